@@ -1,0 +1,293 @@
+"""The wire contract, version 1: every byte that Fencepost leaves in Kafka, and how ids are made.
+
+Standard library only: the service writes with these functions, the job and the tests read with them, and
+`tests/vectors/v1` holds their golden bytes. A change here is a new version of the contract.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+VERSION: Final = 1
+KEY_HEADER: Final = "idempotency-key"
+STAMP_HEADER: Final = "fencepost"
+TRACE_HEADER: Final = "traceparent"
+RESERVED_HEADERS: Final = frozenset({KEY_HEADER, STAMP_HEADER})
+
+ID_BYTES: Final = 16
+FINGERPRINT_BYTES: Final = 8
+ABSENT: Final = b"\xff\xff\xff\xff"
+
+INSTANCE: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+# Kafka's own rule for topic names; JSON made from one needs no escaping.
+TOPIC: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
+
+GENERATION_KEY: Final = b"generation"
+
+Header = tuple[str, bytes]
+
+
+class WireError(ValueError):
+    """Bytes that are not of this version of the wire contract; the text names what is wrong."""
+
+
+# ---------------------------------------------------------------------------------------------- names of topics
+
+
+def ledger_topic(namespace: str) -> str:
+    """Topic whose partition n belongs to slot n; its number of partitions is slots_max."""
+    return f"{namespace}.ledger"
+
+
+def requests_topic(namespace: str) -> str:
+    """Topic of the journal of answers."""
+    return f"{namespace}.requests"
+
+
+def control_topic(namespace: str) -> str:
+    """Topic of the generations and barriers; one partition, compacted."""
+    return f"{namespace}.control"
+
+
+def transactional_id(namespace: str, slot: int) -> str:
+    """Kafka's `transactional.id` of a slot: an identity that outlives each process (KIP-98)."""
+    return f"{namespace}.slot.{slot}"
+
+
+# ------------------------------------------------------------------------------------------ ids and fingerprints
+
+
+def event_id(key: str, scope: str = "") -> bytes:
+    """The 16-byte id of an idempotency key (ASCII, unquoted) within its scope (the caller's name)."""
+    return hashlib.sha256(f"{scope}\0{key}".encode()).digest()[:ID_BYTES]
+
+
+def member_id(key: str, index: int, scope: str = "") -> bytes:
+    """The 16-byte id of member `index` (from 0) of the atomic batch that has this key."""
+    return hashlib.sha256(f"{scope}\0{key}\0{index}".encode()).digest()[:ID_BYTES]
+
+
+def fingerprint(
+    topic: str, partition: int | None, key: bytes | None, headers: Iterable[Header], value: bytes | None
+) -> bytes:
+    """The 8 bytes that tell a retry from another request under the same key.
+
+    Over what was asked for: topic, partition (decimal ASCII, absent where none was named), record key, the client's
+    own headers sorted by (name, value) as name then value, and value; each field as a 4-byte big-endian length and
+    its bytes, an absent one as ffffffff.
+    """
+    fields: list[bytes | None] = [topic.encode(), None if partition is None else b"%d" % partition, key]
+    for name, content in sorted((name.encode(), content) for name, content in headers):
+        fields += (name, content)
+    fields.append(value)
+    packed = b"".join(ABSENT if f is None else len(f).to_bytes(4, "big") + f for f in fields)
+    return hashlib.sha256(packed).digest()[:FINGERPRINT_BYTES]
+
+
+# ------------------------------------------------------------------------------------------------- record header
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """The `fencepost` header of an event: which claim and which producer wrote it. Times in ms since the epoch."""
+
+    id: bytes
+    fingerprint: bytes
+    accepted_at: int
+    slot: int
+    producer_id: int
+    epoch: int
+    instance: str
+
+    def encode(self) -> bytes:
+        """ASCII, `;`-separated, beginning with the version."""
+        return (
+            f"{VERSION};{self.id.hex()};{self.fingerprint.hex()};{self.accepted_at};{self.slot};"
+            f"{self.producer_id};{self.epoch};{self.instance}"
+        ).encode()
+
+    @classmethod
+    def decode(cls, raw: bytes) -> "Stamp":
+        """Read a header; WireError where it is not one of this version."""
+        try:
+            version, id_hex, fp_hex, at, slot, pid, epoch, instance = raw.decode("ascii").split(";")
+            stamp = cls(
+                bytes.fromhex(id_hex), bytes.fromhex(fp_hex), int(at), int(slot), int(pid), int(epoch), instance
+            )
+        except ValueError as error:
+            raise WireError(f"no {STAMP_HEADER} header of version {VERSION}: {raw[:200]!r}") from error
+        if version != str(VERSION) or len(stamp.id) != ID_BYTES or len(stamp.fingerprint) != FINGERPRINT_BYTES:
+            raise WireError(f"no {STAMP_HEADER} header of version {VERSION}: {raw[:200]!r}")
+        return stamp
+
+
+# -------------------------------------------------------------------------------------------------------- ledger
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One event of a ledger record: where it went. `at` is accepted_at, `ts` the record's timestamp, both in ms.
+
+    Members of an atomic batch name it by `batch` (the id of the whole) and their index `i`.
+    """
+
+    id: bytes
+    fp: bytes
+    at: int
+    topic: str
+    partition: int
+    offset: int
+    ts: int
+    batch: bytes | None = None
+    i: int | None = None
+
+    def encode(self) -> str:
+        """The entry as JSON text; topic names need no escaping (see TOPIC)."""
+        member = "" if self.batch is None else f',"batch":"{self.batch.hex()}","i":{self.i}'
+        return (
+            f'{{"id":"{self.id.hex()}","fp":"{self.fp.hex()}","at":{self.at},"topic":"{self.topic}",'
+            f'"partition":{self.partition},"offset":{self.offset},"ts":{self.ts}{member}}}'
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The begin record that an owner commits when it takes a slot; its own offset is the term."""
+
+    slot: int
+    producer_id: int
+    epoch: int
+    instance: str
+    generation: int
+    at: int
+
+    def encode(self) -> bytes:
+        return (
+            f'{{"v":{VERSION},"begin":true,"slot":{self.slot},"pid":{self.producer_id},"epoch":{self.epoch},'
+            f'"instance":"{self.instance}","generation":{self.generation},"at":{self.at}}}'
+        ).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRecord:
+    """What one transaction wrote. Without entries it is the record by which a store recovery reads a partition through."""
+
+    slot: int
+    producer_id: int
+    epoch: int
+    instance: str
+    entries: Sequence[Entry]
+
+    def encode(self) -> bytes:
+        return encode_ledger(self.slot, self.producer_id, self.epoch, self.instance, map(Entry.encode, self.entries))
+
+
+def encode_ledger(slot: int, producer_id: int, epoch: int, instance: str, entries: Iterable[str]) -> bytes:
+    """A ledger record from entries that are JSON text already: the hot path has no use for an object each."""
+    return (
+        f'{{"v":{VERSION},"slot":{slot},"pid":{producer_id},"epoch":{epoch},"instance":"{instance}",'
+        f'"entries":[{",".join(entries)}]}}'
+    ).encode()
+
+
+def decode_ledger(raw: bytes | None) -> Begin | LedgerRecord:
+    """Read a record of the ledger topic; WireError where it is none of this version."""
+    try:
+        body = json.loads(raw or b"")
+        if body["v"] != VERSION:
+            raise WireError(f"ledger record of version {body['v']!r}; this program reads {VERSION}")
+        head = (body["slot"], body["pid"], body["epoch"], body["instance"])
+        if body.get("begin"):
+            return Begin(*head, generation=body["generation"], at=body["at"])
+        return LedgerRecord(*head, entries=[_entry(entry) for entry in body["entries"]])
+    except (KeyError, TypeError, ValueError) as error:
+        raise WireError(f"no ledger record: {(raw or b'')[:200]!r} ({error})") from error
+
+
+def _entry(body: dict[str, Any]) -> Entry:
+    batch = body.get("batch")
+    return Entry(
+        bytes.fromhex(body["id"]),
+        bytes.fromhex(body["fp"]),
+        body["at"],
+        body["topic"],
+        body["partition"],
+        body["offset"],
+        body["ts"],
+        None if batch is None else bytes.fromhex(batch),
+        body.get("i"),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- journal
+
+
+def encode_answer(
+    id: bytes,
+    fp: bytes,
+    at: int,
+    status: int,
+    code: str | None,
+    replayed: bool,
+    latency_ms: float,
+    topic: str,
+    partition: int | None,
+    offset: int | None,
+) -> str:
+    """One answer of the journal as JSON text; partition and offset only where the event is known to be.
+
+    `at` is the event's accepted_at where it has one, else the time of the answer, in ms.
+    """
+    where = f'"partition":{"null" if partition is None else partition},"offset":{"null" if offset is None else offset}'
+    return (
+        f'{{"id":"{id.hex()}","fp":"{fp.hex()}","at":{at},"status":{status},'
+        f'"code":{"null" if code is None else json.dumps(code)},"replayed":{"true" if replayed else "false"},'
+        f'"latency_ms":{latency_ms:.3f},"topic":"{topic}",{where}}}'
+    )
+
+
+def encode_answers(instance: str, answers: Iterable[str]) -> bytes:
+    """One record of the journal: the answers of one flush."""
+    return f'{{"v":{VERSION},"instance":"{instance}","answers":[{",".join(answers)}]}}'.encode()
+
+
+# ------------------------------------------------------------------------------------------------------- control
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A generation record: from its offset on, `store` ("run_id/master_replid") holds the claims."""
+
+    store: str
+    instance: str
+    at: int
+
+    def encode(self) -> bytes:
+        return json.dumps(
+            {"v": VERSION, "store": self.store, "instance": self.instance, "at": self.at}, separators=(",", ":")
+        ).encode()
+
+    @classmethod
+    def decode(cls, raw: bytes | None) -> "Generation":
+        try:
+            body = json.loads(raw or b"")
+            if body["v"] != VERSION:
+                raise WireError(f"generation record of version {body['v']!r}; this program reads {VERSION}")
+            return cls(body["store"], body["instance"], body["at"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise WireError(f"no generation record: {(raw or b'')[:200]!r} ({error})") from error
+
+
+def barrier_key(slot: int | str) -> bytes:
+    """Key of a barrier in the control topic; compaction keeps one a slot."""
+    return f"barrier/{slot}".encode()
+
+
+def encode_barrier(instance: str, nonce: str, at: int) -> bytes:
+    """A barrier: who reads the control topic through it knows every generation record before it."""
+    return json.dumps(
+        {"v": VERSION, "barrier": True, "instance": instance, "nonce": nonce, "at": at}, separators=(",", ":")
+    ).encode()
