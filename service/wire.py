@@ -173,7 +173,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class LedgerRecord:
-    """What one transaction wrote. Without entries it is the record by which a store recovery reads a partition through."""
+    """What one transaction wrote; without entries, the record by which a store recovery reads a partition through."""
 
     slot: int
     producer_id: int
