@@ -1,0 +1,1 @@
+"""How Fencepost is run."""

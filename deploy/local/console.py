@@ -1,0 +1,81 @@
+"""What the local scripts say to a person: progress, colour on a terminal, one line for an error."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+# Nobody wants to read about what is over at once; beyond this, silence looks like a hang.
+_QUIET_S = 2.0
+_TICK_S = 0.5
+
+
+def say(text: str = "", stream: TextIO | None = None) -> None:
+    """Write one line, at once."""
+    out = stream or sys.stdout
+    out.write(text + "\n")
+    out.flush()
+
+
+def colours(stream: TextIO | None = None) -> bool:
+    """Whether colour is welcome: a terminal, and NO_COLOR not set."""
+    return (stream or sys.stdout).isatty() and "NO_COLOR" not in os.environ
+
+
+def paint(text: str, code: str, stream: TextIO | None = None) -> str:
+    """`text` in an ANSI colour (`code` as in "32" or "1;31") where colour is welcome."""
+    return f"\x1b[{code}m{text}\x1b[0m" if colours(stream) else text
+
+
+def green(text: str) -> str:
+    return paint(text, "32")
+
+
+def red(text: str) -> str:
+    return paint(text, "1;31")
+
+
+def bold(text: str) -> str:
+    return paint(text, "1")
+
+
+def dim(text: str) -> str:
+    return paint(text, "2")
+
+
+@contextmanager
+def progress(what: str) -> Iterator[None]:
+    """Tell that `what` is going on if it takes longer than two seconds, and how long it took.
+
+    On a terminal a clock runs in the line; elsewhere (a log) there is one line at the start and one at the end.
+    """
+    begun = time.monotonic()
+    done = threading.Event()
+    ticker = threading.Thread(target=_tick, args=(what, begun, done), daemon=True)
+    ticker.start()
+    try:
+        yield
+    finally:
+        done.set()
+        ticker.join()
+        taken = time.monotonic() - begun
+        if taken >= _QUIET_S:
+            _line(f"{what} ({taken:.1f} s)", last=True)
+
+
+def _tick(what: str, begun: float, done: threading.Event) -> None:
+    if done.wait(_QUIET_S):
+        return
+    _line(f"{what} ...", last=not colours(sys.stderr))
+    while colours(sys.stderr) and not done.wait(_TICK_S):
+        _line(f"{what} ... {time.monotonic() - begun:.0f} s", last=False)
+
+
+def _line(text: str, *, last: bool) -> None:
+    """One line on stderr; on a terminal it replaces the one before."""
+    start = "\r\x1b[K" if colours(sys.stderr) else ""
+    sys.stderr.write(f"{start}{text}" + ("\n" if last else ""))
+    sys.stderr.flush()

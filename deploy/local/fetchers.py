@@ -1,0 +1,147 @@
+"""Two ways to fetch jars by exact name from the user's Maven repository: Maven itself, and the Ivy in PySpark.
+
+Both are told each artifact by its coordinates and no transitive ones, and put `artifact-version.jar` into
+`folder/kind/`. Where they fetch from is their own configuration, as ever.
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+from xml.sax.saxutils import quoteattr
+
+from deploy.local import java
+
+_TIMEOUT_S = 900.0  # a slow line and 60 MB
+_MAVEN_PLUGIN = "org.apache.maven.plugins:maven-dependency-plugin:3.8.1"
+
+
+class Artifact(Protocol):
+    """What to fetch, and the folder it belongs to."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def group(self) -> str: ...
+    @property
+    def artifact(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+
+
+Fetcher = Callable[[Sequence[Artifact], Path], None]
+
+
+class FetchError(RuntimeError):
+    """A fetcher failed; the text has the end of what it said."""
+
+
+def fetchers() -> list[Fetcher]:
+    """Those that are here, in order of choice: Maven takes seconds, Ivy most of a minute."""
+    found: list[Fetcher] = []
+    if shutil.which("mvn"):
+        found.append(with_maven)
+    if ivy_jar():
+        found.append(with_ivy)
+    return found
+
+
+def with_maven(artifacts: Sequence[Artifact], folder: Path) -> None:
+    """Copy the artifacts by Maven's dependency plugin, all in one run.
+
+    Raises:
+        FetchError: Maven failed.
+    """
+    project = folder / "pom.xml"
+    project.write_text(_pom(artifacts, folder))
+    _run(["mvn", "--batch-mode", "--file", project, "validate"], folder)
+
+
+def with_ivy(artifacts: Sequence[Artifact], folder: Path) -> None:
+    """Retrieve the artifacts by the Ivy that PySpark brings, with its built-in settings.
+
+    Raises:
+        FetchError: PySpark is not here, or Ivy failed.
+    """
+    ivy = ivy_jar()
+    if ivy is None:
+        raise FetchError("no Ivy here: PySpark, which brings it, is not installed")
+    module = folder / "ivy.xml"
+    module.write_text(_ivy_module(artifacts))
+    target = folder / "[conf]" / "[artifact]-[revision].[ext]"
+    command: list[str | Path] = [java.home() / "bin" / "java", "-jar", ivy, "-ivy", module]
+    command += ["-cache", folder / "ivy-cache", "-retrieve", target]
+    command += ["-types", "jar", "bundle"]  # some jars are OSGi bundles to Ivy
+    _run(command, folder)
+
+
+def ivy_jar() -> Path | None:
+    """The Ivy jar inside PySpark, None where PySpark is not installed."""
+    found = importlib.util.find_spec("pyspark")
+    folders = found.submodule_search_locations if found else None
+    return next((jar for folder in folders or () for jar in Path(folder).glob("jars/ivy-*.jar")), None)
+
+
+def _run(command: Sequence[str | Path], folder: Path) -> None:
+    try:
+        done = subprocess.run(  # noqa: S603
+            [str(part) for part in command],
+            cwd=folder,
+            env={**os.environ, **java.environment()},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise FetchError(f"{Path(command[0]).name}: {error}") from error
+    if done.returncode:
+        last = "\n".join(f"  {line}" for line in done.stdout.splitlines()[-25:])
+        raise FetchError(f"{Path(command[0]).name} ended with code {done.returncode}:\n{last}")
+
+
+def _pom(artifacts: Sequence[Artifact], folder: Path) -> str:
+    """A Maven project that does nothing but copy the artifacts."""
+    items = "\n".join(
+        f"<artifactItem><groupId>{a.group}</groupId><artifactId>{a.artifact}</artifactId>"
+        f"<version>{a.version}</version><outputDirectory>{folder / a.kind}</outputDirectory></artifactItem>"
+        for a in artifacts
+    )
+    group, artifact, version = _MAVEN_PLUGIN.split(":")
+    return f"""<project xmlns="http://maven.apache.org/POM/4.0.0">
+<modelVersion>4.0.0</modelVersion>
+<groupId>fencepost</groupId><artifactId>jars</artifactId><version>1</version><packaging>pom</packaging>
+<build><plugins><plugin>
+<groupId>{group}</groupId><artifactId>{artifact}</artifactId><version>{version}</version>
+<executions><execution><phase>validate</phase><goals><goal>copy</goal></goals><configuration><artifactItems>
+{items}
+</artifactItems></configuration></execution></executions>
+</plugin></plugins></build>
+</project>
+"""
+
+
+def _ivy_module(artifacts: Sequence[Artifact]) -> str:
+    """An Ivy module with one configuration for each kind; `all` lets two versions of a jar stand side by side."""
+    confs = "\n".join(f"<conf name={quoteattr(kind)}/>" for kind in sorted({a.kind for a in artifacts}))
+    dependencies = "\n".join(
+        f"<dependency org={quoteattr(a.group)} name={quoteattr(a.artifact)} rev={quoteattr(a.version)} "
+        f'transitive="false" conf={quoteattr(f"{a.kind}->master")}/>'
+        for a in artifacts
+    )
+    return f"""<ivy-module version="2.0">
+<info organisation="fencepost" module="jars"/>
+<configurations>
+{confs}
+</configurations>
+<dependencies>
+{dependencies}
+<conflict manager="all"/>
+</dependencies>
+</ivy-module>
+"""

@@ -1,0 +1,139 @@
+"""The jars of the broker and of Spark: locked by checksum, fetched once, kept in the cache outside the tree."""
+
+import contextlib
+import fcntl
+import hashlib
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.local import places
+from deploy.local.console import progress
+from deploy.local.fetchers import Fetcher, FetchError, fetchers
+from deploy.local.process import StackError
+
+LOCKS = {"kafka": places.ROOT / "deploy" / "local" / "kafka.lock", "spark": places.ROOT / "spark" / "jars.lock"}
+
+
+@dataclass(frozen=True)
+class Jar:
+    """One line of a lock file, and the folder that its jar belongs to."""
+
+    kind: str
+    group: str
+    artifact: str
+    version: str
+    sha256: str
+
+    @property
+    def file(self) -> str:
+        return f"{self.artifact}-{self.version}.jar"
+
+    @property
+    def path(self) -> Path:
+        return places.jars(self.kind) / self.file
+
+    def is_right(self, path: Path) -> bool:
+        """Whether this very jar is at `path`."""
+        return path.is_file() and _sha256(path) == self.sha256
+
+
+def read_lock(kind: str, path: Path) -> list[Jar]:
+    """The jars of a lock file: lines of `sha256  group:artifact:version`, and comments.
+
+    Raises:
+        StackError: a line that is neither.
+    """
+    jars = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if not line or line.startswith("#"):
+            continue
+        try:
+            checksum, name = line.split()
+            group, artifact, version = name.split(":")
+        except ValueError:
+            raise StackError(f"{path}:{number}: expected `sha256  group:artifact:version`, got {line!r}") from None
+        jars.append(Jar(kind, group, artifact, version, checksum))
+    return jars
+
+
+def locked(locks: Mapping[str, Path] = LOCKS) -> list[Jar]:
+    """Every jar of every lock file."""
+    return [jar for kind, path in locks.items() for jar in read_lock(kind, path)]
+
+
+def ensure(jars: Sequence[Jar] | None = None, ways: Sequence[Fetcher] | None = None) -> None:
+    """See to it that each jar is in the cache, checked: the missing ones are fetched in one go.
+
+    Args:
+        jars: those to have; every locked one if not given.
+        ways: how to fetch, tried in this order; Maven and Ivy, as far as they are here, if not given.
+
+    Raises:
+        StackError: no way worked, or a jar came with another checksum (then none is kept).
+    """
+    wanted = locked() if jars is None else jars
+    if not _missing(wanted):
+        return
+    with _lock(places.cache()):
+        missing = _missing(wanted)  # another process may have fetched them while this one waited
+        if not missing:
+            return
+        with (
+            progress(f"fetching {len(missing)} jars for Kafka and Spark into {places.cache()}"),
+            tempfile.TemporaryDirectory(prefix="fetch-", dir=places.cache()) as scratch,
+        ):
+            _fetch(missing, Path(scratch), fetchers() if ways is None else ways)
+            _place(missing, Path(scratch))
+
+
+def classpath(kind: str) -> str:
+    """The class path of a kind, by the lock file: what else may lie in the folder is not taken."""
+    return ":".join(str(jar.path) for jar in read_lock(kind, LOCKS[kind]))
+
+
+def _missing(jars: Sequence[Jar]) -> list[Jar]:
+    return [jar for jar in jars if not jar.is_right(jar.path)]
+
+
+def _fetch(jars: Sequence[Jar], folder: Path, ways: Sequence[Fetcher]) -> None:
+    """Fetch into `folder`/kind by the first way that works."""
+    errors = []
+    for way in ways:
+        try:
+            way(jars, folder)
+        except FetchError as error:
+            errors.append(str(error))
+        else:
+            return
+    raise StackError("\n".join(errors) or "nothing here can fetch jars: please install Maven")
+
+
+def _place(jars: Sequence[Jar], folder: Path) -> None:
+    """Check all, and only then put each in its place, whole or not at all."""
+    wrong = [jar for jar in jars if not jar.is_right(folder / jar.kind / jar.file)]
+    if wrong:
+        raise StackError("\n".join(_complaint(jar, folder / jar.kind / jar.file) for jar in wrong))
+    for jar in jars:
+        jar.path.parent.mkdir(parents=True, exist_ok=True)
+        (folder / jar.kind / jar.file).replace(jar.path)
+
+
+def _complaint(jar: Jar, path: Path) -> str:
+    got = f"sha256 {_sha256(path)}" if path.is_file() else "nothing"
+    return f"{jar.group}:{jar.artifact}:{jar.version} was refused: expected sha256 {jar.sha256}, got {got}"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """One process at a time fetches into a cache."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,107 @@
+"""A Java runtime that Kafka 4.3 and Spark 4.2 both run on, installed where it is missing and can be."""
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from deploy.local.console import progress
+from deploy.local.process import StackError
+
+OLDEST = 17
+TESTED = (17, 21)  # taken first: newer ones should do, but nobody has promised that
+_PACKAGE = "openjdk-17-jre-headless"
+# Where Linux distributions, macOS and Homebrew put them.
+_USUAL = ("usr/lib/jvm/*", "Library/Java/JavaVirtualMachines/*/Contents/Home", "opt/homebrew/opt/openjdk*")
+
+
+@functools.cache
+def home() -> Path:
+    """The home folder of the Java to use, installed now if need be.
+
+    Raises:
+        StackError: there is none and it cannot be installed here; the text says what to install.
+    """
+    if found := find():
+        return found
+    if os.geteuid() == 0 and shutil.which("apt-get"):
+        with progress(f"installing Java ({_PACKAGE})"):
+            _apt("update")
+            _apt("install", "--yes", "--no-install-recommends", _PACKAGE)
+        if found := find():
+            return found
+    raise StackError(
+        f"no Java {OLDEST} or newer here: please install one (on Debian or Ubuntu: apt-get install {_PACKAGE})"
+    )
+
+
+def find() -> Path | None:
+    """The best Java on this machine, or None.
+
+    JAVA_HOME comes first, then PATH, then the usual folders. One that is broken or too old is passed over, wherever
+    it comes from; a version that both programs are tested with is preferred to a newer one.
+    """
+    newer: Path | None = None
+    for candidate in _candidates():
+        version = version_of(candidate)
+        if version in TESTED:
+            return candidate
+        if version is not None and version >= OLDEST:
+            newer = newer or candidate
+    return newer
+
+
+def environment() -> dict[str, str]:
+    """What a program needs in its environment to run on the same Java (PySpark reads JAVA_HOME)."""
+    return {"JAVA_HOME": str(home())}
+
+
+def version_of(candidate: Path) -> int | None:
+    """The major version of the Java in this home folder, None if there is none that runs."""
+    program = candidate / "bin" / "java"
+    if not program.is_file():
+        return None
+    try:
+        shown = subprocess.run([program, "-version"], capture_output=True, text=True, timeout=30, check=True)  # noqa: S603
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.search(r'version "(\d+)(?:\.(\d+))?', shown.stderr)
+    if found is None:
+        return None
+    # Java 8 and older call themselves 1.8.
+    return int(found[2] or 0) if found[1] == "1" else int(found[1])
+
+
+def _candidates() -> Iterator[Path]:
+    """Home folders in order of choice, each once (/usr/lib/jvm is full of links)."""
+    seen: set[Path] = set()
+    for place in _places():
+        resolved = place.resolve()
+        if resolved not in seen:
+            seen.add(resolved)
+            yield resolved
+
+
+def _places() -> Iterator[Path]:
+    if named := os.environ.get("JAVA_HOME"):
+        yield Path(named)
+    if on_path := shutil.which("java"):
+        yield Path(on_path).resolve().parents[1]
+    for pattern in _USUAL:
+        yield from sorted(Path("/").glob(pattern))
+
+
+def _apt(*arguments: str) -> None:
+    done = subprocess.run(  # noqa: S603
+        ["apt-get", *arguments],  # noqa: S607
+        env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise StackError(f"apt-get {' '.join(arguments)} failed:\n{done.stderr.strip()}")

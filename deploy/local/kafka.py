@@ -1,0 +1,177 @@
+"""A real Apache Kafka broker (KRaft: broker and controller in one process), run from its own jars."""
+
+import base64
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from deploy.local import jars, java, places
+from deploy.local.ports import free_port
+from deploy.local.process import Process, StackError
+
+_START_S = 60.0  # 3 s here; a busy machine with slow disks needs more
+_ANSWER_S = 10.0
+_LOGGING = Path(__file__).with_name("kafka-log4j2.properties")
+
+# The heap is small, the just-in-time compiler is not limited: benchmarks run against this broker too.
+_JVM = ("-Xms256m", "-Xmx512m", "-XX:+UseG1GC", "-XX:MaxGCPauseMillis=20", "-Xshare:auto", "-Djava.awt.headless=true")
+
+# What differs from Kafka's defaults, for one node on one machine.
+_SETTINGS = {
+    "auto.create.topics.enable": "false",  # as in any production cluster; a typo must be a 404
+    "offsets.topic.replication.factor": "1",
+    "offsets.topic.num.partitions": "4",
+    "transaction.state.log.replication.factor": "1",
+    "transaction.state.log.min.isr": "1",
+    "transaction.state.log.num.partitions": "8",  # 50 would be made at the first transaction, at 10 ms each
+    "share.coordinator.state.topic.replication.factor": "1",
+    "share.coordinator.state.topic.min.isr": "1",
+    "group.initial.rebalance.delay.ms": "0",  # a test's consumer is alone in its group
+    # A killed broker may come back only when its old session has ended: 9 s by default.
+    "broker.session.timeout.ms": "4000",
+    "broker.heartbeat.interval.ms": "500",
+    "default.replication.factor": "1",
+    "min.insync.replicas": "1",
+}
+
+
+class Kafka(Process):
+    """One broker with its data in `folder`; it keeps folder and port over stops, kills and new starts."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        port: int | None = None,
+        settings: Mapping[str, str] | None = None,
+        node_id: int = 1,
+        controller_port: int | None = None,
+        cluster_id: str | None = None,
+        name: str = "kafka",
+    ) -> None:
+        """Prepare a broker.
+
+        Args:
+            folder: where data, configuration and log go.
+            port: where it listens; a free one if not given.
+            settings: broker settings that come over the defaults for one node.
+            node_id: its number in a cluster of several.
+            controller_port: where its controller listens; a free one if not given.
+            cluster_id: the same for all nodes of a cluster; a new one if not given.
+            name: the name of its log.
+        """
+        super().__init__(name, folder.absolute())
+        self.port = port or free_port()
+        self.node_id = node_id
+        self.controller_port = controller_port or free_port()
+        self.cluster_id = cluster_id or base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+        self.settings = dict(settings or {})
+
+    @property
+    def bootstrap(self) -> str:
+        """Where clients connect."""
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start, and return when the broker answers; its storage is formatted the first time.
+
+        Raises:
+            StackError: it did not come up; the text has the end of its log.
+        """
+        self.begin()
+        self.wait_ready()
+
+    def begin(self) -> None:
+        """Start without waiting (the nodes of a cluster wait for each other).
+
+        Raises:
+            StackError: its storage could not be formatted.
+        """
+        jars.ensure()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._properties.write_text("".join(f"{name}={value}\n" for name, value in self._configuration().items()))
+        if not (self._data / "meta.properties").exists():
+            self._format()
+        self._run("kafka.Kafka", self._properties)
+
+    def wait_ready(self) -> None:
+        """Return when the broker answers.
+
+        Raises:
+            StackError: it ended, or took too long.
+        """
+        admin = self.admin()
+        self.wait_until(lambda: self._answers(admin), _START_S)
+
+    def admin(self) -> AdminClient:
+        """A client for what has no method here."""
+        # Errors come as exceptions; the library would also print each refused connection while the broker starts.
+        return AdminClient({"bootstrap.servers": self.bootstrap, "log_level": 0, "reconnect.backoff.max.ms": 100})
+
+    def create_topic(self, name: str, partitions: int = 1, config: Mapping[str, str] | None = None) -> None:
+        """Make a topic, and return when it can be written.
+
+        Raises:
+            StackError: the broker refused (it may exist already).
+        """
+        admin = self.admin()
+        replication = int(self._configuration()["default.replication.factor"])
+        topic = NewTopic(name, num_partitions=partitions, replication_factor=replication, config=dict(config or {}))
+        try:
+            admin.create_topics([topic], operation_timeout=_ANSWER_S)[name].result(_ANSWER_S)
+        except KafkaException as error:
+            raise StackError(f"topic {name} was not made: {error}") from error
+        self.wait_until(lambda: _has_leaders(admin, name, partitions), _ANSWER_S)
+
+    @property
+    def _data(self) -> Path:
+        return self.folder / "data"
+
+    @property
+    def _properties(self) -> Path:
+        return self.folder / f"{self.name}.properties"
+
+    def _configuration(self) -> dict[str, str]:
+        listeners = f"PLAINTEXT://{self.bootstrap},CONTROLLER://127.0.0.1:{self.controller_port}"
+        return {
+            "process.roles": "broker,controller",
+            "node.id": str(self.node_id),
+            "controller.quorum.voters": f"{self.node_id}@127.0.0.1:{self.controller_port}",
+            "controller.listener.names": "CONTROLLER",
+            "inter.broker.listener.name": "PLAINTEXT",
+            "listeners": listeners,
+            "advertised.listeners": f"PLAINTEXT://{self.bootstrap}",
+            "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
+            "log.dirs": str(self._data),
+            **_SETTINGS,
+            **self.settings,
+        }
+
+    def _format(self) -> None:
+        self._run("kafka.tools.StorageTool", "format", "-t", self.cluster_id, "-c", self._properties)
+        if self.wait(_START_S) != 0:
+            raise StackError(f"the storage of {self.name} could not be formatted\n{self.tail()}")
+
+    def _run(self, main_class: str, *arguments: str | Path) -> None:
+        logging = f"-Dlog4j2.configurationFile={_LOGGING.as_uri()}"
+        jvm: list[str | Path] = [java.home() / "bin" / "java", *_JVM, logging, "-cp", jars.classpath("kafka")]
+        self.spawn([*jvm, main_class, *arguments], env={**places.hermetic_environment(), **java.environment()})
+
+    @staticmethod
+    def _answers(admin: AdminClient) -> bool:
+        try:
+            return bool(admin.list_topics(timeout=0.5).brokers)
+        except KafkaException as error:
+            if error.args[0].code() in (KafkaError._TRANSPORT, KafkaError._TIMED_OUT, KafkaError._ALL_BROKERS_DOWN):
+                return False
+            raise
+
+
+def _has_leaders(admin: AdminClient, topic: str, partitions: int) -> bool:
+    """Whether every partition of the topic has a leader (creation answers before that)."""
+    found = admin.list_topics(topic, timeout=_ANSWER_S).topics[topic]
+    return len(found.partitions) == partitions and all(each.leader >= 0 for each in found.partitions.values())

@@ -1,0 +1,165 @@
+"""One real process of the local stack: started, watched, paused, killed, stopped, always with a log to read."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_LEASH = Path(__file__).with_name("leash.py")
+_STOP_S = 15.0  # a broker closes its logs in one or two seconds; a service may finish a request of 10 s
+_KILL_S = 10.0  # the kernel's own time to take a killed process down
+_POLL_S = 0.02
+
+# Linux sends the parent-death signal when the *thread* that started a child ends, not the process. All children are
+# therefore started from this one thread, which lives as long as the interpreter.
+_starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stack-starter")
+
+
+class StackError(RuntimeError):
+    """A part of the local stack did not do what it should; the text says where its log is."""
+
+
+class Process:
+    """A process in a session of its own that cannot outlive us; `start` and what it runs is the subclass's."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.folder = folder
+        self.log = folder / f"{name}.log"
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name} {'pid ' + str(self.pid) if self.running else 'not running'}>"
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start, and return when it answers. To be defined by each kind of process."""
+        raise NotImplementedError
+
+    @property
+    def running(self) -> bool:
+        return self._child is not None and self._child.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """The process id.
+
+        Raises:
+            StackError: it was never started.
+        """
+        if self._child is None:
+            raise StackError(f"{self.name} was not started")
+        return self._child.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """How it ended (negative: the signal), None while it runs or before its start."""
+        return None if self._child is None else self._child.poll()
+
+    def spawn(self, argv: Sequence[str | Path], *, env: Mapping[str, str], cwd: Path | None = None) -> None:
+        """Start `argv` with exactly `env`, its output appended to the log.
+
+        Raises:
+            StackError: it is running already.
+        """
+        if self.running:
+            raise StackError(f"{self.name} is running already (pid {self.pid})")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        leashed = [sys.executable, "-I", "-S", str(_LEASH), str(os.getpid()), *map(str, argv)]
+
+        def begin() -> subprocess.Popen[bytes]:
+            with self.log.open("ab") as log:
+                return subprocess.Popen(  # noqa: S603 - the stack's own programs
+                    leashed,
+                    env=dict(env),
+                    cwd=cwd or self.folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+
+        self._child = _starter.submit(begin).result()
+
+    def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> None:
+        """Poll `ready` until it holds.
+
+        Raises:
+            StackError: the process ended, or `timeout_s` ran out (then it is killed).
+        """
+        deadline = time.monotonic() + timeout_s
+        while not ready():
+            if not self.running:
+                raise StackError(f"{self.name} ended with code {self.exit_code} at its start\n{self.tail()}")
+            if time.monotonic() > deadline:
+                self.kill()
+                raise StackError(f"{self.name} gave no answer within {timeout_s:.0f} s\n{self.tail()}")
+            time.sleep(_POLL_S)
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for its own end, and return its exit code.
+
+        Raises:
+            StackError: it still runs after `timeout_s`.
+        """
+        try:
+            return self._wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise StackError(f"{self.name} still runs after {timeout_s:.0f} s\n{self.tail()}") from None
+
+    def tail(self, lines: int = 25) -> str:
+        """The last lines of the log, and where the whole of it is."""
+        if not self.log.exists():
+            return f"no log at {self.log}"
+        with self.log.open(errors="replace") as log:
+            last = deque(log, maxlen=lines)
+        return "".join(f"  {line.rstrip()}\n" for line in last) + f"the whole log: {self.log}"
+
+    def stop(self, timeout_s: float = _STOP_S) -> None:
+        """End it in peace: SIGTERM, then SIGKILL after `timeout_s`. No error if it is not running."""
+        if not self.running:
+            return
+        self._signal(signal.SIGTERM)
+        self._signal(signal.SIGCONT)  # a paused process sees the former only now
+        try:
+            self._wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """End it at once (SIGKILL), and return when it is gone. No error if it is not running."""
+        if self.running:
+            self._signal(signal.SIGKILL)
+            self._wait(_KILL_S)
+
+    def pause(self) -> None:
+        """Freeze it where it stands (SIGSTOP)."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a frozen process go on (SIGCONT)."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        # The group, so that a helper which the program started is meant too.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def _wait(self, timeout_s: float) -> int:
+        if self._child is None:
+            raise StackError(f"{self.name} was not started")
+        return self._child.wait(timeout_s)

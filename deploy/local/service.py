@@ -1,0 +1,85 @@
+"""One process of the service, `python -m service`, as an operator would run it."""
+
+import http.client
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from deploy.local import places
+from deploy.local.ports import free_port
+from deploy.local.process import Process
+
+_PROBE_S = 2.0
+
+
+class Service(Process):
+    """A service process on the loopback interface; it keeps its port and instance name over kills and new starts."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        kafka: str,
+        redis: str,
+        port: int | None = None,
+        env: Mapping[str, str] | None = None,
+        module: str = "service",
+        name: str = "service",
+    ) -> None:
+        """Prepare a process.
+
+        Args:
+            folder: where its log goes.
+            kafka: bootstrap servers.
+            redis: the store's URL.
+            port: where it listens; a free one if not given.
+            env: settings (`FENCEPOST_...`) and other variables, over those that follow from the rest.
+            module: what `python -m` runs; a test's own module may inject faults and then run the service.
+            name: the name of its log.
+        """
+        super().__init__(name, folder.absolute())
+        self.port = port or free_port()
+        self.module = module
+        self.env = {
+            "FENCEPOST_KAFKA": kafka,
+            "FENCEPOST_REDIS": redis,
+            "FENCEPOST_HOST": "127.0.0.1",
+            "FENCEPOST_PORT": str(self.port),
+            "PYTHONUNBUFFERED": "1",  # the log must be whole when the process is killed
+            **(env or {}),
+        }
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self, wait_ready: bool = True, timeout_s: float = 30.0) -> None:
+        """Start, and return when it is ready (or at once).
+
+        Raises:
+            StackError: it ended, or was not ready within `timeout_s`.
+        """
+        # From the root of the project, where `service` and the tests' modules are found.
+        environment = {**places.hermetic_environment(), **self.env}
+        self.spawn([sys.executable, "-m", self.module], env=environment, cwd=places.ROOT)
+        if wait_ready:
+            self.wait_ready(timeout_s)
+
+    def wait_ready(self, timeout_s: float = 30.0) -> None:
+        """Return when `/readyz` says so.
+
+        Raises:
+            StackError: it ended, or was not ready within `timeout_s`.
+        """
+        self.wait_until(self.ready, timeout_s)
+
+    def ready(self) -> bool:
+        """Whether `/readyz` answers 200 now."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_PROBE_S)
+        try:
+            connection.request("GET", "/readyz")
+            return connection.getresponse().status == http.HTTPStatus.OK
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
