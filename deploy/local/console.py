@@ -1,16 +1,27 @@
 """What the local scripts say to a person: progress, colour on a terminal, one line for an error."""
 
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from types import FrameType
+from typing import NoReturn, TextIO
 
 # Nobody wants to read about what is over at once; beyond this, silence looks like a hang.
 _QUIET_S = 2.0
 _TICK_S = 0.5
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StackError(RuntimeError):
+    """A part of the local stack did not do what it should; the text says what, and where its log is."""
+
+
+class _Stopped(BaseException):
+    """A signal asked for the end; like KeyboardInterrupt, nobody but `run` should catch it."""
 
 
 def say(text: str = "", stream: TextIO | None = None) -> None:
@@ -79,3 +90,27 @@ def _line(text: str, *, last: bool) -> None:
     start = "\r\x1b[K" if colours(sys.stderr) else ""
     sys.stderr.write(f"{start}{text}" + ("\n" if last else ""))
     sys.stderr.flush()
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Run a script's `main` and exit with what it returns.
+
+    An error of the stack becomes its text on stderr and exit code 1. SIGINT, SIGTERM and SIGHUP unwind `main`, so that
+    it stops what it started, and end in 130, 143 and 129 as shells know it. A second signal changes nothing.
+    """
+    for each in _SIGNALS:
+        signal.signal(each, _stop)
+    try:
+        code = main()
+    except StackError as error:
+        say(red("failed: ") + str(error), sys.stderr)
+        code = 1
+    except _Stopped as stopped:
+        code = 128 + int(stopped.args[0])
+    sys.exit(code)
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    for each in _SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    raise _Stopped(number)

@@ -87,7 +87,7 @@ def ivy_jar() -> Path | None:
 
 def _run(command: Sequence[str | Path], folder: Path) -> None:
     try:
-        done = subprocess.run(  # noqa: S603
+        done = subprocess.run(
             [str(part) for part in command],
             cwd=folder,
             env={**os.environ, **java.environment()},

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.local import places
-from deploy.local.console import progress
+from deploy.local.console import StackError, progress
 from deploy.local.fetchers import Fetcher, FetchError, fetchers
-from deploy.local.process import StackError
 
 LOCKS = {"kafka": places.ROOT / "deploy" / "local" / "kafka.lock", "spark": places.ROOT / "spark" / "jars.lock"}
 

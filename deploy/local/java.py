@@ -8,8 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from deploy.local.console import progress
-from deploy.local.process import StackError
+from deploy.local.console import StackError, progress
 
 OLDEST = 17
 TESTED = (17, 21)  # taken first: newer ones should do, but nobody has promised that
@@ -65,7 +64,7 @@ def version_of(candidate: Path) -> int | None:
     if not program.is_file():
         return None
     try:
-        shown = subprocess.run([program, "-version"], capture_output=True, text=True, timeout=30, check=True)  # noqa: S603
+        shown = subprocess.run([program, "-version"], capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     found = re.search(r'version "(\d+)(?:\.(\d+))?', shown.stderr)
@@ -95,8 +94,8 @@ def _places() -> Iterator[Path]:
 
 
 def _apt(*arguments: str) -> None:
-    done = subprocess.run(  # noqa: S603
-        ["apt-get", *arguments],  # noqa: S607
+    done = subprocess.run(
+        ["apt-get", *arguments],
         env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
         stdin=subprocess.DEVNULL,
         capture_output=True,

@@ -10,15 +10,16 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from deploy.local import jars, java, places
+from deploy.local.console import StackError
 from deploy.local.ports import free_port
-from deploy.local.process import Process, StackError
+from deploy.local.process import Process
 
 _START_S = 60.0  # 3 s here; a busy machine with slow disks needs more
 _ANSWER_S = 10.0
 _LOGGING = Path(__file__).with_name("kafka-log4j2.properties")
 
 # The heap is small, the just-in-time compiler is not limited: benchmarks run against this broker too.
-_JVM = ("-Xms256m", "-Xmx512m", "-XX:+UseG1GC", "-XX:MaxGCPauseMillis=20", "-Xshare:auto", "-Djava.awt.headless=true")
+_JVM = ("-Xms256m", "-Xmx512m", "-XX:+UseG1GC", "-XX:MaxGCPauseMillis=20", "-Djava.awt.headless=true")
 
 # What differs from Kafka's defaults, for one node on one machine.
 _SETTINGS = {
@@ -30,6 +31,7 @@ _SETTINGS = {
     "transaction.state.log.num.partitions": "8",  # 50 would be made at the first transaction, at 10 ms each
     "share.coordinator.state.topic.replication.factor": "1",
     "share.coordinator.state.topic.min.isr": "1",
+    "log.cleaner.dedupe.buffer.size": "8388608",  # 128 MiB would be a quarter of the heap, and 0.4 s of the start
     "group.initial.rebalance.delay.ms": "0",  # a test's consumer is alone in its group
     # A killed broker may come back only when its old session has ended: 9 s by default.
     "broker.session.timeout.ms": "4000",
@@ -126,6 +128,14 @@ class Kafka(Process):
         except KafkaException as error:
             raise StackError(f"topic {name} was not made: {error}") from error
         self.wait_until(lambda: _has_leaders(admin, name, partitions), _ANSWER_S)
+
+    def topics(self) -> set[str]:
+        """The names of all topics.
+
+        Raises:
+            confluent_kafka.KafkaException: the broker did not answer.
+        """
+        return set(self.admin().list_topics(timeout=_ANSWER_S).topics)
 
     @property
     def _data(self) -> Path:

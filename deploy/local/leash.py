@@ -20,7 +20,7 @@ def main() -> None:
         # The parent may have gone before the request was made: then the signal never comes.
         if os.getppid() != parent:
             sys.exit("the parent of this process is gone")
-    os.execvp(program[0], program)  # noqa: S606 - replacing this process is the point
+    os.execvp(program[0], program)  # replacing this process is the point
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def free_port() -> int:
         RuntimeError: nearly every port is taken.
     """
     for _ in range(_TRIES):
-        port = random.randint(_FIRST, _LAST)  # noqa: S311 - not a secret
+        port = random.randint(_FIRST, _LAST)  # not a secret
         if is_free(port):
             return port
     raise RuntimeError(f"no free port found between {_FIRST} and {_LAST}")

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from deploy.local.console import StackError
+
 _LEASH = Path(__file__).with_name("leash.py")
 _STOP_S = 15.0  # a broker closes its logs in one or two seconds; a service may finish a request of 10 s
 _KILL_S = 10.0  # the kernel's own time to take a killed process down
@@ -21,10 +23,6 @@ _POLL_S = 0.02
 # Linux sends the parent-death signal when the *thread* that started a child ends, not the process. All children are
 # therefore started from this one thread, which lives as long as the interpreter.
 _starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stack-starter")
-
-
-class StackError(RuntimeError):
-    """A part of the local stack did not do what it should; the text says where its log is."""
 
 
 class Process:
@@ -40,7 +38,11 @@ class Process:
         return f"<{type(self).__name__} {self.name} {'pid ' + str(self.pid) if self.running else 'not running'}>"
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:  # a signal in the middle of a start: nobody will call __exit__
+            self.kill()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -83,7 +85,7 @@ class Process:
 
         def begin() -> subprocess.Popen[bytes]:
             with self.log.open("ab") as log:
-                return subprocess.Popen(  # noqa: S603 - the stack's own programs
+                return subprocess.Popen(  # the stack's own programs
                     leashed,
                     env=dict(env),
                     cwd=cwd or self.folder,

@@ -9,8 +9,9 @@ from pathlib import Path
 import redis
 
 from deploy.local import places
+from deploy.local.console import StackError
 from deploy.local.ports import free_port
-from deploy.local.process import Process, StackError
+from deploy.local.process import Process
 
 _START_S = 20.0
 

@@ -1,0 +1,106 @@
+"""The stack in the foreground, for a person to try: `./deploy/local/up`."""
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from deploy.local import places
+from deploy.local.console import bold, dim, green, progress, run, say
+from deploy.local.stack import Kafka, Process, Redis, Service, StackError, port_or_free
+
+TOPIC = "demo"
+_TOPIC_PARTITIONS = 4
+_LOOK_S = 0.25  # how soon it is noticed that a part has died
+
+# These are the stack's to set: it never touches another Kafka or Redis.
+_OURS = ("FENCEPOST_KAFKA", "FENCEPOST_REDIS", "FENCEPOST_HOST", "FENCEPOST_PORT")
+
+
+def main() -> NoReturn:
+    """Start all, tell where it is, and stay until somebody says stop."""
+    folder = Path(os.environ.get("FENCEPOST_LOCAL_DIR") or places.ROOT / ".local").expanduser().absolute()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_alone(folder))
+        stack.callback(say, "stopped")
+        kafka = Kafka(folder, port=port_or_free(9092))
+        redis = Redis(folder, port=port_or_free(6379))
+        wanted = os.environ.get("FENCEPOST_PORT", "")
+        service = Service(
+            folder,
+            kafka=kafka.bootstrap,
+            redis=redis.url,
+            port=port_or_free(int(wanted) if wanted.isdecimal() else 8000),
+            env=_callers_settings(os.environ),
+        )
+        _start(stack, "Kafka", kafka, kafka.bootstrap)
+        _start(stack, "Redis", redis, redis.url)
+        if TOPIC not in kafka.topics():  # the data of an earlier run is kept
+            kafka.create_topic(TOPIC, partitions=_TOPIC_PARTITIONS)
+        _start(stack, "service", service, service.url)
+        stack.enter_context(_addresses(folder / "env", kafka, redis, service))
+        say(f"  topic    {TOPIC}")
+        say(f"  logs     {folder}")
+        say(dim("Ctrl-C stops all"))
+        say(f"{green('ready')} {bold(service.url)}")
+        _stay(kafka, redis, service)
+
+
+def _start(stack: contextlib.ExitStack, what: str, process: Process, where: str) -> None:
+    with progress(f"starting {what}"):
+        stack.enter_context(process)
+    say(f"  {what:8} {where}")
+
+
+def _stay(*processes: Process) -> NoReturn:
+    """Until a signal ends it from outside.
+
+    Raises:
+        StackError: a part has died.
+    """
+    while True:
+        for process in processes:
+            if not process.running:
+                raise StackError(f"{process.name} ended with code {process.exit_code}\n{process.tail()}")
+        time.sleep(_LOOK_S)
+
+
+def _callers_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """The caller's settings for the service, except where the stack has the say."""
+    return {name: value for name, value in environment.items() if name.startswith("FENCEPOST_") and name not in _OURS}
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """The folder for us alone.
+
+    Raises:
+        StackError: another stack runs in it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StackError(
+                f"another stack runs in {folder}: set FENCEPOST_LOCAL_DIR to another folder to run two"
+            ) from None
+        yield
+
+
+@contextlib.contextmanager
+def _addresses(file: Path, kafka: Kafka, redis: Redis, service: Service) -> Iterator[None]:
+    """The addresses for a shell to source, as long as they hold."""
+    lines = {"KAFKA": kafka.bootstrap, "REDIS": redis.url, "URL": service.url}
+    file.write_text("".join(f"FENCEPOST_{name}={value}\n" for name, value in lines.items()))
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,1 @@
+"""The tests, fast ones first; `./tests/run` installs what they need."""

@@ -1,0 +1,82 @@
+"""What every test may use: the real stack, started at its first use, and names that no other test has."""
+
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from deploy.local import java
+from deploy.local.stack import Kafka, Redis
+
+# The order in which the folders run: a mistake should show in seconds, not after the slow ones.
+_ORDER = ("unit", "contract", "model", "stack", "integration", "spark", "faults", "bench")
+
+# Of the caller's settings, those that say how to run the stack stay.
+_KEPT = ("FENCEPOST_CACHE", "FENCEPOST_REDIS_SERVER")
+
+
+class MakeTopic(Protocol):
+    """Makes a topic with a name of its own, and returns the name."""
+
+    def __call__(self, partitions: int = 1, config: Mapping[str, str] | None = None) -> str: ...
+
+
+def pytest_configure() -> None:
+    """No setting of the caller's may change a test, and Spark shall run on the Java that the stack runs on."""
+    for name in list(os.environ):
+        if name.startswith("FENCEPOST_") and name not in _KEPT:
+            del os.environ[name]
+    if home := java.find():
+        os.environ["JAVA_HOME"] = str(home)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sort by folder; within one, pytest's own order stays."""
+    items.sort(key=lambda item: _rank(item.path, Path(config.rootpath) / "tests"))
+
+
+def _rank(path: Path, tests: Path) -> int:
+    folder = path.relative_to(tests).parts[0] if path.is_relative_to(tests) else ""
+    return _ORDER.index(folder) if folder in _ORDER else len(_ORDER)
+
+
+@pytest.fixture(scope="session")
+def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kafka]:
+    """The run's one broker. A test that stops, kills or pauses a broker takes one of its own."""
+    with Kafka(tmp_path_factory.mktemp("kafka")) as broker:
+        yield broker
+
+
+@pytest.fixture(scope="session")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
+    """The run's one Redis. A test that flushes, stops or pauses a server takes `own_redis`."""
+    with Redis(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[Redis]:
+    """A Redis for one test alone, to do anything with."""
+    with Redis(tmp_path / "redis") as server:
+        yield server
+
+
+@pytest.fixture
+def namespace() -> str:
+    """A namespace (FENCEPOST_NAMESPACE) that no other test has."""
+    return f"t-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def make_topic(kafka: Kafka) -> MakeTopic:
+    """Makes topics on the run's broker, with names that no other test has."""
+
+    def make(partitions: int = 1, config: Mapping[str, str] | None = None) -> str:
+        name = f"topic-{uuid.uuid4().hex[:12]}"
+        kafka.create_topic(name, partitions=partitions, config=config)
+        return name
+
+    return make

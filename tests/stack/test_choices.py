@@ -1,0 +1,74 @@
+"""Which port, which Redis, which Java: the order of choice."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from deploy.local import java
+from deploy.local.redis import find_server
+from deploy.local.stack import StackError, free_port, port_or_free
+
+
+def _program(path: Path, text: str = "#!/bin/sh\n") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def _java(home: Path, version: str) -> Path:
+    _program(home / "bin" / "java", f"#!/bin/sh\necho 'openjdk version \"{version}\"' >&2\n")
+    return home.resolve()
+
+
+def test_a_free_port_is_taken_as_wanted_and_a_taken_one_is_not() -> None:
+    port = free_port()
+    assert port_or_free(port) == port
+    with socket.create_server(("127.0.0.1", port)):
+        assert port_or_free(port) != port
+
+
+def test_redis_is_the_named_one_then_the_one_on_path_then_the_one_in_the_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = _program(tmp_path / "named")
+    on_path = _program(tmp_path / "bin" / "redis-server")
+    monkeypatch.setenv("FENCEPOST_REDIS_SERVER", str(named))
+    monkeypatch.setenv("PATH", str(on_path.parent))
+    assert find_server() == str(named)
+    monkeypatch.delenv("FENCEPOST_REDIS_SERVER")
+    assert find_server() == str(on_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert Path(find_server()).name == "valkey-server"
+
+
+def test_a_named_redis_that_is_not_there_is_an_error_and_no_other_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FENCEPOST_REDIS_SERVER", "/no/such/redis-server")
+    with pytest.raises(StackError, match="FENCEPOST_REDIS_SERVER=/no/such/redis-server"):
+        find_server()
+
+
+@pytest.mark.parametrize(
+    ("text", "major"), [("1.8.0_402", 8), ("11.0.22", 11), ("17.0.15", 17), ("21", 21), ("25-ea", 25)]
+)
+def test_the_version_of_a_java_is_read(tmp_path: Path, text: str, major: int) -> None:
+    assert java.version_of(_java(tmp_path, text)) == major
+
+
+def test_a_java_home_that_is_broken_or_too_old_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = _java(tmp_path / "good", "17.0.1")
+    monkeypatch.setenv("PATH", f"{good / 'bin'}:/usr/bin:/bin")
+    for bad in (tmp_path / "none", _java(tmp_path / "old", "11.0.22")):
+        monkeypatch.setenv("JAVA_HOME", str(bad))
+        assert java.find() == good
+    other = _java(tmp_path / "other", "21.0.2")
+    monkeypatch.setenv("JAVA_HOME", str(other))
+    assert java.find() == other
+
+
+def test_a_tested_java_is_preferred_to_a_newer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = _java(tmp_path / "good", "17.0.1")
+    monkeypatch.setenv("PATH", f"{good / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setenv("JAVA_HOME", str(_java(tmp_path / "newest", "99")))
+    assert java.find() == good

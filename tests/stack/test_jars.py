@@ -1,0 +1,88 @@
+"""Jars are taken only with the locked checksum, whole, and by their exact names."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from deploy.local import jars
+from deploy.local.console import StackError
+from deploy.local.fetchers import Artifact, FetchError
+from deploy.local.jars import Jar
+
+GOOD = b"the right bytes"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FENCEPOST_CACHE", str(tmp_path / "cache"))
+
+
+def _jar(artifact: str, content: bytes = GOOD) -> Jar:
+    return Jar("kafka", "org.example", artifact, "1.0", hashlib.sha256(content).hexdigest())
+
+
+class Brings:
+    """A fetcher that brings the same bytes for every jar, and counts."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+        self.fetched: list[str] = []
+
+    def __call__(self, artifacts: Sequence[Artifact], folder: Path) -> None:
+        for each in artifacts:
+            target = folder / each.kind / f"{each.artifact}-{each.version}.jar"
+            target.parent.mkdir(exist_ok=True)
+            target.write_bytes(self.content)
+            self.fetched.append(each.artifact)
+
+
+def fails(artifacts: Sequence[Artifact], folder: Path) -> None:
+    raise FetchError("the line is dead")
+
+
+def test_a_jar_is_fetched_once(tmp_path: Path) -> None:
+    way = Brings(GOOD)
+    jars.ensure([_jar("a")], [way])
+    jars.ensure([_jar("a"), _jar("b")], [way])
+    assert way.fetched == ["a", "b"]
+    assert _jar("a").path == tmp_path / "cache" / "jars" / "kafka" / "a-1.0.jar"
+    assert _jar("a").path.read_bytes() == GOOD
+
+
+def test_a_jar_with_another_checksum_is_refused_and_not_kept(tmp_path: Path) -> None:
+    with pytest.raises(StackError, match=r"org\.example:b:1\.0 was refused: expected sha256 [0-9a-f]{64}, got sha256"):
+        jars.ensure([_jar("a"), _jar("b", b"other bytes")], [Brings(GOOD)])
+    assert list((tmp_path / "cache").rglob("*.jar")) == []
+
+
+def test_a_damaged_jar_in_the_cache_is_fetched_anew() -> None:
+    jars.ensure([_jar("a")], [Brings(GOOD)])
+    _jar("a").path.write_bytes(b"half of")
+    jars.ensure([_jar("a")], [Brings(GOOD)])
+    assert _jar("a").path.read_bytes() == GOOD
+
+
+def test_the_next_way_is_tried_when_onefails() -> None:
+    jars.ensure([_jar("a")], [fails, Brings(GOOD)])
+    assert _jar("a").path.read_bytes() == GOOD
+
+
+def test_when_every_wayfails_the_error_says_why() -> None:
+    with pytest.raises(StackError, match="the line is dead"):
+        jars.ensure([_jar("a")], [fails])
+
+
+def test_the_lock_files_name_both_kinds_and_no_jar_twice() -> None:
+    names = [(jar.kind, jar.file) for jar in jars.locked()]
+    assert len(names) == len(set(names))
+    assert ("kafka", "kafka_2.13-4.3.1.jar") in names
+    assert ("spark", "delta-spark_4.2_2.13-4.4.0.jar") in names
+
+
+def test_a_lock_file_with_a_bad_line_is_refused(tmp_path: Path) -> None:
+    lock = tmp_path / "x.lock"
+    lock.write_text("# fine\nnot a line\n")
+    with pytest.raises(StackError, match=r"x\.lock:2"):
+        jars.read_lock("kafka", lock)
