@@ -161,6 +161,11 @@ class Kafka(Process):
             **self.settings,
         }
 
+    def _formatted_id(self) -> str | None:
+        """The cluster id that the storage was formatted with (an earlier run's, if the folder has one)."""
+        lines = (self._data / "meta.properties").read_text().splitlines()
+        return next((line.partition("=")[2] for line in lines if line.startswith("cluster.id=")), None)
+
     def _format(self) -> None:
         self._run("kafka.tools.StorageTool", "format", "-t", self.cluster_id, "-c", self._properties)
         if self.wait(_START_S) != 0:
@@ -171,10 +176,11 @@ class Kafka(Process):
         jvm: list[str | Path] = [java.home() / "bin" / "java", *_JVM, logging, "-cp", jars.classpath("kafka")]
         self.spawn([*jvm, main_class, *arguments], env={**places.hermetic_environment(), **java.environment()})
 
-    @staticmethod
-    def _answers(admin: AdminClient) -> bool:
+    def _answers(self, admin: AdminClient) -> bool:
+        """Whether this very broker answers: were the port another's after all, its cluster id would tell."""
         try:
-            return bool(admin.list_topics(timeout=0.5).brokers)
+            found = admin.list_topics(timeout=0.5)
+            return found.cluster_id == self._formatted_id() and self.node_id in found.brokers
         except KafkaException as error:
             if error.args[0].code() in (KafkaError._TRANSPORT, KafkaError._TIMED_OUT, KafkaError._ALL_BROKERS_DOWN):
                 return False

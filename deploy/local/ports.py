@@ -1,16 +1,59 @@
-"""Free TCP ports on the loopback interface."""
+"""Free TCP ports on the loopback interface, each promised to one stack at a time."""
 
+import fcntl
+import os
 import random
 import socket
+import tempfile
+from pathlib import Path
+from typing import BinaryIO
 
 # Below the range from which Linux takes the ports of outgoing connections (32768 and up): a port found here is not
 # taken by somebody's client between the look and the use.
 _FIRST, _LAST = 15_000, 31_999
 _TRIES = 200
 
+# A port is looked for seconds before a broker listens on it. Until this process ends, a locked file says that it is
+# spoken for, or two stacks that start together would find the same one free, and one would use the other's broker.
+_promised: dict[int, BinaryIO] = {}
 
-def is_free(port: int) -> bool:
-    """Whether a server could listen on `port` now."""
+
+def free_port() -> int:
+    """A port nobody listens on or was promised; it stays promised to this process.
+
+    Raises:
+        RuntimeError: nearly every port is taken.
+    """
+    for _ in range(_TRIES):
+        port = random.randint(_FIRST, _LAST)  # two stacks seldom try the same ones
+        if port not in _promised and _take(port):
+            return port
+    raise RuntimeError(f"no free port found between {_FIRST} and {_LAST}")
+
+
+def port_or_free(wanted: int) -> int:
+    """`wanted` where it is free, else another one."""
+    return wanted if _take(wanted) else free_port()
+
+
+def _take(port: int) -> bool:
+    """Have the port promised to this process, if it can be."""
+    if not _is_free(port):
+        return False
+    folder = Path(tempfile.gettempdir()) / f"fencepost-ports-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    file = (folder / str(port)).open("wb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return False
+    _promised[port] = file
+    return True
+
+
+def _is_free(port: int) -> bool:
+    """Whether a server could listen on the port now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -18,21 +61,3 @@ def is_free(port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def free_port() -> int:
-    """A port nobody listens on, at random, so that two stacks that start together do not meet.
-
-    Raises:
-        RuntimeError: nearly every port is taken.
-    """
-    for _ in range(_TRIES):
-        port = random.randint(_FIRST, _LAST)  # not a secret
-        if is_free(port):
-            return port
-    raise RuntimeError(f"no free port found between {_FIRST} and {_LAST}")
-
-
-def port_or_free(wanted: int) -> int:
-    """`wanted` where it is free, else another one."""
-    return wanted if is_free(wanted) else free_port()

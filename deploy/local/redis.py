@@ -58,11 +58,14 @@ class Redis(Process):
         return redis.Redis.from_url(self.url, socket_timeout=5, retry=None)
 
     def _answers(self) -> bool:
+        """Whether this very server answers, and not one that had its port before."""
         with self.client() as client:
             try:
-                return bool(client.ping())
-            except redis.RedisError:  # refused, or still loading what it saved
+                client.ping()  # an error while it loads what it saved
+                found = client.info("server")["process_id"]
+            except redis.RedisError:
                 return False
+        return bool(found == self.pid)
 
 
 def find_server() -> str:

@@ -1,11 +1,13 @@
 """Which port, which Redis, which Java: the order of choice."""
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from deploy.local import java
+from deploy.local import java, places
 from deploy.local.redis import find_server
 from deploy.local.stack import StackError, free_port, port_or_free
 
@@ -22,11 +24,19 @@ def _java(home: Path, version: str) -> Path:
     return home.resolve()
 
 
-def test_a_free_port_is_taken_as_wanted_and_a_taken_one_is_not() -> None:
-    port = free_port()
-    assert port_or_free(port) == port
-    with socket.create_server(("127.0.0.1", port)):
+def test_a_wanted_port_is_taken_where_it_is_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
         assert port_or_free(port) != port
+    assert port_or_free(port) == port
+
+
+def test_a_port_is_promised_to_one_stack_only() -> None:
+    port = free_port()
+    assert port_or_free(port) != port
+    other = f"from deploy.local.stack import port_or_free; print(port_or_free({port}))"
+    found = subprocess.run([sys.executable, "-c", other], stdout=subprocess.PIPE, cwd=places.ROOT, check=True)
+    assert int(found.stdout) != port
 
 
 def test_redis_is_the_named_one_then_the_one_on_path_then_the_one_in_the_wheel(
