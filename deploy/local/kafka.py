@@ -167,7 +167,8 @@ class Kafka(Process):
         return next((line.partition("=")[2] for line in lines if line.startswith("cluster.id=")), None)
 
     def _format(self) -> None:
-        self._run("kafka.tools.StorageTool", "format", "-t", self.cluster_id, "-c", self._properties)
+        # "=": an id that begins with "-" would be taken for an option.
+        self._run("kafka.tools.StorageTool", "format", f"--cluster-id={self.cluster_id}", "-c", self._properties)
         if self.wait(_START_S) != 0:
             raise StackError(f"the storage of {self.name} could not be formatted\n{self.tail()}")
 
