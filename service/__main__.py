@@ -1,0 +1,55 @@
+"""`python -m service`: serve until SIGTERM or SIGINT. Exit 0 after a clean stop, 2 where a setting is wrong."""
+
+import sys
+
+import uvicorn
+
+from service.app import create_app
+from service.settings import Settings
+from service.shared import SettingsError
+from service.telemetry import configure_logging
+
+# Past the deadline of the last request that was accepted: its answer, its mark, the leases, the journal.
+DRAIN_EXTRA_S = 5
+
+
+def main() -> int:
+    if not __debug__:
+        print("python -O is not supported: aiokafka checks its states with assert; start without it", file=sys.stderr)
+        return 2
+    try:
+        settings = Settings.from_env()
+    except SettingsError as error:
+        print(error, file=sys.stderr)
+        return 2
+    configure_logging()
+    wrong: list[SettingsError] = []
+
+    def give_up(error: SettingsError) -> None:
+        wrong.append(error)
+        server.should_exit = True
+
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(settings, give_up),
+            host=settings.host,
+            port=settings.port,
+            loop="uvloop",
+            http="httptools",
+            lifespan="on",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            backlog=4096,
+            timeout_graceful_shutdown=settings.request_timeout_ms // 1000 + DRAIN_EXTRA_S,
+        )
+    )
+    server.run()
+    if wrong:
+        print(wrong[0], file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

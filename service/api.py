@@ -1,0 +1,154 @@
+"""Everything over HTTP but `POST /events`: the state of a key, the probes, the metrics, and the documentation."""
+
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from service.errors import INCOMPLETE, INTERNAL, KINDS, UNKNOWN_KEY, Problem, StoreAway, StoreLost, StoreUnanswered
+from service.errors import of_status as problem_of_status
+from service.event import EventBody, parse_key
+from service.events_endpoint import PROBLEM_TYPE, render_problem
+from service.keys import Found, RedisKeys
+from service.recovery import Store
+from service.states import Claimed, Delivered
+from service.telemetry import Telemetry
+from service.wire import event_id
+
+METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Parts(Protocol):
+    """What the routes need of a running service."""
+
+    keys: RedisKeys
+    store: Store
+    telemetry: Telemetry
+    was_ready: bool
+
+    async def readiness(self) -> dict[str, object]: ...
+
+
+def routes(app: FastAPI, service: Callable[[], Parts]) -> None:
+    """Add the routes to the app."""
+
+    @app.get("/events/{key:path}", summary="The state of a key; only a POST proves absence", responses=_PROBLEMS)
+    async def get_event(key: str) -> dict[str, Any]:
+        id = event_id(parse_key(key))
+        parts = service()
+        if parts.store.epoch is None:
+            raise Problem(INCOMPLETE, f"the key store is not complete: {parts.store.status}")
+        try:
+            found = await parts.keys.find(parts.store.epoch, id)
+        except (StoreLost, StoreAway, StoreUnanswered) as error:
+            raise Problem(INCOMPLETE, f"the key store does not answer: {error}") from error
+        return describe(id, found)
+
+    @app.get("/livez", summary="The process lives")
+    async def livez() -> dict[str, bool]:
+        return {"live": True}
+
+    @app.get("/readyz", summary="A slot is ready, Redis holds the generation, Kafka answers")
+    async def readyz(response: Response) -> dict[str, object]:
+        readiness = await service().readiness()
+        response.status_code = 200 if readiness["ready"] else 503
+        return readiness
+
+    @app.get("/startupz", summary="It was ready once")
+    async def startupz(response: Response) -> dict[str, object]:
+        parts = service()
+        readiness = {} if parts.was_ready else await parts.readiness()
+        response.status_code = 200 if parts.was_ready else 503
+        return {"started": parts.was_ready, **readiness}
+
+    @app.get("/metrics", summary="Prometheus text format")
+    async def metrics() -> Response:
+        return Response(service().telemetry.render(), media_type=METRICS_TYPE)
+
+    @app.get("/problems/{code}", summary="What a problem's type means")
+    async def problem(code: str) -> dict[str, Any]:
+        if code not in KINDS:
+            raise HTTPException(404, f"no problem has the code {code}")
+        return msgspec.to_builtins(KINDS[code])  # type: ignore[no-any-return]
+
+    @app.exception_handler(Problem)
+    async def on_problem(_: Request, problem: Problem) -> Response:
+        return _response(problem)
+
+    @app.exception_handler(HTTPException)
+    async def on_status(_: Request, error: HTTPException) -> Response:
+        return _response(problem_of_status(error.status_code, str(error.detail)))
+
+    @app.exception_handler(Exception)
+    async def on_bug(_: Request, error: Exception) -> Response:
+        return _response(Problem(INTERNAL, type(error).__name__))
+
+    app.openapi = lambda: _openapi(app, type(app).openapi(app))  # type: ignore[method-assign]
+
+
+def describe(id: bytes, found: Found) -> dict[str, Any]:
+    """What is known of a key. Raises Problem (404) for nothing, and for a claim that was never written."""
+    match found.state:
+        case Delivered(_, _, topic, partition, offset, timestamp):
+            place = {"topic": topic, "partition": partition, "offset": offset, "timestamp": timestamp}
+            return {"state": "committed", "id": id.hex(), **place}
+        case Claimed() if not found.dead:
+            return {"state": "in_progress" if found.leased else "in_doubt", "id": id.hex()}
+    raise Problem(UNKNOWN_KEY, "nothing is known of this key; only a POST with it proves that it is not written")
+
+
+def _response(problem: Problem) -> Response:
+    status, headers, body = render_problem(problem)
+    return Response(body, status, {name.decode(): content.decode() for name, content in headers})
+
+
+_PROBLEMS: Final[dict[int | str, dict[str, Any]]] = {
+    status: {"description": "application/problem+json", "content": {PROBLEM_TYPE.decode(): {}}} for status in (404, 503)
+}
+
+
+def _openapi(app: FastAPI, document: dict[str, Any]) -> dict[str, Any]:
+    """FastAPI's document and the route that it does not see."""
+    (body,), components = msgspec.json.schema_components([EventBody], ref_template="#/components/schemas/{name}")
+    document.setdefault("components", {}).setdefault("schemas", {}).update(components)
+    errors: dict[int, list[str]] = {}
+    for kind in KINDS.values():
+        errors.setdefault(kind.status, []).append(kind.code)
+    document["paths"].setdefault("/events", {})["post"] = {
+        "summary": "Write one event exactly once",
+        "parameters": [
+            {
+                "name": "Idempotency-Key",
+                "in": "header",
+                "required": True,
+                "description": "1 to 255 printable ASCII characters, bare or quoted; the same for each retry",
+                "schema": {"type": "string", "minLength": 1, "maxLength": 255},
+            }
+        ],
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "responses": {
+            "201": {
+                "description": "Committed; with Idempotent-Replayed: true where it was before",
+                "content": {
+                    "application/json": {
+                        "schema": {
+                            "type": "object",
+                            "required": ["id", "topic", "partition", "offset", "timestamp"],
+                            "properties": {
+                                "id": {"type": "string"},
+                                "topic": {"type": "string"},
+                                **{name: {"type": "integer"} for name in ("partition", "offset", "timestamp")},
+                            },
+                        }
+                    }
+                },
+            },
+            **{
+                str(status): {"description": ", ".join(codes), "content": {PROBLEM_TYPE.decode(): {}}}
+                for status, codes in sorted(errors.items())
+            },
+        },
+    }
+    return document

@@ -1,0 +1,157 @@
+"""The composition root: settings in, a running service out; the only place that knows all the parts."""
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import AsyncIterator, Callable
+from typing import Final
+
+import structlog
+from fastapi import FastAPI
+
+from service.control import Control
+from service.errors import KafkaAway, StoreAway, StoreUnanswered
+from service.ingest import Ingest
+from service.journal import Journal
+from service.kafka.cluster import Cluster
+from service.keys import RedisKeys
+from service.pool import Pool
+from service.recovery import SlotRecovery, Store
+from service.request import Queue
+from service.settings import Settings
+from service.shared import SettingsError
+from service.telemetry import Telemetry
+from service.topics import Catalogue, InternalTopics
+
+log = structlog.get_logger(__name__)
+
+AGAIN_S: Final = 1.0
+JOURNAL_PATIENCE_S: Final = 3.0
+
+
+class Service:
+    """All the parts of one process, from `start` to `stop`."""
+
+    def __init__(self, settings: Settings, give_up: Callable[[SettingsError], None]) -> None:
+        self.settings = settings
+        self.telemetry = Telemetry()
+        self._give_up = give_up
+        timeouts_ms = settings.request_timeout_ms + settings.transaction_timeout_ms
+        self.cluster = Cluster(
+            settings.kafka, client_id=f"fencepost-{settings.name}", request_timeout_ms=settings.request_timeout_ms
+        )
+        self.keys = RedisKeys(
+            settings.redis,
+            settings.namespace,
+            retention_ms=settings.key_ttl_s * 1000,
+            least_left_ms=2 * timeouts_ms,
+            lease_ttl_ms=settings.lease_ttl_ms,
+            timeout_s=min(settings.request_timeout_ms, settings.lease_ttl_ms) / 1000,
+        )
+        self.topics = InternalTopics(self.cluster, settings)
+        self.catalogue = Catalogue(self.cluster)
+        self.control = Control(self.cluster, self.topics.control, settings.name)
+        self.store = Store(self.cluster, self.keys, self.control, self.topics, settings, self.telemetry)
+        self.queue = Queue(settings)
+        self.journal = Journal(self.cluster, self.topics.requests, settings.name, self.telemetry)
+        self.ingest = Ingest(
+            settings, self.store, self.queue, self.topics, self.catalogue, self.journal, self.telemetry
+        )
+        recovery = SlotRecovery(self.cluster, self.keys, self.control, self.topics, settings)
+        self.pool = Pool(
+            settings,
+            self.keys,
+            self.store,
+            recovery,
+            self.queue,
+            self.topics,
+            self.telemetry,
+            serve=self.ingest.serve,
+            recovered=self.ingest.recovered,
+        )
+        self.ingest.hurry = self.pool.hurry
+        self.was_ready = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to bring the parts up; it goes on, unready, for as long as Kafka or Redis are away."""
+        self._tasks.append(asyncio.create_task(self._bring_up()))
+        self._tasks.append(asyncio.create_task(self.ingest.sweep()))
+
+    async def _bring_up(self) -> None:
+        while True:
+            try:
+                await self.topics.ensure()
+                await self.keys.check()
+                break
+            except SettingsError as error:
+                self._give_up(error)
+                return
+            except (KafkaAway, StoreAway, StoreUnanswered, TimeoutError) as error:
+                log.warning("not up yet", why=str(error))
+                await asyncio.sleep(AGAIN_S)
+        # What was made so far lives as long as the process: no collection needs to look at it again.
+        gc.collect()
+        gc.freeze()
+        await self.pool.keep()
+
+    async def stop(self) -> None:
+        """Finish what was accepted, give the leases back, write the journal, close everything."""
+        await self.ingest.drain()
+        await self.pool.stop()
+        await self.journal.close(JOURNAL_PATIENCE_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.store.close()
+        await self.control.close()
+        await self.keys.close()
+        await self.cluster.close()
+
+    async def readiness(self) -> dict[str, object]:
+        """Is a slot ready, does Redis answer and hold the generation, does Kafka answer? `ready` is all of it."""
+        epoch = self.store.epoch
+        redis = kafka = "ok"
+        try:
+            identity = await self.keys.who()
+            if epoch is None or identity.epoch != epoch or identity.store != epoch.store:
+                redis = self.store.status if epoch is None else "another store answers"
+        except (StoreAway, StoreUnanswered) as error:
+            redis = str(error)
+        try:
+            await self.cluster.answers()
+        except KafkaAway as error:
+            kafka = str(error)
+        slots = self.pool.ready
+        ready = slots > 0 and redis == kafka == "ok" and self.ingest.accepting
+        self.was_ready = self.was_ready or ready
+        return {
+            "ready": ready,
+            "slots_ready": slots,
+            "redis": redis,
+            "kafka": kafka,
+            "store": self.store.status,
+            "generation": None if epoch is None else epoch.generation,
+        }
+
+
+def create_app(settings: Settings, give_up: Callable[[SettingsError], None]) -> FastAPI:
+    """The FastAPI app with `POST /events` in front of it."""
+    from service.api import routes
+    from service.events_endpoint import EventsEndpoint
+
+    holder: dict[str, Service] = {}
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service = holder["service"] = Service(settings, give_up)
+        service.start()
+        try:
+            yield
+        finally:
+            await service.stop()
+
+    app = FastAPI(title="Fencepost", version="1", lifespan=lifespan)
+    routes(app, lambda: holder["service"])
+    app.add_middleware(EventsEndpoint, ingest=lambda: holder["service"].ingest, settings=settings)
+    return app

@@ -1,0 +1,86 @@
+"""Every answer that is not a success: one table of codes, and the exceptions that carry them to the edge."""
+
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of problem: its `code` is what programs compare, its `title` what people read (RFC 9457)."""
+
+    status: int
+    code: str
+    title: str
+    retry_after_s: int | None = None
+
+
+MISSING_KEY: Final = Kind(400, "missing-key", "No idempotency key")
+INVALID_KEY: Final = Kind(400, "invalid-key", "The idempotency key is malformed")
+INVALID_JSON: Final = Kind(400, "invalid-json", "The body is not JSON by RFC 8259")
+INVALID_EVENT: Final = Kind(400, "invalid-event", "The event is malformed")
+FORBIDDEN_TOPIC: Final = Kind(403, "forbidden-topic", "The topic may not be written to")
+NOT_FOUND: Final = Kind(404, "not-found", "Nothing is here")
+UNKNOWN_TOPIC: Final = Kind(404, "unknown-topic", "The topic does not exist")
+UNKNOWN_KEY: Final = Kind(404, "unknown-key", "No event is known under this key")
+METHOD_NOT_ALLOWED: Final = Kind(405, "method-not-allowed", "The method is not allowed here")
+IN_PROGRESS: Final = Kind(409, "in-progress", "An event with this key is being written", retry_after_s=1)
+TOO_LARGE: Final = Kind(413, "too-large", "The request is too large")
+UNSUPPORTED_TYPE: Final = Kind(415, "unsupported-media-type", "The media type is not supported")
+FINGERPRINT_MISMATCH: Final = Kind(422, "fingerprint-mismatch", "The key was used for another event")
+RECORD_REFUSED: Final = Kind(422, "record-refused", "The topic does not take this record")
+INTERNAL: Final = Kind(500, "internal", "Something went wrong inside Fencepost")
+NOT_WRITTEN: Final = Kind(503, "not-written", "The event is surely not written", retry_after_s=1)
+INCOMPLETE: Final = Kind(503, "store-incomplete", "The keys are not all known at this time", retry_after_s=1)
+OUTCOME_UNKNOWN: Final = Kind(
+    504, "outcome-unknown", "It is not known yet whether the event is written", retry_after_s=1
+)
+
+KINDS: Final = {kind.code: kind for kind in vars().values() if isinstance(kind, Kind)}
+
+
+class Problem(Exception):
+    """A request ends with this answer; `detail` names the field and the remedy."""
+
+    def __init__(self, kind: Kind, detail: str, retry_after_s: int | None = None) -> None:
+        super().__init__(f"{kind.code}: {detail}")
+        self.kind = kind
+        self.detail = detail
+        self.retry_after_s = kind.retry_after_s if retry_after_s is None else retry_after_s
+
+    def body(self) -> dict[str, str | int]:
+        """The members of `application/problem+json` (RFC 9457)."""
+        return {
+            "type": f"/problems/{self.kind.code}",
+            "title": self.kind.title,
+            "status": self.kind.status,
+            "detail": self.detail,
+            "code": self.kind.code,
+        }
+
+
+def of_status(status: int, detail: str) -> Problem:
+    """The problem for a status that a library chose (a route that is not there, a method that is not allowed)."""
+    by_status = {404: NOT_FOUND, 405: METHOD_NOT_ALLOWED, 500: INTERNAL}
+    kind = by_status.get(status) or Kind(status, HTTPStatus(status).phrase.lower().replace(" ", "-"), detail)
+    return Problem(kind, detail)
+
+
+class StoreLost(Exception):
+    """The Redis that answers is not the store of my generation: nothing was written, the store must be settled."""
+
+
+class StoreAway(Exception):
+    """Redis refused before it wrote anything (unreachable, loading, out of memory): nothing was written."""
+
+
+class StoreUnanswered(Exception):
+    """A script was sent to Redis and no answer came: it may still run later, which ends the slot's term."""
+
+
+class Fenced(Exception):
+    """Another process has taken this slot: it must be taken again before it claims anything."""
+
+
+class KafkaAway(Exception):
+    """Kafka did not answer in time, or refused for a reason that passes; what was asked for may be tried again."""

@@ -1,0 +1,286 @@
+"""One event as it is asked for: strict JSON in, checked fields out. Everything here needs no state but its topic's."""
+
+import base64
+import binascii
+import json
+import re
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from service.errors import (
+    INVALID_EVENT,
+    INVALID_JSON,
+    INVALID_KEY,
+    MISSING_KEY,
+    RECORD_REFUSED,
+    TOO_LARGE,
+    Problem,
+)
+from service.kafka.cluster import Topic
+from service.kafka.partitioner import partition_of_key
+from service.settings import EVENT_BYTES_MAX
+from service.wire import RESERVED_HEADERS, TOPIC, TRACE_HEADER, Header, event_id, fingerprint
+
+DEPTH_MAX: Final = 64
+HEADERS_MAX: Final = 100
+TIMESTAMP_MOST: Final = 2**53 - 1
+PARTITION_MOST: Final = 2**31 - 1
+# Most that a batch of one record needs beside key, value and the client's headers: the batch's head (61), the record's
+# own fields (21) and our two headers.
+OVERHEAD_BYTES: Final = 61 + 21 + 64 + 16 + 255 + 16 + 180
+# A ledger entry without its topic's name: hex id and fingerprint, five numbers and their names.
+ENTRY_BYTES: Final = 180
+
+_KEY: Final = re.compile(r"[\x20-\x7e]{1,255}")
+_QUOTED: Final = re.compile(r'"((?:[\x20-\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')
+_BRACKETS: Final = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
+_LONE_SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
+_SURROGATE_ESCAPE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+class EventBody(msgspec.Struct, forbid_unknown_fields=True):
+    """The JSON of one event (design: HTTP contract). `value` keeps the bytes as they were sent."""
+
+    topic: str
+    key: str | None = None
+    value: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    value_base64: str | None = None
+    headers: dict[str, str] | None = None
+    partition: int | None = None
+    timestamp: int | None = None
+
+
+_decode = msgspec.json.Decoder(EventBody).decode
+
+
+class Event:
+    """What is to be written, with the identity that the caller gave it."""
+
+    __slots__ = (
+        "bytes",
+        "fp",
+        "headers",
+        "id",
+        "key",
+        "partition",
+        "record_key",
+        "timestamp",
+        "topic",
+        "traceparent",
+        "value",
+    )
+
+    def __init__(
+        self,
+        key: str,
+        topic: str,
+        record_key: bytes | None,
+        value: bytes | None,
+        headers: list[Header],
+        partition: int | None,
+        timestamp: int | None,
+        traceparent: bytes | None = None,
+        scope: str = "",
+    ) -> None:
+        self.key = key
+        self.topic = topic
+        self.record_key = record_key
+        self.value = value
+        self.headers = headers
+        self.partition = partition
+        self.timestamp = timestamp
+        self.traceparent = traceparent  # of the HTTP request: not part of what was asked for
+        self.id = event_id(key, scope)
+        self.fp = fingerprint(topic, partition, record_key, headers, value)
+        self.bytes = len(value or b"") + len(record_key or b"") + sum(len(n) + len(v) for n, v in headers)
+
+
+def parse_key(raw: str | None) -> str:
+    """The idempotency key of a request; quoted (a Structured Fields string, RFC 8941) and bare are the same key."""
+    if raw is None or not raw.strip():
+        raise Problem(MISSING_KEY, "Idempotency-Key: send this header with a key of your own, the same for each retry")
+    raw = raw.strip()
+    if raw.startswith('"'):
+        quoted = _QUOTED.fullmatch(raw)
+        if quoted is None:
+            raise Problem(INVALID_KEY, 'Idempotency-Key: a quoted key ends with " and escapes only " and \\')
+        raw = re.sub(r"\\(.)", r"\1", quoted[1])
+    if _KEY.fullmatch(raw) is None:
+        raise Problem(INVALID_KEY, "Idempotency-Key: use 1 to 255 printable ASCII characters")
+    return raw
+
+
+def parse_event(key: str, body: bytes, traceparent: bytes | None = None) -> Event:
+    """An event from its JSON. Raises Problem (400, 413) that names the field."""
+    check_json(body)
+    try:
+        fields = _decode(body)
+    except msgspec.ValidationError as error:
+        raise Problem(INVALID_EVENT, _explain(error)) from None
+    except msgspec.DecodeError as error:
+        raise Problem(INVALID_JSON, f"body: {error}") from None
+    return make_event(key, fields, traceparent)
+
+
+def make_event(key: str, fields: EventBody, traceparent: bytes | None = None) -> Event:
+    """An event from decoded fields; the rules that no type can say."""
+    if TOPIC.fullmatch(fields.topic) is None or fields.topic in (".", ".."):
+        raise _invalid("topic", "use 1 to 249 of letters, digits, '.', '_' and '-'")
+    record_key = None if fields.key is None else fields.key.encode()
+    value = _value(fields)
+    if value is None and record_key is None:
+        raise _invalid("value", "null writes a tombstone, which needs a key: send one")
+    if fields.partition is not None and not 0 <= fields.partition <= PARTITION_MOST:
+        raise _invalid("partition", "use a partition's number, from 0")
+    if fields.timestamp is not None and not 0 <= fields.timestamp <= TIMESTAMP_MOST:
+        raise _invalid("timestamp", "use milliseconds since 1970, 0 or more")
+    headers = _headers(fields)
+    if any(name == TRACE_HEADER for name, _ in headers):
+        traceparent = None  # the client's own goes with the event, once
+    event = Event(key, fields.topic, record_key, value, headers, fields.partition, fields.timestamp, traceparent)
+    if event.bytes > EVENT_BYTES_MAX:
+        raise Problem(TOO_LARGE, f"value: the event has {event.bytes} bytes; at most {EVENT_BYTES_MAX} are taken")
+    return event
+
+
+def _value(fields: EventBody) -> bytes | None:
+    if (fields.value is msgspec.UNSET) == (fields.value_base64 is None):
+        raise _invalid("value", "send exactly one of value and value_base64")
+    if isinstance(fields.value, msgspec.Raw):
+        raw = bytes(fields.value)
+        return None if raw == b"null" else raw
+    try:
+        return base64.b64decode(fields.value_base64 or "", validate=True)
+    except (binascii.Error, ValueError):
+        raise _invalid("value_base64", "use standard base64 (RFC 4648, section 4) with its padding") from None
+
+
+def _headers(fields: EventBody) -> list[Header]:
+    headers = fields.headers or {}
+    if len(headers) > HEADERS_MAX:
+        raise _invalid("headers", f"at most {HEADERS_MAX} are taken")
+    for name in headers:
+        if name.lower() in RESERVED_HEADERS:
+            raise _invalid(f"headers.{name}", "this name is reserved for Fencepost: use another")
+    return [(name, content.encode()) for name, content in headers.items()]
+
+
+def check_topic(event: Event, topic: Topic) -> None:
+    """What the topic's own settings refuse, before the key is touched. Raises Problem (400, 413, 422)."""
+    if event.partition is not None and event.partition >= topic.partitions:
+        raise _invalid("partition", f"{topic.name} has {topic.partitions}: use 0 to {topic.partitions - 1}, or none")
+    settings = topic.settings
+    whole, most = event.bytes + OVERHEAD_BYTES, topic.message_bytes_max
+    if whole > most:
+        raise Problem(TOO_LARGE, f"value: with headers the record has up to {whole} bytes; {topic.name} takes {most}")
+    if event.record_key is None and "compact" in settings.get("cleanup.policy", ""):
+        raise Problem(RECORD_REFUSED, f"key: {topic.name} is compacted, so each event needs a key: send one")
+    if event.timestamp is not None:
+        check_timestamp(event.timestamp, topic)
+
+
+def check_timestamp(timestamp: int, topic: Topic) -> None:
+    """Kafka's bounds on a client's timestamps (KIP-937); no bounds hold where the broker sets the time."""
+    settings = topic.settings
+    if settings.get("message.timestamp.type") == "LogAppendTime":
+        return
+    now = time.time_ns() // 1_000_000
+    before = int(settings.get("message.timestamp.before.max.ms", 2**63 - 1))
+    after = int(settings.get("message.timestamp.after.max.ms", 2**63 - 1))
+    if timestamp < now - before or timestamp > now + after:
+        raise Problem(
+            RECORD_REFUSED, f"timestamp: {topic.name} takes no time more than {before} ms ago or {after} ms ahead"
+        )
+
+
+def partition_of(event: Event, partitions: int) -> int | None:
+    """The partition that was asked for, else the key's by murmur2, as Java clients do; None leaves the choice open."""
+    if event.partition is not None:
+        return event.partition
+    if event.record_key is None:
+        return None
+    return partition_of_key(event.record_key, partitions)
+
+
+# ---------------------------------------------------------------------------------------------------- strict JSON
+
+
+def check_json(body: bytes) -> None:
+    """RFC 8259, strictly: UTF-8 without a BOM, no NaN, no duplicate names, no lone surrogates, at most 64 levels.
+
+    Raises Problem (400). The value is passed on byte for byte, so whoever reads it must be able to trust it.
+    """
+    if body.startswith(b"\xef\xbb\xbf"):
+        raise _not_json("begins with a byte order mark: send UTF-8 without one")
+    if body.count(b"{") + body.count(b"[") > DEPTH_MAX and _depth(body) > DEPTH_MAX:
+        raise _not_json(f"is nested deeper than {DEPTH_MAX} levels")
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        raise _not_json(f"is not UTF-8 (byte {error.start})") from None
+    try:
+        parsed = _strict(text)
+    except json.JSONDecodeError as error:
+        raise _not_json(f"is not JSON: {error.msg} at character {error.pos}") from None
+    if _SURROGATE_ESCAPE.search(body) and _has_lone_surrogate(parsed):
+        raise _not_json("has a lone surrogate (\\ud800 to \\udfff without its pair)")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _not_json(f"has the name {twice!r} twice in one object")
+    return members
+
+
+def _no_constant(name: str) -> Any:
+    raise _not_json(f"has {name}, which is no JSON number")
+
+
+# Numbers stay text: their size is not ours to judge, and an integer of 5,000 digits is JSON.
+_strict = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=str, parse_float=str
+).decode
+
+
+def _depth(body: bytes) -> int:
+    deepest = depth = 0
+    for token in _BRACKETS.finditer(body):
+        first = token[0][0]
+        if first in b"[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif first in b"]}":
+            depth -= 1
+    return deepest
+
+
+def _has_lone_surrogate(parsed: Any) -> bool:
+    match parsed:
+        case str():
+            return _LONE_SURROGATE.search(parsed) is not None
+        case Mapping():
+            return any(_has_lone_surrogate(name) or _has_lone_surrogate(item) for name, item in parsed.items())
+        case list():
+            return any(map(_has_lone_surrogate, parsed))
+    return False
+
+
+def _not_json(why: str) -> Problem:
+    return Problem(INVALID_JSON, f"body: {why}")
+
+
+def _invalid(field: str, remedy: str) -> Problem:
+    return Problem(INVALID_EVENT, f"{field}: {remedy}")
+
+
+def _explain(error: msgspec.ValidationError) -> str:
+    """msgspec's "Expected `int`, got `str` - at `$.partition`" with the field first."""
+    what, _, where = str(error).partition(" - at `$")
+    field = where.rstrip("`").lstrip(".") or "body"
+    return f"{field}: {what}"

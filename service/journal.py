@@ -1,0 +1,83 @@
+"""The journal of answers, `{ns}.requests`: what was told to whom, so that it can testify against the ledger."""
+
+import asyncio
+import contextlib
+import random
+import time
+from typing import Final
+
+from service.errors import KafkaAway
+from service.kafka.cluster import Cluster
+from service.kafka.producer import IdempotentProducer
+from service.request import Answer, Committed, Request
+from service.telemetry import Telemetry
+from service.topics import REQUESTS_PARTITIONS
+from service.wire import encode_answer, encode_answers
+
+# A flush comes at the latest after this time, so that the audit lags by no more than it.
+FLUSH_S: Final = 0.1
+FLUSH_ANSWERS: Final = 2_000
+# Answers that may wait while Kafka is away; the next ones are dropped and counted. About 250 bytes each.
+WAITING_MAX: Final = 100_000
+PAUSE_S: Final = 0.5
+
+
+class Journal:
+    """Written by a plain idempotent producer, apart from the transactions, and never in the way of an answer."""
+
+    def __init__(self, cluster: Cluster, topic: str, instance: str, telemetry: Telemetry) -> None:
+        self._topic = topic
+        self._instance = instance
+        self._telemetry = telemetry
+        self._producer = IdempotentProducer(cluster, "journal")
+        self._waiting: list[str] = []
+        self._stopping = False
+        self._task = asyncio.create_task(self._run())
+
+    def record(self, request: Request, status: int, answer: Answer, latency_s: float) -> None:
+        """Note an answer; drop it where too many wait."""
+        if len(self._waiting) >= WAITING_MAX:
+            self._telemetry.journal_dropped.inc()
+            return
+        event = request.event
+        where: tuple[int, int] | tuple[None, None]
+        if isinstance(answer, Committed):
+            at, code, replayed, where = answer.at, None, answer.replayed, (answer.partition, answer.offset)
+        else:
+            at, code, replayed, where = request.accepted_at or _now_ms(), answer.kind.code, False, (None, None)
+        self._waiting.append(
+            encode_answer(event.id, event.fp, at, status, code, replayed, 1000 * latency_s, event.topic, *where)
+        )
+
+    async def _run(self) -> None:
+        while not self._stopping:
+            await asyncio.sleep(FLUSH_S)
+            if not await self._flush():
+                await asyncio.sleep(PAUSE_S)
+
+    async def _flush(self) -> bool:
+        """Write what waits; False where Kafka did not take it, and then it waits on."""
+        while self._waiting:
+            answers = self._waiting[:FLUSH_ANSWERS]
+            record = encode_answers(self._instance, answers)
+            try:
+                await self._producer.send(self._topic, random.randrange(REQUESTS_PARTITIONS), None, record)  # noqa: S311
+            except KafkaAway:
+                return False
+            del self._waiting[: len(answers)]
+        return True
+
+    async def close(self, patience_s: float) -> None:
+        """Write what waits, for at most `patience_s`; what is left then is dropped and counted."""
+        self._stopping = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await self._task
+                await self._flush()
+        self._task.cancel()
+        self._telemetry.journal_dropped.inc(len(self._waiting))
+        await self._producer.close()
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,1 @@
+"""The one door to Kafka: everything that names aiokafka is in this folder."""

@@ -1,0 +1,208 @@
+"""One client for what needs no producer: topics, their settings, and the fencing of transactional ids."""
+
+import asyncio
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import aiokafka.client
+from aiokafka import errors
+from aiokafka.client import AIOKafkaClient, CoordinationType
+from aiokafka.protocol.admin import CreatePartitionsRequest, CreateTopicsRequest, DescribeConfigsRequest
+from aiokafka.protocol.metadata import MetadataRequest
+from aiokafka.protocol.transaction import InitProducerIdRequest
+
+from service.errors import KafkaAway
+
+# Every look-up of every client in this process: a POST to a topic that is not there must not make it.
+aiokafka.client.MetadataRequest = functools.partial(MetadataRequest, allow_auto_topic_creation=False)
+
+TOPIC_RESOURCE: Final = 2
+RETRY_PAUSE_S: Final = 0.02
+# Requests under way on the one connection: brokers answer a connection's requests in order, one at a time.
+FENCES_AT_ONCE: Final = 16
+
+_AGAIN: Final = (
+    errors.ConcurrentTransactions,
+    errors.CoordinatorLoadInProgressError,
+    errors.CoordinatorNotAvailableError,
+    errors.NotCoordinatorError,
+    errors.GroupLoadInProgressError,
+    errors.GroupCoordinatorNotAvailableError,
+    errors.NotCoordinatorForGroupError,
+    errors.RequestTimedOutError,
+    errors.NodeNotReadyError,
+    errors.KafkaConnectionError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """What is known of a topic. `settings` are its effective ones, by Kafka's names."""
+
+    name: str
+    partitions: int
+    settings: Mapping[str, str]
+
+    @property
+    def message_bytes_max(self) -> int:
+        """The largest batch of records that the topic takes, in bytes."""
+        return int(self.settings.get("max.message.bytes", 1_048_588))
+
+
+class Cluster:
+    """Kafka as seen by one client. Every call has a deadline and raises KafkaAway where Kafka does not answer."""
+
+    def __init__(self, bootstrap: str, *, client_id: str, request_timeout_ms: int) -> None:
+        self.bootstrap = bootstrap
+        self.client_id = client_id
+        self.request_timeout_ms = request_timeout_ms
+        self._client: AIOKafkaClient | None = None
+        self._opening = asyncio.Lock()
+
+    @property
+    def timeout_s(self) -> float:
+        return self.request_timeout_ms / 1000
+
+    def options(self, name: str) -> dict[str, Any]:
+        """The arguments that every producer and consumer of this process shares."""
+        return {
+            "bootstrap_servers": self.bootstrap,
+            "client_id": f"{self.client_id}/{name}",
+            "request_timeout_ms": self.request_timeout_ms,
+            "retry_backoff_ms": 20,
+        }
+
+    async def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+    async def answers(self) -> None:
+        """Does any broker answer at all? KafkaAway where not."""
+        await self._ask(MetadataRequest([], allow_auto_topic_creation=False))
+
+    async def partitions(self, topics: Sequence[str]) -> dict[str, int]:
+        """Number of partitions of those of the topics that exist; makes none."""
+        answer = await self._ask(MetadataRequest(list(topics), allow_auto_topic_creation=False))
+        found: dict[str, int] = {}
+        for code, name, *_, partitions in (tuple(topic) for topic in answer.topics):
+            kind = errors.for_code(code)
+            if kind in (errors.NoError, errors.LeaderNotAvailableError):
+                found[name] = len(partitions)
+            elif kind not in (errors.UnknownTopicOrPartitionError, errors.InvalidTopicError):
+                raise KafkaAway(f"topic {name}: {kind.__name__}")
+        return found
+
+    async def describe(self, names: Sequence[str]) -> dict[str, Topic]:
+        """Topics with their settings; those that do not exist are left out."""
+        found = await self.partitions(names)
+        if not found:
+            return {}
+        answer = await self._ask(
+            DescribeConfigsRequest([(TOPIC_RESOURCE, name, None) for name in found], include_synonyms=False)
+        )
+        topics: dict[str, Topic] = {}
+        for code, _message, _kind, name, entries in (tuple(resource) for resource in answer.resources):
+            if code == errors.NoError.errno:
+                settings = {entry[0]: entry[1] for entry in entries}
+            elif errors.for_code(code) is errors.TopicAuthorizationFailedError:
+                settings = {}  # no leave to read them: the broker itself will refuse what does not fit
+            else:
+                continue
+            topics[name] = Topic(name, found[name], settings)
+        return topics
+
+    async def create(self, name: str, partitions: int, settings: Mapping[str, str]) -> None:
+        """Make a topic with the broker's default replication; one that another process has just made is fine."""
+        answer = await self._ask_controller(
+            CreateTopicsRequest([(name, partitions, -1, [], list(settings.items()))], self.request_timeout_ms, False)
+        )
+        for topic, code, *message in (tuple(row) for row in answer.topic_errors):
+            if errors.for_code(code) not in (errors.NoError, errors.TopicAlreadyExistsError):
+                raise KafkaAway(f"topic {topic} cannot be made: {errors.for_code(code).__name__} {message}")
+
+    async def grow(self, name: str, partitions: int) -> None:
+        """Raise a topic's number of partitions."""
+        answer = await self._ask_controller(
+            CreatePartitionsRequest([(name, (partitions, None))], self.request_timeout_ms, False)
+        )
+        for topic, code, message in (tuple(row) for row in answer.topic_errors):
+            if errors.for_code(code) is not errors.NoError and (await self.partitions([name]))[name] < partitions:
+                raise KafkaAway(f"topic {topic} cannot get {partitions} partitions: {message}")
+
+    async def fence(self, transactional_ids: Sequence[str], transaction_timeout_ms: int) -> None:
+        """Fence every producer that has one of these ids, and wait until the fate of its transaction is final.
+
+        `InitProducerId` raises the epoch, aborts what was open and answers only when the markers are written; until
+        then it says CONCURRENT_TRANSACTIONS, which means: again (KIP-98, KIP-360). KafkaAway at the deadline.
+        """
+        places = asyncio.Semaphore(FENCES_AT_ONCE)
+
+        async def fence_one(transactional_id: str) -> None:
+            async with places:
+                while True:
+                    try:
+                        client = await self._opened()
+                        node = await client.coordinator_lookup(CoordinationType.TRANSACTION, transactional_id)
+                        answer = await client.send(
+                            node, InitProducerIdRequest(transactional_id, transaction_timeout_ms)
+                        )
+                        kind = errors.for_code(answer.error_code)
+                        if kind is errors.NoError:
+                            return
+                        raise kind
+                    except _AGAIN:
+                        await asyncio.sleep(RETRY_PAUSE_S)
+
+        tasks = [asyncio.create_task(fence_one(transactional_id)) for transactional_id in transactional_ids]
+        try:
+            # A transaction may just have begun to commit: its markers can take as long as a transaction may.
+            async with asyncio.timeout(self.timeout_s + transaction_timeout_ms / 1000):
+                await asyncio.gather(*tasks)
+        except (errors.KafkaError, OSError, TimeoutError) as error:
+            raise KafkaAway(f"not every transactional id could be fenced: {error!r}") from error
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    # --------------------------------------------------------------------------------------------------- asking
+
+    async def _opened(self) -> AIOKafkaClient:
+        async with self._opening:
+            if self._client is None:
+                client = AIOKafkaClient(metadata_max_age_ms=30_000, **self.options("cluster"))
+                # An empty set would fetch the metadata of all topics with each refresh.
+                client._topics = {"__consumer_offsets"}
+                try:
+                    await client.bootstrap()
+                except BaseException:
+                    await client.close()
+                    raise
+                self._client = client
+            return self._client
+
+    async def _ask(self, request: Any) -> Any:
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                client = await self._opened()
+                node = client.get_random_node()
+                return await client.send(node, request)
+        except (errors.KafkaError, OSError, TimeoutError) as error:
+            raise KafkaAway(f"Kafka at {self.bootstrap} does not answer: {error!r}") from error
+
+    async def _ask_controller(self, request: Any) -> Any:
+        try:
+            async with asyncio.timeout(2 * self.timeout_s):
+                client = await self._opened()
+                while True:
+                    if client.cluster.controller is None:
+                        await client.force_metadata_update()
+                    answer = await client.send(client.cluster.controller.nodeId, request)
+                    if all(errors.for_code(row[1]) is not errors.NotControllerError for row in answer.topic_errors):
+                        return answer
+                    await client.force_metadata_update()
+                    await asyncio.sleep(RETRY_PAUSE_S)
+        except (errors.KafkaError, OSError, TimeoutError, AttributeError) as error:
+            raise KafkaAway(f"Kafka at {self.bootstrap} does not answer: {error!r}") from error

@@ -1,0 +1,102 @@
+"""Reading partitions from a place through a record that is known to be there."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple
+
+from aiokafka import AIOKafkaConsumer, ConsumerRecord, errors
+from aiokafka.structs import TopicPartition
+
+from service.errors import KafkaAway
+from service.kafka.cluster import Cluster
+
+Isolation = Literal["read_committed", "read_uncommitted"]
+# A fetch that finds nothing new waits this long at the broker: markers come within milliseconds.
+FETCH_WAIT_MS: Final = 20
+FETCH_BYTES_MAX: Final = 8 * 1024 * 1024
+
+
+class Span(NamedTuple):
+    """From where to read (None: from the log's start), and the offset of the record to read through."""
+
+    start: int | None
+    through: int
+
+
+class Item(NamedTuple):
+    """One record that was read."""
+
+    partition: int
+    offset: int
+    key: bytes | None
+    value: bytes | None
+
+
+async def read_through(
+    cluster: Cluster, topic: str, spans: Mapping[int, Span], isolation: Isolation, patience_s: float
+) -> AsyncGenerator[list[Item], None]:
+    """Yield the records of each partition, in order, until each has been read through its span's last record.
+
+    "Not there" may be believed of what precedes that record: the leader that showed it has all before it. A start that
+    retention has passed is the log's start. Raises KafkaAway where nothing comes for `patience_s`.
+    """
+    consumer = _consumer(cluster, isolation)
+    try:
+        async with asyncio.timeout(patience_s):
+            await consumer.start()
+        waiting = {TopicPartition(topic, partition): span for partition, span in spans.items()}
+        consumer.assign(list(waiting))
+        for place, span in waiting.items():
+            consumer.seek(place, max(span.start or 0, 0))
+        while waiting:
+            async with asyncio.timeout(patience_s):
+                batches: dict[TopicPartition, list[ConsumerRecord]] = {}
+                while not batches:
+                    batches = await consumer.getmany(*waiting, timeout_ms=200)
+            for place, records in batches.items():
+                yield [Item(place.partition, record.offset, record.key, record.value) for record in records]
+                if records[-1].offset >= waiting[place].through:
+                    del waiting[place]
+    except (errors.KafkaError, OSError, TimeoutError, AssertionError) as error:
+        raise KafkaAway(f"{topic} cannot be read: {error!r}") from error
+    finally:
+        await consumer.stop()
+
+
+async def ends(cluster: Cluster, topic: str, partitions: Sequence[int]) -> dict[int, int]:
+    """The high watermark of each partition: the offset of its next record, committed or not. Raises KafkaAway."""
+    places = [TopicPartition(topic, partition) for partition in partitions]
+    found = await _look_up(cluster, lambda consumer: consumer.end_offsets(places))
+    return {place.partition: offset for place, offset in found.items()}
+
+
+async def offsets_since(
+    cluster: Cluster, topic: str, partitions: Sequence[int], since_ms: int
+) -> dict[int, int | None]:
+    """The offset of each partition's first record of `since_ms` (epoch ms) or later; None where there is none."""
+    times = {TopicPartition(topic, partition): since_ms for partition in partitions}
+    found = await _look_up(cluster, lambda consumer: consumer.offsets_for_times(times))
+    return {place.partition: None if at is None else at.offset for place, at in found.items()}
+
+
+async def _look_up(cluster: Cluster, ask: Callable[[AIOKafkaConsumer], Awaitable[Any]]) -> Any:
+    consumer = _consumer(cluster, "read_uncommitted")
+    try:
+        async with asyncio.timeout(cluster.timeout_s):
+            await consumer.start()
+            return await ask(consumer)
+    except (errors.KafkaError, OSError, TimeoutError, AssertionError) as error:
+        raise KafkaAway(f"offsets cannot be read: {error!r}") from error
+    finally:
+        await consumer.stop()
+
+
+def _consumer(cluster: Cluster, isolation: Isolation) -> AIOKafkaConsumer:
+    return AIOKafkaConsumer(
+        isolation_level=isolation,
+        enable_auto_commit=False,
+        auto_offset_reset="earliest",  # the default, latest, skips silently
+        fetch_max_wait_ms=FETCH_WAIT_MS,
+        max_partition_fetch_bytes=FETCH_BYTES_MAX,
+        **cluster.options("reader"),
+    )

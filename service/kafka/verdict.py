@@ -1,0 +1,71 @@
+"""What an error of aiokafka means for a transaction: one table, three outcomes and the fence."""
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Final, NamedTuple
+
+from aiokafka import errors
+
+from service.errors import FORBIDDEN_TOPIC, RECORD_REFUSED, TOO_LARGE, UNKNOWN_TOPIC, Kind
+
+# Not among aiokafka's numbers, which turn them into UnknownError (KIP-360, KIP-890).
+INVALID_RECORD: Final = 87
+PRODUCER_FENCED: Final = 90
+TRANSACTION_ABORTABLE: Final = 120
+
+
+class Verdict(Enum):
+    """The fate of a transaction, as far as its own producer can tell."""
+
+    COMMITTED = "committed"  # a clean commit, every send awaited
+    ABORTED = "aborted"  # no commit was asked for: recovery will abort it
+    UNKNOWN = "unknown"  # a commit was asked for and no clean answer came
+    FENCED = "fenced"  # another producer has the transactional id; whether we committed first is unknown too
+
+
+class Refusal(NamedTuple):
+    """A broker's refusal for good: what the caller is answered, and why in plain words."""
+
+    kind: Kind
+    why: str
+
+
+class TransactionFailed(Exception):
+    """Anything else than a clean commit: the producer's life ends here.
+
+    `refusals` names the topics that the broker refused a record for, with the reason in plain words: what poisons a
+    group. Everything else that was in the group is innocent.
+    """
+
+    def __init__(self, verdict: Verdict, cause: str, refusals: Mapping[str, Refusal] | None = None) -> None:
+        super().__init__(f"{verdict.value}: {cause}")
+        self.verdict = verdict
+        self.refusals = refusals or {}
+
+
+# Codes by which a broker refuses a record or a topic for good: nothing of that batch was written.
+REFUSALS: Final = {
+    errors.UnknownTopicOrPartitionError.errno: Refusal(UNKNOWN_TOPIC, "the topic or partition is not there (any more)"),
+    errors.InvalidTopicError.errno: Refusal(UNKNOWN_TOPIC, "the topic's name is not one that Kafka takes"),
+    errors.TopicAuthorizationFailedError.errno: Refusal(FORBIDDEN_TOPIC, "the service has no leave to write to it"),
+    errors.MessageSizeTooLargeError.errno: Refusal(TOO_LARGE, "the record is larger than its max.message.bytes"),
+    errors.RecordListTooLargeError.errno: Refusal(TOO_LARGE, "the record is larger than its segment.bytes"),
+    errors.InvalidTimestampError.errno: Refusal(RECORD_REFUSED, "the timestamp is outside of the topic's bounds"),
+    errors.InvalidRequiredAcksError.errno: Refusal(RECORD_REFUSED, "the topic does not take acks=all"),
+    errors.UnsupportedForMessageFormatError.errno: Refusal(RECORD_REFUSED, "its message format is too old for headers"),
+    errors.PolicyViolationError.errno: Refusal(RECORD_REFUSED, "the record violates the broker's policy"),
+    errors.CorruptRecordException.errno: Refusal(RECORD_REFUSED, "the broker finds the record corrupt"),
+    INVALID_RECORD: Refusal(RECORD_REFUSED, "the broker's validation refuses it (a compacted topic needs a key)"),
+}
+
+FENCES: Final = (errors.ProducerFenced, errors.InvalidProducerEpoch)
+
+
+def of(error: BaseException, commit_asked: bool) -> Verdict:
+    """The verdict on an exception that ended a transaction.
+
+    ProducerFenced is no clean answer either: the fence may have come after our own commit.
+    """
+    if isinstance(error, FENCES):
+        return Verdict.FENCED
+    return Verdict.UNKNOWN if commit_asked else Verdict.ABORTED

@@ -1,0 +1,275 @@
+-- Claims and answers in Redis. Kafka is the truth; all of this may vanish and is made again from the ledger.
+--
+-- The keyspace. KEYS[1] = P is the hash tag of the namespace, "{<ns>:0}"; every key begins with it.
+--   P "g"         the generation and its store: "<offset> <run_id>/<master_replid>"
+--   P "n"         nonce of the store recovery under way, expires
+--   P "f"         hash: slot -> freed. Claims of terms below it, and not marked delivered, were never written
+--   P "a"         hash: slot -> applied. Every ledger record below this offset has been marked
+--   P "l" slot    lease of a slot: the holder's token, expires. It saves work and proves nothing
+--   P "o"         set: slots that were taken and not given back
+--   P "m"         sorted set: members (tokens of live processes) by the time at which they are forgotten, ms
+--   P "k" id      state of a key, expires at accepted_at + retention; id is 16 bytes:
+--                   "C" slot:u16 term:u64 at:u64 fp:8s                             claimed
+--                   "D" at:u64 fp:8s partition:u32 offset:u64 ts:u64 topic:rest    delivered
+-- Numbers are big-endian; offsets and ms stay below 2^53, so that Lua's doubles hold them.
+--
+-- ARGV[1] names the operation; it answers an array that begins with OK, STORE_LOST or FENCED. No clock but Redis's.
+-- The rules for keys are those of states.py, and one suite of vectors holds both to each other.
+
+local P = KEYS[1]
+
+local function now_ms()
+  local t = redis.call('TIME')
+  return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+
+-- The server that answers, in this one of its lives. A replica is no store: it answers as none.
+local function store()
+  local replication = redis.call('INFO', 'replication')
+  if not string.find(replication, 'role:master', 1, true) then return 'not a primary' end
+  return string.match(redis.call('INFO', 'server'), 'run_id:(%w+)') .. '/' ..
+    string.match(replication, 'master_replid:(%w+)')
+end
+
+-- Is this still the store of the caller's generation? ARGV[2] is the generation, ARGV[3] its store.
+local function settled()
+  return redis.call('GET', P .. 'g') == ARGV[2] .. ' ' .. ARGV[3] and store() == ARGV[3]
+end
+
+local function hash_number(hash, slot)
+  return tonumber(redis.call('HGET', P .. hash, slot) or -1)
+end
+
+local function raise(hash, slot, value)
+  if tonumber(value) > hash_number(hash, slot) then redis.call('HSET', P .. hash, slot, value) end
+end
+
+local function put(id, state, at, retention)
+  redis.call('SET', P .. 'k' .. id, state, 'PXAT', string.format('%.0f', at + retention))
+end
+
+-- Both kinds of state carry `at`, at different places.
+local function at_of(state)
+  return (struct.unpack('>I8', state, string.byte(state) == 67 and 12 or 2))
+end
+
+-- The entries of a blob of (id:16s length:u16 state), one by one.
+local function entries(blob)
+  local place = 1
+  return function()
+    if place > #blob then return nil end
+    local id = string.sub(blob, place, place + 15)
+    local length = struct.unpack('>I2', blob, place + 16)
+    local state = string.sub(blob, place + 18, place + 17 + length)
+    place = place + 18 + length
+    return id, state
+  end
+end
+
+local function replay_entries(blob, retention)
+  local now = now_ms()
+  for id, state in entries(blob) do
+    local at = at_of(state)
+    if at + retention > now then
+      local present = redis.call('GET', P .. 'k' .. id)
+      if not present or at_of(present) <= at then put(id, state, at, retention) end
+    end
+  end
+end
+
+local operation = {}
+
+-- claim: generation store slot term retention least_left (id:16s fp:8s)*
+function operation.claim()
+  if not settled() then return {'STORE_LOST'} end
+  local slot, term, retention, least_left = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+  if hash_number('f', slot) ~= term then return {'FENCED'} end
+  local now, freed, answers = now_ms(), {}, {'OK'}
+  local head = struct.pack('>I2I8', tonumber(slot), term)
+  local function take(id, at, fp)
+    put(id, 'C' .. head .. struct.pack('>I8', at) .. fp, at, retention)
+    return struct.pack('>I8', at)
+  end
+  for place = 1, #ARGV[8], 24 do
+    local id, fp = string.sub(ARGV[8], place, place + 15), string.sub(ARGV[8], place + 16, place + 23)
+    local state = redis.call('GET', P .. 'k' .. id)
+    local answer
+    if not state then
+      answer = 'N' .. take(id, now, fp)
+    elseif string.byte(state) == 68 then
+      answer = (string.sub(state, 10, 17) == fp and '' or 'X') .. state
+    else
+      local s, t, at = struct.unpack('>I2I8I8', state, 2)
+      if not freed[s] then freed[s] = hash_number('f', s) end
+      if freed[s] > t then
+        if at + retention - now < least_left then at = now end
+        answer = 'T' .. take(id, at, fp)
+      else
+        answer = redis.call('EXISTS', P .. 'l' .. s) .. state
+      end
+    end
+    answers[#answers + 1] = answer
+  end
+  return answers
+end
+
+-- mark: generation store slot term retention previous this entries. Answers how many states it did not touch.
+function operation.mark()
+  if not settled() then return {'STORE_LOST'} end
+  local retention = tonumber(ARGV[6])
+  local head = 'C' .. struct.pack('>I2I8', tonumber(ARGV[4]), tonumber(ARGV[5]))
+  local untouched = 0
+  for id, state in entries(ARGV[9]) do
+    local present = redis.call('GET', P .. 'k' .. id)
+    if not present or string.sub(present, 1, 11) == head then
+      put(id, state, at_of(state), retention)
+    else
+      untouched = untouched + 1
+    end
+  end
+  -- Only from exactly the record before: a gap would hide a record whose mark failed from the next recovery.
+  if hash_number('a', ARGV[4]) == tonumber(ARGV[7]) then redis.call('HSET', P .. 'a', ARGV[4], ARGV[8]) end
+  return {'OK', untouched}
+end
+
+-- release: generation store slot term id*
+function operation.release()
+  if not settled() then return {'STORE_LOST'} end
+  local head = 'C' .. struct.pack('>I2I8', tonumber(ARGV[4]), tonumber(ARGV[5]))
+  for place = 1, #ARGV[6], 16 do
+    local key = P .. 'k' .. string.sub(ARGV[6], place, place + 15)
+    local present = redis.call('GET', key)
+    if present and string.sub(present, 1, 11) == head then redis.call('DEL', key) end
+  end
+  return {'OK'}
+end
+
+-- find: generation store id. Answers the state, its slot's freed and whether its slot is leased.
+function operation.find()
+  if not settled() then return {'STORE_LOST'} end
+  local state = redis.call('GET', P .. 'k' .. ARGV[4])
+  if not state then return {'OK'} end
+  if string.byte(state) == 68 then return {'OK', state} end
+  local slot = struct.unpack('>I2', state, 2)
+  return {'OK', state, hash_number('f', slot), redis.call('EXISTS', P .. 'l' .. slot)}
+end
+
+-- replay: generation store retention entries (slot term)? The last one of a slot recovery names the slot and its term,
+-- and answers FENCED where a later term has been freed.
+function operation.replay()
+  if not settled() then return {'STORE_LOST'} end
+  replay_entries(ARGV[5], tonumber(ARGV[4]))
+  if ARGV[6] then
+    raise('f', ARGV[6], ARGV[7])
+    raise('a', ARGV[6], ARGV[7])
+    if hash_number('f', ARGV[6]) ~= tonumber(ARGV[7]) then return {'FENCED'} end
+  end
+  return {'OK'}
+end
+
+-- applied: generation store slot
+function operation.applied()
+  if not settled() then return {'STORE_LOST'} end
+  return {'OK', hash_number('a', ARGV[4])}
+end
+
+-- take: generation store slot token ttl. Answers 1 where the lease is the token's now.
+function operation.take()
+  if not settled() then return {'STORE_LOST'} end
+  local key = P .. 'l' .. ARGV[4]
+  local holder = redis.call('GET', key)
+  if holder and holder ~= ARGV[5] then return {'OK', 0} end
+  redis.call('SET', key, ARGV[5], 'PX', ARGV[6])
+  redis.call('SADD', P .. 'o', ARGV[4])
+  return {'OK', 1}
+end
+
+-- give_back: generation store slot token clean. One that is not clean is dead: somebody is to recover it.
+function operation.give_back()
+  if not settled() then return {'STORE_LOST'} end
+  local key = P .. 'l' .. ARGV[4]
+  if redis.call('GET', key) == ARGV[5] then
+    redis.call('DEL', key)
+    if ARGV[6] == '1' then redis.call('SREM', P .. 'o', ARGV[4]) end
+  end
+  return {'OK'}
+end
+
+-- beat: generation store token ttl slots held* — one heartbeat of a process: its leases live on, the dead are seen.
+-- Answers the number of members, then a character a slot: "m" mine, "t" taken by another, "f" free, "d" dead.
+function operation.beat()
+  if not settled() then return {'STORE_LOST'} end
+  local token, ttl, now = ARGV[4], ARGV[5], now_ms()
+  redis.call('ZADD', P .. 'm', string.format('%.0f', now + ttl), token)
+  redis.call('ZREMRANGEBYSCORE', P .. 'm', '-inf', string.format('%.0f', now))
+  local held, map = {}, {}
+  for i = 7, #ARGV do held[ARGV[i]] = true end
+  for slot = 0, ARGV[6] - 1 do
+    local key = P .. 'l' .. slot
+    local holder = redis.call('GET', key)
+    if held[tostring(slot)] and (not holder or holder == token) then
+      -- One that ran out while nobody took it is taken again: `freed` tells whether it was recovered meanwhile.
+      redis.call('SET', key, token, 'PX', ttl)
+      redis.call('SADD', P .. 'o', slot)
+      map[#map + 1] = 'm'
+    elseif holder then
+      map[#map + 1] = 't'
+    else
+      map[#map + 1] = redis.call('SISMEMBER', P .. 'o', slot) == 1 and 'd' or 'f'
+    end
+  end
+  return {'OK', redis.call('ZCARD', P .. 'm'), table.concat(map)}
+end
+
+-- leave: generation store token
+function operation.leave()
+  if not settled() then return {'STORE_LOST'} end
+  redis.call('ZREM', P .. 'm', ARGV[4])
+  return {'OK'}
+end
+
+-- who: answers the server's identity and the generation that it holds. The one operation that needs no generation.
+function operation.who()
+  return {'OK', store(), redis.call('GET', P .. 'g') or ''}
+end
+
+-- Store recovery. Each of its scripts demands the store and, once it is written, the nonce: a flush ends the attempt.
+-- recover: store nonce ttl. Answers 1 where no other recovery is under way.
+function operation.recover()
+  if store() ~= ARGV[2] then return {'STORE_LOST'} end
+  if not redis.call('SET', P .. 'n', ARGV[3], 'NX', 'PX', ARGV[4]) then return {'OK', 0} end
+  return {'OK', 1}
+end
+
+-- recover_read: store nonce ttl slots. Answers `applied` of each slot, -1 where there is none.
+function operation.recover_read()
+  if store() ~= ARGV[2] or redis.call('GET', P .. 'n') ~= ARGV[3] then return {'STORE_LOST'} end
+  redis.call('PEXPIRE', P .. 'n', ARGV[4])
+  local answers = {'OK'}
+  for slot = 0, ARGV[5] - 1 do answers[#answers + 1] = hash_number('a', slot) end
+  return answers
+end
+
+-- recover_replay: store nonce ttl retention entries
+function operation.recover_replay()
+  if store() ~= ARGV[2] or redis.call('GET', P .. 'n') ~= ARGV[3] then return {'STORE_LOST'} end
+  redis.call('PEXPIRE', P .. 'n', ARGV[4])
+  replay_entries(ARGV[6], tonumber(ARGV[5]))
+  return {'OK'}
+end
+
+-- recover_end: store nonce generation (slot offset)*. All `freed`, then the generation; never an older one.
+function operation.recover_end()
+  if store() ~= ARGV[2] or redis.call('GET', P .. 'n') ~= ARGV[3] then return {'STORE_LOST'} end
+  local present = redis.call('GET', P .. 'g')
+  if present and tonumber(string.match(present, '^%d+')) >= tonumber(ARGV[4]) then return {'STORE_LOST'} end
+  for i = 5, #ARGV, 2 do
+    raise('f', ARGV[i], ARGV[i + 1])
+    raise('a', ARGV[i], ARGV[i + 1])
+  end
+  redis.call('SET', P .. 'g', ARGV[4] .. ' ' .. ARGV[2])
+  redis.call('DEL', P .. 'n')
+  return {'OK'}
+end
+
+return operation[ARGV[1]]()

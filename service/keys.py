@@ -1,0 +1,342 @@
+"""Claims and answers in Redis: the one door to it. The rules stand in states.py, the scripts in keys.lua."""
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from struct import Struct
+from typing import Any, Final, Protocol
+
+from redis.asyncio import Connection, ConnectionPool
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import BusyLoadingError, NoScriptError, ReadOnlyError, RedisError, ResponseError
+
+from service.errors import Fenced, StoreAway, StoreLost, StoreUnanswered
+from service.shared import PREFIX, SettingsError
+from service.states import Claim, Claimed, Delivered, KeyState, Outcome
+from service.wire import ID_BYTES
+
+# Entries in one script call of a replay: some 10 ms of Redis's time, so that the claims of others get their turn.
+REPLAY_CHUNK: Final = 2_000
+OLDEST_REDIS: Final = (6, 2)
+
+_AT = Struct(">Q")
+_CLAIMED = Struct(">cHQQ8s")
+_DELIVERED = Struct(">cQ8sIQQ")
+_ENTRY_HEAD = Struct(f">{ID_BYTES}sH")
+
+Row = tuple[bytes, Delivered]
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """The generation and the store for which a script is meant; a script for any other writes nothing."""
+
+    generation: int
+    store: str
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who answers: `store` is run_id/master_replid, and `epoch` what that server holds (None after a flush)."""
+
+    store: str
+    epoch: Epoch | None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is known of a key without claiming it; `dead` tells of a claim that it was never written."""
+
+    state: KeyState
+    dead: bool = False
+    leased: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """One heartbeat's view: live processes, and for each slot m(ine), t(aken), f(ree) or d(ead)."""
+
+    members: int
+    slots: str
+
+
+class KeyStore(Protocol):
+    """Where claims and answers are kept. Redis in service; the tests' in-memory one passes the same suite.
+
+    Every call but `who` raises StoreLost where the server is not the epoch's store (nothing was written), StoreAway
+    where it refused before writing, StoreUnanswered where the script may still run later.
+    """
+
+    async def who(self) -> Identity: ...
+    async def resolve_anew(self) -> None:
+        """Forget which server the address led to; the next call asks again who is primary."""
+
+    async def claim(self, epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> list[Claim]:
+        """Claim (id, fingerprint) pairs, in order, in one step. Raises Fenced where `freed` of the slot is not term."""
+
+    async def mark(self, epoch: Epoch, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]) -> int:
+        """The ledger record at `offset`, after the one at `previous`, is committed. Answers states not touched."""
+
+    async def release(self, epoch: Epoch, slot: int, term: int, ids: Sequence[bytes]) -> None: ...
+    async def find(self, epoch: Epoch, id: bytes) -> Found: ...
+    async def applied(self, epoch: Epoch, slot: int) -> int | None: ...
+    async def replay(self, epoch: Epoch, rows: Sequence[Row], free: tuple[int, int] | None = None) -> None:
+        """Write ledger entries, then, in the step of the last, raise `freed` and `applied` of (slot, term)."""
+
+    async def take(self, epoch: Epoch, slot: int, token: str) -> bool: ...
+    async def give_back(self, epoch: Epoch, slot: int, token: str, clean: bool) -> None: ...
+    async def beat(self, epoch: Epoch, token: str, slots: int, held: Sequence[int]) -> Census: ...
+    async def leave(self, epoch: Epoch, token: str) -> None: ...
+
+    async def recover(self, store: str, nonce: str) -> bool:
+        """Begin a store recovery: False where another's nonce stands. Each call below raises StoreLost without it."""
+
+    async def recover_read(self, store: str, nonce: str, slots: int) -> list[int | None]: ...
+    async def recover_replay(self, store: str, nonce: str, rows: Sequence[Row]) -> None: ...
+    async def recover_end(self, store: str, nonce: str, generation: int, freed: Sequence[int]) -> None: ...
+
+
+class RedisKeys:
+    """KeyStore in Redis, one script for all of it. The client's own retries are off: a repeat is a second call."""
+
+    def __init__(
+        self,
+        url: str,
+        namespace: str,
+        *,
+        retention_ms: int,
+        least_left_ms: int,
+        lease_ttl_ms: int,
+        timeout_s: float,
+    ) -> None:
+        self._pool = ConnectionPool.from_url(
+            url, retry=Retry(NoBackoff(), 0), retry_on_error=[], socket_timeout=None, socket_connect_timeout=timeout_s
+        )
+        self._prefix = f"{{{namespace}:0}}"
+        self._retention_ms = retention_ms
+        self._least_left_ms = least_left_ms
+        self._lease_ttl_ms = lease_ttl_ms
+        self._timeout_s = timeout_s
+        self._idle: list[Connection] = []
+        self._script = (files("service") / "keys.lua").read_text()
+        self._sha = hashlib.sha1(self._script.encode()).hexdigest()  # noqa: S324 - EVALSHA's own name for a script
+
+    async def close(self) -> None:
+        idle, self._idle = self._idle, []
+        for connection in idle:
+            await connection.disconnect()
+
+    async def resolve_anew(self) -> None:
+        await self.close()
+
+    async def check(self) -> None:
+        """Refuse a server that cannot keep the promise: SettingsError, one line that says what to change."""
+        info = _parse_info(await self._send("INFO", "server")) | _parse_info(await self._send("INFO", "memory"))
+        info |= _parse_info(await self._send("INFO", "replication"))
+        version = info.get("redis_version", "0")
+        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:
+            raise SettingsError(f"{PREFIX}REDIS names Redis {version}: use 6.2 or newer")
+        policy = info.get("maxmemory_policy", "noeviction")
+        if policy != "noeviction":
+            raise SettingsError(
+                f"{PREFIX}REDIS names a server that evicts keys ({policy}), which forgets claims: "
+                "set its maxmemory-policy to noeviction"
+            )
+        missing = [name for name in ("run_id", "master_replid") if not info.get(name)]
+        if missing:
+            raise SettingsError(f"{PREFIX}REDIS names a server without {' and '.join(missing)} in INFO: use another")
+
+    # ---------------------------------------------------------------------------------------------- operations
+
+    async def who(self) -> Identity:
+        store, held = (part.decode() for part in await self._call("who"))
+        if not held:
+            return Identity(store, None)
+        generation, _, named = held.partition(" ")
+        return Identity(store, Epoch(int(generation), named))
+
+    async def claim(self, epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> list[Claim]:
+        blob = b"".join(id + fp for id, fp in asked)
+        answers = await self._call(
+            "claim", epoch.generation, epoch.store, slot, term, self._retention_ms, self._least_left_ms, blob
+        )
+        return [self._claim(answer, slot, term, fp) for answer, (_, fp) in zip(answers, asked, strict=True)]
+
+    @staticmethod
+    def _claim(answer: bytes, slot: int, term: int, fp: bytes) -> Claim:
+        match answer[:1]:
+            case b"N":
+                return Claim(Outcome.NEW, Claimed(slot, term, _AT.unpack_from(answer, 1)[0], fp))
+            case b"T":
+                return Claim(Outcome.TAKEN_OVER, Claimed(slot, term, _AT.unpack_from(answer, 1)[0], fp))
+            case b"D":
+                return Claim(Outcome.DELIVERED, unpack(answer))
+            case b"X":
+                return Claim(Outcome.CONFLICT, unpack(answer[1:]))
+        return Claim(Outcome.IN_PROGRESS, unpack(answer[1:]), leased=answer[:1] == b"1")
+
+    async def mark(self, epoch: Epoch, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]) -> int:
+        (untouched,) = await self._call(
+            "mark", epoch.generation, epoch.store, slot, term, self._retention_ms, previous, offset, _blob(rows)
+        )
+        return int(untouched)
+
+    async def release(self, epoch: Epoch, slot: int, term: int, ids: Sequence[bytes]) -> None:
+        await self._call("release", epoch.generation, epoch.store, slot, term, b"".join(ids))
+
+    async def find(self, epoch: Epoch, id: bytes) -> Found:
+        match await self._call("find", epoch.generation, epoch.store, id):
+            case [state, freed, leased]:
+                claimed = unpack(state)
+                dead = isinstance(claimed, Claimed) and int(freed) > claimed.term
+                return Found(claimed, dead, bool(leased))
+            case [state]:
+                return Found(unpack(state))
+        return Found(None)
+
+    async def applied(self, epoch: Epoch, slot: int) -> int | None:
+        (offset,) = await self._call("applied", epoch.generation, epoch.store, slot)
+        return None if offset < 0 else int(offset)
+
+    async def replay(self, epoch: Epoch, rows: Sequence[Row], free: tuple[int, int] | None = None) -> None:
+        head = ("replay", epoch.generation, epoch.store, self._retention_ms)
+        *chunks, last = _chunks(rows)
+        for chunk in chunks:
+            await self._call(*head, _blob(chunk))
+        await self._call(*head, _blob(last), *(free or ()))
+
+    async def take(self, epoch: Epoch, slot: int, token: str) -> bool:
+        (mine,) = await self._call("take", epoch.generation, epoch.store, slot, token, self._lease_ttl_ms)
+        return bool(mine)
+
+    async def give_back(self, epoch: Epoch, slot: int, token: str, clean: bool) -> None:
+        await self._call("give_back", epoch.generation, epoch.store, slot, token, int(clean))
+
+    async def beat(self, epoch: Epoch, token: str, slots: int, held: Sequence[int]) -> Census:
+        members, view = await self._call("beat", epoch.generation, epoch.store, token, self._lease_ttl_ms, slots, *held)
+        return Census(int(members), view.decode())
+
+    async def leave(self, epoch: Epoch, token: str) -> None:
+        await self._call("leave", epoch.generation, epoch.store, token)
+
+    async def recover(self, store: str, nonce: str) -> bool:
+        (first,) = await self._call("recover", store, nonce, self._nonce_ttl_ms)
+        return bool(first)
+
+    async def recover_read(self, store: str, nonce: str, slots: int) -> list[int | None]:
+        offsets = await self._call("recover_read", store, nonce, self._nonce_ttl_ms, slots)
+        return [None if offset < 0 else int(offset) for offset in offsets]
+
+    async def recover_replay(self, store: str, nonce: str, rows: Sequence[Row]) -> None:
+        for chunk in _chunks(rows):
+            await self._call("recover_replay", store, nonce, self._nonce_ttl_ms, self._retention_ms, _blob(chunk))
+
+    async def recover_end(self, store: str, nonce: str, generation: int, freed: Sequence[int]) -> None:
+        pairs = [number for slot_and_offset in enumerate(freed) for number in slot_and_offset]
+        await self._call("recover_end", store, nonce, generation, *pairs)
+
+    @property
+    def _nonce_ttl_ms(self) -> int:
+        # A recovery renews it with each script; a dead one's is gone soon after a lease would be.
+        return 5 * self._lease_ttl_ms
+
+    # ----------------------------------------------------------------------------------------------- transport
+
+    async def _call(self, operation: str, *arguments: str | int | bytes) -> list[Any]:
+        """Run one operation of keys.lua; the rest of its answer after OK."""
+        try:
+            answer = await self._send("EVALSHA", self._sha, 1, self._prefix, operation, *arguments)
+        except NoScriptError:  # said before anything ran
+            answer = await self._send("EVAL", self._script, 1, self._prefix, operation, *arguments)
+        status, *rest = answer
+        match status:
+            case b"OK":
+                return list(rest)
+            case b"FENCED":
+                raise Fenced(f"{operation}: the slot was taken by another")
+            case _:
+                raise StoreLost(f"{operation}: the server that answers is not the store of this generation")
+
+    async def _send(self, *command: str | int | bytes) -> Any:
+        """One command and its answer on a connection of its own for that time."""
+        connection = await self._connected()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await connection.send_command(*command, check_health=False)
+                answer = await connection.read_response()
+        except (NoScriptError, ReadOnlyError) as error:
+            self._idle.append(connection)
+            if isinstance(error, NoScriptError):
+                raise
+            raise StoreAway(f"Redis: {error}") from error
+        except ResponseError as error:
+            self._idle.append(connection)
+            if str(error).startswith(("OOM", "BUSY", "MASTERDOWN", "NOREPLICAS", "READONLY", "LOADING", "command not")):
+                raise StoreAway(f"Redis: {error}") from error
+            raise StoreUnanswered(f"Redis: {error}") from error
+        except BusyLoadingError as error:
+            await connection.disconnect(nowait=True)
+            raise StoreAway(f"Redis: {error}") from error
+        except (RedisError, OSError, TimeoutError) as error:
+            await connection.disconnect(nowait=True)
+            raise StoreUnanswered(f"Redis did not answer: {error or type(error).__name__}") from error
+        except BaseException:  # cancelled: the answer would be read by the next user of the connection
+            await connection.disconnect(nowait=True)
+            raise
+        self._idle.append(connection)
+        return answer
+
+    async def _connected(self) -> Connection:
+        """An idle connection that is not at its end, else a new one."""
+        while self._idle:
+            idle = self._idle.pop()
+            if idle.is_connected and not await idle.can_read_destructive():
+                return idle
+            await idle.disconnect(nowait=True)
+        connection: Connection = self._pool.make_connection()  # type: ignore[no-untyped-call]
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await connection.connect()  # type: ignore[no-untyped-call]
+        except (RedisError, OSError, TimeoutError) as error:
+            await connection.disconnect(nowait=True)
+            raise StoreAway(f"Redis does not answer: {error or type(error).__name__}") from error
+        return connection
+
+
+def pack(state: Claimed | Delivered) -> bytes:
+    """A key's state as keys.lua keeps it."""
+    match state:
+        case Claimed(slot, term, at, fp):
+            return _CLAIMED.pack(b"C", slot, term, at, fp)
+        case Delivered(at, fp, topic, partition, offset, ts):
+            return _DELIVERED.pack(b"D", at, fp, partition, offset, ts) + topic.encode()
+
+
+def unpack(raw: bytes) -> Claimed | Delivered:
+    """The inverse of `pack`."""
+    if raw[:1] == b"C":
+        _, slot, term, at, fp = _CLAIMED.unpack(raw)
+        return Claimed(slot, term, at, fp)
+    _, at, fp, partition, offset, ts = _DELIVERED.unpack_from(raw)
+    return Delivered(at, fp, raw[_DELIVERED.size :].decode(), partition, offset, ts)
+
+
+def _blob(rows: Sequence[Row]) -> bytes:
+    parts: list[bytes] = []
+    for id, delivered in rows:
+        state = pack(delivered)
+        parts += (_ENTRY_HEAD.pack(id, len(state)), state)
+    return b"".join(parts)
+
+
+def _chunks(rows: Sequence[Row]) -> list[Sequence[Row]]:
+    """At least one chunk: the last call of a replay does more than write rows."""
+    return [rows[start : start + REPLAY_CHUNK] for start in range(0, len(rows), REPLAY_CHUNK)] or [()]
+
+
+def _parse_info(raw: bytes) -> dict[str, str]:
+    lines = (line.partition(":") for line in raw.decode().splitlines() if ":" in line)
+    return {name: value.strip() for name, _, value in lines}

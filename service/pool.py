@@ -1,0 +1,227 @@
+"""The slots of this process: taken, recovered, served, given back. One task a slot, and one that keeps the leases."""
+
+import asyncio
+import contextlib
+import random
+import secrets
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import structlog
+
+from service.errors import Fenced, KafkaAway, StoreAway, StoreLost, StoreUnanswered
+from service.kafka.verdict import TransactionFailed
+from service.keys import Census, KeyStore
+from service.recovery import SlotRecovery, Store
+from service.request import Queue
+from service.settings import Settings
+from service.slot import Slot
+from service.states import SlotEvent, SlotState
+from service.telemetry import Telemetry
+from service.topics import InternalTopics
+
+log = structlog.get_logger(__name__)
+
+# A process beats three times in the life of a lease: two beats may be lost before its slots are.
+BEATS_A_LEASE: Final = 3
+PAUSE_LEAST_S: Final = 0.05
+PAUSE_MOST_S: Final = 2.0
+SETTLED: Final = frozenset({SlotState.READY, SlotState.WRITING})
+
+Serve = Callable[[Slot], Awaitable[None]]
+
+# Ends of a term after which the slot is recovered, by the name under which they are counted.
+ENDS: Final[dict[type[Exception], str]] = {
+    TransactionFailed: "transaction",
+    StoreUnanswered: "store-unanswered",
+    StoreLost: "store-lost",
+    StoreAway: "store-away",
+    KafkaAway: "kafka-away",
+    Fenced: "fenced",
+}
+
+
+class Pool:
+    """Holds as many slots as are wanted, or this process's fair share where there are fewer."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        keys: KeyStore,
+        store: Store,
+        recovery: SlotRecovery,
+        queue: Queue,
+        topics: InternalTopics,
+        telemetry: Telemetry,
+        serve: Serve,
+        recovered: Callable[[], None],
+    ) -> None:
+        self._settings = settings
+        self._keys = keys
+        self._store = store
+        self._recovery = recovery
+        self._queue = queue
+        self._topics = topics
+        self._telemetry = telemetry
+        self._serve = serve
+        self._recovered = recovered
+        self.token = f"{settings.name}/{secrets.token_hex(6)}"
+        self.slots: dict[int, Slot] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._hurry = asyncio.Event()
+        self._stopping = False
+
+    def __repr__(self) -> str:
+        return f"<Pool {self.token} {sorted(self.slots.values(), key=lambda slot: slot.n)}>"
+
+    @property
+    def ready(self) -> int:
+        """How many slots may write now."""
+        return sum(slot.state in SETTLED for slot in self.slots.values())
+
+    def hurry(self) -> None:
+        """Beat now: somebody has met a dead slot."""
+        self._hurry.set()
+
+    # ------------------------------------------------------------------------------------------------- the leases
+
+    async def keep(self) -> None:
+        """Beat, for ever: renew the leases, take what is wanted, recover the dead, give back what is too much."""
+        while not self._stopping:
+            try:
+                await self._beat()
+            except (StoreAway, StoreUnanswered, KafkaAway) as error:
+                log.warning("no heartbeat", why=str(error))
+            except StoreLost:
+                if self._store.epoch is not None:
+                    self._store.lost(self._store.epoch)
+            self._hurry.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.lease_ttl_ms / 1000 / BEATS_A_LEASE):
+                    await self._hurry.wait()
+
+    async def _beat(self) -> None:
+        epoch = await self._store.settled()
+        held = [n for n, slot in self.slots.items() if not slot.leaving]
+        census = await self._keys.beat(epoch, self.token, self._settings.slots_max, held)
+        for n in held:
+            if census.slots[n] != "m":
+                log.warning("lease lost", slot=n)
+                self._let_go(self.slots[n])
+        await self._balance(census)
+        self._recovered()  # what is in doubt because of others' slots: ask again
+        for slot in [slot for slot in self.slots.values() if slot.owes]:
+            await slot.settle_debts()
+        self._count()
+
+    async def _balance(self, census: Census) -> None:
+        """Towards min(wanted, fair share), and no dead slot left lying: its open transaction holds up every reader."""
+        if self._stopping:
+            return
+        share = min(self._settings.slots, max(1, self._settings.slots_max // max(1, census.members)))
+        held = [slot for slot in self.slots.values() if not slot.leaving]
+        dead = [n for n, mark in enumerate(census.slots) if mark == "d" and n not in self.slots]
+        free = [n for n, mark in enumerate(census.slots) if mark == "f" and n not in self.slots]
+        random.shuffle(dead)
+        random.shuffle(free)
+        wanted = share - len(held)
+        for n in dead + free[: max(0, wanted - len(dead))]:
+            await self._take(n)
+        # More than was wanted comes from rescuing the dead; more than the share is given up only where it is missed.
+        excess = len(held) - (self._settings.slots if free or dead else share)
+        for slot in [slot for slot in held if slot.state in SETTLED][: max(0, excess)]:
+            log.info("slot given up", slot=slot.n)
+            self._let_go(slot)
+
+    async def _take(self, n: int) -> None:
+        assert self._store.epoch is not None
+        if await self._keys.take(self._store.epoch, n, self.token):
+            slot = Slot(n, self._keys, self._topics.ledger, self._settings.name)
+            slot.move(SlotEvent.LEASE)
+            self.slots[n] = slot
+            self._tasks[n] = asyncio.create_task(self._live(slot), name=f"slot-{n}")
+
+    def _let_go(self, slot: Slot) -> None:
+        slot.leaving = True
+        self._queue.nudge_all()
+
+    # ------------------------------------------------------------------------------------------------- one slot
+
+    async def _live(self, slot: Slot) -> None:
+        """The life of a held slot: recover, serve, and again after each end of a term, until it is let go."""
+        pause_s = PAUSE_LEAST_S
+        try:
+            while not slot.leaving:
+                try:
+                    await self._recover(slot)
+                    pause_s = PAUSE_LEAST_S
+                    await self._serve(slot)
+                except Exception as error:  # also a bug ends a term, and no more than that
+                    self._ended(slot, error)
+                    await slot.end()
+                    if not slot.leaving and not await self._still_mine(slot):
+                        return
+                    await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311
+                    pause_s = min(2 * pause_s, PAUSE_MOST_S)
+        finally:
+            await slot.end()
+            self.slots.pop(slot.n, None)
+            self._tasks.pop(slot.n, None)
+            await self._give_back(slot)
+
+    async def _recover(self, slot: Slot) -> None:
+        epoch = await self._store.settled()
+        if slot.state is SlotState.DOUBT:
+            slot.move(SlotEvent.RECOVER)
+        started = time.monotonic()
+        await self._recovery.run(slot, epoch)
+        took_s = time.monotonic() - started
+        self._telemetry.slot_recoveries.observe(took_s)
+        log.info("slot ready", slot=slot.n, term=slot.term, took_s=round(took_s, 3))
+        self._recovered()
+
+    def _ended(self, slot: Slot, error: Exception) -> None:
+        """A term is over, or recovery did not get to one."""
+        why = next((name for kind, name in ENDS.items() if isinstance(error, kind)), "bug")
+        self._telemetry.terms_ended.labels(why).inc()
+        log.warning("term ended", slot=slot.n, term=slot.term, why=str(error), exc_info=why == "bug")
+        if slot.state is not SlotState.DOUBT:
+            slot.move(SlotEvent.FAIL)
+        if isinstance(error, StoreLost):
+            self._store.lost(slot.epoch)
+
+    async def _still_mine(self, slot: Slot) -> bool:
+        """Is the lease still this process's, or free to take again? Where Redis does not say: assume so."""
+        try:
+            return self._store.epoch is None or await self._keys.take(self._store.epoch, slot.n, self.token)
+        except (StoreAway, StoreUnanswered, StoreLost):
+            return True
+
+    async def _give_back(self, slot: Slot) -> None:
+        """Return the lease. A slot that is not in order is left to whoever recovers it."""
+        clean = slot.state is SlotState.READY
+        slot.move(SlotEvent.GIVE_BACK)
+        if self._store.epoch is not None:
+            with contextlib.suppress(StoreAway, StoreUnanswered, StoreLost):
+                await self._keys.give_back(self._store.epoch, slot.n, self.token, clean)
+
+    # ------------------------------------------------------------------------------------------------- stopping
+
+    async def stop(self) -> None:
+        """Give every slot back, once its group is through, and leave."""
+        self._stopping = True
+        self._hurry.set()
+        for slot in self.slots.values():
+            self._let_go(slot)
+        if self._tasks:
+            await asyncio.wait(self._tasks.values())
+        if self._store.epoch is not None:
+            with contextlib.suppress(StoreAway, StoreUnanswered, StoreLost):
+                await self._keys.leave(self._store.epoch, self.token)
+
+    def _count(self) -> None:
+        states = Counter(slot.state for slot in self.slots.values())
+        for state in SlotState:
+            self._telemetry.slots.labels(state.value).set(states[state])

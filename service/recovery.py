@@ -1,0 +1,285 @@
+"""Recovery of a slot and of the store: fence, read through a record of one's own, replay, free.
+
+The one mechanism for start, take-over and every doubt (design, section 3). "Not there" is believed only after the
+fence and the reading through; claims are compared by ledger offsets, which only grow.
+"""
+
+import asyncio
+import contextlib
+import random
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import structlog
+
+from service.control import Control, Newest
+from service.errors import KafkaAway, StoreAway, StoreLost, StoreUnanswered
+from service.kafka.cluster import Cluster
+from service.kafka.producer import IdempotentProducer, TransactionalProducer
+from service.kafka.reader import Item, Span, ends, offsets_since, read_through
+from service.keys import REPLAY_CHUNK, Epoch, Identity, KeyStore, Row
+from service.settings import Settings
+from service.slot import Slot
+from service.states import Delivered, SlotEvent
+from service.telemetry import Telemetry
+from service.topics import InternalTopics
+from service.wire import Begin, LedgerRecord, WireError, decode_ledger, transactional_id
+
+log = structlog.get_logger(__name__)
+
+PAUSE_LEAST_S: Final = 1.0
+PAUSE_MOST_S: Final = 300.0
+# How far the broker's clock (LogAppendTime) and Redis's (accepted_at) may be apart when old ledger is left unread.
+CLOCKS_APART_MS: Final = 3_600_000
+
+
+class NotYet(Exception):
+    """The store cannot be settled at this moment; it is tried again after a pause."""
+
+
+class SlotRecovery:
+    """Brings a leased slot to READY."""
+
+    def __init__(
+        self, cluster: Cluster, keys: KeyStore, control: Control, topics: InternalTopics, settings: Settings
+    ) -> None:
+        self._cluster = cluster
+        self._keys = keys
+        self._control = control
+        self._topics = topics
+        self._settings = settings
+        self._patience_s = (settings.request_timeout_ms + settings.transaction_timeout_ms) / 1000
+
+    async def run(self, slot: Slot, epoch: Epoch) -> None:
+        """Steps 2 to 6 of slot recovery. Raises StoreLost, Fenced, TransactionFailed, KafkaAway, StoreAway, …:
+        then the slot is in DOUBT, its producer is to be closed, and this is to be run again."""
+        try:
+            await self._fence(slot, epoch)
+            await slot.begin(_now_ms())
+            await self._check(slot)
+            await self._replay_and_free(slot)
+        except BaseException:
+            slot.move(SlotEvent.FAIL)
+            await slot.end()
+            raise
+
+    async def _fence(self, slot: Slot, epoch: Epoch) -> None:
+        """InitProducerId: the fate of the old transaction is final, and its owner can never commit again."""
+        name = transactional_id(self._settings.namespace, slot.n)
+        producer = TransactionalProducer(self._cluster, name, self._settings.transaction_timeout_ms)
+        await producer.start()
+        slot.enter(epoch, producer)
+
+    async def _check(self, slot: Slot) -> None:
+        """After the fence, does control still name the store that my claims are in?"""
+        newest = await self._control.newest(slot.n)
+        if newest is None or Epoch(newest.generation, newest.store) != slot.epoch:
+            raise StoreLost(f"control names {newest}, this process works with {slot.epoch}")
+        slot.move(SlotEvent.CHECK)
+
+    async def _replay_and_free(self, slot: Slot) -> None:
+        """Mark what the slot's ledger has since `applied`, through my own begin record; then free the older terms."""
+        start = await self._keys.applied(slot.epoch, slot.n)
+        rows: list[Row] = []
+        spans = {slot.n: Span(start, slot.term)}
+        records = read_through(self._cluster, self._topics.ledger, spans, "read_committed", self._patience_s)
+        async with contextlib.aclosing(records):
+            async for items in records:
+                rows += rows_of(items)
+                while len(rows) > REPLAY_CHUNK:
+                    await self._keys.replay(slot.epoch, rows[:REPLAY_CHUNK])
+                    del rows[:REPLAY_CHUNK]
+        await self._keys.replay(slot.epoch, rows, (slot.n, slot.term))
+        slot.move(SlotEvent.FREE)
+
+
+class Store:
+    """Which store holds the claims now, for this process; settles it again when it is lost."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        keys: KeyStore,
+        control: Control,
+        topics: InternalTopics,
+        settings: Settings,
+        telemetry: Telemetry,
+    ) -> None:
+        self.epoch: Epoch | None = None
+        self.status = "starting"
+        self._cluster = cluster
+        self._keys = keys
+        self._control = control
+        self._topics = topics
+        self._settings = settings
+        self._telemetry = telemetry
+        self._barriers = IdempotentProducer(cluster, "store-recovery")
+        self._settling: asyncio.Task[Epoch] | None = None
+        self._quiet_pause_s = PAUSE_LEAST_S
+
+    async def close(self) -> None:
+        if self._settling is not None:
+            self._settling.cancel()
+            await asyncio.wait([self._settling])
+        await self._barriers.close()
+
+    def lost(self, epoch: Epoch) -> None:
+        """A script for `epoch` met another store. Harmless where that epoch is not the present one any more."""
+        if self.epoch == epoch:
+            log.warning("store lost", generation=epoch.generation)
+            self.epoch = None
+            self._start_settling()
+
+    async def settled(self) -> Epoch:
+        """The epoch in which claims may be made; waits for as long as that takes."""
+        if self.epoch is not None:
+            return self.epoch
+        return await asyncio.shield(self._start_settling())
+
+    def _start_settling(self) -> asyncio.Task[Epoch]:
+        if self._settling is None or self._settling.done():
+            self._settling = asyncio.create_task(self._settle())
+        return self._settling
+
+    async def _settle(self) -> Epoch:
+        while True:
+            try:
+                self.epoch = await self._attempt()
+            except (NotYet, StoreAway, StoreUnanswered, StoreLost, KafkaAway) as error:
+                self.status = f"{'stale-store' if isinstance(error, NotYet) else 'store-away'}: {error}"
+                log.warning("store not settled", why=str(error))
+                await self._keys.resolve_anew()
+                await asyncio.sleep(random.uniform(0.5, 1.0) * min(PAUSE_LEAST_S, self._lease_s / 3))  # noqa: S311
+            else:
+                self.status = "settled"
+                self._quiet_pause_s = PAUSE_LEAST_S
+                self._telemetry.generation.set(self.epoch.generation)
+                log.info("store settled", generation=self.epoch.generation, store=self.epoch.store)
+                return self.epoch
+
+    async def _attempt(self) -> Epoch:
+        """Adopt what Redis and control agree on, else recover: at once after a flush, patiently after a change."""
+        identity = await self._keys.who()
+        if "/" not in identity.store:
+            raise StoreAway(f"the server that answers is {identity.store}")
+        newest = await self._control.newest()
+        if newest is not None:
+            named = Epoch(newest.generation, newest.store)
+            if identity.store == named.store and identity.epoch == named:
+                return named
+            if identity.store != named.store:
+                await self._wait_until_quiet(identity, newest)
+        return await self._recover(identity.store)
+
+    async def _wait_until_quiet(self, identity: Identity, newest: Newest) -> None:
+        """Control names another store: it may live on, and others may still work with it.
+
+        NotYet unless for one lease time the same primary answers, and nobody commits to any ledger partition.
+        """
+        self.status = "stale-store: control names another store; waiting for a quiet lease time"
+        slots = range(await self._topics.slots())
+        before = await ends(self._cluster, self._topics.ledger, slots)
+        await asyncio.sleep(self._lease_s * random.uniform(1.0, 1.2))  # noqa: S311
+        await self._keys.resolve_anew()
+        same = (
+            (await self._keys.who()).store == identity.store
+            and await self._control.newest() == newest
+            and await ends(self._cluster, self._topics.ledger, slots) == before
+        )
+        if not same:
+            pause, self._quiet_pause_s = self._quiet_pause_s, min(2 * self._quiet_pause_s, PAUSE_MOST_S)
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
+            raise NotYet("another store is in use, or the primary changed meanwhile")
+
+    # ------------------------------------------------------------------------------------------ store recovery
+
+    async def _recover(self, store: str) -> Epoch:
+        """Store recovery, steps 1 to 5. Raises NotYet where another process is at it or has superseded this one."""
+        started = time.monotonic()
+        nonce = secrets.token_hex(8)
+        if not await self._keys.recover(store, nonce):
+            raise NotYet("another process recovers the store")
+        generation = await self._control.append(store)
+        newest = await self._control.newest()
+        if newest is None or newest.generation != generation:
+            raise NotYet("a later generation supersedes this recovery")
+        slots = await self._topics.slots()
+        self.status = f"recovering: fencing {slots} slots"
+        await self._fence_all(slots)
+        through = await self._barrier_all(slots)
+        keys = await self._replay_all(store, nonce, through)
+        await self._keys.recover_end(store, nonce, generation, [through[slot] for slot in range(slots)])
+        took_s = time.monotonic() - started
+        self._telemetry.store_recoveries.observe(took_s)
+        log.info("store recovered", generation=generation, slots=slots, keys=keys, took_s=round(took_s, 3))
+        return Epoch(generation, store)
+
+    async def _fence_all(self, slots: int) -> None:
+        """No write that was claimed in the old store can commit any more."""
+        names = [transactional_id(self._settings.namespace, slot) for slot in range(slots)]
+        await self._cluster.fence(names, self._settings.transaction_timeout_ms)
+
+    async def _barrier_all(self, slots: int) -> dict[int, int]:
+        """Append a ledger record without entries to each partition, after its fence; the offsets to read through.
+
+        Stronger than reading the LSO: the leader that shows our own record cannot be a deposed one.
+        """
+        records = [LedgerRecord(slot, -1, -1, self._settings.name, ()).encode() for slot in range(slots)]
+        offsets = await asyncio.gather(
+            *(
+                self._barriers.send(self._topics.ledger, slot, None, record)
+                for slot, record in zip(range(slots), records, strict=True)
+            )
+        )
+        return dict(enumerate(offsets))
+
+    async def _replay_all(self, store: str, nonce: str, through: Mapping[int, int]) -> int:
+        """Replay every ledger partition from `applied`, or for as far back as keys live; the number of keys read."""
+        applied = await self._keys.recover_read(store, nonce, len(through))
+        unknown = [slot for slot, offset in enumerate(applied) if offset is None]
+        since_ms = _now_ms() - self._settings.key_ttl_s * 1000 - CLOCKS_APART_MS
+        starts = await offsets_since(self._cluster, self._topics.ledger, unknown, since_ms) if unknown else {}
+        spans = {
+            slot: Span(starts.get(slot) if applied[slot] is None else applied[slot], offset)
+            for slot, offset in through.items()
+        }
+        keys, behind = 0, set(through)
+        patience_s = (self._settings.request_timeout_ms + self._settings.transaction_timeout_ms) / 1000
+        records = read_through(self._cluster, self._topics.ledger, spans, "read_committed", patience_s)
+        async with contextlib.aclosing(records):
+            async for items in records:
+                rows = rows_of(items)
+                await self._keys.recover_replay(store, nonce, rows)
+                keys += len(rows)
+                if items[-1].offset >= through[items[-1].partition]:
+                    behind.discard(items[-1].partition)
+                self.status = f"recovering: {keys} keys replayed, waiting for slots {sorted(behind)[:8]}"
+        return keys
+
+    @property
+    def _lease_s(self) -> float:
+        return self._settings.lease_ttl_ms / 1000
+
+
+def rows_of(items: Sequence[Item]) -> list[Row]:
+    """What ledger records say was delivered; one that is not Fencepost's cannot name an id of ours, and is skipped."""
+    rows: list[Row] = []
+    for item in items:
+        try:
+            record = decode_ledger(item.value)
+        except WireError as error:
+            log.error("foreign record in the ledger", partition=item.partition, offset=item.offset, why=str(error))
+            continue
+        if isinstance(record, Begin):
+            continue
+        rows += [
+            (entry.id, Delivered(entry.at, entry.fp, entry.topic, entry.partition, entry.offset, entry.ts))
+            for entry in record.entries
+        ]
+    return rows
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,64 @@
+"""The service's settings: environment variables with the prefix FENCEPOST_, checked against each other at start."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from service.shared import PREFIX, SharedSettings, integer, matching, setting
+from service.wire import INSTANCE
+
+# One event, of which a topic's default max.message.bytes (1,048,588) is the measure.
+EVENT_BYTES_MAX: Final = 1_000_000
+# Ledger bytes at which a group closes: half of the ledger's max.message.bytes, so that one more entry always fits.
+GROUP_LEDGER_BYTES_MAX: Final = 512 * 1024
+# Bytes of events at which a group closes: what a broker takes well within a transaction's timeout.
+GROUP_EVENT_BYTES_MAX: Final = 8 * 1024 * 1024
+
+
+def redis_url(text: str) -> str:
+    """Reader of redis://, rediss:// and unix:// addresses."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("redis", "rediss", "unix") or not (parts.hostname or parts.path):
+        raise ValueError("redis://host:port/db, rediss://… or unix://…")
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(SharedSettings):
+    """Everything that can be set; the README's table is made from this class."""
+
+    redis: str = setting("redis://127.0.0.1:6379/0", "Redis (6.2 or newer, noeviction) as a URL", redis_url)
+    host: str = setting("127.0.0.1", "address to listen on", str)
+    port: int = setting(8000, "port to listen on", integer(1, 65535))
+    instance: str = setting(
+        "",
+        "this process's name in headers and logs, stable over restarts; host:port where it is empty",
+        matching(INSTANCE, "1 to 64 of letters, digits, '.', '_', ':' and '-'"),
+    )
+    slots: int = setting(4, "slots (long-lived producers) wanted by this process", integer(1, 4096))
+    slots_max: int = setting(64, "slots in the whole namespace: the ledger's number of partitions", integer(1, 4096))
+    lease_ttl_ms: int = setting(
+        3_000, "a process that is silent for longer loses its slots, in milliseconds", integer(300, 60_000)
+    )
+    queue_events_max: int = setting(20_000, "events that may wait in this process; one more is 503", integer(1))
+    queue_bytes_max: int = setting(64 * 1024 * 1024, "bytes of events that may wait in this process", integer(1))
+    body_bytes_max: int = setting(8 * 1024 * 1024, "largest body of a request, in bytes", integer(1_000))
+
+    @property
+    def name(self) -> str:
+        """The instance's name: as set, else host:port."""
+        return self.instance or f"{self.host}:{self.port}"
+
+    def conflicts(self) -> list[str]:
+        wrong = super().conflicts()
+        if self.slots > self.slots_max:
+            wrong.append(
+                f"{PREFIX}SLOTS={self.slots} is more than {PREFIX}SLOTS_MAX={self.slots_max}: "
+                f"set {PREFIX}SLOTS to {self.slots_max} or less"
+            )
+        if INSTANCE.fullmatch(self.name) is None:
+            wrong.append(f"{PREFIX}INSTANCE is needed: {self.name!r} (from host:port) is not a name; set it")
+        if self.rules and not Path(self.rules).is_file():
+            wrong.append(f"{PREFIX}RULES={self.rules!r} is no file: set the path of a TOML file, or leave it empty")
+        return wrong

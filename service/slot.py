@@ -1,0 +1,125 @@
+"""A slot: one long-lived transactional producer, the term in which it may write, and the marks that it owes."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from service.kafka.producer import Place, Record, TransactionalProducer
+from service.kafka.verdict import TransactionFailed
+from service.keys import Epoch, KeyStore, Row
+from service.states import SLOT, Claim, SlotEvent, SlotState
+from service.wire import Begin, encode_ledger
+
+# The ledger's entries, as JSON text, from the places where the records are.
+EntriesOf = Callable[[Sequence[Place]], Iterable[str]]
+
+
+class Slot:
+    """Slot `n` of the namespace while this process holds it. Its pool's task owns it; nothing else moves its state."""
+
+    def __init__(self, n: int, keys: KeyStore, ledger: str, instance: str) -> None:
+        self.n = n
+        self.term = -1
+        self.epoch = Epoch(-1, "")
+        self.state = SlotState.VACANT
+        self.leaving = False
+        self._keys = keys
+        self._ledger = ledger
+        self._instance = instance
+        self._producer: TransactionalProducer | None = None
+        self._last_record = -1
+        self._unmarked: deque[tuple[Epoch, int, int, int, Sequence[Row]]] = deque()
+        self._marking = asyncio.Lock()
+
+    def __repr__(self) -> str:
+        return f"<Slot {self.n} {self.state.value} term={self.term} unmarked={len(self._unmarked)}>"
+
+    @property
+    def producer(self) -> TransactionalProducer:
+        assert self._producer is not None, f"{self!r} has no producer"
+        return self._producer
+
+    def move(self, event: SlotEvent) -> None:
+        """The one way in which the state changes."""
+        self.state = SLOT.move(self.state, event)
+
+    # ------------------------------------------------------------------------------------ recovery's steps on it
+
+    def enter(self, epoch: Epoch, producer: TransactionalProducer) -> None:
+        """A fenced-in producer begins a life; nothing of the last term is owed any more: recovery replays it."""
+        self.epoch = epoch
+        self._producer = producer
+        self._unmarked = deque()
+        self.move(SlotEvent.FENCE)
+
+    async def begin(self, at_ms: int) -> int:
+        """Commit the begin record; its offset is the term. Raises TransactionFailed."""
+        begin = Begin(
+            self.n, self.producer.producer_id, self.producer.epoch, self._instance, self.epoch.generation, at_ms
+        )
+        _, self.term = await self.producer.write([], (self._ledger, self.n), lambda _: begin.encode())
+        self._last_record = self.term
+        self.move(SlotEvent.BEGIN)
+        return self.term
+
+    async def end(self) -> None:
+        """Close the producer: its life is over, whatever it was doing."""
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            await producer.close()
+
+    # --------------------------------------------------------------------------------------------- within a term
+
+    async def claim(self, asked: Sequence[tuple[bytes, bytes]]) -> list[Claim]:
+        """Claim (id, fingerprint) pairs for this slot in this term. Raises as KeyStore.claim does."""
+        return await self._keys.claim(self.epoch, self.n, self.term, asked)
+
+    async def release(self, ids: Sequence[bytes]) -> None:
+        """Give up claims that were never sent."""
+        await self._keys.release(self.epoch, self.n, self.term, ids)
+
+    async def write(self, records: Sequence[Record], entries: EntriesOf) -> tuple[list[Place], tuple[int, int]]:
+        """One transaction of records and their ledger record. Raises TransactionFailed: the term is over then.
+
+        Answers the records' places, and the ledger's previous and new offset, which `mark` wants.
+        """
+        self.move(SlotEvent.WRITE)
+        producer = self.producer
+
+        def ledger_record(places: Sequence[Place]) -> bytes:
+            return encode_ledger(self.n, producer.producer_id, producer.epoch, self._instance, entries(places))
+
+        try:
+            places, offset = await producer.write(records, (self._ledger, self.n), ledger_record)
+        except TransactionFailed:
+            self.move(SlotEvent.FAIL)
+            raise
+        self.move(SlotEvent.COMMIT)
+        previous, self._last_record = self._last_record, offset
+        return places, (previous, offset)
+
+    async def mark(self, link: tuple[int, int], rows: Sequence[Row]) -> None:
+        """Mark what a committed ledger record says, after all that was to be marked before it.
+
+        Where this raises, the record stays owed: the next mark, or `settle_debts`, tries it again in its order, and
+        until then `applied` stays where it is, so that a recovery would find it.
+        """
+        async with self._marking:
+            self._unmarked.append((self.epoch, self.term, *link, rows))
+            await self._pay()
+
+    async def settle_debts(self) -> None:
+        """Try again what could not be marked."""
+        async with self._marking:
+            await self._pay()
+
+    @property
+    def owes(self) -> bool:
+        return bool(self._unmarked)
+
+    async def _pay(self) -> None:
+        owed = self._unmarked  # a new term begins with debts of its own
+        while owed:
+            epoch, term, previous, offset, rows = owed[0]
+            await self._keys.mark(epoch, self.n, term, previous, offset, rows)
+            owed.popleft()

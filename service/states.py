@@ -1,0 +1,214 @@
+"""The states of a key, a slot and a request: tables, and the one function each that moves them.
+
+The rules for keys are pure functions over small values. `keys.lua` says the same in Redis (held to it by one suite of
+vectors and one contract suite), the in-memory store of the tests runs them as they are, and so does the model.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, Generic, TypeVar
+
+# ---------------------------------------------------------------------------------------------------------- keys
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """ "Slot `slot` in term `term` is writing this id": accepted at `at` (ms, Redis's clock)."""
+
+    slot: int
+    term: int
+    at: int
+    fp: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """The id is in Kafka, here. `at` is accepted_at, `ts` the record's timestamp, both in ms."""
+
+    at: int
+    fp: bytes
+    topic: str
+    partition: int
+    offset: int
+    ts: int
+
+
+KeyState = Claimed | Delivered | None
+
+
+class Outcome(Enum):
+    """What a claim found."""
+
+    NEW = "new"  # nothing was there: the claim stands, produce
+    TAKEN_OVER = "taken over"  # a dead claim was there, its write never happened: the claim stands, produce
+    DELIVERED = "delivered"  # it is in Kafka: replay the answer
+    CONFLICT = "conflict"  # it is in Kafka, but was another event
+    IN_PROGRESS = "in progress"  # somebody may be writing it
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The outcome of one claim and the state that it left; `leased` tells of an IN_PROGRESS whether its slot lives."""
+
+    outcome: Outcome
+    state: Claimed | Delivered
+    leased: bool = True
+
+
+def claim(
+    state: KeyState, wanted: Claimed, freed: Callable[[int], int], retention_ms: int, least_left_ms: int
+) -> Claim:
+    """Step 2 of writing. `wanted.at` is the store's time now; a claim of term t is dead once `freed` of its slot > t.
+
+    A claim taken over keeps its accepted_at, so that a retry lands in the same hour of the audit, unless less than
+    `least_left_ms` of its retention is left: it must not expire under the new write.
+    """
+    match state:
+        case None:
+            return Claim(Outcome.NEW, wanted)
+        case Delivered(fp=fp):
+            return Claim(Outcome.DELIVERED if fp == wanted.fp else Outcome.CONFLICT, state)
+        case Claimed(slot, term, at):
+            if freed(slot) <= term:
+                return Claim(Outcome.IN_PROGRESS, state)
+            kept = at if at + retention_ms - wanted.at >= least_left_ms else wanted.at
+            return Claim(Outcome.TAKEN_OVER, Claimed(wanted.slot, wanted.term, kept, wanted.fp))
+
+
+def mark(state: KeyState, slot: int, term: int, delivered: Delivered) -> KeyState:
+    """Step 4 of writing: a claim becomes delivered only if it is of this slot and term; an expired one comes back."""
+    if state is None or _is_claim_of(state, slot, term):
+        return delivered
+    return state
+
+
+def release(state: KeyState, slot: int, term: int) -> KeyState:
+    """A claim that was never sent is given up, only by the slot and term that made it."""
+    return None if _is_claim_of(state, slot, term) else state
+
+
+def _is_claim_of(state: KeyState, slot: int, term: int) -> bool:
+    return isinstance(state, Claimed) and (state.slot, state.term) == (slot, term)
+
+
+def replay(state: KeyState, delivered: Delivered, now_ms: int, retention_ms: int) -> KeyState:
+    """A ledger entry read during recovery: an expired one is skipped, and none replaces a newer `at`."""
+    if delivered.at + retention_ms <= now_ms or (state is not None and state.at > delivered.at):
+        return state
+    return delivered
+
+
+# ------------------------------------------------------------------------------------------------ slots, requests
+
+S = TypeVar("S", bound=Enum)
+E = TypeVar("E", bound=Enum)
+
+
+class IllegalMove(AssertionError):
+    """A state machine was asked for a move that its table does not have: a bug, and never guessed around."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine(Generic[S, E]):
+    """A table of moves and the one function that makes them."""
+
+    moves: Mapping[tuple[S, E], S]
+
+    def move(self, state: S, event: E) -> S:
+        """The state after `event`; IllegalMove where the table has none."""
+        try:
+            return self.moves[state, event]
+        except KeyError:
+            raise IllegalMove(f"{event.name} in state {state.name}") from None
+
+
+class SlotState(Enum):
+    """A slot as its holder sees it, in the order in which recovery goes through it."""
+
+    VACANT = "vacant"  # not this process's
+    LEASED = "leased"  # 1: the lease is taken, nothing is proved
+    FENCED = "fenced"  # 2: InitProducerId has returned: the old owner can never commit again
+    BEGUN = "begun"  # 3: the begin record is committed: the term is known
+    CHECKED = "checked"  # 4: control, read through a barrier, names the store that Redis is
+    READY = "ready"  # 5, 6: the ledger is replayed and `freed` raised: claims may be made
+    WRITING = "writing"  # a transaction is under way
+    DOUBT = "doubt"  # the term has ended without a clean commit: recovery comes next
+
+
+class SlotEvent(Enum):
+    LEASE = "lease"
+    FENCE = "fence"
+    BEGIN = "begin"
+    CHECK = "check"
+    FREE = "free"
+    WRITE = "write"
+    COMMIT = "commit"
+    FAIL = "fail"
+    RECOVER = "recover"
+    GIVE_BACK = "give back"
+
+
+SLOT: Final[Machine[SlotState, SlotEvent]] = Machine(
+    {
+        (SlotState.VACANT, SlotEvent.LEASE): SlotState.LEASED,
+        (SlotState.LEASED, SlotEvent.FENCE): SlotState.FENCED,
+        (SlotState.FENCED, SlotEvent.BEGIN): SlotState.BEGUN,
+        (SlotState.BEGUN, SlotEvent.CHECK): SlotState.CHECKED,
+        (SlotState.CHECKED, SlotEvent.FREE): SlotState.READY,
+        (SlotState.READY, SlotEvent.WRITE): SlotState.WRITING,
+        (SlotState.WRITING, SlotEvent.COMMIT): SlotState.READY,
+        # There is no way from DOUBT to READY but through the fence.
+        (SlotState.DOUBT, SlotEvent.RECOVER): SlotState.LEASED,
+        **{(state, SlotEvent.FAIL): SlotState.DOUBT for state in SlotState if state is not SlotState.VACANT},
+        **{
+            (state, SlotEvent.GIVE_BACK): SlotState.VACANT
+            for state in SlotState
+            if state not in (SlotState.VACANT, SlotState.WRITING)
+        },
+    }
+)
+
+
+class RequestState(Enum):
+    """One request for one event, as far as this process knows."""
+
+    QUEUED = "queued"  # surely not written
+    CLAIMING = "claiming"  # a claim is under way; without an answer it ends the slot's term, so nothing is sent
+    CLAIMED = "claimed"  # claimed and not sent
+    SENT = "sent"  # in a transaction
+    IN_DOUBT = "in doubt"  # was sent; recovery will tell
+    CHECKING = "checking"  # in doubt, and claimed anew: the claim tells what happened
+    ANSWERED = "answered"
+
+
+class RequestEvent(Enum):
+    CLAIM = "claim"
+    WIN = "win"  # the claim stands
+    SEND = "send"
+    QUEUE = "queue"  # back to the queue: its claim is dead, or was never made
+    DOUBT = "doubt"  # its transaction did not end with a clean commit
+    ANSWER = "answer"
+
+
+REQUEST: Final[Machine[RequestState, RequestEvent]] = Machine(
+    {
+        (RequestState.QUEUED, RequestEvent.CLAIM): RequestState.CLAIMING,
+        (RequestState.CLAIMING, RequestEvent.WIN): RequestState.CLAIMED,
+        (RequestState.CLAIMING, RequestEvent.QUEUE): RequestState.QUEUED,
+        (RequestState.CLAIMED, RequestEvent.SEND): RequestState.SENT,
+        (RequestState.CLAIMED, RequestEvent.QUEUE): RequestState.QUEUED,
+        (RequestState.SENT, RequestEvent.DOUBT): RequestState.IN_DOUBT,
+        (RequestState.IN_DOUBT, RequestEvent.CLAIM): RequestState.CHECKING,
+        (RequestState.CHECKING, RequestEvent.WIN): RequestState.CLAIMED,
+        (RequestState.CHECKING, RequestEvent.QUEUE): RequestState.IN_DOUBT,
+        **{
+            (state, RequestEvent.ANSWER): RequestState.ANSWERED
+            for state in RequestState
+            if state is not RequestState.ANSWERED
+        },
+    }
+)
+
+# What the deadline finds: an event in one of these may be in Kafka (504), in any other it is surely not (503).
+MAYBE_WRITTEN: Final = frozenset({RequestState.SENT, RequestState.IN_DOUBT, RequestState.CHECKING})

@@ -1,0 +1,133 @@
+"""The topics: Fencepost's own, made at start and checked where they exist, and what is known of everyone else's."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Final
+
+from service.kafka.cluster import Cluster, Topic
+from service.settings import Settings
+from service.shared import PREFIX, SettingsError
+from service.wire import control_topic, ledger_topic, requests_topic
+
+REQUESTS_PARTITIONS: Final = 8
+WEEK_S: Final = 168 * 3600
+# Past the retention of keys, time for the audit to read what it needs.
+EXTRA_S: Final = 2 * 24 * 3600
+# How long a topic's settings are believed. A topic that was just made is found after the shorter one.
+KNOWN_S: Final = 10.0
+UNKNOWN_S: Final = 0.5
+CATALOGUE_MAX: Final = 10_000
+
+
+class InternalTopics:
+    """`{ns}.ledger`, `{ns}.requests` and `{ns}.control` (design: wire contract)."""
+
+    def __init__(self, cluster: Cluster, settings: Settings) -> None:
+        self._cluster = cluster
+        self._settings = settings
+        namespace = settings.namespace
+        self.ledger = ledger_topic(namespace)
+        self.requests = requests_topic(namespace)
+        self.control = control_topic(namespace)
+        self.findings = f"{namespace}.findings"
+        retention_ms = 1000 * (max(settings.key_ttl_s, WEEK_S) + EXTRA_S)
+        kept = {
+            "cleanup.policy": "delete",
+            "retention.ms": str(retention_ms),
+            "retention.bytes": "-1",
+            "message.timestamp.type": "LogAppendTime",
+        }
+        self._wanted: dict[str, tuple[int, Mapping[str, str]]] = {
+            self.ledger: (settings.slots_max, kept),
+            self.requests: (REQUESTS_PARTITIONS, kept),
+            self.control: (1, {"cleanup.policy": "compact"}),
+        }
+
+    def reserved(self, topic: str) -> bool:
+        """Is this a topic that no client may write to?"""
+        return topic in self._wanted or topic == self.findings or topic.startswith("__")
+
+    async def ensure(self) -> None:
+        """Make what is missing, grow the ledger, check the rest. SettingsError says what to change."""
+        found = await self._cluster.describe(list(self._wanted))
+        for name, (partitions, settings) in self._wanted.items():
+            if name not in found:
+                await self._cluster.create(name, partitions, settings)
+        found = await self._described()
+        wrong = [line for name in self._wanted for line in self._faults(found[name])]
+        if wrong:
+            raise SettingsError("\n".join(wrong))
+        if found[self.ledger].partitions < self._settings.slots_max:
+            await self._cluster.grow(self.ledger, self._settings.slots_max)
+
+    async def _described(self) -> dict[str, Topic]:
+        """The internal topics once each is known: one that was just made takes a moment to show."""
+        async with asyncio.timeout(self._cluster.timeout_s):
+            while True:
+                found = await self._cluster.describe(list(self._wanted))
+                if found.keys() == self._wanted.keys():
+                    return found
+                await asyncio.sleep(0.05)
+
+    async def slots(self) -> int:
+        """How many slots there are now: the ledger's number of partitions."""
+        return (await self._cluster.partitions([self.ledger]))[self.ledger]
+
+    def _faults(self, topic: Topic) -> list[str]:
+        partitions, settings = self._wanted[topic.name]
+        wrong = []
+        if topic.name == self.ledger and topic.partitions > partitions:
+            wrong.append(
+                f"{PREFIX}SLOTS_MAX={partitions} is less than the {topic.partitions} partitions of {topic.name}: "
+                f"set {PREFIX}SLOTS_MAX to {topic.partitions} or more"
+            )
+        for name, value in settings.items():
+            present = topic.settings.get(name, value)
+            longer = name == "retention.ms" and (present == "-1" or int(present) >= int(value))
+            if present != value and not longer:
+                wrong.append(f"topic {topic.name} has {name}={present}: set {name}={value} on it")
+        return wrong
+
+
+class Catalogue:
+    """What is known of the topics of others, asked of Kafka at most every few seconds and never made by asking."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._known: dict[str, tuple[float, Topic | None]] = {}
+        self._asking: dict[str, asyncio.Task[Topic | None]] = {}
+
+    def peek(self, name: str) -> Topic | None:
+        """The topic if it is known and fresh; no I/O."""
+        until, topic = self._known.get(name, (0.0, None))
+        return topic if until > time.monotonic() else None
+
+    async def get(self, name: str) -> Topic | None:
+        """The topic, or None where Kafka says that there is none. Raises KafkaAway."""
+        until, topic = self._known.get(name, (0.0, None))
+        if until > time.monotonic():
+            return topic
+        asking = self._asking.get(name)
+        if asking is None:
+            asking = self._asking[name] = asyncio.create_task(self._ask(name))
+            asking.add_done_callback(lambda _: self._asking.pop(name, None))
+        return await asyncio.shield(asking)
+
+    def last_known(self, name: str) -> Topic:
+        """The topic as it was when an event for it was let in, fresh or not."""
+        _, topic = self._known[name]
+        assert topic is not None, f"an event for {name} was let in although there is no such topic"
+        return topic
+
+    def doubt(self, name: str) -> None:
+        """The broker said otherwise: ask again next time."""
+        _, topic = self._known.get(name, (0.0, None))
+        self._known[name] = (0.0, topic)
+
+    async def _ask(self, name: str) -> Topic | None:
+        topic = (await self._cluster.describe([name])).get(name)
+        if topic is None and name not in self._known and len(self._known) >= CATALOGUE_MAX:
+            return None  # a flood of names that nobody made is not remembered
+        self._known[name] = (time.monotonic() + (KNOWN_S if topic else UNKNOWN_S), topic)
+        return topic
