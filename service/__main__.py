@@ -40,6 +40,7 @@ def main() -> int:
             access_log=False,
             log_config=None,
             server_header=False,
+            proxy_headers=False,  # nothing here depends on the client's address
             backlog=4096,
             timeout_graceful_shutdown=settings.request_timeout_ms // 1000 + DRAIN_EXTRA_S,
         )

@@ -29,7 +29,7 @@ class Disconnected(Exception):
 
 
 class EventsEndpoint:
-    """ASGI middleware that answers `POST /events` itself and hands everything else on."""
+    """The ASGI app that answers `POST /events` itself and hands everything else on."""
 
     def __init__(self, app: App, ingest: Callable[[], Ingest], settings: Settings) -> None:
         self._app = app

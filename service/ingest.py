@@ -140,12 +140,13 @@ class Ingest:
                 await asyncio.sleep(STORE_AWAY_PAUSE_S)
                 return []
             raise
+        now = asyncio.get_running_loop().time()
         group: list[tuple[Request, Claimed]] = []
         unwanted: list[bytes] = []
         for request, claim in zip(requests, claims, strict=True):
             if claim.outcome not in (Outcome.NEW, Outcome.TAKEN_OVER):
                 self._settle(request, claim)
-            elif request.answered:
+            elif request.answered or request.deadline <= now:  # also after a pause of the whole process: never sent
                 unwanted.append(request.event.id)
             else:
                 assert isinstance(claim.state, Claimed)
@@ -302,6 +303,9 @@ class Ingest:
                 request = self._open.popleft()
                 if not request.answered:
                     self.answer(request, self._too_late(request))
+            if len(self._open) > 2 * self._queue.events + 1_000:
+                # One that waits long must not keep all that were answered since in memory.
+                self._open = deque(request for request in self._open if not request.answered)
             self._telemetry.queued.set(self._queue.events)
             self._telemetry.queued_bytes.set(self._queue.bytes)
             self._telemetry.in_doubt.set(len(self._parked))

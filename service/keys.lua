@@ -272,4 +272,10 @@ function operation.recover_end()
   return {'OK'}
 end
 
+-- recover_abandon: store nonce — the attempt has failed, another need not wait for its nonce to expire.
+function operation.recover_abandon()
+  if store() == ARGV[2] and redis.call('GET', P .. 'n') == ARGV[3] then redis.call('DEL', P .. 'n') end
+  return {'OK'}
+end
+
 return operation[ARGV[1]]()

@@ -97,6 +97,7 @@ class KeyStore(Protocol):
     async def recover_read(self, store: str, nonce: str, slots: int) -> list[int | None]: ...
     async def recover_replay(self, store: str, nonce: str, rows: Sequence[Row]) -> None: ...
     async def recover_end(self, store: str, nonce: str, generation: int, freed: Sequence[int]) -> None: ...
+    async def recover_abandon(self, store: str, nonce: str) -> None: ...
 
 
 class RedisKeys:
@@ -237,6 +238,9 @@ class RedisKeys:
     async def recover_end(self, store: str, nonce: str, generation: int, freed: Sequence[int]) -> None:
         pairs = [number for slot_and_offset in enumerate(freed) for number in slot_and_offset]
         await self._call("recover_end", store, nonce, generation, *pairs)
+
+    async def recover_abandon(self, store: str, nonce: str) -> None:
+        await self._call("recover_abandon", store, nonce)
 
     @property
     def _nonce_ttl_ms(self) -> int:

@@ -196,11 +196,20 @@ class Store:
     # ------------------------------------------------------------------------------------------ store recovery
 
     async def _recover(self, store: str) -> Epoch:
-        """Store recovery, steps 1 to 5. Raises NotYet where another process is at it or has superseded this one."""
-        started = time.monotonic()
+        """Store recovery under a fresh nonce. Raises NotYet where another process is at it or superseded this one."""
         nonce = secrets.token_hex(8)
         if not await self._keys.recover(store, nonce):
             raise NotYet("another process recovers the store")
+        try:
+            return await self._recover_under(store, nonce)
+        except BaseException:
+            with contextlib.suppress(StoreAway, StoreUnanswered):
+                await self._keys.recover_abandon(store, nonce)
+            raise
+
+    async def _recover_under(self, store: str, nonce: str) -> Epoch:
+        """Steps 2 to 5: name the store, fence every slot, replay every ledger partition, free."""
+        started = time.monotonic()
         generation = await self._control.append(store)
         newest = await self._control.newest()
         if newest is None or newest.generation != generation:

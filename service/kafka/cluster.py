@@ -1,6 +1,7 @@
 """One client for what needs no producer: topics, their settings, and the fencing of transactional ids."""
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -77,7 +78,9 @@ class Cluster:
     async def close(self) -> None:
         client, self._client = self._client, None
         if client is not None:
-            await client.close()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await client.close()
 
     async def answers(self) -> None:
         """Does any broker answer at all? KafkaAway where not."""

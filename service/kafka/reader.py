@@ -1,6 +1,7 @@
 """Reading partitions from a place through a record that is known to be there."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
@@ -13,6 +14,7 @@ from service.kafka.cluster import Cluster
 Isolation = Literal["read_committed", "read_uncommitted"]
 # A fetch that finds nothing new waits this long at the broker: markers come within milliseconds.
 FETCH_WAIT_MS: Final = 20
+STOP_PATIENCE_S: Final = 1.0
 FETCH_BYTES_MAX: Final = 8 * 1024 * 1024
 
 
@@ -60,7 +62,7 @@ async def read_through(
     except (errors.KafkaError, OSError, TimeoutError, AssertionError) as error:
         raise KafkaAway(f"{topic} cannot be read: {error!r}") from error
     finally:
-        await consumer.stop()
+        await _stop(consumer)
 
 
 async def ends(cluster: Cluster, topic: str, partitions: Sequence[int]) -> dict[int, int]:
@@ -88,7 +90,13 @@ async def _look_up(cluster: Cluster, ask: Callable[[AIOKafkaConsumer], Awaitable
     except (errors.KafkaError, OSError, TimeoutError, AssertionError) as error:
         raise KafkaAway(f"offsets cannot be read: {error!r}") from error
     finally:
-        await consumer.stop()
+        await _stop(consumer)
+
+
+async def _stop(consumer: AIOKafkaConsumer) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(STOP_PATIENCE_S):
+            await consumer.stop()
 
 
 def _consumer(cluster: Cluster, isolation: Isolation) -> AIOKafkaConsumer:
