@@ -1,15 +1,14 @@
 """The stack in the foreground, for a person to try: `./deploy/local/up`."""
 
 import contextlib
-import fcntl
 import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from deploy.local import places
 from deploy.local.console import bold, dim, green, progress, run, say
+from deploy.local.places import local_folder
 from deploy.local.stack import Kafka, Process, Redis, Service, StackError, port_or_free
 
 TOPIC = "demo"
@@ -22,9 +21,8 @@ _OURS = ("FENCEPOST_KAFKA", "FENCEPOST_REDIS", "FENCEPOST_HOST", "FENCEPOST_PORT
 
 def main() -> NoReturn:
     """Start all, tell where it is, and stay until somebody says stop."""
-    folder = Path(os.environ.get("FENCEPOST_LOCAL_DIR") or places.ROOT / ".local").expanduser().absolute()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_alone(folder))
+        folder = stack.enter_context(local_folder())
         stack.callback(say, "stopped")
         kafka = Kafka(folder, port=port_or_free(9092))
         redis = Redis(folder, port=port_or_free(6379))
@@ -71,24 +69,6 @@ def _stay(*processes: Process) -> NoReturn:
 def _callers_settings(environment: Mapping[str, str]) -> dict[str, str]:
     """The caller's settings for the service, except where the stack has the say."""
     return {name: value for name, value in environment.items() if name.startswith("FENCEPOST_") and name not in _OURS}
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """The folder for us alone.
-
-    Raises:
-        StackError: another stack runs in it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StackError(
-                f"another stack runs in {folder}: set FENCEPOST_LOCAL_DIR to another folder to run two"
-            ) from None
-        yield
 
 
 @contextlib.contextmanager

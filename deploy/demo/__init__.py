@@ -1,0 +1,1 @@
+"""The demo: real records through crashes, with Fencepost and without, and the audit of both."""

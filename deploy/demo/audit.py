@@ -1,0 +1,84 @@
+"""The reconciliation job, run as an operator runs it, and its report."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deploy.demo.client import Place
+from deploy.local import java, places
+from deploy.local.console import StackError
+from deploy.local.process import Process
+
+_RUN_S = 240.0
+_CLEAN, _FINDINGS = 0, 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the demo needs of a finding."""
+
+    kind: str
+    cause: str | None
+    topic: str
+    id: str | None
+    places: frozenset[Place]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run's report: its findings, its balance, and where a person can read it."""
+
+    findings: list[Finding]
+    balance: dict[str, int]
+    page: Path
+
+
+class Job(Process):
+    """`python -m spark`, once."""
+
+    def __init__(self, folder: Path, kafka: str, topics: Sequence[str]) -> None:
+        super().__init__("job", folder)
+        self._kafka = kafka
+        self._topics = topics
+        self._report = folder / "report"
+
+    def start(self) -> None:
+        """Start one run."""
+        arguments: list[str | Path] = ["--lake", self.folder / "lake", "--report", self._report]
+        arguments += ["--topics", ",".join(self._topics)]
+        environment = {
+            **places.hermetic_environment(),
+            **java.environment(),
+            "FENCEPOST_KAFKA": self._kafka,
+            "FENCEPOST_JARS": str(places.jars("spark")),
+        }
+        self.spawn([sys.executable, "-m", "spark", *arguments], env=environment, cwd=places.ROOT)
+
+    def report(self) -> Report:
+        """Wait for the run's end, and read what it found.
+
+        Raises:
+            StackError: it could not run, or takes too long.
+        """
+        if self.wait(_RUN_S) not in (_CLEAN, _FINDINGS):
+            raise StackError(f"the job could not run (exit code {self.exit_code})\n{self.tail()}")
+        body = json.loads((self._report / "report.json").read_text())
+        return Report(
+            findings=[_finding(each) for each in body["findings"]],
+            balance={name: int(count) for name, count in body["balance"].items()},
+            page=self._report / "report.html",
+        )
+
+
+def _finding(body: dict[str, Any]) -> Finding:
+    coordinates = body.get("coordinates") or []
+    return Finding(
+        kind=body["kind"],
+        cause=body.get("cause"),
+        topic=body["topic"],
+        id=body.get("id"),
+        places=frozenset(Place(each["partition"], each["offset"]) for each in coordinates),
+    )

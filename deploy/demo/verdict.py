@@ -1,0 +1,61 @@
+"""Whether the demo shows what it claims; every mistake is a line."""
+
+from collections.abc import Collection, Mapping
+
+from deploy.demo.audit import Report
+from deploy.demo.client import Place, Tally
+from deploy.demo.truth import Topic
+from service.wire import event_id
+
+_SHOWN = 5  # examples of a mistake; one is enough to look into
+
+
+def with_fencepost(sent: Collection[str], tally: Tally, topic: Topic) -> list[str]:
+    """Every event exactly once, at the place that was answered, and nothing else."""
+    wrong = [*tally.mistakes]
+    wrong += _each("was acknowledged but is not there", [key for key in tally.answers if key not in topic.places])
+    wrong += _each("has no answer", [key for key in sent if key not in tally.answers])
+    wrong += _each("is there more than once", topic.repeated)
+    wrong += _each("is there, but nobody sent it", [key for key in topic.places if key not in tally.answers])
+    elsewhere = [key for key, place in tally.answers.items() if topic.places.get(key, [place]) != [place]]
+    wrong += _each("is not where the answer said", [key for key in elsewhere if key not in topic.repeated])
+    if topic.unkeyed:
+        wrong.append(f"{topic.unkeyed} records have no key")
+    return wrong
+
+
+def without_fencepost(sent: Collection[str], topic: Topic) -> list[str]:
+    """Today's practice loses nothing: that is what it pays with duplicates for."""
+    wrong = _each("is not there", [key for key in sent if key not in topic.places])
+    wrong += _each("is there, but nobody sent it", [key for key in topic.places if key not in set(sent)])
+    return wrong
+
+
+def of_the_job(report: Report, clean: str, repeated: Mapping[str, list[Place]], topic: str) -> list[str]:
+    """The job found the duplicates that are in `topic`, all of them, and nothing else anywhere.
+
+    Args:
+        report: what it found.
+        clean: the topic in which there is nothing to find.
+        repeated: the keys with more than one record in the other topic, and where these are.
+        topic: the other topic.
+    """
+    truth = {event_id(key).hex(): frozenset(places) for key, places in repeated.items()}
+    found = {each.id: each.places for each in report.findings if each.kind == "duplicate" and each.topic == topic}
+    others = [each for each in report.findings if each.kind != "duplicate" or each.topic != topic]
+    wrong = [f"the job found a {each.kind} in {each.topic} that is not there: {each}" for each in others[:_SHOWN]]
+    wrong += _each(f"is twice in {topic}, but not to the job", [id for id in truth if id not in found])
+    wrong += _each(f"is twice in {topic} to the job only", [str(id) for id in found if id not in truth])
+    both = [id for id in truth if id in found and truth[id] != found[id]]
+    wrong += _each("has other coordinates to the job", both)
+    if sum(1 for each in report.findings if each.topic == clean):
+        wrong.append(f"the job found something in {clean}, where nothing is")
+    return wrong
+
+
+def _each(what: str, keys: Collection[str]) -> list[str]:
+    """A line for the first few, and one that counts the rest."""
+    lines = [f"{key} {what}" for key in list(keys)[:_SHOWN]]
+    if len(keys) > _SHOWN:
+        lines.append(f"... and {len(keys) - _SHOWN:,} more: {what}")
+    return lines
