@@ -1,0 +1,101 @@
+"""The sums of every hour, carried from run to run, and the line that has to close."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from spark.errors import CannotRun
+from spark.findings import SUMS
+from spark.verdict import CATEGORIES
+
+Counts = dict[str, int]
+ByTopic = dict[str, Counts]
+ByHour = dict[str, ByTopic]
+
+HOUR_FORMAT = "%Y-%m-%d %H:%M:%S"
+
+
+@dataclass
+class Balance:
+    """Counts (findings.SUMS) by hour (`yyyy-MM-dd HH:mm:ss`, UTC) and topic; zeros are left out.
+
+    `adjustment` is what changes when ids with several hours count once: it is added to the hours.
+    """
+
+    hours: ByHour = field(default_factory=dict)
+    adjustment: ByHour = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, summary: Mapping[str, Any] | None) -> "Balance":
+        """What the last finished run left."""
+        return cls() if summary is None else cls(dict(summary["hours"]), dict(summary["adjustment"]))
+
+    def document(self) -> dict[str, ByHour]:
+        """The balance as the next run takes it up."""
+        return {"hours": self.hours, "adjustment": self.adjustment}
+
+    def open_hours(self) -> set[str]:
+        """Hours in which time alone may change a verdict."""
+        return {hour for hour, topics in self.hours.items() if any(counts.get("open") for counts in topics.values())}
+
+    def replace(self, hours: Iterable[str], rows: Iterable[Any]) -> None:
+        """Put freshly counted hours (rows of findings.sums) in the place of what was counted for them."""
+        for hour in hours:
+            self.hours.pop(hour, None)
+        _add(self.hours, rows, 1)
+
+    def adjust(self, apart: Iterable[Any], together: Iterable[Any]) -> None:
+        """Have the ids of these rows (findings.sums, hour by hour, and united) count once."""
+        self.adjustment = {}
+        _add(self.adjustment, apart, -1)
+        _add(self.adjustment, together, 1)
+
+    def since(self, first: str) -> ByHour:
+        """Hours from this one on, with the adjustment."""
+        found: ByHour = {}
+        for part in (self.hours, self.adjustment):
+            for hour, topics in part.items():
+                if hour >= first:
+                    for topic, counts in topics.items():
+                        _sum(found.setdefault(hour, {}).setdefault(topic, {}), counts)
+        return found
+
+    def drop_before(self, first: str) -> None:
+        """Forget hours that no report shows any more, but for those with open verdicts."""
+        kept = self.open_hours()
+        self.hours = {hour: topics for hour, topics in self.hours.items() if hour >= first or hour in kept}
+        self.adjustment = {hour: topics for hour, topics in self.adjustment.items() if hour >= first}
+
+
+def by_topic(hours: ByHour) -> ByTopic:
+    """Sums over hours, by topic in order of name."""
+    found: ByTopic = {}
+    for topics in hours.values():
+        for topic, counts in topics.items():
+            _sum(found.setdefault(topic, {}), counts)
+    return {topic: {name: found[topic].get(name, 0) for name in SUMS} for topic in sorted(found)}
+
+
+def closed(topics: ByTopic) -> Counts:
+    """The balance over all topics: the names of its line, `phantom` and `records`; CannotRun unless it closes."""
+    total: Counts = {}
+    for counts in topics.values():
+        _sum(total, counts)
+    line = {name: total.get(name, 0) for name in ("accepted", *CATEGORIES)}
+    parts = sum(line[name] for name in CATEGORIES)
+    if line["accepted"] != parts or min(line.values()) < 0:
+        told = ", ".join(f"{name} {count}" for name, count in line.items())
+        raise CannotRun(f"the balance does not close: {told}; the lake cannot be trusted, start a new one")
+    return {**line, "phantom": total.get("phantom", 0), "records": total.get("records", 0)}
+
+
+def _add(hours: ByHour, rows: Iterable[Any], sign: int) -> None:
+    for row in rows:
+        counts = {name: sign * int(row[name]) for name in SUMS if row[name]}
+        hour = row["accepted_hour"].strftime(HOUR_FORMAT)
+        _sum(hours.setdefault(hour, {}).setdefault(row["topic"], {}), counts)
+
+
+def _sum(into: Counts, counts: Mapping[str, int]) -> None:
+    for name, count in counts.items():
+        into[name] = into.get(name, 0) + count

@@ -1,0 +1,255 @@
+"""Judged rows → findings, and their sums by hour and topic."""
+
+from typing import Final
+
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from spark import causes, lake
+from spark.decode import EVENT, REJECT, UNKEYED
+from spark.offsets import Plan
+from spark.verdict import CATEGORIES, LOST, PENDING, Evidence
+
+HOUR: Final = "hour"
+IDS: Final = "ids"
+LOG: Final = "log"
+"""Scopes of findings: what they were derived from, and so what replaces them."""
+
+DUPLICATE: Final = "duplicate"
+CONFLICT: Final = "conflict"
+PHANTOM: Final = "phantom"
+STUCK: Final = "stuck"
+EVIDENCE_GAP: Final = "evidence_gap"
+CLIENT_DUPLICATE: Final = "client_duplicate"
+KINDS: Final = (DUPLICATE, CONFLICT, CLIENT_DUPLICATE, LOST, PHANTOM, UNKEYED, STUCK, EVIDENCE_GAP)
+
+SUMS: Final = (
+    "ids",
+    "records",
+    "copies_extra",
+    "accepted",
+    *CATEGORIES,
+    PHANTOM,
+    "open",
+    "unrequested",
+    "unrequested_multiple",
+    "unkeyed",
+    "rejects",
+    "answered_201",
+    "answered_202",
+    "answered_503",
+    "answered_504",
+    "answered_other",
+    "replayed",
+)
+"""Counts by hour and topic. `phantom`: ids that nobody accepted; `unrequested`: delivered ids of which neither the
+ledger nor the answers know, those of topics that others write."""
+
+
+def suspicious(judged: DataFrame) -> DataFrame:
+    """The judged rows of which something is to be said: few, in a healthy system."""
+    event = F.col("kind") == EVENT
+    return judged.where(
+        (event & (F.col("count") > 1))
+        | (F.size("missing") > 0)
+        | F.col("phantom").isNotNull()
+        | F.coalesce(F.col("category") == STUCK, F.lit(False))
+        | (F.col("kind") == UNKEYED)
+    )
+
+
+def of_ids(rows: DataFrame, seen: Evidence, scope: str) -> DataFrame:
+    """Suspicious rows → lake.FINDING, those of single ids: duplicate, conflict, lost, phantom, stuck."""
+    ordered = rows.where(F.col("kind") == EVENT).withColumn("copies", causes.ordered())
+    lost = F.filter("missing", lambda claim: claim["fate"] == LOST)
+    told = ordered.withColumn("explained", causes.explained(F.col("copies"), seen.key_ttl_ms)).withColumn("gone", lost)
+    many = F.when(F.col("conflicting"), CONFLICT).otherwise(DUPLICATE)
+    unsure = F.when(F.col("answered_504") > 0, "504").otherwise("202")
+    found = F.array(
+        F.when(F.col("count") > 1, _found(many, F.get("explained", F.lit(1))["cause"], F.col("explained"), "count")),
+        F.when(F.size("gone") > 0, _found(F.lit(LOST), F.get("gone", F.lit(0))["source"], _places("gone"))),
+        F.when(
+            F.col("phantom") == PHANTOM,
+            _found(F.lit(PHANTOM), F.lit(None).cast("string"), _unexplained(F.col("copies"))),
+        ),
+        F.when(F.col("category") == STUCK, _found(F.lit(STUCK), unsure, F.array().cast(lake.COORDINATES))),
+    )
+    each = told.withColumn("found", F.explode(F.array_compact(found)))
+    return each.select(
+        F.lit(scope).alias("scope"),
+        "accepted_hour",
+        F.col("found.kind").alias("kind"),
+        F.col("found.cause").alias("cause"),
+        "id",
+        "key",
+        "topic",
+        F.lit(None).cast("int").alias("partition"),
+        F.col("found.count").alias("count"),
+        F.lit(None).cast("bigint").alias("first_offset"),
+        F.lit(None).cast("bigint").alias("last_offset"),
+        "last_ms",
+        F.col("found.coordinates").alias("coordinates"),
+    )
+
+
+def of_places(rows: DataFrame, scope: str) -> DataFrame:
+    """Suspicious rows → lake.FINDING, those of partitions: unkeyed records, and evidence that is gone."""
+    gaps = F.filter("missing", lambda claim: ~claim["fate"].isin(LOST, PENDING))
+    gone = F.transform(
+        gaps,
+        lambda claim: F.struct(
+            F.lit(EVIDENCE_GAP).alias("kind"),
+            claim["fate"].alias("cause"),
+            claim["topic"].alias("topic"),
+            claim["partition"].alias("partition"),
+            claim["offset"].alias("first"),
+            claim["offset"].alias("last"),
+            F.lit(1).cast("bigint").alias("count"),
+        ),
+    )
+    unheard = F.transform(
+        F.filter("coordinates", lambda copy: copy["stamped"]),
+        lambda copy: F.struct(
+            F.lit(EVIDENCE_GAP).alias("kind"),
+            F.lit("ledger_gone").alias("cause"),
+            copy["topic"].alias("topic"),
+            copy["partition"].alias("partition"),
+            copy["offset"].alias("first"),
+            copy["offset"].alias("last"),
+            F.lit(1).cast("bigint").alias("count"),
+        ),
+    )
+    unkeyed = F.array(
+        F.struct(
+            F.lit(UNKEYED).alias("kind"),
+            F.lit(None).cast("string").alias("cause"),
+            F.col("topic").alias("topic"),
+            F.element_at(F.split(F.col("id").cast("string"), "/"), -2).cast("int").alias("partition"),
+            F.col("low_offset").alias("first"),
+            F.col("high_offset").alias("last"),
+            F.col("count").alias("count"),
+        )
+    )
+    found = (
+        F.when(F.col("kind") == UNKEYED, unkeyed)
+        .when(F.col("phantom") == EVIDENCE_GAP, F.concat(F.coalesce(gone, F.array().cast(gone_type())), unheard))
+        .otherwise(gone)
+    )
+    each = rows.select("accepted_hour", "last_ms", F.explode(found).alias("found"))
+    grouped = each.groupBy("accepted_hour", "found.kind", "found.cause", "found.topic", "found.partition").agg(
+        F.sum("found.count").alias("count"),
+        F.min("found.first").alias("first_offset"),
+        F.max("found.last").alias("last_offset"),
+        F.max("last_ms").alias("last_ms"),
+    )
+    return grouped.select(
+        F.lit(scope).alias("scope"),
+        "accepted_hour",
+        "kind",
+        "cause",
+        F.lit(None).cast("binary").alias("id"),
+        F.lit(None).cast("string").alias("key"),
+        "topic",
+        "partition",
+        "count",
+        "first_offset",
+        "last_offset",
+        "last_ms",
+        F.array().cast(lake.COORDINATES).alias("coordinates"),
+    )
+
+
+def gone_type() -> str:
+    """Type of the array in which a row's gaps are told."""
+    return (
+        "array<struct<kind: string, cause: string, topic: string, partition: int, first: bigint, last: bigint, "
+        "count: bigint>>"
+    )
+
+
+def of_logs(spark: SparkSession, plan: Plan) -> DataFrame:
+    """lake.FINDING of the logs themselves: what went away before it was read."""
+    rows = [
+        {
+            "scope": LOG,
+            "kind": EVIDENCE_GAP,
+            "cause": gap.cause,
+            "topic": log.topic,
+            "partition": log.partition,
+            "count": gap.last - gap.first,
+            "first_offset": gap.first,
+            "last_offset": max(gap.last - 1, gap.first),
+            "last_ms": gap.seen_ms,
+            "coordinates": [],
+        }
+        for log in plan.logs
+        for gap in log.gaps
+    ]
+    return spark.createDataFrame(rows, lake.schema("findings"))
+
+
+def sums(judged: DataFrame) -> DataFrame:
+    """Judged rows → `accepted_hour, topic` and SUMS: as many rows as there are hours and topics in them."""
+    event = F.col("kind") == EVENT
+    delivered = event & (F.col("count") > 0)
+    unrequested = delivered & ~F.col("accepted") & F.col("phantom").isNull() & (F.col("stamped") == 0)
+
+    def count(condition: Column) -> Column:
+        return F.count(F.when(condition, F.lit(1)))
+
+    def total(column: Column | str, condition: Column) -> Column:
+        return F.coalesce(F.sum(F.when(condition, column)), F.lit(0))
+
+    columns = {
+        "ids": count(delivered),
+        "records": total(F.col("count"), event),
+        "copies_extra": total(F.col("count") - 1, event & (F.col("count") > 1)),
+        "accepted": count(F.col("accepted")),
+        **{name: count(F.col("category") == name) for name in CATEGORIES},
+        PHANTOM: count((F.col("phantom") == PHANTOM) & ~F.col("accepted")),
+        "open": count(F.col("open")),
+        "unrequested": count(unrequested),
+        "unrequested_multiple": count(unrequested & (F.col("count") > 1)),
+        "unkeyed": total(F.col("count"), F.col("kind") == UNKEYED),
+        "rejects": total(F.col("count"), F.col("kind") == REJECT),
+        **{name: total(F.col(name), event) for name in SUMS if name.startswith("answered_") or name == "replayed"},
+    }
+    return judged.groupBy("accepted_hour", "topic").agg(*(columns[name].alias(name) for name in SUMS))
+
+
+def _found(kind: Column, cause: Column, coordinates: Column, count: str | None = None) -> Column:
+    """One finding of a row; `count` is how many records it is about, more than coordinates where these are capped."""
+    return F.struct(
+        kind.alias("kind"),
+        cause.alias("cause"),
+        (F.size(coordinates) if count is None else F.col(count)).cast("bigint").alias("count"),
+        coordinates.cast(lake.COORDINATES).alias("coordinates"),
+    )
+
+
+def _places(claims: str) -> Column:
+    """Claimed places as coordinates; the cause of each is who claimed it."""
+    return F.transform(
+        claims,
+        lambda claim: F.struct(
+            *(claim[name].alias(name) for name in ("topic", "partition", "offset")),
+            F.lit(None).cast("bigint").alias("timestamp"),
+            F.lit(None).cast("int").alias("slot"),
+            F.lit(None).cast("bigint").alias("pid"),
+            F.lit(None).cast("int").alias("epoch"),
+            F.lit(None).cast("string").alias("instance"),
+            claim["source"].alias("cause"),
+        ),
+    )
+
+
+def _unexplained(copies: Column) -> Column:
+    """The copies with our header, as coordinates without cause."""
+    return F.transform(
+        F.filter(copies, lambda copy: copy["stamped"]),
+        lambda copy: F.struct(
+            *(copy[name].alias(name) for name in ("topic", "partition", "offset", "timestamp")),
+            *(copy[name].alias(name) for name in ("slot", "pid", "epoch", "instance")),
+            F.lit(None).cast("string").alias("cause"),
+        ),
+    )

@@ -1,0 +1,186 @@
+"""The driver's own talk with Kafka: names, offsets and open transactions. The one module that calls kafka-clients.
+
+It goes through the JVM that Spark runs in, so that the job needs no Kafka client for Python.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from pyspark.sql import SparkSession
+
+from spark.errors import CannotRun
+from spark.jvm import Py4JJavaError, jvm, nested, reason
+
+# Long enough for a broker that is just electing leaders, short enough to tell a person that nobody answers.
+CALL_MS: Final = 30_000
+# Asked for at once: keeps one request within what a broker answers quickly.
+TOPICS_A_CALL: Final = 500
+
+Place = tuple[str, int]
+"""Topic and partition."""
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """A topic as the broker knows it: `life` is its unique id, another one after it was made anew."""
+
+    name: str
+    life: str
+    partitions: int
+    compacted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Where a partition's log begins and ends.
+
+    `high_watermark` was read before `last_stable`: at `last_stable >= high_watermark` everything that stood there
+    is decided. `first_ms` is the timestamp of the oldest record (None: there is none).
+    """
+
+    log_start: int
+    high_watermark: int
+    last_stable: int
+    first_ms: int | None
+
+
+class Broker:
+    """Kafka as the driver sees it. Every call raises CannotRun with the broker's words when it fails."""
+
+    def __init__(self, spark: SparkSession, bootstrap: str) -> None:
+        self._spark = spark
+        self._jvm = jvm(spark)
+        self._bootstrap = bootstrap
+        self._kafka: Any = self._jvm.org.apache.kafka
+        config = self._jvm.java.util.HashMap()
+        config.put("bootstrap.servers", bootstrap)
+        config.put("default.api.timeout.ms", str(CALL_MS))
+        config.put("request.timeout.ms", str(CALL_MS // 2))
+        try:
+            self._admin: Any = self._kafka.clients.admin.AdminClient.create(config)
+        except Py4JJavaError as error:
+            raise CannotRun(f"FENCEPOST_KAFKA={bootstrap!r} is no Kafka address: {reason(error)}") from error
+
+    def close(self) -> None:
+        """Leave the broker; never raises."""
+        self._admin.close(self._jvm.java.time.Duration.ofMillis(1000))
+
+    def names(self) -> list[str]:
+        """All topics but Kafka's own."""
+        found = self._ask(self._admin.listTopics, "names")
+        return sorted(name for name in found if not name.startswith("__"))
+
+    def describe(self, names: Sequence[str]) -> dict[str, Topic]:
+        """What is known of these topics; one that is not there is left out."""
+        topics: dict[str, Topic] = {}
+        resource = self._kafka.common.config.ConfigResource
+        kind = nested(self._spark, "org.apache.kafka.common.config.ConfigResource", "Type").TOPIC
+        for part in _slices(sorted(set(names) & set(self.names())), TOPICS_A_CALL):
+            resources = {name: resource(kind, name) for name in part}
+            told = self._ask(partial(self._admin.describeTopics, self._list(part)), "allTopicNames")
+            configs = self._ask(partial(self._admin.describeConfigs, self._list(resources.values())), "all")
+            for name in part:
+                policy = str(configs.get(resources[name]).get("cleanup.policy").value())
+                described = told.get(name)
+                topics[name] = Topic(name, str(described.topicId()), described.partitions().size(), "compact" in policy)
+        return topics
+
+    def ends(self, places: Sequence[Place]) -> dict[Place, Ends]:
+        """The ends of these partitions, the high watermark first and the last stable offset after it."""
+        spec = self._kafka.clients.admin.OffsetSpec
+        high = self._offsets(places, spec.latest(), "READ_UNCOMMITTED")
+        stable = self._offsets(places, spec.latest(), "READ_COMMITTED")
+        start = self._offsets(places, spec.earliest(), "READ_UNCOMMITTED")
+        oldest = self._offsets(places, spec.forTimestamp(0), "READ_UNCOMMITTED")
+        return {
+            place: Ends(
+                start[place][0],
+                high[place][0],
+                stable[place][0],
+                oldest[place][1] if oldest[place][0] >= 0 else None,
+            )
+            for place in places
+        }
+
+    def stamps(self, places: dict[Place, int], wait_ms: int = 5_000) -> dict[Place, int]:
+        """Timestamp (ms) of the first record at or after each of these offsets, committed or not.
+
+        A partition that gives none in time is left out.
+        """
+        if not places:
+            return {}
+        found: dict[Place, int] = {}
+        with self._consumer() as consumer:
+            handles = {place: self._place(place) for place in places}
+            consumer.assign(self._list(handles.values()))
+            for place, handle in handles.items():
+                consumer.seek(handle, places[place])
+            waited = 0
+            while waited < wait_ms and len(found) < len(places):
+                batch = self._call(lambda: consumer.poll(self._jvm.java.time.Duration.ofMillis(250)))
+                waited += 250
+                for place, handle in handles.items():
+                    if place not in found:
+                        records = batch.records(handle)
+                        if not records.isEmpty():
+                            found[place] = int(records.get(0).timestamp())
+                            consumer.pause(self._list([handle]))
+        return found
+
+    @contextmanager
+    def _consumer(self) -> Iterator[Any]:
+        config = self._jvm.java.util.HashMap()
+        config.put("bootstrap.servers", self._bootstrap)
+        config.put("isolation.level", "read_uncommitted")
+        config.put("enable.auto.commit", "false")
+        config.put("auto.offset.reset", "none")
+        config.put("max.partition.fetch.bytes", "65536")
+        bytes_of = self._kafka.common.serialization.ByteArrayDeserializer
+        consumer = self._call(lambda: self._kafka.clients.consumer.KafkaConsumer(config, bytes_of(), bytes_of()))
+        try:
+            yield consumer
+        finally:
+            consumer.close(self._jvm.java.time.Duration.ofMillis(1000))
+
+    def _offsets(self, places: Sequence[Place], spec: Any, isolation: str) -> dict[Place, tuple[int, int]]:
+        """Offset and timestamp that a ListOffsets request answers for each place."""
+        level = getattr(self._kafka.common.IsolationLevel, isolation)
+        handles = {place: self._place(place) for place in places}
+        wanted = self._jvm.java.util.HashMap()
+        for handle in handles.values():
+            wanted.put(handle, spec)
+        options = self._kafka.clients.admin.ListOffsetsOptions(level)
+        answer = self._ask(partial(self._admin.listOffsets, wanted, options), "all")
+        results = {place: answer.get(handle) for place, handle in handles.items()}
+        return {place: (int(result.offset()), int(result.timestamp())) for place, result in results.items()}
+
+    def _place(self, place: Place) -> Any:
+        return self._kafka.common.TopicPartition(*place)
+
+    def _list(self, items: Iterable[Any]) -> Any:
+        made = self._jvm.java.util.ArrayList()
+        for item in items:
+            made.add(item)
+        return made
+
+    def _ask(self, request: Callable[[], Any], answer: str) -> Any:
+        """Send an Admin request and wait for the future that its result names so."""
+        unit = self._jvm.java.util.concurrent.TimeUnit.MILLISECONDS
+        return self._call(lambda: getattr(request(), answer)().get(CALL_MS, unit))
+
+    def _call(self, request: Callable[[], Any]) -> Any:
+        try:
+            return request()
+        except Py4JJavaError as error:
+            raise CannotRun(
+                f"Kafka at FENCEPOST_KAFKA={self._bootstrap!r} did not answer: {reason(error)}; "
+                "check that the brokers are up and that the address is right"
+            ) from error
+
+
+def _slices(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+    for start in range(0, len(names), size):
+        yield names[start : start + size]

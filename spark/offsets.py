@@ -1,0 +1,233 @@
+"""What a run reads: the ends of every log, frozen on the driver, and what each run before it had read.
+
+A plan is written down before anything is read. A run that was cut off is taken up again from its own plan, so that it
+ends with the report that it would have had.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final, Protocol
+
+from service import wire
+from spark.errors import CannotRun
+from spark.kafka import Ends, Place, Topic
+from spark.settings import Settings, matches
+from spark.source import Span
+
+DATA: Final = "data"
+LEDGER: Final = "ledger"
+REQUESTS: Final = "requests"
+
+
+class Cluster(Protocol):
+    """What is asked of Kafka: `kafka.Broker`, or a stand-in."""
+
+    def names(self) -> list[str]: ...
+    def describe(self, names: Sequence[str]) -> dict[str, Topic]: ...
+    def ends(self, places: Sequence[Place]) -> dict[Place, Ends]: ...
+    def stamps(self, places: dict[Place, int]) -> dict[Place, int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Offsets `first` up to before `last` that were gone before they were read. `seen_ms`: when that was found."""
+
+    first: int
+    last: int
+    cause: str
+    seen_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """One partition in a run: a row of `progress`. Times in ms since the epoch.
+
+    `first`: from where it was ever read; `start` and `end`: what this run reads; `since_ms`: when a topic made anew
+    was first seen, else 0; `complete_ms`: every record appended after it was read (0: every record ever);
+    `decided_ms`: every record appended before it lies below `end`.
+    """
+
+    role: str
+    topic: str
+    partition: int
+    life: str
+    audited: bool
+    compacted: bool
+    since_ms: int
+    first: int
+    start: int
+    end: int
+    last_stable: int
+    high_watermark: int
+    complete_ms: int
+    decided_ms: int
+    gaps: tuple[Gap, ...] = ()
+
+    @property
+    def place(self) -> Place:
+        return self.topic, self.partition
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is open in the log, and all of it is read: what is not there will not come."""
+        return self.end == self.last_stable >= self.high_watermark
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a run reads and judges by. `options` is the JSON of what the judgement depends on."""
+
+    run: int
+    frozen_ms: int
+    options: str
+    logs: tuple[Log, ...] = field(repr=False)
+
+    def spans(self, role: str) -> dict[Place, Span]:
+        """What the run reads of the audited logs of a role."""
+        return {log.place: (log.start, log.end) for log in self.logs if log.role == role and log.audited}
+
+    def of(self, role: str) -> list[Log]:
+        """The audited logs of a role, by topic and partition."""
+        return sorted((log for log in self.logs if log.role == role and log.audited), key=lambda log: log.place)
+
+    @property
+    def topics(self) -> list[str]:
+        """The audited data topics."""
+        return sorted({log.topic for log in self.of(DATA)})
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The plan as rows of `progress`."""
+        head = {"run": self.run, "frozen_ms": self.frozen_ms, "options": self.options}
+        return [{**head, **asdict(log)} for log in self.logs]
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[Mapping[str, Any]]) -> "Plan | None":
+        """The plan that these rows of `progress` (of one run) hold, None for no rows."""
+        logs = []
+        head: Mapping[str, Any] | None = None
+        for row in rows:
+            head = row
+            values = {name: row[name] for name in Log.__dataclass_fields__ if name != "gaps"}
+            gaps = tuple(Gap(gap["first"], gap["last"], gap["cause"], gap["seen_ms"]) for gap in row["gaps"])
+            logs.append(Log(**values, gaps=gaps))
+        return None if head is None else cls(head["run"], head["frozen_ms"], head["options"], tuple(logs))
+
+
+Discover = Callable[[dict[Place, Span], dict[Place, Span]], set[str]]
+"""Names of topics that the spans of the ledger and of the journal name."""
+
+
+def options_of(settings: Settings) -> str:
+    """What a verdict depends on, besides the records; another value has everything judged anew."""
+    options, shared = settings.options, settings.shared
+    return json.dumps(
+        {
+            "topics": options.topics,
+            "grace_s": options.grace_s,
+            "key_ttl_s": shared.key_ttl_s,
+            "namespace": shared.namespace,
+            "timeouts_ms": shared.request_timeout_ms + shared.transaction_timeout_ms,
+            "rules": [[rule.pattern, rule.guarantee] for rule in settings.rules],
+        },
+        sort_keys=True,
+    )
+
+
+def freeze(cluster: Cluster, settings: Settings, before: Plan | None, now_ms: int, discover: Discover) -> Plan:
+    """The plan of the run after `before`: data topics' ends first, then the ledger's, then the journal's.
+
+    In this order whatever the data shows has its ledger record below the ledger's end, or undecided.
+    """
+    shared, globs = settings.shared, settings.options.topics
+    ledger, requests = wire.ledger_topic(shared.namespace), wire.requests_topic(shared.namespace)
+    own = {ledger, requests, wire.control_topic(shared.namespace), f"{shared.namespace}.findings"}
+    there = set(cluster.names())
+    if ledger not in there and not globs:
+        raise CannotRun(
+            f"topic {ledger!r} does not exist; set FENCEPOST_NAMESPACE to the service's, or name topics with --topics"
+        )
+    known = {log.topic for log in before.logs if log.role == DATA} if before else set()
+    candidates = {name for name in there - own if not globs or matches(globs, name)}
+    if globs:
+        audited = candidates
+    else:
+        patterns = [rule.pattern for rule in settings.rules]
+        audited = {name for name in candidates if name in known or matches(patterns, name)}
+    described = cluster.describe([*candidates, *({ledger, requests} & there)])
+
+    def ends_of(names: Iterable[str]) -> dict[Place, Ends]:
+        return cluster.ends([(name, n) for name in sorted(names) for n in range(described[name].partitions)])
+
+    found = {DATA: ends_of(candidates & described.keys())}
+    found |= {LEDGER: ends_of({ledger} & described.keys()), REQUESTS: ends_of({requests} & described.keys())}
+    logs = [
+        _next_log(before, role, described[place[0]], place, ends, now_ms)
+        for role, places in found.items()
+        for place, ends in places.items()
+    ]
+    if not globs and candidates - audited:
+        spans = {role: {log.place: (log.start, log.end) for log in logs if log.role == role} for role in found}
+        audited |= candidates & discover(spans[LEDGER], spans[REQUESTS])
+    logs = [log for log in logs if log.role != DATA or log.topic in audited]
+    logs = _capped(logs, settings.options.max_records)
+    logs = _decided(cluster, logs, now_ms)
+    here = {log.place for log in logs}
+    carried = [
+        replace(log, audited=False, start=log.end) for log in (before.logs if before else ()) if log.place not in here
+    ]
+    run = before.run + 1 if before else 1
+    return Plan(run, now_ms, options_of(settings), tuple(logs + carried))
+
+
+def _next_log(before: Plan | None, role: str, topic: Topic, place: Place, ends: Ends, now_ms: int) -> Log:
+    """A partition's place in this run, from where the last run left it."""
+    last = next((log for log in before.logs if log.place == place), None) if before else None
+    # A log that begins after its first offset, read for the first time: known from its oldest record on.
+    complete_ms = 0 if ends.log_start == 0 else (ends.first_ms if ends.first_ms is not None else now_ms)
+    log = Log(
+        role=role,
+        topic=place[0],
+        partition=place[1],
+        life=topic.life,
+        audited=True,
+        compacted=topic.compacted,
+        since_ms=0,
+        first=ends.log_start,
+        start=ends.log_start,
+        end=ends.last_stable,
+        last_stable=ends.last_stable,
+        high_watermark=ends.high_watermark,
+        complete_ms=complete_ms,
+        decided_ms=now_ms,
+    )
+    if last is None:
+        return log
+    if last.life != topic.life:
+        gap = Gap(last.end, last.end, "recreated", now_ms)
+        return replace(log, since_ms=now_ms, complete_ms=now_ms, gaps=(*last.gaps, gap))
+    kept = replace(
+        log, since_ms=last.since_ms, first=last.first, start=last.end, complete_ms=last.complete_ms, gaps=last.gaps
+    )
+    if ends.log_start > last.end:
+        gap = Gap(last.end, ends.log_start, "retention", now_ms)
+        return replace(kept, start=ends.log_start, complete_ms=complete_ms, gaps=(*last.gaps, gap))
+    if ends.last_stable < last.end:
+        gap = Gap(ends.last_stable, last.end, "truncated", now_ms)
+        return replace(kept, start=ends.last_stable, complete_ms=now_ms, gaps=(*last.gaps, gap))
+    return kept
+
+
+def _capped(logs: list[Log], most: int | None) -> list[Log]:
+    """Ends drawn in so that all spans together have about `most` offsets, each in proportion to what it has."""
+    total = sum(log.end - log.start for log in logs)
+    if most is None or total <= most:
+        return logs
+    return [replace(log, end=log.start + -(-(log.end - log.start) * most // total)) for log in logs]
+
+
+def _decided(cluster: Cluster, logs: list[Log], now_ms: int) -> list[Log]:
+    """Where a log goes on beyond its end, the first record there tells up to when all is decided and read."""
+    held = {log.place: log.end for log in logs if log.end < log.high_watermark}
+    stamps = cluster.stamps(held) if held else {}
+    return [replace(log, decided_ms=stamps.get(log.place, 0) if log.place in held else now_ms) for log in logs]

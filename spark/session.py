@@ -1,0 +1,54 @@
+"""The Spark session of a run: Delta and Kafka on its class path, and sized for where it runs."""
+
+import os
+from collections.abc import Mapping
+from typing import Final
+
+from pyspark.sql import SparkSession
+
+from spark import jars
+
+APP: Final = "fencepost-audit"
+
+_ALWAYS: Final = {
+    "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
+    "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
+    # Hours are cut and printed in UTC wherever the job runs.
+    "spark.sql.session.timeZone": "UTC",
+    # The rows of an id arrive sorted by id; a hash aggregate over arrays would sort them a second time.
+    "spark.sql.execution.useObjectHashAggregateExec": "false",
+    # What is merged is deterministic (frozen offsets, total order) and kept on disk already.
+    "spark.databricks.delta.merge.materializeSource": "none",
+}
+
+# On one machine: no web server, few partitions, a snapshot of a small table in one task.
+_LOCAL: Final = {
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.sql.shuffle.partitions": "4",
+    "spark.default.parallelism": "2",
+    "spark.databricks.delta.snapshotPartitions": "1",
+    "spark.driver.memory": "3g",
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+}
+
+
+def open_session(environ: Mapping[str, str] | None = None) -> SparkSession:
+    """The session of this process.
+
+    Under spark-submit, master, sizes and jars are what was submitted. Started by hand it is `local[*]` with the
+    jars of the lock (CannotRun where one is missing).
+    """
+    environ = os.environ if environ is None else environ
+    builder = SparkSession.builder.appName(APP)
+    for name, value in _ALWAYS.items():
+        builder = builder.config(name, value)
+    if "PYSPARK_GATEWAY_PORT" not in environ:
+        paths = ",".join(str(path) for path in jars.find(environ))
+        builder = builder.master(environ.get("FENCEPOST_SPARK_MASTER", "local[*]")).config("spark.jars", paths)
+        for name, value in _LOCAL.items():
+            builder = builder.config(name, value)
+    session = builder.getOrCreate()
+    session.sparkContext.setLogLevel("ERROR")
+    return session

@@ -1,0 +1,148 @@
+"""What a run is told: the environment that it shares with the service, and the command line."""
+
+import argparse
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from service.shared import SettingsError, SharedSettings
+
+IDEMPOTENT: Final = "idempotent"
+EXACTLY_ONCE: Final = "exactly_once"
+HOUR_MS: Final = 3_600_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command line. Times in the units of their names."""
+
+    lake: str
+    report: str
+    topics: tuple[str, ...] = ()
+    max_records: int | None = None
+    grace_s: int = 60
+    window_h: int = 168
+    skip_ids: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One `[[topics]]` table of the rules: topic names that match `pattern` (a glob) have this guarantee."""
+
+    pattern: str
+    guarantee: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything a run is told, checked."""
+
+    shared: SharedSettings
+    options: Options
+    rules: tuple[Rule, ...] = ()
+
+    @property
+    def settle_ms(self) -> int:
+        """By when, counted from its acceptance, the fate of a request is final and visible: ms."""
+        return self.shared.request_timeout_ms + self.shared.transaction_timeout_ms + self.options.grace_s * 1000
+
+    @property
+    def key_ttl_ms(self) -> int:
+        """Key retention, ms."""
+        return self.shared.key_ttl_s * 1000
+
+    def guarantee(self, topic: str) -> str:
+        """The guarantee of a topic: the first rule that names it, else exactly once."""
+        return next((rule.guarantee for rule in self.rules if matches([rule.pattern], topic)), EXACTLY_ONCE)
+
+
+def glob_regex(globs: Sequence[str]) -> str:
+    """A regular expression, the same to Python and to Spark, for names that one of the globs (`*`, `?`) matches."""
+    return "|".join(
+        "(?:" + "".join({"*": ".*", "?": "."}.get(char, re.escape(char)) for char in glob) + ")" for glob in globs
+    )
+
+
+def matches(globs: Sequence[str], name: str) -> bool:
+    """Whether one of the globs matches the whole name."""
+    return bool(globs) and re.fullmatch(glob_regex(globs), name) is not None
+
+
+def read_rules(path: str) -> tuple[Rule, ...]:
+    """The topics' rules of a TOML file, none for an empty path; SettingsError names the file and the remedy."""
+    if not path:
+        return ()
+    try:
+        body = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"FENCEPOST_RULES={path!r} cannot be read: {error}; name a TOML file or none") from error
+    tables = body.get("topics", [])
+    if not isinstance(tables, list):
+        raise SettingsError(f"FENCEPOST_RULES={path!r}: 'topics' must be [[topics]] tables")
+    return tuple(_rule(path, table) for table in tables)
+
+
+def _rule(path: str, table: Any) -> Rule:
+    pattern = table.get("pattern") if isinstance(table, dict) else None
+    guarantee = table.get("guarantee", EXACTLY_ONCE) if isinstance(table, dict) else None
+    if not isinstance(pattern, str) or not pattern:
+        raise SettingsError(f'FENCEPOST_RULES={path!r}: a [[topics]] table needs a pattern, as in pattern = "orders.*"')
+    if guarantee not in (IDEMPOTENT, EXACTLY_ONCE):
+        raise SettingsError(
+            f"FENCEPOST_RULES={path!r}: guarantee of {pattern!r} is {guarantee!r}; "
+            f"set {EXACTLY_ONCE!r} or {IDEMPOTENT!r}"
+        )
+    return Rule(pattern=pattern, guarantee=guarantee)
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Read the command line; argparse prints what is wrong and leaves with status 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m spark",
+        description="Audit what was delivered to Kafka against what was requested; one run.",
+        epilog="Exit status: 0 clean, 3 any finding, 2 could not run. Kafka, the namespace and the key retention "
+        "come from the same FENCEPOST_ variables as the service's.",
+    )
+    parser.add_argument("--lake", required=True, help="folder or URL of the Delta tables; made where missing")
+    parser.add_argument("--report", required=True, help="folder or URL for report.json, report.html and metrics.prom")
+    parser.add_argument(
+        "--topics",
+        default="",
+        help="comma-separated globs of the topics to audit; default: every topic that the ledger, the answers or "
+        "the rules name",
+    )
+    parser.add_argument("--max-records", type=_positive, help="read at most about this many offsets; default: all")
+    parser.add_argument(
+        "--grace-s", type=_natural, default=60, help="how long after all timeouts a missing record is waited for"
+    )
+    parser.add_argument("--window-h", type=_positive, default=168, help="how many hours back the report looks")
+    parser.add_argument(
+        "--skip-ids", action="store_true", help="leave out the pass over all ids, for copies in other hours"
+    )
+    given = parser.parse_args(arguments)
+    return Options(
+        lake=given.lake.rstrip("/") or "/",
+        report=given.report.rstrip("/") or "/",
+        topics=tuple(glob.strip() for glob in given.topics.split(",") if glob.strip()),
+        max_records=given.max_records,
+        grace_s=given.grace_s,
+        window_h=given.window_h,
+        skip_ids=given.skip_ids,
+    )
+
+
+def _natural(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _positive(text: str) -> int:
+    return _at_least(1, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of {least} or more")
+    return int(text)

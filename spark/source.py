@@ -1,0 +1,61 @@
+"""Kafka's records, read by Spark between frozen offsets, committed ones only."""
+
+import json
+from collections.abc import Mapping
+from typing import Final
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from spark.kafka import Place
+
+SCHEMA: Final = (
+    "topic string, partition int, offset bigint, timestamp_ms bigint, key binary, value binary, "
+    "headers array<struct<key: string, value: binary>>"
+)
+
+Span = tuple[int, int]
+"""First offset and the one after the last."""
+
+
+def read(spark: SparkSession, bootstrap: str, spans: Mapping[Place, Span], *, headers: bool = True) -> DataFrame:
+    """The committed records of these spans, in SCHEMA; none for no spans.
+
+    Every partition is named with both its ends, and no end lies above the last stable offset: beyond it Spark would
+    report lost data that is merely undecided. A span whose records went away in the meantime fails the query.
+    """
+    spans = {place: span for place, span in spans.items() if span[1] > span[0]}
+    if not spans:
+        return spark.createDataFrame([], SCHEMA)
+    records = (
+        spark.read.format("kafka")
+        .option("kafka.bootstrap.servers", bootstrap)
+        .option("kafka.isolation.level", "read_committed")
+        .option("assign", _by_topic(dict.fromkeys(spans)))
+        .option("startingOffsets", _by_topic({place: span[0] for place, span in spans.items()}))
+        .option("endingOffsets", _by_topic({place: span[1] for place, span in spans.items()}))
+        .option("failOnDataLoss", "true")
+        .option("includeHeaders", str(headers).lower())
+        .load()
+    )
+    return records.select(
+        "topic",
+        "partition",
+        "offset",
+        F.unix_millis("timestamp").alias("timestamp_ms"),
+        "key",
+        "value",
+        F.col("headers") if headers else F.lit(None).cast("array<struct<key: string, value: binary>>").alias("headers"),
+    )
+
+
+def _by_topic(offsets: Mapping[Place, int | None]) -> str:
+    """JSON as Spark's Kafka source reads it: {"topic": {"0": 17}}, or {"topic": [0]} for places without offsets."""
+    topics: dict[str, dict[str, int]] = {}
+    names: dict[str, list[int]] = {}
+    for (topic, partition), offset in sorted(offsets.items()):
+        if offset is None:
+            names.setdefault(topic, []).append(partition)
+        else:
+            topics.setdefault(topic, {})[str(partition)] = offset
+    return json.dumps(topics or names)

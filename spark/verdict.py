@@ -1,0 +1,269 @@
+"""Rows of the state → what is to be said of each id: its place in the balance, and what is missing or unproven."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F  # noqa: N812
+
+from spark.decode import EVENT
+from spark.offsets import DATA, LEDGER, REQUESTS, Plan
+from spark.settings import IDEMPOTENT, Settings, glob_regex
+
+CATEGORIES: Final = ("delivered_once", "duplicated", "conflicted", "lost", "pending", "stuck", "unprovable")
+"""Where an accepted id can stand in the balance."""
+
+_BOUND: Final = (
+    "struct<first: bigint, end: bigint, settled: boolean, since_ms: bigint, compacted: boolean, "
+    "gaps: array<struct<first: bigint, last: bigint, cause: string>>>"
+)
+_SLOT: Final = "struct<complete_ms: bigint, decided_ms: bigint>"
+
+THERE: Final = "there"
+LOST: Final = "lost"
+PENDING: Final = "pending"
+"""What becomes of a claimed place; any other word is why it cannot be proven."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a run knows besides the rows, as Spark constants: how far each log was read, and the times to wait."""
+
+    frozen_ms: int
+    settle_ms: int
+    key_ttl_ms: int
+    bounds: Column
+    slots: Column
+    ledger_decided_ms: int
+    answers_complete_ms: int
+    answers_decided_ms: int
+    audited: Callable[[Column], Column]
+    idempotent: tuple[str, ...]
+
+    @property
+    def settled_before_ms(self) -> int:
+        """What was accepted before it has had all the time that it is given."""
+        return self.frozen_ms - self.settle_ms
+
+
+def evidence(plan: Plan, settings: Settings) -> Evidence:
+    """The constants of a plan, small enough to travel with every task: they grow with the number of partitions."""
+    bounds: dict[str, list[dict[str, Any] | None]] = {}
+    for log in plan.of(DATA):
+        bounds.setdefault(log.topic, []).append(
+            {
+                "first": log.first,
+                "end": log.end,
+                "settled": log.settled,
+                "since_ms": log.since_ms,
+                "compacted": log.compacted,
+                "gaps": [
+                    {"first": gap.first, "last": gap.last, "cause": gap.cause}
+                    for gap in log.gaps
+                    if gap.last > gap.first
+                ],
+            }
+        )
+    ledger, answers = plan.of(LEDGER), plan.of(REQUESTS)
+    slots = [{"complete_ms": log.complete_ms, "decided_ms": log.decided_ms} for log in ledger]
+    globs = settings.options.topics
+    wanted = f"^(?:{glob_regex(globs)})$"
+    return Evidence(
+        frozen_ms=plan.frozen_ms,
+        settle_ms=settings.settle_ms,
+        key_ttl_ms=settings.key_ttl_ms,
+        bounds=F.from_json(F.lit(json.dumps(bounds)), f"map<string, array<{_BOUND}>>"),
+        slots=F.from_json(F.lit(json.dumps(slots)), f"array<{_SLOT}>"),
+        ledger_decided_ms=min((log.decided_ms for log in ledger), default=plan.frozen_ms),
+        answers_complete_ms=max((log.complete_ms for log in answers), default=plan.frozen_ms),
+        answers_decided_ms=min((log.decided_ms for log in answers), default=plan.frozen_ms),
+        audited=lambda topic: topic.rlike(wanted) if globs else F.lit(True),
+        idempotent=tuple(name for name in plan.topics if settings.guarantee(name) == IDEMPOTENT),
+    )
+
+
+def judge(rows: DataFrame, seen: Evidence) -> DataFrame:
+    """state.ROW → the same rows of audited topics, with
+
+    `accepted boolean`, `category string` (of CATEGORIES; null where not accepted),
+    `missing array<struct<fate, topic, partition, offset, source>>` (claimed places that are not simply there),
+    `phantom string` (`phantom`, `evidence_gap`, `pending` or null),
+    `open boolean` (time alone may change the verdict).
+    Rows that stand for records without id have no category.
+    """
+    event = F.col("kind") == EVENT
+    judged = (
+        rows.where(_concerned(seen))
+        .withColumn("plain", _plain())
+        .withColumn("missing", F.when(event & ~F.col("plain"), _missing(seen)))
+        .withColumn("phantom", F.when(event, _phantom(seen)))
+        .withColumn("conflicting", (F.col("count") > 1) & (F.size("fingerprints") > 1) & _differ())
+        .withColumn("accepted", event & _accepted())
+    )
+    fate = judged.withColumn("category", F.when(F.col("accepted"), _category(seen)))
+    waits = F.coalesce(F.exists("missing", lambda claim: claim["fate"] == PENDING), F.lit(False))
+    return fate.withColumn(
+        "open",
+        F.coalesce(F.col("category") == PENDING, F.lit(False))
+        | F.coalesce(F.col("phantom") == PENDING, F.lit(False))
+        | waits,
+    )
+
+
+def _concerned(seen: Evidence) -> Column:
+    """Whether a row names a topic that is audited: its first one, or any."""
+    return seen.audited(F.col("topic")) | F.exists(
+        F.concat(*(F.col(name)["topic"] for name in ("coordinates", "entries", "answered"))), seen.audited
+    )
+
+
+def _plain() -> Column:
+    """One copy, one entry that names it, and answers, if any, that name it too: most rows, judged at little cost."""
+    copy, entry, answer = (F.get(name, F.lit(0)) for name in ("coordinates", "entries", "answered"))
+
+    def same(other: Column) -> Column:
+        return (
+            (copy["offset"] == other["offset"])
+            & (copy["partition"] == other["partition"])
+            & (copy["topic"] == other["topic"])
+        )
+
+    one = (F.col("count") == 1) & (F.col("entries_count") == 1) & (F.size("answered") <= 1)
+    return (
+        one
+        & F.coalesce(same(entry), F.lit(False))
+        & ((F.size("answered") == 0) | F.coalesce(same(answer), F.lit(False)))
+    )
+
+
+def _missing(seen: Evidence) -> Column:
+    """The places that entries and 201s claim, each once, without those that hold a copy of the id."""
+
+    def claims(places: Column | str, source: str) -> Column:
+        return F.transform(
+            places,
+            lambda claim: F.struct(
+                _fate(claim, seen).alias("fate"),
+                *(claim[name].alias(name) for name in ("topic", "partition", "offset")),
+                F.lit(source).alias("source"),
+            ),
+        )
+
+    unentered = F.filter("answered", lambda answer: ~F.exists("entries", lambda entry: _same_place(answer, entry)))
+    every = F.concat(claims("entries", "ledger"), claims(unentered, "answer"))
+    return F.filter(F.array_distinct(every), lambda claim: claim["fate"] != THERE)
+
+
+def _fate(claim: Column, seen: Evidence) -> Column:
+    """THERE, LOST, PENDING, or why it cannot be proven: `topic_gone`, `below_start`, `retention`, `truncated`,
+    `recreated`, `compacted`.
+
+    Below the end of what was read every record is decided, so a place there is proof by itself. Beyond it, only a
+    log in which nothing is open proves that the place is empty.
+    """
+    bound = F.get(F.try_element_at(seen.bounds, claim["topic"]), claim["partition"])
+    ripe = claim["seen_ms"] < seen.settled_before_ms
+    beyond = claim["offset"] >= bound["end"]
+    held = F.exists("coordinates", lambda copy: _same_place(copy, claim))
+    # Copies beyond the cap have left no coordinates: the place may be among them.
+    capped = F.col("count") > F.size("coordinates")
+    gaps = F.filter(bound["gaps"], lambda gap: (claim["offset"] >= gap["first"]) & (claim["offset"] < gap["last"]))
+    gap = F.get(gaps, F.lit(0))
+    return (
+        F.when(held | capped | ~seen.audited(claim["topic"]), THERE)
+        .when(bound.isNull(), F.when(ripe, "topic_gone").otherwise(PENDING))
+        .when(claim["seen_ms"] < bound["since_ms"], "recreated")
+        .when(claim["offset"] < bound["first"], "below_start")
+        .when(gap.isNotNull(), gap["cause"])
+        .when(beyond & ~bound["settled"], PENDING)
+        .when(~ripe, PENDING)
+        .when(bound["compacted"], "compacted")
+        .otherwise(LOST)
+    )
+
+
+def _same_place(one: Column, other: Column) -> Column:
+    return (
+        (one["offset"] == other["offset"]) & (one["partition"] == other["partition"]) & (one["topic"] == other["topic"])
+    )
+
+
+def _phantom(seen: Evidence) -> Column:
+    """Whether copies with our header are nowhere in the ledger (for idempotent topics: nor in the answers).
+
+    `pending` until the ledger of the writer's slot is read to a record that is younger than the copy may be;
+    `evidence_gap` where that ledger is not known as far back as the copy.
+    """
+    ours = F.filter("coordinates", lambda copy: copy["stamped"])
+    first = F.get(ours, F.lit(0))
+    slot = F.get(seen.slots, first["slot"])
+    idempotent = F.col("topic").isin(*seen.idempotent) if seen.idempotent else F.lit(False)
+    unheard = (F.col("entries_count") == 0) & ~(idempotent & (F.col("answered_201") > 0))
+    # The time by which the producer's transaction was over: it began before the record was appended.
+    over_ms = F.greatest(first["accepted_at"], first["timestamp"]) + seen.settle_ms
+    complete_ms = F.when(idempotent, seen.answers_complete_ms).otherwise(F.coalesce(slot["complete_ms"], F.lit(0)))
+    decided_ms = F.when(idempotent, seen.answers_decided_ms).otherwise(
+        F.coalesce(slot["decided_ms"], F.lit(seen.frozen_ms))
+    )
+    return F.when(
+        (F.col("stamped") > 0) & unheard,
+        F.when(over_ms > decided_ms, PENDING)
+        .when(complete_ms > F.least(first["accepted_at"], first["timestamp"]), "evidence_gap")
+        .otherwise("phantom"),
+    )
+
+
+def _differ() -> Column:
+    """Whether the copies have more than one fingerprint.
+
+    A copy without our header has two: as if it had been asked for without a partition (`fp`) and with its own (`alt`).
+    Where either is that of a copy with our header, it is the same request.
+    """
+    known = F.transform(F.filter("fingerprints", lambda one: one["alt"].isNull()), lambda one: one["fp"])
+    meant = F.transform(
+        "fingerprints",
+        lambda one: F.when(one["alt"].isNotNull() & F.array_contains(known, one["alt"]), one["alt"]).otherwise(
+            one["fp"]
+        ),
+    )
+    return F.size(F.array_distinct(meant)) > 1
+
+
+def _accepted() -> Column:
+    """In the ledger, or answered 201, 202 or 504; a 202 or 504 that a 503 took back, and nothing came of, is not."""
+    unsure = _sum("answered_202", "answered_504") > 0
+    taken_back = (F.col("answered_503") > 0) & (F.col("count") == 0)
+    return (_sum("entries_count", "answered_201") > 0) | (unsure & ~taken_back)
+
+
+def _category(seen: Evidence) -> Column:
+    """Where an accepted id stands; the first that fits."""
+
+    def some(*fates: str) -> Column:
+        return F.coalesce(F.exists("missing", lambda claim: claim["fate"].isin(*fates)), F.lit(False))
+
+    unproven = F.coalesce(F.exists("missing", lambda claim: ~claim["fate"].isin(LOST, PENDING)), F.lit(False))
+    # Nobody named a place: what is known is a 202 or a 504, and that it is not in the data.
+    unsure_over_ms = F.coalesce(F.col("unsure_ms"), F.col("last_ms")) + seen.settle_ms
+    decided_ms = min(seen.ledger_decided_ms, seen.answers_decided_ms)
+    return (
+        F.when(F.col("plain"), "delivered_once")
+        .when(some(LOST), LOST)
+        .when(F.col("conflicting"), "conflicted")
+        .when(F.col("count") > 1, "duplicated")
+        .when(some(PENDING), PENDING)
+        .when(unproven, "unprovable")
+        .when(F.col("count") == 1, "delivered_once")
+        .when(F.col("answered_201") > 0, "unprovable")
+        .when(unsure_over_ms > decided_ms, PENDING)
+        .otherwise("stuck")
+    )
+
+
+def _sum(*names: str) -> Column:
+    total = F.lit(0)
+    for name in names:
+        total = total + F.col(name)
+    return total

@@ -1,0 +1,201 @@
+"""Histories as Fencepost would leave them in Kafka, and as nobody should: written with confluent-kafka, for the job."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from confluent_kafka import Message, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from service import wire
+
+TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Written:
+    """A record that is in a log, and the event it carries."""
+
+    key: str
+    id: bytes
+    fp: bytes
+    at: int
+    topic: str
+    partition: int
+    offset: int
+    ts: int
+
+    def entry(self, **changes: Any) -> wire.Entry:
+        values = {name: getattr(self, name) for name in ("id", "fp", "at", "topic", "partition", "offset", "ts")}
+        return wire.Entry(**(values | changes))
+
+    def answer(self, status: int = 201, *, replayed: bool = False, **changes: Any) -> str:
+        values: dict[str, Any] = {
+            "id": self.id,
+            "fp": self.fp,
+            "at": self.at,
+            "status": status,
+            "code": None if status == 201 else "outcome-unknown",
+            "replayed": replayed,
+            "latency_ms": 3.25,
+            "topic": self.topic,
+            "partition": self.partition if status == 201 else None,
+            "offset": self.offset if status == 201 else None,
+        }
+        return wire.encode_answer(**(values | changes))
+
+
+@dataclass
+class Life:
+    """One producer's life on a slot, as the headers and the ledger name it."""
+
+    slot: int
+    producer_id: int
+    epoch: int = 0
+    instance: str = "127.0.0.1:8000"
+
+
+@dataclass
+class History:
+    """A namespace on a broker, with its internal topics, and hands to write into it."""
+
+    bootstrap: str
+    namespace: str
+    slots: int = 4
+    now_ms: int = field(default_factory=lambda: int(time.time() * 1000))
+    _plain: Producer | None = None
+    _journal: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.admin = AdminClient({"bootstrap.servers": self.bootstrap})
+        log_append = {"message.timestamp.type": "LogAppendTime"}
+        self.topic(wire.ledger_topic(self.namespace), self.slots, log_append)
+        self.topic(wire.requests_topic(self.namespace), 2, log_append)
+
+    def topic(self, name: str, partitions: int = 1, config: dict[str, str] | None = None) -> str:
+        self.admin.create_topics([NewTopic(name, partitions, 1, config=config or {})])[name].result(TIMEOUT_S)
+        return name
+
+    @property
+    def plain(self) -> Producer:
+        """A plain idempotent producer."""
+        if self._plain is None:
+            self._plain = Producer(
+                {"bootstrap.servers": self.bootstrap, "enable.idempotence": True, "linger.ms": 5, "acks": "all"}
+            )
+        return self._plain
+
+    def transactional(self, life: Life, *, timeout_ms: int = 60_000) -> Producer:
+        """A transactional producer for this life; the newest of a slot fences the others, as in the service."""
+        producer = Producer(
+            {
+                "bootstrap.servers": self.bootstrap,
+                "transactional.id": wire.transactional_id(self.namespace, life.slot),
+                "transaction.timeout.ms": timeout_ms,
+                "linger.ms": 5,
+            }
+        )
+        producer.init_transactions(TIMEOUT_S)
+        return producer
+
+    def send(
+        self,
+        producer: Producer,
+        topic: str,
+        keys: Sequence[str],
+        life: Life | None,
+        *,
+        at: int | None = None,
+        ts: int | None = None,
+        value: bytes | None = b'{"n":1}',
+        record_key: bytes | None = None,
+        partition: int = 0,
+        asked_partition: int | None = None,
+        headers: Sequence[wire.Header] = (),
+        keyed: bool = True,
+    ) -> list[Written]:
+        """Send one event for each key and wait for all: stamped by `life`, or with only the key where there is none."""
+        at = self.now_ms if at is None else at
+        done: list[Written] = []
+
+        def landed(key: str, id: bytes, fp: bytes) -> Any:
+            def callback(error: Any, message: Message) -> None:
+                if error is not None:
+                    raise AssertionError(f"{topic}: {error}")
+                place = (message.topic(), message.partition(), message.offset(), message.timestamp()[1])
+                done.append(Written(key, id, fp, at, *place))  # type: ignore[arg-type]
+
+            return callback
+
+        for key in keys:
+            id = wire.event_id(key)
+            content = value if value is None else value.replace(b"$key", key.encode())
+            fp = wire.fingerprint(topic, asked_partition, record_key, headers, content)
+            all_headers: list[wire.Header] = []
+            if keyed:
+                all_headers.append((wire.KEY_HEADER, key.encode()))
+            if life is not None:
+                stamp = wire.Stamp(id, fp, at, life.slot, life.producer_id, life.epoch, life.instance)
+                all_headers.append((wire.STAMP_HEADER, stamp.encode()))
+            all_headers += headers
+            producer.produce(
+                topic,
+                value=content,
+                key=record_key,
+                headers=list(all_headers),
+                partition=partition,
+                on_delivery=landed(key, id, fp),
+                timestamp=self.now_ms if ts is None else ts,
+            )
+            producer.poll(0)
+        producer.flush(TIMEOUT_S)
+        assert len(done) == len(keys)
+        order = {wire.event_id(key): nth for nth, key in enumerate(keys)}
+        return sorted(done, key=lambda written: (order[written.id], written.offset))
+
+    def ledger(self, producer: Producer, life: Life, entries: Sequence[wire.Entry]) -> None:
+        """Send a ledger record into the slot's partition, within the producer's transaction if it has one."""
+        record = wire.LedgerRecord(life.slot, life.producer_id, life.epoch, life.instance, entries)
+        self.raw(producer, wire.ledger_topic(self.namespace), record.encode(), life.slot)
+
+    def begin(self, producer: Producer, life: Life) -> None:
+        """A begin record in a transaction of its own, as an owner of a slot commits it."""
+        producer.begin_transaction()
+        record = wire.Begin(life.slot, life.producer_id, life.epoch, life.instance, 0, self.now_ms)
+        self.raw(producer, wire.ledger_topic(self.namespace), record.encode(), life.slot)
+        producer.commit_transaction(TIMEOUT_S)
+
+    def raw(self, producer: Producer, topic: str, value: bytes | None, partition: int = 0, **more: Any) -> None:
+        producer.produce(topic, value=value, partition=partition, **more)
+        producer.flush(TIMEOUT_S)
+
+    def deliver(
+        self, producer: Producer, life: Life, topic: str, keys: Sequence[str], *, answer: bool = True, **more: Any
+    ) -> list[Written]:
+        """A whole, healthy transaction: events, their ledger record, commit, and the answers' journal."""
+        producer.begin_transaction()
+        written = self.send(producer, topic, keys, life, **more)
+        self.ledger(producer, life, [one.entry() for one in written])
+        producer.commit_transaction(TIMEOUT_S)
+        if answer:
+            self.answers([one.answer() for one in written])
+        return written
+
+    def answers(self, answers: Sequence[str], partition: int = 0) -> None:
+        """One record of the journal."""
+        record = wire.encode_answers("127.0.0.1:8000", answers)
+        self.raw(self.plain, wire.requests_topic(self.namespace), record, partition)
+
+    def delete_before(self, topic: str, partition: int, offset: int) -> None:
+        """Raise the log's start, as retention does."""
+        where = TopicPartition(topic, partition, offset)
+        self.admin.delete_records([where])[where].result(TIMEOUT_S)
+
+
+def report(folder: Any) -> dict[str, Any]:
+    """The report.json in a folder."""
+    loaded: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return loaded
