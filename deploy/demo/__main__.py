@@ -15,7 +15,7 @@ from deploy.demo.client import CONCURRENCY, Client, Tally
 from deploy.demo.flights import Flight, flights
 from deploy.demo.practice import Practice
 from deploy.demo.screen import Screen, table
-from deploy.local.console import green, red, run, say
+from deploy.local.console import StackError, green, red, run, say
 from deploy.local.places import local_folder
 from deploy.local.stack import Kafka, Redis, Service
 
@@ -40,7 +40,8 @@ class Outcome:
         return [
             *verdict.with_fencepost(self.sent, self.tally, self.first),
             *verdict.without_fencepost(self.plain, self.second),
-            *verdict.of_the_job(self.report, WITH, self.second.repeated, WITHOUT),
+            *verdict.of_the_job(self.report, self.second.repeated, WITHOUT),
+            *verdict.of_the_balance(self.report, len(self.sent)),
         ]
 
 
@@ -73,27 +74,33 @@ def _play(stack: contextlib.ExitStack, folder: Path, count: int) -> Outcome:
     _practise(screen, folder, kafka, count)
 
     screen.step("Counting what is truly there, with another client (read_committed)")
-    first, second = truth.read(kafka.bootstrap, WITH), truth.read(kafka.bootstrap, WITHOUT)
+    with screen.busy("reading"):
+        first, second = truth.read(kafka.bootstrap, WITH), truth.read(kafka.bootstrap, WITHOUT)
     screen.note(f"{WITH}: {first.records:,} records of {len(first.places):,} keys")
     screen.note(f"{WITHOUT}: {second.records:,} records of {len(second.places):,} keys")
 
     screen.step("The audit: the reconciliation job over both topics (Spark)")
-    with Job(folder, kafka.bootstrap, [WITH, WITHOUT]) as job:
+    with screen.busy("Spark reads, compares and writes"), Job(folder, kafka.bootstrap, [WITH, WITHOUT]) as job:
         report = job.report()
     screen.note(f"{len(report.findings):,} findings")
     return Outcome([e.key for e in events], tally, first, [e.key for e in others], second, report)
 
 
 def _start(stack: contextlib.ExitStack, folder: Path, screen: Screen) -> tuple[Kafka, Redis, list[Service]]:
-    kafka = stack.enter_context(Kafka(folder))
+    with screen.busy("Kafka starts"):
+        kafka = stack.enter_context(Kafka(folder))
     redis = stack.enter_context(Redis(folder))
     screen.note(f"Kafka {kafka.bootstrap}, Redis {redis.url}")
     for topic in (WITH, WITHOUT):
         kafka.create_topic(topic, partitions=_PARTITIONS)
     services = [Service(folder, kafka=kafka.bootstrap, redis=redis.url, name=f"service-{n}") for n in (1, 2)]
-    for service in services:
-        stack.enter_context(service)
-        screen.note(f"{service.name} {service.url}")
+    with screen.busy("the service starts"):
+        for service in services:
+            stack.callback(service.stop)
+            service.start(wait_ready=False)
+        for service in services:
+            service.wait_ready()
+            screen.note(f"{service.name} {service.url}")
     return kafka, redis, services
 
 
@@ -115,6 +122,8 @@ async def _load(screen: Screen, events: list[Flight], services: list[Service], r
         async with asyncio.TaskGroup() as group:
             group.create_task(client.send(events))
             group.create_task(chaos(reached, services[0], redis, services, screen.blow))
+    except* StackError as errors:
+        raise errors.exceptions[0] from None
     finally:
         shown.cancel()
     return client.tally

@@ -2,15 +2,16 @@
 
 import asyncio
 import itertools
+import json
 import random
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-
-import httpx
+from http import HTTPStatus
 
 from deploy.demo.flights import Flight
+from deploy.demo.http import Answer, Connection, NoAnswer
 
 CONCURRENCY = 64  # requests under way at a time
 AGAIN = 0.1  # of the events are sent once more, long after they were answered, as clients with bad memories do
@@ -18,6 +19,7 @@ _REQUEST_S = 15.0  # longer than the service's own deadline of 10 s: its word is
 _GIVE_UP_S = 120.0  # for one event; a crash costs seconds, so by then something is broken
 _BACKOFF_S = (0.05, 1.0)  # the first pause after an error, and the longest
 
+# The server has understood, and will say the same again.
 _FINAL = frozenset({400, 401, 403, 404, 413, 415, 422})
 
 
@@ -55,11 +57,9 @@ class Client:
     async def send(self, events: Iterable[Flight]) -> None:
         """Send each event until it is answered for good; some are sent once more later."""
         queue = iter(events)
-        limits = httpx.Limits(max_connections=2 * CONCURRENCY, max_keepalive_connections=2 * CONCURRENCY)
-        http = httpx.AsyncClient(timeout=_REQUEST_S, limits=limits, trust_env=False)
-        async with http, asyncio.TaskGroup() as workers:
+        async with asyncio.TaskGroup() as workers:
             for _ in range(CONCURRENCY):
-                workers.create_task(self._work(http, queue))
+                workers.create_task(self._work(queue))
 
     async def settled(self, count: int) -> None:
         """Wait until so many events have their answer, or none to hope for."""
@@ -73,42 +73,47 @@ class Client:
             if self._settled >= count:
                 done.set()
 
-    async def _work(self, http: httpx.AsyncClient, queue: Iterable[Flight]) -> None:
-        for event in queue:
-            await self._first(http, event)
-            self._settled += 1
-            self._look_at_milestones()
-            if self._known and random.random() < AGAIN:
-                await self._again(http, *random.choice(self._known))
+    async def _work(self, queue: Iterable[Flight]) -> None:
+        connections = [Connection(url, _REQUEST_S) for url in self._urls]
+        try:
+            for event in queue:
+                await self._first(connections, event)
+                self._settled += 1
+                self._look_at_milestones()
+                if self._known and random.random() < AGAIN:
+                    await self._again(connections, *random.choice(self._known))
+        finally:
+            for connection in connections:
+                await connection.close()
 
-    async def _first(self, http: httpx.AsyncClient, event: Flight) -> None:
-        answer = await self._until_known(http, event)
+    async def _first(self, connections: Sequence[Connection], event: Flight) -> None:
+        answer = await self._until_known(connections, event)
         if answer is None:
             return
-        body = answer.json()
+        body = json.loads(answer.body)
         self.tally.answers[event.key] = Place(body["partition"], body["offset"])
-        self._known.append((event, answer.content))
+        self._known.append((event, answer.body))
 
-    async def _again(self, http: httpx.AsyncClient, event: Flight, before: bytes) -> None:
-        answer = await self._until_known(http, event)
+    async def _again(self, connections: Sequence[Connection], event: Flight, before: bytes) -> None:
+        answer = await self._until_known(connections, event)
         if answer is None:
             return
-        if answer.content != before or answer.headers.get("Idempotent-Replayed") != "true":
-            self.tally.mistakes.append(f"{event.key} was answered {before!r}, and then {answer.content!r}")
+        if answer.body != before or not _is_replay(answer):
+            self.tally.mistakes.append(f"{event.key} was answered {before!r}, and then {answer.body!r}")
 
-    async def _until_known(self, http: httpx.AsyncClient, event: Flight) -> httpx.Response | None:
+    async def _until_known(self, connections: Sequence[Connection], event: Flight) -> Answer | None:
         """Send until 201, or until there is no hope (None, and a mistake is noted)."""
         begun = time.monotonic()
         for attempt in itertools.count():
-            answer = await self._once(http, event)
+            answer = await self._once(random.choice(connections), event)
             waited = time.monotonic() - begun
-            if isinstance(answer, httpx.Response) and answer.status_code == httpx.codes.CREATED:
+            if isinstance(answer, Answer) and answer.status == HTTPStatus.CREATED:
                 self.tally.longest_s = max(self.tally.longest_s, waited)
-                self.tally.replays += answer.headers.get("Idempotent-Replayed") == "true"
+                self.tally.replays += _is_replay(answer)
                 return answer
             self.tally.errors[_name(answer)] += 1
-            if isinstance(answer, httpx.Response) and answer.status_code in _FINAL:
-                self.tally.mistakes.append(f"{event.key} was refused: {answer.status_code} {answer.text}")
+            if isinstance(answer, Answer) and answer.status in _FINAL:
+                self.tally.mistakes.append(f"{event.key} was refused: {answer.status} {answer.body!r}")
                 return None
             if waited > _GIVE_UP_S:
                 self.tally.mistakes.append(f"{event.key} had no answer after {waited:.0f} s: {_name(answer)}")
@@ -116,23 +121,27 @@ class Client:
             await asyncio.sleep(_pause_s(answer, attempt))
         raise AssertionError("unreachable")
 
-    async def _once(self, http: httpx.AsyncClient, event: Flight) -> httpx.Response | httpx.TransportError:
+    async def _once(self, connection: Connection, event: Flight) -> Answer | NoAnswer:
         self.tally.requests += 1
         body = f'{{"topic":"{self._topic}","key":"{event.record_key}","value":{event.value}}}'
         headers = {"Content-Type": "application/json", "Idempotency-Key": event.key}
         try:
-            return await http.post(f"{random.choice(self._urls)}/events", content=body, headers=headers)
-        except httpx.TransportError as error:
+            return await connection.post("/events", headers, body.encode())
+        except NoAnswer as error:
             return error
 
 
-def _pause_s(answer: httpx.Response | httpx.TransportError, attempt: int) -> float:
+def _is_replay(answer: Answer) -> bool:
+    return answer.headers.get("idempotent-replayed") == "true"
+
+
+def _pause_s(answer: Answer | NoAnswer, attempt: int) -> float:
     """How long to wait before the next try: as told, else longer each time; never all clients at once."""
     first, longest = _BACKOFF_S
-    told = answer.headers.get("Retry-After", "") if isinstance(answer, httpx.Response) else ""
+    told = answer.headers.get("retry-after", "") if isinstance(answer, Answer) else ""
     wait = float(told) if told.isdecimal() else first * 2 ** min(attempt, 10)
     return min(wait, longest) * random.uniform(0.5, 1.0)
 
 
-def _name(answer: httpx.Response | httpx.TransportError) -> str:
-    return str(answer.status_code) if isinstance(answer, httpx.Response) else "no answer"
+def _name(answer: Answer | NoAnswer) -> str:
+    return str(answer.status) if isinstance(answer, Answer) else "no answer"

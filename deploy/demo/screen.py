@@ -1,13 +1,17 @@
 """How the demo looks: steps with a clock, one live line for progress, and the table at the end."""
 
+import contextlib
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from deploy.local.console import bold, colours, dim, paint, say
 
 _LIVE_S = 0.2  # how often the live line changes on a terminal
 _LOG_S = 5.0  # and how often a line is written elsewhere
+_QUIET_S = 2.0  # what is over sooner needs no progress
+_BAR = 24  # characters
 
 
 class Screen:
@@ -25,8 +29,9 @@ class Screen:
 
     def note(self, text: str) -> None:
         """Something happened."""
-        self._clear()
-        say(f"  {dim(f'{self._elapsed():5.1f} s')}  {text}")
+        if self._live:
+            sys.stdout.write("\r\x1b[K")
+        say(self._clocked(text))
 
     def blow(self, text: str) -> None:
         """Something bad happened."""
@@ -37,20 +42,39 @@ class Screen:
         if time.monotonic() < self._shown + (_LIVE_S if self._live else _LOG_S):
             return
         self._shown = time.monotonic()
-        if not self._live:
+        if self._live:
+            filled = round(_BAR * done / total)
+            self._show(f"[{'#' * filled}{'.' * (_BAR - filled)}] {done:,} of {total:,} {what}")
+        else:
             self.note(f"{done:,} of {total:,} {what}")
+
+    @contextlib.contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Something whose end nobody can tell: the clock runs, or at least a line says that it is going on."""
+        done = threading.Event()
+        ticker = threading.Thread(target=self._tick, args=(what, done), daemon=True)
+        ticker.start()
+        try:
+            yield
+        finally:
+            done.set()
+            ticker.join()
+
+    def _tick(self, what: str, done: threading.Event) -> None:
+        if done.wait(_QUIET_S):
             return
-        filled = round(24 * done / total)
-        bar = "#" * filled + "." * (24 - filled)
-        sys.stdout.write(f"\r\x1b[K  {dim(f'{self._elapsed():5.1f} s')}  [{bar}] {done:,} of {total:,} {what}")
+        if not self._live:
+            self.note(f"{what} ...")
+            return
+        while not done.wait(_LIVE_S):
+            self._show(f"{what} ...")
+
+    def _show(self, text: str) -> None:
+        sys.stdout.write(f"\r\x1b[K{self._clocked(text)}")
         sys.stdout.flush()
 
-    def _elapsed(self) -> float:
-        return time.monotonic() - self._begun
-
-    def _clear(self) -> None:
-        if self._live:
-            sys.stdout.write("\r\x1b[K")
+    def _clocked(self, text: str) -> str:
+        return f"  {dim(f'{time.monotonic() - self._begun:5.1f} s')}  {text}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -31,26 +31,31 @@ def without_fencepost(sent: Collection[str], topic: Topic) -> list[str]:
     return wrong
 
 
-def of_the_job(report: Report, clean: str, repeated: Mapping[str, list[Place]], topic: str) -> list[str]:
+def of_the_job(report: Report, repeated: Mapping[str, list[Place]], topic: str) -> list[str]:
     """The job found the duplicates that are in `topic`, all of them, and nothing else anywhere.
 
     Args:
         report: what it found.
-        clean: the topic in which there is nothing to find.
-        repeated: the keys with more than one record in the other topic, and where these are.
-        topic: the other topic.
+        repeated: the keys with more than one record in the topic, and where these are.
+        topic: the only topic in which there is something to find.
     """
     truth = {event_id(key).hex(): frozenset(places) for key, places in repeated.items()}
-    found = {each.id: each.places for each in report.findings if each.kind == "duplicate" and each.topic == topic}
-    others = [each for each in report.findings if each.kind != "duplicate" or each.topic != topic]
-    wrong = [f"the job found a {each.kind} in {each.topic} that is not there: {each}" for each in others[:_SHOWN]]
+    found = {each.id or "": each.places for each in report.findings if each.kind == "duplicate" and each.topic == topic}
+    others = [
+        f"{each.kind} in {each.topic}" for each in report.findings if (each.kind, each.topic) != ("duplicate", topic)
+    ]
+    wrong = _each("was found by the job, but is not there", others)
     wrong += _each(f"is twice in {topic}, but not to the job", [id for id in truth if id not in found])
-    wrong += _each(f"is twice in {topic} to the job only", [str(id) for id in found if id not in truth])
+    wrong += _each(f"is twice in {topic} to the job only", [id for id in found if id not in truth])
     both = [id for id in truth if id in found and truth[id] != found[id]]
-    wrong += _each("has other coordinates to the job", both)
-    if sum(1 for each in report.findings if each.topic == clean):
-        wrong.append(f"the job found something in {clean}, where nothing is")
-    return wrong
+    return wrong + _each("has other coordinates to the job", both)
+
+
+def of_the_balance(report: Report, sent: int) -> list[str]:
+    """The job's own count: all that was accepted was delivered once."""
+    expected = {name: 0 for name in report.balance if name != "records"} | {"accepted": sent, "delivered_once": sent}
+    names = [name for name, count in expected.items() if report.balance.get(name) != count]
+    return [f"the job counts {report.balance.get(name)} {name}, not {expected[name]}" for name in names]
 
 
 def _each(what: str, keys: Collection[str]) -> list[str]:
