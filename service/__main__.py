@@ -6,7 +6,7 @@ import uvicorn
 
 from service.app import create_app
 from service.settings import Settings
-from service.shared import SettingsError
+from service.shared import Rules, SettingsError
 from service.telemetry import configure_logging
 
 # Past the deadline of the last request that was accepted: its answer, its mark, the leases, the journal.
@@ -19,6 +19,7 @@ def main() -> int:
         return 2
     try:
         settings = Settings.from_env()
+        rules = Rules.read(settings.rules)
     except SettingsError as error:
         print(error, file=sys.stderr)
         return 2
@@ -31,7 +32,7 @@ def main() -> int:
 
     server = uvicorn.Server(
         uvicorn.Config(
-            create_app(settings, give_up),
+            create_app(settings, rules, give_up),
             host=settings.host,
             port=settings.port,
             loop="uvloop",

@@ -13,7 +13,7 @@ from service.event import EventBody, parse_key
 from service.events_endpoint import PROBLEM_TYPE, render_problem
 from service.keys import Found, RedisKeys
 from service.recovery import Store
-from service.states import Claimed, Delivered
+from service.states import Claimed, Delivered, DeliveredBatch
 from service.telemetry import Telemetry
 from service.wire import event_id
 
@@ -94,6 +94,8 @@ def describe(id: bytes, found: Found) -> dict[str, Any]:
         case Delivered(_, _, topic, partition, offset, timestamp):
             place = {"topic": topic, "partition": partition, "offset": offset, "timestamp": timestamp}
             return {"state": "committed", "id": id.hex(), **place}
+        case DeliveredBatch(count=count):
+            return {"state": "committed", "id": id.hex(), "members": count}
         case Claimed() if not found.dead:
             return {"state": "in_progress" if found.leased else "in_doubt", "id": id.hex()}
     raise Problem(UNKNOWN_KEY, "nothing is known of this key; only a POST with it proves that it is not written")

@@ -21,7 +21,7 @@ from service.pool import Pool
 from service.recovery import SlotRecovery, Store
 from service.request import Queue
 from service.settings import Settings
-from service.shared import SettingsError
+from service.shared import Rules, SettingsError
 from service.telemetry import Telemetry
 from service.topics import Catalogue, InternalTopics
 
@@ -34,7 +34,7 @@ JOURNAL_PATIENCE_S: Final = 3.0
 class Service:
     """All the parts of one process, from `start` to `stop`."""
 
-    def __init__(self, settings: Settings, give_up: Callable[[SettingsError], None]) -> None:
+    def __init__(self, settings: Settings, rules: Rules, give_up: Callable[[SettingsError], None]) -> None:
         self.settings = settings
         self.telemetry = Telemetry()
         self._give_up = give_up
@@ -57,11 +57,20 @@ class Service:
         self.queue = Queue(settings)
         self.journal = Journal(self.cluster, self.topics.requests, settings.name, self.telemetry)
         self.ingest = Ingest(
-            settings, self.store, self.queue, self.topics, self.catalogue, self.journal, self.telemetry
+            settings,
+            rules,
+            self.keys,
+            self.store,
+            self.queue,
+            self.topics,
+            self.catalogue,
+            self.journal,
+            self.telemetry,
         )
         recovery = SlotRecovery(self.cluster, self.keys, self.control, self.topics, settings)
         self.pool = Pool(
             settings,
+            self.cluster,
             self.keys,
             self.store,
             recovery,
@@ -137,13 +146,13 @@ class Service:
         }
 
 
-def create_app(settings: Settings, give_up: Callable[[SettingsError], None]) -> EventsEndpoint:
+def create_app(settings: Settings, rules: Rules, give_up: Callable[[SettingsError], None]) -> EventsEndpoint:
     """The ASGI app: `POST /events` in front of FastAPI, whose middleware costs more than the rest of the way."""
     holder: dict[str, Service] = {}
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service = holder["service"] = Service(settings, give_up)
+        service = holder["service"] = Service(settings, rules, give_up)
         service.start()
         try:
             yield

@@ -5,8 +5,8 @@ import binascii
 import json
 import re
 import time
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -53,7 +53,8 @@ class EventBody(msgspec.Struct, forbid_unknown_fields=True):
     timestamp: int | None = None
 
 
-_decode = msgspec.json.Decoder(EventBody).decode
+_decode_event = msgspec.json.Decoder(EventBody).decode
+T = TypeVar("T")
 
 
 class Event:
@@ -76,6 +77,7 @@ class Event:
     def __init__(
         self,
         key: str,
+        id: bytes,
         topic: str,
         record_key: bytes | None,
         value: bytes | None,
@@ -83,7 +85,6 @@ class Event:
         partition: int | None,
         timestamp: int | None,
         traceparent: bytes | None = None,
-        scope: str = "",
     ) -> None:
         self.key = key
         self.topic = topic
@@ -93,7 +94,7 @@ class Event:
         self.partition = partition
         self.timestamp = timestamp
         self.traceparent = traceparent  # of the HTTP request: not part of what was asked for
-        self.id = event_id(key, scope)
+        self.id = id
         self.fp = fingerprint(topic, partition, record_key, headers, value)
         self.bytes = len(value or b"") + len(record_key or b"") + sum(len(n) + len(v) for n, v in headers)
 
@@ -116,16 +117,20 @@ def parse_key(raw: str | None) -> str:
 def parse_event(key: str, body: bytes, traceparent: bytes | None = None) -> Event:
     """An event from its JSON. Raises Problem (400, 413) that names the field."""
     check_json(body)
+    return make_event(key, event_id(key), decode(_decode_event, body), traceparent)
+
+
+def decode(decoder: Callable[[bytes], T], body: bytes | msgspec.Raw) -> T:
+    """Typed fields from JSON that is known to be JSON. Raises Problem (400) that names the field."""
     try:
-        fields = _decode(body)
+        return decoder(body)
     except msgspec.ValidationError as error:
         raise Problem(INVALID_EVENT, _explain(error)) from None
     except msgspec.DecodeError as error:
         raise Problem(INVALID_JSON, f"body: {error}") from None
-    return make_event(key, fields, traceparent)
 
 
-def make_event(key: str, fields: EventBody, traceparent: bytes | None = None) -> Event:
+def make_event(key: str, id: bytes, fields: EventBody, traceparent: bytes | None = None) -> Event:
     """An event from decoded fields; the rules that no type can say."""
     if TOPIC.fullmatch(fields.topic) is None or fields.topic in (".", ".."):
         raise _invalid("topic", "use 1 to 249 of letters, digits, '.', '_' and '-'")
@@ -140,7 +145,7 @@ def make_event(key: str, fields: EventBody, traceparent: bytes | None = None) ->
     headers = _headers(fields)
     if any(name == TRACE_HEADER for name, _ in headers):
         traceparent = None  # the client's own goes with the event, once
-    event = Event(key, fields.topic, record_key, value, headers, fields.partition, fields.timestamp, traceparent)
+    event = Event(key, id, fields.topic, record_key, value, headers, fields.partition, fields.timestamp, traceparent)
     if event.bytes > EVENT_BYTES_MAX:
         raise Problem(TOO_LARGE, f"value: the event has {event.bytes} bytes; at most {EVENT_BYTES_MAX} are taken")
     return event

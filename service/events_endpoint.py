@@ -1,4 +1,4 @@
-"""`POST /events` as bare ASGI, in front of the rest of the app: headers read once, answers written from bytes."""
+"""`POST /events` and its batch as bare ASGI, in front of the app: headers read once, answers written from bytes."""
 
 import asyncio
 import json
@@ -8,10 +8,11 @@ from functools import lru_cache
 from typing import Any, Final
 from urllib.parse import quote
 
+from service.batch import parse_batch, write_atomic, write_each
 from service.errors import INVALID_KEY, TOO_LARGE, UNSUPPORTED_TYPE, Problem
 from service.event import parse_event, parse_key
 from service.ingest import Ingest
-from service.request import Committed
+from service.request import Answer, Committed, Placed
 from service.settings import Settings
 
 Scope = MutableMapping[str, Any]
@@ -28,21 +29,31 @@ class Disconnected(Exception):
     """The client went away before its request was whole: nothing was asked for."""
 
 
+Found = dict[bytes, str]  # the headers that matter, by lower-case name
+Answered = tuple[int, Headers, bytes]
+
+
 class EventsEndpoint:
-    """The ASGI app that answers `POST /events` itself and hands everything else on."""
+    """The ASGI app that answers `POST /events` and `POST /events/batch` itself and hands everything else on."""
 
     def __init__(self, app: App, ingest: Callable[[], Ingest], settings: Settings) -> None:
         self._app = app
         self._ingest = ingest
         self._body_bytes_max = settings.body_bytes_max
         self._retention_s = settings.key_ttl_s
+        self._routes = {"/events": self._post_event, "/events/batch": self._post_batch}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != "/events" or scope["method"] != "POST":
+        route = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if route is None:
             await self._app(scope, receive, send)
             return
+        arrived = asyncio.get_running_loop().time()
         try:
-            status, headers, body = await self._post(scope, receive)
+            found = pick(scope["headers"])
+            body = await read_body(receive, found.get(b"content-length"), self._body_bytes_max)
+            check_type(found.get(b"content-type"))
+            status, headers, body = await route(found, body, arrived)
         except Problem as problem:
             status, headers, body = render_problem(problem)
         except Disconnected:
@@ -51,21 +62,28 @@ class EventsEndpoint:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _post(self, scope: Scope, receive: Receive) -> tuple[int, Headers, bytes]:
-        arrived = asyncio.get_running_loop().time()
-        found = pick(scope["headers"])
-        body = await read_body(receive, found.get(b"content-length"), self._body_bytes_max)
-        check_type(found.get(b"content-type"))
+    async def _post_event(self, found: Found, body: bytes, arrived: float) -> Answered:
         key = parse_key(found.get(b"idempotency-key"))
         traceparent = found.get(b"traceparent")
         event = parse_event(key, body, None if traceparent is None else traceparent.encode())
         answer = await self._ingest().submit(event, arrived)
         if isinstance(answer, Problem):
             raise answer
-        return self._committed(key, event.id, answer)
+        return 201, self._committed_headers(key, answer), render_place(answer.places[0])
 
-    def _committed(self, key: str, id: bytes, answer: Committed) -> tuple[int, Headers, bytes]:
-        """The 201: the same bytes each time, but for the header that tells of a replay."""
+    async def _post_batch(self, found: Found, body: bytes, arrived: float) -> Answered:
+        batch = parse_batch(body)
+        if not batch.atomic:
+            answers = await write_each(self._ingest(), batch)
+            return 207, [(b"content-type", JSON_TYPE)], render_results(answers)
+        key = parse_key(found.get(b"idempotency-key"))
+        id, answer = await write_atomic(self._ingest(), batch, key, arrived)
+        if isinstance(answer, Problem):
+            raise answer
+        return 201, self._committed_headers(key, answer), render_whole(id, answer)
+
+    def _committed_headers(self, key: str, answer: Committed) -> Headers:
+        """Of a 201: the same each time, but for the one that tells of a replay."""
         headers = [
             (b"content-type", JSON_TYPE),
             (b"location", b"/events/" + quote(key, safe="").encode()),
@@ -74,18 +92,40 @@ class EventsEndpoint:
         ]
         if answer.replayed:
             headers.append((b"idempotent-replayed", b"true"))
-        return 201, headers, render_place(id, answer)
+        return headers
 
 
-def render_place(id: bytes, answer: Committed) -> bytes:
+def render_place(place: Placed) -> bytes:
     """`{"id","topic","partition","offset","timestamp"}`; a topic's name needs no escaping."""
+    return f"{{{_fields(place)}}}".encode()
+
+
+def render_results(answers: Iterable[Answer]) -> bytes:
+    """The body of a 207: one result an event, in order."""
+    results = []
+    for answer in answers:
+        if isinstance(answer, Problem):
+            results.append(f'{{"status":{answer.kind.status},"problem":{json.dumps(answer.body())}}}')
+        else:
+            replayed = "true" if answer.replayed else "false"
+            results.append(f'{{"status":201,{_fields(answer.places[0])},"replayed":{replayed}}}')
+    return f'{{"results":[{",".join(results)}]}}'.encode()
+
+
+def render_whole(id: bytes, answer: Committed) -> bytes:
+    """The body of an atomic batch's 201, the same bytes each time."""
+    results = ",".join(f'{{"status":201,{_fields(place)}}}' for place in answer.places)
+    return f'{{"id":"{id.hex()}","results":[{results}]}}'.encode()
+
+
+def _fields(place: Placed) -> str:
     return (
-        f'{{"id":"{id.hex()}","topic":"{answer.topic}","partition":{answer.partition},'
-        f'"offset":{answer.offset},"timestamp":{answer.timestamp}}}'
-    ).encode()
+        f'"id":"{place.id.hex()}","topic":"{place.topic}","partition":{place.partition},'
+        f'"offset":{place.offset},"timestamp":{place.timestamp}'
+    )
 
 
-def render_problem(problem: Problem) -> tuple[int, Headers, bytes]:
+def render_problem(problem: Problem) -> Answered:
     """`application/problem+json` (RFC 9457), with Retry-After where another try may help."""
     headers: Headers = [(b"content-type", PROBLEM_TYPE)]
     if problem.retry_after_s is not None:
@@ -96,9 +136,9 @@ def render_problem(problem: Problem) -> tuple[int, Headers, bytes]:
 _WANTED: Final = frozenset({b"content-type", b"content-length", b"idempotency-key", b"traceparent", b"prefer"})
 
 
-def pick(headers: Iterable[tuple[bytes, bytes]]) -> dict[bytes, str]:
+def pick(headers: Iterable[tuple[bytes, bytes]]) -> Found:
     """The headers that matter, by lower-case name. Raises Problem where there are two keys."""
-    found: dict[bytes, str] = {}
+    found: Found = {}
     for name, content in headers:
         if name in _WANTED:
             if name == b"idempotency-key" and name in found:

@@ -15,6 +15,7 @@ from service.errors import (
     IN_PROGRESS,
     NOT_WRITTEN,
     OUTCOME_UNKNOWN,
+    RECORD_REFUSED,
     UNKNOWN_TOPIC,
     Fenced,
     KafkaAway,
@@ -27,12 +28,24 @@ from service.event import Event, check_topic, partition_of
 from service.journal import Journal
 from service.kafka.cluster import Topic
 from service.kafka.producer import BATCH_BYTES_MAX, Place, Record
-from service.kafka.verdict import TransactionFailed
+from service.kafka.verdict import Refusal, TransactionFailed
+from service.keys import KeyStore, Row
 from service.recovery import Store
-from service.request import Answer, Committed, Queue, Request
+from service.request import Answer, Committed, Placed, Queue, Request, Train
 from service.settings import Settings
-from service.slot import Slot
-from service.states import MAYBE_WRITTEN, Claim, Claimed, Delivered, Outcome, RequestEvent, RequestState
+from service.shared import Guarantee, Rules
+from service.slot import UNLINKED, Link, Slot
+from service.states import (
+    CLAIMABLE,
+    MAYBE_WRITTEN,
+    Claim,
+    Claimed,
+    Delivered,
+    DeliveredBatch,
+    Outcome,
+    RequestEvent,
+    RequestState,
+)
 from service.telemetry import Telemetry
 from service.topics import Catalogue, InternalTopics
 from service.wire import KEY_HEADER, STAMP_HEADER, TRACE_HEADER, Entry, Stamp
@@ -42,13 +55,20 @@ log = structlog.get_logger(__name__)
 SWEEP_S: Final = 0.02
 STORE_AWAY_PAUSE_S: Final = 0.1
 
+# A request, and the claim that stands for it.
+Won = tuple[Request, Claimed]
+# A written request, and what it is to be answered once it is marked.
+Committable = tuple[Request, Committed]
+
 
 class Ingest:
-    """Takes events from the edge, runs groups of them through slots, answers each once."""
+    """Takes requests from the edge, runs groups of them through slots, answers each once."""
 
     def __init__(
         self,
         settings: Settings,
+        rules: Rules,
+        keys: KeyStore,
         store: Store,
         queue: Queue,
         topics: InternalTopics,
@@ -57,6 +77,8 @@ class Ingest:
         telemetry: Telemetry,
     ) -> None:
         self._settings = settings
+        self._rules = rules
+        self._keys = keys
         self._store = store
         self._queue = queue
         self._topics = topics
@@ -78,16 +100,45 @@ class Ingest:
 
         Raises Problem for what is refused before the key is touched; `arrived` is the loop's time.
         """
+        await self.check(event)
+        request = Request((event,), arrived, self._timeout_s, self._rules.guarantee(event.topic))
+        self._admit((request,))
+        return await request.answer
+
+    async def submit_train(self, events: Sequence[Event], train: Train) -> list[Answer]:
+        """Write checked events of one batch, in their order; the answer of each."""
+        now = asyncio.get_running_loop().time()
+        requests = [
+            Request((event,), now, self._timeout_s, self._rules.guarantee(event.topic), train=train) for event in events
+        ]
+        try:
+            self._admit(requests)
+        except Problem as problem:
+            return [problem] * len(requests)
+        return await asyncio.gather(*(request.answer for request in requests))
+
+    async def submit_atomic(self, events: Sequence[Event], whole: tuple[bytes, bytes], arrived: float) -> Answer:
+        """Write checked events in one transaction or not at all, under the whole's (id, fingerprint)."""
+        for event in events:
+            if self._rules.guarantee(event.topic) is not Guarantee.EXACTLY_ONCE:
+                detail = f"topic: {event.topic} is idempotent, which no atomic batch can be: send its events singly"
+                raise Problem(RECORD_REFUSED, detail)
+        request = Request(events, arrived, self._timeout_s, Guarantee.EXACTLY_ONCE, whole)
+        self._admit((request,))
+        return await request.answer
+
+    async def check(self, event: Event) -> None:
+        """What the event's topic refuses, before the key is touched. Raises Problem."""
         topic = self._catalogue.peek(event.topic) or await self._topic(event.topic)
         check_topic(event, topic)
+
+    def _admit(self, requests: Sequence[Request]) -> None:
         if not self.accepting:
             raise Problem(NOT_WRITTEN, "this process is stopping: send it again, to another")
         if self._store.epoch is None:
             raise Problem(NOT_WRITTEN, f"the key store is not complete ({self._store.status}): send it again")
-        request = Request(event, arrived, self._timeout_s)
-        self._queue.admit(request)
-        self._open.append(request)
-        return await request.answer
+        self._queue.admit(requests)
+        self._open.extend(requests)
 
     async def _topic(self, name: str) -> Topic:
         if self._topics.reserved(name):
@@ -112,17 +163,21 @@ class Ingest:
                 continue
             try:
                 group = await self._claim(slot, requests)
-                if group:
-                    links = await self._deliver(slot, group)
-                    if finishing is not None:
-                        await finishing  # one mark under way at most: a store that is slow slows the slot
-                    finishing = self._finish_apart(slot, group, *links)
+                if group and requests[0].guarantee is Guarantee.EXACTLY_ONCE:
+                    delivered, link = await self._deliver(slot, group)
+                elif group:
+                    delivered, link = await self._deliver_plain(slot, group)
+                else:
+                    continue
+                if finishing is not None:
+                    await finishing  # one mark under way at most: a store that is slow slows the slot
+                finishing = self._finish_apart(slot, delivered, link)
             finally:
                 self._queue.returned(requests)
         if finishing is not None:
             await finishing
 
-    async def _claim(self, slot: Slot, requests: Sequence[Request]) -> list[tuple[Request, Claimed]]:
+    async def _claim(self, slot: Slot, requests: Sequence[Request]) -> list[Won]:
         """Claim a group for the slot in its term; answers what needs no writing, gives back what is to be written.
 
         Whatever it raises, nothing of the group was sent: its requests wait again.
@@ -131,53 +186,57 @@ class Ingest:
         for request in requests:
             request.move(RequestEvent.CLAIM)
         try:
-            claims = await slot.claim([(request.event.id, request.event.fp) for request in requests])
+            if requests[0].atomic:
+                claims = [await slot.claim_all(requests[0].asked)]
+            else:
+                claims = await slot.claim([request.asked[0] for request in requests])
         except (StoreLost, StoreAway, StoreUnanswered, Fenced) as error:
-            for request in requests:
-                request.move(RequestEvent.QUEUE)
             self._wait_again(requests)
             if isinstance(error, StoreAway):
                 await asyncio.sleep(STORE_AWAY_PAUSE_S)
                 return []
             raise
         now = asyncio.get_running_loop().time()
-        group: list[tuple[Request, Claimed]] = []
-        unwanted: list[bytes] = []
+        group: list[Won] = []
+        unwanted: list[Request] = []
         for request, claim in zip(requests, claims, strict=True):
-            if claim.outcome not in (Outcome.NEW, Outcome.TAKEN_OVER):
-                self._settle(request, claim)
+            if claim.outcome not in CLAIMABLE:
+                await self._settle(request, claim)
             elif request.answered or request.deadline <= now:  # also after a pause of the whole process: never sent
-                unwanted.append(request.event.id)
+                unwanted.append(request)
             else:
                 assert isinstance(claim.state, Claimed)
                 request.accepted_at = claim.state.at
                 request.move(RequestEvent.WIN)
                 group.append((request, claim.state))
         if unwanted:
-            await self._release(slot, unwanted, group)
+            await self._release(slot, unwanted, [request for request, _ in group])
         self._telemetry.stages.labels("claim").observe(time.perf_counter() - started)
         return group
 
-    async def _release(self, slot: Slot, ids: Sequence[bytes], group: Sequence[tuple[Request, Claimed]]) -> None:
-        """Give up claims whose requests are past their deadline; without an answer it may run late: the term ends."""
+    async def _release(self, slot: Slot, unwanted: Sequence[Request], others: Sequence[Request]) -> None:
+        """Give up claims that are not to be written; without an answer it may run late, which ends the term.
+
+        `others` are claimed and not sent: where the term ends they wait again.
+        """
         try:
-            await slot.release(ids)
+            await slot.release([id for request in unwanted for id, _ in request.asked])
         except (StoreLost, StoreAway, StoreUnanswered) as error:
-            for request, _ in group:
-                request.move(RequestEvent.QUEUE)
-            self._wait_again([request for request, _ in group])
+            self._wait_again(others)
             raise StoreUnanswered(f"a release is open: {error}") from error
 
-    def _settle(self, request: Request, claim: Claim) -> None:
+    async def _settle(self, request: Request, claim: Claim) -> None:
         """What a claim found that leaves nothing to write."""
         doubtful = request.state is RequestState.CHECKING
         match claim.outcome, claim.state:
-            case Outcome.DELIVERED, Delivered(at, _, topic, partition, offset, ts):
+            case Outcome.DELIVERED, Delivered() as found:
                 # In doubt before: it was this very request's own writing, so this is its first answer.
-                self.answer(request, Committed(at, topic, partition, offset, ts, replayed=not doubtful))
+                places = (_placed(request.events[0].id, found),)
+                self.answer(request, Committed(found.at, places, replayed=not doubtful))
+            case Outcome.DELIVERED, DeliveredBatch(at):
+                self.answer(request, await self._members(request, at, replayed=not doubtful))
             case Outcome.CONFLICT, _:
-                detail = f"Idempotency-Key: it was used for another event: use a new key ({request.event.topic})"
-                self.answer(request, Problem(FINGERPRINT_MISMATCH, detail))
+                self.answer(request, Problem(FINGERPRINT_MISMATCH, "Idempotency-Key: use a new key for a new event"))
             case _ if doubtful:
                 request.move(RequestEvent.QUEUE)
                 self._parked.append(request)  # the slot that wrote it is still to be recovered
@@ -186,21 +245,39 @@ class Ingest:
                     self.hurry()
                 self.answer(request, Problem(IN_PROGRESS, "Idempotency-Key: send it again, with the same key"))
 
-    async def _deliver(
-        self, slot: Slot, group: Sequence[tuple[Request, Claimed]]
-    ) -> tuple[list[Place], list[Record], tuple[int, int]]:
+    async def _members(self, request: Request, at: int, replayed: bool) -> Answer:
+        """The stored answer of an atomic batch: where each member is."""
+        try:
+            epoch = self._store.epoch
+            if epoch is None:
+                raise StoreLost
+            states = await self._keys.find_all(epoch, [event.id for event in request.events])
+        except (StoreLost, StoreAway, StoreUnanswered):
+            return Problem(OUTCOME_UNKNOWN, "Idempotency-Key: it is written; send it again to learn where")
+        if not all(isinstance(state, Delivered) for state in states):
+            return Problem(OUTCOME_UNKNOWN, "Idempotency-Key: it is written, but not every member is known any more")
+        pairs = zip(request.events, states, strict=True)
+        places = tuple(_placed(event.id, state) for event, state in pairs if isinstance(state, Delivered))
+        return Committed(at, places, replayed)
+
+    async def _deliver(self, slot: Slot, group: Sequence[Won]) -> tuple[list[Committable], Link]:
         """Write a group in one transaction. Raises TransactionFailed: all of it is in doubt until recovery has run."""
         started = time.perf_counter()
-        records = list(self._records(slot, group))
+        records = list(self._records(slot, group, slot.producer.producer_id, slot.producer.epoch))
         for request, _ in group:
             request.move(RequestEvent.SEND)
 
         def entries(places: Sequence[Place]) -> Iterator[str]:
-            for (request, claim), record, place in zip(group, records, places, strict=True):
-                event = request.event
-                yield Entry(
-                    event.id, event.fp, claim.at, event.topic, record.partition, place.offset, place.timestamp
-                ).encode()
+            rest = iter(zip(records, places, strict=True))
+            for request, claim in group:
+                batch = request.asked[0][0] if request.atomic else None
+                for i, event in enumerate(request.events):
+                    record, (offset, ts) = next(rest)
+                    member = None if batch is None else i
+                    entry = Entry(
+                        event.id, event.fp, claim.at, event.topic, record.partition, offset, ts, batch, member
+                    )
+                    yield entry.encode()
 
         try:
             places, link = await slot.write(records, entries)
@@ -208,81 +285,110 @@ class Ingest:
             self._doubt([request for request, _ in group], failed)
             raise
         self._telemetry.stages.labels("kafka").observe(time.perf_counter() - started)
-        self._telemetry.groups.observe(len(group))
-        return places, records, link
+        self._telemetry.groups.observe(len(records))
+        return _placed_all(group, records, places), link
 
-    def _records(self, slot: Slot, group: Sequence[tuple[Request, Claimed]]) -> Iterator[Record]:
+    async def _deliver_plain(self, slot: Slot, group: Sequence[Won]) -> tuple[list[Committable], Link]:
+        """Write events whose guarantee is `idempotent`: no transaction and no ledger.
+
+        What has no clean answer is in doubt at once (504), and its claim is released: a retry writes it again.
+        """
+        started = time.perf_counter()
+        try:
+            records = list(self._records(slot, group, *await slot.plain.identity()))
+            for request, _ in group:
+                request.move(RequestEvent.SEND)
+            fates = await slot.plain.write(records)
+        except KafkaAway:  # nothing was sent
+            for request, _ in group:
+                if request.state is RequestState.SENT:
+                    request.move(RequestEvent.REFUSE)
+            self._wait_again([request for request, _ in group])
+            raise
+        refused: list[Request] = []
+        unwanted: list[Request] = []
+        delivered: list[Committable] = []
+        for (request, claim), record, fate in zip(group, records, fates, strict=True):
+            if isinstance(fate, Place):
+                delivered += _placed_all([(request, claim)], [record], [fate])
+                continue
+            unwanted.append(request)
+            if fate is None:
+                self.answer(request, Problem(OUTCOME_UNKNOWN, "Idempotency-Key: a retry writes it again"))
+            elif self._refuse(request, fate, alone=len(group) == 1):
+                request.move(RequestEvent.REFUSE)
+                refused.append(request)
+        if unwanted:
+            await self._release(slot, unwanted, [])
+        self._queue.put_back(refused)
+        self._telemetry.stages.labels("kafka").observe(time.perf_counter() - started)
+        return delivered, UNLINKED
+
+    def _records(self, slot: Slot, group: Sequence[Won], producer_id: int, epoch: int) -> Iterator[Record]:
         """The records of a group. Events without a key share one partition of their topic, as in KIP-480."""
         now_ms = time.time_ns() // 1_000_000
-        producer_id, epoch, instance = slot.producer.producer_id, slot.producer.epoch, self._settings.name
+        instance = self._settings.name
         sticky: dict[str, int] = {}
         for request, claim in group:
-            event = request.event
-            topic = self._catalogue.last_known(event.topic)
-            partition = partition_of(event, topic.partitions)
-            if partition is None:
-                partition = sticky.setdefault(event.topic, random.randrange(topic.partitions))  # noqa: S311
-            stamp = Stamp(event.id, event.fp, claim.at, slot.n, producer_id, epoch, instance)
-            headers = [(KEY_HEADER, event.key.encode()), (STAMP_HEADER, stamp.encode())]
-            if event.traceparent is not None:
-                headers.append((TRACE_HEADER, event.traceparent))
-            headers += event.headers
-            timestamp = now_ms if event.timestamp is None else event.timestamp
-            most = min(BATCH_BYTES_MAX, topic.message_bytes_max)
-            yield Record(event.topic, partition, event.record_key, event.value, headers, timestamp, most)
+            for event in request.events:
+                topic = self._catalogue.last_known(event.topic)
+                partition = partition_of(event, topic.partitions)
+                if partition is None:
+                    partition = sticky.setdefault(event.topic, random.randrange(topic.partitions))  # noqa: S311
+                stamp = Stamp(event.id, event.fp, claim.at, slot.n, producer_id, epoch, instance)
+                headers = [(KEY_HEADER, event.key.encode()), (STAMP_HEADER, stamp.encode())]
+                if event.traceparent is not None:
+                    headers.append((TRACE_HEADER, event.traceparent))
+                headers += event.headers
+                timestamp = now_ms if event.timestamp is None else event.timestamp
+                most = min(BATCH_BYTES_MAX, topic.message_bytes_max)
+                yield Record(event.topic, partition, event.record_key, event.value, headers, timestamp, most)
 
-    def _finish_apart(
-        self,
-        slot: Slot,
-        group: Sequence[tuple[Request, Claimed]],
-        places: Sequence[Place],
-        records: Sequence[Record],
-        link: tuple[int, int],
-    ) -> asyncio.Task[None]:
+    def _finish_apart(self, slot: Slot, delivered: list[Committable], link: Link) -> asyncio.Task[None]:
         """Mark and answer a committed group while the slot goes on with the next."""
-        rows = [
-            (r.event.id, Delivered(c.at, r.event.fp, r.event.topic, record.partition, place.offset, place.timestamp))
-            for (r, c), record, place in zip(group, records, places, strict=True)
-        ]
-        finish = self._finish(slot, [request for request, _ in group], rows, link)
-        task: asyncio.Task[None] = asyncio.create_task(finish)
+        task: asyncio.Task[None] = asyncio.create_task(self._finish(slot, delivered, link))
         self._finishing.add(task)
         task.add_done_callback(self._finishing.discard)
         return task
 
-    async def _finish(
-        self, slot: Slot, requests: Sequence[Request], rows: Sequence[tuple[bytes, Delivered]], link: tuple[int, int]
-    ) -> None:
+    async def _finish(self, slot: Slot, delivered: list[Committable], link: Link) -> None:
         started = time.perf_counter()
         try:
-            await slot.mark(link, rows)
+            await slot.mark(link, [row for request, committed in delivered for row in _rows(request, committed)])
         except (StoreLost, StoreAway, StoreUnanswered) as error:
             # The ledger has it: the events are committed, whatever Redis knows of them by now.
             self._telemetry.marks_failed.inc()
             if isinstance(error, StoreLost):
                 self._store.lost(slot.epoch)
         self._telemetry.stages.labels("mark").observe(time.perf_counter() - started)
-        for topic in {request.event.topic for request in requests}:
-            self._queue.trust(topic)
-        for request, (_, d) in zip(requests, rows, strict=True):
-            self.answer(request, Committed(d.at, d.topic, d.partition, d.offset, d.ts, replayed=False))
+        self._queue.trust({place.topic for _, committed in delivered for place in committed.places})
+        for request, committed in delivered:
+            self.answer(request, committed)
 
     # ---------------------------------------------------------------------------------------------- doubt and deadline
 
     def _doubt(self, requests: Sequence[Request], failed: TransactionFailed) -> None:
         """A group did not commit cleanly. Its poison is answered if it was alone; the others wait for the recovery."""
-        for topic in failed.refusals:
-            self._queue.suspect(topic)
-            self._catalogue.doubt(topic)
-        alone = len(requests) == 1
         for request in requests:
-            refusal = failed.refusals.get(request.event.topic)
-            if refusal is not None and alone:
-                self.answer(request, Problem(refusal.kind, f"topic: {request.event.topic}: {refusal.why}"))
+            refusals = [failed.refusals[e.topic] for e in request.events if e.topic in failed.refusals]
+            if refusals and not self._refuse(request, refusals[0], alone=len(requests) == 1):
                 continue
-            request.failures += refusal is not None
             request.move(RequestEvent.DOUBT)
             self._parked.append(request)
+
+    def _refuse(self, request: Request, refusal: Refusal, alone: bool) -> bool:
+        """The broker refuses a record of a request's topic: answer it if it was alone, else let it travel so.
+
+        Answers whether it is to travel on.
+        """
+        for topic in {event.topic for event in request.events}:
+            self._queue.suspect(topic)
+            self._catalogue.doubt(topic)
+        if alone:
+            self.answer(request, Problem(refusal.kind, f"topic: {request.events[0].topic}: {refusal.why}"))
+            return False
+        request.failures += 1
+        return True
 
     def recovered(self) -> None:
         """A slot has been recovered, or time has passed: what is in doubt is claimed anew, which tells its fate."""
@@ -290,6 +396,10 @@ class Ingest:
         self._queue.put_back(parked)
 
     def _wait_again(self, requests: Sequence[Request]) -> None:
+        """The term has ended, or nothing was written: requests that were not sent wait as before."""
+        for request in requests:
+            if request.state is not RequestState.QUEUED:
+                request.move(RequestEvent.QUEUE)
         self._parked += [request for request in requests if request.state is RequestState.IN_DOUBT]
         self._queue.put_back(request for request in requests if request.state is RequestState.QUEUED)
 
@@ -337,3 +447,32 @@ class Ingest:
             self._telemetry.replays.inc()
         if not request.answer.done():  # a caller that went away has cancelled it
             request.answer.set_result(answer)
+
+
+def _placed(id: bytes, state: Delivered) -> Placed:
+    return Placed(id, state.topic, state.partition, state.offset, state.ts)
+
+
+def _placed_all(group: Sequence[Won], records: Sequence[Record], places: Sequence[Place]) -> list[Committable]:
+    """What each request of a written group is to be answered: where its events are."""
+    rest = iter(zip(records, places, strict=True))
+    delivered: list[Committable] = []
+    for request, claim in group:
+        placed = []
+        for event in request.events:
+            record, (offset, timestamp) = next(rest)
+            placed.append(Placed(event.id, event.topic, record.partition, offset, timestamp))
+        delivered.append((request, Committed(claim.at, tuple(placed), replayed=False)))
+    return delivered
+
+
+def _rows(request: Request, committed: Committed) -> Iterator[Row]:
+    """The states that a committed request leaves in the store: each event's, and the whole's."""
+    for event, place in zip(request.events, committed.places, strict=True):
+        yield (
+            event.id,
+            Delivered(committed.at, event.fp, place.topic, place.partition, place.offset, place.timestamp),
+        )
+    if request.atomic:
+        id, fp = request.asked[0]
+        yield id, DeliveredBatch(committed.at, fp, len(request.events))

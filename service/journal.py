@@ -37,17 +37,20 @@ class Journal:
     def record(self, request: Request, status: int, answer: Answer, latency_s: float) -> None:
         """Note an answer; drop it where too many wait."""
         if len(self._waiting) >= WAITING_MAX:
-            self._telemetry.journal_dropped.inc()
+            self._telemetry.journal_dropped.inc(len(request.events))
             return
-        event = request.event
-        where: tuple[int, int] | tuple[None, None]
+        latency_ms = 1000 * latency_s
         if isinstance(answer, Committed):
-            at, code, replayed, where = answer.at, None, answer.replayed, (answer.partition, answer.offset)
-        else:
-            at, code, replayed, where = request.accepted_at or _now_ms(), answer.kind.code, False, (None, None)
-        self._waiting.append(
-            encode_answer(event.id, event.fp, at, status, code, replayed, 1000 * latency_s, event.topic, *where)
-        )
+            self._waiting += [
+                encode_answer(event.id, event.fp, answer.at, status, None, answer.replayed, latency_ms, *place[1:4])
+                for event, place in zip(request.events, answer.places, strict=True)
+            ]
+            return
+        at = request.accepted_at or _now_ms()
+        self._waiting += [
+            encode_answer(event.id, event.fp, at, status, answer.kind.code, False, latency_ms, event.topic, None, None)
+            for event in request.events
+        ]
 
     async def _run(self) -> None:
         while not self._stopping:

@@ -11,6 +11,7 @@
 --   P "k" id      state of a key, expires at accepted_at + retention; id is 16 bytes:
 --                   "C" slot:u16 term:u64 at:u64 fp:8s                             claimed
 --                   "D" at:u64 fp:8s partition:u32 offset:u64 ts:u64 topic:rest    delivered
+--                   "B" at:u64 fp:8s count:u32                    delivered, an atomic batch of so many members
 -- Numbers are big-endian; offsets and ms stay below 2^53, so that Lua's doubles hold them.
 --
 -- ARGV[1] names the operation; it answers an array that begins with OK, STORE_LOST or FENCED. No clock but Redis's.
@@ -48,7 +49,7 @@ local function put(id, state, at, retention)
   redis.call('SET', P .. 'k' .. id, state, 'PXAT', string.format('%.0f', at + retention))
 end
 
--- Both kinds of state carry `at`, at different places.
+-- All kinds of state carry `at`: a claim ("C" is 67) behind its slot and term, the others first.
 local function at_of(state)
   return (struct.unpack('>I8', state, string.byte(state) == 67 and 12 or 2))
 end
@@ -96,7 +97,7 @@ function operation.claim()
     local answer
     if not state then
       answer = 'N' .. take(id, now, fp)
-    elseif string.byte(state) == 68 then
+    elseif string.byte(state) ~= 67 then
       answer = (string.sub(state, 10, 17) == fp and '' or 'X') .. state
     else
       local s, t, at = struct.unpack('>I2I8I8', state, 2)
@@ -111,6 +112,36 @@ function operation.claim()
     answers[#answers + 1] = answer
   end
   return answers
+end
+
+-- claim_all: as claim, for an atomic batch: the whole first, then its members. Every claim is written, or none. Answers
+-- as claim does, once, for the whole.
+function operation.claim_all()
+  if not settled() then return {'STORE_LOST'} end
+  local slot, term, retention, least_left = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+  if hash_number('f', slot) ~= term then return {'FENCED'} end
+  local now, freed, oldest, taken = now_ms(), {}, nil, false
+  for place = 1, #ARGV[8], 24 do
+    local id, fp = string.sub(ARGV[8], place, place + 15), string.sub(ARGV[8], place + 16, place + 23)
+    local state = redis.call('GET', P .. 'k' .. id)
+    if state and string.byte(state) ~= 67 then
+      -- A member that lives without its whole is another event to the batch, whatever its fingerprint.
+      return {'OK', ((place == 1 and string.sub(state, 10, 17) == fp) and '' or 'X') .. state}
+    elseif state then
+      local s, t, at = struct.unpack('>I2I8I8', state, 2)
+      if not freed[s] then freed[s] = hash_number('f', s) end
+      if freed[s] <= t then return {'OK', redis.call('EXISTS', P .. 'l' .. s) .. state} end
+      taken = taken or place == 1
+      oldest = math.min(oldest or at, at)
+    end
+  end
+  local at = oldest or now
+  if at + retention - now < least_left then at = now end
+  local head = 'C' .. struct.pack('>I2I8I8', tonumber(slot), term, at)
+  for place = 1, #ARGV[8], 24 do
+    put(string.sub(ARGV[8], place, place + 15), head .. string.sub(ARGV[8], place + 16, place + 23), at, retention)
+  end
+  return {'OK', (taken and 'T' or 'N') .. struct.pack('>I8', at)}
 end
 
 -- mark: generation store slot term retention previous this entries. Answers how many states it did not touch.
@@ -149,9 +180,19 @@ function operation.find()
   if not settled() then return {'STORE_LOST'} end
   local state = redis.call('GET', P .. 'k' .. ARGV[4])
   if not state then return {'OK'} end
-  if string.byte(state) == 68 then return {'OK', state} end
+  if string.byte(state) ~= 67 then return {'OK', state} end
   local slot = struct.unpack('>I2', state, 2)
   return {'OK', state, hash_number('f', slot), redis.call('EXISTS', P .. 'l' .. slot)}
+end
+
+-- find_all: generation store id*. Answers each state, '' where there is none.
+function operation.find_all()
+  if not settled() then return {'STORE_LOST'} end
+  local answers = {'OK'}
+  for place = 1, #ARGV[4], 16 do
+    answers[#answers + 1] = redis.call('GET', P .. 'k' .. string.sub(ARGV[4], place, place + 15)) or ''
+  end
+  return answers
 end
 
 -- replay: generation store retention entries (slot term)? The last one of a slot recovery names the slot and its term,

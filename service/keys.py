@@ -15,7 +15,7 @@ from redis.exceptions import BusyLoadingError, NoScriptError, ReadOnlyError, Red
 
 from service.errors import Fenced, StoreAway, StoreLost, StoreUnanswered
 from service.shared import PREFIX, SettingsError
-from service.states import Claim, Claimed, Delivered, KeyState, Outcome
+from service.states import Claim, Claimed, Delivered, DeliveredBatch, KeyState, Outcome
 from service.wire import ID_BYTES
 
 # Entries in one script call of a replay: some 10 ms of Redis's time, so that the claims of others get their turn.
@@ -25,9 +25,10 @@ OLDEST_REDIS: Final = (6, 2)
 _AT = Struct(">Q")
 _CLAIMED = Struct(">cHQQ8s")
 _DELIVERED = Struct(">cQ8sIQQ")
+_BATCH = Struct(">cQ8sI")
 _ENTRY_HEAD = Struct(f">{ID_BYTES}sH")
 
-Row = tuple[bytes, Delivered]
+Row = tuple[bytes, Delivered | DeliveredBatch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +78,15 @@ class KeyStore(Protocol):
     async def claim(self, epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> list[Claim]:
         """Claim (id, fingerprint) pairs, in order, in one step. Raises Fenced where `freed` of the slot is not term."""
 
+    async def claim_all(self, epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> Claim:
+        """Claim an atomic batch, the whole first and then its members, or nothing of it. Raises Fenced as claim."""
+
     async def mark(self, epoch: Epoch, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]) -> int:
         """The ledger record at `offset`, after the one at `previous`, is committed. Answers states not touched."""
 
     async def release(self, epoch: Epoch, slot: int, term: int, ids: Sequence[bytes]) -> None: ...
     async def find(self, epoch: Epoch, id: bytes) -> Found: ...
+    async def find_all(self, epoch: Epoch, ids: Sequence[bytes]) -> list[KeyState]: ...
     async def applied(self, epoch: Epoch, slot: int) -> int | None: ...
     async def replay(self, epoch: Epoch, rows: Sequence[Row], free: tuple[int, int] | None = None) -> None:
         """Write ledger entries, then, in the step of the last, raise `freed` and `applied` of (slot, term)."""
@@ -166,6 +171,13 @@ class RedisKeys:
         )
         return [self._claim(answer, slot, term, fp) for answer, (_, fp) in zip(answers, asked, strict=True)]
 
+    async def claim_all(self, epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> Claim:
+        blob = b"".join(id + fp for id, fp in asked)
+        (answer,) = await self._call(
+            "claim_all", epoch.generation, epoch.store, slot, term, self._retention_ms, self._least_left_ms, blob
+        )
+        return self._claim(answer, slot, term, asked[0][1])
+
     @staticmethod
     def _claim(answer: bytes, slot: int, term: int, fp: bytes) -> Claim:
         match answer[:1]:
@@ -173,7 +185,7 @@ class RedisKeys:
                 return Claim(Outcome.NEW, Claimed(slot, term, _AT.unpack_from(answer, 1)[0], fp))
             case b"T":
                 return Claim(Outcome.TAKEN_OVER, Claimed(slot, term, _AT.unpack_from(answer, 1)[0], fp))
-            case b"D":
+            case b"D" | b"B":
                 return Claim(Outcome.DELIVERED, unpack(answer))
             case b"X":
                 return Claim(Outcome.CONFLICT, unpack(answer[1:]))
@@ -197,6 +209,10 @@ class RedisKeys:
             case [state]:
                 return Found(unpack(state))
         return Found(None)
+
+    async def find_all(self, epoch: Epoch, ids: Sequence[bytes]) -> list[KeyState]:
+        states = await self._call("find_all", epoch.generation, epoch.store, b"".join(ids))
+        return [unpack(state) if state else None for state in states]
 
     async def applied(self, epoch: Epoch, slot: int) -> int | None:
         (offset,) = await self._call("applied", epoch.generation, epoch.store, slot)
@@ -310,20 +326,24 @@ class RedisKeys:
         return connection
 
 
-def pack(state: Claimed | Delivered) -> bytes:
+def pack(state: Claimed | Delivered | DeliveredBatch) -> bytes:
     """A key's state as keys.lua keeps it."""
     match state:
         case Claimed(slot, term, at, fp):
             return _CLAIMED.pack(b"C", slot, term, at, fp)
         case Delivered(at, fp, topic, partition, offset, ts):
             return _DELIVERED.pack(b"D", at, fp, partition, offset, ts) + topic.encode()
+        case DeliveredBatch(at, fp, count):
+            return _BATCH.pack(b"B", at, fp, count)
 
 
-def unpack(raw: bytes) -> Claimed | Delivered:
+def unpack(raw: bytes) -> Claimed | Delivered | DeliveredBatch:
     """The inverse of `pack`."""
-    if raw[:1] == b"C":
-        _, slot, term, at, fp = _CLAIMED.unpack(raw)
-        return Claimed(slot, term, at, fp)
+    match raw[:1]:
+        case b"C":
+            return Claimed(*_CLAIMED.unpack(raw)[1:])
+        case b"B":
+            return DeliveredBatch(*_BATCH.unpack(raw)[1:])
     _, at, fp, partition, offset, ts = _DELIVERED.unpack_from(raw)
     return Delivered(at, fp, raw[_DELIVERED.size :].decode(), partition, offset, ts)
 

@@ -12,6 +12,8 @@ from typing import Final
 import structlog
 
 from service.errors import Fenced, KafkaAway, StoreAway, StoreLost, StoreUnanswered
+from service.kafka.cluster import Cluster
+from service.kafka.producer import IdempotentProducer
 from service.kafka.verdict import TransactionFailed
 from service.keys import Census, KeyStore
 from service.recovery import SlotRecovery, Store
@@ -49,6 +51,7 @@ class Pool:
     def __init__(
         self,
         settings: Settings,
+        cluster: Cluster,
         keys: KeyStore,
         store: Store,
         recovery: SlotRecovery,
@@ -59,6 +62,7 @@ class Pool:
         recovered: Callable[[], None],
     ) -> None:
         self._settings = settings
+        self._cluster = cluster
         self._keys = keys
         self._store = store
         self._recovery = recovery
@@ -138,7 +142,8 @@ class Pool:
     async def _take(self, n: int) -> None:
         assert self._store.epoch is not None
         if await self._keys.take(self._store.epoch, n, self.token):
-            slot = Slot(n, self._keys, self._topics.ledger, self._settings.name)
+            plain = IdempotentProducer(self._cluster, f"plain-{n}")
+            slot = Slot(n, self._keys, self._topics.ledger, self._settings.name, plain)
             slot.move(SlotEvent.LEASE)
             self.slots[n] = slot
             self._tasks[n] = asyncio.create_task(self._live(slot), name=f"slot-{n}")

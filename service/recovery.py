@@ -22,10 +22,10 @@ from service.kafka.reader import Item, Span, ends, offsets_since, read_through
 from service.keys import REPLAY_CHUNK, Epoch, Identity, KeyStore, Row
 from service.settings import Settings
 from service.slot import Slot
-from service.states import Delivered, SlotEvent
+from service.states import Delivered, DeliveredBatch, SlotEvent
 from service.telemetry import Telemetry
 from service.topics import InternalTopics
-from service.wire import Begin, LedgerRecord, WireError, decode_ledger, transactional_id
+from service.wire import Entry, LedgerRecord, WireError, batch_fingerprint, decode_ledger, transactional_id
 
 log = structlog.get_logger(__name__)
 
@@ -281,13 +281,26 @@ def rows_of(items: Sequence[Item]) -> list[Row]:
         except WireError as error:
             log.error("foreign record in the ledger", partition=item.partition, offset=item.offset, why=str(error))
             continue
-        if isinstance(record, Begin):
-            continue
-        rows += [
-            (entry.id, Delivered(entry.at, entry.fp, entry.topic, entry.partition, entry.offset, entry.ts))
-            for entry in record.entries
-        ]
+        if isinstance(record, LedgerRecord):
+            rows += [(entry.id, _delivered(entry)) for entry in record.entries]
+            rows += _wholes(record.entries)
     return rows
+
+
+def _delivered(entry: Entry) -> Delivered:
+    return Delivered(entry.at, entry.fp, entry.topic, entry.partition, entry.offset, entry.ts)
+
+
+def _wholes(entries: Sequence[Entry]) -> list[Row]:
+    """The atomic batches whose members these are: one transaction holds all of a batch, so one record names all."""
+    members: dict[bytes, list[Entry]] = {}
+    for entry in entries:
+        if entry.batch is not None:
+            members.setdefault(entry.batch, []).append(entry)
+    return [
+        (batch, DeliveredBatch(of[0].at, batch_fingerprint(entry.fp for entry in of), len(of)))
+        for batch, of in members.items()
+    ]
 
 
 def _now_ms() -> int:

@@ -1,53 +1,124 @@
-"""One request for one event inside this process, and the bounded queue in which it waits for a slot."""
+"""A request inside this process: one event, or an atomic batch of them; and the bounded queue where it waits."""
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from service.errors import NOT_WRITTEN, Problem
 from service.event import ENTRY_BYTES, Event
 from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX, Settings
+from service.shared import Guarantee
 from service.states import REQUEST, RequestEvent, RequestState
 
-# What a waiting request costs beside its event: objects, its future, its share of the connection.
-REQUEST_BYTES: Final = 2_000
+# What a waiting event costs beside its own bytes: objects, its future, its share of the connection.
+WAITING_BYTES: Final = 2_000
 
 
-class Committed(NamedTuple):
-    """The event is in Kafka, here. `at` is accepted_at, `timestamp` the record's, both in ms."""
+class Placed(NamedTuple):
+    """One event is in Kafka, here; `timestamp` in ms."""
 
-    at: int
+    id: bytes
     topic: str
     partition: int
     offset: int
     timestamp: int
+
+
+class Committed(NamedTuple):
+    """The request's events are in Kafka, in their order. `at` is accepted_at in ms."""
+
+    at: int
+    places: tuple[Placed, ...]
     replayed: bool
 
 
 Answer = Committed | Problem
 
 
+class Load(NamedTuple):
+    """What a request, or a train of them, adds to a transaction."""
+
+    ledger_bytes: int
+    event_bytes: int
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> "Load":
+        ledger_bytes = event_bytes = 0
+        for event in events:
+            ledger_bytes += ENTRY_BYTES + len(event.topic)
+            event_bytes += event.bytes
+        return cls(ledger_bytes, event_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Does one transaction hold it?"""
+        return self.ledger_bytes <= GROUP_LEDGER_BYTES_MAX and self.event_bytes <= GROUP_EVENT_BYTES_MAX
+
+    def __add__(self, other: "Load") -> "Load":  # type: ignore[override]
+        return Load(self.ledger_bytes + other.ledger_bytes, self.event_bytes + other.event_bytes)
+
+
+class Train(NamedTuple):
+    """Requests of one batch that follow each other into one transaction, which is what keeps their order."""
+
+    number: object
+    load: Load
+
+
 class Request:
-    """An event on its way. `answer` is set exactly once, by whoever moves the state to ANSWERED."""
+    """Events on their way together. `answer` is set exactly once, by whoever moves the state to ANSWERED.
 
-    __slots__ = ("accepted_at", "answer", "arrived", "deadline", "event", "failures", "state")
+    `asked` is what is claimed: the event's (id, fingerprint), or the whole's and then each member's.
+    """
 
-    def __init__(self, event: Event, arrived: float, timeout_s: float) -> None:
-        self.event = event
+    __slots__ = (
+        "accepted_at",
+        "answer",
+        "arrived",
+        "asked",
+        "deadline",
+        "events",
+        "failures",
+        "guarantee",
+        "load",
+        "state",
+        "train",
+    )
+
+    def __init__(
+        self,
+        events: Sequence[Event],
+        arrived: float,
+        timeout_s: float,
+        guarantee: Guarantee,
+        whole: tuple[bytes, bytes] | None = None,
+        train: Train | None = None,
+    ) -> None:
+        self.events = events
         self.arrived = arrived
         self.deadline = arrived + timeout_s
+        self.guarantee = guarantee
+        self.train = train
+        self.load = Load.of(events)
+        self.asked = [(event.id, event.fp) for event in events]
+        if whole is not None:
+            self.asked.insert(0, whole)
         self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.state = RequestState.QUEUED
         self.accepted_at = 0
         self.failures = 0  # groups that its topic failed while it was in them
 
     def __repr__(self) -> str:
-        return f"<Request {self.event.id.hex()} {self.state.value}>"
+        return f"<Request {self.asked[0][0].hex()} {self.state.value}>"
+
+    @property
+    def atomic(self) -> bool:
+        return len(self.asked) > len(self.events)
 
     @property
     def bytes(self) -> int:
-        return self.event.bytes + REQUEST_BYTES
+        return self.load.event_bytes + len(self.events) * WAITING_BYTES
 
     @property
     def answered(self) -> bool:
@@ -63,13 +134,13 @@ class Queue:
     """Requests that wait for a slot, first come first served, within bounds of events and bytes.
 
     The bounds count every request that is not answered yet, also those in a transaction. A topic that failed a group
-    travels apart, one event at a time where it was in that group, until one of its events commits.
+    travels apart, one request at a time where it was in that group, until one of its events commits.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._events_max = settings.queue_events_max
         self._bytes_max = settings.queue_bytes_max
-        self._waiting: deque[Request] = deque()
+        self._waiting: dict[Guarantee, deque[Request]] = {guarantee: deque() for guarantee in Guarantee}
         self._apart: deque[Request] = deque()
         self._suspects: set[str] = set()
         self._apart_out: list[Request] | None = None
@@ -77,40 +148,49 @@ class Queue:
         self.events = 0
         self.bytes = 0
 
-    def admit(self, request: Request) -> None:
-        """Take a new request in. Raises Problem (503) where a bound would be passed."""
-        if self.events >= self._events_max:
+    def admit(self, requests: Sequence[Request]) -> None:
+        """Take new requests in, all or none. Raises Problem (503) where a bound would be passed."""
+        events, size = sum(len(r.events) for r in requests), sum(r.bytes for r in requests)
+        if self.events + events > self._events_max:
             raise Problem(NOT_WRITTEN, f"the queue is full ({self._events_max} events): send it again a little later")
-        if self.bytes + request.bytes > self._bytes_max:
+        if self.bytes + size > self._bytes_max:
             raise Problem(NOT_WRITTEN, f"the queue is full ({self._bytes_max} bytes): send it again a little later")
-        self.events += 1
-        self.bytes += request.bytes
-        (self._apart if request.event.topic in self._suspects else self._waiting).append(request)
+        self.events += events
+        self.bytes += size
+        for request in requests:
+            self._lane(request).append(request)
         self.nudge()
 
     def leave(self, request: Request) -> None:
         """An answered request counts no more."""
-        self.events -= 1
+        self.events -= len(request.events)
         self.bytes -= request.bytes
 
     def put_back(self, requests: Iterable[Request]) -> None:
         """Requests that go round again, at the front and in their order."""
         for request in reversed([request for request in requests if not request.answered]):
-            (self._apart if request.event.topic in self._suspects else self._waiting).appendleft(request)
+            self._lane(request).appendleft(request)
         self.nudge()
+
+    def _lane(self, request: Request) -> deque[Request]:
+        if self._suspects and any(event.topic in self._suspects for event in request.events):
+            return self._apart
+        return self._waiting[request.guarantee]
 
     def suspect(self, topic: str) -> None:
         """The topic failed a group: its events travel apart from here on."""
         self._suspects.add(topic)
 
-    def trust(self, topic: str) -> None:
-        """An event of the topic was committed: it travels with the others again."""
-        if topic in self._suspects:
-            self._suspects.discard(topic)
-            cleared = [request for request in self._apart if request.event.topic == topic]
-            self._apart = deque(request for request in self._apart if request.event.topic != topic)
-            self._waiting.extend(cleared)
+    def trust(self, topics: Iterable[str]) -> None:
+        """Events of these topics were committed: they travel with the others again."""
+        if self._suspects and not self._suspects.isdisjoint(topics):
+            self._suspects.difference_update(topics)
+            apart, self._apart = self._apart, deque()
+            for request in apart:
+                self._lane(request).append(request)
             self.nudge()
+
+    # ------------------------------------------------------------------------------------------------- for slots
 
     def nudge(self) -> None:
         """Wake one taker, if any waits."""
@@ -127,19 +207,19 @@ class Queue:
 
     async def wait(self) -> None:
         """Until something may be there to take."""
-        if not self._waiting and (self._apart_out is not None or not self._apart):
+        if not any(self._waiting.values()) and (self._apart_out is not None or not self._apart):
             taker = asyncio.get_running_loop().create_future()
             self._takers.append(taker)
             await taker
 
     def take(self) -> list[Request]:
-        """The next group: as many as one transaction holds, in order; [] where there is none."""
+        """The next group: as many as one transaction holds, in order and of one guarantee; [] where there is none."""
         group = self._take_apart() if self._apart and self._apart_out is None else []
         if group:
             self._apart_out = group
         else:
-            group = _take(self._waiting)
-        if self._waiting:
+            group = take_group(min(self._waiting.values(), key=_head_arrived))
+        if any(self._waiting.values()):
             self.nudge()
         return group
 
@@ -151,7 +231,7 @@ class Queue:
                 self.nudge()
 
     def _take_apart(self) -> list[Request]:
-        """One event that was in a failed group, alone; else what waits of one suspect topic."""
+        """One request that was in a failed group, alone; else what waits of one suspect topic."""
         while self._apart and self._apart[0].answered:
             self._apart.popleft()
         if not self._apart:
@@ -159,25 +239,33 @@ class Queue:
         first = self._apart[0]
         if first.failures:
             return [self._apart.popleft()]
+        topic = first.events[0].topic
         mine: deque[Request] = deque()
         others: deque[Request] = deque()
         for request in self._apart:
-            (mine if request.event.topic == first.event.topic and not request.failures else others).append(request)
-        group = _take(mine)
+            alike = all(event.topic == topic for event in request.events) and not request.failures
+            (mine if request is first or alike else others).append(request)
+        group = take_group(mine)
         self._apart = mine + others
         return group
 
 
-def _take(waiting: deque[Request]) -> list[Request]:
+def take_group(waiting: deque[Request]) -> list[Request]:
+    """Take from the front what one transaction holds. An atomic batch goes alone, a train whole."""
     group: list[Request] = []
-    ledger_bytes = event_bytes = 0
+    load = Load(0, 0)
     while waiting:
         request = waiting[0]
-        ledger_bytes += ENTRY_BYTES + len(request.event.topic)
-        event_bytes += request.event.bytes
-        if group and (ledger_bytes > GROUP_LEDGER_BYTES_MAX or event_bytes > GROUP_EVENT_BYTES_MAX):
-            break
-        waiting.popleft()
-        if not request.answered:
-            group.append(request)
+        if request.answered:
+            waiting.popleft()
+            continue
+        if request.train is None or not group or group[-1].train is not request.train:
+            load += request.load if request.train is None else request.train.load
+            if group and (request.atomic or group[0].atomic or not load.fits):
+                break
+        group.append(waiting.popleft())
     return group
+
+
+def _head_arrived(waiting: deque[Request]) -> float:
+    return waiting[0].arrived if waiting else float("inf")

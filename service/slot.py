@@ -3,8 +3,9 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
-from service.kafka.producer import Place, Record, TransactionalProducer
+from service.kafka.producer import IdempotentProducer, Place, Record, TransactionalProducer
 from service.kafka.verdict import TransactionFailed
 from service.keys import Epoch, KeyStore, Row
 from service.states import SLOT, Claim, SlotEvent, SlotState
@@ -13,12 +14,18 @@ from service.wire import Begin, encode_ledger
 # The ledger's entries, as JSON text, from the places where the records are.
 EntriesOf = Callable[[Sequence[Place]], Iterable[str]]
 
+# A record's place in its slot's ledger: the previous record's offset, and its own.
+Link = tuple[int, int]
+# Of what has no ledger record: a mark with it moves no `applied`.
+UNLINKED: Final[Link] = (-2, -2)
+
 
 class Slot:
     """Slot `n` of the namespace while this process holds it. Its pool's task owns it; nothing else moves its state."""
 
-    def __init__(self, n: int, keys: KeyStore, ledger: str, instance: str) -> None:
+    def __init__(self, n: int, keys: KeyStore, ledger: str, instance: str, plain: IdempotentProducer) -> None:
         self.n = n
+        self.plain = plain  # for events whose guarantee is `idempotent`
         self.term = -1
         self.epoch = Epoch(-1, "")
         self.state = SlotState.VACANT
@@ -67,6 +74,7 @@ class Slot:
         producer, self._producer = self._producer, None
         if producer is not None:
             await producer.close()
+        await self.plain.close()
 
     # --------------------------------------------------------------------------------------------- within a term
 
@@ -74,11 +82,15 @@ class Slot:
         """Claim (id, fingerprint) pairs for this slot in this term. Raises as KeyStore.claim does."""
         return await self._keys.claim(self.epoch, self.n, self.term, asked)
 
+    async def claim_all(self, asked: Sequence[tuple[bytes, bytes]]) -> Claim:
+        """Claim an atomic batch for this slot in this term: the whole first, then its members; all or none."""
+        return await self._keys.claim_all(self.epoch, self.n, self.term, asked)
+
     async def release(self, ids: Sequence[bytes]) -> None:
         """Give up claims that were never sent."""
         await self._keys.release(self.epoch, self.n, self.term, ids)
 
-    async def write(self, records: Sequence[Record], entries: EntriesOf) -> tuple[list[Place], tuple[int, int]]:
+    async def write(self, records: Sequence[Record], entries: EntriesOf) -> tuple[list[Place], Link]:
         """One transaction of records and their ledger record. Raises TransactionFailed: the term is over then.
 
         Answers the records' places, and the ledger's previous and new offset, which `mark` wants.
@@ -98,7 +110,7 @@ class Slot:
         previous, self._last_record = self._last_record, offset
         return places, (previous, offset)
 
-    async def mark(self, link: tuple[int, int], rows: Sequence[Row]) -> None:
+    async def mark(self, link: Link, rows: Sequence[Row]) -> None:
         """Mark what a committed ledger record says, after all that was to be marked before it.
 
         Where this raises, the record stays owed: the next mark, or `settle_debts`, tries it again in its order, and

@@ -4,7 +4,7 @@ The rules for keys are pure functions over small values. `keys.lua` says the sam
 vectors and one contract suite), the in-memory store of the tests runs them as they are, and so does the model.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Generic, TypeVar
@@ -34,7 +34,19 @@ class Delivered:
     ts: int
 
 
-KeyState = Claimed | Delivered | None
+@dataclass(frozen=True, slots=True)
+class DeliveredBatch:
+    """An atomic batch of `count` members is in Kafka; each member is Delivered under an id of its own.
+
+    `fp` is over the fingerprints of the members in their order, so that the ledger tells it too.
+    """
+
+    at: int
+    fp: bytes
+    count: int
+
+
+KeyState = Claimed | Delivered | DeliveredBatch | None
 
 
 class Outcome(Enum):
@@ -47,12 +59,15 @@ class Outcome(Enum):
     IN_PROGRESS = "in progress"  # somebody may be writing it
 
 
+CLAIMABLE: Final = frozenset({Outcome.NEW, Outcome.TAKEN_OVER})
+
+
 @dataclass(frozen=True, slots=True)
 class Claim:
     """The outcome of one claim and the state that it left; `leased` tells of an IN_PROGRESS whether its slot lives."""
 
     outcome: Outcome
-    state: Claimed | Delivered
+    state: Claimed | Delivered | DeliveredBatch
     leased: bool = True
 
 
@@ -67,7 +82,7 @@ def claim(
     match state:
         case None:
             return Claim(Outcome.NEW, wanted)
-        case Delivered(fp=fp):
+        case Delivered(fp=fp) | DeliveredBatch(fp=fp):
             return Claim(Outcome.DELIVERED if fp == wanted.fp else Outcome.CONFLICT, state)
         case Claimed(slot, term, at):
             if freed(slot) <= term:
@@ -76,7 +91,33 @@ def claim(
             return Claim(Outcome.TAKEN_OVER, Claimed(wanted.slot, wanted.term, kept, wanted.fp))
 
 
-def mark(state: KeyState, slot: int, term: int, delivered: Delivered) -> KeyState:
+def claim_all(
+    states: Sequence[KeyState],
+    wanted: Sequence[Claimed],
+    freed: Callable[[int], int],
+    retention_ms: int,
+    least_left_ms: int,
+) -> tuple[Claim, list[Claimed]]:
+    """Claim an atomic batch, the whole first and then its members: every claim stands, or none does.
+
+    Answers the whole's claim and the states to write (none where it cannot be claimed). All get one accepted_at, so
+    that they expire as one. A member that lives without its whole keeps the batch from being claimed.
+    """
+    claims = [
+        claim(state, each, freed, retention_ms, least_left_ms) for state, each in zip(states, wanted, strict=True)
+    ]
+    blocking = next((c for c in claims if c.outcome not in CLAIMABLE), None)
+    if blocking is None:
+        at = min(c.state.at for c in claims)
+        kept = at if at + retention_ms - wanted[0].at >= least_left_ms else wanted[0].at
+        written = [Claimed(each.slot, each.term, kept, each.fp) for each in wanted]
+        return Claim(claims[0].outcome, written[0]), written
+    if claims[0].outcome in CLAIMABLE and blocking.outcome is not Outcome.IN_PROGRESS:
+        return Claim(Outcome.CONFLICT, blocking.state), []
+    return (claims[0] if claims[0].outcome not in CLAIMABLE else blocking), []
+
+
+def mark(state: KeyState, slot: int, term: int, delivered: Delivered | DeliveredBatch) -> KeyState:
     """Step 4 of writing: a claim becomes delivered only if it is of this slot and term; an expired one comes back."""
     if state is None or _is_claim_of(state, slot, term):
         return delivered
@@ -92,7 +133,7 @@ def _is_claim_of(state: KeyState, slot: int, term: int) -> bool:
     return isinstance(state, Claimed) and (state.slot, state.term) == (slot, term)
 
 
-def replay(state: KeyState, delivered: Delivered, now_ms: int, retention_ms: int) -> KeyState:
+def replay(state: KeyState, delivered: Delivered | DeliveredBatch, now_ms: int, retention_ms: int) -> KeyState:
     """A ledger entry read during recovery: an expired one is skipped, and none replaces a newer `at`."""
     if delivered.at + retention_ms <= now_ms or (state is not None and state.at > delivered.at):
         return state
@@ -187,6 +228,7 @@ class RequestEvent(Enum):
     WIN = "win"  # the claim stands
     SEND = "send"
     QUEUE = "queue"  # back to the queue: its claim is dead, or was never made
+    REFUSE = "refuse"  # the broker refused its batch and its claim was released: surely not written
     DOUBT = "doubt"  # its transaction did not end with a clean commit
     ANSWER = "answer"
 
@@ -199,6 +241,7 @@ REQUEST: Final[Machine[RequestState, RequestEvent]] = Machine(
         (RequestState.CLAIMED, RequestEvent.SEND): RequestState.SENT,
         (RequestState.CLAIMED, RequestEvent.QUEUE): RequestState.QUEUED,
         (RequestState.SENT, RequestEvent.DOUBT): RequestState.IN_DOUBT,
+        (RequestState.SENT, RequestEvent.REFUSE): RequestState.QUEUED,
         (RequestState.IN_DOUBT, RequestEvent.CLAIM): RequestState.CHECKING,
         (RequestState.CHECKING, RequestEvent.WIN): RequestState.CLAIMED,
         (RequestState.CHECKING, RequestEvent.QUEUE): RequestState.IN_DOUBT,

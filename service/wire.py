@@ -87,6 +87,14 @@ def fingerprint(
     return hashlib.sha256(packed).digest()[:FINGERPRINT_BYTES]
 
 
+def batch_fingerprint(members: Iterable[bytes]) -> bytes:
+    """The 8 bytes that tell an atomic batch from another under its key, from its members' fingerprints in order.
+
+    So whoever reads the ledger, which has only the members', knows it too.
+    """
+    return hashlib.sha256(b"".join(members)).digest()[:FINGERPRINT_BYTES]
+
+
 # ------------------------------------------------------------------------------------------------- record header
 
 

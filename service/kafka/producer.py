@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from aiokafka import AIOKafkaProducer, errors
@@ -18,6 +18,8 @@ from service.wire import Header
 # A batch that every topic with the default max.message.bytes (1,048,588) takes.
 BATCH_BYTES_MAX: Final = 1_000_000
 CLOSE_PATIENCE_S: Final = 1.0
+# After a refusal, for what else is under way: its answers are close behind.
+REFUSED_PATIENCE_S: Final = 0.1
 
 PRODUCE, ADD_PARTITIONS, END_TXN = 0, 24, 26  # API keys
 
@@ -41,49 +43,143 @@ class Place(NamedTuple):
     timestamp: int
 
 
-class TransactionalProducer:
-    """One life of the producer of a transactional id, from its fence to its first failure (KIP-98)."""
+# What became of a record: where it is, why the broker refused it for good, or None: nobody knows.
+Fate = Place | Refusal | None
+Sent = list[tuple["asyncio.Future[Any]", list[int]]]
 
-    def __init__(self, cluster: Cluster, transactional_id: str, transaction_timeout_ms: int) -> None:
-        self._producer = AIOKafkaProducer(
-            transactional_id=transactional_id,
-            transaction_timeout_ms=transaction_timeout_ms,
+
+class _Life:
+    """One AIOKafkaProducer, watched: aiokafka repeats within itself what must end a producer's life."""
+
+    def __init__(self, cluster: Cluster, name: str, **options: Any) -> None:
+        self.producer = AIOKafkaProducer(
             enable_idempotence=True,
             acks="all",
             max_batch_size=BATCH_BYTES_MAX,
             max_request_size=2**31 - 1,  # sizes are checked at the edge, against each topic's own limit
-            **cluster.options(transactional_id),
+            **options,
+            **cluster.options(name),
         )
-        # The broker aborts a transaction at its timeout; waiting for longer could only meet that.
-        self._patience_s = min(cluster.request_timeout_ms, transaction_timeout_ms) / 1000
-        self._start_patience_s = (cluster.request_timeout_ms + transaction_timeout_ms) / 1000
-        self._scope: asyncio.Timeout | None = None
-        self._tainted = ""
-        self._refusals: dict[str, Refusal] = {}
+        self.tainted = ""  # the first request that had no clean answer
+        self.refusals: dict[str, Refusal] = {}  # by topic
+        self._transactional = "transactional_id" in options
+        self._scopes: set[asyncio.Timeout] = set()
 
-    async def start(self) -> None:
-        """InitProducerId: when this returns, the fate of the older producers' transactions is final.
-
-        Raises KafkaAway where Kafka does not answer, refuses, or keeps saying CONCURRENT_TRANSACTIONS.
-        """
+    async def start(self, patience_s: float) -> None:
+        """Get the producer id. Raises KafkaAway, and is closed then."""
         try:
-            async with asyncio.timeout(self._start_patience_s):
-                await self._producer.start()
+            async with asyncio.timeout(patience_s):
+                await self.producer.start()
         except (errors.KafkaError, OSError, TimeoutError) as error:
             await self.close()
             raise KafkaAway(f"no producer id: {error!r}") from error
         except BaseException:
             await self.close()
             raise
-        self._watch()
+        client = self.producer.client
+        send = client.send
+
+        async def watched(node_id: int, request: Any, **group: Any) -> Any:
+            try:
+                response = await send(node_id, request, **group)
+            except BaseException as error:
+                self.tainted = self.tainted or f"{type(request).__name__} had no answer: {error!r}"
+                raise
+            self._look(response)
+            return response
+
+        client.send = watched
 
     @property
     def producer_id(self) -> int:
-        return int(self._producer._txn_manager.producer_id)
+        return int(self.producer._txn_manager.producer_id)
 
     @property
     def epoch(self) -> int:
-        return int(self._producer._txn_manager.producer_epoch)
+        return int(self.producer._txn_manager.producer_epoch)
+
+    @contextlib.asynccontextmanager
+    async def within(self, patience_s: float) -> AsyncIterator[None]:
+        """A deadline, which a refusal brings near: aiokafka would repeat some refused requests until it comes."""
+        async with asyncio.timeout(patience_s) as scope:
+            self._scopes.add(scope)
+            try:
+                yield
+            finally:
+                self._scopes.discard(scope)
+
+    async def post(self, records: Sequence[Record]) -> Sent:
+        """Hand records to the sender, batched by partition; a future for each batch, and the records' indexes in it."""
+        sent: Sent = []
+        for (topic, partition), indexes in _by_partition(records).items():
+            for builder, members in _batches(records, indexes, self._transactional):
+                future = await self.producer.send_batch(builder, topic, partition=partition)
+                future.add_done_callback(_retrieve)
+                sent.append((future, members))
+        return sent
+
+    def _look(self, response: Any) -> None:
+        if response.API_KEY == END_TXN and response.error_code:
+            self.tainted = self.tainted or f"EndTxn answered {errors.for_code(response.error_code).__name__}"
+        elif response.API_KEY in (PRODUCE, ADD_PARTITIONS):
+            rows = response.topics if response.API_KEY == PRODUCE else response.errors
+            for topic, partitions in rows:
+                for _, code, *_ in partitions:
+                    if code in REFUSALS:
+                        self.refusals[topic] = REFUSALS[code]
+            if self.refusals:
+                for scope in self._scopes:
+                    scope.reschedule(asyncio.get_running_loop().time() + REFUSED_PATIENCE_S)
+
+    async def close(self) -> None:
+        """End this life in whatever state it is. `stop()` would flush, and may hang; nothing here is worth a flush."""
+        self.producer._closed = True  # else its __del__ calls this a leak
+        sender = self.producer._sender.sender_task
+        await self._hang_up()  # fails what waits for an answer, so that the sender can end
+        loop = asyncio.get_running_loop()
+        until = loop.time() + CLOSE_PATIENCE_S
+        while sender is not None and not sender.done() and loop.time() < until:
+            sender.cancel()  # once for the sender itself, and once more for each task that it waits for
+            await asyncio.wait([sender], timeout=0.05)
+        await self._hang_up()
+        waiter = self.producer._txn_manager._transaction_waiter
+        if waiter is not None and waiter.done():
+            _retrieve(waiter)
+
+    async def _hang_up(self) -> None:
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(CLOSE_PATIENCE_S):
+                await self.producer.client.close()
+
+
+class TransactionalProducer:
+    """One life of the producer of a transactional id, from its fence to its first failure (KIP-98)."""
+
+    def __init__(self, cluster: Cluster, transactional_id: str, transaction_timeout_ms: int) -> None:
+        self._life = _Life(
+            cluster,
+            transactional_id,
+            transactional_id=transactional_id,
+            transaction_timeout_ms=transaction_timeout_ms,
+        )
+        # The broker aborts a transaction at its timeout; waiting for longer could only meet that.
+        self._patience_s = min(cluster.request_timeout_ms, transaction_timeout_ms) / 1000
+        self._start_patience_s = (cluster.request_timeout_ms + transaction_timeout_ms) / 1000
+
+    async def start(self) -> None:
+        """InitProducerId: when this returns, the fate of the older producers' transactions is final.
+
+        Raises KafkaAway where Kafka does not answer, refuses, or keeps saying CONCURRENT_TRANSACTIONS.
+        """
+        await self._life.start(self._start_patience_s)
+
+    @property
+    def producer_id(self) -> int:
+        return self._life.producer_id
+
+    @property
+    def epoch(self) -> int:
+        return self._life.epoch
 
     async def write(
         self, records: Sequence[Record], ledger: tuple[str, int], ledger_record: Callable[[Sequence[Place]], bytes]
@@ -93,131 +189,119 @@ class TransactionalProducer:
         Awaits every send before the ledger record, and that before the commit: aiokafka would commit although a send
         failed. Raises TransactionFailed for anything else than a clean commit; then this producer is to be closed.
         """
+        life, producer = self._life, self._life.producer
         commit_asked = False
         try:
-            async with asyncio.timeout(self._patience_s) as self._scope:
-                await self._producer.begin_transaction()
+            async with life.within(self._patience_s):
+                await producer.begin_transaction()
                 # With the first data partition, so that both go in one AddPartitionsToTxn.
-                self._producer._txn_manager.maybe_add_partition_to_txn(TopicPartition(*ledger))
+                producer._txn_manager.maybe_add_partition_to_txn(TopicPartition(*ledger))
                 places = await self._send(records)
                 (ledger_place,) = await self._send([Record(*ledger, None, ledger_record(places), [], 0)])
                 commit_asked = True
-                await self._producer.commit_transaction()
-            if self._tainted:
-                # A request was repeated inside: its first copy may still arrive in the next transaction (KAFKA-17754).
-                raise TransactionFailed(verdict.Verdict.UNKNOWN, self._tainted, self._refusals)
-        except TransactionFailed:
-            raise
+                await producer.commit_transaction()
         except Exception as error:  # aiokafka's failures have no common ancestor: asserts and KeyErrors are among them
-            cause = ", ".join(f"{topic}: {refusal.why}" for topic, refusal in self._refusals.items()) or repr(error)
-            raise TransactionFailed(verdict.of(error, commit_asked), cause, self._refusals) from error
-        finally:
-            self._scope = None
+            cause = ", ".join(f"{topic}: {refusal.why}" for topic, refusal in life.refusals.items()) or repr(error)
+            raise TransactionFailed(verdict.of(error, commit_asked), cause, life.refusals) from error
+        if life.tainted:
+            # A request was repeated inside: its first copy may still arrive in the next transaction (KAFKA-17754).
+            raise TransactionFailed(verdict.Verdict.UNKNOWN, life.tainted, life.refusals)
         return places, ledger_place.offset
 
     async def _send(self, records: Sequence[Record]) -> list[Place]:
-        """Send records, batched by partition, and await them all; their places in the order of `records`."""
+        """Send records and await every one; their places in the order of `records`."""
+        sent = await self._life.post(records)
         places: list[Place] = [Place(-1, -1)] * len(records)
-        sent: list[tuple[Any, list[int]]] = []
-        for (topic, partition), indexes in _by_partition(records).items():
-            for builder, members in _batches(records, indexes):
-                sent.append((await self._producer.send_batch(builder, topic, partition=partition), members))
-        for future, _ in sent:
-            future.add_done_callback(_retrieve)
         for metadata, (_, members) in zip(await asyncio.gather(*(future for future, _ in sent)), sent, strict=True):
             if metadata.offset < 0:
                 # DuplicateSequenceNumber, which aiokafka calls a success: there, but nobody knows where.
                 raise errors.KafkaError(f"{metadata.topic}-{metadata.partition}: no offset in the answer")
-            for place, index in enumerate(members):
-                timestamp = metadata.timestamp if metadata.timestamp >= 0 else records[index].timestamp
-                places[index] = Place(metadata.offset + place, timestamp)
+            for index, place in zip(members, _places(metadata, records, members), strict=True):
+                places[index] = place
         return places
-
-    def _watch(self) -> None:
-        """Look at each request and answer: aiokafka repeats within itself what must end this producer's life."""
-        client = self._producer.client
-        send = client.send
-
-        async def watched(node_id: int, request: Any, **group: Any) -> Any:
-            try:
-                response = await send(node_id, request, **group)
-            except BaseException as error:
-                self._tainted = self._tainted or f"{type(request).__name__} had no answer: {error!r}"
-                raise
-            self._look(response)
-            return response
-
-        client.send = watched
-
-    def _look(self, response: Any) -> None:
-        if response.API_KEY == END_TXN and response.error_code:
-            self._tainted = self._tainted or f"EndTxn answered {errors.for_code(response.error_code).__name__}"
-        elif response.API_KEY in (PRODUCE, ADD_PARTITIONS):
-            rows = response.topics if response.API_KEY == PRODUCE else response.errors
-            for topic, partitions in rows:
-                for _, code, *_ in partitions:
-                    if code in REFUSALS:
-                        self._refusals[topic] = REFUSALS[code]
-            if self._refusals and self._scope is not None:
-                # aiokafka would repeat some of these until the deadline, at the cost of everyone in the group.
-                self._scope.reschedule(asyncio.get_running_loop().time())
 
     async def close(self) -> None:
         """End this life, at once: what is in flight is fenced by the next one. Never raises, never hangs."""
-        await _bury(self._producer)
+        await self._life.close()
 
 
 class IdempotentProducer:
     """A plain idempotent producer (acks=all, no transaction) that is made anew after a failure.
 
-    A new life has a new producer id: what the old one had in flight may be there twice. It carries what tolerates
-    that: barriers and the journal.
+    A new life has a new producer id, at epoch 0: what the old one had in flight may be there twice. It carries what
+    tolerates that: barriers, the journal, and events whose guarantee is `idempotent`.
     """
 
     def __init__(self, cluster: Cluster, name: str) -> None:
         self._cluster = cluster
         self._name = name
-        self._producer: AIOKafkaProducer | None = None
+        self._life: _Life | None = None
         self._starting = asyncio.Lock()
 
-    async def send(self, topic: str, partition: int | None, key: bytes | None, value: bytes) -> int:
-        """Write one record and await it; its offset. Raises KafkaAway: it may be there all the same."""
-        try:
-            async with asyncio.timeout(self._cluster.timeout_s):
-                producer = await self._started()
-                sent = await producer.send(topic, value=value, key=key, partition=partition)
-                sent.add_done_callback(_retrieve)
-                metadata = await sent
-        except (errors.KafkaError, OSError, TimeoutError, AssertionError) as error:
-            await self.close()
-            raise KafkaAway(f"{topic}: {error!r}") from error
-        if metadata.offset < 0:
-            await self.close()
-            raise KafkaAway(f"{topic}: no offset in the answer")
-        return int(metadata.offset)
+    async def identity(self) -> tuple[int, int]:
+        """Producer id and epoch of the present life, which is begun where there is none. Raises KafkaAway."""
+        life = await self._living()
+        return life.producer_id, life.epoch
 
-    async def _started(self) -> AIOKafkaProducer:
+    async def send(self, topic: str, partition: int, key: bytes | None, value: bytes) -> int:
+        """Write one record and await it; its offset. Raises KafkaAway: it may be there all the same."""
+        (fate,) = await self.write([Record(topic, partition, key, value, [], 0)])
+        if not isinstance(fate, Place):
+            raise KafkaAway(f"{topic}: {fate.why if fate else 'no clean answer'}")
+        return fate.offset
+
+    async def write(self, records: Sequence[Record]) -> list[Fate]:
+        """Write records and await them; the fate of each, in their order. Raises KafkaAway: nothing was sent.
+
+        Unless all went well this life ends: its sequence numbers have a gap that the broker would refuse for ever.
+        """
+        life = await self._living()
+        sent: Sent = []
+        try:
+            async with life.within(self._cluster.timeout_s):
+                sent = await life.post(records)
+                await asyncio.gather(*(future for future, _ in sent), return_exceptions=True)
+        except Exception:  # each batch's own fate is read from its future
+            await self._end(life)
+        fates: list[Fate] = [None] * len(records)
+        for future, members in sent:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                metadata = future.result()
+                if metadata.offset >= 0:
+                    for index, place in zip(members, _places(metadata, records, members), strict=True):
+                        fates[index] = place
+                else:  # DuplicateSequenceNumber
+                    await self._end(life)
+            else:
+                await self._end(life)
+                for index in members:
+                    fates[index] = life.refusals.get(records[index].topic)
+        return fates
+
+    async def _living(self) -> _Life:
         async with self._starting:
-            if self._producer is None:
-                producer = AIOKafkaProducer(
-                    enable_idempotence=True,
-                    acks="all",
-                    max_batch_size=BATCH_BYTES_MAX,
-                    max_request_size=BATCH_BYTES_MAX,
-                    **self._cluster.options(self._name),
-                )
-                try:
-                    await producer.start()
-                except BaseException:
-                    await _bury(producer)
-                    raise
-                self._producer = producer
-            return self._producer
+            if self._life is None:
+                life = _Life(self._cluster, self._name)
+                await life.start(self._cluster.timeout_s)
+                self._life = life
+            return self._life
+
+    async def _end(self, life: _Life) -> None:
+        if self._life is life:
+            self._life = None
+        await life.close()
 
     async def close(self) -> None:
-        producer, self._producer = self._producer, None
-        if producer is not None:
-            await _bury(producer)
+        if self._life is not None:
+            await self._end(self._life)
+
+
+def _places(metadata: Any, records: Sequence[Record], members: Sequence[int]) -> list[Place]:
+    """The places of a batch's records; -1 for a timestamp means that the records' own were kept."""
+    return [
+        Place(metadata.offset + place, metadata.timestamp if metadata.timestamp >= 0 else records[index].timestamp)
+        for place, index in enumerate(members)
+    ]
 
 
 def _by_partition(records: Sequence[Record]) -> dict[tuple[str, int], list[int]]:
@@ -228,19 +312,16 @@ def _by_partition(records: Sequence[Record]) -> dict[tuple[str, int], list[int]]
     return groups
 
 
-def _batches(records: Sequence[Record], indexes: Sequence[int]) -> list[tuple[BatchBuilder, list[int]]]:
+def _batches(
+    records: Sequence[Record], indexes: Sequence[int], transactional: bool
+) -> list[tuple[BatchBuilder, list[int]]]:
     """The batches of one partition; a new one where the topic's limit, or ours, would be passed."""
     batches: list[tuple[BatchBuilder, list[int]]] = []
     for index in indexes:
-        record = records[index]
-        fields = {
-            "timestamp": record.timestamp,
-            "key": record.key,
-            "value": record.value,
-            "headers": record.headers,
-        }
+        _, _, key, value, headers, timestamp, most = records[index]
+        fields = {"timestamp": timestamp, "key": key, "value": value, "headers": headers}
         if not batches or batches[-1][0].append(**fields) is None:
-            builder = BatchBuilder(min(BATCH_BYTES_MAX, record.batch_bytes_max), 0, is_transactional=True)
+            builder = BatchBuilder(min(BATCH_BYTES_MAX, most), 0, is_transactional=transactional)
             builder.append(**fields)
             batches.append((builder, []))
         batches[-1][1].append(index)
@@ -251,23 +332,3 @@ def _retrieve(future: "asyncio.Future[Any]") -> None:
     """Look at a future's exception, so that one nobody waits for any more makes no noise."""
     if not future.cancelled():
         future.exception()
-
-
-async def _bury(producer: AIOKafkaProducer) -> None:
-    """Close a producer that may be in any state. `stop()` would flush, and may hang; nothing here is worth a flush."""
-    producer._closed = True  # else its __del__ calls this a leak
-    sender = producer._sender.sender_task
-    with contextlib.suppress(Exception):
-        async with asyncio.timeout(CLOSE_PATIENCE_S):
-            await producer.client.close()  # fails what waits for an answer, so that the sender can end
-    loop = asyncio.get_running_loop()
-    until = loop.time() + CLOSE_PATIENCE_S
-    while sender is not None and not sender.done() and loop.time() < until:
-        sender.cancel()  # once for the sender itself, and once more for each task that it waits for
-        await asyncio.wait([sender], timeout=0.05)
-    with contextlib.suppress(Exception):
-        async with asyncio.timeout(CLOSE_PATIENCE_S):
-            await producer.client.close()
-    manager = producer._txn_manager
-    if manager is not None and manager._transaction_waiter is not None and manager._transaction_waiter.done():
-        _retrieve(manager._transaction_waiter)

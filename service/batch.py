@@ -1,0 +1,127 @@
+"""`POST /events/batch`: many events in one request, each for itself, or all of them or none."""
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import msgspec
+
+from service.errors import INVALID_EVENT, TOO_LARGE, Problem
+from service.event import Event, EventBody, check_json, decode, make_event, parse_key
+from service.ingest import Ingest
+from service.request import Answer, Load, Train
+from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX
+from service.wire import batch_fingerprint, event_id, member_id
+
+BATCH_EVENTS_MAX: Final = 10_000
+
+
+class BatchBody(msgspec.Struct, forbid_unknown_fields=True):
+    """The JSON of a batch. Its events are decoded one by one: a bad one fails alone."""
+
+    events: list[msgspec.Raw]
+    atomic: bool = False
+
+
+class MemberBody(EventBody, forbid_unknown_fields=True):
+    """The JSON of one event in a batch."""
+
+    idempotency_key: str | None = None
+
+
+_decode_batch = msgspec.json.Decoder(BatchBody).decode
+_decode_member = msgspec.json.Decoder(MemberBody).decode
+
+
+def parse_batch(body: bytes) -> BatchBody:
+    """A batch with at least one event. Raises Problem (400, 413)."""
+    check_json(body)
+    batch = decode(_decode_batch, body)
+    if not batch.events:
+        raise Problem(INVALID_EVENT, "events: send at least one")
+    if len(batch.events) > BATCH_EVENTS_MAX:
+        raise Problem(TOO_LARGE, f"events: there are {len(batch.events)}; at most {BATCH_EVENTS_MAX} are taken")
+    return batch
+
+
+# ------------------------------------------------------------------------------------------------ each for itself
+
+
+async def write_each(ingest: Ingest, batch: BatchBody) -> list[Answer]:
+    """Write the events of a batch, each under a key of its own; the answer of each, in their order.
+
+    They go to Kafka in trains, one after the other: what one transaction holds travels together, which keeps the
+    order of the batch. A key that comes again begins a new train, and so finds what became of the first.
+    """
+    answers: list[Answer | None] = [None] * len(batch.events)
+    good: list[tuple[int, Event]] = []
+    for index, raw in enumerate(batch.events):
+        try:
+            fields = decode(_decode_member, raw)
+            key = parse_key(fields.idempotency_key)
+            event = make_event(key, event_id(key), fields)
+            await ingest.check(event)
+            good.append((index, event))
+        except Problem as problem:
+            answers[index] = problem
+    for car in trains(good):
+        events = [event for _, event in car]
+        train = Train(object(), Load.of(events))
+        for (index, _), answer in zip(car, await ingest.submit_train(events, train), strict=True):
+            answers[index] = answer
+    return [answer for answer in answers if answer is not None]
+
+
+def trains(events: Sequence[tuple[int, Event]]) -> Iterator[list[tuple[int, Event]]]:
+    """Cut a batch into runs of different keys that one transaction holds."""
+    run: list[tuple[int, Event]] = []
+    ids: set[bytes] = set()
+    load = Load(0, 0)
+    for index, event in events:
+        load += Load.of((event,))
+        if run and (event.id in ids or not load.fits):
+            yield run
+            run, ids, load = [], set(), Load.of((event,))
+        run.append((index, event))
+        ids.add(event.id)
+    if run:
+        yield run
+
+
+# -------------------------------------------------------------------------------------------------- all or none
+
+
+async def write_atomic(ingest: Ingest, batch: BatchBody, key: str, arrived: float) -> tuple[bytes, Answer]:
+    """Write a batch in one transaction or not at all; the id of the whole, and its answer.
+
+    Raises Problem for what is refused before the key is touched, also where no transaction could hold it.
+    """
+    events = [_member(key, index, raw) for index, raw in enumerate(batch.events)]
+    load = Load.of(events)
+    if load.ledger_bytes > GROUP_LEDGER_BYTES_MAX:
+        most = int(len(events) * GROUP_LEDGER_BYTES_MAX / load.ledger_bytes)
+        raise Problem(TOO_LARGE, f"events: one transaction holds about {most} such events; there are {len(events)}")
+    if load.event_bytes > GROUP_EVENT_BYTES_MAX:
+        raise Problem(
+            TOO_LARGE, f"events: they have {load.event_bytes} bytes; one transaction holds {GROUP_EVENT_BYTES_MAX}"
+        )
+    for index, event in enumerate(events):
+        try:
+            await ingest.check(event)
+        except Problem as problem:
+            raise _of_member(index, problem) from None
+    id = event_id(key)
+    return id, await ingest.submit_atomic(events, (id, batch_fingerprint(event.fp for event in events)), arrived)
+
+
+def _member(key: str, index: int, raw: msgspec.Raw) -> Event:
+    try:
+        fields = decode(_decode_member, raw)
+        if fields.idempotency_key is not None:
+            raise Problem(INVALID_EVENT, "idempotency_key: the whole batch has one key, in its Idempotency-Key header")
+        return make_event(key, member_id(key, index), fields)
+    except Problem as problem:
+        raise _of_member(index, problem) from None
+
+
+def _of_member(index: int, problem: Problem) -> Problem:
+    return Problem(problem.kind, f"events[{index}].{problem.detail}", problem.retry_after_s)
