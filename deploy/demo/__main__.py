@@ -81,7 +81,7 @@ def _play(stack: contextlib.ExitStack, folder: Path, count: int) -> Outcome:
 
     screen.step("The audit: the reconciliation job over both topics (Spark)")
     with screen.busy("Spark reads, compares and writes"), Job(folder, kafka.bootstrap, [WITH, WITHOUT]) as job:
-        report = job.report()
+        report = job.report(tell=screen.note)
     screen.note(f"{len(report.findings):,} findings")
     return Outcome([e.key for e in events], tally, first, [e.key for e in others], second, report)
 

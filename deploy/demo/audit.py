@@ -1,8 +1,10 @@
 """The reconciliation job, run as an operator runs it, and its report."""
 
 import json
+import re
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ from deploy.local.console import StackError
 from deploy.local.process import Process
 
 _RUN_S = 240.0
+_POLL_S = 0.1
 _CLEAN, _FINDINGS = 0, 3
+_PROGRESS = re.compile(r"^ *[\d.]+s  (.+)\n", re.MULTILINE)  # the job's lines of progress: its clock, and what it does
 
 
 @dataclass(frozen=True)
@@ -57,13 +61,21 @@ class Job(Process):
         }
         self.spawn([sys.executable, "-m", "spark", *arguments], env=environment, cwd=places.ROOT)
 
-    def report(self) -> Report:
-        """Wait for the run's end, and read what it found.
+    def report(self, tell: Callable[[str], None]) -> Report:
+        """Wait for the run's end, and read what it found; `tell` gets what it says about its progress.
 
         Raises:
             StackError: it could not run, or takes too long.
         """
-        if self.wait(_RUN_S) not in (_CLEAN, _FINDINGS):
+        told = 0
+        deadline = time.monotonic() + _RUN_S
+        while self.running and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            said = _PROGRESS.findall(self.log.read_text(errors="replace"))
+            for line in said[told:]:
+                tell(line)
+            told = len(said)
+        if self.wait(0) not in (_CLEAN, _FINDINGS):
             raise StackError(f"the job could not run (exit code {self.exit_code})\n{self.tail()}")
         body = json.loads((self._report / "report.json").read_text())
         return Report(
