@@ -73,7 +73,8 @@ local function replay_entries(blob, retention)
     local at = at_of(state)
     if at + retention > now then
       local present = redis.call('GET', P .. 'k' .. id)
-      if not present or at_of(present) <= at then put(id, state, at, retention) end
+      -- Any claim ("C" is 67) gives way, also a newer one: a store that did not know of this record has let it be made.
+      if not present or string.byte(present) == 67 or at_of(present) <= at then put(id, state, at, retention) end
     end
   end
 end

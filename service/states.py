@@ -134,8 +134,12 @@ def _is_claim_of(state: KeyState, slot: int, term: int) -> bool:
 
 
 def replay(state: KeyState, delivered: Delivered | DeliveredBatch, now_ms: int, retention_ms: int) -> KeyState:
-    """A ledger entry read during recovery: an expired one is skipped, and none replaces a newer `at`."""
-    if delivered.at + retention_ms <= now_ms or (state is not None and state.at > delivered.at):
+    """A ledger entry read during recovery: an expired one is skipped, and none replaces an answer with a newer `at`.
+
+    A claim always gives way, also a newer one: it was made in a store that did not know of this record.
+    """
+    newer = state is not None and not isinstance(state, Claimed) and state.at > delivered.at
+    if newer or delivered.at + retention_ms <= now_ms:
         return state
     return delivered
 
