@@ -1,0 +1,1 @@
+"""The service on the real stack, judged by what stands in Kafka."""

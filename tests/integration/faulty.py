@@ -1,0 +1,248 @@
+"""`python -m tests.integration.faulty`: the service with faults at exact places, or with a rule taken out.
+
+Nothing of this is in the service: its methods are wrapped before it starts. Places are named after what is about to
+happen there; with `.done` it has happened, and nobody has been told.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final
+
+from aiokafka.errors import TopicAuthorizationFailedError
+
+from service.errors import KafkaAway, StoreAway, StoreUnanswered
+from service.kafka.producer import TransactionalProducer
+from service.keys import Epoch, RedisKeys
+from service.recovery import SlotRecovery, Store
+from service.slot import Slot
+from service.states import SlotEvent
+from tests.integration.plan import PLAN_ENV, Plan
+
+HOLD_POLL_S: Final = 0.005
+
+PLACES: Final[dict[str, tuple[type, str]]] = {
+    "claim": (RedisKeys, "claim"),
+    "release": (RedisKeys, "release"),
+    "mark": (RedisKeys, "mark"),
+    "slot.fence": (SlotRecovery, "_fence"),
+    "slot.begin": (Slot, "begin"),
+    "slot.check": (SlotRecovery, "_check"),
+    "slot.replay": (SlotRecovery, "_replay_and_free"),
+    "store.recover": (Store, "_recover"),
+    "store.fence": (Store, "_fence_all"),
+    "store.replay": (Store, "_replay_all"),
+    "store.end": (RedisKeys, "recover_end"),
+}
+# Of a transaction with events: before it begins; all sends answered; the ledger record answered; the commit answered.
+WRITE_PLACES: Final = ("write", "ledger", "commit", "commit.done")
+
+ERRORS: Final[dict[str, type[Exception]]] = {
+    error.__name__: error for error in (KafkaAway, StoreAway, StoreUnanswered, TimeoutError)
+}
+# An error after which aiokafka lets a transaction only be aborted; at the place `ledger`.
+ABORTABLE: Final = "Abortable"
+
+
+def vendor_of(producer: Any) -> Any:
+    """aiokafka's own producer."""
+    return producer._life.producer
+
+
+def fail_in_the_books(vendor: Any) -> None:
+    """What aiokafka does where the broker refuses a partition: the broker's transaction stays open."""
+    error = TopicAuthorizationFailedError("a fault")
+    vendor._txn_manager.error_transaction(error)
+    raise error
+
+
+def replace(owner: type, method: str, other: Callable[..., Awaitable[Any]]) -> None:
+    """Put another method in the place of one that is there."""
+    assert callable(getattr(owner, method))
+    setattr(owner, method, other)
+
+
+class Faults:
+    """The plan, and how often each place was visited."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._visits: Counter[str] = Counter()
+        known = {*PLACES, *(f"{place}.done" for place in PLACES), *WRITE_PLACES}
+        wrong = [fault for fault in plan.faults if fault.at not in known]
+        assert not wrong, f"no such place: {wrong}"
+
+    def visit(self, at: str) -> str | None:
+        """Do what is planned here, as far as it needs no waiting; answers what is left to do: `hold` or an error."""
+        self._visits[at] += 1
+        for fault in self._plan.faults:
+            if fault.at == at and fault.first <= self._visits[at] < fault.first + fault.times:
+                self._plan.tell(at)
+                if fault.do == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                elif fault.do == "stop":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                elif fault.do in ERRORS:
+                    raise ERRORS[fault.do](f"a fault, {at}")
+                else:
+                    assert fault.do in ("hold", ABORTABLE), fault
+                    return fault.do
+        return None
+
+    async def reach(self, at: str) -> str | None:
+        """`visit`, and wait where that is planned."""
+        left = self.visit(at)
+        while left == "hold" and not self._plan.may_go(at):  # noqa: ASYNC110 - the test is another process
+            await asyncio.sleep(HOLD_POLL_S)
+        return left
+
+    def install(self) -> None:
+        for place, (owner, method) in PLACES.items():
+            replace(owner, method, self._around(place, getattr(owner, method)))
+        self._around_write()
+
+    def _around(self, place: str, method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def wrapped(*args: Any, **kwargs: Any) -> Any:
+            await self.reach(place)
+            result = await method(*args, **kwargs)
+            await self.reach(f"{place}.done")
+            return result
+
+        return wrapped
+
+    def _around_write(self) -> None:
+        write = TransactionalProducer.write
+
+        async def wrapped(producer: Any, records: Sequence[Any], ledger: Any, ledger_record: Any) -> Any:
+            if not records:  # a begin record
+                return await write(producer, records, ledger, ledger_record)
+            await self.reach("write")
+            vendor = vendor_of(producer)
+            commit = type(vendor).commit_transaction
+
+            def with_places(places: Any) -> Any:
+                if self.visit("ledger") == ABORTABLE:
+                    fail_in_the_books(vendor)
+                return ledger_record(places)
+
+            async def commit_here() -> None:
+                await self.reach("commit")
+                await commit(vendor)
+                await self.reach("commit.done")
+
+            vendor.commit_transaction = commit_here
+            return await write(producer, records, ledger, with_places)
+
+        replace(TransactionalProducer, "write", wrapped)
+
+
+# ------------------------------------------------------------------------------------------------------ mutants
+
+
+def producer_is_reused() -> None:
+    """Step 5 of writing taken out: after a failure the transaction is aborted, and the same producer goes on."""
+    fence = SlotRecovery._fence
+    kept: dict[int, TransactionalProducer] = {}
+
+    async def fence_or_go_on(recovery: SlotRecovery, slot: Slot, epoch: Epoch) -> None:
+        if slot.n not in kept:
+            await fence(recovery, slot, epoch)
+            kept[slot.n] = slot.producer
+            return
+        await vendor_of(kept[slot.n]).abort_transaction()
+        slot.enter(epoch, kept[slot.n])
+
+    async def stay_open(_: TransactionalProducer) -> None:
+        pass
+
+    replace(SlotRecovery, "_fence", fence_or_go_on)
+    replace(TransactionalProducer, "close", stay_open)
+
+
+def control_is_not_checked() -> None:
+    """Step 4 of slot recovery taken out."""
+
+    async def believe(_: SlotRecovery, slot: Slot) -> None:
+        slot.move(SlotEvent.CHECK)
+
+    replace(SlotRecovery, "_check", believe)
+
+
+def ledger_is_not_replayed() -> None:
+    """Step 5 of slot recovery taken out: the old terms are freed all the same."""
+
+    async def only_free(recovery: SlotRecovery, slot: Slot) -> None:
+        await recovery._keys.replay(slot.epoch, [], (slot.n, slot.term))
+        slot.move(SlotEvent.FREE)
+
+    replace(SlotRecovery, "_replay_and_free", only_free)
+
+
+def slots_are_not_fenced() -> None:
+    """Step 3 of store recovery taken out."""
+
+    async def fence_none(_: Store, slots: int) -> None:
+        pass
+
+    replace(Store, "_fence_all", fence_none)
+
+
+def marks_leave_gaps() -> None:
+    """Step 4 of writing without its rule: `applied` moves to each marked record, also past one that was not marked."""
+    mark = RedisKeys.mark
+
+    async def from_anywhere(keys: RedisKeys, epoch: Epoch, slot: int, term: int, _: int, offset: int, rows: Any) -> int:
+        applied = await keys.applied(epoch, slot)
+        return await mark(keys, epoch, slot, term, -1 if applied is None else applied, offset, rows)
+
+    async def forget(slot: Slot) -> None:
+        """One try for each record: what could not be marked is not owed."""
+        while slot._unmarked:
+            epoch, term, previous, offset, rows = slot._unmarked.popleft()
+            with contextlib.suppress(StoreAway):
+                await slot._keys.mark(epoch, slot.n, term, previous, offset, rows)
+
+    replace(RedisKeys, "mark", from_anywhere)
+    replace(Slot, "_pay", forget)
+
+
+MUTANTS: Final[dict[str, Callable[[], None]]] = {
+    mutant.__name__: mutant
+    for mutant in (
+        producer_is_reused,
+        control_is_not_checked,
+        ledger_is_not_replayed,
+        slots_are_not_fenced,
+        marks_leave_gaps,
+    )
+}
+
+
+def only_take(slots: Sequence[int]) -> None:
+    """Leave all slots but these to others."""
+    take = RedisKeys.take
+
+    async def take_some(keys: RedisKeys, epoch: Epoch, slot: int, token: str) -> bool:
+        return slot in slots and await take(keys, epoch, slot, token)
+
+    replace(RedisKeys, "take", take_some)
+
+
+def main() -> int:
+    from service.__main__ import main as serve
+
+    plan = Plan.decode(os.environ[PLAN_ENV])
+    for mutant in plan.mutants:
+        MUTANTS[mutant]()
+    if plan.only_slots is not None:
+        only_take(plan.only_slots)
+    Faults(plan).install()
+    return serve()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

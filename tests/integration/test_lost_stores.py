@@ -1,0 +1,131 @@
+"""Redis forgets, restarts, or refuses: that costs a pause, never an event and never a duplicate."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from tests.integration.client import Asked, events
+from tests.integration.conftest import Stage, plan_of
+from tests.integration.plan import Fault, until
+
+
+async def test_flushed_under_load(own_stage: Stage, topic: str) -> None:
+    stage = own_stage
+    services = [stage.service(), stage.service()]
+    await stage.start(*services)
+    urls = [service.url for service in services]
+    asked = events(topic, 300)
+    load = asyncio.create_task(stage.client.load(urls, asked))
+    for _ in range(2):
+        await asyncio.to_thread(until, has_settled(stage, len(stage.client.history) + 60))
+        await asyncio.to_thread(stage.redis.flush)
+    await load
+    await stage.ask_again(urls, asked)
+    await stage.assert_exactly_once(topic)
+
+
+async def test_flushed_again_during_the_recovery_from_it(own_stage: Stage, topic: str) -> None:
+    """The ledger was replayed when the second flush comes: without the nonce, an empty store would be believed."""
+    stage = own_stage
+    service = await stage.started(faults=(Fault("store.end", "hold", first=2),))
+    asked = events(topic, 20)
+    await stage.client.load([service.url], asked)
+
+    stage.redis.flush()
+    await asyncio.to_thread(until, lambda: plan_of(service).happened("store.end"))
+    stage.redis.flush()
+    plan_of(service).let_go("store.end")
+
+    await stage.ask_again([service.url], asked)
+    await stage.assert_exactly_once(topic)
+
+
+async def test_killed_in_the_middle_of_a_store_recovery(own_stage: Stage, topic: str) -> None:
+    """Another process recovers the store, once the nonce of the dead has run out."""
+    stage = own_stage
+    doomed = stage.service(faults=(Fault("store.replay", "kill", first=2),))
+    other = stage.service(faults=(Fault("store.recover", "hold", first=1),), only_slots=(0, 1))
+    await stage.start(doomed)
+    asked = events(topic, 20)
+    await stage.client.load([doomed.url], asked)
+    stage.redis.flush()
+    await stage.start(other, wait_ready=False)
+    assert await asyncio.to_thread(doomed.wait, 15) == -9
+    plan_of(other).let_go("store.recover")
+    await asyncio.to_thread(other.wait_ready)
+    await stage.ask_again([other.url], asked)
+    await stage.assert_exactly_once(topic)
+
+
+async def test_restarted_empty_under_load(own_stage: Stage, topic: str) -> None:
+    stage = own_stage
+    services = [stage.service(), stage.service()]
+    await stage.start(*services)
+    urls = [service.url for service in services]
+    asked = events(topic, 200)
+    load = asyncio.create_task(stage.client.load(urls, asked))
+    await asyncio.to_thread(until, has_settled(stage, 60))
+    await asyncio.to_thread(restart, stage)
+    await load
+    await stage.ask_again(urls, asked)
+    await stage.assert_exactly_once(topic)
+
+
+async def test_without_a_store_nothing_is_written_and_it_is_said_so(own_stage: Stage, topic: str) -> None:
+    stage = own_stage
+    service = await stage.started(request_timeout_ms=1500)
+    stage.redis.kill()
+    answers = await asyncio.gather(*(stage.client.post(service.url, asked) for asked in events(topic, 3)))
+    assert {(answer.status, answer.code) for answer in answers} == {(503, "not-written")}
+    assert not await asyncio.to_thread(service.ready)
+    assert (await stage.client.http.get(f"{service.url}/livez")).status_code == 200
+    assert (await stage.client.http.get(f"{service.url}/events/k-0")).status_code == 503
+    await stage.assert_exactly_once(topic)  # that is: nothing is there
+
+
+async def test_marks_that_fail_while_commits_succeed(stage: Stage, topic: str) -> None:
+    """The events are committed, so they are answered; `applied` waits, so whoever takes the slot finds them."""
+    doomed = stage.service(faults=(Fault("mark", "StoreAway", times=1_000_000),), slots=1, only_slots=(0,))
+    await stage.start(doomed)
+    asked = events(topic, 5)
+    for each in asked:
+        answer = await stage.client.post(doomed.url, each)
+        assert (answer.status, answer.replayed) == (201, False)
+    doomed.kill()
+    other = await stage.started(slots=1)
+    await stage.ask_again([other.url], asked)
+    await stage.assert_exactly_once(topic)
+
+
+async def test_a_mark_that_failed_is_made_up_for(stage: Stage, topic: str) -> None:
+    service = await stage.started(faults=(Fault("mark", "StoreAway", times=2),), slots=1)
+    asked = Asked("the key", topic, b"1")
+    first = await stage.client.post(service.url, asked)
+    assert first.status == 201
+
+    async def told() -> str:
+        return str((await stage.client.http.get(f"{service.url}/events/the key")).json().get("state"))
+
+    deadline = time.monotonic() + 10
+    while await told() != "committed":
+        assert time.monotonic() < deadline
+    again = await stage.client.post(service.url, asked)
+    assert (again.body, again.replayed) == (first.body, True)
+    await stage.assert_exactly_once(topic)
+
+
+async def test_a_claim_whose_reply_is_lost(stage: Stage, topic: str) -> None:
+    """It stands in Redis and nobody knows: the term ends, and the request goes round again."""
+    service = await stage.started(faults=(Fault("claim.done", "StoreUnanswered"),), slots=1)
+    answer = await stage.client.post(service.url, Asked("the key", topic, b"1"))
+    assert (answer.status, answer.replayed) == (201, False)
+    await stage.assert_exactly_once(topic)
+
+
+def has_settled(stage: Stage, attempts: int) -> Callable[[], bool]:
+    return lambda: len(stage.client.history) >= attempts
+
+
+def restart(stage: Stage) -> None:
+    stage.redis.kill()
+    stage.redis.start()

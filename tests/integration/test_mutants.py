@@ -1,0 +1,109 @@
+"""Rules of the protocol, each taken out: the judge must find what then goes wrong, and nothing with the rule in place.
+
+Each scenario is played twice, and places its events exactly. Who holds which slot is fixed, so that the rule in
+question, and no other, is what protects.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from deploy.local.stack import Redis
+from tests.integration.client import Asked
+from tests.integration.conftest import Stage, plan_of
+from tests.integration.plan import Fault, stopped, until
+
+Scenario = Callable[[Stage, str, tuple[str, ...]], Awaitable[None]]
+
+KEY = "the key"
+# No timeout of these may come in the way of a scenario's own order.
+PATIENT: dict[str, Any] = {"request_timeout_ms": 15_000, "transaction_timeout_ms": 15_000}
+
+
+async def a_transaction_fails(stage: Stage, topic: str, mutants: tuple[str, ...]) -> None:
+    """aiokafka is told to abort after an error, and does so only in its own books: the next commit publishes it all."""
+    service = await stage.started(faults=(Fault("ledger", "Abortable"),), mutants=mutants, slots=1)
+    await stage.client.settle([service.url], Asked(KEY, topic, b"1"))
+
+
+async def a_process_is_left_with_an_old_store(stage: Stage, topic: str, mutants: tuple[str, ...]) -> None:
+    """Two stores, one process at each. The second one's recovery fences the first one's slot, which starts anew."""
+    left = stage.service(mutants=mutants, only_slots=(0,), slots=1)
+    await stage.start(left)
+    with Redis(stage.folder / "another redis") as another:
+        moved = await stage.started(redis=another, only_slots=(1,), slots=1)
+        asked = Asked(KEY, topic, b"1")
+        await stage.client.settle([moved.url], asked)
+        await stage.client.settle([left.url], asked)
+
+
+async def a_process_dies_before_its_mark(stage: Stage, topic: str, mutants: tuple[str, ...]) -> None:
+    """Only the ledger knows that the key was written."""
+    doomed = stage.service(faults=(Fault("mark", "kill"),), only_slots=(0,), slots=1)
+    heir = stage.service(mutants=mutants, only_slots=(0, 1), slots=1)
+    await stage.start(doomed)
+    await stage.start(heir)
+    asked = Asked(KEY, topic, b"1")
+    await stage.client.post(doomed.url, asked)
+    assert doomed.wait(5) == -9
+    await stage.client.settle([heir.url], asked)
+
+
+async def a_writer_sleeps_through_a_flush(stage: Stage, topic: str, mutants: tuple[str, ...]) -> None:
+    """Its events are sent, and its commit is not: no ledger tells of them while the store is recovered.
+
+    The other process never takes the sleeper's slot, so that only the fence of all slots can end its transaction.
+    """
+    sleeper = stage.service(faults=(Fault("ledger", "stop"),), only_slots=(0,), slots=1, **PATIENT)
+    other = stage.service(mutants=mutants, only_slots=(1,), slots=1, **PATIENT)
+    await stage.start(sleeper, other)
+    asked = Asked(KEY, topic, b"1")
+    sleeping = asyncio.create_task(stage.client.post(sleeper.url, asked))
+    await asyncio.to_thread(until, lambda: plan_of(sleeper).happened("ledger") and stopped(sleeper.pid))
+    stage.redis.flush()
+    await stage.client.settle([other.url], asked)
+    sleeper.resume()
+    await sleeping
+
+
+async def a_mark_fails_and_the_next_does_not(stage: Stage, topic: str, mutants: tuple[str, ...]) -> None:
+    """Then the process dies: its heir must still find the record whose mark has failed."""
+    doomed = stage.service(
+        faults=(Fault("mark", "StoreAway"), Fault("commit.done", "kill", first=3)),
+        mutants=mutants,
+        only_slots=(0,),
+        slots=1,
+    )
+    heir = stage.service(only_slots=(0, 1), slots=1)
+    await stage.start(doomed)
+    await stage.start(heir)
+    asked = [Asked(key, topic, b"1") for key in (KEY, "the next", "the last")]
+    for each in asked:
+        await stage.client.post(doomed.url, each)
+    assert doomed.wait(5) == -9
+    for each in asked:
+        await stage.client.settle([heir.url], each)
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "producer_is_reused": a_transaction_fails,
+    "control_is_not_checked": a_process_is_left_with_an_old_store,
+    "ledger_is_not_replayed": a_process_dies_before_its_mark,
+    "slots_are_not_fenced": a_writer_sleeps_through_a_flush,
+    "marks_leave_gaps": a_mark_fails_and_the_next_does_not,
+}
+
+
+@pytest.mark.parametrize("mutant", SCENARIOS)
+async def test_with_the_rule_all_is_well(own_stage: Stage, topic: str, mutant: str) -> None:
+    await SCENARIOS[mutant](own_stage, topic, ())
+    await own_stage.assert_exactly_once(topic)
+
+
+@pytest.mark.parametrize("mutant", SCENARIOS)
+async def test_without_the_rule_the_judge_finds_it(own_stage: Stage, topic: str, mutant: str) -> None:
+    await SCENARIOS[mutant](own_stage, topic, (mutant,))
+    found = await asyncio.to_thread(own_stage.violations, topic)
+    assert any(f"{KEY} is there 2 times" in violation for violation in found), found
