@@ -82,3 +82,13 @@ def test_a_tested_java_is_preferred_to_a_newer_one(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PATH", f"{good / 'bin'}:/usr/bin:/bin")
     monkeypatch.setenv("JAVA_HOME", str(_java(tmp_path / "newest", "99")))
     assert java.find() == good
+
+
+def test_without_any_java_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))  # no apt-get either
+    monkeypatch.setattr(java, "_USUAL", ())
+    java.home.cache_clear()
+    with pytest.raises(StackError, match="no Java 17 or newer here: please install one") as raised:
+        java.home()
+    assert "\n" not in str(raised.value)
