@@ -46,7 +46,7 @@ def parse_batch(body: bytes) -> BatchBody:
 # ------------------------------------------------------------------------------------------------ each for itself
 
 
-async def write_each(ingest: Ingest, batch: BatchBody) -> list[Answer]:
+async def write_each(ingest: Ingest, batch: BatchBody, arrived: float) -> list[Answer]:
     """Write the events of a batch, each under a key of its own; the answer of each, in their order.
 
     They go to Kafka in trains, one after the other: what one transaction holds travels together, which keeps the
@@ -59,7 +59,7 @@ async def write_each(ingest: Ingest, batch: BatchBody) -> list[Answer]:
             fields = decode(_decode_member, raw)
             key = parse_key(fields.idempotency_key)
             event = make_event(key, event_id(key), fields)
-            await ingest.check(event)
+            await ingest.check(event, arrived)
             good.append((index, event))
         except Problem as problem:
             answers[index] = problem
@@ -106,7 +106,7 @@ async def write_atomic(ingest: Ingest, batch: BatchBody, key: str, arrived: floa
         )
     for index, event in enumerate(events):
         try:
-            await ingest.check(event)
+            await ingest.check(event, arrived)
         except Problem as problem:
             raise _of_member(index, problem) from None
     id = event_id(key)

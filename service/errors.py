@@ -20,6 +20,7 @@ INVALID_KEY: Final = Kind(400, "invalid-key", "The idempotency key is malformed"
 INVALID_JSON: Final = Kind(400, "invalid-json", "The body is not JSON by RFC 8259")
 INVALID_EVENT: Final = Kind(400, "invalid-event", "The event is malformed")
 FORBIDDEN_TOPIC: Final = Kind(403, "forbidden-topic", "The topic may not be written to")
+FORBIDDEN_CALLER: Final = Kind(403, "forbidden-caller", "The caller may not write")
 NOT_FOUND: Final = Kind(404, "not-found", "Nothing is here")
 UNKNOWN_TOPIC: Final = Kind(404, "unknown-topic", "The topic does not exist")
 UNKNOWN_KEY: Final = Kind(404, "unknown-key", "No event is known under this key")
@@ -30,7 +31,7 @@ UNSUPPORTED_TYPE: Final = Kind(415, "unsupported-media-type", "The media type is
 FINGERPRINT_MISMATCH: Final = Kind(422, "fingerprint-mismatch", "The key was used for another event")
 RECORD_REFUSED: Final = Kind(422, "record-refused", "The topic does not take this record")
 INTERNAL: Final = Kind(500, "internal", "Something went wrong inside Fencepost")
-NOT_WRITTEN: Final = Kind(503, "not-written", "The event is surely not written", retry_after_s=1)
+NOT_WRITTEN: Final = Kind(503, "not-written", "This request has surely written nothing", retry_after_s=1)
 INCOMPLETE: Final = Kind(503, "store-incomplete", "The keys are not all known at this time", retry_after_s=1)
 OUTCOME_UNKNOWN: Final = Kind(
     504, "outcome-unknown", "It is not known yet whether the event is written", retry_after_s=1

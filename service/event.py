@@ -36,6 +36,7 @@ ENTRY_BYTES: Final = 180
 
 _KEY: Final = re.compile(r"[\x20-\x7e]{1,255}")
 _QUOTED: Final = re.compile(r'"((?:[\x20-\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{1,200})?")
 _BRACKETS: Final = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
 _LONE_SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
 _SURROGATE_ESCAPE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -112,6 +113,11 @@ def parse_key(raw: str | None) -> str:
     if _KEY.fullmatch(raw) is None:
         raise Problem(INVALID_KEY, "Idempotency-Key: use 1 to 255 printable ASCII characters")
     return raw
+
+
+def parse_traceparent(raw: str | None) -> bytes | None:
+    """The trace context to pass on (W3C Trace Context); one that is malformed is dropped, as the standard says."""
+    return None if raw is None or _TRACEPARENT.fullmatch(raw) is None else raw.encode()
 
 
 def parse_event(key: str, body: bytes, traceparent: bytes | None = None) -> Event:

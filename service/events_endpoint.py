@@ -5,15 +5,21 @@ import json
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from email.utils import formatdate
 from functools import lru_cache
+from ipaddress import ip_address
 from typing import Any, Final
 from urllib.parse import quote
 
+import structlog
+
 from service.batch import parse_batch, write_atomic, write_each
-from service.errors import INVALID_KEY, TOO_LARGE, UNSUPPORTED_TYPE, Problem
-from service.event import parse_event, parse_key
+from service.errors import FORBIDDEN_CALLER, INTERNAL, INVALID_KEY, TOO_LARGE, UNSUPPORTED_TYPE, Problem
+from service.event import parse_event, parse_key, parse_traceparent
 from service.ingest import Ingest
 from service.request import Answer, Committed, Placed
 from service.settings import Settings
+from service.shared import PREFIX
+
+log = structlog.get_logger(__name__)
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -41,6 +47,8 @@ class EventsEndpoint:
         self._ingest = ingest
         self._body_bytes_max = settings.body_bytes_max
         self._retention_s = settings.key_ttl_s
+        self._loopback_only = not settings.rules
+        self._loopback: set[str] = set()  # addresses that were seen to be of the loopback: 127.0.0.1 and ::1
         self._routes = {"/events": self._post_event, "/events/batch": self._post_batch}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,6 +58,7 @@ class EventsEndpoint:
             return
         arrived = asyncio.get_running_loop().time()
         try:
+            self._check_caller(scope)
             found = pick(scope["headers"])
             body = await read_body(receive, found.get(b"content-length"), self._body_bytes_max)
             check_type(found.get(b"content-type"))
@@ -58,14 +67,26 @@ class EventsEndpoint:
             status, headers, body = render_problem(problem)
         except Disconnected:
             return
+        except Exception:  # a bug: nobody knows what became of the event
+            log.exception("request failed", path=scope["path"])
+            status, headers, body = render_problem(Problem(INTERNAL, "send it again, with the same key"))
         headers.append((b"content-length", b"%d" % len(body)))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
+    def _check_caller(self, scope: Scope) -> None:
+        """Without rules nobody has said who may write: only this machine may."""
+        client = scope.get("client")
+        if self._loopback_only and client is not None and client[0] not in self._loopback:
+            if not ip_address(client[0]).is_loopback:
+                raise Problem(
+                    FORBIDDEN_CALLER, f"{PREFIX}RULES is not set, so only callers on this machine may write: set it"
+                )
+            self._loopback.add(client[0])
+
     async def _post_event(self, found: Found, body: bytes, arrived: float) -> Answered:
         key = parse_key(found.get(b"idempotency-key"))
-        traceparent = found.get(b"traceparent")
-        event = parse_event(key, body, None if traceparent is None else traceparent.encode())
+        event = parse_event(key, body, parse_traceparent(found.get(b"traceparent")))
         answer = await self._ingest().submit(event, arrived)
         if isinstance(answer, Problem):
             raise answer
@@ -74,7 +95,7 @@ class EventsEndpoint:
     async def _post_batch(self, found: Found, body: bytes, arrived: float) -> Answered:
         batch = parse_batch(body)
         if not batch.atomic:
-            answers = await write_each(self._ingest(), batch)
+            answers = await write_each(self._ingest(), batch, arrived)
             return 207, [(b"content-type", JSON_TYPE)], render_results(answers)
         key = parse_key(found.get(b"idempotency-key"))
         id, answer = await write_atomic(self._ingest(), batch, key, arrived)

@@ -1,11 +1,12 @@
 """The path of an event: claim → deliver → mark → answer, for a group at a time. Read `Ingest.serve` first."""
 
 import asyncio
+import itertools
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from heapq import heapify, heappop, heappush
+from typing import Final, NamedTuple
 
 import structlog
 
@@ -17,7 +18,6 @@ from service.errors import (
     OUTCOME_UNKNOWN,
     RECORD_REFUSED,
     UNKNOWN_TOPIC,
-    Fenced,
     KafkaAway,
     Problem,
     StoreAway,
@@ -28,16 +28,17 @@ from service.event import Event, check_topic, partition_of
 from service.journal import Journal
 from service.kafka.cluster import Topic
 from service.kafka.producer import BATCH_BYTES_MAX, Place, Record
-from service.kafka.verdict import Refusal, TransactionFailed
+from service.kafka.verdict import Refusal, TransactionFailed, Verdict
 from service.keys import KeyStore, Row
 from service.recovery import Store
 from service.request import Answer, Committed, Placed, Queue, Request, Train
 from service.settings import Settings
 from service.shared import Guarantee, Rules
-from service.slot import UNLINKED, Link, Slot
+from service.slot import Link, Slot
 from service.states import (
     CLAIMABLE,
     MAYBE_WRITTEN,
+    UNSENT,
     Claim,
     Claimed,
     Delivered,
@@ -59,6 +60,14 @@ STORE_AWAY_PAUSE_S: Final = 0.1
 Won = tuple[Request, Claimed]
 # A written request, and what it is to be answered once it is marked.
 Committable = tuple[Request, Committed]
+
+
+class Written(NamedTuple):
+    """What became of a claimed group: written and to be marked, and requests whose claims are to be given up."""
+
+    delivered: list[Committable]
+    link: Link
+    unwanted: list[Request]
 
 
 class Ingest:
@@ -86,7 +95,8 @@ class Ingest:
         self._journal = journal
         self._telemetry = telemetry
         self._timeout_s = settings.request_timeout_ms / 1000
-        self._open: deque[Request] = deque()  # in the order of their deadlines
+        self._open: list[tuple[float, int, Request]] = []  # a heap, by deadline
+        self._count = itertools.count()
         self._parked: list[Request] = []  # in doubt, until a slot has been recovered
         self._finishing: set[asyncio.Task[None]] = set()
         self.accepting = True
@@ -100,7 +110,7 @@ class Ingest:
 
         Raises Problem for what is refused before the key is touched; `arrived` is the loop's time.
         """
-        await self.check(event)
+        await self.check(event, arrived)
         request = Request((event,), arrived, self._timeout_s, self._rules.guarantee(event.topic))
         self._admit((request,))
         return await request.answer
@@ -127,29 +137,37 @@ class Ingest:
         self._admit((request,))
         return await request.answer
 
-    async def check(self, event: Event) -> None:
+    async def check(self, event: Event, arrived: float) -> None:
         """What the event's topic refuses, before the key is touched. Raises Problem."""
-        topic = self._catalogue.peek(event.topic) or await self._topic(event.topic)
+        topic = self._catalogue.peek(event.topic) or await self._topic(event.topic, arrived + self._timeout_s)
         check_topic(event, topic)
 
-    def _admit(self, requests: Sequence[Request]) -> None:
-        if not self.accepting:
-            raise Problem(NOT_WRITTEN, "this process is stopping: send it again, to another")
-        if self._store.epoch is None:
-            raise Problem(NOT_WRITTEN, f"the key store is not complete ({self._store.status}): send it again")
-        self._queue.admit(requests)
-        self._open.extend(requests)
-
-    async def _topic(self, name: str) -> Topic:
+    async def _topic(self, name: str, deadline: float) -> Topic:
         if self._topics.reserved(name):
             raise Problem(FORBIDDEN_TOPIC, f"topic: {name} is internal: use another")
         try:
-            topic = await self._catalogue.get(name)
-        except KafkaAway as error:
-            raise Problem(NOT_WRITTEN, f"topic: {name} cannot be looked up: {error}") from error
+            async with asyncio.timeout_at(deadline):
+                topic = await self._catalogue.get(name)
+        except (KafkaAway, TimeoutError) as error:
+            raise Problem(NOT_WRITTEN, f"topic: {name} cannot be looked up now: send it again") from error
         if topic is None:
             raise Problem(UNKNOWN_TOPIC, f"topic: {name} does not exist: make it, or correct its name")
         return topic
+
+    def _admit(self, requests: Sequence[Request]) -> None:
+        """Let requests in, all or none. Raises Problem (503), which the journal is told too."""
+        try:
+            if not self.accepting:
+                raise Problem(NOT_WRITTEN, "this process is stopping: send it again, to another")
+            if self._store.epoch is None:
+                raise Problem(NOT_WRITTEN, f"the key store is not complete ({self._store.status}): send it again")
+            self._queue.admit(requests)
+        except Problem as problem:
+            for request in requests:
+                self._note(request, problem)
+            raise
+        for request in requests:
+            heappush(self._open, (request.deadline, next(self._count), request))
 
     # ------------------------------------------------------------------------------------------------ through a slot
 
@@ -158,29 +176,33 @@ class Ingest:
         finishing: asyncio.Task[None] | None = None
         while not slot.leaving:
             await self._queue.wait()
+            if slot.stale:
+                raise StoreLost("the slot was recovered in a generation that has passed")
             requests = [] if slot.leaving else self._queue.take()
             if not requests:
                 continue
             try:
-                group = await self._claim(slot, requests)
-                if group and requests[0].guarantee is Guarantee.EXACTLY_ONCE:
-                    delivered, link = await self._deliver(slot, group)
-                elif group:
-                    delivered, link = await self._deliver_plain(slot, group)
-                else:
-                    continue
-                if finishing is not None:
-                    await finishing  # one mark under way at most: a store that is slow slows the slot
-                finishing = self._finish_apart(slot, delivered, link)
+                group, unwanted = await self._claim(slot, requests)
+                if group:
+                    written = await self._deliver(slot, group)
+                    unwanted += written.unwanted
+                    if finishing is not None:
+                        await finishing  # one mark under way at most: a store that is slow slows the slot
+                    finishing = self._finish_apart(slot, written)
+                if unwanted:
+                    await self._release(slot, unwanted)
+            except BaseException:
+                self._wait_again(slot, requests)
+                raise
             finally:
                 self._queue.returned(requests)
         if finishing is not None:
             await finishing
 
-    async def _claim(self, slot: Slot, requests: Sequence[Request]) -> list[Won]:
-        """Claim a group for the slot in its term; answers what needs no writing, gives back what is to be written.
+    async def _claim(self, slot: Slot, requests: Sequence[Request]) -> tuple[list[Won], list[Request]]:
+        """Claim a group for the slot in its term; answers what is to be written, and claims that are not wanted.
 
-        Whatever it raises, nothing of the group was sent: its requests wait again.
+        What needs no writing gets its answer. Whatever this raises, nothing of the group was sent.
         """
         started = time.perf_counter()
         for request in requests:
@@ -190,42 +212,47 @@ class Ingest:
                 claims = [await slot.claim_all(requests[0].asked)]
             else:
                 claims = await slot.claim([request.asked[0] for request in requests])
-        except (StoreLost, StoreAway, StoreUnanswered, Fenced) as error:
-            self._wait_again(requests)
-            if isinstance(error, StoreAway):
-                await asyncio.sleep(STORE_AWAY_PAUSE_S)
-                return []
-            raise
+        except StoreAway:  # nothing was claimed: the term goes on
+            for request in requests:
+                request.move(RequestEvent.QUEUE)
+            self._queue.put_back(requests)
+            await asyncio.sleep(STORE_AWAY_PAUSE_S)
+            return [], []
+        self._telemetry.stages.labels("claim").observe(time.perf_counter() - started)
+        if requests[0].atomic and claims[0].outcome is Outcome.DELIVERED:
+            await self._answer_members(requests[0], claims[0])
+            return [], []
+        # From here to the sending nothing is awaited: a deadline cannot pass in between and be answered 503.
         now = asyncio.get_running_loop().time()
         group: list[Won] = []
         unwanted: list[Request] = []
         for request, claim in zip(requests, claims, strict=True):
             if claim.outcome not in CLAIMABLE:
-                await self._settle(request, claim)
+                self._settle(request, claim)
             elif request.answered or request.deadline <= now:  # also after a pause of the whole process: never sent
+                self.answer(request, self._too_late(request))
                 unwanted.append(request)
             else:
                 assert isinstance(claim.state, Claimed)
                 request.accepted_at = claim.state.at
                 request.move(RequestEvent.WIN)
                 group.append((request, claim.state))
-        if unwanted:
-            await self._release(slot, unwanted, [request for request, _ in group])
-        self._telemetry.stages.labels("claim").observe(time.perf_counter() - started)
-        return group
+        return group, unwanted
 
-    async def _release(self, slot: Slot, unwanted: Sequence[Request], others: Sequence[Request]) -> None:
-        """Give up claims that are not to be written; without an answer it may run late, which ends the term.
+    async def _release(self, slot: Slot, unwanted: Sequence[Request]) -> None:
+        """Give up claims that are not to be written now; without an answer it may run late, which ends the term.
 
-        `others` are claimed and not sent: where the term ends they wait again.
+        What has no answer yet goes round again.
         """
+        again = [request for request in unwanted if not request.answered]
         try:
             await slot.release([id for request in unwanted for id, _ in request.asked])
         except (StoreLost, StoreAway, StoreUnanswered) as error:
-            self._wait_again(others)
+            self._park(slot, again)
             raise StoreUnanswered(f"a release is open: {error}") from error
+        self._queue.put_back(again)
 
-    async def _settle(self, request: Request, claim: Claim) -> None:
+    def _settle(self, request: Request, claim: Claim) -> None:
         """What a claim found that leaves nothing to write."""
         doubtful = request.state is RequestState.CHECKING
         match claim.outcome, claim.state:
@@ -233,36 +260,42 @@ class Ingest:
                 # In doubt before: it was this very request's own writing, so this is its first answer.
                 places = (_placed(request.events[0].id, found),)
                 self.answer(request, Committed(found.at, places, replayed=not doubtful))
-            case Outcome.DELIVERED, DeliveredBatch(at):
-                self.answer(request, await self._members(request, at, replayed=not doubtful))
-            case Outcome.CONFLICT, _:
-                self.answer(request, Problem(FINGERPRINT_MISMATCH, "Idempotency-Key: use a new key for a new event"))
-            case _ if doubtful:
+            case Outcome.IN_PROGRESS, Claimed(slot, term) if doubtful or request.claimant == (slot, term):
                 request.move(RequestEvent.QUEUE)
-                self._parked.append(request)  # the slot that wrote it is still to be recovered
-            case _:
+                self._parked.append(request)  # its own claim, in a term that is still to be recovered
+            case Outcome.IN_PROGRESS, _:
                 if not claim.leased:
                     self.hurry()
                 self.answer(request, Problem(IN_PROGRESS, "Idempotency-Key: send it again, with the same key"))
+            case _:
+                self.answer(request, Problem(FINGERPRINT_MISMATCH, "Idempotency-Key: use a new key for a new event"))
 
-    async def _members(self, request: Request, at: int, replayed: bool) -> Answer:
+    async def _answer_members(self, request: Request, claim: Claim) -> None:
         """The stored answer of an atomic batch: where each member is."""
+        doubtful = request.state is RequestState.CHECKING
+        again = Problem(OUTCOME_UNKNOWN, "Idempotency-Key: it is written; send it again to learn where")
         try:
-            epoch = self._store.epoch
-            if epoch is None:
-                raise StoreLost
+            epoch = await asyncio.wait_for(self._store.settled(), self._timeout_s)
             states = await self._keys.find_all(epoch, [event.id for event in request.events])
-        except (StoreLost, StoreAway, StoreUnanswered):
-            return Problem(OUTCOME_UNKNOWN, "Idempotency-Key: it is written; send it again to learn where")
-        if not all(isinstance(state, Delivered) for state in states):
-            return Problem(OUTCOME_UNKNOWN, "Idempotency-Key: it is written, but not every member is known any more")
+        except (StoreLost, StoreAway, StoreUnanswered, TimeoutError):
+            self.answer(request, again)
+            return
         pairs = zip(request.events, states, strict=True)
         places = tuple(_placed(event.id, state) for event, state in pairs if isinstance(state, Delivered))
-        return Committed(at, places, replayed)
+        whole = len(places) == len(request.events)
+        self.answer(request, Committed(claim.state.at, places, replayed=not doubtful) if whole else again)
 
-    async def _deliver(self, slot: Slot, group: Sequence[Won]) -> tuple[list[Committable], Link]:
-        """Write a group in one transaction. Raises TransactionFailed: all of it is in doubt until recovery has run."""
+    async def _deliver(self, slot: Slot, group: Sequence[Won]) -> Written:
+        """Write a claimed group as its guarantee says."""
         started = time.perf_counter()
+        exactly_once = group[0][0].guarantee is Guarantee.EXACTLY_ONCE
+        written = await (self._deliver_once(slot, group) if exactly_once else self._deliver_plain(slot, group))
+        self._telemetry.stages.labels("kafka").observe(time.perf_counter() - started)
+        self._telemetry.groups.observe(sum(len(request.events) for request, _ in group))
+        return written
+
+    async def _deliver_once(self, slot: Slot, group: Sequence[Won]) -> Written:
+        """Write a group in one transaction. Raises TransactionFailed: all of it is in doubt until recovery has run."""
         records = list(self._records(slot, group, slot.producer.producer_id, slot.producer.epoch))
         for request, _ in group:
             request.move(RequestEvent.SEND)
@@ -284,45 +317,36 @@ class Ingest:
         except TransactionFailed as failed:
             self._doubt([request for request, _ in group], failed)
             raise
-        self._telemetry.stages.labels("kafka").observe(time.perf_counter() - started)
-        self._telemetry.groups.observe(len(records))
-        return _placed_all(group, records, places), link
+        return Written(_placed_all(group, records, places), link, [])
 
-    async def _deliver_plain(self, slot: Slot, group: Sequence[Won]) -> tuple[list[Committable], Link]:
+    async def _deliver_plain(self, slot: Slot, group: Sequence[Won]) -> Written:
         """Write events whose guarantee is `idempotent`: no transaction and no ledger.
 
         What has no clean answer is in doubt at once (504), and its claim is released: a retry writes it again.
         """
-        started = time.perf_counter()
+        identity = await slot.plain.identity()
+        written = Written([], slot.unlinked(), [request for request, _ in group if request.answered])
+        group = [(request, claim) for request, claim in group if not request.answered]
+        records = list(self._records(slot, group, *identity))
+        for request, _ in group:
+            request.move(RequestEvent.SEND)
         try:
-            records = list(self._records(slot, group, *await slot.plain.identity()))
-            for request, _ in group:
-                request.move(RequestEvent.SEND)
             fates = await slot.plain.write(records)
         except KafkaAway:  # nothing was sent
             for request, _ in group:
-                if request.state is RequestState.SENT:
-                    request.move(RequestEvent.REFUSE)
-            self._wait_again([request for request, _ in group])
+                request.move(RequestEvent.REFUSE)
+            self._park(slot, [request for request, _ in group])
             raise
-        refused: list[Request] = []
-        unwanted: list[Request] = []
-        delivered: list[Committable] = []
         for (request, claim), record, fate in zip(group, records, fates, strict=True):
             if isinstance(fate, Place):
-                delivered += _placed_all([(request, claim)], [record], [fate])
+                written.delivered.extend(_placed_all([(request, claim)], [record], [fate]))
                 continue
-            unwanted.append(request)
+            written.unwanted.append(request)
             if fate is None:
                 self.answer(request, Problem(OUTCOME_UNKNOWN, "Idempotency-Key: a retry writes it again"))
-            elif self._refuse(request, fate, alone=len(group) == 1):
+            elif self._travels_on(request, fate, alone=len(group) == 1):
                 request.move(RequestEvent.REFUSE)
-                refused.append(request)
-        if unwanted:
-            await self._release(slot, unwanted, [])
-        self._queue.put_back(refused)
-        self._telemetry.stages.labels("kafka").observe(time.perf_counter() - started)
-        return delivered, UNLINKED
+        return written
 
     def _records(self, slot: Slot, group: Sequence[Won], producer_id: int, epoch: int) -> Iterator[Record]:
         """The records of a group. Events without a key share one partition of their topic, as in KIP-480."""
@@ -344,64 +368,80 @@ class Ingest:
                 most = min(BATCH_BYTES_MAX, topic.message_bytes_max)
                 yield Record(event.topic, partition, event.record_key, event.value, headers, timestamp, most)
 
-    def _finish_apart(self, slot: Slot, delivered: list[Committable], link: Link) -> asyncio.Task[None]:
+    def _finish_apart(self, slot: Slot, written: Written) -> asyncio.Task[None]:
         """Mark and answer a committed group while the slot goes on with the next."""
-        task: asyncio.Task[None] = asyncio.create_task(self._finish(slot, delivered, link))
+        task: asyncio.Task[None] = asyncio.create_task(self._finish(slot, written))
         self._finishing.add(task)
         task.add_done_callback(self._finishing.discard)
         return task
 
-    async def _finish(self, slot: Slot, delivered: list[Committable], link: Link) -> None:
+    async def _finish(self, slot: Slot, written: Written) -> None:
         started = time.perf_counter()
+        rows = [row for request, committed in written.delivered for row in _rows(request, committed)]
+        if not rows:
+            return
         try:
-            await slot.mark(link, [row for request, committed in delivered for row in _rows(request, committed)])
+            await slot.mark(written.link, rows)
         except (StoreLost, StoreAway, StoreUnanswered) as error:
             # The ledger has it: the events are committed, whatever Redis knows of them by now.
             self._telemetry.marks_failed.inc()
             if isinstance(error, StoreLost):
-                self._store.lost(slot.epoch)
+                self._store.lost(written.link.epoch)
         self._telemetry.stages.labels("mark").observe(time.perf_counter() - started)
-        self._queue.trust({place.topic for _, committed in delivered for place in committed.places})
-        for request, committed in delivered:
+        self._queue.trust({place.topic for _, committed in written.delivered for place in committed.places})
+        for request, committed in written.delivered:
             self.answer(request, committed)
 
     # ---------------------------------------------------------------------------------------------- doubt and deadline
 
     def _doubt(self, requests: Sequence[Request], failed: TransactionFailed) -> None:
         """A group did not commit cleanly. Its poison is answered if it was alone; the others wait for the recovery."""
+        # Where a commit was asked for, what was refused on the way has been overcome, or is not what ended it.
+        refusals = failed.refusals if failed.verdict is Verdict.ABORTED else {}
         for request in requests:
-            refusals = [failed.refusals[e.topic] for e in request.events if e.topic in failed.refusals]
-            if refusals and not self._refuse(request, refusals[0], alone=len(requests) == 1):
+            topics = {event.topic for event in request.events}
+            refused = [refusals[topic] for topic in topics if topic in refusals]
+            if refused and not self._travels_on(request, refused[0], alone=len(requests) == 1):
                 continue
+            if not topics.isdisjoint(failed.stuck):
+                self._set_apart(request)
             request.move(RequestEvent.DOUBT)
             self._parked.append(request)
 
-    def _refuse(self, request: Request, refusal: Refusal, alone: bool) -> bool:
+    def _travels_on(self, request: Request, refusal: Refusal, alone: bool) -> bool:
         """The broker refuses a record of a request's topic: answer it if it was alone, else let it travel so.
 
-        Answers whether it is to travel on.
+        That a topic is not there is believed at the second time: one that was just made is not known everywhere yet.
         """
+        self._set_apart(request)
+        if not alone or (refusal.kind is UNKNOWN_TOPIC and request.failures < 2):
+            return True
+        self.answer(request, Problem(refusal.kind, f"topic: {request.events[0].topic}: {refusal.why}"))
+        return False
+
+    def _set_apart(self, request: Request) -> None:
+        request.failures += 1
         for topic in {event.topic for event in request.events}:
             self._queue.suspect(topic)
             self._catalogue.doubt(topic)
-        if alone:
-            self.answer(request, Problem(refusal.kind, f"topic: {request.events[0].topic}: {refusal.why}"))
-            return False
-        request.failures += 1
-        return True
 
     def recovered(self) -> None:
-        """A slot has been recovered, or time has passed: what is in doubt is claimed anew, which tells its fate."""
+        """A slot has been recovered, or time has passed: what waits for that is claimed anew, which tells its fate."""
         parked, self._parked = self._parked, []
         self._queue.put_back(parked)
 
-    def _wait_again(self, requests: Sequence[Request]) -> None:
-        """The term has ended, or nothing was written: requests that were not sent wait as before."""
+    def _wait_again(self, slot: Slot, requests: Sequence[Request]) -> None:
+        """The term has ended: what was not sent waits for the slot's recovery, for its own claim may stand there."""
+        unsent = [request for request in requests if request.state in UNSENT]
+        for request in unsent:
+            request.move(RequestEvent.QUEUE)
+        self._park(slot, unsent)
+
+    def _park(self, slot: Slot, requests: Sequence[Request]) -> None:
+        """Keep requests until a recovery: a claim of them may stand in the slot's term, and is not somebody else's."""
         for request in requests:
-            if request.state is not RequestState.QUEUED:
-                request.move(RequestEvent.QUEUE)
-        self._parked += [request for request in requests if request.state is RequestState.IN_DOUBT]
-        self._queue.put_back(request for request in requests if request.state is RequestState.QUEUED)
+            request.claimant = (slot.n, slot.term)
+        self._parked += requests
 
     async def sweep(self) -> None:
         """Answer what has reached its deadline, for ever: 503 where it is surely not written, else 504."""
@@ -409,16 +449,18 @@ class Ingest:
         while True:
             await asyncio.sleep(SWEEP_S)
             now = loop.time()
-            while self._open and (self._open[0].answered or self._open[0].deadline <= now):
-                request = self._open.popleft()
+            while self._open and (self._open[0][2].answered or self._open[0][0] <= now):
+                *_, request = heappop(self._open)
                 if not request.answered:
                     self.answer(request, self._too_late(request))
             if len(self._open) > 2 * self._queue.events + 1_000:
                 # One that waits long must not keep all that were answered since in memory.
-                self._open = deque(request for request in self._open if not request.answered)
+                self._open = [entry for entry in self._open if not entry[2].answered]
+                heapify(self._open)
+            self._queue.forget_answered()
             self._telemetry.queued.set(self._queue.events)
             self._telemetry.queued_bytes.set(self._queue.bytes)
-            self._telemetry.in_doubt.set(len(self._parked))
+            self._telemetry.in_doubt.set(sum(request.state in MAYBE_WRITTEN for request in self._parked))
 
     def _too_late(self, request: Request) -> Problem:
         if request.state in MAYBE_WRITTEN:
@@ -439,14 +481,18 @@ class Ingest:
             return
         request.move(RequestEvent.ANSWER)
         self._queue.leave(request)
+        self._note(request, answer)
+        if not request.answer.done():  # a caller that went away has cancelled it
+            request.answer.set_result(answer)
+
+    def _note(self, request: Request, answer: Answer) -> None:
+        """Count an answer, and tell the journal."""
         latency_s = asyncio.get_running_loop().time() - request.arrived
         status, code = (201, "") if isinstance(answer, Committed) else (answer.kind.status, answer.kind.code)
         self._journal.record(request, status, answer, latency_s)
         self._telemetry.answered(code, status, latency_s)
         if isinstance(answer, Committed) and answer.replayed:
             self._telemetry.replays.inc()
-        if not request.answer.done():  # a caller that went away has cancelled it
-            request.answer.set_result(answer)
 
 
 def _placed(id: bytes, state: Delivered) -> Placed:

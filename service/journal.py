@@ -6,6 +6,8 @@ import random
 import time
 from typing import Final
 
+import structlog
+
 from service.errors import KafkaAway
 from service.kafka.cluster import Cluster
 from service.kafka.producer import IdempotentProducer
@@ -13,6 +15,8 @@ from service.request import Answer, Committed, Request
 from service.telemetry import Telemetry
 from service.topics import REQUESTS_PARTITIONS
 from service.wire import encode_answer, encode_answers
+
+log = structlog.get_logger(__name__)
 
 # A flush comes at the latest after this time, so that the audit lags by no more than it.
 FLUSH_S: Final = 0.1
@@ -55,7 +59,12 @@ class Journal:
     async def _run(self) -> None:
         while not self._stopping:
             await asyncio.sleep(FLUSH_S)
-            if not await self._flush():
+            try:
+                written = await self._flush()
+            except Exception:  # a bug must not end the journal, nor the service's stop
+                log.exception("journal")
+                written = False
+            if not written:
                 await asyncio.sleep(PAUSE_S)
 
     async def _flush(self) -> bool:

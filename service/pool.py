@@ -15,7 +15,7 @@ from service.errors import Fenced, KafkaAway, StoreAway, StoreLost, StoreUnanswe
 from service.kafka.cluster import Cluster
 from service.kafka.producer import IdempotentProducer
 from service.kafka.verdict import TransactionFailed
-from service.keys import Census, KeyStore
+from service.keys import Census, Epoch, KeyStore
 from service.recovery import SlotRecovery, Store
 from service.request import Queue
 from service.settings import Settings
@@ -95,35 +95,37 @@ class Pool:
         """Beat, for ever: renew the leases, take what is wanted, recover the dead, give back what is too much."""
         while not self._stopping:
             try:
-                await self._beat()
+                epoch = await self._store.settled()
+                await self._beat(epoch)
+            except StoreLost:
+                self._store.lost(epoch)
             except (StoreAway, StoreUnanswered, KafkaAway) as error:
                 log.warning("no heartbeat", why=str(error))
-            except StoreLost:
-                if self._store.epoch is not None:
-                    self._store.lost(self._store.epoch)
+            except Exception:  # a bug must not end the heartbeat: every slot would be lost
+                log.exception("no heartbeat")
             self._hurry.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.lease_ttl_ms / 1000 / BEATS_A_LEASE):
                     await self._hurry.wait()
 
-    async def _beat(self) -> None:
-        epoch = await self._store.settled()
-        held = [n for n, slot in self.slots.items() if not slot.leaving]
-        census = await self._keys.beat(epoch, self.token, self._settings.slots_max, held)
-        for n in held:
+    async def _beat(self, epoch: Epoch) -> None:
+        held = {n: slot for n, slot in self.slots.items() if not slot.leaving}
+        census = await self._keys.beat(epoch, self.token, self._settings.slots_max, list(held))
+        for n, slot in held.items():
             if census.slots[n] != "m":
                 log.warning("lease lost", slot=n)
-                self._let_go(self.slots[n])
-        await self._balance(census)
+                self._let_go(slot)
+            elif slot.state in SETTLED and slot.epoch != epoch:
+                slot.stale = True  # fenced by the store's recovery: recovered now, not at the cost of its next group
+                self._queue.nudge_all()
+        await self._balance(census, epoch)
         self._recovered()  # what is in doubt because of others' slots: ask again
-        for slot in [slot for slot in self.slots.values() if slot.owes]:
+        for slot in [slot for slot in held.values() if slot.owes and slot.epoch == epoch]:
             await slot.settle_debts()
         self._count()
 
-    async def _balance(self, census: Census) -> None:
+    async def _balance(self, census: Census, epoch: Epoch) -> None:
         """Towards min(wanted, fair share), and no dead slot left lying: its open transaction holds up every reader."""
-        if self._stopping:
-            return
         share = min(self._settings.slots, max(1, self._settings.slots_max // max(1, census.members)))
         held = [slot for slot in self.slots.values() if not slot.leaving]
         dead = [n for n, mark in enumerate(census.slots) if mark == "d" and n not in self.slots]
@@ -132,16 +134,16 @@ class Pool:
         random.shuffle(free)
         wanted = share - len(held)
         for n in dead + free[: max(0, wanted - len(dead))]:
-            await self._take(n)
+            if not self._stopping:
+                await self._take(n, epoch)
         # More than was wanted comes from rescuing the dead; more than the share is given up only where it is missed.
         excess = len(held) - (self._settings.slots if free or dead else share)
         for slot in [slot for slot in held if slot.state in SETTLED][: max(0, excess)]:
             log.info("slot given up", slot=slot.n)
             self._let_go(slot)
 
-    async def _take(self, n: int) -> None:
-        assert self._store.epoch is not None
-        if await self._keys.take(self._store.epoch, n, self.token):
+    async def _take(self, n: int, epoch: Epoch) -> None:
+        if await self._keys.take(epoch, n, self.token) and n not in self.slots:
             plain = IdempotentProducer(self._cluster, f"plain-{n}")
             slot = Slot(n, self._keys, self._topics.ledger, self._settings.name, plain)
             slot.move(SlotEvent.LEASE)
@@ -206,7 +208,9 @@ class Pool:
 
     async def _give_back(self, slot: Slot) -> None:
         """Return the lease. A slot that is not in order is left to whoever recovers it."""
-        clean = slot.state is SlotState.READY
+        clean = slot.state is SlotState.READY and not slot.owes
+        if slot.state is SlotState.WRITING:  # its task was cancelled
+            slot.move(SlotEvent.FAIL)
         slot.move(SlotEvent.GIVE_BACK)
         if self._store.epoch is not None:
             with contextlib.suppress(StoreAway, StoreUnanswered, StoreLost):
@@ -215,13 +219,18 @@ class Pool:
     # ------------------------------------------------------------------------------------------------- stopping
 
     async def stop(self) -> None:
-        """Give every slot back, once its group is through, and leave."""
+        """Give every slot back, once its group is through, and leave. What hangs is left to others to recover."""
         self._stopping = True
         self._hurry.set()
         for slot in self.slots.values():
             self._let_go(slot)
-        if self._tasks:
-            await asyncio.wait(self._tasks.values())
+        patience_s = (self._settings.request_timeout_ms + self._settings.transaction_timeout_ms) / 1000
+        if tasks := list(self._tasks.values()):
+            _, hanging = await asyncio.wait(tasks, timeout=patience_s)
+            for task in hanging:  # Kafka or Redis are away
+                task.cancel()
+            if hanging:
+                await asyncio.wait(hanging, timeout=patience_s)
         if self._store.epoch is not None:
             with contextlib.suppress(StoreAway, StoreUnanswered, StoreLost):
                 await self._keys.leave(self._store.epoch, self.token)

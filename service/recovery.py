@@ -150,14 +150,21 @@ class Store:
             except (NotYet, StoreAway, StoreUnanswered, StoreLost, KafkaAway) as error:
                 self.status = f"{'stale-store' if isinstance(error, NotYet) else 'store-away'}: {error}"
                 log.warning("store not settled", why=str(error))
-                await self._keys.resolve_anew()
-                await asyncio.sleep(random.uniform(0.5, 1.0) * min(PAUSE_LEAST_S, self._lease_s / 3))  # noqa: S311
+                await self._pause()
+            except Exception as error:  # a bug, or a record in control that is not ours: no reason to stop trying
+                self.status = f"store-away: {error!r}"
+                log.exception("store not settled")
+                await self._pause()
             else:
                 self.status = "settled"
                 self._quiet_pause_s = PAUSE_LEAST_S
                 self._telemetry.generation.set(self.epoch.generation)
                 log.info("store settled", generation=self.epoch.generation, store=self.epoch.store)
                 return self.epoch
+
+    async def _pause(self) -> None:
+        await self._keys.resolve_anew()
+        await asyncio.sleep(random.uniform(0.5, 1.0) * min(PAUSE_LEAST_S, self._lease_s / 3))  # noqa: S311
 
     async def _attempt(self) -> Epoch:
         """Adopt what Redis and control agree on, else recover: at once after a flush, patiently after a change."""
@@ -200,12 +207,22 @@ class Store:
         nonce = secrets.token_hex(8)
         if not await self._keys.recover(store, nonce):
             raise NotYet("another process recovers the store")
+        keeping = asyncio.create_task(self._keep_nonce(store, nonce))
         try:
             return await self._recover_under(store, nonce)
         except BaseException:
             with contextlib.suppress(StoreAway, StoreUnanswered):
                 await self._keys.recover_abandon(store, nonce)
             raise
+        finally:
+            keeping.cancel()
+
+    async def _keep_nonce(self, store: str, nonce: str) -> None:
+        """Renew the nonce while slots are fenced, which may take as long as a transaction's timeout."""
+        while True:
+            await asyncio.sleep(self._lease_s)
+            with contextlib.suppress(StoreAway, StoreUnanswered, StoreLost):
+                await self._keys.recover_read(store, nonce, 0)
 
     async def _recover_under(self, store: str, nonce: str) -> Epoch:
         """Steps 2 to 5: name the store, fence every slot, replay every ledger partition, free."""

@@ -77,6 +77,7 @@ class Request:
         "answer",
         "arrived",
         "asked",
+        "claimant",
         "deadline",
         "events",
         "failures",
@@ -107,6 +108,7 @@ class Request:
         self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.state = RequestState.QUEUED
         self.accepted_at = 0
+        self.claimant: tuple[int, int] | None = None  # slot and ended term in which a claim of it may stand
         self.failures = 0  # groups that its topic failed while it was in them
 
     def __repr__(self) -> str:
@@ -165,6 +167,16 @@ class Queue:
         """An answered request counts no more."""
         self.events -= len(request.events)
         self.bytes -= request.bytes
+
+    def forget_answered(self) -> None:
+        """Let go of requests that were answered while they waited: without a slot nobody would take them out."""
+        for lane in (*self._waiting.values(), self._apart):
+            while lane and lane[0].answered:
+                lane.popleft()
+            if len(lane) > 2 * self.events + 1_000:
+                kept = [request for request in lane if not request.answered]
+                lane.clear()
+                lane.extend(kept)
 
     def put_back(self, requests: Iterable[Request]) -> None:
         """Requests that go round again, at the front and in their order."""

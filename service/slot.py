@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from service.kafka.producer import IdempotentProducer, Place, Record, TransactionalProducer
 from service.kafka.verdict import TransactionFailed
@@ -14,10 +14,17 @@ from service.wire import Begin, encode_ledger
 # The ledger's entries, as JSON text, from the places where the records are.
 EntriesOf = Callable[[Sequence[Place]], Iterable[str]]
 
-# A record's place in its slot's ledger: the previous record's offset, and its own.
-Link = tuple[int, int]
-# Of what has no ledger record: a mark with it moves no `applied`.
-UNLINKED: Final[Link] = (-2, -2)
+# For what has no ledger record: offsets that no `applied` is ever at, so that a mark moves none.
+NO_RECORD: Final = -2
+
+
+class Link(NamedTuple):
+    """What a mark is for: when it was written, the offset of its ledger record, and of the one before."""
+
+    epoch: Epoch
+    term: int
+    previous: int
+    offset: int
 
 
 class Slot:
@@ -29,13 +36,14 @@ class Slot:
         self.term = -1
         self.epoch = Epoch(-1, "")
         self.state = SlotState.VACANT
-        self.leaving = False
+        self.leaving = False  # it is to be given back
+        self.stale = False  # its generation has passed: it is to be recovered before it writes again
         self._keys = keys
         self._ledger = ledger
         self._instance = instance
         self._producer: TransactionalProducer | None = None
         self._last_record = -1
-        self._unmarked: deque[tuple[Epoch, int, int, int, Sequence[Row]]] = deque()
+        self._unmarked: deque[tuple[Link, Sequence[Row]]] = deque()
         self._marking = asyncio.Lock()
 
     def __repr__(self) -> str:
@@ -53,10 +61,13 @@ class Slot:
     # ------------------------------------------------------------------------------------ recovery's steps on it
 
     def enter(self, epoch: Epoch, producer: TransactionalProducer) -> None:
-        """A fenced-in producer begins a life; nothing of the last term is owed any more: recovery replays it."""
+        """A fenced-in producer begins a life. Of the last term's debts those stay that no ledger will replay."""
         self.epoch = epoch
+        self.stale = False
         self._producer = producer
-        self._unmarked = deque()
+        self._unmarked = deque(
+            debt for debt in self._unmarked if debt[0].offset == NO_RECORD and debt[0].epoch == epoch
+        )
         self.move(SlotEvent.FENCE)
 
     async def begin(self, at_ms: int) -> int:
@@ -108,7 +119,11 @@ class Slot:
             raise
         self.move(SlotEvent.COMMIT)
         previous, self._last_record = self._last_record, offset
-        return places, (previous, offset)
+        return places, Link(self.epoch, self.term, previous, offset)
+
+    def unlinked(self) -> Link:
+        """The link of what is written now and has no ledger record."""
+        return Link(self.epoch, self.term, NO_RECORD, NO_RECORD)
 
     async def mark(self, link: Link, rows: Sequence[Row]) -> None:
         """Mark what a committed ledger record says, after all that was to be marked before it.
@@ -117,7 +132,7 @@ class Slot:
         until then `applied` stays where it is, so that a recovery would find it.
         """
         async with self._marking:
-            self._unmarked.append((self.epoch, self.term, *link, rows))
+            self._unmarked.append((link, rows))
             await self._pay()
 
     async def settle_debts(self) -> None:
@@ -132,6 +147,6 @@ class Slot:
     async def _pay(self) -> None:
         owed = self._unmarked  # a new term begins with debts of its own
         while owed:
-            epoch, term, previous, offset, rows = owed[0]
-            await self._keys.mark(epoch, self.n, term, previous, offset, rows)
+            link, rows = owed[0]
+            await self._keys.mark(link.epoch, self.n, link.term, link.previous, link.offset, rows)
             owed.popleft()

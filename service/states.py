@@ -259,3 +259,5 @@ REQUEST: Final[Machine[RequestState, RequestEvent]] = Machine(
 
 # What the deadline finds: an event in one of these may be in Kafka (504), in any other it is surely not (503).
 MAYBE_WRITTEN: Final = frozenset({RequestState.SENT, RequestState.IN_DOUBT, RequestState.CHECKING})
+# What the end of a term finds that was not sent in it.
+UNSENT: Final = frozenset({RequestState.CLAIMING, RequestState.CHECKING, RequestState.CLAIMED})

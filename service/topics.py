@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
+from service.errors import KafkaAway
 from service.kafka.cluster import Cluster, Topic
 from service.settings import Settings
 from service.shared import PREFIX, SettingsError
@@ -96,6 +97,7 @@ class Catalogue:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._known: dict[str, tuple[float, Topic | None]] = {}
+        self._last: dict[str, Topic] = {}
         self._asking: dict[str, asyncio.Task[Topic | None]] = {}
 
     def peek(self, name: str) -> Topic | None:
@@ -115,19 +117,23 @@ class Catalogue:
         return await asyncio.shield(asking)
 
     def last_known(self, name: str) -> Topic:
-        """The topic as it was when an event for it was let in, fresh or not."""
-        _, topic = self._known[name]
-        assert topic is not None, f"an event for {name} was let in although there is no such topic"
-        return topic
+        """The topic as it was when it was last there; KeyError where it never was, and no event was let in."""
+        return self._last[name]
 
     def doubt(self, name: str) -> None:
         """The broker said otherwise: ask again next time."""
-        _, topic = self._known.get(name, (0.0, None))
-        self._known[name] = (0.0, topic)
+        self._known.pop(name, None)
 
     async def _ask(self, name: str) -> Topic | None:
-        topic = (await self._cluster.describe([name])).get(name)
-        if topic is None and name not in self._known and len(self._known) >= CATALOGUE_MAX:
+        try:
+            topic = (await self._cluster.describe([name])).get(name)
+        except KafkaAway:
+            if name in self._last:
+                return self._last[name]  # what it was will do: the broker itself has the last word
+            raise
+        if topic is not None:
+            self._last[name] = topic
+        elif name not in self._known and len(self._known) >= CATALOGUE_MAX:
             return None  # a flood of names that nobody made is not remembered
         self._known[name] = (time.monotonic() + (KNOWN_S if topic else UNKNOWN_S), topic)
         return topic

@@ -21,6 +21,7 @@ aiokafka.client.MetadataRequest = functools.partial(MetadataRequest, allow_auto_
 
 TOPIC_RESOURCE: Final = 2
 RETRY_PAUSE_S: Final = 0.02
+ASK_TRIES: Final = 5
 # Requests under way on the one connection: brokers answer a connection's requests in order, one at a time.
 FENCES_AT_ONCE: Final = 16
 
@@ -187,13 +188,21 @@ class Cluster:
             return self._client
 
     async def _ask(self, request: Any) -> Any:
+        """Ask any broker; another one where that does not answer, until the deadline."""
+        failed: BaseException | None = None
         try:
             async with asyncio.timeout(self.timeout_s):
-                client = await self._opened()
-                node = client.get_random_node()
-                return await client.send(node, request)
+                for _ in range(ASK_TRIES):
+                    client = await self._opened()
+                    try:
+                        return await client.send(client.get_random_node(), request)
+                    except (errors.KafkaError, OSError) as error:
+                        failed = error
+                        await asyncio.sleep(RETRY_PAUSE_S)
         except (errors.KafkaError, OSError, TimeoutError) as error:
-            raise KafkaAway(f"Kafka at {self.bootstrap} does not answer: {error!r}") from error
+            failed = error
+        await self.close()  # and bootstrap again next time: the brokers may all have moved
+        raise KafkaAway(f"Kafka at {self.bootstrap} does not answer: {failed!r}") from failed
 
     async def _ask_controller(self, request: Any) -> Any:
         try:

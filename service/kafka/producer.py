@@ -20,6 +20,8 @@ BATCH_BYTES_MAX: Final = 1_000_000
 CLOSE_PATIENCE_S: Final = 1.0
 # After a refusal, for what else is under way: its answers are close behind.
 REFUSED_PATIENCE_S: Final = 0.1
+# For the metadata of a topic that the catalogue knows.
+METADATA_PATIENCE_S: Final = 1.0
 
 PRODUCE, ADD_PARTITIONS, END_TXN = 0, 24, 26  # API keys
 
@@ -61,7 +63,8 @@ class _Life:
             **cluster.options(name),
         )
         self.tainted = ""  # the first request that had no clean answer
-        self.refusals: dict[str, Refusal] = {}  # by topic
+        self.waiting_for = ""  # the topic whose metadata is waited for
+        self.refusals: dict[tuple[str, int], Refusal] = {}  # of the present transaction, by topic and partition
         self._transactional = "transactional_id" in options
         self._scopes: set[asyncio.Timeout] = set()
 
@@ -112,11 +115,25 @@ class _Life:
         """Hand records to the sender, batched by partition; a future for each batch, and the records' indexes in it."""
         sent: Sent = []
         for (topic, partition), indexes in _by_partition(records).items():
+            await self._know(topic, partition)
             for builder, members in _batches(records, indexes, self._transactional):
                 future = await self.producer.send_batch(builder, topic, partition=partition)
                 future.add_done_callback(_retrieve)
                 sent.append((future, members))
         return sent
+
+    async def _know(self, topic: str, partition: int) -> None:
+        """Have the partition in the metadata; TimeoutError soon where it is not to be had: it must not cost a group."""
+        cluster = self.producer.client.cluster
+        if partition in (cluster.partitions_for_topic(topic) or ()):
+            return
+        self.waiting_for = topic
+        async with asyncio.timeout(METADATA_PATIENCE_S):
+            self.producer.client.add_topic(topic)
+            while partition not in (cluster.partitions_for_topic(topic) or ()):
+                await self.producer.client.force_metadata_update()
+                await asyncio.sleep(0.01)
+        self.waiting_for = ""
 
     def _look(self, response: Any) -> None:
         if response.API_KEY == END_TXN and response.error_code:
@@ -124,12 +141,15 @@ class _Life:
         elif response.API_KEY in (PRODUCE, ADD_PARTITIONS):
             rows = response.topics if response.API_KEY == PRODUCE else response.errors
             for topic, partitions in rows:
-                for _, code, *_ in partitions:
+                for partition, code, *_ in partitions:
                     if code in REFUSALS:
-                        self.refusals[topic] = REFUSALS[code]
+                        self.refusals[topic, partition] = REFUSALS[code]
             if self.refusals:
+                near = asyncio.get_running_loop().time() + REFUSED_PATIENCE_S
                 for scope in self._scopes:
-                    scope.reschedule(asyncio.get_running_loop().time() + REFUSED_PATIENCE_S)
+                    # Nearer, never farther: aiokafka asks again every few ms, and each refusal comes here.
+                    if (when := scope.when()) is None or near < when:
+                        scope.reschedule(near)
 
     async def close(self) -> None:
         """End this life in whatever state it is. `stop()` would flush, and may hang; nothing here is worth a flush."""
@@ -190,35 +210,32 @@ class TransactionalProducer:
         failed. Raises TransactionFailed for anything else than a clean commit; then this producer is to be closed.
         """
         life, producer = self._life, self._life.producer
+        life.refusals = {}
+        sent: Sent = []
         commit_asked = False
         try:
             async with life.within(self._patience_s):
                 await producer.begin_transaction()
                 # With the first data partition, so that both go in one AddPartitionsToTxn.
                 producer._txn_manager.maybe_add_partition_to_txn(TopicPartition(*ledger))
-                places = await self._send(records)
-                (ledger_place,) = await self._send([Record(*ledger, None, ledger_record(places), [], 0)])
+                async with asyncio.timeout(self._patience_s / 3):
+                    sent = await life.post(records)
+                    places = await _await_all(sent, records)
+                ledger_sent = await life.post([entry := Record(*ledger, None, ledger_record(places), [], 0)])
+                (ledger_place,) = await _await_all(ledger_sent, [entry])
                 commit_asked = True
                 await producer.commit_transaction()
         except Exception as error:  # aiokafka's failures have no common ancestor: asserts and KeyErrors are among them
-            cause = ", ".join(f"{topic}: {refusal.why}" for topic, refusal in life.refusals.items()) or repr(error)
-            raise TransactionFailed(verdict.of(error, commit_asked), cause, life.refusals) from error
+            fate = verdict.of(error, commit_asked)
+            refusals = {topic: refusal for (topic, _), refusal in life.refusals.items()}
+            stuck = {records[members[0]].topic for future, members in sent if not future.done() or future.cancelled()}
+            stuck |= {life.waiting_for} - {""}
+            cause = ", ".join(f"{topic}: {refusal.why}" for topic, refusal in refusals.items()) or repr(error)
+            raise TransactionFailed(fate, cause, refusals, stuck if isinstance(error, TimeoutError) else ()) from error
         if life.tainted:
             # A request was repeated inside: its first copy may still arrive in the next transaction (KAFKA-17754).
-            raise TransactionFailed(verdict.Verdict.UNKNOWN, life.tainted, life.refusals)
+            raise TransactionFailed(verdict.Verdict.UNKNOWN, life.tainted)
         return places, ledger_place.offset
-
-    async def _send(self, records: Sequence[Record]) -> list[Place]:
-        """Send records and await every one; their places in the order of `records`."""
-        sent = await self._life.post(records)
-        places: list[Place] = [Place(-1, -1)] * len(records)
-        for metadata, (_, members) in zip(await asyncio.gather(*(future for future, _ in sent)), sent, strict=True):
-            if metadata.offset < 0:
-                # DuplicateSequenceNumber, which aiokafka calls a success: there, but nobody knows where.
-                raise errors.KafkaError(f"{metadata.topic}-{metadata.partition}: no offset in the answer")
-            for index, place in zip(members, _places(metadata, records, members), strict=True):
-                places[index] = place
-        return places
 
     async def close(self) -> None:
         """End this life, at once: what is in flight is fenced by the next one. Never raises, never hangs."""
@@ -275,7 +292,7 @@ class IdempotentProducer:
             else:
                 await self._end(life)
                 for index in members:
-                    fates[index] = life.refusals.get(records[index].topic)
+                    fates[index] = life.refusals.get((records[index].topic, records[index].partition))
         return fates
 
     async def _living(self) -> _Life:
@@ -294,6 +311,18 @@ class IdempotentProducer:
     async def close(self) -> None:
         if self._life is not None:
             await self._end(self._life)
+
+
+async def _await_all(sent: Sent, records: Sequence[Record]) -> list[Place]:
+    """Await every send of a transaction; the places in the order of `records`."""
+    places: list[Place] = [Place(-1, -1)] * len(records)
+    for metadata, (_, members) in zip(await asyncio.gather(*(future for future, _ in sent)), sent, strict=True):
+        if metadata.offset < 0:
+            # DuplicateSequenceNumber, which aiokafka calls a success: there, but nobody knows where.
+            raise errors.KafkaError(f"{metadata.topic}-{metadata.partition}: no offset in the answer")
+        for index, place in zip(members, _places(metadata, records, members), strict=True):
+            places[index] = place
+    return places
 
 
 def _places(metadata: Any, records: Sequence[Record], members: Sequence[int]) -> list[Place]:

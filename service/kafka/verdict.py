@@ -1,6 +1,6 @@
 """What an error of aiokafka means for a transaction: one table, three outcomes and the fence."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import Final, NamedTuple
 
@@ -33,14 +33,21 @@ class Refusal(NamedTuple):
 class TransactionFailed(Exception):
     """Anything else than a clean commit: the producer's life ends here.
 
-    `refusals` names the topics that the broker refused a record for, with the reason in plain words: what poisons a
-    group. Everything else that was in the group is innocent.
+    `refusals` names the topics that the broker refused a record for, and `stuck` those that it gave no answer for in
+    time: what may have poisoned the group. Everything else in it is innocent.
     """
 
-    def __init__(self, verdict: Verdict, cause: str, refusals: Mapping[str, Refusal] | None = None) -> None:
+    def __init__(
+        self,
+        verdict: Verdict,
+        cause: str,
+        refusals: Mapping[str, Refusal] | None = None,
+        stuck: Collection[str] = (),
+    ) -> None:
         super().__init__(f"{verdict.value}: {cause}")
         self.verdict = verdict
         self.refusals = refusals or {}
+        self.stuck = stuck
 
 
 # Codes by which a broker refuses a record or a topic for good: nothing of that batch was written.

@@ -5,7 +5,6 @@ happen there; with `.done` it has happened, and nobody has been told.
 """
 
 import asyncio
-import contextlib
 import os
 import signal
 import sys
@@ -199,15 +198,18 @@ def marks_leave_gaps() -> None:
         applied = await keys.applied(epoch, slot)
         return await mark(keys, epoch, slot, term, -1 if applied is None else applied, offset, rows)
 
-    async def forget(slot: Slot) -> None:
+    pay = Slot._pay
+
+    async def pay_or_forget(slot: Slot) -> None:
         """One try for each record: what could not be marked is not owed."""
         while slot._unmarked:
-            epoch, term, previous, offset, rows = slot._unmarked.popleft()
-            with contextlib.suppress(StoreAway):
-                await slot._keys.mark(epoch, slot.n, term, previous, offset, rows)
+            try:
+                await pay(slot)
+            except StoreAway:
+                slot._unmarked.popleft()
 
     replace(RedisKeys, "mark", from_anywhere)
-    replace(Slot, "_pay", forget)
+    replace(Slot, "_pay", pay_or_forget)
 
 
 MUTANTS: Final[dict[str, Callable[[], None]]] = {
