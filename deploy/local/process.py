@@ -149,8 +149,10 @@ class Process:
             self._wait(_KILL_S)
 
     def pause(self) -> None:
-        """Freeze it where it stands (SIGSTOP)."""
+        """Freeze it (SIGSTOP), and return when it stands still."""
         self._signal(signal.SIGSTOP)
+        with contextlib.suppress(ChildProcessError):  # it is gone
+            os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
         """Let a frozen process go on (SIGCONT)."""
