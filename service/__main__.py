@@ -1,5 +1,6 @@
 """`python -m service`: serve until SIGTERM or SIGINT. Exit 0 after a clean stop, 2 where a setting is wrong."""
 
+import signal
 import sys
 
 import uvicorn
@@ -46,6 +47,13 @@ def main() -> int:
             timeout_graceful_shutdown=settings.request_timeout_ms // 1000 + DRAIN_EXTRA_S,
         )
     )
+
+    def stop(*_: object) -> None:
+        server.should_exit = True
+
+    # uvicorn takes these over while it runs, and sends itself what it has met once more when it is done: to us then.
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
     server.run()
     if wrong:
         print(wrong[0], file=sys.stderr)
