@@ -128,11 +128,17 @@ class _Life:
         if partition in (cluster.partitions_for_topic(topic) or ()):
             return
         self.waiting_for = topic
-        async with asyncio.timeout(METADATA_PATIENCE_S):
-            self.producer.client.add_topic(topic)
-            while partition not in (cluster.partitions_for_topic(topic) or ()):
-                await self.producer.client.force_metadata_update()
-                await asyncio.sleep(0.01)
+        answered = False
+        try:
+            async with asyncio.timeout(METADATA_PATIENCE_S):
+                self.producer.client.add_topic(topic)
+                while partition not in (cluster.partitions_for_topic(topic) or ()):
+                    answered = await self.producer.client.force_metadata_update()
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            if answered:  # brokers are there, and know of no such partition
+                self.refusals[topic, partition] = REFUSALS[errors.UnknownTopicOrPartitionError.errno]
+            raise
         self.waiting_for = ""
 
     def _look(self, response: Any) -> None:
