@@ -1,6 +1,7 @@
 """Processes of the service for a test, on the run's broker and store, and the judge's last word on it."""
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -135,3 +136,13 @@ def _staged(stage: Stage) -> Iterator[Stage]:
 @pytest.fixture
 def topic(make_topic: MakeTopic) -> str:
     return make_topic(3)
+
+
+@pytest.fixture(scope="module")
+def served(kafka: Kafka, redis: Redis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """One process that a module's tests share."""
+    environment = {**SETTINGS, "FENCEPOST_NAMESPACE": f"m-{uuid.uuid4().hex[:12]}"}
+    environment["FENCEPOST_BODY_BYTES_MAX"] = "2000000"
+    with Service(tmp_path_factory.mktemp("served"), kafka=kafka.bootstrap, redis=redis.url, env=environment) as service:
+        yield service
+    assert "Traceback" not in service.log.read_text(), service.tail(60)

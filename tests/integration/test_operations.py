@@ -1,0 +1,194 @@
+"""What operators do: stop under load, too many processes, wrong settings; and events that a broker refuses."""
+
+import asyncio
+import http.client
+import re
+import time
+
+import pytest
+from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own documentation imports them from here
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    ResourceType,
+)
+
+from deploy.local.stack import Kafka, Redis, Service, StackError
+from tests.conftest import MakeTopic
+from tests.integration.client import Asked, Attempt, events
+from tests.integration.conftest import Stage, plan_of
+from tests.integration.plan import Fault, until
+
+
+async def test_a_graceful_stop_under_load_leaves_nobody_in_doubt(stage: Stage, topic: str) -> None:
+    """No 504, no connection cut after a request was accepted; the leases are given back at once."""
+    leaving, staying = stage.service(), stage.service()
+    await stage.start(leaving, staying)
+    client = stage.client
+    waiting = list(reversed(events(topic, 4_000)))
+    told: list[Attempt] = []
+
+    async def send_until_it_is_gone() -> None:
+        while waiting:
+            told.append(await client.post(leaving.url, waiting.pop()))
+            if told[-1].kind != "ok":
+                return
+
+    senders = [asyncio.create_task(send_until_it_is_gone()) for _ in range(10)]
+    await asyncio.to_thread(until, lambda: len(told) >= 100)
+    await asyncio.to_thread(leaving.stop)
+    await asyncio.gather(*senders)
+
+    assert leaving.exit_code == 0
+    assert waiting, "the load was over before the stop"
+    assert len(told) >= 100
+    assert {answer.kind for answer in told} <= {"ok", "fail"}, [answer for answer in told if answer.kind == "info"]
+    assert {answer.status for answer in told if answer.kind == "fail"} <= {0, 503}
+    with stage.redis.client() as store:
+        holders = {(store.get(f"{{{stage.namespace}:0}}l{slot}") or b"").split(b"/")[0] for slot in range(4)}
+    assert b"service-0" not in holders
+    assert stage.dead_slots() == []
+    await stage.assert_exactly_once(topic)
+
+
+async def test_more_processes_than_slots(stage: Stage, topic: str) -> None:
+    """The one without a slot stays up, unready, and takes over within two lease times of a death."""
+    first = stage.service(slots=1, slots_max=1)
+    await stage.start(first)
+    second = await stage.started(slots=1, slots_max=1, wait_ready=False)
+    await asyncio.to_thread(until, lambda: answers(second))
+    assert not second.ready()
+    waits = await stage.client.http.get(f"{second.url}/readyz")
+    assert (waits.status_code, waits.json()["slots_ready"]) == (503, 0)
+    first.kill()
+    await asyncio.to_thread(second.wait_ready, 10)
+    await stage.client.load([second.url], events(topic, 10))
+    await stage.assert_exactly_once(topic)
+
+
+def answers(service: Service) -> bool:
+    """Does its port answer?"""
+    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=1)
+    try:
+        connection.request("GET", "/livez")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+async def in_one_group(stage: Stage, service: Service, first: Asked, asked: list[Asked]) -> list[Attempt]:
+    """Post events so that they meet in one transaction: they wait while the first one's is held."""
+    held = asyncio.create_task(stage.client.post(service.url, first))
+    await asyncio.to_thread(until, lambda: plan_of(service).happened("write"))
+    posts = [asyncio.create_task(stage.client.post(service.url, each)) for each in asked]
+
+    async def queued() -> float:
+        metrics = (await stage.client.http.get(f"{service.url}/metrics")).text
+        return float(re.findall(r"^fencepost_queue_events (.*)$", metrics, re.MULTILINE)[0])
+
+    deadline = time.monotonic() + 4
+    while await queued() < len(asked) + 1:
+        assert time.monotonic() < deadline
+    plan_of(service).let_go("write")
+    assert (await held).kind == "ok"
+    return [await post for post in posts]
+
+
+async def test_one_poisoned_event_is_answered_alone(stage: Stage, make_topic: MakeTopic) -> None:
+    """Its topic takes less than the service believes by now. The others are written, also those in its group."""
+    good, poisoned = make_topic(2), make_topic(1)
+    service = await stage.started(slots=1, faults=(Fault("write", "hold", first=2),))
+    await stage.client.settle([service.url], Asked("before", poisoned, b"1"))
+    await asyncio.to_thread(alter, stage.kafka, poisoned, "max.message.bytes", "1000")
+    bad, same_topic = Asked("poison", poisoned, b'"%s"' % (b"x" * 3000)), Asked("harmless", poisoned, b"1")
+    first, *asked = events(good, 21)
+    answers = await in_one_group(stage, service, first, [bad, same_topic, *asked])
+    assert (answers[0].status, answers[0].code) == (413, "too-large")
+    assert {answer.status for answer in answers[1:]} == {201}
+    after = await stage.client.settle([service.url], Asked("poison", poisoned, b'"small"'))
+    assert not after.replayed
+    await stage.assert_exactly_once(good, poisoned)
+
+
+async def test_a_topic_that_is_deleted_meanwhile_is_answered_alone(stage: Stage, make_topic: MakeTopic) -> None:
+    good, doomed = make_topic(2), make_topic(1)
+    service = await stage.started(slots=1, faults=(Fault("write", "hold", first=2),))
+    await stage.client.settle([service.url], Asked("before", doomed, b"1"))
+    await asyncio.to_thread(delete, stage.kafka, doomed)
+    stage.client.history.clear()
+    first, *asked = events(good, 21)
+    answers = await in_one_group(stage, service, first, [Asked("late", doomed, b"1"), *asked])
+    assert (answers[0].status, answers[0].code) == (404, "unknown-topic")
+    assert {answer.status for answer in answers[1:]} == {201}
+    assert await asyncio.to_thread(stage.violations, good) == []
+
+
+async def test_slots_max_is_never_lowered(stage: Stage) -> None:
+    first = await stage.started(slots_max=4)
+    first.stop()
+    lower = stage.service(slots_max=3)
+    with pytest.raises(StackError):
+        await stage.start(lower)
+    assert lower.exit_code == 2
+    lines = [line for line in lower.log.read_text().splitlines() if "FENCEPOST_SLOTS_MAX" in line]
+    assert lines == [
+        f"FENCEPOST_SLOTS_MAX=3 is less than the 4 partitions of {stage.namespace}.ledger: "
+        "set FENCEPOST_SLOTS_MAX to 4 or more"
+    ]
+    raised = await stage.started(slots_max=6)
+    assert await asyncio.to_thread(raised.ready)
+
+
+async def test_wrong_settings_end_the_start_with_a_line_each(stage: Stage) -> None:
+    service = stage.service(slots="many", port="0", namespace="a b")
+    service.env["FENCEPOST_REDIS"] = "http://127.0.0.1"
+    with pytest.raises(StackError):
+        await stage.start(service)
+    assert service.exit_code == 2
+    lines = service.log.read_text().splitlines()
+    named = [match[0] for line in lines if (match := re.match(r"FENCEPOST_[A-Z_]+", line))]
+    assert sorted(named) == ["FENCEPOST_NAMESPACE", "FENCEPOST_PORT", "FENCEPOST_REDIS", "FENCEPOST_SLOTS"]
+    assert len(lines) == 4
+
+
+async def test_a_redis_that_evicts_is_refused(stage: Stage) -> None:
+    with Redis(stage.folder / "evicting", args=["--maxmemory-policy", "allkeys-lru"]) as evicting:
+        service = stage.service(redis=evicting)
+        with pytest.raises(StackError):
+            await stage.start(service)
+        assert service.exit_code == 2
+        assert "noeviction" in service.log.read_text()
+
+
+async def test_a_client_that_goes_away_changes_nothing(stage: Stage, topic: str) -> None:
+    service = await stage.started()
+    body = Asked("gone", topic, b"1").body()
+    head = f"POST /events HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    head += "Idempotency-Key: gone\r\n\r\n"
+    stage.client.history.append(Attempt(Asked("gone", topic, b"1")))
+    for sent in (head.encode() + body[:5], head.encode() + body):
+        _, writer = await asyncio.open_connection("127.0.0.1", service.port)
+        writer.write(sent)
+        await writer.drain()
+        writer.close()
+    await stage.client.settle([service.url], Asked("gone", topic, b"1"))
+    await stage.client.load([service.url], events(topic, 10))
+    await stage.assert_exactly_once(topic)
+
+
+def alter(kafka: Kafka, topic: str, setting: str, value: str) -> None:
+    """Change one setting of a topic."""
+    entry = ConfigEntry(setting, value, incremental_operation=AlterConfigOpType.SET)
+    resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[entry])
+    admin = kafka.admin()
+    for future in admin.incremental_alter_configs([resource]).values():
+        future.result(10)
+
+
+def delete(kafka: Kafka, topic: str) -> None:
+    admin = kafka.admin()
+    for future in admin.delete_topics([topic], operation_timeout=10).values():
+        future.result(10)
+    until(lambda: topic not in admin.list_topics(timeout=10).topics)
