@@ -1,0 +1,100 @@
+"""The manifests as a cluster would get them, and ways to look into them."""
+
+import copy
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from deploy.local.places import ROOT
+
+HERE: Final = ROOT / "deploy" / "kubernetes"
+SPARK_OPERATOR: Final = HERE / "components" / "spark-operator"
+
+Object = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """All objects of one overlay."""
+
+    name: str
+    objects: tuple[Object, ...]
+
+    def of(self, kind: str) -> dict[str, Object]:
+        """The objects of a kind, by name."""
+        return {found["metadata"]["name"]: found for found in self.objects if found["kind"] == kind}
+
+    def one(self, kind: str, name: str = "fencepost") -> Object:
+        """The object of that kind and name."""
+        return self.of(kind)[name]
+
+    def pods(self) -> Iterator[tuple[str, Object]]:
+        """Every template of a pod, with the name of what makes such pods."""
+        for found in self.objects:
+            path = _TEMPLATES.get(found["kind"])
+            if path is not None:
+                template: Any = found
+                for step in path:
+                    template = template[step]
+                yield f"{found['kind']}/{found['metadata']['name']}", template
+
+    def settings(self, container: Object) -> dict[str, str]:
+        """The environment of a container as far as it stands in the manifests; what does not is ''."""
+        found: dict[str, str] = {}
+        for source in container.get("envFrom", ()):
+            found |= self.of("ConfigMap")[source["configMapRef"]["name"]]["data"]
+        return found | {variable["name"]: variable.get("value", "") for variable in container.get("env", ())}
+
+
+_TEMPLATES: Final = {
+    "Deployment": ("spec", "template"),
+    "CronJob": ("spec", "jobTemplate", "spec", "template"),
+}
+
+
+def render(folder: Path) -> tuple[Object, ...]:
+    """What `kustomize build` makes of a folder."""
+    if shutil.which("kustomize"):
+        command = ["kustomize", "build"]
+    elif shutil.which("kubectl"):
+        command = ["kubectl", "kustomize"]
+    else:
+        pytest.fail("neither kustomize nor kubectl is on PATH: please install kubectl 1.27 or newer")
+    done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return tuple(found for found in yaml.safe_load_all(done.stdout) if found)
+
+
+def render_with_spark_operator(overlay: str, scratch: Path) -> tuple[Object, ...]:
+    """An overlay with the component `spark-operator` among its components, as it stands there in a comment."""
+    folder, scratch = HERE / "overlays" / overlay, scratch.resolve()  # relative paths hold over no links
+    body = yaml.safe_load((folder / "kustomization.yaml").read_text())
+
+    def moved(path: str) -> str:
+        target = (folder / path).resolve()
+        if target.is_dir():
+            return os.path.relpath(target, scratch)
+        shutil.copy(target, scratch / path)  # Kustomize reads no file from outside of the folder
+        return path
+
+    body["resources"] = [moved(path) for path in body["resources"]]
+    body["components"] = [moved(path) for path in [*body["components"], str(SPARK_OPERATOR)]]
+    (scratch / "kustomization.yaml").write_text(yaml.safe_dump(body))
+    return render(scratch)
+
+
+def without(template: Object, *path: str | int) -> Object:
+    """A copy that lacks one thing: a test of the tests."""
+    changed: Any = copy.deepcopy(template)
+    place = changed
+    for step in path[:-1]:
+        place = place[step]
+    del place[path[-1]]
+    return changed  # type: ignore[no-any-return]

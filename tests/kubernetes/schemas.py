@@ -1,0 +1,98 @@
+"""Schemas of the custom resources in use: the fields that their operators document, as far as we use them.
+
+Strict like those of Kubernetes itself: a name that is not here is a mistake until somebody has looked it up.
+"""
+
+from typing import Any, Final
+
+Schema = dict[str, Any]
+
+
+def _object(required: str = "", /, **properties: Any) -> Schema:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required.split(),
+        "additionalProperties": False,
+    }
+
+
+def _list(items: Schema) -> Schema:
+    return {"type": "array", "items": items, "minItems": 1}
+
+
+_TEXT: Final[Schema] = {"type": "string", "minLength": 1}
+_WHOLE: Final[Schema] = {"type": "integer", "minimum": 0}
+_TEXTS: Final[Schema] = {"type": "object", "additionalProperties": _TEXT}
+_DURATION: Final[Schema] = {"type": "string", "pattern": "^[0-9]+(ms|s|m|h)$"}
+_ANY: Final[Schema] = {"type": "object"}
+_METADATA: Final = _object("name", name=_TEXT, namespace=_TEXT, labels=_TEXTS, annotations=_TEXTS)
+
+_RULE: Final = _object(
+    "alert expr labels annotations",
+    alert=_TEXT,
+    expr=_TEXT,
+    **{"for": _DURATION},
+    labels=_object("severity", severity={"enum": ["page", "ticket"]}),
+    annotations=_object("summary description runbook", summary=_TEXT, description=_TEXT, runbook=_TEXT),
+)
+
+_ENDPOINT: Final = _object("port path", port=_TEXT, path=_TEXT, interval=_DURATION, scrapeTimeout=_DURATION)
+
+_SPARK_POD: Final = {
+    "cores": {"type": "integer", "minimum": 1},
+    "memory": {"type": "string", "pattern": "^[0-9]+[mg]$"},
+    "serviceAccount": _TEXT,
+    "labels": _TEXTS,
+    "envFrom": _list(_ANY),
+    "podSecurityContext": _ANY,
+    "securityContext": _ANY,
+    "volumeMounts": _list(_ANY),
+}
+_RUNS: Final = {"successfulRunHistoryLimit": _WHOLE, "failedRunHistoryLimit": _WHOLE}
+
+CUSTOM: Final[dict[tuple[str, str], Schema]] = {
+    ("monitoring.coreos.com/v1", "ServiceMonitor"): _object(
+        "selector endpoints",
+        selector=_object("matchLabels", matchLabels=_TEXTS),
+        fallbackScrapeProtocol={"enum": ["PrometheusText0.0.4", "PrometheusText1.0.0", "OpenMetricsText1.0.0"]},
+        endpoints=_list(_ENDPOINT),
+    ),
+    ("monitoring.coreos.com/v1", "PrometheusRule"): _object(
+        "groups", groups=_list(_object("name rules", name=_TEXT, rules=_list(_RULE)))
+    ),
+    ("sparkoperator.k8s.io/v1beta2", "ScheduledSparkApplication"): _object(
+        "schedule concurrencyPolicy template",
+        schedule=_TEXT,
+        timeZone=_TEXT,
+        concurrencyPolicy={"enum": ["Allow", "Forbid", "Replace"]},
+        **_RUNS,
+        template=_object(
+            "type mode sparkVersion image mainApplicationFile driver executor",
+            type={"const": "Python"},
+            pythonVersion={"const": "3"},
+            mode={"const": "cluster"},
+            sparkVersion=_TEXT,
+            image=_TEXT,
+            mainApplicationFile={"type": "string", "pattern": "^local:///"},
+            arguments=_list(_TEXT),
+            restartPolicy=_object("type", type={"enum": ["Never", "OnFailure", "Always"]}),
+            timeToLiveSeconds=_WHOLE,
+            sparkConf=_TEXTS,
+            volumes=_list(_ANY),
+            driver=_object("cores memory serviceAccount", **_SPARK_POD),
+            executor=_object("cores memory instances", instances=_WHOLE, **_SPARK_POD),
+        ),
+    ),
+}
+
+
+def of_custom(api_version: str, kind: str) -> Schema:
+    """The whole schema of a custom resource. KeyError for one that is not known here."""
+    return _object(
+        "apiVersion kind metadata spec",
+        apiVersion={"const": api_version},
+        kind={"const": kind},
+        metadata=_METADATA,
+        spec=CUSTOM[api_version, kind],
+    )

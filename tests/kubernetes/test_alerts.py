@@ -1,0 +1,155 @@
+"""Alerts and the dashboard speak of metrics that there are, and every alert has its page in the runbook."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+import promql_parser
+import pytest
+from prometheus_client.metrics import MetricWrapperBase
+from promql_parser import MatrixSelector, VectorSelector
+
+from service.states import SlotState
+from service.telemetry import Telemetry
+from spark.findings import KINDS
+from spark.report import metrics
+from tests.kubernetes.rendering import HERE, Object, Rendered
+
+# What the targets of a scrape carry by themselves.
+TARGET: Final = {"namespace", "pod", "job", "instance", "container", "service", "endpoint"}
+# The parts of an expression's tree in which there are further expressions.
+_PARTS: Final = ("expr", "lhs", "rhs", "args", "param", "vector_selector")
+
+Known = dict[str, set[str]]
+
+
+@pytest.fixture(scope="module")
+def known() -> Known:
+    """Every metric that a scrape can see, with its labels."""
+    found: Known = {}
+    for collector in Telemetry().registry._collector_to_names:
+        assert isinstance(collector, MetricWrapperBase)
+        labels = set(collector._labelnames)
+        for metric in collector.describe():
+            for suffix in {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(metric.type, [""]):
+                found[metric.name + suffix] = labels | ({"le"} if suffix == "_bucket" else set())
+    for line in metrics(AUDIT).splitlines():
+        if not line.startswith("#"):
+            name, _, rest = line.partition("{")
+            found[name.split()[0]] = set(re.findall(r'(\w+)="', rest))
+    return found
+
+
+AUDIT: Final[dict[str, Any]] = {
+    "run": {"number": 1, "frozen_at": "2026-01-01T00:00:00.000Z", "verdict": "clean"},
+    "balance": {"accepted": 1, "records": 1},
+    "kinds": dict.fromkeys(KINDS, 0),
+    "causes": [{"kind": "duplicate", "topic": "orders", "cause": "rewrite", "records": 1}],
+    "evidence": {"rejects": 0, "held_up": []},
+    "cost": {"seconds": {"plan": 0.1}},
+}
+
+
+def selectors(expression: Any) -> Iterator[VectorSelector]:
+    """Every selector of a metric in an expression."""
+    if isinstance(expression, VectorSelector):
+        yield expression
+    elif isinstance(expression, MatrixSelector):
+        yield expression.vector_selector
+    elif isinstance(expression, list):
+        for part in expression:
+            yield from selectors(part)
+    else:
+        for name in _PARTS:
+            if (part := getattr(expression, name, None)) is not None:
+                yield from selectors(part)
+
+
+def faults(text: str, known: Known) -> Iterator[str]:
+    """Metrics and labels of an expression that there are not."""
+    found = list(selectors(promql_parser.parse(text.replace("$__rate_interval", "5m"))))
+    if not found:
+        yield f"{text}: no metric"
+    for selector in found:
+        if selector.name not in known:
+            yield f"{selector.name}: no such metric"
+            continue
+        for matcher in selector.matchers.matchers:
+            if matcher.name not in known[selector.name] | TARGET:
+                yield f"{selector.name} has no label {matcher.name}"
+            yield from (f"{matcher.name}={value}: no such value" for value in _unknown(matcher.name, matcher.value))
+
+
+def _unknown(label: str, values: str) -> Iterator[str]:
+    bounded = {"kind": set(KINDS), "state": {state.value for state in SlotState} | {"records"}}
+    for value in values.split("|"):
+        if label in bounded and value not in bounded[label]:
+            yield value
+
+
+def alerts(prod: Rendered) -> list[Object]:
+    return [rule for group in prod.one("PrometheusRule")["spec"]["groups"] for rule in group["rules"]]
+
+
+def test_alerts_are_about_metrics_that_there_are(prod: Rendered, known: Known) -> None:
+    assert alerts(prod)
+    for rule in alerts(prod):
+        assert list(faults(rule["expr"], known)) == [], rule["alert"]
+
+
+def test_the_dashboard_is_about_metrics_that_there_are(prod: Rendered, known: Known) -> None:
+    dashboard = json.loads(prod.one("ConfigMap", "fencepost-dashboard")["data"]["dashboard.json"])
+    for panel in dashboard["panels"]:
+        for target in panel["targets"]:
+            assert list(faults(target["expr"], known)) == [], panel["title"]
+
+
+def test_the_dashboard_leaves_no_metric_out(prod: Rendered, known: Known) -> None:
+    shown = prod.one("ConfigMap", "fencepost-dashboard")["data"]["dashboard.json"]
+    families = {re.sub("_(bucket|sum|count|total)$", "", name) for name in known}
+    # What tells no more than others do.
+    families -= {"fencepost_audit_run", "fencepost_audit_clean", "fencepost_audit_rejects"}
+    assert {name for name in families if name not in shown} == {"fencepost_audit_finding_records"}
+
+
+@pytest.mark.parametrize(
+    ("expression", "fault"),
+    [
+        ("rate(fencepost_answer_total[5m]) > 0", "fencepost_answer_total: no such metric"),
+        ('fencepost_slots{stat="ready"}', "fencepost_slots has no label stat"),
+        ('fencepost_slots{state=~"ready|idle"}', "state=idle: no such value"),
+        ('sum(fencepost_audit_findings{kind="dup"}) or vector(1)', "kind=dup: no such value"),
+        ("vector(1)", "vector(1): no metric"),
+    ],
+)
+def test_a_name_that_there_is_not_is_found(expression: str, fault: str, known: Known) -> None:
+    assert list(faults(expression, known)) == [fault]
+
+
+def test_every_alert_has_a_section_of_the_runbook_and_every_section_an_alert(prod: Rendered) -> None:
+    sections = re.findall(r"^## (\w+)$", (HERE / "RUNBOOK.md").read_text(), re.MULTILINE)
+    names = [rule["alert"] for rule in alerts(prod)]
+    assert sorted(sections) == sorted(names)
+    pointed = [rule["annotations"]["runbook"] for rule in alerts(prod)]
+    assert pointed == [f"RUNBOOK.md#{name.lower()}" for name in names]
+
+
+def test_every_section_says_what_it_means_how_to_look_and_what_to_do() -> None:
+    text = (HERE / "RUNBOOK.md").read_text()
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        for part in ("**Means**", "**Look**", "**Do**"):
+            assert part in section, section.splitlines()[0]
+
+
+def test_the_runbooks_links_lead_to_its_sections() -> None:
+    text = (HERE / "RUNBOOK.md").read_text()
+    sections = {name.lower() for name in re.findall(r"^## (\w+)$", text, re.MULTILINE)}
+    assert set(re.findall(r"\(#(\w+)\)", text)) <= sections
+
+
+def test_severities_of_alerts_and_runbook_agree(prod: Rendered) -> None:
+    text = (HERE / "RUNBOOK.md").read_text()
+    for rule in alerts(prod):
+        section = text.split(f"\n## {rule['alert']}\n")[1]
+        assert section.startswith(f"\n**Means** ({rule['labels']['severity']})"), rule["alert"]

@@ -1,0 +1,325 @@
+"""The manifests and the code say the same: settings, probes, ports, times, numbers."""
+
+import base64
+import math
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final
+from zoneinfo import ZoneInfo
+
+import pytest
+from fastapi import FastAPI
+
+from deploy.local.places import ROOT
+from service.__main__ import DRAIN_EXTRA_S
+from service.api import routes
+from service.app import JOURNAL_PATIENCE_S
+from service.settings import Settings
+from service.shared import PREFIX, Rules
+from service.wire import INSTANCE
+from spark.__main__ import EXIT_CANNOT_RUN
+from spark.settings import parse
+from tests.kubernetes.rendering import Object, Rendered
+
+OF_SERVICE: Final = {PREFIX + item.name.upper() for item in fields(Settings)}
+# The job has no table of its own settings; these are the names that its modules read.
+OF_JOB: Final = {
+    name for file in (ROOT / "spark").glob("*.py") for name in re.findall(r"FENCEPOST_[A-Z_]+\b", file.read_text())
+}
+POD_NAME_CHARS: Final = 63  # the most that Kubernetes gives the pod of a Deployment
+# From the request to be gone to the moment when all nodes know; the preStop hook waits for it.
+ENDPOINTS_S: Final = 5
+
+
+def container_of(template: Object) -> Any:
+    (container,) = template["spec"]["containers"]
+    return container
+
+
+@pytest.fixture
+def pod(rendered: Rendered) -> Object:
+    """The template of the service's pods."""
+    return rendered.one("Deployment")["spec"]["template"]  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def settings(rendered: Rendered, pod: Object, tmp_path: Path) -> Settings:
+    """The service's settings as a pod would read them."""
+    environ = rendered.settings(container_of(pod))
+    environ["FENCEPOST_INSTANCE"] = "f" * (POD_NAME_CHARS - 17) + "-5d4f8c7b9d-x2x8k"
+    environ["FENCEPOST_REDIS"] = redis_url(rendered)
+    rules = tmp_path / "rules.toml"
+    rules.write_text(mounted(rendered, pod, environ["FENCEPOST_RULES"]))
+    return Settings.from_env({**environ, "FENCEPOST_RULES": str(rules)})
+
+
+def redis_url(rendered: Rendered) -> str:
+    """What the secret holds; where it is made elsewhere, what it should hold."""
+    for name, secret in rendered.of("Secret").items():
+        if name.startswith("fencepost-redis"):
+            return base64.b64decode(secret["data"]["url"]).decode()
+    return "rediss://:secret@redis.example:6379/0"
+
+
+def mounted(rendered: Rendered, template: Object, path: str) -> str:
+    """The content of a file that a ConfigMap puts into the pod."""
+    volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+    for mount in container_of(template)["volumeMounts"]:
+        if Path(path).is_relative_to(mount["mountPath"]):
+            name = volumes[mount["name"]]["configMap"]["name"]
+            return str(rendered.of("ConfigMap")[name]["data"][Path(path).name])
+    raise AssertionError(f"{path} is not mounted")
+
+
+# ------------------------------------------------------------------------------------------------------- settings
+
+
+def test_every_variable_of_the_service_is_a_setting(rendered: Rendered, pod: Object) -> None:
+    names = set(rendered.settings(container_of(pod)))
+    assert {"FENCEPOST_KAFKA", "FENCEPOST_REDIS", "FENCEPOST_INSTANCE"} <= names
+    assert names <= OF_SERVICE
+
+
+def test_every_variable_of_the_audit_is_one_that_it_or_the_service_reads(rendered: Rendered) -> None:
+    audit = container_of(rendered.one("CronJob", "fencepost-audit")["spec"]["jobTemplate"]["spec"]["template"])
+    assert set(rendered.settings(audit)) <= OF_SERVICE | OF_JOB
+
+
+def test_service_and_audit_read_the_same_map(rendered: Rendered, operated: Rendered, pod: Object) -> None:
+    ours = container_of(pod)["envFrom"]
+    audit = container_of(rendered.one("CronJob", "fencepost-audit")["spec"]["jobTemplate"]["spec"]["template"])
+    assert audit["envFrom"] == ours
+    application = operated.one("ScheduledSparkApplication", "fencepost-audit")["spec"]["template"]
+    (name,) = (source["configMapRef"]["name"] for source in application["driver"]["envFrom"])
+    assert name in operated.of("ConfigMap")
+
+
+def test_the_settings_are_right_together(settings: Settings) -> None:
+    assert settings.host == "0.0.0.0"
+    Rules.read(settings.rules)
+
+
+def test_no_secret_is_in_a_config_map(rendered: Rendered) -> None:
+    for name, found in rendered.of("ConfigMap").items():
+        assert not set(found["data"]) & {"FENCEPOST_REDIS"}, name
+
+
+def test_the_instance_is_the_pods_name(pod: Object) -> None:
+    (variable,) = (each for each in container_of(pod)["env"] if each["name"] == "FENCEPOST_INSTANCE")
+    assert variable["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.name"}}
+    assert INSTANCE.fullmatch("x" * POD_NAME_CHARS)
+
+
+def test_the_namespace_of_the_settings_is_the_one_that_the_runbook_speaks_of(settings: Settings) -> None:
+    assert settings.namespace == "fencepost"
+
+
+# --------------------------------------------------------------------------------------------------- probes, ports
+
+
+def test_probes_ask_routes_that_there_are(pod: Object) -> None:
+    app = FastAPI()
+    routes(app, lambda: pytest.fail("no request is made"))
+    paths = {getattr(route, "path", "") for route in app.routes}
+    container = container_of(pod)
+    asked = {name: container[name]["httpGet"]["path"] for name in container if name.endswith("Probe")}
+    assert asked == {"startupProbe": "/startupz", "livenessProbe": "/livez", "readinessProbe": "/readyz"}
+    assert set(asked.values()) <= paths
+    assert "/metrics" in paths
+
+
+def test_ports_agree(rendered: Rendered, pod: Object, settings: Settings) -> None:
+    container = container_of(pod)
+    (port,) = container["ports"]
+    assert port["containerPort"] == settings.port
+    assert {container[name]["httpGet"]["port"] for name in container if name.endswith("Probe")} == {port["name"]}
+    (of_service,) = rendered.one("Service")["spec"]["ports"]
+    assert of_service["targetPort"] == port["name"]
+
+
+def test_the_network_policy_lets_the_service_reach_what_its_settings_name(
+    rendered: Rendered, settings: Settings
+) -> None:
+    kafka = {int(server.rpartition(":")[2]) for server in settings.kafka.split(",")}
+    assert open_ports(rendered, "fencepost-kafka") == kafka
+    assert open_ports(rendered, "fencepost-redis") == {int(re.findall(r":(\d+)/", settings.redis)[0])}
+    assert open_ports(rendered, "fencepost-dns") == {53}
+
+
+def open_ports(rendered: Rendered, policy: str) -> set[int]:
+    spec = rendered.one("NetworkPolicy", policy)["spec"]
+    assert all(rule["to"] for rule in spec["egress"])  # nowhere "to anybody"
+    return {port["port"] for rule in spec["egress"] for port in rule["ports"]}
+
+
+def test_all_is_denied_that_is_not_allowed(rendered: Rendered) -> None:
+    denied = rendered.one("NetworkPolicy", "fencepost-default-deny")["spec"]
+    assert set(denied) == {"podSelector", "policyTypes"}
+    assert sorted(denied["policyTypes"]) == ["Egress", "Ingress"]
+    for name, template in rendered.pods():
+        assert selects(denied["podSelector"], template["metadata"]["labels"]), name
+    outward = [name for name, policy in rendered.of("NetworkPolicy").items() if "egress" in policy["spec"]]
+    assert sorted(outward) == ["fencepost-dns", "fencepost-kafka", "fencepost-redis"]
+
+
+# ------------------------------------------------------------------------------------------------- times, numbers
+
+
+def test_the_grace_is_longer_than_the_drain_and_the_drain_than_a_request(pod: Object, settings: Settings) -> None:
+    wait_s = container_of(pod)["lifecycle"]["preStop"]["sleep"]["seconds"]
+    request_s = settings.request_timeout_ms / 1000
+    drain_s = request_s + DRAIN_EXTRA_S
+    leave_s = settings.transaction_timeout_ms / 1000 + JOURNAL_PATIENCE_S
+    assert wait_s >= ENDPOINTS_S
+    assert pod["spec"]["terminationGracePeriodSeconds"] > wait_s + drain_s + leave_s
+    assert drain_s > request_s
+
+
+def test_the_most_pods_that_there_can_be_have_a_slot_each(rendered: Rendered, settings: Settings) -> None:
+    most = most_pods(rendered)
+    assert most <= settings.slots_max
+    # And more: as many as they want, so that an update takes no slots from those that stay.
+    assert most * settings.slots <= settings.slots_max
+
+
+def most_pods(rendered: Rendered) -> int:
+    replicas = rendered.one("HorizontalPodAutoscaler")["spec"]["maxReplicas"]
+    update = rendered.one("Deployment")["spec"]["strategy"]["rollingUpdate"]
+    assert update["maxUnavailable"] == 0
+    surge = update["maxSurge"]
+    more = math.ceil(replicas * int(surge.rstrip("%")) / 100) if isinstance(surge, str) else surge
+    assert more >= 1
+    return int(replicas + more)
+
+
+def test_the_autoscaler_has_the_say_and_lets_go_slowly(rendered: Rendered) -> None:
+    deployment = rendered.one("Deployment")
+    assert "replicas" not in deployment["spec"]
+    scaler = rendered.one("HorizontalPodAutoscaler")["spec"]
+    target = scaler["scaleTargetRef"]
+    assert (target["kind"], target["name"]) == ("Deployment", deployment["metadata"]["name"])
+    down = scaler["behavior"]["scaleDown"]
+    grace_s = deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert down["stabilizationWindowSeconds"] >= 300
+    assert all(policy["value"] == 1 and policy["periodSeconds"] > grace_s for policy in down["policies"])
+
+
+def test_the_queue_fits_into_the_memory(pod: Object, settings: Settings) -> None:
+    limit = container_of(pod)["resources"]["limits"]["memory"]
+    assert limit == "1Gi"
+    assert 4 * settings.queue_bytes_max < 1 << 30
+
+
+def test_the_audits_turn(rendered: Rendered) -> None:
+    cron = rendered.one("CronJob", "fencepost-audit")["spec"]
+    ZoneInfo(cron["timeZone"])
+    assert cron["concurrencyPolicy"] == "Forbid"
+    assert re.fullmatch(r"\d+ \* \* \* \*", cron["schedule"])  # hourly; the times below go with that
+    job = cron["jobTemplate"]["spec"]
+    assert 0 < cron["startingDeadlineSeconds"] < 3600
+    assert 0 < job["activeDeadlineSeconds"] < 3600
+    assert job["template"]["spec"]["restartPolicy"] == "Never"
+    fails = [rule["onExitCodes"]["values"] for rule in job["podFailurePolicy"]["rules"] if rule["action"] == "FailJob"]
+    assert fails == [[3]]  # findings; what could not run may be tried again
+    assert EXIT_CANNOT_RUN != 3
+
+
+def test_the_audits_command_is_one_that_it_takes(rendered: Rendered, operated: Rendered) -> None:
+    job = rendered.one("CronJob", "fencepost-audit")["spec"]["jobTemplate"]["spec"]
+    container = container_of(job["template"])
+    assert container["args"][:3] == ["python", "-m", "spark"]
+    options = parse(container["args"][3:])
+    writable = [mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")]
+    for place in (options.lake, options.report):
+        assert any(Path(place).is_relative_to(mount) for mount in writable)
+    application = operated.one("ScheduledSparkApplication", "fencepost-audit")["spec"]
+    assert parse(application["template"]["arguments"]) == options
+    cron = rendered.one("CronJob", "fencepost-audit")["spec"]
+    for name in ("schedule", "timeZone", "concurrencyPolicy"):
+        assert application[name] == cron[name]
+
+
+def test_the_spark_operator_takes_the_cron_jobs_place(operated: Rendered) -> None:
+    assert not operated.of("CronJob")
+    locked = re.findall(r"spark-sql-kafka-0-10_[\d.]+:([\d.]+)", (ROOT / "spark" / "jars.lock").read_text())
+    assert [operated.one("ScheduledSparkApplication", "fencepost-audit")["spec"]["template"]["sparkVersion"]] == locked
+
+
+def test_the_alert_for_a_late_audit_waits_for_two_turns(prod: Rendered) -> None:
+    (rule,) = (
+        rule
+        for group in prod.one("PrometheusRule")["spec"]["groups"]
+        for rule in group["rules"]
+        if rule["alert"] == "FencepostAuditLate"
+    )
+    (limit_s,) = (int(number) for number in re.findall(r"> (\d+)", rule["expr"]))
+    assert limit_s >= 2 * 3600
+
+
+# ------------------------------------------------------------------------------------------- one object and another
+
+
+def selects(selector: Object, labels: Object) -> bool:
+    """Whether a label selector selects what has these labels."""
+    named = all(labels.get(name) == value for name, value in selector.get("matchLabels", {}).items())
+    rules = selector.get("matchExpressions", ())
+    assert all(rule["operator"] == "In" for rule in rules)
+    return named and all(labels.get(rule["key"]) in rule["values"] for rule in rules)
+
+
+def test_every_selector_selects_pods(rendered: Rendered) -> None:
+    labels = [template["metadata"]["labels"] for _, template in rendered.pods()]
+    selectors = [
+        ("PodDisruptionBudget", "selector"),
+        ("NetworkPolicy", "podSelector"),
+    ]
+    for kind, field in selectors:
+        for name, found in rendered.of(kind).items():
+            assert any(selects(found["spec"][field], each) for each in labels), f"{kind}/{name}"
+    for name, service in rendered.of("Service").items():
+        assert sum(selects({"matchLabels": service["spec"]["selector"]}, each) for each in labels) == 1, name
+
+
+def test_pods_are_spread_among_their_like(pod: Object) -> None:
+    keys = {each["topologyKey"] for each in pod["spec"]["topologySpreadConstraints"]}
+    assert keys == {"topology.kubernetes.io/zone", "kubernetes.io/hostname"}
+    for each in pod["spec"]["topologySpreadConstraints"]:
+        assert selects(each["labelSelector"], pod["metadata"]["labels"])
+
+
+def test_every_monitor_finds_a_port_of_a_service(prod: Rendered) -> None:
+    for name, monitor in prod.of("ServiceMonitor").items():
+        (service,) = (
+            found
+            for found in prod.of("Service").values()
+            if selects(monitor["spec"]["selector"], found["metadata"]["labels"])
+        )
+        ports = {port["name"] for port in service["spec"]["ports"]}
+        assert {each["port"] for each in monitor["spec"]["endpoints"]} <= ports, name
+
+
+def test_what_pods_name_is_there(rendered: Rendered) -> None:
+    elsewhere = {("Secret", "fencepost-redis")}  # the prod overlay says how to make it
+    known = {(found["kind"], found["metadata"]["name"]) for found in rendered.objects} | elsewhere
+    for where, template in rendered.pods():
+        wanted = {("ServiceAccount", template["spec"]["serviceAccountName"])}
+        for volume in template["spec"].get("volumes", ()):
+            if "configMap" in volume:
+                wanted.add(("ConfigMap", volume["configMap"]["name"]))
+            if "persistentVolumeClaim" in volume:
+                wanted.add(("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]))
+        for variable in container_of(template).get("env", ()):
+            if "secretKeyRef" in variable.get("valueFrom", {}):
+                wanted.add(("Secret", variable["valueFrom"]["secretKeyRef"]["name"]))
+        assert wanted <= known, where
+
+
+def test_images_have_tags(rendered: Rendered, operated: Rendered) -> None:
+    images = {container_of(template)["image"] for _, template in rendered.pods()}
+    images.add(operated.one("ScheduledSparkApplication", "fencepost-audit")["spec"]["template"]["image"])
+    for image in images:
+        name, colon, tag = image.partition(":")
+        assert name in {"fencepost-service", "fencepost-spark"}
+        assert colon
+        assert tag != "latest"
