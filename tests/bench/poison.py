@@ -1,0 +1,81 @@
+"""A caller who sends nothing but events that the broker refuses: what it costs the others."""
+
+import asyncio
+import itertools
+import time
+
+import httpx
+
+from tests.bench.stage import bench, keep
+
+SECONDS = 6.0
+CLIENTS = 32
+ROUNDS = 3
+
+
+async def _others(url: str, prefix: str, until: float) -> tuple[int, list[int]]:
+    """Events that others got written in the time, and the statuses other than 201."""
+    written = 0
+    strange: list[int] = []
+    numbers = itertools.count()
+
+    async def work(http: httpx.AsyncClient) -> None:
+        nonlocal written
+        while time.monotonic() < until:
+            headers = {"Content-Type": "application/json", "Idempotency-Key": f"{prefix}-{next(numbers)}"}
+            response = await http.post(f"{url}/events", content=b'{"topic":"good","value":1}', headers=headers)
+            if response.status_code == 201:
+                written += 1
+            else:
+                strange.append(response.status_code)
+
+    async with httpx.AsyncClient(timeout=30, trust_env=False) as http:
+        await asyncio.gather(*(work(http) for _ in range(CLIENTS)))
+    return written, strange
+
+
+async def _poison(url: str, prefix: str, until: float) -> int:
+    """Send events that are too large for their topic, from four connections; how many were refused."""
+    refused = 0
+    numbers = itertools.count()
+
+    async def work(http: httpx.AsyncClient) -> None:
+        nonlocal refused
+        while time.monotonic() < until:
+            headers = {"Content-Type": "application/json", "Idempotency-Key": f"{prefix}-{next(numbers)}"}
+            body = b'{"topic":"poisoned","value":"' + b"x" * 4_000 + b'"}'
+            response = await http.post(f"{url}/events", content=body, headers=headers)
+            refused += response.status_code == 413
+
+    async with httpx.AsyncClient(timeout=30, trust_env=False) as http:
+        await asyncio.gather(*(work(http) for _ in range(4)))
+    return refused
+
+
+async def _round(url: str, number: int) -> tuple[int, int, int, list[int]]:
+    alone, strange = await _others(url, f"alone-{number}", time.monotonic() + SECONDS)
+    until = time.monotonic() + SECONDS
+    (beside, more), refused = await asyncio.gather(
+        _others(url, f"beside-{number}", until), _poison(url, f"poison-{number}", until)
+    )
+    return alone, beside, refused, strange + more
+
+
+def main() -> None:
+    with bench() as stage:
+        stage.kafka.create_topic("good", partitions=3)
+        stage.kafka.create_topic("poisoned", partitions=1, config={"max.message.bytes": "1000"})
+        # The edge would refuse what it knows to be too large; the broker is to do it.
+        with stage.service(module="tests.bench.blind") as service:
+            rounds = [asyncio.run(_round(service.url, number)) for number in range(ROUNDS)]
+        ratios = sorted(beside / alone for alone, beside, *_ in rounds)
+        keep(
+            "poison",
+            stage.redis,
+            {
+                "others' throughput beside poison, share of that without, median": round(ratios[ROUNDS // 2], 2),
+                "each round": [round(ratio, 2) for ratio in ratios],
+                "poisoned events refused": sum(refused for *_, refused, _ in rounds),
+                "answers to others that were not 201": sorted(itertools.chain.from_iterable(r[3] for r in rounds)),
+            },
+        )

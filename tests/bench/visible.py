@@ -1,0 +1,112 @@
+"""What a consumer sees: how long after its 201 a record is visible, and how long the dead hold up a partition."""
+
+import asyncio
+import contextlib
+import threading
+import time
+
+import httpx
+from confluent_kafka import Consumer, TopicPartition
+
+from deploy.local.stack import Service
+from service.wire import KEY_HEADER
+from tests.bench.stage import Bench, bench, keep, quantile
+from tests.integration.judge import wait_until_stable
+from tests.integration.plan import MODULE, PLAN_ENV, Fault, Plan, until
+
+EVENTS = 2_000
+LEASE_TTL_MS = 3_000
+DEATHS = 5
+
+
+class Watcher(threading.Thread):
+    """A read_committed consumer that notes when it sees each key (monotonic seconds)."""
+
+    def __init__(self, kafka: str, topic: str, partitions: int) -> None:
+        super().__init__(daemon=True)
+        self.seen: dict[str, float] = {}
+        self.done = threading.Event()
+        self._consumer = Consumer(
+            {
+                "bootstrap.servers": kafka,
+                "group.id": "bench-visible",
+                "isolation.level": "read_committed",
+                "enable.auto.commit": False,
+                "fetch.wait.max.ms": 5,
+                "fetch.min.bytes": 1,
+            }
+        )
+        self._consumer.assign([TopicPartition(topic, partition, 0) for partition in range(partitions)])
+
+    def run(self) -> None:
+        while not self.done.is_set():
+            for message in self._consumer.consume(500, timeout=0.01):
+                now = time.monotonic()
+                if message.error() is None:
+                    key = bytes(dict(message.headers() or [])[KEY_HEADER] or b"")  # type: ignore[arg-type]
+                    self.seen[key.decode()] = now
+        self._consumer.close()
+
+
+async def _post_all(url: str, topic: str, prefix: str, clients: int) -> dict[str, float]:
+    """Post EVENTS events over so many connections; when each was answered 201 (monotonic seconds)."""
+    answered: dict[str, float] = {}
+    left = iter(range(EVENTS))
+
+    async def work(http: httpx.AsyncClient) -> None:
+        for number in left:
+            key = f"{prefix}-{number}"
+            response = await http.post(
+                f"{url}/events",
+                content=f'{{"topic":"{topic}","key":"r{number}","value":{{"n":{number}}}}}',
+                headers={"Content-Type": "application/json", "Idempotency-Key": key},
+            )
+            assert response.status_code == 201, response.text
+            answered[key] = time.monotonic()
+
+    async with httpx.AsyncClient(timeout=30, trust_env=False) as http:
+        await asyncio.gather(*(work(http) for _ in range(clients)))
+    return answered
+
+
+def _lags_ms(stage: Bench, service: Service, topic: str, clients: int) -> list[float]:
+    watcher = Watcher(stage.kafka.bootstrap, topic, 3)
+    watcher.start()
+    answered = asyncio.run(_post_all(service.url, topic, f"c{clients}", clients))
+    until(lambda: answered.keys() <= watcher.seen.keys(), 10, "every record is visible")
+    watcher.done.set()
+    watcher.join()
+    return [max(0.0, 1000 * (watcher.seen[key] - at)) for key, at in answered.items()]
+
+
+def _held_up_s(stage: Bench, heir: Service, topic: str, number: int) -> float:
+    """Kill a process with its transaction open; how long it is until no partition is held up by it."""
+    folder = stage.folder / f"doomed-{number}"
+    folder.mkdir()
+    # With a timeout of a minute, only a recovery can end its transaction so soon.
+    settings = {"slots": 1, "lease_ttl_ms": LEASE_TTL_MS, "transaction_timeout_ms": 60_000}
+    doomed = stage.service(f"doomed-{number}", MODULE, **settings)
+    doomed.env[PLAN_ENV] = Plan(folder, (Fault("commit", "kill"),)).encode()
+    doomed.start()
+    headers = {"Content-Type": "application/json", "Idempotency-Key": f"doomed-{number}"}
+    with contextlib.suppress(httpx.TransportError):
+        httpx.post(f"{doomed.url}/events", content=f'{{"topic":"{topic}","value":1}}', headers=headers, trust_env=False)
+    died = time.monotonic()
+    wait_until_stable(stage.kafka.bootstrap, [topic])
+    assert heir.ready()
+    return time.monotonic() - died
+
+
+def main() -> None:
+    with bench() as stage:
+        stage.kafka.create_topic("visible", partitions=3)
+        with stage.service(lease_ttl_ms=LEASE_TTL_MS) as service:
+            _lags_ms(stage, service, "visible", 4)  # warm
+            figures: dict[str, object] = {}
+            for clients in (1, 16):
+                lags = _lags_ms(stage, service, "visible", clients)
+                for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
+                    figures[f"visible after its 201, {clients} clients, {name} ms"] = round(quantile(lags, share), 2)
+            held = [_held_up_s(stage, service, "visible", number) for number in range(DEATHS)]
+            figures["a partition held up by a kill -9, lease of 3 s, each s"] = [round(seconds, 2) for seconds in held]
+            keep("visible", stage.redis, figures)
