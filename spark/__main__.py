@@ -3,11 +3,11 @@
 import sys
 import time
 
-from service.shared import SettingsError, SharedSettings
+from service.shared import Rules, SettingsError, SharedSettings
 from spark import job
 from spark.errors import CannotRun
 from spark.session import open_session
-from spark.settings import Settings, parse, read_rules
+from spark.settings import Settings, parse
 
 EXIT_CANNOT_RUN = 2
 
@@ -23,7 +23,7 @@ def main() -> int:
 
     try:
         shared = SharedSettings.from_env()
-        settings = Settings(shared=shared, options=options, rules=read_rules(shared.rules))
+        settings = Settings(shared=shared, options=options, rules=Rules.read(shared.rules))
         outcome = job.run(open_session(), settings, tell)
     except (SettingsError, CannotRun) as error:
         sys.stderr.write(f"cannot run: {error}\n")

@@ -70,7 +70,6 @@ class _Run:
 
     def carry_out(self) -> Outcome:
         with self.cost.step("plan"):
-            self.lake.ensure()
             before = self._summary_before()
             plan, resumed = self._plan(before)
         merged = resumed and not self.lake.read("deliveries").where(F.col("run") == plan.run).isEmpty()
@@ -132,9 +131,15 @@ class _Run:
             decode.ledger(self._records(plan.spans(LEDGER), headers=False), plan.frozen_ms),
             decode.answers(self._records(plan.spans(REQUESTS), headers=False), plan.frozen_ms),
         ]
+        rows = state.reduce(fold(DataFrame.unionByName, evidence), plan.run)
+        if not self.lake.exists("deliveries"):
+            # Nothing to merge with. Rebalanced by hour, so that the first run over a long history makes few files.
+            with self.cost.step("read and write"):
+                self.lake.append("deliveries", rows.hint("rebalance", "accepted_hour"), plan.run)
+            return
         with self.cost.step("read"):
             # Read once, used twice. A checkpoint, not a cache: Delta refuses to merge from a plan that is cached.
-            rows = state.reduce(fold(DataFrame.unionByName, evidence), plan.run).localCheckpoint()
+            rows = rows.localCheckpoint()
             hours = _hours(rows)
         with self.cost.step("merge"):
             if hours:

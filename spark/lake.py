@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from delta.tables import DeltaTable
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame, DataFrameWriter, SparkSession
 from pyspark.sql.types import StructType
 
 from spark import state
@@ -78,7 +78,7 @@ def schema(name: str) -> StructType:
 
 
 class Lake:
-    """Four Delta tables below one root, made at the first use of it."""
+    """Four Delta tables below one root, each made by the first write to it."""
 
     def __init__(self, spark: SparkSession, root: str) -> None:
         self.spark = spark
@@ -87,36 +87,33 @@ class Lake:
     def path(self, name: str) -> str:
         return f"{self.root}/{name}"
 
-    def ensure(self) -> None:
-        """Make the tables that are not there yet."""
-        for name in SCHEMAS:
-            if DeltaTable.isDeltaTable(self.spark, self.path(name)):
-                continue
-            table = DeltaTable.createIfNotExists(self.spark).location(self.path(name)).addColumns(schema(name))
-            if name in PARTITIONS:
-                table = table.partitionedBy(PARTITIONS[name])
-            table.execute()
+    def exists(self, name: str) -> bool:
+        """Whether a table was written to."""
+        return DeltaTable.isDeltaTable(self.spark, self.path(name))
 
     def read(self, name: str) -> DataFrame:
-        """All rows of a table."""
+        """All rows of a table as it is now; none where it was never written to."""
+        if not self.exists(name):
+            return self.spark.createDataFrame([], schema(name))
         return self.spark.read.format("delta").load(self.path(name))
 
     def append(self, name: str, rows: DataFrame, run: int) -> None:
         """Add rows, unless this run did."""
-        writer = rows.write.format("delta").mode("append")
-        writer.option("txnAppId", WRITER).option("txnVersion", str(run)).save(self.path(name))
-
-    def overwrite(self, name: str, rows: DataFrame, where: str) -> None:
-        """Put rows, which all meet the condition, in the place of those that meet it now."""
-        rows.write.format("delta").mode("overwrite").option("replaceWhere", where).save(self.path(name))
+        self._writer(name, rows, "append", run).save(self.path(name))
 
     def replace(self, name: str, rows: DataFrame, where: str, run: int) -> None:
         """Put rows, which all meet the condition, in the place of those that meet it now, unless this run did."""
-        writer = rows.write.format("delta").mode("overwrite").option("replaceWhere", where)
-        writer.option("txnAppId", WRITER).option("txnVersion", str(run)).save(self.path(name))
+        if self.exists(name):
+            self._writer(name, rows, "overwrite", run).option("replaceWhere", where).save(self.path(name))
+        else:
+            self.append(name, rows, run)
+
+    def overwrite(self, name: str, rows: DataFrame, where: str) -> None:
+        """As `replace`, however often the run does it."""
+        rows.write.format("delta").mode("overwrite").option("replaceWhere", where).save(self.path(name))
 
     def merge(self, rows: DataFrame, hours: list[str], run: int) -> None:
-        """Merge ROWs, one an id and hour, into `deliveries`, unless this run did.
+        """Merge ROWs, one an id and hour, into the `deliveries` that are there, unless this run did.
 
         `hours` (`yyyy-MM-dd HH:mm:ss`, UTC) are all hours of the rows: as literals in the condition they keep Delta
         from reading any other.
@@ -136,14 +133,20 @@ class Lake:
                 .execute()
             )
 
+    def _writer(self, name: str, rows: DataFrame, mode: str, run: int) -> DataFrameWriter:
+        writer = rows.write.format("delta").mode(mode)
+        if name in PARTITIONS:
+            writer = writer.partitionBy(PARTITIONS[name])
+        return writer.option("txnAppId", WRITER).option("txnVersion", str(run))
+
     @contextmanager
     def _once(self, run: int) -> Iterator[None]:
         """Delta takes the transaction of a MERGE from the session's settings."""
-        names = {f"spark.databricks.delta.write.{name}" for name in ("txnAppId", "txnVersion")}
-        self.spark.conf.set("spark.databricks.delta.write.txnAppId", WRITER)
-        self.spark.conf.set("spark.databricks.delta.write.txnVersion", str(run))
+        settings = {"txnAppId": WRITER, "txnVersion": str(run)}
+        for name, value in settings.items():
+            self.spark.conf.set(f"spark.databricks.delta.write.{name}", value)
         try:
             yield
         finally:
-            for name in names:
-                self.spark.conf.unset(name)
+            for name in settings:
+                self.spark.conf.unset(f"spark.databricks.delta.write.{name}")

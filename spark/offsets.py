@@ -7,6 +7,7 @@ ends with the report that it would have had.
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any, Final, Protocol
 
 from service import wire
@@ -128,7 +129,7 @@ def options_of(settings: Settings) -> str:
             "key_ttl_s": shared.key_ttl_s,
             "namespace": shared.namespace,
             "timeouts_ms": shared.request_timeout_ms + shared.transaction_timeout_ms,
-            "rules": [[rule.pattern, rule.guarantee] for rule in settings.rules],
+            "rules": [[rule.pattern, rule.guarantee.value] for rule in settings.rules.topics],
         },
         sort_keys=True,
     )
@@ -152,8 +153,8 @@ def freeze(cluster: Cluster, settings: Settings, before: Plan | None, now_ms: in
     if globs:
         audited = candidates
     else:
-        patterns = [rule.pattern for rule in settings.rules]
-        audited = {name for name in candidates if name in known or matches(patterns, name)}
+        ruled = {name for name in candidates if any(fnmatchcase(name, rule.pattern) for rule in settings.rules.topics)}
+        audited = (candidates & known) | ruled
     described = cluster.describe([*candidates, *({ledger, requests} & there)])
 
     def ends_of(names: Iterable[str]) -> dict[Place, Ends]:

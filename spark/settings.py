@@ -2,16 +2,12 @@
 
 import argparse
 import re
-import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Final
 
-from service.shared import SettingsError, SharedSettings
+from service.shared import Rules, SharedSettings
 
-IDEMPOTENT: Final = "idempotent"
-EXACTLY_ONCE: Final = "exactly_once"
 HOUR_MS: Final = 3_600_000
 
 
@@ -29,20 +25,12 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
-    """One `[[topics]]` table of the rules: topic names that match `pattern` (a glob) have this guarantee."""
-
-    pattern: str
-    guarantee: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Settings:
     """Everything a run is told, checked."""
 
     shared: SharedSettings
     options: Options
-    rules: tuple[Rule, ...] = ()
+    rules: Rules = field(default_factory=Rules)
 
     @property
     def settle_ms(self) -> int:
@@ -53,10 +41,6 @@ class Settings:
     def key_ttl_ms(self) -> int:
         """Key retention, ms."""
         return self.shared.key_ttl_s * 1000
-
-    def guarantee(self, topic: str) -> str:
-        """The guarantee of a topic: the first rule that names it, else exactly once."""
-        return next((rule.guarantee for rule in self.rules if matches([rule.pattern], topic)), EXACTLY_ONCE)
 
 
 def glob_regex(globs: Sequence[str]) -> str:
@@ -69,33 +53,6 @@ def glob_regex(globs: Sequence[str]) -> str:
 def matches(globs: Sequence[str], name: str) -> bool:
     """Whether one of the globs matches the whole name."""
     return bool(globs) and re.fullmatch(glob_regex(globs), name) is not None
-
-
-def read_rules(path: str) -> tuple[Rule, ...]:
-    """The topics' rules of a TOML file, none for an empty path; SettingsError names the file and the remedy."""
-    if not path:
-        return ()
-    try:
-        body = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"FENCEPOST_RULES={path!r} cannot be read: {error}; name a TOML file or none") from error
-    tables = body.get("topics", [])
-    if not isinstance(tables, list):
-        raise SettingsError(f"FENCEPOST_RULES={path!r}: 'topics' must be [[topics]] tables")
-    return tuple(_rule(path, table) for table in tables)
-
-
-def _rule(path: str, table: Any) -> Rule:
-    pattern = table.get("pattern") if isinstance(table, dict) else None
-    guarantee = table.get("guarantee", EXACTLY_ONCE) if isinstance(table, dict) else None
-    if not isinstance(pattern, str) or not pattern:
-        raise SettingsError(f'FENCEPOST_RULES={path!r}: a [[topics]] table needs a pattern, as in pattern = "orders.*"')
-    if guarantee not in (IDEMPOTENT, EXACTLY_ONCE):
-        raise SettingsError(
-            f"FENCEPOST_RULES={path!r}: guarantee of {pattern!r} is {guarantee!r}; "
-            f"set {EXACTLY_ONCE!r} or {IDEMPOTENT!r}"
-        )
-    return Rule(pattern=pattern, guarantee=guarantee)
 
 
 def parse(arguments: Sequence[str]) -> Options:

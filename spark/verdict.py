@@ -8,9 +8,10 @@ from typing import Any, Final
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
+from service.shared import Guarantee
 from spark.decode import EVENT
 from spark.offsets import DATA, LEDGER, REQUESTS, Plan
-from spark.settings import IDEMPOTENT, Settings, glob_regex
+from spark.settings import Settings, glob_regex
 
 CATEGORIES: Final = ("delivered_once", "duplicated", "conflicted", "lost", "pending", "stuck", "unprovable")
 """Where an accepted id can stand in the balance."""
@@ -80,7 +81,7 @@ def evidence(plan: Plan, settings: Settings) -> Evidence:
         answers_complete_ms=max((log.complete_ms for log in answers), default=plan.frozen_ms),
         answers_decided_ms=min((log.decided_ms for log in answers), default=plan.frozen_ms),
         audited=lambda topic: topic.rlike(wanted) if globs else F.lit(True),
-        idempotent=tuple(name for name in plan.topics if settings.guarantee(name) == IDEMPOTENT),
+        idempotent=tuple(name for name in plan.topics if settings.rules.guarantee(name) is Guarantee.IDEMPOTENT),
     )
 
 

@@ -88,7 +88,7 @@ class History:
             )
         return self._plain
 
-    def transactional(self, life: Life, *, timeout_ms: int = 60_000) -> Producer:
+    def transactional(self, life: Life, *, timeout_ms: int = 600_000) -> Producer:
         """A transactional producer for this life; the newest of a slot fences the others, as in the service."""
         producer = Producer(
             {

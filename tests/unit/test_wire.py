@@ -1,0 +1,138 @@
+"""The golden bytes of the wire contract: what service.wire writes and reads is what `tests/vectors/v1` says."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service import wire
+
+VECTORS = Path(__file__).parents[1] / "vectors" / "v1"
+
+
+def vectors(name: str, *path: str) -> Any:
+    """A part of one of the files."""
+    body = json.loads((VECTORS / f"{name}.json").read_text())
+    for step in path:
+        body = body[step]
+    return body
+
+
+def content(told: Any) -> bytes | None:
+    """Bytes as a vector tells them: hexadecimal, a repetition, or null."""
+    if isinstance(told, dict):
+        repeated: bytes = bytes.fromhex(told["repeat"]) * told["times"]
+        return repeated
+    return None if told is None else bytes.fromhex(told)
+
+
+@pytest.mark.parametrize(
+    "vector", vectors("ids", "event"), ids=lambda vector: f"{vector['scope']}:{vector['key'][:20]}"
+)
+def test_the_id_of_a_key(vector: dict[str, str]) -> None:
+    assert wire.event_id(vector["key"], vector["scope"]).hex() == vector["id"]
+
+
+@pytest.mark.parametrize("vector", vectors("ids", "member"), ids=lambda vector: f"{vector['scope']}:{vector['index']}")
+def test_the_id_of_a_member_of_an_atomic_batch(vector: dict[str, Any]) -> None:
+    assert wire.member_id(vector["key"], vector["index"], vector["scope"]).hex() == vector["id"]
+
+
+@pytest.mark.parametrize("vector", vectors("fingerprints", "event"), ids=lambda vector: str(vector["what"]))
+def test_a_fingerprint(vector: dict[str, Any]) -> None:
+    headers = [(name, bytes.fromhex(value)) for name, value in vector["headers"]]
+    asked = (vector["topic"], vector["partition"], content(vector["key"]))
+    assert wire.fingerprint(*asked, headers, content(vector["value"])).hex() == vector["fingerprint"]
+    assert wire.fingerprint(*asked, headers[::-1], content(vector["value"])).hex() == vector["fingerprint"]
+
+
+def test_every_fingerprint_differs() -> None:
+    told = [vector["fingerprint"] for vector in vectors("fingerprints", "event")]
+    assert len(set(told)) == len(told)
+
+
+@pytest.mark.parametrize("vector", vectors("fingerprints", "batch"))
+def test_the_fingerprint_of_an_atomic_batch(vector: dict[str, Any]) -> None:
+    assert wire.batch_fingerprint(map(bytes.fromhex, vector["members"])).hex() == vector["fingerprint"]
+
+
+@pytest.mark.parametrize("vector", vectors("records", "stamp"))
+def test_the_record_header(vector: dict[str, Any]) -> None:
+    fields = vector["fields"]
+    binary = {name: bytes.fromhex(fields[name]) for name in ("id", "fingerprint")}
+    stamp = wire.Stamp(**(fields | binary))
+    assert stamp.encode() == vector["text"].encode()
+    assert wire.Stamp.decode(vector["text"].encode()) == stamp
+
+
+@pytest.mark.parametrize("text", vectors("records", "stamp_refused"))
+def test_a_record_header_that_is_none(text: str) -> None:
+    with pytest.raises(wire.WireError, match="no fencepost header of version 1"):
+        wire.Stamp.decode(text.encode())
+
+
+@pytest.mark.parametrize("vector", vectors("records", "ledger"))
+def test_a_ledger_record(vector: dict[str, Any]) -> None:
+    fields = vector["fields"]
+    entries = [
+        wire.Entry(
+            **(
+                entry
+                | {name: bytes.fromhex(entry[name]) for name in ("id", "fp")}
+                | ({"batch": bytes.fromhex(entry["batch"])} if "batch" in entry else {})
+            )
+        )
+        for entry in fields["entries"]
+    ]
+    record = wire.LedgerRecord(**(fields | {"entries": entries}))
+    assert record.encode() == vector["text"].encode()
+    assert wire.decode_ledger(vector["text"].encode()) == record
+
+
+@pytest.mark.parametrize("vector", vectors("records", "begin"))
+def test_a_begin_record(vector: dict[str, Any]) -> None:
+    record = wire.Begin(**vector["fields"])
+    assert record.encode() == vector["text"].encode()
+    assert wire.decode_ledger(vector["text"].encode()) == record
+
+
+@pytest.mark.parametrize("text", vectors("records", "ledger_refused"))
+def test_a_ledger_record_that_is_none(text: str) -> None:
+    with pytest.raises(wire.WireError):
+        wire.decode_ledger(text.encode())
+
+
+@pytest.mark.parametrize("vector", vectors("records", "answers"))
+def test_a_record_of_the_journal(vector: dict[str, Any]) -> None:
+    answers = [
+        wire.encode_answer(**(answer | {name: bytes.fromhex(answer[name]) for name in ("id", "fp")}))
+        for answer in vector["answers"]
+    ]
+    record = wire.encode_answers(vector["instance"], answers)
+    assert record == vector["text"].encode()
+    assert json.loads(record)["answers"] == vector["answers"]
+
+
+@pytest.mark.parametrize("vector", vectors("records", "generation"))
+def test_a_generation_record(vector: dict[str, Any]) -> None:
+    record = wire.Generation(**vector["fields"])
+    assert record.encode() == vector["text"].encode()
+    assert wire.Generation.decode(vector["text"].encode()) == record
+
+
+@pytest.mark.parametrize("vector", vectors("records", "barrier"))
+def test_a_barrier(vector: dict[str, Any]) -> None:
+    assert wire.encode_barrier(**vector["fields"]) == vector["text"].encode()
+
+
+def test_the_names() -> None:
+    names = vectors("records", "names")
+    namespace, slot = names["namespace"], names["slot"]
+    assert wire.ledger_topic(namespace) == names["ledger"]
+    assert wire.requests_topic(namespace) == names["requests"]
+    assert wire.control_topic(namespace) == names["control"]
+    assert wire.transactional_id(namespace, slot) == names["transactional_id"]
+    assert wire.barrier_key(slot).decode() == names["barrier_key"]
+    assert wire.GENERATION_KEY.decode() == names["generation_key"]
+    assert (names["key_header"], names["stamp_header"]) == (wire.KEY_HEADER, wire.STAMP_HEADER)
