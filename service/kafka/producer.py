@@ -63,7 +63,7 @@ class _Life:
             **cluster.options(name),
         )
         self.tainted = ""  # the first request that had no clean answer
-        self.waiting_for = ""  # the topic whose metadata is waited for
+        self.waiting_for = ""  # the topic that is being handed over
         self.refusals: dict[tuple[str, int], Refusal] = {}  # of the present transaction, by topic and partition
         self._transactional = "transactional_id" in options
         self._scopes: set[asyncio.Timeout] = set()
@@ -115,11 +115,13 @@ class _Life:
         """Hand records to the sender, batched by partition; a future for each batch, and the records' indexes in it."""
         sent: Sent = []
         for (topic, partition), indexes in _by_partition(records).items():
+            self.waiting_for = topic  # for its metadata, or for its batch before to be on its way
             await self._know(topic, partition)
             for builder, members in _batches(records, indexes, self._transactional):
                 future = await self.producer.send_batch(builder, topic, partition=partition)
                 future.add_done_callback(_retrieve)
                 sent.append((future, members))
+        self.waiting_for = ""
         return sent
 
     async def _know(self, topic: str, partition: int) -> None:
@@ -236,8 +238,10 @@ class TransactionalProducer:
             refusals = {topic: refusal for (topic, _), refusal in life.refusals.items()}
             stuck = {records[members[0]].topic for future, members in sent if not future.done() or future.cancelled()}
             stuck |= {life.waiting_for} - {""}
+            if refusals or not isinstance(error, TimeoutError):
+                stuck = set()  # a refusal holds up what is with it, and ends the wait for it early
             cause = ", ".join(f"{topic}: {refusal.why}" for topic, refusal in refusals.items()) or repr(error)
-            raise TransactionFailed(fate, cause, refusals, stuck if isinstance(error, TimeoutError) else ()) from error
+            raise TransactionFailed(fate, cause, refusals, stuck) from error
         if life.tainted:
             # A request was repeated inside: its first copy may still arrive in the next transaction (KAFKA-17754).
             raise TransactionFailed(verdict.Verdict.UNKNOWN, life.tainted)
