@@ -1,6 +1,7 @@
 """Claims and answers in Redis: the one door to it. The rules stand in states.py, the scripts in keys.lua."""
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -313,8 +314,9 @@ class RedisKeys:
         """An idle connection that is not at its end, else a new one."""
         while self._idle:
             idle = self._idle.pop()
-            if idle.is_connected and not await idle.can_read_destructive():
-                return idle
+            with contextlib.suppress(RedisError):
+                if idle.is_connected and not await idle.can_read():
+                    return idle
             await idle.disconnect(nowait=True)
         connection: Connection = self._pool.make_connection()  # type: ignore[no-untyped-call]
         try:
