@@ -108,7 +108,7 @@ def claim_all(
     ]
     blocking = next((c for c in claims if c.outcome not in CLAIMABLE), None)
     if blocking is None:
-        at = min(c.state.at for c in claims)
+        at = min((state.at for state in states if state is not None), default=wanted[0].at)
         kept = at if at + retention_ms - wanted[0].at >= least_left_ms else wanted[0].at
         written = [Claimed(each.slot, each.term, kept, each.fp) for each in wanted]
         return Claim(claims[0].outcome, written[0]), written
