@@ -1,0 +1,1 @@
+"""One suite for the real thing and its fake: what the fake passes, a test that uses it may believe."""

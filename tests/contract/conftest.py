@@ -1,0 +1,69 @@
+"""The key stores that the suite runs on: Redis, and the fake with its own clock."""
+
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import pytest
+
+from deploy.local.stack import Redis
+from service.keys import Epoch, KeyStore, RedisKeys
+from tests.contract.memory_keys import Clock, MemoryKeys, Server
+
+# Long enough for a few script calls, short enough to wait for.
+LEASE_MS = 300
+RETENTION_MS = 60_000
+LEAST_LEFT_MS = 5_000
+
+
+@dataclass
+class Bench:
+    """A key store, and what a test does to it from outside."""
+
+    keys: KeyStore
+    flush: Callable[[], None]
+    elapse: Callable[[int], None]
+    now_ms: Callable[[], int]
+
+    async def settled(self, generation: int = 1, freed: tuple[int, ...] = (10, 20)) -> Epoch:
+        """Have the store complete in a generation, each slot freed up to an offset; such an offset is a term."""
+        store = (await self.keys.who()).store
+        assert await self.keys.recover(store, "the first")
+        await self.keys.recover_end(store, "the first", generation, freed)
+        return Epoch(generation, store)
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def bench(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[Bench]:
+    if request.param == "memory":
+        clock = Clock()
+        server = Server("run/replid", clock)
+        fake = MemoryKeys(server, retention_ms=RETENTION_MS, least_left_ms=LEAST_LEFT_MS, lease_ttl_ms=LEASE_MS)
+        yield Bench(fake, server.flush, clock.pass_ms, lambda: clock.now_ms)
+        return
+    redis: Redis = request.getfixturevalue("redis")
+    keys = redis_keys(redis, namespace)
+    with redis.client() as client:
+
+        def forget() -> None:
+            """What a flush would do to this namespace, and to no other test's."""
+            for key in client.scan_iter(match=f"{{{namespace}:0}}*".encode()):
+                client.delete(key)
+
+        def now_ms() -> int:
+            seconds, micros = client.time()
+            return int(seconds * 1000 + micros // 1000)
+
+        yield Bench(keys, forget, lambda ms: time.sleep(ms / 1000), now_ms)
+    await keys.close()
+
+
+def redis_keys(redis: Redis, namespace: str, retention_ms: int = RETENTION_MS) -> RedisKeys:
+    return RedisKeys(
+        redis.url,
+        namespace,
+        retention_ms=retention_ms,
+        least_left_ms=LEAST_LEFT_MS,
+        lease_ttl_ms=LEASE_MS,
+        timeout_s=10,
+    )

@@ -1,0 +1,247 @@
+"""The key store in memory: the rules of `service.states` over plain dicts, with a clock that a test moves."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from service import states
+from service.errors import Fenced, StoreLost
+from service.keys import Census, Epoch, Found, Identity, Row
+from service.states import Claim, Claimed, KeyState
+
+
+class Clock:
+    """Milliseconds that pass when they are told to."""
+
+    def __init__(self, now_ms: int = 1_700_000_000_000) -> None:
+        self.now_ms = now_ms
+
+    def pass_ms(self, ms: int) -> None:
+        self.now_ms += ms
+
+
+@dataclass
+class Server:
+    """A store in one of its lives: what Redis would hold of a namespace. `flush` forgets all but the life itself."""
+
+    store: str
+    clock: Clock
+    held: Epoch | None = None
+    nonce: tuple[str, int] | None = None  # with the time at which it expires
+    freed: dict[int, int] = field(default_factory=dict)
+    applied: dict[int, int] = field(default_factory=dict)
+    leases: dict[int, tuple[str, int]] = field(default_factory=dict)
+    taken: set[int] = field(default_factory=set)
+    members: dict[str, int] = field(default_factory=dict)
+    keys: dict[bytes, states.Claimed | states.Delivered | states.DeliveredBatch] = field(default_factory=dict)
+
+    def flush(self) -> None:
+        self.__init__(self.store, self.clock)  # type: ignore[misc]
+
+
+class MemoryKeys:
+    """`service.keys.KeyStore` on a `Server`; several may share one, as processes share a Redis."""
+
+    def __init__(self, server: Server, *, retention_ms: int, least_left_ms: int, lease_ttl_ms: int) -> None:
+        self.server = server
+        self._retention_ms = retention_ms
+        self._least_left_ms = least_left_ms
+        self._lease_ttl_ms = lease_ttl_ms
+
+    # ------------------------------------------------------------------------------------- what the script has too
+
+    @property
+    def _now_ms(self) -> int:
+        return self.server.clock.now_ms
+
+    def _settled(self, epoch: Epoch) -> None:
+        if self.server.held != epoch or self.server.store != epoch.store:
+            raise StoreLost
+
+    def _get(self, id: bytes) -> KeyState:
+        state = self.server.keys.get(id)
+        return None if state is None or state.at + self._retention_ms <= self._now_ms else state
+
+    def _put(self, id: bytes, state: KeyState) -> None:
+        if state is None:
+            self.server.keys.pop(id, None)
+        else:
+            self.server.keys[id] = state
+
+    def _freed(self, slot: int) -> int:
+        return self.server.freed.get(slot, -1)
+
+    def _holder(self, slot: int) -> str | None:
+        holder, until_ms = self.server.leases.get(slot, ("", 0))
+        return holder if until_ms > self._now_ms else None
+
+    def _lease(self, slot: int, token: str) -> None:
+        self.server.leases[slot] = (token, self._now_ms + self._lease_ttl_ms)
+        self.server.taken.add(slot)
+
+    def _replay(self, rows: Sequence[Row]) -> None:
+        for id, delivered in rows:
+            self._put(id, states.replay(self._get(id), delivered, self._now_ms, self._retention_ms))
+
+    # ------------------------------------------------------------------------------------------------- operations
+
+    async def who(self) -> Identity:
+        return Identity(self.server.store, self.server.held)
+
+    async def resolve_anew(self) -> None:
+        pass
+
+    async def claim(self, epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> list[Claim]:
+        self._settled(epoch)
+        self._fence(slot, term)
+        claims = []
+        for id, fp in asked:
+            wanted = Claimed(slot, term, self._now_ms, fp)
+            claim = states.claim(self._get(id), wanted, self._freed, self._retention_ms, self._least_left_ms)
+            self._put(id, claim.state)
+            claims.append(self._with_lease(claim))
+        return claims
+
+    async def claim_all(self, epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> Claim:
+        self._settled(epoch)
+        self._fence(slot, term)
+        present = [self._get(id) for id, _ in asked]
+        wanted = [Claimed(slot, term, self._now_ms, fp) for _, fp in asked]
+        claim, written = states.claim_all(present, wanted, self._freed, self._retention_ms, self._least_left_ms)
+        for (id, _), state in zip(asked, written, strict=False):
+            self._put(id, state)
+        return self._with_lease(claim)
+
+    def _fence(self, slot: int, term: int) -> None:
+        if self._freed(slot) != term:
+            raise Fenced
+
+    def _with_lease(self, claim: Claim) -> Claim:
+        if claim.outcome is not states.Outcome.IN_PROGRESS:
+            return claim
+        assert isinstance(claim.state, Claimed)
+        return Claim(claim.outcome, claim.state, self._holder(claim.state.slot) is not None)
+
+    async def mark(self, epoch: Epoch, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]) -> int:
+        self._settled(epoch)
+        untouched = 0
+        for id, delivered in rows:
+            state = states.mark(self._get(id), slot, term, delivered)
+            untouched += state is not delivered
+            self._put(id, state)
+        if self.server.applied.get(slot, -1) == previous:
+            self.server.applied[slot] = offset
+        return untouched
+
+    async def release(self, epoch: Epoch, slot: int, term: int, ids: Sequence[bytes]) -> None:
+        self._settled(epoch)
+        for id in ids:
+            self._put(id, states.release(self._get(id), slot, term))
+
+    async def find(self, epoch: Epoch, id: bytes) -> Found:
+        self._settled(epoch)
+        state = self._get(id)
+        if isinstance(state, Claimed):
+            return Found(state, self._freed(state.slot) > state.term, self._holder(state.slot) is not None)
+        return Found(state)
+
+    async def find_all(self, epoch: Epoch, ids: Sequence[bytes]) -> list[KeyState]:
+        self._settled(epoch)
+        return [self._get(id) for id in ids]
+
+    async def applied(self, epoch: Epoch, slot: int) -> int | None:
+        self._settled(epoch)
+        return self.server.applied.get(slot)
+
+    async def replay(self, epoch: Epoch, rows: Sequence[Row], free: tuple[int, int] | None = None) -> None:
+        self._settled(epoch)
+        self._replay(rows)
+        if free is not None:
+            slot, term = free
+            _raise(self.server.freed, slot, term)
+            _raise(self.server.applied, slot, term)
+            self._fence(slot, term)
+
+    async def take(self, epoch: Epoch, slot: int, token: str) -> bool:
+        self._settled(epoch)
+        if self._holder(slot) not in (None, token):
+            return False
+        self._lease(slot, token)
+        return True
+
+    async def give_back(self, epoch: Epoch, slot: int, token: str, clean: bool) -> None:
+        self._settled(epoch)
+        if self._holder(slot) == token:
+            del self.server.leases[slot]
+            if clean:
+                self.server.taken.discard(slot)
+
+    async def beat(self, epoch: Epoch, token: str, slots: int, held: Sequence[int]) -> Census:
+        self._settled(epoch)
+        self.server.members[token] = self._now_ms + self._lease_ttl_ms
+        self.server.members = {name: until for name, until in self.server.members.items() if until > self._now_ms}
+        view = ""
+        for slot in range(slots):
+            holder = self._holder(slot)
+            if slot in held and holder in (None, token):
+                self._lease(slot, token)
+                view += "m"
+            elif holder is not None:
+                view += "t"
+            else:
+                view += "d" if slot in self.server.taken else "f"
+        return Census(len(self.server.members), view)
+
+    async def leave(self, epoch: Epoch, token: str) -> None:
+        self._settled(epoch)
+        self.server.members.pop(token, None)
+
+    # --------------------------------------------------------------------------------------------- store recovery
+
+    def _recovering(self, store: str, nonce: str) -> None:
+        if self.server.store != store or self._nonce != nonce:
+            raise StoreLost
+        self.server.nonce = (nonce, self._now_ms + self._nonce_ttl_ms)
+
+    @property
+    def _nonce(self) -> str | None:
+        nonce, until_ms = self.server.nonce or ("", 0)
+        return nonce if until_ms > self._now_ms else None
+
+    @property
+    def _nonce_ttl_ms(self) -> int:
+        return 5 * self._lease_ttl_ms
+
+    async def recover(self, store: str, nonce: str) -> bool:
+        if self.server.store != store:
+            raise StoreLost
+        if self._nonce is not None:
+            return False
+        self.server.nonce = (nonce, self._now_ms + self._nonce_ttl_ms)
+        return True
+
+    async def recover_read(self, store: str, nonce: str, slots: int) -> list[int | None]:
+        self._recovering(store, nonce)
+        return [self.server.applied.get(slot) for slot in range(slots)]
+
+    async def recover_replay(self, store: str, nonce: str, rows: Sequence[Row]) -> None:
+        self._recovering(store, nonce)
+        self._replay(rows)
+
+    async def recover_end(self, store: str, nonce: str, generation: int, freed: Sequence[int]) -> None:
+        self._recovering(store, nonce)
+        if self.server.held is not None and self.server.held.generation >= generation:
+            raise StoreLost
+        for slot, offset in enumerate(freed):
+            _raise(self.server.freed, slot, offset)
+            _raise(self.server.applied, slot, offset)
+        self.server.held = Epoch(generation, store)
+        self.server.nonce = None
+
+    async def recover_abandon(self, store: str, nonce: str) -> None:
+        if self.server.store == store and self._nonce == nonce:
+            self.server.nonce = None
+
+
+def _raise(numbers: dict[int, int], slot: int, value: int) -> None:
+    if value > numbers.get(slot, -1):
+        numbers[slot] = value

@@ -1,0 +1,220 @@
+"""What every key store does: claims, marks and releases (design: writing an event)."""
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from service.errors import Fenced, StoreLost
+from service.keys import Epoch, Row
+from service.states import Claimed, Delivered, DeliveredBatch, Outcome
+from tests.contract.conftest import RETENTION_MS, Bench
+
+ID, OTHER, THIRD = b"i" * 16, b"o" * 16, b"t" * 16
+FP, FP2 = b"f" * 8, b"2" * 8
+# Slot 0 is in term 10, slot 1 in term 20.
+
+
+def delivered(at: int, fp: bytes = FP, offset: int = 7) -> Delivered:
+    return Delivered(at, fp, "orders", 3, offset, at + 1)
+
+
+async def test_a_claim_is_made_once(bench: Bench) -> None:
+    epoch = await bench.settled()
+    before = bench.now_ms()
+    (claim,) = await bench.keys.claim(epoch, 0, 10, [(ID, FP)])
+    assert claim.outcome is Outcome.NEW
+    assert isinstance(claim.state, Claimed)
+    assert (claim.state.slot, claim.state.term, claim.state.fp) == (0, 10, FP)
+    assert before <= claim.state.at <= bench.now_ms()
+    for slot, term, fp in ((0, 10, FP), (1, 20, FP), (1, 20, FP2)):
+        (again,) = await bench.keys.claim(epoch, slot, term, [(ID, fp)])
+        assert (again.outcome, again.state, again.leased) == (Outcome.IN_PROGRESS, claim.state, False)
+    assert await bench.keys.take(epoch, 0, "me")
+    (again,) = await bench.keys.claim(epoch, 1, 20, [(ID, FP)])
+    assert again.leased
+
+
+async def test_many_claims_in_one_call_keep_their_order(bench: Bench) -> None:
+    epoch = await bench.settled()
+    await bench.keys.claim(epoch, 0, 10, [(OTHER, FP)])
+    claims = await bench.keys.claim(epoch, 0, 10, [(ID, FP), (OTHER, FP), (THIRD, FP), (ID, FP)])
+    assert [claim.outcome for claim in claims] == [
+        Outcome.NEW,
+        Outcome.IN_PROGRESS,
+        Outcome.NEW,
+        Outcome.IN_PROGRESS,
+    ]
+
+
+@pytest.mark.parametrize(("slot", "term"), [(0, 9), (0, 11), (1, 10), (2, 0)])
+async def test_who_is_not_in_the_slot_s_term_claims_nothing(bench: Bench, slot: int, term: int) -> None:
+    epoch = await bench.settled()
+    with pytest.raises(Fenced):
+        await bench.keys.claim(epoch, slot, term, [(ID, FP)])
+    with pytest.raises(Fenced):
+        await bench.keys.claim_all(epoch, slot, term, [(ID, FP)])
+    assert (await bench.keys.find(epoch, ID)).state is None
+
+
+async def test_a_marked_claim_is_replayed_or_in_conflict(bench: Bench) -> None:
+    epoch = await bench.settled()
+    (claim,) = await bench.keys.claim(epoch, 0, 10, [(ID, FP)])
+    answer = delivered(claim.state.at)
+    assert await bench.keys.mark(epoch, 0, 10, 10, 11, [(ID, answer)]) == 0
+    (same,) = await bench.keys.claim(epoch, 1, 20, [(ID, FP)])
+    (other,) = await bench.keys.claim(epoch, 1, 20, [(ID, FP2)])
+    assert (same.outcome, same.state) == (Outcome.DELIVERED, answer)
+    assert (other.outcome, other.state) == (Outcome.CONFLICT, answer)
+    assert (await bench.keys.find(epoch, ID)).state == answer
+
+
+async def test_a_mark_replaces_only_a_claim_of_its_own_term(bench: Bench) -> None:
+    epoch = await bench.settled()
+    (mine,) = await bench.keys.claim(epoch, 1, 20, [(ID, FP)])
+    assert await bench.keys.mark(epoch, 0, 10, 10, 11, [(ID, delivered(5)), (OTHER, delivered(mine.state.at))]) == 1
+    assert (await bench.keys.find(epoch, ID)).state == mine.state
+    # One that has expired meanwhile comes back: the event is in Kafka.
+    assert (await bench.keys.find(epoch, OTHER)).state == delivered(mine.state.at)
+
+
+async def test_applied_moves_without_gaps(bench: Bench) -> None:
+    """Only from exactly the record before: what was not marked must be found by the next recovery."""
+    epoch = await bench.settled()
+    assert await bench.keys.applied(epoch, 0) == 10
+    await bench.keys.mark(epoch, 0, 10, 10, 12, [])
+    assert await bench.keys.applied(epoch, 0) == 12
+    await bench.keys.mark(epoch, 0, 10, 14, 16, [])  # the mark of 14 has failed
+    assert await bench.keys.applied(epoch, 0) == 12
+    await bench.keys.mark(epoch, 0, 10, 12, 14, [])
+    assert await bench.keys.applied(epoch, 0) == 14
+    assert await bench.keys.applied(epoch, 1) == 20
+    assert await bench.keys.applied(epoch, 2) is None
+
+
+async def test_a_dead_claim_is_taken_over_with_its_time(bench: Bench) -> None:
+    epoch = await bench.settled()
+    (old,) = await bench.keys.claim(epoch, 0, 10, [(ID, FP)])
+    await bench.keys.replay(epoch, [], (0, 30))
+    bench.elapse(5)
+    assert (await bench.keys.find(epoch, ID)).dead
+    (new,) = await bench.keys.claim(epoch, 1, 20, [(ID, FP2)])
+    assert (new.outcome, new.state) == (Outcome.TAKEN_OVER, Claimed(1, 20, old.state.at, FP2))
+    assert (await bench.keys.find(epoch, ID)).state == new.state
+    # Its own mark counts, the one of the dead term does not.
+    assert await bench.keys.mark(epoch, 0, 10, 10, 11, [(ID, delivered(old.state.at))]) == 1
+    assert await bench.keys.mark(epoch, 1, 20, 20, 21, [(ID, delivered(old.state.at, FP2))]) == 0
+
+
+async def test_a_release_gives_up_only_own_claims(bench: Bench) -> None:
+    epoch = await bench.settled()
+    await bench.keys.claim(epoch, 0, 10, [(ID, FP)])
+    await bench.keys.claim(epoch, 1, 20, [(OTHER, FP)])
+    await bench.keys.mark(epoch, 0, 10, 10, 11, [(THIRD, delivered(bench.now_ms()))])
+    await bench.keys.release(epoch, 0, 10, [ID, OTHER, THIRD])
+    states = [type(state) for state in await bench.keys.find_all(epoch, [ID, OTHER, THIRD])]
+    assert states == [type(None), Claimed, Delivered]
+
+
+async def test_an_atomic_batch_is_claimed_whole_or_not(bench: Bench) -> None:
+    epoch = await bench.settled()
+    asked = [(ID, FP), (OTHER, FP), (THIRD, FP2)]
+    await bench.keys.claim(epoch, 1, 20, [(THIRD, FP2)])
+    busy = await bench.keys.claim_all(epoch, 0, 10, asked)
+    assert (busy.outcome, busy.leased) == (Outcome.IN_PROGRESS, False)
+    assert await bench.keys.find_all(epoch, [ID, OTHER]) == [None, None]
+
+    await bench.keys.release(epoch, 1, 20, [THIRD])
+    won = await bench.keys.claim_all(epoch, 0, 10, asked)
+    assert won.outcome is Outcome.NEW
+    assert await bench.keys.find_all(epoch, [ID, OTHER, THIRD]) == [
+        Claimed(0, 10, won.state.at, fp) for fp in (FP, FP, FP2)
+    ]
+    whole = DeliveredBatch(won.state.at, FP, 2)
+    rows: list[Row] = [(ID, whole), (OTHER, delivered(won.state.at)), (THIRD, delivered(won.state.at, FP2, 8))]
+    assert await bench.keys.mark(epoch, 0, 10, 10, 11, rows) == 0
+    again = await bench.keys.claim_all(epoch, 1, 20, asked)
+    assert (again.outcome, again.state) == (Outcome.DELIVERED, whole)
+    other = await bench.keys.claim_all(epoch, 1, 20, [(ID, FP2), (OTHER, FP)])
+    assert other.outcome is Outcome.CONFLICT
+    assert (await bench.keys.claim(epoch, 1, 20, [(ID, FP)]))[0].state == whole
+
+
+async def test_leases(bench: Bench) -> None:
+    epoch = await bench.settled()
+    assert await bench.keys.take(epoch, 0, "a")
+    assert await bench.keys.take(epoch, 0, "a")
+    assert not await bench.keys.take(epoch, 0, "b")
+    assert (await bench.keys.beat(epoch, "a", 3, [0])).slots == "mff"
+    census = await bench.keys.beat(epoch, "b", 3, [])
+    assert (census.members, census.slots) == (2, "tff")
+    assert (await bench.keys.beat(epoch, "b", 3, [0])).slots == "tff"  # who has lost a slot is told so
+    await bench.keys.give_back(epoch, 0, "b", True)  # not b's to give
+    assert (await bench.keys.beat(epoch, "b", 1, [])).slots == "t"
+    await bench.keys.give_back(epoch, 0, "a", True)
+    assert (await bench.keys.beat(epoch, "b", 1, [])).slots == "f"
+    assert await bench.keys.take(epoch, 0, "b")
+    await bench.keys.give_back(epoch, 0, "b", False)
+    assert (await bench.keys.beat(epoch, "a", 1, [])).slots == "d"
+    await bench.keys.leave(epoch, "a")
+    assert (await bench.keys.beat(epoch, "b", 1, [])).members == 1
+
+
+async def test_a_silent_process_loses_its_slots(bench: Bench) -> None:
+    epoch = await bench.settled()
+    await bench.keys.take(epoch, 0, "silent")
+    await bench.keys.beat(epoch, "silent", 1, [0])
+    bench.elapse(350)
+    census = await bench.keys.beat(epoch, "other", 1, [])
+    assert (census.members, census.slots) == (1, "d")
+    # Who was only late, and finds that nobody took it, goes on.
+    assert (await bench.keys.beat(epoch, "silent", 1, [0])).slots == "m"
+
+
+@pytest.mark.parametrize("lost", ["a later generation", "an older generation", "another store", "a flush"])
+async def test_no_call_does_anything_in_another_store_or_generation(bench: Bench, lost: str) -> None:
+    epoch = await bench.settled(generation=5)
+    (claim,) = await bench.keys.claim(epoch, 0, 10, [(ID, FP)])
+    wrong = {
+        "a later generation": Epoch(6, epoch.store),
+        "an older generation": Epoch(4, epoch.store),
+        "another store": Epoch(5, "another/one"),
+        "a flush": epoch,
+    }[lost]
+    if lost == "a flush":
+        bench.flush()
+        assert (await bench.keys.who()).epoch is None
+    keys = bench.keys
+    calls: list[Callable[[], Awaitable[object]]] = [
+        lambda: keys.claim(wrong, 0, 10, [(OTHER, FP)]),
+        lambda: keys.claim_all(wrong, 0, 10, [(OTHER, FP)]),
+        lambda: keys.mark(wrong, 0, 10, 10, 11, [(ID, delivered(1))]),
+        lambda: keys.release(wrong, 0, 10, [ID]),
+        lambda: keys.find(wrong, ID),
+        lambda: keys.find_all(wrong, [ID]),
+        lambda: keys.applied(wrong, 0),
+        lambda: keys.replay(wrong, [(ID, delivered(bench.now_ms()))], (0, 30)),
+        lambda: keys.take(wrong, 0, "me"),
+        lambda: keys.give_back(wrong, 0, "me", True),
+        lambda: keys.beat(wrong, "me", 2, []),
+        lambda: keys.leave(wrong, "me"),
+    ]
+    for call in calls:
+        with pytest.raises(StoreLost):
+            await call()
+    if lost == "a flush":
+        epoch = await bench.settled(generation=6)
+    assert (await keys.find(epoch, ID)).state == (None if lost == "a flush" else claim.state)
+    assert (await keys.find(epoch, OTHER)).state is None
+    assert (await keys.beat(epoch, "me", 2, [])).slots == "ff"
+    assert await keys.applied(epoch, 0) == 10
+
+
+async def test_a_key_is_forgotten_after_its_retention(bench: Bench) -> None:
+    epoch = await bench.settled()
+    at = bench.now_ms() - RETENTION_MS + 200
+    await bench.keys.mark(epoch, 0, 10, 10, 11, [(ID, delivered(at))])
+    assert (await bench.keys.find(epoch, ID)).state == delivered(at)
+    bench.elapse(300)
+    assert (await bench.keys.find(epoch, ID)).state is None
+    (claim,) = await bench.keys.claim(epoch, 0, 10, [(ID, FP2)])
+    assert claim.outcome is Outcome.NEW

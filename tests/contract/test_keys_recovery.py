@@ -1,0 +1,158 @@
+"""What every key store does in recovery: of a slot, and of itself (design: slot recovery, store recovery)."""
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from service.errors import Fenced, StoreLost
+from service.keys import REPLAY_CHUNK, Epoch
+from service.states import Claimed, Outcome
+from tests.contract.conftest import LEASE_MS, RETENTION_MS, Bench
+from tests.contract.test_keys import FP, FP2, ID, OTHER, delivered
+
+
+async def test_a_replay_writes_what_the_ledger_has_and_then_frees(bench: Bench) -> None:
+    epoch = await bench.settled()
+    now = bench.now_ms()
+    await bench.keys.claim(epoch, 0, 10, [(ID, FP), (OTHER, FP)])
+    await bench.keys.replay(epoch, [(ID, delivered(now))])
+    assert await bench.keys.applied(epoch, 0) == 10
+    assert not (await bench.keys.find(epoch, OTHER)).dead
+    await bench.keys.replay(epoch, [], (0, 30))
+    assert (await bench.keys.find(epoch, ID)).state == delivered(now)
+    assert (await bench.keys.find(epoch, OTHER)).dead
+    assert await bench.keys.applied(epoch, 0) == 30
+    (claim,) = await bench.keys.claim(epoch, 0, 30, [(OTHER, FP)])
+    assert claim.outcome is Outcome.TAKEN_OVER
+
+
+async def test_an_earlier_term_can_free_nothing(bench: Bench) -> None:
+    epoch = await bench.settled()
+    await bench.keys.replay(epoch, [], (0, 30))
+    with pytest.raises(Fenced):
+        await bench.keys.replay(epoch, [], (0, 25))
+    assert await bench.keys.applied(epoch, 0) == 30
+    await bench.keys.claim(epoch, 0, 30, [(ID, FP)])
+
+
+async def test_a_replay_of_many(bench: Bench) -> None:
+    epoch = await bench.settled()
+    now = bench.now_ms()
+    rows = [(number.to_bytes(16, "big"), delivered(now, offset=number)) for number in range(2 * REPLAY_CHUNK + 7)]
+    await bench.keys.replay(epoch, rows, (0, 30))
+    found = await bench.keys.find_all(epoch, [id for id, _ in rows])
+    assert found == [state for _, state in rows]
+
+
+async def test_what_a_replay_leaves_alone(bench: Bench) -> None:
+    """The expired, and what was accepted later than the entry: a key may have come back after its retention."""
+    epoch = await bench.settled()
+    now = bench.now_ms()
+    await bench.keys.mark(epoch, 0, 10, 10, 11, [(ID, delivered(now, FP2, 9))])
+    await bench.keys.replay(epoch, [(ID, delivered(now - 1)), (OTHER, delivered(now - RETENTION_MS - 1))], (0, 30))
+    assert await bench.keys.find_all(epoch, [ID, OTHER]) == [delivered(now, FP2, 9), None]
+    await bench.keys.replay(epoch, [(ID, delivered(now, FP2, 10))], (0, 30))
+    assert (await bench.keys.find(epoch, ID)).state == delivered(now, FP2, 10)
+
+
+async def test_a_replay_replaces_a_claim_that_is_newer_than_the_record(bench: Bench) -> None:
+    """It was made in a store that did not know of the record; once freed, it would be written a second time."""
+    epoch = await bench.settled()
+    earlier = bench.now_ms() - 1_000
+    (claim,) = await bench.keys.claim(epoch, 0, 10, [(ID, FP)])
+    assert claim.state.at > earlier
+    await bench.keys.replay(epoch, [(ID, delivered(earlier))], (0, 30))
+    (again,) = await bench.keys.claim(epoch, 0, 30, [(ID, FP)])
+    assert (again.outcome, again.state) == (Outcome.DELIVERED, delivered(earlier))
+
+
+async def test_a_store_recovery_from_nothing(bench: Bench) -> None:
+    identity = await bench.keys.who()
+    assert identity.epoch is None
+    store, now = identity.store, bench.now_ms()
+    assert await bench.keys.recover(store, "mine")
+    assert await bench.keys.recover_read(store, "mine", 2) == [None, None]
+    await bench.keys.recover_replay(store, "mine", [(ID, delivered(now))])
+    assert (await bench.keys.who()).epoch is None
+    await bench.keys.recover_end(store, "mine", 7, [40, 50])
+    epoch = Epoch(7, store)
+    assert (await bench.keys.who()).epoch == epoch
+    assert (await bench.keys.find(epoch, ID)).state == delivered(now)
+    assert [await bench.keys.applied(epoch, slot) for slot in (0, 1)] == [40, 50]
+    (claim,) = await bench.keys.claim(epoch, 1, 50, [(OTHER, FP)])
+    assert claim.outcome is Outcome.NEW
+
+
+async def test_a_store_recovery_keeps_what_is_there_and_lowers_nothing(bench: Bench) -> None:
+    first = await bench.settled(generation=3, freed=(10, 20))
+    (claim,) = await bench.keys.claim(first, 0, 10, [(ID, FP)])
+    store = first.store
+    assert await bench.keys.recover(store, "mine")
+    assert await bench.keys.recover_read(store, "mine", 2) == [10, 20]
+    await bench.keys.recover_end(store, "mine", 8, [5, 60])
+    epoch = Epoch(8, store)
+    assert [await bench.keys.applied(epoch, slot) for slot in (0, 1)] == [10, 60]
+    assert (await bench.keys.find(epoch, ID)).state == claim.state
+    with pytest.raises(StoreLost):
+        await bench.keys.find(first, ID)
+
+
+async def test_one_recovery_at_a_time_until_its_nonce_runs_out(bench: Bench) -> None:
+    store = (await bench.keys.who()).store
+    assert await bench.keys.recover(store, "dead")
+    assert not await bench.keys.recover(store, "mine")
+    bench.elapse(5 * LEASE_MS + 50)
+    assert await bench.keys.recover(store, "mine")
+    with pytest.raises(StoreLost):
+        await bench.keys.recover_replay(store, "dead", [])
+    with pytest.raises(StoreLost):
+        await bench.keys.recover_end(store, "dead", 9, [])
+    await bench.keys.recover_abandon(store, "dead")  # not its own: nothing happens
+    assert not await bench.keys.recover(store, "another")
+    await bench.keys.recover_abandon(store, "mine")
+    assert await bench.keys.recover(store, "another")
+
+
+async def test_a_flush_ends_a_recovery(bench: Bench) -> None:
+    """Else a store from which the replay has vanished again would be believed to be complete."""
+    store = (await bench.keys.who()).store
+    assert await bench.keys.recover(store, "mine")
+    await bench.keys.recover_replay(store, "mine", [(ID, delivered(bench.now_ms()))])
+    bench.flush()
+    calls: list[Callable[[], Awaitable[object]]] = [
+        lambda: bench.keys.recover_read(store, "mine", 1),
+        lambda: bench.keys.recover_replay(store, "mine", []),
+        lambda: bench.keys.recover_end(store, "mine", 7, [1]),
+    ]
+    for call in calls:
+        with pytest.raises(StoreLost):
+            await call()
+    assert (await bench.keys.who()).epoch is None
+
+
+async def test_a_recovery_of_another_store_does_nothing(bench: Bench) -> None:
+    with pytest.raises(StoreLost):
+        await bench.keys.recover("another/one", "mine")
+    assert await bench.keys.recover((await bench.keys.who()).store, "mine")
+
+
+async def test_an_older_generation_never_replaces_a_newer_one(bench: Bench) -> None:
+    epoch = await bench.settled(generation=5)
+    assert await bench.keys.recover(epoch.store, "late")
+    for generation in (4, 5):
+        with pytest.raises(StoreLost):
+            await bench.keys.recover_end(epoch.store, "late", generation, [99, 99])
+    assert (await bench.keys.who()).epoch == epoch
+    assert await bench.keys.applied(epoch, 0) == 10
+
+
+async def test_claims_of_all_slots_are_dead_after_a_recovery(bench: Bench) -> None:
+    first = await bench.settled(generation=3)
+    await bench.keys.claim(first, 0, 10, [(ID, FP)])
+    await bench.keys.claim(first, 1, 20, [(OTHER, FP)])
+    assert await bench.keys.recover(first.store, "mine")
+    await bench.keys.recover_end(first.store, "mine", 4, [30, 40])
+    epoch = Epoch(4, first.store)
+    claims = await bench.keys.claim(epoch, 0, 30, [(ID, FP), (OTHER, FP)])
+    assert [claim.outcome for claim in claims] == [Outcome.TAKEN_OVER, Outcome.TAKEN_OVER]
+    assert all(isinstance(claim.state, Claimed) and claim.state.term == 30 for claim in claims)

@@ -1,0 +1,177 @@
+"""`keys.lua` against the rules of `states.py`: each state that a key can be in, under each operation, in both.
+
+Redis has the time; a rule is given the same time as "now", and what both call now counts as equal.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from redis import Redis as Client
+
+from deploy.local.stack import Redis
+from service import states
+from service.keys import Epoch, RedisKeys, pack, unpack
+from service.states import Claimed, Delivered, DeliveredBatch, KeyState
+from tests.contract.conftest import LEAST_LEFT_MS, RETENTION_MS, redis_keys
+
+SLOT, TERM = 0, 100
+DEAD_SLOT, DEAD_TERM = 1, 50
+FREED = {SLOT: TERM, DEAD_SLOT: 60, 2: 70}
+FP, FP2 = b"f" * 8, b"2" * 8
+NOW = -1  # stands for whatever the clock says
+Present = Claimed | Delivered | DeliveredBatch
+
+
+def present(now: int) -> dict[str, KeyState]:
+    """Every kind of state at a time: ages matter where retention is nearly over."""
+    aged, old = now - 1_000, now - RETENTION_MS + LEAST_LEFT_MS // 2
+    return {
+        "nothing": None,
+        "own claim": Claimed(SLOT, TERM, aged, FP),
+        "own claim, of an earlier term": Claimed(SLOT, TERM - 1, aged, FP),
+        "a live claim": Claimed(2, 70, aged, FP2),
+        "a dead claim": Claimed(DEAD_SLOT, DEAD_TERM, aged, FP2),
+        "a dead claim about to expire": Claimed(DEAD_SLOT, DEAD_TERM, old, FP),
+        "a claim of a slot that was never freed": Claimed(9, 5, aged, FP),
+        "delivered": Delivered(aged, FP, "orders", 2, 12, aged + 5),
+        "delivered, another": Delivered(aged, FP2, "o", 0, 2**52, 0),
+        "delivered, about to expire": Delivered(old, FP, "orders", 2, 12, old),
+        "a batch": DeliveredBatch(aged, FP, 3),
+        "a batch, another": DeliveredBatch(aged, FP2, 2**32 - 1),
+    }
+
+
+NAMES = list(present(0))
+
+
+class Bed:
+    """Redis with states in it that no operation has made."""
+
+    def __init__(self, keys: RedisKeys, client: Client, namespace: str, epoch: Epoch) -> None:
+        self.keys = keys
+        self.client = client
+        self.prefix = f"{{{namespace}:0}}".encode()
+        self.epoch = epoch
+
+    def now_ms(self) -> int:
+        seconds, micros = self.client.time()
+        return int(seconds * 1000 + micros // 1000)
+
+    def put(self, id: bytes, state: KeyState) -> None:
+        key = self.prefix + b"k" + id
+        if state is None:
+            self.client.delete(key)
+        else:
+            self.client.set(key, pack(state), pxat=state.at + RETENTION_MS)
+
+    def get(self, id: bytes) -> KeyState:
+        raw = self.client.get(self.prefix + b"k" + id)
+        assert raw is None or isinstance(raw, bytes)
+        if raw is None:
+            return None
+        state = unpack(raw)
+        expires = self.client.pexpiretime(self.prefix + b"k" + id)  # type: ignore[arg-type] # bytes are fine
+        assert expires == state.at + RETENTION_MS, "every state expires at accepted_at + retention"
+        return state
+
+
+@pytest.fixture
+async def bed(redis: Redis, namespace: str) -> AsyncIterator[Bed]:
+    keys = redis_keys(redis, namespace)
+    store = (await keys.who()).store
+    assert await keys.recover(store, "first")
+    await keys.recover_end(store, "first", 1, [FREED.get(slot, -1) for slot in range(3)])
+    with redis.client() as client:
+        yield Bed(keys, client, namespace, Epoch(1, store))
+    await keys.close()
+
+
+def freed(slot: int) -> int:
+    return FREED.get(slot, -1)
+
+
+def anytime(state: KeyState, since: int) -> KeyState:
+    """The state with every time of this test's own run as NOW."""
+    return replace(state, at=NOW) if state is not None and state.at >= since else state
+
+
+def ids(count: int) -> list[bytes]:
+    return [bytes([number]) * 16 for number in range(count)]
+
+
+@pytest.mark.parametrize("fp", [FP, FP2])
+async def test_claim(bed: Bed, fp: bytes) -> None:
+    now = bed.now_ms()
+    before = present(now)
+    for id, state in zip(ids(len(before)), before.values(), strict=True):
+        bed.put(id, state)
+    claims = await bed.keys.claim(bed.epoch, SLOT, TERM, [(id, fp) for id in ids(len(before))])
+    for id, (name, state), claim in zip(ids(len(before)), before.items(), claims, strict=True):
+        wanted = states.claim(state, Claimed(SLOT, TERM, now, fp), freed, RETENTION_MS, LEAST_LEFT_MS)
+        assert claim.outcome is wanted.outcome, name
+        assert anytime(claim.state, now) == anytime(wanted.state, now), name
+        assert anytime(bed.get(id), now) == anytime(wanted.state, now), name
+
+
+@pytest.mark.parametrize("first", NAMES)
+async def test_claim_all(bed: Bed, first: str) -> None:
+    """A whole and two members, in each combination of states."""
+    for second, third in product(NAMES, NAMES):
+        await _claim_all(bed, (first, second, third))
+
+
+async def _claim_all(bed: Bed, names: Sequence[str]) -> None:
+    now = bed.now_ms()
+    before = [present(now)[name] for name in names]
+    for id, state in zip(ids(3), before, strict=True):
+        bed.put(id, state)
+    claim = await bed.keys.claim_all(bed.epoch, SLOT, TERM, [(id, FP) for id in ids(3)])
+    wanted, written = states.claim_all(before, [Claimed(SLOT, TERM, now, FP)] * 3, freed, RETENTION_MS, LEAST_LEFT_MS)
+    assert claim.outcome is wanted.outcome, names
+    assert anytime(claim.state, now) == anytime(wanted.state, now), names
+    after = [anytime(bed.get(id), now) for id in ids(3)]
+    assert after == [anytime(state, now) for state in written or before], names
+
+
+async def test_mark(bed: Bed) -> None:
+    now = bed.now_ms()
+    before = present(now)
+    marked = Delivered(now - 1_000, FP, "orders", 1, 77, now)
+    for id, state in zip(ids(len(before)), before.values(), strict=True):
+        bed.put(id, state)
+    untouched = await bed.keys.mark(bed.epoch, SLOT, TERM, TERM, TERM + 1, [(id, marked) for id in ids(len(before))])
+    wanted = [states.mark(state, SLOT, TERM, marked) for state in before.values()]
+    assert [bed.get(id) for id in ids(len(before))] == wanted
+    assert untouched == sum(state != marked for state in wanted)
+
+
+async def test_release(bed: Bed) -> None:
+    before = present(bed.now_ms())
+    for id, state in zip(ids(len(before)), before.values(), strict=True):
+        bed.put(id, state)
+    await bed.keys.release(bed.epoch, SLOT, TERM, ids(len(before)))
+    assert [bed.get(id) for id in ids(len(before))] == [states.release(s, SLOT, TERM) for s in before.values()]
+
+
+@pytest.mark.parametrize("age_ms", [500, 1_000, 1_500, RETENTION_MS - 1_000, RETENTION_MS + 1])
+@pytest.mark.parametrize("batch", [False, True])
+async def test_replay(bed: Bed, age_ms: int, batch: bool) -> None:
+    now = bed.now_ms()
+    before, at = present(now), now - age_ms
+    entry = DeliveredBatch(at, FP2, 5) if batch else Delivered(at, FP2, "ledgered", 0, 3, at)
+    for id, state in zip(ids(len(before)), before.values(), strict=True):
+        bed.put(id, state)
+    await bed.keys.replay(bed.epoch, [(id, entry) for id in ids(len(before))])
+    wanted = [states.replay(state, entry, now, RETENTION_MS) for state in before.values()]
+    assert dict(zip(before, [bed.get(id) for id in ids(len(before))], strict=True)) == dict(
+        zip(before, wanted, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packing(name: str) -> None:
+    state = present(1_700_000_000_000)[name]
+    if state is not None:
+        assert unpack(pack(state)) == state
