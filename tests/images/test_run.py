@@ -1,0 +1,210 @@
+"""Both images are built, and run as their manifests say, on real parts. Minutes long, so: only when asked for."""
+
+import http.client
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from confluent_kafka import Consumer, TopicPartition
+
+from deploy.local.stack import Kafka, Redis, Service, free_port
+from tests.conftest import MakeTopic
+from tests.images.kubelet import Kubelet
+from tests.images.load import Load, post
+from tests.images.tools import BASE, Builder, Container, lacking
+from tests.kubernetes.rendering import HERE, Object, Rendered, render
+
+ASK = "TEST_IMAGES"
+ADDED_BYTES_MAX = 150_000_000
+
+pytestmark = [
+    pytest.mark.skipif(not os.environ.get(ASK), reason=f"takes minutes: {ASK}=1 ./tests/run tests/images"),
+    pytest.mark.skipif(bool(lacking()), reason=lacking() or "all is there"),
+    pytest.mark.timeout(1500),
+]
+
+
+@pytest.fixture(scope="module")
+def builder() -> Builder:
+    found = Builder()
+    found.ensure_base()
+    return found
+
+
+@pytest.fixture(scope="module")
+def service_image(builder: Builder) -> str:
+    return builder.build("service")
+
+
+@pytest.fixture(scope="module")
+def spark_image(builder: Builder) -> str:
+    return builder.build("spark")
+
+
+@pytest.fixture(scope="module")
+def prod() -> Rendered:
+    return Rendered("prod", render(HERE / "overlays" / "prod"))
+
+
+@pytest.fixture
+def settings(kafka: Kafka, redis: Redis, namespace: str) -> Mapping[str, str]:
+    """What differs from the manifests': where the stack is, and names and ports that no other test has."""
+    return {
+        "FENCEPOST_KAFKA": kafka.bootstrap,
+        "FENCEPOST_REDIS": redis.url,
+        "FENCEPOST_NAMESPACE": namespace,
+        "FENCEPOST_PORT": str(free_port()),
+    }
+
+
+def rules_of(prod: Rendered, folder: Path) -> Path:
+    """The folder that the rules' ConfigMap is mounted as."""
+    (rules,) = (found["data"] for name, found in prod.of("ConfigMap").items() if name.startswith("fencepost-rules"))
+    folder.mkdir()
+    for name, text in rules.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def pod(
+    builder: Builder, service_image: str, prod: Rendered, settings: Mapping[str, str], tmp_path: Path
+) -> Iterator[Kubelet]:
+    """The service, started and past its startup probe."""
+    template: Object = prod.one("Deployment")["spec"]["template"]
+    name = f"fencepost-{os.getpid()}-{time.monotonic_ns() % 10**6}"
+    environment = prod.settings(template["spec"]["containers"][0]) | {"FENCEPOST_INSTANCE": name} | dict(settings)
+    with builder.root_of(service_image) as root:
+        container = Container(
+            root=root,
+            image=builder.config(service_image),
+            pod=template["spec"],
+            name=name,
+            folder=tmp_path / "container",
+            env=environment,
+            binds={"/etc/fencepost": rules_of(prod, tmp_path / "rules")},
+        )
+        with Kubelet(container, int(settings["FENCEPOST_PORT"])) as kubelet:
+            kubelet.wait_started(60)
+            yield kubelet
+
+
+def test_the_service_adds_little_to_its_base(
+    builder: Builder, service_image: str, record_property: Callable[[str, object], None]
+) -> None:
+    added = builder.size(service_image) - builder.size(BASE)
+    record_property("added_mb", round(added / 1e6))
+    assert 0 < added < ADDED_BYTES_MAX
+
+
+def test_the_container_is_as_confined_as_the_manifest_says(pod: Kubelet) -> None:
+    context = pod.container.pod["securityContext"]
+    shown = dict(line.split(":", 1) for line in pod.container.exec("cat", "/proc/1/status").splitlines() if ":" in line)
+    assert set(shown["Uid"].split()) == {str(context["runAsUser"])}
+    assert set(shown["Gid"].split()) == {str(context["runAsGroup"])}
+    assert [int(shown[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")] == [0] * 5
+    assert shown["NoNewPrivs"].strip() == "1"
+    assert shown["Seccomp"].strip() == "2"  # a filter
+    for place in ("/app/x", "/opt/fencepost/x", "/etc/fencepost/x", "/tmp/x"):
+        assert "Read-only file system" in pod.container.exec("touch", place), place
+    assert pod.probe("livenessProbe")
+    assert pod.probe("readinessProbe")
+
+
+def test_an_end_under_load_leaves_no_doubt(
+    pod: Kubelet, settings: Mapping[str, str], kafka: Kafka, redis: Redis, make_topic: MakeTopic, tmp_path: Path
+) -> None:
+    topic = make_topic(partitions=1)
+    load = Load(port=pod.port, topic=topic, clients=16)
+    load.start()
+    time.sleep(5)
+    assert pod.failures == []
+    code, took_s = pod.end(load.no_new_connections)
+    load.join(timeout_s=30)
+    told = f"ended with {code} after {took_s:.1f} s; answers {dict(load.statuses)}, in doubt {load.doubtful}"
+    assert code == 0, told
+    assert len(load.committed) > 100
+    assert load.doubtful == {}, told
+    # Another process answers every key as this one did, and Kafka has each once.
+    with Service(tmp_path, kafka=kafka.bootstrap, redis=redis.url, env=without_places(settings)) as other:
+        connection = http.client.HTTPConnection("127.0.0.1", other.port, timeout=30)
+        for key, offset in load.committed.items():
+            status, body, _ = post(connection, topic, key)
+            assert (status, body["offset"]) == (201, offset), key
+        connection.close()
+    delivered = Counter(values(kafka, topic))
+    assert set(delivered.values()) == {1}
+    assert set(delivered) == set(load.committed)
+
+
+def without_places(settings: Mapping[str, str]) -> dict[str, str]:
+    return {"FENCEPOST_NAMESPACE": settings["FENCEPOST_NAMESPACE"]}
+
+
+def values(kafka: Kafka, topic: str) -> Iterator[str]:
+    """What readers of committed records see."""
+    consumer = Consumer(
+        {
+            "bootstrap.servers": kafka.bootstrap,
+            "group.id": "none",
+            "isolation.level": "read_committed",
+            "enable.auto.commit": False,
+        }
+    )
+    try:
+        consumer.assign([TopicPartition(topic, 0, 0)])
+        _, end = consumer.get_watermark_offsets(TopicPartition(topic, 0), timeout=10)
+        while consumer.position([TopicPartition(topic, 0)])[0].offset < end:
+            message = consumer.poll(10)
+            assert message is not None
+            assert message.error() is None
+            yield json.loads(message.value() or b"")
+    finally:
+        consumer.close()
+
+
+def test_the_audit_runs_as_its_manifest_says(
+    builder: Builder,
+    spark_image: str,
+    prod: Rendered,
+    settings: Mapping[str, str],
+    kafka: Kafka,
+    redis: Redis,
+    make_topic: MakeTopic,
+    tmp_path: Path,
+) -> None:
+    topic = make_topic()
+    with Service(tmp_path, kafka=kafka.bootstrap, redis=redis.url, env=without_places(settings)) as service:
+        connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=30)
+        for number in range(20):
+            assert post(connection, topic, str(number))[0] == 201
+        connection.close()
+    spec = prod.one("CronJob", "fencepost-audit")["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    data = tmp_path / "data"
+    data.mkdir()
+    os.chown(data, -1, spec["securityContext"]["fsGroup"])  # as a kubelet does with the volume
+    data.chmod(0o2775)
+    with builder.root_of(spark_image) as root:
+        container = Container(
+            root=root,
+            image=builder.config(spark_image),
+            pod=spec,
+            name=f"fencepost-audit-{os.getpid()}",
+            folder=tmp_path / "container",
+            env=prod.settings(spec["containers"][0]) | dict(settings),
+            binds={"/data": data, "/etc/fencepost": rules_of(prod, tmp_path / "rules")},
+        )
+        container.start()
+        try:
+            code = container.wait(600)
+        finally:
+            container.remove()
+    assert code == 0, container.log.read_text()[-4000:]
+    report = json.loads((data / "report" / "report.json").read_text())
+    assert report["run"]["verdict"] == "clean"
+    assert report["balance"]["delivered_once"] == 20
+    assert "fencepost_audit_clean 1" in (data / "report" / "metrics.prom").read_text()
