@@ -15,7 +15,7 @@ from deploy.demo.client import CONCURRENCY, Client, Tally
 from deploy.demo.flights import Flight, flights
 from deploy.demo.practice import Practice
 from deploy.demo.screen import Screen, table
-from deploy.local.console import StackError, green, red, run, say
+from deploy.local.console import StackError, green, red, run, run_loop, say
 from deploy.local.places import local_folder
 from deploy.local.stack import Kafka, Redis, Service
 
@@ -66,7 +66,7 @@ def _play(stack: contextlib.ExitStack, folder: Path, count: int) -> Outcome:
 
     screen.step(f"With Fencepost: {count:,} flights over HTTP, {CONCURRENCY} at a time, into topic {WITH}")
     events = flights(0, count)
-    tally = asyncio.run(_load(screen, events, services, redis))
+    tally = run_loop(_load(screen, events, services, redis))
     screen.note(f"all {len(tally.answers):,} acknowledged; the longest wait for an answer was {tally.longest_s:.1f} s")
 
     screen.step(f"Without: {count:,} other flights by a plain idempotent producer, into topic {WITHOUT}")

@@ -1,27 +1,26 @@
 """What the local scripts say to a person: progress, colour on a terminal, one line for an error."""
 
+import asyncio
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO, TypeVar, cast
 
 # Nobody wants to read about what is over at once; beyond this, silence looks like a hang.
 _QUIET_S = 2.0
 _TICK_S = 0.5
+T = TypeVar("T")
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StackError(RuntimeError):
     """A part of the local stack did not do what it should; the text says what, and where its log is."""
-
-
-class _Stopped(BaseException):
-    """A signal asked for the end; like KeyboardInterrupt, nobody but `run` should catch it."""
 
 
 def say(text: str = "", stream: TextIO | None = None) -> None:
@@ -98,19 +97,53 @@ def run(main: Callable[[], int]) -> NoReturn:
     An error of the stack becomes its text on stderr and exit code 1. SIGINT, SIGTERM and SIGHUP unwind `main`, so that
     it stops what it started, and end in 130, 143 and 129 as shells know it. A second signal changes nothing.
     """
-    for each in _SIGNALS:
-        signal.signal(each, _stop)
+    _listen()
     try:
         code = main()
     except StackError as error:
         say(red("failed: ") + str(error), sys.stderr)
         code = 1
-    except _Stopped as stopped:
-        code = 128 + int(stopped.args[0])
     sys.exit(code)
+
+
+def run_loop(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine within `run`; a signal cancels it.
+
+    An exception raised out of a signal handler can hit the event loop between two of its own steps, and then a task
+    that it was about to run never runs again: the clean-up waits for it for ever.
+    """
+    signals: list[signal.Signals] = []
+
+    async def listening() -> T | None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+        def cancel(number: signal.Signals) -> None:
+            signals.append(number)
+            if task is not None and len(signals) == 1:
+                task.cancel()
+
+        for each in _SIGNALS:
+            loop.add_signal_handler(each, cancel, each)
+        try:
+            return await main
+        except asyncio.CancelledError:
+            if not signals:
+                raise
+            return None
+
+    result = asyncio.run(listening())
+    if signals:
+        raise SystemExit(128 + signals[0])
+    _listen()  # the loop took its handlers away
+    return cast("T", result)
+
+
+def _listen() -> None:
+    for each in _SIGNALS:
+        signal.signal(each, _stop)
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:
     for each in _SIGNALS:
         signal.signal(each, signal.SIG_IGN)
-    raise _Stopped(number)
+    raise SystemExit(128 + number)

@@ -1,0 +1,69 @@
+"""What the scripts have in common: an error is one message, and a signal stops them wherever they are."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from deploy.local import places
+
+_IN_A_LOOP = """
+import asyncio
+from deploy.local.console import run, run_loop, say
+def main() -> int:
+    async def busy() -> None:
+        say("up")
+        while True:
+            await asyncio.sleep(0)
+    async def both() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(busy())
+            group.create_task(busy())
+    try:
+        run_loop(both())
+    finally:
+        say("cleaned")
+    return 0
+run(main)
+"""
+
+_IN_A_CALL = """
+import time
+from deploy.local.console import run, say
+def main() -> int:
+    try:
+        say("up")
+        time.sleep(60)
+    finally:
+        say("cleaned")
+    return 0
+run(main)
+"""
+
+_FAILS = """
+from deploy.local.console import StackError, run
+def main() -> int:
+    raise StackError("no luck today")
+run(main)
+"""
+
+
+@pytest.mark.parametrize("code", [_IN_A_LOOP, _IN_A_CALL], ids=["in an event loop", "in a call"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_unwinds_a_script_and_tells_in_its_exit_code(code: str, number: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=places.ROOT) as script:
+        try:
+            assert script.stdout is not None
+            assert script.stdout.readline() == b"up\n"
+            script.send_signal(number)
+            output, _ = script.communicate(timeout=20)
+        finally:
+            script.kill()
+    assert output.splitlines()[-1] == b"cleaned"
+    assert script.returncode == 128 + number
+
+
+def test_an_error_of_the_stack_is_its_text_and_exit_code_1() -> None:
+    done = subprocess.run([sys.executable, "-c", _FAILS], capture_output=True, cwd=places.ROOT, check=False)
+    assert (done.returncode, done.stderr) == (1, b"failed: no luck today\n")
