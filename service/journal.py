@@ -59,22 +59,20 @@ class Journal:
     async def _run(self) -> None:
         while not self._stopping:
             await asyncio.sleep(FLUSH_S)
-            try:
-                written = await self._flush()
-            except Exception:  # a bug must not end the journal, nor the service's stop
-                log.exception("journal")
-                written = False
-            if not written:
+            if not await self._flush():
                 await asyncio.sleep(PAUSE_S)
 
     async def _flush(self) -> bool:
-        """Write what waits; False where Kafka did not take it, and then it waits on."""
+        """Write what waits; False where that failed, and then it waits on."""
         while self._waiting:
             answers = self._waiting[:FLUSH_ANSWERS]
-            record = encode_answers(self._instance, answers)
             try:
+                record = encode_answers(self._instance, answers)
                 await self._producer.send(self._topic, random.randrange(REQUESTS_PARTITIONS), None, record)  # noqa: S311
             except KafkaAway:
+                return False
+            except Exception:  # a bug must not end the journal, nor the service's stop
+                log.exception("journal")
                 return False
             del self._waiting[: len(answers)]
         return True

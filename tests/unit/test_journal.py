@@ -1,0 +1,112 @@
+"""The journal is never in the way of an answer: what it cannot keep is counted."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+
+from service import journal as module
+from service.errors import NOT_WRITTEN, KafkaAway, Problem
+from service.journal import Journal
+from service.kafka.producer import IdempotentProducer
+from service.request import Request
+from service.shared import Guarantee
+from service.telemetry import Telemetry
+from tests.unit.fakes import FakeCluster, count_of, make_event, until
+
+
+class FakeSender(IdempotentProducer):
+    """Takes records, or raises what a test says."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.hangs = False
+        self.sent: list[bytes] = []
+        self.tries = 0
+
+    async def send(self, topic: str, partition: int, key: bytes | None, value: bytes) -> int:
+        self.tries += 1
+        if self.hangs:
+            await asyncio.sleep(60)
+        if self.error is not None:
+            raise self.error
+        self.sent.append(value)
+        return len(self.sent)
+
+    async def close(self) -> None:
+        pass
+
+
+class Kept:
+    """A journal with a fake producer."""
+
+    def __init__(self) -> None:
+        self.telemetry = Telemetry()
+        self.journal = Journal(FakeCluster(), "ns.requests", "test", self.telemetry)
+        self.sender = self.journal._producer = FakeSender()
+
+    def record(self, *keys: str) -> None:
+        for key in keys:
+            request = Request((make_event(key),), 0.0, 1.0, Guarantee.EXACTLY_ONCE)
+            self.journal.record(request, 503, Problem(NOT_WRITTEN, "why"), 0.001)
+
+    @property
+    def dropped(self) -> float:
+        return count_of(self.telemetry.journal_dropped)
+
+    @property
+    def written(self) -> int:
+        return sum(len(json.loads(value)["answers"]) for value in self.sender.sent)
+
+
+@pytest.fixture
+async def kept(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Kept]:
+    monkeypatch.setattr(module, "FLUSH_S", 0.005)
+    monkeypatch.setattr(module, "PAUSE_S", 0.005)
+    monkeypatch.setattr(module, "WAITING_MAX", 3)
+    kept = Kept()
+    yield kept
+    kept.journal._task.cancel()
+    await asyncio.wait([kept.journal._task])
+
+
+async def test_answers_are_written_soon(kept: Kept) -> None:
+    kept.record("a", "b")
+    await until(lambda: kept.written == 2)
+    await kept.journal.close(0.2)
+    assert kept.dropped == 0
+
+
+async def test_while_kafka_is_away_answers_wait_within_a_bound_and_the_rest_is_counted(kept: Kept) -> None:
+    kept.sender.error = KafkaAway("it is away")
+    kept.record("a", "b", "c", "d", "e")
+    assert kept.dropped == 2
+    await until(lambda: kept.sender.tries > 1)
+    kept.sender.error = None
+    await until(lambda: kept.written == 3)
+    await kept.journal.close(0.2)
+    assert kept.dropped == 2
+
+
+async def test_a_bug_ends_neither_the_journal_nor_the_stop(kept: Kept) -> None:
+    kept.sender.error = RuntimeError("a bug")
+    kept.record("a")
+    await until(lambda: kept.sender.tries > 1)
+    await kept.journal.close(0.2)
+    assert kept.dropped == 1
+
+
+async def test_a_stop_waits_no_longer_than_it_may_and_counts_what_is_left(kept: Kept) -> None:
+    kept.sender.hangs = True
+    kept.record("a", "b")
+    await until(lambda: kept.sender.tries > 0)
+    async with asyncio.timeout(0.5):
+        await kept.journal.close(0.05)
+    assert kept.dropped == 2
+
+
+async def test_a_stop_writes_what_waits(kept: Kept) -> None:
+    kept.record("a", "b")
+    await kept.journal.close(0.5)
+    assert (kept.written, kept.dropped) == (2, 0)
