@@ -143,12 +143,16 @@ class Pool:
             self._let_go(slot)
 
     async def _take(self, n: int, epoch: Epoch) -> None:
-        if await self._keys.take(epoch, n, self.token) and n not in self.slots:
-            plain = IdempotentProducer(self._cluster, f"plain-{n}")
-            slot = Slot(n, self._keys, self._topics.ledger, self._settings.name, plain)
-            slot.move(SlotEvent.LEASE)
-            self.slots[n] = slot
-            self._tasks[n] = asyncio.create_task(self._live(slot), name=f"slot-{n}")
+        if not await self._keys.take(epoch, n, self.token) or n in self.slots:
+            return
+        if self._stopping:  # since it was asked for: nobody would let go of it any more
+            await self._keys.give_back(epoch, n, self.token, clean=False)
+            return
+        plain = IdempotentProducer(self._cluster, f"plain-{n}")
+        slot = Slot(n, self._keys, self._topics.ledger, self._settings.name, plain)
+        slot.move(SlotEvent.LEASE)
+        self.slots[n] = slot
+        self._tasks[n] = asyncio.create_task(self._live(slot), name=f"slot-{n}")
 
     def _let_go(self, slot: Slot) -> None:
         slot.leaving = True

@@ -1,0 +1,294 @@
+"""The slots of a process: a heartbeat that nothing ends, debts, generations that pass, and a stop that ends."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from service.errors import StoreLost, StoreUnanswered
+from service.keys import Epoch, Row
+from service.pool import Pool
+from service.recovery import SlotRecovery
+from service.slot import Link, Slot
+from service.states import Delivered, SlotEvent, SlotState
+from tests.unit.fakes import EPOCH, NOW_MS, FakeProducer, World, ended, until
+
+LATER = Epoch(2, EPOCH.store)
+ROWS: list[Row] = [(b"i" * 16, Delivered(NOW_MS, b"f" * 8, "orders", 0, 3, NOW_MS))]
+
+
+class FakeRecovery(SlotRecovery):
+    """Brings a slot to READY with fakes; remembers the generations in which it did."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.runs: list[tuple[int, Epoch]] = []
+
+    async def run(self, slot: Slot, epoch: Epoch) -> None:
+        await self._world.bring_up(slot, epoch)
+        self.runs.append((slot.n, epoch))
+
+
+class Held:
+    """A pool and what it needs; `serve` is what its slots do, `beats` how often it asked around."""
+
+    def __init__(self, serve: Callable[[Slot], Awaitable[None]] | None = None, **settings: int) -> None:
+        timing = {"lease_ttl_ms": 30, "request_timeout_ms": 50, "transaction_timeout_ms": 50}
+        self.world = World(**(timing | settings))
+        self.recovery = FakeRecovery(self.world)
+        self.beats = 0
+        self.pool = Pool(
+            self.world.settings,
+            self.world.cluster,
+            self.world.keys,
+            self.world.store,
+            self.recovery,
+            self.world.queue,
+            self.world.topics,
+            self.world.telemetry,
+            serve=serve or self.world.ingest.serve,
+            recovered=self._recovered,
+        )
+        self.world.keys.server.freed = dict.fromkeys(range(self.world.settings.slots_max), 0)
+        self.keeping = asyncio.create_task(self.pool.keep())
+
+    def _recovered(self) -> None:
+        self.beats += 1
+
+    async def ready(self) -> Slot:
+        await until(lambda: self.pool.ready > 0)
+        return next(iter(self.pool.slots.values()))
+
+    async def more_beats(self) -> None:
+        seen = self.beats
+        await until(lambda: self.beats > seen + 2)
+
+
+Hold = Callable[..., Held]
+
+
+@pytest.fixture
+async def hold() -> AsyncIterator[Hold]:
+    """Makes pools that are ended with the test."""
+    made: list[Held] = []
+
+    def make(serve: Callable[[Slot], Awaitable[None]] | None = None, **settings: int) -> Held:
+        made.append(Held(serve, **settings))
+        return made[-1]
+
+    yield make
+    for held in made:
+        await ended(held.keeping)
+        for task in list(held.pool._tasks.values()):
+            await ended(task)
+
+
+async def for_ever(_: Slot) -> None:
+    await asyncio.sleep(60)
+
+
+async def test_a_process_takes_its_slots_and_gives_them_back(hold: Hold) -> None:
+    held = hold(slots=2, slots_max=3)
+    await until(lambda: held.pool.ready == 2)
+    await held.pool.stop()
+    assert sorted(clean for _, clean in held.world.keys.returned) == [True, True]
+    assert held.pool.slots == {}
+    assert not held.world.keys.server.members
+
+
+async def test_an_unforeseen_error_does_not_end_the_heartbeat(hold: Hold) -> None:
+    held = hold()
+    await held.ready()
+    held.world.keys.trouble.before["beat"].extend([KeyError(0), ValueError("a bug")])
+    await held.more_beats()
+    assert not held.keeping.done()
+
+
+async def test_a_slot_that_ends_during_a_beat_does_not_end_the_heartbeat(hold: Hold) -> None:
+    ends = asyncio.Event()
+
+    async def serve(slot: Slot) -> None:
+        await ends.wait()
+        slot.leaving = True
+
+    held = hold(serve)
+    slot = await held.ready()
+    gate = held.world.keys.trouble.hold("beat")
+    held.world.keys.trouble.reached["beat"].clear()
+    await held.world.keys.trouble.reached["beat"].wait()
+    ends.set()
+    await until(lambda: slot.n not in held.pool.slots)
+    gate.set()
+    await held.more_beats()
+    assert not held.keeping.done()
+
+
+async def test_a_store_that_is_lost_while_slots_are_taken_does_not_end_the_heartbeat(hold: Hold) -> None:
+    held = hold(for_ever, slots=2)
+    keys, store = held.world.keys, held.world.store
+    gate = keys.trouble.hold("take")
+    await keys.trouble.reached["take"].wait()
+    store.epoch = None
+    gate.set()
+    await until(lambda: len(held.pool.slots) == 2)
+    assert not held.keeping.done()
+    store.epoch = EPOCH
+    await until(lambda: held.pool.ready == 2)
+
+
+async def test_a_beat_in_another_store_tells_which_generation_was_lost(hold: Hold) -> None:
+    """Not the one that is present by then."""
+    held = hold(for_ever)
+    await held.ready()
+    gate = held.world.keys.trouble.hold("beat")
+    held.world.keys.trouble.reached["beat"].clear()
+    await held.world.keys.trouble.reached["beat"].wait()
+    held.world.keys.server.held = held.world.store.epoch = LATER
+    gate.set()
+    await held.more_beats()
+    assert held.world.store.losses == [EPOCH]
+
+
+# ---------------------------------------------------------------------------------------- debts and generations
+
+
+async def test_a_slot_that_owes_a_mark_is_not_given_back_as_clean(hold: Hold) -> None:
+    held = hold()
+    slot = await held.ready()
+    held.world.keys.trouble.before["mark"].extend(StoreUnanswered("no answer") for _ in range(1_000))
+    with pytest.raises(StoreUnanswered):
+        await slot.mark(slot.unlinked(), ROWS)
+    await held.pool.stop()
+    assert held.world.keys.returned == [(slot.n, False)]
+
+
+async def test_a_beat_pays_the_debts_of_its_slots(hold: Hold) -> None:
+    held = hold()
+    slot = await held.ready()
+    held.world.keys.trouble.before["mark"].append(StoreUnanswered("no answer"))
+    with pytest.raises(StoreUnanswered):
+        await slot.mark(slot.unlinked(), ROWS)
+    await until(lambda: not slot.owes)
+    assert ROWS[0][0] in held.world.keys.server.keys
+
+
+async def test_a_debt_of_a_generation_that_passed_does_not_lose_the_present_store(hold: Hold) -> None:
+    held = hold(for_ever)
+    slot = await held.ready()
+    held.world.keys.trouble.before["mark"].append(StoreUnanswered("no answer"))
+    with pytest.raises(StoreUnanswered):
+        await slot.mark(Link(EPOCH, slot.term, slot.term, slot.term + 3), ROWS)
+    held.world.keys.server.held = held.world.store.epoch = LATER
+    await held.more_beats()
+    assert slot.owes
+    assert LATER not in held.world.store.losses
+
+
+async def test_an_idle_slot_of_a_generation_that_passed_is_recovered_at_the_next_beat(hold: Hold) -> None:
+    """And not at the cost of its next group, which would meet the fence."""
+    held = hold()
+    slot = await held.ready()
+    held.world.keys.server.held = held.world.store.epoch = LATER
+    await until(lambda: slot.epoch == LATER and slot.state is SlotState.READY)
+    assert held.recovery.runs == [(slot.n, EPOCH), (slot.n, LATER)]
+    assert LATER not in held.world.store.losses
+    assert not slot.stale
+
+
+async def test_a_recovery_drops_the_debts_that_the_ledger_replays_and_keeps_the_others() -> None:
+    world = World()
+    slot = await world.slot()
+    linked = Link(EPOCH, slot.term, slot.term, slot.term + 3)
+    for link in (linked, slot.unlinked()):
+        world.keys.trouble.before["mark"].append(StoreUnanswered("no answer"))
+        with pytest.raises(StoreUnanswered):
+            await slot.mark(link, ROWS)
+    world.keys.marks.clear()
+    term = slot.term
+    await world.recover(slot)
+    await slot.settle_debts()
+    assert [(link.term, link.offset) for link, _ in world.keys.marks] == [(term, -2)]
+
+
+async def test_no_debt_outlives_its_generation() -> None:
+    world = World()
+    slot = await world.slot()
+    world.keys.trouble.before["mark"].append(StoreUnanswered("no answer"))
+    with pytest.raises(StoreUnanswered):
+        await slot.mark(slot.unlinked(), ROWS)
+    world.keys.server.held = LATER
+    await world.recover(slot, LATER)
+    assert not slot.owes
+
+
+# ---------------------------------------------------------------------------------------------------- ends of terms
+
+
+async def test_a_slot_is_recovered_after_each_end_of_a_term(hold: Hold) -> None:
+    ends: list[Exception] = [StoreLost("another store"), StoreUnanswered("no answer"), RuntimeError("a bug")]
+
+    async def serve(_: Slot) -> None:
+        if ends:
+            raise ends.pop(0)
+        await asyncio.sleep(60)
+
+    held = hold(serve)
+    await until(lambda: len(held.recovery.runs) == 4)
+    await until(lambda: held.pool.ready == 1)
+    assert held.world.store.losses == [EPOCH]
+
+
+async def test_a_slot_whose_lease_is_lost_is_let_go(hold: Hold) -> None:
+    held = hold(slots_max=1)
+    slot = await held.ready()
+    held.world.keys.server.leases[slot.n] = ("another", NOW_MS + 60_000)
+    await until(lambda: not held.pool.slots)
+    assert held.world.keys.server.leases[slot.n][0] == "another"
+
+
+# --------------------------------------------------------------------------------------------------------- the stop
+
+
+async def test_a_stop_ends_although_a_slot_waits_for_a_store(hold: Hold) -> None:
+    ends = asyncio.Event()
+
+    async def serve(_: Slot) -> None:
+        await ends.wait()
+        raise StoreLost("another store")
+
+    held = hold(serve)
+    slot = await held.ready()
+    held.world.store.epoch = None
+    ends.set()
+    await until(lambda: slot.state is SlotState.DOUBT)
+    async with asyncio.timeout(0.6):
+        await held.pool.stop()
+    assert held.pool.slots == {}
+
+
+async def test_a_stop_ends_although_a_transaction_hangs(hold: Hold) -> None:
+    async def serve(slot: Slot) -> None:
+        slot.move(SlotEvent.WRITE)
+        await asyncio.sleep(60)
+
+    held = hold(serve)
+    slot = await held.ready()
+    producer = slot.producer
+    async with asyncio.timeout(0.6):
+        await held.pool.stop()
+    assert held.world.keys.returned == [(slot.n, False)], "another process is to recover it"
+    assert isinstance(producer, FakeProducer)
+    assert producer.closed
+
+
+async def test_no_slot_is_taken_while_the_process_stops(hold: Hold) -> None:
+    held = hold(slots=2)
+    gate = held.world.keys.trouble.hold("take")
+    await held.world.keys.trouble.reached["take"].wait()
+    stopping = asyncio.create_task(held.pool.stop())
+    await asyncio.sleep(0.01)
+    gate.set()
+    await stopping
+    await asyncio.sleep(0.05)
+    assert held.pool.slots == {}
+    assert not held.world.keys.server.leases
