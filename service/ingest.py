@@ -260,7 +260,7 @@ class Ingest:
                 # In doubt before: it was this very request's own writing, so this is its first answer.
                 places = (_placed(request.events[0].id, found),)
                 self.answer(request, Committed(found.at, places, replayed=not doubtful))
-            case Outcome.IN_PROGRESS, Claimed(slot, term) if doubtful or request.claimant == (slot, term):
+            case Outcome.IN_PROGRESS, Claimed(slot, term) if doubtful or (slot, term) in request.claimants:
                 request.move(RequestEvent.QUEUE)
                 self._parked.append(request)  # its own claim, in a term that is still to be recovered
             case Outcome.IN_PROGRESS, _:
@@ -440,7 +440,7 @@ class Ingest:
     def _park(self, slot: Slot, requests: Sequence[Request]) -> None:
         """Keep requests until a recovery: a claim of them may stand in the slot's term, and is not somebody else's."""
         for request in requests:
-            request.claimant = (slot.n, slot.term)
+            request.claimants += ((slot.n, slot.term),)
         self._parked += requests
 
     async def sweep(self) -> None:

@@ -77,7 +77,7 @@ class Request:
         "answer",
         "arrived",
         "asked",
-        "claimant",
+        "claimants",
         "deadline",
         "events",
         "failures",
@@ -108,7 +108,7 @@ class Request:
         self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.state = RequestState.QUEUED
         self.accepted_at = 0
-        self.claimant: tuple[int, int] | None = None  # slot and ended term in which a claim of it may stand
+        self.claimants: tuple[tuple[int, int], ...] = ()  # slots and ended terms in which a claim of it may stand
         self.failures = 0  # groups that its topic failed while it was in them
 
     def __repr__(self) -> str:
