@@ -1,0 +1,318 @@
+"""Small stand-ins for Kafka and Redis, and a service made of them: what is tested is everything in between."""
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from prometheus_client import Counter
+
+from service.errors import KafkaAway, Kind, Problem
+from service.event import Event
+from service.ingest import Ingest
+from service.journal import Journal
+from service.kafka.cluster import Cluster, Topic
+from service.kafka.producer import Fate, IdempotentProducer, Place, Record, TransactionalProducer
+from service.keys import Census, Epoch, Row
+from service.recovery import Store
+from service.request import Answer, Queue, Request
+from service.settings import Settings
+from service.shared import Guarantee, Rules, TopicRule
+from service.slot import Link, Slot
+from service.states import Claim, Claimed, Delivered, KeyState, SlotEvent, SlotState
+from service.telemetry import Telemetry
+from service.topics import Catalogue, InternalTopics
+from service.wire import event_id
+from tests.contract.memory_keys import Clock, MemoryKeys, Server
+
+EPOCH = Epoch(1, "run/repl")
+NOW_MS = 1_700_000_000_000
+PLAIN_TOPICS = "plain.*"  # of these the guarantee is `idempotent`
+
+
+def make_event(key: str, topic: str = "orders", value: bytes = b"1", partition: int | None = None) -> Event:
+    return Event(key, event_id(key), topic, None, value, [], partition, None)
+
+
+class Trouble:
+    """What is planned for the calls of a fake, by their names: errors that are raised, gates that are waited at."""
+
+    def __init__(self) -> None:
+        self.before: defaultdict[str, deque[Exception]] = defaultdict(deque)  # nothing has happened
+        self.after: defaultdict[str, deque[Exception]] = defaultdict(deque)  # it has happened, and nobody is told
+        self.gates: dict[str, asyncio.Event] = {}  # the call waits here before it does anything
+        self.reached: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+
+    def hold(self, name: str) -> asyncio.Event:
+        """Let calls of that name wait until the event that this answers is set."""
+        self.gates[name] = asyncio.Event()
+        return self.gates[name]
+
+    async def enter(self, name: str) -> None:
+        self.reached[name].set()
+        await asyncio.sleep(0)
+        if name in self.gates:
+            await self.gates[name].wait()
+        if self.before[name]:
+            raise self.before[name].popleft()
+
+    def leave(self, name: str) -> None:
+        if self.after[name]:
+            raise self.after[name].popleft()
+
+
+class FakeKeys(MemoryKeys):
+    """The key store in memory, with trouble in its calls."""
+
+    def __init__(self) -> None:
+        server = Server(EPOCH.store, Clock(NOW_MS), EPOCH)
+        super().__init__(server, retention_ms=86_400_000, least_left_ms=60_000, lease_ttl_ms=3_000)
+        self.trouble = Trouble()
+        self.marks: list[tuple[Link, Sequence[Row]]] = []  # all that were tried
+        self.returned: list[tuple[int, bool]] = []  # slots that were given back, and whether as clean
+        self.census = ""  # what a beat answers, where a test says so
+
+    def is_delivered(self, key: str) -> bool:
+        return isinstance(self.server.keys.get(event_id(key)), Delivered)
+
+    def is_claimed(self, key: str) -> bool:
+        return isinstance(self.server.keys.get(event_id(key)), Claimed)
+
+    async def claim(self, epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> list[Claim]:
+        await self.trouble.enter("claim")
+        claims = await super().claim(epoch, slot, term, asked)
+        self.trouble.leave("claim")
+        return claims
+
+    async def claim_all(self, epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> Claim:
+        await self.trouble.enter("claim")
+        return await super().claim_all(epoch, slot, term, asked)
+
+    async def mark(self, epoch: Epoch, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]) -> int:
+        self.marks.append((Link(epoch, term, previous, offset), rows))
+        await self.trouble.enter("mark")
+        return await super().mark(epoch, slot, term, previous, offset, rows)
+
+    async def release(self, epoch: Epoch, slot: int, term: int, ids: Sequence[bytes]) -> None:
+        await self.trouble.enter("release")
+        await super().release(epoch, slot, term, ids)
+
+    async def find_all(self, epoch: Epoch, ids: Sequence[bytes]) -> list[KeyState]:
+        await self.trouble.enter("find_all")
+        return await super().find_all(epoch, ids)
+
+    async def take(self, epoch: Epoch, slot: int, token: str) -> bool:
+        await self.trouble.enter("take")
+        return await super().take(epoch, slot, token)
+
+    async def give_back(self, epoch: Epoch, slot: int, token: str, clean: bool) -> None:
+        await super().give_back(epoch, slot, token, clean)
+        self.returned.append((slot, clean))
+
+    async def beat(self, epoch: Epoch, token: str, slots: int, held: Sequence[int]) -> Census:
+        await self.trouble.enter("beat")
+        census = await super().beat(epoch, token, slots, held)
+        return Census(census.members, self.census or census.slots)
+
+
+class FakeStore(Store):
+    """Settled from the start; `epoch` is what a test sets."""
+
+    def __init__(self) -> None:
+        self.epoch = EPOCH
+        self.status = "settled"
+        self.losses: list[Epoch] = []
+
+    def lost(self, epoch: Epoch) -> None:
+        self.losses.append(epoch)
+
+    async def settled(self) -> Epoch:
+        while self.epoch is None:  # noqa: ASYNC110 - for ever, where a test says so
+            await asyncio.sleep(0.01)
+        return self.epoch
+
+
+class FakeProducer(TransactionalProducer):
+    """Writes into lists. What its trouble has for `write` is raised instead."""
+
+    def __init__(self) -> None:
+        self.trouble = Trouble()
+        self.written: list[list[Record]] = []
+        self.closed = False
+        self._end = 10
+
+    @property
+    def producer_id(self) -> int:
+        return 7
+
+    @property
+    def epoch(self) -> int:
+        return 0
+
+    async def write(
+        self, records: Sequence[Record], ledger: tuple[str, int], ledger_record: Callable[[Sequence[Place]], bytes]
+    ) -> tuple[list[Place], int]:
+        if records:
+            await self.trouble.enter("write")
+        places = [Place(self._end + n, NOW_MS) for n in range(len(records))]
+        ledger_record(places)
+        self._end += len(records) + 2
+        if records:
+            self.written.append(list(records))
+        return places, self._end
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class FakePlain(IdempotentProducer):
+    """Writes into a list; `fates` holds those of the next groups, and where it is empty all is well."""
+
+    def __init__(self) -> None:
+        self.trouble = Trouble()
+        self.fates: deque[list[Fate]] = deque()
+        self.written: list[list[Record]] = []
+
+    async def identity(self) -> tuple[int, int]:
+        await self.trouble.enter("identity")
+        return 8, 0
+
+    async def write(self, records: Sequence[Record]) -> list[Fate]:
+        await self.trouble.enter("write")
+        self.written.append(list(records))
+        return self.fates.popleft() if self.fates else [Place(n, NOW_MS) for n in range(len(records))]
+
+    async def close(self) -> None:
+        pass
+
+
+class FakeCluster(Cluster):
+    """Knows the topics that a test names; `away` is Kafka that does not answer."""
+
+    def __init__(self, topics: Sequence[str] = ()) -> None:
+        super().__init__("127.0.0.1:1", client_id="test", request_timeout_ms=200)
+        self.topics = {name: Topic(name, 3, {}) for name in topics}
+        self.away = False
+        self.asked: list[Sequence[str]] = []
+
+    async def describe(self, names: Sequence[str]) -> dict[str, Topic]:
+        self.asked.append(names)
+        await asyncio.sleep(0)
+        if self.away:
+            raise KafkaAway("it is away")
+        return {name: self.topics[name] for name in names if name in self.topics}
+
+
+class FakeJournal(Journal):
+    """What was answered: (first key, status)."""
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[str, int]] = []
+
+    def record(self, request: Request, status: int, answer: Answer, latency_s: float) -> None:
+        self.answers.append((request.events[0].key, status))
+
+
+class World:
+    """An Ingest and what it needs, all in memory. Slots are made READY by `slot`, and served by `serve`."""
+
+    def __init__(self, **settings: int) -> None:
+        usual = Settings(instance="test", request_timeout_ms=5_000, slots=1, slots_max=2)
+        self.settings = replace(usual, **settings)  # type: ignore[arg-type]
+        self.keys = FakeKeys()
+        self.store = FakeStore()
+        self.queue = Queue(self.settings)
+        self.cluster = FakeCluster(["orders", "other", "third", "plain.a", "plain.b"])
+        self.topics = InternalTopics(self.cluster, self.settings)
+        self.catalogue = Catalogue(self.cluster)
+        self.journal = FakeJournal()
+        self.telemetry = Telemetry()
+        self.ingest = Ingest(
+            self.settings,
+            Rules((TopicRule(PLAIN_TOPICS, Guarantee.IDEMPOTENT),)),
+            self.keys,
+            self.store,
+            self.queue,
+            self.topics,
+            self.catalogue,
+            self.journal,
+            self.telemetry,
+        )
+        self.producers: dict[int, FakeProducer] = {}
+        self.plains: dict[int, FakePlain] = {}
+        self._terms = 0
+
+    async def slot(self, n: int = 0) -> Slot:
+        """A READY slot: its older terms are freed."""
+        self.plains[n] = FakePlain()
+        slot = Slot(n, self.keys, self.topics.ledger, "test", self.plains[n])
+        slot.move(SlotEvent.LEASE)
+        await self.recover(slot)
+        return slot
+
+    async def recover(self, slot: Slot, epoch: Epoch = EPOCH) -> None:
+        """What recovery does to a slot, without a ledger to read: what was not marked was not written."""
+        if slot.state is not SlotState.LEASED:
+            slot.move(SlotEvent.FAIL)
+            slot.move(SlotEvent.RECOVER)
+        await self.bring_up(slot, epoch)
+
+    async def bring_up(self, slot: Slot, epoch: Epoch = EPOCH) -> None:
+        """From LEASED to READY, in a term that is newer than all others."""
+        producer = self.producers[slot.n] = FakeProducer()
+        slot.enter(epoch, producer)
+        await slot.begin(0)
+        self._terms += 100  # terms are offsets of a ledger, which only grow
+        slot.term = slot._last_record = self._terms
+        slot.move(SlotEvent.CHECK)
+        self.keys.server.freed[slot.n] = self.keys.server.applied[slot.n] = slot.term
+        slot.move(SlotEvent.FREE)
+
+    def serve(self, slot: Slot) -> "asyncio.Task[None]":
+        return asyncio.create_task(self.ingest.serve(slot))
+
+    def submit(self, key: str, topic: str = "orders", ago_s: float = 0.0) -> "asyncio.Task[Answer]":
+        """Ask for an event that arrived `ago_s` seconds ago."""
+        return self.ask(make_event(key, topic), ago_s)
+
+    def ask(self, event: Event, ago_s: float = 0.0) -> "asyncio.Task[Answer]":
+        return asyncio.create_task(self.ingest.submit(event, asyncio.get_running_loop().time() - ago_s))
+
+    def keys_written(self, n: int = 0) -> list[list[str]]:
+        """The idempotency keys of each group that a slot's present producers wrote."""
+        groups = [*self.producers[n].written, *self.plains[n].written]
+        return [[record.headers[0][1].decode() for record in records] for records in groups]
+
+
+async def until(true: Callable[[], bool], patience_s: float = 0.8) -> None:
+    """Wait until something is true."""
+    async with asyncio.timeout(patience_s):
+        while not true():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+def kind_of(answer: Answer) -> Kind | None:
+    """The kind of a problem; None of a 201."""
+    return answer.kind if isinstance(answer, Problem) else None
+
+
+async def end_of_term(serving: "asyncio.Task[None]") -> BaseException:
+    """Wait for the end of a term; what ended it."""
+    await asyncio.wait([serving], timeout=0.8)
+    error = await ended(serving)
+    assert error is not None, "the term goes on"
+    return error
+
+
+async def ended(task: "asyncio.Task[None]") -> BaseException | None:
+    """End a task that serves for ever, or has ended by itself; the exception that it ended with."""
+    if not task.done():
+        task.cancel()
+    await asyncio.wait([task])
+    return None if task.cancelled() else task.exception()
+
+
+def count_of(counter: Counter) -> float:
+    """The present value of a counter without labels."""
+    (metric,) = counter.collect()
+    return float(next(sample.value for sample in metric.samples if sample.name.endswith("_total")))

@@ -1,0 +1,143 @@
+"""How a batch is cut into what travels together, and what each of its events is answered."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from service.batch import BATCH_EVENTS_MAX, BatchBody, parse_batch, trains, write_atomic, write_each
+from service.errors import IN_PROGRESS, INVALID_EVENT, INVALID_KEY, MISSING_KEY, NOT_WRITTEN, TOO_LARGE, Problem
+from service.event import ENTRY_BYTES, Event
+from service.request import Answer, Committed, Load
+from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX
+from tests.unit.fakes import World, ended, kind_of, make_event
+
+
+def cut(*events: Event) -> list[list[str]]:
+    return [[event.key for _, event in car] for car in trains(list(enumerate(events)))]
+
+
+def batch_of(*events: dict[str, Any], atomic: bool = False) -> BatchBody:
+    return parse_batch(json.dumps({"atomic": atomic, "events": events}).encode())
+
+
+def one(key: str | None, value: Any = 1, topic: str = "orders") -> dict[str, Any]:
+    event = {"topic": topic, "value": value}
+    return event if key is None else event | {"idempotency_key": key}
+
+
+async def written(world: World, batch: BatchBody) -> list[Answer]:
+    """What a slot that serves makes of a batch."""
+    serving = world.serve(await world.slot())
+    answers = await write_each(world.ingest, batch, asyncio.get_running_loop().time())
+    await ended(serving)
+    return answers
+
+
+# ----------------------------------------------------------------------------------------------------------- trains
+
+
+def test_different_keys_travel_together_in_their_order() -> None:
+    assert cut(*(make_event(key) for key in "cab")) == [["c", "a", "b"]]
+    assert cut() == []
+
+
+def test_a_key_that_repeats_begins_a_new_train() -> None:
+    """In one claim it would meet itself."""
+    assert cut(*(make_event(key) for key in "abacab")) == [["a", "b"], ["a", "c"], ["a", "b"]]
+    assert cut(*(make_event("a") for _ in range(3))) == [["a"], ["a"], ["a"]]
+
+
+def test_a_train_is_what_one_transaction_holds() -> None:
+    third = GROUP_EVENT_BYTES_MAX // 3
+    events = [make_event(key, value=b"x" * third) for key in "abcd"]
+    assert cut(*events) == [["a", "b", "c"], ["d"]]
+    assert all(Load.of(event for _, event in car).fits for car in trains(list(enumerate(events))))
+
+
+def test_the_ledger_bounds_a_train_too() -> None:
+    most = GROUP_LEDGER_BYTES_MAX // (ENTRY_BYTES + len("orders"))
+    cars = cut(*(make_event(str(n)) for n in range(most + 1)))
+    assert [len(car) for car in cars] == [most, 1]
+
+
+def test_an_event_that_fills_a_transaction_travels_by_itself() -> None:
+    large = make_event("b", value=b"x" * GROUP_EVENT_BYTES_MAX)
+    assert cut(make_event("a"), large, make_event("c")) == [["a"], ["b"], ["c"]]
+
+
+# -------------------------------------------------------------------------------------------------- each for itself
+
+
+async def test_the_answers_are_in_the_order_of_the_events() -> None:
+    answers = await written(World(), batch_of(one("a"), one(None), one("c"), one("é")))
+    assert [kind_of(answer) for answer in answers] == [None, MISSING_KEY, None, INVALID_KEY]
+    first, _, third, _ = answers
+    assert isinstance(first, Committed)
+    assert isinstance(third, Committed)
+    assert (first.places[0].id, third.places[0].id) == (make_event("a").id, make_event("c").id)
+
+
+async def test_a_key_that_repeats_is_replayed_and_not_in_progress() -> None:
+    world = World()
+    first, other, again = await written(world, batch_of(one("a"), one("b"), one("a")))
+    assert isinstance(first, Committed)
+    assert again == first._replace(replayed=True)
+    assert kind_of(other) is not IN_PROGRESS
+    assert world.keys_written() == [["a", "b"]]
+
+
+async def test_a_batch_that_no_queue_holds_is_refused_as_a_whole() -> None:
+    world = World(queue_events_max=1)
+    answers = await written(world, batch_of(one("a"), one("b")))
+    assert [kind_of(answer) for answer in answers] == [NOT_WRITTEN, NOT_WRITTEN]
+    assert world.keys_written() == []
+    assert world.journal.answers == [("a", 503), ("b", 503)]
+
+
+async def test_one_bad_event_fails_alone_and_bad_json_fails_all() -> None:
+    answers = await written(World(), batch_of({"topic": "orders", "nonsense": 1, "idempotency_key": "a"}, one("b")))
+    assert [kind_of(answer) for answer in answers] == [INVALID_EVENT, None]
+    with pytest.raises(Problem):
+        parse_batch(b'{"events": [{"a": NaN}]}')
+    with pytest.raises(Problem):
+        parse_batch(b'{"events": []}')
+    with pytest.raises(Problem) as raised:
+        parse_batch(b'{"events": [' + b"1," * BATCH_EVENTS_MAX + b"1]}")
+    assert raised.value.kind is TOO_LARGE
+
+
+# ------------------------------------------------------------------------------------------------------ all or none
+
+
+async def atomically(world: World, batch: BatchBody, key: str = "whole") -> Answer:
+    _, answer = await write_atomic(world.ingest, batch, key, asyncio.get_running_loop().time())
+    return answer
+
+
+async def test_an_atomic_batch_is_written_in_one_group_and_replayed_as_one() -> None:
+    world = World()
+    serving = world.serve(await world.slot())
+    batch = batch_of(one(None, 1), one(None, 2, "other"), atomic=True)
+    first = await atomically(world, batch)
+    assert isinstance(first, Committed)
+    assert [place.topic for place in first.places] == ["orders", "other"]
+    assert await atomically(world, batch) == first._replace(replayed=True)
+    assert world.keys_written() == [["whole", "whole"]]
+    await ended(serving)
+
+
+async def test_a_member_with_a_key_of_its_own_is_refused_by_its_number() -> None:
+    with pytest.raises(Problem) as raised:
+        await atomically(World(), batch_of(one(None), one("a"), atomic=True))
+    assert raised.value.kind is INVALID_EVENT
+    assert raised.value.detail.startswith("events[1].")
+
+
+async def test_what_no_transaction_holds_is_refused_before_the_key_is_touched() -> None:
+    world = World()
+    with pytest.raises(Problem) as raised:
+        await atomically(world, batch_of(*(one(None, "x" * 900_000) for _ in range(10)), atomic=True))
+    assert raised.value.kind is TOO_LARGE
+    assert not world.keys.server.keys

@@ -1,0 +1,247 @@
+"""A group on its way: what is answered, what waits again, and what is never written."""
+
+import asyncio
+
+import pytest
+
+from service.errors import (
+    FINGERPRINT_MISMATCH,
+    NOT_WRITTEN,
+    OUTCOME_UNKNOWN,
+    TOO_LARGE,
+    UNKNOWN_TOPIC,
+    StoreLost,
+    StoreUnanswered,
+)
+from service.kafka.verdict import Refusal, TransactionFailed, Verdict
+from service.request import Committed
+from service.states import Delivered, SlotState
+from tests.unit.fakes import EPOCH, NOW_MS, World, count_of, end_of_term, ended, kind_of, make_event, until
+
+GONE = Refusal(UNKNOWN_TOPIC, "it is not there")
+BIG = Refusal(TOO_LARGE, "it is too large")
+
+
+# ------------------------------------------------------------------------------------------------- when all is well
+
+
+async def test_a_group_is_claimed_written_marked_and_answered() -> None:
+    world = World()
+    asked = [world.submit("a"), world.submit("b")]
+    await asyncio.sleep(0.01)
+    serving = world.serve(await world.slot())
+    first, second = await asyncio.gather(*asked)
+    assert isinstance(first, Committed)
+    assert isinstance(second, Committed)
+    assert not first.replayed
+    assert world.keys_written() == [["a", "b"]]
+    assert world.keys.is_delivered("a")
+    again = await world.submit("a")
+    assert again == first._replace(replayed=True)
+    assert world.keys_written() == [["a", "b"]]
+    assert kind_of(await world.ask(make_event("a", value=b"2"))) is FINGERPRINT_MISMATCH
+    assert world.journal.answers == [("a", 201), ("b", 201), ("a", 201), ("a", 422)]
+    await ended(serving)
+
+
+async def test_a_failed_mark_is_no_error_of_the_event() -> None:
+    world = World()
+    slot = await world.slot()
+    world.keys.trouble.before["mark"].append(StoreUnanswered("no answer"))
+    serving = world.serve(slot)
+    assert isinstance(await world.submit("a"), Committed)
+    assert slot.owes
+    assert count_of(world.telemetry.marks_failed) == 1
+    assert isinstance(await world.submit("b"), Committed)  # whose mark pays the debt first
+    assert not slot.owes
+    assert world.keys.is_delivered("a")
+    await ended(serving)
+
+
+async def test_a_lost_store_is_told_with_the_generation_of_the_mark() -> None:
+    world = World()
+    serving = world.serve(await world.slot())
+    world.keys.trouble.before["mark"].append(StoreLost("another store"))
+    assert isinstance(await world.submit("a"), Committed)
+    assert world.store.losses == [EPOCH]
+    await ended(serving)
+
+
+# ----------------------------------------------------------------------------------------------- doubt and refusals
+
+
+@pytest.mark.parametrize("verdict", [Verdict.UNKNOWN, Verdict.FENCED])
+async def test_a_refusal_is_no_answer_where_a_commit_was_asked_for(verdict: Verdict) -> None:
+    """It was overcome on the way: the event may well be there."""
+    world = World()
+    slot = await world.slot()
+    world.producers[0].trouble.before["write"].append(TransactionFailed(verdict, "late", {"orders": BIG}))
+    answer = world.submit("a")
+    await end_of_term(world.serve(slot))
+    assert not answer.done()
+    await world.recover(slot)
+    world.ingest.recovered()
+    serving = world.serve(slot)
+    assert isinstance(await answer, Committed)
+    await ended(serving)
+
+
+async def test_a_refused_event_is_answered_if_it_was_alone() -> None:
+    world = World()
+    slot = await world.slot()
+    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.ABORTED, "no", {"orders": BIG}))
+    answer = world.submit("a")
+    await end_of_term(world.serve(slot))
+    assert kind_of(await answer) is TOO_LARGE
+
+
+async def test_a_poisoned_event_is_answered_alone_and_the_others_are_written() -> None:
+    world = World()
+    slot = await world.slot()
+    poison, good = world.submit("poison", "orders"), world.submit("good", "other")
+    await asyncio.sleep(0.01)
+    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.ABORTED, "no", {"orders": BIG}))
+    await end_of_term(world.serve(slot))
+    assert not poison.done()
+    await world.recover(slot)
+    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.ABORTED, "no", {"orders": BIG}))
+    world.ingest.recovered()
+    await end_of_term(world.serve(slot))
+    assert kind_of(await poison) is TOO_LARGE
+    await world.recover(slot)
+    serving = world.serve(slot)
+    assert isinstance(await good, Committed)
+    await ended(serving)
+
+
+async def test_that_a_topic_is_not_there_is_believed_the_second_time() -> None:
+    """One that was just made is not known to every broker yet."""
+    world = World()
+    slot = await world.slot()
+    answer = world.submit("a")
+    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.ABORTED, "no", {"orders": GONE}))
+    await end_of_term(world.serve(slot))
+    assert not answer.done()
+    await world.recover(slot)
+    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.ABORTED, "no", {"orders": GONE}))
+    world.ingest.recovered()
+    await end_of_term(world.serve(slot))
+    assert kind_of(await answer) is UNKNOWN_TOPIC
+
+
+async def test_what_was_stuck_travels_apart_and_the_others_go_on() -> None:
+    world = World()
+    slot = await world.slot()
+    hangs, fine = world.submit("hangs", "orders"), world.submit("fine", "other")
+    await asyncio.sleep(0.01)
+    stuck = TransactionFailed(Verdict.ABORTED, "TimeoutError()", stuck={"orders"})
+    world.producers[0].trouble.before["write"].append(stuck)
+    await end_of_term(world.serve(slot))
+    await world.recover(slot)
+    world.ingest.recovered()
+    hung = world.producers[0].trouble.hold("write")
+    first, second = await world.slot(1), slot
+    serving = [world.serve(second), world.serve(first)]  # one is held up by what hangs; the other is not
+    assert isinstance(await asyncio.wait_for(fine, 0.5), Committed)
+    assert not hangs.done()
+    assert world.keys_written(1) == [["fine"]]
+    hung.set()
+    assert isinstance(await hangs, Committed)
+    assert world.keys_written(0) == [["hangs"]]
+    for task in serving:
+        await ended(task)
+
+
+async def test_an_event_in_doubt_that_was_written_is_no_replay() -> None:
+    """The recovery's replay of the ledger found it: this is the request's own first answer."""
+    world = World()
+    slot = await world.slot()
+    answer = world.submit("a")
+    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.UNKNOWN, "no answer"))
+    await end_of_term(world.serve(slot))
+    mark = world.keys.server.keys[make_event("a").id]
+    world.keys.server.keys[make_event("a").id] = Delivered(mark.at, mark.fp, "orders", 1, 44, NOW_MS)
+    await world.recover(slot)
+    world.ingest.recovered()
+    serving = world.serve(slot)
+    found = await answer
+    assert isinstance(found, Committed)
+    assert (found.places[0].offset, found.replayed) == (44, False)
+    assert world.keys_written() == []
+    await ended(serving)
+
+
+# ------------------------------------------------------------------------------------------------------- deadlines
+
+
+async def test_what_was_answered_503_while_others_are_released_is_not_written() -> None:
+    """Between the look at the deadline and the sending nothing is awaited."""
+    world = World(request_timeout_ms=200)
+    slot = await world.slot()
+    await world.catalogue.get("orders")
+    late, soon = world.submit("late", ago_s=0.3), world.submit("soon", ago_s=0.1)
+    await asyncio.sleep(0.01)
+    release = world.keys.trouble.hold("release")
+    sweeping = asyncio.create_task(world.ingest.sweep())
+    serving = asyncio.create_task(world.ingest.serve(slot))
+    answers = [kind_of(await late), kind_of(await soon)]
+    release.set()
+    await asyncio.sleep(0.02)
+    assert answers == [NOT_WRITTEN, None] if world.keys_written() else answers == [NOT_WRITTEN, NOT_WRITTEN]
+    assert not world.keys.is_claimed("late"), "a claim that is not wanted is given up"
+    await ended(serving)
+    await ended(sweeping)
+
+
+async def test_what_was_answered_503_while_its_producer_began_is_not_written() -> None:
+    """An idempotent producer's first life takes a while."""
+    world = World(request_timeout_ms=80)
+    slot = await world.slot()
+    begun = world.plains[0].trouble.hold("identity")
+    sweeping = asyncio.create_task(world.ingest.sweep())
+    serving = world.serve(slot)
+    assert kind_of(await world.submit("a", "plain.a")) is NOT_WRITTEN
+    begun.set()
+    await asyncio.sleep(0.02)
+    assert world.keys_written() in ([], [[]])
+    assert not world.keys.is_claimed("a")
+    await ended(serving)
+    await ended(sweeping)
+
+
+async def test_each_request_is_answered_at_its_own_deadline() -> None:
+    """One that arrived earlier may be let in later: its body, or its topic's look-up, took longer."""
+    world = World(request_timeout_ms=5_000)
+    sweeping = asyncio.create_task(world.ingest.sweep())
+    patient = world.submit("patient")
+    await asyncio.sleep(0.01)
+    started = asyncio.get_running_loop().time()
+    assert kind_of(await world.submit("urgent", ago_s=4.95)) is NOT_WRITTEN
+    assert asyncio.get_running_loop().time() - started < 0.3
+    assert not patient.done()
+    await ended(sweeping)
+
+
+async def test_what_may_be_written_is_504_at_the_deadline_and_the_rest_503() -> None:
+    world = World(request_timeout_ms=100)
+    slot = await world.slot()
+    world.producers[0].trouble.hold("write")
+    sweeping, serving = asyncio.create_task(world.ingest.sweep()), world.serve(slot)
+    sent = world.submit("sent")
+    await until(lambda: slot.state is SlotState.WRITING)
+    waits = world.submit("waits")
+    assert kind_of(await sent) is OUTCOME_UNKNOWN
+    assert kind_of(await waits) is NOT_WRITTEN
+    await ended(serving)
+    await ended(sweeping)
+
+
+async def test_requests_that_were_answered_do_not_stay_in_the_queue() -> None:
+    """Without a slot nobody takes them out."""
+    world = World(request_timeout_ms=50)
+    sweeping = asyncio.create_task(world.ingest.sweep())
+    answers = await asyncio.gather(*(world.submit(str(n)) for n in range(20)))
+    assert {kind_of(answer) for answer in answers} == {NOT_WRITTEN}
+    await until(lambda: not any(world.queue._waiting.values()))
+    assert (world.queue.events, world.queue.bytes) == (0, 0)
+    await ended(sweeping)

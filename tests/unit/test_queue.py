@@ -1,0 +1,241 @@
+"""Who waits, who travels with whom, and what the bounds count."""
+
+import asyncio
+from collections import deque
+from dataclasses import replace
+
+import pytest
+
+from service.errors import NOT_WRITTEN, Problem
+from service.request import WAITING_BYTES, Load, Queue, Request, Train, take_group
+from service.settings import GROUP_EVENT_BYTES_MAX, Settings
+from service.shared import Guarantee
+from service.states import RequestEvent
+from tests.unit.fakes import make_event
+
+SETTINGS = Settings(instance="test")
+# Requests that are made later are younger.
+ARRIVALS = iter(range(1_000_000))
+
+
+def request(
+    key: str, topic: str = "orders", guarantee: Guarantee = Guarantee.EXACTLY_ONCE, train: Train | None = None
+) -> Request:
+    return Request((make_event(key, topic),), next(ARRIVALS), 10.0, guarantee, train=train)
+
+
+def large(key: str, size: int) -> Request:
+    event = make_event(key, value=b"x" * size)
+    return Request((event,), next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE)
+
+
+def atomic(*keys: str) -> Request:
+    whole = (b"w" * 16, b"f" * 8)
+    return Request([make_event(key) for key in keys], next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, whole)
+
+
+def train_of(*keys: str, size: int = 1) -> list[Request]:
+    events = [make_event(key, value=b"x" * size) for key in keys]
+    train = Train(object(), Load.of(events))
+    return [Request((event,), next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, train=train) for event in events]
+
+
+def keys_of(group: list[Request]) -> list[str]:
+    return [event.key for each in group for event in each.events]
+
+
+def answered(queue: Queue, *requests: Request) -> None:
+    for each in requests:
+        each.move(RequestEvent.ANSWER)
+        queue.leave(each)
+
+
+# --------------------------------------------------------------------------------------------------------- bounds
+
+
+async def test_requests_are_let_in_all_or_none() -> None:
+    queue = Queue(replace(SETTINGS, queue_events_max=3))
+    queue.admit([request("a"), request("b")])
+    with pytest.raises(Problem) as raised:
+        queue.admit([request("c"), request("d")])
+    assert raised.value.kind is NOT_WRITTEN
+    assert queue.events == 2
+    queue.admit([request("e")])
+    assert keys_of(queue.take()) == ["a", "b", "e"]
+
+
+async def test_an_atomic_batch_counts_with_all_its_events() -> None:
+    queue = Queue(replace(SETTINGS, queue_events_max=2))
+    with pytest.raises(Problem):
+        queue.admit([atomic("a", "b", "c")])
+    assert (queue.events, queue.bytes, queue.take()) == (0, 0, [])
+
+
+async def test_bytes_are_bounded_too() -> None:
+    queue = Queue(replace(SETTINGS, queue_bytes_max=2 * WAITING_BYTES + 100))
+    queue.admit([large("a", 50)])
+    with pytest.raises(Problem):
+        queue.admit([large("b", 51)])
+    queue.admit([large("c", 50)])
+    assert queue.bytes == 2 * WAITING_BYTES + 100
+
+
+async def test_the_bounds_count_until_the_answer_and_not_until_the_taking() -> None:
+    queue = Queue(replace(SETTINGS, queue_events_max=1))
+    queue.admit([first := request("a")])
+    assert queue.take() == [first]
+    with pytest.raises(Problem):
+        queue.admit([request("b")])
+    answered(queue, first)
+    queue.admit([request("c")])
+
+
+# --------------------------------------------------------------------------------------------------------- memory
+
+
+async def test_answered_requests_are_let_go_of_without_a_slot() -> None:
+    queue = Queue(SETTINGS)
+    queue.suspect("bad")
+    requests = [request("a"), request("b", "bad"), request("c", guarantee=Guarantee.IDEMPOTENT)]
+    queue.admit(requests)
+    answered(queue, *requests)
+    queue.forget_answered()
+    assert not any(queue._waiting.values())
+    assert not queue._apart
+
+
+async def test_one_that_waits_long_does_not_keep_those_behind_it() -> None:
+    queue = Queue(SETTINGS)
+    patient, others = request("patient"), [request(str(n)) for n in range(1_200)]
+    queue.admit([patient, *others])
+    answered(queue, *others)
+    queue.forget_answered()
+    assert list(queue._waiting[Guarantee.EXACTLY_ONCE]) == [patient]
+
+
+# --------------------------------------------------------------------------------------------------------- groups
+
+
+async def test_a_group_closes_at_what_one_transaction_holds() -> None:
+    third = GROUP_EVENT_BYTES_MAX // 3
+    waiting = deque(large(key, third) for key in "abcd")
+    assert keys_of(take_group(waiting)) == ["a", "b", "c"]
+    assert keys_of(take_group(waiting)) == ["d"]
+
+
+async def test_a_request_that_is_larger_than_a_group_goes_alone() -> None:
+    waiting = deque([large("a", GROUP_EVENT_BYTES_MAX + 1), request("b")])
+    assert keys_of(take_group(waiting)) == ["a"]
+
+
+async def test_an_atomic_batch_goes_alone() -> None:
+    waiting = deque([request("a"), atomic("b", "c"), atomic("d"), request("e")])
+    assert [keys_of(take_group(waiting)) for _ in range(4)] == [["a"], ["b", "c"], ["d"], ["e"]]
+
+
+async def test_a_train_is_taken_whole_or_waits_for_the_next_group() -> None:
+    half = GROUP_EVENT_BYTES_MAX // 2
+    waiting = deque([large("a", half + 10), *train_of("b", "c", "d", size=half // 3), request("e")])
+    assert keys_of(take_group(waiting)) == ["a"]
+    assert keys_of(take_group(waiting)) == ["b", "c", "d", "e"]
+
+
+async def test_a_train_and_what_is_with_it_fit_one_transaction() -> None:
+    third = GROUP_EVENT_BYTES_MAX // 3
+    waiting = deque([*train_of("a", "b", size=third), *train_of("c", "d", size=third)])
+    assert keys_of(take_group(waiting)) == ["a", "b"]
+    assert keys_of(take_group(waiting)) == ["c", "d"]
+
+
+async def test_answered_requests_are_passed_over() -> None:
+    requests = [request("a"), request("b")]
+    requests[0].move(RequestEvent.ANSWER)
+    assert keys_of(take_group(deque(requests))) == ["b"]
+
+
+async def test_a_group_has_one_guarantee_and_the_oldest_goes_first() -> None:
+    queue = Queue(SETTINGS)
+    queue.admit([request("a", guarantee=Guarantee.IDEMPOTENT), request("b"), request("c")])
+    queue.admit([request("d", guarantee=Guarantee.IDEMPOTENT)])
+    assert keys_of(queue.take()) == ["a", "d"]
+    assert keys_of(queue.take()) == ["b", "c"]
+
+
+async def test_what_goes_round_again_goes_first_and_in_its_order() -> None:
+    queue = Queue(SETTINGS)
+    queue.admit([request("a"), request("b"), request("c")])
+    group = queue.take()
+    queue.admit([request("d")])
+    answered(queue, group[1])
+    queue.put_back(group)
+    assert keys_of(queue.take()) == ["a", "c", "d"]
+
+
+# ---------------------------------------------------------------------------------------------------------- apart
+
+
+async def test_a_suspect_topic_travels_apart_one_group_at_a_time() -> None:
+    queue = Queue(SETTINGS)
+    queue.suspect("bad")
+    queue.admit([request("a", "bad"), request("b"), request("c", "bad")])
+    apart = queue.take()
+    assert keys_of(apart) == ["a", "c"]
+    queue.admit([request("d", "bad")])
+    assert keys_of(queue.take()) == ["b"], "the others go on meanwhile"
+    assert queue.take() == []
+    queue.returned(apart)
+    assert keys_of(queue.take()) == ["d"]
+
+
+async def test_a_request_that_was_in_a_failed_group_travels_alone() -> None:
+    queue = Queue(SETTINGS)
+    queue.suspect("bad")
+    first, second = request("a", "bad"), request("b", "bad")
+    first.failures = second.failures = 1
+    queue.put_back([first, second])
+    assert queue.take() == [first]
+
+
+async def test_a_topic_that_commits_travels_with_the_others_again() -> None:
+    queue = Queue(SETTINGS)
+    queue.suspect("bad")
+    queue.admit([request("a", "bad"), request("b")])
+    queue.trust({"bad"})
+    assert sorted(keys_of(queue.take())) == ["a", "b"]
+
+
+async def test_suspects_of_several_topics_do_not_share_a_group() -> None:
+    queue = Queue(SETTINGS)
+    queue.suspect("bad")
+    queue.suspect("worse")
+    queue.admit([request("a", "bad"), request("b", "worse"), request("c", "bad")])
+    apart = queue.take()
+    assert keys_of(apart) == ["a", "c"]
+    queue.returned(apart)
+    assert keys_of(queue.take()) == ["b"]
+
+
+# --------------------------------------------------------------------------------------------------------- takers
+
+
+async def test_a_taker_wakes_for_what_is_let_in_and_when_all_are_nudged() -> None:
+    queue = Queue(SETTINGS)
+    takers = [asyncio.create_task(queue.wait()) for _ in range(3)]
+    await asyncio.sleep(0)
+    queue.admit([request("a")])
+    await asyncio.sleep(0)
+    assert sum(taker.done() for taker in takers) == 1
+    queue.nudge_all()
+    async with asyncio.timeout(0.5):
+        await asyncio.gather(*takers)
+
+
+async def test_a_taker_that_was_cancelled_takes_no_nudge() -> None:
+    queue = Queue(SETTINGS)
+    gone, here = asyncio.create_task(queue.wait()), asyncio.create_task(queue.wait())
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.wait([gone])
+    queue.admit([request("a")])
+    async with asyncio.timeout(0.5):
+        await here
