@@ -1,0 +1,315 @@
+"""One event from its JSON: what is taken as it is, and what is refused, with the field that is wrong."""
+
+import base64
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.errors import Problem
+from service.event import Event, check_topic, parse_event, parse_key, partition_of
+from service.kafka.cluster import Topic
+from service.kafka.partitioner import partition_of_key
+from service.wire import event_id, fingerprint
+
+HOUR_MS = 3_600_000
+
+
+def parse(body: bytes | str | dict[str, Any], traceparent: bytes | None = None) -> Event:
+    if isinstance(body, dict):
+        body = json.dumps(body)
+    return parse_event("key", body.encode() if isinstance(body, str) else body, traceparent)
+
+
+def refused(body: bytes | str | dict[str, Any]) -> tuple[str, str]:
+    """Code, and the first word of the detail: the field."""
+    with pytest.raises(Problem) as caught:
+        parse(body)
+    return caught.value.kind.code, caught.value.detail.partition(":")[0]
+
+
+# ------------------------------------------------------------------------------------------------------------- keys
+
+
+@pytest.mark.parametrize(
+    ("raw", "key"),
+    [
+        ("a", "a"),
+        (" a b ", "a b"),
+        ('"a"', "a"),
+        ('" a "', " a "),
+        (r'"a\"b\\c"', r'a"b\c'),
+        (r"a\b", r"a\b"),
+        ('a"b', 'a"b'),
+        ("~" * 255, "~" * 255),
+        ('"' + "~" * 255 + '"', "~" * 255),
+    ],
+)
+def test_keys(raw: str, key: str) -> None:
+    assert parse_key(raw) == key
+
+
+@pytest.mark.parametrize(
+    ("raw", "code"),
+    [
+        (None, "missing-key"),
+        ("", "missing-key"),
+        ("   ", "missing-key"),
+        ('""', "invalid-key"),
+        ('"', "invalid-key"),
+        ('"a', "invalid-key"),
+        ('"a"b', "invalid-key"),
+        (r'"a\b"', "invalid-key"),
+        ("x" * 256, "invalid-key"),
+        ('"' + "x" * 256 + '"', "invalid-key"),
+        ("ä", "invalid-key"),
+        ("a\tb", "invalid-key"),
+        ("a\x7f", "invalid-key"),
+    ],
+)
+def test_no_keys(raw: str | None, code: str) -> None:
+    with pytest.raises(Problem) as caught:
+        parse_key(raw)
+    assert caught.value.kind.code == code
+
+
+@given(st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), min_size=1, max_size=255))
+def test_quoted_and_bare_are_the_same_key(key: str) -> None:
+    quoted = '"' + key.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    assert parse_key(quoted) == key
+    if key.strip() == key and not key.startswith('"'):
+        assert parse_key(key) == key
+
+
+# ------------------------------------------------------------------------------------------------------ strict JSON
+
+DEEP = "[" * 63 + "]" * 63
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1",
+        "-0.0e-10",
+        '"\\u0000"',
+        '"\\ud83d\\ude00"',
+        '"\\\\ud800"',
+        "[]",
+        "{}",
+        '{"": {"": []}}',
+        DEEP,
+        '"' + "[" * 500 + '"',
+        "[" + ",".join(["[]"] * 500) + "]",
+        "1" * 5000,
+        '{"\\ud83d\\ude00": 1}',
+        "true",
+    ],
+)
+def test_a_value_is_kept_byte_for_byte(text: str) -> None:
+    event = parse(f'{{"value" :  {text}\n, "topic":"t"}}')
+    assert event.value == text.encode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NaN",
+        "[Infinity]",
+        "-Infinity",
+        "01",
+        "1.",
+        ".5",
+        "+1",
+        "0x1",
+        "'a'",
+        '"\t"',
+        '"\\x00"',
+        '"\\ud800"',
+        '"\\udc00\\ud800"',
+        '["\\uDBFF"]',
+        '{"\\ud800": 1}',
+        '{"a": {"b": 1, "b": 1}}',
+        '[{"a": 1, "\\u0061": 2}]',
+        "[1,]",
+        '{"a": 1,}',
+        "[" + DEEP + "]",
+        "/* a */ 1",
+        "",
+        "[",
+        "\\u0031",
+    ],
+)
+def test_what_is_no_json(text: str) -> None:
+    assert refused(f'{{"topic":"t","value":{text}}}') == ("invalid-json", "body")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b" ",
+        b'\xef\xbb\xbf{"topic":"t","value":1}',
+        b'{"topic":"t","value":"\xff"}',
+        b'{"topic":"t","value":"\xed\xa0\x80"}',
+        b'{"topic":"t","value":"\xc0\x80"}',
+        b'{"topic":"t","value":1}{}',
+        b'{"topic":"t","value":1}\x00',
+        '{"topic":"t","value":1}'.encode("utf-16"),
+        b'{"topic":"t","value":1,"value":1}',
+        b"[" * 100_000,
+    ],
+)
+def test_what_is_no_body(body: bytes) -> None:
+    assert refused(body) == ("invalid-json", "body")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(json_values, st.booleans())
+def test_any_json_is_taken(value: Any, ascii_only: bool) -> None:
+    try:
+        text = json.dumps(value, ensure_ascii=ascii_only).encode()
+    except UnicodeEncodeError:  # a lone surrogate has no UTF-8
+        return
+    body = b'{"topic":"t","key":"k","value":' + text + b"}"
+    lone = any(0xD800 <= ord(character) < 0xE000 for character in json.dumps(value, ensure_ascii=False))
+    if lone:
+        assert refused(body) == ("invalid-json", "body")
+    else:
+        assert parse(body).value == (None if value is None else text)
+
+
+# ------------------------------------------------------------------------------------------------------------ fields
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"topic": 1, "value": 1}, "topic"),
+        ({"topic": "", "value": 1}, "topic"),
+        ({"topic": "..", "value": 1}, "topic"),
+        ({"topic": "a/b", "value": 1}, "topic"),
+        ({"topic": "x" * 250, "value": 1}, "topic"),
+        ({"topic": "t"}, "value"),
+        ({"topic": "t", "value": None}, "value"),
+        ({"topic": "t", "value": 1, "value_base64": "YQ=="}, "value"),
+        ({"topic": "t", "value_base64": "YQ"}, "value_base64"),
+        ({"topic": "t", "value_base64": "Y Q=="}, "value_base64"),
+        ({"topic": "t", "value_base64": "ä"}, "value_base64"),
+        ({"topic": "t", "value_base64": 1}, "value_base64"),
+        ({"topic": "t", "value": 1, "key": 1}, "key"),
+        ({"topic": "t", "value": 1, "partition": -1}, "partition"),
+        ({"topic": "t", "value": 1, "partition": 2**31}, "partition"),
+        ({"topic": "t", "value": 1, "partition": "0"}, "partition"),
+        ({"topic": "t", "value": 1, "partition": True}, "partition"),
+        ({"topic": "t", "value": 1, "timestamp": -1}, "timestamp"),
+        ({"topic": "t", "value": 1, "timestamp": 2**53}, "timestamp"),
+        ({"topic": "t", "value": 1, "timestamp": 1.5}, "timestamp"),
+        ({"topic": "t", "value": 1, "headers": []}, "headers"),
+        ({"topic": "t", "value": 1, "headers": {f"h{n}": "" for n in range(101)}}, "headers"),
+        ({"topic": "t", "value": 1, "headers": {"FencePost": ""}}, "headers.FencePost"),
+        ({"topic": "t", "value": 1, "headers": {"idempotency-key": ""}}, "headers.idempotency-key"),
+    ],
+)
+def test_each_wrong_field_is_named(fields: dict[str, Any], field: str) -> None:
+    assert refused(fields) == ("invalid-event", field)
+
+
+def test_a_missing_and_an_unknown_field_are_named() -> None:
+    with pytest.raises(Problem, match="topic"):
+        parse({"value": 1})
+    with pytest.raises(Problem, match="valeu"):
+        parse({"topic": "t", "value": 1, "valeu": 1})
+
+
+def test_a_whole_event() -> None:
+    event = parse(
+        {"topic": "t", "key": "k", "value": 1, "headers": {"b": "2", "a": "ü"}, "partition": 3, "timestamp": 4},
+        b"00-trace",
+    )
+    headers = [("b", b"2"), ("a", "ü".encode())]
+    assert (event.topic, event.record_key, event.value, event.headers) == ("t", b"k", b"1", headers)
+    assert (event.partition, event.timestamp, event.traceparent) == (3, 4, b"00-trace")
+    assert event.id == event_id("key")
+    assert event.fp == fingerprint("t", 3, b"k", headers, b"1")
+    assert event.bytes == 1 + 1 + 2 + 3
+
+
+def test_a_client_s_own_traceparent_goes_once() -> None:
+    assert parse({"topic": "t", "value": 1, "headers": {"traceparent": "x"}}, b"00-trace").traceparent is None
+
+
+def test_base64_and_tombstones() -> None:
+    assert parse({"topic": "t", "value_base64": base64.b64encode(b"\x00\xff").decode()}).value == b"\x00\xff"
+    assert parse({"topic": "t", "value_base64": ""}).value == b""
+    assert parse({"topic": "t", "key": "k", "value": None}).value is None
+    assert parse({"topic": "t", "value": "null"}).value == b'"null"'
+
+
+def test_an_event_has_at_most_a_megabyte() -> None:
+    assert parse({"topic": "t", "value": "x" * 999_998}).bytes == 1_000_000
+    assert refused({"topic": "t", "value": "x" * 999_999})[0] == "too-large"
+    assert refused({"topic": "t", "value": "x" * 999_998, "headers": {"a": ""}})[0] == "too-large"
+
+
+# ----------------------------------------------------------------------------------------------------- and its topic
+
+
+def checked(event: Event, partitions: int = 3, **settings: str) -> str:
+    """The code with which the topic refuses it, empty where it does not."""
+    try:
+        check_topic(event, Topic("t", partitions, {name.replace("_", "."): text for name, text in settings.items()}))
+    except Problem as problem:
+        return problem.kind.code
+    return ""
+
+
+def test_what_a_topic_refuses() -> None:
+    plain, keyed = parse({"topic": "t", "value": 1}), parse({"topic": "t", "key": "k", "value": 1})
+    assert checked(plain) == ""
+    assert checked(plain, cleanup_policy="compact,delete") == "record-refused"
+    assert checked(keyed, cleanup_policy="compact") == ""
+    assert checked(parse({"topic": "t", "value": 1, "partition": 3})) == "invalid-event"
+    assert checked(parse({"topic": "t", "value": 1, "partition": 2})) == ""
+    assert checked(parse({"topic": "t", "value": "x" * 1000}), max_message_bytes="1000") == "too-large"
+
+
+@pytest.mark.parametrize(
+    ("ago_ms", "code"),
+    [(0, ""), (HOUR_MS - 5_000, ""), (HOUR_MS + 5_000, "record-refused"), (-5_000, "record-refused")],
+)
+def test_the_times_that_a_topic_takes(ago_ms: int, code: str) -> None:
+    event = parse({"topic": "t", "value": 1, "timestamp": time.time_ns() // 1_000_000 - ago_ms})
+    bounds: dict[str, Any] = {"message_timestamp_before_max_ms": str(HOUR_MS), "message_timestamp_after_max_ms": "1000"}
+    assert checked(event, **bounds) == code
+    assert checked(event, **bounds, message_timestamp_type="LogAppendTime") == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "murmur2"),
+    [  # from Kafka's own UtilsTest
+        (b"21", -973932308),
+        (b"foobar", -790332482),
+        (b"a-little-bit-long-string", -985981536),
+        (b"a-little-bit-longer-string", -1486304829),
+        (b"lkjh234lh9fiuh90y23oiuhsafujhadof229phr9h19h89h8", -58897971),
+        (b"abc", 479470107),
+    ],
+)
+def test_partitions_as_java_chooses_them(key: bytes, murmur2: int) -> None:
+    for partitions in (1, 3, 12, 1000):
+        assert partition_of_key(key, partitions) == (murmur2 & 0x7FFFFFFF) % partitions
+
+
+def test_which_partition() -> None:
+    assert partition_of(parse({"topic": "t", "key": "21", "value": 1, "partition": 9}), 12) == 9
+    assert partition_of(parse({"topic": "t", "key": "21", "value": 1}), 12) == partition_of_key(b"21", 12)
+    assert partition_of(parse({"topic": "t", "value": 1}), 12) is None

@@ -1,0 +1,128 @@
+"""The pieces of the hot route: headers, bodies in parts, and answers as bytes."""
+
+import asyncio
+import json
+from collections.abc import MutableMapping
+from typing import Any
+
+import pytest
+
+from service.errors import KINDS, Problem
+from service.events_endpoint import (
+    Disconnected,
+    check_type,
+    imf_fixdate,
+    pick,
+    read_body,
+    render_place,
+    render_problem,
+    render_results,
+    render_whole,
+)
+from service.request import Answer, Committed, Placed
+
+Message = MutableMapping[str, Any]
+PLACE = Placed(b"\x01" * 16, "orders", 2, 12, 1_700_000_000_000)
+
+
+async def body_of(messages: list[Message], length: str | None = None, most: int = 10) -> bytes:
+    waiting = iter(messages)
+
+    async def receive() -> Message:
+        await asyncio.sleep(0)
+        return next(waiting)
+
+    return await read_body(receive, length, most)
+
+
+def part(body: bytes, more: bool = False) -> Message:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+async def test_a_body_in_one_and_in_parts() -> None:
+    assert await body_of([part(b"0123456789")]) == b"0123456789"
+    assert await body_of([part(b"01", True), part(b"", True), part(b"23", True), part(b"")]) == b"0123"
+    assert await body_of([{"type": "http.request"}]) == b""
+
+
+@pytest.mark.parametrize(
+    ("messages", "length"),
+    [
+        ([], "11"),
+        ([part(b"x" * 11)], None),
+        ([part(b"x" * 11)], "3"),
+        ([part(b"x" * 6, True), part(b"x" * 5, True)], None),
+    ],
+)
+async def test_a_body_is_not_read_past_its_limit(messages: list[Message], length: str | None) -> None:
+    with pytest.raises(Problem) as caught:
+        await body_of(messages, length)
+    assert caught.value.kind.status == 413
+
+
+@pytest.mark.parametrize("messages", [[{"type": "http.disconnect"}], [part(b"1", True), {"type": "http.disconnect"}]])
+async def test_who_goes_away_has_asked_for_nothing(messages: list[Message]) -> None:
+    with pytest.raises(Disconnected):
+        await body_of(messages)
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    [
+        "application/json",
+        "Application/JSON",
+        "application/json; charset=utf-8",
+        'application/json;charset="UTF-8"',
+        " application/json ;",
+    ],
+)
+def test_media_types(content_type: str) -> None:
+    check_type(content_type)
+
+
+@pytest.mark.parametrize(
+    "content_type", [None, "", "text/plain", "application/jsonx", "application/json; charset=utf-16", "json"]
+)
+def test_other_media_types(content_type: str | None) -> None:
+    with pytest.raises(Problem) as caught:
+        check_type(content_type)
+    assert caught.value.kind.status == 415
+
+
+def test_headers_that_matter() -> None:
+    found = pick(
+        [(b"host", b"x"), (b"idempotency-key", b"\xe4"), (b"content-type", b"a"), (b"x-idempotency-key", b"b")]
+    )
+    assert found == {b"idempotency-key": "ä", b"content-type": "a"}
+    with pytest.raises(Problem, match="once"):
+        pick([(b"idempotency-key", b"a"), (b"idempotency-key", b"a")])
+
+
+def test_answers_are_json() -> None:
+    place = {"id": "01" * 16, "topic": "orders", "partition": 2, "offset": 12, "timestamp": 1_700_000_000_000}
+    assert json.loads(render_place(PLACE)) == place
+    answers: list[Answer] = [Committed(1, (PLACE,), True), Problem(KINDS["in-progress"], "wait")]
+    done, busy = json.loads(render_results(answers))["results"]
+    assert done == {"status": 201, **place, "replayed": True}
+    assert (busy["status"], busy["problem"]["code"]) == (409, "in-progress")
+    whole = json.loads(render_whole(b"\x02" * 16, Committed(1, (PLACE, PLACE), False)))
+    assert whole == {"id": "02" * 16, "results": [{"status": 201, **place}] * 2}
+    assert render_whole(b"\x02" * 16, Committed(1, (PLACE,), True)) == render_whole(
+        b"\x02" * 16, Committed(1, (PLACE,), False)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.code)
+def test_every_problem_can_be_told(kind: Any) -> None:
+    status, headers, body = render_problem(Problem(kind, "field: remedy"))
+    told = json.loads(body)
+    assert (status, told["status"], told["code"]) == (kind.status, kind.status, kind.code)
+    assert told["type"] == f"/problems/{kind.code}"
+    assert set(told) == {"type", "title", "status", "detail", "code"}
+    assert dict(headers)[b"content-type"] == b"application/problem+json"
+    # Who may succeed with the very same request is told when to send it.
+    assert (b"retry-after" in dict(headers)) is (kind.status in (409, 429, 503, 504)), kind.code
+
+
+def test_a_time_as_http_writes_it() -> None:
+    assert imf_fixdate(784111777) == b"Sun, 06 Nov 1994 08:49:37 GMT"

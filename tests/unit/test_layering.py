@@ -1,0 +1,103 @@
+"""Imports go one way, and each vendor has one door."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SERVICE = sorted((ROOT / "service").rglob("*.py"))
+SPARK = sorted((ROOT / "spark").rglob("*.py"))
+
+# From the edge down; a module may import those of its own layer and of the layers below.
+LAYERS = [
+    {"__main__"},
+    {"app"},
+    {"api", "events_endpoint"},
+    {"ingest", "batch", "pool"},
+    {"recovery", "journal"},
+    {"slot", "control", "topics", "keys", "request", "kafka.producer", "kafka.reader"},
+    {"event", "kafka.cluster", "kafka.verdict", "kafka.partitioner", "telemetry"},
+    {"states", "errors", "settings"},
+    {"shared"},
+    {"wire"},
+]
+DOORS = {
+    "redis": {"keys"},
+    "aiokafka": {"kafka.cluster", "kafka.producer", "kafka.reader", "kafka.verdict", "kafka.partitioner"},
+    "fastapi": {"app", "api"},
+    "starlette": {"app", "api"},
+    "uvicorn": {"__main__"},
+    "prometheus_client": {"telemetry"},
+    "structlog": None,
+    "msgspec": {"event", "batch", "api"},
+    "pyspark": set(),
+    "confluent_kafka": set(),
+}
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT / "service").with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that is imported, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            module = node.module or ""
+            yield module
+            folder = ROOT.joinpath(*module.split("."))
+            if folder.is_dir():
+                yield from (f"{module}.{name.name}" for name in node.names)
+
+
+def layer_of(module: str) -> int:
+    (layer,) = [number for number, modules in enumerate(LAYERS) if module in modules]
+    return layer
+
+
+@pytest.mark.parametrize("path", [path for path in SERVICE if module_of(path) not in ("", "kafka")], ids=module_of)
+def test_a_module_imports_only_from_its_layer_and_below(path: Path) -> None:
+    mine = layer_of(module_of(path))
+    for name in imports(path):
+        if name.startswith("service.") and name.count(".") and (ROOT / (name.replace(".", "/") + ".py")).exists():
+            other = name.removeprefix("service.")
+            assert layer_of(other) >= mine, f"{module_of(path)} imports {other}, which is above it"
+
+
+@pytest.mark.parametrize("path", SERVICE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_each_vendor_has_its_door(path: Path) -> None:
+    for name in imports(path):
+        vendor = name.partition(".")[0]
+        if vendor in sys.stdlib_module_names or vendor == "service":
+            continue
+        assert vendor in DOORS, f"{vendor} has no door yet: say which module may import it"
+        allowed = DOORS[vendor]
+        assert allowed is None or module_of(path) in allowed, f"{module_of(path)} imports {vendor}"
+
+
+@pytest.mark.parametrize("module", ["wire", "shared"])
+def test_what_both_halves_read_needs_the_standard_library_only(module: str) -> None:
+    for name in imports(ROOT / "service" / f"{module}.py"):
+        top = name.partition(".")[0]
+        assert top in sys.stdlib_module_names or name.startswith("service.wire") or name == "service", name
+
+
+@pytest.mark.parametrize("path", SPARK, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_job_imports_nothing_of_the_service_but_the_contract(path: Path) -> None:
+    for name in imports(path):
+        top = name.partition(".")[0]
+        assert top not in ("fastapi", "aiokafka", "redis", "deploy", "tests"), name
+        if top == "service":
+            assert name == "service" or name.startswith(("service.wire", "service.shared")), name
+
+
+@pytest.mark.parametrize("path", SERVICE + SPARK, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_product_knows_nothing_of_its_tests(path: Path) -> None:
+    assert not any(name.partition(".")[0] in ("tests", "deploy") for name in imports(path))

@@ -1,0 +1,79 @@
+"""What aiokafka's errors mean for a transaction, and for the caller."""
+
+import pytest
+from aiokafka import errors
+
+from service.kafka import verdict
+from service.kafka.verdict import REFUSALS, Refusal, TransactionFailed, Verdict
+
+
+@pytest.mark.parametrize("commit_asked", [False, True])
+@pytest.mark.parametrize("error", [errors.ProducerFenced(), errors.InvalidProducerEpoch()])
+def test_a_fence_is_no_clean_answer_to_a_commit_either(error: Exception, commit_asked: bool) -> None:
+    assert verdict.of(error, commit_asked) is Verdict.FENCED
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TimeoutError(),
+        errors.KafkaConnectionError(),
+        errors.NotLeaderForPartitionError(),
+        AssertionError(),
+        KeyError("x"),
+    ],
+)
+def test_the_rest_is_in_doubt_only_once_a_commit_was_asked_for(error: Exception) -> None:
+    assert verdict.of(error, commit_asked=False) is Verdict.ABORTED
+    assert verdict.of(error, commit_asked=True) is Verdict.UNKNOWN
+
+
+def test_nothing_but_a_clean_commit_is_committed() -> None:
+    every = [
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, errors.BrokerResponseError)
+    ]
+    assert len(every) > 40
+    for kind in every:
+        for commit_asked in (False, True):
+            assert verdict.of(kind(), commit_asked) is not Verdict.COMMITTED
+
+
+def test_refusals_are_for_good_and_tell_the_caller_so() -> None:
+    for code, refusal in REFUSALS.items():
+        assert isinstance(refusal, Refusal)
+        assert 400 <= refusal.kind.status < 500, code
+        assert refusal.why
+
+
+@pytest.mark.parametrize(
+    "passing",
+    [
+        errors.NotLeaderForPartitionError,
+        errors.LeaderNotAvailableError,
+        errors.NotEnoughReplicasError,
+        errors.NotEnoughReplicasAfterAppendError,
+        errors.RequestTimedOutError,
+        errors.CoordinatorNotAvailableError,
+        errors.ConcurrentTransactions,
+        errors.OutOfOrderSequenceNumber,
+        errors.DuplicateSequenceNumber,
+        errors.InvalidProducerEpoch,
+    ],
+)
+def test_what_passes_is_no_refusal(passing: type[errors.BrokerResponseError]) -> None:
+    assert passing.errno not in REFUSALS
+
+
+def test_the_codes_that_aiokafka_does_not_know_are_still_unknown_to_it() -> None:
+    """When it learns them, its exceptions will say more than UnknownError, and the table should too."""
+    for code in (verdict.INVALID_RECORD, verdict.PRODUCER_FENCED, verdict.TRANSACTION_ABORTABLE):
+        assert errors.for_code(code) is errors.UnknownError
+
+
+def test_a_failure_says_what_it_was() -> None:
+    failed = TransactionFailed(Verdict.ABORTED, "the cause", {"orders": REFUSALS[3]})
+    assert str(failed) == "aborted: the cause"
+    assert failed.refusals["orders"].kind.code == "unknown-topic"
+    assert failed.stuck == ()
