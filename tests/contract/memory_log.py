@@ -1,0 +1,133 @@
+"""Kafka's transactions in memory: enough of a broker for `TransactionalProducer`, and for those who read its topics."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from service.errors import KafkaAway
+from service.kafka.producer import Place, Record, TransactionalProducer
+from service.kafka.verdict import REFUSALS, TransactionFailed, Verdict
+
+UNKNOWN_TOPIC_CODE = 3
+TOO_LARGE_CODE = 10
+
+
+@dataclass
+class Log:
+    """One partition: records of transactions, each with what became of its transaction; None is a marker."""
+
+    entries: list[tuple[bytes | None, "Transaction"] | None] = field(default_factory=list)
+
+    def committed(self) -> list[tuple[int, bytes | None]]:
+        """What a consumer sees with read_committed: up to the first record of an open transaction."""
+        seen = []
+        for offset, entry in enumerate(self.entries):
+            if entry is None:
+                continue
+            value, transaction = entry
+            if transaction.state == "open":
+                break
+            if transaction.state == "committed":
+                seen.append((offset, value))
+        return seen
+
+
+@dataclass
+class Transaction:
+    """`open`, `committed` or `aborted`, and the partitions that it has touched."""
+
+    state: str = "open"
+    touched: list[Log] = field(default_factory=list)
+
+    def end(self, state: str) -> None:
+        self.state = state
+        for log in self.touched:
+            log.entries.append(None)
+
+
+class Broker:
+    """Topics, and for each transactional id its newest producer and its open transaction."""
+
+    def __init__(self) -> None:
+        self.topics: dict[str, list[Log]] = {}
+        self.bytes_max: dict[str, int] = {}
+        self.epochs: dict[str, tuple[int, int]] = {}
+        self.open: dict[str, Transaction] = {}
+        self.now_ms = 1_700_000_000_000
+        self.away = False
+
+    def create(self, topic: str, partitions: int, bytes_max: int = 1_048_588) -> None:
+        self.topics[topic] = [Log() for _ in range(partitions)]
+        self.bytes_max[topic] = bytes_max
+
+    def init_producer_id(self, transactional_id: str) -> tuple[int, int]:
+        """Fence the older producers, and make the fate of their transaction final."""
+        if self.away:
+            raise KafkaAway("it is away")
+        producer_id, epoch = self.epochs.get(transactional_id, (1000 + len(self.epochs), -1))
+        self.epochs[transactional_id] = (producer_id, epoch + 1)
+        if transaction := self.open.pop(transactional_id, None):
+            transaction.end("aborted")
+        return self.epochs[transactional_id]
+
+    def append(self, transaction: Transaction, record: Record) -> int:
+        log = self.topics[record.topic][record.partition]
+        if all(log is not touched for touched in transaction.touched):
+            transaction.touched.append(log)
+        log.entries.append((record.value, transaction))
+        return len(log.entries) - 1
+
+
+class MemoryProducer(TransactionalProducer):
+    """One life of a transactional id's producer on a `Broker`."""
+
+    def __init__(self, broker: Broker, transactional_id: str) -> None:
+        self._broker = broker
+        self._transactional_id = transactional_id
+        self._mine = (-1, -1)
+        self._over = True
+
+    async def start(self) -> None:
+        self._mine = self._broker.init_producer_id(self._transactional_id)
+        self._over = False
+
+    @property
+    def producer_id(self) -> int:
+        return self._mine[0]
+
+    @property
+    def epoch(self) -> int:
+        return self._mine[1]
+
+    async def write(
+        self, records: Sequence[Record], ledger: tuple[str, int], ledger_record: Callable[[Sequence[Place]], bytes]
+    ) -> tuple[list[Place], int]:
+        broker = self._broker
+        if self._over or broker.away:
+            self._over = True
+            raise TransactionFailed(Verdict.ABORTED, "the producer's life is over, or nobody answers")
+        if broker.epochs[self._transactional_id] != self._mine:
+            self._over = True
+            raise TransactionFailed(Verdict.FENCED, "ProducerFenced()")
+        transaction = broker.open[self._transactional_id] = Transaction()
+        refusals = {record.topic: REFUSALS[code] for record in records if (code := self._refusal(record))}
+        if refusals:
+            self._over = True
+            raise TransactionFailed(Verdict.ABORTED, "refused", refusals)
+        places = [Place(broker.append(transaction, record), record.timestamp) for record in records]
+        try:
+            line = ledger_record(places)
+        except Exception as error:
+            self._over = True
+            raise TransactionFailed(Verdict.ABORTED, repr(error)) from error
+        offset = broker.append(transaction, Record(*ledger, None, line, [], broker.now_ms))
+        del broker.open[self._transactional_id]
+        transaction.end("committed")
+        return places, offset
+
+    def _refusal(self, record: Record) -> int:
+        if record.partition >= len(self._broker.topics.get(record.topic, ())):
+            return UNKNOWN_TOPIC_CODE
+        return TOO_LARGE_CODE if len(record.value or b"") > self._broker.bytes_max[record.topic] else 0
+
+    async def close(self) -> None:
+        self._over = True

@@ -1,0 +1,294 @@
+"""What every transactional producer does, and a slot on top of it: on Kafka, and on the fake in memory."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+import pytest
+
+from deploy.local.stack import Kafka
+from service.errors import StoreAway
+from service.kafka.cluster import Cluster
+from service.kafka.producer import IdempotentProducer, Place, Record, TransactionalProducer
+from service.kafka.verdict import TransactionFailed, Verdict
+from service.keys import Epoch
+from service.slot import Slot
+from service.states import Delivered, IllegalMove, SlotEvent, SlotState
+from service.wire import Begin, LedgerRecord, decode_ledger
+from tests.contract.memory_keys import Clock, MemoryKeys, Server
+from tests.contract.memory_log import Broker, MemoryProducer
+from tests.integration.judge import read_committed
+
+LEDGER_PARTITIONS = 2
+NOW_MS = time.time_ns() // 1_000_000
+
+
+@dataclass
+class Bench:
+    """Where producers write: a topic with two partitions, one that takes little, and a ledger."""
+
+    topic: str
+    narrow: str
+    ledger: str
+    new_producer: Callable[[str], Awaitable[TransactionalProducer]]
+    read: Callable[[str], Awaitable[list[tuple[int, int, bytes | None]]]]  # partition, offset, value
+
+    def record(self, value: bytes, partition: int = 0, topic: str = "") -> Record:
+        return Record(topic or self.topic, partition, None, value, [], NOW_MS)
+
+
+@pytest.fixture(params=["memory", "kafka"])
+async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+    unique = uuid.uuid4().hex[:8]
+    topic, narrow, ledger = f"data-{unique}", f"narrow-{unique}", f"ledger-{unique}"
+    made: list[TransactionalProducer] = []
+    if request.param == "memory":
+        broker = Broker()
+        for name, partitions, bytes_max in ((topic, 2, 10**6), (narrow, 1, 500), (ledger, LEDGER_PARTITIONS, 10**6)):
+            broker.create(name, partitions, bytes_max)
+
+        async def new_fake(transactional_id: str) -> TransactionalProducer:
+            producer = MemoryProducer(broker, transactional_id)
+            await producer.start()
+            return producer
+
+        async def look(name: str) -> list[tuple[int, int, bytes | None]]:
+            logs = enumerate(broker.topics[name])
+            return [(partition, offset, value) for partition, log in logs for offset, value in log.committed()]
+
+        yield Bench(topic, narrow, ledger, new_fake, look)
+        return
+
+    kafka: Kafka = request.getfixturevalue("kafka")
+    kafka.create_topic(topic, partitions=2)
+    kafka.create_topic(narrow, config={"max.message.bytes": "500"})
+    kafka.create_topic(ledger, partitions=LEDGER_PARTITIONS)
+    cluster = Cluster(kafka.bootstrap, client_id="contract", request_timeout_ms=5_000)
+
+    async def new_producer(transactional_id: str) -> TransactionalProducer:
+        producer = TransactionalProducer(cluster, f"{transactional_id}-{unique}", 5_000)
+        await producer.start()
+        made.append(producer)
+        return producer
+
+    async def read(name: str) -> list[tuple[int, int, bytes | None]]:
+        found = await asyncio.to_thread(read_committed, kafka.bootstrap, [name])
+        return sorted((*record.place[1:], record.value) for record in found)
+
+    yield Bench(topic, narrow, ledger, new_producer, read)
+    for producer in made:
+        await producer.close()
+    await cluster.close()
+
+
+def line(places: object) -> bytes:
+    return b"a line"
+
+
+async def test_a_transaction_tells_where_its_records_are(bench: Bench) -> None:
+    producer = await bench.new_producer("slot")
+    told: list[list[Place]] = []
+
+    def noted(places: object) -> bytes:
+        assert isinstance(places, list)
+        told.append(list(places))
+        return b"noted"
+
+    records = [bench.record(b"a", 1), bench.record(b"b", 0), bench.record(b"c", 1), bench.record(b"d", 0)]
+    places, offset = await producer.write(records, (bench.ledger, 1), noted)
+    assert places == [Place(0, NOW_MS), Place(0, NOW_MS), Place(1, NOW_MS), Place(1, NOW_MS)]
+    assert told == [places]
+    assert await bench.read(bench.topic) == [(0, 0, b"b"), (0, 1, b"d"), (1, 0, b"a"), (1, 1, b"c")]
+    assert await bench.read(bench.ledger) == [(1, offset, b"noted")]
+
+
+async def test_offsets_grow_by_more_than_the_records(bench: Bench) -> None:
+    """Each transaction leaves a marker: offsets are not counts."""
+    producer = await bench.new_producer("slot")
+    (first,), one = await producer.write([bench.record(b"a")], (bench.ledger, 0), line)
+    (second,), two = await producer.write([bench.record(b"b")], (bench.ledger, 0), line)
+    assert (first.offset, second.offset) == (0, 2)
+    assert (one, two) == (0, 2)
+
+
+async def test_a_begin_record_is_a_transaction_without_events(bench: Bench) -> None:
+    producer = await bench.new_producer("slot")
+    places, offset = await producer.write([], (bench.ledger, 0), line)
+    assert (places, offset) == ([], 0)
+    assert await bench.read(bench.ledger) == [(0, 0, b"a line")]
+
+
+async def test_the_next_life_fences_the_last(bench: Bench) -> None:
+    old = await bench.new_producer("slot")
+    await old.write([bench.record(b"a")], (bench.ledger, 0), line)
+    new = await bench.new_producer("slot")
+    assert new.producer_id == old.producer_id
+    assert new.epoch == old.epoch + 1
+    with pytest.raises(TransactionFailed) as caught:
+        await old.write([bench.record(b"zombie")], (bench.ledger, 0), line)
+    assert caught.value.verdict is not Verdict.COMMITTED
+    assert not caught.value.refusals
+    await new.write([bench.record(b"b")], (bench.ledger, 0), line)
+    assert [value for *_, value in await bench.read(bench.topic)] == [b"a", b"b"]
+
+
+async def test_other_ids_are_not_fenced(bench: Bench) -> None:
+    one, other = await bench.new_producer("slot.0"), await bench.new_producer("slot.1")
+    for producer, value in ((one, b"1"), (other, b"2"), (one, b"3")):
+        await producer.write([bench.record(value)], (bench.ledger, 0), line)
+    assert [value for *_, value in await bench.read(bench.topic)] == [b"1", b"2", b"3"]
+
+
+async def test_what_was_sent_and_not_committed_is_never_seen(bench: Bench) -> None:
+    old = await bench.new_producer("slot")
+
+    def die(_: object) -> bytes:
+        raise RuntimeError("before the commit")
+
+    with pytest.raises(TransactionFailed) as caught:
+        await old.write([bench.record(b"lost")], (bench.ledger, 0), die)
+    assert caught.value.verdict is Verdict.ABORTED
+    await old.close()
+    new = await bench.new_producer("slot")
+    await new.write([bench.record(b"kept")], (bench.ledger, 0), line)
+    assert [value for *_, value in await bench.read(bench.topic)] == [b"kept"]
+
+
+async def test_a_refusal_names_the_topic_and_nothing_of_the_group_is_seen(bench: Bench) -> None:
+    producer = await bench.new_producer("slot")
+    poison = bench.record(b"x" * 2000, topic=bench.narrow)
+    with pytest.raises(TransactionFailed) as caught:
+        await producer.write([bench.record(b"innocent"), poison], (bench.ledger, 0), line)
+    assert caught.value.verdict is Verdict.ABORTED
+    assert {topic: refusal.kind.code for topic, refusal in caught.value.refusals.items()} == {bench.narrow: "too-large"}
+    await producer.close()
+    await bench.new_producer("slot")
+    assert await bench.read(bench.topic) == []
+
+
+async def test_a_topic_that_is_not_there_is_named(bench: Bench) -> None:
+    producer = await bench.new_producer("slot")
+    gone = bench.record(b"x", topic="not-there-" + bench.topic)
+    with pytest.raises(TransactionFailed) as caught:
+        await producer.write([gone], (bench.ledger, 0), line)
+    assert {refusal.kind.code for refusal in caught.value.refusals.values()} == {"unknown-topic"}
+
+
+async def test_a_closed_producer_writes_no_more(bench: Bench) -> None:
+    producer = await bench.new_producer("slot")
+    await producer.close()
+    await producer.close()
+    with pytest.raises(TransactionFailed):
+        await producer.write([bench.record(b"late")], (bench.ledger, 0), line)
+    await bench.new_producer("slot")
+    assert await bench.read(bench.topic) == []
+
+
+# ------------------------------------------------------------------------------------------------------------- slot
+
+
+class Plain(IdempotentProducer):
+    """Not used here."""
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+class Forgetful(MemoryKeys):
+    """A key store that refuses so many marks."""
+
+    refuse = 0
+
+    async def mark(self, *args: object) -> int:
+        if self.refuse:
+            self.refuse -= 1
+            raise StoreAway("a test")
+        return await super().mark(*args)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def keys() -> Forgetful:
+    server = Server("run/replid", Clock(NOW_MS), Epoch(5, "run/replid"))
+    return Forgetful(server, retention_ms=10**7, least_left_ms=10, lease_ttl_ms=1000)
+
+
+async def ready(bench: Bench, keys: Forgetful) -> Slot:
+    """Slot 1, through recovery to READY."""
+    slot = Slot(1, keys, bench.ledger, "me", Plain())
+    slot.move(SlotEvent.LEASE)
+    slot.enter(Epoch(5, "run/replid"), await bench.new_producer("slot.1"))
+    await slot.begin(NOW_MS)
+    slot.move(SlotEvent.CHECK)
+    await keys.replay(slot.epoch, [], (1, slot.term))
+    slot.move(SlotEvent.FREE)
+    return slot
+
+
+def row(name: bytes, offset: int) -> tuple[bytes, Delivered]:
+    return name * 16, Delivered(NOW_MS, b"f" * 8, "data", 0, offset, NOW_MS)
+
+
+async def test_a_slot_s_term_is_the_offset_of_its_begin_record(bench: Bench, keys: Forgetful) -> None:
+    slot = await ready(bench, keys)
+    ((partition, offset, value),) = await bench.read(bench.ledger)
+    assert (partition, offset) == (1, slot.term)
+    begin = decode_ledger(value)
+    assert begin == Begin(1, slot.producer.producer_id, slot.producer.epoch, "me", 5, NOW_MS)
+    first = slot.term
+    slot.move(SlotEvent.FAIL)
+    await slot.end()
+    slot.move(SlotEvent.RECOVER)
+    slot.enter(Epoch(5, "run/replid"), await bench.new_producer("slot.1"))
+    assert await slot.begin(NOW_MS) > first
+
+
+async def test_a_write_links_its_record_to_the_one_before(bench: Bench, keys: Forgetful) -> None:
+    slot = await ready(bench, keys)
+    _, first = await slot.write([bench.record(b"a")], lambda places: [])
+    _, second = await slot.write([bench.record(b"b")], lambda places: [])
+    assert (first.term, first.previous) == (slot.term, slot.term)
+    assert second.previous == first.offset
+    assert slot.state is SlotState.READY
+    *_, (_, offset, value) = await bench.read(bench.ledger)
+    assert offset == second.offset
+    assert decode_ledger(value) == LedgerRecord(1, slot.producer.producer_id, slot.producer.epoch, "me", [])
+    await slot.mark(first, [row(b"a", 0)])
+    await slot.mark(second, [row(b"b", 2)])
+    assert await keys.applied(slot.epoch, 1) == second.offset
+
+
+async def test_a_mark_that_failed_is_owed_and_paid_in_order(bench: Bench, keys: Forgetful) -> None:
+    slot = await ready(bench, keys)
+    _, first = await slot.write([bench.record(b"a")], lambda places: [])
+    _, second = await slot.write([bench.record(b"b")], lambda places: [])
+    keys.refuse = 2
+    with pytest.raises(StoreAway):
+        await slot.mark(first, [row(b"a", 0)])
+    assert slot.owes
+    with pytest.raises(StoreAway):
+        await slot.mark(second, [row(b"b", 2)])
+    assert await keys.applied(slot.epoch, 1) == slot.term
+    await slot.settle_debts()
+    assert not slot.owes
+    assert await keys.applied(slot.epoch, 1) == second.offset
+    assert await keys.find_all(slot.epoch, [b"a" * 16, b"b" * 16]) == [row(b"a", 0)[1], row(b"b", 2)[1]]
+
+
+async def test_after_a_failure_a_slot_writes_only_with_a_new_producer(bench: Bench, keys: Forgetful) -> None:
+    slot = await ready(bench, keys)
+    thief = await bench.new_producer("slot.1")
+    with pytest.raises(TransactionFailed):
+        await slot.write([bench.record(b"a")], lambda places: [])
+    assert slot.state is SlotState.DOUBT
+    with pytest.raises(IllegalMove):
+        await slot.write([bench.record(b"a")], lambda places: [])
+    await slot.end()
+    with pytest.raises(AssertionError, match="no producer"):
+        _ = slot.producer
+    await thief.write([bench.record(b"b")], (bench.ledger, 1), line)
+    assert [value for *_, value in await bench.read(bench.topic)] == [b"b"]
