@@ -6,6 +6,7 @@ import sys
 import uvicorn
 
 from service.app import create_app
+from service.http_guard import GuardedProtocol
 from service.settings import Settings
 from service.shared import Rules, SettingsError
 from service.telemetry import configure_logging
@@ -37,7 +38,7 @@ def main() -> int:
             host=settings.host,
             port=settings.port,
             loop="uvloop",
-            http="httptools",
+            http=GuardedProtocol,
             lifespan="on",
             access_log=False,
             log_config=None,

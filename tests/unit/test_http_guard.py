@@ -1,0 +1,85 @@
+"""Connections that say nothing, or never finish their head, are ended; whole requests never meet a timer."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import uvicorn
+
+from deploy.local.stack import free_port
+from service import http_guard
+from service.http_guard import GuardedProtocol
+
+REQUEST = b"POST /events HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nbody"
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send({"type": "http.response.body", "body": body})
+
+
+@pytest.fixture
+async def port(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
+    monkeypatch.setattr(http_guard, "SILENCE_MAX_S", 0.3)
+    port = free_port()
+    config = uvicorn.Config(app, port=port, http=GuardedProtocol, lifespan="off", log_config=None, access_log=False)
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server._serve())
+    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+        await asyncio.sleep(0.01)
+    yield port
+    server.should_exit = True
+    await serving
+
+
+async def ask(port: int, *parts: bytes, pause_s: float = 0.0) -> bytes:
+    """Send the parts with pauses between them; all that comes until the server hangs up, or for a second."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(pause_s)
+        async with asyncio.timeout(1.0):
+            return await reader.read()
+    except ConnectionResetError:
+        return b""
+    finally:
+        writer.close()
+
+
+async def test_a_silent_connection_is_ended(port: int) -> None:
+    assert await ask(port) == b""
+
+
+async def test_a_head_that_never_ends_is_ended(port: int) -> None:
+    assert await ask(port, REQUEST[:30]) == b""
+
+
+async def test_a_body_that_never_comes_is_ended(port: int) -> None:
+    assert b"200" not in await ask(port, REQUEST[:-2])
+
+
+async def test_a_head_that_grows_is_refused(port: int) -> None:
+    head = b"POST /events HTTP/1.1\r\nhost: x\r\n"
+    answer = await ask(port, head, *(b"x-%d: %s\r\n" % (n, b"y" * 8000) for n in range(10)))
+    assert answer.startswith(b"HTTP/1.1 431 ") or answer == b""
+
+
+async def test_whole_requests_go_on_past_the_bound(port: int) -> None:
+    """Also in pieces, and one after the other for longer than a single one may take."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for _ in range(5):
+        for part in (REQUEST[:20], REQUEST[20:-2], REQUEST[-2:]):
+            writer.write(part)
+            await asyncio.sleep(0.04)
+        async with asyncio.timeout(1.0):
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 ")
+            assert await reader.readexactly(4) == b"body"
+    writer.close()
