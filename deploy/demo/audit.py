@@ -14,7 +14,7 @@ from deploy.local import java, places
 from deploy.local.console import StackError
 from deploy.local.process import Process
 
-_RUN_S = 240.0
+_RUN_S = 600.0  # half a minute on an idle machine; this only ends what hangs
 _POLL_S = 0.1
 _CLEAN, _FINDINGS = 0, 3
 _PROGRESS = re.compile(r"^ *[\d.]+s  (.+)\n", re.MULTILINE)  # the job's lines of progress: its clock, and what it does

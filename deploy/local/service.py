@@ -53,7 +53,7 @@ class Service(Process):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self, wait_ready: bool = True, timeout_s: float = 30.0) -> None:
+    def start(self, wait_ready: bool = True, timeout_s: float = 60.0) -> None:
         """Start, and return when it is ready (or at once).
 
         Raises:
@@ -65,7 +65,7 @@ class Service(Process):
         if wait_ready:
             self.wait_ready(timeout_s)
 
-    def wait_ready(self, timeout_s: float = 30.0) -> None:
+    def wait_ready(self, timeout_s: float = 60.0) -> None:
         """Return when `/readyz` says so.
 
         Raises:

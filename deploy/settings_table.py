@@ -1,0 +1,65 @@
+"""Every setting as a Markdown table, made from the settings class.
+
+`python -m deploy.settings_table` prints it; with a file's name it puts it between the file's markers.
+"""
+
+import re
+import sys
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any, Final
+
+from service.settings import Settings
+from service.shared import PREFIX, SharedSettings
+
+BEGIN: Final = "<!-- settings -->"
+END: Final = "<!-- /settings -->"
+
+_BETWEEN: Final = re.compile(f"^{re.escape(BEGIN)}$(.*?)^{re.escape(END)}$", re.MULTILINE | re.DOTALL)
+
+HEAD: Final = ("variable", "default", "what it is", "read by")
+
+
+def table() -> str:
+    """The table, those that both halves read first."""
+    shared = {item.name for item in fields(SharedSettings)}
+    rows = [_row(item, "both" if item.name in shared else "service") for item in fields(Settings)]
+    return "\n".join(_line(row) for row in (HEAD, ("---",) * len(HEAD), *rows)) + "\n"
+
+
+def standing(text: str) -> str | None:
+    """What stands between the markers of a text, None where they are missing."""
+    found = _BETWEEN.search(text)
+    return None if found is None else found[1].strip()
+
+
+def put(text: str) -> str:
+    """The text with the table between its markers."""
+    return _BETWEEN.sub(lambda _: f"{BEGIN}\n{table()}{END}", text)
+
+
+def _row(item: Field[Any], reader: str) -> tuple[str, ...]:
+    assert item.default is not MISSING, item.name
+    default = "" if item.default == "" else f"`{item.default}`"
+    return f"`{PREFIX}{item.name.upper()}`", default, item.metadata["help"], reader
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def main() -> int:
+    match sys.argv[1:]:
+        case []:
+            sys.stdout.write(table())
+        case [name]:
+            path = Path(name)
+            path.write_text(put(path.read_text(encoding="utf-8")), encoding="utf-8")
+        case _:
+            print("usage: python -m deploy.settings_table [FILE]", file=sys.stderr)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
