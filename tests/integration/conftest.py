@@ -27,12 +27,15 @@ SETTINGS = {
 class Stage:
     """One namespace: its processes, the client that talks to them, and how it is judged."""
 
-    def __init__(self, folder: Path, kafka: Kafka, redis: Redis, namespace: str, client: Client) -> None:
+    def __init__(
+        self, folder: Path, kafka: Kafka, redis: Redis, namespace: str, client: Client, bytecode: dict[str, str]
+    ) -> None:
         self.folder = folder
         self.kafka = kafka
         self.redis = redis
         self.namespace = namespace
         self.client = client
+        self.bytecode = bytecode
         self.services: list[Service] = []
 
     def service(
@@ -47,7 +50,7 @@ class Stage:
     ) -> Service:
         """A process, not started yet; with faults or mutants it runs in the wrapper."""
         name = f"service-{len(self.services)}"
-        environment = {**SETTINGS, "FENCEPOST_NAMESPACE": self.namespace, "FENCEPOST_INSTANCE": name}
+        environment = {**SETTINGS, **self.bytecode, "FENCEPOST_NAMESPACE": self.namespace, "FENCEPOST_INSTANCE": name}
         environment |= {f"FENCEPOST_{setting.upper()}": str(value) for setting, value in settings.items()}
         wrapped = bool(faults or mutants or only_slots)
         if wrapped:
@@ -110,16 +113,26 @@ async def client() -> AsyncIterator[Client]:
         yield client
 
 
+@pytest.fixture(scope="session")
+def bytecode(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Lets processes share compiled modules, whatever the caller's settings: each starts in half the time."""
+    return {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("bytecode"))}
+
+
 @pytest.fixture
-def stage(tmp_path: Path, kafka: Kafka, redis: Redis, namespace: str, client: Client) -> Iterator[Stage]:
+def stage(
+    tmp_path: Path, kafka: Kafka, redis: Redis, namespace: str, client: Client, bytecode: dict[str, str]
+) -> Iterator[Stage]:
     """Processes on the run's own store. They are ended with the test, and none may have met a bug."""
-    yield from _staged(Stage(tmp_path, kafka, redis, namespace, client))
+    yield from _staged(Stage(tmp_path, kafka, redis, namespace, client, bytecode))
 
 
 @pytest.fixture
-def own_stage(tmp_path: Path, kafka: Kafka, own_redis: Redis, namespace: str, client: Client) -> Iterator[Stage]:
+def own_stage(
+    tmp_path: Path, kafka: Kafka, own_redis: Redis, namespace: str, client: Client, bytecode: dict[str, str]
+) -> Iterator[Stage]:
     """Processes on a Redis that the test may flush, pause and restart."""
-    yield from _staged(Stage(tmp_path, kafka, own_redis, namespace, client))
+    yield from _staged(Stage(tmp_path, kafka, own_redis, namespace, client, bytecode))
 
 
 def _staged(stage: Stage) -> Iterator[Stage]:

@@ -212,6 +212,17 @@ def marks_leave_gaps() -> None:
     replace(Slot, "_pay", pay_or_forget)
 
 
+def a_flush_ends_no_recovery() -> None:
+    """Step 1 of store recovery taken out: whatever became of its nonce, the store is said to be complete."""
+    end = RedisKeys.recover_end
+
+    async def end_anyway(keys: RedisKeys, store: str, nonce: str, generation: int, freed: Sequence[int]) -> None:
+        await keys.recover(store, nonce)
+        await end(keys, store, nonce, generation, freed)
+
+    replace(RedisKeys, "recover_end", end_anyway)
+
+
 MUTANTS: Final[dict[str, Callable[[], None]]] = {
     mutant.__name__: mutant
     for mutant in (
@@ -220,6 +231,7 @@ MUTANTS: Final[dict[str, Callable[[], None]]] = {
         ledger_is_not_replayed,
         slots_are_not_fenced,
         marks_leave_gaps,
+        a_flush_ends_no_recovery,
     )
 }
 

@@ -123,13 +123,13 @@ def violations(bootstrap: str, topics: Sequence[str], history: Sequence[Attempt]
             wrong.append(f"nobody sent what is at {record.place}: {key}")
         else:
             delivered[key].append(record)
-            wrong += _stamp_faults(record, key)
+            wrong += stamp_faults(record, key)
     for key, attempts in by_key.items():
-        wrong += _of_key(key, attempts, delivered[key])
+        wrong += faults_of_key(key, attempts, delivered[key])
     return wrong
 
 
-def _of_key(key: str, attempts: Sequence[Attempt], records: Sequence[Delivered]) -> list[str]:
+def faults_of_key(key: str, attempts: Sequence[Attempt], records: Sequence[Delivered]) -> list[str]:
     places = [record.place for record in records]
     if len(places) > 1:
         return [f"{key} is there {len(places)} times: {places}"]
@@ -159,7 +159,7 @@ def _is(record: Delivered, attempt: Attempt) -> bool:
     )
 
 
-def _stamp_faults(record: Delivered, key: str) -> list[str]:
+def stamp_faults(record: Delivered, key: str) -> list[str]:
     stamps = [content for name, content in record.headers if name == STAMP_HEADER]
     if len(stamps) != 1 or Stamp.decode(stamps[0]).id != event_id(key):
         return [f"{record.place} has not the one stamp of {key}: {stamps}"]

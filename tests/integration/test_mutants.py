@@ -87,12 +87,25 @@ async def a_mark_fails_and_the_next_does_not(stage: Stage, topic: str, mutants: 
         await stage.client.settle([heir.url], each)
 
 
+async def a_store_is_flushed_twice(stage: Stage, topic: str, mutants: tuple[str, ...]) -> None:
+    """The second time after the ledger was replayed into it, and before it is said to be complete."""
+    service = await stage.started(faults=(Fault("store.end", "hold", first=2),), mutants=mutants, slots=1)
+    asked = Asked(KEY, topic, b"1")
+    await stage.client.settle([service.url], asked)
+    stage.redis.flush()
+    await asyncio.to_thread(until, lambda: plan_of(service).happened("store.end"))
+    stage.redis.flush()
+    plan_of(service).let_go("store.end")
+    await stage.client.settle([service.url], asked)
+
+
 SCENARIOS: dict[str, Scenario] = {
     "producer_is_reused": a_transaction_fails,
     "control_is_not_checked": a_process_is_left_with_an_old_store,
     "ledger_is_not_replayed": a_process_dies_before_its_mark,
     "slots_are_not_fenced": a_writer_sleeps_through_a_flush,
     "marks_leave_gaps": a_mark_fails_and_the_next_does_not,
+    "a_flush_ends_no_recovery": a_store_is_flushed_twice,
 }
 
 

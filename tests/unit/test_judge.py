@@ -1,0 +1,85 @@
+"""The judge of the integration tests can fail: each kind of wrong is found, and what is right is let pass."""
+
+import json
+
+import pytest
+
+from service.wire import Stamp, event_id
+from tests.integration.client import Asked, Attempt, Kind
+from tests.integration.judge import Delivered, faults_of_key, stamp_faults
+
+ASKED = Asked("the key", "orders", b'{"a": 1}', record_key="k", headers={"h": "v"})
+
+
+def attempt(kind: Kind, offset: int = 7, asked: Asked = ASKED) -> Attempt:
+    place = {"topic": "orders", "partition": 0, "offset": offset}
+    return Attempt(asked, kind, body=json.dumps(place).encode() if kind == "ok" else b"")
+
+
+def record(
+    offset: int = 7, value: bytes | None = b'{"a": 1}', key: bytes | None = b"k", name: str = "the key"
+) -> Delivered:
+    stamp = Stamp(event_id(name), b"f" * 8, 1, 0, 1, 0, "me").encode()
+    headers = [("idempotency-key", b"the key"), ("fencepost", stamp), ("h", b"v")]
+    return Delivered(("orders", 0, offset), key, value, headers, (1, 0))
+
+
+def found(attempts: list[Attempt], *records: Delivered) -> str:
+    return " ".join(faults_of_key("the key", attempts, records))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "there"),
+    [
+        (["ok"], True),
+        (["info"], True),
+        (["info"], False),
+        (["fail"], False),
+        (["busy"], False),
+        (["fail", "info", "ok", "ok"], True),
+        (["info", "fail", "busy"], True),
+        (["info", "fail"], False),
+    ],
+)
+def test_what_is_right(kinds: list[Kind], there: bool) -> None:
+    assert found([attempt(kind) for kind in kinds], *([record()] if there else [])) == ""
+
+
+def test_a_duplicate() -> None:
+    for kind in ("ok", "info", "fail"):
+        assert "is there 2 times" in found([attempt(kind)], record(7), record(9))
+
+
+def test_a_loss() -> None:
+    assert "is lost" in found([attempt("info"), attempt("ok")])
+
+
+def test_another_place_than_was_told() -> None:
+    assert "was told to be at" in found([attempt("ok", 8)], record(7))
+
+
+def test_two_places_that_were_told() -> None:
+    assert "was told different places" in found([attempt("ok", 7), attempt("ok", 8)], record(7))
+
+
+@pytest.mark.parametrize("kinds", [["fail"], ["busy"], ["fail", "busy"]])
+def test_what_was_surely_not_written_is_there(kinds: list[Kind]) -> None:
+    assert "nobody was left in doubt" in found([attempt(kind) for kind in kinds], record())
+
+
+@pytest.mark.parametrize("wrong", [record(value=b'{"a":1}'), record(value=None), record(key=None), record(key=b"l")])
+def test_other_bytes(wrong: Delivered) -> None:
+    assert "has other bytes" in found([attempt("ok")], wrong)
+    assert "has other bytes" in found([attempt("info")], wrong)
+
+
+def test_bytes_of_an_attempt_that_was_refused() -> None:
+    other = Asked("the key", "orders", b"2", record_key="k", headers={"h": "v"})
+    assert "has other bytes" in found([attempt("ok"), attempt("fail", asked=other)], record(value=b"2"))
+
+
+def test_stamps() -> None:
+    assert stamp_faults(record(), "the key") == []
+    assert stamp_faults(record(name="another"), "the key") != []
+    without = Delivered(("orders", 0, 7), None, None, [("idempotency-key", b"the key")], (1, 0))
+    assert stamp_faults(without, "the key") != []
