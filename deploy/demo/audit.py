@@ -69,13 +69,15 @@ class Job(Process):
         """
         told = 0
         deadline = time.monotonic() + _RUN_S
-        while self.running and time.monotonic() < deadline:
+        while self.running:
+            if time.monotonic() > deadline:
+                raise StackError(f"the job still runs after {_RUN_S:.0f} s\n{self.tail()}")
             time.sleep(_POLL_S)
             said = _PROGRESS.findall(self.log.read_text(errors="replace"))
             for line in said[told:]:
                 tell(line)
             told = len(said)
-        if self.wait(0) not in (_CLEAN, _FINDINGS):
+        if self.exit_code not in (_CLEAN, _FINDINGS):
             raise StackError(f"the job could not run (exit code {self.exit_code})\n{self.tail()}")
         body = json.loads((self._report / "report.json").read_text())
         return Report(

@@ -101,7 +101,8 @@ def run(main: Callable[[], int]) -> NoReturn:
     try:
         code = main()
     except StackError as error:
-        say(red("failed: ") + str(error), sys.stderr)
+        line_start = "\r\x1b[K" if colours(sys.stderr) else ""  # a live line may stand there
+        say(f"{line_start}{paint('failed:', '1;31', sys.stderr)} {error}", sys.stderr)
         code = 1
     sys.exit(code)
 
