@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 OK = 201
-NOT_WRITTEN = 503
 
 
 @dataclass
@@ -18,7 +17,7 @@ class Load:
     topic: str
     clients: int
     committed: dict[str, int] = field(default_factory=dict)  # offset by key
-    doubtful: dict[str, str] = field(default_factory=dict)  # what happened, by key
+    unanswered: dict[str, str] = field(default_factory=dict)  # what happened, by key
     statuses: Counter[int] = field(default_factory=Counter)
     refused: int = 0  # connections: surely not written
     _no_new: threading.Event = field(default_factory=threading.Event)
@@ -54,7 +53,7 @@ class Load:
                 try:
                     closes = self._post(connection, key)
                 except (OSError, http.client.HTTPException) as error:
-                    self.doubtful[key] = repr(error)
+                    self.unanswered[key] = repr(error)
                     closes = True
                 if closes:
                     connection.close()
@@ -68,8 +67,6 @@ class Load:
         self.statuses[status] += 1
         if status == OK:
             self.committed[key] = body["offset"]
-        elif status != NOT_WRITTEN:
-            self.doubtful[key] = str(status)
         return closes
 
 
