@@ -28,7 +28,7 @@ def main() -> int:
     except (SettingsError, CannotRun) as error:
         sys.stderr.write(f"cannot run: {error}\n")
         return EXIT_CANNOT_RUN
-    sys.stdout.write(job.told(outcome, options))
+    sys.stdout.write(job.told(outcome, options.report))
     return outcome.status
 
 

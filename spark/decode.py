@@ -37,7 +37,7 @@ BLOCK_OFFSETS: Final = 1 << 20
 
 _STAMP: Final = (
     rf"^{wire.VERSION};[0-9a-f]{{{2 * wire.ID_BYTES}}};[0-9a-f]{{{2 * wire.FINGERPRINT_BYTES}}};"
-    r"[0-9]{1,15};[0-9]{1,9};-?[0-9]{1,18};-?[0-9]{1,9};[A-Za-z0-9._:-]{1,64}$"
+    r"[0-9]{1,15};[0-9]{1,9};-?[0-9]{1,19};-?[0-9]{1,9};[A-Za-z0-9._:-]{1,64}$"
 )
 
 LEDGER_SCHEMA: Final = (
@@ -97,7 +97,7 @@ def deliveries(records: DataFrame, frozen_ms: int) -> DataFrame:
         "partition",
         "offset",
         part(4).cast("int").alias("slot"),
-        part(5).cast("bigint").alias("pid"),
+        part(5).try_cast("bigint").alias("pid"),
         part(6).cast("int").alias("epoch"),
         part(7).alias("instance"),
         stamped.alias("stamped"),

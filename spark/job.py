@@ -16,7 +16,7 @@ from spark import decode, findings, ids, lake, lock, offsets, report, source, st
 from spark.balance import Balance
 from spark.kafka import Broker, Place
 from spark.offsets import DATA, LEDGER, REQUESTS, Plan
-from spark.settings import Options, Settings
+from spark.settings import Settings
 from spark.verdict import CATEGORIES
 
 HOUR_FORMAT: Final = "yyyy-MM-dd HH:mm:ss"
@@ -224,8 +224,8 @@ def _in_hours(hours: list[str]) -> Any:
     return F.expr(_hours_sql(hours)) if hours else F.lit(False)
 
 
-def told(outcome: Outcome, options: Options) -> str:
-    """The outcome in a few lines, for a terminal."""
+def told(outcome: Outcome, folder: str) -> str:
+    """The outcome in a few lines, for a terminal; `folder` is where the report is."""
     document = outcome.document
     balance = document["balance"]
     parts = "  ".join(f"{name} {balance[name]}" for name in CATEGORIES if balance[name] or name == "delivered_once")
@@ -237,5 +237,5 @@ def told(outcome: Outcome, options: Options) -> str:
     for row in document["causes"]:
         what = f"{row['kind']}{'/' + row['cause'] if row['cause'] else ''}"
         lines.append(f"finding    {what} in {row['topic']}: {row['findings']} findings, {row['records']} records")
-    lines.append(f"report     {options.report}/report.html")
+    lines.append(f"report     {folder}/report.html")
     return "\n".join(lines) + "\n"

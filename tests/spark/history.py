@@ -8,7 +8,7 @@ from typing import Any
 
 from confluent_kafka import Message, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
-from confluent_kafka.cimpl import NewTopic
+from confluent_kafka.cimpl import NewPartitions, NewTopic
 
 from service import wire
 
@@ -78,6 +78,18 @@ class History:
     def topic(self, name: str, partitions: int = 1, config: dict[str, str] | None = None) -> str:
         self.admin.create_topics([NewTopic(name, partitions, 1, config=config or {})])[name].result(TIMEOUT_S)
         return name
+
+    def grow(self, name: str, partitions: int) -> None:
+        """Give a topic more partitions."""
+        self.admin.create_partitions([NewPartitions(name, partitions)])[name].result(TIMEOUT_S)
+
+    def remove(self, name: str) -> None:
+        """Delete a topic, and wait until it is gone."""
+        self.admin.delete_topics([name])[name].result(TIMEOUT_S)
+        deadline = time.monotonic() + TIMEOUT_S
+        while name in self.admin.list_topics(timeout=TIMEOUT_S).topics:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
     @property
     def plain(self) -> Producer:

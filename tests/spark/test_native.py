@@ -1,0 +1,107 @@
+"""Spark's own ids, fingerprints and stamps are byte for byte those of the wire contract's vectors."""
+
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from service import wire
+from spark import decode, native, source
+from tests.unit.test_wire import content, vectors
+
+NOW_MS = 1_700_000_000_000
+
+
+def test_the_ids_of_keys(spark: SparkSession) -> None:
+    told = vectors("ids", "event")
+    for scope in {vector["scope"] for vector in told}:
+        keys = {vector["key"]: vector["id"] for vector in told if vector["scope"] == scope}
+        rows = spark.createDataFrame([(key,) for key in keys], "key string")
+        made = rows.select("key", native.event_id(native.as_binary(F.col("key")), scope).alias("id")).collect()
+        assert {row["key"]: bytes(row["id"]).hex() for row in made} == keys
+
+
+def test_the_fingerprints(spark: SparkSession) -> None:
+    told = vectors("fingerprints", "event")
+    records = [
+        {
+            "what": vector["what"],
+            "topic": vector["topic"],
+            "partition": vector["partition"],
+            "key": content(vector["key"]),
+            "headers": [{"key": name, "value": bytes.fromhex(value)} for name, value in vector["headers"]] or None,
+            "value": content(vector["value"]),
+        }
+        for vector in told
+    ]
+    schema = f"what string, {source.SCHEMA}"
+    rows = spark.createDataFrame(records, schema)
+    fields = (F.col("key"), F.col("headers"), F.col("value"))
+    placed = native.fingerprint(F.col("topic"), F.col("partition"), *fields)
+    unplaced = native.fingerprint(F.col("topic"), None, *fields)
+    made = rows.select("what", "partition", placed.alias("placed"), unplaced.alias("unplaced")).collect()
+    found = {row["what"]: (bytes(row["placed"]).hex(), bytes(row["unplaced"]).hex()) for row in made}
+    for vector in told:
+        with_partition, without = found[vector["what"]]
+        assert with_partition == vector["fingerprint"]
+        assert (without == vector["fingerprint"]) == (vector["partition"] is None)
+
+
+def test_the_record_header_and_what_is_none(spark: SparkSession) -> None:
+    good, bad = vectors("records", "stamp"), vectors("records", "stamp_refused")
+    texts = [vector["text"] for vector in good] + bad
+    records = [
+        {
+            "topic": "t",
+            "partition": 0,
+            "offset": nth,
+            "timestamp_ms": NOW_MS,
+            "headers": [{"key": wire.STAMP_HEADER, "value": text.encode()}],
+        }
+        for nth, text in enumerate(texts)
+    ]
+    rows = decode.deliveries(spark.createDataFrame(records, source.SCHEMA), NOW_MS).orderBy("offset").collect()
+    for row, vector in zip(rows, good, strict=False):
+        fields = vector["fields"]
+        assert (row["kind"], bytes(row["id"]).hex(), bytes(row["fp"]).hex()) == (
+            decode.EVENT,
+            fields["id"],
+            fields["fingerprint"],
+        )
+        assert row["at"] == (fields["accepted_at"] or NOW_MS)
+        writer = (row["slot"], row["pid"], row["epoch"], row["instance"])
+        assert writer == tuple(fields[name] for name in ("slot", "producer_id", "epoch", "instance"))
+    assert [row["kind"] for row in rows[len(good) :]] == [decode.REJECT] * len(bad)
+
+
+def test_ledger_records_and_what_is_none(spark: SparkSession) -> None:
+    texts = [vector["text"] for part in ("ledger", "begin") for vector in vectors("records", part)]
+    bad = list(vectors("records", "ledger_refused"))
+    records = [
+        {"topic": "l", "partition": 3, "offset": nth, "timestamp_ms": NOW_MS, "value": text.encode()}
+        for nth, text in enumerate([*texts, *bad])
+    ]
+    rows = decode.ledger(spark.createDataFrame(records, source.SCHEMA), NOW_MS).collect()
+    entries = {bytes(row["id"]).hex(): row for row in rows if row["kind"] == decode.EVENT}
+    told = vectors("records", "ledger")[0]["fields"]
+    assert len(entries) == len(told["entries"])
+    for entry in told["entries"]:
+        row = entries[entry["id"]]
+        assert (row["topic"], row["partition"], row["offset"]) == (entry["topic"], entry["partition"], entry["offset"])
+        assert (row["at"], bytes(row["fp"]).hex(), row["pid"]) == (entry["at"], entry["fp"], told["producer_id"])
+    assert sum(row["kind"] == decode.REJECT for row in rows) == len(bad)
+
+
+def test_answers(spark: SparkSession) -> None:
+    (told,) = vectors("records", "answers")
+    record = {"topic": "r", "partition": 0, "offset": 0, "timestamp_ms": NOW_MS, "value": told["text"].encode()}
+    rows = decode.answers(spark.createDataFrame([record], source.SCHEMA), NOW_MS).collect()
+    found = {(bytes(row["id"]).hex(), row["status"], row["role"], row["replayed"], row["offset"]) for row in rows}
+    assert found == {
+        (
+            answer["id"],
+            answer["status"],
+            decode.ANSWER_201 if answer["status"] == 201 else decode.ANSWER,
+            answer["replayed"],
+            answer["offset"],
+        )
+        for answer in told["answers"]
+    }

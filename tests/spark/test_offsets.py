@@ -1,0 +1,186 @@
+"""What a run plans to read, against a broker that is made up: no Spark, no Kafka."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from service.shared import Rules, SharedSettings
+from spark import offsets
+from spark.errors import CannotRun
+from spark.kafka import Ends, Place, Topic
+from spark.offsets import DATA, LEDGER, Log, Plan
+from spark.settings import Options, Settings
+
+NOW_MS = 1_700_000_000_000
+LEDGER_TOPIC, REQUESTS_TOPIC = "fencepost.ledger", "fencepost.requests"
+
+
+@dataclass
+class MadeUp:
+    """A cluster of one partition a topic; remembers in what order ends were asked for."""
+
+    topics: dict[str, Ends] = field(default_factory=dict)
+    lives: dict[str, str] = field(default_factory=dict)
+    firsts: dict[Place, int] = field(default_factory=dict)
+    asked: list[list[str]] = field(default_factory=list)
+
+    def names(self) -> list[str]:
+        return sorted(self.topics)
+
+    def describe(self, names: Sequence[str]) -> dict[str, Topic]:
+        return {name: Topic(name, self.lives.get(name, "one"), 1, False) for name in names if name in self.topics}
+
+    def ends(self, places: Sequence[Place]) -> dict[Place, Ends]:
+        self.asked.append([name for name, _ in places])
+        return {place: self.topics[place[0]] for place in places}
+
+    def stamps(self, places: dict[Place, int]) -> dict[Place, int]:
+        return {place: self.firsts[place] for place in places if place in self.firsts}
+
+
+def ends(last: int, *, start: int = 0, open: int = 0, first_ms: int | None = 5) -> Ends:
+    return Ends(start, last + open, last, first_ms)
+
+
+def settings(rules: str = "", **options: Any) -> Settings:
+    given = Options(lake="l", report="r", **options)
+    return Settings(shared=SharedSettings(), options=given, rules=Rules.parse(rules))
+
+
+def freeze(
+    cluster: MadeUp, before: Plan | None = None, named: set[str] | None = None, now_ms: int = NOW_MS, **options: Any
+) -> Plan:
+    return offsets.freeze(
+        cluster,
+        settings(**options),
+        before,
+        now_ms,
+        lambda ledger, requests: named or set(),
+    )
+
+
+@pytest.fixture
+def cluster() -> MadeUp:
+    topics = {"orders": ends(10), "others": ends(7), "fencepost.control": ends(3)}
+    return MadeUp(topics | {LEDGER_TOPIC: ends(4), REQUESTS_TOPIC: ends(2)})
+
+
+def one(plan: Plan, topic: str) -> Log:
+    return next(log for log in plan.logs if log.topic == topic)
+
+
+def test_data_is_frozen_first_then_the_ledger_then_the_answers(cluster: MadeUp) -> None:
+    freeze(cluster, named={"orders"})
+    assert cluster.asked == [["orders", "others"], [LEDGER_TOPIC], [REQUESTS_TOPIC]]
+
+
+def test_a_topic_is_audited_when_the_ledger_the_rules_or_an_option_name_it(cluster: MadeUp) -> None:
+    assert freeze(cluster, named={"orders", "not-there"}).topics == ["orders"]
+    assert freeze(cluster, rules='[[topics]]\npattern = "oth*"').topics == ["others"]
+    assert freeze(cluster, topics=("*",)).topics == ["orders", "others"]
+    assert freeze(cluster, freeze(cluster, named={"orders"}), named=set()).topics == ["orders"]
+
+
+def test_without_a_ledger_somebody_has_to_name_topics(cluster: MadeUp) -> None:
+    del cluster.topics[LEDGER_TOPIC]
+    with pytest.raises(CannotRun, match=r"fencepost\.ledger.*FENCEPOST_NAMESPACE.*--topics"):
+        freeze(cluster)
+    assert freeze(cluster, topics=("orders",)).topics == ["orders"]
+
+
+def test_the_next_run_goes_on_where_the_last_one_ended(cluster: MadeUp) -> None:
+    first = freeze(cluster, named={"orders"})
+    cluster.topics["orders"] = ends(25)
+    second = freeze(cluster, first)
+    assert (second.run, one(second, "orders").start, one(second, "orders").end) == (2, 10, 25)
+    assert one(second, LEDGER_TOPIC).start == one(second, LEDGER_TOPIC).end
+
+
+def test_a_plan_survives_its_rows(cluster: MadeUp) -> None:
+    cluster.topics["orders"] = ends(25, start=20)
+    plan = freeze(cluster, named={"orders"})
+    cluster.topics["orders"] = ends(40, start=30)
+    plan = freeze(cluster, plan)
+    assert one(plan, "orders").gaps
+    assert Plan.from_rows(plan.rows()) == plan
+
+
+def test_a_cap_is_shared_in_proportion_and_ends_where_it_should(cluster: MadeUp) -> None:
+    cluster.topics["orders"] = ends(1000)
+    plan, read = None, 0
+    for _ in range(40):
+        plan = freeze(cluster, plan, named={"orders"}, max_records=100)
+        spans = [log.end - log.start for log in plan.logs if log.audited]
+        assert sum(spans) <= 100 + len(spans)
+        read += sum(spans)
+        if not sum(spans):
+            break
+    assert read == 1000 + 4 + 2
+    assert plan is not None
+    assert all(log.settled for log in plan.logs if log.audited)
+
+
+def test_an_open_transaction_leaves_a_log_unsettled_and_tells_since_when(cluster: MadeUp) -> None:
+    cluster.topics["orders"] = ends(10, open=3)
+    cluster.topics[LEDGER_TOPIC] = ends(4, open=1)
+    cluster.firsts[(LEDGER_TOPIC, 0)] = NOW_MS - 1234
+    plan = freeze(cluster, named={"orders"})
+    assert not one(plan, "orders").settled
+    assert one(plan, "orders").decided_ms == 0
+    assert one(plan, LEDGER_TOPIC).decided_ms == NOW_MS - 1234
+    assert one(plan, REQUESTS_TOPIC).decided_ms == NOW_MS
+
+
+def test_what_retention_took_unread_is_a_gap_and_not_read(cluster: MadeUp) -> None:
+    first = freeze(cluster, named={"orders"})
+    cluster.topics["orders"] = ends(50, start=30, first_ms=77)
+    log = one(freeze(cluster, first), "orders")
+    assert (log.start, log.first, log.complete_ms) == (30, 0, 77)
+    assert [(gap.first, gap.last, gap.cause) for gap in log.gaps] == [(10, 30, "retention")]
+    cluster.topics["orders"] = ends(60, start=40)
+    again = one(freeze(cluster, freeze(cluster, first)), "orders")
+    assert len(again.gaps) == 1
+
+
+def test_retention_of_what_was_read_is_no_gap(cluster: MadeUp) -> None:
+    first = freeze(cluster, named={"orders"})
+    cluster.topics["orders"] = ends(12, start=10)
+    assert one(freeze(cluster, first), "orders").gaps == ()
+
+
+def test_a_topic_made_anew_is_read_from_its_beginning(cluster: MadeUp) -> None:
+    first = freeze(cluster, named={"orders"})
+    cluster.topics["orders"], cluster.lives["orders"] = ends(3), "two"
+    log = one(freeze(cluster, first, now_ms=NOW_MS + 5), "orders")
+    assert (log.start, log.end, log.since_ms) == (0, 3, NOW_MS + 5)
+    assert [gap.cause for gap in log.gaps] == ["recreated"]
+
+
+def test_a_log_that_lost_its_end_is_told(cluster: MadeUp) -> None:
+    first = freeze(cluster, named={"orders"})
+    cluster.topics["orders"] = ends(6)
+    log = one(freeze(cluster, first), "orders")
+    assert (log.start, log.end) == (6, 6)
+    assert [(gap.first, gap.last, gap.cause) for gap in log.gaps] == [(6, 10, "truncated")]
+
+
+def test_what_was_read_once_is_remembered_while_it_is_not_audited(cluster: MadeUp) -> None:
+    first = freeze(cluster, topics=("*",))
+    cluster.topics["orders"] = ends(25)
+    second = freeze(cluster, first, topics=("others",))
+    assert second.topics == ["others"]
+    third = freeze(cluster, second, topics=("orders",))
+    assert (one(third, "orders").start, one(third, "orders").end) == (10, 25)
+
+
+def test_a_log_known_from_its_beginning_knows_every_record(cluster: MadeUp) -> None:
+    cluster.topics[LEDGER_TOPIC] = ends(4, start=2, first_ms=NOW_MS - 9)
+    cluster.topics[REQUESTS_TOPIC] = ends(2, start=2, first_ms=None)
+    plan = freeze(cluster, named={"orders"})
+    assert one(plan, "orders").complete_ms == 0
+    assert one(plan, LEDGER_TOPIC).complete_ms == NOW_MS - 9
+    assert one(plan, REQUESTS_TOPIC).complete_ms == NOW_MS
+    assert replace(one(plan, "orders"), complete_ms=1) in [replace(log, complete_ms=1) for log in plan.of(DATA)]
+    assert [log.topic for log in plan.of(LEDGER)] == [LEDGER_TOPIC]

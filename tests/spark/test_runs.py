@@ -1,0 +1,268 @@
+"""Runs after one another: each counts once, whatever happens in between."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+from deploy.local import places
+from spark import job, lake, lock, report
+from spark.errors import AnotherRun, CannotRun
+from tests.spark.conftest import Audit, Ran
+from tests.spark.history import History, Life
+
+LATER_S = 3600.0
+ONE, TWO = Life(0, 100, 0, "a:1"), Life(1, 200, 0, "b:1")
+
+
+class Cut(Exception):
+    """A run ends here, as if it had been killed."""
+
+
+@contextmanager
+def cut(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, step: str, *, after: bool, only: str | None = None
+) -> Iterator[None]:
+    """Have a run end before or after a step; `only` names the table that the step has to be about."""
+    whole = getattr(owner, step)
+
+    def broken(self: Any, *arguments: Any) -> Any:
+        if only is not None and arguments[0] != only:
+            return whole(self, *arguments)
+        if after:
+            whole(self, *arguments)
+        raise Cut
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, step, broken)
+        with pytest.raises(Cut):
+            yield
+
+
+def _two_stages(history: History) -> None:
+    """What a first run finds clean; `_second_stage` adds faults to the same ids and hours."""
+    history.topic(f"{history.namespace}-t", 2)
+    producer = history.transactional(ONE)
+    history.deliver(producer, ONE, f"{history.namespace}-t", [f"k-{n}" for n in range(50)], value=b'"$key"')
+
+
+def _second_stage(history: History) -> None:
+    topic = f"{history.namespace}-t"
+    producer = history.transactional(TWO)
+    history.deliver(producer, TWO, topic, [f"k-{n}" for n in range(5, 12)], value=b'"$key"')
+    history.deliver(producer, TWO, topic, [f"k-{n}" for n in range(45, 60)], value=b'"changed"')
+    history.send(history.plain, topic, ["k-1", "k-1", "k-2"], ONE, value=b'"$key"', partition=1)
+
+
+CUTS = {
+    "planned": (lake.Lake, "append", True, "progress"),
+    "not yet merged": (lake.Lake, "merge", False, None),
+    "merged": (lake.Lake, "merge", True, None),
+    "found": (lake.Lake, "replace", True, "findings"),
+    "not yet done": (lake.Lake, "append", False, "runs"),
+}
+
+
+def test_a_run_that_was_cut_off_anywhere_ends_with_the_report_it_would_have_had(
+    history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _two_stages(history)
+    first = audit(history, later_s=LATER_S)
+    assert first.outcome.status == 0
+    for name in CUTS:
+        shutil.copytree(first.lake, first.lake.with_name(name.replace(" ", "-")))
+    _second_stage(history)
+    whole = audit(history, later_s=LATER_S)
+    assert whole.document["balance"] == {
+        "accepted": 60,
+        "delivered_once": 50 - 2 - 7 - 5 + 10,
+        "duplicated": 2 + 7,
+        "conflicted": 5,
+        "lost": 0,
+        "pending": 0,
+        "stuck": 0,
+        "unprovable": 0,
+        "phantom": 0,
+        "records": 50 + 7 + 15 + 3,
+    }
+    for name, (owner, step, after, only) in CUTS.items():
+        place = name.replace(" ", "-")
+        with cut(monkeypatch, owner, step, after=after, only=only):
+            audit(history, later_s=LATER_S, lake=place)
+        again = audit(history, later_s=2 * LATER_S, lake=place)
+        assert again.document["run"]["resumed"], name
+        assert again.document["run"]["number"] == 2, name
+        assert again.written() == whole.written(), name
+
+
+def test_a_run_that_is_killed_holds_the_lake_until_then_and_is_taken_up(
+    history: History, audit: Audit, tmp_path: Path
+) -> None:
+    _two_stages(history)
+    _second_stage(history)
+    whole = audit(history, later_s=LATER_S)
+    killed = whole.lake.with_name("killed")
+    environment = {
+        **os.environ,
+        "FENCEPOST_KAFKA": history.bootstrap,
+        "FENCEPOST_NAMESPACE": history.namespace,
+        "FENCEPOST_JARS": str(places.jars("spark")),
+    }
+    command = [sys.executable, "-m", "spark", "--lake", str(killed), "--report", str(tmp_path / "report")]
+    with (tmp_path / "err").open("w") as err:
+        process = subprocess.Popen(command, env=environment, cwd=places.ROOT, stderr=err)
+        try:
+            _wait_for(lambda: "offsets to read" in (tmp_path / "err").read_text(), process)
+            with pytest.raises(AnotherRun, match="another run is at work on --lake"):
+                audit(history, lake="killed")
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    # The JVM ends when its driver is gone; until then it may still write, and so still holds the lake.
+    again = _patiently(lambda: audit(history, lake="killed"))
+    assert again.document["run"]["number"] == 1
+    assert again.findings() == whole.findings()
+    assert again.document["balance"] == whole.document["balance"]
+
+
+def _wait_for(there: Any, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while not there():
+        assert process.poll() is None, "the job ended before it was killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _patiently(run: Any) -> Ran:
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            ran: Ran = run()
+        except AnotherRun:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        else:
+            return ran
+
+
+def test_a_lake_is_held_by_one_run_at_a_time(spark: SparkSession, tmp_path: Path) -> None:
+    root = str(tmp_path / "lake")
+    with lock.held(spark, root), pytest.raises(AnotherRun, match="another run"), lock.held(spark, root):
+        pass
+    with lock.held(spark, root):
+        pass
+
+
+def test_capped_runs_come_to_the_same_end_and_call_nothing_lost_on_the_way(history: History, audit: Audit) -> None:
+    _two_stages(history)
+    _second_stage(history)
+    whole = audit(history, later_s=LATER_S)
+    for number in range(1, 6):
+        part = audit(history, later_s=LATER_S, lake="capped", max_records=45)
+        assert {kind for kind, _, _ in part.findings()} <= {"duplicate", "conflict"}
+        if part.document["run"]["caught_up"]:
+            break
+        assert part.document["balance"]["pending"] > 0 or number > 1
+    assert number > 1
+    assert part.document["run"]["caught_up"]
+    assert part.findings() == whole.findings()
+    assert part.document["balance"] == whole.document["balance"]
+
+
+def test_time_and_the_end_of_a_transaction_revise_a_verdict(history: History, audit: Audit) -> None:
+    topic = history.topic(f"{history.namespace}-t", 2)
+    producer = history.transactional(ONE)
+    there = history.deliver(producer, ONE, topic, ["there"])[0]
+    producer.begin_transaction()
+    history.ledger(producer, ONE, [there.entry(id=b"l" * 16, offset=1000)])
+    producer.commit_transaction(30)
+    slow = history.transactional(TWO)
+    slow.begin_transaction()
+    (late,) = history.send(slow, topic, ["late"], TWO, partition=1)
+    history.ledger(slow, TWO, [late.entry()])
+    history.answers([late.answer(504)])
+    first = audit(history)
+    assert first.findings() == set()
+    assert first.outcome.status == 0
+    assert (first.document["balance"]["pending"], first.document["balance"]["delivered_once"]) == (2, 1)
+    held = {(log["topic"], log["partition"]) for log in first.document["evidence"]["held_up"]}
+    assert held == {(topic, 1), (f"{history.namespace}.ledger", 1)}
+    # Long after, with the transaction still open: the 504 may still come true, the place beyond the end may not.
+    second = audit(history, later_s=LATER_S)
+    assert second.findings() == {("lost", "ledger", None)}
+    assert second.document["balance"]["pending"] == 1
+    slow.commit_transaction(30)
+    third = audit(history, later_s=LATER_S)
+    assert third.findings() == {("lost", "ledger", None)}
+    assert (third.document["balance"]["pending"], third.document["balance"]["delivered_once"]) == (0, 2)
+
+
+def test_logs_that_change_between_runs(history: History, audit: Audit) -> None:
+    topic = history.topic(f"{history.namespace}-t", 1)
+    eaten = history.topic(f"{history.namespace}-eaten", 1)
+    anew = history.topic(f"{history.namespace}-anew", 1)
+    producer = history.transactional(ONE)
+    for name in (topic, eaten, anew):
+        history.deliver(producer, ONE, name, [f"{name}-{n}" for n in range(3)])
+    assert audit(history, later_s=LATER_S).outcome.status == 0
+    history.grow(topic, 3)
+    history.deliver(producer, ONE, topic, ["grown"], partition=2)
+    fresh = history.topic(f"{history.namespace}-fresh", 1)
+    history.deliver(producer, ONE, fresh, ["fresh"])
+    written = history.deliver(producer, ONE, eaten, [f"eaten-{n}" for n in range(4)])
+    history.delete_before(eaten, 0, written[2].offset)
+    history.deliver(producer, ONE, anew, ["old"])
+    history.remove(anew)
+    history.topic(anew, 1)
+    history.deliver(producer, ONE, anew, ["new"])
+    second = audit(history, later_s=LATER_S)
+    gap = "evidence_gap"
+    assert second.findings() == {
+        (gap, "retention", f"{eaten}[0]"),
+        (gap, "recreated", f"{anew}[0]"),
+    }
+    balance = second.document["balance"]
+    # The place of "old" holds another record now, of a topic that is not the one that was promised.
+    assert (balance["accepted"], balance["unprovable"], balance["lost"]) == (9 + 1 + 1 + 4 + 2, 3, 0)
+    assert fresh in second.document["run"]["topics"]
+
+
+def test_what_makes_a_run_impossible_is_said_in_a_line(
+    history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = History.__new__(History)
+    away.bootstrap, away.namespace = history.bootstrap, f"{history.namespace}-not-there"
+    with pytest.raises(CannotRun, match=r"not-there\.ledger' does not exist.*FENCEPOST_NAMESPACE"):
+        audit(away)
+    monkeypatch.setattr("spark.kafka.CALL_MS", 1000)
+    away.bootstrap = "127.0.0.1:1"
+    with pytest.raises(CannotRun, match=r"FENCEPOST_KAFKA='127.0.0.1:1' did not answer"):
+        audit(away)
+
+
+def test_a_balance_that_does_not_close_is_no_report(
+    history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _two_stages(history)
+    monkeypatch.setattr(report, "by_topic", lambda hours: {"t": {"accepted": 2, "delivered_once": 1}})
+    with pytest.raises(CannotRun, match="the balance does not close: accepted 2, delivered_once 1"):
+        audit(history, later_s=LATER_S)
+
+
+def test_the_outcome_in_a_few_lines(history: History, audit: Audit) -> None:
+    _two_stages(history)
+    _second_stage(history)
+    ran = audit(history, later_s=LATER_S)
+    text = job.told(ran.outcome, "somewhere")
+    assert "accepted 60 = delivered_once 46  duplicated 9  conflicted 5" in text
+    assert "duplicate/foreign_writer" in text
+    assert "somewhere/report.html" in text

@@ -1,0 +1,123 @@
+"""Evidence → one row an id, and two rows → one."""
+
+import random
+from typing import Any
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from spark import decode, source, state
+from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, evidence, ids, name_of, states
+
+
+def _history(seed: int) -> list[Any]:
+    """Evidence of many ids in one hour, some far beyond every cap."""
+    chance = random.Random(seed)
+    rows = []
+    for nth in range(40):
+        many = chance.choice([1, 1, 1, 2, 5, 300 if nth < 3 else 3])
+        for offset in range(many):
+            kind = chance.choice(["copy", "bare", "entry", "201", "504", "503"])
+            at = NOW_MS + chance.randrange(1000)
+            id = f"id-{nth}".encode().ljust(16)
+            if kind == "copy":
+                one = copy(offset, at=at, fp=bytes([chance.randrange(3)]) * 8, keyed=chance.random() < 0.5)
+            elif kind == "bare":
+                one = copy(offset, at=at, life=None, alt=bytes([chance.randrange(3)]) * 8)
+            elif kind == "entry":
+                one = entry(offset, at=at)
+            elif kind == "201":
+                one = answer(201, offset, at=at, replayed=chance.random() < 0.5)
+            else:
+                one = answer(int(kind), at=at)
+            rows.append({**one, "id": id})
+    return rows
+
+
+def _merged(old: DataFrame, new: DataFrame) -> DataFrame:
+    """What the MERGE makes of two sets of rows."""
+    on = ["accepted_hour", "id", "kind"]
+    both = old.alias("there").join(new.alias("new"), on)
+    values = state.merged()
+    matched = both.select(
+        *((F.col(name) if name in on else values[name]).cast(kind).alias(name) for name, kind in state.ROW.items())
+    )
+    return matched.unionByName(old.join(new, on, "left_anti")).unionByName(new.join(old, on, "left_anti"))
+
+
+def _told(rows: DataFrame) -> dict[str, dict[str, Any]]:
+    """Rows by id, without what may differ: which run, and the order of what has the same time."""
+    found = {}
+    for row in rows.collect():
+        one = row.asDict(recursive=True)
+        del one["run"]
+        found[name_of(one["id"])] = one
+    return found
+
+
+def test_evidence_in_two_runs_makes_the_rows_that_it_makes_in_one(spark: SparkSession) -> None:
+    rows = _history(7)
+    random.Random(8).shuffle(rows)
+    half = len(rows) // 2
+    first, second = (state.reduce(evidence(spark, part), run) for run, part in enumerate((rows[:half], rows[half:])))
+    whole = _told(state.reduce(evidence(spark, rows), 1))
+    parts = _told(_merged(first, second))
+    assert parts.keys() == whole.keys()
+    uncapped = set(state.ROW) - {"run", "fingerprint", *state.ARRAYS}
+    for name, one in whole.items():
+        assert {key: parts[name][key] for key in uncapped} == {key: one[key] for key in uncapped}
+        for array, most in state.ARRAYS.items():
+            assert len(parts[name][array]) == len(one[array]) <= most
+        several = {fp["fp"] for fp in one["fingerprints"]}
+        assert {fp["fp"] for fp in parts[name]["fingerprints"]} == several
+
+
+def test_rows_of_an_id_in_several_hours_unite_to_the_row_of_all_its_evidence(spark: SparkSession) -> None:
+    early, late = (
+        [copy(1), entry(1), answer(201, 1)],
+        [copy(2, at=NOW_MS + 2 * HOUR_MS), answer(504, at=NOW_MS + HOUR_MS)],
+    )
+    (row,) = state.united(states(spark, {"x": early + late})).collect()
+    assert (row["count"], row["entries_count"], row["answered_201"], row["answered_504"]) == (2, 1, 1, 1)
+    assert [one["offset"] for one in row["coordinates"]] == [1, 2]
+    assert row["accepted_ms"] == NOW_MS
+    assert row["accepted_hour"].hour == (NOW_MS // HOUR_MS + 2) % 24
+
+
+def test_a_row_counts_what_it_no_longer_keeps(spark: SparkSession) -> None:
+    rows = [copy(n, at=NOW_MS + n, fp=b"a" * 8) for n in range(1000)] + [copy(1000, at=NOW_MS + 1000, fp=b"b" * 8)]
+    (row,) = states(spark, {"x": rows}).collect()
+    assert row["count"] == 1001
+    assert [one["offset"] for one in row["coordinates"]] == list(range(state.COPIES_MAX))
+    assert {bytes(one["fp"]) for one in row["fingerprints"]} == {b"a" * 8, b"b" * 8}
+
+
+def test_records_without_id_are_counted_by_partition_and_block(spark: SparkSession) -> None:
+    block = decode.BLOCK_OFFSETS
+    records = [
+        {"topic": "t", "partition": 1, "offset": offset, "timestamp_ms": NOW_MS, "value": b"x"}
+        for offset in (3, 5, block - 1, block, block + 7)
+    ]
+    rows = state.reduce(decode.deliveries(spark.createDataFrame(records, source.SCHEMA), NOW_MS), 1).collect()
+    found = {bytes(row["id"]).decode(): (row["count"], row["low_offset"], row["high_offset"]) for row in rows}
+    assert found == {"t/1/0": (3, 3, block - 1), "t/1/1": (2, block, block + 7)}
+    assert {row["kind"] for row in rows} == {decode.UNKEYED}
+
+
+def test_a_writer_with_a_wild_clock_is_put_where_the_run_is(spark: SparkSession) -> None:
+    records = [
+        {
+            "topic": "t",
+            "partition": 0,
+            "offset": nth,
+            "timestamp_ms": ms,
+            "headers": [{"key": "idempotency-key", "value": b"k%d" % nth}],
+        }
+        for nth, ms in enumerate((-1, 0, 10**17, NOW_MS - HOUR_MS))
+    ]
+    rows = decode.deliveries(spark.createDataFrame(records, source.SCHEMA), NOW_MS).orderBy("offset").collect()
+    assert [row["at"] for row in rows] == [NOW_MS, NOW_MS, NOW_MS, NOW_MS - HOUR_MS]
+
+
+def test_ids_makes_what_it_says() -> None:
+    assert [name_of(one["id"]) for one in ids({"a": [copy(1)], "b": [copy(2), copy(3)]})] == ["a", "b", "b"]

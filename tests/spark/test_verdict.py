@@ -1,0 +1,211 @@
+"""Rows → what is said of them: one table of cases for the balance and the claims, one for the causes of copies."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from service.shared import Rules, SharedSettings
+from spark import causes, findings, state
+from spark.offsets import DATA, LEDGER, REQUESTS, Gap, Log, Plan
+from spark.settings import Options, Settings
+from spark.verdict import evidence, judge
+from tests.spark.rows import HOUR_MS, NOW_MS, TTL_MS, answer, copy, entry, name_of, states
+
+FROZEN_MS = NOW_MS + HOUR_MS
+RIPE, FRESH = NOW_MS, FROZEN_MS - 1000
+
+
+def log(role: str, topic: str, partition: int, *, end: int = 100, **more: Any) -> Log:
+    """A log that was read from its beginning to its end, with nothing open, but for what is said otherwise."""
+    values: dict[str, Any] = {"life": "one", "audited": True, "compacted": False, "since_ms": 0, "first": 0, "start": 0}
+    values |= {"end": end, "last_stable": end, "high_watermark": end, "complete_ms": 0, "decided_ms": FROZEN_MS}
+    return Log(role=role, topic=topic, partition=partition, **(values | more))
+
+
+def plan(*logs: Log) -> Plan:
+    usual = [
+        log(DATA, "t", 0),
+        log(DATA, "t", 1, last_stable=100, high_watermark=103),
+        log(DATA, "t", 2, first=50, gaps=(Gap(60, 70, "retention", NOW_MS),)),
+        log(DATA, "compact", 0, compacted=True),
+        log(DATA, "anew", 0, since_ms=NOW_MS + 60_000),
+        log(DATA, "telemetry", 0),
+        log(LEDGER, "fencepost.ledger", 0),
+        log(LEDGER, "fencepost.ledger", 1, complete_ms=NOW_MS + 60_000),
+        log(REQUESTS, "fencepost.requests", 0),
+    ]
+    here = {one.place for one in logs}
+    return Plan(1, FROZEN_MS, "", (*logs, *(one for one in usual if one.place not in here)))
+
+
+def settings(**options: Any) -> Settings:
+    rules = Rules.parse('[[topics]]\npattern = "telemetry*"\nguarantee = "idempotent"')
+    return Settings(shared=SharedSettings(), options=Options(lake="l", report="r", **options), rules=rules)
+
+
+OTHER = (1, 20, 0, "b:1")
+
+CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
+    # name: evidence, category, fates of claimed places that are not there, phantom
+    "once": ([copy(1), entry(1), answer(201, 1)], "delivered_once", set(), None),
+    "replayed": ([copy(1), entry(1), answer(201, 1), answer(201, 1), answer(504)], "delivered_once", set(), None),
+    "no-answer": ([copy(1), entry(1)], "delivered_once", set(), None),
+    "twice": ([copy(1), copy(2, life=OTHER), entry(1), entry(2, life=OTHER)], "duplicated", set(), None),
+    "conflict": ([copy(1), copy(2, fp=b"x" * 8), entry(1), entry(2)], "conflicted", set(), None),
+    "same-by-alt": (
+        [copy(1, fp=b"x" * 8), entry(1), copy(2, life=None, alt=b"x" * 8)],
+        "duplicated",
+        set(),
+        None,
+    ),
+    "other-by-alt": ([copy(1), entry(1), copy(2, life=None, fp=b"y" * 8, alt=b"x" * 8)], "conflicted", set(), None),
+    "lost": ([entry(1), answer(201, 1)], "lost", {"lost"}, None),
+    "lost-beyond": ([entry(1000)], "lost", {"lost"}, None),
+    "lost-answer": ([answer(201, 7)], "lost", {"lost"}, None),
+    "lost-beside": ([copy(2), entry(1), entry(2)], "lost", {"lost"}, None),
+    "fresh": ([entry(1, at=FRESH)], "pending", {"pending"}, None),
+    "fresh-beyond": ([entry(1000, at=FRESH)], "pending", {"pending"}, None),
+    "open-beyond": ([entry(100, partition=1)], "pending", {"pending"}, None),
+    "open-below": ([entry(99, partition=1)], "lost", {"lost"}, None),
+    "below-start": ([entry(49, partition=2)], "unprovable", {"below_start"}, None),
+    "in-gap": ([entry(60, partition=2)], "unprovable", {"retention"}, None),
+    "after-gap": ([entry(70, partition=2)], "lost", {"lost"}, None),
+    "compacted": ([entry(5, topic="compact")], "unprovable", {"compacted"}, None),
+    "anew": ([entry(5, topic="anew")], "unprovable", {"recreated"}, None),
+    "anew-later": ([entry(5, topic="anew", at=NOW_MS + 120_000)], "lost", {"lost"}, None),
+    "gone": ([entry(5, topic="gone")], "unprovable", {"topic_gone"}, None),
+    "gone-fresh": ([entry(5, topic="gone", at=FRESH)], "pending", {"pending"}, None),
+    "stuck": ([answer(504)], "stuck", set(), None),
+    "stuck-202": ([answer(202), answer(409)], "stuck", set(), None),
+    "unsure": ([answer(504, at=FRESH)], "pending", set(), None),
+    "taken-back": ([answer(504), answer(503)], None, set(), None),
+    "came-after-all": ([answer(504), answer(503), copy(1), entry(1)], "delivered_once", set(), None),
+    "refused": ([answer(422)], None, set(), None),
+    "foreign": ([copy(1, life=None)], None, set(), None),
+    "phantom": ([copy(1)], None, set(), "phantom"),
+    "phantom-answered": ([copy(1), answer(201, 1)], "delivered_once", set(), "phantom"),
+    "phantom-fresh": ([copy(1, at=FRESH)], None, set(), "pending"),
+    "phantom-unheard": ([copy(1, life=OTHER)], None, set(), "evidence_gap"),
+    "phantom-no-slot": ([copy(1, life=(99, 1, 0, "x"))], None, set(), "phantom"),
+    "idempotent": ([copy(1, topic="telemetry"), answer(201, 1, topic="telemetry")], "delivered_once", set(), None),
+    "idempotent-phantom": ([copy(1, topic="telemetry")], None, set(), "phantom"),
+    "idempotent-lost": ([answer(201, 7, topic="telemetry")], "lost", {"lost"}, None),
+}
+
+
+@pytest.fixture(scope="module")
+def judged(spark: SparkSession) -> dict[str, Any]:
+    rows = states(spark, {name: case[0] for name, case in CASES.items()})
+    return {name_of(row["id"]): row for row in judge(rows, evidence(plan(), settings())).collect()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_row_is_judged(judged: dict[str, Any], name: str) -> None:
+    _, category, fates, phantom = CASES[name]
+    row = judged[name[:16]]
+    assert row["category"] == category
+    assert {claim["fate"] for claim in row["missing"] or []} == fates
+    assert row["phantom"] == phantom
+    assert row["accepted"] == (category is not None)
+    assert row["open"] == ("pending" in (category, phantom))
+
+
+def test_the_names_of_the_cases_differ() -> None:
+    assert len({name[:16] for name in CASES}) == len(CASES)
+
+
+def test_an_undecided_ledger_keeps_the_unsure_waiting(spark: SparkSession) -> None:
+    held = plan(log(LEDGER, "fencepost.ledger", 0, decided_ms=NOW_MS))
+    rows = states(
+        spark,
+        {
+            "unsure": [answer(504)],
+            "phantom": [copy(1)],
+            "other": [copy(2, life=(1, 1, 1, "x"), at=FRESH - HOUR_MS // 2)],
+        },
+    )
+    found = {name_of(row["id"]): row for row in judge(rows, evidence(held, settings())).collect()}
+    assert found["unsure"]["category"] == "pending"
+    assert found["phantom"]["phantom"] == "pending"
+    assert found["other"]["phantom"] == "phantom"
+
+
+def test_only_audited_topics_are_judged(spark: SparkSession) -> None:
+    rows = states(spark, {"in": [entry(1)], "out": [entry(1, topic="other")], "both": [entry(1, topic="a"), entry(2)]})
+    seen = evidence(plan(), settings(topics=("t",)))
+    found = {name_of(row["id"]): row for row in judge(rows, seen).collect()}
+    assert found.keys() == {"in", "both"}
+    assert [claim["offset"] for claim in found["both"]["missing"]] == [2]
+
+
+RESTARTED = (0, 11, 0, "a:1")
+ELSEWHERE = (5, 50, 0, "z:9")
+
+COPIES: dict[str, tuple[Sequence[Any], list[str | None]]] = {
+    "bare": ([copy(1), entry(1), copy(2, life=None)], [None, "foreign_writer"]),
+    "not in the ledger": ([copy(1), entry(1), copy(2)], [None, "foreign_writer"]),
+    "in the ledger": ([copy(1), entry(1), copy(2), entry(2)], [None, "rewrite"]),
+    "expired": ([copy(1), copy(2, at=NOW_MS + TTL_MS), entry(1), entry(2)], [None, "rewrite"]),
+    "expired, other": (
+        [copy(1), copy(2, at=NOW_MS + TTL_MS, life=ELSEWHERE), entry(1), entry(2, life=ELSEWHERE)],
+        [None, "expired_key"],
+    ),
+    "almost": (
+        [copy(1), copy(2, at=NOW_MS + TTL_MS - 1, life=ELSEWHERE), entry(1), entry(2)],
+        [None, "dual_producer"],
+    ),
+    "near the second": (
+        [
+            copy(1),
+            copy(2, at=NOW_MS + TTL_MS, life=ELSEWHERE),
+            copy(3, at=NOW_MS + TTL_MS + 5, life=(5, 51, 0, "y:1")),
+            *(entry(n) for n in (1, 2, 3)),
+        ],
+        [None, "expired_key", "producer_restart"],
+    ),
+    "same slot": ([copy(1), copy(2, life=(0, 99, 0, "q:1")), entry(1), entry(2)], [None, "producer_restart"]),
+    "same epoch": ([copy(1), copy(2, life=(0, 10, 1, "a:1")), entry(1), entry(2)], [None, "producer_restart"]),
+    "same host": ([copy(1), copy(2, life=(7, 99, 0, "a:1")), entry(1), entry(2)], [None, "producer_restart"]),
+    "nothing": ([copy(1), copy(2, life=ELSEWHERE), entry(1), entry(2)], [None, "dual_producer"]),
+    "ledger first": ([copy(1, life=ELSEWHERE), copy(2), entry(2)], [None, "dual_producer"]),
+    "bare first": ([copy(1, life=None, ts=NOW_MS - 9), copy(2), entry(2)], [None, "foreign_writer"]),
+}
+
+
+def test_each_copy_after_the_first_has_the_cause_of_the_first_rule_that_fits(spark: SparkSession) -> None:
+    rows = states(spark, {name: case[0] for name, case in COPIES.items()})
+    # An id with copies in two hours is two rows: here as the pass over all ids unites them.
+    told = state.united(rows).withColumn("copies", causes.ordered())
+    explained = told.select("id", causes.explained(F.col("copies"), TTL_MS).alias("copies")).collect()
+    found = {name_of(row["id"]): [one["cause"] for one in row["copies"]] for row in explained}
+    assert found == {name[:16].strip(): causes for name, (_, causes) in COPIES.items()}
+
+
+def test_copies_are_ordered_by_ledger_then_time_then_place(spark: SparkSession) -> None:
+    evidence_of = [
+        copy(9, ts=NOW_MS),
+        copy(8, ts=NOW_MS + 2, topic="b"),
+        copy(7, ts=NOW_MS + 2, topic="a", partition=1),
+        copy(6, ts=NOW_MS + 2, topic="a", partition=0),
+        copy(5, ts=NOW_MS + 2, topic="a", partition=0),
+        copy(4, ts=NOW_MS + 99),
+        entry(4),
+    ]
+    (row,) = states(spark, {"x": evidence_of}).select(causes.ordered().alias("copies")).collect()
+    assert [one["offset"] for one in row["copies"]] == [4, 9, 5, 6, 7, 8]
+
+
+def test_every_finding_says_what_it_is_about(spark: SparkSession) -> None:
+    seen = evidence(plan(), settings())
+    named = {"lost": [entry(3), answer(201, 4)], "both": [copy(1), copy(2, fp=b"x" * 8)], "fine": [copy(5), entry(5)]}
+    rows = findings.suspicious(judge(states(spark, named), seen))
+    found = findings.of_ids(rows, seen, findings.HOUR).collect()
+    told = {(name_of(row["id"]), row["kind"], row["cause"], row["count"]) for row in found}
+    assert told == {
+        ("lost", "lost", "ledger", 2),
+        ("both", "conflict", "foreign_writer", 2),
+        ("both", "phantom", None, 2),
+    }
