@@ -122,14 +122,19 @@ class FakeStore(Store):
         self.epoch = EPOCH
         self.status = "settled"
         self.losses: list[Epoch] = []
+        self.waiting = 0
 
     def lost(self, epoch: Epoch) -> None:
         self.losses.append(epoch)
 
     async def settled(self) -> Epoch:
-        while self.epoch is None:  # noqa: ASYNC110 - for ever, where a test says so
-            await asyncio.sleep(0.01)
-        return self.epoch
+        self.waiting += 1
+        try:
+            while self.epoch is None:  # noqa: ASYNC110 - for ever, where a test says so
+                await asyncio.sleep(0.01)
+            return self.epoch
+        finally:
+            self.waiting -= 1
 
 
 class FakeProducer(TransactionalProducer):
@@ -284,7 +289,7 @@ class World:
         return [[record.headers[0][1].decode() for record in records] for records in groups]
 
 
-async def until(true: Callable[[], bool], patience_s: float = 0.8) -> None:
+async def until(true: Callable[[], bool], patience_s: float = 3.0) -> None:
     """Wait until something is true."""
     async with asyncio.timeout(patience_s):
         while not true():  # noqa: ASYNC110
@@ -298,7 +303,7 @@ def kind_of(answer: Answer) -> Kind | None:
 
 async def end_of_term(serving: "asyncio.Task[None]") -> BaseException:
     """Wait for the end of a term; what ended it."""
-    await asyncio.wait([serving], timeout=0.8)
+    await asyncio.wait([serving], timeout=3.0)
     error = await ended(serving)
     assert error is not None, "the term goes on"
     return error

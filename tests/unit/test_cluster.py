@@ -72,7 +72,7 @@ async def test_a_broker_that_hangs_does_not_hang_its_caller() -> None:
     client = FakeClient()
     client.hangs = True
     cluster = cluster_with(client, timeout_ms=50)
-    async with asyncio.timeout(0.5):
+    async with asyncio.timeout(3.0):
         with pytest.raises(KafkaAway):
             await cluster.answers()
     assert client.closed

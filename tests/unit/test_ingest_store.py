@@ -122,7 +122,7 @@ async def test_what_was_written_is_answered_although_the_release_fails() -> None
     world.plains[0].fates.append([Place(3, NOW_MS), None])
     world.keys.trouble.before["release"].append(StoreUnanswered("no answer"))
     assert isinstance(await end_of_term(world.serve(slot)), StoreUnanswered)
-    answer = await asyncio.wait_for(written, 0.5)
+    answer = await asyncio.wait_for(written, 3.0)
     assert isinstance(answer, Committed)
     assert answer.places[0].offset == 3
     assert world.keys.is_delivered("written")

@@ -118,6 +118,7 @@ async def test_a_slot_that_ends_during_a_beat_does_not_end_the_heartbeat(hold: H
     await held.world.keys.trouble.reached["beat"].wait()
     ends.set()
     await until(lambda: slot.n not in held.pool.slots)
+    held.world.keys.server.leases[slot.n] = ("another", NOW_MS + 60_000)
     gate.set()
     await held.more_beats()
     assert not held.keeping.done()
@@ -260,8 +261,9 @@ async def test_a_stop_ends_although_a_slot_waits_for_a_store(hold: Hold) -> None
     slot = await held.ready()
     held.world.store.epoch = None
     ends.set()
-    await until(lambda: slot.state is SlotState.DOUBT)
-    async with asyncio.timeout(0.6):
+    await until(lambda: held.world.store.waiting == 2)  # the slot, and the heartbeat
+    assert slot.state is SlotState.DOUBT
+    async with asyncio.timeout(3.0):
         await held.pool.stop()
     assert held.pool.slots == {}
 
@@ -274,7 +276,7 @@ async def test_a_stop_ends_although_a_transaction_hangs(hold: Hold) -> None:
     held = hold(serve)
     slot = await held.ready()
     producer = slot.producer
-    async with asyncio.timeout(0.6):
+    async with asyncio.timeout(3.0):
         await held.pool.stop()
     assert held.world.keys.returned == [(slot.n, False)], "another process is to recover it"
     assert isinstance(producer, FakeProducer)
