@@ -2,13 +2,11 @@
 
 import asyncio
 import itertools
-import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from heapq import heapify, heappop, heappush
-from typing import Final, NamedTuple
-
-import structlog
+from typing import Final
 
 from service.errors import (
     FINGERPRINT_MISMATCH,
@@ -24,17 +22,18 @@ from service.errors import (
     StoreLost,
     StoreUnanswered,
 )
-from service.event import Event, check_topic, partition_of
+from service.event import Event, check_topic
+from service.group import Won, Written, entries_of, placed, placed_all, records_of, rows_of
 from service.journal import Journal
 from service.kafka.cluster import Topic
-from service.kafka.producer import BATCH_BYTES_MAX, Place, Record
+from service.kafka.producer import Place, Record
 from service.kafka.verdict import Refusal, TransactionFailed, Verdict
-from service.keys import KeyStore, Row
+from service.keys import KeyStore
 from service.recovery import Store
-from service.request import Answer, Committed, Placed, Queue, Request, Train
+from service.request import Answer, Committed, Queue, Request, Train
 from service.settings import Settings
 from service.shared import Guarantee, Rules
-from service.slot import Link, Slot
+from service.slot import Slot
 from service.states import (
     CLAIMABLE,
     MAYBE_WRITTEN,
@@ -42,32 +41,15 @@ from service.states import (
     Claim,
     Claimed,
     Delivered,
-    DeliveredBatch,
     Outcome,
     RequestEvent,
     RequestState,
 )
 from service.telemetry import Telemetry
 from service.topics import Catalogue, InternalTopics
-from service.wire import KEY_HEADER, STAMP_HEADER, TRACE_HEADER, Entry, Stamp
-
-log = structlog.get_logger(__name__)
 
 SWEEP_S: Final = 0.02
 STORE_AWAY_PAUSE_S: Final = 0.1
-
-# A request, and the claim that stands for it.
-Won = tuple[Request, Claimed]
-# A written request, and what it is to be answered once it is marked.
-Committable = tuple[Request, Committed]
-
-
-class Written(NamedTuple):
-    """What became of a claimed group: written and to be marked, and requests whose claims are to be given up."""
-
-    delivered: list[Committable]
-    link: Link
-    unwanted: list[Request]
 
 
 class Ingest:
@@ -258,7 +240,7 @@ class Ingest:
         match claim.outcome, claim.state:
             case Outcome.DELIVERED, Delivered() as found:
                 # In doubt before: it was this very request's own writing, so this is its first answer.
-                places = (_placed(request.events[0].id, found),)
+                places = (placed(request.events[0].id, found),)
                 self.answer(request, Committed(found.at, places, replayed=not doubtful))
             case Outcome.IN_PROGRESS, Claimed(slot, term) if doubtful or (slot, term) in request.claimants:
                 request.move(RequestEvent.QUEUE)
@@ -281,7 +263,7 @@ class Ingest:
             self.answer(request, again)
             return
         pairs = zip(request.events, states, strict=True)
-        places = tuple(_placed(event.id, state) for event, state in pairs if isinstance(state, Delivered))
+        places = tuple(placed(event.id, state) for event, state in pairs if isinstance(state, Delivered))
         whole = len(places) == len(request.events)
         self.answer(request, Committed(claim.state.at, places, replayed=not doubtful) if whole else again)
 
@@ -296,28 +278,16 @@ class Ingest:
 
     async def _deliver_once(self, slot: Slot, group: Sequence[Won]) -> Written:
         """Write a group in one transaction. Raises TransactionFailed: all of it is in doubt until recovery has run."""
-        records = list(self._records(slot, group, slot.producer.producer_id, slot.producer.epoch))
+        records = self._records(slot, group, slot.producer.producer_id, slot.producer.epoch)
         for request, _ in group:
             request.move(RequestEvent.SEND)
 
-        def entries(places: Sequence[Place]) -> Iterator[str]:
-            rest = iter(zip(records, places, strict=True))
-            for request, claim in group:
-                batch = request.asked[0][0] if request.atomic else None
-                for i, event in enumerate(request.events):
-                    record, (offset, ts) = next(rest)
-                    member = None if batch is None else i
-                    entry = Entry(
-                        event.id, event.fp, claim.at, event.topic, record.partition, offset, ts, batch, member
-                    )
-                    yield entry.encode()
-
         try:
-            places, link = await slot.write(records, entries)
+            places, link = await slot.write(records, partial(entries_of, group, records))
         except TransactionFailed as failed:
             self._doubt([request for request, _ in group], failed)
             raise
-        return Written(_placed_all(group, records, places), link, [])
+        return Written(placed_all(group, records, places), link, [])
 
     async def _deliver_plain(self, slot: Slot, group: Sequence[Won]) -> Written:
         """Write events whose guarantee is `idempotent`: no transaction and no ledger.
@@ -327,7 +297,7 @@ class Ingest:
         identity = await slot.plain.identity()
         written = Written([], slot.unlinked(), [request for request, _ in group if request.answered])
         group = [(request, claim) for request, claim in group if not request.answered]
-        records = list(self._records(slot, group, *identity))
+        records = self._records(slot, group, *identity)
         for request, _ in group:
             request.move(RequestEvent.SEND)
         try:
@@ -339,7 +309,7 @@ class Ingest:
             raise
         for (request, claim), record, fate in zip(group, records, fates, strict=True):
             if isinstance(fate, Place):
-                written.delivered.extend(_placed_all([(request, claim)], [record], [fate]))
+                written.delivered.extend(placed_all([(request, claim)], [record], [fate]))
                 continue
             written.unwanted.append(request)
             if fate is None:
@@ -348,25 +318,8 @@ class Ingest:
                 request.move(RequestEvent.REFUSE)
         return written
 
-    def _records(self, slot: Slot, group: Sequence[Won], producer_id: int, epoch: int) -> Iterator[Record]:
-        """The records of a group. Events without a key share one partition of their topic, as in KIP-480."""
-        now_ms = time.time_ns() // 1_000_000
-        instance = self._settings.name
-        sticky: dict[str, int] = {}
-        for request, claim in group:
-            for event in request.events:
-                topic = self._catalogue.last_known(event.topic)
-                partition = partition_of(event, topic.partitions)
-                if partition is None:
-                    partition = sticky.setdefault(event.topic, random.randrange(topic.partitions))  # noqa: S311
-                stamp = Stamp(event.id, event.fp, claim.at, slot.n, producer_id, epoch, instance)
-                headers = [(KEY_HEADER, event.key.encode()), (STAMP_HEADER, stamp.encode())]
-                if event.traceparent is not None:
-                    headers.append((TRACE_HEADER, event.traceparent))
-                headers += event.headers
-                timestamp = now_ms if event.timestamp is None else event.timestamp
-                most = min(BATCH_BYTES_MAX, topic.message_bytes_max)
-                yield Record(event.topic, partition, event.record_key, event.value, headers, timestamp, most)
+    def _records(self, slot: Slot, group: Sequence[Won], producer_id: int, epoch: int) -> list[Record]:
+        return list(records_of(group, self._catalogue.last_known, (slot.n, producer_id, epoch, self._settings.name)))
 
     def _finish_apart(self, slot: Slot, written: Written) -> asyncio.Task[None]:
         """Mark and answer a committed group while the slot goes on with the next."""
@@ -377,7 +330,7 @@ class Ingest:
 
     async def _finish(self, slot: Slot, written: Written) -> None:
         started = time.perf_counter()
-        rows = [row for request, committed in written.delivered for row in _rows(request, committed)]
+        rows = [row for request, committed in written.delivered for row in rows_of(request, committed)]
         if not rows:
             return
         try:
@@ -493,32 +446,3 @@ class Ingest:
         self._telemetry.answered(code, status, latency_s)
         if isinstance(answer, Committed) and answer.replayed:
             self._telemetry.replays.inc()
-
-
-def _placed(id: bytes, state: Delivered) -> Placed:
-    return Placed(id, state.topic, state.partition, state.offset, state.ts)
-
-
-def _placed_all(group: Sequence[Won], records: Sequence[Record], places: Sequence[Place]) -> list[Committable]:
-    """What each request of a written group is to be answered: where its events are."""
-    rest = iter(zip(records, places, strict=True))
-    delivered: list[Committable] = []
-    for request, claim in group:
-        placed = []
-        for event in request.events:
-            record, (offset, timestamp) = next(rest)
-            placed.append(Placed(event.id, event.topic, record.partition, offset, timestamp))
-        delivered.append((request, Committed(claim.at, tuple(placed), replayed=False)))
-    return delivered
-
-
-def _rows(request: Request, committed: Committed) -> Iterator[Row]:
-    """The states that a committed request leaves in the store: each event's, and the whole's."""
-    for event, place in zip(request.events, committed.places, strict=True):
-        yield (
-            event.id,
-            Delivered(committed.at, event.fp, place.topic, place.partition, place.offset, place.timestamp),
-        )
-    if request.atomic:
-        id, fp = request.asked[0]
-        yield id, DeliveredBatch(committed.at, fp, len(request.events))
