@@ -200,9 +200,12 @@ class Container:
                 assert "emptyDir" in volumes[mount["name"]], place
                 options = ["nosuid", "nodev", "mode=1777"]
                 yield {"destination": place, "type": "tmpfs", "source": "tmpfs", "options": options}
-        for file in ("/etc/hosts", "/etc/resolv.conf"):
+        # A kubelet writes a pod's own name into its hosts: Java asks for it.
+        hosts = self.folder / "hosts"
+        hosts.write_text(f"127.0.0.1 localhost {self.name}\n")
+        for file, source in (("/etc/hosts", str(hosts)), ("/etc/resolv.conf", "/etc/resolv.conf")):
             (self.root / file.lstrip("/")).touch()
-            yield {"destination": file, "type": "bind", "source": file, "options": ["bind", "ro"]}
+            yield {"destination": file, "type": "bind", "source": source, "options": ["bind", "ro"]}
 
 
 _MOUNTS: Final[list[dict[str, Any]]] = [
