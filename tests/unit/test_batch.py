@@ -51,8 +51,8 @@ def test_a_key_that_repeats_begins_a_new_train() -> None:
 
 def test_a_train_is_what_one_transaction_holds() -> None:
     third = GROUP_EVENT_BYTES_MAX // 3
-    events = [make_event(key, value=b"x" * third) for key in "abcd"]
-    assert cut(*events) == [["a", "b", "c"], ["d"]]
+    events = [make_event(key, value=b"x" * third) for key in "abcdefg"]
+    assert cut(*events) == [["a", "b", "c"], ["d", "e", "f"], ["g"]]
     assert all(Load.of(event for _, event in car).fits for car in trains(list(enumerate(events))))
 
 
