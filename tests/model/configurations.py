@@ -1,0 +1,83 @@
+"""What is searched: the protocol as it is, in configurations with few faults each, and each rule taken out.
+
+The faults of a configuration are bounds on one run: each may happen at any moment, or not.
+"""
+
+from typing import Final, NamedTuple
+
+from tests.model.rules import Configuration, Faults
+
+# Searched to the end by the tests.
+DEFAULT: Final[dict[str, Configuration]] = {
+    "a crash and a commit in doubt": Configuration(Faults(kill=1, lose_reply=1, lose_send=1)),
+}
+
+# Searched to the end by `python -m tests.model --deep`.
+DEEP: Final[dict[str, Configuration]] = {}
+
+
+class Mutant(NamedTuple):
+    """A rule taken out: where that shows, as what, and within how many steps."""
+
+    rule: str
+    configuration: Configuration
+    violation: str
+    steps: int
+
+
+TWICE: Final = "an event is in the log twice"
+MISSING: Final = "an acknowledged event is missing"
+TORN: Final = "an atomic pair is torn"
+STUCK: Final = "no way to an answer"
+UNTRUE: Final = "503 was said of an event that is committed"
+
+_FLUSH: Final = Configuration(Faults(flush=1, post_again=1))
+_SPLIT: Final = Configuration(Faults(failover=1, post_again=1), split=True, take_over=False)
+
+MUTANTS: Final[dict[str, Mutant]] = {
+    "a failed send is committed over": Mutant("sends_awaited", Configuration(Faults(lose_send=1)), MISSING, 6),
+    "half a pair is committed": Mutant("sends_awaited", Configuration(Faults(lose_send=1), pair=True), TORN, 5),
+    "a transaction is aborted in the books only": Mutant(
+        "producer_replaced", Configuration(Faults(lose_send=1)), TWICE, 11
+    ),
+    "a late EndTxn meets the next transaction": Mutant(
+        "producer_replaced", Configuration(Faults(lose_reply=1, kill=1)), TWICE, 23
+    ),
+    "control is not read": Mutant("control_checked", _SPLIT, TWICE, 31),
+    "control is read from a deposed leader": Mutant(
+        "control_barrier", _SPLIT._replace(faults=_SPLIT.faults._replace(depose=1)), TWICE, 32
+    ),
+    "a slot recovery does not replay": Mutant(
+        "ledger_replayed", Configuration(Faults(kill=1, post_again=1)), TWICE, 16
+    ),
+    "a store recovery does not replay": Mutant("store_replayed", _FLUSH, TWICE, 25),
+    "`applied` moves over a gap": Mutant(
+        "applied_gapless", Configuration(Faults(fail_mark=1, other=1, kill=1, post_again=1)), TWICE, 18
+    ),
+    "the generation is not checked": Mutant("generation_checked", _FLUSH, TWICE, 16),
+    "the store is not identified": Mutant(
+        "store_identified", Configuration(Faults(failover=1, post_again=1)), TWICE, 11
+    ),
+    "a store recovery fences no slot": Mutant("slots_fenced", _FLUSH, TWICE, 25),
+    "a flush during a store recovery is not seen": Mutant(
+        "nonce_demanded", Configuration(Faults(flush=2, post_again=1)), TWICE, 26
+    ),
+    "a living claim is taken over": Mutant("freed_respected", Configuration(Faults(post_again=1)), TWICE, 10),
+    "a claim of a past term is sent": Mutant("term_kept", Configuration(Faults(expire=1, post_again=1)), TWICE, 24),
+    "a late release gives up another's claim": Mutant(
+        "claim_released", Configuration(Faults(lose_script=1, deadline=1, post_again=1)), TWICE, 19
+    ),
+    "terms are the epochs of producers": Mutant("terms_are_offsets", Configuration(Faults(forget_id=1)), STUCK, 2),
+    "a doubt is answered 503": Mutant("doubt_kept", Configuration(Faults(lose_reply=1, deadline=1)), UNTRUE, 6),
+}
+
+# Rules without which nothing goes wrong within these bounds: other rules cover them, and the reasons stand here.
+REDUNDANT: Final[dict[str, tuple[str, Configuration]]] = {
+    # `freed` of the own slot differs from the own term only after another's fence of this slot, or after a flush, which
+    # the generation tells. A claim of the passed term is dead from the start, and its producer can commit nothing: the
+    # check saves the way to Kafka, where the send would meet the fence.
+    "term_current": ("a claim in a passed term", Configuration(Faults(expire=1, lose_script=1, post_again=1))),
+    # A superseded recovery could only set a generation that control does not name any more: no slot recovery's check
+    # and no process adopts it. Stopping saves the fencing and the replay.
+    "superseded_stops": ("a superseded store recovery", _SPLIT._replace(faults=Faults(failover=1, misjudge=1))),
+}

@@ -1,0 +1,97 @@
+"""Steps of the world around: late requests and markers, crashes, pauses, and what happens to stores and leaders."""
+
+from collections.abc import Iterator
+
+from tests.model import kafka, late, scripts
+from tests.model.rules import FAULT, Configuration, Rules, spend
+from tests.model.world import (
+    NONE,
+    PROCESSES,
+    SLOTS,
+    Process,
+    Store,
+    View,
+    World,
+    put,
+    with_part,
+    with_process,
+    with_store,
+)
+from tests.model.writing import Step
+
+
+def steps(world: World, rules: Rules, configuration: Configuration) -> Iterator[Step]:
+    """Everything that happens without a process's doing."""
+    yield from late.steps(world, rules)
+    for s in SLOTS:
+        if kafka.waits_for_markers(world, s):
+            yield f"markers of s{s}", kafka.write_markers(world, s)
+    yield from _nonce_expires(world)
+    left = world.left
+    if left[FAULT.kill]:
+        for p in PROCESSES:
+            yield f"p{p}: killed, starts again", _killed(spend(world, FAULT.kill), p)
+    if left[FAULT.expire]:
+        for s in SLOTS:
+            if world.holders[s] >= 0:
+                paused = world._replace(holders=put(world.holders, s, NONE))
+                yield f"p{world.holders[s]} pauses: the lease of s{s} runs out", spend(paused, FAULT.expire)
+    if left[FAULT.forget_id]:
+        for s in SLOTS:
+            part = world.parts[s]
+            if part.txn is None:
+                forgotten = with_part(world, s, part._replace(owner=part.owner + 1, epoch=NONE))
+                yield f"the transactional id of s{s} expires", spend(forgotten, FAULT.forget_id)
+    if left[FAULT.flush]:
+        store = scripts.flushed(world.stores[world.primary])
+        yield f"store {world.primary} flushed", spend(with_store(world, world.primary, store), FAULT.flush)
+    if world.replica is not None and left[FAULT.replicate] and world.replica != world.stores[0]:
+        yield "the replica catches up", spend(world._replace(replica=world.stores[0]), FAULT.replicate)
+    if world.replica is not None and left[FAULT.failover]:
+        yield from _fail_over(spend(world, FAULT.failover), world.replica, configuration)
+    if left[FAULT.depose]:
+        yield "a leader of control is deposed", spend(world._replace(deposed=len(world.control)), FAULT.depose)
+
+
+def _killed(world: World, p: int) -> World:
+    """The process has lost all it knew; its leases run out. What it sent is as it is."""
+    parts = tuple(
+        part if part.txn is None or part.txn.by != p else part._replace(txn=part.txn._replace(by=NONE))
+        for part in world.parts
+    )
+    fresh = Process(world.primary, NONE, NONE, None, tuple(View() for _ in SLOTS), None)
+    holders = tuple(NONE if holder == p else holder for holder in world.holders)
+    return with_process(world._replace(parts=parts, holders=holders), p, fresh)
+
+
+def _fail_over(world: World, replica: Store, configuration: Configuration) -> Iterator[Step]:
+    """The replica is promoted, as another store; with a split one process goes on with the old one."""
+    world = world._replace(stores=(*world.stores, replica), replica=None, primary=1)
+
+    def moved(*movers: int) -> World:
+        after = world
+        for p in movers:
+            # A store recovery holds on to its server: it is over.
+            after = with_process(after, p, after.processes[p]._replace(address=1, recovery=None))
+        return after
+
+    yield "failover", moved(0, 1)
+    if configuration.split:
+        for p in PROCESSES:
+            yield f"failover; p{p} is left with the old store", moved(1 - p)
+
+
+def _nonce_expires(world: World) -> Iterator[Step]:
+    """A nonce whose recovery is no more; while a recovery runs, it renews its own, unless it pauses."""
+    for here, store in enumerate(world.stores):
+        if store.nonce == NONE:
+            continue
+        alive = any(
+            process.address == here and process.recovery is not None and process.recovery.nonce == store.nonce
+            for process in world.processes
+        )
+        forgotten = with_store(world, here, store._replace(nonce=NONE))
+        if not alive:
+            yield f"the nonce of store {here} expires", forgotten
+        elif world.left[FAULT.expire]:
+            yield f"a pause: the nonce of store {here} expires", spend(forgotten, FAULT.expire)

@@ -1,0 +1,47 @@
+"""Requests without an answer that are still under way: they arrive late, twice, or never."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from tests.model import kafka, scripts
+from tests.model.rules import Rules
+from tests.model.world import Debt, World, with_store
+
+END, CLAIM, MARK, RELEASE, REPLAY = range(5)
+NAMES: Final = ("EndTxn", "claim", "mark", "release", "replay")
+
+
+def leave(world: World, request: tuple[int, ...], runs: int = 2) -> World:
+    """The request is under way, and may arrive `runs` times."""
+    return world._replace(late=tuple(sorted((*world.late, (runs, *request)))))
+
+
+def steps(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
+    """Any of them arrives."""
+    for place, (runs, kind, *arguments) in enumerate(world.late):
+        rest = (*world.late[:place], *world.late[place + 1 :])
+        again = world._replace(late=tuple(sorted((*rest, (runs - 1, kind, *arguments)))) if runs > 1 else rest)
+        after = _arrive(again, kind, arguments, rules)
+        if after is not None:
+            yield f"late: {NAMES[kind]} of s{arguments[0] if kind == END else arguments[3]} runs", after
+
+
+def _arrive(world: World, kind: int, arguments: list[int], rules: Rules) -> World | None:
+    if kind == END:
+        slot, owner = arguments
+        return kafka.end(world, slot, owner) or world
+    address, generation, named, slot, term, *rest = arguments
+    store = world.stores[address]
+    if not scripts.settled(store, address, generation, named, rules):
+        return world
+    if kind == CLAIM:
+        _, store = scripts.claim(store, slot, term, rules)
+    elif kind == MARK:
+        previous, offset, holds = rest
+        store = scripts.mark(store, slot, Debt(generation, named, term, previous, offset, holds), rules)
+    elif kind == RELEASE:
+        store = scripts.release(store, slot, term, rules)
+    else:
+        offset, holds = rest
+        store = scripts.free(scripts.replay(store, holds), slot, term, offset)
+    return with_store(world, address, store)

@@ -1,0 +1,267 @@
+"""Steps of slot recovery and of store recovery, one by one."""
+
+from collections.abc import Iterator
+
+from service.states import SlotEvent
+from tests.model import kafka, late, scripts
+from tests.model.rules import FAULT, Configuration, Rules, spend
+from tests.model.world import (
+    BEGUN,
+    CHECKED,
+    DOUBT,
+    FENCED,
+    FREE,
+    LEASED,
+    NONE,
+    READY,
+    SLOTS,
+    VACANT,
+    Process,
+    Recovery,
+    View,
+    World,
+    put,
+    slot_move,
+    with_process,
+    with_store,
+    with_view,
+)
+from tests.model.writing import Step, end_term, lose_store
+
+# The steps of a store recovery, by what has been done already.
+NONCE_WRITTEN, APPENDED, SEEN = 0, 1, 2
+FENCES = SEEN + len(SLOTS)
+READING = FENCES + 1
+REPLAYED = READING + len(SLOTS)
+
+
+def steps(world: World, p: int, rules: Rules, configuration: Configuration) -> Iterator[Step]:
+    """Every step of recovery that process `p` may take."""
+    process = world.processes[p]
+    if process.generation == NONE:
+        yield from (
+            _settle(world, p, process, rules)
+            if process.recovery is None
+            else _recover(world, p, process, process.recovery, rules)
+        )
+        return
+    for s, view in enumerate(process.views):
+        if view.state == VACANT:
+            slotless = all(other.state == VACANT for other in process.views)
+            if (world.holders[s] == NONE and configuration.take_over) or (world.holders[s] == FREE and slotless):
+                taken = world._replace(holders=put(world.holders, s, p))
+                yield f"p{p}: take s{s}", with_view(taken, p, s, View(slot_move(VACANT, SlotEvent.LEASE)))
+        elif view.state in (DOUBT, LEASED):
+            yield from _fence(world, p, s, view, rules)
+        elif view.state == FENCED:
+            yield from _begin(world, p, s, view, rules)
+        elif view.state == BEGUN:
+            yield from _check(world, p, s, view, rules)
+        elif view.state == CHECKED:
+            yield from _replay_and_free(world, p, s, view, rules)
+    yield from _give(world, p, process)
+
+
+# ------------------------------------------------------------------------------------------------------ a slot
+
+
+def _give(world: World, p: int, process: Process) -> Iterator[Step]:
+    """A process with more than its share gives a slot to one that has none."""
+    if any(view.state != READY for view in process.views):
+        return
+    if any(view.state != VACANT for view in world.processes[1 - p].views):
+        return
+    for s, view in enumerate(process.views):
+        busy = process.request is not None and process.request.slot == s
+        if world.holders[s] == p and not busy and not view.unwanted:
+            given = world._replace(holders=put(world.holders, s, NONE if view.owed else FREE))
+            vacant = View(slot_move(READY, SlotEvent.GIVE_BACK))
+            yield f"p{p}: give s{s} to p{1 - p}", with_view(given, p, s, vacant)
+
+
+def _fence(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
+    """The lease is taken (again), and InitProducerId returns. A slot whose lease is another's is let go."""
+    process = world.processes[p]
+    if view.state == DOUBT:
+        if world.holders[s] not in (NONE, FREE, p):
+            yield f"p{p}: let go of s{s}", with_view(world, p, s, View(slot_move(DOUBT, SlotEvent.GIVE_BACK)))
+            return
+        world = world._replace(holders=put(world.holders, s, p))
+    entered = View(
+        slot_move(view.state, *([SlotEvent.RECOVER] if view.state == DOUBT else []), SlotEvent.FENCE),
+        view.owner,
+        generation=process.generation,
+        store=process.store,
+    )
+    if not rules.producer_replaced and view.owner == world.parts[s].owner:
+        yield f"p{p}: abort s{s} in the books only", with_view(world, p, s, entered)
+        if not kafka.waits_for_markers(world, s):
+            yield f"p{p}: abort s{s}, same producer", with_view(kafka.abort(world, s), p, s, entered)
+    elif not kafka.waits_for_markers(world, s):
+        fenced = kafka.init_producer(world, s)
+        owner = fenced.parts[s].owner
+        yield f"p{p}: fence s{s}", with_view(fenced, p, s, entered._replace(owner=owner))
+
+
+def _begin(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
+    """A transaction with just the begin record is committed; its offset is the term."""
+    if kafka.waits_for_markers(world, s):
+        return
+    label = f"p{p}: begin in s{s}"
+    sent = kafka.append(world, s, view.owner, 0)
+    if sent is None:
+        yield f"{label}: fenced", end_term(world, p, s, rules)
+        return
+    txn = sent.parts[s].txn
+    decided = kafka.end(sent, s, view.owner)
+    assert txn is not None
+    assert decided is not None
+    term = txn.record if rules.terms_are_offsets else world.parts[s].epoch
+    begun = view._replace(state=slot_move(view.state, SlotEvent.BEGIN), term=term, last=txn.record)
+    yield f"{label}: t{term}", with_view(decided, p, s, begun)
+    if world.left[FAULT.late_marker]:
+        unmarked = kafka.end(sent, s, view.owner, markers=False)
+        assert unmarked is not None
+        yield f"{label}: t{term}, markers are late", with_view(spend(unmarked, FAULT.late_marker), p, s, begun)
+    if world.left[FAULT.lose_reply]:
+        yield f"{label}, reply lost", end_term(spend(decided, FAULT.lose_reply), p, s, rules)
+
+
+def newest(world: World, rules: Rules) -> Iterator[tuple[str, int, int]]:
+    """What a reading of control may answer: the newest generation and its store.
+
+    A deposed leader's log has no barrier that was appended after it was deposed, so that only who reads without one
+    believes it.
+    """
+    last = len(world.control) - 1
+    yield "", last, world.control[last]
+    if not rules.control_barrier and world.deposed != NONE and world.deposed - 1 != last:
+        yield " from a deposed leader", world.deposed - 1, world.control[world.deposed - 1]
+
+
+def _check(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
+    """After the fence: does control still name the store that the claims are in?"""
+    checked = with_view(world, p, s, view._replace(state=slot_move(view.state, SlotEvent.CHECK)))
+    if not rules.control_checked:
+        yield f"p{p}: do not check s{s}", checked
+        return
+    for whence, generation, named in newest(world, rules):
+        if (generation, named) == (view.generation, view.store):
+            yield f"p{p}: check s{s}{whence}", checked
+        else:
+            ended = lose_store(end_term(world, p, s, rules), p, view.generation)
+            yield f"p{p}: check s{s}{whence}: store lost", ended
+
+
+def _replay_and_free(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
+    """The ledger since `applied` is read through the own begin record, and marked; older terms are freed with it."""
+    address = world.processes[p].address
+    store = world.stores[address]
+    label = f"p{p}: replay and free s{s} t{view.term}"
+    if not scripts.settled(store, address, view.generation, view.store, rules):
+        yield f"{label}: store lost", lose_store(end_term(world, p, s, rules), p, view.generation)
+        return
+    holds = kafka.read(world.parts[s].ledger, store.applied[s], view.last)
+    if holds is None:
+        return
+    if not rules.ledger_replayed:
+        holds = 0
+    if world.left[FAULT.lose_script]:
+        script = (late.REPLAY, address, view.generation, view.store, s, view.term, view.last, holds)
+        yield f"{label}, no answer", late.leave(spend(end_term(world, p, s, rules), FAULT.lose_script), script)
+    store = scripts.free(scripts.replay(store, holds), s, view.term, view.last)
+    freed = with_store(world, address, store)
+    if store.freed[s] != view.term:
+        yield f"{label}: fenced", end_term(freed, p, s, rules)
+    else:
+        yield label, with_view(freed, p, s, view._replace(state=slot_move(view.state, SlotEvent.FREE)))
+
+
+# ------------------------------------------------------------------------------------------------------ the store
+
+
+def _settle(world: World, p: int, process: Process, rules: Rules) -> Iterator[Step]:
+    """Adopt what the store and control agree on, recover at once after a flush, look who is primary, or recover it."""
+    here = process.address
+    store = world.stores[here]
+    for whence, generation, named in newest(world, rules):
+        if named == here and (store.generation, store.named) == (generation, named):
+            adopted = process._replace(generation=generation, store=named)
+            yield f"p{p}: adopt g{generation}{whence}", with_process(world, p, adopted)
+        elif named != here and here != world.primary:
+            yield f"p{p}: resolve anew", with_process(world, p, process._replace(address=world.primary))
+            if world.left[FAULT.misjudge]:
+                yield from _write_nonce(spend(world, FAULT.misjudge), p, process, " of a store that nobody else uses")
+        else:
+            yield from _write_nonce(world, p, process, whence)
+
+
+def _write_nonce(world: World, p: int, process: Process, why: str) -> Iterator[Step]:
+    """A store recovery begins where no other is under way in this store."""
+    here = process.address
+    if world.stores[here].nonce != NONE:
+        return
+    nonce = 2 * len(world.control) + p
+    started = with_process(world, p, process._replace(recovery=Recovery(NONCE_WRITTEN, nonce)))
+    yield f"p{p}: recover store {here}{why}", with_store(started, here, world.stores[here]._replace(nonce=nonce))
+
+
+def abandon(world: World, p: int) -> World:
+    """The attempt has failed; its nonce goes, if it stands."""
+    process = world.processes[p]
+    store = world.stores[process.address]
+    if process.recovery is not None and store.nonce == process.recovery.nonce:
+        world = with_store(world, process.address, store._replace(nonce=NONE))
+    return with_process(world, p, process._replace(recovery=None))
+
+
+def _recover(world: World, p: int, process: Process, recovery: Recovery, rules: Rules) -> Iterator[Step]:
+    """The next step of a store recovery; one that meets another store, or not its nonce, gives up."""
+    here, done = process.address, recovery.done
+    store = world.stores[here]
+
+    def on(after: World, recovery: Recovery = recovery) -> World:
+        return with_process(after, p, process._replace(recovery=recovery._replace(done=done + 1)))
+
+    may = scripts.recovering(store, here, here, recovery.nonce, rules)
+    lost = f"p{p}: store recovery ends: not its nonce"
+    if done == NONCE_WRITTEN:
+        generation = len(world.control)
+        appended = world._replace(control=(*world.control, here))
+        yield f"p{p}: append g{generation} for store {here}", on(appended, recovery._replace(generation=generation))
+    elif done == APPENDED:
+        for whence, generation, _ in newest(world, rules):
+            if generation == recovery.generation or not rules.superseded_stops:
+                yield f"p{p}: read control through g{generation}{whence}", on(world)
+            else:
+                yield f"p{p}: read control{whence}: superseded", abandon(world, p)
+    elif done < FENCES:
+        s = done - SEEN
+        if not rules.slots_fenced:
+            yield f"p{p}: do not fence s{s}", on(world)
+        elif not kafka.waits_for_markers(world, s):
+            yield f"p{p}: fence s{s} for the store", on(kafka.init_producer(world, s))
+    elif done == FENCES:
+        if not may:
+            yield lost, abandon(world, p)
+            return
+        through = tuple(len(part.ledger) for part in world.parts)
+        appended = kafka.append_apart(kafka.append_apart(world, 0), 1)
+        read = recovery._replace(starts=store.applied, through=through)
+        yield f"p{p}: append own ledger records, read applied", on(appended, read)
+    elif done < REPLAYED:
+        s = done - READING
+        holds = kafka.read(world.parts[s].ledger, recovery.starts[s], recovery.through[s])
+        if holds is not None and not may:
+            yield lost, abandon(world, p)
+        elif holds is not None:
+            replayed = scripts.replay(store, holds if rules.store_replayed else 0)
+            yield f"p{p}: replay ledger {s}", on(with_store(world, here, replayed))
+    elif not may or store.generation >= recovery.generation:
+        yield lost, abandon(world, p)
+    else:
+        for s in SLOTS:
+            store = scripts.free(store, s, recovery.through[s], recovery.through[s])
+        store = store._replace(generation=recovery.generation, named=here, nonce=NONE)
+        settled = process._replace(generation=recovery.generation, store=here, recovery=None)
+        yield f"p{p}: set g{recovery.generation}", with_process(with_store(world, here, store), p, settled)

@@ -1,0 +1,36 @@
+"""The protocol, searched to the end within the bounds of each configuration."""
+
+import pytest
+
+from service.states import IllegalMove, RequestEvent, SlotEvent
+from tests.model.configurations import DEFAULT
+from tests.model.rules import Configuration, Faults
+from tests.model.search import search
+from tests.model.world import DOUBT, QUEUED, READY, VACANT, decode, encode, request_move, slot_move
+
+
+@pytest.mark.parametrize("name", DEFAULT)
+def test_nothing_goes_wrong_and_every_state_leads_to_an_answer(name: str) -> None:
+    result = search(DEFAULT[name])
+    print(f"{name}: {result}")  # noqa: T201 - the figures, under -s
+    assert not result.violation, str(result)
+    # A model that does little would find nothing either.
+    assert result.states > 1_000
+
+
+def test_without_faults_one_write_takes_six_steps() -> None:
+    result = search(Configuration(Faults()))
+    assert not result.violation, str(result)
+    assert result.depth == 6
+
+
+def test_the_model_moves_by_the_tables_of_the_service() -> None:
+    assert slot_move(DOUBT, SlotEvent.GIVE_BACK) == VACANT
+    with pytest.raises(IllegalMove, match="RECOVER in state READY"):
+        slot_move(READY, SlotEvent.RECOVER)
+    with pytest.raises(IllegalMove, match="SEND in state QUEUED"):
+        request_move(QUEUED, RequestEvent.SEND)
+
+
+def test_states_of_keys_are_numbers_and_back() -> None:
+    assert [encode(decode(number)) for number in range(20)] == list(range(20))

@@ -1,0 +1,294 @@
+"""Steps of writing an event: post, claim, send, ledger record, commit, mark, release, and the answers."""
+
+from collections.abc import Iterator
+
+from service.states import CLAIMABLE, MAYBE_WRITTEN, Outcome, RequestEvent, SlotEvent
+from tests.model import kafka, late, scripts
+from tests.model.rules import FAULT, Configuration, Rules, spend
+from tests.model.world import (
+    CLAIMED,
+    COMMITTED,
+    EVENTS_SENT,
+    IN_DOUBT,
+    NONE,
+    QUEUED,
+    READY,
+    RECORD_SENT,
+    REFUSED,
+    SENT,
+    Debt,
+    Request,
+    View,
+    World,
+    put,
+    request_move,
+    request_state,
+    slot_move,
+    with_process,
+    with_request,
+    with_store,
+    with_view,
+)
+
+Step = tuple[str, World]
+
+
+def steps(world: World, p: int, rules: Rules, configuration: Configuration) -> Iterator[Step]:
+    """Every step of writing that process `p`, or the client at it, may take."""
+    process = world.processes[p]
+    request = process.request
+    if request is None:
+        yield from _post(world, p, configuration)
+    elif world.left[FAULT.deadline] and not request.answered:
+        yield from _deadline(world, p, request, rules)
+    if request is not None and request.state in (QUEUED, IN_DOUBT):
+        for s, view in enumerate(process.views):
+            if view.state == READY and not view.unwanted:
+                yield from _claim(world, p, s, view, request, rules)
+    if request is not None and request.state == CLAIMED and process.views[request.slot].state == READY:
+        yield from _send(world, p, process.views[request.slot], request, rules)
+    if request is not None and request.state == SENT:
+        yield from _write(world, p, process.views[request.slot], request, rules)
+    for s, view in enumerate(process.views):
+        yield from _apart(world, p, s, view, rules)
+
+
+def end_term(world: World, p: int, s: int, rules: Rules) -> World:
+    """The slot's term ends: what was sent in it is in doubt, what was only claimed is to be claimed anew."""
+    process = world.processes[p]
+    view = process.views[s]
+    request = process.request
+    if request is not None and request.slot == s and request.phase != COMMITTED:
+        if request.answered:
+            return end_term(_answer(world, p, NONE), p, s, rules)
+        if request.state == SENT:
+            request = Request(request_move(SENT, RequestEvent.DOUBT), wrote=request.wrote)
+        elif request.state == CLAIMED and rules.term_kept:
+            request = Request(request_move(CLAIMED, RequestEvent.QUEUE), wrote=request.wrote)
+    view = view._replace(state=slot_move(view.state, SlotEvent.FAIL), unwanted=False)
+    return with_process(world, p, process._replace(views=put(process.views, s, view), request=request))
+
+
+def lose_store(world: World, p: int, generation: int) -> World:
+    """A script for `generation` met another store: the process has to settle which one holds the claims."""
+    process = world.processes[p]
+    if process.generation != generation:
+        return world
+    return with_process(world, p, process._replace(generation=NONE, store=NONE))
+
+
+def _post(world: World, p: int, configuration: Configuration) -> Iterator[Step]:
+    """The client sends its request; a process that is not settled refuses it at the edge."""
+    if p not in configuration.posters or world.processes[p].generation == NONE:
+        return
+    posted = with_request(world, p, Request())
+    if not world.acknowledged and all(
+        process.request is None or process.request.answered for process in world.processes
+    ):
+        yield f"p{p}: post", posted
+    elif world.left[FAULT.post_again]:
+        yield f"p{p}: post again", spend(posted, FAULT.post_again)
+
+
+def _deadline(world: World, p: int, request: Request, rules: Rules) -> Iterator[Step]:
+    """The request's time is over: 504 where it may be written, else 503, and a claim is then to be released."""
+    world = spend(world, FAULT.deadline)
+    if rules.doubt_kept and request_state(request.state) in MAYBE_WRITTEN:
+        under_way = with_request(world, p, request._replace(answered=True))
+        yield f"p{p}: deadline, 504", under_way if request.state == SENT else _answer(world, p, NONE)
+        return
+    if request.state == CLAIMED:
+        view = world.processes[p].views[request.slot]
+        world = with_view(world, p, request.slot, view._replace(unwanted=True))
+    if request.wrote:
+        world = world._replace(wrong="503 was said of an event that is committed")
+    yield f"p{p}: deadline, 503", _answer(world, p, REFUSED)
+
+
+def _answer(world: World, p: int, author: int) -> World:
+    """The request has its answer; `author` stays for what it wrote: NONE, or REFUSED if that must not be committed."""
+    request_move(_open(world, p).state, RequestEvent.ANSWER)
+    parts = tuple(
+        part if part.txn is None or part.txn.by != p else part._replace(txn=part.txn._replace(by=author))
+        for part in world.parts
+    )
+    return with_request(world._replace(parts=parts), p, None)
+
+
+def _open(world: World, p: int) -> Request:
+    request = world.processes[p].request
+    assert request is not None
+    return request
+
+
+def _acknowledge(world: World, p: int) -> World:
+    acknowledged = world.acknowledged or not _open(world, p).answered
+    return _answer(world, p, NONE)._replace(acknowledged=acknowledged)
+
+
+def _claim(world: World, p: int, s: int, view: View, request: Request, rules: Rules) -> Iterator[Step]:
+    """One claim script: with its answer, or without one, which ends the term and leaves it to run late."""
+    address = world.processes[p].address
+    store = world.stores[address]
+    label = f"p{p}: claim for s{s} t{view.term}"
+    state = request_move(request.state, RequestEvent.CLAIM)
+    back = request._replace(state=request_move(state, RequestEvent.QUEUE), slot=NONE)
+    if world.left[FAULT.lose_script]:
+        ended = end_term(with_request(world, p, back), p, s, rules)
+        script = (late.CLAIM, address, view.generation, view.store, s, view.term)
+        yield f"{label}, no answer", late.leave(spend(ended, FAULT.lose_script), script)
+    if not scripts.settled(store, address, view.generation, view.store, rules):
+        ended = end_term(with_request(world, p, back), p, s, rules)
+        yield f"{label}: store lost", lose_store(ended, p, view.generation)
+        return
+    outcome, store = scripts.claim(store, s, view.term, rules)
+    claimed = with_store(world, address, store)
+    if outcome is None:
+        yield f"{label}: fenced", end_term(with_request(world, p, back), p, s, rules)
+    elif outcome in CLAIMABLE:
+        won = request._replace(state=request_move(state, RequestEvent.WIN), slot=s, phase=0)
+        yield f"{label}: {outcome.value}", with_request(claimed, p, won)
+    elif outcome is Outcome.DELIVERED:
+        yield f"{label}: delivered, 201", _acknowledge(claimed, p)
+    elif outcome is Outcome.IN_PROGRESS:
+        if request.state == QUEUED:
+            yield f"{label}: in progress, 409", _answer(claimed, p, NONE)
+    else:
+        yield f"{label}: 422", claimed._replace(wrong="a key in conflict with itself")
+
+
+def _send(world: World, p: int, view: View, request: Request, rules: Rules) -> Iterator[Step]:
+    """The events go to Kafka, in the slot's transaction; all of them are there, or not all."""
+    s = request.slot
+    if kafka.waits_for_markers(world, s):
+        return
+    label = f"p{p}: send in s{s} t{view.term}"
+    sent = request._replace(state=request_move(request.state, RequestEvent.SEND), phase=EVENTS_SENT)
+    writing = with_view(world, p, s, view._replace(state=slot_move(view.state, SlotEvent.WRITE)))
+    count = len(world.copies)
+    after = kafka.produce(writing, s, view.owner, (1,) * count, p)
+    if after is None:
+        fenced = writing if not rules.term_kept else with_request(writing, p, sent)
+        yield f"{label}: fenced", end_term(fenced, p, s, rules)
+        return
+    yield label, with_request(after, p, sent)
+    if world.left[FAULT.lose_send]:
+        partly = kafka.produce(writing, s, view.owner, (1,) * (count - 1) + (0,), p)
+        assert partly is not None
+        partly = spend(with_request(partly, p, sent), FAULT.lose_send)
+        yield f"{label}, the last is lost", end_term(partly, p, s, rules) if rules.sends_awaited else partly
+        unsaid = spend(with_request(after, p, sent), FAULT.lose_send)
+        yield f"{label}, reply lost", end_term(unsaid, p, s, rules) if rules.sends_awaited else unsaid
+
+
+def _write(world: World, p: int, view: View, request: Request, rules: Rules) -> Iterator[Step]:
+    """The rest of a transaction: its ledger record, its commit, its mark."""
+    s = request.slot
+    if request.phase == EVENTS_SENT:
+        after = kafka.append(world, s, view.owner, 1)
+        label = f"p{p}: ledger record in s{s}"
+        if after is None:
+            yield f"{label}: fenced", end_term(world, p, s, rules)
+        else:
+            yield label, with_request(after, p, request._replace(phase=RECORD_SENT))
+    elif request.phase == RECORD_SENT:
+        yield from _commit(world, p, s, view, rules)
+    else:
+        yield from _mark_and_answer(world, p, s, view, rules)
+
+
+def _commit(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
+    """EndTxn: answered; answered while its markers take their time; its answer lost; or under way for long."""
+    label = f"p{p}: commit in s{s}"
+    txn = world.parts[s].txn
+    decided = kafka.end(world, s, view.owner)
+    if decided is None or txn is None:
+        yield f"{label}: refused", end_term(world, p, s, rules)
+        return
+
+    def answered(after: World) -> World:
+        debt = Debt(view.generation, view.store, view.term, view.last, txn.record, 1)
+        ready = view._replace(state=slot_move(view.state, SlotEvent.COMMIT), last=txn.record, owed=(*view.owed, debt))
+        after = with_view(after, p, s, ready)
+        return with_request(after, p, _open(after, p)._replace(phase=COMMITTED))
+
+    yield label, answered(decided)
+    if world.left[FAULT.late_marker]:
+        unmarked = kafka.end(world, s, view.owner, markers=False)
+        assert unmarked is not None
+        yield f"{label}, markers are late", answered(spend(unmarked, FAULT.late_marker))
+    if world.left[FAULT.lose_reply]:
+        yield f"{label}, reply lost", end_term(spend(decided, FAULT.lose_reply), p, s, rules)
+        delayed = late.leave(spend(world, FAULT.lose_reply), (late.END, s, view.owner), runs=1)
+        yield f"{label}, request is late", end_term(delayed, p, s, rules)
+
+
+def _mark_and_answer(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
+    """The mark, and 201 whatever became of it: the ledger has the record."""
+    for label, after in _pay(world, p, s, view, rules):
+        yield f"{label}, 201", _acknowledge(after, p)
+
+
+def _pay(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
+    """Mark the oldest record that is owed."""
+    if not view.owed:  # a new term has begun: its recovery has marked it
+        yield f"p{p}: nothing to mark", world
+        return
+    debt, *rest = view.owed
+    address = world.processes[p].address
+    label = f"p{p}: mark s{s} @{debt.offset}"
+    if world.left[FAULT.fail_mark]:
+        yield f"{label} fails", spend(world, FAULT.fail_mark)
+    if world.left[FAULT.lose_script]:
+        script = (late.MARK, address, debt.generation, debt.store, s, *debt[2:])
+        yield f"{label}, no answer", late.leave(spend(world, FAULT.lose_script), script)
+    if not scripts.settled(world.stores[address], address, debt.generation, debt.store, rules):
+        yield f"{label}: store lost", lose_store(world, p, debt.generation)
+        return
+    marked = with_store(world, address, scripts.mark(world.stores[address], s, debt, rules))
+    yield label, with_view(marked, p, s, view._replace(owed=tuple(rest)))
+
+
+def _apart(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
+    """What a slot does beside its group: debts, releases, and another key's transaction."""
+    if view.state != READY:
+        return
+    request = world.processes[p].request
+    busy = request is not None and request.slot == s
+    if view.owed and not busy:
+        yield from _pay(world, p, s, view, rules)
+    if view.unwanted:
+        yield from _release(world, p, s, view, rules)
+    if not busy and world.left[FAULT.other] and not kafka.waits_for_markers(world, s):
+        yield from _other(world, p, s, view, rules)
+
+
+def _release(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
+    """A claim whose request has been answered 503 is given up; without a clean answer the term ends."""
+    address = world.processes[p].address
+    label = f"p{p}: release s{s} t{view.term}"
+    if world.left[FAULT.lose_script]:
+        script = (late.RELEASE, address, view.generation, view.store, s, view.term)
+        yield f"{label}, no answer", late.leave(spend(end_term(world, p, s, rules), FAULT.lose_script), script)
+    if not scripts.settled(world.stores[address], address, view.generation, view.store, rules):
+        yield f"{label}: store lost", end_term(world, p, s, rules)
+        return
+    released = with_store(world, address, scripts.release(world.stores[address], s, view.term, rules))
+    yield label, with_view(released, p, s, view._replace(unwanted=False))
+
+
+def _other(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
+    """Another key's event is written and marked, in one step: a ledger record that names none of ours."""
+    world = spend(world, FAULT.other)
+    label = f"p{p}: another key in s{s}"
+    sent = kafka.append(world, s, view.owner, 0)
+    decided = None if sent is None else kafka.end(sent, s, view.owner)
+    if sent is None or decided is None:
+        yield f"{label}: fenced", end_term(world, p, s, rules)
+        return
+    offset = len(world.parts[s].ledger)
+    debt = Debt(view.generation, view.store, view.term, view.last, offset, 0)
+    address = world.processes[p].address
+    written = with_view(decided, p, s, view._replace(last=offset))
+    if scripts.settled(written.stores[address], address, view.generation, view.store, rules):
+        yield label, with_store(written, address, scripts.mark(written.stores[address], s, debt, rules))
