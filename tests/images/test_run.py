@@ -16,7 +16,7 @@ from tests.conftest import MakeTopic
 from tests.images.kubelet import Kubelet
 from tests.images.load import Load, post
 from tests.images.tools import BASE, Builder, Container, lacking
-from tests.kubernetes.rendering import HERE, Object, Rendered, render
+from tests.kubernetes.rendering import HERE, Object, Rendered, render, render_with_spark_operator
 
 ASK = "TEST_IMAGES"
 ADDED_BYTES_MAX = 150_000_000
@@ -171,7 +171,20 @@ def values(kafka: Kafka, topic: str) -> Iterator[str]:
         consumer.close()
 
 
+def as_the_operator_starts_it(application: Object) -> list[str]:
+    """The driver's command of the Spark Operator, with a master that needs no cluster."""
+    template = application["spec"]["template"]
+    command = ["driver", "--master", "local[1]"]
+    for name, value in template["sparkConf"].items():
+        if not name.startswith("spark.kubernetes."):
+            command += ["--conf", f"{name}={value}"]
+    runner = ["--class", "org.apache.spark.deploy.PythonRunner", template["mainApplicationFile"]]
+    return [*command, *runner, *template["arguments"]]
+
+
+@pytest.mark.parametrize("operator", [False, True], ids=["cron job", "spark operator"])
 def test_the_audit_runs_as_its_manifest_says(
+    operator: bool,
     builder: Builder,
     spark_image: str,
     prod: Rendered,
@@ -188,6 +201,12 @@ def test_the_audit_runs_as_its_manifest_says(
             assert post(connection, topic, str(number))[0] == 201
         connection.close()
     spec = prod.one("CronJob", "fencepost-audit")["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    if operator:
+        (tmp_path / "operated").mkdir()
+        operated = Rendered("operated", render_with_spark_operator("prod", tmp_path / "operated"))
+        container_spec = dict(spec["containers"][0])
+        container_spec["args"] = as_the_operator_starts_it(operated.one("ScheduledSparkApplication", "fencepost-audit"))
+        spec = {**spec, "containers": [container_spec]}
     data = tmp_path / "data"
     data.mkdir()
     os.chown(data, -1, spec["securityContext"]["fsGroup"])  # as a kubelet does with the volume
@@ -197,7 +216,7 @@ def test_the_audit_runs_as_its_manifest_says(
             root=root,
             image=builder.config(spark_image),
             pod=spec,
-            name=f"fencepost-audit-{os.getpid()}",
+            name=f"fencepost-audit-{os.getpid()}-{operator:d}",
             folder=tmp_path / "container",
             env=prod.settings(spec["containers"][0]) | dict(settings),
             binds={"/data": data, "/etc/fencepost": rules_of(prod, tmp_path / "rules")},
