@@ -307,12 +307,15 @@ class Ingest:
                 request.move(RequestEvent.REFUSE)
             self._park(slot, [request for request, _ in group])
             raise
+        others_went = any(isinstance(fate, Place) for fate in fates)
         for (request, claim), record, fate in zip(group, records, fates, strict=True):
             if isinstance(fate, Place):
                 written.delivered.extend(placed_all([(request, claim)], [record], [fate]))
                 continue
             written.unwanted.append(request)
             if fate is None:
+                if others_went:  # what hangs is its topic, which must not hold up the others again
+                    self._set_apart(request)
                 self.answer(request, Problem(OUTCOME_UNKNOWN, "Idempotency-Key: a retry writes it again"))
             elif self._travels_on(request, fate, alone=len(group) == 1):
                 request.move(RequestEvent.REFUSE)

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Final, NamedTuple
 
+import aiokafka.producer.sender
+import structlog
 from aiokafka import AIOKafkaProducer, errors
 from aiokafka.producer.message_accumulator import BatchBuilder
 from aiokafka.structs import TopicPartition
@@ -15,11 +17,31 @@ from service.kafka.cluster import Cluster
 from service.kafka.verdict import REFUSALS, Refusal, TransactionFailed
 from service.wire import Header
 
+log = structlog.get_logger(__name__)
+
+
+def _retrieve(future: "asyncio.Future[Any]") -> None:
+    """Look at a future's exception, so that one nobody waits for any more makes no noise."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _task_of_sender(coroutine: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+    task = asyncio.get_running_loop().create_task(coroutine)
+    task.add_done_callback(_retrieve)
+    return task
+
+
+# A sender that ends waits for one of its requests and forgets the others: their errors would be called unhandled.
+aiokafka.producer.sender.create_task = _task_of_sender
+
 # A batch that every topic with the default max.message.bytes (1,048,588) takes.
 BATCH_BYTES_MAX: Final = 1_000_000
 CLOSE_PATIENCE_S: Final = 1.0
 # After a refusal, for what else is under way: its answers are close behind.
 REFUSED_PATIENCE_S: Final = 0.1
+# Of the time of a request, one part for the sends: a partition that hangs leaves time to go round again without it.
+PATIENCE_SHARE: Final = 3
 # For the metadata of a topic that the catalogue knows.
 METADATA_PATIENCE_S: Final = 1.0
 
@@ -111,18 +133,25 @@ class _Life:
             finally:
                 self._scopes.discard(scope)
 
-    async def post(self, records: Sequence[Record]) -> Sent:
-        """Hand records to the sender, batched by partition; a future for each batch, and the records' indexes in it."""
-        sent: Sent = []
+    async def post(self, records: Sequence[Record], sent: Sent) -> None:
+        """Hand records to the sender, batched by partition; `sent` gets a future for each batch, and its records.
+
+        A transaction needs all of its records, so a partition that is not to be had ends it (TimeoutError); plain
+        records go each for itself, and what cannot is left out.
+        """
         for (topic, partition), indexes in _by_partition(records).items():
             self.waiting_for = topic  # for its metadata, or for its batch before to be on its way
-            await self._know(topic, partition)
+            try:
+                await self._know(topic, partition)
+            except TimeoutError:
+                if self._transactional:
+                    raise
+                continue
             for builder, members in _batches(records, indexes, self._transactional):
                 future = await self.producer.send_batch(builder, topic, partition=partition)
                 future.add_done_callback(_retrieve)
                 sent.append((future, members))
         self.waiting_for = ""
-        return sent
 
     async def _know(self, topic: str, partition: int) -> None:
         """Have the partition in the metadata; TimeoutError soon where it is not to be had: it must not cost a group."""
@@ -226,11 +255,12 @@ class TransactionalProducer:
                 await producer.begin_transaction()
                 # With the first data partition, so that both go in one AddPartitionsToTxn.
                 producer._txn_manager.maybe_add_partition_to_txn(TopicPartition(*ledger))
-                async with asyncio.timeout(self._patience_s / 3):
-                    sent = await life.post(records)
+                async with asyncio.timeout(self._patience_s / PATIENCE_SHARE):
+                    await life.post(records, sent)
                     places = await _await_all(sent, records)
-                ledger_sent = await life.post([entry := Record(*ledger, None, ledger_record(places), [], 0)])
-                (ledger_place,) = await _await_all(ledger_sent, [entry])
+                entry, entry_sent = [Record(*ledger, None, ledger_record(places), [], 0)], Sent()
+                await life.post(entry, entry_sent)
+                (ledger_place,) = await _await_all(entry_sent, entry)
                 commit_asked = True
                 await producer.commit_transaction()
         except Exception as error:  # aiokafka's failures have no common ancestor: asserts and KeyErrors are among them
@@ -285,24 +315,20 @@ class IdempotentProducer:
         life = await self._living()
         sent: Sent = []
         try:
-            async with life.within(self._cluster.timeout_s):
-                sent = await life.post(records)
+            async with life.within(self._cluster.timeout_s / PATIENCE_SHARE):
+                await life.post(records, sent)
                 await asyncio.gather(*(future for future, _ in sent), return_exceptions=True)
-        except Exception:  # each batch's own fate is read from its future
-            await self._end(life)
-        fates: list[Fate] = [None] * len(records)
+        except Exception as error:  # each batch's own fate is read from its future
+            log.warning("not every record was written", why=repr(error))
+        fates: list[Fate] = [life.refusals.get((record.topic, record.partition)) for record in records]
         for future, members in sent:
             if future.done() and not future.cancelled() and future.exception() is None:
                 metadata = future.result()
-                if metadata.offset >= 0:
-                    for index, place in zip(members, _places(metadata, records, members), strict=True):
-                        fates[index] = place
-                else:  # DuplicateSequenceNumber
-                    await self._end(life)
-            else:
-                await self._end(life)
-                for index in members:
-                    fates[index] = life.refusals.get((records[index].topic, records[index].partition))
+                for index, place in zip(members, _places(metadata, records, members), strict=True):
+                    # No offset is DuplicateSequenceNumber: there, but nobody knows where.
+                    fates[index] = place if metadata.offset >= 0 else None
+        if not all(isinstance(fate, Place) for fate in fates):
+            await self._end(life)
         return fates
 
     async def _living(self) -> _Life:
@@ -365,9 +391,3 @@ def _batches(
             batches.append((builder, []))
         batches[-1][1].append(index)
     return batches
-
-
-def _retrieve(future: "asyncio.Future[Any]") -> None:
-    """Look at a future's exception, so that one nobody waits for any more makes no noise."""
-    if not future.cancelled():
-        future.exception()

@@ -89,6 +89,12 @@ def test_metadata_is_asked_for_by_the_name_that_is_replaced() -> None:
     assert "allow_auto_topic_creation" in inspect.signature(MetadataRequest.__init__).parameters
 
 
+def test_the_sender_makes_its_tasks_by_the_name_that_is_replaced() -> None:
+    source = inspect.getsource(aiokafka.producer.sender.Sender)
+    assert source.count("create_task(") >= 4
+    assert aiokafka.producer.sender.create_task.__module__ == "service.kafka.producer"
+
+
 def test_api_keys() -> None:
     assert ProduceRequest.API_KEY == producer.PRODUCE
     assert AddPartitionsToTxnRequest.API_KEY == producer.ADD_PARTITIONS
