@@ -6,7 +6,6 @@ import random
 import socket
 import tempfile
 from pathlib import Path
-from typing import BinaryIO
 
 # Below the range from which Linux takes the ports of outgoing connections (32768 and up): a port found here is not
 # taken by somebody's client between the look and the use.
@@ -15,7 +14,8 @@ _TRIES = 200
 
 # A port is looked for seconds before a broker listens on it. Until this process ends, a locked file says that it is
 # spoken for, or two stacks that start together would find the same one free, and one would use the other's broker.
-_promised: dict[int, BinaryIO] = {}
+# Port to file descriptor: the kernel closes them, and so ends the promises, when the process ends.
+_promised: dict[int, int] = {}
 
 
 def free_port() -> int:
@@ -42,13 +42,13 @@ def _take(port: int) -> bool:
         return False
     folder = Path(tempfile.gettempdir()) / f"fencepost-ports-{os.getuid()}"
     folder.mkdir(exist_ok=True)
-    file = (folder / str(port)).open("wb")
+    descriptor = os.open(folder / str(port), os.O_WRONLY | os.O_CREAT)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.close()
+        os.close(descriptor)
         return False
-    _promised[port] = file
+    _promised[port] = descriptor
     return True
 
 
