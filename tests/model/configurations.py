@@ -10,10 +10,49 @@ from tests.model.rules import Configuration, Faults
 # Searched to the end by the tests.
 DEFAULT: Final[dict[str, Configuration]] = {
     "a crash and a commit in doubt": Configuration(Faults(kill=1, lose_reply=1, lose_send=1)),
+    "a crash and a script without an answer": Configuration(Faults(kill=1, lose_script=1)),
+    "a crash and failed marks": Configuration(Faults(kill=1, fail_mark=1, other=1, late_marker=1)),
+    "a pause and a commit in doubt": Configuration(Faults(expire=1, lose_reply=1, deadline=1, post_again=1)),
+    "a pause and a script without an answer": Configuration(Faults(expire=1, lose_script=1, post_again=1)),
+    "a fence from outside": Configuration(Faults(fence=1, lose_reply=1, late_marker=1, deadline=1, post_again=1)),
+    "an expired transactional id": Configuration(Faults(forget_id=1, kill=1)),
+    "a flush": Configuration(Faults(flush=1, lose_reply=1, post_again=1)),
+    "a flush and a script without an answer": Configuration(Faults(flush=1, lose_script=1, post_again=1)),
+    "two flushes": Configuration(Faults(flush=2, post_again=1)),
+    "a failover to a lagging replica": Configuration(Faults(failover=1, replicate=1, lose_reply=1, post_again=1)),
+    "a failover and a flush": Configuration(Faults(failover=1, flush=1, post_again=1)),
+    "a split": Configuration(Faults(failover=1, replicate=1, fail_mark=1, post_again=1), split=True),
+    "a split and a crash": Configuration(Faults(failover=1, kill=1, post_again=1), split=True, take_over=False),
+    "a split, and both stores are recovered": Configuration(
+        Faults(failover=1, misjudge=1, post_again=1), split=True, take_over=False
+    ),
+    "a pair, a crash and a fence from outside": Configuration(Faults(kill=1, lose_send=1, fence=1), pair=True),
+    "a pair and a split": Configuration(Faults(failover=1, lose_send=1, post_again=1), pair=True, split=True),
 }
 
 # Searched to the end by `python -m tests.model --deep`.
-DEEP: Final[dict[str, Configuration]] = {}
+DEEP: Final[dict[str, Configuration]] = {
+    "two crashes and a commit in doubt": Configuration(Faults(kill=2, lose_reply=1)),
+    "a crash, a pause and a commit in doubt": Configuration(Faults(kill=1, expire=1, lose_reply=1, post_again=1)),
+    "a crash, scripts without an answer and failed marks": Configuration(
+        Faults(kill=1, lose_script=2, fail_mark=1, other=1)
+    ),
+    "two flushes, a pause and a commit in doubt": Configuration(
+        Faults(flush=2, expire=1, lose_reply=1, post_again=1), take_over=False
+    ),
+    "a flush, a crash and a script without an answer": Configuration(
+        Faults(flush=1, kill=1, lose_script=1, post_again=1)
+    ),
+    "a split, a crash and a commit in doubt": Configuration(
+        Faults(failover=1, replicate=1, kill=1, lose_reply=1, post_again=1), split=True, take_over=False
+    ),
+    "a split, a flush, and both stores are recovered": Configuration(
+        Faults(failover=1, misjudge=1, flush=1, post_again=1), split=True, take_over=False
+    ),
+    "a pair, two crashes and a commit in doubt": Configuration(
+        Faults(kill=2, lose_send=1, lose_reply=1, post_again=1), pair=True, posters=(0,)
+    ),
+}
 
 
 class Mutant(NamedTuple):
@@ -46,6 +85,12 @@ MUTANTS: Final[dict[str, Mutant]] = {
     "control is not read": Mutant("control_checked", _SPLIT, TWICE, 31),
     "control is read from a deposed leader": Mutant(
         "control_barrier", _SPLIT._replace(faults=_SPLIT.faults._replace(depose=1)), TWICE, 32
+    ),
+    "a slot recovery believes the LSO of a deposed leader": Mutant(
+        "own_record_read", Configuration(Faults(kill=1, depose=1, post_again=1)), TWICE, 17
+    ),
+    "a store recovery believes the LSO of a deposed leader": Mutant(
+        "own_record_read", _FLUSH._replace(faults=_FLUSH.faults._replace(depose=1)), TWICE, 26
     ),
     "a slot recovery does not replay": Mutant(
         "ledger_replayed", Configuration(Faults(kill=1, post_again=1)), TWICE, 16

@@ -36,6 +36,10 @@ def steps(world: World, rules: Rules, configuration: Configuration) -> Iterator[
             if world.holders[s] >= 0:
                 paused = world._replace(holders=put(world.holders, s, NONE))
                 yield f"p{world.holders[s]} pauses: the lease of s{s} runs out", spend(paused, FAULT.expire)
+    if left[FAULT.fence]:
+        for s in SLOTS:
+            if not kafka.waits_for_markers(world, s):
+                yield f"s{s} is fenced from outside", spend(kafka.init_producer(world, s), FAULT.fence)
     if left[FAULT.forget_id]:
         for s in SLOTS:
             part = world.parts[s]
@@ -50,7 +54,8 @@ def steps(world: World, rules: Rules, configuration: Configuration) -> Iterator[
     if world.replica is not None and left[FAULT.failover]:
         yield from _fail_over(spend(world, FAULT.failover), world.replica, configuration)
     if left[FAULT.depose]:
-        yield "a leader of control is deposed", spend(world._replace(deposed=len(world.control)), FAULT.depose)
+        shown = (len(world.control), *(len(part.ledger) for part in world.parts))
+        yield "leaders are deposed", spend(world._replace(deposed=shown), FAULT.depose)
 
 
 def _killed(world: World, p: int) -> World:

@@ -51,7 +51,7 @@ def end(world: World, s: int, owner: int, *, markers: bool = True) -> World | No
     world = with_part(world, s, part._replace(txn=txn._replace(decided=True)))._replace(copies=copies)
     if any(txn.copies):
         if txn.by == REFUSED:
-            world = world._replace(wrong="503 was said, and then the event was committed")
+            world = world._replace(wrong="503 or 4xx was said, and then the event was committed")
         elif txn.by != NONE:
             process = world.processes[txn.by]
             if process.request is not None:

@@ -7,8 +7,8 @@ from tests.model import kafka, scripts
 from tests.model.rules import Rules
 from tests.model.world import Debt, World, with_store
 
-END, CLAIM, MARK, RELEASE, REPLAY = range(5)
-NAMES: Final = ("EndTxn", "claim", "mark", "release", "replay")
+END, CLAIM, MARK, RELEASE, REPLAY, RECOVERED = range(6)
+NAMES: Final = ("EndTxn", "claim", "mark", "release", "replay", "end of a store recovery")
 
 
 def leave(world: World, request: tuple[int, ...], runs: int = 2) -> World:
@@ -23,13 +23,19 @@ def steps(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
         again = world._replace(late=tuple(sorted((*rest, (runs - 1, kind, *arguments)))) if runs > 1 else rest)
         after = _arrive(again, kind, arguments, rules)
         if after is not None:
-            yield f"late: {NAMES[kind]} of s{arguments[0] if kind == END else arguments[3]} runs", after
+            yield f"late: {NAMES[kind]} runs", after
 
 
 def _arrive(world: World, kind: int, arguments: list[int], rules: Rules) -> World | None:
     if kind == END:
         slot, owner = arguments
         return kafka.end(world, slot, owner) or world
+    if kind == RECOVERED:
+        here, generation, nonce, *through = arguments
+        store = world.stores[here]
+        if not scripts.recovering(store, here, here, nonce, rules) or store.generation >= generation:
+            return world
+        return with_store(world, here, scripts.recovered(store, here, generation, tuple(through)))
     address, generation, named, slot, term, *rest = arguments
     store = world.stores[address]
     if not scripts.settled(store, address, generation, named, rules):

@@ -48,7 +48,9 @@ def steps(world: World, p: int, rules: Rules, configuration: Configuration) -> I
     for s, view in enumerate(process.views):
         if view.state == VACANT:
             slotless = all(other.state == VACANT for other in process.views)
-            if (world.holders[s] == NONE and configuration.take_over) or (world.holders[s] == FREE and slotless):
+            if (world.holders[s] == NONE and (configuration.take_over or s == p)) or (
+                world.holders[s] == FREE and slotless
+            ):
                 taken = world._replace(holders=put(world.holders, s, p))
                 yield f"p{p}: take s{s}", with_view(taken, p, s, View(slot_move(VACANT, SlotEvent.LEASE)))
         elif view.state in (DOUBT, LEASED):
@@ -135,8 +137,23 @@ def newest(world: World, rules: Rules) -> Iterator[tuple[str, int, int]]:
     """
     last = len(world.control) - 1
     yield "", last, world.control[last]
-    if not rules.control_barrier and world.deposed != NONE and world.deposed - 1 != last:
-        yield " from a deposed leader", world.deposed - 1, world.control[world.deposed - 1]
+    if not rules.control_barrier and world.deposed and world.deposed[0] - 1 != last:
+        yield " from a deposed leader", world.deposed[0] - 1, world.control[world.deposed[0] - 1]
+
+
+def readings(world: World, s: int, start: int, through: int, rules: Rules) -> Iterator[tuple[str, int]]:
+    """What reading a ledger partition may find, once its own record can be read.
+
+    Who believes an LSO instead may be told a deposed leader's.
+    """
+    ledger = world.parts[s].ledger
+    holds = kafka.read(ledger, start, through)
+    if holds is None:
+        return
+    yield "", holds
+    if not rules.own_record_read and world.deposed:
+        shown = world.deposed[1 + s]
+        yield " as a deposed leader shows it", kafka.read(ledger[:shown], start, shown - 1) or 0
 
 
 def _check(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
@@ -161,11 +178,15 @@ def _replay_and_free(world: World, p: int, s: int, view: View, rules: Rules) -> 
     if not scripts.settled(store, address, view.generation, view.store, rules):
         yield f"{label}: store lost", lose_store(end_term(world, p, s, rules), p, view.generation)
         return
-    holds = kafka.read(world.parts[s].ledger, store.applied[s], view.last)
-    if holds is None:
-        return
-    if not rules.ledger_replayed:
-        holds = 0
+    for whence, read in readings(world, s, store.applied[s], view.last, rules):
+        holds = read if rules.ledger_replayed else 0
+        yield from _free(world, p, s, view, f"{label}{whence}", holds, rules)
+
+
+def _free(world: World, p: int, s: int, view: View, label: str, holds: int, rules: Rules) -> Iterator[Step]:
+    """The script that writes what was read, and frees: with its answer, or without one."""
+    address = world.processes[p].address
+    store = world.stores[address]
     if world.left[FAULT.lose_script]:
         script = (late.REPLAY, address, view.generation, view.store, s, view.term, view.last, holds)
         yield f"{label}, no answer", late.leave(spend(end_term(world, p, s, rules), FAULT.lose_script), script)
@@ -251,17 +272,21 @@ def _recover(world: World, p: int, process: Process, recovery: Recovery, rules: 
         yield f"p{p}: append own ledger records, read applied", on(appended, read)
     elif done < REPLAYED:
         s = done - READING
-        holds = kafka.read(world.parts[s].ledger, recovery.starts[s], recovery.through[s])
-        if holds is not None and not may:
-            yield lost, abandon(world, p)
-        elif holds is not None:
+        for whence, holds in readings(world, s, recovery.starts[s], recovery.through[s], rules):
             replayed = scripts.replay(store, holds if rules.store_replayed else 0)
-            yield f"p{p}: replay ledger {s}", on(with_store(world, here, replayed))
+            after = on(with_store(world, here, replayed)) if may else abandon(world, p)
+            yield f"p{p}: replay ledger {s}{whence}" if may else lost, after
     elif not may or store.generation >= recovery.generation:
         yield lost, abandon(world, p)
     else:
-        for s in SLOTS:
-            store = scripts.free(store, s, recovery.through[s], recovery.through[s])
-        store = store._replace(generation=recovery.generation, named=here, nonce=NONE)
-        settled = process._replace(generation=recovery.generation, store=here, recovery=None)
-        yield f"p{p}: set g{recovery.generation}", with_process(with_store(world, here, store), p, settled)
+        generation, through = recovery.generation, recovery.through
+        label = f"p{p}: set g{generation}"
+        if world.left[FAULT.lose_script]:
+            script = (late.RECOVERED, here, generation, recovery.nonce, *through)
+            yield f"{label}, no answer", late.leave(spend(abandon(world, p), FAULT.lose_script), script)
+            unheard = late.leave(spend(world, FAULT.lose_script), script)
+            given_up = with_process(unheard, p, process._replace(recovery=None))
+            yield f"{label}, no answer, and the nonce stays", given_up
+        settled = process._replace(generation=generation, store=here, recovery=None)
+        recovered = scripts.recovered(store, here, generation, through)
+        yield label, with_process(with_store(world, here, recovered), p, settled)

@@ -12,6 +12,7 @@ class Rules(NamedTuple):
     producer_replaced: bool = True  # after any doubt: InitProducerId before the next transaction
     control_checked: bool = True  # a slot recovery reads which store control names
     control_barrier: bool = True  # control is believed only through a record of one's own
+    own_record_read: bool = True  # a recovery reads the ledger through a record of its own, not up to an answered LSO
     ledger_replayed: bool = True  # a slot recovery marks what the ledger has before it frees
     store_replayed: bool = True  # so does a store recovery
     applied_gapless: bool = True  # `applied` moves only from exactly the record before
@@ -34,7 +35,7 @@ class Faults(NamedTuple):
     kill: int = 0  # a process dies, and is started again
     expire: int = 0  # a process pauses for longer than its lease; it goes on as if nothing had been
     lose_reply: int = 0  # a commit's answer, or the whole request for a time: then it arrives late
-    lose_send: int = 0  # the last event is not written, or all are and nobody says so
+    lose_send: int = 0  # the last event is not written, or refused; or all are written and nobody says so
     late_marker: int = 0  # markers of a decided commit take their time
     fail_mark: int = 0  # the store refuses a mark
     lose_script: int = 0  # a script has no answer: it runs never, late, or twice
@@ -44,7 +45,8 @@ class Faults(NamedTuple):
     flush: int = 0
     failover: int = 0
     replicate: int = 0  # the replica catches up (before that it is as at the start)
-    depose: int = 0  # a deposed leader of control goes on answering
+    depose: int = 0  # deposed leaders of control and ledger go on answering
+    fence: int = 0  # the broker's transaction timeout, a late InitProducerId, or a thief of the transactional id
     forget_id: int = 0  # a transactional id expires: its next producer begins at epoch 0
     misjudge: int = 0  # a store recovery begins although another store is in use
 
@@ -57,7 +59,7 @@ class Configuration(NamedTuple):
 
     faults: Faults
     pair: bool = False  # an atomic pair instead of a single event
-    take_over: bool = True  # a process may take the other's slot
+    take_over: bool = True  # a process may take the slot that the other began with
     split: bool = False  # a failover may leave one process at the old store
     posters: tuple[int, ...] = (0, 1)  # the processes that the client knows
 
@@ -73,7 +75,7 @@ def start(configuration: Configuration) -> World:
         parts=tuple(Part(0, 0, None, (0,)) for _ in SLOTS),
         copies=(0, 0) if configuration.pair else (0,),
         control=(0,),
-        deposed=NONE,
+        deposed=(),
         stores=(store,),
         replica=store if configuration.faults.failover else None,
         primary=0,

@@ -94,6 +94,13 @@ def recovering(store: Store, here: int, named: int, nonce: int, rules: Rules) ->
     return store.nonce == nonce or not rules.nonce_demanded
 
 
+def recovered(store: Store, here: int, generation: int, through: tuple[int, ...]) -> Store:
+    """The end of a store recovery: all `freed`, and the generation. Its caller checks nonce and generation."""
+    for slot, offset in enumerate(through):
+        store = free(store, slot, offset, offset)
+    return store._replace(generation=generation, named=here, nonce=NONE)
+
+
 def flushed(store: Store) -> Store:
     """What a flush leaves: nothing."""
     return Store(NONE, NONE, NONE, (NONE, NONE), (NONE, NONE), (0,) * len(store.keys))

@@ -3,7 +3,7 @@
 import pytest
 
 from service.states import IllegalMove, RequestEvent, SlotEvent
-from tests.model.configurations import DEFAULT
+from tests.model.configurations import DEFAULT, MUTANTS
 from tests.model.rules import Configuration, Faults
 from tests.model.search import search
 from tests.model.world import DOUBT, QUEUED, READY, VACANT, decode, encode, request_move, slot_move
@@ -34,3 +34,9 @@ def test_the_model_moves_by_the_tables_of_the_service() -> None:
 
 def test_states_of_keys_are_numbers_and_back() -> None:
     assert [encode(decode(number)) for number in range(20)] == list(range(20))
+
+
+def test_every_fault_is_in_some_search() -> None:
+    configurations = [*DEFAULT.values(), *(mutant.configuration for mutant in MUTANTS.values())]
+    for number, fault in enumerate(Faults._fields):
+        assert any(configuration.faults[number] for configuration in configurations), fault

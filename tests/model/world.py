@@ -228,7 +228,7 @@ class World(NamedTuple):
     parts: tuple[Part, ...]
     copies: tuple[int, ...]  # how often each event has been committed
     control: tuple[int, ...]  # the generations, by offset: the store that each names
-    deposed: int  # how much of control a deposed leader would show, NONE where there is none
+    deposed: tuple[int, ...]  # how much of control and of each ledger partition a deposed leader shows; () for none
     stores: tuple[Store, ...]
     replica: Store | None  # what the replica holds, until it is promoted
     primary: int
@@ -244,28 +244,32 @@ T = TypeVar("T")
 
 def put(items: tuple[T, ...], place: int, item: T) -> tuple[T, ...]:
     """The tuple with another item at `place`."""
-    return (*items[:place], item, *items[place + 1 :])
+    changed = list(items)
+    changed[place] = item
+    return tuple(changed)
 
 
 def with_process(world: World, p: int, process: Process) -> World:
     """The world with another state of process `p`."""
-    return world._replace(processes=put(world.processes, p, process))
+    # What `_replace` would do, at half its cost: nothing runs more often.
+    return tuple.__new__(World, (put(world.processes, p, process), *world[1:]))
 
 
 def with_view(world: World, p: int, s: int, view: View) -> World:
     """The world with another view of slot `s` at process `p`."""
     process = world.processes[p]
-    return with_process(world, p, process._replace(views=put(process.views, s, view)))
+    views = put(process.views, s, view)
+    return with_process(world, p, tuple.__new__(Process, (*process[:4], views, process.request)))
 
 
 def with_request(world: World, p: int, request: Request | None) -> World:
     """The world with another request at process `p`."""
-    return with_process(world, p, world.processes[p]._replace(request=request))
+    return with_process(world, p, tuple.__new__(Process, (*world.processes[p][:5], request)))
 
 
 def with_part(world: World, s: int, part: Part) -> World:
     """The world with another state of slot `s` in Kafka."""
-    return world._replace(parts=put(world.parts, s, part))
+    return tuple.__new__(World, (world.processes, put(world.parts, s, part), *world[2:]))
 
 
 def with_store(world: World, store: int, held: Store) -> World:

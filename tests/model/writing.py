@@ -177,6 +177,9 @@ def _send(world: World, p: int, view: View, request: Request, rules: Rules) -> I
         assert partly is not None
         partly = spend(with_request(partly, p, sent), FAULT.lose_send)
         yield f"{label}, the last is lost", end_term(partly, p, s, rules) if rules.sends_awaited else partly
+        refused = end_term(partly, p, s, rules)
+        if not request.answered:
+            yield f"{label}, the last is refused, 4xx", _answer(refused, p, REFUSED)
         unsaid = spend(with_request(after, p, sent), FAULT.lose_send)
         yield f"{label}, reply lost", end_term(unsaid, p, s, rules) if rules.sends_awaited else unsaid
 
