@@ -276,9 +276,11 @@ function operation.who()
 end
 
 -- Store recovery. Each of its scripts demands the store and, once it is written, the nonce: a flush ends the attempt.
--- recover: store nonce ttl. Answers 1 where no other recovery is under way.
+-- recover: store nonce ttl seen. Answers 1 where no other recovery is under way, nor has ended since the caller saw the
+-- generation (`seen`, as P "g" holds it): a second recovery would only fence everybody again.
 function operation.recover()
   if store() ~= ARGV[2] then return {'STORE_LOST'} end
+  if (redis.call('GET', P .. 'g') or '') ~= ARGV[5] then return {'OK', 0} end
   if not redis.call('SET', P .. 'n', ARGV[3], 'NX', 'PX', ARGV[4]) then return {'OK', 0} end
   return {'OK', 1}
 end

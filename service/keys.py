@@ -97,8 +97,11 @@ class KeyStore(Protocol):
     async def beat(self, epoch: Epoch, token: str, slots: int, held: Sequence[int]) -> Census: ...
     async def leave(self, epoch: Epoch, token: str) -> None: ...
 
-    async def recover(self, store: str, nonce: str) -> bool:
-        """Begin a store recovery: False where another's nonce stands. Each call below raises StoreLost without it."""
+    async def recover(self, seen: Identity, nonce: str) -> bool:
+        """Begin a store recovery: False where another's nonce stands, or one has ended since `seen` was seen.
+
+        Each call below raises StoreLost without the nonce.
+        """
 
     async def recover_read(self, store: str, nonce: str, slots: int) -> list[int | None]: ...
     async def recover_replay(self, store: str, nonce: str, rows: Sequence[Row]) -> None: ...
@@ -240,8 +243,9 @@ class RedisKeys:
     async def leave(self, epoch: Epoch, token: str) -> None:
         await self._call("leave", epoch.generation, epoch.store, token)
 
-    async def recover(self, store: str, nonce: str) -> bool:
-        (first,) = await self._call("recover", store, nonce, self._nonce_ttl_ms)
+    async def recover(self, seen: Identity, nonce: str) -> bool:
+        held = "" if seen.epoch is None else f"{seen.epoch.generation} {seen.epoch.store}"
+        (first,) = await self._call("recover", seen.store, nonce, self._nonce_ttl_ms, held)
         return bool(first)
 
     async def recover_read(self, store: str, nonce: str, slots: int) -> list[int | None]:

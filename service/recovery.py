@@ -178,7 +178,7 @@ class Store:
                 return named
             if identity.store != named.store:
                 await self._wait_until_quiet(identity, newest)
-        return await self._recover(identity.store)
+        return await self._recover(identity)
 
     async def _wait_until_quiet(self, identity: Identity, newest: Newest) -> None:
         """Control names another store: it may live on, and others may still work with it.
@@ -202,11 +202,12 @@ class Store:
 
     # ------------------------------------------------------------------------------------------ store recovery
 
-    async def _recover(self, store: str) -> Epoch:
+    async def _recover(self, seen: Identity) -> Epoch:
         """Store recovery under a fresh nonce. Raises NotYet where another process is at it or superseded this one."""
         nonce = secrets.token_hex(8)
-        if not await self._keys.recover(store, nonce):
-            raise NotYet("another process recovers the store")
+        if not await self._keys.recover(seen, nonce):
+            raise NotYet("another process recovers the store, or has done so")
+        store = seen.store
         keeping = asyncio.create_task(self._keep_nonce(store, nonce))
         try:
             return await self._recover_under(store, nonce)

@@ -28,7 +28,7 @@ class Bench:
     async def settled(self, generation: int = 1, freed: tuple[int, ...] = (10, 20)) -> Epoch:
         """Have the store complete in a generation, each slot freed up to an offset; such an offset is a term."""
         store = (await self.keys.who()).store
-        assert await self.keys.recover(store, "the first")
+        assert await self.keys.recover(await self.keys.who(), "the first")
         await self.keys.recover_end(store, "the first", generation, freed)
         return Epoch(generation, store)
 

@@ -211,10 +211,10 @@ class MemoryKeys:
     def _nonce_ttl_ms(self) -> int:
         return 5 * self._lease_ttl_ms
 
-    async def recover(self, store: str, nonce: str) -> bool:
-        if self.server.store != store:
+    async def recover(self, seen: Identity, nonce: str) -> bool:
+        if self.server.store != seen.store:
             raise StoreLost
-        if self._nonce is not None:
+        if self._nonce is not None or (await self.who()).epoch != seen.epoch:
             return False
         self.server.nonce = (nonce, self._now_ms + self._nonce_ttl_ms)
         return True

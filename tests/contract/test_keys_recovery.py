@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from service.errors import Fenced, StoreLost
-from service.keys import REPLAY_CHUNK, Epoch
+from service.keys import REPLAY_CHUNK, Epoch, Identity
 from service.states import Claimed, Outcome
 from tests.contract.conftest import LEASE_MS, RETENTION_MS, Bench
 from tests.contract.test_keys import FP, FP2, ID, OTHER, delivered
@@ -70,7 +70,7 @@ async def test_a_store_recovery_from_nothing(bench: Bench) -> None:
     identity = await bench.keys.who()
     assert identity.epoch is None
     store, now = identity.store, bench.now_ms()
-    assert await bench.keys.recover(store, "mine")
+    assert await bench.keys.recover(await bench.keys.who(), "mine")
     assert await bench.keys.recover_read(store, "mine", 2) == [None, None]
     await bench.keys.recover_replay(store, "mine", [(ID, delivered(now))])
     assert (await bench.keys.who()).epoch is None
@@ -87,7 +87,7 @@ async def test_a_store_recovery_keeps_what_is_there_and_lowers_nothing(bench: Be
     first = await bench.settled(generation=3, freed=(10, 20))
     (claim,) = await bench.keys.claim(first, 0, 10, [(ID, FP)])
     store = first.store
-    assert await bench.keys.recover(store, "mine")
+    assert await bench.keys.recover(await bench.keys.who(), "mine")
     assert await bench.keys.recover_read(store, "mine", 2) == [10, 20]
     await bench.keys.recover_end(store, "mine", 8, [5, 60])
     epoch = Epoch(8, store)
@@ -99,24 +99,32 @@ async def test_a_store_recovery_keeps_what_is_there_and_lowers_nothing(bench: Be
 
 async def test_one_recovery_at_a_time_until_its_nonce_runs_out(bench: Bench) -> None:
     store = (await bench.keys.who()).store
-    assert await bench.keys.recover(store, "dead")
-    assert not await bench.keys.recover(store, "mine")
+    assert await bench.keys.recover(await bench.keys.who(), "dead")
+    assert not await bench.keys.recover(await bench.keys.who(), "mine")
     bench.elapse(5 * LEASE_MS + 50)
-    assert await bench.keys.recover(store, "mine")
+    assert await bench.keys.recover(await bench.keys.who(), "mine")
     with pytest.raises(StoreLost):
         await bench.keys.recover_replay(store, "dead", [])
     with pytest.raises(StoreLost):
         await bench.keys.recover_end(store, "dead", 9, [])
     await bench.keys.recover_abandon(store, "dead")  # not its own: nothing happens
-    assert not await bench.keys.recover(store, "another")
+    assert not await bench.keys.recover(await bench.keys.who(), "another")
     await bench.keys.recover_abandon(store, "mine")
-    assert await bench.keys.recover(store, "another")
+    assert await bench.keys.recover(await bench.keys.who(), "another")
+
+
+async def test_what_another_has_recovered_is_not_recovered_again(bench: Bench) -> None:
+    """Two processes see a flush; the second may come when the first is done."""
+    seen = await bench.keys.who()
+    epoch = await bench.settled(generation=3)
+    assert not await bench.keys.recover(seen, "mine")
+    assert (await bench.keys.who()).epoch == epoch
 
 
 async def test_a_flush_ends_a_recovery(bench: Bench) -> None:
     """Else a store from which the replay has vanished again would be believed to be complete."""
     store = (await bench.keys.who()).store
-    assert await bench.keys.recover(store, "mine")
+    assert await bench.keys.recover(await bench.keys.who(), "mine")
     await bench.keys.recover_replay(store, "mine", [(ID, delivered(bench.now_ms()))])
     bench.flush()
     calls: list[Callable[[], Awaitable[object]]] = [
@@ -132,13 +140,13 @@ async def test_a_flush_ends_a_recovery(bench: Bench) -> None:
 
 async def test_a_recovery_of_another_store_does_nothing(bench: Bench) -> None:
     with pytest.raises(StoreLost):
-        await bench.keys.recover("another/one", "mine")
-    assert await bench.keys.recover((await bench.keys.who()).store, "mine")
+        await bench.keys.recover(Identity("another/one", None), "mine")
+    assert await bench.keys.recover(await bench.keys.who(), "mine")
 
 
 async def test_an_older_generation_never_replaces_a_newer_one(bench: Bench) -> None:
     epoch = await bench.settled(generation=5)
-    assert await bench.keys.recover(epoch.store, "late")
+    assert await bench.keys.recover(await bench.keys.who(), "late")
     for generation in (4, 5):
         with pytest.raises(StoreLost):
             await bench.keys.recover_end(epoch.store, "late", generation, [99, 99])
@@ -150,7 +158,7 @@ async def test_claims_of_all_slots_are_dead_after_a_recovery(bench: Bench) -> No
     first = await bench.settled(generation=3)
     await bench.keys.claim(first, 0, 10, [(ID, FP)])
     await bench.keys.claim(first, 1, 20, [(OTHER, FP)])
-    assert await bench.keys.recover(first.store, "mine")
+    assert await bench.keys.recover(await bench.keys.who(), "mine")
     await bench.keys.recover_end(first.store, "mine", 4, [30, 40])
     epoch = Epoch(4, first.store)
     claims = await bench.keys.claim(epoch, 0, 30, [(ID, FP), (OTHER, FP)])

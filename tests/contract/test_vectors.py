@@ -81,7 +81,7 @@ class Bed:
 async def bed(redis: Redis, namespace: str) -> AsyncIterator[Bed]:
     keys = redis_keys(redis, namespace)
     store = (await keys.who()).store
-    assert await keys.recover(store, "first")
+    assert await keys.recover(await keys.who(), "first")
     await keys.recover_end(store, "first", 1, [FREED.get(slot, -1) for slot in range(3)])
     with redis.client() as client:
         yield Bed(keys, client, namespace, Epoch(1, store))

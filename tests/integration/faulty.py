@@ -16,7 +16,7 @@ from aiokafka.errors import TopicAuthorizationFailedError
 
 from service.errors import KafkaAway, StoreAway, StoreUnanswered
 from service.kafka.producer import TransactionalProducer
-from service.keys import Epoch, RedisKeys
+from service.keys import Epoch, Identity, RedisKeys
 from service.recovery import SlotRecovery, Store
 from service.slot import Slot
 from service.states import SlotEvent
@@ -217,7 +217,7 @@ def a_flush_ends_no_recovery() -> None:
     end = RedisKeys.recover_end
 
     async def end_anyway(keys: RedisKeys, store: str, nonce: str, generation: int, freed: Sequence[int]) -> None:
-        await keys.recover(store, nonce)
+        await keys.recover(Identity(store, None), nonce)
         await end(keys, store, nonce, generation, freed)
 
     replace(RedisKeys, "recover_end", end_anyway)
