@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 from pyspark.sql import SparkSession
@@ -9,6 +10,7 @@ from pyspark.sql import SparkSession
 from spark import jars
 
 APP: Final = "fencepost-audit"
+LOGGING: Final = Path(__file__).with_name("log4j2.properties")
 
 _ALWAYS: Final = {
     "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
@@ -54,9 +56,8 @@ def open_session(environ: Mapping[str, str] | None = None, java_options: str = _
     if "PYSPARK_GATEWAY_PORT" not in environ:
         paths = ",".join(str(path) for path in jars.find(environ))
         builder = builder.master(environ.get("FENCEPOST_SPARK_MASTER", "local[*]")).config("spark.jars", paths)
-        builder = builder.config("spark.driver.extraJavaOptions", java_options)
+        options = f"{java_options} -Dlog4j2.configurationFile={LOGGING.as_uri()}"
+        builder = builder.config("spark.driver.extraJavaOptions", options)
         for name, value in _LOCAL.items():
             builder = builder.config(name, value)
-    session = builder.getOrCreate()
-    session.sparkContext.setLogLevel("ERROR")
-    return session
+    return builder.getOrCreate()
