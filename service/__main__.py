@@ -6,7 +6,7 @@ import sys
 import uvicorn
 
 from service.app import create_app
-from service.http_guard import GuardedProtocol
+from service.http_guard import GuardedProtocol, LingeringServer
 from service.settings import Settings
 from service.shared import Rules, SettingsError
 from service.telemetry import configure_logging
@@ -32,7 +32,7 @@ def main() -> int:
         wrong.append(error)
         server.should_exit = True
 
-    server = uvicorn.Server(
+    server = LingeringServer(
         uvicorn.Config(
             create_app(settings, rules, give_up),
             host=settings.host,

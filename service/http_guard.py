@@ -1,13 +1,19 @@
-"""uvicorn's HTTP protocol with the two bounds that it lacks: a connection may not stay silent, nor a head grow."""
+"""What uvicorn lacks: a connection may not stay silent, a head may not grow, and a stop cuts nobody off."""
 
 import asyncio
+import socket
+from types import FrameType
 from typing import Final
 
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_BYTES_MAX: Final = 64 * 1024
 # From the connection, or a request's first byte, to its last one. Between requests uvicorn's keep-alive bound holds.
 SILENCE_MAX_S: Final = 20.0
+
+# After a SIGTERM: clients that use their connections more often than this leave them by an answer.
+LINGER_S: Final = 1.0
 
 _TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
@@ -15,6 +21,7 @@ _TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection
 class GuardedProtocol(HttpToolsProtocol):
     """Costs nothing for a request that comes in one piece: the timer runs only while one is incomplete."""
 
+    lingering = False  # of all connections: each answer is its connection's last one
     _whole = False  # no request is under way
     _in_head = True
     _head_bytes = 0
@@ -47,6 +54,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head, self._head_bytes = False, 0
         super().on_headers_complete()
+        if self.lingering and self.cycle is not None:
+            self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
         self._whole = True
@@ -64,3 +73,23 @@ class GuardedProtocol(HttpToolsProtocol):
         self._timer = None
         if not self.transport.is_closing():
             self.transport.close()
+
+
+class LingeringServer(uvicorn.Server):
+    """After the first SIGTERM each answer ends its connection, for LINGER_S, before uvicorn closes the idle ones.
+
+    Else a client that is just sending its next request is cut off, and cannot know whether that was read.
+    """
+
+    _loop: asyncio.AbstractEventLoop | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._loop is None or GuardedProtocol.lingering:
+            super().handle_exit(sig, frame)
+            return
+        GuardedProtocol.lingering = True
+        self._loop.call_soon_threadsafe(self._loop.call_later, LINGER_S, super().handle_exit, sig, frame)

@@ -1,6 +1,8 @@
 """Connections that say nothing, or never finish their head, are ended; whole requests never meet a timer."""
 
 import asyncio
+import contextlib
+import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,7 +11,7 @@ import uvicorn
 
 from deploy.local.stack import free_port
 from service import http_guard
-from service.http_guard import GuardedProtocol
+from service.http_guard import GuardedProtocol, LingeringServer
 
 REQUEST = b"POST /events HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nbody"
 
@@ -82,4 +84,30 @@ async def test_whole_requests_go_on_past_the_bound(port: int) -> None:
             head = await reader.readuntil(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200 ")
             assert await reader.readexactly(4) == b"body"
+    writer.close()
+
+
+async def test_a_stop_lets_clients_leave_by_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that was idle at the signal gets its next request answered, and is closed by that."""
+    monkeypatch.setattr(http_guard, "LINGER_S", 0.5)
+    monkeypatch.setattr(GuardedProtocol, "lingering", False)
+    port = free_port()
+    config = uvicorn.Config(app, port=port, http=GuardedProtocol, lifespan="off", log_config=None, access_log=False)
+    server = LingeringServer(config)
+    monkeypatch.setattr(server, "capture_signals", contextlib.nullcontext)
+    serving = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+        await asyncio.sleep(0.01)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(REQUEST)
+    await reader.readuntil(b"body")
+
+    server.handle_exit(signal.SIGTERM, None)
+    await asyncio.sleep(0.1)
+    writer.write(REQUEST)
+    async with asyncio.timeout(2.0):
+        last = await reader.read()
+        assert last.startswith(b"HTTP/1.1 200 ")
+        assert b"connection: close" in last.lower()
+        await serving
     writer.close()
