@@ -140,7 +140,7 @@ class _Run:
         with self.cost.step("read"):
             # Read once, used twice. A checkpoint, not a cache: Delta refuses to merge from a plan that is cached.
             rows = rows.localCheckpoint()
-            hours = _hours(rows)
+            hours = hours_of(rows)
         with self.cost.step("merge"):
             if hours:
                 self.lake.merge(rows, hours, plan.run)
@@ -153,12 +153,12 @@ class _Run:
         balance = Balance.of(before)
         deliveries = self.lake.read("deliveries")
         with self.cost.step("judge"):
-            touched = set(_hours(deliveries.where(F.col("run") == plan.run)))
+            touched = set(hours_of(deliveries.where(F.col("run") == plan.run)))
             if before is None or before["options"] != plan.options or before["topics"] != plan.topics:
-                hours = touched | set(_hours(deliveries))
+                hours = touched | set(hours_of(deliveries))
             else:
                 hours = touched | balance.open_hours()
-            rows = deliveries.where(_in_hours(sorted(hours)))
+            rows = deliveries.where(in_hours(sorted(hours)))
             judged = verdict.judge(rows, seen)
             balance.replace(hours, findings.sums(judged).collect())
         found = [findings.of_logs(self.spark, plan)]
@@ -209,7 +209,7 @@ class _Run:
             self.lake.append("runs", rows, plan.run)
 
 
-def _hours(rows: DataFrame) -> list[str]:
+def hours_of(rows: DataFrame) -> list[str]:
     """The hours of rows, as text; as many as there are hours."""
     found = rows.select(F.date_format("accepted_hour", HOUR_FORMAT).alias("hour")).distinct().collect()
     return sorted(row["hour"] for row in found)
@@ -220,7 +220,7 @@ def _hours_sql(hours: list[str]) -> str:
     return f"accepted_hour IN ({literals})"
 
 
-def _in_hours(hours: list[str]) -> Any:
+def in_hours(hours: list[str]) -> Any:
     return F.expr(_hours_sql(hours)) if hours else F.lit(False)
 
 

@@ -1,0 +1,96 @@
+"""What a run costs in the lake: writes that count once, and reads that do not grow with the history."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from delta.tables import DeltaTable
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from spark import ids, job, lake, state
+from tests.spark.rows import HOUR_MS, NOW_MS, copy, entry, evidence
+from tests.spark.rows import ids as named
+
+
+def _rows(spark: SparkSession, run: int, hours: range, *, prefix: str = "id") -> DataFrame:
+    """Ten ids in each of these hours, counted back from now."""
+    told = {
+        f"{prefix}-{hour}-{n}": [copy(n, at=NOW_MS - hour * HOUR_MS), entry(n, at=NOW_MS - hour * HOUR_MS)]
+        for hour in hours
+        for n in range(10)
+    }
+    return state.reduce(evidence(spark, named(told)), run)
+
+
+def _filled(spark: SparkSession, root: Path, hours: int) -> lake.Lake:
+    tables = lake.Lake(spark, str(root))
+    tables.append("deliveries", _rows(spark, 1, range(hours)).hint("rebalance", "accepted_hour"), 1)
+    return tables
+
+
+def _merge(tables: lake.Lake, run: int) -> dict[str, Any]:
+    """Merge copies of two hours' ids, as a run does; what Delta says of it."""
+    new = _rows(tables.spark, run, range(2)).unionByName(_rows(tables.spark, run, range(2), prefix="new"))
+    new = new.localCheckpoint()
+    tables.merge(new, job.hours_of(new), run)
+    last = DeltaTable.forPath(tables.spark, tables.path("deliveries")).history(1).collect()[0]
+    return {"version": last["version"], **last["operationMetrics"]}
+
+
+def _version(tables: lake.Lake) -> int:
+    version: int = DeltaTable.forPath(tables.spark, tables.path("deliveries")).history(1).collect()[0]["version"]
+    return version
+
+
+@pytest.fixture(scope="module")
+def small(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> lake.Lake:
+    return _filled(spark, tmp_path_factory.mktemp("small"), 4)
+
+
+@pytest.fixture(scope="module")
+def large(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> lake.Lake:
+    return _filled(spark, tmp_path_factory.mktemp("large"), 40)
+
+
+def test_a_merge_and_what_follows_read_the_same_however_long_the_history(small: lake.Lake, large: lake.Lake) -> None:
+    costs = []
+    for tables in (small, large):
+        metrics = _merge(tables, 2)
+        rows = tables.read("deliveries").where(F.col("run") == 2)
+        judged = tables.read("deliveries").where(job.in_hours(job.hours_of(rows)))
+        touched = {name: metrics[name] for name in ("numTargetFilesRemoved", "numTargetRowsUpdated")}
+        costs.append((touched, metrics["numTargetRowsCopied"], judged.count(), len(_scanned(judged))))
+    assert costs[0] == costs[1]
+    assert costs[0][0]["numTargetRowsUpdated"] == "20"
+    assert len(_scanned(large.read("deliveries"))) > 10 * costs[0][3]
+
+
+def _scanned(rows: DataFrame) -> set[str]:
+    """The files that rows come from, asked of the rows themselves."""
+    return {row["file"] for row in rows.select(F.input_file_name().alias("file")).distinct().collect()}
+
+
+def test_a_write_that_a_run_did_is_not_done_again(small: lake.Lake) -> None:
+    before = small.read("deliveries").agg(F.sum("count")).collect()[0][0]
+    assert _merge(small, 7)["version"] == _version(small)
+    merged = small.read("deliveries").agg(F.sum("count")).collect()[0][0]
+    assert merged == before + 40
+    version = _version(small)
+    _merge(small, 7)
+    assert _version(small) == version
+    assert small.read("deliveries").agg(F.sum("count")).collect()[0][0] == merged
+    finding = small.spark.createDataFrame([{"scope": "log", "kind": "k"}], lake.schema("findings"))
+    for _ in range(2):
+        small.append("findings", finding, 1)
+    assert small.read("findings").count() == 1
+    for _ in range(2):
+        small.replace("findings", finding, "scope = 'log'", 2)
+    assert small.read("findings").count() == 1
+
+
+def test_the_pass_over_ids_reads_narrow_columns_only(small: lake.Lake) -> None:
+    plan = ids.in_several_hours(small.read("deliveries"))._jdf.queryExecution().executedPlan().toString()
+    (scan,) = [line for line in plan.splitlines() if "FileScan" in line]
+    columns = scan[scan.index("[") + 1 : scan.index("]")]
+    assert {column.split("#")[0] for column in columns.split(",")} == {"kind", "id", "accepted_hour"}
