@@ -18,6 +18,7 @@ DEFAULT: Final[dict[str, Configuration]] = {
     "an expired transactional id": Configuration(Faults(forget_id=1, kill=1)),
     "a flush": Configuration(Faults(flush=1, lose_reply=1, post_again=1)),
     "a flush and a script without an answer": Configuration(Faults(flush=1, lose_script=1, post_again=1)),
+    "a flush and a pause": Configuration(Faults(flush=1, expire=1)),
     "two flushes": Configuration(Faults(flush=2, post_again=1)),
     "a failover to a lagging replica": Configuration(Faults(failover=1, replicate=1, lose_reply=1, post_again=1)),
     "a failover and a flush": Configuration(Faults(failover=1, flush=1, post_again=1)),
@@ -33,7 +34,7 @@ DEFAULT: Final[dict[str, Configuration]] = {
 # Searched to the end by `python -m tests.model --deep`.
 DEEP: Final[dict[str, Configuration]] = {
     "two crashes and a commit in doubt": Configuration(Faults(kill=2, lose_reply=1)),
-    "a crash, a pause and a commit in doubt": Configuration(Faults(kill=1, expire=1, lose_reply=1, post_again=1)),
+    "a crash, a pause and a commit in doubt": Configuration(Faults(kill=1, expire=1, lose_reply=1), watchful=True),
     "a crash, scripts without an answer and failed marks": Configuration(
         Faults(kill=1, lose_script=2, fail_mark=1, other=1)
     ),
@@ -53,6 +54,11 @@ DEEP: Final[dict[str, Configuration]] = {
         Faults(kill=2, lose_send=1, lose_reply=1, post_again=1), pair=True, posters=(0,)
     ),
 }
+
+
+# A slot moves to an idle process and is then fenced by the one that had lost it, which leaves a claim behind: the
+# holder believes itself READY, so that nobody recovers the slot until a claim of the holder's own is answered FENCED.
+IDLE_HOLDER: Final = Configuration(Faults(kill=1, expire=1, lose_reply=1), posters=(0,))
 
 
 class Mutant(NamedTuple):
@@ -83,6 +89,9 @@ MUTANTS: Final[dict[str, Mutant]] = {
         "producer_replaced", Configuration(Faults(lose_reply=1, kill=1)), TWICE, 23
     ),
     "control is not read": Mutant("control_checked", _SPLIT, TWICE, 31),
+    "control is read before the fence": Mutant(
+        "checked_after_fence", _SPLIT._replace(faults=_SPLIT.faults._replace(lose_send=1)), TWICE, 40
+    ),
     "control is read from a deposed leader": Mutant(
         "control_barrier", _SPLIT._replace(faults=_SPLIT.faults._replace(depose=1)), TWICE, 32
     ),
@@ -111,6 +120,12 @@ MUTANTS: Final[dict[str, Mutant]] = {
     "a claim of a past term is sent": Mutant("term_kept", Configuration(Faults(expire=1, post_again=1)), TWICE, 24),
     "a late release gives up another's claim": Mutant(
         "claim_released", Configuration(Faults(lose_script=1, deadline=1, post_again=1)), TWICE, 19
+    ),
+    "a claim without an answer is forgotten": Mutant(
+        "silence_ends_term", Configuration(Faults(lose_script=1)), STUCK, 3
+    ),
+    "a release without an answer is forgotten": Mutant(
+        "silence_ends_term", Configuration(Faults(lose_script=1, deadline=1, post_again=1)), TWICE, 25
     ),
     "terms are the epochs of producers": Mutant("terms_are_offsets", Configuration(Faults(forget_id=1)), STUCK, 2),
     "a doubt is answered 503": Mutant("doubt_kept", Configuration(Faults(lose_reply=1, deadline=1)), UNTRUE, 6),

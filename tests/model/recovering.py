@@ -34,6 +34,9 @@ FENCES = SEEN + len(SLOTS)
 READING = FENCES + 1
 REPLAYED = READING + len(SLOTS)
 
+# The term of a slot that was checked before its fence, where that rule is taken out.
+CHECKED_EARLY = -2
+
 
 def steps(world: World, p: int, rules: Rules, configuration: Configuration) -> Iterator[Step]:
     """Every step of recovery that process `p` may take."""
@@ -55,6 +58,8 @@ def steps(world: World, p: int, rules: Rules, configuration: Configuration) -> I
                 yield f"p{p}: take s{s}", with_view(taken, p, s, View(slot_move(VACANT, SlotEvent.LEASE)))
         elif view.state in (DOUBT, LEASED):
             yield from _fence(world, p, s, view, rules)
+        elif view.state == READY and configuration.watchful:
+            yield from _watch(world, p, s, view, rules)
         elif view.state == FENCED:
             yield from _begin(world, p, s, view, rules)
         elif view.state == BEGUN:
@@ -89,6 +94,16 @@ def _fence(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[S
             yield f"p{p}: let go of s{s}", with_view(world, p, s, View(slot_move(DOUBT, SlotEvent.GIVE_BACK)))
             return
         world = world._replace(holders=put(world.holders, s, p))
+    if not rules.checked_after_fence and view.term != CHECKED_EARLY:
+        for whence, generation, named in newest(world, rules):
+            if (generation, named) == (process.generation, process.store):
+                yield (
+                    f"p{p}: check s{s}{whence} before the fence",
+                    with_view(world, p, s, view._replace(term=CHECKED_EARLY)),
+                )
+            else:
+                yield f"p{p}: check s{s}{whence} before the fence: lost", lose_store(world, p, process.generation)
+        return
     entered = View(
         slot_move(view.state, *([SlotEvent.RECOVER] if view.state == DOUBT else []), SlotEvent.FENCE),
         view.owner,
@@ -103,6 +118,16 @@ def _fence(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[S
         fenced = kafka.init_producer(world, s)
         owner = fenced.parts[s].owner
         yield f"p{p}: fence s{s}", with_view(fenced, p, s, entered._replace(owner=owner))
+
+
+def _watch(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
+    """The heartbeat of a holder that was fenced while it was idle."""
+    process = world.processes[p]
+    store = world.stores[process.address]
+    busy = process.request is not None and process.request.slot == s
+    settled = scripts.settled(store, process.address, view.generation, view.store, rules)
+    if not busy and settled and store.freed[s] > view.term:
+        yield f"p{p}: the heartbeat sees that s{s} t{view.term} has passed", end_term(world, p, s, rules)
 
 
 def _begin(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
@@ -159,7 +184,7 @@ def readings(world: World, s: int, start: int, through: int, rules: Rules) -> It
 def _check(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
     """After the fence: does control still name the store that the claims are in?"""
     checked = with_view(world, p, s, view._replace(state=slot_move(view.state, SlotEvent.CHECK)))
-    if not rules.control_checked:
+    if not (rules.control_checked and rules.checked_after_fence):
         yield f"p{p}: do not check s{s}", checked
         return
     for whence, generation, named in newest(world, rules):

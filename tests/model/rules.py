@@ -11,6 +11,7 @@ class Rules(NamedTuple):
     sends_awaited: bool = True  # no commit is asked for before every send is answered
     producer_replaced: bool = True  # after any doubt: InitProducerId before the next transaction
     control_checked: bool = True  # a slot recovery reads which store control names
+    checked_after_fence: bool = True  # and it reads that after its fence, not before
     control_barrier: bool = True  # control is believed only through a record of one's own
     own_record_read: bool = True  # a recovery reads the ledger through a record of its own, not up to an answered LSO
     ledger_replayed: bool = True  # a slot recovery marks what the ledger has before it frees
@@ -23,6 +24,7 @@ class Rules(NamedTuple):
     freed_respected: bool = True  # a claim is dead only when `freed` of its slot has passed its term
     term_kept: bool = True  # an event is sent only in the term in which it was claimed
     term_current: bool = True  # the claim script demands that `freed` of the slot is the caller's term
+    silence_ends_term: bool = True  # a claim or a release without an answer ends the term
     doubt_kept: bool = True  # what may have been sent is never answered 503
     claim_released: bool = True  # a release gives up only a claim of its own slot and term
     terms_are_offsets: bool = True  # terms are ledger offsets, not the epochs of producers
@@ -61,6 +63,9 @@ class Configuration(NamedTuple):
     pair: bool = False  # an atomic pair instead of a single event
     take_over: bool = True  # a process may take the slot that the other began with
     split: bool = False  # a failover may leave one process at the old store
+    # A heartbeat sees that `freed` has passed a held slot's term. The service's does not: such a holder learns it from
+    # its next claim, and until then whoever waits for that slot's recovery waits.
+    watchful: bool = False
     posters: tuple[int, ...] = (0, 1)  # the processes that the client knows
 
 

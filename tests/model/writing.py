@@ -39,8 +39,8 @@ def steps(world: World, p: int, rules: Rules, configuration: Configuration) -> I
     request = process.request
     if request is None:
         yield from _post(world, p, configuration)
-    elif world.left[FAULT.deadline] and not request.answered:
-        yield from _deadline(world, p, request, rules)
+    elif not request.answered and world.left[FAULT.deadline]:
+        yield from _deadline(spend(world, FAULT.deadline), p, request, rules)
     if request is not None and request.state in (QUEUED, IN_DOUBT):
         for s, view in enumerate(process.views):
             if view.state == READY and not view.unwanted:
@@ -92,7 +92,6 @@ def _post(world: World, p: int, configuration: Configuration) -> Iterator[Step]:
 
 def _deadline(world: World, p: int, request: Request, rules: Rules) -> Iterator[Step]:
     """The request's time is over: 504 where it may be written, else 503, and a claim is then to be released."""
-    world = spend(world, FAULT.deadline)
     if rules.doubt_kept and request_state(request.state) in MAYBE_WRITTEN:
         under_way = with_request(world, p, request._replace(answered=True))
         yield f"p{p}: deadline, 504", under_way if request.state == SENT else _answer(world, p, NONE)
@@ -134,7 +133,9 @@ def _claim(world: World, p: int, s: int, view: View, request: Request, rules: Ru
     state = request_move(request.state, RequestEvent.CLAIM)
     back = request._replace(state=request_move(state, RequestEvent.QUEUE), slot=NONE)
     if world.left[FAULT.lose_script]:
-        ended = end_term(with_request(world, p, back), p, s, rules)
+        ended = with_request(world, p, back)
+        if rules.silence_ends_term:
+            ended = end_term(ended, p, s, rules)
         script = (late.CLAIM, address, view.generation, view.store, s, view.term)
         yield f"{label}, no answer", late.leave(spend(ended, FAULT.lose_script), script)
     if not scripts.settled(store, address, view.generation, view.store, rules):
@@ -272,7 +273,10 @@ def _release(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator
     label = f"p{p}: release s{s} t{view.term}"
     if world.left[FAULT.lose_script]:
         script = (late.RELEASE, address, view.generation, view.store, s, view.term)
-        yield f"{label}, no answer", late.leave(spend(end_term(world, p, s, rules), FAULT.lose_script), script)
+        ended = with_view(world, p, s, view._replace(unwanted=False))
+        if rules.silence_ends_term:
+            ended = end_term(world, p, s, rules)
+        yield f"{label}, no answer", late.leave(spend(ended, FAULT.lose_script), script)
     if not scripts.settled(world.stores[address], address, view.generation, view.store, rules):
         yield f"{label}: store lost", end_term(world, p, s, rules)
         return
