@@ -3,7 +3,7 @@
 import argparse
 import importlib
 
-NAMES = ("visible", "poison")
+NAMES = ("visible", "poison", "moving")
 
 
 def main() -> None:
