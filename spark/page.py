@@ -14,6 +14,18 @@ TEMPLATE: Final = Path(__file__).with_name("report.html")
 FINDINGS_SHOWN: Final = 1_000
 COPIES_SHOWN: Final = 10
 
+_NAMES: Final = {
+    "duplicate": ("duplicate", "duplicates"),
+    "conflict": ("conflict", "conflicts"),
+    "client_duplicate": ("duplicate by the client", "duplicates by clients"),
+    "lost": ("lost event", "lost events"),
+    "phantom": ("phantom", "phantoms"),
+    "unkeyed": ("partition with unkeyed records", "partitions with unkeyed records"),
+    "stuck": ("stuck request", "stuck requests"),
+    "evidence_gap": ("gap in the evidence", "gaps in the evidence"),
+}
+"""What one finding of a kind is called, and several."""
+
 _GOOD: Final = {"delivered_once"}
 _WAIT: Final = {"pending", "unprovable"}
 
@@ -45,8 +57,8 @@ def render(document: Mapping[str, Any], hours: ByHour) -> Iterator[str]:
         ),
         balance=_balance(balance),
         apart=escape(
-            f"Apart from the line: {_count(balance['phantom'])} phantom ids, that nobody accepted; "
-            f"{_count(balance['records'])} records delivered in all."
+            f"Apart from the line: {_several(balance['phantom'], 'phantom', 'phantoms')}, that nobody accepted; "
+            f"{_several(balance['records'], 'record', 'records')} delivered in all."
         ),
         sections=sections,
     )
@@ -58,15 +70,15 @@ def _headline(document: Mapping[str, Any]) -> str:
         if not balance["accepted"] and not balance["records"]:
             return "Clean: nothing was written yet"
         return f"Clean: {_count(balance['delivered_once'])} accepted events, each delivered exactly once"
-    told = [f"{_count(count)} {kind.replace('_', ' ')}" for kind, count in document["kinds"].items() if count]
-    return f"{_count(run['findings'])} findings: {', '.join(told)}"
+    told = [_several(count, *_NAMES[kind]) for kind, count in document["kinds"].items() if count]
+    return f"{_several(run['findings'], 'finding', 'findings')}: {', '.join(told)}"
 
 
 def _subline(document: Mapping[str, Any]) -> str:
     run, balance = document["run"], document["balance"]
     parts = []
     if balance["pending"]:
-        parts.append(f"{_count(balance['pending'])} accepted events cannot be judged yet.")
+        parts.append(f"{_several(balance['pending'], 'accepted event', 'accepted events')} cannot be judged yet.")
     if not run["caught_up"]:
         parts.append("This run was capped: records are left to read.")
     if not run["ids_pass"]:
@@ -139,8 +151,9 @@ def _places(finding: Mapping[str, Any]) -> "_html":
         span = f"{finding['topic']}[{finding['partition']}] {finding['first_offset']} to {finding['last_offset']}"
         return _html(f"<code>{escape(span)}</code>")
     lines = [_place(copy) for copy in copies[:COPIES_SHOWN]]
-    if len(copies) > COPIES_SHOWN:
-        lines.append(f"and {_count(len(copies) - COPIES_SHOWN)} more")
+    left = max(finding["count"], len(copies)) - len(lines)
+    if left:
+        lines.append(f"and {_count(left)} more")
     return _html("<br>".join(lines))
 
 
@@ -255,6 +268,10 @@ def _cell(cell: Cell) -> str:
     if isinstance(cell, _number):
         return f'<td class="n">{_count(cell)}</td>'
     return f"<td>{cell if isinstance(cell, _html) else escape(str(cell))}</td>"
+
+
+def _several(count: int, one: str, many: str) -> str:
+    return f"{_count(count)} {one if count == 1 else many}"
 
 
 def _count(number: int) -> str:

@@ -143,11 +143,17 @@ def _listed(standing: DataFrame) -> DataFrame:
 def _causes(standing: DataFrame) -> list[dict[str, Any]]:
     """How many findings there are by kind, topic and cause, and how many copies too many: a bounded number of rows.
 
-    A copy too many counts for the topic in which it lies and for its own cause.
+    A copy too many counts for the topic in which it lies and for its own cause; those of which no coordinates were
+    kept count with their finding.
     """
+    uncounted = F.col("count") - F.size("coordinates")
     many = F.col("kind").isin(DUPLICATE, CONFLICT)
     each = standing.select(
-        "kind", "topic", "cause", F.lit(1).alias("findings"), F.when(many, 0).otherwise(F.col("count")).alias("records")
+        "kind",
+        "topic",
+        "cause",
+        F.lit(1).alias("findings"),
+        F.when(many, uncounted).otherwise(F.col("count")).alias("records"),
     )
     copies = standing.where(many).select("kind", F.explode("coordinates").alias("copy")).where("copy.cause is not null")
     extra = copies.select("kind", "copy.topic", "copy.cause", F.lit(0).alias("findings"), F.lit(1).alias("records"))

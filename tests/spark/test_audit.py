@@ -260,6 +260,8 @@ def test_many_copies_are_counted_beyond_the_coordinates_that_are_kept(ran: Ran) 
     many = next(one for one in ran.document["findings"] if one["key"] == "f-many")
     assert many["count"] == 300
     assert len(many["coordinates"]) == 128
+    records = {(row["kind"], row["topic"]): row["records"] for row in ran.document["causes"]}
+    assert (records["duplicate", FOREIGN], records["conflict", FOREIGN]) == (1 + 299, 299)
 
 
 def test_a_lost_event_is_named_by_the_place_that_was_promised(ran: Ran) -> None:
@@ -304,7 +306,8 @@ def test_without_the_pass_over_ids_only_the_copies_of_other_hours_are_missed(
 
 def test_the_page_and_the_metrics_tell_the_same(ran: Ran) -> None:
     page = (ran.report / "report.html").read_text()
-    assert f"{ran.document['run']['findings']:,} findings" in page
+    assert f"{ran.document['run']['findings']:,} findings: 11 duplicates, 3 conflicts" in page
+    assert "and 290 more" in page
     assert "every-orders[3]" in page
     assert "http" not in page.replace("http-equiv", "").lower().replace("http://www.w3.org", "")
     metrics = (ran.report / "metrics.prom").read_text()
