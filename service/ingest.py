@@ -16,6 +16,7 @@ from service.errors import (
     OUTCOME_UNKNOWN,
     RECORD_REFUSED,
     UNKNOWN_TOPIC,
+    Fenced,
     KafkaAway,
     Problem,
     StoreAway,
@@ -159,7 +160,7 @@ class Ingest:
         while not slot.leaving:
             await self._queue.wait()
             if slot.stale:
-                raise StoreLost("the slot was recovered in a generation that has passed")
+                raise Fenced("its term, or its generation, has passed")
             requests = [] if slot.leaving else self._queue.take()
             if not requests:
                 continue

@@ -238,14 +238,18 @@ function operation.give_back()
 end
 
 -- beat: generation store token ttl slots held* — one heartbeat of a process: its leases live on, the dead are seen.
--- Answers the number of members, then a character a slot: "m" mine, "t" taken by another, "f" free, "d" dead.
+-- Answers the number of members, a character a slot ("m" mine, "t" taken by another, "f" free, "d" dead), and `freed` of
+-- each slot held: past its holder's term it tells that another has had the slot meanwhile.
 function operation.beat()
   if not settled() then return {'STORE_LOST'} end
   local token, ttl, now = ARGV[4], ARGV[5], now_ms()
   redis.call('ZADD', P .. 'm', string.format('%.0f', now + ttl), token)
   redis.call('ZREMRANGEBYSCORE', P .. 'm', '-inf', string.format('%.0f', now))
-  local held, map = {}, {}
-  for i = 7, #ARGV do held[ARGV[i]] = true end
+  local held, map, freed = {}, {}, {}
+  for i = 7, #ARGV do
+    held[ARGV[i]] = true
+    freed[#freed + 1] = hash_number('f', ARGV[i])
+  end
   for slot = 0, ARGV[6] - 1 do
     local key = P .. 'l' .. slot
     local holder = redis.call('GET', key)
@@ -260,7 +264,7 @@ function operation.beat()
       map[#map + 1] = redis.call('SISMEMBER', P .. 'o', slot) == 1 and 'd' or 'f'
     end
   end
-  return {'OK', redis.call('ZCARD', P .. 'm'), table.concat(map)}
+  return {'OK', redis.call('ZCARD', P .. 'm'), table.concat(map), freed}
 end
 
 -- leave: generation store token

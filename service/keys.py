@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.resources import files
 from struct import Struct
 from typing import Any, Final, Protocol
@@ -59,10 +59,11 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """One heartbeat's view: live processes, and for each slot m(ine), t(aken), f(ree) or d(ead)."""
+    """One heartbeat's view: live processes; each slot m(ine), t(aken), f(ree) or d(ead); `freed` of those held."""
 
     members: int
     slots: str
+    freed: Mapping[int, int] = field(default_factory=dict)
 
 
 class KeyStore(Protocol):
@@ -237,8 +238,10 @@ class RedisKeys:
         await self._call("give_back", epoch.generation, epoch.store, slot, token, int(clean))
 
     async def beat(self, epoch: Epoch, token: str, slots: int, held: Sequence[int]) -> Census:
-        members, view = await self._call("beat", epoch.generation, epoch.store, token, self._lease_ttl_ms, slots, *held)
-        return Census(int(members), view.decode())
+        members, view, freed = await self._call(
+            "beat", epoch.generation, epoch.store, token, self._lease_ttl_ms, slots, *held
+        )
+        return Census(int(members), view.decode(), dict(zip(held, freed, strict=True)))
 
     async def leave(self, epoch: Epoch, token: str) -> None:
         await self._call("leave", epoch.generation, epoch.store, token)

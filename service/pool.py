@@ -115,8 +115,10 @@ class Pool:
             if census.slots[n] != "m":
                 log.warning("lease lost", slot=n)
                 self._let_go(slot)
-            elif slot.state in SETTLED and slot.epoch != epoch:
-                slot.stale = True  # fenced by the store's recovery: recovered now, not at the cost of its next group
+            elif slot.state in SETTLED and (slot.epoch != epoch or census.freed[n] > slot.term):
+                # Fenced by a recovery of the store, or by another holder that has gone: recovered now, for its ledger
+                # may hold what others wait for, and not at the cost of its next group.
+                slot.stale = True
                 self._queue.nudge_all()
         await self._balance(census, epoch)
         self._recovered()  # what is in doubt because of others' slots: ask again

@@ -37,7 +37,7 @@ class Slot:
         self.epoch = Epoch(-1, "")
         self.state = SlotState.VACANT
         self.leaving = False  # it is to be given back
-        self.stale = False  # its generation has passed: it is to be recovered before it writes again
+        self.stale = False  # its term or generation has passed: it is to be recovered before it writes again
         self._keys = keys
         self._ledger = ledger
         self._instance = instance

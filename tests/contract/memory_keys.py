@@ -189,7 +189,7 @@ class MemoryKeys:
                 view += "t"
             else:
                 view += "d" if slot in self.server.taken else "f"
-        return Census(len(self.server.members), view)
+        return Census(len(self.server.members), view, {slot: self.server.freed.get(slot, -1) for slot in held})
 
     async def leave(self, epoch: Epoch, token: str) -> None:
         self._settled(epoch)

@@ -63,8 +63,8 @@ class Configuration(NamedTuple):
     pair: bool = False  # an atomic pair instead of a single event
     take_over: bool = True  # a process may take the slot that the other began with
     split: bool = False  # a failover may leave one process at the old store
-    # A heartbeat sees that `freed` has passed a held slot's term. The service's does not: such a holder learns it from
-    # its next claim, and until then whoever waits for that slot's recovery waits.
+    # A heartbeat sees that `freed` has passed a held slot's term. The service's does; it matters to idle holders only,
+    # and is left out of the searches that have none.
     watchful: bool = False
     posters: tuple[int, ...] = (0, 1)  # the processes that the client knows
 

@@ -112,7 +112,7 @@ class FakeKeys(MemoryKeys):
     async def beat(self, epoch: Epoch, token: str, slots: int, held: Sequence[int]) -> Census:
         await self.trouble.enter("beat")
         census = await super().beat(epoch, token, slots, held)
-        return Census(census.members, self.census or census.slots)
+        return Census(census.members, self.census or census.slots, census.freed)
 
 
 class FakeStore(Store):

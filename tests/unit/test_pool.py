@@ -196,6 +196,16 @@ async def test_an_idle_slot_of_a_generation_that_passed_is_recovered_at_the_next
     assert not slot.stale
 
 
+async def test_an_idle_slot_whose_term_has_passed_is_recovered_at_the_next_beat(hold: Hold) -> None:
+    """Another had the slot meanwhile, and left something in its ledger that somebody waits for."""
+    held = hold()
+    slot = await held.ready()
+    held.world.keys.server.freed[slot.n] = slot.term + 5
+    await until(lambda: len(held.recovery.runs) >= 2)
+    assert held.recovery.runs[:2] == [(slot.n, EPOCH), (slot.n, EPOCH)]
+    assert EPOCH not in held.world.store.losses
+
+
 async def test_a_recovery_drops_the_debts_that_the_ledger_replays_and_keeps_the_others() -> None:
     world = World()
     slot = await world.slot()
