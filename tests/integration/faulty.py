@@ -15,6 +15,7 @@ from typing import Any, Final
 from aiokafka.errors import TopicAuthorizationFailedError
 
 from service.errors import KafkaAway, StoreAway, StoreUnanswered
+from service.ingest import Ingest
 from service.kafka.producer import TransactionalProducer
 from service.keys import Epoch, Identity, RedisKeys
 from service.recovery import SlotRecovery, Store
@@ -28,6 +29,7 @@ PLACES: Final[dict[str, tuple[type, str]]] = {
     "claim": (RedisKeys, "claim"),
     "release": (RedisKeys, "release"),
     "mark": (RedisKeys, "mark"),
+    "plain": (Ingest, "_deliver_plain"),
     "slot.fence": (SlotRecovery, "_fence"),
     "slot.begin": (Slot, "begin"),
     "slot.check": (SlotRecovery, "_check"),

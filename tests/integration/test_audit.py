@@ -48,7 +48,7 @@ async def test_a_kill_in_mid_load_is_named_where_it_left_copies(
     """The process comes back under its name; its clients send again; both guarantees in one run of the audit."""
     plain, exact = make_topic(2), make_topic(2)
     settings: dict[str, Any] = {"rules": rules_for(tmp_path, plain), "instance": "phoenix", "slots": 2}
-    first = await stage.started(faults=(Fault("mark", "kill", first=8),), **settings)
+    first = await stage.started(faults=(Fault("plain.done", "kill", first=4),), **settings)
     urls = [first.url]
     asked = [event for pair in zip(events(plain, 150, "p"), events(exact, 150, "e"), strict=True) for event in pair]
     load = asyncio.create_task(stage.client.load(urls, asked, workers=16))
