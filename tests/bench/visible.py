@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
-import threading
+import multiprocessing
 import time
+from multiprocessing.connection import Connection
 
 import httpx
 from confluent_kafka import Consumer, TopicPartition
@@ -12,40 +13,38 @@ from deploy.local.stack import Service
 from service.wire import KEY_HEADER
 from tests.bench.stage import Bench, bench, keep, quantile
 from tests.integration.judge import wait_until_stable
-from tests.integration.plan import MODULE, PLAN_ENV, Fault, Plan, until
+from tests.integration.plan import MODULE, PLAN_ENV, Fault, Plan
 
 EVENTS = 2_000
 LEASE_TTL_MS = 3_000
 DEATHS = 5
 
 
-class Watcher(threading.Thread):
-    """A read_committed consumer that notes when it sees each key (monotonic seconds)."""
-
-    def __init__(self, kafka: str, topic: str, partitions: int) -> None:
-        super().__init__(daemon=True)
-        self.seen: dict[str, float] = {}
-        self.done = threading.Event()
-        self._consumer = Consumer(
-            {
-                "bootstrap.servers": kafka,
-                "group.id": "bench-visible",
-                "isolation.level": "read_committed",
-                "enable.auto.commit": False,
-                "fetch.wait.max.ms": 5,
-                "fetch.min.bytes": 1,
-            }
-        )
-        self._consumer.assign([TopicPartition(topic, partition, 0) for partition in range(partitions)])
-
-    def run(self) -> None:
-        while not self.done.is_set():
-            for message in self._consumer.consume(500, timeout=0.01):
-                now = time.monotonic()
-                if message.error() is None:
-                    key = bytes(dict(message.headers() or [])[KEY_HEADER] or b"")  # type: ignore[arg-type]
-                    self.seen[key.decode()] = now
-        self._consumer.close()
+def watch(kafka: str, topic: str, partitions: int, count: int, seen: Connection) -> None:
+    """In a process of its own: a read_committed consumer that notes when it sees each of so many keys (monotonic s)."""
+    consumer = Consumer(
+        {
+            "bootstrap.servers": kafka,
+            "group.id": "bench-visible",
+            "isolation.level": "read_committed",
+            "enable.auto.commit": False,
+            "fetch.wait.max.ms": 5,
+            "fetch.min.bytes": 1,
+        }
+    )
+    ends = [consumer.get_watermark_offsets(TopicPartition(topic, partition), 10)[1] for partition in range(partitions)]
+    consumer.assign([TopicPartition(topic, partition, end) for partition, end in enumerate(ends)])
+    seen.send("watching")
+    times: dict[str, float] = {}
+    while len(times) < count:
+        # Returns with the first record; consume() alone would wait for more.
+        first = consumer.poll(0.05)
+        for message in [*([first] if first is not None else []), *consumer.consume(500, timeout=0)]:
+            if message.error() is None:
+                key = bytes(dict(message.headers() or [])[KEY_HEADER] or b"")  # type: ignore[arg-type]
+                times[key.decode()] = time.monotonic()
+    consumer.close()
+    seen.send(times)
 
 
 async def _post_all(url: str, topic: str, prefix: str, clients: int) -> dict[str, float]:
@@ -70,13 +69,16 @@ async def _post_all(url: str, topic: str, prefix: str, clients: int) -> dict[str
 
 
 def _lags_ms(stage: Bench, service: Service, topic: str, clients: int) -> list[float]:
-    watcher = Watcher(stage.kafka.bootstrap, topic, 3)
+    spawn = multiprocessing.get_context("spawn")
+    mine, theirs = spawn.Pipe()
+    watcher = spawn.Process(target=watch, args=(stage.kafka.bootstrap, topic, 3, EVENTS, theirs), daemon=True)
     watcher.start()
-    answered = asyncio.run(_post_all(service.url, topic, f"c{clients}", clients))
-    until(lambda: answered.keys() <= watcher.seen.keys(), 10, "every record is visible")
-    watcher.done.set()
+    assert mine.recv() == "watching"
+    answered = asyncio.run(_post_all(service.url, topic, f"{time.monotonic_ns()}", clients))
+    assert mine.poll(10), "not every record became visible"
+    seen: dict[str, float] = mine.recv()
     watcher.join()
-    return [max(0.0, 1000 * (watcher.seen[key] - at)) for key, at in answered.items()]
+    return [max(0.0, 1000 * (seen[key] - at)) for key, at in answered.items()]
 
 
 def _held_up_s(stage: Bench, heir: Service, topic: str, number: int) -> float:
