@@ -76,3 +76,19 @@ async def test_kill_and_restart_under_load(stage: Stage, topic: str) -> None:
     await load
     await stage.ask_again([service.url for service in services], asked)
     await stage.assert_exactly_once(topic)
+
+
+async def test_a_broker_that_stands_still(stage: Stage, topic: str) -> None:
+    """Nobody is told what is not known: 503 for what was not sent, 504 for what may be there; then each once."""
+    service = await stage.started(request_timeout_ms=2_000, transaction_timeout_ms=2_000)
+    asked = events(topic, 30)
+    await stage.client.load([service.url], asked[:10])
+    stage.kafka.pause()
+    try:
+        told = await asyncio.gather(*(stage.client.post(service.url, each) for each in asked[10:]))
+    finally:
+        stage.kafka.resume()
+    assert {attempt.status for attempt in told} <= {503, 504}
+    assert any(attempt.status == 504 for attempt in told)
+    await stage.client.load([service.url], asked)
+    await stage.assert_exactly_once(topic)
