@@ -40,6 +40,8 @@ _STAMP: Final = (
     r"[0-9]{1,15};[0-9]{1,9};-?[0-9]{1,19};-?[0-9]{1,9};[A-Za-z0-9._:-]{1,64}$"
 )
 
+_PLACE: Final = ("topic", "partition", "offset", "ts")
+
 LEDGER_SCHEMA: Final = (
     "v int, begin boolean, slot int, pid bigint, epoch int, instance string, "
     "entries array<struct<id: string, fp: string, at: bigint, topic: string, partition: int, offset: bigint, "
@@ -124,7 +126,9 @@ def ledger(records: DataFrame, frozen_ms: int) -> DataFrame:
         .when(whole & body["entries"].isNotNull(), body["entries"])
         .otherwise(F.array(F.lit(None)).cast(_array_type(LEDGER_SCHEMA)))
     )
-    rows = read.select("*", F.explode(entries).alias("entry"))
+    # Only what each entry needs goes with it: the whole record beside every entry would be quadratic.
+    writer = [body[name].alias(name) for name in ("slot", "pid", "epoch", "instance")]
+    rows = read.select(*_PLACE, *writer, F.explode(entries).alias("entry"))
     entry = F.col("entry")
     good = _identified(entry) & _all_there(entry, "at", "topic", "partition", "offset", "ts")
     return rows.select(
@@ -138,10 +142,10 @@ def ledger(records: DataFrame, frozen_ms: int) -> DataFrame:
         F.when(good, entry["topic"]).otherwise(F.col("topic")).alias("topic"),
         F.when(good, entry["partition"]).otherwise(F.col("partition")).alias("partition"),
         F.when(good, entry["offset"]).otherwise(F.col("offset")).alias("offset"),
-        F.when(good, body["slot"]).alias("slot"),
-        F.when(good, body["pid"]).alias("pid"),
-        F.when(good, body["epoch"]).alias("epoch"),
-        F.when(good, body["instance"]).alias("instance"),
+        F.when(good, F.col("slot")).alias("slot"),
+        F.when(good, F.col("pid")).alias("pid"),
+        F.when(good, F.col("epoch")).alias("epoch"),
+        F.when(good, F.col("instance")).alias("instance"),
         F.lit(None).cast("boolean").alias("stamped"),
         F.lit(None).cast("boolean").alias("keyed"),
         F.lit(None).cast("string").alias("key"),
@@ -162,7 +166,7 @@ def answers(records: DataFrame, frozen_ms: int) -> DataFrame:
     body = F.col("body")
     whole = (body["v"] == wire.VERSION) & body["answers"].isNotNull()
     listed = F.when(whole, body["answers"]).otherwise(F.array(F.lit(None)).cast(_array_type(REQUESTS_SCHEMA)))
-    rows = read.select("*", F.explode(listed).alias("answer"))
+    rows = read.select(*_PLACE, body["instance"].alias("instance"), F.explode(listed).alias("answer"))
     answer = F.col("answer")
     good = _identified(answer) & _all_there(answer, "at", "status")
     placed = good & (answer["status"] == 201) & _all_there(answer, "topic", "partition", "offset")
@@ -180,7 +184,7 @@ def answers(records: DataFrame, frozen_ms: int) -> DataFrame:
         F.lit(None).cast("int").alias("slot"),
         F.lit(None).cast("bigint").alias("pid"),
         F.lit(None).cast("int").alias("epoch"),
-        F.when(good, body["instance"]).alias("instance"),
+        F.when(good, F.col("instance")).alias("instance"),
         F.lit(None).cast("boolean").alias("stamped"),
         F.lit(None).cast("boolean").alias("keyed"),
         F.lit(None).cast("string").alias("key"),

@@ -159,8 +159,10 @@ class _Run:
             else:
                 hours = touched | balance.open_hours()
             rows = deliveries.where(in_hours(sorted(hours)))
-            judged = verdict.judge(rows, seen)
-            balance.replace(hours, findings.sums(judged).collect())
+            # Two reads: of the plain rows only numbers, of the others, which are few, everything.
+            judged = verdict.judge(rows.where("plain = 0"), seen)
+            plain = findings.sums(verdict.plainly(rows.where("plain = 1"), seen))
+            balance.replace(hours, findings.sums(judged).unionByName(plain).collect())
         found = [findings.of_logs(self.spark, plan)]
         suspects = findings.suspicious(judged).persist(StorageLevel.MEMORY_AND_DISK)
         cached = [suspects]

@@ -35,6 +35,7 @@ ROW: Final = {
     "fingerprint": "binary",
     "accepted_ms": "bigint",
     "run": "bigint",
+    "plain": "tinyint",
     "key": "string",
     "topic": "string",
     "first_ms": "bigint",
@@ -58,10 +59,11 @@ ROW: Final = {
 }
 """Name and type of each column of `deliveries`, in order.
 
-`fingerprint` is that of the first copy, null where its record has no key; `accepted_ms` the earliest acceptance;
-`topic` the first in the alphabet that its evidence names; `first_ms` and `last_ms` bound all its evidence; offsets
-are only of rows that stand for records without id; `stamped` counts copies with our header; `unsure_ms` is when the
-last 202 or 504 was journaled.
+`plain` is 1 for one copy, one ledger entry that names its place, and answers, if any, that name it too: most rows,
+of which nothing else has to be read to judge them. `fingerprint` is that of the first copy, null where its record has
+no key; `accepted_ms` the earliest acceptance; `topic` the first in the alphabet that its evidence names; `first_ms` and
+`last_ms` bound all its evidence; offsets are only of rows that stand for records without id; `stamped` counts copies
+with our header; `unsure_ms` is when the last 202 or 504 was journaled; `answered` has each place once, as first named.
 """
 
 SUMS: Final = (
@@ -104,6 +106,7 @@ def reduce(evidence: DataFrame, run: int) -> DataFrame:
         .withColumn("nth", F.row_number().over(order))
         .groupBy(*whole)
         .agg(*_aggregates())
+        .withColumn("answered", _each_once(F.col("answered")))
     )
     return rows.select(
         "accepted_hour",
@@ -112,6 +115,14 @@ def reduce(evidence: DataFrame, run: int) -> DataFrame:
         F.when(F.col("keyed"), F.col("first_fp")).alias("fingerprint"),
         "accepted_ms",
         F.lit(run).cast("bigint").alias("run"),
+        _plain(
+            F.col("count"),
+            F.col("entries_count"),
+            F.get("coordinates", F.lit(0)),
+            F.get("entries", F.lit(0)),
+            F.size("answered") <= 1,
+            [F.get("answered", F.lit(0))],
+        ).alias("plain"),
         "key",
         "topic",
         "first_ms",
@@ -207,9 +218,19 @@ def merged(there: str = "there", new: str = "new") -> dict[str, Column]:
     first = F.col(f"{there}.count") > 0
     one: dict[str, Column] = {"fingerprint": F.when(first, pair("fingerprint")[0]).otherwise(pair("fingerprint")[1])}
     one |= {name: pair(name)[0] + pair(name)[1] for name in SUMS}
+    firsts = {name: [F.get(side, F.lit(0)) for side in pair(name)] for name in ("coordinates", "entries", "answered")}
+    one["plain"] = _plain(
+        one["count"],
+        one["entries_count"],
+        F.coalesce(*firsts["coordinates"]),
+        F.coalesce(*firsts["entries"]),
+        (F.size(pair("answered")[0]) <= 1) & (F.size(pair("answered")[1]) <= 1),
+        firsts["answered"],
+    )
     one |= {name: F.least(*pair(name)) for name in LEAST}
     one |= {name: F.greatest(*pair(name)) for name in GREATEST}
     one |= {name: _joined(F.concat(*pair(name)), most) for name, most in ARRAYS.items()}
+    one["answered"] = _each_once(one["answered"])
     return one
 
 
@@ -217,6 +238,7 @@ def united(rows: DataFrame) -> DataFrame:
     """ROW → ROW, one row for each (kind, id) over all its hours; the hour is the last one's."""
     columns = {
         "accepted_hour": F.max("accepted_hour"),
+        "plain": F.lit(0),
         "fingerprint": F.min_by("fingerprint", F.when(F.col("count") > 0, F.col("accepted_ms"))),
         **{name: F.sum(name) for name in SUMS},
         **{name: F.min(name) for name in LEAST},
@@ -224,7 +246,43 @@ def united(rows: DataFrame) -> DataFrame:
         **{name: _joined(F.flatten(F.collect_list(name)), most) for name, most in ARRAYS.items()},
     }
     grouped = rows.groupBy("kind", "id").agg(*(column.alias(name) for name, column in columns.items()))
+    grouped = grouped.withColumn("answered", _each_once(F.col("answered")))
     return grouped.select(*(F.col(name).cast(kind) for name, kind in ROW.items()))
+
+
+def _each_once(places: Column) -> Column:
+    """Answered places in order of time, each as it was named first: a replay names it again."""
+
+    def fresh(place: Column, nth: Column) -> Column:
+        return ~F.exists(
+            F.slice(places, F.lit(1), nth),
+            lambda other: (
+                (other["offset"] == place["offset"])
+                & (other["partition"] == place["partition"])
+                & (other["topic"] == place["topic"])
+            ),
+        )
+
+    return F.when(F.size(places) <= 1, places).otherwise(F.filter(places, fresh))
+
+
+def _plain(
+    count: Column, entries_count: Column, copy: Column, entry: Column, few: Column, answered: list[Column]
+) -> Column:
+    """1 where one copy, one entry and every answered place (null for none; `few`: there are no others) are one."""
+
+    def same(place: Column) -> Column:
+        return F.coalesce(
+            (copy["offset"] == place["offset"])
+            & (copy["partition"] == place["partition"])
+            & (copy["topic"] == place["topic"]),
+            F.lit(False),
+        )
+
+    plain = (count == 1) & (entries_count == 1) & few & same(entry)
+    for place in answered:
+        plain = plain & (place.isNull() | same(place))
+    return F.when(plain, 1).otherwise(0).cast("tinyint")
 
 
 def _joined(items: Column, most: int) -> Column:

@@ -9,6 +9,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.shared import Guarantee
+from spark import state
 from spark.decode import EVENT
 from spark.offsets import DATA, LEDGER, REQUESTS, Plan
 from spark.settings import Settings, glob_regex
@@ -97,8 +98,7 @@ def judge(rows: DataFrame, seen: Evidence) -> DataFrame:
     event = F.col("kind") == EVENT
     judged = (
         rows.where(_concerned(seen))
-        .withColumn("plain", _plain())
-        .withColumn("missing", F.when(event & ~F.col("plain"), _missing(seen)))
+        .withColumn("missing", F.when(event & (F.col("plain") == 0), _missing(seen)))
         .withColumn("phantom", F.when(event, _phantom(seen)))
         .withColumn("conflicting", (F.col("count") > 1) & (F.size("fingerprints") > 1) & _differ())
         .withColumn("accepted", event & _accepted())
@@ -113,29 +113,21 @@ def judge(rows: DataFrame, seen: Evidence) -> DataFrame:
     )
 
 
+def plainly(rows: DataFrame, seen: Evidence) -> DataFrame:
+    """state.ROW of plain rows → what `judge` would say of them, from their numbers alone."""
+    return rows.where(seen.audited(F.col("topic"))).select(
+        *(name for name, kind in state.ROW.items() if not kind.startswith("array")),
+        F.lit(True).alias("accepted"),
+        F.lit("delivered_once").alias("category"),
+        F.lit(None).cast("string").alias("phantom"),
+        F.lit(False).alias("open"),
+    )
+
+
 def _concerned(seen: Evidence) -> Column:
     """Whether a row names a topic that is audited: its first one, or any."""
     return seen.audited(F.col("topic")) | F.exists(
         F.concat(*(F.col(name)["topic"] for name in ("coordinates", "entries", "answered"))), seen.audited
-    )
-
-
-def _plain() -> Column:
-    """One copy, one entry that names it, and answers, if any, that name it too: most rows, judged at little cost."""
-    copy, entry, answer = (F.get(name, F.lit(0)) for name in ("coordinates", "entries", "answered"))
-
-    def same(other: Column) -> Column:
-        return (
-            (copy["offset"] == other["offset"])
-            & (copy["partition"] == other["partition"])
-            & (copy["topic"] == other["topic"])
-        )
-
-    one = (F.col("count") == 1) & (F.col("entries_count") == 1) & (F.size("answered") <= 1)
-    return (
-        one
-        & F.coalesce(same(entry), F.lit(False))
-        & ((F.size("answered") == 0) | F.coalesce(same(answer), F.lit(False)))
     )
 
 
@@ -250,7 +242,7 @@ def _category(seen: Evidence) -> Column:
     unsure_over_ms = F.coalesce(F.col("unsure_ms"), F.col("last_ms")) + seen.settle_ms
     decided_ms = min(seen.ledger_decided_ms, seen.answers_decided_ms)
     return (
-        F.when(F.col("plain"), "delivered_once")
+        F.when(F.col("plain") == 1, "delivered_once")
         .when(some(LOST), LOST)
         .when(F.col("conflicting"), "conflicted")
         .when(F.col("count") > 1, "duplicated")

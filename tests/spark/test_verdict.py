@@ -8,7 +8,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.shared import Rules, SharedSettings
-from spark import causes, findings, state
+from spark import causes, findings, state, verdict
 from spark.offsets import DATA, LEDGER, REQUESTS, Gap, Log, Plan
 from spark.settings import Options, Settings
 from spark.verdict import evidence, judge
@@ -209,3 +209,14 @@ def test_every_finding_says_what_it_is_about(spark: SparkSession) -> None:
         ("both", "conflict", "foreign_writer", 2),
         ("both", "phantom", None, 2),
     }
+
+
+def test_plain_rows_are_judged_alike_by_their_numbers_alone(spark: SparkSession) -> None:
+    rows = states(spark, {name: case[0] for name, case in CASES.items()}).where("plain = 1")
+    seen = evidence(plan(), settings())
+    whole, narrow = (
+        {name_of(row["id"]): tuple(row[name] for name in ("accepted", "category", "phantom", "open")) for row in said}
+        for said in (judge(rows, seen).collect(), verdict.plainly(rows, seen).collect())
+    )
+    assert narrow == whole
+    assert narrow.keys() == {"once", "replayed", "no-answer", "came-after-all"}
