@@ -211,7 +211,7 @@ def decode_ledger(raw: bytes | None) -> Begin | LedgerRecord:
         if body.get("begin"):
             return Begin(*head, generation=body["generation"], at=body["at"])
         return LedgerRecord(*head, entries=[_entry(entry) for entry in body["entries"]])
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise WireError(f"no ledger record: {(raw or b'')[:200]!r} ({error})") from error
 
 

@@ -136,3 +136,8 @@ def test_the_names() -> None:
     assert wire.barrier_key(slot).decode() == names["barrier_key"]
     assert wire.GENERATION_KEY.decode() == names["generation_key"]
     assert (names["key_header"], names["stamp_header"]) == (wire.KEY_HEADER, wire.STAMP_HEADER)
+
+
+def test_a_ledger_record_with_an_entry_that_is_nothing_is_no_ledger_record() -> None:
+    with pytest.raises(wire.WireError, match="no ledger record"):
+        wire.decode_ledger(b'{"v":1,"slot":0,"pid":1,"epoch":0,"instance":"i","entries":[null]}')
