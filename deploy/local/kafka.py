@@ -2,8 +2,9 @@
 
 import base64
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient
@@ -41,6 +42,14 @@ _SETTINGS = {
 }
 
 
+class Listener(NamedTuple):
+    """One more way into a broker: where it listens, and where it tells clients to connect; both are host:port."""
+
+    name: str  # upper case, and no other listener's
+    listens: str
+    advertised: str
+
+
 class Kafka(Process):
     """One broker with its data in `folder`; it keeps folder and port over stops, kills and new starts."""
 
@@ -53,6 +62,7 @@ class Kafka(Process):
         node_id: int = 1,
         controller_port: int | None = None,
         cluster_id: str | None = None,
+        listeners: Sequence[Listener] = (),
         name: str = "kafka",
     ) -> None:
         """Prepare a broker.
@@ -64,6 +74,7 @@ class Kafka(Process):
             node_id: its number in a cluster of several.
             controller_port: where its controller listens; a free one if not given.
             cluster_id: the same for all nodes of a cluster; a new one if not given.
+            listeners: more of them, beside the one at `port`.
             name: the name of its log.
         """
         super().__init__(name, folder.absolute())
@@ -71,6 +82,7 @@ class Kafka(Process):
         self.node_id = node_id
         self.controller_port = controller_port or free_port()
         self.cluster_id = cluster_id or base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+        self.listeners = list(listeners)
         self.settings = dict(settings or {})
 
     @property
@@ -146,16 +158,18 @@ class Kafka(Process):
         return self.folder / f"{self.name}.properties"
 
     def _configuration(self) -> dict[str, str]:
-        listeners = f"PLAINTEXT://{self.bootstrap},CONTROLLER://127.0.0.1:{self.controller_port}"
+        ways = [Listener("PLAINTEXT", self.bootstrap, self.bootstrap), *self.listeners]
+        listens = {each.name: each.listens for each in ways}
+        listens["CONTROLLER"] = f"127.0.0.1:{self.controller_port}"
         return {
             "process.roles": "broker,controller",
             "node.id": str(self.node_id),
             "controller.quorum.voters": f"{self.node_id}@127.0.0.1:{self.controller_port}",
             "controller.listener.names": "CONTROLLER",
             "inter.broker.listener.name": "PLAINTEXT",
-            "listeners": listeners,
-            "advertised.listeners": f"PLAINTEXT://{self.bootstrap}",
-            "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
+            "listeners": ",".join(f"{name}://{address}" for name, address in listens.items()),
+            "advertised.listeners": ",".join(f"{each.name}://{each.advertised}" for each in ways),
+            "listener.security.protocol.map": ",".join(f"{name}:PLAINTEXT" for name in listens),
             "log.dirs": str(self._data),
             **_SETTINGS,
             **self.settings,

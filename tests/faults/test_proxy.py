@@ -1,0 +1,202 @@
+"""The proxy does to a request what it says, and to no other: a real broker, and the service's own producers."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from confluent_kafka import IsolationLevel, Producer, TopicPartition
+from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined] # its own documentation imports it from here
+
+from deploy.local.stack import Kafka
+from service.errors import KafkaAway
+from service.kafka.cluster import Cluster
+from service.kafka.producer import Record, TransactionalProducer
+from service.kafka.verdict import TransactionFailed, Verdict
+from tests.faults.proxy import Do, Proxy
+from tests.integration.judge import read_committed
+
+TIMEOUT_MS = 2_000
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[Proxy]:
+    with Proxy() as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def kafka(proxy: Proxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kafka]:
+    """A broker with a second way in, by the proxy."""
+    with Kafka(tmp_path_factory.mktemp("proxied"), listeners=[proxy.listener(0)]) as broker:
+        yield broker
+
+
+class Bench:
+    """A topic with its ledger, and a transactional id whose producers know the broker by the proxy alone."""
+
+    def __init__(self, kafka: Kafka, proxy: Proxy) -> None:
+        self.kafka = kafka
+        self.name = f"data-{uuid.uuid4().hex[:8]}"
+        self.cluster = Cluster(proxy.bootstrap, client_id="bench", request_timeout_ms=TIMEOUT_MS)
+        for topic in (self.name, f"{self.name}-ledger"):
+            kafka.create_topic(topic)
+        self.producer = self._life()
+
+    def _life(self) -> TransactionalProducer:
+        return TransactionalProducer(self.cluster, self.name, 4 * TIMEOUT_MS)
+
+    async def replace(self) -> None:
+        """The next life of the transactional id, which fences the one before."""
+        await self.producer.close()
+        self.producer = self._life()
+        await self.producer.start()
+
+    async def write(self, value: bytes = b"v") -> None:
+        record = Record(self.name, 0, None, value, [], 1)
+        await self.producer.write([record], (f"{self.name}-ledger", 0), lambda _: b"{}")
+
+    async def committed(self) -> list[bytes | None]:
+        found = await asyncio.to_thread(read_committed, self.kafka.bootstrap, [self.name])
+        return [record.value for record in found]
+
+    async def end(self) -> int:
+        """The high watermark: it counts markers, and records whose transaction is open."""
+        place = TopicPartition(self.name, 0)
+        latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+        admin = self.kafka.admin()
+        told = admin.list_offsets({place: latest}, isolation_level=IsolationLevel.READ_UNCOMMITTED)
+        return int((await asyncio.to_thread(told[place].result, 10)).offset)
+
+
+@pytest.fixture
+async def bench(kafka: Kafka, proxy: Proxy) -> AsyncIterator[Bench]:
+    bench = Bench(kafka, proxy)
+    await bench.producer.start()
+    yield bench
+    await bench.producer.close()
+    await bench.cluster.close()
+
+
+async def test_a_client_that_bootstraps_by_the_proxy_knows_no_other_way(bench: Bench, proxy: Proxy) -> None:
+    apis = ("Metadata", "FindCoordinator", "InitProducerId", "AddPartitionsToTxn", "Produce", "EndTxn")
+    before = {api: proxy.count(api) for api in apis}
+    await bench.replace()
+    await bench.write()
+    assert await bench.committed() == [b"v"]
+    assert all(proxy.count(api) > before[api] for api in apis)
+
+
+def test_another_vendor_s_client_comes_through_it_too(kafka: Kafka, proxy: Proxy) -> None:
+    kafka.create_topic("librdkafka")
+    before = proxy.count("Produce")
+    producer = Producer({"bootstrap.servers": proxy.bootstrap})
+    producer.produce("librdkafka", b"v")
+    assert producer.flush(10) == 0
+    assert proxy.count("Produce") == before + 1
+
+
+async def test_a_held_request_has_not_reached_the_broker(bench: Bench, proxy: Proxy) -> None:
+    held = proxy.plan("Produce", "hold", containing=bench.name.encode())
+    writing = asyncio.create_task(bench.write())
+    await asyncio.to_thread(held.wait)
+    assert await bench.end() == 0
+    assert not writing.done()
+    proxy.let_go(held)
+    await writing
+    assert await bench.committed() == [b"v"]
+
+
+async def test_a_held_request_outlives_its_client(bench: Bench, proxy: Proxy) -> None:
+    """It arrives late, after its sender has given up: as long as nobody has fenced it, it counts."""
+    held = proxy.plan("EndTxn", "hold", client=bench.name)
+    with pytest.raises(TransactionFailed) as failed:
+        await bench.write()
+    assert failed.value.verdict is Verdict.UNKNOWN
+    await bench.producer.close()
+    before = await bench.end()
+    proxy.let_go(held)
+    assert await bench.committed() == [b"v"]
+    assert await bench.end() == before + 1  # the marker
+
+
+async def test_a_late_request_of_a_fenced_producer_changes_nothing(bench: Bench, proxy: Proxy) -> None:
+    held = proxy.plan("EndTxn", "hold", client=bench.name)
+    with pytest.raises(TransactionFailed):
+        await bench.write(b"given up")
+    await bench.replace()
+    before = await bench.end()
+    proxy.let_go(held)
+    await bench.write(b"the next")
+    assert await bench.committed() == [b"the next"]
+    assert await bench.end() == before + 2  # a record and its marker
+
+
+@pytest.mark.parametrize("do", ["drop-reply", "cut"])
+async def test_a_commit_whose_reply_is_lost_has_happened(bench: Bench, proxy: Proxy, do: Do) -> None:
+    lost = proxy.plan("EndTxn", do, client=bench.name)
+    started = time.monotonic()
+    with pytest.raises(TransactionFailed) as failed:
+        await bench.write()
+    took_s = time.monotonic() - started
+    lost.wait(0)
+    assert failed.value.verdict is Verdict.UNKNOWN
+    assert await bench.committed() == [b"v"]
+    if do == "drop-reply":
+        assert took_s >= TIMEOUT_MS / 1000  # to its client it is silence
+
+
+async def test_a_request_before_which_the_connection_is_cut_never_arrives(bench: Bench, proxy: Proxy) -> None:
+    lost = proxy.plan("EndTxn", "cut-before", client=bench.name, nth=2)
+    await bench.write(b"first")
+    with pytest.raises(TransactionFailed):
+        await bench.write(b"second")
+    assert lost.happened
+    await bench.replace()  # aborts it
+    assert b"first" in await bench.committed()
+
+
+async def test_a_held_reply_comes_when_it_is_let_go(bench: Bench, proxy: Proxy) -> None:
+    held = proxy.plan("EndTxn", "hold-reply", client=bench.name)
+    writing = asyncio.create_task(bench.write())
+    await asyncio.to_thread(held.wait)
+    assert await bench.committed() == [b"v"]
+    assert not writing.done()
+    proxy.let_go(held)
+    await writing
+
+
+async def test_a_delay(bench: Bench, proxy: Proxy) -> None:
+    proxy.plan("AddPartitionsToTxn", "delay", client=bench.name, delay_ms=400)
+    started = time.monotonic()
+    await bench.write()
+    assert time.monotonic() - started >= 0.4
+
+
+async def test_only_the_nth_of_those_that_fit(bench: Bench, proxy: Proxy) -> None:
+    other = proxy.plan("Produce", "cut", client="another client")
+    third = proxy.plan("Produce", "cut-before", client=bench.name, containing=bench.name.encode() + b"-ledger", nth=3)
+    await bench.write()
+    await bench.write()
+    assert (third.seen, third.happened, third.broker) == (2, False, None)
+    with pytest.raises(TransactionFailed):
+        await bench.write()
+    assert (third.seen, third.happened, third.broker) == (3, True, 0)
+    assert (other.seen, other.happened) == (0, False)
+
+
+def test_a_plan_that_names_no_api_or_fault(proxy: Proxy) -> None:
+    with pytest.raises(AssertionError, match="no such API: EndTx"):
+        proxy.plan("EndTx", "cut")
+    with pytest.raises(AssertionError, match="no such fault: lose"):
+        proxy.plan("EndTxn", "lose")  # type: ignore[arg-type]
+
+
+async def test_a_broker_that_is_down_is_down_by_the_proxy(kafka: Kafka, bench: Bench) -> None:
+    """The last one here: the broker stays down."""
+    kafka.kill()
+    with pytest.raises(TransactionFailed):
+        await bench.write()
+    with pytest.raises(KafkaAway):
+        await bench.replace()
