@@ -7,9 +7,9 @@ import uvicorn
 
 from service.app import create_app
 from service.http_guard import GuardedProtocol, LingeringServer
+from service.logs import configure_logging
 from service.settings import Settings
 from service.shared import Rules, SettingsError
-from service.telemetry import configure_logging
 
 # Past the deadline of the last request that was accepted: its answer, its mark, the leases, the journal.
 DRAIN_EXTRA_S = 5

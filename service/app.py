@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Final
 
 import structlog
@@ -18,10 +19,11 @@ from service.journal import Journal
 from service.kafka.cluster import Cluster
 from service.keys import RedisKeys
 from service.pool import Pool
-from service.recovery import SlotRecovery, Store
+from service.recovery import STORE_STATES, SlotRecovery, Store
 from service.request import Queue
 from service.settings import Settings
 from service.shared import Rules, SettingsError
+from service.states import SlotState
 from service.telemetry import Telemetry
 from service.topics import Catalogue, InternalTopics
 
@@ -29,18 +31,25 @@ log = structlog.get_logger(__name__)
 
 AGAIN_S: Final = 1.0
 JOURNAL_PATIENCE_S: Final = 3.0
+# A third of the time between two scrapes: what they show is not older than they are.
+WATCH_S: Final = 5.0
 
 
 class Service:
     """All the parts of one process, from `start` to `stop`."""
 
-    def __init__(self, settings: Settings, rules: Rules, give_up: Callable[[SettingsError], None]) -> None:
+    def __init__(
+        self, settings: Settings, rules: Rules, telemetry: Telemetry, give_up: Callable[[SettingsError], None]
+    ) -> None:
         self.settings = settings
-        self.telemetry = Telemetry()
+        self.telemetry = telemetry
         self._give_up = give_up
         timeouts_ms = settings.request_timeout_ms + settings.transaction_timeout_ms
         self.cluster = Cluster(
-            settings.kafka, client_id=f"fencepost-{settings.name}", request_timeout_ms=settings.request_timeout_ms
+            settings.kafka,
+            client_id=f"fencepost-{settings.name}",
+            request_timeout_ms=settings.request_timeout_ms,
+            telemetry=self.telemetry,
         )
         self.keys = RedisKeys(
             settings.redis,
@@ -49,6 +58,7 @@ class Service:
             least_left_ms=2 * timeouts_ms,
             lease_ttl_ms=settings.lease_ttl_ms,
             timeout_s=min(settings.request_timeout_ms, settings.lease_ttl_ms) / 1000,
+            telemetry=self.telemetry,
         )
         self.topics = InternalTopics(self.cluster, settings)
         self.catalogue = Catalogue(self.cluster)
@@ -67,7 +77,7 @@ class Service:
             self.journal,
             self.telemetry,
         )
-        recovery = SlotRecovery(self.cluster, self.keys, self.control, self.topics, settings)
+        recovery = SlotRecovery(self.cluster, self.keys, self.control, self.topics, settings, self.telemetry)
         self.pool = Pool(
             settings,
             self.cluster,
@@ -81,13 +91,31 @@ class Service:
             recovered=self.ingest.recovered,
         )
         self.ingest.hurry = self.pool.hurry
+        self._show_states()
         self.was_ready = False
         self._tasks: list[asyncio.Task[None]] = []
+
+    def _show_states(self) -> None:
+        """Let each scrape ask the parts for what they know."""
+        show = self.telemetry
+        show.queued.set_function(lambda: self.queue.events)
+        show.queued_bytes.set_function(lambda: self.queue.bytes)
+        show.in_doubt.set_function(lambda: self.pool.in_doubt)
+        show.in_doubt_oldest.set_function(lambda: self.pool.in_doubt_s)
+        show.generation.set_function(lambda: self.store.generation)
+        for slot_state in SlotState:
+            show.slots.labels(slot_state.value).set_function(partial(self.pool.count, slot_state))
+        for state in STORE_STATES:
+            show.store_state.labels(state).set_function(partial(self._is_store, state))
+
+    def _is_store(self, state: str) -> bool:
+        return self.store.state == state
 
     def start(self) -> None:
         """Begin to bring the parts up; it goes on, unready, for as long as Kafka or Redis are away."""
         self._tasks.append(asyncio.create_task(self._bring_up()))
         self._tasks.append(asyncio.create_task(self.ingest.sweep()))
+        self._tasks.append(asyncio.create_task(self._watch()))
 
     async def _bring_up(self) -> None:
         while True:
@@ -105,6 +133,16 @@ class Service:
         gc.collect()
         gc.freeze()
         await self.pool.keep()
+
+    async def _watch(self) -> None:
+        """Measure what takes a question to Redis and Kafka, for ever: a scrape must not wait for them."""
+        while True:
+            self.telemetry.ready.set(bool((await self.readiness())["ready"]))
+            with contextlib.suppress(StoreAway, StoreUnanswered):
+                used, limit = await self.keys.memory()
+                self.telemetry.redis_memory.set(used)
+                self.telemetry.redis_memory_limit.set(limit)
+            await asyncio.sleep(WATCH_S)
 
     async def stop(self) -> None:
         """Finish what was accepted, give the leases back, write the journal, close everything."""
@@ -149,10 +187,11 @@ class Service:
 def create_app(settings: Settings, rules: Rules, give_up: Callable[[SettingsError], None]) -> EventsEndpoint:
     """The ASGI app: `POST /events` in front of FastAPI, whose middleware costs more than the rest of the way."""
     holder: dict[str, Service] = {}
+    telemetry = Telemetry()
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service = holder["service"] = Service(settings, rules, give_up)
+        service = holder["service"] = Service(settings, rules, telemetry, give_up)
         service.start()
         try:
             yield
@@ -161,4 +200,4 @@ def create_app(settings: Settings, rules: Rules, give_up: Callable[[SettingsErro
 
     app = FastAPI(title="Fencepost", version="1", lifespan=lifespan)
     routes(app, lambda: holder["service"])
-    return EventsEndpoint(app, lambda: holder["service"].ingest, settings)
+    return EventsEndpoint(app, lambda: holder["service"].ingest, settings, telemetry)

@@ -18,6 +18,7 @@ from service.ingest import Ingest
 from service.request import Answer, Committed, Placed
 from service.settings import Settings
 from service.shared import PREFIX
+from service.telemetry import Telemetry
 
 log = structlog.get_logger(__name__)
 
@@ -42,9 +43,10 @@ Answered = tuple[int, Headers, bytes]
 class EventsEndpoint:
     """The ASGI app that answers `POST /events` and `POST /events/batch` itself and hands everything else on."""
 
-    def __init__(self, app: App, ingest: Callable[[], Ingest], settings: Settings) -> None:
+    def __init__(self, app: App, ingest: Callable[[], Ingest], settings: Settings, telemetry: Telemetry) -> None:
         self._app = app
         self._ingest = ingest
+        self._telemetry = telemetry
         self._body_bytes_max = settings.body_bytes_max
         self._retention_s = settings.key_ttl_s
         self._loopback_only = not settings.rules
@@ -57,6 +59,7 @@ class EventsEndpoint:
             await self._app(scope, receive, send)
             return
         arrived = asyncio.get_running_loop().time()
+        code = ""
         try:
             self._check_caller(scope)
             found = pick(scope["headers"])
@@ -64,12 +67,15 @@ class EventsEndpoint:
             check_type(found.get(b"content-type"))
             status, headers, body = await route(found, body, arrived)
         except Problem as problem:
+            code = problem.kind.code
             status, headers, body = render_problem(problem)
         except Disconnected:
             return
         except Exception:  # a bug: nobody knows what became of the event
             log.exception("request failed", path=scope["path"])
+            code = INTERNAL.code
             status, headers, body = render_problem(Problem(INTERNAL, "send it again, with the same key"))
+        self._telemetry.requested(status, code)
         headers.append((b"content-length", b"%d" % len(body)))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})

@@ -188,6 +188,7 @@ class Ingest:
         What needs no writing gets its answer. Whatever this raises, nothing of the group was sent.
         """
         started = time.perf_counter()
+        self._telemetry.stage_queue.observe(asyncio.get_running_loop().time() - requests[0].arrived)
         for request in requests:
             request.move(RequestEvent.CLAIM)
         try:
@@ -201,7 +202,7 @@ class Ingest:
             self._queue.put_back(requests)
             await asyncio.sleep(STORE_AWAY_PAUSE_S)
             return [], []
-        self._telemetry.stages.labels("claim").observe(time.perf_counter() - started)
+        self._telemetry.stage_claim.observe(time.perf_counter() - started)
         if requests[0].atomic and claims[0].outcome is Outcome.DELIVERED:
             await self._answer_members(requests[0], claims[0])
             return [], []
@@ -273,7 +274,7 @@ class Ingest:
         started = time.perf_counter()
         exactly_once = group[0][0].guarantee is Guarantee.EXACTLY_ONCE
         written = await (self._deliver_once(slot, group) if exactly_once else self._deliver_plain(slot, group))
-        self._telemetry.stages.labels("kafka").observe(time.perf_counter() - started)
+        self._telemetry.stage_kafka.observe(time.perf_counter() - started)
         self._telemetry.groups.observe(sum(len(request.events) for request, _ in group))
         return written
 
@@ -344,7 +345,7 @@ class Ingest:
             self._telemetry.marks_failed.inc()
             if isinstance(error, StoreLost):
                 self._store.lost(written.link.epoch)
-        self._telemetry.stages.labels("mark").observe(time.perf_counter() - started)
+        self._telemetry.stage_mark.observe(time.perf_counter() - started)
         self._queue.trust({place.topic for _, committed in written.delivered for place in committed.places})
         for request, committed in written.delivered:
             self.answer(request, committed)
@@ -415,9 +416,6 @@ class Ingest:
                 self._open = [entry for entry in self._open if not entry[2].answered]
                 heapify(self._open)
             self._queue.forget_answered()
-            self._telemetry.queued.set(self._queue.events)
-            self._telemetry.queued_bytes.set(self._queue.bytes)
-            self._telemetry.in_doubt.set(sum(request.state in MAYBE_WRITTEN for request in self._parked))
 
     def _too_late(self, request: Request) -> Problem:
         if request.state in MAYBE_WRITTEN:

@@ -17,11 +17,14 @@ from redis.exceptions import BusyLoadingError, NoScriptError, ReadOnlyError, Red
 from service.errors import Fenced, StoreAway, StoreLost, StoreUnanswered
 from service.shared import PREFIX, SettingsError
 from service.states import Claim, Claimed, Delivered, DeliveredBatch, KeyState, Outcome
+from service.telemetry import Telemetry
 from service.wire import ID_BYTES
 
 # Entries in one script call of a replay: some 10 ms of Redis's time, so that the claims of others get their turn.
 REPLAY_CHUNK: Final = 2_000
 OLDEST_REDIS: Final = (6, 2)
+# Calls that failed, by the name under which they are counted.
+ERRORS: Final[dict[type[Exception], str]] = {StoreLost: "lost", StoreAway: "away", StoreUnanswered: "unanswered"}
 
 _AT = Struct(">Q")
 _CLAIMED = Struct(">cHQQ8s")
@@ -122,6 +125,7 @@ class RedisKeys:
         least_left_ms: int,
         lease_ttl_ms: int,
         timeout_s: float,
+        telemetry: Telemetry,
     ) -> None:
         self._pool = ConnectionPool.from_url(
             url, retry=Retry(NoBackoff(), 0), retry_on_error=[], socket_timeout=None, socket_connect_timeout=timeout_s
@@ -131,6 +135,7 @@ class RedisKeys:
         self._least_left_ms = least_left_ms
         self._lease_ttl_ms = lease_ttl_ms
         self._timeout_s = timeout_s
+        self._errors = telemetry.redis_errors
         self._idle: list[Connection] = []
         self._script = (files("service") / "keys.lua").read_text()
         self._sha = hashlib.sha1(self._script.encode()).hexdigest()  # noqa: S324 - EVALSHA's own name for a script
@@ -159,6 +164,12 @@ class RedisKeys:
         missing = [name for name in ("run_id", "master_replid") if not info.get(name)]
         if missing:
             raise SettingsError(f"{PREFIX}REDIS names a server without {' and '.join(missing)} in INFO: use another")
+
+    async def memory(self) -> tuple[int, int]:
+        """Bytes that Redis uses, and its limit: maxmemory, or the memory of its machine where that is not set."""
+        info = _parse_info(await self._send("INFO", "memory"))
+        limit = int(info.get("maxmemory", 0)) or int(info.get("total_system_memory", 0))
+        return int(info.get("used_memory", 0)), limit
 
     # ---------------------------------------------------------------------------------------------- operations
 
@@ -274,7 +285,14 @@ class RedisKeys:
     # ----------------------------------------------------------------------------------------------- transport
 
     async def _call(self, operation: str, *arguments: str | int | bytes) -> list[Any]:
-        """Run one operation of keys.lua; the rest of its answer after OK."""
+        """Run one operation of keys.lua; the rest of its answer after OK. What fails is counted."""
+        try:
+            return await self._run(operation, *arguments)
+        except (StoreLost, StoreAway, StoreUnanswered) as error:
+            self._errors.labels(ERRORS[type(error)]).inc()
+            raise
+
+    async def _run(self, operation: str, *arguments: str | int | bytes) -> list[Any]:
         try:
             answer = await self._send("EVALSHA", self._sha, 1, self._prefix, operation, *arguments)
         except NoScriptError:  # said before anything ran

@@ -5,7 +5,6 @@ import contextlib
 import random
 import secrets
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -85,6 +84,21 @@ class Pool:
         """How many slots may write now."""
         return sum(slot.state in SETTLED for slot in self.slots.values())
 
+    def count(self, state: SlotState) -> int:
+        """How many slots are in this state."""
+        return sum(slot.state is state for slot in self.slots.values())
+
+    @property
+    def in_doubt(self) -> int:
+        """Events whose fate the recovery of their slot has yet to tell, also those whose callers had their 504."""
+        return sum(slot.doubtful for slot in self.slots.values())
+
+    @property
+    def in_doubt_s(self) -> float:
+        """For how long the oldest of them is in doubt, in seconds; 0 without any."""
+        since = [slot.doubtful_since for slot in self.slots.values() if slot.doubtful]
+        return time.monotonic() - min(since) if since else 0.0
+
     def hurry(self) -> None:
         """Beat now: somebody has met a dead slot."""
         self._hurry.set()
@@ -124,7 +138,6 @@ class Pool:
         self._recovered()  # what is in doubt because of others' slots: ask again
         for slot in [slot for slot in held.values() if slot.owes and slot.epoch == epoch]:
             await slot.settle_debts()
-        self._count()
 
     async def _balance(self, census: Census, epoch: Epoch) -> None:
         """Towards min(wanted, fair share), and no dead slot left lying: its open transaction holds up every reader."""
@@ -192,6 +205,7 @@ class Pool:
         await self._recovery.run(slot, epoch)
         took_s = time.monotonic() - started
         self._telemetry.slot_recoveries.observe(took_s)
+        slot.doubtful = 0
         log.info("slot ready", slot=slot.n, term=slot.term, took_s=round(took_s, 3))
         self._recovered()
 
@@ -199,6 +213,8 @@ class Pool:
         """A term is over, or recovery did not get to one."""
         why = next((name for kind, name in ENDS.items() if isinstance(error, kind)), "bug")
         self._telemetry.terms_ended.labels(why).inc()
+        if isinstance(error, TransactionFailed):
+            self._telemetry.kafka_errors.labels("transaction").inc()
         log.warning("term ended", slot=slot.n, term=slot.term, why=str(error), exc_info=why == "bug")
         if slot.state is not SlotState.DOUBT:
             slot.move(SlotEvent.FAIL)
@@ -240,8 +256,3 @@ class Pool:
         if self._store.epoch is not None:
             with contextlib.suppress(StoreAway, StoreUnanswered, StoreLost):
                 await self._keys.leave(self._store.epoch, self.token)
-
-    def _count(self) -> None:
-        states = Counter(slot.state for slot in self.slots.values())
-        for state in SlotState:
-            self._telemetry.slots.labels(state.value).set(states[state])

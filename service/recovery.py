@@ -35,6 +35,10 @@ PAUSE_MOST_S: Final = 300.0
 CLOCKS_APART_MS: Final = 3_600_000
 
 
+# What `Store.status` begins with, before a colon and what there is to say of it.
+STORE_STATES: Final = ("starting", "settled", "recovering", "stale-store", "store-away")
+
+
 class NotYet(Exception):
     """The store cannot be settled at this moment; it is tried again after a pause."""
 
@@ -43,13 +47,21 @@ class SlotRecovery:
     """Brings a leased slot to READY."""
 
     def __init__(
-        self, cluster: Cluster, keys: KeyStore, control: Control, topics: InternalTopics, settings: Settings
+        self,
+        cluster: Cluster,
+        keys: KeyStore,
+        control: Control,
+        topics: InternalTopics,
+        settings: Settings,
+        telemetry: Telemetry,
     ) -> None:
         self._cluster = cluster
         self._keys = keys
         self._control = control
         self._topics = topics
         self._settings = settings
+        self._fences = telemetry.fences.labels("slot")
+        self._replayed = telemetry.replayed.labels("slot")
         self._patience_s = (settings.request_timeout_ms + settings.transaction_timeout_ms) / 1000
 
     async def run(self, slot: Slot, epoch: Epoch) -> None:
@@ -70,6 +82,7 @@ class SlotRecovery:
         name = transactional_id(self._settings.namespace, slot.n)
         producer = TransactionalProducer(self._cluster, name, self._settings.transaction_timeout_ms)
         await producer.start()
+        self._fences.inc()
         slot.enter(epoch, producer)
 
     async def _check(self, slot: Slot) -> None:
@@ -87,7 +100,9 @@ class SlotRecovery:
         records = read_through(self._cluster, self._topics.ledger, spans, "read_committed", self._patience_s)
         async with contextlib.aclosing(records):
             async for items in records:
-                rows += rows_of(items)
+                read = rows_of(items)
+                self._replayed.inc(len(read))
+                rows += read
                 while len(rows) > REPLAY_CHUNK:
                     await self._keys.replay(slot.epoch, rows[:REPLAY_CHUNK])
                     del rows[:REPLAY_CHUNK]
@@ -109,6 +124,7 @@ class Store:
     ) -> None:
         self.epoch: Epoch | None = None
         self.status = "starting"
+        self._last: Epoch | None = None
         self._cluster = cluster
         self._keys = keys
         self._control = control
@@ -125,11 +141,23 @@ class Store:
             await asyncio.wait([self._settling])
         await self._barriers.close()
 
+    @property
+    def state(self) -> str:
+        """The status in one word, of STORE_STATES."""
+        return self.status.partition(":")[0]
+
+    @property
+    def generation(self) -> int:
+        """The generation in which claims may be made; 0, which none has, where the store is not settled."""
+        return 0 if self.epoch is None else self.epoch.generation
+
     def lost(self, epoch: Epoch) -> None:
         """A script for `epoch` met another store. Harmless where that epoch is not the present one any more."""
         if self.epoch == epoch:
             log.warning("store lost", generation=epoch.generation)
+            self._telemetry.store_losses.inc()
             self.epoch = None
+            self.status = "recovering: the store was lost"
             self._start_settling()
 
     async def settled(self) -> Epoch:
@@ -158,7 +186,9 @@ class Store:
             else:
                 self.status = "settled"
                 self._quiet_pause_s = PAUSE_LEAST_S
-                self._telemetry.generation.set(self.epoch.generation)
+                if self._last is not None and self._last.generation != self.epoch.generation:
+                    self._telemetry.generation_changes.inc()
+                self._last = self.epoch
                 log.info("store settled", generation=self.epoch.generation, store=self.epoch.store)
                 return self.epoch
 
@@ -247,6 +277,7 @@ class Store:
         """No write that was claimed in the old store can commit any more."""
         names = [transactional_id(self._settings.namespace, slot) for slot in range(slots)]
         await self._cluster.fence(names, self._settings.transaction_timeout_ms)
+        self._telemetry.fences.labels("store").inc(slots)
 
     async def _barrier_all(self, slots: int) -> dict[int, int]:
         """Append a ledger record without entries to each partition, after its fence; the offsets to read through.
@@ -272,17 +303,24 @@ class Store:
             slot: Span(starts.get(slot) if applied[slot] is None else applied[slot], offset)
             for slot, offset in through.items()
         }
-        keys, behind = 0, set(through)
+        keys = 0
+        remaining = {slot: span.through + 1 - max(span.start or 0, 0) for slot, span in spans.items()}
+        replayed, left = self._telemetry.replayed.labels("store"), self._telemetry.replay_remaining
         patience_s = (self._settings.request_timeout_ms + self._settings.transaction_timeout_ms) / 1000
         records = read_through(self._cluster, self._topics.ledger, spans, "read_committed", patience_s)
-        async with contextlib.aclosing(records):
-            async for items in records:
-                rows = rows_of(items)
-                await self._keys.recover_replay(store, nonce, rows)
-                keys += len(rows)
-                if items[-1].offset >= through[items[-1].partition]:
-                    behind.discard(items[-1].partition)
-                self.status = f"recovering: {keys} keys replayed, waiting for slots {sorted(behind)[:8]}"
+        try:
+            async with contextlib.aclosing(records):
+                async for items in records:
+                    rows = rows_of(items)
+                    await self._keys.recover_replay(store, nonce, rows)
+                    keys += len(rows)
+                    replayed.inc(len(rows))
+                    remaining[items[-1].partition] = max(0, through[items[-1].partition] - items[-1].offset)
+                    left.set(sum(remaining.values()))
+                    behind = [slot for slot, offsets in sorted(remaining.items()) if offsets]
+                    self.status = f"recovering: {keys} keys replayed, waiting for slots {behind[:8]}"
+        finally:
+            left.set(0)
         return keys
 
     @property

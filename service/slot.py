@@ -1,6 +1,7 @@
 """A slot: one long-lived transactional producer, the term in which it may write, and the marks that it owes."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
@@ -38,6 +39,8 @@ class Slot:
         self.state = SlotState.VACANT
         self.leaving = False  # it is to be given back
         self.stale = False  # its term or generation has passed: it is to be recovered before it writes again
+        self.doubtful = 0  # events of a transaction without a clean commit, until the slot has been recovered
+        self.doubtful_since = 0.0  # by time.monotonic
         self._keys = keys
         self._ledger = ledger
         self._instance = instance
@@ -116,6 +119,7 @@ class Slot:
             places, offset = await producer.write(records, (self._ledger, self.n), ledger_record)
         except TransactionFailed:
             self.move(SlotEvent.FAIL)
+            self.doubtful, self.doubtful_since = len(records), time.monotonic()
             raise
         self.move(SlotEvent.COMMIT)
         previous, self._last_record = self._last_record, offset

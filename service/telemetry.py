@@ -1,17 +1,29 @@
-"""Metrics by Prometheus' conventions, and the log. Labels are bounded; keys appear in neither."""
+"""The metrics of one process, by Prometheus' conventions. Labels are bounded, and keys appear in none.
 
-import logging
-import sys
+What is counted for each request or group has its labels bound once: looking them up costs more than counting. What
+is a state of some part is asked of that part at each scrape (`set_function`), not written down as it changes.
+"""
+
 from collections.abc import Sequence
 from typing import Final
 
-import structlog
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 
 NAMESPACE: Final = "fencepost"
 LATENCY_S: Final = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 GROUP_EVENTS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
 RECOVERY_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+# A counter's time of making would be one series more for each, and tells no more than the process's start.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Telemetry:
@@ -19,25 +31,54 @@ class Telemetry:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.ready = self._gauge("ready", "Whether it can write (1): a slot is ready, Redis and Kafka answer")
+
+        # Requests, and the events in them.
+        self.requests = self._counter("requests", "HTTP requests to write, by status and code", "status", "code")
         self.answers = self._counter("answers", "Answers to events, by status and code", "status", "code")
         self.replays = self._counter("replays", "Answers that were given before")
         self.latency = self._histogram("request_seconds", "From the request to its answer", LATENCY_S, "outcome")
         self.stages = self._histogram("stage_seconds", "Time of a group in a stage of its path", LATENCY_S, "stage")
+        self.stage_queue, self.stage_claim, self.stage_kafka, self.stage_mark = (
+            self.stages.labels(stage) for stage in ("queue", "claim", "kafka", "mark")
+        )
         self.groups = self._histogram("group_events", "Events in one transaction", GROUP_EVENTS)
         self.queued = self._gauge("queue_events", "Events that wait or are being written")
         self.queued_bytes = self._gauge("queue_bytes", "Bytes of events that wait or are being written")
-        self.in_doubt = self._gauge("in_doubt_events", "Events whose fate recovery has yet to tell")
+        self.in_doubt = self._gauge("in_doubt_events", "Events whose fate the recovery of their slot has yet to tell")
+        self.in_doubt_oldest = self._gauge("in_doubt_oldest_seconds", "For how long the oldest of them is in doubt")
+        self._requested: dict[tuple[int, str], Counter] = {}
+        self._answered: dict[tuple[int, str], tuple[Counter, Histogram]] = {}
+
+        # Slots, and the store.
         self.slots = self._gauge("slots", "Slots of this process by state", "state")
+        self.fences = self._counter("fences", "Transactional ids fenced (InitProducerId), by the recovery's kind", "of")
         self.slot_recoveries = self._histogram(
             "slot_recovery_seconds", "Duration of slot recoveries that ended well", RECOVERY_S
         )
         self.terms_ended = self._counter("terms_ended", "Terms that ended otherwise than by being given back", "why")
-        self.generation = self._gauge("generation", "The generation that this process works with")
+        self.store_state = self._gauge("store_state", "Whether the store is in this state (1) or not (0)", "state")
+        self.store_losses = self._counter("store_losses", "How often the store was lost")
         self.store_recoveries = self._histogram(
             "store_recovery_seconds", "Duration of store recoveries that this process made", RECOVERY_S
         )
+        self.generation = self._gauge("generation", "The generation that this process works with, 0 without any")
+        self.generation_changes = self._counter("generation_changes", "Changes from one generation to another")
+        self.replayed = self._counter("replayed_keys", "Keys read back from the ledger, by the recovery's kind", "of")
+        self.replay_remaining = self._gauge(
+            "replay_remaining_records", "Offsets of the ledger that this process's store recovery has yet to read"
+        )
         self.marks_failed = self._counter("marks_failed", "Marks that did not succeed at once")
         self.journal_dropped = self._counter("journal_dropped", "Answers that the journal had to drop")
+
+        # What it stands on.
+        self.redis_errors = self._counter("redis_errors", "Calls to Redis that failed, by how", "error")
+        self.redis_memory = self._gauge("redis_memory_bytes", "Memory that Redis uses")
+        self.redis_memory_limit = self._gauge(
+            "redis_memory_limit_bytes", "Its maxmemory, or the memory of its machine where that is not set"
+        )
+        self.kafka_errors = self._counter("kafka_errors", "What was asked of Kafka and failed", "operation")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, namespace=NAMESPACE, registry=self.registry)
@@ -48,44 +89,23 @@ class Telemetry:
     def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
         return Histogram(name, text, labels, namespace=NAMESPACE, registry=self.registry, buckets=buckets)
 
+    def requested(self, status: int, code: str) -> None:
+        """Count one HTTP request to write, by its answer's status and the problem's code."""
+        count = self._requested.get((status, code))
+        if count is None:
+            count = self._requested[status, code] = self.requests.labels(status, code)
+        count.inc()
+
     def answered(self, code: str, status: int, latency_s: float) -> None:
-        """Count one answer."""
-        self.answers.labels(status, code).inc()
-        self.latency.labels("ok" if status == 201 else "problem").observe(latency_s)
+        """Count one answer to an event, or to an atomic batch."""
+        bound = self._answered.get((status, code))
+        if bound is None:
+            outcome = self.latency.labels("ok" if status == 201 else "problem")
+            bound = self._answered[status, code] = self.answers.labels(status, code), outcome
+        count, latency = bound
+        count.inc()
+        latency.observe(latency_s)
 
     def render(self) -> bytes:
         """The text format of /metrics."""
         return generate_latest(self.registry)
-
-
-def configure_logging() -> None:
-    """JSON lines, or a console's, to standard error; libraries speak from WARNING up."""
-    timestamper = structlog.processors.TimeStamper(fmt="iso", utc=True)
-    shared: list[structlog.typing.Processor] = [
-        structlog.stdlib.add_log_level,
-        structlog.stdlib.add_logger_name,
-        timestamper,
-    ]
-    renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
-    )
-    structlog.configure(
-        processors=[
-            *shared,
-            structlog.processors.format_exc_info,
-            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
-        ],
-        logger_factory=structlog.stdlib.LoggerFactory(),
-        cache_logger_on_first_use=True,
-    )
-    handler = logging.StreamHandler()
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
-            foreign_pre_chain=shared,
-        )
-    )
-    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
-    logging.getLogger("service").setLevel(logging.INFO)
-    # aiokafka tells of each disconnect at ERROR; what it means for an event is told by the slot, once.
-    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)

@@ -243,8 +243,10 @@ def metrics(document: Mapping[str, Any]) -> str:
     ]
     gauge("finding_records", "Records that findings are about (copies too many) by kind, topic and cause.", causes)
     gauge("rejects", "Records that could not be decoded.", [({}, document["evidence"]["rejects"])])
-    held = len(document["evidence"]["held_up"])
-    gauge("held_up_partitions", "Partitions held up by an open transaction.", [({}, held)])
+    held = document["evidence"]["held_up"]
+    gauge("held_up_partitions", "Partitions held up by an open transaction.", [({}, len(held))])
+    oldest = max((log["age_s"] or 0 for log in held), default=0)
+    gauge("held_up_oldest_seconds", "For how long the oldest of them had been held up at the freeze.", [({}, oldest)])
     steps = [({"step": step}, value) for step, value in document["cost"]["seconds"].items()]
     gauge("step_seconds", "Where the time of the last run went.", steps)
     return "\n".join(lines) + "\n"

@@ -15,6 +15,7 @@ from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
 
 from service.errors import KafkaAway
+from service.telemetry import Telemetry
 
 # Every look-up of every client in this process: a POST to a topic that is not there must not make it.
 aiokafka.client.MetadataRequest = functools.partial(MetadataRequest, allow_auto_topic_creation=False)
@@ -56,16 +57,26 @@ class Topic:
 class Cluster:
     """Kafka as seen by one client. Every call has a deadline and raises KafkaAway where Kafka does not answer."""
 
-    def __init__(self, bootstrap: str, *, client_id: str, request_timeout_ms: int) -> None:
+    def __init__(self, bootstrap: str, *, client_id: str, request_timeout_ms: int, telemetry: Telemetry) -> None:
         self.bootstrap = bootstrap
         self.client_id = client_id
         self.request_timeout_ms = request_timeout_ms
+        self._errors = telemetry.kafka_errors
         self._client: AIOKafkaClient | None = None
         self._opening = asyncio.Lock()
 
     @property
     def timeout_s(self) -> float:
         return self.request_timeout_ms / 1000
+
+    def failed(self, operation: str, why: str) -> KafkaAway:
+        """The error to raise for an operation that failed, which is counted."""
+        self.count_failure(operation)
+        return KafkaAway(why)
+
+    def count_failure(self, operation: str) -> None:
+        """Count an operation that failed; `operation` is one of a few words."""
+        self._errors.labels(operation).inc()
 
     def options(self, name: str) -> dict[str, Any]:
         """The arguments that every producer and consumer of this process shares."""
@@ -96,7 +107,7 @@ class Cluster:
             if kind in (errors.NoError, errors.LeaderNotAvailableError):
                 found[name] = len(partitions)
             elif kind not in (errors.UnknownTopicOrPartitionError, errors.InvalidTopicError):
-                raise KafkaAway(f"topic {name}: {kind.__name__}")
+                raise self.failed("metadata", f"topic {name}: {kind.__name__}")
         return found
 
     async def describe(self, names: Sequence[str]) -> dict[str, Topic]:
@@ -125,7 +136,7 @@ class Cluster:
         )
         for topic, code, *message in (tuple(row) for row in answer.topic_errors):
             if errors.for_code(code) not in (errors.NoError, errors.TopicAlreadyExistsError):
-                raise KafkaAway(f"topic {topic} cannot be made: {errors.for_code(code).__name__} {message}")
+                raise self.failed("admin", f"topic {topic} cannot be made: {errors.for_code(code).__name__} {message}")
 
     async def grow(self, name: str, partitions: int) -> None:
         """Raise a topic's number of partitions."""
@@ -134,7 +145,7 @@ class Cluster:
         )
         for topic, code, message in (tuple(row) for row in answer.topic_errors):
             if errors.for_code(code) is not errors.NoError and (await self.partitions([name]))[name] < partitions:
-                raise KafkaAway(f"topic {topic} cannot get {partitions} partitions: {message}")
+                raise self.failed("admin", f"topic {topic} cannot get {partitions} partitions: {message}")
 
     async def fence(self, transactional_ids: Sequence[str], transaction_timeout_ms: int) -> None:
         """Fence every producer that has one of these ids, and wait until the fate of its transaction is final.
@@ -166,7 +177,7 @@ class Cluster:
             async with asyncio.timeout(self.timeout_s + transaction_timeout_ms / 1000):
                 await asyncio.gather(*tasks)
         except (errors.KafkaError, OSError, TimeoutError) as error:
-            raise KafkaAway(f"not every transactional id could be fenced: {error!r}") from error
+            raise self.failed("fence", f"not every transactional id could be fenced: {error!r}") from error
         finally:
             for task in tasks:
                 task.cancel()
@@ -202,7 +213,7 @@ class Cluster:
         except (errors.KafkaError, OSError, TimeoutError) as error:
             failed = error
         await self.close()  # and bootstrap again next time: the brokers may all have moved
-        raise KafkaAway(f"Kafka at {self.bootstrap} does not answer: {failed!r}") from failed
+        raise self.failed("metadata", f"Kafka at {self.bootstrap} does not answer: {failed!r}") from failed
 
     async def _ask_controller(self, request: Any) -> Any:
         try:
@@ -217,4 +228,4 @@ class Cluster:
                     await client.force_metadata_update()
                     await asyncio.sleep(RETRY_PAUSE_S)
         except (errors.KafkaError, OSError, TimeoutError, AttributeError) as error:
-            raise KafkaAway(f"Kafka at {self.bootstrap} does not answer: {error!r}") from error
+            raise self.failed("admin", f"Kafka at {self.bootstrap} does not answer: {error!r}") from error

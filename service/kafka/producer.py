@@ -84,6 +84,7 @@ class _Life:
             **options,
             **cluster.options(name),
         )
+        self._cluster = cluster
         self.tainted = ""  # the first request that had no clean answer
         self.waiting_for = ""  # the topic that is being handed over
         self.refusals: dict[tuple[str, int], Refusal] = {}  # of the present transaction, by topic and partition
@@ -97,7 +98,7 @@ class _Life:
                 await self.producer.start()
         except (errors.KafkaError, OSError, TimeoutError) as error:
             await self.close()
-            raise KafkaAway(f"no producer id: {error!r}") from error
+            raise self._cluster.failed("producer-id", f"no producer id: {error!r}") from error
         except BaseException:
             await self.close()
             raise
@@ -328,6 +329,7 @@ class IdempotentProducer:
                     # No offset is DuplicateSequenceNumber: there, but nobody knows where.
                     fates[index] = place if metadata.offset >= 0 else None
         if not all(isinstance(fate, Place) for fate in fates):
+            self._cluster.count_failure("produce")
             await self._end(life)
         return fates
 

@@ -8,7 +8,6 @@ from typing import Any, Final, Literal, NamedTuple
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, errors
 from aiokafka.structs import TopicPartition
 
-from service.errors import KafkaAway
 from service.kafka.cluster import Cluster
 
 Isolation = Literal["read_committed", "read_uncommitted"]
@@ -60,7 +59,7 @@ async def read_through(
                 if records[-1].offset >= waiting[place].through:
                     del waiting[place]
     except (errors.KafkaError, OSError, TimeoutError, AssertionError) as error:
-        raise KafkaAway(f"{topic} cannot be read: {error!r}") from error
+        raise cluster.failed("read", f"{topic} cannot be read: {error!r}") from error
     finally:
         await _stop(consumer)
 
@@ -88,7 +87,7 @@ async def _look_up(cluster: Cluster, ask: Callable[[AIOKafkaConsumer], Awaitable
             await consumer.start()
             return await ask(consumer)
     except (errors.KafkaError, OSError, TimeoutError, AssertionError) as error:
-        raise KafkaAway(f"offsets cannot be read: {error!r}") from error
+        raise cluster.failed("read", f"offsets cannot be read: {error!r}") from error
     finally:
         await _stop(consumer)
 

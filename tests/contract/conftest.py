@@ -8,6 +8,7 @@ import pytest
 
 from deploy.local.stack import Redis
 from service.keys import Epoch, KeyStore, RedisKeys
+from service.telemetry import Telemetry
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
 
 # Long enough for a few script calls, short enough to wait for.
@@ -66,4 +67,5 @@ def redis_keys(redis: Redis, namespace: str, retention_ms: int = RETENTION_MS) -
         least_left_ms=LEAST_LEFT_MS,
         lease_ttl_ms=LEASE_MS,
         timeout_s=10,
+        telemetry=Telemetry(),
     )

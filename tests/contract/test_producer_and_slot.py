@@ -16,6 +16,7 @@ from service.kafka.verdict import TransactionFailed, Verdict
 from service.keys import Epoch
 from service.slot import Slot
 from service.states import Delivered, IllegalMove, SlotEvent, SlotState
+from service.telemetry import Telemetry
 from service.wire import Begin, LedgerRecord, decode_ledger
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
 from tests.contract.memory_log import Broker, MemoryProducer
@@ -65,7 +66,7 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     kafka.create_topic(topic, partitions=2)
     kafka.create_topic(narrow, config={"max.message.bytes": "500"})
     kafka.create_topic(ledger, partitions=LEDGER_PARTITIONS)
-    cluster = Cluster(kafka.bootstrap, client_id="contract", request_timeout_ms=5_000)
+    cluster = Cluster(kafka.bootstrap, client_id="contract", request_timeout_ms=5_000, telemetry=Telemetry())
 
     async def new_producer(transactional_id: str) -> TransactionalProducer:
         producer = TransactionalProducer(cluster, f"{transactional_id}-{unique}", 5_000)

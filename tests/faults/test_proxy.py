@@ -14,6 +14,7 @@ from service.errors import KafkaAway
 from service.kafka.cluster import Cluster
 from service.kafka.producer import Record, TransactionalProducer
 from service.kafka.verdict import TransactionFailed, Verdict
+from service.telemetry import Telemetry
 from tests.faults.proxy import Do, Proxy
 from tests.integration.judge import read_committed
 
@@ -39,7 +40,7 @@ class Bench:
     def __init__(self, kafka: Kafka, proxy: Proxy) -> None:
         self.kafka = kafka
         self.name = f"data-{uuid.uuid4().hex[:8]}"
-        self.cluster = Cluster(proxy.bootstrap, client_id="bench", request_timeout_ms=TIMEOUT_MS)
+        self.cluster = Cluster(proxy.bootstrap, client_id="bench", request_timeout_ms=TIMEOUT_MS, telemetry=Telemetry())
         for topic in (self.name, f"{self.name}-ledger"):
             kafka.create_topic(topic)
         self.producer = self._life()

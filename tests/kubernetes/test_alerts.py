@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.metrics import MetricWrapperBase
 from promql_parser import MatrixSelector, VectorSelector
 
+from service.recovery import STORE_STATES
 from service.states import SlotState
 from service.telemetry import Telemetry
 from spark.findings import KINDS
@@ -29,7 +30,8 @@ def known() -> Known:
     """Every metric that a scrape can see, with its labels."""
     found: Known = {}
     for collector in Telemetry().registry._collector_to_names:
-        assert isinstance(collector, MetricWrapperBase)
+        if not isinstance(collector, MetricWrapperBase):  # the process's memory and files
+            continue
         labels = set(collector._labelnames)
         for metric in collector.describe():
             for suffix in {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(metric.type, [""]):
@@ -82,7 +84,8 @@ def faults(text: str, known: Known) -> Iterator[str]:
 
 
 def _unknown(label: str, values: str) -> Iterator[str]:
-    bounded = {"kind": set(KINDS), "state": {state.value for state in SlotState} | {"records"}}
+    states = {state.value for state in SlotState} | set(STORE_STATES) | {"records"}
+    bounded = {"kind": set(KINDS), "state": states}
     for value in values.split("|"):
         if label in bounded and value not in bounded[label]:
             yield value

@@ -195,7 +195,7 @@ class FakeCluster(Cluster):
     """Knows the topics that a test names; `away` is Kafka that does not answer."""
 
     def __init__(self, topics: Sequence[str] = ()) -> None:
-        super().__init__("127.0.0.1:1", client_id="test", request_timeout_ms=200)
+        super().__init__("127.0.0.1:1", client_id="test", request_timeout_ms=200, telemetry=Telemetry())
         self.topics = {name: Topic(name, 3, {}) for name in topics}
         self.away = False
         self.asked: list[Sequence[str]] = []

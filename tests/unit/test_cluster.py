@@ -11,6 +11,7 @@ from aiokafka.errors import KafkaConnectionError, NodeNotReadyError
 from service.errors import KafkaAway
 from service.kafka import cluster as module
 from service.kafka.cluster import Cluster
+from service.telemetry import Telemetry
 
 
 class FakeClient(AIOKafkaClient):  # type: ignore[misc]
@@ -40,7 +41,7 @@ class FakeClient(AIOKafkaClient):  # type: ignore[misc]
 
 
 def cluster_with(client: FakeClient, timeout_ms: int = 500) -> Cluster:
-    cluster = Cluster("127.0.0.1:1", client_id="test", request_timeout_ms=timeout_ms)
+    cluster = Cluster("127.0.0.1:1", client_id="test", request_timeout_ms=timeout_ms, telemetry=Telemetry())
     cluster._client = client
     return cluster
 

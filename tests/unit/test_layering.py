@@ -19,8 +19,8 @@ LAYERS = [
     {"ingest", "batch", "pool"},
     {"recovery", "journal", "group"},
     {"slot", "control", "topics", "keys", "request", "kafka.producer", "kafka.reader"},
-    {"event", "kafka.cluster", "kafka.verdict", "kafka.partitioner", "telemetry"},
-    {"states", "errors", "settings"},
+    {"event", "kafka.cluster", "kafka.verdict", "kafka.partitioner"},
+    {"states", "errors", "settings", "telemetry", "logs"},
     {"shared"},
     {"wire"},
 ]

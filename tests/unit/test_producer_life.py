@@ -21,6 +21,7 @@ from service.kafka import producer as module
 from service.kafka.cluster import Cluster
 from service.kafka.producer import IdempotentProducer, Place, Record, TransactionalProducer, _Life
 from service.kafka.verdict import REFUSALS, TransactionFailed, Verdict
+from service.telemetry import Telemetry
 
 Met = Place | Exception | None  # what a batch meets: an answer, an error, or silence
 
@@ -90,7 +91,7 @@ class FakeAio:
 
 
 def cluster(timeout_ms: int = 600) -> Cluster:
-    return Cluster("127.0.0.1:1", client_id="test", request_timeout_ms=timeout_ms)
+    return Cluster("127.0.0.1:1", client_id="test", request_timeout_ms=timeout_ms, telemetry=Telemetry())
 
 
 def fake_inside(life: _Life) -> FakeAio:

@@ -1,0 +1,169 @@
+"""Metrics: named by Prometheus' conventions, with bounded labels, and true at each scrape."""
+
+import re
+from collections.abc import Iterator
+from typing import Final
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from service.app import Service
+from service.kafka.verdict import TransactionFailed, Verdict
+from service.pool import Pool
+from service.recovery import STORE_STATES, SlotRecovery
+from service.settings import Settings
+from service.shared import Rules
+from service.slot import Slot
+from service.states import SlotEvent, SlotState
+from service.telemetry import Telemetry
+from tests.unit.fakes import FakePlain, FakeProducer, World, end_of_term, until
+
+# prometheus.io/docs/practices/naming, and what `promtool check metrics` says of it.
+BASE_UNITS: Final = {"seconds", "bytes"}
+OTHER_UNITS: Final = re.compile("_(ms|millis|milliseconds|microseconds|minutes|hours|days|kb|mb|percent)(_|$)")
+RESERVED: Final = ("_total", "_count", "_sum", "_bucket", "_info", "_created")
+
+
+def faults(text: str) -> Iterator[str]:
+    """What is wrong with the names in a text of metrics, a line each."""
+    for family in text_string_to_metric_families(text):
+        name = family.name
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+            yield f"{name}: not in snake case"
+        if not family.documentation:
+            yield f"{name}: no help"
+        if OTHER_UNITS.search(name):
+            yield f"{name}: not in base units"
+        if family.type in ("gauge", "histogram") and name.endswith(RESERVED):
+            yield f"{name}: a {family.type} with another type's suffix"
+        if family.type == "histogram" and not name.endswith(("_seconds", "_bytes", "_events")):
+            yield f"{name}: a histogram of what?"
+        if family.type not in ("counter", "gauge", "histogram"):
+            yield f"{name}: of no type"
+        for unit in BASE_UNITS:
+            if f"_{unit}_" in name:
+                yield f"{name}: the unit comes last"
+
+
+def shown(telemetry: Telemetry, name: str, **labels: str) -> float | None:
+    """What a scrape shows of a sample."""
+    return telemetry.registry.get_sample_value(name, labels)
+
+
+def families(telemetry: Telemetry) -> dict[str, Metric]:
+    return {family.name: family for family in text_string_to_metric_families(telemetry.render().decode())}
+
+
+def test_names_keep_to_the_conventions() -> None:
+    text = Telemetry().render().decode()
+    own = "\n".join(line for line in text.splitlines() if "process_" not in line) + "\n"
+    assert list(faults(own)) == []
+    assert "_created" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("# HELP a_ms_total x\n# TYPE a_ms_total counter\na_ms_total 1\n", "a_ms: not in base units"),
+        ("# HELP a_total x\n# TYPE a_total gauge\na_total 1\n", "a_total: a gauge with another type's suffix"),
+        ("# HELP aB x\n# TYPE aB gauge\naB 1\n", "aB: not in snake case"),
+        ("# TYPE a gauge\na 1\n", "a: no help"),
+        ("# HELP a_seconds_b x\n# TYPE a_seconds_b gauge\na_seconds_b 1\n", "a_seconds_b: the unit comes last"),
+        ("a 1\n", "a: no help"),
+    ],
+)
+def test_a_name_that_breaks_them_is_found(text: str, fault: str) -> None:
+    assert fault in list(faults(text))
+
+
+def test_a_series_more_for_each_answer_and_status_and_no_other() -> None:
+    telemetry = Telemetry()
+    for latency_s in (0.001, 0.2):
+        telemetry.answered("", 201, latency_s)
+        telemetry.requested(201, "")
+    telemetry.answered("not-written", 503, 4.0)
+    telemetry.requested(400, "invalid-key")
+    assert shown(telemetry, "fencepost_answers_total", status="201", code="") == 2
+    assert shown(telemetry, "fencepost_answers_total", status="503", code="not-written") == 1
+    assert shown(telemetry, "fencepost_requests_total", status="400", code="invalid-key") == 1
+    assert shown(telemetry, "fencepost_request_seconds_count", outcome="ok") == 2
+    assert shown(telemetry, "fencepost_request_seconds_count", outcome="problem") == 1
+    assert len(families(telemetry)["fencepost_answers"].samples) == 2
+
+
+async def test_a_scrape_asks_the_parts_for_their_states() -> None:
+    settings = Settings(kafka="127.0.0.1:1", redis="redis://127.0.0.1:1/0", instance="test")
+    telemetry = Telemetry()
+    service = Service(settings, Rules(), telemetry, lambda _: None)
+    try:
+        assert {state: shown(telemetry, "fencepost_store_state", state=state) for state in STORE_STATES} == {
+            state: float(state == "starting") for state in STORE_STATES
+        }
+        service.store.status = "recovering: 3 keys replayed, waiting for slots [1]"
+        assert shown(telemetry, "fencepost_store_state", state="recovering") == 1
+        assert shown(telemetry, "fencepost_store_state", state="starting") == 0
+        assert shown(telemetry, "fencepost_generation") == 0
+        slot = Slot(3, service.keys, "ledger", "test", FakePlain())
+        slot.move(SlotEvent.LEASE)
+        service.pool.slots[3] = slot
+        assert {state: shown(telemetry, "fencepost_slots", state=state.value) for state in SlotState} == {
+            state: float(state is SlotState.LEASED) for state in SlotState
+        }
+        assert shown(telemetry, "fencepost_in_doubt_oldest_seconds") == 0
+        slot.doubtful, slot.doubtful_since = 5, 1.0
+        assert shown(telemetry, "fencepost_in_doubt_events") == 5
+        assert (shown(telemetry, "fencepost_in_doubt_oldest_seconds") or 0) > 0
+    finally:
+        service.pool.slots.clear()
+        await service.stop()
+
+
+class Recovery(SlotRecovery):
+    """Brings a slot to READY when it may."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.may = True
+
+    async def run(self, slot: Slot, epoch: object) -> None:
+        await until(lambda: self.may)
+        await self.world.bring_up(slot)
+
+
+async def test_events_are_in_doubt_until_their_slot_has_been_recovered_however_long_that_takes() -> None:
+    world = World(request_timeout_ms=60, transaction_timeout_ms=60)
+    recovery = Recovery(world)
+    telemetry = world.telemetry
+    pool = Pool(
+        world.settings,
+        world.cluster,
+        world.keys,
+        world.store,
+        recovery,
+        world.queue,
+        world.topics,
+        telemetry,
+        serve=world.ingest.serve,
+        recovered=world.ingest.recovered,
+    )
+    slot = await world.slot()
+    pool.slots[0] = slot
+    assert isinstance(slot.producer, FakeProducer)
+    slot.producer.trouble.before["write"].append(TransactionFailed(Verdict.UNKNOWN, "a fault"))
+    asked = world.submit("a")
+    await until(lambda: bool(world.queue.events))
+    failed = await end_of_term(world.serve(slot))
+    assert isinstance(failed, TransactionFailed)
+    assert pool.in_doubt == 1
+    recovery.may = False
+    pool._ended(slot, failed)
+    assert shown(telemetry, "fencepost_kafka_errors_total", operation="transaction") == 1
+    assert shown(telemetry, "fencepost_terms_ended_total", why="transaction") == 1
+    world.ingest.answer(world.ingest._parked[0], world.ingest._too_late(world.ingest._parked[0]))
+    await asked
+    assert pool.in_doubt == 1  # its caller has had a 504, and nobody knows yet
+    assert pool.in_doubt_s > 0
+    recovery.may = True
+    await pool._recover(slot)
+    assert (pool.in_doubt, pool.in_doubt_s) == (0, 0)
