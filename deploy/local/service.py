@@ -2,7 +2,7 @@
 
 import http.client
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from deploy.local import places
@@ -24,6 +24,7 @@ class Service(Process):
         port: int | None = None,
         env: Mapping[str, str] | None = None,
         module: str = "service",
+        argv_prefix: Sequence[str] = (),
         name: str = "service",
     ) -> None:
         """Prepare a process.
@@ -35,11 +36,13 @@ class Service(Process):
             port: where it listens; a free one if not given.
             env: settings (`FENCEPOST_...`) and other variables, over those that follow from the rest.
             module: what `python -m` runs; a test's own module may inject faults and then run the service.
+            argv_prefix: a command that is put in front and becomes the program, e.g. `ip netns exec NAME`.
             name: the name of its log.
         """
         super().__init__(name, folder.absolute())
         self.port = port or free_port()
         self.module = module
+        self.argv_prefix = list(argv_prefix)
         self.env = {
             "FENCEPOST_KAFKA": kafka,
             "FENCEPOST_REDIS": redis,
@@ -61,7 +64,7 @@ class Service(Process):
         """
         # From the root of the project, where `service` and the tests' modules are found.
         environment = {**places.hermetic_environment(), **self.env}
-        self.spawn([sys.executable, "-m", self.module], env=environment, cwd=places.ROOT)
+        self.spawn([*self.argv_prefix, sys.executable, "-m", self.module], env=environment, cwd=places.ROOT)
         if wait_ready:
             self.wait_ready(timeout_s)
 

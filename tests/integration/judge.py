@@ -39,7 +39,7 @@ class Delivered:
         return found[0].decode() if len(found) == 1 else None
 
 
-def read_committed(bootstrap: str, topics: Sequence[str]) -> list[Delivered]:
+def read_committed(bootstrap: str, topics: Sequence[str], read_s: float = ANSWER_S) -> list[Delivered]:
     """Every committed record of the topics; waits until no transaction is open in them."""
     ends = wait_until_stable(bootstrap, topics)
     consumer = Consumer(
@@ -57,7 +57,7 @@ def read_committed(bootstrap: str, topics: Sequence[str]) -> list[Delivered]:
     try:
         consumer.assign([TopicPartition(topic, partition, 0) for topic, partition in ends])
         unread = set(ends)
-        deadline = time.monotonic() + ANSWER_S
+        deadline = time.monotonic() + read_s
         while unread:
             assert time.monotonic() < deadline, f"not read to the end: {unread}"
             for message in consumer.consume(1000, timeout=0.2):
@@ -82,7 +82,7 @@ def _delivered(place: Place, message: Any) -> Delivered:
     return Delivered(place, message.key(), message.value(), headers, message.timestamp())
 
 
-def wait_until_stable(bootstrap: str, topics: Sequence[str]) -> dict[tuple[str, int], int]:
+def wait_until_stable(bootstrap: str, topics: Sequence[str], stable_s: float = STABLE_S) -> dict[tuple[str, int], int]:
     """Wait until the last stable offset of each partition is its high watermark; these offsets."""
     admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
     places = [
@@ -90,7 +90,7 @@ def wait_until_stable(bootstrap: str, topics: Sequence[str]) -> dict[tuple[str, 
         for topic in topics
         for partition in admin.list_topics(topic, timeout=ANSWER_S).topics[topic].partitions
     ]
-    deadline = time.monotonic() + STABLE_S
+    deadline = time.monotonic() + stable_s
     while True:
         stable, high = (
             _ends(admin, places, isolation)
@@ -166,11 +166,11 @@ def stamp_faults(record: Delivered, key: str) -> list[str]:
     return []
 
 
-def ledger_faults(bootstrap: str, namespace: str, topics: Sequence[str]) -> list[str]:
+def ledger_faults(bootstrap: str, namespace: str, topics: Sequence[str], read_s: float = ANSWER_S) -> list[str]:
     """What the ledger and the topics do not agree on: each record has one entry, each entry its record."""
     entries: dict[Place, bytes] = {}
     wrong: list[str] = []
-    for raw in read_committed(bootstrap, [ledger_topic(namespace)]):
+    for raw in read_committed(bootstrap, [ledger_topic(namespace)], read_s):
         record = decode_ledger(raw.value)
         if record.slot != raw.place[1]:
             wrong.append(f"a record of slot {record.slot} is in the ledger's partition {raw.place[1]}")
@@ -182,7 +182,7 @@ def ledger_faults(bootstrap: str, namespace: str, topics: Sequence[str]) -> list
                 entries[place] = entry.id
     found = {
         record.place: Stamp.decode(dict(record.headers)[STAMP_HEADER]).id
-        for record in read_committed(bootstrap, topics)
+        for record in read_committed(bootstrap, topics, read_s)
     }
     wrong += [f"the ledger lacks {place}" for place in found.keys() - entries.keys()]
     wrong += [f"the ledger names {place}, where nothing is" for place in entries.keys() - found.keys()]

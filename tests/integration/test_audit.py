@@ -1,45 +1,17 @@
 """The audit of what the service left behind: copies of an `idempotent` topic are named with their cause."""
 
 import asyncio
-import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from deploy.local import java, places
 from tests.conftest import MakeTopic
+from tests.integration.auditing import FINDINGS, audit
 from tests.integration.client import events
 from tests.integration.conftest import Stage
 from tests.integration.judge import read_committed
 from tests.integration.plan import Fault
 from tests.integration.test_idempotent import rules_for
-
-FINDINGS = 3
-
-
-def audit(stage: Stage, folder: Path, topics: list[str]) -> tuple[int, dict[str, Any]]:
-    """One run of the job over the topics: its exit status and its report."""
-    arguments = ["--lake", str(folder / "lake"), "--report", str(folder / "report"), "--topics", ",".join(topics)]
-    environment = {
-        **places.hermetic_environment(),
-        **java.environment(),
-        "FENCEPOST_KAFKA": stage.kafka.bootstrap,
-        "FENCEPOST_NAMESPACE": stage.namespace,
-        "FENCEPOST_JARS": str(places.jars("spark")),
-    }
-    run = subprocess.run(
-        [sys.executable, "-m", "spark", *arguments],
-        env=environment,
-        cwd=places.ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert run.returncode in (0, FINDINGS), run.stderr[-3000:]
-    return run.returncode, json.loads((folder / "report" / "report.json").read_text())
 
 
 async def test_a_kill_in_mid_load_is_named_where_it_left_copies(
@@ -59,7 +31,7 @@ async def test_a_kill_in_mid_load_is_named_where_it_left_copies(
     copies = Counter(r.idempotency_key for r in await asyncio.to_thread(read_committed, stage.kafka.bootstrap, [plain]))
     twice = {key for key, count in copies.items() if count > 1}
     assert twice, "the kill was to come between a write and its mark"
-    status, report = await asyncio.to_thread(audit, stage, tmp_path, [plain, exact])
+    status, report = await asyncio.to_thread(audit, stage.kafka.bootstrap, stage.namespace, tmp_path, [plain, exact])
     assert status == FINDINGS
     named = {finding["key"]: (finding["kind"], finding["cause"], finding["topic"]) for finding in report["findings"]}
     assert named == dict.fromkeys(twice, ("duplicate", "producer_restart", plain))

@@ -1,0 +1,385 @@
+"""`python -m tests.faults.checker`: the judge, a process of its own with a client that is not the service's.
+
+It reads the clients' logs and the topics (read_committed) after everything has healed, and holds them against each
+other: each 201 exactly once, at its offset and with its bytes; what is in doubt at most once; what was refused nowhere;
+nothing that nobody sent; an atomic batch whole or not at all; per record key each client's order; no transaction left
+open; every key posted again answered the same and written nowhere; the producer in each stamp the one of the log's
+batch; ledger and topics of one mind; with --audit, the reconciliation job too.
+
+It prints a verdict as JSON and exits with 3 where anything is wrong.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+from deploy.demo.http import Connection, NoAnswer
+from service.wire import STAMP_HEADER, Stamp, WireError
+from tests.faults.batches import Batch, batches, producer_of
+from tests.faults.history import Request, Result, Try, read, results_of
+from tests.integration.auditing import audit
+from tests.integration.client import Attempt
+from tests.integration.judge import Delivered, faults_of_key, ledger_faults, read_committed, wait_until_stable
+
+WRONG: Final = 3
+# What each assertion is called in a verdict.
+ASSERTIONS: Final = ("stable", "once", "stranger", "torn", "order", "producer", "ledger", "again", "audit")
+
+POSTS_AT_ONCE: Final = 16
+ANSWER_S: Final = 8.0
+SETTLED_S: Final = 60.0
+READ_S: Final = 120.0
+
+Violations = list[tuple[str, str]]
+
+
+@dataclass
+class Verdict:
+    """What was found. `violations` are (assertion, text); the rest are figures."""
+
+    violations: Violations = field(default_factory=list)
+    keys: int = 0
+    acknowledged: int = 0
+    doubtful: int = 0  # never acknowledged, and possibly written
+    refused: int = 0  # surely not written
+    records: int = 0
+    lost: int = 0
+    duplicates: int = 0
+    attempts: int = 0
+    replays: int = 0
+    named: int = 0  # duplicates of idempotent topics that the audit named
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything the pure judges look at."""
+
+    tries: Mapping[str, Sequence[Try]]  # by client
+    records: Sequence[Delivered]
+    batches: Mapping[tuple[str, int], Sequence[Batch]] = field(default_factory=dict)
+    repeatable: frozenset[str] = frozenset()  # topics of the guarantee `idempotent`
+
+    def attempts(self) -> dict[bytes, list[Attempt]]:
+        """Every attempt of each event id."""
+        found: dict[bytes, list[Attempt]] = defaultdict(list)
+        for each in (each for tries in self.tries.values() for each in tries):
+            for id, attempt in each.attempts():
+                found[id].append(attempt)
+        return found
+
+    def by_id(self) -> dict[bytes | None, list[Delivered]]:
+        """The records of each event id; under None those without a stamp of ours."""
+        found: dict[bytes | None, list[Delivered]] = defaultdict(list)
+        for record in self.records:
+            stamp = stamp_of(record)
+            found[None if stamp is None else stamp.id].append(record)
+        return found
+
+
+def stamp_of(record: Delivered) -> Stamp | None:
+    stamps = [content for name, content in record.headers if name == STAMP_HEADER]
+    try:
+        return Stamp.decode(stamps[0]) if len(stamps) == 1 else None
+    except WireError:
+        return None
+
+
+# ------------------------------------------------------------------------------------------------- pure judges
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """All that histories and topics tell without asking anybody again."""
+    attempts, records = evidence.attempts(), evidence.by_id()
+    verdict = figures(attempts, records)
+    verdict.violations += [("once", text) for text in once(evidence, attempts, records)]
+    verdict.violations += [("stranger", text) for text in strangers(attempts, records)]
+    verdict.violations += [("torn", text) for text in torn(evidence, records)]
+    verdict.violations += [("order", text) for text in order(evidence, records)]
+    verdict.violations += [("producer", text) for text in producers(evidence)]
+    return verdict
+
+
+def figures(
+    attempts: Mapping[bytes, Sequence[Attempt]], records: Mapping[bytes | None, Sequence[Delivered]]
+) -> Verdict:
+    verdict = Verdict(keys=len(attempts), records=sum(map(len, records.values())))
+    for id, made in attempts.items():
+        kinds = {attempt.kind for attempt in made}
+        there = len(records.get(id, ()))
+        verdict.attempts += len(made)
+        verdict.replays += sum(attempt.replayed for attempt in made)
+        verdict.acknowledged += "ok" in kinds
+        verdict.doubtful += "ok" not in kinds and "info" in kinds
+        verdict.refused += kinds <= {"fail", "busy"}
+        verdict.lost += "ok" in kinds and there == 0
+        verdict.duplicates += max(0, there - 1)
+    return verdict
+
+
+def once(
+    evidence: Evidence,
+    attempts: Mapping[bytes, Sequence[Attempt]],
+    records: Mapping[bytes | None, Sequence[Delivered]],
+) -> Iterator[str]:
+    """Every ok exactly once at its offset with its bytes; every info at most once; every fail nowhere."""
+    for id, made in attempts.items():
+        there = records.get(id, ())
+        if made[0].asked.topic in evidence.repeatable:
+            there = there[:1] if not any(a.kind == "ok" for a in made) else _told(there, made)
+        yield from faults_of_key(made[0].asked.key, made, there)
+
+
+def _told(there: Sequence[Delivered], made: Sequence[Attempt]) -> Sequence[Delivered]:
+    """Of several copies the one that a client was told of."""
+    places = {attempt.place for attempt in made if attempt.kind == "ok"}
+    return [record for record in there if record.place in places] or there[:1]
+
+
+def strangers(attempts: Mapping[bytes, object], records: Mapping[bytes | None, Sequence[Delivered]]) -> Iterator[str]:
+    """Nothing that nobody sent."""
+    for id, there in records.items():
+        if id is None or id not in attempts:
+            yield from (f"nobody sent what is at {record.place}: {record.idempotency_key}" for record in there)
+
+
+def torn(evidence: Evidence, records: Mapping[bytes | None, Sequence[Delivered]]) -> Iterator[str]:
+    """An atomic batch is there with all its members or with none."""
+    for request in unique(evidence, "atomic"):
+        there = sum(bool(records.get(id)) for id in request.ids)
+        if there not in (0, len(request.events)):
+            yield f"{request.key} has {there} of its {len(request.events)} members"
+
+
+def order(evidence: Evidence, records: Mapping[bytes | None, Sequence[Delivered]]) -> Iterator[str]:
+    """What a client sent after it was told of another event of the same record key comes after it in the partition.
+
+    Within one batch that went through at its first attempt, too.
+    """
+    for tries in evidence.tries.values():
+        asked: dict[bytes, float] = {}
+        told: dict[bytes, float] = {}
+        chains: dict[tuple[str, str], list[bytes]] = defaultdict(list)
+        together: dict[bytes, int] = {}  # which request wrote it at once
+        for number, each in enumerate(tries):
+            fresh = all(result.type == "ok" and not result.replayed for result in each.results)
+            for (id, attempt), result in zip(each.attempts(), each.results, strict=False):
+                if id not in asked and attempt.asked.record_key is not None:
+                    chains[attempt.asked.topic, attempt.asked.record_key].append(id)
+                    if fresh:
+                        together[id] = number
+                asked.setdefault(id, each.at)
+                if result.type == "ok":
+                    told.setdefault(id, each.told_at)
+        for (topic, record_key), chain in chains.items():
+            known = [id for id in chain if id in told and records.get(id)]
+            for one, other in pairwise(known):
+                first, second = records[one][0].place, records[other][0].place
+                after = told[one] <= asked[other] or (one in together and together.get(other) == together[one])
+                if after and first[:2] == second[:2] and first[2] >= second[2]:
+                    yield f"{topic}, record key {record_key}: {second} was sent after {first}"
+
+
+def producers(evidence: Evidence) -> Iterator[str]:
+    """Producer id and epoch in the stamp are those of the record batch."""
+    for record in evidence.records:
+        topic, partition, offset = record.place
+        if (topic, partition) not in evidence.batches:
+            continue
+        stamp = stamp_of(record)
+        wrote = producer_of(evidence.batches[topic, partition], offset)
+        if stamp is None or wrote != (stamp.producer_id, stamp.epoch):
+            yield f"{record.place} is stamped {stamp}, and was produced by {wrote}"
+
+
+def again(
+    request: Request, before: Sequence[Result], after: Sequence[Result], body: str, repeated: str
+) -> Iterator[str]:
+    """A request that was acknowledged is answered the same once more; a batch's events each for itself."""
+    if request.kind != "batch" and body and repeated != body:
+        yield f"{request.key} was answered {body}, and then {repeated}"
+    for asked, was, now in zip(request.events, before, after, strict=True):
+        if now.type != "ok" or not now.replayed or json.loads(now.told) != json.loads(was.told):
+            yield f"{asked.key} was told {was.told}, and then {now}"
+
+
+def disagreements(report: Mapping[str, Any], evidence: Evidence, verdict: Verdict) -> list[str]:
+    """Where the reconciliation job's report is not of the checker's mind."""
+    attempts, records = evidence.attempts(), evidence.by_id()
+    twice = {id.hex() for id, there in records.items() if id is not None and len(there) > 1}
+    wrong: list[str] = []
+    named: set[str] = set()
+    for finding in report["findings"]:
+        id = finding["id"] or ""
+        if finding["kind"] == "duplicate" and id in twice:
+            named.add(id)
+        elif finding["kind"] != "stuck" or not _may_be_stuck(bytes.fromhex(id), attempts, records):
+            wrong.append(
+                f"the job found a {finding['kind']} {finding['cause']} of {finding['key']}, and nothing is wrong"
+            )
+    wrong += [f"the job did not find that {id} is there more than once" for id in twice - named]
+    verdict.named = len(named)
+    once = sum(len(there) == 1 for id, there in records.items() if id is not None)
+    if report["balance"]["delivered_once"] != once:
+        wrong.append(f"the job counts {report['balance']['delivered_once']} delivered once, the checker {once}")
+    return wrong
+
+
+def _may_be_stuck(
+    id: bytes, attempts: Mapping[bytes, Sequence[Attempt]], records: Mapping[bytes | None, Sequence[Delivered]]
+) -> bool:
+    """Was it left in doubt, given up by its client, and never written?"""
+    return id in attempts and not records.get(id) and all(attempt.kind != "ok" for attempt in attempts[id])
+
+
+def unique(evidence: Evidence, kind: str = "") -> Iterator[Request]:
+    """Each request (of a kind) once, however often it was sent."""
+    seen: set[tuple[str, bytes]] = set()
+    for each in (each for tries in evidence.tries.values() for each in tries):
+        if (not kind or each.request.kind == kind) and (mark := (each.request.kind, each.request.body)) not in seen:
+            seen.add(mark)
+            yield each.request
+
+
+# ------------------------------------------------------------------------------------- judges that ask once more
+
+
+def acknowledged(tries: Iterable[Try]) -> list[Try]:
+    """The first try that was told most of each request, and of that the events that are in Kafka: those alone can be
+    posted again without a new record."""
+    best: dict[tuple[str, bytes], Try] = {}
+    for each in tries:
+        mark = (each.request.kind, each.request.body)
+        if _oks(each) > (_oks(best[mark]) if mark in best else 0):
+            best[mark] = each
+    return [_only_oks(each) for each in best.values()]
+
+
+def _oks(each: Try) -> int:
+    return sum(result.type == "ok" for result in each.results)
+
+
+def _only_oks(each: Try) -> Try:
+    if _oks(each) == len(each.results):
+        return each
+    kept = [
+        (asked, result) for asked, result in zip(each.request.events, each.results, strict=True) if result.type == "ok"
+    ]
+    request = Request(each.request.kind, tuple(asked for asked, _ in kept), each.request.key)
+    return Try(request, each.at, each.told_at, each.body, [result for _, result in kept])
+
+
+async def post_again(urls: Sequence[str], tries: Sequence[Try]) -> list[str]:
+    """Post every acknowledged request once more, to any process: the same answers."""
+    waiting = list(tries)
+    wrong: list[str] = []
+
+    async def work() -> None:
+        connections = [Connection(url, ANSWER_S) for url in urls]
+        while waiting:
+            each = waiting.pop()
+            wrong.extend(await _once_more(connections, each))
+        for connection in connections:
+            await connection.close()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(POSTS_AT_ONCE):
+            group.create_task(work())
+    return wrong
+
+
+async def _once_more(connections: Sequence[Connection], each: Try) -> list[str]:
+    request = each.request
+    results: list[Result] = []
+    body = ""
+    deadline = asyncio.get_running_loop().time() + SETTLED_S
+    while asyncio.get_running_loop().time() < deadline:
+        try:
+            answer = await random.choice(connections).post(request.path, request.headers, request.body)
+        except NoAnswer as error:
+            results = [Result("info", 0, str(error))] * len(request.events)
+        else:
+            results, body = results_of(request, answer), answer.body.decode()
+            if all(result.final for result in results):
+                break
+        await asyncio.sleep(0.1)
+    return list(again(request, each.results, results, each.body, body))
+
+
+def check(
+    history: Path,
+    bootstrap: str,
+    namespace: str,
+    topics: Sequence[str],
+    urls: Sequence[str],
+    stable_s: float,
+    *,
+    repeatable: Sequence[str] = (),
+    lake: Path | None = None,
+) -> Verdict:
+    """Judge everything. `urls` are the service processes at which keys are posted again; `stable_s` is how long a
+    transaction may be open from now on."""
+    try:
+        ends = wait_until_stable(bootstrap, topics, stable_s)
+    except AssertionError as error:
+        return Verdict([("stable", str(error))])
+    evidence = Evidence(
+        read(history),
+        read_committed(bootstrap, topics, READ_S),
+        {place: batches(bootstrap, *place, end) for place, end in ends.items()},
+        frozenset(repeatable),
+    )
+    verdict = judge(evidence)
+    exact = [topic for topic in topics if topic not in repeatable]
+    verdict.violations += [("ledger", text) for text in ledger_faults(bootstrap, namespace, exact, READ_S)]
+    tries = acknowledged(each for made in evidence.tries.values() for each in made)
+    if urls:
+        wrong = asyncio.run(post_again(urls, tries))
+        there = {record.place for record in evidence.records}
+        wrong += [
+            f"{record.idempotency_key} was written once more, at {record.place}"
+            for record in read_committed(bootstrap, topics, READ_S)
+            if record.place not in there
+        ]
+        verdict.violations += [("again", text) for text in wrong]
+    if lake is not None:
+        _, report = audit(bootstrap, namespace, lake, topics, "--grace-s", "1")
+        verdict.violations += [("audit", text) for text in disagreements(report, evidence, verdict)]
+    return verdict
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.checker", description=__doc__)
+    parser.add_argument("--history", type=Path, required=True, help="folder of the clients' logs (*.jsonl)")
+    parser.add_argument("--kafka", required=True, help="bootstrap servers")
+    parser.add_argument("--namespace", required=True)
+    parser.add_argument("--topics", required=True, help="separated by commas")
+    parser.add_argument("--url", action="append", default=[], help="a service process; may be given several times")
+    parser.add_argument("--stable-s", type=float, default=25.0, help="how long a transaction may stay open")
+    parser.add_argument("--idempotent", default="", help="topics that may hold a record twice, separated by commas")
+    parser.add_argument("--audit", type=Path, help="run the reconciliation job too, with its lake in this folder")
+    given = parser.parse_args()
+    verdict = check(
+        given.history,
+        given.kafka,
+        given.namespace,
+        given.topics.split(","),
+        given.url,
+        given.stable_s,
+        repeatable=[topic for topic in given.idempotent.split(",") if topic],
+        lake=given.audit,
+    )
+    shown = Counter(kind for kind, _ in verdict.violations)
+    sys.stdout.write(json.dumps({**asdict(verdict), "violations": verdict.violations[:200], "found": shown}, indent=1))
+    return WRONG if verdict.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""An address that leads to one server after another, as a virtual IP or a DNS name does at a failover."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, Final, Self
+
+from deploy.local.stack import free_port
+
+_CALL_S: Final = 5.0
+_CHUNK_BYTES: Final = 65_536
+
+
+class Relay:
+    """Forwards TCP from a port of its own to `target`; it runs in a thread, so that its user may block."""
+
+    def __init__(self, target: int) -> None:
+        """Prepare one. `target` is the port on the loopback interface to which it leads at first."""
+        self.port = free_port()
+        self._target = target
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"relay-{self.port}", daemon=True)
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._flows: asyncio.Event = asyncio.Event()
+        self._server: asyncio.Server | None = None
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._do(self._open())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._do(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CALL_S)
+        self._loop.close()
+
+    def lead_to(self, target: int) -> None:
+        """Lead to another port from now on; what is connected is cut, and what was held is lost."""
+        self._do(self._lead_to(target))
+
+    def hold(self) -> None:
+        """Forward nothing more, and cut nothing: what is sent waits."""
+        self._loop.call_soon_threadsafe(self._flows.clear)
+
+    def let_go(self) -> None:
+        """End a `hold`."""
+        self._loop.call_soon_threadsafe(self._flows.set)
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(_CALL_S)
+
+    async def _open(self) -> None:
+        self._flows.set()
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+
+    async def _lead_to(self, target: int) -> None:
+        self._target = target
+        self._cut()
+        self._flows.set()
+
+    async def _close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self._cut()
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    def _cut(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            onward_reader, onward = await asyncio.open_connection("127.0.0.1", self._target)
+        except OSError:
+            writer.transport.abort()
+            return
+        self._writers.add(onward)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._pump(reader, onward))
+                group.create_task(self._pump(onward_reader, writer))
+        finally:
+            self._writers -= {writer, onward}
+            writer.transport.abort()
+            onward.transport.abort()
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Forward one direction until either end closes; the other is then closed too."""
+        try:
+            while data := await reader.read(_CHUNK_BYTES):
+                await self._flows.wait()
+                writer.write(data)
+                await writer.drain()
+        except OSError:
+            pass
+        finally:
+            writer.close()

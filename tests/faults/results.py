@@ -1,0 +1,38 @@
+"""Results as Markdown tables that are committed."""
+
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from deploy.local.places import ROOT
+
+RESULTS: Final = Path(__file__).parent / "results"
+
+
+def machine() -> str:
+    """When, on which commit and on how many cores."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return f"{time.strftime('%Y-%m-%d', time.gmtime())} {commit.stdout.strip()}, {os.cpu_count()} cores"
+
+
+def table(heads: Sequence[str], lines: Mapping[str, Sequence[str]]) -> str:
+    rows = [list(heads), ["---"] * len(heads), *([name, *cells] for name, cells in lines.items())]
+    return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |\n" for row in rows)
+
+
+def update(
+    path: Path, heads: Sequence[str], lines: Mapping[str, Sequence[str]], order: Sequence[str]
+) -> dict[str, Sequence[str]]:
+    """The lines of a table in a file, with those that are given anew, in this order."""
+    known: dict[str, Sequence[str]] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
+        if line.startswith("| ") and len(cells) == len(heads) and cells[0] not in (heads[0], "---"):
+            known[cells[0]] = cells[1:]
+    known |= lines
+    return {name: known[name] for name in order if name in known}

@@ -1,0 +1,359 @@
+"""The world under test: brokers, Redis (or a pair of them behind one address), processes of the service, clients.
+
+Everything here blocks and is to be called from an ordinary thread; clients and relays have threads of their own.
+"""
+
+import json
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import redis as redis_client
+
+from deploy.local import places
+from deploy.local.stack import Kafka, Redis, Service, StackError
+from service.wire import ledger_topic, transactional_id
+from tests.faults.checker import Verdict
+from tests.faults.cluster import TRANSACTION_SCAN_S, Cluster
+from tests.faults.history import Request, single
+from tests.faults.load import Load
+from tests.faults.relay import Relay
+from tests.integration.client import Asked
+from tests.integration.plan import MODULE, PLAN_ENV, Fault, Plan
+
+TRANSACTION_TIMEOUT_S: Final = 5
+# Faults show quickly with short times; few slots, so that recoveries of the store stay short on this machine.
+SETTINGS: Final = {
+    "FENCEPOST_LEASE_TTL_MS": "1000",
+    "FENCEPOST_REQUEST_TIMEOUT_MS": "5000",
+    "FENCEPOST_TRANSACTION_TIMEOUT_MS": str(TRANSACTION_TIMEOUT_S * 1000),
+    "FENCEPOST_SLOTS": "2",
+    "FENCEPOST_SLOTS_MAX": "6",
+}
+# How long a transaction may be open when everything has healed.
+STABLE_S: Final = TRANSACTION_TIMEOUT_S + TRANSACTION_SCAN_S + 1.0
+TOPICS: Final = {"a": 3, "b": 2}
+POLL_S: Final = 0.02
+ANSWER_S: Final = 30.0
+
+
+class NotRecovered(AssertionError):
+    """Acknowledgements did not resume within the bound."""
+
+
+class World:
+    """One namespace on a cluster that outlives it.
+
+    Attributes:
+        cluster: the brokers.
+        redis: the Redis that the service is led to now; with a pair, `replica` follows it.
+        address: with a pair, the relay to which the services connect.
+        link: with a pair, the relay through which the replica follows; `link.hold()` makes it lag.
+        services: the processes that are expected to run in the end.
+        topics: the data topics.
+        load: the clients, once `start_load` was called.
+        exits: closed at the end, after the services: what a row opens for them.
+        notes: what a row wants to have said in its result.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        cluster: Cluster,
+        *,
+        pair: bool = False,
+        settings: Mapping[str, str] | None = None,
+        namespace: str = "",
+    ) -> None:
+        self.folder = folder
+        self.cluster = cluster
+        self.namespace = namespace or f"w-{uuid.uuid4().hex[:8]}"
+        self.settings = {**SETTINGS, "PYTHONDONTWRITEBYTECODE": "", **(settings or {})}
+        self.topics = [f"{self.namespace}.{name}" for name in TOPICS]
+        self.repeatable: list[str] = []  # topics of the guarantee `idempotent`
+        self.services: list[Service] = []
+        self.retired: list[Service] = []
+        self.notes: list[str] = []
+        self.load: Load | None = None
+        self._pair = pair
+        self._made = 0
+        self.exits = ExitStack()
+        self._probes = 0
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> Self:
+        try:
+            self._bring_up()
+        except BaseException:
+            self._tear_down()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._tear_down()
+
+    def _bring_up(self) -> None:
+        self.redis = Redis(self.folder / "redis-0", name="redis-0", args=["--enable-debug-command", "yes"])
+        self.redis.start()
+        self.replica: Redis | None = None
+        if self._pair:
+            self.link = self.exits.enter_context(Relay(self.redis.port))
+            self.address = self.exits.enter_context(Relay(self.redis.port))
+            self.replica = Redis(self.folder / "redis-1", name="redis-1", args=["--enable-debug-command", "yes"])
+            self.replica.start()
+            self.follow()
+        for topic, partitions in zip(self.topics, TOPICS.values(), strict=True):
+            self.cluster.create_topic(topic, partitions)
+
+    def _tear_down(self) -> None:
+        if self.load is not None:
+            self.load.close()
+        for service in [*self.services, *self.retired]:
+            service.kill()
+        for server in [self.redis, self.replica] if hasattr(self, "replica") else [self.redis]:
+            if server is not None:
+                server.kill()
+        self.exits.close()
+
+    # -------------------------------------------------------------------------------------------------- the parts
+
+    @property
+    def redis_url(self) -> str:
+        """Where services find the store."""
+        return f"redis://127.0.0.1:{self.address.port}/0" if self._pair else self.redis.url
+
+    def service(
+        self,
+        *,
+        faults: Sequence[Fault] = (),
+        mutants: Sequence[str] = (),
+        only_slots: tuple[int, ...] | None = None,
+        kafka: str = "",
+        redis: str = "",
+        env: Mapping[str, str] | None = None,
+        argv_prefix: Sequence[str] = (),
+        **settings: object,
+    ) -> Service:
+        """A process, not started yet; it belongs to the world. `settings` as in `lease_ttl_ms=500`."""
+        name = f"service-{self._made}"
+        self._made += 1
+        environment = {
+            **self.settings,
+            "FENCEPOST_NAMESPACE": self.namespace,
+            "FENCEPOST_INSTANCE": name,
+            **(env or {}),
+        }
+        environment |= {f"FENCEPOST_{setting.upper()}": str(value) for setting, value in settings.items()}
+        wrapped = bool(faults or mutants or only_slots)
+        if wrapped:
+            folder = self.folder / name
+            folder.mkdir()
+            environment[PLAN_ENV] = Plan(folder, tuple(faults), tuple(mutants), only_slots).encode()
+        service = Service(
+            self.folder,
+            kafka=kafka or self.cluster.bootstrap,
+            redis=redis or self.redis_url,
+            env=environment,
+            module=MODULE if wrapped else "service",
+            argv_prefix=argv_prefix,
+            name=name,
+        )
+        self.services.append(service)
+        return service
+
+    def start_services(self, count: int, **kwargs: Any) -> list[Service]:
+        """So many more processes, ready, and known to the clients."""
+        started = [self.service(**kwargs) for _ in range(count)]
+        for service in started:
+            service.start(wait_ready=False)
+        for service in started:
+            service.wait_ready(ANSWER_S)
+        self.aim()
+        return started
+
+    def retire(self, service: Service) -> None:
+        """It is not expected back; clients leave it alone from now on."""
+        self.services.remove(service)
+        self.retired.append(service)
+        self.aim()
+
+    def aim(self) -> None:
+        """Tell the clients which processes there are."""
+        if self.load is not None:
+            self.load.targets = {service.name: service.url for service in self.services}
+
+    # ---------------------------------------------------------------------------------------------------- the pair
+
+    def follow(self) -> None:
+        """Let the replica follow the primary, through `link`, and return when it does."""
+        assert self.replica is not None
+        self.link.lead_to(self.redis.port)
+        with self.replica.client() as store:
+            store.replicaof("127.0.0.1", str(self.link.port))
+
+            def follows() -> bool:
+                return bool(store.info("replication").get("master_link_status") == "up")
+
+            self.until(follows, ANSWER_S, "the replica follows")
+
+    def promote(self) -> None:
+        """Failover: the replica becomes the primary, and the address leads to it; `redis` and `replica` change names.
+
+        The old primary is left as it is (dead, or alive and believing that it is one).
+        """
+        assert self.replica is not None
+        self.link.lead_to(self.redis.port)  # cut: what has not come through is lost
+        with self.replica.client() as store:
+            store.replicaof("NO", "ONE")
+        self.redis, self.replica = self.replica, self.redis
+        self.address.lead_to(self.redis.port)
+
+    # -------------------------------------------------------------------------------------------------- the clients
+
+    @property
+    def history(self) -> Path:
+        return self.folder / "history"
+
+    def start_load(self, seed: int | str = 1, **kwargs: Any) -> Load:
+        """Clients begin, and this returns when they have had some answers."""
+        assert self.load is None
+        targets = {service.name: service.url for service in self.services}
+        self.load = Load(self.history, targets, self.topics, seed, **kwargs)
+        self.load.start()
+        self.wait_acked(20)
+        return self.load
+
+    def wait_acked(self, more: int, timeout_s: float = ANSWER_S) -> None:
+        """Return when so many more events were acknowledged."""
+        load = self._load()
+        goal = load.acked + more
+        self.until(lambda: load.acked >= goal, timeout_s, f"{more} more acknowledgements")
+
+    def ask(self, key: str, topic: str = "", value: str = "1", record_key: str | None = None) -> Request:
+        """One event of a row's own, for `load.send`."""
+        return single(Asked(f"row/{key}", topic or self.topics[0], value.encode(), record_key))
+
+    def recovery_s(self, bound_s: float) -> float:
+        """How long from now until everything that was asked before is settled, and every running process has
+        acknowledged a fresh event on each topic.
+
+        Raises:
+            NotRecovered: that took longer than the bound; the text says what is left.
+        """
+        load = self._load()
+        begun = time.monotonic()
+        before = load.open()
+        self._probes += 1
+        probes = [
+            load.send([self.ask(f"probe-{self._probes}/{service.name}/{topic}", topic)], [service.name])
+            for service in self.services
+            if service.running
+            for topic in self.topics
+        ]
+        while not (load.settled(before) and all(probe.done() for probe in probes)):
+            if time.monotonic() - begun > bound_s:
+                left = load.describe(before) + [f"probe {n}" for n, probe in enumerate(probes) if not probe.done()]
+                raise NotRecovered(f"not acknowledged {bound_s:.0f} s later: {left[:10]}")
+            time.sleep(POLL_S)
+        for probe in probes:
+            probe.result()
+        return time.monotonic() - begun
+
+    def _load(self) -> Load:
+        assert self.load is not None, "no load was started"
+        return self.load
+
+    # -------------------------------------------------------------------------------------------------- the end
+
+    def heal(self) -> None:
+        """Everything runs again, without planned faults, and is ready."""
+        for relay in (self.link, self.address) if self._pair else ():
+            relay.let_go()
+        for server in (self.redis, self.replica):
+            if server is not None:
+                server.resume() if server.running else server.start()
+        if self.replica is not None:
+            self.follow()
+        self.cluster.heal()
+        for service in self.services:
+            service.resume() if service.running else None
+            if not service.running:
+                service.module = "service" if not self._mutants(service) else service.module
+                service.start(wait_ready=False)
+        for service in self.services:
+            service.wait_ready(60)
+
+    @staticmethod
+    def _mutants(service: Service) -> bool:
+        return PLAN_ENV in service.env and bool(Plan.decode(service.env[PLAN_ENV]).mutants)
+
+    def check(self, *, post_again: bool = True, audit: bool = False, timeout_s: float = 300.0) -> Verdict:
+        """The checker's verdict, from a process of its own. The clients have been stopped before."""
+        command = [sys.executable, "-m", "tests.faults.checker", "--history", str(self.history)]
+        command += ["--kafka", self.cluster.bootstrap, "--namespace", self.namespace]
+        command += ["--topics", ",".join(self.topics), "--stable-s", str(STABLE_S)]
+        command += ["--idempotent", ",".join(self.repeatable)] if self.repeatable else []
+        command += [f"--url={service.url}" for service in self.services if post_again]
+        command += ["--audit", str(self.folder)] if audit else []
+        run = subprocess.run(
+            command,
+            cwd=places.ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_s,
+        )
+        if not run.stdout.startswith("{"):
+            raise StackError(f"the checker ended with {run.returncode}\n{run.stderr[-3000:]}")
+        return _verdict(run.stdout)
+
+    def bugs(self) -> list[str]:
+        """Signs in the services' logs that one met a bug."""
+        found: list[str] = []
+        for service in [*self.services, *self.retired]:
+            log = service.log.read_text(errors="replace") if service.log.exists() else ""
+            if "Traceback" in log or '"bug"' in log:
+                found.append(f"a bug in {service.name}: see {service.log}")
+        return found
+
+    # ------------------------------------------------------------------------------------------------- for faults
+
+    def transactional_ids(self) -> list[str]:
+        return [transactional_id(self.namespace, slot) for slot in range(int(self.settings["FENCEPOST_SLOTS_MAX"]))]
+
+    @property
+    def ledger(self) -> str:
+        return ledger_topic(self.namespace)
+
+    def leader(self, partition: int = 0) -> Kafka:
+        """The broker that leads a partition of the first topic."""
+        return self.cluster.leader(self.topics[0], partition)
+
+    def until(self, holds: Callable[[], bool], timeout_s: float, what: str) -> None:
+        """Wait for a condition.
+
+        Raises:
+            AssertionError: it did not come about in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not holds():
+            assert time.monotonic() < deadline, f"it did not come about within {timeout_s:.0f} s: {what}"
+            time.sleep(POLL_S)
+
+
+def _verdict(text: str) -> Verdict:
+    raw = json.loads(text)
+    raw.pop("found")
+    return Verdict(**{**raw, "violations": [(kind, what) for kind, what in raw["violations"]]})
+
+
+def redis_call(server: Redis, *command: str) -> Any:
+    """One command whose answer may take long or never come."""
+    with redis_client.Redis.from_url(server.url, socket_timeout=60, retry=None) as store:
+        return store.execute_command(*command)
