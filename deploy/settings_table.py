@@ -5,9 +5,9 @@
 
 import re
 import sys
-from dataclasses import MISSING, Field, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from service.settings import Settings
 from service.shared import PREFIX, SharedSettings
@@ -22,8 +22,8 @@ HEAD: Final = ("variable", "default", "what it is", "read by")
 
 def table() -> str:
     """The table, those that both halves read first."""
-    shared = {item.name for item in fields(SharedSettings)}
-    rows = [_row(item, "both" if item.name in shared else "service") for item in fields(Settings)]
+    shared = SharedSettings.variables()
+    rows = [_row(name, text, "both" if name in shared else "service") for name, text in Settings.variables().items()]
     return "\n".join(_line(row) for row in (HEAD, ("---",) * len(HEAD), *rows)) + "\n"
 
 
@@ -38,10 +38,16 @@ def put(text: str) -> str:
     return _BETWEEN.sub(lambda _: f"{BEGIN}\n{table()}{END}", text)
 
 
-def _row(item: Field[Any], reader: str) -> tuple[str, ...]:
-    assert item.default is not MISSING, item.name
-    default = "" if item.default == "" else f"`{item.default}`"
-    return f"`{PREFIX}{item.name.upper()}`", default, item.metadata["help"], reader
+def _row(name: str, text: str, reader: str) -> tuple[str, ...]:
+    default = _DEFAULTS.get(name, "")
+    return f"`{name}`", "" if default == "" else f"`{_as_set(default)}`", text, reader
+
+
+_DEFAULTS: Final = {PREFIX + item.name.upper(): item.default for item in fields(Settings)}
+
+
+def _as_set(default: object) -> str:
+    return str(default).lower() if isinstance(default, bool) else str(default)
 
 
 def _line(cells: tuple[str, ...]) -> str:

@@ -17,6 +17,7 @@ from service.events_endpoint import EventsEndpoint
 from service.ingest import Ingest
 from service.journal import Journal
 from service.kafka.cluster import Cluster
+from service.kafka.security import security_of
 from service.keys import RedisKeys
 from service.pool import Pool
 from service.recovery import STORE_STATES, SlotRecovery, Store
@@ -50,6 +51,7 @@ class Service:
             client_id=f"fencepost-{settings.name}",
             request_timeout_ms=settings.request_timeout_ms,
             telemetry=self.telemetry,
+            security=security_of(settings),
         )
         self.keys = RedisKeys(
             settings.redis,
@@ -59,6 +61,7 @@ class Service:
             lease_ttl_ms=settings.lease_ttl_ms,
             timeout_s=min(settings.request_timeout_ms, settings.lease_ttl_ms) / 1000,
             telemetry=self.telemetry,
+            tls=settings.redis_tls,
         )
         self.topics = InternalTopics(self.cluster, settings)
         self.catalogue = Catalogue(self.cluster)

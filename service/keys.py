@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import hashlib
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from struct import Struct
 from typing import Any, Final, Protocol
 
-from redis.asyncio import Connection, ConnectionPool
+from redis.asyncio import Connection, ConnectionPool, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import BusyLoadingError, NoScriptError, ReadOnlyError, RedisError, ResponseError
@@ -126,10 +127,12 @@ class RedisKeys:
         lease_ttl_ms: int,
         timeout_s: float,
         telemetry: Telemetry,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._pool = ConnectionPool.from_url(
             url, retry=Retry(NoBackoff(), 0), retry_on_error=[], socket_timeout=None, socket_connect_timeout=timeout_s
         )
+        self._tls = tls
         self._prefix = f"{{{namespace}:0}}"
         self._retention_ms = retention_ms
         self._least_left_ms = least_left_ms
@@ -344,6 +347,9 @@ class RedisKeys:
                     return idle
             await idle.disconnect(nowait=True)
         connection: Connection = self._pool.make_connection()  # type: ignore[no-untyped-call]
+        if self._tls is not None and isinstance(connection, SSLConnection):
+            # redis-py's own would believe the system's authorities besides the one that was set.
+            connection.ssl_context.context = self._tls
         try:
             async with asyncio.timeout(self._timeout_s):
                 await connection.connect()  # type: ignore[no-untyped-call]

@@ -1,11 +1,13 @@
 """The service's settings: environment variables with the prefix FENCEPOST_, checked against each other at start."""
 
+import ssl
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from service.shared import PREFIX, SharedSettings, integer, matching, setting
+from service.shared import PREFIX, SharedSettings, integer, matching, setting, tls_context, tls_faults
 from service.wire import INSTANCE
 
 # One event, of which a topic's default max.message.bytes (1,048,588) is the measure.
@@ -28,7 +30,17 @@ def redis_url(text: str) -> str:
 class Settings(SharedSettings):
     """Everything that can be set; the README's table is made from this class."""
 
-    redis: str = setting("redis://127.0.0.1:6379/0", "Redis (6.2 or newer, noeviction) as a URL", redis_url)
+    redis: str = setting(
+        "redis://127.0.0.1:6379/0",
+        "Redis (6.2 or newer, noeviction) as a URL; rediss:// for TLS",
+        redis_url,
+        secret=True,
+    )
+    redis_cafile: str = setting(
+        "", "PEM file of the authorities that sign Redis's certificate; empty: the system's", str
+    )
+    redis_certfile: str = setting("", "PEM file of the client's own certificate and its chain, for mutual TLS", str)
+    redis_keyfile: str = setting("", "PEM file of that certificate's key (PKCS #8, not encrypted)", str)
     host: str = setting("127.0.0.1", "address to listen on", str)
     port: int = setting(8000, "port to listen on", integer(1, 65535))
     instance: str = setting(
@@ -59,6 +71,23 @@ class Settings(SharedSettings):
             )
         if INSTANCE.fullmatch(self.name) is None:
             wrong.append(f"{PREFIX}INSTANCE is needed: {self.name!r} (from host:port) is not a name; set it")
+        wrong += self._redis_conflicts()
         if self.rules and not Path(self.rules).is_file():
             wrong.append(f"{PREFIX}RULES={self.rules!r} is no file: set the path of a TOML file, or leave it empty")
         return wrong
+
+    @property
+    def redis_tls(self) -> ssl.SSLContext | None:
+        """What Redis is shown and believed; None for a connection without TLS. Raises OSError."""
+        if urlsplit(self.redis).scheme != "rediss":
+            return None
+        return tls_context(self.redis_cafile, self.redis_certfile, self.redis_keyfile)
+
+    def _redis_conflicts(self) -> Iterator[str]:
+        if urlsplit(self.redis).scheme == "rediss":
+            yield from tls_faults("REDIS", self.redis_cafile, self.redis_certfile, self.redis_keyfile)
+            return
+        for name in ("redis_cafile", "redis_certfile", "redis_keyfile"):
+            if getattr(self, name):
+                variable = PREFIX + name.upper()
+                yield f"{variable} means nothing without TLS: set {PREFIX}REDIS=rediss://…, or leave {variable} empty"

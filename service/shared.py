@@ -6,6 +6,7 @@ Standard library only: the job imports this module and `wire`, and nothing else 
 import math
 import os
 import re
+import ssl
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -16,7 +17,8 @@ from typing import Any, Final, Self
 
 from service.wire import TOPIC
 
-PREFIX = "FENCEPOST_"
+PREFIX: Final = "FENCEPOST_"
+FILE: Final = "_FILE"
 
 
 class SettingsError(ValueError):
@@ -26,12 +28,13 @@ class SettingsError(ValueError):
 Read = Callable[[str], Any]
 
 
-def setting(default: Any, help: str, read: Read) -> Any:
+def setting(default: Any, help: str, read: Read, *, secret: bool = False) -> Any:
     """A dataclass field that is a setting: its default, what it is for, and how its text becomes a value.
 
-    `read` raises ValueError with what would be right ("an integer of 1 or more").
+    `read` raises ValueError with what would be right ("an integer of 1 or more"). A secret is never shown, and may
+    stand in a file that the variable `<name>_FILE` names.
     """
-    return field(default=default, metadata={"help": help, "read": read})
+    return field(default=default, repr=not secret, metadata={"help": help, "read": read, "secret": secret})
 
 
 def integer(least: int, most: int | None = None) -> Read:
@@ -70,11 +73,47 @@ def servers(text: str) -> str:
     return text
 
 
+def one_of(*choices: str) -> Read:
+    """Reader of one of several words."""
+    return matching(re.compile("|".join(map(re.escape, choices))), f"one of {', '.join(choices)}")
+
+
+def switch(text: str) -> bool:
+    """Reader of true or false."""
+    if text not in ("true", "false"):
+        raise ValueError("true or false")
+    return text == "true"
+
+
+def printable(text: str) -> str:
+    """Reader of a text that can stand in a configuration: no control characters."""
+    if not text.isprintable():
+        raise ValueError("printable characters only")
+    return text
+
+
+# What aiokafka and the job's kafka-clients both speak. Kerberos and OAuth need more than a name and a password.
+PROTOCOLS: Final = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
+MECHANISMS: Final = ("SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SharedSettings:
     """What the service and the job must agree on."""
 
     kafka: str = setting("127.0.0.1:9092", "Kafka's bootstrap servers, host:port separated by commas", servers)
+    kafka_security_protocol: str = setting("PLAINTEXT", f"{', '.join(PROTOCOLS[:-1])} or SASL_SSL", one_of(*PROTOCOLS))
+    kafka_sasl_mechanism: str = setting("", f"{', '.join(MECHANISMS[:-1])} or PLAIN", one_of(*MECHANISMS))
+    kafka_sasl_username: str = setting("", "user name for SASL", printable)
+    kafka_sasl_password: str = setting("", "password for SASL", printable, secret=True)
+    kafka_ssl_cafile: str = setting(
+        "", "PEM file of the authorities that sign the brokers' certificates; empty: the system's", str
+    )
+    kafka_ssl_certfile: str = setting("", "PEM file of the client's own certificate and its chain, for mutual TLS", str)
+    kafka_ssl_keyfile: str = setting("", "PEM file of that certificate's key (PKCS #8, not encrypted)", str)
+    kafka_ssl_check_hostname: bool = setting(
+        True, "whether a broker's certificate must be for the name it is reached by (endpoint identification)", switch
+    )
     namespace: str = setting(
         "fencepost",
         "prefix of the internal topics, the transactional ids and the keys in Redis",
@@ -96,14 +135,18 @@ class SharedSettings:
         values: dict[str, Any] = {}
         wrong: list[str] = []
         for item in fields(cls):
-            name = PREFIX + item.name.upper()
-            text = environ.get(name, "")
+            name, secret = PREFIX + item.name.upper(), item.metadata["secret"]
+            try:
+                text = _secret(environ, name) if secret else environ.get(name, "")
+            except SettingsError as error:
+                wrong.append(str(error))
+                continue
             if text == "":
                 continue
             try:
                 values[item.name] = item.metadata["read"](text)
             except ValueError as error:
-                wrong.append(f"{name}={text!r} is wrong: set {error}")
+                wrong.append(f"{name if secret else f'{name}={text!r}'} is wrong: set {error}")
         if not wrong:
             settings = cls(**values)
             wrong = settings.conflicts()
@@ -111,15 +154,111 @@ class SharedSettings:
                 return settings
         raise SettingsError("\n".join(wrong))
 
+    @classmethod
+    def variables(cls) -> dict[str, str]:
+        """Every environment variable that is read, and what it is."""
+        found: dict[str, str] = {}
+        for item in fields(cls):
+            name = PREFIX + item.name.upper()
+            found[name] = item.metadata["help"]
+            if item.metadata["secret"]:
+                found[name + FILE] = f"a file that has {name}, instead of it: a mounted secret"
+        return found
+
     def conflicts(self) -> list[str]:
         """Settings that do not fit together, a line each that says what to set."""
+        wrong = [*self._sasl_conflicts(), *self._tls_conflicts()]
         least_ms = 10 * (self.request_timeout_ms + self.transaction_timeout_ms)
         if self.key_ttl_s * 1000 < least_ms:
-            return [
+            wrong.append(
                 f"{PREFIX}KEY_TTL_S={self.key_ttl_s} is too short: a key must outlive ten times the request and the "
                 f"transaction timeout together; set {math.ceil(least_ms / 1000)} or more, or shorter timeouts"
-            ]
-        return []
+            )
+        return wrong
+
+    @property
+    def kafka_sasl(self) -> bool:
+        return self.kafka_security_protocol.startswith("SASL_")
+
+    @property
+    def kafka_tls(self) -> bool:
+        return self.kafka_security_protocol.endswith("SSL")
+
+    def _sasl_conflicts(self) -> Iterator[str]:
+        protocol = f"{PREFIX}KAFKA_SECURITY_PROTOCOL={self.kafka_security_protocol}"
+        for name in ("kafka_sasl_mechanism", "kafka_sasl_username", "kafka_sasl_password"):
+            variable, given = PREFIX + name.upper(), bool(getattr(self, name))
+            if self.kafka_sasl and not given:
+                yield f"{protocol} needs {variable}: set it"
+            elif given and not self.kafka_sasl:
+                yield f"{variable} means nothing with {protocol}: set SASL_SSL there, or leave {variable} empty"
+
+    def _tls_conflicts(self) -> Iterator[str]:
+        if self.kafka_tls:
+            yield from tls_faults("KAFKA_SSL", self.kafka_ssl_cafile, self.kafka_ssl_certfile, self.kafka_ssl_keyfile)
+            return
+        protocol = f"{PREFIX}KAFKA_SECURITY_PROTOCOL={self.kafka_security_protocol}"
+        for name in ("kafka_ssl_cafile", "kafka_ssl_certfile", "kafka_ssl_keyfile"):
+            if getattr(self, name):
+                variable = PREFIX + name.upper()
+                yield f"{variable} means nothing with {protocol}: set SSL or SASL_SSL there, or leave {variable} empty"
+
+
+def _secret(environ: Mapping[str, str], name: str) -> str:
+    """A secret's text, from its variable or the file that `<name>_FILE` names; one newline at its end is none of it."""
+    text, path = environ.get(name, ""), environ.get(name + FILE, "")
+    if not path:
+        return text
+    if text:
+        raise SettingsError(f"{name} and {name}{FILE} are both set: set one of them")
+    try:
+        text = Path(path).read_text(encoding="utf-8").removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{name}{FILE}={path!r} cannot be read ({_why(error)}): set a file that has it") from None
+    if not text:
+        raise SettingsError(f"{name}{FILE}={path!r} is empty: put the secret into it")
+    return text
+
+
+# ----------------------------------------------------------------------------------------------------------- TLS
+
+
+def tls_context(cafile: str, certfile: str, keyfile: str, check_hostname: bool = True) -> ssl.SSLContext:
+    """What a client shows and believes; the system's authorities where `cafile` is empty. Raises OSError."""
+    context = ssl.create_default_context(cafile=cafile or None)
+    context.check_hostname = check_hostname
+    if certfile:
+        context.load_cert_chain(certfile, keyfile, password="")
+    return context
+
+
+def tls_faults(names: str, cafile: str, certfile: str, keyfile: str) -> Iterator[str]:
+    """What is wrong with the files of the settings `<names>_CAFILE`, `_CERTFILE` and `_KEYFILE`, a line each."""
+    cert, key = f"{PREFIX}{names}_CERTFILE", f"{PREFIX}{names}_KEYFILE"
+    try:
+        tls_context(cafile, "", "")
+    except OSError as error:
+        yield f"{PREFIX}{names}_CAFILE={cafile!r} cannot be used ({_why(error)}): set a PEM file of certificates"
+    if bool(certfile) != bool(keyfile):
+        given, missing = (cert, key) if certfile else (key, cert)
+        yield f"{given} needs {missing}: set both, or neither"
+    elif certfile:
+        try:
+            tls_context("", certfile, keyfile)
+            if _PKCS8 not in Path(keyfile).read_text(encoding="ascii"):  # the only kind that kafka-clients reads
+                yield f"{key}={keyfile!r} is not PKCS #8: set what `openssl pkcs8 -topk8 -nocrypt` makes of it"
+        except (OSError, ValueError) as error:
+            yield (
+                f"{cert}={certfile!r} and {key}={keyfile!r} cannot be used ({_why(error)}): "
+                "set PEM files of a certificate and of its key, not encrypted"
+            )
+
+
+_PKCS8: Final = "-----BEGIN PRIVATE KEY-----"
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 # --------------------------------------------------------------------------------------------------------- rules

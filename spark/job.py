@@ -102,7 +102,7 @@ class _Run:
             if applied or cut.options == offsets.options_of(self.settings):
                 self.tell(f"taking up run {cut.run}, which was cut off")
                 return cut, True
-        with closing(Broker(self.spark, self.settings.shared.kafka)) as broker:
+        with closing(Broker(self.spark, self.settings.shared)) as broker:
             plan = offsets.freeze(broker, self.settings, last, self.now_ms, self._discover)
         rows = self.spark.createDataFrame(plan.rows(), lake.schema("progress")).coalesce(1)
         if cut is None:
@@ -118,7 +118,7 @@ class _Run:
     # ----------------------------------------------------------------------------------------------------- merge
 
     def _records(self, spans: dict[Place, source.Span], *, headers: bool = True) -> DataFrame:
-        return source.read(self.spark, self.settings.shared.kafka, spans, headers=headers)
+        return source.read(self.spark, self.settings.shared, spans, headers=headers)
 
     def _merge(self, plan: Plan) -> None:
         """Read what the plan names, reduce it to one row an id and hour, merge it into the hours that it touches."""

@@ -3,14 +3,16 @@
 It goes through the JVM that Spark runs in, so that the job needs no Kafka client for Python.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from pyspark.sql import SparkSession
 
+from service.shared import SharedSettings
 from spark.errors import CannotRun
 from spark.jvm import Py4JJavaError, jvm, nested, reason
 
@@ -47,22 +49,51 @@ class Ends:
     first_ms: int | None
 
 
+def connection(shared: SharedSettings) -> dict[str, str]:
+    """How kafka-clients reaches the brokers, by its own names.
+
+    Certificates and keys are given as text, not as files: executors on other machines have none. The values of these
+    names are secrets to Kafka, which logs `[hidden]`.
+    """
+    given = {"bootstrap.servers": shared.kafka, "security.protocol": shared.kafka_security_protocol}
+    if shared.kafka_tls:
+        given["ssl.endpoint.identification.algorithm"] = "https" if shared.kafka_ssl_check_hostname else ""
+        if shared.kafka_ssl_cafile:
+            given["ssl.truststore.type"] = "PEM"
+            given["ssl.truststore.certificates"] = Path(shared.kafka_ssl_cafile).read_text(encoding="utf-8")
+        if shared.kafka_ssl_certfile:
+            given["ssl.keystore.type"] = "PEM"
+            given["ssl.keystore.certificate.chain"] = Path(shared.kafka_ssl_certfile).read_text(encoding="utf-8")
+            given["ssl.keystore.key"] = Path(shared.kafka_ssl_keyfile).read_text(encoding="utf-8")
+    if shared.kafka_sasl:
+        module = "plain.PlainLoginModule" if shared.kafka_sasl_mechanism == "PLAIN" else "scram.ScramLoginModule"
+        given["sasl.mechanism"] = shared.kafka_sasl_mechanism
+        given["sasl.jaas.config"] = (
+            f"org.apache.kafka.common.security.{module} required "
+            f"username={_quoted(shared.kafka_sasl_username)} password={_quoted(shared.kafka_sasl_password)};"
+        )
+    return given
+
+
+def _quoted(text: str) -> str:
+    """A word of a JAAS configuration."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
 class Broker:
     """Kafka as the driver sees it. Every call raises CannotRun with the broker's words when it fails."""
 
-    def __init__(self, spark: SparkSession, bootstrap: str) -> None:
+    def __init__(self, spark: SparkSession, shared: SharedSettings) -> None:
         self._spark = spark
         self._jvm = jvm(spark)
-        self._bootstrap = bootstrap
+        self._bootstrap = shared.kafka
+        self._connection = connection(shared)
         self._kafka: Any = self._jvm.org.apache.kafka
-        config = self._jvm.java.util.HashMap()
-        config.put("bootstrap.servers", bootstrap)
-        config.put("default.api.timeout.ms", str(CALL_MS))
-        config.put("request.timeout.ms", str(CALL_MS // 2))
+        config = self._config({"default.api.timeout.ms": str(CALL_MS), "request.timeout.ms": str(CALL_MS // 2)})
         try:
             self._admin: Any = self._kafka.clients.admin.AdminClient.create(config)
         except Py4JJavaError as error:
-            raise CannotRun(f"FENCEPOST_KAFKA={bootstrap!r} is no Kafka address: {reason(error)}") from error
+            raise CannotRun(f"FENCEPOST_KAFKA={shared.kafka!r} is no Kafka address: {reason(error)}") from error
 
     def close(self) -> None:
         """Leave the broker; never raises."""
@@ -132,12 +163,14 @@ class Broker:
 
     @contextmanager
     def _consumer(self) -> Iterator[Any]:
-        config = self._jvm.java.util.HashMap()
-        config.put("bootstrap.servers", self._bootstrap)
-        config.put("isolation.level", "read_uncommitted")
-        config.put("enable.auto.commit", "false")
-        config.put("auto.offset.reset", "none")
-        config.put("max.partition.fetch.bytes", "65536")
+        config = self._config(
+            {
+                "isolation.level": "read_uncommitted",
+                "enable.auto.commit": "false",
+                "auto.offset.reset": "none",
+                "max.partition.fetch.bytes": "65536",
+            }
+        )
         bytes_of = self._kafka.common.serialization.ByteArrayDeserializer
         consumer = self._call(lambda: self._kafka.clients.consumer.KafkaConsumer(config, bytes_of(), bytes_of()))
         try:
@@ -156,6 +189,12 @@ class Broker:
         answer = self._ask(partial(self._admin.listOffsets, wanted, options), "all")
         results = {place: answer.get(handle) for place, handle in handles.items()}
         return {place: (int(result.offset()), int(result.timestamp())) for place, result in results.items()}
+
+    def _config(self, more: Mapping[str, str]) -> Any:
+        made = self._jvm.java.util.HashMap()
+        for name, value in {**self._connection, **more}.items():
+            made.put(name, value)
+        return made
 
     def _place(self, place: Place) -> Any:
         return self._kafka.common.TopicPartition(*place)
@@ -177,7 +216,7 @@ class Broker:
         except Py4JJavaError as error:
             raise CannotRun(
                 f"Kafka at FENCEPOST_KAFKA={self._bootstrap!r} did not answer: {reason(error)}; "
-                "check that the brokers are up and that the address is right"
+                "check that the brokers are up, and that the address, the protocol and the credentials are right"
             ) from error
 
 

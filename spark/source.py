@@ -7,7 +7,8 @@ from typing import Final
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark.kafka import Place
+from service.shared import SharedSettings
+from spark.kafka import Place, connection
 
 SCHEMA: Final = (
     "topic string, partition int, offset bigint, timestamp_ms bigint, key binary, value binary, "
@@ -18,7 +19,9 @@ Span = tuple[int, int]
 """First offset and the one after the last."""
 
 
-def read(spark: SparkSession, bootstrap: str, spans: Mapping[Place, Span], *, headers: bool = True) -> DataFrame:
+def read(
+    spark: SparkSession, shared: SharedSettings, spans: Mapping[Place, Span], *, headers: bool = True
+) -> DataFrame:
     """The committed records of these spans, in SCHEMA; none for no spans.
 
     Every partition is named with both its ends, and no end lies above the last stable offset: beyond it Spark would
@@ -29,7 +32,7 @@ def read(spark: SparkSession, bootstrap: str, spans: Mapping[Place, Span], *, he
         return spark.createDataFrame([], SCHEMA)
     records = (
         spark.read.format("kafka")
-        .option("kafka.bootstrap.servers", bootstrap)
+        .options(**{f"kafka.{name}": value for name, value in connection(shared).items()})
         .option("kafka.isolation.level", "read_committed")
         .option("assign", _by_topic(dict.fromkeys(spans)))
         .option("startingOffsets", _by_topic({place: span[0] for place, span in spans.items()}))

@@ -10,6 +10,7 @@ import pytest
 
 from deploy.local import java
 from deploy.local.stack import Kafka, Redis
+from tests.secured import Authority, SecuredKafka, SecuredRedis
 
 # The order in which the folders run: a mistake should show in seconds, not after the slow ones.
 _ORDER = ("unit", "contract", "model", "stack", "integration", "spark", "faults", "bench")
@@ -54,6 +55,26 @@ def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kafka]:
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
     """The run's one Redis. A test that flushes, stops or pauses a server takes `own_redis`."""
     with Redis(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """Signs the certificates of the next two."""
+    return Authority(tmp_path_factory.mktemp("authority") / "ca")
+
+
+@pytest.fixture(scope="session")
+def secured_kafka(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[SecuredKafka]:
+    """A broker that is reached by TLS with a password or a certificate, and allows nothing that no ACL names."""
+    with SecuredKafka(tmp_path_factory.mktemp("secured-kafka"), authority) as broker:
+        yield broker
+
+
+@pytest.fixture(scope="session")
+def secured_redis(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[SecuredRedis]:
+    """A Redis that is reached by TLS."""
+    with SecuredRedis(tmp_path_factory.mktemp("secured-redis"), authority) as server:
         yield server
 
 

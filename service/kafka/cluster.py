@@ -10,6 +10,7 @@ from typing import Any, Final
 import aiokafka.client
 from aiokafka import errors
 from aiokafka.client import AIOKafkaClient, CoordinationType
+from aiokafka.conn import create_conn
 from aiokafka.protocol.admin import CreatePartitionsRequest, CreateTopicsRequest, DescribeConfigsRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
@@ -57,11 +58,20 @@ class Topic:
 class Cluster:
     """Kafka as seen by one client. Every call has a deadline and raises KafkaAway where Kafka does not answer."""
 
-    def __init__(self, bootstrap: str, *, client_id: str, request_timeout_ms: int, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        bootstrap: str,
+        *,
+        client_id: str,
+        request_timeout_ms: int,
+        telemetry: Telemetry,
+        security: Mapping[str, Any] | None = None,
+    ) -> None:
         self.bootstrap = bootstrap
         self.client_id = client_id
         self.request_timeout_ms = request_timeout_ms
         self._errors = telemetry.kafka_errors
+        self._security = dict(security or {})
         self._client: AIOKafkaClient | None = None
         self._opening = asyncio.Lock()
 
@@ -85,6 +95,7 @@ class Cluster:
             "client_id": f"{self.client_id}/{name}",
             "request_timeout_ms": self.request_timeout_ms,
             "retry_backoff_ms": 20,
+            **self._security,
         }
 
     async def close(self) -> None:
@@ -192,11 +203,26 @@ class Cluster:
                 client._topics = {"__consumer_offsets"}
                 try:
                     await client.bootstrap()
+                except errors.KafkaConnectionError as error:
+                    await client.close()
+                    raise errors.KafkaConnectionError(await self._why_not()) from error
                 except BaseException:
                     await client.close()
                     raise
                 self._client = client
             return self._client
+
+    async def _why_not(self) -> str:
+        """Why no connection comes about: aiokafka's `bootstrap` tells only that. A refused password must be named."""
+        host, _, port = self.bootstrap.split(",")[0].strip().rpartition(":")
+        try:
+            connection = await create_conn(
+                host.strip("[]"), int(port), request_timeout_ms=self.request_timeout_ms, **self._security
+            )
+        except (errors.KafkaError, OSError, TimeoutError) as error:
+            return str(error) or type(error).__name__
+        connection.close()
+        return "it closed the connection"
 
     async def _ask(self, request: Any) -> Any:
         """Ask any broker; another one where that does not answer, until the deadline."""

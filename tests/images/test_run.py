@@ -16,7 +16,7 @@ from tests.conftest import MakeTopic
 from tests.images.kubelet import Kubelet
 from tests.images.load import Load, post
 from tests.images.tools import BASE, Builder, Container, lacking
-from tests.kubernetes.rendering import HERE, Object, Rendered, render, render_with_spark_operator
+from tests.kubernetes.rendering import HERE, Object, Rendered, render, render_with
 
 ASK = "TEST_IMAGES"
 ADDED_BYTES_MAX = 150_000_000
@@ -203,7 +203,7 @@ def test_the_audit_runs_as_its_manifest_says(
     spec = prod.one("CronJob", "fencepost-audit")["spec"]["jobTemplate"]["spec"]["template"]["spec"]
     if operator:
         (tmp_path / "operated").mkdir()
-        operated = Rendered("operated", render_with_spark_operator("prod", tmp_path / "operated"))
+        operated = Rendered("operated", render_with("prod", tmp_path / "operated", "spark-operator"))
         container_spec = dict(spec["containers"][0])
         container_spec["args"] = as_the_operator_starts_it(operated.one("ScheduledSparkApplication", "fencepost-audit"))
         spec = {**spec, "containers": [container_spec]}

@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from tests.kubernetes.rendering import HERE, Rendered, render, render_with_spark_operator
+from tests.kubernetes.rendering import HERE, Rendered, render, render_with
 
 OVERLAYS = ("dev", "prod")
 
@@ -29,4 +29,18 @@ def prod() -> Rendered:
 @pytest.fixture(scope="session")
 def operated(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
     """The production overlay with the Spark Operator in the place of the CronJob."""
-    return Rendered("spark-operator", render_with_spark_operator("prod", tmp_path_factory.mktemp("operated")))
+    return Rendered("spark-operator", render_with("prod", tmp_path_factory.mktemp("operated"), "spark-operator"))
+
+
+@pytest.fixture(scope="session", params=OVERLAYS)
+def secured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Rendered:
+    """Each of the overlays with TLS and passwords, to Kafka and to Redis."""
+    scratch = tmp_path_factory.mktemp("secured")
+    return Rendered(request.param, render_with(request.param, scratch, "kafka-sasl-tls", "redis-tls"))
+
+
+@pytest.fixture(scope="session")
+def secured_operated(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
+    """The production overlay with the Spark Operator and TLS."""
+    scratch = tmp_path_factory.mktemp("secured-operated")
+    return Rendered("operated", render_with("prod", scratch, "spark-operator", "kafka-sasl-tls", "redis-tls"))

@@ -15,7 +15,6 @@ import yaml
 from deploy.local.places import ROOT
 
 HERE: Final = ROOT / "deploy" / "kubernetes"
-SPARK_OPERATOR: Final = HERE / "components" / "spark-operator"
 
 Object = Mapping[str, Any]
 
@@ -72,9 +71,10 @@ def render(folder: Path) -> tuple[Object, ...]:
     return tuple(found for found in yaml.safe_load_all(done.stdout) if found)
 
 
-def render_with_spark_operator(overlay: str, scratch: Path) -> tuple[Object, ...]:
-    """An overlay with the component `spark-operator` among its components, as it stands there in a comment."""
+def render_with(overlay: str, scratch: Path, *components: str) -> tuple[Object, ...]:
+    """An overlay with further components among its own, as they stand there in a comment."""
     folder, scratch = HERE / "overlays" / overlay, scratch.resolve()  # relative paths hold over no links
+    more = [str(HERE / "components" / name) for name in components]
     body = yaml.safe_load((folder / "kustomization.yaml").read_text())
 
     def moved(path: str) -> str:
@@ -85,7 +85,7 @@ def render_with_spark_operator(overlay: str, scratch: Path) -> tuple[Object, ...
         return path
 
     body["resources"] = [moved(path) for path in body["resources"]]
-    body["components"] = [moved(path) for path in [*body["components"], str(SPARK_OPERATOR)]]
+    body["components"] = [moved(path) for path in [*body.get("components", []), *more]]
     (scratch / "kustomization.yaml").write_text(yaml.safe_dump(body))
     return render(scratch)
 

@@ -3,7 +3,6 @@
 import base64
 import math
 import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 from zoneinfo import ZoneInfo
@@ -16,13 +15,13 @@ from service.__main__ import DRAIN_EXTRA_S
 from service.api import routes
 from service.app import JOURNAL_PATIENCE_S
 from service.settings import Settings
-from service.shared import PREFIX, Rules
+from service.shared import Rules
 from service.wire import INSTANCE
 from spark.__main__ import EXIT_CANNOT_RUN
 from spark.settings import parse
 from tests.kubernetes.rendering import Object, Rendered
 
-OF_SERVICE: Final = {PREFIX + item.name.upper() for item in fields(Settings)}
+OF_SERVICE: Final = set(Settings.variables())
 # The job has no table of its own settings; these are the names that its modules read.
 OF_JOB: Final = {
     name for file in (ROOT / "spark").glob("*.py") for name in re.findall(r"FENCEPOST_[A-Z_]+\b", file.read_text())

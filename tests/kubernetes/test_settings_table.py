@@ -7,11 +7,15 @@ import pytest
 from deploy.local.places import ROOT
 from deploy.settings_table import BEGIN, END, put, standing, table
 from service.settings import Settings
+from service.shared import PREFIX
 
 
 def test_every_setting_has_a_row() -> None:
     lines = table().splitlines()[2:]
-    assert [line.split("`")[1] for line in lines] == [f"FENCEPOST_{item.name.upper()}" for item in fields(Settings)]
+    names = [line.split("`")[1] for line in lines]
+    assert [name for name in names if not name.endswith("_FILE")] == [PREFIX + f.name.upper() for f in fields(Settings)]
+    files = {name for name in names if name.endswith("_FILE")}
+    assert files == {"FENCEPOST_KAFKA_SASL_PASSWORD_FILE", "FENCEPOST_REDIS_FILE"}
     assert all(line.count(" | ") == 3 for line in lines)
     assert "| `FENCEPOST_PORT` | `8000` | port to listen on | service |" in lines
 

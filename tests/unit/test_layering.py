@@ -19,7 +19,7 @@ LAYERS = [
     {"ingest", "batch", "pool"},
     {"recovery", "journal", "group"},
     {"slot", "control", "topics", "keys", "request", "kafka.producer", "kafka.reader"},
-    {"event", "kafka.cluster", "kafka.verdict", "kafka.partitioner"},
+    {"event", "kafka.cluster", "kafka.security", "kafka.verdict", "kafka.partitioner"},
     {"states", "errors", "settings", "telemetry", "logs"},
     {"shared"},
     {"wire"},

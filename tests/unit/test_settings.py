@@ -1,11 +1,14 @@
 """The settings: defaults as the contract has them, a line for each mistake, and the mistakes that only two make."""
 
+import subprocess
 from pathlib import Path
+from typing import Final
 
 import pytest
 
 from service.settings import Settings
 from service.shared import Guarantee, Rules, SettingsError
+from tests.secured import Authority
 
 
 def read(**settings: str) -> Settings:
@@ -55,9 +58,6 @@ def test_what_is_set_is_read_and_what_is_empty_is_not() -> None:
         ("kafka", "localhost:"),
         ("kafka", "a:1,"),
         ("kafka", "a:99999"),
-        ("redis", "localhost:6379"),
-        ("redis", "http://localhost"),
-        ("redis", "redis://"),
         ("instance", "a b"),
         ("instance", "x" * 65),
         ("instance", 'a"b'),
@@ -86,6 +86,106 @@ def test_each_mistake_has_a_line_that_says_what_to_set(name: str, text: str) -> 
     (line,) = lines(**{name: text})
     assert line.startswith(f"FENCEPOST_{name.upper()}={text!r} is wrong: set ")
     assert len(line) > len(f"FENCEPOST_{name.upper()}={text!r} is wrong: set ") + 5
+
+
+@pytest.mark.parametrize("text", ["localhost:6379", "http://:hush@localhost", "redis://"])
+def test_a_secret_that_is_wrong_is_not_shown(text: str) -> None:
+    assert lines(redis=text) == ["FENCEPOST_REDIS is wrong: set redis://host:port/db, rediss://… or unix://…"]
+
+
+def test_no_secret_is_shown_by_the_settings_themselves() -> None:
+    settings = read(**SASL, redis="redis://:hush@localhost")
+    assert settings.kafka_sasl_password == "hush"
+    assert "hush" not in repr(settings)
+
+
+SASL: Final = {
+    "kafka_security_protocol": "SASL_PLAINTEXT",
+    "kafka_sasl_mechanism": "PLAIN",
+    "kafka_sasl_username": "me",
+    "kafka_sasl_password": "hush",
+}
+
+
+def without(name: str) -> dict[str, str]:
+    return {given: text for given, text in SASL.items() if given != name}
+
+
+@pytest.mark.parametrize("name", ["kafka_sasl_mechanism", "kafka_sasl_username", "kafka_sasl_password"])
+def test_sasl_needs_a_mechanism_a_name_and_a_password(name: str) -> None:
+    variable = f"FENCEPOST_{name.upper()}"
+    expected = f"FENCEPOST_KAFKA_SECURITY_PROTOCOL=SASL_PLAINTEXT needs {variable}: set it"
+    assert lines(**without(name)) == [expected]
+    (line,) = lines(**{name: SASL[name]})
+    assert line.startswith(f"{variable} means nothing with FENCEPOST_KAFKA_SECURITY_PROTOCOL=PLAINTEXT: set SASL_SSL")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("kafka_security_protocol", "TLS"),
+        ("kafka_sasl_mechanism", "GSSAPI"),
+        ("kafka_sasl_username", "a\nb"),
+        ("kafka_ssl_check_hostname", "no"),
+    ],
+)
+def test_what_there_is_to_choose_from_is_told(name: str, text: str) -> None:
+    (line,) = lines(**{name: text})
+    assert line.startswith(f"FENCEPOST_{name.upper()}={text!r} is wrong: set ")
+
+
+def test_a_secret_may_stand_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("hush \n")
+    given = without("kafka_sasl_password")
+    assert read(**given, kafka_sasl_password_file=str(file)).kafka_sasl_password == "hush "
+    (line,) = lines(**SASL, kafka_sasl_password_file=str(file))
+    assert line == (
+        "FENCEPOST_KAFKA_SASL_PASSWORD and FENCEPOST_KAFKA_SASL_PASSWORD_FILE are both set: set one of them"
+    )
+    file.write_text("\n")
+    (line,) = lines(**given, kafka_sasl_password_file=str(file))
+    assert line.endswith("is empty: put the secret into it")
+    (line,) = lines(**given, kafka_sasl_password_file=str(tmp_path / "none"))
+    assert line.endswith("/none' cannot be read (No such file or directory): set a file that has it")
+    file.write_text("rediss://:hush@localhost\n")
+    assert read(redis_file=str(file)).redis == "rediss://:hush@localhost"
+
+
+def test_files_for_tls_need_tls() -> None:
+    for name in ("kafka_ssl_cafile", "kafka_ssl_certfile", "kafka_ssl_keyfile"):
+        (line,) = lines(**{name: "/a/file"})
+        assert line.startswith(f"FENCEPOST_{name.upper()} means nothing with FENCEPOST_KAFKA_SECURITY_PROTOCOL=PLAIN")
+    for name in ("redis_cafile", "redis_certfile", "redis_keyfile"):
+        (line,) = lines(**{name: "/a/file"})
+        assert line.startswith(f"FENCEPOST_{name.upper()} means nothing without TLS: set FENCEPOST_REDIS=rediss://")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "tls"), [("kafka_ssl", {"kafka_security_protocol": "SSL"}), ("redis", {"redis": "rediss://localhost"})]
+)
+def test_files_for_tls_are_what_they_should_be(
+    tmp_path: Path, authority: Authority, prefix: str, tls: dict[str, str]
+) -> None:
+    mine, other = authority.issue(f"{prefix}-mine"), authority.issue(f"{prefix}-other")
+    cert, key, old = str(mine.certfile), str(mine.keyfile), str(tmp_path / "old.key")
+    subprocess.run(["openssl", "ec", "-in", key, "-out", old], check=True, capture_output=True)
+
+    def told(cafile: str = "", certfile: str = "", keyfile: str = "") -> str:
+        (line,) = lines(
+            **tls, **{f"{prefix}_cafile": cafile, f"{prefix}_certfile": certfile, f"{prefix}_keyfile": keyfile}
+        )
+        return line.replace(f"FENCEPOST_{prefix.upper()}", "")
+
+    read(**tls, **{f"{prefix}_cafile": str(authority.cafile), f"{prefix}_certfile": cert, f"{prefix}_keyfile": key})
+    assert told(cafile="/none") == (
+        "_CAFILE='/none' cannot be used (No such file or directory): set a PEM file of certificates"
+    )
+    assert told(cafile=key).startswith("_CAFILE=")
+    assert told(certfile=cert) == "_CERTFILE needs _KEYFILE: set both, or neither"
+    assert told(keyfile=key) == "_KEYFILE needs _CERTFILE: set both, or neither"
+    assert "key values mismatch" in told(certfile=cert, keyfile=str(other.keyfile))
+    assert "is not PKCS #8: set what `openssl pkcs8 -topk8 -nocrypt` makes of it" in told(certfile=cert, keyfile=old)
 
 
 def test_all_mistakes_are_told_at_once() -> None:

@@ -1,0 +1,129 @@
+"""The doors to Kafka and Redis over TLS: who gets in, who does not, and what is said of it."""
+
+import dataclasses
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from deploy.local.stack import Service
+from service.errors import KafkaAway, StoreAway
+from service.kafka.cluster import Cluster
+from service.kafka.security import security_of
+from service.keys import RedisKeys
+from service.settings import Settings
+from service.shared import SharedSettings
+from service.telemetry import Telemetry
+from tests.secured import PASSWORD, SecuredKafka, SecuredRedis
+
+TIMEOUT_MS: Final = 5_000
+
+
+async def knock(settings: SharedSettings) -> None:
+    """Ask a broker for anything. Raises KafkaAway."""
+    cluster = Cluster(
+        settings.kafka,
+        client_id="test",
+        request_timeout_ms=TIMEOUT_MS,
+        telemetry=Telemetry(),
+        security=security_of(settings),
+    )
+    try:
+        await cluster.answers()
+    finally:
+        await cluster.close()
+
+
+@pytest.fixture(scope="module")
+def with_password(secured_kafka: SecuredKafka) -> Settings:
+    return Settings.from_env(secured_kafka.environment())
+
+
+@pytest.mark.parametrize("mechanism", ["SCRAM-SHA-512", "PLAIN"])
+async def test_a_password_opens_the_door(with_password: Settings, mechanism: str) -> None:
+    await knock(dataclasses.replace(with_password, kafka_sasl_mechanism=mechanism))
+
+
+async def test_a_certificate_opens_the_door(secured_kafka: SecuredKafka) -> None:
+    settings = secured_kafka.with_certificate("client")
+    await knock(settings)
+    with pytest.raises(KafkaAway):
+        await knock(dataclasses.replace(settings, kafka_ssl_certfile="", kafka_ssl_keyfile=""))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"kafka_sasl_password": "guess"}, "Authentication failed"),
+        ({"kafka_sasl_username": "nobody"}, "Authentication failed"),
+        ({"kafka_sasl_mechanism": "SCRAM-SHA-256"}, "UnsupportedSaslMechanismError"),
+        ({"kafka_ssl_cafile": ""}, "certificate verify failed"),
+    ],
+)
+async def test_who_is_not_let_in_is_told_why(with_password: Settings, change: dict[str, str], why: str) -> None:
+    with pytest.raises(KafkaAway, match=why) as caught:
+        await knock(dataclasses.replace(with_password, **change))  # type: ignore[arg-type]
+    assert PASSWORD not in str(caught.value)
+
+
+async def test_a_certificate_must_be_for_the_name_unless_told_otherwise(
+    with_password: Settings, secured_kafka: SecuredKafka
+) -> None:
+    """The brokers' own names follow from the first answer, so only who asks may be fooled by an address."""
+    elsewhere = dataclasses.replace(with_password, kafka=f"127.0.0.1:{secured_kafka.sasl_port}")
+    with pytest.raises(KafkaAway, match="IP address mismatch"):
+        await knock(elsewhere)
+    await knock(dataclasses.replace(elsewhere, kafka_ssl_check_hostname=False))
+
+
+def keys_of(settings: Settings) -> RedisKeys:
+    return RedisKeys(
+        settings.redis,
+        "test",
+        retention_ms=60_000,
+        least_left_ms=1_000,
+        lease_ttl_ms=1_000,
+        timeout_s=5.0,
+        telemetry=Telemetry(),
+        tls=settings.redis_tls,
+    )
+
+
+async def test_redis_is_reached_by_tls(secured_redis: SecuredRedis) -> None:
+    keys = keys_of(Settings.from_env(secured_redis.environment()))
+    await keys.check()
+    assert "/" in (await keys.who()).store
+    await keys.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"FENCEPOST_REDIS_CAFILE": ""}, "certificate verify failed"),
+        ({"FENCEPOST_REDIS": "rediss://127.0.0.1:{port}/0"}, "IP address mismatch"),
+        ({"FENCEPOST_REDIS": "rediss://127.0.0.1:{port}/0?ssl_cert_reqs=none"}, "IP address mismatch"),
+    ],
+)
+async def test_a_redis_that_cannot_show_who_it_is_is_not_believed(
+    secured_redis: SecuredRedis, change: dict[str, str], why: str
+) -> None:
+    change = {name: text.format(port=secured_redis.tls_port) for name, text in change.items()}
+    keys = keys_of(Settings.from_env({**secured_redis.environment(), **change}))
+    with pytest.raises(StoreAway, match=why):
+        await keys.check()
+
+
+def test_a_service_that_is_not_let_in_keeps_trying_and_says_why_without_the_password(
+    tmp_path: Path, secured_kafka: SecuredKafka, secured_redis: SecuredRedis
+) -> None:
+    environment = {**secured_kafka.environment(password="hush-hush"), **secured_redis.environment()}
+    service = Service(tmp_path, kafka="", redis="", env=environment)
+    service.start(wait_ready=False)
+    try:
+        service.wait_until(lambda: "Authentication failed" in service.log.read_text(), 20.0)
+        assert service.running
+        assert not service.ready()
+    finally:
+        service.stop()
+    assert "hush-hush" not in service.log.read_text()
+    assert "Traceback" not in service.log.read_text()

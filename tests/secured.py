@@ -1,0 +1,268 @@
+"""A broker that believes nobody without TLS and SASL, a Redis with TLS, and the certificates for both."""
+
+import asyncio
+import contextlib
+import shutil
+import ssl
+import subprocess
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pytest
+from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own documentation imports it from here
+    AclBinding,
+    AclOperation,
+    AclPermissionType,
+    ResourcePatternType,
+    ResourceType,
+    ScramCredentialInfo,
+    ScramMechanism,
+    UserScramCredentialUpsertion,
+)
+
+from deploy.local.stack import Kafka, Redis, StackError, free_port
+from service.shared import SharedSettings
+
+# What a careless configuration would break on, or let out.
+PASSWORD: Final = 'pa"ss\\wo,r=d $1'
+USER: Final = "fencepost"
+_ANSWER_S: Final = 10.0
+
+Acl = tuple[ResourceType, str, ResourcePatternType, tuple[AclOperation, ...]]
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """PEM files of a certificate and its key, and one file that has both."""
+
+    certfile: Path
+    keyfile: Path
+    both: Path
+
+
+class Authority:
+    """Signs certificates, with openssl."""
+
+    def __init__(self, folder: Path) -> None:
+        if shutil.which("openssl") is None:
+            pytest.skip("no openssl on PATH to make certificates with (on Debian or Ubuntu: apt-get install openssl)")
+        self._folder = folder
+        folder.mkdir(parents=True)
+        self.cafile, self._keyfile = folder / "ca.crt", folder / "ca.key"
+        self._openssl("-x509", "-keyout", self._keyfile, "-out", self.cafile, "-subj", "/CN=Test Authority")
+
+    def issue(self, name: str, *names: str) -> Certificate:
+        """A certificate for a subject, and for a server's names where it is one ("DNS:localhost")."""
+        made = Certificate(*(self._folder / f"{name}.{kind}" for kind in ("crt", "key", "pem")))
+        signed = ("-x509", "-CA", self.cafile, "-CAkey", self._keyfile, "-subj", f"/CN={name}")
+        more = ("-addext", f"subjectAltName={','.join(names)}") if names else ()
+        plain = ("-addext", "basicConstraints=critical,CA:FALSE")
+        self._openssl(*signed, *more, *plain, "-keyout", made.keyfile, "-out", made.certfile)
+        made.both.write_text(made.keyfile.read_text() + made.certfile.read_text())
+        return made
+
+    def _openssl(self, *arguments: str | Path) -> None:
+        kind = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-noenc", "-days", "2")
+        subprocess.run(["openssl", "req", *kind, *map(str, arguments)], check=True, capture_output=True, timeout=30)
+
+
+class SecuredKafka(Kafka):
+    """One broker with three doors: plain for the tests' own errands (a super user), SASL_SSL, and mutual TLS.
+
+    Its certificate is for `localhost` and not for 127.0.0.1. Whoever comes in by the other doors may do nothing that
+    no ACL allows.
+    """
+
+    def __init__(self, folder: Path, authority: Authority, settings: Mapping[str, str] | None = None) -> None:
+        super().__init__(folder)
+        self.authority = authority
+        self.sasl_port, self.tls_port = free_port(), free_port()
+        server = authority.issue("broker", "DNS:localhost")
+        plain, secure = f"PLAINTEXT://{self.bootstrap}", f"SASL_SSL://{self.secured},SSL://localhost:{self.tls_port}"
+        # Java properties take a backslash for an escape, and JAAS once more.
+        quoted = PASSWORD.replace("\\", "\\\\").replace('"', '\\"').replace("\\", "\\\\")
+        sasl = "listener.name.sasl_ssl"
+        modules = "org.apache.kafka.common.security"
+        self.settings = {
+            "listeners": f"{plain},{secure},CONTROLLER://127.0.0.1:{self.controller_port}",
+            "advertised.listeners": f"{plain},{secure}",
+            "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,SASL_SSL:SASL_SSL,SSL:SSL",
+            "ssl.keystore.type": "PEM",
+            "ssl.keystore.location": str(server.both),
+            "ssl.truststore.type": "PEM",
+            "ssl.truststore.location": str(authority.cafile),
+            "listener.name.ssl.ssl.client.auth": "required",
+            f"{sasl}.sasl.enabled.mechanisms": "PLAIN,SCRAM-SHA-512",
+            f"{sasl}.scram-sha-512.sasl.jaas.config": f"{modules}.scram.ScramLoginModule required;",
+            f"{sasl}.plain.sasl.jaas.config": f'{modules}.plain.PlainLoginModule required user_{USER}="{quoted}";',
+            "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+            "super.users": "User:ANONYMOUS",
+            **(settings or {}),
+        }
+
+    @property
+    def secured(self) -> str:
+        """Where clients with a password connect."""
+        return f"localhost:{self.sasl_port}"
+
+    @property
+    def mutual(self) -> str:
+        """Where clients with a certificate connect."""
+        return f"localhost:{self.tls_port}"
+
+    def start(self) -> None:
+        super().start()
+        self.add_user(USER, PASSWORD)
+
+    def add_user(self, name: str, password: str) -> None:
+        """A user for SCRAM-SHA-512."""
+        secret = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 4096)
+        upsertion = UserScramCredentialUpsertion(name, secret, password.encode())
+        admin = self.admin()  # what it has under way ends with it
+        for done in admin.alter_user_scram_credentials([upsertion]).values():
+            done.result(_ANSWER_S)
+
+    def allow(self, user: str, *acls: Acl) -> None:
+        """Let a user do what each of the ACLs names."""
+        bindings = [
+            AclBinding(kind, name, pattern, f"User:{user}", "*", operation, AclPermissionType.ALLOW)
+            for kind, name, pattern, operations in acls
+            for operation in operations
+        ]
+        admin = self.admin()
+        for done in admin.create_acls(bindings).values():
+            done.result(_ANSWER_S)
+
+    def environment(self, user: str = USER, password: str = PASSWORD) -> dict[str, str]:
+        """The settings by which the service and the job come in by the door of SASL_SSL."""
+        return {
+            "FENCEPOST_KAFKA": self.secured,
+            "FENCEPOST_KAFKA_SECURITY_PROTOCOL": "SASL_SSL",
+            "FENCEPOST_KAFKA_SASL_MECHANISM": "SCRAM-SHA-512",
+            "FENCEPOST_KAFKA_SASL_USERNAME": user,
+            "FENCEPOST_KAFKA_SASL_PASSWORD": password,
+            "FENCEPOST_KAFKA_SSL_CAFILE": str(self.authority.cafile),
+        }
+
+    def with_certificate(self, name: str) -> SharedSettings:
+        """The settings by which one comes in by the door of mutual TLS, as the principal `CN=<name>`."""
+        mine = self.authority.issue(name)
+        return SharedSettings(
+            kafka=self.mutual,
+            kafka_security_protocol="SSL",
+            kafka_ssl_cafile=str(self.authority.cafile),
+            kafka_ssl_certfile=str(mine.certfile),
+            kafka_ssl_keyfile=str(mine.keyfile),
+        )
+
+
+def acls_of_service(namespace: str, topics: str) -> list[Acl]:
+    """What the README tells to allow the service: its own topics and ids, and the topics that begin with `topics`."""
+    prefixed = ResourcePatternType.PREFIXED
+    a = AclOperation
+    own = (a.DESCRIBE, a.DESCRIBE_CONFIGS, a.CREATE, a.ALTER, a.READ, a.WRITE)
+    return [
+        (ResourceType.TOPIC, f"{namespace}.", prefixed, own),
+        (ResourceType.TRANSACTIONAL_ID, f"{namespace}.slot.", prefixed, (a.DESCRIBE, a.WRITE)),
+        (ResourceType.TOPIC, topics, prefixed, (a.DESCRIBE, a.DESCRIBE_CONFIGS, a.WRITE)),
+    ]
+
+
+def acls_of_job(namespace: str, topics: str) -> list[Acl]:
+    """What the README tells to allow the audit."""
+    prefixed = ResourcePatternType.PREFIXED
+    a = AclOperation
+    return [
+        (ResourceType.TOPIC, name, prefixed, (a.DESCRIBE, a.DESCRIBE_CONFIGS, a.READ))
+        for name in (f"{namespace}.", topics)
+    ]
+
+
+class SecuredRedis(Redis):
+    """A real server behind TLS: its own where the program was built with it, else a front that ends TLS before it."""
+
+    def __init__(self, folder: Path, authority: Authority) -> None:
+        super().__init__(folder)
+        self.authority = authority
+        self.tls_port = free_port()
+        self._certificate = authority.issue("redis", "DNS:localhost")
+        self._front: _Front | None = None
+        self.native = False
+
+    @property
+    def secured(self) -> str:
+        """The URL for those who come with TLS."""
+        return f"rediss://localhost:{self.tls_port}/0"
+
+    def environment(self) -> dict[str, str]:
+        return {"FENCEPOST_REDIS": self.secured, "FENCEPOST_REDIS_CAFILE": str(self.authority.cafile)}
+
+    def start(self) -> None:
+        files = ["--tls-cert-file", str(self._certificate.certfile), "--tls-key-file", str(self._certificate.keyfile)]
+        files += ["--tls-ca-cert-file", str(self.authority.cafile), "--tls-auth-clients", "no"]
+        self.args = ["--tls-port", str(self.tls_port), *files]
+        try:
+            super().start()
+            self.native = True
+        except StackError:  # built without TLS, as the one in the wheel is
+            self.args = []
+            super().start()
+            self._front = _Front(self.tls_port, self.port, self._certificate)
+
+    def stop(self, timeout_s: float = _ANSWER_S) -> None:
+        if self._front is not None:
+            self._front.close()
+        super().stop(timeout_s)
+
+
+class _Front:
+    """Ends TLS and passes everything on, as stunnel would."""
+
+    def __init__(self, port: int, upstream: int, certificate: Certificate) -> None:
+        self._port, self._upstream = port, upstream
+        self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self._context.load_cert_chain(certificate.certfile, certificate.keyfile)
+        self._loop = asyncio.new_event_loop()
+        self._serving = threading.Event()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True)
+        self._thread.start()
+        assert self._serving.wait(_ANSWER_S)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(_ANSWER_S)
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        self._stop = asyncio.Event()
+        self._under_way: set[asyncio.Task[None]] = set()
+        server = await asyncio.start_server(self._pass_on, "127.0.0.1", self._port, ssl=self._context)
+        self._serving.set()
+        await self._stop.wait()
+        server.close()
+        for task in self._under_way:
+            task.cancel()
+        await asyncio.gather(*self._under_way, return_exceptions=True)
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        there, back = await asyncio.open_connection("127.0.0.1", self._upstream)
+        try:
+            await asyncio.gather(_pump(reader, back), _pump(there, writer))
+        finally:
+            back.close()
+            writer.close()
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(65_536):
+            writer.write(data)
+            await writer.drain()
+        writer.close()

@@ -1,0 +1,127 @@
+"""TLS everywhere: an event from its POST, through the service, to the audit's clean report."""
+
+import json
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from pyspark.sql import SparkSession
+
+from deploy.local.stack import Service
+from service.settings import Settings as ServiceSettings
+from service.shared import SharedSettings
+from spark import job
+from spark.errors import CannotRun
+from spark.kafka import Broker
+from spark.settings import Options, Settings
+from tests.integration.client import Client, events
+from tests.secured import PASSWORD, USER, SecuredKafka, SecuredRedis, acls_of_job, acls_of_service
+
+EVENTS: Final = 40
+
+
+@pytest.fixture(scope="module")
+def environment(secured_kafka: SecuredKafka, secured_redis: SecuredRedis) -> dict[str, str]:
+    """The same settings for both; the service may do what the README lists for it, and so may the job."""
+    namespace = f"tls-{uuid.uuid4().hex[:8]}"
+    secured_kafka.add_user("audit", PASSWORD)
+    secured_kafka.allow(USER, *acls_of_service(namespace, namespace + "-events"))
+    secured_kafka.allow("audit", *acls_of_job(namespace, namespace + "-events"))
+    secured_kafka.create_topic(namespace + "-events", partitions=2)
+    return {
+        **secured_kafka.environment(),
+        **secured_redis.environment(),
+        "FENCEPOST_NAMESPACE": namespace,
+        "FENCEPOST_SLOTS": "2",
+        "FENCEPOST_SLOTS_MAX": "2",
+        "FENCEPOST_REQUEST_TIMEOUT_MS": "5000",
+        "FENCEPOST_TRANSACTION_TIMEOUT_MS": "5000",
+    }
+
+
+@pytest.fixture
+def service(tmp_path: Path, environment: dict[str, str]) -> Iterator[Service]:
+    with Service(tmp_path, kafka="", redis="", env=environment) as service:
+        yield service
+    assert "Traceback" not in service.log.read_text(), service.tail(60)
+
+
+async def test_an_event_goes_from_its_post_to_a_clean_report(
+    service: Service,
+    environment: dict[str, str],
+    spark: SparkSession,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    topic = environment["FENCEPOST_NAMESPACE"] + "-events"
+    async with Client() as client:
+        asked = events(topic, EVENTS)
+        await client.load([service.url], asked)
+        assert all(attempt.replayed for attempt in await client.load([service.url], asked))
+    service.stop()
+
+    shared = SharedSettings.from_env({**environment, "FENCEPOST_KAFKA_SASL_USERNAME": "audit"})
+    options = Options(lake=str(tmp_path / "lake"), report=str(tmp_path / "report"))
+    told: list[str] = []
+    outcome = job.run(spark, Settings(shared=shared, options=options), told.append)
+    assert outcome.status == 0
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert (report["run"]["verdict"], report["findings"]) == ("clean", [])
+    assert (report["balance"]["accepted"], report["balance"]["delivered_once"]) == (EVENTS, EVENTS)
+
+    # The password is in nothing that was written or told, nor on the command line of any process.
+    written = contents(tmp_path)
+    assert len(written) > 10
+    said = "".join(told) + "".join(capfd.readouterr())
+    assert not [place for place in (*written, said.encode(), *command_lines()) if leaks(place)]
+
+
+def leaks(place: bytes) -> bool:
+    return any(form.encode() in place for form in (PASSWORD, json.dumps(PASSWORD)[1:-1], "wo,r=d"))
+
+
+def contents(folder: Path) -> list[bytes]:
+    return [file.read_bytes() for file in folder.rglob("*") if file.is_file()]
+
+
+def command_lines() -> list[bytes]:
+    """Those of the processes that there are now, Spark's JVM among them."""
+    found = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
+    assert any(b"org.apache.spark" in line for line in found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"kafka_sasl_password": "guess"}, "Authentication failed"),
+        ({"kafka_ssl_cafile": ""}, "unable to find valid certification path"),
+    ],
+)
+def test_a_job_that_is_not_let_in_says_why(
+    spark: SparkSession, environment: dict[str, str], change: dict[str, str], why: str
+) -> None:
+    shared: Any = replace(SharedSettings.from_env(environment), **change)  # type: ignore[arg-type]
+    broker = Broker(spark, shared)
+    with pytest.raises(CannotRun, match=why) as caught:
+        broker.names()
+    broker.close()
+    assert PASSWORD not in str(caught.value)
+
+
+def test_the_job_gets_in_with_a_certificate_or_with_plain(
+    spark: SparkSession, environment: dict[str, str], secured_kafka: SecuredKafka
+) -> None:
+    secured_kafka.allow("CN=job", *acls_of_job(environment["FENCEPOST_NAMESPACE"], "none"))
+    plain = replace(SharedSettings.from_env(environment), kafka_sasl_mechanism="PLAIN")
+    for shared in (plain, secured_kafka.with_certificate("job")):
+        broker = Broker(spark, shared)
+        assert f"{environment['FENCEPOST_NAMESPACE']}.ledger" in broker.names()
+        broker.close()
+
+
+def test_the_service_reads_the_same_environment(environment: dict[str, str]) -> None:
+    assert ServiceSettings.from_env(environment).kafka_sasl_password == PASSWORD
