@@ -6,7 +6,8 @@ import sys
 import uvicorn
 
 from service.app import create_app
-from service.http_guard import GuardedProtocol, LingeringServer
+from service.http_guard import LingeringServer
+from service.http_posts import protocol_of
 from service.logs import configure_logging
 from service.settings import Settings
 from service.shared import Rules, SettingsError
@@ -32,13 +33,14 @@ def main() -> int:
         wrong.append(error)
         server.should_exit = True
 
+    app, routes = create_app(settings, rules, give_up)
     server = LingeringServer(
         uvicorn.Config(
-            create_app(settings, rules, give_up),
+            app,
             host=settings.host,
             port=settings.port,
             loop="uvloop",
-            http=GuardedProtocol,
+            http=protocol_of(routes, settings.body_bytes_max),
             lifespan="on",
             access_log=False,
             log_config=None,

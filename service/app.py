@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import gc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from typing import Final
 
@@ -14,6 +14,7 @@ from service.api import routes
 from service.control import Control
 from service.errors import KafkaAway, StoreAway, StoreUnanswered
 from service.events_endpoint import EventsEndpoint
+from service.http_posts import Handler
 from service.ingest import Ingest
 from service.journal import Journal
 from service.kafka.cluster import Cluster
@@ -31,6 +32,7 @@ from service.topics import Catalogue, InternalTopics
 log = structlog.get_logger(__name__)
 
 AGAIN_S: Final = 1.0
+GC_THRESHOLDS: Final = (50_000, 20, 50)
 JOURNAL_PATIENCE_S: Final = 3.0
 # A third of the time between two scrapes: what they show is not older than they are.
 WATCH_S: Final = 5.0
@@ -135,6 +137,8 @@ class Service:
         # What was made so far lives as long as the process: no collection needs to look at it again.
         gc.collect()
         gc.freeze()
+        # An event makes some hundred objects and no cycle: Python's 700 would look for one several times a group.
+        gc.set_threshold(*GC_THRESHOLDS)
         await self.pool.keep()
 
     async def _watch(self) -> None:
@@ -187,8 +191,10 @@ class Service:
         }
 
 
-def create_app(settings: Settings, rules: Rules, give_up: Callable[[SettingsError], None]) -> EventsEndpoint:
-    """The ASGI app: `POST /events` in front of FastAPI, whose middleware costs more than the rest of the way."""
+def create_app(
+    settings: Settings, rules: Rules, give_up: Callable[[SettingsError], None]
+) -> tuple[FastAPI, Mapping[bytes, Handler]]:
+    """The ASGI app, and the handlers of the POSTs that are taken in front of it."""
     holder: dict[str, Service] = {}
     telemetry = Telemetry()
 
@@ -203,4 +209,4 @@ def create_app(settings: Settings, rules: Rules, give_up: Callable[[SettingsErro
 
     app = FastAPI(title="Fencepost", version="1", lifespan=lifespan)
     routes(app, lambda: holder["service"])
-    return EventsEndpoint(app, lambda: holder["service"].ingest, settings, telemetry)
+    return app, EventsEndpoint(lambda: holder["service"].ingest, settings, telemetry).routes

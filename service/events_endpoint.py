@@ -1,10 +1,9 @@
-"""`POST /events` and its batch as bare ASGI, in front of the app: headers read once, answers written from bytes."""
+"""`POST /events` and its batch: headers read once, a request handed to the path, its answer written from bytes."""
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Callable, Coroutine, Iterable
 from email.utils import formatdate
-from functools import lru_cache
+from functools import lru_cache, partial
 from ipaddress import ip_address
 from typing import Any, Final
 from urllib.parse import quote
@@ -13,7 +12,8 @@ import structlog
 
 from service.batch import parse_batch, write_atomic, write_each
 from service.errors import FORBIDDEN_CALLER, INTERNAL, INVALID_KEY, TOO_LARGE, UNSUPPORTED_TYPE, Problem
-from service.event import parse_event, parse_key, parse_traceparent
+from service.event import Event, parse_event, parse_key, parse_traceparent
+from service.http_posts import Handler, Post
 from service.ingest import Ingest
 from service.request import Answer, Committed, Placed
 from service.settings import Settings
@@ -22,104 +22,117 @@ from service.telemetry import Telemetry
 
 log = structlog.get_logger(__name__)
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
-JSON_TYPE: Final = b"application/json"
 PROBLEM_TYPE: Final = b"application/problem+json"
 
-
-class Disconnected(Exception):
-    """The client went away before its request was whole: nothing was asked for."""
-
-
 Found = dict[bytes, str]  # the headers that matter, by lower-case name
-Answered = tuple[int, Headers, bytes]
 
 
 class EventsEndpoint:
-    """The ASGI app that answers `POST /events` and `POST /events/batch` itself and hands everything else on."""
+    """The handlers of `POST /events` and `POST /events/batch`."""
 
-    def __init__(self, app: App, ingest: Callable[[], Ingest], settings: Settings, telemetry: Telemetry) -> None:
-        self._app = app
+    def __init__(self, ingest: Callable[[], Ingest], settings: Settings, telemetry: Telemetry) -> None:
         self._ingest = ingest
         self._telemetry = telemetry
         self._body_bytes_max = settings.body_bytes_max
         self._retention_s = settings.key_ttl_s
         self._loopback_only = not settings.rules
         self._loopback: set[str] = set()  # addresses that were seen to be of the loopback: 127.0.0.1 and ::1
-        self._routes = {"/events": self._post_event, "/events/batch": self._post_batch}
+        self.routes: dict[bytes, Handler] = {
+            b"/events": partial(self._take, self._post_event),
+            b"/events/batch": partial(self._take, self._post_batch),
+        }
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if route is None:
-            await self._app(scope, receive, send)
-            return
-        arrived = asyncio.get_running_loop().time()
-        code = ""
+    def _take(self, step: Callable[[Post, Found], None], post: Post) -> None:
         try:
-            self._check_caller(scope)
-            found = pick(scope["headers"])
-            body = await read_body(receive, found.get(b"content-length"), self._body_bytes_max)
+            self._check_caller(post.client)
+            found = pick(post.headers)
+            if post.size > self._body_bytes_max:
+                raise Problem(TOO_LARGE, f"body: at most {self._body_bytes_max} bytes are taken")
             check_type(found.get(b"content-type"))
-            status, headers, body = await route(found, body, arrived)
-        except Problem as problem:
-            code = problem.kind.code
-            status, headers, body = render_problem(problem)
-        except Disconnected:
-            return
-        except Exception:  # a bug: nobody knows what became of the event
-            log.exception("request failed", path=scope["path"])
-            code = INTERNAL.code
-            status, headers, body = render_problem(Problem(INTERNAL, "send it again, with the same key"))
-        self._telemetry.requested(status, code)
-        headers.append((b"content-length", b"%d" % len(body)))
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+            step(post, found)
+        except Exception as error:
+            self._fail(post, error)
 
-    def _check_caller(self, scope: Scope) -> None:
+    def _check_caller(self, client: str | None) -> None:
         """Without rules nobody has said who may write: only this machine may."""
-        client = scope.get("client")
-        if self._loopback_only and client is not None and client[0] not in self._loopback:
-            if not ip_address(client[0]).is_loopback:
+        if self._loopback_only and client is not None and client not in self._loopback:
+            if not ip_address(client).is_loopback:
                 raise Problem(
                     FORBIDDEN_CALLER, f"{PREFIX}RULES is not set, so only callers on this machine may write: set it"
                 )
-            self._loopback.add(client[0])
+            self._loopback.add(client)
 
-    async def _post_event(self, found: Found, body: bytes, arrived: float) -> Answered:
+    def _post_event(self, post: Post, found: Found) -> None:
         key = parse_key(found.get(b"idempotency-key"))
-        event = parse_event(key, body, parse_traceparent(found.get(b"traceparent")))
-        answer = await self._ingest().submit(event, arrived)
-        if isinstance(answer, Problem):
-            raise answer
-        return 201, self._committed_headers(key, answer), render_place(answer.places[0])
+        event = parse_event(key, post.body, parse_traceparent(found.get(b"traceparent")))
+        ingest = self._ingest()
+        if ingest.check_now(event):
+            ingest.submit(event, post.arrived, partial(self._tell_event, post, key))
+        else:
+            post.apart(self._or_fail(post, self._look_up_first(post, event)))
 
-    async def _post_batch(self, found: Found, body: bytes, arrived: float) -> Answered:
-        batch = parse_batch(body)
+    async def _look_up_first(self, post: Post, event: Event) -> None:
+        ingest = self._ingest()
+        await ingest.check(event, post.arrived)
+        ingest.submit(event, post.arrived, partial(self._tell_event, post, event.key))
+
+    def _post_batch(self, post: Post, found: Found) -> None:
+        post.apart(self._or_fail(post, self._write_batch(post, found)))
+
+    async def _write_batch(self, post: Post, found: Found) -> None:
+        batch = parse_batch(post.body)
         if not batch.atomic:
-            answers = await write_each(self._ingest(), batch, arrived)
-            return 207, [(b"content-type", JSON_TYPE)], render_results(answers)
+            answers = await write_each(self._ingest(), batch, post.arrived)
+            self._answer(post, 207, JSON_LINE, render_results(answers))
+            return
         key = parse_key(found.get(b"idempotency-key"))
-        id, answer = await write_atomic(self._ingest(), batch, key, arrived)
+        id, answer = await write_atomic(self._ingest(), batch, key, post.arrived)
         if isinstance(answer, Problem):
             raise answer
-        return 201, self._committed_headers(key, answer), render_whole(id, answer)
+        self._answer(post, 201, self._committed_lines(key, answer), render_whole(id, answer))
 
-    def _committed_headers(self, key: str, answer: Committed) -> Headers:
-        """Of a 201: the same each time, but for the one that tells of a replay."""
-        headers = [
-            (b"content-type", JSON_TYPE),
-            (b"location", b"/events/" + quote(key, safe="").encode()),
-            (b"idempotency-key", key.encode()),
-            (b"idempotency-key-expires", imf_fixdate(answer.at // 1000 + self._retention_s)),
-        ]
-        if answer.replayed:
-            headers.append((b"idempotent-replayed", b"true"))
-        return headers
+    def _tell_event(self, post: Post, key: str, answer: Answer) -> None:
+        if isinstance(answer, Problem):
+            self._fail(post, answer)
+        else:
+            self._answer(post, 201, self._committed_lines(key, answer), render_place(answer.places[0]))
+
+    async def _or_fail(self, post: Post, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work of a request; what it raises is its answer."""
+        try:
+            await work
+        except Exception as error:
+            self._fail(post, error)
+
+    def _fail(self, post: Post, error: Exception) -> None:
+        """Answer with a problem; anything else than a Problem is a bug, and nobody knows what became of the event."""
+        if not isinstance(error, Problem):
+            log.error("request failed", exc_info=error)
+            error = Problem(INTERNAL, "send it again, with the same key")
+        status, headers, body = render_problem(error)
+        self._answer(post, status, b"".join([b"%b: %b\r\n" % header for header in headers]), body, error.kind.code)
+
+    def _answer(self, post: Post, status: int, lines: bytes, body: bytes, code: str = "") -> None:
+        self._telemetry.requested(status, code)
+        post.answer(status, lines, body)
+
+    def _committed_lines(self, key: str, answer: Committed) -> bytes:
+        """The header lines of a 201: the same each time, but for the one that tells of a replay.
+
+        A key is printable ASCII and an expiry is made here, so neither can end its line early.
+        """
+        return b"%blocation: /events/%b\r\nidempotency-key: %b\r\nidempotency-key-expires: %b\r\n%b" % (
+            JSON_LINE,
+            quote(key, safe="").encode(),
+            key.encode(),
+            imf_fixdate(answer.at // 1000 + self._retention_s),
+            b"idempotent-replayed: true\r\n" if answer.replayed else b"",
+        )
+
+
+JSON_LINE: Final = b"content-type: application/json\r\n"
 
 
 def render_place(place: Placed) -> bytes:
@@ -152,7 +165,7 @@ def _fields(place: Placed) -> str:
     )
 
 
-def render_problem(problem: Problem) -> Answered:
+def render_problem(problem: Problem) -> tuple[int, Headers, bytes]:
     """`application/problem+json` (RFC 9457), with Retry-After where another try may help."""
     headers: Headers = [(b"content-type", PROBLEM_TYPE)]
     if problem.retry_after_s is not None:
@@ -160,7 +173,7 @@ def render_problem(problem: Problem) -> Answered:
     return problem.kind.status, headers, json.dumps(problem.body()).encode()
 
 
-_WANTED: Final = frozenset({b"content-type", b"content-length", b"idempotency-key", b"traceparent", b"prefer"})
+_WANTED: Final = frozenset({b"content-type", b"idempotency-key", b"traceparent", b"prefer"})
 
 
 def pick(headers: Iterable[tuple[bytes, bytes]]) -> Found:
@@ -172,32 +185,6 @@ def pick(headers: Iterable[tuple[bytes, bytes]]) -> Found:
                 raise Problem(INVALID_KEY, "Idempotency-Key: send it once")
             found[name] = content.decode("latin-1")
     return found
-
-
-async def read_body(receive: Receive, length: str | None, most: int) -> bytes:
-    """The whole body. Raises Problem (413) past `most` bytes, Disconnected where the client went away."""
-    if length is not None and length.isdecimal() and int(length) > most:
-        raise Problem(TOO_LARGE, f"body: it has {length} bytes; at most {most} are taken")
-    message = await receive()
-    if message["type"] == "http.disconnect":
-        raise Disconnected
-    body: bytes = message.get("body", b"")
-    if not message.get("more_body", False):
-        whole = body
-    else:
-        parts, size = [body], len(body)
-        while message.get("more_body", False):
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise Disconnected
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > most:
-                raise Problem(TOO_LARGE, f"body: at most {most} bytes are taken")
-        whole = b"".join(parts)
-    if len(whole) > most:
-        raise Problem(TOO_LARGE, f"body: it has {len(whole)} bytes; at most {most} are taken")
-    return whole
 
 
 def check_type(content_type: str | None) -> None:

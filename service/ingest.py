@@ -4,9 +4,11 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from heapq import heapify, heappop, heappush
 from typing import Final
+
+import structlog
 
 from service.errors import (
     FINGERPRINT_MISMATCH,
@@ -31,7 +33,7 @@ from service.kafka.producer import Place, Record
 from service.kafka.verdict import Refusal, TransactionFailed, Verdict
 from service.keys import KeyStore
 from service.recovery import Store
-from service.request import Answer, Committed, Queue, Request, Train
+from service.request import Answer, Answers, Committed, Queue, Request, Train
 from service.settings import Settings
 from service.shared import Guarantee, Rules
 from service.slot import Slot
@@ -47,7 +49,9 @@ from service.states import (
     RequestState,
 )
 from service.telemetry import Telemetry
-from service.topics import Catalogue, InternalTopics
+from service.topics import CATALOGUE_MAX, Catalogue, InternalTopics
+
+log = structlog.get_logger(__name__)
 
 SWEEP_S: Final = 0.02
 STORE_AWAY_PAUSE_S: Final = 0.1
@@ -69,7 +73,7 @@ class Ingest:
         telemetry: Telemetry,
     ) -> None:
         self._settings = settings
-        self._rules = rules
+        self._guarantee = lru_cache(maxsize=CATALOGUE_MAX)(rules.guarantee)  # by topic
         self._keys = keys
         self._store = store
         self._queue = queue
@@ -88,42 +92,50 @@ class Ingest:
 
     # ------------------------------------------------------------------------------------------------ from the edge
 
-    async def submit(self, event: Event, arrived: float) -> Answer:
-        """Write an event exactly once and tell what became of it, within the request's timeout.
+    def submit(self, event: Event, arrived: float, reply: Callable[[Answer], None]) -> None:
+        """Write a checked event exactly once; `reply` is told what became of it, within the request's timeout.
 
         Raises Problem for what is refused before the key is touched; `arrived` is the loop's time.
         """
-        await self.check(event, arrived)
-        request = Request((event,), arrived, self._timeout_s, self._rules.guarantee(event.topic))
-        self._admit((request,))
-        return await request.answer
+        self._admit((Request((event,), arrived, self._timeout_s, self._guarantee(event.topic), reply),))
 
     async def submit_train(self, events: Sequence[Event], train: Train) -> list[Answer]:
         """Write checked events of one batch, in their order; the answer of each."""
         now = asyncio.get_running_loop().time()
-        requests = [
-            Request((event,), now, self._timeout_s, self._rules.guarantee(event.topic), train=train) for event in events
-        ]
+        answers = Answers(len(events))
+        requests = []
+        for place, event in enumerate(events):
+            guarantee, reply = self._guarantee(event.topic), partial(answers.put, place)
+            requests.append(Request((event,), now, self._timeout_s, guarantee, reply, train=train))
         try:
             self._admit(requests)
         except Problem as problem:
             return [problem] * len(requests)
-        return await asyncio.gather(*(request.answer for request in requests))
+        return await answers.all
 
     async def submit_atomic(self, events: Sequence[Event], whole: tuple[bytes, bytes], arrived: float) -> Answer:
         """Write checked events in one transaction or not at all, under the whole's (id, fingerprint)."""
         for event in events:
-            if self._rules.guarantee(event.topic) is not Guarantee.EXACTLY_ONCE:
+            if self._guarantee(event.topic) is not Guarantee.EXACTLY_ONCE:
                 detail = f"topic: {event.topic} is idempotent, which no atomic batch can be: send its events singly"
                 raise Problem(RECORD_REFUSED, detail)
-        request = Request(events, arrived, self._timeout_s, Guarantee.EXACTLY_ONCE, whole)
-        self._admit((request,))
-        return await request.answer
+        answers = Answers(1)
+        reply = partial(answers.put, 0)
+        self._admit((Request(events, arrived, self._timeout_s, Guarantee.EXACTLY_ONCE, reply, whole),))
+        (answer,) = await answers.all
+        return answer
+
+    def check_now(self, event: Event) -> bool:
+        """What the event's topic refuses, before the key is touched. Raises Problem; False: it is to be looked up."""
+        topic = self._catalogue.peek(event.topic)
+        if topic is not None:
+            check_topic(event, topic)
+        return topic is not None
 
     async def check(self, event: Event, arrived: float) -> None:
-        """What the event's topic refuses, before the key is touched. Raises Problem."""
-        topic = self._catalogue.peek(event.topic) or await self._topic(event.topic, arrived + self._timeout_s)
-        check_topic(event, topic)
+        """As `check_now`, and the topic is looked up where it is not known. Raises Problem."""
+        if not self.check_now(event):
+            check_topic(event, await self._topic(event.topic, arrived + self._timeout_s))
 
     async def _topic(self, name: str, deadline: float) -> Topic:
         if self._topics.reserved(name):
@@ -437,8 +449,10 @@ class Ingest:
         request.move(RequestEvent.ANSWER)
         self._queue.leave(request)
         self._note(request, answer)
-        if not request.answer.done():  # a caller that went away has cancelled it
-            request.answer.set_result(answer)
+        try:
+            request.reply(answer)
+        except Exception:  # a bug at the edge must not keep the others of the group from their answers
+            log.exception("an answer was not given")
 
     def _note(self, request: Request, answer: Answer) -> None:
         """Count an answer, and tell the journal."""

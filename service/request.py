@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from service.errors import NOT_WRITTEN, Problem
@@ -36,6 +36,22 @@ class Committed(NamedTuple):
 Answer = Committed | Problem
 
 
+class Answers:
+    """The answers of several requests, for one who waits for `all` of them."""
+
+    def __init__(self, count: int) -> None:
+        self._answers: list[Answer | None] = [None] * count
+        self._missing = count
+        self.all: asyncio.Future[list[Answer]] = asyncio.get_running_loop().create_future()
+
+    def put(self, place: int, answer: Answer) -> None:
+        """The answer of the request at that place."""
+        self._answers[place] = answer
+        self._missing -= 1
+        if not self._missing and not self.all.done():  # who waited may have been cancelled
+            self.all.set_result([answer for answer in self._answers if answer is not None])
+
+
 class Load(NamedTuple):
     """What a request, or a train of them, adds to a transaction."""
 
@@ -67,14 +83,13 @@ class Train(NamedTuple):
 
 
 class Request:
-    """Events on their way together. `answer` is set exactly once, by whoever moves the state to ANSWERED.
+    """Events on their way together. `reply` is called exactly once, by whoever moves the state to ANSWERED.
 
     `asked` is what is claimed: the event's (id, fingerprint), or the whole's and then each member's.
     """
 
     __slots__ = (
         "accepted_at",
-        "answer",
         "arrived",
         "asked",
         "claimants",
@@ -83,6 +98,7 @@ class Request:
         "failures",
         "guarantee",
         "load",
+        "reply",
         "state",
         "train",
     )
@@ -93,6 +109,7 @@ class Request:
         arrived: float,
         timeout_s: float,
         guarantee: Guarantee,
+        reply: Callable[[Answer], None],
         whole: tuple[bytes, bytes] | None = None,
         train: Train | None = None,
     ) -> None:
@@ -105,7 +122,7 @@ class Request:
         self.asked = [(event.id, event.fp) for event in events]
         if whole is not None:
             self.asked.insert(0, whole)
-        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.reply = reply
         self.state = RequestState.QUEUED
         self.accepted_at = 0
         self.claimants: tuple[tuple[int, int], ...] = ()  # slots and ended terms in which a claim of it may stand

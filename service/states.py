@@ -7,13 +7,12 @@ vectors and one contract suite), the in-memory store of the tests runs them as t
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 # ---------------------------------------------------------------------------------------------------------- keys
 
 
-@dataclass(frozen=True, slots=True)
-class Claimed:
+class Claimed(NamedTuple):
     """ "Slot `slot` in term `term` is writing this id": accepted at `at` (ms, Redis's clock)."""
 
     slot: int
@@ -22,8 +21,7 @@ class Claimed:
     fp: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Delivered:
+class Delivered(NamedTuple):
     """The id is in Kafka, here. `at` is accepted_at, `ts` the record's timestamp, both in ms."""
 
     at: int
@@ -62,8 +60,7 @@ class Outcome(Enum):
 CLAIMABLE: Final = frozenset({Outcome.NEW, Outcome.TAKEN_OVER})
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(NamedTuple):
     """The outcome of one claim and the state that it left; `leased` tells of an IN_PROGRESS whether its slot lives."""
 
     outcome: Outcome

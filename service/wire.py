@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 VERSION: Final = 1
 KEY_HEADER: Final = "idempotency-key"
@@ -71,7 +71,7 @@ def member_id(key: str, index: int, scope: str = "") -> bytes:
 
 
 def fingerprint(
-    topic: str, partition: int | None, key: bytes | None, headers: Iterable[Header], value: bytes | None
+    topic: str, partition: int | None, key: bytes | None, headers: Sequence[Header], value: bytes | None
 ) -> bytes:
     """The 8 bytes that tell a retry from another request under the same key.
 
@@ -80,10 +80,11 @@ def fingerprint(
     its bytes, an absent one as ffffffff.
     """
     fields: list[bytes | None] = [topic.encode(), None if partition is None else b"%d" % partition, key]
-    for name, content in sorted((name.encode(), content) for name, content in headers):
-        fields += (name, content)
+    if headers:
+        for name, content in sorted((name.encode(), content) for name, content in headers):
+            fields += (name, content)
     fields.append(value)
-    packed = b"".join(ABSENT if f is None else len(f).to_bytes(4, "big") + f for f in fields)
+    packed = b"".join([ABSENT if f is None else len(f).to_bytes(4, "big") + f for f in fields])
     return hashlib.sha256(packed).digest()[:FINGERPRINT_BYTES]
 
 
@@ -98,8 +99,7 @@ def batch_fingerprint(members: Iterable[bytes]) -> bytes:
 # ------------------------------------------------------------------------------------------------- record header
 
 
-@dataclass(frozen=True, slots=True)
-class Stamp:
+class Stamp(NamedTuple):
     """The `fencepost` header of an event: which claim and which producer wrote it. Times in ms since the epoch."""
 
     id: bytes
@@ -135,8 +135,7 @@ class Stamp:
 # -------------------------------------------------------------------------------------------------------- ledger
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One event of a ledger record: where it went. `at` is accepted_at, `ts` the record's timestamp, both in ms.
 
     Members of an atomic batch name it by `batch` (the id of the whole) and their index `i`.

@@ -94,7 +94,9 @@ def freed(slot: int) -> int:
 
 def anytime(state: KeyState, since: int) -> KeyState:
     """The state with every time of this test's own run as NOW."""
-    return replace(state, at=NOW) if state is not None and state.at >= since else state
+    if state is None or state.at < since:
+        return state
+    return replace(state, at=NOW) if isinstance(state, DeliveredBatch) else state._replace(at=NOW)
 
 
 def ids(count: int) -> list[bytes]:

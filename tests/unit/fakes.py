@@ -4,6 +4,7 @@ import asyncio
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from prometheus_client import Counter
 
@@ -15,7 +16,7 @@ from service.kafka.cluster import Cluster, Topic
 from service.kafka.producer import Fate, IdempotentProducer, Place, Record, TransactionalProducer
 from service.keys import Census, Epoch, Row
 from service.recovery import Store
-from service.request import Answer, Queue, Request
+from service.request import Answer, Answers, Queue, Request
 from service.settings import Settings
 from service.shared import Guarantee, Rules, TopicRule
 from service.slot import Link, Slot
@@ -281,12 +282,22 @@ class World:
         return self.ask(make_event(key, topic), ago_s)
 
     def ask(self, event: Event, ago_s: float = 0.0) -> "asyncio.Task[Answer]":
-        return asyncio.create_task(self.ingest.submit(event, asyncio.get_running_loop().time() - ago_s))
+        return asyncio.create_task(self._write(event, asyncio.get_running_loop().time() - ago_s))
+
+    async def _write(self, event: Event, arrived: float) -> Answer:
+        answers = Answers(1)
+        await self.ingest.check(event, arrived)
+        self.ingest.submit(event, arrived, partial(answers.put, 0))
+        return (await answers.all)[0]
 
     def keys_written(self, n: int = 0) -> list[list[str]]:
         """The idempotency keys of each group that a slot's present producers wrote."""
         groups = [*self.producers[n].written, *self.plains[n].written]
         return [[record.headers[0][1].decode() for record in records] for records in groups]
+
+
+def unheard(answer: Answer) -> None:
+    """The reply of a request whose answer nobody waits for."""
 
 
 async def until(true: Callable[[], bool], patience_s: float = 3.0) -> None:

@@ -1,19 +1,15 @@
-"""The pieces of the hot route: headers, bodies in parts, and answers as bytes."""
+"""The pieces of the hot route: headers, and answers as bytes."""
 
-import asyncio
 import json
-from collections.abc import MutableMapping
 from typing import Any
 
 import pytest
 
 from service.errors import KINDS, Problem
 from service.events_endpoint import (
-    Disconnected,
     check_type,
     imf_fixdate,
     pick,
-    read_body,
     render_place,
     render_problem,
     render_results,
@@ -21,49 +17,7 @@ from service.events_endpoint import (
 )
 from service.request import Answer, Committed, Placed
 
-Message = MutableMapping[str, Any]
 PLACE = Placed(b"\x01" * 16, "orders", 2, 12, 1_700_000_000_000)
-
-
-async def body_of(messages: list[Message], length: str | None = None, most: int = 10) -> bytes:
-    waiting = iter(messages)
-
-    async def receive() -> Message:
-        await asyncio.sleep(0)
-        return next(waiting)
-
-    return await read_body(receive, length, most)
-
-
-def part(body: bytes, more: bool = False) -> Message:
-    return {"type": "http.request", "body": body, "more_body": more}
-
-
-async def test_a_body_in_one_and_in_parts() -> None:
-    assert await body_of([part(b"0123456789")]) == b"0123456789"
-    assert await body_of([part(b"01", True), part(b"", True), part(b"23", True), part(b"")]) == b"0123"
-    assert await body_of([{"type": "http.request"}]) == b""
-
-
-@pytest.mark.parametrize(
-    ("messages", "length"),
-    [
-        ([], "11"),
-        ([part(b"x" * 11)], None),
-        ([part(b"x" * 11)], "3"),
-        ([part(b"x" * 6, True), part(b"x" * 5, True)], None),
-    ],
-)
-async def test_a_body_is_not_read_past_its_limit(messages: list[Message], length: str | None) -> None:
-    with pytest.raises(Problem) as caught:
-        await body_of(messages, length)
-    assert caught.value.kind.status == 413
-
-
-@pytest.mark.parametrize("messages", [[{"type": "http.disconnect"}], [part(b"1", True), {"type": "http.disconnect"}]])
-async def test_who_goes_away_has_asked_for_nothing(messages: list[Message]) -> None:
-    with pytest.raises(Disconnected):
-        await body_of(messages)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from service.kafka.producer import IdempotentProducer
 from service.request import Request
 from service.shared import Guarantee
 from service.telemetry import Telemetry
-from tests.unit.fakes import FakeCluster, count_of, make_event, until
+from tests.unit.fakes import FakeCluster, count_of, make_event, unheard, until
 
 
 class FakeSender(IdempotentProducer):
@@ -48,7 +48,7 @@ class Kept:
 
     def record(self, *keys: str) -> None:
         for key in keys:
-            request = Request((make_event(key),), 0.0, 1.0, Guarantee.EXACTLY_ONCE)
+            request = Request((make_event(key),), 0.0, 1.0, Guarantee.EXACTLY_ONCE, unheard)
             self.journal.record(request, 503, Problem(NOT_WRITTEN, "why"), 0.001)
 
     @property

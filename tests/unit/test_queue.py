@@ -11,7 +11,7 @@ from service.request import WAITING_BYTES, Load, Queue, Request, Train, take_gro
 from service.settings import GROUP_EVENT_BYTES_MAX, Settings
 from service.shared import Guarantee
 from service.states import RequestEvent
-from tests.unit.fakes import make_event
+from tests.unit.fakes import make_event, unheard
 
 SETTINGS = Settings(instance="test")
 # Requests that are made later are younger.
@@ -21,23 +21,23 @@ ARRIVALS = iter(range(1_000_000))
 def request(
     key: str, topic: str = "orders", guarantee: Guarantee = Guarantee.EXACTLY_ONCE, train: Train | None = None
 ) -> Request:
-    return Request((make_event(key, topic),), next(ARRIVALS), 10.0, guarantee, train=train)
+    return Request((make_event(key, topic),), next(ARRIVALS), 10.0, guarantee, unheard, train=train)
 
 
 def large(key: str, size: int) -> Request:
     event = make_event(key, value=b"x" * size)
-    return Request((event,), next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE)
+    return Request((event,), next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, unheard)
 
 
 def atomic(*keys: str) -> Request:
     whole = (b"w" * 16, b"f" * 8)
-    return Request([make_event(key) for key in keys], next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, whole)
+    return Request([make_event(key) for key in keys], next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, unheard, whole)
 
 
 def train_of(*keys: str, size: int = 1) -> list[Request]:
     events = [make_event(key, value=b"x" * size) for key in keys]
     train = Train(object(), Load.of(events))
-    return [Request((event,), next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, train=train) for event in events]
+    return [Request((event,), next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, unheard, train=train) for event in events]
 
 
 def keys_of(group: list[Request]) -> list[str]:

@@ -14,10 +14,11 @@ from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX, Sett
 from service.shared import Guarantee
 from service.states import IllegalMove, RequestEvent, RequestState
 from service.wire import event_id
+from tests.unit.fakes import unheard
 
 
 def request(name: str, topic: str = "t", size: int = 1, guarantee: Guarantee = Guarantee.EXACTLY_ONCE) -> Request:
-    return Request([event(name, topic, size)], 0.0, 1.0, guarantee)
+    return Request([event(name, topic, size)], 0.0, 1.0, guarantee, unheard)
 
 
 def event(name: str, topic: str = "t", size: int = 1) -> Event:
@@ -26,7 +27,7 @@ def event(name: str, topic: str = "t", size: int = 1) -> Event:
 
 def batch(name: str, *topics: str) -> Request:
     members = [event(f"{name}/{n}", topic) for n, topic in enumerate(topics)]
-    return Request(members, 0.0, 1.0, Guarantee.EXACTLY_ONCE, whole=(event_id(name), b"f" * 8))
+    return Request(members, 0.0, 1.0, Guarantee.EXACTLY_ONCE, unheard, whole=(event_id(name), b"f" * 8))
 
 
 def names(group: Sequence[Request]) -> list[str]:

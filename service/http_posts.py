@@ -1,0 +1,222 @@
+"""POSTs that are answered below ASGI: no scope, no task and no messages for the requests that come by the thousand.
+
+An empty ASGI application costs uvicorn some 25 µs a request on one core, FastAPI 100 more; this is about 10.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, ClassVar, Final
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from service.http_guard import GuardedProtocol
+
+Handler = Callable[["Post"], None]
+
+
+class Post:
+    """One POST on its connection, from its head to its answer. uvicorn's pipeline takes it for a cycle of its own."""
+
+    __slots__ = (
+        "_connection",
+        "_handler",
+        "_parts",
+        "arrived",
+        "disconnected",
+        "headers",
+        "keep_alive",
+        "response_complete",
+        "size",
+        "started",
+        "whole",
+    )
+
+    message_event: Final = asyncio.Event()  # uvicorn sets it when the client goes away; nobody waits for it here
+
+    def __init__(self, connection: "PostsProtocol", handler: Handler, keep_alive: bool) -> None:
+        self._connection = connection
+        self._handler = handler
+        self._parts: list[bytes] = []
+        self.arrived = connection.loop.time()
+        self.headers: list[tuple[bytes, bytes]] = connection.headers  # names in lower case
+        self.keep_alive = keep_alive
+        self.size = 0  # of the body so far, in bytes
+        self.started = False  # no earlier request of this connection waits for its answer
+        self.whole = False  # all of it is here, or more than is taken
+        self.disconnected = False
+        self.response_complete = False
+
+    @property
+    def client(self) -> str | None:
+        """The caller's address; None for a connection that has none."""
+        return self._connection.client[0] if self._connection.client else None
+
+    @property
+    def body(self) -> bytes:
+        return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+
+    def add(self, part: bytes, most: int) -> None:
+        """More of the body. Past `most` bytes the rest is not kept: `size` tells, and the handler refuses it."""
+        self.size += len(part)
+        if self.size <= most:
+            self._parts.append(part)
+        elif not self.whole:
+            self._parts.clear()
+            self.end()
+
+    def start(self) -> None:
+        """Its turn has come. From the loop: an earlier answer is just being given."""
+        self.started = True
+        self._connection.go_ahead()
+        if self.whole:
+            self._connection.loop.call_soon(self._handler, self)
+
+    def end(self) -> None:
+        """The body has ended, or is longer than any that is taken."""
+        if not self.whole:
+            self.whole = True
+            if self.started:
+                self._handler(self)
+
+    def apart(self, work: Coroutine[Any, Any, None]) -> None:
+        """Go on in a task, which a stop of the server waits for."""
+        tasks = self._connection.tasks
+        task = self._connection.loop.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    def answer(self, status: int, head: bytes, body: bytes) -> None:
+        """Write the answer, once; `head` is the lines of its own headers, each with its CRLF."""
+        if not self.response_complete:
+            self.response_complete = True
+            self._connection.write_answer(self, status, head, body)
+
+
+class PostsProtocol(GuardedProtocol):
+    """Hands POSTs to its routes' handlers, and everything else to the ASGI app."""
+
+    # By exact path; set by `protocol_of`.
+    routes: ClassVar[Mapping[bytes, Handler]] = {}
+    body_bytes_max: ClassVar[int] = 0
+    _date: ClassVar[tuple[object, bytes]] = (None, b"")
+    _idle_since = 0.0
+
+    def on_message_begin(self) -> None:
+        self._whole, self._in_head = False, True
+        self.url = b""
+        self.expect_100_continue = False
+        self.headers = []
+
+    def on_headers_complete(self) -> None:
+        handler = self._handler()
+        if handler is None:
+            # Not ours: what uvicorn does at the beginning of a message is made up for.
+            url, headers, expect = self.url, self.headers, self.expect_100_continue
+            super().on_message_begin()
+            self.url, self.expect_100_continue = url, expect
+            self.headers += headers
+            super().on_headers_complete()
+            return
+        self._in_head, self._head_bytes = False, 0
+        existing, parser = self.cycle, self.parser
+        post = Post(self, handler, parser.get_http_version() != "1.0" and parser.should_keep_alive())
+        self.cycle = post  # type: ignore[assignment]
+        if existing is None or existing.response_complete:
+            post.started = True
+            if self.expect_100_continue:
+                self.go_ahead()
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((post, self.app))  # type: ignore[arg-type]
+
+    def _handler(self) -> Handler | None:
+        if self.parser.get_method() != b"POST":
+            return None
+        return self.routes.get(self.url) or self.routes.get(httptools.parse_url(self.url).path)
+
+    def on_body(self, body: bytes) -> None:
+        cycle: object = self.cycle
+        if not isinstance(cycle, Post):
+            super().on_body(body)
+        elif not cycle.response_complete:
+            cycle.add(body, self.body_bytes_max)
+
+    def on_message_complete(self) -> None:
+        cycle: object = self.cycle
+        if isinstance(cycle, Post):
+            self._whole = True
+            cycle.end()
+        else:
+            super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        if isinstance(cycle, Post):
+            cycle.start()
+        else:
+            super()._start_asgi_task(cycle, app)
+
+    def go_ahead(self) -> None:
+        """A client that asked whether to send its body is told so (RFC 9110, section 10.1.1)."""
+        if self.expect_100_continue and not self._whole:
+            self.expect_100_continue = False
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def write_answer(self, post: Post, status: int, head: bytes, body: bytes) -> None:
+        """One write for the whole answer, then what is next on this connection."""
+        if post.disconnected or self.transport.is_closing():
+            return
+        keep_alive = post.keep_alive and not self.lingering
+        end = b"\r\n" if keep_alive else b"connection: close\r\n\r\n"
+        self.transport.write(
+            b"%b%b%bcontent-length: %d\r\n%b%b" % (STATUS_LINE[status], self._dated(), head, len(body), end, body)
+        )
+        if not keep_alive:
+            self.transport.close()
+        self.on_response_complete()
+
+    def _dated(self) -> bytes:
+        """uvicorn's own headers (Date), which it makes anew each second."""
+        headers = self.server_state.default_headers
+        made_of, lines = PostsProtocol._date
+        if made_of is not headers:
+            lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+            PostsProtocol._date = headers, lines
+        return lines
+
+    # ---------------------------------------------------------------------- keep-alive, without a timer a request
+
+    def on_response_complete(self) -> None:
+        if self.pipeline or self.transport.is_closing():
+            super().on_response_complete()
+            return
+        self.server_state.total_requests += 1
+        self.flow.resume_reading()
+        self._idle_since = self.loop.time()
+        if self.timeout_keep_alive_task is None:
+            self._look_again_in(self.timeout_keep_alive)
+
+    def _look_again_in(self, seconds: float) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.timeout_keep_alive_task = None
+        if not self._whole or not self.cycle.response_complete:
+            return  # a request is under way; its answer begins the idle time anew
+        left = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if left > 0:
+            self._look_again_in(left)
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _unset_keepalive_if_required(self) -> None:
+        """uvicorn ends its timer at each request; this one looks at the time when it is due."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super()._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+
+def protocol_of(routes: Mapping[bytes, Handler], body_bytes_max: int) -> type[PostsProtocol]:
+    """A protocol that hands POSTs of these paths to these handlers. No body is kept past `body_bytes_max`."""
+    return type("Protocol", (PostsProtocol,), {"routes": routes, "body_bytes_max": body_bytes_max})

@@ -1,0 +1,234 @@
+"""POSTs that are answered below ASGI: bodies in parts, answers in order, and whoever goes away in between."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import uvicorn
+
+from deploy.local.stack import free_port
+from service import http_guard
+from service.http_posts import Post, protocol_of
+
+BODY_BYTES_MAX = 1000
+
+
+class Desk:
+    """Keeps what comes until the test answers it; `/now` is answered at once, with its own body."""
+
+    def __init__(self) -> None:
+        self.posts: list[Post] = []
+        self.finished: list[str] = []
+
+    def later(self, post: Post) -> None:
+        self.posts.append(post)
+
+    def now(self, post: Post) -> None:
+        post.answer(201, b"x-size: %d\r\n" % post.size, post.body)
+
+    def apart(self, post: Post) -> None:
+        async def work() -> None:
+            await asyncio.sleep(0.3)  # longer than uvicorn takes to see that it is to stop
+            self.finished.append(post.body.decode())
+            post.answer(201, b"", b"late")
+
+        post.apart(work())
+
+    async def waiting(self, count: int) -> list[Post]:
+        async with asyncio.timeout(2.0):
+            while len(self.posts) < count:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        return self.posts
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    text = f"{scope['method']} {scope['path']} ".encode() + body
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(text))]})
+    await send({"type": "http.response.body", "body": text})
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+@pytest.fixture
+async def server(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[uvicorn.Server]:
+    monkeypatch.setattr(http_guard, "SILENCE_MAX_S", 1.0)
+    routes: dict[bytes, Callable[[Post], None]] = {b"/later": desk.later, b"/now": desk.now, b"/apart": desk.apart}
+    config = uvicorn.Config(
+        app,
+        port=free_port(),
+        http=protocol_of(routes, BODY_BYTES_MAX),
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        loop="uvloop",
+    )
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server._serve())
+    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+        await asyncio.sleep(0.01)
+    yield server
+    server.should_exit = True
+    await serving
+
+
+class Caller:
+    """One connection, by hand."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def say(self, *parts: bytes) -> None:
+        for part in parts:
+            self.writer.write(part)
+            await self.writer.drain()
+            await asyncio.sleep(0.02)
+
+    async def hear(self) -> tuple[int, dict[str, str], bytes]:
+        async with asyncio.timeout(2.0):
+            first, *lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
+            headers = dict(line.split(": ", 1) for line in lines)
+            body = await self.reader.readexactly(int(headers.get("content-length", 0)))
+        return int(first.split()[1]), headers, body
+
+
+@pytest.fixture
+async def caller(server: uvicorn.Server) -> AsyncIterator[Caller]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.config.port)
+    yield Caller(reader, writer)
+    writer.close()
+
+
+def post(path: bytes, body: bytes, *headers: bytes, version: bytes = b"1.1") -> bytes:
+    lines = [b"POST %b HTTP/%b" % (path, version), b"host: x", b"content-length: %d" % len(body), *headers]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+async def test_an_answer_has_a_date_its_own_headers_and_its_length(caller: Caller) -> None:
+    await caller.say(post(b"/now", b"hello"))
+    status, headers, body = await caller.hear()
+    assert (status, headers["x-size"], headers["content-length"], body) == (201, "5", "5", b"hello")
+    assert headers["date"].endswith("GMT")
+    assert "connection" not in headers
+
+
+async def test_a_body_in_parts_and_in_chunks(caller: Caller) -> None:
+    whole = post(b"/now", b"0123456789")
+    await caller.say(*(whole[i : i + 7] for i in range(0, len(whole), 7)))
+    assert (await caller.hear())[2] == b"0123456789"
+    await caller.say(
+        b"POST /now HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n", b"2\r\nde\r\n0\r\n\r\n"
+    )
+    assert (await caller.hear())[2] == b"abcde"
+    await caller.say(post(b"/now", b""))
+    assert (await caller.hear())[2] == b""
+
+
+async def test_other_ways_to_name_the_path(caller: Caller) -> None:
+    for target in (b"/now?a=b", b"http://host:1/now"):
+        await caller.say(post(target, b"1"))
+        assert (await caller.hear())[0] == 201
+
+
+async def test_everything_else_goes_to_the_app(caller: Caller) -> None:
+    await caller.say(post(b"/other", b"body"), b"GET /now HTTP/1.1\r\nhost: x\r\n\r\n", post(b"/now", b"mine"))
+    assert (await caller.hear())[2] == b"POST /other body"
+    assert (await caller.hear())[2] == b"GET /now "
+    assert (await caller.hear())[2] == b"mine"
+
+
+async def test_pipelined_requests_are_answered_in_their_order(caller: Caller, desk: Desk) -> None:
+    """Also where the app has one of them, and where the last could have been answered first."""
+    await caller.say(post(b"/later", b"1") + post(b"/other", b"2") + post(b"/later", b"3") + post(b"/now", b"4"))
+    (first,) = await desk.waiting(1)
+    await asyncio.sleep(0.05)
+    assert len(desk.posts) == 1, "the third was begun before the first was answered"
+    first.answer(201, b"", b"one")
+    assert (await caller.hear())[2] == b"one"
+    assert (await caller.hear())[2] == b"POST /other 2"
+    (await desk.waiting(2))[1].answer(201, b"", b"three")
+    assert (await caller.hear())[2] == b"three"
+    assert (await caller.hear())[2] == b"4"
+
+
+async def test_a_body_is_not_kept_past_its_limit(caller: Caller) -> None:
+    """It is handed over as soon as it is too long, and its size tells."""
+    head = post(b"/now", b"x" * 5000)
+    await caller.say(head[:2000])
+    status, headers, body = await caller.hear()
+    assert (status, body) == (201, b"")
+    assert int(headers["x-size"]) > BODY_BYTES_MAX
+    await caller.say(head[2000:], post(b"/now", b"next"))
+    assert (await caller.hear())[2] == b"next"
+
+
+async def test_who_asks_first_is_told_to_go_ahead(caller: Caller) -> None:
+    whole = post(b"/now", b"body", b"expect: 100-continue")
+    await caller.say(whole[:-4])
+    assert (await caller.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
+    await caller.say(whole[-4:])
+    assert (await caller.hear())[2] == b"body"
+
+
+async def test_the_last_request_of_a_connection(server: uvicorn.Server, caller: Caller) -> None:
+    await caller.say(post(b"/now", b"1", b"connection: close"))
+    status, headers, _ = await caller.hear()
+    assert (status, headers["connection"]) == (201, "close")
+    assert await caller.reader.read() == b""
+
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.config.port)
+    old = Caller(reader, writer)
+    await old.say(post(b"/now", b"1", version=b"1.0"))
+    assert (await old.hear())[1]["connection"] == "close"
+    assert await reader.read() == b""
+    writer.close()
+
+
+async def test_who_goes_away_gets_no_answer_and_harms_nobody(caller: Caller, desk: Desk) -> None:
+    await caller.say(post(b"/later", b"1"))
+    (gone,) = await desk.waiting(1)
+    caller.writer.transport.abort()
+    await asyncio.sleep(0.05)
+    assert gone.disconnected
+    gone.answer(201, b"", b"nobody hears this")
+
+
+async def test_an_answer_is_given_once(caller: Caller, desk: Desk) -> None:
+    await caller.say(post(b"/later", b"1"))
+    (one,) = await desk.waiting(1)
+    one.answer(201, b"", b"first")
+    one.answer(500, b"", b"second")
+    assert (await caller.hear())[2] == b"first"
+    await caller.say(post(b"/now", b"x"))
+    assert (await caller.hear())[2] == b"x"
+
+
+async def test_an_idle_connection_is_closed_and_a_busy_one_is_not(server: uvicorn.Server, caller: Caller) -> None:
+    server.config.timeout_keep_alive = 1
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.config.port)
+    busy = Caller(reader, writer)
+    started = asyncio.get_running_loop().time()
+    for _ in range(6):
+        await busy.say(post(b"/now", b"x"))
+        await busy.hear()
+        await asyncio.sleep(0.25)
+    assert asyncio.get_running_loop().time() - started > 1.5
+    async with asyncio.timeout(3.0):
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_stop_waits_for_what_is_under_way(server: uvicorn.Server, caller: Caller, desk: Desk) -> None:
+    await caller.say(post(b"/apart", b"work"))
+    server.should_exit = True
+    status, headers, body = await caller.hear()
+    assert (status, headers["connection"], body) == (201, "close", b"late")
+    assert desk.finished == ["work"]
