@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from deploy.local import console
-from tests.faults import matrix
+from tests.faults import matrix, soak
 
 
 def main() -> int:
@@ -13,7 +13,43 @@ def main() -> int:
     rows = commands.add_parser("matrix", help="play rows of the matrix, all of them if none is named")
     rows.add_argument("rows", nargs="*", metavar="ROW")
     rows.add_argument("--seed", type=int, default=1)
+    long = commands.add_parser("soak", help="a random mix of faults from a seed; a failure is shrunk")
+    long.add_argument("--seed", type=int, required=True)
+    long.add_argument("--minutes", type=float, required=True)
+    long.add_argument("--leg-minutes", type=float, default=10.0, help="each leg is judged for itself")
+    long.add_argument("--shrink-minutes", type=float, default=20.0, help="for finding the fewest faults")
+    long.add_argument("--keys-per-s", type=float, default=45.0)
+    long.add_argument("--brokers", type=int, choices=(1, 3), default=3)
+    long.add_argument("--only", default="", help="injectors, separated by commas")
+    long.add_argument("--mutant", default="", help="take a rule out of the service (tests/integration/faulty.py)")
+    long.add_argument("--no-audit", action="store_true", help="do without the reconciliation job")
     given = parser.parse_args()
+    return soaked(given) if given.command == "soak" else played(parser, given)
+
+
+def soaked(given: argparse.Namespace) -> int:
+    options = soak.Options(
+        keys_per_s=given.keys_per_s,
+        mutants=tuple(filter(None, [given.mutant])),
+        audit=not given.no_audit,
+    )
+    legs, _ = soak.run(
+        given.seed,
+        given.minutes,
+        console.say,
+        options,
+        leg_minutes=given.leg_minutes,
+        shrink_minutes=given.shrink_minutes,
+        brokers=given.brokers,
+        only=[name for name in given.only.split(",") if name],
+    )
+    failed = any(leg.wrong for leg in legs)
+    if not failed:
+        soak.write(given.seed, given.minutes, legs, options)
+    return 1 if failed else 0
+
+
+def played(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
     known = matrix.load_rows()
     if unknown := [name for name in given.rows if name not in known]:
         parser.error(f"no such row: {', '.join(unknown)}; there are {', '.join(known)}")

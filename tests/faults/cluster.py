@@ -11,6 +11,7 @@ from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
 from deploy.local.stack import Kafka, StackError, free_port
+from tests.faults.proxy import Proxy
 
 THREE: Final = 3
 # What a cluster of three needs on top of the local stack's settings for one.
@@ -33,7 +34,10 @@ _ANSWER_S: Final = 5.0
 
 
 class Cluster:
-    """Brokers 1..count with their data in `folder`; with three, replication 3 and min ISR 2."""
+    """Brokers 1..count with their data in `folder`; with three, replication 3 and min ISR 2.
+
+    `proxy` stands in front of them for those who connect to `proxy.bootstrap`.
+    """
 
     def __init__(self, folder: Path, count: int = 1, settings: Mapping[str, str] | None = None) -> None:
         ports = {node: free_port() for node in range(1, count + 1)}
@@ -43,8 +47,16 @@ class Cluster:
             "controller.quorum.voters": ",".join(f"{node}@127.0.0.1:{port}" for node, port in ports.items()),
             **(settings or {}),
         }
+        self.proxy = Proxy(count)
         self.brokers = [
-            Kafka(folder / f"kafka-{node}", node_id=node, controller_port=port, settings=shared, name=f"kafka-{node}")
+            Kafka(
+                folder / f"kafka-{node}",
+                node_id=node,
+                controller_port=port,
+                settings=shared,
+                listeners=[self.proxy.listener(node - 1)],
+                name=f"kafka-{node}",
+            )
             for node, port in ports.items()
         ]
         for broker in self.brokers:
@@ -55,15 +67,17 @@ class Cluster:
         return ",".join(broker.bootstrap for broker in self.brokers)
 
     def __enter__(self) -> Self:
+        self.proxy.__enter__()
         try:
             self.start()
         except BaseException:
-            self.kill()
+            self.__exit__(None, None, None)
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.kill()  # nobody reads its data again
+        self.proxy.__exit__(None, None, None)
 
     def start(self) -> None:
         """Start those that do not run, all at once, and return when all answer."""

@@ -12,6 +12,7 @@ How a row is written (in any `rows_*.py` of this folder; the module is found by 
 `@row(title, ...)` takes
     brokers    1 or 3 (replication 3, min ISR 2); rows share a cluster as long as each leaves it healthy
     pair       a Redis primary with a replica, behind one address (world.promote, world.link, world.address)
+    proxied    whether the services reach Kafka through world.cluster.proxy (tests/faults/proxy.py)
     services   how many processes run before the row is called (0: the row starts its own with world.start_services)
     settings   FENCEPOST_ settings of every process, over those of world.SETTINGS
     kafka      broker settings: then the cluster is the row's own
@@ -65,6 +66,7 @@ class Row:
     play: Play
     brokers: int = 1
     pair: bool = False
+    proxied: bool = False
     services: int = 2
     settings: Mapping[str, str] = field(default_factory=dict)
     kafka: Mapping[str, str] = field(default_factory=dict)
@@ -116,7 +118,7 @@ def play(row: Row, folder: Path, cluster: Cluster, seed: int | str = 1) -> Outco
     wrong: list[str] = []
     recovery_s: float | None = None
     verdict = Verdict()
-    with World(folder, cluster, pair=row.pair, settings=row.settings) as world:
+    with World(folder, cluster, pair=row.pair, proxied=row.proxied, settings=row.settings) as world:
         try:
             world.start_services(row.services)
             if row.load:

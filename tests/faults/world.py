@@ -68,6 +68,8 @@ class World:
         cluster: Cluster,
         *,
         pair: bool = False,
+        proxied: bool = False,
+        mutants: Sequence[str] = (),
         settings: Mapping[str, str] | None = None,
         namespace: str = "",
     ) -> None:
@@ -82,6 +84,8 @@ class World:
         self.notes: list[str] = []
         self.load: Load | None = None
         self._pair = pair
+        self._mutants = tuple(mutants)
+        self._kafka = cluster.proxy.bootstrap if proxied else cluster.bootstrap
         self._made = 0
         self.exits = ExitStack()
         self._probes = 0
@@ -132,7 +136,6 @@ class World:
         self,
         *,
         faults: Sequence[Fault] = (),
-        mutants: Sequence[str] = (),
         only_slots: tuple[int, ...] | None = None,
         kafka: str = "",
         redis: str = "",
@@ -150,14 +153,14 @@ class World:
             **(env or {}),
         }
         environment |= {f"FENCEPOST_{setting.upper()}": str(value) for setting, value in settings.items()}
-        wrapped = bool(faults or mutants or only_slots)
+        wrapped = bool(faults or self._mutants or only_slots)
         if wrapped:
             folder = self.folder / name
             folder.mkdir()
-            environment[PLAN_ENV] = Plan(folder, tuple(faults), tuple(mutants), only_slots).encode()
+            environment[PLAN_ENV] = Plan(folder, tuple(faults), self._mutants, only_slots).encode()
         service = Service(
             self.folder,
-            kafka=kafka or self.cluster.bootstrap,
+            kafka=kafka or self._kafka,
             redis=redis or self.redis_url,
             env=environment,
             module=MODULE if wrapped else "service",
@@ -284,14 +287,14 @@ class World:
         for service in self.services:
             service.resume() if service.running else None
             if not service.running:
-                service.module = "service" if not self._mutants(service) else service.module
+                self._without_faults(service)
                 service.start(wait_ready=False)
         for service in self.services:
             service.wait_ready(60)
 
-    @staticmethod
-    def _mutants(service: Service) -> bool:
-        return PLAN_ENV in service.env and bool(Plan.decode(service.env[PLAN_ENV]).mutants)
+    def _without_faults(self, service: Service) -> None:
+        if PLAN_ENV in service.env:
+            service.env[PLAN_ENV] = Plan(self.folder, (), self._mutants).encode()
 
     def check(self, *, post_again: bool = True, audit: bool = False, timeout_s: float = 300.0) -> Verdict:
         """The checker's verdict, from a process of its own. The clients have been stopped before."""

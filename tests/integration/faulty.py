@@ -192,6 +192,15 @@ def slots_are_not_fenced() -> None:
     replace(Store, "_fence_all", fence_none)
 
 
+def store_is_not_replayed() -> None:
+    """Step 4 of store recovery taken out: what was delivered before is forgotten."""
+
+    async def replay_nothing(*_: object) -> int:
+        return 0
+
+    replace(Store, "_replay_all", replay_nothing)
+
+
 def marks_leave_gaps() -> None:
     """Step 4 of writing without its rule: `applied` moves to each marked record, also past one that was not marked."""
     mark = RedisKeys.mark
@@ -232,6 +241,7 @@ MUTANTS: Final[dict[str, Callable[[], None]]] = {
         control_is_not_checked,
         ledger_is_not_replayed,
         slots_are_not_fenced,
+        store_is_not_replayed,
         marks_leave_gaps,
         a_flush_ends_no_recovery,
     )

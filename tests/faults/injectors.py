@@ -1,0 +1,256 @@
+"""Faults that mend themselves: what the soak draws from, and what rows of the matrix are made of.
+
+An injector is a function of the world and a random source of its own; it breaks something, waits, mends it, and returns
+when nothing is broken any more. Those of one `part` never run at the same time. More of them may stand in any module
+`injectors_*.py` of this folder.
+"""
+
+import contextlib
+import importlib
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import redis as redis_client
+from confluent_kafka import KafkaException
+
+from deploy.local.stack import Kafka
+from tests.faults.wire import Broker
+from tests.faults.world import World
+
+Part = Literal["service", "store", "broker", "client", "network"]
+Inject = Callable[[World, random.Random], None]
+
+
+@dataclass(frozen=True)
+class Injector:
+    """`weight`: how often it is drawn, in relation to the others. `available`: whether this machine and world can."""
+
+    name: str
+    part: Part
+    inject: Inject
+    weight: int = 2
+    available: Callable[[World], bool] = lambda _: True
+
+
+INJECTORS: Final[dict[str, Injector]] = {}
+
+
+def injector(
+    part: Part, weight: int = 2, available: Callable[[World], bool] = lambda _: True
+) -> Callable[[Inject], Inject]:
+    """Put an injector among those that the soak draws from; its name is that of the function."""
+
+    def add(inject: Inject) -> Inject:
+        name = inject.__name__.replace("_", "-")
+        assert name not in INJECTORS, f"two injectors are called {name}"
+        INJECTORS[name] = Injector(name, part, inject, weight, available)
+        return inject
+
+    return add
+
+
+def load_injectors() -> dict[str, Injector]:
+    """All of them."""
+    for path in sorted(Path(__file__).parent.glob("injectors_*.py")):
+        importlib.import_module(f"tests.faults.{path.stem}")
+    return INJECTORS
+
+
+# ------------------------------------------------------------------------------------------------- the service
+
+
+@injector("service", weight=4)
+def service_killed(world: World, rng: random.Random) -> None:
+    service = rng.choice(world.services)
+    service.kill()
+    time.sleep(rng.uniform(0, 2))
+    service.start()
+
+
+@injector("service")
+def all_services_killed(world: World, rng: random.Random) -> None:
+    for service in world.services:
+        service.kill()
+    for service in world.services:
+        service.start(wait_ready=False)
+    for service in world.services:
+        service.wait_ready()
+
+
+@injector("service", weight=4)
+def service_paused(world: World, rng: random.Random) -> None:
+    """For less or for more than its lease."""
+    service = rng.choice(world.services)
+    service.pause()
+    time.sleep(rng.choice((0.3, 0.9, 1.5, 4.0)) * rng.uniform(0.9, 1.1))
+    service.resume()
+
+
+@injector("service")
+def service_stopped(world: World, rng: random.Random) -> None:
+    service = rng.choice(world.services)
+    service.stop()
+    assert service.exit_code == 0, f"{service.name} ended with {service.exit_code}"
+    service.start()
+
+
+@injector("service")
+def service_replaced(world: World, rng: random.Random) -> None:
+    """By another one, which is ready before the old one is told to stop."""
+    old = rng.choice(world.services)
+    world.start_services(1)
+    world.retire(old)
+    old.stop()
+
+
+# --------------------------------------------------------------------------------------------------- the store
+
+
+@injector("store", weight=4)
+def redis_flushed(world: World, rng: random.Random) -> None:
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        world.redis.flush()
+        time.sleep(rng.uniform(0, 0.5))
+
+
+@injector("store")
+def redis_asleep(world: World, rng: random.Random) -> None:
+    sleep(world, rng.uniform(0.3, 3.0))
+
+
+def sleep(world: World, seconds: float) -> None:
+    """DEBUG SLEEP: the server answers nobody, and runs later what was sent meanwhile."""
+    with redis_client.Redis.from_url(world.redis.url, socket_timeout=60, retry=None) as store:
+        store.execute_command("DEBUG", "SLEEP", f"{seconds:.2f}")
+
+
+@injector("store")
+def redis_paused(world: World, rng: random.Random) -> None:
+    world.redis.pause()
+    time.sleep(rng.uniform(0.3, 3.0))
+    world.redis.resume()
+
+
+@injector("store")
+def redis_restarted_empty(world: World, rng: random.Random) -> None:
+    world.redis.kill()
+    dump(world).unlink(missing_ok=True)
+    time.sleep(rng.uniform(0, 1))
+    world.redis.start()
+
+
+@injector("store")
+def redis_restarted_from_an_old_dump(world: World, rng: random.Random) -> None:
+    save(world)
+    time.sleep(rng.uniform(0.1, 2))
+    world.redis.kill()
+    world.redis.start()
+
+
+def save(world: World) -> None:
+    with world.redis.client() as store:
+        store.save()
+
+
+def dump(world: World) -> Path:
+    return world.redis.folder / "dump.rdb"
+
+
+@injector("store", available=lambda world: world.replica is not None)
+def redis_failed_over(world: World, rng: random.Random) -> None:
+    """The replica takes over, the old primary is dead; it comes back as a replica."""
+    world.redis.kill()
+    world.promote()
+    time.sleep(rng.uniform(0, 1))
+    come_back(world)
+
+
+@injector("store", available=lambda world: world.replica is not None)
+def redis_failed_over_with_lost_claims(world: World, rng: random.Random) -> None:
+    """The replica lags behind when it takes over: what the primary answered in the meantime is lost."""
+    world.link.hold()
+    time.sleep(rng.uniform(0.2, 2))
+    world.redis.kill()
+    world.promote()
+    come_back(world)
+
+
+def come_back(world: World) -> None:
+    """The old primary follows the new one."""
+    assert world.replica is not None
+    if not world.replica.running:
+        world.replica.start()
+    world.follow()
+
+
+# ------------------------------------------------------------------------------------------------- the brokers
+
+
+@injector("broker", weight=3)
+def broker_killed(world: World, rng: random.Random) -> None:
+    broker = rng.choice(world.cluster.brokers)
+    broker.kill()
+    time.sleep(rng.uniform(0, 6))
+    world.cluster.heal()
+
+
+@injector("broker", weight=3)
+def broker_paused(world: World, rng: random.Random) -> None:
+    """For less or for more than its session."""
+    broker = rng.choice(world.cluster.brokers)
+    broker.pause()
+    time.sleep(rng.choice((0.5, 3.0, 8.0)) * rng.uniform(0.9, 1.1))
+    broker.resume()
+    world.cluster.heal()
+
+
+@injector("broker", weight=1)
+def broker_restarted(world: World, rng: random.Random) -> None:
+    rng.choice(world.cluster.brokers).stop()
+    world.cluster.heal()
+
+
+@injector("broker", weight=1, available=lambda world: len(world.cluster.brokers) > 1)
+def two_brokers_killed(world: World, rng: random.Random) -> None:
+    for broker in rng.sample(world.cluster.brokers, 2):
+        broker.kill()
+    time.sleep(rng.uniform(0, 4))
+    world.cluster.heal()
+
+
+@injector("broker", weight=1)
+def all_brokers_killed(world: World, rng: random.Random) -> None:
+    world.cluster.kill()
+    world.cluster.heal()
+
+
+# -------------------------------------------------------------------------------------- others at the same cluster
+
+
+@injector("client", weight=3)
+def transactional_ids_stolen(world: World, rng: random.Random) -> None:
+    """Somebody initialises the service's transactional ids: every slot's producer is fenced."""
+    ids = world.transactional_ids()
+    for transactional_id in rng.sample(ids, rng.randint(1, len(ids))):
+        with contextlib.suppress(OSError, KafkaException, StopIteration, AssertionError):  # brokers may be away
+            steal(world.cluster.coordinator(transactional_id), transactional_id)
+
+
+def steal(coordinator: Kafka, transactional_id: str) -> tuple[int, int]:
+    """InitProducerId on somebody else's id; the producer id and epoch that it gave."""
+    with Broker("127.0.0.1", coordinator.port) as broker:
+        return broker.init_producer_id(transactional_id)
+
+
+@injector("client")
+def one_key_posted_by_many(world: World, rng: random.Random) -> None:
+    """Fifty posts of one key at once, at all processes."""
+    assert world.load is not None
+    request = world.ask(f"many-{rng.random()}")
+    told = world.load.send([request] * 50).result(120)
+    places = {result.told for results in told for result in results}
+    assert len(places) == 1, places

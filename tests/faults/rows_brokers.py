@@ -1,0 +1,62 @@
+"""Rows that break brokers of a cluster of three (replication 3, min ISR 2)."""
+
+import time
+
+from service.wire import transactional_id
+from tests.faults.matrix import ALL_BROKERS_DIED_S, row
+from tests.faults.rows_service import doomed
+from tests.faults.world import World
+from tests.integration.conftest import plan_of
+from tests.integration.plan import Fault
+
+
+@row("the leader of a data partition killed", brokers=3, in_run=True)
+def leader_killed(world: World) -> None:
+    world.leader().kill()
+
+
+@row("the transaction coordinator killed while a commit is on its way", brokers=3, services=1)
+def coordinator_killed_during_a_commit(world: World) -> None:
+    committing = doomed(world, Fault("commit", "hold", first=10), slots=1, only_slots=(5,))
+    world.until(lambda: plan_of(committing).happened("commit"), 30, "a commit is about to be sent")
+    coordinator = world.cluster.coordinator(transactional_id(world.namespace, 5))
+    coordinator.pause()
+    plan_of(committing).let_go("commit")
+    time.sleep(0.5)
+    coordinator.kill()
+
+
+@row("two of three brokers down for 6 s", brokers=3, bound_s=ALL_BROKERS_DIED_S)
+def two_brokers_down(world: World) -> None:
+    for broker in world.cluster.brokers[:2]:
+        broker.kill()
+    time.sleep(6.0)
+    world.cluster.start()
+
+
+@row("all brokers killed at once", brokers=3, bound_s=ALL_BROKERS_DIED_S)
+def all_brokers_killed(world: World) -> None:
+    world.cluster.kill()
+    world.cluster.start()
+
+
+@row("brokers restarted one after the other under load", brokers=3)
+def rolling_broker_restart(world: World) -> None:
+    for broker in world.cluster.brokers:
+        broker.stop()
+        world.cluster.heal()
+    world.wait_acked(30)
+
+
+@row("a leader that stands still for 8 s, is deposed, and wakes up", brokers=3)
+def broker_paused(world: World) -> None:
+    leader = world.leader()
+    leader.pause()
+    time.sleep(8.0)
+    leader.resume()
+
+
+@row("one broker alone, killed and started again", bound_s=ALL_BROKERS_DIED_S)
+def only_broker_killed(world: World) -> None:
+    world.cluster.kill()
+    world.cluster.start()

@@ -1,0 +1,256 @@
+"""The soak: faults drawn from a seed, one after another and two at a time, under load; then the checker's verdict.
+
+`python -m tests.faults soak --seed N --minutes M` plays legs of some minutes, each in a fresh namespace on the same
+cluster, so that what fails is short. Faults, pauses and clients all come from the seed; the machine's own timing does
+not, so a failure may need more than one try to come again. When a leg fails, its faults are shrunk to the fewest that
+still make it fail, by playing again, and printed. `results/soak.md` has the figures of the last run that was whole.
+"""
+
+import random
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Final
+
+from deploy.local.stack import StackError
+from tests.faults.checker import Verdict
+from tests.faults.cluster import Cluster
+from tests.faults.injectors import INJECTORS, Injector, load_injectors
+from tests.faults.results import RESULTS, machine, table
+from tests.faults.shrink import OutOfTime, shrink
+from tests.faults.world import NotRecovered, World
+
+BOUND_S: Final = 60.0
+TOGETHER: Final = 0.2  # of all faults, how many begin together with another
+PAUSE_S: Final = (0.5, 3.0)
+AFTERWARDS: Final = 20  # events acknowledged after the last fault
+CHECK_S: Final = 900.0
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One fault of a leg. Those of one group begin together; what it draws, it draws from `seed`."""
+
+    group: int
+    name: str
+    seed: str
+    pause_s: float  # afterwards
+
+    def __str__(self) -> str:
+        return f"{self.name} (group {self.group}, seed {self.seed!r})"
+
+
+@dataclass
+class Leg:
+    """What one leg showed; `wrong` is empty where all is well."""
+
+    played: list[Planned] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    recoveries_s: list[float] = field(default_factory=list)
+    verdict: Verdict = field(default_factory=Verdict)
+    requests: int = 0
+    longest_s: float = 0.0
+    hanging: int = 0
+    took_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to play a leg."""
+
+    services: int = 3
+    pair: bool = True
+    proxied: bool = True
+    keys_per_s: float = 45.0
+    mutants: tuple[str, ...] = ()
+    audit: bool = False
+
+
+def plan(seed: str, injectors: Sequence[Injector]) -> Iterator[Planned]:
+    """Faults without end."""
+    rng = random.Random(seed)
+    weights = [each.weight for each in injectors]
+    group = 0
+    while True:
+        group += 1
+        drawn = rng.choices(injectors, weights)
+        if rng.random() < TOGETHER:
+            drawn += [each for each in rng.choices(injectors, weights) if each.part != drawn[0].part]
+        pause_s = rng.uniform(*PAUSE_S)
+        for number, each in enumerate(drawn):
+            yield Planned(group, each.name, f"{seed}/{group}/{number}", pause_s)
+
+
+def play(folder: Path, cluster: Cluster, faults: Iterable[Planned], seconds: float, seed: str, options: Options) -> Leg:
+    """Play faults until they or the time have ended, and judge."""
+    begun = time.monotonic()
+    leg = Leg()
+    with World(folder, cluster, pair=options.pair, proxied=options.proxied, mutants=options.mutants) as world:
+        try:
+            world.start_services(options.services)
+            load = world.start_load(seed, keys_per_s=options.keys_per_s)
+            for _, together in groupby(faults, lambda fault: fault.group):
+                if time.monotonic() - begun > seconds:
+                    break
+                group = list(together)
+                leg.played += group
+                _inject(world, group)
+                leg.recoveries_s.append(world.recovery_s(BOUND_S))
+                time.sleep(group[0].pause_s)
+            world.wait_acked(AFTERWARDS)
+        except (NotRecovered, AssertionError, StackError) as error:
+            leg.wrong.append(f"{type(error).__name__}: {error}")
+        if world.load is not None:
+            try:
+                world.heal()
+            except StackError as error:
+                leg.wrong.append(f"did not heal: {error}")
+            load = world.load
+            load.stop()
+            leg.requests, leg.longest_s, leg.hanging = load.attempts, load.longest_s, len(load.hanging)
+            leg.wrong += load.mistakes + load.hanging
+            leg.verdict = world.check(audit=options.audit, timeout_s=CHECK_S)
+        leg.wrong += [f"{kind}: {text}" for kind, text in leg.verdict.violations] + world.bugs()
+    leg.took_s = time.monotonic() - begun
+    return leg
+
+
+def _inject(world: World, group: Sequence[Planned]) -> None:
+    """Play the faults of a group, each in a thread of its own; the first that fails is raised."""
+    failed: list[BaseException] = []
+
+    def one(fault: Planned) -> None:
+        try:
+            INJECTORS[fault.name].inject(world, random.Random(fault.seed))
+        except BaseException as error:
+            error.add_note(f"in {fault}")
+            failed.append(error)
+
+    threads = [threading.Thread(target=one, args=(fault,), name=fault.name) for fault in group]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+# ---------------------------------------------------------------------------------------------------- a whole run
+
+
+def run(
+    seed: int,
+    minutes: float,
+    say: Callable[[str], None],
+    options: Options,
+    *,
+    leg_minutes: float = 10.0,
+    shrink_minutes: float = 20.0,
+    brokers: int = 3,
+    only: Sequence[str] = (),
+) -> tuple[list[Leg], list[Planned]]:
+    """Legs until the time has passed or one fails; of that one, the fewest faults that make it fail."""
+    known = load_injectors()
+    legs: list[Leg] = []
+    folder = Path(tempfile.mkdtemp(prefix="fencepost-soak-"))
+    with Cluster(folder / "cluster", brokers) as cluster:
+        usable = _usable(folder / "look", cluster, [known[name] for name in only or known], options)
+        left_s = minutes * 60
+        while left_s > 0:
+            name = f"{seed}/{len(legs)}"
+            here = folder / f"leg-{len(legs)}"
+            leg = play(here, cluster, plan(name, usable), min(left_s, leg_minutes * 60), name, options)
+            legs.append(leg)
+            left_s -= leg_minutes * 60
+            say(_line(name, leg))
+            if leg.wrong:
+                say("\n".join(f"    {text}" for text in leg.wrong[:30]) + f"\n    see {here}")
+                return legs, _fewest(folder, cluster, leg, name, say, options, shrink_minutes)
+            shutil.rmtree(here, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    return legs, []
+
+
+def _usable(folder: Path, cluster: Cluster, injectors: Sequence[Injector], options: Options) -> list[Injector]:
+    with World(folder, cluster, pair=options.pair, proxied=options.proxied) as world:
+        return [each for each in injectors if each.available(world)]
+
+
+def _fewest(
+    folder: Path, cluster: Cluster, leg: Leg, seed: str, say: Callable[[str], None], options: Options, minutes: float
+) -> list[Planned]:
+    deadline = time.monotonic() + minutes * 60
+    tries = 0
+
+    def fails(faults: Sequence[Planned]) -> bool:
+        nonlocal tries
+        if time.monotonic() > deadline:
+            raise OutOfTime
+        tries += 1
+        here = folder / f"try-{tries}"
+        again = play(here, cluster, faults, leg.took_s, seed, options)
+        word = "still fails" if again.wrong else "passes"
+        say(f"  {word:<12}with {len(faults)}: {[str(each) for each in faults][:6]}")
+        if not again.wrong:
+            shutil.rmtree(here, ignore_errors=True)
+        return bool(again.wrong)
+
+    fewest = shrink(leg.played, fails)
+    say(f"the fewest faults that still make it fail ({tries} tries):")
+    say("\n".join(f"    {fault}" for fault in fewest) or "    none: it fails without any")
+    return fewest
+
+
+def _line(name: str, leg: Leg) -> str:
+    recovery = f"recovered in {_quantiles(leg.recoveries_s)}" if leg.recoveries_s else ""
+    verdict = leg.verdict
+    word = "FAILED" if leg.wrong else "ok"
+    return (
+        f"{word:<7}leg {name}: {verdict.acknowledged} of {verdict.keys} keys acknowledged, {len(leg.played)} faults, "
+        f"{verdict.lost} lost, {verdict.duplicates} duplicates, {leg.hanging} hanging; {recovery}; "
+        f"longest wait {leg.longest_s:.1f} s ({leg.took_s:.0f} s)"
+    )
+
+
+def _quantiles(values: Sequence[float]) -> str:
+    return f"p50 {statistics.median(values):.1f} s, max {max(values):.1f} s"
+
+
+def write(seed: int, minutes: float, legs: Sequence[Leg], options: Options) -> None:
+    """results/soak.md."""
+    recoveries = [each for leg in legs for each in leg.recoveries_s]
+    verdicts = [leg.verdict for leg in legs]
+    figures = {
+        "seed": f"{seed}",
+        "minutes": f"{minutes:g}, in {len(legs)} legs",
+        "keys": f"{sum(verdict.keys for verdict in verdicts):,}",
+        "acknowledged": f"{sum(verdict.acknowledged for verdict in verdicts):,}",
+        "given up in doubt by their client": f"{sum(verdict.doubtful for verdict in verdicts):,}",
+        "requests": f"{sum(leg.requests for leg in legs):,}",
+        "faults": f"{sum(len(leg.played) for leg in legs):,}",
+        "lost": f"{sum(verdict.lost for verdict in verdicts)}",
+        "duplicates": f"{sum(verdict.duplicates for verdict in verdicts)}",
+        "hanging": f"{sum(leg.hanging for leg in legs)}",
+        "violations of any kind": f"{sum(len(leg.wrong) for leg in legs)}",
+        "acknowledgements resumed after": _quantiles(recoveries),
+        "longest wait for an acknowledgement": f"{max(leg.longest_s for leg in legs):.1f} s",
+        "reconciliation job": "of the checker's mind in every leg" if options.audit else "not run",
+        "measured": machine(),
+    }
+    kinds = Counter(fault.name for leg in legs for fault in leg.played)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "soak.md").write_text(
+        "# The soak\n\n`python -m tests.faults soak --seed "
+        f"{seed} --minutes {minutes:g}`: three brokers, a Redis pair, {options.services} processes of the service; "
+        "every key posted again after each leg.\n\n"
+        + table(("figure", "value"), {name: [value] for name, value in figures.items()})
+        + "\n"
+        + table(("fault", "times"), {name: [str(count)] for name, count in sorted(kinds.items())})
+    )

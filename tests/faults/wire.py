@@ -1,0 +1,67 @@
+"""As much of Kafka's protocol as checker and faults need and no client offers, over one socket to one broker."""
+
+import socket
+import struct
+from typing import Final, Self
+
+_FETCH: Final = 1
+_FETCH_VERSION: Final = 4  # the oldest that brokers still take
+_INIT_PRODUCER_ID: Final = 22
+_INIT_PRODUCER_ID_VERSION: Final = 0
+_CLIENT: Final = b"checker"
+_FETCH_BYTES: Final = 8 * 1024 * 1024
+_ANSWER_S: Final = 10.0
+_CONCURRENT_TRANSACTIONS: Final = 51
+_COORDINATOR_LOAD_IN_PROGRESS: Final = 14
+
+
+class Broker:
+    """One connection."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._socket = socket.create_connection((host, port), _ANSWER_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def fetch(self, topic: str, partition: int, offset: int) -> bytes:
+        """Record batches from an offset on, read_uncommitted; the last may be cut off."""
+        name = topic.encode()
+        request = struct.pack(">iiiibi", -1, 0, 1, _FETCH_BYTES, 0, 1)  # a client; read_uncommitted; one topic
+        request += struct.pack(f">h{len(name)}sii", len(name), name, 1, partition)
+        request += struct.pack(">qi", offset, _FETCH_BYTES)
+        answer = self._ask(_FETCH, _FETCH_VERSION, request)
+        at = 4 + 4 + 2 + len(name) + 4 + 4  # throttle time, one topic, its name, one partition, its number
+        error, _, _, aborted = struct.unpack_from(">hqqi", answer, at)
+        assert error == 0, f"{topic}/{partition}: Fetch answered error {error}"
+        at += struct.calcsize(">hqqi") + 16 * max(aborted, 0)
+        (size,) = struct.unpack_from(">i", answer, at)
+        return answer[at + 4 : at + 4 + max(size, 0)]
+
+    def init_producer_id(self, transactional_id: str, timeout_ms: int = 5_000) -> tuple[int, int]:
+        """Fence the id's producer; the new producer id and epoch. This broker is to be its coordinator."""
+        name = transactional_id.encode()
+        request = struct.pack(f">h{len(name)}si", len(name), name, timeout_ms)
+        while True:
+            answer = self._ask(_INIT_PRODUCER_ID, _INIT_PRODUCER_ID_VERSION, request)
+            _, error, producer_id, epoch = struct.unpack_from(">ihqh", answer)
+            if error not in (_CONCURRENT_TRANSACTIONS, _COORDINATOR_LOAD_IN_PROGRESS):
+                assert error == 0, f"{transactional_id}: InitProducerId answered error {error}"
+                return producer_id, epoch
+
+    def _ask(self, api: int, version: int, request: bytes) -> bytes:
+        """One request and its answer, without their headers."""
+        head = struct.pack(f">hhih{len(_CLIENT)}s", api, version, 0, len(_CLIENT), _CLIENT)
+        self._socket.sendall(struct.pack(">i", len(head) + len(request)) + head + request)
+        return self._read(struct.unpack(">i", self._read(4))[0])[4:]
+
+    def _read(self, count: int) -> bytes:
+        read = bytearray()
+        while len(read) < count:
+            more = self._socket.recv(count - len(read))
+            assert more, "the broker closed the connection"
+            read += more
+        return bytes(read)
