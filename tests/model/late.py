@@ -32,10 +32,8 @@ def _arrive(world: World, kind: int, arguments: list[int], rules: Rules) -> Worl
         return kafka.end(world, slot, owner) or world
     if kind == RECOVERED:
         here, generation, nonce, *through = arguments
-        store = world.stores[here]
-        if not scripts.recovering(store, here, here, nonce, rules) or store.generation >= generation:
-            return world
-        return with_store(world, here, scripts.recovered(store, here, generation, tuple(through)))
+        recovered = scripts.recovered(world.stores[here], here, here, nonce, generation, tuple(through), rules)
+        return world if recovered is None else with_store(world, here, recovered)
     address, generation, named, slot, term, *rest = arguments
     store = world.stores[address]
     if not scripts.settled(store, address, generation, named, rules):

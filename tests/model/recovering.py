@@ -244,20 +244,20 @@ def _settle(world: World, p: int, process: Process, rules: Rules) -> Iterator[St
 
 def _write_nonce(world: World, p: int, process: Process, why: str) -> Iterator[Step]:
     """A store recovery begins where no other is under way in this store."""
-    here = process.address
-    if world.stores[here].nonce != NONE:
-        return
-    nonce = 2 * len(world.control) + p
-    started = with_process(world, p, process._replace(recovery=Recovery(NONCE_WRITTEN, nonce)))
-    yield f"p{p}: recover store {here}{why}", with_store(started, here, world.stores[here]._replace(nonce=nonce))
+    here, nonce = process.address, 2 * len(world.control) + p
+    store = world.stores[here]
+    begun = scripts.recover(store, nonce, (store.generation, store.named))
+    if begun is not None:
+        started = with_process(world, p, process._replace(recovery=Recovery(NONCE_WRITTEN, nonce)))
+        yield f"p{p}: recover store {here}{why}", with_store(started, here, begun)
 
 
 def abandon(world: World, p: int) -> World:
-    """The attempt has failed; its nonce goes, if it stands."""
+    """The attempt has failed."""
     process = world.processes[p]
-    store = world.stores[process.address]
-    if process.recovery is not None and store.nonce == process.recovery.nonce:
-        world = with_store(world, process.address, store._replace(nonce=NONE))
+    if process.recovery is not None:
+        store = scripts.abandoned(world.stores[process.address], process.recovery.nonce)
+        world = with_store(world, process.address, store)
     return with_process(world, p, process._replace(recovery=None))
 
 
@@ -301,10 +301,12 @@ def _recover(world: World, p: int, process: Process, recovery: Recovery, rules: 
             replayed = scripts.replay(store, holds if rules.store_replayed else 0)
             after = on(with_store(world, here, replayed)) if may else abandon(world, p)
             yield f"p{p}: replay ledger {s}{whence}" if may else lost, after
-    elif not may or store.generation >= recovery.generation:
-        yield lost, abandon(world, p)
     else:
         generation, through = recovery.generation, recovery.through
+        recovered = scripts.recovered(store, here, here, recovery.nonce, generation, through, rules)
+        if recovered is None:
+            yield lost, abandon(world, p)
+            return
         label = f"p{p}: set g{generation}"
         if world.left[FAULT.lose_script]:
             script = (late.RECOVERED, here, generation, recovery.nonce, *through)
@@ -313,5 +315,4 @@ def _recover(world: World, p: int, process: Process, recovery: Recovery, rules: 
             given_up = with_process(unheard, p, process._replace(recovery=None))
             yield f"{label}, no answer, and the nonce stays", given_up
         settled = process._replace(generation=generation, store=here, recovery=None)
-        recovered = scripts.recovered(store, here, generation, through)
         yield label, with_process(with_store(world, here, recovered), p, settled)

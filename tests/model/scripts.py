@@ -87,6 +87,13 @@ def free(store: Store, slot: int, term: int, offset: int) -> Store:
     )
 
 
+def recover(store: Store, nonce: int, seen: tuple[int, int]) -> Store | None:
+    """A store recovery begins: not where another is under way, or has ended since `seen` (generation, store)."""
+    if store.nonce != NONE or (store.generation, store.named) != seen:
+        return None
+    return store._replace(nonce=nonce)
+
+
 def recovering(store: Store, here: int, named: int, nonce: int, rules: Rules) -> bool:
     """May a script of a store recovery run?"""
     if rules.store_identified and here != named:
@@ -94,11 +101,20 @@ def recovering(store: Store, here: int, named: int, nonce: int, rules: Rules) ->
     return store.nonce == nonce or not rules.nonce_demanded
 
 
-def recovered(store: Store, here: int, generation: int, through: tuple[int, ...]) -> Store:
-    """The end of a store recovery: all `freed`, and the generation. Its caller checks nonce and generation."""
+def recovered(
+    store: Store, here: int, named: int, nonce: int, generation: int, through: tuple[int, ...], rules: Rules
+) -> Store | None:
+    """The end of a store recovery: all `freed`, and the generation, which is never an older one."""
+    if not recovering(store, here, named, nonce, rules) or store.generation >= generation:
+        return None
     for slot, offset in enumerate(through):
         store = free(store, slot, offset, offset)
     return store._replace(generation=generation, named=here, nonce=NONE)
+
+
+def abandoned(store: Store, nonce: int) -> Store:
+    """The attempt has failed: its nonce goes, if it stands."""
+    return store._replace(nonce=NONE) if store.nonce == nonce else store
 
 
 def flushed(store: Store) -> Store:

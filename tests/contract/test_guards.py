@@ -1,0 +1,197 @@
+"""The guards of `keys.lua` against those of the model: the same small stores and calls, one by one, in both.
+
+What a script demands before it writes (generation, store, term, nonce), and how it moves `applied`, `freed` and the
+generation, is said twice: in Lua, and in `tests.model.scripts`, which the search goes by. The vectors here hold one to
+the other, as `test_vectors` does for keys' states; the double in memory is held to them as well.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from itertools import product
+
+import pytest
+
+from deploy.local.stack import Redis
+from service.errors import Fenced, StoreLost
+from service.keys import Epoch, KeyStore, RedisKeys
+from service.states import Claimed
+from tests.contract.modelled import (
+    ELSEWHERE,
+    IDS,
+    OTHER,
+    THIS,
+    InMemory,
+    InRedis,
+    Modelled,
+    asked_of,
+    epoch_of,
+    identity_of,
+    name_of,
+    rows_of,
+)
+from tests.model import scripts
+from tests.model.rules import Rules
+from tests.model.world import FP, NONE, Debt, Store, encode
+
+RULES = Rules()
+SLOT, TERM = 0, 100
+CLAIM = encode(Claimed(SLOT, TERM, 0, FP))
+STORE = Store(5, THIS, NONE, (TERM, 60), (104, 60), (CLAIM,))
+
+Call = Callable[[KeyStore, Epoch], Awaitable[object]]
+# Every operation that is for one generation of one store, with arguments that no other guard refuses.
+GUARDED: dict[str, Call] = {
+    "claim": lambda keys, epoch: keys.claim(epoch, SLOT, TERM, asked_of(1)),
+    "claim_all": lambda keys, epoch: keys.claim_all(epoch, SLOT, TERM, asked_of(3)),
+    "mark": lambda keys, epoch: keys.mark(epoch, SLOT, TERM, 104, 106, rows_of(1, 1)),
+    "release": lambda keys, epoch: keys.release(epoch, SLOT, TERM, IDS[:1]),
+    "find": lambda keys, epoch: keys.find(epoch, IDS[0]),
+    "find_all": lambda keys, epoch: keys.find_all(epoch, IDS),
+    "applied": lambda keys, epoch: keys.applied(epoch, SLOT),
+    "replay": lambda keys, epoch: keys.replay(epoch, rows_of(1, 1), (SLOT, 120)),
+    "take": lambda keys, epoch: keys.take(epoch, SLOT, "me"),
+    "give_back": lambda keys, epoch: keys.give_back(epoch, SLOT, "me", True),
+    "beat": lambda keys, epoch: keys.beat(epoch, "me", 2, [SLOT]),
+    "leave": lambda keys, epoch: keys.leave(epoch, "me"),
+}
+CLAIMS: tuple[Call, ...] = (
+    GUARDED["claim"],
+    lambda keys, epoch: keys.claim_all(epoch, SLOT, TERM, asked_of(1)),
+)
+# Every operation of a store recovery that is under way: for a server, and under nonce 7.
+RecoveryCall = Callable[[Modelled, str], Awaitable[object]]
+RECOVERING: dict[str, RecoveryCall] = {
+    "recover_read": lambda held, server: held.keys.recover_read(server, name_of(7), 2),
+    "recover_replay": lambda held, server: held.keys.recover_replay(server, name_of(7), rows_of(1, held.now_ms())),
+}
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def held(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[Modelled]:
+    if request.param == "memory":
+        yield InMemory(now_ms=1_700_000_000_000)
+        return
+    redis: Redis = request.getfixturevalue("redis")
+    with redis.client() as client:
+        store = InRedis(redis, namespace, client)
+        yield store
+        assert isinstance(store.keys, RedisKeys)
+        await store.keys.close()
+
+
+@pytest.mark.parametrize("operation", GUARDED)
+async def test_generation_and_store(held: Modelled, operation: str) -> None:
+    """Of each operation: whatever generation and store it is called for, and whatever the server holds."""
+    refused = 0
+    for generation, named, caller in product((NONE, 4, 5, 6), (THIS, OTHER), (THIS, OTHER)):
+        before = STORE._replace(generation=generation, named=NONE if generation == NONE else named)
+        held.write(before)
+        call = GUARDED[operation](held.keys, epoch_of(5, caller, held.server))
+        if scripts.settled(before, THIS, 5, caller, RULES):
+            await call
+        else:
+            refused += 1
+            with pytest.raises(StoreLost):
+                await call
+            assert held.read(1) == before
+    assert refused == 15  # of 16: one generation of one store, and a caller who means just that
+
+
+@pytest.mark.parametrize("freed", [NONE, TERM - 1, TERM, TERM + 1])
+async def test_a_claim_demands_its_slot_s_term(held: Modelled, freed: int) -> None:
+    before = STORE._replace(freed=(freed, 60), keys=(0,))
+    outcome, after = scripts.claim(before, SLOT, TERM, RULES)
+    for call in CLAIMS:
+        held.write(before)
+        if outcome is None:
+            with pytest.raises(Fenced):
+                await call(held.keys, epoch_of(5, THIS, held.server))
+        else:
+            await call(held.keys, epoch_of(5, THIS, held.server))
+        assert held.read(1) == after
+
+
+@pytest.mark.parametrize("freed", [NONE, 59, 60, 61])
+async def test_a_claim_of_another_slot_is_dead_below_its_freed(held: Modelled, freed: int) -> None:
+    claimed = encode(Claimed(1, 60, 0, FP))
+    before = STORE._replace(freed=(TERM, freed), keys=(claimed,))
+    held.write(before)
+    outcome, after = scripts.claim(before, SLOT, TERM, RULES)
+    (claim,) = await held.keys.claim(epoch_of(5, THIS, held.server), SLOT, TERM, asked_of(1))
+    assert claim.outcome is outcome
+    assert held.read(1) == after
+
+
+@pytest.mark.parametrize("applied", [NONE, 100, 104, 106])
+async def test_applied_moves_from_exactly_the_record_before(held: Modelled, applied: int) -> None:
+    for previous, offset, term in product((NONE, 99, 100, 104, 106), (101, 106, 108), (TERM - 1, TERM)):
+        before = STORE._replace(applied=(applied, 60))
+        held.write(before)
+        wanted = scripts.mark(before, SLOT, Debt(5, THIS, term, previous, offset, 1), RULES)
+        await held.keys.mark(epoch_of(5, THIS, held.server), SLOT, term, previous, offset, rows_of(1, held.now_ms()))
+        assert held.read(1) == wanted, (previous, offset, term)
+
+
+async def test_a_replay_raises_freed_and_applied_and_lowers_neither(held: Modelled) -> None:
+    for freed, applied, term in product((NONE, 99, 100, 101), (NONE, 99, 100, 101), (99, 100, 101)):
+        before = STORE._replace(freed=(freed, 60), applied=(applied, 60))
+        held.write(before)
+        wanted = scripts.free(scripts.replay(before, 1), SLOT, term, term)
+        call = held.keys.replay(epoch_of(5, THIS, held.server), rows_of(1, held.now_ms()), (SLOT, term))
+        if wanted.freed[SLOT] != term:  # a later term has been freed: who replays was fenced
+            with pytest.raises(Fenced):
+                await call
+        else:
+            await call
+        assert held.read(1) == wanted, (freed, applied, term)
+
+
+async def test_a_store_recovery_begins_once(held: Modelled) -> None:
+    for seen, nonce, generation in product((NONE, 4, 5), (NONE, 7, 8), (NONE, 4, 5)):
+        before = STORE._replace(nonce=nonce, generation=generation, named=NONE if generation == NONE else OTHER)
+        held.write(before)
+        wanted = scripts.recover(before, 7, (seen, NONE if seen == NONE else OTHER))
+        identity = identity_of(STORE._replace(generation=seen, named=OTHER), held.server)
+        assert await held.keys.recover(identity, name_of(7)) == (wanted is not None)
+        assert held.read(1) == (wanted or before), (seen, nonce, generation)
+
+
+@pytest.mark.parametrize("operation", RECOVERING)
+async def test_what_a_store_recovery_demands_of_store_and_nonce(held: Modelled, operation: str) -> None:
+    for nonce, named in product((NONE, 7, 8), (THIS, OTHER)):
+        before = STORE._replace(nonce=nonce)
+        held.write(before)
+        call = RECOVERING[operation](held, held.server if named == THIS else ELSEWHERE)
+        if scripts.recovering(before, THIS, named, 7, RULES):
+            await call
+            assert held.read(1) == (scripts.replay(before, 1) if operation == "recover_replay" else before)
+        else:
+            with pytest.raises(StoreLost):
+                await call
+            assert held.read(1) == before, (nonce, named)
+
+
+async def test_the_end_of_a_store_recovery(held: Modelled) -> None:
+    for nonce, named, generation, through in product(
+        (NONE, 7, 8), (THIS, OTHER), (NONE, 4, 5, 6), ((90, 50), (110, 50), (90, 70))
+    ):
+        before = STORE._replace(nonce=nonce, generation=generation, named=NONE if generation == NONE else OTHER)
+        held.write(before)
+        wanted = scripts.recovered(before, THIS, named, 7, 5, through, RULES)
+        call = held.keys.recover_end(held.server if named == THIS else ELSEWHERE, name_of(7), 5, through)
+        if wanted is None:
+            with pytest.raises(StoreLost):
+                await call
+        else:
+            await call
+        assert held.read(1) == (wanted or before), (nonce, named, generation, through)
+
+
+async def test_an_attempt_that_failed_takes_only_its_own_nonce_away(held: Modelled) -> None:
+    for nonce in (NONE, 7, 8):
+        before = STORE._replace(nonce=nonce)
+        held.write(before)
+        await held.keys.recover_abandon(held.server, name_of(7))
+        assert held.read(1) == scripts.abandoned(before, 7)
+        held.write(before)
+        await held.keys.recover_abandon(ELSEWHERE, name_of(7))
+        assert held.read(1) == before
