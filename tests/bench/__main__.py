@@ -1,18 +1,60 @@
-"""`python -m tests.bench NAME…`: measure, print, and keep the result in tests/bench/results."""
+"""`python -m tests.bench [NAME…]`: measure on the real stack, print, and keep the results in tests/bench/results.
+
+Exit 0, or 1 where a bench's check failed (it has no number then). A goal that is not met is a result, not an error.
+"""
 
 import argparse
 import importlib
+import sys
+import time
+from pathlib import Path
 
-NAMES = ("visible", "poison", "moving")
+from deploy.local.console import StackError
+from deploy.local.places import ROOT
+from tests.bench import report, results
+from tests.bench.rows import NotRealWork, Row
+from tests.bench.stage import Stage, stack
+
+# In the order of the report; each is a module with one function, measure(stage), that answers rows.
+NAMES = ("post", "parts", "visible", "poison", "moving")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
-    parser.add_argument("names", nargs="*", choices=(*NAMES, []), metavar="NAME", help=", ".join(NAMES))
-    for name in parser.parse_args().names or NAMES:
-        print(f"== {name}", flush=True)
-        importlib.import_module(f"tests.bench.{name}").main()
+def run(stage: Stage, name: str) -> bool:
+    """Measure one, print it and keep it; False where its check failed."""
+    print(f"\n== {name}", flush=True)
+    module = importlib.import_module(f"tests.bench.{name}")
+    where = results.describe(stage)
+    started = time.monotonic()
+    rows: list[Row] = []
+    failed = ""
+    try:
+        rows = module.measure(stage)
+    except (NotRealWork, StackError) as error:
+        failed = str(error)
+    where |= {"about": (module.__doc__ or "").strip(), "took_s": round(time.monotonic() - started)}
+    results.keep(stage.results, name, where, rows, failed)
+    print(report.as_text(rows) if not failed else f"NO NUMBER: {failed}", flush=True)
+    return not failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"all of them if none is named: {', '.join(NAMES)}")
+    depth = parser.add_mutually_exclusive_group()
+    depth.add_argument("--quick", action="store_const", dest="depth", const="quick", help="does it work? small sizes")
+    depth.add_argument("--full", action="store_const", dest="depth", const="full", help="10^7 keys too, more rounds")
+    parser.add_argument("--results", type=Path, help="folder for what is measured (--quick: build/bench)")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(NAMES):
+        parser.error(f"no such bench: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+    depth_name = arguments.depth or "standard"
+    folder = arguments.results or (ROOT / "build" / "bench" if depth_name == "quick" else results.KEPT)
+    with stack(folder.absolute(), depth_name) as stage:
+        good = [run(stage, name) for name in arguments.names or NAMES]
+    report.write(folder, NAMES)
+    print(f"\n{folder / 'results.html'}")
+    return 0 if all(good) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

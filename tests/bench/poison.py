@@ -6,7 +6,8 @@ import time
 
 import httpx
 
-from tests.bench.stage import bench, keep
+from tests.bench.rows import NotRealWork, Row, ratios
+from tests.bench.stage import Stage
 
 SECONDS = 6.0
 CLIENTS = 32
@@ -52,30 +53,26 @@ async def _poison(url: str, prefix: str, until: float) -> int:
     return refused
 
 
-async def _round(url: str, number: int) -> tuple[int, int, int, list[int]]:
-    alone, strange = await _others(url, f"alone-{number}", time.monotonic() + SECONDS)
-    until = time.monotonic() + SECONDS
+async def _round(url: str, number: int, seconds: float) -> tuple[int, int, int, list[int]]:
+    alone, strange = await _others(url, f"alone-{number}", time.monotonic() + seconds)
+    until = time.monotonic() + seconds
     (beside, more), refused = await asyncio.gather(
         _others(url, f"beside-{number}", until), _poison(url, f"poison-{number}", until)
     )
     return alone, beside, refused, strange + more
 
 
-def main() -> None:
-    with bench() as stage:
-        stage.kafka.create_topic("good", partitions=3)
-        stage.kafka.create_topic("poisoned", partitions=1, config={"max.message.bytes": "1000"})
-        # The edge would refuse what it knows to be too large; the broker is to do it.
-        with stage.service(module="tests.bench.blind") as service:
-            rounds = [asyncio.run(_round(service.url, number)) for number in range(ROUNDS)]
-        ratios = sorted(beside / alone for alone, beside, *_ in rounds)
-        keep(
-            "poison",
-            stage.redis,
-            {
-                "others' throughput beside poison, share of that without, median": round(ratios[ROUNDS // 2], 2),
-                "each round": [round(ratio, 2) for ratio in ratios],
-                "poisoned events refused": sum(refused for *_, refused, _ in rounds),
-                "answers to others that were not 201": sorted(itertools.chain.from_iterable(r[3] for r in rounds)),
-            },
-        )
+def measure(stage: Stage) -> list[Row]:
+    stage.kafka.create_topic("good", partitions=3)
+    stage.kafka.create_topic("poisoned", partitions=1, config={"max.message.bytes": "1000"})
+    # The edge would refuse what it knows to be too large; the broker is to do it.
+    with stage.service("poison", module="tests.bench.blind", namespace="poison") as service:
+        seconds, count = stage.pick(1.0, SECONDS), stage.pick(1, ROUNDS)
+        rounds = [asyncio.run(_round(service.url, number, seconds)) for number in range(count)]
+    alone, beside, refused, strange = zip(*rounds, strict=True)
+    if others := list(itertools.chain.from_iterable(strange)):
+        raise NotRealWork(f"others were answered {sorted(set(others))}")
+    return [
+        Row("others' throughput beside poison over that without", "x", ratios(beside, alone)),
+        Row("poisoned events refused", "", refused),
+    ]

@@ -1,66 +1,160 @@
-"""The real stack for a measurement, and what every result says of the machine and the servers."""
+"""The real stack for a measurement: Kafka, Redis, processes of the service, and the load on them."""
 
 import contextlib
-import json
 import os
-import subprocess
-import sys
+import re
 import tempfile
-import time
+import urllib.request
+import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
-from deploy.local.places import ROOT
 from deploy.local.stack import Kafka, Redis, Service
+from tests.bench import checks, wrk
+from tests.bench.rows import NotRealWork
+from tests.bench.wrk import Loaded
 
-RESULTS = Path(__file__).parent / "results"
+T = TypeVar("T")
+
+# Jiffies of /proc/PID/stat.
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
-class Bench:
-    """Kafka, Redis, and room for processes of the service."""
+class Stage:
+    """Kafka, Redis, room for processes of the service, and how much is to be measured."""
 
     folder: Path
     kafka: Kafka
     redis: Redis
+    results: Path  # where what is measured goes
+    depth: str = "standard"  # or "quick" (does it work?), or "full" (the longest points too)
 
-    def service(self, name: str = "service", module: str = "service", **settings: object) -> Service:
+    def pick(self, quick: T, standard: T, full: T | None = None) -> T:
+        """A size, by the depth of the run."""
+        if self.depth == "quick":
+            return quick
+        return full if self.depth == "full" and full is not None else standard
+
+    def service(
+        self,
+        name: str = "service",
+        module: str = "service",
+        kafka: Kafka | None = None,
+        redis: Redis | None = None,
+        **settings: Any,
+    ) -> Service:
         """A process, not started yet."""
         env = {f"FENCEPOST_{setting.upper()}": str(value) for setting, value in settings.items()}
-        return Service(self.folder, kafka=self.kafka.bootstrap, redis=self.redis.url, env=env, name=name, module=module)
+        kafka, redis = kafka or self.kafka, redis or self.redis
+        return Service(self.folder, kafka=kafka.bootstrap, redis=redis.url, env=env, name=name, module=module)
+
+    @contextlib.contextmanager
+    def target(
+        self,
+        topics: Sequence[str] = (),
+        partitions: int = 3,
+        kafka: Kafka | None = None,
+        redis: Redis | None = None,
+        **settings: Any,
+    ) -> Iterator["Target"]:
+        """A process that serves, in a namespace of its own and with topics of its own (one if none are named)."""
+        kafka = kafka or self.kafka
+        namespace = f"bench-{uuid.uuid4().hex[:8]}"
+        names = list(topics) or [f"{namespace}-events"]
+        for topic in names:
+            kafka.create_topic(topic, partitions=partitions)
+        service = self.service(namespace, kafka=kafka, redis=redis, namespace=namespace, instance=namespace, **settings)
+        with service:
+            yield Target(service, kafka, redis or self.redis, namespace, names)
+
+    @contextlib.contextmanager
+    def empty(self) -> Iterator["Target"]:
+        """The empty FastAPI handler, in a process of its own."""
+        with self.service("empty", module="tests.bench.empty") as service:
+            yield Target(service, self.kafka, self.redis, "", ["any"])
+
+
+@dataclass
+class Target:
+    """A process under load, and what it has answered so far."""
+
+    service: Service
+    kafka: Kafka
+    redis: Redis
+    namespace: str
+    topics: list[str]
+    answered: int = 0
+    cut: int = 0
+    runs: int = 0
+    cpu_us: float = field(default=0.0, init=False)  # of the process, a request of the last run
+    kafka_us: float = field(default=0.0, init=False)
+    redis_us: float = field(default=0.0, init=False)
+
+    @property
+    def topic(self) -> str:
+        return self.topics[0]
+
+    def load(self, seconds: float, connections: int, batch: int = 0, **arguments: object) -> Loaded:
+        """One run of new keys, all of which must be written.
+
+        Raises:
+            NotRealWork: a request was refused, or had no answer.
+        """
+        loaded = self.warm(seconds, connections, batch=batch, **arguments)
+        if not loaded.requests:
+            raise NotRealWork(f"no answer in {seconds} s")
+        return loaded
+
+    def warm(self, seconds: float, connections: int, batch: int = 0, **arguments: object) -> Loaded:
+        """As `load`; but the first answers of a cold broker may come after the end."""
+        loaded = self.press(seconds, connections, batch=batch, **arguments)
+        if loaded.refused or loaded.broken:
+            raise NotRealWork(f"{loaded.refused} of {loaded.requests} requests were refused, {loaded.broken} broke off")
+        self.answered += loaded.answered * max(1, batch)
+        self.cut += connections * max(1, batch)
+        return loaded
+
+    def press(self, seconds: float, connections: int, **arguments: object) -> Loaded:
+        """One run, whatever comes of it."""
+        self.runs += 1
+        arguments = {"topic": self.topic, "prefix": f"{self.namespace}-{self.runs}", **arguments}
+        before = [cpu_s(process.pid) for process in (self.service, self.kafka, self.redis)]
+        loaded = wrk.run(self.service.url, seconds, connections, **arguments)
+        after = [cpu_s(process.pid) for process in (self.service, self.kafka, self.redis)]
+        each_us = [1e6 * (b - a) / max(1, loaded.requests) for a, b in zip(before, after, strict=True)]
+        self.cpu_us, self.kafka_us, self.redis_us = each_us
+        return loaded
+
+    def check(self) -> None:
+        """Raises NotRealWork unless all that was answered is there once, and in the ledger."""
+        checks.exactly_once(self.kafka.bootstrap, self.namespace, self.topics, self.answered, self.cut)
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's samples on /metrics."""
+        with urllib.request.urlopen(f"{self.service.url}/metrics", timeout=10) as response:
+            text = response.read().decode()
+        return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
 
 
 @contextlib.contextmanager
-def bench() -> Iterator[Bench]:
+def stack(results: Path, depth: str = "standard") -> Iterator[Stage]:
+    """The stack in a temporary folder, gone with everything in it at the end."""
     with tempfile.TemporaryDirectory(prefix="fencepost-bench-") as name:
         folder = Path(name)
         with Kafka(folder / "kafka") as kafka, Redis(folder / "redis") as redis:
-            yield Bench(folder, kafka, redis)
+            yield Stage(folder, kafka, redis, results, depth)
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of the values lie (nearest rank)."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+def cpu_s(pid: int) -> float:
+    """CPU that a process has used in user and kernel mode, in seconds (a hundredth is the least it tells)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * _TICK_S
 
 
-def keep(name: str, redis: Redis, figures: dict[str, object]) -> None:
-    """Print a result and keep it as the last of its name, with the commit and the servers that it was measured on."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    with redis.client() as store:
-        server = store.info("server")
-    result = {
-        "name": name,
-        "commit": commit.stdout.strip(),
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "python": sys.version.split()[0],
-        "cores": os.cpu_count(),
-        "redis": f"{server.get('server_name', 'redis')} {server.get('valkey_version', server['redis_version'])}",
-        "figures": figures,
-    }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
-    width = max(map(len, figures))
-    for figure, value in figures.items():
-        print(f"{figure:<{width}}  {value}")
+def memory_bytes(pid: int) -> int:
+    """Resident memory of a process."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -5,13 +5,15 @@ import contextlib
 import multiprocessing
 import time
 from multiprocessing.connection import Connection
+from typing import Any
 
 import httpx
 from confluent_kafka import Consumer, TopicPartition
 
 from deploy.local.stack import Service
 from service.wire import KEY_HEADER
-from tests.bench.stage import Bench, bench, keep, quantile
+from tests.bench.rows import Row, quantile
+from tests.bench.stage import Stage
 from tests.integration.judge import wait_until_stable
 from tests.integration.plan import MODULE, PLAN_ENV, Fault, Plan
 
@@ -68,7 +70,7 @@ async def _post_all(url: str, topic: str, prefix: str, clients: int) -> dict[str
     return answered
 
 
-def _lags_ms(stage: Bench, service: Service, topic: str, clients: int) -> list[float]:
+def _lags_ms(stage: Stage, service: Service, topic: str, clients: int) -> list[float]:
     spawn = multiprocessing.get_context("spawn")
     mine, theirs = spawn.Pipe()
     watcher = spawn.Process(target=watch, args=(stage.kafka.bootstrap, topic, 3, EVENTS, theirs), daemon=True)
@@ -81,12 +83,17 @@ def _lags_ms(stage: Bench, service: Service, topic: str, clients: int) -> list[f
     return [max(0.0, 1000 * (seen[key] - at)) for key, at in answered.items()]
 
 
-def _held_up_s(stage: Bench, heir: Service, topic: str, number: int) -> float:
+def _held_up_s(stage: Stage, heir: Service, topic: str, number: int) -> float:
     """Kill a process with its transaction open; how long it is until no partition is held up by it."""
     folder = stage.folder / f"doomed-{number}"
     folder.mkdir()
     # With a timeout of a minute, only a recovery can end its transaction so soon.
-    settings = {"slots": 1, "lease_ttl_ms": LEASE_TTL_MS, "transaction_timeout_ms": 60_000}
+    settings: dict[str, Any] = {
+        "namespace": "visible",
+        "slots": 1,
+        "lease_ttl_ms": LEASE_TTL_MS,
+        "transaction_timeout_ms": 60_000,
+    }
     doomed = stage.service(f"doomed-{number}", MODULE, **settings)
     doomed.env[PLAN_ENV] = Plan(folder, (Fault("commit", "kill"),)).encode()
     doomed.start()
@@ -99,16 +106,15 @@ def _held_up_s(stage: Bench, heir: Service, topic: str, number: int) -> float:
     return time.monotonic() - died
 
 
-def main() -> None:
-    with bench() as stage:
-        stage.kafka.create_topic("visible", partitions=3)
-        with stage.service(lease_ttl_ms=LEASE_TTL_MS) as service:
-            _lags_ms(stage, service, "visible", 4)  # warm
-            figures: dict[str, object] = {}
-            for clients in (1, 16):
-                lags = _lags_ms(stage, service, "visible", clients)
-                for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
-                    figures[f"visible after its 201, {clients} clients, {name} ms"] = round(quantile(lags, share), 2)
-            held = [_held_up_s(stage, service, "visible", number) for number in range(DEATHS)]
-            figures["a partition held up by a kill -9, lease of 3 s, each s"] = [round(seconds, 2) for seconds in held]
-            keep("visible", stage.redis, figures)
+def measure(stage: Stage) -> list[Row]:
+    stage.kafka.create_topic("visible", partitions=3)
+    rows: list[Row] = []
+    with stage.service("visible", namespace="visible", lease_ttl_ms=LEASE_TTL_MS) as service:
+        _lags_ms(stage, service, "visible", 4)  # warm
+        for clients in stage.pick((1,), (1, 16)):
+            lags = [_lags_ms(stage, service, "visible", clients) for _ in range(stage.pick(1, 3))]
+            for name, share in (("p50", 0.5), ("p99", 0.99), ("most", 1.0)):
+                values = [quantile(each, share) for each in lags]
+                rows.append(Row(f"visible after its 201, {clients} clients, {name}", "ms", values))
+        held_s = [_held_up_s(stage, service, "visible", number) for number in range(stage.pick(1, DEATHS))]
+    return [*rows, Row(f"a partition held up by a kill -9, lease of {LEASE_TTL_MS / 1000:g} s", "s", held_s)]

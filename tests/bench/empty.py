@@ -1,0 +1,54 @@
+"""`python -m tests.bench.empty`: what FastAPI costs before anything is done: the same body, checked, and an answer."""
+
+import os
+import sys
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+
+class Event(BaseModel):
+    """The body of POST /events."""
+
+    topic: str
+    key: str | None = None
+    value: Any = None
+    headers: dict[str, str] | None = None
+    partition: int | None = None
+    timestamp: int | None = None
+
+
+app = FastAPI()
+
+
+@app.post("/events", status_code=201)
+async def post_event(event: Event) -> dict[str, Any]:
+    return {"id": "0" * 32, "topic": event.topic, "partition": 0, "offset": 0, "timestamp": 0}
+
+
+@app.get("/readyz")
+async def readyz() -> dict[str, bool]:
+    return {"ready": True}
+
+
+def main() -> int:
+    # As service/__main__.py has it, with uvicorn's own httptools protocol.
+    uvicorn.run(
+        app,
+        host=os.environ["FENCEPOST_HOST"],
+        port=int(os.environ["FENCEPOST_PORT"]),
+        loop="uvloop",
+        http="httptools",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        proxy_headers=False,
+        backlog=4096,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

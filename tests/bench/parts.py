@@ -1,0 +1,152 @@
+"""(g) CPU of a POST by part, and a flame graph (parts.svg), at 256 connections.
+
+py-spy samples the process 200 times a second while it works. A sample belongs to its leaf-most frame of the service
+or of a library (not Python's own modules; helpers that all parts share count as their caller's). A sample with no such
+frame is the event loop's own: uvloop's callbacks and the sockets' system calls, for HTTP, Kafka and Redis alike. The
+part of Redis is told by its caller: claim or mark. The shares are those of the samples; the CPU they divide is that of
+runs without py-spy, from /proc/PID/stat.
+"""
+
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from deploy.local.console import StackError
+from tests.bench import flame
+from tests.bench.flame import Stack
+from tests.bench.rows import NotRealWork, Row
+from tests.bench.stage import Stage, Target
+
+CONNECTIONS = 256
+SAMPLES_A_SECOND = 200
+
+# A part's files, by the beginning of their names; the first that fits counts.
+PARTS = {
+    "HTTP": (
+        "uvicorn/",
+        "httptools/",
+        "service/http",
+        "service/events_endpoint",
+        "service/api",
+        "starlette/",
+        "fastapi/",
+    ),
+    "JSON and checks": ("service/event.py", "service/batch", "msgspec/", "json/"),
+    "Kafka": ("aiokafka/", "service/kafka/", "service/group"),
+    "journal": ("service/journal",),
+    "metrics": ("service/telemetry", "prometheus_client/"),
+    "queue and path": ("service/",),
+}
+REDIS = ("service/keys", "redis/", "hiredis/")
+# Helpers: what they do is their caller's work.
+SHARED = ("service/wire", "service/shared", "service/states", "service/__main__")
+LOOP = "event loop"
+COLOURS = {
+    "HTTP": "#e3a857",
+    "JSON and checks": "#b7c68b",
+    "claim": "#7fb3d5",
+    "mark": "#a9cce3",
+    "Redis, other": "#d4e6f1",
+    "Kafka": "#e59a8f",
+    "journal": "#c9b1d9",
+    "metrics": "#d7bde2",
+    "queue and path": "#f2d7a2",
+    LOOP: "#d0d3d4",
+}
+
+
+def part_of(stack: Stack) -> str:
+    """The part that a stack, leaf last, belongs to."""
+    for frame in reversed(stack):
+        file = frame.rpartition("(")[2]
+        if file.startswith(SHARED):
+            continue
+        if file.startswith(REDIS):
+            return _redis_part(stack)
+        for part, files in PARTS.items():
+            # The loop is run from uvicorn's server: that is no work of its own.
+            if file.startswith(files) and not file.startswith(("uvicorn/server", "uvicorn/_compat", "uvicorn/main")):
+                return part
+    return LOOP
+
+
+def _redis_part(stack: Stack) -> str:
+    names = " ".join(frame.partition(" ")[0] for frame in stack)
+    return "claim" if "claim" in names else "mark" if "mark" in names or "_pay" in names else "Redis, other"
+
+
+def module_of(stack: Stack) -> str:
+    """The file of the leaf-most frame that is not Python's own."""
+    files = (frame.rpartition("(")[2].rstrip(")").partition(":")[0] for frame in reversed(stack))
+    loop = ("uvicorn/server", "uvicorn/_compat", "uvicorn/main", "service/__main__")
+    own = (file for file in files if file.startswith(("service/", *_VENDORS)) and not file.startswith(loop))
+    return next(own, LOOP)
+
+
+_VENDORS = tuple({name for files in PARTS.values() for name in files if name.endswith("/")} | {"redis/", "hiredis/"})
+
+
+def parse(raw: str) -> Counter[Stack]:
+    """py-spy's raw format, `frame;frame;… samples` a line, without line numbers."""
+    stacks: Counter[Stack] = Counter()
+    for line in raw.splitlines():
+        frames, _, samples = line.rpartition(" ")
+        stacks[tuple(frames.split(";"))] += int(samples)
+    return stacks
+
+
+def _spy(pid: int, seconds: int, to: Path) -> subprocess.Popen[bytes]:
+    program = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
+    if program is None:
+        raise StackError("no py-spy here: it is one of the project's dev dependencies (uv sync --all-groups)")
+    command = [program, "record", "--pid", str(pid), "--duration", str(seconds), "--rate", str(SAMPLES_A_SECOND)]
+    command += ["--format", "raw", "--nolineno", "--output", str(to)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def sample(target: Target, seconds: int, to: Path) -> Counter[Stack]:
+    """Stacks of the process while it is under load.
+
+    Raises:
+        NotRealWork: py-spy brought nothing back.
+    """
+    spy = _spy(target.service.pid, seconds, to)
+    target.load(seconds + 1, CONNECTIONS)
+    _, said = spy.communicate(timeout=60)
+    if spy.returncode or not to.exists():
+        raise NotRealWork(f"py-spy failed: {said.decode(errors='replace').strip()[-300:]}")
+    return parse(to.read_text())
+
+
+def measure(stage: Stage) -> list[Row]:
+    seconds = stage.pick(1, 8, 12)
+    cpu_us: list[float] = []
+    with stage.target() as target:
+        target.warm(stage.pick(1, 4), CONNECTIONS)
+        for _ in range(stage.pick(1, 3)):
+            target.load(stage.pick(1, 3), CONNECTIONS)
+            cpu_us.append(target.cpu_us)
+        stacks = sample(target, seconds, stage.folder / "spied.txt")
+        target.check()
+    svg = flame.render(stacks, f"POST /events, {CONNECTIONS} connections", lambda stack: COLOURS[part_of(stack)])
+    stage.results.mkdir(parents=True, exist_ok=True)
+    (stage.results / "parts.svg").write_text(svg)
+    return [Row("CPU a POST", "µs", cpu_us), *_shares(stacks, cpu_us)]
+
+
+def _shares(stacks: Mapping[Stack, int], cpu_us: list[float]) -> list[Row]:
+    total = sum(stacks.values())
+    parts: Counter[str] = Counter()
+    modules: Counter[str] = Counter()
+    for stack, samples in stacks.items():
+        parts[part_of(stack)] += samples
+        modules[module_of(stack)] += samples
+    rows = [Row(f"{part}", "µs", [us * count / total for us in cpu_us]) for part, count in parts.most_common()]
+    return rows + [
+        Row(f"in {module}", "µs", [us * count / total for us in cpu_us])
+        for module, count in modules.most_common(14)
+        if module != LOOP
+    ]

@@ -1,0 +1,57 @@
+"""(a) POST /events against an empty FastAPI handler whose pydantic body has the same shape.
+
+Two processes, one each; wrk presses them in turn, with the same requests of 250 bytes and a new key each. The empty one
+answers; the service checks, claims, writes in a transaction with its ledger record, marks, journals and counts as well.
+CPU is the process's own, from /proc/PID/stat.
+"""
+
+from tests.bench.rows import Goal, Row, ratios
+from tests.bench.stage import Stage, Target
+from tests.bench.wrk import Loaded
+
+GOALS = {256: Goal(least=2.0), 64: Goal(least=1.3)}
+
+
+class _Side:
+    """One side's runs."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.runs: list[Loaded] = []
+        self.cpu_us: list[float] = []
+
+    def run(self, seconds: float, connections: int) -> None:
+        self.runs.append(self.target.load(seconds, connections))
+        self.cpu_us.append(self.target.cpu_us)
+
+
+def measure(stage: Stage) -> list[Row]:
+    seconds, rounds = stage.pick(1, 3, 5), stage.pick(1, 5, 9)
+    rows: list[Row] = []
+    with stage.target() as service, stage.empty() as empty:
+        for target in (service, empty):
+            target.warm(stage.pick(1, 4), 256)  # the broker's just-in-time compiler above all
+        for connections, goal in GOALS.items():
+            ours, theirs = _Side(service), _Side(empty)
+            for number in range(rounds):
+                for side in (ours, theirs)[:: 1 if number % 2 else -1]:
+                    side.run(seconds, connections)
+            rows += _rows(ours, theirs, connections, goal)
+        service.check()
+    return rows
+
+
+def _rows(ours: _Side, theirs: _Side, connections: int, goal: Goal) -> list[Row]:
+    at = f"{connections} connections"
+    rates = [[run.rate for run in side.runs] for side in (ours, theirs)]
+    return [
+        Row(f"POST /events over an empty handler, {at}", "x", ratios(*rates), goal),
+        Row(f"exactly-once POSTs, {at}", "/s", rates[0]),
+        Row(f"empty handler's, {at}", "/s", rates[1]),
+        Row(f"p50, {at}", "ms", [run.p50_ms for run in ours.runs]),
+        Row(f"p99, {at}", "ms", [run.p99_ms for run in ours.runs], Goal(most=50.0) if connections == 256 else None),
+        Row(f"empty handler's p99, {at}", "ms", [run.p99_ms for run in theirs.runs]),
+        Row(f"CPU a POST, {at}", "µs", ours.cpu_us),
+        Row(f"empty handler's CPU a POST, {at}", "µs", theirs.cpu_us),
+        Row(f"CPU of an empty POST over one of ours, {at}", "x", ratios(theirs.cpu_us, ours.cpu_us)),
+    ]

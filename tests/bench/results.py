@@ -1,0 +1,66 @@
+"""The last result of each bench, kept with the commit, the machine and the servers that it was measured on."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiokafka
+
+from deploy.local.places import ROOT
+from tests.bench.rows import Row
+from tests.bench.stage import Stage
+
+KEPT = Path(__file__).parent / "results"
+
+
+def describe(stage: Stage) -> dict[str, Any]:
+    """What every result says of where it comes from."""
+    commit = _output("git", "rev-parse", "--short=12", "HEAD")
+    changed = _output("git", "status", "--porcelain", "--", "service")
+    with stage.redis.client() as store:
+        server = store.info("server")
+    lock = (ROOT / "deploy" / "local" / "kafka.lock").read_text()
+    broker = next((line.rpartition(":")[2] for line in lock.splitlines() if ":kafka_2.13:" in line), "?")
+    return {
+        "commit": commit + (" with changes in service" if changed else ""),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "depth": stage.depth,
+        "cores": os.cpu_count(),
+        "machine": _machine(),
+        "load": round(os.getloadavg()[0], 2),
+        "python": sys.version.split()[0],
+        "kafka": broker,
+        "aiokafka": aiokafka.__version__,
+        "redis": f"{server.get('server_name', 'redis')} {server.get('valkey_version', server['redis_version'])}",
+    }
+
+
+def keep(folder: Path, name: str, where: dict[str, Any], rows: Sequence[Row], failed: str = "") -> None:
+    """Write a result over the last one of its name; one that failed has a reason, and no rows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    result = {
+        "name": name,
+        **where,
+        **({"failed": failed} if failed else {}),
+        "rows": [row.as_json() for row in rows],
+    }
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """All results of a folder."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def _machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()

@@ -1,0 +1,72 @@
+"""The bench's own code on a small size: that it measures real work, and that its page says what it found."""
+
+from collections import Counter
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from deploy.local.console import StackError
+from deploy.local.stack import Kafka, Redis
+from tests.bench import checks, parts, post, report, results, rows, wrk
+from tests.bench.rows import Goal, NotRealWork, Row
+from tests.bench.stage import Stage
+from tests.conftest import MakeTopic
+
+
+@pytest.fixture
+def stage(tmp_path: Path, kafka: Kafka, redis: Redis) -> Stage:
+    try:
+        wrk.find()
+    except StackError as error:
+        pytest.skip(str(error))
+    return Stage(tmp_path, kafka, redis, tmp_path / "results", "quick")
+
+
+def test_post_is_measured_checked_and_shown(stage: Stage, make_topic: MakeTopic) -> None:
+    found = post.measure(stage)
+    assert all(row.median > 0 for row in found)
+    assert [str(row.goal) for row in found if row.goal] == ["≥ 2", "≤ 50", "≥ 1.3"]
+    results.keep(stage.results, "post", results.describe(stage), found)
+    report.write(stage.results, ("post",))
+    page = unescape((stage.results / "results.html").read_text())
+    assert all(row.name in page for row in found)
+    assert "://" not in page, "the page is to stand alone"
+    (kept,) = results.read(stage.results)
+    assert kept["commit"]
+    assert {row["name"]: row["median"] for row in kept["rows"]}.keys() == {row.name for row in found}
+
+    # The same work under other claims has no number: an answer too many, and records that are not where they should be.
+    (topic,) = [name for name in stage.kafka.topics() if name.startswith("bench-") and name.endswith("-events")]
+    namespace = topic.removesuffix("-events")
+    with pytest.raises(NotRealWork, match="were answered"):
+        checks.exactly_once(stage.kafka.bootstrap, namespace, [topic], 10**9, 0)
+    with pytest.raises(NotRealWork, match="places have none"):
+        checks.exactly_once(stage.kafka.bootstrap, namespace, [make_topic()], 0, 0)
+
+
+def test_a_goal_is_held_by_the_median() -> None:
+    row = Row("p99", "ms", [10.0, 80.0, 20.0], Goal(most=50.0))
+    assert (row.median, row.quartiles, row.met) == (20.0, (15.0, 50.0), True)
+    assert "met" in report.as_text([row])
+    assert Row("ratio", "x", [1.9, 1.9], Goal(least=2.0)).met is False
+
+
+def test_growth_is_told_by_the_worst_doubling() -> None:
+    *points, worst = rows.growth("cost", "µs", {1: [1.0], 4: [4.0], 8: [12.0]}, "work")
+    assert [(point.at, point.median) for point in points] == [(1, 1.0), (4, 4.0), (8, 12.0)]
+    assert worst.median == pytest.approx(3.0)
+    assert worst.met is False
+
+
+def test_a_sample_belongs_to_its_leaf_most_part() -> None:
+    stacks = parts.parse(
+        "main (service/__main__.py);run (uvicorn/server.py);Runner.run (asyncio/runners.py) 3\n"
+        "run (uvicorn/server.py);Ingest._claim (service/ingest.py);RedisKeys._send (service/keys.py);x (<string>) 2\n"
+        "run (uvicorn/server.py);Slot.write (service/slot.py);encode_ledger (service/wire.py) 4\n"
+        "run (uvicorn/server.py);do (aiokafka/producer/sender.py);wait (asyncio/tasks.py) 5\n"
+    )
+    found: Counter[str] = Counter()
+    for stack, samples in stacks.items():
+        found[parts.part_of(stack)] += samples
+    assert found == {parts.LOOP: 3, "claim": 2, "queue and path": 4, "Kafka": 5}
