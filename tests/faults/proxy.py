@@ -82,7 +82,8 @@ class Loss:
     client: str
     containing: bytes
     delay_ms: int
-    broker: int | None = None  # which one's connection it happened on
+    broker: int | None = None  # to which one that request went
+    client_id: str = ""  # and from whom
     seen: int = 0
     _happened: threading.Event = field(default_factory=threading.Event)
     _gone: asyncio.Event = field(default_factory=asyncio.Event)
@@ -213,7 +214,7 @@ class Proxy:
             if not found:
                 return None
             self._losses.remove(found[0])
-            found[0].broker = broker
+            found[0].broker, found[0].client_id = broker, request.client_id
             return found[0]
 
         return chosen
