@@ -34,8 +34,8 @@ log = structlog.get_logger(__name__)
 AGAIN_S: Final = 1.0
 GC_THRESHOLDS: Final = (50_000, 20, 50)
 JOURNAL_PATIENCE_S: Final = 3.0
-# A third of the time between two scrapes: what they show is not older than they are.
-WATCH_S: Final = 5.0
+# What a scrape shows of Redis and Kafka is at most so old, and what it took them to answer.
+WATCH_S: Final = 2.0
 
 
 class Service:

@@ -1,0 +1,204 @@
+"""Alerts put to Prometheus' own engine (`promtool test rules`), over metrics that were scraped from real parts.
+
+Two scrapes are a phase: what they show stays as it is, or goes on as it went between them, for as long as a test says.
+So an alert that waits for minutes is tested on a fault that lasts for seconds. Clocks start at 0 there; a metric that
+is a time (`…_timestamp_seconds`) is moved along.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from deploy.local import places
+from tests.kubernetes.rendering import Rendered
+
+STEP_S: Final = 15  # between two scrapes, as the monitors have it
+HEALTHY_S: Final = 1800
+PACKAGE: Final = "prometheus"  # Debian's, which has promtool
+
+Series = tuple[str, tuple[tuple[str, str], ...]]
+
+
+def promtool() -> Path:
+    """promtool: on PATH, or from Debian's package, unpacked into the cache. Skips the test where neither is there."""
+    if found := shutil.which("promtool"):
+        return Path(found)
+    kept = places.cache() / PACKAGE
+    program = kept / "usr" / "bin" / "promtool"
+    if not program.exists():
+        if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
+            pytest.skip(f"no promtool on PATH: please install Prometheus (on Debian: apt-get install {PACKAGE})")
+        kept.mkdir(parents=True, exist_ok=True)
+        got = _download(kept)
+        if got is None:  # never asked before, on a new machine
+            _run(["apt-get", "update"], kept)
+            got = _download(kept)
+        if got is None:
+            pytest.skip(f"no promtool on PATH, and apt-get does not get {PACKAGE}: please install it")
+        unpacked = kept / "unpacking"
+        done = _run(["dpkg-deb", "--extract", str(got), str(unpacked)], kept)
+        assert done.returncode == 0, done.stderr
+        program.parent.mkdir(parents=True, exist_ok=True)
+        (unpacked / "usr" / "bin" / "promtool").replace(program)
+        shutil.rmtree(unpacked)
+        got.unlink()
+    return program
+
+
+def _download(folder: Path) -> Path | None:
+    _run(["apt-get", "download", PACKAGE], folder)
+    return next(folder.glob(f"{PACKAGE}_*.deb"), None)
+
+
+def _run(command: Sequence[str], folder: Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+
+
+@dataclass(frozen=True)
+class Scrape:
+    """What a scrape showed, and when (seconds since 1970)."""
+
+    at: float
+    samples: Mapping[Series, float]
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """The sample of that name that has these labels."""
+        wanted = set(labels.items())
+        found = [value for (of, having), value in self.samples.items() if of == name and wanted <= set(having)]
+        assert len(found) <= 1, f"{name}{labels}: which one?"
+        return found[0] if found else None
+
+
+def parse(text: str, at: float, target: Mapping[str, str]) -> Scrape:
+    """The samples of a text of metrics, with the labels that a scrape gives its target."""
+    samples: dict[Series, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples[sample.name, tuple(sorted({**sample.labels, **target}.items()))] = sample.value
+    return Scrape(at, samples)
+
+
+def scrape(url: str, **target: str) -> Scrape:
+    """The metrics at a URL, now."""
+    with urllib.request.urlopen(url, timeout=10) as response:
+        text = response.read().decode()
+    return parse(text, time.time(), target)
+
+
+def together(*scrapes: Scrape) -> Scrape:
+    """The scrapes of several targets as one."""
+    samples: dict[Series, float] = {}
+    for each in scrapes:
+        samples |= each.samples
+    return Scrape(max(each.at for each in scrapes), samples)
+
+
+NOTHING: Final = Scrape(0.0, {})  # no target answers
+
+
+class Rules:
+    """The alerts of one group of the rendered manifests, for promtool."""
+
+    def __init__(self, prod: Rendered, group: str, folder: Path) -> None:
+        self.promtool = promtool()
+        self.folder = folder
+        groups = [each for each in prod.one("PrometheusRule")["spec"]["groups"] if each["name"] == group]
+        assert len(groups) == 1
+        self.file = folder / "rules.yaml"
+        self.file.write_text(yaml.safe_dump({"groups": groups}))
+
+    def check(self) -> str:
+        """What `promtool check rules` says of them; AssertionError where it finds a fault."""
+        return self._tool("check", "rules", str(self.file))
+
+    def assert_firing(self, alerts: Iterable[str], healthy: Scrape, fault: Sequence[Scrape], hold_s: float) -> None:
+        """Exactly these alerts fire when a fault has gone on for `hold_s`, and none did before it, nor at its start.
+
+        `fault` is two scrapes of it: what changed from the one to the other goes on changing like that.
+        """
+        steps, healthy_steps = int(hold_s / STEP_S) + 1, HEALTHY_S // STEP_S
+        first, second = fault
+        series = {*healthy.samples, *first.samples, *second.samples}
+        firing = 'group by (alertname) (ALERTS{alertstate="firing"})'
+        told = [{"labels": json_labels(alertname=name), "value": 1} for name in sorted(alerts)]
+        document = {
+            "rule_files": [self.file.name],
+            "evaluation_interval": f"{STEP_S}s",
+            "tests": [
+                {
+                    "interval": f"{STEP_S}s",
+                    "input_series": [
+                        {
+                            "series": f"{name}{json_labels(**dict(labels))}",
+                            "values": f"{_held(healthy, (name, labels), healthy_steps)} "
+                            f"{_going_on(first, second, (name, labels), healthy_steps, steps)}",
+                        }
+                        for name, labels in sorted(series)
+                    ],
+                    "promql_expr_test": [
+                        {"expr": firing, "eval_time": f"{(healthy_steps - 1) * STEP_S}s", "exp_samples": []},
+                        {"expr": firing, "eval_time": f"{(healthy_steps + steps - 1) * STEP_S}s", "exp_samples": told},
+                    ],
+                }
+            ],
+        }
+        path = self.folder / "tests.yaml"
+        path.write_text(yaml.safe_dump(document))
+        self._tool("test", "rules", str(path))
+
+    def _tool(self, *arguments: str) -> str:
+        environment = {**os.environ, "TZ": "UTC"}
+        done = subprocess.run(
+            [self.promtool, *arguments], capture_output=True, text=True, check=False, timeout=60, env=environment
+        )
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+
+def check_metrics(text: str) -> str:
+    """What Prometheus' linter says of a text of metrics; empty where it has nothing to say."""
+    done = subprocess.run(
+        [promtool(), "check", "metrics"], input=text, capture_output=True, text=True, check=False, timeout=60
+    )
+    return done.stdout + done.stderr
+
+
+def json_labels(**labels: str) -> str:
+    """Labels as PromQL writes them."""
+    return "{" + ",".join(f"{name}={json.dumps(value)}" for name, value in labels.items()) + "}"
+
+
+def _moved(scrape: Scrape, series: Series, at_s: float) -> float | None:
+    """The value of a series at a time of the engine's clock."""
+    value = scrape.samples.get(series)
+    if value is not None and series[0].endswith("_timestamp_seconds"):
+        return value - scrape.at + at_s
+    return value
+
+
+def _held(scrape: Scrape, series: Series, steps: int) -> str:
+    value = _moved(scrape, series, steps * STEP_S)
+    return f"_x{steps - 1}" if value is None else f"{_number(value)}x{steps - 1}"
+
+
+def _going_on(first: Scrape, second: Scrape, series: Series, before: int, steps: int) -> str:
+    start = _moved(first, series, before * STEP_S)
+    if start is None or series not in second.samples:
+        return f"_x{steps - 1}"
+    change = (second.samples[series] - first.samples[series]) / max(second.at - first.at, 1e-9) * STEP_S
+    return f"{_number(start)}{'+' if change >= 0 else '-'}{_number(abs(change))}x{steps - 1}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.6f}"

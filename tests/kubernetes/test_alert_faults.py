@@ -1,0 +1,245 @@
+"""Each alert of the service fires on metrics from a real fault, and no other does; none on a healthy service.
+
+Real processes on real Kafka and Redis; the expressions are evaluated by Prometheus' own engine.
+"""
+
+import contextlib
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from deploy.local.stack import Kafka, Redis, Service
+from service.wire import requests_topic
+from tests.conftest import MakeTopic
+from tests.faults.proxy import Proxy
+from tests.kubernetes.alerting import NOTHING, Rules, Scrape, check_metrics, scrape, together
+from tests.kubernetes.rendering import Rendered
+
+SETTINGS: Final = {
+    "FENCEPOST_LEASE_TTL_MS": "1000",
+    "FENCEPOST_REQUEST_TIMEOUT_MS": "2000",
+    "FENCEPOST_TRANSACTION_TIMEOUT_MS": "2000",
+    "FENCEPOST_SLOTS": "2",
+    "FENCEPOST_SLOTS_MAX": "4",
+}
+MINUTE_S: Final = 60
+
+
+@pytest.fixture
+def rules(prod: Rendered, tmp_path: Path) -> Rules:
+    return Rules(prod, "fencepost", tmp_path)
+
+
+class Served:
+    """A process of the service, what it is asked and what its metrics show."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    def post(self, topic: str, key: str) -> int:
+        """Write one event; the status of the answer."""
+        body = json.dumps({"topic": topic, "value": key}).encode()
+        return self._send("/events", body, {"Idempotency-Key": key})
+
+    def post_batch(self, topic: str, keys: list[str]) -> int:
+        events = [{"topic": topic, "value": 1, "idempotency_key": key} for key in keys]
+        return self._send("/events/batch", json.dumps({"events": events}).encode(), {})
+
+    def _send(self, path: str, body: bytes, headers: dict[str, str]) -> int:
+        headers = {"Content-Type": "application/json", **headers}
+        request = urllib.request.Request(self.service.url + path, body, headers, method="POST")
+        try:
+            with urllib.request.urlopen(request, timeout=30) as response:
+                return int(response.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    def scrape(self) -> Scrape:
+        return scrape(f"{self.service.url}/metrics", namespace="fencepost", pod=self.service.name)
+
+    def when(self, holds: Callable[[Scrape], bool], timeout_s: float = 20.0) -> Scrape:
+        """The first scrape for which it holds."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            with contextlib.suppress(urllib.error.URLError):  # it does not listen yet
+                if holds(found := self.scrape()):
+                    return found
+            time.sleep(0.05)
+        raise AssertionError(f"the metrics never showed it\n{self.service.tail(20)}")
+
+    def twice(self, holds: Callable[[Scrape], bool]) -> tuple[Scrape, Scrape]:
+        """Two scrapes, half a second apart, that both show it."""
+        first = self.when(holds)
+        time.sleep(0.5)
+        return first, self.when(holds)
+
+
+Serve = Callable[..., Served]
+
+
+@pytest.fixture
+def serve(kafka: Kafka, own_redis: Redis, namespace: str, tmp_path: Path) -> Iterator[Serve]:
+    """Starts processes, which end with the test."""
+    started: list[Service] = []
+
+    def start(*, redis: Redis = own_redis, bootstrap: str = kafka.bootstrap, wait: bool = True, **env: str) -> Served:
+        name = f"pod-{len(started)}"
+        settings = {**SETTINGS, "FENCEPOST_NAMESPACE": namespace, "FENCEPOST_INSTANCE": name, **env}
+        started.append(Service(tmp_path, kafka=bootstrap, redis=redis.url, env=settings, name=name))
+        started[-1].start(wait_ready=wait)
+        return Served(started[-1])
+
+    yield start
+    for service in started:
+        service.kill()
+
+
+def is_ready(found: Scrape) -> bool:
+    """It can write, with all its slots, and has measured Redis."""
+    slots = found.value("fencepost_slots", state="ready")
+    return found.value("fencepost_ready") == 1 and slots == 2 and bool(found.value("fencepost_redis_memory_bytes"))
+
+
+def is_unready(found: Scrape) -> bool:
+    return found.value("fencepost_ready") == 0
+
+
+def in_use(served: Served, topic: str) -> Scrape:
+    """A healthy process that has written, replayed and refused."""
+    assert served.post(topic, "a") == 201
+    assert served.post(topic, "a") == 201
+    assert served.post("no-such-topic", "b") == 404
+    return served.when(is_ready)
+
+
+def test_the_rules_are_prometheus_own_idea_of_rules(prod: Rendered, tmp_path: Path) -> None:
+    for group in ("fencepost", "fencepost-audit"):
+        assert "SUCCESS" in Rules(prod, group, tmp_path).check()
+
+
+def test_a_healthy_service_fires_nothing_and_its_metrics_pass_the_linter(
+    serve: Serve, rules: Rules, make_topic: MakeTopic
+) -> None:
+    topic = make_topic()
+    served = serve()
+    first = in_use(served, topic)
+    served.post(topic, "c")
+    rules.assert_firing([], first, (first, served.when(is_ready)), 60 * MINUTE_S)
+    with urllib.request.urlopen(f"{served.service.url}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    assert check_metrics(text) == ""
+    assert first.value("fencepost_requests_total", status="404", code="unknown-topic") == 1
+    assert first.value("fencepost_replays_total") == 1
+
+
+def test_redis_stopped(serve: Serve, rules: Rules, own_redis: Redis, make_topic: MakeTopic) -> None:
+    served = serve()
+    healthy = in_use(served, make_topic())
+    own_redis.stop()
+    fault = served.twice(is_unready)
+    assert (fault[1].value("fencepost_redis_errors_total", error="away") or 0) > 0
+    rules.assert_firing(["FencepostNoReadySlot"], healthy, fault, 5 * MINUTE_S)
+    rules.assert_firing([], healthy, fault, 1 * MINUTE_S)
+
+
+def test_every_process_killed(serve: Serve, rules: Rules, make_topic: MakeTopic) -> None:
+    served = serve()
+    healthy = in_use(served, make_topic())
+    served.service.kill()
+    rules.assert_firing(["FencepostNoReadySlot"], healthy, (NOTHING, NOTHING), 10 * MINUTE_S)
+
+
+def test_a_flushed_store_that_cannot_be_filled_again(
+    serve: Serve, rules: Rules, own_redis: Redis, make_topic: MakeTopic
+) -> None:
+    served = serve()
+    healthy = in_use(served, make_topic())
+    with own_redis.client() as store:
+        store.config_set("maxmemory", 1)
+    own_redis.flush()
+    fault = served.twice(
+        lambda found: (
+            is_unready(found)
+            and found.value("fencepost_store_state", state="store-away") == 1
+            and found.value("fencepost_redis_memory_limit_bytes") == 1
+        )
+    )
+    assert fault[0].value("fencepost_store_losses_total") == 1
+    assert fault[0].value("fencepost_generation") == 0
+    every = ["FencepostNoReadySlot", "FencepostStoreNotSettled", "FencepostKeyMemoryNearLimit"]
+    rules.assert_firing(every, healthy, fault, 15 * MINUTE_S)
+    rules.assert_firing(["FencepostNoReadySlot"], healthy, fault, 3 * MINUTE_S)
+
+
+def test_a_process_with_another_store_than_the_others(
+    serve: Serve, rules: Rules, make_topic: MakeTopic, tmp_path: Path
+) -> None:
+    topic = make_topic()
+    served = serve()
+    healthy = in_use(served, topic)
+    with Redis(tmp_path / "other", name="other") as other:
+        stray = serve(redis=other, wait=False)
+
+        def is_stale(found: Scrape) -> bool:
+            served.post(topic, f"{time.monotonic()}")  # the others go on
+            return found.value("fencepost_store_state", state="stale-store") == 1
+
+        stale = stray.twice(is_stale)
+    fault = tuple(together(served.when(is_ready), each) for each in stale)
+    rules.assert_firing(["FencepostStoreNotSettled"], healthy, fault, 15 * MINUTE_S)  # the others serve
+
+
+def test_memory_near_its_limit(serve: Serve, rules: Rules, own_redis: Redis, make_topic: MakeTopic) -> None:
+    served = serve()
+    healthy = in_use(served, make_topic())
+    with own_redis.client() as store:
+        used = int(healthy.value("fencepost_redis_memory_bytes") or 0)
+        store.config_set("maxmemory", int(used / 0.95))
+        fault = served.twice(lambda found: (found.value("fencepost_redis_memory_limit_bytes") or 0) < 2 * used)
+        rules.assert_firing(["FencepostKeyMemoryNearLimit"], healthy, fault, 10 * MINUTE_S)
+        store.config_set("maxmemory", 2 * used)
+        roomy = served.twice(lambda found: (found.value("fencepost_redis_memory_limit_bytes") or 0) >= 2 * used)
+        rules.assert_firing([], healthy, roomy, 10 * MINUTE_S)
+
+
+def test_a_commit_without_an_answer_and_a_fence_that_does_not_come(serve: Serve, rules: Rules, tmp_path: Path) -> None:
+    with Proxy() as proxy, Kafka(tmp_path / "kafka", listeners=[proxy.listener(0)]) as broker:
+        broker.create_topic("orders")
+        served = serve(bootstrap=proxy.bootstrap)
+        healthy = in_use(served, "orders")
+        for n in range(1, 21):  # the slot that doubts fences again and again
+            proxy.plan("InitProducerId", "hold", nth=n)
+        proxy.plan("EndTxn", "drop-reply")
+        assert served.post("orders", "doubtful") == 504
+        fault = served.twice(lambda found: found.value("fencepost_in_doubt_events") == 1)
+        ages = [found.value("fencepost_in_doubt_oldest_seconds") or 0 for found in fault]
+        assert ages[1] - ages[0] == pytest.approx(fault[1].at - fault[0].at, abs=0.2)
+        assert fault[1].value("fencepost_slots", state="ready") == 1
+        rules.assert_firing(["FencepostInDoubtTooLong"], healthy, fault, 4 * MINUTE_S)
+        rules.assert_firing([], healthy, fault, 1 * MINUTE_S)
+
+
+def test_a_journal_whose_topic_is_gone(
+    serve: Serve, rules: Rules, kafka: Kafka, namespace: str, make_topic: MakeTopic
+) -> None:
+    topic = make_topic()
+    served = serve(FENCEPOST_QUEUE_EVENTS_MAX="1")
+    healthy = in_use(served, topic)
+    name = requests_topic(namespace)
+    admin = kafka.admin()
+    admin.delete_topics([name])[name].result(30)
+    full = [f"k-{n}" for n in range(10_000)]  # refused, as the queue is full; and each is an answer for the journal
+
+    def is_dropping(found: Scrape) -> bool:
+        assert served.post_batch(topic, full) == 207
+        return (found.value("fencepost_journal_dropped_total") or 0) > 0
+
+    first = served.when(is_dropping, timeout_s=40)
+    served.post_batch(topic, full)
+    rules.assert_firing(["FencepostJournalDropping"], healthy, (first, served.scrape()), 5 * MINUTE_S)
