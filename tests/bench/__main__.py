@@ -16,7 +16,23 @@ from tests.bench.rows import NotRealWork, Row
 from tests.bench.stage import Stage, stack
 
 # In the order of the report; each is a module with one function, measure(stage), that answers rows.
-NAMES = ("post", "parts", "visible", "poison", "moving")
+NAMES = (
+    "post",
+    "batch",
+    "single",
+    "replay",
+    "guarantee",
+    "sizes",
+    "parts",
+    "growth",
+    "recovery",
+    "overload",
+    "idle",
+    "compression",
+    "visible",
+    "poison",
+    "moving",
+)
 
 
 def run(stage: Stage, name: str) -> bool:

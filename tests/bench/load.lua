@@ -4,7 +4,7 @@
 --   bytes   about so many in an event's JSON
 --   batch   events in a request: 0 is POST /events, else POST /events/batch
 --   keys    after so many keys they come again from the first one (0: never)
---   delay   ms that a connection waits before each request
+--   delay   ms that a connection waits before each request, in the mean (as long as twice that, or not at all)
 
 local set = {prefix = 'k', topic = 'bench', topics = '1', bytes = '250', batch = '0', keys = '0', delay = '0'}
 local n, count, topics, keys = 0, 0, 1, 0
@@ -24,7 +24,7 @@ function init(args)
   topics, keys, count = tonumber(set.topics), tonumber(set.keys), tonumber(set.batch)
   pad = string.rep('x', math.max(0, tonumber(set.bytes) - #event(100000, '')))
   local wait = tonumber(set.delay)
-  if wait > 0 then delay = function() return wait end end
+  if wait > 0 then delay = function() return math.random(0, 2 * wait) end end
 end
 
 local function next_number()

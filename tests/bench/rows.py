@@ -3,7 +3,7 @@
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,7 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def growth(name: str, unit: str, costs: dict[float, Sequence[float]], series: str) -> list[Row]:
+def growth(name: str, unit: str, costs: Mapping[int, Sequence[float]], series: str) -> list[Row]:
     """A cost at growing amounts of work, and by how much a doubling of the work multiplies it at the worst place."""
     points = [Row(f"{name} at {at:,g}", unit, values, series=series, at=at) for at, values in costs.items()]
     worst = [

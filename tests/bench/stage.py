@@ -62,7 +62,7 @@ class Stage:
     ) -> Iterator["Target"]:
         """A process that serves, in a namespace of its own and with topics of its own (one if none are named)."""
         kafka = kafka or self.kafka
-        namespace = f"bench-{uuid.uuid4().hex[:8]}"
+        namespace = f"b-{uuid.uuid4().hex[:7]}"  # as long as the default one: it is part of every key
         names = list(topics) or [f"{namespace}-events"]
         for topic in names:
             kafka.create_topic(topic, partitions=partitions)

@@ -37,7 +37,7 @@ def test_post_is_measured_checked_and_shown(stage: Stage, make_topic: MakeTopic)
     assert {row["name"]: row["median"] for row in kept["rows"]}.keys() == {row.name for row in found}
 
     # The same work under other claims has no number: an answer too many, and records that are not where they should be.
-    (topic,) = [name for name in stage.kafka.topics() if name.startswith("bench-") and name.endswith("-events")]
+    (topic,) = [name for name in stage.kafka.topics() if name.startswith("b-") and name.endswith("-events")]
     namespace = topic.removesuffix("-events")
     with pytest.raises(NotRealWork, match="were answered"):
         checks.exactly_once(stage.kafka.bootstrap, namespace, [topic], 10**9, 0)

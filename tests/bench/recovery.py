@@ -1,0 +1,114 @@
+"""(i) Store recovery: Redis is flushed, and everything that it knew is read back from the ledger.
+
+The ledger is written by transactional producers (one a slot, under the slots' own ids) in the service's format, a
+hundred entries a record as a busy service writes them. Timed from the flush until /readyz says 200 again, by a look
+every few ms; then Redis must hold every key.
+"""
+
+import hashlib
+import itertools
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from confluent_kafka import Producer
+
+from deploy.local.stack import Redis
+from service.wire import Entry, encode_ledger, ledger_topic, transactional_id
+from tests.bench.rows import Goal, NotRealWork, Row, growth
+from tests.bench.stage import Stage, Target
+
+SLOTS_MAX = 64
+ENTRIES_A_RECORD = 100
+PATIENCE_S = 240.0
+
+
+def measure(stage: Stage) -> list[Row]:
+    points = stage.pick((2_000, 4_000), (100_000, 1_000_000), (100_000, 1_000_000, 10_000_000))
+    took_s = {count: _recover(stage, count, stage.pick(1, 3)) for count in points}
+    rates = {count: [count / seconds for seconds in each] for count, each in took_s.items()}
+    return [
+        *(
+            Row(
+                f"recovered at {count:,} keys",
+                "keys/s",
+                rates[count],
+                Goal(least=300_000) if count >= 1_000_000 else None,
+                series="store recovery by keys",
+                at=count,
+            )
+            for count in points
+        ),
+        *growth("from flush to ready", "s", took_s, "from flush to ready"),
+    ]
+
+
+def _recover(stage: Stage, count: int, rounds: int) -> list[float]:
+    """Seconds from the flush to ready, in each round."""
+    took_s: list[float] = []
+    folder = stage.folder / f"recovery-{count}"
+    with Redis(folder) as redis, stage.target(redis=redis, slots_max=SLOTS_MAX) as target:
+        target.service.stop()  # the ledger is there now, and nobody writes to it
+        _write_ledger(target, count)
+        with redis.client() as store:
+            store.flushall()
+        target.service.start(timeout_s=PATIENCE_S)
+        for _ in range(rounds):
+            took_s.append(_flush(target))
+            found = _keys_in(redis, target.namespace)
+            if found != count:
+                raise NotRealWork(f"{count} keys are in the ledger, Redis knew {found} after its recovery")
+    return took_s
+
+
+def _flush(target: Target) -> float:
+    if not target.service.ready():
+        raise NotRealWork("the service was not ready before the flush")
+    flushed = time.monotonic()
+    target.redis.flush()
+    while target.service.ready():  # it has yet to notice
+        time.sleep(0.002)
+    target.service.wait_ready(PATIENCE_S)
+    return time.monotonic() - flushed
+
+
+def _keys_in(redis: Redis, namespace: str) -> int:
+    """How many keys of events there are; the few others are leases and the like."""
+    with redis.client() as store:
+        others = sum(1 for _ in store.scan_iter(f"{{{namespace}:0}}[!k]*", count=100_000))
+        return int(store.dbsize()) - others
+
+
+def _write_ledger(target: Target, count: int) -> None:
+    """So many entries over all partitions, each record in a transaction of its slot's producer."""
+    shares = [count // SLOTS_MAX + (slot < count % SLOTS_MAX) for slot in range(SLOTS_MAX)]
+    firsts = itertools.accumulate([0, *shares])
+    with ThreadPoolExecutor(16) as writers:
+        work = zip(range(SLOTS_MAX), firsts, shares, strict=False)
+        written = [writers.submit(_write_slot, target, *each) for each in work]
+        for each in written:
+            each.result()
+
+
+def _write_slot(target: Target, slot: int, first: int, count: int) -> None:
+    producer = Producer(
+        {
+            "bootstrap.servers": target.kafka.bootstrap,
+            "transactional.id": transactional_id(target.namespace, slot),
+            "linger.ms": 0,
+        }
+    )
+    producer.init_transactions(60)
+    for start in range(first, first + count, ENTRIES_A_RECORD):
+        numbers = range(start, min(start + ENTRIES_A_RECORD, first + count))
+        record = encode_ledger(slot, 1, 0, "bench", _entries(target, numbers))
+        producer.begin_transaction()
+        producer.produce(ledger_topic(target.namespace), record, partition=slot)
+        producer.commit_transaction(60)
+
+
+def _entries(target: Target, numbers: range) -> Iterator[str]:
+    now = time.time_ns() // 1_000_000
+    for number in numbers:
+        id = hashlib.sha256(b"%d" % number).digest()[:16]
+        yield Entry(id, id[:8], now, target.topic, number % 3, number, now).encode()

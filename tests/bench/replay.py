@@ -1,0 +1,51 @@
+"""(d) Replays: the same keys again, against new ones, on the same process at 256 connections.
+
+A replay is answered from the store, after its claim has been refused; nothing is written.
+"""
+
+from typing import Any
+
+from tests.bench.rows import Goal, NotRealWork, Row, ratios
+from tests.bench.stage import Stage, Target
+from tests.bench.wrk import Loaded
+
+CONNECTIONS = 256
+
+
+def _replay(target: Target, seconds: float, connections: int, known: dict[str, Any]) -> tuple[Loaded, float]:
+    """One run over known keys; how many of its answers were replays, 0 where some were not."""
+    before = target.metric("fencepost_replays_total")
+    loaded = target.press(seconds, connections, **known)
+    replayed = target.metric("fencepost_replays_total") - before
+    return loaded, replayed if replayed >= loaded.requests and not loaded.refused and not loaded.broken else 0.0
+
+
+def measure(stage: Stage) -> list[Row]:
+    seconds, rounds = stage.pick(1, 2, 4), stage.pick(1, 5, 9)
+    new: list[float] = []
+    again: list[float] = []
+    new_us: list[float] = []
+    again_us: list[float] = []
+    with stage.target() as target:
+        target.warm(stage.pick(2, 4), CONNECTIONS)
+        keys = stage.pick(200, 2_000)
+        known = {"prefix": f"{target.namespace}-known", "keys": keys}
+        while _replay(target, 1, 64, known)[1] < keys:  # until each of them was written
+            pass
+        for _ in range(rounds):
+            new.append(target.load(seconds, CONNECTIONS).rate)
+            new_us.append(target.cpu_us)
+            loaded, replayed = _replay(target, seconds, CONNECTIONS, known)
+            if replayed < loaded.requests:
+                raise NotRealWork(f"{replayed:.0f} of {loaded.requests} answers were replays, {loaded.refused} refused")
+            again.append(loaded.rate)
+            again_us.append(target.cpu_us)
+        target.answered += keys
+        target.check()
+    return [
+        Row("replays over new events", "x", ratios(again, new), Goal(least=1.5)),
+        Row("replays", "/s", again),
+        Row("new events", "/s", new),
+        Row("CPU a replay", "µs", again_us),
+        Row("CPU a new event", "µs", new_us),
+    ]
