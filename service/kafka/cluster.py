@@ -27,7 +27,7 @@ ASK_TRIES: Final = 5
 # Requests under way on the one connection: brokers answer a connection's requests in order, one at a time.
 FENCES_AT_ONCE: Final = 16
 
-_AGAIN: Final = (
+AGAIN: Final = (
     errors.ConcurrentTransactions,
     errors.CoordinatorLoadInProgressError,
     errors.CoordinatorNotAvailableError,
@@ -179,7 +179,7 @@ class Cluster:
                         if kind is errors.NoError:
                             return
                         raise kind
-                    except _AGAIN:
+                    except AGAIN:
                         await asyncio.sleep(RETRY_PAUSE_S)
 
         tasks = [asyncio.create_task(fence_one(transactional_id)) for transactional_id in transactional_ids]

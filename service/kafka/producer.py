@@ -1,51 +1,49 @@
-"""The two kinds of producer. One life each: after any failure a producer is closed and never used again."""
+"""The two kinds of producer, made of aiokafka's client and its record batches. One life each, up to the first failure.
+
+aiokafka's own producers repeat requests inside, call some failures successes, and tell nobody (design: traps). Here a
+request is sent once, and its own answer is what counts: anything else than a clean one ends the producer's life.
+"""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
 
-import aiokafka.producer.sender
 import structlog
-from aiokafka import AIOKafkaProducer, errors
-from aiokafka.producer.message_accumulator import BatchBuilder
+from aiokafka import errors
+from aiokafka.client import AIOKafkaClient, CoordinationType
+from aiokafka.protocol.produce import ProduceRequest
+from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnRequest, InitProducerIdRequest
+from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from aiokafka.structs import TopicPartition
 
 from service.errors import KafkaAway
 from service.kafka import verdict
-from service.kafka.cluster import Cluster
+from service.kafka.cluster import AGAIN, Cluster
 from service.kafka.verdict import REFUSALS, Refusal, TransactionFailed
 from service.wire import Header
 
 log = structlog.get_logger(__name__)
 
-
-def _retrieve(future: "asyncio.Future[Any]") -> None:
-    """Look at a future's exception, so that one nobody waits for any more makes no noise."""
-    if not future.cancelled():
-        future.exception()
-
-
-def _task_of_sender(coroutine: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-    task = asyncio.get_running_loop().create_task(coroutine)
-    task.add_done_callback(_retrieve)
-    return task
-
-
-# A sender that ends waits for one of its requests and forgets the others: their errors would be called unhandled.
-aiokafka.producer.sender.create_task = _task_of_sender
-
 # A batch that every topic with the default max.message.bytes (1,048,588) takes.
 BATCH_BYTES_MAX: Final = 1_000_000
 CLOSE_PATIENCE_S: Final = 1.0
-# After a refusal, for what else is under way: its answers are close behind.
-REFUSED_PATIENCE_S: Final = 0.1
 # Of the time of a request, one part for the sends: a partition that hangs leaves time to go round again without it.
 PATIENCE_SHARE: Final = 3
+# Of the sends' time, one part for the replicas: the broker itself says which partition they held up, before we give up.
+REPLICAS_SHARE: Final = 0.8
 # For the metadata of a topic that the catalogue knows.
 METADATA_PATIENCE_S: Final = 1.0
+# Kafka writes a transaction's markers behind its commit, which takes a millisecond or so; the next one waits for them.
+MARKERS_PAUSE_S: Final = 0.001
+MARKERS_PAUSE_MOST_S: Final = 0.02
 
-PRODUCE, ADD_PARTITIONS, END_TXN = 0, 24, 26  # API keys
+MAGIC: Final = 2  # of record batches, since Kafka 0.11
+NO_CODEC: Final = 0
+SEQUENCES: Final = 2**31  # sequence numbers begin again at 0 (KIP-98)
+OK: Final = errors.NoError.errno
+CONCURRENT_TRANSACTIONS: Final = errors.ConcurrentTransactions.errno
+NOT_ATTEMPTED: Final = errors.OperationNotAttempted.errno
 
 
 class Record(NamedTuple):
@@ -69,157 +67,206 @@ class Place(NamedTuple):
 
 # What became of a record: where it is, why the broker refused it for good, or None: nobody knows.
 Fate = Place | Refusal | None
-Sent = list[tuple["asyncio.Future[Any]", list[int]]]
+Partition = tuple[str, int]
+
+
+class Batch:
+    """Records of one partition on their way: their places in the caller's order, and the broker's answer to them."""
+
+    __slots__ = ("answer", "builder", "members", "partition")
+
+    def __init__(self, partition: Partition, builder: DefaultRecordBatchBuilder) -> None:
+        self.partition = partition
+        self.builder = builder
+        self.members: list[int] = []
+        self.answer: tuple[int, int, int] | None = None  # error code, offset, timestamp in ms (-1: the records' own)
+
+    def fate(self, records: Sequence[Record]) -> list[Place] | Refusal | None:
+        """The places of its records, in their order; why it was refused; or None: nobody knows."""
+        if self.answer is None:
+            return None
+        code, offset, timestamp = self.answer
+        if code == OK and offset >= 0:
+            return [
+                Place(offset + n, timestamp if timestamp >= 0 else records[member].timestamp)
+                for n, member in enumerate(self.members)
+            ]
+        return REFUSALS.get(code)
 
 
 class _Life:
-    """One AIOKafkaProducer, watched: aiokafka repeats within itself what must end a producer's life."""
+    """One producer id and epoch, from `InitProducerId` on, with connections of its own."""
 
-    def __init__(self, cluster: Cluster, name: str, **options: Any) -> None:
-        self.producer = AIOKafkaProducer(
-            enable_idempotence=True,
-            acks="all",
-            max_batch_size=BATCH_BYTES_MAX,
-            max_request_size=2**31 - 1,  # sizes are checked at the edge, against each topic's own limit
-            **options,
-            **cluster.options(name),
-        )
+    def __init__(self, cluster: Cluster, name: str, transactional_id: str | None = None, timeout_ms: int = 0) -> None:
+        self.client = AIOKafkaClient(**cluster.options(name))
+        self.client._topics = {"__consumer_offsets"}  # an empty set would fetch the metadata of all topics
+        self.transactional_id = transactional_id
+        self.producer_id = self.epoch = -1
+        self.coordinator = -1
         self._cluster = cluster
-        self.tainted = ""  # the first request that had no clean answer
-        self.waiting_for = ""  # the topic that is being handed over
-        self.refusals: dict[tuple[str, int], Refusal] = {}  # of the present transaction, by topic and partition
-        self._transactional = "transactional_id" in options
-        self._scopes: set[asyncio.Timeout] = set()
+        self._timeout_ms = timeout_ms
+        self._sequences: dict[Partition, int] = {}
 
     async def start(self, patience_s: float) -> None:
-        """Get the producer id. Raises KafkaAway, and is closed then."""
+        """Get the producer id and epoch. Raises KafkaAway, and is closed then."""
         try:
             async with asyncio.timeout(patience_s):
-                await self.producer.start()
+                await self.client.bootstrap()
+                await self._identify()
         except (errors.KafkaError, OSError, TimeoutError) as error:
             await self.close()
             raise self._cluster.failed("producer-id", f"no producer id: {error!r}") from error
         except BaseException:
             await self.close()
             raise
-        client = self.producer.client
-        send = client.send
 
-        async def watched(node_id: int, request: Any, **group: Any) -> Any:
+    async def _identify(self) -> None:
+        """InitProducerId, until it has an answer: CONCURRENT_TRANSACTIONS while an older transaction ends (KIP-98)."""
+        while True:
             try:
-                response = await send(node_id, request, **group)
-            except BaseException as error:
-                self.tainted = self.tainted or f"{type(request).__name__} had no answer: {error!r}"
-                raise
-            self._look(response)
-            return response
+                if self.transactional_id is None:
+                    node = self.client.get_random_node()
+                else:
+                    node = await self.client.coordinator_lookup(CoordinationType.TRANSACTION, self.transactional_id)
+                answer = await self.client.send(node, InitProducerIdRequest(self.transactional_id, self._timeout_ms))
+                check(answer.error_code, "InitProducerId")
+                self.coordinator, self.producer_id, self.epoch = node, answer.producer_id, answer.producer_epoch
+                return
+            except AGAIN:
+                await asyncio.sleep(MARKERS_PAUSE_MOST_S)
+                await self.client.force_metadata_update()
 
-        client.send = watched
-
-    @property
-    def producer_id(self) -> int:
-        return int(self.producer._txn_manager.producer_id)
-
-    @property
-    def epoch(self) -> int:
-        return int(self.producer._txn_manager.producer_epoch)
-
-    @contextlib.asynccontextmanager
-    async def within(self, patience_s: float) -> AsyncIterator[None]:
-        """A deadline, which a refusal brings near: aiokafka would repeat some refused requests until it comes."""
-        async with asyncio.timeout(patience_s) as scope:
-            self._scopes.add(scope)
-            try:
-                yield
-            finally:
-                self._scopes.discard(scope)
-
-    async def post(self, records: Sequence[Record], sent: Sent) -> None:
-        """Hand records to the sender, batched by partition; `sent` gets a future for each batch, and its records.
-
-        A transaction needs all of its records, so a partition that is not to be had ends it (TimeoutError); plain
-        records go each for itself, and what cannot is left out.
-        """
-        for (topic, partition), indexes in _by_partition(records).items():
-            self.waiting_for = topic  # for its metadata, or for its batch before to be on its way
-            try:
-                await self._know(topic, partition)
-            except TimeoutError:
-                if self._transactional:
-                    raise
+    def batches(self, records: Sequence[Record], leaders: Mapping[Partition, int]) -> list[Batch]:
+        """The records of partitions with a leader; a new batch where the topic's limit, or ours, would be passed."""
+        batches: list[Batch] = []
+        open_batches: dict[Partition, Batch] = {}
+        for index, (topic, number, key, value, headers, timestamp, most) in enumerate(records):
+            partition = topic, number
+            if partition not in leaders:
                 continue
-            for builder, members in _batches(records, indexes, self._transactional):
-                future = await self.producer.send_batch(builder, topic, partition=partition)
-                future.add_done_callback(_retrieve)
-                sent.append((future, members))
-        self.waiting_for = ""
+            batch = open_batches.get(partition)
+            if batch is None or batch.builder.append(len(batch.members), timestamp, key, value, headers) is None:
+                if batch is not None:
+                    self._advance(batch)
+                batch = open_batches[partition] = Batch(partition, self._builder(partition, most))
+                batches.append(batch)
+                batch.builder.append(0, timestamp, key, value, headers)
+            batch.members.append(index)
+        for batch in open_batches.values():
+            self._advance(batch)
+        return batches
 
-    async def _know(self, topic: str, partition: int) -> None:
-        """Have the partition in the metadata; TimeoutError soon where it is not to be had: it must not cost a group."""
-        cluster = self.producer.client.cluster
-        if partition in (cluster.partitions_for_topic(topic) or ()):
+    def _builder(self, partition: Partition, most: int) -> DefaultRecordBatchBuilder:
+        return DefaultRecordBatchBuilder(
+            MAGIC,
+            NO_CODEC,
+            is_transactional=self.transactional_id is not None,
+            producer_id=self.producer_id,
+            producer_epoch=self.epoch,
+            base_sequence=self._sequences.get(partition, 0),
+            batch_size=min(BATCH_BYTES_MAX, most),
+        )
+
+    def _advance(self, batch: Batch) -> None:
+        present = self._sequences.get(batch.partition, 0)
+        self._sequences[batch.partition] = (present + len(batch.members)) % SEQUENCES
+
+    async def send(self, batches: Sequence[Batch], leaders: Mapping[Partition, int], replicas_ms: int) -> None:
+        """Send batches, those of a partition in their order, and wait until each has its answer.
+
+        Raises KafkaError or OSError where a request had none; the answers that came are there all the same.
+        """
+        requests: list[tuple[int, list[Batch]]] = []
+        for batch in batches:  # a request holds one batch of a partition at most
+            node = leaders[batch.partition]
+            for to, together in requests:
+                if to == node and all(other.partition != batch.partition for other in together):
+                    together.append(batch)
+                    break
+            else:
+                requests.append((node, [batch]))
+        if len(requests) == 1:
+            await self._produce(*requests[0], replicas_ms)
             return
-        self.waiting_for = topic
+        sends = [asyncio.ensure_future(self._produce(*request, replicas_ms)) for request in requests]
+        try:
+            for failed in await asyncio.gather(*sends, return_exceptions=True):
+                if failed is not None:
+                    raise failed
+        finally:
+            for send in sends:
+                send.cancel()
+
+    async def _produce(self, node: int, batches: Sequence[Batch], replicas_ms: int) -> None:
+        topics: dict[str, list[tuple[int, bytes]]] = {}
+        for batch in batches:
+            topic, partition = batch.partition
+            topics.setdefault(topic, []).append((partition, batch.builder.build()))
+        answer = await self.client.send(
+            node, ProduceRequest(self.transactional_id, -1, replicas_ms, list(topics.items()))
+        )
+        answers = {(topic, row[0]): row[1:4] for topic, rows in answer.topics for row in rows}
+        for batch in batches:
+            batch.answer = answers.get(batch.partition)
+
+    def leader(self, partition: Partition) -> int | None:
+        """The node that leads a partition; None where that is not known."""
+        node = self.client.cluster.leader_for_partition(TopicPartition(*partition))
+        return None if node is None or node < 0 else int(node)
+
+    async def find_leader(self, partition: Partition) -> int:
+        """The leader, asked for. Raises TimeoutError soon where there is none: it must not cost a group.
+
+        Raises TransactionFailed where brokers answer, and know of no such partition.
+        """
+        topic, number = partition
         answered = False
         try:
             async with asyncio.timeout(METADATA_PATIENCE_S):
-                self.producer.client.add_topic(topic)
-                while partition not in (cluster.partitions_for_topic(topic) or ()):
-                    answered = await self.producer.client.force_metadata_update()
+                self.client.add_topic(topic)
+                while (node := self.leader(partition)) is None:
+                    answered = await self.client.force_metadata_update()
                     await asyncio.sleep(0.01)
+                return node
         except TimeoutError:
-            if answered:  # brokers are there, and know of no such partition
-                self.refusals[topic, partition] = REFUSALS[errors.UnknownTopicOrPartitionError.errno]
+            if answered and number not in (self.client.cluster.partitions_for_topic(topic) or ()):
+                raise Refused(REFUSALS[errors.UnknownTopicOrPartitionError.errno]) from None
             raise
-        self.waiting_for = ""
-
-    def _look(self, response: Any) -> None:
-        if response.API_KEY == END_TXN and response.error_code:
-            self.tainted = self.tainted or f"EndTxn answered {errors.for_code(response.error_code).__name__}"
-        elif response.API_KEY in (PRODUCE, ADD_PARTITIONS):
-            rows = response.topics if response.API_KEY == PRODUCE else response.errors
-            for topic, partitions in rows:
-                for partition, code, *_ in partitions:
-                    if code in REFUSALS:
-                        self.refusals[topic, partition] = REFUSALS[code]
-            if self.refusals:
-                near = asyncio.get_running_loop().time() + REFUSED_PATIENCE_S
-                for scope in self._scopes:
-                    # Nearer, never farther: aiokafka asks again every few ms, and each refusal comes here.
-                    if (when := scope.when()) is None or near < when:
-                        scope.reschedule(near)
 
     async def close(self) -> None:
-        """End this life in whatever state it is. `stop()` would flush, and may hang; nothing here is worth a flush."""
-        self.producer._closed = True  # else its __del__ calls this a leak
-        sender = self.producer._sender.sender_task
-        await self._hang_up()  # fails what waits for an answer, so that the sender can end
-        loop = asyncio.get_running_loop()
-        until = loop.time() + CLOSE_PATIENCE_S
-        while sender is not None and not sender.done() and loop.time() < until:
-            sender.cancel()  # once for the sender itself, and once more for each task that it waits for
-            await asyncio.wait([sender], timeout=0.05)
-        await self._hang_up()
-        waiter = self.producer._txn_manager._transaction_waiter
-        if waiter is not None and waiter.done():
-            _retrieve(waiter)
-
-    async def _hang_up(self) -> None:
+        """End this life, in whatever state it is. Never raises, never hangs; what is in flight fails."""
         with contextlib.suppress(Exception):
             async with asyncio.timeout(CLOSE_PATIENCE_S):
-                await self.producer.client.close()
+                await self.client.close()
+
+
+class Refused(Exception):
+    """There is no such partition; its argument is the Refusal."""
+
+    @property
+    def refusal(self) -> Refusal:
+        refusal = self.args[0]
+        assert isinstance(refusal, Refusal)
+        return refusal
+
+
+def check(code: int, what: str) -> None:
+    """Raise the error of a code that is not OK. aiokafka does not know PRODUCER_FENCED, and calls it unknown."""
+    if code == verdict.PRODUCER_FENCED:
+        raise errors.ProducerFenced(what)
+    if code != OK:
+        raise errors.for_code(code)(what)
 
 
 class TransactionalProducer:
-    """One life of the producer of a transactional id, from its fence to its first failure (KIP-98)."""
+    """One life of the producer of a transactional id, from its fence to its first failure (KIP-98).
+
+    A transaction is four requests, each sent once: AddPartitionsToTxn for the data and the ledger, Produce of the data,
+    Produce of the ledger record with their offsets, EndTxn.
+    """
 
     def __init__(self, cluster: Cluster, transactional_id: str, transaction_timeout_ms: int) -> None:
-        self._life = _Life(
-            cluster,
-            transactional_id,
-            transactional_id=transactional_id,
-            transaction_timeout_ms=transaction_timeout_ms,
-        )
+        self._life = _Life(cluster, transactional_id, transactional_id, transaction_timeout_ms)
         # The broker aborts a transaction at its timeout; waiting for longer could only meet that.
         self._patience_s = min(cluster.request_timeout_ms, transaction_timeout_ms) / 1000
         self._start_patience_s = (cluster.request_timeout_ms + transaction_timeout_ms) / 1000
@@ -240,47 +287,125 @@ class TransactionalProducer:
         return self._life.epoch
 
     async def write(
-        self, records: Sequence[Record], ledger: tuple[str, int], ledger_record: Callable[[Sequence[Place]], bytes]
+        self, records: Sequence[Record], ledger: Partition, ledger_record: Callable[[Sequence[Place]], bytes]
     ) -> tuple[list[Place], int]:
         """One transaction: the records, then the ledger record made from their places; answers places and its offset.
 
-        Awaits every send before the ledger record, and that before the commit: aiokafka would commit although a send
-        failed. Raises TransactionFailed for anything else than a clean commit; then this producer is to be closed.
+        Awaits every send before the ledger record, and that before the commit. Raises TransactionFailed for anything
+        else than a clean commit; then this producer is to be closed.
         """
-        life, producer = self._life, self._life.producer
-        life.refusals = {}
-        sent: Sent = []
+        group = _Group(records)
         commit_asked = False
         try:
-            async with life.within(self._patience_s):
-                await producer.begin_transaction()
-                # With the first data partition, so that both go in one AddPartitionsToTxn.
-                producer._txn_manager.maybe_add_partition_to_txn(TopicPartition(*ledger))
+            async with asyncio.timeout(self._patience_s):
                 async with asyncio.timeout(self._patience_s / PATIENCE_SHARE):
-                    await life.post(records, sent)
-                    places = await _await_all(sent, records)
-                entry, entry_sent = [Record(*ledger, None, ledger_record(places), [], 0)], Sent()
-                await life.post(entry, entry_sent)
-                (ledger_place,) = await _await_all(entry_sent, entry)
+                    leaders = await self._leaders(group, ledger)
+                    await self._begin(group, leaders)
+                    places = await self._send(group, leaders)
+                last = _Group([Record(*ledger, None, ledger_record(places), [], 0)])
+                (ledger_place,) = await self._send(last, leaders)
                 commit_asked = True
-                await producer.commit_transaction()
-        except Exception as error:  # aiokafka's failures have no common ancestor: asserts and KeyErrors are among them
-            fate = verdict.of(error, commit_asked)
-            refusals = {topic: refusal for (topic, _), refusal in life.refusals.items()}
-            stuck = {records[members[0]].topic for future, members in sent if not future.done() or future.cancelled()}
-            stuck |= {life.waiting_for} - {""}
-            if refusals or not isinstance(error, TimeoutError):
-                stuck = set()  # a refusal holds up what is with it, and ends the wait for it early
-            cause = ", ".join(f"{topic}: {refusal.why}" for topic, refusal in refusals.items()) or repr(error)
-            raise TransactionFailed(fate, cause, refusals, stuck) from error
-        if life.tainted:
-            # A request was repeated inside: its first copy may still arrive in the next transaction (KAFKA-17754).
-            raise TransactionFailed(verdict.Verdict.UNKNOWN, life.tainted)
+                await self._commit()
+        except Exception as error:  # a bug must end the life too
+            cause = ", ".join(f"{topic}: {refusal.why}" for topic, refusal in group.refusals.items()) or repr(error)
+            # A refusal holds up what is with it, and is what ended it.
+            stuck = set() if group.refusals else group.stuck(timed_out=isinstance(error, TimeoutError))
+            raise TransactionFailed(verdict.of(error, commit_asked), cause, group.refusals, stuck) from error
         return places, ledger_place.offset
+
+    async def _leaders(self, group: "_Group", ledger: Partition) -> dict[Partition, int]:
+        """The leader of each partition of the transaction."""
+        leaders: dict[Partition, int] = {}
+        for partition in dict.fromkeys([(record.topic, record.partition) for record in group.records] + [ledger]):
+            node = self._life.leader(partition)
+            if node is None:
+                group.waiting_for = partition[0]
+                try:
+                    node = await self._life.find_leader(partition)
+                except Refused as refused:
+                    group.refusals[partition[0]] = refused.refusal
+                    raise
+                group.waiting_for = ""
+            leaders[partition] = node
+        return leaders
+
+    async def _begin(self, group: "_Group", partitions: Mapping[Partition, int]) -> None:
+        """Add every partition to the transaction, which begins with that.
+
+        CONCURRENT_TRANSACTIONS says that the markers of the one before are still being written: nothing was done.
+        """
+        by_topic: dict[str, list[int]] = {}
+        for topic, partition in partitions:
+            by_topic.setdefault(topic, []).append(partition)
+        life, pause_s = self._life, MARKERS_PAUSE_S
+        request = AddPartitionsToTxnRequest(life.transactional_id, life.producer_id, life.epoch, list(by_topic.items()))
+        while True:
+            answer = await life.client.send(life.coordinator, request)
+            codes = {(topic, row[0]): row[1] for topic, rows in answer.errors for row in rows}
+            if CONCURRENT_TRANSACTIONS not in codes.values():
+                break
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MARKERS_PAUSE_MOST_S)
+        for (topic, _), code in codes.items():
+            if code in REFUSALS:
+                group.refusals[topic] = REFUSALS[code]
+        for code in codes.values():
+            if code != NOT_ATTEMPTED:  # said of the others where one is refused
+                check(code, "AddPartitionsToTxn")
+
+    async def _send(self, group: "_Group", leaders: Mapping[Partition, int]) -> list[Place]:
+        """Send a group and await every one of its batches; its places in the order of its records."""
+        life = self._life
+        group.batches = life.batches(group.records, leaders)
+        await life.send(group.batches, leaders, int(1000 * REPLICAS_SHARE * self._patience_s / PATIENCE_SHARE))
+        places = [Place(-1, -1)] * len(group.records)
+        failed = None
+        for batch in group.batches:
+            fate = batch.fate(group.records)
+            if isinstance(fate, list):
+                for member, place in zip(batch.members, fate, strict=True):
+                    places[member] = place
+                continue
+            failed = failed or batch
+            if fate is not None:
+                group.refusals[batch.partition[0]] = fate
+        if failed is not None:
+            check(failed.answer[0] if failed.answer else -1, f"Produce to {failed.partition}")
+            # DuplicateSequenceNumber and the like: there, but nobody knows where.
+            raise errors.KafkaError(f"{failed.partition}: no offset in the answer")
+        return places
+
+    async def _commit(self) -> None:
+        """EndTxn: when it answers, the transaction is committed, and its markers will be written."""
+        life = self._life
+        request = EndTxnRequest(life.transactional_id, life.producer_id, life.epoch, True)
+        check((await life.client.send(life.coordinator, request)).error_code, "EndTxn")
 
     async def close(self) -> None:
         """End this life, at once: what is in flight is fenced by the next one. Never raises, never hangs."""
         await self._life.close()
+
+
+class _Group:
+    """Records on their way in one transaction, and what is known of those that hold it up."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.records = records
+        self.batches: list[Batch] = []
+        self.waiting_for = ""  # the topic whose leader is looked for
+        self.refusals: dict[str, Refusal] = {}  # by topic
+
+    def stuck(self, timed_out: bool) -> set[str]:
+        """Topics that the transaction ended for, or that had no answer when its time was up."""
+        failed = {
+            batch.partition[0]
+            for batch in self.batches
+            if (timed_out if batch.answer is None else batch.answer[0] not in (OK, *FENCED_CODES))
+        }
+        return failed | ({self.waiting_for} - {""})
+
+
+FENCED_CODES: Final = (errors.InvalidProducerEpoch.errno, verdict.PRODUCER_FENCED)
 
 
 class IdempotentProducer:
@@ -295,6 +420,7 @@ class IdempotentProducer:
         self._name = name
         self._life: _Life | None = None
         self._starting = asyncio.Lock()
+        self._sending = asyncio.Lock()  # sequence numbers go out in their order
 
     async def identity(self) -> tuple[int, int]:
         """Producer id and epoch of the present life, which is begun where there is none. Raises KafkaAway."""
@@ -313,25 +439,44 @@ class IdempotentProducer:
 
         Unless all went well this life ends: its sequence numbers have a gap that the broker would refuse for ever.
         """
-        life = await self._living()
-        sent: Sent = []
-        try:
-            async with life.within(self._cluster.timeout_s / PATIENCE_SHARE):
-                await life.post(records, sent)
-                await asyncio.gather(*(future for future, _ in sent), return_exceptions=True)
-        except Exception as error:  # each batch's own fate is read from its future
-            log.warning("not every record was written", why=repr(error))
-        fates: list[Fate] = [life.refusals.get((record.topic, record.partition)) for record in records]
-        for future, members in sent:
-            if future.done() and not future.cancelled() and future.exception() is None:
-                metadata = future.result()
-                for index, place in zip(members, _places(metadata, records, members), strict=True):
-                    # No offset is DuplicateSequenceNumber: there, but nobody knows where.
-                    fates[index] = place if metadata.offset >= 0 else None
-        if not all(isinstance(fate, Place) for fate in fates):
-            self._cluster.count_failure("produce")
-            await self._end(life)
-        return fates
+        async with self._sending:
+            life = await self._living()
+            fates: list[Fate] = [None] * len(records)
+            batches: list[Batch] = []
+            patience_s = self._cluster.timeout_s / PATIENCE_SHARE
+            try:
+                async with asyncio.timeout(patience_s):
+                    leaders = await self._leaders(life, records, fates)
+                    batches = life.batches(records, leaders)
+                    await life.send(batches, leaders, int(1000 * REPLICAS_SHARE * patience_s))
+            except Exception as error:  # each batch's own fate is in its answer
+                log.warning("not every record was written", why=repr(error))
+            for batch in batches:
+                fate = batch.fate(records)
+                for n, member in enumerate(batch.members):
+                    fates[member] = fate[n] if isinstance(fate, list) else fate
+            if not all(isinstance(fate, Place) for fate in fates):
+                self._cluster.count_failure("produce")
+                await self._end(life)
+            return fates
+
+    async def _leaders(self, life: _Life, records: Sequence[Record], fates: list[Fate]) -> dict[Partition, int]:
+        """The leader of each partition; records go each for itself, and what has no leader is left out."""
+        leaders: dict[Partition, int] = {}
+        for partition in dict.fromkeys((record.topic, record.partition) for record in records):
+            node = life.leader(partition)
+            if node is None:
+                try:
+                    node = await life.find_leader(partition)
+                except TimeoutError:
+                    continue
+                except Refused as refused:
+                    for index, record in enumerate(records):
+                        if (record.topic, record.partition) == partition:
+                            fates[index] = refused.refusal
+                    continue
+            leaders[partition] = node
+        return leaders
 
     async def _living(self) -> _Life:
         async with self._starting:
@@ -349,47 +494,3 @@ class IdempotentProducer:
     async def close(self) -> None:
         if self._life is not None:
             await self._end(self._life)
-
-
-async def _await_all(sent: Sent, records: Sequence[Record]) -> list[Place]:
-    """Await every send of a transaction; the places in the order of `records`."""
-    places: list[Place] = [Place(-1, -1)] * len(records)
-    for metadata, (_, members) in zip(await asyncio.gather(*(future for future, _ in sent)), sent, strict=True):
-        if metadata.offset < 0:
-            # DuplicateSequenceNumber, which aiokafka calls a success: there, but nobody knows where.
-            raise errors.KafkaError(f"{metadata.topic}-{metadata.partition}: no offset in the answer")
-        for index, place in zip(members, _places(metadata, records, members), strict=True):
-            places[index] = place
-    return places
-
-
-def _places(metadata: Any, records: Sequence[Record], members: Sequence[int]) -> list[Place]:
-    """The places of a batch's records; -1 for a timestamp means that the records' own were kept."""
-    return [
-        Place(metadata.offset + place, metadata.timestamp if metadata.timestamp >= 0 else records[index].timestamp)
-        for place, index in enumerate(members)
-    ]
-
-
-def _by_partition(records: Sequence[Record]) -> dict[tuple[str, int], list[int]]:
-    """The indexes of the records of each partition, in order."""
-    groups: dict[tuple[str, int], list[int]] = {}
-    for index, record in enumerate(records):
-        groups.setdefault((record.topic, record.partition), []).append(index)
-    return groups
-
-
-def _batches(
-    records: Sequence[Record], indexes: Sequence[int], transactional: bool
-) -> list[tuple[BatchBuilder, list[int]]]:
-    """The batches of one partition; a new one where the topic's limit, or ours, would be passed."""
-    batches: list[tuple[BatchBuilder, list[int]]] = []
-    for index in indexes:
-        _, _, key, value, headers, timestamp, most = records[index]
-        fields = {"timestamp": timestamp, "key": key, "value": value, "headers": headers}
-        if not batches or batches[-1][0].append(**fields) is None:
-            builder = BatchBuilder(min(BATCH_BYTES_MAX, most), 0, is_transactional=transactional)
-            builder.append(**fields)
-            batches.append((builder, []))
-        batches[-1][1].append(index)
-    return batches

@@ -45,20 +45,8 @@ WRITE_PLACES: Final = ("write", "ledger", "commit", "commit.done")
 ERRORS: Final[dict[str, type[Exception]]] = {
     error.__name__: error for error in (KafkaAway, StoreAway, StoreUnanswered, TimeoutError)
 }
-# An error after which aiokafka lets a transaction only be aborted; at the place `ledger`.
+# What the broker says where it refuses a partition: the transaction stays open; at the place `ledger`.
 ABORTABLE: Final = "Abortable"
-
-
-def vendor_of(producer: Any) -> Any:
-    """aiokafka's own producer."""
-    return producer._life.producer
-
-
-def fail_in_the_books(vendor: Any) -> None:
-    """What aiokafka does where the broker refuses a partition: the broker's transaction stays open."""
-    error = TopicAuthorizationFailedError("a fault")
-    vendor._txn_manager.error_transaction(error)
-    raise error
 
 
 def replace(owner: type, method: str, other: Callable[..., Awaitable[Any]]) -> None:
@@ -122,20 +110,18 @@ class Faults:
             if not records:  # a begin record
                 return await write(producer, records, ledger, ledger_record)
             await self.reach("write")
-            vendor = vendor_of(producer)
-            commit = type(vendor).commit_transaction
 
             def with_places(places: Any) -> Any:
                 if self.visit("ledger") == ABORTABLE:
-                    fail_in_the_books(vendor)
+                    raise TopicAuthorizationFailedError("a fault")
                 return ledger_record(places)
 
             async def commit_here() -> None:
                 await self.reach("commit")
-                await commit(vendor)
+                await TransactionalProducer._commit(producer)
                 await self.reach("commit.done")
 
-            vendor.commit_transaction = commit_here
+            producer._commit = commit_here
             return await write(producer, records, ledger, with_places)
 
         replace(TransactionalProducer, "write", wrapped)
@@ -145,7 +131,7 @@ class Faults:
 
 
 def producer_is_reused() -> None:
-    """Step 5 of writing taken out: after a failure the transaction is aborted, and the same producer goes on."""
+    """Step 5 of writing taken out: after a failure the same producer goes on, as if its transaction were gone."""
     fence = SlotRecovery._fence
     kept: dict[int, TransactionalProducer] = {}
 
@@ -154,7 +140,6 @@ def producer_is_reused() -> None:
             await fence(recovery, slot, epoch)
             kept[slot.n] = slot.producer
             return
-        await vendor_of(kept[slot.n]).abort_transaction()
         slot.enter(epoch, kept[slot.n])
 
     async def stay_open(_: TransactionalProducer) -> None:

@@ -1,4 +1,4 @@
-"""What a producer's life makes of refusals, silence and late answers; aiokafka is a small stand-in."""
+"""What a producer's life makes of refusals, silence and half an answer; the broker is a small stand-in."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,108 +6,140 @@ from typing import Any
 
 import pytest
 from aiokafka.errors import (
+    ConcurrentTransactions,
+    DuplicateSequenceNumber,
+    InvalidProducerEpoch,
     KafkaConnectionError,
     MessageSizeTooLargeError,
-    NoError,
+    NotLeaderForPartitionError,
+    OperationNotAttempted,
+    OutOfOrderSequenceNumber,
+    RequestTimedOutError,
     TopicAuthorizationFailedError,
     UnknownTopicOrPartitionError,
 )
-from aiokafka.protocol.produce import ProduceResponse_v7
-from aiokafka.protocol.transaction import AddPartitionsToTxnResponse_v0, EndTxnResponse_v0
-from aiokafka.structs import RecordMetadata, TopicPartition
+from aiokafka.protocol.produce import ProduceRequest, ProduceResponse_v7
+from aiokafka.protocol.transaction import (
+    AddPartitionsToTxnRequest,
+    AddPartitionsToTxnResponse_v0,
+    EndTxnRequest,
+    EndTxnResponse_v0,
+)
+from aiokafka.record.default_records import DefaultRecordBatch
+from aiokafka.structs import TopicPartition
 
-from service.errors import TOO_LARGE, UNKNOWN_TOPIC
+from service.errors import FORBIDDEN_TOPIC, TOO_LARGE, UNKNOWN_TOPIC
 from service.kafka import producer as module
 from service.kafka.cluster import Cluster
-from service.kafka.producer import IdempotentProducer, Place, Record, TransactionalProducer, _Life
-from service.kafka.verdict import REFUSALS, TransactionFailed, Verdict
+from service.kafka.producer import IdempotentProducer, Partition, Place, Record, TransactionalProducer, _Life
+from service.kafka.verdict import PRODUCER_FENCED, REFUSALS, TransactionFailed, Verdict
 from service.telemetry import Telemetry
-
-Met = Place | Exception | None  # what a batch meets: an answer, an error, or silence
 
 LEDGER = ("ns.ledger", 0)
 TOO_BIG = MessageSizeTooLargeError.errno
-too_large: Exception = MessageSizeTooLargeError()
-gone: Exception = KafkaConnectionError()
+GONE = KafkaConnectionError()
+FENCED = (InvalidProducerEpoch.errno, PRODUCER_FENCED)
+
+# A broker's answer for a partition: its offset, an error code, an exception for the whole request, or silence.
+Met = Place | int | Exception | None
 
 
-def record(topic: str, partition: int = 0, value: bytes = b"1") -> Record:
-    return Record(topic, partition, None, value, [], 5)
+def record(topic: str, partition: int = 0, value: bytes = b"1", most: int = 10**6) -> Record:
+    return Record(topic, partition, None, value, [], 5, most)
 
 
-def produced(topic: str, partition: int, code: int) -> Any:
-    """A broker's answer about one partition."""
-    return ProduceResponse_v7([(topic, [(partition, code, -1, -1, 0)])], 0)
-
-
-class FakeAio:
-    """AIOKafkaProducer as far as a life uses it. `send` is what a test says a batch meets."""
+class FakeClient:
+    """AIOKafkaClient as far as a life uses it, and the brokers behind it."""
 
     def __init__(self) -> None:
-        self.client = self.cluster = self._txn_manager = self._sender = self
-        self.sender_task = self._transaction_waiter = None
-        self.producer_id, self.producer_epoch = 7, 0
-        self.without_metadata: set[str] = set()
-        self.send: Callable[[str, int], Met] = lambda topic, partition: Place(4, -1)
-        self.blocked: set[str] = set()  # topics of which no batch is taken any more
-        self.posted: list[tuple[str, int]] = []
-        self.commits: list[Exception | None] = []  # what the next commits meet
-        self._closed = False
+        self.cluster = self
+        self.leaders: dict[Partition, int] = {}
+        self.unknown: set[str] = set()  # topics without any partition
+        self.leaderless: set[str] = set()
+        self.produced: Callable[[str, int], Met] = lambda topic, partition: Place(4, -1)
+        self.added: Callable[[str, int], int] = lambda topic, partition: 0
+        self.ended: int | Exception | None = 0
+        self.requests: list[tuple[int, Any]] = []
+        self.closed = False
+
+    def leader_for_partition(self, partition: TopicPartition) -> int | None:
+        if partition.topic in self.unknown | self.leaderless:
+            return None
+        return self.leaders.get((partition.topic, partition.partition), 1)
 
     def partitions_for_topic(self, topic: str) -> set[int] | None:
-        return None if topic in self.without_metadata else {0, 1, 2}
+        return None if topic in self.unknown else {0, 1, 2}
 
     def add_topic(self, topic: str) -> None:
         pass
 
-    async def force_metadata_update(self) -> None:
-        pass
+    async def force_metadata_update(self) -> bool:
+        return True
 
-    def maybe_add_partition_to_txn(self, partition: TopicPartition) -> None:
-        pass
+    async def send(self, node: int, request: Any) -> Any:
+        self.requests.append((node, request))
+        await asyncio.sleep(0)
+        match request:
+            case AddPartitionsToTxnRequest():
+                rows = [(topic, [(n, self.added(topic, n)) for n in numbers]) for topic, numbers in request._topics]
+                return AddPartitionsToTxnResponse_v0(0, rows)
+            case EndTxnRequest():
+                return EndTxnResponse_v0(0, await self._meet(self.ended))
+            case ProduceRequest():
+                topics = []
+                for topic, batches in request._topics:
+                    topics.append((topic, [await self._row(topic, partition) for partition, _ in batches]))
+                return ProduceResponse_v7(topics, 0)
+        raise AssertionError(request)
 
-    async def begin_transaction(self) -> None:
-        pass
-
-    async def commit_transaction(self) -> None:
-        if self.commits and (error := self.commits.pop(0)):
-            raise error
-
-    async def send_batch(self, builder: Any, topic: str, partition: int) -> "asyncio.Future[Any]":
-        if topic in self.blocked:
+    async def _meet(self, met: Any) -> Any:
+        if met is None:
             await asyncio.sleep(60)
-        self.posted.append((topic, partition))
-        future = asyncio.get_running_loop().create_future()
-        met = self.send(topic, partition)
-        if isinstance(met, Place):
-            tp = TopicPartition(topic, partition)
-            future.set_result(RecordMetadata(topic, partition, tp, met.offset, met.timestamp, 0, 0))
-        elif met is not None:
-            future.set_exception(met)
-        return future
+        if isinstance(met, Exception):
+            raise met
+        return met
+
+    async def _row(self, topic: str, partition: int) -> tuple[int, int, int, int, int]:
+        met = await self._meet(Place(9, -1) if (topic, partition) == LEDGER else self.produced(topic, partition))
+        return (partition, met, -1, -1, 0) if isinstance(met, int) else (partition, 0, *met, 0)
+
+    def sent(self, kind: type) -> list[Any]:
+        return [request for _, request in self.requests if isinstance(request, kind)]
+
+    def batches(self, topic: str) -> list[tuple[int, int, list[bytes | None]]]:
+        """Partition, base sequence and values of each batch that was sent to a topic."""
+        found = []
+        for request in self.sent(ProduceRequest):
+            for name, batches in request._topics:
+                for partition, raw in batches:
+                    batch = DefaultRecordBatch(bytes(raw))
+                    if name == topic:
+                        found.append((partition, batch.base_sequence, [each.value for each in batch]))
+        return found
 
     async def close(self) -> None:
-        pass
+        self.closed = True
 
 
 def cluster(timeout_ms: int = 600) -> Cluster:
     return Cluster("127.0.0.1:1", client_id="test", request_timeout_ms=timeout_ms, telemetry=Telemetry())
 
 
-def fake_inside(life: _Life) -> FakeAio:
-    life.producer._closed = True  # it never began
-    aio = life.producer = FakeAio()
-    return aio
+def fake_inside(life: _Life) -> FakeClient:
+    fake = FakeClient()
+    life.client = fake
+    life.producer_id, life.epoch, life.coordinator = 7, 0, 1
+    return fake
 
 
-def transactional(timeout_ms: int = 600) -> tuple[TransactionalProducer, FakeAio]:
+def transactional(timeout_ms: int = 600) -> tuple[TransactionalProducer, FakeClient]:
     producer = TransactionalProducer(cluster(timeout_ms), "ns.slot.0", timeout_ms)
     return producer, fake_inside(producer._life)
 
 
-def idempotent() -> tuple[IdempotentProducer, FakeAio]:
-    producer = IdempotentProducer(cluster(), "plain-0")
-    producer._life = _Life(cluster(), "plain-0")
+def idempotent(timeout_ms: int = 600) -> tuple[IdempotentProducer, FakeClient]:
+    producer = IdempotentProducer(cluster(timeout_ms), "plain-0")
+    producer._life = _Life(cluster(timeout_ms), "plain-0")
     return producer, fake_inside(producer._life)
 
 
@@ -116,164 +148,189 @@ async def write(producer: TransactionalProducer, *records: Record) -> list[Place
     return places
 
 
-# ----------------------------------------------------------------------------------------------------- deadlines
+async def failure(producer: TransactionalProducer, *records: Record) -> TransactionFailed:
+    with pytest.raises(TransactionFailed) as raised:
+        await write(producer, *records)
+    return raised.value
 
 
-async def test_refusals_that_repeat_do_not_push_the_deadline_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """aiokafka asks again every few milliseconds, and each time the broker refuses anew."""
-    monkeypatch.setattr(module, "REFUSED_PATIENCE_S", 0.05)
-    producer, _ = transactional()
-
-    async def refuse_again_and_again() -> None:
-        async with producer._life.within(10):
-            for _ in range(40):
-                producer._life._look(produced("orders", 0, UnknownTopicOrPartitionError.errno))
-                await asyncio.sleep(0.01)
-
-    with pytest.raises(TimeoutError):
-        await refuse_again_and_again()
+# ------------------------------------------------------------------------------------------------- a transaction
 
 
-async def test_a_refusal_leaves_a_nearer_deadline_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REFUSED_PATIENCE_S", 5.0)
-    producer, _ = transactional()
-
-    async def refuse_and_wait() -> None:
-        async with producer._life.within(0.03):
-            producer._life._look(produced("orders", 0, TOO_BIG))
-            await asyncio.sleep(0.3)
-
-    with pytest.raises(TimeoutError):
-        await refuse_and_wait()
-
-
-async def test_what_is_no_refusal_moves_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REFUSED_PATIENCE_S", 0.0)
-    producer, _ = transactional()
-    async with producer._life.within(1):
-        producer._life._look(produced("orders", 0, NoError.errno))
-        await asyncio.sleep(0.01)
-    assert not producer._life.refusals
+async def test_a_transaction_is_four_requests_each_sent_once() -> None:
+    producer, kafka = transactional()
+    records = [record("a", 1), record("b", 0), record("a", 1), record("a", 0)]
+    kafka.produced = lambda topic, partition: Place(100 * partition, 77 if topic == "b" else -1)
+    places, ledger_offset = await producer.write(records, LEDGER, lambda places: repr(places).encode())
+    assert places == [Place(100, 5), Place(0, 77), Place(101, 5), Place(0, 5)]
+    assert ledger_offset == 9
+    assert [type(request).__name__ for _, request in kafka.requests] == [
+        "AddPartitionsToTxnRequest",
+        "ProduceRequest",
+        "ProduceRequest",
+        "EndTxnRequest",
+    ]
+    (add,) = kafka.sent(AddPartitionsToTxnRequest)
+    assert add._topics == [("a", [1, 0]), ("b", [0]), ("ns.ledger", [0])]
+    (ledger,) = kafka.batches("ns.ledger")
+    assert ledger == (0, 0, [repr(places).encode()])
 
 
-async def test_a_refusal_of_add_partitions_counts_too() -> None:
-    producer, _ = transactional()
-    denied = TopicAuthorizationFailedError.errno
-    producer._life._look(AddPartitionsToTxnResponse_v0(0, [("secret", [(1, denied)]), ("orders", [(0, 0)])]))
-    assert producer._life.refusals == {("secret", 1): REFUSALS[denied]}
+async def test_each_leader_gets_a_request_of_its_own() -> None:
+    producer, kafka = transactional()
+    kafka.leaders = {("a", 0): 1, ("a", 1): 2, ("b", 0): 2}
+    await write(producer, record("a", 0), record("a", 1), record("b", 0))
+    produced = [
+        (node, [topic for topic, _ in r._topics]) for node, r in kafka.requests if isinstance(r, ProduceRequest)
+    ]
+    assert produced == [(1, ["a"]), (2, ["a", "b"]), (1, ["ns.ledger"])]
+
+
+async def test_sequence_numbers_go_on_over_batches_and_writes_and_begin_again_at_their_end() -> None:
+    producer, kafka = transactional()
+    full = [record("a", 0, b"x" * 300, most=700) for _ in range(3)]
+    assert await write(producer, *full, record("a", 1)) == [Place(4, 5), Place(5, 5), Place(4, 5), Place(4, 5)]
+    await write(producer, record("a", 0))
+    assert [(partition, sequence) for partition, sequence, _ in kafka.batches("a")] == [(0, 0), (1, 0), (0, 2), (0, 3)]
+    producer._life._sequences["a", 0] = 2**31 - 1
+    await write(producer, record("a", 0), record("a", 0))
+    await write(producer, record("a", 0))
+    assert [sequence for _, sequence, _ in kafka.batches("a")][-2:] == [2**31 - 1, 1]
+
+
+async def test_while_markers_are_written_the_next_transaction_asks_again() -> None:
+    producer, kafka = transactional()
+    answers = iter([ConcurrentTransactions.errno] * 6)
+    kafka.added = lambda topic, partition: next(answers, 0)
+    assert await write(producer, record("a")) == [Place(4, 5)]
+    assert len(kafka.sent(AddPartitionsToTxnRequest)) == 4, "two partitions are told each time"
 
 
 # ------------------------------------------------------------------------------------------------------ refusals
 
 
-async def test_a_refusal_of_an_earlier_transaction_is_not_taken_for_the_present_one() -> None:
-    producer, aio = transactional()
-
-    def overcome(topic: str, partition: int) -> Met:
-        producer._life._look(produced(topic, partition, UnknownTopicOrPartitionError.errno))
-        return Place(1, -1)
-
-    aio.send = overcome
-    assert await write(producer, record("orders")) == [Place(1, 5)]
-    aio.send = lambda topic, partition: gone
-    with pytest.raises(TransactionFailed) as raised:
-        await write(producer, record("orders"))
-    assert raised.value.verdict is Verdict.ABORTED
-    assert not raised.value.refusals
-
-
 async def test_a_refusal_that_ends_a_transaction_is_told_by_its_topic() -> None:
-    producer, aio = transactional()
+    producer, kafka = transactional()
+    kafka.produced = lambda topic, partition: TOO_BIG if topic == "small" else Place(1, -1)
+    failed = await failure(producer, record("orders"), record("small"))
+    assert {topic: refusal.kind for topic, refusal in failed.refusals.items()} == {"small": TOO_LARGE}
+    assert failed.verdict is Verdict.ABORTED
+    assert not failed.stuck
+    assert not kafka.sent(EndTxnRequest)
 
-    def refuse(topic: str, partition: int) -> Met:
-        if topic == "orders":
-            return Place(1, -1)
-        producer._life._look(produced(topic, partition, TOO_BIG))
-        return too_large
 
-    aio.send = refuse
+async def test_where_a_partition_may_not_be_added_only_its_topic_is_to_blame() -> None:
+    """The broker then adds none of them; the others were "not attempted"."""
+    producer, kafka = transactional()
+    denied = TopicAuthorizationFailedError.errno
+    kafka.added = lambda topic, partition: denied if topic == "secret" else OperationNotAttempted.errno
+    failed = await failure(producer, record("orders"), record("secret"))
+    assert {topic: refusal.kind for topic, refusal in failed.refusals.items()} == {"secret": FORBIDDEN_TOPIC}
+    assert not failed.stuck
+    assert not kafka.sent(ProduceRequest)
+
+
+async def test_a_partition_that_no_broker_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "METADATA_PATIENCE_S", 0.03)
+    producer, kafka = transactional(60_000)
+    kafka.unknown = {"gone"}
+    failed = await failure(producer, record("orders"), record("gone"))
+    assert {topic: refusal.kind for topic, refusal in failed.refusals.items()} == {"gone": UNKNOWN_TOPIC}
+    assert not kafka.requests
+
+
+# --------------------------------------------------------------------------------------------------------- doubt
+
+
+@pytest.mark.parametrize("ended", [GONE, 51, 15, -1, RequestTimedOutError(), AssertionError()], ids=repr)
+async def test_a_commit_without_a_clean_answer_is_unknown(ended: int | Exception) -> None:
+    producer, kafka = transactional()
+    kafka.ended = ended
+    assert (await failure(producer, record("orders"))).verdict is Verdict.UNKNOWN
+    assert len(kafka.sent(EndTxnRequest)) == 1
+
+
+async def test_a_commit_that_is_silent_is_unknown() -> None:
+    producer, kafka = transactional(150)
+    kafka.ended = None
+    assert (await failure(producer, record("orders"))).verdict is Verdict.UNKNOWN
+
+
+@pytest.mark.parametrize("code", FENCED)
+async def test_a_fence_is_told_wherever_it_is_met(code: int) -> None:
+    for step in ("added", "produced", "ended"):
+        producer, kafka = transactional()
+        if step == "ended":
+            kafka.ended = code
+        else:
+            setattr(kafka, step, lambda topic, partition: code)
+        failed = await failure(producer, record("orders"))
+        assert (failed.verdict, failed.stuck) == (Verdict.FENCED, set()), step
+
+
+async def test_a_false_offset_is_no_place() -> None:
+    for met in (Place(-1, -1), DuplicateSequenceNumber.errno):
+        transaction, kafka = transactional()
+        kafka.produced = lambda topic, partition, met=met: met  # type: ignore[misc]
+        assert (await failure(transaction, record("orders"))).verdict is Verdict.ABORTED
+        assert not kafka.sent(EndTxnRequest)
+
+
+async def test_a_ledger_record_without_an_answer_commits_nothing() -> None:
+    producer, kafka = transactional()
+
+    def broken(places: Any) -> bytes:
+        raise RuntimeError("a bug")
+
     with pytest.raises(TransactionFailed) as raised:
-        await write(producer, record("orders"), record("small"))
-    assert {topic: refusal.kind for topic, refusal in raised.value.refusals.items()} == {"small": TOO_LARGE}
+        await producer.write([record("orders")], LEDGER, broken)
     assert raised.value.verdict is Verdict.ABORTED
-
-
-async def test_a_commit_that_fails_is_unknown() -> None:
-    producer, aio = transactional()
-    aio.commits = [KafkaConnectionError()]
-    with pytest.raises(TransactionFailed) as raised:
-        await write(producer, record("orders"))
-    assert raised.value.verdict is Verdict.UNKNOWN
-
-
-async def test_a_commit_that_was_repeated_inside_is_unknown_and_refuses_nothing() -> None:
-    producer, aio = transactional()
-
-    def overcome(topic: str, partition: int) -> Met:
-        producer._life._look(produced(topic, partition, UnknownTopicOrPartitionError.errno))
-        producer._life._look(EndTxnResponse_v0(0, 51))
-        return Place(1, -1)
-
-    aio.send = overcome
-    with pytest.raises(TransactionFailed) as raised:
-        await write(producer, record("orders"))
-    assert raised.value.verdict is Verdict.UNKNOWN
-    assert not raised.value.refusals
+    assert not kafka.sent(EndTxnRequest)
 
 
 # --------------------------------------------------------------------------------------------------------- stuck
 
 
 async def test_a_topic_without_an_answer_is_named_stuck() -> None:
-    producer, aio = transactional(150)
-    aio.send = lambda topic, partition: None if topic == "hangs" else Place(1, -1)
-    with pytest.raises(TransactionFailed) as raised:
-        await write(producer, record("orders"), record("hangs"))
-    assert set(raised.value.stuck) == {"hangs"}
-    assert raised.value.verdict is Verdict.ABORTED
+    producer, kafka = transactional(150)
+    kafka.leaders = {("hangs", 0): 2}
+    kafka.produced = lambda topic, partition: None if topic == "hangs" else Place(1, -1)
+    failed = await failure(producer, record("orders"), record("hangs"))
+    assert set(failed.stuck) == {"hangs"}
+    assert failed.verdict is Verdict.ABORTED
 
 
-async def test_a_topic_without_metadata_is_named_stuck_and_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", [RequestTimedOutError.errno, NotLeaderForPartitionError.errno])
+async def test_a_topic_whose_partition_fails_is_named_stuck(code: int) -> None:
+    """Nobody sends it again from here: until it is well, its events must not hold up the others'."""
+    producer, kafka = transactional()
+    kafka.produced = lambda topic, partition: code if topic == "ill" else Place(1, -1)
+    failed = await failure(producer, record("orders"), record("ill"))
+    assert (set(failed.stuck), failed.refusals) == ({"ill"}, {})
+    assert failed.verdict is Verdict.ABORTED
+
+
+async def test_a_topic_without_a_leader_is_named_stuck_and_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "METADATA_PATIENCE_S", 0.03)
-    producer, aio = transactional(60_000)
-    aio.without_metadata = {"hangs"}
+    producer, kafka = transactional(60_000)
+    kafka.leaderless = {"hangs"}
     async with asyncio.timeout(3.0):
-        with pytest.raises(TransactionFailed) as raised:
-            await write(producer, record("orders"), record("hangs"))
-    assert set(raised.value.stuck) == {"hangs"}
+        failed = await failure(producer, record("orders"), record("hangs"))
+    assert set(failed.stuck) == {"hangs"}
 
 
-async def test_a_topic_that_takes_no_further_batch_is_named_stuck() -> None:
-    """aiokafka keeps one batch of a partition and makes the next one wait: the hand-over itself hangs."""
-    producer, aio = transactional(150)
-
-    def first_only(topic: str, partition: int) -> Met:
-        aio.blocked = {"hangs"}
-        return None
-
-    aio.send = first_only
-    large = [record("hangs", value=b"x" * 600_000) for _ in range(3)]
-    with pytest.raises(TransactionFailed) as raised:
-        await write(producer, *large)
-    assert set(raised.value.stuck) == {"hangs"}
+async def test_a_connection_that_breaks_blames_no_topic() -> None:
+    producer, kafka = transactional()
+    kafka.produced = lambda topic, partition: GONE
+    failed = await failure(producer, record("orders"))
+    assert (failed.verdict, failed.refusals, set(failed.stuck)) == (Verdict.ABORTED, {}, set())
 
 
-async def test_what_waits_behind_a_refused_topic_is_not_called_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the broker refuses to add a partition, no batch of the group is sent: only one of them is to blame."""
-    monkeypatch.setattr(module, "REFUSED_PATIENCE_S", 0.02)
-    producer, aio = transactional()
-
-    def refuse(topic: str, partition: int) -> Met:
-        if topic == "gone":
-            unknown = UnknownTopicOrPartitionError.errno
-            producer._life._look(AddPartitionsToTxnResponse_v0(0, [("gone", [(0, unknown)]), ("orders", [(0, 55)])]))
-        return None
-
-    aio.send = refuse
-    with pytest.raises(TransactionFailed) as raised:
-        await write(producer, record("orders"), record("gone"))
-    assert {topic: refusal.kind for topic, refusal in raised.value.refusals.items()} == {"gone": UNKNOWN_TOPIC}
-    assert not raised.value.stuck
+async def test_a_ledger_that_fails_blames_no_topic() -> None:
+    producer, kafka = transactional()
+    kafka.leaderless = {"ns.ledger"}
+    failed = await failure(producer, record("orders"))
+    assert "orders" not in failed.stuck
 
 
 # ---------------------------------------------------------------------------------------------------- idempotent
@@ -281,34 +338,46 @@ async def test_what_waits_behind_a_refused_topic_is_not_called_stuck(monkeypatch
 
 async def test_the_refusal_of_one_partition_is_not_another_ones() -> None:
     """Partition 0 was refused, of partition 1 there is no answer: only the first batch was surely not written."""
-    producer, aio = idempotent()
-    life = producer._life
-    assert life is not None
-
-    def refuse_first(topic: str, partition: int) -> Met:
-        if partition == 0:
-            life._look(produced(topic, partition, TOO_BIG))
-            return too_large
-        return gone
-
-    aio.send = refuse_first
+    producer, kafka = idempotent()
+    kafka.leaders = {("plain.a", 1): 2}
+    kafka.produced = lambda topic, partition: TOO_BIG if partition == 0 else GONE
     assert await producer.write([record("plain.a", 0), record("plain.a", 1)]) == [REFUSALS[TOO_BIG], None]
     assert producer._life is None, "a life with a gap in its sequence numbers goes on"
+    assert kafka.closed
 
 
-async def test_a_false_offset_is_no_place() -> None:
-    """DuplicateSequenceNumber, which aiokafka calls a success."""
-    producer, aio = idempotent()
-    aio.send = lambda topic, partition: Place(-1, -1)
+@pytest.mark.parametrize("met", [Place(-1, -1), DuplicateSequenceNumber.errno, OutOfOrderSequenceNumber.errno])
+async def test_without_a_place_it_is_in_doubt(met: Met) -> None:
+    producer, kafka = idempotent()
+    kafka.produced = lambda topic, partition: met
     assert await producer.write([record("plain.a")]) == [None]
-    transaction, aio = transactional()
-    aio.send = lambda topic, partition: Place(-1, -1)
-    with pytest.raises(TransactionFailed):
-        await write(transaction, record("orders"))
+    assert producer._life is None
+
+
+async def test_what_hangs_leaves_the_others_their_places() -> None:
+    producer, kafka = idempotent(150)
+    kafka.leaders = {("hangs", 0): 2}
+    kafka.produced = lambda topic, partition: None if topic == "hangs" else Place(1, -1)
+    assert await producer.write([record("a"), record("hangs"), record("a")]) == [Place(1, 5), None, Place(2, 5)]
+
+
+async def test_what_has_no_leader_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "METADATA_PATIENCE_S", 0.03)
+    producer, kafka = idempotent()
+    kafka.leaderless, kafka.unknown = {"ill"}, {"gone"}
+    refused = REFUSALS[UnknownTopicOrPartitionError.errno]
+    assert await producer.write([record("ill"), record("a"), record("gone")]) == [None, Place(4, 5), refused]
+
+
+async def test_writes_at_the_same_time_keep_their_sequence() -> None:
+    producer, kafka = idempotent()
+    await asyncio.gather(*(producer.write([record("a"), record("a")]) for _ in range(5)))
+    assert [sequence for _, sequence, _ in kafka.batches("a")] == [0, 2, 4, 6, 8]
 
 
 async def test_places_are_in_the_order_of_the_records() -> None:
-    producer, aio = idempotent()
-    aio.send = lambda topic, partition: Place(10 * partition, -1)
+    producer, kafka = idempotent()
+    kafka.produced = lambda topic, partition: Place(10 * partition, -1)
     records = [record("plain.a", 1), record("plain.a", 2), record("plain.a", 1)]
     assert await producer.write(records) == [Place(10, 5), Place(20, 5), Place(11, 5)]
+    assert producer._life is not None
