@@ -13,6 +13,10 @@ from service.states import REQUEST, RequestEvent, RequestState
 
 # What a waiting event costs beside its own bytes: objects, its future, its share of the connection.
 WAITING_BYTES: Final = 2_000
+# Groups under way at once: while one is in Kafka the next is claimed. More would only be smaller, and cost more.
+GROUPS_AT_ONCE: Final = 2
+# A group that takes longer hangs on something, and makes room for another.
+GROUP_QUICK_S: Final = 0.05
 
 
 class Placed(NamedTuple):
@@ -156,7 +160,8 @@ class Queue:
     travels apart, one request at a time where it was in that group, until one of its events commits.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, groups_at_once: int = GROUPS_AT_ONCE) -> None:
+        self._groups_at_once = groups_at_once
         self._events_max = settings.queue_events_max
         self._bytes_max = settings.queue_bytes_max
         self._waiting: dict[Guarantee, deque[Request]] = {guarantee: deque() for guarantee in Guarantee}
@@ -164,6 +169,8 @@ class Queue:
         self._suspects: set[str] = set()
         self._apart_out: list[Request] | None = None
         self._takers: deque[asyncio.Future[None]] = deque()
+        self._out: dict[int, float] = {}  # groups that were taken and not returned, and when
+        self._making_room: asyncio.TimerHandle | None = None
         self.events = 0
         self.bytes = 0
 
@@ -222,8 +229,8 @@ class Queue:
     # ------------------------------------------------------------------------------------------------- for slots
 
     def nudge(self) -> None:
-        """Wake one taker, if any waits."""
-        while self._takers:
+        """Wake one taker, if any waits and another group may go."""
+        while self._takers and not self._crowded():
             taker = self._takers.popleft()
             if not taker.done():
                 taker.set_result(None)
@@ -231,33 +238,56 @@ class Queue:
 
     def nudge_all(self) -> None:
         """Wake every taker: one of them is to stop."""
-        for _ in range(len(self._takers)):
-            self.nudge()
+        takers, self._takers = self._takers, deque()
+        for taker in takers:
+            if not taker.done():
+                taker.set_result(None)
 
     async def wait(self) -> None:
         """Until something may be there to take."""
-        if not any(self._waiting.values()) and (self._apart_out is not None or not self._apart):
+        if self._crowded() or (not any(self._waiting.values()) and (self._apart_out is not None or not self._apart)):
             taker = asyncio.get_running_loop().create_future()
             self._takers.append(taker)
             await taker
 
+    def _crowded(self) -> bool:
+        """Are as many groups under way as are good for all? Those that take long do not count."""
+        if len(self._out) < self._groups_at_once:
+            return False
+        loop = asyncio.get_running_loop()
+        quick = [since for since in self._out.values() if since > loop.time() - GROUP_QUICK_S]
+        if len(quick) < self._groups_at_once:
+            return False
+        if self._making_room is None:
+            self._making_room = loop.call_at(min(quick) + GROUP_QUICK_S + 0.001, self._make_room)
+        return True
+
+    def _make_room(self) -> None:
+        self._making_room = None
+        self.nudge()
+
     def take(self) -> list[Request]:
         """The next group: as many as one transaction holds, in order and of one guarantee; [] where there is none."""
+        if self._crowded():
+            return []
         group = self._take_apart() if self._apart and self._apart_out is None else []
         if group:
             self._apart_out = group
         else:
             group = take_group(min(self._waiting.values(), key=_head_arrived))
+        if group:
+            self._out[id(group)] = asyncio.get_running_loop().time()
         if any(self._waiting.values()):
             self.nudge()
         return group
 
     def returned(self, group: list[Request]) -> None:
-        """A group that `take` gave out is done with, well or not: the next one apart may go."""
+        """A group that `take` gave out is done with, well or not: another may go."""
+        self._out.pop(id(group), None)
         if self._apart_out is group:
             self._apart_out = None
-            if self._apart:
-                self.nudge()
+        if self._apart or any(self._waiting.values()):
+            self.nudge()
 
     def _take_apart(self) -> list[Request]:
         """One request that was in a failed group, alone; else what waits of one suspect topic."""

@@ -37,6 +37,7 @@ METADATA_PATIENCE_S: Final = 1.0
 # Kafka writes a transaction's markers behind its commit, which takes a millisecond or so; the next one waits for them.
 MARKERS_PAUSE_S: Final = 0.001
 MARKERS_PAUSE_MOST_S: Final = 0.02
+MOVED_PAUSE_S: Final = 0.02
 
 MAGIC: Final = 2  # of record batches, since Kafka 0.11
 NO_CODEC: Final = 0
@@ -44,6 +45,8 @@ SEQUENCES: Final = 2**31  # sequence numbers begin again at 0 (KIP-98)
 OK: Final = errors.NoError.errno
 CONCURRENT_TRANSACTIONS: Final = errors.ConcurrentTransactions.errno
 NOT_ATTEMPTED: Final = errors.OperationNotAttempted.errno
+# Clean answers that say: not written, its leader is another node (or none yet, of a topic that was just made).
+MOVED: Final = (errors.NotLeaderForPartitionError.errno, errors.LeaderNotAvailableError.errno)
 
 
 class Record(NamedTuple):
@@ -73,12 +76,13 @@ Partition = tuple[str, int]
 class Batch:
     """Records of one partition on their way: their places in the caller's order, and the broker's answer to them."""
 
-    __slots__ = ("answer", "builder", "members", "partition")
+    __slots__ = ("answer", "builder", "members", "partition", "payload")
 
     def __init__(self, partition: Partition, builder: DefaultRecordBatchBuilder) -> None:
         self.partition = partition
         self.builder = builder
         self.members: list[int] = []
+        self.payload = b""  # what is sent, once it is closed
         self.answer: tuple[int, int, int] | None = None  # error code, offset, timestamp in ms (-1: the records' own)
 
     def fate(self, records: Sequence[Record]) -> list[Place] | Refusal | None:
@@ -170,12 +174,23 @@ class _Life:
     def _advance(self, batch: Batch) -> None:
         present = self._sequences.get(batch.partition, 0)
         self._sequences[batch.partition] = (present + len(batch.members)) % SEQUENCES
+        batch.payload = batch.builder.build()
 
     async def send(self, batches: Sequence[Batch], leaders: Mapping[Partition, int], replicas_ms: int) -> None:
         """Send batches, those of a partition in their order, and wait until each has its answer.
 
-        Raises KafkaError or OSError where a request had none; the answers that came are there all the same.
+        Raises KafkaError or OSError where a request had none; the answers that came are there all the same. A batch is
+        sent again only where a broker has said that it wrote none of its partition's, for it does not lead that.
         """
+        await self._send_once(batches, leaders, replicas_ms)
+        while moved := _moved(batches):
+            await asyncio.sleep(MOVED_PAUSE_S)
+            await self.client.force_metadata_update()
+            leaders = {partition: await self.find_leader(partition) for partition in moved}
+            batches = [batch for batch in batches if batch.partition in moved]
+            await self._send_once(batches, leaders, replicas_ms)
+
+    async def _send_once(self, batches: Sequence[Batch], leaders: Mapping[Partition, int], replicas_ms: int) -> None:
         requests: list[tuple[int, list[Batch]]] = []
         for batch in batches:  # a request holds one batch of a partition at most
             node = leaders[batch.partition]
@@ -201,7 +216,7 @@ class _Life:
         topics: dict[str, list[tuple[int, bytes]]] = {}
         for batch in batches:
             topic, partition = batch.partition
-            topics.setdefault(topic, []).append((partition, batch.builder.build()))
+            topics.setdefault(topic, []).append((partition, batch.payload))
         answer = await self.client.send(
             node, ProduceRequest(self.transactional_id, -1, replicas_ms, list(topics.items()))
         )
@@ -238,6 +253,12 @@ class _Life:
         with contextlib.suppress(Exception):
             async with asyncio.timeout(CLOSE_PATIENCE_S):
                 await self.client.close()
+
+
+def _moved(batches: Sequence[Batch]) -> set[Partition]:
+    """Partitions of which a node wrote nothing at all, because it does not lead them."""
+    moved = {batch.partition for batch in batches if batch.answer is not None and batch.answer[0] in MOVED}
+    return moved - {batch.partition for batch in batches if batch.answer is None or batch.answer[0] not in MOVED}
 
 
 class Refused(Exception):

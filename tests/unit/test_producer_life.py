@@ -10,6 +10,7 @@ from aiokafka.errors import (
     DuplicateSequenceNumber,
     InvalidProducerEpoch,
     KafkaConnectionError,
+    LeaderNotAvailableError,
     MessageSizeTooLargeError,
     NotLeaderForPartitionError,
     OperationNotAttempted,
@@ -298,6 +299,33 @@ async def test_a_topic_without_an_answer_is_named_stuck() -> None:
     failed = await failure(producer, record("orders"), record("hangs"))
     assert set(failed.stuck) == {"hangs"}
     assert failed.verdict is Verdict.ABORTED
+
+
+async def test_what_its_broker_does_not_lead_is_sent_to_who_does() -> None:
+    """With the same sequence numbers: nothing of it was written."""
+    producer, kafka = transactional()
+    answers = iter([NotLeaderForPartitionError.errno, LeaderNotAvailableError.errno])
+
+    def moves(topic: str, partition: int) -> Met:
+        kafka.leaders["moves", 0] = 2
+        return next(answers, Place(1, -1)) if topic == "moves" else Place(3, -1)
+
+    kafka.produced = moves
+    assert await write(producer, record("orders"), record("moves")) == [Place(3, 5), Place(1, 5)]
+    assert [sequence for _, sequence, _ in kafka.batches("moves")] == [0, 0, 0]
+    assert len(kafka.batches("orders")) == 1
+    nodes = [node for node, request in kafka.requests if isinstance(request, ProduceRequest)]
+    assert nodes == [1, 2, 2, 1]
+
+
+async def test_where_one_batch_was_taken_the_other_is_not_sent_again() -> None:
+    """Its leader came back between the two: the first would follow the second."""
+    producer, kafka = transactional()
+    answers = iter([NotLeaderForPartitionError.errno])
+    kafka.produced = lambda topic, partition: next(answers, Place(1, -1))
+    failed = await failure(producer, *[record("a", 0, b"x" * 300, most=500) for _ in range(2)])
+    assert (failed.verdict, set(failed.stuck)) == (Verdict.ABORTED, {"a"})
+    assert len(kafka.batches("a")) == 2
 
 
 @pytest.mark.parametrize("code", [RequestTimedOutError.errno, NotLeaderForPartitionError.errno])

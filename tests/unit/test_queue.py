@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from service import request as module
 from service.errors import NOT_WRITTEN, Problem
 from service.request import WAITING_BYTES, Load, Queue, Request, Train, take_group
 from service.settings import GROUP_EVENT_BYTES_MAX, Settings
@@ -14,6 +15,7 @@ from service.states import RequestEvent
 from tests.unit.fakes import make_event, unheard
 
 SETTINGS = Settings(instance="test")
+MANY = 1_000_000  # groups at once
 # Requests that are made later are younger.
 ARRIVALS = iter(range(1_000_000))
 
@@ -54,7 +56,7 @@ def answered(queue: Queue, *requests: Request) -> None:
 
 
 async def test_requests_are_let_in_all_or_none() -> None:
-    queue = Queue(replace(SETTINGS, queue_events_max=3))
+    queue = Queue(replace(SETTINGS, queue_events_max=3), MANY)
     queue.admit([request("a"), request("b")])
     with pytest.raises(Problem) as raised:
         queue.admit([request("c"), request("d")])
@@ -65,14 +67,14 @@ async def test_requests_are_let_in_all_or_none() -> None:
 
 
 async def test_an_atomic_batch_counts_with_all_its_events() -> None:
-    queue = Queue(replace(SETTINGS, queue_events_max=2))
+    queue = Queue(replace(SETTINGS, queue_events_max=2), MANY)
     with pytest.raises(Problem):
         queue.admit([atomic("a", "b", "c")])
     assert (queue.events, queue.bytes, queue.take()) == (0, 0, [])
 
 
 async def test_bytes_are_bounded_too() -> None:
-    queue = Queue(replace(SETTINGS, queue_bytes_max=2 * WAITING_BYTES + 100))
+    queue = Queue(replace(SETTINGS, queue_bytes_max=2 * WAITING_BYTES + 100), MANY)
     queue.admit([large("a", 50)])
     with pytest.raises(Problem):
         queue.admit([large("b", 51)])
@@ -81,7 +83,7 @@ async def test_bytes_are_bounded_too() -> None:
 
 
 async def test_the_bounds_count_until_the_answer_and_not_until_the_taking() -> None:
-    queue = Queue(replace(SETTINGS, queue_events_max=1))
+    queue = Queue(replace(SETTINGS, queue_events_max=1), MANY)
     queue.admit([first := request("a")])
     assert queue.take() == [first]
     with pytest.raises(Problem):
@@ -94,7 +96,7 @@ async def test_the_bounds_count_until_the_answer_and_not_until_the_taking() -> N
 
 
 async def test_answered_requests_are_let_go_of_without_a_slot() -> None:
-    queue = Queue(SETTINGS)
+    queue = Queue(SETTINGS, MANY)
     queue.suspect("bad")
     requests = [request("a"), request("b", "bad"), request("c", guarantee=Guarantee.IDEMPOTENT)]
     queue.admit(requests)
@@ -105,7 +107,7 @@ async def test_answered_requests_are_let_go_of_without_a_slot() -> None:
 
 
 async def test_one_that_waits_long_does_not_keep_those_behind_it() -> None:
-    queue = Queue(SETTINGS)
+    queue = Queue(SETTINGS, MANY)
     patient, others = request("patient"), [request(str(n)) for n in range(1_200)]
     queue.admit([patient, *others])
     answered(queue, *others)
@@ -154,7 +156,7 @@ async def test_answered_requests_are_passed_over() -> None:
 
 
 async def test_a_group_has_one_guarantee_and_the_oldest_goes_first() -> None:
-    queue = Queue(SETTINGS)
+    queue = Queue(SETTINGS, MANY)
     queue.admit([request("a", guarantee=Guarantee.IDEMPOTENT), request("b"), request("c")])
     queue.admit([request("d", guarantee=Guarantee.IDEMPOTENT)])
     assert keys_of(queue.take()) == ["a", "d"]
@@ -162,7 +164,7 @@ async def test_a_group_has_one_guarantee_and_the_oldest_goes_first() -> None:
 
 
 async def test_what_goes_round_again_goes_first_and_in_its_order() -> None:
-    queue = Queue(SETTINGS)
+    queue = Queue(SETTINGS, MANY)
     queue.admit([request("a"), request("b"), request("c")])
     group = queue.take()
     queue.admit([request("d")])
@@ -175,7 +177,7 @@ async def test_what_goes_round_again_goes_first_and_in_its_order() -> None:
 
 
 async def test_a_suspect_topic_travels_apart_one_group_at_a_time() -> None:
-    queue = Queue(SETTINGS)
+    queue = Queue(SETTINGS, MANY)
     queue.suspect("bad")
     queue.admit([request("a", "bad"), request("b"), request("c", "bad")])
     apart = queue.take()
@@ -188,7 +190,7 @@ async def test_a_suspect_topic_travels_apart_one_group_at_a_time() -> None:
 
 
 async def test_a_request_that_was_in_a_failed_group_travels_alone() -> None:
-    queue = Queue(SETTINGS)
+    queue = Queue(SETTINGS, MANY)
     queue.suspect("bad")
     first, second = request("a", "bad"), request("b", "bad")
     first.failures = second.failures = 1
@@ -197,7 +199,7 @@ async def test_a_request_that_was_in_a_failed_group_travels_alone() -> None:
 
 
 async def test_a_topic_that_commits_travels_with_the_others_again() -> None:
-    queue = Queue(SETTINGS)
+    queue = Queue(SETTINGS, MANY)
     queue.suspect("bad")
     queue.admit([request("a", "bad"), request("b")])
     queue.trust({"bad"})
@@ -205,7 +207,7 @@ async def test_a_topic_that_commits_travels_with_the_others_again() -> None:
 
 
 async def test_suspects_of_several_topics_do_not_share_a_group() -> None:
-    queue = Queue(SETTINGS)
+    queue = Queue(SETTINGS, MANY)
     queue.suspect("bad")
     queue.suspect("worse")
     queue.admit([request("a", "bad"), request("b", "worse"), request("c", "bad")])
@@ -219,7 +221,7 @@ async def test_suspects_of_several_topics_do_not_share_a_group() -> None:
 
 
 async def test_a_taker_wakes_for_what_is_let_in_and_when_all_are_nudged() -> None:
-    queue = Queue(SETTINGS)
+    queue = Queue(SETTINGS, MANY)
     takers = [asyncio.create_task(queue.wait()) for _ in range(3)]
     await asyncio.sleep(0)
     queue.admit([request("a")])
@@ -231,7 +233,7 @@ async def test_a_taker_wakes_for_what_is_let_in_and_when_all_are_nudged() -> Non
 
 
 async def test_a_taker_that_was_cancelled_takes_no_nudge() -> None:
-    queue = Queue(SETTINGS)
+    queue = Queue(SETTINGS, MANY)
     gone, here = asyncio.create_task(queue.wait()), asyncio.create_task(queue.wait())
     await asyncio.sleep(0)
     gone.cancel()
@@ -239,3 +241,47 @@ async def test_a_taker_that_was_cancelled_takes_no_nudge() -> None:
     queue.admit([request("a")])
     async with asyncio.timeout(3.0):
         await here
+
+
+# ------------------------------------------------------------------------------------------------- groups at once
+
+
+async def test_no_more_groups_are_under_way_than_are_good() -> None:
+    """The third waits for one of the two to be done, and is the larger for it."""
+    queue = Queue(SETTINGS)
+    queue.admit([request("a")])
+    first = queue.take()
+    queue.admit([request("b")])
+    assert keys_of(queue.take()) == ["b"]
+    waiting = asyncio.create_task(queue.wait())
+    queue.admit([request("c")])
+    queue.admit([request("d")])
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    assert queue.take() == []
+    queue.returned(first)
+    await asyncio.wait_for(waiting, 1.0)
+    assert keys_of(queue.take()) == ["c", "d"]
+
+
+async def test_groups_that_hang_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GROUP_QUICK_S", 0.03)
+    queue = Queue(SETTINGS)
+    for key in ("a", "b"):
+        queue.admit([request(key)])
+        queue.take()
+    waiting = asyncio.create_task(queue.wait())
+    queue.admit([request("c")])
+    await asyncio.wait_for(waiting, 1.0)
+    assert keys_of(queue.take()) == ["c"]
+
+
+async def test_who_is_to_stop_is_woken_in_a_crowd() -> None:
+    queue = Queue(SETTINGS)
+    for key in ("a", "b"):
+        queue.admit([request(key)])
+        queue.take()
+    waiting = [asyncio.create_task(queue.wait()) for _ in range(2)]
+    await asyncio.sleep(0)
+    queue.nudge_all()
+    await asyncio.wait_for(asyncio.gather(*waiting), 1.0)

@@ -16,6 +16,8 @@ from service.states import IllegalMove, RequestEvent, RequestState
 from service.wire import event_id
 from tests.unit.fakes import unheard
 
+MANY = 1_000_000  # groups at once
+
 
 def request(name: str, topic: str = "t", size: int = 1, guarantee: Guarantee = Guarantee.EXACTLY_ONCE) -> Request:
     return Request([event(name, topic, size)], 0.0, 1.0, guarantee, unheard)
@@ -35,7 +37,7 @@ def names(group: Sequence[Request]) -> list[str]:
 
 
 def queue(**settings: Any) -> Queue:
-    return Queue(replace(Settings(), **settings))
+    return Queue(replace(Settings(), **settings), MANY)
 
 
 def answer(queue: Queue, request: Request) -> None:
