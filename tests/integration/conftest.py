@@ -85,6 +85,13 @@ class Stage:
             taken = sorted(int(slot) for slot in store.smembers(f"{prefix}o"))
             return [slot for slot in taken if not store.exists(f"{prefix}l{slot}")]
 
+    def holders(self) -> set[str]:
+        """The processes that hold the slots which somebody took; "" for a slot that nobody holds."""
+        prefix = f"{{{self.namespace}:0}}"
+        with self.redis.client() as store:
+            leases = [store.get(f"{prefix}l{int(slot)}") or b"" for slot in store.smembers(f"{prefix}o")]
+        return {lease.decode().partition("/")[0] for lease in leases}
+
     def violations(self, *topics: str, history: list[Attempt] | None = None) -> list[str]:
         return violations(self.kafka.bootstrap, topics, self.client.history if history is None else history)
 
