@@ -134,6 +134,9 @@ def play(row: Row, folder: Path, cluster: Cluster, seed: int | str = 1) -> Outco
             world.load.stop()
             wrong += world.load.mistakes + world.load.hanging
             verdict = world.check(audit=row.audit)
+            if world.repeatable:
+                world.notes.append(f"{verdict.duplicates} copies; the job named {verdict.named} events")
+                wrong += [] if verdict.duplicates else ["the row left no copy, so it shows nothing"]
         wrong += [f"{kind}: {text}" for kind, text in verdict.violations] + world.bugs()
         longest_s = 0.0 if world.load is None else world.load.longest_s
         return Outcome(row, wrong, recovery_s, verdict, longest_s, world.notes, time.monotonic() - begun)
