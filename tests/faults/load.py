@@ -88,6 +88,7 @@ class Load:
         asyncio.run_coroutine_threadsafe(self._cancel(), self._loop).result(ANSWER_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(ANSWER_S)
+        self._loop.close()
 
     async def _cancel(self) -> None:
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

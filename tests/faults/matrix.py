@@ -129,7 +129,10 @@ def play(row: Row, folder: Path, cluster: Cluster, seed: int | str = 1) -> Outco
             world.wait_acked(AFTERWARDS)
         except (NotRecovered, AssertionError, StackError) as error:
             wrong.append(f"{type(error).__name__}: {error}")
-        world.heal()
+        try:
+            world.heal()
+        except StackError as error:
+            wrong.append(f"did not heal: {error}")
         if world.load is not None:
             world.load.stop()
             wrong += world.load.mistakes + world.load.hanging
@@ -184,6 +187,7 @@ def run(names: Sequence[str], say: Callable[[str], None], seed: int = 1) -> list
             outcome = play(each, folder / each.name, cluster, seed)
             outcomes.append(outcome)
             say(describe(outcome))
+            write([outcome])
             if outcome.wrong:
                 say("\n".join(f"    {text}" for text in outcome.wrong[:20]) + f"\n    see {folder / each.name}")
                 clusters.drop()

@@ -68,7 +68,7 @@ class Options:
     services: int = 3
     pair: bool = True
     proxied: bool = True
-    keys_per_s: float = 45.0
+    keys_per_s: float = 55.0
     mutants: tuple[str, ...] = ()
     audit: bool = False
 
