@@ -7,7 +7,7 @@ from tests.faults.matrix import row
 from tests.faults.world import World
 
 
-@row("Redis flushed under load", in_run=True)
+@row("Redis flushed under load")
 def redis_flushed(world: World) -> None:
     world.redis.flush()
 

@@ -53,7 +53,7 @@ class Leg:
 
     played: list[Planned] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-    recoveries_s: list[float] = field(default_factory=list)
+    recoveries: list[tuple[tuple[str, ...], float]] = field(default_factory=list)  # the faults of a group, seconds
     verdict: Verdict = field(default_factory=Verdict)
     requests: int = 0
     longest_s: float = 0.0
@@ -88,7 +88,15 @@ def plan(seed: str, injectors: Sequence[Injector]) -> Iterator[Planned]:
             yield Planned(group, each.name, f"{seed}/{group}/{number}", pause_s)
 
 
-def play(folder: Path, cluster: Cluster, faults: Iterable[Planned], seconds: float, seed: str, options: Options) -> Leg:
+def play(
+    folder: Path,
+    cluster: Cluster,
+    faults: Iterable[Planned],
+    seconds: float,
+    seed: str,
+    options: Options,
+    say: Callable[[str], None] = lambda _: None,
+) -> Leg:
     """Play faults until they or the time have ended, and judge."""
     begun = time.monotonic()
     leg = Leg()
@@ -102,7 +110,9 @@ def play(folder: Path, cluster: Cluster, faults: Iterable[Planned], seconds: flo
                 group = list(together)
                 leg.played += group
                 _inject(world, group)
-                leg.recoveries_s.append(world.recovery_s(BOUND_S))
+                names = tuple(fault.name for fault in group)
+                leg.recoveries.append((names, world.recovery_s(BOUND_S)))
+                say(f"  {leg.recoveries[-1][1]:5.1f} s after {' + '.join(names)}")
                 time.sleep(group[0].pause_s)
             world.wait_acked(AFTERWARDS)
         except (NotRecovered, AssertionError, StackError) as error:
@@ -166,7 +176,7 @@ def run(
         while left_s > 0:
             name = f"{seed}/{len(legs)}"
             here = folder / f"leg-{len(legs)}"
-            leg = play(here, cluster, plan(name, usable), min(left_s, leg_minutes * 60), name, options)
+            leg = play(here, cluster, plan(name, usable), min(left_s, leg_minutes * 60), name, options, say)
             legs.append(leg)
             left_s -= leg_minutes * 60
             say(_line(name, leg))
@@ -209,23 +219,23 @@ def _fewest(
 
 
 def _line(name: str, leg: Leg) -> str:
-    recovery = f"recovered in {_quantiles(leg.recoveries_s)}" if leg.recoveries_s else ""
+    recovery = _quantiles([seconds for _, seconds in leg.recoveries])
     verdict = leg.verdict
     word = "FAILED" if leg.wrong else "ok"
     return (
         f"{word:<7}leg {name}: {verdict.acknowledged} of {verdict.keys} keys acknowledged, {len(leg.played)} faults, "
-        f"{verdict.lost} lost, {verdict.duplicates} duplicates, {leg.hanging} hanging; {recovery}; "
+        f"{verdict.lost} lost, {verdict.duplicates} duplicates, {leg.hanging} hanging; resumed after {recovery}; "
         f"longest wait {leg.longest_s:.1f} s ({leg.took_s:.0f} s)"
     )
 
 
 def _quantiles(values: Sequence[float]) -> str:
-    return f"p50 {statistics.median(values):.1f} s, max {max(values):.1f} s"
+    return f"p50 {statistics.median(values):.1f} s, max {max(values):.1f} s" if values else "-"
 
 
 def write(seed: int, minutes: float, legs: Sequence[Leg], options: Options) -> None:
     """results/soak.md."""
-    recoveries = [each for leg in legs for each in leg.recoveries_s]
+    recoveries = [each for leg in legs for each in leg.recoveries]
     verdicts = [leg.verdict for leg in legs]
     figures = {
         "seed": f"{seed}",
@@ -239,7 +249,7 @@ def write(seed: int, minutes: float, legs: Sequence[Leg], options: Options) -> N
         "duplicates": f"{sum(verdict.duplicates for verdict in verdicts)}",
         "hanging": f"{sum(leg.hanging for leg in legs)}",
         "violations of any kind": f"{sum(len(leg.wrong) for leg in legs)}",
-        "acknowledgements resumed after": _quantiles(recoveries),
+        "acknowledgements resumed after": _quantiles([seconds for _, seconds in recoveries]),
         "longest wait for an acknowledgement": f"{max(leg.longest_s for leg in legs):.1f} s",
         "reconciliation job": "of the checker's mind in every leg" if options.audit else "not run",
         "measured": machine(),
@@ -252,5 +262,11 @@ def write(seed: int, minutes: float, legs: Sequence[Leg], options: Options) -> N
         "every key posted again after each leg.\n\n"
         + table(("figure", "value"), {name: [value] for name, value in figures.items()})
         + "\n"
-        + table(("fault", "times"), {name: [str(count)] for name, count in sorted(kinds.items())})
+        + table(
+            ("fault", "times", "acknowledgements resumed after"),
+            {
+                name: [str(count), _quantiles([seconds for names, seconds in recoveries if name in names])]
+                for name, count in sorted(kinds.items())
+            },
+        )
     )
