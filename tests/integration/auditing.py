@@ -10,13 +10,21 @@ from deploy.local import java, places
 from deploy.local.stack import Process
 
 FINDINGS: Final = 3
-RUN_S: Final = 280
+RUN_S: Final = 600
 
 
 class Audit(Process):
     """One run over topics, with lake and report in `folder`."""
 
-    def __init__(self, bootstrap: str, namespace: str, folder: Path, topics: Sequence[str], *options: str) -> None:
+    def __init__(
+        self,
+        bootstrap: str,
+        namespace: str,
+        folder: Path,
+        topics: Sequence[str],
+        *options: str,
+        rules: Path | None = None,
+    ) -> None:
         super().__init__("audit", folder.absolute())
         self.lake = self.folder / "lake"
         self.report = self.folder / "report" / "report.json"
@@ -28,6 +36,7 @@ class Audit(Process):
             "FENCEPOST_KAFKA": bootstrap,
             "FENCEPOST_NAMESPACE": namespace,
             "FENCEPOST_JARS": str(places.jars("spark")),
+            "FENCEPOST_RULES": str(rules or ""),
         }
 
     def start(self) -> None:
@@ -36,10 +45,10 @@ class Audit(Process):
 
 
 def audit(
-    bootstrap: str, namespace: str, folder: Path, topics: Sequence[str], *options: str
+    bootstrap: str, namespace: str, folder: Path, topics: Sequence[str], *options: str, rules: Path | None = None
 ) -> tuple[int, dict[str, Any]]:
     """Run the job to its end: its exit status and its report."""
-    run = Audit(bootstrap, namespace, folder, topics, *options)
+    run = Audit(bootstrap, namespace, folder, topics, *options, rules=rules)
     run.start()
     try:
         status = run.wait(RUN_S)
