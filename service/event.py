@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -97,7 +98,9 @@ class Event:
         self.traceparent = traceparent  # of the HTTP request: not part of what was asked for
         self.id = id
         self.fp = fingerprint(topic, partition, record_key, headers, value)
-        self.bytes = len(value or b"") + len(record_key or b"") + sum(len(n) + len(v) for n, v in headers)
+        self.bytes = len(value or b"") + len(record_key or b"")
+        if headers:
+            self.bytes += sum(len(name) + len(content) for name, content in headers)
 
 
 def parse_key(raw: str | None) -> str:
@@ -138,7 +141,7 @@ def decode(decoder: Callable[[bytes], T], body: bytes | msgspec.Raw) -> T:
 
 def make_event(key: str, id: bytes, fields: EventBody, traceparent: bytes | None = None) -> Event:
     """An event from decoded fields; the rules that no type can say."""
-    if TOPIC.fullmatch(fields.topic) is None or fields.topic in (".", ".."):
+    if not _is_topic(fields.topic):
         raise _invalid("topic", "use 1 to 249 of letters, digits, '.', '_' and '-'")
     record_key = None if fields.key is None else fields.key.encode()
     value = _value(fields)
@@ -149,12 +152,17 @@ def make_event(key: str, id: bytes, fields: EventBody, traceparent: bytes | None
     if fields.timestamp is not None and not 0 <= fields.timestamp <= TIMESTAMP_MOST:
         raise _invalid("timestamp", "use milliseconds since 1970, 0 or more")
     headers = _headers(fields)
-    if any(name == TRACE_HEADER for name, _ in headers):
+    if traceparent is not None and any(name == TRACE_HEADER for name, _ in headers):
         traceparent = None  # the client's own goes with the event, once
     event = Event(key, id, fields.topic, record_key, value, headers, fields.partition, fields.timestamp, traceparent)
     if event.bytes > EVENT_BYTES_MAX:
         raise Problem(TOO_LARGE, f"value: the event has {event.bytes} bytes; at most {EVENT_BYTES_MAX} are taken")
     return event
+
+
+@lru_cache(maxsize=1024)
+def _is_topic(name: str) -> bool:
+    return TOPIC.fullmatch(name) is not None and name not in (".", "..")
 
 
 def _value(fields: EventBody) -> bytes | None:
@@ -170,7 +178,9 @@ def _value(fields: EventBody) -> bytes | None:
 
 
 def _headers(fields: EventBody) -> list[Header]:
-    headers = fields.headers or {}
+    headers = fields.headers
+    if not headers:
+        return []
     if len(headers) > HEADERS_MAX:
         raise _invalid("headers", f"at most {HEADERS_MAX} are taken")
     for name in headers:
@@ -233,9 +243,13 @@ def check_json(body: bytes) -> None:
     except UnicodeDecodeError as error:
         raise _not_json(f"is not UTF-8 (byte {error.start})") from None
     try:
-        parsed = _strict(text)
+        parsed, end = _scan(text, len(text) - len(text.lstrip(_BLANKS)))
     except json.JSONDecodeError as error:
         raise _not_json(f"is not JSON: {error.msg} at character {error.pos}") from None
+    except StopIteration as error:  # the scanner's own way to say that no value begins here
+        raise _not_json(f"is not JSON: Expecting value at character {error.value}") from None
+    if end != len(text.rstrip(_BLANKS)):
+        raise _not_json(f"is not JSON: Extra data at character {end}")
     if _SURROGATE_ESCAPE.search(body) and _has_lone_surrogate(parsed):
         raise _not_json("has a lone surrogate (\\ud800 to \\udfff without its pair)")
 
@@ -254,9 +268,11 @@ def _no_constant(name: str) -> Any:
 
 
 # Numbers stay text: their size is not ours to judge, and an integer of 5,000 digits is JSON.
-_strict = json.JSONDecoder(
+# Its scanner itself: `decode` around it costs as much again for a small body, and does no more than find the end.
+_scan = json.JSONDecoder(
     object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=str, parse_float=str
-).decode
+).scan_once  # type: ignore[attr-defined]
+_BLANKS: Final = " \t\n\r"
 
 
 def _depth(body: bytes) -> int:

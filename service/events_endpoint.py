@@ -191,6 +191,8 @@ def pick(headers: Iterable[tuple[bytes, bytes]]) -> Found:
 
 def check_type(content_type: str | None) -> None:
     """`application/json`, in UTF-8 if it says. Raises Problem (415)."""
+    if content_type == "application/json":
+        return
     media_type, _, parameters = (content_type or "").partition(";")
     charset = parameters.strip().lower().removeprefix("charset=").strip('"')
     if media_type.strip().lower() != "application/json" or (charset and charset != "utf-8"):

@@ -4,7 +4,10 @@ What is counted for each request or group has its labels bound once: looking the
 is a state of some part is asked of that part at each scrape (`set_function`), not written down as it changes.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Final
 
 from prometheus_client import (
@@ -16,6 +19,8 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 NAMESPACE: Final = "fencepost"
 LATENCY_S: Final = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -24,6 +29,57 @@ RECOVERY_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 # A counter's time of making would be one series more for each, and tells no more than the process's start.
 disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+class Tally(Collector):
+    """A counter in the making: what is counted for each request is a number here, and a sample at each scrape.
+
+    One thread counts and shows. The library's own counters are for several, with a lock for each increment.
+    """
+
+    def __init__(self, name: str, text: str, labels: Sequence[str]) -> None:
+        self._name = f"{NAMESPACE}_{name}"
+        self._text = text
+        self._labels = labels
+        self.counts: defaultdict[tuple[object, ...], int] = defaultdict(int)
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
+        for values, count in self.counts.items():
+            family.add_metric([str(value) for value in values], count)
+        yield family
+
+    def describe(self) -> Iterator[Metric]:
+        """Its name, without a sample: the registry asks, to refuse a second one."""
+        yield CounterMetricFamily(self._name, self._text, labels=self._labels)
+
+
+class Latencies(Collector):
+    """`request_seconds`, from a request to its answer, counted as in `Tally`."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[str, list[int]] = {}
+        self._sums: defaultdict[str, float] = defaultdict(float)
+
+    def observe(self, outcome: str, seconds: float) -> None:
+        """Count one answer; `outcome` is ok or problem."""
+        buckets = self._buckets.get(outcome)
+        if buckets is None:
+            buckets = self._buckets[outcome] = [0] * (len(LATENCY_S) + 1)
+        buckets[bisect_left(LATENCY_S, seconds)] += 1
+        self._sums[outcome] += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        (family,) = self.describe()
+        bounds = [*(str(float(bound)) for bound in LATENCY_S), "+Inf"]
+        for outcome, buckets in self._buckets.items():
+            family.add_metric([outcome], list(zip(bounds, accumulate(buckets), strict=True)), self._sums[outcome])
+        yield family
+
+    def describe(self) -> Iterator[HistogramMetricFamily]:
+        """Its name, without a sample."""
+        text = "From the request to its answer"
+        yield HistogramMetricFamily(f"{NAMESPACE}_request_seconds", text, labels=["outcome"])
 
 
 class Telemetry:
@@ -35,10 +91,11 @@ class Telemetry:
         self.ready = self._gauge("ready", "Whether it can write (1): a slot is ready, Redis and Kafka answer")
 
         # Requests, and the events in them.
-        self.requests = self._counter("requests", "HTTP requests to write, by status and code", "status", "code")
-        self.answers = self._counter("answers", "Answers to events, by status and code", "status", "code")
+        self.requests = self._tally("requests", "HTTP requests to write, by status and code", "status", "code")
+        self.answers = self._tally("answers", "Answers to events, by status and code", "status", "code")
         self.replays = self._counter("replays", "Answers that were given before")
-        self.latency = self._histogram("request_seconds", "From the request to its answer", LATENCY_S, "outcome")
+        self.latency = Latencies()
+        self.registry.register(self.latency)
         self.stages = self._histogram("stage_seconds", "Time of a group in a stage of its path", LATENCY_S, "stage")
         self.stage_queue, self.stage_claim, self.stage_kafka, self.stage_mark = (
             self.stages.labels(stage) for stage in ("queue", "claim", "kafka", "mark")
@@ -48,8 +105,6 @@ class Telemetry:
         self.queued_bytes = self._gauge("queue_bytes", "Bytes of events that wait or are being written")
         self.in_doubt = self._gauge("in_doubt_events", "Events whose fate the recovery of their slot has yet to tell")
         self.in_doubt_oldest = self._gauge("in_doubt_oldest_seconds", "For how long the oldest of them is in doubt")
-        self._requested: dict[tuple[int, str], Counter] = {}
-        self._answered: dict[tuple[int, str], tuple[Counter, Histogram]] = {}
 
         # Slots, and the store.
         self.slots = self._gauge("slots", "Slots of this process by state", "state")
@@ -89,22 +144,19 @@ class Telemetry:
     def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
         return Histogram(name, text, labels, namespace=NAMESPACE, registry=self.registry, buckets=buckets)
 
+    def _tally(self, name: str, text: str, *labels: str) -> "Tally":
+        tally = Tally(name, text, labels)
+        self.registry.register(tally)
+        return tally
+
     def requested(self, status: int, code: str) -> None:
         """Count one HTTP request to write, by its answer's status and the problem's code."""
-        count = self._requested.get((status, code))
-        if count is None:
-            count = self._requested[status, code] = self.requests.labels(status, code)
-        count.inc()
+        self.requests.counts[status, code] += 1
 
     def answered(self, code: str, status: int, latency_s: float) -> None:
         """Count one answer to an event, or to an atomic batch."""
-        bound = self._answered.get((status, code))
-        if bound is None:
-            outcome = self.latency.labels("ok" if status == 201 else "problem")
-            bound = self._answered[status, code] = self.answers.labels(status, code), outcome
-        count, latency = bound
-        count.inc()
-        latency.observe(latency_s)
+        self.answers.counts[status, code] += 1
+        self.latency.observe("ok" if status == 201 else "problem", latency_s)
 
     def render(self) -> bytes:
         """The text format of /metrics."""

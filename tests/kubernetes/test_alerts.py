@@ -13,7 +13,7 @@ from promql_parser import MatrixSelector, VectorSelector
 from deploy.local.places import ROOT
 from service.recovery import STORE_STATES
 from service.states import SlotState
-from service.telemetry import Telemetry
+from service.telemetry import Latencies, Tally, Telemetry
 from spark.findings import KINDS
 from spark.report import metrics
 from tests.kubernetes.rendering import HERE, Object, Rendered
@@ -31,10 +31,10 @@ def known() -> Known:
     """Every metric that a scrape can see, with its labels."""
     found: Known = {}
     for collector in Telemetry().registry._collector_to_names:
-        if not isinstance(collector, MetricWrapperBase):  # the process's memory and files
+        if not isinstance(collector, MetricWrapperBase | Tally | Latencies):  # the process's memory and files
             continue
-        labels = set(collector._labelnames)
         for metric in collector.describe():
+            labels = set(getattr(metric, "_labelnames", getattr(collector, "_labelnames", ())))
             for suffix in {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(metric.type, [""]):
                 found[metric.name + suffix] = labels | ({"le"} if suffix == "_bucket" else set())
     for line in metrics(AUDIT).splitlines():
