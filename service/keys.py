@@ -153,8 +153,7 @@ class RedisKeys:
 
     async def check(self) -> None:
         """Refuse a server that cannot keep the promise: SettingsError, one line that says what to change."""
-        info = _parse_info(await self._send("INFO", "server")) | _parse_info(await self._send("INFO", "memory"))
-        info |= _parse_info(await self._send("INFO", "replication"))
+        info = await self._info("server") | await self._info("memory") | await self._info("replication")
         version = info.get("redis_version", "0")
         if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:
             raise SettingsError(f"{PREFIX}REDIS names Redis {version}: use 6.2 or newer")
@@ -170,7 +169,7 @@ class RedisKeys:
 
     async def memory(self) -> tuple[int, int]:
         """Bytes that Redis uses, and its limit: maxmemory, or the memory of its machine where that is not set."""
-        info = _parse_info(await self._send("INFO", "memory"))
+        info = await self._info("memory")
         limit = int(info.get("maxmemory", 0)) or int(info.get("total_system_memory", 0))
         return int(info.get("used_memory", 0)), limit
 
@@ -287,6 +286,11 @@ class RedisKeys:
 
     # ----------------------------------------------------------------------------------------------- transport
 
+    async def _info(self, section: str) -> dict[str, str]:
+        lines = (await self._send("INFO", section)).decode().splitlines()
+        parts = (line.partition(":") for line in lines if ":" in line)
+        return {name: value.strip() for name, _, value in parts}
+
     async def _call(self, operation: str, *arguments: str | int | bytes) -> list[Any]:
         """Run one operation of keys.lua; the rest of its answer after OK. What fails is counted."""
         try:
@@ -392,8 +396,3 @@ def _blob(rows: Sequence[Row]) -> bytes:
 def _chunks(rows: Sequence[Row]) -> list[Sequence[Row]]:
     """At least one chunk: the last call of a replay does more than write rows."""
     return [rows[start : start + REPLAY_CHUNK] for start in range(0, len(rows), REPLAY_CHUNK)] or [()]
-
-
-def _parse_info(raw: bytes) -> dict[str, str]:
-    lines = (line.partition(":") for line in raw.decode().splitlines() if ":" in line)
-    return {name: value.strip() for name, _, value in lines}

@@ -56,7 +56,7 @@ class InternalTopics:
             if name not in found:
                 await self._cluster.create(name, partitions, settings)
         found = await self._described()
-        wrong = [line for name in self._wanted for line in self._faults(found[name])]
+        wrong = [line for name in self._wanted for line in self.faults(found[name])]
         if wrong:
             raise SettingsError("\n".join(wrong))
         if found[self.ledger].partitions < self._settings.slots_max:
@@ -75,7 +75,8 @@ class InternalTopics:
         """How many slots there are now: the ledger's number of partitions."""
         return (await self._cluster.partitions([self.ledger]))[self.ledger]
 
-    def _faults(self, topic: Topic) -> list[str]:
+    def faults(self, topic: Topic) -> list[str]:
+        """What of an internal topic is not as it must be, a line each that says what to set."""
         partitions, settings = self._wanted[topic.name]
         wrong = []
         if topic.name == self.ledger and topic.partitions > partitions:

@@ -6,7 +6,6 @@ import shutil
 import ssl
 import subprocess
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -69,17 +68,28 @@ class Authority:
         subprocess.run(["openssl", "req", *kind, *map(str, arguments)], check=True, capture_output=True, timeout=30)
 
 
+# Settings that the doctor has something to say of, and that harm nobody while nothing fails.
+CARELESS: Final = {
+    "unclean.leader.election.enable": "true",
+    "transaction.partition.verification.enable": "false",
+    "transaction.max.timeout.ms": "5000",
+    "transactional.id.expiration.ms": "3600000",
+    "connections.max.reauth.ms": "3600000",
+}
+
+
 class SecuredKafka(Kafka):
     """One broker with three doors: plain for the tests' own errands (a super user), SASL_SSL, and mutual TLS.
 
     Its certificate is for `localhost` and not for 127.0.0.1. Whoever comes in by the other doors may do nothing that
-    no ACL allows.
+    no ACL allows. A fourth door, plain too, leads astray: the broker says that it is reached by a port that is closed.
+    It is set up carelessly besides.
     """
 
-    def __init__(self, folder: Path, authority: Authority, settings: Mapping[str, str] | None = None) -> None:
+    def __init__(self, folder: Path, authority: Authority) -> None:
         super().__init__(folder)
         self.authority = authority
-        self.sasl_port, self.tls_port = free_port(), free_port()
+        self.sasl_port, self.tls_port, self.astray_port = free_port(), free_port(), free_port()
         server = authority.issue("broker", "DNS:localhost")
         plain, secure = f"PLAINTEXT://{self.bootstrap}", f"SASL_SSL://{self.secured},SSL://localhost:{self.tls_port}"
         # Java properties take a backslash for an escape, and JAAS once more.
@@ -87,9 +97,10 @@ class SecuredKafka(Kafka):
         sasl = "listener.name.sasl_ssl"
         modules = "org.apache.kafka.common.security"
         self.settings = {
-            "listeners": f"{plain},{secure},CONTROLLER://127.0.0.1:{self.controller_port}",
-            "advertised.listeners": f"{plain},{secure}",
-            "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,SASL_SSL:SASL_SSL,SSL:SSL",
+            "listeners": f"{plain},{secure},ASTRAY://{self.astray},CONTROLLER://127.0.0.1:{self.controller_port}",
+            "advertised.listeners": f"{plain},{secure},ASTRAY://127.0.0.1:1",
+            "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,ASTRAY:PLAINTEXT,CONTROLLER:PLAINTEXT,"
+            "SASL_SSL:SASL_SSL,SSL:SSL",
             "ssl.keystore.type": "PEM",
             "ssl.keystore.location": str(server.both),
             "ssl.truststore.type": "PEM",
@@ -100,7 +111,7 @@ class SecuredKafka(Kafka):
             f"{sasl}.plain.sasl.jaas.config": f'{modules}.plain.PlainLoginModule required user_{USER}="{quoted}";',
             "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
             "super.users": "User:ANONYMOUS",
-            **(settings or {}),
+            **CARELESS,
         }
 
     @property
@@ -112,6 +123,11 @@ class SecuredKafka(Kafka):
     def mutual(self) -> str:
         """Where clients with a certificate connect."""
         return f"localhost:{self.tls_port}"
+
+    @property
+    def astray(self) -> str:
+        """Where clients connect to be sent elsewhere."""
+        return f"127.0.0.1:{self.astray_port}"
 
     def start(self) -> None:
         super().start()

@@ -205,34 +205,36 @@ class Cluster:
                     await client.bootstrap()
                 except errors.KafkaConnectionError as error:
                     await client.close()
-                    raise errors.KafkaConnectionError(await self._why_not()) from error
+                    host, _, port = self.bootstrap.split(",")[0].strip().rpartition(":")
+                    why_not = await self.why_not(host.strip("[]"), int(port))
+                    raise errors.KafkaConnectionError(why_not or "it came and went") from error
                 except BaseException:
                     await client.close()
                     raise
                 self._client = client
             return self._client
 
-    async def _why_not(self) -> str:
-        """Why no connection comes about: aiokafka's `bootstrap` tells only that. A refused password must be named."""
-        host, _, port = self.bootstrap.split(",")[0].strip().rpartition(":")
+    async def why_not(self, host: str, port: int) -> str:
+        """Why no connection to an address comes about, or "". aiokafka's `bootstrap` does not tell.
+
+        A refused password, or a certificate for another name, must be named.
+        """
         try:
-            connection = await create_conn(
-                host.strip("[]"), int(port), request_timeout_ms=self.request_timeout_ms, **self._security
-            )
+            connection = await create_conn(host, port, request_timeout_ms=self.request_timeout_ms, **self._security)
         except (errors.KafkaError, OSError, TimeoutError) as error:
             return str(error) or type(error).__name__
         connection.close()
-        return "it closed the connection"
+        return ""
 
-    async def _ask(self, request: Any) -> Any:
-        """Ask any broker; another one where that does not answer, until the deadline."""
+    async def _ask(self, request: Any, node: int | None = None) -> Any:
+        """Ask any broker, another one where that does not answer, or this very node; until the deadline."""
         failed: BaseException | None = None
         try:
             async with asyncio.timeout(self.timeout_s):
                 for _ in range(ASK_TRIES):
                     client = await self._opened()
                     try:
-                        return await client.send(client.get_random_node(), request)
+                        return await client.send(client.get_random_node() if node is None else node, request)
                     except (errors.KafkaError, OSError) as error:
                         failed = error
                         await asyncio.sleep(RETRY_PAUSE_S)

@@ -64,6 +64,39 @@ async def read_through(
         await _stop(consumer)
 
 
+async def read_between(
+    cluster: Cluster, topic: str, spans: Mapping[int, tuple[int, int]], patience_s: float
+) -> AsyncGenerator[list[Item], None]:
+    """Yield the committed records of each partition from the first offset up to, and without, the second.
+
+    For whoever looks on: without a record of one's own to read through, "not there" is no proof. Raises KafkaAway where
+    nothing comes for `patience_s`.
+    """
+    consumer = _consumer(cluster, "read_committed")
+    waiting = {TopicPartition(topic, partition): span for partition, span in spans.items() if span[0] < span[1]}
+    try:
+        async with asyncio.timeout(patience_s):
+            await consumer.start()
+        consumer.assign(list(waiting))
+        for place, (start, _) in waiting.items():
+            consumer.seek(place, max(start, 0))
+        while waiting:
+            async with asyncio.timeout(patience_s):
+                batches: dict[TopicPartition, list[ConsumerRecord]] = {}
+                while not batches and waiting:
+                    batches = await consumer.getmany(*waiting, timeout_ms=100)
+                    # Markers are no records: only the position tells that the end is reached.
+                    at = {place: await consumer.position(place) for place in waiting}
+                    waiting = {place: span for place, span in waiting.items() if at[place] < span[1]}
+            for place, records in batches.items():
+                end = spans[place.partition][1]
+                yield [Item(place.partition, r.offset, r.key, r.value) for r in records if r.offset < end]
+    except (errors.KafkaError, OSError, TimeoutError, AssertionError) as error:
+        raise cluster.failed("read", f"{topic} cannot be read: {error!r}") from error
+    finally:
+        await _stop(consumer)
+
+
 async def ends(cluster: Cluster, topic: str, partitions: Sequence[int]) -> dict[int, int]:
     """The high watermark of each partition: the offset of its next record, committed or not. Raises KafkaAway."""
     places = [TopicPartition(topic, partition) for partition in partitions]

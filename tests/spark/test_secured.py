@@ -11,8 +11,10 @@ import pytest
 from pyspark.sql import SparkSession
 
 from deploy.local.stack import Service
+from service.cli.doctor import examine
+from service.cli.finding import Level
 from service.settings import Settings as ServiceSettings
-from service.shared import SharedSettings
+from service.shared import Rules, SharedSettings
 from spark import job
 from spark.errors import CannotRun
 from spark.kafka import Broker
@@ -61,6 +63,8 @@ async def test_an_event_goes_from_its_post_to_a_clean_report(
         asked = events(topic, EVENTS)
         await client.load([service.url], asked)
         assert all(attempt.replayed for attempt in await client.load([service.url], asked))
+    looked_at = {finding.check: finding for finding in await examine(ServiceSettings.from_env(environment), Rules())}
+    assert looked_at["clocks.kafka"].level is Level.OK  # by a journal record without answers, which is no reject
     service.stop()
 
     shared = SharedSettings.from_env({**environment, "FENCEPOST_KAFKA_SASL_USERNAME": "audit"})
@@ -69,7 +73,7 @@ async def test_an_event_goes_from_its_post_to_a_clean_report(
     outcome = job.run(spark, Settings(shared=shared, options=options), told.append)
     assert outcome.status == 0
     report = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert (report["run"]["verdict"], report["findings"]) == ("clean", [])
+    assert (report["run"]["verdict"], report["findings"], report["evidence"]["rejects"]) == ("clean", [], 0)
     assert (report["balance"]["accepted"], report["balance"]["delivered_once"]) == (EVENTS, EVENTS)
 
     # The password is in nothing that was written or told, nor on the command line of any process.

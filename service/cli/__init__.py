@@ -1,0 +1,16 @@
+"""The command line: `fencepost`, or `python -m service.cli` where only the folder is there."""
+
+import importlib.util
+import sys
+
+
+def main() -> int:
+    """Run the command line; exit status 2 where what it needs is not installed."""
+    missing = [name for name in ("typer", "rich", "aiokafka", "redis") if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.stderr.write(f"{', '.join(missing)} not installed: pip install 'fencepost[service]'\n")
+        return 2
+    from service.cli.commands import app
+
+    app(prog_name="fencepost")
+    return 0

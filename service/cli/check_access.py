@@ -1,0 +1,94 @@
+"""What the service's user must be allowed, as functions of what was seen. Operations are Kafka's own."""
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Final
+
+from service.cli.finding import Finding, Level, grouped, judged
+from service.kafka.survey import Census, Operation, Seen
+from service.shared import Rules
+from service.topics import InternalTopics
+from service.wire import transactional_id
+
+# What the service does with its own topics, and with those of others.
+OWN: Final = (Operation.DESCRIBE, Operation.DESCRIBE_CONFIGS, Operation.READ, Operation.WRITE)
+THEIRS: Final = (Operation.DESCRIBE, Operation.WRITE)
+
+
+def missing(needed: Sequence[Operation], may: frozenset[Operation]) -> str:
+    """The operations that are needed and not allowed, as Kafka's tools write them."""
+    return ", ".join(operation.name.title().replace("_", "") for operation in needed if operation not in may)
+
+
+def own_topics_allowed(
+    census: Census, names: Sequence[str], creatable: Mapping[str, bool], grows: bool
+) -> list[Finding]:
+    """Whether Fencepost's own topics may be used as it does; those that are not there yet, made."""
+    rows: list[tuple[str, Finding]] = []
+    check = "access.own-topics"
+    for name in names:
+        if name in census.hidden:
+            rows.append((name, Finding(check, Level.ERROR, "may not be described", _allow("Describe"))))
+        elif name in census.topics:
+            needed = (*OWN, Operation.ALTER) if grows and name.endswith(".ledger") else OWN
+            lacking = missing(needed, census.topics[name].may)
+            text = f"no leave to {lacking}" if lacking else "may be read and written"
+            rows.append((name, judged(check, not lacking, text, _allow(lacking))))
+        else:
+            text = "not there yet, and may be made" if creatable[name] else "not there, and may not be made"
+            rows.append((name, judged(check, creatable[name], text, _allow("Create"))))
+    return grouped(rows)
+
+
+def slots_allowed(may: Mapping[int, frozenset[Operation]], namespace: str) -> list[Finding]:
+    """Whether the service may produce under the transactional ids of its slots."""
+    remedy = _allow("Describe and Write", f"transactional ids that begin with {namespace}.slot.")
+    rows: list[tuple[str, Finding]] = []
+    for slot, operations in may.items():
+        lacking = missing((Operation.DESCRIBE, Operation.WRITE), operations)
+        text = f"no leave to {lacking}" if lacking else "may be produced under"
+        rows.append((transactional_id(namespace, slot), judged("access.slots", not lacking, text, remedy)))
+    return grouped(rows)
+
+
+def _allow(what: str, on: str = "this topic") -> str:
+    return f"allow the service's user {what} on {on} (kafka-acls --add)"
+
+
+def names_of_rules(rules: Rules) -> list[str]:
+    """The topics that the rules name in full."""
+    return [rule.pattern for rule in rules.topics if not set(rule.pattern) & set("*?[")]
+
+
+def data_topics(census: Census, rules: Rules, internal: InternalTopics) -> dict[str, Seen]:
+    """The topics that the rules speak of; without rules, all that the service may write to."""
+    others = {name: seen for name, seen in census.topics.items() if not internal.reserved(name)}
+    if not rules.topics:
+        return {name: seen for name, seen in others.items() if Operation.WRITE in seen.may}
+    return {name: seen for name, seen in others.items() if any(fnmatchcase(name, r.pattern) for r in rules.topics)}
+
+
+def data_topics_allowed(census: Census, found: Mapping[str, Seen], rules: Rules) -> list[Finding]:
+    """Whether events may be written to the topics that the rules name, and whether those are there."""
+    check = "access.data-topics"
+    rows: list[tuple[str, Finding]] = []
+    for name in names_of_rules(rules):
+        if name in census.hidden:
+            rows.append((name, Finding(check, Level.ERROR, "may not be described", _allow("Describe, Write"))))
+        elif name not in census.topics:
+            change = "make it: the service makes none, and answers 404 until then"
+            rows.append((name, Finding("topics.data-there", Level.WARNING, "not there", change)))
+    for name, seen in found.items():
+        lacking = missing(THEIRS, seen.may)
+        unread = missing((Operation.DESCRIBE_CONFIGS,), seen.may)
+        if lacking or not unread:
+            text = f"no leave to {lacking}" if lacking else "may be written"
+            rows.append((name, judged(check, not lacking, text, _allow(lacking))))
+        else:
+            text = "no leave to DescribeConfigs: what is too large is sent and refused, one transaction each"
+            rows.append((name, Finding(check, Level.WARNING, text, _allow(unread))))
+    if not rows:
+        change = "make a topic for events, or allow the service's user Write on one"
+        rows.append(("", Finding(check, Level.WARNING, "no topic that may be written", change)))
+        return [finding for _, finding in rows]
+    return grouped(rows)

@@ -1,0 +1,179 @@
+"""What must be so of brokers, as functions of what was seen. Names are Kafka's own."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, NamedTuple
+
+from service.cli.finding import Finding, Level, grouped, judged
+from service.kafka.survey import Census
+from service.settings import Settings
+
+# What Kafka needs to keep what it acknowledged, though one broker is lost.
+REPLICAS: Final = 3
+MIN_ISR: Final = 2
+TRANSACTION_LOG: Final = "__transaction_state"
+VERIFICATION: Final = "transaction.partition.verification.enable"
+# A slot that nobody has used for so long is recovered at its next use: not worth doing every hour.
+ID_EXPIRATION_LEAST_MS: Final = 24 * 3_600_000
+
+BrokerSettings = Mapping[int, Mapping[str, str]]
+"""By the broker's number: its effective settings."""
+
+
+def brokers(census: Census) -> Iterator[Finding]:
+    """How many there are, and whether each is reached by the address that it gives."""
+    number = len(census.nodes)
+    yield judged(
+        "kafka.brokers",
+        number >= REPLICAS,
+        f"{number} broker{'s' if number != 1 else ''}",
+        f"run {REPLICAS} or more, in as many zones: fewer cannot keep what one of them acknowledged",
+    )
+    yield from grouped(
+        (
+            f"broker {node.id}",
+            judged(
+                "kafka.advertised",
+                not node.why_not,
+                "reached by the address that it gives" if not node.why_not else f"{node.address}: {node.why_not}",
+                "set advertised.listeners on it to an address that clients reach from here",
+            ),
+        )
+        for node in census.nodes
+    )
+
+
+class Rule(NamedTuple):
+    """A broker's setting: its check's name, when it is well, how much it matters where not, and what to change."""
+
+    check: str
+    setting: str
+    well: Callable[[str], bool]
+    otherwise: Level
+    change: str
+
+
+def at_least(least: int) -> Callable[[str], bool]:
+    return lambda value: int(value) >= least
+
+
+def broker_rules(settings: Settings, topics_there: bool) -> Iterator[Rule]:
+    """`topics_there`: Fencepost's own topics are made already, so the defaults are for the topics of others alone."""
+    default = Level.WARNING if topics_there else Level.ERROR
+    yield Rule(
+        "kafka.default-replication",
+        "default.replication.factor",
+        at_least(REPLICAS),
+        default,
+        f"set {REPLICAS} on the brokers: Fencepost makes its own topics with it",
+    )
+    yield Rule(
+        "kafka.min-isr",
+        "min.insync.replicas",
+        at_least(MIN_ISR),
+        default,
+        f"set {MIN_ISR} on the brokers: with less, one disk alone may acknowledge, and be lost",
+    )
+    yield Rule(
+        "kafka.unclean-election",
+        "unclean.leader.election.enable",
+        lambda value: value == "false",
+        Level.ERROR,
+        "set false on the brokers: a leader that lags takes acknowledged events back",
+    )
+    yield Rule(
+        "kafka.transaction-verification",
+        VERIFICATION,
+        lambda value: value == "true",
+        Level.ERROR,
+        "set true on the brokers: without it a late write can leave a transaction open for ever (KIP-890)",
+    )
+    yield Rule(
+        "kafka.transaction-log-min-isr",
+        "transaction.state.log.min.isr",
+        at_least(MIN_ISR),
+        Level.ERROR,
+        f"set {MIN_ISR} on the brokers: the fate of transactions must not be one disk's alone",
+    )
+    yield Rule(
+        "kafka.transaction-timeout",
+        "transaction.max.timeout.ms",
+        at_least(settings.transaction_timeout_ms),
+        Level.ERROR,
+        f"set {settings.transaction_timeout_ms} or more on the brokers, or a smaller "
+        "FENCEPOST_TRANSACTION_TIMEOUT_MS: they refuse every producer otherwise",
+    )
+    yield Rule(
+        "kafka.id-expiration",
+        "transactional.id.expiration.ms",
+        at_least(ID_EXPIRATION_LEAST_MS),
+        Level.WARNING,
+        f"set {ID_EXPIRATION_LEAST_MS} (a day) or more on the brokers: a slot that was idle for longer is recovered "
+        "before its next event",
+    )
+    if settings.kafka_sasl:
+        yield Rule(
+            "kafka.reauthentication",
+            "connections.max.reauth.ms",
+            lambda value: value == "0",
+            Level.WARNING,
+            "set 0 for the listener: the service does not authenticate anew (KIP-368), so that each connection ends "
+            "at that age, and a slot is recovered",
+        )
+
+
+def broker_settings(found: BrokerSettings, settings: Settings, topics_there: bool) -> Iterator[Finding]:
+    """The brokers' settings, each broker's for itself."""
+    if not found:
+        yield Finding(
+            "kafka.settings",
+            Level.WARNING,
+            "the brokers' settings may not be read, so nothing is said of them",
+            "allow this user DescribeConfigs on the cluster, or run the doctor as one who may",
+        )
+        return
+    yield from grouped(
+        (
+            f"broker {node}",
+            judged(
+                "kafka.version",
+                VERIFICATION in values,
+                "3.6 or newer" if VERIFICATION in values else "older than 3.6: it cannot verify transactions",
+                "run 3.6 or newer (KIP-890)",
+            ),
+        )
+        for node, values in found.items()
+    )
+    for rule in broker_rules(settings, topics_there):
+        yield from grouped(
+            (
+                f"broker {node}",
+                judged(
+                    rule.check,
+                    rule.well(values[rule.setting]),
+                    f"{rule.setting}={values[rule.setting]}",
+                    rule.change,
+                    rule.otherwise,
+                ),
+            )
+            for node, values in found.items()
+            if rule.setting in values
+        )
+
+
+def transaction_log(census: Census, found: BrokerSettings) -> Iterator[Finding]:
+    """Replication of the coordinators' log: as it is, or as it would be made."""
+    name = "transaction.state.log.replication.factor"
+    seen = census.topics.get(TRANSACTION_LOG)
+    if seen is not None:
+        replication, text = seen.replication, f"{TRANSACTION_LOG} has {seen.replication} replica(s)"
+    elif found:
+        replication = min(int(values.get(name, REPLICAS)) for values in found.values())
+        text = f"{name}={replication}"
+    else:
+        return
+    yield judged(
+        "kafka.transaction-log",
+        replication >= REPLICAS,
+        text,
+        f"set {name}={REPLICAS} on the brokers, and reassign {TRANSACTION_LOG} if it is there already",
+    )

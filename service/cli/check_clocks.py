@@ -1,0 +1,29 @@
+"""Clocks: how far each may be from this machine's."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from service.cli.finding import Finding, Level, judged
+
+# Answers carry times, and people compare logs.
+APART_WARNING_MS: Final = 1_000
+# The audit's grace (--grace-s): beyond it, it may call lost what is only late.
+APART_ERROR_MS: Final = 60_000
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """How far a clock is ahead of this machine's, and how well that is known: ms."""
+
+    ahead_ms: float
+    give_or_take_ms: float
+
+
+def clock(check: str, whose: str, seen: Clock) -> Finding:
+    """A finding about one clock, against this machine's."""
+    apart_ms = max(0.0, abs(seen.ahead_ms) - seen.give_or_take_ms)
+    side = "ahead of" if seen.ahead_ms > 0 else "behind"
+    text = f"{abs(seen.ahead_ms):.0f} ms {side} this machine's, give or take {max(1.0, seen.give_or_take_ms):.0f} ms"
+    otherwise = Level.ERROR if apart_ms > APART_ERROR_MS else Level.WARNING
+    change = f"keep {whose} clock and this machine's by NTP: the audit waits {APART_ERROR_MS // 1000} s for the late"
+    return judged(check, apart_ms <= APART_WARNING_MS, text, change, otherwise)

@@ -1,0 +1,82 @@
+"""What must be so of topics, Fencepost's own and those for events, as functions of what was seen."""
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from service.cli.check_brokers import MIN_ISR, REPLICAS
+from service.cli.finding import Finding, Level, grouped, judged
+from service.kafka.cluster import Topic
+from service.kafka.survey import Census, Seen
+from service.settings import EVENT_BYTES_MAX
+from service.topics import InternalTopics
+
+# The audit comes by the hour, and a run that failed is noticed and made up for within a day.
+RETENTION_LEAST_MS: Final = 24 * 3_600_000
+# Around an event: the record's own overhead, our headers and the batch's.
+ENVELOPE_BYTES: Final = 2_048
+
+
+def own_topics(topics: Mapping[str, Topic], internal: InternalTopics, census: Census, slots_max: int) -> list[Finding]:
+    """Settings, partitions and replicas of Fencepost's own topics, as far as they are there."""
+    rows: list[tuple[str, Finding]] = []
+    for name, topic in topics.items():
+        faults = internal.faults(topic)
+        for fault in faults:
+            found, _, change = fault.partition(": ")
+            rows.append((name, Finding("topics.own-settings", Level.ERROR, found, change)))
+        if not faults:
+            rows.append((name, Finding("topics.own-settings", Level.OK, "cleanup, retention and timestamps are right")))
+        rows.append((name, replicas("topics.own-replicas", topic, census.topics[name])))
+    ledger = topics.get(internal.ledger)
+    if ledger is not None and ledger.partitions < slots_max:
+        text = f"{ledger.partitions} partitions, which the next start raises to FENCEPOST_SLOTS_MAX={slots_max}"
+        rows.append((ledger.name, Finding("topics.own-partitions", Level.OK, text)))
+    return grouped(rows)
+
+
+def replicas(check: str, topic: Topic, seen: Seen) -> Finding:
+    """Replication and min ISR of one topic; the latter as far as it may be read."""
+    least = topic.settings.get("min.insync.replicas")
+    return judged(
+        check,
+        seen.replication >= REPLICAS and int(least or MIN_ISR) >= MIN_ISR,
+        f"replication {seen.replication}" + (f", min.insync.replicas={least}" if least else ""),
+        f"reassign it to {REPLICAS} replicas and set min.insync.replicas={MIN_ISR} on it",
+    )
+
+
+def data_topic_settings(topics: Mapping[str, Topic], found: Mapping[str, Seen]) -> list[Finding]:
+    """Settings of the topics for events, as far as they may be read."""
+    rows: list[tuple[str, Finding]] = []
+    for name, topic in topics.items():
+        rows.append((name, replicas("topics.data-replicas", topic, found[name])))
+        if topic.settings:
+            rows += [(name, finding) for finding in _of_data_topic(topic)]
+    return grouped(rows)
+
+
+def _of_data_topic(topic: Topic) -> Iterator[Finding]:
+    policy = topic.settings.get("cleanup.policy", "delete")
+    yield judged(
+        "topics.data-compaction",
+        "compact" not in policy,
+        f"cleanup.policy={policy}",
+        "know that events without a key are refused, and that the audit cannot count what was compacted",
+        Level.WARNING,
+    )
+    yield judged(
+        "topics.data-message-bytes",
+        topic.message_bytes_max >= EVENT_BYTES_MAX + ENVELOPE_BYTES,
+        f"max.message.bytes={topic.message_bytes_max}",
+        f"set {EVENT_BYTES_MAX + ENVELOPE_BYTES} or more, or expect 413 for larger events, which the service takes up "
+        f"to {EVENT_BYTES_MAX} bytes otherwise",
+        Level.WARNING,
+    )
+    kept_ms = int(topic.settings.get("retention.ms", -1))
+    yield judged(
+        "topics.data-retention",
+        "delete" not in policy or kept_ms < 0 or kept_ms >= RETENTION_LEAST_MS,
+        "kept for ever" if kept_ms < 0 else f"kept for {kept_ms / 3_600_000:g} h",
+        f"set retention.ms={RETENTION_LEAST_MS} or more: the audit cannot look at what is gone",
+        Level.WARNING,
+    )

@@ -1,0 +1,140 @@
+"""The commands: what each takes, what it prints, how it ends."""
+
+import asyncio
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Coroutine
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import structlog
+import typer
+
+from service.cli import doctor as doctors
+from service.cli import look, show
+from service.cli.finding import Level, worst
+from service.errors import KafkaAway, Problem, StoreAway, StoreLost, StoreUnanswered
+from service.event import parse_key
+from service.settings import Settings
+from service.shared import Rules, SettingsError
+from service.wire import ledger_topic
+
+ERRORS_FOUND = 1
+CANNOT = 2
+
+T = TypeVar("T")
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+app = typer.Typer(
+    help="Exactly once into Apache Kafka, over HTTP. Every command reads the same FENCEPOST_ variables as the service.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.command()
+def serve() -> None:
+    """Serve until SIGTERM or SIGINT, as `python -m service` does."""
+    from service.__main__ import main
+
+    raise typer.Exit(main())
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    options_metavar="--lake DIR --report DIR [...]",
+)
+def reconcile(context: typer.Context) -> None:
+    """Audit what was delivered against what was requested, as `python -m spark` does (its --help tells the options).
+
+    Ends with 0: clean, 3: findings, 2: could not run.
+    """
+    if importlib.util.find_spec("pyspark") is None or importlib.util.find_spec("spark") is None:
+        give_up("the audit is not installed here: pip install 'fencepost[spark]' (it needs Java 17 besides)")
+    os.execv(sys.executable, [sys.executable, "-m", "spark", *context.args])  # noqa: S606 - this very Python
+
+
+@app.command()
+def slots(as_json: AsJson = False) -> None:
+    """Show who holds which slot, in which term, and how far the ledger is applied."""
+    settings = settings_or_exit()
+    found = run(look.slots(settings))
+    if as_json:
+        show.document(
+            {"store": found.store, "generation": found.generation, "slots": [r.document() for r in found.rows]}
+        )
+    elif not found.rows:
+        give_up(f"there is no topic {ledger_topic(settings.namespace)}: the first start of the service makes it")
+    else:
+        show.slots(found)
+
+
+@app.command()
+def key(
+    text: Annotated[str, typer.Argument(metavar="KEY", help="The idempotency key, quoted or bare.")],
+    scope: Annotated[str, typer.Option(help="The caller's name, where callers have one.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show what Redis and the ledger know of a key. Ends with 1 where neither knows it: no proof that it is nowhere."""
+    settings = settings_or_exit()
+    try:
+        bare = parse_key(text)
+    except Problem as problem:
+        give_up(problem.detail)
+    with show.progress("reading the ledger") as tell:
+        found = run(look.key(settings, bare, scope, doctors.now_ms(), tell))
+    if as_json:
+        show.document({"key": bare, "scope": scope, **found.document()})
+    else:
+        show.key(found, settings)
+    raise typer.Exit(0 if found.known else ERRORS_FOUND)
+
+
+@app.command()
+def doctor(
+    rate: Annotated[
+        float | None, typer.Option(min=0, help="Events/s to expect; measured from the ledger's growth if not given.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Look at brokers, ACLs, topics, Redis and clocks, and say what to change.
+
+    Each finding is ok, a warning (slower, hidden or late) or an error (the promise does not hold, or the service cannot
+    work). Ends with 0 where there is no error, else 1; 2 where a setting is wrong.
+    """
+    settings = settings_or_exit()
+    try:
+        rules = Rules.read(settings.rules)
+    except SettingsError as error:
+        give_up(str(error))
+    findings = run(doctors.examine(settings, rules, rate))
+    if as_json:
+        show.document({"verdict": worst(findings).value, "findings": [finding.document() for finding in findings]})
+    else:
+        show.findings(findings)
+    raise typer.Exit(ERRORS_FOUND if worst(findings) is Level.ERROR else 0)
+
+
+def settings_or_exit() -> Settings:
+    try:
+        return Settings.from_env()
+    except SettingsError as error:
+        give_up(str(error))
+
+
+def run(looking: Coroutine[Any, Any, T]) -> T:
+    """Run what looks on, without a log; where Kafka or Redis do not answer, one line says so."""
+    structlog.configure(logger_factory=structlog.stdlib.LoggerFactory())
+    logging.disable()
+    try:
+        return asyncio.run(looking)
+    except (KafkaAway, StoreAway, StoreUnanswered, StoreLost) as error:
+        give_up(f"{error}; `fencepost doctor` tells more")
+
+
+def give_up(why: str) -> NoReturn:
+    typer.echo(why, err=True)
+    raise typer.Exit(CANNOT)

@@ -1,0 +1,183 @@
+"""`fencepost doctor`: looks at brokers, ACLs, topics, Redis and clocks, and says what to change.
+
+It writes nothing but one record of the journal without answers, whose timestamp is the broker's clock.
+"""
+
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+
+from service.cli import check_access, check_brokers, check_clocks, check_redis, check_topics
+from service.cli.check_clocks import Clock
+from service.cli.check_redis import Rate
+from service.cli.finding import Finding, Level
+from service.cli.parts import keys_view, survey
+from service.errors import KafkaAway, StoreAway, StoreUnanswered
+from service.kafka.cluster import Topic
+from service.kafka.producer import IdempotentProducer, Place, Record
+from service.kafka.reader import ends, offsets_since, read_between
+from service.kafka.survey import Census, Operation, Survey
+from service.keys_view import KeysView
+from service.settings import Settings
+from service.shared import Rules
+from service.topics import InternalTopics
+from service.wire import LedgerRecord, WireError, decode_ledger, encode_answers, transactional_id
+
+# How far back the ledger's growth is measured, and how many of its last records a partition tell of all.
+GROWTH_S: Final = 600
+SAMPLE_RECORDS: Final = 200
+# Of several looks at a clock, the quickest knows best.
+LOOKS: Final = 3
+
+Now = Callable[[], float]
+"""This machine's clock, epoch ms."""
+
+
+def now_ms() -> float:
+    return time.time() * 1000
+
+
+async def examine(settings: Settings, rules: Rules, rate: float | None = None, now: Now = now_ms) -> list[Finding]:
+    """Everything that there is to find, well or not. `rate` is in events/s; measured from the ledger if not given."""
+    async with survey(settings) as kafka, keys_view(settings) as keys:
+        findings, measured = await _kafka(kafka, settings, rules, now)
+        known = Rate(rate, "as told") if rate is not None else measured
+        return findings + await _redis(keys, settings, known, now)
+
+
+# ----------------------------------------------------------------------------------------------------------- Kafka
+
+
+async def _kafka(kafka: Survey, settings: Settings, rules: Rules, now: Now) -> tuple[list[Finding], Rate | None]:
+    internal = InternalTopics(kafka, settings)
+    own = [internal.ledger, internal.requests, internal.control]
+    findings: list[Finding] = []
+    try:
+        census = await kafka.census([*own, *check_access.names_of_rules(rules)])
+        findings.append(Finding("kafka.reachable", Level.OK, f"{settings.kafka} answers"))
+        findings += check_brokers.brokers(census)
+        reached = [node.id for node in census.nodes if not node.why_not]
+        if not reached:
+            return findings, None
+        found = {node: values for node in reached if (values := await kafka.settings_of(node)) is not None}
+        findings += check_brokers.broker_settings(
+            found, settings, topics_there=all(name in census.topics for name in own)
+        )
+        findings += check_brokers.transaction_log(census, found)
+        findings += await _access(kafka, settings, census, own)
+        findings += await _topics(kafka, settings, rules, census, internal, own)
+        rate = None
+        if _may(census, internal.ledger, Operation.READ):
+            rate = await ledger_rate(kafka, internal.ledger, census.topics[internal.ledger].partitions, now())
+        if _may(census, internal.requests, Operation.WRITE):
+            findings.append(await _brokers_clock(kafka, settings, internal.requests, now))
+        return findings, rate
+    except KafkaAway as error:
+        change = "check FENCEPOST_KAFKA, the network, and the settings FENCEPOST_KAFKA_SECURITY_PROTOCOL and after it"
+        return [*findings, Finding("kafka.reachable", Level.ERROR, str(error), change)], None
+
+
+async def _access(kafka: Survey, settings: Settings, census: Census, own: list[str]) -> list[Finding]:
+    absent = [name for name in own if name not in census.topics and name not in census.hidden]
+    creatable = {name: await kafka.may_create(name) for name in absent}
+    ledger = census.topics.get(own[0])
+    grows = ledger is not None and ledger.partitions < settings.slots_max
+    slots = sorted({0, settings.slots_max - 1})
+    may = {slot: await kafka.may_produce_as(transactional_id(settings.namespace, slot)) for slot in slots}
+    return [
+        *check_access.own_topics_allowed(census, own, creatable, grows),
+        *check_access.slots_allowed(may, settings.namespace),
+    ]
+
+
+async def _topics(
+    kafka: Survey, settings: Settings, rules: Rules, census: Census, internal: InternalTopics, own: list[str]
+) -> list[Finding]:
+    theirs = check_access.data_topics(census, rules, internal)
+    ours = await _described(kafka, [name for name in own if name in census.topics])
+    return [
+        *check_topics.own_topics(ours, internal, census, settings.slots_max),
+        *check_access.data_topics_allowed(census, theirs, rules),
+        *check_topics.data_topic_settings(await _described(kafka, list(theirs)), theirs),
+    ]
+
+
+async def _described(kafka: Survey, names: list[str]) -> Mapping[str, Topic]:
+    return await kafka.describe(names) if names else {}
+
+
+def _may(census: Census, topic: str, operation: Operation) -> bool:
+    return topic in census.topics and operation in census.topics[topic].may
+
+
+async def ledger_rate(kafka: Survey, ledger: str, partitions: int, now: float) -> Rate | None:
+    """Events a second over the last minutes: how far the ledger grew, times the events in its last records.
+
+    None where it did not grow. Raises KafkaAway.
+    """
+    places = range(partitions)
+    until = await ends(kafka, ledger, places)
+    since = await offsets_since(kafka, ledger, places, int(now) - GROWTH_S * 1000)
+    grown = {n: until[n] - start for n, start in since.items() if start is not None and start < until[n]}
+    if not grown:
+        return None
+    sampled = {n: (max(until[n] - SAMPLE_RECORDS, until[n] - count), until[n]) for n, count in grown.items()}
+    events = 0
+    async for items in read_between(kafka, ledger, sampled, kafka.timeout_s):
+        for item in items:
+            try:
+                record = decode_ledger(item.value)
+            except WireError:
+                continue
+            events += len(record.entries) if isinstance(record, LedgerRecord) else 0
+    offsets = sum(until - start for start, until in sampled.values())
+    rate = events / offsets * sum(grown.values()) / GROWTH_S
+    return Rate(round(rate, 3), f"measured over {GROWTH_S // 60} minutes") if events else None
+
+
+async def _brokers_clock(kafka: Survey, settings: Settings, requests: str, now: Now) -> Finding:
+    """By the timestamp (LogAppendTime) of a journal record that has no answers."""
+    producer = IdempotentProducer(kafka, "doctor")
+    record = Record(requests, 0, None, encode_answers(settings.name, []), [], 0)
+    try:
+        await producer.identity()
+
+        async def stamped() -> float:
+            (fate,) = await producer.write([record])
+            if not isinstance(fate, Place):
+                raise KafkaAway(f"{requests}: {fate.why if fate else 'no clean answer'}")
+            return fate.timestamp
+
+        return check_clocks.clock("clocks.kafka", "the brokers'", await _look_at(stamped, now))
+    finally:
+        await producer.close()
+
+
+# ----------------------------------------------------------------------------------------------------------- Redis
+
+
+async def _redis(keys: KeysView, settings: Settings, rate: Rate | None, now: Now) -> list[Finding]:
+    try:
+        info = await keys.info()
+        clock = await _look_at(keys.clock_ms, now)
+    except (StoreAway, StoreUnanswered) as error:
+        change = "check FENCEPOST_REDIS (and its password), the network, and FENCEPOST_REDIS_CAFILE"
+        return [Finding("redis.reachable", Level.ERROR, str(error), change)]
+    return [
+        Finding("redis.reachable", Level.OK, "answers"),
+        *check_redis.server(info),
+        *check_redis.memory(info, settings, rate),
+        check_clocks.clock("clocks.redis", "Redis's", clock),
+    ]
+
+
+async def _look_at(clock: Callable[[], Awaitable[float]], now: Now) -> Clock:
+    """Look at a clock a few times; the quickest look knows best."""
+    looks: list[Clock] = []
+    for _ in range(LOOKS):
+        before = now()
+        seen = await clock()
+        after = now()
+        looks.append(Clock(seen - statistics.mean((before, after)), (after - before) / 2))
+    return min(looks, key=lambda look: look.give_or_take_ms)

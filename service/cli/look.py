@@ -1,0 +1,215 @@
+"""`fencepost slots` and `fencepost key`: what Redis and the ledger hold at this moment."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from service.cli.parts import keys_view, survey
+from service.kafka.reader import ends, offsets_since, read_between
+from service.kafka.survey import Survey
+from service.keys import Found
+from service.keys_view import SlotView
+from service.settings import Settings
+from service.states import Claimed, Delivered, DeliveredBatch
+from service.wire import Begin, Entry, LedgerRecord, WireError, decode_ledger, event_id, ledger_topic
+
+# From a term's begin record on, so far: it is the first record of its term.
+BEGIN_WITHIN: Final = 50
+# How far the broker's clock may be behind Redis's when the part of the ledger that can name a key is chosen.
+CLOCKS_APART_MS: Final = 3_600_000
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRow:
+    """One slot: Redis's view, the begin record of its newest term, and where its ledger partition ends."""
+
+    view: SlotView
+    begun: tuple[Begin, int] | None
+    end: int
+
+    @property
+    def begin(self) -> Begin | None:
+        return self.begun[0] if self.begun else None
+
+    @property
+    def term(self) -> int | None:
+        return self.begun[1] if self.begun else None
+
+    def document(self) -> dict[str, Any]:
+        begin = self.begin
+        return {
+            "slot": self.view.slot,
+            "state": self.view.state,
+            "owner": self.view.holder,
+            "lease_ms": self.view.lease_ms,
+            "term": self.term,
+            "producer_id": begin.producer_id if begin else None,
+            "producer_epoch": begin.epoch if begin else None,
+            "begun_by": begin.instance if begin else None,
+            "applied": self.view.applied,
+            "freed": self.view.freed,
+            "ledger_end": self.end,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """All slots, the store that answers, and the generation that it holds (None: it has none, or lost it)."""
+
+    store: str
+    generation: int | None
+    rows: list[SlotRow]
+
+
+async def slots(settings: Settings) -> Slots:
+    """Raises KafkaAway, StoreAway and StoreUnanswered."""
+    ledger = ledger_topic(settings.namespace)
+    async with survey(settings) as kafka, keys_view(settings) as keys:
+        count = (await kafka.partitions([ledger])).get(ledger, 0)
+        if not count:
+            return Slots((await keys.who()).store, None, [])
+        until = await ends(kafka, ledger, range(count))
+        identity = await keys.who()
+        views = await keys.slots(count)
+        begins = await _begins(kafka, ledger, {v.slot: v.freed for v in views if v.freed is not None}, until)
+        generation = identity.epoch.generation if identity.epoch else None
+        rows = [SlotRow(view, begins.get(view.slot), until[view.slot]) for view in views]
+        return Slots(identity.store, generation, rows)
+
+
+async def _begins(
+    kafka: Survey, ledger: str, freed: Mapping[int, int], until: Mapping[int, int]
+) -> dict[int, tuple[Begin, int]]:
+    """The newest begin record at or soon after `freed` of each slot, and its offset, which is the term."""
+    spans = {slot: (offset, min(until[slot], offset + BEGIN_WITHIN)) for slot, offset in freed.items()}
+    found: dict[int, tuple[Begin, int]] = {}
+    async for items in read_between(kafka, ledger, spans, kafka.timeout_s):
+        for item in items:
+            with contextlib.suppress(WireError):
+                record = decode_ledger(item.value)
+                if isinstance(record, Begin):
+                    found[item.partition] = record, item.offset
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """An entry of the ledger that names an id, or the batch of that id, and where it stands."""
+
+    slot: int
+    offset: int
+    producer_id: int
+    epoch: int
+    instance: str
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class KeyView:
+    """What is known of a key. `store` says why Redis tells nothing, where it has no settled generation."""
+
+    id: bytes
+    found: Found
+    store: str
+    written: list[Written]
+
+    @property
+    def known(self) -> bool:
+        return self.found.state is not None or bool(self.written)
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "id": self.id.hex(),
+            "redis": state_document(self.found),
+            "store": self.store,
+            "ledger": [
+                {
+                    "slot": one.slot,
+                    "offset": one.offset,
+                    "producer_id": one.producer_id,
+                    "producer_epoch": one.epoch,
+                    "instance": one.instance,
+                    "topic": one.entry.topic,
+                    "partition": one.entry.partition,
+                    "record_offset": one.entry.offset,
+                    "accepted_at": one.entry.at,
+                    "timestamp": one.entry.ts,
+                    "member": one.entry.i,
+                }
+                for one in self.written
+            ],
+        }
+
+
+def state_document(found: Found) -> dict[str, Any] | None:
+    """The state of a key in Redis, for programs; None where there is none."""
+    match found.state:
+        case Claimed(slot, term, at, _):
+            return {
+                "state": "claimed",
+                "slot": slot,
+                "term": term,
+                "accepted_at": at,
+                "never_written": found.dead,
+                "leased": found.leased,
+            }
+        case Delivered(at, _, topic, partition, offset, ts):
+            place = {"topic": topic, "partition": partition, "offset": offset, "timestamp": ts}
+            return {"state": "delivered", "accepted_at": at, **place}
+        case DeliveredBatch(at, _, count):
+            return {"state": "delivered", "accepted_at": at, "members": count}
+    return None
+
+
+async def key(settings: Settings, text: str, scope: str, now_ms: float, tell: Callable[[int, int], None]) -> KeyView:
+    """Look for a key in Redis, and in as much of the ledger as can name one that is remembered.
+
+    `tell` hears how many records of how many were read. Raises KafkaAway, StoreAway and StoreUnanswered.
+    """
+    id = event_id(text, scope)
+    async with survey(settings) as kafka, keys_view(settings) as keys:
+        identity = await keys.who()
+        if identity.epoch is None or identity.epoch.store != identity.store:
+            found, store = Found(None), "Redis holds no generation: the keys are not all known at this time"
+        else:
+            found, store = await keys.find(identity.epoch, id), ""
+        return KeyView(id, found, store, await _written(kafka, settings, id, now_ms, tell))
+
+
+async def _written(
+    kafka: Survey, settings: Settings, id: bytes, now_ms: float, tell: Callable[[int, int], None]
+) -> list[Written]:
+    ledger = ledger_topic(settings.namespace)
+    count = (await kafka.partitions([ledger])).get(ledger, 0)
+    if not count:
+        return []
+    until = await ends(kafka, ledger, range(count))
+    since_ms = int(now_ms) - settings.key_ttl_s * 1000 - CLOCKS_APART_MS
+    since = await offsets_since(kafka, ledger, range(count), since_ms)
+    spans = {n: (start, until[n]) for n, start in since.items() if start is not None}
+    found: list[Written] = []
+    needle = id.hex().encode()
+    done = {n: start for n, (start, _) in spans.items()}
+    total = sum(end - start for start, end in spans.values())
+    async for items in read_between(kafka, ledger, spans, kafka.timeout_s):
+        for item in items:
+            if item.value is not None and needle in item.value:
+                found += _entries_of(item.partition, item.offset, item.value, id)
+            done[item.partition] = item.offset + 1
+        tell(sum(done.values()) - sum(start for start, _ in spans.values()), total)
+    return found
+
+
+def _entries_of(slot: int, offset: int, value: bytes, id: bytes) -> list[Written]:
+    try:
+        record = decode_ledger(value)
+    except WireError:
+        return []
+    if not isinstance(record, LedgerRecord):
+        return []
+    return [
+        Written(slot, offset, record.producer_id, record.epoch, record.instance, entry)
+        for entry in record.entries
+        if id in (entry.id, entry.batch)
+    ]

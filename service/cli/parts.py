@@ -1,0 +1,45 @@
+"""The clients that look on, made from the settings."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from service.kafka.security import security_of
+from service.kafka.survey import Survey
+from service.keys_view import KeysView
+from service.settings import Settings
+from service.telemetry import Telemetry
+
+
+@asynccontextmanager
+async def survey(settings: Settings) -> AsyncIterator[Survey]:
+    """A client of Kafka, closed afterwards."""
+    client = Survey(
+        settings.kafka,
+        client_id=f"fencepost-look-{settings.name}",
+        request_timeout_ms=settings.request_timeout_ms,
+        telemetry=Telemetry(),
+        security=security_of(settings),
+    )
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+@asynccontextmanager
+async def keys_view(settings: Settings) -> AsyncIterator[KeysView]:
+    """A client of Redis, closed afterwards."""
+    keys = KeysView(
+        settings.redis,
+        settings.namespace,
+        retention_ms=settings.key_ttl_s * 1000,
+        least_left_ms=0,
+        lease_ttl_ms=settings.lease_ttl_ms,
+        timeout_s=settings.request_timeout_ms / 1000,
+        telemetry=Telemetry(),
+        tls=settings.redis_tls,
+    )
+    try:
+        yield keys
+    finally:
+        await keys.close()

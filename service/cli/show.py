@@ -1,0 +1,132 @@
+"""Text for a person: tables and findings, with colour on a terminal."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from itertools import groupby
+from typing import Any, Final
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+
+from service.cli.finding import Finding, Level, worst
+from service.cli.look import KeyView, Slots
+from service.settings import Settings
+from service.states import Claimed, Delivered, DeliveredBatch
+
+# Where nobody looks on (a pipe, a log), lines are as long as they need for one finding to be one line or two.
+PLAIN_WIDTH: Final = 140
+STYLES: Final = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "bold red"}
+AREAS: Final = {"kafka": "Brokers", "access": "ACLs", "topics": "Topics", "redis": "Redis", "clocks": "Clocks"}
+
+
+def _console(*, stderr: bool = False) -> Console:
+    console = Console(stderr=stderr, highlight=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=PLAIN_WIDTH)
+
+
+out: Final = _console()
+errors: Final = _console(stderr=True)
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show how far something is, on a terminal; the function takes what is done, and of how much."""
+    with Progress(transient=True, console=errors, disable=not errors.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def document(body: dict[str, Any]) -> None:
+    """One JSON document."""
+    out.print(json.dumps(body, indent=2), markup=False, soft_wrap=True)
+
+
+def findings(found: list[Finding]) -> None:
+    """Area by area; what is wrong says what to change."""
+    order = list(AREAS)
+    widest = max((len(one.check.partition(".")[2]) for one in found), default=0)
+    for area, members in groupby(sorted(found, key=lambda one: order.index(one.area)), lambda one: one.area):
+        out.print(Text(AREAS[area], style="bold"))
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True, min_width=max(map(len, Level)) + 2)
+        table.add_column(no_wrap=True, min_width=widest)
+        table.add_column()
+        for one in members:
+            name = one.check.partition(".")[2]
+            text = Text(f"{one.where}: {one.found}" if one.where else one.found)
+            table.add_row(Text(f"  {one.level.value}", style=STYLES[one.level]), name, text)
+            if one.change:
+                table.add_row("", "", Text(f"→ {one.change}", style="italic"))
+        out.print(table)
+    counts = {level: sum(one.level is level for one in found) for level in Level}
+    told = f"errors {counts[Level.ERROR]}, warnings {counts[Level.WARNING]}, ok {counts[Level.OK]}"
+    out.print(Text(told, style=STYLES[worst(found)]))
+
+
+def slots(found: Slots) -> None:
+    """One line a slot."""
+    generation = (
+        "none: Redis has forgotten, or nobody has started yet" if found.generation is None else found.generation
+    )
+    out.print(f"generation {generation}, store {found.store}", markup=False)
+    table = Table(box=None, pad_edge=False)
+    for name in ("slot", "term", "producer id", "epoch", "applied", "freed", "ledger end"):
+        table.add_column(name, justify="right")
+    table.add_column("state")
+    table.add_column("owner")
+    table.add_column("lease", justify="right")
+    for row in found.rows:
+        view, begin = row.view, row.begin
+        producer = (begin.producer_id, begin.epoch) if begin else (None, None)
+        numbers = (view.slot, row.term, *producer, view.applied, view.freed, row.end)
+        style = {"held": "green", "dead": "bold red", "free": ""}[view.state]
+        lease = f"{view.lease_ms / 1000:.1f} s" if view.holder else "-"
+        cells = ("-" if number is None else f"{number}" for number in numbers)
+        table.add_row(*cells, Text(view.state, style=style), view.holder or "-", lease)
+    out.print(table)
+
+
+def key(found: KeyView, settings: Settings) -> None:
+    """What Redis says, what the ledger says, and what neither proves."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_row("event id", found.id.hex())
+    table.add_row("Redis", Text(found.store or _state(found, settings)))
+    for one in found.written:
+        entry = one.entry
+        member = (
+            "" if entry.i is None else f", member {entry.i} of the batch {entry.batch.hex() if entry.batch else ''}"
+        )
+        text = (
+            f"slot {one.slot}, offset {one.offset}: {entry.topic}[{entry.partition}] offset {entry.offset}{member}, "
+            f"by producer {one.producer_id} epoch {one.epoch} of {one.instance}, accepted {when(entry.at)}"
+        )
+        table.add_row("ledger", Text(text))
+    if not found.written:
+        table.add_row("ledger", "no entry")
+    out.print(table)
+    if not found.known or isinstance(found.found.state, Claimed):
+        out.print(Text("Only a POST with this key proves that its event is nowhere: it may be on its way.", "italic"))
+
+
+def _state(found: KeyView, settings: Settings) -> str:
+    match found.found.state:
+        case Claimed(slot, term, at, _):
+            fate = "which wrote it never: the next POST does" if found.found.dead else "which may be writing it"
+            return f"claimed by slot {slot} in term {term}, {fate}; accepted {when(at)}"
+        case Delivered(at, _, topic, partition, offset, _):
+            return f"delivered: {topic}[{partition}] offset {offset}; accepted {when(at)}, {_expiry(at, settings)}"
+        case DeliveredBatch(at, _, count):
+            return f"delivered: an atomic batch of {count}; accepted {when(at)}, {_expiry(at, settings)}"
+    return "no entry"
+
+
+def _expiry(at: int, settings: Settings) -> str:
+    return f"remembered until {when(at + settings.key_ttl_s * 1000)}"
+
+
+def when(ms: int) -> str:
+    return datetime.fromtimestamp(ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

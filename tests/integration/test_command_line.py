@@ -1,0 +1,161 @@
+"""`fencepost` as a person or a script runs it, beside a service that serves."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.local import places
+from deploy.local.stack import Kafka, Redis, Service
+from service.cli import main
+from service.wire import event_id
+from tests.conftest import MakeTopic
+from tests.integration.client import Asked, Client
+from tests.integration.conftest import SETTINGS
+
+
+def fencepost(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "service.cli", *arguments],
+        env={**places.hermetic_environment(), **environment},
+        cwd=places.ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def told(environment: dict[str, str], *arguments: str) -> dict[str, Any]:
+    """What a command says with --json."""
+    done = fencepost(environment, *arguments, "--json")
+    assert done.stderr == ""
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+async def test_a_key_is_found_in_redis_and_in_the_ledger(served: Service, make_topic: MakeTopic) -> None:
+    topic = make_topic(1)
+    async with Client() as client:
+        attempt = await client.settle([served.url], Asked("order 1", topic, b"1"))
+        batch = {"atomic": True, "events": [{"topic": topic, "value": n} for n in range(2)]}
+        answer = await client.http.post(f"{served.url}/events/batch", json=batch, headers={"Idempotency-Key": "whole"})
+        assert answer.status_code == 201, answer.text
+    found = told(served.env, "key", '"order 1"')
+    assert (found["key"], found["id"]) == ("order 1", event_id("order 1").hex())
+    (entry,) = found["ledger"]
+    assert attempt.place == (topic, 0, entry["record_offset"])
+    assert found["redis"]["state"] == "delivered"
+    assert (entry["topic"], entry["timestamp"]) == (topic, found["redis"]["timestamp"])
+
+    whole = told(served.env, "key", "whole")
+    assert whole["redis"]["members"] == 2
+    assert [one["member"] for one in whole["ledger"]] == [0, 1]
+
+    text = fencepost(served.env, "key", "order 1")
+    assert text.returncode == 0
+    assert f"delivered: {topic}[0] offset {entry['record_offset']}" in text.stdout
+
+
+async def test_a_key_that_nobody_knows_is_no_proof(served: Service) -> None:
+    done = fencepost(served.env, "key", "never sent")
+    assert done.returncode == 1
+    assert "Only a POST with this key proves" in done.stdout
+    found = told(served.env, "key", "never sent", "--scope", "somebody")
+    assert found["id"] == event_id("never sent", "somebody").hex()
+    assert (found["redis"], found["ledger"]) == (None, [])
+    assert fencepost(served.env, "key", "ü").returncode == 2
+
+
+async def test_slots_are_shown_with_their_owners(served: Service, redis: Redis) -> None:
+    found = told(served.env, "slots")
+    assert len(found["slots"]) == int(SETTINGS["FENCEPOST_SLOTS_MAX"])
+    held = [slot for slot in found["slots"] if slot["state"] == "held"]
+    assert len(held) == int(SETTINGS["FENCEPOST_SLOTS"])
+    with redis.client() as store:
+        freed = store.hgetall(f"{{{served.env['FENCEPOST_NAMESPACE']}:0}}f")
+    for slot in held:
+        assert slot["owner"] == slot["begun_by"] == f"127.0.0.1:{served.port}"
+        assert slot["term"] == slot["freed"] == int(freed[str(slot["slot"]).encode()])
+        assert 0 < slot["lease_ms"] <= int(SETTINGS["FENCEPOST_LEASE_TTL_MS"])
+        assert slot["term"] <= slot["applied"] < slot["ledger_end"]
+        assert slot["producer_id"] >= 0
+    text = fencepost(served.env, "slots").stdout
+    assert text.splitlines()[0].startswith(f"generation {found['generation']}, store ")
+    assert len(text.splitlines()) == 2 + len(found["slots"])
+
+
+def test_without_a_ledger_there_are_no_slots(kafka: Kafka, redis: Redis, namespace: str) -> None:
+    environment = {"FENCEPOST_KAFKA": kafka.bootstrap, "FENCEPOST_REDIS": redis.url, "FENCEPOST_NAMESPACE": namespace}
+    done = fencepost(environment, "slots")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"there is no topic {namespace}.ledger: the first start of the service makes it\n"
+
+
+class Served(Service):
+    """`fencepost serve` in the place of `python -m service`."""
+
+    def start(self, wait_ready: bool = True, timeout_s: float = 60.0) -> None:
+        environment = {**places.hermetic_environment(), **self.env}
+        self.spawn([sys.executable, "-m", "service.cli", "serve"], env=environment, cwd=places.ROOT)
+        self.wait_ready(timeout_s)
+
+
+def test_serve_serves_and_stops_as_the_service_does(kafka: Kafka, redis: Redis, namespace: str, tmp_path: Path) -> None:
+    environment = {**SETTINGS, "FENCEPOST_NAMESPACE": namespace}
+    with Served(tmp_path, kafka=kafka.bootstrap, redis=redis.url, env=environment) as service:
+        assert service.ready()
+    assert service.exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["serve", "slots", "doctor"])
+def test_a_wrong_setting_is_one_line(command: str) -> None:
+    done = fencepost({"FENCEPOST_PORT": "http"}, command)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "FENCEPOST_PORT='http' is wrong: set an integer from 1 to 65535\n"
+
+
+def test_nobody_there_is_one_line() -> None:
+    away = {
+        "FENCEPOST_KAFKA": "127.0.0.1:1",
+        "FENCEPOST_REDIS": "redis://127.0.0.1:1",
+        "FENCEPOST_REQUEST_TIMEOUT_MS": "500",
+    }
+    done = fencepost(away, "slots")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert "`fencepost doctor` tells more" in done.stderr
+
+
+def test_reconcile_is_the_job() -> None:
+    done = fencepost({}, "reconcile", "--help")
+    assert done.returncode == 0
+    assert "usage: python -m spark" in done.stdout
+    done = fencepost({}, "reconcile", "--lake", "x")
+    assert done.returncode == 2
+    assert "--report" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments", "remedy"),
+    [
+        ("pyspark", ["reconcile"], "pip install 'fencepost[spark]'"),
+        ("rich", ["slots"], "pip install 'fencepost[service]'"),
+    ],
+)
+def test_what_is_not_installed_is_named(
+    missing: str, arguments: list[str], remedy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find(name))
+    monkeypatch.setattr(sys, "argv", ["fencepost", *arguments])
+    try:
+        status: object = main()
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2
+    assert remedy in capsys.readouterr().err

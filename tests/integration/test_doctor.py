@@ -1,0 +1,318 @@
+"""The doctor on real brokers and real Redis servers, each with something to find; and on what has nothing."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own documentation imports it from here
+    AclOperation,
+    ResourcePatternType,
+    ResourceType,
+)
+
+from deploy.local import places
+from deploy.local.stack import Kafka, Redis, Service
+from service.cli.doctor import examine, now_ms
+from service.cli.finding import Finding, Level
+from service.settings import Settings
+from service.shared import Rules
+from tests.conftest import MakeTopic
+from tests.faults.cluster import Cluster
+from tests.integration.client import Client, events
+from tests.secured import PASSWORD, SecuredKafka, SecuredRedis, acls_of_service
+
+NOWHERE: Final = "127.0.0.1:1"
+NO_RULES: Final = Rules()
+
+
+class Told(dict[str, list[Finding]]):
+    """Findings by their check."""
+
+    def __init__(self, findings: list[Finding]) -> None:
+        super().__init__()
+        for finding in findings:
+            self.setdefault(finding.check, []).append(finding)
+
+    def wrong(self, area: str = "") -> set[tuple[str, str]]:
+        """Check and level of each that is not well."""
+        every = (finding for findings in self.values() for finding in findings)
+        return {(one.check, one.level.value) for one in every if one.level is not Level.OK and area in ("", one.area)}
+
+
+async def told(settings: Settings, rules: Rules = NO_RULES, **more: Any) -> Told:
+    findings = await examine(settings, rules, **more)
+    assert all(bool(finding.change) == (finding.level is not Level.OK) for finding in findings)
+    return Told(findings)
+
+
+def settings_of(kafka: str, redis: str, namespace: str, **more: Any) -> Settings:
+    given = {"request_timeout_ms": 5_000, "slots_max": 4, **more}
+    return Settings(kafka=kafka, redis=redis, namespace=namespace, **given)
+
+
+# --------------------------------------------------------------------------------------------------------- brokers
+
+
+async def test_a_careless_broker(secured_kafka: SecuredKafka, secured_redis: SecuredRedis, namespace: str) -> None:
+    """By a user that may read the brokers' settings, over TLS."""
+    secured_kafka.add_user("doctor", PASSWORD)
+    cluster = (ResourceType.BROKER, "kafka-cluster", ResourcePatternType.LITERAL, (AclOperation.DESCRIBE_CONFIGS,))
+    secured_kafka.allow("doctor", cluster, *acls_of_service(namespace, namespace))
+    environment = {**secured_kafka.environment("doctor"), **secured_redis.environment()}
+    settings = Settings.from_env({**environment, "FENCEPOST_NAMESPACE": namespace})
+    found = await told(settings)
+    assert found.wrong("kafka") == {
+        ("kafka.brokers", "error"),
+        ("kafka.default-replication", "error"),
+        ("kafka.min-isr", "error"),
+        ("kafka.unclean-election", "error"),
+        ("kafka.transaction-verification", "error"),
+        ("kafka.transaction-log", "error"),
+        ("kafka.transaction-log-min-isr", "error"),
+        ("kafka.transaction-timeout", "error"),
+        ("kafka.id-expiration", "warning"),
+        ("kafka.reauthentication", "warning"),
+    }
+    assert found.wrong("access") == {("access.data-topics", "warning")}  # there is none yet
+    assert found["kafka.transaction-timeout"][0].found == "transaction.max.timeout.ms=5000"
+    assert found["kafka.version"][0].level is Level.OK
+    (own,) = found["access.own-topics"]
+    assert own.found == "not there yet, and may be made"
+    assert len(own.subjects) == 3
+
+
+async def test_a_broker_that_sends_its_clients_astray(secured_kafka: SecuredKafka, redis: Redis) -> None:
+    found = await told(settings_of(secured_kafka.astray, redis.url, "any"))
+    assert found.wrong() == {("kafka.brokers", "error"), ("kafka.advertised", "error"), ("redis.maxmemory", "warning")}
+    (astray,) = found["kafka.advertised"]
+    assert astray.found.startswith(f"{NOWHERE}: ")
+    assert "advertised.listeners" in astray.change
+
+
+async def test_nobody_there() -> None:
+    found = await told(settings_of(NOWHERE, f"redis://{NOWHERE}/0", "any", request_timeout_ms=1_000))
+    assert found.wrong() == {("kafka.reachable", "error"), ("redis.reachable", "error")}
+    assert "Connect call failed" in found["kafka.reachable"][0].found
+
+
+async def test_a_wrong_password(secured_kafka: SecuredKafka, redis: Redis) -> None:
+    environment = secured_kafka.environment(password="guess")
+    found = await told(Settings.from_env({**environment, "FENCEPOST_REDIS": redis.url}))
+    assert found.wrong("kafka") == {("kafka.reachable", "error")}
+    assert "Authentication failed" in found["kafka.reachable"][0].found
+
+
+# ------------------------------------------------------------------------------------------------------------ ACLs
+
+
+async def test_a_user_that_may_do_too_little(secured_kafka: SecuredKafka, redis: Redis, namespace: str) -> None:
+    """Its own topics: one without Write, one without anything, one that it may not make; and no transactional id."""
+    topics = {name: f"{namespace}.{name}" for name in ("ledger", "control")}
+    events = {name: f"{namespace}-{name}" for name in ("open", "mute", "hidden", "unread")}
+    for name in (*topics.values(), *events.values()):
+        secured_kafka.create_topic(name)
+    a = AclOperation
+    literal = ResourcePatternType.LITERAL
+    secured_kafka.add_user("weak", PASSWORD)
+    secured_kafka.allow(
+        "weak",
+        (ResourceType.TOPIC, topics["ledger"], literal, (a.DESCRIBE, a.DESCRIBE_CONFIGS, a.READ)),
+        (ResourceType.TRANSACTIONAL_ID, f"{namespace}.slot.0", literal, (a.DESCRIBE,)),
+        (ResourceType.TOPIC, events["open"], literal, (a.WRITE, a.DESCRIBE_CONFIGS)),
+        (ResourceType.TOPIC, events["mute"], literal, (a.READ, a.DESCRIBE_CONFIGS)),
+        (ResourceType.TOPIC, events["unread"], literal, (a.WRITE,)),
+    )
+    rules = Rules.parse("".join(f'[[topics]]\npattern = "{name}"\n' for name in events.values()))
+    environment = {**secured_kafka.environment("weak"), "FENCEPOST_REDIS": redis.url, "FENCEPOST_SLOTS_MAX": "2"}
+    found = await told(
+        Settings.from_env({**environment, "FENCEPOST_NAMESPACE": namespace, "FENCEPOST_SLOTS": "1"}), rules
+    )
+
+    own = {(one.subjects, one.found) for one in found["access.own-topics"]}
+    assert own == {
+        ((topics["ledger"],), "no leave to Write, Alter"),  # Alter: it has one partition, and shall have two
+        ((topics["control"], f"{namespace}.requests"), "may not be described"),
+    }
+    assert {(one.subjects, one.found) for one in found["access.slots"]} == {
+        ((f"{namespace}.slot.0",), "no leave to Write"),
+        ((f"{namespace}.slot.1",), "no leave to Describe, Write"),
+    }
+    assert {(one.subjects, one.level, one.found.partition(":")[0]) for one in found["access.data-topics"]} == {
+        ((events["open"],), Level.OK, "may be written"),
+        ((events["mute"],), Level.ERROR, "no leave to Write"),
+        ((events["hidden"],), Level.ERROR, "may not be described"),
+        ((events["unread"],), Level.WARNING, "no leave to DescribeConfigs"),
+    }
+    assert found.wrong("kafka") == {("kafka.brokers", "error"), ("kafka.settings", "warning")}
+
+
+async def test_a_user_that_may_not_make_topics(secured_kafka: SecuredKafka, redis: Redis, namespace: str) -> None:
+    secured_kafka.add_user("maker", PASSWORD)
+    described = (ResourceType.TOPIC, f"{namespace}.", ResourcePatternType.PREFIXED, (AclOperation.DESCRIBE,))
+    secured_kafka.allow("maker", described)
+    environment = {**secured_kafka.environment("maker"), "FENCEPOST_REDIS": redis.url}
+    found = await told(Settings.from_env({**environment, "FENCEPOST_NAMESPACE": namespace}))
+    (own,) = found["access.own-topics"]
+    assert (own.level, own.found) == (Level.ERROR, "not there, and may not be made")
+
+
+# ---------------------------------------------------------------------------------------------------------- topics
+
+
+async def test_topics_that_are_not_as_they_should_be(
+    kafka: Kafka, redis: Redis, namespace: str, make_topic: MakeTopic
+) -> None:
+    wrong_ledger = {"retention.ms": "3600000", "message.timestamp.type": "CreateTime"}
+    kafka.create_topic(f"{namespace}.ledger", partitions=8, config=wrong_ledger)
+    kafka.create_topic(f"{namespace}.control", config={"cleanup.policy": "delete"})
+    compacted = make_topic(1, {"cleanup.policy": "compact"})
+    small = make_topic(1, {"max.message.bytes": "100000", "retention.ms": "3600000"})
+    rules = Rules.parse("".join(f'[[topics]]\npattern = "{name}"\n' for name in (compacted, small, "no-such-topic")))
+    found = await told(settings_of(kafka.bootstrap, redis.url, namespace), rules)
+    assert found.wrong("topics") == {
+        ("topics.own-settings", "error"),
+        ("topics.own-replicas", "error"),
+        ("topics.data-there", "warning"),
+        ("topics.data-replicas", "error"),
+        ("topics.data-compaction", "warning"),
+        ("topics.data-message-bytes", "warning"),
+        ("topics.data-retention", "warning"),
+    }
+    own = " ".join(one.found for one in found["topics.own-settings"])
+    for fault in ("retention.ms=3600000", "CreateTime", "SLOTS_MAX=4 is less than the 8", "cleanup.policy=delete"):
+        assert fault in own
+    for check, name in (("compaction", compacted), ("message-bytes", small), ("retention", small)):
+        (one,) = (one for one in found[f"topics.data-{check}"] if one.level is Level.WARNING)
+        assert one.subjects == (name,)
+    # What a broker with Kafka's own settings does well.
+    assert not found.wrong("kafka") & {(f"kafka.{name}", "error") for name in ("unclean-election", "version")}
+    assert found["kafka.transaction-verification"][0].level is Level.OK
+
+
+# ----------------------------------------------------------------------------------------------------------- Redis
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory, redis: Redis) -> Iterator[dict[str, Redis]]:
+    """Servers with something to find each."""
+    folder = tmp_path_factory.mktemp("servers")
+    arguments = {
+        "evicting": ["--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru"],
+        "replica": ["--replicaof", "127.0.0.1", str(redis.port)],
+        "cluster": ["--cluster-enabled", "yes"],
+        "failing": ["--dir", str(folder / "gone"), "--save", "3600", "1"],
+    }
+    (folder / "gone").mkdir()
+    with ExitStack() as stack:
+        started = {
+            name: stack.enter_context(Redis(folder / name, args=args, name=name)) for name, args in arguments.items()
+        }
+        shutil.rmtree(folder / "gone")
+        with started["failing"].client() as client:
+            client.set("a", "b")
+            client.bgsave()
+            until = time.monotonic() + 10
+            while client.info("persistence")["rdb_last_bgsave_status"] == "ok" and time.monotonic() < until:
+                time.sleep(0.05)
+        yield started
+        started["failing"].kill()  # it would not stop before it has saved
+
+
+@pytest.mark.parametrize(
+    ("server", "expected"),
+    [
+        ("evicting", {("redis.policy", "error")}),
+        ("replica", {("redis.role", "error"), ("redis.maxmemory", "warning")}),
+        ("cluster", {("redis.cluster", "error"), ("redis.maxmemory", "warning")}),
+        ("failing", {("redis.saving", "error"), ("redis.maxmemory", "warning")}),
+    ],
+)
+async def test_a_redis_that_is_not_as_it_should_be(
+    servers: dict[str, Redis], server: str, expected: set[tuple[str, str]]
+) -> None:
+    found = await told(settings_of(NOWHERE, servers[server].url, "any", request_timeout_ms=1_000))
+    assert found.wrong("redis") == expected
+
+
+@pytest.mark.parametrize(("rate", "level"), [(1.0, Level.OK), (5.0, Level.WARNING), (1_000.0, Level.ERROR)])
+async def test_memory_is_held_against_retention_and_rate(servers: dict[str, Redis], rate: float, level: Level) -> None:
+    """A day of keys of about 200 bytes, in 100 MB."""
+    found = await told(settings_of(NOWHERE, servers["evicting"].url, "any", request_timeout_ms=1_000), rate=rate)
+    (memory,) = found["redis.memory"]
+    assert memory.level is level
+    assert f"{rate:g} events/s (as told) for 24 h: {rate * 86_400:,.0f} keys" in memory.found
+
+
+async def test_the_rate_is_measured_from_the_ledgers_growth(
+    served: Service, kafka: Kafka, redis: Redis, make_topic: MakeTopic
+) -> None:
+    async with Client() as client:
+        await client.load([served.url], events(make_topic(1), 60))
+    found = await told(settings_of(kafka.bootstrap, redis.url, served.env["FENCEPOST_NAMESPACE"]))
+    (memory,) = found["redis.memory"]
+    assert memory.found.startswith("0.1 events/s (measured over 10 minutes) for 24 h: 8,640 keys")
+
+
+# ---------------------------------------------------------------------------------------------------------- clocks
+
+
+@pytest.mark.parametrize(("wrong_s", "level"), [(0, Level.OK), (-5, Level.WARNING), (120, Level.ERROR)])
+async def test_a_machine_whose_clock_is_off(
+    served: Service, kafka: Kafka, redis: Redis, wrong_s: int, level: Level
+) -> None:
+    """This machine's; Kafka's and Redis's are right."""
+    settings = settings_of(kafka.bootstrap, redis.url, served.env["FENCEPOST_NAMESPACE"])
+    found = await told(settings, now=lambda: now_ms() + wrong_s * 1000)
+    for check in ("clocks.kafka", "clocks.redis"):
+        (clock,) = found[check]
+        assert clock.level is level, clock
+    side = "ahead of" if wrong_s < 0 else "behind"
+    assert wrong_s == 0 or side in found["clocks.redis"][0].found
+
+
+# ------------------------------------------------------------------------------------------------------ all is well
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[Cluster]:
+    with Cluster(tmp_path / "cluster", 3) as cluster:
+        yield cluster
+
+
+def test_three_brokers_and_a_bounded_redis_have_nothing_to_find(three: Cluster, tmp_path: Path, namespace: str) -> None:
+    """As a person runs it; and then one broker less, which is all that it says."""
+    three.brokers[0].create_topic("orders")
+    with Redis(tmp_path / "redis", args=["--maxmemory", "200mb"]) as redis:
+        environment = {
+            **places.hermetic_environment(),
+            "FENCEPOST_KAFKA": three.bootstrap,
+            "FENCEPOST_REDIS": redis.url,
+            "FENCEPOST_NAMESPACE": namespace,
+        }
+        done = run_doctor(environment, "--rate", "5", "--json")
+        document = json.loads(done.stdout)
+        assert (done.returncode, document["verdict"]) == (0, "ok"), done.stdout
+        assert {one["level"] for one in document["findings"]} == {"ok"}
+        done = run_doctor(environment, "--rate", "5000")
+        assert done.returncode == 1
+        assert "432,000,000 keys" in done.stdout
+        assert "errors 1, warnings 0" in done.stdout
+
+
+def run_doctor(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "service.cli", "doctor", *arguments],
+        env=environment,
+        cwd=places.ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )

@@ -1,0 +1,67 @@
+"""The doctor's checks that no server to be had here can show: versions that are too old, and what is only counted."""
+
+import pytest
+
+from service.cli import check_brokers, check_redis
+from service.cli.finding import Finding, Level, grouped, judged, worst
+from service.settings import Settings
+
+INFO = {
+    "redis_version": "7.2.4",
+    "maxmemory_policy": "noeviction",
+    "role": "master",
+    "run_id": "r",
+    "master_replid": "m",
+}
+
+
+def wrong(findings: list[Finding]) -> dict[str, str]:
+    return {one.check: one.found for one in findings if one.level is Level.ERROR}
+
+
+def test_a_broker_that_cannot_verify_transactions_is_too_old() -> None:
+    old = {"transaction.max.timeout.ms": "900000"}
+    new = {**old, check_brokers.VERIFICATION: "true"}
+    found = list(check_brokers.broker_settings({1: new, 2: old}, Settings(), topics_there=True))
+    assert wrong(found) == {"kafka.version": "older than 3.6: it cannot verify transactions"}
+    (version,) = (one for one in found if one.check == "kafka.version" and one.level is Level.ERROR)
+    assert version.subjects == ("broker 2",)
+
+
+def test_brokers_defaults_matter_less_once_the_topics_are_there() -> None:
+    values = {"default.replication.factor": "1", "min.insync.replicas": "1", check_brokers.VERIFICATION: "true"}
+    for there, level in ((False, Level.ERROR), (True, Level.WARNING)):
+        assert worst(check_brokers.broker_settings({1: values}, Settings(), there)) is level
+
+
+@pytest.mark.parametrize(("version", "well"), [("6.0.20", False), ("6.2.0", True), ("7.2.4", True), ("10.1", True)])
+def test_redis_is_6_2_or_newer(version: str, well: bool) -> None:
+    found = wrong(list(check_redis.server({**INFO, "redis_version": version})))
+    assert found == ({} if well else {"redis.version": "Redis 6.0.20"})
+
+
+def test_redis_tells_who_it_is() -> None:
+    found = wrong(list(check_redis.server({name: text for name, text in INFO.items() if name != "run_id"})))
+    assert found == {"redis.identity": "no run_id in INFO"}
+
+
+def test_a_key_weighs_what_the_server_says_once_it_has_many() -> None:
+    used = {"used_memory": "13500000", "used_memory_startup": "1000000"}
+    assert check_redis.bytes_a_key({**used, "db0": "keys=9999,expires=1"}) == check_redis.KEY_BYTES
+    assert check_redis.bytes_a_key({**used, "db0": "keys=90000,expires=1", "db3": "keys=10000,expires=0"}) == 125
+
+
+def test_findings_that_say_the_same_are_one() -> None:
+    names = [f"topic-{n}" for n in range(8)]
+    rows = [(name, judged("topics.x", name != "topic-3", "so", "change it")) for name in names]
+    well, broken = sorted(grouped(rows), key=lambda one: one.level)[::-1]
+    assert {well.level, broken.level} == {Level.OK, Level.ERROR}
+    (many,) = (one for one in (well, broken) if one.level is Level.OK)
+    assert many.where == "topic-0, topic-1, topic-2, topic-4, topic-5 and 2 more"
+    assert worst([many]) is Level.OK
+    assert worst([well, broken]) is Level.ERROR
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "0 B"), (2048, "2 KiB"), (8.64e9, "8.05 GiB"), (1e13, "9.09 TiB")])
+def test_sizes_are_for_people(number: float, text: str) -> None:
+    assert check_redis.size(number) == text
