@@ -54,6 +54,7 @@ class Service:
             request_timeout_ms=settings.request_timeout_ms,
             telemetry=self.telemetry,
             security=security_of(settings),
+            compression=settings.compression,
         )
         self.keys = RedisKeys(
             settings.redis,

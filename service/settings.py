@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from service.shared import PREFIX, SharedSettings, integer, matching, setting, tls_context, tls_faults
+from service.shared import PREFIX, SharedSettings, integer, matching, one_of, setting, tls_context, tls_faults
 from service.wire import INSTANCE
 
+COMPRESSIONS: Final = ("none", "gzip", "snappy", "lz4", "zstd")
 # One event, of which a topic's default max.message.bytes (1,048,588) is the measure.
 EVENT_BYTES_MAX: Final = 1_000_000
 # Ledger bytes at which a group closes: half of the ledger's max.message.bytes, so that one more entry always fits.
@@ -56,6 +57,12 @@ class Settings(SharedSettings):
     queue_events_max: int = setting(20_000, "events that may wait in this process; one more is 503", integer(1))
     queue_bytes_max: int = setting(64 * 1024 * 1024, "bytes of events that may wait in this process", integer(1))
     body_bytes_max: int = setting(8 * 1024 * 1024, "largest body of a request, in bytes", integer(1_000))
+
+    compression: str = setting(
+        "none",
+        f"codec of what is written to Kafka: {', '.join(COMPRESSIONS)}; it runs on the event loop",
+        one_of(*COMPRESSIONS),
+    )
 
     @property
     def name(self) -> str:

@@ -14,6 +14,7 @@ from aiokafka.conn import create_conn
 from aiokafka.protocol.admin import CreatePartitionsRequest, CreateTopicsRequest, DescribeConfigsRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
+from aiokafka.record.default_records import DefaultRecordBatch
 
 from service.errors import KafkaAway
 from service.telemetry import Telemetry
@@ -22,6 +23,14 @@ from service.telemetry import Telemetry
 aiokafka.client.MetadataRequest = functools.partial(MetadataRequest, allow_auto_topic_creation=False)
 
 TOPIC_RESOURCE: Final = 2
+# By Kafka's names, as record batches are marked with them.
+CODECS: Final = {
+    "none": DefaultRecordBatch.CODEC_NONE,
+    "gzip": DefaultRecordBatch.CODEC_GZIP,
+    "snappy": DefaultRecordBatch.CODEC_SNAPPY,
+    "lz4": DefaultRecordBatch.CODEC_LZ4,
+    "zstd": DefaultRecordBatch.CODEC_ZSTD,
+}
 RETRY_PAUSE_S: Final = 0.02
 ASK_TRIES: Final = 5
 # Requests under way on the one connection: brokers answer a connection's requests in order, one at a time.
@@ -66,10 +75,12 @@ class Cluster:
         request_timeout_ms: int,
         telemetry: Telemetry,
         security: Mapping[str, Any] | None = None,
+        compression: str = "none",
     ) -> None:
         self.bootstrap = bootstrap
         self.client_id = client_id
         self.request_timeout_ms = request_timeout_ms
+        self.codec = CODECS[compression]
         self._errors = telemetry.kafka_errors
         self._security = dict(security or {})
         self._client: AIOKafkaClient | None = None

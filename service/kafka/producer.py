@@ -40,7 +40,6 @@ MARKERS_PAUSE_MOST_S: Final = 0.02
 MOVED_PAUSE_S: Final = 0.02
 
 MAGIC: Final = 2  # of record batches, since Kafka 0.11
-NO_CODEC: Final = 0
 SEQUENCES: Final = 2**31  # sequence numbers begin again at 0 (KIP-98)
 OK: Final = errors.NoError.errno
 CONCURRENT_TRANSACTIONS: Final = errors.ConcurrentTransactions.errno
@@ -163,7 +162,7 @@ class _Life:
     def _builder(self, partition: Partition, most: int) -> DefaultRecordBatchBuilder:
         return DefaultRecordBatchBuilder(
             MAGIC,
-            NO_CODEC,
+            self._cluster.codec,
             is_transactional=self.transactional_id is not None,
             producer_id=self.producer_id,
             producer_epoch=self.epoch,

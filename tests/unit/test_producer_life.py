@@ -31,7 +31,7 @@ from aiokafka.structs import TopicPartition
 
 from service.errors import FORBIDDEN_TOPIC, TOO_LARGE, UNKNOWN_TOPIC
 from service.kafka import producer as module
-from service.kafka.cluster import Cluster
+from service.kafka.cluster import CODECS, Cluster
 from service.kafka.producer import IdempotentProducer, Partition, Place, Record, TransactionalProducer, _Life
 from service.kafka.verdict import PRODUCER_FENCED, REFUSALS, TransactionFailed, Verdict
 from service.telemetry import Telemetry
@@ -409,3 +409,20 @@ async def test_places_are_in_the_order_of_the_records() -> None:
     records = [record("plain.a", 1), record("plain.a", 2), record("plain.a", 1)]
     assert await producer.write(records) == [Place(10, 5), Place(20, 5), Place(11, 5)]
     assert producer._life is not None
+
+
+# --------------------------------------------------------------------------------------------------- compression
+
+
+@pytest.mark.parametrize("codec", list(CODECS))
+async def test_a_batch_is_marked_with_its_codec(codec: str) -> None:
+    compressing = Cluster(
+        "127.0.0.1:1", client_id="test", request_timeout_ms=600, telemetry=Telemetry(), compression=codec
+    )
+    life = _Life(compressing, "ns.slot.0", "ns.slot.0", 600)
+    fake_inside(life)
+    (batch,) = life.batches([record("a", 0, b"again and again " * 50)] * 3, {("a", 0): 1})
+    made = DefaultRecordBatch(bytes(batch.payload))
+    assert made.compression_type == CODECS[codec]
+    assert [each.value for each in made] == [b"again and again " * 50] * 3
+    assert (len(batch.payload) < 1_000) is (codec != "none")
