@@ -38,9 +38,11 @@ def write(folder: Path, order: Sequence[str]) -> None:
     names = [name for name in order if name in found] + sorted(found.keys() - set(order))
     goals = [(name, row) for name in names for row in found[name]["rows"] if "goal" in row]
     met = sum(row["met"] for _, row in goals)
+    failed = sum("failed" in found[name] for name in names)
     flame = folder / "parts.svg"
     body = [
-        f"<h1>Fencepost: speed</h1><p>{met} of {len(goals)} goals met. Medians of the rounds, with first and third "
+        f"<h1>Fencepost: speed</h1><p>{met} of {len(goals)} goals met; {failed} benches have no number. Medians of the "
+        "rounds, with first and third "
         "quartile; sides of a ratio ran in turn. Each number's work was checked: every key once in the topic, and in "
         "the ledger.</p>",
         _table(goals_rows=goals),
