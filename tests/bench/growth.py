@@ -105,7 +105,8 @@ def _topics(stage: Stage) -> list[Row]:
     seconds, points = stage.pick(1, 2), stage.pick((1, 10), (1, 10, 100, 1_000))
     name = "growth-topic"
     topics = [f"{name}-{number}" for number in range(points[-1])]
-    made = stage.kafka.admin().create_topics([NewTopic(topic, num_partitions=1) for topic in topics])
+    admin = stage.kafka.admin()  # it must live until the topics are made
+    made = admin.create_topics([NewTopic(topic, num_partitions=1) for topic in topics])
     for topic in made.values():
         topic.result(120)
     with stage.target() as target:

@@ -1,4 +1,4 @@
-"""(g) CPU of a POST by part, and a flame graph (parts.svg), at 256 connections.
+"""(g) CPU by part, and a flame graph, of POSTs at 256 connections and of batches of 100 at 16.
 
 py-spy samples the process 200 times a second while it works. A sample belongs to its leaf-most frame of the service
 or of a library (not Python's own modules; helpers that all parts share count as their caller's). A sample with no such
@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.local.console import StackError
@@ -20,7 +21,6 @@ from tests.bench.flame import Stack
 from tests.bench.rows import NotRealWork, Row
 from tests.bench.stage import Stage, Target
 
-CONNECTIONS = 256
 SAMPLES_A_SECOND = 200
 
 # A part's files, by the beginning of their names; the first that fits counts.
@@ -107,14 +107,27 @@ def _spy(pid: int, seconds: int, to: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
-def sample(target: Target, seconds: int, to: Path) -> Counter[Stack]:
+@dataclass(frozen=True)
+class _Load:
+    """What is pressed: single POSTs, or batches. Shares are of an event."""
+
+    of: str
+    connections: int
+    batch: int
+    svg: str
+
+
+LOADS = (_Load("a POST", 256, 0, "parts.svg"), _Load("an event in batches of 100", 16, 100, "parts-batch.svg"))
+
+
+def sample(target: Target, load: _Load, seconds: int, to: Path) -> Counter[Stack]:
     """Stacks of the process while it is under load.
 
     Raises:
         NotRealWork: py-spy brought nothing back.
     """
     spy = _spy(target.service.pid, seconds, to)
-    target.load(seconds + 1, CONNECTIONS)
+    target.load(seconds + 1, load.connections, load.batch)
     _, said = spy.communicate(timeout=60)
     if spy.returncode or not to.exists():
         raise NotRealWork(f"py-spy failed: {said.decode(errors='replace').strip()[-300:]}")
@@ -122,31 +135,35 @@ def sample(target: Target, seconds: int, to: Path) -> Counter[Stack]:
 
 
 def measure(stage: Stage) -> list[Row]:
-    seconds = stage.pick(1, 8, 12)
-    cpu_us: list[float] = []
-    with stage.target() as target:
-        target.warm(stage.pick(1, 4), CONNECTIONS)
-        for _ in range(stage.pick(1, 3)):
-            target.load(stage.pick(1, 3), CONNECTIONS)
-            cpu_us.append(target.cpu_us)
-        stacks = sample(target, seconds, stage.folder / "spied.txt")
-        target.check()
-    svg = flame.render(stacks, f"POST /events, {CONNECTIONS} connections", lambda stack: COLOURS[part_of(stack)])
     stage.results.mkdir(parents=True, exist_ok=True)
-    (stage.results / "parts.svg").write_text(svg)
-    return [Row("CPU a POST", "µs", cpu_us), *_shares(stacks, cpu_us)]
+    with stage.target() as target:
+        target.warm(stage.pick(1, 4), 256)
+        rows = [row for load in LOADS for row in _measure(stage, target, load)]
+        target.check()
+    return rows
 
 
-def _shares(stacks: Mapping[Stack, int], cpu_us: list[float]) -> list[Row]:
+def _measure(stage: Stage, target: Target, load: _Load) -> list[Row]:
+    cpu_us: list[float] = []
+    for _ in range(stage.pick(1, 3)):
+        target.load(stage.pick(1, 3), load.connections, load.batch)
+        cpu_us.append(target.cpu_us / max(1, load.batch))
+    stacks = sample(target, load, stage.pick(1, 8, 12), stage.folder / f"{load.svg}.raw")
+    svg = flame.render(stacks, f"CPU of {load.of}", lambda stack: COLOURS[part_of(stack)])
+    (stage.results / load.svg).write_text(svg)
+    return [Row(f"CPU of {load.of}", "µs", cpu_us), *_shares(stacks, cpu_us, load.of)]
+
+
+def _shares(stacks: Mapping[Stack, int], cpu_us: list[float], of: str) -> list[Row]:
     total = sum(stacks.values())
     parts: Counter[str] = Counter()
     modules: Counter[str] = Counter()
     for stack, samples in stacks.items():
         parts[part_of(stack)] += samples
         modules[module_of(stack)] += samples
-    rows = [Row(f"{part}", "µs", [us * count / total for us in cpu_us]) for part, count in parts.most_common()]
+    rows = [Row(f"{of}: {part}", "µs", [us * count / total for us in cpu_us]) for part, count in parts.most_common()]
     return rows + [
-        Row(f"in {module}", "µs", [us * count / total for us in cpu_us])
+        Row(f"{of}: in {module}", "µs", [us * count / total for us in cpu_us])
         for module, count in modules.most_common(14)
         if module != LOOP
     ]

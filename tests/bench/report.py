@@ -39,14 +39,13 @@ def write(folder: Path, order: Sequence[str]) -> None:
     goals = [(name, row) for name in names for row in found[name]["rows"] if "goal" in row]
     met = sum(row["met"] for _, row in goals)
     failed = sum("failed" in found[name] for name in names)
-    flame = folder / "parts.svg"
     body = [
         f"<h1>Fencepost: speed</h1><p>{met} of {len(goals)} goals met; {failed} benches have no number. Medians of the "
         "rounds, with first and third "
         "quartile; sides of a ratio ran in turn. Each number's work was checked: every key once in the topic, and in "
         "the ledger.</p>",
         _table(goals_rows=goals),
-        *(_section(found[name], flame.read_text() if name == "parts" and flame.exists() else "") for name in names),
+        *(_section(found[name], sorted(folder.glob(f"{name}*.svg"))) for name in names),
     ]
     page = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Fencepost: speed</title>'
@@ -64,7 +63,7 @@ def _table(goals_rows: Sequence[tuple[str, dict[str, Any]]]) -> str:
     return f"<h2>Goals</h2><table><tr><th></th><th>median</th><th>goal</th><th></th></tr>{rows}</table>"
 
 
-def _section(result: dict[str, Any], flame: str) -> str:
+def _section(result: dict[str, Any], graphs: Sequence[Path]) -> str:
     name = escape(result["name"])
     known = ("commit", "date", "depth", "machine", "cores", "load", "python", "kafka", "aiokafka", "redis", "took_s")
     where = " · ".join(f"{key} {escape(str(result[key]))}" for key in known if key in result)
@@ -84,7 +83,8 @@ def _section(result: dict[str, Any], flame: str) -> str:
     )
     return (
         f"{head}{drawn}<table><tr><th></th><th>median</th><th>quartiles</th><th>rounds</th><th>goal</th><th></th></tr>"
-        f"{rows}</table><p class='where'>{where}</p>" + (f"<div class='flame'>{flame}</div>" if flame else "")
+        f"{rows}</table><p class='where'>{where}</p>"
+        + "".join(f"<div class='flame'>{graph.read_text()}</div>" for graph in graphs)
     )
 
 
