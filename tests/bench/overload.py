@@ -70,7 +70,7 @@ def measure(stage: Stage) -> list[Row]:
             offered.append(loaded.requests / loaded.seconds)
             if loaded.broken or offered[-1] < stage.pick(1.0, OFFERED_LEAST) * peaks[-1]:
                 raise NotRealWork(
-                    f"{loaded.broken} requests had no answer; {offered[-1]:.0f}/s were offered, the peak is {peaks[-1]:.0f}"
+                    f"{loaded.broken} had no answer; {offered[-1]:.0f}/s were offered, the peak is {peaks[-1]:.0f}"
                 )
             overs.append(loaded)
             refused_ms.append(beside.refused_ms or [0.0])
