@@ -29,7 +29,7 @@ WORKDIR /build
 COPY pyproject.toml uv.lock ./
 
 FROM tools AS service-packages
-RUN uv sync --frozen --no-dev --no-install-project --no-build --extra service
+RUN uv sync --frozen --no-dev --no-install-project --no-build --extra service --extra tracing
 COPY service /app/service
 RUN python3 -m compileall -q --invalidation-mode unchecked-hash /app
 

@@ -26,7 +26,7 @@ def main() -> int:
     except SettingsError as error:
         print(error, file=sys.stderr)
         return 2
-    configure_logging()
+    configure_logging(settings.log_format, settings.log_keys)
     wrong: list[SettingsError] = []
 
     def give_up(error: SettingsError) -> None:

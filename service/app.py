@@ -5,7 +5,7 @@ import contextlib
 import gc
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import structlog
 from fastapi import FastAPI
@@ -20,6 +20,7 @@ from service.journal import Journal
 from service.kafka.cluster import Cluster
 from service.kafka.security import security_of
 from service.keys import RedisKeys
+from service.logs import Incident
 from service.pool import Pool
 from service.recovery import STORE_STATES, SlotRecovery, Store
 from service.request import Queue
@@ -29,11 +30,15 @@ from service.states import SlotState
 from service.telemetry import Telemetry
 from service.topics import Catalogue, InternalTopics
 
+if TYPE_CHECKING:
+    from service.tracing import Tracing
+
 log = structlog.get_logger(__name__)
 
 AGAIN_S: Final = 1.0
 GC_THRESHOLDS: Final = (50_000, 20, 50)
 JOURNAL_PATIENCE_S: Final = 3.0
+TRACES_PATIENCE_S: Final = 3.0
 # What a scrape shows of Redis and Kafka is at most so old, and what it took them to answer.
 WATCH_S: Final = 2.0
 
@@ -46,6 +51,7 @@ class Service:
     ) -> None:
         self.settings = settings
         self.telemetry = telemetry
+        self.tracing = _tracing_of(settings)
         self._give_up = give_up
         timeouts_ms = settings.request_timeout_ms + settings.transaction_timeout_ms
         self.cluster = Cluster(
@@ -82,6 +88,7 @@ class Service:
             self.catalogue,
             self.journal,
             self.telemetry,
+            self.tracing,
         )
         recovery = SlotRecovery(self.cluster, self.keys, self.control, self.topics, settings, self.telemetry)
         self.pool = Pool(
@@ -124,6 +131,7 @@ class Service:
         self._tasks.append(asyncio.create_task(self._watch()))
 
     async def _bring_up(self) -> None:
+        trouble = Incident(log, "not up yet")
         while True:
             try:
                 await self.topics.ensure()
@@ -133,7 +141,7 @@ class Service:
                 self._give_up(error)
                 return
             except (KafkaAway, StoreAway, StoreUnanswered, TimeoutError) as error:
-                log.warning("not up yet", why=str(error))
+                trouble.goes_on(error)
                 await asyncio.sleep(AGAIN_S)
         # What was made so far lives as long as the process: no collection needs to look at it again.
         gc.collect()
@@ -157,6 +165,10 @@ class Service:
         await self.ingest.drain()
         await self.pool.stop()
         await self.journal.close(JOURNAL_PATIENCE_S)
+        if self.tracing is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TRACES_PATIENCE_S):
+                    await asyncio.to_thread(self.tracing.close)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -190,6 +202,15 @@ class Service:
             "store": self.store.status,
             "generation": None if epoch is None else epoch.generation,
         }
+
+
+def _tracing_of(settings: Settings) -> "Tracing | None":
+    """Traces where the settings ask for them; else OpenTelemetry is not even imported."""
+    if settings.tracing == "off":
+        return None
+    from service.tracing import Tracing
+
+    return Tracing(settings.name)
 
 
 def create_app(

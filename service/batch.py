@@ -46,7 +46,9 @@ def parse_batch(body: bytes) -> BatchBody:
 # ------------------------------------------------------------------------------------------------ each for itself
 
 
-async def write_each(ingest: Ingest, batch: BatchBody, arrived: float) -> list[Answer]:
+async def write_each(
+    ingest: Ingest, batch: BatchBody, arrived: float, traceparent: bytes | None = None
+) -> list[Answer]:
     """Write the events of a batch, each under a key of its own; the answer of each, in their order.
 
     They go to Kafka in trains, one after the other: what one transaction holds travels together, which keeps the
@@ -58,7 +60,7 @@ async def write_each(ingest: Ingest, batch: BatchBody, arrived: float) -> list[A
         try:
             fields = decode(_decode_member, raw)
             key = parse_key(fields.idempotency_key)
-            event = make_event(key, event_id(key), fields)
+            event = make_event(key, event_id(key), fields, traceparent)
             await ingest.check(event, arrived)
             good.append((index, event))
         except Problem as problem:
@@ -90,12 +92,14 @@ def trains(events: Sequence[tuple[int, Event]]) -> Iterator[list[tuple[int, Even
 # -------------------------------------------------------------------------------------------------- all or none
 
 
-async def write_atomic(ingest: Ingest, batch: BatchBody, key: str, arrived: float) -> tuple[bytes, Answer]:
+async def write_atomic(
+    ingest: Ingest, batch: BatchBody, key: str, arrived: float, traceparent: bytes | None = None
+) -> tuple[bytes, Answer]:
     """Write a batch in one transaction or not at all; the id of the whole, and its answer.
 
     Raises Problem for what is refused before the key is touched, also where no transaction could hold it.
     """
-    events = [_member(key, index, raw) for index, raw in enumerate(batch.events)]
+    events = [_member(key, index, raw, traceparent) for index, raw in enumerate(batch.events)]
     load = Load.of(events)
     if load.ledger_bytes > GROUP_LEDGER_BYTES_MAX:
         most = int(len(events) * GROUP_LEDGER_BYTES_MAX / load.ledger_bytes)
@@ -113,12 +117,12 @@ async def write_atomic(ingest: Ingest, batch: BatchBody, key: str, arrived: floa
     return id, await ingest.submit_atomic(events, (id, batch_fingerprint(event.fp for event in events)), arrived)
 
 
-def _member(key: str, index: int, raw: msgspec.Raw) -> Event:
+def _member(key: str, index: int, raw: msgspec.Raw, traceparent: bytes | None) -> Event:
     try:
         fields = decode(_decode_member, raw)
         if fields.idempotency_key is not None:
             raise Problem(INVALID_EVENT, "idempotency_key: the whole batch has one key, in its Idempotency-Key header")
-        return make_event(key, member_id(key, index), fields)
+        return make_event(key, member_id(key, index), fields, traceparent)
     except Problem as problem:
         raise _of_member(index, problem) from None
 

@@ -83,12 +83,13 @@ class EventsEndpoint:
 
     async def _write_batch(self, post: Post, found: Found) -> None:
         batch = parse_batch(post.body)
+        traceparent = parse_traceparent(found.get(b"traceparent"))
         if not batch.atomic:
-            answers = await write_each(self._ingest(), batch, post.arrived)
+            answers = await write_each(self._ingest(), batch, post.arrived, traceparent)
             self._answer(post, 207, JSON_LINE, render_results(answers))
             return
         key = parse_key(found.get(b"idempotency-key"))
-        id, answer = await write_atomic(self._ingest(), batch, key, post.arrived)
+        id, answer = await write_atomic(self._ingest(), batch, key, post.arrived, traceparent)
         if isinstance(answer, Problem):
             raise answer
         self._answer(post, 201, self._committed_lines(key, answer), render_whole(id, answer))
@@ -109,7 +110,8 @@ class EventsEndpoint:
     def _fail(self, post: Post, error: Exception) -> None:
         """Answer with a problem; anything else than a Problem is a bug, and nobody knows what became of the event."""
         if not isinstance(error, Problem):
-            log.error("request failed", exc_info=error)
+            key = next((content.decode("latin-1") for name, content in post.headers if name == b"idempotency-key"), "")
+            log.error("request failed", key=key, exc_info=error)
             error = Problem(INTERNAL, "send it again, with the same key")
         status, headers, body = render_problem(error)
         self._answer(post, status, b"".join([b"%b: %b\r\n" % header for header in headers]), body, error.kind.code)

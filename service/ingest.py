@@ -1,12 +1,13 @@
 """The path of an event: claim → deliver → mark → answer, for a group at a time. Read `Ingest.serve` first."""
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from heapq import heapify, heappop, heappush
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -51,10 +52,14 @@ from service.states import (
 from service.telemetry import Telemetry
 from service.topics import CATALOGUE_MAX, Catalogue, InternalTopics
 
+if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
+    from service.tracing import Tracing
+
 log = structlog.get_logger(__name__)
 
 SWEEP_S: Final = 0.02
 STORE_AWAY_PAUSE_S: Final = 0.1
+UNTRACED: Final = contextlib.nullcontext()
 
 
 class Ingest:
@@ -71,6 +76,7 @@ class Ingest:
         catalogue: Catalogue,
         journal: Journal,
         telemetry: Telemetry,
+        tracing: "Tracing | None" = None,
     ) -> None:
         self._settings = settings
         self._guarantee = lru_cache(maxsize=CATALOGUE_MAX)(rules.guarantee)  # by topic
@@ -81,6 +87,7 @@ class Ingest:
         self._catalogue = catalogue
         self._journal = journal
         self._telemetry = telemetry
+        self._tracing = tracing
         self._timeout_s = settings.request_timeout_ms / 1000
         self._open: list[tuple[float, int, Request]] = []  # a heap, by deadline
         self._count = itertools.count()
@@ -161,6 +168,8 @@ class Ingest:
             for request in requests:
                 self._note(request, problem)
             raise
+        if self._tracing is not None:
+            self._tracing.begin(requests, asyncio.get_running_loop().time())
         for request in requests:
             heappush(self._open, (request.deadline, next(self._count), request))
 
@@ -285,10 +294,16 @@ class Ingest:
         """Write a claimed group as its guarantee says."""
         started = time.perf_counter()
         exactly_once = group[0][0].guarantee is Guarantee.EXACTLY_ONCE
-        written = await (self._deliver_once(slot, group) if exactly_once else self._deliver_plain(slot, group))
+        with self._traced(slot, group):
+            written = await (self._deliver_once(slot, group) if exactly_once else self._deliver_plain(slot, group))
         self._telemetry.stage_kafka.observe(time.perf_counter() - started)
         self._telemetry.groups.observe(sum(len(request.events) for request, _ in group))
         return written
+
+    def _traced(self, slot: Slot, group: Sequence[Won]) -> contextlib.AbstractContextManager[None]:
+        if self._tracing is None:
+            return UNTRACED
+        return self._tracing.sending(slot.n, [request for request, _ in group])
 
     async def _deliver_once(self, slot: Slot, group: Sequence[Won]) -> Written:
         """Write a group in one transaction. Raises TransactionFailed: all of it is in doubt until recovery has run."""
@@ -452,7 +467,7 @@ class Ingest:
         try:
             request.reply(answer)
         except Exception:  # a bug at the edge must not keep the others of the group from their answers
-            log.exception("an answer was not given")
+            log.exception("an answer was not given", key=request.events[0].key)
 
     def _note(self, request: Request, answer: Answer) -> None:
         """Count an answer, and tell the journal."""

@@ -1,25 +1,61 @@
-"""The log of one process."""
+"""The log: JSON lines or a console's to standard error, one line an incident, and no key in the clear unless asked."""
 
 import logging
 import sys
+import time
+from typing import Any
 
 import structlog
 
+from service.wire import event_id
 
-def configure_logging() -> None:
-    """JSON lines, or a console's, to standard error; libraries speak from WARNING up."""
-    timestamper = structlog.processors.TimeStamper(fmt="iso", utc=True)
+
+class Incident:
+    """Something that fails again and again: one line when it begins or becomes another failure, not one a try."""
+
+    def __init__(self, log: Any, event: str) -> None:
+        self._log = log
+        self._event = event
+        self._kind: type[Exception] | None = None
+        self._since = 0.0
+        self._times = 0
+
+    def goes_on(self, error: Exception, *, bug: bool = False, **fields: Any) -> None:
+        """It failed (again); a bug has its traceback in the line."""
+        if self._kind is None:
+            self._since, self._times = time.monotonic(), 0
+        self._times += 1
+        if type(error) is not self._kind:
+            self._kind = type(error)
+            why = str(error) or type(error).__name__
+            self._log.warning(self._event, **fields, why=why, exc_info=error if bug else None)
+
+    def over(self) -> dict[str, Any]:
+        """It went well: what the line that says so should tell of the failures before it; nothing without any."""
+        if self._kind is None:
+            return {}
+        self._kind = None
+        return {"failures": self._times, "failing_s": round(time.monotonic() - self._since, 3)}
+
+
+def configure_logging(form: str, keys: str) -> None:
+    """Set the log up by the settings `log_format` and `log_keys`; libraries speak from WARNING up.
+
+    Where a line names an idempotency key, it is the field `key`; hashed, it is the event's id, as in the report.
+    """
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
-        timestamper,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
+    to_console = form == "console" or (form == "auto" and sys.stderr.isatty())
     renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
+        structlog.dev.ConsoleRenderer() if to_console else structlog.processors.JSONRenderer()
     )
     structlog.configure(
         processors=[
             *shared,
+            *([] if keys == "plain" else [hash_key]),
             structlog.processors.format_exc_info,
             structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
         ],
@@ -37,3 +73,10 @@ def configure_logging() -> None:
     logging.getLogger("service").setLevel(logging.INFO)
     # aiokafka tells of each disconnect at ERROR; what it means for an event is told by the slot, once.
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
+
+
+def hash_key(_: Any, __: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """A line's `key` becomes the event's id: enough to find it in the ledger and in the report."""
+    if "key" in line:
+        line["key"] = f"id:{event_id(line['key']).hex()}"
+    return line

@@ -15,6 +15,7 @@ from service.kafka.cluster import Cluster
 from service.kafka.producer import IdempotentProducer
 from service.kafka.verdict import TransactionFailed
 from service.keys import Census, Epoch, KeyStore
+from service.logs import Incident
 from service.recovery import SlotRecovery, Store
 from service.request import Queue
 from service.settings import Settings
@@ -73,6 +74,7 @@ class Pool:
         self.token = f"{settings.name}/{secrets.token_hex(6)}"
         self.slots: dict[int, Slot] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._troubles: dict[int, Incident] = {}  # by slot: a recovery that fails over and over is one
         self._hurry = asyncio.Event()
         self._stopping = False
 
@@ -107,16 +109,19 @@ class Pool:
 
     async def keep(self) -> None:
         """Beat, for ever: renew the leases, take what is wanted, recover the dead, give back what is too much."""
+        trouble = Incident(log, "no heartbeat")
         while not self._stopping:
             try:
                 epoch = await self._store.settled()
                 await self._beat(epoch)
+                if failures := trouble.over():
+                    log.info("heartbeat again", **failures)
             except StoreLost:
                 self._store.lost(epoch)
             except (StoreAway, StoreUnanswered, KafkaAway) as error:
-                log.warning("no heartbeat", why=str(error))
-            except Exception:  # a bug must not end the heartbeat: every slot would be lost
-                log.exception("no heartbeat")
+                trouble.goes_on(error)
+            except Exception as error:  # a bug must not end the heartbeat: every slot would be lost
+                trouble.goes_on(error, bug=True)
             self._hurry.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.lease_ttl_ms / 1000 / BEATS_A_LEASE):
@@ -195,6 +200,7 @@ class Pool:
             await slot.end()
             self.slots.pop(slot.n, None)
             self._tasks.pop(slot.n, None)
+            self._troubles.pop(slot.n, None)
             await self._give_back(slot)
 
     async def _recover(self, slot: Slot) -> None:
@@ -206,7 +212,7 @@ class Pool:
         took_s = time.monotonic() - started
         self._telemetry.slot_recoveries.observe(took_s)
         slot.doubtful = 0
-        log.info("slot ready", slot=slot.n, term=slot.term, took_s=round(took_s, 3))
+        log.info("slot ready", slot=slot.n, term=slot.term, took_s=round(took_s, 3), **self._trouble_of(slot).over())
         self._recovered()
 
     def _ended(self, slot: Slot, error: Exception) -> None:
@@ -215,11 +221,15 @@ class Pool:
         self._telemetry.terms_ended.labels(why).inc()
         if isinstance(error, TransactionFailed):
             self._telemetry.kafka_errors.labels("transaction").inc()
-        log.warning("term ended", slot=slot.n, term=slot.term, why=str(error), exc_info=why == "bug")
+        told = {"slot": slot.n, "term": slot.term, "in_doubt": slot.doubtful, "cause": why}
+        self._trouble_of(slot).goes_on(error, bug=why == "bug", **told)
         if slot.state is not SlotState.DOUBT:
             slot.move(SlotEvent.FAIL)
         if isinstance(error, StoreLost):
             self._store.lost(slot.epoch)
+
+    def _trouble_of(self, slot: Slot) -> Incident:
+        return self._troubles.setdefault(slot.n, Incident(log, "term ended"))
 
     async def _still_mine(self, slot: Slot) -> bool:
         """Is the lease still this process's, or free to take again? Where Redis does not say: assume so."""

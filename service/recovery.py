@@ -20,6 +20,7 @@ from service.kafka.cluster import Cluster
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.reader import Item, Span, ends, offsets_since, read_through
 from service.keys import REPLAY_CHUNK, Epoch, Identity, KeyStore, Row
+from service.logs import Incident
 from service.settings import Settings
 from service.slot import Slot
 from service.states import Delivered, DeliveredBatch, SlotEvent
@@ -172,16 +173,17 @@ class Store:
         return self._settling
 
     async def _settle(self) -> Epoch:
+        trouble = Incident(log, "store not settled")
         while True:
             try:
                 self.epoch = await self._attempt()
             except (NotYet, StoreAway, StoreUnanswered, StoreLost, KafkaAway) as error:
                 self.status = f"{'stale-store' if isinstance(error, NotYet) else 'store-away'}: {error}"
-                log.warning("store not settled", why=str(error))
+                trouble.goes_on(error)
                 await self._pause()
             except Exception as error:  # a bug, or a record in control that is not ours: no reason to stop trying
                 self.status = f"store-away: {error!r}"
-                log.exception("store not settled")
+                trouble.goes_on(error, bug=True)
                 await self._pause()
             else:
                 self.status = "settled"
@@ -189,7 +191,7 @@ class Store:
                 if self._last is not None and self._last.generation != self.epoch.generation:
                     self._telemetry.generation_changes.inc()
                 self._last = self.epoch
-                log.info("store settled", generation=self.epoch.generation, store=self.epoch.store)
+                log.info("store settled", generation=self.epoch.generation, store=self.epoch.store, **trouble.over())
                 return self.epoch
 
     async def _pause(self) -> None:

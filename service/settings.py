@@ -3,6 +3,7 @@
 import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -56,6 +57,19 @@ class Settings(SharedSettings):
     )
     queue_events_max: int = setting(20_000, "events that may wait in this process; one more is 503", integer(1))
     queue_bytes_max: int = setting(64 * 1024 * 1024, "bytes of events that may wait in this process", integer(1))
+    log_format: str = setting(
+        "auto",
+        "form of the log: json, console, or auto (console on a terminal)",
+        one_of("auto", "json", "console"),
+    )
+    log_keys: str = setting(
+        "hashed", "idempotency keys in the log: hashed (as the event's id) or plain", one_of("hashed", "plain")
+    )
+    tracing: str = setting(
+        "off",
+        "off, or otlp: spans to where the standard OTEL_* variables say (needs the extra `tracing`)",
+        one_of("off", "otlp"),
+    )
     body_bytes_max: int = setting(8 * 1024 * 1024, "largest body of a request, in bytes", integer(1_000))
 
     compression: str = setting(
@@ -79,6 +93,8 @@ class Settings(SharedSettings):
         if INSTANCE.fullmatch(self.name) is None:
             wrong.append(f"{PREFIX}INSTANCE is needed: {self.name!r} (from host:port) is not a name; set it")
         wrong += self._redis_conflicts()
+        if self.tracing != "off" and find_spec("opentelemetry") is None:
+            wrong.append(f"{PREFIX}TRACING={self.tracing} needs packages that are not here: install fencepost[tracing]")
         if self.rules and not Path(self.rules).is_file():
             wrong.append(f"{PREFIX}RULES={self.rules!r} is no file: set the path of a TOML file, or leave it empty")
         return wrong

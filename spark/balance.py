@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC
 from typing import Any
 
 from spark.errors import CannotRun
@@ -11,6 +12,8 @@ from spark.verdict import CATEGORIES
 Counts = dict[str, int]
 ByTopic = dict[str, Counts]
 ByHour = dict[str, ByTopic]
+Cells = dict[str, dict[str, Counts]]
+"""Records by hour, topic and partition (as text, for JSON)."""
 
 HOUR_FORMAT = "%Y-%m-%d %H:%M:%S"
 
@@ -19,20 +22,24 @@ HOUR_FORMAT = "%Y-%m-%d %H:%M:%S"
 class Balance:
     """Counts (findings.SUMS) by hour (`yyyy-MM-dd HH:mm:ss`, UTC) and topic; zeros are left out.
 
-    `adjustment` is what changes when ids with several hours count once: it is added to the hours.
+    `adjustment` is what changes when ids with several hours count once: it is added to the hours. `cells` is where
+    the records lie.
     """
 
     hours: ByHour = field(default_factory=dict)
     adjustment: ByHour = field(default_factory=dict)
+    cells: Cells = field(default_factory=dict)
 
     @classmethod
     def of(cls, summary: Mapping[str, Any] | None) -> "Balance":
         """What the last finished run left."""
-        return cls() if summary is None else cls(dict(summary["hours"]), dict(summary["adjustment"]))
+        if summary is None:
+            return cls()
+        return cls(*(dict(summary.get(name, {})) for name in ("hours", "adjustment", "cells")))
 
-    def document(self) -> dict[str, ByHour]:
+    def document(self) -> dict[str, Any]:
         """The balance as the next run takes it up."""
-        return {"hours": self.hours, "adjustment": self.adjustment}
+        return {"hours": self.hours, "adjustment": self.adjustment, "cells": self.cells}
 
     def open_hours(self) -> set[str]:
         """Hours in which time alone may change a verdict."""
@@ -43,6 +50,14 @@ class Balance:
         for hour in hours:
             self.hours.pop(hour, None)
         _add(self.hours, rows, 1)
+
+    def place(self, hours: Iterable[str], rows: Iterable[Any]) -> None:
+        """Put freshly counted records (rows of heat.cells) in the place of what was counted for these hours."""
+        for hour in hours:
+            self.cells.pop(hour, None)
+        for row in rows:
+            topics = self.cells.setdefault(row["hour"], {})
+            topics.setdefault(row["topic"], {})[str(row["partition"])] = int(row["records"])
 
     def adjust(self, apart: Iterable[Any], together: Iterable[Any]) -> None:
         """Have the ids of these rows (findings.sums, hour by hour, and united) count once."""
@@ -65,6 +80,7 @@ class Balance:
         kept = self.open_hours()
         self.hours = {hour: topics for hour, topics in self.hours.items() if hour >= first or hour in kept}
         self.adjustment = {hour: topics for hour, topics in self.adjustment.items() if hour >= first}
+        self.cells = {hour: topics for hour, topics in self.cells.items() if hour >= first}
 
 
 def by_topic(hours: ByHour) -> ByTopic:
@@ -92,7 +108,8 @@ def closed(topics: ByTopic) -> Counts:
 def _add(hours: ByHour, rows: Iterable[Any], sign: int) -> None:
     for row in rows:
         counts = {name: sign * int(row[name]) for name in SUMS if row[name]}
-        hour = row["accepted_hour"].strftime(HOUR_FORMAT)
+        # Spark hands out a timestamp without zone, in the machine's own.
+        hour = row["accepted_hour"].astimezone(UTC).strftime(HOUR_FORMAT)
         _sum(hours.setdefault(hour, {}).setdefault(row["topic"], {}), counts)
 
 

@@ -12,7 +12,7 @@ from pyspark import StorageLevel
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import decode, findings, ids, lake, lock, offsets, report, source, state, verdict
+from spark import decode, findings, heat, ids, lake, lock, offsets, report, source, standing, state, verdict
 from spark.balance import Balance
 from spark.kafka import Broker, Place
 from spark.offsets import DATA, LEDGER, REQUESTS, Plan
@@ -20,6 +20,8 @@ from spark.settings import Settings
 from spark.verdict import CATEGORIES
 
 HOUR_FORMAT: Final = "yyyy-MM-dd HH:mm:ss"
+# The runs before, of which the report tells.
+HISTORY_RUNS: Final = 19
 
 Tell = Callable[[str], None]
 """Where progress is told, a line at a time."""
@@ -79,17 +81,28 @@ class _Run:
             self._merge(plan)
         balance = self._judge(plan, before)
         with self.cost.step("report"):
-            outcome = report.build(self.lake, plan, self.settings, balance, self.cost.seconds, resumed)
+            held = self._standing(plan)
+            past = before["reports"] if before else []
+            outcome = report.build(held, plan, self.settings, balance, self.cost.seconds, resumed, past)
             report.write(self.spark, self.settings.options.report, outcome)
+            held.unpersist()
         self._done(plan, balance, outcome)
         return Outcome(outcome.document, outcome.status)
 
     # ------------------------------------------------------------------------------------------------------ plan
 
     def _summary_before(self) -> dict[str, Any] | None:
-        """What the last finished run left: its number, its options and the sums of every hour."""
-        rows = self.lake.read("runs").orderBy(F.desc("run")).limit(1).collect()
-        return None if not rows else {"run": rows[0]["run"], **json.loads(rows[0]["summary"])}
+        """What the last finished run left: its number, its options, the sums of every hour; and the last reports."""
+        last = self.lake.read("runs").orderBy(F.desc("run")).limit(HISTORY_RUNS)
+        found = last.agg(
+            F.max("run").alias("run"),
+            F.max_by("summary", "run").alias("summary"),
+            F.sort_array(F.collect_list(F.struct("run", "report")), asc=False)["report"].alias("reports"),
+        ).collect()[0]
+        if found["run"] is None:
+            return None
+        reports = [json.loads(one) for one in found["reports"]]
+        return {"run": found["run"], "reports": reports, **json.loads(found["summary"])}
 
     def _plan(self, before: dict[str, Any] | None) -> tuple[Plan, bool]:
         """This run's plan, and whether a run before us made it and was cut off."""
@@ -163,6 +176,9 @@ class _Run:
             judged = verdict.judge(rows.where("plain = 0"), seen)
             plain = findings.sums(verdict.plainly(rows.where("plain = 1"), seen))
             balance.replace(hours, findings.sums(judged).unionByName(plain).collect())
+        with self.cost.step("map"):
+            whole = plan.partitions <= heat.PARTITIONS_MAX
+            balance.place(hours, heat.cells(rows, partitions=whole).collect() if hours else [])
         found = [findings.of_logs(self.spark, plan)]
         suspects = findings.suspicious(judged).persist(StorageLevel.MEMORY_AND_DISK)
         cached = [suspects]
@@ -193,6 +209,13 @@ class _Run:
         for frame in cached:
             frame.unpersist()
         return balance
+
+    # ---------------------------------------------------------------------------------------------------- report
+
+    def _standing(self, plan: Plan) -> DataFrame:
+        """The findings that stand now, kept: several look at them."""
+        held = standing.by_hour(self.lake.read("findings"), report.window_from(plan, self.settings))
+        return held.persist(StorageLevel.MEMORY_AND_DISK)
 
     # ------------------------------------------------------------------------------------------------------ done
 

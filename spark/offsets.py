@@ -97,6 +97,11 @@ class Plan:
         """The audited data topics."""
         return sorted({log.topic for log in self.of(DATA)})
 
+    @property
+    def partitions(self) -> int:
+        """How many partitions of data topics are audited."""
+        return sum(1 for log in self.logs if log.role == DATA and log.audited)
+
     def rows(self) -> list[dict[str, Any]]:
         """The plan as rows of `progress`."""
         head = {"run": self.run, "frozen_ms": self.frozen_ms, "options": self.options}

@@ -1,19 +1,16 @@
 """What a run tells: one document, as JSON, as a page and as metrics."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from pyspark.sql import Column, DataFrame, SparkSession
-from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql import DataFrame, SparkSession
 
-from spark import files, page
-from spark.balance import Balance, ByHour, ByTopic, by_topic, closed
-from spark.decode import UNKEYED
-from spark.findings import CONFLICT, DUPLICATE, EVIDENCE_GAP, IDS, KINDS
-from spark.lake import Lake
+from spark import files, heat, page, standing
+from spark.balance import Balance, ByTopic, by_topic, closed
+from spark.findings import CLIENT_DUPLICATE, KINDS
 from spark.offsets import DATA, LEDGER, REQUESTS, Plan
 from spark.settings import HOUR_MS, Settings
 
@@ -25,15 +22,12 @@ FINDINGS: Final = "findings"
 EXIT_CLEAN: Final = 0
 EXIT_FINDINGS: Final = 3
 
-_PLACE: Final = ("kind", "cause", "topic", "partition")
-
 
 @dataclass(frozen=True)
 class Report:
     """The document of report.json, and the exit status that goes with it."""
 
     document: dict[str, Any]
-    hours: ByHour
 
     @property
     def status(self) -> int:
@@ -41,134 +35,92 @@ class Report:
 
 
 def build(
-    tables: Lake, plan: Plan, settings: Settings, balance: Balance, seconds: Mapping[str, float], resumed: bool
+    held: DataFrame,
+    plan: Plan,
+    settings: Settings,
+    balance: Balance,
+    seconds: Mapping[str, float],
+    resumed: bool,
+    before: Sequence[Mapping[str, Any]],
 ) -> Report:
-    """The document of a run, from the findings in the lake and the balance; CannotRun where that does not close."""
-    since_ms = plan.frozen_ms - settings.options.window_h * HOUR_MS
+    """The document of a run; CannotRun where its balance does not close.
+
+    `held` are the findings that stand (standing.by_hour), `before` the documents of the runs before (what `runs`
+    keeps of them), the last one first.
+    """
+    since_ms = window_from(plan, settings)
     first_hour = datetime.fromtimestamp(since_ms / 1000, UTC).strftime("%Y-%m-%d %H:00:00")
     balance.drop_before(first_hour)
-    hours = balance.since(first_hour)
-    topics = by_topic(hours)
+    topics = by_topic(balance.since(first_hour))
     line = closed(topics)
-    standing = _standing(tables.read("findings"), since_ms).persist()
-    causes = _causes(standing)
+    found = standing.whole(held).persist()
+    causes = standing.causes(found)
     counted = {kind: sum(row["findings"] for row in causes if row["kind"] == kind) for kind in KINDS}
-    found = sum(counted.values())
-    listed = [json.loads(row["finding"]) for row in _listed(standing).collect()]
-    standing.unpersist()
-    return Report(
-        {
-            "run": {
-                "number": plan.run,
-                "verdict": FINDINGS if found else CLEAN,
-                "findings": found,
-                "frozen_at": _iso(plan.frozen_ms),
-                "window_from": _iso(since_ms),
-                "namespace": settings.shared.namespace,
-                "topics": plan.topics,
-                "caught_up": all(log.end == log.last_stable for log in plan.logs if log.audited),
-                "ids_pass": not settings.options.skip_ids,
-                "resumed": resumed,
-            },
-            "balance": line,
-            "topics": [{"topic": topic, **counts} for topic, counts in topics.items()],
-            "kinds": counted,
-            "causes": causes,
-            "findings": [{name: finding.get(name) for name in _FINDING} for finding in listed],
-            "findings_left_out": found - len(listed),
-            "evidence": _evidence(plan, topics),
-            "requests": _requests(topics),
-            "cost": {
-                "seconds": dict(seconds),
-                "offsets": sum(log.end - log.start for log in plan.logs if log.audited),
-            },
+    number = sum(counted.values())
+    listed: list[dict[str, Any]] = []
+    troubles: list[dict[str, Any]] = []
+    if number:
+        told = standing.in_order(found).limit(FINDINGS_MAX).select(standing.as_json().alias("finding"))
+        listed = [json.loads(row["finding"]) for row in told.collect()]
+        places = standing.troubles(held, partitions=plan.partitions <= heat.PARTITIONS_MAX)
+        troubles = [row.asDict() for row in places.collect()]
+    found.unpersist()
+    document = {
+        "run": {
+            "number": plan.run,
+            "verdict": FINDINGS if number else CLEAN,
+            "findings": number,
+            "frozen_at": _iso(plan.frozen_ms),
+            "window_from": _iso(since_ms),
+            "namespace": settings.shared.namespace,
+            "kafka": settings.shared.kafka,
+            "lake": settings.options.lake,
+            "topics": plan.topics,
+            "caught_up": all(log.end == log.last_stable for log in plan.logs if log.audited),
+            "ids_pass": not settings.options.skip_ids,
+            "resumed": resumed,
         },
-        hours,
-    )
+        "balance": line,
+        "topics": [{"topic": topic, **counts} for topic, counts in topics.items()],
+        "kinds": counted,
+        "causes": causes,
+        "map": heat.drawn(balance.cells, troubles, plan.topics, first_hour),
+        "timeline": heat.timeline(troubles, (*standing.COPIES, CLIENT_DUPLICATE), first_hour),
+        "findings": listed,
+        "findings_left_out": number - len(listed),
+        "evidence": _evidence(plan, topics),
+        "requests": _requests(topics),
+        "cost": {
+            "seconds": dict(seconds),
+            "offsets": sum(log.end - log.start for log in plan.logs if log.audited),
+        },
+    }
+    document["history"] = [_summary(one) for one in (document, *before)]
+    return Report(document)
 
 
-_FINDING: Final = (
-    "kind",
-    "cause",
-    "id",
-    "key",
-    "topic",
-    "partition",
-    "count",
-    "first_offset",
-    "last_offset",
-    "coordinates",
-)
+def window_from(plan: Plan, settings: Settings) -> int:
+    """From when on the report looks, ms."""
+    return plan.frozen_ms - settings.options.window_h * HOUR_MS
+
+
+def _summary(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A run in a line, from its document or from what `runs` kept of it."""
+    run, balance, cost = document["run"], document["balance"], document["cost"]
+    return {
+        **{name: run[name] for name in ("number", "frozen_at", "verdict", "findings")},
+        **{name: balance[name] for name in ("accepted", "delivered_once", "pending", "records")},
+        "offsets": cost["offsets"],
+        "seconds": round(sum(cost["seconds"].values()), 3),
+    }
 
 
 def write(spark: SparkSession, folder: str, made: Report) -> None:
     """report.json, report.html and metrics.prom into a folder, each whole or not at all."""
     files.write(spark, folder, "metrics.prom", [metrics(made.document)])
-    files.write(spark, folder, "report.html", page.render(made.document, made.hours))
+    files.write(spark, folder, "report.html", page.render(made.document))
     encoder = json.JSONEncoder(ensure_ascii=False, indent=1)
     files.write(spark, folder, "report.json", encoder.iterencode(made.document))
-
-
-def _standing(findings: DataFrame, since_ms: int) -> DataFrame:
-    """lake.FINDING → those that hold and lie in the window; those of partitions summed over its hours."""
-    recent = findings.where(F.col("last_ms") >= since_ms)
-    united = findings.where((F.col("scope") == IDS) & F.col("kind").isNull()).select("id")
-    of_places = F.col("kind").isin(UNKEYED, EVIDENCE_GAP)
-    single = recent.where(F.col("kind").isNotNull() & ~of_places)
-    of_hours = single.where(F.col("scope") != IDS).join(united, "id", "left_anti")
-    each = of_hours.unionByName(single.where(F.col("scope") == IDS))
-    places = (
-        recent.where(of_places)
-        .groupBy(*_PLACE)
-        .agg(
-            F.sum("count").alias("count"),
-            F.min("first_offset").alias("first_offset"),
-            F.max("last_offset").alias("last_offset"),
-        )
-    )
-    return each.select(*_PLACE, "id", "key", "count", "first_offset", "last_offset", "coordinates").unionByName(
-        places, allowMissingColumns=True
-    )
-
-
-def _listed(standing: DataFrame) -> DataFrame:
-    """Standing findings → `finding` (JSON), in an order that does not depend on the run, up to FINDINGS_MAX."""
-    hexed = standing.withColumn("id", F.lower(F.hex("id"))).withColumn(
-        "coordinates", F.coalesce("coordinates", F.array().cast(standing.schema["coordinates"].dataType))
-    )
-    ordered = hexed.orderBy(_rank(F.col("kind")), "topic", "partition", "cause", "id").limit(FINDINGS_MAX)
-    return ordered.select(F.to_json(F.struct(*_FINDING), {"ignoreNullFields": "false"}).alias("finding"))
-
-
-def _causes(standing: DataFrame) -> list[dict[str, Any]]:
-    """How many findings there are by kind, topic and cause, and how many copies too many: a bounded number of rows.
-
-    A copy too many counts for the topic in which it lies and for its own cause; those of which no coordinates were
-    kept count with their finding.
-    """
-    uncounted = F.col("count") - F.size("coordinates")
-    many = F.col("kind").isin(DUPLICATE, CONFLICT)
-    each = standing.select(
-        "kind",
-        "topic",
-        "cause",
-        F.lit(1).alias("findings"),
-        F.when(many, uncounted).otherwise(F.col("count")).alias("records"),
-    )
-    copies = standing.where(many).select("kind", F.explode("coordinates").alias("copy")).where("copy.cause is not null")
-    extra = copies.select("kind", "copy.topic", "copy.cause", F.lit(0).alias("findings"), F.lit(1).alias("records"))
-    summed = (
-        each.unionByName(extra)
-        .groupBy("kind", "topic", "cause")
-        .agg(F.sum("findings").alias("findings"), F.sum("records").alias("records"))
-    )
-    rows = [row.asDict() for row in summed.collect()]
-    return sorted(rows, key=lambda row: (KINDS.index(row["kind"]), row["topic"] or "", row["cause"] or ""))
-
-
-def _rank(kind: Column) -> Column:
-    """Kinds in the order of KINDS."""
-    return F.array_position(F.array(*(F.lit(name) for name in KINDS)), kind)
 
 
 def _evidence(plan: Plan, topics: ByTopic) -> dict[str, Any]:

@@ -8,7 +8,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from deploy.local.console import StackError, progress
+from deploy.local import debian
+from deploy.local.console import StackError
 
 OLDEST = 17
 TESTED = (17, 21)  # taken first: newer ones should do, but nobody has promised that
@@ -26,10 +27,8 @@ def home() -> Path:
     """
     if found := find():
         return found
-    if os.geteuid() == 0 and shutil.which("apt-get"):
-        with progress(f"installing Java ({_PACKAGE})"):
-            _apt("update")
-            _apt("install", "--yes", "--no-install-recommends", _PACKAGE)
+    if debian.installable():
+        debian.install(_PACKAGE, "Java")
         if found := find():
             return found
     raise StackError(
@@ -91,16 +90,3 @@ def _places() -> Iterator[Path]:
         yield Path(on_path).resolve().parents[1]
     for pattern in _USUAL:
         yield from sorted(Path("/").glob(pattern))
-
-
-def _apt(*arguments: str) -> None:
-    done = subprocess.run(
-        ["apt-get", *arguments],
-        env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise StackError(f"apt-get {' '.join(arguments)} failed:\n{done.stderr.strip()}")

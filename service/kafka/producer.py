@@ -21,6 +21,7 @@ from service.errors import KafkaAway
 from service.kafka import verdict
 from service.kafka.cluster import AGAIN, Cluster
 from service.kafka.verdict import REFUSALS, Refusal, TransactionFailed
+from service.logs import Incident
 from service.wire import Header
 
 log = structlog.get_logger(__name__)
@@ -439,6 +440,7 @@ class IdempotentProducer:
         self._cluster = cluster
         self._name = name
         self._life: _Life | None = None
+        self._trouble = Incident(log, "not every record was written")
         self._starting = asyncio.Lock()
         self._sending = asyncio.Lock()  # sequence numbers go out in their order
 
@@ -470,7 +472,7 @@ class IdempotentProducer:
                     batches = life.batches(records, leaders)
                     await life.send(batches, leaders, int(1000 * REPLICAS_SHARE * patience_s))
             except Exception as error:  # each batch's own fate is in its answer
-                log.warning("not every record was written", why=repr(error))
+                self._trouble.goes_on(error, producer=self._name)
             for batch in batches:
                 fate = batch.fate(records)
                 for n, member in enumerate(batch.members):
@@ -478,6 +480,8 @@ class IdempotentProducer:
             if not all(isinstance(fate, Place) for fate in fates):
                 self._cluster.count_failure("produce")
                 await self._end(life)
+            elif failures := self._trouble.over():
+                log.info("records are written again", producer=self._name, **failures)
             return fates
 
     async def _leaders(self, life: _Life, records: Sequence[Record], fates: list[Fate]) -> dict[Partition, int]:

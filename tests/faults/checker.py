@@ -323,6 +323,7 @@ def check(
     *,
     repeatable: Sequence[str] = (),
     lake: Path | None = None,
+    rules: Path | None = None,
 ) -> Verdict:
     """Judge everything. `urls` are the service processes at which keys are posted again; `stable_s` is how long a
     transaction may be open from now on."""
@@ -350,7 +351,7 @@ def check(
         ]
         verdict.violations += [("again", text) for text in wrong]
     if lake is not None:
-        _, report = audit(bootstrap, namespace, lake, topics, "--grace-s", "1")
+        _, report = audit(bootstrap, namespace, lake, topics, "--grace-s", "1", rules=rules)
         verdict.violations += [("audit", text) for text in disagreements(report, evidence, verdict)]
     return verdict
 
@@ -365,6 +366,7 @@ def main() -> int:
     parser.add_argument("--stable-s", type=float, default=25.0, help="how long a transaction may stay open")
     parser.add_argument("--idempotent", default="", help="topics that may hold a record twice, separated by commas")
     parser.add_argument("--audit", type=Path, help="run the reconciliation job too, with its lake in this folder")
+    parser.add_argument("--rules", type=Path, help="the rules file of the service, for the reconciliation job")
     given = parser.parse_args()
     verdict = check(
         given.history,
@@ -375,6 +377,7 @@ def main() -> int:
         given.stable_s,
         repeatable=[topic for topic in given.idempotent.split(",") if topic],
         lake=given.audit,
+        rules=given.rules,
     )
     shown = Counter(kind for kind, _ in verdict.violations)
     sys.stdout.write(json.dumps({**asdict(verdict), "violations": verdict.violations[:200], "found": shown}, indent=1))

@@ -18,6 +18,7 @@ import redis as redis_client
 from confluent_kafka import KafkaException
 
 from deploy.local.stack import Kafka
+from tests.faults.proxy import Do
 from tests.faults.wire import Broker
 from tests.faults.world import World
 
@@ -190,7 +191,7 @@ def come_back(world: World) -> None:
 # ------------------------------------------------------------------------------------------------- the brokers
 
 
-@injector("broker", weight=3)
+@injector("broker")
 def broker_killed(world: World, rng: random.Random) -> None:
     broker = rng.choice(world.cluster.brokers)
     broker.kill()
@@ -198,7 +199,7 @@ def broker_killed(world: World, rng: random.Random) -> None:
     world.cluster.heal()
 
 
-@injector("broker", weight=3)
+@injector("broker")
 def broker_paused(world: World, rng: random.Random) -> None:
     """For less or for more than its session."""
     broker = rng.choice(world.cluster.brokers)
@@ -254,3 +255,30 @@ def one_key_posted_by_many(world: World, rng: random.Random) -> None:
     told = world.load.send([request] * 50).result(120)
     places = {result.told for results in told for result in results}
     assert len(places) == 1, places
+
+
+# ------------------------------------------------------------------------------------------ requests to Kafka, one
+
+
+def is_proxied(world: World) -> bool:
+    return world.proxied
+
+
+@injector("network", weight=4, available=is_proxied)
+def kafka_request_or_reply_lost(world: World, rng: random.Random) -> None:
+    """One connection to Kafka ends, or falls silent, around one request of a chosen kind."""
+    api = rng.choice(("Produce", "AddPartitionsToTxn", "EndTxn", "EndTxn", "InitProducerId"))
+    do: Do = rng.choice(("cut", "cut-before", "drop-reply"))
+    loss = world.cluster.proxy.plan(api, do, nth=rng.randint(1, 8))
+    with contextlib.suppress(AssertionError):  # the kind may be rare; then it happens later
+        loss.wait(5)
+
+
+@injector("network", weight=2, available=is_proxied)
+def kafka_request_late(world: World, rng: random.Random) -> None:
+    """One request is held, for less or for more than its own deadline, and then arrives."""
+    loss = world.cluster.proxy.plan(rng.choice(("Produce", "AddPartitionsToTxn", "EndTxn", "EndTxn")), "hold")
+    with contextlib.suppress(AssertionError):
+        loss.wait(5)
+        time.sleep(rng.choice((0.5, 3.0, 7.0)))
+    world.cluster.proxy.let_go(loss)

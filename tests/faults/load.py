@@ -22,11 +22,12 @@ RECORD_KEYS: Final = 3  # a client's own, so that it knows in which order it wro
 POLL_S: Final = 0.02
 
 # Of all requests; the rest are single events. Given up: not sent again after the first answer that is no 201.
-BATCHES: Final = 0.10
+BATCHES: Final = 0.15
 ATOMIC: Final = 0.08
 AGAIN: Final = 0.04
 WRONG: Final = 0.02
 GIVEN_UP: Final = 0.03
+BATCH_MOST: Final = 20
 
 
 class Load:
@@ -45,6 +46,7 @@ class Load:
         clients: int = 8,
         keys_per_s: float = 40.0,
         keys_max: float = float("inf"),
+        atomic: bool = True,
     ) -> None:
         self.targets = dict(targets)
         self.mistakes: list[str] = []  # an answer that no client should get
@@ -59,6 +61,7 @@ class Load:
         self._clients = clients
         self._keys_per_s = keys_per_s
         self._keys_max = keys_max
+        self._atomic = ATOMIC if atomic else 0.0
         self._open: dict[int, str] = {}  # what is not settled, by a number of its own
         self._numbers = itertools.count()
         self._stopping = False
@@ -88,6 +91,7 @@ class Load:
         asyncio.run_coroutine_threadsafe(self._cancel(), self._loop).result(ANSWER_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(ANSWER_S)
+        self._loop.close()
 
     async def _cancel(self) -> None:
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -186,8 +190,8 @@ class _Client:
         kind: RequestKind = "single"
         count = 1
         if draw < AGAIN + WRONG + BATCHES:
-            kind, count = "batch", self._rng.randint(2, 8)
-        elif draw < AGAIN + WRONG + BATCHES + ATOMIC:
+            kind, count = "batch", self._rng.randint(2, BATCH_MOST)
+        elif draw < AGAIN + WRONG + BATCHES + self._load._atomic:
             kind, count = "atomic", self._rng.randint(2, 5)
         events = [self._event(topics) for _ in range(count)]
         request = Request(kind, tuple(events), "" if kind == "batch" else events[0].key)

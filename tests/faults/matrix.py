@@ -129,11 +129,17 @@ def play(row: Row, folder: Path, cluster: Cluster, seed: int | str = 1) -> Outco
             world.wait_acked(AFTERWARDS)
         except (NotRecovered, AssertionError, StackError) as error:
             wrong.append(f"{type(error).__name__}: {error}")
-        world.heal()
+        try:
+            world.heal()
+        except StackError as error:
+            wrong.append(f"did not heal: {error}")
         if world.load is not None:
             world.load.stop()
             wrong += world.load.mistakes + world.load.hanging
             verdict = world.check(audit=row.audit)
+            if world.repeatable:
+                world.notes.append(f"{verdict.duplicates} copies; the job named {verdict.named} events")
+                wrong += [] if verdict.duplicates else ["the row left no copy, so it shows nothing"]
         wrong += [f"{kind}: {text}" for kind, text in verdict.violations] + world.bugs()
         longest_s = 0.0 if world.load is None else world.load.longest_s
         return Outcome(row, wrong, recovery_s, verdict, longest_s, world.notes, time.monotonic() - begun)
@@ -181,6 +187,7 @@ def run(names: Sequence[str], say: Callable[[str], None], seed: int = 1) -> list
             outcome = play(each, folder / each.name, cluster, seed)
             outcomes.append(outcome)
             say(describe(outcome))
+            write([outcome])
             if outcome.wrong:
                 say("\n".join(f"    {text}" for text in outcome.wrong[:20]) + f"\n    see {folder / each.name}")
                 clusters.drop()

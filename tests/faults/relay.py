@@ -20,6 +20,7 @@ class Relay:
         self._target = target
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"relay-{self.port}", daemon=True)
+        self._connections: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
         self._flows: asyncio.Event = asyncio.Event()
         self._server: asyncio.Server | None = None
@@ -52,7 +53,7 @@ class Relay:
 
     async def _open(self) -> None:
         self._flows.set()
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
 
     async def _lead_to(self, target: int) -> None:
         self._target = target
@@ -63,15 +64,20 @@ class Relay:
         if self._server is not None:
             self._server.close()
         self._cut()
-        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in others:
+        for task in self._connections:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*self._connections, return_exceptions=True)
 
     def _cut(self) -> None:
         for writer in self._writers:
             writer.transport.abort()
         self._writers.clear()
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # A task of our own: asyncio's for a coroutine complains when it is cancelled.
+        task = self._loop.create_task(self._serve(reader, writer))
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)

@@ -34,7 +34,7 @@ def killed_before_produce(world: World) -> None:
     killed_at(world, "write")
 
 
-@row("killed between produce and EndTxn", services=1, in_run=True)
+@row("killed between produce and EndTxn", services=1)
 def killed_before_end_txn(world: World) -> None:
     killed_at(world, "commit")
 
@@ -50,7 +50,7 @@ def killed_after_end_txn_was_sent(world: World) -> None:
     world.retire(service)
 
 
-@row("killed after the commit, before the mark", services=1, in_run=True)
+@row("killed after the commit, before the mark", services=1, audit=True, in_run=True)
 def killed_before_mark(world: World) -> None:
     killed_at(world, "mark")
 
@@ -92,7 +92,7 @@ def all_services_killed(world: World) -> None:
         service.start()
 
 
-@row("stands still between produce and EndTxn for three lease times, and wakes up", services=1, in_run=True)
+@row("stands still between produce and EndTxn for three lease times, and wakes up", services=1)
 def paused_past_the_lease(world: World) -> None:
     zombie = doomed(world, Fault("commit", "stop", first=20))
     world.until(lambda: plan_of(zombie).happened("commit") and stopped(zombie.pid), 30, "it stands still")

@@ -1,4 +1,4 @@
-"""The soak: faults drawn from a seed, one after another and two at a time, under load; then the checker's verdict.
+"""The soak: faults drawn from a seed, several at a time, under load; then the checker's verdict.
 
 `python -m tests.faults soak --seed N --minutes M` plays legs of some minutes, each in a fresh namespace on the same
 cluster, so that what fails is short. Faults, pauses and clients all come from the seed; the machine's own timing does
@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -28,15 +28,18 @@ from tests.faults.shrink import OutOfTime, shrink
 from tests.faults.world import NotRecovered, World
 
 BOUND_S: Final = 60.0
-TOGETHER: Final = 0.2  # of all faults, how many begin together with another
-PAUSE_S: Final = (0.5, 3.0)
+GROUP: Final = 5  # faults at most between two moments at which everything is whole
+PAUSE_S: Final = (0.2, 2.0)
 AFTERWARDS: Final = 20  # events acknowledged after the last fault
-CHECK_S: Final = 900.0
+CHECK_S: Final = 1500.0
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One fault of a leg. Those of one group begin together; what it draws, it draws from `seed`."""
+    """One fault of a leg; what it draws, it draws from `seed`.
+
+    Those of one group that break the same part come one after the other, those of different parts at the same time.
+    """
 
     group: int
     name: str
@@ -53,7 +56,7 @@ class Leg:
 
     played: list[Planned] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-    recoveries_s: list[float] = field(default_factory=list)
+    recoveries: list[tuple[tuple[str, ...], float]] = field(default_factory=list)  # the faults of a group, seconds
     verdict: Verdict = field(default_factory=Verdict)
     requests: int = 0
     longest_s: float = 0.0
@@ -68,7 +71,8 @@ class Options:
     services: int = 3
     pair: bool = True
     proxied: bool = True
-    keys_per_s: float = 45.0
+    keys_per_s: float = 150.0
+    clients: int = 16
     mutants: tuple[str, ...] = ()
     audit: bool = False
 
@@ -80,33 +84,41 @@ def plan(seed: str, injectors: Sequence[Injector]) -> Iterator[Planned]:
     group = 0
     while True:
         group += 1
-        drawn = rng.choices(injectors, weights)
-        if rng.random() < TOGETHER:
-            drawn += [each for each in rng.choices(injectors, weights) if each.part != drawn[0].part]
+        drawn = rng.choices(injectors, weights, k=rng.randint(1, GROUP))
         pause_s = rng.uniform(*PAUSE_S)
         for number, each in enumerate(drawn):
             yield Planned(group, each.name, f"{seed}/{group}/{number}", pause_s)
 
 
-def play(folder: Path, cluster: Cluster, faults: Iterable[Planned], seconds: float, seed: str, options: Options) -> Leg:
+def play(
+    folder: Path,
+    cluster: Cluster,
+    faults: Iterable[Planned],
+    seconds: float,
+    seed: str,
+    options: Options,
+    say: Callable[[str], None] = lambda _: None,
+) -> Leg:
     """Play faults until they or the time have ended, and judge."""
     begun = time.monotonic()
     leg = Leg()
     with World(folder, cluster, pair=options.pair, proxied=options.proxied, mutants=options.mutants) as world:
         try:
             world.start_services(options.services)
-            load = world.start_load(seed, keys_per_s=options.keys_per_s)
+            load = world.start_load(seed, clients=options.clients, keys_per_s=options.keys_per_s)
             for _, together in groupby(faults, lambda fault: fault.group):
                 if time.monotonic() - begun > seconds:
                     break
                 group = list(together)
                 leg.played += group
                 _inject(world, group)
-                leg.recoveries_s.append(world.recovery_s(BOUND_S))
+                names = tuple(fault.name for fault in group)
+                leg.recoveries.append((names, world.recovery_s(BOUND_S)))
+                say(f"  {leg.recoveries[-1][1]:5.1f} s after {' + '.join(names)}")
                 time.sleep(group[0].pause_s)
             world.wait_acked(AFTERWARDS)
         except (NotRecovered, AssertionError, StackError) as error:
-            leg.wrong.append(f"{type(error).__name__}: {error}")
+            leg.wrong.append(" ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]))
         if world.load is not None:
             try:
                 world.heal()
@@ -123,17 +135,22 @@ def play(folder: Path, cluster: Cluster, faults: Iterable[Planned], seconds: flo
 
 
 def _inject(world: World, group: Sequence[Planned]) -> None:
-    """Play the faults of a group, each in a thread of its own; the first that fails is raised."""
+    """Play the faults of a group, each part in a thread of its own; the first that fails is raised."""
     failed: list[BaseException] = []
+    parts: dict[str, list[Planned]] = defaultdict(list)
+    for fault in group:
+        parts[INJECTORS[fault.name].part].append(fault)
 
-    def one(fault: Planned) -> None:
-        try:
-            INJECTORS[fault.name].inject(world, random.Random(fault.seed))
-        except BaseException as error:
-            error.add_note(f"in {fault}")
-            failed.append(error)
+    def one_after_the_other(faults: Sequence[Planned]) -> None:
+        for fault in faults:
+            try:
+                INJECTORS[fault.name].inject(world, random.Random(fault.seed))
+            except BaseException as error:
+                error.add_note(f"in {fault}")
+                failed.append(error)
+                return
 
-    threads = [threading.Thread(target=one, args=(fault,), name=fault.name) for fault in group]
+    threads = [threading.Thread(target=one_after_the_other, args=(each,), name=part) for part, each in parts.items()]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -166,7 +183,7 @@ def run(
         while left_s > 0:
             name = f"{seed}/{len(legs)}"
             here = folder / f"leg-{len(legs)}"
-            leg = play(here, cluster, plan(name, usable), min(left_s, leg_minutes * 60), name, options)
+            leg = play(here, cluster, plan(name, usable), min(left_s, leg_minutes * 60), name, options, say)
             legs.append(leg)
             left_s -= leg_minutes * 60
             say(_line(name, leg))
@@ -209,23 +226,23 @@ def _fewest(
 
 
 def _line(name: str, leg: Leg) -> str:
-    recovery = f"recovered in {_quantiles(leg.recoveries_s)}" if leg.recoveries_s else ""
+    recovery = _quantiles([seconds for _, seconds in leg.recoveries])
     verdict = leg.verdict
     word = "FAILED" if leg.wrong else "ok"
     return (
         f"{word:<7}leg {name}: {verdict.acknowledged} of {verdict.keys} keys acknowledged, {len(leg.played)} faults, "
-        f"{verdict.lost} lost, {verdict.duplicates} duplicates, {leg.hanging} hanging; {recovery}; "
+        f"{verdict.lost} lost, {verdict.duplicates} duplicates, {leg.hanging} hanging; resumed after {recovery}; "
         f"longest wait {leg.longest_s:.1f} s ({leg.took_s:.0f} s)"
     )
 
 
 def _quantiles(values: Sequence[float]) -> str:
-    return f"p50 {statistics.median(values):.1f} s, max {max(values):.1f} s"
+    return f"p50 {statistics.median(values):.1f} s, max {max(values):.1f} s" if values else "-"
 
 
 def write(seed: int, minutes: float, legs: Sequence[Leg], options: Options) -> None:
     """results/soak.md."""
-    recoveries = [each for leg in legs for each in leg.recoveries_s]
+    recoveries = [each for leg in legs for each in leg.recoveries]
     verdicts = [leg.verdict for leg in legs]
     figures = {
         "seed": f"{seed}",
@@ -239,7 +256,7 @@ def write(seed: int, minutes: float, legs: Sequence[Leg], options: Options) -> N
         "duplicates": f"{sum(verdict.duplicates for verdict in verdicts)}",
         "hanging": f"{sum(leg.hanging for leg in legs)}",
         "violations of any kind": f"{sum(len(leg.wrong) for leg in legs)}",
-        "acknowledgements resumed after": _quantiles(recoveries),
+        "acknowledgements resumed after": _quantiles([seconds for _, seconds in recoveries]),
         "longest wait for an acknowledgement": f"{max(leg.longest_s for leg in legs):.1f} s",
         "reconciliation job": "of the checker's mind in every leg" if options.audit else "not run",
         "measured": machine(),
@@ -252,5 +269,11 @@ def write(seed: int, minutes: float, legs: Sequence[Leg], options: Options) -> N
         "every key posted again after each leg.\n\n"
         + table(("figure", "value"), {name: [value] for name, value in figures.items()})
         + "\n"
-        + table(("fault", "times"), {name: [str(count)] for name, count in sorted(kinds.items())})
+        + table(
+            ("fault", "times", "acknowledgements resumed after"),
+            {
+                name: [str(count), _quantiles([seconds for names, seconds in recoveries if name in names])]
+                for name, count in sorted(kinds.items())
+            },
+        )
     )

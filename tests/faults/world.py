@@ -56,9 +56,10 @@ class World:
         address: with a pair, the relay to which the services connect.
         link: with a pair, the relay through which the replica follows; `link.hold()` makes it lag.
         services: the processes that are expected to run in the end.
-        topics: the data topics.
+        topics: the data topics; those in `repeatable` have the guarantee `idempotent`, by `rules`.
         load: the clients, once `start_load` was called.
         exits: closed at the end, after the services: what a row opens for them.
+        proxied: whether the services reach Kafka through `cluster.proxy`.
         notes: what a row wants to have said in its result.
     """
 
@@ -79,10 +80,12 @@ class World:
         self.settings = {**SETTINGS, "PYTHONDONTWRITEBYTECODE": "", **(settings or {})}
         self.topics = [f"{self.namespace}.{name}" for name in TOPICS]
         self.repeatable: list[str] = []  # topics of the guarantee `idempotent`
+        self.rules: Path | None = None
         self.services: list[Service] = []
         self.retired: list[Service] = []
         self.notes: list[str] = []
         self.load: Load | None = None
+        self.proxied = proxied
         self._pair = pair
         self._mutants = tuple(mutants)
         self._kafka = cluster.proxy.bootstrap if proxied else cluster.bootstrap
@@ -154,6 +157,8 @@ class World:
         }
         environment |= {f"FENCEPOST_{setting.upper()}": str(value) for setting, value in settings.items()}
         wrapped = bool(faults or self._mutants or only_slots)
+        if self.rules:
+            environment["FENCEPOST_RULES"] = str(self.rules)
         if wrapped:
             folder = self.folder / name
             folder.mkdir()
@@ -302,6 +307,7 @@ class World:
         command += ["--kafka", self.cluster.bootstrap, "--namespace", self.namespace]
         command += ["--topics", ",".join(self.topics), "--stable-s", str(STABLE_S)]
         command += ["--idempotent", ",".join(self.repeatable)] if self.repeatable else []
+        command += ["--rules", str(self.rules)] if self.rules else []
         command += [f"--url={service.url}" for service in self.services if post_again]
         command += ["--audit", str(self.folder)] if audit else []
         run = subprocess.run(

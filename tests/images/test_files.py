@@ -7,15 +7,16 @@ from typing import Any, Final
 
 import pytest
 import yaml
+from compose_spec import PyOptions
 
 from deploy.local.places import ROOT
-from service.__main__ import DRAIN_EXTRA_S
-from service.app import JOURNAL_PATIENCE_S
 from service.settings import Settings
 from service.shared import PREFIX, Rules
 from spark.settings import parse
 from tests.kubernetes.rendering import HERE
+from tests.kubernetes.times import way_out_s
 
+COMPOSE: Final = (ROOT / "deploy" / "compose.yaml").read_text()
 DOCKERFILE: Final = (ROOT / "Dockerfile").read_text()
 INSTRUCTIONS: Final = [
     " ".join(line.split())
@@ -37,7 +38,7 @@ def stage(name: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def compose() -> Any:
-    return yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
+    return yaml.safe_load(COMPOSE)
 
 
 # ----------------------------------------------------------------------------------------------------- Dockerfile
@@ -128,11 +129,28 @@ def test_the_compose_files_variables_are_settings(compose: Any) -> None:
     assert compose["services"]["service"]["ports"] == [f"127.0.0.1:8000:{settings.port}"]
 
 
+def test_the_compose_file_keeps_to_its_specification() -> None:
+    PyOptions(apply_merge=True).from_yaml(COMPOSE)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("depends_on:", "depend_on:"),
+        ("condition: service_healthy", "condition: healthy"),
+        ("retries: 12", "retry: 12"),
+        ("read_only: true", "read_only: maybe"),
+        ("stop_grace_period: 90s", "stop_grace_period: soon"),
+    ],
+)
+def test_what_breaks_it_is_found(right: str, wrong: str) -> None:
+    assert right in COMPOSE
+    with pytest.raises(ValueError, match=r"."):
+        PyOptions(apply_merge=True).from_yaml(COMPOSE.replace(right, wrong))
+
+
 def test_compose_waits_for_longer_than_the_drain(compose: Any) -> None:
-    settings = Settings()
-    drain_s = settings.request_timeout_ms / 1000 + DRAIN_EXTRA_S
-    leave_s = settings.transaction_timeout_ms / 1000 + JOURNAL_PATIENCE_S
-    assert int(compose["services"]["service"]["stop_grace_period"].removesuffix("s")) > drain_s + leave_s
+    assert int(compose["services"]["service"]["stop_grace_period"].removesuffix("s")) > way_out_s(Settings())
 
 
 def test_our_containers_are_confined_and_the_others_official(compose: Any) -> None:

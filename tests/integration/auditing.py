@@ -1,38 +1,58 @@
-"""One run of the reconciliation job, as an operator would run it."""
+"""The reconciliation job, run as an operator would run it."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from deploy.local import java, places
+from deploy.local.stack import Process
 
 FINDINGS: Final = 3
-RUN_S: Final = 280
+RUN_S: Final = 600
+
+
+class Audit(Process):
+    """One run over topics, with lake and report in `folder`."""
+
+    def __init__(
+        self,
+        bootstrap: str,
+        namespace: str,
+        folder: Path,
+        topics: Sequence[str],
+        *options: str,
+        rules: Path | None = None,
+    ) -> None:
+        super().__init__("audit", folder.absolute())
+        self.lake = self.folder / "lake"
+        self.report = self.folder / "report" / "report.json"
+        arguments = ["--lake", str(self.lake), "--report", str(self.report.parent), "--topics", ",".join(topics)]
+        self._command = [sys.executable, "-m", "spark", *arguments, *options]
+        self._environment = {
+            **places.hermetic_environment(),
+            **java.environment(),
+            "FENCEPOST_KAFKA": bootstrap,
+            "FENCEPOST_NAMESPACE": namespace,
+            "FENCEPOST_JARS": str(places.jars("spark")),
+            "FENCEPOST_RULES": str(rules or ""),
+        }
+
+    def start(self) -> None:
+        """Start, and return at once."""
+        self.spawn(self._command, env=self._environment, cwd=places.ROOT)
 
 
 def audit(
-    bootstrap: str, namespace: str, folder: Path, topics: Sequence[str], *options: str
+    bootstrap: str, namespace: str, folder: Path, topics: Sequence[str], *options: str, rules: Path | None = None
 ) -> tuple[int, dict[str, Any]]:
-    """Run the job over the topics, with lake and report in `folder`: its exit status and its report."""
-    arguments = ["--lake", str(folder / "lake"), "--report", str(folder / "report"), "--topics", ",".join(topics)]
-    environment = {
-        **places.hermetic_environment(),
-        **java.environment(),
-        "FENCEPOST_KAFKA": bootstrap,
-        "FENCEPOST_NAMESPACE": namespace,
-        "FENCEPOST_JARS": str(places.jars("spark")),
-    }
-    run = subprocess.run(
-        [sys.executable, "-m", "spark", *arguments, *options],
-        env=environment,
-        cwd=places.ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=RUN_S,
-    )
-    assert run.returncode in (0, FINDINGS), run.stderr[-3000:]
-    return run.returncode, json.loads((folder / "report" / "report.json").read_text())
+    """Run the job to its end: its exit status and its report."""
+    run = Audit(bootstrap, namespace, folder, topics, *options, rules=rules)
+    run.start()
+    try:
+        status = run.wait(RUN_S)
+    finally:
+        run.kill()
+    assert status in (0, FINDINGS), run.tail(40)
+    return status, json.loads(run.report.read_text())

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.metrics import MetricWrapperBase
 from promql_parser import MatrixSelector, VectorSelector
 
+from deploy.local.places import ROOT
 from service.recovery import STORE_STATES
 from service.states import SlotState
 from service.telemetry import Latencies, Tally, Telemetry
@@ -114,6 +115,18 @@ def test_the_dashboard_leaves_no_metric_out(prod: Rendered, known: Known) -> Non
     # What tells no more than others do.
     families -= {"fencepost_audit_run", "fencepost_audit_clean", "fencepost_audit_rejects"}
     assert {name for name in families if name not in shown} == {"fencepost_audit_finding_records"}
+
+
+def test_the_readmes_table_names_every_metric_of_the_service_and_no_other(known: Known) -> None:
+    section = (ROOT / "README.md").read_text().split("\n## Watching it\n")[1].split("\n**Alerts**")[0]
+    rows = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")][1:]
+    named = {f"fencepost_{name}" for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
+    families = {re.sub("_(bucket|sum|count)$", "", name) for name in known}
+    of_service = {name for name in families if not name.startswith("fencepost_audit_")}
+    labels = {f"fencepost_{label}" for having in known.values() for label in having}
+    stages = {f"fencepost_{stage}" for stage in ("queue", "claim", "kafka", "mark")}
+    assert of_service - named == set()
+    assert named - families - labels - stages == set()
 
 
 @pytest.mark.parametrize(

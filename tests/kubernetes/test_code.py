@@ -11,15 +11,15 @@ import pytest
 from fastapi import FastAPI
 
 from deploy.local.places import ROOT
-from service.__main__ import DRAIN_EXTRA_S
 from service.api import routes
-from service.app import JOURNAL_PATIENCE_S
 from service.settings import Settings
 from service.shared import Rules
 from service.wire import INSTANCE
 from spark.__main__ import EXIT_CANNOT_RUN
+from spark.session import _ALWAYS, _LOCAL
 from spark.settings import parse
 from tests.kubernetes.rendering import Object, Rendered
+from tests.kubernetes.times import drain_s, way_out_s
 
 OF_SERVICE: Final = set(Settings.variables())
 # The job has no table of its own settings; these are the names that its modules read.
@@ -167,12 +167,9 @@ def test_all_is_denied_that_is_not_allowed(rendered: Rendered) -> None:
 
 def test_the_grace_is_longer_than_the_drain_and_the_drain_than_a_request(pod: Object, settings: Settings) -> None:
     wait_s = container_of(pod)["lifecycle"]["preStop"]["sleep"]["seconds"]
-    request_s = settings.request_timeout_ms / 1000
-    drain_s = request_s + DRAIN_EXTRA_S
-    leave_s = settings.transaction_timeout_ms / 1000 + JOURNAL_PATIENCE_S
     assert wait_s >= ENDPOINTS_S
-    assert pod["spec"]["terminationGracePeriodSeconds"] > wait_s + drain_s + leave_s
-    assert drain_s > request_s
+    assert pod["spec"]["terminationGracePeriodSeconds"] > wait_s + way_out_s(settings)
+    assert way_out_s(settings) > drain_s(settings) > settings.request_timeout_ms / 1000
 
 
 def test_the_most_pods_that_there_can_be_have_a_slot_each(rendered: Rendered, settings: Settings) -> None:
@@ -243,6 +240,21 @@ def test_the_spark_operator_takes_the_cron_jobs_place(operated: Rendered) -> Non
     assert not operated.of("CronJob")
     locked = re.findall(r"spark-sql-kafka-0-10_[\d.]+:([\d.]+)", (ROOT / "spark" / "jars.lock").read_text())
     assert [operated.one("ScheduledSparkApplication", "fencepost-audit")["spec"]["template"]["sparkVersion"]] == locked
+
+
+def test_what_the_job_sets_for_itself_on_one_machine_the_operator_is_told(operated: Rendered) -> None:
+    template = operated.one("ScheduledSparkApplication", "fencepost-audit")["spec"]["template"]
+    told = template["sparkConf"]
+    cores = template["executor"]["instances"] * template["executor"]["cores"]
+    by_default = {"spark.sql.shuffle.partitions": 200, "spark.databricks.delta.snapshotPartitions": 50}
+    for name, default in by_default.items():
+        assert name in _LOCAL
+        assert 1 <= int(told[name]) <= 2 * cores < default
+    assert not set(told) & set(_ALWAYS)  # the job sets those wherever it runs
+    for side in ("driver", "executor"):
+        (path,) = re.findall(r"-Dlog4j2\.configurationFile=file:///app/(\S+)", told[f"spark.{side}.extraJavaOptions"])
+        assert (ROOT / path).is_file()  # COPY spark /app/spark
+    assert "COPY spark /app/spark" in (ROOT / "Dockerfile").read_text()
 
 
 def test_the_alert_for_a_late_audit_waits_for_two_turns(prod: Rendered) -> None:

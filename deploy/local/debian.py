@@ -1,0 +1,36 @@
+"""Debian's packages, where this user may install them."""
+
+import os
+import shutil
+import subprocess
+
+from deploy.local.console import StackError, progress
+
+
+def installable() -> bool:
+    """Whether packages can be installed here: root, on Debian or a system made from it."""
+    return os.geteuid() == 0 and shutil.which("apt-get") is not None
+
+
+def install(package: str, what: str) -> None:
+    """Install a package, without what it merely recommends.
+
+    Raises:
+        StackError: apt-get failed; the text has its words.
+    """
+    with progress(f"installing {what} ({package})"):
+        _apt("update")
+        _apt("install", "--yes", "--no-install-recommends", package)
+
+
+def _apt(*arguments: str) -> None:
+    done = subprocess.run(
+        ["apt-get", *arguments],
+        env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise StackError(f"apt-get {' '.join(arguments)} failed:\n{done.stderr.strip()}")

@@ -1,0 +1,125 @@
+"""The report's drawings, as inline SVG; their colours are the page's own, so that they follow light and dark."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+from html import escape
+from typing import Any, Final
+
+WIDTH: Final = 960.0
+LABELS: Final = 168.0  # the room that names of partitions have at the left
+ROW: Final = 18.0
+SHADES: Final = 5
+LABEL_CHARS: Final = 26
+
+
+def heat_map(chart: Mapping[str, Any]) -> str:
+    """Hours and partitions: the more records the darker; a cell with trouble is red and has a white dot."""
+    columns, rows = chart["columns"], chart["rows"]
+    if not columns:
+        return ""
+    step = (WIDTH - LABELS) / columns
+    most = max((count for row in rows for count in row["records"]), default=0)
+    shapes = []
+    for nth, row in enumerate(rows):
+        y = nth * ROW
+        name = place_name(row, chart["partitions_folded"])
+        told = f"{name}: {sum(row['records']):,} records, {sum(row['troubled']):,} in trouble"
+        shapes.append(
+            f'<text x="{LABELS - 8:g}" y="{y + 13:g}" text-anchor="end">{escape(_shortened(name))}'
+            f"<title>{escape(told)}</title></text>"
+        )
+        shapes += _cells(chart, row, name, y, step, most)
+    height = len(rows) * ROW
+    axis = _axis(chart, height + 14, LABELS, step)
+    return _svg(height + 20, "Records by hour and partition", "".join(shapes) + axis)
+
+
+def _cells(
+    chart: Mapping[str, Any], row: Mapping[str, Any], name: str, y: float, step: float, most: int
+) -> Iterator[str]:
+    wide, tall = max(step - 1.5, step * 0.75), ROW - 2.5
+    for nth, (count, troubled) in enumerate(zip(row["records"], row["troubled"], strict=True)):
+        if not count and not troubled:
+            continue
+        x = LABELS + nth * step
+        told = f"{name}, {column_name(chart, nth)}: {count:,} records"
+        if troubled:
+            told += f", {troubled:,} in trouble"
+        rule = "bad" if troubled else f"h{shade(count, most)}"
+        dot = f'<circle cx="{x + wide / 2:.1f}" cy="{y + tall / 2:.1f}" r="2.2"/>' if troubled else ""
+        yield (
+            f'<g class="{rule}"><title>{escape(told)}</title>'
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{tall:.1f}" rx="2"/>{dot}</g>'
+        )
+
+
+def shade(count: int, most: int) -> int:
+    """1 (few) to SHADES (most), in equal steps of the logarithm."""
+    if count <= 0 or most <= 1:
+        return SHADES
+    return 1 + min(SHADES - 1, int(SHADES * math.log(count + 1) / math.log(most + 1)))
+
+
+def stacked(chart: Mapping[str, Any], series: Sequence[tuple[str, str, Sequence[int]]]) -> str:
+    """Bars over the same hours as the map's: for each series its class, its name, and a number a column."""
+    columns = chart["columns"]
+    height = 130.0
+    step = (WIDTH - LABELS) / columns
+    most = max(sum(values[nth] for _, _, values in series) for nth in range(columns)) or 1
+    shapes = [
+        f'<text x="{LABELS - 8:g}" y="12" text-anchor="end">{most:,}</text>',
+        f'<text x="{LABELS - 8:g}" y="{height:g}" text-anchor="end">0</text>',
+        f'<path class="rule" d="M{LABELS:g} {height:g}H{WIDTH:g}"/>',
+    ]
+    for nth in range(columns):
+        y = height
+        for rule, name, values in series:
+            if count := values[nth]:
+                # One among thousands has to be seen.
+                tall = max(2.5, (height - 6) * count / most)
+                y -= tall
+                shapes.append(
+                    f'<rect class="{rule}" x="{LABELS + nth * step:.1f}" y="{max(y, 0):.1f}" '
+                    f'width="{max(step - 1.5, step * 0.75):.1f}" height="{tall:.1f}" rx="1.5">'
+                    f"<title>{escape(column_name(chart, nth))}: {count:,} {escape(name)}</title></rect>"
+                )
+    return _svg(height + 20, "Copies too many by hour and cause", "".join(shapes) + _axis(chart, 144, LABELS, step))
+
+
+def place_name(row: Mapping[str, Any], folded: int) -> str:
+    """What a row of the map stands for."""
+    if row["topic"] is None:
+        return f"{folded:,} other partitions"
+    return f"{row['topic']}[{row['partition']}]" if row["partition"] is not None else f"{row['topic']}"
+
+
+def column_name(chart: Mapping[str, Any], nth: int) -> str:
+    """The hours that a column stands for, UTC."""
+    hours = chart["hours_a_column"]
+    start = datetime.fromisoformat(chart["from"]) + timedelta(hours=nth * hours)
+    return f"{start:%d %b %H:%M}" + (f" and {hours - 1} h more" if hours > 1 else "")
+
+
+def _axis(chart: Mapping[str, Any], y: float, left: float, step: float) -> str:
+    """Some columns' times: the first one, and then as many as there is room for."""
+    columns = chart["columns"]
+    every = max(1, math.ceil(columns / 7))
+    marks = range(0, columns, every)
+    return "".join(
+        f'<text x="{left + nth * step:.1f}" y="{y:g}">{escape(column_name(chart, nth).split(" and")[0])}</text>'
+        for nth in marks
+        if left + nth * step < WIDTH - 60
+    )
+
+
+def _shortened(name: str) -> str:
+    """A name that fits its room: its end tells partitions apart."""
+    return name if len(name) <= LABEL_CHARS else "…" + name[-LABEL_CHARS + 1 :]
+
+
+def _svg(height: float, label: str, shapes: str) -> str:
+    return (
+        f'<div class="scroll chart" role="region" aria-label="{escape(label)}" tabindex="0">'
+        f'<svg viewBox="0 0 {WIDTH:g} {height:g}" role="img" aria-label="{escape(label)}">{shapes}</svg></div>'
+    )

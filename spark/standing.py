@@ -1,0 +1,163 @@
+"""The findings that stand: those of the lake that hold and lie in the window, each under a name of its own."""
+
+from typing import Any, Final
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F  # noqa: N812
+
+from spark.decode import UNKEYED
+from spark.findings import CLIENT_DUPLICATE, CONFLICT, DUPLICATE, EVIDENCE_GAP, IDS, KINDS
+from spark.heat import hour_text
+from spark.state import hour_of
+
+# A foreign writer may put anything into the header; the contract's keys end here.
+KEY_CHARS: Final = 255
+
+FIELDS: Final = (
+    "finding_id",
+    "kind",
+    "cause",
+    "id",
+    "key",
+    "topic",
+    "partition",
+    "count",
+    "first_offset",
+    "last_offset",
+    "coordinates",
+)
+"""What is told of a finding, in this order. `id` is in hexadecimal digits."""
+
+COPIES: Final = (DUPLICATE, CONFLICT)
+"""Kinds whose records are the copies too many."""
+
+_PLACES: Final = (UNKEYED, EVIDENCE_GAP)
+_PLACE: Final = ("kind", "cause", "topic", "partition")
+
+
+def by_hour(findings: DataFrame, since_ms: int) -> DataFrame:
+    """lake.FINDING → those of it that stand; what is found of a partition still hour by hour."""
+    recent = findings.where((F.col("last_ms") >= since_ms) & F.col("kind").isNotNull())
+    united = findings.where((F.col("scope") == IDS) & F.col("kind").isNull()).select("id")
+    over_hours = (F.col("scope") == IDS) | F.col("kind").isin(*_PLACES)
+    of_hours = recent.where(~over_hours).join(united, "id", "left_anti")
+    return recent.where(over_hours).unionByName(of_hours)
+
+
+def whole(standing: DataFrame) -> DataFrame:
+    """What `by_hour` gives → FIELDS, one row a finding: those of a partition summed over its hours.
+
+    `finding_id` is the same in every run: `duplicate:<id>`, or `unkeyed::orders:3` for what is found of a partition.
+    An id of which two hours tell apart (only where the pass over ids is left out) keeps what the later one says.
+    """
+    of_places = F.col("kind").isin(*_PLACES)
+    single = (
+        standing.where(~of_places)
+        .groupBy("kind", "id")
+        .agg(F.max_by(F.struct(*standing.columns), F.struct("accepted_hour", "last_ms")).alias("last"))
+        .select("last.*")
+    )
+    places = (
+        standing.where(of_places)
+        .groupBy(*_PLACE)
+        .agg(
+            F.sum("count").alias("count"),
+            F.min("first_offset").alias("first_offset"),
+            F.max("last_offset").alias("last_offset"),
+        )
+    )
+    kept = [name for name in standing.columns if name in FIELDS]
+    rows = single.select(*kept).unionByName(places, allowMissingColumns=True)
+    shown_id = F.lower(F.hex("id"))
+    place = F.concat_ws(":", *(F.coalesce(F.col(name).cast("string"), F.lit("")) for name in _PLACE))
+    return rows.select(
+        F.when(F.col("id").isNull(), place).otherwise(F.concat_ws(":", "kind", shown_id)).alias("finding_id"),
+        *_PLACE[:2],
+        shown_id.alias("id"),
+        F.substring("key", 1, KEY_CHARS).alias("key"),
+        "topic",
+        "partition",
+        "count",
+        "first_offset",
+        "last_offset",
+        F.coalesce("coordinates", F.array().cast(rows.schema["coordinates"].dataType)).alias("coordinates"),
+    ).select(*FIELDS)
+
+
+def as_json() -> Column:
+    """A row of FIELDS as JSON, nulls included."""
+    return F.to_json(F.struct(*FIELDS), {"ignoreNullFields": "false"})
+
+
+def in_order(found: DataFrame) -> DataFrame:
+    """FIELDS in an order that does not depend on the run: kinds as in KINDS, then by topic, place, cause, id."""
+    rank = F.array_position(F.array(*(F.lit(name) for name in KINDS)), F.col("kind"))
+    return found.orderBy(rank, "topic", "partition", "cause", "id")
+
+
+def causes(found: DataFrame) -> list[dict[str, Any]]:
+    """FIELDS → how many findings there are by kind, topic and cause, and how many copies too many: a bounded number.
+
+    A copy too many counts for the topic in which it lies and for its own cause; those of which no coordinates were
+    kept count with their finding.
+    """
+    uncounted = F.col("count") - F.size("coordinates")
+    many = F.col("kind").isin(*COPIES)
+    each = found.select(
+        "kind",
+        "topic",
+        "cause",
+        F.lit(1).alias("findings"),
+        F.when(many, uncounted).otherwise(F.col("count")).alias("records"),
+    )
+    copies = found.where(many).select("kind", F.explode("coordinates").alias("copy")).where("copy.cause is not null")
+    extra = copies.select("kind", "copy.topic", "copy.cause", F.lit(0).alias("findings"), F.lit(1).alias("records"))
+    summed = (
+        each.unionByName(extra)
+        .groupBy("kind", "topic", "cause")
+        .agg(F.sum("findings").alias("findings"), F.sum("records").alias("records"))
+    )
+    rows = [row.asDict() for row in summed.collect()]
+    return sorted(rows, key=lambda row: (KINDS.index(row["kind"]), row["topic"] or "", row["cause"] or ""))
+
+
+def troubles(standing: DataFrame, *, partitions: bool) -> DataFrame:
+    """What `by_hour` gives → `hour string, topic, partition, kind, cause, records`: where and when the trouble is.
+
+    A copy counts where it lies, in the hour of its timestamp; a missing record where it was promised, and whatever
+    has no place of its own with partition null, in the hour of the acceptance. Without `partitions` every one is null.
+    """
+    copy = F.col("copy")
+    too_many = F.when(F.col("kind").isin(*COPIES), copy["cause"].isNotNull()).when(
+        F.col("kind") == CLIENT_DUPLICATE, F.col("nth") > 0
+    )
+    placed = (
+        standing.select("accepted_hour", "kind", "cause", F.posexplode("coordinates").alias("nth", "copy"))
+        .where(F.coalesce(too_many, F.lit(True)))
+        .select(
+            F.coalesce(hour_of(copy["timestamp"]), F.col("accepted_hour")).alias("hour"),
+            copy["topic"].alias("topic"),
+            copy["partition"].alias("partition"),
+            "kind",
+            F.when(F.col("kind").isin(*COPIES), copy["cause"]).otherwise(F.col("cause")).alias("cause"),
+            F.lit(1).cast("bigint").alias("records"),
+        )
+    )
+    # Those of which no coordinates were kept count where the last kept one lies.
+    last = F.try_element_at("coordinates", F.lit(-1))
+    rest = standing.select(
+        F.coalesce(hour_of(last["timestamp"]), F.col("accepted_hour"), hour_of(F.col("last_ms"))).alias("hour"),
+        F.coalesce(last["topic"], F.col("topic")).alias("topic"),
+        F.coalesce(last["partition"], F.col("partition")).alias("partition"),
+        "kind",
+        "cause",
+        (F.col("count") - F.coalesce(F.size("coordinates"), F.lit(0))).alias("records"),
+    ).where("records > 0")
+    found = placed.unionByName(rest)
+    where = F.col("partition") if partitions else F.lit(None).cast("int")
+    return (
+        found.withColumn("partition", where)
+        .groupBy("hour", "topic", "partition", "kind", "cause")
+        .agg(F.sum("records").alias("records"))
+        .withColumn("hour", hour_text(F.col("hour")))
+    )

@@ -1,0 +1,21 @@
+"""How long a process may take to leave."""
+
+from service.__main__ import DRAIN_EXTRA_S
+from service.app import JOURNAL_PATIENCE_S, TRACES_PATIENCE_S
+from service.http_guard import LINGER_S
+from service.kafka.producer import CLOSE_PATIENCE_S
+from service.settings import Settings
+
+
+def drain_s(settings: Settings) -> float:
+    """From SIGTERM until every request that was accepted has its answer."""
+    return LINGER_S + settings.request_timeout_ms / 1000 + DRAIN_EXTRA_S
+
+
+def way_out_s(settings: Settings) -> float:
+    """From SIGTERM to the end, where everything takes as long as it may: Kafka and Redis are away.
+
+    The slots are waited for, and once more when they have been cut off (Pool.stop); a producer hangs up twice.
+    """
+    slots_s = 2 * (settings.request_timeout_ms + settings.transaction_timeout_ms) / 1000
+    return drain_s(settings) + slots_s + JOURNAL_PATIENCE_S + TRACES_PATIENCE_S + 3 * CLOSE_PATIENCE_S

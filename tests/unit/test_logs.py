@@ -1,0 +1,103 @@
+"""The log: its forms, one line an incident, and keys that are not told."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from typing import Any, Final
+
+import pytest
+import structlog
+
+from deploy.local.places import ROOT
+from service.errors import KafkaAway, StoreAway
+from service.logs import Incident, hash_key
+from service.wire import event_id
+
+SAY: Final = """
+import sys, structlog
+from service.logs import configure_logging
+configure_logging(*sys.argv[1:])
+log = structlog.get_logger("service.test")
+log.warning("request failed", key="order-7", status=500)
+try:
+    1 / 0
+except ZeroDivisionError:
+    log.exception("a bug")
+"""
+
+
+def said(form: str, keys: str) -> str:
+    """What a process with these settings writes to its log."""
+    command = [sys.executable, "-c", SAY, form, keys]
+    environment = {"PATH": os.environ["PATH"]}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=environment, timeout=60)
+    assert done.stdout == ""
+    return done.stderr
+
+
+def test_json_is_one_object_a_line_and_what_auto_means_without_a_terminal() -> None:
+    for form in ("json", "auto"):
+        first, second = (json.loads(line) for line in said(form, "hashed").splitlines())
+        assert first["event"] == "request failed"
+        assert first["level"] == "warning"
+        assert first["logger"] == "service.test"
+        assert first["timestamp"].endswith("Z")
+        assert first["status"] == 500
+        assert "ZeroDivisionError" in second["exception"]
+
+
+def test_a_console_gets_text() -> None:
+    text = said("console", "hashed")
+    assert "request failed" in text
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(text.splitlines()[0])
+
+
+def test_keys_are_hashed_to_the_events_id_unless_the_setting_says_plain() -> None:
+    assert "order-7" not in said("json", "hashed")
+    assert json.loads(said("json", "hashed").splitlines()[0])["key"] == f"id:{event_id('order-7').hex()}"
+    assert json.loads(said("json", "plain").splitlines()[0])["key"] == "order-7"
+    assert hash_key(None, "", {"event": "no key"}) == {"event": "no key"}
+
+
+def test_an_incident_is_a_line_however_often_it_is_met() -> None:
+    with structlog.testing.capture_logs() as lines:
+        incident = Incident(structlog.get_logger(), "not up yet")
+        assert incident.over() == {}
+        for _ in range(5):
+            incident.goes_on(KafkaAway("no broker"), slot=3)
+        incident.goes_on(StoreAway("no Redis"))
+        told = incident.over()
+        incident.goes_on(StoreAway("again"))
+    assert [(line["event"], line["why"], line.get("slot")) for line in lines] == [
+        ("not up yet", "no broker", 3),
+        ("not up yet", "no Redis", None),
+        ("not up yet", "again", None),
+    ]
+    assert told["failures"] == 6
+    assert told["failing_s"] >= 0
+
+
+def test_a_bug_has_its_traceback() -> None:
+    with structlog.testing.capture_logs() as lines:
+        Incident(structlog.get_logger(), "no heartbeat").goes_on(KeyError("x"), bug=True)
+    (line,) = lines
+    assert isinstance(line["exc_info"], KeyError)
+
+
+def test_nobody_else_names_a_key_in_the_log() -> None:
+    """A key is logged under `key` alone, which is what is hashed."""
+    for path in (ROOT / "service").rglob("*.py"):
+        for line in path.read_text().splitlines():
+            if "log." in line and ".key" in line:
+                assert "key=" in line, f"{path.name}: {line.strip()}"
+
+
+@pytest.fixture(autouse=True)
+def _logging() -> Any:
+    """Nothing here sets up this process's own log."""
+    before = list(logging.getLogger().handlers)
+    yield
+    assert logging.getLogger().handlers == before

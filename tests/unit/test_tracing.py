@@ -1,0 +1,189 @@
+"""Traces: an event's span and context, a group's span with its links, and nothing of it where it is off."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any, Final
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanContext, SpanKind, StatusCode
+
+from deploy.local.places import ROOT
+from service.event import Event
+from service.kafka.verdict import TransactionFailed, Verdict
+from service.request import Committed
+from service.tracing import LINKS_VARIABLE, Tracing
+from service.wire import TRACE_HEADER, event_id
+from tests.unit.fakes import FakeProducer, World, end_of_term, ended, make_event, until
+
+TRACE_ID: Final = "0af7651916cd43dd8448eb211c80319c"
+PARENT: Final = f"00-{TRACE_ID}-b7ad6b7169203331-01".encode()
+
+
+class Traced(World):
+    """A world whose spans are kept in memory."""
+
+    def __init__(self, **settings: int) -> None:
+        super().__init__(**settings)
+        self.exporter = InMemorySpanExporter()
+        self.tracing = Tracing("host:1", SimpleSpanProcessor(self.exporter))
+        self.ingest._tracing = self.tracing
+
+    def spans(self, kind: SpanKind) -> list[ReadableSpan]:
+        return [span for span in self.exporter.get_finished_spans() if span.kind is kind]
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traced]:
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        monkeypatch.delenv(name)
+    traced = Traced()
+    yield traced
+    traced.tracing.close()
+
+
+def with_parent(key: str, headers: list[tuple[str, bytes]] | None = None, traceparent: bytes | None = PARENT) -> Event:
+    return Event(key, event_id(key), "orders", None, b"1", headers or [], 2, None, traceparent)
+
+
+def identity(context: SpanContext | None) -> tuple[int, int]:
+    assert context is not None
+    return context.trace_id, context.span_id
+
+
+def attributes(span: ReadableSpan) -> dict[str, Any]:
+    return dict(span.attributes or {})
+
+
+async def test_an_event_has_a_producers_span_whose_context_its_record_carries(world: Traced) -> None:
+    serving = world.serve(await world.slot(1))
+    answer = await world.ask(with_parent("a"), ago_s=0.5)
+    assert isinstance(answer, Committed)
+    await ended(serving)
+    (span,) = world.spans(SpanKind.PRODUCER)
+    assert span.name == "create orders"
+    assert span.parent is not None
+    assert f"{span.parent.span_id:016x}" == "b7ad6b7169203331"
+    context = span.get_span_context()
+    assert context is not None
+    assert f"{context.trace_id:032x}" == TRACE_ID
+    (record,) = world.producers[1].written[0]
+    assert dict(record.headers)[TRACE_HEADER] == f"00-{TRACE_ID}-{context.span_id:016x}-01".encode()
+    assert attributes(span) == {
+        "messaging.system": "kafka",
+        "messaging.operation.name": "create",
+        "messaging.operation.type": "create",
+        "messaging.destination.name": "orders",
+        "messaging.destination.partition.id": "2",
+        "messaging.client.id": "host:1",
+        "messaging.message.id": event_id("a").hex(),
+        "messaging.kafka.offset": answer.places[0].offset,
+        "fencepost.replayed": False,
+    }
+    assert span.start_time is not None
+    assert span.end_time is not None
+    assert 0.5e9 < span.end_time - span.start_time < 5e9  # from its arrival
+    assert "a" not in attributes(span).values()  # its key is nowhere
+
+
+async def test_a_group_has_a_clients_span_with_links_to_its_events(world: Traced) -> None:
+    asked = [world.submit(key) for key in "abc"]
+    await until(lambda: world.queue.events == 3)
+    serving = world.serve(await world.slot(1))
+    for each in asked:
+        await each
+    await ended(serving)
+    (sent,) = world.spans(SpanKind.CLIENT)
+    created = world.spans(SpanKind.PRODUCER)
+    assert sent.name == "send orders"
+    assert sent.parent is None
+    assert attributes(sent)["messaging.batch.message_count"] == 3
+    assert attributes(sent)["fencepost.slot"] == 1
+    assert sorted(map(identity, (link.context for link in sent.links))) == sorted(
+        map(identity, (span.get_span_context() for span in created))
+    )
+    assert len({identity(span.get_span_context())[0] for span in created}) == 3  # none asked within a trace
+
+
+async def test_a_large_group_keeps_all_of_its_links(world: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [world.submit(str(n)) for n in range(300)]
+    await until(lambda: world.queue.events == 300)
+    serving = world.serve(await world.slot())
+    for each in asked:
+        await each
+    await ended(serving)
+    (sent,) = world.spans(SpanKind.CLIENT)
+    assert (len(sent.links), sent.dropped_links) == (300, 0)
+    monkeypatch.setenv(LINKS_VARIABLE, "7")
+    limits = Tracing("host:1", SimpleSpanProcessor(InMemorySpanExporter()))._tracer._span_limits  # type: ignore[attr-defined]
+    assert limits.max_links == 7
+
+
+async def test_a_header_of_the_clients_own_stays_as_it_was_and_is_the_parent(world: Traced) -> None:
+    serving = world.serve(await world.slot())
+    await world.ask(with_parent("a", [(TRACE_HEADER, PARENT)], None))
+    await ended(serving)
+    (record,) = world.producers[0].written[0]
+    assert [content for name, content in record.headers if name == TRACE_HEADER] == [PARENT]
+    (span,) = world.spans(SpanKind.PRODUCER)
+    assert span.parent is not None
+    assert f"{span.parent.trace_id:032x}" == TRACE_ID
+
+
+async def test_a_replay_and_a_refusal_are_told_apart(world: Traced) -> None:
+    serving = world.serve(await world.slot())
+    await world.submit("a")
+    await world.submit("a")
+    await world.ask(make_event("a", value=b"another"))
+    await ended(serving)
+    first, again, refused = world.spans(SpanKind.PRODUCER)
+    assert [attributes(span)["fencepost.replayed"] for span in (first, again)] == [False, True]
+    assert attributes(refused)["error.type"] == "fingerprint-mismatch"
+    assert refused.status.status_code is StatusCode.ERROR
+    assert len(world.spans(SpanKind.CLIENT)) == 1
+
+
+async def test_a_failed_transaction_is_an_error_with_its_verdict(world: Traced) -> None:
+    slot = await world.slot()
+    assert isinstance(slot.producer, FakeProducer)
+    slot.producer.trouble.before["write"].append(TransactionFailed(Verdict.UNKNOWN, "a fault"))
+    asked = world.submit("a")
+    await until(lambda: bool(world.queue.events))
+    await end_of_term(world.serve(slot))
+    (sent,) = world.spans(SpanKind.CLIENT)
+    assert attributes(sent)["error.type"] == "unknown"
+    assert sent.status.status_code is StatusCode.ERROR
+    assert world.spans(SpanKind.PRODUCER) == []  # not answered yet
+    world.ingest.answer(world.ingest._parked[0], world.ingest._too_late(world.ingest._parked[0]))
+    await asked
+    (span,) = world.spans(SpanKind.PRODUCER)
+    assert attributes(span)["error.type"] == "outcome-unknown"
+    assert world.tracing._spans == {}
+
+
+async def test_what_is_not_sampled_passes_its_context_on_and_is_not_linked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+    world = Traced()
+    serving = world.serve(await world.slot())
+    await world.ask(with_parent("a", traceparent=PARENT[:-2] + b"00"))
+    await ended(serving)
+    (record,) = world.producers[0].written[0]
+    carried = dict(record.headers)[TRACE_HEADER].decode()
+    assert carried.startswith(f"00-{TRACE_ID}-")
+    assert carried.endswith("-00")
+    assert world.exporter.get_finished_spans() == ()
+    world.tracing.close()
+
+
+def test_off_it_is_not_even_imported() -> None:
+    # redis-py imports what OpenTelemetry has for metrics, where that is installed; traces nobody does.
+    code = (
+        "import sys, service.__main__; "
+        "sys.exit(any(name.startswith(('opentelemetry.sdk.trace', 'opentelemetry.exporter', 'service.tracing')) "
+        "for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0
