@@ -29,7 +29,7 @@ CODECS: Final[dict[str | None, Callable[[], bool]]] = {
 
 
 def measure(stage: Stage) -> list[Row]:
-    seconds, rounds = stage.pick(1, 1.5), stage.pick(1, 3)
+    seconds, rounds = stage.pick(1, 1.5), stage.pick(1, 2)
     values = [flight.value for flight in flights(0, 2_000)]
     had = [name for name, has in CODECS.items() if has()]
     rows: list[Row] = []

@@ -50,7 +50,7 @@ def _rounds(stage: Stage, points: Sequence[int], run: Callable[[int], Cost], wha
 
 
 def _processes(stage: Stage) -> list[Row]:
-    seconds, points = stage.pick(1, 3), stage.pick((1, 2), (1, 2, 4))
+    seconds, points = stage.pick(1, 2), stage.pick((1, 2), (1, 2, 4))
     with contextlib.ExitStack() as opened:
         first = opened.enter_context(stage.target(slots_max=16))
         targets = [first]
@@ -138,7 +138,7 @@ def _sizes(stage: Stage) -> list[Row]:
 
 
 def _keys(stage: Stage) -> list[Row]:
-    seconds = stage.pick(1, 3)
+    seconds = stage.pick(1, 2)
     points = stage.pick((10_000, 20_000), (10_000, 100_000, 1_000_000), (10_000, 100_000, 1_000_000, 10_000_000))
     with contextlib.ExitStack() as opened:
         targets: dict[int, Target] = {}

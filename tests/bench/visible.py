@@ -112,7 +112,7 @@ def measure(stage: Stage) -> list[Row]:
     with stage.service("visible", namespace="visible", lease_ttl_ms=LEASE_TTL_MS) as service:
         _lags_ms(stage, service, "visible", 4)  # warm
         for clients in stage.pick((1,), (1, 16)):
-            lags = [_lags_ms(stage, service, "visible", clients) for _ in range(stage.pick(1, 3))]
+            lags = [_lags_ms(stage, service, "visible", clients) for _ in range(stage.pick(1, 2))]
             for name, share in (("p50", 0.5), ("p99", 0.99), ("most", 1.0)):
                 values = [quantile(each, share) for each in lags]
                 rows.append(Row(f"visible after its 201, {clients} clients, {name}", "ms", values))
