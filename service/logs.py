@@ -11,30 +11,30 @@ from service.wire import event_id
 
 
 class Incident:
-    """Something that fails again and again: one line when it begins or becomes another failure, not one a try."""
+    """Something that fails again and again: one line for each kind of failure until it goes well, not one a try."""
 
     def __init__(self, log: Any, event: str) -> None:
         self._log = log
         self._event = event
-        self._kind: type[Exception] | None = None
+        self._kinds: set[type[Exception]] = set()
         self._since = 0.0
         self._times = 0
 
     def goes_on(self, error: Exception, *, bug: bool = False, **fields: Any) -> None:
         """It failed (again); a bug has its traceback in the line."""
-        if self._kind is None:
+        if not self._kinds:
             self._since, self._times = time.monotonic(), 0
         self._times += 1
-        if type(error) is not self._kind:
-            self._kind = type(error)
+        if type(error) not in self._kinds:
+            self._kinds.add(type(error))
             why = str(error) or type(error).__name__
             self._log.warning(self._event, **fields, why=why, exc_info=error if bug else None)
 
     def over(self) -> dict[str, Any]:
         """It went well: what the line that says so should tell of the failures before it; nothing without any."""
-        if self._kind is None:
+        if not self._kinds:
             return {}
-        self._kind = None
+        self._kinds.clear()
         return {"failures": self._times, "failing_s": round(time.monotonic() - self._since, 3)}
 
 

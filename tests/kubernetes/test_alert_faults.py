@@ -146,6 +146,10 @@ def test_redis_stopped(serve: Serve, rules: Rules, own_redis: Redis, make_topic:
     assert (fault[1].value("fencepost_redis_errors_total", error="away") or 0) > 0
     rules.assert_firing(["FencepostNoReadySlot"], healthy, fault, 5 * MINUTE_S)
     rules.assert_firing([], healthy, fault, 1 * MINUTE_S)
+    # The log has a line for each way in which it fails, however often it does.
+    lines = [json.loads(line) for line in served.service.log.read_text().splitlines()]
+    why = [line["why"] for line in lines if line["event"] == "no heartbeat"]
+    assert 1 <= len(why) == len(set(why)) <= 2
 
 
 def test_every_process_killed(serve: Serve, rules: Rules, make_topic: MakeTopic) -> None:
