@@ -28,8 +28,8 @@ from tests.faults.shrink import OutOfTime, shrink
 from tests.faults.world import NotRecovered, World
 
 BOUND_S: Final = 60.0
-GROUP: Final = 5  # faults at most between two moments at which everything is whole
-PAUSE_S: Final = (0.2, 2.0)
+GROUP: Final = 3  # faults at most between two moments at which everything is whole
+PAUSE_S: Final = (4.0, 12.0)
 AFTERWARDS: Final = 20  # events acknowledged after the last fault
 CHECK_S: Final = 1500.0
 
@@ -118,6 +118,7 @@ def play(
                 time.sleep(group[0].pause_s)
             world.wait_acked(AFTERWARDS)
         except (NotRecovered, AssertionError, StackError) as error:
+            leg.hanging += isinstance(error, NotRecovered)
             leg.wrong.append(" ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]))
         if world.load is not None:
             try:
@@ -126,7 +127,8 @@ def play(
                 leg.wrong.append(f"did not heal: {error}")
             load = world.load
             load.stop()
-            leg.requests, leg.longest_s, leg.hanging = load.attempts, load.longest_s, len(load.hanging)
+            leg.requests, leg.longest_s = load.attempts, load.longest_s
+            leg.hanging += len(load.hanging)
             leg.wrong += load.mistakes + load.hanging
             leg.verdict = world.check(audit=options.audit, timeout_s=CHECK_S)
         leg.wrong += [f"{kind}: {text}" for kind, text in leg.verdict.violations] + world.bugs()
