@@ -20,7 +20,7 @@ from confluent_kafka import KafkaException
 from deploy.local.stack import Kafka
 from tests.faults.proxy import Do
 from tests.faults.wire import Broker
-from tests.faults.world import World
+from tests.faults.world import START_S, World
 
 Part = Literal["service", "store", "broker", "client", "network"]
 Inject = Callable[[World, random.Random], None]
@@ -69,7 +69,7 @@ def service_killed(world: World, rng: random.Random) -> None:
     service = rng.choice(world.services)
     service.kill()
     time.sleep(rng.uniform(0, 2))
-    service.start()
+    service.start(timeout_s=START_S)
 
 
 @injector("service")
@@ -79,7 +79,7 @@ def all_services_killed(world: World, rng: random.Random) -> None:
     for service in world.services:
         service.start(wait_ready=False)
     for service in world.services:
-        service.wait_ready()
+        service.wait_ready(START_S)
 
 
 @injector("service", weight=4)
@@ -96,7 +96,7 @@ def service_stopped(world: World, rng: random.Random) -> None:
     service = rng.choice(world.services)
     service.stop()
     assert service.exit_code == 0, f"{service.name} ended with {service.exit_code}"
-    service.start()
+    service.start(timeout_s=START_S)
 
 
 @injector("service")

@@ -41,6 +41,8 @@ STABLE_S: Final = TRANSACTION_TIMEOUT_S + TRANSACTION_SCAN_S + 1.0
 TOPICS: Final = {"a": 3, "b": 2}
 POLL_S: Final = 0.02
 ANSWER_S: Final = 30.0
+# For a process that is started while brokers or the store are away; a start of its own takes 2 s.
+START_S: Final = 180.0
 
 
 class NotRecovered(AssertionError):
@@ -181,7 +183,7 @@ class World:
         for service in started:
             service.start(wait_ready=False)
         for service in started:
-            service.wait_ready(ANSWER_S)
+            service.wait_ready(START_S)
         self.aim()
         return started
 
@@ -295,7 +297,7 @@ class World:
                 self._without_faults(service)
                 service.start(wait_ready=False)
         for service in self.services:
-            service.wait_ready(60)
+            service.wait_ready(START_S)
 
     def _without_faults(self, service: Service) -> None:
         if PLAN_ENV in service.env:
