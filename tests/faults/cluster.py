@@ -29,7 +29,7 @@ _REPLICATED: Final = {
 TRANSACTION_SCAN_S: Final = 2
 _SCAN: Final = {"transaction.abort.timed.out.transaction.cleanup.interval.ms": str(TRANSACTION_SCAN_S * 1000)}
 _TRANSACTION_LOG: Final = "__transaction_state"
-_HEAL_S: Final = 90.0
+_HEAL_S: Final = 180.0
 _ANSWER_S: Final = 5.0
 
 
