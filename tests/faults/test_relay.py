@@ -1,0 +1,87 @@
+"""The relay leads where it is told, holds what it is told to hold, and loses what was held when it is led elsewhere."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from tests.faults.relay import Relay
+
+
+@contextmanager
+def server(name: bytes) -> Iterator[int]:
+    """Answers each byte with its name, until the end."""
+    with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as connections:
+
+        def answer(connection: socket.socket) -> None:
+            with connection:
+                while connection.recv(1):
+                    connection.sendall(name)
+
+        def accept() -> None:
+            while True:
+                try:
+                    connection, _ = listening.accept()
+                except OSError:
+                    return
+                thread = threading.Thread(target=answer, args=(connection,), daemon=True)
+                thread.start()
+                connections.callback(thread.join, 5)
+
+        accepting = threading.Thread(target=accept, daemon=True)
+        accepting.start()
+        yield int(listening.getsockname()[1])
+        listening.shutdown(socket.SHUT_RDWR)
+        accepting.join(5)
+
+
+def ask(client: socket.socket) -> bytes | None:
+    with contextlib.suppress(OSError):  # cut: the answer tells
+        client.sendall(b"?")
+    return answer_of(client)
+
+
+def answer_of(client: socket.socket) -> bytes | None:
+    """What comes back, None where the connection was cut."""
+    with contextlib.suppress(ConnectionResetError):
+        return client.recv(1) or None
+    return None
+
+
+def test_it_leads_from_one_to_another_and_cuts_what_was_connected() -> None:
+    with server(b"a") as first, server(b"b") as second, Relay(first) as relay:
+        with socket.create_connection(("127.0.0.1", relay.port), 5) as client:
+            assert ask(client) == b"a"
+            relay.lead_to(second)
+            assert ask(client) is None
+        with socket.create_connection(("127.0.0.1", relay.port), 5) as client:
+            assert ask(client) == b"b"
+
+
+def test_what_is_held_comes_late_or_never() -> None:
+    with server(b"a") as there, Relay(there) as relay:
+        for lost in (False, True):
+            with socket.create_connection(("127.0.0.1", relay.port), 5) as client:
+                assert ask(client) == b"a"
+                relay.hold()
+                client.sendall(b"?")
+                client.settimeout(0.3)
+                with pytest.raises(TimeoutError):
+                    client.recv(1)
+                client.settimeout(5)
+                if lost:
+                    relay.lead_to(there)
+                    assert answer_of(client) is None
+                else:
+                    relay.let_go()
+                    assert answer_of(client) == b"a"
+
+
+def test_nobody_behind_it() -> None:
+    with server(b"a") as gone:
+        pass
+    with Relay(gone) as relay, socket.create_connection(("127.0.0.1", relay.port), 5) as client:
+        assert answer_of(client) is None
