@@ -28,8 +28,8 @@ from tests.faults.shrink import OutOfTime, shrink
 from tests.faults.world import NotRecovered, World
 
 BOUND_S: Final = 60.0
-GROUP: Final = 3  # faults at most between two moments at which everything is whole
-PAUSE_S: Final = (4.0, 12.0)
+GROUP: Final = 5  # faults at most between two moments at which everything is whole
+PAUSE_S: Final = (1.5, 6.0)
 AFTERWARDS: Final = 20  # events acknowledged after the last fault
 CHECK_S: Final = 1500.0
 
