@@ -16,6 +16,7 @@ from service.errors import KafkaAway, StoreAway, StoreUnanswered
 from service.events_endpoint import EventsEndpoint
 from service.http_posts import Handler
 from service.ingest import Ingest
+from service.intake import Intake
 from service.journal import Journal
 from service.kafka.cluster import Cluster
 from service.kafka.security import security_of
@@ -78,10 +79,9 @@ class Service:
         self.store = Store(self.cluster, self.keys, self.control, self.topics, settings, self.telemetry)
         self.queue = Queue(settings)
         self.journal = Journal(self.cluster, self.topics.requests, settings.name, self.telemetry)
-        self.ingest = Ingest(
+        self.intake = Intake(
             settings,
             rules,
-            self.keys,
             self.store,
             self.queue,
             self.topics,
@@ -89,6 +89,9 @@ class Service:
             self.journal,
             self.telemetry,
             self.tracing,
+        )
+        self.ingest = Ingest(
+            settings, self.keys, self.store, self.queue, self.catalogue, self.intake, self.telemetry, self.tracing
         )
         recovery = SlotRecovery(self.cluster, self.keys, self.control, self.topics, settings, self.telemetry)
         self.pool = Pool(
@@ -127,7 +130,7 @@ class Service:
     def start(self) -> None:
         """Begin to bring the parts up; it goes on, unready, for as long as Kafka or Redis are away."""
         self._tasks.append(asyncio.create_task(self._bring_up()))
-        self._tasks.append(asyncio.create_task(self.ingest.sweep()))
+        self._tasks.append(asyncio.create_task(self.intake.sweep()))
         self._tasks.append(asyncio.create_task(self._watch()))
 
     async def _bring_up(self) -> None:
@@ -162,7 +165,8 @@ class Service:
 
     async def stop(self) -> None:
         """Finish what was accepted, give the leases back, write the journal, close everything."""
-        await self.ingest.drain()
+        await self.intake.drain()
+        await self.ingest.settle()
         await self.pool.stop()
         await self.journal.close(JOURNAL_PATIENCE_S)
         if self.tracing is not None:
@@ -192,7 +196,7 @@ class Service:
         except KafkaAway as error:
             kafka = str(error)
         slots = self.pool.ready
-        ready = slots > 0 and redis == kafka == "ok" and self.ingest.accepting
+        ready = slots > 0 and redis == kafka == "ok" and self.intake.accepting
         self.was_ready = self.was_ready or ready
         return {
             "ready": ready,
@@ -231,4 +235,4 @@ def create_app(
 
     app = FastAPI(title="Fencepost", version="1", lifespan=lifespan)
     routes(app, lambda: holder["service"])
-    return app, EventsEndpoint(lambda: holder["service"].ingest, settings, telemetry).routes
+    return app, EventsEndpoint(lambda: holder["service"].intake, settings, telemetry).routes

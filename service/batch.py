@@ -7,7 +7,7 @@ import msgspec
 
 from service.errors import INVALID_EVENT, TOO_LARGE, Problem
 from service.event import Event, EventBody, check_json, decode, make_event, parse_key
-from service.ingest import Ingest
+from service.intake import Intake
 from service.request import Answer, Load, Train
 from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX
 from service.wire import batch_fingerprint, event_id, member_id
@@ -47,7 +47,7 @@ def parse_batch(body: bytes) -> BatchBody:
 
 
 async def write_each(
-    ingest: Ingest, batch: BatchBody, arrived: float, traceparent: bytes | None = None
+    intake: Intake, batch: BatchBody, arrived: float, traceparent: bytes | None = None
 ) -> list[Answer]:
     """Write the events of a batch, each under a key of its own; the answer of each, in their order.
 
@@ -61,14 +61,14 @@ async def write_each(
             fields = decode(_decode_member, raw)
             key = parse_key(fields.idempotency_key)
             event = make_event(key, event_id(key), fields, traceparent)
-            await ingest.check(event, arrived)
+            await intake.check(event, arrived)
             good.append((index, event))
         except Problem as problem:
             answers[index] = problem
     for car in trains(good):
         events = [event for _, event in car]
         train = Train(object(), Load.of(events))
-        for (index, _), answer in zip(car, await ingest.submit_train(events, train), strict=True):
+        for (index, _), answer in zip(car, await intake.submit_train(events, train), strict=True):
             answers[index] = answer
     return [answer for answer in answers if answer is not None]
 
@@ -93,7 +93,7 @@ def trains(events: Sequence[tuple[int, Event]]) -> Iterator[list[tuple[int, Even
 
 
 async def write_atomic(
-    ingest: Ingest, batch: BatchBody, key: str, arrived: float, traceparent: bytes | None = None
+    intake: Intake, batch: BatchBody, key: str, arrived: float, traceparent: bytes | None = None
 ) -> tuple[bytes, Answer]:
     """Write a batch in one transaction or not at all; the id of the whole, and its answer.
 
@@ -110,11 +110,11 @@ async def write_atomic(
         )
     for index, event in enumerate(events):
         try:
-            await ingest.check(event, arrived)
+            await intake.check(event, arrived)
         except Problem as problem:
             raise _of_member(index, problem) from None
     id = event_id(key)
-    return id, await ingest.submit_atomic(events, (id, batch_fingerprint(event.fp for event in events)), arrived)
+    return id, await intake.submit_atomic(events, (id, batch_fingerprint(event.fp for event in events)), arrived)
 
 
 def _member(key: str, index: int, raw: msgspec.Raw, traceparent: bytes | None) -> Event:

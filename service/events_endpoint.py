@@ -14,7 +14,7 @@ from service.batch import parse_batch, write_atomic, write_each
 from service.errors import FORBIDDEN_CALLER, INTERNAL, INVALID_KEY, TOO_LARGE, UNSUPPORTED_TYPE, Problem
 from service.event import Event, parse_event, parse_key, parse_traceparent
 from service.http_posts import Handler, Post
-from service.ingest import Ingest
+from service.intake import Intake
 from service.request import Answer, Committed, Placed
 from service.settings import Settings
 from service.shared import PREFIX
@@ -32,8 +32,8 @@ Found = dict[bytes, str]  # the headers that matter, by lower-case name
 class EventsEndpoint:
     """The handlers of `POST /events` and `POST /events/batch`."""
 
-    def __init__(self, ingest: Callable[[], Ingest], settings: Settings, telemetry: Telemetry) -> None:
-        self._ingest = ingest
+    def __init__(self, intake: Callable[[], Intake], settings: Settings, telemetry: Telemetry) -> None:
+        self._intake = intake
         self._telemetry = telemetry
         self._body_bytes_max = settings.body_bytes_max
         self._retention_s = settings.key_ttl_s
@@ -67,16 +67,16 @@ class EventsEndpoint:
     def _post_event(self, post: Post, found: Found) -> None:
         key = parse_key(found.get(b"idempotency-key"))
         event = parse_event(key, post.body, parse_traceparent(found.get(b"traceparent")))
-        ingest = self._ingest()
-        if ingest.check_now(event):
-            ingest.submit(event, post.arrived, partial(self._tell_event, post, key))
+        intake = self._intake()
+        if intake.check_now(event):
+            intake.submit(event, post.arrived, partial(self._tell_event, post, key))
         else:
             post.apart(self._or_fail(post, self._look_up_first(post, event)))
 
     async def _look_up_first(self, post: Post, event: Event) -> None:
-        ingest = self._ingest()
-        await ingest.check(event, post.arrived)
-        ingest.submit(event, post.arrived, partial(self._tell_event, post, event.key))
+        intake = self._intake()
+        await intake.check(event, post.arrived)
+        intake.submit(event, post.arrived, partial(self._tell_event, post, event.key))
 
     def _post_batch(self, post: Post, found: Found) -> None:
         post.apart(self._or_fail(post, self._write_batch(post, found)))
@@ -85,11 +85,11 @@ class EventsEndpoint:
         batch = parse_batch(post.body)
         traceparent = parse_traceparent(found.get(b"traceparent"))
         if not batch.atomic:
-            answers = await write_each(self._ingest(), batch, post.arrived, traceparent)
+            answers = await write_each(self._intake(), batch, post.arrived, traceparent)
             self._answer(post, 207, JSON_LINE, render_results(answers))
             return
         key = parse_key(found.get(b"idempotency-key"))
-        id, answer = await write_atomic(self._ingest(), batch, key, post.arrived, traceparent)
+        id, answer = await write_atomic(self._intake(), batch, key, post.arrived, traceparent)
         if isinstance(answer, Problem):
             raise answer
         self._answer(post, 201, self._committed_lines(key, answer), render_whole(id, answer))

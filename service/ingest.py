@@ -2,22 +2,17 @@
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from heapq import heapify, heappop, heappush
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
 from service.errors import (
     FINGERPRINT_MISMATCH,
-    FORBIDDEN_TOPIC,
     IN_PROGRESS,
-    NOT_WRITTEN,
     OUTCOME_UNKNOWN,
-    RECORD_REFUSED,
     UNKNOWN_TOPIC,
     Fenced,
     KafkaAway,
@@ -26,21 +21,18 @@ from service.errors import (
     StoreLost,
     StoreUnanswered,
 )
-from service.event import Event, check_topic
 from service.group import Won, Written, entries_of, placed, placed_all, records_of, rows_of
-from service.journal import Journal
-from service.kafka.cluster import Topic
+from service.intake import Intake
 from service.kafka.producer import Place, Record
 from service.kafka.verdict import Refusal, TransactionFailed, Verdict
 from service.keys import KeyStore
 from service.recovery import Store
-from service.request import Answer, Answers, Committed, Queue, Request, Train
+from service.request import Committed, Queue, Request
 from service.settings import Settings
-from service.shared import Guarantee, Rules
+from service.shared import Guarantee
 from service.slot import Slot
 from service.states import (
     CLAIMABLE,
-    MAYBE_WRITTEN,
     UNSENT,
     Claim,
     Claimed,
@@ -50,130 +42,43 @@ from service.states import (
     RequestState,
 )
 from service.telemetry import Telemetry
-from service.topics import CATALOGUE_MAX, Catalogue, InternalTopics
+from service.topics import Catalogue
 
 if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
     from service.tracing import Tracing
 
 log = structlog.get_logger(__name__)
 
-SWEEP_S: Final = 0.02
 STORE_AWAY_PAUSE_S: Final = 0.1
 UNTRACED: Final = contextlib.nullcontext()
 
 
 class Ingest:
-    """Takes requests from the edge, runs groups of them through slots, answers each once."""
+    """Runs groups of requests through slots, and tells the intake what became of each."""
 
     def __init__(
         self,
         settings: Settings,
-        rules: Rules,
         keys: KeyStore,
         store: Store,
         queue: Queue,
-        topics: InternalTopics,
         catalogue: Catalogue,
-        journal: Journal,
+        intake: Intake,
         telemetry: Telemetry,
         tracing: "Tracing | None" = None,
     ) -> None:
         self._settings = settings
-        self._guarantee = lru_cache(maxsize=CATALOGUE_MAX)(rules.guarantee)  # by topic
         self._keys = keys
         self._store = store
         self._queue = queue
-        self._topics = topics
         self._catalogue = catalogue
-        self._journal = journal
+        self._answer, self._too_late = intake.answer, intake.too_late
         self._telemetry = telemetry
         self._tracing = tracing
-        self._timeout_s = settings.request_timeout_ms / 1000
-        self._open: list[tuple[float, int, Request]] = []  # a heap, by deadline
-        self._count = itertools.count()
         self._parked: list[Request] = []  # in doubt, until a slot has been recovered
         self._finishing: set[asyncio.Task[None]] = set()
-        self.accepting = True
         # Called where a claim of a slot without a lease is met: who looks after slots need not wait for its next beat.
         self.hurry: Callable[[], None] = lambda: None
-
-    # ------------------------------------------------------------------------------------------------ from the edge
-
-    def submit(self, event: Event, arrived: float, reply: Callable[[Answer], None]) -> None:
-        """Write a checked event exactly once; `reply` is told what became of it, within the request's timeout.
-
-        Raises Problem for what is refused before the key is touched; `arrived` is the loop's time.
-        """
-        self._admit((Request((event,), arrived, self._timeout_s, self._guarantee(event.topic), reply),))
-
-    async def submit_train(self, events: Sequence[Event], train: Train) -> list[Answer]:
-        """Write checked events of one batch, in their order; the answer of each."""
-        now = asyncio.get_running_loop().time()
-        answers = Answers(len(events))
-        requests = []
-        for place, event in enumerate(events):
-            guarantee, reply = self._guarantee(event.topic), partial(answers.put, place)
-            requests.append(Request((event,), now, self._timeout_s, guarantee, reply, train=train))
-        try:
-            self._admit(requests)
-        except Problem as problem:
-            return [problem] * len(requests)
-        return await answers.all
-
-    async def submit_atomic(self, events: Sequence[Event], whole: tuple[bytes, bytes], arrived: float) -> Answer:
-        """Write checked events in one transaction or not at all, under the whole's (id, fingerprint)."""
-        for event in events:
-            if self._guarantee(event.topic) is not Guarantee.EXACTLY_ONCE:
-                detail = f"topic: {event.topic} is idempotent, which no atomic batch can be: send its events singly"
-                raise Problem(RECORD_REFUSED, detail)
-        answers = Answers(1)
-        reply = partial(answers.put, 0)
-        self._admit((Request(events, arrived, self._timeout_s, Guarantee.EXACTLY_ONCE, reply, whole),))
-        (answer,) = await answers.all
-        return answer
-
-    def check_now(self, event: Event) -> bool:
-        """What the event's topic refuses, before the key is touched. Raises Problem; False: it is to be looked up."""
-        topic = self._catalogue.peek(event.topic)
-        if topic is not None:
-            check_topic(event, topic)
-        return topic is not None
-
-    async def check(self, event: Event, arrived: float) -> None:
-        """As `check_now`, and the topic is looked up where it is not known. Raises Problem."""
-        if not self.check_now(event):
-            check_topic(event, await self._topic(event.topic, arrived + self._timeout_s))
-
-    async def _topic(self, name: str, deadline: float) -> Topic:
-        if self._topics.reserved(name):
-            raise Problem(FORBIDDEN_TOPIC, f"topic: {name} is internal: use another")
-        try:
-            async with asyncio.timeout_at(deadline):
-                topic = await self._catalogue.get(name)
-        except (KafkaAway, TimeoutError) as error:
-            raise Problem(NOT_WRITTEN, f"topic: {name} cannot be looked up now: send it again") from error
-        if topic is None:
-            raise Problem(UNKNOWN_TOPIC, f"topic: {name} does not exist: make it, or correct its name")
-        return topic
-
-    def _admit(self, requests: Sequence[Request]) -> None:
-        """Let requests in, all or none. Raises Problem (503), which the journal is told too."""
-        try:
-            if not self.accepting:
-                raise Problem(NOT_WRITTEN, "this process is stopping: send it again, to another")
-            if self._store.epoch is None:
-                raise Problem(NOT_WRITTEN, f"the key store is not complete ({self._store.status}): send it again")
-            self._queue.admit(requests)
-        except Problem as problem:
-            for request in requests:
-                self._note(request, problem)
-            raise
-        if self._tracing is not None:
-            self._tracing.begin(requests, asyncio.get_running_loop().time())
-        for request in requests:
-            heappush(self._open, (request.deadline, next(self._count), request))
-
-    # ------------------------------------------------------------------------------------------------ through a slot
 
     async def serve(self, slot: Slot) -> None:
         """Run groups through a READY slot until its term ends (an error is raised) or it is to be given back."""
@@ -235,7 +140,7 @@ class Ingest:
             if claim.outcome not in CLAIMABLE:
                 self._settle(request, claim)
             elif request.answered or request.deadline <= now:  # also after a pause of the whole process: never sent
-                self.answer(request, self._too_late(request))
+                self._answer(request, self._too_late(request))
                 unwanted.append(request)
             else:
                 assert isinstance(claim.state, Claimed)
@@ -264,31 +169,31 @@ class Ingest:
             case Outcome.DELIVERED, Delivered() as found:
                 # In doubt before: it was this very request's own writing, so this is its first answer.
                 places = (placed(request.events[0].id, found),)
-                self.answer(request, Committed(found.at, places, replayed=not doubtful))
+                self._answer(request, Committed(found.at, places, replayed=not doubtful))
             case Outcome.IN_PROGRESS, Claimed(slot, term) if doubtful or (slot, term) in request.claimants:
                 request.move(RequestEvent.QUEUE)
                 self._parked.append(request)  # its own claim, in a term that is still to be recovered
             case Outcome.IN_PROGRESS, _:
                 if not claim.leased:
                     self.hurry()
-                self.answer(request, Problem(IN_PROGRESS, "Idempotency-Key: send it again, with the same key"))
+                self._answer(request, Problem(IN_PROGRESS, "Idempotency-Key: send it again, with the same key"))
             case _:
-                self.answer(request, Problem(FINGERPRINT_MISMATCH, "Idempotency-Key: use a new key for a new event"))
+                self._answer(request, Problem(FINGERPRINT_MISMATCH, "Idempotency-Key: use a new key for a new event"))
 
     async def _answer_members(self, request: Request, claim: Claim) -> None:
         """The stored answer of an atomic batch: where each member is."""
         doubtful = request.state is RequestState.CHECKING
         again = Problem(OUTCOME_UNKNOWN, "Idempotency-Key: it is written; send it again to learn where")
         try:
-            epoch = await asyncio.wait_for(self._store.settled(), self._timeout_s)
+            epoch = await asyncio.wait_for(self._store.settled(), self._settings.request_timeout_ms / 1000)
             states = await self._keys.find_all(epoch, [event.id for event in request.events])
         except (StoreLost, StoreAway, StoreUnanswered, TimeoutError):
-            self.answer(request, again)
+            self._answer(request, again)
             return
         pairs = zip(request.events, states, strict=True)
         places = tuple(placed(event.id, state) for event, state in pairs if isinstance(state, Delivered))
         whole = len(places) == len(request.events)
-        self.answer(request, Committed(claim.state.at, places, replayed=not doubtful) if whole else again)
+        self._answer(request, Committed(claim.state.at, places, replayed=not doubtful) if whole else again)
 
     async def _deliver(self, slot: Slot, group: Sequence[Won]) -> Written:
         """Write a claimed group as its guarantee says."""
@@ -345,7 +250,7 @@ class Ingest:
             if fate is None:
                 if others_went:  # what hangs is its topic, which must not hold up the others again
                     self._set_apart(request)
-                self.answer(request, Problem(OUTCOME_UNKNOWN, "Idempotency-Key: a retry writes it again"))
+                self._answer(request, Problem(OUTCOME_UNKNOWN, "Idempotency-Key: a retry writes it again"))
             elif self._travels_on(request, fate, alone=len(group) == 1):
                 request.move(RequestEvent.REFUSE)
         return written
@@ -375,9 +280,9 @@ class Ingest:
         self._telemetry.stage_mark.observe(time.perf_counter() - started)
         self._queue.trust({place.topic for _, committed in written.delivered for place in committed.places})
         for request, committed in written.delivered:
-            self.answer(request, committed)
+            self._answer(request, committed)
 
-    # ---------------------------------------------------------------------------------------------- doubt and deadline
+    # ----------------------------------------------------------------------------------------------------- doubt
 
     def _doubt(self, requests: Sequence[Request], failed: TransactionFailed) -> None:
         """A group did not commit cleanly. Its poison is answered if it was alone; the others wait for the recovery."""
@@ -401,7 +306,7 @@ class Ingest:
         self._set_apart(request)
         if not alone or (refusal.kind is UNKNOWN_TOPIC and request.failures < 2):
             return True
-        self.answer(request, Problem(refusal.kind, f"topic: {request.events[0].topic}: {refusal.why}"))
+        self._answer(request, Problem(refusal.kind, f"topic: {request.events[0].topic}: {refusal.why}"))
         return False
 
     def _set_apart(self, request: Request) -> None:
@@ -428,52 +333,7 @@ class Ingest:
             request.claimants += ((slot.n, slot.term),)
         self._parked += requests
 
-    async def sweep(self) -> None:
-        """Answer what has reached its deadline, for ever: 503 where it is surely not written, else 504."""
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(SWEEP_S)
-            now = loop.time()
-            while self._open and (self._open[0][2].answered or self._open[0][0] <= now):
-                *_, request = heappop(self._open)
-                if not request.answered:
-                    self.answer(request, self._too_late(request))
-            if len(self._open) > 2 * self._queue.events + 1_000:
-                # One that waits long must not keep all that were answered since in memory.
-                self._open = [entry for entry in self._open if not entry[2].answered]
-                heapify(self._open)
-            self._queue.forget_answered()
-
-    def _too_late(self, request: Request) -> Problem:
-        if request.state in MAYBE_WRITTEN:
-            return Problem(OUTCOME_UNKNOWN, "Idempotency-Key: send it again with the same key to learn the outcome")
-        return Problem(NOT_WRITTEN, f"not written within {self._settings.request_timeout_ms} ms: send it again")
-
-    async def drain(self) -> None:
-        """Stop accepting, and wait until all that was accepted has its answer."""
-        self.accepting = False
-        while self._queue.events:  # noqa: ASYNC110 - bounded by the last one's deadline, and there is nothing to gain
-            await asyncio.sleep(SWEEP_S)
+    async def settle(self) -> None:
+        """Wait for the marks that are under way."""
         if self._finishing:
             await asyncio.wait(self._finishing)
-
-    def answer(self, request: Request, answer: Answer) -> None:
-        """The one place where a request gets its answer."""
-        if request.answered:
-            return
-        request.move(RequestEvent.ANSWER)
-        self._queue.leave(request)
-        self._note(request, answer)
-        try:
-            request.reply(answer)
-        except Exception:  # a bug at the edge must not keep the others of the group from their answers
-            log.exception("an answer was not given", key=request.events[0].key)
-
-    def _note(self, request: Request, answer: Answer) -> None:
-        """Count an answer, and tell the journal."""
-        latency_s = asyncio.get_running_loop().time() - request.arrived
-        status, code = (201, "") if isinstance(answer, Committed) else (answer.kind.status, answer.kind.code)
-        self._journal.record(request, status, answer, latency_s)
-        self._telemetry.answered(code, status, latency_s)
-        if isinstance(answer, Committed) and answer.replayed:
-            self._telemetry.replays.inc()

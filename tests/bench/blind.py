@@ -2,9 +2,9 @@
 
 import sys
 
-from service import ingest
+from service import intake
 from service.__main__ import main
 
 if __name__ == "__main__":
-    ingest.check_topic = lambda event, topic: None  # type: ignore[attr-defined]
+    intake.check_topic = lambda event, topic: None  # type: ignore[attr-defined]
     sys.exit(main())

@@ -11,6 +11,7 @@ from prometheus_client import Counter
 from service.errors import KafkaAway, Kind, Problem
 from service.event import Event
 from service.ingest import Ingest
+from service.intake import Intake
 from service.journal import Journal
 from service.kafka.cluster import Cluster, Topic
 from service.kafka.producer import Fate, IdempotentProducer, Place, Record, TransactionalProducer
@@ -220,7 +221,7 @@ class FakeJournal(Journal):
 
 
 class World:
-    """An Ingest and what it needs, all in memory. Slots are made READY by `slot`, and served by `serve`."""
+    """Intake, Ingest and what it needs, all in memory. Slots are made READY by `slot`, and served by `serve`."""
 
     def __init__(self, **settings: int) -> None:
         usual = Settings(instance="test", request_timeout_ms=5_000, slots=1, slots_max=2)
@@ -233,16 +234,12 @@ class World:
         self.catalogue = Catalogue(self.cluster)
         self.journal = FakeJournal()
         self.telemetry = Telemetry()
+        rules = Rules((TopicRule(PLAIN_TOPICS, Guarantee.IDEMPOTENT),))
+        self.intake = Intake(
+            self.settings, rules, self.store, self.queue, self.topics, self.catalogue, self.journal, self.telemetry
+        )
         self.ingest = Ingest(
-            self.settings,
-            Rules((TopicRule(PLAIN_TOPICS, Guarantee.IDEMPOTENT),)),
-            self.keys,
-            self.store,
-            self.queue,
-            self.topics,
-            self.catalogue,
-            self.journal,
-            self.telemetry,
+            self.settings, self.keys, self.store, self.queue, self.catalogue, self.intake, self.telemetry
         )
         self.producers: dict[int, FakeProducer] = {}
         self.plains: dict[int, FakePlain] = {}
@@ -286,8 +283,8 @@ class World:
 
     async def _write(self, event: Event, arrived: float) -> Answer:
         answers = Answers(1)
-        await self.ingest.check(event, arrived)
-        self.ingest.submit(event, arrived, partial(answers.put, 0))
+        await self.intake.check(event, arrived)
+        self.intake.submit(event, arrived, partial(answers.put, 0))
         return (await answers.all)[0]
 
     def keys_written(self, n: int = 0) -> list[list[str]]:

@@ -30,7 +30,7 @@ def one(key: str | None, value: Any = 1, topic: str = "orders") -> dict[str, Any
 async def written(world: World, batch: BatchBody) -> list[Answer]:
     """What a slot that serves makes of a batch."""
     serving = world.serve(await world.slot())
-    answers = await write_each(world.ingest, batch, asyncio.get_running_loop().time())
+    answers = await write_each(world.intake, batch, asyncio.get_running_loop().time())
     await ended(serving)
     return answers
 
@@ -112,7 +112,7 @@ async def test_one_bad_event_fails_alone_and_bad_json_fails_all() -> None:
 
 
 async def atomically(world: World, batch: BatchBody, key: str = "whole") -> Answer:
-    _, answer = await write_atomic(world.ingest, batch, key, asyncio.get_running_loop().time())
+    _, answer = await write_atomic(world.intake, batch, key, asyncio.get_running_loop().time())
     return answer
 
 

@@ -182,7 +182,7 @@ async def test_what_was_answered_503_while_others_are_released_is_not_written() 
     late, soon = world.submit("late", ago_s=0.3), world.submit("soon", ago_s=0.1)
     await asyncio.sleep(0.01)
     release = world.keys.trouble.hold("release")
-    sweeping = asyncio.create_task(world.ingest.sweep())
+    sweeping = asyncio.create_task(world.intake.sweep())
     serving = asyncio.create_task(world.ingest.serve(slot))
     answers = [kind_of(await late), kind_of(await soon)]
     release.set()
@@ -199,7 +199,7 @@ async def test_what_was_answered_503_while_its_producer_began_is_not_written() -
     await world.catalogue.get("plain.a")
     slot = await world.slot()
     begun = world.plains[0].trouble.hold("identity")
-    sweeping = asyncio.create_task(world.ingest.sweep())
+    sweeping = asyncio.create_task(world.intake.sweep())
     serving = world.serve(slot)
     assert kind_of(await world.submit("a", "plain.a")) is NOT_WRITTEN
     begun.set()
@@ -213,7 +213,7 @@ async def test_what_was_answered_503_while_its_producer_began_is_not_written() -
 async def test_each_request_is_answered_at_its_own_deadline() -> None:
     """One that arrived earlier may be let in later: its body, or its topic's look-up, took longer."""
     world = World(request_timeout_ms=5_000)
-    sweeping = asyncio.create_task(world.ingest.sweep())
+    sweeping = asyncio.create_task(world.intake.sweep())
     patient = world.submit("patient")
     await asyncio.sleep(0.01)
     started = asyncio.get_running_loop().time()
@@ -228,7 +228,7 @@ async def test_what_may_be_written_is_504_at_the_deadline_and_the_rest_503() -> 
     await world.catalogue.get("orders")
     slot = await world.slot()
     world.producers[0].trouble.hold("write")
-    sweeping, serving = asyncio.create_task(world.ingest.sweep()), world.serve(slot)
+    sweeping, serving = asyncio.create_task(world.intake.sweep()), world.serve(slot)
     sent = world.submit("sent")
     await until(lambda: slot.state is SlotState.WRITING)
     waits = world.submit("waits")
@@ -242,7 +242,7 @@ async def test_requests_that_were_answered_do_not_stay_in_the_queue() -> None:
     """Without a slot nobody takes them out."""
     world = World(request_timeout_ms=50)
     await world.catalogue.get("orders")
-    sweeping = asyncio.create_task(world.ingest.sweep())
+    sweeping = asyncio.create_task(world.intake.sweep())
     answers = await asyncio.gather(*(world.submit(str(n)) for n in range(20)))
     assert {kind_of(answer) for answer in answers} == {NOT_WRITTEN}
     await until(lambda: not any(world.queue._waiting.values()))

@@ -23,6 +23,7 @@ LAYERS = [
     {"api", "events_endpoint"},
     {"http_posts", "http_guard"},
     {"ingest", "batch", "pool"},
+    {"intake"},
     {"recovery", "journal", "group", "tracing"},
     {"slot", "control", "topics", "keys", "keys_view", "request", "kafka.producer", "kafka.reader", "kafka.survey"},
     {"event", "kafka.cluster", "kafka.security", "kafka.verdict", "kafka.partitioner"},

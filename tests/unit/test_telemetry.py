@@ -160,7 +160,7 @@ async def test_events_are_in_doubt_until_their_slot_has_been_recovered_however_l
     pool._ended(slot, failed)
     assert shown(telemetry, "fencepost_kafka_errors_total", operation="transaction") == 1
     assert shown(telemetry, "fencepost_terms_ended_total", why="transaction") == 1
-    world.ingest.answer(world.ingest._parked[0], world.ingest._too_late(world.ingest._parked[0]))
+    world.intake.answer(world.ingest._parked[0], world.intake.too_late(world.ingest._parked[0]))
     await asked
     assert pool.in_doubt == 1  # its caller has had a 504, and nobody knows yet
     assert pool.in_doubt_s > 0

@@ -1,0 +1,192 @@
+"""Where requests come in and get their answers: bounds, deadlines, the journal. What becomes of them is ingest's."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from service.errors import (
+    FORBIDDEN_TOPIC,
+    NOT_WRITTEN,
+    OUTCOME_UNKNOWN,
+    RECORD_REFUSED,
+    UNKNOWN_TOPIC,
+    KafkaAway,
+    Problem,
+)
+from service.event import Event, check_topic
+from service.journal import Journal
+from service.kafka.cluster import Topic
+from service.recovery import Store
+from service.request import Answer, Answers, Committed, Queue, Request, Train
+from service.settings import Settings
+from service.shared import Guarantee, Rules
+from service.states import MAYBE_WRITTEN, RequestEvent
+from service.telemetry import Telemetry
+from service.topics import CATALOGUE_MAX, Catalogue, InternalTopics
+
+if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
+    from service.tracing import Tracing
+
+log = structlog.get_logger(__name__)
+
+SWEEP_S: Final = 0.02
+
+
+class Intake:
+    """Takes requests from the edge into the queue, and gives each its answer, once, by its deadline."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        rules: Rules,
+        store: Store,
+        queue: Queue,
+        topics: InternalTopics,
+        catalogue: Catalogue,
+        journal: Journal,
+        telemetry: Telemetry,
+        tracing: "Tracing | None" = None,
+    ) -> None:
+        self._settings = settings
+        self._guarantee = lru_cache(maxsize=CATALOGUE_MAX)(rules.guarantee)  # by topic
+        self._store = store
+        self._queue = queue
+        self._topics = topics
+        self._catalogue = catalogue
+        self._journal = journal
+        self._telemetry = telemetry
+        self._tracing = tracing
+        self._timeout_s = settings.request_timeout_ms / 1000
+        self._open: list[tuple[float, int, Request]] = []  # a heap, by deadline
+        self._count = itertools.count()
+        self.accepting = True
+
+    def submit(self, event: Event, arrived: float, reply: Callable[[Answer], None]) -> None:
+        """Write a checked event exactly once; `reply` is told what became of it, within the request's timeout.
+
+        Raises Problem for what is refused before the key is touched; `arrived` is the loop's time.
+        """
+        self._admit((Request((event,), arrived, self._timeout_s, self._guarantee(event.topic), reply),))
+
+    async def submit_train(self, events: Sequence[Event], train: Train) -> list[Answer]:
+        """Write checked events of one batch, in their order; the answer of each."""
+        now = asyncio.get_running_loop().time()
+        answers = Answers(len(events))
+        requests = []
+        for place, event in enumerate(events):
+            guarantee, reply = self._guarantee(event.topic), partial(answers.put, place)
+            requests.append(Request((event,), now, self._timeout_s, guarantee, reply, train=train))
+        try:
+            self._admit(requests)
+        except Problem as problem:
+            return [problem] * len(requests)
+        return await answers.all
+
+    async def submit_atomic(self, events: Sequence[Event], whole: tuple[bytes, bytes], arrived: float) -> Answer:
+        """Write checked events in one transaction or not at all, under the whole's (id, fingerprint)."""
+        for event in events:
+            if self._guarantee(event.topic) is not Guarantee.EXACTLY_ONCE:
+                detail = f"topic: {event.topic} is idempotent, which no atomic batch can be: send its events singly"
+                raise Problem(RECORD_REFUSED, detail)
+        answers = Answers(1)
+        reply = partial(answers.put, 0)
+        self._admit((Request(events, arrived, self._timeout_s, Guarantee.EXACTLY_ONCE, reply, whole),))
+        (answer,) = await answers.all
+        return answer
+
+    def check_now(self, event: Event) -> bool:
+        """What the event's topic refuses, before the key is touched. Raises Problem; False: it is to be looked up."""
+        topic = self._catalogue.peek(event.topic)
+        if topic is not None:
+            check_topic(event, topic)
+        return topic is not None
+
+    async def check(self, event: Event, arrived: float) -> None:
+        """As `check_now`, and the topic is looked up where it is not known. Raises Problem."""
+        if not self.check_now(event):
+            check_topic(event, await self._topic(event.topic, arrived + self._timeout_s))
+
+    async def _topic(self, name: str, deadline: float) -> Topic:
+        if self._topics.reserved(name):
+            raise Problem(FORBIDDEN_TOPIC, f"topic: {name} is internal: use another")
+        try:
+            async with asyncio.timeout_at(deadline):
+                topic = await self._catalogue.get(name)
+        except (KafkaAway, TimeoutError) as error:
+            raise Problem(NOT_WRITTEN, f"topic: {name} cannot be looked up now: send it again") from error
+        if topic is None:
+            raise Problem(UNKNOWN_TOPIC, f"topic: {name} does not exist: make it, or correct its name")
+        return topic
+
+    def _admit(self, requests: Sequence[Request]) -> None:
+        """Let requests in, all or none. Raises Problem (503), which the journal is told too."""
+        try:
+            if not self.accepting:
+                raise Problem(NOT_WRITTEN, "this process is stopping: send it again, to another")
+            if self._store.epoch is None:
+                raise Problem(NOT_WRITTEN, f"the key store is not complete ({self._store.status}): send it again")
+            self._queue.admit(requests)
+        except Problem as problem:
+            for request in requests:
+                self._note(request, problem)
+            raise
+        if self._tracing is not None:
+            self._tracing.begin(requests, asyncio.get_running_loop().time())
+        for request in requests:
+            heappush(self._open, (request.deadline, next(self._count), request))
+
+    # ------------------------------------------------------------------------------------------ answers
+
+    def answer(self, request: Request, answer: Answer) -> None:
+        """The one place where a request gets its answer."""
+        if request.answered:
+            return
+        request.move(RequestEvent.ANSWER)
+        self._queue.leave(request)
+        self._note(request, answer)
+        try:
+            request.reply(answer)
+        except Exception:  # a bug at the edge must not keep the others of the group from their answers
+            log.exception("an answer was not given", key=request.events[0].key)
+
+    def _note(self, request: Request, answer: Answer) -> None:
+        """Count an answer, and tell the journal."""
+        latency_s = asyncio.get_running_loop().time() - request.arrived
+        status, code = (201, "") if isinstance(answer, Committed) else (answer.kind.status, answer.kind.code)
+        self._journal.record(request, status, answer, latency_s)
+        self._telemetry.answered(code, status, latency_s)
+        if isinstance(answer, Committed) and answer.replayed:
+            self._telemetry.replays.inc()
+
+    async def sweep(self) -> None:
+        """Answer what has reached its deadline, for ever: 503 where it is surely not written, else 504."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now = loop.time()
+            while self._open and (self._open[0][2].answered or self._open[0][0] <= now):
+                *_, request = heappop(self._open)
+                if not request.answered:
+                    self.answer(request, self.too_late(request))
+            if len(self._open) > 2 * self._queue.events + 1_000:
+                # One that waits long must not keep all that were answered since in memory.
+                self._open = [entry for entry in self._open if not entry[2].answered]
+                heapify(self._open)
+            self._queue.forget_answered()
+
+    def too_late(self, request: Request) -> Problem:
+        """What the deadline finds: 504 where it may be written, else 503."""
+        if request.state in MAYBE_WRITTEN:
+            return Problem(OUTCOME_UNKNOWN, "Idempotency-Key: send it again with the same key to learn the outcome")
+        return Problem(NOT_WRITTEN, f"not written within {self._settings.request_timeout_ms} ms: send it again")
+
+    async def drain(self) -> None:
+        """Stop accepting, and wait until all that was accepted has its answer."""
+        self.accepting = False
+        while self._queue.events:  # noqa: ASYNC110 - bounded by the last one's deadline, and there is nothing to gain
+            await asyncio.sleep(SWEEP_S)
