@@ -225,6 +225,7 @@ def test_a_commit_without_an_answer_and_a_fence_that_does_not_come(serve: Serve,
         ages = [found.value("fencepost_in_doubt_oldest_seconds") or 0 for found in fault]
         assert ages[1] - ages[0] == pytest.approx(fault[1].at - fault[0].at, abs=0.2)
         assert fault[1].value("fencepost_slots", state="ready") == 1
+        served.service.kill()  # before the proxy, which nobody may be connecting to when it ends
         rules.assert_firing(["FencepostInDoubtTooLong"], healthy, fault, 4 * MINUTE_S)
         rules.assert_firing([], healthy, fault, 1 * MINUTE_S)
 
