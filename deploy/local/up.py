@@ -15,7 +15,7 @@ TOPIC = "demo"
 _TOPIC_PARTITIONS = 4
 _LOOK_S = 0.25  # how soon it is noticed that a part has died
 
-# These are the stack's to set: it never touches another Kafka or Redis.
+# What begins so is the stack's to set: it never touches another Kafka or Redis, nor does it with their passwords.
 _OURS = ("FENCEPOST_KAFKA", "FENCEPOST_REDIS", "FENCEPOST_HOST", "FENCEPOST_PORT")
 
 
@@ -32,7 +32,7 @@ def main() -> NoReturn:
             kafka=kafka.bootstrap,
             redis=redis.url,
             port=port_or_free(int(wanted) if wanted.isdecimal() else 8000),
-            env=_callers_settings(os.environ),
+            env=callers_settings(os.environ),
         )
         _start(stack, "Kafka", kafka, kafka.bootstrap)
         _start(stack, "Redis", redis, redis.url)
@@ -66,9 +66,13 @@ def _stay(*processes: Process) -> NoReturn:
         time.sleep(_LOOK_S)
 
 
-def _callers_settings(environment: Mapping[str, str]) -> dict[str, str]:
+def callers_settings(environment: Mapping[str, str]) -> dict[str, str]:
     """The caller's settings for the service, except where the stack has the say."""
-    return {name: value for name, value in environment.items() if name.startswith("FENCEPOST_") and name not in _OURS}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith("FENCEPOST_") and not name.startswith(_OURS)
+    }
 
 
 @contextlib.contextmanager

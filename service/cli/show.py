@@ -68,7 +68,7 @@ def findings(found: list[Finding]) -> None:
 
 
 def slots(found: Slots) -> None:
-    """One line a slot."""
+    """One line for each slot that is held or dead; how many are free."""
     generation = (
         "none: Redis has forgotten, or nobody has started yet" if found.generation is None else found.generation
     )
@@ -79,15 +79,17 @@ def slots(found: Slots) -> None:
     table.add_column("state")
     table.add_column("owner")
     table.add_column("lease", justify="right")
-    for row in found.rows:
+    taken = [row for row in found.rows if row.view.state != "free"]
+    for row in taken:
         view, begin = row.view, row.begin
         producer = (begin.producer_id, begin.epoch) if begin else (None, None)
         numbers = (view.slot, row.term, *producer, view.applied, view.freed, row.end)
-        style = {"held": "green", "dead": "bold red", "free": ""}[view.state]
+        style = "green" if view.state == "held" else "bold red"
         lease = f"{view.lease_ms / 1000:.1f} s" if view.holder else "-"
         cells = ("-" if number is None else f"{number}" for number in numbers)
         table.add_row(*cells, Text(view.state, style=style), view.holder or "-", lease)
     out.print(table)
+    out.print(f"{len(found.rows) - len(taken)} of {len(found.rows)} slots are free")
 
 
 def key(found: KeyView, settings: Settings) -> None:

@@ -82,9 +82,10 @@ async def test_slots_are_shown_with_their_owners(served: Service, redis: Redis) 
         assert 0 < slot["lease_ms"] <= int(SETTINGS["FENCEPOST_LEASE_TTL_MS"])
         assert slot["term"] <= slot["applied"] < slot["ledger_end"]
         assert slot["producer_id"] >= 0
-    text = fencepost(served.env, "slots").stdout
-    assert text.splitlines()[0].startswith(f"generation {found['generation']}, store ")
-    assert len(text.splitlines()) == 2 + len(found["slots"])
+    first, _, *rows, last = fencepost(served.env, "slots").stdout.splitlines()
+    assert first.startswith(f"generation {found['generation']}, store ")
+    assert [row.split()[0] for row in rows] == [str(slot["slot"]) for slot in held]
+    assert last == f"{len(found['slots']) - len(held)} of {len(found['slots'])} slots are free"
 
 
 def test_without_a_ledger_there_are_no_slots(kafka: Kafka, redis: Redis, namespace: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 from deploy.local import java, places
 from deploy.local.redis import find_server
 from deploy.local.stack import StackError, free_port, port_or_free
+from deploy.local.up import callers_settings
 
 
 def _program(path: Path, text: str = "#!/bin/sh\n") -> Path:
@@ -92,3 +93,16 @@ def test_without_any_java_one_line_says_what_to_install(tmp_path: Path, monkeypa
     with pytest.raises(StackError, match="no Java 17 or newer here: please install one") as raised:
         java.home()
     assert "\n" not in str(raised.value)
+
+
+def test_up_takes_the_callers_settings_but_no_address_and_no_password() -> None:
+    ours = dict.fromkeys(
+        (
+            "FENCEPOST_KAFKA",
+            "FENCEPOST_KAFKA_SECURITY_PROTOCOL",
+            "FENCEPOST_KAFKA_SASL_PASSWORD_FILE",
+            "FENCEPOST_REDIS",
+        ),
+        "another's",
+    )
+    assert callers_settings({**ours, "FENCEPOST_SLOTS": "2", "HOME": "/"}) == {"FENCEPOST_SLOTS": "2"}
