@@ -32,6 +32,7 @@ class Process:
         self.name = name
         self.folder = folder
         self.log = folder / f"{name}.log"
+        self.extra_env: dict[str, str] = {}  # over what it is started with; for the next start
         self._child: subprocess.Popen[bytes] | None = None
 
     def __repr__(self) -> str:
@@ -73,7 +74,7 @@ class Process:
         return None if self._child is None else self._child.poll()
 
     def spawn(self, argv: Sequence[str | Path], *, env: Mapping[str, str], cwd: Path | None = None) -> None:
-        """Start `argv` with exactly `env`, its output appended to the log.
+        """Start `argv` with exactly `env` and `extra_env`, its output appended to the log.
 
         Raises:
             StackError: it is running already.
@@ -87,7 +88,7 @@ class Process:
             with self.log.open("ab") as log:
                 return subprocess.Popen(  # the stack's own programs
                     leashed,
-                    env=dict(env),
+                    env={**env, **self.extra_env},
                     cwd=cwd or self.folder,
                     stdin=subprocess.DEVNULL,
                     stdout=log,

@@ -14,10 +14,21 @@ _CHUNK_BYTES: Final = 65_536
 class Relay:
     """Forwards TCP from a port of its own to `target`; it runs in a thread, so that its user may block."""
 
-    def __init__(self, target: int) -> None:
-        """Prepare one. `target` is the port on the loopback interface to which it leads at first."""
-        self.port = free_port()
+    def __init__(
+        self, target: int, *, host: str = "127.0.0.1", port: int | None = None, target_host: str = "127.0.0.1"
+    ) -> None:
+        """Prepare one.
+
+        Args:
+            target: the port to which it leads at first.
+            host: where it listens.
+            port: where it listens; a free one if not given.
+            target_host: where all its targets are.
+        """
+        self.host = host
+        self.port = port or free_port()
         self._target = target
+        self._target_host = target_host
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"relay-{self.port}", daemon=True)
         self._connections: set[asyncio.Task[None]] = set()
@@ -53,7 +64,7 @@ class Relay:
 
     async def _open(self) -> None:
         self._flows.set()
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._accept, self.host, self.port)
 
     async def _lead_to(self, target: int) -> None:
         self._target = target
@@ -82,7 +93,7 @@ class Relay:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
         try:
-            onward_reader, onward = await asyncio.open_connection("127.0.0.1", self._target)
+            onward_reader, onward = await asyncio.open_connection(self._target_host, self._target)
         except OSError:
             writer.transport.abort()
             return

@@ -1,0 +1,34 @@
+"""Programs and libraries that some faults need, installed where they are missing and can be."""
+
+import os
+import shutil
+from collections.abc import Callable
+
+from deploy.local import debian
+from deploy.local.console import StackError
+
+ROOT_WANTED = "needs root: run the tests as root, as in a container"
+
+
+def lacks_program(name: str, package: str) -> str:
+    """Why a program is not to be had here; empty where it is, installed now if need be."""
+    return lacks(lambda: shutil.which(name) is not None, name, package)
+
+
+def lacks(found: Callable[[], bool], what: str, package: str) -> str:
+    """Why something of a Debian package is not to be had here; empty where it is, installed now if need be."""
+    if found():
+        return ""
+    advice = f"no {what} here: please install it (on Debian or Ubuntu: apt-get install {package})"
+    if not debian.installable():
+        return advice
+    try:
+        debian.install(package, what)
+    except StackError as error:
+        return f"{advice}; {error}"
+    return "" if found() else advice
+
+
+def lacks_root() -> str:
+    """Why this user may not set up networks and mounts; empty where it may."""
+    return "" if os.geteuid() == 0 else ROOT_WANTED
