@@ -22,6 +22,7 @@ How a row is written (in any `rows_*.py` of this folder; the module is found by 
     expect     what is claimed in the table; the checker's assertions hold in any case
     audit      run the reconciliation job, too, and compare its report with the checker's findings
     in_run     one of the most telling rows, which ./tests/run plays
+    lacking    says why this machine cannot play the row and what to install; empty where it can
 
 A row that fails an `assert` of its own fails. `world.notes` go into the table. `world.heal()` is called afterwards, so
 a row need not start again what it killed; the measured recovery is then that of those who are left. A row that needs
@@ -75,6 +76,7 @@ class Row:
     expect: str = ONCE
     audit: bool = False
     in_run: bool = False
+    lacking: Callable[[], str] = lambda: ""
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,9 @@ def run(names: Sequence[str], say: Callable[[str], None], seed: int = 1) -> list
     folder = Path(tempfile.mkdtemp(prefix="fencepost-matrix-"))
     with Clusters(folder) as clusters:
         for each in sorted(chosen, key=lambda row: (row.brokers, sorted(row.kafka.items()))):
+            if why := each.lacking():
+                say(f"skipped {each.name}: {why}")
+                continue
             cluster = clusters.get(each.brokers, each.kafka)
             outcome = play(each, folder / each.name, cluster, seed)
             outcomes.append(outcome)

@@ -1,0 +1,91 @@
+"""A clock of its own for a process of the stack: it jumps, an hour ahead or behind, while everything else goes on.
+
+    clock = Clock(redis)  # before its start
+    redis.start()
+    clock.shift(3600)     # its time of day is an hour ahead at once; timers are left alone
+    clock.shift(0)
+
+A library of forty lines (clock.c) is preloaded into the process and answers its calls for the time. libfaketime would
+do for Redis, but a broker does not come up under it within a minute: all threads of a JVM queue for its lock. Where
+there is no C compiler, `lacking` says what to install.
+"""
+
+import hashlib
+import os
+import struct
+import subprocess
+from pathlib import Path
+from typing import Final
+
+from deploy.local import places
+from deploy.local.console import StackError
+from deploy.local.process import Process
+from tests.faults.tools import lacks
+
+_SOURCE: Final = Path(__file__).with_name("clock.c")
+_SHIFT: Final = struct.Struct("=q")  # s
+_CALL_S: Final = 60.0
+_ENVIRONMENT: Final = ("LD_PRELOAD", "FENCEPOST_TEST_CLOCK")
+
+
+def lacking() -> str:
+    """Why there can be no such clock here; empty where there can."""
+    return lacks(_can_compile, "C compiler (cc)", "build-essential")
+
+
+class Clock:
+    """The time of day as one process sees it, from its next start on."""
+
+    def __init__(self, process: Process) -> None:
+        """Give a process, which is not running, a clock that is right at first.
+
+        Raises:
+            StackError: the process runs already, or the library cannot be compiled.
+        """
+        if process.running:
+            raise StackError(f"{process.name} runs by the machine's clock already: stop it first")
+        self._process = process
+        self._file = process.folder / f"{process.name}.clock"
+        process.folder.mkdir(parents=True, exist_ok=True)
+        self.shift(0)
+        process.extra_env |= dict(zip(_ENVIRONMENT, (str(_library()), str(self._file)), strict=True))
+
+    def shift(self, seconds: int) -> None:
+        """Have it go wrong by so many seconds (negative: behind); 0 puts it right."""
+        file = os.open(self._file, os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            os.pwrite(file, _SHIFT.pack(seconds), 0)  # in place: it is mapped
+        finally:
+            os.close(file)
+
+    def remove(self) -> None:
+        """From its next start on the process goes by the machine's clock again."""
+        for name in _ENVIRONMENT:
+            self._process.extra_env.pop(name, None)
+
+
+def _library() -> Path:
+    """The compiled library, kept in the project's cache."""
+    version = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
+    library = places.cache() / f"clock-{version}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        new = library.with_suffix(f".{os.getpid()}")
+        done = _compile(_SOURCE.read_text(), new)
+        if done.returncode:
+            raise StackError(f"{_SOURCE.name} cannot be compiled: {done.stderr}")
+        new.replace(library)
+    return library
+
+
+def _compile(source: str, library: Path) -> subprocess.CompletedProcess[str]:
+    command = ["cc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-x", "c", "-o", str(library), "-", "-ldl"]
+    return subprocess.run(command, input=source, capture_output=True, text=True, timeout=_CALL_S, check=False)
+
+
+def _can_compile() -> bool:
+    """Whether there is a compiler, with the C library's headers."""
+    try:
+        return _compile("#include <stdio.h>\nint fine;\n", Path(os.devnull)).returncode == 0
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,92 @@
+"""A small disk under a server's folder, which can be full at a chosen moment, and have room again.
+
+    with Disk(folder, megabytes=64) as disk:  # what was in the folder is on it; its server must not run
+        server.start()
+        disk.fill()                           # from now on: No space left on device
+        disk.free()
+        server.stop()                         # before the disk goes, and leaves its contents in the folder
+
+It is a tmpfs, which needs root. Where it is not possible, `lacking` says why.
+"""
+
+import errno
+import os
+import subprocess
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from deploy.local.console import StackError
+from tests.faults.tools import lacks_root
+
+_FILLER: Final = "filler"
+_CALL_S: Final = 60.0
+_PAGE_BYTES: Final = 4096
+
+
+def lacking() -> str:
+    """Why there can be no such disk here; empty where there can."""
+    if why := lacks_root():
+        return why
+    tried = subprocess.run(
+        ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, text=True, check=False
+    )
+    return f"no mounts here (a container needs CAP_SYS_ADMIN): {tried.stderr}" if tried.returncode else ""
+
+
+class Disk:
+    """A tmpfs that is mounted on a folder; the folder's contents move onto it, and back at the end."""
+
+    def __init__(self, folder: Path, megabytes: int) -> None:
+        self.folder = folder
+        self._megabytes = megabytes
+        self._aside = folder.with_name(f"{folder.name}.aside")
+
+    def __enter__(self) -> Self:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.rename(self._aside)
+        self.folder.mkdir()
+        try:
+            _run("mount", "-t", "tmpfs", "-o", f"size={self._megabytes}m", "tmpfs", str(self.folder))
+            _copy(self._aside, self.folder)
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.free()
+        _run("rm", "-rf", str(self._aside))
+        _copy(self.folder, self._aside)
+        self._leave()
+
+    def fill(self) -> None:
+        """Leave no room on it, not for a byte."""
+        with (self.folder / _FILLER).open("ab", buffering=0) as filler:
+            try:
+                while True:
+                    filler.write(bytes(_PAGE_BYTES))
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+
+    def free(self) -> None:
+        """There is room again."""
+        (self.folder / _FILLER).unlink(missing_ok=True)
+
+    def _leave(self) -> None:
+        if os.path.ismount(self.folder):
+            _run("umount", str(self.folder))
+        self.folder.rmdir()
+        self._aside.rename(self.folder)
+
+
+def _copy(there: Path, here: Path) -> None:
+    """Copy a folder's contents; Kafka's indexes are made large and have nothing in them, so holes stay holes."""
+    _run("cp", "--archive", "--sparse=always", f"{there}/.", str(here))
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_CALL_S, check=False)
+    if done.returncode:
+        raise StackError(f"{' '.join(command)}: {done.stderr.strip()}")
