@@ -71,21 +71,21 @@ def _library() -> Path:
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         new = library.with_suffix(f".{os.getpid()}")
-        done = _compile(_SOURCE.read_text(), new)
+        done = _compile(_SOURCE.read_text(), "-shared", "-fPIC", "-o", str(new), "-ldl")
         if done.returncode:
             raise StackError(f"{_SOURCE.name} cannot be compiled: {done.stderr}")
         new.replace(library)
     return library
 
 
-def _compile(source: str, library: Path) -> subprocess.CompletedProcess[str]:
-    command = ["cc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-x", "c", "-o", str(library), "-", "-ldl"]
+def _compile(source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["cc", "-O2", "-Wall", "-Werror", "-x", "c", "-", *arguments]
     return subprocess.run(command, input=source, capture_output=True, text=True, timeout=_CALL_S, check=False)
 
 
 def _can_compile() -> bool:
     """Whether there is a compiler, with the C library's headers."""
     try:
-        return _compile("#include <stdio.h>\nint fine;\n", Path(os.devnull)).returncode == 0
+        return _compile("#include <stdio.h>\nint fine;\n", "-fsyntax-only").returncode == 0
     except FileNotFoundError:
         return False
