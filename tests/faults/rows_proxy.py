@@ -35,17 +35,22 @@ def late_end_txn(world: World) -> None:
 
     Of the same epoch it would commit a group whose own commit is still to be asked for.
     """
-    proxy = world.cluster.proxy
     late = lose(world, "EndTxn", "hold")
     late.wait(WAIT_S)
-    # The first of the next life is its begin record's.
+    arrive_in_the_next_group(world, late)
+
+
+def arrive_in_the_next_group(world: World, late: Loss) -> None:
+    """Let a held request go when the next life of its producer has sent a group, and not yet asked for its commit."""
+    proxy = world.cluster.proxy
+    # The first commit of a life is its begin record's.
     open_group = proxy.plan("EndTxn", "hold", nth=2, client=late.client_id)
     open_group.wait(WAIT_S)
-    answered = proxy.count("EndTxn")
+    commits = proxy.count("EndTxn")
     proxy.let_go(late)
     time.sleep(0.3)
     proxy.let_go(open_group)
-    world.until(lambda: proxy.count("EndTxn") > answered, WAIT_S, "commits go on")
+    world.until(lambda: proxy.count("EndTxn") > commits, WAIT_S, "commits go on")
 
 
 @row("killed between produce and EndTxn, which arrives after the heir's fence", proxied=True)
@@ -102,3 +107,11 @@ def late_init_producer_id(world: World) -> None:
     world.retire(doomed)
     world.wait_acked(20)
     proxy.let_go(late)
+
+
+@row("a late Produce arrives in its slot's next transaction", services=1, proxied=True, settings=SHORT)
+def late_produce(world: World) -> None:
+    """Of the same epoch it would be part of that transaction (KIP-890)."""
+    late = lose(world, "Produce", "hold", containing=world.topics[0])
+    late.wait(WAIT_S)
+    arrive_in_the_next_group(world, late)
