@@ -28,6 +28,13 @@ def redis_url(text: str) -> str:
     return text
 
 
+def _has_opentelemetry() -> bool:
+    try:
+        return all(find_spec(name) for name in ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http"))
+    except ModuleNotFoundError:  # not even the packages that these are in
+        return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings(SharedSettings):
     """Everything that can be set; the README's table is made from this class."""
@@ -93,7 +100,7 @@ class Settings(SharedSettings):
         if INSTANCE.fullmatch(self.name) is None:
             wrong.append(f"{PREFIX}INSTANCE is needed: {self.name!r} (from host:port) is not a name; set it")
         wrong += self._redis_conflicts()
-        if self.tracing != "off" and find_spec("opentelemetry") is None:
+        if self.tracing != "off" and not _has_opentelemetry():
             wrong.append(f"{PREFIX}TRACING={self.tracing} needs packages that are not here: install fencepost[tracing]")
         if self.rules and not Path(self.rules).is_file():
             wrong.append(f"{PREFIX}RULES={self.rules!r} is no file: set the path of a TOML file, or leave it empty")

@@ -242,3 +242,24 @@ def test_the_first_rule_that_matches_counts() -> None:
     assert rules.guarantee("a.exact") is Guarantee.EXACTLY_ONCE
     assert rules.guarantee("a.other") is Guarantee.IDEMPOTENT
     assert rules.guarantee("A.other") is Guarantee.EXACTLY_ONCE
+
+
+def test_traces_without_their_packages_stop_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read(tracing="otlp").tracing == "otlp"
+    assert lines(tracing="on") == ["FENCEPOST_TRACING='on' is wrong: set one of off, otlp"]
+
+    def lacking(name: str) -> None:
+        raise ModuleNotFoundError(name)
+
+    for find in (lacking, lambda name: None):
+        monkeypatch.setattr("service.settings.find_spec", find)
+        assert lines(tracing="otlp") == [
+            "FENCEPOST_TRACING=otlp needs packages that are not here: install fencepost[tracing]"
+        ]
+        assert read().tracing == "off"
+
+
+def test_the_words_of_the_log() -> None:
+    settings = read(log_format="json", log_keys="plain")
+    assert (settings.log_format, settings.log_keys) == ("json", "plain")
+    assert lines(log_keys="none") == ["FENCEPOST_LOG_KEYS='none' is wrong: set one of hashed, plain"]
