@@ -71,7 +71,9 @@ def _cause(copy: Column, earlier: Column, key_ttl_ms: int) -> Column:
 
     same_producer = F.exists(ours, lambda other: same(other, "slot", "pid", "epoch", "instance"))
     apart = F.forall(ours, lambda other: F.abs(other["accepted_at"] - copy["accepted_at"]) >= key_ttl_ms)
-    related = F.exists(ours, lambda other: same(other, "slot") | same(other, "instance"))
+    related = F.exists(
+        ours, lambda other: (same(other, "slot") | same(other, "instance")) & ~same(other, "pid", "epoch")
+    )
     return (
         F.when(~copy["stamped"] | (same_producer & (copy["late"] == 1)), FOREIGN_WRITER)
         .when(same_producer, REWRITE)

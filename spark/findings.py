@@ -7,7 +7,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from spark import causes, lake
 from spark.decode import EVENT, REJECT, UNKEYED
-from spark.offsets import Plan
+from spark.offsets import RETENTION, TRUNCATED, Plan
 from spark.verdict import CATEGORIES, LOST, PENDING, Evidence
 
 HOUR: Final = "hour"
@@ -104,7 +104,8 @@ def of_places(rows: DataFrame, scope: str) -> DataFrame:
             claim["partition"].alias("partition"),
             claim["offset"].alias("first"),
             claim["offset"].alias("last"),
-            F.lit(1).cast("bigint").alias("count"),
+            # What went away before it was read is counted by `of_logs`, whether or not it was promised.
+            F.when(claim["fate"].isin(RETENTION, TRUNCATED), 0).otherwise(1).cast("bigint").alias("count"),
         ),
     )
     unheard = F.transform(

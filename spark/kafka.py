@@ -40,13 +40,12 @@ class Ends:
     """Where a partition's log begins and ends.
 
     `high_watermark` was read before `last_stable`: at `last_stable >= high_watermark` everything that stood there
-    is decided. `first_ms` is the timestamp of the oldest record (None: there is none).
+    is decided.
     """
 
     log_start: int
     high_watermark: int
     last_stable: int
-    first_ms: int | None
 
 
 def connection(shared: SharedSettings) -> dict[str, str]:
@@ -125,16 +124,7 @@ class Broker:
         high = self._offsets(places, spec.latest(), "READ_UNCOMMITTED")
         stable = self._offsets(places, spec.latest(), "READ_COMMITTED")
         start = self._offsets(places, spec.earliest(), "READ_UNCOMMITTED")
-        oldest = self._offsets(places, spec.forTimestamp(0), "READ_UNCOMMITTED")
-        return {
-            place: Ends(
-                start[place][0],
-                high[place][0],
-                stable[place][0],
-                oldest[place][1] if oldest[place][0] >= 0 else None,
-            )
-            for place in places
-        }
+        return {place: Ends(start[place], high[place], stable[place]) for place in places}
 
     def stamps(self, places: dict[Place, int], wait_ms: int = 5_000) -> dict[Place, int]:
         """Timestamp (ms) of the first record at or after each of these offsets, committed or not.
@@ -178,8 +168,8 @@ class Broker:
         finally:
             consumer.close(self._jvm.java.time.Duration.ofMillis(1000))
 
-    def _offsets(self, places: Sequence[Place], spec: Any, isolation: str) -> dict[Place, tuple[int, int]]:
-        """Offset and timestamp that a ListOffsets request answers for each place."""
+    def _offsets(self, places: Sequence[Place], spec: Any, isolation: str) -> dict[Place, int]:
+        """The offset that a ListOffsets request answers for each place."""
         level = getattr(self._kafka.common.IsolationLevel, isolation)
         handles = {place: self._place(place) for place in places}
         wanted = self._jvm.java.util.HashMap()
@@ -187,8 +177,7 @@ class Broker:
             wanted.put(handle, spec)
         options = self._kafka.clients.admin.ListOffsetsOptions(level)
         answer = self._ask(partial(self._admin.listOffsets, wanted, options), "all")
-        results = {place: answer.get(handle) for place, handle in handles.items()}
-        return {place: (int(result.offset()), int(result.timestamp())) for place, result in results.items()}
+        return {place: int(answer.get(handle).offset()) for place, handle in handles.items()}
 
     def _config(self, more: Mapping[str, str]) -> Any:
         made = self._jvm.java.util.HashMap()

@@ -20,6 +20,11 @@ DATA: Final = "data"
 LEDGER: Final = "ledger"
 REQUESTS: Final = "requests"
 
+RETENTION: Final = "retention"
+TRUNCATED: Final = "truncated"
+RECREATED: Final = "recreated"
+"""Causes of a gap: the log's start passed what was not read, its end fell behind what was, the topic was made anew."""
+
 
 class Cluster(Protocol):
     """What is asked of Kafka: `kafka.Broker`, or a stand-in."""
@@ -120,6 +125,9 @@ class Plan:
         return None if head is None else cls(head["run"], head["frozen_ms"], head["options"], tuple(logs))
 
 
+_ASK: Final = -1
+"""A `complete_ms` that has still to be asked for."""
+
 Discover = Callable[[dict[Place, Span], dict[Place, Span]], set[str]]
 """Names of topics that the spans of the ledger and of the journal name."""
 
@@ -176,6 +184,7 @@ def freeze(cluster: Cluster, settings: Settings, before: Plan | None, now_ms: in
         spans = {role: {log.place: (log.start, log.end) for log in logs if log.role == role} for role in found}
         audited |= candidates & discover(spans[LEDGER], spans[REQUESTS])
     logs = [log for log in logs if log.role != DATA or log.topic in audited]
+    logs = _complete(cluster, logs, now_ms)
     logs = _capped(logs, settings.options.max_records)
     logs = _decided(cluster, logs, now_ms)
     here = {log.place for log in logs}
@@ -190,7 +199,7 @@ def _next_log(before: Plan | None, role: str, topic: Topic, place: Place, ends: 
     """A partition's place in this run, from where the last run left it."""
     last = next((log for log in before.logs if log.place == place), None) if before else None
     # A log that begins after its first offset, read for the first time: known from its oldest record on.
-    complete_ms = 0 if ends.log_start == 0 else (ends.first_ms if ends.first_ms is not None else now_ms)
+    complete_ms = 0 if ends.log_start == 0 else _ASK
     log = Log(
         role=role,
         topic=place[0],
@@ -210,18 +219,33 @@ def _next_log(before: Plan | None, role: str, topic: Topic, place: Place, ends: 
     if last is None:
         return log
     if last.life != topic.life:
-        gap = Gap(last.end, last.end, "recreated", now_ms)
+        gap = Gap(last.end, last.end, RECREATED, now_ms)
         return replace(log, since_ms=now_ms, complete_ms=now_ms, gaps=(*last.gaps, gap))
     kept = replace(
         log, since_ms=last.since_ms, first=last.first, start=last.end, complete_ms=last.complete_ms, gaps=last.gaps
     )
     if ends.log_start > last.end:
-        gap = Gap(last.end, ends.log_start, "retention", now_ms)
+        gap = Gap(last.end, ends.log_start, RETENTION, now_ms)
         return replace(kept, start=ends.log_start, complete_ms=complete_ms, gaps=(*last.gaps, gap))
     if ends.last_stable < last.end:
-        gap = Gap(ends.last_stable, last.end, "truncated", now_ms)
+        gap = Gap(ends.last_stable, last.end, TRUNCATED, now_ms)
         return replace(kept, start=ends.last_stable, complete_ms=now_ms, gaps=(*last.gaps, gap))
     return kept
+
+
+def _complete(cluster: Cluster, logs: list[Log], now_ms: int) -> list[Log]:
+    """The logs with `complete_ms` where that is the timestamp of the oldest record.
+
+    The record itself is read: after DeleteRecords a broker may know no offset for any timestamp, though there is one.
+    Nobody asks it of data.
+    """
+    asked = {
+        log.place: log.start
+        for log in logs
+        if log.complete_ms == _ASK and log.role != DATA and log.start < log.high_watermark
+    }
+    stamps = cluster.stamps(asked) if asked else {}
+    return [replace(log, complete_ms=stamps.get(log.place, now_ms)) if log.complete_ms == _ASK else log for log in logs]
 
 
 def _capped(logs: list[Log], most: int | None) -> list[Log]:

@@ -193,7 +193,8 @@ def _phantom(seen: Evidence) -> Column:
     first = F.get(ours, F.lit(0))
     slot = F.get(seen.slots, first["slot"])
     idempotent = F.col("topic").isin(*seen.idempotent) if seen.idempotent else F.lit(False)
-    unheard = (F.col("entries_count") == 0) & ~(idempotent & (F.col("answered_201") > 0))
+    answered = _sum("answered_201", "answered_202", "answered_503", "answered_504", "answered_other") > 0
+    unheard = (F.col("entries_count") == 0) & ~(idempotent & answered)
     # The time by which the producer's transaction was over: it began before the record was appended.
     over_ms = F.greatest(first["accepted_at"], first["timestamp"]) + seen.settle_ms
     complete_ms = F.when(idempotent, seen.answers_complete_ms).otherwise(F.coalesce(slot["complete_ms"], F.lit(0)))

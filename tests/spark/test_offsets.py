@@ -40,8 +40,8 @@ class MadeUp:
         return {place: self.firsts[place] for place in places if place in self.firsts}
 
 
-def ends(last: int, *, start: int = 0, open: int = 0, first_ms: int | None = 5) -> Ends:
-    return Ends(start, last + open, last, first_ms)
+def ends(last: int, *, start: int = 0, open: int = 0) -> Ends:
+    return Ends(start, last + open, last)
 
 
 def settings(rules: str = "", **options: Any) -> Settings:
@@ -135,9 +135,9 @@ def test_an_open_transaction_leaves_a_log_unsettled_and_tells_since_when(cluster
 
 def test_what_retention_took_unread_is_a_gap_and_not_read(cluster: MadeUp) -> None:
     first = freeze(cluster, named={"orders"})
-    cluster.topics["orders"] = ends(50, start=30, first_ms=77)
+    cluster.topics["orders"] = ends(50, start=30)
     log = one(freeze(cluster, first), "orders")
-    assert (log.start, log.first, log.complete_ms) == (30, 0, 77)
+    assert (log.start, log.first) == (30, 0)
     assert [(gap.first, gap.last, gap.cause) for gap in log.gaps] == [(10, 30, "retention")]
     cluster.topics["orders"] = ends(60, start=40)
     again = one(freeze(cluster, freeze(cluster, first)), "orders")
@@ -176,8 +176,9 @@ def test_what_was_read_once_is_remembered_while_it_is_not_audited(cluster: MadeU
 
 
 def test_a_log_known_from_its_beginning_knows_every_record(cluster: MadeUp) -> None:
-    cluster.topics[LEDGER_TOPIC] = ends(4, start=2, first_ms=NOW_MS - 9)
-    cluster.topics[REQUESTS_TOPIC] = ends(2, start=2, first_ms=None)
+    cluster.topics[LEDGER_TOPIC] = ends(4, start=2)
+    cluster.firsts[(LEDGER_TOPIC, 0)] = NOW_MS - 9
+    cluster.topics[REQUESTS_TOPIC] = ends(2, start=2)
     plan = freeze(cluster, named={"orders"})
     assert one(plan, "orders").complete_ms == 0
     assert one(plan, LEDGER_TOPIC).complete_ms == NOW_MS - 9
