@@ -13,6 +13,7 @@ from confluent_kafka.cimpl import NewPartitions, NewTopic
 from service import wire
 
 TIMEOUT_S = 30.0
+MESSAGE_BYTES = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -60,20 +61,20 @@ class Life:
 
 @dataclass
 class History:
-    """A namespace on a broker, with its internal topics, and hands to write into it."""
+    """A namespace on a broker, with its internal topics (`internal`: their settings), and hands to write into it."""
 
     bootstrap: str
     namespace: str
     slots: int = 4
     now_ms: int = field(default_factory=lambda: int(time.time() * 1000))
+    internal: dict[str, str] = field(default_factory=lambda: {"message.timestamp.type": "LogAppendTime"})
     _plain: Producer | None = None
     _journal: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.admin = AdminClient({"bootstrap.servers": self.bootstrap})
-        log_append = {"message.timestamp.type": "LogAppendTime"}
-        self.topic(wire.ledger_topic(self.namespace), self.slots, log_append)
-        self.topic(wire.requests_topic(self.namespace), 2, log_append)
+        self.topic(wire.ledger_topic(self.namespace), self.slots, self.internal)
+        self.topic(wire.requests_topic(self.namespace), 2, self.internal)
 
     def topic(self, name: str, partitions: int = 1, config: dict[str, str] | None = None) -> str:
         self.admin.create_topics([NewTopic(name, partitions, 1, config=config or {})])[name].result(TIMEOUT_S)
@@ -96,7 +97,13 @@ class History:
         """A plain idempotent producer."""
         if self._plain is None:
             self._plain = Producer(
-                {"bootstrap.servers": self.bootstrap, "enable.idempotence": True, "linger.ms": 5, "acks": "all"}
+                {
+                    "bootstrap.servers": self.bootstrap,
+                    "enable.idempotence": True,
+                    "linger.ms": 5,
+                    "acks": "all",
+                    "message.max.bytes": MESSAGE_BYTES,
+                }
             )
         return self._plain
 
@@ -108,6 +115,7 @@ class History:
                 "transactional.id": wire.transactional_id(self.namespace, life.slot),
                 "transaction.timeout.ms": timeout_ms,
                 "linger.ms": 5,
+                "message.max.bytes": MESSAGE_BYTES,
             }
         )
         producer.init_transactions(TIMEOUT_S)

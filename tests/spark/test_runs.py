@@ -17,25 +17,19 @@ from pyspark.sql import SparkSession
 from deploy.local import places
 from spark import job, lake, lock, report
 from spark.errors import AnotherRun, CannotRun
-from tests.spark.conftest import Audit, Ran
+from tests.spark.conftest import Audit
 from tests.spark.history import History, Life
+from tests.spark.runs import Ran, interpreted
 
 LATER_S = 3600.0
 ONE, TWO = Life(0, 100, 0, "a:1"), Life(1, 200, 0, "b:1")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def interpreted(spark: SparkSession) -> Iterator[None]:
-    """Many runs over few records: here Spark compiles no expressions, which is most of such a run's time.
-
-    The history with every fault runs as the job does, compiled.
-    """
-    settings = {"spark.sql.codegen.wholeStage": "false", "spark.sql.codegen.factoryMode": "NO_CODEGEN"}
-    for name, value in settings.items():
-        spark.conf.set(name, value)
-    yield
-    for name in settings:
-        spark.conf.unset(name)
+def quickly(spark: SparkSession) -> Iterator[None]:
+    """The history with every fault runs as the job does, compiled."""
+    with interpreted(spark):
+        yield
 
 
 class Cut(Exception):

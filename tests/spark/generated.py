@@ -1,0 +1,134 @@
+"""`python -m tests.spark.generated`: the job against histories whose faults are known, and broken jobs against one.
+
+--seeds N     the histories of the seeds 0 to N-1, three runs of each: recall and precision by kind and cause
+--mutants     each mutant of tests/spark/mutants.py against the history of one seed: every one has to be noticed
+"""
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from pyspark.sql import SparkSession
+
+from deploy.local.stack import Kafka
+from spark.errors import CannotRun
+from tests.spark.generator import FROZEN_MS
+from tests.spark.mutants import MUTANTS, Mutant, alive
+from tests.spark.oracle import STAGES, Score, compare
+from tests.spark.runs import interpreted, run, session_for_tests
+from tests.spark.world import World
+
+# Seeds that share a namespace, and so the runs: a run costs mostly what it costs with nothing to read.
+TOGETHER: Final = 10
+
+# Mutants wait for each other while a transaction of their history is open.
+OPEN_MS: Final = 4 * 3_600_000
+
+
+class Trial:
+    """The histories of some seeds, and the job's runs over them, in order. `timeout_ms`: of what stays open."""
+
+    def __init__(self, spark: SparkSession, bootstrap: str, root: Path, seeds: Sequence[int], timeout_ms: int) -> None:
+        self._spark = spark
+        self._world = World(bootstrap, f"world-{uuid.uuid4().hex[:12]}", seeds, timeout_ms)
+        self._root = root / self._world.history.namespace
+        self._root.mkdir()
+        self._rules = self._root / "rules.toml"
+        self._rules.write_text(self._world.rules)
+        self._stage = 0
+
+    def next(self) -> Score:
+        """Write the next stage, run the job, and say what its report has right and wrong."""
+        self._stage += 1
+        self._world.write(self._stage)
+        if self._lake("whole").exists():
+            shutil.copytree(self._lake("whole"), self._lake(f"before-{self._stage}"))
+        return self._run("whole")
+
+    def noticed(self, mutant: Mutant) -> bool:
+        """Whether this stage's run, with this mutant in the job, is not what was planted."""
+        lake = f"mutant-{uuid.uuid4().hex[:8]}"
+        if self._lake(f"before-{self._stage}").exists():
+            shutil.copytree(self._lake(f"before-{self._stage}"), self._lake(lake))
+        try:
+            with alive(mutant):
+                return not self._run(lake).perfect
+        except CannotRun:
+            return True
+        finally:
+            shutil.rmtree(self._lake(lake), ignore_errors=True)
+
+    def _lake(self, name: str) -> Path:
+        return self._root / name
+
+    def _run(self, lake: str) -> Score:
+        now_ms = FROZEN_MS[self._stage - 1]
+        ran = run(self._spark, self._world.history, self._root, now_ms, lake=lake, rules=str(self._rules))
+        return compare(self._world.plants(), self._stage, ran.document, ran.outcome.status)
+
+
+def _seeds(spark: SparkSession, bootstrap: str, root: Path, count: int) -> bool:
+    total = Score()
+    for first in range(0, count, TOGETHER):
+        started = time.monotonic()
+        some = range(first, min(first + TOGETHER, count))
+        trial = Trial(spark, bootstrap, root, some, OPEN_MS)
+        for _ in range(STAGES):
+            total.add(trial.next())
+        print(f"seeds {some[0]} to {some[-1]}: {time.monotonic() - started:.0f} s", flush=True)
+    print(total.table())
+    for fault in total.faults[:50]:
+        print(fault)
+    print(f"{count} seeds: recall {total.recall:.3f}, precision {total.precision:.3f}, {len(total.faults)} faults")
+    return total.perfect
+
+
+def _mutants(spark: SparkSession, bootstrap: str, root: Path, mutants: Sequence[Mutant]) -> bool:
+    trial = Trial(spark, bootstrap, root, [0], OPEN_MS)
+    survived = []
+    for stage in range(1, STAGES + 1):
+        score = trial.next()
+        if not score.perfect:
+            print("\n".join(["the job itself is at fault:", *score.faults]))
+            return False
+        for mutant in mutants:
+            if mutant.stage == stage:
+                noticed = trial.noticed(mutant)
+                print(f"{'noticed ' if noticed else 'SURVIVED'}  run {stage}  {mutant}", flush=True)
+                survived += [] if noticed else [mutant]
+    print(f"{len(mutants)} mutants, {len(survived)} survived")
+    return not survived
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit status 0 where everything is as it was planted, and every mutant noticed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.spark.generated")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--seeds", type=int, metavar="N", help="the histories of the seeds 0 to N-1")
+    what.add_argument("--mutants", action="store_true", help="each broken rule against the history of one seed")
+    parser.add_argument("--part", default=":", metavar="FIRST:END", help="of the mutants, counted from 0")
+    given = parser.parse_args(arguments)
+    first, _, end = given.part.partition(":")
+    mutants = MUTANTS[int(first or 0) : int(end) if end else None]
+    settings = {"transaction.max.timeout.ms": str(OPEN_MS)}
+    with tempfile.TemporaryDirectory() as folder, Kafka(Path(folder) / "kafka", settings=settings) as kafka:
+        spark = session_for_tests()
+        try:
+            with interpreted(spark):
+                if given.mutants:
+                    good = _mutants(spark, kafka.bootstrap, Path(folder), mutants)
+                else:
+                    good = _seeds(spark, kafka.bootstrap, Path(folder), given.seeds)
+        finally:
+            spark.stop()
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,823 @@
+"""Stories with known faults, from a seed: every kind of finding, every cause, and several of them on one id.
+
+A `Script` is what one seed tells, in three stages, each of which ends with a run of the job. It is a plan: records
+without offsets, and the oracle's facts about them. tests/spark/world.py writes it to Kafka.
+
+Times are the history's own: the job is told when "now" is, and every topic takes the writer's timestamps.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from service import wire
+from tests.spark.history import Life
+from tests.spark.oracle import LOST, PENDING, THERE, Claim, Gone, Place, Planted, Plants, Record, Retried, Said
+
+HOUR_MS: Final = 3_600_000
+TTL_MS: Final = 86_400_000
+SETTLE_MS: Final = 80_000
+"""Request timeout, transaction timeout and grace, as the runs are told: 10 s, 10 s and 60 s."""
+WINDOW_MS: Final = 168 * HOUR_MS
+
+FROZEN_MS: Final = tuple(1_750_000_800_000 + n * HOUR_MS for n in range(3))  # 2025-06-15 15:20:00 and an hour each
+HELD_MS: Final = FROZEN_MS[0] - 20 * 60_000
+"""When the transactions began that are open at the first run."""
+
+SLOTS: Final = 6
+"""Slots of a seed. The fifth has a ledger whose beginning is gone, the sixth one that an open transaction holds up."""
+
+RESTART, DUAL, REWRITE = "producer_restart", "dual_producer", "rewrite"
+EXPIRED, FOREIGN = "expired_key", "foreign_writer"
+CAUSES: Final = (RESTART, DUAL, REWRITE, EXPIRED, FOREIGN)
+
+ALWAYS_LOST: Final[Said] = (LOST, LOST, LOST)
+
+
+@dataclass(eq=False)
+class Answer:
+    """One answer of the journal. `place` is where a 201 says that the event is."""
+
+    id: bytes
+    fp: bytes
+    at: int
+    status: int
+    topic: str
+    ts: int
+    place: Callable[[], Place] | None = None
+    replayed: bool = False
+
+
+@dataclass(eq=False)
+class Entry:
+    """A ledger entry beside those of the records themselves; `ts` is its ledger record's."""
+
+    slot: int
+    planted: Planted
+    at: int
+    ts: int
+    place: Callable[[], Place]
+
+
+@dataclass(eq=False)
+class Transaction:
+    """Records that a producer sends in one transaction, with a ledger record for each life among them."""
+
+    records: list[Record]
+    fate: str  # committed, aborted, open, or fenced: the next owner's epoch aborts it
+
+
+@dataclass
+class Stage:
+    """What is written before a run, in this order, but that aborted and open transactions come first."""
+
+    transactions: list[Transaction] = field(default_factory=list)
+    bare: list[Record] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    raw: list[tuple[str, int, bytes, list[wire.Header]]] = field(default_factory=list)
+
+
+class Script:
+    """One seed's stories. `first_slot` is where its SLOTS begin; `commits` is what becomes of its open transaction."""
+
+    def __init__(self, seed: int, prefix: str, namespace: str, first_slot: int) -> None:
+        self.seed = seed
+        self.chance = random.Random(seed)
+        self.plants = Plants()
+        self.stages = (Stage(), Stage(), Stage())
+        self.slot = first_slot
+        self.cut_slot, self.held_slot = first_slot + 4, first_slot + 5
+        self.ledger = wire.ledger_topic(namespace)
+        self.commits = self.chance.random() < 0.5
+        self._lives = 0
+        self._keys = 0
+        self._prefix = prefix
+        self.orders, self.foreign, self.telemetry = (self.name(n) for n in ("orders", "foreign", "telemetry"))
+        self.archive, self.eaten, self.anew = (self.name(n) for n in ("archive", "eaten", "anew"))
+        self.absent, self.compact, self.fresh = (self.name(n) for n in ("absent", "compact", "fresh"))
+        self.spare = self.name("spare")
+        self.topics = {
+            self.orders: 4,
+            self.foreign: 2,
+            self.telemetry: 2,
+            self.archive: 1,
+            self.eaten: 1,
+            self.anew: 1,
+            self.absent: 1,
+            self.compact: 1,
+            self.spare: 1,
+        }
+        self.held = (self.orders, 3)
+        for story in (
+            self.healthy,
+            self.batches,
+            self.aborted,
+            self.fenced,
+            self.copies,
+            self.several_causes,
+            self.conflicts,
+            self.others_topics,
+            self.client_duplicates,
+            self.lost,
+            self.held_up,
+            self.unsure,
+            self.phantoms,
+            self.idempotent,
+            self.gaps,
+            self.unreadable,
+            self.windows,
+            self.later,
+        ):
+            story()
+        for stage in self.stages:
+            self.chance.shuffle(stage.transactions)
+
+    # -------------------------------------------------------------------------------------------------- words
+
+    def name(self, word: str) -> str:
+        return f"{self._prefix}.{word}"
+
+    def key(self, story: str) -> str:
+        self._keys += 1
+        return f"s{self.seed}-{story}-{self._keys}"
+
+    def life(self, slot: int | None = None, instance: str | None = None) -> Life:
+        """A producer that nobody had before: its number is new, and so is its instance where none is given."""
+        self._lives += 1
+        number = self.slot * 1000 + self._lives
+        where = self.slot + self.chance.randrange(4) if slot is None else slot
+        return Life(where, number, 0, instance or f"host-{number}:8000")
+
+    def past(self) -> int:
+        """A time long enough before the first run, in one of two hours: each hour costs a run files of its own."""
+        return FROZEN_MS[0] - self.chance.randrange(HOUR_MS, 2 * HOUR_MS)
+
+    def content(self) -> bytes:
+        """A value that no other record has."""
+        self._keys += 1
+        filler = b"x" * self.chance.choice((0, 0, 0, 1, 300))
+        return b"%d-%d" % (self.seed, self._keys) + filler
+
+    def shape(self) -> dict[str, Any]:
+        """What a request may ask for, besides its topic: value, record key, headers, and a partition."""
+        partition = self.chance.randrange(3)
+        return {
+            "value": self.content(),
+            "record_key": self.chance.choice((None, b"customer-%d" % self.chance.randrange(10**9))),
+            "headers": self.chance.choice(((), (("h", b"1"),), (("b", b"2"), ("a", b"1"), ("a", b"")))),
+            "partition": partition,
+            "asked": self.chance.choice((None, partition)),
+        }
+
+    # -------------------------------------------------------------------------------------------------- hands
+
+    def plant(self, story: str, *, scope: str = "", **more: Any) -> Planted:
+        key = self.key(story)
+        planted = Planted(wire.event_id(key, scope), key, **more)
+        self.plants.ids.append(planted)
+        return planted
+
+    def record(self, planted: Planted, life: Life | None, at: int, **more: Any) -> Record:
+        """A copy of an id, not sent yet."""
+        values: dict[str, Any] = {"topic": self.orders, "partition": 0, "ts": at + self.chance.randrange(1, 2000)}
+        copy = Record(**values | more, at=at, key=planted.key, id=planted.id, life=life)
+        planted.copies.append(copy)
+        return copy
+
+    def commit(self, *records: Record, stage: int = 1, fate: str = "committed") -> None:
+        """Send these in a transaction; most share one with others."""
+        transactions = self.stages[stage - 1].transactions
+        for record in records:
+            record.stage = stage
+            record.visible = stage if record.visible == 1 else record.visible
+        if fate == "committed" and transactions and self.chance.random() < 0.9:
+            last = transactions[-1]
+            if last.fate == fate and len(last.records) < 40:
+                last.records += records
+                return
+        transactions.append(Transaction(list(records), fate))
+
+    def send(self, *records: Record, stage: int = 1) -> None:
+        """Send these outside of any transaction; the ledger does not know them."""
+        for record in records:
+            record.stage, record.visible, record.entered = stage, stage, False
+        self.stages[stage - 1].bare += records
+
+    def delivered(self, planted: Planted, at: int, *, stage: int = 1, life: Life | None = None, **more: Any) -> Record:
+        """A copy that is committed with its entry."""
+        copy = self.record(planted, life or self.life(), at, **more)
+        self.commit(copy, stage=stage)
+        return copy
+
+    def answer(
+        self,
+        planted: Planted,
+        *statuses: int,
+        at: int | None = None,
+        ts: int | None = None,
+        topic: str | None = None,
+        place: Callable[[], Place] | None = None,
+        stage: int = 1,
+    ) -> None:
+        """Journal answers about an id; a 201 names its first copy unless told where."""
+        first = planted.copies[0] if planted.copies else None
+        fp = first.fp if first else bytes(8)
+        told = at if at is not None else first.at if first else self.past()
+        seen = 0
+        for status in statuses:
+            named = place or (lambda: first.place if first else ("", 0, 0)) if status == 201 else None
+            where = topic or (first.topic if first else self.orders)
+            when = told + 3000 if ts is None else ts
+            replayed = status == 201 and seen > 0
+            self.stages[stage - 1].answers.append(Answer(planted.id, fp, told, status, where, when, named, replayed))
+            seen += status == 201
+            self.plants.answers[stage, str(status) if status in (201, 202, 503, 504) else "other"] += 1
+            if replayed:
+                self.plants.answers[stage, "replayed"] += 1
+
+    def claim(
+        self,
+        planted: Planted,
+        place: Callable[[], Place],
+        fates: Said,
+        *,
+        at: int | None = None,
+        seen: int | None = None,
+        stage: int = 1,
+        slot: int | None = None,
+    ) -> Claim:
+        """A ledger entry of its own, without a record of its own; `seen` is when it was written."""
+        at = self.past() if at is None else at
+        seen = at if seen is None else seen
+        slot = self.slot + self.chance.randrange(4) if slot is None else slot
+        self.stages[stage - 1].entries.append(Entry(slot, planted, at, seen, place))
+        made = Claim("ledger", place, fates)
+        planted.claims.append(made)
+        return made
+
+    # ------------------------------------------------------------------------------------------------ stories
+
+    def healthy(self) -> None:
+        answers = [(201,), (201, 201), (409, 201), (504, 201), (202, 201), (201, 422), (503, 201), (504, 503, 201), ()]
+        for statuses in [*answers, *self.chance.choices(answers, k=6)]:
+            planted = self.plant("once", scope=self.chance.choice(("", "", "caller")))
+            self.delivered(planted, self.past(), **self.shape())
+            self.answer(planted, *statuses)
+        # A tombstone, and headers that others put behind ours.
+        planted = self.plant("tombstone")
+        self.delivered(planted, self.past(), value=None, record_key=self.content())
+        behind = wire.Stamp(bytes(16), bytes(8), self.past(), 1, 1, 1, "other:1").encode()
+        planted = self.plant("twice")
+        headers = ((wire.STAMP_HEADER, behind), (wire.KEY_HEADER, b"other"))
+        self.delivered(planted, self.past(), headers=headers)
+
+    def batches(self) -> None:
+        key, at, life = self.key("batch"), self.past(), self.life()
+        members = []
+        for member in range(self.chance.randrange(2, 5)):
+            planted = Planted(wire.member_id(key, member), key)
+            self.plants.ids.append(planted)
+            topic = self.chance.choice((self.orders, self.spare))
+            batch = (wire.event_id(key), member)
+            members.append(self.record(planted, life, at, topic=topic, value=self.content(), batch=batch))
+            self.answer(planted, 201)
+        self.commit(*members)
+
+    def aborted(self) -> None:
+        """Transactions that the broker aborted: nothing of them was ever delivered."""
+
+        def cut_off(planted: Planted, **more: Any) -> Record:
+            copy = self.record(planted, self.life(), self.past(), visible=None, **more)
+            self.commit(copy, fate="aborted")
+            return copy
+
+        again = self.plant("aborted-again")
+        first = cut_off(again, **self.shape())
+        self.delivered(again, first.at, ts=first.ts + 9, value=first.value)
+        self.answer(again, 503, 201, place=lambda: again.copies[1].place)
+        unsure = self.plant("aborted-unsure", otherwise=("stuck", "stuck", "stuck"))
+        cut_off(unsure)
+        self.answer(unsure, 504, 409)
+        freed = self.plant("aborted-freed", accepted=False)
+        cut_off(freed)
+        self.answer(freed, 504, 503)
+        silent = self.plant("aborted-silent", accepted=False)
+        self.hole = cut_off(silent, partition=3)
+
+    def fenced(self) -> None:
+        """A zombie whose transaction the next owner's epoch aborts; the next owner delivers."""
+        at, slot = self.past(), self.slot
+        planted = [self.plant("zombie") for _ in range(3)]
+        zombie, owner = self.life(slot, "zombie:1"), self.life(slot, "owner:1")
+        records = [self.record(one, zombie, at, visible=None, value=self.content()) for one in planted]
+        self.commit(*records, fate="fenced")
+        for one, record in zip(planted, records, strict=True):
+            copy = self.record(one, owner, at, ts=record.ts + 5, value=record.value)
+            self.commit(copy)
+            self.answer(one, 201, place=lambda copy=copy: copy.place)  # type: ignore[misc]
+
+    def repeat(
+        self,
+        story: str,
+        causes: Sequence[str],
+        *,
+        others: Sequence[bool] = (),
+        shape: dict[str, Any] | None = None,
+        late: float = 0.3,
+        base: Life | None = None,
+    ) -> Planted:
+        """An id with a copy for each cause after its first one; `others` says which have another fingerprint.
+
+        Copies that the ledger knows come first, whatever their offsets; the others are sent in between.
+        """
+        causes = sorted(causes, key=lambda cause: (cause == FOREIGN) - (cause == DUAL))
+        planted = self.plant(story)
+        shape = self.shape() if shape is None else shape
+        at = FROZEN_MS[0] - 56 * HOUR_MS + self.chance.randrange(20 * 60_000) if EXPIRED in causes else self.past()
+        first = self.record(planted, base or self.life(), at, **shape)
+        self.commit(first)
+        self.answer(planted, 201)
+        earlier = [first]
+        for nth, cause in enumerate(causes):
+            more = dict(shape)
+            other = bool(others) and others[nth]
+            if other:
+                change = self.chance.choice(("value", "record_key", "headers", "asked", "topic"))
+                changes: dict[str, dict[str, Any]] = {
+                    "value": {"value": self.content()},
+                    "record_key": {"record_key": b"another"},
+                    "headers": {"headers": (("another", b"1"),)},
+                    "asked": {"asked": 0, "partition": 0} if shape["asked"] is None else {"asked": None},
+                    "topic": {"topic": self.spare, "partition": 0, "asked": None},
+                }
+                more |= changes["value" if cause == FOREIGN else change]
+            elif shape["asked"] is None:
+                more["partition"] = self.chance.randrange(3)
+            # Whatever comes before an expiry leaves time for it.
+            latest = FROZEN_MS[0] - (30 * HOUR_MS if EXPIRED in causes[nth:] else HOUR_MS // 2)
+            copy = self._another(planted, cause, earlier, more, latest)
+            copy.other, copy.cause = other, cause
+            stage = 2 if self.chance.random() < late else 1
+            (self.commit if copy.entered else self.send)(copy, stage=stage)
+            earlier.append(copy)
+        return planted
+
+    def _another(
+        self, planted: Planted, cause: str, earlier: Sequence[Record], more: dict[str, Any], latest: int
+    ) -> Record:
+        ours = [copy for copy in earlier if copy.life is not None and copy.entered]
+        model = self.chance.choice(ours)
+        assert model.life is not None
+        last_at, last_ts = max(copy.at for copy in ours), max(copy.ts for copy in ours)
+        # A retry carries the acceptance of the first claim, unless the store was lost in between.
+        at = last_at + self.chance.choice([0, *(ms for ms in (1, 50 * 60_000) if last_at + ms < latest)])
+        life: Life | None
+        if cause == RESTART:
+            slot, instance, number = model.life.slot, model.life.instance, model.life.producer_id
+            self._lives += 1
+            new = self.slot * 1000 + self._lives
+            life = self.chance.choice(
+                [
+                    Life(slot, number, model.life.epoch + 1 + self._lives, instance),
+                    Life(slot, new, 0, instance),
+                    Life(slot, new, 0, f"moved-{new}:1"),
+                    Life(self.slot + (slot - self.slot + 1) % 4, new, 0, instance),
+                ]
+            )
+        elif cause == DUAL:
+            taken = {copy.life.slot for copy in ours if copy.life}
+            free = [n for n in range(self.slot, self.slot + 4) if n not in taken]
+            life = self.life(self.chance.choice(free))
+        elif cause == REWRITE:
+            life = model.life
+            at += self.chance.choice((0, TTL_MS)) if at + TTL_MS < latest else 0
+        elif cause == EXPIRED:
+            life = self.life(self.chance.choice([None, model.life.slot]))
+            at = last_at + TTL_MS + self.chance.choice((0, 1, 60_000))
+        else:
+            life = self.chance.choice([None, model.life])
+            at = model.at
+        if cause == FOREIGN:
+            ts = min(at + self.chance.randrange(-2000, HOUR_MS), FROZEN_MS[0] - 1)
+            if life is None:
+                at = ts
+                noise = (("traceparent", b"00-1"),) if self.chance.random() < 0.5 else ()
+                # Headers that are ours or the tracer's are none of the client's.
+                copy = self.record(planted, None, at, **more | {"ts": ts})
+                copy.headers = copy.headers + noise
+                copy.entered = False
+                return copy
+        else:
+            ts = max(last_ts, at) + self.chance.randrange(1, 5000)
+        copy = self.record(planted, life, at, **more | {"ts": ts})
+        copy.entered = cause != FOREIGN
+        return copy
+
+    def copies(self) -> None:
+        for cause in CAUSES:
+            for _ in range(2):
+                self.repeat(f"again-{cause}", [cause])
+        # Asked for with a partition: a bare copy in it is the same request.
+        placed = {"partition": 2, "asked": 2, "value": self.content()}
+        planted = self.repeat("placed", [], shape=placed)
+        bare = self.record(planted, None, self.past(), **placed | {"asked": None})
+        bare.cause = FOREIGN
+        self.send(bare)
+        # Two producers of one number: that slot or instance is the same, but neither number nor epoch is another.
+        planted, life, at = self.plant("namesake"), self.life(), self.past()
+        self.delivered(planted, at, life=life)
+        twin = Life(life.slot, life.producer_id, life.epoch, "elsewhere:1")
+        self.delivered(planted, at, life=twin, ts=at + 5000, cause=DUAL)
+        # The same place in time: partitions and offsets decide which copy is the first.
+        planted, life, at, value = self.plant("ties"), self.life(), self.past(), self.content()
+        for partition in self.chance.sample((0, 1, 2, 2, 1, 0), 6):
+            self.delivered(planted, at, life=life, ts=at + 7, partition=partition, value=value, cause=REWRITE)
+        # Almost as long as the retention, and exactly as long.
+        for apart, cause in ((TTL_MS - 1, DUAL), (TTL_MS, EXPIRED)):
+            planted, at, value = self.plant("apart"), FROZEN_MS[0] - 30 * HOUR_MS, self.content()
+            first = self.delivered(planted, at, life=self.life(self.slot), value=value)
+            self.delivered(
+                planted, at + apart, life=self.life(self.slot + 1), ts=first.ts + apart, value=value, cause=cause
+            )
+        # Not in the ledger, but of another producer: what a crash left, under the causes of any other copy.
+        planted, at, value = self.plant("unentered"), self.past(), self.content()
+        first = self.delivered(planted, at, life=self.life(self.slot), value=value)
+        for nth, (life, cause) in enumerate(((self.life(self.slot), RESTART), (self.life(self.slot + 1), DUAL))):
+            self.send(self.record(planted, life, at, ts=first.ts - 500 + nth, value=value, cause=cause))
+        # Bare and then stamped, neither in the ledger: the first has no acceptance to be far from.
+        planted, at, value = self.plant("bare-first", accepted=False), self.past(), self.content()
+        planted.phantom = ("phantom", "phantom", "phantom")
+        self.send(self.record(planted, None, at, ts=at, value=value))
+        self.send(self.record(planted, self.life(), at, ts=at + 10, value=value, cause=DUAL))
+
+    def several_causes(self) -> None:
+        for _ in range(4):
+            causes = self.chance.choices((RESTART, REWRITE, FOREIGN), k=self.chance.randrange(2, 5))
+            causes += self.chance.choice(([], [DUAL], [EXPIRED], [DUAL, DUAL], [EXPIRED, DUAL]))
+            self.chance.shuffle(causes)
+            base = self.life(self.slot)
+            self.repeat("several", causes, base=base)
+
+    def conflicts(self) -> None:
+        for cause in CAUSES:
+            self.repeat(f"conflict-{cause}", [cause], others=[True])
+        causes = self.chance.choices((RESTART, REWRITE, FOREIGN), k=4)
+        causes.sort(key=lambda cause: cause == FOREIGN)
+        others = [self.chance.random() < 0.5 for _ in causes]
+        others[self.chance.randrange(4)] = True
+        self.repeat("conflict-several", causes, others=others)
+        # A bare copy in another partition than the one that was asked for is another request.
+        placed = {"partition": 1, "asked": 1, "value": self.content()}
+        planted = self.repeat("misplaced", [], shape=placed)
+        bare = self.record(planted, None, self.past(), **placed | {"asked": None, "partition": 2})
+        bare.cause, bare.other = FOREIGN, True
+        self.send(bare)
+
+    def others_topics(self) -> None:
+        """Topics that others write: ids without any request of ours."""
+
+        def bare(planted: Planted, n: int, **more: Any) -> None:
+            for nth in range(n):
+                values = {"topic": self.foreign, "partition": self.chance.randrange(2), "cause": FOREIGN}
+                at = self.past()
+                self.send(self.record(planted, None, at, **values | {"ts": at} | more), stage=1 + (nth == 3 and n < 9))
+
+        bare(self.plant("f-once", accepted=False), 1)
+        bare(self.plant("f-again", accepted=False), self.chance.randrange(2, 6))
+        bare(self.plant("f-hundred", accepted=False), 100 if self.seed % 5 else 140, value=self.content())
+        odd = self.plant("f-conflict", accepted=False)
+        bare(odd, 2)
+        bare(odd, 1, value=b"2", other=True)
+        for topic in (self.foreign, self.orders):
+            for partition in range(2):
+                for _ in range(self.chance.randrange(1, 4)):
+                    stage = self.chance.choice((1, 2))
+                    record = Record(topic, partition, self.past(), 0, value=self.chance.choice((b"", b"x", None)))
+                    record.record_key = b"k"
+                    self.send(record, stage=stage)
+                    self.plants.unkeyed.append(record)
+
+    def client_duplicates(self) -> None:
+        def group(*ats: int, stage: int = 1, **more: Any) -> list[Planted]:
+            shape = {"value": self.content(), "record_key": b"customer", **more}
+            members = []
+            for nth, at in enumerate(ats):
+                planted = self.plant("client")
+                last = nth == len(ats) - 1
+                self.delivered(planted, at, stage=stage if last else 1, **shape)
+                members.append(planted)
+            return members
+
+        at = FROZEN_MS[0] - 2 * HOUR_MS
+        self.plants.retried.append(Retried(group(at, at + self.chance.randrange(HOUR_MS), partition=1)))
+        self.plants.retried.append(Retried(group(at, at, at + 5, headers=(("h", b"1"),))))
+        self.plants.retried.append(Retried(group(at, at + HOUR_MS, stage=2)))
+        early = FROZEN_MS[0] - 30 * HOUR_MS
+        self.plants.retried.append(Retried(group(early, early + TTL_MS - 1)))
+        # As far apart as the retention, without a record key, with another one: no retry of anybody's.
+        group(early, early + TTL_MS)
+        group(at, at + 1, record_key=None)
+        one, two = group(at), group(at)
+        two[0].copies[0].value = one[0].copies[0].value
+        two[0].copies[0].record_key = b"another"
+
+    def lost(self) -> None:
+        def missing(n: int = 1_000_000) -> Callable[[], Place]:
+            offset = n + self.chance.randrange(1000)
+            return lambda: (self.orders, 0, offset)
+
+        there = self.delivered(self.plant("there"), self.past())
+        self.claim(self.plant("lost-taken"), lambda: there.place, ALWAYS_LOST)
+        self.claim(self.plant("lost-beyond"), missing(), ALWAYS_LOST)
+        self.claim(self.plant("lost-aborted"), lambda: self.hole.place, ALWAYS_LOST)
+        # The marker behind the aborted record: an offset that no record has.
+        self.claim(
+            self.plant("lost-marker"),
+            lambda: (self.hole.topic, self.hole.partition, self.hole.place[2] + 1),
+            ALWAYS_LOST,
+        )
+
+        def answered(planted: Planted, place: Callable[[], Place], fates: Said = ALWAYS_LOST, **more: Any) -> None:
+            planted.claims.append(Claim("answer", place, fates))
+            self.answer(planted, 201, place=place, **more)
+
+        answered(self.plant("lost-answer"), missing())
+        # Both name the same place: one promise. Two places: two.
+        both, place = self.plant("lost-both"), missing()
+        self.claim(both, place, ALWAYS_LOST)
+        self.answer(both, 201, 201, place=place)
+        two = self.plant("lost-two")
+        self.claim(two, missing(), ALWAYS_LOST)
+        answered(two, missing(2_000_000))
+        # There, but not where the answer says.
+        beside = self.plant("lost-beside")
+        self.delivered(beside, self.past())
+        answered(beside, missing())
+        # Twice there and once not; changed and not there.
+        self.claim(self.repeat("lost-repeated", [RESTART, FOREIGN]), missing(), ALWAYS_LOST)
+        self.claim(self.repeat("lost-conflict", [DUAL], others=[True]), missing(), ALWAYS_LOST)
+        # Not yet: by the millisecond.
+        for early, fate in ((1, LOST), (0, PENDING), (-SETTLE_MS // 2, PENDING)):
+            seen = FROZEN_MS[0] - SETTLE_MS - early
+            self.claim(self.plant("lost-young"), missing(), (fate, LOST, LOST), at=seen)
+            fresh = self.plant("lost-young-answer")
+            answered(fresh, missing(), (fate, LOST, LOST), at=seen - 5000, ts=seen)
+        # Accepted long ago, entered just now.
+        self.claim(
+            self.plant("lost-late-entry"), missing(), (PENDING, LOST, LOST), at=self.past(), seen=FROZEN_MS[0] - 1000
+        )
+        waits = self.repeat("pending-repeated", [RESTART], late=0)
+        self.claim(waits, missing(), (PENDING, LOST, LOST), at=FROZEN_MS[0] - 1000)
+
+    def held_up(self) -> None:
+        """A transaction that is open at the first run, and what lies behind it in its partition."""
+        topic, partition = self.held
+        opened = []
+        for nth in range(self.chance.randrange(1, 4)):
+            fates: Said = (PENDING, None, None) if self.commits else (PENDING, "stuck", "stuck")
+            planted = self.plant("open", otherwise=fates, stuck="202" if nth else "504")
+            life = self.life(self.held_slot, "held:1")
+            copy = self.record(planted, life, HELD_MS, ts=HELD_MS, topic=topic, partition=partition)
+            copy.visible = 2 if self.commits else None
+            opened.append(copy)
+            self.answer(planted, 202 if nth else 504, ts=HELD_MS + 9000)
+            if self.commits:
+                self.answer(planted, 201, ts=FROZEN_MS[1] - HOUR_MS // 2, stage=2)
+        self.stages[0].transactions.append(Transaction(opened, "open"))
+        self.plants.held[1] = {self.held, (self.ledger, self.held_slot)}
+        behind = self.plant("behind")
+        copy = self.record(behind, self.life(), self.past(), topic=topic, partition=partition)
+        copy.visible = 2
+        self.behind = copy
+        behind.claims.append(Claim("ledger", lambda: copy.place, (PENDING, THERE, THERE)))
+        self.answer(behind, 201)
+        repeated = self.plant("behind-again")
+        value = self.content()
+        self.delivered(repeated, copy.at, life=self.life(self.slot), value=value)
+        again = self.record(
+            repeated,
+            self.life(self.slot),
+            copy.at,
+            ts=copy.at + 9000,
+            topic=topic,
+            partition=partition,
+            value=value,
+            visible=2,
+            cause=RESTART,
+        )
+        repeated.claims.append(Claim("ledger", lambda: again.place, (PENDING, THERE, THERE)))
+        self.stages[0].transactions.append(Transaction([copy, again], "committed"))
+        # What is promised at the very place where all waits, and beyond everything.
+        self.claim(self.plant("behind-first"), lambda: opened[0].place, (PENDING, LOST, LOST))
+        nothing = self.plant("behind-nothing")
+        self.claim(nothing, lambda: (topic, partition, 5_000_000), (PENDING, LOST, LOST))
+        # Where the ledger of the writer's slot is held up, nobody knows yet.
+        for at, fate in ((HELD_MS - SETTLE_MS, "phantom"), (HELD_MS - SETTLE_MS + 1, PENDING)):
+            unheard = self.plant("unheard", accepted=False, phantom=(fate, "phantom", "phantom"))
+            self.send(self.record(unheard, self.life(self.held_slot), at, ts=at, value=self.content()))
+
+    def unsure(self) -> None:
+        """Answered 202 or 504, and never more. As long as a ledger is held up, it may hold the answer."""
+        stuck: Said = ("stuck", "stuck", "stuck")
+        later: Said = (PENDING, "stuck", "stuck")
+        for ts, fates in (
+            (self.past(), stuck),
+            (HELD_MS - SETTLE_MS, stuck),
+            (HELD_MS - SETTLE_MS + 1, later),
+            (FROZEN_MS[0] - 1000, later),
+        ):
+            for status in (504, 202):
+                self.answer(self.plant("stuck", otherwise=fates, stuck=str(status)), status, 409, at=ts - 1, ts=ts)
+        self.answer(self.plant("stuck-both", otherwise=stuck), 202, 504)
+        self.answer(self.plant("freed-202", accepted=False), 202, 503)
+        self.answer(self.plant("refused", accepted=False), 422)
+        self.answer(self.plant("not-written", accepted=False), 503, 503)
+        # A 504 that a later try made good, and one that a later run sees made good.
+        late = self.plant("stuck-then-there", otherwise=(PENDING, PENDING, PENDING))
+        self.delivered(late, FROZEN_MS[0] - 5000, stage=2, ts=FROZEN_MS[0] + 60_000)
+        self.answer(late, 504, ts=FROZEN_MS[0] - 1000)
+        self.answer(late, 201, stage=2)
+        revised = self.plant("stuck-revised", otherwise=("stuck", None, None))
+        self.delivered(revised, self.past(), stage=2)
+        self.answer(revised, 504)
+        # On the border of the second run's patience.
+        for early, fate in ((0, "stuck"), (-1, PENDING)):
+            ts = FROZEN_MS[1] - SETTLE_MS - early
+            self.answer(self.plant("stuck-border", otherwise=(None, fate, "stuck")), 504, at=ts, ts=ts, stage=2)
+
+    def phantoms(self) -> None:
+        always: Said = ("phantom", "phantom", "phantom")
+
+        def sent(planted: Planted, at: int, life: Life | None = None, **more: Any) -> Record:
+            record = self.record(planted, life or self.life(), at, **{"ts": at, "value": self.content()} | more)
+            self.send(record)
+            return record
+
+        sent(self.plant("phantom", accepted=False, phantom=always), self.past())
+        sent(self.plant("phantom-slot", accepted=False, phantom=always), self.past(), self.life(10_000))
+        told = self.plant("phantom-answered", phantom=always)
+        sent(told, self.past())
+        self.answer(told, 201)
+        twice, life, value = self.plant("phantom-twice", accepted=False, phantom=always), self.life(), self.content()
+        at = self.past()
+        sent(twice, at, life, value=value)
+        sent(twice, at, life, ts=at + 10, value=value, cause=FOREIGN)
+        for age, fate in ((SETTLE_MS, "phantom"), (SETTLE_MS - 1, PENDING), (0, PENDING)):
+            young = self.plant("phantom-young", accepted=False, phantom=(fate, "phantom", "phantom"))
+            sent(young, FROZEN_MS[0] - age, self.life(self.slot))
+        # The ledger of this slot begins with `kept`: what is older cannot be judged by it.
+        at = FROZEN_MS[0] - 2 * HOUR_MS
+        for _ in range(self.chance.randrange(1, 4)):
+            planted = self.plant("entry-gone", accepted=False, phantom=("evidence_gap",) * 3)
+            self.delivered(planted, at, life=self.life(self.cut_slot), partition=1, ts=at)
+        self.kept_ms = at + 60_000
+        kept = self.plant("kept")
+        self.kept = self.record(kept, self.life(self.cut_slot), self.kept_ms, ts=self.kept_ms)
+        gap: Said = ("evidence_gap",) * 3
+        for near, fates in ((-1, gap), (1, always)):
+            unheard = self.plant("phantom-cut", accepted=False, phantom=fates)
+            sent(unheard, self.kept_ms + near, self.life(self.cut_slot), partition=1)
+
+    def idempotent(self) -> None:
+        """A topic without a ledger: the answers say what went where."""
+
+        def sent(planted: Planted, *, stage: int = 1, **more: Any) -> Record:
+            at = planted.copies[0].at if planted.copies else self.past()
+            values = {"topic": self.telemetry, "partition": self.chance.randrange(2), "value": b"21.5"}
+            record = self.record(planted, more.pop("life", None) or self.life(), at, **values | more)
+            self.send(record, stage=stage)
+            return record
+
+        for _ in range(4):
+            fine = self.plant("t-once")
+            sent(fine, value=self.content())
+            self.answer(fine, *self.chance.choice(((201,), (504, 201), (201, 201))))
+        again, life = self.plant("t-again"), self.life(self.slot)
+        first = sent(again, life=life)
+        retried = sent(again, life=self.life(self.slot, life.instance), ts=first.ts + 4000, cause=RESTART)
+        self.answer(again, 504, 201, place=lambda: retried.place)
+        crossed = self.plant("t-crossed")
+        first = sent(crossed, life=self.life(self.slot))
+        sent(crossed, life=self.life(self.slot + 1), ts=first.ts + 4000, cause=DUAL, stage=self.chance.choice((1, 2)))
+        self.answer(crossed, 201)
+        # A crash between send and journal: nobody was told.
+        sent(self.plant("t-unheard", accepted=False, phantom=("phantom",) * 3))
+        unsure = self.plant("t-unsure")
+        sent(unsure)
+        self.answer(unsure, 504)
+        gone = self.plant("t-lost")
+        gone.claims.append(Claim("answer", lambda: (self.telemetry, 0, 3_000_000), ALWAYS_LOST))
+        self.answer(gone, 201, topic=self.telemetry, place=gone.claims[0].place)
+        self.answer(self.plant("t-stuck", otherwise=("stuck",) * 3), 504, topic=self.telemetry)
+
+    def gaps(self) -> None:
+        """Evidence that is gone: below the log's start, eaten between runs, with its topic, or compacted."""
+
+        def always(cause: str, since: int = 1) -> Said:
+            first, second, third = (cause if stage >= since else None for stage in (1, 2, 3))
+            return first, second, third
+
+        def filled(topic: str, n: int, stage: int, life: Life | None = None) -> list[Record]:
+            records = []
+            for _ in range(n):
+                at = self.past() if stage == 1 else FROZEN_MS[1] - HOUR_MS // 2
+                planted = self.plant(topic.rsplit(".", 1)[-1])
+                records.append(self.record(planted, life or self.life(), at, topic=topic, value=self.content()))
+                records[-1].stage, records[-1].visible = stage, stage
+            self.stages[stage - 1].transactions.append(Transaction(records, "committed"))
+            return records
+
+        def unread(record: Record, cause: str) -> None:
+            record.visible = None
+            fates = always(cause, record.stage)
+            planted = next(one for one in self.plants.ids if record in one.copies)
+            planted.claims.append(Claim("ledger", lambda: record.place, fates))
+
+        old = filled(self.archive, 5, 1)
+        cut = old[: self.chance.randrange(1, 4)]
+        for record in cut:
+            unread(record, "below_start")
+        # An expired key whose first delivery is gone: the second one is there, the first cannot be proven.
+        half = next(one for one in self.plants.ids if cut[0] in one.copies)
+        self.delivered(half, cut[0].at, value=self.content(), cause=EXPIRED)
+        self.archived = old[len(cut)]
+        # Another's place, at the very start of what is left.
+        self.claim(self.plant("archive-taken"), lambda: self.archived.place, ALWAYS_LOST)
+
+        filled(self.eaten, 3, 1)
+        taken = filled(self.eaten, 4, 2)
+        kept = self.chance.randrange(1, 4)
+        for record in taken[:kept]:
+            unread(record, "retention")
+        self.eaten_to = taken[kept]
+        at = FROZEN_MS[1] - HOUR_MS // 2
+        self.claim(self.plant("eaten-taken"), lambda: self.eaten_to.place, (None, LOST, LOST), at=at, stage=2)
+
+        self.anew_before = filled(self.anew, 2, 1)
+        self.anew_unread = filled(self.anew, self.chance.randrange(1, 3), 2)
+        for record in self.anew_unread:
+            unread(record, "recreated")
+        # Written after the topic was made anew.
+        again = self.plant("anew-again")
+        self.anew_after = self.record(
+            again, self.life(), FROZEN_MS[1] - HOUR_MS // 3, topic=self.anew, value=self.content()
+        )
+        self.anew_after.stage = self.anew_after.visible = 2
+
+        for record in filled(self.absent, 2, 1):
+            unread(record, "topic_gone")
+        young = self.plant("absent-young", accepted=True)
+        self.claim(young, lambda: (self.absent, 0, 77), (PENDING, "topic_gone", "topic_gone"), at=FROZEN_MS[0] - 1000)
+
+        filled(self.compact, 2, 1)
+        for record in self.stages[0].transactions[-1].records:
+            record.record_key = self.content()
+        self.claim(self.plant("compacted"), lambda: (self.compact, 0, 4_000_000), always("compacted"))
+        # Lost for sure and gone in part: lost is what can be said.
+        torn = self.plant("torn")
+        self.claim(torn, lambda: (self.compact, 0, 4_000_001), always("compacted"))
+        self.claim(torn, lambda: (self.orders, 0, 4_000_000), ALWAYS_LOST)
+
+    def unreadable(self) -> None:
+        stage = self.chance.choice((1, 2))
+        requests = self.ledger.removesuffix("ledger") + "requests"
+        raw = [
+            (self.orders, 0, b"x", [(wire.STAMP_HEADER, b"1;nonsense")]),
+            (self.orders, 1, b"x", [(wire.STAMP_HEADER, b"")]),
+            (self.ledger, self.slot, b"{", []),
+            (self.ledger, self.slot, b'{"v":2,"slot":0,"pid":1,"epoch":0,"instance":"x","entries":[]}', []),
+            (requests, 0, b"\xff\xfe", []),
+            (requests, 1, b'{"v":1,"instance":"x","answers":[{"id":"12","fp":"","at":1,"status":201}]}', []),
+        ]
+        self.stages[stage - 1].raw += raw
+        self.plants.rejects[stage] += len(raw)
+
+    def windows(self) -> None:
+        """What is older than the window is not told, and leaves the report when its time has come."""
+        for age, until in ((WINDOW_MS + 30 * HOUR_MS, 0), (WINDOW_MS - HOUR_MS // 2, 1)):
+            at, value = FROZEN_MS[0] - age, self.content()
+            planted = self.plant("old", until=until)
+            self.delivered(planted, at, ts=at, life=self.life(self.slot), value=value)
+            self.delivered(planted, at, ts=at + 50, life=self.life(self.slot), value=value, cause=RESTART)
+
+    def later(self) -> None:
+        """What only the second run sees: more of everything, a partition and a topic that were not there."""
+        at = FROZEN_MS[1] - HOUR_MS // 2
+        for topic, partition in ((self.orders, 0), (self.orders, 4), (self.fresh, 0), self.held):
+            for _ in range(self.chance.randrange(1, 3)):
+                planted = self.plant("later")
+                self.delivered(planted, at, stage=2, topic=topic, partition=partition, value=self.content())
+                self.answer(planted, 201, stage=2)
+        planted = self.plant("later-lost")
+        self.claim(planted, lambda: (self.fresh, 0, 9_000_000), (None, LOST, LOST), at=at, stage=2)
+        planted = self.plant("later-young")
+        self.claim(planted, lambda: (self.orders, 4, 9_000_000), (None, PENDING, LOST), at=FROZEN_MS[1] - 1000, stage=2)
+        young = self.plant("later-phantom", accepted=False, phantom=(None, PENDING, "phantom"))
+        at = FROZEN_MS[1] - 1000
+        self.send(self.record(young, self.life(), at, ts=at, value=self.content()), stage=2)
+
+    def gone(self, topic: str, cause: str, first: int, last: int, stage: int) -> None:
+        """The world's word on what it took away."""
+        self.plants.gone.append(Gone(topic, 0, cause, first, last, stage))

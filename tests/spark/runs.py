@@ -1,0 +1,90 @@
+"""Runs of the job in this process, on a Spark session that is opened once."""
+
+import dataclasses
+import json
+import uuid
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+from deploy.local import places
+from service.shared import Rules, SharedSettings
+from spark import job
+from spark.session import open_session
+from spark.settings import Options, Settings
+from tests.spark.history import History
+
+
+def session_for_tests() -> SparkSession:
+    """The session that the job itself would open, for plans that run once or twice."""
+    with warnings.catch_warnings():
+        # pandas is here for other tests' sake; the job does not use it.
+        warnings.filterwarnings("ignore", message="PySpark does not yet fully support pandas", category=FutureWarning)
+        # Without the optimising compiler they take half the processor time.
+        java_options = "-XX:+UseParallelGC -XX:TieredStopAtLevel=1"
+        session = open_session({"FENCEPOST_JARS": str(places.jars("spark"))}, java_options)
+        session.range(1).toDF("n").count()
+        session.createDataFrame([(1,)], "n int").count()
+    return session
+
+
+@contextmanager
+def interpreted(spark: SparkSession) -> Iterator[None]:
+    """Runs over few records: within, Spark compiles no expressions and plans once, as that is most of their time."""
+    settings = {
+        "spark.sql.codegen.wholeStage": "false",
+        "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+        "spark.sql.adaptive.enabled": "false",
+        "spark.sql.shuffle.partitions": "1",
+    }
+    before = {name: str(spark.conf.get(name)) for name in settings}
+    for name, value in settings.items():
+        spark.conf.set(name, value)
+    yield
+    for name, was in before.items():
+        spark.conf.set(name, was)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """A run that was carried out in this process."""
+
+    outcome: job.Outcome
+    lake: Path
+    report: Path
+
+    @property
+    def document(self) -> dict[str, Any]:
+        return self.outcome.document
+
+    def findings(self) -> set[tuple[str, str | None, str | None]]:
+        """Kind, cause and key (or partition) of each finding."""
+        return {
+            (one["kind"], one["cause"], one["key"] if one["id"] else f"{one['topic']}[{one['partition']}]")
+            for one in self.document["findings"]
+        }
+
+    def written(self) -> str:
+        """The findings and the balance of report.json, as text."""
+        document = json.loads((self.report / "report.json").read_text())
+        return json.dumps([document["findings"], document["balance"], document["causes"]])
+
+
+def run(
+    spark: SparkSession, history: History, root: Path, now_ms: int, *, lake: str = "lake", rules: str = "", **given: Any
+) -> Ran:
+    """One run at this time, with its lake below `root`; `given` are the command line's options and the key retention.
+
+    `rules` is the path of a TOML file.
+    """
+    shared_given = {name: given.pop(name) for name in ("key_ttl_s",) if name in given}
+    report = root / f"report-{uuid.uuid4().hex[:8]}"
+    options = Options(lake=str(root / lake), report=str(report), **given)
+    shared = SharedSettings(kafka=history.bootstrap, namespace=history.namespace, rules=rules, **shared_given)
+    settings = Settings(shared=shared, options=options, rules=Rules.read(rules))
+    outcome = job.run(spark, settings, lambda line: None, now_ms)
+    return Ran(outcome, root / lake, report)
