@@ -81,6 +81,8 @@ def _processes(stage: Stage) -> list[Row]:
         for target in targets:
             target.warm(stage.pick(2, 3), 64, prefix=f"{target.service.name}-warm")
         rows = _rounds(stage, points, run, "processes")
+        for target in targets:
+            target.settle()
         first.answered = sum(target.answered for target in targets)
         first.cut = sum(target.cut for target in targets)
         first.check()

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import tempfile
+import time
 import urllib.request
 import uuid
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,8 @@ from deploy.local.stack import Kafka, Redis, Service
 from tests.bench import checks, wrk
 from tests.bench.rows import NotRealWork
 from tests.bench.wrk import Loaded
+
+SETTLE_S = 30.0
 
 T = TypeVar("T")
 
@@ -128,8 +131,21 @@ class Target:
         self.cpu_us, self.kafka_us, self.redis_us = each_us
         return loaded
 
+    def settle(self) -> None:
+        """Wait until nothing is under way: wrk goes away while its last requests are being written.
+
+        Raises:
+            NotRealWork: that took too long.
+        """
+        deadline = time.monotonic() + SETTLE_S
+        while self.metric("fencepost_queue_events"):
+            if time.monotonic() > deadline:
+                raise NotRealWork(f"events wait for longer than {SETTLE_S:.0f} s")
+            time.sleep(0.05)
+
     def check(self) -> None:
         """Raises NotRealWork unless all that was answered is there once, and in the ledger."""
+        self.settle()
         checks.exactly_once(self.kafka.bootstrap, self.namespace, self.topics, self.answered, self.cut)
 
     def metric(self, name: str) -> float:
