@@ -137,7 +137,7 @@ def sample(target: Target, load: _Load, seconds: int, to: Path) -> Counter[Stack
 def measure(stage: Stage) -> list[Row]:
     stage.results.mkdir(parents=True, exist_ok=True)
     with stage.target() as target:
-        target.warm(stage.pick(1, 4), 256)
+        target.warm(stage.pick(2, 4), 256)
         rows = [row for load in LOADS for row in _measure(stage, target, load)]
         target.check()
     return rows
@@ -146,9 +146,9 @@ def measure(stage: Stage) -> list[Row]:
 def _measure(stage: Stage, target: Target, load: _Load) -> list[Row]:
     cpu_us: list[float] = []
     for _ in range(stage.pick(1, 3)):
-        target.load(stage.pick(1, 3), load.connections, load.batch)
+        target.load(stage.pick(2, 3), load.connections, load.batch)
         cpu_us.append(target.cpu_us / max(1, load.batch))
-    stacks = sample(target, load, stage.pick(1, 8, 12), stage.folder / f"{load.svg}.raw")
+    stacks = sample(target, load, stage.pick(2, 8, 12), stage.folder / f"{load.svg}.raw")
     svg = flame.render(stacks, f"CPU of {load.of}", lambda stack: COLOURS[part_of(stack)])
     (stage.results / load.svg).write_text(svg)
     return [Row(f"CPU of {load.of}", "µs", cpu_us), *_shares(stacks, cpu_us, load.of)]
