@@ -105,9 +105,10 @@ def play(
     with World(folder, cluster, pair=options.pair, proxied=options.proxied, mutants=options.mutants) as world:
         try:
             world.start_services(options.services)
-            load = world.start_load(seed, clients=options.clients, keys_per_s=options.keys_per_s)
+            world.start_load(seed, clients=options.clients, keys_per_s=options.keys_per_s)
+            until = time.monotonic() + seconds
             for _, together in groupby(faults, lambda fault: fault.group):
-                if time.monotonic() - begun > seconds:
+                if time.monotonic() > until:
                     break
                 group = list(together)
                 leg.played += group
