@@ -5,6 +5,7 @@ Exit 0, or 1 where a bench's check failed (it has no number then). A goal that i
 
 import argparse
 import importlib
+import signal
 import sys
 import time
 from pathlib import Path
@@ -65,6 +66,8 @@ def main() -> int:
         parser.error(f"no such bench: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     depth_name = arguments.depth or "standard"
     folder = arguments.results or (ROOT / "build" / "bench" if depth_name == "quick" else results.KEPT)
+    # Ended from outside, it takes its stack and its folder with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with stack(folder.absolute(), depth_name) as stage:
         good = [run(stage, name) for name in arguments.names or NAMES]
     report.write(folder, NAMES)

@@ -49,10 +49,10 @@ def watch(kafka: str, topic: str, partitions: int, count: int, seen: Connection)
     seen.send(times)
 
 
-async def _post_all(url: str, topic: str, prefix: str, clients: int) -> dict[str, float]:
-    """Post EVENTS events over so many connections; when each was answered 201 (monotonic seconds)."""
+async def _post_all(url: str, topic: str, prefix: str, clients: int, count: int) -> dict[str, float]:
+    """Post so many events over so many connections; when each was answered 201 (monotonic seconds)."""
     answered: dict[str, float] = {}
-    left = iter(range(EVENTS))
+    left = iter(range(count))
 
     async def work(http: httpx.AsyncClient) -> None:
         for number in left:
@@ -71,12 +71,13 @@ async def _post_all(url: str, topic: str, prefix: str, clients: int) -> dict[str
 
 
 def _lags_ms(stage: Stage, service: Service, topic: str, clients: int) -> list[float]:
+    count = stage.pick(100, EVENTS)
     spawn = multiprocessing.get_context("spawn")
     mine, theirs = spawn.Pipe()
-    watcher = spawn.Process(target=watch, args=(stage.kafka.bootstrap, topic, 3, EVENTS, theirs), daemon=True)
+    watcher = spawn.Process(target=watch, args=(stage.kafka.bootstrap, topic, 3, count, theirs), daemon=True)
     watcher.start()
     assert mine.recv() == "watching"
-    answered = asyncio.run(_post_all(service.url, topic, f"{time.monotonic_ns()}", clients))
+    answered = asyncio.run(_post_all(service.url, topic, f"{time.monotonic_ns()}", clients, count))
     assert mine.poll(10), "not every record became visible"
     seen: dict[str, float] = mine.recv()
     watcher.join()
