@@ -50,6 +50,23 @@ AGAIN: Final = (
 )
 
 
+async def any_node(client: AIOKafkaClient) -> int:
+    """Any broker. Raises NodeNotReadyError where Kafka lists none: a lone one that its controller fences answers so."""
+    node = client.get_random_node()
+    if node is None:
+        await client.force_metadata_update()
+        node = client.get_random_node()
+    if node is None:
+        raise errors.NodeNotReadyError("Kafka lists no broker")
+    return int(node)
+
+
+async def coordinator(client: AIOKafkaClient, transactional_id: str) -> int:
+    """The coordinator of a transactional id. Raises KafkaError where nobody tells."""
+    await any_node(client)  # aiokafka falls over an assertion where it knows none
+    return int(await client.coordinator_lookup(CoordinationType.TRANSACTION, transactional_id))
+
+
 @dataclass(frozen=True, slots=True)
 class Topic:
     """What is known of a topic. `settings` are its effective ones, by Kafka's names."""
@@ -182,7 +199,7 @@ class Cluster:
                 while True:
                     try:
                         client = await self._opened()
-                        node = await client.coordinator_lookup(CoordinationType.TRANSACTION, transactional_id)
+                        node = await coordinator(client, transactional_id)
                         answer = await client.send(
                             node, InitProducerIdRequest(transactional_id, transaction_timeout_ms)
                         )
@@ -245,7 +262,7 @@ class Cluster:
                 for _ in range(ASK_TRIES):
                     client = await self._opened()
                     try:
-                        return await client.send(client.get_random_node() if node is None else node, request)
+                        return await client.send(await any_node(client) if node is None else node, request)
                     except (errors.KafkaError, OSError) as error:
                         failed = error
                         await asyncio.sleep(RETRY_PAUSE_S)

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import structlog
 from aiokafka import errors
-from aiokafka.client import AIOKafkaClient, CoordinationType
+from aiokafka.client import AIOKafkaClient
 from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnRequest, InitProducerIdRequest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
@@ -19,7 +19,7 @@ from aiokafka.structs import TopicPartition
 
 from service.errors import KafkaAway
 from service.kafka import verdict
-from service.kafka.cluster import AGAIN, Cluster
+from service.kafka.cluster import AGAIN, Cluster, any_node, coordinator
 from service.kafka.verdict import REFUSALS, Refusal, TransactionFailed
 from service.logs import Incident
 from service.wire import Header
@@ -129,9 +129,9 @@ class _Life:
         while True:
             try:
                 if self.transactional_id is None:
-                    node = self.client.get_random_node()
+                    node = await any_node(self.client)
                 else:
-                    node = await self.client.coordinator_lookup(CoordinationType.TRANSACTION, self.transactional_id)
+                    node = await coordinator(self.client, self.transactional_id)
                 answer = await self.client.send(node, InitProducerIdRequest(self.transactional_id, self._timeout_ms))
                 check(answer.error_code, "InitProducerId")
                 self.coordinator, self.producer_id, self.epoch = node, answer.producer_id, answer.producer_epoch

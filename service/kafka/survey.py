@@ -7,14 +7,13 @@ from enum import IntEnum
 from typing import Any, Final
 
 from aiokafka import errors
-from aiokafka.client import CoordinationType
 from aiokafka.protocol.admin import CreateTopicsRequest, DescribeConfigsRequest
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.transaction import EndTxnRequest
 from aiokafka.protocol.types import Array, Boolean, Int16, Int32, Schema, String
 
 from service.errors import KafkaAway
-from service.kafka.cluster import Cluster
+from service.kafka.cluster import Cluster, coordinator
 
 BROKER_RESOURCE: Final = 4
 # No producer has this id: what is asked in its name is refused, after it was looked at who asks.
@@ -125,7 +124,7 @@ class Survey(Cluster):
                 while True:
                     client = await self._opened()
                     try:
-                        node = await client.coordinator_lookup(CoordinationType.TRANSACTION, transactional_id)
+                        node = await coordinator(client, transactional_id)
                         answer = await client.send(node, EndTxnRequest(transactional_id, NOBODY, 0, False))
                     except refused:
                         return frozenset()

@@ -11,6 +11,7 @@ from aiokafka.errors import KafkaConnectionError, NodeNotReadyError
 from service.errors import KafkaAway
 from service.kafka import cluster as module
 from service.kafka.cluster import Cluster
+from service.kafka.producer import _Life
 from service.telemetry import Telemetry
 
 
@@ -23,18 +24,30 @@ class FakeClient(AIOKafkaClient):  # type: ignore[misc]
         self.asked: list[int] = []
         self.closed = False
         self.hangs = False
+        self.unlisted = 0  # so many answers to come list no broker at all
 
-    def get_random_node(self) -> int:
+    def get_random_node(self) -> int | None:
+        if self.unlisted:
+            return None
         self.turn.rotate()
         return self.turn[0]
 
+    async def bootstrap(self) -> None:
+        pass
+
+    async def force_metadata_update(self) -> bool:
+        self.unlisted = max(0, self.unlisted - 1)
+        return True
+
     async def send(self, node_id: int, request: Any, **_: Any) -> Any:
+        assert node_id is not None
         self.asked.append(node_id)
         if self.hangs:
             await asyncio.sleep(60)
         if node_id in self.down:
             raise NodeNotReadyError if node_id == 1 else KafkaConnectionError
-        return type("Answer", (), {"topics": [(0, "orders", False, [None] * 3)]})
+        identity = {"error_code": 0, "coordinator_id": 1, "producer_id": 7, "producer_epoch": 3}
+        return type("Answer", (), {"topics": [(0, "orders", False, [None] * 3)], **identity})
 
     async def close(self) -> None:
         self.closed = True
@@ -77,3 +90,20 @@ async def test_a_broker_that_hangs_does_not_hang_its_caller() -> None:
         with pytest.raises(KafkaAway):
             await cluster.answers()
     assert client.closed
+
+
+@pytest.mark.parametrize("unlisted", [1, 3])
+async def test_a_broker_that_its_controller_has_fenced_is_waited_for(unlisted: int) -> None:
+    """Alone, it answers and lists no broker. aiokafka knows no node then, and falls over an assertion of its own."""
+    client = FakeClient()
+    cluster = cluster_with(client)
+    client.unlisted = unlisted
+    await cluster.fence(["ns.slot.0"], 500)
+    client.unlisted = unlisted
+    assert await cluster.partitions(["orders"]) == {"orders": 3}
+    for transactional_id in ("ns.slot.0", None):
+        life = _Life(cluster, "slot-0", transactional_id, 500)
+        life.client = client
+        client.unlisted = unlisted
+        await life.start(1.0)
+        assert (life.producer_id, life.epoch) == (7, 3)
