@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from deploy.local import console
-from tests.faults import matrix, soak
+from tests.faults import clock, matrix, network, soak
 
 
 def main() -> int:
@@ -28,10 +28,14 @@ def main() -> int:
 
 
 def soaked(given: argparse.Namespace) -> int:
+    lacking = network.lacking() or clock.lacking()
+    if lacking:
+        console.say(f"without cuts, lost packets and wrong clocks: {lacking}")
     options = soak.Options(
         keys_per_s=given.keys_per_s,
         mutants=tuple(filter(None, [given.mutant])),
         audit=not given.no_audit,
+        odd=not lacking,
     )
     legs, _ = soak.run(
         given.seed,

@@ -18,11 +18,12 @@ import redis as redis_client
 from confluent_kafka import KafkaException
 
 from deploy.local.stack import Kafka
+from tests.faults.network import Direction
 from tests.faults.proxy import Do
 from tests.faults.wire import Broker
-from tests.faults.world import START_S, World
+from tests.faults.world import START_S, Odd, World
 
-Part = Literal["service", "store", "broker", "client", "network"]
+Part = Literal["service", "store", "broker", "client", "network", "clock"]
 Inject = Callable[[World, random.Random], None]
 
 
@@ -102,7 +103,7 @@ def service_stopped(world: World, rng: random.Random) -> None:
 @injector("service")
 def service_replaced(world: World, rng: random.Random) -> None:
     """By another one, which is ready before the old one is told to stop."""
-    old = rng.choice(world.services)
+    old = rng.choice([each for each in world.services if world.odd is None or each is not world.odd.service])
     world.start_services(1)
     world.retire(old)
     old.stop()
@@ -282,3 +283,40 @@ def kafka_request_late(world: World, rng: random.Random) -> None:
         loss.wait(5)
         time.sleep(rng.choice((0.5, 3.0, 7.0)))
     world.cluster.proxy.let_go(loss)
+
+
+# ------------------------------------------------------------------------- the process that has a network of its own
+
+
+def has_odd(world: World) -> bool:
+    return world.odd is not None
+
+
+def odd(world: World) -> Odd:
+    assert world.odd is not None
+    return world.odd
+
+
+@injector("network", available=has_odd)
+def one_process_cut_off(world: World, rng: random.Random) -> None:
+    """From Kafka, from Redis or from both, in one direction or in both, for less or for more than its lease."""
+    peers = rng.choice((("kafka",), ("redis",), ("kafka", "redis")))
+    directions: tuple[Direction, ...] = ("both", "in", "out")
+    odd(world).network.cut(*peers, direction=rng.choice(directions))
+    time.sleep(rng.choice((0.5, 2.0, 7.0)))
+    odd(world).network.mend()
+
+
+@injector("network", available=has_odd)
+def packets_lost(world: World, rng: random.Random) -> None:
+    """30 % of what one process sends to Kafka and Redis, and of what it receives."""
+    odd(world).network.lose(0.3, "kafka", "redis")
+    time.sleep(rng.uniform(2, 8))
+    odd(world).network.mend()
+
+
+@injector("clock", available=has_odd)
+def clock_an_hour_off(world: World, rng: random.Random) -> None:
+    odd(world).clock.shift(rng.choice((-3600, 3600)))
+    time.sleep(rng.uniform(1, 6))
+    odd(world).clock.shift(0)

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -20,9 +21,11 @@ from deploy.local import places
 from deploy.local.stack import Kafka, Redis, Service, StackError
 from service.wire import ledger_topic, transactional_id
 from tests.faults.checker import Verdict
+from tests.faults.clock import Clock
 from tests.faults.cluster import TRANSACTION_SCAN_S, Cluster
 from tests.faults.history import Request, single
 from tests.faults.load import Load
+from tests.faults.network import Network
 from tests.faults.relay import Relay
 from tests.integration.client import Asked
 from tests.integration.plan import MODULE, PLAN_ENV, Fault, Plan
@@ -45,6 +48,15 @@ ANSWER_S: Final = 30.0
 START_S: Final = 180.0
 
 
+@dataclass(frozen=True)
+class Odd:
+    """A process with a network and a clock of its own."""
+
+    service: Service
+    network: Network
+    clock: Clock
+
+
 class NotRecovered(AssertionError):
     """Acknowledgements did not resume within the bound."""
 
@@ -57,6 +69,7 @@ class World:
         redis: the Redis that the service is led to now; with a pair, `replica` follows it.
         address: with a pair, the relay to which the services connect.
         link: with a pair, the relay through which the replica follows; `link.hold()` makes it lag.
+        odd: one of the services that has a network and a clock of its own, if there is one.
         services: the processes that are expected to run in the end.
         topics: the data topics; those in `repeatable` have the guarantee `idempotent`, by `rules`.
         load: the clients, once `start_load` was called.
@@ -84,6 +97,7 @@ class World:
         self.repeatable: list[str] = []  # topics of the guarantee `idempotent`
         self.rules: Path | None = None
         self.services: list[Service] = []
+        self.odd: Odd | None = None
         self.retired: list[Service] = []
         self.notes: list[str] = []
         self.load: Load | None = None
@@ -187,6 +201,17 @@ class World:
         self.aim()
         return started
 
+    def start_odd_service(self) -> None:
+        """One more process, which can be cut off alone, and whose clock can go wrong."""
+        kafka = [int(server.rpartition(":")[2]) for server in self._kafka.split(",")]
+        peers = {"kafka": kafka, "redis": [self.address.port if self._pair else self.redis.port]}
+        network = self.exits.enter_context(Network(self.folder, peers))
+        service = self.service(argv_prefix=network.prefix)
+        network.admit(service.port)
+        self.odd = Odd(service, network, Clock(service))
+        service.start(timeout_s=START_S)
+        self.aim()
+
     def retire(self, service: Service) -> None:
         """It is not expected back; clients leave it alone from now on."""
         self.services.remove(service)
@@ -283,6 +308,9 @@ class World:
 
     def heal(self) -> None:
         """Everything runs again, without planned faults, and is ready."""
+        if self.odd is not None:
+            self.odd.network.mend()
+            self.odd.clock.shift(0)
         for relay in (self.link, self.address) if self._pair else ():
             relay.let_go()
         for server in (self.redis, self.replica):
