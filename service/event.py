@@ -38,7 +38,6 @@ ENTRY_BYTES: Final = 180
 _KEY: Final = re.compile(r"[\x20-\x7e]{1,255}")
 _QUOTED: Final = re.compile(r'"((?:[\x20-\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{1,200})?")
-_BRACKETS: Final = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
 _LONE_SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
 _SURROGATE_ESCAPE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -236,8 +235,6 @@ def check_json(body: bytes) -> None:
     """
     if body.startswith(b"\xef\xbb\xbf"):
         raise _not_json("begins with a byte order mark: send UTF-8 without one")
-    if body.count(b"{") + body.count(b"[") > DEPTH_MAX and _depth(body) > DEPTH_MAX:
-        raise _not_json(f"is nested deeper than {DEPTH_MAX} levels")
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
@@ -248,6 +245,10 @@ def check_json(body: bytes) -> None:
         raise _not_json(f"is not JSON: {error.msg} at character {error.pos}") from None
     except StopIteration as error:  # the scanner's own way to say that no value begins here
         raise _not_json(f"is not JSON: Expecting value at character {error.value}") from None
+    except RecursionError:  # far deeper: the scanner itself gives up at some 1,000 levels
+        raise _not_json(_TOO_DEEP) from None
+    if body.count(b"{") + body.count(b"[") > DEPTH_MAX and _is_deeper(parsed, DEPTH_MAX):
+        raise _not_json(_TOO_DEEP)
     if end != len(text.rstrip(_BLANKS)):
         raise _not_json(f"is not JSON: Extra data at character {end}")
     if _SURROGATE_ESCAPE.search(body) and _has_lone_surrogate(parsed):
@@ -273,18 +274,18 @@ _scan = json.JSONDecoder(
     object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=str, parse_float=str
 ).scan_once  # type: ignore[attr-defined]
 _BLANKS: Final = " \t\n\r"
+_TOO_DEEP: Final = f"is nested deeper than {DEPTH_MAX} levels"
 
 
-def _depth(body: bytes) -> int:
-    deepest = depth = 0
-    for token in _BRACKETS.finditer(body):
-        first = token[0][0]
-        if first in b"[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif first in b"]}":
-            depth -= 1
-    return deepest
+def _is_deeper(parsed: Any, most: int) -> bool:
+    """Has it more levels of objects and arrays than that? A level at a time."""
+    level = [parsed]
+    for _ in range(most + 1):
+        level = [node for node in level if type(node) in (dict, list)]
+        if not level:
+            return False
+        level = [child for node in level for child in (node.values() if type(node) is dict else node)]
+    return True
 
 
 def _has_lone_surrogate(parsed: Any) -> bool:

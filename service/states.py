@@ -9,6 +9,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Generic, NamedTuple, TypeVar
 
+
+class _Name(Enum):
+    """Names of states and moves. One is equal to itself only, so its identity is its hash: Enum's own is slower."""
+
+    __hash__ = object.__hash__
+
+
 # ---------------------------------------------------------------------------------------------------------- keys
 
 
@@ -47,7 +54,7 @@ class DeliveredBatch:
 KeyState = Claimed | Delivered | DeliveredBatch | None
 
 
-class Outcome(Enum):
+class Outcome(_Name):
     """What a claim found."""
 
     NEW = "new"  # nothing was there: the claim stands, produce
@@ -145,12 +152,6 @@ def replay(state: KeyState, delivered: Delivered | DeliveredBatch, now_ms: int, 
 
 S = TypeVar("S", bound=Enum)
 E = TypeVar("E", bound=Enum)
-
-
-class _Name(Enum):
-    """Names of states and moves. One is equal to itself only, so its identity is its hash: Enum's own is slower."""
-
-    __hash__ = object.__hash__
 
 
 class IllegalMove(AssertionError):

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import aiokafka.client
@@ -74,11 +74,10 @@ class Topic:
     name: str
     partitions: int
     settings: Mapping[str, str]
+    message_bytes_max: int = field(init=False)  # the largest batch of records that it takes, in bytes
 
-    @property
-    def message_bytes_max(self) -> int:
-        """The largest batch of records that the topic takes, in bytes."""
-        return int(self.settings.get("max.message.bytes", 1_048_588))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message_bytes_max", int(self.settings.get("max.message.bytes", 1_048_588)))
 
 
 class Cluster:

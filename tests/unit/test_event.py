@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.errors import Problem
-from service.event import Event, check_topic, parse_event, parse_key, partition_of
+from service.event import Event, check_json, check_topic, parse_event, parse_key, partition_of
 from service.kafka.cluster import Topic
 from service.kafka.partitioner import partition_of_key
 from service.wire import event_id, fingerprint
@@ -245,6 +245,20 @@ def test_a_whole_event() -> None:
 
 def test_a_client_s_own_traceparent_goes_once() -> None:
     assert parse({"topic": "t", "value": 1, "headers": {"traceparent": "x"}}, b"00-trace").traceparent is None
+
+
+@pytest.mark.parametrize(("opens", "closes"), [("[", "]"), ('{"a":', "}")])
+def test_levels_are_counted_whatever_stands_between_them(opens: str, closes: str) -> None:
+    """64 of them, the body's own object among them; brackets in strings are none."""
+    for levels in (63, 64, 300, 100_000):
+        value = opens * levels + '"[[[{{{"' + closes * levels
+        body = f'{{"topic": "t", "value": {value}}}'.encode()
+        if levels == 63:
+            check_json(body)
+        else:
+            with pytest.raises(Problem, match="deeper than 64 levels"):
+                check_json(body)
+    check_json(b"[" + b"[],{}," * 500 + b"1]")
 
 
 def test_base64_and_tombstones() -> None:
