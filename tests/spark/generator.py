@@ -359,7 +359,8 @@ class Script:
             latest = FROZEN_MS[0] - (30 * HOUR_MS if EXPIRED in causes[nth:] else HOUR_MS // 2)
             copy = self._another(planted, cause, earlier, more, latest)
             copy.other, copy.cause = other, cause
-            stage = 2 if self.chance.random() < late else 1
+            # A copy's cause may be any earlier one: none comes before what it follows.
+            stage = 2 if earlier[-1].stage == 2 or self.chance.random() < late else 1
             (self.commit if copy.entered else self.send)(copy, stage=stage)
             earlier.append(copy)
         return planted

@@ -50,29 +50,18 @@ def test_topics_of_every_width_and_records_of_every_size(history: History, audit
     history.send(history.plain, large, ["megabyte"], None, value=block, record_key=b"k")
     history.send(history.plain, large, ["other-megabyte"], None, value=block[:-1] + b"?", record_key=b"k")
     history.send(history.plain, wide, ["p-3"] * 99, ONE, partition=3, value=b"x")
-    first = audit(history, later_s=LATER_S)
-    expected = {
+    ran = audit(history, later_s=LATER_S, skip_ids=True)
+    assert ran.findings() == {
         ("duplicate", "dual_producer", "p-0"),
         ("duplicate", "foreign_writer", "p-3"),
         ("duplicate", "foreign_writer", "megabyte"),
         ("conflict", "foreign_writer", "other-megabyte"),
     }
-    assert first.findings() == expected
-    hundred = next(one for one in first.document["findings"] if one["key"] == "p-3")
+    hundred = next(one for one in ran.document["findings"] if one["key"] == "p-3")
     assert (hundred["count"], len(hundred["coordinates"])) == (100, 100)
-    balance = first.document["balance"]
+    balance = ran.document["balance"]
     assert (balance["accepted"], balance["delivered_once"]) == (22 + 4, 22 + 4 - 4)
     assert (balance["duplicated"], balance["conflicted"]) == (3, 1)
-    # More partitions, and a topic that was not there: the next run reads them from their beginning.
-    history.grow(wide, 70)
-    fresh = history.topic(f"{history.namespace}-fresh", 64)
-    third = history.transactional(ONE)
-    history.deliver(third, ONE, wide, ["grown"], partition=69, value=b"x")
-    history.deliver(third, ONE, fresh, ["fresh"], partition=63, value=b"x")
-    again = audit(history, later_s=LATER_S)
-    assert again.findings() == expected
-    assert again.document["balance"]["accepted"] == 22 + 4 + 2
-    assert again.document["balance"]["delivered_once"] == 22 + 4 - 4 + 2
 
 
 def test_what_compaction_took_before_it_was_read_is_a_gap_and_never_lost(history: History, audit: Audit) -> None:
