@@ -17,6 +17,7 @@ from aiokafka.protocol.transaction import InitProducerIdRequest
 from aiokafka.record.default_records import DefaultRecordBatch
 
 from service.errors import KafkaAway
+from service.kafka.deadline import within
 from service.telemetry import Telemetry
 
 # Every look-up of every client in this process: a POST to a topic that is not there must not make it.
@@ -129,8 +130,7 @@ class Cluster:
         client, self._client = self._client, None
         if client is not None:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await client.close()
+                await within(1.0, client.close())
 
     async def answers(self) -> None:
         """Does any broker answer at all? KafkaAway where not."""

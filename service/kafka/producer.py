@@ -20,6 +20,7 @@ from aiokafka.structs import TopicPartition
 from service.errors import KafkaAway
 from service.kafka import verdict
 from service.kafka.cluster import AGAIN, Cluster, any_node, coordinator
+from service.kafka.deadline import within
 from service.kafka.verdict import REFUSALS, Refusal, TransactionFailed
 from service.logs import Incident
 from service.wire import Header
@@ -251,8 +252,7 @@ class _Life:
     async def close(self) -> None:
         """End this life, in whatever state it is. Never raises, never hangs; what is in flight fails."""
         with contextlib.suppress(Exception):
-            async with asyncio.timeout(CLOSE_PATIENCE_S):
-                await self.client.close()
+            await within(CLOSE_PATIENCE_S, self.client.close())
 
 
 def _moved(batches: Sequence[Batch]) -> set[Partition]:

@@ -2,15 +2,18 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple, cast
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, errors
 from aiokafka.structs import TopicPartition
 
 from service.kafka.cluster import Cluster
+from service.kafka.deadline import within
 
 Isolation = Literal["read_committed", "read_uncommitted"]
+Batches = dict[TopicPartition, list[ConsumerRecord]]
 # A fetch that finds nothing new waits this long at the broker: markers come within milliseconds.
 FETCH_WAIT_MS: Final = 20
 STOP_PATIENCE_S: Final = 1.0
@@ -43,17 +46,13 @@ async def read_through(
     """
     consumer = _consumer(cluster, isolation)
     try:
-        async with asyncio.timeout(patience_s):
-            await consumer.start()
+        await within(patience_s, consumer.start())
         waiting = {TopicPartition(topic, partition): span for partition, span in spans.items()}
         consumer.assign(list(waiting))
         for place, span in waiting.items():
             consumer.seek(place, max(span.start or 0, 0))
         while waiting:
-            async with asyncio.timeout(patience_s):
-                batches: dict[TopicPartition, list[ConsumerRecord]] = {}
-                while not batches:
-                    batches = await consumer.getmany(*waiting, timeout_ms=200)
+            batches = await within(patience_s, _more(consumer, waiting, patience_s))
             for place, records in batches.items():
                 yield [Item(place.partition, record.offset, record.key, record.value) for record in records]
                 if records[-1].offset >= waiting[place].through:
@@ -75,8 +74,7 @@ async def read_between(
     consumer = _consumer(cluster, "read_committed")
     waiting = {TopicPartition(topic, partition): span for partition, span in spans.items() if span[0] < span[1]}
     try:
-        async with asyncio.timeout(patience_s):
-            await consumer.start()
+        await within(patience_s, consumer.start())
         consumer.assign(list(waiting))
         for place, (start, _) in waiting.items():
             consumer.seek(place, max(start, 0))
@@ -113,22 +111,29 @@ async def offsets_since(
     return {place.partition: None if at is None else at.offset for place, at in found.items()}
 
 
-async def _look_up(cluster: Cluster, ask: Callable[[AIOKafkaConsumer], Awaitable[Any]]) -> Any:
+async def _look_up(cluster: Cluster, ask: Callable[[AIOKafkaConsumer], Coroutine[Any, Any, Any]]) -> Any:
     consumer = _consumer(cluster, "read_uncommitted")
     try:
-        async with asyncio.timeout(cluster.timeout_s):
-            await consumer.start()
-            return await ask(consumer)
+        await within(cluster.timeout_s, consumer.start())
+        return await within(cluster.timeout_s, ask(consumer))
     except (errors.KafkaError, OSError, TimeoutError, AssertionError) as error:
         raise cluster.failed("read", f"offsets cannot be read: {error!r}") from error
     finally:
         await _stop(consumer)
 
 
+async def _more(consumer: AIOKafkaConsumer, places: Iterable[TopicPartition], patience_s: float) -> Batches:
+    """The next records, of whichever partitions have some. Raises TimeoutError."""
+    deadline = time.monotonic() + patience_s
+    while not (batches := await consumer.getmany(*places, timeout_ms=200)):
+        if time.monotonic() > deadline:
+            raise TimeoutError
+    return cast("Batches", batches)
+
+
 async def _stop(consumer: AIOKafkaConsumer) -> None:
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(STOP_PATIENCE_S):
-            await consumer.stop()
+        await within(STOP_PATIENCE_S, consumer.stop())
 
 
 def _consumer(cluster: Cluster, isolation: Isolation) -> AIOKafkaConsumer:

@@ -27,7 +27,7 @@ LAYERS = [
     {"recovery", "journal", "group", "tracing"},
     {"slot", "control", "topics", "keys", "keys_view", "request", "kafka.producer", "kafka.reader", "kafka.survey"},
     {"event", "kafka.cluster", "kafka.security", "kafka.verdict", "kafka.partitioner"},
-    {"states", "errors", "settings", "telemetry", "logs"},
+    {"states", "errors", "settings", "telemetry", "logs", "kafka.deadline"},
     {"shared"},
     {"wire"},
 ]

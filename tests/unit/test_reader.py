@@ -1,0 +1,124 @@
+"""Reading ends in time, with a consumer that hears no cancellation too: aiokafka's `stop` swallows one."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+import pytest
+from aiokafka.structs import TopicPartition
+
+from service.errors import KafkaAway
+from service.kafka import reader
+from service.kafka.cluster import Cluster
+from service.kafka.deadline import within
+from service.kafka.reader import Item, Span, ends, read_through
+from service.telemetry import Telemetry
+
+SOON_S = 5.0
+
+
+class Record(NamedTuple):
+    offset: int
+    key: bytes | None = None
+    value: bytes | None = None
+
+
+class Deaf:
+    """A consumer that has one record, and of which one method hangs until the test is over."""
+
+    def __init__(self, hangs_in: str) -> None:
+        self.hangs_in = hangs_in
+        self.over = asyncio.Event()
+
+    async def _maybe(self, method: str) -> None:
+        while method == self.hangs_in and not self.over.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.over.wait()
+
+    async def start(self) -> None:
+        await self._maybe("start")
+
+    async def stop(self) -> None:
+        await self._maybe("stop")
+
+    async def getmany(self, *places: TopicPartition, timeout_ms: int) -> dict[TopicPartition, list[Record]]:
+        await self._maybe("getmany")
+        return {places[0]: [Record(7)]}
+
+    async def end_offsets(self, places: list[TopicPartition]) -> dict[TopicPartition, int]:
+        await self._maybe("end_offsets")
+        return dict.fromkeys(places, 8)
+
+    def assign(self, _: object) -> None: ...
+    def seek(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+async def deaf(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Deaf]:
+    consumer = Deaf(request.param)
+    monkeypatch.setattr(reader, "_consumer", lambda *_: consumer)
+    monkeypatch.setattr(reader, "STOP_PATIENCE_S", 0.05)
+    yield consumer
+    consumer.over.set()
+    await asyncio.sleep(0.05)
+
+
+async def ended(work: Any) -> Any:
+    """What comes of it, soon; a test must not hang with what it tests."""
+    task = asyncio.ensure_future(work)
+    await asyncio.wait({task}, timeout=SOON_S)
+    assert task.done(), "it hangs"
+    return task.exception() or task.result()
+
+
+def cluster() -> Cluster:
+    return Cluster("nowhere:1", client_id="t", request_timeout_ms=100, telemetry=Telemetry())
+
+
+async def read() -> list[Item]:
+    records = read_through(cluster(), "t", {0: Span(None, 7)}, "read_committed", 0.1)
+    return [item async for items in records for item in items]
+
+
+@pytest.mark.parametrize("deaf", ["start", "getmany"], indirect=True)
+async def test_a_consumer_that_hangs_is_given_up(deaf: Deaf) -> None:
+    assert isinstance(await ended(read()), KafkaAway)
+
+
+@pytest.mark.parametrize("deaf", ["stop"], indirect=True)
+async def test_what_was_read_is_answered_though_the_consumer_does_not_stop(deaf: Deaf) -> None:
+    assert [item.offset for item in await ended(read())] == [7]
+    assert await ended(ends(cluster(), "t", [0])) == {0: 8}
+
+
+@pytest.mark.parametrize("deaf", ["end_offsets"], indirect=True)
+async def test_a_look_up_that_hangs_is_given_up(deaf: Deaf) -> None:
+    assert isinstance(await ended(ends(cluster(), "t", [0])), KafkaAway)
+
+
+async def test_within_answers_raises_and_passes_a_cancellation_on() -> None:
+    async def answer() -> int:
+        return 1
+
+    async def fail() -> None:
+        raise ValueError("a fault")
+
+    assert await within(1, answer()) == 1
+    with pytest.raises(ValueError, match="a fault"):
+        await within(1, fail())
+    cancelled = asyncio.Event()
+
+    async def until_cancelled() -> None:
+        try:
+            await asyncio.sleep(SOON_S)
+        finally:
+            cancelled.set()
+
+    waiting = asyncio.create_task(within(SOON_S, until_cancelled()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await asyncio.wait_for(cancelled.wait(), 1)
