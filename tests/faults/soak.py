@@ -3,7 +3,7 @@
 `python -m tests.faults soak --seed N --minutes M` plays legs of some minutes, each in a fresh namespace on the same
 cluster, so that what fails is short. Faults, pauses and clients all come from the seed; the machine's own timing does
 not, so a failure may need more than one try to come again. When a leg fails, its faults are shrunk to the fewest that
-still make it fail, by playing again, and printed. `results/soak.md` has the figures of the last run that was whole.
+still make it fail, by playing again, and printed. `results/soak.md` is written after each leg that passes.
 """
 
 import random
@@ -202,6 +202,7 @@ def run(
                 say("\n".join(f"    {text}" for text in leg.wrong[:30]) + f"\n    see {here}")
                 return legs, _fewest(folder, cluster, leg, name, say, options, shrink_minutes)
             shutil.rmtree(here, ignore_errors=True)
+            write(seed, min(minutes, len(legs) * leg_minutes), legs, options)
     shutil.rmtree(folder, ignore_errors=True)
     return legs, []
 
