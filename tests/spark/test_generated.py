@@ -3,7 +3,8 @@
 Five seeds, and three broken jobs; `python -m tests.spark.generated` has fifty, and every mutant.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -12,22 +13,23 @@ from pyspark.sql import SparkSession
 
 from deploy.local.stack import Kafka
 from tests.spark.generated import Trial
+from tests.spark.generator import CAUSES, DUAL, EXPIRED, FOREIGN, RESTART, REWRITE, TTL_MS, Script
 from tests.spark.mutants import MUTANTS, Mutant, alive
-from tests.spark.oracle import STAGES, Score
+from tests.spark.oracle import STAGES, Record, Score
 from tests.spark.runs import interpreted
 
 SEEDS: Final = range(5)
 TIMEOUT_MS: Final = 900_000  # the most that the broker allows
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quickly(spark: SparkSession) -> Iterator[None]:
+@pytest.fixture
+def quick_spark(spark: SparkSession) -> Iterator[SparkSession]:
     with interpreted(spark):
-        yield
+        yield spark
 
 
-def test_what_was_planted_is_what_is_found(spark: SparkSession, kafka: Kafka, tmp_path: Path) -> None:
-    trial = Trial(spark, kafka.bootstrap, tmp_path, SEEDS, TIMEOUT_MS)
+def test_what_was_planted_is_what_is_found(quick_spark: SparkSession, kafka: Kafka, tmp_path: Path) -> None:
+    trial = Trial(quick_spark, kafka.bootstrap, tmp_path, SEEDS, TIMEOUT_MS)
     total = Score()
     for _ in range(STAGES):
         total.add(trial.next())
@@ -38,8 +40,50 @@ def test_what_was_planted_is_what_is_found(spark: SparkSession, kafka: Kafka, tm
     assert min(total.right.values()) >= len(SEEDS)
 
 
-def test_broken_rules_are_noticed(spark: SparkSession, kafka: Kafka, tmp_path: Path) -> None:
-    trial = Trial(spark, kafka.bootstrap, tmp_path, SEEDS[:1], TIMEOUT_MS)
+def _place_all(script: Script) -> None:
+    """Offsets as a broker would give them, for those who ask nothing else of one."""
+    ends: Counter[tuple[str, int]] = Counter()
+    for stage in script.stages:
+        for record in [*(one for transaction in stage.transactions for one in transaction.records), *stage.bare]:
+            record.offset = ends[record.topic, record.partition]
+            ends[record.topic, record.partition] += 1
+    for record in (script.kept, script.anew_after):
+        record.offset = 0
+
+
+def _cause(copy: Record, earlier: Sequence[Record]) -> str:
+    """The contract's rules, as it words them, for a copy that comes after these."""
+    life, ours = copy.life, [(other, other.life) for other in earlier if other.life is not None]
+    if life is None:
+        return FOREIGN
+    if any(other == life for _, other in ours):
+        return REWRITE if copy.entered else FOREIGN
+    if ours and all(abs(other.at - copy.at) >= TTL_MS for other, _ in ours):
+        return EXPIRED
+    for _, other in ours:
+        related = other.slot == life.slot or other.instance == life.instance
+        if related and (other.producer_id, other.epoch) != (life.producer_id, life.epoch):
+            return RESTART
+    return DUAL
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_what_is_planted_is_what_the_contract_calls_it(seed: int) -> None:
+    """At each stage, with what of an id can be seen by then: a generator that errs would blame the job."""
+    script = Script(seed, "w", "w", 0)
+    _place_all(script)
+    told = Counter[str]()
+    for planted in script.plants.ids:
+        for stage in range(1, STAGES + 1):
+            copies = planted.visible(stage)
+            for nth, copy in enumerate(copies[1:], 1):
+                assert copy.cause == _cause(copy, copies[:nth]), (planted.key, stage, nth)
+                told[str(copy.cause)] += 1
+    assert set(told) == set(CAUSES)
+
+
+def test_broken_rules_are_noticed(quick_spark: SparkSession, kafka: Kafka, tmp_path: Path) -> None:
+    trial = Trial(quick_spark, kafka.bootstrap, tmp_path, SEEDS[:1], TIMEOUT_MS)
     assert trial.next().faults == []
     some = [mutant for mutant in MUTANTS if mutant.stage == 1][::30]
     survived = [str(mutant) for mutant in some if not trial.noticed(mutant)]
