@@ -9,7 +9,7 @@ from service.errors import KafkaAway
 from service.kafka.cluster import Cluster, Topic
 from service.settings import Settings
 from service.shared import PREFIX, SettingsError
-from service.wire import control_topic, ledger_topic, requests_topic
+from service.wire import control_topic, findings_topic, ledger_topic, requests_topic
 
 REQUESTS_PARTITIONS: Final = 8
 WEEK_S: Final = 168 * 3600
@@ -31,7 +31,7 @@ class InternalTopics:
         self.ledger = ledger_topic(namespace)
         self.requests = requests_topic(namespace)
         self.control = control_topic(namespace)
-        self.findings = f"{namespace}.findings"
+        self.findings = findings_topic(namespace)
         retention_ms = 1000 * (max(settings.key_ttl_s, WEEK_S) + EXTRA_S)
         kept = {
             "cleanup.policy": "delete",

@@ -52,6 +52,11 @@ def control_topic(namespace: str) -> str:
     return f"{namespace}.control"
 
 
+def findings_topic(namespace: str) -> str:
+    """Topic of what the audit finds, keyed by finding; compacted."""
+    return f"{namespace}.findings"
+
+
 def transactional_id(namespace: str, slot: int) -> str:
     """Kafka's `transactional.id` of a slot: an identity that outlives each process (KIP-98)."""
     return f"{namespace}.slot.{slot}"
@@ -63,6 +68,11 @@ def transactional_id(namespace: str, slot: int) -> str:
 def event_id(key: str, scope: str = "") -> bytes:
     """The 16-byte id of an idempotency key (ASCII, unquoted) within its scope (the caller's name)."""
     return hashlib.sha256(f"{scope}\0{key}".encode()).digest()[:ID_BYTES]
+
+
+def header_event_id(key: bytes) -> bytes:
+    """The id of an idempotency key as a record's header has it, of whatever bytes, in the empty scope."""
+    return hashlib.sha256(b"\0" + key).digest()[:ID_BYTES]
 
 
 def member_id(key: str, index: int, scope: str = "") -> bytes:

@@ -1,38 +1,35 @@
-"""`python -m spark`: one reconciliation run."""
+"""`python -m spark`: one reconciliation run; `view` and `show`: a topic with each id once, and one id."""
 
 import sys
 import time
 import traceback
 import warnings
+from collections.abc import Sequence
 from typing import Final
 
 from pyspark.errors import PySparkException
 
 from service.shared import Rules, SettingsError, SharedSettings
-from spark import job
+from spark import job, show, view
 from spark.errors import CannotRun
 from spark.jvm import Py4JJavaError
 from spark.session import open_session
-from spark.settings import Settings, parse
+from spark.settings import Settings, parse, parse_about
 
 EXIT_CANNOT_RUN: Final = 2
 
 
 def main() -> int:
-    """Carry out one run as the command line and the environment say; exit status 0 clean, 3 findings, 2 not run."""
-    options = parse(sys.argv[1:])
-    started = time.monotonic()
-
-    def tell(line: str) -> None:
-        sys.stderr.write(f"{time.monotonic() - started:6.1f}s  {line}\n")
-        sys.stderr.flush()
-
+    """Carry out what the command line says; exit status 0, for a run 3 with findings, 2 where it was not possible."""
+    command, *arguments = sys.argv[1:] or [""]
     # Where pandas is installed for something else, PySpark remarks on its version; the job does not use it.
     warnings.filterwarnings("ignore", message="PySpark does not yet fully support pandas", category=FutureWarning)
     try:
-        shared = SharedSettings.from_env()
-        settings = Settings(shared=shared, options=options, rules=Rules.read(shared.rules))
-        outcome = job.run(open_session(), settings, tell)
+        if command == "view":
+            return _view(arguments)
+        if command == "show":
+            return _show(arguments)
+        return _run(sys.argv[1:])
     except (SettingsError, CannotRun) as error:
         sys.stderr.write(f"cannot run: {error}\n")
         return EXIT_CANNOT_RUN
@@ -43,8 +40,37 @@ def main() -> int:
             "cannot run: Spark failed, see above; what was done is kept, the next run goes on from there\n"
         )
         return EXIT_CANNOT_RUN
+
+
+def _run(arguments: Sequence[str]) -> int:
+    options = parse(arguments)
+    started = time.monotonic()
+
+    def tell(line: str) -> None:
+        sys.stderr.write(f"{time.monotonic() - started:6.1f}s  {line}\n")
+        sys.stderr.flush()
+
+    shared = SharedSettings.from_env()
+    settings = Settings(shared=shared, options=options, rules=Rules.read(shared.rules))
+    outcome = job.run(open_session(), settings, tell)
     sys.stdout.write(job.told(outcome, options.report))
     return outcome.status
+
+
+def _view(arguments: Sequence[str]) -> int:
+    described = "Make a topic's view: a Delta table with each id once. Each run from now on keeps it current."
+    topic, root = parse_about("view", "topic", "a topic that the last run has audited", described, arguments)
+    rows = view.register(open_session(), SharedSettings.from_env(), root, topic)
+    sys.stdout.write(f"view       {root}/{view.TABLE}/{topic}\nrows       {rows}\n")
+    return 0
+
+
+def _show(arguments: Sequence[str]) -> int:
+    described = "Show all that is known of an id: its rows in the lake, its findings, its records in Kafka."
+    text, root = parse_about("show", "id", "an id (hexadecimal), or an idempotency key", described, arguments)
+    for line in show.show(open_session(), SharedSettings.from_env(), root, text):
+        sys.stdout.write(line + "\n")
+    return 0
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ from html import escape
 from typing import Any, Final
 
 WIDTH: Final = 960.0
-LABELS: Final = 168.0  # the room that names of partitions have at the left
 ROW: Final = 18.0
+COLUMN_MAX: Final = 44.0
+CHAR: Final = 6.4  # how wide a character of a label is, at most
 SHADES: Final = 5
 LABEL_CHARS: Final = 26
 
@@ -18,7 +19,7 @@ def heat_map(chart: Mapping[str, Any]) -> str:
     columns, rows = chart["columns"], chart["rows"]
     if not columns:
         return ""
-    step = (WIDTH - LABELS) / columns
+    left, _ = _columns(chart)
     most = max((count for row in rows for count in row["records"]), default=0)
     shapes = []
     for nth, row in enumerate(rows):
@@ -26,23 +27,29 @@ def heat_map(chart: Mapping[str, Any]) -> str:
         name = place_name(row, chart["partitions_folded"])
         told = f"{name}: {sum(row['records']):,} records, {sum(row['troubled']):,} in trouble"
         shapes.append(
-            f'<text x="{LABELS - 8:g}" y="{y + 13:g}" text-anchor="end">{escape(_shortened(name))}'
+            f'<text x="{left - 8:g}" y="{y + 13:g}" text-anchor="end">{escape(_shortened(name))}'
             f"<title>{escape(told)}</title></text>"
         )
-        shapes += _cells(chart, row, name, y, step, most)
+        shapes += _cells(chart, row, name, y, most)
     height = len(rows) * ROW
-    axis = _axis(chart, height + 14, LABELS, step)
+    axis = _axis(chart, height + 14)
     return _svg(height + 20, "Records by hour and partition", "".join(shapes) + axis)
 
 
-def _cells(
-    chart: Mapping[str, Any], row: Mapping[str, Any], name: str, y: float, step: float, most: int
-) -> Iterator[str]:
+def _columns(chart: Mapping[str, Any]) -> tuple[float, float]:
+    """Where the columns begin, after the names of the rows, and how wide each is."""
+    names = (place_name(row, chart["partitions_folded"]) for row in chart["rows"])
+    left = 16 + CHAR * max((len(_shortened(name)) for name in names), default=0)
+    return left, min((WIDTH - left) / chart["columns"], COLUMN_MAX)
+
+
+def _cells(chart: Mapping[str, Any], row: Mapping[str, Any], name: str, y: float, most: int) -> Iterator[str]:
+    left, step = _columns(chart)
     wide, tall = max(step - 1.5, step * 0.75), ROW - 2.5
     for nth, (count, troubled) in enumerate(zip(row["records"], row["troubled"], strict=True)):
         if not count and not troubled:
             continue
-        x = LABELS + nth * step
+        x = left + nth * step
         told = f"{name}, {column_name(chart, nth)}: {count:,} records"
         if troubled:
             told += f", {troubled:,} in trouble"
@@ -65,12 +72,12 @@ def stacked(chart: Mapping[str, Any], series: Sequence[tuple[str, str, Sequence[
     """Bars over the same hours as the map's: for each series its class, its name, and a number a column."""
     columns = chart["columns"]
     height = 130.0
-    step = (WIDTH - LABELS) / columns
+    left, step = _columns(chart)
     most = max(sum(values[nth] for _, _, values in series) for nth in range(columns)) or 1
     shapes = [
-        f'<text x="{LABELS - 8:g}" y="12" text-anchor="end">{most:,}</text>',
-        f'<text x="{LABELS - 8:g}" y="{height:g}" text-anchor="end">0</text>',
-        f'<path class="rule" d="M{LABELS:g} {height:g}H{WIDTH:g}"/>',
+        f'<text x="{left - 8:g}" y="12" text-anchor="end">{most:,}</text>',
+        f'<text x="{left - 8:g}" y="{height:g}" text-anchor="end">0</text>',
+        f'<path class="rule" d="M{left:g} {height:g}H{left + columns * step:.1f}"/>',
     ]
     for nth in range(columns):
         y = height
@@ -80,11 +87,11 @@ def stacked(chart: Mapping[str, Any], series: Sequence[tuple[str, str, Sequence[
                 tall = max(2.5, (height - 6) * count / most)
                 y -= tall
                 shapes.append(
-                    f'<rect class="{rule}" x="{LABELS + nth * step:.1f}" y="{max(y, 0):.1f}" '
+                    f'<rect class="{rule}" x="{left + nth * step:.1f}" y="{max(y, 0):.1f}" '
                     f'width="{max(step - 1.5, step * 0.75):.1f}" height="{tall:.1f}" rx="1.5">'
                     f"<title>{escape(column_name(chart, nth))}: {count:,} {escape(name)}</title></rect>"
                 )
-    return _svg(height + 20, "Copies too many by hour and cause", "".join(shapes) + _axis(chart, 144, LABELS, step))
+    return _svg(height + 20, "Copies too many by hour and cause", "".join(shapes) + _axis(chart, height + 14))
 
 
 def place_name(row: Mapping[str, Any], folded: int) -> str:
@@ -101,11 +108,10 @@ def column_name(chart: Mapping[str, Any], nth: int) -> str:
     return f"{start:%d %b %H:%M}" + (f" and {hours - 1} h more" if hours > 1 else "")
 
 
-def _axis(chart: Mapping[str, Any], y: float, left: float, step: float) -> str:
+def _axis(chart: Mapping[str, Any], y: float) -> str:
     """Some columns' times: the first one, and then as many as there is room for."""
-    columns = chart["columns"]
-    every = max(1, math.ceil(columns / 7))
-    marks = range(0, columns, every)
+    left, step = _columns(chart)
+    marks = range(0, chart["columns"], max(1, math.ceil(110 / step)))
     return "".join(
         f'<text x="{left + nth * step:.1f}" y="{y:g}">{escape(column_name(chart, nth).split(" and")[0])}</text>'
         for nth in marks

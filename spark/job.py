@@ -12,7 +12,22 @@ from pyspark import StorageLevel
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import decode, findings, heat, ids, lake, lock, offsets, report, source, standing, state, verdict
+from spark import (
+    decode,
+    findings,
+    heat,
+    ids,
+    lake,
+    lock,
+    offsets,
+    publish,
+    report,
+    source,
+    standing,
+    state,
+    verdict,
+    view,
+)
 from spark.balance import Balance
 from spark.kafka import Broker, Place
 from spark.offsets import DATA, LEDGER, REQUESTS, Plan
@@ -74,18 +89,28 @@ class _Run:
         with self.cost.step("plan"):
             before = self._summary_before()
             plan, resumed = self._plan(before)
+            if self.settings.options.publish:
+                with closing(Broker(self.spark, self.settings.shared)) as broker:
+                    publish.prepare(broker, self.settings.shared.namespace)
         merged = resumed and not self.lake.read("deliveries").where(F.col("run") == plan.run).isEmpty()
         if merged:
             self.tell(f"run {plan.run} was cut off after its merge; going on from there")
         else:
             self._merge(plan)
+        with self.cost.step("views"):
+            view.update(self.lake, self.settings.shared, plan)
         balance = self._judge(plan, before)
+        held = standing.by_hour(self.lake.read("findings"), report.window_from(plan, self.settings)).persist()
+        found = standing.whole(held).persist()
+        if self.settings.options.publish:
+            with self.cost.step("publish"):
+                publish.publish(self.lake, self.settings.shared, found)
         with self.cost.step("report"):
-            held = self._standing(plan)
             past = before["reports"] if before else []
-            outcome = report.build(held, plan, self.settings, balance, self.cost.seconds, resumed, past)
+            outcome = report.build(held, found, plan, self.settings, balance, self.cost.seconds, resumed, past)
             report.write(self.spark, self.settings.options.report, outcome)
-            held.unpersist()
+        for frame in (held, found):
+            frame.unpersist()
         self._done(plan, balance, outcome)
         return Outcome(outcome.document, outcome.status)
 
@@ -209,13 +234,6 @@ class _Run:
         for frame in cached:
             frame.unpersist()
         return balance
-
-    # ---------------------------------------------------------------------------------------------------- report
-
-    def _standing(self, plan: Plan) -> DataFrame:
-        """The findings that stand now, kept: several look at them."""
-        held = standing.by_hour(self.lake.read("findings"), report.window_from(plan, self.settings))
-        return held.persist(StorageLevel.MEMORY_AND_DISK)
 
     # ------------------------------------------------------------------------------------------------------ done
 

@@ -118,6 +118,21 @@ class Broker:
                 topics[name] = Topic(name, str(described.topicId()), described.partitions().size(), "compact" in policy)
         return topics
 
+    def ensure_compacted(self, name: str, otherwise: str) -> None:
+        """Make a compacted topic of one partition with the broker's default replication, where it is missing.
+
+        CannotRun where it is there and not compacted; `otherwise` is what else the reader may do about it.
+        """
+        there = self.describe([name]).get(name)
+        if there is None:
+            util = self._jvm.java.util
+            topic = self._kafka.clients.admin.NewTopic(name, util.Optional.of(1), util.Optional.empty())
+            config = util.HashMap()
+            config.put("cleanup.policy", "compact")
+            self._ask(partial(self._admin.createTopics, self._list([topic.configs(config)])), "all")
+        elif not there.compacted:
+            raise CannotRun(f"topic {name!r} is not compacted: set its cleanup.policy to compact, or {otherwise}")
+
     def ends(self, places: Sequence[Place]) -> dict[Place, Ends]:
         """The ends of these partitions, the high watermark first and the last stable offset after it."""
         spec = self._kafka.clients.admin.OffsetSpec

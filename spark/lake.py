@@ -59,12 +59,16 @@ PROGRESS: Final = {
     "options": "string",
 }
 
+PUBLISHED: Final = {"finding_id": "string", "value": "string", "sent": "boolean"}
+"""A finding as the topic of findings has it, or, where it is not `sent`, as it is to get it; null for a tombstone."""
+
 RUN: Final = {"run": "bigint", "frozen_ms": "bigint", "verdict": "string", "summary": "string", "report": "string"}
 
 SCHEMAS: Final[Mapping[str, Mapping[str, str]]] = {
     "deliveries": state.ROW,
     "findings": FINDING,
     "progress": PROGRESS,
+    "published": PUBLISHED,
     "runs": RUN,
 }
 PARTITIONS: Final = {"deliveries": "accepted_hour"}
@@ -78,7 +82,7 @@ def schema(name: str) -> StructType:
 
 
 class Lake:
-    """Four Delta tables below one root, each made by the first write to it."""
+    """Delta tables below one root, each made by the first write to it."""
 
     def __init__(self, spark: SparkSession, root: str) -> None:
         self.spark = spark
@@ -93,13 +97,17 @@ class Lake:
 
     def read(self, name: str) -> DataFrame:
         """All rows of a table as it is now; none where it was never written to."""
-        if not self.exists(name):
+        if name in SCHEMAS and not self.exists(name):
             return self.spark.createDataFrame([], schema(name))
         return self.spark.read.format("delta").load(self.path(name))
 
     def append(self, name: str, rows: DataFrame, run: int) -> None:
         """Add rows, unless this run did."""
         self._writer(name, rows, "append", run).save(self.path(name))
+
+    def add(self, name: str, rows: DataFrame) -> None:
+        """Add rows, however often the run does it."""
+        rows.write.format("delta").mode("append").save(self.path(name))
 
     def replace(self, name: str, rows: DataFrame, where: str, run: int) -> None:
         """Put rows, which all meet the condition, in the place of those that meet it now, unless this run did."""
@@ -119,7 +127,7 @@ class Lake:
         from reading any other.
         """
         literals = ", ".join(f"TIMESTAMP '{hour}'" for hour in hours)
-        with self._once(run):
+        with self.once(run):
             (
                 DeltaTable.forPath(self.spark, self.path("deliveries"))
                 .alias("there")
@@ -140,8 +148,8 @@ class Lake:
         return writer.option("txnAppId", WRITER).option("txnVersion", str(run))
 
     @contextmanager
-    def _once(self, run: int) -> Iterator[None]:
-        """Delta takes the transaction of a MERGE from the session's settings."""
+    def once(self, run: int) -> Iterator[None]:
+        """A MERGE within counts once for the run: Delta takes its transaction from the session's settings."""
         settings = {"txnAppId": WRITER, "txnVersion": str(run)}
         for name, value in settings.items():
             self.spark.conf.set(f"spark.databricks.delta.write.{name}", value)

@@ -155,7 +155,7 @@ def freeze(cluster: Cluster, settings: Settings, before: Plan | None, now_ms: in
     """
     shared, globs = settings.shared, settings.options.topics
     ledger, requests = wire.ledger_topic(shared.namespace), wire.requests_topic(shared.namespace)
-    own = {ledger, requests, wire.control_topic(shared.namespace), f"{shared.namespace}.findings"}
+    own = {ledger, requests, wire.control_topic(shared.namespace), wire.findings_topic(shared.namespace)}
     there = set(cluster.names())
     if ledger not in there and not globs:
         raise CannotRun(

@@ -36,6 +36,7 @@ class Report:
 
 def build(
     held: DataFrame,
+    found: DataFrame,
     plan: Plan,
     settings: Settings,
     balance: Balance,
@@ -45,15 +46,14 @@ def build(
 ) -> Report:
     """The document of a run; CannotRun where its balance does not close.
 
-    `held` are the findings that stand (standing.by_hour), `before` the documents of the runs before (what `runs`
-    keeps of them), the last one first.
+    `held` are the findings that stand (standing.by_hour), `found` the same as a whole (FIELDS), `before` the documents
+    of the runs before (what `runs` keeps of them), the last one first.
     """
     since_ms = window_from(plan, settings)
     first_hour = datetime.fromtimestamp(since_ms / 1000, UTC).strftime("%Y-%m-%d %H:00:00")
     balance.drop_before(first_hour)
     topics = by_topic(balance.since(first_hour))
     line = closed(topics)
-    found = standing.whole(held).persist()
     causes = standing.causes(found)
     counted = {kind: sum(row["findings"] for row in causes if row["kind"] == kind) for kind in KINDS}
     number = sum(counted.values())
@@ -64,7 +64,6 @@ def build(
         listed = [json.loads(row["finding"]) for row in told.collect()]
         places = standing.troubles(held, partitions=plan.partitions <= heat.PARTITIONS_MAX)
         troubles = [row.asDict() for row in places.collect()]
-    found.unpersist()
     document = {
         "run": {
             "number": plan.run,

@@ -22,6 +22,7 @@ class Options:
     grace_s: int = 60
     window_h: int = 168
     skip_ids: bool = False
+    publish: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,8 @@ def parse(arguments: Sequence[str]) -> Options:
         prog="python -m spark",
         description="Audit what was delivered to Kafka against what was requested; one run.",
         epilog="Exit status: 0 clean, 3 any finding, 2 could not run. Kafka, the namespace and the key retention "
-        "come from the same FENCEPOST_ variables as the service's.",
+        "come from the same FENCEPOST_ variables as the service's. Other commands: view TOPIC (a topic as a table with "
+        "each id once), show ID (all that is known of an id); -h after them tells more.",
     )
     parser.add_argument("--lake", required=True, help="folder or URL of the Delta tables; made where missing")
     parser.add_argument("--report", required=True, help="folder or URL for report.json, report.html and metrics.prom")
@@ -79,6 +81,9 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument(
         "--skip-ids", action="store_true", help="leave out the pass over all ids, for copies in other hours"
     )
+    parser.add_argument(
+        "--no-publish", action="store_true", help="leave the topic {namespace}.findings as it is; do not make it"
+    )
     given = parser.parse_args(arguments)
     return Options(
         lake=given.lake.rstrip("/") or "/",
@@ -88,7 +93,17 @@ def parse(arguments: Sequence[str]) -> Options:
         grace_s=given.grace_s,
         window_h=given.window_h,
         skip_ids=given.skip_ids,
+        publish=not given.no_publish,
     )
+
+
+def parse_about(command: str, name: str, help: str, description: str, arguments: Sequence[str]) -> tuple[str, str]:
+    """Read the command line of a command about one thing: what it names, and the lake."""
+    parser = argparse.ArgumentParser(prog=f"python -m spark {command}", description=description)
+    parser.add_argument(name, help=help)
+    parser.add_argument("--lake", required=True, help="folder or URL of the Delta tables that the runs fill")
+    given = parser.parse_args(arguments)
+    return getattr(given, name), given.lake.rstrip("/") or "/"
 
 
 def _natural(text: str) -> int:

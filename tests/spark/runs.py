@@ -83,7 +83,8 @@ def run(
     """
     shared_given = {name: given.pop(name) for name in ("key_ttl_s",) if name in given}
     report = root / f"report-{uuid.uuid4().hex[:8]}"
-    options = Options(lake=str(root / lake), report=str(report), **given)
+    # Most tests are not about the topic of findings.
+    options = Options(lake=str(root / lake), report=str(report), **({"publish": False} | given))
     shared = SharedSettings(kafka=history.bootstrap, namespace=history.namespace, rules=rules, **shared_given)
     settings = Settings(shared=shared, options=options, rules=Rules.read(rules))
     outcome = job.run(spark, settings, lambda line: None, now_ms)

@@ -4,12 +4,15 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 
+import jsonschema
 import pytest
 
 from deploy.local.stack import Kafka
 from service import wire
 from tests.spark.conftest import Audit, Ran
 from tests.spark.history import History, Life
+from tests.spark.test_publish import records
+from tests.spark.test_report import schema
 
 HOUR_MS = 3_600_000
 TTL_S = 86_400
@@ -229,7 +232,7 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def ran(audit: Audit, faults: Faults, rules: str) -> Ran:
-    return audit(faults.history, later_s=3600, key_ttl_s=TTL_S, rules=rules)
+    return audit(faults.history, later_s=3600, key_ttl_s=TTL_S, rules=rules, publish=True)
 
 
 def test_every_fault_is_found_with_its_cause_and_nothing_else(ran: Ran, faults: Faults) -> None:
@@ -289,7 +292,10 @@ def test_unkeyed_records_are_one_finding_a_partition(ran: Ran) -> None:
 
 def test_a_second_run_with_nothing_new_finds_the_same(ran: Ran, audit: Audit, faults: Faults, rules: str) -> None:
     before = ran.written()
-    again = audit(faults.history, later_s=3600, key_ttl_s=TTL_S, rules=rules)
+    published = records(faults.history)
+    assert dict(published) == {one["finding_id"]: {"v": 1, **one} for one in ran.document["findings"]}
+    again = audit(faults.history, later_s=3600, key_ttl_s=TTL_S, rules=rules, publish=True)
+    assert records(faults.history) == published
     assert again.document["run"]["number"] == ran.document["run"]["number"] + 1
     assert again.document["cost"]["offsets"] == 0
     assert again.written() == before
@@ -307,9 +313,24 @@ def test_without_the_pass_over_ids_only_the_copies_of_other_hours_are_missed(
 def test_the_page_and_the_metrics_tell_the_same(ran: Ran) -> None:
     page = (ran.report / "report.html").read_text()
     assert f"{ran.document['run']['findings']:,} findings: 11 duplicates, 3 conflicts" in page
-    assert "and 290 more" in page
+    assert "and 295 more" in page
     assert "every-orders[3]" in page
     assert "http" not in page.replace("http-equiv", "").lower().replace("http://www.w3.org", "")
     metrics = (ran.report / "metrics.prom").read_text()
     assert f'fencepost_audit_ids{{state="lost"}} {ran.document["balance"]["lost"]}' in metrics
     assert json.loads((ran.report / "report.json").read_text()) == ran.document
+    jsonschema.Draft202012Validator(schema()).validate(ran.document)
+
+
+def test_the_map_has_every_record_where_it_lies(ran: Ran) -> None:
+    rows = {(row["topic"], row["partition"]): row for row in ran.document["map"]["rows"]}
+    by_topic = {row["topic"]: row["records"] + row["unkeyed"] + row["rejects"] for row in ran.document["topics"]}
+    for topic in (ORDERS, FOREIGN, ARCHIVE):
+        assert sum(sum(row["records"]) for (name, _), row in rows.items() if name == topic) == by_topic[topic]
+    assert sum(rows[FOREIGN, 1]["records"]) == 2
+    assert sum(rows[FOREIGN, 1]["troubled"]) == 2  # a copy too many, and a record without id
+    copies = {(one["kind"], one["cause"]): 0 for one in ran.document["timeline"]}
+    for one in ran.document["timeline"]:
+        copies[one["kind"], one["cause"]] += one["records"]
+    assert copies["duplicate", "producer_restart"] == 2
+    assert copies["client_duplicate", "new_key"] == 1

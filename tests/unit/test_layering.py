@@ -26,7 +26,7 @@ LAYERS = [
     {"intake"},
     {"recovery", "journal", "group", "tracing"},
     {"slot", "control", "topics", "keys", "keys_view", "request", "kafka.producer", "kafka.reader", "kafka.survey"},
-    {"event", "kafka.cluster", "kafka.security", "kafka.verdict", "kafka.partitioner"},
+    {"event", "follow", "kafka.cluster", "kafka.security", "kafka.verdict", "kafka.partitioner"},
     {"states", "errors", "settings", "telemetry", "logs", "kafka.deadline"},
     {"shared"},
     {"wire"},
@@ -34,6 +34,7 @@ LAYERS = [
 DOORS = {
     "redis": {"keys"},
     "aiokafka": {
+        "follow",
         "kafka.cluster",
         "kafka.producer",
         "kafka.reader",

@@ -1,0 +1,124 @@
+"""All that is known of one id: its rows in the lake, what was found, and the records themselves."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from pyspark.sql import DataFrame, Row, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from service import wire
+from service.shared import SharedSettings
+from spark import causes, source
+from spark.decode import EVENT
+from spark.errors import CannotRun
+from spark.kafka import Broker, Place
+from spark.lake import Lake
+from spark.source import Span
+
+RECORDS_MAX: Final = 20
+VALUE_CHARS: Final = 500
+
+_ID: Final = re.compile(rf"[0-9a-f]{{{2 * wire.ID_BYTES}}}")
+
+
+def id_of(text: str) -> bytes:
+    """An id in hexadecimal digits, else the id of an idempotency key in the empty scope."""
+    return bytes.fromhex(text) if _ID.fullmatch(text) else wire.event_id(text)
+
+
+def show(spark: SparkSession, shared: SharedSettings, root: str, text: str) -> Iterator[str]:
+    """What there is to say of an id or key, line by line. CannotRun where the lake does not know it."""
+    id = id_of(text)
+    lake = Lake(spark, root)
+    rows = _of(lake.read("deliveries").where(F.col("kind") == EVENT), id)
+    told = rows.withColumn("ordered", causes.ordered()).orderBy("accepted_ms").collect()
+    if not told:
+        raise CannotRun(
+            f"--lake {root} does not know {text!r}: give an id (32 hexadecimal digits), or a key as it was sent"
+        )
+    yield f"id         {id.hex()}"
+    places: dict[tuple[str, int, int], str] = {}
+    for row in told:
+        yield from _row(row)
+        places.update({(one["topic"], one["partition"], one["offset"]): _writer(one) for one in row["ordered"]})
+    for row in _of(lake.read("findings").where("kind is not null"), id).select("kind", "cause", "count").collect():
+        yield f"finding    {row['kind']}{'/' + row['cause'] if row['cause'] else ''}, {row['count']} records"
+    shown = list(places)[:RECORDS_MAX]
+    there = {(row["topic"], row["partition"], row["offset"]): row for row in _records(spark, shared, shown)}
+    for place in shown:
+        yield f"record     {place[0]}[{place[1]}]@{place[2]}  {places[place]}"
+        yield from _record(there[place]) if place in there else ("           is not in Kafka any more",)
+    if len(places) > len(shown):
+        yield f"           and {len(places) - len(shown)} more"
+
+
+def _of(rows: DataFrame, id: bytes) -> DataFrame:
+    return rows.where(F.col("id") == F.lit(bytearray(id)))
+
+
+def _row(row: Row) -> Iterator[str]:
+    key = "" if row["key"] is None else f", key {row['key']!r}"
+    yield f"accepted   {_time(row['accepted_ms'])}{key}: {row['count']} records, {row['entries_count']} ledger entries"
+    answers = [(name, row[f"answered_{name}"]) for name in ("201", "202", "503", "504", "other")]
+    if told := ", ".join(f"{count} x {name}" for name, count in answers if count):
+        yield f"answered   {told}, {row['replayed']} of them replays"
+    for source_, claims in (("ledger", row["entries"]), ("answer", row["answered"])):
+        for one in claims:
+            yield f"{source_:10} {one['topic']}[{one['partition']}]@{one['offset']}  seen {_time(one['seen_ms'])}"
+
+
+def _writer(copy: Mapping[str, Any]) -> str:
+    named = "in the ledger" if copy["late"] == 0 else "not in the ledger"
+    if copy["slot"] is None:
+        return f"{named}, without Fencepost's header"
+    return f"{named}, slot {copy['slot']}, producer {copy['pid']} epoch {copy['epoch']}, {copy['instance']}"
+
+
+def _record(row: Row) -> Iterator[str]:
+    yield f"  time     {_time(row['timestamp_ms'])}"
+    yield f"  key      {_shown(row['key'])}"
+    for header in row["headers"] or ():
+        yield f"  header   {header['key']}: {_shown(header['value'])}"
+    yield f"  value    {_shown(row['value'])}"
+
+
+def _records(spark: SparkSession, shared: SharedSettings, places: Sequence[tuple[str, int, int]]) -> Iterator[Row]:
+    """The records at these places that are there still: one look at Kafka for each place in a partition."""
+    left = list(places)
+    while left:
+        spans: dict[Place, Span] = {}
+        later = []
+        for topic, partition, offset in left:
+            if (topic, partition) in spans:
+                later.append((topic, partition, offset))
+            else:
+                spans[topic, partition] = (offset, offset + 1)
+        yield from source.read(spark, shared, _there(spark, shared, spans)).collect()
+        left = later
+
+
+def _there(spark: SparkSession, shared: SharedSettings, spans: Mapping[Place, Span]) -> dict[Place, Span]:
+    """Those of the spans that lie in a log as it is now."""
+    with closing(Broker(spark, shared)) as broker:
+        topics = broker.describe([topic for topic, _ in spans])
+        known = [place for place in spans if place[0] in topics and place[1] < topics[place[0]].partitions]
+        ends = broker.ends(known) if known else {}
+    return {
+        place: spans[place]
+        for place, bounds in ends.items()
+        if bounds.log_start <= spans[place][0] and spans[place][1] <= bounds.last_stable
+    }
+
+
+def _shown(content: bytes | None) -> str:
+    if content is None:
+        return "null"
+    text = bytes(content).decode(errors="backslashreplace")
+    return text if len(text) <= VALUE_CHARS else f"{text[:VALUE_CHARS]}… ({len(content)} bytes)"
+
+
+def _time(ms: int) -> str:
+    return f"{datetime.fromtimestamp(ms / 1000, UTC):%Y-%m-%d %H:%M:%S.%f}"[:-3] + " UTC"

@@ -1,0 +1,225 @@
+"""A topic as a Delta table with each id once: what to read instead of the topic.
+
+Of an id's copies the first one by the contract's order stands: those in the ledger first, then by timestamp, partition
+and offset. The table is what that order makes of everything that was read so far, as if it had been made anew: where
+a copy is found later that comes before the one that stands (a ledger entry that came after its record, a partition
+that an open transaction held up), it takes its place. Records without id are left out: the audit counts them.
+
+A run brings each view from the run before to its own plan, in one Delta commit that counts once. It reads the topic's
+new records, the rows of `deliveries` that the run touched, and of the view itself the narrow columns.
+"""
+
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Final
+
+from delta.tables import DeltaTable
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from service.shared import SharedSettings
+from spark import causes, lock, source
+from spark.decode import EVENT
+from spark.errors import CannotRun
+from spark.kafka import Broker, Place
+from spark.lake import Lake
+from spark.offsets import DATA, Log, Plan
+from spark.source import Span
+
+TABLE: Final = "views"
+
+COLUMNS: Final = {
+    "topic": "string",
+    "partition": "int",
+    "offset": "bigint",
+    "timestamp": "timestamp",
+    "key": "binary",
+    "value": "binary",
+    "headers": "array<struct<key: string, value: binary>>",
+    "id": "binary",
+    "accepted_at": "timestamp",
+    "in_ledger": "boolean",
+}
+"""Name and type of a view's columns. `accepted_at` is that of Fencepost's header, without it the timestamp;
+`in_ledger`: whether the ledger names this very record."""
+
+_ORDER: Final = ("late", "timestamp", "partition", "offset")
+_NEW, _BETTER, _ENTERED = "new", "better", "entered"
+
+
+@dataclass(frozen=True)
+class View:
+    """One registered view: a table below the lake."""
+
+    lake: Lake
+    shared: SharedSettings
+    topic: str
+
+    @property
+    def name(self) -> str:
+        """The table's folder in the lake."""
+        return f"{TABLE}/{self.topic}"
+
+    def rows(self) -> DataFrame:
+        """COLUMNS as they are now; none where it was never written to."""
+        if self.lake.exists(self.name):
+            return self.lake.spark.read.format("delta").load(self.lake.path(self.name))
+        return self.lake.spark.createDataFrame([], ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items()))
+
+    def advance(self, touched: DataFrame, spans: dict[Place, Span], starts: dict[Place, int], run: int) -> None:
+        """Bring it to a run: `touched` rows of `deliveries`, records in `spans`, of logs that begin at `starts`."""
+        changes = _changes(_candidates(touched, self.topic), self.rows()).persist()
+        kinds = {row["change"] for row in changes.select("change").distinct().collect()}
+        if not kinds:
+            changes.unpersist()
+            return
+        wanted = changes.where(F.col("change") != _ENTERED)
+        again = _earlier(wanted, spans, starts)
+        spark = self.lake.spark
+        records = source.read(spark, self.shared, spans).unionByName(source.read(spark, self.shared, again))
+        filled = _filled(changes, records)
+        if kinds == {_NEW}:
+            fresh = filled.select(*COLUMNS).hint("rebalance")
+            self.lake.append(self.name, fresh, run)
+        else:
+            self._merge(filled, run)
+        changes.unpersist()
+
+    def _merge(self, filled: DataFrame, run: int) -> None:
+        columns = {name: f"new.{name}" for name in COLUMNS}
+        rows = filled.localCheckpoint()
+        with self.lake.once(run):
+            (
+                DeltaTable.forPath(self.lake.spark, self.lake.path(self.name))
+                .alias("there")
+                .merge(rows.alias("new"), "there.id = new.id")
+                .whenMatchedUpdate(f"new.change = '{_ENTERED}'", {"in_ledger": "new.in_ledger"})
+                .whenMatchedUpdate(f"new.change = '{_BETTER}'", dict(columns))
+                .whenNotMatchedInsert(f"new.change = '{_NEW}'", dict(columns))
+                .execute()
+            )
+
+
+def register(spark: SparkSession, shared: SharedSettings, root: str, topic: str) -> int:
+    """Make a topic's view from all that the last run knows; each run from now on keeps it current. Its number of rows.
+
+    CannotRun where no finished run has audited the topic.
+    """
+    with lock.held(spark, root):
+        lake = Lake(spark, root)
+        view = View(lake, shared, topic)
+        last = lake.read("runs").agg(F.max("run").alias("run")).collect()[0]["run"]
+        rows = lake.read("progress").where(F.col("run") == last).collect() if last is not None else []
+        plan = Plan.from_rows(row.asDict(recursive=True) for row in rows)
+        if plan is None or topic not in plan.topics:
+            raise CannotRun(
+                f"no finished run on --lake {root} has audited topic {topic!r}: "
+                "run python -m spark first, with --topics if neither the ledger nor the rules name it"
+            )
+        if topic not in registered(lake):
+            logs = [log for log in plan.of(DATA) if log.topic == topic]
+            with closing(Broker(spark, shared)) as broker:
+                starts = _starts(broker, logs)
+            spans = {log.place: (starts[log.place], log.end) for log in logs if log.place in starts}
+            view.advance(lake.read("deliveries"), spans, starts, plan.run)
+            lake.add(TABLE, spark.createDataFrame([{"topic": topic, "run": plan.run}], "topic string, run bigint"))
+        return view.rows().count()
+
+
+def registered(lake: Lake) -> list[str]:
+    """The topics that have a view."""
+    if not lake.exists(TABLE):
+        return []
+    return sorted(row["topic"] for row in lake.read(TABLE).select("topic").distinct().collect())
+
+
+def update(lake: Lake, shared: SharedSettings, plan: Plan) -> None:
+    """Bring every view to the plan of a run whose `deliveries` are merged."""
+    topics = set(registered(lake)) & set(plan.topics)
+    if not topics:
+        return
+    touched = lake.read("deliveries").where(F.col("run") == plan.run)
+    with closing(Broker(lake.spark, shared)) as broker:
+        starts = _starts(broker, [log for log in plan.of(DATA) if log.topic in topics])
+    for topic in sorted(topics):
+        # What went away since the plan was made is gone for the view; the audit has read it.
+        spans = {
+            place: (max(start, starts[place]), end)
+            for place, (start, end) in plan.spans(DATA).items()
+            if place[0] == topic and place in starts
+        }
+        ours = {place: start for place, start in starts.items() if place[0] == topic}
+        View(lake, shared, topic).advance(touched, spans, ours, plan.run)
+
+
+def _starts(broker: Broker, logs: Iterable[Log]) -> dict[Place, int]:
+    """Where these logs begin now; without those of topics that are gone, or made anew since."""
+    logs = list(logs)
+    lives = {name: topic.life for name, topic in broker.describe(sorted({log.topic for log in logs})).items()}
+    places = [log.place for log in logs if lives.get(log.topic) == log.life]
+    return {place: ends.log_start for place, ends in broker.ends(places).items()} if places else {}
+
+
+def _candidates(rows: DataFrame, topic: str) -> DataFrame:
+    """state.ROW → `id, late, timestamp, partition, offset, accepted_at`: the first copy in the topic of each id."""
+    ours = F.filter("ordered", lambda copy: copy["topic"] == topic)
+    delivered = rows.where((F.col("kind") == EVENT) & F.exists("coordinates", lambda copy: copy["topic"] == topic))
+    first = delivered.select("id", causes.ordered().alias("ordered")).select("id", F.get(ours, F.lit(0)).alias("first"))
+    order = F.struct(*(F.col(f"first.{name}") for name in (*_ORDER, "accepted_at")))
+    return first.groupBy("id").agg(F.min(order).alias("first")).select("id", "first.*")
+
+
+def _changes(candidates: DataFrame, view: DataFrame) -> DataFrame:
+    """Candidates that the view does not have like that, with `change`."""
+    there = view.select(
+        F.col("id").alias("there_id"),
+        F.struct(
+            F.when(F.col("in_ledger"), 0).otherwise(1).alias("late"),
+            F.unix_millis("timestamp").alias("timestamp"),
+            "partition",
+            "offset",
+        ).alias("there"),
+    )
+    same = (F.col("there.partition") == F.col("partition")) & (F.col("there.offset") == F.col("offset"))
+    change = (
+        F.when(F.col("there_id").isNull(), _NEW)
+        .when(same, F.when(F.col("there.late") != F.col("late"), _ENTERED))
+        .when(F.struct(*_ORDER) < F.col("there"), _BETTER)
+    )
+    joined = candidates.join(there, F.col("id") == F.col("there_id"), "left").withColumn("change", change)
+    return joined.where("change is not null").drop("there", "there_id")
+
+
+def _earlier(wanted: DataFrame, spans: dict[Place, Span], starts: dict[Place, int]) -> dict[Place, Span]:
+    """Where wanted records lie that were read by an earlier run: few, and close to one another."""
+    found: dict[Place, Span] = {}
+    begins = {place[1]: spans.get(place, (start, start))[0] for place, start in starts.items()}
+    below = (
+        F.col("offset") < F.try_element_at(F.create_map(*_flat(begins)), F.col("partition")) if begins else F.lit(False)
+    )
+    rows = wanted.where(below).groupBy("partition").agg(F.min("offset").alias("first"), F.max("offset").alias("last"))
+    for row in rows.collect():
+        (place,) = [place for place in starts if place[1] == row["partition"]]
+        if row["last"] >= starts[place]:
+            found[place] = (max(row["first"], starts[place]), row["last"] + 1)
+    return found
+
+
+def _flat(begins: dict[int, int]) -> list[Column]:
+    return [F.lit(one).cast(kind) for pair in begins.items() for one, kind in zip(pair, ("int", "bigint"), strict=True)]
+
+
+def _filled(changes: DataFrame, records: DataFrame) -> DataFrame:
+    """Changes with their records, in COLUMNS and `change`; one whose record is gone is left out."""
+    where = ["partition", "offset"]
+    told = changes.select(*where, "id", "late", "accepted_at", "change")
+    joined = told.join(records, where, "left").where((F.col("change") == _ENTERED) | F.col("topic").isNotNull())
+    made = joined.withColumns(
+        {
+            "timestamp": F.timestamp_millis("timestamp_ms"),
+            "accepted_at": F.timestamp_millis("accepted_at"),
+            "in_ledger": F.col("late") == 0,
+        }
+    )
+    return made.select(*(F.col(name).cast(kind) for name, kind in COLUMNS.items()), "change")

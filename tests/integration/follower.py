@@ -1,0 +1,80 @@
+"""A reader to be killed: follows a topic into SQLite. `python -m tests.integration.follower DATABASE KAFKA TOPIC …`."""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sqlite3
+from collections.abc import Sequence
+
+from service.follow import Overtaken, Record, Saved, follow, id_of
+
+END = b"end"
+ENDS = 2
+
+
+class Done(Exception):
+    """Everything was read: the last record of each partition, which says so, is stored."""
+
+
+class Ledger:
+    """A Store in SQLite. At commit number `die_at` (from 1) the process ends between the results and the place."""
+
+    def __init__(self, database: str, *, die_at: int = 0, torn: bool = False) -> None:
+        self.database = sqlite3.connect(database, isolation_level=None)
+        self.database.execute("CREATE TABLE IF NOT EXISTS results (id TEXT, place TEXT, value BLOB)")
+        self.database.execute("CREATE TABLE IF NOT EXISTS place (version INTEGER, place BLOB)")
+        self.die_at, self.torn = die_at, torn
+        self.commits = 0
+
+    async def load(self) -> Saved | None:
+        row = self.database.execute("SELECT version, place FROM place").fetchone()
+        return None if row is None else Saved(*row)
+
+    async def commit(self, results: Sequence[tuple[str, str, bytes | None]], saved: Saved) -> None:
+        self.commits += 1
+        self.database.execute("BEGIN IMMEDIATE")
+        self.database.executemany("INSERT INTO results VALUES (?, ?, ?)", results)
+        if self.torn:  # what must not be done: the results alone
+            self.database.execute("COMMIT")
+            self.database.execute("BEGIN IMMEDIATE")
+        if self.commits == self.die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if saved.version == 1:
+            self.database.execute("INSERT INTO place SELECT ?, ? WHERE NOT EXISTS (SELECT * FROM place)", saved)
+        else:
+            self.database.execute(
+                "UPDATE place SET version = ?, place = ? WHERE version = ?", (*saved, saved.version - 1)
+            )
+        if self.database.execute("SELECT changes()").fetchone() != (1,):
+            self.database.execute("ROLLBACK")
+            raise Overtaken(f"version {saved.version - 1} is not what is stored")
+        self.database.execute("COMMIT")
+        if self.database.execute("SELECT count(*) FROM results WHERE value = ?", (END,)).fetchone()[0] >= ENDS:
+            raise Done
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Id and place of every result."""
+        return self.database.execute("SELECT id, place FROM results WHERE value IS NOT ?", (END,)).fetchall()
+
+
+async def results(records: Sequence[Record]) -> list[tuple[str, str, bytes | None]]:
+    """A row for each record."""
+    return [((id_of(one) or b"").hex(), f"{one.partition}@{one.offset}", one.value) for one in records]
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("database", "kafka", "topic"):
+        parser.add_argument(name)
+    parser.add_argument("--die-at", type=int, default=0)
+    parser.add_argument("--torn", action="store_true")
+    given = parser.parse_args()
+    store = Ledger(given.database, die_at=given.die_at, torn=given.torn)
+    with contextlib.suppress(Done):
+        await follow(given.topic, results, store, records_max=20, bootstrap_servers=given.kafka)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

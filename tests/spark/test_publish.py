@@ -1,0 +1,127 @@
+"""The topic of findings: what stands, a record each, whatever happens on the way."""
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, TopicPartition
+from pyspark.sql import SparkSession
+
+from service import wire
+from service.shared import SharedSettings
+from spark import lake, publish, standing
+from spark.errors import CannotRun
+from spark.kafka import Broker
+from tests.spark.history import History
+
+
+class Cut(Exception):
+    """A run ends here, as if it had been killed."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def interpreted(spark: SparkSession) -> Iterator[None]:
+    """Few records: compiling expressions would be most of the time."""
+    settings = {"spark.sql.codegen.wholeStage": "false", "spark.sql.codegen.factoryMode": "NO_CODEGEN"}
+    for name, value in settings.items():
+        spark.conf.set(name, value)
+    yield
+    for name in settings:
+        spark.conf.unset(name)
+
+
+def records(history: History) -> list[tuple[str, dict[str, Any] | None]]:
+    """All records of the topic of findings, in order: key, and value (None: a tombstone)."""
+    place = TopicPartition(wire.findings_topic(history.namespace), 0, 0)
+    consumer = Consumer({"bootstrap.servers": history.bootstrap, "group.id": "none", "enable.partition.eof": True})
+    consumer.assign([place])
+    found: list[tuple[str, dict[str, Any] | None]] = []
+    while True:
+        message = consumer.poll(30)
+        assert message is not None
+        if message.error():
+            break
+        key, value = message.key(), message.value()
+        assert isinstance(key, bytes)
+        found.append((key.decode(), json.loads(value) if value is not None else None))
+    consumer.close()
+    return found
+
+
+Found = dict[str, int]
+"""Findings by name, and how many records each is about."""
+
+
+class Outbox:
+    """A lake and its topic of findings."""
+
+    def __init__(self, spark: SparkSession, history: History, root: Path) -> None:
+        self.spark, self.history = spark, history
+        self.lake = lake.Lake(spark, str(root / "lake"))
+        self.shared = SharedSettings(kafka=history.bootstrap, namespace=history.namespace)
+        with closing(Broker(spark, self.shared)) as broker:
+            for _ in range(2):
+                publish.prepare(broker, history.namespace)
+
+    def publish(self, found: Found) -> None:
+        fields = {name: kind for name, kind in lake.FINDING.items() if name in standing.FIELDS} | {"id": "string"}
+        schema = ", ".join(f"{name} {fields.get(name, 'string')}" for name in standing.FIELDS)
+        rows = [{"finding_id": name, "kind": "lost", "count": count} for name, count in found.items()]
+        publish.publish(self.lake, self.shared, self.spark.createDataFrame(rows, schema))
+
+    def counts(self) -> Found:
+        """What a reader of the compacted topic knows."""
+        return {key: value["count"] for key, value in dict(records(self.history)).items() if value is not None}
+
+
+def test_the_topic_has_what_stands_and_nothing_is_sent_twice(
+    spark: SparkSession, history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbox = Outbox(spark, history, tmp_path)
+    outbox.publish({})
+    assert not outbox.lake.exists(publish.TABLE)
+    found = {f"lost:{n}": 1 for n in range(20)}
+    outbox.publish(found)
+    assert outbox.counts() == found
+    outbox.publish(found)
+    assert len(records(history)) == 20
+
+    # Killed between the sending and the mark, with one finding more, one that is another now, and one that is gone.
+    changed = {**found, "lost:3": 2, "lost:new": 1}
+    del changed["lost:7"]
+    with monkeypatch.context() as patch:
+        patch.setattr(publish, "_mark", _cut)
+        with pytest.raises(Cut):
+            outbox.publish(changed)
+    assert outbox.counts() == changed
+    outbox.publish(changed)
+    sent = [key for key, _ in records(history)]
+    assert sorted(sent[20:]) == sorted(2 * ["lost:3", "lost:7", "lost:new"])
+    assert outbox.counts() == changed
+
+    # Killed before the sending, and before it is taken up another one has gone and one is back.
+    with monkeypatch.context() as patch:
+        patch.setattr(publish, "_send", _cut)
+        with pytest.raises(Cut):
+            outbox.publish({})
+    assert outbox.counts() == changed
+    outbox.publish({"lost:7": 5})
+    assert outbox.counts() == {"lost:7": 5}
+    written = len(records(history))
+    outbox.publish({"lost:7": 5})
+    assert len(records(history)) == written
+
+
+def _cut(*_: Any) -> None:
+    raise Cut
+
+
+def test_a_topic_of_findings_that_would_forget_is_refused(
+    spark: SparkSession, history: History, tmp_path: Path
+) -> None:
+    name = history.topic(wire.findings_topic(history.namespace))
+    with pytest.raises(CannotRun, match=f"topic '{name}' is not compacted: set its cleanup.policy .*--no-publish"):
+        Outbox(spark, history, tmp_path)

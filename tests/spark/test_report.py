@@ -1,0 +1,212 @@
+"""The report of very many findings: small enough for a browser, whole in the lake, and read in a real one."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from deploy.local.console import StackError
+from service.shared import SharedSettings
+from spark import lake, report, standing
+from spark.balance import Balance
+from spark.findings import CONFLICT, DUPLICATE, HOUR, KINDS
+from spark.offsets import DATA, Log, Plan
+from spark.settings import Options, Settings
+from spark.verdict import LOST
+from tests.spark import browser
+from tests.spark.rows import HOUR_MS, NOW_MS
+
+MANY = 100_000
+SIZE_MAX = 5 * 1024 * 1024
+TOPIC = "orders.with-a-rather-long-name"
+HOSTILE = '<img src=x onerror="document.title=1">'
+
+
+def schema() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(Path(report.__file__).with_name("report.schema.json").read_text())
+    return loaded
+
+
+def _findings(tables: lake.Lake) -> None:
+    """Very many findings of three kinds over 150 hours and 40 partitions, each with two copies."""
+    n = F.col("id")
+    hour = F.timestamp_seconds((F.lit(NOW_MS // HOUR_MS) - n % 150) * 3600)
+    kinds = F.array(*(F.lit(kind) for kind in (DUPLICATE, CONFLICT, LOST)))
+
+    def copy(nth: int, cause: str | None) -> Any:
+        return F.struct(
+            F.lit(TOPIC).alias("topic"),
+            (n % 40).cast("int").alias("partition"),
+            (n * 2 + nth).alias("offset"),
+            (F.lit(NOW_MS) - (n % 150) * HOUR_MS).alias("timestamp"),
+            (n % 7).cast("int").alias("slot"),
+            n.alias("pid"),
+            F.lit(0).alias("epoch"),
+            F.lit("a-host-with-a-name.example:8000").alias("instance"),
+            F.lit(cause).cast("string").alias("cause"),
+        )
+
+    columns = {
+        "scope": F.lit(HOUR),
+        "accepted_hour": hour,
+        "kind": F.get(kinds, n % 3),
+        "cause": F.lit("producer_restart"),
+        "id": F.unhex(F.md5(n.cast("string"))),
+        "key": F.concat(F.lit(HOSTILE), F.repeat(n.cast("string"), 60)),
+        "topic": F.lit(TOPIC),
+        "count": F.lit(2),
+        "last_ms": F.lit(NOW_MS),
+        "coordinates": F.array(copy(0, None), copy(1, "producer_restart")),
+    }
+    rows = tables.spark.range(MANY).select(
+        *(columns.get(name, F.lit(None)).cast(kind).alias(name) for name, kind in lake.FINDING.items())
+    )
+    tables.append("findings", rows, 1)
+
+
+@pytest.fixture(scope="module")
+def large(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """The document and the folder of a report with 100,000 findings."""
+    root = tmp_path_factory.mktemp("large")
+    tables = lake.Lake(spark, str(root / "lake"))
+    _findings(tables)
+    logs = tuple(Log(DATA, TOPIC, n, "life", True, False, 0, 0, 0, 9, 9, 9, 0, NOW_MS) for n in range(40))
+    plan = Plan(1, NOW_MS, "{}", logs)
+    settings = Settings(shared=SharedSettings(), options=Options(lake=str(root / "lake"), report=str(root / "report")))
+    held = standing.by_hour(tables.read("findings"), report.window_from(plan, settings))
+    made = report.build(held, standing.whole(held), plan, settings, Balance(), {"plan": 1.5}, False, [])
+    report.write(spark, settings.options.report, made)
+    return made.document, root / "report"
+
+
+def test_a_hundred_thousand_findings_make_a_page_that_a_browser_opens(large: tuple[dict[str, Any], Path]) -> None:
+    document, folder = large
+    assert (folder / "report.html").stat().st_size < SIZE_MAX
+    assert document["run"]["findings"] == len(document["findings"]) == MANY
+    assert sum(document["kinds"].values()) == MANY
+    assert len({one["finding_id"] for one in document["findings"]}) == MANY
+    assert json.loads((folder / "report.json").read_text()) == document
+    few = {**document, "findings": document["findings"][::1000]}
+    jsonschema.Draft202012Validator(schema()).validate(few)
+    assert document["map"]["partitions_folded"] == 9
+    assert sum(sum(row["troubled"]) for row in document["map"]["rows"]) == sum(
+        {DUPLICATE: 1, CONFLICT: 1, LOST: 2}[one["kind"]] for one in document["findings"]
+    )
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Page]:
+    try:
+        browser.ensure()
+    except StackError as error:
+        pytest.skip(str(error))
+    with browser.opened(tmp_path_factory.mktemp("browser") / "profile") as page:
+        yield page
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1280])
+def test_the_page_stands_in_a_real_browser(
+    large: tuple[dict[str, Any], Path], tab: browser.Page, width: int, dark: bool
+) -> None:
+    document, folder = large
+    page = folder / "report.html"
+    tab.requested.clear()
+    tab.open(page, width=width, dark=dark)
+    assert tab.value("document.documentElement.scrollWidth") <= width
+    assert tab.value("document.querySelector('h1').textContent").startswith("100,000 findings: 33,334 duplicates")
+    assert tab.value("document.title") == "Fencepost audit, run 1: findings"
+    told = tab.value("document.body.textContent")
+    assert "The first 100 of 33,334; all of them are in report.json." in told
+    assert tab.value("document.querySelectorAll('article').length") == 300
+    cells = sum(1 for row in document["map"]["rows"] for count in row["troubled"] if count)
+    assert tab.value("document.querySelectorAll('g.bad').length") == cells
+    # What a client chose is text, wherever it stands.
+    assert tab.value("document.querySelectorAll('img').length") == 0
+    assert HOSTILE in tab.value("document.querySelector('article b').textContent")
+    ground = tab.value("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, ground[4:-1].split(","))) < 128) is dark
+    assert tab.requested == [page.as_uri()]
+    assert tab.problems == []
+
+
+def test_text_can_be_read_in_both_schemes(large: tuple[dict[str, Any], Path], tab: browser.Page) -> None:
+    for dark in (False, True):
+        tab.open(large[1] / "report.html", width=1280, dark=dark)
+        assert tab.value(_LOWEST_CONTRAST) >= 4.5  # WCAG 2.2, 1.4.3
+
+
+_LOWEST_CONTRAST = """
+(() => {
+  const channel = c => (c /= 255) <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4;
+  const luminance = colour => {
+    const [r, g, b] = colour.match(/[\\d.]+/g).map(Number);
+    return .2126 * channel(r) + .7152 * channel(g) + .0722 * channel(b);
+  };
+  const ground = node => {
+    for (; node; node = node.parentElement) {
+      const colour = getComputedStyle(node).backgroundColor;
+      if (!/, 0\\)$/.test(colour)) return colour;
+    }
+  };
+  let least = 21;
+  for (const node of document.querySelectorAll("h1, h2, h3, p, th, td, b, code, pre, li, span, button, summary")) {
+    const [light, dark] = [luminance(getComputedStyle(node).color), luminance(ground(node))].sort((a, b) => b - a);
+    least = Math.min(least, (light + .05) / (dark + .05));
+  }
+  return least;
+})()
+"""
+
+
+def test_a_button_takes_a_finding_s_commands_along(large: tuple[dict[str, Any], Path], tab: browser.Page) -> None:
+    tab.open(large[1] / "report.html", width=1280)
+    tab.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+    tab.value("document.querySelector('.kind').open = true")
+    assert tab.value("document.querySelector('article .copy button').innerText") == "copy"
+    commands = tab.value("document.querySelector('article pre').textContent").splitlines()
+    first = large[0]["findings"][0]
+    place = first["coordinates"][0]
+    assert commands[0].startswith(f"python -m spark show {first['id']} --lake ")
+    assert commands[1] == (
+        f"kcat -C -q -J -e -b 127.0.0.1:9092 -t {TOPIC} -p {place['partition']} -o {place['offset']} -c 1"
+    )
+
+
+def test_it_prints_with_every_shown_finding_opened(
+    large: tuple[dict[str, Any], Path], tab: browser.Page, tmp_path: Path
+) -> None:
+    tab.open(large[1] / "report.html", width=1280)
+    tab.call("Emulation.setEmulatedMedia", media="print")
+    assert tab.value("document.querySelector('.kind').open") is False
+    assert tab.value("document.querySelector('article').getBoundingClientRect().height") > 0
+    tab.printed(tmp_path / "page.pdf")
+    assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_every_field_of_the_schema_says_what_it_is() -> None:
+    def fields(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+        for name, field in node.get("properties", {}).items():
+            yield f"{path}.{name}", field
+            yield from fields(field, f"{path}.{name}")
+        if "items" in node:
+            yield from fields(node["items"], f"{path}[]")
+
+    jsonschema.Draft202012Validator.check_schema(schema())
+    named = dict(fields(schema(), "$"))
+    assert {path for path, field in named.items() if not field.get("description")} == set()
+    assert set(schema()["properties"]["kinds"]["properties"]) == set(KINDS)
+    counted = ("balance", "topics[]", "kinds", "requests")
+    unitless = {
+        path
+        for path, field in named.items()
+        if field.get("type") in ("integer", "number")
+        and path.removeprefix("$.").rpartition(".")[0] in counted
+        and "Unit: " not in field["description"]
+    }
+    assert unitless == set()

@@ -1,0 +1,168 @@
+"""The view of a topic: each id once, the same however many runs made it."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from delta.tables import DeltaTable
+from pyspark.sql import SparkSession
+
+from service import wire
+from service.shared import SharedSettings
+from spark import lake, view
+from spark.errors import CannotRun
+from spark.offsets import Plan
+from tests.spark.conftest import Audit
+from tests.spark.history import History, Life
+from tests.spark.test_runs import cut
+
+LATER_S = 3600.0
+HOUR_MS = 3_600_000
+ONE, TWO = Life(0, 100, 0, "a:1"), Life(1, 200, 0, "b:1")
+
+Rows = dict[str, tuple[int, int, bytes | None, bool]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def interpreted(spark: SparkSession) -> Iterator[None]:
+    """Few records: compiling expressions would be most of the time."""
+    settings = {"spark.sql.codegen.wholeStage": "false", "spark.sql.codegen.factoryMode": "NO_CODEGEN"}
+    for name, value in settings.items():
+        spark.conf.set(name, value)
+    yield
+    for name in settings:
+        spark.conf.unset(name)
+
+
+class Views:
+    """Views of one history in several lakes."""
+
+    def __init__(self, spark: SparkSession, history: History, root: Path) -> None:
+        self.spark = spark
+        self.shared = SharedSettings(kafka=history.bootstrap, namespace=history.namespace)
+        self.root = root
+
+    def register(self, topic: str, place: str = "lake") -> int:
+        return view.register(self.spark, self.shared, str(self.root / place), topic)
+
+    def path(self, topic: str, place: str = "lake") -> str:
+        return str(self.root / place / "views" / topic)
+
+    def rows(self, topic: str, place: str = "lake") -> Rows:
+        """By id: partition, offset, value, and whether the ledger names it; each id once."""
+        found = self.spark.read.format("delta").load(self.path(topic, place)).collect()
+        told: Rows = {}
+        for row in found:
+            value = None if row["value"] is None else bytes(row["value"])
+            told[bytes(row["id"]).hex()] = (row["partition"], row["offset"], value, row["in_ledger"])
+        assert len(told) == len(found)
+        return told
+
+    def version(self, topic: str, place: str = "lake") -> int:
+        history = DeltaTable.forPath(self.spark, self.path(topic, place)).history(1)
+        version: int = history.collect()[0]["version"]
+        return version
+
+
+def _id(key: str) -> str:
+    return wire.event_id(key).hex()
+
+
+def test_a_view_has_each_id_once_and_grows_to_what_one_made_anew_has(
+    spark: SparkSession, history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = history.topic(f"{history.namespace}-t", 2)
+    options: dict[str, Any] = {"later_s": LATER_S, "topics": (topic,)}
+    producer = history.transactional(ONE)
+    sent = {"value": b'"$key"', "record_key": b"k", "headers": [("h", b"1")]}
+    history.deliver(producer, ONE, topic, [f"k-{n}" for n in range(30)], **sent)  # type: ignore[arg-type]
+    history.deliver(producer, ONE, topic, ["gone"], value=None, record_key=b"gone", partition=1)
+    # A copy that the ledger does not name is no first one, though it was first in time.
+    history.send(history.plain, topic, ["k-1", "named"], ONE, ts=history.now_ms - 5000, value=b"foreign")
+    named = history.deliver(producer, ONE, topic, ["named"], value=b"named", partition=1)[0]
+    # This one's ledger record comes later than itself.
+    history.send(history.plain, topic, ["late"], None, ts=history.now_ms - 5000, value=b"before")
+    producer.begin_transaction()
+    late = history.send(producer, topic, ["late"], ONE, value=b"late")[0]
+    producer.commit_transaction(30)
+    history.raw(history.plain, topic, b"no id")
+    ran = audit(history, **options)
+    views = Views(spark, history, ran.lake.parent)
+
+    assert views.register(topic) == 33
+    rows = views.rows(topic)
+    assert rows.keys() == {_id(key) for key in (*(f"k-{n}" for n in range(30)), "gone", "named", "late")}
+    assert rows[_id("k-1")][2:] == (b'"k-1"', True)
+    assert rows[_id("gone")][2] is None
+    assert rows[_id("named")] == (1, named.offset, b"named", True)
+    assert rows[_id("late")][2:] == (b"before", False)
+    assert views.register(topic) == 33
+    whole = spark.read.format("delta").load(views.path(topic))
+    assert {field.name: field.dataType.simpleString() for field in whole.schema} == {
+        name: kind.replace(": ", ":").replace(", ", ",") for name, kind in view.COLUMNS.items()
+    }
+    first = whole.where("key = 'k'").orderBy("offset").limit(1).collect()[0]
+    assert ("h", b"1") in {(header["key"], bytes(header["value"])) for header in first["headers"]}
+
+    # Copies in the same hour and in another, a ledger record for what was there, and new ids.
+    history.deliver(producer, ONE, topic, [f"k-{n}" for n in range(25, 40)], value=b"again")
+    history.deliver(producer, ONE, topic, ["k-2", "new"], value=b"again", at=history.now_ms - 3 * HOUR_MS)
+    producer.begin_transaction()
+    history.ledger(producer, ONE, [late.entry()])
+    producer.commit_transaction(30)
+    shutil.copytree(ran.lake, views.root / "anew")
+    shutil.rmtree(views.root / "anew" / "views")
+    with cut(monkeypatch, view.View, "_merge", after=False):
+        audit(history, **options)
+    assert views.rows(topic) == rows
+    again = audit(history, **options)
+    assert again.document["run"]["resumed"]
+    grown = views.rows(topic)
+    assert grown.keys() - rows.keys() == {_id(key) for key in (*(f"k-{n}" for n in range(30, 40)), "new")}
+    assert {id for id in rows if grown[id] != rows[id]} == {_id("late")}
+    assert grown[_id("late")] == (0, late.offset, b"late", True)
+
+    # Cut off after its commit: the next time it finds nothing to do.
+    version = views.version(topic)
+    tables = lake.Lake(spark, str(ran.lake))
+    progress = tables.read("progress").where("run = 2").collect()
+    plan = Plan.from_rows(row.asDict(recursive=True) for row in progress)
+    assert plan is not None
+    view.update(tables, views.shared, plan)
+    assert views.version(topic) == version
+
+    # Made anew from all of it, it is the same.
+    audit(history, lake="anew", **options)
+    views.register(topic, "anew")
+    assert views.rows(topic, "anew") == grown
+
+
+def test_a_view_takes_only_what_a_run_has_audited(
+    spark: SparkSession, history: History, audit: Audit, tmp_path: Path
+) -> None:
+    topic = history.topic(f"{history.namespace}-t", 2)
+    views = Views(spark, history, tmp_path)
+    with pytest.raises(CannotRun, match=f"no finished run on --lake .* has audited topic '{topic}'"):
+        views.register(topic)
+    producer = history.transactional(TWO)
+    history.deliver(producer, TWO, topic, [f"k-{n}" for n in range(5)])
+    ran = audit(history, later_s=LATER_S)
+    views = Views(spark, history, ran.lake.parent)
+    # What Kafka does not have any more when the view is made is not in it.
+    history.delete_before(topic, 0, 2)
+    assert views.register(topic) == 3
+    # A run that does not audit the topic leaves it to the next one; a topic made anew has other records.
+    history.deliver(producer, TWO, topic, ["k-1", "more"], partition=1)
+    other = history.topic(f"{history.namespace}-o", 1)
+    audit(history, later_s=LATER_S, topics=(other,))
+    assert len(views.rows(topic)) == 3
+    audit(history, later_s=LATER_S)
+    kept = {_id(key) for key in ("k-2", "k-3", "k-4", "k-1", "more")}
+    assert set(views.rows(topic)) == kept
+    history.remove(topic)
+    history.topic(topic, 2)
+    history.send(history.plain, topic, ["other", "k-4"], None)
+    audit(history, later_s=LATER_S)
+    assert set(views.rows(topic)) == kept | {_id("other")}

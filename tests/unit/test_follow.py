@@ -1,0 +1,58 @@
+"""What a reader remembers, and how it is kept."""
+
+import random
+
+import pytest
+
+from service import wire
+from service.follow import Bounds, Place, id_of
+
+AGE = Bounds(ids=3, age_s=10)
+
+
+def _id(n: int) -> bytes:
+    return n.to_bytes(wire.ID_BYTES, "big")
+
+
+def test_an_id_is_fresh_once_within_the_bounds() -> None:
+    place = Place()
+    assert [place.fresh(_id(n), AGE, 0) for n in (1, 2, 1, 3)] == [True, True, False, True]
+    assert place.fresh(_id(4), AGE, 0)  # the fourth pushes the first out
+    assert place.fresh(_id(1), AGE, 0)
+    assert place.fresh(None, AGE, 0)
+    assert place.fresh(None, AGE, 0)
+    assert not place.fresh(_id(4), AGE, 10_000)
+    assert place.fresh(_id(4), AGE, 10_001)
+
+
+def test_a_place_comes_back_as_it_was_and_no_older() -> None:
+    chance = random.Random(3)
+    place = Place({n: chance.randrange(1 << 62) for n in range(5)})
+    for n in range(100):
+        place.fresh(_id(chance.randrange(1 << 120)), Bounds(), n)
+    again = Place.decode(place.encode(now_ms=1_000), now_ms=500_000)
+    assert again.offsets == place.offsets
+    assert list(again.seen) == list(place.seen)
+    assert {one - other for one, other in zip(again.seen.values(), place.seen.values(), strict=True)} == {499_000}
+    # A clock that went back makes nobody younger either.
+    assert Place.decode(place.encode(now_ms=1_000), now_ms=0) == place
+
+
+@pytest.mark.parametrize("raw", [b"", b"\x02" + bytes(16), bytes(3), Place({1: 1}).encode(0)[:-1]])
+def test_other_bytes_are_refused(raw: bytes) -> None:
+    with pytest.raises(ValueError, match=r"no place of version 1 .*give load\(\) the bytes that commit\(\) got"):
+        Place.decode(raw, 0)
+
+
+class _Record:
+    def __init__(self, *headers: tuple[str, bytes]) -> None:
+        self.headers = headers
+
+
+def test_the_id_is_that_of_the_stamp_else_of_the_key() -> None:
+    stamp = wire.Stamp(b"s" * 16, bytes(8), 1, 0, 1, 0, "a:1").encode()
+    assert id_of(_Record((wire.KEY_HEADER, b"k"), (wire.STAMP_HEADER, stamp), (wire.STAMP_HEADER, b"x"))) == b"s" * 16
+    assert id_of(_Record((wire.KEY_HEADER, b"k"), (wire.STAMP_HEADER, b"x"))) == wire.event_id("k")
+    assert id_of(_Record((wire.KEY_HEADER, b"\xff"))) == wire.header_event_id(b"\xff")
+    assert id_of(_Record((wire.KEY_HEADER, b""))) is None
+    assert id_of(_Record()) is None
