@@ -61,7 +61,7 @@ def _view(arguments: Sequence[str]) -> int:
     described = "Make a topic's view: a Delta table with each id once. Each run from now on keeps it current."
     topic, root = parse_about("view", "topic", "a topic that the last run has audited", described, arguments)
     rows = view.register(open_session(), SharedSettings.from_env(), root, topic)
-    sys.stdout.write(f"view       {root}/{view.TABLE}/{topic}\nrows       {rows}\n")
+    sys.stdout.write(f"view       {root}/{view.FOLDER}/{topic}\nrows       {rows}\n")
     return 0
 
 

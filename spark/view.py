@@ -28,6 +28,9 @@ from spark.offsets import DATA, Log, Plan
 from spark.source import Span
 
 TABLE: Final = "views"
+"""The table that says which topics have a view; those lie beside it, in a folder of their own."""
+
+FOLDER: Final = "view"
 
 COLUMNS: Final = {
     "topic": "string",
@@ -59,7 +62,7 @@ class View:
     @property
     def name(self) -> str:
         """The table's folder in the lake."""
-        return f"{TABLE}/{self.topic}"
+        return f"{FOLDER}/{self.topic}"
 
     def rows(self) -> DataFrame:
         """COLUMNS as they are now; none where it was never written to."""

@@ -120,7 +120,7 @@ async def test_partitions_that_come_later_are_read_from_their_beginning(
 ) -> None:
     monkeypatch.setattr("service.follow.METADATA_MS", 200)
     topic = history.topic(f"{history.namespace}-t", 1)
-    history.send(history.plain, topic, ["a"], None)
+    history.deliver(history.transactional(ONE), ONE, topic, ["a"])  # the plain producer is not to know the topic yet
     store = Ledger(str(tmp_path / "results.db"))
     reading = asyncio.create_task(_read(store, history, topic, rows=3))
     await _stored(store, 1, reading)

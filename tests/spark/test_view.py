@@ -11,7 +11,7 @@ from pyspark.sql import SparkSession
 
 from service import wire
 from service.shared import SharedSettings
-from spark import lake, view
+from spark import lake, show, view
 from spark.errors import CannotRun
 from spark.offsets import Plan
 from tests.spark.conftest import Audit
@@ -48,7 +48,7 @@ class Views:
         return view.register(self.spark, self.shared, str(self.root / place), topic)
 
     def path(self, topic: str, place: str = "lake") -> str:
-        return str(self.root / place / "views" / topic)
+        return str(self.root / place / view.FOLDER / topic)
 
     def rows(self, topic: str, place: str = "lake") -> Rows:
         """By id: partition, offset, value, and whether the ledger names it; each id once."""
@@ -113,7 +113,8 @@ def test_a_view_has_each_id_once_and_grows_to_what_one_made_anew_has(
     history.ledger(producer, ONE, [late.entry()])
     producer.commit_transaction(30)
     shutil.copytree(ran.lake, views.root / "anew")
-    shutil.rmtree(views.root / "anew" / "views")
+    for name in (view.FOLDER, view.TABLE):
+        shutil.rmtree(views.root / "anew" / name)
     with cut(monkeypatch, view.View, "_merge", after=False):
         audit(history, **options)
     assert views.rows(topic) == rows
@@ -133,10 +134,28 @@ def test_a_view_has_each_id_once_and_grows_to_what_one_made_anew_has(
     view.update(tables, views.shared, plan)
     assert views.version(topic) == version
 
+    _shown(spark, views.shared, str(ran.lake), topic)
+
     # Made anew from all of it, it is the same.
     audit(history, lake="anew", **options)
     views.register(topic, "anew")
     assert views.rows(topic, "anew") == grown
+
+
+def _shown(spark: SparkSession, shared: SharedSettings, root: str, topic: str) -> None:
+    """What `show` says of ids of the history above, by key or by id."""
+    told = list(show.show(spark, shared, root, "k-1"))
+    assert told == list(show.show(spark, shared, root, _id("k-1")))
+    text = "\n".join(told)
+    assert text.startswith(f"id         {_id('k-1')}\n")
+    assert f"record     {topic}[0]@1  in the ledger, slot 0, producer 100 epoch 0, a:1" in text
+    assert "  header   h: 1" in text
+    assert '  value    "k-1"' in text
+    assert "  value    foreign" in text
+    assert "finding    conflict/foreign_writer, 2 records" in text
+    assert "  value    null" in "\n".join(show.show(spark, shared, root, "gone"))
+    with pytest.raises(CannotRun, match="does not know 'nobody': give an id"):
+        list(show.show(spark, shared, root, "nobody"))
 
 
 def test_a_view_takes_only_what_a_run_has_audited(
