@@ -1,0 +1,90 @@
+"""The map of hours and partitions, cut down to what a page can show without losing a record."""
+
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from spark import charts, heat
+from spark.balance import HOUR_FORMAT, Balance, Cells
+from spark.findings import SUMS
+
+START = datetime(2026, 11, 1, tzinfo=UTC)
+FIRST = START.strftime(HOUR_FORMAT)
+
+
+def _hour(nth: int) -> str:
+    return (START + timedelta(hours=nth)).strftime(HOUR_FORMAT)
+
+
+def _trouble(hour: int, partition: int | None, records: int, **more: str) -> dict[str, object]:
+    return {"hour": _hour(hour), "topic": "t", "partition": partition, "records": records, **more}
+
+
+def test_nothing_makes_an_empty_map() -> None:
+    chart = heat.drawn({}, [], ["t"], FIRST)
+    assert (chart["rows"], chart["columns"]) == ([], 0)
+    assert charts.heat_map(chart) == ""
+
+
+def test_many_hours_share_columns_and_no_record_is_left_out() -> None:
+    cells: Cells = {_hour(n): {"t": {"0": n}} for n in range(200)} | {_hour(-1): {"t": {"0": 9}}}
+    cells[_hour(7)]["other"] = {"0": 1}
+    chart = heat.drawn(cells, [_trouble(199, 0, 3)], ["t"], FIRST)
+    (row,) = chart["rows"]
+    assert (chart["hours_a_column"], chart["columns"]) == (3, 67)
+    assert sum(row["records"]) == sum(range(200))
+    assert row["troubled"] == [0] * 66 + [3]
+    assert chart["from"] == "2026-11-01T00:00:00Z"
+    drawing = charts.heat_map(chart)
+    assert drawing.count('<g class="bad">') == 1
+    assert "09 Nov 06:00 and 2 h more: 397 records, 3 in trouble" in drawing
+
+
+def test_many_partitions_share_a_row_and_those_with_trouble_have_their_own() -> None:
+    cells: Cells = {_hour(0): {"t": {str(n): 100 - n for n in range(100)}}}
+    chart = heat.drawn(cells, [_trouble(0, 99, 1), _trouble(0, None, 2)], ["t"], FIRST)
+    assert len(chart["rows"]) == heat.ROWS_MAX
+    assert {row["partition"] for row in chart["rows"] if row["troubled"][0]} == {99, None}
+    assert chart["rows"][-1]["topic"] is None
+    assert chart["partitions_folded"] == 101 - (heat.ROWS_MAX - 1)
+    assert sum(sum(row["records"]) for row in chart["rows"]) == sum(range(1, 101))
+
+
+def test_more_records_are_never_lighter() -> None:
+    shades = [charts.shade(count, 1_000_000) for count in (1, 10, 100, 10_000, 1_000_000)]
+    assert shades == sorted(shades)
+    assert (shades[0], shades[-1]) == (1, charts.SHADES)
+    assert charts.shade(1, 1) == charts.SHADES
+
+
+def test_copies_over_time_are_those_of_the_wanted_kinds_in_the_window() -> None:
+    rows = [
+        _trouble(1, 0, 2, kind="duplicate", cause="rewrite"),
+        _trouble(1, 1, 3, kind="duplicate", cause="rewrite"),
+        _trouble(1, 1, 3, kind="lost", cause="ledger"),
+        _trouble(-1, 0, 2, kind="duplicate", cause="rewrite"),
+    ]
+    assert heat.timeline(rows, ["duplicate"], FIRST) == [
+        {"hour": "2026-11-01T01:00:00Z", "kind": "duplicate", "cause": "rewrite", "records": 5}
+    ]
+
+
+@pytest.fixture
+def in_new_york(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "America/New_York")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+@pytest.mark.usefixtures("in_new_york")
+def test_hours_are_counted_in_utc_wherever_the_job_runs() -> None:
+    balance = Balance({_hour(0): {"t": {"accepted": 5}}})
+    # As Spark hands a timestamp out: without zone, in the machine's own.
+    local = datetime.fromtimestamp(START.timestamp())
+    row = dict.fromkeys(SUMS, 0) | {"accepted": 7, "accepted_hour": local, "topic": "t"}
+    balance.replace([_hour(0)], [row])
+    assert balance.hours == {_hour(0): {"t": {"accepted": 7}}}
