@@ -3,6 +3,7 @@
 It goes through the JVM that Spark runs in, so that the job needs no Kafka client for Python.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -129,9 +130,21 @@ class Broker:
             topic = self._kafka.clients.admin.NewTopic(name, util.Optional.of(1), util.Optional.empty())
             config = util.HashMap()
             config.put("cleanup.policy", "compact")
-            self._ask(partial(self._admin.createTopics, self._list([topic.configs(config)])), "all")
-        elif not there.compacted:
+            try:
+                self._ask(partial(self._admin.createTopics, self._list([topic.configs(config)])), "all")
+            except CannotRun as error:
+                if "TopicExistsException" not in str(error):
+                    raise
+                there = self._heard_of(name)
+        if there is not None and not there.compacted:
             raise CannotRun(f"topic {name!r} is not compacted: set its cleanup.policy to compact, or {otherwise}")
+
+    def _heard_of(self, name: str) -> Topic | None:
+        """A topic that was made a moment ago, when the broker that is asked knows it too; None where it does not."""
+        deadline = time.monotonic() + CALL_MS / 1000
+        while (found := self.describe([name]).get(name)) is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return found
 
     def ends(self, places: Sequence[Place]) -> dict[Place, Ends]:
         """The ends of these partitions, the high watermark first and the last stable offset after it."""

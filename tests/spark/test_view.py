@@ -103,7 +103,7 @@ def test_a_view_has_each_id_once_and_grows_to_what_one_made_anew_has(
     assert {field.name: field.dataType.simpleString() for field in whole.schema} == {
         name: kind.replace(": ", ":").replace(", ", ",") for name, kind in view.COLUMNS.items()
     }
-    first = whole.where("key = 'k'").orderBy("offset").limit(1).collect()[0]
+    first = whole.where("CAST(key AS STRING) = 'k'").orderBy("offset").limit(1).collect()[0]
     assert ("h", b"1") in {(header["key"], bytes(header["value"])) for header in first["headers"]}
 
     # Copies in the same hour and in another, a ledger record for what was there, and new ids.
@@ -173,12 +173,12 @@ def test_a_view_takes_only_what_a_run_has_audited(
     history.delete_before(topic, 0, 2)
     assert views.register(topic) == 3
     # A run that does not audit the topic leaves it to the next one; a topic made anew has other records.
-    history.deliver(producer, TWO, topic, ["k-1", "more"], partition=1)
+    history.deliver(producer, TWO, topic, ["more"], partition=1)
     other = history.topic(f"{history.namespace}-o", 1)
     audit(history, later_s=LATER_S, topics=(other,))
     assert len(views.rows(topic)) == 3
     audit(history, later_s=LATER_S)
-    kept = {_id(key) for key in ("k-2", "k-3", "k-4", "k-1", "more")}
+    kept = {_id(key) for key in ("k-2", "k-3", "k-4", "more")}
     assert set(views.rows(topic)) == kept
     history.remove(topic)
     history.topic(topic, 2)
