@@ -133,6 +133,10 @@ class Broker:
             try:
                 self._ask(partial(self._admin.createTopics, self._list([topic.configs(config)])), "all")
             except CannotRun as error:
+                if "AuthorizationException" in str(error):
+                    raise CannotRun(
+                        f"not allowed to make topic {name!r}: allow Create and Write on it, or {otherwise}"
+                    ) from error
                 if "TopicExistsException" not in str(error):
                     raise
                 there = self._heard_of(name)

@@ -23,6 +23,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
 )
 
 from deploy.local.stack import Kafka, Redis, StackError, free_port
+from service import wire
 from service.shared import SharedSettings
 
 # What a careless configuration would break on, or let out.
@@ -191,9 +192,13 @@ def acls_of_job(namespace: str, topics: str) -> list[Acl]:
     """What the README tells to allow the audit."""
     prefixed = ResourcePatternType.PREFIXED
     a = AclOperation
-    return [
+    readable = [
         (ResourceType.TOPIC, name, prefixed, (a.DESCRIBE, a.DESCRIBE_CONFIGS, a.READ))
         for name in (f"{namespace}.", topics)
+    ]
+    return [
+        *readable,
+        (ResourceType.TOPIC, wire.findings_topic(namespace), ResourcePatternType.LITERAL, (a.CREATE, a.WRITE)),
     ]
 
 

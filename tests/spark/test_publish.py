@@ -16,6 +16,7 @@ from spark import lake, publish, standing
 from spark.errors import CannotRun
 from spark.kafka import Broker
 from tests.spark.history import History
+from tests.spark.runs import interpreted
 
 
 class Cut(Exception):
@@ -23,14 +24,9 @@ class Cut(Exception):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def interpreted(spark: SparkSession) -> Iterator[None]:
-    """Few records: compiling expressions would be most of the time."""
-    settings = {"spark.sql.codegen.wholeStage": "false", "spark.sql.codegen.factoryMode": "NO_CODEGEN"}
-    for name, value in settings.items():
-        spark.conf.set(name, value)
-    yield
-    for name in settings:
-        spark.conf.unset(name)
+def interpreting(spark: SparkSession) -> Iterator[None]:
+    with interpreted(spark):
+        yield
 
 
 def records(history: History) -> list[tuple[str, dict[str, Any] | None]]:

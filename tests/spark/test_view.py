@@ -16,6 +16,7 @@ from spark.errors import CannotRun
 from spark.offsets import Plan
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Life
+from tests.spark.runs import interpreted
 from tests.spark.test_runs import cut
 
 LATER_S = 3600.0
@@ -26,14 +27,9 @@ Rows = dict[str, tuple[int, int, bytes | None, bool]]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def interpreted(spark: SparkSession) -> Iterator[None]:
-    """Few records: compiling expressions would be most of the time."""
-    settings = {"spark.sql.codegen.wholeStage": "false", "spark.sql.codegen.factoryMode": "NO_CODEGEN"}
-    for name, value in settings.items():
-        spark.conf.set(name, value)
-    yield
-    for name in settings:
-        spark.conf.unset(name)
+def interpreting(spark: SparkSession) -> Iterator[None]:
+    with interpreted(spark):
+        yield
 
 
 class Views:
