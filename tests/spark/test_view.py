@@ -17,6 +17,7 @@ from spark.offsets import Plan
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Life
 from tests.spark.runs import interpreted
+from tests.spark.test_publish import records
 from tests.spark.test_runs import cut
 
 LATER_S = 3600.0
@@ -163,7 +164,8 @@ def test_a_view_takes_only_what_a_run_has_audited(
         views.register(topic)
     producer = history.transactional(TWO)
     history.deliver(producer, TWO, topic, [f"k-{n}" for n in range(5)])
-    ran = audit(history, later_s=LATER_S)
+    ran = audit(history, later_s=LATER_S, publish=True)
+    assert records(history) == []
     views = Views(spark, history, ran.lake.parent)
     # What Kafka does not have any more when the view is made is not in it.
     history.delete_before(topic, 0, 2)
@@ -179,5 +181,6 @@ def test_a_view_takes_only_what_a_run_has_audited(
     history.remove(topic)
     history.topic(topic, 2)
     history.send(history.plain, topic, ["other", "k-4"], None)
-    audit(history, later_s=LATER_S)
+    last = audit(history, later_s=LATER_S, publish=True)
+    assert dict(records(history)) == {one["finding_id"]: {"v": 1, **one} for one in last.document["findings"]}
     assert set(views.rows(topic)) == kept | {_id("other")}
