@@ -81,7 +81,7 @@ class Settings(SharedSettings):
 
     compression: str = setting(
         "none",
-        f"codec of what is written to Kafka: {', '.join(COMPRESSIONS)}; it runs on the event loop",
+        f"codec of the events in Kafka: {', '.join(COMPRESSIONS)}; it runs on the event loop",
         one_of(*COMPRESSIONS),
     )
 
