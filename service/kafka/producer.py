@@ -48,7 +48,8 @@ SEQUENCES: Final = 2**31  # sequence numbers begin again at 0 (KIP-98)
 OK: Final = errors.NoError.errno
 CONCURRENT_TRANSACTIONS: Final = errors.ConcurrentTransactions.errno
 NOT_ATTEMPTED: Final = errors.OperationNotAttempted.errno
-# Clean answers that say: not written, its leader is another node (or none yet, of a topic that was just made).
+# Clean answers after which the same batch may be sent again: its leader is another node (or none yet, of a new topic).
+# Where the old one had appended it all the same, the new one knows its sequence numbers and answers with its offset.
 MOVED: Final = (errors.NotLeaderForPartitionError.errno, errors.LeaderNotAvailableError.errno)
 
 
@@ -184,7 +185,7 @@ class _Life:
         """Send batches, those of a partition in their order, and wait until each has its answer.
 
         Raises KafkaError or OSError where a request had none; the answers that came are there all the same. A batch is
-        sent again only where a broker has said that it wrote none of its partition's, for it does not lead that.
+        sent again only where a broker has said of all of its partition's that it does not lead it (any more).
         """
         await self._send_once(batches, leaders, replicas_ms)
         while moved := _moved(batches):
@@ -259,7 +260,7 @@ class _Life:
 
 
 def _moved(batches: Sequence[Batch]) -> set[Partition]:
-    """Partitions of which a node wrote nothing at all, because it does not lead them."""
+    """Partitions that their node does not lead, as it said of each of their batches."""
     moved = {batch.partition for batch in batches if batch.answer is not None and batch.answer[0] in MOVED}
     return moved - {batch.partition for batch in batches if batch.answer is None or batch.answer[0] not in MOVED}
 
