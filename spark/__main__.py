@@ -1,7 +1,6 @@
 """`python -m spark`: one reconciliation run; `view` and `show`: a topic with each id once, and one id."""
 
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pyspark.errors import PySparkException
 
 from service.shared import Rules, SettingsError, SharedSettings
 from spark import job, show, view
+from spark.console import Console
 from spark.errors import CannotRun
 from spark.jvm import Py4JJavaError
 from spark.session import open_session
@@ -44,15 +44,12 @@ def main() -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     options = parse(arguments)
-    started = time.monotonic()
-
-    def tell(line: str) -> None:
-        sys.stderr.write(f"{time.monotonic() - started:6.1f}s  {line}\n")
-        sys.stderr.flush()
-
+    tell = Console(sys.stderr)
     shared = SharedSettings.from_env()
     settings = Settings(shared=shared, options=options, rules=Rules.read(shared.rules))
-    outcome = job.run(open_session(), settings, tell)
+    session = open_session()
+    with tell.watching(session):
+        outcome = job.run(session, settings, tell)
     sys.stdout.write(job.told(outcome, options.report))
     return outcome.status
 

@@ -45,11 +45,15 @@ class Balance:
         """Hours in which time alone may change a verdict."""
         return {hour for hour, topics in self.hours.items() if any(counts.get("open") for counts in topics.values())}
 
-    def replace(self, hours: Iterable[str], rows: Iterable[Any]) -> None:
-        """Put freshly counted hours (rows of findings.sums) in the place of what was counted for them."""
+    def replace(self, hours: Iterable[str], rows: Iterable[Any], twice: Iterable[Any] = ()) -> None:
+        """Put freshly counted hours (rows of findings.sums) in the place of what was counted for them.
+
+        `twice` is what these rows count a second time.
+        """
         for hour in hours:
             self.hours.pop(hour, None)
         _add(self.hours, rows, 1)
+        _add(self.hours, twice, -1)
 
     def place(self, hours: Iterable[str], rows: Iterable[Any]) -> None:
         """Put freshly counted records (rows of heat.cells) in the place of what was counted for these hours."""
@@ -74,6 +78,12 @@ class Balance:
                     for topic, counts in topics.items():
                         _sum(found.setdefault(hour, {}).setdefault(topic, {}), counts)
         return found
+
+    def forget(self, first: str) -> None:
+        """Drop hours before this one, whatever is open in them."""
+        for part in (self.hours, self.adjustment):
+            for hour in [hour for hour in part if hour < first]:
+                del part[hour]
 
     def drop_before(self, first: str) -> None:
         """Forget hours that no report shows any more, but for those with open verdicts."""

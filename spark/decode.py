@@ -1,44 +1,50 @@
 """Records → evidence: one narrow row for each delivered record, ledger entry and answer, whatever wrote it.
 
-EVIDENCE is the one shape in which everything meets that is known of an id. `kind` says what the row is about:
-an `event`, or a record that cannot be told apart (`unkeyed`: neither of our headers; `reject`: not decodable), which
-is counted by partition and block of offsets instead of by id.
+COPIES are the records that were delivered, TESTIMONY is what the ledger and the journal say about them. A copy is an
+`event`, or a record that cannot be told apart (`unkeyed`: neither of our headers; `reject`: not decodable).
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Final
 
-from pyspark.sql import Column, DataFrame
+from pyspark.errors import PySparkException
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service import wire
-from spark import native
+from spark import native, source
+from spark.errors import CannotRun
+from spark.jvm import is_deterministic
 
 EVENT: Final = "event"
 UNKEYED: Final = "unkeyed"
 REJECT: Final = "reject"
 
-COPY: Final = 0
-ENTRY: Final = 1
-ANSWER_201: Final = 2
-ANSWER: Final = 3
-"""Roles: a delivered record; a ledger entry; an answer that names a place; any other answer."""
+REJECTED: Final = "struct<reason: string, content: binary>"
+"""Why a record could not be decoded, and the bytes in question, up to CONTENT_MAX of them."""
 
-EVIDENCE: Final = (
-    "kind string, id binary, role tinyint, at bigint, ts bigint, fp binary, alt binary, topic string, partition int, "
-    "offset bigint, slot int, pid bigint, epoch int, instance string, stamped boolean, keyed boolean, key string, "
-    "status int, replayed boolean"
+COPIES: Final = (
+    "kind string, id binary, topic string, partition int, offset bigint, at bigint, ts bigint, fp binary, alt binary, "
+    "slot int, pid bigint, epoch int, instance string, stamped boolean, keyed boolean, key string, "
+    f"reject {REJECTED}"
 )
+
+TESTIMONY: Final = (
+    "id binary, topic string, partition int, offset bigint, at bigint, ts bigint, status int, replayed boolean, "
+    f"reject {REJECTED}"
+)
+
+ENTERED: Final = 0
+"""The `status` of a ledger entry; an answer has its HTTP status, a reject has none."""
+
+CONTENT_MAX: Final = 1024
+"""Bytes of what could not be decoded that are kept."""
 
 # Times outside are a writer's mistake: they would make an hour of their own each, and never meet the window.
 PLAUSIBLE_MS: Final = (946_684_800_000, 4_102_444_800_000)  # 2000-01-01 to 2100-01-01
 
-# A row of records that cannot be told apart stands for this many offsets at most, so that no group grows without end.
+# Records without id share one for a block of offsets: close together in the lake, and no key that all of them share.
 BLOCK_OFFSETS: Final = 1 << 20
-
-_STAMP: Final = (
-    rf"^{wire.VERSION};[0-9a-f]{{{2 * wire.ID_BYTES}}};[0-9a-f]{{{2 * wire.FINGERPRINT_BYTES}}};"
-    r"[0-9]{1,15};[0-9]{1,9};-?[0-9]{1,19};-?[0-9]{1,9};[A-Za-z0-9._:-]{1,64}$"
-)
 
 _PLACE: Final = ("topic", "partition", "offset", "ts")
 
@@ -55,22 +61,23 @@ REQUESTS_SCHEMA: Final = (
 )
 
 
-def deliveries(records: DataFrame, frozen_ms: int) -> DataFrame:
-    """Data records (source.SCHEMA) → EVIDENCE, a row each.
+def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str] | None = None) -> DataFrame:
+    """Data records (source.SCHEMA) → COPIES, a row each.
 
     With our stamp: identity and fingerprint are the stamp's. With only an idempotency key: the id of the key in the
     empty scope, and a fingerprint computed from the record as if no partition had been asked for (`alt`: as if its
-    own partition had been); either that equals a stamped copy's means the same request. With neither: `unkeyed`. With
-    a stamp that cannot be read and no key: `reject`.
+    own partition had been); either that equals a stamped copy's means the same request. With neither, the key is what
+    the expression of its topic (`identities`) makes of the record; where there is none, or it makes nothing of it:
+    `unkeyed`. With a stamp that cannot be read and no key: `reject`.
     """
     stamp, key = _header(wire.STAMP_HEADER), _header(wire.KEY_HEADER)
-    read = records.select(
-        "*",
-        stamp.cast("string").alias("stamp"),
-        F.when(F.octet_length(key) > 0, key).alias("key_bytes"),
-    ).withColumn("parts", F.when(F.col("stamp").rlike(_STAMP), F.split("stamp", ";")))
-    part = F.col("parts").getItem
-    stamped = F.col("parts").isNotNull()
+    told = F.when(F.octet_length(key) > 0, key)
+    for topic, expression in (identities or {}).items():
+        identity = native.as_binary(identity_of(expression))
+        told = told.when(key.isNull() & stamp.isNull() & (F.col("topic") == topic), identity)
+    timed = records.withColumn("timestamp", F.timestamp_millis("timestamp_ms")) if identities else records
+    read = _stamps(timed.select(*records.columns, stamp.cast("string").alias("stamp"), told.alias("key_bytes")))
+    stamped = F.col("stamped")
     kind = (
         F.when(stamped | F.col("key_bytes").isNotNull(), EVENT)
         .when(F.col("stamp").isNotNull(), REJECT)
@@ -86,39 +93,74 @@ def deliveries(records: DataFrame, frozen_ms: int) -> DataFrame:
     foreign = ~stamped & (kind == EVENT)
     return read.select(
         kind.alias("kind"),
-        F.when(stamped, F.unhex(part(1)))
+        F.when(stamped, F.col("stamp_id"))
         .when(kind == EVENT, native.event_id(F.col("key_bytes")))
         .otherwise(block_id())
         .alias("id"),
-        F.lit(COPY).cast("tinyint").alias("role"),
-        F.when(stamped, plausible(part(3).cast("bigint"), ts)).otherwise(ts).alias("at"),
-        ts.alias("ts"),
-        F.when(stamped, F.unhex(part(2))).when(foreign, computed).alias("fp"),
-        F.when(foreign, with_partition).alias("alt"),
         "topic",
         "partition",
         "offset",
-        part(4).cast("int").alias("slot"),
-        part(5).try_cast("bigint").alias("pid"),
-        part(6).cast("int").alias("epoch"),
-        part(7).alias("instance"),
-        stamped.alias("stamped"),
+        F.when(stamped, plausible(F.col("stamp_at"), ts)).otherwise(ts).alias("at"),
+        ts.alias("ts"),
+        F.when(stamped, F.col("stamp_fp")).when(foreign, computed).alias("fp"),
+        F.when(foreign, with_partition).alias("alt"),
+        *(F.when(stamped, F.col(name)).alias(name) for name in ("slot", "pid", "epoch", "instance")),
+        "stamped",
         F.col("key").isNotNull().alias("keyed"),
         F.col("key_bytes").cast("string").alias("key"),
-        F.lit(None).cast("int").alias("status"),
-        F.lit(None).cast("boolean").alias("replayed"),
+        F.when(kind == REJECT, _rejected(f"a {wire.STAMP_HEADER} header that is none", F.col("stamp"))).alias("reject"),
     )
+
+
+def _stamps(read: DataFrame) -> DataFrame:
+    """Rows with a `stamp` → the same with its parts, and whether it is one of this version (`stamped`).
+
+    By the parts' own forms: a regular expression over the whole takes as long as all the rest.
+    """
+    parts = read.withColumn("parts", F.when(F.col("stamp").startswith(f"{wire.VERSION};"), F.split("stamp", ";", 9)))
+    part = [F.get("parts", F.lit(nth)) for nth in range(8)]
+    named = parts.withColumns(
+        {
+            "stamp_id": _unhexed(part[1], wire.ID_BYTES),
+            "stamp_fp": _unhexed(part[2], wire.FINGERPRINT_BYTES),
+            "stamp_at": part[3].try_cast("bigint"),
+            "slot": part[4].try_cast("int"),
+            "pid": part[5].try_cast("bigint"),
+            "epoch": part[6].try_cast("int"),
+            "instance": part[7],
+        }
+    )
+    whole = F.size("parts") == len(part)
+    for name in ("stamp_id", "stamp_fp", "stamp_at", "slot", "pid", "epoch"):
+        whole = whole & F.col(name).isNotNull()
+    return named.withColumn("stamped", F.coalesce(whole & F.octet_length("instance").between(1, 64), F.lit(False)))
+
+
+def identity_of(expression: str) -> Column:
+    """The string that a topic's expression makes of a record of source.SCHEMA with its `timestamp`."""
+    return F.expr(expression).cast("string")
+
+
+def check_identities(spark: SparkSession, identities: Mapping[str, str]) -> None:
+    """CannotRun, with Spark's own words, unless each expression makes one thing of a record, the same each time."""
+    records = native.rows_of(spark, f"{source.SCHEMA}, timestamp timestamp", [])
+    for topic, expression in identities.items():
+        try:
+            made = records.select("topic", F.when(F.col("topic") == topic, identity_of(expression)).alias("identity"))
+            certain = is_deterministic(made)
+        except PySparkException as error:
+            told = " ".join((error.getMessage() or str(error)).split("\n", 1)[0].split())
+            raise CannotRun(
+                f"--identity {topic}={expression!r} is no expression over key, value, topic, partition, offset, "
+                f"timestamp and headers: {told}"
+            ) from error
+        if not certain:
+            raise CannotRun(f"--identity {topic}={expression!r} gives another id each time; name what the record has")
 
 
 def ledger(records: DataFrame, frozen_ms: int) -> DataFrame:
-    """Ledger records (source.SCHEMA) → EVIDENCE, a row for each entry; begin records and empty ones give none."""
-    read = records.select(
-        "topic",
-        "partition",
-        "offset",
-        plausible(F.col("timestamp_ms"), frozen_ms).alias("ts"),
-        F.from_json(F.col("value").cast("string"), LEDGER_SCHEMA).alias("body"),
-    )
+    """Ledger records (source.SCHEMA) → TESTIMONY, a row for each entry; begin records and empty ones give none."""
+    read = _bodies(records, LEDGER_SCHEMA, frozen_ms)
     body = F.col("body")
     whole = (body["v"] == wire.VERSION) & _all_there(body, "slot", "pid", "epoch", "instance")
     entries = (
@@ -126,82 +168,87 @@ def ledger(records: DataFrame, frozen_ms: int) -> DataFrame:
         .when(whole & body["entries"].isNotNull(), body["entries"])
         .otherwise(F.array(F.lit(None)).cast(_array_type(LEDGER_SCHEMA)))
     )
-    # Only what each entry needs goes with it: the whole record beside every entry would be quadratic.
-    writer = [body[name].alias(name) for name in ("slot", "pid", "epoch", "instance")]
-    rows = read.select(*_PLACE, *writer, F.explode(entries).alias("entry"))
+    rows = _each(read, entries, "entry")
     entry = F.col("entry")
     good = _identified(entry) & _all_there(entry, "at", "topic", "partition", "offset", "ts")
     return rows.select(
-        F.when(good, EVENT).otherwise(REJECT).alias("kind"),
         F.when(good, F.unhex(entry["id"])).otherwise(block_id()).alias("id"),
-        F.lit(ENTRY).cast("tinyint").alias("role"),
+        *(F.when(good, entry[name]).otherwise(F.col(name)).alias(name) for name in ("topic", "partition", "offset")),
         F.when(good, plausible(entry["at"], F.col("ts"))).otherwise(F.col("ts")).alias("at"),
         "ts",
-        F.when(good, F.unhex(entry["fp"])).alias("fp"),
-        F.lit(None).cast("binary").alias("alt"),
-        F.when(good, entry["topic"]).otherwise(F.col("topic")).alias("topic"),
-        F.when(good, entry["partition"]).otherwise(F.col("partition")).alias("partition"),
-        F.when(good, entry["offset"]).otherwise(F.col("offset")).alias("offset"),
-        F.when(good, F.col("slot")).alias("slot"),
-        F.when(good, F.col("pid")).alias("pid"),
-        F.when(good, F.col("epoch")).alias("epoch"),
-        F.when(good, F.col("instance")).alias("instance"),
-        F.lit(None).cast("boolean").alias("stamped"),
-        F.lit(None).cast("boolean").alias("keyed"),
-        F.lit(None).cast("string").alias("key"),
-        F.lit(None).cast("int").alias("status"),
-        F.lit(None).cast("boolean").alias("replayed"),
+        F.when(good, F.lit(ENTERED)).alias("status"),
+        F.lit(False).alias("replayed"),
+        F.when(~good, _undecoded("ledger record", "entry")).alias("reject"),
     )
 
 
 def answers(records: DataFrame, frozen_ms: int) -> DataFrame:
-    """Records of the journal (source.SCHEMA) → EVIDENCE, a row for each answer; `ts` is when it was journaled."""
-    read = records.select(
-        "topic",
-        "partition",
-        "offset",
-        plausible(F.col("timestamp_ms"), frozen_ms).alias("ts"),
-        F.from_json(F.col("value").cast("string"), REQUESTS_SCHEMA).alias("body"),
-    )
+    """Records of the journal (source.SCHEMA) → TESTIMONY, a row for each answer; `ts` is when it was journaled.
+
+    Only a 201 names a partition and an offset.
+    """
+    read = _bodies(records, REQUESTS_SCHEMA, frozen_ms)
     body = F.col("body")
     whole = (body["v"] == wire.VERSION) & body["answers"].isNotNull()
     listed = F.when(whole, body["answers"]).otherwise(F.array(F.lit(None)).cast(_array_type(REQUESTS_SCHEMA)))
-    rows = read.select(*_PLACE, body["instance"].alias("instance"), F.explode(listed).alias("answer"))
+    rows = _each(read, listed, "answer")
     answer = F.col("answer")
     good = _identified(answer) & _all_there(answer, "at", "status")
     placed = good & (answer["status"] == 201) & _all_there(answer, "topic", "partition", "offset")
     return rows.select(
-        F.when(good, EVENT).otherwise(REJECT).alias("kind"),
         F.when(good, F.unhex(answer["id"])).otherwise(block_id()).alias("id"),
-        F.when(placed, ANSWER_201).otherwise(ANSWER).cast("tinyint").alias("role"),
+        F.when(good, answer["topic"]).otherwise(F.col("topic")).alias("topic"),
+        *(F.when(placed, answer[name]).when(~good, F.col(name)).alias(name) for name in ("partition", "offset")),
         F.when(good, plausible(answer["at"], F.col("ts"))).otherwise(F.col("ts")).alias("at"),
         "ts",
-        F.when(good, F.unhex(answer["fp"])).alias("fp"),
-        F.lit(None).cast("binary").alias("alt"),
-        F.when(good, answer["topic"]).otherwise(F.col("topic")).alias("topic"),
-        F.when(placed, answer["partition"]).when(~good, F.col("partition")).alias("partition"),
-        F.when(placed, answer["offset"]).when(~good, F.col("offset")).alias("offset"),
-        F.lit(None).cast("int").alias("slot"),
-        F.lit(None).cast("bigint").alias("pid"),
-        F.lit(None).cast("int").alias("epoch"),
-        F.when(good, F.col("instance")).alias("instance"),
-        F.lit(None).cast("boolean").alias("stamped"),
-        F.lit(None).cast("boolean").alias("keyed"),
-        F.lit(None).cast("string").alias("key"),
         F.when(good, answer["status"]).alias("status"),
-        F.when(good, F.coalesce(answer["replayed"], F.lit(False))).alias("replayed"),
+        (good & F.coalesce(answer["replayed"], F.lit(False))).alias("replayed"),
+        F.when(~good, _undecoded("record of the journal", "answer")).alias("reject"),
     )
 
 
-def topics_named(records: DataFrame) -> DataFrame:
-    """Ledger or journal records (source.SCHEMA) → `topic string`: each name in their entries or answers, once."""
-    body = F.from_json(
-        F.col("value").cast("string"), "entries array<struct<topic: string>>, answers array<struct<topic: string>>"
+def _bodies(records: DataFrame, schema: str, frozen_ms: int) -> DataFrame:
+    return records.select(
+        "topic",
+        "partition",
+        "offset",
+        plausible(F.col("timestamp_ms"), frozen_ms).alias("ts"),
+        "value",
+        F.from_json(F.col("value").cast("string"), schema).alias("body"),
     )
-    names = F.concat(
-        *(F.coalesce(body[field]["topic"], F.array().cast("array<string>")) for field in ("entries", "answers"))
+
+
+def _each(read: DataFrame, items: Column, name: str) -> DataFrame:
+    """A row for each item of a record, with the record's place, and its first bytes where it has no items.
+
+    In two steps, so that no more than that goes with each item: the record beside each would be quadratic.
+    """
+    broken = F.when(F.get(items, F.lit(0)).isNull(), F.substring("value", 1, CONTENT_MAX))
+    whole = read.select(*_PLACE, broken.alias("value"), items.alias("items"))
+    return whole.select(*_PLACE, "value", F.explode("items").alias(name))
+
+
+def _undecoded(record: str, part: str) -> Column:
+    """Why a record, or one of its parts, was not decoded."""
+    return F.when(F.col(part).isNull(), _rejected(f"no {record} of version {wire.VERSION}", F.col("value"))).otherwise(
+        _rejected(f"a {record} whose {part} lacks a field or has one of another form", F.to_json(part))
     )
-    return records.select(F.explode(F.array_distinct(names)).alias("topic")).where("topic is not null").distinct()
+
+
+def _rejected(reason: str, content: Column) -> Column:
+    capped = F.substring(content.cast("binary"), 1, CONTENT_MAX)
+    return F.struct(F.lit(reason).alias("reason"), capped.alias("content"))
+
+
+def topics_named(records: DataFrame, names: Sequence[str]) -> DataFrame:
+    """Ledger or journal records (source.SCHEMA) → a row with, for each of the names, whether one of them names it.
+
+    Searched for as text: a topic's name needs no escaping in JSON, and reading all of it would cost what the run does.
+    """
+    text = F.col("value").cast("string")
+    return records.agg(
+        *(F.coalesce(F.max(text.contains(f'"{name}"')), F.lit(False)).alias(f"n{n}") for n, name in enumerate(names))
+    )
 
 
 def plausible(ms: Column, otherwise: Column | int) -> Column:
@@ -216,8 +263,17 @@ def block_id() -> Column:
 
 
 def _header(name: str) -> Column:
-    """The value of a record's first header of this name: what others add behind it cannot displace ours."""
-    return F.try_element_at(F.filter("headers", lambda header: header["key"] == name), F.lit(1))["value"]
+    """The value of a record's first header of this name: what others add behind it cannot displace ours.
+
+    The service writes its own two first, in this order: looking there before searching is a quarter of the decoding.
+    """
+    at = [F.get("headers", F.lit(nth)) for nth in (0, 1)]
+    found = F.try_element_at(F.filter("headers", lambda header: header["key"] == name), F.lit(1))
+    return (
+        F.when(at[0]["key"] == name, at[0]["value"])
+        .when(at[1]["key"] == name, at[1]["value"])
+        .otherwise(found["value"])
+    )
 
 
 def _all_there(body: Column, *names: str) -> Column:
@@ -229,11 +285,12 @@ def _all_there(body: Column, *names: str) -> Column:
 
 def _identified(body: Column) -> Column:
     """Whether an entry or answer has an id and a fingerprint of the right form; false, never null."""
-    forms = {"id": 2 * wire.ID_BYTES, "fp": 2 * wire.FINGERPRINT_BYTES}
-    good = F.lit(True)
-    for name, digits in forms.items():
-        good = good & F.coalesce(body[name].rlike(f"^[0-9a-fA-F]{{{digits}}}$"), F.lit(False))
-    return good
+    return _unhexed(body["id"], wire.ID_BYTES).isNotNull() & _unhexed(body["fp"], wire.FINGERPRINT_BYTES).isNotNull()
+
+
+def _unhexed(digits: Column, size: int) -> Column:
+    """The bytes that hexadecimal digits stand for, null where they are not just so many."""
+    return F.when(F.octet_length(digits) == 2 * size, F.unhex(digits))
 
 
 def _array_type(schema: str) -> str:

@@ -5,7 +5,7 @@ from typing import Final
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import causes, lake
+from spark import causes, lake, native
 from spark.decode import EVENT, REJECT, UNKEYED
 from spark.offsets import RETENTION, TRUNCATED, Plan
 from spark.verdict import CATEGORIES, LOST, PENDING, Evidence
@@ -48,19 +48,17 @@ ledger nor the answers know, those of topics that others write."""
 
 def suspicious(judged: DataFrame) -> DataFrame:
     """The judged rows of which something is to be said: few, in a healthy system."""
-    event = F.col("kind") == EVENT
     return judged.where(
-        (event & (F.col("count") > 1))
+        (F.col("count") > 1)
         | (F.size("missing") > 0)
         | F.col("phantom").isNotNull()
         | F.coalesce(F.col("category") == STUCK, F.lit(False))
-        | (F.col("kind") == UNKEYED)
     )
 
 
 def of_ids(rows: DataFrame, seen: Evidence, scope: str) -> DataFrame:
     """Suspicious rows → lake.FINDING, those of single ids: duplicate, conflict, lost, phantom, stuck."""
-    ordered = rows.where(F.col("kind") == EVENT).withColumn("copies", causes.ordered())
+    ordered = rows.withColumn("copies", causes.ordered())
     lost = F.filter("missing", lambda claim: claim["fate"] == LOST)
     told = ordered.withColumn("explained", causes.explained(F.col("copies"), seen.key_ttl_ms)).withColumn("gone", lost)
     many = F.when(F.col("conflicting"), CONFLICT).otherwise(DUPLICATE)
@@ -93,7 +91,7 @@ def of_ids(rows: DataFrame, seen: Evidence, scope: str) -> DataFrame:
 
 
 def of_places(rows: DataFrame, scope: str) -> DataFrame:
-    """Suspicious rows → lake.FINDING, those of partitions: unkeyed records, and evidence that is gone."""
+    """Suspicious rows → lake.FINDING, those of partitions: evidence that is gone."""
     gaps = F.filter("missing", lambda claim: ~claim["fate"].isin(LOST, PENDING))
     gone = F.transform(
         gaps,
@@ -120,27 +118,26 @@ def of_places(rows: DataFrame, scope: str) -> DataFrame:
             F.lit(1).cast("bigint").alias("count"),
         ),
     )
-    unkeyed = F.array(
-        F.struct(
-            F.lit(UNKEYED).alias("kind"),
-            F.lit(None).cast("string").alias("cause"),
-            F.col("topic").alias("topic"),
-            F.element_at(F.split(F.col("id").cast("string"), "/"), -2).cast("int").alias("partition"),
-            F.col("low_offset").alias("first"),
-            F.col("high_offset").alias("last"),
-            F.col("count").alias("count"),
-        )
-    )
-    found = (
-        F.when(F.col("kind") == UNKEYED, unkeyed)
-        .when(F.col("phantom") == EVIDENCE_GAP, F.concat(F.coalesce(gone, F.array().cast(gone_type())), unheard))
-        .otherwise(gone)
-    )
+    found = F.when(
+        F.col("phantom") == EVIDENCE_GAP, F.concat(F.coalesce(gone, F.array().cast(gone_type())), unheard)
+    ).otherwise(gone)
     each = rows.select("accepted_hour", "last_ms", F.explode(found).alias("found"))
-    grouped = each.groupBy("accepted_hour", "found.kind", "found.cause", "found.topic", "found.partition").agg(
-        F.sum("found.count").alias("count"),
-        F.min("found.first").alias("first_offset"),
-        F.max("found.last").alias("last_offset"),
+    return _by_partition(each.select("accepted_hour", "last_ms", "found.*"), scope)
+
+
+def unkeyed(rows: DataFrame, seen: Evidence) -> DataFrame:
+    """state.ROW → lake.FINDING: records without either header, by partition."""
+    nameless = rows.where((F.col("kind") == UNKEYED) & seen.audited(F.col("topic")))
+    named = {"first": F.col("offset"), "last": F.col("offset"), "cause": F.lit(None).cast("string")}
+    return _by_partition(nameless.withColumns(named), HOUR)
+
+
+def _by_partition(each: DataFrame, scope: str) -> DataFrame:
+    """`accepted_hour, kind, cause, topic, partition, first, last, count, last_ms` → lake.FINDING, summed up."""
+    grouped = each.groupBy("accepted_hour", "kind", "cause", "topic", "partition").agg(
+        F.sum("count").alias("count"),
+        F.min("first").alias("first_offset"),
+        F.max("last").alias("last_offset"),
         F.max("last_ms").alias("last_ms"),
     )
     return grouped.select(
@@ -186,7 +183,7 @@ def of_logs(spark: SparkSession, plan: Plan) -> DataFrame:
         for log in plan.logs
         for gap in log.gaps
     ]
-    return spark.createDataFrame(rows, lake.schema("findings"))
+    return native.rows_of(spark, lake.schema("findings"), rows)
 
 
 def sums(judged: DataFrame) -> DataFrame:

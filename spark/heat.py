@@ -8,7 +8,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
 from spark.balance import HOUR_FORMAT, Cells
-from spark.decode import EVENT
+from spark.hours import FORMAT
 
 COLUMNS_MAX: Final = 96
 ROWS_MAX: Final = 32
@@ -21,42 +21,17 @@ NO_PARTITION: Final = -1
 def cells(rows: DataFrame, *, partitions: bool) -> DataFrame:
     """state.ROW → `hour string, topic, partition, records`: copies by the hour of their acceptance.
 
-    Of a plain row, which most are, two narrow columns are read. Copies beyond those that a row keeps count where its
-    first one lies; without `partitions` everything counts for partition -1.
+    Without `partitions` everything counts for partition -1.
     """
-    event = F.col("kind") == EVENT
-    plain = rows.where("plain = 1").select(
-        F.col("accepted_hour").alias("hour"),
-        "topic",
-        F.get(F.col("coordinates.partition"), F.lit(0)).alias("partition"),
-        F.lit(1).cast("bigint").alias("records"),
-    )
-    unkept = F.when(F.col("nth") == 0, F.col("count") - F.size("coordinates")).otherwise(0)
-    copies = (
-        rows.where((F.col("plain") == 0) & event)
-        .select("accepted_hour", "count", "coordinates", F.posexplode("coordinates").alias("nth", "copy"))
-        .select(
-            F.col("accepted_hour").alias("hour"),
-            F.col("copy.topic").alias("topic"),
-            F.col("copy.partition").alias("partition"),
-            (1 + unkept).alias("records"),
-        )
-    )
-    nameless = rows.where(~event).select(
-        F.col("accepted_hour").alias("hour"),
-        "topic",
-        F.element_at(F.split(F.col("id").cast("string"), "/"), -2).cast("int").alias("partition"),
-        F.col("count").alias("records"),
-    )
-    every = plain.unionByName(copies).unionByName(nameless)
     where = F.col("partition") if partitions else F.lit(NO_PARTITION)
-    summed = every.withColumn("partition", where).groupBy("hour", "topic", "partition")
-    return summed.agg(F.sum("records").alias("records")).withColumn("hour", hour_text(F.col("hour")))
+    copies = rows.where("count > 0").select("accepted_hour", "topic", where.alias("partition"), "count")
+    summed = copies.groupBy(F.col("accepted_hour").alias("hour"), "topic", "partition")
+    return summed.agg(F.sum("count").alias("records")).withColumn("hour", hour_text(F.col("hour")))
 
 
 def hour_text(hour: Column) -> Column:
     """An hour as the balance names it: text, since a timestamp that is collected is in the machine's own zone."""
-    return F.date_format(hour, "yyyy-MM-dd HH:mm:ss")
+    return F.date_format(hour, FORMAT)
 
 
 def drawn(records: Cells, troubles: Iterable[Mapping[str, Any]], topics: Iterable[str], first: str) -> dict[str, Any]:

@@ -1,46 +1,65 @@
 """The pass over all ids: what no single hour shows. It reads narrow columns only, however long the history."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import Final
 
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812
 
 from spark import findings, lake, state
 from spark.decode import EVENT
-from spark.verdict import Evidence, judge
+from spark.verdict import Evidence
 
-COORDINATES_MAX = state.COPIES_MAX
+COORDINATES_MAX: Final = state.PLACES_MAX
+# Pairs of hours that are asked for to prune by; with more of them nearly every hour is one of them.
+SPANS_MAX: Final = 10_000
+
+_WRITER: Final = ("slot", "pid", "epoch", "instance")
 
 
-def in_several_hours(deliveries: DataFrame) -> DataFrame:
-    """state.ROW → `id, hours array<timestamp>` of the ids that have rows in more than one hour."""
+def repeated(rows: DataFrame) -> DataFrame:
+    """state.ROW → `id, first timestamp, last timestamp` of events with several rows, and in which hours these lie."""
     return (
-        deliveries.where(F.col("kind") == EVENT)
+        rows.where(F.col("kind") == EVENT)
         .groupBy("id")
-        .agg(F.min("accepted_hour").alias("first"), F.max("accepted_hour").alias("last"))
-        .where("first < last")
-        .select("id", F.array("first", "last").alias("hours"))
+        .agg(F.count("*").alias("rows"), F.min("accepted_hour").alias("first"), F.max("accepted_hour").alias("last"))
+        .where("rows > 1")
+        .select("id", "first", "last")
     )
 
 
-@dataclass(frozen=True)
-class Across:
-    """The rows of ids that have several hours; judged as they are, and as one row an id."""
+def spans_of(several: DataFrame) -> list[tuple[str, str]]:
+    """What `repeated` gives → between which hours (`yyyy-MM-dd HH:mm:ss`) any of these ids lie, those apart apart."""
+    hours = [F.date_format(end, "yyyy-MM-dd HH:mm:ss").alias(end) for end in ("first", "last")]
+    found = several.select(*hours).distinct().limit(SPANS_MAX).collect()
+    if len(found) == SPANS_MAX:
+        ends = several.agg(F.min("first").alias("first"), F.max("last").alias("last")).select(*hours)
+        found = ends.collect()
+    return _joined((row["first"], row["last"]) for row in found)
 
-    rows: DataFrame
-    apart: DataFrame
-    together: DataFrame
+
+def rows_of(rows: DataFrame, several: DataFrame, spans: Iterable[tuple[str, str]]) -> DataFrame:
+    """The state.ROWs of these ids (as `repeated` names them), which lie in these hours only."""
+    within = F.lit(False)
+    for first, last in spans:
+        within = within | F.expr(f"accepted_hour BETWEEN TIMESTAMP '{first}' AND TIMESTAMP '{last}'")
+    events = rows.where((F.col("kind") == EVENT) & within)
+    return events.join(several.select("id"), "id", "left_semi").select(*state.ROW)
 
 
-def across(deliveries: DataFrame, several: DataFrame, seen: Evidence) -> Across:
-    """The judged rows of these ids, hour by hour and united."""
-    rows = deliveries.where(F.col("kind") == EVENT).join(F.broadcast(several.select("id")), "id", "left_semi")
-    rows = rows.select(*state.ROW).persist()
-    return Across(rows, judge(rows, seen), judge(state.united(rows), seen))
+def _joined(spans: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Spans of hours, those that overlap made one."""
+    found: list[tuple[str, str]] = []
+    for first, last in sorted(spans):
+        if found and first <= found[-1][1]:
+            found[-1] = (found[-1][0], max(last, found[-1][1]))
+        else:
+            found.append((first, last))
+    return found
 
 
 def superseded(together: DataFrame) -> DataFrame:
-    """Judged rows → lake.FINDING without kind, one an id: what the hours found about it does not hold any more."""
+    """Judged rows, one an id → lake.FINDING without kind: what the hours found about these ids holds no more."""
     return together.select(
         *(
             {
@@ -57,16 +76,19 @@ def superseded(together: DataFrame) -> DataFrame:
     )
 
 
-def client_duplicates(deliveries: DataFrame, seen: Evidence) -> DataFrame:
+def client_duplicates(rows: DataFrame, seen: Evidence) -> DataFrame:
     """state.ROW → lake.FINDING: other ids with the same fingerprint and record key, accepted within the retention.
 
-    The fingerprint covers the record key; rows whose record has none have no fingerprint here, since values without
-    a key (a reading, a counter) repeat without being retries.
+    The fingerprint covers the record key; records without a key have no part in it, since values without a key (a
+    reading, a counter) repeat without being retries.
     """
-    told = deliveries.where((F.col("kind") == EVENT) & F.col("fingerprint").isNotNull() & seen.audited(F.col("topic")))
+    keyed = rows.where((F.col("kind") == EVENT) & F.col("keyed") & F.col("fp").isNotNull())
+    told = keyed.where(seen.audited(F.col("topic"))).withColumn("fingerprint", F.col("fp"))
     repeated = told.groupBy("fingerprint").count().where("count > 1").select("fingerprint")
-    rows = told.join(repeated, "fingerprint", "left_semi").select(
-        "fingerprint", "id", "accepted_ms", "accepted_hour", "key", "topic", "last_ms", "coordinates"
+    first = F.struct("accepted_ms", "topic", "partition", "offset", "copied_ms", *_WRITER, "key", "accepted_hour")
+    ids = told.join(repeated, "fingerprint", "left_semi").groupBy("fingerprint", "id")
+    rows = ids.agg(F.min(first).alias("first"), F.max("last_ms").alias("last_ms")).select(
+        "fingerprint", "id", "last_ms", "first.*"
     )
     order = Window.partitionBy("fingerprint").orderBy("accepted_ms", "id")
 
@@ -78,11 +100,13 @@ def client_duplicates(deliveries: DataFrame, seen: Evidence) -> DataFrame:
 
     near_rows = rows.withColumn("near", near("before") | near("after")).where("near")
     numbered = near_rows.withColumn("nth", F.row_number().over(order))
-    first = F.get("coordinates", F.lit(0))
     place = F.struct(
         "nth",
-        *(first[name].alias(name) for name in ("topic", "partition", "offset", "timestamp")),
-        *(first[name].alias(name) for name in ("slot", "pid", "epoch", "instance")),
+        "topic",
+        "partition",
+        "offset",
+        F.col("copied_ms").alias("timestamp"),
+        *_WRITER,
         F.lit(None).cast("string").alias("cause"),
     )
     grouped = numbered.groupBy("fingerprint").agg(

@@ -2,26 +2,25 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
-from functools import reduce as fold
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from typing import Any, Final
 
-from pyspark import StorageLevel
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from spark import (
     decode,
-    findings,
-    heat,
-    ids,
+    history,
+    hours,
     lake,
     lock,
+    native,
     offsets,
     publish,
     report,
+    session,
     source,
     standing,
     state,
@@ -29,32 +28,15 @@ from spark import (
     view,
 )
 from spark.balance import Balance
+from spark.cost import Cost, Tell
+from spark.judgement import Judgement
 from spark.kafka import Broker, Place
 from spark.offsets import DATA, LEDGER, REQUESTS, Plan
-from spark.settings import Settings
+from spark.settings import HOUR_MS, Settings
 from spark.verdict import CATEGORIES
 
-HOUR_FORMAT: Final = "yyyy-MM-dd HH:mm:ss"
 # The runs before, of which the report tells.
 HISTORY_RUNS: Final = 19
-
-Tell = Callable[[str], None]
-"""Where progress is told, a line at a time."""
-
-
-@dataclass
-class Cost:
-    """Where the time of a run went: seconds a step, in order."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def step(self, name: str) -> Iterator[None]:
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + round(time.monotonic() - started, 3)
 
 
 @dataclass(frozen=True)
@@ -69,9 +51,11 @@ def run(spark: SparkSession, settings: Settings, tell: Tell, now_ms: int | None 
     """Carry out one run, or the rest of one that was cut off. CannotRun where it is not possible.
 
     The steps that write are each done once for a run's number, in this order: progress (the plan), deliveries,
-    findings, runs. What a later step needs of an earlier one it reads from the lake, not from memory, so that the
-    same code goes on after a kill at any point.
+    rejects, findings, verdicts, runs; tidying up comes last, and is no harm when it is done twice. What a later step
+    needs of an earlier one it reads from the lake, not from memory, so that the same code goes on after a kill at any
+    point.
     """
+    decode.check_identities(spark, settings.options.identity)
     with lock.held(spark, settings.options.lake):
         return _Run(spark, settings, tell, int(time.time() * 1000) if now_ms is None else now_ms).carry_out()
 
@@ -83,12 +67,14 @@ class _Run:
         self.tell = tell
         self.now_ms = now_ms
         self.lake = lake.Lake(spark, settings.options.lake)
-        self.cost = Cost()
+        self.cost = Cost(tell)
+        self.kept_from = ""
 
     def carry_out(self) -> Outcome:
         with self.cost.step("plan"):
             before = self._summary_before()
             plan, resumed = self._plan(before)
+            self.kept_from = _kept_from(plan, self.settings.options.keep_days, before)
             if self.settings.options.publish:
                 with closing(Broker(self.spark, self.settings.shared)) as broker:
                     publish.prepare(broker, self.settings.shared.namespace)
@@ -99,7 +85,7 @@ class _Run:
             self._merge(plan)
         with self.cost.step("views"):
             view.update(self.lake, self.settings.shared, plan)
-        balance = self._judge(plan, before)
+        balance = Judgement(self.spark, self.lake, plan, self.settings, self.cost).carry_out(before, self.kept_from)
         held = standing.by_hour(self.lake.read("findings"), report.window_from(plan, self.settings)).persist()
         found = standing.whole(held).persist()
         if self.settings.options.publish:
@@ -107,11 +93,14 @@ class _Run:
                 publish.publish(self.lake, self.settings.shared, found)
         with self.cost.step("report"):
             past = before["reports"] if before else []
-            outcome = report.build(held, found, plan, self.settings, balance, self.cost.seconds, resumed, past)
+            revised = history.counted(self.lake.read("verdicts"), report.window_from(plan, self.settings))
+            outcome = report.build(held, found, plan, self.settings, balance, self.cost.seconds, resumed, past, revised)
             report.write(self.spark, self.settings.options.report, outcome)
         for frame in (held, found):
             frame.unpersist()
         self._done(plan, balance, outcome)
+        with self.cost.step("tidy"):
+            self._tidy(plan, before)
         return Outcome(outcome.document, outcome.status)
 
     # ------------------------------------------------------------------------------------------------------ plan
@@ -142,16 +131,19 @@ class _Run:
                 return cut, True
         with closing(Broker(self.spark, self.settings.shared)) as broker:
             plan = offsets.freeze(broker, self.settings, last, self.now_ms, self._discover)
-        rows = self.spark.createDataFrame(plan.rows(), lake.schema("progress")).coalesce(1)
+        rows = native.rows_of(self.spark, lake.schema("progress"), plan.rows())
         if cut is None:
             self.lake.append("progress", rows, plan.run)
         else:
             self.lake.overwrite("progress", rows, f"run = {plan.run}")
         return plan, False
 
-    def _discover(self, ledger: dict[Place, source.Span], requests: dict[Place, source.Span]) -> set[str]:
+    def _discover(
+        self, ledger: dict[Place, source.Span], requests: dict[Place, source.Span], names: Sequence[str]
+    ) -> set[str]:
         records = self._records(ledger, headers=False).unionByName(self._records(requests, headers=False))
-        return {row["topic"] for row in decode.topics_named(records).collect()}
+        (found,) = decode.topics_named(records, names).collect()
+        return {name for name, named in zip(names, found, strict=True) if named}
 
     # ----------------------------------------------------------------------------------------------------- merge
 
@@ -159,87 +151,43 @@ class _Run:
         return source.read(self.spark, self.settings.shared, spans, headers=headers)
 
     def _merge(self, plan: Plan) -> None:
-        """Read what the plan names, reduce it to one row an id and hour, merge it into the hours that it touches."""
+        """Read what the plan names, reduce it to rows of the state, merge these into the hours that they touch."""
         waiting = sum(log.end - log.start for log in plan.logs if log.audited)
         self.tell(f"run {plan.run}: {waiting} offsets to read in {len(plan.topics)} topics")
         if not waiting:
             return
-        evidence = [
-            decode.deliveries(self._records(plan.spans(DATA)), plan.frozen_ms),
-            decode.ledger(self._records(plan.spans(LEDGER), headers=False), plan.frozen_ms),
-            decode.answers(self._records(plan.spans(REQUESTS), headers=False), plan.frozen_ms),
-        ]
-        rows = state.reduce(fold(DataFrame.unionByName, evidence), plan.run)
+        ledger = decode.ledger(self._records(plan.spans(LEDGER), headers=False), plan.frozen_ms)
+        answers = decode.answers(self._records(plan.spans(REQUESTS), headers=False), plan.frozen_ms)
+        copies = decode.deliveries(self._records(plan.spans(DATA)), plan.frozen_ms, self.settings.options.identity)
+        idempotent = verdict.idempotent(plan, self.settings)
+        rows = state.reduce(copies, ledger.unionByName(answers), plan.run, idempotent)
+        if self.kept_from:
+            rows = rows.where(hours.since(self.kept_from))
+        session.size_for(self.spark, waiting)
         if not self.lake.exists("deliveries"):
             # Nothing to merge with. Rebalanced by hour, so that the first run over a long history makes few files.
             with self.cost.step("read and write"):
-                self.lake.append("deliveries", rows.hint("rebalance", "accepted_hour"), plan.run)
+                self.lake.append("deliveries", rows.hint("rebalance", *lake.PARTITIONS["deliveries"]), plan.run)
             return
         with self.cost.step("read"):
             # Read once, used twice. A checkpoint, not a cache: Delta refuses to merge from a plan that is cached.
             rows = rows.localCheckpoint()
-            hours = hours_of(rows)
+            touched = hours.of(rows)
         with self.cost.step("merge"):
-            if hours:
-                self.lake.merge(rows, hours, plan.run)
-
-    # ----------------------------------------------------------------------------------------------------- judge
-
-    def _judge(self, plan: Plan, before: dict[str, Any] | None) -> Balance:
-        """Judge the hours that this run touched, those whose verdict waits for time, and, over all, the ids."""
-        seen = verdict.evidence(plan, self.settings)
-        balance = Balance.of(before)
-        deliveries = self.lake.read("deliveries")
-        with self.cost.step("judge"):
-            touched = set(hours_of(deliveries.where(F.col("run") == plan.run)))
-            if before is None or before["options"] != plan.options or before["topics"] != plan.topics:
-                hours = touched | set(hours_of(deliveries))
-            else:
-                hours = touched | balance.open_hours()
-            rows = deliveries.where(in_hours(sorted(hours)))
-            # Two reads: of the plain rows only numbers, of the others, which are few, everything.
-            judged = verdict.judge(rows.where("plain = 0"), seen)
-            plain = findings.sums(verdict.plainly(rows.where("plain = 1"), seen))
-            balance.replace(hours, findings.sums(judged).unionByName(plain).collect())
-        with self.cost.step("map"):
-            whole = plan.partitions <= heat.PARTITIONS_MAX
-            balance.place(hours, heat.cells(rows, partitions=whole).collect() if hours else [])
-        found = [findings.of_logs(self.spark, plan)]
-        suspects = findings.suspicious(judged).persist(StorageLevel.MEMORY_AND_DISK)
-        cached = [suspects]
-        found += [findings.of_ids(suspects, seen, findings.HOUR), findings.of_places(suspects, findings.HOUR)]
-        scopes = [findings.LOG]
-        if not self.settings.options.skip_ids:
-            with self.cost.step("ids"):
-                several = ids.in_several_hours(deliveries).persist(StorageLevel.MEMORY_AND_DISK)
-                cached.append(several)
-                found.append(ids.client_duplicates(deliveries, seen))
-                scopes.append(findings.IDS)
-                balance.adjustment = {}
-                if not several.isEmpty():
-                    both = ids.across(deliveries, several, seen)
-                    cached += [both.rows]
-                    balance.adjust(findings.sums(both.apart).collect(), findings.sums(both.together).collect())
-                    odd = findings.suspicious(both.together)
-                    found += [
-                        findings.of_ids(odd, seen, findings.IDS),
-                        ids.superseded(both.together),
-                    ]
-        with self.cost.step("findings"):
-            replaced = " OR ".join(
-                [f"scope IN ({', '.join(repr(scope) for scope in scopes)})"]
-                + ([f"(scope = 'hour' AND {_hours_sql(sorted(hours))})"] if hours else [])
-            )
-            self.lake.replace("findings", fold(DataFrame.unionByName, found), replaced, plan.run)
-        for frame in cached:
-            frame.unpersist()
-        return balance
+            if touched:
+                self.lake.merge(rows, touched, plan.run, idempotent)
 
     # ------------------------------------------------------------------------------------------------------ done
 
     def _done(self, plan: Plan, balance: Balance, outcome: report.Report) -> None:
         """The run's row in `runs`, the last thing that it writes: from here on the next run is another one."""
-        summary = {"options": plan.options, "topics": plan.topics, **balance.document()}
+        summary = {
+            "options": plan.options,
+            "topics": plan.topics,
+            "frozen_ms": plan.frozen_ms,
+            "kept_from": self.kept_from,
+            **balance.document(),
+        }
         row = {
             "run": plan.run,
             "frozen_ms": plan.frozen_ms,
@@ -248,23 +196,35 @@ class _Run:
             "report": json.dumps({name: outcome.document[name] for name in ("run", "balance", "cost")}),
         }
         with self.cost.step("done"):
-            rows = self.spark.createDataFrame([row], lake.schema("runs")).coalesce(1)
+            rows = native.rows_of(self.spark, lake.schema("runs"), [row])
             self.lake.append("runs", rows, plan.run)
 
+    def _tidy(self, plan: Plan, before: dict[str, Any] | None) -> None:
+        """Drop, compact and delete what the options say."""
+        options = self.settings.options
+        if options.keep_days is not None and self.kept_from != (before or {}).get("kept_from"):
+            self.lake.forget(self.kept_from, plan.run)
+        if options.optimize:
+            # An hour once it is over, and again when something late came into it.
+            now = hours.text_of(plan.frozen_ms)
+            late = hours.of(self.lake.read("deliveries").where(F.col("run") == plan.run))
+            self.lake.compact(sorted({hour for hour in late if hour < now} | _ended(before, plan)))
+        if options.vacuum_h is not None:
+            self.lake.vacuum(options.vacuum_h)
 
-def hours_of(rows: DataFrame) -> list[str]:
-    """The hours of rows, as text; as many as there are hours."""
-    found = rows.select(F.date_format("accepted_hour", HOUR_FORMAT).alias("hour")).distinct().collect()
-    return sorted(row["hour"] for row in found)
+
+def _kept_from(plan: Plan, keep_days: int | None, before: dict[str, Any] | None) -> str:
+    """The first hour that the lake keeps; "" for all. It never moves back: what is gone is gone."""
+    told: str = (before or {}).get("kept_from", "")
+    return told if keep_days is None else max(told, hours.text_of(plan.frozen_ms - keep_days * 24 * HOUR_MS))
 
 
-def _hours_sql(hours: list[str]) -> str:
-    literals = ", ".join(f"TIMESTAMP '{hour}'" for hour in hours)
-    return f"accepted_hour IN ({literals})"
-
-
-def in_hours(hours: list[str]) -> Any:
-    return F.expr(_hours_sql(hours)) if hours else F.lit(False)
+def _ended(before: dict[str, Any] | None, plan: Plan) -> set[str]:
+    """The hours that came to their end since the last run."""
+    if before is None:
+        return set()
+    first, last = before["frozen_ms"] // HOUR_MS, plan.frozen_ms // HOUR_MS
+    return {hours.text_of(hour * HOUR_MS) for hour in range(max(first, last - 24), last)}
 
 
 def told(outcome: Outcome, folder: str) -> str:

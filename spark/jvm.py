@@ -3,9 +3,9 @@
 from typing import Any
 
 from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["Py4JJavaError", "gateway", "jvm", "nested", "reason"]
+__all__ = ["Py4JJavaError", "gateway", "is_deterministic", "jvm", "nested", "reason"]
 
 
 def jvm(spark: SparkSession) -> Any:
@@ -29,3 +29,8 @@ def reason(error: Py4JJavaError) -> str:
     while cause.getCause() is not None:
         cause = cause.getCause()
     return str(cause.toString()).replace("\n", " ")
+
+
+def is_deterministic(rows: DataFrame) -> bool:
+    """Whether rows are the same each time that they are made."""
+    return bool(rows._jdf.queryExecution().analyzed().deterministic())

@@ -1,6 +1,6 @@
 """The Delta tables of a lake, and writing to them once for each run."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -8,7 +8,8 @@ from delta.tables import DeltaTable
 from pyspark.sql import DataFrame, DataFrameWriter, SparkSession
 from pyspark.sql.types import StructType
 
-from spark import state
+from spark import native, state
+from spark.hours import sql
 
 WRITER: Final = "fencepost"
 """Delta's `txnAppId`: with the run's number as `txnVersion`, a write that is there already is left out."""
@@ -56,6 +57,9 @@ PROGRESS: Final = {
     "complete_ms": "bigint",
     "decided_ms": "bigint",
     "gaps": "array<struct<first: bigint, last: bigint, cause: string, seen_ms: bigint>>",
+    "holder": (
+        "struct<producer_id: bigint, epoch: int, start_offset: bigint, transactional_id: string, since_ms: bigint>"
+    ),
     "options": "string",
 }
 
@@ -64,14 +68,49 @@ PUBLISHED: Final = {"finding_id": "string", "value": "string", "sent": "boolean"
 
 RUN: Final = {"run": "bigint", "frozen_ms": "bigint", "verdict": "string", "summary": "string", "report": "string"}
 
+VERDICT: Final = {
+    "run": "bigint",
+    "frozen_ms": "bigint",
+    "accepted_hour": "timestamp",
+    "id": "binary",
+    "key": "string",
+    "topic": "string",
+    "verdict": "string",
+    "before": "string",
+    "last_ms": "bigint",
+}
+"""What a run came to say of an id of which it, or a run before it, said anything but that it was delivered once.
+
+`verdict` is a name of the balance, `phantom`, or null where nothing is left to say; `before` is what was said until
+then, null where it is the first. Only changes have a row.
+"""
+
+REJECT: Final = {
+    "run": "bigint",
+    "topic": "string",
+    "partition": "int",
+    "offset": "bigint",
+    "count": "bigint",
+    "seen_ms": "bigint",
+    "reason": "string",
+    "content": "binary",
+}
+"""Records, or (`count`) parts of one, that could not be decoded: why, and their bytes, up to decode.CONTENT_MAX."""
+
 SCHEMAS: Final[Mapping[str, Mapping[str, str]]] = {
     "deliveries": state.ROW,
     "findings": FINDING,
     "progress": PROGRESS,
     "published": PUBLISHED,
     "runs": RUN,
+    "rejects": REJECT,
+    "verdicts": VERDICT,
 }
-PARTITIONS: Final = {"deliveries": "accepted_hour"}
+PARTITIONS: Final = {"deliveries": ("accepted_hour", "plain")}
+"""The rows of an hour of which more than numbers is read lie apart: they are few."""
+
+# Statistics of files, which let a query skip them, are made of these columns only.
+_SKIPPED_BY: Final = {"deliveries": "run"}
 
 
 def schema(name: str) -> StructType:
@@ -98,7 +137,7 @@ class Lake:
     def read(self, name: str) -> DataFrame:
         """All rows of a table as it is now; none where it was never written to."""
         if name in SCHEMAS and not self.exists(name):
-            return self.spark.createDataFrame([], schema(name))
+            return native.rows_of(self.spark, schema(name), [])
         return self.spark.read.format("delta").load(self.path(name))
 
     def append(self, name: str, rows: DataFrame, run: int) -> None:
@@ -120,41 +159,75 @@ class Lake:
         """As `replace`, however often the run does it."""
         rows.write.format("delta").mode("overwrite").option("replaceWhere", where).save(self.path(name))
 
-    def merge(self, rows: DataFrame, hours: list[str], run: int) -> None:
-        """Merge ROWs, one an id and hour, into the `deliveries` that are there, unless this run did.
+    def merge(self, rows: DataFrame, hours: list[str], run: int, idempotent: Sequence[str] = ()) -> None:
+        """Merge ROWs, one a place of an id and hour, into the `deliveries` that are there, unless this run did.
 
         `hours` (`yyyy-MM-dd HH:mm:ss`, UTC) are all hours of the rows: as literals in the condition they keep Delta
-        from reading any other.
+        from reading any other. `idempotent` names the topics with that guarantee.
         """
-        literals = ", ".join(f"TIMESTAMP '{hour}'" for hour in hours)
+        there = sql(hours).replace("accepted_hour", "there.accepted_hour", 1)
         with self.once(run):
             (
                 DeltaTable.forPath(self.spark, self.path("deliveries"))
                 .alias("there")
                 .merge(
                     rows.alias("new"),
-                    f"there.accepted_hour IN ({literals}) AND there.accepted_hour = new.accepted_hour "
-                    "AND there.id = new.id AND there.kind = new.kind",
+                    " AND ".join([there, *(f"there.{name} <=> new.{name}" for name in state.PLACE)]),
                 )
-                .whenMatchedUpdate(set=dict(state.merged()))
+                .whenMatchedUpdate(set=dict(state.merged(idempotent)))
                 .whenNotMatchedInsertAll()
                 .execute()
             )
 
+    def forget(self, first: str, run: int) -> None:
+        """Drop what was accepted before the hour `first` (`yyyy-MM-dd HH:mm:ss`, UTC), and the plans of older runs."""
+        before_ms = f"unix_millis(TIMESTAMP '{first}')"
+        old = {
+            **dict.fromkeys(("deliveries", "findings", "verdicts"), f"accepted_hour < TIMESTAMP '{first}'"),
+            "rejects": f"seen_ms < {before_ms}",
+            **dict.fromkeys(("progress", "runs"), f"frozen_ms < {before_ms} AND run < {run}"),
+        }
+        for name, condition in old.items():
+            if self.exists(name):
+                DeltaTable.forPath(self.spark, self.path(name)).delete(condition)
+
+    def compact(self, hours: list[str]) -> None:
+        """Make few files of the many small ones that runs left in these hours."""
+        if hours and self.exists("deliveries"):
+            table = DeltaTable.forPath(self.spark, self.path("deliveries"))
+            table.optimize().where(sql(hours)).executeCompaction()
+
+    def vacuum(self, hours: int) -> None:
+        """Delete the files that no version of the last so many hours needs."""
+        check = "spark.databricks.delta.retentionDurationCheck.enabled"
+        with _set(self.spark, {check: "false"}):
+            for name in SCHEMAS:
+                if self.exists(name):
+                    DeltaTable.forPath(self.spark, self.path(name)).vacuum(hours)
+
     def _writer(self, name: str, rows: DataFrame, mode: str, run: int) -> DataFrameWriter:
         writer = rows.write.format("delta").mode(mode)
         if name in PARTITIONS:
-            writer = writer.partitionBy(PARTITIONS[name])
+            writer = writer.partitionBy(*PARTITIONS[name])
+        if name in _SKIPPED_BY and not self.exists(name):
+            writer = writer.option("delta.dataSkippingStatsColumns", _SKIPPED_BY[name])
         return writer.option("txnAppId", WRITER).option("txnVersion", str(run))
 
     @contextmanager
     def once(self, run: int) -> Iterator[None]:
         """A MERGE within counts once for the run: Delta takes its transaction from the session's settings."""
-        settings = {"txnAppId": WRITER, "txnVersion": str(run)}
-        for name, value in settings.items():
-            self.spark.conf.set(f"spark.databricks.delta.write.{name}", value)
-        try:
+        prefix = "spark.databricks.delta.write"
+        with _set(self.spark, {f"{prefix}.txnAppId": WRITER, f"{prefix}.txnVersion": str(run)}):
             yield
-        finally:
-            for name in settings:
-                self.spark.conf.unset(f"spark.databricks.delta.write.{name}")
+
+
+@contextmanager
+def _set(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None]:
+    """Have settings of the session for a while."""
+    for name, value in settings.items():
+        spark.conf.set(name, value)
+    try:
+        yield
+    finally:
+        for name in settings:
+            spark.conf.unset(name)

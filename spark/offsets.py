@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 
 from service import wire
 from spark.errors import CannotRun
-from spark.kafka import Ends, Place, Topic
+from spark.kafka import Ends, Holder, Place, Topic
 from spark.settings import Settings, matches
 from spark.source import Span
 
@@ -33,6 +33,7 @@ class Cluster(Protocol):
     def describe(self, names: Sequence[str]) -> dict[str, Topic]: ...
     def ends(self, places: Sequence[Place]) -> dict[Place, Ends]: ...
     def stamps(self, places: dict[Place, int]) -> dict[Place, int]: ...
+    def holders(self, places: Sequence[Place]) -> dict[Place, Holder]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Log:
 
     `first`: from where it was ever read; `start` and `end`: what this run reads; `since_ms`: when a topic made anew
     was first seen, else 0; `complete_ms`: every record appended after it was read (0: every record ever);
-    `decided_ms`: every record appended before it lies below `end`.
+    `decided_ms`: every record appended before it lies below `end`; `holder`: the transaction that holds `end` up.
     """
 
     role: str
@@ -69,6 +70,7 @@ class Log:
     complete_ms: int
     decided_ms: int
     gaps: tuple[Gap, ...] = ()
+    holder: Holder | None = None
 
     @property
     def place(self) -> Place:
@@ -119,17 +121,18 @@ class Plan:
         head: Mapping[str, Any] | None = None
         for row in rows:
             head = row
-            values = {name: row[name] for name in Log.__dataclass_fields__ if name != "gaps"}
+            values = {name: row[name] for name in Log.__dataclass_fields__ if name not in ("gaps", "holder")}
             gaps = tuple(Gap(gap["first"], gap["last"], gap["cause"], gap["seen_ms"]) for gap in row["gaps"])
-            logs.append(Log(**values, gaps=gaps))
+            holder = Holder(**row["holder"]) if row["holder"] else None
+            logs.append(Log(**values, gaps=gaps, holder=holder))
         return None if head is None else cls(head["run"], head["frozen_ms"], head["options"], tuple(logs))
 
 
 _ASK: Final = -1
 """A `complete_ms` that has still to be asked for."""
 
-Discover = Callable[[dict[Place, Span], dict[Place, Span]], set[str]]
-"""Names of topics that the spans of the ledger and of the journal name."""
+Discover = Callable[[dict[Place, Span], dict[Place, Span], Sequence[str]], set[str]]
+"""Those of the topics that the spans of the ledger or of the journal name."""
 
 
 def options_of(settings: Settings) -> str:
@@ -141,6 +144,7 @@ def options_of(settings: Settings) -> str:
             "grace_s": options.grace_s,
             "key_ttl_s": shared.key_ttl_s,
             "namespace": shared.namespace,
+            "identity": dict(options.identity),
             "timeouts_ms": shared.request_timeout_ms + shared.transaction_timeout_ms,
             "rules": [[rule.pattern, rule.guarantee.value] for rule in settings.rules.topics],
         },
@@ -182,7 +186,7 @@ def freeze(cluster: Cluster, settings: Settings, before: Plan | None, now_ms: in
     ]
     if not globs and candidates - audited:
         spans = {role: {log.place: (log.start, log.end) for log in logs if log.role == role} for role in found}
-        audited |= candidates & discover(spans[LEDGER], spans[REQUESTS])
+        audited |= discover(spans[LEDGER], spans[REQUESTS], sorted(candidates - audited))
     logs = [log for log in logs if log.role != DATA or log.topic in audited]
     logs = _complete(cluster, logs, now_ms)
     logs = _capped(logs, settings.options.max_records)
@@ -260,4 +264,13 @@ def _decided(cluster: Cluster, logs: list[Log], now_ms: int) -> list[Log]:
     """Where a log goes on beyond its end, the first record there tells up to when all is decided and read."""
     held = {log.place: log.end for log in logs if log.end < log.high_watermark}
     stamps = cluster.stamps(held) if held else {}
-    return [replace(log, decided_ms=stamps.get(log.place, 0) if log.place in held else now_ms) for log in logs]
+    stopped = [log.place for log in logs if log.end == log.last_stable < log.high_watermark]
+    holders = cluster.holders(stopped) if stopped else {}
+    return [
+        replace(
+            log,
+            decided_ms=stamps.get(log.place, 0) if log.place in held else now_ms,
+            holder=holders.get(log.place),
+        )
+        for log in logs
+    ]

@@ -43,11 +43,13 @@ def build(
     seconds: Mapping[str, float],
     resumed: bool,
     before: Sequence[Mapping[str, Any]],
+    revised: Mapping[str, Any],
 ) -> Report:
     """The document of a run; CannotRun where its balance does not close.
 
     `held` are the findings that stand (standing.by_hour), `found` the same as a whole (FIELDS), `before` the documents
-    of the runs before (what `runs` keeps of them), the last one first.
+    of the runs before (what `runs` keeps of them), the last one first, `revised` the verdicts that changed
+    (history.counted).
     """
     since_ms = window_from(plan, settings)
     first_hour = datetime.fromtimestamp(since_ms / 1000, UTC).strftime("%Y-%m-%d %H:00:00")
@@ -88,6 +90,7 @@ def build(
         "findings": listed,
         "findings_left_out": number - len(listed),
         "evidence": _evidence(plan, topics),
+        "verdicts": dict(revised),
         "requests": _requests(topics),
         "cost": {
             "seconds": dict(seconds),
@@ -132,10 +135,15 @@ def _evidence(plan: Plan, topics: ByTopic) -> dict[str, Any]:
             "partition": log.partition,
             "offset": log.last_stable,
             "high_watermark": log.high_watermark,
-            "open_since": _iso(log.decided_ms) if log.decided_ms else None,
-            "age_s": round((plan.frozen_ms - log.decided_ms) / 1000, 3) if log.decided_ms else None,
+            "transactional_id": log.holder.transactional_id if log.holder else None,
+            "producer_id": log.holder.producer_id if log.holder else None,
+            "epoch": log.holder.epoch if log.holder else None,
+            "open_since": _iso(since_ms) if since_ms else None,
+            "age_s": round((plan.frozen_ms - since_ms) / 1000, 3) if since_ms else None,
         }
         for log in audited
+        # The broker's word, else the first record's: the transaction is a little older than that.
+        for since_ms in [(log.holder.since_ms if log.holder else None) or log.decided_ms]
         if log.end == log.last_stable < log.high_watermark
     ]
     return {

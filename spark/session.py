@@ -10,6 +10,8 @@ from pyspark.sql import SparkSession
 from spark import jars
 
 APP: Final = "fencepost-audit"
+# About 100 MB of what is exchanged for the state, and of the hash tables that it is put into.
+RECORDS_A_PARTITION: Final = 400_000
 LOGGING: Final = Path(__file__).with_name("log4j2.properties")
 
 _ALWAYS: Final = {
@@ -17,8 +19,9 @@ _ALWAYS: Final = {
     "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
     # Hours are cut and printed in UTC wherever the job runs.
     "spark.sql.session.timeZone": "UTC",
-    # The rows of an id arrive sorted by id; a hash aggregate over arrays would sort them a second time.
-    "spark.sql.execution.useObjectHashAggregateExec": "false",
+    # What an expression of the user's cannot make anything of is nothing, not the end of the run.
+    "spark.sql.ansi.enabled": "false",
+    "spark.serializer": "org.apache.spark.serializer.KryoSerializer",
     # What is merged is deterministic (frozen offsets, total order) and kept on disk already.
     "spark.databricks.delta.merge.materializeSource": "none",
 }
@@ -61,3 +64,10 @@ def open_session(environ: Mapping[str, str] | None = None, java_options: str = _
         for name, value in _LOCAL.items():
             builder = builder.config(name, value)
     return builder.getOrCreate()
+
+
+def size_for(spark: SparkSession, records: int) -> None:
+    """Cut what is exchanged into parts that fit into a task's memory; never into fewer than the session has."""
+    name = "spark.sql.shuffle.partitions"
+    parts = max(int(spark.conf.get(name) or 0), -(-records // RECORDS_A_PARTITION))
+    spark.conf.set(name, str(parts))

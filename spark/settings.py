@@ -2,10 +2,11 @@
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from service import wire
 from service.shared import Rules, SharedSettings
 
 HOUR_MS: Final = 3_600_000
@@ -23,6 +24,10 @@ class Options:
     window_h: int = 168
     skip_ids: bool = False
     publish: bool = True
+    identity: Mapping[str, str] = field(default_factory=dict)
+    keep_days: int | None = None
+    optimize: bool = False
+    vacuum_h: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +89,28 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument(
         "--no-publish", action="store_true", help="leave the topic {namespace}.findings as it is; do not make it"
     )
+    parser.add_argument(
+        "--identity",
+        action="append",
+        type=_identity,
+        default=[],
+        metavar="TOPIC=EXPRESSION",
+        help="an idempotency key for records of a topic that have no header of ours: a Spark SQL expression over key, "
+        "value, topic, partition, offset, timestamp and headers; may be given once for each topic",
+    )
+    parser.add_argument(
+        "--keep-days", type=_positive, help="drop from the lake what was accepted more days ago; default: keep all"
+    )
+    parser.add_argument("--optimize", action="store_true", help="make one file of the small ones of each hour touched")
+    parser.add_argument(
+        "--vacuum-h", type=_positive, help="delete files that no version of the last so many hours needs; default: none"
+    )
     given = parser.parse_args(arguments)
+    identity = dict(given.identity)
+    if len(identity) < len(given.identity):
+        parser.error("argument --identity: a topic is named twice; give one expression for each")
+    if given.keep_days is not None and given.keep_days * 24 < given.window_h:
+        parser.error(f"argument --keep-days: a report of {given.window_h} hours needs {-(-given.window_h // 24)} days")
     return Options(
         lake=given.lake.rstrip("/") or "/",
         report=given.report.rstrip("/") or "/",
@@ -93,6 +119,10 @@ def parse(arguments: Sequence[str]) -> Options:
         grace_s=given.grace_s,
         window_h=given.window_h,
         skip_ids=given.skip_ids,
+        identity=identity,
+        keep_days=given.keep_days,
+        optimize=given.optimize,
+        vacuum_h=given.vacuum_h,
         publish=not given.no_publish,
     )
 
@@ -104,6 +134,13 @@ def parse_about(command: str, name: str, help: str, description: str, arguments:
     parser.add_argument("--lake", required=True, help="folder or URL of the Delta tables that the runs fill")
     given = parser.parse_args(arguments)
     return getattr(given, name), given.lake.rstrip("/") or "/"
+
+
+def _identity(text: str) -> tuple[str, str]:
+    topic, equals, expression = text.partition("=")
+    if not (equals and wire.TOPIC.fullmatch(topic.strip()) and expression.strip()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not TOPIC=EXPRESSION")
+    return topic.strip(), expression.strip()
 
 
 def _natural(text: str) -> int:

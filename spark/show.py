@@ -11,7 +11,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from service import wire
 from service.shared import SharedSettings
-from spark import causes, source
+from spark import causes, source, state
 from spark.decode import EVENT
 from spark.errors import CannotRun
 from spark.kafka import Broker, Place
@@ -33,7 +33,7 @@ def show(spark: SparkSession, shared: SharedSettings, root: str, text: str) -> I
     """What there is to say of an id or key, line by line. CannotRun where the lake does not know it."""
     id = id_of(text)
     lake = Lake(spark, root)
-    rows = _of(lake.read("deliveries").where(F.col("kind") == EVENT), id)
+    rows = state.gathered(_of(lake.read("deliveries").where(F.col("kind") == EVENT), id))
     told = rows.withColumn("ordered", causes.ordered()).orderBy("accepted_ms").collect()
     if not told:
         raise CannotRun(

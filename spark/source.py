@@ -8,6 +8,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.shared import SharedSettings
+from spark import native
 from spark.kafka import Place, connection
 
 SCHEMA: Final = (
@@ -29,7 +30,7 @@ def read(
     """
     spans = {place: span for place, span in spans.items() if span[1] > span[0]}
     if not spans:
-        return spark.createDataFrame([], SCHEMA)
+        return native.rows_of(spark, SCHEMA, [])
     records = (
         spark.read.format("kafka")
         .options(**{f"kafka.{name}": value for name, value in connection(shared).items()})

@@ -1,49 +1,34 @@
-"""What the lake knows of each id: one row for an id and hour, made from evidence and merged with what is there.
+"""What the lake knows of each id: a row for each place where its event is, or is said to be.
 
-ROW is the schema of the table `deliveries`. Copies, entries and answered places are kept up to a cap each; how many
-there were, and whether fingerprints differ, stays exact beyond it.
+ROW is the schema of the table `deliveries`. An event that was delivered once has one row, on which the record, its
+ledger entry and its answers meet; nothing in it is a list, so that making, merging and judging it costs little. Only
+where an id has several rows, or one that does not explain itself, they are `gathered` to one with lists (GATHERED).
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark.decode import ANSWER, ANSWER_201, COPY, ENTRY, EVENT
+from spark.decode import ENTERED, EVENT, REJECT, REJECTED
 
 # Enough to see what happened; an id beyond it is one that a broken writer put on everything.
-COPIES_MAX: Final = 128
-ENTRIES_MAX: Final = 32
-ANSWERED_MAX: Final = 8
+PLACES_MAX: Final = 128
 FINGERPRINTS_MAX: Final = 16
-
-COPY_FIELDS: Final = (
-    "timestamp: bigint, topic: string, partition: int, offset: bigint, fp: binary, alt: binary, accepted_at: bigint, "
-    "slot: int, pid: bigint, epoch: int, instance: string, stamped: boolean"
-)
-ENTRY_FIELDS: Final = (
-    "seen_ms: bigint, topic: string, partition: int, offset: bigint, accepted_at: bigint, fp: binary, slot: int, "
-    "pid: bigint, epoch: int, instance: string"
-)
-ANSWERED_FIELDS: Final = "seen_ms: bigint, topic: string, partition: int, offset: bigint, accepted_at: bigint"
-FINGERPRINT_FIELDS: Final = "fp: binary, alt: binary"
 
 ROW: Final = {
     "accepted_hour": "timestamp",
+    "plain": "tinyint",
     "kind": "string",
     "id": "binary",
-    "fingerprint": "binary",
-    "accepted_ms": "bigint",
-    "run": "bigint",
-    "plain": "tinyint",
-    "key": "string",
     "topic": "string",
-    "first_ms": "bigint",
+    "partition": "int",
+    "offset": "bigint",
+    "run": "bigint",
+    "accepted_ms": "bigint",
     "last_ms": "bigint",
-    "low_offset": "bigint",
-    "high_offset": "bigint",
     "count": "bigint",
-    "stamped": "bigint",
     "entries_count": "bigint",
     "answered_201": "bigint",
     "answered_202": "bigint",
@@ -51,24 +36,38 @@ ROW: Final = {
     "answered_504": "bigint",
     "answered_other": "bigint",
     "replayed": "bigint",
+    "entered_ms": "bigint",
+    "answered_ms": "bigint",
     "unsure_ms": "bigint",
-    "fingerprints": f"array<struct<{FINGERPRINT_FIELDS}>>",
-    "coordinates": f"array<struct<{COPY_FIELDS}>>",
-    "entries": f"array<struct<{ENTRY_FIELDS}>>",
-    "answered": f"array<struct<{ANSWERED_FIELDS}>>",
+    "copied_ms": "bigint",
+    "copied_at": "bigint",
+    "fp": "binary",
+    "alt": "binary",
+    "slot": "int",
+    "pid": "bigint",
+    "epoch": "int",
+    "instance": "string",
+    "stamped": "boolean",
+    "keyed": "boolean",
+    "key": "string",
+    "reject": REJECTED,
 }
 """Name and type of each column of `deliveries`, in order.
 
-`plain` is 1 for one copy, one ledger entry that names its place, and answers, if any, that name it too: most rows,
-of which nothing else has to be read to judge them. `fingerprint` is that of the first copy, null where its record has
-no key; `accepted_ms` the earliest acceptance; `topic` the first in the alphabet that its evidence names; `first_ms` and
-`last_ms` bound all its evidence; offsets are only of rows that stand for records without id; `stamped` counts copies
-with our header; `unsure_ms` is when the last 202 or 504 was journaled; `answered` has each place once, as first named.
+`plain` is 1 where a row leaves nothing to be said, unless the id has another one: the record and one ledger entry met
+(in an `idempotent` topic: the record and a 201), or it is a record without our header that nobody claims. Of these,
+which are most, only numbers have to be read again. Partition and offset are null for what is known of an id without a
+place (a 504). `accepted_ms` is the earliest acceptance, `last_ms` the last evidence; `count` is 1 where there is a
+record (0: it is only said to be there; more: rejected entries of one record); `entered_ms` and `answered_ms` are when
+ledger and journal first named the place, `unsure_ms` when the last 202 or 504 was journaled. From `copied_ms` (its
+timestamp) and `copied_at` (its acceptance) on it is the record itself; `keyed`: whether it has a record key.
 """
+
+PLACE: Final = ("accepted_hour", "kind", "id", "topic", "partition", "offset")
+"""What tells a row from another."""
 
 SUMS: Final = (
     "count",
-    "stamped",
     "entries_count",
     "answered_201",
     "answered_202",
@@ -77,14 +76,51 @@ SUMS: Final = (
     "answered_other",
     "replayed",
 )
-LEAST: Final = ("accepted_ms", "topic", "first_ms", "low_offset", "key")
-GREATEST: Final = ("run", "last_ms", "high_offset", "unsure_ms")
-ARRAYS: Final = {
-    "fingerprints": FINGERPRINTS_MAX,
-    "coordinates": COPIES_MAX,
-    "entries": ENTRIES_MAX,
-    "answered": ANSWERED_MAX,
+LEAST: Final = ("accepted_ms", "entered_ms", "answered_ms")
+GREATEST: Final = ("run", "last_ms", "unsure_ms")
+RECORD: Final = (
+    "copied_ms",
+    "copied_at",
+    "fp",
+    "alt",
+    "slot",
+    "pid",
+    "epoch",
+    "instance",
+    "stamped",
+    "keyed",
+    "key",
+    "reject",
+)
+
+COPY_FIELDS: Final = (
+    "timestamp: bigint, topic: string, partition: int, offset: bigint, fp: binary, alt: binary, accepted_at: bigint, "
+    "slot: int, pid: bigint, epoch: int, instance: string, stamped: boolean"
+)
+CLAIM_FIELDS: Final = "seen_ms: bigint, topic: string, partition: int, offset: bigint"
+FINGERPRINT_FIELDS: Final = "fp: binary, alt: binary"
+
+GATHERED: Final = {
+    "accepted_hour": "timestamp",
+    "kind": "string",
+    "id": "binary",
+    "accepted_ms": "bigint",
+    "key": "string",
+    "topic": "string",
+    "last_ms": "bigint",
+    "rows": "bigint",
+    **dict.fromkeys(SUMS, "bigint"),
+    "stamped": "bigint",
+    "plain": "tinyint",
+    "unsure_ms": "bigint",
+    "fingerprints": f"array<struct<{FINGERPRINT_FIELDS}>>",
+    "coordinates": f"array<struct<{COPY_FIELDS}>>",
+    "entries": f"array<struct<{CLAIM_FIELDS}>>",
+    "answered": f"array<struct<{CLAIM_FIELDS}>>",
 }
+"""One row an id. `rows` is of how many it was made, `topic` the first in the alphabet that they name, `stamped` counts
+copies with our header. Lists are kept up to a cap, copies first; counts, and whether fingerprints differ, stay exact.
+"""
 
 HOUR_S: Final = 3600
 
@@ -94,202 +130,162 @@ def hour_of(ms: Column) -> Column:
     return F.timestamp_seconds(F.floor(ms / (HOUR_S * 1000)) * HOUR_S)
 
 
-def reduce(evidence: DataFrame, run: int) -> DataFrame:
-    """EVIDENCE → ROW, one row for each (accepted_hour, kind, id).
+def reduce(copies: DataFrame, testimony: DataFrame, run: int, idempotent: Sequence[str] = ()) -> DataFrame:
+    """decode.COPIES, decode.TESTIMONY → ROW, a row for each place of an id and hour; `idempotent` names topics.
 
-    One sort by id serves both the numbering, which bounds what is collected, and the aggregation after it.
+    The aggregation has only numbers to carry, so that Spark hashes instead of sorting; a record is one of its kind
+    and needs none: it is joined. Both are spread by id and place alike, in one exchange each.
     """
-    whole = ["id", "accepted_hour", "kind"]
-    order = Window.partitionBy(*whole, "role").orderBy("ts", "topic", "partition", "offset", "status")
-    rows = (
-        evidence.withColumn("accepted_hour", hour_of(F.col("at")))
-        .withColumn("nth", F.row_number().over(order))
-        .groupBy(*whole)
-        .agg(*_aggregates())
-        .withColumn("answered", _each_once(F.col("answered")))
+    told = _told(testimony)
+    there = copies.select(
+        hour_of(F.col("at")).alias("accepted_hour"),
+        *PLACE[1:],
+        F.col("ts").alias("copied_ms"),
+        F.col("at").alias("copied_at"),
+        *RECORD[2:-1],
+        F.col("reject").alias("copy_reject"),
     )
-    return rows.select(
-        "accepted_hour",
-        "kind",
-        "id",
-        F.when(F.col("keyed"), F.col("first_fp")).alias("fingerprint"),
-        "accepted_ms",
-        F.lit(run).cast("bigint").alias("run"),
-        _plain(
-            F.col("count"),
-            F.col("entries_count"),
-            F.get("coordinates", F.lit(0)),
-            F.get("entries", F.lit(0)),
-            F.size("answered") <= 1,
-            [F.get("answered", F.lit(0))],
-        ).alias("plain"),
-        "key",
-        "topic",
-        "first_ms",
-        "last_ms",
-        "low_offset",
-        "high_offset",
-        *SUMS,
-        "unsure_ms",
-        F.slice(
-            F.array_distinct(F.concat(F.array_compact(F.array("fp_least", "fp_greatest")), "fingerprints_seen")),
-            1,
-            FINGERPRINTS_MAX,
-        ).alias("fingerprints"),
-        "coordinates",
-        "entries",
-        "answered",
-    ).select(*(F.col(name).cast(kind) for name, kind in ROW.items()))
+    joined = there.join(told.hint("shuffle_hash"), list(PLACE), "full_outer")
+    sums = {name: F.coalesce(name, F.lit(0)) for name in SUMS[1:]}
+    count = F.when(F.col("copied_ms").isNotNull(), 1).otherwise(0) + F.coalesce("rejected", F.lit(0))
+    columns: dict[str, Column] = {
+        "plain": _plain({**sums, "count": count}, F.col("stamped"), idempotent),
+        "run": F.lit(run),
+        "accepted_ms": F.least("copied_at", "first_at"),
+        "last_ms": F.greatest("copied_ms", "last_ts"),
+        "count": count,
+        **sums,
+        "reject": F.coalesce("copy_reject", "reject"),
+    }
+    return joined.select(*(columns.get(name, F.col(name)).cast(kind).alias(name) for name, kind in ROW.items()))
 
 
-def _aggregates() -> list[Column]:
-    role, nth = F.col("role"), F.col("nth")
-    copy = role == COPY
-    event = F.col("kind") == EVENT
-    fingerprints = F.when(copy & event, F.struct("fp", "alt"))
-    coordinate = F.struct(
-        F.col("ts").alias("timestamp"),
-        "topic",
-        "partition",
-        "offset",
-        "fp",
-        "alt",
-        F.col("at").alias("accepted_at"),
-        "slot",
-        "pid",
-        "epoch",
-        "instance",
-        "stamped",
+def _told(testimony: DataFrame) -> DataFrame:
+    """decode.TESTIMONY → what is said of each place, with numbers only besides the place."""
+    status = F.col("status")
+
+    def count(condition: Column) -> Column:
+        return F.count(F.when(condition, F.lit(1)))
+
+    answered = status != ENTERED
+    placed = F.col("offset").isNotNull()
+    return (
+        testimony.withColumn("accepted_hour", hour_of(F.col("at")))
+        .withColumn("kind", F.when(F.col("reject").isNull(), EVENT).otherwise(REJECT))
+        # As the join needs it: what is said of an id comes once or twice, too rarely to be summed up before.
+        .repartition(*PLACE)
+        .groupBy(*PLACE, "reject")
+        .agg(
+            F.min("at").alias("first_at"),
+            F.max("ts").alias("last_ts"),
+            count(status.isNull()).alias("rejected"),
+            count(status == ENTERED).alias("entries_count"),
+            *(count(status == code).alias(f"answered_{code}") for code in (201, 202, 503, 504)),
+            count(answered & ~status.isin(201, 202, 503, 504)).alias("answered_other"),
+            count(F.col("replayed")).alias("replayed"),
+            F.min(F.when(status == ENTERED, F.greatest("ts", "at"))).alias("entered_ms"),
+            F.min(F.when(answered & placed, F.col("ts"))).alias("answered_ms"),
+            F.max(F.when(status.isin(202, 504), F.col("ts"))).alias("unsure_ms"),
+        )
     )
-    place = F.struct(F.col("ts").alias("seen_ms"), "topic", "partition", "offset", F.col("at").alias("accepted_at"))
-    entry = F.struct(
-        F.greatest(F.col("ts"), F.col("at")).alias("seen_ms"),
-        "topic",
-        "partition",
-        "offset",
-        F.col("at").alias("accepted_at"),
-        "fp",
-        "slot",
-        "pid",
-        "epoch",
-        "instance",
-    )
-    first_copy = copy & event & (nth == 1)
-    answered = role.isin(ANSWER_201, ANSWER)
-    return [
-        F.max(F.when(first_copy, F.col("fp"))).alias("first_fp"),
-        F.max(F.when(first_copy, F.col("keyed"))).alias("keyed"),
-        F.min("at").alias("accepted_ms"),
-        F.min("key").alias("key"),
-        F.min("topic").alias("topic"),
-        F.min("ts").alias("first_ms"),
-        F.max("ts").alias("last_ms"),
-        F.min(F.when(~event, F.col("offset"))).alias("low_offset"),
-        F.max(F.when(~event, F.col("offset"))).alias("high_offset"),
-        _count(copy | ~event).alias("count"),
-        _count(copy & F.col("stamped")).alias("stamped"),
-        _count(event & (role == ENTRY)).alias("entries_count"),
-        *(
-            _count(event & answered & (F.col("status") == status)).alias(f"answered_{status}")
-            for status in (201, 202, 503, 504)
-        ),
-        _count(event & answered & ~F.col("status").isin(201, 202, 503, 504)).alias("answered_other"),
-        _count(event & answered & F.col("replayed")).alias("replayed"),
-        F.max(F.when(answered & F.col("status").isin(202, 504), F.col("ts"))).alias("unsure_ms"),
-        F.collect_list(F.when(copy & (nth <= FINGERPRINTS_MAX), fingerprints)).alias("fingerprints_seen"),
-        F.min(fingerprints).alias("fp_least"),
-        F.max(fingerprints).alias("fp_greatest"),
-        F.collect_list(F.when(copy & event & (nth <= COPIES_MAX), coordinate)).alias("coordinates"),
-        F.collect_list(F.when(event & (role == ENTRY) & (nth <= ENTRIES_MAX), entry)).alias("entries"),
-        F.collect_list(F.when(event & (role == ANSWER_201) & (nth <= ANSWERED_MAX), place)).alias("answered"),
-    ]
 
 
-def _count(condition: Column) -> Column:
-    return F.count(F.when(condition, F.lit(1)))
-
-
-def merged(there: str = "there", new: str = "new") -> dict[str, Column]:
-    """ROW columns of a row that is there and one that is new, of the same id and hour, as one row."""
+def merged(idempotent: Sequence[str] = ()) -> dict[str, Column]:
+    """ROW columns of a row that is `there` and a `new` one of the same place, as one row."""
 
     def pair(name: str) -> tuple[Column, Column]:
-        return F.col(f"{there}.{name}"), F.col(f"{new}.{name}")
+        return F.col(f"there.{name}"), F.col(f"new.{name}")
 
-    first = F.col(f"{there}.count") > 0
-    one: dict[str, Column] = {"fingerprint": F.when(first, pair("fingerprint")[0]).otherwise(pair("fingerprint")[1])}
-    one |= {name: pair(name)[0] + pair(name)[1] for name in SUMS}
-    firsts = {name: [F.get(side, F.lit(0)) for side in pair(name)] for name in ("coordinates", "entries", "answered")}
-    one["plain"] = _plain(
-        one["count"],
-        one["entries_count"],
-        F.coalesce(*firsts["coordinates"]),
-        F.coalesce(*firsts["entries"]),
-        (F.size(pair("answered")[0]) <= 1) & (F.size(pair("answered")[1]) <= 1),
-        firsts["answered"],
-    )
+    one = {name: pair(name)[0] + pair(name)[1] for name in SUMS}
     one |= {name: F.least(*pair(name)) for name in LEAST}
     one |= {name: F.greatest(*pair(name)) for name in GREATEST}
-    one |= {name: _joined(F.concat(*pair(name)), most) for name, most in ARRAYS.items()}
-    one["answered"] = _each_once(one["answered"])
+    one |= {name: F.coalesce(*pair(name)) for name in RECORD}
+    one["plain"] = _plain(one, one["stamped"], idempotent, "there.").cast("tinyint")
     return one
 
 
-def united(rows: DataFrame) -> DataFrame:
-    """ROW → ROW, one row for each (kind, id) over all its hours; the hour is the last one's."""
+def gathered(rows: DataFrame, *, by_hour: bool = True) -> DataFrame:
+    """ROWs of events → GATHERED: one row for each id, and each of its hours or (`by_hour` false) the last of them."""
+    whole = ["accepted_hour", "id"] if by_hour else ["id"]
+    first = F.coalesce("copied_ms", "entered_ms", "answered_ms")
+    order = Window.partitionBy(*whole).orderBy(F.desc("count"), first, "topic", "partition", "offset")
+    numbered = rows.withColumn("nth", F.row_number().over(order))
+    kept = F.col("nth") <= PLACES_MAX
     columns = {
         "accepted_hour": F.max("accepted_hour"),
-        "plain": F.lit(0),
-        "fingerprint": F.min_by("fingerprint", F.when(F.col("count") > 0, F.col("accepted_ms"))),
+        "kind": F.lit(EVENT),
+        **{name: F.min(name) for name in ("accepted_ms", "key", "topic")},
+        **{name: F.max(name) for name in ("last_ms", "unsure_ms")},
         **{name: F.sum(name) for name in SUMS},
-        **{name: F.min(name) for name in LEAST},
-        **{name: F.max(name) for name in GREATEST},
-        **{name: _joined(F.flatten(F.collect_list(name)), most) for name, most in ARRAYS.items()},
+        "rows": F.count("*"),
+        "plain": F.when(F.count("*") == 1, F.max("plain")).otherwise(0),
+        "stamped": F.count(F.when(F.col("stamped"), 1)),
+        "coordinates": F.array_sort(F.collect_list(F.when(kept, _copy()))),
+        "entries": F.array_sort(F.collect_list(F.when(kept, _claim("entered_ms")))),
+        "answered": F.array_sort(F.collect_list(F.when(kept, _claim("answered_ms")))),
     }
-    grouped = rows.groupBy("kind", "id").agg(*(column.alias(name) for name, column in columns.items()))
-    grouped = grouped.withColumn("answered", _each_once(F.col("answered")))
-    return grouped.select(*(F.col(name).cast(kind) for name, kind in ROW.items()))
+    fingerprints = F.when(F.col("fp").isNotNull(), F.struct("fp", "alt"))
+    ends = [F.min(fingerprints).alias("fp_least"), F.max(fingerprints).alias("fp_greatest")]
+    keys = {"accepted_hour"} & set(whole)
+    grouped = numbered.groupBy(*whole).agg(
+        *(column.alias(name) for name, column in columns.items() if name not in keys), *ends
+    )
+    seen = F.transform("coordinates", lambda copy: F.struct(copy["fp"].alias("fp"), copy["alt"].alias("alt")))
+    every = F.array_distinct(F.concat(F.array_compact(F.array("fp_least", "fp_greatest")), seen))
+    return _cast(grouped.withColumn("fingerprints", F.slice(every, 1, FINGERPRINTS_MAX)))
 
 
-def _each_once(places: Column) -> Column:
-    """Answered places in order of time, each as it was named first: a replay names it again."""
+def alone(rows: DataFrame) -> DataFrame:
+    """ROWs of events that have no other row in their hour → GATHERED, without an exchange."""
 
-    def fresh(place: Column, nth: Column) -> Column:
-        return ~F.exists(
-            F.slice(places, F.lit(1), nth),
-            lambda other: (
-                (other["offset"] == place["offset"])
-                & (other["partition"] == place["partition"])
-                & (other["topic"] == place["topic"])
-            ),
-        )
+    def one(item: Column) -> Column:
+        return F.array_compact(F.array(item))
 
-    return F.when(F.size(places) <= 1, places).otherwise(F.filter(places, fresh))
-
-
-def _plain(
-    count: Column, entries_count: Column, copy: Column, entry: Column, few: Column, answered: list[Column]
-) -> Column:
-    """1 where one copy, one entry and every answered place (null for none; `few`: there are no others) are one."""
-
-    def same(place: Column) -> Column:
-        return F.coalesce(
-            (copy["offset"] == place["offset"])
-            & (copy["partition"] == place["partition"])
-            & (copy["topic"] == place["topic"]),
-            F.lit(False),
-        )
-
-    plain = (count == 1) & (entries_count == 1) & few & same(entry)
-    for place in answered:
-        plain = plain & (place.isNull() | same(place))
-    return F.when(plain, 1).otherwise(0).cast("tinyint")
+    lists = {
+        "coordinates": one(_copy()),
+        "entries": one(_claim("entered_ms")),
+        "answered": one(_claim("answered_ms")),
+        "fingerprints": one(F.when(F.col("fp").isNotNull(), F.struct("fp", "alt"))),
+    }
+    columns = {**lists, "rows": F.lit(1), "stamped": F.coalesce(F.col("stamped").cast("bigint"), F.lit(0))}
+    return _cast(rows.withColumns(columns))
 
 
-def _joined(items: Column, most: int) -> Column:
-    """An array without repetition, in the order of its first field (a time, or a fingerprint), up to the cap.
+def _cast(rows: DataFrame) -> DataFrame:
+    return rows.select(*(F.col(name).cast(kind) for name, kind in GATHERED.items()))
 
-    The last one stays, so that the greatest fingerprint still differs from the least beyond the cap.
-    """
-    ordered = F.array_sort(F.array_distinct(items))
-    capped = F.concat(F.slice(ordered, 1, most - 1), F.slice(ordered, -1, 1))
-    return F.when(F.size(ordered) <= most, ordered).otherwise(capped)
+
+def _copy() -> Column:
+    """The record of a row, null where it has none."""
+    return F.when(
+        F.col("count") > 0,
+        F.struct(
+            F.col("copied_ms").alias("timestamp"),
+            "topic",
+            "partition",
+            "offset",
+            "fp",
+            "alt",
+            F.col("copied_at").alias("accepted_at"),
+            "slot",
+            "pid",
+            "epoch",
+            "instance",
+            "stamped",
+        ),
+    )
+
+
+def _claim(seen_ms: str) -> Column:
+    """The place of a row as the ledger or the journal named it, null where it did not."""
+    place = F.struct(F.col(seen_ms).alias("seen_ms"), "topic", "partition", "offset")
+    return F.when(F.col(seen_ms).isNotNull(), place)
+
+
+def _plain(sums: Mapping[str, Column], stamped: Column, idempotent: Sequence[str], row: str = "") -> Column:
+    """Whether a row leaves nothing to be said, 1 or 0."""
+    entries, answered = sums["entries_count"], sums["answered_201"]
+    told = F.col(f"{row}topic").isin(*idempotent) & (answered > 0) if idempotent else F.lit(False)
+    claimed = (entries > 0) | (answered > 0)
+    plain = (entries == 1) | ((entries == 0) & told) | (~claimed & ~F.coalesce(stamped, F.lit(False)))
+    return F.when((F.col(f"{row}kind") == EVENT) & (sums["count"] == 1) & plain, 1).otherwise(0)

@@ -10,7 +10,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from service.shared import Guarantee
 from spark import state
-from spark.decode import EVENT
+from spark.decode import EVENT, REJECT
 from spark.offsets import DATA, LEDGER, REQUESTS, Plan
 from spark.settings import Settings, glob_regex
 
@@ -82,26 +82,29 @@ def evidence(plan: Plan, settings: Settings) -> Evidence:
         answers_complete_ms=max((log.complete_ms for log in answers), default=plan.frozen_ms),
         answers_decided_ms=min((log.decided_ms for log in answers), default=plan.frozen_ms),
         audited=lambda topic: topic.rlike(wanted) if globs else F.lit(True),
-        idempotent=tuple(name for name in plan.topics if settings.rules.guarantee(name) is Guarantee.IDEMPOTENT),
+        idempotent=idempotent(plan, settings),
     )
 
 
+def idempotent(plan: Plan, settings: Settings) -> tuple[str, ...]:
+    """The audited topics with that guarantee."""
+    return tuple(name for name in plan.topics if settings.rules.guarantee(name) is Guarantee.IDEMPOTENT)
+
+
 def judge(rows: DataFrame, seen: Evidence) -> DataFrame:
-    """state.ROW → the same rows of audited topics, with
+    """state.GATHERED → the same rows of audited topics, with
 
     `accepted boolean`, `category string` (of CATEGORIES; null where not accepted),
     `missing array<struct<fate, topic, partition, offset, source>>` (claimed places that are not simply there),
     `phantom string` (`phantom`, `evidence_gap`, `pending` or null),
     `open boolean` (time alone may change the verdict).
-    Rows that stand for records without id have no category.
     """
-    event = F.col("kind") == EVENT
     judged = (
         rows.where(_concerned(seen))
-        .withColumn("missing", F.when(event & (F.col("plain") == 0), _missing(seen)))
-        .withColumn("phantom", F.when(event, _phantom(seen)))
+        .withColumn("missing", F.when(F.col("plain") == 0, _missing(seen)))
+        .withColumn("phantom", _phantom(seen))
         .withColumn("conflicting", (F.col("count") > 1) & (F.size("fingerprints") > 1) & _differ())
-        .withColumn("accepted", event & _accepted())
+        .withColumn("accepted", _accepted())
     )
     fate = judged.withColumn("category", F.when(F.col("accepted"), _category(seen)))
     waits = F.coalesce(F.exists("missing", lambda claim: claim["fate"] == PENDING), F.lit(False))
@@ -114,11 +117,16 @@ def judge(rows: DataFrame, seen: Evidence) -> DataFrame:
 
 
 def plainly(rows: DataFrame, seen: Evidence) -> DataFrame:
-    """state.ROW of plain rows → what `judge` would say of them, from their numbers alone."""
-    return rows.where(seen.audited(F.col("topic"))).select(
-        *(name for name, kind in state.ROW.items() if not kind.startswith("array")),
-        F.lit(True).alias("accepted"),
-        F.lit("delivered_once").alias("category"),
+    """state.ROW of plain rows, and of records without id → what there is to count of them, from their numbers alone.
+
+    Of a plain row it is what `judge` says, unless the id has another row.
+    """
+    claimed = (F.col("kind") == EVENT) & ((F.col("entries_count") > 0) | (F.col("answered_201") > 0))
+    return rows.where(seen.audited(F.col("topic")) | (F.col("kind") == REJECT)).select(
+        *("accepted_hour", "kind", "topic", *state.SUMS),
+        F.coalesce(F.col("stamped").cast("bigint"), F.lit(0)).alias("stamped"),
+        claimed.alias("accepted"),
+        F.when(claimed, "delivered_once").alias("category"),
         F.lit(None).cast("string").alias("phantom"),
         F.lit(False).alias("open"),
     )

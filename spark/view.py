@@ -19,7 +19,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.shared import SharedSettings
-from spark import causes, lock, source
+from spark import lock, native, source
 from spark.decode import EVENT
 from spark.errors import CannotRun
 from spark.kafka import Broker, Place
@@ -68,7 +68,7 @@ class View:
         """COLUMNS as they are now; none where it was never written to."""
         if self.lake.exists(self.name):
             return self.lake.spark.read.format("delta").load(self.lake.path(self.name))
-        return self.lake.spark.createDataFrame([], ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items()))
+        return native.rows_of(self.lake.spark, ", ".join(f"`{name}` {kind}" for name, kind in COLUMNS.items()), [])
 
     def advance(self, touched: DataFrame, spans: dict[Place, Span], starts: dict[Place, int], run: int) -> None:
         """Bring it to a run: `touched` rows of `deliveries`, records in `spans`, of logs that begin at `starts`."""
@@ -126,7 +126,7 @@ def register(spark: SparkSession, shared: SharedSettings, root: str, topic: str)
                 starts = _starts(broker, logs)
             spans = {log.place: (starts[log.place], log.end) for log in logs if log.place in starts}
             view.advance(lake.read("deliveries"), spans, starts, plan.run)
-            lake.add(TABLE, spark.createDataFrame([{"topic": topic, "run": plan.run}], "topic string, run bigint"))
+            lake.add(TABLE, native.rows_of(spark, "topic string, run bigint", [{"topic": topic, "run": plan.run}]))
         return view.rows().count()
 
 
@@ -166,11 +166,14 @@ def _starts(broker: Broker, logs: Iterable[Log]) -> dict[Place, int]:
 
 def _candidates(rows: DataFrame, topic: str) -> DataFrame:
     """state.ROW → `id, late, timestamp, partition, offset, accepted_at`: the first copy in the topic of each id."""
-    ours = F.filter("ordered", lambda copy: copy["topic"] == topic)
-    delivered = rows.where((F.col("kind") == EVENT) & F.exists("coordinates", lambda copy: copy["topic"] == topic))
-    first = delivered.select("id", causes.ordered().alias("ordered")).select("id", F.get(ours, F.lit(0)).alias("first"))
-    order = F.struct(*(F.col(f"first.{name}") for name in (*_ORDER, "accepted_at")))
-    return first.groupBy("id").agg(F.min(order).alias("first")).select("id", "first.*")
+    copies = rows.where((F.col("kind") == EVENT) & (F.col("topic") == topic) & (F.col("count") > 0))
+    columns = {
+        "late": F.when(F.col("entries_count") > 0, 0).otherwise(1),
+        "timestamp": F.col("copied_ms"),
+        "accepted_at": F.col("copied_at"),
+    }
+    order = F.struct(*(columns.get(name, F.col(name)).alias(name) for name in (*_ORDER, "accepted_at")))
+    return copies.groupBy("id").agg(F.min(order).alias("first")).select("id", "first.*")
 
 
 def _changes(candidates: DataFrame, view: DataFrame) -> DataFrame:

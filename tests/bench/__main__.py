@@ -33,6 +33,7 @@ NAMES = (
     "visible",
     "poison",
     "moving",
+    "audit",
 )
 
 
@@ -60,6 +61,7 @@ def main() -> int:
     depth = parser.add_mutually_exclusive_group()
     depth.add_argument("--quick", action="store_const", dest="depth", const="quick", help="does it work? small sizes")
     depth.add_argument("--full", action="store_const", dest="depth", const="full", help="10^7 keys too, more rounds")
+    parser.add_argument("--records", type=int, nargs="+", default=[], help="audit: so many records, of 4000 each")
     parser.add_argument("--results", type=Path, help="folder for what is measured (--quick: build/bench)")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(NAMES):
@@ -68,7 +70,7 @@ def main() -> int:
     folder = arguments.results or (ROOT / "build" / "bench" if depth_name == "quick" else results.KEPT)
     # Ended from outside, it takes its stack and its folder with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with stack(folder.absolute(), depth_name) as stage:
+    with stack(folder.absolute(), depth_name, tuple(arguments.records)) as stage:
         good = [run(stage, name) for name in arguments.names or NAMES]
     report.write(folder, NAMES)
     print(f"\n{folder / 'results.html'}")

@@ -34,6 +34,7 @@ class Stage:
     redis: Redis
     results: Path  # where what is measured goes
     depth: str = "standard"  # or "quick" (does it work?), or "full" (the longest points too)
+    records: tuple[int, ...] = ()  # sizes that were asked for, of the benches that make records
 
     def pick(self, quick: T, standard: T, full: T | None = None) -> T:
         """A size, by the depth of the run."""
@@ -156,12 +157,12 @@ class Target:
 
 
 @contextlib.contextmanager
-def stack(results: Path, depth: str = "standard") -> Iterator[Stage]:
+def stack(results: Path, depth: str = "standard", records: tuple[int, ...] = ()) -> Iterator[Stage]:
     """The stack in a temporary folder, gone with everything in it at the end."""
     with tempfile.TemporaryDirectory(prefix="fencepost-bench-") as name:
         folder = Path(name)
         with Kafka(folder / "kafka") as kafka, Redis(folder / "redis") as redis:
-            yield Stage(folder, kafka, redis, results, depth)
+            yield Stage(folder, kafka, redis, results, depth, records)
 
 
 def cpu_s(pid: int) -> float:

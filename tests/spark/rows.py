@@ -20,7 +20,6 @@ def copy(
     return {
         "kind": decode.EVENT,
         "id": b"i" * 16,
-        "role": decode.COPY,
         "at": at,
         "ts": at + 5,
         "fp": b"f" * 8,
@@ -38,18 +37,16 @@ def copy(
     }
 
 
-def entry(offset: int, *, at: int = NOW_MS, life: tuple[int, int, int, str] = (0, 10, 0, "a:1"), **more: Any) -> Any:
+def entry(offset: int, *, at: int = NOW_MS, **more: Any) -> Any:
     """A ledger entry as evidence."""
-    whole = copy(offset, at=at, life=life, role=decode.ENTRY, **more)
-    return {name: value for name, value in whole.items() if name not in ("stamped", "keyed", "key")}
+    return answer(decode.ENTERED, offset, at=at, **({"ts": at + 5} | more))
 
 
 def answer(status: int, offset: int | None = None, *, at: int = NOW_MS, **more: Any) -> Any:
     """An answer as evidence; a 201 names its place."""
-    role = decode.ANSWER if offset is None else decode.ANSWER_201
-    told = {"kind": decode.EVENT, "id": b"i" * 16, "role": role, "at": at, "ts": at + 20, "fp": b"f" * 8, "topic": "t"}
+    told = {"id": b"i" * 16, "at": at, "ts": at + 20, "topic": "t", "status": status, "replayed": False}
     place = {} if offset is None else {"partition": 0, "offset": offset}
-    return {**told, **place, "status": status, "replayed": False, **more}
+    return {**told, **place, **more}
 
 
 def ids(named: Mapping[str, Sequence[Any]]) -> list[Any]:
@@ -57,13 +54,18 @@ def ids(named: Mapping[str, Sequence[Any]]) -> list[Any]:
     return [{**one, "id": name.encode().ljust(16)[:16]} for name, evidence in named.items() for one in evidence]
 
 
-def evidence(spark: SparkSession, rows: Sequence[Any]) -> DataFrame:
-    return spark.createDataFrame(list(rows), decode.EVIDENCE)
+def reduced(spark: SparkSession, rows: Sequence[Any], run: int = 1) -> DataFrame:
+    """Evidence → state.ROW."""
+    copies = [row for row in rows if "kind" in row]
+    testimony = [row for row in rows if "kind" not in row]
+    return state.reduce(
+        spark.createDataFrame(copies, decode.COPIES), spark.createDataFrame(testimony, decode.TESTIMONY), run
+    )
 
 
 def states(spark: SparkSession, named: Mapping[str, Sequence[Any]]) -> DataFrame:
-    """Rows of the state of several ids."""
-    return state.reduce(evidence(spark, ids(named)), 1)
+    """Rows of the state of several ids, gathered."""
+    return state.gathered(reduced(spark, ids(named)))
 
 
 def name_of(id: bytes) -> str:

@@ -1,5 +1,6 @@
 """What a run costs in the lake: writes that count once, and reads that do not grow with the history."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,24 +9,27 @@ from delta.tables import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import ids, job, lake, state
-from tests.spark.rows import HOUR_MS, NOW_MS, copy, entry, evidence
+from deploy.local.stack import Kafka
+from spark import hours, ids, lake
+from tests.spark.conftest import Audit
+from tests.spark.history import History, Life
+from tests.spark.rows import HOUR_MS, NOW_MS, copy, entry, reduced
 from tests.spark.rows import ids as named
 
 
-def _rows(spark: SparkSession, run: int, hours: range, *, prefix: str = "id") -> DataFrame:
+def _rows(spark: SparkSession, run: int, span: range, *, prefix: str = "id") -> DataFrame:
     """Ten ids in each of these hours, counted back from now."""
     told = {
         f"{prefix}-{hour}-{n}": [copy(n, at=NOW_MS - hour * HOUR_MS), entry(n, at=NOW_MS - hour * HOUR_MS)]
-        for hour in hours
+        for hour in span
         for n in range(10)
     }
-    return state.reduce(evidence(spark, named(told)), run)
+    return reduced(spark, named(told), run)
 
 
-def _filled(spark: SparkSession, root: Path, hours: int) -> lake.Lake:
+def _filled(spark: SparkSession, root: Path, length: int) -> lake.Lake:
     tables = lake.Lake(spark, str(root))
-    tables.append("deliveries", _rows(spark, 1, range(hours)).hint("rebalance", "accepted_hour"), 1)
+    tables.append("deliveries", _rows(spark, 1, range(length)).hint("rebalance", *lake.PARTITIONS["deliveries"]), 1)
     return tables
 
 
@@ -33,7 +37,7 @@ def _merge(tables: lake.Lake, run: int) -> dict[str, Any]:
     """Merge copies of two hours' ids, as a run does; what Delta says of it."""
     new = _rows(tables.spark, run, range(2)).unionByName(_rows(tables.spark, run, range(2), prefix="new"))
     new = new.localCheckpoint()
-    tables.merge(new, job.hours_of(new), run)
+    tables.merge(new, hours.of(new), run)
     last = DeltaTable.forPath(tables.spark, tables.path("deliveries")).history(1).collect()[0]
     return {"version": last["version"], **last["operationMetrics"]}
 
@@ -58,7 +62,7 @@ def test_a_merge_and_what_follows_read_the_same_however_long_the_history(small: 
     for tables in (small, large):
         metrics = _merge(tables, 2)
         rows = tables.read("deliveries").where(F.col("run") == 2)
-        judged = tables.read("deliveries").where(job.in_hours(job.hours_of(rows)))
+        judged = tables.read("deliveries").where(hours.within(hours.of(rows)))
         touched = {name: metrics[name] for name in ("numTargetFilesRemoved", "numTargetRowsUpdated")}
         costs.append((touched, metrics["numTargetRowsCopied"], judged.count(), len(_scanned(judged))))
     assert costs[0] == costs[1]
@@ -89,8 +93,61 @@ def test_a_write_that_a_run_did_is_not_done_again(small: lake.Lake) -> None:
     assert small.read("findings").count() == 1
 
 
+def _reads(spark: SparkSession, lake: Path) -> Counter[str]:
+    """Spark's own metrics of every scan of `deliveries` in a lake so far: files, and bytes of them."""
+    context: Any = spark.sparkContext._jsc.sc()
+    context.listenerBus().waitUntilEmpty()
+    store: Any = spark._jsparkSession.sharedState().statusStore()
+    found: Counter[str] = Counter()
+    executions = store.executionsList()
+    for n in range(executions.size()):
+        number = executions.apply(n).executionId()
+        values = store.executionMetrics(number)
+        nodes = store.planGraph(number).allNodes()
+        for m in range(nodes.size()):
+            node = nodes.apply(m)
+            if node.name().startswith("Scan parquet") and f"{lake}/deliveries" in node.desc():
+                for k in range(node.metrics().size()):
+                    metric = node.metrics().apply(k)
+                    value = values.get(metric.accumulatorId())
+                    if metric.name() in ("number of files read", "size of files read") and value.isDefined():
+                        found[metric.name()] += _number(value.get())
+    return found
+
+
+def _number(told: str) -> int:
+    """What Spark tells of a metric, without its thousands and with its unit."""
+    number, _, unit = told.replace(",", "").partition(" ")
+    return round(float(number) * {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20}[unit])
+
+
+def test_a_run_reads_the_same_files_and_bytes_however_long_the_history(
+    spark: SparkSession, kafka: Kafka, audit: Audit
+) -> None:
+    reads = []
+    for length in (3, 30):
+        history = History(kafka.bootstrap, f"long-{length}")
+        life = Life(0, 100)
+        topic = history.topic(f"{history.namespace}-t")
+        producer = history.transactional(life)
+        for hour in range(length):
+            at = history.now_ms - (hour + 5) * HOUR_MS
+            history.deliver(producer, life, topic, [f"old-{hour}-{n}" for n in range(4)], at=at)
+        first = audit(history, later_s=3600)
+        at = history.now_ms - 6 * HOUR_MS
+        history.deliver(producer, life, topic, ["new-1", "new-2", "old-1-1"], at=at)
+        before = _reads(spark, first.lake)
+        second = audit(history, later_s=3600, skip_ids=True)
+        assert second.document["balance"]["accepted"] == 4 * length + 2
+        assert second.findings() == {("duplicate", "rewrite", "old-1-1")}
+        after = _reads(spark, first.lake)
+        reads.append({name: after[name] - before[name] for name in after})
+    assert reads[0]["number of files read"] == reads[1]["number of files read"] > 0
+    assert reads[0]["size of files read"] == pytest.approx(reads[1]["size of files read"], rel=0.02)
+
+
 def test_the_pass_over_ids_reads_narrow_columns_only(small: lake.Lake) -> None:
-    plan = ids.in_several_hours(small.read("deliveries"))._jdf.queryExecution().executedPlan().toString()
+    plan = ids.repeated(small.read("deliveries"))._jdf.queryExecution().executedPlan().toString()
     (scan,) = [line for line in plan.splitlines() if "FileScan" in line]
     columns = scan[scan.index("[") + 1 : scan.index("]")]
-    assert {column.split("#")[0] for column in columns.split(",")} == {"kind", "id", "accepted_hour"}
+    assert {column.split("#")[0] for column in columns.split(",")} == {"kind", "id", *lake.PARTITIONS["deliveries"]}

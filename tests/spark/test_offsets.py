@@ -9,7 +9,7 @@ import pytest
 from service.shared import Rules, SharedSettings
 from spark import offsets
 from spark.errors import CannotRun
-from spark.kafka import Ends, Place, Topic
+from spark.kafka import Ends, Holder, Place, Topic
 from spark.offsets import DATA, LEDGER, Log, Plan
 from spark.settings import Options, Settings
 
@@ -39,6 +39,9 @@ class MadeUp:
     def stamps(self, places: dict[Place, int]) -> dict[Place, int]:
         return {place: self.firsts[place] for place in places if place in self.firsts}
 
+    def holders(self, places: Sequence[Place]) -> dict[Place, Holder]:
+        return {place: Holder(7, 1, self.topics[place[0]].last_stable, "slot", 6) for place in places}
+
 
 def ends(last: int, *, start: int = 0, open: int = 0) -> Ends:
     return Ends(start, last + open, last)
@@ -57,7 +60,7 @@ def freeze(
         settings(**options),
         before,
         now_ms,
-        lambda ledger, requests: named or set(),
+        lambda ledger, requests, names: (named or set()) & set(names),
     )
 
 

@@ -79,7 +79,8 @@ def large(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> tupl
     plan = Plan(1, NOW_MS, "{}", logs)
     settings = Settings(shared=SharedSettings(), options=Options(lake=str(root / "lake"), report=str(root / "report")))
     held = standing.by_hour(tables.read("findings"), report.window_from(plan, settings))
-    made = report.build(held, standing.whole(held), plan, settings, Balance(), {"plan": 1.5}, False, [])
+    revised = {"revised": 1, "changes": [{"before": "lost", "after": None, "ids": 1}]}
+    made = report.build(held, standing.whole(held), plan, settings, Balance(), {"plan": 1.5}, False, [], revised)
     report.write(spark, settings.options.report, made)
     return made.document, root / "report"
 

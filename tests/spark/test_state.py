@@ -1,5 +1,6 @@
 """Evidence → one row an id, and two rows → one."""
 
+import json
 import random
 from typing import Any
 
@@ -7,7 +8,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from spark import decode, source, state
-from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, evidence, ids, name_of, states
+from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, ids, name_of, reduced, states
 
 
 def _history(seed: int) -> list[Any]:
@@ -36,51 +37,59 @@ def _history(seed: int) -> list[Any]:
 
 def _merged(old: DataFrame, new: DataFrame) -> DataFrame:
     """What the MERGE makes of two sets of rows."""
-    on = ["accepted_hour", "id", "kind"]
-    both = old.alias("there").join(new.alias("new"), on)
-    values = state.merged()
-    matched = both.select(
-        *((F.col(name) if name in on else values[name]).cast(kind).alias(name) for name, kind in state.ROW.items())
+    one = state.merged()
+    there, fresh = old.alias("there"), new.alias("new")
+    same = F.lit(True)
+    for name in state.PLACE:
+        same = same & F.col(f"there.{name}").eqNullSafe(F.col(f"new.{name}"))
+    both = there.join(fresh, same).select(
+        *(
+            (one[name] if name in one else F.col(f"there.{name}")).cast(kind).alias(name)
+            for name, kind in state.ROW.items()
+        )
     )
-    return matched.unionByName(old.join(new, on, "left_anti")).unionByName(new.join(old, on, "left_anti"))
+    return both.unionByName(there.join(fresh, same, "left_anti")).unionByName(fresh.join(there, same, "left_anti"))
 
 
-def _told(rows: DataFrame) -> dict[str, dict[str, Any]]:
-    """Rows by id, without what may differ: which run, and the order of what has the same time."""
-    found = {}
-    for row in rows.collect():
-        one = row.asDict(recursive=True)
-        del one["run"]
-        found[name_of(one["id"])] = one
-    return found
+def _told(rows: DataFrame) -> set[str]:
+    """Rows as text, without the run."""
+    return {
+        json.dumps(row.asDict(recursive=True) | {"run": None}, default=str, sort_keys=True) for row in rows.collect()
+    }
 
 
 def test_evidence_in_two_runs_makes_the_rows_that_it_makes_in_one(spark: SparkSession) -> None:
     rows = _history(7)
     random.Random(8).shuffle(rows)
     half = len(rows) // 2
-    first, second = (state.reduce(evidence(spark, part), run) for run, part in enumerate((rows[:half], rows[half:])))
-    whole = _told(state.reduce(evidence(spark, rows), 1))
-    parts = _told(_merged(first, second))
-    assert parts.keys() == whole.keys()
-    uncapped = set(state.ROW) - {"run", "fingerprint", *state.ARRAYS}
-    for name, one in whole.items():
-        assert {key: parts[name][key] for key in uncapped} == {key: one[key] for key in uncapped}
-        for array, most in state.ARRAYS.items():
-            assert len(parts[name][array]) == len(one[array]) <= most
-        several = {fp["fp"] for fp in one["fingerprints"]}
-        assert {fp["fp"] for fp in parts[name]["fingerprints"]} == several
+    first, second = (reduced(spark, part, run) for run, part in enumerate((rows[:half], rows[half:])))
+    whole, parts = reduced(spark, rows, 1), _merged(first, second)
+    assert _told(parts) == _told(whole)
+    assert _told(state.gathered(parts).drop("run")) == _told(state.gathered(whole).drop("run"))
 
 
-def test_rows_of_an_id_in_several_hours_unite_to_the_row_of_all_its_evidence(spark: SparkSession) -> None:
+def test_a_row_that_is_alone_is_gathered_alike(spark: SparkSession) -> None:
+    named = {
+        "both": [copy(1), entry(1), answer(201, 1)],
+        "copy": [copy(1)],
+        "bare": [copy(1, life=None, alt=b"x" * 8)],
+        "entry": [entry(1)],
+        "told": [answer(201, 1), answer(201, 1, replayed=True)],
+        "unsure": [answer(504), answer(503)],
+    }
+    rows = reduced(spark, ids(named))
+    assert _told(state.alone(rows)) == _told(state.gathered(rows))
+
+
+def test_rows_of_an_id_in_several_hours_are_gathered_from_all_its_evidence(spark: SparkSession) -> None:
     early, late = (
         [copy(1), entry(1), answer(201, 1)],
         [copy(2, at=NOW_MS + 2 * HOUR_MS), answer(504, at=NOW_MS + HOUR_MS)],
     )
-    (row,) = state.united(states(spark, {"x": early + late})).collect()
+    (row,) = state.gathered(reduced(spark, ids({"x": early + late})), by_hour=False).collect()
     assert (row["count"], row["entries_count"], row["answered_201"], row["answered_504"]) == (2, 1, 1, 1)
     assert [one["offset"] for one in row["coordinates"]] == [1, 2]
-    assert row["accepted_ms"] == NOW_MS
+    assert (row["accepted_ms"], row["rows"], row["plain"]) == (NOW_MS, 3, 0)
     assert row["accepted_hour"].hour == (NOW_MS // HOUR_MS + 2) % 24
 
 
@@ -88,19 +97,20 @@ def test_a_row_counts_what_it_no_longer_keeps(spark: SparkSession) -> None:
     rows = [copy(n, at=NOW_MS + n, fp=b"a" * 8) for n in range(1000)] + [copy(1000, at=NOW_MS + 1000, fp=b"b" * 8)]
     (row,) = states(spark, {"x": rows}).collect()
     assert row["count"] == 1001
-    assert [one["offset"] for one in row["coordinates"]] == list(range(state.COPIES_MAX))
+    assert [one["offset"] for one in row["coordinates"]] == list(range(state.PLACES_MAX))
     assert {bytes(one["fp"]) for one in row["fingerprints"]} == {b"a" * 8, b"b" * 8}
 
 
-def test_records_without_id_are_counted_by_partition_and_block(spark: SparkSession) -> None:
+def test_records_without_id_have_a_row_each(spark: SparkSession) -> None:
     block = decode.BLOCK_OFFSETS
     records = [
         {"topic": "t", "partition": 1, "offset": offset, "timestamp_ms": NOW_MS, "value": b"x"}
-        for offset in (3, 5, block - 1, block, block + 7)
+        for offset in (3, block - 1, block)
     ]
-    rows = state.reduce(decode.deliveries(spark.createDataFrame(records, source.SCHEMA), NOW_MS), 1).collect()
-    found = {bytes(row["id"]).decode(): (row["count"], row["low_offset"], row["high_offset"]) for row in rows}
-    assert found == {"t/1/0": (3, 3, block - 1), "t/1/1": (2, block, block + 7)}
+    copies = decode.deliveries(spark.createDataFrame(records, source.SCHEMA), NOW_MS)
+    rows = state.reduce(copies, spark.createDataFrame([], decode.TESTIMONY), 1).collect()
+    found = {(bytes(row["id"]).decode(), row["offset"], row["count"], row["plain"]) for row in rows}
+    assert found == {("t/1/0", 3, 1, 0), ("t/1/0", block - 1, 1, 0), ("t/1/1", block, 1, 0)}
     assert {row["kind"] for row in rows} == {decode.UNKEYED}
 
 

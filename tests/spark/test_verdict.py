@@ -12,7 +12,7 @@ from spark import causes, findings, state, verdict
 from spark.offsets import DATA, LEDGER, REQUESTS, Gap, Log, Plan
 from spark.settings import Options, Settings
 from spark.verdict import evidence, judge
-from tests.spark.rows import HOUR_MS, NOW_MS, TTL_MS, answer, copy, entry, name_of, states
+from tests.spark.rows import HOUR_MS, NOW_MS, TTL_MS, answer, copy, entry, ids, name_of, reduced, states
 
 FROZEN_MS = NOW_MS + HOUR_MS
 RIPE, FRESH = NOW_MS, FROZEN_MS - 1000
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "once": ([copy(1), entry(1), answer(201, 1)], "delivered_once", set(), None),
     "replayed": ([copy(1), entry(1), answer(201, 1), answer(201, 1), answer(504)], "delivered_once", set(), None),
     "no-answer": ([copy(1), entry(1)], "delivered_once", set(), None),
-    "twice": ([copy(1), copy(2, life=OTHER), entry(1), entry(2, life=OTHER)], "duplicated", set(), None),
+    "twice": ([copy(1), copy(2, life=OTHER), entry(1), entry(2)], "duplicated", set(), None),
     "conflict": ([copy(1), copy(2, fp=b"x" * 8), entry(1), entry(2)], "conflicted", set(), None),
     "same-by-alt": (
         [copy(1, fp=b"x" * 8), entry(1), copy(2, life=None, alt=b"x" * 8)],
@@ -150,7 +150,7 @@ COPIES: dict[str, tuple[Sequence[Any], list[str | None]]] = {
     "in the ledger": ([copy(1), entry(1), copy(2), entry(2)], [None, "rewrite"]),
     "expired": ([copy(1), copy(2, at=NOW_MS + TTL_MS), entry(1), entry(2)], [None, "rewrite"]),
     "expired, other": (
-        [copy(1), copy(2, at=NOW_MS + TTL_MS, life=ELSEWHERE), entry(1), entry(2, life=ELSEWHERE)],
+        [copy(1), copy(2, at=NOW_MS + TTL_MS, life=ELSEWHERE), entry(1), entry(2)],
         [None, "expired_key"],
     ),
     "almost": (
@@ -176,9 +176,9 @@ COPIES: dict[str, tuple[Sequence[Any], list[str | None]]] = {
 
 
 def test_each_copy_after_the_first_has_the_cause_of_the_first_rule_that_fits(spark: SparkSession) -> None:
-    rows = states(spark, {name: case[0] for name, case in COPIES.items()})
-    # An id with copies in two hours is two rows: here as the pass over all ids unites them.
-    told = state.united(rows).withColumn("copies", causes.ordered())
+    rows = reduced(spark, ids({name: case[0] for name, case in COPIES.items()}))
+    # Some have copies in two hours: here as the pass over all ids sees them.
+    told = state.gathered(rows, by_hour=False).withColumn("copies", causes.ordered())
     explained = told.select("id", causes.explained(F.col("copies"), TTL_MS).alias("copies")).collect()
     found = {name_of(row["id"]): [one["cause"] for one in row["copies"]] for row in explained}
     assert found == {name[:16].strip(): causes for name, (_, causes) in COPIES.items()}
@@ -212,11 +212,12 @@ def test_every_finding_says_what_it_is_about(spark: SparkSession) -> None:
 
 
 def test_plain_rows_are_judged_alike_by_their_numbers_alone(spark: SparkSession) -> None:
-    rows = states(spark, {name: case[0] for name, case in CASES.items()}).where("plain = 1")
+    rows = reduced(spark, ids({name: case[0] for name, case in CASES.items()})).where("plain = 1")
+    gathered = states(spark, {name: case[0] for name, case in CASES.items()})
+    names = [name_of(row["id"]) for row in gathered.where("plain = 1").collect()]
+    assert set(names) == {"once", "no-answer", "foreign"}
     seen = evidence(plan(), settings())
-    whole, narrow = (
-        {name_of(row["id"]): tuple(row[name] for name in ("accepted", "category", "phantom", "open")) for row in said}
-        for said in (judge(rows, seen).collect(), verdict.plainly(rows, seen).collect())
-    )
-    assert narrow == whole
-    assert narrow.keys() == {"once", "replayed", "no-answer", "came-after-all"}
+    alone = rows.where(F.col("id").isin([bytearray(name.ljust(16).encode()) for name in names]))
+    whole = findings.sums(judge(state.alone(alone), seen)).collect()
+    assert whole == findings.sums(judge(gathered.where("plain = 1"), seen)).collect()
+    assert whole == findings.sums(verdict.plainly(alone, seen)).collect()

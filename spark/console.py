@@ -1,0 +1,65 @@
+"""How far a run is: on a terminal a line that moves, elsewhere lines of a log."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Final, TextIO
+
+from pyspark.sql import SparkSession
+
+EVERY_S: Final = 0.5
+_CLEAR: Final = "\r\x1b[K"
+
+
+class Console:
+    """Told what a run does, a line at a time (`job.Tell`)."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._terminal = stream.isatty()
+        self._started = time.monotonic()
+        self._writing = threading.Lock()
+        self._doing = ""
+
+    def __call__(self, line: str) -> None:
+        self._doing = line
+        if self._terminal:
+            self._write(f"{_CLEAR}{self._elapsed()}  {line}\n")
+        else:
+            now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+            self._write(f"{now} INFO {line}\n")
+
+    @contextmanager
+    def watching(self, spark: SparkSession) -> Iterator[None]:
+        """Show on a terminal how many of Spark's tasks are done; of no use to a log."""
+        if not self._terminal:
+            yield
+            return
+        ended = threading.Event()
+        watcher = threading.Thread(target=self._watch, args=(spark, ended), name="progress", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watcher.join()
+            self._write(_CLEAR)
+
+    def _watch(self, spark: SparkSession, ended: threading.Event) -> None:
+        tracker = spark.sparkContext.statusTracker()
+        while not ended.wait(EVERY_S):
+            stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
+            done = sum(stage.numCompletedTasks for stage in stages if stage)
+            tasks = sum(stage.numTasks for stage in stages if stage)
+            if tasks:
+                self._write(f"{_CLEAR}{self._elapsed()}  {self._doing}: {done} of {tasks} tasks")
+
+    def _elapsed(self) -> str:
+        return f"{time.monotonic() - self._started:6.1f}s"
+
+    def _write(self, text: str) -> None:
+        with self._writing:
+            self._stream.write(text)
+            self._stream.flush()

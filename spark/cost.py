@@ -1,0 +1,27 @@
+"""What a run costs, and how it tells what it does."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+Tell = Callable[[str], None]
+"""Where progress is told, a line at a time."""
+
+
+@dataclass
+class Cost:
+    """Where the time of a run went: seconds a step, in order; each is told when it begins."""
+
+    tell: Tell
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        if name not in self.seconds:
+            self.tell(name)
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + round(time.monotonic() - started, 3)

@@ -1,0 +1,133 @@
+"""What a run says of the ids: of the hours that it touched, and, over all hours, of ids that have several rows."""
+
+from functools import reduce as fold
+from typing import Any
+
+from pyspark import StorageLevel
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from spark import findings, heat, history, hours, ids, lake, report, state, verdict
+from spark.balance import Balance
+from spark.cost import Cost
+from spark.decode import EVENT, REJECT
+from spark.lake import Lake
+from spark.offsets import Plan
+from spark.settings import Settings
+
+
+class Judgement:
+    """One run's. It writes `rejects`, `findings` and `verdicts`, and ends with the balance.
+
+    Of nearly all ids there is one plain row, of which numbers are summed up and no more; whatever else is read, joined
+    or kept is about the few others.
+    """
+
+    def __init__(self, spark: SparkSession, tables: Lake, plan: Plan, settings: Settings, cost: Cost) -> None:
+        self.spark = spark
+        self.lake = tables
+        self.plan = plan
+        self.settings = settings
+        self.cost = cost
+        self.seen = verdict.evidence(plan, settings)
+        self.kept: list[DataFrame] = []
+
+    def carry_out(self, before: dict[str, Any] | None, kept_from: str) -> Balance:
+        """Judge what is to be judged; `before` is what the last run left, `kept_from` the lake's first hour or ""."""
+        balance = Balance.of(before)
+        balance.forget(kept_from)
+        deliveries = self.lake.read("deliveries")
+        if kept_from:
+            deliveries = deliveries.where(hours.since(kept_from))
+        with self.cost.step("judge"):
+            touched = self._touched(deliveries, before, balance)
+            rows = deliveries.where(hours.within(touched))
+        with self.cost.step("ids"):
+            several, many = self._repeated(rows if self.settings.options.skip_ids else deliveries)
+        with self.cost.step("judge"):
+            judged = self._by_hour(rows, several, many.where(hours.within(touched)), touched, balance)
+        with self.cost.step("map"):
+            partitions = self.plan.partitions <= heat.PARTITIONS_MAX
+            balance.place(touched, heat.cells(rows, partitions=partitions).collect() if touched else [])
+        suspects = findings.suspicious(judged)
+        found = [
+            findings.of_logs(self.spark, self.plan),
+            findings.of_ids(suspects, self.seen, findings.HOUR),
+            findings.of_places(suspects, findings.HOUR),
+            findings.unkeyed(rows.where("plain = 0"), self.seen),
+        ]
+        replaced = [f"scope = '{findings.LOG}'"]
+        if touched:
+            replaced.append(f"(scope = '{findings.HOUR}' AND {hours.sql(touched)})")
+        if not self.settings.options.skip_ids:
+            with self.cost.step("ids"):
+                found += self._over_hours(deliveries, several, many, balance)
+                replaced.append(f"scope = '{findings.IDS}'")
+        with self.cost.step("findings"):
+            self.lake.replace("findings", fold(DataFrame.unionByName, found), " OR ".join(replaced), self.plan.run)
+        with self.cost.step("verdicts"):
+            self._keep_history(judged, rows.where("plain = 1"), several, touched)
+        for frame in self.kept:
+            frame.unpersist()
+        return balance
+
+    def _touched(self, deliveries: DataFrame, before: dict[str, Any] | None, balance: Balance) -> set[str]:
+        """The hours that this run wrote to, those whose verdict waits for time; all where the rules have changed."""
+        touched = set(hours.of(deliveries.where(F.col("run") == self.plan.run)))
+        if before is None or before["options"] != self.plan.options or before["topics"] != self.plan.topics:
+            return touched | set(hours.of(deliveries))
+        return touched | balance.open_hours()
+
+    def _repeated(self, rows: DataFrame) -> tuple[DataFrame, DataFrame]:
+        """Ids with several rows (ids.repeated), and these rows (state.ROW)."""
+        several = self._keep(ids.repeated(rows))
+        if spans := ids.spans_of(several):
+            return several, self._keep(ids.rows_of(rows, several, spans))
+        # Spark leaves out whatever is made of nothing.
+        return several.where("false"), rows.where("false")
+
+    def _by_hour(
+        self, rows: DataFrame, several: DataFrame, many: DataFrame, touched: set[str], balance: Balance
+    ) -> DataFrame:
+        """The judged rows of these hours that are not plain, or whose id has others; all rows go into the balance."""
+        odd = rows.where((F.col("plain") == 0) & (F.col("kind") == EVENT)).join(several, "id", "left_anti")
+        judged = self._keep(verdict.judge(state.alone(odd).unionByName(state.gathered(many)), self.seen))
+        plain = rows.where((F.col("plain") == 1) | (F.col("kind") != EVENT))
+        sums = findings.sums(judged).unionByName(findings.sums(verdict.plainly(plain, self.seen))).collect()
+        twice = findings.sums(verdict.plainly(many.where("plain = 1"), self.seen)).collect()
+        balance.replace(touched, sums, twice)
+        if any(row["rejects"] for row in sums):
+            rejects = rows.where((F.col("run") == self.plan.run) & (F.col("kind") == REJECT) & (F.col("plain") == 0))
+            told = rejects.withColumn("seen_ms", F.col("last_ms")).select("*", "reject.*").select(*lake.REJECT)
+            self.lake.append("rejects", told.coalesce(1), self.plan.run)
+        return judged
+
+    def _over_hours(
+        self, deliveries: DataFrame, several: DataFrame, many: DataFrame, balance: Balance
+    ) -> list[DataFrame]:
+        """Findings (lake.FINDING) that no single hour shows; has ids of several hours count once in the balance."""
+        wide = many.join(several.where("first < last"), "id", "left_semi")
+        apart = verdict.judge(state.gathered(wide), self.seen)
+        together = verdict.judge(state.gathered(wide, by_hour=False), self.seen)
+        balance.adjust(findings.sums(apart).collect(), findings.sums(together).collect())
+        # What is further back is in no report's window, nor near enough to what is.
+        first = hours.text_of(report.window_from(self.plan, self.settings) - self.seen.key_ttl_ms)
+        return [
+            ids.client_duplicates(deliveries.where(hours.since(first)), self.seen),
+            findings.of_ids(findings.suspicious(together), self.seen, findings.IDS),
+            ids.superseded(together),
+        ]
+
+    def _keep_history(self, judged: DataFrame, plain: DataFrame, several: DataFrame, touched: set[str]) -> None:
+        """Write down of which ids something else is said now."""
+        said = history.last(self.lake.read("verdicts"), self.plan.run)
+        waiting = history.standing(said)
+        theirs = plain.where(hours.within(touched & set(hours.of(waiting))))
+        arrived = theirs.join(waiting, ["accepted_hour", "id"], "left_semi").join(several, "id", "left_anti")
+        changes = history.changed(judged, arrived, said, self.plan.run, self.plan.frozen_ms)
+        if not changes.isEmpty():
+            self.lake.append("verdicts", changes.coalesce(1), self.plan.run)
+
+    def _keep(self, rows: DataFrame) -> DataFrame:
+        self.kept.append(rows.persist(StorageLevel.MEMORY_AND_DISK))
+        return rows

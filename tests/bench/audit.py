@@ -1,0 +1,164 @@
+"""The audit: a first run against a bare Spark read of the same topics, its steps, and what history costs a later run.
+
+The bare read counts the ids of the data topics, and the bytes of the ledger and the journal, in the same warm session.
+"""
+
+import shutil
+import time
+import uuid
+from pathlib import Path
+from typing import Any, Final
+
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from deploy.local import java, places
+from deploy.local.stack import Kafka
+from service import wire
+from service.shared import SharedSettings
+from spark import decode, job, lake, source, state
+from spark.kafka import Broker, Place
+from spark.session import open_session
+from spark.settings import Options, Settings
+from tests.bench.records import HOUR_MS, Records
+from tests.bench.rows import Goal, NotRealWork, Row, ratios
+from tests.bench.stage import Stage
+
+WARM: Final = 40_000
+LATER_MS: Final = HOUR_MS
+# Hours of history, and ids in each, of a run that finds little new; and ten times as many hours.
+HISTORY: Final = (24, 240)
+IDS_AN_HOUR: Final = 20_000
+
+
+def measure(stage: Stage) -> list[Row]:
+    spark = open_session({"FENCEPOST_JARS": str(places.jars("spark")), **java.environment()})
+    try:
+        sizes = stage.records or stage.pick((WARM,), (1_000_000,), (1_000_000, 5_000_000, 10_000_000))
+        _first(spark, stage, _written(spark, stage.kafka, WARM))
+        found: list[Row] = []
+        for size in sizes:
+            found += _first(spark, stage, _written(spark, stage.kafka, size))
+        return found + _with_history(spark, stage)
+    finally:
+        spark.stop()
+
+
+def _written(spark: SparkSession, kafka: Kafka, count: int) -> Records:
+    records = Records(f"a-{uuid.uuid4().hex[:7]}", count, int(time.time() * 1000))
+    records.write(spark, kafka)
+    return records
+
+
+def _run(spark: SparkSession, kafka: Kafka, namespace: str, folder: Path, now_ms: int, **options: Any) -> job.Outcome:
+    given = Options(lake=str(folder / "lake"), report=str(folder / "report"), **options)
+    shared = SharedSettings(kafka=kafka.bootstrap, namespace=namespace)
+    return job.run(spark, Settings(shared=shared, options=given), lambda line: None, now_ms)
+
+
+def _first(spark: SparkSession, stage: Stage, records: Records) -> list[Row]:
+    """A first run over all records, and the bare read that it is compared with."""
+    count = f"{records.count:,} records"
+    shared = SharedSettings(kafka=stage.kafka.bootstrap, namespace=records.namespace)
+    bare_s = [_bare_s(spark, shared, records) for _ in range(stage.pick(1, 2))]
+    folder = stage.folder / records.namespace
+    started = time.monotonic()
+    outcome = _run(spark, stage.kafka, records.namespace, folder, records.now_ms + LATER_MS)
+    took_s = time.monotonic() - started
+    files = list((folder / "lake" / "deliveries").rglob("*.parquet"))
+    stored = sum(file.stat().st_size for file in files)
+    shutil.rmtree(folder)
+    balance = outcome.document["balance"]
+    sound = (records.count - records.copies, records.copies, records.count + records.copies)
+    if (balance["delivered_once"], balance["duplicated"], balance["records"]) != sound:
+        raise NotRealWork(f"the run's balance is {balance}")
+    seconds: dict[str, float] = outcome.document["cost"]["seconds"]
+    return [
+        Row(f"{count}: bare read and count by id", "s", bare_s),
+        Row(f"{count}: first run", "s", [took_s]),
+        Row(f"{count}: first run ÷ bare read", "x", ratios([took_s], [min(bare_s)]), Goal(most=3)),
+        Row("first run, records a second", "1/s", [records.count / took_s], series="first run", at=records.count),
+        *(Row(f"{count}: step {name}", "s", [value]) for name, value in seconds.items()),
+        Row(f"{count}: pass over ids, for 10 million", "s", [seconds["ids"] * 1e7 / records.count]),
+        Row(f"{count}: lake, bytes a record", "B", [stored / records.count]),
+        Row(f"{count}: lake, files", "", [len(files)]),
+    ]
+
+
+def _bare_s(spark: SparkSession, shared: SharedSettings, records: Records) -> float:
+    broker = Broker(spark, shared)
+    started = time.monotonic()
+
+    def spans(topic: str, partitions: int) -> dict[Place, source.Span]:
+        ends = broker.ends([(topic, partition) for partition in range(partitions)])
+        return {place: (0, one.last_stable) for place, one in ends.items()}
+
+    stamp = F.filter("headers", lambda header: header["key"] == wire.STAMP_HEADER)[0]["value"]
+    data = source.read(spark, shared, spans(records.topic, records.partitions))
+    counted = data.groupBy(stamp.substr(3, 2 * wire.ID_BYTES).alias("id")).count()
+    (sums,) = counted.agg(F.count("*").alias("ids"), F.sum("count").alias("records")).collect()
+    for topic in (wire.ledger_topic(records.namespace), wire.requests_topic(records.namespace)):
+        read = source.read(spark, shared, spans(topic, records.partitions), headers=False)
+        read.agg(F.sum(F.octet_length("value"))).collect()
+    took_s = time.monotonic() - started
+    broker.close()
+    if (sums["ids"], sums["records"]) != (records.count, records.count + records.copies):
+        raise NotRealWork(f"the bare read saw {sums}")
+    return took_s
+
+
+def _with_history(spark: SparkSession, stage: Stage) -> list[Row]:
+    """The same new records, merged into a lake with a history and into one with ten times as much."""
+    hours = stage.pick((2, 20), HISTORY)
+    took: dict[int, list[float]] = {length: [] for length in hours}
+    ids_s: dict[int, float] = {}
+    records = _written(spark, stage.kafka, WARM)
+    for length in hours:
+        folder = stage.folder / f"history-{length}"
+        _run(spark, stage.kafka, records.namespace, folder, records.now_ms + LATER_MS, max_records=WARM // 2)
+        _grow(spark, folder, records, length)
+        for nth in range(stage.pick(1, 3)):
+            copy = folder.with_name(f"{folder.name}-{nth}")
+            shutil.copytree(folder, copy)
+            started = time.monotonic()
+            _run(spark, stage.kafka, records.namespace, copy, records.now_ms + LATER_MS, skip_ids=True)
+            took[length].append(time.monotonic() - started)
+        outcome = _run(spark, stage.kafka, records.namespace, folder, records.now_ms + LATER_MS)
+        ids_s[length] = outcome.document["cost"]["seconds"]["ids"]
+    short, long = hours
+    new_ids = (long - short) * IDS_AN_HOUR
+    return [
+        *(Row(f"{length} hours of history: run without the pass over ids", "s", took[length]) for length in hours),
+        Row("ten times the history ÷ the history", "x", ratios(took[long], took[short]), Goal(most=1.2)),
+        Row(
+            "each further 10 million ids of history: pass over ids", "s", [(ids_s[long] - ids_s[short]) / new_ids * 1e7]
+        ),
+    ]
+
+
+def _grow(spark: SparkSession, folder: Path, records: Records, hours: int) -> None:
+    """Put healthy hours into a lake, before those that it has."""
+    nth = F.col("id")
+    at = F.lit(records.now_ms - (hours + 24) * HOUR_MS) + F.floor(nth / IDS_AN_HOUR) * HOUR_MS
+    made = spark.range(hours * IDS_AN_HOUR).select(at.alias("at"), nth)
+    digest = F.unhex(F.sha2(F.col("id").cast("string"), 256))
+    columns = {
+        "accepted_hour": state.hour_of(F.col("at")),
+        "plain": F.lit(1),
+        "kind": F.lit(decode.EVENT),
+        "id": F.substring(digest, 1, wire.ID_BYTES),
+        "fp": F.substring(digest, 17, wire.FINGERPRINT_BYTES),
+        "topic": F.lit(records.topic),
+        "partition": F.lit(0),
+        "offset": -nth,
+        "run": F.lit(0),
+        **{
+            name: F.col("at")
+            for name in ("accepted_ms", "last_ms", "entered_ms", "answered_ms", "copied_ms", "copied_at")
+        },
+        **dict.fromkeys(state.SUMS, F.lit(0)),
+        **{name: F.lit(1) for name in ("count", "entries_count", "answered_201")},
+    }
+    rows = made.select(*(columns.get(name, F.lit(None)).cast(kind).alias(name) for name, kind in state.ROW.items()))
+    writer = rows.hint("rebalance", "accepted_hour").write.format("delta").mode("append")
+    writer.partitionBy(*lake.PARTITIONS["deliveries"]).save(str(folder / "lake" / "deliveries"))

@@ -1,0 +1,35 @@
+"""Progress: a line that moves where somebody looks on, lines of a log elsewhere."""
+
+import io
+import re
+import time
+
+from pyspark.sql import SparkSession
+
+from spark.console import EVERY_S, Console
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_log_gets_lines_with_their_time() -> None:
+    stream = io.StringIO()
+    Console(stream)("run 1: 5 offsets to read")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO run 1: 5 offsets to read\n", stream.getvalue())
+
+
+def test_a_terminal_sees_how_many_tasks_are_done(spark: SparkSession) -> None:
+    stream = Terminal()
+    console = Console(stream)
+    with console.watching(spark):
+        console("judge")
+        deadline = time.monotonic() + 60
+        while "tasks" not in stream.getvalue():
+            assert time.monotonic() < deadline
+            # Tasks that sleep for longer than the line takes to move.
+            spark.sql(f"SELECT sum(length(reflect('java.lang.Thread', 'sleep', {int(EVERY_S * 2000)}L)))").collect()
+    assert re.search(r"\d+\.\ds  judge\n", stream.getvalue())
+    assert re.search(r"judge: \d+ of \d+ tasks", stream.getvalue())
+    assert stream.getvalue().endswith("\r\x1b[K")

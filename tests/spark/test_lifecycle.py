@@ -1,0 +1,230 @@
+"""A lake over time: verdicts revised, rejects kept, hours dropped; where it may lie, and who may write to it."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyspark
+import pytest
+from pyspark.sql import SparkSession
+
+from deploy.local import java, places
+from service import wire
+from spark import decode, lake, lock
+from spark.errors import AnotherRun, CannotRun
+from tests.spark.conftest import Audit, Ran
+from tests.spark.history import History, Life
+
+LATER_S = 3600.0
+DAY_S = 86_400.0
+ONE = Life(0, 100, 0, "a:1")
+
+
+def _table(spark: SparkSession, ran: Ran, name: str) -> list[dict[str, Any]]:
+    return [row.asDict(recursive=True) for row in lake.Lake(spark, str(ran.lake)).read(name).collect()]
+
+
+def test_records_of_others_get_ids_and_what_cannot_be_decoded_is_kept(
+    spark: SparkSession, history: History, audit: Audit
+) -> None:
+    topic = history.topic(f"{history.namespace}-t")
+    for value in (b'{"id":"a"}', b'{"id":"b"}', b'{"id":"a"}', b"{", b'{"no":1}', None):
+        history.raw(history.plain, topic, value)
+    history.send(history.plain, topic, ["own"], None)
+    history.raw(history.plain, topic, b'{"id":"a"}', headers=[(wire.STAMP_HEADER, b"1;nonsense")])
+    history.raw(history.plain, wire.ledger_topic(history.namespace), b"x" * 5000)
+    history.answers(['{"id":"12","fp":"","at":1,"status":201}'])
+    identity = {topic: "get_json_object(cast(value as string), '$.id')"}
+    ran = audit(history, identity=identity, topics=(topic,))
+    assert ran.findings() == {("duplicate", "foreign_writer", "a"), ("unkeyed", None, f"{topic}[0]")}
+    (twice,) = [one for one in ran.document["findings"] if one["kind"] == "duplicate"]
+    assert (twice["id"], [copy["offset"] for copy in twice["coordinates"]]) == (wire.event_id("a").hex(), [0, 2])
+    assert [one["count"] for one in ran.document["findings"] if one["kind"] == "unkeyed"] == [3]
+    rejects = {
+        (row["topic"], row["offset"]): (row["reason"], bytes(row["content"])) for row in _table(spark, ran, "rejects")
+    }
+    assert rejects == {
+        (topic, 7): ("a fencepost header that is none", b"1;nonsense"),
+        (wire.ledger_topic(history.namespace), 0): ("no ledger record of version 1", b"x" * decode.CONTENT_MAX),
+        (wire.requests_topic(history.namespace), 0): (
+            "a record of the journal whose answer lacks a field or has one of another form",
+            b'{"id":"12","fp":"","at":1,"status":201}',
+        ),
+    }
+    assert ran.document["evidence"]["rejects"] == 3
+
+
+@pytest.mark.parametrize(
+    ("expression", "why"),
+    [
+        ("kye", "kye"),
+        ("key +", "Syntax error"),
+        ("count(*)", "count"),
+        ("explode(headers)", "explode"),
+        ("cast(rand() as string)", "another id each time"),
+    ],
+)
+def test_a_wrong_expression_stops_the_start(spark: SparkSession, expression: str, why: str) -> None:
+    with pytest.raises(CannotRun, match=r"^--identity t='[^\n]*$") as caught:
+        decode.check_identities(spark, {"good": "cast(key as string)", "t": expression})
+    assert why in str(caught.value)
+
+
+def test_a_verdict_that_is_revised_keeps_its_history_until_its_hour_is_dropped(
+    spark: SparkSession, history: History, audit: Audit
+) -> None:
+    topic = history.topic(f"{history.namespace}-t", 2)
+    producer = history.transactional(ONE)
+    there = history.deliver(producer, ONE, topic, ["there"])[0]
+    late = there.entry(id=wire.event_id("late"), partition=1, offset=0)
+    producer.begin_transaction()
+    history.ledger(producer, ONE, [late])
+    producer.commit_transaction(30)
+    first = audit(history)
+    assert (first.document["balance"]["pending"], first.document["verdicts"]["changes"]) == (1, [])
+    second = audit(history, later_s=LATER_S)
+    assert second.findings() == {("lost", "ledger", None)}
+    assert second.document["verdicts"] == {
+        "revised": 0,
+        "changes": [{"before": "pending", "after": "lost", "ids": 1}],
+    }
+    history.send(history.plain, topic, ["late"], ONE, partition=1)
+    third = audit(history, later_s=LATER_S)
+    assert third.findings() == set()
+    assert third.document["balance"]["delivered_once"] == 2
+    assert third.document["verdicts"] == {
+        "revised": 1,
+        "changes": [
+            {"before": "lost", "after": "delivered_once", "ids": 1},
+            {"before": "pending", "after": "lost", "ids": 1},
+        ],
+    }
+    told = sorted((row["run"], row["before"], row["verdict"]) for row in _table(spark, third, "verdicts"))
+    assert told == [(1, None, "pending"), (2, "pending", "lost"), (3, "lost", "delivered_once")]
+    # Nine days on: what was accepted then is dropped, and what still comes about it says nothing.
+    tidy: dict[str, Any] = {"keep_days": 7, "optimize": True, "vacuum_h": 1}
+    history.answers([there.answer(replayed=True)])
+    fourth = audit(history, later_s=9 * DAY_S, **tidy)
+    assert (fourth.findings(), fourth.document["balance"]["accepted"]) == (set(), 0)
+    for name in ("deliveries", "verdicts"):
+        assert _table(spark, fourth, name) == [], name
+    assert [row["run"] for row in _table(spark, fourth, "runs")] == [4]
+    fifth = audit(history, later_s=9 * DAY_S)
+    assert fifth.document["run"]["number"] == 5
+    assert fifth.written() == fourth.written()
+
+
+def test_what_runs_left_in_an_hour_becomes_one_file_when_it_is_over(
+    spark: SparkSession, history: History, audit: Audit
+) -> None:
+    topic = history.topic(f"{history.namespace}-t")
+    producer = history.transactional(ONE)
+    for nth in range(3):
+        history.deliver(producer, ONE, topic, [f"k-{nth}-{n}" for n in range(5)], at=history.now_ms - 5 * 3_600_000)
+        ran = audit(history, later_s=LATER_S, optimize=nth == 2, vacuum_h=1 if nth == 2 else None)
+    rows = lake.Lake(spark, str(ran.lake)).read("deliveries")
+    assert (rows.count(), len(rows.inputFiles())) == (15, 1)
+    assert ran.outcome.status == 0
+
+
+def test_the_transaction_that_holds_an_answer_up_is_named_with_its_age(history: History, audit: Audit) -> None:
+    topic = history.topic(f"{history.namespace}-t")
+    producer = history.transactional(ONE)
+    history.deliver(producer, ONE, topic, ["there"])
+    began_s = time.time()
+    slow = history.transactional(Life(1, 200, 0, "b:1"))
+    slow.begin_transaction()
+    history.send(slow, topic, ["open"], ONE)
+    (held,) = audit(history).document["evidence"]["held_up"]
+    slow.abort_transaction(30)
+    assert (held["topic"], held["partition"]) == (topic, 0)
+    assert held["transactional_id"] == wire.transactional_id(history.namespace, 1)
+    assert held["producer_id"] >= 0
+    assert 0 <= held["age_s"] <= time.time() - began_s
+
+
+@pytest.fixture
+def elsewhere(spark: SparkSession, tmp_path: Path) -> str:
+    """A folder that is no local one to Hadoop."""
+    name = f"{tmp_path.name.replace('_', '-')}".lower()
+    spark.sparkContext._jsc.hadoopConfiguration().set(f"fs.viewfs.mounttable.{name}.link./data", tmp_path.as_uri())
+    return f"viewfs://{name}/data/lake"
+
+
+def test_a_lake_elsewhere_is_leased_to_one_run_at_a_time(
+    spark: SparkSession, elsewhere: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        lock.held(spark, elsewhere),
+        pytest.raises(AnotherRun, match=r"another run .* until \d\d:"),
+        lock.held(spark, elsewhere),
+    ):
+        pass
+    with lock.held(spark, elsewhere):
+        pass
+    # Killed: nobody gives it back, until its time is over.
+    killed = lock.Lease(spark, elsewhere, seconds=4)
+    killed.take()
+    killed.take()
+    with pytest.raises(AnotherRun):
+        lock.Lease(spark, elsewhere).take()
+    time.sleep(4)
+    heir = lock.Lease(spark, elsewhere)
+    heir.take()
+    with pytest.raises(AnotherRun):
+        killed.take()
+    heir.give_back()
+
+
+def test_the_same_program_runs_under_spark_submit_on_a_cluster_with_its_lake_elsewhere(
+    history: History, audit: Audit, tmp_path: Path
+) -> None:
+    topic = history.topic(f"{history.namespace}-t", 2)
+    producer = history.transactional(ONE)
+    history.deliver(producer, ONE, topic, [f"k-{n}" for n in range(20)])
+    history.send(history.plain, topic, ["k-3"], None, partition=1)
+    here = audit(history)
+    folder = places.jars("spark")
+    # The workers of a local cluster put their folders where Spark is installed.
+    home = tmp_path / "spark"
+    home.mkdir()
+    for part in Path(pyspark.__path__[0]).iterdir():
+        (home / part.name).symlink_to(part)
+    settings = {
+        "spark.ui.enabled": "false",
+        "spark.sql.shuffle.partitions": "4",
+        "spark.databricks.delta.snapshotPartitions": "1",
+        "spark.hadoop.fs.viewfs.mounttable.far.link./data": tmp_path.as_uri(),
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+    }
+    command = [str(home / "bin" / "spark-submit"), "--master", "local-cluster[2,1,1024]"]
+    command += ["--jars", ",".join(map(str, sorted(folder.glob("*.jar"))))]
+    command += [word for name, value in settings.items() for word in ("--conf", f"{name}={value}")]
+    command += [
+        "deploy/kubernetes/spark-main.py",
+        "--lake",
+        "viewfs://far/data/lake",
+        "--report",
+        "viewfs://far/data/report",
+    ]
+    environment = {
+        **places.hermetic_environment(),
+        **java.environment(),
+        "FENCEPOST_KAFKA": history.bootstrap,
+        "FENCEPOST_NAMESPACE": history.namespace,
+        "PYTHONPATH": str(places.ROOT),
+        "PYSPARK_PYTHON": sys.executable,
+        "SPARK_HOME": str(home),
+        "SPARK_LOCAL_IP": "127.0.0.1",
+    }
+    done = subprocess.run(
+        command, env=environment, cwd=places.ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == here.outcome.status == 3, done.stderr[-3000:]
+    there = Ran(here.outcome, tmp_path / "lake", tmp_path / "report")
+    assert there.written() == here.written()
+    lines = [line for line in done.stderr.splitlines() if " INFO run 1: " in line]
+    assert len(lines) == 1, "where nobody looks on, progress is lines of a log"
