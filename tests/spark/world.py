@@ -33,8 +33,12 @@ class World:
     @property
     def rules(self) -> str:
         """The rules that the runs are told, as TOML."""
-        patterns = {"*.foreign": "exactly_once", "*.telemetry": "idempotent"}
-        return "".join(f'[[topics]]\npattern = "{name}"\nguarantee = "{told}"\n' for name, told in patterns.items())
+        # Of this namespace alone: other worlds on the broker have the same ids.
+        told = {"foreign": "exactly_once", "telemetry": "idempotent"}
+        return "".join(
+            f'[[topics]]\npattern = "{self.history.namespace}-*.{name}"\nguarantee = "{guarantee}"\n'
+            for name, guarantee in told.items()
+        )
 
     def plants(self) -> Plants:
         """What the scripts planted, together."""
