@@ -118,6 +118,8 @@ def _subline(document: Mapping[str, Any]) -> str:
     parts = []
     if balance["pending"]:
         parts.append(f"{_several(balance['pending'], 'accepted event', 'accepted events')} cannot be judged yet.")
+    if revised := document["verdicts"]["revised"]:
+        parts.append(f"Of {_several(revised, 'event', 'events')} an earlier run had said something else.")
     if not run["caught_up"]:
         parts.append("This run was capped: records are left to read.")
     if not run["ids_pass"]:
@@ -130,7 +132,7 @@ def _balance(document: Mapping[str, Any]) -> str:
 
     def box(name: str, rule: str) -> str:
         state = rule if balance[name] else "zero"
-        return f'<div class="{state}"><b>{_count(balance[name])}</b>{escape(name.replace("_", " "))}</div>'
+        return f'<div class="{state}"><b>{_count(balance[name])}</b>{escape(_words(name))}</div>'
 
     parts = [box("accepted", ""), "<i>=</i>"]
     for nth, name in enumerate(CATEGORIES):
@@ -291,7 +293,8 @@ def _evidence(document: Mapping[str, Any]) -> str:
             _number(one["offset"]),
             _number(one["high_watermark"]),
             _time(one["open_since"]) if one["open_since"] else "unknown",
-            "" if one["age_s"] is None else _duration(one["age_s"]),
+            _right("" if one["age_s"] is None else _duration(one["age_s"])),
+            _holder(one),
         )
         for one in evidence["held_up"]
     ]
@@ -307,13 +310,18 @@ def _evidence(document: Mapping[str, Any]) -> str:
     if not held and not gaps and not evidence["rejects"]:
         parts.append("<p>Nothing holds an answer up, nothing is missing, every record could be read.</p>")
     if held:
-        waiting = ("held up by an open transaction", ("decided up to",), ("log ends at",), "open since", ("age",))
+        waiting = ("held up by an open transaction", ("decided up to",), ("log ends at",), "open since", ("age",), "by")
         parts.append(_table(waiting, held[:LOGS_SHOWN]))
     if gaps:
         gone = ("gone before it was read", "why", ("from",), ("up to",))
         parts.append(_table(gone, gaps[:LOGS_SHOWN]))
     if evidence["rejects"]:
         parts.append(f"<p>{_several(evidence['rejects'], 'record', 'records')} could not be decoded.</p>")
+    if changes := document["verdicts"]["changes"]:
+        told = [
+            (_words(one["before"]), _words(one["after"] or "nothing to say"), _number(one["ids"])) for one in changes
+        ]
+        parts.append(_folded("What was said before, and is now", _table(("before", "now", ("ids",)), told)))
     answers = [(name, _number(count)) for name, count in document["requests"].items() if count]
     if answers:
         parts.append(_folded("Answers of the window, by status", _table(("status", ("answers",)), answers)))
@@ -321,6 +329,14 @@ def _evidence(document: Mapping[str, Any]) -> str:
     title = f"{_several(len(logs), 'log', 'logs')} read{_left(len(logs) - LOGS_SHOWN, 'logs')}"
     parts.append(_folded(title, _table(head, logs[:LOGS_SHOWN])))
     return "".join(parts)
+
+
+def _holder(held: Mapping[str, Any]) -> str:
+    """Who holds a partition up, as far as the broker tells."""
+    if held["producer_id"] is None:
+        return "unknown"
+    producer = f"producer {held['producer_id']} epoch {held['epoch']}"
+    return producer if held["transactional_id"] is None else f"{held['transactional_id']}, {producer}"
 
 
 _LOG: Final = ("from", "to", "last_stable", "high_watermark")
@@ -332,7 +348,7 @@ def _topics(document: Mapping[str, Any]) -> str:
     if not every:
         return ""
     rows = [(row["topic"], *(_number(row[name]) for name in names)) for row in every[:TOPICS_SHOWN]]
-    head: list[Head] = ["topic", *((name.replace("_", " "),) for name in names)]
+    head: list[Head] = ["topic", *((_words(name),) for name in names)]
     note = (
         '<p class="soft small">Unrequested: ids that others wrote, of which neither ledger nor answers know.'
         f"{_left(len(every) - len(rows), 'topics')}</p>"
@@ -370,7 +386,7 @@ def _history(document: Mapping[str, Any]) -> str:
         )
         for one in past
     ]
-    numbers = [(name.replace("_", " "),) for name in ("findings", "accepted", "delivered_once", "pending", "records")]
+    numbers = [(_words(name),) for name in ("findings", "accepted", "delivered_once", "pending", "records")]
     head: list[Head] = [("run",), "ends frozen", "verdict", *numbers, "", ("offsets read",), ("time",)]
     foot = "<footer>The same in full: report.json; numbers for Prometheus: metrics.prom.</footer>"
     return "<h2>The last runs</h2>" + _table(head, rows) + foot
@@ -426,6 +442,10 @@ def _bar(share: float) -> _html:
 
 def _folded(summary: str, content: str) -> str:
     return f"<details><summary>{escape(summary)}</summary>{content}</details>"
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _clipped(text: str) -> str:

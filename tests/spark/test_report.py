@@ -12,7 +12,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.local.console import StackError
 from service.shared import SharedSettings
-from spark import lake, report, standing
+from spark import lake, page, report, standing
 from spark.balance import Balance
 from spark.findings import CONFLICT, DUPLICATE, HOUR, KINDS
 from spark.offsets import DATA, Log, Plan
@@ -106,8 +106,8 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Page]:
         browser.ensure()
     except StackError as error:
         pytest.skip(str(error))
-    with browser.opened(tmp_path_factory.mktemp("browser") / "profile") as page:
-        yield page
+    with browser.opened(tmp_path_factory.mktemp("browser") / "profile") as opened:
+        yield opened
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -116,9 +116,9 @@ def test_the_page_stands_in_a_real_browser(
     large: tuple[dict[str, Any], Path], tab: browser.Page, width: int, dark: bool
 ) -> None:
     document, folder = large
-    page = folder / "report.html"
+    file = folder / "report.html"
     tab.requested.clear()
-    tab.open(page, width=width, dark=dark)
+    tab.open(file, width=width, dark=dark)
     assert tab.value("document.documentElement.scrollWidth") <= width
     assert tab.value("document.querySelector('h1').textContent").startswith("100,000 findings: 33,334 duplicates")
     assert tab.value("document.title") == "Fencepost audit, run 1: findings"
@@ -132,7 +132,7 @@ def test_the_page_stands_in_a_real_browser(
     assert HOSTILE in tab.value("document.querySelector('article b').textContent")
     ground = tab.value("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, ground[4:-1].split(","))) < 128) is dark
-    assert tab.requested == [page.as_uri()]
+    assert tab.requested == [file.as_uri()]
     assert tab.problems == []
 
 
@@ -188,6 +188,23 @@ def test_it_prints_with_every_shown_finding_opened(
     assert tab.value("document.querySelector('article').getBoundingClientRect().height") > 0
     tab.printed(tmp_path / "page.pdf")
     assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_what_holds_answers_up_and_what_was_revised_is_told(large: tuple[dict[str, Any], Path]) -> None:
+    document = dict(large[0])
+    assert "Every accepted event is accounted for." in "".join(page.render(document))
+    held = {"role": "data", "topic": "orders", "partition": 3, "offset": 17, "high_watermark": 21}
+    by = {"transactional_id": "billing-7", "producer_id": 4000, "epoch": 2}
+    since = {"open_since": "2026-11-21T18:00:00.000Z", "age_s": 90.5}
+    document["evidence"] = {**document["evidence"], "held_up": [held | by | since], "rejects": 2}
+    document["verdicts"] = {"revised": 3, "changes": [{"before": "lost", "after": "delivered_once", "ids": 3}]}
+    jsonschema.Draft202012Validator(schema()).validate({**document, "findings": []})
+    told = "".join(page.render(document))
+    assert "Of 3 events an earlier run had said something else." in told
+    assert "<td>orders[3]</td>" in told
+    assert "<td>billing-7, producer 4000 epoch 2</td>" in told
+    assert "<td>lost</td><td>delivered once</td>" in told
+    assert "2 records could not be decoded." in told
 
 
 def test_every_field_of_the_schema_says_what_it_is() -> None:
