@@ -15,7 +15,7 @@ LABEL_CHARS: Final = 26
 
 
 def heat_map(chart: Mapping[str, Any]) -> str:
-    """Hours and partitions: the more records the darker; a cell with trouble is red and has a white dot."""
+    """Hours and partitions: the more records the stronger; a cell with trouble is red and has a dot."""
     columns, rows = chart["columns"], chart["rows"]
     if not columns:
         return ""

@@ -172,8 +172,12 @@ def _map(document: Mapping[str, Any]) -> str:
     chart = document["map"]
     if not chart["rows"]:
         return ""
-    keys = [(f"h{charts.SHADES}", "many records"), ("h1", "few"), ("c1", "trouble (with a dot)")]
-    note = '<p class="soft small">By hour of acceptance, UTC; the darker, the more records (logarithmic).</p>'
+    keys = [
+        ("h1", "few records"),
+        (f"h{charts.SHADES}", "many, in equal steps of the logarithm"),
+        ("c1", "trouble (a dot)"),
+    ]
+    note = '<p class="soft small">By hour of acceptance, UTC.</p>'
     return f"<h2>Hours and partitions</h2>{charts.heat_map(chart)}{_legend(keys)}{note}"
 
 
@@ -371,23 +375,21 @@ def _cost(document: Mapping[str, Any]) -> str:
 
 def _history(document: Mapping[str, Any]) -> str:
     past = document["history"]
-    most = max((one["records"] for one in past), default=0) or 1
     rows: list[Sequence[Cell]] = [
         (
             _number(one["number"]),
-            _time(one["frozen_at"]),
+            _html(f'<span class="whole">{_time(one["frozen_at"])}</span>'),
             _html(
                 f'<span class="word-{"good" if one["verdict"] == "clean" else "bad"}">{escape(one["verdict"])}</span>'
             ),
             *(_number(one[name]) for name in ("findings", "accepted", "delivered_once", "pending", "records")),
-            _bar(one["records"] / most),
             _number(one["offsets"]),
             _right(_duration(one["seconds"])),
         )
         for one in past
     ]
     numbers = [(_words(name),) for name in ("findings", "accepted", "delivered_once", "pending", "records")]
-    head: list[Head] = [("run",), "ends frozen", "verdict", *numbers, "", ("offsets read",), ("time",)]
+    head: list[Head] = [("run",), "ends frozen", "verdict", *numbers, ("offsets read",), ("time",)]
     foot = "<footer>The same in full: report.json; numbers for Prometheus: metrics.prom.</footer>"
     return "<h2>The last runs</h2>" + _table(head, rows) + foot
 
