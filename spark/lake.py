@@ -199,8 +199,14 @@ class Lake:
 
     def vacuum(self, hours: int) -> None:
         """Delete the files that no version of the last so many hours needs."""
-        check = "spark.databricks.delta.retentionDurationCheck.enabled"
-        with _set(self.spark, {check: "false"}):
+        settings = {
+            "spark.databricks.delta.retentionDurationCheck.enabled": "false",
+            # Delta lists a table's files in so many tasks, however few they are; Spark's default is 10,000.
+            "spark.sql.sources.parallelPartitionDiscovery.parallelism": str(
+                2 * self.spark.sparkContext.defaultParallelism
+            ),
+        }
+        with _set(self.spark, settings):
             for name in SCHEMAS:
                 if self.exists(name):
                     DeltaTable.forPath(self.spark, self.path(name)).vacuum(hours)

@@ -22,6 +22,8 @@ _ALWAYS: Final = {
     # What an expression of the user's cannot make anything of is nothing, not the end of the run.
     "spark.sql.ansi.enabled": "false",
     "spark.serializer": "org.apache.spark.serializer.KryoSerializer",
+    # Each call that makes a column would first tell Spark its line in Python, which is four calls more.
+    "spark.python.sql.dataFrameDebugging.enabled": "false",
     # What is merged is deterministic (frozen offsets, total order) and kept on disk already.
     "spark.databricks.delta.merge.materializeSource": "none",
 }

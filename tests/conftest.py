@@ -13,7 +13,12 @@ from deploy.local.stack import Kafka, Redis
 from tests.secured import Authority, SecuredKafka, SecuredRedis
 
 # The order in which the folders run: a mistake should show in seconds, not after the slow ones.
-_ORDER = ("unit", "contract", "model", "stack", "integration", "spark", "faults", "bench")
+_ORDER = ("unit", "contract", "kubernetes", "model", "stack", "integration", "spark", "faults", "bench", "images")
+
+# Side by side, one process has these from the start and the other goes through the rest: Spark keeps one core busy,
+# most others wait for leases and brokers. Those of the second line load the machine, and never run two at a time.
+_FIRST = "spark"
+_ALONE = ("faults", "bench", "images")
 
 # Of the caller's settings, those that say how to run the stack stay.
 _KEPT = ("FENCEPOST_CACHE", "FENCEPOST_REDIS_SERVER")
@@ -35,12 +40,24 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort by folder; within one, pytest's own order stays."""
-    items.sort(key=lambda item: _rank(item.path, Path(config.rootpath) / "tests"))
+    """Sort by folder; within one, pytest's own order stays. In several processes a file's tests stay together."""
+    tests = Path(config.rootpath) / "tests"
+    side_by_side = hasattr(config, "workerinput")  # a process of pytest-xdist
+    items.sort(key=lambda item: _rank(_folder(item, tests), side_by_side))
+    if side_by_side:
+        for item in items:
+            folder = _folder(item, tests)
+            group = folder if folder in (_FIRST, *_ALONE) else str(item.path)
+            item.add_marker(pytest.mark.xdist_group("alone" if folder in _ALONE else group))
 
 
-def _rank(path: Path, tests: Path) -> int:
-    folder = path.relative_to(tests).parts[0] if path.is_relative_to(tests) else ""
+def _folder(item: pytest.Item, tests: Path) -> str:
+    return item.path.relative_to(tests).parts[0] if item.path.is_relative_to(tests) else ""
+
+
+def _rank(folder: str, side_by_side: bool) -> int:
+    if side_by_side and folder == _FIRST:
+        return -1
     return _ORDER.index(folder) if folder in _ORDER else len(_ORDER)
 
 

@@ -10,14 +10,15 @@ from pyspark.sql import SparkSession
 from deploy.local.stack import Kafka
 from tests.spark.history import History
 from tests.spark.runs import Ran as Ran
-from tests.spark.runs import run, session_for_tests
+from tests.spark.runs import interpreted, run, session_for_tests
 
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
-    """The session that the job itself would open."""
+    """The session that the job itself would open, but that it interprets: `compiled` takes that back."""
     session = session_for_tests()
-    yield session
+    with interpreted(session):
+        yield session
     session.stop()
 
 

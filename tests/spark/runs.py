@@ -4,10 +4,10 @@ import dataclasses
 import json
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pyspark.sql import SparkSession
 
@@ -18,35 +18,56 @@ from spark.session import open_session
 from spark.settings import Options, Settings
 from tests.spark.history import History
 
+# Without the optimising compiler they take half the processor time; the smaller code cache of that would be too full.
+JAVA_OPTIONS: Final = "-XX:+UseParallelGC -XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=256m"
+
 
 def session_for_tests() -> SparkSession:
     """The session that the job itself would open, for plans that run once or twice."""
     with warnings.catch_warnings():
         # pandas is here for other tests' sake; the job does not use it.
         warnings.filterwarnings("ignore", message="PySpark does not yet fully support pandas", category=FutureWarning)
-        # Without the optimising compiler they take half the processor time.
-        java_options = "-XX:+UseParallelGC -XX:TieredStopAtLevel=1"
-        session = open_session({"FENCEPOST_JARS": str(places.jars("spark"))}, java_options)
+        session = open_session({"FENCEPOST_JARS": str(places.jars("spark"))}, JAVA_OPTIONS)
         session.range(1).toDF("n").count()
         session.createDataFrame([(1,)], "n int").count()
     return session
 
 
+# Runs over few records: Spark compiles no expressions and plans once, as that is most of their time.
+INTERPRETED: Final = {
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+    "spark.sql.adaptive.enabled": "false",
+    "spark.sql.shuffle.partitions": "1",
+}
+
+
 @contextmanager
 def interpreted(spark: SparkSession) -> Iterator[None]:
-    """Runs over few records: within, Spark compiles no expressions and plans once, as that is most of their time."""
-    settings = {
-        "spark.sql.codegen.wholeStage": "false",
-        "spark.sql.codegen.factoryMode": "NO_CODEGEN",
-        "spark.sql.adaptive.enabled": "false",
-        "spark.sql.shuffle.partitions": "1",
-    }
-    before = {name: str(spark.conf.get(name)) for name in settings}
+    """Have Spark interpret within, as most tests do."""
+    before = {name: str(spark.conf.get(name)) for name in INTERPRETED}
+    _set(spark, INTERPRETED)
+    yield
+    _set(spark, before)
+
+
+@contextmanager
+def compiled(spark: SparkSession) -> Iterator[None]:
+    """Have the session within as the job opens it."""
+    opened = spark.sparkContext.getConf()
+    for name in INTERPRETED:
+        value = opened.get(name)
+        if value is None:
+            spark.conf.unset(name)
+        else:
+            spark.conf.set(name, value)
+    yield
+    _set(spark, INTERPRETED)
+
+
+def _set(spark: SparkSession, settings: Mapping[str, str]) -> None:
     for name, value in settings.items():
         spark.conf.set(name, value)
-    yield
-    for name, was in before.items():
-        spark.conf.set(name, was)
 
 
 @dataclasses.dataclass(frozen=True)

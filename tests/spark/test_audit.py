@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 import jsonschema
 import pytest
+from pyspark.sql import SparkSession
 
 from deploy.local.stack import Kafka
 from service import wire
 from tests.spark.conftest import Audit, Ran
 from tests.spark.history import History, Life
+from tests.spark.runs import compiled
 from tests.spark.test_publish import records
 from tests.spark.test_report import schema
 
@@ -231,8 +233,9 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def ran(audit: Audit, faults: Faults, rules: str) -> Ran:
-    return audit(faults.history, later_s=3600, key_ttl_s=TTL_S, rules=rules, publish=True)
+def ran(spark: SparkSession, audit: Audit, faults: Faults, rules: str) -> Ran:
+    with compiled(spark):
+        return audit(faults.history, later_s=3600, key_ttl_s=TTL_S, rules=rules, publish=True)
 
 
 def test_every_fault_is_found_with_its_cause_and_nothing_else(ran: Ran, faults: Faults) -> None:

@@ -4,7 +4,7 @@ Five seeds, and three broken jobs; `python -m tests.spark.generated` has fifty, 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -16,20 +16,13 @@ from tests.spark.generated import Trial
 from tests.spark.generator import CAUSES, DUAL, EXPIRED, FOREIGN, RESTART, REWRITE, TTL_MS, Script
 from tests.spark.mutants import MUTANTS, Mutant, alive
 from tests.spark.oracle import STAGES, Record, Score
-from tests.spark.runs import interpreted
 
 SEEDS: Final = range(5)
 TIMEOUT_MS: Final = 900_000  # the most that the broker allows
 
 
-@pytest.fixture
-def quick_spark(spark: SparkSession) -> Iterator[SparkSession]:
-    with interpreted(spark):
-        yield spark
-
-
-def test_what_was_planted_is_what_is_found(quick_spark: SparkSession, kafka: Kafka, tmp_path: Path) -> None:
-    trial = Trial(quick_spark, kafka.bootstrap, tmp_path, SEEDS, TIMEOUT_MS)
+def test_what_was_planted_is_what_is_found(spark: SparkSession, kafka: Kafka, tmp_path: Path) -> None:
+    trial = Trial(spark, kafka.bootstrap, tmp_path, SEEDS, TIMEOUT_MS)
     total = Score()
     for _ in range(STAGES):
         total.add(trial.next())
@@ -82,8 +75,8 @@ def test_what_is_planted_is_what_the_contract_calls_it(seed: int) -> None:
     assert set(told) == set(CAUSES)
 
 
-def test_broken_rules_are_noticed(quick_spark: SparkSession, kafka: Kafka, tmp_path: Path) -> None:
-    trial = Trial(quick_spark, kafka.bootstrap, tmp_path, SEEDS[:1], TIMEOUT_MS)
+def test_broken_rules_are_noticed(spark: SparkSession, kafka: Kafka, tmp_path: Path) -> None:
+    trial = Trial(spark, kafka.bootstrap, tmp_path, SEEDS[:1], TIMEOUT_MS)
     assert trial.next().faults == []
     some = [mutant for mutant in MUTANTS if mutant.stage == 1][::30]
     survived = [str(mutant) for mutant in some if not trial.noticed(mutant)]

@@ -16,6 +16,7 @@ from spark import decode, lake, lock
 from spark.errors import AnotherRun, CannotRun
 from tests.spark.conftest import Audit, Ran
 from tests.spark.history import History, Life
+from tests.spark.runs import INTERPRETED, JAVA_OPTIONS
 
 LATER_S = 3600.0
 DAY_S = 86_400.0
@@ -189,8 +190,11 @@ def test_the_same_program_runs_under_spark_submit_on_a_cluster_with_its_lake_els
     for part in Path(pyspark.__path__[0]).iterdir():
         (home / part.name).symlink_to(part)
     settings = {
+        **INTERPRETED,
+        "spark.driver.extraJavaOptions": JAVA_OPTIONS,
+        "spark.executor.extraJavaOptions": JAVA_OPTIONS,
         "spark.ui.enabled": "false",
-        "spark.sql.shuffle.partitions": "4",
+        "spark.sql.shuffle.partitions": "2",
         "spark.databricks.delta.snapshotPartitions": "1",
         "spark.hadoop.fs.viewfs.mounttable.far.link./data": tmp_path.as_uri(),
         "spark.driver.host": "127.0.0.1",
@@ -222,5 +226,6 @@ def test_the_same_program_runs_under_spark_submit_on_a_cluster_with_its_lake_els
     assert done.returncode == here.outcome.status == 3, done.stderr[-3000:]
     there = Ran(here.outcome, tmp_path / "lake", tmp_path / "report")
     assert there.written() == here.written()
-    lines = [line for line in done.stderr.splitlines() if " INFO run 1: " in line]
+    # spark-submit passes on to standard output what a driver in Python writes to either.
+    lines = [line for line in done.stdout.splitlines() if " INFO run 1: " in line]
     assert len(lines) == 1, "where nobody looks on, progress is lines of a log"

@@ -1,7 +1,6 @@
 """The topic of findings: what stands, a record each, whatever happens on the way."""
 
 import json
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,10 @@ from spark import lake, publish, standing
 from spark.errors import CannotRun
 from spark.kafka import Broker
 from tests.spark.history import History
-from tests.spark.runs import interpreted
 
 
 class Cut(Exception):
     """A run ends here, as if it had been killed."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def interpreting(spark: SparkSession) -> Iterator[None]:
-    with interpreted(spark):
-        yield
 
 
 def records(history: History) -> list[tuple[str, dict[str, Any] | None]]:

@@ -1,29 +1,19 @@
 """What real logs are like: wide topics, compacted ones, large and tiny records, clocks that jump."""
 
 import time
-from collections.abc import Iterator
 from typing import Final
 
-import pytest
 from confluent_kafka import Consumer, TopicPartition
-from pyspark.sql import SparkSession
 
 from service import wire
 from tests.spark.conftest import Audit
 from tests.spark.history import TIMEOUT_S, History, Life
-from tests.spark.runs import interpreted
 
 LATER_S: Final = 3600.0
 HOUR_MS: Final = 3_600_000
 DAY_MS: Final = 24 * HOUR_MS
 ONE, TWO = Life(0, 100, 0, "a:1"), Life(1, 200, 0, "b:1")
 MEGABYTE: Final = 1_000_000
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quickly(spark: SparkSession) -> Iterator[None]:
-    with interpreted(spark):
-        yield
 
 
 def test_topics_of_every_width_and_records_of_every_size(history: History, audit: Audit) -> None:

@@ -19,17 +19,10 @@ from spark import job, lake, lock, report
 from spark.errors import AnotherRun, CannotRun
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Life
-from tests.spark.runs import Ran, interpreted
+from tests.spark.runs import Ran
 
 LATER_S = 3600.0
 ONE, TWO = Life(0, 100, 0, "a:1"), Life(1, 200, 0, "b:1")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quickly(spark: SparkSession) -> Iterator[None]:
-    """The history with every fault runs as the job does, compiled."""
-    with interpreted(spark):
-        yield
 
 
 class Cut(Exception):

@@ -1,7 +1,6 @@
 """The view of a topic: each id once, the same however many runs made it."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from spark.errors import CannotRun
 from spark.offsets import Plan
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Life
-from tests.spark.runs import interpreted
 from tests.spark.test_publish import records
 from tests.spark.test_runs import cut
 
@@ -25,12 +23,6 @@ HOUR_MS = 3_600_000
 ONE, TWO = Life(0, 100, 0, "a:1"), Life(1, 200, 0, "b:1")
 
 Rows = dict[str, tuple[int, int, bytes | None, bool]]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def interpreting(spark: SparkSession) -> Iterator[None]:
-    with interpreted(spark):
-        yield
 
 
 class Views:
