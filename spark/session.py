@@ -8,6 +8,7 @@ from typing import Final
 from pyspark.sql import SparkSession
 
 from spark import jars
+from spark.jvm import remember_methods
 
 APP: Final = "fencepost-audit"
 # About 100 MB of what is exchanged for the state, and of the hash tables that it is put into.
@@ -65,7 +66,9 @@ def open_session(environ: Mapping[str, str] | None = None, java_options: str = _
         builder = builder.config("spark.driver.extraJavaOptions", options)
         for name, value in _LOCAL.items():
             builder = builder.config(name, value)
-    return builder.getOrCreate()
+    session = builder.getOrCreate()
+    remember_methods(session)
+    return session
 
 
 def size_for(spark: SparkSession, records: int) -> None:

@@ -39,6 +39,7 @@ def pytest_configure() -> None:
         os.environ["JAVA_HOME"] = str(home)
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sort by folder; within one, pytest's own order stays. In several processes a file's tests stay together."""
     tests = Path(config.rootpath) / "tests"
