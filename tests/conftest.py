@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
+from xdist.remote import Producer  # type: ignore[import-untyped]
+from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
 from deploy.local import java
 from deploy.local.stack import Kafka, Redis
@@ -15,8 +17,8 @@ from tests.secured import Authority, SecuredKafka, SecuredRedis
 # The order in which the folders run: a mistake should show in seconds, not after the slow ones.
 _ORDER = ("unit", "contract", "kubernetes", "model", "stack", "integration", "spark", "faults", "bench", "images")
 
-# Side by side, one process has these from the start and the other goes through the rest: Spark keeps one core busy,
-# most others wait for leases and brokers. Those of the second line load the machine, and never run two at a time.
+# In two processes one has these from the start and the other goes through the rest: Spark keeps one core busy, most
+# others wait for leases and brokers. Those of the second line load the machine, and never run two at a time.
 _FIRST = "spark"
 _ALONE = ("faults", "bench", "images")
 
@@ -39,21 +41,29 @@ def pytest_configure() -> None:
         os.environ["JAVA_HOME"] = str(home)
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort by folder; within one, pytest's own order stays. In several processes a file's tests stay together."""
-    tests = Path(config.rootpath) / "tests"
+    """Sort by folder; within one, pytest's own order stays."""
     side_by_side = hasattr(config, "workerinput")  # a process of pytest-xdist
-    items.sort(key=lambda item: _rank(_folder(item, tests), side_by_side))
-    if side_by_side:
-        for item in items:
-            folder = _folder(item, tests)
-            group = folder if folder in (_FIRST, *_ALONE) else str(item.path)
-            item.add_marker(pytest.mark.xdist_group("alone" if folder in _ALONE else group))
+    items.sort(key=lambda item: _rank(_folder(item.nodeid), side_by_side))
 
 
-def _folder(item: pytest.Item, tests: Path) -> str:
-    return item.path.relative_to(tests).parts[0] if item.path.is_relative_to(tests) else ""
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """Of several processes one runs all tests of a file, or of a folder."""
+    return _Together(config, log)
+
+
+class _Together(LoadScopeScheduling):  # type: ignore[misc]
+    def _split_scope(self, nodeid: str) -> str:
+        folder = _folder(nodeid)
+        if folder in _ALONE:
+            return "alone"
+        return folder if folder == _FIRST else nodeid.partition("::")[0]
+
+
+def _folder(nodeid: str) -> str:
+    """Of `tests/FOLDER/FILE::TEST`."""
+    return nodeid.split("/")[1] if nodeid.count("/") > 1 else ""
 
 
 def _rank(folder: str, side_by_side: bool) -> int:
