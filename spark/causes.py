@@ -5,6 +5,8 @@ from typing import Final
 from pyspark.sql import Column
 from pyspark.sql import functions as F  # noqa: N812
 
+from spark import state
+
 FOREIGN_WRITER: Final = "foreign_writer"
 REWRITE: Final = "rewrite"
 EXPIRED_KEY: Final = "expired_key"
@@ -21,14 +23,7 @@ def ordered() -> Column:
     entered = F.transform(
         "coordinates",
         lambda copy: F.struct(
-            F.exists(
-                "entries",
-                lambda entry: (
-                    (entry["offset"] == copy["offset"])
-                    & (entry["partition"] == copy["partition"])
-                    & (entry["topic"] == copy["topic"])
-                ),
-            ).alias("entered"),
+            F.exists("entries", lambda entry: state.same_place(entry, copy)).alias("entered"),
             copy.alias("copy"),
         ),
     )

@@ -7,7 +7,3 @@ class CannotRun(Exception):
 
 class AnotherRun(CannotRun):
     """Another run is at work on the same lake."""
-
-
-class DataGone(CannotRun):
-    """Records of the plan went away (retention, truncation, a topic made anew) before they were read."""

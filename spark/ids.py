@@ -6,7 +6,7 @@ from typing import Final
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import findings, lake, state
+from spark import findings, hours, lake, state
 from spark.decode import EVENT
 from spark.verdict import Evidence
 
@@ -30,10 +30,10 @@ def repeated(rows: DataFrame) -> DataFrame:
 
 def spans_of(several: DataFrame) -> list[tuple[str, str]]:
     """What `repeated` gives → between which hours (`yyyy-MM-dd HH:mm:ss`) any of these ids lie, those apart apart."""
-    hours = [F.date_format(end, "yyyy-MM-dd HH:mm:ss").alias(end) for end in ("first", "last")]
-    found = several.select(*hours).distinct().limit(SPANS_MAX).collect()
+    named = [F.date_format(end, hours.FORMAT).alias(end) for end in ("first", "last")]
+    found = several.select(*named).distinct().limit(SPANS_MAX).collect()
     if len(found) == SPANS_MAX:
-        ends = several.agg(F.min("first").alias("first"), F.max("last").alias("last")).select(*hours)
+        ends = several.agg(F.min("first").alias("first"), F.max("last").alias("last")).select(*named)
         found = ends.collect()
     return _joined((row["first"], row["last"]) for row in found)
 

@@ -125,10 +125,10 @@ class _Run:
         last = Plan.from_rows(row.asDict(recursive=True) for row in progress if row["run"] == done)
         cut = Plan.from_rows(row.asDict(recursive=True) for row in progress if row["run"] == done + 1)
         if cut is not None:
-            applied = not self.lake.read("deliveries").where(F.col("run") == cut.run).isEmpty()
-            if applied or cut.options == offsets.options_of(self.settings):
+            if self._goes_on(cut):
                 self.tell(f"taking up run {cut.run}, which was cut off")
                 return cut, True
+            self.tell(f"run {cut.run} was cut off before it merged; planning it anew")
         with closing(Broker(self.spark, self.settings.shared)) as broker:
             plan = offsets.freeze(broker, self.settings, last, self.now_ms, self._discover)
         rows = native.rows_of(self.spark, lake.schema("progress"), plan.rows())
@@ -137,6 +137,16 @@ class _Run:
         else:
             self.lake.overwrite("progress", rows, f"run = {plan.run}")
         return plan, False
+
+    def _goes_on(self, cut: Plan) -> bool:
+        """Whether a plan that was cut off is carried out: always once it is merged, else if it is what is wanted, and
+        all that it would read is still there."""
+        if not self.lake.read("deliveries").where(F.col("run") == cut.run).isEmpty():
+            return True
+        if cut.options != offsets.options_of(self.settings):
+            return False
+        with closing(Broker(self.spark, self.settings.shared)) as broker:
+            return offsets.readable(broker, cut)
 
     def _discover(
         self, ledger: dict[Place, source.Span], requests: dict[Place, source.Span], names: Sequence[str]

@@ -199,6 +199,16 @@ def freeze(cluster: Cluster, settings: Settings, before: Plan | None, now_ms: in
     return Plan(run, now_ms, options_of(settings), tuple(logs + carried))
 
 
+def readable(cluster: Cluster, plan: Plan) -> bool:
+    """Whether all that a plan wants to read is still in the logs, which go on while nobody carries it out."""
+    logs = [log for log in plan.logs if log.audited and log.start < log.end]
+    lives = {name: topic.life for name, topic in cluster.describe(sorted({log.topic for log in logs})).items()}
+    if any(lives.get(log.topic) != log.life for log in logs):
+        return False
+    ends = cluster.ends([log.place for log in logs]) if logs else {}
+    return all(ends[log.place].log_start <= log.start and log.end <= ends[log.place].last_stable for log in logs)
+
+
 def _next_log(before: Plan | None, role: str, topic: Topic, place: Place, ends: Ends, now_ms: int) -> Log:
     """A partition's place in this run, from where the last run left it."""
     last = next((log for log in before.logs if log.place == place), None) if before else None

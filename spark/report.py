@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from pyspark.sql import DataFrame, SparkSession
 
-from spark import files, heat, page, standing
+from spark import files, heat, hours, page, standing
 from spark.balance import Balance, ByTopic, by_topic, closed
 from spark.findings import CLIENT_DUPLICATE, KINDS
 from spark.offsets import DATA, LEDGER, REQUESTS, Plan
@@ -52,7 +52,7 @@ def build(
     (history.counted).
     """
     since_ms = window_from(plan, settings)
-    first_hour = datetime.fromtimestamp(since_ms / 1000, UTC).strftime("%Y-%m-%d %H:00:00")
+    first_hour = hours.text_of(since_ms)
     balance.drop_before(first_hour)
     topics = by_topic(balance.since(first_hour))
     line = closed(topics)

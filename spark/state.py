@@ -130,6 +130,13 @@ def hour_of(ms: Column) -> Column:
     return F.timestamp_seconds(F.floor(ms / (HOUR_S * 1000)) * HOUR_S)
 
 
+def same_place(one: Column, other: Column) -> Column:
+    """Whether two structs (copies, claims) name the same topic, partition and offset."""
+    return (
+        (one["offset"] == other["offset"]) & (one["partition"] == other["partition"]) & (one["topic"] == other["topic"])
+    )
+
+
 def reduce(copies: DataFrame, testimony: DataFrame, run: int, idempotent: Sequence[str] = ()) -> DataFrame:
     """decode.COPIES, decode.TESTIMONY → ROW, a row for each place of an id and hour; `idempotent` names topics.
 

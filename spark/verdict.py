@@ -152,7 +152,7 @@ def _missing(seen: Evidence) -> Column:
             ),
         )
 
-    unentered = F.filter("answered", lambda answer: ~F.exists("entries", lambda entry: _same_place(answer, entry)))
+    unentered = F.filter("answered", lambda answer: ~F.exists("entries", lambda entry: state.same_place(answer, entry)))
     every = F.concat(claims("entries", "ledger"), claims(unentered, "answer"))
     return F.filter(F.array_distinct(every), lambda claim: claim["fate"] != THERE)
 
@@ -167,7 +167,7 @@ def _fate(claim: Column, seen: Evidence) -> Column:
     bound = F.get(F.try_element_at(seen.bounds, claim["topic"]), claim["partition"])
     ripe = claim["seen_ms"] < seen.settled_before_ms
     beyond = claim["offset"] >= bound["end"]
-    held = F.exists("coordinates", lambda copy: _same_place(copy, claim))
+    held = F.exists("coordinates", lambda copy: state.same_place(copy, claim))
     # Copies beyond the cap have left no coordinates: the place may be among them.
     capped = F.col("count") > F.size("coordinates")
     gaps = F.filter(bound["gaps"], lambda gap: (claim["offset"] >= gap["first"]) & (claim["offset"] < gap["last"]))
@@ -182,12 +182,6 @@ def _fate(claim: Column, seen: Evidence) -> Column:
         .when(~ripe, PENDING)
         .when(bound["compacted"], "compacted")
         .otherwise(LOST)
-    )
-
-
-def _same_place(one: Column, other: Column) -> Column:
-    return (
-        (one["offset"] == other["offset"]) & (one["partition"] == other["partition"]) & (one["topic"] == other["topic"])
     )
 
 
@@ -236,17 +230,23 @@ def _differ() -> Column:
 def _accepted() -> Column:
     """In the ledger, or answered 201, 202 or 504; a 202 or 504 that a 503 took back, and nothing came of, is not."""
     unsure = _sum("answered_202", "answered_504") > 0
-    taken_back = (F.col("answered_503") > 0) & (F.col("count") == 0)
+    taken_back = (F.col("answered_503") > 0) & (F.col("stamped") == 0)
     return (_sum("entries_count", "answered_201") > 0) | (unsure & ~taken_back)
 
 
 def _category(seen: Evidence) -> Column:
-    """Where an accepted id stands; the first that fits."""
+    """Where an accepted id stands: the first place that fits, as the balance has one for each, whatever is found of it.
+
+    What is proven comes first, and the worse before the better: a promised place that is lost, whatever lies elsewhere;
+    then copies, whatever else is promised. Pending comes before unprovable, since it may still prove lost. What is
+    only known by a 202 or 504 is settled by a record with our header, not by a stranger's under the same key.
+    """
 
     def some(*fates: str) -> Column:
         return F.coalesce(F.exists("missing", lambda claim: claim["fate"].isin(*fates)), F.lit(False))
 
     unproven = F.coalesce(F.exists("missing", lambda claim: ~claim["fate"].isin(LOST, PENDING)), F.lit(False))
+    ours = _sum("stamped", "entries_count", "answered_201") > 0
     # Nobody named a place: what is known is a 202 or a 504, and that it is not in the data.
     unsure_over_ms = F.coalesce(F.col("unsure_ms"), F.col("last_ms")) + seen.settle_ms
     decided_ms = min(seen.ledger_decided_ms, seen.answers_decided_ms)
@@ -257,7 +257,7 @@ def _category(seen: Evidence) -> Column:
         .when(F.col("count") > 1, "duplicated")
         .when(some(PENDING), PENDING)
         .when(unproven, "unprovable")
-        .when(F.col("count") == 1, "delivered_once")
+        .when((F.col("count") == 1) & ours, "delivered_once")
         .when(F.col("answered_201") > 0, "unprovable")
         .when(unsure_over_ms > decided_ms, PENDING)
         .otherwise("stuck")

@@ -633,6 +633,11 @@ class Script:
                 self.answer(self.plant("stuck", otherwise=fates, stuck=str(status)), status, 409, at=ts - 1, ts=ts)
         self.answer(self.plant("stuck-both", otherwise=stuck), 202, 504)
         self.answer(self.plant("freed-202", accepted=False), 202, 503)
+        # A stranger's record under the same key, in the same hour or another, is no delivery of ours.
+        for story, statuses, accepted in (("stuck-strange", (504,), True), ("freed-strange", (504, 503), False)):
+            strange = self.plant(story, otherwise=stuck, accepted=accepted)
+            self.send(self.record(strange, None, self.past(), topic=self.foreign))
+            self.answer(strange, *statuses, at=self.past())
         self.answer(self.plant("refused", accepted=False), 422)
         self.answer(self.plant("not-written", accepted=False), 503, 503)
         # A 504 that a later try made good, and one that a later run sees made good.

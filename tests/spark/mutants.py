@@ -148,7 +148,7 @@ MUTANTS: Final = (
     Mutant(_LOST, "verdict", 'claim["offset"] >= bound["end"]', 'claim["offset"] > bound["end"]'),
     Mutant(_LOST, "verdict", 'beyond & ~bound["settled"]', '~bound["settled"]'),
     Mutant(_LOST, "offsets", "self.end == self.last_stable >= self.high_watermark", "self.end == self.last_stable"),
-    Mutant(_LOST, "verdict", '~F.exists("entries", lambda entry: _same_place(answer, entry))', "F.lit(True)"),
+    Mutant(_LOST, "verdict", '~F.exists("entries", lambda entry: state.same_place(answer, entry))', "F.lit(True)"),
     Mutant(
         _LOST,
         "verdict",
@@ -207,6 +207,8 @@ MUTANTS: Final = (
     Mutant(_BALANCE, "verdict", '.when(F.col("count") > 1, "duplicated")', '.when(F.col("count") > 2, "duplicated")'),
     Mutant(_BALANCE, "verdict", '.when(unproven, "unprovable")', ""),
     Mutant(_BALANCE, "verdict", ".when(some(LOST), LOST)", ""),
+    Mutant(_BALANCE, "verdict", '(F.col("count") == 1) & ours', 'F.col("count") == 1'),
+    Mutant(_BALANCE, "verdict", '(F.col("stamped") == 0)', '(F.col("count") == 0)'),
     # ------------------------------------------------------------------------------------------ client duplicates
     Mutant(_CLIENT, "ids", "distance < seen.key_ttl_ms", "distance <= seen.key_ttl_ms"),
     Mutant(_CLIENT, "ids", "distance < seen.key_ttl_ms", "distance < seen.key_ttl_ms - 1"),

@@ -83,7 +83,7 @@ class Claim:
 
 @dataclass(eq=False)
 class Planted:
-    """One id. `otherwise` is where it stands as long as it has neither a copy nor an outstanding claim.
+    """One id. `otherwise` is where it stands as long as it has neither a copy of ours nor an outstanding claim.
 
     `until` is the last stage whose window still shows it. `stuck` names the answer that left it unsure.
     """
@@ -119,7 +119,9 @@ class Planted:
             return PENDING
         if fates:
             return "unprovable"
-        return "delivered_once" if copies else self.otherwise[stage - 1]
+        # A stranger's record under the same key settles nothing.
+        ours = any(copy.life is not None for copy in copies)
+        return "delivered_once" if ours else self.otherwise[stage - 1]
 
 
 @dataclass(eq=False)

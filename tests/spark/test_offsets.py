@@ -161,6 +161,32 @@ def test_a_topic_made_anew_is_read_from_its_beginning(cluster: MadeUp) -> None:
     assert [gap.cause for gap in log.gaps] == ["recreated"]
 
 
+@pytest.mark.parametrize(
+    ("now", "life", "readable"),
+    [
+        (ends(25), "one", True),
+        (ends(25, start=10), "one", True),
+        (ends(25, start=11), "one", False),
+        (ends(19), "one", False),
+        (ends(25), "two", False),
+        (None, "one", False),
+    ],
+    ids=["more", "from there on", "retention", "truncated", "made anew", "gone"],
+)
+def test_a_plan_is_taken_up_only_while_all_that_it_would_read_is_there(
+    cluster: MadeUp, now: Ends | None, life: str, readable: bool
+) -> None:
+    first = freeze(cluster, named={"orders", "others"})
+    cluster.topics["orders"] = ends(20)
+    plan = freeze(cluster, first)
+    # What is not read is not missed.
+    cluster.topics["others"] = ends(9, start=8)
+    del cluster.topics["orders"]
+    if now is not None:
+        cluster.topics["orders"], cluster.lives["orders"] = now, life
+    assert offsets.readable(cluster, plan) is readable
+
+
 def test_a_log_that_lost_its_end_is_told(cluster: MadeUp) -> None:
     first = freeze(cluster, named={"orders"})
     cluster.topics["orders"] = ends(6)

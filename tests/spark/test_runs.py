@@ -209,7 +209,7 @@ def test_time_and_the_end_of_a_transaction_revise_a_verdict(history: History, au
     assert (third.document["balance"]["pending"], third.document["balance"]["delivered_once"]) == (0, 2)
 
 
-def test_logs_that_change_between_runs(history: History, audit: Audit) -> None:
+def test_logs_that_change_between_runs(history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch) -> None:
     topic = history.topic(f"{history.namespace}-t", 1)
     eaten = history.topic(f"{history.namespace}-eaten", 1)
     anew = history.topic(f"{history.namespace}-anew", 1)
@@ -223,6 +223,9 @@ def test_logs_that_change_between_runs(history: History, audit: Audit) -> None:
     history.deliver(producer, ONE, topic, ["grown"], partition=2)
     history.deliver(producer, ONE, fresh, ["fresh"])
     written = history.deliver(producer, ONE, eaten, [f"eaten-{n}" for n in range(4)])
+    # A run that was cut off before any of this: what it had planned to read is gone when it is taken up.
+    with cut(monkeypatch, lake.Lake, "append", after=True, only="progress"):
+        audit(history, later_s=LATER_S)
     history.delete_before(eaten, 0, written[2].offset)
     history.deliver(producer, ONE, anew, ["old"])
     history.remove(anew)
@@ -230,6 +233,7 @@ def test_logs_that_change_between_runs(history: History, audit: Audit) -> None:
     producer = history.transactional(ONE)
     history.deliver(producer, ONE, anew, ["new"])
     second = audit(history, later_s=LATER_S)
+    assert (second.document["run"]["number"], second.document["run"]["resumed"]) == (2, False)
     gap = "evidence_gap"
     assert second.findings() == {
         (gap, "retention", f"{eaten}[0]"),

@@ -90,6 +90,20 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "phantom-fresh": ([copy(1, at=FRESH)], None, set(), "pending"),
     "phantom-unheard": ([copy(1, life=OTHER)], None, set(), "evidence_gap"),
     "phantom-no-slot": ([copy(1, life=(99, 1, 0, "x"))], None, set(), "phantom"),
+    # Several at once: each is found, the balance has one place for the id.
+    "twice-lost": ([copy(1), copy(2), entry(1), entry(2), entry(3)], "lost", {"lost"}, None),
+    "conflict-lost": ([copy(1), copy(2, fp=b"x" * 8), entry(1), entry(3)], "lost", {"lost"}, None),
+    "gap-lost": ([entry(3), entry(49, partition=2)], "lost", {"lost", "below_start"}, None),
+    "fresh-lost": ([entry(3), entry(4, ts=FRESH)], "lost", {"lost", "pending"}, None),
+    "twice-fresh": ([copy(1), copy(2), entry(1), entry(9, ts=FRESH)], "duplicated", {"pending"}, None),
+    "twice-gap": ([copy(1), copy(2), entry(1), entry(49, partition=2)], "duplicated", {"below_start"}, None),
+    "fresh-gap": ([entry(49, partition=2), entry(9, ts=FRESH)], "pending", {"below_start", "pending"}, None),
+    "once-gap": ([copy(1), entry(1), entry(49, partition=2)], "unprovable", {"below_start"}, None),
+    "stuck-strange": ([answer(504), copy(1, life=None)], "stuck", set(), None),
+    "unsure-strange": ([answer(504, at=FRESH), copy(1, life=None, at=FRESH)], "pending", set(), None),
+    "stuck-strangers": ([answer(504), copy(1, life=None), copy(2, life=None)], "duplicated", set(), None),
+    "freed-strange": ([answer(504), answer(503), copy(1, life=None)], None, set(), None),
+    "stuck-phantom": ([answer(504), copy(1)], "delivered_once", set(), "phantom"),
     "idempotent": ([copy(1, topic="telemetry"), answer(201, 1, topic="telemetry")], "delivered_once", set(), None),
     "idempotent-phantom": ([copy(1, topic="telemetry")], None, set(), "phantom"),
     "idempotent-lost": ([answer(201, 7, topic="telemetry")], "lost", {"lost"}, None),
@@ -110,7 +124,7 @@ def test_a_row_is_judged(judged: dict[str, Any], name: str) -> None:
     assert {claim["fate"] for claim in row["missing"] or []} == fates
     assert row["phantom"] == phantom
     assert row["accepted"] == (category is not None)
-    assert row["open"] == ("pending" in (category, phantom))
+    assert row["open"] == ("pending" in {category, phantom, *fates})
 
 
 def test_the_names_of_the_cases_differ() -> None:
