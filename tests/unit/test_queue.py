@@ -8,10 +8,11 @@ import pytest
 
 from service import request as module
 from service.errors import NOT_WRITTEN, Problem
+from service.event import ENTRY_BYTES
 from service.request import WAITING_BYTES, Load, Queue, Request, Train, take_group
-from service.settings import GROUP_EVENT_BYTES_MAX, Settings
+from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX, Settings
 from service.shared import Guarantee
-from service.states import RequestEvent
+from service.states import IllegalMove, RequestEvent, RequestState
 from tests.unit.fakes import make_event, unheard
 
 SETTINGS = Settings(instance="test")
@@ -125,6 +126,12 @@ async def test_a_group_closes_at_what_one_transaction_holds() -> None:
     assert keys_of(take_group(waiting)) == ["d"]
 
 
+async def test_a_group_closes_at_the_bytes_of_its_ledger_record() -> None:
+    most = GROUP_LEDGER_BYTES_MAX // (ENTRY_BYTES + len("orders"))
+    waiting = deque(request(str(number)) for number in range(most + 10))
+    assert [len(take_group(waiting)) for _ in range(2)] == [most, 10]
+
+
 async def test_a_request_that_is_larger_than_a_group_goes_alone() -> None:
     waiting = deque([large("a", GROUP_EVENT_BYTES_MAX + 1), request("b")])
     assert keys_of(take_group(waiting)) == ["a"]
@@ -232,6 +239,28 @@ async def test_a_taker_wakes_for_what_is_let_in_and_when_all_are_nudged() -> Non
         await asyncio.gather(*takers)
 
 
+async def test_who_waited_longest_is_woken_first() -> None:
+    queue = Queue(SETTINGS, MANY)
+    woken: list[str] = []
+
+    async def take(name: str) -> None:
+        await queue.wait()
+        woken.append(name)
+        queue.take()
+
+    takers = [asyncio.create_task(take(name)) for name in ("first", "second")]
+    await asyncio.sleep(0)
+    queue.admit([request("a")])
+    await takers[0]
+    assert woken == ["first"]
+    takers.append(asyncio.create_task(take("third")))
+    await asyncio.sleep(0)
+    queue.nudge_all()
+    async with asyncio.timeout(3.0):
+        await asyncio.gather(*takers)
+    assert woken == ["first", "second", "third"]
+
+
 async def test_a_taker_that_was_cancelled_takes_no_nudge() -> None:
     queue = Queue(SETTINGS, MANY)
     gone, here = asyncio.create_task(queue.wait()), asyncio.create_task(queue.wait())
@@ -285,3 +314,16 @@ async def test_who_is_to_stop_is_woken_in_a_crowd() -> None:
     await asyncio.sleep(0)
     queue.nudge_all()
     await asyncio.wait_for(asyncio.gather(*waiting), 1.0)
+
+
+# -------------------------------------------------------------------------------------------------- a request's state
+
+
+async def test_an_answered_request_stays_answered() -> None:
+    asked = request("a")
+    with pytest.raises(IllegalMove):
+        asked.move(RequestEvent.SEND)
+    asked.move(RequestEvent.ANSWER)
+    asked.move(RequestEvent.SEND)
+    assert asked.state is RequestState.ANSWERED
+    assert asked.answered
