@@ -35,6 +35,8 @@ if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
 log = structlog.get_logger(__name__)
 
 SWEEP_S: Final = 0.02
+# Where nobody waits: who comes meanwhile has a deadline that is further off.
+SWEEP_IDLE_S: Final = 0.1
 
 
 class Intake:
@@ -167,7 +169,7 @@ class Intake:
         """Answer what has reached its deadline, for ever: 503 where it is surely not written, else 504."""
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(SWEEP_S)
+            await asyncio.sleep(SWEEP_S if self._open else SWEEP_IDLE_S)
             now = loop.time()
             while self._open and (self._open[0][2].answered or self._open[0][0] <= now):
                 *_, request = heappop(self._open)
