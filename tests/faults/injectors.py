@@ -23,6 +23,9 @@ from tests.faults.proxy import Do
 from tests.faults.wire import Broker
 from tests.faults.world import START_S, Odd, World
 
+# What the manifest grants: while Kafka or Redis are away a stop waits for deadlines, slots and the journal in turn.
+GRACE_S: Final = 90.0
+
 Part = Literal["service", "store", "broker", "client", "network", "clock"]
 Inject = Callable[[World, random.Random], None]
 
@@ -95,7 +98,7 @@ def service_paused(world: World, rng: random.Random) -> None:
 @injector("service")
 def service_stopped(world: World, rng: random.Random) -> None:
     service = rng.choice(world.services)
-    service.stop()
+    service.stop(GRACE_S)
     assert service.exit_code == 0, f"{service.name} ended with {service.exit_code}"
     service.start(timeout_s=START_S)
 
@@ -106,7 +109,7 @@ def service_replaced(world: World, rng: random.Random) -> None:
     old = rng.choice([each for each in world.services if world.odd is None or each is not world.odd.service])
     world.start_services(1)
     world.retire(old)
-    old.stop()
+    old.stop(GRACE_S)
 
 
 # --------------------------------------------------------------------------------------------------- the store
