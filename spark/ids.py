@@ -29,7 +29,7 @@ def repeated(rows: DataFrame) -> DataFrame:
 
 
 def spans_of(several: DataFrame) -> list[tuple[str, str]]:
-    """What `repeated` gives → between which hours (`yyyy-MM-dd HH:mm:ss`) any of these ids lie, those apart apart."""
+    """What `repeated` or `retried` gives → between which hours (`yyyy-MM-dd HH:mm:ss`) any of these lie."""
     named = [F.date_format(end, hours.FORMAT).alias(end) for end in ("first", "last")]
     found = several.select(*named).distinct().limit(SPANS_MAX).collect()
     if len(found) == SPANS_MAX:
@@ -40,11 +40,16 @@ def spans_of(several: DataFrame) -> list[tuple[str, str]]:
 
 def rows_of(rows: DataFrame, several: DataFrame, spans: Iterable[tuple[str, str]]) -> DataFrame:
     """The state.ROWs of these ids (as `repeated` names them), which lie in these hours only."""
+    events = rows.where((F.col("kind") == EVENT) & _within(spans))
+    return events.join(several.select("id"), "id", "left_semi").select(*state.ROW)
+
+
+def _within(spans: Iterable[tuple[str, str]]) -> Column:
+    """The condition that a row lies in one of these spans, with literals: Delta reads no other hour for it."""
     within = F.lit(False)
     for first, last in spans:
         within = within | F.expr(f"accepted_hour BETWEEN TIMESTAMP '{first}' AND TIMESTAMP '{last}'")
-    events = rows.where((F.col("kind") == EVENT) & within)
-    return events.join(several.select("id"), "id", "left_semi").select(*state.ROW)
+    return within
 
 
 def _joined(spans: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -76,17 +81,41 @@ def superseded(together: DataFrame) -> DataFrame:
     )
 
 
-def client_duplicates(rows: DataFrame, seen: Evidence) -> DataFrame:
-    """state.ROW → lake.FINDING: other ids with the same fingerprint and record key, accepted within the retention.
+def _keyed(rows: DataFrame, seen: Evidence) -> DataFrame:
+    """state.ROW → those of it that may be a client's retry, with their `fingerprint`.
 
     The fingerprint covers the record key; records without a key have no part in it, since values without a key (a
     reading, a counter) repeat without being retries.
     """
     keyed = rows.where((F.col("kind") == EVENT) & F.col("keyed") & F.col("fp").isNotNull())
-    told = keyed.where(seen.audited(F.col("topic"))).withColumn("fingerprint", F.col("fp"))
-    repeated = told.groupBy("fingerprint").count().where("count > 1").select("fingerprint")
+    return keyed.where(seen.audited(F.col("topic"))).withColumn("fingerprint", F.col("fp"))
+
+
+def retried(rows: DataFrame, seen: Evidence) -> DataFrame:
+    """state.ROW → `fingerprint, first timestamp, last timestamp` of those that several rows have, and their hours."""
+    return (
+        _keyed(rows, seen)
+        .groupBy("fingerprint")
+        .agg(
+            F.count("*").alias("rows"),
+            F.min("accepted_hour").alias("first"),
+            F.max("accepted_hour").alias("last"),
+        )
+        .where("rows > 1")
+        .select("fingerprint", "first", "last")
+    )
+
+
+def client_duplicates(
+    rows: DataFrame, several: DataFrame, spans: Iterable[tuple[str, str]], seen: Evidence
+) -> DataFrame:
+    """state.ROW → lake.FINDING: other ids with the same fingerprint and record key, accepted within the retention.
+
+    `several` is what `retried` gives of the rows, `spans` where these lie: of all others nothing more is read.
+    """
+    told = _keyed(rows.where(_within(spans)), seen)
     first = F.struct("accepted_ms", "topic", "partition", "offset", "copied_ms", *_WRITER, "key", "accepted_hour")
-    ids = told.join(repeated, "fingerprint", "left_semi").groupBy("fingerprint", "id")
+    ids = told.join(several.select("fingerprint"), "fingerprint", "left_semi").groupBy("fingerprint", "id")
     rows = ids.agg(F.min(first).alias("first"), F.max("last_ms").alias("last_ms")).select(
         "fingerprint", "id", "last_ms", "first.*"
     )

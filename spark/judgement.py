@@ -112,8 +112,12 @@ class Judgement:
         balance.adjust(findings.sums(apart).collect(), findings.sums(together).collect())
         # What is further back is in no report's window, nor near enough to what is.
         first = hours.text_of(report.window_from(self.plan, self.settings) - self.seen.key_ttl_ms)
+        recent = deliveries.where(hours.since(first))
+        retried = self._keep(ids.retried(recent, self.seen))
+        spans = ids.spans_of(retried)
+        clients = [ids.client_duplicates(recent, retried, spans, self.seen)] if spans else []
         return [
-            ids.client_duplicates(deliveries.where(hours.since(first)), self.seen),
+            *clients,
             findings.of_ids(findings.suspicious(together), self.seen, findings.IDS),
             ids.superseded(together),
         ]

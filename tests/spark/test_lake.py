@@ -11,10 +11,12 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.local.stack import Kafka
 from spark import hours, ids, lake
+from spark.verdict import evidence
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Life
 from tests.spark.rows import HOUR_MS, NOW_MS, copy, entry, reduced
 from tests.spark.rows import ids as named
+from tests.spark.test_verdict import plan, settings
 
 
 def _rows(spark: SparkSession, run: int, span: range, *, prefix: str = "id") -> DataFrame:
@@ -147,7 +149,14 @@ def test_a_run_reads_the_same_files_and_bytes_however_long_the_history(
 
 
 def test_the_pass_over_ids_reads_narrow_columns_only(small: lake.Lake) -> None:
-    plan = ids.repeated(small.read("deliveries"))._jdf.queryExecution().executedPlan().toString()
-    (scan,) = [line for line in plan.splitlines() if "FileScan" in line]
-    columns = scan[scan.index("[") + 1 : scan.index("]")]
-    assert {column.split("#")[0] for column in columns.split(",")} == {"kind", "id", *lake.PARTITIONS["deliveries"]}
+    rows, seen = small.read("deliveries"), evidence(plan(), settings())
+    folders = set(lake.PARTITIONS["deliveries"])
+    assert _columns(ids.repeated(rows)) == {"kind", "id"} | folders
+    assert _columns(ids.retried(rows, seen)) == {"kind", "keyed", "fp"} | folders
+
+
+def _columns(rows: DataFrame) -> set[str]:
+    """The columns of the one scan that rows are made by."""
+    told = rows._jdf.queryExecution().executedPlan().toString()
+    (scan,) = [line for line in told.splitlines() if "FileScan" in line]
+    return {column.split("#")[0] for column in scan[scan.index("[") + 1 : scan.index("]")].split(",")}
