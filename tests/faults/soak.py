@@ -259,7 +259,7 @@ def write(seed: int, minutes: float, legs: Sequence[Leg], options: Options) -> N
     verdicts = [leg.verdict for leg in legs]
     figures = {
         "seed": f"{seed}",
-        "minutes": f"{minutes:g}, in {len(legs)} legs",
+        "minutes": f"{minutes:g}, in {len(legs)} leg(s)",
         "keys": f"{sum(verdict.keys for verdict in verdicts):,}",
         "acknowledged": f"{sum(verdict.acknowledged for verdict in verdicts):,}",
         "given up in doubt by their client": f"{sum(verdict.doubtful for verdict in verdicts):,}",
