@@ -9,17 +9,15 @@ from typing import Protocol
 import pytest
 from xdist.remote import Producer  # type: ignore[import-untyped]
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+from xdist.workermanage import WorkerController  # type: ignore[import-untyped]
 
 from deploy.local import java
 from deploy.local.stack import Kafka, Redis
 from tests.secured import Authority, SecuredKafka, SecuredRedis
 
 # The order in which the folders run: a mistake should show in seconds, not after the slow ones.
-_ORDER = ("unit", "contract", "kubernetes", "model", "stack", "integration", "spark", "faults", "bench", "images")
-
-# In two processes one has these from the start and the other goes through the rest: Spark keeps one core busy, most
-# others wait for leases and brokers. Those of the second line load the machine, and never run two at a time.
-_FIRST = "spark"
+_ORDER = ("unit", "contract", "kubernetes", "model", "stack", "integration", "faults", "bench", "images", "spark")
+# Of several processes one has all of these: they load the machine, and must not run two at a time.
 _ALONE = ("faults", "bench", "images")
 
 # Of the caller's settings, those that say how to run the stack stay.
@@ -41,24 +39,9 @@ def pytest_configure() -> None:
         os.environ["JAVA_HOME"] = str(home)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort by folder; within one, pytest's own order stays."""
-    side_by_side = hasattr(config, "workerinput")  # a process of pytest-xdist
-    items.sort(key=lambda item: _rank(_folder(item.nodeid), side_by_side))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
-    """Of several processes one runs all tests of a file, or of a folder."""
-    return _Together(config, log)
-
-
-class _Together(LoadScopeScheduling):  # type: ignore[misc]
-    def _split_scope(self, nodeid: str) -> str:
-        folder = _folder(nodeid)
-        if folder in _ALONE:
-            return "alone"
-        return folder if folder == _FIRST else nodeid.partition("::")[0]
+    items.sort(key=lambda item: _rank(_folder(item.nodeid)))
 
 
 def _folder(nodeid: str) -> str:
@@ -66,10 +49,26 @@ def _folder(nodeid: str) -> str:
     return nodeid.split("/")[1] if nodeid.count("/") > 1 else ""
 
 
-def _rank(folder: str, side_by_side: bool) -> int:
-    if side_by_side and folder == _FIRST:
-        return -1
+def _rank(folder: str) -> int:
     return _ORDER.index(folder) if folder in _ORDER else len(_ORDER)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """Of several processes one runs all tests of a file."""
+    return _FromBothEnds(config, log)
+
+
+class _FromBothEnds(LoadScopeScheduling):  # type: ignore[misc]
+    """One process begins with the last file, until they meet: Spark keeps a core busy, most others wait for brokers."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "alone" if _folder(nodeid) in _ALONE else nodeid.partition("::")[0]
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        if node is self.nodes[0]:
+            self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+        super()._assign_work_unit(node)
 
 
 @pytest.fixture(scope="session")
