@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from service.event import partition_of
 from service.kafka.cluster import Topic
-from service.kafka.producer import BATCH_BYTES_MAX, Place, Record
+from service.kafka.life import BATCH_BYTES_MAX, Place, Record
 from service.keys import Row
 from service.request import Committed, Placed, Request
 from service.slot import Link

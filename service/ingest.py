@@ -23,7 +23,7 @@ from service.errors import (
 )
 from service.group import Won, Written, entries_of, placed, placed_all, records_of, rows_of
 from service.intake import Intake
-from service.kafka.producer import Place, Record
+from service.kafka.life import Place, Record
 from service.kafka.verdict import Refusal, TransactionFailed, Verdict
 from service.keys import KeyStore
 from service.recovery import Store

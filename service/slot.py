@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
-from service.kafka.producer import IdempotentProducer, Place, Record, TransactionalProducer
+from service.kafka.life import Place, Record
+from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.verdict import TransactionFailed
 from service.keys import Epoch, KeyStore, Row
 from service.states import SLOT, Claim, SlotEvent, SlotState

@@ -15,7 +15,8 @@ from service.cli.finding import Finding, Level
 from service.cli.parts import keys_view, survey
 from service.errors import KafkaAway, StoreAway, StoreUnanswered
 from service.kafka.cluster import Topic
-from service.kafka.producer import IdempotentProducer, Place, Record
+from service.kafka.life import Place, Record
+from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import ends, offsets_since, read_between
 from service.kafka.survey import Census, Operation, Survey
 from service.keys_view import KeysView

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from service.errors import KafkaAway
-from service.kafka.producer import Place, Record, TransactionalProducer
+from service.kafka.life import Place, Record
+from service.kafka.producer import TransactionalProducer
 from service.kafka.verdict import REFUSALS, TransactionFailed, Verdict
 
 UNKNOWN_TOPIC_CODE = 3

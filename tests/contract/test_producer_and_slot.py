@@ -11,7 +11,8 @@ import pytest
 from deploy.local.stack import Kafka
 from service.errors import StoreAway
 from service.kafka.cluster import Cluster
-from service.kafka.producer import IdempotentProducer, Place, Record, TransactionalProducer
+from service.kafka.life import Place, Record
+from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.verdict import TransactionFailed, Verdict
 from service.keys import Epoch
 from service.slot import Slot

@@ -12,7 +12,8 @@ from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined] # its
 from deploy.local.stack import Kafka
 from service.errors import KafkaAway
 from service.kafka.cluster import Cluster
-from service.kafka.producer import Record, TransactionalProducer
+from service.kafka.life import Record
+from service.kafka.producer import TransactionalProducer
 from service.kafka.verdict import TransactionFailed, Verdict
 from service.telemetry import Telemetry
 from tests.faults.proxy import Do, Proxy

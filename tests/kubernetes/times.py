@@ -3,7 +3,7 @@
 from service.__main__ import DRAIN_EXTRA_S
 from service.app import JOURNAL_PATIENCE_S, TRACES_PATIENCE_S
 from service.http_guard import LINGER_S
-from service.kafka.producer import CLOSE_PATIENCE_S
+from service.kafka.life import CLOSE_PATIENCE_S
 from service.settings import Settings
 
 

@@ -14,7 +14,8 @@ from service.ingest import Ingest
 from service.intake import Intake
 from service.journal import Journal
 from service.kafka.cluster import Cluster, Topic
-from service.kafka.producer import Fate, IdempotentProducer, Place, Record, TransactionalProducer
+from service.kafka.life import Fate, Place, Record
+from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.keys import Census, Epoch, Row
 from service.recovery import Store
 from service.request import Answer, Answers, Queue, Request

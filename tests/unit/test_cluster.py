@@ -11,7 +11,7 @@ from aiokafka.errors import KafkaConnectionError, NodeNotReadyError
 from service.errors import KafkaAway
 from service.kafka import cluster as module
 from service.kafka.cluster import Cluster
-from service.kafka.producer import _Life
+from service.kafka.life import Life
 from service.telemetry import Telemetry
 
 
@@ -102,7 +102,7 @@ async def test_a_broker_that_its_controller_has_fenced_is_waited_for(unlisted: i
     client.unlisted = unlisted
     assert await cluster.partitions(["orders"]) == {"orders": 3}
     for transactional_id in ("ns.slot.0", None):
-        life = _Life(cluster, "slot-0", transactional_id, 500)
+        life = Life(cluster, "slot-0", transactional_id, 500)
         life.client = client
         client.unlisted = unlisted
         await life.start(1.0)

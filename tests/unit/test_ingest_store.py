@@ -6,7 +6,7 @@ import pytest
 
 from service import ingest as module
 from service.errors import IN_PROGRESS, OUTCOME_UNKNOWN, TOO_LARGE, KafkaAway, StoreAway, StoreUnanswered
-from service.kafka.producer import Place
+from service.kafka.life import Place
 from service.kafka.verdict import Refusal
 from service.request import Committed
 from service.states import SlotState

@@ -26,6 +26,7 @@ LAYERS = [
     {"intake"},
     {"recovery", "journal", "group", "tracing"},
     {"slot", "control", "topics", "keys", "keys_view", "request", "kafka.producer", "kafka.reader", "kafka.survey"},
+    {"kafka.life"},
     {"event", "follow", "kafka.cluster", "kafka.security", "kafka.verdict", "kafka.partitioner"},
     {"states", "errors", "settings", "telemetry", "logs", "kafka.deadline"},
     {"shared"},
@@ -36,6 +37,7 @@ DOORS = {
     "aiokafka": {
         "follow",
         "kafka.cluster",
+        "kafka.life",
         "kafka.producer",
         "kafka.reader",
         "kafka.survey",

@@ -30,9 +30,10 @@ from aiokafka.record.default_records import DefaultRecordBatch
 from aiokafka.structs import TopicPartition
 
 from service.errors import FORBIDDEN_TOPIC, TOO_LARGE, UNKNOWN_TOPIC
-from service.kafka import producer as module
+from service.kafka import life as module
 from service.kafka.cluster import CODECS, Cluster
-from service.kafka.producer import IdempotentProducer, Partition, Place, Record, TransactionalProducer, _Life
+from service.kafka.life import Life, Partition, Place, Record
+from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.verdict import PRODUCER_FENCED, REFUSALS, TransactionFailed, Verdict
 from service.telemetry import Telemetry
 
@@ -126,7 +127,7 @@ def cluster(timeout_ms: int = 600) -> Cluster:
     return Cluster("127.0.0.1:1", client_id="test", request_timeout_ms=timeout_ms, telemetry=Telemetry())
 
 
-def fake_inside(life: _Life) -> FakeClient:
+def fake_inside(life: Life) -> FakeClient:
     fake = FakeClient()
     life.client = fake
     life.producer_id, life.epoch, life.coordinator = 7, 0, 1
@@ -140,7 +141,7 @@ def transactional(timeout_ms: int = 600) -> tuple[TransactionalProducer, FakeCli
 
 def idempotent(timeout_ms: int = 600) -> tuple[IdempotentProducer, FakeClient]:
     producer = IdempotentProducer(cluster(timeout_ms), "plain-0")
-    producer._life = _Life(cluster(timeout_ms), "plain-0")
+    producer._life = Life(cluster(timeout_ms), "plain-0")
     return producer, fake_inside(producer._life)
 
 
@@ -419,7 +420,7 @@ async def test_a_batch_is_marked_with_its_codec(codec: str) -> None:
     compressing = Cluster(
         "127.0.0.1:1", client_id="test", request_timeout_ms=600, telemetry=Telemetry(), compression=codec
     )
-    life = _Life(compressing, "ns.slot.0", "ns.slot.0", 600)
+    life = Life(compressing, "ns.slot.0", "ns.slot.0", 600)
     fake_inside(life)
     (batch,) = life.batches([record("a", 0, b"again and again " * 50)] * 3, {("a", 0): 1})
     made = DefaultRecordBatch(bytes(batch.payload))

@@ -1,0 +1,269 @@
+"""One life of a producer: its producer id and epoch, its sequence numbers, and the batches that it sends.
+
+Made of aiokafka's client and its record batches: aiokafka's own producers repeat requests inside, call some failures
+successes, and tell nobody (design: traps). Here a request is sent once, and its own answer is what counts: anything
+else than a clean one ends the life.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from aiokafka import errors
+from aiokafka.client import AIOKafkaClient
+from aiokafka.protocol.produce import ProduceRequest
+from aiokafka.protocol.transaction import InitProducerIdRequest
+from aiokafka.record.default_records import DefaultRecordBatchBuilder
+from aiokafka.structs import TopicPartition
+
+from service.kafka import verdict
+from service.kafka.cluster import AGAIN, Cluster, any_node, coordinator
+from service.kafka.deadline import within
+from service.kafka.verdict import REFUSALS, Refusal
+from service.wire import Header
+
+# A batch that every topic with the default max.message.bytes (1,048,588) takes.
+BATCH_BYTES_MAX: Final = 1_000_000
+CLOSE_PATIENCE_S: Final = 1.0
+# For the metadata of a topic that the catalogue knows.
+METADATA_PATIENCE_S: Final = 1.0
+AGAIN_PAUSE_S: Final = 0.02
+MOVED_PAUSE_S: Final = 0.02
+
+MAGIC: Final = 2  # of record batches, since Kafka 0.11
+SEQUENCES: Final = 2**31  # sequence numbers begin again at 0 (KIP-98)
+OK: Final = errors.NoError.errno
+# Clean answers after which the same batch may be sent again: its leader is another node (or none yet, of a new topic).
+# Where the old one had appended it all the same, the new one knows its sequence numbers and answers with its offset.
+MOVED: Final = (errors.NotLeaderForPartitionError.errno, errors.LeaderNotAvailableError.errno)
+
+
+class Record(NamedTuple):
+    """A record as it goes to Kafka. `timestamp` in ms; `batch_bytes_max` is what its topic takes in one batch."""
+
+    topic: str
+    partition: int
+    key: bytes | None
+    value: bytes | None
+    headers: list[Header]
+    timestamp: int
+    batch_bytes_max: int = BATCH_BYTES_MAX
+    codec: int | None = None  # of its batch; None: as the settings say
+
+
+class Place(NamedTuple):
+    """Where a record is. `timestamp` is the broker's where the topic has LogAppendTime, else the record's own."""
+
+    offset: int
+    timestamp: int
+
+
+# What became of a record: where it is, why the broker refused it for good, or None: nobody knows.
+Fate = Place | Refusal | None
+Partition = tuple[str, int]
+
+
+class Batch:
+    """Records of one partition on their way: their places in the caller's order, and the broker's answer to them."""
+
+    __slots__ = ("answer", "builder", "members", "partition", "payload")
+
+    def __init__(self, partition: Partition, builder: DefaultRecordBatchBuilder) -> None:
+        self.partition = partition
+        self.builder = builder
+        self.members: list[int] = []
+        self.payload = b""  # what is sent, once it is closed
+        self.answer: tuple[int, int, int] | None = None  # error code, offset, timestamp in ms (-1: the records' own)
+
+    def fate(self, records: Sequence[Record]) -> list[Place] | Refusal | None:
+        """The places of its records, in their order; why it was refused; or None: nobody knows."""
+        if self.answer is None:
+            return None
+        code, offset, timestamp = self.answer
+        if code == OK and offset >= 0:
+            return [
+                Place(offset + n, timestamp if timestamp >= 0 else records[member].timestamp)
+                for n, member in enumerate(self.members)
+            ]
+        return REFUSALS.get(code)
+
+
+class Life:
+    """One producer id and epoch, from `InitProducerId` on, with connections of its own."""
+
+    def __init__(self, cluster: Cluster, name: str, transactional_id: str | None = None, timeout_ms: int = 0) -> None:
+        self.client = AIOKafkaClient(**cluster.options(name))
+        self.client._topics = {"__consumer_offsets"}  # an empty set would fetch the metadata of all topics
+        self.transactional_id = transactional_id
+        self.producer_id = self.epoch = -1
+        self.coordinator = -1
+        self._cluster = cluster
+        self._timeout_ms = timeout_ms
+        self._sequences: dict[Partition, int] = {}
+
+    async def start(self, patience_s: float) -> None:
+        """Get the producer id and epoch. Raises KafkaAway, and is closed then."""
+        try:
+            async with asyncio.timeout(patience_s):
+                await self.client.bootstrap()
+                await self._identify()
+        except (errors.KafkaError, OSError, TimeoutError) as error:
+            await self.close()
+            raise self._cluster.failed("producer-id", f"no producer id: {error!r}") from error
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _identify(self) -> None:
+        """InitProducerId, until it has an answer: CONCURRENT_TRANSACTIONS while an older transaction ends (KIP-98)."""
+        while True:
+            try:
+                if self.transactional_id is None:
+                    node = await any_node(self.client)
+                else:
+                    node = await coordinator(self.client, self.transactional_id)
+                answer = await self.client.send(node, InitProducerIdRequest(self.transactional_id, self._timeout_ms))
+                check(answer.error_code, "InitProducerId")
+                self.coordinator, self.producer_id, self.epoch = node, answer.producer_id, answer.producer_epoch
+                return
+            except AGAIN:
+                await asyncio.sleep(AGAIN_PAUSE_S)
+                await self.client.force_metadata_update()
+
+    def batches(self, records: Sequence[Record], leaders: Mapping[Partition, int]) -> list[Batch]:
+        """The records of partitions with a leader; a new batch where the topic's limit, or ours, would be passed."""
+        batches: list[Batch] = []
+        open_batches: dict[Partition, Batch] = {}
+        for index, (topic, number, key, value, headers, timestamp, most, codec) in enumerate(records):
+            partition = topic, number
+            if partition not in leaders:
+                continue
+            batch = open_batches.get(partition)
+            if batch is None or batch.builder.append(len(batch.members), timestamp, key, value, headers) is None:
+                if batch is not None:
+                    self._advance(batch)
+                batch = open_batches[partition] = Batch(partition, self._builder(partition, most, codec))
+                batches.append(batch)
+                batch.builder.append(0, timestamp, key, value, headers)
+            batch.members.append(index)
+        for batch in open_batches.values():
+            self._advance(batch)
+        return batches
+
+    def _builder(self, partition: Partition, most: int, codec: int | None) -> DefaultRecordBatchBuilder:
+        return DefaultRecordBatchBuilder(
+            MAGIC,
+            self._cluster.codec if codec is None else codec,
+            is_transactional=self.transactional_id is not None,
+            producer_id=self.producer_id,
+            producer_epoch=self.epoch,
+            base_sequence=self._sequences.get(partition, 0),
+            batch_size=min(BATCH_BYTES_MAX, most),
+        )
+
+    def _advance(self, batch: Batch) -> None:
+        present = self._sequences.get(batch.partition, 0)
+        self._sequences[batch.partition] = (present + len(batch.members)) % SEQUENCES
+        batch.payload = batch.builder.build()
+
+    async def send(self, batches: Sequence[Batch], leaders: Mapping[Partition, int], replicas_ms: int) -> None:
+        """Send batches, those of a partition in their order, and wait until each has its answer.
+
+        Raises KafkaError or OSError where a request had none; the answers that came are there all the same. A batch is
+        sent again only where a broker has said of all of its partition's that it does not lead it (any more).
+        """
+        await self._send_once(batches, leaders, replicas_ms)
+        while moved := _moved(batches):
+            await asyncio.sleep(MOVED_PAUSE_S)
+            await self.client.force_metadata_update()
+            leaders = {partition: await self.find_leader(partition) for partition in moved}
+            batches = [batch for batch in batches if batch.partition in moved]
+            await self._send_once(batches, leaders, replicas_ms)
+
+    async def _send_once(self, batches: Sequence[Batch], leaders: Mapping[Partition, int], replicas_ms: int) -> None:
+        requests: list[tuple[int, list[Batch]]] = []
+        for batch in batches:  # a request holds one batch of a partition at most
+            node = leaders[batch.partition]
+            for to, together in requests:
+                if to == node and all(other.partition != batch.partition for other in together):
+                    together.append(batch)
+                    break
+            else:
+                requests.append((node, [batch]))
+        if len(requests) == 1:
+            await self._produce(*requests[0], replicas_ms)
+            return
+        sends = [asyncio.ensure_future(self._produce(*request, replicas_ms)) for request in requests]
+        try:
+            for failed in await asyncio.gather(*sends, return_exceptions=True):
+                if failed is not None:
+                    raise failed
+        finally:
+            for send in sends:
+                send.cancel()
+
+    async def _produce(self, node: int, batches: Sequence[Batch], replicas_ms: int) -> None:
+        topics: dict[str, list[tuple[int, bytes]]] = {}
+        for batch in batches:
+            topic, partition = batch.partition
+            topics.setdefault(topic, []).append((partition, batch.payload))
+        answer = await self.client.send(
+            node, ProduceRequest(self.transactional_id, -1, replicas_ms, list(topics.items()))
+        )
+        answers = {(topic, row[0]): row[1:4] for topic, rows in answer.topics for row in rows}
+        for batch in batches:
+            batch.answer = answers.get(batch.partition)
+
+    def leader(self, partition: Partition) -> int | None:
+        """The node that leads a partition; None where that is not known."""
+        node = self.client.cluster.leader_for_partition(TopicPartition(*partition))
+        return None if node is None or node < 0 else int(node)
+
+    async def find_leader(self, partition: Partition) -> int:
+        """The leader, asked for. Raises TimeoutError soon where there is none: it must not cost a group.
+
+        Raises TransactionFailed where brokers answer, and know of no such partition.
+        """
+        topic, number = partition
+        answered = False
+        try:
+            async with asyncio.timeout(METADATA_PATIENCE_S):
+                self.client.add_topic(topic)
+                while (node := self.leader(partition)) is None:
+                    answered = await self.client.force_metadata_update()
+                    await asyncio.sleep(0.01)
+                return node
+        except TimeoutError:
+            if answered and number not in (self.client.cluster.partitions_for_topic(topic) or ()):
+                raise Refused(REFUSALS[errors.UnknownTopicOrPartitionError.errno]) from None
+            raise
+
+    async def close(self) -> None:
+        """End this life, in whatever state it is. Never raises, never hangs; what is in flight fails."""
+        with contextlib.suppress(Exception):
+            await within(CLOSE_PATIENCE_S, self.client.close())
+
+
+def _moved(batches: Sequence[Batch]) -> set[Partition]:
+    """Partitions that their node does not lead, as it said of each of their batches."""
+    moved = {batch.partition for batch in batches if batch.answer is not None and batch.answer[0] in MOVED}
+    return moved - {batch.partition for batch in batches if batch.answer is None or batch.answer[0] not in MOVED}
+
+
+class Refused(Exception):
+    """There is no such partition; its argument is the Refusal."""
+
+    @property
+    def refusal(self) -> Refusal:
+        refusal = self.args[0]
+        assert isinstance(refusal, Refusal)
+        return refusal
+
+
+def check(code: int, what: str) -> None:
+    """Raise the error of a code that is not OK. aiokafka does not know PRODUCER_FENCED, and calls it unknown."""
+    if code == verdict.PRODUCER_FENCED:
+        raise errors.ProducerFenced(what)
+    if code != OK:
+        raise errors.for_code(code)(what)
