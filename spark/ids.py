@@ -19,13 +19,14 @@ _WRITER: Final = ("slot", "pid", "epoch", "instance")
 
 def repeated(rows: DataFrame) -> DataFrame:
     """state.ROW → `id, first timestamp, last timestamp` of events with several rows, and in which hours these lie."""
-    return (
-        rows.where(F.col("kind") == EVENT)
-        .groupBy("id")
-        .agg(F.count("*").alias("rows"), F.min("accepted_hour").alias("first"), F.max("accepted_hour").alias("last"))
-        .where("rows > 1")
-        .select("id", "first", "last")
-    )
+    return _several(rows.where(F.col("kind") == EVENT), "id")
+
+
+def _several(rows: DataFrame, name: str) -> DataFrame:
+    """What several rows have in the column `name`, with the first and the last hour of these rows."""
+    hour = F.col("accepted_hour")
+    counted = rows.groupBy(name).agg(F.count("*").alias("rows"), F.min(hour).alias("first"), F.max(hour).alias("last"))
+    return counted.where("rows > 1").select(name, "first", "last")
 
 
 def spans_of(several: DataFrame) -> list[tuple[str, str]]:
@@ -93,17 +94,7 @@ def _keyed(rows: DataFrame, seen: Evidence) -> DataFrame:
 
 def retried(rows: DataFrame, seen: Evidence) -> DataFrame:
     """state.ROW → `fingerprint, first timestamp, last timestamp` of those that several rows have, and their hours."""
-    return (
-        _keyed(rows, seen)
-        .groupBy("fingerprint")
-        .agg(
-            F.count("*").alias("rows"),
-            F.min("accepted_hour").alias("first"),
-            F.max("accepted_hour").alias("last"),
-        )
-        .where("rows > 1")
-        .select("fingerprint", "first", "last")
-    )
+    return _several(_keyed(rows, seen), "fingerprint")
 
 
 def client_duplicates(

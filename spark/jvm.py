@@ -28,7 +28,7 @@ class _Remembering:
 def remember_methods(spark: SparkSession) -> None:
     """PySpark looks up the class and the method, by reflection in the JVM, each time that an expression is made."""
     view = jvm(spark)
-    for name in ("org.apache.spark.sql.functions", "PythonUtils"):
+    for name in ("functions", "org.apache.spark.sql.functions", "PythonUtils"):
         if not isinstance(known := getattr(view, name), _Remembering):
             setattr(view, name, _Remembering(known))
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ _POLL_S = 0.02
 _starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stack-starter")
 
 
-class Process:
+class Process(ABC):
     """A process in a session of its own that cannot outlive us; `start` and what it runs is the subclass's."""
 
     def __init__(self, name: str, folder: Path) -> None:
@@ -49,9 +50,9 @@ class Process:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop()
 
+    @abstractmethod
     def start(self) -> None:
-        """Start, and return when it answers. To be defined by each kind of process."""
-        raise NotImplementedError
+        """Start, and return when it answers."""
 
     @property
     def running(self) -> bool:

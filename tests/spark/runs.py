@@ -5,7 +5,7 @@ import json
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,31 +43,33 @@ INTERPRETED: Final = {
 
 
 @contextmanager
-def interpreted(spark: SparkSession) -> Iterator[None]:
+def having(spark: SparkSession, settings: Mapping[str, str | None]) -> Iterator[None]:
+    """Have settings of the session within; None is Spark's own default."""
+    before = {name: spark.conf.get(name, None) for name in settings}
+    _set(spark, settings)
+    try:
+        yield
+    finally:
+        _set(spark, before)
+
+
+def interpreted(spark: SparkSession) -> AbstractContextManager[None]:
     """Have Spark interpret within, as most tests do."""
-    before = {name: str(spark.conf.get(name)) for name in INTERPRETED}
-    _set(spark, INTERPRETED)
-    yield
-    _set(spark, before)
+    return having(spark, INTERPRETED)
 
 
-@contextmanager
-def compiled(spark: SparkSession) -> Iterator[None]:
+def compiled(spark: SparkSession) -> AbstractContextManager[None]:
     """Have the session within as the job opens it."""
     opened = spark.sparkContext.getConf()
-    for name in INTERPRETED:
-        value = opened.get(name)
+    return having(spark, {name: opened.get(name) for name in INTERPRETED})
+
+
+def _set(spark: SparkSession, settings: Mapping[str, str | None]) -> None:
+    for name, value in settings.items():
         if value is None:
             spark.conf.unset(name)
         else:
             spark.conf.set(name, value)
-    yield
-    _set(spark, INTERPRETED)
-
-
-def _set(spark: SparkSession, settings: Mapping[str, str]) -> None:
-    for name, value in settings.items():
-        spark.conf.set(name, value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from tests.spark.conftest import Audit
 from tests.spark.history import History, Life
 from tests.spark.rows import HOUR_MS, NOW_MS, copy, entry, reduced
 from tests.spark.rows import ids as named
+from tests.spark.runs import having
 from tests.spark.test_verdict import plan, settings
 
 
@@ -126,26 +127,26 @@ def _number(told: str) -> int:
 def test_a_run_reads_the_same_files_and_bytes_however_long_the_history(
     spark: SparkSession, kafka: Kafka, audit: Audit
 ) -> None:
-    # Spark tells a scan's folder by which `_reads` knows it; by default it cuts off what is longer than a short one.
-    spark.conf.set("spark.sql.maxMetadataStringLength", "1000")
     reads = []
-    for length in (3, 30):
-        history = History(kafka.bootstrap, f"long-{length}")
-        life = Life(0, 100)
-        topic = history.topic(f"{history.namespace}-t")
-        producer = history.transactional(life)
-        for hour in range(length):
-            at = history.now_ms - (hour + 5) * HOUR_MS
-            history.deliver(producer, life, topic, [f"old-{hour}-{n}" for n in range(4)], at=at)
-        first = audit(history, later_s=3600)
-        at = history.now_ms - 6 * HOUR_MS
-        history.deliver(producer, life, topic, ["new-1", "new-2", "old-1-1"], at=at)
-        before = _reads(spark, first.lake)
-        second = audit(history, later_s=3600, skip_ids=True)
-        assert second.document["balance"]["accepted"] == 4 * length + 2
-        assert second.findings() == {("duplicate", "rewrite", "old-1-1")}
-        after = _reads(spark, first.lake)
-        reads.append({name: after[name] - before[name] for name in after})
+    # Spark tells a scan's folder, by which `_reads` knows it; by default it cuts off what is longer than a short one.
+    with having(spark, {"spark.sql.maxMetadataStringLength": "1000"}):
+        for length in (3, 30):
+            history = History(kafka.bootstrap, f"long-{length}")
+            life = Life(0, 100)
+            topic = history.topic(f"{history.namespace}-t")
+            producer = history.transactional(life)
+            for hour in range(length):
+                at = history.now_ms - (hour + 5) * HOUR_MS
+                history.deliver(producer, life, topic, [f"old-{hour}-{n}" for n in range(4)], at=at)
+            first = audit(history, later_s=3600)
+            at = history.now_ms - 6 * HOUR_MS
+            history.deliver(producer, life, topic, ["new-1", "new-2", "old-1-1"], at=at)
+            before = _reads(spark, first.lake)
+            second = audit(history, later_s=3600, skip_ids=True)
+            assert second.document["balance"]["accepted"] == 4 * length + 2
+            assert second.findings() == {("duplicate", "rewrite", "old-1-1")}
+            after = _reads(spark, first.lake)
+            reads.append({name: after[name] - before[name] for name in after})
     assert reads[0]["number of files read"] == reads[1]["number of files read"] > 0
     assert reads[0]["size of files read"] == pytest.approx(reads[1]["size of files read"], rel=0.02)
 
@@ -155,6 +156,21 @@ def test_the_pass_over_ids_reads_narrow_columns_only(small: lake.Lake) -> None:
     folders = set(lake.PARTITIONS["deliveries"])
     assert _columns(ids.repeated(rows)) == {"kind", "id"} | folders
     assert _columns(ids.retried(rows, seen)) == {"kind", "keyed", "fp"} | folders
+
+
+def test_vacuum_takes_no_more_tasks_than_the_machine_is_for(spark: SparkSession, tmp_path: Path) -> None:
+    tables = _filled(spark, tmp_path, 2)
+    context = spark.sparkContext
+    context.setJobGroup("vacuum", "vacuum of a small table")
+    try:
+        tables.vacuum(1)
+    finally:
+        context.setJobGroup("", "none")
+    told = context.statusTracker()
+    jobs = [info for job in told.getJobIdsForGroup("vacuum") if (info := told.getJobInfo(job))]
+    tasks = [stage.numTasks for info in jobs for number in info.stageIds if (stage := told.getStageInfo(number))]
+    assert tasks, "no job was seen"
+    assert max(tasks) <= 100, tasks
 
 
 def _columns(rows: DataFrame) -> set[str]:
