@@ -18,6 +18,8 @@
 -- The rules for keys are those of states.py, and one suite of vectors holds both to each other.
 
 local P = KEYS[1]
+-- Processes may differ in their lease times, while one setting is being rolled out; not by more than this.
+local LEASES_MOST = 10
 
 local function now_ms()
   local t = redis.call('TIME')
@@ -240,9 +242,12 @@ end
 -- beat: generation store token ttl slots held* — one heartbeat of a process: its leases live on, the dead are seen.
 -- Answers the number of members, a character a slot ("m" mine, "t" taken by another, "f" free, "d" dead), and `freed` of
 -- each slot held: past its holder's term it tells that another has had the slot meanwhile.
+-- What would live for longer than leases do was made before the server's clock went back: it gets a lease's time from now.
 function operation.beat()
   if not settled() then return {'STORE_LOST'} end
   local token, ttl, now = ARGV[4], ARGV[5], now_ms()
+  local most = LEASES_MOST * ttl
+  redis.call('ZREMRANGEBYSCORE', P .. 'm', string.format('(%.0f', now + most), '+inf')
   redis.call('ZADD', P .. 'm', string.format('%.0f', now + ttl), token)
   redis.call('ZREMRANGEBYSCORE', P .. 'm', '-inf', string.format('%.0f', now))
   local held, map, freed = {}, {}, {}
@@ -259,6 +264,7 @@ function operation.beat()
       redis.call('SADD', P .. 'o', slot)
       map[#map + 1] = 'm'
     elseif holder then
+      if redis.call('PTTL', key) > most then redis.call('PEXPIRE', key, ttl) end
       map[#map + 1] = 't'
     else
       map[#map + 1] = redis.call('SISMEMBER', P .. 'o', slot) == 1 and 'd' or 'f'

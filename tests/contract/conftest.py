@@ -13,6 +13,7 @@ from tests.contract.memory_keys import Clock, MemoryKeys, Server
 
 # Long enough for a few script calls, short enough to wait for.
 LEASE_MS = 300
+HOUR_MS = 3_600_000
 RETENTION_MS = 60_000
 LEAST_LEFT_MS = 5_000
 
@@ -25,6 +26,7 @@ class Bench:
     flush: Callable[[], None]
     elapse: Callable[[int], None]
     now_ms: Callable[[], int]
+    hour: KeyStore  # the same store, to which a process has come whose leases last for an hour
 
     async def settled(self, generation: int = 1, freed: tuple[int, ...] = (10, 20)) -> Epoch:
         """Have the store complete in a generation, each slot freed up to an offset; such an offset is a term."""
@@ -39,11 +41,14 @@ async def bench(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator
     if request.param == "memory":
         clock = Clock()
         server = Server("run/replid", clock)
-        fake = MemoryKeys(server, retention_ms=RETENTION_MS, least_left_ms=LEAST_LEFT_MS, lease_ttl_ms=LEASE_MS)
-        yield Bench(fake, server.flush, clock.pass_ms, lambda: clock.now_ms)
+        fake, hour_long = (
+            MemoryKeys(server, retention_ms=RETENTION_MS, least_left_ms=LEAST_LEFT_MS, lease_ttl_ms=lease_ms)
+            for lease_ms in (LEASE_MS, HOUR_MS)
+        )
+        yield Bench(fake, server.flush, clock.pass_ms, lambda: clock.now_ms, hour_long)
         return
     redis: Redis = request.getfixturevalue("redis")
-    keys = redis_keys(redis, namespace)
+    keys, hour = redis_keys(redis, namespace), redis_keys(redis, namespace, lease_ttl_ms=HOUR_MS)
     with redis.client() as client:
 
         def forget() -> None:
@@ -55,17 +60,20 @@ async def bench(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator
             seconds, micros = client.time()
             return int(seconds * 1000 + micros // 1000)
 
-        yield Bench(keys, forget, lambda ms: time.sleep(ms / 1000), now_ms)
-    await keys.close()
+        yield Bench(keys, forget, lambda ms: time.sleep(ms / 1000), now_ms, hour)
+    for each in (keys, hour):
+        await each.close()
 
 
-def redis_keys(redis: Redis, namespace: str, retention_ms: int = RETENTION_MS) -> RedisKeys:
+def redis_keys(
+    redis: Redis, namespace: str, retention_ms: int = RETENTION_MS, lease_ttl_ms: int = LEASE_MS
+) -> RedisKeys:
     return RedisKeys(
         redis.url,
         namespace,
         retention_ms=retention_ms,
         least_left_ms=LEAST_LEFT_MS,
-        lease_ttl_ms=LEASE_MS,
+        lease_ttl_ms=lease_ttl_ms,
         timeout_s=10,
         telemetry=Telemetry(),
     )

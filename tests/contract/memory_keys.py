@@ -8,6 +8,8 @@ from service.errors import Fenced, StoreLost
 from service.keys import Census, Epoch, Found, Identity, Row
 from service.states import Claim, Claimed, KeyState
 
+LEASES_MOST = 10
+
 
 class Clock:
     """Milliseconds that pass when they are told to."""
@@ -177,8 +179,10 @@ class MemoryKeys:
 
     async def beat(self, epoch: Epoch, token: str, slots: int, held: Sequence[int]) -> Census:
         self._settled(epoch)
+        most_ms = self._now_ms + LEASES_MOST * self._lease_ttl_ms
         self.server.members[token] = self._now_ms + self._lease_ttl_ms
-        self.server.members = {name: until for name, until in self.server.members.items() if until > self._now_ms}
+        members = self.server.members.items()
+        self.server.members = {name: until for name, until in members if self._now_ms < until <= most_ms}
         view = ""
         for slot in range(slots):
             holder = self._holder(slot)
@@ -186,6 +190,8 @@ class MemoryKeys:
                 self._lease(slot, token)
                 view += "m"
             elif holder is not None:
+                if self.server.leases[slot][1] > most_ms:
+                    self.server.leases[slot] = (holder, self._now_ms + self._lease_ttl_ms)
                 view += "t"
             else:
                 view += "d" if slot in self.server.taken else "f"

@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from service.errors import Fenced, StoreLost
-from service.keys import Epoch, Row
+from service.keys import Census, Epoch, Row
 from service.states import Claimed, Delivered, DeliveredBatch, Outcome
-from tests.contract.conftest import RETENTION_MS, Bench
+from tests.contract.conftest import LEASE_MS, RETENTION_MS, Bench
 
 ID, OTHER, THIRD = b"i" * 16, b"o" * 16, b"t" * 16
 FP, FP2 = b"f" * 8, b"2" * 8
@@ -157,6 +157,15 @@ async def test_leases(bench: Bench) -> None:
     assert (await bench.keys.beat(epoch, "a", 1, [])).slots == "d"
     await bench.keys.leave(epoch, "a")
     assert (await bench.keys.beat(epoch, "b", 1, [])).members == 1
+
+
+async def test_a_lease_from_before_a_clock_went_back_lasts_no_longer_than_another(bench: Bench) -> None:
+    epoch = await bench.settled()
+    assert await bench.hour.take(epoch, 0, "gone")
+    assert (await bench.hour.beat(epoch, "gone", 2, [0])).slots == "mf"
+    assert (await bench.keys.beat(epoch, "here", 2, [])) == Census(1, "tf")
+    bench.elapse(LEASE_MS + 50)
+    assert (await bench.keys.beat(epoch, "here", 2, [])) == Census(1, "df")
 
 
 async def test_a_silent_process_loses_its_slots(bench: Bench) -> None:

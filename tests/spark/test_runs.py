@@ -15,6 +15,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from deploy.local import places
+from service import wire
 from spark import job, lake, lock, report
 from spark.errors import AnotherRun, CannotRun
 from tests.spark.conftest import Audit
@@ -22,6 +23,7 @@ from tests.spark.history import History, Life
 from tests.spark.runs import Ran
 
 LATER_S = 3600.0
+DAY_S = 86_400.0
 ONE, TWO = Life(0, 100, 0, "a:1"), Life(1, 200, 0, "b:1")
 
 
@@ -62,6 +64,7 @@ def _second_stage(history: History) -> None:
     history.deliver(producer, TWO, topic, [f"k-{n}" for n in range(5, 12)], value=b'"$key"')
     history.deliver(producer, TWO, topic, [f"k-{n}" for n in range(45, 60)], value=b'"changed"')
     history.send(history.plain, topic, ["k-1", "k-1", "k-2"], ONE, value=b'"$key"', partition=1)
+    history.raw(history.plain, wire.ledger_topic(history.namespace), b"no entry")
 
 
 CUTS = {
@@ -69,6 +72,13 @@ CUTS = {
     "merged": (lake.Lake, "merge", True, None),
     "not yet done": (lake.Lake, "append", False, "runs"),
 }
+# In their order: one lake meets all of them, run after run.
+LATE_CUTS: tuple[tuple[Any, str, str | None], ...] = (
+    (lake.Lake, "append", "rejects"),
+    (lake.Lake, "replace", "findings"),
+    (lake.Lake, "append", "verdicts"),
+    (report, "write", None),
+)
 
 
 def test_a_run_that_was_cut_off_anywhere_ends_with_the_report_it_would_have_had(
@@ -105,6 +115,49 @@ def test_a_run_that_was_cut_off_anywhere_ends_with_the_report_it_would_have_had(
         assert again.document["run"]["resumed"], name
         assert again.document["run"]["number"] == 2, name
         assert again.written() == whole.written(), name
+
+
+def test_a_run_that_is_cut_off_again_and_again_writes_each_step_once(
+    spark: SparkSession, history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _two_stages(history)
+    _second_stage(history)
+    whole = audit(history, later_s=LATER_S)
+    for owner, step, only in LATE_CUTS:
+        with cut(monkeypatch, owner, step, after=True, only=only):
+            audit(history, later_s=LATER_S, lake="late")
+    again = audit(history, later_s=2 * LATER_S, lake="late")
+    assert again.document["run"]["resumed"]
+    assert again.written() == whole.written()
+    for name in ("rejects", "findings", "verdicts"):
+        rows = [lake.Lake(spark, str(ran.lake)).read(name) for ran in (whole, again)]
+        assert rows[0].count() == rows[1].count() > 0, name
+
+
+def test_what_a_run_that_was_cut_off_did_not_tidy_up_the_next_hour_does(
+    spark: SparkSession, history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _two_stages(history)
+    audit(history, later_s=LATER_S)
+    with cut(monkeypatch, job._Run, "_tidy", after=False):
+        audit(history, later_s=3 * DAY_S, keep_days=1)
+    last = audit(history, later_s=3 * DAY_S + LATER_S, keep_days=1)
+    assert (last.document["run"]["number"], last.document["run"]["resumed"]) == (3, False)
+    assert (last.findings(), last.document["balance"]["accepted"]) == (set(), 0)
+    assert lake.Lake(spark, str(last.lake)).read("deliveries").isEmpty()
+
+
+def test_a_second_process_says_so_and_leaves_with_2(spark: SparkSession, tmp_path: Path) -> None:
+    root = str(tmp_path / "lake")
+    environment = {**os.environ, "FENCEPOST_KAFKA": "127.0.0.1:1", "FENCEPOST_JARS": str(places.jars("spark"))}
+    command = [sys.executable, "-m", "spark", "--lake", root, "--report", str(tmp_path / "report")]
+    with lock.held(spark, root):
+        done = subprocess.run(
+            command, env=environment, cwd=places.ROOT, capture_output=True, text=True, timeout=120, check=False
+        )
+    assert done.returncode == 2, done.stderr
+    assert "cannot run: another run is at work on --lake" in done.stderr
+    assert not (tmp_path / "report").exists()
 
 
 def test_a_run_that_is_killed_holds_the_lake_until_then_and_is_taken_up(
