@@ -15,7 +15,7 @@ CAUGHT: Final = Path(__file__).with_name("mutants.md")
 HEAD: Final = """# The model's mutants
 
 `python -m tests.model --mutants` takes out one rule of the protocol at a time, searches, prints the shortest trace, and
-writes this table. `test_rules.py` holds each line of it. `tests/integration/test_mutants.py` takes out six on real parts.
+writes this table. `test_rules.py` holds each line; on real parts `tests/integration/test_mutants.py` takes out six.
 
 """
 
