@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 from service.kafka.cluster import Cluster
+from service.kafka.deadline import shared
 from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import Span, read_through
 from service.wire import GENERATION_KEY, Generation, barrier_key, encode_barrier
@@ -49,7 +50,7 @@ class Control:
         """
         if self._next is None:
             self._next = asyncio.create_task(self._read(slot))
-        return await asyncio.shield(self._next)
+        return await shared(self._next)
 
     async def _read(self, slot: int) -> Newest | None:
         async with self._reading:

@@ -17,6 +17,7 @@ import structlog
 from service.control import Control, Newest
 from service.errors import KafkaAway, StoreAway, StoreLost, StoreUnanswered
 from service.kafka.cluster import Cluster
+from service.kafka.deadline import shared
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.reader import Item, Span, ends, offsets_since, read_through
 from service.keys import REPLAY_CHUNK, Epoch, Identity, KeyStore, Row
@@ -165,7 +166,7 @@ class Store:
         """The epoch in which claims may be made; waits for as long as that takes."""
         if self.epoch is not None:
             return self.epoch
-        return await asyncio.shield(self._start_settling())
+        return await shared(self._start_settling())
 
     def _start_settling(self) -> asyncio.Task[Epoch]:
         if self._settling is None or self._settling.done():

@@ -7,6 +7,7 @@ from typing import Final
 
 from service.errors import KafkaAway
 from service.kafka.cluster import Cluster, Topic
+from service.kafka.deadline import shared
 from service.settings import Settings
 from service.shared import PREFIX, SettingsError
 from service.wire import control_topic, findings_topic, ledger_topic, requests_topic
@@ -115,7 +116,7 @@ class Catalogue:
         if asking is None:
             asking = self._asking[name] = asyncio.create_task(self._ask(name))
             asking.add_done_callback(lambda _: self._asking.pop(name, None))
-        return await asyncio.shield(asking)
+        return await shared(asking)
 
     def last_known(self, name: str) -> Topic:
         """The topic as it was when it was last there; KeyError where it never was, and no event was let in."""

@@ -129,7 +129,7 @@ class Cluster:
     async def close(self) -> None:
         client, self._client = self._client, None
         if client is not None:
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(Exception):
                 await within(1.0, client.close())
 
     async def answers(self) -> None:

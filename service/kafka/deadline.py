@@ -1,4 +1,4 @@
-"""Deadlines that hold also against what swallows cancellations, as aiokafka's `close` and `stop` do."""
+"""Waiting for what swallows cancellations, or makes some of its own: aiokafka's `close` and `stop` do both."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -10,22 +10,44 @@ T = TypeVar("T")
 _given_up: set[asyncio.Task[Any]] = set()
 
 
+class Abandoned(ConnectionError):
+    """What was waited for was cancelled, and not by who waited: a failure like any other, and no order to end."""
+
+
 async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
     """What `work` answers. Raises TimeoutError when the time is up: it is cancelled then, and not waited for.
 
-    `asyncio.timeout` cancels once, and waits: a cancellation that is swallowed on the way would never come again.
+    `asyncio.timeout` cancels once, and waits: a cancellation that is swallowed on the way would never come again. One
+    that comes out of the work itself (aiokafka's consumer cancels its fetches as it stops, and waits for them) is
+    Abandoned: taken for the caller's own, it would end him without a word.
     """
     task = asyncio.create_task(work)
     try:
         await asyncio.wait({task}, timeout=seconds)
         if not task.done():
             raise TimeoutError
-        return task.result()
+        return _result(task)
     finally:
         if not task.done():
             _given_up.add(task)
             task.add_done_callback(_ended)
             task.cancel()
+
+
+async def shared(task: asyncio.Task[T]) -> T:
+    """What a task answers for which several wait; who is cancelled leaves it running. Raises Abandoned as `within`."""
+    try:
+        await asyncio.wait({task})
+    except asyncio.CancelledError:
+        task.add_done_callback(_ended)
+        raise
+    return _result(task)
+
+
+def _result(task: asyncio.Task[T]) -> T:
+    if task.cancelled():
+        raise Abandoned(f"{task.get_name()} was cancelled from within")
+    return task.result()
 
 
 def _ended(task: asyncio.Task[Any]) -> None:

@@ -1,5 +1,6 @@
 """The names inside aiokafka that service/kafka uses although they are not its interface. Why it is pinned."""
 
+import asyncio
 import functools
 import importlib.metadata
 import inspect
@@ -7,11 +8,14 @@ import inspect
 import aiokafka.client
 import pytest
 from aiokafka.client import AIOKafkaClient, CoordinationType
+from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnRequest, InitProducerIdRequest
 from aiokafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
 from aiokafka.structs import TopicPartition
+
+from service.kafka.deadline import Abandoned, within
 
 
 def test_the_version() -> None:
@@ -72,3 +76,16 @@ def test_a_batch_says_when_it_is_full_and_carries_its_producer() -> None:
     assert batch.append(1, 5, None, b"x" * 200, []) is None
     made = DefaultRecordBatch(bytes(batch.build()))
     assert (made.producer_id, made.producer_epoch, made.base_sequence, made.is_transactional) == (7, 3, 11, True)
+
+
+async def test_a_consumer_that_stops_may_cancel_who_waits_for_it() -> None:
+    """Why `within` tells a cancellation from within: a fetch that is cancelled before it began is waited for."""
+    fetcher = Fetcher.__new__(Fetcher)
+    fetcher._fetch_task = asyncio.create_task(asyncio.sleep(0))
+    fetcher._fetch_waiters = set()
+    fetcher._pending_tasks = {asyncio.create_task(asyncio.sleep(1))}
+    with pytest.raises(asyncio.CancelledError):
+        await fetcher.close()
+    fetcher._pending_tasks = {asyncio.create_task(asyncio.sleep(1))}
+    with pytest.raises(Abandoned):
+        await within(1, fetcher.close())

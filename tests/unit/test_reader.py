@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 import pytest
+from aiokafka.errors import KafkaError
 from aiokafka.structs import TopicPartition
 
 from service.errors import KafkaAway
 from service.kafka import reader
 from service.kafka.cluster import Cluster
-from service.kafka.deadline import within
 from service.kafka.reader import Item, Span, ends, read_through
 from service.telemetry import Telemetry
 
@@ -97,28 +97,26 @@ async def test_a_look_up_that_hangs_is_given_up(deaf: Deaf) -> None:
     assert isinstance(await ended(ends(cluster(), "t", [0])), KafkaAway)
 
 
-async def test_within_answers_raises_and_passes_a_cancellation_on() -> None:
-    async def answer() -> int:
-        return 1
+@pytest.mark.parametrize("deaf", ["nowhere"], indirect=True)
+@pytest.mark.parametrize("error", [asyncio.CancelledError, KafkaError("unexpected")])
+async def test_what_comes_of_stopping_says_nothing_of_what_was_read(
+    deaf: Deaf, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stop() -> None:
+        raise error
 
-    async def fail() -> None:
-        raise ValueError("a fault")
+    monkeypatch.setattr(deaf, "stop", stop)
+    assert [item.offset for item in await ended(read())] == [7]
+    assert await ended(ends(cluster(), "t", [0])) == {0: 8}
 
-    assert await within(1, answer()) == 1
-    with pytest.raises(ValueError, match="a fault"):
-        await within(1, fail())
-    cancelled = asyncio.Event()
 
-    async def until_cancelled() -> None:
-        try:
-            await asyncio.sleep(SOON_S)
-        finally:
-            cancelled.set()
+@pytest.mark.parametrize("deaf", ["nowhere"], indirect=True)
+@pytest.mark.parametrize("method", ["start", "getmany"])
+async def test_a_consumer_that_cancels_itself_is_kafka_being_away(
+    deaf: Deaf, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def cancelled(*_: object, **__: object) -> None:
+        raise asyncio.CancelledError
 
-    waiting = asyncio.create_task(within(SOON_S, until_cancelled()))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    await asyncio.wait_for(cancelled.wait(), 1)
+    monkeypatch.setattr(deaf, method, cancelled)
+    assert isinstance(await ended(read()), KafkaAway)

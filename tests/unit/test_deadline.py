@@ -1,0 +1,106 @@
+"""Waiting that hears of every end: answers, faults, deadlines, and cancellations, one's own and others'."""
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from service.control import Control, Newest
+from service.kafka.deadline import Abandoned, shared, within
+from service.keys import Epoch, Identity, KeyStore
+from service.recovery import Store
+from service.telemetry import Telemetry
+from tests.unit.fakes import World
+
+SOON_S = 5.0
+EPOCH = Epoch(3, "run/replid")
+
+
+async def test_within_answers_raises_and_passes_a_cancellation_on() -> None:
+    async def answer() -> int:
+        return 1
+
+    async def fail() -> None:
+        raise ValueError("a fault")
+
+    assert await within(1, answer()) == 1
+    with pytest.raises(ValueError, match="a fault"):
+        await within(1, fail())
+    cancelled = asyncio.Event()
+
+    async def until_cancelled() -> None:
+        try:
+            await asyncio.sleep(SOON_S)
+        finally:
+            cancelled.set()
+
+    waiting = asyncio.create_task(within(SOON_S, until_cancelled()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await asyncio.wait_for(cancelled.wait(), 1)
+
+
+async def cancelled_from_within() -> None:
+    """As aiokafka's consumer does when it stops: it cancels a task of its own, and waits for it."""
+    fetch = asyncio.create_task(asyncio.sleep(SOON_S))
+    fetch.cancel()
+    await fetch
+
+
+async def test_a_cancellation_that_nobody_asked_for_is_a_failure_like_any_other() -> None:
+    with pytest.raises(Abandoned):
+        await within(1, cancelled_from_within())
+    task = asyncio.create_task(cancelled_from_within())
+    for _ in range(2):
+        with pytest.raises(Abandoned):
+            await shared(task)
+
+
+async def test_who_is_cancelled_leaves_to_the_others_what_they_share() -> None:
+    go_on = asyncio.Event()
+
+    async def work() -> int:
+        await go_on.wait()
+        return 7
+
+    task = asyncio.create_task(work())
+    first, second = asyncio.create_task(shared(task)), asyncio.create_task(shared(task))
+    await asyncio.sleep(0)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    go_on.set()
+    assert await second == 7
+
+
+class _Keys:
+    async def who(self) -> Identity:
+        return Identity(EPOCH.store, EPOCH)
+
+    async def resolve_anew(self) -> None: ...
+
+
+class _Control:
+    """Its first reading is cancelled from within."""
+
+    def __init__(self) -> None:
+        self.readings = 0
+
+    async def newest(self, slot: int = 0) -> Newest | None:
+        self.readings += 1
+        if self.readings == 1:
+            await cancelled_from_within()
+        return Newest(EPOCH.generation, EPOCH.store)
+
+
+async def test_a_store_is_settled_after_a_reading_that_was_cancelled_from_within() -> None:
+    world: Any = World()
+    keys, control = cast(KeyStore, _Keys()), cast(Control, _Control())
+    store = Store(world.cluster, keys, control, world.topics, world.settings, Telemetry())
+    with pytest.raises(Abandoned):
+        await store.settled()
+    assert await asyncio.wait_for(store.settled(), SOON_S) == EPOCH
+    await store.close()
