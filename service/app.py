@@ -30,6 +30,7 @@ from service.shared import Rules, SettingsError
 from service.states import SlotState
 from service.telemetry import Telemetry
 from service.topics import Catalogue, InternalTopics
+from service.waits import tell_on_signal
 
 if TYPE_CHECKING:
     from service.tracing import Tracing
@@ -129,6 +130,7 @@ class Service:
 
     def start(self) -> None:
         """Begin to bring the parts up; it goes on, unready, for as long as Kafka or Redis are away."""
+        tell_on_signal(asyncio.get_running_loop())
         self._tasks.append(asyncio.create_task(self._bring_up()))
         self._tasks.append(asyncio.create_task(self.intake.sweep()))
         self._tasks.append(asyncio.create_task(self._watch()))

@@ -121,6 +121,7 @@ def play(
             world.wait_acked(AFTERWARDS)
         except (NotRecovered, AssertionError, StackError) as error:
             leg.hanging += isinstance(error, NotRecovered)
+            world.tell_waits()
             leg.wrong.append(" ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]))
         if world.load is not None:
             try:

@@ -4,6 +4,8 @@ Everything here blocks and is to be called from an ordinary thread; clients and 
 """
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -46,6 +48,7 @@ POLL_S: Final = 0.02
 ANSWER_S: Final = 30.0
 # For a process that is started while brokers or the store are away; a start of its own takes 2 s.
 START_S: Final = 180.0
+TELL_S: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -299,6 +302,13 @@ class World:
         for probe in probes:
             probe.result()
         return time.monotonic() - begun
+
+    def tell_waits(self) -> None:
+        """Have every running process write to its log what its tasks wait for (SIGUSR1)."""
+        for service in self.services:
+            if service.running:
+                os.kill(service.pid, signal.SIGUSR1)
+        time.sleep(TELL_S)
 
     def _load(self) -> Load:
         assert self.load is not None, "no load was started"

@@ -28,7 +28,7 @@ LAYERS = [
     {"slot", "control", "topics", "keys", "keys_view", "request", "kafka.producer", "kafka.reader", "kafka.survey"},
     {"kafka.life"},
     {"event", "follow", "kafka.cluster", "kafka.security", "kafka.verdict", "kafka.partitioner"},
-    {"states", "errors", "settings", "telemetry", "logs", "kafka.deadline"},
+    {"states", "errors", "settings", "telemetry", "logs", "waits", "prefer", "kafka.deadline"},
     {"shared"},
     {"wire"},
 ]

@@ -1,0 +1,39 @@
+"""What a task waits for is told call by call."""
+
+import asyncio
+import os
+import signal
+
+import structlog
+
+from service.waits import calls, tell_on_signal
+
+
+async def _innermost(lock: asyncio.Lock) -> None:
+    async with lock:
+        pass
+
+
+async def _outermost(lock: asyncio.Lock) -> None:
+    await _innermost(lock)
+
+
+async def test_the_calls_of_a_task_that_waits() -> None:
+    lock = asyncio.Lock()
+    await lock.acquire()
+    task = asyncio.create_task(_outermost(lock), name="stuck")
+    await asyncio.sleep(0)
+    told = list(calls(task.get_coro()))
+    assert [call.split()[1] for call in told][:2] == ["_outermost", "_innermost"]
+    assert told[-1].endswith(" Lock.acquire")
+    assert told[0].startswith("test_waits.py:")
+
+    tell_on_signal(asyncio.get_running_loop())
+    with structlog.testing.capture_logs() as lines:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await asyncio.sleep(0.01)
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR1)
+    (line,) = [line for line in lines if line.get("name") == "stuck"]
+    assert line["waits"] == " > ".join(told)
+    lock.release()
+    await task
