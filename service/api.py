@@ -127,7 +127,13 @@ def _openapi(app: FastAPI, document: dict[str, Any]) -> dict[str, Any]:
                 "required": True,
                 "description": "1 to 255 printable ASCII characters, bare or quoted; the same for each retry",
                 "schema": {"type": "string", "minLength": 1, "maxLength": 255},
-            }
+            },
+            {
+                "name": "Prefer",
+                "in": "header",
+                "description": "wait=N: up to N seconds for another's write of this key; respond-async: 202 at once",
+                "schema": {"type": "string"},
+            },
         ],
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
         "responses": {
@@ -143,6 +149,18 @@ def _openapi(app: FastAPI, document: dict[str, Any]) -> dict[str, Any]:
                                 "topic": {"type": "string"},
                                 **{name: {"type": "integer"} for name in ("partition", "offset", "timestamp")},
                             },
+                        }
+                    }
+                },
+            },
+            "202": {
+                "description": "The key is claimed; the outcome is told by its Location (Prefer: respond-async)",
+                "content": {
+                    "application/json": {
+                        "schema": {
+                            "type": "object",
+                            "required": ["id", "state"],
+                            "properties": {"id": {"type": "string"}, "state": {"const": "in_progress"}},
                         }
                     }
                 },

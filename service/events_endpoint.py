@@ -15,6 +15,7 @@ from service.errors import FORBIDDEN_CALLER, INTERNAL, INVALID_KEY, TOO_LARGE, U
 from service.event import Event, parse_event, parse_key, parse_traceparent
 from service.http_posts import Handler, Post
 from service.intake import Intake
+from service.prefer import Preference, parse_prefer
 from service.request import Answer, Committed, Placed
 from service.settings import Settings
 from service.shared import PREFIX
@@ -67,16 +68,20 @@ class EventsEndpoint:
     def _post_event(self, post: Post, found: Found) -> None:
         key = parse_key(found.get(b"idempotency-key"))
         event = parse_event(key, post.body, parse_traceparent(found.get(b"traceparent")))
-        intake = self._intake()
-        if intake.check_now(event):
-            intake.submit(event, post.arrived, partial(self._tell_event, post, key))
+        preference = parse_prefer(found.get(b"prefer"))
+        if self._intake().check_now(event):
+            self._submit(post, event, preference)
         else:
-            post.apart(self._or_fail(post, self._look_up_first(post, event)))
+            post.apart(self._or_fail(post, self._look_up_first(post, event, preference)))
 
-    async def _look_up_first(self, post: Post, event: Event) -> None:
-        intake = self._intake()
-        await intake.check(event, post.arrived)
-        intake.submit(event, post.arrived, partial(self._tell_event, post, event.key))
+    async def _look_up_first(self, post: Post, event: Event, preference: Preference) -> None:
+        await self._intake().check(event, post.arrived)
+        self._submit(post, event, preference)
+
+    def _submit(self, post: Post, event: Event, preference: Preference) -> None:
+        reply = partial(self._tell_event, post, event.key, preference.applied)
+        accepted = partial(self._tell_accepted, post, event) if preference.respond_async else None
+        self._intake().submit(event, post.arrived, reply, wait_s=preference.wait_s, accepted=accepted)
 
     def _post_batch(self, post: Post, found: Found) -> None:
         post.apart(self._or_fail(post, self._write_batch(post, found)))
@@ -94,11 +99,20 @@ class EventsEndpoint:
             raise answer
         self._answer(post, 201, self._committed_lines(key, answer), render_whole(id, answer))
 
-    def _tell_event(self, post: Post, key: str, answer: Answer) -> None:
+    def _tell_accepted(self, post: Post, event: Event) -> None:
+        """The claim stands: a client that prefers so is answered now, and asks for the outcome by the key."""
+        lines = b"%blocation: %b\r\nidempotency-key: %b\r\npreference-applied: respond-async\r\n"
+        lines %= JSON_LINE, location_of(event.key), event.key.encode()
+        self._answer(post, 202, lines, b'{"id":"%b","state":"in_progress"}' % event.id.hex().encode())
+
+    def _tell_event(self, post: Post, key: str, applied: bytes, answer: Answer) -> None:
+        if post.response_complete:  # 202 was said of it
+            return
         if isinstance(answer, Problem):
-            self._fail(post, answer)
+            self._fail(post, answer, applied)
         else:
-            self._answer(post, 201, self._committed_lines(key, answer), render_place(answer.places[0]))
+            lines = self._committed_lines(key, answer) + applied
+            self._answer(post, 201, lines, render_place(answer.places[0]))
 
     async def _or_fail(self, post: Post, work: Coroutine[Any, Any, None]) -> None:
         """Do the work of a request; what it raises is its answer."""
@@ -107,14 +121,15 @@ class EventsEndpoint:
         except Exception as error:
             self._fail(post, error)
 
-    def _fail(self, post: Post, error: Exception) -> None:
+    def _fail(self, post: Post, error: Exception, applied: bytes = b"") -> None:
         """Answer with a problem; anything else than a Problem is a bug, and nobody knows what became of the event."""
         if not isinstance(error, Problem):
             key = next((content.decode("latin-1") for name, content in post.headers if name == b"idempotency-key"), "")
             log.error("request failed", key=key, exc_info=error)
             error = Problem(INTERNAL, "send it again, with the same key")
         status, headers, body = render_problem(error)
-        self._answer(post, status, b"".join([b"%b: %b\r\n" % header for header in headers]), body, error.kind.code)
+        lines = b"".join([b"%b: %b\r\n" % header for header in headers]) + applied
+        self._answer(post, status, lines, body, error.kind.code)
 
     def _answer(self, post: Post, status: int, lines: bytes, body: bytes, code: str = "") -> None:
         self._telemetry.requested(status, code)
@@ -125,9 +140,9 @@ class EventsEndpoint:
 
         A key is printable ASCII and an expiry is made here, so neither can end its line early.
         """
-        return b"%blocation: /events/%b\r\nidempotency-key: %b\r\nidempotency-key-expires: %b\r\n%b" % (
+        return b"%blocation: %b\r\nidempotency-key: %b\r\nidempotency-key-expires: %b\r\n%b" % (
             JSON_LINE,
-            quote(key, safe="").encode(),
+            location_of(key),
             key.encode(),
             imf_fixdate(answer.at // 1000 + self._retention_s),
             b"idempotent-replayed: true\r\n" if answer.replayed else b"",
@@ -135,6 +150,11 @@ class EventsEndpoint:
 
 
 JSON_LINE: Final = b"content-type: application/json\r\n"
+
+
+def location_of(key: str) -> bytes:
+    """Where the state of a key is told."""
+    return b"/events/" + quote(key, safe="").encode()
 
 
 def render_place(place: Placed) -> bytes:
@@ -183,9 +203,13 @@ def pick(headers: Iterable[tuple[bytes, bytes]]) -> Found:
     found: Found = {}
     for name, content in headers:
         if name in _WANTED:
-            if name == b"idempotency-key" and name in found:
-                raise Problem(INVALID_KEY, "Idempotency-Key: send it once")
-            found[name] = content.decode("latin-1")
+            text = content.decode("latin-1")
+            if name in found:
+                if name == b"idempotency-key":
+                    raise Problem(INVALID_KEY, "Idempotency-Key: send it once")
+                if name == b"prefer":  # several lines are one list
+                    text = f"{found[name]}, {text}"
+            found[name] = text
     return found
 
 

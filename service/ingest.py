@@ -50,6 +50,8 @@ if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
 log = structlog.get_logger(__name__)
 
 STORE_AWAY_PAUSE_S: Final = 0.1
+# A write takes some milliseconds; one that waits for a recovery, a second or so.
+PATIENT_PAUSE_S: Final = 0.05
 UNTRACED: Final = contextlib.nullcontext()
 
 
@@ -72,7 +74,7 @@ class Ingest:
         self._store = store
         self._queue = queue
         self._catalogue = catalogue
-        self._answer, self._too_late = intake.answer, intake.too_late
+        self._answer, self._accept, self._too_late = intake.answer, intake.accept, intake.too_late
         self._telemetry = telemetry
         self._tracing = tracing
         self._parked: list[Request] = []  # in doubt, until a slot has been recovered
@@ -138,7 +140,7 @@ class Ingest:
         unwanted: list[Request] = []
         for request, claim in zip(requests, claims, strict=True):
             if claim.outcome not in CLAIMABLE:
-                self._settle(request, claim)
+                self._settle(request, claim, now)
             elif request.answered or request.deadline <= now:  # also after a pause of the whole process: never sent
                 self._answer(request, self._too_late(request))
                 unwanted.append(request)
@@ -147,6 +149,8 @@ class Ingest:
                 request.accepted_at = claim.state.at
                 request.move(RequestEvent.WIN)
                 group.append((request, claim.state))
+                if request.accepted is not None:
+                    self._accept(request)
         return group, unwanted
 
     async def _release(self, slot: Slot, unwanted: Sequence[Request]) -> None:
@@ -162,8 +166,8 @@ class Ingest:
             raise StoreUnanswered(f"a release is open: {error}") from error
         self._queue.put_back(again)
 
-    def _settle(self, request: Request, claim: Claim) -> None:
-        """What a claim found that leaves nothing to write."""
+    def _settle(self, request: Request, claim: Claim, now: float) -> None:
+        """What a claim found that leaves nothing to write; `now` by the loop."""
         doubtful = request.state is RequestState.CHECKING
         match claim.outcome, claim.state:
             case Outcome.DELIVERED, Delivered() as found:
@@ -176,9 +180,17 @@ class Ingest:
             case Outcome.IN_PROGRESS, _:
                 if not claim.leased:
                     self.hurry()
+                if now < request.patient_until:
+                    self._ask_again_soon(request)
+                    return
                 self._answer(request, Problem(IN_PROGRESS, "Idempotency-Key: send it again, with the same key"))
             case _:
                 self._answer(request, Problem(FINGERPRINT_MISMATCH, "Idempotency-Key: use a new key for a new event"))
+
+    def _ask_again_soon(self, request: Request) -> None:
+        """Who waits for another's write of its key claims it again and again: Redis tells nobody of itself."""
+        request.move(RequestEvent.QUEUE)
+        asyncio.get_running_loop().call_later(PATIENT_PAUSE_S, self._queue.put_back, (request,))
 
     async def _answer_members(self, request: Request, claim: Claim) -> None:
         """The stored answer of an atomic batch: where each member is."""

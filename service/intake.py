@@ -35,6 +35,8 @@ if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
 log = structlog.get_logger(__name__)
 
 SWEEP_S: Final = 0.02
+# Who waits for another's write hears of it, or a 409, before the deadline.
+PATIENCE_LEFT_S: Final = 0.5
 # Where nobody waits: who comes meanwhile has a deadline that is further off.
 SWEEP_IDLE_S: Final = 0.1
 
@@ -68,12 +70,24 @@ class Intake:
         self._count = itertools.count()
         self.accepting = True
 
-    def submit(self, event: Event, arrived: float, reply: Callable[[Answer], None]) -> None:
+    def submit(
+        self,
+        event: Event,
+        arrived: float,
+        reply: Callable[[Answer], None],
+        wait_s: float = 0.0,
+        accepted: Callable[[], None] | None = None,
+    ) -> None:
         """Write a checked event exactly once; `reply` is told what became of it, within the request's timeout.
 
-        Raises Problem for what is refused before the key is touched; `arrived` is the loop's time.
+        Raises Problem for what is refused before the key is touched; `arrived` is the loop's time. Somebody else's
+        write of the same key is waited for, up to `wait_s`; `accepted` is told once the claim stands.
         """
-        self._admit((Request((event,), arrived, self._timeout_s, self._guarantee(event.topic), reply),))
+        request = Request((event,), arrived, self._timeout_s, self._guarantee(event.topic), reply)
+        if wait_s:
+            request.patient_until = min(arrived + wait_s, request.deadline - PATIENCE_LEFT_S)
+        request.accepted = accepted
+        self._admit((request,))
 
     async def submit_train(self, events: Sequence[Event], train: Train) -> list[Answer]:
         """Write checked events of one batch, in their order; the answer of each."""
@@ -155,6 +169,16 @@ class Intake:
             request.reply(answer)
         except Exception:  # a bug at the edge must not keep the others of the group from their answers
             log.exception("an answer was not given", key=request.events[0].key)
+
+    def accept(self, request: Request) -> None:
+        """The claim stands: who prefers so is answered 202 now; what becomes of it is for the journal and the key."""
+        accepted, request.accepted = request.accepted, None
+        if accepted is not None:
+            self._journal.accept(request, asyncio.get_running_loop().time() - request.arrived)
+            try:
+                accepted()
+            except Exception:  # as in `answer`
+                log.exception("an answer was not given", key=request.events[0].key)
 
     def _note(self, request: Request, answer: Answer) -> None:
         """Count an answer, and tell the journal."""

@@ -56,6 +56,17 @@ class Journal:
             for event in request.events
         ]
 
+    def accept(self, request: Request, latency_s: float) -> None:
+        """Note a 202; drop it where too many wait. What becomes of the request is noted later."""
+        if len(self._waiting) >= WAITING_MAX:
+            self._telemetry.journal_dropped.inc(len(request.events))
+            return
+        at, latency_ms = request.accepted_at, 1000 * latency_s
+        self._waiting += [
+            encode_answer(event.id, event.fp, at, 202, None, False, latency_ms, event.topic, None, None)
+            for event in request.events
+        ]
+
     async def _run(self) -> None:
         while not self._stopping:
             await asyncio.sleep(FLUSH_S)

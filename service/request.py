@@ -93,6 +93,7 @@ class Request:
     """
 
     __slots__ = (
+        "accepted",
         "accepted_at",
         "arrived",
         "asked",
@@ -102,6 +103,7 @@ class Request:
         "failures",
         "guarantee",
         "load",
+        "patient_until",
         "reply",
         "state",
         "train",
@@ -128,6 +130,8 @@ class Request:
             self.asked.insert(0, whole)
         self.reply = reply
         self.state = RequestState.QUEUED
+        self.patient_until = 0.0  # until then it waits for another's write of its key, by the loop's time
+        self.accepted: Callable[[], None] | None = None  # to be told, once, that its claim stands
         self.accepted_at = 0
         self.claimants: tuple[tuple[int, int], ...] = ()  # slots and ended terms in which a claim of it may stand
         self.failures = 0  # groups that its topic failed while it was in them

@@ -156,6 +156,37 @@ async def test_the_state_of_a_key(stage: Stage, topic: str) -> None:
     await stage.assert_exactly_once(topic)
 
 
+async def test_what_a_client_would_rather_have(stage: Stage, topic: str) -> None:
+    writer = stage.service(faults=(Fault("commit", "hold"),), only_slots=(0,), slots=1)
+    other = stage.service(only_slots=(1,), slots=1)
+    await stage.start(writer, other)
+    fields = {"topic": topic, "value": 1}
+    # 202 as soon as the claim stands; what becomes of it is told by the key.
+    accepted = await send(stage.client, writer, "whenever", fields, Prefer="respond-async")
+    assert (accepted.status_code, accepted.headers["preference-applied"]) == (202, "respond-async")
+    assert accepted.json() == {"id": event_id("whenever").hex(), "state": "in_progress"}
+    state = writer.url + accepted.headers["location"]
+    assert (await stage.client.http.get(state)).json()["state"] == "in_progress"
+    await asyncio.to_thread(until, lambda: plan_of(writer).happened("commit"))
+    # Another process waits as long as it is told to.
+    soon = await send(stage.client, other, "whenever", fields, Prefer="wait=1")
+    assert (soon.status_code, soon.headers["preference-applied"]) == (409, "wait=1")
+    patient = asyncio.create_task(send(stage.client, other, "whenever", fields, Prefer="wait=4"))
+    await asyncio.sleep(0.2)
+    plan_of(writer).let_go("commit")
+    replayed = await patient
+    assert (replayed.status_code, replayed.headers["idempotent-replayed"]) == (201, "true")
+    assert replayed.headers["preference-applied"] == "wait=4"
+    told = {name: value for name, value in replayed.json().items() if name != "id"}
+    done = (await stage.client.http.get(state)).json()
+    assert done == {"state": "committed", "id": event_id("whenever").hex(), **told}
+    # What is there is told as it is.
+    again = await send(stage.client, writer, "whenever", fields, Prefer="respond-async")
+    assert (again.status_code, again.content) == (201, replayed.content)
+    (record,) = await asyncio.to_thread(read_committed, stage.kafka.bootstrap, [topic])
+    assert record.place == (told["topic"], told["partition"], told["offset"])
+
+
 async def test_in_progress_at_another_process_and_in_doubt_when_that_one_dies(stage: Stage, topic: str) -> None:
     writer = stage.service(faults=(Fault("commit", "hold"),), only_slots=(0,), slots=1)
     other = stage.service(only_slots=(1,), slots=1)  # it does not rescue the dead: the doubt stays to be seen

@@ -220,6 +220,9 @@ class FakeJournal(Journal):
     def record(self, request: Request, status: int, answer: Answer, latency_s: float) -> None:
         self.answers.append((request.events[0].key, status))
 
+    def accept(self, request: Request, latency_s: float) -> None:
+        self.answers.append((request.events[0].key, 202))
+
 
 class World:
     """Intake, Ingest and what it needs, all in memory. Slots are made READY by `slot`, and served by `serve`."""
