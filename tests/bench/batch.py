@@ -73,7 +73,7 @@ def _compare(stage: Stage, kafka: Kafka, rounds: int, where: str, goal: Goal) ->
         for side in sides:
             kafka.create_topic(side.topic, partitions=PARTITIONS)
             side.run(bare, seconds, 400)  # warm
-        target.warm(stage.pick(2, 3), 16, batch=100, bytes=EVENT_BYTES)
+        target.warm_up(stage.pick(2, 3), 16, batch=100, bytes=EVENT_BYTES)
         for size, connections in SIZES.items():
             for side in sides:
                 side.rates, side.cpu_us = [], []

@@ -8,9 +8,17 @@ from typing import Any, Final
 
 from deploy.local import java, places
 from deploy.local.stack import Process
+from tests.spark.runs import INTERPRETED
 
 FINDINGS: Final = 3
 RUN_S: Final = 600
+
+
+def brief(folder: Path) -> dict[str, str]:
+    """The environment of a run over few records: most of its time would be Java's compiler and Spark's own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "spark-defaults.conf").write_text("".join(f"{name} {value}\n" for name, value in INTERPRETED.items()))
+    return {"SPARK_CONF_DIR": str(folder), "JDK_JAVA_OPTIONS": "-XX:TieredStopAtLevel=1"}
 
 
 class Audit(Process):
@@ -24,7 +32,9 @@ class Audit(Process):
         topics: Sequence[str],
         *options: str,
         rules: Path | None = None,
+        small: bool = True,
     ) -> None:
+        """Prepare a run; `small` is one over some thousand records."""
         super().__init__("audit", folder.absolute())
         self.lake = self.folder / "lake"
         self.report = self.folder / "report" / "report.json"
@@ -37,6 +47,7 @@ class Audit(Process):
             "FENCEPOST_NAMESPACE": namespace,
             "FENCEPOST_JARS": str(places.jars("spark")),
             "FENCEPOST_RULES": str(rules or ""),
+            **(brief(self.folder / "conf") if small else {}),
         }
 
     def start(self) -> None:
@@ -45,10 +56,16 @@ class Audit(Process):
 
 
 def audit(
-    bootstrap: str, namespace: str, folder: Path, topics: Sequence[str], *options: str, rules: Path | None = None
+    bootstrap: str,
+    namespace: str,
+    folder: Path,
+    topics: Sequence[str],
+    *options: str,
+    rules: Path | None = None,
+    small: bool = True,
 ) -> tuple[int, dict[str, Any]]:
     """Run the job to its end: its exit status and its report."""
-    run = Audit(bootstrap, namespace, folder, topics, *options, rules=rules)
+    run = Audit(bootstrap, namespace, folder, topics, *options, rules=rules, small=small)
     run.start()
     try:
         status = run.wait(RUN_S)

@@ -18,8 +18,12 @@ from spark.session import open_session
 from spark.settings import Options, Settings
 from tests.spark.history import History
 
-# Without the optimising compiler they take half the processor time; the smaller code cache of that would be too full.
-JAVA_OPTIONS: Final = "-XX:+UseParallelGC -XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=256m"
+# One session runs the job some dozens of times: the optimising compiler pays off, if it waits for what is hot a little
+# longer than by default. Its code needs room: a cache that is full is swept all the time.
+JAVA_OPTIONS: Final = (
+    "-XX:+UseParallelGC -XX:ReservedCodeCacheSize=512m -XX:Tier4InvocationThreshold=15000 "
+    "-XX:Tier4MinInvocationThreshold=2000 -XX:Tier4CompileThreshold=45000 -XX:Tier4BackEdgeThreshold=120000"
+)
 
 
 def session_for_tests() -> SparkSession:
