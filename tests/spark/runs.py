@@ -25,6 +25,9 @@ JAVA_OPTIONS: Final = (
     "-XX:Tier4MinInvocationThreshold=2000 -XX:Tier4CompileThreshold=45000 -XX:Tier4BackEdgeThreshold=120000"
 )
 
+# For a session that runs it once.
+BRIEF_JAVA_OPTIONS: Final = "-XX:+UseParallelGC -XX:TieredStopAtLevel=1"
+
 
 def session_for_tests() -> SparkSession:
     """The session that the job itself would open, for plans that run once or twice."""

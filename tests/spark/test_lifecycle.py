@@ -16,7 +16,7 @@ from spark import decode, lake, lock
 from spark.errors import AnotherRun, CannotRun
 from tests.spark.conftest import Audit, Ran
 from tests.spark.history import History, Life
-from tests.spark.runs import INTERPRETED, JAVA_OPTIONS
+from tests.spark.runs import BRIEF_JAVA_OPTIONS, INTERPRETED
 
 LATER_S = 3600.0
 DAY_S = 86_400.0
@@ -191,8 +191,8 @@ def test_the_same_program_runs_under_spark_submit_on_a_cluster_with_its_lake_els
         (home / part.name).symlink_to(part)
     settings = {
         **INTERPRETED,
-        "spark.driver.extraJavaOptions": JAVA_OPTIONS,
-        "spark.executor.extraJavaOptions": JAVA_OPTIONS,
+        "spark.driver.extraJavaOptions": BRIEF_JAVA_OPTIONS,
+        "spark.executor.extraJavaOptions": BRIEF_JAVA_OPTIONS,
         "spark.ui.enabled": "false",
         "spark.sql.shuffle.partitions": "2",
         "spark.databricks.delta.snapshotPartitions": "1",
