@@ -174,7 +174,7 @@ class Intake:
         """The claim stands: who prefers so is answered 202 now; what becomes of it is for the journal and the key."""
         accepted, request.accepted = request.accepted, None
         if accepted is not None:
-            self._journal.accept(request, asyncio.get_running_loop().time() - request.arrived)
+            self._journal.record(request, 202, None, asyncio.get_running_loop().time() - request.arrived)
             try:
                 accepted()
             except Exception:  # as in `answer`

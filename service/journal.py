@@ -38,8 +38,8 @@ class Journal:
         self._stopping = False
         self._task = asyncio.create_task(self._run())
 
-    def record(self, request: Request, status: int, answer: Answer, latency_s: float) -> None:
-        """Note an answer; drop it where too many wait."""
+    def record(self, request: Request, status: int, answer: Answer | None, latency_s: float) -> None:
+        """Note an answer, or (None) that its claim stands, which a 202 says; drop it where too many wait."""
         if len(self._waiting) >= WAITING_MAX:
             self._telemetry.journal_dropped.inc(len(request.events))
             return
@@ -51,19 +51,9 @@ class Journal:
             ]
             return
         at = request.accepted_at or _now_ms()
+        code = None if answer is None else answer.kind.code
         self._waiting += [
-            encode_answer(event.id, event.fp, at, status, answer.kind.code, False, latency_ms, event.topic, None, None)
-            for event in request.events
-        ]
-
-    def accept(self, request: Request, latency_s: float) -> None:
-        """Note a 202; drop it where too many wait. What becomes of the request is noted later."""
-        if len(self._waiting) >= WAITING_MAX:
-            self._telemetry.journal_dropped.inc(len(request.events))
-            return
-        at, latency_ms = request.accepted_at, 1000 * latency_s
-        self._waiting += [
-            encode_answer(event.id, event.fp, at, 202, None, False, latency_ms, event.topic, None, None)
+            encode_answer(event.id, event.fp, at, status, code, False, latency_ms, event.topic, None, None)
             for event in request.events
         ]
 

@@ -4,15 +4,15 @@ import asyncio
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import structlog
 
 log = structlog.get_logger(__name__)
 
 # Where a suspended coroutine, generator or asynchronous generator stands, and what it awaits.
-_FRAMES = ("cr_frame", "gi_frame", "ag_frame")
-_AWAITED = ("cr_await", "gi_yieldfrom", "ag_await")
+_FRAMES: Final = ("cr_frame", "gi_frame", "ag_frame")
+_AWAITED: Final = ("cr_await", "gi_yieldfrom", "ag_await")
 
 
 def tell_on_signal(loop: asyncio.AbstractEventLoop) -> None:

@@ -4,13 +4,15 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from service.errors import KafkaAway
+
 T = TypeVar("T")
 
 # The loop holds its tasks weakly: what was given up lives here until it ends.
 _given_up: set[asyncio.Task[Any]] = set()
 
 
-class Abandoned(ConnectionError):
+class Abandoned(KafkaAway, ConnectionError):
     """What was waited for was cancelled, and not by who waited: a failure like any other, and no order to end."""
 
 

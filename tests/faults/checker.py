@@ -25,7 +25,7 @@ from deploy.demo.http import Connection, NoAnswer
 from service.wire import STAMP_HEADER, Stamp, WireError
 from tests.faults.batches import Batch, batches, producer_of
 from tests.faults.history import Request, Result, Try, read, results_of
-from tests.integration.auditing import audit
+from tests.integration.auditing import Audit
 from tests.integration.client import Attempt
 from tests.integration.judge import Delivered, faults_of_key, ledger_faults, read_committed, wait_until_stable
 
@@ -354,7 +354,7 @@ def check(
         verdict.violations += [("again", text) for text in wrong]
     if lake is not None:
         small = len(evidence.records) < SMALL
-        _, report = audit(bootstrap, namespace, lake, topics, "--grace-s", "1", rules=rules, small=small)
+        _, report = Audit(bootstrap, namespace, lake, topics, "--grace-s", "1", rules=rules, small=small).carry_out()
         verdict.violations += [("audit", text) for text in disagreements(report, evidence, verdict)]
     return verdict
 

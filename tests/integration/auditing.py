@@ -54,22 +54,12 @@ class Audit(Process):
         """Start, and return at once."""
         self.spawn(self._command, env=self._environment, cwd=places.ROOT)
 
-
-def audit(
-    bootstrap: str,
-    namespace: str,
-    folder: Path,
-    topics: Sequence[str],
-    *options: str,
-    rules: Path | None = None,
-    small: bool = True,
-) -> tuple[int, dict[str, Any]]:
-    """Run the job to its end: its exit status and its report."""
-    run = Audit(bootstrap, namespace, folder, topics, *options, rules=rules, small=small)
-    run.start()
-    try:
-        status = run.wait(RUN_S)
-    finally:
-        run.kill()
-    assert status in (0, FINDINGS), run.tail(40)
-    return status, json.loads(run.report.read_text())
+    def carry_out(self) -> tuple[int, dict[str, Any]]:
+        """Run it to its end: its exit status and its report."""
+        self.start()
+        try:
+            status = self.wait(RUN_S)
+        finally:
+            self.kill()
+        assert status in (0, FINDINGS), self.tail(40)
+        return status, json.loads(self.report.read_text())

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import MakeTopic
-from tests.integration.auditing import FINDINGS, audit
+from tests.integration.auditing import FINDINGS, Audit
 from tests.integration.client import events
 from tests.integration.conftest import Stage
 from tests.integration.judge import read_committed
@@ -31,7 +31,8 @@ async def test_a_kill_in_mid_load_is_named_where_it_left_copies(
     copies = Counter(r.idempotency_key for r in await asyncio.to_thread(read_committed, stage.kafka.bootstrap, [plain]))
     twice = {key for key, count in copies.items() if count > 1}
     assert twice, "the kill was to come between a write and its mark"
-    status, report = await asyncio.to_thread(audit, stage.kafka.bootstrap, stage.namespace, tmp_path, [plain, exact])
+    job = Audit(stage.kafka.bootstrap, stage.namespace, tmp_path, [plain, exact])
+    status, report = await asyncio.to_thread(job.carry_out)
     assert status == FINDINGS
     named = {finding["key"]: (finding["kind"], finding["cause"], finding["topic"]) for finding in report["findings"]}
     assert named == dict.fromkeys(twice, ("duplicate", "producer_restart", plain))

@@ -217,11 +217,8 @@ class FakeJournal(Journal):
     def __init__(self) -> None:
         self.answers: list[tuple[str, int]] = []
 
-    def record(self, request: Request, status: int, answer: Answer, latency_s: float) -> None:
+    def record(self, request: Request, status: int, answer: Answer | None, latency_s: float) -> None:
         self.answers.append((request.events[0].key, status))
-
-    def accept(self, request: Request, latency_s: float) -> None:
-        self.answers.append((request.events[0].key, 202))
 
 
 class World:

@@ -7,6 +7,7 @@ import signal
 import structlog
 
 from service.waits import calls, tell_on_signal
+from tests.unit.fakes import until
 
 
 async def _innermost(lock: asyncio.Lock) -> None:
@@ -31,7 +32,7 @@ async def test_the_calls_of_a_task_that_waits() -> None:
     tell_on_signal(asyncio.get_running_loop())
     with structlog.testing.capture_logs() as lines:
         os.kill(os.getpid(), signal.SIGUSR1)
-        await asyncio.sleep(0.01)
+        await until(lambda: any(line.get("name") == "stuck" for line in lines))
     asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR1)
     (line,) = [line for line in lines if line.get("name") == "stuck"]
     assert line["waits"] == " > ".join(told)
