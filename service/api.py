@@ -9,10 +9,11 @@ from starlette.exceptions import HTTPException
 
 from service.errors import INCOMPLETE, INTERNAL, KINDS, UNKNOWN_KEY, Problem, StoreAway, StoreLost, StoreUnanswered
 from service.errors import of_status as problem_of_status
-from service.event import EventBody, parse_key
-from service.events_endpoint import PROBLEM_TYPE, render_problem
+from service.event import parse_key
 from service.keys import Found, RedisKeys
+from service.openapi import with_posts
 from service.recovery import Store
+from service.rendering import PROBLEM_TYPE, render_problem
 from service.states import Claimed, Delivered, DeliveredBatch
 from service.telemetry import Telemetry
 from service.wire import event_id
@@ -85,7 +86,7 @@ def routes(app: FastAPI, service: Callable[[], Parts]) -> None:
     async def on_bug(_: Request, error: Exception) -> Response:
         return _response(Problem(INTERNAL, type(error).__name__))
 
-    app.openapi = lambda: _openapi(app, type(app).openapi(app))  # type: ignore[method-assign]
+    app.openapi = lambda: with_posts(type(app).openapi(app))  # type: ignore[method-assign]
 
 
 def describe(id: bytes, found: Found) -> dict[str, Any]:
@@ -109,66 +110,3 @@ def _response(problem: Problem) -> Response:
 _PROBLEMS: Final[dict[int | str, dict[str, Any]]] = {
     status: {"description": "application/problem+json", "content": {PROBLEM_TYPE.decode(): {}}} for status in (404, 503)
 }
-
-
-def _openapi(app: FastAPI, document: dict[str, Any]) -> dict[str, Any]:
-    """FastAPI's document and the route that it does not see."""
-    (body,), components = msgspec.json.schema_components([EventBody], ref_template="#/components/schemas/{name}")
-    document.setdefault("components", {}).setdefault("schemas", {}).update(components)
-    errors: dict[int, list[str]] = {}
-    for kind in KINDS.values():
-        errors.setdefault(kind.status, []).append(kind.code)
-    document["paths"].setdefault("/events", {})["post"] = {
-        "summary": "Write one event exactly once",
-        "parameters": [
-            {
-                "name": "Idempotency-Key",
-                "in": "header",
-                "required": True,
-                "description": "1 to 255 printable ASCII characters, bare or quoted; the same for each retry",
-                "schema": {"type": "string", "minLength": 1, "maxLength": 255},
-            },
-            {
-                "name": "Prefer",
-                "in": "header",
-                "description": "wait=N: up to N seconds for another's write of this key; respond-async: 202 at once",
-                "schema": {"type": "string"},
-            },
-        ],
-        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-        "responses": {
-            "201": {
-                "description": "Committed; with Idempotent-Replayed: true where it was before",
-                "content": {
-                    "application/json": {
-                        "schema": {
-                            "type": "object",
-                            "required": ["id", "topic", "partition", "offset", "timestamp"],
-                            "properties": {
-                                "id": {"type": "string"},
-                                "topic": {"type": "string"},
-                                **{name: {"type": "integer"} for name in ("partition", "offset", "timestamp")},
-                            },
-                        }
-                    }
-                },
-            },
-            "202": {
-                "description": "The key is claimed; the outcome is told by its Location (Prefer: respond-async)",
-                "content": {
-                    "application/json": {
-                        "schema": {
-                            "type": "object",
-                            "required": ["id", "state"],
-                            "properties": {"id": {"type": "string"}, "state": {"const": "in_progress"}},
-                        }
-                    }
-                },
-            },
-            **{
-                str(status): {"description": ", ".join(codes), "content": {PROBLEM_TYPE.decode(): {}}}
-                for status, codes in sorted(errors.items())
-            },
-        },
-    }
-    return document

@@ -1,7 +1,7 @@
 """`POST /events/batch`: many events in one request, each for itself, or all of them or none."""
 
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -13,6 +13,8 @@ from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX
 from service.wire import batch_fingerprint, event_id, member_id
 
 BATCH_EVENTS_MAX: Final = 10_000
+LINES: Final = "application/x-ndjson"
+"""The media type of a batch with each event on a line of its own (newline-delimited JSON)."""
 
 
 class BatchBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -30,6 +32,7 @@ class MemberBody(EventBody, forbid_unknown_fields=True):
 
 _decode_batch = msgspec.json.Decoder(BatchBody).decode
 _decode_member = msgspec.json.Decoder(MemberBody).decode
+T = TypeVar("T")
 
 
 def parse_batch(body: bytes) -> BatchBody:
@@ -38,39 +41,78 @@ def parse_batch(body: bytes) -> BatchBody:
     batch = decode(_decode_batch, body)
     if not batch.events:
         raise Problem(INVALID_EVENT, "events: send at least one")
-    if len(batch.events) > BATCH_EVENTS_MAX:
-        raise Problem(TOO_LARGE, f"events: there are {len(batch.events)}; at most {BATCH_EVENTS_MAX} are taken")
+    check_count(len(batch.events))
     return batch
+
+
+def parse_lines(body: bytes) -> list[bytes]:
+    """The lines of newline-delimited JSON, but for blank ones. Raises Problem (400, 413)."""
+    lines = [line for line in body.split(b"\n") if not line.isspace() and line]
+    if not lines:
+        raise Problem(INVALID_EVENT, "body: send at least one event, each on a line of its own")
+    check_count(len(lines))
+    return lines
+
+
+def check_count(events: int) -> None:
+    """Raises Problem (413) for more than a batch may have."""
+    if events > BATCH_EVENTS_MAX:
+        raise Problem(TOO_LARGE, f"events: there are {events}; at most {BATCH_EVENTS_MAX} are taken")
 
 
 # ------------------------------------------------------------------------------------------------ each for itself
 
 
+def member_of(raw: msgspec.Raw, traceparent: bytes | None = None) -> Event:
+    """One event of a batch. Raises Problem (400, 413)."""
+    fields = decode(_decode_member, raw)
+    key = parse_key(fields.idempotency_key)
+    return make_event(key, event_id(key), fields, traceparent)
+
+
+def line_of(line: bytes, traceparent: bytes | None = None) -> Event:
+    """One event on a line of its own. Raises Problem (400, 413)."""
+    check_json(line)
+    return member_of(msgspec.Raw(line), traceparent)
+
+
 async def write_each(
-    intake: Intake, batch: BatchBody, arrived: float, traceparent: bytes | None = None
-) -> list[Answer]:
-    """Write the events of a batch, each under a key of its own; the answer of each, in their order.
+    intake: Intake, parts: Sequence[T], parse: Callable[[T], Event], arrived: float
+) -> AsyncIterator[list[Answer]]:
+    """Write the events of a batch, each under a key of its own; their answers in their order, as they come to be known.
 
     They go to Kafka in trains, one after the other: what one transaction holds travels together, which keeps the
     order of the batch. A key that comes again begins a new train, and so finds what became of the first.
     """
-    answers: list[Answer | None] = [None] * len(batch.events)
+    answers: list[Answer | None] = [None] * len(parts)
     good: list[tuple[int, Event]] = []
-    for index, raw in enumerate(batch.events):
+    for index, part in enumerate(parts):
         try:
-            fields = decode(_decode_member, raw)
-            key = parse_key(fields.idempotency_key)
-            event = make_event(key, event_id(key), fields, traceparent)
+            event = parse(part)
             await intake.check(event, arrived)
             good.append((index, event))
         except Problem as problem:
             answers[index] = problem
+    told = 0
     for car in trains(good):
         events = [event for _, event in car]
         train = Train(object(), Load.of(events))
         for (index, _), answer in zip(car, await intake.submit_train(events, train), strict=True):
             answers[index] = answer
-    return [answer for answer in answers if answer is not None]
+        known = _known(answers, told)
+        told += len(known)
+        yield known
+    yield _known(answers, told)
+
+
+def _known(answers: Sequence[Answer | None], start: int) -> list[Answer]:
+    """The answers from `start` on, up to the first that is still to come."""
+    known: list[Answer] = []
+    for answer in answers[start:]:
+        if answer is None:
+            break
+        known.append(answer)
+    return known
 
 
 def trains(events: Sequence[tuple[int, Event]]) -> Iterator[list[tuple[int, Event]]]:

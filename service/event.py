@@ -140,20 +140,26 @@ def decode(decoder: Callable[[bytes], T], body: bytes | msgspec.Raw) -> T:
 
 def make_event(key: str, id: bytes, fields: EventBody, traceparent: bytes | None = None) -> Event:
     """An event from decoded fields; the rules that no type can say."""
-    if not _is_topic(fields.topic):
-        raise _invalid("topic", "use 1 to 249 of letters, digits, '.', '_' and '-'")
     record_key = None if fields.key is None else fields.key.encode()
     value = _value(fields)
-    if value is None and record_key is None:
-        raise _invalid("value", "null writes a tombstone, which needs a key: send one")
     if fields.partition is not None and not 0 <= fields.partition <= PARTITION_MOST:
-        raise _invalid("partition", "use a partition's number, from 0")
+        raise invalid("partition", "use a partition's number, from 0")
     if fields.timestamp is not None and not 0 <= fields.timestamp <= TIMESTAMP_MOST:
-        raise _invalid("timestamp", "use milliseconds since 1970, 0 or more")
+        raise invalid("timestamp", "use milliseconds since 1970, 0 or more")
     headers = _headers(fields)
-    if traceparent is not None and any(name == TRACE_HEADER for name, _ in headers):
-        traceparent = None  # the client's own goes with the event, once
-    event = Event(key, id, fields.topic, record_key, value, headers, fields.partition, fields.timestamp, traceparent)
+    return checked(
+        Event(key, id, fields.topic, record_key, value, headers, fields.partition, fields.timestamp, traceparent)
+    )
+
+
+def checked(event: Event) -> Event:
+    """An event that keeps the rules that hold for every one, however it came. Raises Problem (400, 413)."""
+    if not _is_topic(event.topic):
+        raise invalid("topic", "use 1 to 249 of letters, digits, '.', '_' and '-'")
+    if event.value is None and event.record_key is None:
+        raise invalid("value", "null writes a tombstone, which needs a key: send one")
+    if event.traceparent is not None and any(name == TRACE_HEADER for name, _ in event.headers):
+        event.traceparent = None  # the client's own goes with the event, once
     if event.bytes > EVENT_BYTES_MAX:
         raise Problem(TOO_LARGE, f"value: the event has {event.bytes} bytes; at most {EVENT_BYTES_MAX} are taken")
     return event
@@ -166,14 +172,14 @@ def _is_topic(name: str) -> bool:
 
 def _value(fields: EventBody) -> bytes | None:
     if (fields.value is msgspec.UNSET) == (fields.value_base64 is None):
-        raise _invalid("value", "send exactly one of value and value_base64")
+        raise invalid("value", "send exactly one of value and value_base64")
     if isinstance(fields.value, msgspec.Raw):
         raw = bytes(fields.value)
         return None if raw == b"null" else raw
     try:
         return base64.b64decode(fields.value_base64 or "", validate=True)
     except (binascii.Error, ValueError):
-        raise _invalid("value_base64", "use standard base64 (RFC 4648, section 4) with its padding") from None
+        raise invalid("value_base64", "use standard base64 (RFC 4648, section 4) with its padding") from None
 
 
 def _headers(fields: EventBody) -> list[Header]:
@@ -181,17 +187,17 @@ def _headers(fields: EventBody) -> list[Header]:
     if not headers:
         return []
     if len(headers) > HEADERS_MAX:
-        raise _invalid("headers", f"at most {HEADERS_MAX} are taken")
+        raise invalid("headers", f"at most {HEADERS_MAX} are taken")
     for name in headers:
         if name.lower() in RESERVED_HEADERS:
-            raise _invalid(f"headers.{name}", "this name is reserved for Fencepost: use another")
+            raise invalid(f"headers.{name}", "this name is reserved for Fencepost: use another")
     return [(name, content.encode()) for name, content in headers.items()]
 
 
 def check_topic(event: Event, topic: Topic) -> None:
     """What the topic's own settings refuse, before the key is touched. Raises Problem (400, 413, 422)."""
     if event.partition is not None and event.partition >= topic.partitions:
-        raise _invalid("partition", f"{topic.name} has {topic.partitions}: use 0 to {topic.partitions - 1}, or none")
+        raise invalid("partition", f"{topic.name} has {topic.partitions}: use 0 to {topic.partitions - 1}, or none")
     settings = topic.settings
     whole, most = event.bytes + OVERHEAD_BYTES, topic.message_bytes_max
     if whole > most:
@@ -303,7 +309,8 @@ def _not_json(why: str) -> Problem:
     return Problem(INVALID_JSON, f"body: {why}")
 
 
-def _invalid(field: str, remedy: str) -> Problem:
+def invalid(field: str, remedy: str) -> Problem:
+    """400: a field of the event is malformed."""
     return Problem(INVALID_EVENT, f"{field}: {remedy}")
 
 

@@ -1,32 +1,48 @@
 """`POST /events` and its batch: headers read once, a request handed to the path, its answer written from bytes."""
 
-import json
-from collections.abc import Callable, Coroutine, Iterable
-from email.utils import formatdate
-from functools import lru_cache, partial
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from ipaddress import ip_address
-from typing import Any, Final
-from urllib.parse import quote
+from typing import Any, Final, TypeVar
 
 import structlog
 
-from service.batch import parse_batch, write_atomic, write_each
+from service import cloudevents
+from service.batch import (
+    BATCH_EVENTS_MAX,
+    LINES,
+    line_of,
+    member_of,
+    parse_batch,
+    parse_lines,
+    write_atomic,
+    write_each,
+)
 from service.errors import FORBIDDEN_CALLER, INTERNAL, INVALID_KEY, TOO_LARGE, UNSUPPORTED_TYPE, Problem
-from service.event import Event, parse_event, parse_key, parse_traceparent
+from service.event import Event, check_json, parse_event, parse_key, parse_traceparent
 from service.http_posts import Handler, Post
 from service.intake import Intake
 from service.prefer import Preference, parse_prefer
-from service.request import Answer, Committed, Placed
+from service.rendering import (
+    JSON_LINE,
+    committed_lines,
+    location_of,
+    render_place,
+    render_problem,
+    render_result,
+    render_results,
+    render_whole,
+)
+from service.request import Answer
 from service.settings import Settings
 from service.shared import PREFIX
 from service.telemetry import Telemetry
 
 log = structlog.get_logger(__name__)
 
-Headers = list[tuple[bytes, bytes]]
+JSON: Final = "application/json"
 
-PROBLEM_TYPE: Final = b"application/problem+json"
-
+T = TypeVar("T")
 Found = dict[bytes, str]  # the headers that matter, by lower-case name
 
 
@@ -51,7 +67,6 @@ class EventsEndpoint:
             found = pick(post.headers)
             if post.size > self._body_bytes_max:
                 raise Problem(TOO_LARGE, f"body: at most {self._body_bytes_max} bytes are taken")
-            check_type(found.get(b"content-type"))
             step(post, found)
         except Exception as error:
             self._fail(post, error)
@@ -66,8 +81,22 @@ class EventsEndpoint:
             self._loopback.add(client)
 
     def _post_event(self, post: Post, found: Found) -> None:
-        key = parse_key(found.get(b"idempotency-key"))
-        event = parse_event(key, post.body, parse_traceparent(found.get(b"traceparent")))
+        traceparent = parse_traceparent(found.get(b"traceparent"))
+        key = found.get(b"idempotency-key")
+        if b"ce-specversion" in found:
+            event = cloudevents.from_binary(post.headers, post.body, key, traceparent)
+        else:
+            kind = media_type(found.get(b"content-type"))
+            if kind == JSON:
+                event = parse_event(parse_key(key), post.body, traceparent)
+            elif kind == cloudevents.STRUCTURED:
+                check_json(post.body)
+                event = cloudevents.from_structured(post.body, key, traceparent)
+            elif kind == cloudevents.BATCHED:
+                post.apart(self._or_fail(post, self._write_cloudevents(post, key, traceparent)))
+                return
+            else:
+                raise unsupported(JSON, cloudevents.STRUCTURED, cloudevents.BATCHED)
         preference = parse_prefer(found.get(b"prefer"))
         if self._intake().check_now(event):
             self._submit(post, event, preference)
@@ -84,20 +113,51 @@ class EventsEndpoint:
         self._intake().submit(event, post.arrived, reply, wait_s=preference.wait_s, accepted=accepted)
 
     def _post_batch(self, post: Post, found: Found) -> None:
-        post.apart(self._or_fail(post, self._write_batch(post, found)))
-
-    async def _write_batch(self, post: Post, found: Found) -> None:
-        batch = parse_batch(post.body)
+        kind = media_type(found.get(b"content-type"))
         traceparent = parse_traceparent(found.get(b"traceparent"))
+        if kind == JSON:
+            post.apart(self._or_fail(post, self._write_batch(post, found.get(b"idempotency-key"), traceparent)))
+        elif kind == LINES:
+            post.apart(self._or_fail(post, self._write_lines(post, traceparent)))
+        else:
+            raise unsupported(JSON, LINES)
+
+    async def _write_batch(self, post: Post, raw_key: str | None, traceparent: bytes | None) -> None:
+        batch = parse_batch(post.body)
         if not batch.atomic:
-            answers = await write_each(self._intake(), batch, post.arrived, traceparent)
-            self._answer(post, 207, JSON_LINE, render_results(answers))
+            await self._write_each(post, batch.events, partial(member_of, traceparent=traceparent))
             return
-        key = parse_key(found.get(b"idempotency-key"))
+        key = parse_key(raw_key)
         id, answer = await write_atomic(self._intake(), batch, key, post.arrived, traceparent)
         if isinstance(answer, Problem):
             raise answer
-        self._answer(post, 201, self._committed_lines(key, answer), render_whole(id, answer))
+        self._answer(post, 201, committed_lines(key, answer, self._retention_s), render_whole(id, answer))
+
+    async def _write_cloudevents(self, post: Post, key: str | None, traceparent: bytes | None) -> None:
+        if key is not None:
+            raise Problem(INVALID_KEY, "Idempotency-Key: the key of each of several CloudEvents is its source and id")
+        parts = cloudevents.parse_batch(post.body, BATCH_EVENTS_MAX)
+        await self._write_each(post, parts, partial(cloudevents.from_structured, key=None, traceparent=traceparent))
+
+    async def _write_each(self, post: Post, parts: Sequence[T], parse: Callable[[T], Event]) -> None:
+        answers = [answer async for some in write_each(self._intake(), parts, parse, post.arrived) for answer in some]
+        self._answer(post, 207, JSON_LINE, render_results(answers))
+
+    async def _write_lines(self, post: Post, traceparent: bytes | None) -> None:
+        """Answers go out as they come to be known, a line each, in the order of the events."""
+        lines = parse_lines(post.body)
+        self._telemetry.requested(207, "")
+        stream = post.stream(207, b"content-type: %b\r\n" % LINES.encode())
+        try:
+            async for some in write_each(
+                self._intake(), lines, partial(line_of, traceparent=traceparent), post.arrived
+            ):
+                stream.write(b"".join(b"%b\n" % render_result(answer).encode() for answer in some))
+        except Exception:  # the status is sent: what can be told is that the answer is not whole
+            log.exception("request failed")
+            stream.cut()
+            return
+        stream.end()
 
     def _tell_accepted(self, post: Post, event: Event) -> None:
         """The claim stands: a client that prefers so is answered now, and asks for the outcome by the key."""
@@ -111,7 +171,7 @@ class EventsEndpoint:
         if isinstance(answer, Problem):
             self._fail(post, answer, applied)
         else:
-            lines = self._committed_lines(key, answer) + applied
+            lines = committed_lines(key, answer, self._retention_s) + applied
             self._answer(post, 201, lines, render_place(answer.places[0]))
 
     async def _or_fail(self, post: Post, work: Coroutine[Any, Any, None]) -> None:
@@ -135,67 +195,8 @@ class EventsEndpoint:
         self._telemetry.requested(status, code)
         post.answer(status, lines, body)
 
-    def _committed_lines(self, key: str, answer: Committed) -> bytes:
-        """The header lines of a 201: the same each time, but for the one that tells of a replay.
 
-        A key is printable ASCII and an expiry is made here, so neither can end its line early.
-        """
-        return b"%blocation: %b\r\nidempotency-key: %b\r\nidempotency-key-expires: %b\r\n%b" % (
-            JSON_LINE,
-            location_of(key),
-            key.encode(),
-            imf_fixdate(answer.at // 1000 + self._retention_s),
-            b"idempotent-replayed: true\r\n" if answer.replayed else b"",
-        )
-
-
-JSON_LINE: Final = b"content-type: application/json\r\n"
-
-
-def location_of(key: str) -> bytes:
-    """Where the state of a key is told."""
-    return b"/events/" + quote(key, safe="").encode()
-
-
-def render_place(place: Placed) -> bytes:
-    """`{"id","topic","partition","offset","timestamp"}`; a topic's name needs no escaping."""
-    return f"{{{_fields(place)}}}".encode()
-
-
-def render_results(answers: Iterable[Answer]) -> bytes:
-    """The body of a 207: one result an event, in order."""
-    results = []
-    for answer in answers:
-        if isinstance(answer, Problem):
-            results.append(f'{{"status":{answer.kind.status},"problem":{json.dumps(answer.body())}}}')
-        else:
-            replayed = "true" if answer.replayed else "false"
-            results.append(f'{{"status":201,{_fields(answer.places[0])},"replayed":{replayed}}}')
-    return f'{{"results":[{",".join(results)}]}}'.encode()
-
-
-def render_whole(id: bytes, answer: Committed) -> bytes:
-    """The body of an atomic batch's 201, the same bytes each time."""
-    results = ",".join(f'{{"status":201,{_fields(place)}}}' for place in answer.places)
-    return f'{{"id":"{id.hex()}","results":[{results}]}}'.encode()
-
-
-def _fields(place: Placed) -> str:
-    return (
-        f'"id":"{place.id.hex()}","topic":"{place.topic}","partition":{place.partition},'
-        f'"offset":{place.offset},"timestamp":{place.timestamp}'
-    )
-
-
-def render_problem(problem: Problem) -> tuple[int, Headers, bytes]:
-    """`application/problem+json` (RFC 9457), with Retry-After where another try may help."""
-    headers: Headers = [(b"content-type", PROBLEM_TYPE)]
-    if problem.retry_after_s is not None:
-        headers.append((b"retry-after", b"%d" % problem.retry_after_s))
-    return problem.kind.status, headers, json.dumps(problem.body()).encode()
-
-
-_WANTED: Final = frozenset({b"content-type", b"idempotency-key", b"traceparent", b"prefer"})
+_WANTED: Final = frozenset({b"content-type", b"idempotency-key", b"traceparent", b"prefer", b"ce-specversion"})
 
 
 def pick(headers: Iterable[tuple[bytes, bytes]]) -> Found:
@@ -213,17 +214,17 @@ def pick(headers: Iterable[tuple[bytes, bytes]]) -> Found:
     return found
 
 
-def check_type(content_type: str | None) -> None:
-    """`application/json`, in UTF-8 if it says. Raises Problem (415)."""
-    if content_type == "application/json":
-        return
-    media_type, _, parameters = (content_type or "").partition(";")
+def media_type(content_type: str | None) -> str:
+    """What a body is said to be, in lower case, in UTF-8 if it says. Raises Problem (415)."""
+    if content_type == JSON:
+        return JSON
+    kind, _, parameters = (content_type or "").partition(";")
     charset = parameters.strip().lower().removeprefix("charset=").strip('"')
-    if media_type.strip().lower() != "application/json" or (charset and charset != "utf-8"):
-        raise Problem(UNSUPPORTED_TYPE, "Content-Type: send application/json (in UTF-8)")
+    if charset and charset != "utf-8":
+        raise Problem(UNSUPPORTED_TYPE, "Content-Type: send UTF-8")
+    return kind.strip().lower()
 
 
-@lru_cache(maxsize=1024)
-def imf_fixdate(second: int) -> bytes:
-    """A time in seconds since 1970 as an IMF-fixdate (RFC 9110, section 5.6.7)."""
-    return formatdate(second, usegmt=True).encode()
+def unsupported(*kinds: str) -> Problem:
+    """415: what a body may be here."""
+    return Problem(UNSUPPORTED_TYPE, f"Content-Type: send {' or '.join(kinds)} (in UTF-8)")

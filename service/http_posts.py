@@ -23,6 +23,7 @@ class Post:
         "_handler",
         "_parts",
         "arrived",
+        "chunked",
         "disconnected",
         "headers",
         "keep_alive",
@@ -34,13 +35,14 @@ class Post:
 
     message_event: Final = asyncio.Event()  # uvicorn sets it when the client goes away; nobody waits for it here
 
-    def __init__(self, connection: "PostsProtocol", handler: Handler, keep_alive: bool) -> None:
+    def __init__(self, connection: "PostsProtocol", handler: Handler, keep_alive: bool, chunked: bool) -> None:
         self._connection = connection
         self._handler = handler
         self._parts: list[bytes] = []
         self.arrived = connection.loop.time()
         self.headers: list[tuple[bytes, bytes]] = connection.headers  # names in lower case
         self.keep_alive = keep_alive
+        self.chunked = chunked  # the client understands an answer in pieces
         self.size = 0  # of the body so far, in bytes
         self.started = False  # no earlier request of this connection waits for its answer
         self.whole = False  # all of it is here, or more than is taken
@@ -92,6 +94,44 @@ class Post:
             self.response_complete = True
             self._connection.write_answer(self, status, head, body)
 
+    def stream(self, status: int, head: bytes) -> "Stream":
+        """Begin an answer whose body comes in pieces."""
+        return Stream(self, self._connection, status, head)
+
+
+class Stream:
+    """An answer in pieces (chunked, RFC 9112 section 7.1); to a client of HTTP/1.0 in one piece, at its end."""
+
+    def __init__(self, post: Post, connection: "PostsProtocol", status: int, head: bytes) -> None:
+        self._post = post
+        self._connection = connection
+        self._whole: list[bytes] | None = None
+        self._status, self._head = status, head
+        if post.chunked:
+            connection.write(post, connection.head(post, status, head, b"transfer-encoding: chunked\r\n"))
+        else:
+            self._whole = []
+
+    def write(self, piece: bytes) -> None:
+        """The next piece of the body."""
+        if self._whole is not None:
+            self._whole.append(piece)
+        elif piece:  # an empty chunk would be the end
+            self._connection.write(self._post, b"%x\r\n%b\r\n" % (len(piece), piece))
+
+    def end(self) -> None:
+        """The body is whole."""
+        if self._whole is not None:
+            self._post.answer(self._status, self._head, b"".join(self._whole))
+            return
+        self._post.response_complete = True
+        self._connection.finish(self._post, b"0\r\n\r\n")
+
+    def cut(self) -> None:
+        """The body will never be whole, which the end of the connection tells."""
+        self._post.response_complete = True
+        self._connection.transport.close()
+
 
 class PostsProtocol(GuardedProtocol):
     """Hands POSTs to its routes' handlers, and everything else to the ASGI app."""
@@ -120,7 +160,8 @@ class PostsProtocol(GuardedProtocol):
             return
         self._in_head, self._head_bytes = False, 0
         existing, parser = self.cycle, self.parser
-        post = Post(self, handler, parser.get_http_version() != "1.0" and parser.should_keep_alive())
+        chunked = parser.get_http_version() != "1.0"
+        post = Post(self, handler, chunked and parser.should_keep_alive(), chunked)
         self.cycle = post  # type: ignore[assignment]
         if existing is None or existing.response_complete:
             post.started = True
@@ -164,16 +205,27 @@ class PostsProtocol(GuardedProtocol):
 
     def write_answer(self, post: Post, status: int, head: bytes, body: bytes) -> None:
         """One write for the whole answer, then what is next on this connection."""
-        if post.disconnected or self.transport.is_closing():
-            return
-        keep_alive = post.keep_alive and not self.lingering
-        end = b"\r\n" if keep_alive else b"connection: close\r\n\r\n"
-        self.transport.write(
-            b"%b%b%bcontent-length: %d\r\n%b%b" % (STATUS_LINE[status], self._dated(), head, len(body), end, body)
-        )
-        if not keep_alive:
-            self.transport.close()
-        self.on_response_complete()
+        self.finish(post, self.head(post, status, head, b"content-length: %d\r\n" % len(body)) + body)
+
+    def head(self, post: Post, status: int, head: bytes, framing: bytes) -> bytes:
+        """The head of an answer: `head` and `framing` are lines with their CRLF."""
+        post.keep_alive = post.keep_alive and not self.lingering
+        end = b"\r\n" if post.keep_alive else b"connection: close\r\n\r\n"
+        return b"%b%b%b%b%b" % (STATUS_LINE[status], self._dated(), head, framing, end)
+
+    def write(self, post: Post, content: bytes) -> bool:
+        """Write a part of an answer, unless nobody is there to read it."""
+        there = not post.disconnected and not self.transport.is_closing()
+        if there:
+            self.transport.write(content)
+        return there
+
+    def finish(self, post: Post, content: bytes) -> None:
+        """Write the last part of an answer."""
+        if self.write(post, content):
+            if not post.keep_alive:
+                self.transport.close()
+            self.on_response_complete()
 
     def _dated(self) -> bytes:
         """uvicorn's own headers (Date), which it makes anew each second."""

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import email.utils
 import json
+import re
 import time
 from typing import Any
 
@@ -236,4 +237,8 @@ async def test_probes_and_metrics(served: Service, topic: str, client: Client) -
     metrics = (await client.http.get(f"{served.url}/metrics")).text
     assert 'fencepost_answers_total{code="",status="201"}' in metrics
     document = (await client.http.get(f"{served.url}/openapi.json")).json()
-    assert "post" in document["paths"]["/events"]
+    for path in ("/events", "/events/batch"):
+        told = document["paths"][path]["post"]
+        assert {"201", "207", "400", "503", "504"} <= told["responses"].keys()
+        for reference in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(told)):
+            assert reference in document["components"]["schemas"]

@@ -6,8 +6,27 @@ from typing import Any
 
 import pytest
 
-from service.batch import BATCH_EVENTS_MAX, BatchBody, parse_batch, trains, write_atomic, write_each
-from service.errors import IN_PROGRESS, INVALID_EVENT, INVALID_KEY, MISSING_KEY, NOT_WRITTEN, TOO_LARGE, Problem
+from service.batch import (
+    BATCH_EVENTS_MAX,
+    BatchBody,
+    line_of,
+    member_of,
+    parse_batch,
+    parse_lines,
+    trains,
+    write_atomic,
+    write_each,
+)
+from service.errors import (
+    IN_PROGRESS,
+    INVALID_EVENT,
+    INVALID_JSON,
+    INVALID_KEY,
+    MISSING_KEY,
+    NOT_WRITTEN,
+    TOO_LARGE,
+    Problem,
+)
 from service.event import ENTRY_BYTES, Event
 from service.request import Answer, Committed, Load
 from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX
@@ -30,7 +49,8 @@ def one(key: str | None, value: Any = 1, topic: str = "orders") -> dict[str, Any
 async def written(world: World, batch: BatchBody) -> list[Answer]:
     """What a slot that serves makes of a batch."""
     serving = world.serve(await world.slot())
-    answers = await write_each(world.intake, batch, asyncio.get_running_loop().time())
+    told = write_each(world.intake, batch.events, member_of, asyncio.get_running_loop().time())
+    answers = [answer async for some in told for answer in some]
     await ended(serving)
     return answers
 
@@ -106,6 +126,35 @@ async def test_one_bad_event_fails_alone_and_bad_json_fails_all() -> None:
     with pytest.raises(Problem) as raised:
         parse_batch(b'{"events": [' + b"1," * BATCH_EVENTS_MAX + b"1]}")
     assert raised.value.kind is TOO_LARGE
+
+
+async def test_answers_are_told_train_by_train_as_soon_as_those_before_are_known() -> None:
+    world = World()
+    serving = world.serve(await world.slot())
+    lines = [json.dumps(event).encode() for event in (one("a"), one(None), one("b"), one("a"), one(None))]
+    told = write_each(world.intake, lines, line_of, asyncio.get_running_loop().time())
+    assert [[kind_of(answer) for answer in some] async for some in told] == [
+        [None, MISSING_KEY, None],
+        [None, MISSING_KEY],
+        [],
+    ]
+    await ended(serving)
+
+
+async def test_a_line_that_is_no_json_fails_alone() -> None:
+    world = World()
+    serving = world.serve(await world.slot())
+    lines = parse_lines(b'{"topic":"orders","value":1,"idempotency_key":"a"}\r\n\n  \n{"topic":\n{"a":NaN}\n7')
+    told = write_each(world.intake, lines, line_of, asyncio.get_running_loop().time())
+    answers = [answer async for some in told for answer in some]
+    assert [kind_of(answer) for answer in answers] == [None, INVALID_JSON, INVALID_JSON, INVALID_EVENT]
+    await ended(serving)
+
+
+@pytest.mark.parametrize("body", [b"", b"\n \r\n", b"1\n" * (BATCH_EVENTS_MAX + 1)], ids=["none", "blank", "many"])
+def test_lines_have_bounds(body: bytes) -> None:
+    with pytest.raises(Problem, match="event"):
+        parse_lines(body)
 
 
 # ------------------------------------------------------------------------------------------------------ all or none

@@ -5,16 +5,10 @@ from typing import Any
 
 import pytest
 
+from service.batch import LINES
 from service.errors import KINDS, Problem
-from service.events_endpoint import (
-    check_type,
-    imf_fixdate,
-    pick,
-    render_place,
-    render_problem,
-    render_results,
-    render_whole,
-)
+from service.events_endpoint import JSON, media_type, pick, unsupported
+from service.rendering import imf_fixdate, render_place, render_problem, render_results, render_whole
 from service.request import Answer, Committed, Placed
 
 PLACE = Placed(b"\x01" * 16, "orders", 2, 12, 1_700_000_000_000)
@@ -31,16 +25,26 @@ PLACE = Placed(b"\x01" * 16, "orders", 2, 12, 1_700_000_000_000)
     ],
 )
 def test_media_types(content_type: str) -> None:
-    check_type(content_type)
+    assert media_type(content_type) == JSON
 
 
-@pytest.mark.parametrize(
-    "content_type", [None, "", "text/plain", "application/jsonx", "application/json; charset=utf-16", "json"]
-)
+@pytest.mark.parametrize("content_type", [None, "", "text/plain", "application/jsonx", "json"])
 def test_other_media_types(content_type: str | None) -> None:
-    with pytest.raises(Problem) as caught:
-        check_type(content_type)
+    assert media_type(content_type) != JSON
+
+
+def test_media_types_in_another_charset() -> None:
+    with pytest.raises(Problem, match="UTF-8") as caught:
+        media_type("application/json; charset=utf-16")
     assert caught.value.kind.status == 415
+
+
+def test_what_is_taken_is_named() -> None:
+    problem = unsupported(JSON, LINES)
+    assert (problem.kind.status, problem.detail) == (
+        415,
+        "Content-Type: send application/json or application/x-ndjson (in UTF-8)",
+    )
 
 
 def test_headers_that_matter() -> None:

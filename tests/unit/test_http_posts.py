@@ -27,6 +27,19 @@ class Desk:
     def now(self, post: Post) -> None:
         post.answer(201, b"x-size: %d\r\n" % post.size, post.body)
 
+    def pieces(self, post: Post) -> None:
+        async def work() -> None:
+            stream = post.stream(207, b"x-kind: pieces\r\n")
+            for piece in (b"one", b"", b"two" * 10):
+                stream.write(piece)
+                await asyncio.sleep(0.01)
+            if post.body == b"cut":
+                stream.cut()
+            else:
+                stream.end()
+
+        post.apart(work())
+
     def apart(self, post: Post) -> None:
         async def work() -> None:
             await asyncio.sleep(0.3)  # longer than uvicorn takes to see that it is to stop
@@ -60,7 +73,12 @@ def desk() -> Desk:
 @pytest.fixture
 async def server(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[uvicorn.Server]:
     monkeypatch.setattr(http_guard, "SILENCE_MAX_S", 1.0)
-    routes: dict[bytes, Callable[[Post], None]] = {b"/later": desk.later, b"/now": desk.now, b"/apart": desk.apart}
+    routes: dict[bytes, Callable[[Post], None]] = {
+        b"/later": desk.later,
+        b"/now": desk.now,
+        b"/apart": desk.apart,
+        b"/pieces": desk.pieces,
+    }
     config = uvicorn.Config(
         app,
         port=free_port(),
@@ -110,6 +128,31 @@ async def caller(server: uvicorn.Server) -> AsyncIterator[Caller]:
 def post(path: bytes, body: bytes, *headers: bytes, version: bytes = b"1.1") -> bytes:
     lines = [b"POST %b HTTP/%b" % (path, version), b"host: x", b"content-length: %d" % len(body), *headers]
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+async def test_an_answer_in_pieces_comes_in_chunks_and_the_connection_goes_on(caller: Caller) -> None:
+    await caller.say(post(b"/pieces", b""), post(b"/now", b"next"))
+    status, headers, _ = await caller.hear()
+    assert (status, headers["x-kind"], headers["transfer-encoding"]) == (207, "pieces", "chunked")
+    async with asyncio.timeout(2.0):
+        chunks = await caller.reader.readuntil(b"\r\n0\r\n\r\n")
+    assert chunks == b"3\r\none\r\n1e\r\n" + b"two" * 10 + b"\r\n0\r\n\r\n"
+    assert (await caller.hear())[2] == b"next"
+
+
+async def test_http_1_0_gets_an_answer_in_pieces_as_a_whole(caller: Caller) -> None:
+    await caller.say(post(b"/pieces", b"", version=b"1.0"))
+    status, headers, body = await caller.hear()
+    assert (status, body) == (207, b"one" + b"two" * 10)
+    assert "transfer-encoding" not in headers
+    assert headers["connection"] == "close"
+
+
+async def test_an_answer_that_is_cut_ends_without_its_last_chunk(caller: Caller) -> None:
+    await caller.say(post(b"/pieces", b"cut"))
+    await caller.hear()
+    async with asyncio.timeout(2.0):
+        assert not (await caller.reader.read()).endswith(b"0\r\n\r\n")
 
 
 async def test_an_answer_has_a_date_its_own_headers_and_its_length(caller: Caller) -> None:

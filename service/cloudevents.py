@@ -1,0 +1,117 @@
+"""CloudEvents 1.0 → events: in over its HTTP binding, on to Kafka as its Kafka binding says.
+
+Binary: the attributes are headers, the body is the data. Structured: the body is the event's JSON, and the record's
+value. The topic is the extension attribute `topic`, else the event's `type`; the record key is `partitionkey` (the
+partitioning extension); the idempotency key is `source` and `id`, which together name an event, unless a header does.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Final
+from urllib.parse import unquote
+
+import msgspec
+
+from service.errors import INVALID_KEY, TOO_LARGE, Problem
+from service.event import HEADERS_MAX, Event, check_json, checked, decode, invalid, parse_key
+from service.wire import Header, event_id
+
+STRUCTURED: Final = "application/cloudevents+json"
+BATCHED: Final = "application/cloudevents-batch+json"
+VERSION: Final = "1.0"
+
+_PREFIX: Final = b"ce-"
+_ATTRIBUTE: Final = re.compile(r"[a-z0-9]{1,64}")
+_NAMED: Final = ("id", "source", "type", "topic", "partitionkey")
+
+
+class CloudEvent(msgspec.Struct):
+    """The attributes that say what an event is and where it goes. Its data, and any others, go on as they came."""
+
+    specversion: str
+    id: str
+    source: str
+    type: str
+    topic: str | None = None
+    partitionkey: str | None = None
+
+
+_decode: Final = msgspec.json.Decoder(CloudEvent).decode
+_decode_batch: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+def from_binary(
+    headers: Iterable[tuple[bytes, bytes]], body: bytes, key: str | None, traceparent: bytes | None = None
+) -> Event:
+    """An event whose attributes are in `ce-` headers (names in lower case). Raises Problem (400, 413)."""
+    attributes: dict[str, str] = {}
+    content_type = None
+    for name, content in headers:
+        if name == b"content-type":
+            content_type = content
+        if not name.startswith(_PREFIX):
+            continue
+        attribute = name.removeprefix(_PREFIX).decode("latin-1")
+        if _ATTRIBUTE.fullmatch(attribute) is None:
+            raise invalid(f"ce-{attribute}", "use lower-case letters and digits in the name of an attribute")
+        if attribute in attributes:
+            raise invalid(f"ce-{attribute}", "send each attribute once")
+        try:
+            attributes[attribute] = unquote(content.decode("ascii"), errors="strict")
+        except ValueError:
+            raise invalid(f"ce-{attribute}", "percent-encode what is not ASCII, as UTF-8") from None
+    if len(attributes) >= HEADERS_MAX:
+        raise invalid("ce-", f"at most {HEADERS_MAX - 1} attributes are taken")
+    for required in ("specversion", "id", "source", "type"):
+        if required not in attributes:
+            raise invalid(f"ce-{required}", "send this header: every CloudEvent has the attribute")
+    event = CloudEvent(attributes["specversion"], **{name: attributes[name] for name in _NAMED if name in attributes})
+    carried: list[Header] = [] if content_type is None else [("content-type", content_type)]
+    carried += [(f"ce_{name}", text.encode()) for name, text in attributes.items()]
+    return _event(event, "ce-", carried, body, key, traceparent)
+
+
+def from_structured(body: bytes | msgspec.Raw, key: str | None, traceparent: bytes | None = None) -> Event:
+    """An event whose JSON, which is known to be JSON, is `body`. Raises Problem (400, 413)."""
+    carried = [("content-type", STRUCTURED.encode())]
+    return _event(decode(_decode, body), "", carried, bytes(body), key, traceparent)
+
+
+def parse_batch(body: bytes, most: int) -> list[msgspec.Raw]:
+    """The JSON of each event of a batch. Raises Problem (400, 413)."""
+    check_json(body)
+    events = decode(_decode_batch, body)
+    if not events:
+        raise invalid("body", "send at least one event")
+    if len(events) > most:
+        raise Problem(TOO_LARGE, f"body: there are {len(events)} events; at most {most} are taken")
+    return events
+
+
+def _event(
+    event: CloudEvent, prefix: str, headers: list[Header], value: bytes, key: str | None, traceparent: bytes | None
+) -> Event:
+    if event.specversion != VERSION:
+        raise invalid(f"{prefix}specversion", f"this is {event.specversion!r}: send {VERSION}")
+    given: Mapping[str, str] = {"id": event.id, "source": event.source, "type": event.type}
+    for name, content in given.items():
+        if not content:
+            raise invalid(f"{prefix}{name}", "it must not be empty")
+    if " " in event.source:
+        raise invalid(f"{prefix}source", "a URI reference has no spaces: percent-encode them")
+    key = key_of(event, prefix) if key is None else parse_key(key)
+    record_key = None if event.partitionkey is None else event.partitionkey.encode()
+    topic = event.type if event.topic is None else event.topic
+    return checked(Event(key, event_id(key), topic, record_key, value, headers, None, None, traceparent))
+
+
+def key_of(event: CloudEvent, prefix: str = "") -> str:
+    """`source` and `id` with a space between: a source is a URI reference, which has none. Raises Problem (400)."""
+    try:
+        return parse_key(f"{event.source} {event.id}")
+    except Problem:
+        raise Problem(
+            INVALID_KEY,
+            f"{prefix}source and {prefix}id are the key, and make none (1 to 255 printable ASCII characters): "
+            "send an Idempotency-Key header",
+        ) from None

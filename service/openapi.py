@@ -1,0 +1,121 @@
+"""What OpenAPI tells of the POSTs, which are answered below FastAPI and so are not seen by it."""
+
+from typing import Any, Final
+
+import msgspec
+
+from service import cloudevents
+from service.batch import BATCH_EVENTS_MAX, LINES, MemberBody
+from service.errors import KINDS
+from service.event import EventBody
+from service.rendering import PROBLEM_TYPE
+
+_REF: Final = "#/components/schemas/{name}"
+_PLACE: Final = {
+    "id": {"type": "string"},
+    "topic": {"type": "string"},
+    **{name: {"type": "integer"} for name in ("partition", "offset", "timestamp")},
+}
+_KEY: Final = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "schema": {"type": "string", "minLength": 1, "maxLength": 255},
+}
+
+
+def with_posts(document: dict[str, Any]) -> dict[str, Any]:
+    """FastAPI's document with `POST /events` and `POST /events/batch` in it."""
+    (event, member, cloud), components = msgspec.json.schema_components(
+        [EventBody, MemberBody, cloudevents.CloudEvent], ref_template=_REF
+    )
+    document.setdefault("components", {}).setdefault("schemas", {}).update(components)
+    paths = document["paths"]
+    paths.setdefault("/events", {})["post"] = _post_event(event, cloud)
+    paths.setdefault("/events/batch", {})["post"] = _post_batch(member)
+    return document
+
+
+def _post_event(event: dict[str, Any], cloud: dict[str, Any]) -> dict[str, Any]:
+    key = "1 to 255 printable ASCII characters, bare or quoted; the same for each retry. CloudEvents do without: "
+    prefer = "wait=N: up to N seconds for another's write of this key; respond-async: 202 once the key is claimed"
+    accepted = {"id": {"type": "string"}, "state": {"const": "in_progress"}}
+    return {
+        "summary": "Write one event, or a batch of CloudEvents, exactly once",
+        "parameters": [
+            {**_KEY, "description": f"{key}their source and id are the key"},
+            {"name": "Prefer", "in": "header", "description": prefer, "schema": {"type": "string"}},
+        ],
+        "requestBody": {
+            "required": True,
+            "content": {
+                "application/json": {"schema": event},
+                cloudevents.STRUCTURED: {"schema": cloud},
+                cloudevents.BATCHED: {"schema": _list_of(cloud)},
+            },
+        },
+        "responses": {
+            "201": _json("Committed; with Idempotent-Replayed: true where it was before", _object(_PLACE)),
+            "202": _json("The key is claimed; its Location tells the outcome", _object(accepted)),
+            "207": _json("A result for each of several CloudEvents, in order", _results()),
+            **_problems(),
+        },
+    }
+
+
+def _post_batch(member: dict[str, Any]) -> dict[str, Any]:
+    whole = _object({"id": {"type": "string"}, "results": {"type": "array", "items": _object(_PLACE)}})
+    batch = {
+        "type": "object",
+        "required": ["events"],
+        "properties": {"events": _list_of(member), "atomic": {"type": "boolean", "default": False}},
+        "additionalProperties": False,
+    }
+    return {
+        "summary": "Write many events, each for itself, or (atomic) all of them or none",
+        "parameters": [
+            {**_KEY, "description": "Of an atomic batch, as a whole; else each event has an idempotency_key"}
+        ],
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": batch}, LINES: {"schema": member}},
+        },
+        "responses": {
+            "201": _json("An atomic batch is committed", whole),
+            "207": {
+                "description": "A result for each event, in order; of lines, a line each as it comes to be known",
+                "content": {"application/json": {"schema": _results()}, LINES: {"schema": _result()}},
+            },
+            **_problems(),
+        },
+    }
+
+
+def _results() -> dict[str, Any]:
+    return _object({"results": {"type": "array", "items": _result()}})
+
+
+def _result() -> dict[str, Any]:
+    told = _object({"status": {"const": 201}, **_PLACE, "replayed": {"type": "boolean"}})
+    return {"oneOf": [told, _object({"status": {"type": "integer"}, "problem": {"type": "object"}})]}
+
+
+def _problems() -> dict[str, Any]:
+    codes: dict[int, list[str]] = {}
+    for kind in KINDS.values():
+        codes.setdefault(kind.status, []).append(kind.code)
+    return {
+        str(status): {"description": ", ".join(named), "content": {PROBLEM_TYPE.decode(): {}}}
+        for status, named in sorted(codes.items())
+    }
+
+
+def _json(description: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+def _list_of(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": 1, "maxItems": BATCH_EVENTS_MAX}

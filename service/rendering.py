@@ -1,0 +1,80 @@
+"""Answers as bytes: header lines, each with its CRLF, and bodies."""
+
+import json
+from collections.abc import Iterable
+from email.utils import formatdate
+from functools import lru_cache
+from typing import Final
+from urllib.parse import quote
+
+from service.errors import Problem
+from service.request import Answer, Committed, Placed
+
+Headers = list[tuple[bytes, bytes]]
+
+PROBLEM_TYPE: Final = b"application/problem+json"
+JSON_LINE: Final = b"content-type: application/json\r\n"
+
+
+def committed_lines(key: str, answer: Committed, retention_s: int) -> bytes:
+    """The header lines of a 201: the same each time, but for the one that tells of a replay.
+
+    A key is printable ASCII and an expiry is made here, so neither can end its line early.
+    """
+    return b"%blocation: %b\r\nidempotency-key: %b\r\nidempotency-key-expires: %b\r\n%b" % (
+        JSON_LINE,
+        location_of(key),
+        key.encode(),
+        imf_fixdate(answer.at // 1000 + retention_s),
+        b"idempotent-replayed: true\r\n" if answer.replayed else b"",
+    )
+
+
+def location_of(key: str) -> bytes:
+    """Where the state of a key is told."""
+    return b"/events/" + quote(key, safe="").encode()
+
+
+def render_place(place: Placed) -> bytes:
+    """`{"id","topic","partition","offset","timestamp"}`; a topic's name needs no escaping."""
+    return f"{{{_fields(place)}}}".encode()
+
+
+def render_results(answers: Iterable[Answer]) -> bytes:
+    """The body of a 207: one result an event, in order."""
+    return f'{{"results":[{",".join(map(render_result, answers))}]}}'.encode()
+
+
+def render_result(answer: Answer) -> str:
+    """What is told of one event of several."""
+    if isinstance(answer, Problem):
+        return f'{{"status":{answer.kind.status},"problem":{json.dumps(answer.body())}}}'
+    replayed = "true" if answer.replayed else "false"
+    return f'{{"status":201,{_fields(answer.places[0])},"replayed":{replayed}}}'
+
+
+def render_whole(id: bytes, answer: Committed) -> bytes:
+    """The body of an atomic batch's 201, the same bytes each time."""
+    results = ",".join(f'{{"status":201,{_fields(place)}}}' for place in answer.places)
+    return f'{{"id":"{id.hex()}","results":[{results}]}}'.encode()
+
+
+def _fields(place: Placed) -> str:
+    return (
+        f'"id":"{place.id.hex()}","topic":"{place.topic}","partition":{place.partition},'
+        f'"offset":{place.offset},"timestamp":{place.timestamp}'
+    )
+
+
+def render_problem(problem: Problem) -> tuple[int, Headers, bytes]:
+    """`application/problem+json` (RFC 9457), with Retry-After where another try may help."""
+    headers: Headers = [(b"content-type", PROBLEM_TYPE)]
+    if problem.retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % problem.retry_after_s))
+    return problem.kind.status, headers, json.dumps(problem.body()).encode()
+
+
+@lru_cache(maxsize=1024)
+def imf_fixdate(second: int) -> bytes:
+    """A time in seconds since 1970 as an IMF-fixdate (RFC 9110, section 5.6.7)."""
+    return formatdate(second, usegmt=True).encode()

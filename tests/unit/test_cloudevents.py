@@ -1,0 +1,131 @@
+"""CloudEvents 1.0: what of them becomes key, topic, headers and value, and what is refused."""
+
+import json
+from typing import Any
+
+import pytest
+
+from service import cloudevents
+from service.errors import INVALID_EVENT, INVALID_JSON, INVALID_KEY, TOO_LARGE, Problem
+from service.event import Event
+from service.wire import event_id
+
+ATTRIBUTES = {
+    "specversion": "1.0",
+    "id": "42",
+    "source": "/shop/7",
+    "type": "com.example.order.made",
+}
+
+
+def binary(key: str | None = None, body: bytes = b"data", **attributes: str | None) -> Event:
+    told = {**ATTRIBUTES, **attributes}
+    headers = [(f"ce-{name}".encode(), text.encode("latin-1")) for name, text in told.items() if text is not None]
+    return cloudevents.from_binary([(b"host", b"x"), *headers, (b"content-type", b"text/plain")], body, key)
+
+
+def structured(key: str | None = None, **attributes: Any) -> Event:
+    told = {name: content for name, content in {**ATTRIBUTES, **attributes}.items() if content is not None}
+    return cloudevents.from_structured(json.dumps(told).encode(), key)
+
+
+def test_binary_as_the_kafka_binding_says() -> None:
+    event = binary(partitionkey="c7", subject="caf%C3%A9%20%25", time="2026-11-22T03:00:00Z")
+    assert (event.key, event.topic, event.record_key, event.value) == (
+        "/shop/7 42",
+        "com.example.order.made",
+        b"c7",
+        b"data",
+    )
+    assert dict(event.headers) == {
+        "content-type": b"text/plain",
+        "ce_specversion": b"1.0",
+        "ce_id": b"42",
+        "ce_source": b"/shop/7",
+        "ce_type": b"com.example.order.made",
+        "ce_partitionkey": b"c7",
+        "ce_subject": "café %".encode(),
+        "ce_time": b"2026-11-22T03:00:00Z",
+    }
+    assert event.id == event_id("/shop/7 42")
+
+
+def test_structured_is_passed_on_byte_for_byte() -> None:
+    body = b'{ "specversion":"1.0","id":"42","source":"/shop/7", "type":"a.b","data":{"n":1.50}, "ext":7 }'
+    event = cloudevents.from_structured(body, None)
+    assert (event.key, event.topic, event.record_key, event.value) == ("/shop/7 42", "a.b", None, body)
+    assert event.headers == [("content-type", b"application/cloudevents+json")]
+
+
+@pytest.mark.parametrize("make", [binary, structured])
+def test_where_it_goes_and_under_which_key(make: Any) -> None:
+    assert make(topic="orders").topic == "orders"
+    assert make("mine").key == "mine"
+    assert make('"my \\"own\\" key"').key == 'my "own" key'
+    assert make().fp == make().fp
+    assert make().fp != make(type="other").fp
+
+
+def test_binary_without_data_is_an_empty_record_and_no_tombstone() -> None:
+    assert binary(body=b"").value == b""
+
+
+@pytest.mark.parametrize("make", [binary, structured])
+@pytest.mark.parametrize(
+    ("attributes", "named"),
+    [
+        ({"specversion": "0.3"}, "specversion"),
+        ({"id": ""}, "id"),
+        ({"id": None}, "id"),
+        ({"source": None}, "source"),
+        ({"source": "a b"}, "source"),
+        ({"type": None}, "type"),
+        ({"type": "no topic/at all"}, "topic"),
+        ({"topic": ".."}, "topic"),
+    ],
+    ids=str,
+)
+def test_what_is_no_cloudevent_is_refused_by_name(make: Any, attributes: dict[str, str | None], named: str) -> None:
+    with pytest.raises(Problem, match=named) as caught:
+        make(**attributes)
+    assert caught.value.kind is INVALID_EVENT
+
+
+@pytest.mark.parametrize("make", [binary, structured])
+def test_a_source_and_id_that_make_no_key_need_a_header(make: Any) -> None:
+    with pytest.raises(Problem, match="Idempotency-Key") as caught:
+        make(id="x" * 250)
+    assert caught.value.kind is INVALID_KEY
+    assert make("mine", id="x" * 250).key == "mine"
+
+
+@pytest.mark.parametrize(
+    ("headers", "named"),
+    [
+        ([(b"ce-id", b"1")], "ce-id"),
+        ([(b"ce-my_own", b"1")], "ce-my_own"),
+        ([(b"ce-subject", b"\xe9")], "ce-subject"),
+        ([(b"ce-subject", b"%ff")], "ce-subject"),
+        ([(b"ce-a%d" % n, b"1") for n in range(100)], "99"),
+    ],
+    ids=["twice", "its name", "not ASCII", "not UTF-8", "too many"],
+)
+def test_bad_headers_are_refused_by_name(headers: list[tuple[bytes, bytes]], named: str) -> None:
+    good = [(f"ce-{name}".encode(), text.encode()) for name, text in ATTRIBUTES.items()]
+    with pytest.raises(Problem, match=named):
+        cloudevents.from_binary([*good, *headers], b"", None)
+
+
+def test_a_batch_is_cut_into_the_bytes_of_each() -> None:
+    one, two = b'{"id": 1}', b'{ "id":2}'
+    assert [bytes(part) for part in cloudevents.parse_batch(b"[" + one + b", " + two + b"]", 2)] == [one, two]
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [(b"[]", INVALID_EVENT), (b"{}", INVALID_EVENT), (b"[", INVALID_JSON), (b"[1,2,3]", TOO_LARGE)],
+)
+def test_what_is_no_batch(body: bytes, kind: Any) -> None:
+    with pytest.raises(Problem) as caught:
+        cloudevents.parse_batch(body, 2)
+    assert caught.value.kind is kind
