@@ -229,9 +229,19 @@ class Store:
             and await ends(self._cluster, self._topics.ledger, slots) == before
         )
         if not same:
-            pause, self._quiet_pause_s = self._quiet_pause_s, min(2 * self._quiet_pause_s, PAUSE_MOST_S)
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
+            pause_s, self._quiet_pause_s = self._quiet_pause_s, min(2 * self._quiet_pause_s, PAUSE_MOST_S)
+            await self._rest(identity, pause_s * random.uniform(0.5, 1.0))  # noqa: S311
             raise NotYet("another store is in use, or the primary changed meanwhile")
+
+    async def _rest(self, identity: Identity, pause_s: float) -> None:
+        """The pause before the next attempt to recover; over at once where another answers, which may be adopted."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + pause_s
+        while (left_s := end - loop.time()) > 0:
+            await asyncio.sleep(min(left_s, self._lease_s))
+            await self._keys.resolve_anew()
+            if await self._keys.who() != identity:
+                return
 
     # ------------------------------------------------------------------------------------------ store recovery
 
