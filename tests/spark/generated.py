@@ -18,10 +18,10 @@ from pyspark.sql import SparkSession
 
 from deploy.local.stack import Kafka
 from spark.errors import CannotRun
-from tests.spark.generator import FROZEN_MS
 from tests.spark.mutants import MUTANTS, Mutant, alive
 from tests.spark.oracle import STAGES, Score, compare
 from tests.spark.runs import interpreted, run, session_for_tests
+from tests.spark.script import FROZEN_MS
 from tests.spark.world import World
 
 # Seeds that share a namespace, and so the runs: a run costs mostly what it costs with nothing to read.

@@ -12,9 +12,10 @@ from pyspark.sql import SparkSession
 
 from deploy.local.stack import Kafka
 from tests.spark.generated import Trial
-from tests.spark.generator import CAUSES, DUAL, EXPIRED, FOREIGN, RESTART, REWRITE, TTL_MS, Script
+from tests.spark.generator import Script
 from tests.spark.mutants import MUTANTS, Mutant, alive
 from tests.spark.oracle import STAGES, Record, Score
+from tests.spark.script import CAUSES, DUAL, EXPIRED, FOREIGN, RESTART, REWRITE, TTL_MS
 
 SEEDS: Final = range(5)
 TIMEOUT_MS: Final = 900_000  # the most that the broker allows

@@ -7,9 +7,10 @@ from typing import Any
 from confluent_kafka import Consumer, KafkaException, Message, Producer, TopicPartition
 
 from service import wire
-from tests.spark.generator import FROZEN_MS, SLOTS, Answer, Script, Stage, Transaction
+from tests.spark.generator import Script
 from tests.spark.history import TIMEOUT_S, History, Life
 from tests.spark.oracle import Plants, Record
+from tests.spark.script import FROZEN_MS, SLOTS, Answer, Stage, Transaction
 
 # The history's clock stands where the scripts say, long ago: nothing may age out of a log because of it.
 FOREVER = {"retention.ms": "-1", "message.timestamp.type": "CreateTime"}
