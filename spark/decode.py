@@ -4,7 +4,7 @@ COPIES are the records that were delivered, TESTIMONY is what the ledger and the
 `event`, or a record that cannot be told apart (`unkeyed`: neither of our headers; `reject`: not decodable).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 from pyspark.errors import PySparkException
@@ -238,17 +238,6 @@ def _undecoded(record: str, part: str) -> Column:
 def _rejected(reason: str, content: Column) -> Column:
     capped = F.substring(content.cast("binary"), 1, CONTENT_MAX)
     return F.struct(F.lit(reason).alias("reason"), capped.alias("content"))
-
-
-def topics_named(records: DataFrame, names: Sequence[str]) -> DataFrame:
-    """Ledger or journal records (source.SCHEMA) → a row with, for each of the names, whether one of them names it.
-
-    Searched for as text: a topic's name needs no escaping in JSON, and reading all of it would cost what the run does.
-    """
-    text = F.col("value").cast("string")
-    return records.agg(
-        *(F.coalesce(F.max(text.contains(f'"{name}"')), F.lit(False)).alias(f"n{n}") for n, name in enumerate(names))
-    )
 
 
 def plausible(ms: Column, otherwise: Column | int) -> Column:

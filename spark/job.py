@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pyspark import StorageLevel
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
@@ -31,9 +32,11 @@ from spark.balance import Balance
 from spark.cost import Cost, Tell
 from spark.judgement import Judgement
 from spark.kafka import Broker, Place
-from spark.offsets import DATA, LEDGER, REQUESTS, Plan
+from spark.offsets import DATA, LEDGER, REQUESTS, Log, Plan
 from spark.settings import HOUR_MS, Settings
 from spark.verdict import CATEGORIES
+
+Spans = dict[Place, source.Span]
 
 # The runs before, of which the report tells.
 HISTORY_RUNS: Final = 19
@@ -69,6 +72,8 @@ class _Run:
         self.lake = lake.Lake(spark, settings.options.lake)
         self.cost = Cost(tell)
         self.kept_from = ""
+        # What ledger and journal say (state.told), where the plan needed it already, and of which of their spans.
+        self.told: tuple[tuple[Spans, Spans], DataFrame] | None = None
 
     def carry_out(self) -> Outcome:
         with self.cost.step("plan"):
@@ -83,6 +88,8 @@ class _Run:
             self.tell(f"run {plan.run} was cut off after its merge; going on from there")
         else:
             self._merge(plan)
+        if self.told is not None:
+            self.told[1].unpersist()
         with self.cost.step("views"):
             view.update(self.lake, self.settings.shared, plan)
         balance = Judgement(self.spark, self.lake, plan, self.settings, self.cost).carry_out(before, self.kept_from)
@@ -148,17 +155,25 @@ class _Run:
         with closing(Broker(self.spark, self.settings.shared)) as broker:
             return offsets.readable(broker, cut)
 
-    def _discover(
-        self, ledger: dict[Place, source.Span], requests: dict[Place, source.Span], names: Sequence[str]
-    ) -> set[str]:
-        records = self._records(ledger, headers=False).unionByName(self._records(requests, headers=False))
-        (found,) = decode.topics_named(records, names).collect()
-        return {name for name, named in zip(names, found, strict=True) if named}
+    def _discover(self, logs: Sequence[Log], names: Sequence[str]) -> set[str]:
+        """Those of the topics that ledger or journal name. What is decoded for that is kept for the merge."""
+        spans = offsets.spans_of(logs, LEDGER), offsets.spans_of(logs, REQUESTS)
+        told = self._testimony(spans, self.now_ms)
+        if self.settings.options.max_records is None:  # else the merge reads less
+            parts = session.size_for(self.spark, sum(log.end - log.start for log in logs))
+            told = state.told(told, parts).persist(StorageLevel.MEMORY_AND_DISK)
+            self.told = spans, told
+        return {row["topic"] for row in told.select("topic").distinct().collect()} & set(names)
 
     # ----------------------------------------------------------------------------------------------------- merge
 
-    def _records(self, spans: dict[Place, source.Span], *, headers: bool = True) -> DataFrame:
+    def _records(self, spans: Spans, *, headers: bool = True) -> DataFrame:
         return source.read(self.spark, self.settings.shared, spans, headers=headers)
+
+    def _testimony(self, spans: tuple[Spans, Spans], frozen_ms: int) -> DataFrame:
+        """What ledger and journal say within their spans (decode.TESTIMONY)."""
+        ledger, answers = (self._records(one, headers=False) for one in spans)
+        return decode.ledger(ledger, frozen_ms).unionByName(decode.answers(answers, frozen_ms))
 
     def _merge(self, plan: Plan) -> None:
         """Read what the plan names, reduce it to rows of the state, merge these into the hours that they touch."""
@@ -166,14 +181,17 @@ class _Run:
         self.tell(f"run {plan.run}: {waiting} offsets to read in {len(plan.topics)} topics")
         if not waiting:
             return
-        ledger = decode.ledger(self._records(plan.spans(LEDGER), headers=False), plan.frozen_ms)
-        answers = decode.answers(self._records(plan.spans(REQUESTS), headers=False), plan.frozen_ms)
+        session.size_for(self.spark, waiting)
+        spans = plan.spans(LEDGER), plan.spans(REQUESTS)
+        if self.told is not None and self.told[0] == spans:
+            told = self.told[1]
+        else:
+            told = state.told(self._testimony(spans, plan.frozen_ms))
         copies = decode.deliveries(self._records(plan.spans(DATA)), plan.frozen_ms, self.settings.options.identity)
         idempotent = verdict.idempotent(plan, self.settings)
-        rows = state.reduce(copies, ledger.unionByName(answers), plan.run, idempotent)
+        rows = state.reduce(copies, told, plan.run, idempotent)
         if self.kept_from:
             rows = rows.where(hours.since(self.kept_from))
-        session.size_for(self.spark, waiting)
         if not self.lake.exists("deliveries"):
             # Nothing to merge with. Rebalanced by hour, so that the first run over a long history makes few files.
             with self.cost.step("read and write"):

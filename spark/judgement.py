@@ -73,10 +73,9 @@ class Judgement:
 
     def _touched(self, deliveries: DataFrame, before: dict[str, Any] | None, balance: Balance) -> set[str]:
         """The hours that this run wrote to, those whose verdict waits for time; all where the rules have changed."""
-        touched = set(hours.of(deliveries.where(F.col("run") == self.plan.run)))
         if before is None or before["options"] != self.plan.options or before["topics"] != self.plan.topics:
-            return touched | set(hours.of(deliveries))
-        return touched | balance.open_hours()
+            return set(hours.of(deliveries))
+        return set(hours.of(deliveries.where(F.col("run") == self.plan.run))) | balance.open_hours()
 
     def _repeated(self, rows: DataFrame) -> tuple[DataFrame, DataFrame]:
         """Ids with several rows (ids.repeated), and these rows (state.ROW)."""

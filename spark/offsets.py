@@ -93,7 +93,7 @@ class Plan:
 
     def spans(self, role: str) -> dict[Place, Span]:
         """What the run reads of the audited logs of a role."""
-        return {log.place: (log.start, log.end) for log in self.logs if log.role == role and log.audited}
+        return spans_of(self.logs, role)
 
     def of(self, role: str) -> list[Log]:
         """The audited logs of a role, by topic and partition."""
@@ -128,11 +128,16 @@ class Plan:
         return None if head is None else cls(head["run"], head["frozen_ms"], head["options"], tuple(logs))
 
 
+def spans_of(logs: Iterable[Log], role: str) -> dict[Place, Span]:
+    """What is to be read of the audited logs of a role."""
+    return {log.place: (log.start, log.end) for log in logs if log.role == role and log.audited}
+
+
 _ASK: Final = -1
 """A `complete_ms` that has still to be asked for."""
 
-Discover = Callable[[dict[Place, Span], dict[Place, Span], Sequence[str]], set[str]]
-"""Those of the topics that the spans of the ledger or of the journal name."""
+Discover = Callable[[Sequence[Log], Sequence[str]], set[str]]
+"""Those of the topics that what is to be read of the ledger and the journal names."""
 
 
 def options_of(settings: Settings) -> str:
@@ -185,8 +190,7 @@ def freeze(cluster: Cluster, settings: Settings, before: Plan | None, now_ms: in
         for place, ends in places.items()
     ]
     if not globs and candidates - audited:
-        spans = {role: {log.place: (log.start, log.end) for log in logs if log.role == role} for role in found}
-        audited |= discover(spans[LEDGER], spans[REQUESTS], sorted(candidates - audited))
+        audited |= discover(logs, sorted(candidates - audited))
     logs = [log for log in logs if log.role != DATA or log.topic in audited]
     logs = _complete(cluster, logs, now_ms)
     logs = _capped(logs, settings.options.max_records)

@@ -71,8 +71,12 @@ def open_session(environ: Mapping[str, str] | None = None, java_options: str = _
     return session
 
 
-def size_for(spark: SparkSession, records: int) -> None:
-    """Cut what is exchanged into parts that fit into a task's memory; never into fewer than the session has."""
+def size_for(spark: SparkSession, records: int) -> int:
+    """Cut what is exchanged into parts that fit into a task's memory, never into fewer than the session has.
+
+    Answers into how many.
+    """
     name = "spark.sql.shuffle.partitions"
     parts = max(int(spark.conf.get(name) or 0), -(-records // RECORDS_A_PARTITION))
     spark.conf.set(name, str(parts))
+    return parts

@@ -137,13 +137,12 @@ def same_place(one: Column, other: Column) -> Column:
     )
 
 
-def reduce(copies: DataFrame, testimony: DataFrame, run: int, idempotent: Sequence[str] = ()) -> DataFrame:
-    """decode.COPIES, decode.TESTIMONY → ROW, a row for each place of an id and hour; `idempotent` names topics.
+def reduce(copies: DataFrame, told: DataFrame, run: int, idempotent: Sequence[str] = ()) -> DataFrame:
+    """decode.COPIES, `told` → ROW, a row for each place of an id and hour; `idempotent` names topics.
 
     The aggregation has only numbers to carry, so that Spark hashes instead of sorting; a record is one of its kind
     and needs none: it is joined. Both are spread by id and place alike, in one exchange each.
     """
-    told = _told(testimony)
     there = copies.select(
         hour_of(F.col("at")).alias("accepted_hour"),
         *PLACE[1:],
@@ -167,8 +166,8 @@ def reduce(copies: DataFrame, testimony: DataFrame, run: int, idempotent: Sequen
     return joined.select(*(columns.get(name, F.col(name)).cast(kind).alias(name) for name, kind in ROW.items()))
 
 
-def _told(testimony: DataFrame) -> DataFrame:
-    """decode.TESTIMONY → what is said of each place, with numbers only besides the place."""
+def told(testimony: DataFrame, parts: int | None = None) -> DataFrame:
+    """decode.TESTIMONY → what is said of each place, with numbers only besides the place; in so many `parts`."""
     status = F.col("status")
 
     def count(condition: Column) -> Column:
@@ -176,24 +175,22 @@ def _told(testimony: DataFrame) -> DataFrame:
 
     answered = status != ENTERED
     placed = F.col("offset").isNotNull()
-    return (
-        testimony.withColumn("accepted_hour", hour_of(F.col("at")))
-        .withColumn("kind", F.when(F.col("reject").isNull(), EVENT).otherwise(REJECT))
-        # As the join needs it: what is said of an id comes once or twice, too rarely to be summed up before.
-        .repartition(*PLACE)
-        .groupBy(*PLACE, "reject")
-        .agg(
-            F.min("at").alias("first_at"),
-            F.max("ts").alias("last_ts"),
-            count(status.isNull()).alias("rejected"),
-            count(status == ENTERED).alias("entries_count"),
-            *(count(status == code).alias(f"answered_{code}") for code in (201, 202, 503, 504)),
-            count(answered & ~status.isin(201, 202, 503, 504)).alias("answered_other"),
-            count(F.col("replayed")).alias("replayed"),
-            F.min(F.when(status == ENTERED, F.greatest("ts", "at"))).alias("entered_ms"),
-            F.min(F.when(answered & placed, F.col("ts"))).alias("answered_ms"),
-            F.max(F.when(status.isin(202, 504), F.col("ts"))).alias("unsure_ms"),
-        )
+    rows = testimony.withColumn("accepted_hour", hour_of(F.col("at"))).withColumn(
+        "kind", F.when(F.col("reject").isNull(), EVENT).otherwise(REJECT)
+    )
+    # As the join needs it: what is said of an id comes once or twice, too rarely to be summed up before.
+    spread = rows.repartition(*PLACE) if parts is None else rows.repartition(parts, *PLACE)
+    return spread.groupBy(*PLACE, "reject").agg(
+        F.min("at").alias("first_at"),
+        F.max("ts").alias("last_ts"),
+        count(status.isNull()).alias("rejected"),
+        count(status == ENTERED).alias("entries_count"),
+        *(count(status == code).alias(f"answered_{code}") for code in (201, 202, 503, 504)),
+        count(answered & ~status.isin(201, 202, 503, 504)).alias("answered_other"),
+        count(F.col("replayed")).alias("replayed"),
+        F.min(F.when(status == ENTERED, F.greatest("ts", "at"))).alias("entered_ms"),
+        F.min(F.when(answered & placed, F.col("ts"))).alias("answered_ms"),
+        F.max(F.when(status.isin(202, 504), F.col("ts"))).alias("unsure_ms"),
     )
 
 

@@ -42,6 +42,10 @@ class Records:
     def copies(self) -> int:
         return -(-self.count // COPIED_EVERY)
 
+    @property
+    def replays(self) -> int:
+        return -(-self.count // REPLAYED_EVERY)
+
     def write(self, spark: SparkSession, kafka: Kafka) -> float:
         """Make the topics and fill them; how long it took, in seconds.
 

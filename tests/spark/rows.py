@@ -58,9 +58,8 @@ def reduced(spark: SparkSession, rows: Sequence[Any], run: int = 1) -> DataFrame
     """Evidence → state.ROW."""
     copies = [row for row in rows if "kind" in row]
     testimony = [row for row in rows if "kind" not in row]
-    return state.reduce(
-        spark.createDataFrame(copies, decode.COPIES), spark.createDataFrame(testimony, decode.TESTIMONY), run
-    )
+    told = state.told(spark.createDataFrame(testimony, decode.TESTIMONY))
+    return state.reduce(spark.createDataFrame(copies, decode.COPIES), told, run)
 
 
 def states(spark: SparkSession, named: Mapping[str, Sequence[Any]]) -> DataFrame:

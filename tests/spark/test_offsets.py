@@ -60,7 +60,7 @@ def freeze(
         settings(**options),
         before,
         now_ms,
-        lambda ledger, requests, names: (named or set()) & set(names),
+        lambda logs, names: (named or set()) & set(names),
     )
 
 

@@ -108,7 +108,7 @@ def test_records_without_id_have_a_row_each(spark: SparkSession) -> None:
         for offset in (3, block - 1, block)
     ]
     copies = decode.deliveries(spark.createDataFrame(records, source.SCHEMA), NOW_MS)
-    rows = state.reduce(copies, spark.createDataFrame([], decode.TESTIMONY), 1).collect()
+    rows = state.reduce(copies, state.told(spark.createDataFrame([], decode.TESTIMONY)), 1).collect()
     found = {(bytes(row["id"]).decode(), row["offset"], row["count"], row["plain"]) for row in rows}
     assert found == {("t/1/0", 3, 1, 0), ("t/1/0", block - 1, 1, 0), ("t/1/1", block, 1, 0)}
     assert {row["kind"] for row in rows} == {decode.UNKEYED}
