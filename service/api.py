@@ -1,12 +1,13 @@
 """Everything over HTTP but `POST /events`: the state of a key, the probes, the metrics, and the documentation."""
 
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Annotated, Any, Final, Protocol
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Header, Request, Response
 from starlette.exceptions import HTTPException
 
+from service.callers import Callers
 from service.errors import INCOMPLETE, INTERNAL, KINDS, UNKNOWN_KEY, Problem, StoreAway, StoreLost, StoreUnanswered
 from service.errors import of_status as problem_of_status
 from service.event import parse_key
@@ -32,12 +33,12 @@ class Parts(Protocol):
     async def readiness(self) -> dict[str, object]: ...
 
 
-def routes(app: FastAPI, service: Callable[[], Parts]) -> None:
-    """Add the routes to the app."""
+def routes(app: FastAPI, service: Callable[[], Parts], callers: Callers) -> None:
+    """Add the routes to the app; `callers` see their own keys only."""
 
     @app.get("/events/{key:path}", summary="The state of a key; only a POST proves absence", responses=_PROBLEMS)
-    async def get_event(key: str) -> dict[str, Any]:
-        id = event_id(parse_key(key))
+    async def get_event(key: str, authorization: Annotated[str | None, Header()] = None) -> dict[str, Any]:
+        id = event_id(parse_key(key), callers.of(authorization).scope)
         parts = service()
         if parts.store.epoch is None:
             raise Problem(INCOMPLETE, f"the key store is not complete: {parts.store.status}")

@@ -11,6 +11,7 @@ import structlog
 from fastapi import FastAPI
 
 from service.api import routes
+from service.callers import Callers
 from service.control import Control
 from service.errors import KafkaAway, StoreAway, StoreUnanswered
 from service.events_endpoint import EventsEndpoint
@@ -25,8 +26,9 @@ from service.logs import Incident
 from service.pool import Pool
 from service.recovery import STORE_STATES, SlotRecovery, Store
 from service.request import Queue
+from service.rules import Rules
 from service.settings import Settings
-from service.shared import Rules, SettingsError
+from service.shared import SettingsError
 from service.states import SlotState
 from service.telemetry import Telemetry
 from service.topics import Catalogue, InternalTopics
@@ -236,5 +238,6 @@ def create_app(
             await service.stop()
 
     app = FastAPI(title="Fencepost", version="1", lifespan=lifespan)
-    routes(app, lambda: holder["service"])
-    return app, EventsEndpoint(lambda: holder["service"].intake, settings, telemetry).routes
+    callers = Callers(rules.callers)
+    routes(app, lambda: holder["service"], callers)
+    return app, EventsEndpoint(lambda: holder["service"].intake, settings, callers, telemetry).routes

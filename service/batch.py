@@ -5,6 +5,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from service.callers import ANYBODY, Caller
 from service.errors import INVALID_EVENT, TOO_LARGE, Problem
 from service.event import Event, EventBody, check_json, decode, make_event, parse_key
 from service.intake import Intake
@@ -63,17 +64,17 @@ def check_count(events: int) -> None:
 # ------------------------------------------------------------------------------------------------ each for itself
 
 
-def member_of(raw: msgspec.Raw, traceparent: bytes | None = None) -> Event:
+def member_of(raw: msgspec.Raw, traceparent: bytes | None = None, scope: str = "") -> Event:
     """One event of a batch. Raises Problem (400, 413)."""
     fields = decode(_decode_member, raw)
     key = parse_key(fields.idempotency_key)
-    return make_event(key, event_id(key), fields, traceparent)
+    return make_event(key, event_id(key, scope), fields, traceparent)
 
 
-def line_of(line: bytes, traceparent: bytes | None = None) -> Event:
+def line_of(line: bytes, traceparent: bytes | None = None, scope: str = "") -> Event:
     """One event on a line of its own. Raises Problem (400, 413)."""
     check_json(line)
-    return member_of(msgspec.Raw(line), traceparent)
+    return member_of(msgspec.Raw(line), traceparent, scope)
 
 
 async def write_each(
@@ -135,13 +136,18 @@ def trains(events: Sequence[tuple[int, Event]]) -> Iterator[list[tuple[int, Even
 
 
 async def write_atomic(
-    intake: Intake, batch: BatchBody, key: str, arrived: float, traceparent: bytes | None = None
+    intake: Intake,
+    batch: BatchBody,
+    key: str,
+    arrived: float,
+    traceparent: bytes | None = None,
+    caller: Caller = ANYBODY,
 ) -> tuple[bytes, Answer]:
     """Write a batch in one transaction or not at all; the id of the whole, and its answer.
 
     Raises Problem for what is refused before the key is touched, also where no transaction could hold it.
     """
-    events = [_member(key, index, raw, traceparent) for index, raw in enumerate(batch.events)]
+    events = [_member(key, index, raw, traceparent, caller) for index, raw in enumerate(batch.events)]
     load = Load.of(events)
     if load.ledger_bytes > GROUP_LEDGER_BYTES_MAX:
         most = int(len(events) * GROUP_LEDGER_BYTES_MAX / load.ledger_bytes)
@@ -155,16 +161,18 @@ async def write_atomic(
             await intake.check(event, arrived)
         except Problem as problem:
             raise _of_member(index, problem) from None
-    id = event_id(key)
+    id = event_id(key, caller.scope)
     return id, await intake.submit_atomic(events, (id, batch_fingerprint(event.fp for event in events)), arrived)
 
 
-def _member(key: str, index: int, raw: msgspec.Raw, traceparent: bytes | None) -> Event:
+def _member(key: str, index: int, raw: msgspec.Raw, traceparent: bytes | None, caller: Caller) -> Event:
     try:
         fields = decode(_decode_member, raw)
         if fields.idempotency_key is not None:
             raise Problem(INVALID_EVENT, "idempotency_key: the whole batch has one key, in its Idempotency-Key header")
-        return make_event(key, member_id(key, index), fields, traceparent)
+        event = make_event(key, member_id(key, index, caller.scope), fields, traceparent)
+        caller.check(event.topic)
+        return event
     except Problem as problem:
         raise _of_member(index, problem) from None
 

@@ -41,7 +41,11 @@ _decode_batch: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 def from_binary(
-    headers: Iterable[tuple[bytes, bytes]], body: bytes, key: str | None, traceparent: bytes | None = None
+    headers: Iterable[tuple[bytes, bytes]],
+    body: bytes,
+    key: str | None,
+    traceparent: bytes | None = None,
+    scope: str = "",
 ) -> Event:
     """An event whose attributes are in `ce-` headers (names in lower case). Raises Problem (400, 413)."""
     attributes: dict[str, str] = {}
@@ -68,13 +72,15 @@ def from_binary(
     event = CloudEvent(attributes["specversion"], **{name: attributes[name] for name in _NAMED if name in attributes})
     carried: list[Header] = [] if content_type is None else [("content-type", content_type)]
     carried += [(f"ce_{name}", text.encode()) for name, text in attributes.items()]
-    return _event(event, "ce-", carried, body, key, traceparent)
+    return _event(event, "ce-", carried, body, key, traceparent, scope)
 
 
-def from_structured(body: bytes | msgspec.Raw, key: str | None, traceparent: bytes | None = None) -> Event:
+def from_structured(
+    body: bytes | msgspec.Raw, key: str | None, traceparent: bytes | None = None, scope: str = ""
+) -> Event:
     """An event whose JSON, which is known to be JSON, is `body`. Raises Problem (400, 413)."""
     carried = [("content-type", STRUCTURED.encode())]
-    return _event(decode(_decode, body), "", carried, bytes(body), key, traceparent)
+    return _event(decode(_decode, body), "", carried, bytes(body), key, traceparent, scope)
 
 
 def parse_batch(body: bytes, most: int) -> list[msgspec.Raw]:
@@ -89,7 +95,13 @@ def parse_batch(body: bytes, most: int) -> list[msgspec.Raw]:
 
 
 def _event(
-    event: CloudEvent, prefix: str, headers: list[Header], value: bytes, key: str | None, traceparent: bytes | None
+    event: CloudEvent,
+    prefix: str,
+    headers: list[Header],
+    value: bytes,
+    key: str | None,
+    traceparent: bytes | None,
+    scope: str,
 ) -> Event:
     if event.specversion != VERSION:
         raise invalid(f"{prefix}specversion", f"this is {event.specversion!r}: send {VERSION}")
@@ -102,7 +114,7 @@ def _event(
     key = key_of(event, prefix) if key is None else parse_key(key)
     record_key = None if event.partitionkey is None else event.partitionkey.encode()
     topic = event.type if event.topic is None else event.topic
-    return checked(Event(key, event_id(key), topic, record_key, value, headers, None, None, traceparent))
+    return checked(Event(key, event_id(key, scope), topic, record_key, value, headers, None, None, traceparent))
 
 
 def key_of(event: CloudEvent, prefix: str = "") -> str:

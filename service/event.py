@@ -122,10 +122,10 @@ def parse_traceparent(raw: str | None) -> bytes | None:
     return None if raw is None or _TRACEPARENT.fullmatch(raw) is None else raw.encode()
 
 
-def parse_event(key: str, body: bytes, traceparent: bytes | None = None) -> Event:
+def parse_event(key: str, body: bytes, traceparent: bytes | None = None, scope: str = "") -> Event:
     """An event from its JSON. Raises Problem (400, 413) that names the field."""
     check_json(body)
-    return make_event(key, event_id(key), decode(_decode_event, body), traceparent)
+    return make_event(key, event_id(key, scope), decode(_decode_event, body), traceparent)
 
 
 def decode(decoder: Callable[[bytes], T], body: bytes | msgspec.Raw) -> T:

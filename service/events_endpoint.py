@@ -1,6 +1,6 @@
 """`POST /events` and its batch: headers read once, a request handed to the path, its answer written from bytes."""
 
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from ipaddress import ip_address
 from typing import Any, Final, TypeVar
@@ -18,6 +18,7 @@ from service.batch import (
     write_atomic,
     write_each,
 )
+from service.callers import Caller, Callers
 from service.errors import FORBIDDEN_CALLER, INTERNAL, INVALID_KEY, TOO_LARGE, UNSUPPORTED_TYPE, Problem
 from service.event import Event, check_json, parse_event, parse_key, parse_traceparent
 from service.http_posts import Handler, Post
@@ -49,8 +50,11 @@ Found = dict[bytes, str]  # the headers that matter, by lower-case name
 class EventsEndpoint:
     """The handlers of `POST /events` and `POST /events/batch`."""
 
-    def __init__(self, intake: Callable[[], Intake], settings: Settings, telemetry: Telemetry) -> None:
+    def __init__(
+        self, intake: Callable[[], Intake], settings: Settings, callers: Callers, telemetry: Telemetry
+    ) -> None:
         self._intake = intake
+        self._callers = callers
         self._telemetry = telemetry
         self._body_bytes_max = settings.body_bytes_max
         self._retention_s = settings.key_ttl_s
@@ -61,17 +65,18 @@ class EventsEndpoint:
             b"/events/batch": partial(self._take, self._post_batch),
         }
 
-    def _take(self, step: Callable[[Post, Found], None], post: Post) -> None:
+    def _take(self, step: Callable[[Post, Found, Caller], None], post: Post) -> None:
         try:
-            self._check_caller(post.client)
+            self._check_address(post.client)
             found = pick(post.headers)
+            caller = self._callers.of(found.get(b"authorization"))
             if post.size > self._body_bytes_max:
                 raise Problem(TOO_LARGE, f"body: at most {self._body_bytes_max} bytes are taken")
-            step(post, found)
+            step(post, found, caller)
         except Exception as error:
             self._fail(post, error)
 
-    def _check_caller(self, client: str | None) -> None:
+    def _check_address(self, client: str | None) -> None:
         """Without rules nobody has said who may write: only this machine may."""
         if self._loopback_only and client is not None and client not in self._loopback:
             if not ip_address(client).is_loopback:
@@ -80,23 +85,25 @@ class EventsEndpoint:
                 )
             self._loopback.add(client)
 
-    def _post_event(self, post: Post, found: Found) -> None:
+    def _post_event(self, post: Post, found: Found, caller: Caller) -> None:
         traceparent = parse_traceparent(found.get(b"traceparent"))
-        key = found.get(b"idempotency-key")
+        key, scope = found.get(b"idempotency-key"), caller.scope
         if b"ce-specversion" in found:
-            event = cloudevents.from_binary(post.headers, post.body, key, traceparent)
+            event = cloudevents.from_binary(post.headers, post.body, key, traceparent, scope)
         else:
             kind = media_type(found.get(b"content-type"))
             if kind == JSON:
-                event = parse_event(parse_key(key), post.body, traceparent)
+                event = parse_event(parse_key(key), post.body, traceparent, scope)
             elif kind == cloudevents.STRUCTURED:
                 check_json(post.body)
-                event = cloudevents.from_structured(post.body, key, traceparent)
+                event = cloudevents.from_structured(post.body, key, traceparent, scope)
             elif kind == cloudevents.BATCHED:
-                post.apart(self._or_fail(post, self._write_cloudevents(post, key, traceparent)))
+                post.apart(self._or_fail(post, self._write_cloudevents(post, key, traceparent, caller)))
                 return
             else:
                 raise unsupported(JSON, cloudevents.STRUCTURED, cloudevents.BATCHED)
+        caller.check(event.topic)
+        caller.spend(1, post.arrived)
         preference = parse_prefer(found.get(b"prefer"))
         if self._intake().check_now(event):
             self._submit(post, event, preference)
@@ -112,52 +119,68 @@ class EventsEndpoint:
         accepted = partial(self._tell_accepted, post, event) if preference.respond_async else None
         self._intake().submit(event, post.arrived, reply, wait_s=preference.wait_s, accepted=accepted)
 
-    def _post_batch(self, post: Post, found: Found) -> None:
+    def _post_batch(self, post: Post, found: Found, caller: Caller) -> None:
         kind = media_type(found.get(b"content-type"))
         traceparent = parse_traceparent(found.get(b"traceparent"))
         if kind == JSON:
-            post.apart(self._or_fail(post, self._write_batch(post, found.get(b"idempotency-key"), traceparent)))
+            key = found.get(b"idempotency-key")
+            post.apart(self._or_fail(post, self._write_batch(post, key, traceparent, caller)))
         elif kind == LINES:
-            post.apart(self._or_fail(post, self._write_lines(post, traceparent)))
+            post.apart(self._or_fail(post, self._write_lines(post, traceparent, caller)))
         else:
             raise unsupported(JSON, LINES)
 
-    async def _write_batch(self, post: Post, raw_key: str | None, traceparent: bytes | None) -> None:
+    async def _write_batch(self, post: Post, raw_key: str | None, traceparent: bytes | None, caller: Caller) -> None:
         batch = parse_batch(post.body)
         if not batch.atomic:
-            await self._write_each(post, batch.events, partial(member_of, traceparent=traceparent))
+            parse = partial(member_of, traceparent=traceparent, scope=caller.scope)
+            await self._write_each(post, batch.events, parse, caller)
             return
         key = parse_key(raw_key)
-        id, answer = await write_atomic(self._intake(), batch, key, post.arrived, traceparent)
+        caller.spend(len(batch.events), post.arrived)
+        id, answer = await write_atomic(self._intake(), batch, key, post.arrived, traceparent, caller)
         if isinstance(answer, Problem):
             raise answer
         self._answer(post, 201, committed_lines(key, answer, self._retention_s), render_whole(id, answer))
 
-    async def _write_cloudevents(self, post: Post, key: str | None, traceparent: bytes | None) -> None:
+    async def _write_cloudevents(self, post: Post, key: str | None, traceparent: bytes | None, caller: Caller) -> None:
         if key is not None:
             raise Problem(INVALID_KEY, "Idempotency-Key: the key of each of several CloudEvents is its source and id")
         parts = cloudevents.parse_batch(post.body, BATCH_EVENTS_MAX)
-        await self._write_each(post, parts, partial(cloudevents.from_structured, key=None, traceparent=traceparent))
+        parse = partial(cloudevents.from_structured, key=None, traceparent=traceparent, scope=caller.scope)
+        await self._write_each(post, parts, parse, caller)
 
-    async def _write_each(self, post: Post, parts: Sequence[T], parse: Callable[[T], Event]) -> None:
-        answers = [answer async for some in write_each(self._intake(), parts, parse, post.arrived) for answer in some]
-        self._answer(post, 207, JSON_LINE, render_results(answers))
+    async def _write_each(self, post: Post, parts: Sequence[T], parse: Callable[[T], Event], caller: Caller) -> None:
+        told = self._told_of_each(post, parts, parse, caller)
+        self._answer(post, 207, JSON_LINE, render_results([answer async for some in told for answer in some]))
 
-    async def _write_lines(self, post: Post, traceparent: bytes | None) -> None:
+    async def _write_lines(self, post: Post, traceparent: bytes | None, caller: Caller) -> None:
         """Answers go out as they come to be known, a line each, in the order of the events."""
-        lines = parse_lines(post.body)
+        parse = partial(line_of, traceparent=traceparent, scope=caller.scope)
+        told = self._told_of_each(post, parse_lines(post.body), parse, caller)
         self._telemetry.requested(207, "")
         stream = post.stream(207, b"content-type: %b\r\n" % LINES.encode())
         try:
-            async for some in write_each(
-                self._intake(), lines, partial(line_of, traceparent=traceparent), post.arrived
-            ):
+            async for some in told:
                 stream.write(b"".join(b"%b\n" % render_result(answer).encode() for answer in some))
         except Exception:  # the status is sent: what can be told is that the answer is not whole
             log.exception("request failed")
             stream.cut()
             return
         stream.end()
+
+    def _told_of_each(
+        self, post: Post, parts: Sequence[T], parse: Callable[[T], Event], caller: Caller
+    ) -> AsyncIterator[list[Answer]]:
+        """Write events of one caller, each for itself; answers as `write_each` does. Raises Problem (429)."""
+        caller.spend(len(parts), post.arrived)
+
+        def allowed(part: T) -> Event:
+            event = parse(part)
+            caller.check(event.topic)
+            return event
+
+        return write_each(self._intake(), parts, allowed, post.arrived)
 
     def _tell_accepted(self, post: Post, event: Event) -> None:
         """The claim stands: a client that prefers so is answered now, and asks for the outcome by the key."""
@@ -196,7 +219,9 @@ class EventsEndpoint:
         post.answer(status, lines, body)
 
 
-_WANTED: Final = frozenset({b"content-type", b"idempotency-key", b"traceparent", b"prefer", b"ce-specversion"})
+_WANTED: Final = frozenset(
+    {b"content-type", b"idempotency-key", b"traceparent", b"prefer", b"ce-specversion", b"authorization"}
+)
 
 
 def pick(headers: Iterable[tuple[bytes, bytes]]) -> Found:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Final
 from urllib.parse import quote
 
-from service.errors import Problem
+from service.errors import UNAUTHORIZED, Problem
 from service.request import Answer, Committed, Placed
 
 Headers = list[tuple[bytes, bytes]]
@@ -71,6 +71,8 @@ def render_problem(problem: Problem) -> tuple[int, Headers, bytes]:
     headers: Headers = [(b"content-type", PROBLEM_TYPE)]
     if problem.retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % problem.retry_after_s))
+    if problem.kind is UNAUTHORIZED:
+        headers.append((b"www-authenticate", b"Bearer"))
     return problem.kind.status, headers, json.dumps(problem.body()).encode()
 
 

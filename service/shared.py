@@ -7,11 +7,8 @@ import math
 import os
 import re
 import ssl
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from enum import Enum
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -259,105 +256,3 @@ _PKCS8: Final = "-----BEGIN PRIVATE KEY-----"
 
 def _why(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-# --------------------------------------------------------------------------------------------------------- rules
-
-
-class Guarantee(Enum):
-    """What a topic's events are promised (design: two guarantees). Its hash is its identity: Enum's own is slower."""
-
-    __hash__ = object.__hash__
-
-    EXACTLY_ONCE = "exactly_once"
-    IDEMPOTENT = "idempotent"
-
-
-@dataclass(frozen=True, slots=True)
-class TopicRule:
-    """One `[[topics]]` table: the topics whose names match the glob get the guarantee."""
-
-    pattern: str
-    guarantee: Guarantee = Guarantee.EXACTLY_ONCE
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """The rules of a TOML file; the first `[[topics]]` table that matches a topic counts."""
-
-    topics: tuple[TopicRule, ...] = ()
-
-    def guarantee(self, topic: str) -> Guarantee:
-        """The guarantee of a topic's events; exactly_once where no rule names it."""
-        return next(
-            (rule.guarantee for rule in self.topics if fnmatchcase(topic, rule.pattern)), Guarantee.EXACTLY_ONCE
-        )
-
-    @classmethod
-    def read(cls, path: str) -> "Rules":
-        """Read a file of rules; no rules for an empty path. SettingsError names the line."""
-        if not path:
-            return cls()
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(
-                f"{PREFIX}RULES={path!r} cannot be read: {error}; set the path of a TOML file"
-            ) from None
-        return cls.parse(text, path)
-
-    @classmethod
-    def parse(cls, text: str, path: str = "rules") -> "Rules":
-        """Rules from TOML. SettingsError has a line for each mistake: the file, its line, and what to write."""
-        try:
-            document = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise SettingsError(f"{path}: {error}") from None
-        wrong = [
-            f"{path}:{_line_of(text, 0, name)}: {name}: no such section; write [[topics]]"
-            for name in document
-            if name != "topics"
-        ]
-        tables = document.get("topics", [])
-        if not isinstance(tables, list):
-            wrong.append(f"{path}:{_line_of(text, 0, 'topics')}: topics: write [[topics]], once for each rule")
-            tables = []
-        rules: list[TopicRule] = []
-        for index, table in enumerate(tables):
-            faults = list(_faults(table))
-            start = _start_of(text, index)
-            wrong += [f"{path}:{_line_of(text, start, name)}: {name}: {remedy}" for name, remedy in faults]
-            if not faults:
-                rules.append(TopicRule(table["pattern"], Guarantee(table.get("guarantee", "exactly_once"))))
-        if wrong:
-            raise SettingsError("\n".join(wrong))
-        return cls(tuple(rules))
-
-
-_GUARANTEES: Final = tuple(guarantee.value for guarantee in Guarantee)
-
-
-def _faults(table: Any) -> Iterator[tuple[str, str]]:
-    """What is wrong with one `[[topics]]` table: the name concerned and the remedy."""
-    for name in table.keys() - {"pattern", "guarantee"}:
-        yield name, "no such setting; write pattern and guarantee"
-    pattern = table.get("pattern")
-    if not isinstance(pattern, str) or not pattern:
-        yield "pattern", 'write the topic\'s name or a glob, as in pattern = "telemetry.*"'
-    if table.get("guarantee", "exactly_once") not in _GUARANTEES:
-        yield "guarantee", f"write one of {', '.join(_GUARANTEES)}"
-
-
-def _start_of(text: str, index: int) -> int:
-    """Where the `[[topics]]` table of that index begins."""
-    starts = [match.start() for match in re.finditer(r"^\s*\[\[\s*topics\s*\]\]", text, re.MULTILINE)]
-    return starts[index] if index < len(starts) else 0
-
-
-def _line_of(text: str, start: int, name: str) -> int:
-    """The line, from 1, of a name at or after `start`; the table's own where it is missing."""
-    found = re.compile(rf"^\s*\[*\s*{re.escape(name)}\b", re.MULTILINE).search(text, start)
-    following = re.compile(r"^\s*\[\[", re.MULTILINE).search(text, start + 2)
-    inside = found is not None and (following is None or found.start() < following.start() or start == 0)
-    place = found.end() if found is not None and inside else start + len(text[start:]) - len(text[start:].lstrip())
-    return text.count("\n", 0, place) + 1

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from service import wire
-from service.shared import Rules, SharedSettings
+from service.rules import Rules
+from service.shared import SharedSettings
 
 HOUR_MS: Final = 3_600_000
 

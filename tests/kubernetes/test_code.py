@@ -12,8 +12,9 @@ from fastapi import FastAPI
 
 from deploy.local.places import ROOT
 from service.api import routes
+from service.callers import Callers
+from service.rules import Rules
 from service.settings import Settings
-from service.shared import Rules
 from service.wire import INSTANCE
 from spark.__main__ import EXIT_CANNOT_RUN
 from spark.session import _ALWAYS, _LOCAL
@@ -119,7 +120,7 @@ def test_the_namespace_of_the_settings_is_the_one_that_the_runbook_speaks_of(set
 
 def test_probes_ask_routes_that_there_are(pod: Object) -> None:
     app = FastAPI()
-    routes(app, lambda: pytest.fail("no request is made"))
+    routes(app, lambda: pytest.fail("no request is made"), Callers(()))
     paths = {getattr(route, "path", "") for route in app.routes}
     container = container_of(pod)
     asked = {name: container[name]["httpGet"]["path"] for name in container if name.endswith("Probe")}

@@ -6,8 +6,9 @@ from typing import Final
 
 import pytest
 
+from service.rules import CallerRule, Guarantee, Rules
 from service.settings import Settings
-from service.shared import Guarantee, Rules, SettingsError
+from service.shared import SettingsError
 from tests.secured import Authority
 
 
@@ -211,6 +212,18 @@ def test_a_host_that_makes_no_name_needs_an_instance() -> None:
     assert read(host="fe80::1%eth0", instance="a").name == "a"
 
 
+DIGEST = "ab" * 32
+
+
+def test_callers_of_the_rules() -> None:
+    text = f'[[callers]]\nname = "shop"\ntoken_sha256 = "{DIGEST}"\ntopics = ["orders.*"]\nrate = 2.5\n'
+    (shop,) = Rules.parse(text).callers
+    assert shop == CallerRule("shop", DIGEST, ("orders.*",), 2.5)
+    assert DIGEST not in repr(shop)
+    (anywhere,) = Rules.parse(f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\n').callers
+    assert (anywhere.topics, anywhere.rate) == (("*",), None)
+
+
 def test_rules_must_be_a_file(tmp_path: Path) -> None:
     assert any("FENCEPOST_RULES" in line for line in lines(rules=str(tmp_path / "none.toml")))
     file = tmp_path / "rules.toml"
@@ -227,6 +240,15 @@ def test_rules_must_be_a_file(tmp_path: Path) -> None:
         ('[[topics]]\n\nguarantee = "idempotent"\n', 1),
         ('[[topics]]\npattern = "a"\n\n[[topics]]\npattern = "b"\nguarante = "idempotent"\n', 6),
         ('[topic]\npattern = "a"\n', 1),
+        (f'[[callers]]\nname = "a b"\ntoken_sha256 = "{DIGEST}"\n', 2),
+        ('[[callers]]\nname = "a"\ntoken_sha256 = "secret"\n', 3),
+        ('[[callers]]\nname = "a"\n', 1),
+        (f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\ntopics = "a"\n', 4),
+        (f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\ntopics = []\n', 4),
+        (f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\nrate = 0\n', 4),
+        (f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\nrates = 1\n', 4),
+        (f'[[topics]]\npattern = "a"\n[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\nrate = true\n', 6),
+        (2 * f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\n', 5),
     ],
 )
 def test_a_wrong_rule_is_told_by_its_line(text: str, line: int) -> None:

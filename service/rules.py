@@ -1,0 +1,167 @@
+"""The rules of `FENCEPOST_RULES`: which guarantee topics have, and who may write what, how fast.
+
+Standard library only, like `shared`: the job reads the same file.
+"""
+
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Final
+
+from service.shared import PREFIX, SettingsError
+
+
+class Guarantee(Enum):
+    """What a topic's events are promised (design: two guarantees). Its hash is its identity: Enum's own is slower."""
+
+    __hash__ = object.__hash__
+
+    EXACTLY_ONCE = "exactly_once"
+    IDEMPOTENT = "idempotent"
+
+
+@dataclass(frozen=True, slots=True)
+class TopicRule:
+    """One `[[topics]]` table: the topics whose names match the glob get the guarantee."""
+
+    pattern: str
+    guarantee: Guarantee = Guarantee.EXACTLY_ONCE
+
+
+@dataclass(frozen=True, slots=True)
+class CallerRule:
+    """One `[[callers]]` table: who sends a token with this SHA-256 (hex) may write to topics that match a glob.
+
+    `name` is the scope of its keys: the same key of two callers is two keys. `rate` is in events a second, of each
+    process, with bursts of as many; None for no bound.
+    """
+
+    name: str
+    token_sha256: str = field(repr=False)
+    topics: tuple[str, ...] = ("*",)
+    rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The rules of a TOML file; the first `[[topics]]` table that matches a topic counts."""
+
+    topics: tuple[TopicRule, ...] = ()
+    callers: tuple[CallerRule, ...] = ()
+
+    def guarantee(self, topic: str) -> Guarantee:
+        """The guarantee of a topic's events; exactly_once where no rule names it."""
+        return next(
+            (rule.guarantee for rule in self.topics if fnmatchcase(topic, rule.pattern)), Guarantee.EXACTLY_ONCE
+        )
+
+    @classmethod
+    def read(cls, path: str) -> "Rules":
+        """Read a file of rules; no rules for an empty path. SettingsError names the line."""
+        if not path:
+            return cls()
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(
+                f"{PREFIX}RULES={path!r} cannot be read: {error}; set the path of a TOML file"
+            ) from None
+        return cls.parse(text, path)
+
+    @classmethod
+    def parse(cls, text: str, path: str = "rules") -> "Rules":
+        """Rules from TOML. SettingsError has a line for each mistake: the file, its line, and what to write."""
+        try:
+            document = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise SettingsError(f"{path}: {error}") from None
+        wrong = [
+            f"{path}:{_line_of(text, 0, name)}: {name}: no such section; write [[topics]] or [[callers]]"
+            for name in document.keys() - _FAULTS.keys()
+        ]
+        found: dict[str, list[dict[str, Any]]] = {}
+        for section, faults_of in _FAULTS.items():
+            tables = document.get(section, [])
+            if not isinstance(tables, list):
+                wrong.append(f"{path}:{_line_of(text, 0, section)}: {section}: write [[{section}]], once for each")
+                tables = []
+            found[section] = tables
+            for index, table in enumerate(tables):
+                start = _start_of(text, section, index)
+                for name, remedy in faults_of(table, tables[:index]):
+                    wrong.append(f"{path}:{_line_of(text, start, name)}: {name}: {remedy}")
+        if wrong:
+            raise SettingsError("\n".join(wrong))
+        return cls(tuple(map(_topic_rule, found["topics"])), tuple(map(_caller_rule, found["callers"])))
+
+
+_GUARANTEES: Final = tuple(guarantee.value for guarantee in Guarantee)
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+
+Table = dict[str, Any]
+Faults = Iterator[tuple[str, str]]
+
+
+def _topic_rule(table: Table) -> TopicRule:
+    return TopicRule(table["pattern"], Guarantee(table.get("guarantee", "exactly_once")))
+
+
+def _caller_rule(table: Table) -> CallerRule:
+    return CallerRule(table["name"], table["token_sha256"], tuple(table.get("topics", ["*"])), table.get("rate"))
+
+
+def _topic_faults(table: Table, before: Sequence[Table]) -> Faults:
+    """What is wrong with one `[[topics]]` table: the name concerned and the remedy."""
+    for name in table.keys() - {"pattern", "guarantee"}:
+        yield name, "no such setting; write pattern and guarantee"
+    pattern = table.get("pattern")
+    if not isinstance(pattern, str) or not pattern:
+        yield "pattern", 'write the topic\'s name or a glob, as in pattern = "telemetry.*"'
+    if table.get("guarantee", "exactly_once") not in _GUARANTEES:
+        yield "guarantee", f"write one of {', '.join(_GUARANTEES)}"
+
+
+def _caller_faults(table: Table, before: Sequence[Table]) -> Faults:
+    """What is wrong with one `[[callers]]` table, after those `before` it: the name concerned and the remedy."""
+    for unknown in table.keys() - {"name", "token_sha256", "topics", "rate"}:
+        yield unknown, "no such setting; write name, token_sha256, topics and rate"
+    name, digest = table.get("name"), table.get("token_sha256")
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        yield "name", "write 1 to 64 of letters, digits, '.', '_' and '-'"
+    if not isinstance(digest, str) or _SHA256.fullmatch(digest) is None:
+        yield "token_sha256", "write 64 hexadecimal digits, as `printf %s TOKEN | sha256sum` prints them"
+    for unique in ("name", "token_sha256"):
+        if any(other.get(unique) == table.get(unique) for other in before):
+            yield unique, "another caller has it: write a different one"
+    topics = table.get("topics", ["*"])
+    if not isinstance(topics, list) or not topics or not all(isinstance(glob, str) and glob for glob in topics):
+        yield "topics", 'write names or globs, as in topics = ["orders.*"]'
+    rate = table.get("rate", 1)
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < float("inf"):
+        yield "rate", "write events a second, more than 0, or leave it out"
+
+
+_FAULTS: Final[Mapping[str, Callable[[Table, Sequence[Table]], Faults]]] = {
+    "topics": _topic_faults,
+    "callers": _caller_faults,
+}
+
+
+def _start_of(text: str, section: str, index: int) -> int:
+    """Where a section's table of that index begins."""
+    starts = [match.start() for match in re.finditer(rf"^\s*\[\[\s*{section}\s*\]\]", text, re.MULTILINE)]
+    return starts[index] if index < len(starts) else 0
+
+
+def _line_of(text: str, start: int, name: str) -> int:
+    """The line, from 1, of a name at or after `start`; the table's own where it is missing."""
+    found = re.compile(rf"^\s*\[*\s*{re.escape(name)}\b", re.MULTILINE).search(text, start)
+    following = re.compile(r"^\s*\[\[", re.MULTILINE).search(text, start + 2)
+    inside = found is not None and (following is None or found.start() < following.start() or start == 0)
+    place = found.end() if found is not None and inside else start + len(text[start:]) - len(text[start:].lstrip())
+    return text.count("\n", 0, place) + 1

@@ -1,0 +1,81 @@
+"""Callers that the rules name: by token, each with keys, topics and a rate of its own."""
+
+import asyncio
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from service.wire import STAMP_HEADER, Stamp, event_id, member_id
+from tests.conftest import MakeTopic
+from tests.integration.conftest import Stage
+from tests.integration.judge import read_committed
+
+
+def rules_for(folder: Path, topic: str) -> Path:
+    path = folder / "rules.toml"
+    digests = {name: hashlib.sha256(f"token-of-{name}".encode()).hexdigest() for name in ("shop", "till", "slow")}
+    path.write_text(
+        f'[[callers]]\nname = "shop"\ntoken_sha256 = "{digests["shop"]}"\n'
+        f'[[callers]]\nname = "till"\ntoken_sha256 = "{digests["till"]}"\ntopics = ["{topic}"]\n'
+        f'[[callers]]\nname = "slow"\ntoken_sha256 = "{digests["slow"]}"\nrate = 2\n'
+    )
+    return path
+
+
+async def post(stage: Stage, url: str, caller: str | None, body: Any, key: str | None = "order-1") -> httpx.Response:
+    headers = {"Content-Type": "application/json"}
+    if key is not None:
+        headers["Idempotency-Key"] = key
+    if caller is not None:
+        headers["Authorization"] = f"Bearer token-of-{caller}"
+    return await stage.client.http.post(url, content=json.dumps(body), headers=headers)
+
+
+async def test_each_caller_has_keys_of_its_own(stage: Stage, topic: str, make_topic: MakeTopic, tmp_path: Path) -> None:
+    service = await stage.started(rules=rules_for(tmp_path, topic))
+    url, batch = f"{service.url}/events", f"{service.url}/events/batch"
+    event = {"topic": topic, "value": 1}
+
+    refused = [await post(stage, url, None, event), await post(stage, batch, "nobody", {"events": [event]})]
+    assert [(answer.status_code, answer.json()["code"]) for answer in refused] == [(401, "unauthorized")] * 2
+    assert refused[0].headers["www-authenticate"] == "Bearer"
+
+    first, again, other = [await post(stage, url, name, event) for name in ("shop", "shop", "till")]
+    assert [answer.status_code for answer in (first, again, other)] == [201] * 3
+    assert first.content == again.content != other.content
+
+    elsewhere = {"topic": make_topic(), "value": 1}
+    one = await post(stage, url, "till", elsewhere, "order-2")
+    each = await post(stage, batch, "till", {"events": [{**elsewhere, "idempotency_key": "order-3"}]}, None)
+    whole = await post(stage, batch, "till", {"atomic": True, "events": [event, elsewhere]}, "order-4")
+    assert (one.status_code, whole.status_code) == (403, 403)
+    assert whole.json()["detail"].startswith("events[1].topic")
+    assert each.json()["results"][0]["problem"]["code"] == "forbidden-topic"
+
+    assert (await post(stage, batch, "till", {"atomic": True, "events": [event]}, "order-5")).status_code == 201
+    records = await asyncio.to_thread(read_committed, stage.kafka.bootstrap, [topic])
+    written = {Stamp.decode(dict(record.headers)[STAMP_HEADER]).id for record in records}
+    assert written == {event_id("order-1", "shop"), event_id("order-1", "till"), member_id("order-5", 0, "till")}
+
+    states = [
+        await stage.client.http.get(f"{url}/order-5", headers={"Authorization": f"Bearer token-of-{name}"})
+        for name in ("till", "shop", "nobody")
+    ]
+    assert [state.status_code for state in states] == [200, 404, 401]
+
+
+async def test_who_sends_too_fast_is_told_when_to_come_again(stage: Stage, topic: str, tmp_path: Path) -> None:
+    service = await stage.started(rules=rules_for(tmp_path, topic))
+    url, event = f"{service.url}/events", {"topic": topic, "value": 1}
+    batch = {"events": [{**event, "idempotency_key": f"b{n}"} for n in range(20)]}
+    assert (await post(stage, f"{url}/batch", "slow", batch, None)).status_code == 207
+    refused = await post(stage, url, "slow", event)
+    assert (refused.status_code, refused.json()["code"]) == (429, "rate-limited")
+    assert 8 <= int(refused.headers["retry-after"]) <= 10
+    assert (await post(stage, url, "shop", event)).status_code == 201
+    # The key was not touched: another caller's rate, or a later time, writes it.
+    records = await asyncio.to_thread(read_committed, stage.kafka.bootstrap, [topic])
+    assert len(records) == 21
