@@ -25,6 +25,8 @@ _ALWAYS: Final = {
     "spark.serializer": "org.apache.spark.serializer.KryoSerializer",
     # Each call that makes a column would first tell Spark its line in Python, which is four calls more.
     "spark.python.sql.dataFrameDebugging.enabled": "false",
+    # It asks of each record, before it is taken apart, whether that gives any rows, and so parses its JSON five times.
+    "spark.sql.optimizer.excludedRules": "org.apache.spark.sql.catalyst.optimizer.InferFiltersFromGenerate",
     # What is merged is deterministic (frozen offsets, total order) and kept on disk already.
     "spark.databricks.delta.merge.materializeSource": "none",
 }
