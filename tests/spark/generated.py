@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from py4j.protocol import Py4JJavaError
 from pyspark.sql import SparkSession
 
 from deploy.local.stack import Kafka
@@ -59,7 +60,7 @@ class Trial:
         try:
             with alive(mutant):
                 return not self._run(lake).perfect
-        except CannotRun:
+        except (CannotRun, Py4JJavaError):  # it says so itself, or Spark does: reading what is gone fails the run
             return True
         finally:
             shutil.rmtree(self._lake(lake), ignore_errors=True)
