@@ -220,6 +220,7 @@ class Script(Words):
         planted = self.repeat("placed", [], shape=placed)
         bare = self.record(planted, None, self.past(), **placed | {"asked": None})
         bare.cause = FOREIGN
+        bare.headers += (("traceparent", b"00-1"),)  # in every seed: it is none of what was asked for
         self.send(bare)
         # Two producers of one number: that slot or instance is the same, but neither number nor epoch is another.
         planted, life, at = self.plant("namesake"), self.life(), self.past()
