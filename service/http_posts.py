@@ -4,6 +4,7 @@ An empty ASGI application costs uvicorn some 25 µs a request on one core, FastA
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, ClassVar, Final
 
@@ -39,7 +40,7 @@ class Post:
         self._connection = connection
         self._handler = handler
         self._parts: list[bytes] = []
-        self.arrived = connection.loop.time()
+        self.arrived = time.monotonic()
         self.headers: list[tuple[bytes, bytes]] = connection.headers  # names in lower case
         self.keep_alive = keep_alive
         self.chunked = chunked  # the client understands an answer in pieces

@@ -3,8 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -21,7 +20,7 @@ from service.errors import (
     StoreLost,
     StoreUnanswered,
 )
-from service.group import Won, Written, entries_of, placed, placed_all, records_of, rows_of
+from service.group import Committable, Won, Written, entries_of, placed_all, records_of, route, rows_of
 from service.intake import Intake
 from service.kafka.life import Place, Record
 from service.kafka.verdict import Refusal, TransactionFailed, Verdict
@@ -100,6 +99,8 @@ class Ingest:
                     if finishing is not None:
                         await finishing  # one mark under way at most: a store that is slow slows the slot
                     finishing = self._finish_apart(slot, written)
+                else:
+                    await slot.abandon()
                 if unwanted:
                     await self._release(slot, unwanted)
             except BaseException:
@@ -116,9 +117,12 @@ class Ingest:
         What needs no writing gets its answer. Whatever this raises, nothing of the group was sent.
         """
         started = time.perf_counter()
-        self._telemetry.stage_queue.observe(asyncio.get_running_loop().time() - requests[0].arrived)
+        self._telemetry.stage_queue.observe(time.monotonic() - requests[0].arrived)
         for request in requests:
             request.move(RequestEvent.CLAIM)
+        partitions = route(requests, self._catalogue.last_known)
+        if requests[0].guarantee is Guarantee.EXACTLY_ONCE:
+            slot.open(partitions)
         try:
             if requests[0].atomic:
                 claims = [await slot.claim_all(requests[0].asked)]
@@ -135,7 +139,7 @@ class Ingest:
             await self._answer_members(requests[0], claims[0])
             return [], []
         # From here to the sending nothing is awaited: a deadline cannot pass in between and be answered 503.
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         group: list[Won] = []
         unwanted: list[Request] = []
         for request, claim in zip(requests, claims, strict=True):
@@ -167,12 +171,12 @@ class Ingest:
         self._queue.put_back(again)
 
     def _settle(self, request: Request, claim: Claim, now: float) -> None:
-        """What a claim found that leaves nothing to write; `now` by the loop."""
+        """What a claim found that leaves nothing to write; `now` by time.monotonic."""
         doubtful = request.state is RequestState.CHECKING
         match claim.outcome, claim.state:
             case Outcome.DELIVERED, Delivered() as found:
                 # In doubt before: it was this very request's own writing, so this is its first answer.
-                places = (placed(request.events[0].id, found),)
+                places = ((request.events[0].id, found),)
                 self._answer(request, Committed(found.at, places, replayed=not doubtful))
             case Outcome.IN_PROGRESS, Claimed(slot, term) if doubtful or (slot, term) in request.claimants:
                 request.move(RequestEvent.QUEUE)
@@ -203,7 +207,7 @@ class Ingest:
             self._answer(request, again)
             return
         pairs = zip(request.events, states, strict=True)
-        places = tuple(placed(event.id, state) for event, state in pairs if isinstance(state, Delivered))
+        places = tuple((event.id, state) for event, state in pairs if isinstance(state, Delivered))
         whole = len(places) == len(request.events)
         self._answer(request, Committed(claim.state.at, places, replayed=not doubtful) if whole else again)
 
@@ -225,15 +229,20 @@ class Ingest:
     async def _deliver_once(self, slot: Slot, group: Sequence[Won]) -> Written:
         """Write a group in one transaction. Raises TransactionFailed: all of it is in doubt until recovery has run."""
         records = self._records(slot, group, slot.producer.producer_id, slot.producer.epoch)
+        delivered: list[Committable] = []
         for request, _ in group:
             request.move(RequestEvent.SEND)
 
+        def entries(places: Sequence[Place]) -> Iterator[str]:
+            delivered.extend(placed_all(group, records, places))
+            return entries_of(delivered)
+
         try:
-            places, link = await slot.write(records, partial(entries_of, group, records))
+            link = await slot.write(records, entries)
         except TransactionFailed as failed:
             self._doubt([request for request, _ in group], failed)
             raise
-        return Written(placed_all(group, records, places), link, [])
+        return Written(delivered, link, [])
 
     async def _deliver_plain(self, slot: Slot, group: Sequence[Won]) -> Written:
         """Write events whose guarantee is `idempotent`: no transaction and no ledger.
@@ -290,7 +299,7 @@ class Ingest:
             if isinstance(error, StoreLost):
                 self._store.lost(written.link.epoch)
         self._telemetry.stage_mark.observe(time.perf_counter() - started)
-        self._queue.trust({place.topic for _, committed in written.delivered for place in committed.places})
+        self._queue.trust({there.topic for _, committed in written.delivered for _, there in committed.places})
         for request, committed in written.delivered:
             self._answer(request, committed)
 

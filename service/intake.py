@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from heapq import heapify, heappop, heappush
@@ -80,7 +81,7 @@ class Intake:
     ) -> None:
         """Write a checked event exactly once; `reply` is told what became of it, within the request's timeout.
 
-        Raises Problem for what is refused before the key is touched; `arrived` is the loop's time. Somebody else's
+        Raises Problem for what is refused before the key is touched; `arrived` is by time.monotonic. Somebody else's
         write of the same key is waited for, up to `wait_s`; `accepted` is told once the claim stands.
         """
         request = Request((event,), arrived, self._timeout_s, self._guarantee(event.topic), reply)
@@ -91,7 +92,7 @@ class Intake:
 
     async def submit_train(self, events: Sequence[Event], train: Train) -> list[Answer]:
         """Write checked events of one batch, in their order; the answer of each."""
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         answers = Answers(len(events))
         requests = []
         for place, event in enumerate(events):
@@ -152,7 +153,7 @@ class Intake:
                 self._note(request, problem)
             raise
         if self._tracing is not None:
-            self._tracing.begin(requests, asyncio.get_running_loop().time())
+            self._tracing.begin(requests, time.monotonic())
         for request in requests:
             heappush(self._open, (request.deadline, next(self._count), request))
 
@@ -174,7 +175,7 @@ class Intake:
         """The claim stands: who prefers so is answered 202 now; what becomes of it is for the journal and the key."""
         accepted, request.accepted = request.accepted, None
         if accepted is not None:
-            self._journal.record(request, 202, None, asyncio.get_running_loop().time() - request.arrived)
+            self._journal.record(request, 202, None, time.monotonic() - request.arrived)
             try:
                 accepted()
             except Exception:  # as in `answer`
@@ -182,7 +183,7 @@ class Intake:
 
     def _note(self, request: Request, answer: Answer) -> None:
         """Count an answer, and tell the journal."""
-        latency_s = asyncio.get_running_loop().time() - request.arrived
+        latency_s = time.monotonic() - request.arrived
         status, code = (201, "") if isinstance(answer, Committed) else (answer.kind.status, answer.kind.code)
         self._journal.record(request, status, answer, latency_s)
         self._telemetry.answered(code, status, latency_s)
@@ -191,10 +192,9 @@ class Intake:
 
     async def sweep(self) -> None:
         """Answer what has reached its deadline, for ever: 503 where it is surely not written, else 504."""
-        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(SWEEP_S if self._open else SWEEP_IDLE_S)
-            now = loop.time()
+            now = time.monotonic()
             while self._open and (self._open[0][2].answered or self._open[0][0] <= now):
                 *_, request = heappop(self._open)
                 if not request.answered:

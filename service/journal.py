@@ -46,8 +46,8 @@ class Journal:
         latency_ms = 1000 * latency_s
         if isinstance(answer, Committed):
             self._waiting += [
-                encode_answer(event.id, event.fp, answer.at, status, None, answer.replayed, latency_ms, *place[1:4])
-                for event, place in zip(request.events, answer.places, strict=True)
+                encode_answer(id, fp, answer.at, status, None, answer.replayed, latency_ms, topic, partition, offset)
+                for id, (_, fp, topic, partition, offset, _) in answer.places
             ]
             return
         at = request.accepted_at or _now_ms()

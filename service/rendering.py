@@ -60,9 +60,10 @@ def render_whole(id: bytes, answer: Committed) -> bytes:
 
 
 def _fields(place: Placed) -> str:
+    id, there = place
     return (
-        f'"id":"{place.id.hex()}","topic":"{place.topic}","partition":{place.partition},'
-        f'"offset":{place.offset},"timestamp":{place.timestamp}'
+        f'"id":"{id.hex()}","topic":"{there.topic}","partition":{there.partition},'
+        f'"offset":{there.offset},"timestamp":{there.ts}'
     )
 
 

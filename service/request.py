@@ -1,6 +1,7 @@
 """A request inside this process: one event, or an atomic batch of them; and the bounded queue where it waits."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
@@ -9,7 +10,7 @@ from service.errors import NOT_WRITTEN, Problem
 from service.event import ENTRY_BYTES, Event
 from service.rules import Guarantee
 from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX, Settings
-from service.states import REQUEST, RequestEvent, RequestState
+from service.states import REQUEST, Delivered, RequestEvent, RequestState
 
 # What a waiting event costs beside its own bytes: objects, its future, its share of the connection.
 WAITING_BYTES: Final = 2_000
@@ -19,14 +20,8 @@ GROUPS_AT_ONCE: Final = 2
 GROUP_QUICK_S: Final = 0.05
 
 
-class Placed(NamedTuple):
-    """One event is in Kafka, here; `timestamp` in ms."""
-
-    id: bytes
-    topic: str
-    partition: int
-    offset: int
-    timestamp: int
+# One event is in Kafka: its id, and where.
+Placed = tuple[bytes, Delivered]
 
 
 class Committed(NamedTuple):
@@ -89,7 +84,8 @@ class Train(NamedTuple):
 class Request:
     """Events on their way together. `reply` is called exactly once, by whoever moves the state to ANSWERED.
 
-    `asked` is what is claimed: the event's (id, fingerprint), or the whole's and then each member's.
+    Its times are by time.monotonic, which is the loop's clock too. `bytes` is its share of the queue's. `asked` is what
+    is claimed: the event's (id, fingerprint), or the whole's and then each member's.
     """
 
     __slots__ = (
@@ -97,12 +93,14 @@ class Request:
         "accepted_at",
         "arrived",
         "asked",
+        "bytes",
         "claimants",
         "deadline",
         "events",
         "failures",
         "guarantee",
         "load",
+        "partitions",
         "patient_until",
         "reply",
         "state",
@@ -125,6 +123,7 @@ class Request:
         self.guarantee = guarantee
         self.train = train
         self.load = Load.of(events)
+        self.bytes = self.load.event_bytes + len(events) * WAITING_BYTES
         self.asked = [(event.id, event.fp) for event in events]
         if whole is not None:
             self.asked.insert(0, whole)
@@ -135,6 +134,7 @@ class Request:
         self.accepted_at = 0
         self.claimants: tuple[tuple[int, int], ...] = ()  # slots and ended terms in which a claim of it may stand
         self.failures = 0  # groups that its topic failed while it was in them
+        self.partitions: list[int] = []  # of its events, chosen anew for each group that it goes into
 
     def __repr__(self) -> str:
         return f"<Request {self.asked[0][0].hex()} {self.state.value}>"
@@ -142,10 +142,6 @@ class Request:
     @property
     def atomic(self) -> bool:
         return len(self.asked) > len(self.events)
-
-    @property
-    def bytes(self) -> int:
-        return self.load.event_bytes + len(self.events) * WAITING_BYTES
 
     @property
     def answered(self) -> bool:
@@ -258,12 +254,14 @@ class Queue:
         """Are as many groups under way as are good for all? Those that take long do not count."""
         if len(self._out) < self._groups_at_once:
             return False
-        loop = asyncio.get_running_loop()
-        quick = [since for since in self._out.values() if since > loop.time() - GROUP_QUICK_S]
+        if self._making_room is not None:
+            return True
+        now = time.monotonic()
+        quick = [since for since in self._out.values() if since > now - GROUP_QUICK_S]
         if len(quick) < self._groups_at_once:
             return False
-        if self._making_room is None:
-            self._making_room = loop.call_at(min(quick) + GROUP_QUICK_S + 0.001, self._make_room)
+        delay_s = min(quick) + GROUP_QUICK_S + 0.001 - now
+        self._making_room = asyncio.get_running_loop().call_later(delay_s, self._make_room)
         return True
 
     def _make_room(self) -> None:
@@ -280,7 +278,7 @@ class Queue:
         else:
             group = take_group(min(self._waiting.values(), key=_head_arrived))
         if group:
-            self._out[id(group)] = asyncio.get_running_loop().time()
+            self._out[id(group)] = time.monotonic()
         if any(self._waiting.values()):
             self.nudge()
         return group
@@ -288,6 +286,9 @@ class Queue:
     def returned(self, group: list[Request]) -> None:
         """A group that `take` gave out is done with, well or not: another may go."""
         self._out.pop(id(group), None)
+        if self._making_room is not None:
+            self._making_room.cancel()
+            self._making_room = None
         if self._apart_out is group:
             self._apart_out = None
         if self._apart or any(self._waiting.values()):

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
-from service.kafka.life import Place, Record
+from service.kafka.life import Partition, Place, Record
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.verdict import TransactionFailed
 from service.keys import Epoch, KeyStore, Row
@@ -47,6 +47,7 @@ class Slot:
         self._instance = instance
         self._producer: TransactionalProducer | None = None
         self._last_record = -1
+        self._likely = True  # the next group will have something to write
         self._unmarked: deque[tuple[Link, Sequence[Row]]] = deque()
         self._marking = asyncio.Lock()
 
@@ -105,26 +106,41 @@ class Slot:
         """Give up claims that were never sent."""
         await self._keys.release(self.epoch, self.n, self.term, ids)
 
-    async def write(self, records: Sequence[Record], entries: EntriesOf) -> tuple[list[Place], Link]:
+    def open(self, partitions: Iterable[Partition]) -> None:
+        """Begin the transaction of a group while its claims are made: one round trip less to wait for (KIP-98).
+
+        `write` or `abandon` comes next. Nothing is begun where the last group had nothing to write: this one is likely
+        to be of replays too, and a transaction that stays empty costs two requests and its markers.
+        """
+        if self._likely:
+            self.producer.open([*partitions, (self._ledger, self.n)])
+
+    async def abandon(self) -> None:
+        """There is nothing to write. Raises TransactionFailed: the term is over then."""
+        self._likely = False
+        await self.producer.abandon()
+
+    async def write(self, records: Sequence[Record], entries: EntriesOf) -> Link:
         """One transaction of records and their ledger record. Raises TransactionFailed: the term is over then.
 
-        Answers the records' places, and the ledger's previous and new offset, which `mark` wants.
+        Answers the ledger's previous and new offset, which `mark` wants.
         """
         self.move(SlotEvent.WRITE)
+        self._likely = True
         producer = self.producer
 
         def ledger_record(places: Sequence[Place]) -> bytes:
             return encode_ledger(self.n, producer.producer_id, producer.epoch, self._instance, entries(places))
 
         try:
-            places, offset = await producer.write(records, (self._ledger, self.n), ledger_record)
+            _, offset = await producer.write(records, (self._ledger, self.n), ledger_record)
         except TransactionFailed:
             self.move(SlotEvent.FAIL)
             self.doubtful, self.doubtful_since = len(records), time.monotonic()
             raise
         self.move(SlotEvent.COMMIT)
         previous, self._last_record = self._last_record, offset
-        return places, Link(self.epoch, self.term, previous, offset)
+        return Link(self.epoch, self.term, previous, offset)
 
     def unlinked(self) -> Link:
         """The link of what is written now and has no ledger record."""

@@ -86,9 +86,9 @@ class Tracing:
         """End the spans of a request with what it is answered, and answer it."""
         spans = self._spans.pop(request, [])
         if isinstance(answer, Committed):
-            for span, place in zip(spans, answer.places, strict=True):
-                span.set_attribute("messaging.destination.partition.id", str(place.partition))
-                span.set_attribute("messaging.kafka.offset", place.offset)
+            for span, (_, there) in zip(spans, answer.places, strict=True):
+                span.set_attribute("messaging.destination.partition.id", str(there.partition))
+                span.set_attribute("messaging.kafka.offset", there.offset)
                 span.set_attribute("fencepost.replayed", answer.replayed)
         else:
             for span in spans:

@@ -162,12 +162,27 @@ class Entry(NamedTuple):
     i: int | None = None
 
     def encode(self) -> str:
-        """The entry as JSON text; topic names need no escaping (see TOPIC)."""
-        member = "" if self.batch is None else f',"batch":"{self.batch.hex()}","i":{self.i}'
-        return (
-            f'{{"id":"{self.id.hex()}","fp":"{self.fp.hex()}","at":{self.at},"topic":"{self.topic}",'
-            f'"partition":{self.partition},"offset":{self.offset},"ts":{self.ts}{member}}}'
-        )
+        """The entry as JSON text."""
+        return encode_entry(*self)
+
+
+def encode_entry(
+    id: bytes,
+    fp: bytes,
+    at: int,
+    topic: str,
+    partition: int,
+    offset: int,
+    ts: int,
+    batch: bytes | None = None,
+    i: int | None = None,
+) -> str:
+    """An entry as JSON text, without an object for it; topic names need no escaping (see TOPIC)."""
+    member = "" if batch is None else f',"batch":"{batch.hex()}","i":{i}'
+    return (
+        f'{{"id":"{id.hex()}","fp":"{fp.hex()}","at":{at},"topic":"{topic}",'
+        f'"partition":{partition},"offset":{offset},"ts":{ts}{member}}}'
+    )
 
 
 @dataclass(frozen=True, slots=True)

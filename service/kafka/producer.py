@@ -1,7 +1,7 @@
 """The two kinds of producer. A life ends with its first failure; the next one has an id or an epoch of its own."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import structlog
@@ -34,8 +34,8 @@ NOT_ATTEMPTED: Final = errors.OperationNotAttempted.errno
 class TransactionalProducer:
     """One life of the producer of a transactional id, from its fence to its first failure (KIP-98).
 
-    A transaction is four requests, each sent once: AddPartitionsToTxn for the data and the ledger, Produce of the data,
-    Produce of the ledger record with their offsets, EndTxn.
+    A transaction is four requests, each sent once: AddPartitionsToTxn for the data and the ledger (`open`, or at the
+    latest `write`), Produce of the data, Produce of the ledger record with their offsets, EndTxn.
     """
 
     def __init__(self, cluster: Cluster, transactional_id: str, transaction_timeout_ms: int) -> None:
@@ -43,6 +43,7 @@ class TransactionalProducer:
         # The broker aborts a transaction at its timeout; waiting for longer could only meet that.
         self._patience_s = min(cluster.request_timeout_ms, transaction_timeout_ms) / 1000
         self._start_patience_s = (cluster.request_timeout_ms + transaction_timeout_ms) / 1000
+        self._opening: asyncio.Task[dict[Partition, int]] | None = None
 
     async def start(self) -> None:
         """InitProducerId: when this returns, the fate of the older producers' transactions is final.
@@ -59,6 +60,44 @@ class TransactionalProducer:
     def epoch(self) -> int:
         return self._life.epoch
 
+    def open(self, partitions: Sequence[Partition]) -> None:
+        """Begin a transaction of these partitions while the caller waits for something else; then `write` or `abandon`.
+
+        What `write` does not find in it, it adds itself.
+        """
+        self._opening = asyncio.create_task(self._open(partitions))
+
+    async def abandon(self) -> None:
+        """End what `open` began, if it did: there is nothing to write. Raises TransactionFailed."""
+        if self._opening is None:
+            return
+        try:
+            async with asyncio.timeout(self._patience_s):
+                if await self._opened():
+                    await self._end(commit=False)
+        except Exception as error:
+            raise TransactionFailed(verdict.of(error, commit_asked=False), repr(error)) from error
+
+    async def _open(self, partitions: Sequence[Partition]) -> dict[Partition, int]:
+        """The partitions of the transaction that has begun, with their leaders; none where Kafka refuses one of them.
+
+        That is for `write` to meet, which may not need it.
+        """
+        group = _Group([])
+        try:
+            async with asyncio.timeout(self._patience_s / PATIENCE_SHARE):
+                leaders = await self._leaders(group, partitions)
+                await self._begin(group, leaders)
+        except Exception:
+            if group.refusals or group.waiting_for:
+                return {}
+            raise
+        return leaders
+
+    async def _opened(self) -> dict[Partition, int]:
+        opening, self._opening = self._opening, None
+        return {} if opening is None else await opening
+
     async def write(
         self, records: Sequence[Record], ledger: Partition, ledger_record: Callable[[Sequence[Place]], bytes]
     ) -> tuple[list[Place], int]:
@@ -72,13 +111,12 @@ class TransactionalProducer:
         try:
             async with asyncio.timeout(self._patience_s):
                 async with asyncio.timeout(self._patience_s / PATIENCE_SHARE):
-                    leaders = await self._leaders(group, ledger)
-                    await self._begin(group, leaders)
+                    leaders = await self._join(group, ledger)
                     places = await self._send(group, leaders)
                 last = _Group([Record(*ledger, None, ledger_record(places), [], 0, codec=OWN_CODEC)])
                 (ledger_place,) = await self._send(last, leaders)
                 commit_asked = True
-                await self._commit()
+                await self._end(commit=True)
         except Exception as error:  # a bug must end the life too
             cause = ", ".join(f"{topic}: {refusal.why}" for topic, refusal in group.refusals.items()) or repr(error)
             # A refusal holds up what is with it, and is what ended it.
@@ -86,10 +124,20 @@ class TransactionalProducer:
             raise TransactionFailed(verdict.of(error, commit_asked), cause, group.refusals, stuck) from error
         return places, ledger_place.offset
 
-    async def _leaders(self, group: "_Group", ledger: Partition) -> dict[Partition, int]:
-        """The leader of each partition of the transaction."""
+    async def _join(self, group: "_Group", ledger: Partition) -> dict[Partition, int]:
+        """The leaders of the transaction's partitions, after each that the group needs has been added to it."""
+        leaders = await self._opened()
+        wanted = dict.fromkeys([(record.topic, record.partition) for record in group.records] + [ledger])
+        if missing := [partition for partition in wanted if partition not in leaders]:
+            added = await self._leaders(group, missing)
+            await self._begin(group, added)
+            leaders |= added
+        return leaders
+
+    async def _leaders(self, group: "_Group", partitions: Iterable[Partition]) -> dict[Partition, int]:
+        """The leader of each of these partitions."""
         leaders: dict[Partition, int] = {}
-        for partition in dict.fromkeys([(record.topic, record.partition) for record in group.records] + [ledger]):
+        for partition in partitions:
             node = self._life.leader(partition)
             if node is None:
                 group.waiting_for = partition[0]
@@ -103,7 +151,7 @@ class TransactionalProducer:
         return leaders
 
     async def _begin(self, group: "_Group", partitions: Mapping[Partition, int]) -> None:
-        """Add every partition to the transaction, which begins with that.
+        """Add partitions to the transaction, which begins with the first ones.
 
         CONCURRENT_TRANSACTIONS says that the markers of the one before are still being written: nothing was done.
         """
@@ -148,14 +196,17 @@ class TransactionalProducer:
             raise errors.KafkaError(f"{failed.partition}: no offset in the answer")
         return places
 
-    async def _commit(self) -> None:
-        """EndTxn: when it answers, the transaction is committed, and its markers will be written."""
+    async def _end(self, commit: bool) -> None:
+        """EndTxn: when it answers, the transaction's fate is decided, and its markers will be written."""
         life = self._life
-        request = EndTxnRequest(life.transactional_id, life.producer_id, life.epoch, True)
+        request = EndTxnRequest(life.transactional_id, life.producer_id, life.epoch, commit)
         check((await life.client.send(life.coordinator, request)).error_code, "EndTxn")
 
     async def close(self) -> None:
         """End this life, at once: what is in flight is fenced by the next one. Never raises, never hangs."""
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.gather(self._opening, return_exceptions=True)
         await self._life.close()
 
 

@@ -86,6 +86,7 @@ class MemoryProducer(TransactionalProducer):
         self._transactional_id = transactional_id
         self._mine = (-1, -1)
         self._over = True
+        self._wanted: list[tuple[str, int]] | None = None  # what is to be opened
 
     async def start(self) -> None:
         self._mine = self._broker.init_producer_id(self._transactional_id)
@@ -99,17 +100,37 @@ class MemoryProducer(TransactionalProducer):
     def epoch(self) -> int:
         return self._mine[1]
 
+    def open(self, partitions: Sequence[tuple[str, int]]) -> None:
+        self._wanted = list(partitions)
+
+    async def abandon(self) -> None:
+        if self._wanted is not None:
+            self._transaction().end("aborted")
+            del self._broker.open[self._transactional_id]
+
+    def _transaction(self) -> Transaction:
+        """The transaction, in which what was asked for is if all of it is there."""
+        self._check()
+        wanted, self._wanted = self._wanted or [], None
+        transaction = self._broker.open[self._transactional_id] = Transaction()
+        logs = [self._broker.topics.get(topic, [])[partition : partition + 1] for topic, partition in wanted]
+        if all(logs):
+            transaction.touched = [log for (log,) in logs]
+        return transaction
+
+    def _check(self) -> None:
+        if self._over or self._broker.away:
+            self._over = True
+            raise TransactionFailed(Verdict.ABORTED, "the producer's life is over, or nobody answers")
+        if self._broker.epochs[self._transactional_id] != self._mine:
+            self._over = True
+            raise TransactionFailed(Verdict.FENCED, "ProducerFenced()")
+
     async def write(
         self, records: Sequence[Record], ledger: tuple[str, int], ledger_record: Callable[[Sequence[Place]], bytes]
     ) -> tuple[list[Place], int]:
         broker = self._broker
-        if self._over or broker.away:
-            self._over = True
-            raise TransactionFailed(Verdict.ABORTED, "the producer's life is over, or nobody answers")
-        if broker.epochs[self._transactional_id] != self._mine:
-            self._over = True
-            raise TransactionFailed(Verdict.FENCED, "ProducerFenced()")
-        transaction = broker.open[self._transactional_id] = Transaction()
+        transaction = self._transaction()
         refusals = {record.topic: REFUSALS[code] for record in records if (code := self._refusal(record))}
         if refusals:
             self._over = True

@@ -122,6 +122,54 @@ async def test_a_begin_record_is_a_transaction_without_events(bench: Bench) -> N
     assert await bench.read(bench.ledger) == [(0, 0, b"a line")]
 
 
+async def test_a_transaction_may_be_opened_before_it_is_known_what_goes_into_it(bench: Bench) -> None:
+    """A partition that gets no record gets a marker all the same, and one that was not foreseen is added."""
+    producer = await bench.new_producer("slot")
+    producer.open([(bench.topic, 0), (bench.topic, 1), (bench.ledger, 0)])
+    places, offset = await producer.write([bench.record(b"a", 0)], (bench.ledger, 0), line)
+    assert (places, offset) == ([Place(0, NOW_MS)], 0)
+    producer.open([(bench.topic, 0), (bench.ledger, 0)])
+    places, offset = await producer.write([bench.record(b"b", 1)], (bench.ledger, 0), line)
+    assert (places, offset) == ([Place(1, NOW_MS)], 2)
+    assert [value for *_, value in await bench.read(bench.topic)] == [b"a", b"b"]
+
+
+async def test_what_was_opened_for_nothing_is_ended(bench: Bench) -> None:
+    producer = await bench.new_producer("slot")
+    await producer.abandon()  # where nothing is open there is nothing to do
+    producer.open([(bench.topic, 0), (bench.ledger, 0)])
+    await producer.abandon()
+    places, offset = await producer.write([bench.record(b"a", 0)], (bench.ledger, 0), line)
+    assert (places, offset) == ([Place(1, NOW_MS)], 1), "the markers of the one that was ended come before"
+    assert [value for *_, value in await bench.read(bench.topic)] == [b"a"]
+
+
+async def test_a_topic_that_is_not_there_spoils_only_what_needs_it(bench: Bench) -> None:
+    """Its event turned out to be there already: the others are written."""
+    producer = await bench.new_producer("slot")
+    producer.open([(bench.topic, 0), ("not-there-" + bench.topic, 0), (bench.ledger, 0)])
+    await producer.write([bench.record(b"a")], (bench.ledger, 0), line)
+    assert [value for *_, value in await bench.read(bench.topic)] == [b"a"]
+
+
+async def test_what_a_fenced_producer_opens_ends_its_life(bench: Bench) -> None:
+    old = await bench.new_producer("slot")
+    await bench.new_producer("slot")
+    old.open([(bench.topic, 0), (bench.ledger, 0)])
+    with pytest.raises(TransactionFailed) as caught:
+        await old.abandon()
+    assert caught.value.verdict is Verdict.FENCED
+
+
+async def test_a_life_may_end_while_a_transaction_is_being_opened(bench: Bench) -> None:
+    old = await bench.new_producer("slot")
+    old.open([(bench.topic, 0), (bench.ledger, 0)])
+    await old.close()
+    new = await bench.new_producer("slot")
+    await new.write([bench.record(b"a")], (bench.ledger, 0), line)
+    assert [value for *_, value in await bench.read(bench.topic)] == [b"a"]
+
+
 async def test_the_next_life_fences_the_last(bench: Bench) -> None:
     old = await bench.new_producer("slot")
     await old.write([bench.record(b"a")], (bench.ledger, 0), line)
@@ -251,8 +299,8 @@ async def test_a_slot_s_term_is_the_offset_of_its_begin_record(bench: Bench, key
 
 async def test_a_write_links_its_record_to_the_one_before(bench: Bench, keys: Forgetful) -> None:
     slot = await ready(bench, keys)
-    _, first = await slot.write([bench.record(b"a")], lambda places: [])
-    _, second = await slot.write([bench.record(b"b")], lambda places: [])
+    first = await slot.write([bench.record(b"a")], lambda places: [])
+    second = await slot.write([bench.record(b"b")], lambda places: [])
     assert (first.term, first.previous) == (slot.term, slot.term)
     assert second.previous == first.offset
     assert slot.state is SlotState.READY
@@ -266,8 +314,8 @@ async def test_a_write_links_its_record_to_the_one_before(bench: Bench, keys: Fo
 
 async def test_a_mark_that_failed_is_owed_and_paid_in_order(bench: Bench, keys: Forgetful) -> None:
     slot = await ready(bench, keys)
-    _, first = await slot.write([bench.record(b"a")], lambda places: [])
-    _, second = await slot.write([bench.record(b"b")], lambda places: [])
+    first = await slot.write([bench.record(b"a")], lambda places: [])
+    second = await slot.write([bench.record(b"b")], lambda places: [])
     keys.refuse = 2
     with pytest.raises(StoreAway):
         await slot.mark(first, [row(b"a", 0)])

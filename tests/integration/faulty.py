@@ -116,12 +116,12 @@ class Faults:
                     raise TopicAuthorizationFailedError("a fault")
                 return ledger_record(places)
 
-            async def commit_here() -> None:
+            async def end_here(commit: bool) -> None:
                 await self.reach("commit")
-                await TransactionalProducer._commit(producer)
+                await TransactionalProducer._end(producer, commit)
                 await self.reach("commit.done")
 
-            producer._commit = commit_here
+            producer._end = end_here
             return await write(producer, records, ledger, with_places)
 
         replace(TransactionalProducer, "write", wrapped)

@@ -14,7 +14,7 @@ from service.ingest import Ingest
 from service.intake import Intake
 from service.journal import Journal
 from service.kafka.cluster import Cluster, Topic
-from service.kafka.life import Fate, Place, Record
+from service.kafka.life import Fate, Partition, Place, Record
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.keys import Census, Epoch, Row
 from service.recovery import Store
@@ -146,8 +146,10 @@ class FakeProducer(TransactionalProducer):
     def __init__(self) -> None:
         self.trouble = Trouble()
         self.written: list[list[Record]] = []
+        self.opened: list[Partition] | None = None  # of the transaction that is open
+        self.abandoned = 0
         self.closed = False
-        self._end = 10
+        self._next = 10
 
     @property
     def producer_id(self) -> int:
@@ -157,17 +159,26 @@ class FakeProducer(TransactionalProducer):
     def epoch(self) -> int:
         return 0
 
+    def open(self, partitions: Sequence[Partition]) -> None:
+        self.opened = list(partitions)
+
+    async def abandon(self) -> None:
+        if self.opened is not None:
+            self.opened = None
+            self.abandoned += 1
+
     async def write(
         self, records: Sequence[Record], ledger: tuple[str, int], ledger_record: Callable[[Sequence[Place]], bytes]
     ) -> tuple[list[Place], int]:
+        self.opened = None
         if records:
             await self.trouble.enter("write")
-        places = [Place(self._end + n, NOW_MS) for n in range(len(records))]
+        places = [Place(self._next + n, NOW_MS) for n in range(len(records))]
         ledger_record(places)
-        self._end += len(records) + 2
+        self._next += len(records) + 2
         if records:
             self.written.append(list(records))
-        return places, self._end
+        return places, self._next
 
     async def close(self) -> None:
         self.closed = True

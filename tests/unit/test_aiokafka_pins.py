@@ -15,6 +15,7 @@ from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnReque
 from aiokafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
 from aiokafka.structs import TopicPartition
 
+import service.kafka.cluster  # noqa: F401 - it replaces a name in aiokafka
 from service.kafka.deadline import Abandoned, within
 
 

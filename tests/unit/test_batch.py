@@ -96,7 +96,7 @@ async def test_the_answers_are_in_the_order_of_the_events() -> None:
     first, _, third, _ = answers
     assert isinstance(first, Committed)
     assert isinstance(third, Committed)
-    assert (first.places[0].id, third.places[0].id) == (make_event("a").id, make_event("c").id)
+    assert (first.places[0][0], third.places[0][0]) == (make_event("a").id, make_event("c").id)
 
 
 async def test_a_key_that_repeats_is_replayed_and_not_in_progress() -> None:
@@ -171,7 +171,7 @@ async def test_an_atomic_batch_is_written_in_one_group_and_replayed_as_one() -> 
     batch = batch_of(one(None, 1), one(None, 2, "other"), atomic=True)
     first = await atomically(world, batch)
     assert isinstance(first, Committed)
-    assert [place.topic for place in first.places] == ["orders", "other"]
+    assert [there.topic for _, there in first.places] == ["orders", "other"]
     assert await atomically(world, batch) == first._replace(replayed=True)
     assert world.keys_written() == [["whole", "whole"]]
     await ended(serving)

@@ -9,9 +9,10 @@ from service.batch import LINES
 from service.errors import KINDS, Problem
 from service.events_endpoint import JSON, media_type, pick, unsupported
 from service.rendering import imf_fixdate, render_place, render_problem, render_results, render_whole
-from service.request import Answer, Committed, Placed
+from service.request import Answer, Committed
+from service.states import Delivered
 
-PLACE = Placed(b"\x01" * 16, "orders", 2, 12, 1_700_000_000_000)
+PLACE = (b"\x01" * 16, Delivered(1_700_000_000_000, b"\x02" * 8, "orders", 2, 12, 1_700_000_000_000))
 
 
 @pytest.mark.parametrize(

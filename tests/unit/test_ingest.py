@@ -44,6 +44,38 @@ async def test_a_group_is_claimed_written_marked_and_answered() -> None:
     await ended(serving)
 
 
+async def test_a_transaction_is_open_when_its_claims_are_made() -> None:
+    world = World()
+    slot = await world.slot()
+    producer = world.producers[0]
+    claiming = world.keys.trouble.hold("claim")
+    serving = world.serve(slot)
+    answer = world.submit("a")
+    await world.keys.trouble.reached["claim"].wait()
+    assert producer.opened is not None
+    assert producer.opened[-1] == ("fencepost.ledger", 0)
+    assert [topic for topic, _ in producer.opened] == ["orders", "fencepost.ledger"]
+    claiming.set()
+    assert isinstance(await answer, Committed)
+    assert not producer.abandoned
+    await ended(serving)
+
+
+async def test_where_nothing_is_to_be_written_it_is_ended_and_the_next_is_not_opened() -> None:
+    world = World()
+    slot = await world.slot()
+    producer = world.producers[0]
+    serving = world.serve(slot)
+    for abandoned in (0, 1, 1):
+        assert isinstance(await world.submit("a"), Committed)
+        await until(lambda: producer.opened is None)
+        assert producer.abandoned == abandoned
+    assert isinstance(await world.submit("b"), Committed)
+    assert isinstance(await world.submit("b"), Committed)
+    await until(lambda: producer.abandoned == 2)
+    await ended(serving)
+
+
 async def test_a_failed_mark_is_no_error_of_the_event() -> None:
     world = World()
     slot = await world.slot()
@@ -166,7 +198,7 @@ async def test_an_event_in_doubt_that_was_written_is_no_replay() -> None:
     serving = world.serve(slot)
     found = await answer
     assert isinstance(found, Committed)
-    assert (found.places[0].offset, found.replayed) == (44, False)
+    assert (found.places[0][1].offset, found.replayed) == (44, False)
     assert world.keys_written() == []
     await ended(serving)
 

@@ -178,6 +178,57 @@ async def test_a_transaction_is_four_requests_each_sent_once() -> None:
     assert ledger == (0, 0, [repr(places).encode()])
 
 
+async def test_a_transaction_that_is_open_is_not_begun_again() -> None:
+    producer, kafka = transactional()
+    producer.open([("a", 0), ("a", 1), LEDGER])
+    await asyncio.sleep(0.01)
+    assert [type(request).__name__ for _, request in kafka.requests] == ["AddPartitionsToTxnRequest"]
+    await write(producer, record("a", 0))
+    assert len(kafka.sent(AddPartitionsToTxnRequest)) == 1
+    producer.open([("a", 0), LEDGER])
+    await write(producer, record("a", 1), record("a", 0))
+    assert [request._topics for request in kafka.sent(AddPartitionsToTxnRequest)[1:]] == [
+        [("a", [0]), ("ns.ledger", [0])],
+        [("a", [1])],
+    ]
+    assert [request._transaction_result for request in kafka.sent(EndTxnRequest)] == [True, True]
+
+
+async def test_what_was_opened_for_nothing_is_aborted() -> None:
+    producer, kafka = transactional()
+    await producer.abandon()
+    assert not kafka.requests
+    producer.open([("a", 0), LEDGER])
+    await producer.abandon()
+    assert [request._transaction_result for request in kafka.sent(EndTxnRequest)] == [False]
+
+
+async def test_what_could_not_be_opened_is_left_to_the_write_and_need_not_be_ended() -> None:
+    producer, kafka = transactional()
+    denied = TopicAuthorizationFailedError.errno
+    kafka.added = lambda topic, partition: denied if topic == "secret" else 0
+    producer.open([("a", 0), ("secret", 0), LEDGER])
+    await producer.abandon()
+    assert not kafka.sent(EndTxnRequest)
+    producer.open([("a", 0), ("secret", 0), LEDGER])
+    assert await write(producer, record("a")) == [Place(4, 5)]
+    producer.open([("secret", 0), LEDGER])
+    failed = await failure(producer, record("secret"))
+    assert {topic: refusal.kind for topic, refusal in failed.refusals.items()} == {"secret": FORBIDDEN_TOPIC}
+
+
+@pytest.mark.parametrize("last", ["write", "abandon"])
+async def test_an_opening_without_an_answer_ends_the_life(last: str) -> None:
+    producer, kafka = transactional()
+    kafka.added = lambda topic, partition: -1
+    producer.open([("a", 0), LEDGER])
+    with pytest.raises(TransactionFailed) as raised:
+        await (producer.abandon() if last == "abandon" else write(producer, record("a")))
+    assert raised.value.verdict is Verdict.ABORTED
+    assert not kafka.sent(ProduceRequest)
+    assert not kafka.sent(EndTxnRequest)
+
+
 async def test_each_leader_gets_a_request_of_its_own() -> None:
     producer, kafka = transactional()
     kafka.leaders = {("a", 0): 1, ("a", 1): 2, ("b", 0): 2}
