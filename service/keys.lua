@@ -18,6 +18,7 @@
 -- The rules for keys are those of states.py, and one suite of vectors holds both to each other.
 
 local P = KEYS[1]
+local K = P .. 'k'
 -- Processes may differ in their lease times, while one setting is being rolled out; not by more than this.
 local LEASES_MOST = 10
 
@@ -48,7 +49,7 @@ local function raise(hash, slot, value)
 end
 
 local function put(id, state, at, retention)
-  redis.call('SET', P .. 'k' .. id, state, 'PXAT', string.format('%.0f', at + retention))
+  redis.call('SET', K .. id, state, 'PXAT', at + retention)
 end
 
 -- All kinds of state carry `at`: a claim ("C" is 67) behind its slot and term, the others first.
@@ -56,27 +57,26 @@ local function at_of(state)
   return (struct.unpack('>I8', state, string.byte(state) == 67 and 12 or 2))
 end
 
--- The entries of a blob of (id:16s length:u16 state), one by one.
+-- The entries of a blob of (id:16s length:u16 state) with delivered states, one by one: id, state and its `at`.
 local function entries(blob)
-  local place = 1
+  local place, size = 1, #blob
   return function()
-    if place > #blob then return nil end
-    local id = string.sub(blob, place, place + 15)
-    local length = struct.unpack('>I2', blob, place + 16)
+    if place > size then return nil end
+    local id, length, _, at = struct.unpack('>c16I2c1I8', blob, place)
     local state = string.sub(blob, place + 18, place + 17 + length)
     place = place + 18 + length
-    return id, state
+    return id, state, at
   end
 end
 
 local function replay_entries(blob, retention)
   local now = now_ms()
-  for id, state in entries(blob) do
-    local at = at_of(state)
-    if at + retention > now then
-      local present = redis.call('GET', P .. 'k' .. id)
+  for id, state, at in entries(blob) do
+    -- In an empty store nothing is there: one call a key.
+    if at + retention > now and not redis.call('SET', K .. id, state, 'PXAT', at + retention, 'NX') then
+      local present = redis.call('GET', K .. id)
       -- Any claim ("C" is 67) gives way, also a newer one: a store that did not know of this record has let it be made.
-      if not present or string.byte(present) == 67 or at_of(present) <= at then put(id, state, at, retention) end
+      if string.byte(present) == 67 or at_of(present) <= at then put(id, state, at, retention) end
     end
   end
 end
@@ -88,28 +88,29 @@ function operation.claim()
   if not settled() then return {'STORE_LOST'} end
   local slot, term, retention, least_left = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
   if hash_number('f', slot) ~= term then return {'FENCED'} end
-  local now, freed, answers = now_ms(), {}, {'OK'}
-  local head = struct.pack('>I2I8', tonumber(slot), term)
-  local function take(id, at, fp)
-    put(id, 'C' .. head .. struct.pack('>I8', at) .. fp, at, retention)
-    return struct.pack('>I8', at)
-  end
-  for place = 1, #ARGV[8], 24 do
-    local id, fp = string.sub(ARGV[8], place, place + 15), string.sub(ARGV[8], place + 16, place + 23)
-    local state = redis.call('GET', P .. 'k' .. id)
-    local answer
-    if not state then
-      answer = 'N' .. take(id, now, fp)
-    elseif string.byte(state) ~= 67 then
-      answer = (string.sub(state, 10, 17) == fp and '' or 'X') .. state
-    else
-      local s, t, at = struct.unpack('>I2I8I8', state, 2)
-      if not freed[s] then freed[s] = hash_number('f', s) end
-      if freed[s] > t then
-        if at + retention - now < least_left then at = now end
-        answer = 'T' .. take(id, at, fp)
+  local asked, now, freed, answers = ARGV[8], now_ms(), {}, {'OK'}
+  local head = 'C' .. struct.pack('>I2I8', tonumber(slot), term)
+  local at_now = struct.pack('>I8', now)
+  local head_now, answer_new = head .. at_now, 'N' .. at_now
+  for place = 1, #asked, 24 do
+    local id, fp = struct.unpack('>c16c8', asked, place)
+    local answer = answer_new
+    -- Most ids are new: one call each.
+    if not redis.call('SET', K .. id, head_now .. fp, 'PXAT', now + retention, 'NX') then
+      local state = redis.call('GET', K .. id)
+      if string.byte(state) ~= 67 then
+        answer = (string.sub(state, 10, 17) == fp and '' or 'X') .. state
       else
-        answer = redis.call('EXISTS', P .. 'l' .. s) .. state
+        local s, t, at = struct.unpack('>I2I8I8', state, 2)
+        if not freed[s] then freed[s] = hash_number('f', s) end
+        if freed[s] > t then
+          if at + retention - now < least_left then at = now end
+          local at_kept = struct.pack('>I8', at)
+          put(id, head .. at_kept .. fp, at, retention)
+          answer = 'T' .. at_kept
+        else
+          answer = redis.call('EXISTS', P .. 'l' .. s) .. state
+        end
       end
     end
     answers[#answers + 1] = answer
@@ -126,7 +127,7 @@ function operation.claim_all()
   local now, freed, oldest, taken = now_ms(), {}, nil, false
   for place = 1, #ARGV[8], 24 do
     local id, fp = string.sub(ARGV[8], place, place + 15), string.sub(ARGV[8], place + 16, place + 23)
-    local state = redis.call('GET', P .. 'k' .. id)
+    local state = redis.call('GET', K .. id)
     if state and string.byte(state) ~= 67 then
       -- A member that lives without its whole is another event to the batch, whatever its fingerprint.
       return {'OK', ((place == 1 and string.sub(state, 10, 17) == fp) and '' or 'X') .. state}
@@ -153,10 +154,10 @@ function operation.mark()
   local retention = tonumber(ARGV[6])
   local head = 'C' .. struct.pack('>I2I8', tonumber(ARGV[4]), tonumber(ARGV[5]))
   local untouched = 0
-  for id, state in entries(ARGV[9]) do
-    local present = redis.call('GET', P .. 'k' .. id)
+  for id, state, at in entries(ARGV[9]) do
+    local present = redis.call('GET', K .. id)
     if not present or string.sub(present, 1, 11) == head then
-      put(id, state, at_of(state), retention)
+      put(id, state, at, retention)
     else
       untouched = untouched + 1
     end
@@ -171,7 +172,7 @@ function operation.release()
   if not settled() then return {'STORE_LOST'} end
   local head = 'C' .. struct.pack('>I2I8', tonumber(ARGV[4]), tonumber(ARGV[5]))
   for place = 1, #ARGV[6], 16 do
-    local key = P .. 'k' .. string.sub(ARGV[6], place, place + 15)
+    local key = K .. string.sub(ARGV[6], place, place + 15)
     local present = redis.call('GET', key)
     if present and string.sub(present, 1, 11) == head then redis.call('DEL', key) end
   end
@@ -181,7 +182,7 @@ end
 -- find: generation store id. Answers the state, its slot's freed and whether its slot is leased.
 function operation.find()
   if not settled() then return {'STORE_LOST'} end
-  local state = redis.call('GET', P .. 'k' .. ARGV[4])
+  local state = redis.call('GET', K .. ARGV[4])
   if not state then return {'OK'} end
   if string.byte(state) ~= 67 then return {'OK', state} end
   local slot = struct.unpack('>I2', state, 2)
@@ -193,7 +194,7 @@ function operation.find_all()
   if not settled() then return {'STORE_LOST'} end
   local answers = {'OK'}
   for place = 1, #ARGV[4], 16 do
-    answers[#answers + 1] = redis.call('GET', P .. 'k' .. string.sub(ARGV[4], place, place + 15)) or ''
+    answers[#answers + 1] = redis.call('GET', K .. string.sub(ARGV[4], place, place + 15)) or ''
   end
   return answers
 end

@@ -32,6 +32,7 @@ _CLAIMED = Struct(">cHQQ8s")
 _DELIVERED = Struct(">cQ8sIQQ")
 _BATCH = Struct(">cQ8sI")
 _ENTRY_HEAD = Struct(f">{ID_BYTES}sH")
+_ENTRY = Struct(_ENTRY_HEAD.format + _DELIVERED.format.removeprefix(">"))  # without the topic
 
 Row = tuple[bytes, Delivered | DeliveredBatch]
 
@@ -387,9 +388,14 @@ def unpack(raw: bytes) -> Claimed | Delivered | DeliveredBatch:
 
 def _blob(rows: Sequence[Row]) -> bytes:
     parts: list[bytes] = []
-    for id, delivered in rows:
-        state = pack(delivered)
-        parts += (_ENTRY_HEAD.pack(id, len(state)), state)
+    for id, state in rows:
+        if isinstance(state, Delivered):  # as `pack` does, in one go: a store recovery has millions of them
+            at, fp, topic, partition, offset, ts = state
+            name = topic.encode()
+            parts += (_ENTRY.pack(id, _DELIVERED.size + len(name), b"D", at, fp, partition, offset, ts), name)
+        else:
+            packed = pack(state)
+            parts += (_ENTRY_HEAD.pack(id, len(packed)), packed)
     return b"".join(parts)
 
 

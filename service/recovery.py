@@ -9,7 +9,8 @@ import contextlib
 import random
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping
 from typing import Final
 
 import structlog
@@ -19,18 +20,22 @@ from service.errors import KafkaAway, StoreAway, StoreLost, StoreUnanswered
 from service.kafka.cluster import Cluster
 from service.kafka.deadline import shared
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
-from service.kafka.reader import Item, Span, ends, offsets_since, read_through
+from service.kafka.reader import Span, ends, offsets_since, read_through
 from service.keys import REPLAY_CHUNK, Epoch, Identity, KeyStore, Row
 from service.logs import Incident
+from service.replay import rows_of
 from service.settings import Settings
 from service.slot import Slot
-from service.states import Delivered, DeliveredBatch, SlotEvent
+from service.states import SlotEvent
 from service.telemetry import Telemetry
 from service.topics import InternalTopics
-from service.wire import Entry, LedgerRecord, WireError, batch_fingerprint, decode_ledger, transactional_id
+from service.wire import LedgerRecord, transactional_id
 
 log = structlog.get_logger(__name__)
 
+# Ledger records, each of a busy process's hundred entries or so, that are decoded while Redis writes those before.
+REPLAY_RECORDS: Final = 20
+REPLAYS_AT_ONCE: Final = 2
 PAUSE_LEAST_S: Final = 1.0
 PAUSE_MOST_S: Final = 300.0
 # How far the broker's clock (LogAppendTime) and Redis's (accepted_at) may be apart when old ledger is left unread.
@@ -317,6 +322,7 @@ class Store:
             for slot, offset in through.items()
         }
         keys = 0
+        writing: deque[asyncio.Task[None]] = deque()  # in no order: of an id's states the newest stays
         remaining = {slot: span.through + 1 - max(span.start or 0, 0) for slot, span in spans.items()}
         replayed, left = self._telemetry.replayed.labels("store"), self._telemetry.replay_remaining
         patience_s = (self._settings.request_timeout_ms + self._settings.transaction_timeout_ms) / 1000
@@ -324,52 +330,29 @@ class Store:
         try:
             async with contextlib.aclosing(records):
                 async for items in records:
-                    rows = rows_of(items)
-                    await self._keys.recover_replay(store, nonce, rows)
-                    keys += len(rows)
-                    replayed.inc(len(rows))
+                    for start in range(0, len(items), REPLAY_RECORDS):
+                        rows = rows_of(items[start : start + REPLAY_RECORDS])
+                        if len(writing) == REPLAYS_AT_ONCE:
+                            await writing.popleft()
+                        writing.append(asyncio.create_task(self._keys.recover_replay(store, nonce, rows)))
+                        keys += len(rows)
+                        replayed.inc(len(rows))
                     remaining[items[-1].partition] = max(0, through[items[-1].partition] - items[-1].offset)
                     left.set(sum(remaining.values()))
                     behind = [slot for slot, offsets in sorted(remaining.items()) if offsets]
                     self.status = f"recovering: {keys} keys replayed, waiting for slots {behind[:8]}"
+            while writing:
+                await writing.popleft()
         finally:
             left.set(0)
+            for task in writing:
+                task.cancel()
+            await asyncio.gather(*writing, return_exceptions=True)
         return keys
 
     @property
     def _lease_s(self) -> float:
         return self._settings.lease_ttl_ms / 1000
-
-
-def rows_of(items: Sequence[Item]) -> list[Row]:
-    """What ledger records say was delivered; one that is not Fencepost's cannot name an id of ours, and is skipped."""
-    rows: list[Row] = []
-    for item in items:
-        try:
-            record = decode_ledger(item.value)
-        except WireError as error:
-            log.error("foreign record in the ledger", partition=item.partition, offset=item.offset, why=str(error))
-            continue
-        if isinstance(record, LedgerRecord):
-            rows += [(entry.id, _delivered(entry)) for entry in record.entries]
-            rows += _wholes(record.entries)
-    return rows
-
-
-def _delivered(entry: Entry) -> Delivered:
-    return Delivered(entry.at, entry.fp, entry.topic, entry.partition, entry.offset, entry.ts)
-
-
-def _wholes(entries: Sequence[Entry]) -> list[Row]:
-    """The atomic batches whose members these are: one transaction holds all of a batch, so one record names all."""
-    members: dict[bytes, list[Entry]] = {}
-    for entry in entries:
-        if entry.batch is not None:
-            members.setdefault(entry.batch, []).append(entry)
-    return [
-        (batch, DeliveredBatch(of[0].at, batch_fingerprint(entry.fp for entry in of), len(of)))
-        for batch, of in members.items()
-    ]
 
 
 def _now_ms() -> int:

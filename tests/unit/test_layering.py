@@ -25,6 +25,7 @@ LAYERS = [
     {"ingest", "batch", "pool", "rendering"},
     {"intake"},
     {"recovery", "journal", "group", "tracing", "cloudevents"},
+    {"replay"},
     {"slot", "control", "topics", "keys", "keys_view", "request", "kafka.producer", "kafka.reader", "kafka.survey"},
     {"kafka.life"},
     {"event", "follow", "kafka.cluster", "kafka.security", "kafka.verdict", "kafka.partitioner"},
@@ -55,7 +56,7 @@ DOORS = {
     "opentelemetry": {"tracing"},
     "typer": {"cli.commands"},
     "rich": {"cli.show"},
-    "msgspec": {"event", "batch", "openapi", "api", "cloudevents"},
+    "msgspec": {"event", "batch", "openapi", "api", "cloudevents", "replay"},
     "pyspark": set(),
     "confluent_kafka": set(),
 }

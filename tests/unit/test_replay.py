@@ -1,0 +1,88 @@
+"""What a replay reads in the ledger: the same as wire.py, which job and tests read it with."""
+
+import json
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from service.kafka.reader import Item
+from service.keys import Row
+from service.replay import rows_of
+from service.states import Delivered, DeliveredBatch
+from service.wire import Entry, LedgerRecord, batch_fingerprint, decode_ledger
+from tests.unit.test_wire import vectors
+
+ENTRY = Entry(b"\x01" * 16, b"\x02" * 8, 3, "orders", 4, 5, 6)
+
+
+def read(*texts: str | bytes | None) -> tuple[list[Row], int]:
+    """The rows of records with these values, and how many were called foreign."""
+    with capture_logs() as told:
+        rows = rows_of(
+            [Item(0, n, None, text.encode() if isinstance(text, str) else text) for n, text in enumerate(texts)]
+        )
+    return rows, len(told)
+
+
+def changed(**fields: Any) -> str:
+    """A record of one entry in which these fields are others; None takes one out."""
+    body = json.loads(LedgerRecord(0, 7, 0, "me", [ENTRY]).encode())
+    body["entries"][0] |= fields
+    body["entries"][0] = {name: value for name, value in body["entries"][0].items() if value is not None}
+    return json.dumps(body)
+
+
+@pytest.mark.parametrize("vector", vectors("records", "ledger"))
+def test_it_reads_what_the_contract_reads(vector: dict[str, Any]) -> None:
+    record = decode_ledger(vector["text"].encode())
+    assert isinstance(record, LedgerRecord)
+    rows, foreign = read(vector["text"])
+    singles = [(e.id, Delivered(e.at, e.fp, e.topic, e.partition, e.offset, e.ts)) for e in record.entries]
+    assert rows[: len(singles)] == singles
+    assert {id for id, _ in rows[len(singles) :]} == {e.batch for e in record.entries if e.batch is not None}
+    assert not foreign
+
+
+def test_an_atomic_batch_is_a_row_more() -> None:
+    members = [ENTRY._replace(id=bytes([n]) * 16, fp=bytes([n]) * 8, batch=b"\x09" * 16, i=n) for n in range(3)]
+    rows, _ = read(LedgerRecord(0, 7, 0, "me", [*members, ENTRY]).encode())
+    assert [id for id, _ in rows] == [*(member.id for member in members), ENTRY.id, b"\x09" * 16]
+    assert rows[-1][1] == DeliveredBatch(3, batch_fingerprint(member.fp for member in members), 3)
+
+
+@pytest.mark.parametrize("vector", vectors("records", "begin"))
+def test_a_begin_record_delivers_nothing(vector: dict[str, Any]) -> None:
+    assert read(vector["text"]) == ([], 0)
+
+
+@pytest.mark.parametrize("text", vectors("records", "ledger_refused"))
+def test_what_is_no_ledger_record_is_told_and_skipped(text: str) -> None:
+    rows, foreign = read(changed(), text, changed())
+    assert (len(rows), foreign) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"id": "01"},
+        {"id": "zz" * 16},
+        {"fp": "01"},
+        {"at": -1},
+        {"at": 2**53},
+        {"at": None},
+        {"offset": 2**63},
+        {"partition": 2**31},
+        {"ts": "6"},
+        {"topic": 1},
+        {"batch": "01"},
+    ],
+    ids=str,
+)
+def test_an_entry_that_no_key_could_hold_is_foreign(wrong: dict[str, Any]) -> None:
+    """It must not end a recovery, which would come upon it again for ever."""
+    assert read(changed(**wrong)) == ([], 1)
+
+
+def test_a_record_without_a_value_is_foreign() -> None:
+    assert read(None, b"", b"\xff") == ([], 3)
