@@ -28,6 +28,8 @@ log = structlog.get_logger(__name__)
 
 # A process beats three times in the life of a lease: two beats may be lost before its slots are.
 BEATS_A_LEASE: Final = 3
+# Without a slot it can write nothing, so it sees sooner that one has become free: after a crash, its own old ones.
+BEATS_WITHOUT_A_SLOT: Final = 15
 PAUSE_LEAST_S: Final = 0.05
 PAUSE_MOST_S: Final = 2.0
 SETTLED: Final = frozenset({SlotState.READY, SlotState.WRITING})
@@ -124,7 +126,8 @@ class Pool:
                 trouble.goes_on(error, bug=True)
             self._hurry.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.lease_ttl_ms / 1000 / BEATS_A_LEASE):
+                beats = BEATS_A_LEASE if self.slots else BEATS_WITHOUT_A_SLOT
+                async with asyncio.timeout(self._settings.lease_ttl_ms / 1000 / beats):
                     await self._hurry.wait()
 
     async def _beat(self, epoch: Epoch) -> None:

@@ -96,6 +96,18 @@ async def test_a_process_takes_its_slots_and_gives_them_back(hold: Hold) -> None
     assert not held.world.keys.server.members
 
 
+async def test_without_a_slot_it_looks_more_often(hold: Hold) -> None:
+    """Those of a process that was killed become free between two beats, and until then nothing can be written."""
+    held = hold(lease_ttl_ms=3_000)
+    held.world.keys.census = "tt"
+    await until(lambda: held.beats > 2, 2.0)
+    held.world.keys.census = ""
+    await held.ready()
+    seen = held.beats
+    await asyncio.sleep(0.5)
+    assert held.beats <= seen + 1
+
+
 async def test_an_unforeseen_error_does_not_end_the_heartbeat(hold: Hold) -> None:
     held = hold()
     await held.ready()
