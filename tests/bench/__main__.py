@@ -47,7 +47,7 @@ def run(stage: Stage, name: str) -> bool:
     failed = ""
     try:
         rows = module.measure(stage)
-    except (NotRealWork, StackError) as error:
+    except (NotRealWork, StackError, AssertionError) as error:
         failed = str(error)
     where |= {"about": (module.__doc__ or "").strip(), "took_s": round(time.monotonic() - started)}
     results.keep(stage.results, name, where, rows, failed)

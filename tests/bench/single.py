@@ -28,21 +28,18 @@ def measure(stage: Stage) -> list[Row]:
     rounds, count = stage.pick(1, 5, 9), stage.pick(100, 800)
     ours: list[list[float]] = []
     theirs: list[list[float]] = []
-    with (
-        stage.target() as target,
-        Bare(stage.kafka.bootstrap) as bare,
-        OneClient(target.service.port) as client,
-    ):
+    with stage.target() as target, Bare(stage.kafka.bootstrap) as bare:
         topic, ledger = f"{target.namespace}-bare", f"{target.namespace}-bare-ledger"
         for name in (topic, ledger):
             stage.kafka.create_topic(name, partitions=3)
         arguments = {"port": stage.redis.port, "topic": topic, "ledger": ledger, "prefix": topic, "size": 215}
         target.warm_up(stage.pick(1, 4), 64)
-        one_by_one(target, client, count)
-        bare.ask("single", count=count, **arguments)
-        for _ in range(rounds):
-            ours.append(one_by_one(target, client, count))
-            theirs.append(bare.ask("single", count=count, **arguments)["took_ms"])
+        with OneClient(target.service.port) as client:
+            one_by_one(target, client, count)
+            bare.ask("single", count=count, **arguments)
+            for _ in range(rounds):
+                ours.append(one_by_one(target, client, count))
+                theirs.append(bare.ask("single", count=count, **arguments)["took_ms"])
         target.answered += (rounds + 1) * count
         target.check()
         if len(checks.keys_of(stage.kafka.bootstrap, [topic])) != (rounds + 1) * count:
