@@ -63,9 +63,12 @@ class TransactionalProducer:
     def open(self, partitions: Sequence[Partition]) -> None:
         """Begin a transaction of these partitions while the caller waits for something else; then `write` or `abandon`.
 
-        What `write` does not find in it, it adds itself.
+        What `write` does not find in it, it adds itself; it also looks for the leaders that are not known.
         """
-        self._opening = asyncio.create_task(self._open(partitions))
+        leaders = {partition: self._life.leader(partition) for partition in partitions}
+        known = {partition: node for partition, node in leaders.items() if node is not None}
+        if len(known) == len(leaders):
+            self._opening = asyncio.create_task(self._open(known))
 
     async def abandon(self) -> None:
         """End what `open` began, if it did: there is nothing to write. Raises TransactionFailed."""
@@ -78,7 +81,7 @@ class TransactionalProducer:
         except Exception as error:
             raise TransactionFailed(verdict.of(error, commit_asked=False), repr(error)) from error
 
-    async def _open(self, partitions: Sequence[Partition]) -> dict[Partition, int]:
+    async def _open(self, leaders: dict[Partition, int]) -> dict[Partition, int]:
         """The partitions of the transaction that has begun, with their leaders; none where Kafka refuses one of them.
 
         That is for `write` to meet, which may not need it.
@@ -86,12 +89,11 @@ class TransactionalProducer:
         group = _Group([])
         try:
             async with asyncio.timeout(self._patience_s / PATIENCE_SHARE):
-                leaders = await self._leaders(group, partitions)
                 await self._begin(group, leaders)
-        except Exception:
-            if group.refusals or group.waiting_for:
-                return {}
-            raise
+        except errors.KafkaError:
+            if not group.refusals:
+                raise
+            return {}
         return leaders
 
     async def _opened(self) -> dict[Partition, int]:

@@ -89,6 +89,13 @@ def line(places: object) -> bytes:
     return b"a line"
 
 
+async def writing(bench: Bench) -> TransactionalProducer:
+    """A producer that has written to both partitions, and so knows their leaders."""
+    producer = await bench.new_producer("slot")
+    await producer.write([bench.record(b"0", 0), bench.record(b"1", 1)], (bench.ledger, 0), line)
+    return producer
+
+
 async def test_a_transaction_tells_where_its_records_are(bench: Bench) -> None:
     producer = await bench.new_producer("slot")
     told: list[list[Place]] = []
@@ -124,36 +131,35 @@ async def test_a_begin_record_is_a_transaction_without_events(bench: Bench) -> N
 
 async def test_a_transaction_may_be_opened_before_it_is_known_what_goes_into_it(bench: Bench) -> None:
     """A partition that gets no record gets a marker all the same, and one that was not foreseen is added."""
-    producer = await bench.new_producer("slot")
+    producer = await writing(bench)
     producer.open([(bench.topic, 0), (bench.topic, 1), (bench.ledger, 0)])
     places, offset = await producer.write([bench.record(b"a", 0)], (bench.ledger, 0), line)
-    assert (places, offset) == ([Place(0, NOW_MS)], 0)
+    assert (places, offset) == ([Place(2, NOW_MS)], 2)
     producer.open([(bench.topic, 0), (bench.ledger, 0)])
     places, offset = await producer.write([bench.record(b"b", 1)], (bench.ledger, 0), line)
-    assert (places, offset) == ([Place(1, NOW_MS)], 2)
-    assert [value for *_, value in await bench.read(bench.topic)] == [b"a", b"b"]
+    assert (places, offset) == ([Place(3, NOW_MS)], 4)
+    assert await bench.read(bench.topic) == [(0, 0, b"0"), (0, 2, b"a"), (1, 0, b"1"), (1, 3, b"b")]
 
 
 async def test_what_was_opened_for_nothing_is_ended(bench: Bench) -> None:
-    producer = await bench.new_producer("slot")
+    producer = await writing(bench)
     await producer.abandon()  # where nothing is open there is nothing to do
     producer.open([(bench.topic, 0), (bench.ledger, 0)])
     await producer.abandon()
     places, offset = await producer.write([bench.record(b"a", 0)], (bench.ledger, 0), line)
-    assert (places, offset) == ([Place(1, NOW_MS)], 1), "the markers of the one that was ended come before"
-    assert [value for *_, value in await bench.read(bench.topic)] == [b"a"]
+    assert (places, offset) == ([Place(3, NOW_MS)], 3), "the markers of the one that was ended come before"
 
 
 async def test_a_topic_that_is_not_there_spoils_only_what_needs_it(bench: Bench) -> None:
     """Its event turned out to be there already: the others are written."""
-    producer = await bench.new_producer("slot")
+    producer = await writing(bench)
     producer.open([(bench.topic, 0), ("not-there-" + bench.topic, 0), (bench.ledger, 0)])
     await producer.write([bench.record(b"a")], (bench.ledger, 0), line)
-    assert [value for *_, value in await bench.read(bench.topic)] == [b"a"]
+    assert [value for *_, value in await bench.read(bench.topic)] == [b"0", b"a", b"1"]
 
 
 async def test_what_a_fenced_producer_opens_ends_its_life(bench: Bench) -> None:
-    old = await bench.new_producer("slot")
+    old = await writing(bench)
     await bench.new_producer("slot")
     old.open([(bench.topic, 0), (bench.ledger, 0)])
     with pytest.raises(TransactionFailed) as caught:
@@ -162,12 +168,12 @@ async def test_what_a_fenced_producer_opens_ends_its_life(bench: Bench) -> None:
 
 
 async def test_a_life_may_end_while_a_transaction_is_being_opened(bench: Bench) -> None:
-    old = await bench.new_producer("slot")
+    old = await writing(bench)
     old.open([(bench.topic, 0), (bench.ledger, 0)])
     await old.close()
     new = await bench.new_producer("slot")
     await new.write([bench.record(b"a")], (bench.ledger, 0), line)
-    assert [value for *_, value in await bench.read(bench.topic)] == [b"a"]
+    assert [value for *_, value in await bench.read(bench.topic)] == [b"0", b"a", b"1"]
 
 
 async def test_the_next_life_fences_the_last(bench: Bench) -> None:

@@ -217,6 +217,14 @@ async def test_what_could_not_be_opened_is_left_to_the_write_and_need_not_be_end
     assert {topic: refusal.kind for topic, refusal in failed.refusals.items()} == {"secret": FORBIDDEN_TOPIC}
 
 
+async def test_nobody_waits_for_a_leader_that_may_not_be_needed() -> None:
+    producer, kafka = transactional()
+    kafka.leaderless = {"moves"}
+    producer.open([("a", 0), ("moves", 0), LEDGER])
+    await producer.abandon()
+    assert not kafka.requests
+
+
 @pytest.mark.parametrize("last", ["write", "abandon"])
 async def test_an_opening_without_an_answer_ends_the_life(last: str) -> None:
     producer, kafka = transactional()
