@@ -7,13 +7,12 @@ import msgspec
 
 from service.callers import ANYBODY, Caller
 from service.errors import INVALID_EVENT, TOO_LARGE, Problem
-from service.event import Event, EventBody, check_json, decode, make_event, parse_key
+from service.event import Event, EventBody, check_count, check_json, decode, make_event, parse_key
 from service.intake import Intake
 from service.request import Answer, Load, Train
 from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX
 from service.wire import batch_fingerprint, event_id, member_id
 
-BATCH_EVENTS_MAX: Final = 10_000
 LINES: Final = "application/x-ndjson"
 """The media type of a batch with each event on a line of its own (newline-delimited JSON)."""
 
@@ -40,25 +39,15 @@ def parse_batch(body: bytes) -> BatchBody:
     """A batch with at least one event. Raises Problem (400, 413)."""
     check_json(body)
     batch = decode(_decode_batch, body)
-    if not batch.events:
-        raise Problem(INVALID_EVENT, "events: send at least one")
-    check_count(len(batch.events))
+    check_count(len(batch.events), "events")
     return batch
 
 
 def parse_lines(body: bytes) -> list[bytes]:
     """The lines of newline-delimited JSON, but for blank ones. Raises Problem (400, 413)."""
     lines = [line for line in body.split(b"\n") if not line.isspace() and line]
-    if not lines:
-        raise Problem(INVALID_EVENT, "body: send at least one event, each on a line of its own")
-    check_count(len(lines))
+    check_count(len(lines), "body")
     return lines
-
-
-def check_count(events: int) -> None:
-    """Raises Problem (413) for more than a batch may have."""
-    if events > BATCH_EVENTS_MAX:
-        raise Problem(TOO_LARGE, f"events: there are {events}; at most {BATCH_EVENTS_MAX} are taken")
 
 
 # ------------------------------------------------------------------------------------------------ each for itself

@@ -6,14 +6,14 @@ partitioning extension); the idempotency key is `source` and `id`, which togethe
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Final
 from urllib.parse import unquote
 
 import msgspec
 
-from service.errors import INVALID_KEY, TOO_LARGE, Problem
-from service.event import HEADERS_MAX, Event, check_json, checked, decode, invalid, parse_key
+from service.errors import INVALID_KEY, Problem
+from service.event import HEADERS_MAX, Event, check_count, check_json, checked, decode, invalid, parse_key
 from service.wire import Header, event_id
 
 STRUCTURED: Final = "application/cloudevents+json"
@@ -83,14 +83,11 @@ def from_structured(
     return _event(decode(_decode, body), "", carried, bytes(body), key, traceparent, scope)
 
 
-def parse_batch(body: bytes, most: int) -> list[msgspec.Raw]:
+def parse_batch(body: bytes) -> list[msgspec.Raw]:
     """The JSON of each event of a batch. Raises Problem (400, 413)."""
     check_json(body)
     events = decode(_decode_batch, body)
-    if not events:
-        raise invalid("body", "send at least one event")
-    if len(events) > most:
-        raise Problem(TOO_LARGE, f"body: there are {len(events)} events; at most {most} are taken")
+    check_count(len(events), "body")
     return events
 
 
@@ -105,9 +102,8 @@ def _event(
 ) -> Event:
     if event.specversion != VERSION:
         raise invalid(f"{prefix}specversion", f"this is {event.specversion!r}: send {VERSION}")
-    given: Mapping[str, str] = {"id": event.id, "source": event.source, "type": event.type}
-    for name, content in given.items():
-        if not content:
+    for name in ("id", "source", "type"):
+        if not getattr(event, name):
             raise invalid(f"{prefix}{name}", "it must not be empty")
     if " " in event.source:
         raise invalid(f"{prefix}source", "a URI reference has no spaces: percent-encode them")

@@ -27,6 +27,7 @@ from service.wire import RESERVED_HEADERS, TOPIC, TRACE_HEADER, Header, event_id
 
 DEPTH_MAX: Final = 64
 HEADERS_MAX: Final = 100
+BATCH_EVENTS_MAX: Final = 10_000
 TIMESTAMP_MOST: Final = 2**53 - 1
 PARTITION_MOST: Final = 2**31 - 1
 # Most that a batch of one record needs beside key, value and the client's headers: the batch's head (61), the record's
@@ -307,6 +308,14 @@ def _has_lone_surrogate(parsed: Any) -> bool:
 
 def _not_json(why: str) -> Problem:
     return Problem(INVALID_JSON, f"body: {why}")
+
+
+def check_count(events: int, field: str) -> None:
+    """A batch, whose events are in `field`, has at least one and not too many. Raises Problem (400, 413)."""
+    if not events:
+        raise invalid(field, "send at least one event")
+    if events > BATCH_EVENTS_MAX:
+        raise Problem(TOO_LARGE, f"{field}: there are {events} events; at most {BATCH_EVENTS_MAX} are taken")
 
 
 def invalid(field: str, remedy: str) -> Problem:

@@ -9,7 +9,6 @@ import structlog
 
 from service import cloudevents
 from service.batch import (
-    BATCH_EVENTS_MAX,
     LINES,
     line_of,
     member_of,
@@ -146,7 +145,7 @@ class EventsEndpoint:
     async def _write_cloudevents(self, post: Post, key: str | None, traceparent: bytes | None, caller: Caller) -> None:
         if key is not None:
             raise Problem(INVALID_KEY, "Idempotency-Key: the key of each of several CloudEvents is its source and id")
-        parts = cloudevents.parse_batch(post.body, BATCH_EVENTS_MAX)
+        parts = cloudevents.parse_batch(post.body)
         parse = partial(cloudevents.from_structured, key=None, traceparent=traceparent, scope=caller.scope)
         await self._write_each(post, parts, parse, caller)
 

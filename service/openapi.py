@@ -5,9 +5,9 @@ from typing import Any, Final
 import msgspec
 
 from service import cloudevents
-from service.batch import BATCH_EVENTS_MAX, LINES, MemberBody
+from service.batch import LINES, MemberBody
 from service.errors import KINDS
-from service.event import EventBody
+from service.event import BATCH_EVENTS_MAX, EventBody
 from service.rendering import PROBLEM_TYPE
 
 _REF: Final = "#/components/schemas/{name}"

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from service.batch import (
-    BATCH_EVENTS_MAX,
     BatchBody,
     line_of,
     member_of,
@@ -27,7 +26,7 @@ from service.errors import (
     TOO_LARGE,
     Problem,
 )
-from service.event import ENTRY_BYTES, Event
+from service.event import BATCH_EVENTS_MAX, ENTRY_BYTES, Event
 from service.request import Answer, Committed, Load
 from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX
 from tests.unit.fakes import World, ended, kind_of, make_event

@@ -7,7 +7,7 @@ import pytest
 
 from service import cloudevents
 from service.errors import INVALID_EVENT, INVALID_JSON, INVALID_KEY, TOO_LARGE, Problem
-from service.event import Event
+from service.event import BATCH_EVENTS_MAX, Event
 from service.wire import event_id
 
 ATTRIBUTES = {
@@ -118,14 +118,20 @@ def test_bad_headers_are_refused_by_name(headers: list[tuple[bytes, bytes]], nam
 
 def test_a_batch_is_cut_into_the_bytes_of_each() -> None:
     one, two = b'{"id": 1}', b'{ "id":2}'
-    assert [bytes(part) for part in cloudevents.parse_batch(b"[" + one + b", " + two + b"]", 2)] == [one, two]
+    assert [bytes(part) for part in cloudevents.parse_batch(b"[" + one + b", " + two + b"]")] == [one, two]
 
 
 @pytest.mark.parametrize(
     ("body", "kind"),
-    [(b"[]", INVALID_EVENT), (b"{}", INVALID_EVENT), (b"[", INVALID_JSON), (b"[1,2,3]", TOO_LARGE)],
+    [
+        (b"[]", INVALID_EVENT),
+        (b"{}", INVALID_EVENT),
+        (b"[", INVALID_JSON),
+        (b"[%b1]" % (b"1," * BATCH_EVENTS_MAX), TOO_LARGE),
+    ],
+    ids=["empty", "no list", "no JSON", "many"],
 )
 def test_what_is_no_batch(body: bytes, kind: Any) -> None:
     with pytest.raises(Problem) as caught:
-        cloudevents.parse_batch(body, 2)
+        cloudevents.parse_batch(body)
     assert caught.value.kind is kind
