@@ -7,19 +7,17 @@ from typing import NamedTuple
 
 from service.event import partition_of
 from service.kafka.cluster import Topic
-from service.kafka.life import BATCH_BYTES_MAX, Partition, Place, Record
+from service.kafka.life import Partition, Place, Record
 from service.keys import Row
 from service.request import Committed, Request
 from service.slot import Link
 from service.states import Claimed, Delivered, DeliveredBatch
-from service.wire import KEY_HEADER, STAMP_HEADER, TRACE_HEADER, Stamp, encode_entry
+from service.wire import KEY_HEADER, STAMP_HEADER, TRACE_HEADER, encode_entry, encode_stamp
 
 # A request, and the claim that stands for it.
 Won = tuple[Request, Claimed]
 # A written request, and what it is to be answered once it is marked.
 Committable = tuple[Request, Committed]
-# Slot, producer id, epoch and instance, as a record's stamp names them.
-Writer = tuple[int, int, int, str]
 
 
 class Written(NamedTuple):
@@ -49,18 +47,18 @@ def route(requests: Iterable[Request], topic_of: Callable[[str], Topic]) -> dict
     return chosen
 
 
-def records_of(group: Sequence[Won], topic_of: Callable[[str], Topic], writer: Writer) -> Iterator[Record]:
-    """The records of a group that has its partitions, in its order."""
+def records_of(group: Sequence[Won], topic_of: Callable[[str], Topic], writer: str) -> Iterator[Record]:
+    """The records of a group that has its partitions, in its order; `writer` as `stamp_writer` has it."""
     now_ms = time.time_ns() // 1_000_000
     for request, claim in group:
         for event, partition in zip(request.events, request.partitions, strict=True):
-            stamp = Stamp(event.id, event.fp, claim.at, *writer)
-            headers = [(KEY_HEADER, event.key.encode()), (STAMP_HEADER, stamp.encode())]
+            stamp = encode_stamp(event.id, event.fp, claim.at, writer)
+            headers = [(KEY_HEADER, event.key.encode()), (STAMP_HEADER, stamp)]
             if event.traceparent is not None:
                 headers.append((TRACE_HEADER, event.traceparent))
             headers += event.headers
             timestamp = now_ms if event.timestamp is None else event.timestamp
-            most = min(BATCH_BYTES_MAX, topic_of(event.topic).message_bytes_max)
+            most = topic_of(event.topic).message_bytes_max
             yield Record(event.topic, partition, event.record_key, event.value, headers, timestamp, most)
 
 
@@ -84,9 +82,12 @@ def entries_of(delivered: Iterable[Committable]) -> Iterator[str]:
             yield encode_entry(id, fp, at, topic, partition, offset, ts, batch, None if batch is None else i)
 
 
-def rows_of(request: Request, committed: Committed) -> Iterator[Row]:
-    """The states that a committed request leaves in the store: each event's, and the whole's."""
-    yield from committed.places
-    if request.atomic:
-        id, fp = request.asked[0]
-        yield id, DeliveredBatch(committed.at, fp, len(request.events))
+def rows_of(delivered: Iterable[Committable]) -> list[Row]:
+    """The states that a committed group leaves in the store: each event's, and those of atomic batches as a whole."""
+    rows: list[Row] = []
+    for request, committed in delivered:
+        rows += committed.places
+        if request.atomic:
+            id, fp = request.asked[0]
+            rows.append((id, DeliveredBatch(committed.at, fp, len(request.events))))
+    return rows

@@ -42,6 +42,7 @@ from service.states import (
 )
 from service.telemetry import Telemetry
 from service.topics import Catalogue
+from service.wire import stamp_writer
 
 if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
     from service.tracing import Tracing
@@ -277,7 +278,8 @@ class Ingest:
         return written
 
     def _records(self, slot: Slot, group: Sequence[Won], producer_id: int, epoch: int) -> list[Record]:
-        return list(records_of(group, self._catalogue.last_known, (slot.n, producer_id, epoch, self._settings.name)))
+        writer = stamp_writer(slot.n, producer_id, epoch, self._settings.name)
+        return list(records_of(group, self._catalogue.last_known, writer))
 
     def _finish_apart(self, slot: Slot, written: Written) -> asyncio.Task[None]:
         """Mark and answer a committed group while the slot goes on with the next."""
@@ -288,7 +290,7 @@ class Ingest:
 
     async def _finish(self, slot: Slot, written: Written) -> None:
         started = time.perf_counter()
-        rows = [row for request, committed in written.delivered for row in rows_of(request, committed)]
+        rows = rows_of(written.delivered)
         if not rows:
             return
         try:
@@ -299,7 +301,7 @@ class Ingest:
             if isinstance(error, StoreLost):
                 self._store.lost(written.link.epoch)
         self._telemetry.stage_mark.observe(time.perf_counter() - started)
-        self._queue.trust({there.topic for _, committed in written.delivered for _, there in committed.places})
+        self._queue.trust(there.topic for _, committed in written.delivered for _, there in committed.places)
         for request, committed in written.delivered:
             self._answer(request, committed)
 

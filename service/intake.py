@@ -1,11 +1,10 @@
 """Where requests come in and get their answers: bounds, deadlines, the journal. What becomes of them is ingest's."""
 
 import asyncio
-import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -67,8 +66,7 @@ class Intake:
         self._telemetry = telemetry
         self._tracing = tracing
         self._timeout_s = settings.request_timeout_ms / 1000
-        self._open: list[tuple[float, int, Request]] = []  # a heap, by deadline
-        self._count = itertools.count()
+        self._open: deque[Request] = deque()  # by deadline
         self.accepting = True
 
     def submit(
@@ -155,7 +153,10 @@ class Intake:
         if self._tracing is not None:
             self._tracing.begin(requests, time.monotonic())
         for request in requests:
-            heappush(self._open, (request.deadline, next(self._count), request))
+            place = len(self._open)  # nearly always its place: all have as much time, from their arrival
+            while place and self._open[place - 1].deadline > request.deadline:
+                place -= 1
+            self._open.insert(place, request)
 
     # ------------------------------------------------------------------------------------------ answers
 
@@ -195,14 +196,13 @@ class Intake:
         while True:
             await asyncio.sleep(SWEEP_S if self._open else SWEEP_IDLE_S)
             now = time.monotonic()
-            while self._open and (self._open[0][2].answered or self._open[0][0] <= now):
-                *_, request = heappop(self._open)
+            while self._open and (self._open[0].answered or self._open[0].deadline <= now):
+                request = self._open.popleft()
                 if not request.answered:
                     self.answer(request, self.too_late(request))
             if len(self._open) > 2 * self._queue.events + 1_000:
                 # One that waits long must not keep all that were answered since in memory.
-                self._open = [entry for entry in self._open if not entry[2].answered]
-                heapify(self._open)
+                self._open = deque(request for request in self._open if not request.answered)
             self._queue.forget_answered()
 
     def too_late(self, request: Request) -> Problem:

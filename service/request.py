@@ -93,6 +93,7 @@ class Request:
         "accepted_at",
         "arrived",
         "asked",
+        "atomic",
         "bytes",
         "claimants",
         "deadline",
@@ -125,6 +126,7 @@ class Request:
         self.load = Load.of(events)
         self.bytes = self.load.event_bytes + len(events) * WAITING_BYTES
         self.asked = [(event.id, event.fp) for event in events]
+        self.atomic = whole is not None
         if whole is not None:
             self.asked.insert(0, whole)
         self.reply = reply
@@ -138,10 +140,6 @@ class Request:
 
     def __repr__(self) -> str:
         return f"<Request {self.asked[0][0].hex()} {self.state.value}>"
-
-    @property
-    def atomic(self) -> bool:
-        return len(self.asked) > len(self.events)
 
     @property
     def answered(self) -> bool:
@@ -176,7 +174,10 @@ class Queue:
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Take new requests in, all or none. Raises Problem (503) where a bound would be passed."""
-        events, size = sum(len(r.events) for r in requests), sum(r.bytes for r in requests)
+        events = size = 0
+        for request in requests:
+            events += len(request.events)
+            size += request.bytes
         if self.events + events > self._events_max:
             raise Problem(NOT_WRITTEN, f"the queue is full ({self._events_max} events): send it again a little later")
         if self.bytes + size > self._bytes_max:
@@ -219,8 +220,8 @@ class Queue:
 
     def trust(self, topics: Iterable[str]) -> None:
         """Events of these topics were committed: they travel with the others again."""
-        if self._suspects and not self._suspects.isdisjoint(topics):
-            self._suspects.difference_update(topics)
+        if self._suspects and (trusted := self._suspects.intersection(topics)):
+            self._suspects -= trusted
             apart, self._apart = self._apart, deque()
             for request in apart:
                 self._lane(request).append(request)
@@ -317,15 +318,18 @@ class Queue:
 def take_group(waiting: deque[Request]) -> list[Request]:
     """Take from the front what one transaction holds. An atomic batch goes alone, a train whole."""
     group: list[Request] = []
-    load = Load(0, 0)
+    ledger_bytes = event_bytes = 0
     while waiting:
         request = waiting[0]
         if request.answered:
             waiting.popleft()
             continue
         if request.train is None or not group or group[-1].train is not request.train:
-            load += request.load if request.train is None else request.train.load
-            if group and (request.atomic or group[0].atomic or not load.fits):
+            load = request.load if request.train is None else request.train.load
+            ledger_bytes += load.ledger_bytes
+            event_bytes += load.event_bytes
+            fits = ledger_bytes <= GROUP_LEDGER_BYTES_MAX and event_bytes <= GROUP_EVENT_BYTES_MAX
+            if group and (request.atomic or group[0].atomic or not fits):
                 break
         group.append(waiting.popleft())
     return group

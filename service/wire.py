@@ -122,10 +122,8 @@ class Stamp(NamedTuple):
 
     def encode(self) -> bytes:
         """ASCII, `;`-separated, beginning with the version."""
-        return (
-            f"{VERSION};{self.id.hex()};{self.fingerprint.hex()};{self.accepted_at};{self.slot};"
-            f"{self.producer_id};{self.epoch};{self.instance}"
-        ).encode()
+        writer = stamp_writer(self.slot, self.producer_id, self.epoch, self.instance)
+        return encode_stamp(self.id, self.fingerprint, self.accepted_at, writer)
 
     @classmethod
     def decode(cls, raw: bytes) -> "Stamp":
@@ -140,6 +138,16 @@ class Stamp(NamedTuple):
         if version != str(VERSION) or len(stamp.id) != ID_BYTES or len(stamp.fingerprint) != FINGERPRINT_BYTES:
             raise WireError(f"no {STAMP_HEADER} header of version {VERSION}: {raw[:200]!r}")
         return stamp
+
+
+def stamp_writer(slot: int, producer_id: int, epoch: int, instance: str) -> str:
+    """The part of a stamp that is the same for all records of a transaction."""
+    return f"{slot};{producer_id};{epoch};{instance}"
+
+
+def encode_stamp(id: bytes, fingerprint: bytes, accepted_at: int, writer: str) -> bytes:
+    """A stamp, without an object for it."""
+    return f"{VERSION};{id.hex()};{fingerprint.hex()};{accepted_at};{writer}".encode()
 
 
 # -------------------------------------------------------------------------------------------------------- ledger
