@@ -168,6 +168,7 @@ class Queue:
         self._apart_out: list[Request] | None = None
         self._takers: deque[asyncio.Future[None]] = deque()
         self._out: dict[int, float] = {}  # groups that were taken and not returned, and when
+        self._last_size = 0  # requests in the last of them
         self._making_room: asyncio.TimerHandle | None = None
         self.events = 0
         self.bytes = 0
@@ -252,18 +253,26 @@ class Queue:
             await taker
 
     def _crowded(self) -> bool:
-        """Are as many groups under way as are good for all? Those that take long do not count."""
-        if len(self._out) < self._groups_at_once:
+        """Are as many groups under way as are good for all? Those that take long do not count.
+
+        One goes beside another only if it is as large: the smaller they are, the more each event costs everybody.
+        """
+        if not self._out:
             return False
-        if self._making_room is not None:
-            return True
+        most = self._groups_at_once if self._waiting_count() >= self._last_size else 1
+        if len(self._out) < most:
+            return False
         now = time.monotonic()
         quick = [since for since in self._out.values() if since > now - GROUP_QUICK_S]
-        if len(quick) < self._groups_at_once:
+        if len(quick) < most:
             return False
-        delay_s = min(quick) + GROUP_QUICK_S + 0.001 - now
-        self._making_room = asyncio.get_running_loop().call_later(delay_s, self._make_room)
+        if self._making_room is None:
+            delay_s = min(quick) + GROUP_QUICK_S + 0.001 - now
+            self._making_room = asyncio.get_running_loop().call_later(delay_s, self._make_room)
         return True
+
+    def _waiting_count(self) -> int:
+        return sum(map(len, self._waiting.values())) + len(self._apart)
 
     def _make_room(self) -> None:
         self._making_room = None
@@ -280,6 +289,7 @@ class Queue:
             group = take_group(min(self._waiting.values(), key=_head_arrived))
         if group:
             self._out[id(group)] = time.monotonic()
+            self._last_size = len(group)
         if any(self._waiting.values()):
             self.nudge()
         return group
@@ -287,9 +297,6 @@ class Queue:
     def returned(self, group: list[Request]) -> None:
         """A group that `take` gave out is done with, well or not: another may go."""
         self._out.pop(id(group), None)
-        if self._making_room is not None:
-            self._making_room.cancel()
-            self._making_room = None
         if self._apart_out is group:
             self._apart_out = None
         if self._apart or any(self._waiting.values()):

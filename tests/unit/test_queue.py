@@ -293,6 +293,35 @@ async def test_no_more_groups_are_under_way_than_are_good() -> None:
     assert keys_of(queue.take()) == ["c", "d"]
 
 
+async def test_a_group_goes_beside_another_once_it_is_as_large() -> None:
+    queue = Queue(SETTINGS)
+    queue.admit([request("a"), request("b")])
+    first = queue.take()
+    waiting = asyncio.create_task(queue.wait())
+    queue.admit([request("c")])
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    queue.admit([request("d")])
+    await asyncio.wait_for(waiting, 1.0)
+    second = queue.take()
+    assert keys_of(second) == ["c", "d"]
+    queue.returned(first)
+    queue.admit([request("e")])
+    assert queue.take() == []
+    queue.returned(second)
+    assert keys_of(queue.take()) == ["e"], "beside nothing a group of any size goes"
+
+
+async def test_a_small_group_waits_no_longer_than_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GROUP_QUICK_S", 0.03)
+    queue = Queue(SETTINGS)
+    queue.admit([request("a"), request("b")])
+    queue.take()
+    queue.admit([request("c")])
+    await asyncio.wait_for(queue.wait(), 1.0)
+    assert keys_of(queue.take()) == ["c"]
+
+
 async def test_groups_that_hang_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GROUP_QUICK_S", 0.03)
     queue = Queue(SETTINGS)
