@@ -10,6 +10,7 @@ from service.http_guard import LingeringServer
 from service.http_posts import protocol_of
 from service.logs import configure_logging
 from service.rules import Rules
+from service.schemas import Schemas
 from service.settings import Settings
 from service.shared import SettingsError
 
@@ -24,6 +25,7 @@ def main() -> int:
     try:
         settings = Settings.from_env()
         rules = Rules.read(settings.rules)
+        schemas = Schemas(rules.topics)
     except SettingsError as error:
         print(error, file=sys.stderr)
         return 2
@@ -34,7 +36,7 @@ def main() -> int:
         wrong.append(error)
         server.should_exit = True
 
-    app, routes = create_app(settings, rules, give_up)
+    app, routes = create_app(settings, rules, schemas, give_up)
     server = LingeringServer(
         uvicorn.Config(
             app,

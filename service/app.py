@@ -27,6 +27,7 @@ from service.pool import Pool
 from service.recovery import STORE_STATES, SlotRecovery, Store
 from service.request import Queue
 from service.rules import Rules
+from service.schemas import Schemas
 from service.settings import Settings
 from service.shared import SettingsError
 from service.states import SlotState
@@ -51,7 +52,12 @@ class Service:
     """All the parts of one process, from `start` to `stop`."""
 
     def __init__(
-        self, settings: Settings, rules: Rules, telemetry: Telemetry, give_up: Callable[[SettingsError], None]
+        self,
+        settings: Settings,
+        rules: Rules,
+        schemas: Schemas,
+        telemetry: Telemetry,
+        give_up: Callable[[SettingsError], None],
     ) -> None:
         self.settings = settings
         self.telemetry = telemetry
@@ -85,6 +91,7 @@ class Service:
         self.intake = Intake(
             settings,
             rules,
+            schemas,
             self.store,
             self.queue,
             self.topics,
@@ -222,7 +229,7 @@ def _tracing_of(settings: Settings) -> "Tracing | None":
 
 
 def create_app(
-    settings: Settings, rules: Rules, give_up: Callable[[SettingsError], None]
+    settings: Settings, rules: Rules, schemas: Schemas, give_up: Callable[[SettingsError], None]
 ) -> tuple[FastAPI, Mapping[bytes, Handler]]:
     """The ASGI app, and the handlers of the POSTs that are taken in front of it."""
     holder: dict[str, Service] = {}
@@ -230,7 +237,7 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service = holder["service"] = Service(settings, rules, telemetry, give_up)
+        service = holder["service"] = Service(settings, rules, schemas, telemetry, give_up)
         service.start()
         try:
             yield

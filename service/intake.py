@@ -24,6 +24,7 @@ from service.kafka.cluster import Topic
 from service.recovery import Store
 from service.request import Answer, Answers, Committed, Queue, Request, Train
 from service.rules import Guarantee, Rules
+from service.schemas import Schemas
 from service.settings import Settings
 from service.states import MAYBE_WRITTEN, RequestEvent
 from service.telemetry import Telemetry
@@ -48,6 +49,7 @@ class Intake:
         self,
         settings: Settings,
         rules: Rules,
+        schemas: Schemas,
         store: Store,
         queue: Queue,
         topics: InternalTopics,
@@ -58,6 +60,7 @@ class Intake:
     ) -> None:
         self._settings = settings
         self._guarantee = lru_cache(maxsize=CATALOGUE_MAX)(rules.guarantee)  # by topic
+        self._schemas = schemas
         self._store = store
         self._queue = queue
         self._topics = topics
@@ -117,14 +120,17 @@ class Intake:
     def check_now(self, event: Event) -> bool:
         """What the event's topic refuses, before the key is touched. Raises Problem; False: it is to be looked up."""
         topic = self._catalogue.peek(event.topic)
-        if topic is not None:
-            check_topic(event, topic)
-        return topic is not None
+        if topic is None:
+            return False
+        check_topic(event, topic)
+        self._schemas.check(event)
+        return True
 
     async def check(self, event: Event, arrived: float) -> None:
         """As `check_now`, and the topic is looked up where it is not known. Raises Problem."""
         if not self.check_now(event):
             check_topic(event, await self._topic(event.topic, arrived + self._timeout_s))
+            self._schemas.check(event)
 
     async def _topic(self, name: str, deadline: float) -> Topic:
         if self._topics.reserved(name):

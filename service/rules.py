@@ -5,7 +5,7 @@ Standard library only, like `shared`: the job reads the same file.
 
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -26,10 +26,14 @@ class Guarantee(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TopicRule:
-    """One `[[topics]]` table: the topics whose names match the glob get the guarantee."""
+    """One `[[topics]]` table: the topics whose names match the glob get the guarantee, and their values the schema.
+
+    `schema` is the path of a JSON Schema, or empty; in the file it begins at the file's own folder.
+    """
 
     pattern: str
     guarantee: Guarantee = Guarantee.EXACTLY_ONCE
+    schema: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +59,8 @@ class Rules:
 
     def guarantee(self, topic: str) -> Guarantee:
         """The guarantee of a topic's events; exactly_once where no rule names it."""
-        return next(
-            (rule.guarantee for rule in self.topics if fnmatchcase(topic, rule.pattern)), Guarantee.EXACTLY_ONCE
-        )
+        rule = first_match(self.topics, topic)
+        return Guarantee.EXACTLY_ONCE if rule is None else rule.guarantee
 
     @classmethod
     def read(cls, path: str) -> "Rules":
@@ -96,7 +99,15 @@ class Rules:
                     wrong.append(f"{path}:{_line_of(text, start, name)}: {name}: {remedy}")
         if wrong:
             raise SettingsError("\n".join(wrong))
-        return cls(tuple(map(_topic_rule, found["topics"])), tuple(map(_caller_rule, found["callers"])))
+        folder = Path(path).parent
+        return cls(
+            tuple(_topic_rule(table, folder) for table in found["topics"]), tuple(map(_caller_rule, found["callers"]))
+        )
+
+
+def first_match(rules: Iterable[TopicRule], topic: str) -> TopicRule | None:
+    """The rule that counts for a topic."""
+    return next((rule for rule in rules if fnmatchcase(topic, rule.pattern)), None)
 
 
 _GUARANTEES: Final = tuple(guarantee.value for guarantee in Guarantee)
@@ -107,8 +118,9 @@ Table = dict[str, Any]
 Faults = Iterator[tuple[str, str]]
 
 
-def _topic_rule(table: Table) -> TopicRule:
-    return TopicRule(table["pattern"], Guarantee(table.get("guarantee", "exactly_once")))
+def _topic_rule(table: Table, folder: Path) -> TopicRule:
+    schema = str(folder / table["schema"]) if "schema" in table else ""
+    return TopicRule(table["pattern"], Guarantee(table.get("guarantee", "exactly_once")), schema)
 
 
 def _caller_rule(table: Table) -> CallerRule:
@@ -117,13 +129,16 @@ def _caller_rule(table: Table) -> CallerRule:
 
 def _topic_faults(table: Table, before: Sequence[Table]) -> Faults:
     """What is wrong with one `[[topics]]` table: the name concerned and the remedy."""
-    for name in table.keys() - {"pattern", "guarantee"}:
-        yield name, "no such setting; write pattern and guarantee"
+    for name in table.keys() - {"pattern", "guarantee", "schema"}:
+        yield name, "no such setting; write pattern, guarantee and schema"
     pattern = table.get("pattern")
     if not isinstance(pattern, str) or not pattern:
         yield "pattern", 'write the topic\'s name or a glob, as in pattern = "telemetry.*"'
     if table.get("guarantee", "exactly_once") not in _GUARANTEES:
         yield "guarantee", f"write one of {', '.join(_GUARANTEES)}"
+    schema = table.get("schema", "-")
+    if not isinstance(schema, str) or not schema:
+        yield "schema", 'write the path of a JSON Schema, as in schema = "order.json", or leave it out'
 
 
 def _caller_faults(table: Table, before: Sequence[Table]) -> Faults:

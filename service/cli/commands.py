@@ -17,6 +17,7 @@ from service.cli.finding import Level, worst
 from service.errors import KafkaAway, Problem, StoreAway, StoreLost, StoreUnanswered
 from service.event import parse_key
 from service.rules import Rules
+from service.schemas import Schemas
 from service.settings import Settings
 from service.shared import SettingsError
 from service.wire import ledger_topic
@@ -109,6 +110,7 @@ def doctor(
     settings = settings_or_exit()
     try:
         rules = Rules.read(settings.rules)
+        Schemas(rules.topics)  # which says what is wrong with them
     except SettingsError as error:
         give_up(str(error))
     findings = run(doctors.examine(settings, rules, rate))

@@ -20,6 +20,7 @@ from service.keys import Census, Epoch, Row
 from service.recovery import Store
 from service.request import Answer, Answers, Queue, Request
 from service.rules import Guarantee, Rules, TopicRule
+from service.schemas import Schemas
 from service.settings import Settings
 from service.slot import Link, Slot
 from service.states import Claim, Claimed, Delivered, KeyState, SlotEvent, SlotState
@@ -248,7 +249,15 @@ class World:
         self.telemetry = Telemetry()
         rules = Rules((TopicRule(PLAIN_TOPICS, Guarantee.IDEMPOTENT),))
         self.intake = Intake(
-            self.settings, rules, self.store, self.queue, self.topics, self.catalogue, self.journal, self.telemetry
+            self.settings,
+            rules,
+            Schemas(rules.topics),
+            self.store,
+            self.queue,
+            self.topics,
+            self.catalogue,
+            self.journal,
+            self.telemetry,
         )
         self.ingest = Ingest(
             self.settings, self.keys, self.store, self.queue, self.catalogue, self.intake, self.telemetry

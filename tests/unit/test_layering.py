@@ -25,7 +25,7 @@ LAYERS = [
     {"ingest", "batch", "pool", "rendering"},
     {"intake"},
     {"recovery", "journal", "group", "tracing", "cloudevents"},
-    {"replay"},
+    {"replay", "schemas"},
     {"slot", "control", "topics", "keys", "keys_view", "request", "kafka.producer", "kafka.reader", "kafka.survey"},
     {"kafka.life"},
     {"event", "follow", "kafka.cluster", "kafka.security", "kafka.verdict", "kafka.partitioner"},
@@ -57,6 +57,7 @@ DOORS = {
     "typer": {"cli.commands"},
     "rich": {"cli.show"},
     "msgspec": {"event", "batch", "openapi", "api", "cloudevents", "replay"},
+    "jsonschema_rs": {"schemas"},
     "pyspark": set(),
     "confluent_kafka": set(),
 }

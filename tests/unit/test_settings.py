@@ -237,6 +237,8 @@ def test_rules_must_be_a_file(tmp_path: Path) -> None:
     ("text", "line"),
     [
         ('[[topics]]\npattern = "a"\nguarantee = "twice"\n', 3),
+        ('[[topics]]\npattern = "a"\nschema = ""\n', 3),
+        ('[[topics]]\nschema = 1\npattern = "a"\n', 2),
         ('[[topics]]\n\nguarantee = "idempotent"\n', 1),
         ('[[topics]]\npattern = "a"\n\n[[topics]]\npattern = "b"\nguarante = "idempotent"\n', 6),
         ('[topic]\npattern = "a"\n', 1),
