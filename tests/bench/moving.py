@@ -11,6 +11,7 @@ from tests.integration.client import Client, events
 from tests.integration.judge import violations
 from tests.integration.plan import until
 
+NAMESPACE = "moving"
 SLOTS_MAX = 16
 LEASE_TTL_MS = 3_000
 EVENTS = 8_000
@@ -19,7 +20,7 @@ EVENTS = 8_000
 def _held(stage: Stage) -> Counter[str]:
     """Slots by the process that holds them."""
     with stage.redis.client() as store:
-        tokens = [store.get(f"{{fencepost:0}}l{slot}") for slot in range(SLOTS_MAX)]
+        tokens = [store.get(f"{{{NAMESPACE}:0}}l{slot}") for slot in range(SLOTS_MAX)]
     names = [(token.decode() if isinstance(token, bytes) else str(token)) for token in tokens if token is not None]
     return Counter(name.partition("/")[0] for name in names)
 
@@ -36,7 +37,7 @@ async def _run(stage: Stage, client: Client) -> list[Row]:
     def process(number: int) -> Service:
         name = f"process-{number}"
         return stage.service(
-            name, namespace="moving", instance=name, slots_max=SLOTS_MAX, slots=4, lease_ttl_ms=LEASE_TTL_MS
+            name, namespace=NAMESPACE, instance=name, slots_max=SLOTS_MAX, slots=4, lease_ttl_ms=LEASE_TTL_MS
         )
 
     most, count = stage.pick((3, 1_000), (8, EVENTS))

@@ -3,8 +3,8 @@
 The peak is that of 256 connections that send as fast as they are answered, at a queue of 1,024 events. Overload is
 2,560 connections that each wait before a request, at random, for as long in the mean as makes twice the peak when half
 of them are refused at once and the others wait for a full queue. To say 503 takes time as well, so fewer come through
-than would: "answered" tells how many, and the others wait in their sockets. A client beside them, one request at a time,
-tells how long the 503s take. Memory is the process's own, looked at all the time.
+than would: "answered" tells how many, and the others wait in their sockets. A client beside them, one request at a
+time, tells how long the 503s take. Memory is the process's own, looked at all the time.
 """
 
 import threading
