@@ -7,7 +7,7 @@ else than a clean one ends the life.
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from aiokafka import errors
@@ -219,6 +219,15 @@ class Life:
         """The node that leads a partition; None where that is not known."""
         node = self.client.cluster.leader_for_partition(TopicPartition(*partition))
         return None if node is None or node < 0 else int(node)
+
+    def look_up(self, partitions: Iterable[Partition]) -> None:
+        """Ask for the leaders that are not known, all in one request; `find_leader` waits for them.
+
+        One by one, each would be a request that answers for every topic before it too.
+        """
+        unknown = {partition[0] for partition in partitions if self.leader(partition) is None}
+        if unknown:
+            self.client.set_topics({*self.client._topics, *unknown})
 
     async def find_leader(self, partition: Partition) -> int:
         """The leader, asked for. Raises TimeoutError soon where there is none: it must not cost a group.

@@ -1,7 +1,7 @@
 """The two kinds of producer. A life ends with its first failure; the next one has an id or an epoch of its own."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 import structlog
@@ -136,8 +136,9 @@ class TransactionalProducer:
             leaders |= added
         return leaders
 
-    async def _leaders(self, group: "_Group", partitions: Iterable[Partition]) -> dict[Partition, int]:
+    async def _leaders(self, group: "_Group", partitions: Collection[Partition]) -> dict[Partition, int]:
         """The leader of each of these partitions."""
+        self._life.look_up(partitions)
         leaders: dict[Partition, int] = {}
         for partition in partitions:
             node = self._life.leader(partition)
@@ -292,7 +293,9 @@ class IdempotentProducer:
     async def _leaders(self, life: Life, records: Sequence[Record], fates: list[Fate]) -> dict[Partition, int]:
         """The leader of each partition; records go each for itself, and what has no leader is left out."""
         leaders: dict[Partition, int] = {}
-        for partition in dict.fromkeys((record.topic, record.partition) for record in records):
+        partitions = dict.fromkeys((record.topic, record.partition) for record in records)
+        life.look_up(partitions)
+        for partition in partitions:
             node = life.leader(partition)
             if node is None:
                 try:

@@ -1,6 +1,7 @@
 """What a producer's life makes of refusals, silence and half an answer; the broker is a small stand-in."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,8 @@ class FakeClient:
         self.leaders: dict[Partition, int] = {}
         self.unknown: set[str] = set()  # topics without any partition
         self.leaderless: set[str] = set()
+        self._topics: set[str] = set()
+        self.asked: list[set[str]] = []  # topics that were looked up at once
         self.produced: Callable[[str, int], Met] = lambda topic, partition: Place(4, -1)
         self.added: Callable[[str, int], int] = lambda topic, partition: 0
         self.ended: int | Exception | None = 0
@@ -73,7 +76,11 @@ class FakeClient:
         return None if topic in self.unknown else {0, 1, 2}
 
     def add_topic(self, topic: str) -> None:
-        pass
+        self._topics.add(topic)
+
+    def set_topics(self, topics: set[str]) -> None:
+        self.asked.append(topics - self._topics)
+        self._topics = set(topics)
 
     async def force_metadata_update(self) -> bool:
         return True
@@ -289,6 +296,19 @@ async def test_where_a_partition_may_not_be_added_only_its_topic_is_to_blame() -
     assert {topic: refusal.kind for topic, refusal in failed.refusals.items()} == {"secret": FORBIDDEN_TOPIC}
     assert not failed.stuck
     assert not kafka.sent(ProduceRequest)
+
+
+async def test_the_leaders_of_many_topics_are_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one, each request would answer for all before it: minutes of it, for a thousand topics."""
+    monkeypatch.setattr(module, "METADATA_PATIENCE_S", 0.03)
+    for producer, kafka in (transactional(60_000), idempotent(60_000)):
+        kafka.leaderless = {"a", "b"}
+        records = [record("a"), record("b"), record("known")]
+        with contextlib.suppress(TransactionFailed):
+            await (
+                write(producer, *records) if isinstance(producer, TransactionalProducer) else producer.write(records)
+            )
+        assert kafka.asked == [{"a", "b"}]
 
 
 async def test_a_partition_that_no_broker_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
