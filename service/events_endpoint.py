@@ -85,6 +85,9 @@ class EventsEndpoint:
             self._loopback.add(client)
 
     def _post_event(self, post: Post, found: Found, caller: Caller) -> None:
+        if overload := self._intake().overload:
+            self._fail(post, overload)
+            return
         traceparent = parse_traceparent(found.get(b"traceparent"))
         key, scope = found.get(b"idempotency-key"), caller.scope
         if b"ce-specversion" in found:

@@ -117,6 +117,14 @@ class Intake:
         (answer,) = await answers.all
         return answer
 
+    @property
+    def overload(self) -> Problem | None:
+        """503 for a single event while the queue is full. It is not looked at, so that those that wait get the time.
+
+        The journal hears nothing of it either: what it was, nobody knows.
+        """
+        return self._queue.too_many if self._queue.full else None
+
     def check_now(self, event: Event) -> bool:
         """What the event's topic refuses, before the key is touched. Raises Problem; False: it is to be looked up."""
         topic = self._catalogue.peek(event.topic)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Final
 from urllib.parse import quote
 
-from service.errors import UNAUTHORIZED, Problem
+from service.errors import UNAUTHORIZED, Kind, Problem
 from service.request import Answer, Committed, Placed
 
 Headers = list[tuple[bytes, bytes]]
@@ -69,12 +69,18 @@ def _fields(place: Placed) -> str:
 
 def render_problem(problem: Problem) -> tuple[int, Headers, bytes]:
     """`application/problem+json` (RFC 9457), with Retry-After where another try may help."""
+    headers, body = _rendered(problem.kind, problem.detail, problem.retry_after_s)
+    return problem.kind.status, list(headers), body
+
+
+@lru_cache(maxsize=256)  # what thousands are told at once is made once
+def _rendered(kind: Kind, detail: str, retry_after_s: int | None) -> tuple[tuple[tuple[bytes, bytes], ...], bytes]:
     headers: Headers = [(b"content-type", PROBLEM_TYPE)]
-    if problem.retry_after_s is not None:
-        headers.append((b"retry-after", b"%d" % problem.retry_after_s))
-    if problem.kind is UNAUTHORIZED:
+    if retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % retry_after_s))
+    if kind is UNAUTHORIZED:
         headers.append((b"www-authenticate", b"Bearer"))
-    return problem.kind.status, headers, json.dumps(problem.body()).encode()
+    return tuple(headers), json.dumps(Problem(kind, detail).body()).encode()
 
 
 @lru_cache(maxsize=1024)

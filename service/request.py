@@ -180,7 +180,7 @@ class Queue:
             events += len(request.events)
             size += request.bytes
         if self.events + events > self._events_max:
-            raise Problem(NOT_WRITTEN, f"the queue is full ({self._events_max} events): send it again a little later")
+            raise self.too_many
         if self.bytes + size > self._bytes_max:
             raise Problem(NOT_WRITTEN, f"the queue is full ({self._bytes_max} bytes): send it again a little later")
         self.events += events
@@ -188,6 +188,16 @@ class Queue:
         for request in requests:
             self._lane(request).append(request)
         self.nudge()
+
+    @property
+    def full(self) -> bool:
+        """Is not even one event more taken?"""
+        return self.events >= self._events_max
+
+    @property
+    def too_many(self) -> Problem:
+        """What is answered then."""
+        return Problem(NOT_WRITTEN, f"the queue is full ({self._events_max} events): send it again a little later")
 
     def leave(self, request: Request) -> None:
         """An answered request counts no more."""

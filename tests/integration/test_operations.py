@@ -87,6 +87,22 @@ async def test_one_poisoned_event_is_answered_alone(stage: Stage, make_topic: Ma
     await stage.assert_exactly_once(good, poisoned)
 
 
+async def test_a_full_queue_says_so_at_once(stage: Stage, topic: str) -> None:
+    """Whatever the request is: to find out would take the time of those that are in the queue."""
+    service = await stage.started(slots=1, queue_events_max=1, faults=(Fault("write", "hold"),))
+    url, headers = f"{service.url}/events", {"Content-Type": "application/json"}
+    held = asyncio.create_task(stage.client.post(service.url, Asked("held", topic, b"1")))
+    await asyncio.to_thread(until, lambda: plan_of(service).happened("write"))
+    for body in (b'{"topic": "%b", "value": 1}' % topic.encode(), b"no JSON"):
+        refused = await stage.client.http.post(url, content=body, headers=headers | {"Idempotency-Key": "more"})
+        assert (refused.status_code, refused.json()["code"]) == (503, "not-written")
+        assert refused.headers["retry-after"] == "1"
+    plan_of(service).let_go("write")
+    assert (await held).kind == "ok"
+    again = await stage.client.http.post(url, content=b"no JSON", headers=headers | {"Idempotency-Key": "more"})
+    assert again.status_code == 400
+
+
 async def test_a_topic_that_is_deleted_meanwhile_is_answered_alone(stage: Stage, make_topic: MakeTopic) -> None:
     good, doomed = make_topic(2), make_topic(1)
     service = await stage.started(slots=1, faults=(Fault("write", "hold", first=2),))

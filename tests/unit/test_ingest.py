@@ -76,6 +76,18 @@ async def test_where_nothing_is_to_be_written_it_is_ended_and_the_next_is_not_op
     await ended(serving)
 
 
+async def test_while_the_queue_is_full_nothing_more_is_looked_at() -> None:
+    world = World(queue_events_max=2)
+    assert world.intake.overload is None
+    asked = [world.submit("a"), world.submit("b")]
+    await asyncio.sleep(0.01)
+    assert kind_of(world.intake.overload or await asked[0]) is NOT_WRITTEN
+    serving = world.serve(await world.slot())
+    await asyncio.gather(*asked)
+    assert world.intake.overload is None
+    await ended(serving)
+
+
 async def test_a_failed_mark_is_no_error_of_the_event() -> None:
     world = World()
     slot = await world.slot()
