@@ -25,7 +25,7 @@ def main() -> int:
     try:
         settings = Settings.from_env()
         rules = Rules.read(settings.rules)
-        schemas = Schemas(rules.topics)
+        schemas = Schemas(rules)
     except SettingsError as error:
         print(error, file=sys.stderr)
         return 2

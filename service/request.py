@@ -51,6 +51,11 @@ class Answers:
             self.all.set_result([answer for answer in self._answers if answer is not None])
 
 
+def fit(ledger_bytes: int, event_bytes: int) -> bool:
+    """Does one transaction hold so much?"""
+    return ledger_bytes <= GROUP_LEDGER_BYTES_MAX and event_bytes <= GROUP_EVENT_BYTES_MAX
+
+
 class Load(NamedTuple):
     """What a request, or a train of them, adds to a transaction."""
 
@@ -68,7 +73,7 @@ class Load(NamedTuple):
     @property
     def fits(self) -> bool:
         """Does one transaction hold it?"""
-        return self.ledger_bytes <= GROUP_LEDGER_BYTES_MAX and self.event_bytes <= GROUP_EVENT_BYTES_MAX
+        return fit(*self)
 
     def __add__(self, other: "Load") -> "Load":  # type: ignore[override]
         return Load(self.ledger_bytes + other.ledger_bytes, self.event_bytes + other.event_bytes)
@@ -345,8 +350,7 @@ def take_group(waiting: deque[Request]) -> list[Request]:
             load = request.load if request.train is None else request.train.load
             ledger_bytes += load.ledger_bytes
             event_bytes += load.event_bytes
-            fits = ledger_bytes <= GROUP_LEDGER_BYTES_MAX and event_bytes <= GROUP_EVENT_BYTES_MAX
-            if group and (request.atomic or group[0].atomic or not fits):
+            if group and (request.atomic or group[0].atomic or not fit(ledger_bytes, event_bytes)):
                 break
         group.append(waiting.popleft())
     return group

@@ -5,7 +5,7 @@ Standard library only, like `shared`: the job reads the same file.
 
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -36,6 +36,9 @@ class TopicRule:
     schema: str = ""
 
 
+USUAL: Final = TopicRule("*")
+
+
 @dataclass(frozen=True, slots=True)
 class CallerRule:
     """One `[[callers]]` table: who sends a token with this SHA-256 (hex) may write to topics that match a glob.
@@ -59,8 +62,11 @@ class Rules:
 
     def guarantee(self, topic: str) -> Guarantee:
         """The guarantee of a topic's events; exactly_once where no rule names it."""
-        rule = first_match(self.topics, topic)
-        return Guarantee.EXACTLY_ONCE if rule is None else rule.guarantee
+        return self.rule(topic).guarantee
+
+    def rule(self, topic: str) -> TopicRule:
+        """The rule that counts for a topic: the first that matches, else the usual one."""
+        return next((rule for rule in self.topics if fnmatchcase(topic, rule.pattern)), USUAL)
 
     @classmethod
     def read(cls, path: str) -> "Rules":
@@ -103,11 +109,6 @@ class Rules:
         return cls(
             tuple(_topic_rule(table, folder) for table in found["topics"]), tuple(map(_caller_rule, found["callers"]))
         )
-
-
-def first_match(rules: Iterable[TopicRule], topic: str) -> TopicRule | None:
-    """The rule that counts for a topic."""
-    return next((rule for rule in rules if fnmatchcase(topic, rule.pattern)), None)
 
 
 _GUARANTEES: Final = tuple(guarantee.value for guarantee in Guarantee)

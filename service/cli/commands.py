@@ -110,7 +110,7 @@ def doctor(
     settings = settings_or_exit()
     try:
         rules = Rules.read(settings.rules)
-        Schemas(rules.topics)  # which says what is wrong with them
+        Schemas(rules)  # which says what is wrong with them
     except SettingsError as error:
         give_up(str(error))
     findings = run(doctors.examine(settings, rules, rate))

@@ -251,7 +251,7 @@ class World:
         self.intake = Intake(
             self.settings,
             rules,
-            Schemas(rules.topics),
+            Schemas(rules),
             self.store,
             self.queue,
             self.topics,

@@ -36,7 +36,7 @@ def schemas_of(folder: Path, schema: str) -> Schemas:
     (folder / "schemas" / "order.json").write_text(schema)
     rules = folder / "rules.toml"
     rules.write_text(RULES)
-    return Schemas(Rules.read(str(rules)).topics)
+    return Schemas(Rules.read(str(rules)))
 
 
 def event(value: bytes, topic: bytes = b"orders.eu") -> Event:
@@ -66,10 +66,11 @@ def test_what_a_schema_allows(schemas: Schemas, value: bytes, topic: bytes) -> N
         (b'"value": {"total": 1, "lines": ["a", 2]}', r'value.lines\[1\]: 2 is not of type "string"'),
         (b'"value": 7', 'value: 7 is not of type "object"'),
         (b'"value_base64": "AAEC"', "value: orders.eu has a schema and takes JSON only"),
-        (b'"value_base64": "TmFO"', "NaN is no JSON number"),
+        (b'"value_base64": "TmFO"', "has NaN, which is no JSON number"),
+        (b'"value_base64": "eyJ0b3RhbCI6MSwidG90YWwiOjJ9"', "has the name 'total' twice"),
         (b'"value": 1' + 5_000 * b"0", "takes JSON only"),
     ],
-    ids=["missing", "type", "place", "whole", "bytes", "NaN", "5,001 digits"],
+    ids=["missing", "type", "place", "whole", "bytes", "NaN", "a name twice", "5,001 digits"],
 )
 def test_what_it_does_not_is_told_with_its_place(schemas: Schemas, value: bytes, named: str) -> None:
     with pytest.raises(Problem, match=named) as caught:
@@ -91,4 +92,4 @@ def test_a_schema_that_is_none_stops_the_start(tmp_path: Path, schema: str) -> N
 
 def test_a_schema_that_is_not_there_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="No such file"):
-        Schemas(Rules.parse('[[topics]]\npattern = "a"\nschema = "gone.json"', str(tmp_path / "rules.toml")).topics)
+        Schemas(Rules.parse('[[topics]]\npattern = "a"\nschema = "gone.json"', str(tmp_path / "rules.toml")))

@@ -96,7 +96,7 @@ def test_a_series_more_for_each_answer_and_status_and_no_other() -> None:
 async def test_a_scrape_asks_the_parts_for_their_states() -> None:
     settings = Settings(kafka="127.0.0.1:1", redis="redis://127.0.0.1:1/0", instance="test")
     telemetry = Telemetry()
-    service = Service(settings, Rules(), Schemas(()), telemetry, lambda _: None)
+    service = Service(settings, Rules(), Schemas(Rules()), telemetry, lambda _: None)
     try:
         assert {state: shown(telemetry, "fencepost_store_state", state=state) for state in STORE_STATES} == {
             state: float(state == "starting") for state in STORE_STATES
