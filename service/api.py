@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from service.callers import Callers
 from service.errors import INCOMPLETE, INTERNAL, KINDS, UNKNOWN_KEY, Problem, StoreAway, StoreLost, StoreUnanswered
 from service.errors import of_status as problem_of_status
-from service.event import parse_key
+from service.event import check_key
 from service.keys import Found, RedisKeys
 from service.openapi import with_posts
 from service.recovery import Store
@@ -38,7 +38,7 @@ def routes(app: FastAPI, service: Callable[[], Parts], callers: Callers) -> None
 
     @app.get("/events/{key:path}", summary="The state of a key; only a POST proves absence", responses=_PROBLEMS)
     async def get_event(key: str, authorization: Annotated[str | None, Header()] = None) -> dict[str, Any]:
-        id = event_id(parse_key(key), callers.of(authorization).scope)
+        id = event_id(check_key(key, "key"), callers.of(authorization).scope)
         parts = service()
         if parts.store.epoch is None:
             raise Problem(INCOMPLETE, f"the key store is not complete: {parts.store.status}")

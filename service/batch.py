@@ -6,8 +6,8 @@ from typing import Final, TypeVar
 import msgspec
 
 from service.callers import ANYBODY, Caller
-from service.errors import INVALID_EVENT, TOO_LARGE, Problem
-from service.event import Event, EventBody, check_count, check_json, decode, make_event, parse_key
+from service.errors import INVALID_EVENT, MISSING_KEY, TOO_LARGE, Problem
+from service.event import Event, EventBody, check_count, check_json, check_key, decode, make_event
 from service.intake import Intake
 from service.request import Answer, Load, Train
 from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX
@@ -56,7 +56,9 @@ def parse_lines(body: bytes) -> list[bytes]:
 def member_of(raw: msgspec.Raw, traceparent: bytes | None = None, scope: str = "") -> Event:
     """One event of a batch. Raises Problem (400, 413)."""
     fields = decode(_decode_member, raw)
-    key = parse_key(fields.idempotency_key)
+    if not fields.idempotency_key:
+        raise Problem(MISSING_KEY, "idempotency_key: give each event of a batch a key of its own")
+    key = check_key(fields.idempotency_key, "idempotency_key")
     return make_event(key, event_id(key, scope), fields, traceparent)
 
 

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 import msgspec
 
 from service.errors import INVALID_KEY, Problem
-from service.event import HEADERS_MAX, Event, check_count, check_json, checked, decode, invalid, parse_key
+from service.event import HEADERS_MAX, Event, check_count, check_json, check_key, checked, decode, invalid, parse_key
 from service.wire import Header, event_id
 
 STRUCTURED: Final = "application/cloudevents+json"
@@ -116,7 +116,7 @@ def _event(
 def key_of(event: CloudEvent, prefix: str = "") -> str:
     """`source` and `id` with a space between: a source is a URI reference, which has none. Raises Problem (400)."""
     try:
-        return parse_key(f"{event.source} {event.id}")
+        return check_key(f"{event.source} {event.id}")
     except Problem:
         raise Problem(
             INVALID_KEY,

@@ -104,7 +104,7 @@ class Event:
 
 
 def parse_key(raw: str | None) -> str:
-    """The idempotency key of a request; quoted (a Structured Fields string, RFC 8941) and bare are the same key."""
+    """The key that a header names; quoted (a Structured Fields string, RFC 8941) and bare are the same key."""
     if raw is None or not raw.strip():
         raise Problem(MISSING_KEY, "Idempotency-Key: send this header with a key of your own, the same for each retry")
     raw = raw.strip()
@@ -113,9 +113,14 @@ def parse_key(raw: str | None) -> str:
         if quoted is None:
             raise Problem(INVALID_KEY, 'Idempotency-Key: a quoted key ends with " and escapes only " and \\')
         raw = re.sub(r"\\(.)", r"\1", quoted[1])
-    if _KEY.fullmatch(raw) is None:
-        raise Problem(INVALID_KEY, "Idempotency-Key: use 1 to 255 printable ASCII characters")
-    return raw
+    return check_key(raw)
+
+
+def check_key(key: str, field: str = "Idempotency-Key") -> str:
+    """A key as it stands: in JSON or a path, quotes and spaces are part of it. Raises Problem (400)."""
+    if _KEY.fullmatch(key) is None:
+        raise Problem(INVALID_KEY, f"{field}: use 1 to 255 printable ASCII characters")
+    return key
 
 
 def parse_traceparent(raw: str | None) -> bytes | None:

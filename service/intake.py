@@ -28,7 +28,7 @@ from service.schemas import Schemas
 from service.settings import Settings
 from service.states import MAYBE_WRITTEN, RequestEvent
 from service.telemetry import Telemetry
-from service.topics import CATALOGUE_MAX, Catalogue, InternalTopics
+from service.topics import Catalogue, InternalTopics
 
 if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
     from service.tracing import Tracing
@@ -59,7 +59,7 @@ class Intake:
         tracing: "Tracing | None" = None,
     ) -> None:
         self._settings = settings
-        self._guarantee = lru_cache(maxsize=CATALOGUE_MAX)(rules.guarantee)  # by topic
+        self._guarantee = lru_cache(maxsize=10_000)(rules.guarantee)  # by topic
         self._schemas = schemas
         self._store = store
         self._queue = queue

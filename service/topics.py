@@ -16,10 +16,8 @@ REQUESTS_PARTITIONS: Final = 8
 WEEK_S: Final = 168 * 3600
 # Past the retention of keys, time for the audit to read what it needs.
 EXTRA_S: Final = 2 * 24 * 3600
-# How long a topic's settings are believed. A topic that was just made is found after the shorter one.
+# How long a topic's settings are believed.
 KNOWN_S: Final = 10.0
-UNKNOWN_S: Final = 0.5
-CATALOGUE_MAX: Final = 10_000
 
 
 class InternalTopics:
@@ -98,7 +96,7 @@ class Catalogue:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._known: dict[str, tuple[float, Topic | None]] = {}
+        self._known: dict[str, tuple[float, Topic]] = {}
         self._last: dict[str, Topic] = {}
         self._asking: dict[str, asyncio.Task[Topic | None]] = {}
 
@@ -108,15 +106,13 @@ class Catalogue:
         return topic if until > time.monotonic() else None
 
     async def get(self, name: str) -> Topic | None:
-        """The topic, or None where Kafka says that there is none. Raises KafkaAway."""
-        until, topic = self._known.get(name, (0.0, None))
-        if until > time.monotonic():
-            return topic
-        asking = self._asking.get(name)
-        if asking is None:
-            asking = self._asking[name] = asyncio.create_task(self._ask(name))
-            asking.add_done_callback(lambda _: self._asking.pop(name, None))
-        return await shared(asking)
+        """The topic, or None where Kafka says that there is none, which is not remembered. Raises KafkaAway."""
+        topic = self.peek(name)
+        if topic is None and name in self._asking:
+            topic = await shared(self._asking[name])
+        if topic is None:  # what was being asked before this call may have missed a topic that was made meanwhile
+            topic = await shared(self._asking.get(name) or self._ask_apart(name))
+        return topic
 
     def last_known(self, name: str) -> Topic:
         """The topic as it was when it was last there; KeyError where it never was, and no event was let in."""
@@ -126,6 +122,11 @@ class Catalogue:
         """The broker said otherwise: ask again next time."""
         self._known.pop(name, None)
 
+    def _ask_apart(self, name: str) -> asyncio.Task[Topic | None]:
+        asking = self._asking[name] = asyncio.create_task(self._ask(name))
+        asking.add_done_callback(lambda _: self._asking.pop(name, None))
+        return asking
+
     async def _ask(self, name: str) -> Topic | None:
         try:
             topic = (await self._cluster.describe([name])).get(name)
@@ -133,9 +134,9 @@ class Catalogue:
             if name in self._last:
                 return self._last[name]  # what it was will do: the broker itself has the last word
             raise
-        if topic is not None:
+        if topic is None:
+            self._known.pop(name, None)
+        else:
             self._last[name] = topic
-        elif name not in self._known and len(self._known) >= CATALOGUE_MAX:
-            return None  # a flood of names that nobody made is not remembered
-        self._known[name] = (time.monotonic() + (KNOWN_S if topic else UNKNOWN_S), topic)
+            self._known[name] = time.monotonic() + KNOWN_S, topic
         return topic

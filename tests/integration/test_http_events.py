@@ -8,6 +8,8 @@ import re
 import time
 from typing import Any
 
+import pytest
+
 from deploy.local.stack import Kafka, Service
 from service.wire import Stamp, event_id, fingerprint
 from tests.conftest import MakeTopic
@@ -155,6 +157,16 @@ async def test_the_state_of_a_key(stage: Stage, topic: str) -> None:
     assert done == {"state": "committed", **told}
     assert (await second).kind in ("ok", "busy")
     await stage.assert_exactly_once(topic)
+
+
+@pytest.mark.parametrize("key", [" a", "a ", '"a"', "   ", '"', "a//b", "../a", "a?b#c"])
+async def test_a_location_leads_back_to_its_key(served: Service, client: Client, topic: str, key: str) -> None:
+    quoted = '"' + key.replace('"', '\\"') + '"'
+    body = {"topic": topic, "value": 1}
+    made = await client.http.post(f"{served.url}/events", json=body, headers={"Idempotency-Key": quoted})
+    there = await client.http.get(served.url + made.headers["location"])
+    assert (made.status_code, there.status_code) == (201, 200)
+    assert there.json()["id"] == made.json()["id"]
 
 
 async def test_what_a_client_would_rather_have(stage: Stage, topic: str) -> None:

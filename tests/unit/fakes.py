@@ -217,10 +217,11 @@ class FakeCluster(Cluster):
 
     async def describe(self, names: Sequence[str]) -> dict[str, Topic]:
         self.asked.append(names)
+        found = {name: self.topics[name] for name in names if name in self.topics}
         await asyncio.sleep(0)
         if self.away:
             raise KafkaAway("it is away")
-        return {name: self.topics[name] for name in names if name in self.topics}
+        return found
 
 
 class FakeJournal(Journal):

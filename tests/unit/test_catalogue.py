@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from service import topics as module
 from service.errors import KafkaAway
 from service.topics import Catalogue
 from tests.unit.fakes import FakeCluster
@@ -25,13 +24,24 @@ async def test_a_topic_is_asked_for_once_by_all_who_want_it() -> None:
     assert cluster.asked == [["orders"]]
 
 
-async def test_that_there_is_no_topic_is_believed_for_a_shorter_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "UNKNOWN_S", 0.01)
+async def test_a_new_topic_is_found_by_the_first_who_asks() -> None:
     catalogue, cluster = known()
     assert await catalogue.get("orders") is None
     cluster.topics |= FakeCluster(["orders"]).topics
-    await asyncio.sleep(0.02)
     assert await catalogue.get("orders") is cluster.topics["orders"]
+
+
+async def test_a_look_up_that_began_before_the_topic_was_made_is_not_believed() -> None:
+    catalogue, cluster = known()
+    early = asyncio.create_task(catalogue.get("orders"))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert cluster.asked
+    cluster.topics |= FakeCluster(["orders"]).topics
+    late = [asyncio.create_task(catalogue.get("orders")) for _ in range(5)]
+    assert [await one for one in late] == [cluster.topics["orders"]] * 5
+    assert await early is None
+    assert len(cluster.asked) == 2
 
 
 async def test_a_topic_that_vanished_is_known_to_those_who_were_let_in() -> None:
@@ -74,11 +84,10 @@ async def test_a_caller_that_goes_away_does_not_end_the_look_up_of_others() -> N
     assert await here is cluster.topics["orders"]
 
 
-async def test_names_that_nobody_made_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CATALOGUE_MAX", 3)
-    catalogue, cluster = known("orders")
+async def test_names_that_nobody_made_are_not_remembered() -> None:
+    catalogue, _ = known("orders")
     for n in range(10):
         assert await catalogue.get(f"nobody-{n}") is None
-    assert len(catalogue._known) == 3
-    assert await catalogue.get("orders") is cluster.topics["orders"]
-    assert catalogue.peek("orders") is not None
+    assert await catalogue.get("orders") is not None
+    assert list(catalogue._known) == ["orders"]
+    assert not catalogue._asking

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.errors import Problem
-from service.event import Event, check_json, check_topic, parse_event, parse_key, partition_of
+from service.event import Event, check_json, check_key, check_topic, parse_event, parse_key, partition_of
 from service.kafka.cluster import Topic
 from service.kafka.partitioner import partition_of_key
 from service.wire import event_id, fingerprint
@@ -74,6 +74,18 @@ def test_no_keys(raw: str | None, code: str) -> None:
     with pytest.raises(Problem) as caught:
         parse_key(raw)
     assert caught.value.kind.code == code
+
+
+@pytest.mark.parametrize("key", [" a", '"a"', "   ", '"', "~" * 255])
+def test_outside_a_header_a_key_is_taken_as_it_stands(key: str) -> None:
+    assert check_key(key) == key
+
+
+@pytest.mark.parametrize("key", ["", "x" * 256, "ä", "a\tb"])
+def test_no_keys_outside_a_header(key: str) -> None:
+    with pytest.raises(Problem) as caught:
+        check_key(key)
+    assert caught.value.kind.code == "invalid-key"
 
 
 @given(st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), min_size=1, max_size=255))
