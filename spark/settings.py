@@ -40,9 +40,14 @@ class Settings:
     rules: Rules = field(default_factory=Rules)
 
     @property
+    def grace_ms(self) -> int:
+        """What a run waits beyond the timeouts, ms."""
+        return self.options.grace_s * 1000
+
+    @property
     def settle_ms(self) -> int:
         """By when, counted from its acceptance, the fate of a request is final and visible: ms."""
-        return self.shared.request_timeout_ms + self.shared.transaction_timeout_ms + self.options.grace_s * 1000
+        return self.shared.request_timeout_ms + self.shared.transaction_timeout_ms + self.grace_ms
 
     @property
     def key_ttl_ms(self) -> int:

@@ -97,7 +97,7 @@ COPY_FIELDS: Final = (
     "timestamp: bigint, topic: string, partition: int, offset: bigint, fp: binary, alt: binary, accepted_at: bigint, "
     "slot: int, pid: bigint, epoch: int, instance: string, stamped: boolean"
 )
-CLAIM_FIELDS: Final = "seen_ms: bigint, topic: string, partition: int, offset: bigint"
+CLAIM_FIELDS: Final = "seen_ms: bigint, accepted_ms: bigint, topic: string, partition: int, offset: bigint"
 FINGERPRINT_FIELDS: Final = "fp: binary, alt: binary"
 
 GATHERED: Final = {
@@ -282,7 +282,7 @@ def _copy() -> Column:
 
 def _claim(seen_ms: str) -> Column:
     """The place of a row as the ledger or the journal named it, null where it did not."""
-    place = F.struct(F.col(seen_ms).alias("seen_ms"), "topic", "partition", "offset")
+    place = F.struct(F.col(seen_ms).alias("seen_ms"), "accepted_ms", "topic", "partition", "offset")
     return F.when(F.col(seen_ms).isNotNull(), place)
 
 

@@ -35,6 +35,7 @@ class Evidence:
 
     frozen_ms: int
     settle_ms: int
+    grace_ms: int
     key_ttl_ms: int
     bounds: Column
     slots: Column
@@ -44,10 +45,17 @@ class Evidence:
     audited: Callable[[Column], Column]
     idempotent: tuple[str, ...]
 
-    @property
-    def settled_before_ms(self) -> int:
-        """What was accepted before it has had all the time that it is given."""
-        return self.frozen_ms - self.settle_ms
+    def over_ms(self, accepted_ms: Column, seen_ms: Column) -> Column:
+        """When the fate of what was accepted then, and told of last at `seen_ms`, is final and visible.
+
+        A retry carries the `accepted_at` of its first claim, however long ago that was: so what tells of it gets the
+        grace as well.
+        """
+        return F.greatest(accepted_ms + self.settle_ms, seen_ms + self.grace_ms)
+
+    def held_over_ms(self, accepted_ms: Column, seen_ms: Column) -> Column:
+        """The same by a log that is decided only up to some time: what is missing may follow within the timeouts."""
+        return F.greatest(accepted_ms, seen_ms) + self.settle_ms
 
 
 def evidence(plan: Plan, settings: Settings) -> Evidence:
@@ -75,6 +83,7 @@ def evidence(plan: Plan, settings: Settings) -> Evidence:
     return Evidence(
         frozen_ms=plan.frozen_ms,
         settle_ms=settings.settle_ms,
+        grace_ms=settings.grace_ms,
         key_ttl_ms=settings.key_ttl_ms,
         bounds=F.from_json(F.lit(json.dumps(bounds)), f"map<string, array<{_BOUND}>>"),
         slots=F.from_json(F.lit(json.dumps(slots)), f"array<{_SLOT}>"),
@@ -165,7 +174,7 @@ def _fate(claim: Column, seen: Evidence) -> Column:
     log in which nothing is open proves that the place is empty.
     """
     bound = F.get(F.try_element_at(seen.bounds, claim["topic"]), claim["partition"])
-    ripe = claim["seen_ms"] < seen.settled_before_ms
+    ripe = seen.over_ms(claim["accepted_ms"], claim["seen_ms"]) < seen.frozen_ms
     beyond = claim["offset"] >= bound["end"]
     held = F.exists("coordinates", lambda copy: state.same_place(copy, claim))
     # Copies beyond the cap have left no coordinates: the place may be among them.
@@ -197,11 +206,15 @@ def _phantom(seen: Evidence) -> Column:
     idempotent = F.col("topic").isin(*seen.idempotent) if seen.idempotent else F.lit(False)
     answered = _sum("answered_201", "answered_202", "answered_503", "answered_504", "answered_other") > 0
     unheard = (F.col("entries_count") == 0) & ~(idempotent & answered)
-    # The time by which the producer's transaction was over: it began before the record was appended.
-    over_ms = F.greatest(first["accepted_at"], first["timestamp"]) + seen.settle_ms
     complete_ms = F.when(idempotent, seen.answers_complete_ms).otherwise(F.coalesce(slot["complete_ms"], F.lit(0)))
     decided_ms = F.when(idempotent, seen.answers_decided_ms).otherwise(
         F.coalesce(slot["decided_ms"], F.lit(seen.frozen_ms))
+    )
+    # The record is committed, and was read before the ledger: where nothing in that is open, its entry would be there.
+    # The journal is written after the answers.
+    times = first["accepted_at"], first["timestamp"]
+    over_ms = F.when((decided_ms < seen.frozen_ms) | idempotent, seen.held_over_ms(*times)).otherwise(
+        seen.over_ms(*times)
     )
     return F.when(
         (F.col("stamped") > 0) & unheard,
@@ -248,8 +261,9 @@ def _category(seen: Evidence) -> Column:
     unproven = F.coalesce(F.exists("missing", lambda claim: ~claim["fate"].isin(LOST, PENDING)), F.lit(False))
     ours = _sum("stamped", "entries_count", "answered_201") > 0
     # Nobody named a place: what is known is a 202 or a 504, and that it is not in the data.
-    unsure_over_ms = F.coalesce(F.col("unsure_ms"), F.col("last_ms")) + seen.settle_ms
+    times = F.col("accepted_ms"), F.coalesce(F.col("unsure_ms"), F.col("last_ms"))
     decided_ms = min(seen.ledger_decided_ms, seen.answers_decided_ms)
+    unsure_over_ms = (seen.held_over_ms if decided_ms < seen.frozen_ms else seen.over_ms)(*times)
     return (
         F.when(F.col("plain") == 1, "delivered_once")
         .when(some(LOST), LOST)

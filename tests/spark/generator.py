@@ -13,6 +13,7 @@ from tests.spark.script import (
     EXPIRED,
     FOREIGN,
     FROZEN_MS,
+    GRACE_MS,
     HELD_MS,
     HOUR_MS,
     RESTART,
@@ -359,12 +360,12 @@ class Script(Words):
         for early, fate in ((1, LOST), (0, PENDING), (-SETTLE_MS // 2, PENDING)):
             seen = FROZEN_MS[0] - SETTLE_MS - early
             self.claim(self.plant("lost-young"), missing(), (fate, LOST, LOST), at=seen)
-            fresh = self.plant("lost-young-answer")
-            answered(fresh, missing(), (fate, LOST, LOST), at=seen - 5000, ts=seen)
-        # Accepted long ago, entered just now.
-        self.claim(
-            self.plant("lost-late-entry"), missing(), (PENDING, LOST, LOST), at=self.past(), seen=FROZEN_MS[0] - 1000
-        )
+            answered(self.plant("lost-young-answer"), missing(), (fate, LOST, LOST), at=seen, ts=seen + 5000)
+        # Accepted long ago, entered or answered just now: what tells of it gets the grace.
+        for early, fate in ((1, LOST), (0, PENDING), (1000 - GRACE_MS, PENDING)):
+            seen, fates = FROZEN_MS[0] - GRACE_MS - early, (fate, LOST, LOST)
+            self.claim(self.plant("lost-late-entry"), missing(), fates, at=self.past(), seen=seen)
+            answered(self.plant("lost-late-answer"), missing(), fates, at=self.past(), ts=seen)
         waits = self.repeat("pending-repeated", [RESTART], late=0)
         self.claim(waits, missing(), (PENDING, LOST, LOST), at=FROZEN_MS[0] - 1000)
 
@@ -411,9 +412,10 @@ class Script(Words):
         nothing = self.plant("behind-nothing")
         self.claim(nothing, lambda: (topic, partition, 5_000_000), (PENDING, LOST, LOST))
         # Where the ledger of the writer's slot is held up, nobody knows yet.
-        for at, fate in ((HELD_MS - SETTLE_MS, "phantom"), (HELD_MS - SETTLE_MS + 1, PENDING)):
-            unheard = self.plant("unheard", accepted=False, phantom=(fate, "phantom", "phantom"))
-            self.send(self.record(unheard, self.life(self.held_slot), at, ts=at, value=self.content()))
+        for ts, fate in ((HELD_MS - SETTLE_MS, "phantom"), (HELD_MS - SETTLE_MS + 1, PENDING)):
+            for at in (ts, ts - HOUR_MS // 6):
+                unheard = self.plant("unheard", accepted=False, phantom=(fate, "phantom", "phantom"))
+                self.send(self.record(unheard, self.life(self.held_slot), at, ts=ts, value=self.content()))
 
     def unsure(self) -> None:
         """Answered 202 or 504, and never more. As long as a ledger is held up, it may hold the answer."""
@@ -426,7 +428,8 @@ class Script(Words):
             (FROZEN_MS[0] - 1000, later),
         ):
             for status in (504, 202):
-                self.answer(self.plant("stuck", otherwise=fates, stuck=str(status)), status, 409, at=ts - 1, ts=ts)
+                for at in (ts - 1, ts - HOUR_MS // 6):
+                    self.answer(self.plant("stuck", otherwise=fates, stuck=str(status)), status, 409, at=at, ts=ts)
         self.answer(self.plant("stuck-both", otherwise=stuck), 202, 504)
         self.answer(self.plant("freed-202", accepted=False), 202, 503)
         # A stranger's record under the same key, in the same hour or another, is no delivery of ours.
@@ -448,6 +451,8 @@ class Script(Words):
         for early, fate in ((0, "stuck"), (-1, PENDING)):
             ts = FROZEN_MS[1] - SETTLE_MS - early
             self.answer(self.plant("stuck-border", otherwise=(None, fate, "stuck")), 504, at=ts, ts=ts, stage=2)
+            told, late = FROZEN_MS[1] - GRACE_MS - early, self.plant("stuck-late", otherwise=(None, fate, "stuck"))
+            self.answer(late, 504, at=FROZEN_MS[1] - 2 * SETTLE_MS, ts=told, stage=2)
 
     def phantoms(self) -> None:
         always: Said = ("phantom", "phantom", "phantom")
@@ -469,6 +474,9 @@ class Script(Words):
         for age, fate in ((SETTLE_MS, "phantom"), (SETTLE_MS - 1, PENDING), (0, PENDING)):
             young = self.plant("phantom-young", accepted=False, phantom=(fate, "phantom", "phantom"))
             sent(young, FROZEN_MS[0] - age, self.life(self.slot))
+        for age, fate in ((GRACE_MS, "phantom"), (GRACE_MS - 1, PENDING)):
+            late = self.plant("phantom-late", accepted=False, phantom=(fate, "phantom", "phantom"))
+            sent(late, self.past(), self.life(self.slot), ts=FROZEN_MS[0] - age)
         # The ledger of this slot begins with `kept`: what is older cannot be judged by it.
         at = FROZEN_MS[0] - 2 * HOUR_MS
         for _ in range(self.chance.randrange(1, 4)):

@@ -138,11 +138,13 @@ MUTANTS: Final = (
     Mutant(_CAUSE, "causes", ".otherwise(DUAL_PRODUCER)", ".otherwise(PRODUCER_RESTART)"),
     Mutant(_CAUSE, "causes", "F.when(nth > 0, _cause", "F.when(nth >= 0, _cause"),
     # ------------------------------------------------------------------------------------------------------ lost
-    Mutant(_GRACE, "verdict", "return self.frozen_ms - self.settle_ms", "return self.frozen_ms - self.settle_ms - 2"),
+    Mutant(_GRACE, "verdict", "accepted_ms + self.settle_ms", "accepted_ms + self.settle_ms + 2"),
+    Mutant(_GRACE, "verdict", "seen_ms + self.grace_ms", "seen_ms + self.grace_ms + 2"),
+    Mutant(_GRACE, "verdict", "seen_ms + self.grace_ms", "seen_ms"),
     Mutant(_GRACE, "settings", "self.shared.request_timeout_ms + self.shared", "self.shared"),
-    Mutant(_GRACE, "settings", " + self.options.grace_s * 1000", ""),
+    Mutant(_GRACE, "settings", " + self.grace_ms", ""),
     Mutant(_GRACE, "settings", "+ self.shared.transaction_timeout_ms", ""),
-    Mutant(_LOST, "verdict", 'claim["seen_ms"] < seen.settled_before_ms', 'claim["seen_ms"] <= seen.settled_before_ms'),
+    Mutant(_LOST, "verdict", 'claim["seen_ms"]) < seen.frozen_ms', 'claim["seen_ms"]) <= seen.frozen_ms'),
     Mutant(_LOST, "verdict", ".when(~ripe, PENDING)", ".when(F.lit(False), PENDING)"),
     Mutant(_LOST, "verdict", '.when(beyond & ~bound["settled"], PENDING)', ".when(F.lit(False), PENDING)"),
     Mutant(_LOST, "verdict", 'claim["offset"] >= bound["end"]', 'claim["offset"] > bound["end"]'),
@@ -176,7 +178,10 @@ MUTANTS: Final = (
     # --------------------------------------------------------------------------------------------------- phantoms
     Mutant(_PHANTOM, "verdict", "F.when(over_ms > decided_ms, PENDING)", "F.when(over_ms >= decided_ms, PENDING)"),
     Mutant(_PHANTOM, "verdict", "F.when(over_ms > decided_ms, PENDING)", "F.when(F.lit(False), PENDING)"),
-    Mutant(_PHANTOM, "verdict", 'first["timestamp"]) + seen.settle_ms', 'first["timestamp"])'),
+    Mutant(
+        _PHANTOM, "verdict", "F.greatest(accepted_ms, seen_ms) + self.settle_ms", "F.greatest(accepted_ms, seen_ms)"
+    ),
+    Mutant(_PHANTOM, "verdict", "seen.held_over_ms(*times)).otherwise", "seen.over_ms(*times)).otherwise"),
     Mutant(_PHANTOM, "verdict", "complete_ms > F.least(", "complete_ms < F.least("),
     Mutant(
         _PHANTOM,
@@ -193,7 +198,7 @@ MUTANTS: Final = (
     ),
     Mutant(_STUCK, "verdict", ".when(unsure_over_ms > decided_ms, PENDING)", ""),
     Mutant(_STUCK, "verdict", "min(seen.ledger_decided_ms, seen.answers_decided_ms)", "seen.answers_decided_ms"),
-    Mutant(_STUCK, "verdict", 'F.col("last_ms")) + seen.settle_ms', 'F.col("last_ms"))'),
+    Mutant(_STUCK, "verdict", "(seen.held_over_ms if decided_ms < seen.frozen_ms else seen.over_ms)", "seen.over_ms"),
     Mutant(_STUCK, "findings", 'F.when(F.col("answered_504") > 0, "504")', 'F.when(F.col("answered_202") > 0, "504")'),
     Mutant(_BALANCE, "verdict", "(unsure & ~taken_back)", "unsure"),
     Mutant(_BALANCE, "verdict", '_sum("answered_202", "answered_504") > 0', '_sum("answered_504") > 0'),

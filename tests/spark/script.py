@@ -19,6 +19,7 @@ HOUR_MS: Final = 3_600_000
 TTL_MS: Final = 86_400_000
 SETTLE_MS: Final = 80_000
 """Request timeout, transaction timeout and grace, as the runs are told: 10 s, 10 s and 60 s."""
+GRACE_MS: Final = 60_000
 WINDOW_MS: Final = 168 * HOUR_MS
 
 FROZEN_MS: Final = tuple(1_750_000_800_000 + n * HOUR_MS for n in range(3))  # 2025-06-15 15:20:00 and an hour each

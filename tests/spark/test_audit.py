@@ -1,5 +1,6 @@
 """One history with every kind of fault and every cause, on a real broker: each is found, named rightly, and no more."""
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pyspark.sql import SparkSession
 from deploy.local.stack import Kafka
 from service import wire
 from tests.spark.conftest import Audit, Ran
-from tests.spark.history import History, Life
+from tests.spark.history import History, Life, Written
 from tests.spark.runs import compiled
 from tests.spark.test_publish import records
 from tests.spark.test_report import schema
@@ -337,3 +338,37 @@ def test_the_map_has_every_record_where_it_lies(ran: Ran) -> None:
         copies[one["kind"], one["cause"]] += one["records"]
     assert copies["duplicate", "producer_restart"] == 2
     assert copies["client_duplicate", "new_key"] == 1
+
+
+def test_what_was_promised_long_ago_waits_for_the_grace_alone(history: History, audit: Audit) -> None:
+    """A broker gives ledger and journal its own time: their records are new, whatever they tell of."""
+    topic, life, at = (
+        history.topic(f"{history.namespace}-orders"),
+        Life(0, 1001, 0, "host:8000"),
+        history.now_ms - HOUR_MS,
+    )
+    producer = history.transactional(life)
+    (there,) = history.deliver(producer, life, topic, ["there"], at=at)
+
+    def elsewhere(key: str) -> Written:
+        return dataclasses.replace(there, key=key, id=wire.event_id(key), offset=1000)
+
+    producer.begin_transaction()
+    history.ledger(producer, life, [elsewhere("entered").entry()])
+    producer.commit_transaction(30)
+    history.answers([elsewhere("answered").answer(), elsewhere("unsure").answer(504)])
+    history.send(history.plain, topic, ["unheard"], life, at=at)
+
+    waiting = audit(history)
+    assert (waiting.findings(), waiting.document["balance"]["pending"]) == (set(), 3)
+    told = audit(history, grace_s=0, later_s=1)
+    assert {(kind, key) for kind, _, key in told.findings()} == {
+        ("lost", None),
+        ("stuck", None),
+        ("phantom", "unheard"),
+    }
+    assert {name: told.document["balance"][name] for name in ("lost", "stuck", "pending")} == {
+        "lost": 2,
+        "stuck": 1,
+        "pending": 0,
+    }

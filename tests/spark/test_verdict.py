@@ -17,6 +17,8 @@ from tests.spark.rows import HOUR_MS, NOW_MS, TTL_MS, answer, copy, entry, ids, 
 
 FROZEN_MS = NOW_MS + HOUR_MS
 RIPE, FRESH = NOW_MS, FROZEN_MS - 1000
+# Longer ago than the grace (60 s), and not than the timeouts and the grace (80 s).
+LATE = FROZEN_MS - 61_000
 
 
 def log(role: str, topic: str, partition: int, *, end: int = 100, **more: Any) -> Log:
@@ -67,6 +69,16 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "lost-beyond": ([entry(1000)], "lost", {"lost"}, None),
     "lost-answer": ([answer(201, 7)], "lost", {"lost"}, None),
     "lost-beside": ([copy(2), entry(1), entry(2)], "lost", {"lost"}, None),
+    # Accepted long ago, told of lately: a retry carries its first claim's accepted_at.
+    "lost-late": ([entry(1, ts=LATE)], "lost", {"lost"}, None),
+    "lost-late-answer": ([answer(201, 1, ts=LATE)], "lost", {"lost"}, None),
+    "lost-just-now": ([entry(1, ts=FRESH)], "pending", {"pending"}, None),
+    "stuck-late": ([answer(504, ts=LATE)], "stuck", set(), None),
+    "stuck-just-now": ([answer(504, ts=FRESH)], "pending", set(), None),
+    "phantom-late": ([copy(1, ts=LATE)], None, set(), "phantom"),
+    "phantom-just-now": ([copy(1, ts=FRESH)], None, set(), "pending"),
+    "told-late": ([copy(1, topic="telemetry", ts=LATE)], None, set(), "pending"),
+    "late": ([entry(1, at=LATE)], "pending", {"pending"}, None),
     "fresh": ([entry(1, at=FRESH)], "pending", {"pending"}, None),
     "fresh-beyond": ([entry(1000, at=FRESH)], "pending", {"pending"}, None),
     "open-beyond": ([entry(100, partition=1)], "pending", {"pending"}, None),
