@@ -1,6 +1,6 @@
 """`POST /events/batch`: many events in one request, each for itself, or all of them or none."""
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from typing import Final, TypeVar
 
 import msgspec
@@ -74,19 +74,23 @@ async def write_each(
     """Write the events of a batch, each under a key of its own; their answers in their order, as they come to be known.
 
     They go to Kafka in trains, one after the other: what one transaction holds travels together, which keeps the
-    order of the batch. A key that comes again begins a new train, and so finds what became of the first.
+    order of the batch. A key that comes again begins a new train, and so finds what became of the first. An event is
+    looked at when its train is made up: the first answers need not wait for the last one.
     """
     answers: list[Answer | None] = [None] * len(parts)
-    good: list[tuple[int, Event]] = []
-    for index, part in enumerate(parts):
-        try:
-            event = parse(part)
-            await intake.check(event, arrived)
-            good.append((index, event))
-        except Problem as problem:
-            answers[index] = problem
+
+    async def good() -> AsyncIterator[tuple[int, Event]]:
+        for index, part in enumerate(parts):
+            try:
+                event = parse(part)
+                await intake.check(event, arrived)
+            except Problem as problem:
+                answers[index] = problem
+            else:
+                yield index, event
+
     told = 0
-    for car in trains(good):
+    async for car in trains(good()):
         events = [event for _, event in car]
         train = Train(object(), Load.of(events))
         for (index, _), answer in zip(car, await intake.submit_train(events, train), strict=True):
@@ -107,12 +111,12 @@ def _known(answers: Sequence[Answer | None], start: int) -> list[Answer]:
     return known
 
 
-def trains(events: Sequence[tuple[int, Event]]) -> Iterator[list[tuple[int, Event]]]:
+async def trains(events: AsyncIterable[tuple[int, Event]]) -> AsyncIterator[list[tuple[int, Event]]]:
     """Cut a batch into runs of different keys that one transaction holds."""
     run: list[tuple[int, Event]] = []
     ids: set[bytes] = set()
     load = Load(0, 0)
-    for index, event in events:
+    async for index, event in events:
         load += Load.of((event,))
         if run and (event.id in ids or not load.fits):
             yield run

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -32,8 +33,16 @@ from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX
 from tests.unit.fakes import World, ended, kind_of, make_event
 
 
-def cut(*events: Event) -> list[list[str]]:
-    return [[event.key for _, event in car] for car in trains(list(enumerate(events)))]
+async def cars_of(*events: Event) -> list[list[Event]]:
+    async def numbered() -> AsyncIterator[tuple[int, Event]]:
+        for one in enumerate(events):
+            yield one
+
+    return [[event for _, event in car] async for car in trains(numbered())]
+
+
+async def cut(*events: Event) -> list[list[str]]:
+    return [[event.key for event in car] for car in await cars_of(*events)]
 
 
 def batch_of(*events: dict[str, Any], atomic: bool = False) -> BatchBody:
@@ -57,33 +66,33 @@ async def written(world: World, batch: BatchBody) -> list[Answer]:
 # ----------------------------------------------------------------------------------------------------------- trains
 
 
-def test_different_keys_travel_together_in_their_order() -> None:
-    assert cut(*(make_event(key) for key in "cab")) == [["c", "a", "b"]]
-    assert cut() == []
+async def test_different_keys_travel_together_in_their_order() -> None:
+    assert await cut(*(make_event(key) for key in "cab")) == [["c", "a", "b"]]
+    assert await cut() == []
 
 
-def test_a_key_that_repeats_begins_a_new_train() -> None:
+async def test_a_key_that_repeats_begins_a_new_train() -> None:
     """In one claim it would meet itself."""
-    assert cut(*(make_event(key) for key in "abacab")) == [["a", "b"], ["a", "c"], ["a", "b"]]
-    assert cut(*(make_event("a") for _ in range(3))) == [["a"], ["a"], ["a"]]
+    assert await cut(*(make_event(key) for key in "abacab")) == [["a", "b"], ["a", "c"], ["a", "b"]]
+    assert await cut(*(make_event("a") for _ in range(3))) == [["a"], ["a"], ["a"]]
 
 
-def test_a_train_is_what_one_transaction_holds() -> None:
+async def test_a_train_is_what_one_transaction_holds() -> None:
     third = GROUP_EVENT_BYTES_MAX // 3
     events = [make_event(key, value=b"x" * third) for key in "abcdefg"]
-    assert cut(*events) == [["a", "b", "c"], ["d", "e", "f"], ["g"]]
-    assert all(Load.of(event for _, event in car).fits for car in trains(list(enumerate(events))))
+    assert await cut(*events) == [["a", "b", "c"], ["d", "e", "f"], ["g"]]
+    assert all(Load.of(car).fits for car in await cars_of(*events))
 
 
-def test_the_ledger_bounds_a_train_too() -> None:
+async def test_the_ledger_bounds_a_train_too() -> None:
     most = GROUP_LEDGER_BYTES_MAX // (ENTRY_BYTES + len("orders"))
-    cars = cut(*(make_event(str(n)) for n in range(most + 1)))
+    cars = await cut(*(make_event(str(n)) for n in range(most + 1)))
     assert [len(car) for car in cars] == [most, 1]
 
 
-def test_an_event_that_fills_a_transaction_travels_by_itself() -> None:
+async def test_an_event_that_fills_a_transaction_travels_by_itself() -> None:
     large = make_event("b", value=b"x" * GROUP_EVENT_BYTES_MAX)
-    assert cut(make_event("a"), large, make_event("c")) == [["a"], ["b"], ["c"]]
+    assert await cut(make_event("a"), large, make_event("c")) == [["a"], ["b"], ["c"]]
 
 
 # -------------------------------------------------------------------------------------------------- each for itself
@@ -137,6 +146,22 @@ async def test_answers_are_told_train_by_train_as_soon_as_those_before_are_known
         [None, MISSING_KEY],
         [],
     ]
+    await ended(serving)
+
+
+async def test_an_event_is_looked_at_when_its_train_is_made_up() -> None:
+    world = World()
+    serving = world.serve(await world.slot())
+    looked_at: list[bytes] = []
+
+    def parse(line: bytes) -> Event:
+        looked_at.append(line)
+        return line_of(line)
+
+    lines = [json.dumps(one(key)).encode() for key in "abacd"]
+    told = write_each(world.intake, lines, parse, asyncio.get_running_loop().time())
+    seen = [(len(some), len(looked_at)) async for some in told]
+    assert seen == [(2, 3), (3, 5), (0, 5)]
     await ended(serving)
 
 
