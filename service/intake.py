@@ -40,6 +40,9 @@ SWEEP_S: Final = 0.02
 PATIENCE_LEFT_S: Final = 0.5
 # Where nobody waits: who comes meanwhile has a deadline that is further off.
 SWEEP_IDLE_S: Final = 0.1
+# Answered requests that may lie behind one that waits, and their bytes.
+ANSWERED_KEPT: Final = 1_000
+ANSWERED_BYTES_KEPT: Final = 4 * 1024 * 1024
 
 
 class Intake:
@@ -70,6 +73,7 @@ class Intake:
         self._tracing = tracing
         self._timeout_s = settings.request_timeout_ms / 1000
         self._open: deque[Request] = deque()  # by deadline
+        self._open_bytes = 0
         self.accepting = True
 
     def submit(
@@ -171,6 +175,7 @@ class Intake:
             while place and self._open[place - 1].deadline > request.deadline:
                 place -= 1
             self._open.insert(place, request)
+            self._open_bytes += request.bytes
 
     # ------------------------------------------------------------------------------------------ answers
 
@@ -181,8 +186,9 @@ class Intake:
         request.move(RequestEvent.ANSWER)
         self._queue.leave(request)
         self._note(request, answer)
+        reply, request.reply = request.reply, _told
         try:
-            request.reply(answer)
+            reply(answer)
         except Exception:  # a bug at the edge must not keep the others of the group from their answers
             log.exception("an answer was not given", key=request.events[0].key)
 
@@ -212,11 +218,14 @@ class Intake:
             now = time.monotonic()
             while self._open and (self._open[0].answered or self._open[0].deadline <= now):
                 request = self._open.popleft()
+                self._open_bytes -= request.bytes
                 if not request.answered:
                     self.answer(request, self.too_late(request))
-            if len(self._open) > 2 * self._queue.events + 1_000:
+            many = len(self._open) > 2 * self._queue.events + ANSWERED_KEPT
+            if many or self._open_bytes > 2 * self._queue.bytes + ANSWERED_BYTES_KEPT:
                 # One that waits long must not keep all that were answered since in memory.
                 self._open = deque(request for request in self._open if not request.answered)
+                self._open_bytes = sum(request.bytes for request in self._open)
             self._queue.forget_answered()
 
     def too_late(self, request: Request) -> Problem:
@@ -230,3 +239,7 @@ class Intake:
         self.accepting = False
         while self._queue.events:  # noqa: ASYNC110 - bounded by the last one's deadline, and there is nothing to gain
             await asyncio.sleep(SWEEP_S)
+
+
+def _told(answer: Answer) -> None:
+    """The reply of an answered request, which needs its connection and its body no more."""

@@ -15,8 +15,8 @@ from service.errors import (
 )
 from service.kafka.verdict import Refusal, TransactionFailed, Verdict
 from service.request import Committed
-from service.states import Delivered, SlotState
-from tests.unit.fakes import EPOCH, NOW_MS, World, count_of, end_of_term, ended, kind_of, make_event, until
+from service.states import Claimed, Delivered, SlotState
+from tests.unit.fakes import EPOCH, NOW_MS, World, count_of, end_of_term, ended, kind_of, make_event, unheard, until
 
 GONE = Refusal(UNKNOWN_TOPIC, "it is not there")
 BIG = Refusal(TOO_LARGE, "it is too large")
@@ -291,4 +291,22 @@ async def test_requests_that_were_answered_do_not_stay_in_the_queue() -> None:
     assert {kind_of(answer) for answer in answers} == {NOT_WRITTEN}
     await until(lambda: not any(world.queue._waiting.values()))
     assert (world.queue.events, world.queue.bytes) == (0, 0)
+    await ended(sweeping)
+
+
+async def test_requests_that_were_answered_do_not_stay_in_memory_behind_one_that_waits() -> None:
+    world = World()
+    sweeping = asyncio.create_task(world.intake.sweep())
+    await world.catalogue.get("orders")
+    patient = make_event("patient")
+    world.keys.server.freed[5] = 1
+    world.keys.server.keys[patient.id] = Claimed(5, 1, NOW_MS, patient.fp)  # another writes it
+    world.intake.submit(patient, asyncio.get_running_loop().time(), unheard, wait_s=4.0)
+    serving = world.serve(await world.slot())
+    for n in range(60):
+        await world.ask(make_event(str(n), value=b"x" * 200_000))
+    await until(lambda: sum(request.bytes for request in world.intake._open) < 1_000_000)
+    assert sum(request.bytes for request in world.intake._open) == world.intake._open_bytes == world.queue.bytes
+    assert [request.events[0].key for request in world.intake._open] == ["patient"]
+    await ended(serving)
     await ended(sweeping)
