@@ -186,12 +186,15 @@ class Pool:
     async def _live(self, slot: Slot) -> None:
         """The life of a held slot: recover, serve, and again after each end of a term, until it is let go."""
         pause_s = PAUSE_LEAST_S
+        idle = False  # nothing of a group is under way
         try:
             while not slot.leaving:
+                idle = False
                 try:
                     await self._recover(slot)
                     pause_s = PAUSE_LEAST_S
                     await self._serve(slot)
+                    idle = True
                 except Exception as error:  # also a bug ends a term, and no more than that
                     self._ended(slot, error)
                     await slot.end()
@@ -204,7 +207,7 @@ class Pool:
             self.slots.pop(slot.n, None)
             self._tasks.pop(slot.n, None)
             self._troubles.pop(slot.n, None)
-            await self._give_back(slot)
+            await self._give_back(slot, idle)
 
     async def _recover(self, slot: Slot) -> None:
         epoch = await self._store.settled()
@@ -241,9 +244,9 @@ class Pool:
         except (StoreAway, StoreUnanswered, StoreLost):
             return True
 
-    async def _give_back(self, slot: Slot) -> None:
-        """Return the lease. A slot that is not in order is left to whoever recovers it."""
-        clean = slot.state is SlotState.READY and not slot.owes
+    async def _give_back(self, slot: Slot, idle: bool) -> None:
+        """Return the lease. A slot that is not in order, or in a group that was cut off, is left to who recovers it."""
+        clean = idle and slot.state is SlotState.READY and not slot.owes
         if slot.state is SlotState.WRITING:  # its task was cancelled
             slot.move(SlotEvent.FAIL)
         slot.move(SlotEvent.GIVE_BACK)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
+from service.errors import StoreLost
 from service.kafka.life import Partition, Place, Record
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.verdict import TransactionFailed
@@ -150,9 +151,12 @@ class Slot:
         """Mark what a committed ledger record says, after all that was to be marked before it.
 
         Where this raises, the record stays owed: the next mark, or `settle_debts`, tries it again in its order, and
-        until then `applied` stays where it is, so that a recovery would find it.
+        until then `applied` stays where it is, so that a recovery would find it. StoreLost at once where the slot has
+        entered another generation meanwhile, whose recovery has read the record.
         """
         async with self._marking:
+            if link.epoch != self.epoch:
+                raise StoreLost(f"generation {link.epoch.generation} has passed")
             self._unmarked.append((link, rows))
             await self._pay()
 

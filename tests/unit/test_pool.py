@@ -175,6 +175,19 @@ async def test_a_slot_that_owes_a_mark_is_not_given_back_as_clean(hold: Hold) ->
     assert held.world.keys.returned == [(slot.n, False)]
 
 
+async def test_a_slot_that_is_cut_off_in_a_claim_is_not_given_back_as_clean(hold: Hold) -> None:
+    """The claim may stand, and a transaction be open: somebody has to recover it."""
+    held = hold(slots=1, slots_max=2)
+    slot = await held.ready()
+    gate = held.world.keys.trouble.hold("claim")
+    waiting = held.world.submit("a")
+    await held.world.keys.trouble.reached["claim"].wait()
+    await ended(held.pool._tasks[slot.n])
+    assert held.world.keys.returned == [(slot.n, False)]
+    gate.set()
+    waiting.cancel()
+
+
 async def test_a_beat_pays_the_debts_of_its_slots(hold: Hold) -> None:
     held = hold()
     slot = await held.ready()
@@ -241,6 +254,24 @@ async def test_no_debt_outlives_its_generation() -> None:
         await slot.mark(slot.unlinked(), ROWS)
     world.keys.server.held = LATER
     await world.recover(slot, LATER)
+    assert not slot.owes
+
+
+async def test_a_mark_that_waited_for_another_is_no_debt_of_the_next_generation() -> None:
+    """It would be refused for ever, and tell each time that the present store was lost."""
+    world = World()
+    slot = await world.slot()
+    gate = world.keys.trouble.hold("mark")
+    first = asyncio.create_task(slot.mark(slot.unlinked(), ROWS))
+    await world.keys.trouble.reached["mark"].wait()
+    second = asyncio.create_task(slot.mark(Link(EPOCH, slot.term, slot.term, slot.term + 3), ROWS))
+    await asyncio.sleep(0)
+    world.keys.server.held = LATER
+    await world.recover(slot, LATER)
+    gate.set()
+    for mark in (first, second):
+        with pytest.raises(StoreLost):
+            await mark
     assert not slot.owes
 
 
