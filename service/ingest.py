@@ -86,12 +86,15 @@ class Ingest:
         """Run groups through a READY slot until its term ends (an error is raised) or it is to be given back."""
         finishing: asyncio.Task[None] | None = None
         while not slot.leaving:
-            await self._queue.wait()
+            if not slot.stale:
+                await self._queue.wait()
             if slot.stale:
+                self._queue.nudge()  # it may be this slot that was woken for what another can take
                 raise Fenced("its term, or its generation, has passed")
             requests = [] if slot.leaving else self._queue.take()
             if not requests:
                 continue
+            turn = requests[0].turn
             try:
                 group, unwanted = await self._claim(slot, requests)
                 if group:
@@ -105,7 +108,7 @@ class Ingest:
                 if unwanted:
                     await self._release(slot, unwanted)
             except BaseException:
-                self._wait_again(slot, requests)
+                self._wait_again(slot, [request for request in requests if request.turn == turn])
                 raise
             finally:
                 self._queue.returned(requests)
@@ -130,10 +133,7 @@ class Ingest:
             else:
                 claims = await slot.claim([request.asked[0] for request in requests])
         except StoreAway:  # nothing was claimed: the term goes on
-            for request in requests:
-                request.move(RequestEvent.QUEUE)
-            self._queue.put_back(requests)
-            await asyncio.sleep(STORE_AWAY_PAUSE_S)
+            await self._wait_for_store(requests)
             return [], []
         self._telemetry.stage_claim.observe(time.perf_counter() - started)
         if requests[0].atomic and claims[0].outcome is Outcome.DELIVERED:
@@ -143,8 +143,11 @@ class Ingest:
         now = time.monotonic()
         group: list[Won] = []
         unwanted: list[Request] = []
+        refused: list[Request] = []
         for request, claim in zip(requests, claims, strict=True):
-            if claim.outcome not in CLAIMABLE:
+            if claim.outcome is Outcome.REFUSED:
+                refused.append(request)
+            elif claim.outcome not in CLAIMABLE:
                 self._settle(request, claim, now)
             elif request.answered or request.deadline <= now:  # also after a pause of the whole process: never sent
                 self._answer(request, self._too_late(request))
@@ -156,7 +159,21 @@ class Ingest:
                 group.append((request, claim.state))
                 if request.accepted is not None:
                     self._accept(request)
+        if refused and not group:
+            await self._wait_for_store(refused)
+        else:
+            self._queue_again(refused)
         return group, unwanted
+
+    async def _wait_for_store(self, refused: Sequence[Request]) -> None:
+        """Redis takes no claims now: they are made anew a little later, by whoever comes first."""
+        self._queue_again(refused)
+        await asyncio.sleep(STORE_AWAY_PAUSE_S)
+
+    def _queue_again(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            request.move(RequestEvent.QUEUE)
+        self._queue.put_back(requests)
 
     async def _release(self, slot: Slot, unwanted: Sequence[Request]) -> None:
         """Give up claims that are not to be written now; without an answer it may run late, which ends the term.

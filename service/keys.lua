@@ -83,7 +83,9 @@ end
 
 local operation = {}
 
--- claim: generation store slot term retention least_left (id:16s fp:8s)*
+-- claim: generation store slot term retention least_left (id:16s fp:8s)*. Answers for each what it found: "N" or "T" at
+-- where the claim stands (new, or taken over), "E" where Redis takes no more writes (maxmemory, too few replicas), else
+-- the state that is there, behind "" (the same fingerprint), "X" (another) or whether the slot of a claim is leased.
 function operation.claim()
   if not settled() then return {'STORE_LOST'} end
   local slot, term, retention, least_left = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
@@ -96,9 +98,12 @@ function operation.claim()
     local id, fp = struct.unpack('>c16c8', asked, place)
     local answer = answer_new
     -- Most ids are new: one call each.
-    if not redis.call('SET', K .. id, head_now .. fp, 'PXAT', now + retention, 'NX') then
+    local set = redis.pcall('SET', K .. id, head_now .. fp, 'PXAT', now + retention, 'NX')
+    if not set or set.err then
       local state = redis.call('GET', K .. id)
-      if string.byte(state) ~= 67 then
+      if not state then
+        answer = 'E'
+      elseif string.byte(state) ~= 67 then
         answer = (string.sub(state, 10, 17) == fp and '' or 'X') .. state
       else
         local s, t, at = struct.unpack('>I2I8I8', state, 2)
@@ -106,8 +111,8 @@ function operation.claim()
         if freed[s] > t then
           if at + retention - now < least_left then at = now end
           local at_kept = struct.pack('>I8', at)
-          put(id, head .. at_kept .. fp, at, retention)
-          answer = 'T' .. at_kept
+          local taken = redis.pcall('SET', K .. id, head .. at_kept .. fp, 'PXAT', at + retention)
+          answer = taken.err and 'E' or 'T' .. at_kept
         else
           answer = redis.call('EXISTS', P .. 'l' .. s) .. state
         end

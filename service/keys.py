@@ -83,7 +83,10 @@ class KeyStore(Protocol):
         """Forget which server the address led to; the next call asks again who is primary."""
 
     async def claim(self, epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> list[Claim]:
-        """Claim (id, fingerprint) pairs, in order, in one step. Raises Fenced where `freed` of the slot is not term."""
+        """Claim (id, fingerprint) pairs, in order, in one step. Raises Fenced where `freed` of the slot is not term.
+
+        A store that takes no more writes (it is full) tells what it knows, and answers REFUSED for the others.
+        """
 
     async def claim_all(self, epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> Claim:
         """Claim an atomic batch, the whole first and then its members, or nothing of it. Raises Fenced as claim."""
@@ -188,6 +191,8 @@ class RedisKeys:
         answers = await self._call(
             "claim", epoch.generation, epoch.store, slot, term, self._retention_ms, self._least_left_ms, blob
         )
+        if b"E" in answers:
+            self._errors.labels(ERRORS[StoreAway]).inc()
         return [self._claim(answer, slot, term, fp) for answer, (_, fp) in zip(answers, asked, strict=True)]
 
     async def claim_all(self, epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> Claim:
@@ -208,6 +213,8 @@ class RedisKeys:
                 return Claim(Outcome.DELIVERED, unpack(answer))
             case b"X":
                 return Claim(Outcome.CONFLICT, unpack(answer[1:]))
+            case b"E":
+                return Claim(Outcome.REFUSED, Claimed(slot, term, 0, fp))
         return Claim(Outcome.IN_PROGRESS, unpack(answer[1:]), leased=answer[:1] == b"1")
 
     async def mark(self, epoch: Epoch, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]) -> int:

@@ -111,6 +111,7 @@ class Request:
         "reply",
         "state",
         "train",
+        "turn",
     )
 
     def __init__(
@@ -142,6 +143,7 @@ class Request:
         self.claimants: tuple[tuple[int, int], ...] = ()  # slots and ended terms in which a claim of it may stand
         self.failures = 0  # groups that its topic failed while it was in them
         self.partitions: list[int] = []  # of its events, chosen anew for each group that it goes into
+        self.turn = 0  # number of the group that took it last: whoever has an older one has it no more
 
     def __repr__(self) -> str:
         return f"<Request {self.asked[0][0].hex()} {self.state.value}>"
@@ -160,7 +162,8 @@ class Queue:
     """Requests that wait for a slot, first come first served, within bounds of events and bytes.
 
     The bounds count every request that is not answered yet, also those in a transaction. A topic that failed a group
-    travels apart, one request at a time where it was in that group, until one of its events commits.
+    travels apart, one request at a time where it was in that group, until one of its events commits. While others wait
+    too, what travels apart gets half of the time at most, its topics in turn: such a group may hang for seconds.
     """
 
     def __init__(self, settings: Settings, groups_at_once: int = GROUPS_AT_ONCE) -> None:
@@ -171,6 +174,9 @@ class Queue:
         self._apart: deque[Request] = deque()
         self._suspects: set[str] = set()
         self._apart_out: list[Request] | None = None
+        self._apart_turns: dict[str, int] = {}  # of suspects: their last one
+        self._apart_rests_until = 0.0
+        self._turns = 0
         self._takers: deque[asyncio.Future[None]] = deque()
         self._out: dict[int, float] = {}  # groups that were taken and not returned, and when
         self._last_size = 0  # requests in the last of them
@@ -238,6 +244,8 @@ class Queue:
         """Events of these topics were committed: they travel with the others again."""
         if self._suspects and (trusted := self._suspects.intersection(topics)):
             self._suspects -= trusted
+            for topic in trusted:
+                self._apart_turns.pop(topic, None)
             apart, self._apart = self._apart, deque()
             for request in apart:
                 self._lane(request).append(request)
@@ -297,43 +305,49 @@ class Queue:
         """The next group: as many as one transaction holds, in order and of one guarantee; [] where there is none."""
         if self._crowded():
             return []
-        group = self._take_apart() if self._apart and self._apart_out is None else []
+        now = time.monotonic()
+        group = self._take_apart() if now >= self._apart_rests_until else []
+        group = group or take_group(min(self._waiting.values(), key=_head_arrived)) or self._take_apart()
         if group:
-            self._apart_out = group
-        else:
-            group = take_group(min(self._waiting.values(), key=_head_arrived))
-        if group:
-            self._out[id(group)] = time.monotonic()
+            self._out[id(group)] = now
             self._last_size = len(group)
+            self._turns += 1
+            for request in group:
+                request.turn = self._turns
         if any(self._waiting.values()):
             self.nudge()
         return group
 
     def returned(self, group: list[Request]) -> None:
         """A group that `take` gave out is done with, well or not: another may go."""
-        self._out.pop(id(group), None)
-        if self._apart_out is group:
+        since = self._out.pop(id(group), None)
+        if self._apart_out is group and since is not None:
             self._apart_out = None
+            now = time.monotonic()
+            self._apart_rests_until = now + (now - since)
         if self._apart or any(self._waiting.values()):
             self.nudge()
 
     def _take_apart(self) -> list[Request]:
-        """One request that was in a failed group, alone; else what waits of one suspect topic."""
-        while self._apart and self._apart[0].answered:
-            self._apart.popleft()
-        if not self._apart:
+        """One request that was in a failed group, alone; else what waits of one suspect topic. One group at a time."""
+        if self._apart_out is not None or not self._apart:
             return []
-        first = self._apart[0]
-        if first.failures:
-            return [self._apart.popleft()]
-        topic = first.events[0].topic
-        mine: deque[Request] = deque()
-        others: deque[Request] = deque()
-        for request in self._apart:
-            alike = all(event.topic == topic for event in request.events) and not request.failures
-            (mine if request is first or alike else others).append(request)
-        group = take_group(mine)
-        self._apart = mine + others
+        waiting = [request for request in self._apart if not request.answered]
+        first = min(waiting, key=lambda one: self._apart_turns.get(one.events[0].topic, 0), default=None)
+        if first is None or first.failures:
+            group = [] if first is None else [first]
+        else:
+            topic = first.events[0].topic
+
+            def alike(request: Request) -> bool:
+                return not request.failures and all(event.topic == topic for event in request.events)
+
+            group = take_group(deque(request for request in waiting if request is first or alike(request)))
+        taken = set(map(id, group))
+        self._apart = deque(request for request in waiting if id(request) not in taken)
+        if group:
+            self._apart_out = group
+            self._apart_turns[group[0].events[0].topic] = self._turns + 1
         return group
 
 

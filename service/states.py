@@ -62,6 +62,7 @@ class Outcome(_Name):
     DELIVERED = "delivered"  # it is in Kafka: replay the answer
     CONFLICT = "conflict"  # it is in Kafka, but was another event
     IN_PROGRESS = "in progress"  # somebody may be writing it
+    REFUSED = "refused"  # the store takes no more writes, and has nothing to tell of it: nothing stands
 
 
 CLAIMABLE: Final = frozenset({Outcome.NEW, Outcome.TAKEN_OVER})

@@ -26,6 +26,7 @@ class Bench:
     flush: Callable[[], None]
     elapse: Callable[[int], None]
     now_ms: Callable[[], int]
+    full: Callable[[bool], None]  # it takes no more writes, or does again
     hour: KeyStore  # the same store, to which a process has come whose leases last for an hour
 
     async def settled(self, generation: int = 1, freed: tuple[int, ...] = (10, 20)) -> Epoch:
@@ -45,7 +46,11 @@ async def bench(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator
             MemoryKeys(server, retention_ms=RETENTION_MS, least_left_ms=LEAST_LEFT_MS, lease_ttl_ms=lease_ms)
             for lease_ms in (LEASE_MS, HOUR_MS)
         )
-        yield Bench(fake, server.flush, clock.pass_ms, lambda: clock.now_ms, hour_long)
+
+        def fill(full: bool) -> None:
+            server.full = full
+
+        yield Bench(fake, server.flush, clock.pass_ms, lambda: clock.now_ms, fill, hour_long)
         return
     redis: Redis = request.getfixturevalue("redis")
     keys, hour = redis_keys(redis, namespace), redis_keys(redis, namespace, lease_ttl_ms=HOUR_MS)
@@ -60,7 +65,13 @@ async def bench(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator
             seconds, micros = client.time()
             return int(seconds * 1000 + micros // 1000)
 
-        yield Bench(keys, forget, lambda ms: time.sleep(ms / 1000), now_ms, hour)
+        def limit(full: bool) -> None:
+            client.config_set("maxmemory", 1 if full else 0)
+
+        try:
+            yield Bench(keys, forget, lambda ms: time.sleep(ms / 1000), now_ms, limit, hour)
+        finally:
+            limit(full=False)
     for each in (keys, hour):
         await each.close()
 

@@ -35,6 +35,7 @@ class Server:
     taken: set[int] = field(default_factory=set)
     members: dict[str, int] = field(default_factory=dict)
     keys: dict[bytes, states.Claimed | states.Delivered | states.DeliveredBatch] = field(default_factory=dict)
+    full: bool = False  # it takes no more claims
 
     def flush(self) -> None:
         self.__init__(self.store, self.clock)  # type: ignore[misc]
@@ -99,6 +100,9 @@ class MemoryKeys:
         for id, fp in asked:
             wanted = Claimed(slot, term, self._now_ms, fp)
             claim = states.claim(self._get(id), wanted, self._freed, self._retention_ms, self._least_left_ms)
+            if self.server.full and claim.outcome in states.CLAIMABLE:
+                claims.append(Claim(states.Outcome.REFUSED, Claimed(slot, term, 0, fp)))
+                continue
             self._put(id, claim.state)
             claims.append(self._with_lease(claim))
         return claims

@@ -56,6 +56,36 @@ async def test_who_is_not_in_the_slot_s_term_claims_nothing(bench: Bench, slot: 
     assert (await bench.keys.find(epoch, ID)).state is None
 
 
+async def test_a_full_store_tells_what_it_knows_and_claims_nothing(bench: Bench) -> None:
+    """A client that had no answer asks again just then."""
+    epoch = await bench.settled()
+    (claim,) = await bench.keys.claim(epoch, 0, 10, [(ID, FP)])
+    await bench.keys.mark(epoch, 0, 10, 10, 11, [(ID, delivered(claim.state.at))])
+    await bench.keys.claim(epoch, 0, 10, [(OTHER, FP)])
+    asked = [(THIRD, FP), (ID, FP), (ID, FP2), (OTHER, FP)]
+    known = [Outcome.DELIVERED, Outcome.CONFLICT, Outcome.IN_PROGRESS]
+    bench.full(True)
+    claims = await bench.keys.claim(epoch, 1, 20, asked)
+    assert [claim.outcome for claim in claims] == [Outcome.REFUSED, *known]
+    assert (await bench.keys.find(epoch, THIRD)).state is None
+    bench.full(False)
+    claims = await bench.keys.claim(epoch, 1, 20, asked)
+    assert [claim.outcome for claim in claims] == [Outcome.NEW, *known]
+
+
+async def test_a_full_store_takes_no_dead_claim_over(bench: Bench) -> None:
+    epoch = await bench.settled()
+    (dead,) = await bench.keys.claim(epoch, 0, 10, [(ID, FP)])
+    await bench.keys.replay(epoch, [], (0, 12))
+    bench.full(True)
+    (claim,) = await bench.keys.claim(epoch, 1, 20, [(ID, FP)])
+    assert claim.outcome is Outcome.REFUSED
+    assert (await bench.keys.find(epoch, ID)).state == dead.state
+    bench.full(False)
+    (claim,) = await bench.keys.claim(epoch, 1, 20, [(ID, FP)])
+    assert claim.outcome is Outcome.TAKEN_OVER
+
+
 async def test_a_marked_claim_is_replayed_or_in_conflict(bench: Bench) -> None:
     epoch = await bench.settled()
     (claim,) = await bench.keys.claim(epoch, 0, 10, [(ID, FP)])

@@ -5,10 +5,11 @@ import asyncio
 import pytest
 
 from service import ingest as module
-from service.errors import IN_PROGRESS, OUTCOME_UNKNOWN, TOO_LARGE, KafkaAway, StoreAway, StoreUnanswered
+from service.errors import IN_PROGRESS, OUTCOME_UNKNOWN, TOO_LARGE, Fenced, KafkaAway, StoreAway, StoreUnanswered
 from service.kafka.life import Place
-from service.kafka.verdict import Refusal
+from service.kafka.verdict import Refusal, TransactionFailed, Verdict
 from service.request import Committed
+from service.rules import Guarantee
 from service.states import SlotState
 from tests.unit.fakes import NOW_MS, World, end_of_term, ended, kind_of, make_event, until
 
@@ -27,6 +28,71 @@ async def test_a_store_that_refuses_keeps_the_term(monkeypatch: pytest.MonkeyPat
     assert isinstance(await world.submit("a"), Committed)
     assert slot.state is SlotState.READY
     assert not serving.done()
+    await ended(serving)
+
+
+async def test_a_full_store_s_replays_are_answered_and_new_events_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STORE_AWAY_PAUSE_S", 0.01)
+    world = World()
+    serving = world.serve(await world.slot())
+    first = await world.submit("known")
+    world.keys.server.full = True
+    new, known = world.submit("new"), world.submit("known")
+    again = await known
+    assert isinstance(first, Committed)
+    assert again == first._replace(replayed=True)
+    await asyncio.sleep(0.05)
+    assert not new.done()
+    world.keys.server.full = False
+    assert isinstance(await new, Committed)
+    assert not serving.done()
+    await ended(serving)
+
+
+async def test_what_another_slot_has_taken_since_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot's term ends while requests that it gave back are being claimed by another."""
+    monkeypatch.setattr(module, "STORE_AWAY_PAUSE_S", 0.01)
+    world = World()
+    one, other = await world.slot(0), await world.slot(1)
+    let_go = asyncio.Event()
+
+    async def fail() -> None:
+        await let_go.wait()
+        raise TransactionFailed(Verdict.ABORTED, "it could not be opened")
+
+    monkeypatch.setattr(world.producers[0], "abandon", fail)
+    world.keys.trouble.before["claim"].append(StoreAway("it is full"))
+    failing = world.serve(one)
+    answers = [world.submit("a"), world.submit("b")]
+    await until(lambda: len(world.queue._waiting[Guarantee.EXACTLY_ONCE]) == 2)
+    world.keys.trouble.reached["claim"].clear()
+    claim = world.keys.trouble.hold("claim")
+    going_on = world.serve(other)
+    await world.keys.trouble.reached["claim"].wait()
+    let_go.set()
+    assert isinstance(await end_of_term(failing), TransactionFailed)
+    claim.set()
+    assert [kind_of(await answer) for answer in answers] == [None, None]
+    assert not going_on.done()
+    await ended(going_on)
+
+
+async def test_a_slot_that_is_to_be_recovered_waits_for_no_group() -> None:
+    """It would be woken for what another could take, and nobody else was."""
+    world = World()
+    stale, other = await world.slot(0), await world.slot(1)
+    gate = world.producers[0].trouble.hold("write")
+    failing = world.serve(stale)
+    first = world.submit("a")
+    await world.producers[0].trouble.reached["write"].wait()
+    stale.stale = True  # as a beat finds it
+    world.queue.nudge_all()
+    gate.set()
+    assert isinstance(await first, Committed)
+    serving = world.serve(other)
+    assert isinstance(await end_of_term(failing), Fenced)
+    async with asyncio.timeout(1.0):
+        assert isinstance(await world.submit("b"), Committed)
     await ended(serving)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -356,3 +357,69 @@ async def test_an_answered_request_stays_answered() -> None:
     asked.move(RequestEvent.SEND)
     assert asked.state is RequestState.ANSWERED
     assert asked.answered
+
+
+# ----------------------------------------------------------------------------------- what travels apart, and others
+
+
+class Clock:
+    """The queue's time, in seconds, which a test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def serve(self, queue: Queue, took_s: float) -> list[str]:
+        """The keys of the next group, which hangs for so long and is put back where its topic is bad."""
+        group = queue.take()
+        self.now += took_s if any("bad" in each.events[0].topic for each in group) else 0.01
+        bad = [each for each in group if "bad" in each.events[0].topic]
+        for each in bad:
+            each.failures += 1
+        queue.put_back(bad)
+        queue.returned(group)
+        return keys_of(group)
+
+
+async def test_a_topic_that_hangs_gets_half_of_the_only_slot_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it gets all of it, nothing else was ever written where one slot serves."""
+    clock, queue = Clock(monkeypatch), Queue(SETTINGS)
+    queue.suspect("bad")
+    queue.admit([request("b", "bad")])
+    good = [request(str(n)) for n in range(1_000)]
+    served: list[list[str]] = []
+    for each in good:
+        queue.admit([each])
+        served.append(clock.serve(queue, 3.0))
+    hung = served.count(["b"])
+    assert hung >= 2
+    assert 3.0 * hung <= 0.01 * (len(served) - hung) + 3.0
+    # Alone it need not rest.
+    while queue.take():
+        pass
+    empty = Queue(SETTINGS)
+    empty.suspect("bad")
+    empty.admit([request("b", "bad")])
+    assert [clock.serve(empty, 3.0) for _ in range(3)] == [["b"]] * 3
+
+
+async def test_topics_that_travel_apart_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, queue = Clock(monkeypatch), Queue(SETTINGS)
+    for topic in ("bad", "bad-too", "well-again"):
+        queue.suspect(topic)
+    queue.admit([request("1", "bad"), request("2", "bad"), request("3", "bad-too"), request("4", "well-again")])
+    # Of a topic they stay in their order.
+    turns = [clock.serve(queue, 3.0) for _ in range(6)]
+    assert turns == [["1", "2"], ["3"], ["4"], ["1"], ["3"], ["1"]]
+
+
+async def test_the_group_that_took_a_request_last_has_it() -> None:
+    queue = Queue(SETTINGS, MANY)
+    one = request("a")
+    queue.admit([one])
+    first = queue.take()
+    turn = one.turn
+    queue.put_back(first)
+    queue.returned(first)
+    assert queue.take() == [one]
+    assert one.turn > turn
