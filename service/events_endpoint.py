@@ -1,5 +1,6 @@
 """`POST /events` and its batch: headers read once, a request handed to the path, its answer written from bytes."""
 
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from ipaddress import ip_address
@@ -41,6 +42,11 @@ from service.telemetry import Telemetry
 log = structlog.get_logger(__name__)
 
 JSON: Final = "application/json"
+
+# A parameter of a media type, its value a token or a quoted string (RFC 9110, section 5.6.6). The semicolon before it
+# anchors it: a header of one long word is looked through once, not from each of its letters.
+_PARAMETER: Final = re.compile(r';\s*([^\s;=]+)\s*=\s*("(?:[^"\\]|\\.)*"|[^;]*)')
+_UTF8: Final = frozenset({"utf-8", "utf8"})
 
 T = TypeVar("T")
 Found = dict[bytes, str]  # the headers that matter, by lower-case name
@@ -242,14 +248,16 @@ def pick(headers: Iterable[tuple[bytes, bytes]]) -> Found:
 
 
 def media_type(content_type: str | None) -> str:
-    """What a body is said to be, in lower case, in UTF-8 if it says. Raises Problem (415)."""
-    if content_type == JSON:
-        return JSON
-    kind, _, parameters = (content_type or "").partition(";")
-    charset = parameters.strip().lower().removeprefix("charset=").strip('"')
-    if charset and charset != "utf-8":
-        raise Problem(UNSUPPORTED_TYPE, "Content-Type: send UTF-8")
-    return kind.strip().lower()
+    """What a body is said to be, in lower case, in UTF-8 if it says; other parameters are as good as none.
+
+    Raises Problem (415).
+    """
+    if content_type is None or content_type == JSON:
+        return content_type or ""
+    for name, text in _PARAMETER.findall(content_type):
+        if name.lower() == "charset" and text.strip().strip('"').lower() not in _UTF8:
+            raise Problem(UNSUPPORTED_TYPE, "Content-Type: send UTF-8")
+    return content_type.partition(";")[0].strip().lower()
 
 
 def unsupported(*kinds: str) -> Problem:

@@ -1,6 +1,7 @@
 """The pieces of the hot route: headers, and answers as bytes."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -23,6 +24,12 @@ PLACE = (b"\x01" * 16, Delivered(1_700_000_000_000, b"\x02" * 8, "orders", 2, 12
         "application/json; charset=utf-8",
         'application/json;charset="UTF-8"',
         " application/json ;",
+        "application/json; charset=utf8",
+        "application/json; Charset=Utf-8",
+        "application/json; foo=bar",
+        "application/json; charset=utf-8; v=1",
+        'application/json;v="1";charset="utf8" ; w',
+        r'application/json; v="; charset=\"latin-1"; charset=utf-8',
     ],
 )
 def test_media_types(content_type: str) -> None:
@@ -34,10 +41,28 @@ def test_other_media_types(content_type: str | None) -> None:
     assert media_type(content_type) != JSON
 
 
-def test_media_types_in_another_charset() -> None:
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        "charset=utf-16",
+        'CHARSET="latin-1"',
+        "v=1; charset=us-ascii",
+        "charset=utf-8; charset=utf-16",
+        'v="open; charset=latin-1',
+    ],
+)
+def test_media_types_in_another_charset(parameters: str) -> None:
     with pytest.raises(Problem, match="UTF-8") as caught:
-        media_type("application/json; charset=utf-16")
+        media_type(f"application/json; {parameters}")
     assert caught.value.kind.status == 415
+
+
+@pytest.mark.parametrize("piece", ["a", " ", ";", ";a", '"', "=", ';a="', ';a="\\"', "\\"])
+def test_a_media_type_of_any_length_is_read_at_once(piece: str) -> None:
+    """A head may have 64 KiB: what grows with its square would hold up everybody else for seconds."""
+    started = time.perf_counter()
+    media_type(f"application/json;{piece * (60_000 // len(piece))}")
+    assert time.perf_counter() - started < 0.2
 
 
 def test_what_is_taken_is_named() -> None:
