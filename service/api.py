@@ -6,9 +6,22 @@ from typing import Annotated, Any, Final, Protocol
 import msgspec
 from fastapi import FastAPI, Header, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.callers import Callers
-from service.errors import INCOMPLETE, INTERNAL, KINDS, UNKNOWN_KEY, Problem, StoreAway, StoreLost, StoreUnanswered
+from service.errors import (
+    INCOMPLETE,
+    INTERNAL,
+    KINDS,
+    METHOD_NOT_ALLOWED,
+    NOT_FOUND,
+    UNKNOWN_KEY,
+    Problem,
+    StoreAway,
+    StoreLost,
+    StoreUnanswered,
+)
 from service.errors import of_status as problem_of_status
 from service.event import check_key
 from service.keys import Found, RedisKeys
@@ -20,6 +33,7 @@ from service.telemetry import Telemetry
 from service.wire import event_id
 
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+POSTS: Final = ("/events", "/events/batch")
 
 
 class Parts(Protocol):
@@ -35,8 +49,16 @@ class Parts(Protocol):
 
 def routes(app: FastAPI, service: Callable[[], Parts], callers: Callers) -> None:
     """Add the routes to the app; `callers` see their own keys only."""
+    app.router.redirect_slashes = False  # `/events` and `/events/` are two things
+    app.add_middleware(HeadAsGet)
+    for path in POSTS:
+        app.add_route(path, _taken_below, methods=["POST"], include_in_schema=False)
 
-    @app.get("/events/{key:path}", summary="The state of a key; only a POST proves absence", responses=_PROBLEMS)
+    @app.get(
+        "/events/{key:path}",
+        summary="The state of a key; only a POST proves absence",
+        responses=_problems(400, 401, 404, 503),
+    )
     async def get_event(key: str, authorization: Annotated[str | None, Header()] = None) -> dict[str, Any]:
         id = event_id(check_key(key, "key"), callers.of(authorization).scope)
         parts = service()
@@ -69,7 +91,7 @@ def routes(app: FastAPI, service: Callable[[], Parts], callers: Callers) -> None
     async def metrics() -> Response:
         return Response(service().telemetry.render(), media_type=METRICS_TYPE)
 
-    @app.get("/problems/{code}", summary="What a problem's type means")
+    @app.get("/problems/{code}", summary="What a problem's type means", responses=_problems(404))
     async def problem(code: str) -> dict[str, Any]:
         if code not in KINDS:
             raise HTTPException(404, f"no problem has the code {code}")
@@ -80,14 +102,47 @@ def routes(app: FastAPI, service: Callable[[], Parts], callers: Callers) -> None
         return _response(problem)
 
     @app.exception_handler(HTTPException)
-    async def on_status(_: Request, error: HTTPException) -> Response:
-        return _response(problem_of_status(error.status_code, str(error.detail)))
+    async def on_status(request: Request, error: HTTPException) -> Response:
+        if error.status_code != METHOD_NOT_ALLOWED.status:
+            return _response(problem_of_status(error.status_code, str(error.detail)))
+        allowed = _allowed(request)
+        response = _response(Problem(METHOD_NOT_ALLOWED, f"{request.method}: use {allowed}"))
+        response.headers["allow"] = allowed
+        return response
 
     @app.exception_handler(Exception)
     async def on_bug(_: Request, error: Exception) -> Response:
         return _response(Problem(INTERNAL, type(error).__name__))
 
     app.openapi = lambda: with_posts(type(app).openapi(app))  # type: ignore[method-assign]
+
+
+class HeadAsGet:
+    """HEAD is answered as GET is (RFC 9110, section 9.3.2); uvicorn, which has read the method, leaves the body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
+
+
+async def _taken_below(request: Request) -> Response:
+    """POSTs are taken before they get here (http_posts.py), by their path as it is sent; the routes tell of them."""
+    raise Problem(NOT_FOUND, f"path: send it as {request.url.path}, without percent-encoding")
+
+
+def _allowed(request: Request) -> str:
+    """What `Allow` says of a path (RFC 9110, section 10.2.1): the methods of all its routes, not of the first alone."""
+    methods: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            methods |= route.methods
+    if "GET" in methods:
+        methods.add("HEAD")
+    return ", ".join(sorted(methods))
 
 
 def describe(id: bytes, found: Found) -> dict[str, Any]:
@@ -108,6 +163,7 @@ def _response(problem: Problem) -> Response:
     return Response(body, status, {name.decode(): content.decode() for name, content in headers})
 
 
-_PROBLEMS: Final[dict[int | str, dict[str, Any]]] = {
-    status: {"description": "application/problem+json", "content": {PROBLEM_TYPE.decode(): {}}} for status in (404, 503)
-}
+def _problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """What OpenAPI tells of a route's problems: its own, and that any other answer is one too."""
+    told = {"description": "application/problem+json", "content": {PROBLEM_TYPE.decode(): {}}}
+    return dict.fromkeys([*statuses, "default"], told)

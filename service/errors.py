@@ -17,6 +17,7 @@ class Kind:
 
 MISSING_KEY: Final = Kind(400, "missing-key", "No idempotency key")
 INVALID_KEY: Final = Kind(400, "invalid-key", "The idempotency key is malformed")
+INVALID_HTTP: Final = Kind(400, "invalid-http", "The request is not HTTP by RFC 9112")
 INVALID_JSON: Final = Kind(400, "invalid-json", "The body is not JSON by RFC 8259")
 INVALID_EVENT: Final = Kind(400, "invalid-event", "The event is malformed")
 UNAUTHORIZED: Final = Kind(401, "unauthorized", "The caller is not known")
@@ -33,6 +34,7 @@ FINGERPRINT_MISMATCH: Final = Kind(422, "fingerprint-mismatch", "The key was use
 RECORD_REFUSED: Final = Kind(422, "record-refused", "The topic does not take this record")
 SCHEMA_MISMATCH: Final = Kind(422, "schema-mismatch", "The value is not what the topic's schema allows")
 RATE_LIMITED: Final = Kind(429, "rate-limited", "The caller sends more than it may", retry_after_s=1)
+HEAD_TOO_LARGE: Final = Kind(431, "head-too-large", "The request's line and headers are too large")
 INTERNAL: Final = Kind(500, "internal", "Something went wrong inside Fencepost")
 NOT_WRITTEN: Final = Kind(503, "not-written", "This request has surely written nothing", retry_after_s=1)
 INCOMPLETE: Final = Kind(503, "store-incomplete", "The keys are not all known at this time", retry_after_s=1)

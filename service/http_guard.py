@@ -6,7 +6,10 @@ from types import FrameType
 from typing import Final
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from service.errors import HEAD_TOO_LARGE, INVALID_HTTP, Problem
+from service.rendering import render_problem
 
 HEAD_BYTES_MAX: Final = 64 * 1024
 # From the connection, or a request's first byte, to its last one. Between requests uvicorn's keep-alive bound holds.
@@ -14,8 +17,6 @@ SILENCE_MAX_S: Final = 20.0
 
 # After a SIGTERM: clients that use their connections more often than this leave them by an answer.
 LINGER_S: Final = 1.0
-
-_TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -44,8 +45,27 @@ class GuardedProtocol(HttpToolsProtocol):
         elif self._timer is None:
             self._arm()
         if self._in_head and self._head_bytes > HEAD_BYTES_MAX and not self.transport.is_closing():
-            self.transport.write(_TOO_LARGE)
-            self.transport.close()
+            self._refuse(Problem(HEAD_TOO_LARGE, f"headers: at most {HEAD_BYTES_MAX} bytes are taken"))
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's word on what its parser does not take, as a problem."""
+        self._refuse(Problem(INVALID_HTTP, f"request: {msg}"))
+
+    def _refuse(self, problem: Problem) -> None:
+        """End the connection with this answer; without one where it would be taken for that of an earlier request."""
+        if not self._owes_an_answer:
+            status, headers, body = render_problem(problem)
+            headers += [*self.server_state.default_headers, (b"connection", b"close")]
+            headers.append((b"content-length", b"%d" % len(body)))
+            lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+            self.transport.write(b"%b%b\r\n%b" % (STATUS_LINE[status], lines, body))
+        self.transport.close()
+
+    @property
+    def _owes_an_answer(self) -> bool:
+        """Does a request wait for its answer that came before the one which is being read?"""
+        between = self._whole or self._in_head  # else `cycle` is the one which is being read
+        return bool(self.pipeline) or (between and self.cycle is not None and not self.cycle.response_complete)
 
     def on_message_begin(self) -> None:
         self._whole, self._in_head = False, True

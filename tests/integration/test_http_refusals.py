@@ -185,7 +185,7 @@ async def test_a_topic_is_never_made_by_asking(
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/nowhere", 404), ("DELETE", "/events/k", 405), ("GET", "/problems/none", 404)],
+    [("GET", "/nowhere", 404), ("DELETE", "/events/k", 405), ("GET", "/events", 405), ("GET", "/problems/none", 404)],
 )
 async def test_other_routes_answer_with_problems_too(
     served: Service, client: Client, method: str, path: str, status: int

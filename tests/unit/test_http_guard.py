@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import signal
 from collections.abc import AsyncIterator
 from typing import Any
@@ -69,8 +70,27 @@ async def test_a_body_that_never_comes_is_ended(port: int) -> None:
 
 async def test_a_head_that_grows_is_refused(port: int) -> None:
     head = b"POST /events HTTP/1.1\r\nhost: x\r\n"
-    answer = await ask(port, head, *(b"x-%d: %s\r\n" % (n, b"y" * 8000) for n in range(10)))
-    assert answer.startswith(b"HTTP/1.1 431 ") or answer == b""
+    lines = [b"x-%d: %s\r\n" % (n, b"y" * 8000) for n in range(9)]  # the last one is too much, and nothing is behind it
+    assert problem_of(await ask(port, head, *lines, pause_s=0.01)) == (431, "head-too-large")
+
+
+async def test_what_is_not_http_is_refused(port: int) -> None:
+    assert problem_of(await ask(port, b"POST /events HTTP/1.1\r\nhost: x\r\nno colon\r\n\r\n")) == (400, "invalid-http")
+    assert problem_of(await ask(port, b"NONSENSE /events HTTP/1.1\r\nhost: x\r\n\r\n")) == (400, "invalid-http")
+
+
+def problem_of(answer: bytes) -> tuple[int, str]:
+    """Status and code of a whole answer, which is a problem and its connection's last one."""
+    head, _, body = answer.decode().partition("\r\n\r\n")
+    first, *lines = head.split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines)
+    assert headers["content-type"] == "application/problem+json"
+    assert (headers["connection"], headers["content-length"]) == ("close", str(len(body)))
+    assert "date" in headers
+    told = json.loads(body)
+    assert set(told) == {"type", "title", "status", "detail", "code"}
+    assert told["status"] == int(first.split()[1])
+    return told["status"], told["code"]
 
 
 async def test_whole_requests_go_on_past_the_bound(port: int) -> None:

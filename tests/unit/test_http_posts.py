@@ -1,6 +1,7 @@
 """POSTs that are answered below ASGI: bodies in parts, answers in order, and whoever goes away in between."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -233,6 +234,20 @@ async def test_the_last_request_of_a_connection(server: uvicorn.Server, caller: 
     assert (await old.hear())[1]["connection"] == "close"
     assert await reader.read() == b""
     writer.close()
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\0", b"GET /other HTTP/1.1\r\nno colon\r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"y" * 160_000]
+)
+async def test_garbage_behind_a_request_is_not_answered_in_its_place(
+    caller: Caller, desk: Desk, garbage: bytes
+) -> None:
+    """A refusal would tell that its key is untouched, and it may be written."""
+    await caller.say(post(b"/later", b"1"), garbage[:80_000], garbage[80_000:])
+    await desk.waiting(1)
+    async with asyncio.timeout(2.0):
+        with contextlib.suppress(ConnectionResetError):
+            assert await caller.reader.read() == b""
 
 
 async def test_who_goes_away_gets_no_answer_and_harms_nobody(caller: Caller, desk: Desk) -> None:

@@ -1,0 +1,97 @@
+"""The routes beside `POST /events`, over HTTP and without Kafka or Redis: methods, heads, problems, documentation."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+import uvicorn
+
+from deploy.local.stack import free_port
+from service.app import create_app
+from service.http_posts import protocol_of
+from service.rules import Rules
+from service.schemas import Schemas
+from service.settings import Settings
+
+PROBES = ["/livez", "/readyz", "/startupz", "/metrics"]
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a whole service, which finds neither Kafka nor Redis."""
+    settings = Settings(kafka="127.0.0.1:1", redis="redis://127.0.0.1:1/0", instance="test", request_timeout_ms=1_000)
+    app, posts = create_app(settings, Rules(), Schemas(Rules()), lambda _: None)
+    port, protocol = free_port(), protocol_of(posts, settings.body_bytes_max)
+    server = uvicorn.Server(
+        uvicorn.Config(app, port=port, http=protocol, lifespan="on", log_config=None, access_log=False, loop="uvloop")
+    )
+    serving = asyncio.create_task(server._serve())
+    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+        await asyncio.sleep(0.01)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10.0) as client:
+        yield client
+    server.should_exit = True
+    await serving
+
+
+def assert_problem(response: httpx.Response, status: int, code: str) -> None:
+    told = response.json()
+    assert (response.status_code, told["status"], told["code"]) == (status, status, code)
+    assert response.headers["content-type"] == "application/problem+json"
+    assert set(told) == {"type", "title", "status", "detail", "code"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/events", "POST"),
+        ("PUT", "/events", "POST"),
+        ("OPTIONS", "/events", "POST"),
+        ("PUT", "/events/batch", "GET, HEAD, POST"),  # it is a key too, whose state can be asked for
+        ("DELETE", "/events/k", "GET, HEAD"),
+        ("POST", "/events/", "GET, HEAD"),
+        ("POST", "/livez", "GET, HEAD"),
+        ("PATCH", "/metrics", "GET, HEAD"),
+        ("POST", "/docs", "GET, HEAD"),
+    ],
+)
+async def test_another_method_is_told_which_ones_there_are(
+    http: httpx.AsyncClient, method: str, path: str, allowed: str
+) -> None:
+    response = await http.request(method, path)
+    assert_problem(response, 405, "method-not-allowed")
+    assert response.headers["allow"] == allowed
+    assert response.json()["detail"] == f"{method}: use {allowed}"
+
+
+async def test_head_is_get_without_a_body(http: httpx.AsyncClient) -> None:
+    """On one connection: a body that was sent after all would be taken for the next answer."""
+    for path in [*PROBES, "/events", "/events/", "/nowhere", "/openapi.json"]:
+        head, get = await http.head(path), await http.get(path)
+        assert head.content == b""
+        assert (head.status_code, head.headers["content-type"]) == (get.status_code, get.headers["content-type"]), path
+        assert head.headers.get("allow") == get.headers.get("allow")
+        assert get.content
+
+
+async def test_what_is_not_there(http: httpx.AsyncClient) -> None:
+    for path in ("/nowhere", "/", "/livez/", "/problems/none"):
+        assert_problem(await http.get(path), 404, "not-found")
+    assert_problem(await http.post("/nowhere"), 404, "not-found")
+    assert_problem(await http.post("/event%73"), 404, "not-found")
+    assert_problem(await http.get("/events/"), 400, "missing-key")
+    assert_problem(await http.get("/events/%20"), 400, "missing-key")
+
+
+async def test_the_documentation_tells_of_these_routes_and_no_others(http: httpx.AsyncClient) -> None:
+    told = (await http.get("/openapi.json")).json()["paths"]
+    assert {path: sorted(methods) for path, methods in told.items()} == {
+        "/events": ["post"],
+        "/events/batch": ["post"],
+        "/events/{key}": ["get"],
+        "/problems/{code}": ["get"],
+        **{path: ["get"] for path in PROBES},
+    }
+    assert {"400", "401", "404", "503", "default"} <= told["/events/{key}"]["get"]["responses"].keys()
+    assert "431" in told["/events"]["post"]["responses"]
