@@ -26,6 +26,7 @@ from service.errors import of_status as problem_of_status
 from service.event import check_key
 from service.keys import Found, RedisKeys
 from service.openapi import with_posts
+from service.pool import Pool
 from service.recovery import Store
 from service.rendering import PROBLEM_TYPE, render_problem
 from service.states import Claimed, Delivered, DeliveredBatch
@@ -41,6 +42,7 @@ class Parts(Protocol):
 
     keys: RedisKeys
     store: Store
+    pool: Pool
     telemetry: Telemetry
     was_ready: bool
 
@@ -68,7 +70,7 @@ def routes(app: FastAPI, service: Callable[[], Parts], callers: Callers) -> None
             found = await parts.keys.find(parts.store.epoch, id)
         except (StoreLost, StoreAway, StoreUnanswered) as error:
             raise Problem(INCOMPLETE, f"the key store does not answer: {error}") from error
-        return describe(id, found)
+        return describe(id, found, parts.pool.doubts)
 
     @app.get("/livez", summary="The process lives")
     async def livez() -> dict[str, bool]:
@@ -145,16 +147,20 @@ def _allowed(request: Request) -> str:
     return ", ".join(sorted(methods))
 
 
-def describe(id: bytes, found: Found) -> dict[str, Any]:
-    """What is known of a key. Raises Problem (404) for nothing, and for a claim that was never written."""
+def describe(id: bytes, found: Found, doubts: Callable[[int, int], bool]) -> dict[str, Any]:
+    """What is known of a key; `doubts` tells of a slot and a term whether this process does not know their outcome.
+
+    Raises Problem (404) for nothing, and for a claim that was never written.
+    """
     match found.state:
         case Delivered(_, _, topic, partition, offset, timestamp):
             place = {"topic": topic, "partition": partition, "offset": offset, "timestamp": timestamp}
             return {"state": "committed", "id": id.hex(), **place}
         case DeliveredBatch(count=count):
             return {"state": "committed", "id": id.hex(), "members": count}
-        case Claimed() if not found.dead:
-            return {"state": "in_progress" if found.leased else "in_doubt", "id": id.hex()}
+        case Claimed(slot, term) if not found.dead:
+            doubtful = not found.leased or doubts(slot, term)
+            return {"state": "in_doubt" if doubtful else "in_progress", "id": id.hex()}
     raise Problem(UNKNOWN_KEY, "nothing is known of this key; only a POST with it proves that it is not written")
 
 

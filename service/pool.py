@@ -103,6 +103,14 @@ class Pool:
         since = [slot.doubtful_since for slot in self.slots.values() if slot.doubtful]
         return time.monotonic() - min(since) if since else 0.0
 
+    def doubts(self, n: int, term: int) -> bool:
+        """Is a claim of this slot and term in doubt here: sent, without a clean answer, and not yet recovered?
+
+        Of slots that others hold this process knows nothing, and of a term that is newer than the one it knew.
+        """
+        slot = self.slots.get(n)
+        return slot is not None and slot.doubtful > 0 and term <= slot.term
+
     def hurry(self) -> None:
         """Beat now: somebody has met a dead slot."""
         self._hurry.set()

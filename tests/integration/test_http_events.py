@@ -227,6 +227,26 @@ async def test_in_progress_at_another_process_and_in_doubt_when_that_one_dies(st
     await stage.assert_exactly_once(topic)
 
 
+async def test_in_doubt_at_the_process_that_recovers_its_own_slot(stage: Stage, topic: str) -> None:
+    """It holds the slot's lease all the while, so another process can only say that it is in progress."""
+    faults = (Fault("commit.done", "TimeoutError"), Fault("slot.fence", "hold", first=2))
+    writer = stage.service(faults=faults, only_slots=(0,), slots=1)
+    other = stage.service(only_slots=(1,), slots=1)
+    await stage.start(writer, other)
+    asked = Asked("doubted", topic, b"1")
+    answer = await stage.client.post(writer.url, asked)
+    assert (answer.status, answer.code) == (504, "outcome-unknown")
+
+    async def state_at(service: Service) -> str:
+        return str((await stage.client.http.get(f"{service.url}/events/doubted")).json()["state"])
+
+    assert (await state_at(writer), await state_at(other)) == ("in_doubt", "in_progress")
+    plan_of(writer).let_go("slot.fence")
+    assert (await stage.client.settle([writer.url], asked)).kind == "ok"
+    assert await state_at(writer) == "committed"
+    await stage.assert_exactly_once(topic)
+
+
 async def test_50_posts_of_one_key_on_two_processes(stage: Stage, topic: str) -> None:
     services = [stage.service(), stage.service()]
     await stage.start(*services)

@@ -5,13 +5,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
+from service.api import describe
 from service.errors import StoreLost, StoreUnanswered
+from service.kafka.verdict import TransactionFailed, Verdict
 from service.keys import Epoch, Row
 from service.pool import Pool
 from service.recovery import SlotRecovery
+from service.request import Committed
 from service.slot import Link, Slot
 from service.states import Delivered, SlotEvent, SlotState
-from tests.unit.fakes import EPOCH, NOW_MS, FakeProducer, World, ended, until
+from service.wire import event_id
+from tests.unit.fakes import EPOCH, NOW_MS, FakeProducer, Trouble, World, ended, make_event, until
 
 LATER = Epoch(2, EPOCH.store)
 ROWS: list[Row] = [(b"i" * 16, Delivered(NOW_MS, b"f" * 8, "orders", 0, 3, NOW_MS))]
@@ -23,8 +27,10 @@ class FakeRecovery(SlotRecovery):
     def __init__(self, world: World) -> None:
         self._world = world
         self.runs: list[tuple[int, Epoch]] = []
+        self.trouble = Trouble()
 
     async def run(self, slot: Slot, epoch: Epoch) -> None:
+        await self.trouble.enter("run")
         await self._world.bring_up(slot, epoch)
         self.runs.append((slot.n, epoch))
 
@@ -298,6 +304,44 @@ async def test_a_slot_whose_lease_is_lost_is_let_go(hold: Hold) -> None:
     held.world.keys.server.leases[slot.n] = ("another", NOW_MS + 60_000)
     await until(lambda: not held.pool.slots)
     assert held.world.keys.server.leases[slot.n][0] == "another"
+
+
+# ------------------------------------------------------------------------------------------------ the state of a key
+
+
+async def test_a_key_is_in_doubt_until_its_slot_has_been_recovered(hold: Hold) -> None:
+    held = hold(request_timeout_ms=5_000)
+    world = held.world
+    slot = await held.ready()
+
+    async def state_of(key: str) -> object:
+        found = await world.keys.find(EPOCH, event_id(key))
+        return describe(event_id(key), found, held.pool.doubts)["state"]
+
+    assert isinstance(slot.producer, FakeProducer)
+    commit = slot.producer.trouble.hold("write")
+    slot.producer.trouble.before["write"].append(TransactionFailed(Verdict.UNKNOWN, "no answer to EndTxn"))
+    recovery = held.recovery.trouble.hold("run")
+    asked = world.submit("mine")
+    await slot.producer.trouble.reached["write"].wait()
+    assert await state_of("mine") == "in_progress"  # a clean answer may still come
+    commit.set()
+    await until(lambda: slot.state is SlotState.LEASED)
+    assert await state_of("mine") == "in_doubt"
+
+    other = await world.slot(1 - slot.n)  # another process's
+    world.keys.server.leases[other.n] = ("another", NOW_MS + 60_000)
+    theirs = make_event("theirs")
+    await other.claim([(theirs.id, theirs.fp)])
+    assert await state_of("theirs") == "in_progress"
+    assert not held.pool.doubts(slot.n, slot.term + 1), "who has taken the slot since may be writing"
+
+    recovery.set()
+    await until(lambda: slot.state is SlotState.READY)
+    world.ingest.recovered()
+    assert isinstance(await asked, Committed)
+    assert await state_of("mine") == "committed"
+    assert not held.pool.doubts(slot.n, slot.term)
 
 
 # --------------------------------------------------------------------------------------------------------- the stop
