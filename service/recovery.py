@@ -47,7 +47,15 @@ STORE_STATES: Final = ("starting", "settled", "recovering", "stale-store", "stor
 
 
 class NotYet(Exception):
-    """The store cannot be settled at this moment; it is tried again after a pause."""
+    """The store cannot be settled at this moment, as others recover it; it is tried again after a pause."""
+
+    state = "recovering"
+
+
+class Stale(NotYet):
+    """Control names another store, which may live on."""
+
+    state = "stale-store"
 
 
 class SlotRecovery:
@@ -184,7 +192,7 @@ class Store:
             try:
                 self.epoch = await self._attempt()
             except (NotYet, StoreAway, StoreUnanswered, StoreLost, KafkaAway) as error:
-                self.status = f"{'stale-store' if isinstance(error, NotYet) else 'store-away'}: {error}"
+                self.status = f"{error.state if isinstance(error, NotYet) else 'store-away'}: {error}"
                 trouble.goes_on(error)
                 await self._pause()
             except Exception as error:  # a bug, or a record in control that is not ours: no reason to stop trying
@@ -221,7 +229,7 @@ class Store:
     async def _wait_until_quiet(self, identity: Identity, newest: Newest) -> None:
         """Control names another store: it may live on, and others may still work with it.
 
-        NotYet unless for one lease time the same primary answers, and nobody commits to any ledger partition.
+        Stale unless for one lease time the same primary answers, and nobody commits to any ledger partition.
         """
         self.status = "stale-store: control names another store; waiting for a quiet lease time"
         slots = range(await self._topics.slots())
@@ -236,7 +244,7 @@ class Store:
         if not same:
             pause_s, self._quiet_pause_s = self._quiet_pause_s, min(2 * self._quiet_pause_s, PAUSE_MOST_S)
             await self._rest(identity, pause_s * random.uniform(0.5, 1.0))  # noqa: S311
-            raise NotYet("another store is in use, or the primary changed meanwhile")
+            raise Stale("another store is in use, or the primary changed meanwhile")
 
     async def _rest(self, identity: Identity, pause_s: float) -> None:
         """The pause before the next attempt to recover; over at once where another answers, which may be adopted."""

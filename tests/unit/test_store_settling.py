@@ -1,8 +1,9 @@
-"""How a process finds the store that holds the claims, where control names another than the one that answers."""
+"""How a process finds the store that holds the claims, and what it says of itself meanwhile."""
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -18,11 +19,15 @@ NAMED = Epoch(7, "run/primary")
 OTHER = Identity("run/left-behind", Epoch(7, "run/primary"))
 
 
-class _Keys:
-    """Where the address leads."""
+FLUSHED = Identity("run/primary", None)
 
-    def __init__(self) -> None:
-        self.identity = OTHER
+
+class _Keys:
+    """Where the address leads; `may_recover` is False where another process's nonce stands."""
+
+    def __init__(self, identity: Identity = OTHER) -> None:
+        self.identity = identity
+        self.may_recover = True
         self.asked = 0
 
     async def who(self) -> Identity:
@@ -31,10 +36,49 @@ class _Keys:
 
     async def resolve_anew(self) -> None: ...
 
+    async def recover(self, seen: Identity, nonce: str) -> bool:
+        return self.may_recover
+
+    async def recover_abandon(self, store: str, nonce: str) -> None: ...
+
 
 class _Control:
+    """Names NAMED; what is appended comes right behind it, and is superseded at once where a test says so."""
+
+    def __init__(self) -> None:
+        self.generation = NAMED.generation
+        self.superseded = False
+
     async def newest(self, slot: int = 0) -> Newest | None:
-        return Newest(NAMED.generation, NAMED.store)
+        return Newest(self.generation, NAMED.store)
+
+    async def append(self, store: str) -> int:
+        self.generation += 2 if self.superseded else 1
+        return self.generation - self.superseded
+
+
+class _Topics:
+    ledger = "ledger"
+
+    def __init__(self, slots: int = 2) -> None:
+        self._slots = slots
+
+    async def slots(self) -> int:
+        return self._slots
+
+
+@contextlib.asynccontextmanager
+async def settling(
+    keys: _Keys, control: _Control, slots: int = 2
+) -> AsyncIterator[tuple[Store, "asyncio.Task[Epoch]"]]:
+    """A store that is being settled."""
+    world: Any = World(lease_ttl_ms=300)
+    parts = cast(KeyStore, keys), cast(Control, control), cast(Any, _Topics(slots))
+    store = Store(world.cluster, *parts, world.settings, Telemetry())
+    try:
+        yield store, asyncio.create_task(store.settled())
+    finally:
+        await store.close()
 
 
 async def test_a_store_that_answers_again_is_adopted_in_the_midst_of_a_long_pause(
@@ -46,20 +90,39 @@ async def test_a_store_that_answers_again_is_adopted_in_the_midst_of_a_long_paus
     async def ends(cluster: object, topic: str, partitions: Sequence[int]) -> dict[int, int]:
         return dict.fromkeys(partitions, next(grown))
 
-    class Topics:
-        ledger = "ledger"
-
-        async def slots(self) -> int:
-            return 2
-
     monkeypatch.setattr(recovery, "ends", ends)
-    world: Any = World(lease_ttl_ms=300)
-    keys, control = _Keys(), cast(Control, _Control())
-    store = Store(world.cluster, cast(KeyStore, keys), control, cast(Any, Topics()), world.settings, Telemetry())
-    store._quiet_pause_s = recovery.PAUSE_MOST_S
-    settling = asyncio.create_task(store.settled())
-    await until(lambda: keys.asked >= 4)  # it rests, and looks again
-    assert not settling.done()
-    keys.identity = Identity(NAMED.store, NAMED)
-    assert await asyncio.wait_for(settling, 3.0) == NAMED
-    await store.close()
+    keys = _Keys()
+    async with settling(keys, _Control()) as (store, settled):
+        store._quiet_pause_s = recovery.PAUSE_MOST_S
+        await until(lambda: keys.asked >= 4)  # it rests, and looks again
+        assert not settled.done()
+        assert store.state == "stale-store"
+        keys.identity = Identity(NAMED.store, NAMED)
+        assert await asyncio.wait_for(settled, 3.0) == NAMED
+
+
+def another_recovers(keys: _Keys, _: _Control) -> None:
+    keys.may_recover = False
+
+
+def another_was_later(_: _Keys, control: _Control) -> None:
+    control.superseded = True
+
+
+@pytest.mark.parametrize(
+    ("happens", "told"),
+    [
+        (another_recovers, "recovering: another process recovers the store, or has done so"),
+        (another_was_later, "recovering: a later generation supersedes this recovery"),
+    ],
+)
+async def test_a_store_that_others_recover_is_not_said_to_be_stale(
+    happens: Callable[[_Keys, _Control], None], told: str
+) -> None:
+    """Stale is for another store that may live on, which asks for a person; this passes by itself."""
+    keys, control = _Keys(FLUSHED), _Control()
+    happens(keys, control)
+    async with settling(keys, control) as (store, settled):
+        await until(lambda: store.status != "starting")
+        assert store.status == told
+        assert not settled.done()
