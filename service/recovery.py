@@ -10,7 +10,7 @@ import random
 import secrets
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 import structlog
@@ -40,8 +40,8 @@ PAUSE_LEAST_S: Final = 1.0
 PAUSE_MOST_S: Final = 300.0
 # How far the broker's clock (LogAppendTime) and Redis's (accepted_at) may be apart when old ledger is left unread.
 CLOCKS_APART_MS: Final = 3_600_000
-
-
+# Slots that are waited for, of which the first ones are named.
+SLOTS_NAMED: Final = 8
 # What `Store.status` begins with, before a colon and what there is to say of it.
 STORE_STATES: Final = ("starting", "settled", "recovering", "stale-store", "store-away")
 
@@ -289,7 +289,6 @@ class Store:
         if newest is None or newest.generation != generation:
             raise NotYet("a later generation supersedes this recovery")
         slots = await self._topics.slots()
-        self.status = f"recovering: fencing {slots} slots"
         await self._fence_all(slots)
         through = await self._barrier_all(slots)
         keys = await self._replay_all(store, nonce, through)
@@ -301,8 +300,13 @@ class Store:
 
     async def _fence_all(self, slots: int) -> None:
         """No write that was claimed in the old store can commit any more."""
-        names = [transactional_id(self._settings.namespace, slot) for slot in range(slots)]
-        await self._cluster.fence(names, self._settings.transaction_timeout_ms)
+        slot_of = {transactional_id(self._settings.namespace, slot): slot for slot in range(slots)}
+
+        def tell(left: Collection[str]) -> None:
+            waiting = f", waiting for slots {[slot_of[name] for name in left][:SLOTS_NAMED]}" if left else ""
+            self.status = f"recovering: {slots - len(left)} of {slots} slots fenced{waiting}"
+
+        await self._cluster.fence(list(slot_of), self._settings.transaction_timeout_ms, tell)
         self._telemetry.fences.labels("store").inc(slots)
 
     async def _barrier_all(self, slots: int) -> dict[int, int]:
@@ -348,7 +352,7 @@ class Store:
                     remaining[items[-1].partition] = max(0, through[items[-1].partition] - items[-1].offset)
                     left.set(sum(remaining.values()))
                     behind = [slot for slot, offsets in sorted(remaining.items()) if offsets]
-                    self.status = f"recovering: {keys} keys replayed, waiting for slots {behind[:8]}"
+                    self.status = f"recovering: {keys} keys replayed, waiting for slots {behind[:SLOTS_NAMED]}"
             while writing:
                 await writing.popleft()
         finally:

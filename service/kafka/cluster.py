@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -185,13 +185,19 @@ class Cluster:
             if errors.for_code(code) is not errors.NoError and (await self.partitions([name]))[name] < partitions:
                 raise self.failed("admin", f"topic {topic} cannot get {partitions} partitions: {message}")
 
-    async def fence(self, transactional_ids: Sequence[str], transaction_timeout_ms: int) -> None:
+    async def fence(
+        self, transactional_ids: Sequence[str], transaction_timeout_ms: int, tell: Callable[[Collection[str]], None]
+    ) -> None:
         """Fence every producer that has one of these ids, and wait until the fate of its transaction is final.
 
         `InitProducerId` raises the epoch, aborts what was open and answers only when the markers are written; until
         then it says CONCURRENT_TRANSACTIONS, which means: again (KIP-98, KIP-360). KafkaAway at the deadline.
+
+        `tell` hears which ids are left, in their order: all of them at first, and fewer after each that is fenced.
         """
         places = asyncio.Semaphore(FENCES_AT_ONCE)
+        left = dict.fromkeys(transactional_ids)
+        tell(left)
 
         async def fence_one(transactional_id: str) -> None:
             async with places:
@@ -204,10 +210,12 @@ class Cluster:
                         )
                         kind = errors.for_code(answer.error_code)
                         if kind is errors.NoError:
-                            return
+                            break
                         raise kind
                     except AGAIN:
                         await asyncio.sleep(RETRY_PAUSE_S)
+            del left[transactional_id]
+            tell(left)
 
         tasks = [asyncio.create_task(fence_one(transactional_id)) for transactional_id in transactional_ids]
         try:

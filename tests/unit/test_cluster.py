@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 from aiokafka.client import AIOKafkaClient
-from aiokafka.errors import KafkaConnectionError, NodeNotReadyError
+from aiokafka.errors import ConcurrentTransactions, KafkaConnectionError, NodeNotReadyError
+from aiokafka.protocol.transaction import InitProducerIdRequest
 
 from service.errors import KafkaAway
 from service.kafka import cluster as module
 from service.kafka.cluster import Cluster
 from service.kafka.life import Life
 from service.telemetry import Telemetry
+from tests.unit.fakes import until
 
 
 class FakeClient(AIOKafkaClient):  # type: ignore[misc]
@@ -24,6 +26,7 @@ class FakeClient(AIOKafkaClient):  # type: ignore[misc]
         self.asked: list[int] = []
         self.closed = False
         self.hangs = False
+        self.busy: set[str] = set()  # transactional ids whose markers are not written yet
         self.unlisted = 0  # so many answers to come list no broker at all
 
     def get_random_node(self) -> int | None:
@@ -46,7 +49,13 @@ class FakeClient(AIOKafkaClient):  # type: ignore[misc]
             await asyncio.sleep(60)
         if node_id in self.down:
             raise NodeNotReadyError if node_id == 1 else KafkaConnectionError
-        identity = {"error_code": 0, "coordinator_id": 1, "producer_id": 7, "producer_epoch": 3}
+        concurrent = isinstance(request, InitProducerIdRequest) and request._transactional_id in self.busy
+        identity = {
+            "error_code": ConcurrentTransactions.errno if concurrent else 0,
+            "coordinator_id": 1,
+            "producer_id": 7,
+            "producer_epoch": 3,
+        }
         return type("Answer", (), {"topics": [(0, "orders", False, [None] * 3)], **identity})
 
     async def close(self) -> None:
@@ -98,7 +107,7 @@ async def test_a_broker_that_its_controller_has_fenced_is_waited_for(unlisted: i
     client = FakeClient()
     cluster = cluster_with(client)
     client.unlisted = unlisted
-    await cluster.fence(["ns.slot.0"], 500)
+    await cluster.fence(["ns.slot.0"], 500, lambda _: None)
     client.unlisted = unlisted
     assert await cluster.partitions(["orders"]) == {"orders": 3}
     for transactional_id in ("ns.slot.0", None):
@@ -107,3 +116,18 @@ async def test_a_broker_that_its_controller_has_fenced_is_waited_for(unlisted: i
         client.unlisted = unlisted
         await life.start(1.0)
         assert (life.producer_id, life.epoch) == (7, 3)
+
+
+async def test_a_fence_tells_which_ids_it_waits_for() -> None:
+    client = FakeClient()
+    cluster = cluster_with(client)
+    client.busy = {"b", "d"}
+    told: list[list[str]] = []
+    fencing = asyncio.create_task(cluster.fence(["a", "b", "c", "d"], 500, lambda left: told.append(list(left))))
+    await until(lambda: len(told) == 3)
+    assert (told[0], told[-1]) == (["a", "b", "c", "d"], ["b", "d"])
+    client.busy = {"d"}
+    await until(lambda: told[-1] == ["d"])
+    with pytest.raises(KafkaAway, match="could be fenced"):
+        await fencing
+    assert told[-1] == ["d"]

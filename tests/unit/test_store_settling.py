@@ -3,17 +3,19 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import Any, cast
 
 import pytest
 
 from service import recovery
 from service.control import Control, Newest
+from service.kafka.cluster import Cluster
 from service.keys import Epoch, Identity, KeyStore
 from service.recovery import Store
 from service.telemetry import Telemetry
-from tests.unit.fakes import World, until
+from service.wire import transactional_id
+from tests.unit.fakes import FakeCluster, World, until
 
 NAMED = Epoch(7, "run/primary")
 OTHER = Identity("run/left-behind", Epoch(7, "run/primary"))
@@ -69,12 +71,12 @@ class _Topics:
 
 @contextlib.asynccontextmanager
 async def settling(
-    keys: _Keys, control: _Control, slots: int = 2
+    keys: _Keys, control: _Control, slots: int = 2, cluster: Cluster | None = None
 ) -> AsyncIterator[tuple[Store, "asyncio.Task[Epoch]"]]:
     """A store that is being settled."""
     world: Any = World(lease_ttl_ms=300)
     parts = cast(KeyStore, keys), cast(Control, control), cast(Any, _Topics(slots))
-    store = Store(world.cluster, *parts, world.settings, Telemetry())
+    store = Store(cluster or world.cluster, *parts, world.settings, Telemetry())
     try:
         yield store, asyncio.create_task(store.settled())
     finally:
@@ -125,4 +127,38 @@ async def test_a_store_that_others_recover_is_not_said_to_be_stale(
     async with settling(keys, control) as (store, settled):
         await until(lambda: store.status != "starting")
         assert store.status == told
+        assert not settled.done()
+
+
+class _Cluster(FakeCluster):
+    """Has fenced all ids but these at once, and these never."""
+
+    def __init__(self, *hanging: int) -> None:
+        super().__init__()
+        self._hanging = [transactional_id("fencepost", slot) for slot in hanging]
+
+    async def fence(
+        self, transactional_ids: Sequence[str], transaction_timeout_ms: int, tell: Callable[[Collection[str]], None]
+    ) -> None:
+        assert set(self._hanging) <= set(transactional_ids)
+        tell(transactional_ids)
+        await asyncio.sleep(0.05)
+        tell(self._hanging)
+        await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("hanging", "told"),
+    [
+        ((), "64 of 64 slots fenced"),
+        ((3, 9), "62 of 64 slots fenced, waiting for slots [3, 9]"),
+        (tuple(range(1, 40, 2)), "44 of 64 slots fenced, waiting for slots [1, 3, 5, 7, 9, 11, 13, 15]"),
+    ],
+)
+async def test_a_recovery_tells_which_slots_it_waits_for(hanging: tuple[int, ...], told: str) -> None:
+    async with settling(_Keys(FLUSHED), _Control(), 64, _Cluster(*hanging)) as (store, settled):
+        await until(lambda: store.status.startswith("recovering: 0 of 64"))
+        assert store.status.endswith("waiting for slots [0, 1, 2, 3, 4, 5, 6, 7]")
+        await until(lambda: not store.status.startswith("recovering: 0 of 64"))
+        assert store.status == f"recovering: {told}"
         assert not settled.done()
