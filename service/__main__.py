@@ -9,10 +9,9 @@ from service.app import create_app
 from service.http_guard import LingeringServer
 from service.http_posts import protocol_of
 from service.logs import configure_logging
-from service.rules import Rules
 from service.schemas import Schemas
 from service.settings import Settings
-from service.shared import SettingsError
+from service.shared import Rules, SettingsError
 
 # Past the deadline of the last request that was accepted: its answer, its mark, the leases, the journal.
 DRAIN_EXTRA_S = 5

@@ -26,10 +26,9 @@ from service.logs import Incident
 from service.pool import Pool
 from service.recovery import STORE_STATES, SlotRecovery, Store
 from service.request import Queue
-from service.rules import Rules
 from service.schemas import Schemas
 from service.settings import Settings
-from service.shared import SettingsError
+from service.shared import Rules, SettingsError
 from service.states import SlotState
 from service.telemetry import Telemetry
 from service.topics import Catalogue, InternalTopics

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Final
 
 from service.errors import FORBIDDEN_TOPIC, RATE_LIMITED, UNAUTHORIZED, Problem
-from service.rules import CallerRule
+from service.shared import CallerRule
 
 _SCHEME: Final = "bearer "
 _TOPICS_MAX: Final = 1024

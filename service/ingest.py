@@ -27,8 +27,8 @@ from service.kafka.verdict import Refusal, TransactionFailed, Verdict
 from service.keys import KeyStore
 from service.recovery import Store
 from service.request import Committed, Queue, Request
-from service.rules import Guarantee
 from service.settings import Settings
+from service.shared import Guarantee
 from service.slot import Slot
 from service.states import (
     CLAIMABLE,

@@ -23,9 +23,9 @@ from service.journal import Journal
 from service.kafka.cluster import Topic
 from service.recovery import Store
 from service.request import Answer, Answers, Committed, Queue, Request, Train
-from service.rules import Guarantee, Rules
 from service.schemas import Schemas
 from service.settings import Settings
+from service.shared import Guarantee, Rules
 from service.states import MAYBE_WRITTEN, RequestEvent
 from service.telemetry import Telemetry
 from service.topics import Catalogue, InternalTopics

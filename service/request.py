@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 
 from service.errors import NOT_WRITTEN, Problem
 from service.event import ENTRY_BYTES, Event
-from service.rules import Guarantee
 from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX, Settings
+from service.shared import Guarantee
 from service.states import REQUEST, Delivered, RequestEvent, RequestState
 
 # What a waiting event costs beside its own bytes: objects, its future, its share of the connection.

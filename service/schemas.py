@@ -9,8 +9,7 @@ import jsonschema_rs
 
 from service.errors import SCHEMA_MISMATCH, Problem
 from service.event import Event, check_json
-from service.rules import Rules
-from service.shared import PREFIX, SettingsError
+from service.shared import PREFIX, Rules, SettingsError
 
 _TOPICS_MAX: Final = 1024
 

@@ -8,8 +8,7 @@ from typing import Final
 
 from pyspark.errors import PySparkException
 
-from service.rules import Rules
-from service.shared import SettingsError, SharedSettings
+from service.shared import Rules, SettingsError, SharedSettings
 from spark import job, show, view
 from spark.console import Console
 from spark.errors import CannotRun

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from service import wire
-from service.rules import Rules
-from service.shared import SharedSettings
+from service.shared import Rules, SharedSettings
 
 HOUR_MS: Final = 3_600_000
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from service.cli.finding import Finding, Level, grouped, judged
 from service.kafka.survey import Census, Operation, Seen
-from service.rules import Rules
+from service.shared import Rules
 from service.topics import InternalTopics
 from service.wire import transactional_id
 

@@ -16,10 +16,9 @@ from service.cli import look, show
 from service.cli.finding import Level, worst
 from service.errors import KafkaAway, Problem, StoreAway, StoreLost, StoreUnanswered
 from service.event import parse_key
-from service.rules import Rules
 from service.schemas import Schemas
 from service.settings import Settings
-from service.shared import SettingsError
+from service.shared import Rules, SettingsError
 from service.wire import ledger_topic
 
 ERRORS_FOUND = 1

@@ -20,8 +20,8 @@ from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import ends, offsets_since, read_between
 from service.kafka.survey import Census, Operation, Survey
 from service.keys_view import KeysView
-from service.rules import Rules
 from service.settings import Settings
+from service.shared import Rules
 from service.topics import InternalTopics
 from service.wire import LedgerRecord, WireError, decode_ledger, encode_answers, transactional_id
 

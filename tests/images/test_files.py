@@ -10,9 +10,8 @@ import yaml
 from compose_spec import PyOptions
 
 from deploy.local.places import ROOT
-from service.rules import Rules
 from service.settings import Settings
-from service.shared import PREFIX
+from service.shared import PREFIX, Rules
 from spark.settings import parse
 from tests.kubernetes.rendering import HERE
 from tests.kubernetes.times import way_out_s
@@ -101,14 +100,16 @@ def test_the_audit_gets_of_the_service_what_it_imports() -> None:
 
 
 def imported() -> set[str]:
-    """The service's modules that the job, and they among themselves, import."""
+    """The service's modules and packages that the job, and they among themselves, import."""
     found: set[str] = set()
     todo = list((ROOT / "spark").glob("*.py"))
     while todo:
         for name in re.findall(r"^(?:from|import) service\.(\w+)", todo.pop().read_text(), re.MULTILINE):
-            if f"{name}.py" not in found:
-                found.add(f"{name}.py")
-                todo.append(ROOT / "service" / f"{name}.py")
+            package = ROOT / "service" / name
+            copied = name if package.is_dir() else f"{name}.py"
+            if copied not in found:
+                found.add(copied)
+                todo += list(package.glob("*.py")) or [package.with_suffix(".py")]
     return found
 
 

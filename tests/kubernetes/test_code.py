@@ -13,8 +13,8 @@ from fastapi import FastAPI
 from deploy.local.places import ROOT
 from service.api import routes
 from service.callers import Callers
-from service.rules import Rules
 from service.settings import Settings
+from service.shared import Rules
 from service.wire import INSTANCE
 from spark.__main__ import EXIT_CANNOT_RUN
 from spark.session import _ALWAYS, _LOCAL

@@ -13,9 +13,8 @@ from pyspark.sql import SparkSession
 from deploy.local.stack import Service
 from service.cli.doctor import examine
 from service.cli.finding import Level
-from service.rules import Rules
 from service.settings import Settings as ServiceSettings
-from service.shared import SharedSettings
+from service.shared import Rules, SharedSettings
 from spark import job
 from spark.errors import CannotRun
 from spark.kafka import Broker

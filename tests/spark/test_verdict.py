@@ -7,8 +7,7 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from service.rules import Rules
-from service.shared import SharedSettings
+from service.shared import Rules, SharedSettings
 from spark import causes, findings, state, verdict
 from spark.offsets import DATA, LEDGER, REQUESTS, Gap, Log, Plan
 from spark.settings import Options, Settings

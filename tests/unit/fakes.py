@@ -19,9 +19,9 @@ from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.keys import Census, Epoch, Row
 from service.recovery import Store
 from service.request import Answer, Answers, Queue, Request
-from service.rules import Guarantee, Rules, TopicRule
 from service.schemas import Schemas
 from service.settings import Settings
+from service.shared import Guarantee, Rules, TopicRule
 from service.slot import Link, Slot
 from service.states import Claim, Claimed, Delivered, KeyState, SlotEvent, SlotState
 from service.telemetry import Telemetry

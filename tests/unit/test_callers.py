@@ -6,7 +6,7 @@ import pytest
 
 from service.callers import ANYBODY, Caller, Callers
 from service.errors import FORBIDDEN_TOPIC, RATE_LIMITED, UNAUTHORIZED, Problem
-from service.rules import CallerRule
+from service.shared import CallerRule
 
 DIGEST = hashlib.sha256(b"s3cret").hexdigest()
 

@@ -11,7 +11,7 @@ from service.errors import NOT_WRITTEN, KafkaAway, Problem
 from service.journal import Journal
 from service.kafka.producer import IdempotentProducer
 from service.request import Request
-from service.rules import Guarantee
+from service.shared import Guarantee
 from service.telemetry import Telemetry
 from tests.unit.fakes import FakeCluster, count_of, make_event, unheard, until
 

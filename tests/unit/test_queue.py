@@ -11,8 +11,8 @@ from service import request as module
 from service.errors import NOT_WRITTEN, Problem
 from service.event import ENTRY_BYTES
 from service.request import WAITING_BYTES, Load, Queue, Request, Train, take_group
-from service.rules import Guarantee
 from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX, Settings
+from service.shared import Guarantee
 from service.states import IllegalMove, RequestEvent, RequestState
 from tests.unit.fakes import make_event, unheard
 

@@ -8,9 +8,8 @@ import pytest
 
 from service.errors import SCHEMA_MISMATCH, Problem
 from service.event import Event, parse_event
-from service.rules import Rules
 from service.schemas import Schemas
-from service.shared import SettingsError
+from service.shared import Rules, SettingsError
 
 ORDER = {
     "type": "object",

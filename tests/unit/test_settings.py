@@ -6,9 +6,8 @@ from typing import Final
 
 import pytest
 
-from service.rules import CallerRule, Guarantee, Rules
 from service.settings import Settings
-from service.shared import SettingsError
+from service.shared import CallerRule, Guarantee, Rules, SettingsError
 from tests.secured import Authority
 
 

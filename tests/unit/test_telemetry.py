@@ -12,9 +12,9 @@ from service.app import Service
 from service.kafka.verdict import TransactionFailed, Verdict
 from service.pool import Pool
 from service.recovery import STORE_STATES, SlotRecovery
-from service.rules import Rules
 from service.schemas import Schemas
 from service.settings import Settings
+from service.shared import Rules
 from service.slot import Slot
 from service.states import SlotEvent, SlotState
 from service.telemetry import Telemetry

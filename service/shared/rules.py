@@ -1,7 +1,4 @@
-"""The rules of `FENCEPOST_RULES`: which guarantee topics have, and who may write what, how fast.
-
-Standard library only, like `shared`: the job reads the same file.
-"""
+"""The rules of `FENCEPOST_RULES`: which guarantee topics have, and who may write what, how fast."""
 
 import re
 import tomllib
@@ -12,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
-from service.shared import PREFIX, SettingsError
+from service.shared.settings import PREFIX, SettingsError
 
 
 class Guarantee(Enum):

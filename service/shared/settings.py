@@ -1,7 +1,4 @@
-"""The settings that the service and the job read from the same environment, and how a setting is read.
-
-Standard library only: the job imports this module and `wire`, and nothing else of the service.
-"""
+"""The settings that the service and the job read from the same environment, and how a setting is read."""
 
 import math
 import os
