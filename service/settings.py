@@ -28,6 +28,14 @@ def redis_url(text: str) -> str:
     return text
 
 
+def _may_be_file(path: str) -> bool:
+    """False where there is no such file. Where that cannot be seen, who reads it tells why."""
+    try:
+        return Path(path).is_file()
+    except OSError:
+        return True
+
+
 def _has_opentelemetry() -> bool:
     try:
         return all(find_spec(name) for name in ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http"))
@@ -102,7 +110,7 @@ class Settings(SharedSettings):
         wrong += self._redis_conflicts()
         if self.tracing != "off" and not _has_opentelemetry():
             wrong.append(f"{PREFIX}TRACING={self.tracing} needs packages that are not here: install fencepost[tracing]")
-        if self.rules and not Path(self.rules).is_file():
+        if self.rules and not _may_be_file(self.rules):
             wrong.append(f"{PREFIX}RULES={self.rules!r} is no file: set the path of a TOML file, or leave it empty")
         return wrong
 

@@ -83,23 +83,23 @@ class Rules:
         """Rules from TOML. SettingsError has a line for each mistake: the file, its line, and what to write."""
         try:
             document = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise SettingsError(f"{path}: {error}") from None
+        except (ValueError, RecursionError) as error:  # no TOML; or a number of 5,000 digits, or lists 500 deep
+            raise SettingsError(f"{path}: {error}: write TOML that can be read") from None
         wrong = [
-            f"{path}:{_line_of(text, 0, name)}: {name}: no such section; write [[topics]] or [[callers]]"
+            f"{path}:{_line_of(text, name)}: {_shown(name)}: no such section; write [[topics]] or [[callers]]"
             for name in document.keys() - _FAULTS.keys()
         ]
         found: dict[str, list[dict[str, Any]]] = {}
         for section, faults_of in _FAULTS.items():
             tables = document.get(section, [])
-            if not isinstance(tables, list):
-                wrong.append(f"{path}:{_line_of(text, 0, section)}: {section}: write [[{section}]], once for each")
+            if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+                wrong.append(f"{path}:{_line_of(text, section)}: {section}: write [[{section}]], once for each")
                 tables = []
             found[section] = tables
             for index, table in enumerate(tables):
                 start = _start_of(text, section, index)
                 for name, remedy in faults_of(table, tables[:index]):
-                    wrong.append(f"{path}:{_line_of(text, start, name)}: {name}: {remedy}")
+                    wrong.append(f"{path}:{_line_of(text, name, start)}: {_shown(name)}: {remedy}")
         if wrong:
             raise SettingsError("\n".join(wrong))
         folder = Path(path).parent
@@ -111,6 +111,8 @@ class Rules:
 _GUARANTEES: Final = tuple(guarantee.value for guarantee in Guarantee)
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
+# Events a second of a caller: one in twelve days, and more than any process can; what lies beyond is no time to wait.
+_RATES: Final = (0.000001, 1_000_000_000)
 
 Table = dict[str, Any]
 Faults = Iterator[tuple[str, str]]
@@ -149,14 +151,14 @@ def _caller_faults(table: Table, before: Sequence[Table]) -> Faults:
     if not isinstance(digest, str) or _SHA256.fullmatch(digest) is None:
         yield "token_sha256", "write 64 hexadecimal digits, as `printf %s TOKEN | sha256sum` prints them"
     for unique in ("name", "token_sha256"):
-        if any(other.get(unique) == table.get(unique) for other in before):
+        if unique in table and any(other.get(unique) == table[unique] for other in before):
             yield unique, "another caller has it: write a different one"
     topics = table.get("topics", ["*"])
     if not isinstance(topics, list) or not topics or not all(isinstance(glob, str) and glob for glob in topics):
         yield "topics", 'write names or globs, as in topics = ["orders.*"]'
     rate = table.get("rate", 1)
-    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < float("inf"):
-        yield "rate", "write events a second, more than 0, or leave it out"
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not _RATES[0] <= rate <= _RATES[1]:
+        yield "rate", f"write events a second, from {_RATES[0]:f} to {_RATES[1]}, or leave it out"
 
 
 _FAULTS: Final[Mapping[str, Callable[[Table, Sequence[Table]], Faults]]] = {
@@ -165,16 +167,24 @@ _FAULTS: Final[Mapping[str, Callable[[Table, Sequence[Table]], Faults]]] = {
 }
 
 
+def _shown(name: str) -> str:
+    """A name of the file as it can stand in a line: TOML's may have a line break in them."""
+    return name if name.isprintable() else repr(name)
+
+
 def _start_of(text: str, section: str, index: int) -> int:
     """Where a section's table of that index begins."""
-    starts = [match.start() for match in re.finditer(rf"^\s*\[\[\s*{section}\s*\]\]", text, re.MULTILINE)]
+    starts = [match.start(1) for match in re.finditer(rf"^[ \t]*(\[\[)\s*{section}\s*\]\]", text, re.MULTILINE)]
     return starts[index] if index < len(starts) else 0
 
 
-def _line_of(text: str, start: int, name: str) -> int:
-    """The line, from 1, of a name at or after `start`; the table's own where it is missing."""
+def _line_of(text: str, name: str, table: int | None = None) -> int:
+    """The line, from 1, of a name in the table that begins there, or of the table where it is missing.
+
+    Without a table, of a name anywhere in the file.
+    """
+    start = table or 0
     found = re.compile(rf"^\s*\[*\s*{re.escape(name)}\b", re.MULTILINE).search(text, start)
-    following = re.compile(r"^\s*\[\[", re.MULTILINE).search(text, start + 2)
-    inside = found is not None and (following is None or found.start() < following.start() or start == 0)
-    place = found.end() if found is not None and inside else start + len(text[start:]) - len(text[start:].lstrip())
-    return text.count("\n", 0, place) + 1
+    following = re.compile(r"^[ \t]*\[\[", re.MULTILINE).search(text, start + 2) if table is not None else None
+    inside = found is not None and (following is None or found.start() < following.start())
+    return text.count("\n", 0, found.end() if found is not None and inside else start) + 1

@@ -1,7 +1,11 @@
 """The command line: what is wrong is said in a line that names it."""
 
+from pathlib import Path
+from unittest.mock import Mock
+
 import pytest
 
+import spark.__main__
 from spark.settings import parse
 
 GIVEN = ["--lake", "l", "--report", "r"]
@@ -28,3 +32,32 @@ def test_what_is_wrong_is_named(capsys: pytest.CaptureFixture[str], arguments: l
         parse([*GIVEN, *arguments])
     assert left.value.code == 2
     assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "text", "why"),
+    [
+        (GIVEN, "KAFKA", "nowhere", "FENCEPOST_KAFKA='nowhere' is wrong: set host:port, several separated by commas"),
+        (GIVEN, "RULES", "rules.toml", "rules.toml:1: topics: write [[topics]], once for each"),
+        (GIVEN, "RULES", "no.toml", "'no.toml'; set the path of a TOML file"),
+    ],
+)
+def test_a_wrong_setting_is_a_line_before_spark_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    command: list[str],
+    name: str,
+    text: str,
+    why: str,
+) -> None:
+    """The same environment as the service's. Only a run reads the rules."""
+    (tmp_path / "rules.toml").write_text("topics = [1]\n")
+    monkeypatch.setattr(spark.__main__, "open_session", Mock(side_effect=AssertionError("Spark was started")))
+    monkeypatch.setattr("sys.argv", ["spark", *command])
+    monkeypatch.setenv(f"FENCEPOST_{name}", text)
+    monkeypatch.chdir(tmp_path)
+    assert spark.__main__.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("cannot run: ")
+    assert line.endswith(why)

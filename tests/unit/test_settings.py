@@ -3,9 +3,11 @@
 import subprocess
 from pathlib import Path
 from typing import Final
+from unittest.mock import Mock
 
 import pytest
 
+import service.__main__
 from service.settings import Settings
 from service.shared import CallerRule, Guarantee, Rules, SettingsError
 from tests.secured import Authority
@@ -91,6 +93,25 @@ def test_each_mistake_has_a_line_that_says_what_to_set(name: str, text: str) -> 
 @pytest.mark.parametrize("text", ["localhost:6379", "http://:hush@localhost", "redis://"])
 def test_a_secret_that_is_wrong_is_not_shown(text: str) -> None:
     assert lines(redis=text) == ["FENCEPOST_REDIS is wrong: set redis://host:port/db, rediss://… or unix://…"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("RULES", "rules.toml"),
+        ("RULES", "x" * 300),
+    ],
+)
+def test_the_service_does_not_start_and_says_why_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, text: str
+) -> None:
+    (tmp_path / "rules.toml").write_text("topics = [1]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(f"FENCEPOST_{name}", text)
+    monkeypatch.setattr(service.__main__, "create_app", Mock(side_effect=AssertionError("it was started")))
+    assert service.__main__.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("rules.toml:1: topics: write [[topics]]" if text == "rules.toml" else f"FENCEPOST_{name}")
 
 
 def test_no_secret_is_shown_by_the_settings_themselves() -> None:
@@ -256,6 +277,57 @@ def test_a_wrong_rule_is_told_by_its_line(text: str, line: int) -> None:
     with pytest.raises(SettingsError) as caught:
         Rules.parse(text, "rules.toml")
     assert str(caught.value).startswith(f"rules.toml:{line}: ")
+
+
+CALLER = f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("topics = [1]", "1: topics: write [[topics]], once for each"),
+        ("topics = [[1]]", "1: topics: write [[topics]], once for each"),
+        ('topics = [{pattern = "a"}, "b"]', "1: topics: write [[topics]], once for each"),
+        ("topics = 1979-05-27", "1: topics: write [[topics]], once for each"),
+        ('[topics]\npattern = "a"', "1: topics: write [[topics]], once for each"),
+        ('callers = "x"', "1: callers: write [[callers]], once for each"),
+        ("callers = [true]", "1: callers: write [[callers]], once for each"),
+        ("callers = {}", "1: callers: write [[callers]], once for each"),
+        ("[[topics]]\npattern = 1", "2: pattern: write"),
+        ('[[topics]]\npattern.glob = "a"', "2: pattern: write"),
+        ('[[topics]]\npattern = "a"\nguarantee = ["exactly_once"]', "3: guarantee: write"),
+        ('[[topics]]\npattern = "a"\nguarantee = {}', "3: guarantee: write"),
+        ('[[topics]]\npattern = "a"\nschema = ["a.json"]', "3: schema: write"),
+        (f'[[callers]]\nname = ["a"]\ntoken_sha256 = "{DIGEST}"', "2: name: write"),
+        ('[[topics]]\nguarantee = "idempotent"\n[[topics]]\npattern = "b"', "1: pattern: write"),
+        ('[[topics]]\npattern = "a"\n\n\n\n[[topics]]\npattern = 2', "7: pattern: write"),
+        ('[[callers]]\nname = "a"\ntoken_sha256 = 7', "3: token_sha256: write"),
+        (CALLER + "topics = {}", "4: topics: write"),
+        (CALLER + "topics = [1]", "4: topics: write"),
+        (CALLER + 'rate = "1"', "4: rate: write"),
+        (CALLER + "rate = nan", "4: rate: write"),
+        (CALLER + "rate = 1e-300", "4: rate: write"),
+        (CALLER + "rate = 1" + "0" * 400, "4: rate: write"),
+        (CALLER + "rate = 1" + "0" * 5_000, " "),
+        (CALLER + '"a\\nb" = 1', "1: 'a\\nb': no such setting"),
+        ('"a\\nb" = 1', "1: 'a\\nb': no such section"),
+        ("topics = " + "[" * 5_000, " "),
+        ("topics", " "),
+    ],
+    ids=lambda text: text[:40].replace("\n", " "),
+)
+def test_a_rule_of_a_wrong_shape_is_one_line(text: str, named: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        Rules.parse(text, "rules.toml")
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"rules.toml:{named}")
+
+
+def test_two_callers_without_a_name_are_one_mistake_each() -> None:
+    first, second = (f'[[callers]]\ntoken_sha256 = "{digit * 64}"\n' for digit in "01")
+    with pytest.raises(SettingsError) as caught:
+        Rules.parse(first + second, "rules.toml")
+    assert [line.split()[0] for line in str(caught.value).splitlines()] == ["rules.toml:1:", "rules.toml:3:"]
 
 
 def test_the_first_rule_that_matches_counts() -> None:
