@@ -23,7 +23,8 @@ ABSENT: Final = b"\xff\xff\xff\xff"
 
 INSTANCE: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 # Kafka's own rule for topic names; JSON made from one needs no escaping.
-TOPIC: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
+TOPIC_CHARS_MAX: Final = 249
+TOPIC: Final = re.compile(rf"[a-zA-Z0-9._-]{{1,{TOPIC_CHARS_MAX}}}")
 
 GENERATION_KEY: Final = b"generation"
 
@@ -55,6 +56,11 @@ def control_topic(namespace: str) -> str:
 def findings_topic(namespace: str) -> str:
     """Topic of what the audit finds, keyed by finding; compacted."""
     return f"{namespace}.findings"
+
+
+def internal_topics(namespace: str) -> tuple[str, ...]:
+    """All of a namespace's own topics."""
+    return tuple(name(namespace) for name in (ledger_topic, requests_topic, control_topic, findings_topic))
 
 
 def transactional_id(namespace: str, slot: int) -> str:

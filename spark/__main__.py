@@ -57,7 +57,8 @@ def _run(arguments: Sequence[str]) -> int:
 def _view(arguments: Sequence[str]) -> int:
     described = "Make a topic's view: a Delta table with each id once. Each run from now on keeps it current."
     topic, root = parse_about("view", "topic", "a topic that the last run has audited", described, arguments)
-    rows = view.register(open_session(), SharedSettings.from_env(), root, topic)
+    shared = SharedSettings.from_env()
+    rows = view.register(open_session(), shared, root, topic)
     sys.stdout.write(f"view       {root}/{view.FOLDER}/{topic}\nrows       {rows}\n")
     return 0
 
@@ -65,7 +66,8 @@ def _view(arguments: Sequence[str]) -> int:
 def _show(arguments: Sequence[str]) -> int:
     described = "Show all that is known of an id: its rows in the lake, its findings, its records in Kafka."
     text, root = parse_about("show", "id", "an id (hexadecimal), or an idempotency key", described, arguments)
-    for line in show.show(open_session(), SharedSettings.from_env(), root, text):
+    shared = SharedSettings.from_env()
+    for line in show.show(open_session(), shared, root, text):
         sys.stdout.write(line + "\n")
     return 0
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Self
 
-from service.wire import TOPIC
+from service.wire import TOPIC, TOPIC_CHARS_MAX, internal_topics
 
 PREFIX: Final = "FENCEPOST_"
 FILE: Final = "_FILE"
+NAMESPACE_CHARS_MAX: Final = TOPIC_CHARS_MAX - max(map(len, internal_topics("")))
 
 
 class SettingsError(ValueError):
@@ -67,6 +68,13 @@ def servers(text: str) -> str:
     return text
 
 
+def namespace(text: str) -> str:
+    """Reader of a prefix that makes topics' names. One of dots only is as good: Kafka refuses just "." and ".."."""
+    if not all(map(TOPIC.fullmatch, internal_topics(text))):
+        raise ValueError(f"1 to {NAMESPACE_CHARS_MAX} of letters, digits, '.', '_' and '-'")
+    return text
+
+
 def one_of(*choices: str) -> Read:
     """Reader of one of several words."""
     return matching(re.compile("|".join(map(re.escape, choices))), f"one of {', '.join(choices)}")
@@ -111,7 +119,7 @@ class SharedSettings:
     namespace: str = setting(
         "fencepost",
         "prefix of the internal topics, the transactional ids and the keys in Redis",
-        matching(TOPIC, "1 to 249 of letters, digits, '.', '_' and '-'"),
+        namespace,
     )
     key_ttl_s: int = setting(86_400, "key retention: for how long a key is remembered, in seconds", integer(1))
     transaction_timeout_ms: int = setting(

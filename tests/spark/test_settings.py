@@ -34,9 +34,17 @@ def test_what_is_wrong_is_named(capsys: pytest.CaptureFixture[str], arguments: l
     assert why in capsys.readouterr().err
 
 
+VIEW = ["view", "orders", "--lake", "l"]
+SHOW = ["show", "a-key", "--lake", "l"]
+NAMESPACE = ("NAMESPACE", "x" * 249, "set 1 to 240 of letters, digits, '.', '_' and '-'")
+
+
 @pytest.mark.parametrize(
     ("command", "name", "text", "why"),
     [
+        (GIVEN, *NAMESPACE),
+        (VIEW, *NAMESPACE),
+        (SHOW, *NAMESPACE),
         (GIVEN, "KAFKA", "nowhere", "FENCEPOST_KAFKA='nowhere' is wrong: set host:port, several separated by commas"),
         (GIVEN, "RULES", "rules.toml", "rules.toml:1: topics: write [[topics]], once for each"),
         (GIVEN, "RULES", "no.toml", "'no.toml'; set the path of a TOML file"),

@@ -10,6 +10,7 @@ import pytest
 import service.__main__
 from service.settings import Settings
 from service.shared import CallerRule, Guarantee, Rules, SettingsError
+from service.wire import TOPIC, internal_topics
 from tests.secured import Authority
 
 
@@ -65,6 +66,7 @@ def test_what_is_set_is_read_and_what_is_empty_is_not() -> None:
         ("instance", 'a"b'),
         ("namespace", "a/b"),
         ("namespace", "ü"),
+        ("namespace", "x" * 241),
         ("port", "0"),
         ("port", "65536"),
         ("port", "http"),
@@ -95,9 +97,21 @@ def test_a_secret_that_is_wrong_is_not_shown(text: str) -> None:
     assert lines(redis=text) == ["FENCEPOST_REDIS is wrong: set redis://host:port/db, rediss://… or unix://…"]
 
 
+@pytest.mark.parametrize("namespace", ["x" * 240, ".", "..", "-"])
+def test_a_namespace_makes_names_that_kafka_takes(namespace: str) -> None:
+    """Which refuses only two names of dots: "." and ".."."""
+    assert all(map(TOPIC.fullmatch, internal_topics(read(namespace=namespace).namespace)))
+
+
+def test_a_namespace_is_told_how_long_it_may_be() -> None:
+    (line,) = lines(namespace="x" * 241)
+    assert line.endswith(" is wrong: set 1 to 240 of letters, digits, '.', '_' and '-'")
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
+        ("NAMESPACE", "x" * 249),
         ("RULES", "rules.toml"),
         ("RULES", "x" * 300),
     ],
