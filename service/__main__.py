@@ -8,6 +8,7 @@ import uvicorn
 from service.app import create_app
 from service.http_guard import LingeringServer
 from service.http_posts import protocol_of
+from service.keys import check_url
 from service.logs import configure_logging
 from service.schemas import Schemas
 from service.settings import Settings
@@ -23,6 +24,7 @@ def main() -> int:
         return 2
     try:
         settings = Settings.from_env()
+        check_url(settings.redis)
         rules = Rules.read(settings.rules)
         schemas = Schemas(rules)
     except SettingsError as error:

@@ -27,6 +27,9 @@ OLDEST_REDIS: Final = (6, 2)
 # Calls that failed, by the name under which they are counted.
 ERRORS: Final[dict[type[Exception], str]] = {StoreLost: "lost", StoreAway: "away", StoreUnanswered: "unanswered"}
 
+# What a server says to a number of a database that it does not have, or that a cluster never has.
+_NO_DATABASE: Final = ("DB index is out of range", "SELECT is not allowed")
+
 _AT = Struct(">Q")
 _CLAIMED = Struct(">cHQQ8s")
 _DELIVERED = Struct(">cQ8sIQQ")
@@ -133,9 +136,8 @@ class RedisKeys:
         telemetry: Telemetry,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._pool = ConnectionPool.from_url(
-            url, retry=Retry(NoBackoff(), 0), retry_on_error=[], socket_timeout=None, socket_connect_timeout=timeout_s
-        )
+        """Raises SettingsError as `check_url` does."""
+        self._pool = _connections(url, timeout_s)
         self._tls = tls
         self._prefix = f"{{{namespace}:0}}"
         self._retention_ms = retention_ms
@@ -157,7 +159,12 @@ class RedisKeys:
 
     async def check(self) -> None:
         """Refuse a server that cannot keep the promise: SettingsError, one line that says what to change."""
-        info = await self._info("server") | await self._info("memory") | await self._info("replication")
+        try:
+            info = await self._info("server") | await self._info("memory") | await self._info("replication")
+        except StoreAway as error:
+            if any(words in str(error) for words in _NO_DATABASE):
+                raise SettingsError(f"{PREFIX}REDIS names a database that this server does not have: set /0") from None
+            raise
         version = info.get("redis_version", "0")
         if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:
             raise SettingsError(f"{PREFIX}REDIS names Redis {version}: use 6.2 or newer")
@@ -369,6 +376,27 @@ class RedisKeys:
             await connection.disconnect(nowait=True)
             raise StoreAway(f"Redis does not answer: {error or type(error).__name__}") from error
         return connection
+
+
+def check_url(url: str) -> None:
+    """SettingsError where a URL that is one by itself asks for something after its `?` that redis-py does not take."""
+    _connections(url, None)
+
+
+def _connections(url: str, connect_timeout_s: float | None) -> ConnectionPool:
+    """What makes connections to where a URL leads; none is opened. Raises SettingsError."""
+    try:
+        pool = ConnectionPool.from_url(
+            url, retry=Retry(NoBackoff(), 0), socket_timeout=None, socket_connect_timeout=connect_timeout_s
+        )
+        pool.make_connection()  # type: ignore[no-untyped-call]
+    except (TypeError, ValueError, AttributeError, RedisError):  # its text may have a part of a password in it
+        raise SettingsError(
+            f"{PREFIX}REDIS is wrong: set after its ? only what redis-py takes in a URL, with values of its kind"
+        ) from None
+    # Whatever the URL says: nothing is sent twice behind our back, and answers are bytes.
+    pool.connection_kwargs |= {"retry_on_error": [], "retry_on_timeout": False, "decode_responses": False}
+    return pool
 
 
 def pack(state: Claimed | Delivered | DeliveredBatch) -> bytes:

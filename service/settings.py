@@ -1,5 +1,6 @@
 """The service's settings: environment variables with the prefix FENCEPOST_, checked against each other at start."""
 
+import re
 import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,12 +20,29 @@ GROUP_LEDGER_BYTES_MAX: Final = 512 * 1024
 # Bytes of events at which a group closes: what a broker takes well within a transaction's timeout.
 GROUP_EVENT_BYTES_MAX: Final = 8 * 1024 * 1024
 
+_REDIS: Final = "redis://host:port/db, rediss://… or unix://…"
+_REDIS_PORT: Final = f"{_REDIS}, port from 1 to 65535; in a name or password %3A for :, %2F for /, %23 for #, %3F for ?"
+_REDIS_DB: Final = re.compile(r"(?:/[0-9]{0,9})?/?")
+
 
 def redis_url(text: str) -> str:
-    """Reader of redis://, rediss:// and unix:// addresses."""
-    parts = urlsplit(text)
-    if parts.scheme not in ("redis", "rediss", "unix") or not (parts.hostname or parts.path):
-        raise ValueError("redis://host:port/db, rediss://… or unix://…")
+    """Reader of redis://, rediss:// and unix:// addresses; what may follow a `?` is checked by who speaks to Redis.
+
+    Stricter than redis-py, to which port 0 means 6379, and a path that is no number the database 0.
+    """
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:  # its text may have half a password in it
+        raise ValueError(_REDIS_PORT) from None
+    if parts.scheme == "unix" and parts.path:
+        return text
+    if parts.scheme not in ("redis", "rediss") or not (parts.hostname or parts.path):
+        raise ValueError(_REDIS)
+    if port == 0:
+        raise ValueError(_REDIS_PORT)
+    if _REDIS_DB.fullmatch(parts.path) is None:
+        raise ValueError(f"{_REDIS}, db a number")
     return text
 
 

@@ -16,6 +16,7 @@ from service.cli import look, show
 from service.cli.finding import Level, worst
 from service.errors import KafkaAway, Problem, StoreAway, StoreLost, StoreUnanswered
 from service.event import parse_key
+from service.keys import check_url
 from service.schemas import Schemas
 from service.settings import Settings
 from service.shared import Rules, SettingsError
@@ -122,9 +123,11 @@ def doctor(
 
 def settings_or_exit() -> Settings:
     try:
-        return Settings.from_env()
+        settings = Settings.from_env()
+        check_url(settings.redis)
     except SettingsError as error:
         give_up(str(error))
+    return settings
 
 
 def run(looking: Coroutine[Any, Any, T]) -> T:

@@ -1,6 +1,7 @@
 """`fencepost` as a person or a script runs it, beside a service that serves."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -116,6 +117,9 @@ def test_a_wrong_setting_is_one_line(command: str) -> None:
     done = fencepost({"FENCEPOST_PORT": "http"}, command)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "FENCEPOST_PORT='http' is wrong: set an integer from 1 to 65535\n"
+    done = fencepost({"FENCEPOST_REDIS": "redis://:hush@127.0.0.1/0?nonsense=1"}, command)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"FENCEPOST_REDIS is wrong: set after its \? only .*\n", done.stderr)
 
 
 def test_nobody_there_is_one_line() -> None:

@@ -142,13 +142,26 @@ async def test_wrong_settings_end_the_start_with_a_line_each(stage: Stage) -> No
     assert len(lines) == 4
 
 
+async def refusal(stage: Stage, service: Service) -> list[str]:
+    """What a process says of its settings that ends its start with status 2."""
+    with pytest.raises(StackError):
+        await stage.start(service)
+    assert service.exit_code == 2
+    text = service.log.read_text()
+    assert "Traceback" not in text
+    return [line for line in text.splitlines() if line.startswith("FENCEPOST_")]
+
+
 async def test_a_redis_that_evicts_is_refused(stage: Stage) -> None:
     with Redis(stage.folder / "evicting", args=["--maxmemory-policy", "allkeys-lru"]) as evicting:
-        service = stage.service(redis=evicting)
-        with pytest.raises(StackError):
-            await stage.start(service)
-        assert service.exit_code == 2
-        assert "noeviction" in service.log.read_text()
+        (line,) = await refusal(stage, stage.service(redis=evicting))
+        assert "noeviction" in line
+
+
+async def test_a_database_that_redis_does_not_have_is_refused(stage: Stage) -> None:
+    service = stage.service()
+    service.env["FENCEPOST_REDIS"] = f"redis://127.0.0.1:{stage.redis.port}/99"
+    assert await refusal(stage, service) == ["FENCEPOST_REDIS names a database that this server does not have: set /0"]
 
 
 async def test_a_client_that_goes_away_changes_nothing(stage: Stage, topic: str) -> None:

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 import service.__main__
+from service.keys import check_url
 from service.settings import Settings
 from service.shared import CallerRule, Guarantee, Rules, SettingsError
 from service.wire import TOPIC, internal_topics
@@ -92,9 +93,67 @@ def test_each_mistake_has_a_line_that_says_what_to_set(name: str, text: str) -> 
     assert len(line) > len(f"FENCEPOST_{name.upper()}={text!r} is wrong: set ") + 5
 
 
-@pytest.mark.parametrize("text", ["localhost:6379", "http://:hush@localhost", "redis://"])
+@pytest.mark.parametrize("text", ["localhost:6379", "http://:hush@localhost", "redis://", "unix://", "unix://hush"])
 def test_a_secret_that_is_wrong_is_not_shown(text: str) -> None:
     assert lines(redis=text) == ["FENCEPOST_REDIS is wrong: set redis://host:port/db, rediss://… or unix://…"]
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("redis://h:notaport/0", "port from 1 to 65535"),
+        ("redis://h:0/0", "port from 1 to 65535"),
+        ("redis://h:65536/0", "port from 1 to 65535"),
+        ("rediss://h:-1", "port from 1 to 65535"),
+        ("redis://:hu/sh@h:6379/0", "%2F for /"),
+        ("redis://[::1/0", "port from 1 to 65535"),
+        ("redis://h:6379/abc", "db a number"),
+        ("redis://h:6379/-1", "db a number"),
+        ("redis://h/1/2", "db a number"),
+        ("redis:6379", "db a number"),
+        ("redis:///abc", "db a number"),
+    ],
+)
+def test_a_redis_url_is_one_as_a_whole(text: str, what: str) -> None:
+    """What redis-py would stumble over in the middle of the start, or overlook."""
+    (line,) = lines(redis=text)
+    assert line.startswith("FENCEPOST_REDIS is wrong: set redis://host:port/db, rediss://… or unix://…, ")
+    assert what in line
+    assert "hu" not in line
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "redis://h",
+        "redis://h/",
+        "redis://h:6379",
+        "redis://h:6379/15",
+        "redis://[::1]:6379/0",
+        "redis://:hush@h:6379/0",
+        "redis://me:h%2Fu%3Ash@h/2?client_name=me&socket_keepalive=yes&health_check_interval=30",
+        "redis://h?db=3&protocol=3&decode_responses=true",
+        "redis:///1",
+        "rediss://me:hush@h:6380/0?ssl_cert_reqs=none",
+        "unix:///run/redis.sock",
+        "unix://me@/run/redis.sock?db=1&password=hush",
+    ],
+)
+def test_redis_urls_that_redis_py_takes(text: str) -> None:
+    assert read(redis=text).redis == text
+    check_url(text)
+
+
+@pytest.mark.parametrize(
+    "more", ["db=abc", "socket_timeout=soon", "nonsense=1", "protocol=9", "retry=3", "ssl_keyfile=x"]
+)
+def test_what_redis_py_does_not_take_is_told(more: str) -> None:
+    text = read(redis=f"redis://:hush@h/0?{more}").redis
+    with pytest.raises(SettingsError) as caught:
+        check_url(text)
+    assert str(caught.value) == (
+        "FENCEPOST_REDIS is wrong: set after its ? only what redis-py takes in a URL, with values of its kind"
+    )
 
 
 @pytest.mark.parametrize("namespace", ["x" * 240, ".", "..", "-"])
@@ -111,6 +170,8 @@ def test_a_namespace_is_told_how_long_it_may_be() -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
+        ("REDIS", "redis://h:notaport/0"),
+        ("REDIS", "redis://h/0?nonsense=1"),
         ("NAMESPACE", "x" * 249),
         ("RULES", "rules.toml"),
         ("RULES", "x" * 300),
