@@ -16,6 +16,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import BusyLoadingError, NoScriptError, ReadOnlyError, RedisError, ResponseError
 
 from service.errors import Fenced, StoreAway, StoreLost, StoreUnanswered
+from service.redis_server import SECTIONS, refusals
 from service.shared import PREFIX, SettingsError
 from service.states import Claim, Claimed, Delivered, DeliveredBatch, KeyState, Outcome
 from service.telemetry import Telemetry
@@ -23,7 +24,6 @@ from service.wire import ID_BYTES
 
 # Entries in one script call of a replay: some 10 ms of Redis's time, so that the claims of others get their turn.
 REPLAY_CHUNK: Final = 2_000
-OLDEST_REDIS: Final = (6, 2)
 # Calls that failed, by the name under which they are counted.
 ERRORS: Final[dict[type[Exception], str]] = {StoreLost: "lost", StoreAway: "away", StoreUnanswered: "unanswered"}
 
@@ -158,25 +158,15 @@ class RedisKeys:
         await self.close()
 
     async def check(self) -> None:
-        """Refuse a server that cannot keep the promise: SettingsError, one line that says what to change."""
+        """Refuse a server that cannot keep the promise: SettingsError, a line for each thing to change."""
         try:
-            info = await self._info("server") | await self._info("memory") | await self._info("replication")
+            info = await self._info(*SECTIONS)
         except StoreAway as error:
             if any(words in str(error) for words in _NO_DATABASE):
                 raise SettingsError(f"{PREFIX}REDIS names a database that this server does not have: set /0") from None
             raise
-        version = info.get("redis_version", "0")
-        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:
-            raise SettingsError(f"{PREFIX}REDIS names Redis {version}: use 6.2 or newer")
-        policy = info.get("maxmemory_policy", "noeviction")
-        if policy != "noeviction":
-            raise SettingsError(
-                f"{PREFIX}REDIS names a server that evicts keys ({policy}), which forgets claims: "
-                "set its maxmemory-policy to noeviction"
-            )
-        missing = [name for name in ("run_id", "master_replid") if not info.get(name)]
-        if missing:
-            raise SettingsError(f"{PREFIX}REDIS names a server without {' and '.join(missing)} in INFO: use another")
+        if wrong := refusals(info):
+            raise SettingsError("\n".join(wrong))
 
     async def memory(self) -> tuple[int, int]:
         """Bytes that Redis uses, and its limit: maxmemory, or the memory of its machine where that is not set."""
@@ -301,10 +291,13 @@ class RedisKeys:
 
     # ----------------------------------------------------------------------------------------------- transport
 
-    async def _info(self, section: str) -> dict[str, str]:
-        lines = (await self._send("INFO", section)).decode().splitlines()
-        parts = (line.partition(":") for line in lines if ":" in line)
-        return {name: value.strip() for name, _, value in parts}
+    async def _info(self, *sections: str) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for section in sections:  # several at once only since Redis 7
+            lines = (await self._send("INFO", section)).decode().splitlines()
+            parts = (line.partition(":") for line in lines if ":" in line)
+            found |= {name: value.strip() for name, _, value in parts}
+        return found
 
     async def _call(self, operation: str, *arguments: str | int | bytes) -> list[Any]:
         """Run one operation of keys.lua; the rest of its answer after OK. What fails is counted."""

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from service.keys import RedisKeys
-
-INFO_SECTIONS = ("server", "memory", "replication", "persistence", "cluster", "keyspace")
+from service.redis_server import SECTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +30,7 @@ class KeysView(RedisKeys):
 
     async def info(self) -> Mapping[str, str]:
         """What INFO tells, by its own names."""
-        found: dict[str, str] = {}
-        for section in INFO_SECTIONS:
-            found |= await self._info(section)
-        return found
+        return await self._info(*SECTIONS, "persistence", "keyspace")
 
     async def clock_ms(self) -> int:
         """Redis's clock, epoch ms."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from service.cli.finding import Finding, Level, judged
-from service.keys import OLDEST_REDIS
+from service.redis_server import demands
 from service.settings import Settings
 
 # A key and its state, with what Redis spends around them: measured with a million keys, 193 on Redis 7.0 and 127 on
@@ -18,42 +18,9 @@ MEMORY_SHARE: Final = 0.7
 
 
 def server(info: Mapping[str, str]) -> Iterator[Finding]:
-    """Version, policy, role, identity, cluster mode and saving."""
-    version = info.get("redis_version", "0")
-    yield judged(
-        "redis.version",
-        tuple(int(part) for part in version.split(".")[:2]) >= OLDEST_REDIS,
-        f"{info.get('server_name', 'redis').title()} {info.get('valkey_version', version)}",
-        "use 6.2 or newer",
-    )
-    policy = info.get("maxmemory_policy", "noeviction")
-    yield judged(
-        "redis.policy",
-        policy == "noeviction",
-        f"maxmemory-policy {policy}",
-        "set maxmemory-policy noeviction: a server that evicts keys forgets claims",
-    )
-    role = info.get("role", "unknown")
-    yield judged(
-        "redis.role",
-        role == "master",
-        f"role {role}",
-        "let FENCEPOST_REDIS name the primary: nothing can be claimed on a replica",
-    )
-    lacking = " and ".join(name for name in ("run_id", "master_replid") if not info.get(name))
-    yield judged(
-        "redis.identity",
-        not lacking,
-        f"no {lacking} in INFO" if lacking else "tells its run_id and master_replid",
-        "use a server that tells them: without them a restart that forgot everything looks like none",
-    )
-    clustered = info.get("cluster_enabled", "0") == "1"
-    yield judged(
-        "redis.cluster",
-        not clustered,
-        "cluster mode" if clustered else "no cluster",
-        "use a server that is not in cluster mode: the service talks to one, and follows no redirections",
-    )
+    """What the service demands at its start, and saving."""
+    for demand in demands(info):
+        yield judged(f"redis.{demand.name}", demand.met, demand.found, demand.change)
     failing = [name for name in ("rdb_last_bgsave_status", "aof_last_write_status") if info.get(name, "ok") != "ok"]
     saves = "append-only file" if info.get("aof_enabled") == "1" else "snapshots, where `save` says so"
     yield judged(

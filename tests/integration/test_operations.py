@@ -152,10 +152,19 @@ async def refusal(stage: Stage, service: Service) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("FENCEPOST_")]
 
 
-async def test_a_redis_that_evicts_is_refused(stage: Stage) -> None:
-    with Redis(stage.folder / "evicting", args=["--maxmemory-policy", "allkeys-lru"]) as evicting:
-        (line,) = await refusal(stage, stage.service(redis=evicting))
-        assert "noeviction" in line
+@pytest.mark.parametrize(
+    ("arguments", "found", "change"),
+    [
+        ("--maxmemory-policy allkeys-lru", "maxmemory-policy allkeys-lru", "set maxmemory-policy noeviction: "),
+        ("--replicaof 127.0.0.1 1", "role slave", "let FENCEPOST_REDIS lead to the primary "),
+        ("--cluster-enabled yes", "cluster mode", "use a server that is not in cluster mode: "),
+    ],
+    ids=["evicting", "replica", "cluster"],
+)
+async def test_a_redis_that_will_not_do_is_refused(stage: Stage, arguments: str, found: str, change: str) -> None:
+    with Redis(stage.folder / "unfit", args=arguments.split()) as unfit:
+        (line,) = await refusal(stage, stage.service(redis=unfit))
+        assert line.startswith(f"FENCEPOST_REDIS names a server that will not do ({found}): {change}")
 
 
 async def test_a_database_that_redis_does_not_have_is_refused(stage: Stage) -> None:

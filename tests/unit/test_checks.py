@@ -4,6 +4,7 @@ import pytest
 
 from service.cli import check_brokers, check_redis
 from service.cli.finding import Finding, Level, grouped, judged, worst
+from service.redis_server import refusals
 from service.settings import Settings
 
 INFO = {
@@ -43,6 +44,25 @@ def test_redis_is_6_2_or_newer(version: str, well: bool) -> None:
 def test_redis_tells_who_it_is() -> None:
     found = wrong(list(check_redis.server({name: text for name, text in INFO.items() if name != "run_id"})))
     assert found == {"redis.identity": "no run_id in INFO"}
+
+
+@pytest.mark.parametrize(
+    ("change", "lines"),
+    [
+        ({}, []),
+        ({"role": "slave"}, ["role slave"]),
+        ({"cluster_enabled": "1"}, ["cluster mode"]),
+        ({"role": ""}, ["role "]),
+        ({"run_id": "", "redis_version": "5.0.7"}, ["Redis 5.0.7", "no run_id in INFO"]),
+    ],
+)
+def test_the_start_is_refused_for_what_the_doctor_calls_an_error(change: dict[str, str], lines: list[str]) -> None:
+    info = {**INFO, **change}
+    assert [line.partition("(")[2].partition(")")[0] for line in refusals(info)] == lines
+    errors = [one for one in check_redis.server(info) if one.level is Level.ERROR]
+    assert refusals(info) == [
+        f"FENCEPOST_REDIS names a server that will not do ({one.found}): {one.change}" for one in errors
+    ]
 
 
 def test_a_key_weighs_what_the_server_says_once_it_has_many() -> None:

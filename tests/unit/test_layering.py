@@ -31,7 +31,7 @@ LAYERS = [
     {"slot", "control", "topics", "keys", "keys_view", "request", "kafka.producer", "kafka.reader", "kafka.survey"},
     {"kafka.life"},
     {"event", "follow", "kafka.cluster", "kafka.security", "kafka.verdict", "kafka.partitioner"},
-    {"callers"},
+    {"callers", "redis_server"},
     {"states", "errors", "settings", "telemetry", "logs", "waits", "prefer", "kafka.deadline"},
     {"shared"},
     {"shared.rules"},
