@@ -10,9 +10,9 @@ import uvicorn
 from deploy.local.stack import free_port
 from service.app import create_app
 from service.http_posts import protocol_of
-from service.rules import Rules
 from service.schemas import Schemas
 from service.settings import Settings
+from service.shared import Rules
 
 PROBES = ["/livez", "/readyz", "/startupz", "/metrics"]
 

@@ -9,7 +9,7 @@ from service.errors import IN_PROGRESS, OUTCOME_UNKNOWN, TOO_LARGE, Fenced, Kafk
 from service.kafka.life import Place
 from service.kafka.verdict import Refusal, TransactionFailed, Verdict
 from service.request import Committed
-from service.rules import Guarantee
+from service.shared import Guarantee
 from service.states import SlotState
 from tests.unit.fakes import NOW_MS, World, end_of_term, ended, kind_of, make_event, until
 
