@@ -28,23 +28,39 @@ class Written(NamedTuple):
     unwanted: list[Request]
 
 
-def route(requests: Iterable[Request], topic_of: Callable[[str], Topic]) -> dict[Partition, None]:
-    """Choose the partition of each event of a group; answers those that there are, once.
+def route(
+    requests: Iterable[Request], topic_of: Callable[[str], Topic]
+) -> tuple[dict[Partition, None], dict[Request, Partition]]:
+    """Choose the partition of each event of a group; answers those that there are, once, and the requests to leave out.
 
-    Events without a key share one partition of their topic, as in KIP-480.
+    Those have an event for the partition that is told, which has too few replicas in sync. Events without a key share
+    one partition of their topic, as in KIP-480, and one that has enough.
     """
     chosen: dict[Partition, None] = {}
+    left_out: dict[Request, Partition] = {}
     sticky: dict[str, int] = {}
     for request in requests:
-        request.partitions = []
+        mine: list[Partition] = []
         for event in request.events:
-            count = topic_of(event.topic).partitions
-            partition = partition_of(event, count)
-            if partition is None:
-                partition = sticky.setdefault(event.topic, random.randrange(count))  # noqa: S311
-            request.partitions.append(partition)
-            chosen[event.topic, partition] = None
-    return chosen
+            topic = topic_of(event.topic)
+            number = partition_of(event, topic.partitions)
+            if number is None:
+                number = sticky.get(event.topic)
+                if number is None:
+                    number = sticky[event.topic] = _any_partition(topic)
+            mine.append((event.topic, number))
+            if number in topic.short:
+                left_out[request] = mine[-1]
+        request.partitions = [number for _, number in mine]
+        if request not in left_out:
+            chosen.update(dict.fromkeys(mine))
+    return chosen, left_out
+
+
+def _any_partition(topic: Topic) -> int:
+    """One with enough replicas in sync, if there is one."""
+    able = [number for number in range(topic.partitions) if number not in topic.short]
+    return random.choice(able) if able else 0  # noqa: S311
 
 
 def records_of(group: Sequence[Won], topic_of: Callable[[str], Topic], writer: str) -> Iterator[Record]:

@@ -11,6 +11,7 @@ import structlog
 from service.errors import (
     FINGERPRINT_MISMATCH,
     IN_PROGRESS,
+    NOT_WRITTEN,
     OUTCOME_UNKNOWN,
     UNKNOWN_TOPIC,
     Fenced,
@@ -118,14 +119,17 @@ class Ingest:
     async def _claim(self, slot: Slot, requests: Sequence[Request]) -> tuple[list[Won], list[Request]]:
         """Claim a group for the slot in its term; answers what is to be written, and claims that are not wanted.
 
-        What needs no writing gets its answer. Whatever this raises, nothing of the group was sent.
+        What needs no writing gets its answer, and so does what cannot be written now. Whatever this raises, nothing of
+        the group was sent.
         """
         started = time.perf_counter()
         self._telemetry.stage_queue.observe(time.monotonic() - requests[0].arrived)
         for request in requests:
             request.move(RequestEvent.CLAIM)
-        partitions = route(requests, self._catalogue.last_known)
-        if requests[0].guarantee is Guarantee.EXACTLY_ONCE:
+        if self._queue.suspects(requests):
+            await self._catalogue.look_again({event.topic for request in requests for event in request.events})
+        partitions, left_out = route(requests, self._catalogue.last_known)
+        if partitions and requests[0].guarantee is Guarantee.EXACTLY_ONCE:
             slot.open(partitions)
         try:
             if requests[0].atomic:
@@ -151,6 +155,9 @@ class Ingest:
                 self._settle(request, claim, now)
             elif request.answered or request.deadline <= now:  # also after a pause of the whole process: never sent
                 self._answer(request, self._too_late(request))
+                unwanted.append(request)
+            elif request in left_out:
+                self._answer(request, _too_few_replicas(*left_out[request]))
                 unwanted.append(request)
             else:
                 assert isinstance(claim.state, Claimed)
@@ -377,3 +384,7 @@ class Ingest:
         """Wait for the marks that are under way."""
         if self._finishing:
             await asyncio.wait(self._finishing)
+
+
+def _too_few_replicas(topic: str, partition: int) -> Problem:
+    return Problem(NOT_WRITTEN, f"topic: partition {partition} of {topic} has too few replicas in sync: send it again")

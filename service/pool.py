@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import random
 import secrets
 import time
@@ -32,6 +33,8 @@ BEATS_A_LEASE: Final = 3
 BEATS_WITHOUT_A_SLOT: Final = 15
 PAUSE_LEAST_S: Final = 0.05
 PAUSE_MOST_S: Final = 2.0
+# A slot that has not been recovered for so much of a request's time is not counted on: another is taken beside it.
+STUCK_SHARE: Final = 0.5
 SETTLED: Final = frozenset({SlotState.READY, SlotState.WRITING})
 
 Serve = Callable[[Slot], Awaitable[None]]
@@ -76,6 +79,7 @@ class Pool:
         self.token = f"{settings.name}/{secrets.token_hex(6)}"
         self.slots: dict[int, Slot] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._down_since: dict[int, float] = {}  # slots that cannot write, by time.monotonic
         self._troubles: dict[int, Incident] = {}  # by slot: a recovery that fails over and over is one
         self._hurry = asyncio.Event()
         self._stopping = False
@@ -159,19 +163,25 @@ class Pool:
         """Towards min(wanted, fair share), and no dead slot left lying: its open transaction holds up every reader."""
         share = min(self._settings.slots, max(1, self._settings.slots_max // max(1, census.members)))
         held = [slot for slot in self.slots.values() if not slot.leaving]
+        # One whose transaction Kafka cannot end, for a partition that takes no markers, cannot begin another.
+        stuck = min(share, sum(map(self._is_stuck, held)))
         dead = [n for n, mark in enumerate(census.slots) if mark == "d" and n not in self.slots]
         free = [n for n, mark in enumerate(census.slots) if mark == "f" and n not in self.slots]
         random.shuffle(dead)
         random.shuffle(free)
-        wanted = share - len(held)
+        wanted = share + stuck - len(held)
         for n in dead + free[: max(0, wanted - len(dead))]:
             if not self._stopping:
                 await self._take(n, epoch)
         # More than was wanted comes from rescuing the dead; more than the share is given up only where it is missed.
-        excess = len(held) - (self._settings.slots if free or dead else share)
+        excess = len(held) - stuck - (self._settings.slots if free or dead else share)
         for slot in [slot for slot in held if slot.state in SETTLED][: max(0, excess)]:
             log.info("slot given up", slot=slot.n)
             self._let_go(slot)
+
+    def _is_stuck(self, slot: Slot) -> bool:
+        patience_s = STUCK_SHARE * self._settings.request_timeout_ms / 1000
+        return time.monotonic() - self._down_since.get(slot.n, math.inf) > patience_s
 
     async def _take(self, n: int, epoch: Epoch) -> None:
         if not await self._keys.take(epoch, n, self.token) or n in self.slots:
@@ -183,6 +193,7 @@ class Pool:
         slot = Slot(n, self._keys, self._topics.ledger, self._settings.name, plain)
         slot.move(SlotEvent.LEASE)
         self.slots[n] = slot
+        self._down_since[n] = time.monotonic()
         self._tasks[n] = asyncio.create_task(self._live(slot), name=f"slot-{n}")
 
     def _let_go(self, slot: Slot) -> None:
@@ -214,6 +225,7 @@ class Pool:
             await slot.end()
             self.slots.pop(slot.n, None)
             self._tasks.pop(slot.n, None)
+            self._down_since.pop(slot.n, None)
             self._troubles.pop(slot.n, None)
             await self._give_back(slot, idle)
 
@@ -226,11 +238,13 @@ class Pool:
         took_s = time.monotonic() - started
         self._telemetry.slot_recoveries.observe(took_s)
         slot.doubtful = 0
+        self._down_since.pop(slot.n, None)
         log.info("slot ready", slot=slot.n, term=slot.term, took_s=round(took_s, 3), **self._trouble_of(slot).over())
         self._recovered()
 
     def _ended(self, slot: Slot, error: Exception) -> None:
         """A term is over, or recovery did not get to one."""
+        self._down_since.setdefault(slot.n, time.monotonic())
         why = next((name for kind, name in ENDS.items() if isinstance(error, kind)), "bug")
         self._telemetry.terms_ended.labels(why).inc()
         if isinstance(error, TransactionFailed):

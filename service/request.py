@@ -251,6 +251,10 @@ class Queue:
                 self._lane(request).append(request)
             self.nudge()
 
+    def suspects(self, group: Sequence[Request]) -> bool:
+        """Does this group travel apart?"""
+        return self._apart_out is group
+
     # ------------------------------------------------------------------------------------------------- for slots
 
     def nudge(self) -> None:

@@ -1,8 +1,9 @@
 """The topics: Fencepost's own, made at start and checked where they exist, and what is known of everyone else's."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from service.errors import KafkaAway
@@ -16,8 +17,11 @@ REQUESTS_PARTITIONS: Final = 8
 WEEK_S: Final = 168 * 3600
 # Past the retention of keys, time for the audit to read what it needs.
 EXTRA_S: Final = 2 * 24 * 3600
-# How long a topic's settings are believed.
+# How long a topic's settings are believed, and for how long that it lacks replicas.
 KNOWN_S: Final = 10.0
+SHORT_S: Final = 0.5
+# For a topic that failed a group; what was known of it will do.
+LOOK_AGAIN_S: Final = 1.0
 
 
 class InternalTopics:
@@ -122,6 +126,14 @@ class Catalogue:
         """The broker said otherwise: ask again next time."""
         self._known.pop(name, None)
 
+    async def look_again(self, names: Iterable[str]) -> None:
+        """Ask for what is not fresh of these topics, for a second at most: they failed a group, maybe for replicas."""
+        stale = [name for name in names if self.peek(name) is None]
+        if stale:
+            with contextlib.suppress(KafkaAway, TimeoutError):
+                async with asyncio.timeout(LOOK_AGAIN_S):
+                    await asyncio.gather(*(self.get(name) for name in stale))
+
     def _ask_apart(self, name: str) -> asyncio.Task[Topic | None]:
         asking = self._asking[name] = asyncio.create_task(self._ask(name))
         asking.add_done_callback(lambda _: self._asking.pop(name, None))
@@ -138,5 +150,5 @@ class Catalogue:
             self._known.pop(name, None)
         else:
             self._last[name] = topic
-            self._known[name] = time.monotonic() + KNOWN_S, topic
+            self._known[name] = time.monotonic() + (SHORT_S if topic.short else KNOWN_S), topic
         return topic

@@ -75,6 +75,9 @@ class Topic:
     name: str
     partitions: int
     settings: Mapping[str, str]
+    # Partitions with fewer replicas in sync than `min.insync.replicas`. No transaction may hold one: its markers cannot
+    # be written there, and until they are, Kafka lets the transactional id begin no other (KIP-98).
+    short: frozenset[int] = frozenset()
     message_bytes_max: int = field(init=False)  # the largest batch of records that it takes, in bytes
 
     def __post_init__(self) -> None:
@@ -138,19 +141,23 @@ class Cluster:
 
     async def partitions(self, topics: Sequence[str]) -> dict[str, int]:
         """Number of partitions of those of the topics that exist; makes none."""
+        return {name: len(replicas) for name, replicas in (await self._replicas(topics)).items()}
+
+    async def _replicas(self, topics: Sequence[str]) -> dict[str, dict[int, tuple[int, int]]]:
+        """How many replicas each partition of those of the topics that exist has, and how many of them are in sync."""
         answer = await self._ask(MetadataRequest(list(topics), allow_auto_topic_creation=False))
-        found: dict[str, int] = {}
+        found: dict[str, dict[int, tuple[int, int]]] = {}
         for code, name, *_, partitions in (tuple(topic) for topic in answer.topics):
             kind = errors.for_code(code)
             if kind in (errors.NoError, errors.LeaderNotAvailableError):
-                found[name] = len(partitions)
+                found[name] = {row[1]: (len(row[3]), len(row[4])) for row in map(tuple, partitions)}
             elif kind not in (errors.UnknownTopicOrPartitionError, errors.InvalidTopicError):
                 raise self.failed("metadata", f"topic {name}: {kind.__name__}")
         return found
 
     async def describe(self, names: Sequence[str]) -> dict[str, Topic]:
         """Topics with their settings; those that do not exist are left out."""
-        found = await self.partitions(names)
+        found = await self._replicas(names)
         if not found:
             return {}
         answer = await self._ask(
@@ -164,7 +171,7 @@ class Cluster:
                 settings = {}  # no leave to read them: the broker itself will refuse what does not fit
             else:
                 continue
-            topics[name] = Topic(name, found[name], settings)
+            topics[name] = Topic(name, len(found[name]), settings, _short(found[name], settings))
         return topics
 
     async def create(self, name: str, partitions: int, settings: Mapping[str, str]) -> None:
@@ -292,3 +299,12 @@ class Cluster:
                     await asyncio.sleep(RETRY_PAUSE_S)
         except (errors.KafkaError, OSError, TimeoutError, AttributeError) as error:
             raise self.failed("admin", f"Kafka at {self.bootstrap} does not answer: {error!r}") from error
+
+
+def _short(replicas: Mapping[int, tuple[int, int]], settings: Mapping[str, str]) -> frozenset[int]:
+    """The partitions with too few replicas in sync, of (replicas, in sync) by partition.
+
+    More than there are need not be in sync (KIP-966); before Kafka 4 such a topic takes no record, as it says itself.
+    """
+    least = int(settings.get("min.insync.replicas") or 1)
+    return frozenset(number for number, (count, in_sync) in replicas.items() if in_sync < min(least, count))

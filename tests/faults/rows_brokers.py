@@ -60,3 +60,26 @@ def broker_paused(world: World) -> None:
 def only_broker_killed(world: World) -> None:
     world.cluster.kill()
     world.cluster.start()
+
+
+@row(
+    "a topic below its min ISR where one slot serves: the others go on",
+    brokers=3,
+    services=1,
+    settings={"FENCEPOST_SLOTS": "1"},
+    in_run=True,
+)
+def topic_below_its_min_isr(world: World) -> None:
+    weak = f"{world.namespace}.weak"
+    world.cluster.brokers[0].create_topic(weak, 2, {"min.insync.replicas": "3"})
+    world.cluster.brokers[2].kill()
+    assert world.load is not None
+    waiting = world.load.send([world.ask(f"weak-{n}", weak) for n in range(20)])
+    time.sleep(2.0)  # it has failed a group
+    begun = time.monotonic()
+    world.wait_acked(200)
+    world.notes.append(f"200 others acknowledged within {time.monotonic() - begun:.1f} s")
+    assert not waiting.done()
+    world.cluster.heal()
+    waiting.result(timeout=60)
+    world.topics.append(weak)  # for the checker

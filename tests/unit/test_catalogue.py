@@ -4,7 +4,9 @@ import asyncio
 
 import pytest
 
+from service import topics as module
 from service.errors import KafkaAway
+from service.kafka.cluster import Topic
 from service.topics import Catalogue
 from tests.unit.fakes import FakeCluster
 
@@ -91,3 +93,31 @@ async def test_names_that_nobody_made_are_not_remembered() -> None:
     assert await catalogue.get("orders") is not None
     assert list(catalogue._known) == ["orders"]
     assert not catalogue._asking
+
+
+async def test_that_replicas_lack_is_believed_for_a_shorter_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHORT_S", 0.01)
+    catalogue, cluster = known("orders", "other")
+    cluster.topics["orders"] = Topic("orders", 3, {}, frozenset({1}))
+    for name in ("orders", "other"):
+        await catalogue.get(name)
+    assert catalogue.peek("orders") is not None
+    await asyncio.sleep(0.02)
+    assert catalogue.peek("orders") is None
+    assert catalogue.peek("other") is not None
+
+
+async def test_what_failed_is_looked_at_again_and_what_was_known_will_do() -> None:
+    catalogue, cluster = known("orders", "other")
+    for name in ("orders", "other"):
+        await catalogue.get(name)
+    short = cluster.topics["orders"] = Topic("orders", 3, {}, frozenset({1}))
+    await catalogue.look_again(["orders", "other"])
+    assert catalogue.last_known("orders") is not short
+    catalogue.doubt("orders")
+    await catalogue.look_again(["orders", "other"])
+    assert catalogue.last_known("orders") is short
+    cluster.away = True
+    catalogue.doubt("orders")
+    await catalogue.look_again(["orders", "never-asked"])
+    assert catalogue.last_known("orders") is short

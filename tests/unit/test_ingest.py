@@ -10,9 +10,11 @@ from service.errors import (
     OUTCOME_UNKNOWN,
     TOO_LARGE,
     UNKNOWN_TOPIC,
+    Problem,
     StoreLost,
     StoreUnanswered,
 )
+from service.kafka.cluster import Topic
 from service.kafka.verdict import Refusal, TransactionFailed, Verdict
 from service.request import Committed
 from service.states import Claimed, Delivered, SlotState
@@ -194,6 +196,52 @@ async def test_what_was_stuck_travels_apart_and_the_others_go_on() -> None:
     assert world.keys_written(0) == [["hangs"]]
     for task in serving:
         await ended(task)
+
+
+async def test_a_partition_that_lacks_replicas_is_in_no_transaction() -> None:
+    """Its markers could not be written, and the slot could begin no other."""
+    world = World()
+    slot = await world.slot()
+    serving = world.serve(slot)
+    known = await world.ask(make_event("known", partition=1))
+    world.cluster.topics["orders"] = Topic("orders", 3, {}, frozenset({1, 2}))
+    world.catalogue.doubt("orders")
+    await world.catalogue.get("orders")
+    asked = [make_event("good", partition=0), make_event("short", partition=1), make_event("any")]
+    answers = [world.ask(event) for event in (*asked, make_event("known", partition=1))]
+    good, short, anywhere, again = [await answer for answer in answers]
+    assert isinstance(good, Committed)
+    assert isinstance(anywhere, Committed)
+    assert [there.partition for _, there in anywhere.places] == [0]
+    assert isinstance(short, Problem)
+    assert (short.kind, "partition 1 of orders has too few replicas" in short.detail) == (NOT_WRITTEN, True)
+    assert isinstance(known, Committed)
+    assert again == known._replace(replayed=True)
+    await until(lambda: not world.keys.is_claimed("short"))
+    assert {record.partition for records in world.producers[0].written[1:] for record in records} == {0}
+    # Nothing else is asked for: no transaction is begun for it.
+    world.producers[0].opened = None
+    assert kind_of(await world.ask(make_event("short", partition=2))) is NOT_WRITTEN
+    assert world.producers[0].opened is None
+    await ended(serving)
+
+
+async def test_a_topic_that_failed_is_looked_at_before_it_is_written_again() -> None:
+    world = World()
+    slot = await world.slot()
+    await world.catalogue.get("orders")
+    refused = TransactionFailed(Verdict.ABORTED, "NotEnoughReplicas", stuck={"orders"})
+    world.producers[0].trouble.before["write"].append(refused)
+    failing = world.serve(slot)
+    answer = world.ask(make_event("a", partition=1))
+    await end_of_term(failing)
+    world.cluster.topics["orders"] = Topic("orders", 3, {}, frozenset({1}))
+    await world.recover(slot)
+    world.ingest.recovered()
+    serving = world.serve(slot)
+    assert kind_of(await answer) is NOT_WRITTEN
+    assert world.producers[0].written == []
+    await ended(serving)
 
 
 async def test_an_event_in_doubt_that_was_written_is_no_replay() -> None:

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
+from service import pool as module
 from service.api import describe
 from service.errors import StoreLost, StoreUnanswered
 from service.kafka.verdict import TransactionFailed, Verdict
@@ -74,8 +75,9 @@ Hold = Callable[..., Held]
 
 
 @pytest.fixture
-async def hold() -> AsyncIterator[Hold]:
-    """Makes pools that are ended with the test."""
+async def hold(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Hold]:
+    """Makes pools that are ended with the test. No slot counts as stuck: here a request has no time for that."""
+    monkeypatch.setattr(module, "STUCK_SHARE", 1_000.0)
     made: list[Held] = []
 
     def make(serve: Callable[[Slot], Awaitable[None]] | None = None, **settings: int) -> Held:
@@ -296,6 +298,28 @@ async def test_a_slot_is_recovered_after_each_end_of_a_term(hold: Hold) -> None:
     await until(lambda: len(held.recovery.runs) == 4)
     await until(lambda: held.pool.ready == 1)
     assert held.world.store.losses == [EPOCH]
+
+
+async def test_another_slot_is_taken_beside_one_that_is_stuck(hold: Hold, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kafka ends no transaction with a partition that takes no markers: the slot begins none until it does."""
+    held = hold(slots=1, slots_max=4)
+    stuck = await held.ready()
+    gate = held.recovery.trouble.hold("run")
+    held.world.producers[stuck.n].trouble.before["write"].append(TransactionFailed(Verdict.UNKNOWN, "no answer"))
+    waiting = held.world.submit("a")
+    await until(lambda: stuck.state is SlotState.DOUBT or stuck.state is SlotState.LEASED)
+    await held.more_beats()
+    assert list(held.pool.slots) == [stuck.n]
+    monkeypatch.setattr(module, "STUCK_SHARE", 0.0)
+    await until(lambda: len(held.pool.slots) == 2)
+    await held.more_beats()
+    assert len(held.pool.slots) == 2, "beside each that is stuck one is taken, and not beside that one too"
+    # It is well again: one of them is too much.
+    monkeypatch.setattr(module, "STUCK_SHARE", 1_000.0)
+    gate.set()
+    await until(lambda: len(held.pool.slots) == 1 and held.pool.ready == 1)
+    assert [clean for _, clean in held.world.keys.returned] == [True]
+    waiting.cancel()
 
 
 async def test_a_slot_whose_lease_is_lost_is_let_go(hold: Hold) -> None:
