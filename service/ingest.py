@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -23,7 +23,7 @@ from service.errors import (
 )
 from service.group import Committable, Won, Written, entries_of, placed_all, records_of, route, rows_of
 from service.intake import Intake
-from service.kafka.life import Place, Record
+from service.kafka.life import Partition, Place, Record
 from service.kafka.verdict import Refusal, TransactionFailed, Verdict
 from service.keys import KeyStore
 from service.recovery import Store
@@ -144,6 +144,17 @@ class Ingest:
             await self._answer_members(requests[0], claims[0])
             return [], []
         # From here to the sending nothing is awaited: a deadline cannot pass in between and be answered 503.
+        group, unwanted, refused = self._sort(requests, claims, left_out)
+        if refused and not group:
+            await self._wait_for_store(refused)
+        else:
+            self._queue_again(refused)
+        return group, unwanted
+
+    def _sort(
+        self, requests: Sequence[Request], claims: Sequence[Claim], left_out: Mapping[Request, Partition]
+    ) -> tuple[list[Won], list[Request], list[Request]]:
+        """What claims found: to be written, claims that are not wanted, and what the store took no claim of."""
         now = time.monotonic()
         group: list[Won] = []
         unwanted: list[Request] = []
@@ -166,11 +177,7 @@ class Ingest:
                 group.append((request, claim.state))
                 if request.accepted is not None:
                     self._accept(request)
-        if refused and not group:
-            await self._wait_for_store(refused)
-        else:
-            self._queue_again(refused)
-        return group, unwanted
+        return group, unwanted, refused
 
     async def _wait_for_store(self, refused: Sequence[Request]) -> None:
         """Redis takes no claims now: they are made anew a little later, by whoever comes first."""

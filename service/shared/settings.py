@@ -13,6 +13,8 @@ from service.wire import TOPIC, TOPIC_CHARS_MAX, internal_topics
 
 PREFIX: Final = "FENCEPOST_"
 FILE: Final = "_FILE"
+# Ten years: keys, and a topic's retention in ms, are reckoned with numbers below 2^53.
+KEY_TTL_MOST_S: Final = 10 * 365 * 86_400
 NAMESPACE_CHARS_MAX: Final = TOPIC_CHARS_MAX - max(map(len, internal_topics("")))
 
 
@@ -121,7 +123,9 @@ class SharedSettings:
         "prefix of the internal topics, the transactional ids and the keys in Redis",
         namespace,
     )
-    key_ttl_s: int = setting(86_400, "key retention: for how long a key is remembered, in seconds", integer(1))
+    key_ttl_s: int = setting(
+        86_400, "key retention: for how long a key is remembered, in seconds", integer(1, KEY_TTL_MOST_S)
+    )
     transaction_timeout_ms: int = setting(
         10_000, "Kafka aborts a transaction that is open for longer, in milliseconds", integer(1_000, 900_000)
     )

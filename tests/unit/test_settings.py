@@ -293,6 +293,9 @@ def test_a_key_must_outlive_its_write() -> None:
     assert line.startswith("FENCEPOST_KEY_TTL_S=199 is too short")
     assert "set 200 or more" in line
     assert read(key_ttl_s="200").key_ttl_s == 200
+    assert read(key_ttl_s="315360000").key_ttl_s == 315_360_000
+    (line,) = lines(key_ttl_s="315360001")
+    assert line == "FENCEPOST_KEY_TTL_S='315360001' is wrong: set an integer from 1 to 315360000"
     assert read(key_ttl_s="61", request_timeout_ms="5000", transaction_timeout_ms="1000").key_ttl_s == 61
 
 
