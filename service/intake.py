@@ -138,18 +138,22 @@ class Intake:
         self._schemas.check(event)
         return True
 
-    async def check(self, event: Event, arrived: float) -> None:
-        """As `check_now`, and the topic is looked up where it is not known. Raises Problem."""
+    async def check(self, event: Event, arrived: float, begun: float | None = None) -> None:
+        """As `check_now`, and the topic is looked up where it is not known. Raises Problem.
+
+        `arrived`: what Kafka has said of it since will do. `begun`: when its time began to run, where that was later.
+        """
         if not self.check_now(event):
-            check_topic(event, await self._topic(event.topic, arrived + self._timeout_s))
+            deadline = (arrived if begun is None else begun) + self._timeout_s
+            check_topic(event, await self._topic(event.topic, arrived, deadline))
             self._schemas.check(event)
 
-    async def _topic(self, name: str, deadline: float) -> Topic:
+    async def _topic(self, name: str, arrived: float, deadline: float) -> Topic:
         if self._topics.reserved(name):
             raise Problem(FORBIDDEN_TOPIC, f"topic: {name} is internal: use another")
         try:
             async with asyncio.timeout_at(deadline):
-                topic = await self._catalogue.get(name)
+                topic = await self._catalogue.get(name, arrived)
         except (KafkaAway, TimeoutError) as error:
             raise Problem(NOT_WRITTEN, f"topic: {name} cannot be looked up now: send it again") from error
         if topic is None:

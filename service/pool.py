@@ -80,6 +80,8 @@ class Pool:
         self.slots: dict[int, Slot] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._down_since: dict[int, float] = {}  # slots that cannot write, by time.monotonic
+        self._last_beat: tuple[Epoch, float] | None = None  # that was answered: in which generation, and when
+        self._patient_until = 0.0
         self._troubles: dict[int, Incident] = {}  # by slot: a recovery that fails over and over is one
         self._hurry = asyncio.Event()
         self._stopping = False
@@ -145,6 +147,7 @@ class Pool:
     async def _beat(self, epoch: Epoch) -> None:
         held = {n: slot for n, slot in self.slots.items() if not slot.leaving}
         census = await self._keys.beat(epoch, self.token, self._settings.slots_max, list(held))
+        self._beaten(epoch)
         for n, slot in held.items():
             if census.slots[n] != "m":
                 log.warning("lease lost", slot=n)
@@ -159,23 +162,36 @@ class Pool:
         for slot in [slot for slot in held.values() if slot.owes and slot.epoch == epoch]:
             await slot.settle_debts()
 
+    def _beaten(self, epoch: Epoch) -> None:
+        """After a pause in which leases ran out, or were forgotten, others come back to theirs just as this one does.
+
+        So nothing is taken for as long as a lease lives; and a slot was down because all was.
+        """
+        now, lease_s = time.monotonic(), self._settings.lease_ttl_ms / 1000
+        if self._last_beat is not None and (self._last_beat[0] != epoch or self._last_beat[1] < now - lease_s):
+            self._patient_until = now + lease_s
+            self._down_since = dict.fromkeys(self._down_since, now)
+        self._last_beat = epoch, now
+
     async def _balance(self, census: Census, epoch: Epoch) -> None:
         """Towards min(wanted, fair share), and no dead slot left lying: its open transaction holds up every reader."""
-        share = min(self._settings.slots, max(1, self._settings.slots_max // max(1, census.members)))
         held = [slot for slot in self.slots.values() if not slot.leaving]
         # One whose transaction Kafka cannot end, for a partition that takes no markers, cannot begin another.
-        stuck = min(share, sum(map(self._is_stuck, held)))
+        stuck = sum(map(self._is_stuck, held))
+        most = self._settings.slots + min(self._settings.slots, stuck)
+        share = min(most, max(1, self._settings.slots_max // max(1, census.members)))
         dead = [n for n, mark in enumerate(census.slots) if mark == "d" and n not in self.slots]
         free = [n for n, mark in enumerate(census.slots) if mark == "f" and n not in self.slots]
         random.shuffle(dead)
         random.shuffle(free)
-        wanted = share + stuck - len(held)
+        wanted = share - len(held)
         for n in dead + free[: max(0, wanted - len(dead))]:
-            if not self._stopping:
+            if not self._stopping and time.monotonic() >= self._patient_until:
                 await self._take(n, epoch)
         # More than was wanted comes from rescuing the dead; more than the share is given up only where it is missed.
-        excess = len(held) - stuck - (self._settings.slots if free or dead else share)
-        for slot in [slot for slot in held if slot.state in SETTLED][: max(0, excess)]:
+        excess = len(held) - (most if free or dead else share)
+        settled = [slot for slot in held if slot.state in SETTLED]
+        for slot in settled[: max(0, min(excess, len(settled) - 1))]:  # the last one that can write stays
             log.info("slot given up", slot=slot.n)
             self._let_go(slot)
 

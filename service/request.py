@@ -318,7 +318,7 @@ class Queue:
             self._turns += 1
             for request in group:
                 request.turn = self._turns
-        if any(self._waiting.values()):
+        if self._apart or any(self._waiting.values()):
             self.nudge()
         return group
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Iterable, Mapping
 from typing import Final
@@ -22,6 +23,8 @@ KNOWN_S: Final = 10.0
 SHORT_S: Final = 0.5
 # For a topic that failed a group; what was known of it will do.
 LOOK_AGAIN_S: Final = 1.0
+# Names that nobody made which are remembered, for batches that were under way when they were asked for.
+ABSENT_MAX: Final = 1_000
 
 
 class InternalTopics:
@@ -102,6 +105,7 @@ class Catalogue:
         self._cluster = cluster
         self._known: dict[str, tuple[float, Topic]] = {}
         self._last: dict[str, Topic] = {}
+        self._absent: dict[str, float] = {}  # when it was last asked for in vain
         self._asking: dict[str, asyncio.Task[Topic | None]] = {}
 
     def peek(self, name: str) -> Topic | None:
@@ -109,13 +113,15 @@ class Catalogue:
         until, topic = self._known.get(name, (0.0, None))
         return topic if until > time.monotonic() else None
 
-    async def get(self, name: str) -> Topic | None:
-        """The topic, or None where Kafka says that there is none, which is not remembered. Raises KafkaAway."""
+    async def get(self, name: str, arrived: float) -> Topic | None:
+        """The topic, or None where Kafka, asked after `arrived` (time.monotonic), says that there is none.
+
+        So a topic is found by the first who asks after it was made, and a batch asks once. Raises KafkaAway.
+        """
         topic = self.peek(name)
-        if topic is None and name in self._asking:
-            topic = await shared(self._asking[name])
-        if topic is None:  # what was being asked before this call may have missed a topic that was made meanwhile
-            topic = await shared(self._asking.get(name) or self._ask_apart(name))
+        for _ in range(2):  # what was being asked before may have missed a topic that was made meanwhile
+            if topic is None and self._absent.get(name, -math.inf) < arrived:
+                topic = await shared(self._asking.get(name) or self._ask_apart(name))
         return topic
 
     def last_known(self, name: str) -> Topic:
@@ -132,7 +138,7 @@ class Catalogue:
         if stale:
             with contextlib.suppress(KafkaAway, TimeoutError):
                 async with asyncio.timeout(LOOK_AGAIN_S):
-                    await asyncio.gather(*(self.get(name) for name in stale))
+                    await asyncio.gather(*(self.get(name, time.monotonic()) for name in stale))
 
     def _ask_apart(self, name: str) -> asyncio.Task[Topic | None]:
         asking = self._asking[name] = asyncio.create_task(self._ask(name))
@@ -140,14 +146,19 @@ class Catalogue:
         return asking
 
     async def _ask(self, name: str) -> Topic | None:
+        began = time.monotonic()
         try:
             topic = (await self._cluster.describe([name])).get(name)
         except KafkaAway:
             if name in self._last:
                 return self._last[name]  # what it was will do: the broker itself has the last word
             raise
+        self._absent.pop(name, None)
         if topic is None:
             self._known.pop(name, None)
+            self._absent[name] = began
+            if len(self._absent) > ABSENT_MAX:
+                del self._absent[next(iter(self._absent))]
         else:
             self._last[name] = topic
             self._known[name] = time.monotonic() + (SHORT_S if topic.short else KNOWN_S), topic

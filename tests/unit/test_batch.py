@@ -2,11 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
 
+from service import topics
 from service.batch import (
     BatchBody,
     line_of,
@@ -25,12 +26,14 @@ from service.errors import (
     MISSING_KEY,
     NOT_WRITTEN,
     TOO_LARGE,
+    UNKNOWN_TOPIC,
     Problem,
 )
 from service.event import BATCH_EVENTS_MAX, ENTRY_BYTES, Event
+from service.kafka.cluster import Topic
 from service.request import Answer, Committed, Load
 from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX
-from tests.unit.fakes import World, ended, kind_of, make_event
+from tests.unit.fakes import FakeProducer, World, ended, kind_of, make_event
 
 
 async def cars_of(*events: Event) -> list[list[Event]]:
@@ -163,6 +166,38 @@ async def test_an_event_is_looked_at_when_its_train_is_made_up() -> None:
     seen = [(len(some), len(looked_at)) async for some in told]
     assert seen == [(2, 3), (3, 5), (0, 5)]
     await ended(serving)
+
+
+async def test_a_batch_for_a_topic_that_is_not_there_asks_for_it_once() -> None:
+    world = World(request_timeout_ms=300)
+    serving = world.serve(await world.slot())
+    answers = await written(world, batch_of(*(one(str(n), topic="nowhere") for n in range(2_000))))
+    assert {kind_of(answer) for answer in answers} == {UNKNOWN_TOPIC}
+    assert len(world.cluster.asked) == 1
+    await ended(serving)
+
+
+async def test_a_batch_may_take_longer_than_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its topic is looked up again meanwhile, and each train has a request's time."""
+    monkeypatch.setattr(topics, "KNOWN_S", 0.1)
+    world = World(request_timeout_ms=100)
+    looking_up = world.cluster.describe
+
+    async def slowly(names: Sequence[str]) -> dict[str, Topic]:
+        await asyncio.sleep(0.01)
+        return await looking_up(names)
+
+    monkeypatch.setattr(world.cluster, "describe", slowly)
+    writing = FakeProducer.write
+
+    async def write(*arguments: Any) -> Any:
+        await asyncio.sleep(0.005)
+        return await writing(*arguments)
+
+    monkeypatch.setattr(FakeProducer, "write", write)
+    batch = batch_of(*(one(str(n // 2)) for n in range(80)))  # a key that comes again begins a new train
+    assert {kind_of(answer) for answer in await written(world, batch)} == {None}
+    assert len(world.cluster.asked) > 1
 
 
 async def test_a_line_that_is_no_json_fails_alone() -> None:

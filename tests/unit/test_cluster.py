@@ -28,6 +28,9 @@ class FakeClient(AIOKafkaClient):  # type: ignore[misc]
         self.hangs = False
         self.busy: set[str] = set()  # transactional ids whose markers are not written yet
         self.unlisted = 0  # so many answers to come list no broker at all
+        # Of a topic: error code, number, leader, replicas, those in sync.
+        self.partitions = [(0, number, 1, [1, 2, 3], [1, 2, 3]) for number in range(3)]
+        self.least = "2"
 
     def get_random_node(self) -> int | None:
         if self.unlisted:
@@ -56,7 +59,9 @@ class FakeClient(AIOKafkaClient):  # type: ignore[misc]
             "producer_id": 7,
             "producer_epoch": 3,
         }
-        return type("Answer", (), {"topics": [(0, "orders", False, [None] * 3)], **identity})
+        configs = [(0, None, 2, "orders", [("min.insync.replicas", self.least)])]
+        metadata = [(0, "orders", False, self.partitions)]
+        return type("Answer", (), {"topics": metadata, "resources": configs, **identity})
 
     async def close(self) -> None:
         self.closed = True
@@ -131,3 +136,25 @@ async def test_a_fence_tells_which_ids_it_waits_for() -> None:
     with pytest.raises(KafkaAway, match="could be fenced"):
         await fencing
     assert told[-1] == ["d"]
+
+
+@pytest.mark.parametrize(
+    ("least", "replicas", "in_sync", "short"),
+    [
+        ("2", 3, 3, False),
+        ("2", 3, 2, False),
+        ("2", 3, 1, True),
+        ("3", 3, 2, True),
+        ("1", 3, 1, False),
+        ("2", 1, 1, False),  # more than there are need not be in sync (KIP-966)
+    ],
+)
+async def test_a_partition_with_too_few_replicas_in_sync_is_told(
+    least: str, replicas: int, in_sync: int, short: bool
+) -> None:
+    client = FakeClient()
+    client.partitions[1] = (0, 1, 1, list(range(replicas)), list(range(in_sync)))
+    client.partitions.reverse()  # in whatever order a broker tells them
+    client.least = least
+    (topic,) = (await cluster_with(client).describe(["orders"])).values()
+    assert (topic.partitions, topic.short) == (3, frozenset({1} if short else ()))

@@ -1,6 +1,7 @@
 """A group on its way: what is answered, what waits again, and what is never written."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -206,7 +207,7 @@ async def test_a_partition_that_lacks_replicas_is_in_no_transaction() -> None:
     known = await world.ask(make_event("known", partition=1))
     world.cluster.topics["orders"] = Topic("orders", 3, {}, frozenset({1, 2}))
     world.catalogue.doubt("orders")
-    await world.catalogue.get("orders")
+    await world.catalogue.get("orders", time.monotonic())
     asked = [make_event("good", partition=0), make_event("short", partition=1), make_event("any")]
     answers = [world.ask(event) for event in (*asked, make_event("known", partition=1))]
     good, short, anywhere, again = [await answer for answer in answers]
@@ -229,7 +230,7 @@ async def test_a_partition_that_lacks_replicas_is_in_no_transaction() -> None:
 async def test_a_topic_that_failed_is_looked_at_before_it_is_written_again() -> None:
     world = World()
     slot = await world.slot()
-    await world.catalogue.get("orders")
+    await world.catalogue.get("orders", time.monotonic())
     refused = TransactionFailed(Verdict.ABORTED, "NotEnoughReplicas", stuck={"orders"})
     world.producers[0].trouble.before["write"].append(refused)
     failing = world.serve(slot)
@@ -270,7 +271,7 @@ async def test_what_was_answered_503_while_others_are_released_is_not_written() 
     """Between the look at the deadline and the sending nothing is awaited."""
     world = World(request_timeout_ms=200)
     slot = await world.slot()
-    await world.catalogue.get("orders")
+    await world.catalogue.get("orders", time.monotonic())
     late, soon = world.submit("late", ago_s=0.3), world.submit("soon", ago_s=0.1)
     await asyncio.sleep(0.01)
     release = world.keys.trouble.hold("release")
@@ -288,7 +289,7 @@ async def test_what_was_answered_503_while_others_are_released_is_not_written() 
 async def test_what_was_answered_503_while_its_producer_began_is_not_written() -> None:
     """An idempotent producer's first life takes a while."""
     world = World(request_timeout_ms=80)
-    await world.catalogue.get("plain.a")
+    await world.catalogue.get("plain.a", time.monotonic())
     slot = await world.slot()
     begun = world.plains[0].trouble.hold("identity")
     sweeping = asyncio.create_task(world.intake.sweep())
@@ -317,7 +318,7 @@ async def test_each_request_is_answered_at_its_own_deadline() -> None:
 
 async def test_what_may_be_written_is_504_at_the_deadline_and_the_rest_503() -> None:
     world = World(request_timeout_ms=200)
-    await world.catalogue.get("orders")
+    await world.catalogue.get("orders", time.monotonic())
     slot = await world.slot()
     world.producers[0].trouble.hold("write")
     sweeping, serving = asyncio.create_task(world.intake.sweep()), world.serve(slot)
@@ -333,7 +334,7 @@ async def test_what_may_be_written_is_504_at_the_deadline_and_the_rest_503() -> 
 async def test_requests_that_were_answered_do_not_stay_in_the_queue() -> None:
     """Without a slot nobody takes them out."""
     world = World(request_timeout_ms=50)
-    await world.catalogue.get("orders")
+    await world.catalogue.get("orders", time.monotonic())
     sweeping = asyncio.create_task(world.intake.sweep())
     answers = await asyncio.gather(*(world.submit(str(n)) for n in range(20)))
     assert {kind_of(answer) for answer in answers} == {NOT_WRITTEN}
@@ -345,7 +346,7 @@ async def test_requests_that_were_answered_do_not_stay_in_the_queue() -> None:
 async def test_requests_that_were_answered_do_not_stay_in_memory_behind_one_that_waits() -> None:
     world = World()
     sweeping = asyncio.create_task(world.intake.sweep())
-    await world.catalogue.get("orders")
+    await world.catalogue.get("orders", time.monotonic())
     patient = make_event("patient")
     world.keys.server.freed[5] = 1
     world.keys.server.keys[patient.id] = Claimed(5, 1, NOW_MS, patient.fp)  # another writes it

@@ -1,6 +1,7 @@
 """What a group meets at the key store, and what becomes of events whose guarantee is `idempotent`."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -171,7 +172,7 @@ async def test_a_topic_that_vanished_does_not_fail_what_was_let_in() -> None:
     await asyncio.sleep(0.01)
     del world.cluster.topics["orders"]
     world.catalogue.doubt("orders")
-    assert await world.catalogue.get("orders") is None
+    assert await world.catalogue.get("orders", time.monotonic()) is None
     serving = world.serve(await world.slot())
     assert isinstance(await answer, Committed)
     await ended(serving)

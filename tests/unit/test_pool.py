@@ -322,6 +322,80 @@ async def test_another_slot_is_taken_beside_one_that_is_stuck(hold: Hold, monkey
     waiting.cancel()
 
 
+async def test_a_newcomer_gets_a_slot_although_others_have_stuck_ones(
+    hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nobody gives the last one away that can write."""
+    broken: set[int] = set()
+    mended = asyncio.Event()
+
+    async def serve(slot: Slot) -> None:
+        while not slot.leaving:
+            if slot.n in broken:
+                raise TransactionFailed(Verdict.UNKNOWN, "no answer")
+            await asyncio.sleep(0.002)
+
+    old = hold(serve, slots=4, slots_max=4, lease_ttl_ms=90, request_timeout_ms=100)
+    await until(lambda: old.pool.ready == 4)
+    run = old.recovery.run
+
+    async def recover(slot: Slot, epoch: Epoch) -> None:
+        if slot.n in broken:
+            await mended.wait()
+        await run(slot, epoch)
+
+    monkeypatch.setattr(old.recovery, "run", recover)
+    broken |= set(list(old.pool.slots)[:2])
+    monkeypatch.setattr(module, "STUCK_SHARE", 0.5)
+    await until(lambda: old.pool.ready == 2)
+    await asyncio.sleep(0.1)
+    new = hold(serve, slots=4, slots_max=4, lease_ttl_ms=90, request_timeout_ms=100)
+    new.world.keys.server = old.world.keys.server
+    await until(lambda: (old.pool.ready, new.pool.ready) == (1, 1))
+    await asyncio.sleep(0.2)
+    assert (old.pool.ready, new.pool.ready) == (1, 1)
+    broken.clear()
+    mended.set()
+    await until(lambda: (old.pool.ready, new.pool.ready) == (2, 2))
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+async def test_who_comes_back_to_the_store_first_leaves_the_others_their_slots(
+    hold: Hold, monkeypatch: pytest.MonkeyPatch, flushed: bool
+) -> None:
+    """All leases have run out, or are forgotten with the store, and each comes back to its own."""
+    monkeypatch.setattr(module, "STUCK_SHARE", 0.5)
+    lost = False
+
+    async def serve(slot: Slot) -> None:
+        while not slot.leaving:
+            if lost and slot.epoch == EPOCH:
+                raise StoreLost("flushed")
+            await asyncio.sleep(0.002)
+
+    pools = [hold(serve, slots=2, slots_max=8, lease_ttl_ms=300, request_timeout_ms=400) for _ in range(4)]
+    server = pools[0].world.keys.server
+    for held in pools[1:]:
+        held.world.keys.server = server
+    await until(lambda: all(held.pool.ready == 2 for held in pools))
+    before = [sorted(held.pool.slots) for held in pools]
+    for held in pools:
+        held.world.store.epoch = None
+    if flushed:
+        lost = True
+        server.flush()
+    await asyncio.sleep(0.5)
+    server.clock.pass_ms(4_000)
+    if flushed:
+        server.freed, server.held = dict.fromkeys(range(8), 0), LATER
+    for held in pools:
+        held.world.store.epoch = LATER if flushed else EPOCH
+        await asyncio.sleep(0.05)
+    await until(lambda: all(held.pool.ready == 2 for held in pools))
+    assert [sorted(held.pool.slots) for held in pools] == before
+    assert not any(held.world.keys.returned for held in pools)
+
+
 async def test_a_slot_whose_lease_is_lost_is_let_go(hold: Hold) -> None:
     held = hold(slots_max=1)
     slot = await held.ready()

@@ -423,3 +423,24 @@ async def test_the_group_that_took_a_request_last_has_it() -> None:
     queue.returned(first)
     assert queue.take() == [one]
     assert one.turn > turn
+
+
+async def test_who_takes_what_can_go_now_wakes_another_for_what_travels_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, queue = Clock(monkeypatch), Queue(SETTINGS, 2)
+    queue.suspect("bad")
+    queue.admit([request("b", "bad")])
+    assert clock.serve(queue, 3.0) == ["b"]  # it rests for as long
+    for key in ("a", "c"):
+        queue.admit([request(key)])
+        assert keys_of(queue.take()) == [key]
+    takers = [asyncio.create_task(queue.wait()) for _ in range(2)]
+    await asyncio.sleep(0)
+    queue.admit([request("d")])
+    clock.now += 1.0  # those on their way are slow: they do not count
+    queue._make_room()
+    await asyncio.sleep(0)
+    assert [taker.done() for taker in takers] == [True, False]
+    assert keys_of(queue.take()) == ["d"]
+    await asyncio.sleep(0)
+    assert takers[1].done()
+    assert keys_of(queue.take()) == ["b"]
