@@ -85,6 +85,13 @@ class Stage:
             taken = sorted(int(slot) for slot in store.smembers(f"{prefix}o"))
             return [slot for slot in taken if not store.exists(f"{prefix}l{slot}")]
 
+    def leases(self) -> dict[int, str]:
+        """The slots that somebody holds, and the token of who does."""
+        prefix = f"{{{self.namespace}:0}}"
+        with self.redis.client() as store:
+            tokens = {slot: store.get(f"{prefix}l{slot}") for slot in range(64)}
+        return {slot: token.decode() for slot, token in tokens.items() if token is not None}
+
     def holders(self) -> set[str]:
         """The processes that hold the slots which somebody took; "" for a slot that nobody holds."""
         prefix = f"{{{self.namespace}:0}}"

@@ -24,6 +24,33 @@ async def test_flushed_under_load(own_stage: Stage, topic: str) -> None:
     await stage.assert_exactly_once(topic)
 
 
+async def test_a_full_store_answers_what_it_knows(own_stage: Stage, topic: str) -> None:
+    """New events are refused; a heartbeat takes no more room, so that everybody keeps his slots."""
+    stage = own_stage
+    services = [
+        stage.service(lease_ttl_ms=500, request_timeout_ms=1_000, transaction_timeout_ms=1_000) for _ in range(2)
+    ]
+    await stage.start(*services)
+    urls = [service.url for service in services]
+    known = events(topic, 10)
+    await stage.client.load(urls, known)
+    before = stage.leases()
+
+    with stage.redis.client() as store:
+        store.config_set("maxmemory", 1)
+        for _ in range(2):
+            for url in urls:
+                answers = [await stage.client.post(url, asked) for asked in known]
+                assert {(answer.status, answer.replayed) for answer in answers} == {(201, True)}
+                refused = await stage.client.post(url, Asked("new", topic, b"1"))
+                assert (refused.status, refused.code) == (503, "not-written")
+            await asyncio.sleep(1.0)  # two leases
+        assert stage.leases() == before
+        store.config_set("maxmemory", 0)
+    await stage.client.settle(urls, Asked("new", topic, b"1"))
+    await stage.assert_exactly_once(topic)
+
+
 async def test_flushed_again_during_the_recovery_from_it(own_stage: Stage, topic: str) -> None:
     """The ledger was replayed when the second flush comes: without the nonce, an empty store would be believed."""
     stage = own_stage
