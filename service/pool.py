@@ -35,6 +35,8 @@ PAUSE_LEAST_S: Final = 0.05
 PAUSE_MOST_S: Final = 2.0
 # A slot that has not been recovered for so much of a request's time is not counted on: another is taken beside it.
 STUCK_SHARE: Final = 0.5
+# Before Kafka tells that replicas lack, more than one may be caught: so many are replaced, also where one is wanted.
+REPLACED_LEAST: Final = 3
 SETTLED: Final = frozenset({SlotState.READY, SlotState.WRITING})
 
 Serve = Callable[[Slot], Awaitable[None]]
@@ -178,7 +180,7 @@ class Pool:
         held = [slot for slot in self.slots.values() if not slot.leaving]
         # One whose transaction Kafka cannot end, for a partition that takes no markers, cannot begin another.
         stuck = sum(map(self._is_stuck, held))
-        most = self._settings.slots + min(self._settings.slots, stuck)
+        most = self._settings.slots + min(max(self._settings.slots, REPLACED_LEAST), stuck)
         share = min(most, max(1, self._settings.slots_max // max(1, census.members)))
         dead = [n for n, mark in enumerate(census.slots) if mark == "d" and n not in self.slots]
         free = [n for n, mark in enumerate(census.slots) if mark == "f" and n not in self.slots]

@@ -67,7 +67,6 @@ def only_broker_killed(world: World) -> None:
     brokers=3,
     services=1,
     settings={"FENCEPOST_SLOTS": "1"},
-    in_run=True,
 )
 def topic_below_its_min_isr(world: World) -> None:
     weak = f"{world.namespace}.weak"
