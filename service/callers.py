@@ -8,10 +8,10 @@ from functools import lru_cache
 from typing import Final
 
 from service.errors import FORBIDDEN_TOPIC, RATE_LIMITED, UNAUTHORIZED, Problem
+from service.settings import TOPICS_MAX
 from service.shared import CallerRule
 
 _SCHEME: Final = "bearer "
-_TOPICS_MAX: Final = 1024
 
 
 class Caller:
@@ -24,7 +24,7 @@ class Caller:
         self._left = self._most  # events that may come now; below 0 after a batch that was larger
         self._at = 0.0  # when it was so, by the loop's time
         globs = ("*",) if rule is None else rule.topics
-        self._may = lru_cache(maxsize=_TOPICS_MAX)(lambda topic: any(fnmatchcase(topic, glob) for glob in globs))
+        self._may = lru_cache(maxsize=TOPICS_MAX)(lambda topic: any(fnmatchcase(topic, glob) for glob in globs))
 
     def check(self, topic: str) -> None:
         """Raises Problem (403) for a topic that is none of its business."""

@@ -27,6 +27,7 @@ from service.prefer import Preference, parse_prefer
 from service.rendering import (
     JSON_LINE,
     committed_lines,
+    lines_of,
     location_of,
     render_place,
     render_problem,
@@ -219,8 +220,7 @@ class EventsEndpoint:
             log.error("request failed", key=key, exc_info=error)
             error = Problem(INTERNAL, "send it again, with the same key")
         status, headers, body = render_problem(error)
-        lines = b"".join([b"%b: %b\r\n" % header for header in headers]) + applied
-        self._answer(post, status, lines, body, error.kind.code)
+        self._answer(post, status, lines_of(headers) + applied, body, error.kind.code)
 
     def _answer(self, post: Post, status: int, lines: bytes, body: bytes, code: str = "") -> None:
         self._telemetry.requested(status, code)

@@ -31,7 +31,7 @@ class Written(NamedTuple):
 def route(
     requests: Iterable[Request], topic_of: Callable[[str], Topic]
 ) -> tuple[dict[Partition, None], dict[Request, Partition]]:
-    """Choose the partition of each event of a group; answers those that there are, once, and the requests to leave out.
+    """Choose the partition of each event of a group; answers those to write to, once, and the requests to leave out.
 
     Those have an event for the partition that is told, which has too few replicas in sync. Events without a key share
     one partition of their topic, as in KIP-480, and one that has enough.
@@ -40,20 +40,19 @@ def route(
     left_out: dict[Request, Partition] = {}
     sticky: dict[str, int] = {}
     for request in requests:
-        mine: list[Partition] = []
+        request.partitions = []
         for event in request.events:
             topic = topic_of(event.topic)
             number = partition_of(event, topic.partitions)
             if number is None:
-                number = sticky.get(event.topic)
-                if number is None:
-                    number = sticky[event.topic] = _any_partition(topic)
-            mine.append((event.topic, number))
+                if event.topic not in sticky:
+                    sticky[event.topic] = _any_partition(topic)
+                number = sticky[event.topic]
+            request.partitions.append(number)
             if number in topic.short:
-                left_out[request] = mine[-1]
-        request.partitions = [number for _, number in mine]
-        if request not in left_out:
-            chosen.update(dict.fromkeys(mine))
+                left_out[request] = event.topic, number
+            else:
+                chosen[event.topic, number] = None
     return chosen, left_out
 
 

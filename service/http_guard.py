@@ -9,7 +9,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.errors import HEAD_TOO_LARGE, INVALID_HTTP, Problem
-from service.rendering import render_problem
+from service.rendering import lines_of, render_problem
 
 HEAD_BYTES_MAX: Final = 64 * 1024
 # From the connection, or a request's first byte, to its last one. Between requests uvicorn's keep-alive bound holds.
@@ -57,8 +57,7 @@ class GuardedProtocol(HttpToolsProtocol):
             status, headers, body = render_problem(problem)
             headers += [*self.server_state.default_headers, (b"connection", b"close")]
             headers.append((b"content-length", b"%d" % len(body)))
-            lines = b"".join(b"%b: %b\r\n" % header for header in headers)
-            self.transport.write(b"%b%b\r\n%b" % (STATUS_LINE[status], lines, body))
+            self.transport.write(b"%b%b\r\n%b" % (STATUS_LINE[status], lines_of(headers), body))
         self.transport.close()
 
     @property

@@ -12,6 +12,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from service.http_guard import GuardedProtocol
+from service.rendering import lines_of
 
 Handler = Callable[["Post"], None]
 
@@ -233,7 +234,7 @@ class PostsProtocol(GuardedProtocol):
         headers = self.server_state.default_headers
         made_of, lines = PostsProtocol._date
         if made_of is not headers:
-            lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+            lines = lines_of(headers)
             PostsProtocol._date = headers, lines
         return lines
 

@@ -137,7 +137,8 @@ class Ingest:
             else:
                 claims = await slot.claim([request.asked[0] for request in requests])
         except StoreAway:  # nothing was claimed: the term goes on
-            await self._wait_for_store(requests)
+            self._queue_again(requests)
+            await asyncio.sleep(STORE_AWAY_PAUSE_S)
             return [], []
         self._telemetry.stage_claim.observe(time.perf_counter() - started)
         if requests[0].atomic and claims[0].outcome is Outcome.DELIVERED:
@@ -145,10 +146,10 @@ class Ingest:
             return [], []
         # From here to the sending nothing is awaited: a deadline cannot pass in between and be answered 503.
         group, unwanted, refused = self._sort(requests, claims, left_out)
-        if refused and not group:
-            await self._wait_for_store(refused)
-        else:
+        if refused:
             self._queue_again(refused)
+            if not group:
+                await asyncio.sleep(STORE_AWAY_PAUSE_S)
         return group, unwanted
 
     def _sort(
@@ -179,12 +180,8 @@ class Ingest:
                     self._accept(request)
         return group, unwanted, refused
 
-    async def _wait_for_store(self, refused: Sequence[Request]) -> None:
-        """Redis takes no claims now: they are made anew a little later, by whoever comes first."""
-        self._queue_again(refused)
-        await asyncio.sleep(STORE_AWAY_PAUSE_S)
-
     def _queue_again(self, requests: Sequence[Request]) -> None:
+        """Redis took no claim of these: it is made anew, by whoever comes first."""
         for request in requests:
             request.move(RequestEvent.QUEUE)
         self._queue.put_back(requests)

@@ -24,7 +24,7 @@ from service.kafka.cluster import Topic
 from service.recovery import Store
 from service.request import Answer, Answers, Committed, Queue, Request, Train
 from service.schemas import Schemas
-from service.settings import Settings
+from service.settings import TOPICS_MAX, Settings
 from service.shared import Guarantee, Rules
 from service.states import MAYBE_WRITTEN, RequestEvent
 from service.telemetry import Telemetry
@@ -62,7 +62,7 @@ class Intake:
         tracing: "Tracing | None" = None,
     ) -> None:
         self._settings = settings
-        self._guarantee = lru_cache(maxsize=10_000)(rules.guarantee)  # by topic
+        self._guarantee = lru_cache(maxsize=TOPICS_MAX)(rules.guarantee)  # by topic
         self._schemas = schemas
         self._store = store
         self._queue = queue

@@ -81,7 +81,6 @@ class Pool:
         self.token = f"{settings.name}/{secrets.token_hex(6)}"
         self.slots: dict[int, Slot] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._down_since: dict[int, float] = {}  # slots that cannot write, by time.monotonic
         self._last_beat: tuple[Epoch, float] | None = None  # that was answered: in which generation, and when
         self._patient_until = 0.0
         self._troubles: dict[int, Incident] = {}  # by slot: a recovery that fails over and over is one
@@ -172,7 +171,8 @@ class Pool:
         now, lease_s = time.monotonic(), self._settings.lease_ttl_ms / 1000
         if self._last_beat is not None and (self._last_beat[0] != epoch or self._last_beat[1] < now - lease_s):
             self._patient_until = now + lease_s
-            self._down_since = dict.fromkeys(self._down_since, now)
+            for slot in self.slots.values():
+                slot.down_since = max(slot.down_since, now)
         self._last_beat = epoch, now
 
     async def _balance(self, census: Census, epoch: Epoch) -> None:
@@ -198,8 +198,7 @@ class Pool:
             self._let_go(slot)
 
     def _is_stuck(self, slot: Slot) -> bool:
-        patience_s = STUCK_SHARE * self._settings.request_timeout_ms / 1000
-        return time.monotonic() - self._down_since.get(slot.n, math.inf) > patience_s
+        return time.monotonic() - slot.down_since > STUCK_SHARE * self._settings.request_timeout_ms / 1000
 
     async def _take(self, n: int, epoch: Epoch) -> None:
         if not await self._keys.take(epoch, n, self.token) or n in self.slots:
@@ -211,7 +210,6 @@ class Pool:
         slot = Slot(n, self._keys, self._topics.ledger, self._settings.name, plain)
         slot.move(SlotEvent.LEASE)
         self.slots[n] = slot
-        self._down_since[n] = time.monotonic()
         self._tasks[n] = asyncio.create_task(self._live(slot), name=f"slot-{n}")
 
     def _let_go(self, slot: Slot) -> None:
@@ -226,7 +224,6 @@ class Pool:
         idle = False  # nothing of a group is under way
         try:
             while not slot.leaving:
-                idle = False
                 try:
                     await self._recover(slot)
                     pause_s = PAUSE_LEAST_S
@@ -243,7 +240,6 @@ class Pool:
             await slot.end()
             self.slots.pop(slot.n, None)
             self._tasks.pop(slot.n, None)
-            self._down_since.pop(slot.n, None)
             self._troubles.pop(slot.n, None)
             await self._give_back(slot, idle)
 
@@ -256,13 +252,13 @@ class Pool:
         took_s = time.monotonic() - started
         self._telemetry.slot_recoveries.observe(took_s)
         slot.doubtful = 0
-        self._down_since.pop(slot.n, None)
+        slot.down_since = math.inf
         log.info("slot ready", slot=slot.n, term=slot.term, took_s=round(took_s, 3), **self._trouble_of(slot).over())
         self._recovered()
 
     def _ended(self, slot: Slot, error: Exception) -> None:
         """A term is over, or recovery did not get to one."""
-        self._down_since.setdefault(slot.n, time.monotonic())
+        slot.down_since = min(slot.down_since, time.monotonic())
         why = next((name for kind, name in ENDS.items() if isinstance(error, kind)), "bug")
         self._telemetry.terms_ended.labels(why).inc()
         if isinstance(error, TransactionFailed):

@@ -67,6 +67,11 @@ def _fields(place: Placed) -> str:
     )
 
 
+def lines_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Headers as they are sent, each with its CRLF."""
+    return b"".join([b"%b: %b\r\n" % header for header in headers])
+
+
 def render_problem(problem: Problem) -> tuple[int, Headers, bytes]:
     """`application/problem+json` (RFC 9457), with Retry-After where another try may help."""
     headers, body = _rendered(problem.kind, problem.detail, problem.retry_after_s)

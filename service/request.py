@@ -337,21 +337,20 @@ class Queue:
         if self._apart_out is not None or not self._apart:
             return []
         waiting = [request for request in self._apart if not request.answered]
-        first = min(waiting, key=lambda one: self._apart_turns.get(one.events[0].topic, 0), default=None)
-        if first is None or first.failures:
-            group = [] if first is None else [first]
-        else:
-            topic = first.events[0].topic
+        if not waiting:
+            self._apart.clear()
+            return []
+        first = min(waiting, key=lambda one: self._apart_turns.get(one.events[0].topic, 0))
+        topic = first.events[0].topic
 
-            def alike(request: Request) -> bool:
-                return not request.failures and all(event.topic == topic for event in request.events)
+        def alike(request: Request) -> bool:
+            return not request.failures and all(event.topic == topic for event in request.events)
 
-            group = take_group(deque(request for request in waiting if request is first or alike(request)))
-        taken = set(map(id, group))
-        self._apart = deque(request for request in waiting if id(request) not in taken)
-        if group:
-            self._apart_out = group
-            self._apart_turns[group[0].events[0].topic] = self._turns + 1
+        together = [first] if first.failures else [one for one in waiting if one is first or alike(one)]
+        self._apart_out = group = take_group(deque(together))
+        self._apart_turns[topic] = self._turns + 1
+        taken = set(group)
+        self._apart = deque(request for request in waiting if request not in taken)
         return group
 
 

@@ -3,15 +3,14 @@
 import json
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import jsonschema_rs
 
 from service.errors import SCHEMA_MISMATCH, Problem
 from service.event import Event, check_json
+from service.settings import TOPICS_MAX
 from service.shared import PREFIX, Rules, SettingsError
-
-_TOPICS_MAX: Final = 1024
 
 
 class Schemas:
@@ -30,7 +29,7 @@ class Schemas:
                 wrong.append(f"{PREFIX}RULES: schema {path} cannot be used: {why}; name a file with a JSON Schema")
         if wrong:
             raise SettingsError("\n".join(wrong))
-        self._rule = lru_cache(maxsize=_TOPICS_MAX)(rules.rule)  # by topic
+        self._rule = lru_cache(maxsize=TOPICS_MAX)(rules.rule)  # by topic
 
     def check(self, event: Event) -> None:
         """Raises Problem (422) for a value that its topic's schema does not allow. A tombstone has none to look at."""

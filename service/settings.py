@@ -20,6 +20,9 @@ GROUP_LEDGER_BYTES_MAX: Final = 512 * 1024
 # Bytes of events at which a group closes: what a broker takes well within a transaction's timeout.
 GROUP_EVENT_BYTES_MAX: Final = 8 * 1024 * 1024
 
+# Names of topics, which anybody can make up, of which is remembered what the rules say.
+TOPICS_MAX: Final = 10_000
+
 _REDIS: Final = "redis://host:port/db, rediss://… or unix://…"
 _REDIS_PORT: Final = f"{_REDIS}, port from 1 to 65535; in a name or password %3A for :, %2F for /, %23 for #, %3F for ?"
 _REDIS_DB: Final = re.compile(r"(?:/[0-9]{0,9})?/?")

@@ -41,6 +41,7 @@ class Slot:
         self.state = SlotState.VACANT
         self.leaving = False  # it is to be given back
         self.stale = False  # its term or generation has passed: it is to be recovered before it writes again
+        self.down_since = time.monotonic()  # it cannot write, until it has been recovered; then infinite
         self.doubtful = 0  # events of a transaction without a clean commit, until the slot has been recovered
         self.doubtful_since = 0.0  # by time.monotonic
         self._keys = keys
