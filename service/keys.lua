@@ -160,10 +160,12 @@ function operation.mark()
   local head = 'C' .. struct.pack('>I2I8', tonumber(ARGV[4]), tonumber(ARGV[5]))
   local untouched = 0
   for id, state, at in entries(ARGV[9]) do
-    local present = redis.call('GET', K .. id)
-    if not present or string.sub(present, 1, 11) == head then
+    -- Nearly always it is this claim: one call, which also leaves the time at which the key expires.
+    local present = redis.call('SET', K .. id, state, 'XX', 'KEEPTTL', 'GET')
+    if not present then
       put(id, state, at, retention)
-    else
+    elseif string.sub(present, 1, 11) ~= head then
+      redis.call('SET', K .. id, present, 'KEEPTTL')
       untouched = untouched + 1
     end
   end

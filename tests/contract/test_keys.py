@@ -4,10 +4,11 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from deploy.local.stack import Redis
 from service.errors import Fenced, StoreLost
 from service.keys import Census, Epoch, Row
 from service.states import Claimed, Delivered, DeliveredBatch, Outcome
-from tests.contract.conftest import LEASE_MS, RETENTION_MS, Bench
+from tests.contract.conftest import LEASE_MS, RETENTION_MS, Bench, redis_keys
 
 ID, OTHER, THIRD = b"i" * 16, b"o" * 16, b"t" * 16
 FP, FP2 = b"f" * 8, b"2" * 8
@@ -257,3 +258,22 @@ async def test_a_key_is_forgotten_after_its_retention(bench: Bench) -> None:
     assert (await bench.keys.find(epoch, ID)).state is None
     (claim,) = await bench.keys.claim(epoch, 0, 10, [(ID, FP2)])
     assert claim.outcome is Outcome.NEW
+
+
+async def test_a_mark_leaves_the_time_at_which_a_key_is_forgotten(redis: Redis, namespace: str) -> None:
+    """Of its own claim, and of another's, which it must not touch."""
+    keys = redis_keys(redis, namespace)
+    seen = await keys.who()
+    assert await keys.recover(seen, "the first")
+    await keys.recover_end(seen.store, "the first", 1, (10, 20))
+    epoch = Epoch(1, seen.store)
+    (own,) = await keys.claim(epoch, 0, 10, [(ID, FP)])
+    (others,) = await keys.claim(epoch, 1, 20, [(OTHER, FP)])
+    assert await keys.mark(epoch, 0, 10, 10, 11, [(ID, delivered(own.state.at)), (OTHER, delivered(own.state.at))]) == 1
+    with redis.client() as client:
+        ends = [client.pexpiretime(f"{{{namespace}:0}}k".encode() + id) for id in (ID, OTHER)]
+    assert isinstance(own.state, Claimed)
+    assert isinstance(others.state, Claimed)
+    assert ends == [own.state.at + RETENTION_MS, others.state.at + RETENTION_MS]
+    assert await keys.find_all(epoch, [OTHER]) == [others.state]
+    await keys.close()
