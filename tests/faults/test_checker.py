@@ -167,6 +167,12 @@ def test_the_job_and_the_checker_agree_or_it_is_said() -> None:
     assert disagreements(report(once=0), twice, Verdict()) != []
     gone = Evidence({"c": [tried(single(asked("a")), ("info", 3))]}, [])
     assert disagreements(report(("stuck", A), once=0), gone, Verdict()) == []
+    # Of an `idempotent` topic and told to nobody, as by a process that died: the job cannot say that it was accepted.
+    for topics in (frozenset[str](), frozenset({TOPIC})):
+        untold = Evidence(gone.tries, [record(A, 3)], repeatable=topics)
+        assert disagreements(report(), untold, Verdict()) == []
+        assert bool(disagreements(report(once=0), untold, Verdict())) is not bool(topics)
+        assert bool(disagreements(report(("phantom", A), once=0), untold, Verdict())) is not bool(topics)
 
 
 def test_a_log_says_what_happened_also_when_it_is_cut_off(tmp_path: Path) -> None:
