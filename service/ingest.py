@@ -270,6 +270,7 @@ class Ingest:
             link = await slot.write(records, entries)
         except TransactionFailed as failed:
             self._doubt([request for request, _ in group], failed)
+            await self._free_innocents(slot, [request for request, _ in group], failed)
             raise
         return Written(delivered, link, [])
 
@@ -348,6 +349,24 @@ class Ingest:
                 self._set_apart(request)
             request.move(RequestEvent.DOUBT)
             self._parked.append(request)
+
+    async def _free_innocents(self, slot: Slot, requests: Sequence[Request], failed: TransactionFailed) -> None:
+        """Give up the claims of what was in a group with a culprit, so that another slot may write it now.
+
+        No commit was asked for, and none will be: nothing of that transaction can ever be there, whatever becomes of
+        the slot, whose recovery may wait for the culprit's replicas for hours (its abort markers need them). Where
+        nobody knows the culprit all wait for the recovery: another slot would only meet it too.
+        """
+        culprits = {*failed.stuck, *failed.refusals}
+        innocents = [r for r in requests if culprits.isdisjoint(event.topic for event in r.events)]
+        if failed.verdict is not Verdict.ABORTED or not culprits or not innocents:
+            return
+        with contextlib.suppress(StoreLost, StoreAway, StoreUnanswered):  # then they wait for the recovery too
+            await slot.release([id for request in innocents for id, _ in request.asked])
+            free = set(innocents)
+            waiting = [request for request in self._parked if request in free]  # who has been claimed anew has not
+            self._parked = [request for request in self._parked if request not in free]
+            self._queue.put_back(waiting)
 
     def _travels_on(self, request: Request, refusal: Refusal, alone: bool) -> bool:
         """The broker refuses a record of a request's topic: answer it if it was alone, else let it travel so.

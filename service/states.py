@@ -227,7 +227,7 @@ class RequestState(_Name):
     CLAIMING = "claiming"  # a claim is under way; without an answer it ends the slot's term, so nothing is sent
     CLAIMED = "claimed"  # claimed and not sent
     SENT = "sent"  # in a transaction
-    IN_DOUBT = "in doubt"  # was sent; recovery will tell
+    IN_DOUBT = "in doubt"  # was sent; a new claim will tell, after the recovery or once this one was given up
     CHECKING = "checking"  # in doubt, and claimed anew: the claim tells what happened
     ANSWERED = "answered"
 

@@ -26,6 +26,7 @@ class Rules(NamedTuple):
     term_current: bool = True  # the claim script demands that `freed` of the slot is the caller's term
     silence_ends_term: bool = True  # a claim or a release without an answer ends the term
     doubt_kept: bool = True  # what may have been sent is never answered 503
+    doubt_claimed: bool = True  # a claim is given up before its slot's recovery only if no commit was asked for
     claim_released: bool = True  # a release gives up only a claim of its own slot and term
     terms_are_offsets: bool = True  # terms are ledger offsets, not the epochs of producers
     superseded_stops: bool = True  # a store recovery stops where a later generation stands

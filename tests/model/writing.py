@@ -177,12 +177,20 @@ def _send(world: World, p: int, view: View, request: Request, rules: Rules) -> I
         partly = kafka.produce(writing, s, view.owner, (1,) * (count - 1) + (0,), p)
         assert partly is not None
         partly = spend(with_request(partly, p, sent), FAULT.lose_send)
-        yield f"{label}, the last is lost", end_term(partly, p, s, rules) if rules.sends_awaited else partly
+        failed = _let_go(end_term(partly, p, s, rules), p, s, view)
+        yield f"{label}, the last is lost", failed if rules.sends_awaited else partly
         refused = end_term(partly, p, s, rules)
         if not request.answered:
             yield f"{label}, the last is refused, 4xx", _answer(refused, p, REFUSED)
         unsaid = spend(with_request(after, p, sent), FAULT.lose_send)
-        yield f"{label}, reply lost", end_term(unsaid, p, s, rules) if rules.sends_awaited else unsaid
+        failed = _let_go(end_term(unsaid, p, s, rules), p, s, view)
+        yield f"{label}, reply lost", failed if rules.sends_awaited else unsaid
+
+
+def _let_go(world: World, p: int, s: int, view: View) -> World:
+    """The term has ended and no commit was asked for: the claim may be given up before the slot's recovery, or not."""
+    script = (late.RELEASE, world.processes[p].address, view.generation, view.store, s, view.term)
+    return late.leave(world, script, runs=1)
 
 
 def _write(world: World, p: int, view: View, request: Request, rules: Rules) -> Iterator[Step]:
@@ -222,7 +230,8 @@ def _commit(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[
         assert unmarked is not None
         yield f"{label}, markers are late", answered(spend(unmarked, FAULT.late_marker))
     if world.left[FAULT.lose_reply]:
-        yield f"{label}, reply lost", end_term(spend(decided, FAULT.lose_reply), p, s, rules)
+        unsaid = end_term(spend(decided, FAULT.lose_reply), p, s, rules)
+        yield f"{label}, reply lost", unsaid if rules.doubt_claimed else _let_go(unsaid, p, s, view)
         delayed = late.leave(spend(world, FAULT.lose_reply), (late.END, s, view.owner), runs=1)
         yield f"{label}, request is late", end_term(delayed, p, s, rules)
 

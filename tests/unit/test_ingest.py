@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -17,6 +18,7 @@ from service.errors import (
 )
 from service.kafka.cluster import Topic
 from service.kafka.verdict import Refusal, TransactionFailed, Verdict
+from service.keys import Epoch
 from service.request import Committed
 from service.states import Claimed, Delivered, SlotState
 from tests.unit.fakes import EPOCH, NOW_MS, World, count_of, end_of_term, ended, kind_of, make_event, unheard, until
@@ -197,6 +199,106 @@ async def test_what_was_stuck_travels_apart_and_the_others_go_on() -> None:
     assert world.keys_written(0) == [["hangs"]]
     for task in serving:
         await ended(task)
+
+
+async def test_who_was_in_a_group_with_a_culprit_does_not_wait_for_the_recovery() -> None:
+    """It may take hours: the abort markers of a partition wait for its replicas. No commit was asked for."""
+    world = World()
+    slot, other = await world.slot(), await world.slot(1)
+    hangs, fine, gone = world.submit("hangs", "orders"), world.submit("fine", "other"), world.submit("gone", "other")
+    await asyncio.sleep(0.01)
+    hung = world.producers[0].trouble.hold("write")
+    failing = world.serve(slot)
+    await until(lambda: world.keys.is_claimed("gone"))
+    requests = {request.events[0].key: request for request in world.intake._open}
+    world.intake.answer(requests["gone"], Problem(OUTCOME_UNKNOWN, "its deadline"))
+    stuck = TransactionFailed(Verdict.ABORTED, "NotEnoughReplicas", stuck={"orders"})
+    world.producers[0].trouble.before["write"].append(stuck)
+    hung.set()
+    await end_of_term(failing)
+    assert kind_of(await gone) is OUTCOME_UNKNOWN
+    serving = world.serve(other)
+    assert isinstance(await asyncio.wait_for(fine, 3.0), Committed)
+    again = await asyncio.wait_for(world.submit("gone", "other"), 3.0)
+    assert isinstance(again, Committed)
+    assert not again.replayed
+    assert world.keys_written(1) == [["fine"], ["gone"]]
+    assert not hangs.done()
+    assert world.keys.is_claimed("hangs")
+    await ended(serving)
+
+
+async def test_an_innocent_that_was_claimed_anew_before_its_release_is_answered_goes_round_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    slot, other = await world.slot(), await world.slot(1)
+    answers = [world.submit("hangs", "orders"), world.submit("fine", "other")]
+    await asyncio.sleep(0.01)
+    released, told = asyncio.Event(), asyncio.Event()
+    release = world.keys.release
+
+    async def late(epoch: Epoch, slot: int, term: int, ids: Sequence[bytes]) -> None:
+        await release(epoch, slot, term, ids)
+        released.set()
+        await told.wait()
+
+    monkeypatch.setattr(world.keys, "release", late)
+    stuck = TransactionFailed(Verdict.ABORTED, "NotEnoughReplicas", stuck={"orders"})
+    world.producers[0].trouble.before["write"].append(stuck)
+    failing = world.serve(slot)
+    await released.wait()
+    world.ingest.recovered()  # another slot was recovered meanwhile
+    hung = world.producers[1].trouble.hold("write")
+    serving = world.serve(other)
+    await asyncio.sleep(0.05)
+    told.set()
+    await end_of_term(failing)
+    monkeypatch.undo()
+    await world.recover(slot)
+    third = world.serve(slot)
+    await asyncio.sleep(0.1)
+    hung.set()
+    assert isinstance(await asyncio.wait_for(answers[1], 3.0), Committed)
+    assert world.keys_written(1)[-1] == ["fine"]
+    assert await ended(third) is None
+    await ended(serving)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "stuck"), [(Verdict.UNKNOWN, {"orders"}), (Verdict.FENCED, {"orders"}), (Verdict.ABORTED, set[str]())]
+)
+async def test_where_a_commit_was_asked_for_or_no_culprit_is_known_all_wait(verdict: Verdict, stuck: set[str]) -> None:
+    world = World()
+    slot, other = await world.slot(), await world.slot(1)
+    answers = [world.submit("a", "orders"), world.submit("b", "other")]
+    await asyncio.sleep(0.01)
+    world.producers[0].trouble.before["write"].append(TransactionFailed(verdict, "it ended", stuck=stuck))
+    await end_of_term(world.serve(slot))
+    serving = world.serve(other)
+    await asyncio.sleep(0.1)
+    assert not any(answer.done() for answer in answers)
+    assert world.producers[1].written == []
+    assert world.keys.is_claimed("b")
+    await ended(serving)
+
+
+@pytest.mark.parametrize("error", [StoreLost("another"), StoreUnanswered("no answer")])
+async def test_where_their_claims_cannot_be_given_up_the_innocent_wait_too(error: Exception) -> None:
+    world = World()
+    slot = await world.slot()
+    answers = [world.submit("a", "orders"), world.submit("b", "other")]
+    await asyncio.sleep(0.01)
+    stuck = TransactionFailed(Verdict.ABORTED, "NotEnoughReplicas", stuck={"orders"})
+    world.producers[0].trouble.before["write"].append(stuck)
+    world.keys.trouble.before["release"].append(error)
+    await end_of_term(world.serve(slot))
+    assert not any(answer.done() for answer in answers)
+    await world.recover(slot)
+    world.ingest.recovered()
+    serving = world.serve(slot)
+    assert isinstance(await answers[1], Committed)
+    await ended(serving)
 
 
 async def test_a_partition_that_lacks_replicas_is_in_no_transaction() -> None:
