@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from tests.bench import plots, results
 from tests.bench.rows import Row
@@ -63,17 +63,10 @@ def _table(goals_rows: Sequence[tuple[str, dict[str, Any]]]) -> str:
     return f"<h2>Goals</h2><table><tr><th></th><th>median</th><th>goal</th><th></th></tr>{rows}</table>"
 
 
-# What is told of where a result comes from, and how it is named.
-_WHERE: Final = {
-    **{key: key for key in ("commit", "date", "depth", "machine", "cores")},
-    "beside": "a core beside a busy one is slower by",
-    **{key: key for key in ("load", "python", "kafka", "aiokafka", "redis", "took_s")},
-}
-
-
 def _section(result: dict[str, Any], graphs: Sequence[Path]) -> str:
     name = escape(result["name"])
-    where = " · ".join(f"{label} {escape(str(result[key]))}" for key, label in _WHERE.items() if key in result)
+    known = ("commit", "date", "depth", "machine", "cores", "load", "python", "kafka", "aiokafka", "redis", "took_s")
+    where = " · ".join(f"{key} {escape(str(result[key]))}" for key in known if key in result)
     head = f"<h2 id='{name}'>{name}</h2><p class='about'>{escape(result.get('about', ''))}</p>"
     if "failed" in result:
         return f"{head}<p class='failed'>No number: {escape(result['failed'])}</p><p class='where'>{where}</p>"

@@ -12,7 +12,6 @@ from typing import Any
 import aiokafka
 
 from deploy.local.places import ROOT
-from tests.bench import neighbour
 from tests.bench.rows import Row
 from tests.bench.stage import Stage
 
@@ -33,7 +32,6 @@ def describe(stage: Stage) -> dict[str, Any]:
         "depth": stage.depth,
         "cores": os.cpu_count(),
         "machine": _machine(),
-        "beside": neighbour.slowdown(),
         "load": round(os.getloadavg()[0], 2),
         "python": sys.version.split()[0],
         "kafka": broker,
