@@ -256,7 +256,7 @@ class Ingest:
         return self._tracing.sending(slot.n, [request for request, _ in group])
 
     async def _deliver_once(self, slot: Slot, group: Sequence[Won]) -> Written:
-        """Write a group in one transaction. Raises TransactionFailed: all of it is in doubt until recovery has run."""
+        """Write a group in one transaction. Raises TransactionFailed: all of it is in doubt, see `_doubt`."""
         records = self._records(slot, group, slot.producer.producer_id, slot.producer.epoch)
         delivered: list[Committable] = []
         for request, _ in group:
@@ -269,8 +269,7 @@ class Ingest:
         try:
             link = await slot.write(records, entries)
         except TransactionFailed as failed:
-            self._doubt([request for request, _ in group], failed)
-            await self._free_innocents(slot, [request for request, _ in group], failed)
+            await self._doubt(slot, [request for request, _ in group], failed)
             raise
         return Written(delivered, link, [])
 
@@ -336,10 +335,16 @@ class Ingest:
 
     # ----------------------------------------------------------------------------------------------------- doubt
 
-    def _doubt(self, requests: Sequence[Request], failed: TransactionFailed) -> None:
-        """A group did not commit cleanly. Its poison is answered if it was alone; the others wait for the recovery."""
+    async def _doubt(self, slot: Slot, requests: Sequence[Request], failed: TransactionFailed) -> None:
+        """A group did not commit cleanly. Its poison is answered if it was alone; the others wait for the recovery.
+
+        Not so the innocent, where no commit was asked for and whose topic ended it is known. Where that is not known
+        they wait too: another slot would only meet it.
+        """
         # Where a commit was asked for, what was refused on the way has been overcome, or is not what ended it.
         refusals = failed.refusals if failed.verdict is Verdict.ABORTED else {}
+        culprits = {*failed.stuck, *failed.refusals}
+        innocents: list[Request] = []
         for request in requests:
             topics = {event.topic for event in request.events}
             refused = [refusals[topic] for topic in topics if topic in refusals]
@@ -348,25 +353,27 @@ class Ingest:
             if not topics.isdisjoint(failed.stuck):
                 self._set_apart(request)
             request.move(RequestEvent.DOUBT)
-            self._parked.append(request)
+            innocent = failed.verdict is Verdict.ABORTED and culprits and topics.isdisjoint(culprits)
+            (innocents if innocent else self._parked).append(request)
+        if innocents:
+            await self._let_go(slot, innocents)
 
-    async def _free_innocents(self, slot: Slot, requests: Sequence[Request], failed: TransactionFailed) -> None:
-        """Give up the claims of what was in a group with a culprit, so that another slot may write it now.
+    async def _let_go(self, slot: Slot, innocents: Sequence[Request]) -> None:
+        """Give up the claims of requests that were sent, so that another slot may write them now.
 
-        No commit was asked for, and none will be: nothing of that transaction can ever be there, whatever becomes of
-        the slot, whose recovery may wait for the culprit's replicas for hours (its abort markers need them). Where
-        nobody knows the culprit all wait for the recovery: another slot would only meet it too.
+        No commit was asked for, and none will be: nothing of their transaction can ever be there, whatever becomes of
+        the slot, whose recovery may wait for the culprit's replicas for hours (its abort markers need them).
         """
-        culprits = {*failed.stuck, *failed.refusals}
-        innocents = [r for r in requests if culprits.isdisjoint(event.topic for event in r.events)]
-        if failed.verdict is not Verdict.ABORTED or not culprits or not innocents:
-            return
-        with contextlib.suppress(StoreLost, StoreAway, StoreUnanswered):  # then they wait for the recovery too
-            await slot.release([id for request in innocents for id, _ in request.asked])
-            free = set(innocents)
-            waiting = [request for request in self._parked if request in free]  # who has been claimed anew has not
-            self._parked = [request for request in self._parked if request not in free]
-            self._queue.put_back(waiting)
+        given_up = False
+        try:
+            with contextlib.suppress(StoreLost, StoreAway, StoreUnanswered):
+                await slot.release([id for request in innocents for id, _ in request.asked])
+                given_up = True
+        finally:
+            if given_up:
+                self._queue.put_back(innocents)
+            else:  # the claims may still stand: they wait for the recovery after all
+                self._parked += innocents
 
     def _travels_on(self, request: Request, refusal: Refusal, alone: bool) -> bool:
         """The broker refuses a record of a request's topic: answer it if it was alone, else let it travel so.

@@ -5,7 +5,7 @@ import time
 from service.wire import transactional_id
 from tests.faults.matrix import ALL_BROKERS_DIED_S, row
 from tests.faults.rows_service import doomed
-from tests.faults.world import ANSWER_S, World
+from tests.faults.world import World
 from tests.integration.conftest import plan_of
 from tests.integration.plan import Fault
 
@@ -67,6 +67,7 @@ def only_broker_killed(world: World) -> None:
     brokers=3,
     services=1,
     settings={"FENCEPOST_SLOTS": "1"},
+    in_run=True,
 )
 def topic_below_its_min_isr(world: World) -> None:
     weak = f"{world.namespace}.weak"
@@ -76,8 +77,7 @@ def topic_below_its_min_isr(world: World) -> None:
     waiting = world.load.send([world.ask(f"weak-{n}", weak) for n in range(20)])
     time.sleep(2.0)  # it has failed a group
     begun = time.monotonic()
-    # New ones: those of the load may all have been in the group that failed, and their keys wait for its recovery.
-    world.load.send([world.ask(f"other-{n}") for n in range(200)]).result(timeout=ANSWER_S)
+    world.wait_acked(200)  # also of what was in the group that failed
     world.notes.append(f"200 others acknowledged within {time.monotonic() - begun:.1f} s")
     assert not waiting.done()
     world.cluster.heal()

@@ -12,7 +12,7 @@ DEFAULT: Final[dict[str, Configuration]] = {
     "a crash and a commit in doubt": Configuration(Faults(kill=1, lose_reply=1, lose_send=1)),
     "a crash and a script without an answer": Configuration(Faults(kill=1, lose_script=1)),
     "a crash and failed marks": Configuration(Faults(kill=1, fail_mark=1, other=1, late_marker=1)),
-    "a failed send, whose claim is let go": Configuration(Faults(lose_send=1, kill=1, fence=1, post_again=1)),
+    "a failed send, whose claim is let go": Configuration(Faults(lose_send=1, kill=1, deadline=1, post_again=1)),
     "a failed send and a flush": Configuration(Faults(lose_send=1, flush=1, post_again=1)),
     "a pause and a commit in doubt": Configuration(Faults(expire=1, lose_reply=1, deadline=1, post_again=1)),
     "a pause and a script without an answer": Configuration(Faults(expire=1, lose_script=1, post_again=1)),

@@ -2,166 +2,45 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from aiokafka.errors import (
     ConcurrentTransactions,
     DuplicateSequenceNumber,
-    InvalidProducerEpoch,
-    KafkaConnectionError,
     LeaderNotAvailableError,
-    MessageSizeTooLargeError,
     NotLeaderForPartitionError,
     OperationNotAttempted,
-    OutOfOrderSequenceNumber,
     RequestTimedOutError,
     TopicAuthorizationFailedError,
-    UnknownTopicOrPartitionError,
 )
-from aiokafka.protocol.produce import ProduceRequest, ProduceResponse_v7
+from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.protocol.transaction import (
     AddPartitionsToTxnRequest,
-    AddPartitionsToTxnResponse_v0,
     EndTxnRequest,
-    EndTxnResponse_v0,
 )
 from aiokafka.record.default_records import DefaultRecordBatch
-from aiokafka.structs import TopicPartition
 
 from service.errors import FORBIDDEN_TOPIC, TOO_LARGE, UNKNOWN_TOPIC
 from service.kafka import life as module
 from service.kafka.cluster import CODECS, Cluster
-from service.kafka.life import Life, Partition, Place, Record
-from service.kafka.producer import IdempotentProducer, TransactionalProducer
-from service.kafka.verdict import PRODUCER_FENCED, REFUSALS, TransactionFailed, Verdict
+from service.kafka.life import Life, Place
+from service.kafka.producer import TransactionalProducer
+from service.kafka.verdict import TransactionFailed, Verdict
 from service.telemetry import Telemetry
-
-LEDGER = ("ns.ledger", 0)
-TOO_BIG = MessageSizeTooLargeError.errno
-GONE = KafkaConnectionError()
-FENCED = (InvalidProducerEpoch.errno, PRODUCER_FENCED)
-
-# A broker's answer for a partition: its offset, an error code, an exception for the whole request, or silence.
-Met = Place | int | Exception | None
-
-
-def record(topic: str, partition: int = 0, value: bytes = b"1", most: int = 10**6) -> Record:
-    return Record(topic, partition, None, value, [], 5, most)
-
-
-class FakeClient:
-    """AIOKafkaClient as far as a life uses it, and the brokers behind it."""
-
-    def __init__(self) -> None:
-        self.cluster = self
-        self.leaders: dict[Partition, int] = {}
-        self.unknown: set[str] = set()  # topics without any partition
-        self.leaderless: set[str] = set()
-        self._topics: set[str] = set()
-        self.asked: list[set[str]] = []  # topics that were looked up at once
-        self.produced: Callable[[str, int], Met] = lambda topic, partition: Place(4, -1)
-        self.added: Callable[[str, int], int] = lambda topic, partition: 0
-        self.ended: int | Exception | None = 0
-        self.requests: list[tuple[int, Any]] = []
-        self.closed = False
-
-    def leader_for_partition(self, partition: TopicPartition) -> int | None:
-        if partition.topic in self.unknown | self.leaderless:
-            return None
-        return self.leaders.get((partition.topic, partition.partition), 1)
-
-    def partitions_for_topic(self, topic: str) -> set[int] | None:
-        return None if topic in self.unknown else {0, 1, 2}
-
-    def add_topic(self, topic: str) -> None:
-        self._topics.add(topic)
-
-    def set_topics(self, topics: set[str]) -> None:
-        self.asked.append(topics - self._topics)
-        self._topics = set(topics)
-
-    async def force_metadata_update(self) -> bool:
-        return True
-
-    async def send(self, node: int, request: Any) -> Any:
-        self.requests.append((node, request))
-        await asyncio.sleep(0)
-        match request:
-            case AddPartitionsToTxnRequest():
-                rows = [(topic, [(n, self.added(topic, n)) for n in numbers]) for topic, numbers in request._topics]
-                return AddPartitionsToTxnResponse_v0(0, rows)
-            case EndTxnRequest():
-                return EndTxnResponse_v0(0, await self._meet(self.ended))
-            case ProduceRequest():
-                topics = []
-                for topic, batches in request._topics:
-                    topics.append((topic, [await self._row(topic, partition) for partition, _ in batches]))
-                return ProduceResponse_v7(topics, 0)
-        raise AssertionError(request)
-
-    async def _meet(self, met: Any) -> Any:
-        if met is None:
-            await asyncio.sleep(60)
-        if isinstance(met, Exception):
-            raise met
-        return met
-
-    async def _row(self, topic: str, partition: int) -> tuple[int, int, int, int, int]:
-        met = await self._meet(Place(9, -1) if (topic, partition) == LEDGER else self.produced(topic, partition))
-        return (partition, met, -1, -1, 0) if isinstance(met, int) else (partition, 0, *met, 0)
-
-    def sent(self, kind: type) -> list[Any]:
-        return [request for _, request in self.requests if isinstance(request, kind)]
-
-    def batches(self, topic: str) -> list[tuple[int, int, list[bytes | None]]]:
-        """Partition, base sequence and values of each batch that was sent to a topic."""
-        found = []
-        for request in self.sent(ProduceRequest):
-            for name, batches in request._topics:
-                for partition, raw in batches:
-                    batch = DefaultRecordBatch(bytes(raw))
-                    if name == topic:
-                        found.append((partition, batch.base_sequence, [each.value for each in batch]))
-        return found
-
-    async def close(self) -> None:
-        self.closed = True
-
-
-def cluster(timeout_ms: int = 600) -> Cluster:
-    return Cluster("127.0.0.1:1", client_id="test", request_timeout_ms=timeout_ms, telemetry=Telemetry())
-
-
-def fake_inside(life: Life) -> FakeClient:
-    fake = FakeClient()
-    life.client = fake
-    life.producer_id, life.epoch, life.coordinator = 7, 0, 1
-    return fake
-
-
-def transactional(timeout_ms: int = 600) -> tuple[TransactionalProducer, FakeClient]:
-    producer = TransactionalProducer(cluster(timeout_ms), "ns.slot.0", timeout_ms)
-    return producer, fake_inside(producer._life)
-
-
-def idempotent(timeout_ms: int = 600) -> tuple[IdempotentProducer, FakeClient]:
-    producer = IdempotentProducer(cluster(timeout_ms), "plain-0")
-    producer._life = Life(cluster(timeout_ms), "plain-0")
-    return producer, fake_inside(producer._life)
-
-
-async def write(producer: TransactionalProducer, *records: Record) -> list[Place]:
-    places, _ = await producer.write(records, LEDGER, lambda _: b"entries")
-    return places
-
-
-async def failure(producer: TransactionalProducer, *records: Record) -> TransactionFailed:
-    with pytest.raises(TransactionFailed) as raised:
-        await write(producer, *records)
-    return raised.value
-
+from tests.unit.fake_brokers import (
+    FENCED,
+    GONE,
+    LEDGER,
+    TOO_BIG,
+    Met,
+    failure,
+    fake_inside,
+    idempotent,
+    record,
+    transactional,
+    write,
+)
 
 # ------------------------------------------------------------------------------------------------- a transaction
 
@@ -439,56 +318,6 @@ async def test_a_ledger_that_fails_blames_no_topic() -> None:
     kafka.leaderless = {"ns.ledger"}
     failed = await failure(producer, record("orders"))
     assert "orders" not in failed.stuck
-
-
-# ---------------------------------------------------------------------------------------------------- idempotent
-
-
-async def test_the_refusal_of_one_partition_is_not_another_ones() -> None:
-    """Partition 0 was refused, of partition 1 there is no answer: only the first batch was surely not written."""
-    producer, kafka = idempotent()
-    kafka.leaders = {("plain.a", 1): 2}
-    kafka.produced = lambda topic, partition: TOO_BIG if partition == 0 else GONE
-    assert await producer.write([record("plain.a", 0), record("plain.a", 1)]) == [REFUSALS[TOO_BIG], None]
-    assert producer._life is None, "a life with a gap in its sequence numbers goes on"
-    assert kafka.closed
-
-
-@pytest.mark.parametrize("met", [Place(-1, -1), DuplicateSequenceNumber.errno, OutOfOrderSequenceNumber.errno])
-async def test_without_a_place_it_is_in_doubt(met: Met) -> None:
-    producer, kafka = idempotent()
-    kafka.produced = lambda topic, partition: met
-    assert await producer.write([record("plain.a")]) == [None]
-    assert producer._life is None
-
-
-async def test_what_hangs_leaves_the_others_their_places() -> None:
-    producer, kafka = idempotent(150)
-    kafka.leaders = {("hangs", 0): 2}
-    kafka.produced = lambda topic, partition: None if topic == "hangs" else Place(1, -1)
-    assert await producer.write([record("a"), record("hangs"), record("a")]) == [Place(1, 5), None, Place(2, 5)]
-
-
-async def test_what_has_no_leader_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "METADATA_PATIENCE_S", 0.03)
-    producer, kafka = idempotent()
-    kafka.leaderless, kafka.unknown = {"ill"}, {"gone"}
-    refused = REFUSALS[UnknownTopicOrPartitionError.errno]
-    assert await producer.write([record("ill"), record("a"), record("gone")]) == [None, Place(4, 5), refused]
-
-
-async def test_writes_at_the_same_time_keep_their_sequence() -> None:
-    producer, kafka = idempotent()
-    await asyncio.gather(*(producer.write([record("a"), record("a")]) for _ in range(5)))
-    assert [sequence for _, sequence, _ in kafka.batches("a")] == [0, 2, 4, 6, 8]
-
-
-async def test_places_are_in_the_order_of_the_records() -> None:
-    producer, kafka = idempotent()
-    kafka.produced = lambda topic, partition: Place(10 * partition, -1)
-    records = [record("plain.a", 1), record("plain.a", 2), record("plain.a", 1)]
-    assert await producer.write(records) == [Place(10, 5), Place(20, 5), Place(11, 5)]
-    assert producer._life is not None
 
 
 # --------------------------------------------------------------------------------------------------- compression

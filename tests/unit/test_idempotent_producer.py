@@ -1,0 +1,68 @@
+"""What a plain idempotent producer makes of half an answer: each partition for itself."""
+
+import asyncio
+
+import pytest
+from aiokafka.errors import (
+    DuplicateSequenceNumber,
+    OutOfOrderSequenceNumber,
+    UnknownTopicOrPartitionError,
+)
+
+from service.kafka import life as module
+from service.kafka.life import Place
+from service.kafka.verdict import REFUSALS
+from tests.unit.fake_brokers import (
+    GONE,
+    TOO_BIG,
+    Met,
+    idempotent,
+    record,
+)
+
+
+async def test_the_refusal_of_one_partition_is_not_another_ones() -> None:
+    """Partition 0 was refused, of partition 1 there is no answer: only the first batch was surely not written."""
+    producer, kafka = idempotent()
+    kafka.leaders = {("plain.a", 1): 2}
+    kafka.produced = lambda topic, partition: TOO_BIG if partition == 0 else GONE
+    assert await producer.write([record("plain.a", 0), record("plain.a", 1)]) == [REFUSALS[TOO_BIG], None]
+    assert producer._life is None, "a life with a gap in its sequence numbers goes on"
+    assert kafka.closed
+
+
+@pytest.mark.parametrize("met", [Place(-1, -1), DuplicateSequenceNumber.errno, OutOfOrderSequenceNumber.errno])
+async def test_without_a_place_it_is_in_doubt(met: Met) -> None:
+    producer, kafka = idempotent()
+    kafka.produced = lambda topic, partition: met
+    assert await producer.write([record("plain.a")]) == [None]
+    assert producer._life is None
+
+
+async def test_what_hangs_leaves_the_others_their_places() -> None:
+    producer, kafka = idempotent(150)
+    kafka.leaders = {("hangs", 0): 2}
+    kafka.produced = lambda topic, partition: None if topic == "hangs" else Place(1, -1)
+    assert await producer.write([record("a"), record("hangs"), record("a")]) == [Place(1, 5), None, Place(2, 5)]
+
+
+async def test_what_has_no_leader_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "METADATA_PATIENCE_S", 0.03)
+    producer, kafka = idempotent()
+    kafka.leaderless, kafka.unknown = {"ill"}, {"gone"}
+    refused = REFUSALS[UnknownTopicOrPartitionError.errno]
+    assert await producer.write([record("ill"), record("a"), record("gone")]) == [None, Place(4, 5), refused]
+
+
+async def test_writes_at_the_same_time_keep_their_sequence() -> None:
+    producer, kafka = idempotent()
+    await asyncio.gather(*(producer.write([record("a"), record("a")]) for _ in range(5)))
+    assert [sequence for _, sequence, _ in kafka.batches("a")] == [0, 2, 4, 6, 8]
+
+
+async def test_places_are_in_the_order_of_the_records() -> None:
+    producer, kafka = idempotent()
+    kafka.produced = lambda topic, partition: Place(10 * partition, -1)
+    records = [record("plain.a", 1), record("plain.a", 2), record("plain.a", 1)]
+    assert await producer.write(records) == [Place(10, 5), Place(20, 5), Place(11, 5)]
+    assert producer._life is not None
