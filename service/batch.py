@@ -1,7 +1,7 @@
 """`POST /events/batch`: many events in one request, each for itself, or all of them or none."""
 
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final, TypeVar
 
 import msgspec
@@ -10,7 +10,7 @@ from service.callers import ANYBODY, Caller
 from service.errors import INVALID_EVENT, MISSING_KEY, TOO_LARGE, Problem
 from service.event import Event, EventBody, check_count, check_json, check_key, decode, make_event
 from service.intake import Intake
-from service.request import Answer, Load, Train
+from service.request import Answer, Train
 from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX
 from service.wire import batch_fingerprint, event_id, member_id
 
@@ -79,27 +79,33 @@ async def write_each(
     looked at when its train is made up: the first answers need not wait for the last one.
     """
     answers: list[Answer | None] = [None] * len(parts)
+    told = 0
+    train, places = Train(), list[int]()
 
-    async def good() -> AsyncIterator[tuple[int, Event]]:
-        for index, part in enumerate(parts):
-            try:
-                event = parse(part)
+    async def write() -> list[Answer]:
+        """Write the train; the answers that are known now and were not told."""
+        for place, answer in zip(places, await intake.submit_train(train), strict=True):
+            answers[place] = answer
+        return _known(answers, told)
+
+    for place, part in enumerate(parts):
+        try:
+            event = parse(part)
+            if not intake.check_now(event):
                 # Each train has the time of a request; those before it may have had theirs.
                 await intake.check(event, arrived, time.monotonic())
-            except Problem as problem:
-                answers[index] = problem
-            else:
-                yield index, event
-
-    told = 0
-    async for car in trains(good()):
-        events = [event for _, event in car]
-        train = Train(object(), Load.of(events))
-        for (index, _), answer in zip(car, await intake.submit_train(events, train), strict=True):
-            answers[index] = answer
-        known = _known(answers, told)
-        told += len(known)
-        yield known
+        except Problem as problem:
+            answers[place] = problem
+            continue
+        if not train.takes(event):
+            known = await write()
+            told += len(known)
+            yield known
+            train, places = Train(), []
+        train.add(event)
+        places.append(place)
+    if places:
+        await write()
     yield _known(answers, told)
 
 
@@ -111,22 +117,6 @@ def _known(answers: Sequence[Answer | None], start: int) -> list[Answer]:
             break
         known.append(answer)
     return known
-
-
-async def trains(events: AsyncIterable[tuple[int, Event]]) -> AsyncIterator[list[tuple[int, Event]]]:
-    """Cut a batch into runs of different keys that one transaction holds."""
-    run: list[tuple[int, Event]] = []
-    ids: set[bytes] = set()
-    load = Load(0, 0)
-    async for index, event in events:
-        load += Load.of((event,))
-        if run and (event.id in ids or not load.fits):
-            yield run
-            run, ids, load = [], set(), Load.of((event,))
-        run.append((index, event))
-        ids.add(event.id)
-    if run:
-        yield run
 
 
 # -------------------------------------------------------------------------------------------------- all or none
@@ -145,13 +135,14 @@ async def write_atomic(
     Raises Problem for what is refused before the key is touched, also where no transaction could hold it.
     """
     events = [_member(key, index, raw, traceparent, caller) for index, raw in enumerate(batch.events)]
-    load = Load.of(events)
-    if load.ledger_bytes > GROUP_LEDGER_BYTES_MAX:
-        most = int(len(events) * GROUP_LEDGER_BYTES_MAX / load.ledger_bytes)
+    ledger_bytes = sum(event.entry_bytes for event in events)
+    event_bytes = sum(event.size for event in events)
+    if ledger_bytes > GROUP_LEDGER_BYTES_MAX:
+        most = int(len(events) * GROUP_LEDGER_BYTES_MAX / ledger_bytes)
         raise Problem(TOO_LARGE, f"events: one transaction holds about {most} such events; there are {len(events)}")
-    if load.event_bytes > GROUP_EVENT_BYTES_MAX:
+    if event_bytes > GROUP_EVENT_BYTES_MAX:
         raise Problem(
-            TOO_LARGE, f"events: they have {load.event_bytes} bytes; one transaction holds {GROUP_EVENT_BYTES_MAX}"
+            TOO_LARGE, f"events: they have {event_bytes} bytes; one transaction holds {GROUP_EVENT_BYTES_MAX}"
         )
     for index, event in enumerate(events):
         try:

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 import msgspec
 
 from service.errors import INVALID_KEY, Problem
-from service.event import HEADERS_MAX, Event, check_count, check_json, check_key, checked, decode, invalid, parse_key
+from service.event import HEADERS_MAX, Event, check_count, check_json, check_key, decode, event_of, invalid, parse_key
 from service.wire import Header, event_id
 
 STRUCTURED: Final = "application/cloudevents+json"
@@ -110,7 +110,7 @@ def _event(
     key = key_of(event, prefix) if key is None else parse_key(key)
     record_key = None if event.partitionkey is None else event.partitionkey.encode()
     topic = event.type if event.topic is None else event.topic
-    return checked(Event(key, event_id(key, scope), topic, record_key, value, headers, None, None, traceparent))
+    return event_of(key, event_id(key, scope), topic, record_key, value, headers, traceparent=traceparent)
 
 
 def key_of(event: CloudEvent, prefix: str = "") -> str:

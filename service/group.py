@@ -83,8 +83,9 @@ def placed_all(group: Sequence[Won], records: Sequence[Record], places: Sequence
     for request, claim in group:
         found = []
         for event in request.events:
-            record, (offset, ts) = next(rest)
-            found.append((event.id, Delivered(claim.at, event.fp, record.topic, record.partition, offset, ts)))
+            record, place = next(rest)
+            there = Delivered(claim.at, event.fp, record.topic, record.partition, place.offset, place.timestamp)
+            found.append((event.id, there))
         yield request, Committed(claim.at, tuple(found), replayed=False)
 
 
@@ -93,8 +94,8 @@ def entries_of(delivered: Iterable[Committable]) -> Iterator[str]:
     for request, committed in delivered:
         batch = request.asked[0][0] if request.atomic else None
         for i, (id, there) in enumerate(committed.places):
-            at, fp, topic, partition, offset, ts = there
-            yield encode_entry(id, fp, at, topic, partition, offset, ts, batch, None if batch is None else i)
+            member = () if batch is None else (batch, i)
+            yield encode_entry(id, there.fp, there.at, there.topic, there.partition, there.offset, there.ts, *member)
 
 
 def rows_of(delivered: Iterable[Committable]) -> list[Row]:

@@ -89,20 +89,20 @@ class Intake:
         Raises Problem for what is refused before the key is touched; `arrived` is by time.monotonic. Somebody else's
         write of the same key is waited for, up to `wait_s`; `accepted` is told once the claim stands.
         """
-        request = Request((event,), arrived, self._timeout_s, self._guarantee(event.topic), reply)
+        request = Request.of((event,), arrived, self._timeout_s, self._guarantee(event.topic), reply)
         if wait_s:
             request.patient_until = min(arrived + wait_s, request.deadline - PATIENCE_LEFT_S)
         request.accepted = accepted
         self._admit((request,))
 
-    async def submit_train(self, events: Sequence[Event], train: Train) -> list[Answer]:
-        """Write checked events of one batch, in their order; the answer of each."""
+    async def submit_train(self, train: Train) -> list[Answer]:
+        """Write the checked events of a train, in their order; the answer of each."""
         now = time.monotonic()
-        answers = Answers(len(events))
+        answers = Answers(len(train.events))
         requests = []
-        for place, event in enumerate(events):
+        for place, event in enumerate(train.events):
             guarantee, reply = self._guarantee(event.topic), partial(answers.put, place)
-            requests.append(Request((event,), now, self._timeout_s, guarantee, reply, train=train))
+            requests.append(Request.of((event,), now, self._timeout_s, guarantee, reply, train=train))
         try:
             self._admit(requests)
         except Problem as problem:
@@ -117,7 +117,7 @@ class Intake:
                 raise Problem(RECORD_REFUSED, detail)
         answers = Answers(1)
         reply = partial(answers.put, 0)
-        self._admit((Request(events, arrived, self._timeout_s, Guarantee.EXACTLY_ONCE, reply, whole),))
+        self._admit((Request.of(events, arrived, self._timeout_s, Guarantee.EXACTLY_ONCE, reply, whole),))
         (answer,) = await answers.all
         return answer
 
@@ -179,7 +179,7 @@ class Intake:
             while place and self._open[place - 1].deadline > request.deadline:
                 place -= 1
             self._open.insert(place, request)
-            self._open_bytes += request.bytes
+            self._open_bytes += request.size
 
     # ------------------------------------------------------------------------------------------ answers
 
@@ -222,14 +222,14 @@ class Intake:
             now = time.monotonic()
             while self._open and (self._open[0].answered or self._open[0].deadline <= now):
                 request = self._open.popleft()
-                self._open_bytes -= request.bytes
+                self._open_bytes -= request.size
                 if not request.answered:
                     self.answer(request, self.too_late(request))
             many = len(self._open) > 2 * self._queue.events + ANSWERED_KEPT
             if many or self._open_bytes > 2 * self._queue.bytes + ANSWERED_BYTES_KEPT:
                 # One that waits long must not keep all that were answered since in memory.
                 self._open = deque(request for request in self._open if not request.answered)
-                self._open_bytes = sum(request.bytes for request in self._open)
+                self._open_bytes = sum(request.size for request in self._open)
             self._queue.forget_answered()
 
     def too_late(self, request: Request) -> Problem:

@@ -46,8 +46,10 @@ class Journal:
         latency_ms = 1000 * latency_s
         if isinstance(answer, Committed):
             self._waiting += [
-                encode_answer(id, fp, answer.at, status, None, answer.replayed, latency_ms, topic, partition, offset)
-                for id, (_, fp, topic, partition, offset, _) in answer.places
+                encode_answer(
+                    id, it.fp, answer.at, status, None, answer.replayed, latency_ms, it.topic, it.partition, it.offset
+                )
+                for id, it in answer.places
             ]
             return
         at = request.accepted_at or _now_ms()

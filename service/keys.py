@@ -418,9 +418,9 @@ def _blob(rows: Sequence[Row]) -> bytes:
     parts: list[bytes] = []
     for id, state in rows:
         if isinstance(state, Delivered):  # as `pack` does, in one go: a store recovery has millions of them
-            at, fp, topic, partition, offset, ts = state
-            name = topic.encode()
-            parts += (_ENTRY.pack(id, _DELIVERED.size + len(name), b"D", at, fp, partition, offset, ts), name)
+            name = state.topic.encode()
+            size = _DELIVERED.size + len(name)
+            parts += (_ENTRY.pack(id, size, b"D", state.at, state.fp, state.partition, state.offset, state.ts), name)
         else:
             packed = pack(state)
             parts += (_ENTRY_HEAD.pack(id, len(packed)), packed)

@@ -4,10 +4,12 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from service.errors import NOT_WRITTEN, Problem
-from service.event import ENTRY_BYTES, Event
+from service.event import Event
 from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX, Settings
 from service.shared import Guarantee
 from service.states import REQUEST, Delivered, RequestEvent, RequestState
@@ -24,7 +26,7 @@ GROUP_QUICK_S: Final = 0.05
 Placed = tuple[bytes, Delivered]
 
 
-class Committed(NamedTuple):
+class Committed(msgspec.Struct, frozen=True, gc=False):
     """The request's events are in Kafka, in their order. `at` is accepted_at in ms."""
 
     at: int
@@ -56,66 +58,62 @@ def fit(ledger_bytes: int, event_bytes: int) -> bool:
     return ledger_bytes <= GROUP_LEDGER_BYTES_MAX and event_bytes <= GROUP_EVENT_BYTES_MAX
 
 
-class Load(NamedTuple):
-    """What a request, or a train of them, adds to a transaction."""
+class Train:
+    """Events of one batch that follow each other into one transaction, which is what keeps their order.
 
-    ledger_bytes: int
-    event_bytes: int
-
-    @classmethod
-    def of(cls, events: Iterable[Event]) -> "Load":
-        ledger_bytes = event_bytes = 0
-        for event in events:
-            ledger_bytes += ENTRY_BYTES + len(event.topic)
-            event_bytes += event.bytes
-        return cls(ledger_bytes, event_bytes)
-
-    @property
-    def fits(self) -> bool:
-        """Does one transaction hold it?"""
-        return fit(*self)
-
-    def __add__(self, other: "Load") -> "Load":  # type: ignore[override]
-        return Load(self.ledger_bytes + other.ledger_bytes, self.event_bytes + other.event_bytes)
-
-
-class Train(NamedTuple):
-    """Requests of one batch that follow each other into one transaction, which is what keeps their order."""
-
-    number: object
-    load: Load
-
-
-class Request:
-    """Events on their way together. `reply` is called exactly once, by whoever moves the state to ANSWERED.
-
-    Its times are by time.monotonic, which is the loop's clock too. `bytes` is its share of the queue's. `asked` is what
-    is claimed: the event's (id, fingerprint), or the whole's and then each member's.
+    Their keys differ, for a key would meet itself in one claim.
     """
 
-    __slots__ = (
-        "accepted",
-        "accepted_at",
-        "arrived",
-        "asked",
-        "atomic",
-        "bytes",
-        "claimants",
-        "deadline",
-        "events",
-        "failures",
-        "guarantee",
-        "load",
-        "partitions",
-        "patient_until",
-        "reply",
-        "state",
-        "train",
-        "turn",
-    )
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.ledger_bytes = self.event_bytes = 0
+        self._ids: set[bytes] = set()
 
-    def __init__(
-        self,
+    def takes(self, event: Event) -> bool:
+        """Is there room for it? An empty one takes any."""
+        if not self.events:
+            return True
+        fits = fit(self.ledger_bytes + event.entry_bytes, self.event_bytes + event.size)
+        return fits and event.id not in self._ids
+
+    def add(self, event: Event) -> None:
+        """Append an event that it takes."""
+        self.events.append(event)
+        self._ids.add(event.id)
+        self.ledger_bytes += event.entry_bytes
+        self.event_bytes += event.size
+
+
+class Request(msgspec.Struct, eq=False):
+    """Events on their way together. `reply` is called exactly once, by whoever moves the state to ANSWERED.
+
+    `Request.of` makes one. Its times are by time.monotonic, which is the loop's clock too. `size` is its share of the
+    queue's bytes. `asked` is what is claimed: the event's (id, fingerprint), or the whole's and then each member's.
+    """
+
+    events: Sequence[Event]
+    arrived: float
+    deadline: float
+    guarantee: Guarantee
+    reply: Callable[[Answer], None]
+    asked: list[tuple[bytes, bytes]]
+    atomic: bool
+    train: Train | None
+    ledger_bytes: int
+    event_bytes: int
+    size: int
+    state: RequestState = RequestState.QUEUED
+    patient_until: float = 0.0  # until then it waits for another's write of its key, by the loop's time
+    accepted: Callable[[], None] | None = None  # to be told, once, that its claim stands
+    accepted_at: int = 0
+    claimants: tuple[tuple[int, int], ...] = ()  # slots and ended terms in which a claim of it may stand
+    failures: int = 0  # groups that its topic failed while it was in them
+    partitions: Sequence[int] = ()  # of its events, chosen anew for each group that it goes into
+    turn: int = 0  # number of the group that took it last: whoever has an older one has it no more
+
+    @classmethod
+    def of(
+        cls,
         events: Sequence[Event],
         arrived: float,
         timeout_s: float,
@@ -123,27 +121,17 @@ class Request:
         reply: Callable[[Answer], None],
         whole: tuple[bytes, bytes] | None = None,
         train: Train | None = None,
-    ) -> None:
-        self.events = events
-        self.arrived = arrived
-        self.deadline = arrived + timeout_s
-        self.guarantee = guarantee
-        self.train = train
-        self.load = Load.of(events)
-        self.bytes = self.load.event_bytes + len(events) * WAITING_BYTES
-        self.asked = [(event.id, event.fp) for event in events]
-        self.atomic = whole is not None
-        if whole is not None:
-            self.asked.insert(0, whole)
-        self.reply = reply
-        self.state = RequestState.QUEUED
-        self.patient_until = 0.0  # until then it waits for another's write of its key, by the loop's time
-        self.accepted: Callable[[], None] | None = None  # to be told, once, that its claim stands
-        self.accepted_at = 0
-        self.claimants: tuple[tuple[int, int], ...] = ()  # slots and ended terms in which a claim of it may stand
-        self.failures = 0  # groups that its topic failed while it was in them
-        self.partitions: list[int] = []  # of its events, chosen anew for each group that it goes into
-        self.turn = 0  # number of the group that took it last: whoever has an older one has it no more
+    ) -> "Request":
+        """A new request; `whole` is the (id, fingerprint) of an atomic batch."""
+        asked = [] if whole is None else [whole]
+        ledger_bytes = event_bytes = 0
+        for event in events:
+            asked.append((event.id, event.fp))
+            ledger_bytes += event.entry_bytes
+            event_bytes += event.size
+        size = event_bytes + len(events) * WAITING_BYTES
+        deadline, atomic = arrived + timeout_s, whole is not None
+        return cls(events, arrived, deadline, guarantee, reply, asked, atomic, train, ledger_bytes, event_bytes, size)
 
     def __repr__(self) -> str:
         return f"<Request {self.asked[0][0].hex()} {self.state.value}>"
@@ -189,7 +177,7 @@ class Queue:
         events = size = 0
         for request in requests:
             events += len(request.events)
-            size += request.bytes
+            size += request.size
         if self.events + events > self._events_max:
             raise self.too_many
         if self.bytes + size > self._bytes_max:
@@ -213,7 +201,7 @@ class Queue:
     def leave(self, request: Request) -> None:
         """An answered request counts no more."""
         self.events -= len(request.events)
-        self.bytes -= request.bytes
+        self.bytes -= request.size
 
     def forget_answered(self) -> None:
         """Let go of requests that were answered while they waited: without a slot nobody would take them out."""
@@ -364,7 +352,7 @@ def take_group(waiting: deque[Request]) -> list[Request]:
             waiting.popleft()
             continue
         if request.train is None or not group or group[-1].train is not request.train:
-            load = request.load if request.train is None else request.train.load
+            load = request.train or request
             ledger_bytes += load.ledger_bytes
             event_bytes += load.event_bytes
             if group and (request.atomic or group[0].atomic or not fit(ledger_bytes, event_bytes)):

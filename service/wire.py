@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from struct import Struct
 from typing import Any, Final, NamedTuple
 
 VERSION: Final = 1
@@ -20,6 +21,7 @@ RESERVED_HEADERS: Final = frozenset({KEY_HEADER, STAMP_HEADER})
 ID_BYTES: Final = 16
 FINGERPRINT_BYTES: Final = 8
 ABSENT: Final = b"\xff\xff\xff\xff"
+_LENGTH: Final = Struct(">I")
 
 INSTANCE: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 # Kafka's own rule for topic names; JSON made from one needs no escaping.
@@ -95,13 +97,15 @@ def fingerprint(
     own headers sorted by (name, value) as name then value, and value; each field as a 4-byte big-endian length and
     its bytes, an absent one as ffffffff.
     """
-    fields: list[bytes | None] = [topic.encode(), None if partition is None else b"%d" % partition, key]
+    packed = _field(topic.encode()) + (ABSENT if partition is None else _field(b"%d" % partition)) + _field(key)
     if headers:
-        for name, content in sorted((name.encode(), content) for name, content in headers):
-            fields += (name, content)
-    fields.append(value)
-    packed = b"".join([ABSENT if f is None else len(f).to_bytes(4, "big") + f for f in fields])
-    return hashlib.sha256(packed).digest()[:FINGERPRINT_BYTES]
+        for name, content in sorted([(name.encode(), content) for name, content in headers]):
+            packed += _field(name) + _field(content)
+    return hashlib.sha256(packed + _field(value)).digest()[:FINGERPRINT_BYTES]
+
+
+def _field(content: bytes | None) -> bytes:
+    return ABSENT if content is None else _LENGTH.pack(len(content)) + content
 
 
 def batch_fingerprint(members: Iterable[bytes]) -> bytes:

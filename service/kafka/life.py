@@ -8,8 +8,9 @@ else than a clean one ends the life.
 import asyncio
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
+import msgspec
 from aiokafka import errors
 from aiokafka.client import AIOKafkaClient
 from aiokafka.protocol.produce import ProduceRequest
@@ -39,7 +40,7 @@ OK: Final = errors.NoError.errno
 MOVED: Final = (errors.NotLeaderForPartitionError.errno, errors.LeaderNotAvailableError.errno)
 
 
-class Record(NamedTuple):
+class Record(msgspec.Struct, frozen=True, gc=False):
     """A record as it goes to Kafka. `timestamp` in ms; `batch_bytes_max` is what its topic takes in one batch."""
 
     topic: str
@@ -52,7 +53,7 @@ class Record(NamedTuple):
     codec: int | None = None  # of its batch; None: as the settings say
 
 
-class Place(NamedTuple):
+class Place(msgspec.Struct, frozen=True, gc=False):
     """Where a record is. `timestamp` is the broker's where the topic has LogAppendTime, else the record's own."""
 
     offset: int
@@ -75,6 +76,14 @@ class Batch:
         self.members: list[int] = []
         self.payload = b""  # what is sent, once it is closed
         self.answer: tuple[int, int, int] | None = None  # error code, offset, timestamp in ms (-1: the records' own)
+
+    def add(self, index: int, record: Record) -> bool:
+        """Append a record, which is the caller's at `index`; False where there is no room for it."""
+        number = len(self.members)
+        if self.builder.append(number, record.timestamp, record.key, record.value, record.headers) is None:
+            return False
+        self.members.append(index)
+        return True
 
     def fate(self, records: Sequence[Record]) -> list[Place] | Refusal | None:
         """The places of its records, in their order; why it was refused; or None: nobody knows."""
@@ -135,18 +144,18 @@ class Life:
         """The records of partitions with a leader; a new batch where the topic's limit, or ours, would be passed."""
         batches: list[Batch] = []
         open_batches: dict[Partition, Batch] = {}
-        for index, (topic, number, key, value, headers, timestamp, most, codec) in enumerate(records):
-            partition = topic, number
+        for index, record in enumerate(records):
+            partition = record.topic, record.partition
             if partition not in leaders:
                 continue
             batch = open_batches.get(partition)
-            if batch is None or batch.builder.append(len(batch.members), timestamp, key, value, headers) is None:
+            if batch is None or not batch.add(index, record):
                 if batch is not None:
                     self._advance(batch)
-                batch = open_batches[partition] = Batch(partition, self._builder(partition, most, codec))
+                builder = self._builder(partition, record.batch_bytes_max, record.codec)
+                batch = open_batches[partition] = Batch(partition, builder)
                 batches.append(batch)
-                batch.builder.append(0, timestamp, key, value, headers)
-            batch.members.append(index)
+                batch.add(index, record)
         for batch in open_batches.values():
             self._advance(batch)
         return batches

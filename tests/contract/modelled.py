@@ -4,9 +4,9 @@ The model's numbers for stores: THIS is the server that answers, OTHER is any ot
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final, Protocol
 
+from msgspec.structs import replace
 from redis import Redis as Client
 
 from deploy.local.stack import Redis
@@ -156,7 +156,7 @@ def identity_of(store: Store, server: str) -> Identity:
 
 def rows_of(count: int, at: int) -> list[Row]:
     """What the ledger says of the first `count` of IDS."""
-    one, whole = ONE._replace(at=at), replace(WHOLE, at=at)
+    one, whole = replace(ONE, at=at), replace(WHOLE, at=at)
     rows: Sequence[Delivered | DeliveredBatch] = (one,) if count == 1 else (whole, one, one)
     return list(zip(IDS, rows, strict=False))
 
@@ -168,7 +168,7 @@ def asked_of(count: int) -> list[tuple[bytes, bytes]]:
 
 def timed(state: KeyState, at: int) -> KeyState:
     """A state of the model, accepted at `at`."""
-    return replace(state, at=at) if isinstance(state, DeliveredBatch) else state and state._replace(at=at)
+    return state and replace(state, at=at)
 
 
 def timeless(state: KeyState) -> KeyState:

@@ -4,10 +4,10 @@ Redis has the time; a rule is given the same time as "now", and what both call n
 """
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from itertools import product
 
 import pytest
+from msgspec.structs import replace
 from redis import Redis as Client
 
 from deploy.local.stack import Redis
@@ -96,7 +96,7 @@ def anytime(state: KeyState, since: int) -> KeyState:
     """The state with every time of this test's own run as NOW."""
     if state is None or state.at < since:
         return state
-    return replace(state, at=NOW) if isinstance(state, DeliveredBatch) else state._replace(at=NOW)
+    return replace(state, at=NOW)
 
 
 def ids(count: int) -> list[bytes]:

@@ -98,7 +98,7 @@ class FakeClient:
 
     async def _row(self, topic: str, partition: int) -> tuple[int, int, int, int, int]:
         met = await self._meet(Place(9, -1) if (topic, partition) == LEDGER else self.produced(topic, partition))
-        return (partition, met, -1, -1, 0) if isinstance(met, int) else (partition, 0, *met, 0)
+        return (partition, met, -1, -1, 0) if isinstance(met, int) else (partition, 0, met.offset, met.timestamp, 0)
 
     def sent(self, kind: type) -> list[Any]:
         return [request for _, request in self.requests if isinstance(request, kind)]

@@ -9,7 +9,7 @@ from functools import partial
 from prometheus_client import Counter
 
 from service.errors import KafkaAway, Kind, Problem
-from service.event import Event
+from service.event import Event, event_of
 from service.ingest import Ingest
 from service.intake import Intake
 from service.journal import Journal
@@ -35,7 +35,9 @@ PLAIN_TOPICS = "plain.*"  # of these the guarantee is `idempotent`
 
 
 def make_event(key: str, topic: str = "orders", value: bytes = b"1", partition: int | None = None) -> Event:
-    return Event(key, event_id(key), topic, None, value, [], partition, None)
+    event = event_of(key, event_id(key), topic, None, value[:100], [], partition)
+    event.value, event.size = value, len(value)  # more than is taken from a client, where bounds are to be met
+    return event
 
 
 class Trouble:

@@ -252,7 +252,7 @@ def test_a_whole_event() -> None:
     assert (event.partition, event.timestamp, event.traceparent) == (3, 4, b"00-trace")
     assert event.id == event_id("key")
     assert event.fp == fingerprint("t", 3, b"k", headers, b"1")
-    assert event.bytes == 1 + 1 + 2 + 3
+    assert event.size == 1 + 1 + 2 + 3
 
 
 def test_a_client_s_own_traceparent_goes_once() -> None:
@@ -281,7 +281,7 @@ def test_base64_and_tombstones() -> None:
 
 
 def test_an_event_has_at_most_a_megabyte() -> None:
-    assert parse({"topic": "t", "value": "x" * 999_998}).bytes == 1_000_000
+    assert parse({"topic": "t", "value": "x" * 999_998}).size == 1_000_000
     assert refused({"topic": "t", "value": "x" * 999_999})[0] == "too-large"
     assert refused({"topic": "t", "value": "x" * 999_998, "headers": {"a": ""}})[0] == "too-large"
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
+from msgspec.structs import replace
 
 from service.errors import (
     FINGERPRINT_MISMATCH,
@@ -42,7 +43,7 @@ async def test_a_group_is_claimed_written_marked_and_answered() -> None:
     assert world.keys_written() == [["a", "b"]]
     assert world.keys.is_delivered("a")
     again = await world.submit("a")
-    assert again == first._replace(replayed=True)
+    assert again == replace(first, replayed=True)
     assert world.keys_written() == [["a", "b"]]
     assert kind_of(await world.ask(make_event("a", value=b"2"))) is FINGERPRINT_MISMATCH
     assert world.journal.answers == [("a", 201), ("b", 201), ("a", 201), ("a", 422)]
@@ -324,7 +325,7 @@ async def test_a_partition_that_lacks_replicas_is_in_no_transaction() -> None:
     assert isinstance(short, Problem)
     assert (short.kind, "partition 1 of orders has too few replicas" in short.detail) == (NOT_WRITTEN, True)
     assert isinstance(known, Committed)
-    assert again == known._replace(replayed=True)
+    assert again == replace(known, replayed=True)
     await until(lambda: not world.keys.is_claimed("short"))
     assert {record.partition for records in world.producers[0].written[1:] for record in records} == {0}
     # Nothing else is asked for: no transaction is begun for it.
@@ -461,8 +462,8 @@ async def test_requests_that_were_answered_do_not_stay_in_memory_behind_one_that
     serving = world.serve(await world.slot())
     for n in range(60):
         await world.ask(make_event(str(n), value=b"x" * 200_000))
-    await until(lambda: sum(request.bytes for request in world.intake._open) < 1_000_000)
-    assert sum(request.bytes for request in world.intake._open) == world.intake._open_bytes == world.queue.bytes
+    await until(lambda: sum(request.size for request in world.intake._open) < 1_000_000)
+    assert sum(request.size for request in world.intake._open) == world.intake._open_bytes == world.queue.bytes
     assert [request.events[0].key for request in world.intake._open] == ["patient"]
     await ended(serving)
     await ended(sweeping)

@@ -4,6 +4,7 @@ import asyncio
 import time
 
 import pytest
+from msgspec.structs import replace
 
 from service import ingest as module
 from service.errors import IN_PROGRESS, OUTCOME_UNKNOWN, TOO_LARGE, Fenced, KafkaAway, StoreAway, StoreUnanswered
@@ -41,7 +42,7 @@ async def test_a_full_store_s_replays_are_answered_and_new_events_wait(monkeypat
     new, known = world.submit("new"), world.submit("known")
     again = await known
     assert isinstance(first, Committed)
-    assert again == first._replace(replayed=True)
+    assert again == replace(first, replayed=True)
     await asyncio.sleep(0.05)
     assert not new.done()
     world.keys.server.full = False

@@ -48,7 +48,7 @@ class Kept:
 
     def record(self, *keys: str) -> None:
         for key in keys:
-            request = Request((make_event(key),), 0.0, 1.0, Guarantee.EXACTLY_ONCE, unheard)
+            request = Request.of((make_event(key),), 0.0, 1.0, Guarantee.EXACTLY_ONCE, unheard)
             self.journal.record(request, 503, Problem(NOT_WRITTEN, "why"), 0.001)
 
     @property

@@ -59,7 +59,7 @@ DOORS = {
     "opentelemetry": {"tracing"},
     "typer": {"cli.commands"},
     "rich": {"cli.show"},
-    "msgspec": {"event", "batch", "openapi", "api", "cloudevents", "replay"},
+    "msgspec": {"event", "batch", "openapi", "api", "cloudevents", "replay", "states", "request", "kafka.life"},
     "jsonschema_rs": {"schemas"},
     "pyspark": set(),
     "confluent_kafka": set(),

@@ -4,6 +4,7 @@ import asyncio
 from functools import partial
 
 import pytest
+from msgspec.structs import replace
 
 from service.errors import IN_PROGRESS
 from service.prefer import NONE, Preference, parse_prefer
@@ -57,7 +58,7 @@ async def test_who_is_patient_hears_how_another_s_write_ended() -> None:
     gate.set()
     written = await writes
     assert isinstance(written, Committed)
-    assert (await waits.all) == [written._replace(replayed=True)]
+    assert (await waits.all) == [replace(written, replayed=True)]
     for task in (serving, others):
         await ended(task)
 
@@ -106,6 +107,6 @@ async def test_who_would_rather_not_wait_is_told_once_its_claim_stands() -> None
     again = Answers(1)
     arrived = asyncio.get_running_loop().time()
     world.intake.submit(make_event("a"), arrived, partial(again.put, 0), accepted=accepted)
-    assert (await again.all) == [answer._replace(replayed=True)]
+    assert (await again.all) == [replace(answer, replayed=True)]
     assert told == ["accepted"]
     await ended(serving)

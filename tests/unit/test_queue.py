@@ -10,7 +10,7 @@ import pytest
 from service import request as module
 from service.errors import NOT_WRITTEN, Problem
 from service.event import ENTRY_BYTES
-from service.request import WAITING_BYTES, Load, Queue, Request, Train, take_group
+from service.request import WAITING_BYTES, Queue, Request, Train, take_group
 from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX, Settings
 from service.shared import Guarantee
 from service.states import IllegalMove, RequestEvent, RequestState
@@ -25,23 +25,27 @@ ARRIVALS = iter(range(1_000_000))
 def request(
     key: str, topic: str = "orders", guarantee: Guarantee = Guarantee.EXACTLY_ONCE, train: Train | None = None
 ) -> Request:
-    return Request((make_event(key, topic),), next(ARRIVALS), 10.0, guarantee, unheard, train=train)
+    return Request.of((make_event(key, topic),), next(ARRIVALS), 10.0, guarantee, unheard, train=train)
 
 
 def large(key: str, size: int) -> Request:
     event = make_event(key, value=b"x" * size)
-    return Request((event,), next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, unheard)
+    return Request.of((event,), next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, unheard)
 
 
 def atomic(*keys: str) -> Request:
     whole = (b"w" * 16, b"f" * 8)
-    return Request([make_event(key) for key in keys], next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, unheard, whole)
+    return Request.of([make_event(key) for key in keys], next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, unheard, whole)
 
 
 def train_of(*keys: str, size: int = 1) -> list[Request]:
     events = [make_event(key, value=b"x" * size) for key in keys]
-    train = Train(object(), Load.of(events))
-    return [Request((event,), next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, unheard, train=train) for event in events]
+    train = Train()
+    for event in events:
+        train.add(event)
+    return [
+        Request.of((event,), next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, unheard, train=train) for event in events
+    ]
 
 
 def keys_of(group: list[Request]) -> list[str]:

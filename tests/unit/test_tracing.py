@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanContext, SpanKind, StatusCode
 
 from deploy.local.places import ROOT
-from service.event import Event
+from service.event import Event, event_of
 from service.kafka.verdict import TransactionFailed, Verdict
 from service.request import Committed
 from service.tracing import LINKS_VARIABLE, Tracing
@@ -47,7 +47,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traced]:
 
 
 def with_parent(key: str, headers: list[tuple[str, bytes]] | None = None, traceparent: bytes | None = PARENT) -> Event:
-    return Event(key, event_id(key), "orders", None, b"1", headers or [], 2, None, traceparent)
+    return event_of(key, event_id(key), "orders", None, b"1", headers or [], 2, None, traceparent)
 
 
 def identity(context: SpanContext | None) -> tuple[int, int]:
