@@ -62,9 +62,10 @@ def _any_partition(topic: Topic) -> int:
     return random.choice(able) if able else 0  # noqa: S311
 
 
-def records_of(group: Sequence[Won], topic_of: Callable[[str], Topic], writer: str) -> Iterator[Record]:
+def records_of(group: Sequence[Won], topic_of: Callable[[str], Topic], writer: str) -> list[Record]:
     """The records of a group that has its partitions, in its order; `writer` as `stamp_writer` has it."""
     now_ms = time.time_ns() // 1_000_000
+    records: list[Record] = []
     for request, claim in group:
         for event, partition in zip(request.events, request.partitions, strict=True):
             stamp = encode_stamp(event.id, event.fp, claim.at, writer)
@@ -74,7 +75,8 @@ def records_of(group: Sequence[Won], topic_of: Callable[[str], Topic], writer: s
             headers += event.headers
             timestamp = now_ms if event.timestamp is None else event.timestamp
             most = topic_of(event.topic).message_bytes_max
-            yield Record(event.topic, partition, event.record_key, event.value, headers, timestamp, most)
+            records.append(Record(event.topic, partition, event.record_key, event.value, headers, timestamp, most))
+    return records
 
 
 def placed_all(group: Sequence[Won], records: Sequence[Record], places: Sequence[Place]) -> Iterator[Committable]:

@@ -307,7 +307,7 @@ class Ingest:
 
     def _records(self, slot: Slot, group: Sequence[Won], producer_id: int, epoch: int) -> list[Record]:
         writer = stamp_writer(slot.n, producer_id, epoch, self._settings.name)
-        return list(records_of(group, self._catalogue.last_known, writer))
+        return records_of(group, self._catalogue.last_known, writer)
 
     def _finish_apart(self, slot: Slot, written: Written) -> asyncio.Task[None]:
         """Mark and answer a committed group while the slot goes on with the next."""

@@ -45,12 +45,11 @@ class Journal:
             return
         latency_ms = 1000 * latency_s
         if isinstance(answer, Committed):
-            self._waiting += [
-                encode_answer(
-                    id, it.fp, answer.at, status, None, answer.replayed, latency_ms, it.topic, it.partition, it.offset
+            at, replayed = answer.at, answer.replayed
+            for id, it in answer.places:
+                self._waiting.append(
+                    encode_answer(id, it.fp, at, status, None, replayed, latency_ms, it.topic, it.partition, it.offset)
                 )
-                for id, it in answer.places
-            ]
             return
         at = request.accepted_at or _now_ms()
         code = None if answer is None else answer.kind.code

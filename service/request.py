@@ -143,7 +143,7 @@ class Request(msgspec.Struct, eq=False):
     def move(self, event: RequestEvent) -> None:
         """The one way in which the state changes; an answered request stays so, whatever its group still does."""
         if self.state is not RequestState.ANSWERED:
-            self.state = REQUEST.move(self.state, event)
+            self.state = REQUEST[self.state, event]
 
 
 class Queue:

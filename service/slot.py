@@ -63,7 +63,7 @@ class Slot:
 
     def move(self, event: SlotEvent) -> None:
         """The one way in which the state changes."""
-        self.state = SLOT.move(self.state, event)
+        self.state = SLOT[self.state, event]
 
     # ------------------------------------------------------------------------------------ recovery's steps on it
 

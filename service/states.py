@@ -5,7 +5,6 @@ vectors and one contract suite), the in-memory store of the tests runs them as t
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Generic, TypeVar
 
@@ -163,18 +162,15 @@ class IllegalMove(AssertionError):
     """A state machine was asked for a move that its table does not have: a bug, and never guessed around."""
 
 
-@dataclass(frozen=True, slots=True)
-class Machine(Generic[S, E]):
-    """A table of moves and the one function that makes them."""
+class Machine(dict[tuple[S, E], S], Generic[S, E]):
+    """A table of moves: `machine[state, event]` is the state after the event; IllegalMove where there is none."""
 
-    moves: Mapping[tuple[S, E], S]
+    def __init__(self, moves: Mapping[tuple[S, E], S]) -> None:
+        super().__init__(moves)
 
-    def move(self, state: S, event: E) -> S:
-        """The state after `event`; IllegalMove where the table has none."""
-        try:
-            return self.moves[state, event]
-        except KeyError:
-            raise IllegalMove(f"{event.name} in state {state.name}") from None
+    def __missing__(self, move: tuple[S, E]) -> S:
+        state, event = move
+        raise IllegalMove(f"{event.name} in state {state.name}")
 
 
 class SlotState(_Name):
@@ -203,7 +199,7 @@ class SlotEvent(_Name):
     GIVE_BACK = "give back"
 
 
-SLOT: Final[Machine[SlotState, SlotEvent]] = Machine(
+SLOT: Final = Machine[SlotState, SlotEvent](
     {
         (SlotState.VACANT, SlotEvent.LEASE): SlotState.LEASED,
         (SlotState.LEASED, SlotEvent.FENCE): SlotState.FENCED,
@@ -246,7 +242,7 @@ class RequestEvent(_Name):
     ANSWER = "answer"
 
 
-REQUEST: Final[Machine[RequestState, RequestEvent]] = Machine(
+REQUEST: Final = Machine[RequestState, RequestEvent](
     {
         (RequestState.QUEUED, RequestEvent.CLAIM): RequestState.CLAIMING,
         (RequestState.CLAIMING, RequestEvent.WIN): RequestState.CLAIMED,

@@ -76,7 +76,7 @@ def _table(machine: Machine[_S, _E], states: Iterable[_S], events: Iterable[_E])
     for event in events:
         for state, number in numbers.items():
             try:
-                table[number, event] = numbers[machine.move(state, event)]
+                table[number, event] = numbers[machine[state, event]]
             except IllegalMove:
                 continue
     return table

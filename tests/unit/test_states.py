@@ -38,12 +38,12 @@ def test_each_move_is_the_table_s_or_illegal(
     illegal = 0
     for state in state_kind:
         for event in event_kind:
-            if (state, event) in machine.moves:
-                assert machine.move(state, event) is machine.moves[state, event]
+            if (state, event) in machine:
+                assert isinstance(machine[state, event], state_kind)
             else:
                 illegal += 1
                 with pytest.raises(IllegalMove, match=f"{event.name} in state {state.name}"):
-                    machine.move(state, event)
+                    machine[state, event]
     assert illegal > 0
 
 
@@ -53,29 +53,29 @@ def test_every_state_can_be_reached_and_every_event_happens(
 ) -> None:
     reached, new = {first}, {first}
     while new:
-        new = {to for (state, _), to in machine.moves.items() if state in new} - reached
+        new = {to for (state, _), to in machine.items() if state in new} - reached
         reached |= new
     assert reached == set(state_kind)
-    assert {event for _, event in machine.moves} == set(event_kind)
+    assert {event for _, event in machine} == set(event_kind)
 
 
 def test_no_way_leads_from_doubt_to_ready_but_through_the_fence() -> None:
     ways = {SlotState.DOUBT}
     for _ in SlotState:
-        ways |= {to for (state, event), to in SLOT.moves.items() if state in ways and event is not SlotEvent.FENCE}
+        ways |= {to for (state, event), to in SLOT.items() if state in ways and event is not SlotEvent.FENCE}
     assert SlotState.READY not in ways
 
 
 def test_an_answer_is_given_once() -> None:
-    assert not any(state is RequestState.ANSWERED for state, _ in REQUEST.moves)
-    assert all((state, RequestEvent.ANSWER) in REQUEST.moves for state in RequestState if state.name != "ANSWERED")
+    assert not any(state is RequestState.ANSWERED for state, _ in REQUEST)
+    assert all((state, RequestEvent.ANSWER) in REQUEST for state in RequestState if state.name != "ANSWERED")
 
 
 def test_what_may_be_written_has_been_sent() -> None:
     """A 503 says that it is surely not written: such a state can be reached without SEND."""
     unsent = {RequestState.QUEUED}
     for _ in RequestState:
-        unsent |= {to for (state, event), to in REQUEST.moves.items() if state in unsent and event.name != "SEND"}
+        unsent |= {to for (state, event), to in REQUEST.items() if state in unsent and event.name != "SEND"}
     assert MAYBE_WRITTEN.isdisjoint(unsent)
     assert {RequestState.CHECKING} == UNSENT & MAYBE_WRITTEN
 
