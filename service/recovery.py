@@ -33,9 +33,10 @@ from service.wire import LedgerRecord, transactional_id
 
 log = structlog.get_logger(__name__)
 
-# Ledger records, each of a busy process's hundred entries or so, that are decoded while Redis writes those before.
+# Ledger records, each of a busy process's hundred entries or so, that are decoded while Redis writes those before; so
+# many that it has something to write while a fetch is unpacked.
 REPLAY_RECORDS: Final = 20
-REPLAYS_AT_ONCE: Final = 2
+REPLAYS_AT_ONCE: Final = 4
 PAUSE_LEAST_S: Final = 1.0
 PAUSE_MOST_S: Final = 300.0
 # How far the broker's clock (LogAppendTime) and Redis's (accepted_at) may be apart when old ledger is left unread.
@@ -314,14 +315,8 @@ class Store:
 
         Stronger than reading the LSO: the leader that shows our own record cannot be a deposed one.
         """
-        records = [LedgerRecord(slot, -1, -1, self._settings.name, ()).encode() for slot in range(slots)]
-        offsets = await asyncio.gather(
-            *(
-                self._barriers.send(self._topics.ledger, slot, None, record)
-                for slot, record in zip(range(slots), records, strict=True)
-            )
-        )
-        return dict(enumerate(offsets))
+        records = [(slot, None, LedgerRecord(slot, -1, -1, self._settings.name, ()).encode()) for slot in range(slots)]
+        return dict(enumerate(await self._barriers.send_all(self._topics.ledger, records)))
 
     async def _replay_all(self, store: str, nonce: str, through: Mapping[int, int]) -> int:
         """Replay every ledger partition from `applied`, or for as far back as keys live; the number of keys read."""

@@ -257,10 +257,18 @@ class IdempotentProducer:
 
     async def send(self, topic: str, partition: int, key: bytes | None, value: bytes) -> int:
         """Write one record and await it; its offset. Raises KafkaAway: it may be there all the same."""
-        (fate,) = await self.write([Record(topic, partition, key, value, [], 0, codec=OWN_CODEC)])
-        if not isinstance(fate, Place):
-            raise KafkaAway(f"{topic}: {fate.why if fate else 'no clean answer'}")
-        return fate.offset
+        (offset,) = await self.send_all(topic, [(partition, key, value)])
+        return offset
+
+    async def send_all(self, topic: str, contents: Sequence[tuple[int, bytes | None, bytes]]) -> list[int]:
+        """Write records of (partition, key, value) and await them; their offsets. Raises KafkaAway as `send` does."""
+        records = [Record(topic, partition, key, value, [], 0, codec=OWN_CODEC) for partition, key, value in contents]
+        offsets: list[int] = []
+        for fate in await self.write(records):
+            if not isinstance(fate, Place):
+                raise KafkaAway(f"{topic}: {fate.why if fate else 'no clean answer'}")
+            offsets.append(fate.offset)
+        return offsets
 
     async def write(self, records: Sequence[Record]) -> list[Fate]:
         """Write records and await them; the fate of each, in their order. Raises KafkaAway: nothing was sent.

@@ -17,7 +17,9 @@ Batches = dict[TopicPartition, list[ConsumerRecord]]
 # A fetch that finds nothing new waits this long at the broker: markers come within milliseconds.
 FETCH_WAIT_MS: Final = 20
 STOP_PATIENCE_S: Final = 1.0
-FETCH_BYTES_MAX: Final = 8 * 1024 * 1024
+# Of one partition, in one fetch: what it brings is worked on while the next one comes. A larger record comes whole all
+# the same, from one partition at a time (KIP-74).
+FETCH_BYTES_MAX: Final = 128 * 1024
 
 
 class Span(NamedTuple):

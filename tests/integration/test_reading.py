@@ -1,0 +1,31 @@
+"""Reading partitions through a record: all of it, however large its records are."""
+
+import os
+
+from deploy.local.stack import Kafka
+from service.kafka.cluster import Cluster
+from service.kafka.producer import IdempotentProducer
+from service.kafka.reader import FETCH_BYTES_MAX, Span, read_through
+from service.telemetry import Telemetry
+from tests.conftest import MakeTopic
+
+PATIENCE_S = 20.0
+
+
+async def test_records_that_are_larger_than_a_fetch_of_all_partitions(kafka: Kafka, make_topic: MakeTopic) -> None:
+    """Kafka gives the first of them whole, and nothing of the others that do not fit, which must be no end."""
+    topic = make_topic(3)
+    cluster = Cluster(kafka.bootstrap, client_id="t", request_timeout_ms=10_000, telemetry=Telemetry())
+    producer = IdempotentProducer(cluster, "t")
+    contents = [(n % 3, b"%d" % n, os.urandom(3 * FETCH_BYTES_MAX if n % 2 else 10)) for n in range(18)]
+    try:
+        offsets = await producer.send_all(topic, contents)
+        spans = {partition: Span(None, offsets[15 + partition]) for partition in range(3)}
+        found = [
+            item async for some in read_through(cluster, topic, spans, "read_committed", PATIENCE_S) for item in some
+        ]
+    finally:
+        await producer.close()
+        await cluster.close()
+    told = [(partition, offset, key, value) for offset, (partition, key, value) in zip(offsets, contents, strict=True)]
+    assert sorted(tuple(item) for item in found) == sorted(told)
