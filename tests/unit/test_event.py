@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service import event
 from service.errors import Problem
 from service.event import Event, check_json, check_key, check_topic, parse_event, parse_key, partition_of
 from service.kafka.cluster import Topic
@@ -271,6 +272,41 @@ def test_levels_are_counted_whatever_stands_between_them(opens: str, closes: str
             with pytest.raises(Problem, match="deeper than 64 levels"):
                 check_json(body)
     check_json(b"[" + b"[],{}," * 500 + b"1]")
+
+
+STYLES: tuple[dict[str, Any], ...] = ({}, {"separators": (",", ":")}, {"indent": 1}, {"ensure_ascii": False})
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_what_encoders_make_needs_no_look_at_each_name(style: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also fractions in whatever form: none is read as a number, which takes as long for some as a thousand names."""
+
+    def look(body: bytes) -> None:
+        raise AssertionError(f"each name of {body!r} was looked at")
+
+    monkeypatch.setattr(event, "_check_each", look)
+    check_json(
+        json.dumps({"topic": "t", "value": {"a": [1, -2, 10**30, None, True, "x y"], "b": {}}}, **style).encode()
+    )
+    check_json(b"[1.50, 1e5, 1E+05, -0.0, 1e-320, 1e400, 0.1]")
+
+
+JSONS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
+)
+
+
+@given(JSONS, st.sampled_from(STYLES), st.integers(0), st.binary(max_size=4), st.integers(0, 6))
+def test_what_is_believed_at_a_glance_passes_a_close_look(
+    value: Any, style: dict[str, Any], place: int, put: bytes, instead: int
+) -> None:
+    """JSON, and what becomes of it with some bytes replaced."""
+    text = json.dumps(value, **style).encode(errors="replace")
+    place %= len(text) + 1
+    for body in (text, text[:place] + put + text[place + instead :], text.replace(b'"a"', b'"b"')):
+        if event._is_plain(body):
+            event._check_each(body)
 
 
 def test_base64_and_tombstones() -> None:
