@@ -73,7 +73,7 @@ class Event(msgspec.Struct, eq=False, gc=False):
     traceparent: bytes | None  # of the HTTP request: not part of what was asked for
     fp: bytes
     size: int  # in bytes
-    entry_bytes: int  # the most that its entry in the ledger takes
+    entry_bytes: int  # of its entry in the ledger, but for what a member of an atomic batch has more
 
 
 def event_of(
@@ -238,8 +238,11 @@ def check_json(body: bytes) -> None:
 def _is_plain(body: bytes) -> bool:
     """Is it, but for blanks, what an encoder makes of its own decoding? An encoder writes strict JSON and nothing else.
 
-    Most bodies were made by one. It costs a fifth of `_check_each`, which looks at every name.
+    Most bodies were made by one. It often costs half of `_check_each`, which looks at every name, or less.
     """
+    # A run of 1,024 digits shows in this sample of the body; to read it as a number takes the square of its length.
+    if _MANY_DIGITS.search(body[::16]):
+        return False
     try:
         decoded = _decode(body)
         again = _encode(decoded)
@@ -280,9 +283,11 @@ def _check_each(body: bytes) -> None:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise _not_json(f"has the name {twice!r} twice in one object")
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise _not_json(f"has the name {name!r} twice in one object")
+            seen.add(name)
     return members
 
 
@@ -293,6 +298,7 @@ def _no_constant(name: str) -> Any:
 # A fraction stays the text that it is: to read 1e-320 as a number takes 7 µs, and a body may have a million of them.
 _decode: Final = msgspec.json.Decoder(float_hook=msgspec.Raw).decode
 _encode: Final = msgspec.json.Encoder().encode
+_MANY_DIGITS: Final = re.compile(rb"[0-9]{64}")
 # Numbers stay text: their size is not ours to judge, and an integer of 5,000 digits is JSON.
 # Its scanner itself: `decode` around it costs as much again for a small body, and does no more than find the end.
 _scan = json.JSONDecoder(

@@ -1,4 +1,4 @@
-"""The states of a key, a slot and a request: tables, and the one function each that moves them.
+"""The states of a key, a slot and a request: the rules of the first, and the tables by which the others move.
 
 The rules for keys are pure functions over small values. `keys.lua` says the same in Redis (held to it by one suite of
 vectors and one contract suite), the in-memory store of the tests runs them as they are, and so does the model.

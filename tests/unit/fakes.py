@@ -26,7 +26,7 @@ from service.slot import Link, Slot
 from service.states import Claim, Claimed, Delivered, KeyState, SlotEvent, SlotState
 from service.telemetry import Telemetry
 from service.topics import Catalogue, InternalTopics
-from service.wire import event_id
+from service.wire import event_id, fingerprint
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
 
 EPOCH = Epoch(1, "run/repl")
@@ -37,6 +37,7 @@ PLAIN_TOPICS = "plain.*"  # of these the guarantee is `idempotent`
 def make_event(key: str, topic: str = "orders", value: bytes = b"1", partition: int | None = None) -> Event:
     event = event_of(key, event_id(key), topic, None, value[:100], [], partition)
     event.value, event.size = value, len(value)  # more than is taken from a client, where bounds are to be met
+    event.fp = fingerprint(topic, partition, None, [], value)
     return event
 
 

@@ -93,7 +93,7 @@ def test_the_ledger_bounds_a_train_too() -> None:
     assert [len(train) for train in trains] == [most, 1]
 
 
-async def test_an_event_that_fills_a_transaction_travels_by_itself() -> None:
+def test_an_event_that_fills_a_transaction_travels_by_itself() -> None:
     large = make_event("b", value=b"x" * GROUP_EVENT_BYTES_MAX)
     assert cut(make_event("a"), large, make_event("c")) == [["a"], ["b"], ["c"]]
 

@@ -293,7 +293,7 @@ def test_what_encoders_make_needs_no_look_at_each_name(style: dict[str, Any], mo
 
 JSONS = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
 )
 
 
@@ -304,9 +304,29 @@ def test_what_is_believed_at_a_glance_passes_a_close_look(
     """JSON, and what becomes of it with some bytes replaced."""
     text = json.dumps(value, **style).encode(errors="replace")
     place %= len(text) + 1
-    for body in (text, text[:place] + put + text[place + instead :], text.replace(b'"a"', b'"b"')):
+    twice = text.replace(b'"a"', b'"b"')
+    for body in (text, text[:place] + put + text[place + instead :], twice):
         if event._is_plain(body):
             event._check_each(body)
+
+
+def test_the_name_that_is_there_twice_is_found_among_many() -> None:
+    """Not by a look through all for each: that took a minute for a body of a megabyte."""
+    body = b"{%b}" % b",".join([b'"name %d":0' % n for n in (*range(200_000), 199_999)])
+    with pytest.raises(Problem, match="'name 199999' twice"):
+        check_json(body)
+
+
+@pytest.mark.parametrize("digits", [1_000, 1_024, 1_040, 5_000])
+def test_long_numbers_are_not_read(digits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python reads and writes an integer in the square of its length."""
+    decoded: list[bytes] = []
+    monkeypatch.setattr(event, "_decode", lambda body: decoded.append(body))
+    for start in range(20):
+        body = b"[" + b" " * start + b"9" * digits + b"]"
+        decoded.clear()
+        check_json(body)
+        assert len(decoded) == (digits < 1_024)
 
 
 def test_base64_and_tombstones() -> None:
