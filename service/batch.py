@@ -82,11 +82,9 @@ async def write_each(
     told = 0
     train, places = Train(), list[int]()
 
-    async def write() -> list[Answer]:
-        """Write the train; the answers that are known now and were not told."""
+    async def write() -> None:
         for place, answer in zip(places, await intake.submit_train(train), strict=True):
             answers[place] = answer
-        return _known(answers, told)
 
     for place, part in enumerate(parts):
         try:
@@ -98,7 +96,8 @@ async def write_each(
             answers[place] = problem
             continue
         if not train.takes(event):
-            known = await write()
+            await write()
+            known = _known(answers, told)
             told += len(known)
             yield known
             train, places = Train(), []

@@ -155,7 +155,7 @@ class Life:
                 builder = self._builder(partition, record.batch_bytes_max, record.codec)
                 batch = open_batches[partition] = Batch(partition, builder)
                 batches.append(batch)
-                batch.add(index, record)
+                batch.add(index, record)  # an empty one takes any: what is too large is the broker's to refuse
         for batch in open_batches.values():
             self._advance(batch)
         return batches

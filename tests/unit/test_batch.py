@@ -110,6 +110,13 @@ async def test_the_answers_are_in_the_order_of_the_events() -> None:
     assert (first.places[0][0], third.places[0][0]) == (make_event("a").id, make_event("c").id)
 
 
+async def test_where_no_event_is_good_nothing_is_submitted() -> None:
+    world = World()
+    answers = await asyncio.wait_for(written(world, batch_of(one(None), one("é"))), 3.0)
+    assert [kind_of(answer) for answer in answers] == [MISSING_KEY, INVALID_KEY]
+    assert world.journal.answers == []
+
+
 async def test_a_key_that_repeats_is_replayed_and_not_in_progress() -> None:
     world = World()
     first, other, again = await written(world, batch_of(one("a"), one("b"), one("a")))

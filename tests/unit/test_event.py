@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service import event
+from service import event as module
 from service.errors import Problem
 from service.event import Event, check_json, check_key, check_topic, parse_event, parse_key, partition_of
 from service.kafka.cluster import Topic
@@ -284,7 +284,7 @@ def test_what_encoders_make_needs_no_look_at_each_name(style: dict[str, Any], mo
     def look(body: bytes) -> None:
         raise AssertionError(f"each name of {body!r} was looked at")
 
-    monkeypatch.setattr(event, "_check_each", look)
+    monkeypatch.setattr(module, "_check_each", look)
     check_json(
         json.dumps({"topic": "t", "value": {"a": [1, -2, 10**30, None, True, "x y"], "b": {}}}, **style).encode()
     )
@@ -306,8 +306,8 @@ def test_what_is_believed_at_a_glance_passes_a_close_look(
     place %= len(text) + 1
     twice = text.replace(b'"a"', b'"b"')
     for body in (text, text[:place] + put + text[place + instead :], twice):
-        if event._is_plain(body):
-            event._check_each(body)
+        if module._is_plain(body):
+            module._check_each(body)
 
 
 def test_the_name_that_is_there_twice_is_found_among_many() -> None:
@@ -321,7 +321,7 @@ def test_the_name_that_is_there_twice_is_found_among_many() -> None:
 def test_long_numbers_are_not_read(digits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python reads and writes an integer in the square of its length."""
     decoded: list[bytes] = []
-    monkeypatch.setattr(event, "_decode", lambda body: decoded.append(body))
+    monkeypatch.setattr(module, "_decode", lambda body: decoded.append(body))
     for start in range(20):
         body = b"[" + b" " * start + b"9" * digits + b"]"
         decoded.clear()

@@ -9,6 +9,7 @@ from aiokafka.errors import (
     UnknownTopicOrPartitionError,
 )
 
+from service.errors import KafkaAway
 from service.kafka import life as module
 from service.kafka.life import Place
 from service.kafka.verdict import REFUSALS
@@ -66,3 +67,13 @@ async def test_places_are_in_the_order_of_the_records() -> None:
     records = [record("plain.a", 1), record("plain.a", 2), record("plain.a", 1)]
     assert await producer.write(records) == [Place(10, 5), Place(20, 5), Place(11, 5)]
     assert producer._life is not None
+
+
+async def test_of_several_all_are_written_or_it_fails() -> None:
+    """Whoever reads through these records must have each of them."""
+    producer, kafka = idempotent()
+    kafka.produced = lambda topic, partition: Place(10 * partition, -1)
+    assert await producer.send_all("a", [(2, None, b"x"), (1, b"k", b"y")]) == [20, 10]
+    kafka.produced = lambda topic, partition: TOO_BIG if partition == 1 else Place(4, -1)
+    with pytest.raises(KafkaAway, match=REFUSALS[TOO_BIG].why):
+        await producer.send_all("a", [(2, None, b"x"), (1, b"k", b"y")])
