@@ -2,7 +2,7 @@
 
 The rules for keys are pure functions over small values. `keys.lua` says the same in Redis (held to it by one suite of
 vectors and one contract suite), the in-memory store of the tests runs them as they are, and so does the model. The
-values are msgspec's, as elsewhere on the path: one costs a fifth of a NamedTuple, and the collector need not look at it.
+values are msgspec's, as elsewhere on the path: one costs a fifth of a NamedTuple, and the collector skips it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
