@@ -44,7 +44,7 @@ _SURROGATE_ESCAPE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class EventBody(msgspec.Struct, forbid_unknown_fields=True):
-    """The JSON of one event (design: HTTP contract). `value` keeps the bytes as they were sent."""
+    """The JSON of one event. `value` keeps the bytes as they were sent."""
 
     topic: str
     key: str | None = None

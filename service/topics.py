@@ -28,7 +28,7 @@ ABSENT_MAX: Final = 1_000
 
 
 class InternalTopics:
-    """`{ns}.ledger`, `{ns}.requests` and `{ns}.control` (design: wire contract)."""
+    """`{ns}.ledger`, `{ns}.requests` and `{ns}.control`."""
 
     def __init__(self, cluster: Cluster, settings: Settings) -> None:
         self._cluster = cluster

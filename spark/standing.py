@@ -10,7 +10,7 @@ from spark.findings import CLIENT_DUPLICATE, CONFLICT, DUPLICATE, EVIDENCE_GAP, 
 from spark.heat import hour_text
 from spark.state import hour_of
 
-# A foreign writer may put anything into the header; the contract's keys end here.
+# A foreign writer may put anything into the header; a caller's keys end here.
 KEY_CHARS: Final = 255
 
 FIELDS: Final = (

@@ -1,6 +1,6 @@
 """A topic as a Delta table with each id once: what to read instead of the topic.
 
-Of an id's copies the first one by the contract's order stands: those in the ledger first, then by timestamp, partition
+Of an id's copies the first one in this order stands: those in the ledger first, then by timestamp, partition
 and offset. The table is what that order makes of everything that was read so far, as if it had been made anew: where
 a copy is found later that comes before the one that stands (a ledger entry that came after its record, a partition
 that an open transaction held up), it takes its place. Records without id are left out: the audit counts them.

@@ -1,8 +1,8 @@
 """One life of a producer: its producer id and epoch, its sequence numbers, and the batches that it sends.
 
 Made of aiokafka's client and its record batches: aiokafka's own producers repeat requests inside, call some failures
-successes, and tell nobody (design: traps). Here a request is sent once, and its own answer is what counts: anything
-else than a clean one ends the life.
+successes, and tell nobody. Here a request is sent once, and its own answer is what counts: anything else than a clean
+one ends the life.
 """
 
 import asyncio

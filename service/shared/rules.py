@@ -13,7 +13,7 @@ from service.shared.settings import PREFIX, SettingsError
 
 
 class Guarantee(Enum):
-    """What a topic's events are promised (design: two guarantees). Its hash is its identity: Enum's own is slower."""
+    """What a topic's events are promised. Its hash is its identity: Enum's own is slower."""
 
     __hash__ = object.__hash__
 

@@ -92,9 +92,9 @@ def _rounds(
     cpu_us: list[float] = []
     grouped: list[float] = []
     for _ in range(rounds):
-        before = _groups(target)
+        before = target.groups()
         loaded = target.load(seconds, connections, batch=size, bytes=EVENT_BYTES)
-        events, groups = (after - then for after, then in zip(_groups(target), before, strict=True))
+        events, groups = (after - then for after, then in zip(target.groups(), before, strict=True))
         rates.append(loaded.rate * size)
         cpu_us.append(target.cpu_us / size)
         grouped.append(events / groups)
@@ -113,8 +113,3 @@ def _rounds(
         Row(f"{at}: CPU an event, send()", "µs", list(send.cpu_us)),
         Row(f"{at}: CPU an event, send_batch()", "µs", list(batch.cpu_us)),
     ]
-
-
-def _groups(target: Target) -> tuple[float, float]:
-    """Events and transactions so far."""
-    return target.metric("fencepost_group_events_sum"), target.metric("fencepost_group_events_count")

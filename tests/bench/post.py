@@ -2,7 +2,7 @@
 
 Two processes, one each; wrk presses them in turn, with the same requests of 250 bytes and a new key each. The empty one
 answers; the service checks, claims, writes in a transaction with its ledger record, marks, journals and counts as well.
-CPU is the process's own, from /proc/PID/stat.
+CPU is the process's own, the broker's and Redis's, from /proc/PID/stat.
 """
 
 from tests.bench.rows import Goal, Row, ratios
@@ -13,16 +13,20 @@ GOALS = {256: Goal(least=2.0), 64: Goal(least=1.3)}
 
 
 class _Side:
-    """One side's runs."""
+    """One side's runs; CPU in µs a POST."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
         self.runs: list[Loaded] = []
         self.cpu_us: list[float] = []
+        self.kafka_us: list[float] = []
+        self.redis_us: list[float] = []
 
     def run(self, seconds: float, connections: int) -> None:
         self.runs.append(self.target.load(seconds, connections))
         self.cpu_us.append(self.target.cpu_us)
+        self.kafka_us.append(self.target.kafka_us)
+        self.redis_us.append(self.target.redis_us)
 
 
 def measure(stage: Stage) -> list[Row]:
@@ -33,15 +37,17 @@ def measure(stage: Stage) -> list[Row]:
         empty.warm(stage.pick(1, 4), 256)
         for connections, goal in GOALS.items():
             ours, theirs = _Side(service), _Side(empty)
+            before = service.groups()
             for number in range(rounds):
                 for side in (ours, theirs)[:: 1 if number % 2 else -1]:
                     side.run(seconds, connections)
-            rows += _rows(ours, theirs, connections, goal)
+            events, transactions = (after - then for after, then in zip(service.groups(), before, strict=True))
+            rows += _rows(ours, theirs, connections, goal, events / transactions)
         service.check()
     return rows
 
 
-def _rows(ours: _Side, theirs: _Side, connections: int, goal: Goal) -> list[Row]:
+def _rows(ours: _Side, theirs: _Side, connections: int, goal: Goal, group: float) -> list[Row]:
     at = f"{connections} connections"
     rates = [[run.rate for run in side.runs] for side in (ours, theirs)]
     return [
@@ -53,5 +59,8 @@ def _rows(ours: _Side, theirs: _Side, connections: int, goal: Goal) -> list[Row]
         Row(f"empty handler's p99, {at}", "ms", [run.p99_ms for run in theirs.runs]),
         Row(f"CPU a POST, {at}", "µs", ours.cpu_us),
         Row(f"empty handler's CPU a POST, {at}", "µs", theirs.cpu_us),
+        Row(f"Redis's CPU a POST, {at}", "µs", ours.redis_us),
+        Row(f"POSTs a transaction, {at}", "", [group]),
+        Row(f"the broker's CPU a transaction, {at}", "ms", [group * each / 1000 for each in ours.kafka_us]),
         Row(f"CPU of an empty POST over one of ours, {at}", "x", ratios(theirs.cpu_us, ours.cpu_us)),
     ]

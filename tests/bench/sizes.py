@@ -127,8 +127,8 @@ def _log(stage: Stage) -> list[Row]:
         target.warm(stage.pick(2, 3), 256)
         target.load(seconds, 256)
         target.check()
-        events = target.metric("fencepost_group_events_sum")
-        groups = events / target.metric("fencepost_group_events_count")
+        events, transactions = target.groups()
+        groups = events / transactions
         arguments = {"topic": plain, "prefix": plain, "partitions": 3, "size": 215, "producers": 4, "stamped": False}
         written = bare.ask("transactions", events=round(groups), seconds=seconds, **arguments)["events"]
         time.sleep(0.5)  # the journal's last flush

@@ -164,6 +164,10 @@ class Target:
         self.settle()
         checks.exactly_once(self.kafka.bootstrap, self.namespace, self.topics, self.answered, self.cut)
 
+    def groups(self) -> tuple[float, float]:
+        """Events that the service has written so far, and the transactions that they took."""
+        return self.metric("fencepost_group_events_sum"), self.metric("fencepost_group_events_count")
+
     def metric(self, name: str) -> float:
         """The sum of a metric's samples on /metrics."""
         with urllib.request.urlopen(f"{self.service.url}/metrics", timeout=10) as response:

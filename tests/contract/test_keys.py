@@ -1,4 +1,4 @@
-"""What every key store does: claims, marks and releases (design: writing an event)."""
+"""What every key store does: claims, marks and releases."""
 
 from collections.abc import Awaitable, Callable
 

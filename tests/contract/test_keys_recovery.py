@@ -1,4 +1,4 @@
-"""What every key store does in recovery: of a slot, and of itself (design: slot recovery, store recovery)."""
+"""What every key store does in recovery: of a slot, and of itself."""
 
 from collections.abc import Awaitable, Callable
 
