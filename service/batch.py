@@ -8,10 +8,11 @@ import msgspec
 
 from service.callers import ANYBODY, Caller
 from service.errors import INVALID_EVENT, MISSING_KEY, TOO_LARGE, Problem
-from service.event import Event, EventBody, check_count, check_json, check_key, decode, make_event
+from service.event import Event, EventBody, check_count, check_key, decode, decode_unchecked, make_event
 from service.intake import Intake
 from service.request import Answer, Train
 from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX
+from service.strict_json import check_json
 from service.wire import batch_fingerprint, event_id, member_id
 
 LINES: Final = "application/x-ndjson"
@@ -38,9 +39,9 @@ T = TypeVar("T")
 
 def parse_batch(body: bytes) -> BatchBody:
     """A batch with at least one event. Raises Problem (400, 413)."""
-    check_json(body)
-    batch = decode(_decode_batch, body)
+    batch = decode_unchecked(_decode_batch, body)
     check_count(len(batch.events), "events")
+    check_json(body)
     return batch
 
 

@@ -13,7 +13,18 @@ from urllib.parse import unquote
 import msgspec
 
 from service.errors import INVALID_KEY, Problem
-from service.event import HEADERS_MAX, Event, check_count, check_json, check_key, decode, event_of, invalid, parse_key
+from service.event import (
+    HEADERS_MAX,
+    Event,
+    check_count,
+    check_key,
+    decode,
+    decode_unchecked,
+    event_of,
+    invalid,
+    parse_key,
+)
+from service.strict_json import check_json
 from service.wire import Header, event_id
 
 STRUCTURED: Final = "application/cloudevents+json"
@@ -85,9 +96,9 @@ def from_structured(
 
 def parse_batch(body: bytes) -> list[msgspec.Raw]:
     """The JSON of each event of a batch. Raises Problem (400, 413)."""
-    check_json(body)
-    events = decode(_decode_batch, body)
+    events = decode_unchecked(_decode_batch, body)
     check_count(len(events), "body")
+    check_json(body)
     return events
 
 

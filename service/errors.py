@@ -42,6 +42,9 @@ OUTCOME_UNKNOWN: Final = Kind(
     504, "outcome-unknown", "It is not known yet whether the event is written", retry_after_s=1
 )
 
+# What is wrong with a body may quote it, and bodies have megabytes.
+DETAIL_CHARS_MAX: Final = 1_000
+
 KINDS: Final = {kind.code: kind for kind in vars().values() if isinstance(kind, Kind)}
 
 
@@ -49,6 +52,7 @@ class Problem(Exception):
     """A request ends with this answer; `detail` names the field and the remedy."""
 
     def __init__(self, kind: Kind, detail: str, retry_after_s: int | None = None) -> None:
+        detail = detail if len(detail) <= DETAIL_CHARS_MAX else f"{detail[:DETAIL_CHARS_MAX]} […]"
         super().__init__(f"{kind.code}: {detail}")
         self.kind = kind
         self.detail = detail

@@ -2,18 +2,16 @@
 
 import base64
 import binascii
-import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
 from service.errors import (
     INVALID_EVENT,
-    INVALID_JSON,
     INVALID_KEY,
     MISSING_KEY,
     RECORD_REFUSED,
@@ -23,9 +21,9 @@ from service.errors import (
 from service.kafka.cluster import Topic
 from service.kafka.partitioner import partition_of_key
 from service.settings import EVENT_BYTES_MAX
+from service.strict_json import check_json, not_json
 from service.wire import RESERVED_HEADERS, TOPIC, TRACE_HEADER, Header, event_id, fingerprint
 
-DEPTH_MAX: Final = 64
 HEADERS_MAX: Final = 100
 BATCH_EVENTS_MAX: Final = 10_000
 TIMESTAMP_MOST: Final = 2**53 - 1
@@ -39,8 +37,6 @@ ENTRY_BYTES: Final = 180
 _KEY: Final = re.compile(r"[\x20-\x7e]{1,255}")
 _QUOTED: Final = re.compile(r'"((?:[\x20-\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{1,200})?")
-_LONE_SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
-_SURROGATE_ESCAPE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class EventBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -106,9 +102,9 @@ def event_of(
 
 def parse_key(raw: str | None) -> str:
     """The key that a header names; quoted (a Structured Fields string, RFC 8941) and bare are the same key."""
-    if raw is None or not raw.strip():
+    raw = "" if raw is None else raw.strip(" \t")  # of other blanks HTTP knows nothing (RFC 9110, section 5.6.3)
+    if not raw:
         raise Problem(MISSING_KEY, "Idempotency-Key: send this header with a key of your own, the same for each retry")
-    raw = raw.strip()
     if raw.startswith('"'):
         quoted = _QUOTED.fullmatch(raw)
         if quoted is None:
@@ -131,18 +127,29 @@ def parse_traceparent(raw: str | None) -> bytes | None:
 
 def parse_event(key: str, body: bytes, traceparent: bytes | None = None, scope: str = "") -> Event:
     """An event from its JSON. Raises Problem (400, 413) that names the field."""
+    fields = decode_unchecked(_decode_event, body)
+    event = make_event(key, event_id(key, scope), fields, traceparent)
     check_json(body)
-    return make_event(key, event_id(key, scope), decode(_decode_event, body), traceparent)
+    return event
+
+
+def decode_unchecked(decoder: Callable[[bytes], T], body: bytes) -> T:
+    """As `decode`, of what is yet to be checked. That takes much longer, and what is too large is refused before it."""
+    try:
+        return decode(decoder, body)
+    except Problem:
+        check_json(body)  # that it is no JSON comes first
+        raise
 
 
 def decode(decoder: Callable[[bytes], T], body: bytes | msgspec.Raw) -> T:
-    """Typed fields from JSON that is known to be JSON. Raises Problem (400) that names the field."""
+    """Typed fields from JSON. Raises Problem (400) that names the field."""
     try:
         return decoder(body)
     except msgspec.ValidationError as error:
         raise Problem(INVALID_EVENT, _explain(error)) from None
     except msgspec.DecodeError as error:
-        raise Problem(INVALID_JSON, f"body: {error}") from None
+        raise not_json(str(error)) from None
 
 
 def make_event(key: str, id: bytes, fields: EventBody, traceparent: bytes | None = None) -> Event:
@@ -221,122 +228,6 @@ def partition_of(event: Event, partitions: int) -> int | None:
     if event.record_key is None:
         return None
     return partition_of_key(event.record_key, partitions)
-
-
-# ---------------------------------------------------------------------------------------------------- strict JSON
-
-
-def check_json(body: bytes) -> None:
-    """RFC 8259, strictly: UTF-8 without a BOM, no NaN, no duplicate names, no lone surrogates, at most 64 levels.
-
-    Raises Problem (400). The value is passed on byte for byte, so whoever reads it must be able to trust it.
-    """
-    if not _is_plain(body):
-        _check_each(body)
-
-
-def _is_plain(body: bytes) -> bool:
-    """Is it, but for blanks, what an encoder makes of its own decoding? An encoder writes strict JSON and nothing else.
-
-    Most bodies were made by one. It often costs half of `_check_each`, which looks at every name, or less.
-    """
-    # A run of 1,024 digits shows in this sample of the body; to read it as a number takes the square of its length.
-    if _MANY_DIGITS.search(body[::16]):
-        return False
-    try:
-        decoded = _decode(body)
-        again = _encode(decoded)
-        plain = again == body or again == msgspec.json.format(body, indent=-1)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return False
-    return plain and not _is_deep(body, decoded)
-
-
-def _is_deep(body: bytes, decoded: Any) -> bool:
-    """Is it nested deeper than `DEPTH_MAX`?"""
-    return body.count(b"{") + body.count(b"[") > DEPTH_MAX and _is_deeper(decoded, DEPTH_MAX)
-
-
-def _check_each(body: bytes) -> None:
-    if body.startswith(b"\xef\xbb\xbf"):
-        raise _not_json("begins with a byte order mark: send UTF-8 without one")
-    try:
-        text = body.decode()
-    except UnicodeDecodeError as error:
-        raise _not_json(f"is not UTF-8 (byte {error.start})") from None
-    try:
-        parsed, end = _scan(text, len(text) - len(text.lstrip(_BLANKS)))
-    except json.JSONDecodeError as error:
-        raise _not_json(f"is not JSON: {error.msg} at character {error.pos}") from None
-    except StopIteration as error:  # the scanner's own way to say that no value begins here
-        raise _not_json(f"is not JSON: Expecting value at character {error.value}") from None
-    except RecursionError:  # far deeper: the scanner itself gives up at some 1,000 levels
-        raise _not_json(_TOO_DEEP) from None
-    if _is_deep(body, parsed):
-        raise _not_json(_TOO_DEEP)
-    if end != len(text.rstrip(_BLANKS)):
-        raise _not_json(f"is not JSON: Extra data at character {end}")
-    if _SURROGATE_ESCAPE.search(body) and _has_lone_surrogate(parsed):
-        raise _not_json("has a lone surrogate (\\ud800 to \\udfff without its pair)")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members = dict(pairs)
-    if len(members) != len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise _not_json(f"has the name {name!r} twice in one object")
-            seen.add(name)
-    return members
-
-
-def _no_constant(name: str) -> Any:
-    raise _not_json(f"has {name}, which is no JSON number")
-
-
-# A fraction stays the text that it is: to read 1e-320 as a number takes 7 µs, and a body may have a million of them.
-_decode: Final = msgspec.json.Decoder(float_hook=msgspec.Raw).decode
-_encode: Final = msgspec.json.Encoder().encode
-_MANY_DIGITS: Final = re.compile(rb"[0-9]{64}")
-# Numbers stay text: their size is not ours to judge, and an integer of 5,000 digits is JSON.
-# Its scanner itself: `decode` around it costs as much again for a small body, and does no more than find the end.
-_scan = json.JSONDecoder(
-    object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=str, parse_float=str
-).scan_once  # type: ignore[attr-defined]
-_NODES: Final = frozenset({dict, list})
-_BLANKS: Final = " \t\n\r"
-_TOO_DEEP: Final = f"is nested deeper than {DEPTH_MAX} levels"
-
-
-def _is_deeper(parsed: Any, most: int) -> bool:
-    """Has it more levels of objects and arrays than that? A level at a time."""
-    level = [parsed]
-    for _ in range(most):
-        level = [
-            child
-            for node in level
-            for child in (node.values() if type(node) is dict else node if type(node) is list else ())
-            if type(child) in _NODES
-        ]
-        if not level:
-            return False
-    return True
-
-
-def _has_lone_surrogate(parsed: Any) -> bool:
-    match parsed:
-        case str():
-            return _LONE_SURROGATE.search(parsed) is not None
-        case Mapping():
-            return any(_has_lone_surrogate(name) or _has_lone_surrogate(item) for name, item in parsed.items())
-        case list():
-            return any(map(_has_lone_surrogate, parsed))
-    return False
-
-
-def _not_json(why: str) -> Problem:
-    return Problem(INVALID_JSON, f"body: {why}")
 
 
 def check_count(events: int, field: str) -> None:

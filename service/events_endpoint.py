@@ -20,7 +20,7 @@ from service.batch import (
 )
 from service.callers import Caller, Callers
 from service.errors import FORBIDDEN_CALLER, INTERNAL, INVALID_KEY, TOO_LARGE, UNSUPPORTED_TYPE, Problem
-from service.event import Event, check_json, parse_event, parse_key, parse_traceparent
+from service.event import Event, parse_event, parse_key, parse_traceparent
 from service.http_posts import Handler, Post
 from service.intake import Intake
 from service.prefer import Preference, parse_prefer
@@ -38,6 +38,7 @@ from service.rendering import (
 from service.request import Answer
 from service.settings import Settings
 from service.shared import PREFIX
+from service.strict_json import check_json
 from service.telemetry import Telemetry
 
 log = structlog.get_logger(__name__)

@@ -11,6 +11,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from service.errors import HEAD_TOO_LARGE, INVALID_HTTP, Problem
 from service.rendering import lines_of, render_problem
 
+# Of a head, and of what comes beside a body: trailers (RFC 9112, section 7.1.2), extensions of chunks.
 HEAD_BYTES_MAX: Final = 64 * 1024
 # From the connection, or a request's first byte, to its last one. Between requests uvicorn's keep-alive bound holds.
 SILENCE_MAX_S: Final = 20.0
@@ -25,7 +26,7 @@ class GuardedProtocol(HttpToolsProtocol):
     lingering = False  # of all connections: each answer is its connection's last one
     _whole = False  # no request is under way
     _in_head = True
-    _head_bytes = 0
+    _head_bytes = 0  # since the last head, or piece of a body, was whole
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -37,14 +38,13 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._in_head:
-            self._head_bytes += len(data)
+        self._head_bytes += len(data)
         super().data_received(data)
         if self._whole:
             self._disarm()
         elif self._timer is None:
             self._arm()
-        if self._in_head and self._head_bytes > HEAD_BYTES_MAX and not self.transport.is_closing():
+        if self._head_bytes > HEAD_BYTES_MAX and not self.transport.is_closing():
             self._refuse(Problem(HEAD_TOO_LARGE, f"headers: at most {HEAD_BYTES_MAX} bytes are taken"))
 
     def send_400_response(self, msg: str) -> None:
@@ -52,8 +52,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refuse(Problem(INVALID_HTTP, f"request: {msg}"))
 
     def _refuse(self, problem: Problem) -> None:
-        """End the connection with this answer; without one where it would be taken for that of an earlier request."""
-        if not self._owes_an_answer:
+        """End the connection with this answer; without one where it would be taken for that of another request."""
+        if not self._would_mislead:
             status, headers, body = render_problem(problem)
             headers += [*self.server_state.default_headers, (b"connection", b"close")]
             headers.append((b"content-length", b"%d" % len(body)))
@@ -61,10 +61,12 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     @property
-    def _owes_an_answer(self) -> bool:
-        """Does a request wait for its answer that came before the one which is being read?"""
+    def _would_mislead(self) -> bool:
+        """Does an earlier request wait for its answer, or has the one that is being read got its own already?"""
+        if self.pipeline or self.cycle is None:
+            return bool(self.pipeline)
         between = self._whole or self._in_head  # else `cycle` is the one which is being read
-        return bool(self.pipeline) or (between and self.cycle is not None and not self.cycle.response_complete)
+        return self.cycle.response_complete is not between
 
     def on_message_begin(self) -> None:
         self._whole, self._in_head = False, True
@@ -73,8 +75,13 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head, self._head_bytes = False, 0
         super().on_headers_complete()
+        self.headers = []  # trailers are none (RFC 9110, section 6.5.1)
         if self.lingering and self.cycle is not None:
             self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._whole = True

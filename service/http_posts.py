@@ -165,6 +165,7 @@ class PostsProtocol(GuardedProtocol):
         chunked = parser.get_http_version() != "1.0"
         post = Post(self, handler, chunked and parser.should_keep_alive(), chunked)
         self.cycle = post  # type: ignore[assignment]
+        self.headers = []  # as for the others: trailers are none
         if existing is None or existing.response_complete:
             post.started = True
             if self.expect_100_continue:
@@ -182,7 +183,9 @@ class PostsProtocol(GuardedProtocol):
         cycle: object = self.cycle
         if not isinstance(cycle, Post):
             super().on_body(body)
-        elif not cycle.response_complete:
+            return
+        self._head_bytes = 0
+        if not cycle.response_complete:
             cycle.add(body, self.body_bytes_max)
 
     def on_message_complete(self) -> None:

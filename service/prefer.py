@@ -3,8 +3,9 @@
 import re
 from typing import Final, NamedTuple
 
-# A preference's name, and its value, a token or a quoted string; parameters behind it mean nothing here.
-_PREFERENCE: Final = re.compile(r"\s*([\w-]+)\s*(?:=\s*(?:\"([^\"]*)\"|([^\s;,]*)))?[^,]*(?:,|$)")
+# A preference's name, and its value, a token or a quoted string; parameters behind it mean nothing here. The comma
+# before it anchors it, and nothing is tried twice: one long blank is looked through once, not from each of its places.
+_PREFERENCE: Final = re.compile(r"(?:^|,)\s*+([\w-]++)\s*+(?:=\s*+(?:\"([^\"]*)\"|([^\s;,]*)))?")
 _SECONDS: Final = re.compile(r"[0-9]{1,9}")
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import jsonschema_rs
 
 from service.errors import SCHEMA_MISMATCH, Problem
-from service.event import Event, check_json
+from service.event import Event
 from service.settings import TOPICS_MAX
 from service.shared import PREFIX, Rules, SettingsError
+from service.strict_json import check_json
 
 
 class Schemas:

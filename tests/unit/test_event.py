@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service import batch
 from service import event as module
 from service.errors import Problem
-from service.event import Event, check_json, check_key, check_topic, parse_event, parse_key, partition_of
+from service.event import Event, check_key, check_topic, parse_event, parse_key, partition_of
 from service.kafka.cluster import Topic
 from service.kafka.partitioner import partition_of_key
 from service.wire import event_id, fingerprint
@@ -69,6 +70,9 @@ def test_keys(raw: str, key: str) -> None:
         ("ä", "invalid-key"),
         ("a\tb", "invalid-key"),
         ("a\x7f", "invalid-key"),
+        ("a\xa0", "invalid-key"),
+        ("\x85a", "invalid-key"),
+        ("\x1f", "invalid-key"),
     ],
 )
 def test_no_keys(raw: str | None, code: str) -> None:
@@ -260,75 +264,6 @@ def test_a_client_s_own_traceparent_goes_once() -> None:
     assert parse({"topic": "t", "value": 1, "headers": {"traceparent": "x"}}, b"00-trace").traceparent is None
 
 
-@pytest.mark.parametrize(("opens", "closes"), [("[", "]"), ('{"a":', "}")])
-def test_levels_are_counted_whatever_stands_between_them(opens: str, closes: str) -> None:
-    """64 of them, the body's own object among them; brackets in strings are none."""
-    for levels in (63, 64, 300, 100_000):
-        value = opens * levels + '"[[[{{{"' + closes * levels
-        body = f'{{"topic": "t", "value": {value}}}'.encode()
-        if levels == 63:
-            check_json(body)
-        else:
-            with pytest.raises(Problem, match="deeper than 64 levels"):
-                check_json(body)
-    check_json(b"[" + b"[],{}," * 500 + b"1]")
-
-
-STYLES: tuple[dict[str, Any], ...] = ({}, {"separators": (",", ":")}, {"indent": 1}, {"ensure_ascii": False})
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_what_encoders_make_needs_no_look_at_each_name(style: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also fractions in whatever form: none is read as a number, which takes as long for some as a thousand names."""
-
-    def look(body: bytes) -> None:
-        raise AssertionError(f"each name of {body!r} was looked at")
-
-    monkeypatch.setattr(module, "_check_each", look)
-    check_json(
-        json.dumps({"topic": "t", "value": {"a": [1, -2, 10**30, None, True, "x y"], "b": {}}}, **style).encode()
-    )
-    check_json(b"[1.50, 1e5, 1E+05, -0.0, 1e-320, 1e400, 0.1]")
-
-
-JSONS = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
-)
-
-
-@given(JSONS, st.sampled_from(STYLES), st.integers(0), st.binary(max_size=4), st.integers(0, 6))
-def test_what_is_believed_at_a_glance_passes_a_close_look(
-    value: Any, style: dict[str, Any], place: int, put: bytes, instead: int
-) -> None:
-    """JSON, and what becomes of it with some bytes replaced."""
-    text = json.dumps(value, **style).encode(errors="replace")
-    place %= len(text) + 1
-    twice = text.replace(b'"a"', b'"b"')
-    for body in (text, text[:place] + put + text[place + instead :], twice):
-        if module._is_plain(body):
-            module._check_each(body)
-
-
-def test_the_name_that_is_there_twice_is_found_among_many() -> None:
-    """Not by a look through all for each: that took a minute for a body of a megabyte."""
-    body = b"{%b}" % b",".join([b'"name %d":0' % n for n in (*range(200_000), 199_999)])
-    with pytest.raises(Problem, match="'name 199999' twice"):
-        check_json(body)
-
-
-@pytest.mark.parametrize("digits", [1_000, 1_024, 1_040, 5_000])
-def test_long_numbers_are_not_read(digits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python reads and writes an integer in the square of its length."""
-    decoded: list[bytes] = []
-    monkeypatch.setattr(module, "_decode", lambda body: decoded.append(body))
-    for start in range(20):
-        body = b"[" + b" " * start + b"9" * digits + b"]"
-        decoded.clear()
-        check_json(body)
-        assert len(decoded) == (digits < 1_024)
-
-
 def test_base64_and_tombstones() -> None:
     assert parse({"topic": "t", "value_base64": base64.b64encode(b"\x00\xff").decode()}).value == b"\x00\xff"
     assert parse({"topic": "t", "value_base64": ""}).value == b""
@@ -340,6 +275,15 @@ def test_an_event_has_at_most_a_megabyte() -> None:
     assert parse({"topic": "t", "value": "x" * 999_998}).size == 1_000_000
     assert refused({"topic": "t", "value": "x" * 999_999})[0] == "too-large"
     assert refused({"topic": "t", "value": "x" * 999_998, "headers": {"a": ""}})[0] == "too-large"
+
+
+def test_what_is_too_large_is_refused_before_a_close_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes a hundred times as long."""
+    monkeypatch.setattr(module, "check_json", None)
+    assert refused({"topic": "t", "value": [0] * 500_000})[0] == "too-large"
+    monkeypatch.setattr(batch, "check_json", None)
+    with pytest.raises(Problem, match="at most 10000"):
+        batch.parse_batch(b'{"events":[%b{}]}' % (b"{}," * 10_000))
 
 
 # ----------------------------------------------------------------------------------------------------- and its topic

@@ -28,6 +28,9 @@ class Desk:
     def now(self, post: Post) -> None:
         post.answer(201, b"x-size: %d\r\n" % post.size, post.body)
 
+    def names(self, post: Post) -> None:
+        post.answer(201, b"", b" ".join(name for name, _ in post.headers))
+
     def pieces(self, post: Post) -> None:
         async def work() -> None:
             stream = post.stream(207, b"x-kind: pieces\r\n")
@@ -78,6 +81,7 @@ async def server(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[u
         b"/later": desk.later,
         b"/now": desk.now,
         b"/apart": desk.apart,
+        b"/names": desk.names,
         b"/pieces": desk.pieces,
     }
     config = uvicorn.Config(
@@ -174,6 +178,34 @@ async def test_a_body_in_parts_and_in_chunks(caller: Caller) -> None:
     assert (await caller.hear())[2] == b"abcde"
     await caller.say(post(b"/now", b""))
     assert (await caller.hear())[2] == b""
+
+
+CHUNKED = b"POST /%b HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\n"
+
+
+async def test_trailers_are_no_headers(caller: Caller) -> None:
+    """RFC 9110, section 6.5.1: who looked at the head must have seen all that counts."""
+    await caller.say(CHUNKED % b"names" + b"authorization: Bearer other\r\nidempotency-key: other\r\n\r\n")
+    assert (await caller.hear())[2] == b"host transfer-encoding"
+    await caller.say(CHUNKED % b"elsewhere" + b"x: y\r\n\r\n", post(b"/now", b"next"))
+    assert [(await caller.hear())[2] for _ in range(2)] == [b"POST /elsewhere a", b"next"]
+
+
+@pytest.mark.parametrize("end", [b"\r\n", b""], ids=["many trailers", "one that never ends"])
+@pytest.mark.parametrize("path", [b"now", b"elsewhere"])
+async def test_trailers_that_grow_are_refused(caller: Caller, path: bytes, end: bytes) -> None:
+    await caller.say(CHUNKED % path + b"x: ", *[b"y" * 8_000 + end + (b"x: " if end else b"")] * 9)
+    status, headers, body = await caller.hear()
+    assert (status, headers["connection"]) == (431, "close")
+    assert b"head-too-large" in body
+
+
+async def test_trailers_behind_an_answer_end_the_connection_without_another(caller: Caller) -> None:
+    whole = b"POST /now HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n7d0\r\n%b\r\n0\r\n" % (b"b" * 2000)
+    await caller.say(whole)  # more than is taken, and so answered before its end
+    assert (await caller.hear())[0] == 201
+    await caller.say(*[b"x: " + b"y" * 8_000 + b"\r\n"] * 9)
+    assert await caller.reader.read() == b""
 
 
 async def test_other_ways_to_name_the_path(caller: Caller) -> None:

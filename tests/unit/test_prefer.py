@@ -1,6 +1,7 @@
 """Preferences of a request (RFC 7240): what is asked for, and that nonsense asks for nothing."""
 
 import asyncio
+import time
 from functools import partial
 
 import pytest
@@ -40,6 +41,14 @@ ASYNC = Preference(0, True, b"")
 )
 def test_preferences(raw: str | None, wanted: Preference) -> None:
     assert parse_prefer(raw) == wanted
+
+
+@pytest.mark.parametrize("piece", ["a", " ", ",", ", ", ",a", ",a=", ',a="', '"', "=", ";", ";a", "-"])
+def test_preferences_of_any_length_are_read_at_once(piece: str) -> None:
+    """A head may have 64 KiB: what grows with its square would hold up everybody else for a minute."""
+    started = time.perf_counter()
+    parse_prefer(f",{piece * (60_000 // len(piece))},")
+    assert time.perf_counter() - started < 0.2
 
 
 async def test_who_is_patient_hears_how_another_s_write_ended() -> None:

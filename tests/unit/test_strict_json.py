@@ -1,0 +1,122 @@
+"""Strict JSON: what is believed at a glance, what is not, and that no body holds up everybody else."""
+
+import gc
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service import strict_json as module
+from service.errors import DETAIL_CHARS_MAX, Problem
+from service.strict_json import check_json
+
+
+@pytest.mark.parametrize(("opens", "closes"), [("[", "]"), ('{"a":', "}")])
+def test_levels_are_counted_whatever_stands_between_them(opens: str, closes: str) -> None:
+    """64 of them, the body's own object among them; brackets in strings are none."""
+    for levels in (63, 64, 300, 100_000):
+        value = opens * levels + '"[[[{{{"' + closes * levels
+        body = f'{{"topic": "t", "value": {value}}}'.encode()
+        if levels == 63:
+            check_json(body)
+        else:
+            with pytest.raises(Problem, match="deeper than 64 levels"):
+                check_json(body)
+    check_json(b"[" + b"[],{}," * 500 + b"1]")
+
+
+DEEP = {levels: b"[" * levels + b"]" * levels for levels in (63, 64)}
+
+
+@pytest.mark.parametrize("name", [b'"', b"\\", b'\\"[', b'\\\\"', b"[", b"]}", b'"]', b"\\u005b"])
+def test_brackets_in_strings_are_no_levels(name: bytes) -> None:
+    """Whatever is escaped before them, or behind."""
+    for text in (json.dumps((name * n).decode()).encode() for n in range(5)):
+        check_json(b"[%b,%b]" % (text, DEEP[63]))
+        with pytest.raises(Problem, match="deeper than 64 levels"):
+            check_json(b"[%b,%b]" % (text, DEEP[64]))
+
+
+STYLES: tuple[dict[str, Any], ...] = ({}, {"separators": (",", ":")}, {"indent": 1}, {"ensure_ascii": False})
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_what_encoders_make_needs_no_look_at_each_name(style: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also fractions in whatever form: none is read as a number, which takes as long for some as a thousand names."""
+
+    def look(body: bytes) -> None:
+        raise AssertionError(f"each name of {body!r} was looked at")
+
+    monkeypatch.setattr(module, "_check_each", look)
+    check_json(
+        json.dumps({"topic": "t", "value": {"a": [1, -2, 10**30, None, True, "x y"], "b": {}}}, **style).encode()
+    )
+    check_json(b"[1.50, 1e5, 1E+05, -0.0, 1e-320, 1e400, 0.1]")
+
+
+JSONS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+)
+
+
+@given(JSONS, st.sampled_from(STYLES), st.integers(0), st.binary(max_size=4), st.integers(0, 6))
+def test_what_is_believed_at_a_glance_passes_a_close_look(
+    value: Any, style: dict[str, Any], place: int, put: bytes, instead: int
+) -> None:
+    """JSON, and what becomes of it with some bytes replaced."""
+    text = json.dumps(value, **style).encode(errors="replace")
+    place %= len(text) + 1
+    twice = text.replace(b'"a"', b'"b"')
+    for body in (text, text[:place] + put + text[place + instead :], twice):
+        if module._is_plain(body):
+            module._check_each(body)
+
+
+def test_the_name_that_is_there_twice_is_found_among_many() -> None:
+    """Not by a look through all for each: that took a minute for a body of a megabyte."""
+    body = b"{%b}" % b",".join([b'"name %d":0' % n for n in (*range(200_000), 199_999)])
+    with pytest.raises(Problem, match="'name 199999' twice"):
+        check_json(body)
+
+
+@pytest.mark.parametrize("digits", [1_000, 1_024, 1_040, 5_000])
+def test_long_numbers_are_not_read(digits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python reads and writes an integer in the square of its length."""
+    decoded: list[bytes] = []
+    monkeypatch.setattr(module, "_decode", lambda body: decoded.append(body))
+    for start in range(20):
+        body = b"[" + b" " * start + b"9" * digits + b"]"
+        decoded.clear()
+        check_json(body)
+        assert len(decoded) == (digits < 1_024)
+
+
+def test_what_an_answer_quotes_of_a_body_is_short() -> None:
+    name = "n" * 1_000_000
+    with pytest.raises(Problem) as caught:
+        check_json(f'{{"{name}": 1, "{name}": 2}}'.encode())
+    assert len(caught.value.detail) < DETAIL_CHARS_MAX + 10
+    assert len(str(caught.value)) < DETAIL_CHARS_MAX + 40
+
+
+@pytest.mark.parametrize("opens", [60, 1])
+def test_millions_of_arrays_are_looked_at_without_the_collector(opens: int) -> None:
+    """It took four fifths of the time, and that was longer than a lease lives."""
+    collected: list[str] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        collected.append(phase)
+
+    body = b"[%b]" % b",".join([b"[" * opens + b"]" * opens] * (2_000_000 // opens))
+    gc.callbacks.append(note)
+    try:
+        check_json(body)
+        with pytest.raises(Problem):
+            check_json(body + b"}")
+    finally:
+        gc.callbacks.remove(note)
+    assert len(collected) <= 4  # one collection behind each; there were thousands
+    assert gc.isenabled()
