@@ -27,7 +27,7 @@ from service.kafka.life import Partition, Place, Record
 from service.kafka.verdict import Refusal, TransactionFailed, Verdict
 from service.keys import KeyStore
 from service.recovery import Store
-from service.request import Committed, Queue, Request
+from service.request import Committed, Queue, Request, Train
 from service.settings import Settings
 from service.shared import Guarantee
 from service.slot import Slot
@@ -160,16 +160,22 @@ class Ingest:
         group: list[Won] = []
         unwanted: list[Request] = []
         refused: list[Request] = []
+        ahead: set[tuple[Train, str]] = set()  # trains, and topics of theirs, of which one goes round again
         for request, claim in zip(requests, claims, strict=True):
             if claim.outcome is Outcome.REFUSED:
                 refused.append(request)
             elif claim.outcome not in CLAIMABLE:
                 self._settle(request, claim, now)
+                if request.train is not None and not request.answered:
+                    ahead.add((request.train, request.topic))
             elif request.answered or request.deadline <= now:  # also after a pause of the whole process: never sent
                 self._answer(request, self._too_late(request))
                 unwanted.append(request)
             elif request in left_out:
                 self._answer(request, _too_few_replicas(*left_out[request]))
+                unwanted.append(request)
+            elif ahead and (request.train, request.topic) in ahead:
+                request.move(RequestEvent.QUEUE)
                 unwanted.append(request)
             else:
                 assert isinstance(claim.state, Claimed)
@@ -228,6 +234,7 @@ class Ingest:
     async def _answer_members(self, request: Request, claim: Claim) -> None:
         """The stored answer of an atomic batch: where each member is."""
         doubtful = request.state is RequestState.CHECKING
+        request.move(RequestEvent.FIND)  # no deadline may say from here on that it is not written
         again = Problem(OUTCOME_UNKNOWN, "Idempotency-Key: it is written; send it again to learn where")
         try:
             epoch = await asyncio.wait_for(self._store.settled(), self._settings.request_timeout_ms / 1000)

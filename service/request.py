@@ -61,13 +61,15 @@ def fit(ledger_bytes: int, event_bytes: int) -> bool:
 class Train:
     """Events of one batch that follow each other into one transaction, which is what keeps their order.
 
-    Their keys differ, for a key would meet itself in one claim.
+    Their keys differ, for a key would meet itself in one claim. Where that transaction fails they may go on one by one,
+    and still in their order, as far as it can be seen: those of a topic.
     """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.ledger_bytes = self.event_bytes = 0
         self._ids: set[bytes] = set()
+        self._again: dict[str, dict[Request, None]] = {}  # by topic: requests that have gone round again, in order
 
     def takes(self, event: Event) -> bool:
         """Is there room for it? An empty one takes any."""
@@ -82,6 +84,22 @@ class Train:
         self._ids.add(event.id)
         self.ledger_bytes += event.entry_bytes
         self.event_bytes += event.size
+
+    @property
+    def came_apart(self) -> bool:
+        """Has any of its requests gone round again?"""
+        return bool(self._again)
+
+    def goes_again(self, request: "Request") -> None:
+        """A request of it goes round again; all of a topic that do are told of in their order, the first time."""
+        self._again.setdefault(request.topic, {})[request] = None
+
+    def left(self, topic: str) -> "deque[Request]":
+        """Those of a topic that have gone round again and have no answer yet, wherever they are, in their order."""
+        left = {request: None for request in self._again.pop(topic, ()) if not request.answered}
+        if left:
+            self._again[topic] = left
+        return deque(left)
 
 
 class Request(msgspec.Struct, eq=False):
@@ -137,6 +155,11 @@ class Request(msgspec.Struct, eq=False):
         return f"<Request {self.asked[0][0].hex()} {self.state.value}>"
 
     @property
+    def topic(self) -> str:
+        """Its event's topic; an atomic batch has the first one's."""
+        return self.events[0].topic
+
+    @property
     def answered(self) -> bool:
         return self.state is RequestState.ANSWERED
 
@@ -162,6 +185,7 @@ class Queue:
         self._apart: deque[Request] = deque()
         self._suspects: set[str] = set()
         self._apart_out: list[Request] | None = None
+        self._held: list[Request] = []  # of trains that came apart, behind one of theirs that is elsewhere
         self._apart_turns: dict[str, int] = {}  # of suspects: their last one
         self._apart_rests_until = 0.0
         self._turns = 0
@@ -202,6 +226,8 @@ class Queue:
         """An answered request counts no more."""
         self.events -= len(request.events)
         self.bytes -= request.size
+        if self._held and request.train is not None and request.train.came_apart:
+            self.put_back(())
 
     def forget_answered(self) -> None:
         """Let go of requests that were answered while they waited: without a slot nobody would take them out."""
@@ -214,9 +240,15 @@ class Queue:
                 lane.extend(kept)
 
     def put_back(self, requests: Iterable[Request]) -> None:
-        """Requests that go round again, at the front and in their order."""
-        for request in reversed([request for request in requests if not request.answered]):
-            self._lane(request).appendleft(request)
+        """Requests that go round again, at the front and in their order; behind them those that may wait for them."""
+        again = [request for request in requests if not request.answered]
+        for request in again:
+            if request.train is not None:
+                request.train.goes_again(request)
+        held, self._held = self._held, []
+        for request in reversed([*again, *held]):
+            if not request.answered:
+                self._lane(request).appendleft(request)
         self.nudge()
 
     def _lane(self, request: Request) -> deque[Request]:
@@ -299,7 +331,7 @@ class Queue:
             return []
         now = time.monotonic()
         group = self._take_apart() if now >= self._apart_rests_until else []
-        group = group or take_group(min(self._waiting.values(), key=_head_arrived)) or self._take_apart()
+        group = group or take_group(min(self._waiting.values(), key=_head_arrived), self._held) or self._take_apart()
         if group:
             self._out[id(group)] = now
             self._last_size = len(group)
@@ -324,32 +356,59 @@ class Queue:
         """One request that was in a failed group, alone; else what waits of one suspect topic. One group at a time."""
         if self._apart_out is not None or not self._apart:
             return []
-        waiting = [request for request in self._apart if not request.answered]
+        order, waiting = Order(), list[Request]()
+        for request in self._apart:
+            if not request.answered:
+                (waiting if order.lets(request) else self._held).append(request)
+        self._apart = deque(waiting)
         if not waiting:
-            self._apart.clear()
             return []
-        first = min(waiting, key=lambda one: self._apart_turns.get(one.events[0].topic, 0))
-        topic = first.events[0].topic
+        first = min(waiting, key=lambda one: self._apart_turns.get(one.topic, 0))
+        topic = first.topic
 
         def alike(request: Request) -> bool:
             return not request.failures and all(event.topic == topic for event in request.events)
 
         together = [first] if first.failures else [one for one in waiting if one is first or alike(one)]
-        self._apart_out = group = take_group(deque(together))
+        self._apart_out = group = take_group(deque(together), [])
         self._apart_turns[topic] = self._turns + 1
         taken = set(group)
         self._apart = deque(request for request in waiting if request not in taken)
         return group
 
 
-def take_group(waiting: deque[Request]) -> list[Request]:
-    """Take from the front what one transaction holds. An atomic batch goes alone, a train whole."""
+class Order:
+    """For one taking: which requests of trains that came apart may go, those of a topic in their order."""
+
+    def __init__(self) -> None:
+        self._left: dict[tuple[Train, str], deque[Request]] = {}
+
+    def lets(self, request: Request) -> bool:
+        """May it go, with those that were let before? Not while one of its train that comes before it is elsewhere."""
+        train, topic = request.train, request.topic
+        if train is None or not train.came_apart:
+            return True
+        if (train, topic) not in self._left:
+            self._left[train, topic] = train.left(topic)
+        left = self._left[train, topic]
+        return not left or (left[0] is request and left.popleft() is request)
+
+
+def take_group(waiting: deque[Request], held: list[Request]) -> list[Request]:
+    """Take from the front what one transaction holds; an atomic batch goes alone, a train whole.
+
+    What may not go yet is moved to `held`.
+    """
     group: list[Request] = []
     ledger_bytes = event_bytes = 0
+    order = Order()
     while waiting:
         request = waiting[0]
         if request.answered:
             waiting.popleft()
+            continue
+        if request.train is not None and not order.lets(request):
+            held.append(waiting.popleft())
             continue
         if request.train is None or not group or group[-1].train is not request.train:
             load = request.train or request

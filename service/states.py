@@ -227,6 +227,7 @@ class RequestState(_Name):
     SENT = "sent"  # in a transaction
     IN_DOUBT = "in doubt"  # was sent; a new claim will tell, after the recovery or once this one was given up
     CHECKING = "checking"  # in doubt, and claimed anew: the claim tells what happened
+    FOUND = "found"  # an atomic batch that is written: where its events are is being looked up
     ANSWERED = "answered"
 
 
@@ -234,6 +235,7 @@ class RequestEvent(_Name):
     CLAIM = "claim"
     WIN = "win"  # the claim stands
     SEND = "send"
+    FIND = "find"  # the claim found it written
     QUEUE = "queue"  # back to the queue: its claim is dead, or was never made
     REFUSE = "refuse"  # the broker refused its batch and its claim was released: surely not written
     DOUBT = "doubt"  # its transaction did not end with a clean commit
@@ -244,6 +246,7 @@ REQUEST: Final = Machine[RequestState, RequestEvent](
     {
         (RequestState.QUEUED, RequestEvent.CLAIM): RequestState.CLAIMING,
         (RequestState.CLAIMING, RequestEvent.WIN): RequestState.CLAIMED,
+        (RequestState.CLAIMING, RequestEvent.FIND): RequestState.FOUND,
         (RequestState.CLAIMING, RequestEvent.QUEUE): RequestState.QUEUED,
         (RequestState.CLAIMED, RequestEvent.SEND): RequestState.SENT,
         (RequestState.CLAIMED, RequestEvent.QUEUE): RequestState.QUEUED,
@@ -251,6 +254,7 @@ REQUEST: Final = Machine[RequestState, RequestEvent](
         (RequestState.SENT, RequestEvent.REFUSE): RequestState.QUEUED,
         (RequestState.IN_DOUBT, RequestEvent.CLAIM): RequestState.CHECKING,
         (RequestState.CHECKING, RequestEvent.WIN): RequestState.CLAIMED,
+        (RequestState.CHECKING, RequestEvent.FIND): RequestState.FOUND,
         (RequestState.CHECKING, RequestEvent.QUEUE): RequestState.IN_DOUBT,
         **{
             (state, RequestEvent.ANSWER): RequestState.ANSWERED
@@ -261,6 +265,6 @@ REQUEST: Final = Machine[RequestState, RequestEvent](
 )
 
 # What the deadline finds: an event in one of these may be in Kafka (504), in any other it is surely not (503).
-MAYBE_WRITTEN: Final = frozenset({RequestState.SENT, RequestState.IN_DOUBT, RequestState.CHECKING})
+MAYBE_WRITTEN: Final = frozenset({RequestState.SENT, RequestState.IN_DOUBT, RequestState.CHECKING, RequestState.FOUND})
 # What the end of a term finds that was not sent in it.
 UNSENT: Final = frozenset({RequestState.CLAIMING, RequestState.CHECKING, RequestState.CLAIMED})

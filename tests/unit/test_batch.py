@@ -25,6 +25,7 @@ from service.errors import (
     INVALID_KEY,
     MISSING_KEY,
     NOT_WRITTEN,
+    OUTCOME_UNKNOWN,
     TOO_LARGE,
     UNKNOWN_TOPIC,
     Problem,
@@ -239,6 +240,22 @@ async def test_an_atomic_batch_is_written_in_one_group_and_replayed_as_one() -> 
     assert [there.topic for _, there in first.places] == ["orders", "other"]
     assert await atomically(world, batch) == replace(first, replayed=True)
     assert world.keys_written() == [["whole", "whole"]]
+    await ended(serving)
+
+
+async def test_a_batch_that_is_written_is_never_said_not_to_be() -> None:
+    """Also where its members cannot be looked up before the deadline."""
+    world = World(request_timeout_ms=200)
+    serving = world.serve(await world.slot())
+    sweeping = asyncio.create_task(world.intake.sweep())
+    batch = batch_of(one(None, 1), one(None, 2), atomic=True)
+    assert isinstance(await atomically(world, batch), Committed)
+    gate = world.keys.trouble.hold("find_all")
+    answer = await atomically(world, batch)
+    assert isinstance(answer, Problem)
+    assert answer.kind is OUTCOME_UNKNOWN
+    gate.set()
+    sweeping.cancel()
     await ended(serving)
 
 

@@ -127,44 +127,44 @@ async def test_one_that_waits_long_does_not_keep_those_behind_it() -> None:
 async def test_a_group_closes_at_what_one_transaction_holds() -> None:
     third = GROUP_EVENT_BYTES_MAX // 3
     waiting = deque(large(key, third) for key in "abcd")
-    assert keys_of(take_group(waiting)) == ["a", "b", "c"]
-    assert keys_of(take_group(waiting)) == ["d"]
+    assert keys_of(take_group(waiting, [])) == ["a", "b", "c"]
+    assert keys_of(take_group(waiting, [])) == ["d"]
 
 
 async def test_a_group_closes_at_the_bytes_of_its_ledger_record() -> None:
     most = GROUP_LEDGER_BYTES_MAX // (ENTRY_BYTES + len("orders"))
     waiting = deque(request(str(number)) for number in range(most + 10))
-    assert [len(take_group(waiting)) for _ in range(2)] == [most, 10]
+    assert [len(take_group(waiting, [])) for _ in range(2)] == [most, 10]
 
 
 async def test_a_request_that_is_larger_than_a_group_goes_alone() -> None:
     waiting = deque([large("a", GROUP_EVENT_BYTES_MAX + 1), request("b")])
-    assert keys_of(take_group(waiting)) == ["a"]
+    assert keys_of(take_group(waiting, [])) == ["a"]
 
 
 async def test_an_atomic_batch_goes_alone() -> None:
     waiting = deque([request("a"), atomic("b", "c"), atomic("d"), request("e")])
-    assert [keys_of(take_group(waiting)) for _ in range(4)] == [["a"], ["b", "c"], ["d"], ["e"]]
+    assert [keys_of(take_group(waiting, [])) for _ in range(4)] == [["a"], ["b", "c"], ["d"], ["e"]]
 
 
 async def test_a_train_is_taken_whole_or_waits_for_the_next_group() -> None:
     half = GROUP_EVENT_BYTES_MAX // 2
     waiting = deque([large("a", half + 10), *train_of("b", "c", "d", size=half // 3), request("e")])
-    assert keys_of(take_group(waiting)) == ["a"]
-    assert keys_of(take_group(waiting)) == ["b", "c", "d", "e"]
+    assert keys_of(take_group(waiting, [])) == ["a"]
+    assert keys_of(take_group(waiting, [])) == ["b", "c", "d", "e"]
 
 
 async def test_a_train_and_what_is_with_it_fit_one_transaction() -> None:
     third = GROUP_EVENT_BYTES_MAX // 3
     waiting = deque([*train_of("a", "b", size=third), *train_of("c", "d", size=third)])
-    assert keys_of(take_group(waiting)) == ["a", "b"]
-    assert keys_of(take_group(waiting)) == ["c", "d"]
+    assert keys_of(take_group(waiting, [])) == ["a", "b"]
+    assert keys_of(take_group(waiting, [])) == ["c", "d"]
 
 
 async def test_answered_requests_are_passed_over() -> None:
     requests = [request("a"), request("b")]
     requests[0].move(RequestEvent.ANSWER)
-    assert keys_of(take_group(deque(requests))) == ["b"]
+    assert keys_of(take_group(deque(requests), [])) == ["b"]
 
 
 async def test_a_group_has_one_guarantee_and_the_oldest_goes_first() -> None:
@@ -216,6 +216,67 @@ async def test_a_topic_that_commits_travels_with_the_others_again() -> None:
     queue.admit([request("a", "bad"), request("b")])
     queue.trust({"bad"})
     assert sorted(keys_of(queue.take())) == ["a", "b"]
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+async def test_a_train_that_came_apart_keeps_its_order(trusted: bool) -> None:
+    """Also while one of it is in doubt, elsewhere: what came after it waits for its answer, or for it."""
+    queue = Queue(SETTINGS, MANY)
+    train = train_of("a", "b", "c")
+    queue.admit(train)
+    failed = queue.take()
+    for each in failed:
+        each.failures += 1
+    queue.suspect("orders")
+    queue.returned(failed)
+    queue.put_back(failed)
+    alone = queue.take()
+    assert keys_of(alone) == ["a"]
+    queue.returned(alone)  # in doubt: it waits for a recovery
+    if trusted:  # another slot has committed something else of the topic
+        queue.trust(["orders"])
+    assert queue.take() == []
+    waiting = asyncio.create_task(queue.wait())
+    await asyncio.sleep(0)
+    assert not waiting.done()  # and nobody runs in circles meanwhile
+    queue.put_back(alone)
+    await waiting
+    again = queue.take()
+    assert keys_of(again) == (["a", "b", "c"] if trusted else ["a"])
+    if not trusted:
+        queue.returned(again)
+        assert queue.take() == []
+        answered(queue, *again)
+        assert keys_of(queue.take()) == ["b"]
+
+
+async def test_a_train_s_other_topics_do_not_wait() -> None:
+    queue = Queue(SETTINGS, MANY)
+    train = Train()
+    requests = [request(key, topic, train=train) for key, topic in (("a", "bad"), ("b", "orders"), ("c", "bad"))]
+    queue.admit(requests)
+    failed = queue.take()
+    queue.suspect("bad")
+    queue.returned(failed)
+    queue.put_back([failed[1]])
+    assert keys_of(queue.take()) == ["b"]
+    queue.put_back([failed[0], failed[2]])
+    assert keys_of(queue.take()) == ["a", "c"]
+
+
+async def test_what_was_held_and_is_answered_meanwhile_is_let_go_of() -> None:
+    queue = Queue(SETTINGS, MANY)
+    train = train_of("a", "b")
+    queue.admit(train)
+    queue.put_back(queue.take())
+    first, second = queue.take()
+    queue.put_back([second])
+    assert queue.take() == []
+    answered(queue, second)
+    assert queue.take() == []
+    assert not queue._held
+    queue.put_back([first])
+    assert keys_of(queue.take()) == ["a"]
 
 
 async def test_suspects_of_several_topics_do_not_share_a_group() -> None:
