@@ -24,8 +24,8 @@ from service.kafka.security import security_of
 from service.keys import RedisKeys
 from service.logs import Incident
 from service.pool import Pool
+from service.queue import Queue
 from service.recovery import STORE_STATES, SlotRecovery, Store
-from service.request import Queue
 from service.schemas import Schemas
 from service.settings import Settings
 from service.shared import Rules, SettingsError

@@ -26,8 +26,9 @@ from service.intake import Intake
 from service.kafka.life import Partition, Place, Record
 from service.kafka.verdict import Refusal, TransactionFailed, Verdict
 from service.keys import KeyStore
+from service.queue import Queue
 from service.recovery import Store
-from service.request import Committed, Queue, Request, Train
+from service.request import Committed, Request, Train
 from service.settings import Settings
 from service.shared import Guarantee
 from service.slot import Slot

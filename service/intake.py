@@ -21,8 +21,9 @@ from service.errors import (
 from service.event import Event, check_topic
 from service.journal import Journal
 from service.kafka.cluster import Topic
+from service.queue import Queue
 from service.recovery import Store
-from service.request import Answer, Answers, Committed, Queue, Request, Train
+from service.request import Answer, Answers, Committed, Request, Train
 from service.schemas import Schemas
 from service.settings import TOPICS_MAX, Settings
 from service.shared import Guarantee, Rules

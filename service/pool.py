@@ -17,8 +17,8 @@ from service.kafka.producer import IdempotentProducer
 from service.kafka.verdict import TransactionFailed
 from service.keys import Census, Epoch, KeyStore
 from service.logs import Incident
+from service.queue import Queue
 from service.recovery import SlotRecovery, Store
-from service.request import Queue
 from service.settings import Settings
 from service.slot import Slot
 from service.states import SlotEvent, SlotState

@@ -17,8 +17,9 @@ from service.kafka.cluster import Cluster, Topic
 from service.kafka.life import Fate, Partition, Place, Record
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.keys import Census, Epoch, Row
+from service.queue import Queue
 from service.recovery import Store
-from service.request import Answer, Answers, Queue, Request
+from service.request import Answer, Answers, Request
 from service.schemas import Schemas
 from service.settings import Settings
 from service.shared import Guarantee, Rules, TopicRule

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from service import request as module
+from service import queue as module
 from service.errors import NOT_WRITTEN, Problem
 from service.event import ENTRY_BYTES
-from service.request import WAITING_BYTES, Queue, Request, Train, take_group
+from service.queue import Queue, take_group
+from service.request import WAITING_BYTES, Request, Train
 from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX, Settings
 from service.shared import Guarantee
 from service.states import IllegalMove, RequestEvent, RequestState
