@@ -34,7 +34,7 @@ PARTS = {
         "starlette/",
         "fastapi/",
     ),
-    "JSON and checks": ("service/event.py", "service/batch", "msgspec/", "json/"),
+    "JSON and checks": ("service/event.py", "service/strict_json.py", "service/batch", "msgspec/", "json/"),
     "Kafka": ("aiokafka/", "service/kafka/", "service/group"),
     "journal": ("service/journal",),
     "metrics": ("service/telemetry", "prometheus_client/"),
