@@ -255,7 +255,7 @@ def take_group(waiting: deque[Request], held: list[Request]) -> list[Request]:
         if request.answered:
             waiting.popleft()
             continue
-        if request.train is not None and not order.lets(request):
+        if request.train is not None and request.train.came_apart and not order.lets(request):
             held.append(waiting.popleft())
             continue
         if request.train is None or not group or group[-1].train is not request.train:

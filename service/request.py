@@ -62,6 +62,7 @@ class Train:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.ledger_bytes = self.event_bytes = 0
+        self.came_apart = False  # some of its requests have gone round again
         self._ids: set[bytes] = set()
         self._again: dict[str, dict[Request, None]] = {}  # by topic: requests that have gone round again, in order
 
@@ -79,13 +80,9 @@ class Train:
         self.ledger_bytes += event.entry_bytes
         self.event_bytes += event.size
 
-    @property
-    def came_apart(self) -> bool:
-        """Has any of its requests gone round again?"""
-        return bool(self._again)
-
     def goes_again(self, request: "Request") -> None:
         """A request of it goes round again; all of a topic that do are told of in their order, the first time."""
+        self.came_apart = True
         self._again.setdefault(request.topic, {})[request] = None
 
     def left(self, topic: str) -> "deque[Request]":
