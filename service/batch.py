@@ -2,17 +2,18 @@
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Final, TypeVar
 
 import msgspec
 
 from service.callers import ANYBODY, Caller
 from service.errors import INVALID_EVENT, MISSING_KEY, TOO_LARGE, Problem
-from service.event import Event, EventBody, check_count, check_key, decode, decode_unchecked, make_event
+from service.event import Event, EventBody, check_count, check_key, decode, make_event
 from service.intake import Intake
 from service.request import Answer, Train
 from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX
-from service.strict_json import check_json
+from service.strict_json import strictly
 from service.wire import batch_fingerprint, event_id, member_id
 
 LINES: Final = "application/x-ndjson"
@@ -39,9 +40,12 @@ T = TypeVar("T")
 
 def parse_batch(body: bytes) -> BatchBody:
     """A batch with at least one event. Raises Problem (400, 413)."""
-    batch = decode_unchecked(_decode_batch, body)
+    return strictly(body, _batch_of)
+
+
+def _batch_of(body: bytes) -> BatchBody:
+    batch = decode(_decode_batch, body)
     check_count(len(batch.events), "events")
-    check_json(body)
     return batch
 
 
@@ -55,7 +59,7 @@ def parse_lines(body: bytes) -> list[bytes]:
 # ------------------------------------------------------------------------------------------------ each for itself
 
 
-def member_of(raw: msgspec.Raw, traceparent: bytes | None = None, scope: str = "") -> Event:
+def member_of(raw: bytes | msgspec.Raw, traceparent: bytes | None = None, scope: str = "") -> Event:
     """One event of a batch. Raises Problem (400, 413)."""
     fields = decode(_decode_member, raw)
     if not fields.idempotency_key:
@@ -66,8 +70,7 @@ def member_of(raw: msgspec.Raw, traceparent: bytes | None = None, scope: str = "
 
 def line_of(line: bytes, traceparent: bytes | None = None, scope: str = "") -> Event:
     """One event on a line of its own. Raises Problem (400, 413)."""
-    check_json(line)
-    return member_of(msgspec.Raw(line), traceparent, scope)
+    return strictly(line, partial(member_of, traceparent=traceparent, scope=scope))
 
 
 async def write_each(

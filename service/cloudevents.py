@@ -19,12 +19,11 @@ from service.event import (
     check_count,
     check_key,
     decode,
-    decode_unchecked,
     event_of,
     invalid,
     parse_key,
 )
-from service.strict_json import check_json
+from service.strict_json import strictly
 from service.wire import Header, event_id
 
 STRUCTURED: Final = "application/cloudevents+json"
@@ -96,9 +95,12 @@ def from_structured(
 
 def parse_batch(body: bytes) -> list[msgspec.Raw]:
     """The JSON of each event of a batch. Raises Problem (400, 413)."""
-    events = decode_unchecked(_decode_batch, body)
+    return strictly(body, _batch_of)
+
+
+def _batch_of(body: bytes) -> list[msgspec.Raw]:
+    events = decode(_decode_batch, body)
     check_count(len(events), "body")
-    check_json(body)
     return events
 
 

@@ -21,7 +21,7 @@ from service.errors import (
 from service.kafka.cluster import Topic
 from service.kafka.partitioner import partition_of_key
 from service.settings import EVENT_BYTES_MAX
-from service.strict_json import check_json, not_json
+from service.strict_json import not_json, strictly
 from service.wire import RESERVED_HEADERS, TOPIC, TRACE_HEADER, Header, event_id, fingerprint
 
 HEADERS_MAX: Final = 100
@@ -127,19 +127,11 @@ def parse_traceparent(raw: str | None) -> bytes | None:
 
 def parse_event(key: str, body: bytes, traceparent: bytes | None = None, scope: str = "") -> Event:
     """An event from its JSON. Raises Problem (400, 413) that names the field."""
-    fields = decode_unchecked(_decode_event, body)
-    event = make_event(key, event_id(key, scope), fields, traceparent)
-    check_json(body)
-    return event
 
+    def parse(body: bytes) -> Event:
+        return make_event(key, event_id(key, scope), decode(_decode_event, body), traceparent)
 
-def decode_unchecked(decoder: Callable[[bytes], T], body: bytes) -> T:
-    """As `decode`, of what is yet to be checked. That takes much longer, and what is too large is refused before it."""
-    try:
-        return decode(decoder, body)
-    except Problem:
-        check_json(body)  # that it is no JSON comes first
-        raise
+    return strictly(body, parse)
 
 
 def decode(decoder: Callable[[bytes], T], body: bytes | msgspec.Raw) -> T:

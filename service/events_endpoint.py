@@ -38,7 +38,7 @@ from service.rendering import (
 from service.request import Answer
 from service.settings import Settings
 from service.shared import PREFIX
-from service.strict_json import check_json
+from service.strict_json import strictly
 from service.telemetry import Telemetry
 
 log = structlog.get_logger(__name__)
@@ -105,8 +105,8 @@ class EventsEndpoint:
             if kind == JSON:
                 event = parse_event(parse_key(key), post.body, traceparent, scope)
             elif kind == cloudevents.STRUCTURED:
-                check_json(post.body)
-                event = cloudevents.from_structured(post.body, key, traceparent, scope)
+                parse = partial(cloudevents.from_structured, key=key, traceparent=traceparent, scope=scope)
+                event = strictly(post.body, parse)
             elif kind == cloudevents.BATCHED:
                 post.apart(self._or_fail(post, self._write_cloudevents(post, key, traceparent, caller)))
                 return

@@ -391,7 +391,7 @@ class Ingest:
         self._set_apart(request)
         if not alone or (refusal.kind is UNKNOWN_TOPIC and request.failures < 2):
             return True
-        self._answer(request, Problem(refusal.kind, f"topic: {request.events[0].topic}: {refusal.why}"))
+        self._answer(request, Problem(refusal.kind, f"topic: {request.topic}: {refusal.why}"))
         return False
 
     def _set_apart(self, request: Request) -> None:

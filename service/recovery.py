@@ -1,7 +1,7 @@
 """Recovery of a slot and of the store: fence, read through a record of one's own, replay, free.
 
-The one mechanism for start, take-over and every doubt. "Not there" is believed only after the
-fence and the reading through; claims are compared by ledger offsets, which only grow.
+The one mechanism for start, take-over and every doubt. "Not there" is believed only after the fence and the reading
+through; claims are compared by ledger offsets, which only grow.
 """
 
 import asyncio

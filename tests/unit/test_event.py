@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service import batch
-from service import event as module
+from service import batch, cloudevents, strict_json
 from service.errors import Problem
 from service.event import Event, check_key, check_topic, parse_event, parse_key, partition_of
 from service.kafka.cluster import Topic
@@ -279,11 +278,12 @@ def test_an_event_has_at_most_a_megabyte() -> None:
 
 def test_what_is_too_large_is_refused_before_a_close_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which takes a hundred times as long."""
-    monkeypatch.setattr(module, "check_json", None)
+    monkeypatch.setattr(strict_json, "check_json", None)
     assert refused({"topic": "t", "value": [0] * 500_000})[0] == "too-large"
-    monkeypatch.setattr(batch, "check_json", None)
     with pytest.raises(Problem, match="at most 10000"):
         batch.parse_batch(b'{"events":[%b{}]}' % (b"{}," * 10_000))
+    with pytest.raises(Problem, match="at most 10000"):
+        cloudevents.parse_batch(b"[%b{}]" % (b"{}," * 10_000))
 
 
 # ----------------------------------------------------------------------------------------------------- and its topic

@@ -20,9 +20,8 @@ from service.errors import (
 from service.kafka.cluster import Topic
 from service.kafka.verdict import Refusal, TransactionFailed, Verdict
 from service.keys import Epoch
-from service.request import Answer, Committed, Request, Train
-from service.shared import Guarantee
-from service.states import Claim, Claimed, Delivered, Outcome, RequestEvent, RequestState, SlotState
+from service.request import Committed
+from service.states import Claimed, Delivered, SlotState
 from tests.unit.fakes import EPOCH, NOW_MS, World, count_of, end_of_term, ended, kind_of, make_event, unheard, until
 
 GONE = Refusal(UNKNOWN_TOPIC, "it is not there")
@@ -468,59 +467,3 @@ async def test_requests_that_were_answered_do_not_stay_in_memory_behind_one_that
     assert [request.events[0].key for request in world.intake._open] == ["patient"]
     await ended(serving)
     await ended(sweeping)
-
-
-# ----------------------------------------------------------------------------------------- the order within a batch
-
-
-async def train_on_its_way(world: World, *keys: str) -> "asyncio.Task[list[Answer]]":
-    train = Train()
-    for key in keys:
-        train.add(make_event(key))
-    await world.catalogue.get("orders", time.monotonic())
-    task = asyncio.create_task(world.intake.submit_train(train))
-    await asyncio.sleep(0)
-    return task
-
-
-async def test_a_batch_keeps_its_order_while_one_of_it_is_in_doubt() -> None:
-    """Its topic hangs twice: the whole, and then the first event alone. The second must not overtake it."""
-    world = World()
-    first, second = await world.slot(0), await world.slot(1)
-    for n in (0, 1):
-        stuck = TransactionFailed(Verdict.ABORTED, "TimeoutError()", stuck={"orders"})
-        world.producers[n].trouble.before["write"].append(stuck)
-    told = await train_on_its_way(world, "a", "b")
-    await end_of_term(world.serve(first))
-    await world.recover(first)
-    world.ingest.recovered()
-    await end_of_term(world.serve(second))  # in which the first event hangs alone
-    serving = world.serve(first)
-    await asyncio.sleep(0.05)
-    assert world.keys_written(0) == []
-    await world.recover(second)
-    world.ingest.recovered()
-    one, two = await told
-    assert isinstance(one, Committed)
-    assert isinstance(two, Committed)
-    assert one.places[0][1].offset < two.places[0][1].offset
-    await ended(serving)
-
-
-async def test_what_comes_behind_a_claim_that_is_in_doubt_is_not_written_before_it() -> None:
-    world = World()
-    slot = await world.slot()
-    train = Train()
-    requests = [
-        Request.of((make_event(key),), time.monotonic(), 10.0, Guarantee.EXACTLY_ONCE, unheard, train=train)
-        for key in ("a", "b", "c")
-    ]
-    doubtful, behind, _ = requests
-    doubtful.claimants = ((5, 50),)
-    for request in requests:
-        request.move(RequestEvent.CLAIM)
-    new = Claim(Outcome.NEW, Claimed(slot.n, slot.term, NOW_MS, b"f" * 8))
-    own = Claim(Outcome.IN_PROGRESS, Claimed(5, 50, NOW_MS, b"f" * 8))
-    assert world.ingest._sort(requests, [own, new, new], {}) == ([], requests[1:], [])
-    assert behind.state is RequestState.QUEUED
-    assert world.ingest._parked == [doubtful]

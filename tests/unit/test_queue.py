@@ -23,10 +23,8 @@ MANY = 1_000_000  # groups at once
 ARRIVALS = iter(range(1_000_000))
 
 
-def request(
-    key: str, topic: str = "orders", guarantee: Guarantee = Guarantee.EXACTLY_ONCE, train: Train | None = None
-) -> Request:
-    return Request.of((make_event(key, topic),), next(ARRIVALS), 10.0, guarantee, unheard, train=train)
+def request(key: str, topic: str = "orders", guarantee: Guarantee = Guarantee.EXACTLY_ONCE) -> Request:
+    return Request.of((make_event(key, topic),), next(ARRIVALS), 10.0, guarantee, unheard)
 
 
 def large(key: str, size: int) -> Request:
@@ -217,67 +215,6 @@ async def test_a_topic_that_commits_travels_with_the_others_again() -> None:
     queue.admit([request("a", "bad"), request("b")])
     queue.trust({"bad"})
     assert sorted(keys_of(queue.take())) == ["a", "b"]
-
-
-@pytest.mark.parametrize("trusted", [False, True])
-async def test_a_train_that_came_apart_keeps_its_order(trusted: bool) -> None:
-    """Also while one of it is in doubt, elsewhere: what came after it waits for its answer, or for it."""
-    queue = Queue(SETTINGS, MANY)
-    train = train_of("a", "b", "c")
-    queue.admit(train)
-    failed = queue.take()
-    for each in failed:
-        each.failures += 1
-    queue.suspect("orders")
-    queue.returned(failed)
-    queue.put_back(failed)
-    alone = queue.take()
-    assert keys_of(alone) == ["a"]
-    queue.returned(alone)  # in doubt: it waits for a recovery
-    if trusted:  # another slot has committed something else of the topic
-        queue.trust(["orders"])
-    assert queue.take() == []
-    waiting = asyncio.create_task(queue.wait())
-    await asyncio.sleep(0)
-    assert not waiting.done()  # and nobody runs in circles meanwhile
-    queue.put_back(alone)
-    await waiting
-    again = queue.take()
-    assert keys_of(again) == (["a", "b", "c"] if trusted else ["a"])
-    if not trusted:
-        queue.returned(again)
-        assert queue.take() == []
-        answered(queue, *again)
-        assert keys_of(queue.take()) == ["b"]
-
-
-async def test_a_train_s_other_topics_do_not_wait() -> None:
-    queue = Queue(SETTINGS, MANY)
-    train = Train()
-    requests = [request(key, topic, train=train) for key, topic in (("a", "bad"), ("b", "orders"), ("c", "bad"))]
-    queue.admit(requests)
-    failed = queue.take()
-    queue.suspect("bad")
-    queue.returned(failed)
-    queue.put_back([failed[1]])
-    assert keys_of(queue.take()) == ["b"]
-    queue.put_back([failed[0], failed[2]])
-    assert keys_of(queue.take()) == ["a", "c"]
-
-
-async def test_what_was_held_and_is_answered_meanwhile_is_let_go_of() -> None:
-    queue = Queue(SETTINGS, MANY)
-    train = train_of("a", "b")
-    queue.admit(train)
-    queue.put_back(queue.take())
-    first, second = queue.take()
-    queue.put_back([second])
-    assert queue.take() == []
-    answered(queue, second)
-    assert queue.take() == []
-    assert not queue._held
-    queue.put_back([first])
-    assert keys_of(queue.take()) == ["a"]
 
 
 async def test_suspects_of_several_topics_do_not_share_a_group() -> None:
