@@ -15,6 +15,9 @@ from service.rendering import lines_of, render_problem
 HEAD_BYTES_MAX: Final = 64 * 1024
 # From the connection, or a request's first byte, to its last one. Between requests uvicorn's keep-alive bound holds.
 SILENCE_MAX_S: Final = 20.0
+# What a client does not read, the kernel keeps for as long, and then ends the connection (RFC 5482): a close would wait
+# for it for ever. Who reads on, however slowly, has all the time.
+UNREAD_MAX_S: Final = 20.0
 
 # After a SIGTERM: clients that use their connections more often than this leave them by an answer.
 LINGER_S: Final = 1.0
@@ -32,6 +35,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._arm()
+        connection = transport.get_extra_info("socket")
+        if connection is not None and connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_MAX_S))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()

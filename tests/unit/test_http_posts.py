@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from service import http_guard
 from service.http_posts import Post, protocol_of
 
 BODY_BYTES_MAX = 1000
+LONG_BYTES = 20_000_000
 
 
 class Desk:
@@ -27,6 +29,9 @@ class Desk:
 
     def now(self, post: Post) -> None:
         post.answer(201, b"x-size: %d\r\n" % post.size, post.body)
+
+    def long(self, post: Post) -> None:
+        post.answer(201, b"", bytes(LONG_BYTES))
 
     def names(self, post: Post) -> None:
         post.answer(201, b"", b" ".join(name for name, _ in post.headers))
@@ -77,11 +82,13 @@ def desk() -> Desk:
 @pytest.fixture
 async def server(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[uvicorn.Server]:
     monkeypatch.setattr(http_guard, "SILENCE_MAX_S", 1.0)
+    monkeypatch.setattr(http_guard, "UNREAD_MAX_S", 1.0)
     routes: dict[bytes, Callable[[Post], None]] = {
         b"/later": desk.later,
         b"/now": desk.now,
         b"/apart": desk.apart,
         b"/names": desk.names,
+        b"/long": desk.long,
         b"/pieces": desk.pieces,
     }
     config = uvicorn.Config(
@@ -314,6 +321,52 @@ async def test_an_idle_connection_is_closed_and_a_busy_one_is_not(server: uvicor
     async with asyncio.timeout(3.0):
         assert await reader.read() == b""
     writer.close()
+
+
+@pytest.mark.parametrize("rest", [b"", b"POST /no"])
+async def test_who_does_not_read_its_answers_is_read_no_more_and_does_not_stay(
+    server: uvicorn.Server, rest: bytes
+) -> None:
+    """Neither its answers nor its connection may pile up in the service."""
+    server.config.timeout_keep_alive = 1
+    loop = asyncio.get_running_loop()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        await loop.sock_connect(client, ("127.0.0.1", server.config.port))
+        many, sent = post(b"/now", b"x" * BODY_BYTES_MAX) * 1000, 0
+        with contextlib.suppress(TimeoutError):
+            while sent < 60:
+                async with asyncio.timeout(0.7):
+                    await loop.sock_sendall(client, many)
+                sent += 1
+        assert sent < 60
+        with contextlib.suppress(BlockingIOError):
+            client.send(rest)
+        (connection,) = server.server_state.connections
+        assert connection.transport.get_write_buffer_size() < 4_000_000
+        async with asyncio.timeout(10.0):
+            while server.server_state.connections:  # noqa: ASYNC110 - uvicorn has no event for it
+                await asyncio.sleep(0.05)
+
+
+async def test_who_reads_slowly_gets_the_whole_answer(server: uvicorn.Server) -> None:
+    """For longer than an idle connection is kept."""
+    server.config.timeout_keep_alive = 1
+    loop = asyncio.get_running_loop()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        await loop.sock_connect(client, ("127.0.0.1", server.config.port))
+        await loop.sock_sendall(client, post(b"/long", b""))
+        heard = 0
+        until = loop.time() + 3.0
+        while heard < LONG_BYTES:
+            piece = await loop.sock_recv(client, 65536)
+            assert piece, f"cut after {heard} bytes"
+            heard += len(piece)
+            if loop.time() < until:
+                await asyncio.sleep(0.1)
 
 
 async def test_a_stop_waits_for_what_is_under_way(server: uvicorn.Server, caller: Caller, desk: Desk) -> None:
