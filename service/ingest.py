@@ -96,7 +96,7 @@ class Ingest:
             requests = [] if slot.leaving else self._queue.take()
             if not requests:
                 continue
-            turn = requests[0].turn
+            turn, unwanted = requests[0].turn, list[Request]()
             try:
                 group, unwanted = await self._claim(slot, requests)
                 if group:
@@ -110,7 +110,7 @@ class Ingest:
                 if unwanted:
                     await self._release(slot, unwanted)
             except BaseException:
-                self._wait_again(slot, [request for request in requests if request.turn == turn])
+                self._wait_again(slot, [request for request in requests if request.turn == turn], unwanted)
                 raise
             finally:
                 self._queue.returned(requests)
@@ -198,13 +198,11 @@ class Ingest:
 
         What has no answer yet goes round again.
         """
-        again = [request for request in unwanted if not request.answered]
         try:
             await slot.release([id for request in unwanted for id, _ in request.asked])
         except (StoreLost, StoreAway, StoreUnanswered) as error:
-            self._park(slot, again)
             raise StoreUnanswered(f"a release is open: {error}") from error
-        self._queue.put_back(again)
+        self._queue.put_back(request for request in unwanted if not request.answered)
 
     def _settle(self, request: Request, claim: Claim, now: float) -> None:
         """What a claim found that leaves nothing to write; `now` by time.monotonic."""
@@ -405,12 +403,15 @@ class Ingest:
         parked, self._parked = self._parked, []
         self._queue.put_back(parked)
 
-    def _wait_again(self, slot: Slot, requests: Sequence[Request]) -> None:
-        """The term has ended: what was not sent waits for the slot's recovery, for its own claim may stand there."""
+    def _wait_again(self, slot: Slot, requests: Sequence[Request], unwanted: Sequence[Request]) -> None:
+        """The term has ended: what was not sent waits for the slot's recovery, for its own claim may stand there.
+
+        So do those whose claims were not wanted, and could not be given up in time.
+        """
         unsent = [request for request in requests if request.state in UNSENT]
         for request in unsent:
             request.move(RequestEvent.QUEUE)
-        self._park(slot, unsent)
+        self._park(slot, unsent + [request for request in unwanted if not request.answered])
 
     def _park(self, slot: Slot, requests: Sequence[Request]) -> None:
         """Keep requests until a recovery: a claim of them may stand in the slot's term, and is not somebody else's."""

@@ -170,6 +170,7 @@ class FakeProducer(TransactionalProducer):
     async def abandon(self) -> None:
         if self.opened is not None:
             self.opened = None
+            await self.trouble.enter("abandon")
             self.abandoned += 1
 
     async def write(

@@ -11,7 +11,7 @@ from service.request import Answer, Committed, Request, Train
 from service.settings import Settings
 from service.shared import Guarantee
 from service.states import Claim, Claimed, Outcome, RequestEvent, RequestState
-from tests.unit.fakes import NOW_MS, World, end_of_term, ended, make_event, unheard
+from tests.unit.fakes import EPOCH, NOW_MS, World, end_of_term, ended, make_event, unheard
 
 SETTINGS = Settings(instance="test")
 MANY = 1_000_000  # groups at once
@@ -149,3 +149,23 @@ async def test_what_comes_behind_a_claim_that_is_in_doubt_is_not_written_before_
     assert world.ingest._sort(requests, [own, new, new], {}) == ([], requests[1:], [])
     assert behind.state is RequestState.QUEUED
     assert world.ingest._parked == [doubtful]
+
+
+@pytest.mark.parametrize("step", ["write", "abandon"])
+async def test_what_waits_behind_a_claim_in_doubt_is_not_forgotten_where_the_term_ends_meanwhile(step: str) -> None:
+    """Its claim could not be given up any more: like the others of its group it waits for the slot's recovery."""
+    world = World()
+    slot = await world.slot()
+    await world.catalogue.get("orders", time.monotonic())
+    train = train_of("a", "b")
+    others = train_of("z") if step == "write" else []
+    world.producers[0].trouble.before[step].append(TransactionFailed(Verdict.ABORTED, "gone"))
+    requests = [*train, *others]
+    doubtful = train[0]
+    # Its own claim of an ended term, which is still to be recovered.
+    doubtful.claimants = ((5, 50),)
+    world.keys.server.freed[5] = 50
+    await world.keys.claim(EPOCH, 5, 50, doubtful.asked)
+    world.queue.admit(requests)
+    await end_of_term(world.serve(slot))
+    assert set(world.ingest._parked) == set(requests)
