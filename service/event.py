@@ -28,9 +28,9 @@ HEADERS_MAX: Final = 100
 BATCH_EVENTS_MAX: Final = 10_000
 TIMESTAMP_MOST: Final = 2**53 - 1
 PARTITION_MOST: Final = 2**31 - 1
-# Most that a batch of one record needs beside key, value and the client's headers: the batch's head (61), the record's
-# own fields (21) and our two headers.
-OVERHEAD_BYTES: Final = 61 + 21 + 64 + 16 + 255 + 16 + 180
+# Most that a batch of one record needs beside key, value, the client's headers, and what its idempotency key and its
+# trace context have themselves: the batch's head (61), the record's own fields (21) and our headers with their names.
+OVERHEAD_BYTES: Final = 61 + 21 + 16 + 16 + 16 + 180
 # A ledger entry without its topic's name: hex id and fingerprint, five numbers and their names.
 ENTRY_BYTES: Final = 180
 
@@ -190,7 +190,8 @@ def check_topic(event: Event, topic: Topic) -> None:
     if event.partition is not None and event.partition >= topic.partitions:
         raise invalid("partition", f"{topic.name} has {topic.partitions}: use 0 to {topic.partitions - 1}, or none")
     settings = topic.settings
-    whole, most = event.size + OVERHEAD_BYTES, topic.message_bytes_max
+    ours = OVERHEAD_BYTES + len(event.key) + len(event.traceparent or b"")
+    whole, most = event.size + ours, topic.message_bytes_max
     if whole > most:
         raise Problem(TOO_LARGE, f"value: with headers the record has up to {whole} bytes; {topic.name} takes {most}")
     if event.record_key is None and "compact" in settings.get("cleanup.policy", ""):

@@ -6,15 +6,20 @@ import time
 from typing import Any
 
 import pytest
+from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from hypothesis import given
 from hypothesis import strategies as st
 
 from service import batch, cloudevents, strict_json
 from service.errors import Problem
 from service.event import Event, check_key, check_topic, parse_event, parse_key, partition_of
+from service.group import records_of
 from service.kafka.cluster import Topic
 from service.kafka.partitioner import partition_of_key
-from service.wire import event_id, fingerprint
+from service.request import Request
+from service.shared import Guarantee
+from service.states import Claimed
+from service.wire import event_id, fingerprint, stamp_writer
 
 HOUR_MS = 3_600_000
 
@@ -306,6 +311,27 @@ def test_what_a_topic_refuses() -> None:
     assert checked(parse({"topic": "t", "value": 1, "partition": 3})) == "invalid-event"
     assert checked(parse({"topic": "t", "value": 1, "partition": 2})) == ""
     assert checked(parse({"topic": "t", "value": "x" * 1000}), max_message_bytes="1000") == "too-large"
+
+
+@pytest.mark.parametrize("key", ["k", "k" * 255])
+@pytest.mark.parametrize("instance", ["i", "i" * 64])
+@pytest.mark.parametrize("traceparent", [None, b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"])
+def test_a_record_is_refused_only_where_it_may_not_fit(key: str, instance: str, traceparent: bytes | None) -> None:
+    """As large as it can get, it fits where the check lets it pass; and the check allows for little more than that."""
+    event = parse_event(key, b'{"topic": "t", "key": "k", "value": 1, "headers": {"a": "b"}}', traceparent)
+    most = 2**63 - 1
+    claimed = Claimed(65_535, 1, 1_700_000_000_000, event.fp)
+    request = Request.of((event,), 0.0, 1.0, Guarantee.EXACTLY_ONCE, print)
+    request.partitions = [0]
+    writer = stamp_writer(65_535, most, 32_767, instance)
+    (record,) = records_of([(request, claimed)], lambda _: Topic("t", 1, {}), writer)
+    batch = DefaultRecordBatchBuilder(
+        2, 0, is_transactional=True, producer_id=most, producer_epoch=1, base_sequence=0, batch_size=10**6
+    )
+    batch.append(0, record.timestamp, record.key, record.value, record.headers)
+    size = len(batch.build())
+    assert checked(event, max_message_bytes=str(size - 1)) == "too-large"
+    assert checked(event, max_message_bytes=str(size + 130)) == ""
 
 
 @pytest.mark.parametrize(
