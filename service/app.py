@@ -21,7 +21,7 @@ from service.intake import Intake
 from service.journal import Journal
 from service.kafka.cluster import Cluster
 from service.kafka.security import security_of
-from service.keys import RedisKeys
+from service.keys import Epoch, RedisKeys
 from service.logs import Incident
 from service.pool import Pool
 from service.queue import Queue
@@ -45,6 +45,8 @@ JOURNAL_PATIENCE_S: Final = 3.0
 TRACES_PATIENCE_S: Final = 3.0
 # What a scrape shows of Redis and Kafka is at most so old, and what it took them to answer.
 WATCH_S: Final = 2.0
+# Of Kafka and Redis each, less than the time of a probe: one that is silent must not be the reason for its end.
+READINESS_PATIENCE_S: Final = 2.5
 
 
 class Service:
@@ -194,17 +196,7 @@ class Service:
     async def readiness(self) -> dict[str, object]:
         """Is a slot ready, does Redis answer and hold the generation, does Kafka answer? `ready` is all of it."""
         epoch = self.store.epoch
-        redis = kafka = "ok"
-        try:
-            identity = await self.keys.who()
-            if epoch is None or identity.epoch != epoch or identity.store != epoch.store:
-                redis = self.store.status if epoch is None else "another store answers"
-        except (StoreAway, StoreUnanswered) as error:
-            redis = str(error)
-        try:
-            await self.cluster.answers()
-        except KafkaAway as error:
-            kafka = str(error)
+        redis, kafka = await asyncio.gather(self._redis_answers(epoch), self._kafka_answers())
         slots = self.pool.ready
         ready = slots > 0 and redis == kafka == "ok" and self.intake.accepting
         self.was_ready = self.was_ready or ready
@@ -216,6 +208,27 @@ class Service:
             "store": self.store.status,
             "generation": None if epoch is None else epoch.generation,
         }
+
+    async def _redis_answers(self, epoch: Epoch | None) -> str:
+        """What is wrong with Redis, or `ok`."""
+        try:
+            async with asyncio.timeout(READINESS_PATIENCE_S):
+                identity = await self.keys.who()
+        except (StoreAway, StoreUnanswered) as error:
+            return str(error)
+        except TimeoutError:
+            return f"Redis does not answer within {READINESS_PATIENCE_S} s"
+        if epoch is None:
+            return self.store.status
+        return "ok" if (identity.epoch, identity.store) == (epoch, epoch.store) else "another store answers"
+
+    async def _kafka_answers(self) -> str:
+        """What is wrong with Kafka, or `ok`."""
+        try:
+            await self.cluster.answers(READINESS_PATIENCE_S)
+        except KafkaAway as error:
+            return str(error)
+        return "ok"
 
 
 def _tracing_of(settings: Settings) -> "Tracing | None":

@@ -84,7 +84,7 @@ async def write_each(
     """
     answers: list[Answer | None] = [None] * len(parts)
     told = 0
-    train, places = Train(), list[int]()
+    train, places = Train(intake.events_max), list[int]()
 
     async def write() -> None:
         for place, answer in zip(places, await intake.submit_train(train), strict=True):
@@ -104,7 +104,7 @@ async def write_each(
             known = _known(answers, told)
             told += len(known)
             yield known
-            train, places = Train(), []
+            train, places = Train(intake.events_max), []
         train.add(event)
         places.append(place)
     if places:
@@ -147,6 +147,8 @@ async def write_atomic(
         raise Problem(
             TOO_LARGE, f"events: they have {event_bytes} bytes; one transaction holds {GROUP_EVENT_BYTES_MAX}"
         )
+    if len(events) > intake.events_max:
+        raise Problem(TOO_LARGE, f"events: at most {intake.events_max} may wait here; there are {len(events)}")
     for index, event in enumerate(events):
         try:
             await intake.check(event, arrived)

@@ -94,3 +94,7 @@ class Fenced(Exception):
 
 class KafkaAway(Exception):
     """Kafka did not answer in time, or refused for a reason that passes; what was asked for may be tried again."""
+
+
+class KafkaForbids(KafkaAway):
+    """Kafka has not given the service leave for what it asked: somebody has to, before another try may help."""

@@ -40,6 +40,7 @@ from service.settings import Settings
 from service.shared import PREFIX
 from service.strict_json import strictly
 from service.telemetry import Telemetry
+from service.wire import event_id
 
 log = structlog.get_logger(__name__)
 
@@ -217,11 +218,19 @@ class EventsEndpoint:
     def _fail(self, post: Post, error: Exception, applied: bytes = b"") -> None:
         """Answer with a problem; anything else than a Problem is a bug, and nobody knows what became of the event."""
         if not isinstance(error, Problem):
-            key = next((content.decode("latin-1") for name, content in post.headers if name == b"idempotency-key"), "")
-            log.error("request failed", key=key, exc_info=error)
+            log.error("request failed", **self._named(post), exc_info=error)
             error = Problem(INTERNAL, "send it again, with the same key")
         status, headers, body = render_problem(error)
         self._answer(post, status, lines_of(headers) + applied, body, error.kind.code)
+
+    def _named(self, post: Post) -> dict[str, str]:
+        """How a line of the log names a request: by its key, and the id of that among its caller's."""
+        try:
+            found = pick(post.headers)
+            key, scope = parse_key(found.get(b"idempotency-key")), self._callers.of(found.get(b"authorization")).scope
+        except Problem:  # it has none, or several with a key each
+            return {}
+        return {"key": key, "id": event_id(key, scope).hex()}
 
     def _answer(self, post: Post, status: int, lines: bytes, body: bytes, code: str = "") -> None:
         self._telemetry.requested(status, code)

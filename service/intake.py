@@ -16,6 +16,7 @@ from service.errors import (
     RECORD_REFUSED,
     UNKNOWN_TOPIC,
     KafkaAway,
+    KafkaForbids,
     Problem,
 )
 from service.event import Event, check_topic
@@ -73,6 +74,7 @@ class Intake:
         self._telemetry = telemetry
         self._tracing = tracing
         self._timeout_s = settings.request_timeout_ms / 1000
+        self.events_max = settings.queue_events_max  # more at once could never come in
         self._open: deque[Request] = deque()  # by deadline
         self._open_bytes = 0
         self.accepting = True
@@ -155,6 +157,8 @@ class Intake:
         try:
             async with asyncio.timeout_at(deadline):
                 topic = await self._catalogue.get(name, arrived)
+        except KafkaForbids as error:
+            raise Problem(FORBIDDEN_TOPIC, f"topic: {error}: have it allowed to Describe and Write it") from error
         except (KafkaAway, TimeoutError) as error:
             raise Problem(NOT_WRITTEN, f"topic: {name} cannot be looked up now: send it again") from error
         if topic is None:
@@ -195,7 +199,7 @@ class Intake:
         try:
             reply(answer)
         except Exception:  # a bug at the edge must not keep the others of the group from their answers
-            log.exception("an answer was not given", key=request.events[0].key)
+            log.exception("an answer was not given", **request.named)
 
     def accept(self, request: Request) -> None:
         """The claim stands: who prefers so is answered 202 now; what becomes of it is for the journal and the key."""
@@ -205,7 +209,7 @@ class Intake:
             try:
                 accepted()
             except Exception:  # as in `answer`
-                log.exception("an answer was not given", key=request.events[0].key)
+                log.exception("an answer was not given", **request.named)
 
     def _note(self, request: Request, answer: Answer) -> None:
         """Count an answer, and tell the journal."""

@@ -7,8 +7,6 @@ from typing import Any
 
 import structlog
 
-from service.wire import event_id
-
 
 class Incident:
     """Something that fails again and again: one line for each kind of failure until it goes well, not one a try."""
@@ -76,7 +74,7 @@ def configure_logging(form: str, keys: str) -> None:
 
 
 def hash_key(_: Any, __: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """A line's `key` becomes the event's id: enough to find it in the ledger and in the report."""
+    """A line's `key` becomes the event's `id`: enough to find it in the ledger and in the report."""
     if "key" in line:
-        line["key"] = f"id:{event_id(line['key']).hex()}"
+        line["key"] = f"id:{line.pop('id', None)}"
     return line

@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from service.errors import Problem
-from service.event import Event
+from service.event import BATCH_EVENTS_MAX, Event
 from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX
 from service.shared import Guarantee
 from service.states import REQUEST, Delivered, RequestEvent, RequestState
@@ -59,8 +59,9 @@ class Train:
     and still in their order, as far as it can be seen: those of a topic.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, events_max: int = BATCH_EVENTS_MAX) -> None:
         self.events: list[Event] = []
+        self._events_max = events_max
         self.ledger_bytes = self.event_bytes = 0
         self.came_apart = False  # some of its requests have gone round again
         self._ids: set[bytes] = set()
@@ -71,7 +72,7 @@ class Train:
         if not self.events:
             return True
         fits = fit(self.ledger_bytes + event.entry_bytes, self.event_bytes + event.size)
-        return fits and event.id not in self._ids
+        return fits and event.id not in self._ids and len(self.events) < self._events_max
 
     def add(self, event: Event) -> None:
         """Append an event that it takes."""
@@ -149,6 +150,11 @@ class Request(msgspec.Struct, eq=False):
     def topic(self) -> str:
         """Its event's topic; an atomic batch has the first one's."""
         return self.events[0].topic
+
+    @property
+    def named(self) -> dict[str, str]:
+        """How a line of the log names it."""
+        return {"key": self.events[0].key, "id": self.asked[0][0].hex()}
 
     @property
     def answered(self) -> bool:

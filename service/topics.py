@@ -21,6 +21,8 @@ EXTRA_S: Final = 2 * 24 * 3600
 # How long a topic's settings are believed, and for how long that it lacks replicas.
 KNOWN_S: Final = 10.0
 SHORT_S: Final = 0.5
+# For so long more they will do while Kafka is asked anew: one broker that is silent must not hold up every request.
+STALE_S: Final = 60.0
 # For a topic that failed a group; what was known of it will do.
 LOOK_AGAIN_S: Final = 1.0
 # Names that nobody made which are remembered, for batches that were under way when they were asked for.
@@ -90,6 +92,10 @@ class InternalTopics:
                 f"{PREFIX}SLOTS_MAX={partitions} is less than the {topic.partitions} partitions of {topic.name}: "
                 f"set {PREFIX}SLOTS_MAX to {topic.partitions} or more"
             )
+        if topic.name == self.requests and topic.partitions < partitions:
+            wrong.append(f"topic {topic.name} has {topic.partitions} partitions: raise them to {partitions}")
+        if topic.name == self.control and topic.partitions != partitions:
+            wrong.append(f"topic {topic.name} has {topic.partitions} partitions: make it anew, with one")
         for name, value in settings.items():
             present = topic.settings.get(name, value)
             longer = name == "retention.ms" and (present == "-1" or int(present) >= int(value))
@@ -109,9 +115,16 @@ class Catalogue:
         self._asking: dict[str, asyncio.Task[Topic | None]] = {}
 
     def peek(self, name: str) -> Topic | None:
-        """The topic if it is known and fresh; no I/O."""
+        """The topic if it is known; one that was until a moment ago will do while it is asked for anew, apart."""
         until, topic = self._known.get(name, (0.0, None))
-        return topic if until > time.monotonic() else None
+        now = time.monotonic()
+        if topic is None or until > now:
+            return topic
+        if topic.short or until + STALE_S <= now:  # that replicas lack is told to callers: it must be true
+            return None
+        if name not in self._asking:
+            self._ask_apart(name)
+        return topic
 
     async def get(self, name: str, arrived: float) -> Topic | None:
         """The topic, or None where Kafka, asked after `arrived` (time.monotonic), says that there is none.
@@ -134,11 +147,12 @@ class Catalogue:
 
     async def look_again(self, names: Iterable[str]) -> None:
         """Ask for what is not fresh of these topics, for a second at most: they failed a group, maybe for replicas."""
-        stale = [name for name in names if self.peek(name) is None]
+        now = time.monotonic()
+        stale = [name for name in names if name not in self._known or self._known[name][0] <= now]
         if stale:
             with contextlib.suppress(KafkaAway, TimeoutError):
                 async with asyncio.timeout(LOOK_AGAIN_S):
-                    await asyncio.gather(*(self.get(name, time.monotonic()) for name in stale))
+                    await asyncio.gather(*(shared(self._asking.get(name) or self._ask_apart(name)) for name in stale))
 
     def _ask_apart(self, name: str) -> asyncio.Task[Topic | None]:
         asking = self._asking[name] = asyncio.create_task(self._ask(name))
@@ -147,12 +161,17 @@ class Catalogue:
 
     async def _ask(self, name: str) -> Topic | None:
         began = time.monotonic()
+        last = self._last.get(name)
         try:
             topic = (await self._cluster.describe([name])).get(name)
+            if topic is None and last is not None:
+                # A broker may know it no more, or not yet: 404 is final to a client, so another one is asked too.
+                topic = (await self._cluster.describe([name])).get(name)
         except KafkaAway:
-            if name in self._last:
-                return self._last[name]  # what it was will do: the broker itself has the last word
-            raise
+            if last is None:
+                raise
+            self._known[name] = time.monotonic() + SHORT_S, last
+            return last  # what it was will do: the broker itself has the last word
         self._absent.pop(name, None)
         if topic is None:
             self._known.pop(name, None)

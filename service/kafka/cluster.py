@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -16,8 +17,8 @@ from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
 from aiokafka.record.default_records import DefaultRecordBatch
 
-from service.errors import KafkaAway
-from service.kafka.deadline import within
+from service.errors import KafkaAway, KafkaForbids
+from service.kafka.deadline import shared, within
 from service.telemetry import Telemetry
 
 # Every look-up of every client in this process: a POST to a topic that is not there must not make it.
@@ -51,14 +52,20 @@ AGAIN: Final = (
 )
 
 
-async def any_node(client: AIOKafkaClient) -> int:
-    """Any broker. Raises NodeNotReadyError where Kafka lists none: a lone one that its controller fences answers so."""
+async def any_node(client: AIOKafkaClient, but_not: Collection[int] = ()) -> int:
+    """Any broker, one of the others if there are some.
+
+    Raises NodeNotReadyError where Kafka lists none: a lone one that its controller fences answers so.
+    """
     node = client.get_random_node()
     if node is None:
         await client.force_metadata_update()
         node = client.get_random_node()
     if node is None:
         raise errors.NodeNotReadyError("Kafka lists no broker")
+    if node in but_not:
+        others = {broker.nodeId for broker in client.cluster.brokers()}.difference(but_not)
+        node = random.choice([*others]) if others else node  # noqa: S311
     return int(node)
 
 
@@ -105,6 +112,7 @@ class Cluster:
         self._security = dict(security or {})
         self._client: AIOKafkaClient | None = None
         self._opening = asyncio.Lock()
+        self._answering: asyncio.Task[Any] | None = None
 
     @property
     def timeout_s(self) -> float:
@@ -130,14 +138,26 @@ class Cluster:
         }
 
     async def close(self) -> None:
+        if self._answering is not None:
+            self._answering.cancel()
+        await self._leave()
+
+    async def _leave(self) -> None:
         client, self._client = self._client, None
         if client is not None:
             with contextlib.suppress(Exception):
                 await within(1.0, client.close())
 
-    async def answers(self) -> None:
-        """Does any broker answer at all? KafkaAway where not."""
-        await self._ask(MetadataRequest([], allow_auto_topic_creation=False))
+    async def answers(self, patience_s: float) -> None:
+        """Does any broker answer at all, in time? KafkaAway where not. The question goes on, and is shared."""
+        if self._answering is None or self._answering.done():
+            question = MetadataRequest([], allow_auto_topic_creation=False)
+            self._answering = asyncio.create_task(self._ask(question))
+        try:
+            async with asyncio.timeout(patience_s):
+                await shared(self._answering)
+        except TimeoutError as error:
+            raise KafkaAway(f"Kafka at {self.bootstrap} does not answer within {patience_s} s") from error
 
     async def partitions(self, topics: Sequence[str]) -> dict[str, int]:
         """Number of partitions of those of the topics that exist; makes none."""
@@ -151,6 +171,9 @@ class Cluster:
             kind = errors.for_code(code)
             if kind in (errors.NoError, errors.LeaderNotAvailableError):
                 found[name] = {row[1]: (len(row[3]), len(row[4])) for row in map(tuple, partitions)}
+            elif kind is errors.TopicAuthorizationFailedError:
+                self.count_failure("metadata")
+                raise KafkaForbids(f"the service has no leave to describe topic {name}")
             elif kind not in (errors.UnknownTopicOrPartitionError, errors.InvalidTopicError):
                 raise self.failed("metadata", f"topic {name}: {kind.__name__}")
         return found
@@ -169,8 +192,8 @@ class Cluster:
                 settings = {entry[0]: entry[1] for entry in entries}
             elif errors.for_code(code) is errors.TopicAuthorizationFailedError:
                 settings = {}  # no leave to read them: the broker itself will refuse what does not fit
-            else:
-                continue
+            else:  # that it is there has just been said: it is being made or deleted, or this broker lags behind
+                raise self.failed("metadata", f"topic {name}: its settings: {errors.for_code(code).__name__}")
             topics[name] = Topic(name, len(found[name]), settings, _short(found[name], settings))
         return topics
 
@@ -269,20 +292,28 @@ class Cluster:
         return ""
 
     async def _ask(self, request: Any, node: int | None = None) -> Any:
-        """Ask any broker, another one where that does not answer, or this very node; until the deadline."""
+        """Ask any broker, another one where that does not answer, or this very node; until the deadline.
+
+        One that is silent is given its share of the time only: a single broker that hangs must not take all of it.
+        """
         failed: BaseException | None = None
+        tried: set[int] = set()
+        share_s = self.timeout_s / ASK_TRIES if node is None else None
         try:
             async with asyncio.timeout(self.timeout_s):
                 for _ in range(ASK_TRIES):
                     client = await self._opened()
                     try:
-                        return await client.send(await any_node(client) if node is None else node, request)
+                        async with asyncio.timeout(share_s):
+                            to = await any_node(client, tried) if node is None else node
+                            tried.add(to)
+                            return await client.send(to, request)
                     except (errors.KafkaError, OSError) as error:
                         failed = error
                         await asyncio.sleep(RETRY_PAUSE_S)
         except (errors.KafkaError, OSError, TimeoutError) as error:
             failed = error
-        await self.close()  # and bootstrap again next time: the brokers may all have moved
+        await self._leave()  # and bootstrap again next time: the brokers may all have moved
         raise self.failed("metadata", f"Kafka at {self.bootstrap} does not answer: {failed!r}") from failed
 
     async def _ask_controller(self, request: Any) -> Any:

@@ -29,7 +29,7 @@ async def knock(settings: SharedSettings) -> None:
         security=security_of(settings),
     )
     try:
-        await cluster.answers()
+        await cluster.answers(TIMEOUT_MS / 1000)
     finally:
         await cluster.close()
 

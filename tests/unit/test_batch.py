@@ -127,12 +127,26 @@ async def test_a_key_that_repeats_is_replayed_and_not_in_progress() -> None:
     assert world.keys_written() == [["a", "b"]]
 
 
-async def test_a_batch_that_no_queue_holds_is_refused_as_a_whole() -> None:
-    world = World(queue_events_max=1)
-    answers = await written(world, batch_of(one("a"), one("b")))
+async def test_a_batch_that_the_queue_has_no_room_for_is_refused_as_a_whole() -> None:
+    world = World(queue_events_max=2)
+    waiting = world.submit("z")
+    await asyncio.sleep(0)
+    told = write_each(world.intake, batch_of(one("a"), one("b")).events, member_of, asyncio.get_running_loop().time())
+    answers = [answer async for some in told for answer in some]
     assert [kind_of(answer) for answer in answers] == [NOT_WRITTEN, NOT_WRITTEN]
-    assert world.keys_written() == []
     assert world.journal.answers == [("a", 503), ("b", 503)]
+    waiting.cancel()
+
+
+async def test_a_batch_larger_than_the_queue_comes_in_by_parts() -> None:
+    """As a whole it would be told to come again a little later, for ever."""
+    world = World(queue_events_max=2)
+    answers = await written(world, batch_of(*map(one, "abcde")))
+    assert [kind_of(answer) for answer in answers] == [None] * 5
+    assert world.keys_written() == [["a", "b"], ["c", "d"], ["e"]]
+    with pytest.raises(Problem, match="at most 2 may wait") as raised:
+        await atomically(world, batch_of(*[one(None)] * 3, atomic=True))
+    assert raised.value.kind is TOO_LARGE
 
 
 async def test_one_bad_event_fails_alone_and_bad_json_fails_all() -> None:

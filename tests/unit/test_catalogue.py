@@ -2,13 +2,16 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 import pytest
 
 from service import topics as module
 from service.errors import KafkaAway
 from service.kafka.cluster import Topic
-from service.topics import Catalogue
+from service.settings import Settings
+from service.shared import SettingsError
+from service.topics import Catalogue, InternalTopics
 from tests.unit.fakes import FakeCluster
 
 
@@ -135,3 +138,80 @@ async def test_what_failed_is_looked_at_again_and_what_was_known_will_do() -> No
     catalogue.doubt("orders")
     await catalogue.look_again(["orders", "never-asked"])
     assert catalogue.last_known("orders") is short
+
+
+async def test_what_was_known_a_moment_ago_will_do_while_it_is_asked_for_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One broker that is silent must not hold up every request for a topic."""
+    monkeypatch.setattr(module, "KNOWN_S", 0.0)
+    catalogue, cluster = known("orders")
+    was = await catalogue.get("orders", time.monotonic())
+    cluster.topics["orders"] = Topic("orders", 6, {})
+    for _ in range(3):
+        assert catalogue.peek("orders") is was
+    await asyncio.sleep(0.01)
+    assert cluster.asked == [["orders"], ["orders"]]
+    monkeypatch.setattr(module, "KNOWN_S", 60.0)
+    catalogue.peek("orders")
+    await asyncio.sleep(0.01)
+    assert catalogue.peek("orders") is cluster.topics["orders"]
+
+
+async def test_what_was_known_long_ago_is_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KNOWN_S", 0.0)
+    monkeypatch.setattr(module, "STALE_S", 0.0)
+    catalogue, cluster = known("orders")
+    await catalogue.get("orders", time.monotonic())
+    assert catalogue.peek("orders") is None
+    cluster.topics["orders"] = Topic("orders", 6, {})
+    assert await catalogue.get("orders", time.monotonic()) is cluster.topics["orders"]
+
+
+async def test_while_kafka_is_away_a_known_topic_is_asked_for_in_the_background_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "KNOWN_S", 0.0)
+    catalogue, cluster = known("orders")
+    was = await catalogue.get("orders", time.monotonic())
+    cluster.away = True
+    catalogue.peek("orders")
+    await asyncio.sleep(0.01)
+    for _ in range(5):
+        assert catalogue.peek("orders") is was
+    assert len(cluster.asked) == 2, "each request asked again"
+
+
+async def test_what_failed_a_group_is_looked_up_though_it_would_do_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KNOWN_S", 0.0)
+    catalogue, cluster = known("orders")
+    await catalogue.get("orders", time.monotonic())
+    cluster.topics["orders"] = Topic("orders", 3, {}, frozenset({1}))
+    await catalogue.look_again(["orders"])
+    assert catalogue.last_known("orders").short == {1}
+
+
+async def test_one_broker_that_knows_a_topic_no_more_is_not_believed() -> None:
+    """404 is final to a client: a broker that has just started may lag behind the others."""
+    catalogue, cluster = known("orders")
+    was = await catalogue.get("orders", time.monotonic())
+    catalogue.doubt("orders")
+    describe, answers = cluster.describe, [{}, cluster.topics]
+
+    async def lagging(names: Sequence[str]) -> dict[str, Topic]:
+        await describe(names)
+        return answers.pop(0)
+
+    cluster.describe = lagging  # type: ignore[method-assign]
+    assert await catalogue.get("orders", time.monotonic()) is was
+
+
+@pytest.mark.parametrize(("name", "partitions"), [("fp.requests", 3), ("fp.control", 2)])
+async def test_own_topics_of_another_shape_stop_the_start(name: str, partitions: int) -> None:
+    """Made by hand before: the journal would miss its partitions, and a barrier would not be read through."""
+    settings = Settings(instance="test", namespace="fp")
+    cluster = FakeCluster(["fp.ledger", "fp.requests", "fp.control"])
+    shapes = {"fp.ledger": settings.slots_max, "fp.requests": 8, "fp.control": 1}
+    cluster.topics = {each: Topic(each, count, {}) for each, count in shapes.items()}
+    await InternalTopics(cluster, settings).ensure()
+    cluster.topics[name] = Topic(name, partitions, {})
+    with pytest.raises(SettingsError, match=f"topic {name} has {partitions} partitions"):
+        await InternalTopics(cluster, settings).ensure()

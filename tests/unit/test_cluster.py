@@ -2,14 +2,21 @@
 
 import asyncio
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiokafka.client import AIOKafkaClient
-from aiokafka.errors import ConcurrentTransactions, KafkaConnectionError, NodeNotReadyError
+from aiokafka.errors import (
+    ConcurrentTransactions,
+    KafkaConnectionError,
+    NodeNotReadyError,
+    TopicAuthorizationFailedError,
+    UnknownTopicOrPartitionError,
+)
 from aiokafka.protocol.transaction import InitProducerIdRequest
 
-from service.errors import KafkaAway
+from service.errors import KafkaAway, KafkaForbids
 from service.kafka import cluster as module
 from service.kafka.cluster import Cluster
 from service.kafka.life import Life
@@ -26,6 +33,9 @@ class FakeClient(AIOKafkaClient):  # type: ignore[misc]
         self.asked: list[int] = []
         self.closed = False
         self.hangs = False
+        self.silent: set[int] = set()  # brokers that take a question and never answer
+        self.of_topic = self.of_settings = 0  # error codes
+        self.cluster = self
         self.busy: set[str] = set()  # transactional ids whose markers are not written yet
         self.unlisted = 0  # so many answers to come list no broker at all
         # Of a topic: error code, number, leader, replicas, those in sync.
@@ -38,6 +48,9 @@ class FakeClient(AIOKafkaClient):  # type: ignore[misc]
         self.turn.rotate()
         return self.turn[0]
 
+    def brokers(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(nodeId=1), SimpleNamespace(nodeId=2)]
+
     async def bootstrap(self) -> None:
         pass
 
@@ -48,7 +61,7 @@ class FakeClient(AIOKafkaClient):  # type: ignore[misc]
     async def send(self, node_id: int, request: Any, **_: Any) -> Any:
         assert node_id is not None
         self.asked.append(node_id)
-        if self.hangs:
+        if self.hangs or node_id in self.silent:
             await asyncio.sleep(60)
         if node_id in self.down:
             raise NodeNotReadyError if node_id == 1 else KafkaConnectionError
@@ -59,8 +72,8 @@ class FakeClient(AIOKafkaClient):  # type: ignore[misc]
             "producer_id": 7,
             "producer_epoch": 3,
         }
-        configs = [(0, None, 2, "orders", [("min.insync.replicas", self.least)])]
-        metadata = [(0, "orders", False, self.partitions)]
+        configs = [(self.of_settings, None, 2, "orders", [("min.insync.replicas", self.least)])]
+        metadata = [(self.of_topic, "orders", False, self.partitions)]
         return type("Answer", (), {"topics": metadata, "resources": configs, **identity})
 
     async def close(self) -> None:
@@ -102,8 +115,46 @@ async def test_a_broker_that_hangs_does_not_hang_its_caller() -> None:
     cluster = cluster_with(client, timeout_ms=50)
     async with asyncio.timeout(3.0):
         with pytest.raises(KafkaAway):
-            await cluster.answers()
+            await cluster.partitions(["orders"])
     assert client.closed
+
+
+@pytest.mark.parametrize("silent", [1, 2])
+async def test_a_broker_that_is_silent_gets_a_share_of_the_time_only(silent: int) -> None:
+    client = FakeClient()
+    client.silent = {silent}
+    client.get_random_node = lambda: silent  # type: ignore[method-assign]
+    assert await cluster_with(client).partitions(["orders"]) == {"orders": 3}
+    assert client.asked == [silent, 3 - silent]
+
+
+async def test_who_asks_whether_kafka_answers_is_told_soon_and_the_question_goes_on() -> None:
+    """A probe has little time; where no broker answers, the question's own end begins anew with other addresses."""
+    client = FakeClient()
+    client.hangs = True
+    cluster = cluster_with(client, timeout_ms=100)
+    for _ in range(3):
+        with pytest.raises(KafkaAway, match="does not answer within"):
+            await cluster.answers(0.01)
+    assert len(client.asked) == 1
+    await until(lambda: client.closed)
+    answering = cluster._answering
+    await cluster.close()
+    assert answering is not None
+
+
+async def test_a_topic_that_may_not_be_described_is_forbidden_and_not_away() -> None:
+    client = FakeClient()
+    client.of_topic = TopicAuthorizationFailedError.errno
+    with pytest.raises(KafkaForbids, match="no leave to describe topic orders"):
+        await cluster_with(client).describe(["orders"])
+
+
+async def test_a_topic_whose_settings_another_broker_does_not_know_is_not_said_to_be_missing() -> None:
+    client = FakeClient()
+    client.of_settings = UnknownTopicOrPartitionError.errno
+    with pytest.raises(KafkaAway, match="UnknownTopicOrPartition"):
+        await cluster_with(client).describe(["orders"])
 
 
 @pytest.mark.parametrize("unlisted", [1, 3])

@@ -14,14 +14,13 @@ import structlog
 from deploy.local.places import ROOT
 from service.errors import KafkaAway, StoreAway
 from service.logs import Incident, hash_key
-from service.wire import event_id
 
 SAY: Final = """
 import sys, structlog
 from service.logs import configure_logging
 configure_logging(*sys.argv[1:])
 log = structlog.get_logger("service.test")
-log.warning("request failed", key="order-7", status=500)
+log.warning("request failed", key="order-7", id="0a1b", status=500)
 try:
     1 / 0
 except ZeroDivisionError:
@@ -59,9 +58,10 @@ def test_a_console_gets_text() -> None:
 
 def test_keys_are_hashed_to_the_events_id_unless_the_setting_says_plain() -> None:
     assert "order-7" not in said("json", "hashed")
-    assert json.loads(said("json", "hashed").splitlines()[0])["key"] == f"id:{event_id('order-7').hex()}"
+    assert json.loads(said("json", "hashed").splitlines()[0])["key"] == "id:0a1b"
     assert json.loads(said("json", "plain").splitlines()[0])["key"] == "order-7"
     assert hash_key(None, "", {"event": "no key"}) == {"event": "no key"}
+    assert hash_key(None, "", {"key": "order-7"}) == {"key": "id:None"}
 
 
 def test_an_incident_is_a_line_however_often_it_is_met() -> None:
@@ -91,11 +91,12 @@ def test_a_bug_has_its_traceback() -> None:
 
 
 def test_nobody_else_names_a_key_in_the_log() -> None:
-    """A key is logged under `key` alone, which is what is hashed."""
+    """A key is logged under `key` alone, which is what is hashed, and its id with it."""
     for path in (ROOT / "service").rglob("*.py"):
         for line in path.read_text().splitlines():
-            if "log." in line and ".key" in line:
-                assert "key=" in line, f"{path.name}: {line.strip()}"
+            if "log." in line:
+                assert "key=" not in line, f"{path.name}: {line.strip()}"
+                assert ".key" not in line, f"{path.name}: {line.strip()}"
 
 
 @pytest.fixture(autouse=True)
