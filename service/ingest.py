@@ -23,7 +23,7 @@ from service.errors import (
 )
 from service.group import Committable, Won, Written, entries_of, placed_all, records_of, route, rows_of
 from service.intake import Intake
-from service.kafka.life import Partition, Place, Record
+from service.kafka.life import NotSent, Partition, Place, Record
 from service.kafka.verdict import Refusal, TransactionFailed, Verdict
 from service.keys import KeyStore
 from service.queue import Queue
@@ -51,7 +51,7 @@ if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
 
 log = structlog.get_logger(__name__)
 
-STORE_AWAY_PAUSE_S: Final = 0.1
+AWAY_PAUSE_S: Final = 0.1
 # A write takes some milliseconds; one that waits for a recovery, a second or so.
 PATIENT_PAUSE_S: Final = 0.05
 UNTRACED: Final = contextlib.nullcontext()
@@ -139,7 +139,7 @@ class Ingest:
                 claims = await slot.claim([request.asked[0] for request in requests])
         except StoreAway:  # nothing was claimed: the term goes on
             self._queue_again(requests)
-            await asyncio.sleep(STORE_AWAY_PAUSE_S)
+            await asyncio.sleep(AWAY_PAUSE_S)
             return [], []
         self._telemetry.stage_claim.observe(time.perf_counter() - started)
         if requests[0].atomic and claims[0].outcome is Outcome.DELIVERED:
@@ -150,7 +150,7 @@ class Ingest:
         if refused:
             self._queue_again(refused)
             if not group:
-                await asyncio.sleep(STORE_AWAY_PAUSE_S)
+                await asyncio.sleep(AWAY_PAUSE_S)
         return group, unwanted
 
     def _sort(
@@ -282,7 +282,8 @@ class Ingest:
     async def _deliver_plain(self, slot: Slot, group: Sequence[Won]) -> Written:
         """Write events whose guarantee is `idempotent`: no transaction and no ledger.
 
-        What has no clean answer is in doubt at once (504), and its claim is released: a retry writes it again.
+        What has no clean answer is in doubt at once (504), and its claim is released: a retry writes it again. What was
+        surely not appended goes round again.
         """
         identity = await slot.plain.identity()
         written = Written([], slot.unlinked(), [request for request, _ in group if request.answered])
@@ -303,12 +304,17 @@ class Ingest:
                 written.delivered.extend(placed_all([(request, claim)], [record], [fate]))
                 continue
             written.unwanted.append(request)
-            if fate is None:
+            if isinstance(fate, NotSent):
+                self._set_apart(request)
+                request.move(RequestEvent.REFUSE)
+            elif fate is None:
                 if others_went:  # what hangs is its topic, which must not hold up the others again
                     self._set_apart(request)
                 self._answer(request, Problem(OUTCOME_UNKNOWN, "Idempotency-Key: a retry writes it again"))
             elif self._travels_on(request, fate, alone=len(group) == 1):
                 request.move(RequestEvent.REFUSE)
+        if not others_went and any(isinstance(fate, NotSent) for fate in fates):
+            await asyncio.sleep(AWAY_PAUSE_S)  # each try may cost a producer id
         return written
 
     def _records(self, slot: Slot, group: Sequence[Won], producer_id: int, epoch: int) -> list[Record]:

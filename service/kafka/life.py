@@ -60,8 +60,14 @@ class Place(msgspec.Struct, frozen=True, gc=False):
     timestamp: int
 
 
-# What became of a record: where it is, why the broker refused it for good, or None: nobody knows.
-Fate = Place | Refusal | None
+class NotSent:
+    """It surely is not in Kafka, and may go there yet."""
+
+
+NOT_SENT: Final = NotSent()
+
+# What became of a record: where it is, why the broker refused it for good, that it is not there, or None: nobody knows.
+Fate = Place | Refusal | NotSent | None
 Partition = tuple[str, int]
 
 

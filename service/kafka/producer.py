@@ -11,7 +11,7 @@ from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnReque
 from service.errors import KafkaAway
 from service.kafka import verdict
 from service.kafka.cluster import CODECS, Cluster
-from service.kafka.life import OK, Batch, Fate, Life, Partition, Place, Record, Refused, check
+from service.kafka.life import NOT_SENT, OK, Batch, Fate, Life, Partition, Place, Record, Refused, check
 from service.kafka.verdict import REFUSALS, Refusal, TransactionFailed
 from service.logs import Incident
 
@@ -28,6 +28,7 @@ MARKERS_PAUSE_MOST_S: Final = 0.02
 # Of ledger and journal: 0.6 µs an entry on the event loop, for a quarter of the bytes (tests/bench compression).
 OWN_CODEC: Final = CODECS["zstd"]
 CONCURRENT_TRANSACTIONS: Final = errors.ConcurrentTransactions.errno
+NOT_ENOUGH_REPLICAS: Final = errors.NotEnoughReplicasError.errno
 NOT_ATTEMPTED: Final = errors.OperationNotAttempted.errno
 
 
@@ -266,7 +267,7 @@ class IdempotentProducer:
         offsets: list[int] = []
         for fate in await self.write(records):
             if not isinstance(fate, Place):
-                raise KafkaAway(f"{topic}: {fate.why if fate else 'no clean answer'}")
+                raise KafkaAway(f"{topic}: {fate.why if isinstance(fate, Refusal) else 'no clean answer'}")
             offsets.append(fate.offset)
         return offsets
 
@@ -277,7 +278,7 @@ class IdempotentProducer:
         """
         async with self._sending:
             life = await self._living()
-            fates: list[Fate] = [None] * len(records)
+            fates: list[Fate] = [NOT_SENT] * len(records)  # until it is in a batch
             batches: list[Batch] = []
             patience_s = self._cluster.timeout_s / PATIENCE_SHARE
             try:
@@ -289,8 +290,10 @@ class IdempotentProducer:
                 self._trouble.goes_on(error, producer=self._name)
             for batch in batches:
                 fate = batch.fate(records)
+                # Said before anything is appended; that too few replicas have it after that is another code.
+                rejected = batch.answer is not None and batch.answer[0] == NOT_ENOUGH_REPLICAS
                 for n, member in enumerate(batch.members):
-                    fates[member] = fate[n] if isinstance(fate, list) else fate
+                    fates[member] = fate[n] if isinstance(fate, list) else NOT_SENT if rejected else fate
             if not all(isinstance(fate, Place) for fate in fates):
                 self._cluster.count_failure("produce")
                 await self._end(life)

@@ -5,13 +5,15 @@ import asyncio
 import pytest
 from aiokafka.errors import (
     DuplicateSequenceNumber,
+    NotEnoughReplicasAfterAppendError,
+    NotEnoughReplicasError,
     OutOfOrderSequenceNumber,
     UnknownTopicOrPartitionError,
 )
 
 from service.errors import KafkaAway
 from service.kafka import life as module
-from service.kafka.life import Place
+from service.kafka.life import NOT_SENT, Place
 from service.kafka.verdict import REFUSALS
 from tests.unit.fake_brokers import (
     GONE,
@@ -52,7 +54,25 @@ async def test_what_has_no_leader_is_left_out(monkeypatch: pytest.MonkeyPatch) -
     producer, kafka = idempotent()
     kafka.leaderless, kafka.unknown = {"ill"}, {"gone"}
     refused = REFUSALS[UnknownTopicOrPartitionError.errno]
-    assert await producer.write([record("ill"), record("a"), record("gone")]) == [None, Place(4, 5), refused]
+    assert await producer.write([record("ill"), record("a"), record("gone")]) == [NOT_SENT, Place(4, 5), refused]
+
+
+async def test_what_too_few_replicas_would_have_is_not_there_and_what_they_have_is_in_doubt() -> None:
+    """Both are errors of acks=all: the first before the leader appends, the second after it has."""
+    producer, kafka = idempotent()
+    codes = {"before": NotEnoughReplicasError.errno, "after": NotEnoughReplicasAfterAppendError.errno}
+    kafka.produced = lambda topic, partition: codes.get(topic, Place(4, -1))
+    records = [record("before"), record("a"), record("after")]
+    assert await producer.write(records) == [NOT_SENT, Place(4, 5), None]
+    assert producer._life is None
+
+
+async def test_what_the_time_did_not_suffice_for_was_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "METADATA_PATIENCE_S", 10.0)
+    producer, kafka = idempotent(150)
+    kafka.leaderless = {"ill"}
+    assert await producer.write([record("a"), record("ill")]) == [NOT_SENT, NOT_SENT]
+    assert kafka.batches("a") == []
 
 
 async def test_writes_at_the_same_time_keep_their_sequence() -> None:

@@ -7,8 +7,17 @@ import pytest
 from msgspec.structs import replace
 
 from service import ingest as module
-from service.errors import IN_PROGRESS, OUTCOME_UNKNOWN, TOO_LARGE, Fenced, KafkaAway, StoreAway, StoreUnanswered
-from service.kafka.life import Place
+from service.errors import (
+    IN_PROGRESS,
+    NOT_WRITTEN,
+    OUTCOME_UNKNOWN,
+    TOO_LARGE,
+    Fenced,
+    KafkaAway,
+    StoreAway,
+    StoreUnanswered,
+)
+from service.kafka.life import NOT_SENT, Place
 from service.kafka.verdict import Refusal, TransactionFailed, Verdict
 from service.request import Committed
 from service.shared import Guarantee
@@ -22,7 +31,7 @@ BIG = Refusal(TOO_LARGE, "it is too large")
 
 
 async def test_a_store_that_refuses_keeps_the_term(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STORE_AWAY_PAUSE_S", 0.01)
+    monkeypatch.setattr(module, "AWAY_PAUSE_S", 0.01)
     world = World()
     slot = await world.slot()
     world.keys.trouble.before["claim"].extend([StoreAway("OOM"), StoreAway("OOM")])
@@ -34,7 +43,7 @@ async def test_a_store_that_refuses_keeps_the_term(monkeypatch: pytest.MonkeyPat
 
 
 async def test_a_full_store_s_replays_are_answered_and_new_events_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STORE_AWAY_PAUSE_S", 0.01)
+    monkeypatch.setattr(module, "AWAY_PAUSE_S", 0.01)
     world = World()
     serving = world.serve(await world.slot())
     first = await world.submit("known")
@@ -53,7 +62,7 @@ async def test_a_full_store_s_replays_are_answered_and_new_events_wait(monkeypat
 
 async def test_what_another_slot_has_taken_since_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot's term ends while requests that it gave back are being claimed by another."""
-    monkeypatch.setattr(module, "STORE_AWAY_PAUSE_S", 0.01)
+    monkeypatch.setattr(module, "AWAY_PAUSE_S", 0.01)
     world = World()
     one, other = await world.slot(0), await world.slot(1)
     let_go = asyncio.Event()
@@ -195,6 +204,32 @@ async def test_what_was_written_is_answered_although_the_release_fails() -> None
     assert answer.places[0][1].offset == 3
     assert world.keys.is_delivered("written")
     assert kind_of(await lost) is OUTCOME_UNKNOWN
+
+
+async def test_an_idempotent_event_that_was_not_sent_goes_round_again_and_is_in_no_doubt() -> None:
+    """Its partition had no leader: 504 would have the client wait for an outcome that there is not."""
+    world = World()
+    slot = await world.slot()
+    good, bad = world.submit("good", "plain.a"), world.submit("bad", "plain.b")
+    await asyncio.sleep(0.01)
+    world.plains[0].fates.append([Place(3, NOW_MS), NOT_SENT])
+    serving = world.serve(slot)
+    for answer in (good, bad):
+        assert isinstance(await asyncio.wait_for(answer, 3.0), Committed)
+    assert world.keys_written() == [["good", "bad"], ["bad"]]
+    await ended(serving)
+
+
+async def test_an_idempotent_event_that_never_could_be_sent_is_surely_not_written() -> None:
+    world = World(request_timeout_ms=300)
+    slot = await world.slot()
+    answer = world.submit("bad", "plain.b")
+    await asyncio.sleep(0.01)
+    world.plains[0].fates.extend([[NOT_SENT]] * 1_000)
+    serving = world.serve(slot)
+    assert kind_of(await asyncio.wait_for(answer, 3.0)) is NOT_WRITTEN
+    await until(lambda: not world.keys.is_claimed("bad"))
+    await ended(serving)
 
 
 async def test_a_refused_idempotent_event_is_released_and_tried_alone() -> None:
