@@ -258,6 +258,39 @@ def test_what_the_job_sets_for_itself_on_one_machine_the_operator_is_told(operat
     assert "COPY spark /app/spark" in (ROOT / "Dockerfile").read_text()
 
 
+# What the names of volumes begin with that Spark takes for its scratch files.
+SCRATCH: Final = "spark-local-dir-"
+
+
+def mounted_by_spark(template: Object, side: str) -> list[str]:
+    """Where Spark mounts volumes of its own in its pods: its settings, and scratch space where it is given none."""
+    scratch = [mount for mount in template[side]["volumeMounts"] if mount["name"].startswith(SCRATCH)]
+    dirs = template["sparkConf"].get("spark.local.dir", "/var/data/spark-some-uuid").split(",")
+    return ["/opt/spark/conf", *([] if scratch else dirs)]
+
+
+@pytest.mark.parametrize("side", ["driver", "executor"])
+def test_no_path_is_mounted_twice_where_spark_mounts_too(
+    operated: Rendered, secured_operated: Rendered, side: str
+) -> None:
+    for rendered in (operated, secured_operated):
+        template = rendered.one("ScheduledSparkApplication", "fencepost-audit")["spec"]["template"]
+        ours = [mount["mountPath"] for mount in template[side]["volumeMounts"]]
+        every = [*ours, *mounted_by_spark(template, side)]
+        assert sorted(every) == sorted(set(every))
+
+
+@pytest.mark.parametrize("side", ["driver", "executor"])
+def test_sparks_scratch_files_go_to_a_volume_with_a_bound(operated: Rendered, side: str) -> None:
+    template = operated.one("ScheduledSparkApplication", "fencepost-audit")["spec"]["template"]
+    bounds = {volume["name"]: volume.get("emptyDir", {}).get("sizeLimit") for volume in template["volumes"]}
+    (scratch,) = (mount for mount in template[side]["volumeMounts"] if mount["name"].startswith(SCRATCH))
+    assert bounds[scratch["name"]]
+    # Java's own temporary files, and the native code that it unpacks, need the same place: the root is read-only.
+    assert scratch["mountPath"] == "/tmp"
+    assert not scratch.get("readOnly")
+
+
 def test_the_alert_for_a_late_audit_waits_for_two_turns(prod: Rendered) -> None:
     (rule,) = (
         rule
