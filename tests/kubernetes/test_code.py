@@ -15,6 +15,7 @@ from service.api import routes
 from service.callers import Callers
 from service.settings import Settings
 from service.shared import Rules
+from service.topics import EXTRA_S, WEEK_S
 from service.wire import INSTANCE
 from spark.__main__ import EXIT_CANNOT_RUN
 from spark.session import _ALWAYS, _LOCAL
@@ -256,6 +257,16 @@ def test_what_the_job_sets_for_itself_on_one_machine_the_operator_is_told(operat
         (path,) = re.findall(r"-Dlog4j2\.configurationFile=file:///app/(\S+)", told[f"spark.{side}.extraJavaOptions"])
         assert (ROOT / path).is_file()  # COPY spark /app/spark
     assert "COPY spark /app/spark" in (ROOT / "Dockerfile").read_text()
+
+
+def test_what_returns_each_day_or_week_does_not_leave_the_report_as_the_next_comes(rendered: Rendered) -> None:
+    """The page for duplicates compares numbers: of a job that errs each night there would always be as many."""
+    job = rendered.one("CronJob", "fencepost-audit")["spec"]["jobTemplate"]["spec"]
+    window_h = parse(container_of(job["template"])["args"][3:]).window_h
+    assert window_h > 168
+    for period_h in (2, 3, 4, 6, 8, 12, 24, 168):
+        assert window_h % period_h, period_h
+    assert window_h * 3600 < WEEK_S + EXTRA_S  # so long the service keeps ledger and journal at least
 
 
 # What the names of volumes begin with that Spark takes for its scratch files.
