@@ -132,6 +132,44 @@ class Rules:
         series = {*healthy.samples, *first.samples, *second.samples}
         firing = 'group by (alertname) (ALERTS{alertstate="firing"})'
         told = [{"labels": json_labels(alertname=name), "value": 1} for name in sorted(alerts)]
+        self._test(
+            [
+                (
+                    each,
+                    f"{_held(healthy, each, healthy_steps, HEALTHY_S)} "
+                    f"{_going_on(first, second, each, healthy_steps, steps)}",
+                )
+                for each in sorted(series)
+            ],
+            [
+                {"expr": firing, "eval_time": f"{(healthy_steps - 1) * STEP_S}s", "exp_samples": []},
+                {"expr": firing, "eval_time": f"{(healthy_steps + steps - 1) * STEP_S}s", "exp_samples": told},
+            ],
+        )
+
+    def assert_course(self, course: Sequence[tuple[Scrape, float, Iterable[str]]]) -> None:
+        """Each of these is shown for so many seconds, one after the other, and exactly these alerts fire at its end.
+
+        Alerts with a kind of finding are told as `alert/kind`.
+        """
+        every = sorted({series for found, _, _ in course for series in found.samples})
+        values: dict[Series, list[str]] = {series: [] for series in every}
+        firing = 'group by (alertname, kind) (ALERTS{alertstate="firing"})'
+        told, done = [], 0
+        for found, shown_s, alerts in course:
+            steps = int(shown_s / STEP_S)
+            for series in every:
+                values[series].append(_held(found, series, steps, done * STEP_S))
+            done += steps
+            expected = [
+                json_labels(**dict(zip(("alertname", "kind"), name.split("/"), strict=False))) for name in alerts
+            ]
+            samples = [{"labels": labels, "value": 1} for labels in sorted(expected)]
+            told.append({"expr": firing, "eval_time": f"{(done - 1) * STEP_S}s", "exp_samples": samples})
+        self._test([(series, " ".join(values[series])) for series in every], told)
+
+    def _test(self, series: Iterable[tuple[Series, str]], expected: Sequence[Mapping[str, object]]) -> None:
+        """`promtool test rules` over these series, in its notation."""
         document = {
             "rule_files": [self.file.name],
             "evaluation_interval": f"{STEP_S}s",
@@ -139,17 +177,10 @@ class Rules:
                 {
                     "interval": f"{STEP_S}s",
                     "input_series": [
-                        {
-                            "series": f"{name}{json_labels(**dict(labels))}",
-                            "values": f"{_held(healthy, (name, labels), healthy_steps)} "
-                            f"{_going_on(first, second, (name, labels), healthy_steps, steps)}",
-                        }
-                        for name, labels in sorted(series)
+                        {"series": f"{name}{json_labels(**dict(labels))}", "values": values}
+                        for (name, labels), values in series
                     ],
-                    "promql_expr_test": [
-                        {"expr": firing, "eval_time": f"{(healthy_steps - 1) * STEP_S}s", "exp_samples": []},
-                        {"expr": firing, "eval_time": f"{(healthy_steps + steps - 1) * STEP_S}s", "exp_samples": told},
-                    ],
+                    "promql_expr_test": list(expected),
                 }
             ],
         }
@@ -187,15 +218,15 @@ def _moved(scrape: Scrape, series: Series, at_s: float) -> float | None:
     return value
 
 
-def _held(scrape: Scrape, series: Series, steps: int) -> str:
-    value = _moved(scrape, series, steps * STEP_S)
-    return f"_x{steps - 1}" if value is None else f"{_number(value)}x{steps - 1}"
+def _held(scrape: Scrape, series: Series, steps: int, at_s: float) -> str:
+    value = _moved(scrape, series, at_s)
+    return f"_x{steps}" if value is None else f"{_number(value)}x{steps - 1}"
 
 
 def _going_on(first: Scrape, second: Scrape, series: Series, before: int, steps: int) -> str:
     start = _moved(first, series, before * STEP_S)
     if start is None or series not in second.samples:
-        return f"_x{steps - 1}"
+        return f"_x{steps}"
     change = (second.samples[series] - first.samples[series]) / max(second.at - first.at, 1e-9) * STEP_S
     return f"{_number(start)}{'+' if change >= 0 else '-'}{_number(abs(change))}x{steps - 1}"
 

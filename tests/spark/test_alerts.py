@@ -56,5 +56,6 @@ def test_the_audits_alerts(history: History, audit: Audit, rules: Rules) -> None
     found = metrics_of(audit(history, later_s=20 * MINUTE_S))
     hanging.abort_transaction(30)
     assert found.value("fencepost_audit_held_up_partitions") == 1
-    alerts = ["FencepostDuplicatesOrLosses", "FencepostAuditFindings", "FencepostPartitionStandsStill"]
-    rules.assert_firing(alerts, healthy, (found, found), 10 * MINUTE_S)
+    alerts = ["FencepostDuplicatesOrLossesStand", "FencepostAuditFindings", "FencepostPartitionStandsStill"]
+    rules.assert_firing([*alerts, "FencepostDuplicatesOrLosses"], healthy, (found, found), 10 * MINUTE_S)
+    rules.assert_firing(alerts, healthy, (found, found), 90 * MINUTE_S)  # they stand, and are not new any more
