@@ -14,7 +14,8 @@ from deploy.local.places import ROOT
 from service.recovery import STORE_STATES
 from service.states import SlotState
 from service.telemetry import Latencies, Tally, Telemetry
-from spark.findings import KINDS
+from spark.causes import CAUSES
+from spark.findings import KINDS, PHANTOM
 from spark.report import metrics
 from tests.kubernetes.rendering import HERE, Object, Rendered
 
@@ -156,6 +157,15 @@ def test_every_section_says_what_it_means_how_to_look_and_what_to_do() -> None:
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         for part in ("**Means**", "**Look**", "**Do**"):
             assert part in section, section.splitlines()[0]
+
+
+def test_the_runbook_says_what_to_do_about_every_cause_of_a_copy_and_about_phantoms() -> None:
+    text = (HERE / "RUNBOOK.md").read_text()
+    section = text.split("\n## FencepostDuplicatesOrLosses\n")[1].split("\n## ")[0]
+    cells = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| `")]
+    assert all(len(row) == 3 and all(cell.strip() for cell in row) for row in cells)
+    named = {name for row in cells for name in re.findall(r"`(\w+)`", row[0])}
+    assert {*CAUSES, PHANTOM} <= named
 
 
 def test_the_runbooks_links_lead_to_its_sections() -> None:
