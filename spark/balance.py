@@ -111,7 +111,10 @@ def closed(topics: ByTopic) -> Counts:
     parts = sum(line[name] for name in CATEGORIES)
     if line["accepted"] != parts or min(line.values()) < 0:
         told = ", ".join(f"{name} {count}" for name, count in line.items())
-        raise CannotRun(f"the balance does not close: {told}; the lake cannot be trusted, start a new one")
+        raise CannotRun(
+            f"the balance does not close: {told}; this is a fault of the audit: keep the lake as it is, open an issue, "
+            "and go on with --lake at a new folder"
+        )
     return {**line, "phantom": total.get("phantom", 0), "records": total.get("records", 0)}
 
 

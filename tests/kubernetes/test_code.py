@@ -18,9 +18,11 @@ from service.shared import Rules
 from service.topics import EXTRA_S, WEEK_S
 from service.wire import INSTANCE
 from spark.__main__ import EXIT_CANNOT_RUN
+from spark.balance import closed
+from spark.errors import CannotRun
 from spark.session import _ALWAYS, _LOCAL
 from spark.settings import parse
-from tests.kubernetes.rendering import Object, Rendered
+from tests.kubernetes.rendering import HERE, Object, Rendered
 from tests.kubernetes.times import drain_s, way_out_s
 
 OF_SERVICE: Final = set(Settings.variables())
@@ -300,6 +302,18 @@ def test_sparks_scratch_files_go_to_a_volume_with_a_bound(operated: Rendered, si
     # Java's own temporary files, and the native code that it unpacks, need the same place: the root is read-only.
     assert scratch["mountPath"] == "/tmp"
     assert not scratch.get("readOnly")
+
+
+def test_the_audit_and_the_runbook_say_the_same_of_a_balance_that_does_not_close() -> None:
+    with pytest.raises(CannotRun) as raised:
+        closed({"orders": {"accepted": 2, "delivered_once": 1}})
+    runbook = " ".join((HERE / "RUNBOOK.md").read_text().split())
+    told = runbook.split("A balance that does not close is a fault of the audit: ")[1].split("## ")[0]
+    for text in (str(raised.value), told):
+        assert "keep the lake" in text
+        assert "open an issue" in text
+        assert "--lake" in text
+        assert "a new folder" in text
 
 
 def test_the_alert_for_a_late_audit_waits_for_two_turns(prod: Rendered) -> None:
