@@ -1,8 +1,10 @@
 """What the scripts have in common: an error is one message, and a signal stops them wherever they are."""
 
+import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -67,3 +69,40 @@ def test_a_signal_unwinds_a_script_and_tells_in_its_exit_code(code: str, number:
 def test_an_error_of_the_stack_is_its_text_and_exit_code_1() -> None:
     done = subprocess.run([sys.executable, "-c", _FAILS], capture_output=True, cwd=places.ROOT, check=False)
     assert (done.returncode, done.stderr) == (1, b"failed: no luck today\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "meant"),
+    [
+        ("FENCEPOST_LOCAL_DIR", "mine", "{caller}/mine"),
+        ("FENCEPOST_LOCAL_DIR", "../my own", "{caller}/../my own"),
+        ("FENCEPOST_LOCAL_DIR", "/mine", "/mine"),
+        ("FENCEPOST_LOCAL_DIR", "~/mine", "~/mine"),
+        ("FENCEPOST_LOCAL_DIR", "", ""),
+        ("FENCEPOST_CACHE", "mine", "{caller}/mine"),
+        ("FENCEPOST_RULES", "rules.toml", "{caller}/rules.toml"),
+        ("FENCEPOST_REDIS_SERVER", "build/redis-server", "{caller}/build/redis-server"),
+        ("FENCEPOST_REDIS_SERVER", "valkey-server", "valkey-server"),
+    ],
+)
+def test_a_relative_path_is_the_callers_and_not_the_projects(name: str, given: str, meant: str, tmp_path: Path) -> None:
+    project, caller = tmp_path / "project", tmp_path / "caller"
+    caller.mkdir()
+    bootstrap = project / "deploy" / "local" / "bootstrap"
+    for stub in (project / ".venv" / "bin" / "python", project / "bin" / "uv"):  # nothing is installed
+        stub.parent.mkdir(parents=True)
+        stub.write_text("#!/bin/sh\n")
+        stub.chmod(0o755)
+    bootstrap.parent.mkdir(parents=True)
+    bootstrap.write_text((places.ROOT / "deploy" / "local" / "bootstrap").read_text())
+    environment = {"PATH": f"{project / 'bin'}:{os.environ['PATH']}", "HOME": str(tmp_path), name: given}
+    done = subprocess.run(
+        ["bash", "-c", f'source ../project/deploy/local/bootstrap && pwd && printenv "{name}"'],
+        capture_output=True,
+        text=True,
+        cwd=caller,
+        env=environment,
+        check=False,
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [str(project), meant.format(caller=caller)]
