@@ -25,6 +25,7 @@ from service.keys import REPLAY_CHUNK, Epoch, Identity, KeyStore, Row
 from service.logs import Incident
 from service.replay import rows_of
 from service.settings import Settings
+from service.shared import PREFIX
 from service.slot import Slot
 from service.states import SlotEvent
 from service.telemetry import Telemetry
@@ -55,6 +56,16 @@ class NotYet(Exception):
 
 class Stale(NotYet):
     """Control names another store, which may live on."""
+
+    state = "stale-store"
+
+
+class OtherKafka(NotYet):
+    """Redis is of another Kafka, or of an earlier life of this one: generations are offsets of its control topic.
+
+    Its generation and what it has freed are larger than any here, so nothing could be raised above them; and it tells
+    of records that this Kafka does not have. Only a person knows which of the two is to be believed.
+    """
 
     state = "stale-store"
 
@@ -219,6 +230,12 @@ class Store:
         if "/" not in identity.store:
             raise StoreAway(f"the server that answers is {identity.store}")
         newest = await self._control.newest()
+        if identity.epoch is not None and (newest is None or newest.generation < identity.epoch.generation):
+            raise OtherKafka(
+                f"Redis has keys of generation {identity.epoch.generation}, of which Kafka's control topic knows "
+                f"nothing: delete the keys that begin with {{{self._settings.namespace}:0}} (FLUSHDB, where there are "
+                f"no others), or set {PREFIX}NAMESPACE to another"
+            )
         if newest is not None:
             named = Epoch(newest.generation, newest.store)
             if identity.store == named.store and identity.epoch == named:

@@ -1,9 +1,14 @@
 """Redis forgets, restarts, or refuses: that costs a pause, never an event and never a duplicate."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 
+import httpx
+from confluent_kafka.admin import AdminClient
+
+from service.wire import internal_topics
 from tests.integration.client import Asked, events
 from tests.integration.conftest import Stage, plan_of
 from tests.integration.plan import Fault, until
@@ -156,3 +161,41 @@ def has_settled(stage: Stage, attempts: int) -> Callable[[], bool]:
 def restart(stage: Stage) -> None:
     stage.redis.kill()
     stage.redis.start()
+
+
+async def test_a_redis_that_served_another_kafka_is_believed_by_nobody(own_stage: Stage, topic: str) -> None:
+    """Kafka was made anew, and Redis was kept. What it has is about records that are gone, until it is deleted."""
+    stage = own_stage
+    service = await stage.started()
+    asked = events(topic, 5)
+    await stage.client.load([service.url], asked)
+    await asyncio.to_thread(service.stop)
+
+    admin = AdminClient({"bootstrap.servers": stage.kafka.bootstrap, "log_level": 0})
+    mine = [topic, *internal_topics(stage.namespace)]
+    for future in admin.delete_topics([name for name in mine if name in admin.list_topics(timeout=10).topics]).values():
+        await asyncio.to_thread(future.result, 10)
+    await asyncio.to_thread(until, lambda: not admin.list_topics(timeout=10).topics.keys() & set(mine))
+    stage.kafka.create_topic(topic, partitions=3)
+    stage.client.history.clear()
+
+    service = await stage.started(wait_ready=False)
+    readiness: dict[str, str] = {}
+
+    async def told() -> str:
+        with contextlib.suppress(httpx.HTTPError):
+            readiness.update((await stage.client.http.get(f"{service.url}/readyz")).json())
+        return readiness.get("store", "")
+
+    async with asyncio.timeout(20):
+        while not (await told()).startswith("stale-store: Redis has keys of generation"):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    assert (await stage.client.post(service.url, asked[0])).status == 503
+    prefix = f"{{{stage.namespace}:0}}"
+    assert prefix in readiness["store"]
+    with stage.redis.client() as store:
+        store.delete(*store.scan_iter(f"{prefix}*"))
+    await asyncio.to_thread(service.wait_ready)
+    answers = await stage.client.load([service.url], asked)
+    assert {(answer.status, answer.replayed) for answer in answers} == {(201, False)}
+    await stage.assert_exactly_once(topic)

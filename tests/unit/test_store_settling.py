@@ -52,7 +52,7 @@ class _Control:
         self.superseded = False
 
     async def newest(self, slot: int = 0) -> Newest | None:
-        return Newest(self.generation, NAMED.store)
+        return None if self.generation < 0 else Newest(self.generation, NAMED.store)
 
     async def append(self, store: str) -> int:
         self.generation += 2 if self.superseded else 1
@@ -101,6 +101,23 @@ async def test_a_store_that_answers_again_is_adopted_in_the_midst_of_a_long_paus
         assert store.state == "stale-store"
         keys.identity = Identity(NAMED.store, NAMED)
         assert await asyncio.wait_for(settled, 3.0) == NAMED
+
+
+@pytest.mark.parametrize("generation", [-1, NAMED.generation - 1])
+async def test_a_redis_that_served_another_kafka_is_said_to_be_so(generation: int) -> None:
+    """Kafka was made anew, and Redis was kept. What it tells of is gone, and no new generation is above its own."""
+    keys, control = _Keys(Identity(NAMED.store, NAMED)), _Control()
+    control.generation = generation
+    async with settling(keys, control) as (store, settled):
+        await until(lambda: keys.asked >= 3)
+        assert store.status.startswith("stale-store: Redis has keys of generation 7")
+        assert "{fencepost:0}" in store.status
+        assert control.generation == generation, "it wrote one generation after the other"
+        keys.identity = Identity(NAMED.store, None)  # somebody has done what it says
+        control.generation = NAMED.generation
+        keys.may_recover = False
+        await until(lambda: store.state == "recovering")
+        assert not settled.done()
 
 
 def another_recovers(keys: _Keys, _: _Control) -> None:
