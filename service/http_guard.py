@@ -17,7 +17,7 @@ HEAD_BYTES_MAX: Final = 64 * 1024
 SILENCE_MAX_S: Final = 20.0
 # What a client does not read, the kernel keeps for as long, and then ends the connection (RFC 5482): a close would wait
 # for it for ever. Who reads on, however slowly, has all the time.
-UNREAD_MAX_S: Final = 20.0
+UNREAD_MAX_S: Final = 60.0
 
 # After a SIGTERM: clients that use their connections more often than this leave them by an answer.
 LINGER_S: Final = 1.0
