@@ -191,6 +191,7 @@ class Service:
         await self.store.close()
         await self.control.close()
         await self.keys.close()
+        self.catalogue.close()
         await self.cluster.close()
 
     async def readiness(self) -> dict[str, object]:

@@ -28,9 +28,11 @@ HEADERS_MAX: Final = 100
 BATCH_EVENTS_MAX: Final = 10_000
 TIMESTAMP_MOST: Final = 2**53 - 1
 PARTITION_MOST: Final = 2**31 - 1
-# Most that a batch of one record needs beside key, value, the client's headers, and what its idempotency key and its
-# trace context have themselves: the batch's head (61), the record's own fields (21) and our headers with their names.
-OVERHEAD_BYTES: Final = 61 + 21 + 16 + 16 + 16 + 180
+# Most that a batch of one record needs beside its key, its value, the client's headers and its idempotency key: the
+# batch's head (61), the record's own fields (21), our headers with their names, a trace context, which tracing adds.
+OVERHEAD_BYTES: Final = 61 + 21 + 18 + 16 + 180 + 16 + 55
+# The lengths of a header's name and content, as a record has them.
+HEADER_BYTES: Final = 8
 # A ledger entry without its topic's name: hex id and fingerprint, five numbers and their names.
 ENTRY_BYTES: Final = 180
 
@@ -90,7 +92,7 @@ def event_of(
         raise invalid("value", "null writes a tombstone, which needs a key: send one")
     size = len(value or b"") + len(record_key or b"")
     if headers:
-        size += sum([len(name) + len(content) for name, content in headers])
+        size += sum([len(name.encode()) + len(content) for name, content in headers])
         if traceparent is not None and any(name == TRACE_HEADER for name, _ in headers):
             traceparent = None  # the client's own goes with the event, once
     if size > EVENT_BYTES_MAX:
@@ -190,8 +192,8 @@ def check_topic(event: Event, topic: Topic) -> None:
     if event.partition is not None and event.partition >= topic.partitions:
         raise invalid("partition", f"{topic.name} has {topic.partitions}: use 0 to {topic.partitions - 1}, or none")
     settings = topic.settings
-    ours = OVERHEAD_BYTES + len(event.key) + len(event.traceparent or b"")
-    whole, most = event.size + ours, topic.message_bytes_max
+    ours = OVERHEAD_BYTES + len(event.key) + max(0, len(event.traceparent or b"") - 55)
+    whole, most = event.size + HEADER_BYTES * len(event.headers) + ours, topic.message_bytes_max
     if whole > most:
         raise Problem(TOO_LARGE, f"value: with headers the record has up to {whole} bytes; {topic.name} takes {most}")
     if event.record_key is None and "compact" in settings.get("cleanup.policy", ""):

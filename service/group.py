@@ -21,11 +21,15 @@ Committable = tuple[Request, Committed]
 
 
 class Written(NamedTuple):
-    """What became of a claimed group: written and to be marked, and requests whose claims are to be given up."""
+    """What became of a claimed group: written and to be marked, and requests whose claims are to be given up.
+
+    `vain`: nothing of it could be sent; the next try may cost a producer id too, and is not to come at once.
+    """
 
     delivered: list[Committable]
     link: Link
     unwanted: list[Request]
+    vain: bool = False
 
 
 def route(

@@ -15,8 +15,8 @@ from service.rendering import lines_of, render_problem
 HEAD_BYTES_MAX: Final = 64 * 1024
 # From the connection, or a request's first byte, to its last one. Between requests uvicorn's keep-alive bound holds.
 SILENCE_MAX_S: Final = 20.0
-# What a client does not read, the kernel keeps for as long, and then ends the connection (RFC 5482): a close would wait
-# for it for ever. Who reads on, however slowly, has all the time.
+# For so long the kernel keeps what a client does not read, or its network does not carry, and then ends the connection
+# (RFC 5482); a close would wait for it for ever. Who reads on, if only some kilobytes a second, has all the time.
 UNREAD_MAX_S: Final = 60.0
 
 # After a SIGTERM: clients that use their connections more often than this leave them by an answer.
@@ -103,7 +103,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _hang_up(self) -> None:
         self._timer = None
-        if not self.transport.is_closing():
+        if self.flow.write_paused:  # it is we who do not read on
+            self._arm()
+        elif not self.transport.is_closing():
             self.transport.close()
 
 

@@ -250,6 +250,7 @@ class PostsProtocol(GuardedProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._idle_since = self.loop.time()
         if not self.pipeline:
             self.flow.resume_reading()
 
@@ -276,7 +277,9 @@ class PostsProtocol(GuardedProtocol):
         if not self._whole or not self.cycle.response_complete:
             return  # a request is under way; its answer begins the idle time anew
         left = self._idle_since + self.timeout_keep_alive - self.loop.time()
-        if left > 0:
+        if self.flow.write_paused:  # it is read, however slowly: what came after it waits unread, and would be lost
+            self._look_again_in(self.timeout_keep_alive)
+        elif left > 0:
             self._look_again_in(left)
         else:
             super().timeout_keep_alive_handler()

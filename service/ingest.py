@@ -99,6 +99,7 @@ class Ingest:
             turn, unwanted = requests[0].turn, list[Request]()
             try:
                 group, unwanted = await self._claim(slot, requests)
+                written = None
                 if group:
                     written = await self._deliver(slot, group)
                     unwanted += written.unwanted
@@ -109,6 +110,8 @@ class Ingest:
                     await slot.abandon()
                 if unwanted:
                     await self._release(slot, unwanted)
+                    if written is not None and written.vain:
+                        await asyncio.sleep(AWAY_PAUSE_S)
             except BaseException:
                 self._wait_again(slot, [request for request in requests if request.turn == turn], unwanted)
                 raise
@@ -299,13 +302,15 @@ class Ingest:
             self._park(slot, [request for request, _ in group])
             raise
         others_went = any(isinstance(fate, Place) for fate in fates)
+        blamed = any(isinstance(fate, NotSent) and fate.itself for fate in fates)
         for (request, claim), record, fate in zip(group, records, fates, strict=True):
             if isinstance(fate, Place):
                 written.delivered.extend(placed_all([(request, claim)], [record], [fate]))
                 continue
             written.unwanted.append(request)
             if isinstance(fate, NotSent):
-                self._set_apart(request)
+                if fate.itself or not blamed:
+                    self._set_apart(request)
                 request.move(RequestEvent.REFUSE)
             elif fate is None:
                 if others_went:  # what hangs is its topic, which must not hold up the others again
@@ -313,9 +318,8 @@ class Ingest:
                 self._answer(request, Problem(OUTCOME_UNKNOWN, "Idempotency-Key: a retry writes it again"))
             elif self._travels_on(request, fate, alone=len(group) == 1):
                 request.move(RequestEvent.REFUSE)
-        if not others_went and any(isinstance(fate, NotSent) for fate in fates):
-            await asyncio.sleep(AWAY_PAUSE_S)  # each try may cost a producer id
-        return written
+        vain = not others_went and any(isinstance(fate, NotSent) for fate in fates)
+        return written._replace(vain=vain)
 
     def _records(self, slot: Slot, group: Sequence[Won], producer_id: int, epoch: int) -> list[Record]:
         writer = stamp_writer(slot.n, producer_id, epoch, self._settings.name)

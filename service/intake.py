@@ -133,11 +133,19 @@ class Intake:
         return self._queue.too_many if self._queue.full else None
 
     def check_now(self, event: Event) -> bool:
-        """What the event's topic refuses, before the key is touched. Raises Problem; False: it is to be looked up."""
+        """What the event's topic refuses, before the key is touched. Raises Problem; False: it is to be looked up.
+
+        Nothing is refused for what a topic was: it may have been changed, so that the event is right by now.
+        """
         topic = self._catalogue.peek(event.topic)
         if topic is None:
             return False
-        check_topic(event, topic)
+        try:
+            check_topic(event, topic)
+        except Problem:
+            if self._catalogue.fresh(event.topic) is None:
+                return False
+            raise
         self._schemas.check(event)
         return True
 

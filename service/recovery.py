@@ -233,8 +233,8 @@ class Store:
         if identity.epoch is not None and (newest is None or newest.generation < identity.epoch.generation):
             raise OtherKafka(
                 f"Redis has keys of generation {identity.epoch.generation}, of which Kafka's control topic knows "
-                f"nothing: delete the keys that begin with {{{self._settings.namespace}:0}} (FLUSHDB, where there are "
-                f"no others), or set {PREFIX}NAMESPACE to another"
+                f"nothing: stop all processes and delete the keys that begin with {{{self._settings.namespace}:0}} "
+                f"(FLUSHDB, where there are no others), or set {PREFIX}NAMESPACE to another"
             )
         if newest is not None:
             named = Epoch(newest.generation, newest.store)

@@ -114,8 +114,13 @@ class Catalogue:
         self._absent: dict[str, float] = {}  # when it was last asked for in vain
         self._asking: dict[str, asyncio.Task[Topic | None]] = {}
 
+    def fresh(self, name: str) -> Topic | None:
+        """The topic if it was asked for a moment ago; no I/O."""
+        until, topic = self._known.get(name, (0.0, None))
+        return topic if until > time.monotonic() else None
+
     def peek(self, name: str) -> Topic | None:
-        """The topic if it is known; one that was until a moment ago will do while it is asked for anew, apart."""
+        """The topic if it is known; one that was fresh until lately will do while it is asked for anew, apart."""
         until, topic = self._known.get(name, (0.0, None))
         now = time.monotonic()
         if topic is None or until > now:
@@ -131,7 +136,7 @@ class Catalogue:
 
         So a topic is found by the first who asks after it was made, and a batch asks once. Raises KafkaAway.
         """
-        topic = self.peek(name)
+        topic = self.fresh(name)
         for _ in range(2):  # what was being asked before may have missed a topic that was made meanwhile
             if topic is None and self._absent.get(name, -math.inf) < arrived:
                 topic = await shared(self._asking.get(name) or self._ask_apart(name))
@@ -141,14 +146,18 @@ class Catalogue:
         """The topic as it was when it was last there; KeyError where it never was, and no event was let in."""
         return self._last[name]
 
+    def close(self) -> None:
+        """Nobody waits for what is being asked any more."""
+        for asking in self._asking.values():
+            asking.cancel()
+
     def doubt(self, name: str) -> None:
         """The broker said otherwise: ask again next time."""
         self._known.pop(name, None)
 
     async def look_again(self, names: Iterable[str]) -> None:
         """Ask for what is not fresh of these topics, for a second at most: they failed a group, maybe for replicas."""
-        now = time.monotonic()
-        stale = [name for name in names if name not in self._known or self._known[name][0] <= now]
+        stale = [name for name in names if self.fresh(name) is None]
         if stale:
             with contextlib.suppress(KafkaAway, TimeoutError):
                 async with asyncio.timeout(LOOK_AGAIN_S):

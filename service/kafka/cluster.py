@@ -35,6 +35,8 @@ CODECS: Final = {
 }
 RETRY_PAUSE_S: Final = 0.02
 ASK_TRIES: Final = 5
+# Of the time for an answer, what one broker gets at least before another is asked: it may have to log in first.
+SHARE_LEAST_S: Final = 1.0
 # Requests under way on the one connection: brokers answer a connection's requests in order, one at a time.
 FENCES_AT_ONCE: Final = 16
 
@@ -152,7 +154,7 @@ class Cluster:
         """Does any broker answer at all, in time? KafkaAway where not. The question goes on, and is shared."""
         if self._answering is None or self._answering.done():
             question = MetadataRequest([], allow_auto_topic_creation=False)
-            self._answering = asyncio.create_task(self._ask(question))
+            self._answering = asyncio.create_task(self._ask(question, share_s=patience_s / 3))
         try:
             async with asyncio.timeout(patience_s):
                 await shared(self._answering)
@@ -187,14 +189,18 @@ class Cluster:
             DescribeConfigsRequest([(TOPIC_RESOURCE, name, None) for name in found], include_synonyms=False)
         )
         topics: dict[str, Topic] = {}
+        unsure = ""
         for code, _message, _kind, name, entries in (tuple(resource) for resource in answer.resources):
             if code == errors.NoError.errno:
                 settings = {entry[0]: entry[1] for entry in entries}
             elif errors.for_code(code) is errors.TopicAuthorizationFailedError:
                 settings = {}  # no leave to read them: the broker itself will refuse what does not fit
             else:  # that it is there has just been said: it is being made or deleted, or this broker lags behind
-                raise self.failed("metadata", f"topic {name}: its settings: {errors.for_code(code).__name__}")
+                unsure = f"topic {name}: its settings: {errors.for_code(code).__name__}"
+                continue
             topics[name] = Topic(name, len(found[name]), settings, _short(found[name], settings))
+        if unsure and not topics:
+            raise self.failed("metadata", unsure)
         return topics
 
     async def create(self, name: str, partitions: int, settings: Mapping[str, str]) -> None:
@@ -291,22 +297,23 @@ class Cluster:
         connection.close()
         return ""
 
-    async def _ask(self, request: Any, node: int | None = None) -> Any:
+    async def _ask(self, request: Any, node: int | None = None, share_s: float | None = None) -> Any:
         """Ask any broker, another one where that does not answer, or this very node; until the deadline.
 
-        One that is silent is given its share of the time only: a single broker that hangs must not take all of it.
+        As long as there is another one to ask, a silent one gets its share of the time only.
         """
         failed: BaseException | None = None
         tried: set[int] = set()
-        share_s = self.timeout_s / ASK_TRIES if node is None else None
+        share_s = share_s or max(SHARE_LEAST_S, self.timeout_s / ASK_TRIES)
         try:
             async with asyncio.timeout(self.timeout_s):
                 for _ in range(ASK_TRIES):
                     client = await self._opened()
                     try:
-                        async with asyncio.timeout(share_s):
-                            to = await any_node(client, tried) if node is None else node
-                            tried.add(to)
+                        to = await any_node(client, tried) if node is None else node
+                        tried.add(to)
+                        others = node is None and {broker.nodeId for broker in client.cluster.brokers()} - tried
+                        async with asyncio.timeout(share_s if others else None):
                             return await client.send(to, request)
                     except (errors.KafkaError, OSError) as error:
                         failed = error

@@ -35,6 +35,7 @@ MOVED_PAUSE_S: Final = 0.02
 MAGIC: Final = 2  # of record batches, since Kafka 0.11
 SEQUENCES: Final = 2**31  # sequence numbers begin again at 0 (KIP-98)
 OK: Final = errors.NoError.errno
+NOT_ENOUGH_REPLICAS: Final = errors.NotEnoughReplicasError.errno
 # Clean answers after which the same batch may be sent again: its leader is another node (or none yet, of a new topic).
 # Where the old one had appended it all the same, the new one knows its sequence numbers and answers with its offset.
 MOVED: Final = (errors.NotLeaderForPartitionError.errno, errors.LeaderNotAvailableError.errno)
@@ -60,11 +61,13 @@ class Place(msgspec.Struct, frozen=True, gc=False):
     timestamp: int
 
 
-class NotSent:
-    """It surely is not in Kafka, and may go there yet."""
+class NotSent(msgspec.Struct, frozen=True):
+    """It surely is not in Kafka, and may go there yet. `itself`: its own partition is the reason."""
+
+    itself: bool
 
 
-NOT_SENT: Final = NotSent()
+NOT_SENT: Final = NotSent(itself=False)
 
 # What became of a record: where it is, why the broker refused it for good, that it is not there, or None: nobody knows.
 Fate = Place | Refusal | NotSent | None
@@ -74,13 +77,14 @@ Partition = tuple[str, int]
 class Batch:
     """Records of one partition on their way: their places in the caller's order, and the broker's answer to them."""
 
-    __slots__ = ("answer", "builder", "members", "partition", "payload")
+    __slots__ = ("answer", "builder", "members", "moved", "partition", "payload")
 
     def __init__(self, partition: Partition, builder: DefaultRecordBatchBuilder) -> None:
         self.partition = partition
         self.builder = builder
         self.members: list[int] = []
         self.payload = b""  # what is sent, once it is closed
+        self.moved = False  # it was sent to one node, and then to another
         self.answer: tuple[int, int, int] | None = None  # error code, offset, timestamp in ms (-1: the records' own)
 
     def add(self, index: int, record: Record) -> bool:
@@ -90,6 +94,14 @@ class Batch:
             return False
         self.members.append(index)
         return True
+
+    @property
+    def rejected(self) -> bool:
+        """Has its leader said, before it appended anything, that too few replicas would have it?
+
+        That too few have it is another code. Of one that was sent to two nodes, the first may have appended it.
+        """
+        return self.answer is not None and self.answer[0] == NOT_ENOUGH_REPLICAS and not self.moved
 
     def fate(self, records: Sequence[Record]) -> list[Place] | Refusal | None:
         """The places of its records, in their order; why it was refused; or None: nobody knows."""
@@ -194,6 +206,8 @@ class Life:
             await self.client.force_metadata_update()
             leaders = {partition: await self.find_leader(partition) for partition in moved}
             batches = [batch for batch in batches if batch.partition in moved]
+            for batch in batches:
+                batch.moved = True
             await self._send_once(batches, leaders, replicas_ms)
 
     async def _send_once(self, batches: Sequence[Batch], leaders: Mapping[Partition, int], replicas_ms: int) -> None:

@@ -11,7 +11,7 @@ from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnReque
 from service.errors import KafkaAway
 from service.kafka import verdict
 from service.kafka.cluster import CODECS, Cluster
-from service.kafka.life import NOT_SENT, OK, Batch, Fate, Life, Partition, Place, Record, Refused, check
+from service.kafka.life import NOT_SENT, OK, Batch, Fate, Life, NotSent, Partition, Place, Record, Refused, check
 from service.kafka.verdict import REFUSALS, Refusal, TransactionFailed
 from service.logs import Incident
 
@@ -28,7 +28,6 @@ MARKERS_PAUSE_MOST_S: Final = 0.02
 # Of ledger and journal: 0.6 µs an entry on the event loop, for a quarter of the bytes (tests/bench compression).
 OWN_CODEC: Final = CODECS["zstd"]
 CONCURRENT_TRANSACTIONS: Final = errors.ConcurrentTransactions.errno
-NOT_ENOUGH_REPLICAS: Final = errors.NotEnoughReplicasError.errno
 NOT_ATTEMPTED: Final = errors.OperationNotAttempted.errno
 
 
@@ -290,10 +289,8 @@ class IdempotentProducer:
                 self._trouble.goes_on(error, producer=self._name)
             for batch in batches:
                 fate = batch.fate(records)
-                # Said before anything is appended; that too few replicas have it after that is another code.
-                rejected = batch.answer is not None and batch.answer[0] == NOT_ENOUGH_REPLICAS
                 for n, member in enumerate(batch.members):
-                    fates[member] = fate[n] if isinstance(fate, list) else NOT_SENT if rejected else fate
+                    fates[member] = fate[n] if isinstance(fate, list) else NotSent(True) if batch.rejected else fate
             if not all(isinstance(fate, Place) for fate in fates):
                 self._cluster.count_failure("produce")
                 await self._end(life)
@@ -309,14 +306,17 @@ class IdempotentProducer:
         for partition in partitions:
             node = life.leader(partition)
             if node is None:
+                fate: Fate = NotSent(True)
                 try:
                     node = await life.find_leader(partition)
                 except TimeoutError:
-                    continue
+                    pass
                 except Refused as refused:
+                    fate = refused.refusal
+                if node is None:
                     for index, record in enumerate(records):
                         if (record.topic, record.partition) == partition:
-                            fates[index] = refused.refusal
+                            fates[index] = fate
                     continue
             leaders[partition] = node
         return leaders

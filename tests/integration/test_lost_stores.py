@@ -193,9 +193,10 @@ async def test_a_redis_that_served_another_kafka_is_believed_by_nobody(own_stage
     assert (await stage.client.post(service.url, asked[0])).status == 503
     prefix = f"{{{stage.namespace}:0}}"
     assert prefix in readiness["store"]
+    await asyncio.to_thread(service.stop)
     with stage.redis.client() as store:
         store.delete(*store.scan_iter(f"{prefix}*"))
-    await asyncio.to_thread(service.wait_ready)
+    service = await stage.started()
     answers = await stage.client.load([service.url], asked)
     assert {(answer.status, answer.replayed) for answer in answers} == {(201, False)}
     await stage.assert_exactly_once(topic)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import pytest
 
 from service import topics as module
-from service.errors import KafkaAway
+from service.errors import KafkaAway, Problem
 from service.kafka.cluster import Topic
 from service.settings import Settings
 from service.shared import SettingsError
 from service.topics import Catalogue, InternalTopics
-from tests.unit.fakes import FakeCluster
+from tests.unit.fakes import FakeCluster, World, make_event
 
 
 def known(*topics: str) -> tuple[Catalogue, FakeCluster]:
@@ -154,6 +154,21 @@ async def test_what_was_known_a_moment_ago_will_do_while_it_is_asked_for_anew(mo
     catalogue.peek("orders")
     await asyncio.sleep(0.01)
     assert catalogue.peek("orders") is cluster.topics["orders"]
+
+
+async def test_nothing_is_refused_for_what_a_topic_was() -> None:
+    """It has been given more partitions since: a 400 would be final."""
+    world = World()
+    world.cluster.topics["orders"] = Topic("orders", 3, {})
+    await world.catalogue.get("orders", time.monotonic())
+    event = make_event("a", partition=5)
+    with pytest.raises(Problem, match="use 0 to 2"):
+        world.intake.check_now(event)
+    world.catalogue._known["orders"] = (time.monotonic() - 1.0, world.cluster.topics["orders"])
+    world.cluster.topics["orders"] = Topic("orders", 6, {})
+    assert not world.intake.check_now(event)
+    await world.intake.check(event, time.monotonic())
+    assert world.intake.check_now(event)
 
 
 async def test_what_was_known_long_ago_is_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ class FakeClient(AIOKafkaClient):  # type: ignore[misc]
         self.asked: list[int] = []
         self.closed = False
         self.hangs = False
+        self.takes_s = 0.0
         self.silent: set[int] = set()  # brokers that take a question and never answer
         self.of_topic = self.of_settings = 0  # error codes
         self.cluster = self
@@ -49,7 +50,7 @@ class FakeClient(AIOKafkaClient):  # type: ignore[misc]
         return self.turn[0]
 
     def brokers(self) -> list[SimpleNamespace]:
-        return [SimpleNamespace(nodeId=1), SimpleNamespace(nodeId=2)]
+        return [SimpleNamespace(nodeId=n) for n in self.turn]
 
     async def bootstrap(self) -> None:
         pass
@@ -61,8 +62,7 @@ class FakeClient(AIOKafkaClient):  # type: ignore[misc]
     async def send(self, node_id: int, request: Any, **_: Any) -> Any:
         assert node_id is not None
         self.asked.append(node_id)
-        if self.hangs or node_id in self.silent:
-            await asyncio.sleep(60)
+        await asyncio.sleep(60 if self.hangs or node_id in self.silent else self.takes_s)
         if node_id in self.down:
             raise NodeNotReadyError if node_id == 1 else KafkaConnectionError
         concurrent = isinstance(request, InitProducerIdRequest) and request._transactional_id in self.busy
@@ -120,12 +120,32 @@ async def test_a_broker_that_hangs_does_not_hang_its_caller() -> None:
 
 
 @pytest.mark.parametrize("silent", [1, 2])
-async def test_a_broker_that_is_silent_gets_a_share_of_the_time_only(silent: int) -> None:
+async def test_a_broker_that_is_silent_gets_a_share_of_the_time_only(
+    silent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SHARE_LEAST_S", 0.01)
     client = FakeClient()
     client.silent = {silent}
     client.get_random_node = lambda: silent  # type: ignore[method-assign]
     assert await cluster_with(client).partitions(["orders"]) == {"orders": 3}
     assert client.asked == [silent, 3 - silent]
+
+
+async def test_a_broker_that_is_slow_and_alone_gets_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHARE_LEAST_S", 0.01)
+    client = FakeClient()
+    client.turn = deque([1])
+    client.takes_s = 0.3
+    assert await cluster_with(client, timeout_ms=1000).partitions(["orders"]) == {"orders": 3}
+    assert client.asked == [1]
+
+
+async def test_brokers_that_are_slow_all_of_them_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHARE_LEAST_S", 0.01)
+    client = FakeClient()
+    client.takes_s = 0.4
+    assert await cluster_with(client, timeout_ms=1000).partitions(["orders"]) == {"orders": 3}
+    assert sorted(client.asked) == [1, 2]
 
 
 async def test_who_asks_whether_kafka_answers_is_told_soon_and_the_question_goes_on() -> None:
@@ -136,7 +156,7 @@ async def test_who_asks_whether_kafka_answers_is_told_soon_and_the_question_goes
     for _ in range(3):
         with pytest.raises(KafkaAway, match="does not answer within"):
             await cluster.answers(0.01)
-    assert len(client.asked) == 1
+    assert sorted(client.asked) == [1, 2], "each probe asked anew"
     await until(lambda: client.closed)
     answering = cluster._answering
     await cluster.close()

@@ -5,6 +5,7 @@ import json
 import time
 from typing import Any
 
+import msgspec
 import pytest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from service import batch, cloudevents, strict_json
 from service.errors import Problem
-from service.event import Event, check_key, check_topic, parse_event, parse_key, partition_of
+from service.event import Event, EventBody, check_key, check_topic, make_event, parse_event, parse_key, partition_of
 from service.group import records_of
 from service.kafka.cluster import Topic
 from service.kafka.partitioner import partition_of_key
@@ -315,10 +316,18 @@ def test_what_a_topic_refuses() -> None:
 
 @pytest.mark.parametrize("key", ["k", "k" * 255])
 @pytest.mark.parametrize("instance", ["i", "i" * 64])
-@pytest.mark.parametrize("traceparent", [None, b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"])
-def test_a_record_is_refused_only_where_it_may_not_fit(key: str, instance: str, traceparent: bytes | None) -> None:
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize(
+    "headers", [{}, {"a": "b"}, {f"{n:02}": "" for n in range(99)}, {f"{n:02}": "x" * 9_000 for n in range(99)}]
+)
+@pytest.mark.parametrize("name", ["n", "\U0001f600" * 200])
+def test_a_record_is_refused_only_where_it_may_not_fit(
+    key: str, instance: str, traced: bool, headers: dict[str, str], name: str
+) -> None:
     """As large as it can get, it fits where the check lets it pass; and the check allows for little more than that."""
-    event = parse_event(key, b'{"topic": "t", "key": "k", "value": 1, "headers": {"a": "b"}}', traceparent)
+    event = make_event(key, b"i" * 16, EventBody("t", "k", msgspec.Raw(b"1"), headers={**headers, name: "1"}))
+    if traced:  # which is found out after the check
+        event.traceparent = b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"
     most = 2**63 - 1
     claimed = Claimed(65_535, 1, 1_700_000_000_000, event.fp)
     request = Request.of((event,), 0.0, 1.0, Guarantee.EXACTLY_ONCE, print)
@@ -330,8 +339,9 @@ def test_a_record_is_refused_only_where_it_may_not_fit(key: str, instance: str, 
     )
     batch.append(0, record.timestamp, record.key, record.value, record.headers)
     size = len(batch.build())
+    event.traceparent = None
     assert checked(event, max_message_bytes=str(size - 1)) == "too-large"
-    assert checked(event, max_message_bytes=str(size + 130)) == ""
+    assert checked(event, max_message_bytes=str(size + 220 + 7 * len(event.headers))) == ""
 
 
 @pytest.mark.parametrize(

@@ -359,6 +359,8 @@ async def test_who_reads_slowly_gets_the_whole_answer(server: uvicorn.Server) ->
         client.setblocking(False)
         await loop.sock_connect(client, ("127.0.0.1", server.config.port))
         await loop.sock_sendall(client, post(b"/long", b""))
+        await asyncio.sleep(0.1)
+        await loop.sock_sendall(client, post(b"/now", b"next"))  # nothing of it is read meanwhile
         heard = 0
         until = loop.time() + 3.0
         while heard < LONG_BYTES:
@@ -367,6 +369,9 @@ async def test_who_reads_slowly_gets_the_whole_answer(server: uvicorn.Server) ->
             heard += len(piece)
             if loop.time() < until:
                 await asyncio.sleep(0.1)
+        while not piece.endswith(b"next"):
+            piece = await loop.sock_recv(client, 65536)
+            assert piece, "the next request was lost"
 
 
 async def test_a_stop_waits_for_what_is_under_way(server: uvicorn.Server, caller: Caller, desk: Desk) -> None:

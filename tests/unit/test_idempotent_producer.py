@@ -7,13 +7,14 @@ from aiokafka.errors import (
     DuplicateSequenceNumber,
     NotEnoughReplicasAfterAppendError,
     NotEnoughReplicasError,
+    NotLeaderForPartitionError,
     OutOfOrderSequenceNumber,
     UnknownTopicOrPartitionError,
 )
 
 from service.errors import KafkaAway
 from service.kafka import life as module
-from service.kafka.life import NOT_SENT, Place
+from service.kafka.life import NOT_SENT, NotSent, Place
 from service.kafka.verdict import REFUSALS
 from tests.unit.fake_brokers import (
     GONE,
@@ -54,7 +55,7 @@ async def test_what_has_no_leader_is_left_out(monkeypatch: pytest.MonkeyPatch) -
     producer, kafka = idempotent()
     kafka.leaderless, kafka.unknown = {"ill"}, {"gone"}
     refused = REFUSALS[UnknownTopicOrPartitionError.errno]
-    assert await producer.write([record("ill"), record("a"), record("gone")]) == [NOT_SENT, Place(4, 5), refused]
+    assert await producer.write([record("ill"), record("a"), record("gone")]) == [NotSent(True), Place(4, 5), refused]
 
 
 async def test_what_too_few_replicas_would_have_is_not_there_and_what_they_have_is_in_doubt() -> None:
@@ -63,8 +64,19 @@ async def test_what_too_few_replicas_would_have_is_not_there_and_what_they_have_
     codes = {"before": NotEnoughReplicasError.errno, "after": NotEnoughReplicasAfterAppendError.errno}
     kafka.produced = lambda topic, partition: codes.get(topic, Place(4, -1))
     records = [record("before"), record("a"), record("after")]
-    assert await producer.write(records) == [NOT_SENT, Place(4, 5), None]
+    assert await producer.write(records) == [NotSent(True), Place(4, 5), None]
     assert producer._life is None
+
+
+async def test_what_was_sent_to_two_leaders_may_have_been_appended_by_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MOVED_PAUSE_S", 0.001)
+    producer, kafka = idempotent()
+    codes = [NotLeaderForPartitionError.errno, NotEnoughReplicasError.errno]
+    kafka.produced = lambda topic, partition: codes.pop(0)
+    assert await producer.write([record("a")]) == [None]
+    assert codes == []
 
 
 async def test_what_the_time_did_not_suffice_for_was_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from service.errors import (
     StoreAway,
     StoreUnanswered,
 )
-from service.kafka.life import NOT_SENT, Place
+from service.kafka.life import NOT_SENT, NotSent, Place
 from service.kafka.verdict import Refusal, TransactionFailed, Verdict
 from service.request import Committed
 from service.shared import Guarantee
@@ -217,6 +217,23 @@ async def test_an_idempotent_event_that_was_not_sent_goes_round_again_and_is_in_
     for answer in (good, bad):
         assert isinstance(await asyncio.wait_for(answer, 3.0), Committed)
     assert world.keys_written() == [["good", "bad"], ["bad"]]
+    await ended(serving)
+
+
+@pytest.mark.parametrize("itself", [True, False])
+async def test_who_is_to_blame_for_what_was_not_sent_travels_apart(itself: bool) -> None:
+    """Where the time ran out nobody is: all are, or they would hold each other up until their deadlines."""
+    world = World()
+    slot = await world.slot()
+    answers = [world.submit("ill", "plain.a"), world.submit("well", "plain.b")]
+    await asyncio.sleep(0.01)
+    world.plains[0].fates.append([NotSent(itself), NOT_SENT])
+    serving = world.serve(slot)
+    for answer in answers:
+        assert isinstance(await asyncio.wait_for(answer, 3.0), Committed)
+    first, *others = world.keys_written()
+    assert first == ["ill", "well"]
+    assert sorted(others) == [["ill"], ["well"]]
     await ended(serving)
 
 
