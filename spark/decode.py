@@ -37,6 +37,9 @@ TESTIMONY: Final = (
 ENTERED: Final = 0
 """The `status` of a ledger entry; an answer has its HTTP status, a reject has none."""
 
+WRITTEN: Final = f"status IN ({ENTERED}, 201, 202, 504)"
+"""The condition that TESTIMONY tells of a record that is there or may be: a refused request may name any topic."""
+
 CONTENT_MAX: Final = 1024
 """Bytes of what could not be decoded that are kept."""
 

@@ -7,7 +7,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from spark import causes, lake, native
 from spark.decode import EVENT, REJECT, UNKEYED
-from spark.offsets import RETENTION, TRUNCATED, Plan
+from spark.offsets import RETENTION, TRUNCATED, UNWANTED, Plan
 from spark.verdict import CATEGORIES, LOST, PENDING, Evidence
 
 HOUR: Final = "hour"
@@ -166,7 +166,7 @@ def gone_type() -> str:
 
 
 def of_logs(spark: SparkSession, plan: Plan) -> DataFrame:
-    """lake.FINDING of the logs themselves: what went away before it was read."""
+    """lake.FINDING of the wanted logs themselves: what went away before it was read."""
     rows = [
         {
             "scope": LOG,
@@ -181,6 +181,7 @@ def of_logs(spark: SparkSession, plan: Plan) -> DataFrame:
             "coordinates": [],
         }
         for log in plan.logs
+        if log.role != UNWANTED
         for gap in log.gaps
     ]
     return native.rows_of(spark, lake.schema("findings"), rows)

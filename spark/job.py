@@ -137,7 +137,7 @@ class _Run:
                 return cut, True
             self.tell(f"run {cut.run} was cut off before it merged; planning it anew")
         with closing(Broker(self.spark, self.settings.shared)) as broker:
-            plan = offsets.freeze(broker, self.settings, last, self.now_ms, self._discover)
+            plan = offsets.freeze(broker, self.settings, last, self.now_ms, self._discover, self._named)
         rows = native.rows_of(self.spark, lake.schema("progress"), plan.rows())
         if cut is None:
             self.lake.append("progress", rows, plan.run)
@@ -158,12 +158,19 @@ class _Run:
     def _discover(self, logs: Sequence[Log], names: Sequence[str]) -> set[str]:
         """Those of the topics that ledger or journal name. What is decoded for that is kept for the merge."""
         spans = offsets.spans_of(logs, LEDGER), offsets.spans_of(logs, REQUESTS)
-        told = self._testimony(spans, self.now_ms)
-        if self.settings.options.max_records is None:  # else the merge reads less
-            parts = session.size_for(self.spark, sum(log.end - log.start for log in logs))
-            told = state.told(told, parts).persist(StorageLevel.MEMORY_AND_DISK)
-            self.told = spans, told
-        return {row["topic"] for row in told.select("topic").distinct().collect()} & set(names)
+        testimony = self._testimony(spans, self.now_ms)
+        if self.settings.options.max_records is not None:  # the merge reads less
+            return _topics(testimony.where(decode.WRITTEN)) & set(names)
+        parts = session.size_for(self.spark, sum(log.end - log.start for log in logs))
+        told = state.told(testimony, parts).persist(StorageLevel.MEMORY_AND_DISK)
+        if self.told is not None:
+            self.told[1].unpersist()
+        self.told = spans, told
+        return _topics(told.where(state.WRITTEN)) & set(names)
+
+    def _named(self) -> set[str]:
+        """The topics that ledger or journal name in all that earlier runs have merged."""
+        return _topics(self.lake.read("deliveries").where(state.WRITTEN))
 
     # ----------------------------------------------------------------------------------------------------- merge
 
@@ -239,6 +246,10 @@ class _Run:
             self.lake.compact(sorted({hour for hour in late if hour < now} | _ended(before, plan)))
         if options.vacuum_h is not None:
             self.lake.vacuum(options.vacuum_h)
+
+
+def _topics(rows: DataFrame) -> set[str]:
+    return {row["topic"] for row in rows.select("topic").distinct().collect()}
 
 
 def _kept_from(plan: Plan, keep_days: int | None, before: dict[str, Any] | None) -> str:

@@ -5,7 +5,7 @@ ends with the report that it would have had.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final, Protocol
@@ -19,6 +19,8 @@ from spark.source import Span
 DATA: Final = "data"
 LEDGER: Final = "ledger"
 REQUESTS: Final = "requests"
+UNWANTED: Final = "unwanted"
+"""A role of its own for what an earlier run read of a data topic that this one leaves out: where to go on, one day."""
 
 RETENTION: Final = "retention"
 TRUNCATED: Final = "truncated"
@@ -109,6 +111,11 @@ class Plan:
         """How many partitions of data topics are audited."""
         return sum(1 for log in self.logs if log.role == DATA and log.audited)
 
+    @property
+    def unwanted(self) -> list[str]:
+        """The data topics that earlier runs have audited, and this one leaves out."""
+        return sorted({log.topic for log in self.logs if log.role == UNWANTED})
+
     def rows(self) -> list[dict[str, Any]]:
         """The plan as rows of `progress`."""
         head = {"run": self.run, "frozen_ms": self.frozen_ms, "options": self.options}
@@ -139,6 +146,9 @@ _ASK: Final = -1
 Discover = Callable[[Sequence[Log], Sequence[str]], set[str]]
 """Those of the topics that what is to be read of the ledger and the journal names."""
 
+Named = Callable[[], set[str]]
+"""The topics that what the lake has of the ledger and the journal names."""
+
 
 def options_of(settings: Settings) -> str:
     """What a verdict depends on, besides the records; another value has everything judged anew."""
@@ -157,50 +167,94 @@ def options_of(settings: Settings) -> str:
     )
 
 
-def freeze(cluster: Cluster, settings: Settings, before: Plan | None, now_ms: int, discover: Discover) -> Plan:
+def freeze(
+    cluster: Cluster, settings: Settings, before: Plan | None, now_ms: int, discover: Discover, named: Named
+) -> Plan:
     """The plan of the run after `before`: data topics' ends first, then the ledger's, then the journal's.
 
-    In this order whatever the data shows has its ledger record below the ledger's end, or undecided.
+    In this order whatever the data shows has its ledger record below the ledger's end, or undecided. Where the ledger
+    names a topic that was made after the data topics' ends were asked for, all of it is done again.
     """
     shared, globs = settings.shared, settings.options.topics
     ledger, requests = wire.ledger_topic(shared.namespace), wire.requests_topic(shared.namespace)
     own = {ledger, requests, wire.control_topic(shared.namespace), wire.findings_topic(shared.namespace)}
-    there = set(cluster.names())
-    if ledger not in there and not globs:
-        raise CannotRun(
-            f"topic {ledger!r} does not exist; set FENCEPOST_NAMESPACE to the service's, or name topics with --topics"
-        )
-    known = {log.topic for log in before.logs if log.role == DATA} if before else set()
-    candidates = {name for name in there - own if not globs or matches(globs, name)}
-    if globs:
-        audited = candidates
-    else:
-        ruled = {name for name in candidates if any(fnmatchcase(name, rule.pattern) for rule in settings.rules.topics)}
-        audited = (candidates & known) | ruled
-    described = cluster.describe([*candidates, *({ledger, requests} & there)])
+    known = set() if globs else _known(settings, before, named)
+    left_out = set(before.unwanted) if before else set()
 
-    def ends_of(names: Iterable[str]) -> dict[Place, Ends]:
-        return cluster.ends([(name, n) for name in sorted(names) for n in range(described[name].partitions)])
+    def wanted(name: str) -> bool:
+        return matches(globs, name) if globs else name in known or _ruled(settings, name)
 
-    found = {DATA: ends_of(candidates & described.keys())}
-    found |= {LEDGER: ends_of({ledger} & described.keys()), REQUESTS: ends_of({requests} & described.keys())}
-    logs = [
-        _next_log(before, role, described[place[0]], place, ends, now_ms)
-        for role, places in found.items()
-        for place, ends in places.items()
-    ]
-    if not globs and candidates - audited:
-        audited |= discover(logs, sorted(candidates - audited))
-    logs = [log for log in logs if log.role != DATA or log.topic in audited]
+    while True:
+        there = set(cluster.names())
+        if ledger not in there and not globs:
+            raise CannotRun(
+                f"topic {ledger!r} does not exist; "
+                "set FENCEPOST_NAMESPACE to the service's, or name topics with --topics"
+            )
+        candidates = {name for name in there - own if not globs or wanted(name)}
+        logs = _frozen(cluster, before, candidates, {ledger, requests} & there, ledger, now_ms)
+        if globs:
+            break
+        # One that an earlier run read may be gone: named, it is wanted all the same, for what it was promised.
+        others = {name for name in (there | left_out | set(cluster.names())) - own if not wanted(name)}
+        found = discover(logs, sorted(others)) if others else set()
+        known |= found
+        if not found - candidates - left_out:
+            break
+    logs = [log for log in logs if log.role != DATA or wanted(log.topic)]
     logs = _complete(cluster, logs, now_ms)
     logs = _capped(logs, settings.options.max_records)
     logs = _decided(cluster, logs, now_ms)
     here = {log.place for log in logs}
     carried = [
-        replace(log, audited=False, start=log.end) for log in (before.logs if before else ()) if log.place not in here
+        replace(log, role=_carried_as(log, wanted), audited=False, start=log.end)
+        for log in (before.logs if before else ())
+        if log.place not in here
     ]
     run = before.run + 1 if before else 1
     return Plan(run, now_ms, options_of(settings), tuple(logs + carried))
+
+
+def _frozen(
+    cluster: Cluster, before: Plan | None, data: Collection[str], inner: Collection[str], ledger: str, now_ms: int
+) -> list[Log]:
+    """The logs of these data topics, and of the internal ones that are there, as far as they go now."""
+    described = cluster.describe([*data, *inner])
+
+    def ends_of(names: Iterable[str]) -> dict[Place, Ends]:
+        there = sorted(described.keys() & set(names))
+        return cluster.ends([(name, n) for name in there for n in range(described[name].partitions)])
+
+    found = {DATA: ends_of(data), LEDGER: ends_of({ledger} & set(inner)), REQUESTS: ends_of(set(inner) - {ledger})}
+    return [
+        _next_log(before, role, described[place[0]], place, ends, now_ms)
+        for role, places in found.items()
+        for place, ends in places.items()
+    ]
+
+
+def _carried_as(log: Log, wanted: Callable[[str], bool]) -> str:
+    """The role in which a log goes on that this run does not read."""
+    if log.role in (LEDGER, REQUESTS):
+        return log.role
+    return DATA if wanted(log.topic) else UNWANTED
+
+
+def _known(settings: Settings, before: Plan | None, named: Named) -> set[str]:
+    """The topics that a run without --topics audits because of what runs before it have read.
+
+    Where the last one had other --topics, its plan does not tell: it merged all of the ledger, whatever it audited.
+    """
+    if before is None:
+        return set()
+    if json.loads(before.options)["topics"] != list(settings.options.topics):
+        return named()
+    return {log.topic for log in before.logs if log.role == DATA}
+
+
+def _ruled(settings: Settings, name: str) -> bool:
+    """Whether a rule names the topic."""
+    return any(fnmatchcase(name, rule.pattern) for rule in settings.rules.topics)
 
 
 def readable(cluster: Cluster, plan: Plan) -> bool:

@@ -63,6 +63,9 @@ ledger and journal first named the place, `unsure_ms` when the last 202 or 504 w
 timestamp) and `copied_at` (its acceptance) on it is the record itself; `keyed`: whether it has a record key.
 """
 
+WRITTEN: Final = "entries_count + answered_201 + answered_202 + answered_504 > 0"
+"""decode.WRITTEN of a ROW, or of what is `told`."""
+
 PLACE: Final = ("accepted_hour", "kind", "id", "topic", "partition", "offset")
 """What tells a row from another."""
 

@@ -78,8 +78,14 @@ def evidence(plan: Plan, settings: Settings) -> Evidence:
         )
     ledger, answers = plan.of(LEDGER), plan.of(REQUESTS)
     slots = [{"complete_ms": log.complete_ms, "decided_ms": log.decided_ms} for log in ledger]
-    globs = settings.options.topics
+    globs, unwanted = settings.options.topics, plan.unwanted
     wanted = f"^(?:{glob_regex(globs)})$"
+
+    def audited(topic: Column) -> Column:
+        if globs:
+            return topic.rlike(wanted)
+        return ~topic.isin(unwanted) if unwanted else F.lit(True)
+
     return Evidence(
         frozen_ms=plan.frozen_ms,
         settle_ms=settings.settle_ms,
@@ -90,7 +96,7 @@ def evidence(plan: Plan, settings: Settings) -> Evidence:
         ledger_decided_ms=min((log.decided_ms for log in ledger), default=plan.frozen_ms),
         answers_complete_ms=max((log.complete_ms for log in answers), default=plan.frozen_ms),
         answers_decided_ms=min((log.decided_ms for log in answers), default=plan.frozen_ms),
-        audited=lambda topic: topic.rlike(wanted) if globs else F.lit(True),
+        audited=audited,
         idempotent=idempotent(plan, settings),
     )
 

@@ -25,6 +25,7 @@ class MadeUp:
     lives: dict[str, str] = field(default_factory=dict)
     firsts: dict[Place, int] = field(default_factory=dict)
     asked: list[list[str]] = field(default_factory=list)
+    made_meanwhile: dict[str, Ends] = field(default_factory=dict)
 
     def names(self) -> list[str]:
         return sorted(self.topics)
@@ -34,6 +35,7 @@ class MadeUp:
 
     def ends(self, places: Sequence[Place]) -> dict[Place, Ends]:
         self.asked.append([name for name, _ in places])
+        self.topics |= self.made_meanwhile
         return {place: self.topics[place[0]] for place in places}
 
     def stamps(self, places: dict[Place, int]) -> dict[Place, int]:
@@ -53,14 +55,26 @@ def settings(rules: str = "", **options: Any) -> Settings:
 
 
 def freeze(
-    cluster: MadeUp, before: Plan | None = None, named: set[str] | None = None, now_ms: int = NOW_MS, **options: Any
+    cluster: MadeUp,
+    before: Plan | None = None,
+    named: set[str] | None = None,
+    now_ms: int = NOW_MS,
+    in_lake: set[str] | None = None,
+    **options: Any,
 ) -> Plan:
+    """`named` by what is new of the ledger, and `in_lake` by what was merged of it, which may not be asked if None."""
+
+    def merged() -> set[str]:
+        assert in_lake is not None
+        return in_lake
+
     return offsets.freeze(
         cluster,
         settings(**options),
         before,
         now_ms,
         lambda logs, names: (named or set()) & set(names),
+        merged,
     )
 
 
@@ -202,6 +216,47 @@ def test_what_was_read_once_is_remembered_while_it_is_not_audited(cluster: MadeU
     assert second.topics == ["others"]
     third = freeze(cluster, second, topics=("orders",))
     assert (one(third, "orders").start, one(third, "orders").end) == (10, 25)
+
+
+def test_what_other_options_left_out_is_found_by_what_the_lake_has_of_the_ledger(cluster: MadeUp) -> None:
+    cluster.topics["payments"] = ends(5)
+    first = freeze(cluster, topics=("orders",))
+    second = freeze(cluster, first, in_lake={"orders", "payments", "not-there"})
+    assert second.topics == ["orders", "payments"]
+    # From now on the plan tells.
+    assert freeze(cluster, second).topics == ["orders", "payments"]
+
+
+def test_what_other_options_asked_for_is_not_audited_without_them(cluster: MadeUp) -> None:
+    first = freeze(cluster, topics=("*",))
+    second = freeze(cluster, first, in_lake={"orders"})
+    assert (second.topics, second.unwanted) == (["orders"], ["others"])
+    third = freeze(cluster, second)
+    assert (third.topics, third.unwanted) == (["orders"], ["others"])
+    assert one(third, "others").end == 7
+    assert freeze(cluster, third, named={"others"}).topics == ["orders", "others"]
+
+
+def test_a_topic_that_is_gone_stays_wanted_and_one_that_is_left_out_is_wanted_once_it_is_named(
+    cluster: MadeUp,
+) -> None:
+    first = freeze(cluster, topics=("*",))
+    del cluster.topics["orders"], cluster.topics["others"]
+    second = freeze(cluster, first, in_lake={"orders"})
+    assert (one(second, "orders").role, one(second, "orders").audited) == (DATA, False)
+    assert (second.topics, second.unwanted) == ([], ["others"])
+    third = freeze(cluster, second, named={"others"})
+    assert (third.topics, third.unwanted) == ([], [])
+    cluster.topics["orders"] = ends(12)
+    assert freeze(cluster, third).topics == ["orders"]
+
+
+def test_a_topic_that_is_made_while_the_ends_are_asked_for_is_in_the_same_run(cluster: MadeUp) -> None:
+    cluster.made_meanwhile["late"] = ends(2)
+    plan = freeze(cluster, named={"orders", "late"})
+    assert plan.topics == ["late", "orders"]
+    # All of it anew: the data's ends before the ledger's.
+    assert cluster.asked[3:] == [["late", "orders", "others"], [LEDGER_TOPIC], [REQUESTS_TOPIC]]
 
 
 def test_a_log_known_from_its_beginning_knows_every_record(cluster: MadeUp) -> None:

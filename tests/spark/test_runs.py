@@ -279,6 +279,26 @@ def test_logs_that_change_between_runs(history: History, audit: Audit, monkeypat
     assert fresh in second.document["run"]["topics"]
 
 
+def test_what_is_audited_by_default_does_not_depend_on_what_the_last_run_was_told(
+    history: History, audit: Audit
+) -> None:
+    orders, payments, others, refused = (
+        history.topic(f"{history.namespace}-{name}", 1) for name in ("orders", "payments", "others", "refused")
+    )
+    producer = history.transactional(ONE)
+    history.deliver(producer, ONE, orders, ["one"])
+    (paid,) = history.deliver(producer, ONE, payments, ["two"])
+    history.raw(history.plain, others, b"nobody's")
+    history.raw(history.plain, refused, b"nobody's")
+    history.answers([paid.answer(422, topic=refused)])
+    assert audit(history, later_s=LATER_S, topics=(orders,)).outcome.status == 0
+    assert audit(history, later_s=LATER_S).document["run"]["topics"] == [orders, payments]
+    everything = audit(history, later_s=LATER_S, topics=(f"{history.namespace}-*",))
+    assert {kind for kind, _, _ in everything.findings()} == {"unkeyed"}
+    again = audit(history, later_s=LATER_S)
+    assert (again.document["run"]["topics"], again.outcome.status) == ([orders, payments], 0)
+
+
 def test_what_makes_a_run_impossible_is_said_in_a_line(
     history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,18 @@ def test_records_without_id_have_a_row_each(spark: SparkSession) -> None:
     assert {row["kind"] for row in rows} == {decode.UNKEYED}
 
 
+def test_a_topic_is_written_to_where_the_ledger_or_an_answer_that_refuses_nothing_names_it(
+    spark: SparkSession,
+) -> None:
+    told = [answer(status, topic=f"t-{status}") for status in (decode.ENTERED, 201, 202, 409, 422, 503, 504)]
+    written = {"t-0", "t-201", "t-202", "t-504"}
+    testimony = spark.createDataFrame(told, decode.TESTIMONY)
+    assert {row["topic"] for row in testimony.where(decode.WRITTEN).collect()} == written
+    assert {row["topic"] for row in state.told(testimony).where(state.WRITTEN).collect()} == written
+    rows = reduced(spark, [*ids({"told": told}), copy(1, topic="foreign", life=None)])
+    assert {row["topic"] for row in rows.where(state.WRITTEN).collect()} == written
+
+
 def test_a_writer_with_a_wild_clock_is_put_where_the_run_is(spark: SparkSession) -> None:
     records = [
         {

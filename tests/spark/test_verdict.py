@@ -9,7 +9,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from service.shared import Rules, SharedSettings
 from spark import causes, findings, state, verdict
-from spark.offsets import DATA, LEDGER, REQUESTS, Gap, Log, Plan
+from spark.offsets import DATA, LEDGER, REQUESTS, UNWANTED, Gap, Log, Plan
 from spark.settings import Options, Settings
 from spark.verdict import evidence, judge
 from tests.spark.rows import HOUR_MS, NOW_MS, TTL_MS, answer, copy, entry, ids, name_of, reduced, states
@@ -165,6 +165,16 @@ def test_only_audited_topics_are_judged(spark: SparkSession) -> None:
     found = {name_of(row["id"]): row for row in judge(rows, seen).collect()}
     assert found.keys() == {"in", "both"}
     assert [claim["offset"] for claim in found["both"]["missing"]] == [2]
+
+
+def test_topics_that_only_other_options_asked_for_are_judged_and_reported_no_more(spark: SparkSession) -> None:
+    gone = log(DATA, "gone", 0, audited=False, gaps=(Gap(2, 4, "retention", NOW_MS),))
+    left_out = log(UNWANTED, "out", 0, audited=False, gaps=(Gap(1, 3, "retention", NOW_MS),))
+    known = plan(gone, left_out)
+    rows = states(spark, {"in": [entry(1)], "out": [copy(1, topic="out")], "gone": [entry(1, topic="gone")]})
+    found = {name_of(row["id"]) for row in judge(rows, evidence(known, settings())).collect()}
+    assert found == {"in", "gone"}
+    assert {row["topic"] for row in findings.of_logs(spark, known).collect()} == {"t", "gone"}
 
 
 RESTARTED = (0, 11, 0, "a:1")
