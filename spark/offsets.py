@@ -179,7 +179,8 @@ def freeze(
     ledger, requests = wire.ledger_topic(shared.namespace), wire.requests_topic(shared.namespace)
     own = {ledger, requests, wire.control_topic(shared.namespace), wire.findings_topic(shared.namespace)}
     known = set() if globs else _known(settings, before, named)
-    left_out = set(before.unwanted) if before else set()
+    last_data = [log for log in before.logs if log.role in (DATA, UNWANTED)] if before else []
+    left_out = {log.topic for log in last_data if log.role == UNWANTED}
 
     def wanted(name: str) -> bool:
         return matches(globs, name) if globs else name in known or _ruled(settings, name)
@@ -192,6 +193,11 @@ def freeze(
                 "set FENCEPOST_NAMESPACE to the service's, or name topics with --topics"
             )
         candidates = {name for name in there - own if not globs or wanted(name)}
+        if globs and not candidates and not any(wanted(log.topic) for log in last_data):
+            raise CannotRun(
+                f"--topics {','.join(globs)!r} matches no topic of Kafka at FENCEPOST_KAFKA={shared.kafka!r}, and none "
+                "that the last run on this --lake knew; name topics that are there, or leave --topics out"
+            )
         logs = _frozen(cluster, before, candidates, {ledger, requests} & there, ledger, now_ms)
         if globs:
             break

@@ -80,8 +80,8 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument(
         "--topics",
         default="",
-        help="comma-separated globs of the topics to audit; default: every topic that the ledger, the answers or "
-        "the rules name",
+        help="comma-separated globs of the topics to audit; default: every topic that the ledger, an answer that "
+        "refuses nothing (201, 202, 504), or the rules name",
     )
     parser.add_argument("--max-records", type=_positive, help="read at most about this many offsets; default: all")
     parser.add_argument(

@@ -107,6 +107,21 @@ def test_without_a_ledger_somebody_has_to_name_topics(cluster: MadeUp) -> None:
     assert freeze(cluster, topics=("orders",)).topics == ["orders"]
 
 
+def test_globs_have_to_match_a_topic_that_is_there_or_was(cluster: MadeUp) -> None:
+    with pytest.raises(
+        CannotRun, match=r"--topics 'ordres,no\.\*' matches no topic .*FENCEPOST_KAFKA=.*leave --topics"
+    ):
+        freeze(cluster, topics=("ordres", "no.*"))
+    with pytest.raises(CannotRun, match="--topics"):
+        freeze(cluster, freeze(cluster, topics=("others",)), topics=("fence*",))
+    first = freeze(cluster, topics=("orders",))
+    del cluster.topics["orders"]
+    second = freeze(cluster, first, topics=("orders",))
+    assert (second.topics, one(second, "orders").audited) == ([], False)
+    # Also where it was left out in between.
+    assert freeze(cluster, freeze(cluster, second, in_lake=set()), topics=("ord*",)).topics == []
+
+
 def test_the_next_run_goes_on_where_the_last_one_ended(cluster: MadeUp) -> None:
     first = freeze(cluster, named={"orders"})
     cluster.topics["orders"] = ends(25)
