@@ -5,11 +5,11 @@ It goes through the JVM that Spark runs in, so that the job needs no Kafka clien
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pyspark.sql import SparkSession
 
@@ -25,6 +25,8 @@ TOPICS_A_CALL: Final = 500
 Place = tuple[str, int]
 """Topic and partition."""
 
+_Key = TypeVar("_Key")
+
 
 @dataclass(frozen=True, slots=True)
 class Topic:
@@ -33,7 +35,6 @@ class Topic:
     name: str
     life: str
     partitions: int
-    compacted: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,20 +116,32 @@ class Broker:
         found = self._ask(self._admin.listTopics, "names")
         return sorted(name for name in found if not name.startswith("__"))
 
-    def describe(self, names: Sequence[str]) -> dict[str, Topic]:
-        """What is known of these topics; one that is not there is left out."""
+    def describe(self, names: Sequence[str], *, strict: bool = True) -> dict[str, Topic]:
+        """What is known of these topics; one that is not there is left out, and, if not `strict`, one that fails."""
         topics: dict[str, Topic] = {}
+        for part in _slices(sorted(set(names) & set(self.names())), TOPICS_A_CALL):
+            told = self._ask_each(
+                partial(self._admin.describeTopics, self._list(part)),
+                "allTopicNames",
+                lambda result, name: result.topicNameValues().get(name),
+                dict(zip(part, part, strict=True)),
+                strict=strict,
+            )
+            for name, described in told.items():
+                topics[name] = Topic(name, str(described.topicId()), described.partitions().size())
+        return topics
+
+    def compacted(self, names: Sequence[str]) -> set[str]:
+        """Those of these topics that are compacted."""
+        found: set[str] = set()
         resource = self._kafka.common.config.ConfigResource
         kind = nested(self._spark, "org.apache.kafka.common.config.ConfigResource", "Type").TOPIC
-        for part in _slices(sorted(set(names) & set(self.names())), TOPICS_A_CALL):
+        for part in _slices(names, TOPICS_A_CALL):
             resources = {name: resource(kind, name) for name in part}
-            told = self._ask(partial(self._admin.describeTopics, self._list(part)), "allTopicNames")
             configs = self._ask(partial(self._admin.describeConfigs, self._list(resources.values())), "all")
-            for name in part:
-                policy = str(configs.get(resources[name]).get("cleanup.policy").value())
-                described = told.get(name)
-                topics[name] = Topic(name, str(described.topicId()), described.partitions().size(), "compact" in policy)
-        return topics
+            policies = {name: str(configs.get(one).get("cleanup.policy").value()) for name, one in resources.items()}
+            found |= {name for name, policy in policies.items() if "compact" in policy}
+        return found
 
     def ensure_compacted(self, name: str, otherwise: str) -> None:
         """Make a compacted topic of one partition with the broker's default replication, where it is missing.
@@ -151,7 +164,7 @@ class Broker:
                 if "TopicExistsException" not in str(error):
                     raise
                 there = self._heard_of(name)
-        if there is not None and not there.compacted:
+        if there is not None and not self.compacted([name]):
             raise CannotRun(f"topic {name!r} is not compacted: set its cleanup.policy to compact, or {otherwise}")
 
     def _heard_of(self, name: str) -> Topic | None:
@@ -161,13 +174,17 @@ class Broker:
             time.sleep(0.1)
         return found
 
-    def ends(self, places: Sequence[Place]) -> dict[Place, Ends]:
-        """The ends of these partitions, the high watermark first and the last stable offset after it."""
+    def ends(self, places: Sequence[Place], *, strict: bool = True) -> dict[Place, Ends]:
+        """The ends of these partitions, the high watermark first and the last stable offset after it.
+
+        If not `strict`, one that fails (it has no leader, its topic was just deleted) is left out.
+        """
         spec = self._kafka.clients.admin.OffsetSpec
-        high = self._offsets(places, spec.latest(), "READ_UNCOMMITTED")
-        stable = self._offsets(places, spec.latest(), "READ_COMMITTED")
-        start = self._offsets(places, spec.earliest(), "READ_UNCOMMITTED")
-        return {place: Ends(start[place], high[place], stable[place]) for place in places}
+        high = self._offsets(places, spec.latest(), "READ_UNCOMMITTED", strict=strict)
+        # What failed once is not waited for again.
+        stable = self._offsets(list(high), spec.latest(), "READ_COMMITTED", strict=strict)
+        start = self._offsets(list(stable), spec.earliest(), "READ_UNCOMMITTED", strict=strict)
+        return {place: Ends(start[place], high[place], stable[place]) for place in start}
 
     def stamps(self, places: dict[Place, int], wait_ms: int = 5_000) -> dict[Place, int]:
         """Timestamp (ms) of the first record at or after each of these offsets, committed or not.
@@ -264,7 +281,7 @@ class Broker:
         finally:
             consumer.close(self._jvm.java.time.Duration.ofMillis(1000))
 
-    def _offsets(self, places: Sequence[Place], spec: Any, isolation: str) -> dict[Place, int]:
+    def _offsets(self, places: Sequence[Place], spec: Any, isolation: str, *, strict: bool) -> dict[Place, int]:
         """The offset that a ListOffsets request answers for each place."""
         level = getattr(self._kafka.common.IsolationLevel, isolation)
         handles = {place: self._place(place) for place in places}
@@ -272,8 +289,14 @@ class Broker:
         for handle in handles.values():
             wanted.put(handle, spec)
         options = self._kafka.clients.admin.ListOffsetsOptions(level)
-        answer = self._ask(partial(self._admin.listOffsets, wanted, options), "all")
-        return {place: int(answer.get(handle).offset()) for place, handle in handles.items()}
+        told = self._ask_each(
+            partial(self._admin.listOffsets, wanted, options),
+            "all",
+            lambda result, handle: result.partitionResult(handle),
+            handles,
+            strict=strict,
+        )
+        return {place: int(answer.offset()) for place, answer in told.items()}
 
     def _config(self, more: Mapping[str, str]) -> Any:
         made = self._jvm.java.util.HashMap()
@@ -294,6 +317,34 @@ class Broker:
         """Send an Admin request and wait for the future that its result names so."""
         unit = self._jvm.java.util.concurrent.TimeUnit.MILLISECONDS
         return self._call(lambda: getattr(request(), answer)().get(CALL_MS, unit))
+
+    def _ask_each(
+        self,
+        request: Callable[[], Any],
+        answer: str,
+        one: Callable[[Any, Any], Any],
+        handles: Mapping[_Key, Any],
+        *,
+        strict: bool,
+    ) -> dict[_Key, Any]:
+        """Send an Admin request about several things: what it answers to each, if not `strict` without what fails.
+
+        `answer` names the future of all of them, a map by handle; `one` is the future of one handle.
+        """
+        unit = self._jvm.java.util.concurrent.TimeUnit.MILLISECONDS
+        result = self._call(request)
+        try:
+            told = self._ask(lambda: result, answer)
+        except CannotRun:
+            if strict:
+                raise
+        else:
+            return {key: told.get(handle) for key, handle in handles.items()}
+        found: dict[_Key, Any] = {}
+        for key, handle in handles.items():
+            with suppress(CannotRun):
+                found[key] = self._call(partial(one(result, handle).get, CALL_MS, unit))
+        return found
 
     def _call(self, request: Callable[[], Any]) -> Any:
         try:

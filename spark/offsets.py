@@ -5,7 +5,7 @@ ends with the report that it would have had.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final, Protocol
@@ -32,8 +32,9 @@ class Cluster(Protocol):
     """What is asked of Kafka: `kafka.Broker`, or a stand-in."""
 
     def names(self) -> list[str]: ...
-    def describe(self, names: Sequence[str]) -> dict[str, Topic]: ...
-    def ends(self, places: Sequence[Place]) -> dict[Place, Ends]: ...
+    def describe(self, names: Sequence[str], *, strict: bool = True) -> dict[str, Topic]: ...
+    def compacted(self, names: Sequence[str]) -> set[str]: ...
+    def ends(self, places: Sequence[Place], *, strict: bool = True) -> dict[Place, Ends]: ...
     def stamps(self, places: dict[Place, int]) -> dict[Place, int]: ...
     def holders(self, places: Sequence[Place]) -> dict[Place, Holder]: ...
 
@@ -173,7 +174,8 @@ def freeze(
     """The plan of the run after `before`: data topics' ends first, then the ledger's, then the journal's.
 
     In this order whatever the data shows has its ledger record below the ledger's end, or undecided. Where the ledger
-    names a topic that was made after the data topics' ends were asked for, all of it is done again.
+    names a topic of which no ends are known, all of it is done again: it was made in the meantime, or is one of those
+    that may fail as long as nothing names them.
     """
     shared, globs = settings.shared, settings.options.topics
     ledger, requests = wire.ledger_topic(shared.namespace), wire.requests_topic(shared.namespace)
@@ -192,22 +194,26 @@ def freeze(
                 f"topic {ledger!r} does not exist; "
                 "set FENCEPOST_NAMESPACE to the service's, or name topics with --topics"
             )
-        candidates = {name for name in there - own if not globs or wanted(name)}
-        if globs and not candidates and not any(wanted(log.topic) for log in last_data):
+        sure = {name for name in there - own if wanted(name)}
+        if globs and not sure and not any(wanted(log.topic) for log in last_data):
             raise CannotRun(
                 f"--topics {','.join(globs)!r} matches no topic of Kafka at FENCEPOST_KAFKA={shared.kafka!r}, and none "
                 "that the last run on this --lake knew; name topics that are there, or leave --topics out"
             )
-        logs = _frozen(cluster, before, candidates, {ledger, requests} & there, ledger, now_ms)
+        candidates = set() if globs else there - own - sure
+        logs = _frozen(cluster, before, {DATA: sure, LEDGER: {ledger}, REQUESTS: {requests}}, candidates, now_ms)
         if globs:
             break
         # One that an earlier run read may be gone: named, it is wanted all the same, for what it was promised.
-        others = {name for name in (there | left_out | set(cluster.names())) - own if not wanted(name)}
+        later = set(cluster.names())
+        others = {name for name in (there | left_out | later) - own if not wanted(name)}
         found = discover(logs, sorted(others)) if others else set()
         known |= found
-        if not found - candidates - left_out:
+        if not (found & later) - {log.topic for log in logs}:
             break
     logs = [log for log in logs if log.role != DATA or wanted(log.topic)]
+    compacted = cluster.compacted(sorted({log.topic for log in logs if log.role == DATA}))
+    logs = [replace(log, compacted=log.topic in compacted) for log in logs]
     logs = _complete(cluster, logs, now_ms)
     logs = _capped(logs, settings.options.max_records)
     logs = _decided(cluster, logs, now_ms)
@@ -222,18 +228,27 @@ def freeze(
 
 
 def _frozen(
-    cluster: Cluster, before: Plan | None, data: Collection[str], inner: Collection[str], ledger: str, now_ms: int
+    cluster: Cluster, before: Plan | None, sure: Mapping[str, Iterable[str]], candidates: Iterable[str], now_ms: int
 ) -> list[Log]:
-    """The logs of these data topics, and of the internal ones that are there, as far as they go now."""
-    described = cluster.describe([*data, *inner])
+    """The logs of topics that are there, as far as they go now: of `sure` by role, then of candidates for data.
 
-    def ends_of(names: Iterable[str]) -> dict[Place, Ends]:
-        there = sorted(described.keys() & set(names))
-        return cluster.ends([(name, n) for name in there for n in range(described[name].partitions)])
+    `compacted` is yet to be asked. CannotRun where one of `sure` does not answer; a candidate is left out.
+    """
+    described = cluster.describe([name for names in sure.values() for name in names])
+    maybe = cluster.describe(list(candidates), strict=False)
 
-    found = {DATA: ends_of(data), LEDGER: ends_of({ledger} & set(inner)), REQUESTS: ends_of(set(inner) - {ledger})}
+    def places_of(topics: Iterable[Topic]) -> list[Place]:
+        return sorted((topic.name, n) for topic in topics for n in range(topic.partitions))
+
+    tried = cluster.ends(places_of(maybe.values()), strict=False)
+    whole = {name for name, topic in maybe.items() if all((name, n) in tried for n in range(topic.partitions))}
+    found = {DATA: {place: ends for place, ends in tried.items() if place[0] in whole}}
+    for role, names in sure.items():
+        there = [described[name] for name in names if name in described]
+        found[role] = found.get(role, {}) | cluster.ends(places_of(there))
+    topics = described | maybe
     return [
-        _next_log(before, role, described[place[0]], place, ends, now_ms)
+        _next_log(before, role, topics[place[0]], place, ends, now_ms)
         for role, places in found.items()
         for place, ends in places.items()
     ]
@@ -284,7 +299,7 @@ def _next_log(before: Plan | None, role: str, topic: Topic, place: Place, ends: 
         partition=place[1],
         life=topic.life,
         audited=True,
-        compacted=topic.compacted,
+        compacted=False,
         since_ms=0,
         first=ends.log_start,
         start=ends.log_start,

@@ -26,15 +26,26 @@ class MadeUp:
     firsts: dict[Place, int] = field(default_factory=dict)
     asked: list[list[str]] = field(default_factory=list)
     made_meanwhile: dict[str, Ends] = field(default_factory=dict)
+    fails: set[str] = field(default_factory=set)
+    forbidden: set[str] = field(default_factory=set)
 
     def names(self) -> list[str]:
         return sorted(self.topics)
 
-    def describe(self, names: Sequence[str]) -> dict[str, Topic]:
-        return {name: Topic(name, self.lives.get(name, "one"), 1, False) for name in names if name in self.topics}
+    def describe(self, names: Sequence[str], *, strict: bool = True) -> dict[str, Topic]:
+        return {name: Topic(name, self.lives.get(name, "one"), 1) for name in names if name in self.topics}
 
-    def ends(self, places: Sequence[Place]) -> dict[Place, Ends]:
-        self.asked.append([name for name, _ in places])
+    def compacted(self, names: Sequence[str]) -> set[str]:
+        if self.forbidden & set(names):
+            raise CannotRun("not allowed")
+        return {name for name in names if name.startswith("compacted")}
+
+    def ends(self, places: Sequence[Place], *, strict: bool = True) -> dict[Place, Ends]:
+        if strict and self.fails & {name for name, _ in places}:
+            raise CannotRun("no leader")
+        places = [place for place in places if place[0] not in self.fails]
+        if places:
+            self.asked.append([name for name, _ in places])
         self.topics |= self.made_meanwhile
         return {place: self.topics[place[0]] for place in places}
 
@@ -271,7 +282,25 @@ def test_a_topic_that_is_made_while_the_ends_are_asked_for_is_in_the_same_run(cl
     plan = freeze(cluster, named={"orders", "late"})
     assert plan.topics == ["late", "orders"]
     # All of it anew: the data's ends before the ledger's.
-    assert cluster.asked[3:] == [["late", "orders", "others"], [LEDGER_TOPIC], [REQUESTS_TOPIC]]
+    assert cluster.asked[3:] == [["others"], ["late", "orders"], [LEDGER_TOPIC], [REQUESTS_TOPIC]]
+
+
+def test_a_topic_that_does_not_answer_is_no_matter_until_something_names_it(cluster: MadeUp) -> None:
+    cluster.fails = {"others"}
+    first = freeze(cluster, named={"orders"})
+    assert [log.topic for log in first.logs] == ["orders", LEDGER_TOPIC, REQUESTS_TOPIC]
+    for asked in ({"named": {"others"}}, {"rules": '[[topics]]\npattern = "oth*"'}, {"topics": ("others",)}):
+        with pytest.raises(CannotRun, match="no leader"):
+            freeze(cluster, first, **asked)
+
+
+def test_only_of_audited_topics_it_is_asked_whether_they_are_compacted(cluster: MadeUp) -> None:
+    cluster.topics["compacted"] = ends(5)
+    cluster.forbidden = {"others"}
+    plan = freeze(cluster, named={"orders", "compacted"})
+    assert {log.topic for log in plan.logs if log.compacted} == {"compacted"}
+    with pytest.raises(CannotRun, match="not allowed"):
+        freeze(cluster, named={"others"})
 
 
 def test_a_log_known_from_its_beginning_knows_every_record(cluster: MadeUp) -> None:

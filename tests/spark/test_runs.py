@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ from pyspark.sql import SparkSession
 
 from deploy.local import places
 from service import wire
+from service.shared import SharedSettings
 from spark import job, lake, lock, report
 from spark.errors import AnotherRun, CannotRun
+from spark.kafka import Broker
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Life
 from tests.spark.runs import Ran
@@ -310,6 +312,21 @@ def test_what_makes_a_run_impossible_is_said_in_a_line(
     away.bootstrap = "127.0.0.1:1"
     with pytest.raises(CannotRun, match=r"FENCEPOST_KAFKA='127.0.0.1:1' did not answer"):
         audit(away)
+
+
+def test_what_fails_for_one_topic_is_told_of_the_others(
+    spark: SparkSession, history: History, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = history.topic(f"{history.namespace}-t", 2)
+    with closing(Broker(spark, SharedSettings(kafka=history.bootstrap))) as broker:
+        places = [(topic, 0), ("not-there", 0), (topic, 1)]
+        assert broker.ends(places, strict=False).keys() == {(topic, 0), (topic, 1)}
+        with pytest.raises(CannotRun, match="did not answer"):
+            broker.ends(places)
+        monkeypatch.setattr(broker, "names", lambda: [topic, "not-there"])
+        assert broker.describe([topic, "not-there"], strict=False).keys() == {topic}
+        with pytest.raises(CannotRun, match="UnknownTopicOrPartition"):
+            broker.describe([topic, "not-there"])
 
 
 def test_a_balance_that_does_not_close_is_no_report(
