@@ -72,7 +72,8 @@ def evidence(plan: Plan, settings: Settings) -> Evidence:
                 "gaps": [
                     {"first": gap.first, "last": gap.last, "cause": gap.cause}
                     for gap in log.gaps
-                    if gap.last > gap.first
+                    # What an earlier life of the topic lost says nothing of this one.
+                    if gap.last > gap.first and gap.seen_ms > log.since_ms
                 ],
             }
         )

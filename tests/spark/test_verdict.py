@@ -33,7 +33,7 @@ def plan(*logs: Log) -> Plan:
         log(DATA, "t", 1, last_stable=100, high_watermark=103),
         log(DATA, "t", 2, first=50, gaps=(Gap(60, 70, "retention", NOW_MS),)),
         log(DATA, "compact", 0, compacted=True),
-        log(DATA, "anew", 0, since_ms=NOW_MS + 60_000),
+        log(DATA, "anew", 0, since_ms=NOW_MS + 60_000, gaps=(Gap(6, 8, "retention", NOW_MS),)),
         log(DATA, "telemetry", 0),
         log(LEDGER, "fencepost.ledger", 0),
         log(LEDGER, "fencepost.ledger", 1, complete_ms=NOW_MS + 60_000),
@@ -88,6 +88,7 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "compacted": ([entry(5, topic="compact")], "unprovable", {"compacted"}, None),
     "anew": ([entry(5, topic="anew")], "unprovable", {"recreated"}, None),
     "anew-later": ([entry(5, topic="anew", at=NOW_MS + 120_000)], "lost", {"lost"}, None),
+    "anew-gap": ([entry(7, topic="anew", at=NOW_MS + 120_000)], "lost", {"lost"}, None),
     "gone": ([entry(5, topic="gone")], "unprovable", {"topic_gone"}, None),
     "gone-fresh": ([entry(5, topic="gone", at=FRESH)], "pending", {"pending"}, None),
     "stuck": ([answer(504)], "stuck", set(), None),
@@ -174,7 +175,7 @@ def test_topics_that_only_other_options_asked_for_are_judged_and_reported_no_mor
     rows = states(spark, {"in": [entry(1)], "out": [copy(1, topic="out")], "gone": [entry(1, topic="gone")]})
     found = {name_of(row["id"]) for row in judge(rows, evidence(known, settings())).collect()}
     assert found == {"in", "gone"}
-    assert {row["topic"] for row in findings.of_logs(spark, known).collect()} == {"t", "gone"}
+    assert {row["topic"] for row in findings.of_logs(spark, known).collect()} == {"t", "anew", "gone"}
 
 
 RESTARTED = (0, 11, 0, "a:1")
