@@ -205,7 +205,7 @@ def _phantom(seen: Evidence) -> Column:
     """Whether copies with our header are nowhere in the ledger (for idempotent topics: nor in the answers).
 
     `pending` until the ledger of the writer's slot is read to a record that is younger than the copy may be;
-    `evidence_gap` where that ledger is not known as far back as the copy.
+    `evidence_gap` where that ledger is not known as far back as the copy's acceptance, or not at all.
     """
     ours = F.filter("coordinates", lambda copy: copy["stamped"])
     first = F.get(ours, F.lit(0))
@@ -213,7 +213,7 @@ def _phantom(seen: Evidence) -> Column:
     idempotent = F.col("topic").isin(*seen.idempotent) if seen.idempotent else F.lit(False)
     answered = _sum("answered_201", "answered_202", "answered_503", "answered_504", "answered_other") > 0
     unheard = (F.col("entries_count") == 0) & ~(idempotent & answered)
-    complete_ms = F.when(idempotent, seen.answers_complete_ms).otherwise(F.coalesce(slot["complete_ms"], F.lit(0)))
+    complete_ms = F.when(idempotent, seen.answers_complete_ms).otherwise(slot["complete_ms"])
     decided_ms = F.when(idempotent, seen.answers_decided_ms).otherwise(
         F.coalesce(slot["decided_ms"], F.lit(seen.frozen_ms))
     )
@@ -226,7 +226,8 @@ def _phantom(seen: Evidence) -> Column:
     return F.when(
         (F.col("stamped") > 0) & unheard,
         F.when(over_ms > decided_ms, PENDING)
-        .when(complete_ms > F.least(first["accepted_at"], first["timestamp"]), "evidence_gap")
+        # The timestamp may be the client's own. A slot without a ledger here: another namespace's, or it is gone.
+        .when(complete_ms.isNull() | (complete_ms > first["accepted_at"]), "evidence_gap")
         .otherwise("phantom"),
     )
 

@@ -194,7 +194,9 @@ class Script(Copies):
             return record
 
         sent(self.plant("phantom", accepted=False, phantom=always), self.past())
-        sent(self.plant("phantom-slot", accepted=False, phantom=always), self.past(), self.life(10_000))
+        # Of a slot beyond the ledger's partitions nothing is known.
+        gap: Said = ("evidence_gap",) * 3
+        sent(self.plant("phantom-slot", accepted=False, phantom=gap), self.past(), self.life(10_000))
         told = self.plant("phantom-answered", phantom=always)
         sent(told, self.past())
         self.answer(told, 201)
@@ -216,10 +218,11 @@ class Script(Copies):
         self.kept_ms = at + 60_000
         kept = self.plant("kept")
         self.kept = self.record(kept, self.life(self.cut_slot), self.kept_ms, ts=self.kept_ms)
-        gap: Said = ("evidence_gap",) * 3
-        for near, fates in ((-1, gap), (1, always)):
+        # By its acceptance: its timestamp may be one that the client gave it.
+        for near, other, fates in ((-1, 0, gap), (1, 0, always), (1, -HOUR_MS, always), (-1, HOUR_MS // 2, gap)):
             unheard = self.plant("phantom-cut", accepted=False, phantom=fates)
-            sent(unheard, self.kept_ms + near, self.life(self.cut_slot), partition=1)
+            at = self.kept_ms + near
+            sent(unheard, at, self.life(self.cut_slot), partition=1, ts=at + other)
 
     def idempotent(self) -> None:
         """A topic without a ledger: the answers say what went where."""

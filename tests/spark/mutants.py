@@ -182,13 +182,15 @@ MUTANTS: Final = (
         _PHANTOM, "verdict", "F.greatest(accepted_ms, seen_ms) + self.settle_ms", "F.greatest(accepted_ms, seen_ms)"
     ),
     Mutant(_PHANTOM, "verdict", "seen.held_over_ms(*times)).otherwise", "seen.over_ms(*times)).otherwise"),
-    Mutant(_PHANTOM, "verdict", "complete_ms > F.least(", "complete_ms < F.least("),
+    Mutant(_PHANTOM, "verdict", "(complete_ms > first[", "(complete_ms < first["),
     Mutant(
         _PHANTOM,
         "verdict",
-        '.when(complete_ms > F.least(first["accepted_at"], first["timestamp"]), "evidence_gap")',
+        '.when(complete_ms.isNull() | (complete_ms > first["accepted_at"]), "evidence_gap")',
         "",
     ),
+    Mutant(_PHANTOM, "verdict", "complete_ms.isNull() | (complete_ms", "(complete_ms"),
+    Mutant(_PHANTOM, "verdict", '> first["accepted_at"]), "evidence_gap")', '> first["timestamp"]), "evidence_gap")'),
     Mutant(_PHANTOM, "verdict", "~(idempotent & answered)", "~idempotent"),
     Mutant(_PHANTOM, "verdict", " & ~(idempotent & answered)", ""),
     Mutant(_PHANTOM, "verdict", '"answered_504", "answered_other") > 0', '"answered_other") > 0'),

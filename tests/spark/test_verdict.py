@@ -102,7 +102,10 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "phantom-answered": ([copy(1), answer(201, 1)], "delivered_once", set(), "phantom"),
     "phantom-fresh": ([copy(1, at=FRESH)], None, set(), "pending"),
     "phantom-unheard": ([copy(1, life=OTHER)], None, set(), "evidence_gap"),
-    "phantom-no-slot": ([copy(1, life=(99, 1, 0, "x"))], None, set(), "phantom"),
+    "phantom-no-slot": ([copy(1, life=(99, 1, 0, "x"))], None, set(), "evidence_gap"),
+    # By its acceptance: its timestamp may be one that the client gave it.
+    "phantom-ts-old": ([copy(1, life=OTHER, at=NOW_MS + 120_000, ts=NOW_MS)], None, set(), "phantom"),
+    "unheard-ts-new": ([copy(1, life=OTHER, ts=NOW_MS + 120_000)], None, set(), "evidence_gap"),
     # Several at once: each is found, the balance has one place for the id.
     "twice-lost": ([copy(1), copy(2), entry(1), entry(2), entry(3)], "lost", {"lost"}, None),
     "conflict-lost": ([copy(1), copy(2, fp=b"x" * 8), entry(1), entry(3)], "lost", {"lost"}, None),
@@ -176,6 +179,14 @@ def test_topics_that_only_other_options_asked_for_are_judged_and_reported_no_mor
     found = {name_of(row["id"]) for row in judge(rows, evidence(known, settings())).collect()}
     assert found == {"in", "gone"}
     assert {row["topic"] for row in findings.of_logs(spark, known).collect()} == {"t", "anew", "gone"}
+
+
+def test_without_a_ledger_nothing_is_a_phantom_but_where_the_answers_tell(spark: SparkSession) -> None:
+    logs = [one for one in plan().logs if one.role != LEDGER]
+    seen = evidence(Plan(1, FROZEN_MS, "", tuple(logs)), settings())
+    rows = states(spark, {"unknown": [copy(1)], "told": [copy(1, topic="telemetry")], "fresh": [copy(1, at=FRESH)]})
+    found = {name_of(row["id"]): row["phantom"] for row in judge(rows, seen).collect()}
+    assert found == {"unknown": "evidence_gap", "told": "phantom", "fresh": "pending"}
 
 
 RESTARTED = (0, 11, 0, "a:1")
