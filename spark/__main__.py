@@ -12,7 +12,7 @@ from service.shared import Rules, SettingsError, SharedSettings
 from spark import job, show, view
 from spark.console import Console
 from spark.errors import CannotRun
-from spark.jvm import Py4JJavaError
+from spark.jvm import Py4JError
 from spark.session import open_session
 from spark.settings import Settings, parse, parse_about
 
@@ -33,8 +33,8 @@ def main() -> int:
     except (SettingsError, CannotRun) as error:
         sys.stderr.write(f"cannot run: {error}\n")
         return EXIT_CANNOT_RUN
-    except (PySparkException, Py4JJavaError):
-        # Whatever Spark, Delta or a disk refused: status 1 would read like a verdict to nobody, but 3 must never.
+    except (PySparkException, Py4JError):
+        # Whatever Spark, Delta or a disk refused, or a JVM that is gone: no status but this says that nothing was told.
         traceback.print_exc()
         sys.stderr.write(
             "cannot run: Spark failed, see above; what was done is kept, the next run goes on from there\n"

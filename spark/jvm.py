@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
+from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["Py4JJavaError", "gateway", "is_deterministic", "jvm", "nested", "reason", "remember_methods"]
+__all__ = ["Py4JError", "Py4JJavaError", "gateway", "is_deterministic", "jvm", "nested", "reason", "remember_methods"]
 
 
 def jvm(spark: SparkSession) -> Any:

@@ -4,6 +4,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from py4j.protocol import Py4JNetworkError  # type: ignore[import-untyped]
 
 import spark.__main__
 from spark.settings import parse
@@ -69,3 +70,11 @@ def test_a_wrong_setting_is_a_line_before_spark_is_started(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("cannot run: ")
     assert line.endswith(why)
+
+
+def test_a_jvm_that_died_is_no_verdict(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    gone = Py4JNetworkError("Answer from Java side is empty")
+    monkeypatch.setattr(spark.__main__, "open_session", Mock(side_effect=gone))
+    monkeypatch.setattr("sys.argv", ["spark", *GIVEN])
+    assert spark.__main__.main() == 2
+    assert "cannot run: Spark failed, see above" in capsys.readouterr().err
