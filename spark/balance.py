@@ -22,8 +22,9 @@ HOUR_FORMAT = "%Y-%m-%d %H:%M:%S"
 class Balance:
     """Counts (findings.SUMS) by hour (`yyyy-MM-dd HH:mm:ss`, UTC) and topic; zeros are left out.
 
-    `adjustment` is what changes when ids with several hours count once: it is added to the hours. `cells` is where
-    the records lie.
+    `adjustment` is what changes when ids with several hours count once: it is added to the hours. It fits them only as
+    they were when it was made: where one is counted anew, all of it goes, and such ids count in each of their hours
+    until the next pass over all ids. `cells` is where the records lie.
     """
 
     hours: ByHour = field(default_factory=dict)
@@ -52,6 +53,8 @@ class Balance:
         """
         for hour in hours:
             self.hours.pop(hour, None)
+            if hour in self.adjustment:
+                self.adjustment = {}
         _add(self.hours, rows, 1)
         _add(self.hours, twice, -1)
 

@@ -1,0 +1,32 @@
+"""The sums that runs hand on."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from spark.balance import Balance, by_topic, closed
+from spark.findings import SUMS
+
+FIRST, SECOND, THIRD = (f"2026-11-01 0{hour}:00:00" for hour in (1, 2, 3))
+
+
+def _row(hour: str, **counts: int) -> dict[str, Any]:
+    """A row of findings.sums."""
+    at = datetime.fromisoformat(hour).replace(tzinfo=UTC)
+    return {**dict.fromkeys(SUMS, 0), **counts, "accepted_hour": at, "topic": "t"}
+
+
+def test_an_adjustment_goes_with_any_of_its_hours() -> None:
+    balance = Balance()
+    once = {"accepted": 1, "delivered_once": 1}
+    apart = [_row(FIRST, **once), _row(SECOND, **once)]
+    balance.replace([], [*apart, _row(THIRD, **once)])
+    balance.adjust(apart, [_row(SECOND, accepted=1, duplicated=1)])
+    line = closed(by_topic(balance.since(FIRST)))
+    assert (line["accepted"], line["delivered_once"], line["duplicated"]) == (2, 1, 1)
+    # A run without the pass over ids: it leaves the adjustment alone, until it counts one of its hours.
+    later = Balance.of(balance.document())
+    later.replace([THIRD], [_row(THIRD, accepted=2, delivered_once=2)])
+    assert later.adjustment == balance.adjustment
+    later.replace([SECOND], [_row(SECOND, accepted=1, duplicated=1)])
+    line = closed(by_topic(later.since(FIRST)))
+    assert (line["accepted"], line["delivered_once"], line["duplicated"]) == (4, 3, 1)
