@@ -152,12 +152,16 @@ Named = Callable[[], set[str]]
 
 
 def options_of(settings: Settings) -> str:
-    """What a verdict depends on, besides the records; another value has everything judged anew."""
+    """What a verdict depends on, besides the records; another value has everything judged anew.
+
+    The window is one of these: a run hands on the sums of no more hours than it shows.
+    """
     options, shared = settings.options, settings.shared
     return json.dumps(
         {
             "topics": options.topics,
             "grace_s": options.grace_s,
+            "window_h": options.window_h,
             "key_ttl_s": shared.key_ttl_s,
             "namespace": shared.namespace,
             "identity": dict(options.identity),

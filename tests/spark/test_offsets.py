@@ -133,6 +133,10 @@ def test_globs_have_to_match_a_topic_that_is_there_or_was(cluster: MadeUp) -> No
     assert freeze(cluster, freeze(cluster, second, in_lake=set()), topics=("ord*",)).topics == []
 
 
+def test_another_window_has_everything_judged_anew() -> None:
+    assert offsets.options_of(settings(window_h=336)) != offsets.options_of(settings())
+
+
 def test_the_next_run_goes_on_where_the_last_one_ended(cluster: MadeUp) -> None:
     first = freeze(cluster, named={"orders"})
     cluster.topics["orders"] = ends(25)
