@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from pyspark import StorageLevel
@@ -128,9 +128,10 @@ class _Run:
     def _plan(self, before: dict[str, Any] | None) -> tuple[Plan, bool]:
         """This run's plan, and whether a run before us made it and was cut off."""
         done = before["run"] if before else 0
-        progress = self.lake.read("progress").where(F.col("run").isin(done, done + 1)).collect()
+        progress = self.lake.read("progress").where(F.col("run") >= done).collect()
+        newest = max((row["run"] for row in progress), default=done)
         last = Plan.from_rows(row.asDict(recursive=True) for row in progress if row["run"] == done)
-        cut = Plan.from_rows(row.asDict(recursive=True) for row in progress if row["run"] == done + 1)
+        cut = Plan.from_rows(row.asDict(recursive=True) for row in progress if row["run"] == newest > done)
         if cut is not None:
             if self._goes_on(cut):
                 self.tell(f"taking up run {cut.run}, which was cut off")
@@ -138,11 +139,13 @@ class _Run:
             self.tell(f"run {cut.run} was cut off before it merged; planning it anew")
         with closing(Broker(self.spark, self.settings.shared)) as broker:
             plan = offsets.freeze(broker, self.settings, last, self.now_ms, self._discover, self._named)
+        # Never the number of one that was cut off: what that one has written already would count as ours.
+        plan = replace(plan, run=newest + 1)
         rows = native.rows_of(self.spark, lake.schema("progress"), plan.rows())
         if cut is None:
             self.lake.append("progress", rows, plan.run)
         else:
-            self.lake.overwrite("progress", rows, f"run = {plan.run}")
+            self.lake.overwrite("progress", rows, f"run > {done}")
         return plan, False
 
     def _goes_on(self, cut: Plan) -> bool:

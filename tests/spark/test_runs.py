@@ -117,6 +117,27 @@ def test_a_run_that_was_cut_off_anywhere_ends_with_the_report_it_would_have_had(
         assert rows[0].count() == rows[1].count() > 0, name
 
 
+def test_what_is_planned_anew_is_written_whatever_the_run_that_was_cut_off_had_written(
+    spark: SparkSession, history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = history.topic(f"{history.namespace}-t", 1)
+    producer = history.transactional(ONE)
+    (there,) = history.deliver(producer, ONE, topic, ["there"])
+    history.answers([there.answer(id=b"l" * 16, offset=1000)])
+    first = audit(history, later_s=LATER_S, grace_s=7200)
+    assert first.document["balance"]["pending"] == 1
+    # Nothing new, so that nothing is merged: twice cut off, with other options each time.
+    for grace_s in (7200, 7201):
+        with cut(monkeypatch, lake.Lake, "replace", after=True, only="findings"):
+            audit(history, later_s=LATER_S, grace_s=grace_s)
+    last = audit(history, later_s=LATER_S)
+    assert last.findings() == {("lost", "answer", None)}
+    assert (last.document["run"]["number"], last.document["run"]["resumed"]) == (4, False)
+    tables = lake.Lake(spark, str(last.lake))
+    assert {row["run"] for row in tables.read("progress").collect()} == {1, 4}
+    assert tables.read("verdicts").where("verdict = 'lost'").count() == 1
+
+
 def test_what_a_run_that_was_cut_off_did_not_tidy_up_the_next_hour_does(
     spark: SparkSession, history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,7 +290,7 @@ def test_logs_that_change_between_runs(history: History, audit: Audit, monkeypat
     producer = history.transactional(ONE)
     history.deliver(producer, ONE, anew, ["new"])
     second = audit(history, later_s=LATER_S)
-    assert (second.document["run"]["number"], second.document["run"]["resumed"]) == (2, False)
+    assert (second.document["run"]["number"], second.document["run"]["resumed"]) == (3, False)
     gap = "evidence_gap"
     assert second.findings() == {
         (gap, "retention", f"{eaten}[0]"),
