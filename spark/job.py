@@ -72,6 +72,7 @@ class _Run:
         self.lake = lake.Lake(spark, settings.options.lake)
         self.cost = Cost(tell)
         self.kept_from = ""
+        self.last: Plan | None = None
         # What ledger and journal say (state.told), where the plan needed it already, and of which of their spans.
         self.told: tuple[tuple[Spans, Spans], DataFrame] | None = None
 
@@ -130,7 +131,7 @@ class _Run:
         done = before["run"] if before else 0
         progress = self.lake.read("progress").where(F.col("run") >= done).collect()
         newest = max((row["run"] for row in progress), default=done)
-        last = Plan.from_rows(row.asDict(recursive=True) for row in progress if row["run"] == done)
+        self.last = Plan.from_rows(row.asDict(recursive=True) for row in progress if row["run"] == done)
         cut = Plan.from_rows(row.asDict(recursive=True) for row in progress if row["run"] == newest > done)
         if cut is not None:
             if self._goes_on(cut):
@@ -138,7 +139,7 @@ class _Run:
                 return cut, True
             self.tell(f"run {cut.run} was cut off before it merged; planning it anew")
         with closing(Broker(self.spark, self.settings.shared)) as broker:
-            plan = offsets.freeze(broker, self.settings, last, self.now_ms, self._discover, self._named)
+            plan = offsets.freeze(broker, self.settings, self.last, self.now_ms, self._discover, self._named)
         # Never the number of one that was cut off: what that one has written already would count as ours.
         plan = replace(plan, run=newest + 1)
         rows = native.rows_of(self.spark, lake.schema("progress"), plan.rows())
@@ -199,7 +200,7 @@ class _Run:
             told = state.told(self._testimony(spans, plan.frozen_ms))
         copies = decode.deliveries(self._records(plan.spans(DATA)), plan.frozen_ms, self.settings.options.identity)
         idempotent = verdict.idempotent(plan, self.settings)
-        rows = state.reduce(copies, told, plan.run, idempotent)
+        rows = state.reduce(copies, told, plan.run, idempotent, offsets.arrived(plan, self.last))
         if self.kept_from:
             rows = rows.where(hours.since(self.kept_from))
         if not self.lake.exists("deliveries"):

@@ -282,6 +282,23 @@ def _ruled(settings: Settings, name: str) -> bool:
     return any(fnmatchcase(name, rule.pattern) for rule in settings.rules.topics)
 
 
+def arrived(plan: Plan, before: Plan | None) -> dict[Place, int]:
+    """Since when (ms) what a run reads of a data log has come into it at the earliest, where the run before tells.
+
+    That run froze the log's end: what lies above it came, or was committed, later, whatever its timestamp says.
+    """
+    if before is None:
+        return {}
+    read = {log.place: log for log in before.of(DATA) if log.end == log.last_stable}
+    return {
+        log.place: before.frozen_ms
+        for log in plan.of(DATA)
+        if log.start < log.end
+        and (last := read.get(log.place)) is not None
+        and (log.life != last.life or log.start >= last.end)
+    }
+
+
 def readable(cluster: Cluster, plan: Plan) -> bool:
     """Whether all that a plan wants to read is still in the logs, which go on while nobody carries it out."""
     logs = [log for log in plan.logs if log.audited and log.start < log.end]

@@ -5,6 +5,7 @@ ledger entry and its answers meet; nothing in it is a list, so that making, merg
 where an id has several rows, or one that does not explain itself, they are `gathered` to one with lists (GATHERED).
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -57,10 +58,11 @@ ROW: Final = {
 `plain` is 1 where a row leaves nothing to be said, unless the id has another one: the record and one ledger entry met
 (in an `idempotent` topic: the record and a 201), or it is a record without our header that nobody claims. Of these,
 which are most, only numbers have to be read again. Partition and offset are null for what is known of an id without a
-place (a 504). `accepted_ms` is the earliest acceptance, `last_ms` the last evidence; `count` is 1 where there is a
-record (0: it is only said to be there; more: rejected entries of one record); `entered_ms` and `answered_ms` are when
-ledger and journal first named the place, `unsure_ms` when the last 202 or 504 was journaled. From `copied_ms` (its
-timestamp) and `copied_at` (its acceptance) on it is the record itself; `keyed`: whether it has a record key.
+place (a 504). `accepted_ms` is the earliest acceptance, `last_ms` when the last evidence came, as far as that is known;
+`count` is 1 where there is a record (0: it is only said to be there; more: rejected entries of one record);
+`entered_ms` and `answered_ms` are when ledger and journal first named the place, `unsure_ms` when the last 202 or 504
+was journaled. From `copied_ms` (its timestamp) and `copied_at` (its acceptance) on it is the record itself; `keyed`:
+whether it has a record key.
 """
 
 WRITTEN: Final = "entries_count + answered_201 + answered_202 + answered_504 > 0"
@@ -140,8 +142,15 @@ def same_place(one: Column, other: Column) -> Column:
     )
 
 
-def reduce(copies: DataFrame, told: DataFrame, run: int, idempotent: Sequence[str] = ()) -> DataFrame:
-    """decode.COPIES, `told` → ROW, a row for each place of an id and hour; `idempotent` names topics.
+def reduce(
+    copies: DataFrame,
+    told: DataFrame,
+    run: int,
+    idempotent: Sequence[str] = (),
+    arrived: Mapping[tuple[str, int], int] | None = None,
+) -> DataFrame:
+    """decode.COPIES, `told` → ROW, a row for each place of an id and hour; `idempotent` names topics, `arrived` is
+    since when (ms) the copies of a topic's partition have been there at the earliest, where that is known.
 
     The aggregation has only numbers to carry, so that Spark hashes instead of sorting; a record is one of its kind
     and needs none: it is joined. Both are spread by id and place alike, in one exchange each.
@@ -161,12 +170,23 @@ def reduce(copies: DataFrame, told: DataFrame, run: int, idempotent: Sequence[st
         "plain": _plain({**sums, "count": count}, F.col("stamped"), idempotent),
         "run": F.lit(run),
         "accepted_ms": F.least("copied_at", "first_at"),
-        "last_ms": F.greatest("copied_ms", "last_ts"),
+        # A record's timestamp may be an old one that a client, or a replay, has given it.
+        "last_ms": F.greatest("copied_ms", "copied_at", _arrived_ms(arrived or {}), "last_ts"),
         "count": count,
         **sums,
         "reject": F.coalesce("copy_reject", "reject"),
     }
     return joined.select(*(columns.get(name, F.col(name)).cast(kind).alias(name) for name, kind in ROW.items()))
+
+
+def _arrived_ms(arrived: Mapping[tuple[str, int], int]) -> Column:
+    """Since when the record of a row has been there at the earliest, null where that is not known, or no record."""
+    topics: dict[str, list[int | None]] = {}
+    for (topic, partition), ms in sorted(arrived.items()):
+        known = topics.setdefault(topic, [])
+        known += [None] * (partition - len(known)) + [ms]
+    constant = F.from_json(F.lit(json.dumps(topics)), "map<string, array<bigint>>")
+    return F.when(F.col("copied_ms").isNotNull(), F.get(F.try_element_at(constant, F.col("topic")), F.col("partition")))
 
 
 def told(testimony: DataFrame, parts: int | None = None) -> DataFrame:

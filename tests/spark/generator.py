@@ -346,6 +346,12 @@ class Script(Copies):
             self.delivered(planted, at, ts=at, life=self.life(self.slot), value=value)
             self.delivered(planted, at, ts=at + 50, life=self.life(self.slot), value=value, cause=RESTART)
 
+        # What a replay brings into the log with its old timestamp is told when it comes.
+        at, value = FROZEN_MS[0] - WINDOW_MS - 30 * HOUR_MS, self.content()
+        planted = self.plant("replayed", until=0, again=2)
+        self.delivered(planted, at, ts=at, value=value)
+        self.send(self.record(planted, None, at + 50, ts=at + 50, value=value, cause=FOREIGN), stage=2)
+
     def later(self) -> None:
         """What only the second run sees: more of everything, a partition and a topic that were not there."""
         at = FROZEN_MS[1] - HOUR_MS // 2

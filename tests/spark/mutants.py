@@ -222,6 +222,7 @@ MUTANTS: Final = (
     # --------------------------------------------------------------------------------------- balance, window, time
     Mutant(_WINDOW, "report", "settings.options.window_h * HOUR_MS", "settings.options.window_h * HOUR_MS * 2"),
     Mutant(_WINDOW, "report", "settings.options.window_h * HOUR_MS", "(settings.options.window_h - 1) * HOUR_MS"),
+    Mutant(_WINDOW, "state", '_arrived_ms(arrived or {}), "last_ts"', '"last_ts"', 2),
     Mutant(_BALANCE, "balance", "_add(self.adjustment, apart, -1)", "pass"),
     Mutant(_BALANCE, "balance", "_add(self.adjustment, together, 1)", "pass"),
     Mutant(_BALANCE, "balance", 'if any(counts.get("open") for counts in topics.values())', "if not topics", 3),

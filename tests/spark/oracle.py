@@ -85,7 +85,8 @@ class Claim:
 class Planted:
     """One id. `otherwise` is where it stands as long as it has neither a copy of ours nor an outstanding claim.
 
-    `until` is the last stage whose window still shows it. `stuck` names the answer that left it unsure.
+    `until` is the last stage whose window still shows it; from the stage `again` on, when another copy comes into the
+    log, its findings are shown all the same. `stuck` names the answer that left it unsure.
     """
 
     id: bytes
@@ -97,6 +98,11 @@ class Planted:
     otherwise: Said = (None, None, None)
     stuck: str = "504"
     until: int = STAGES
+    again: int = STAGES + 1
+
+    def shown(self, stage: int) -> bool:
+        """Whether a stage's report has its findings."""
+        return stage <= self.until or stage >= self.again
 
     def visible(self, stage: int) -> list[Record]:
         """The copies in the order in which they count."""
@@ -165,7 +171,7 @@ class Plants:
         """Every finding of a stage's report."""
         found: Counter[Finding] = Counter()
         for one in self.ids:
-            if stage <= one.until:
+            if one.shown(stage):
                 found.update(_of_id(one, stage))
         for retried in self.retried:
             there = [one for one in retried.ids if one.visible(stage)]
@@ -179,7 +185,7 @@ class Plants:
     def _of_places(self, stage: int) -> Iterable[Finding]:
         places: dict[_Where, list[tuple[int, int]]] = {}
         for one in self.ids:
-            if stage > one.until:
+            if not one.shown(stage):
                 continue
             for claim in one.claims:
                 fate = claim.fates[stage - 1]

@@ -54,12 +54,12 @@ def ids(named: Mapping[str, Sequence[Any]]) -> list[Any]:
     return [{**one, "id": name.encode().ljust(16)[:16]} for name, evidence in named.items() for one in evidence]
 
 
-def reduced(spark: SparkSession, rows: Sequence[Any], run: int = 1) -> DataFrame:
+def reduced(spark: SparkSession, rows: Sequence[Any], run: int = 1, **more: Any) -> DataFrame:
     """Evidence → state.ROW."""
     copies = [row for row in rows if "kind" in row]
     testimony = [row for row in rows if "kind" not in row]
     told = state.told(spark.createDataFrame(testimony, decode.TESTIMONY))
-    return state.reduce(spark.createDataFrame(copies, decode.COPIES), told, run)
+    return state.reduce(spark.createDataFrame(copies, decode.COPIES), told, run, **more)
 
 
 def states(spark: SparkSession, named: Mapping[str, Sequence[Any]]) -> DataFrame:

@@ -180,6 +180,19 @@ def test_an_open_transaction_leaves_a_log_unsettled_and_tells_since_when(cluster
     assert one(plan, REQUESTS_TOPIC).decided_ms == NOW_MS
 
 
+def test_what_lies_above_the_last_end_came_after_it_was_frozen(cluster: MadeUp) -> None:
+    cluster.topics |= {"capped": ends(10), "truncated": ends(10), "anew": ends(10), "same": ends(10)}
+    first = freeze(cluster, topics=("*",))
+    assert offsets.arrived(first, None) == {}
+    logs = [replace(log, end=9) if log.topic == "capped" else log for log in first.logs]
+    first = replace(first, logs=tuple(logs))
+    cluster.topics |= {"orders": ends(25), "capped": ends(12), "truncated": ends(6), "anew": ends(3), "new": ends(3)}
+    cluster.topics["others"] = ends(20, start=15)
+    cluster.lives["anew"] = "two"
+    second = freeze(cluster, first, topics=("*",), now_ms=NOW_MS + 5)
+    assert offsets.arrived(second, first) == {(name, 0): NOW_MS for name in ("anew", "orders", "others")}
+
+
 def test_what_retention_took_unread_is_a_gap_and_not_read(cluster: MadeUp) -> None:
     first = freeze(cluster, named={"orders"})
     cluster.topics["orders"] = ends(50, start=30)

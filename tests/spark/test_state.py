@@ -114,6 +114,26 @@ def test_records_without_id_have_a_row_each(spark: SparkSession) -> None:
     assert {row["kind"] for row in rows} == {decode.UNKEYED}
 
 
+def test_the_last_evidence_of_an_old_timestamp_is_when_it_came(spark: SparkSession) -> None:
+    old = NOW_MS - 1000 * HOUR_MS
+    named = {
+        "retried": [copy(1, ts=old)],
+        "replayed": [copy(2, at=old, life=None, partition=2)],
+        "unknown": [copy(3, at=old, life=None, partition=1)],
+        "beyond": [copy(4, at=old, life=None, partition=3)],
+        "elsewhere": [copy(5, at=old, life=None, topic="u")],
+        "claimed": [entry(6, at=old, partition=2)],
+        "new": [copy(7, partition=2)],
+    }
+    rows = reduced(spark, ids(named), arrived={("t", 0): NOW_MS - 9, ("t", 2): NOW_MS - 7}).collect()
+    assert {name_of(row["id"]): row["last_ms"] for row in rows} == {
+        "retried": NOW_MS,
+        "replayed": NOW_MS - 7,
+        **dict.fromkeys(("unknown", "beyond", "elsewhere", "claimed"), old + 5),
+        "new": NOW_MS + 5,
+    }
+
+
 def test_a_topic_is_written_to_where_the_ledger_or_an_answer_that_refuses_nothing_names_it(
     spark: SparkSession,
 ) -> None:
