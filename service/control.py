@@ -57,6 +57,8 @@ class Control:
             self._next = None  # who comes from here on needs a later barrier
             barrier = encode_barrier(self._instance, secrets.token_hex(8), _now_ms())
             through = await self._producer.send(self._topic, 0, barrier_key(slot), barrier)
+            if through < self._position:  # the topic was made anew: of what was read before, it has nothing
+                self._position, self._newest = 0, None
             spans = {0: Span(self._position, through)}
             records = read_through(self._cluster, self._topic, spans, "read_uncommitted", self._cluster.timeout_s)
             async with contextlib.aclosing(records):

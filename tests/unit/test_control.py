@@ -1,0 +1,69 @@
+"""What is read of the control topic, and from where on."""
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import pytest
+
+from service import control as module
+from service.control import Control, Newest
+from service.kafka.reader import Span
+from service.wire import GENERATION_KEY, Generation
+from tests.unit.fakes import FakeCluster
+
+
+class _Item:
+    def __init__(self, offset: int, key: bytes, value: bytes) -> None:
+        self.offset, self.key, self.value = offset, key, value
+
+
+class _Topic:
+    """The control topic; it is written and read here, and made anew by `clear`."""
+
+    def __init__(self) -> None:
+        self.records: list[tuple[bytes, bytes]] = []
+        self.spans: list[Span] = []
+
+    async def send(self, topic: str, partition: int, key: bytes, value: bytes) -> int:
+        self.records.append((key, value))
+        return len(self.records) - 1
+
+    async def read(self, cluster: Any, topic: str, spans: Mapping[int, Span], *_: object) -> AsyncIterator[list[_Item]]:
+        span = spans[0]
+        self.spans.append(span)
+        assert span.start is not None
+        yield [_Item(offset, *self.records[offset]) for offset in range(span.start, span.through + 1)]
+
+
+@pytest.fixture
+def topic(monkeypatch: pytest.MonkeyPatch) -> _Topic:
+    topic = _Topic()
+    monkeypatch.setattr(module, "read_through", topic.read)
+    return topic
+
+
+@pytest.fixture
+def control(topic: _Topic) -> Control:
+    control = Control(FakeCluster(), "fp.control", "test")
+    control._producer = topic  # type: ignore[assignment]
+    return control
+
+
+async def test_what_was_read_is_not_read_again(topic: _Topic, control: Control) -> None:
+    assert await control.newest() is None
+    generation = await control.append("run/repl")
+    for _ in range(2):
+        assert await control.newest() == Newest(generation, "run/repl")
+    assert topic.spans == [Span(0, 0), Span(1, 2), Span(3, 3)]
+
+
+async def test_of_a_topic_that_was_made_anew_nothing_is_known(topic: _Topic, control: Control) -> None:
+    """A process that goes on must not believe the generation of the one before."""
+    for _ in range(5):
+        await control.append("run/old")
+        await control.newest()
+    topic.records.clear()
+    topic.records.append((GENERATION_KEY, Generation("run/new", "other", 1).encode()))
+    assert await control.newest() == Newest(0, "run/new")
+    topic.records.clear()
+    assert await control.newest() is None
