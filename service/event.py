@@ -28,9 +28,10 @@ HEADERS_MAX: Final = 100
 BATCH_EVENTS_MAX: Final = 10_000
 TIMESTAMP_MOST: Final = 2**53 - 1
 PARTITION_MOST: Final = 2**31 - 1
+TRACE_BYTES: Final = 55  # of a trace context
 # Most that a batch of one record needs beside its key, its value, the client's headers and its idempotency key: the
 # batch's head (61), the record's own fields (21), our headers with their names, a trace context, which tracing adds.
-OVERHEAD_BYTES: Final = 61 + 21 + 18 + 16 + 180 + 16 + 55
+OVERHEAD_BYTES: Final = 61 + 21 + 18 + 16 + 180 + 16 + TRACE_BYTES
 # The lengths of a header's name and content, as a record has them.
 HEADER_BYTES: Final = 8
 # A ledger entry without its topic's name: hex id and fingerprint, five numbers and their names.
@@ -192,7 +193,7 @@ def check_topic(event: Event, topic: Topic) -> None:
     if event.partition is not None and event.partition >= topic.partitions:
         raise invalid("partition", f"{topic.name} has {topic.partitions}: use 0 to {topic.partitions - 1}, or none")
     settings = topic.settings
-    ours = OVERHEAD_BYTES + len(event.key) + max(0, len(event.traceparent or b"") - 55)
+    ours = OVERHEAD_BYTES + len(event.key) + max(0, len(event.traceparent or b"") - TRACE_BYTES)
     whole, most = event.size + HEADER_BYTES * len(event.headers) + ours, topic.message_bytes_max
     if whole > most:
         raise Problem(TOO_LARGE, f"value: with headers the record has up to {whole} bytes; {topic.name} takes {most}")

@@ -21,15 +21,16 @@ Committable = tuple[Request, Committed]
 
 
 class Written(NamedTuple):
-    """What became of a claimed group: written and to be marked, and requests whose claims are to be given up.
-
-    `vain`: nothing of it could be sent; the next try may cost a producer id too, and is not to come at once.
-    """
+    """What became of a claimed group: written and to be marked, and requests whose claims are to be given up."""
 
     delivered: list[Committable]
     link: Link
     unwanted: list[Request]
-    vain: bool = False
+
+    @property
+    def vain(self) -> bool:
+        """Was nothing written, and does some of it go round again? Not at once: each try may cost a producer id."""
+        return not self.delivered and any(not request.answered for request in self.unwanted)
 
 
 def route(

@@ -96,10 +96,9 @@ class Ingest:
             requests = [] if slot.leaving else self._queue.take()
             if not requests:
                 continue
-            turn, unwanted = requests[0].turn, list[Request]()
+            turn, unwanted, written = requests[0].turn, list[Request](), None
             try:
                 group, unwanted = await self._claim(slot, requests)
-                written = None
                 if group:
                     written = await self._deliver(slot, group)
                     unwanted += written.unwanted
@@ -110,13 +109,13 @@ class Ingest:
                     await slot.abandon()
                 if unwanted:
                     await self._release(slot, unwanted)
-                    if written is not None and written.vain:
-                        await asyncio.sleep(AWAY_PAUSE_S)
             except BaseException:
                 self._wait_again(slot, [request for request in requests if request.turn == turn], unwanted)
                 raise
             finally:
                 self._queue.returned(requests)
+            if written is not None and written.vain:
+                await asyncio.sleep(AWAY_PAUSE_S)
         if finishing is not None:
             await finishing
 
@@ -318,8 +317,7 @@ class Ingest:
                 self._answer(request, Problem(OUTCOME_UNKNOWN, "Idempotency-Key: a retry writes it again"))
             elif self._travels_on(request, fate, alone=len(group) == 1):
                 request.move(RequestEvent.REFUSE)
-        vain = not others_went and any(isinstance(fate, NotSent) for fate in fates)
-        return written._replace(vain=vain)
+        return written
 
     def _records(self, slot: Slot, group: Sequence[Won], producer_id: int, epoch: int) -> list[Record]:
         writer = stamp_writer(slot.n, producer_id, epoch, self._settings.name)

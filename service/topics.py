@@ -161,7 +161,7 @@ class Catalogue:
         if stale:
             with contextlib.suppress(KafkaAway, TimeoutError):
                 async with asyncio.timeout(LOOK_AGAIN_S):
-                    await asyncio.gather(*(shared(self._asking.get(name) or self._ask_apart(name)) for name in stale))
+                    await asyncio.gather(*(self.get(name, time.monotonic()) for name in stale))
 
     def _ask_apart(self, name: str) -> asyncio.Task[Topic | None]:
         asking = self._asking[name] = asyncio.create_task(self._ask(name))
@@ -174,7 +174,7 @@ class Catalogue:
         try:
             topic = (await self._cluster.describe([name])).get(name)
             if topic is None and last is not None:
-                # A broker may know it no more, or not yet: 404 is final to a client, so another one is asked too.
+                # The broker that was asked may lag behind; 404 is final to a client, so it is asked for once more.
                 topic = (await self._cluster.describe([name])).get(name)
         except KafkaAway:
             if last is None:

@@ -19,7 +19,6 @@ from service.kafka.life import Place, Record
 from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import ends, offsets_since, read_between
 from service.kafka.survey import Census, Operation, Survey
-from service.kafka.verdict import Refusal
 from service.keys_view import KeysView
 from service.settings import Settings
 from service.shared import Rules
@@ -148,7 +147,7 @@ async def _brokers_clock(kafka: Survey, settings: Settings, requests: str, now: 
         async def stamped() -> float:
             (fate,) = await producer.write([record])
             if not isinstance(fate, Place):
-                raise KafkaAway(f"{requests}: {fate.why if isinstance(fate, Refusal) else 'no clean answer'}")
+                raise KafkaAway(f"{requests}: {fate.why if fate else 'no clean answer'}")
             return fate.timestamp
 
         return check_clocks.clock("clocks.kafka", "the brokers'", await _look_at(stamped, now))

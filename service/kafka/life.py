@@ -66,6 +66,11 @@ class NotSent(msgspec.Struct, frozen=True):
 
     itself: bool
 
+    @property
+    def why(self) -> str:
+        """As a Refusal's."""
+        return "it could not be sent"
+
 
 NOT_SENT: Final = NotSent(itself=False)
 
@@ -95,16 +100,12 @@ class Batch:
         self.members.append(index)
         return True
 
-    @property
-    def rejected(self) -> bool:
-        """Has its leader said, before it appended anything, that too few replicas would have it?
+    def fate(self, records: Sequence[Record]) -> list[Place] | Refusal | NotSent | None:
+        """The places of its records, in their order; why it was refused; that it is not there; or None: nobody knows.
 
-        That too few have it is another code. Of one that was sent to two nodes, the first may have appended it.
+        That too few replicas would have it is said before it is appended; that too few have it is another code. Of one
+        that was sent to two nodes, the first may have appended it.
         """
-        return self.answer is not None and self.answer[0] == NOT_ENOUGH_REPLICAS and not self.moved
-
-    def fate(self, records: Sequence[Record]) -> list[Place] | Refusal | None:
-        """The places of its records, in their order; why it was refused; or None: nobody knows."""
         if self.answer is None:
             return None
         code, offset, timestamp = self.answer
@@ -113,6 +114,8 @@ class Batch:
                 Place(offset + n, timestamp if timestamp >= 0 else records[member].timestamp)
                 for n, member in enumerate(self.members)
             ]
+        if code == NOT_ENOUGH_REPLICAS and not self.moved:
+            return NotSent(itself=True)
         return REFUSALS.get(code)
 
 

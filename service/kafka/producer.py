@@ -191,7 +191,7 @@ class TransactionalProducer:
                     places[member] = place
                 continue
             failed = failed or batch
-            if fate is not None:
+            if isinstance(fate, Refusal):
                 group.refusals[batch.partition[0]] = fate
         if failed is not None:
             check(failed.answer[0] if failed.answer else -1, f"Produce to {failed.partition}")
@@ -266,7 +266,7 @@ class IdempotentProducer:
         offsets: list[int] = []
         for fate in await self.write(records):
             if not isinstance(fate, Place):
-                raise KafkaAway(f"{topic}: {fate.why if isinstance(fate, Refusal) else 'no clean answer'}")
+                raise KafkaAway(f"{topic}: {fate.why if fate else 'no clean answer'}")
             offsets.append(fate.offset)
         return offsets
 
@@ -290,7 +290,7 @@ class IdempotentProducer:
             for batch in batches:
                 fate = batch.fate(records)
                 for n, member in enumerate(batch.members):
-                    fates[member] = fate[n] if isinstance(fate, list) else NotSent(True) if batch.rejected else fate
+                    fates[member] = fate[n] if isinstance(fate, list) else fate
             if not all(isinstance(fate, Place) for fate in fates):
                 self._cluster.count_failure("produce")
                 await self._end(life)
@@ -306,7 +306,7 @@ class IdempotentProducer:
         for partition in partitions:
             node = life.leader(partition)
             if node is None:
-                fate: Fate = NotSent(True)
+                fate: Fate = NotSent(itself=True)
                 try:
                     node = await life.find_leader(partition)
                 except TimeoutError:

@@ -220,21 +220,46 @@ async def test_an_idempotent_event_that_was_not_sent_goes_round_again_and_is_in_
     await ended(serving)
 
 
-@pytest.mark.parametrize("itself", [True, False])
-async def test_who_is_to_blame_for_what_was_not_sent_travels_apart(itself: bool) -> None:
+@pytest.mark.parametrize(("itself", "blamed"), [(True, ["plain.a"]), (False, ["plain.a", "plain.b"])])
+async def test_who_is_to_blame_for_what_was_not_sent_travels_apart(
+    itself: bool, blamed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the time ran out nobody is: all are, or they would hold each other up until their deadlines."""
     world = World()
     slot = await world.slot()
     answers = [world.submit("ill", "plain.a"), world.submit("well", "plain.b")]
     await asyncio.sleep(0.01)
     world.plains[0].fates.append([NotSent(itself), NOT_SENT])
+    suspected: list[str] = []
+    suspect = world.queue.suspect
+
+    def told(topic: str) -> None:
+        suspected.append(topic)
+        suspect(topic)
+
+    monkeypatch.setattr(world.queue, "suspect", told)
     serving = world.serve(slot)
     for answer in answers:
         assert isinstance(await asyncio.wait_for(answer, 3.0), Committed)
-    first, *others = world.keys_written()
-    assert first == ["ill", "well"]
-    assert sorted(others) == [["ill"], ["well"]]
+    assert suspected == blamed
     await ended(serving)
+
+
+async def test_who_ends_in_the_pause_after_a_vain_try_leaves_it_in_the_queue_once() -> None:
+    """Its claim was given up, and it waits for another slot: it must not wait for a recovery as well."""
+    world = World()
+    slot = await world.slot()
+    answer = world.submit("bad", "plain.b")
+    await asyncio.sleep(0.01)
+    world.plains[0].fates.append([NOT_SENT])
+    serving = world.serve(slot)
+    await until(lambda: bool(world.plains[0].written) and not world.keys.is_claimed("bad"))
+    await asyncio.sleep(0.01)
+    await ended(serving)
+    assert world.ingest._parked == []
+    assert [request.events[0].key for request in world.queue.take()] == ["bad"]
+    assert world.queue.take() == []
+    answer.cancel()
 
 
 async def test_an_idempotent_event_that_never_could_be_sent_is_surely_not_written() -> None:
