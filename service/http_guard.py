@@ -6,6 +6,7 @@ from types import FrameType
 from typing import Final
 
 import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.errors import HEAD_TOO_LARGE, INVALID_HTTP, Problem
@@ -23,6 +24,22 @@ UNREAD_MAX_S: Final = 60.0
 LINGER_S: Final = 1.0
 
 
+class BothWays(FlowControl):
+    """Who does not read its answers is not read either: both would pile up."""
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.pause_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.resume_reading()
+
+    def resume_reading(self) -> None:
+        if not self.write_paused:
+            super().resume_reading()
+
+
 class GuardedProtocol(HttpToolsProtocol):
     """Costs nothing for a request that comes in one piece: the timer runs only while one is incomplete."""
 
@@ -34,6 +51,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = BothWays(transport)
         self._arm()
         connection = transport.get_extra_info("socket")
         if connection is not None and connection.family != socket.AF_UNIX:

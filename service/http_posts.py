@@ -241,36 +241,24 @@ class PostsProtocol(GuardedProtocol):
             PostsProtocol._date = headers, lines
         return lines
 
-    # --------------------------------------------------------- a client that sends, and does not read its answers
-
-    def pause_writing(self) -> None:
-        """Its answers pile up: nothing more is read from it until they have left."""
-        super().pause_writing()
-        self.flow.pause_reading()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._idle_since = self.loop.time()
-        if not self.pipeline:
-            self.flow.resume_reading()
-
     # ---------------------------------------------------------------------- keep-alive, without a timer a request
 
     def on_response_complete(self) -> None:
         if self.pipeline or self.transport.is_closing():
             super().on_response_complete()
-            if self.flow.write_paused:
-                self.flow.pause_reading()
             return
         self.server_state.total_requests += 1
-        if not self.flow.write_paused:
-            self.flow.resume_reading()
+        self.flow.resume_reading()
         self._idle_since = self.loop.time()
         if self.timeout_keep_alive_task is None:
             self._look_again_in(self.timeout_keep_alive)
 
     def _look_again_in(self, seconds: float) -> None:
         self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._idle_since = self.loop.time()
 
     def timeout_keep_alive_handler(self) -> None:
         self.timeout_keep_alive_task = None

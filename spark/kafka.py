@@ -315,8 +315,7 @@ class Broker:
 
     def _ask(self, request: Callable[[], Any], answer: str) -> Any:
         """Send an Admin request and wait for the future that its result names so."""
-        unit = self._jvm.java.util.concurrent.TimeUnit.MILLISECONDS
-        return self._call(lambda: getattr(request(), answer)().get(CALL_MS, unit))
+        return self._call(lambda: self._got(getattr(request(), answer)()))
 
     def _ask_each(
         self,
@@ -331,7 +330,6 @@ class Broker:
 
         `answer` names the future of all of them, a map by handle; `one` is the future of one handle.
         """
-        unit = self._jvm.java.util.concurrent.TimeUnit.MILLISECONDS
         result = self._call(request)
         try:
             told = self._ask(lambda: result, answer)
@@ -343,8 +341,11 @@ class Broker:
         found: dict[_Key, Any] = {}
         for key, handle in handles.items():
             with suppress(CannotRun):
-                found[key] = self._call(partial(one(result, handle).get, CALL_MS, unit))
+                found[key] = self._call(partial(self._got, one(result, handle)))
         return found
+
+    def _got(self, future: Any) -> Any:
+        return future.get(CALL_MS, self._jvm.java.util.concurrent.TimeUnit.MILLISECONDS)
 
     def _call(self, request: Callable[[], Any]) -> Any:
         try:

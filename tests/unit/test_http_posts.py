@@ -323,6 +323,16 @@ async def test_an_idle_connection_is_closed_and_a_busy_one_is_not(server: uvicor
     writer.close()
 
 
+@contextlib.asynccontextmanager
+async def narrow(server: uvicorn.Server) -> AsyncIterator[socket.socket]:
+    """A connection whose client takes little at a time, and only when it is told to."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", server.config.port))
+        yield client
+
+
 @pytest.mark.parametrize("rest", [b"", b"POST /no"])
 async def test_who_does_not_read_its_answers_is_read_no_more_and_does_not_stay(
     server: uvicorn.Server, rest: bytes
@@ -330,10 +340,7 @@ async def test_who_does_not_read_its_answers_is_read_no_more_and_does_not_stay(
     """Neither its answers nor its connection may pile up in the service."""
     server.config.timeout_keep_alive = 1
     loop = asyncio.get_running_loop()
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.setblocking(False)
-        await loop.sock_connect(client, ("127.0.0.1", server.config.port))
+    async with narrow(server) as client:
         many, sent = post(b"/now", b"x" * BODY_BYTES_MAX) * 1000, 0
         with contextlib.suppress(TimeoutError):
             while sent < 60:
@@ -354,10 +361,7 @@ async def test_who_reads_slowly_gets_the_whole_answer(server: uvicorn.Server) ->
     """For longer than an idle connection is kept."""
     server.config.timeout_keep_alive = 1
     loop = asyncio.get_running_loop()
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.setblocking(False)
-        await loop.sock_connect(client, ("127.0.0.1", server.config.port))
+    async with narrow(server) as client:
         await loop.sock_sendall(client, post(b"/long", b""))
         await asyncio.sleep(0.1)
         await loop.sock_sendall(client, post(b"/now", b"next"))  # nothing of it is read meanwhile
