@@ -173,9 +173,9 @@ class Catalogue:
         last = self._last.get(name)
         try:
             topic = (await self._cluster.describe([name])).get(name)
-            if topic is None and last is not None:
-                # The broker that was asked may lag behind; 404 is final to a client, so it is asked for once more.
-                topic = (await self._cluster.describe([name])).get(name)
+            if topic is None:
+                # That broker may lag behind, and 404 is final to a client, who may have made the topic just now.
+                topic = (await self._cluster.describe([name], elsewhere=True)).get(name)
         except KafkaAway:
             if last is None:
                 raise

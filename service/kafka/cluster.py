@@ -115,6 +115,7 @@ class Cluster:
         self._client: AIOKafkaClient | None = None
         self._opening = asyncio.Lock()
         self._answering: asyncio.Task[Any] | None = None
+        self._heard: Collection[int] = ()  # who answered last
 
     @property
     def timeout_s(self) -> float:
@@ -165,9 +166,12 @@ class Cluster:
         """Number of partitions of those of the topics that exist; makes none."""
         return {name: len(replicas) for name, replicas in (await self._replicas(topics)).items()}
 
-    async def _replicas(self, topics: Sequence[str]) -> dict[str, dict[int, tuple[int, int]]]:
+    async def _replicas(
+        self, topics: Sequence[str], *, elsewhere: bool = False
+    ) -> dict[str, dict[int, tuple[int, int]]]:
         """How many replicas each partition of those of the topics that exist has, and how many of them are in sync."""
-        answer = await self._ask(MetadataRequest(list(topics), allow_auto_topic_creation=False))
+        question = MetadataRequest(list(topics), allow_auto_topic_creation=False)
+        answer = await self._ask(question, but_not=self._heard if elsewhere else ())
         found: dict[str, dict[int, tuple[int, int]]] = {}
         for code, name, *_, partitions in (tuple(topic) for topic in answer.topics):
             kind = errors.for_code(code)
@@ -180,9 +184,12 @@ class Cluster:
                 raise self.failed("metadata", f"topic {name}: {kind.__name__}")
         return found
 
-    async def describe(self, names: Sequence[str]) -> dict[str, Topic]:
-        """Topics with their settings; those that do not exist are left out."""
-        found = await self._replicas(names)
+    async def describe(self, names: Sequence[str], *, elsewhere: bool = False) -> dict[str, Topic]:
+        """Topics with their settings; those that do not exist are left out.
+
+        `elsewhere`: as another broker knows them than the one that answered last, if there is another.
+        """
+        found = await self._replicas(names, elsewhere=elsewhere)
         if not found:
             return {}
         answer = await self._ask(
@@ -297,8 +304,10 @@ class Cluster:
         connection.close()
         return ""
 
-    async def _ask(self, request: Any, node: int | None = None, share_s: float | None = None) -> Any:
-        """Ask any broker, another one where that does not answer, or this very node; until the deadline.
+    async def _ask(
+        self, request: Any, node: int | None = None, *, but_not: Collection[int] = (), share_s: float | None = None
+    ) -> Any:
+        """Ask any broker (if possible none of `but_not`), another one where that is silent, or this very node.
 
         As long as there is another one to ask, a silent one gets its share of the time only.
         """
@@ -310,11 +319,13 @@ class Cluster:
                 for _ in range(ASK_TRIES):
                     client = await self._opened()
                     try:
-                        to = await any_node(client, tried) if node is None else node
+                        to = await any_node(client, tried.union(but_not)) if node is None else node
                         tried.add(to)
                         others = node is None and {broker.nodeId for broker in client.cluster.brokers()} - tried
                         async with asyncio.timeout(share_s if others else None):
-                            return await client.send(to, request)
+                            answer = await client.send(to, request)
+                            self._heard = (to,)
+                            return answer
                     except (errors.KafkaError, OSError) as error:
                         failed = error
                         await asyncio.sleep(RETRY_PAUSE_S)

@@ -218,11 +218,13 @@ class FakeCluster(Cluster):
         super().__init__("127.0.0.1:1", client_id="test", request_timeout_ms=200, telemetry=Telemetry())
         self.topics = {name: Topic(name, 3, {}) for name in topics}
         self.away = False
+        self.lagging = False  # the broker that is asked first knows no topic
         self.asked: list[Sequence[str]] = []
 
-    async def describe(self, names: Sequence[str]) -> dict[str, Topic]:
+    async def describe(self, names: Sequence[str], *, elsewhere: bool = False) -> dict[str, Topic]:
         self.asked.append(names)
-        found = {name: self.topics[name] for name in names if name in self.topics}
+        known = self.topics if elsewhere or not self.lagging else {}
+        found = {name: known[name] for name in names if name in known}
         await asyncio.sleep(0)
         if self.away:
             raise KafkaAway("it is away")

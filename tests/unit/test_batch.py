@@ -189,12 +189,12 @@ async def test_an_event_is_looked_at_when_its_train_is_made_up() -> None:
     await ended(serving)
 
 
-async def test_a_batch_for_a_topic_that_is_not_there_asks_for_it_once() -> None:
+async def test_a_batch_for_a_topic_that_is_not_there_asks_two_brokers_for_it_once() -> None:
     world = World(request_timeout_ms=300)
     serving = world.serve(await world.slot())
     answers = await written(world, batch_of(*(one(str(n), topic="nowhere") for n in range(2_000))))
     assert {kind_of(answer) for answer in answers} == {UNKNOWN_TOPIC}
-    assert len(world.cluster.asked) == 1
+    assert len(world.cluster.asked) == 2
     await ended(serving)
 
 

@@ -35,6 +35,7 @@ class FakeClient(AIOKafkaClient):  # type: ignore[misc]
         self.hangs = False
         self.takes_s = 0.0
         self.silent: set[int] = set()  # brokers that take a question and never answer
+        self.lagging: set[int] = set()  # brokers that know of no topic yet
         self.of_topic = self.of_settings = 0  # error codes
         self.cluster = self
         self.busy: set[str] = set()  # transactional ids whose markers are not written yet
@@ -73,7 +74,8 @@ class FakeClient(AIOKafkaClient):  # type: ignore[misc]
             "producer_epoch": 3,
         }
         configs = [(self.of_settings, None, 2, "orders", [("min.insync.replicas", self.least)])]
-        metadata = [(self.of_topic, "orders", False, self.partitions)]
+        unknown = UnknownTopicOrPartitionError.errno if node_id in self.lagging else self.of_topic
+        metadata = [(unknown, "orders", False, [] if unknown else self.partitions)]
         return type("Answer", (), {"topics": metadata, "resources": configs, **identity})
 
     async def close(self) -> None:
@@ -175,6 +177,17 @@ async def test_a_topic_whose_settings_another_broker_does_not_know_is_not_said_t
     client.of_settings = UnknownTopicOrPartitionError.errno
     with pytest.raises(KafkaAway, match="UnknownTopicOrPartition"):
         await cluster_with(client).describe(["orders"])
+
+
+async def test_a_topic_is_looked_up_elsewhere_than_at_the_broker_that_answered_last() -> None:
+    client = FakeClient()
+    cluster = cluster_with(client)
+    for _ in range(4):  # whoever's turn it is
+        client.lagging = {1, 2}
+        assert await cluster.describe(["orders"]) == {}
+        client.lagging = {client.asked[-1]}
+        assert list(await cluster.describe(["orders"], elsewhere=True)) == ["orders"]
+        client.turn.rotate()
 
 
 @pytest.mark.parametrize("unlisted", [1, 3])
