@@ -16,6 +16,10 @@ SCHEMA: Final = (
     "headers array<struct<key: string, value: binary>>"
 )
 
+# What is read is there. The client asks for more of each partition as it reads the last of it, and a broker with nothing
+# more to give answers when this time is up, and the next question, for the partition's ends, only then.
+FETCH_WAIT_MS: Final = 10
+
 Span = tuple[int, int]
 """First offset and the one after the last."""
 
@@ -35,6 +39,7 @@ def read(
         spark.read.format("kafka")
         .options(**{f"kafka.{name}": value for name, value in connection(shared).items()})
         .option("kafka.isolation.level", "read_committed")
+        .option("kafka.fetch.max.wait.ms", str(FETCH_WAIT_MS))
         .option("assign", _by_topic(dict.fromkeys(spans)))
         .option("startingOffsets", _by_topic({place: span[0] for place, span in spans.items()}))
         .option("endingOffsets", _by_topic({place: span[1] for place, span in spans.items()}))
