@@ -16,8 +16,8 @@ SCHEMA: Final = (
     "headers array<struct<key: string, value: binary>>"
 )
 
-# What is read is there. The client asks for more of each partition as it reads the last of it, and a broker with nothing
-# more to give answers when this time is up, and the next question, for the partition's ends, only then.
+# What is read is there already. With the last of a partition the client asks for more of it, which the broker answers
+# when this time is up, and only then Spark's next question on that connection, which is for the partition's ends.
 FETCH_WAIT_MS: Final = 10
 
 Span = tuple[int, int]
