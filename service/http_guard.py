@@ -5,6 +5,7 @@ import socket
 from types import FrameType
 from typing import Final
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -19,6 +20,9 @@ SILENCE_MAX_S: Final = 20.0
 # For so long the kernel keeps what a client does not read, or its network does not carry, and then ends the connection
 # (RFC 5482); a close would wait for it for ever. Who reads on, if only some kilobytes a second, has all the time.
 UNREAD_MAX_S: Final = 60.0
+
+# Headers that ask for another protocol.
+_UPGRADE: Final = (b"upgrade", b"http2-settings")
 
 # After a SIGTERM: clients that use their connections more often than this leave them by an answer.
 LINGER_S: Final = 1.0
@@ -47,6 +51,9 @@ class GuardedProtocol(HttpToolsProtocol):
     _whole = False  # no request is under way
     _in_head = True
     _head_bytes = 0  # since the last head, or piece of a body, was whole
+    _unread = False  # what follows of this request is none of ours
+    _anew = b""  # its head, to be read once more
+    _refused = False
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -63,20 +70,61 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.send_400_response("it is not HTTP/1.1")
         if self._whole:
             self._disarm()
         elif self._timer is None:
             self._arm()
-        if self._head_bytes > HEAD_BYTES_MAX and not self.transport.is_closing():
-            self._refuse(Problem(HEAD_TOO_LARGE, f"headers: at most {HEAD_BYTES_MAX} bytes are taken"))
+        if self._head_bytes > HEAD_BYTES_MAX and not self._refused:
+            self._refuse_head()
+
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser, which would leave the body of a request with `Upgrade` to the protocol that it asks for.
+
+        Here it is none but HTTP/1.1 (RFC 9110, section 7.8). Java's own client asks for HTTP/2 at each request.
+        """
+        rest = memoryview(data)
+        while rest:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._anew:  # of CONNECT, which has its answer
+                    return
+                rest, head, self._anew = rest[upgrade.args[0] :], self._anew, b""
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+                self.parser.feed_data(head)
+
+    def _skips(self) -> bool:
+        """Is the request whose head is whole not to be carried out? That is refused, or is read anew."""
+        if self._head_bytes > HEAD_BYTES_MAX and not self._refused:  # much of that may be its body
+            size = len(self.url) + sum([len(name) + len(content) for name, content in self.headers])
+            if size > HEAD_BYTES_MAX:
+                self._refuse_head()
+        if not self._refused and self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            kept = lines_of((name, content) for name, content in self.headers if name not in _UPGRADE)
+            version = self.parser.get_http_version().encode()
+            self._anew = b"%b %b HTTP/%b\r\n%b\r\n" % (self.parser.get_method(), self.url, version, kept)
+        self._unread = self._refused or bool(self._anew)
+        return self._unread
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn's word on what its parser does not take, as a problem."""
         self._refuse(Problem(INVALID_HTTP, f"request: {msg}"))
 
+    def _refuse_head(self) -> None:
+        self._refuse(Problem(HEAD_TOO_LARGE, f"headers: at most {HEAD_BYTES_MAX} bytes are taken"))
+
     def _refuse(self, problem: Problem) -> None:
         """End the connection with this answer; without one where it would be taken for that of another request."""
+        if self._refused or self.transport.is_closing():
+            return
+        self._refused = True
         if not self._would_mislead:
             status, headers, body = render_problem(problem)
             headers += [*self.server_state.default_headers, (b"connection", b"close")]
@@ -93,22 +141,38 @@ class GuardedProtocol(HttpToolsProtocol):
         return self.cycle.response_complete is not between
 
     def on_message_begin(self) -> None:
-        self._whole, self._in_head = False, True
+        self._whole, self._in_head, self._unread = False, True, False
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        if self._skips():
+            return
         self._in_head, self._head_bytes = False, 0
-        super().on_headers_complete()
+        self.begin()
         self.headers = []  # trailers are none (RFC 9110, section 6.5.1)
         if self.lingering and self.cycle is not None:
             self.cycle.keep_alive = False
 
+    def begin(self) -> None:
+        """The head of a request is whole: let it begin, or wait for those before it."""
+        super().on_headers_complete()
+
     def on_body(self, body: bytes) -> None:
-        self._head_bytes = 0
+        if not self._unread:
+            self._head_bytes = 0
+            self.take(body)
+
+    def take(self, body: bytes) -> None:
+        """A piece of the request's body."""
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._whole = True
+        if not self._unread:
+            self._whole = True
+            self.end()
+
+    def end(self) -> None:
+        """The request is whole."""
         super().on_message_complete()
 
     def _arm(self) -> None:

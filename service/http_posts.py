@@ -41,10 +41,10 @@ class Post:
         self._connection = connection
         self._handler = handler
         self._parts: list[bytes] = []
-        self.arrived = time.monotonic()
         self.headers: list[tuple[bytes, bytes]] = connection.headers  # names in lower case
         self.keep_alive = keep_alive
         self.chunked = chunked  # the client understands an answer in pieces
+        self.arrived = 0.0  # when it was whole, by time.monotonic
         self.size = 0  # of the body so far, in bytes
         self.started = False  # no earlier request of this connection waits for its answer
         self.whole = False  # all of it is here, or more than is taken
@@ -80,6 +80,7 @@ class Post:
         """The body has ended, or is longer than any that is taken."""
         if not self.whole:
             self.whole = True
+            self.arrived = time.monotonic()  # it is not late for having been sent slowly
             if self.started:
                 self._handler(self)
 
@@ -145,27 +146,26 @@ class PostsProtocol(GuardedProtocol):
     _idle_since = 0.0
 
     def on_message_begin(self) -> None:
-        self._whole, self._in_head = False, True
+        self._whole, self._in_head, self._unread = False, True, False
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
 
-    def on_headers_complete(self) -> None:
+    def begin(self) -> None:
         handler = self._handler()
         if handler is None:
             # Not ours: what uvicorn does at the beginning of a message is made up for.
             url, headers, expect = self.url, self.headers, self.expect_100_continue
             super().on_message_begin()
+            self._in_head = False
             self.url, self.expect_100_continue = url, expect
             self.headers += headers
-            super().on_headers_complete()
+            super().begin()
             return
-        self._in_head, self._head_bytes = False, 0
         existing, parser = self.cycle, self.parser
         chunked = parser.get_http_version() != "1.0"
         post = Post(self, handler, chunked and parser.should_keep_alive(), chunked)
         self.cycle = post  # type: ignore[assignment]
-        self.headers = []  # as for the others: trailers are none
         if existing is None or existing.response_complete:
             post.started = True
             if self.expect_100_continue:
@@ -179,22 +179,19 @@ class PostsProtocol(GuardedProtocol):
             return None
         return self.routes.get(self.url) or self.routes.get(httptools.parse_url(self.url).path)
 
-    def on_body(self, body: bytes) -> None:
+    def take(self, body: bytes) -> None:
         cycle: object = self.cycle
         if not isinstance(cycle, Post):
-            super().on_body(body)
-            return
-        self._head_bytes = 0
-        if not cycle.response_complete:
+            super().take(body)
+        elif not cycle.response_complete:
             cycle.add(body, self.body_bytes_max)
 
-    def on_message_complete(self) -> None:
+    def end(self) -> None:
         cycle: object = self.cycle
         if isinstance(cycle, Post):
-            self._whole = True
             cycle.end()
         else:
-            super().on_message_complete()
+            super().end()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         if isinstance(cycle, Post):

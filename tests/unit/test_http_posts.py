@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -219,6 +220,66 @@ async def test_other_ways_to_name_the_path(caller: Caller) -> None:
     for target in (b"/now?a=b", b"http://host:1/now"):
         await caller.say(post(target, b"1"))
         assert (await caller.hear())[0] == 201
+
+
+UPGRADE = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA")
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+async def test_who_asks_for_another_protocol_is_served_in_this_one(caller: Caller, size: int) -> None:
+    """Java's own client asks for HTTP/2 at each request. Its body is no request, whatever it says."""
+    inner = post(b"/now", b"smuggled")
+    chunked = b"POST /now HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\nconnection: upgrade\r\nupgrade: x\r\n"
+    whole = [
+        post(b"/now", inner, *UPGRADE),
+        post(b"/app", b"body", *UPGRADE),
+        chunked + b"\r\n3\r\nabc\r\n0\r\n\r\n",
+        post(b"/now", b"", *UPGRADE),
+        post(b"/names", b"", *UPGRADE, b"last: 1"),
+        post(b"/now", b"plain"),
+    ]
+    text = b"".join(whole)
+    told = asyncio.create_task(_hear_all(caller, len(whole)))
+    for at in range(0, len(text), size):
+        caller.writer.write(text[at : at + size])
+        await asyncio.sleep(0)
+    assert await told == [inner, b"POST /app body", b"abc", b"", b"host content-length connection last", b"plain"]
+
+
+async def _hear_all(caller: Caller, count: int) -> list[bytes]:
+    return [(await caller.hear())[2] for _ in range(count)]
+
+
+async def test_an_upgrade_says_nothing_about_the_version(caller: Caller) -> None:
+    await caller.say(post(b"/now", b"x", *UPGRADE, version=b"1.0"))
+    status, headers, body = await caller.hear()
+    assert (status, headers["connection"], body) == (201, "close", b"x")
+
+
+async def test_a_head_is_as_long_as_it_is_however_it_comes(caller: Caller, desk: Desk) -> None:
+    lines = [b"x-%d: %b" % (n, b"y" * 8000) for n in range(9)]
+    await caller.say(post(b"/later", b"x" * 500, *lines[:8]), post(b"/later", b"x", *lines) + post(b"/later", b"x"))
+    (first,) = await desk.waiting(1)
+    await asyncio.sleep(0.05)
+    assert desk.posts == [first], "what comes behind a head that is refused was taken"
+    assert first.body == b"x" * 500
+
+
+async def test_a_head_that_is_too_long_is_refused_though_all_of_it_is_here(caller: Caller) -> None:
+    await caller.say(post(b"/now", b"x", b"x: " + b"y" * 70_000))
+    status, headers, _ = await caller.hear()
+    assert (status, headers["connection"]) == (431, "close")
+
+
+async def test_a_request_arrives_when_it_is_whole(caller: Caller, desk: Desk) -> None:
+    """However slowly it was sent, its time begins then."""
+    whole = post(b"/later", b"12")
+    await caller.say(whole[:-1])
+    await asyncio.sleep(0.2)
+    before = time.monotonic()
+    await caller.say(whole[-1:])
+    (one,) = await desk.waiting(1)
+    assert one.arrived >= before
 
 
 async def test_everything_else_goes_to_the_app(caller: Caller) -> None:
