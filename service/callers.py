@@ -38,6 +38,7 @@ class Caller:
         """
         if self._rate is None:
             return
+        now = max(now, self._at)  # one that was pipelined may have waited while others passed
         left = min(self._most, self._left + (now - self._at) * self._rate)
         if left < 1:
             wait_s = math.ceil((1 - left) / self._rate)

@@ -21,7 +21,7 @@ from service.errors import (
 from service.kafka.cluster import Topic
 from service.kafka.partitioner import partition_of_key
 from service.settings import EVENT_BYTES_MAX
-from service.strict_json import not_json, strictly
+from service.strict_json import TOO_DEEP, not_json, strictly
 from service.wire import RESERVED_HEADERS, TOPIC, TRACE_HEADER, Header, event_id, fingerprint
 
 HEADERS_MAX: Final = 100
@@ -145,6 +145,8 @@ def decode(decoder: Callable[[bytes], T], body: bytes | msgspec.Raw) -> T:
         raise Problem(INVALID_EVENT, _explain(error)) from None
     except msgspec.DecodeError as error:
         raise not_json(str(error)) from None
+    except RecursionError:  # deeper by far than is taken
+        raise not_json(TOO_DEEP) from None
 
 
 def make_event(key: str, id: bytes, fields: EventBody, traceparent: bytes | None = None) -> Event:

@@ -223,14 +223,23 @@ class Ingest:
                 if now < request.patient_until:
                     self._ask_again_soon(request)
                     return
-                self._answer(request, Problem(IN_PROGRESS, "Idempotency-Key: send it again, with the same key"))
+                self._answer(request, _in_progress())
             case _:
                 self._answer(request, Problem(FINGERPRINT_MISMATCH, "Idempotency-Key: use a new key for a new event"))
 
     def _ask_again_soon(self, request: Request) -> None:
         """Who waits for another's write of its key claims it again and again: Redis tells nobody of itself."""
         request.move(RequestEvent.QUEUE)
-        asyncio.get_running_loop().call_later(PATIENT_PAUSE_S, self._queue.put_back, (request,))
+        loop = asyncio.get_running_loop()
+        loop.call_later(PATIENT_PAUSE_S, self._queue.put_back, (request,))
+        if not request.waits:
+            request.waits = True
+            loop.call_at(request.patient_until, self._wait_no_longer, request)
+
+    def _wait_no_longer(self, request: Request) -> None:
+        """Its patience is over, and maybe no slot is there that would claim it again and tell."""
+        if request.state is RequestState.QUEUED:
+            self._answer(request, _in_progress())
 
     async def _answer_members(self, request: Request, claim: Claim) -> None:
         """The stored answer of an atomic batch: where each member is."""
@@ -431,6 +440,10 @@ class Ingest:
         """Wait for the marks that are under way."""
         if self._finishing:
             await asyncio.wait(self._finishing)
+
+
+def _in_progress() -> Problem:
+    return Problem(IN_PROGRESS, "Idempotency-Key: send it again, with the same key")
 
 
 def _too_few_replicas(topic: str, partition: int) -> Problem:

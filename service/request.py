@@ -3,18 +3,14 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final
 
 import msgspec
 
 from service.errors import Problem
 from service.event import BATCH_EVENTS_MAX, Event
-from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX
+from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX, WAITING_BYTES
 from service.shared import Guarantee
 from service.states import REQUEST, Delivered, RequestEvent, RequestState
-
-# What a waiting event costs beside its own bytes: objects, its future, its share of the connection.
-WAITING_BYTES: Final = 2_000
 
 # One event is in Kafka: its id, and where.
 Placed = tuple[bytes, Delivered]
@@ -113,7 +109,8 @@ class Request(msgspec.Struct, eq=False):
     event_bytes: int
     size: int
     state: RequestState = RequestState.QUEUED
-    patient_until: float = 0.0  # until then it waits for another's write of its key, by the loop's time
+    patient_until: float = 0.0  # until then it would wait for another's write of its key, by the loop's time
+    waits: bool = False  # for another's write of its key, which it has met
     accepted: Callable[[], None] | None = None  # to be told, once, that its claim stands
     accepted_at: int = 0
     claimants: tuple[tuple[int, int], ...] = ()  # slots and ended terms in which a claim of it may stand

@@ -15,6 +15,8 @@ from service.wire import INSTANCE
 COMPRESSIONS: Final = ("none", "gzip", "snappy", "lz4", "zstd")
 # One event, of which a topic's default max.message.bytes (1,048,588) is the measure.
 EVENT_BYTES_MAX: Final = 1_000_000
+# What a waiting event costs beside its own bytes: objects, its future, its share of the connection.
+WAITING_BYTES: Final = 2_000
 # Ledger bytes at which a group closes: half of the ledger's max.message.bytes, so that one more entry always fits.
 GROUP_LEDGER_BYTES_MAX: Final = 512 * 1024
 # Bytes of events at which a group closes: what a broker takes well within a transaction's timeout.
@@ -92,7 +94,11 @@ class Settings(SharedSettings):
         3_000, "a process that is silent for longer loses its slots, in milliseconds", integer(300, 60_000)
     )
     queue_events_max: int = setting(20_000, "events that may wait in this process; one more is 503", integer(1))
-    queue_bytes_max: int = setting(64 * 1024 * 1024, "bytes of events that may wait in this process", integer(1))
+    queue_bytes_max: int = setting(
+        64 * 1024 * 1024,
+        "bytes of events that may wait in this process, each with 2,000 for itself",
+        integer(EVENT_BYTES_MAX + WAITING_BYTES),
+    )
     log_format: str = setting(
         "auto",
         "form of the log: json, console, or auto (console on a terminal)",

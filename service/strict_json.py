@@ -85,11 +85,11 @@ def _check_each(body: bytes) -> None:
     except StopIteration as error:  # the scanner's own way to say that no value begins here
         raise not_json(f"is not JSON: Expecting value at character {error.value}") from None
     except RecursionError:  # far deeper: the scanner itself gives up at some 1,000 levels
-        raise not_json(_TOO_DEEP) from None
+        raise not_json(TOO_DEEP) from None
     if end != len(text.rstrip(_BLANKS)):
         raise not_json(f"is not JSON: Extra data at character {end}")
     if _is_deep(body):
-        raise not_json(_TOO_DEEP)
+        raise not_json(TOO_DEEP)
     if _SURROGATE_ESCAPE.search(body) and _has_lone_surrogate(parsed):
         raise not_json("has a lone surrogate (\\ud800 to \\udfff without its pair)")
 
@@ -144,7 +144,7 @@ _scan = json.JSONDecoder(
     object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=str, parse_float=str
 ).scan_once  # type: ignore[attr-defined]
 _BLANKS: Final = " \t\n\r"
-_TOO_DEEP: Final = f"is nested deeper than {DEPTH_MAX} levels"
+TOO_DEEP: Final = f"is nested deeper than {DEPTH_MAX} levels"
 _ONE_KIND: Final = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 _LONE_SURROGATE: Final = re.compile(r"[\ud800-\udfff]")

@@ -72,3 +72,11 @@ def test_a_batch_may_be_larger_and_what_follows_waits_for_longer() -> None:
 def test_a_rate_of_less_than_one_a_second() -> None:
     caller = Caller(CallerRule("shop", DIGEST, rate=0.5))
     assert [spent(caller, 1, now) for now in (10.0, 10.0, 11.0, 12.0)] == [0, 2, 1, 0]
+
+
+def test_one_that_waited_while_others_passed_is_counted_as_they_are() -> None:
+    """It may have been pipelined behind a slow answer."""
+    caller = Caller(CallerRule("shop", DIGEST, rate=10))
+    assert spent(caller, 1, 104.5) == 0
+    assert spent(caller, 1, 100.0) == 0
+    assert [spent(caller, 1, 104.5) for _ in range(9)] == [0] * 8 + [1]

@@ -158,6 +158,8 @@ def test_a_value_is_kept_byte_for_byte(text: str) -> None:
         "[1,]",
         '{"a": 1,}',
         "[" + DEEP + "]",
+        "[" * 1_000 + "]" * 1_000,  # deeper than the decoder itself goes
+        "[" * 100_000 + "]" * 100_000,
         "/* a */ 1",
         "",
         "[",

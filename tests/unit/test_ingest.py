@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from service.errors import (
     FINGERPRINT_MISMATCH,
+    IN_PROGRESS,
     NOT_WRITTEN,
     OUTCOME_UNKNOWN,
     TOO_LARGE,
@@ -20,7 +21,7 @@ from service.errors import (
 from service.kafka.cluster import Topic
 from service.kafka.verdict import Refusal, TransactionFailed, Verdict
 from service.keys import Epoch
-from service.request import Committed
+from service.request import Answer, Committed
 from service.states import Claimed, Delivered, SlotState
 from tests.unit.fakes import EPOCH, NOW_MS, World, count_of, end_of_term, ended, kind_of, make_event, unheard, until
 
@@ -449,6 +450,25 @@ async def test_requests_that_were_answered_do_not_stay_in_the_queue() -> None:
     await until(lambda: not any(world.queue._waiting.values()))
     assert (world.queue.events, world.queue.bytes) == (0, 0)
     await ended(sweeping)
+
+
+async def test_who_waits_for_another_s_write_is_told_in_time_though_no_slot_is_left() -> None:
+    """Nobody claims it again then, and so nobody would tell."""
+    world = World()
+    await world.catalogue.get("orders", time.monotonic())
+    event = make_event("patient")
+    world.keys.server.freed[5] = 1
+    world.keys.server.keys[event.id] = Claimed(5, 1, NOW_MS, event.fp)  # another writes it
+    loop = asyncio.get_running_loop()
+    told: asyncio.Future[Answer] = loop.create_future()
+    serving = world.serve(await world.slot())
+    began = loop.time()
+    world.intake.submit(event, began, told.set_result, wait_s=0.5)
+    await until(lambda: world.intake._open[0].waits)
+    await ended(serving)
+    assert kind_of(await told) is IN_PROGRESS
+    assert 0.4 < loop.time() - began < 2.0
+    await until(lambda: not world.queue.events)
 
 
 async def test_requests_that_were_answered_do_not_stay_in_memory_behind_one_that_waits() -> None:

@@ -11,8 +11,8 @@ from service import queue as module
 from service.errors import NOT_WRITTEN, Problem
 from service.event import ENTRY_BYTES
 from service.queue import Queue, take_group
-from service.request import WAITING_BYTES, Request, Train
-from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX, Settings
+from service.request import Request, Train
+from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX, WAITING_BYTES, Settings
 from service.shared import Guarantee
 from service.states import IllegalMove, RequestEvent, RequestState
 from tests.unit.fakes import make_event, unheard
