@@ -1,5 +1,6 @@
 """`python -m service`: serve until SIGTERM or SIGINT. Exit 0 after a clean stop, 2 where a setting is wrong."""
 
+import os
 import signal
 import sys
 
@@ -12,7 +13,7 @@ from service.keys import check_url
 from service.logs import configure_logging
 from service.schemas import Schemas
 from service.settings import Settings
-from service.shared import Rules, SettingsError
+from service.shared import PREFIX, Rules, SettingsError
 
 # Past the deadline of the last request that was accepted: its answer, its mark, the leases, the journal.
 DRAIN_EXTRA_S = 5
@@ -23,10 +24,7 @@ def main() -> int:
         print("python -O is not supported: aiokafka checks its states with assert; start without it", file=sys.stderr)
         return 2
     try:
-        settings = Settings.from_env()
-        check_url(settings.redis)
-        rules = Rules.read(settings.rules)
-        schemas = Schemas(rules)
+        settings, rules, schemas = _configuration()
     except SettingsError as error:
         print(error, file=sys.stderr)
         return 2
@@ -66,6 +64,26 @@ def main() -> int:
         print(wrong[0], file=sys.stderr)
         return 2
     return 0
+
+
+def _configuration() -> tuple[Settings, Rules, Schemas]:
+    """What is set, and the rules. Raises SettingsError with a line for each mistake in either."""
+    wrong: list[str] = []
+    try:
+        settings = Settings.from_env()
+        check_url(settings.redis)
+    except SettingsError as error:
+        wrong.append(str(error))
+    path = os.environ.get(f"{PREFIX}RULES", "")
+    if not wrong or f"{PREFIX}RULES=" not in wrong[0]:  # else that there is no such file has been said
+        try:
+            rules = Rules.read(path)
+            schemas = Schemas(rules)
+        except SettingsError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise SettingsError("\n".join(wrong))
+    return settings, rules, schemas
 
 
 if __name__ == "__main__":

@@ -139,26 +139,23 @@ class SharedSettings:
         """Read every setting from `FENCEPOST_<NAME>`; SettingsError lists all that are wrong, a line each."""
         environ = os.environ if environ is None else environ
         values: dict[str, Any] = {}
-        wrong: list[str] = []
+        wrong: dict[str, str] = {}  # by the variable's name
         for item in fields(cls):
             name, secret = PREFIX + item.name.upper(), item.metadata["secret"]
             try:
                 text = _secret(environ, name) if secret else environ.get(name, "")
+                if text:
+                    values[item.name] = item.metadata["read"](text)
             except SettingsError as error:
-                wrong.append(str(error))
-                continue
-            if text == "":
-                continue
-            try:
-                values[item.name] = item.metadata["read"](text)
+                wrong[name] = str(error)
             except ValueError as error:
-                wrong.append(f"{name if secret else f'{name}={text!r}'} is wrong: set {error}")
-        if not wrong:
-            settings = cls(**values)
-            wrong = settings.conflicts()
-            if not wrong:
-                return settings
-        raise SettingsError("\n".join(wrong))
+                wrong[name] = f"{name if secret else f'{name}={text!r}'} is wrong: set {error}"
+        settings = cls(**values)
+        # What does not fit a setting that is wrong itself says nothing: it would be another one.
+        fitting = [line for line in settings.conflicts() if not any(name in line for name in wrong)]
+        if wrong or fitting:
+            raise SettingsError("\n".join([*wrong.values(), *fitting]))
+        return settings
 
     @classmethod
     def variables(cls) -> dict[str, str]:

@@ -234,14 +234,12 @@ def test_a_journal_whose_topic_is_gone(
     serve: Serve, rules: Rules, kafka: Kafka, namespace: str, make_topic: MakeTopic
 ) -> None:
     topic = make_topic()
-    served = serve(FENCEPOST_QUEUE_BYTES_MAX="200000")
+    served = serve(FENCEPOST_QUEUE_BYTES_MAX="1002000")  # the least: so many events of a batch do not fit
     healthy = in_use(served, topic)
     name = requests_topic(namespace)
     admin = kafka.admin()
     admin.delete_topics([name])[name].result(30)
-    full = [
-        f"k-{n}" for n in range(10_000)
-    ]  # refused, as they are too many bytes; and each is an answer for the journal
+    full = [f"k-{n}" for n in range(10_000)]  # each is refused, and so an answer for the journal
 
     def is_dropping(found: Scrape) -> bool:
         assert served.post_batch(topic, full) == 207

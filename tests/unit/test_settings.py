@@ -84,6 +84,7 @@ def test_what_is_set_is_read_and_what_is_empty_is_not() -> None:
         ("lease_ttl_ms", "60001"),
         ("queue_events_max", "0"),
         ("queue_bytes_max", "-5"),
+        ("queue_bytes_max", "1001999"),  # an event of a megabyte must fit
         ("body_bytes_max", "10"),
     ],
 )
@@ -286,6 +287,26 @@ def test_files_for_tls_are_what_they_should_be(
 
 def test_all_mistakes_are_told_at_once() -> None:
     assert len(lines(port="x", slots="x", kafka="x")) == 3
+    port, slots = lines(port="x", slots="9", slots_max="4")
+    assert port.startswith("FENCEPOST_PORT=")
+    assert slots.startswith("FENCEPOST_SLOTS=9 is more than")
+    (wrong,) = lines(slots="9", slots_max="x")
+    assert wrong.startswith("FENCEPOST_SLOTS_MAX='x' is wrong")
+
+
+def test_the_mistakes_of_the_rules_are_told_with_those_of_the_settings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[topics]]\npattern = ""\nguarantee = "twice"\n')
+    for name, text in (("PORT", "x"), ("RULES", str(rules)), ("REDIS", "redis://h/0?nonsense=1")):
+        monkeypatch.setenv(f"FENCEPOST_{name}", text)
+    assert service.__main__.main() == 2
+    assert [line.partition(" ")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "FENCEPOST_PORT='x'",
+        f"{rules}:2:",
+        f"{rules}:3:",
+    ]
 
 
 def test_a_key_must_outlive_its_write() -> None:
