@@ -28,6 +28,9 @@ from service.wire import Header, event_id
 
 STRUCTURED: Final = "application/cloudevents+json"
 BATCHED: Final = "application/cloudevents-batch+json"
+# A body of these types holds all attributes. That decides, also where the headers of the binary mode come with it, as
+# they may (HTTP binding, sections 3 and 3.2.3).
+WHOLE: Final = frozenset({STRUCTURED, BATCHED})
 VERSION: Final = "1.0"
 
 _PREFIX: Final = b"ce-"

@@ -99,10 +99,11 @@ class EventsEndpoint:
             return
         traceparent = parse_traceparent(found.get(b"traceparent"))
         key, scope = found.get(b"idempotency-key"), caller.scope
-        if b"ce-specversion" in found:
+        content_type = found.get(b"content-type")
+        if b"ce-specversion" in found and essence(content_type) not in cloudevents.WHOLE:
             event = cloudevents.from_binary(post.headers, post.body, key, traceparent, scope)
         else:
-            kind = media_type(found.get(b"content-type"))
+            kind = media_type(content_type)
             if kind == JSON:
                 event = parse_event(parse_key(key), post.body, traceparent, scope)
             elif kind == cloudevents.STRUCTURED:
@@ -267,7 +268,12 @@ def media_type(content_type: str | None) -> str:
     for name, text in _PARAMETER.findall(content_type):
         if name.lower() == "charset" and text.strip().strip('"').lower() not in _UTF8:
             raise Problem(UNSUPPORTED_TYPE, "Content-Type: send UTF-8")
-    return content_type.partition(";")[0].strip().lower()
+    return essence(content_type)
+
+
+def essence(content_type: str | None) -> str:
+    """A media type in lower case and without its parameters, whatever they say."""
+    return (content_type or "").partition(";")[0].strip().lower()
 
 
 def unsupported(*kinds: str) -> Problem:

@@ -1,17 +1,26 @@
 """The pieces of the hot route: headers, and answers as bytes."""
 
+import asyncio
 import json
 import time
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
 
 import pytest
 
 from service.batch import LINES
+from service.callers import Callers
+from service.cloudevents import BATCHED, STRUCTURED
 from service.errors import KINDS, Problem
-from service.events_endpoint import JSON, media_type, pick, unsupported
+from service.event import Event
+from service.events_endpoint import JSON, EventsEndpoint, media_type, pick, unsupported
+from service.http_posts import Post
+from service.intake import Intake
 from service.rendering import imf_fixdate, render_place, render_problem, render_results, render_whole
 from service.request import Answer, Committed
+from service.settings import Settings
 from service.states import Delivered
+from service.telemetry import Telemetry
 
 PLACE = (b"\x01" * 16, Delivered(1_700_000_000_000, b"\x02" * 8, "orders", 2, 12, 1_700_000_000_000))
 
@@ -110,3 +119,81 @@ def test_every_problem_can_be_told(kind: Any) -> None:
 
 def test_a_time_as_http_writes_it() -> None:
     assert imf_fixdate(784111777) == b"Sun, 06 Nov 1994 08:49:37 GMT"
+
+
+# ------------------------------------------------------------------------------------------ what a request is taken for
+
+
+class Told:
+    """A POST with its answer, in the place of one on a connection."""
+
+    def __init__(self, body: bytes, headers: dict[str, str]) -> None:
+        self.headers = [(name.lower().encode(), text.encode("latin-1")) for name, text in headers.items()]
+        self.body, self.size, self.client, self.arrived, self.response_complete = body, len(body), None, 0.0, False
+        self.status, self.lines, self.said = 0, b"", b""
+
+    def apart(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run(work)
+
+    def answer(self, status: int, lines: bytes, body: bytes) -> None:
+        self.status, self.lines, self.said = status, lines, body
+
+    @property
+    def detail(self) -> str:
+        return str(json.loads(self.said)["detail"])
+
+
+class Commits:
+    """An intake that commits whatever it is given, at once."""
+
+    overload = None
+    events_max = 1_000
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def check_now(self, event: Event) -> bool:
+        return True
+
+    def submit(self, event: Event, arrived: float, reply: Callable[[Answer], None], **_: object) -> None:
+        self.events.append(event)
+        reply(Committed(1, (PLACE,), False))
+
+
+def posted(path: str, body: bytes, **headers: str) -> tuple[Told, list[Event]]:
+    """The answer to a POST, and the events that it wrote; `_` in a header's name is `-`."""
+    intake, told = Commits(), Told(body, {name.replace("_", "-"): text for name, text in headers.items()})
+    endpoint = EventsEndpoint(lambda: cast(Intake, intake), Settings(), Callers([]), Telemetry())
+    endpoint.routes[path.encode()](cast(Post, told))
+    return told, intake.events
+
+
+CLOUD = {"specversion": "1.0", "id": "42", "source": "/shop/7", "type": "made"}
+CE_HEADERS = {f"ce_{name}": text for name, text in CLOUD.items()}
+
+
+@pytest.mark.parametrize("content_type", [STRUCTURED, "Application/CloudEvents+JSON ; charset=utf-8"])
+def test_a_structured_cloudevent_may_have_its_attributes_in_headers_too(content_type: str) -> None:
+    """CloudEvents' HTTP binding, sections 3 and 3.2.3: the content type tells the mode."""
+    body = json.dumps({**CLOUD, "data": 1}).encode()
+    told, (event,) = posted("/events", body, content_type=content_type, **CE_HEADERS)
+    assert told.status == 201
+    assert (event.value, event.headers) == (body, [("content-type", STRUCTURED.encode())])
+
+
+def test_a_batch_of_cloudevents_is_one_whatever_its_headers_say() -> None:
+    told, events = posted("/events", b"{}", content_type=BATCHED, **CE_HEADERS)
+    assert (told.status, events) == (400, [])
+    assert "array" in told.detail
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    [None, "text/plain", "text/plain; charset=latin-1", JSON, "application/json; charset=utf-16", "application/xml;;"],
+)
+def test_the_data_of_a_binary_cloudevent_is_of_any_type_and_charset(content_type: str | None) -> None:
+    headers = CE_HEADERS if content_type is None else {**CE_HEADERS, "content_type": content_type}
+    told, (event,) = posted("/events", b"\xe9", **headers)
+    assert told.status == 201
+    assert (event.value, event.key) == (b"\xe9", "/shop/7 42")
+    assert dict(event.headers).get("content-type") == (content_type and content_type.encode())
