@@ -35,6 +35,9 @@ VERSION: Final = "1.0"
 
 _PREFIX: Final = b"ce-"
 _ATTRIBUTE: Final = re.compile(r"[a-z0-9]{1,64}")
+# A quoted string (RFC 9110, section 5.6.4).
+_QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
+_ESCAPED: Final = re.compile(r"\\(.)")
 _NAMED: Final = ("id", "source", "type", "topic", "partitionkey")
 
 
@@ -74,7 +77,7 @@ def from_binary(
         if attribute in attributes:
             raise invalid(f"ce-{attribute}", "send each attribute once")
         try:
-            attributes[attribute] = unquote(content.decode("ascii"), errors="strict")
+            attributes[attribute] = _text_of(content.decode("ascii"))
         except ValueError:
             raise invalid(f"ce-{attribute}", "percent-encode what is not ASCII, as UTF-8") from None
     if len(attributes) >= HEADERS_MAX:
@@ -86,6 +89,17 @@ def from_binary(
     carried: list[Header] = [] if content_type is None else [("content-type", content_type)]
     carried += [(f"ce_{name}", text.encode()) for name, text in attributes.items()]
     return _event(event, "ce-", carried, body, key, traceparent, scope)
+
+
+def _text_of(content: str) -> str:
+    """What a header says of an attribute (HTTP binding, section 3.1.3.2). Raises ValueError where it is not UTF-8.
+
+    Older senders quote what they would percent-encode by now. Blanks around it are the header's, not its own.
+    """
+    content = content.strip(" \t")
+    if _QUOTED.fullmatch(content):
+        content = _ESCAPED.sub(r"\1", content[1:-1])
+    return unquote(content, errors="strict")
 
 
 def from_structured(

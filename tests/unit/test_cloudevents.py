@@ -57,6 +57,35 @@ def test_structured_is_passed_on_byte_for_byte() -> None:
     assert event.headers == [("content-type", b"application/cloudevents+json")]
 
 
+@pytest.mark.parametrize(
+    ("header", "text"),
+    [
+        ('"42"', "42"),
+        (' "42" \t', "42"),
+        (r'"my \"own\" \\ \n"', 'my "own" \\ n'),
+        ('"Euro %E2%82%AC"', "Euro €"),
+        ("%22quoted%22", '"quoted"'),
+        (r'"%5C"', "\\"),
+        ("%2541", "%41"),
+        ('""', ""),
+        ('5" wide', '5" wide'),
+        ('"a" "b"', '"a" "b"'),
+        ('"open', '"open'),
+        (r'"open\"', r'"open\"'),
+        ('"', '"'),
+    ],
+)
+def test_a_quoted_header_is_unquoted_and_then_percent_decoded_once(header: str, text: str) -> None:
+    """HTTP binding, section 3.1.3.2; what is no quoted string as a whole stands as it is."""
+    assert dict(binary(subject=header).headers)["ce_subject"] == text.encode()
+
+
+def test_quoted_and_bare_are_the_same_event() -> None:
+    attributes: dict[str, Any] = {name: f'"{text}"' for name, text in ATTRIBUTES.items()}
+    quoted = binary(**attributes)
+    assert (quoted.id, quoted.fp) == (binary().id, binary().fp)
+
+
 @pytest.mark.parametrize("make", [binary, structured])
 def test_where_it_goes_and_under_which_key(make: Any) -> None:
     assert make(topic="orders").topic == "orders"
