@@ -80,6 +80,10 @@ class EventsEndpoint:
             caller = self._callers.of(found.get(b"authorization"))
             if post.size > self._body_bytes_max:
                 raise Problem(TOO_LARGE, f"body: at most {self._body_bytes_max} bytes are taken")
+            if b"content-encoding" in found and is_coded(found[b"content-encoding"]):
+                problem = Problem(UNSUPPORTED_TYPE, "Content-Encoding: send the body as it is, without this header")
+                self._fail(post, problem, _ONLY_UNCODED)
+                return
             step(post, found, caller)
         except Exception as error:
             self._fail(post, error)
@@ -216,13 +220,16 @@ class EventsEndpoint:
         except Exception as error:
             self._fail(post, error)
 
-    def _fail(self, post: Post, error: Exception, applied: bytes = b"") -> None:
-        """Answer with a problem; anything else than a Problem is a bug, and nobody knows what became of the event."""
+    def _fail(self, post: Post, error: Exception, more: bytes = b"") -> None:
+        """Answer with a problem, and `more` lines of headers.
+
+        Anything else than a Problem is a bug, and nobody knows what became of the event.
+        """
         if not isinstance(error, Problem):
             log.error("request failed", **self._named(post), exc_info=error)
             error = Problem(INTERNAL, "send it again, with the same key")
         status, headers, body = render_problem(error)
-        self._answer(post, status, lines_of(headers) + applied, body, error.kind.code)
+        self._answer(post, status, lines_of(headers) + more, body, error.kind.code)
 
     def _named(self, post: Post) -> dict[str, str]:
         """How a line of the log names a request: by its key, and the id of that among its caller's."""
@@ -239,8 +246,19 @@ class EventsEndpoint:
 
 
 _WANTED: Final = frozenset(
-    {b"content-type", b"idempotency-key", b"traceparent", b"prefer", b"ce-specversion", b"authorization"}
+    {
+        b"content-type",
+        b"content-encoding",
+        b"idempotency-key",
+        b"traceparent",
+        b"prefer",
+        b"ce-specversion",
+        b"authorization",
+    }
 )
+_LISTS: Final = frozenset({b"prefer", b"content-encoding"})  # several lines are one list
+# It tells this 415 from the one of a media type (RFC 9110, section 12.5.3).
+_ONLY_UNCODED: Final = b"accept-encoding: identity\r\n"
 
 
 def pick(headers: Iterable[tuple[bytes, bytes]]) -> Found:
@@ -252,10 +270,15 @@ def pick(headers: Iterable[tuple[bytes, bytes]]) -> Found:
             if name in found:
                 if name == b"idempotency-key":
                     raise Problem(INVALID_KEY, "Idempotency-Key: send it once")
-                if name == b"prefer":  # several lines are one list
+                if name in _LISTS:
                     text = f"{found[name]}, {text}"
             found[name] = text
     return found
+
+
+def is_coded(content_encoding: str) -> bool:
+    """Is the body something else than what it is said to be, packed? Nothing is unpacked: 1 KB may hold 1 GB."""
+    return content_encoding.strip().lower() not in ("", "identity")
 
 
 def media_type(content_type: str | None) -> str:

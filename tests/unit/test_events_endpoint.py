@@ -1,6 +1,7 @@
 """The pieces of the hot route: headers, and answers as bytes."""
 
 import asyncio
+import gzip
 import json
 import time
 from collections.abc import Callable, Coroutine
@@ -197,3 +198,41 @@ def test_the_data_of_a_binary_cloudevent_is_of_any_type_and_charset(content_type
     assert told.status == 201
     assert (event.value, event.key) == (b"\xe9", "/shop/7 42")
     assert dict(event.headers).get("content-type") == (content_type and content_type.encode())
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "GZIP", "identity, gzip", "gzip, identity", " br "])
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        ("/events", {"content_type": JSON, "idempotency_key": "k"}),
+        ("/events", {"content_type": STRUCTURED}),
+        ("/events", {"content_type": BATCHED}),
+        ("/events", {"content_type": "image/png", **CE_HEADERS}),
+        ("/events/batch", {"content_type": JSON}),
+        ("/events/batch", {"content_type": LINES}),
+    ],
+    ids=["event", "structured", "batched", "binary", "batch", "lines"],
+)
+def test_a_packed_body_is_refused(path: str, headers: dict[str, str], coding: str) -> None:
+    told, events = posted(path, gzip.compress(b"{}"), content_encoding=coding, **headers)
+    assert (told.status, events) == (415, [])
+    assert told.detail == "Content-Encoding: send the body as it is, without this header"
+    assert b"accept-encoding: identity\r\n" in told.lines
+
+
+@pytest.mark.parametrize("coding", ["identity", "Identity", " identity ", ""])
+def test_a_body_that_is_said_to_be_as_it_is_is_taken(coding: str) -> None:
+    told, (event,) = posted("/events", b"1", content_encoding=coding, **CE_HEADERS)
+    assert (told.status, event.value) == (201, b"1")
+
+
+def test_another_media_type_is_no_matter_of_its_coding() -> None:
+    """RFC 9110, section 12.5.3: where that is not the reason, Accept-Encoding must not be told."""
+    told, _ = posted("/events", b"1", content_type="text/plain")
+    assert told.status == 415
+    assert b"accept-encoding" not in told.lines
+
+
+def test_codings_on_several_lines_are_one_list() -> None:
+    headers = [(b"content-encoding", b"gzip"), (b"content-encoding", b"identity")]
+    assert pick(headers) == {b"content-encoding": "gzip, identity"}
