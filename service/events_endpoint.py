@@ -1,7 +1,6 @@
 """`POST /events` and its batch: headers read once, a request handed to the path, its answer written from bytes."""
 
-import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
 from ipaddress import ip_address
 from typing import Any, Final, TypeVar
@@ -21,6 +20,7 @@ from service.batch import (
 from service.callers import Caller, Callers
 from service.errors import FORBIDDEN_CALLER, INTERNAL, INVALID_KEY, TOO_LARGE, UNSUPPORTED_TYPE, Problem
 from service.event import Event, parse_event, parse_key, parse_traceparent
+from service.headers import JSON, Found, essence, is_coded, media_type, pick, unsupported
 from service.http_posts import Handler, Post
 from service.intake import Intake
 from service.prefer import Preference, parse_prefer
@@ -44,15 +44,10 @@ from service.wire import event_id
 
 log = structlog.get_logger(__name__)
 
-JSON: Final = "application/json"
-
-# A parameter of a media type, its value a token or a quoted string (RFC 9110, section 5.6.6). The semicolon before it
-# anchors it: a header of one long word is looked through once, not from each of its letters.
-_PARAMETER: Final = re.compile(r';\s*([^\s;=]+)\s*=\s*("(?:[^"\\]|\\.)*"|[^;]*)')
-_UTF8: Final = frozenset({"utf-8", "utf8"})
+# It tells this 415 from the one of a media type (RFC 9110, section 12.5.3).
+_ONLY_UNCODED: Final = b"accept-encoding: identity\r\n"
 
 T = TypeVar("T")
-Found = dict[bytes, str]  # the headers that matter, by lower-case name
 
 
 class EventsEndpoint:
@@ -243,62 +238,3 @@ class EventsEndpoint:
     def _answer(self, post: Post, status: int, lines: bytes, body: bytes, code: str = "") -> None:
         self._telemetry.requested(status, code)
         post.answer(status, lines, body)
-
-
-_WANTED: Final = frozenset(
-    {
-        b"content-type",
-        b"content-encoding",
-        b"idempotency-key",
-        b"traceparent",
-        b"prefer",
-        b"ce-specversion",
-        b"authorization",
-    }
-)
-_LISTS: Final = frozenset({b"prefer", b"content-encoding"})  # several lines are one list
-# It tells this 415 from the one of a media type (RFC 9110, section 12.5.3).
-_ONLY_UNCODED: Final = b"accept-encoding: identity\r\n"
-
-
-def pick(headers: Iterable[tuple[bytes, bytes]]) -> Found:
-    """The headers that matter, by lower-case name. Raises Problem where there are two keys."""
-    found: Found = {}
-    for name, content in headers:
-        if name in _WANTED:
-            text = content.decode("latin-1")
-            if name in found:
-                if name == b"idempotency-key":
-                    raise Problem(INVALID_KEY, "Idempotency-Key: send it once")
-                if name in _LISTS:
-                    text = f"{found[name]}, {text}"
-            found[name] = text
-    return found
-
-
-def is_coded(content_encoding: str) -> bool:
-    """Is the body something else than what it is said to be, packed? Nothing is unpacked: 1 KB may hold 1 GB."""
-    return content_encoding.strip().lower() not in ("", "identity")
-
-
-def media_type(content_type: str | None) -> str:
-    """What a body is said to be, in lower case, in UTF-8 if it says; other parameters are as good as none.
-
-    Raises Problem (415).
-    """
-    if content_type is None or content_type == JSON:
-        return content_type or ""
-    for name, text in _PARAMETER.findall(content_type):
-        if name.lower() == "charset" and text.strip().strip('"').lower() not in _UTF8:
-            raise Problem(UNSUPPORTED_TYPE, "Content-Type: send UTF-8")
-    return essence(content_type)
-
-
-def essence(content_type: str | None) -> str:
-    """A media type in lower case and without its parameters, whatever they say."""
-    return (content_type or "").partition(";")[0].strip().lower()
-
-
-def unsupported(*kinds: str) -> Problem:
-    """415: what a body may be here."""
-    return Problem(UNSUPPORTED_TYPE, f"Content-Type: send {' or '.join(kinds)} (in UTF-8)")

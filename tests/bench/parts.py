@@ -30,6 +30,7 @@ PARTS = {
         "httptools/",
         "service/http",
         "service/events_endpoint",
+        "service/headers",
         "service/api",
         "starlette/",
         "fastapi/",

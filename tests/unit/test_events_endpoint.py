@@ -14,7 +14,8 @@ from service.callers import Callers
 from service.cloudevents import BATCHED, STRUCTURED
 from service.errors import KINDS, Problem
 from service.event import Event
-from service.events_endpoint import JSON, EventsEndpoint, media_type, pick, unsupported
+from service.events_endpoint import EventsEndpoint
+from service.headers import JSON, media_type, pick, unsupported
 from service.http_posts import Post
 from service.intake import Intake
 from service.rendering import imf_fixdate, render_place, render_problem, render_results, render_whole

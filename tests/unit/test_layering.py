@@ -31,7 +31,7 @@ LAYERS = [
     {"slot", "control", "topics", "keys", "keys_view", "queue", "kafka.producer", "kafka.reader", "kafka.survey"},
     {"request", "kafka.life"},
     {"event", "follow", "kafka.cluster", "kafka.security", "kafka.verdict", "kafka.partitioner"},
-    {"callers", "redis_server", "strict_json"},
+    {"callers", "headers", "redis_server", "strict_json"},
     {"states", "errors", "settings", "telemetry", "logs", "waits", "prefer", "kafka.deadline"},
     {"shared"},
     {"shared.rules"},
