@@ -35,14 +35,21 @@ VERSION: Final = "1.0"
 
 _PREFIX: Final = b"ce-"
 _ATTRIBUTE: Final = re.compile(r"[a-z0-9]{1,64}")
+# What is an attribute elsewhere, and no header in the binary mode: two places could say two things.
+_NO_HEADERS: Final = {
+    "data": "send the data as the body",
+    "datacontenttype": "send Content-Type instead: it is this attribute",
+}
 # A quoted string (RFC 9110, section 5.6.4).
 _QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
 _ESCAPED: Final = re.compile(r"\\(.)")
-_NAMED: Final = ("id", "source", "type", "topic", "partitionkey")
 
 
 class CloudEvent(msgspec.Struct):
-    """The attributes that say what an event is and where it goes. Its data, and any others, go on as they came."""
+    """The attributes that say what an event is and where it goes; any others go on as they came, and so does its data.
+
+    As JSON, it has its data in one of two members.
+    """
 
     specversion: str
     id: str
@@ -50,9 +57,13 @@ class CloudEvent(msgspec.Struct):
     type: str
     topic: str | None = None
     partitionkey: str | None = None
+    data: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    data_base64: str | None = None
 
 
+_TYPED: Final = frozenset(CloudEvent.__struct_fields__)
 _decode: Final = msgspec.json.Decoder(CloudEvent).decode
+_decode_members: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_batch: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
@@ -72,8 +83,9 @@ def from_binary(
         if not name.startswith(_PREFIX):
             continue
         attribute = name.removeprefix(_PREFIX).decode("latin-1")
-        if _ATTRIBUTE.fullmatch(attribute) is None:
-            raise invalid(f"ce-{attribute}", "use lower-case letters and digits in the name of an attribute")
+        _check_name(attribute, "ce-")
+        if attribute in _NO_HEADERS:
+            raise invalid(f"ce-{attribute}", _NO_HEADERS[attribute])
         if attribute in attributes:
             raise invalid(f"ce-{attribute}", "send each attribute once")
         try:
@@ -85,7 +97,14 @@ def from_binary(
     for required in ("specversion", "id", "source", "type"):
         if required not in attributes:
             raise invalid(f"ce-{required}", "send this header: every CloudEvent has the attribute")
-    event = CloudEvent(attributes["specversion"], **{name: attributes[name] for name in _NAMED if name in attributes})
+    event = CloudEvent(
+        attributes["specversion"],
+        attributes["id"],
+        attributes["source"],
+        attributes["type"],
+        attributes.get("topic"),
+        attributes.get("partitionkey"),
+    )
     carried: list[Header] = [] if content_type is None else [("content-type", content_type)]
     carried += [(f"ce_{name}", text.encode()) for name, text in attributes.items()]
     return _event(event, "ce-", carried, body, key, traceparent, scope)
@@ -107,7 +126,27 @@ def from_structured(
 ) -> Event:
     """An event whose JSON, which is known to be JSON, is `body`. Raises Problem (400, 413)."""
     carried = [("content-type", STRUCTURED.encode())]
-    return _event(decode(_decode, body), "", carried, bytes(body), key, traceparent, scope)
+    fields = decode(_decode, body)
+    event = _event(fields, "", carried, bytes(body), key, traceparent, scope)
+    if fields.data is not msgspec.UNSET and fields.data_base64 is not None:
+        raise invalid("data_base64", "send one of data and data_base64")
+    _check_members(body)  # now that it is not too large: it may have a million
+    return event
+
+
+def _check_members(body: bytes | msgspec.Raw) -> None:
+    """Raises Problem (400) for what is no attribute, by its name or by its type (JSON format, section 2.2)."""
+    for name, content in decode(_decode_members, body).items():
+        if name in _TYPED:
+            continue
+        _check_name(name)
+        if bytes(content).startswith((b"{", b"[")):
+            raise invalid(name, "an attribute is a string, a number, true or false: send what has parts in data")
+
+
+def _check_name(name: str, prefix: str = "") -> None:
+    if _ATTRIBUTE.fullmatch(name) is None:
+        raise invalid(f"{prefix}{name}", "use 1 to 64 lower-case letters and digits in the name of an attribute")
 
 
 def parse_batch(body: bytes) -> list[msgspec.Raw]:
@@ -117,7 +156,8 @@ def parse_batch(body: bytes) -> list[msgspec.Raw]:
 
 def _batch_of(body: bytes) -> list[msgspec.Raw]:
     events = decode(_decode_batch, body)
-    check_count(len(events), "body")
+    if events:  # a batch may be empty (HTTP binding, section 3.3.2)
+        check_count(len(events), "body")
     return events
 
 

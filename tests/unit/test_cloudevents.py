@@ -1,6 +1,7 @@
 """CloudEvents 1.0: what of them becomes key, topic, headers and value, and what is refused."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -136,13 +137,70 @@ def test_a_source_and_id_that_make_no_key_need_a_header(make: Any) -> None:
         ([(b"ce-subject", b"\xe9")], "ce-subject"),
         ([(b"ce-subject", b"%ff")], "ce-subject"),
         ([(b"ce-a%d" % n, b"1") for n in range(100)], "99"),
+        ([(b"ce-datacontenttype", b"text/plain")], "ce-datacontenttype: send Content-Type"),
+        ([(b"ce-data", b"1")], "ce-data: send the data as the body"),
+        ([(b"ce-data_base64", b"MQ==")], "ce-data_base64"),
     ],
-    ids=["twice", "its name", "not ASCII", "not UTF-8", "too many"],
+    ids=["twice", "its name", "not ASCII", "not UTF-8", "too many", "its data's type", "its data", "and packed"],
 )
 def test_bad_headers_are_refused_by_name(headers: list[tuple[bytes, bytes]], named: str) -> None:
     good = [(f"ce-{name}".encode(), text.encode()) for name, text in ATTRIBUTES.items()]
     with pytest.raises(Problem, match=named):
         cloudevents.from_binary([*good, *headers], b"", None)
+
+
+@pytest.mark.parametrize(
+    ("members", "detail"),
+    [
+        ({"data": 1, "data_base64": "MQ=="}, "data_base64: send one of data and data_base64"),
+        ({"data": None, "data_base64": ""}, "data_base64: send one of data and data_base64"),
+        ({"data_base64": 1}, "data_base64: Expected `str | null`, got `int`"),
+        ({"Subject": "a"}, "Subject: use 1 to 64 lower-case letters and digits"),
+        ({"my_own": 1}, "my_own: use"),
+        ({"my-own": 1}, "my-own: use"),
+        ({"é": 1}, "é: use"),
+        ({"": 1}, ": use"),
+        ({"a" * 65: 1}, "aaa: use"),
+        ({"ext": {"a": 1}}, "ext: an attribute is a string, a number, true or false"),
+        ({"ext": []}, "ext: an attribute is"),
+        ({"subject": ["a"]}, "subject: an attribute is"),
+        ({"traceparent": {}}, "traceparent: an attribute is"),
+    ],
+    ids=str,
+)
+def test_what_is_no_cloudevent_in_json_is_refused_by_name(members: dict[str, Any], detail: str) -> None:
+    told = {**ATTRIBUTES, **members}
+    for body in (json.dumps(told), json.dumps(told, indent=2, separators=(" , ", " : "))):
+        with pytest.raises(Problem, match=re.escape(detail)) as caught:
+            cloudevents.from_structured(body.encode(), None)
+        assert caught.value.kind is INVALID_EVENT
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"data": {"Any": [{"thing": {}}]}},
+        {"data": []},
+        {"data_base64": "MQ=="},
+        {"data": 1, "data_base64": None},
+        {"subject": None, "ext1": 7, "ext2": True, "ext3": "[]", "0": "{}", "a" * 64: -1},
+    ],
+    ids=str,
+)
+def test_data_is_anything_and_other_attributes_are_simple(members: dict[str, Any]) -> None:
+    body = json.dumps({**ATTRIBUTES, **members}).encode()
+    assert cloudevents.from_structured(body, None).value == body
+
+
+def test_the_members_of_what_is_too_large_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cloudevents, "_check_members", None)
+    with pytest.raises(Problem) as caught:
+        structured(data="x" * 1_000_000)
+    assert caught.value.kind is TOO_LARGE
+
+
+def test_a_batch_may_be_empty() -> None:
+    assert cloudevents.parse_batch(b" [ ]") == []
 
 
 def test_a_batch_is_cut_into_the_bytes_of_each() -> None:
@@ -153,12 +211,11 @@ def test_a_batch_is_cut_into_the_bytes_of_each() -> None:
 @pytest.mark.parametrize(
     ("body", "kind"),
     [
-        (b"[]", INVALID_EVENT),
         (b"{}", INVALID_EVENT),
         (b"[", INVALID_JSON),
         (b"[%b1]" % (b"1," * BATCH_EVENTS_MAX), TOO_LARGE),
     ],
-    ids=["empty", "no list", "no JSON", "many"],
+    ids=["no list", "no JSON", "many"],
 )
 def test_what_is_no_batch(body: bytes, kind: Any) -> None:
     with pytest.raises(Problem) as caught:

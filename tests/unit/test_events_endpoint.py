@@ -189,6 +189,11 @@ def test_a_batch_of_cloudevents_is_one_whatever_its_headers_say() -> None:
     assert "array" in told.detail
 
 
+def test_an_empty_batch_of_cloudevents_has_no_results() -> None:
+    told, events = posted("/events", b"[]", content_type=BATCHED)
+    assert (told.status, json.loads(told.said), events) == (207, {"results": []}, [])
+
+
 @pytest.mark.parametrize(
     "content_type",
     [None, "text/plain", "text/plain; charset=latin-1", JSON, "application/json; charset=utf-16", "application/xml;;"],
