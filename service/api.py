@@ -25,7 +25,7 @@ from service.errors import (
 from service.errors import of_status as problem_of_status
 from service.event import check_key
 from service.keys import Found, RedisKeys
-from service.openapi import with_posts
+from service.openapi import SECURITY, with_posts
 from service.pool import Pool
 from service.recovery import Store
 from service.rendering import PROBLEM_TYPE, render_problem
@@ -35,6 +35,15 @@ from service.wire import event_id
 
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 POSTS: Final = ("/events", "/events/batch")
+_UNREADY: Final[dict[int | str, dict[str, Any]]] = {
+    503: {"description": "Not so (yet); what is missing", "model": dict[str, object]}
+}
+
+
+class MetricsText(Response):
+    """Prometheus' text format."""
+
+    media_type = METRICS_TYPE
 
 
 class Parts(Protocol):
@@ -60,8 +69,13 @@ def routes(app: FastAPI, service: Callable[[], Parts], callers: Callers) -> None
         "/events/{key:path}",
         summary="The state of a key; only a POST proves absence",
         responses=_problems(400, 401, 404, 503),
+        openapi_extra={"security": SECURITY},
     )
-    async def get_event(key: str, authorization: Annotated[str | None, Header()] = None) -> dict[str, Any]:
+    async def get_event(
+        key: str,
+        # OpenAPI has it as a security scheme, and ignores it as a parameter.
+        authorization: Annotated[str | None, Header(include_in_schema=False)] = None,
+    ) -> dict[str, Any]:
         id = event_id(check_key(key, "key"), callers.of(authorization).scope)
         parts = service()
         if parts.store.epoch is None:
@@ -76,22 +90,22 @@ def routes(app: FastAPI, service: Callable[[], Parts], callers: Callers) -> None
     async def livez() -> dict[str, bool]:
         return {"live": True}
 
-    @app.get("/readyz", summary="A slot is ready, Redis holds the generation, Kafka answers")
+    @app.get("/readyz", summary="A slot is ready, Redis holds the generation, Kafka answers", responses=_UNREADY)
     async def readyz(response: Response) -> dict[str, object]:
         readiness = await service().readiness()
         response.status_code = 200 if readiness["ready"] else 503
         return readiness
 
-    @app.get("/startupz", summary="It was ready once")
+    @app.get("/startupz", summary="It was ready once", responses=_UNREADY)
     async def startupz(response: Response) -> dict[str, object]:
         parts = service()
         readiness = {} if parts.was_ready else await parts.readiness()
         response.status_code = 200 if parts.was_ready else 503
         return {"started": parts.was_ready, **readiness}
 
-    @app.get("/metrics", summary="Prometheus text format")
+    @app.get("/metrics", summary="Prometheus text format", response_class=MetricsText)
     async def metrics() -> Response:
-        return Response(service().telemetry.render(), media_type=METRICS_TYPE)
+        return MetricsText(service().telemetry.render())
 
     @app.get("/problems/{code}", summary="What a problem's type means", responses=_problems(404))
     async def problem(code: str) -> dict[str, Any]:

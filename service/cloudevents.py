@@ -46,10 +46,7 @@ _ESCAPED: Final = re.compile(r"\\(.)")
 
 
 class CloudEvent(msgspec.Struct):
-    """The attributes that say what an event is and where it goes; any others go on as they came, and so does its data.
-
-    As JSON, it has its data in one of two members.
-    """
+    """The attributes that say what an event is and where it goes. Its data, and any others, go on as they came."""
 
     specversion: str
     id: str

@@ -10,6 +10,10 @@ from service.errors import KINDS
 from service.event import BATCH_EVENTS_MAX, EventBody
 from service.rendering import PROBLEM_TYPE
 
+# A caller is asked for where the rules name any: by its bearer token (RFC 6750), or not at all.
+SECURITY: Final[list[dict[str, list[str]]]] = [{}, {"bearer": []}]
+_BEARER: Final = {"type": "http", "scheme": "bearer", "description": "The token of a caller that the rules name"}
+
 _REF: Final = "#/components/schemas/{name}"
 _PLACE: Final = {
     "id": {"type": "string"},
@@ -23,12 +27,32 @@ _KEY: Final = {
 }
 
 
+_MODES: Final = (
+    "A body of `application/json` is one event in Fencepost's own form.\n\n"
+    "CloudEvents 1.0 come in each mode of their HTTP binding. The content type tells a structured one "
+    f"(`{cloudevents.STRUCTURED}`) and a batch (`{cloudevents.BATCHED}`). Of any other content type it is a binary one "
+    "where there is a `ce-specversion`: the body is its data, the Content-Type its `datacontenttype`, and each other "
+    "attribute, extensions too, a header `ce-` and its name, percent-encoded.\n\n"
+    "No Content-Encoding is taken."
+)
+_CE_HEADERS: Final = {
+    "specversion": f"{cloudevents.VERSION}; with this header the request is a binary-mode CloudEvent",
+    "id": "Required of one",
+    "source": "Required of one: a URI reference",
+    "type": "Required of one; the topic, where ce-topic is not sent",
+    "topic": "The topic",
+    "partitionkey": "The record key",
+}
+
+
 def with_posts(document: dict[str, Any]) -> dict[str, Any]:
-    """FastAPI's document with `POST /events` and `POST /events/batch` in it."""
+    """FastAPI's document with `POST /events` and `POST /events/batch` in it, and with the way to name a caller."""
     (event, member, cloud), components = msgspec.json.schema_components(
         [EventBody, MemberBody, cloudevents.CloudEvent], ref_template=_REF
     )
-    document.setdefault("components", {}).setdefault("schemas", {}).update(components)
+    told = document.setdefault("components", {})
+    told.setdefault("schemas", {}).update(components)
+    told["securitySchemes"] = {"bearer": _BEARER}
     paths = document["paths"]
     paths.setdefault("/events", {})["post"] = _post_event(event, cloud)
     paths.setdefault("/events/batch", {})["post"] = _post_batch(member)
@@ -41,16 +65,23 @@ def _post_event(event: dict[str, Any], cloud: dict[str, Any]) -> dict[str, Any]:
     accepted = {"id": {"type": "string"}, "state": {"const": "in_progress"}}
     return {
         "summary": "Write one event, or a batch of CloudEvents, exactly once",
+        "description": _MODES,
+        "security": SECURITY,
         "parameters": [
             {**_KEY, "description": f"{key}their source and id are the key"},
             {"name": "Prefer", "in": "header", "description": prefer, "schema": {"type": "string"}},
+            *(
+                {"name": f"ce-{name}", "in": "header", "description": told, "schema": {"type": "string"}}
+                for name, told in _CE_HEADERS.items()
+            ),
         ],
-        "requestBody": {
-            "required": True,
+        "requestBody": {  # not required: a binary-mode CloudEvent may have no data
+            "description": "One event; or one CloudEvent; or several; or (`*/*`) the data of a binary-mode CloudEvent",
             "content": {
                 "application/json": {"schema": event},
                 cloudevents.STRUCTURED: {"schema": cloud},
-                cloudevents.BATCHED: {"schema": _list_of(cloud)},
+                cloudevents.BATCHED: {"schema": {**_list_of(cloud), "minItems": 0}},
+                "*/*": {"schema": {"type": "string", "format": "binary"}},
             },
         },
         "responses": {
@@ -72,6 +103,8 @@ def _post_batch(member: dict[str, Any]) -> dict[str, Any]:
     }
     return {
         "summary": "Write many events, each for itself, or (atomic) all of them or none",
+        "description": "No Content-Encoding is taken.",
+        "security": SECURITY,
         "parameters": [
             {**_KEY, "description": "Of an atomic batch, as a whole; else each event has an idempotency_key"}
         ],

@@ -9,6 +9,7 @@ import uvicorn
 
 from deploy.local.stack import free_port
 from service.app import create_app
+from service.cloudevents import BATCHED, STRUCTURED
 from service.http_posts import protocol_of
 from service.schemas import Schemas
 from service.settings import Settings
@@ -94,3 +95,40 @@ async def test_the_documentation_tells_of_these_routes_and_no_others(http: httpx
     }
     assert {"400", "401", "404", "503", "default"} <= told["/events/{key}"]["get"]["responses"].keys()
     assert "431" in told["/events"]["post"]["responses"]
+
+
+async def test_what_the_probes_answer_is_documented(http: httpx.AsyncClient) -> None:
+    told = (await http.get("/openapi.json")).json()["paths"]
+    for path in PROBES:
+        answer = await http.get(path)
+        (media_type,) = told[path]["get"]["responses"][str(answer.status_code)]["content"]
+        assert media_type == answer.headers["content-type"], path
+    for path in ("/readyz", "/startupz"):
+        assert told[path]["get"]["responses"].keys() == {"200", "503"}
+
+
+async def test_the_documentation_can_name_a_caller(http: httpx.AsyncClient) -> None:
+    """As a security scheme: OpenAPI has parameters that are named Authorization ignored."""
+    told = (await http.get("/openapi.json")).json()
+    scheme = told["components"]["securitySchemes"]["bearer"]
+    assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
+    secured = {
+        f"{method} {path}"
+        for path, methods in told["paths"].items()
+        for method, operation in methods.items()
+        if operation.get("security") == [{}, {"bearer": []}]
+    }
+    assert secured == {"post /events", "post /events/batch", "get /events/{key}"}
+    assert [given["name"] for given in told["paths"]["/events/{key}"]["get"]["parameters"]] == ["key"]
+
+
+async def test_each_mode_of_a_cloudevent_is_documented(http: httpx.AsyncClient) -> None:
+    told = (await http.get("/openapi.json")).json()
+    post = told["paths"]["/events"]["post"]
+    content = post["requestBody"]["content"]
+    assert content.keys() == {"application/json", STRUCTURED, BATCHED, "*/*"}
+    assert content[BATCHED]["schema"]["minItems"] == 0
+    assert {"data", "data_base64"} <= told["components"]["schemas"]["CloudEvent"]["properties"].keys()
+    names = [given["name"] for given in post["parameters"]]
+    assert {"ce-specversion", "ce-id", "ce-source", "ce-type", "ce-topic", "ce-partitionkey"} <= set(names)
+    assert not any(given.get("required") for given in post["parameters"])
