@@ -35,7 +35,7 @@ VERSION: Final = "1.0"
 
 _PREFIX: Final = b"ce-"
 _ATTRIBUTE: Final = re.compile(r"[a-z0-9]{1,64}")
-# What is an attribute elsewhere, and no header in the binary mode: two places could say two things.
+# What the binary mode says elsewhere: two places could say two things.
 _NO_HEADERS: Final = {
     "data": "send the data as the body",
     "datacontenttype": "send Content-Type instead: it is this attribute",
