@@ -1,6 +1,6 @@
 """Histories with known faults, from seeds: each fault is found, named as it was planted, and nothing else is.
 
-Five seeds, and two broken jobs; `python -m tests.spark.generated` has fifty, and every mutant.
+Five seeds, and a broken job; `python -m tests.spark.generated` has fifty, and every mutant.
 """
 
 from collections import Counter
@@ -28,13 +28,11 @@ def begun(spark: SparkSession, kafka: Kafka, tmp_path_factory: pytest.TempPathFa
     return trial, trial.next()
 
 
-def test_broken_rules_are_noticed(begun: tuple[Trial, Score]) -> None:
+def test_a_broken_rule_is_noticed(begun: tuple[Trial, Score]) -> None:
     """At the first stage: the next test goes on to the others."""
     trial, score = begun
     assert score.faults == []
-    some = [mutant for mutant in MUTANTS if mutant.stage == 1][::45]
-    survived = [str(mutant) for mutant in some if not trial.noticed(mutant)]
-    assert survived == []
+    assert trial.noticed(next(mutant for mutant in MUTANTS if mutant.stage == 1))
 
 
 def test_what_was_planted_is_what_is_found(begun: tuple[Trial, Score]) -> None:

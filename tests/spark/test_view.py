@@ -26,22 +26,22 @@ Rows = dict[str, tuple[int, int, bytes | None, bool]]
 
 
 class Views:
-    """Views of one history in several lakes."""
+    """Views of one history in one lake."""
 
-    def __init__(self, spark: SparkSession, history: History, root: Path) -> None:
+    def __init__(self, spark: SparkSession, history: History, lake: Path) -> None:
         self.spark = spark
         self.shared = SharedSettings(kafka=history.bootstrap, namespace=history.namespace)
-        self.root = root
+        self.lake = lake
 
-    def register(self, topic: str, place: str = "lake") -> int:
-        return view.register(self.spark, self.shared, str(self.root / place), topic)
+    def register(self, topic: str) -> int:
+        return view.register(self.spark, self.shared, str(self.lake), topic)
 
-    def path(self, topic: str, place: str = "lake") -> str:
-        return str(self.root / place / view.FOLDER / topic)
+    def path(self, topic: str) -> str:
+        return str(self.lake / view.FOLDER / topic)
 
-    def rows(self, topic: str, place: str = "lake") -> Rows:
+    def rows(self, topic: str) -> Rows:
         """By id: partition, offset, value, and whether the ledger names it; each id once."""
-        found = self.spark.read.format("delta").load(self.path(topic, place)).collect()
+        found = self.spark.read.format("delta").load(self.path(topic)).collect()
         told: Rows = {}
         for row in found:
             value = None if row["value"] is None else bytes(row["value"])
@@ -49,8 +49,8 @@ class Views:
         assert len(told) == len(found)
         return told
 
-    def version(self, topic: str, place: str = "lake") -> int:
-        history = DeltaTable.forPath(self.spark, self.path(topic, place)).history(1)
+    def version(self, topic: str) -> int:
+        history = DeltaTable.forPath(self.spark, self.path(topic)).history(1)
         version: int = history.collect()[0]["version"]
         return version
 
@@ -78,7 +78,7 @@ def test_a_view_has_each_id_once_and_grows_to_what_one_made_anew_has(
     producer.commit_transaction(30)
     history.raw(history.plain, topic, b"no id")
     ran = audit(history, **options)
-    views = Views(spark, history, ran.lake.parent)
+    views = Views(spark, history, ran.lake)
 
     assert views.register(topic) == 33
     rows = views.rows(topic)
@@ -101,9 +101,6 @@ def test_a_view_has_each_id_once_and_grows_to_what_one_made_anew_has(
     producer.begin_transaction()
     history.ledger(producer, ONE, [late.entry()])
     producer.commit_transaction(30)
-    shutil.copytree(ran.lake, views.root / "anew")
-    for name in (view.FOLDER, view.TABLE):
-        shutil.rmtree(views.root / "anew" / name)
     with cut(monkeypatch, view.View, "_merge", after=False):
         audit(history, **options)
     assert views.rows(topic) == rows
@@ -126,9 +123,10 @@ def test_a_view_has_each_id_once_and_grows_to_what_one_made_anew_has(
     _shown(spark, views.shared, str(ran.lake), topic)
 
     # Made anew from all of it, it is the same.
-    audit(history, lake="anew", **options)
-    views.register(topic, "anew")
-    assert views.rows(topic, "anew") == grown
+    for name in (view.FOLDER, view.TABLE):
+        shutil.rmtree(ran.lake / name)
+    views.register(topic)
+    assert views.rows(topic) == grown
 
 
 def _shown(spark: SparkSession, shared: SharedSettings, root: str, topic: str) -> None:
@@ -151,14 +149,14 @@ def test_a_view_takes_only_what_a_run_has_audited(
     spark: SparkSession, history: History, audit: Audit, tmp_path: Path
 ) -> None:
     topic = history.topic(f"{history.namespace}-t", 2)
-    views = Views(spark, history, tmp_path)
+    views = Views(spark, history, tmp_path / "lake")
     with pytest.raises(CannotRun, match=f"no finished run on --lake .* has audited topic '{topic}'"):
         views.register(topic)
     producer = history.transactional(TWO)
     history.deliver(producer, TWO, topic, [f"k-{n}" for n in range(5)])
     ran = audit(history, later_s=LATER_S, publish=True)
     assert records(history) == []
-    views = Views(spark, history, ran.lake.parent)
+    views = Views(spark, history, ran.lake)
     # What Kafka does not have any more when the view is made is not in it.
     history.delete_before(topic, 0, 2)
     assert views.register(topic) == 3
