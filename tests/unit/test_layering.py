@@ -53,7 +53,7 @@ DOORS = {
     "fastapi": {"app", "api"},
     "starlette": {"app", "api"},
     "uvicorn": {"__main__", "http_guard", "http_posts"},
-    "httptools": {"http_posts"},
+    "httptools": {"http_guard", "http_posts"},
     "prometheus_client": {"telemetry"},
     "structlog": None,
     "opentelemetry": {"tracing"},
