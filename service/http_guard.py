@@ -102,14 +102,17 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _skips(self) -> bool:
         """Is the request whose head is whole not to be carried out? That is refused, or is read anew."""
-        if self._head_bytes > HEAD_BYTES_MAX and not self._refused:  # much of that may be its body
+        if self._head_bytes <= HEAD_BYTES_MAX and not self._refused and not self.parser.should_upgrade():
+            return False
+        if self._head_bytes > HEAD_BYTES_MAX:  # much of that may be its body
             size = len(self.url) + sum([len(name) + len(content) for name, content in self.headers])
             if size > HEAD_BYTES_MAX:
                 self._refuse_head()
-        if not self._refused and self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+        method = self.parser.get_method()
+        if self.parser.should_upgrade() and method != b"CONNECT":
             kept = lines_of((name, content) for name, content in self.headers if name not in _UPGRADE)
             version = self.parser.get_http_version().encode()
-            self._anew = b"%b %b HTTP/%b\r\n%b\r\n" % (self.parser.get_method(), self.url, version, kept)
+            self._anew = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, kept)
         self._unread = self._refused or bool(self._anew)
         return self._unread
 
