@@ -93,7 +93,8 @@ class _Run:
             self.told[1].unpersist()
         with self.cost.step("views"):
             view.update(self.lake, self.settings.shared, plan)
-        balance = Judgement(self.spark, self.lake, plan, self.settings, self.cost).carry_out(before, self.kept_from)
+        judgement = Judgement(self.spark, self.lake, plan, self.last, self.settings, self.cost)
+        balance = judgement.carry_out(before, self.kept_from)
         held = standing.by_hour(self.lake.read("findings"), report.window_from(plan, self.settings)).persist()
         found = standing.whole(held).persist()
         if self.settings.options.publish:

@@ -12,7 +12,7 @@ from spark.balance import Balance
 from spark.cost import Cost
 from spark.decode import EVENT, REJECT
 from spark.lake import Lake
-from spark.offsets import Plan
+from spark.offsets import Plan, shifted
 from spark.settings import Settings
 
 
@@ -23,10 +23,13 @@ class Judgement:
     or kept is about the few others.
     """
 
-    def __init__(self, spark: SparkSession, tables: Lake, plan: Plan, settings: Settings, cost: Cost) -> None:
+    def __init__(
+        self, spark: SparkSession, tables: Lake, plan: Plan, last: Plan | None, settings: Settings, cost: Cost
+    ) -> None:
         self.spark = spark
         self.lake = tables
         self.plan = plan
+        self.last = last
         self.settings = settings
         self.cost = cost
         self.seen = verdict.evidence(plan, settings)
@@ -41,9 +44,13 @@ class Judgement:
             deliveries = deliveries.where(hours.since(kept_from))
         with self.cost.step("judge"):
             touched = self._touched(deliveries, before, balance)
-            rows = deliveries.where(hours.within(touched))
         with self.cost.step("ids"):
-            several, many = self._repeated(rows if self.settings.options.skip_ids else deliveries)
+            whole = not self.settings.options.skip_ids
+            several, many = self._repeated(deliveries if whole else deliveries.where(hours.within(touched)))
+            if whole and shifted(self.plan, self.last):
+                # Their rows are taken out of the sums of hours as they are judged now, so these must be judged now too.
+                touched |= set(hours.of(_wide(many, several).where("plain = 0")))
+        rows = deliveries.where(hours.within(touched))
         with self.cost.step("judge"):
             judged = self._by_hour(rows, several, many.where(hours.within(touched)), touched, balance)
         with self.cost.step("map"):
@@ -59,7 +66,7 @@ class Judgement:
         replaced = [f"scope = '{findings.LOG}'"]
         if touched:
             replaced.append(f"(scope = '{findings.HOUR}' AND {hours.sql(touched)})")
-        if not self.settings.options.skip_ids:
+        if whole:
             with self.cost.step("ids"):
                 found += self._over_hours(deliveries, several, many, balance)
                 replaced.append(f"scope = '{findings.IDS}'")
@@ -105,7 +112,7 @@ class Judgement:
         self, deliveries: DataFrame, several: DataFrame, many: DataFrame, balance: Balance
     ) -> list[DataFrame]:
         """Findings (lake.FINDING) that no single hour shows; has ids of several hours count once in the balance."""
-        wide = many.join(several.where("first < last"), "id", "left_semi")
+        wide = _wide(many, several)
         apart = verdict.judge(state.gathered(wide), self.seen)
         together = verdict.judge(state.gathered(wide, by_hour=False), self.seen)
         balance.adjust(findings.sums(apart).collect(), findings.sums(together).collect())
@@ -134,3 +141,8 @@ class Judgement:
     def _keep(self, rows: DataFrame) -> DataFrame:
         self.kept.append(rows.persist(StorageLevel.MEMORY_AND_DISK))
         return rows
+
+
+def _wide(many: DataFrame, several: DataFrame) -> DataFrame:
+    """Those of the rows (state.ROW) of ids with several whose id lies in several hours."""
+    return many.join(several.where("first < last"), "id", "left_semi")

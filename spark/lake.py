@@ -61,6 +61,7 @@ PROGRESS: Final = {
         "struct<producer_id: bigint, epoch: int, start_offset: bigint, transactional_id: string, since_ms: bigint>"
     ),
     "options": "string",
+    "proven_ms": "bigint",
 }
 
 PUBLISHED: Final = {"finding_id": "string", "value": "string", "sent": "boolean"}
@@ -157,7 +158,8 @@ class Lake:
 
     def overwrite(self, name: str, rows: DataFrame, where: str) -> None:
         """As `replace`, however often the run does it."""
-        rows.write.format("delta").mode("overwrite").option("replaceWhere", where).save(self.path(name))
+        writer = rows.write.format("delta").mode("overwrite").option("mergeSchema", "true")
+        writer.option("replaceWhere", where).save(self.path(name))
 
     def merge(self, rows: DataFrame, hours: list[str], run: int, idempotent: Sequence[str] = ()) -> None:
         """Merge ROWs, one a place of an id and hour, into the `deliveries` that are there, unless this run did.
@@ -212,7 +214,8 @@ class Lake:
                     DeltaTable.forPath(self.spark, self.path(name)).vacuum(hours)
 
     def _writer(self, name: str, rows: DataFrame, mode: str, run: int) -> DataFrameWriter:
-        writer = rows.write.format("delta").mode(mode)
+        # A lake of an earlier version lacks the columns that came since.
+        writer = rows.write.format("delta").mode(mode).option("mergeSchema", "true")
         if name in PARTITIONS:
             writer = writer.partitionBy(*PARTITIONS[name])
         if name in _SKIPPED_BY and not self.exists(name):

@@ -55,7 +55,8 @@ class Log:
 
     `first`: from where it was ever read; `start` and `end`: what this run reads; `since_ms`: when a topic made anew
     was first seen, else 0; `complete_ms`: every record appended after it was read (0: every record ever);
-    `decided_ms`: every record appended before it lies below `end`; `holder`: the transaction that holds `end` up.
+    `decided_ms`: every record appended before it lies below `end`; `holder`: the transaction that holds `end` up;
+    `proven_ms`: when it was last seen with nothing open in it, before this run; 0 for never.
     """
 
     role: str
@@ -74,6 +75,7 @@ class Log:
     decided_ms: int
     gaps: tuple[Gap, ...] = ()
     holder: Holder | None = None
+    proven_ms: int = 0
 
     @property
     def place(self) -> Place:
@@ -129,10 +131,12 @@ class Plan:
         head: Mapping[str, Any] | None = None
         for row in rows:
             head = row
-            values = {name: row[name] for name in Log.__dataclass_fields__ if name not in ("gaps", "holder")}
+            apart = ("gaps", "holder", "proven_ms")
+            values = {name: row[name] for name in Log.__dataclass_fields__ if name not in apart}
             gaps = tuple(Gap(gap["first"], gap["last"], gap["cause"], gap["seen_ms"]) for gap in row["gaps"])
             holder = Holder(**row["holder"]) if row["holder"] else None
-            logs.append(Log(**values, gaps=gaps, holder=holder))
+            # Lakes of before have no such column.
+            logs.append(Log(**values, gaps=gaps, holder=holder, proven_ms=row.get("proven_ms") or 0))
         return None if head is None else cls(head["run"], head["frozen_ms"], head["options"], tuple(logs))
 
 
@@ -299,6 +303,18 @@ def arrived(plan: Plan, before: Plan | None) -> dict[Place, int]:
     }
 
 
+def shifted(plan: Plan, before: Plan | None) -> bool:
+    """Whether other things can be proven of the data than by the run before, for a reason that lies in the logs.
+
+    A topic is gone, or made anew, or compacted now; records went away unread.
+    """
+
+    def grounds(logs: Iterable[Log]) -> set[tuple[Any, ...]]:
+        return {(log.place, log.life, log.compacted, log.since_ms, log.gaps) for log in logs}
+
+    return before is not None and grounds(before.of(DATA)) - grounds(plan.of(DATA)) != set()
+
+
 def readable(cluster: Cluster, plan: Plan) -> bool:
     """Whether all that a plan wants to read is still in the logs, which go on while nobody carries it out."""
     logs = [log for log in plan.logs if log.audited and log.start < log.end]
@@ -336,14 +352,20 @@ def _next_log(before: Plan | None, role: str, topic: Topic, place: Place, ends: 
         gap = Gap(last.end, last.end, RECREATED, now_ms)
         return replace(log, since_ms=now_ms, complete_ms=now_ms, gaps=(*last.gaps, gap))
     kept = replace(
-        log, since_ms=last.since_ms, first=last.first, start=last.end, complete_ms=last.complete_ms, gaps=last.gaps
+        log,
+        since_ms=last.since_ms,
+        first=last.first,
+        start=last.end,
+        complete_ms=last.complete_ms,
+        gaps=last.gaps,
+        proven_ms=before.frozen_ms if before is not None and last.audited and last.settled else last.proven_ms,
     )
     if ends.log_start > last.end:
         gap = Gap(last.end, ends.log_start, RETENTION, now_ms)
         return replace(kept, start=ends.log_start, complete_ms=complete_ms, gaps=(*last.gaps, gap))
     if ends.last_stable < last.end:
         gap = Gap(ends.last_stable, last.end, TRUNCATED, now_ms)
-        return replace(kept, start=ends.last_stable, complete_ms=now_ms, gaps=(*last.gaps, gap))
+        return replace(kept, start=ends.last_stable, complete_ms=now_ms, gaps=(*last.gaps, gap), proven_ms=0)
     return kept
 
 

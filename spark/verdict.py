@@ -18,7 +18,7 @@ CATEGORIES: Final = ("delivered_once", "duplicated", "conflicted", "lost", "pend
 """Where an accepted id can stand in the balance."""
 
 _BOUND: Final = (
-    "struct<first: bigint, end: bigint, settled: boolean, since_ms: bigint, compacted: boolean, "
+    "struct<first: bigint, end: bigint, settled: boolean, proven_ms: bigint, since_ms: bigint, compacted: boolean, "
     "gaps: array<struct<first: bigint, last: bigint, cause: string>>>"
 )
 _SLOT: Final = "struct<complete_ms: bigint, decided_ms: bigint>"
@@ -67,6 +67,7 @@ def evidence(plan: Plan, settings: Settings) -> Evidence:
                 "first": log.first,
                 "end": log.end,
                 "settled": log.settled,
+                "proven_ms": log.proven_ms,
                 "since_ms": log.since_ms,
                 "compacted": log.compacted,
                 "gaps": [
@@ -103,8 +104,9 @@ def evidence(plan: Plan, settings: Settings) -> Evidence:
 
 
 def idempotent(plan: Plan, settings: Settings) -> tuple[str, ...]:
-    """The audited topics with that guarantee."""
-    return tuple(name for name in plan.topics if settings.rules.guarantee(name) is Guarantee.IDEMPOTENT)
+    """The audited topics with that guarantee, also those that are gone: what was written to them is still judged."""
+    names = sorted({log.topic for log in plan.logs if log.role == DATA})
+    return tuple(name for name in names if settings.rules.guarantee(name) is Guarantee.IDEMPOTENT)
 
 
 def judge(rows: DataFrame, seen: Evidence) -> DataFrame:
@@ -178,11 +180,13 @@ def _fate(claim: Column, seen: Evidence) -> Column:
     `recreated`, `compacted`.
 
     Below the end of what was read every record is decided, so a place there is proof by itself. Beyond it, only a
-    log in which nothing is open proves that the place is empty.
+    log in which nothing is open proves that the place is empty; once it has, what was opened later changes nothing.
     """
     bound = F.get(F.try_element_at(seen.bounds, claim["topic"]), claim["partition"])
-    ripe = seen.over_ms(claim["accepted_ms"], claim["seen_ms"]) < seen.frozen_ms
+    over_ms = seen.over_ms(claim["accepted_ms"], claim["seen_ms"])
+    ripe = over_ms < seen.frozen_ms
     beyond = claim["offset"] >= bound["end"]
+    unproven = ~bound["settled"] & (over_ms >= bound["proven_ms"])
     held = F.exists("coordinates", lambda copy: state.same_place(copy, claim))
     # Copies beyond the cap have left no coordinates: the place may be among them.
     capped = F.col("count") > F.size("coordinates")
@@ -194,7 +198,7 @@ def _fate(claim: Column, seen: Evidence) -> Column:
         .when(claim["seen_ms"] < bound["since_ms"], "recreated")
         .when(claim["offset"] < bound["first"], "below_start")
         .when(gap.isNotNull(), gap["cause"])
-        .when(beyond & ~bound["settled"], PENDING)
+        .when(beyond & unproven, PENDING)
         .when(~ripe, PENDING)
         .when(bound["compacted"], "compacted")
         .otherwise(LOST)

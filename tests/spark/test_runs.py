@@ -302,6 +302,51 @@ def test_logs_that_change_between_runs(history: History, audit: Audit, monkeypat
     assert fresh in second.document["run"]["topics"]
 
 
+def test_what_was_proven_stays_so_and_the_balance_closes_whatever_becomes_of_the_logs(
+    history: History, audit: Audit, tmp_path: Path
+) -> None:
+    """An open transaction, a topic that is gone, one made anew; an id lost in one hour and there twice in another."""
+    topic, plain = (history.topic(f"{history.namespace}-{name}") for name in ("t", "idempotent"))
+    rules = tmp_path / "rules.toml"
+    rules.write_text(f'[[topics]]\npattern = "{plain}"\nguarantee = "idempotent"\n')
+    first, second = history.transactional(ONE), history.transactional(TWO)
+    hours_ago = [history.now_ms - n * 3_600_000 for n in (30, 3)]
+    there = history.deliver(first, ONE, topic, ["wide"], at=hours_ago[1])[0]
+    history.deliver(second, TWO, topic, ["wide"], at=hours_ago[1])
+    gone = there.entry(id=wire.event_id("gone"), offset=2000)
+    first.begin_transaction()
+    history.ledger(first, ONE, [there.entry(offset=1000, at=hours_ago[0]), gone])
+    first.commit_transaction(30)
+    sent = history.send(history.plain, plain, ["told", "unsure"], ONE)
+    history.answers([sent[0].answer(), sent[1].answer(504)])
+
+    def balance(ran: Ran) -> dict[str, int]:
+        counts = ran.document["balance"]
+        return {name: counts[name] for name in counts if counts[name] and name != "records"}
+
+    begun = audit(history, later_s=LATER_S, rules=str(rules))
+    assert balance(begun) == {"accepted": 4, "delivered_once": 2, "lost": 2}
+    lost = {finding for finding in begun.findings() if finding[0] == "lost"}
+    assert len(lost) == 2
+
+    # What is under way now cannot be what was promised then. The other topic's events were answered, if no ledger has
+    # them.
+    history.deliver(first, ONE, topic, ["fresh"], at=hours_ago[1])
+    second.begin_transaction()
+    history.send(second, topic, ["under way"], TWO)
+    history.remove(plain)
+    later = audit(history, later_s=2 * LATER_S, rules=str(rules))
+    second.abort_transaction(30)
+    assert balance(later) == {"accepted": 5, "delivered_once": 3, "lost": 2}
+    assert lost <= later.findings()
+    assert not {finding for finding in later.findings() if finding[0] == "phantom"}
+
+    history.remove(topic)
+    history.topic(topic)
+    last = audit(history, later_s=3 * LATER_S, rules=str(rules))
+    assert balance(last)["accepted"] == 5
+
+
 def test_what_is_audited_by_default_does_not_depend_on_what_the_last_run_was_told(
     history: History, audit: Audit
 ) -> None:
