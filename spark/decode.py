@@ -174,14 +174,15 @@ def ledger(records: DataFrame, frozen_ms: int) -> DataFrame:
     rows = _each(read, entries, "entry")
     entry = F.col("entry")
     good = _identified(entry) & _all_there(entry, "at", "topic", "partition", "offset", "ts")
+    undecoded = _undecoded("ledger record", "entry")
     return rows.select(
-        F.when(good, F.unhex(entry["id"])).otherwise(block_id()).alias("id"),
+        F.when(good, F.unhex(entry["id"])).otherwise(_part_id(undecoded)).alias("id"),
         *(F.when(good, entry[name]).otherwise(F.col(name)).alias(name) for name in ("topic", "partition", "offset")),
         F.when(good, plausible(entry["at"], F.col("ts"))).otherwise(F.col("ts")).alias("at"),
         "ts",
         F.when(good, F.lit(ENTERED)).alias("status"),
         F.lit(False).alias("replayed"),
-        F.when(~good, _undecoded("ledger record", "entry")).alias("reject"),
+        F.when(~good, undecoded).alias("reject"),
     )
 
 
@@ -198,15 +199,16 @@ def answers(records: DataFrame, frozen_ms: int) -> DataFrame:
     answer = F.col("answer")
     good = _identified(answer) & _all_there(answer, "at", "status")
     placed = good & (answer["status"] == 201) & _all_there(answer, "topic", "partition", "offset")
+    undecoded = _undecoded("record of the journal", "answer")
     return rows.select(
-        F.when(good, F.unhex(answer["id"])).otherwise(block_id()).alias("id"),
+        F.when(good, F.unhex(answer["id"])).otherwise(_part_id(undecoded)).alias("id"),
         F.when(good, answer["topic"]).otherwise(F.col("topic")).alias("topic"),
         *(F.when(placed, answer[name]).when(~good, F.col(name)).alias(name) for name in ("partition", "offset")),
         F.when(good, plausible(answer["at"], F.col("ts"))).otherwise(F.col("ts")).alias("at"),
         "ts",
         F.when(good, answer["status"]).alias("status"),
         (good & F.coalesce(answer["replayed"], F.lit(False))).alias("replayed"),
-        F.when(~good, _undecoded("record of the journal", "answer")).alias("reject"),
+        F.when(~good, undecoded).alias("reject"),
     )
 
 
@@ -248,10 +250,15 @@ def plausible(ms: Column, otherwise: Column | int) -> Column:
     return F.when(ms.between(*PLAUSIBLE_MS), ms).otherwise(otherwise)
 
 
-def block_id() -> Column:
-    """What stands for the id of records that have none: their place, to a block of offsets."""
+def block_id(*more: Column) -> Column:
+    """What stands for the id of records that have none: their place, to a block of offsets, and `more`."""
     block = F.floor(F.col("offset") / BLOCK_OFFSETS).cast("string")
-    return native.as_binary(F.concat_ws("/", "topic", F.col("partition").cast("string"), block))
+    return native.as_binary(F.concat_ws("/", "topic", F.col("partition").cast("string"), block, *more))
+
+
+def _part_id(reject: Column) -> Column:
+    """The same for a part of a record that was not decoded: other bytes at the same place are another part."""
+    return block_id(F.sha2(F.to_json(reject), 256))
 
 
 def _header(name: str) -> Column:

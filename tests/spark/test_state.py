@@ -114,6 +114,28 @@ def test_records_without_id_have_a_row_each(spark: SparkSession) -> None:
     assert {row["kind"] for row in rows} == {decode.UNKEYED}
 
 
+def test_parts_of_a_record_that_are_not_decoded_have_a_place_each(spark: SparkSession) -> None:
+    """A MERGE takes no two rows for one place: a journal made anew would meet them there."""
+    twelve, thirteen = ({"id": id, "fp": "", "at": 1, "status": 201} for id in ("12", "13"))
+    bodies = [
+        {"v": 1, "instance": "a:1", "answers": [twelve, thirteen, thirteen, None]},
+        {"v": 1, "slot": 0, "pid": 1, "epoch": 0, "instance": "a:1", "entries": [twelve, None, thirteen]},
+    ]
+    journal, ledger = (
+        spark.createDataFrame(
+            [{"topic": name, "partition": 0, "offset": 0, "timestamp_ms": NOW_MS, "value": json.dumps(body).encode()}],
+            source.SCHEMA,
+        )
+        for name, body in zip(("journal", "ledger"), bodies, strict=True)
+    )
+    told = state.told(decode.answers(journal, NOW_MS).unionByName(decode.ledger(ledger, NOW_MS)))
+    rows = state.reduce(spark.createDataFrame([], decode.COPIES), told, 1)
+    assert sorted((row["topic"], row["count"]) for row in rows.collect()) == (
+        [("journal", 1), ("journal", 1), ("journal", 2), ("ledger", 1), ("ledger", 1), ("ledger", 1)]
+    )
+    assert rows.count() == rows.select(*state.PLACE).distinct().count()
+
+
 def test_the_last_evidence_of_an_old_timestamp_is_when_it_came(spark: SparkSession) -> None:
     old = NOW_MS - 1000 * HOUR_MS
     named = {
