@@ -79,14 +79,14 @@ def _scanned(rows: DataFrame) -> set[str]:
 
 
 def test_a_write_that_a_run_did_is_not_done_again(small: lake.Lake) -> None:
-    before = small.read("deliveries").agg(F.sum("count")).collect()[0][0]
+    before = small.read("deliveries").agg(F.sum("entries_count")).collect()[0][0]
     assert _merge(small, 7)["version"] == _version(small)
-    merged = small.read("deliveries").agg(F.sum("count")).collect()[0][0]
+    merged = small.read("deliveries").agg(F.sum("entries_count")).collect()[0][0]
     assert merged == before + 40
     version = _version(small)
     _merge(small, 7)
     assert _version(small) == version
-    assert small.read("deliveries").agg(F.sum("count")).collect()[0][0] == merged
+    assert small.read("deliveries").agg(F.sum("entries_count")).collect()[0][0] == merged
     finding = small.spark.createDataFrame([{"scope": "log", "kind": "k"}], lake.schema("findings"))
     for _ in range(2):
         small.append("findings", finding, 1)

@@ -101,6 +101,21 @@ def test_a_row_counts_what_it_no_longer_keeps(spark: SparkSession) -> None:
     assert {bytes(one["fp"]) for one in row["fingerprints"]} == {b"a" * 8, b"b" * 8}
 
 
+def test_what_is_written_back_to_the_place_where_it_was_is_there_once(spark: SparkSession) -> None:
+    """A topic that was made anew from a copy of it; within an hour, so that the rows of two runs meet."""
+    unkeyed = copy(3, kind=decode.UNKEYED, life=None)
+    evidence = {"restored": [copy(1), entry(1), answer(201, 1)], "foreign": [copy(2, life=None)]}
+    again = {"restored": [copy(1)], "foreign": [copy(2, life=None)]}
+    first, second = (
+        reduced(spark, [*ids(named), unkeyed], run) for run, named in enumerate((evidence, again), start=1)
+    )
+    assert {(row["kind"], row["offset"], row["count"], row["plain"]) for row in _merged(first, second).collect()} == {
+        (decode.EVENT, 1, 1, 1),
+        (decode.EVENT, 2, 1, 1),
+        (decode.UNKEYED, 3, 1, 0),
+    }
+
+
 def test_records_without_id_have_a_row_each(spark: SparkSession) -> None:
     block = decode.BLOCK_OFFSETS
     records = [
