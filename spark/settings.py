@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -10,6 +10,13 @@ from service import wire
 from service.shared import Rules, SharedSettings
 
 HOUR_MS: Final = 3_600_000
+
+# A century: longer than any log, and all times that are made of it can be written down.
+DAYS_MOST: Final = 36_500
+HOURS_MOST: Final = DAYS_MOST * 24
+SECONDS_MOST: Final = HOURS_MOST * 3600
+# Kafka's offsets, and Spark's integers.
+OFFSETS_MOST: Final = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +90,18 @@ def parse(arguments: Sequence[str]) -> Options:
         help="comma-separated globs of the topics to audit; default: every topic that the ledger, an answer that "
         "refuses nothing (201, 202, 504), or the rules name",
     )
-    parser.add_argument("--max-records", type=_positive, help="read at most about this many offsets; default: all")
     parser.add_argument(
-        "--grace-s", type=_natural, default=60, help="how long after all timeouts a missing record is waited for"
+        "--max-records", type=_integer(1, OFFSETS_MOST), help="read at most about this many offsets; default: all"
     )
-    parser.add_argument("--window-h", type=_positive, default=168, help="how many hours back the report looks")
+    parser.add_argument(
+        "--grace-s",
+        type=_integer(0, SECONDS_MOST),
+        default=60,
+        help="how long after all timeouts a missing record is waited for",
+    )
+    parser.add_argument(
+        "--window-h", type=_integer(1, HOURS_MOST), default=168, help="how many hours back the report looks"
+    )
     parser.add_argument(
         "--skip-ids", action="store_true", help="leave out the pass over all ids, for copies in other hours"
     )
@@ -104,11 +118,15 @@ def parse(arguments: Sequence[str]) -> Options:
         "value, topic, partition, offset, timestamp and headers; may be given once for each topic",
     )
     parser.add_argument(
-        "--keep-days", type=_positive, help="drop from the lake what was accepted more days ago; default: keep all"
+        "--keep-days",
+        type=_integer(1, DAYS_MOST),
+        help="drop from the lake what was accepted more days ago; default: keep all",
     )
     parser.add_argument("--optimize", action="store_true", help="make one file of the small ones of each hour touched")
     parser.add_argument(
-        "--vacuum-h", type=_positive, help="delete files that no version of the last so many hours needs; default: none"
+        "--vacuum-h",
+        type=_integer(1, HOURS_MOST),
+        help="delete files that no version of the last so many hours needs; default: none",
     )
     given = parser.parse_args(arguments)
     identity = dict(given.identity)
@@ -148,15 +166,14 @@ def _identity(text: str) -> tuple[str, str]:
     return topic.strip(), expression.strip()
 
 
-def _natural(text: str) -> int:
-    return _at_least(0, text)
+def _integer(least: int, most: int) -> Callable[[str], int]:
+    """What makes an integer within these bounds, both inclusive, of a word of the command line."""
 
+    def read(text: str) -> int:
+        # More digits than the bound has are none that Python need read.
+        number = int(text) if text.isdecimal() and len(text) <= len(str(most)) else -1
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {least} to {most}")
+        return number
 
-def _positive(text: str) -> int:
-    return _at_least(1, text)
-
-
-def _at_least(least: int, text: str) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of {least} or more")
-    return int(text)
+    return read

@@ -23,9 +23,16 @@ def test_an_identity_is_a_topic_and_an_expression() -> None:
         (["--identity", "orders"], "'orders' is not TOPIC=EXPRESSION"),
         (["--identity", "or ders=key"], "is not TOPIC=EXPRESSION"),
         (["--identity", "a=key", "--identity", "a=value"], "a topic is named twice"),
-        (["--keep-days", "0"], "'0' is not an integer of 1 or more"),
+        (["--max-records", "0"], "argument --max-records: '0' is not an integer from 1 to 9223372036854775807"),
+        (["--keep-days", "0"], "argument --keep-days: '0' is not an integer from 1 to 36500"),
         (["--keep-days", "6"], "a report of 168 hours needs 7 days"),
-        (["--vacuum-h", "x"], "'x' is not an integer of 1 or more"),
+        (["--vacuum-h", "x"], "argument --vacuum-h: 'x' is not an integer from 1 to 876000"),
+        # A time so far back that it cannot be written down was found only when it was.
+        (["--window-h", "100000000"], "argument --window-h: '100000000' is not an integer from 1 to 876000"),
+        (["--window-h", "1" * 5000], "1' is not an integer from 1 to 876000"),
+        (["--keep-days", "36501"], "argument --keep-days: '36501' is not an integer from 1 to 36500"),
+        (["--grace-s", "9" * 19], "argument --grace-s: '9999999999999999999' is not an integer from 0 to 3153600000"),
+        (["--vacuum-h", "876001"], "argument --vacuum-h: '876001' is not an integer from 1 to 876000"),
     ],
 )
 def test_what_is_wrong_is_named(capsys: pytest.CaptureFixture[str], arguments: list[str], why: str) -> None:
