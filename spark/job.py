@@ -63,6 +63,21 @@ def run(spark: SparkSession, settings: Settings, tell: Tell, now_ms: int | None 
         return _Run(spark, settings, tell, int(time.time() * 1000) if now_ms is None else now_ms).carry_out()
 
 
+def before_now(tables: lake.Lake) -> dict[str, Any] | None:
+    """What the last finished run left: its number, its options, the sums of every hour; and the last reports.
+
+    The number comes first, from Delta's statistics: with it they tell which files are the last runs', of all runs'.
+    """
+    runs = tables.read("runs")
+    newest = runs.agg(F.max("run")).collect()[0][0]
+    if newest is None:
+        return None
+    last = runs.where(F.col("run") > newest - HISTORY_RUNS).orderBy(F.desc("run"))
+    reports = [json.loads(row["report"]) for row in last.select("report").collect()]
+    (summary,) = runs.where(F.col("run") == newest).select("summary").collect()
+    return {"run": newest, "reports": reports, **json.loads(summary["summary"])}
+
+
 class _Run:
     def __init__(self, spark: SparkSession, settings: Settings, tell: Tell, now_ms: int) -> None:
         self.spark = spark
@@ -78,7 +93,7 @@ class _Run:
 
     def carry_out(self) -> Outcome:
         with self.cost.step("plan"):
-            before = self._summary_before()
+            before = before_now(self.lake)
             plan, resumed = self._plan(before)
             self.kept_from = _kept_from(plan, self.settings.options.keep_days, before)
             if self.settings.options.publish:
@@ -113,19 +128,6 @@ class _Run:
         return Outcome(outcome.document, outcome.status)
 
     # ------------------------------------------------------------------------------------------------------ plan
-
-    def _summary_before(self) -> dict[str, Any] | None:
-        """What the last finished run left: its number, its options, the sums of every hour; and the last reports."""
-        last = self.lake.read("runs").orderBy(F.desc("run")).limit(HISTORY_RUNS)
-        found = last.agg(
-            F.max("run").alias("run"),
-            F.max_by("summary", "run").alias("summary"),
-            F.sort_array(F.collect_list(F.struct("run", "report")), asc=False)["report"].alias("reports"),
-        ).collect()[0]
-        if found["run"] is None:
-            return None
-        reports = [json.loads(one) for one in found["reports"]]
-        return {"run": found["run"], "reports": reports, **json.loads(found["summary"])}
 
     def _plan(self, before: dict[str, Any] | None) -> tuple[Plan, bool]:
         """This run's plan, and whether a run before us made it and was cut off."""

@@ -10,7 +10,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.local.stack import Kafka
-from spark import hours, ids, lake
+from spark import hours, ids, job, lake
 from spark.verdict import evidence
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Life
@@ -96,8 +96,8 @@ def test_a_write_that_a_run_did_is_not_done_again(small: lake.Lake) -> None:
     assert small.read("findings").count() == 1
 
 
-def _reads(spark: SparkSession, lake: Path) -> Counter[str]:
-    """Spark's own metrics of every scan of `deliveries` in a lake so far: files, and bytes of them."""
+def _reads(spark: SparkSession, lake: Path, table: str = "deliveries") -> Counter[str]:
+    """Spark's own metrics of every scan of a table in a lake so far: files, and bytes of them."""
     context: Any = spark.sparkContext._jsc.sc()
     context.listenerBus().waitUntilEmpty()
     store: Any = spark._jsparkSession.sharedState().statusStore()
@@ -109,7 +109,7 @@ def _reads(spark: SparkSession, lake: Path) -> Counter[str]:
         nodes = store.planGraph(number).allNodes()
         for m in range(nodes.size()):
             node = nodes.apply(m)
-            if node.name().startswith("Scan parquet") and f"{lake}/deliveries" in node.desc():
+            if node.name().startswith("Scan parquet") and f"{lake}/{table}" in node.desc():
                 for k in range(node.metrics().size()):
                     metric = node.metrics().apply(k)
                     value = values.get(metric.accumulatorId())
@@ -149,6 +149,21 @@ def test_a_run_reads_the_same_files_and_bytes_however_long_the_history(
             reads.append({name: after[name] - before[name] for name in after})
     assert reads[0]["number of files read"] == reads[1]["number of files read"] > 0
     assert reads[0]["size of files read"] == pytest.approx(reads[1]["size of files read"], rel=0.02)
+
+
+def test_what_the_last_run_left_is_found_in_the_files_of_the_last_runs(spark: SparkSession, tmp_path: Path) -> None:
+    tables = lake.Lake(spark, str(tmp_path))
+    assert job.before_now(tables) is None
+    for first, length in ((1, 1), (3, 40)):
+        runs = [
+            {"run": run, "frozen_ms": NOW_MS, "verdict": "clean", "summary": f'{{"n": {run}}}', "report": f"{run}"}
+            for run in range(first, first + length)
+        ]
+        tables.append("runs", spark.createDataFrame(runs, lake.schema("runs")).repartitionByRange(length, "run"), first)
+    with having(spark, {"spark.sql.maxMetadataStringLength": "1000"}):
+        assert job.before_now(tables) == {"run": 42, "n": 42, "reports": list(range(42, 23, -1))}
+    assert _reads(spark, tmp_path, "runs")["number of files read"] == job.HISTORY_RUNS + 1
+    assert len(tables.read("runs").inputFiles()) >= 2 * job.HISTORY_RUNS
 
 
 def test_the_pass_over_ids_reads_narrow_columns_only(small: lake.Lake) -> None:
