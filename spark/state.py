@@ -236,7 +236,9 @@ def gathered(rows: DataFrame, *, by_hour: bool = True) -> DataFrame:
     """ROWs of events → GATHERED: one row for each id, and each of its hours or (`by_hour` false) the last of them."""
     whole = ["accepted_hour", "id"] if by_hour else ["id"]
     first = F.coalesce("copied_ms", "entered_ms", "answered_ms")
-    order = Window.partitionBy(*whole).orderBy(F.desc("count"), first, "topic", "partition", "offset")
+    # Records come before mere claims, and of records first those by which the others are judged.
+    weight = (F.desc("count"), F.col("entered_ms").isNull(), F.desc_nulls_last("stamped"))
+    order = Window.partitionBy(*whole).orderBy(*weight, first, "topic", "partition", "offset")
     numbered = rows.withColumn("nth", F.row_number().over(order))
     kept = F.col("nth") <= PLACES_MAX
     columns = {

@@ -101,6 +101,17 @@ def test_a_row_counts_what_it_no_longer_keeps(spark: SparkSession) -> None:
     assert {bytes(one["fp"]) for one in row["fingerprints"]} == {b"a" * 8, b"b" * 8}
 
 
+def test_beyond_the_cap_what_the_ledger_names_is_kept_and_then_what_has_our_header(spark: SparkSession) -> None:
+    """The first copy is one in the ledger, and whether a phantom is one shows in a copy with our header."""
+    cap = state.PLACES_MAX
+    foreign = [copy(n, at=NOW_MS + n, life=None) for n in range(cap + 2)]
+    ours = [copy(1000 + n, at=NOW_MS + 1000 + n) for n in range(2)]
+    entered = [copy(2000, at=NOW_MS + 2000), entry(2000, at=NOW_MS + 2000)]
+    (row,) = states(spark, {"x": [*foreign, *ours, *entered, entry(3000)]}).collect()
+    assert [one["offset"] for one in row["coordinates"]] == [*range(cap - 3), 1000, 1001, 2000]
+    assert ([one["offset"] for one in row["entries"]], row["count"]) == ([2000], cap + 5)
+
+
 def test_what_is_written_back_to_the_place_where_it_was_is_there_once(spark: SparkSession) -> None:
     """A topic that was made anew from a copy of it; within an hour, so that the rows of two runs meet."""
     unkeyed = copy(3, kind=decode.UNKEYED, life=None)
