@@ -186,7 +186,7 @@ def _fate(claim: Column, seen: Evidence) -> Column:
     over_ms = seen.over_ms(claim["accepted_ms"], claim["seen_ms"])
     ripe = over_ms < seen.frozen_ms
     beyond = claim["offset"] >= bound["end"]
-    unproven = ~bound["settled"] & (over_ms >= bound["proven_ms"])
+    unsettled = ~bound["settled"] & (over_ms >= bound["proven_ms"])
     held = F.exists("coordinates", lambda copy: state.same_place(copy, claim))
     # Copies beyond the cap have left no coordinates: the place may be among them.
     capped = F.col("count") > F.size("coordinates")
@@ -198,7 +198,7 @@ def _fate(claim: Column, seen: Evidence) -> Column:
         .when(claim["seen_ms"] < bound["since_ms"], "recreated")
         .when(claim["offset"] < bound["first"], "below_start")
         .when(gap.isNotNull(), gap["cause"])
-        .when(beyond & unproven, PENDING)
+        .when(beyond & unsettled, PENDING)
         .when(~ripe, PENDING)
         .when(bound["compacted"], "compacted")
         .otherwise(LOST)

@@ -10,7 +10,7 @@ from tests.integration.conftest import plan_of
 from tests.integration.plan import Fault
 
 
-@row("the leader of a data partition killed", brokers=3, in_run=True)
+@row("the leader of a data partition killed", brokers=3)
 def leader_killed(world: World) -> None:
     world.leader().kill()
 
