@@ -79,7 +79,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._disarm()
         elif self._timer is None:
             self._arm()
-        if self._head_bytes > HEAD_BYTES_MAX and not self._refused:
+        if self._head_bytes > HEAD_BYTES_MAX:
             self._refuse_head()
 
     def _parse(self, data: bytes) -> None:
@@ -145,6 +145,10 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._whole, self._in_head, self._unread = False, True, False
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Make room for what the head of a request will say."""
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:

@@ -145,8 +145,7 @@ class PostsProtocol(GuardedProtocol):
     _date: ClassVar[tuple[object, bytes]] = (None, b"")
     _idle_since = 0.0
 
-    def on_message_begin(self) -> None:
-        self._whole, self._in_head, self._unread = False, True, False
+    def prepare(self) -> None:
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
@@ -156,8 +155,7 @@ class PostsProtocol(GuardedProtocol):
         if handler is None:
             # Not ours: what uvicorn does at the beginning of a message is made up for.
             url, headers, expect = self.url, self.headers, self.expect_100_continue
-            super().on_message_begin()
-            self._in_head = False
+            super().prepare()
             self.url, self.expect_100_continue = url, expect
             self.headers += headers
             super().begin()

@@ -238,7 +238,8 @@ class Ingest:
 
     def _wait_no_longer(self, request: Request) -> None:
         """Its patience is over, and maybe no slot is there that would claim it again and tell."""
-        if request.state is RequestState.QUEUED:
+        won = request.accepted_at != 0  # since, a claim of its own: it waits for nobody
+        if request.state is RequestState.QUEUED and not won:
             self._answer(request, _in_progress())
 
     async def _answer_members(self, request: Request, claim: Claim) -> None:

@@ -110,6 +110,9 @@ SCHEMAS: Final[Mapping[str, Mapping[str, str]]] = {
 PARTITIONS: Final = {"deliveries": ("accepted_hour", "plain")}
 """The rows of an hour of which more than numbers is read lie apart: they are few."""
 
+# A lake of an earlier version lacks columns that these have now. No other table takes a column that it does not know.
+_GROWN: Final = frozenset({"progress"})
+
 # Statistics of files, which let a query skip them, are made of these columns only.
 _SKIPPED_BY: Final = {"deliveries": "run"}
 
@@ -158,7 +161,7 @@ class Lake:
 
     def overwrite(self, name: str, rows: DataFrame, where: str) -> None:
         """As `replace`, however often the run does it."""
-        writer = rows.write.format("delta").mode("overwrite").option("mergeSchema", "true")
+        writer = rows.write.format("delta").mode("overwrite").option("mergeSchema", name in _GROWN)
         writer.option("replaceWhere", where).save(self.path(name))
 
     def merge(self, rows: DataFrame, hours: list[str], run: int, idempotent: Sequence[str] = ()) -> None:
@@ -214,8 +217,7 @@ class Lake:
                     DeltaTable.forPath(self.spark, self.path(name)).vacuum(hours)
 
     def _writer(self, name: str, rows: DataFrame, mode: str, run: int) -> DataFrameWriter:
-        # A lake of an earlier version lacks the columns that came since.
-        writer = rows.write.format("delta").mode(mode).option("mergeSchema", "true")
+        writer = rows.write.format("delta").mode(mode).option("mergeSchema", name in _GROWN)
         if name in PARTITIONS:
             writer = writer.partitionBy(*PARTITIONS[name])
         if name in _SKIPPED_BY and not self.exists(name):

@@ -1,16 +1,19 @@
 """What a run costs in the lake: writes that count once, and reads that do not grow with the history."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from delta.tables import DeltaTable
+from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.local.stack import Kafka
 from spark import hours, ids, job, lake
+from spark.offsets import Log, Plan
 from spark.verdict import evidence
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Life
@@ -149,6 +152,28 @@ def test_a_run_reads_the_same_files_and_bytes_however_long_the_history(
             reads.append({name: after[name] - before[name] for name in after})
     assert reads[0]["number of files read"] == reads[1]["number of files read"] > 0
     assert reads[0]["size of files read"] == pytest.approx(reads[1]["size of files read"], rel=0.02)
+
+
+def test_a_lake_of_an_earlier_version_goes_on(spark: SparkSession, tmp_path: Path) -> None:
+    """Its progress knows no `proven_ms`; a column that another table does not know is a mistake."""
+    tables, old = lake.Lake(spark, str(tmp_path)), plan()
+    assert old.logs
+    rows = spark.createDataFrame(old.rows(), lake.schema("progress"))
+    tables.append("progress", rows.drop("proven_ms"), 1)
+
+    def read(run: int) -> set[Log]:
+        found = tables.read("progress").where(F.col("run") == run).collect()
+        read = Plan.from_rows(row.asDict(recursive=True) for row in found)
+        return set() if read is None else set(read.logs)
+
+    assert read(1) == set(old.logs)
+    proven = [{**row, "run": 2, "proven_ms": 7} for row in old.rows()]
+    tables.append("progress", spark.createDataFrame(proven, lake.schema("progress")), 2)
+    assert read(1) == set(old.logs)
+    assert read(2) == {replace(log, proven_ms=7) for log in old.logs}
+    tables.append("runs", spark.createDataFrame([], lake.schema("runs")), 1)
+    with pytest.raises(AnalysisException, match="schema"):
+        tables.append("runs", spark.createDataFrame([], lake.schema("runs")).withColumn("more", F.lit(1)), 2)
 
 
 def test_what_the_last_run_left_is_found_in_the_files_of_the_last_runs(spark: SparkSession, tmp_path: Path) -> None:

@@ -452,8 +452,9 @@ async def test_requests_that_were_answered_do_not_stay_in_the_queue() -> None:
     await ended(sweeping)
 
 
-async def test_who_waits_for_another_s_write_is_told_in_time_though_no_slot_is_left() -> None:
-    """Nobody claims it again then, and so nobody would tell."""
+@pytest.mark.parametrize("won", [False, True])
+async def test_who_waits_for_another_s_write_is_told_in_time_though_no_slot_is_left(won: bool) -> None:
+    """Nobody claims it again then, and so nobody would tell; not who has had a claim of its own since."""
     world = World()
     await world.catalogue.get("orders", time.monotonic())
     event = make_event("patient")
@@ -466,6 +467,11 @@ async def test_who_waits_for_another_s_write_is_told_in_time_though_no_slot_is_l
     world.intake.submit(event, began, told.set_result, wait_s=0.5)
     await until(lambda: world.intake._open[0].waits)
     await ended(serving)
+    if won:
+        world.intake._open[0].accepted_at = NOW_MS
+        await asyncio.sleep(0.7)
+        assert not told.done()
+        return
     assert kind_of(await told) is IN_PROGRESS
     assert 0.4 < loop.time() - began < 2.0
     await until(lambda: not world.queue.events)

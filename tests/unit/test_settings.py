@@ -299,7 +299,7 @@ def test_the_mistakes_of_the_rules_are_told_with_those_of_the_settings(
 ) -> None:
     rules = tmp_path / "rules.toml"
     rules.write_text('[[topics]]\npattern = ""\nguarantee = "twice"\n')
-    for name, text in (("PORT", "x"), ("RULES", str(rules)), ("REDIS", "redis://h/0?nonsense=1")):
+    for name, text in (("PORT", "x"), ("RULES", str(rules))):
         monkeypatch.setenv(f"FENCEPOST_{name}", text)
     assert service.__main__.main() == 2
     assert [line.partition(" ")[0] for line in capsys.readouterr().err.splitlines()] == [
