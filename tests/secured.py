@@ -6,6 +6,7 @@ import shutil
 import ssl
 import subprocess
 import threading
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -31,7 +32,29 @@ PASSWORD: Final = 'pa"ss\\wo,r=d $1'
 USER: Final = "fencepost"
 _ANSWER_S: Final = 10.0
 
+_CLOSED_S: Final = 5.0
+
 Acl = tuple[ResourceType, str, ResourcePatternType, tuple[AclOperation, ...]]
+
+
+@contextlib.asynccontextmanager
+async def sockets_closed() -> AsyncIterator[None]:
+    """Ends when no more files and sockets are open than at its beginning.
+
+    aiokafka does not wait for the connection that it bootstraps by, and a TLS one is open until the broker has taken
+    leave as well: a loop that ends before would leave it to the garbage collector, which warns in a later test.
+    """
+    before = _open_files()
+    try:
+        yield
+    finally:
+        async with asyncio.timeout(_CLOSED_S):
+            while _open_files() > before:  # noqa: ASYNC110 - of this nobody tells
+                await asyncio.sleep(0.001)
+
+
+def _open_files() -> int:
+    return len([*Path("/dev/fd").iterdir()])
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from service.shared import Rules
 from tests.conftest import MakeTopic
 from tests.faults.cluster import Cluster
 from tests.integration.client import Client, events
-from tests.secured import PASSWORD, SecuredKafka, SecuredRedis, acls_of_service
+from tests.secured import PASSWORD, SecuredKafka, SecuredRedis, acls_of_service, sockets_closed
 
 NOWHERE: Final = "127.0.0.1:1"
 NO_RULES: Final = Rules()
@@ -47,7 +47,8 @@ class Told(dict[str, list[Finding]]):
 
 
 async def told(settings: Settings, rules: Rules = NO_RULES, **more: Any) -> Told:
-    findings = await examine(settings, rules, **more)
+    async with sockets_closed():
+        findings = await examine(settings, rules, **more)
     assert all(bool(finding.change) == (finding.level is not Level.OK) for finding in findings)
     return Told(findings)
 

@@ -14,7 +14,7 @@ from service.keys import RedisKeys
 from service.settings import Settings
 from service.shared import SharedSettings
 from service.telemetry import Telemetry
-from tests.secured import PASSWORD, SecuredKafka, SecuredRedis
+from tests.secured import PASSWORD, SecuredKafka, SecuredRedis, sockets_closed
 
 TIMEOUT_MS: Final = 5_000
 
@@ -28,10 +28,11 @@ async def knock(settings: SharedSettings) -> None:
         telemetry=Telemetry(),
         security=security_of(settings),
     )
-    try:
-        await cluster.answers(TIMEOUT_MS / 1000)
-    finally:
-        await cluster.close()
+    async with sockets_closed():
+        try:
+            await cluster.answers(TIMEOUT_MS / 1000)
+        finally:
+            await cluster.close()
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +112,7 @@ async def test_a_redis_that_cannot_show_who_it_is_is_not_believed(
     keys = keys_of(Settings.from_env({**secured_redis.environment(), **change}))
     with pytest.raises(StoreAway, match=why):
         await keys.check()
+    await keys.close()
 
 
 def test_a_service_that_is_not_let_in_keeps_trying_and_says_why_without_the_password(
