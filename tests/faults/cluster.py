@@ -1,5 +1,6 @@
 """One or three real brokers, with a way to each part that a fault is aimed at."""
 
+import functools
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -70,6 +71,8 @@ class Cluster:
         self.proxy.__enter__()
         try:
             self.start()
+            for broker in self.brokers:
+                broker.wait_until(functools.partial(self._knows_all, broker), _HEAL_S)
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -85,6 +88,10 @@ class Cluster:
         with ThreadPoolExecutor(len(self.brokers)) as starters:
             list(starters.map(Kafka.begin, down))
             list(starters.map(Kafka.wait_ready, down))
+
+    def _knows_all(self, broker: Kafka) -> bool:
+        """A broker that answers may not have heard of the others yet, nor count for a topic's replicas."""
+        return len(broker.admin().list_topics(timeout=_ANSWER_S).brokers) == len(self.brokers)
 
     def kill(self) -> None:
         for broker in self.brokers:
