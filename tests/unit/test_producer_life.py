@@ -25,7 +25,7 @@ from service.errors import FORBIDDEN_TOPIC, TOO_LARGE, UNKNOWN_TOPIC
 from service.kafka import life as module
 from service.kafka.cluster import CODECS, Cluster
 from service.kafka.life import Life, Place
-from service.kafka.producer import TransactionalProducer
+from service.kafka.producer import COMPRESSED_LEAST_BYTES, TransactionalProducer
 from service.kafka.verdict import TransactionFailed, Verdict
 from service.telemetry import Telemetry
 from tests.unit.fake_brokers import (
@@ -335,3 +335,12 @@ async def test_a_batch_is_marked_with_its_codec(codec: str) -> None:
     assert made.compression_type == CODECS[codec]
     assert [each.value for each in made] == [b"again and again " * 50] * 3
     assert (len(batch.payload) < 1_000) is (codec != "none")
+
+
+@pytest.mark.parametrize(("size", "codec"), [(COMPRESSED_LEAST_BYTES - 1, "none"), (COMPRESSED_LEAST_BYTES, "zstd")])
+async def test_a_ledger_record_is_compressed_only_where_that_pays(size: int, codec: str) -> None:
+    producer, kafka = transactional()
+    await producer.write([record("a", 0)], LEDGER, lambda _: b" " * size)
+    *_, ledger = [request for _, request in kafka.requests if isinstance(request, ProduceRequest)]
+    ((_, ((_, batch),)),) = ledger._topics
+    assert batch[22] & DefaultRecordBatch.CODEC_MASK == CODECS[codec]
