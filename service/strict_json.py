@@ -100,7 +100,8 @@ def _is_deep(body: bytes) -> bool:
         return False
     if b"\\" in body:  # of a run of backslashes each pair is a character, and one that is left over escapes the next
         body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    brackets = b"".join(body.split(b'"')[::2]).translate(_ONE_KIND, _NO_BRACKETS)  # those outside of strings
+    marks = body.translate(_ONE_KIND, _NO_MARKS)
+    brackets = b"".join(marks.replace(b'""', b"").split(b'"')[::2])  # those outside of strings
     for _ in range(DEPTH_MAX):
         brackets = brackets.replace(b"[]", b"")  # the innermost level
         if not brackets:
@@ -146,6 +147,6 @@ _scan = json.JSONDecoder(
 _BLANKS: Final = " \t\n\r"
 TOO_DEEP: Final = f"is nested deeper than {DEPTH_MAX} levels"
 _ONE_KIND: Final = bytes.maketrans(b"{}", b"[]")
-_NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
+_NO_MARKS: Final = bytes(set(range(256)) - set(b'[]{}"'))
 _LONE_SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
 _SURROGATE_ESCAPE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
