@@ -74,13 +74,11 @@ def _configuration() -> tuple[Settings, Rules, Schemas]:
         check_url(settings.redis)
     except SettingsError as error:
         wrong.append(str(error))
-    path = os.environ.get(f"{PREFIX}RULES", "")
-    if not wrong or f"{PREFIX}RULES=" not in wrong[0]:  # else that there is no such file has been said
-        try:
-            rules = Rules.read(path)
-            schemas = Schemas(rules)
-        except SettingsError as error:
-            wrong.append(str(error))
+    try:
+        rules = Rules.read(os.environ.get(f"{PREFIX}RULES", ""))
+        schemas = Schemas(rules)
+    except SettingsError as error:
+        wrong.append(str(error))
     if wrong:
         raise SettingsError("\n".join(wrong))
     return settings, rules, schemas

@@ -5,7 +5,6 @@ import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -49,14 +48,6 @@ def redis_url(text: str) -> str:
     if _REDIS_DB.fullmatch(parts.path) is None:
         raise ValueError(f"{_REDIS}, db a number")
     return text
-
-
-def _may_be_file(path: str) -> bool:
-    """False where there is no such file. Where that cannot be seen, who reads it tells why."""
-    try:
-        return Path(path).is_file()
-    except OSError:
-        return True
 
 
 def _has_opentelemetry() -> bool:
@@ -137,8 +128,6 @@ class Settings(SharedSettings):
         wrong += self._redis_conflicts()
         if self.tracing != "off" and not _has_opentelemetry():
             wrong.append(f"{PREFIX}TRACING={self.tracing} needs packages that are not here: install fencepost[tracing]")
-        if self.rules and not _may_be_file(self.rules):
-            wrong.append(f"{PREFIX}RULES={self.rules!r} is no file: set the path of a TOML file, or leave it empty")
         return wrong
 
     @property

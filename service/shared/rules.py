@@ -74,7 +74,7 @@ class Rules:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise SettingsError(
-                f"{PREFIX}RULES={path!r} cannot be read: {error}; set the path of a TOML file"
+                f"{PREFIX}RULES={path!r} cannot be read: {error}; set the path of a TOML file, or leave it empty"
             ) from None
         return cls.parse(text, path)
 

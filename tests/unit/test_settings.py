@@ -344,7 +344,12 @@ def test_callers_of_the_rules() -> None:
 
 
 def test_rules_must_be_a_file(tmp_path: Path) -> None:
-    assert any("FENCEPOST_RULES" in line for line in lines(rules=str(tmp_path / "none.toml")))
+    for no_file in (tmp_path / "none.toml", tmp_path):
+        with pytest.raises(SettingsError) as caught:
+            Rules.read(read(rules=str(no_file)).rules)
+        (line,) = str(caught.value).splitlines()
+        assert line.startswith(f"FENCEPOST_RULES='{no_file}' cannot be read: ")
+        assert line.endswith("; set the path of a TOML file, or leave it empty")
     file = tmp_path / "rules.toml"
     file.write_text('[[topics]]\npattern = "telemetry.*"\nguarantee = "idempotent"\n')
     rules = Rules.read(read(rules=str(file)).rules)
