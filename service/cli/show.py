@@ -24,8 +24,9 @@ AREAS: Final = {"kafka": "Brokers", "access": "ACLs", "topics": "Topics", "redis
 
 
 def _console(*, stderr: bool = False) -> Console:
-    console = Console(stderr=stderr, highlight=False)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=PLAIN_WIDTH)
+    # Keys and names are shown as they are: `:a:` in one of them is no picture.
+    console = Console(stderr=stderr, highlight=False, emoji=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, emoji=False, width=PLAIN_WIDTH)
 
 
 out: Final = _console()

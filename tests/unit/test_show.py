@@ -1,0 +1,20 @@
+"""What the command line prints: names as they are."""
+
+import json
+
+import pytest
+
+from service.cli import show
+from service.cli.look import SlotRow, Slots
+from service.keys_view import SlotView
+
+
+def test_a_key_stands_in_the_document_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    show.document({"key": "a:smile:[b]"})
+    assert json.loads(capsys.readouterr().out) == {"key": "a:smile:[b]"}
+
+
+def test_an_owner_is_shown_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    view = SlotView(slot=0, holder="zone:a:8000", lease_ms=3000, taken=True, freed=7, applied=7)
+    show.slots(Slots("run/repl", 1, [SlotRow(view, None, 8)]))
+    assert "zone:a:8000" in capsys.readouterr().out
