@@ -271,6 +271,18 @@ def test_what_returns_each_day_or_week_does_not_leave_the_report_as_the_next_com
     assert window_h * 3600 < WEEK_S + EXTRA_S  # so long the service keeps ledger and journal at least
 
 
+def test_what_the_scheduled_audit_keeps_has_a_bound(rendered: Rendered, operated: Rendered, settings: Settings) -> None:
+    """Its volume has a size, and its pass over all ids a deadline; a MERGE leaves behind the files that it replaces."""
+    job = rendered.one("CronJob", "fencepost-audit")["spec"]["jobTemplate"]["spec"]
+    application = operated.one("ScheduledSparkApplication", "fencepost-audit")["spec"]
+    for arguments in (container_of(job["template"])["args"][3:], application["template"]["arguments"]):
+        options = parse(arguments)
+        assert options.keep_days is not None
+        assert options.keep_days * 86_400 > settings.key_ttl_s
+        assert options.vacuum_h is not None
+        assert options.optimize
+
+
 # What the names of volumes begin with that Spark takes for its scratch files.
 SCRATCH: Final = "spark-local-dir-"
 
