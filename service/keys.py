@@ -343,7 +343,7 @@ class RedisKeys:
             raise StoreAway(f"Redis: {error}") from error
         except (RedisError, OSError, TimeoutError) as error:
             await connection.disconnect(nowait=True)
-            raise StoreUnanswered(f"Redis did not answer: {error or type(error).__name__}") from error
+            raise StoreUnanswered(f"Redis did not answer: {str(error) or type(error).__name__}") from error
         except BaseException:  # cancelled: the answer would be read by the next user of the connection
             await connection.disconnect(nowait=True)
             raise
@@ -367,7 +367,7 @@ class RedisKeys:
                 await connection.connect()  # type: ignore[no-untyped-call]
         except (RedisError, OSError, TimeoutError) as error:
             await connection.disconnect(nowait=True)
-            raise StoreAway(f"Redis does not answer: {error or type(error).__name__}") from error
+            raise StoreAway(f"Redis does not answer: {str(error) or type(error).__name__}") from error
         return connection
 
 
