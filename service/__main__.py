@@ -42,7 +42,7 @@ def main() -> int:
             host=settings.host,
             port=settings.port,
             loop="uvloop",
-            http=protocol_of(routes, settings.body_bytes_max),
+            http=protocol_of(routes, settings.body_bytes_max, settings.bodies_bytes_max),
             lifespan="on",
             access_log=False,
             log_config=None,

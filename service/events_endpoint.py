@@ -18,7 +18,15 @@ from service.batch import (
     write_each,
 )
 from service.callers import Caller, Callers
-from service.errors import FORBIDDEN_CALLER, INTERNAL, INVALID_KEY, TOO_LARGE, UNSUPPORTED_TYPE, Problem
+from service.errors import (
+    FORBIDDEN_CALLER,
+    INTERNAL,
+    INVALID_KEY,
+    NOT_WRITTEN,
+    TOO_LARGE,
+    UNSUPPORTED_TYPE,
+    Problem,
+)
 from service.event import Event, parse_event, parse_key, parse_traceparent
 from service.headers import JSON, Found, essence, is_coded, media_type, pick, unsupported
 from service.http_posts import Handler, Post
@@ -73,6 +81,8 @@ class EventsEndpoint:
             self._check_address(post.client)
             found = pick(post.headers)
             caller = self._callers.of(found.get(b"authorization"))
+            if post.crowded:
+                raise Problem(NOT_WRITTEN, "body: too many large ones are under way: send it again a little later")
             if post.size > self._body_bytes_max:
                 raise Problem(TOO_LARGE, f"body: at most {self._body_bytes_max} bytes are taken")
             if b"content-encoding" in found and is_coded(found[b"content-encoding"]):

@@ -16,6 +16,19 @@ from service.rendering import lines_of
 
 Handler = Callable[["Post"], None]
 
+# Of a body, what each connection may have for itself: so that who sends little never waits for who sends much.
+OWN_BYTES: Final = 64 * 1024
+
+
+class Bodies:
+    """How many bytes the bodies of all connections have in memory, beside what each may have for itself."""
+
+    __slots__ = ("bytes", "most")
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.bytes = 0
+
 
 class Post:
     """One POST on its connection, from its head to its answer. uvicorn's pipeline takes it for a cycle of its own."""
@@ -24,8 +37,10 @@ class Post:
         "_connection",
         "_handler",
         "_parts",
+        "_taken",
         "arrived",
         "chunked",
+        "crowded",
         "disconnected",
         "headers",
         "keep_alive",
@@ -41,6 +56,7 @@ class Post:
         self._connection = connection
         self._handler = handler
         self._parts: list[bytes] = []
+        self._taken = 0  # of the bytes that all bodies share
         self.headers: list[tuple[bytes, bytes]] = connection.headers  # names in lower case
         self.keep_alive = keep_alive
         self.chunked = chunked  # the client understands an answer in pieces
@@ -48,6 +64,7 @@ class Post:
         self.size = 0  # of the body so far, in bytes
         self.started = False  # no earlier request of this connection waits for its answer
         self.whole = False  # all of it is here, or more than is taken
+        self.crowded = False  # there was no room for its body
         self.disconnected = False
         self.response_complete = False
 
@@ -61,13 +78,34 @@ class Post:
         return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
 
     def add(self, part: bytes, most: int) -> None:
-        """More of the body. Past `most` bytes the rest is not kept: `size` tells, and the handler refuses it."""
+        """More of the body. Past `most` bytes, or where there is no room, the rest is not kept.
+
+        `size` tells the one, `crowded` the other, and the handler refuses it.
+        """
         self.size += len(part)
-        if self.size <= most:
+        if self.whole:
+            return
+        if self.size <= most and self._has_room(len(part)):
             self._parts.append(part)
-        elif not self.whole:
-            self._parts.clear()
+        else:
+            self.forget()
             self.end()
+
+    def _has_room(self, size: int) -> bool:
+        if self.size > OWN_BYTES:
+            bodies = self._connection.bodies
+            self.crowded = bodies.bytes + size > bodies.most
+            if not self.crowded:
+                bodies.bytes += size
+                self._taken += size
+        return not self.crowded
+
+    def forget(self) -> None:
+        """Its body is needed no more."""
+        self._parts.clear()
+        if self._taken:
+            self._connection.bodies.bytes -= self._taken
+            self._taken = 0
 
     def start(self) -> None:
         """Its turn has come. From the loop: an earlier answer is just being given."""
@@ -95,6 +133,7 @@ class Post:
         """Write the answer, once; `head` is the lines of its own headers, each with its CRLF."""
         if not self.response_complete:
             self.response_complete = True
+            self.forget()
             self._connection.write_answer(self, status, head, body)
 
     def stream(self, status: int, head: bytes) -> "Stream":
@@ -128,11 +167,13 @@ class Stream:
             self._post.answer(self._status, self._head, b"".join(self._whole))
             return
         self._post.response_complete = True
+        self._post.forget()
         self._connection.finish(self._post, b"0\r\n\r\n")
 
     def cut(self) -> None:
         """The body will never be whole, which the end of the connection tells."""
         self._post.response_complete = True
+        self._post.forget()
         self._connection.transport.close()
 
 
@@ -142,6 +183,7 @@ class PostsProtocol(GuardedProtocol):
     # By exact path; set by `protocol_of`.
     routes: ClassVar[Mapping[bytes, Handler]] = {}
     body_bytes_max: ClassVar[int] = 0
+    bodies: ClassVar[Bodies] = Bodies(0)
     _date: ClassVar[tuple[object, bytes]] = (None, b"")
     _idle_since = 0.0
 
@@ -271,10 +313,19 @@ class PostsProtocol(GuardedProtocol):
         """uvicorn ends its timer at each request; this one looks at the time when it is due."""
 
     def connection_lost(self, exc: Exception | None) -> None:
+        cycles: list[object] = [self.cycle, *(cycle for cycle, _ in self.pipeline)]
+        for cycle in cycles:
+            # Whose turn has come is forgotten with its answer, though nobody hears it.
+            if isinstance(cycle, Post) and not (cycle.started and cycle.whole):
+                cycle.forget()
         super()._unset_keepalive_if_required()
         super().connection_lost(exc)
 
 
-def protocol_of(routes: Mapping[bytes, Handler], body_bytes_max: int) -> type[PostsProtocol]:
-    """A protocol that hands POSTs of these paths to these handlers. No body is kept past `body_bytes_max`."""
-    return type("Protocol", (PostsProtocol,), {"routes": routes, "body_bytes_max": body_bytes_max})
+def protocol_of(routes: Mapping[bytes, Handler], body_bytes_max: int, bodies_bytes_max: int) -> type[PostsProtocol]:
+    """A protocol that hands POSTs of these paths to these handlers.
+
+    No body is kept past `body_bytes_max`, nor all of them together past `bodies_bytes_max`.
+    """
+    own = {"routes": routes, "body_bytes_max": body_bytes_max, "bodies": Bodies(bodies_bytes_max)}
+    return type("Protocol", (PostsProtocol,), own)

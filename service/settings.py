@@ -87,7 +87,7 @@ class Settings(SharedSettings):
     queue_events_max: int = setting(20_000, "events that may wait in this process; one more is 503", integer(1))
     queue_bytes_max: int = setting(
         64 * 1024 * 1024,
-        "bytes of events that may wait in this process, each with 2,000 for itself",
+        "bytes of events that may wait in this process, each with 2,000 for itself; twice as many in bodies",
         integer(EVENT_BYTES_MAX + WAITING_BYTES),
     )
     log_format: str = setting(
@@ -110,6 +110,11 @@ class Settings(SharedSettings):
         f"codec of the events in Kafka: {', '.join(COMPRESSIONS)}; it runs on the event loop",
         one_of(*COMPRESSIONS),
     )
+
+    @property
+    def bodies_bytes_max(self) -> int:
+        """Bytes of bodies that may be under way at once: more than may wait, as parts of them may be refused."""
+        return max(self.body_bytes_max, 2 * self.queue_bytes_max)
 
     @property
     def name(self) -> str:

@@ -23,7 +23,7 @@ async def http() -> AsyncIterator[httpx.AsyncClient]:
     """A client of a whole service, which finds neither Kafka nor Redis."""
     settings = Settings(kafka="127.0.0.1:1", redis="redis://127.0.0.1:1/0", instance="test", request_timeout_ms=1_000)
     app, posts = create_app(settings, Rules(), Schemas(Rules()), lambda _: None)
-    port, protocol = free_port(), protocol_of(posts, settings.body_bytes_max)
+    port, protocol = free_port(), protocol_of(posts, settings.body_bytes_max, settings.bodies_bytes_max)
     server = uvicorn.Server(
         uvicorn.Config(app, port=port, http=protocol, lifespan="on", log_config=None, access_log=False, loop="uvloop")
     )

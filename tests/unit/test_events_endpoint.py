@@ -129,6 +129,8 @@ def test_a_time_as_http_writes_it() -> None:
 class Told:
     """A POST with its answer, in the place of one on a connection."""
 
+    crowded = False
+
     def __init__(self, body: bytes, headers: dict[str, str]) -> None:
         self.headers = [(name.lower().encode(), text.encode("latin-1")) for name, text in headers.items()]
         self.body, self.size, self.client, self.arrived, self.response_complete = body, len(body), None, 0.0, False
@@ -204,6 +206,14 @@ def test_the_data_of_a_binary_cloudevent_is_of_any_type_and_charset(content_type
     assert told.status == 201
     assert (event.value, event.key) == (b"\xe9", "/shop/7 42")
     assert dict(event.headers).get("content-type") == (content_type and content_type.encode())
+
+
+@pytest.mark.parametrize("path", ["/events", "/events/batch"])
+def test_a_body_for_which_there_is_no_room_may_come_again(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Told, "crowded", True)
+    told, events = posted(path, b"", content_type=JSON, idempotency_key="k")
+    assert (told.status, json.loads(told.said)["code"], events) == (503, "not-written", [])
+    assert b"retry-after: 1\r\n" in told.lines
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "GZIP", "identity, gzip", "gzip, identity", " br "])

@@ -11,10 +11,12 @@ import pytest
 import uvicorn
 
 from deploy.local.stack import free_port
-from service import http_guard
+from service import http_guard, http_posts
 from service.http_posts import Post, protocol_of
 
 BODY_BYTES_MAX = 1000
+BODIES_BYTES_MAX = 1900  # of all connections, beside what each may have for itself
+OWN_BYTES = 100
 LONG_BYTES = 20_000_000
 
 
@@ -29,7 +31,7 @@ class Desk:
         self.posts.append(post)
 
     def now(self, post: Post) -> None:
-        post.answer(201, b"x-size: %d\r\n" % post.size, post.body)
+        post.answer(503 if post.crowded else 201, b"x-size: %d\r\n" % post.size, post.body)
 
     def long(self, post: Post) -> None:
         post.answer(201, b"", bytes(LONG_BYTES))
@@ -84,6 +86,7 @@ def desk() -> Desk:
 async def server(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[uvicorn.Server]:
     monkeypatch.setattr(http_guard, "SILENCE_MAX_S", 1.0)
     monkeypatch.setattr(http_guard, "UNREAD_MAX_S", 1.0)
+    monkeypatch.setattr(http_posts, "OWN_BYTES", OWN_BYTES)
     routes: dict[bytes, Callable[[Post], None]] = {
         b"/later": desk.later,
         b"/now": desk.now,
@@ -95,7 +98,7 @@ async def server(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[u
     config = uvicorn.Config(
         app,
         port=free_port(),
-        http=protocol_of(routes, BODY_BYTES_MAX),
+        http=protocol_of(routes, BODY_BYTES_MAX, BODIES_BYTES_MAX),
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -312,6 +315,44 @@ async def test_a_body_is_not_kept_past_its_limit(caller: Caller) -> None:
     assert int(headers["x-size"]) > BODY_BYTES_MAX
     await caller.say(head[2000:], post(b"/now", b"next"))
     assert (await caller.hear())[2] == b"next"
+
+
+async def test_bodies_that_come_slowly_have_a_bound_together(server: uvicorn.Server, caller: Caller) -> None:
+    """Else so many connections, whoever's they are, take all memory, before anybody has looked at a caller."""
+    large, small = post(b"/now", b"x" * BODY_BYTES_MAX), post(b"/now", b"y" * OWN_BYTES)
+    slow = [await asyncio.open_connection("127.0.0.1", server.config.port) for _ in range(2)]
+    for _, writer in slow:
+        writer.write(large[:-200])
+    await caller.say(large[:-200])
+    status, _, body = await caller.hear()
+    assert (status, body) == (503, b"")
+    await caller.say(large[-200:], small)
+    assert (await caller.hear())[0] == 201
+    first, second = slow
+    first[1].close()  # it has gone away; the other is answered
+    second[1].write(large[-200:])
+    assert (await Caller(*second).hear())[0] == 201
+    for _ in range(3):
+        await caller.say(large[:-1], large[-1:])
+        assert (await caller.hear())[0] == 201
+    second[1].close()
+
+
+async def test_a_body_behind_another_counts_as_long_as_it_is_there(
+    server: uvicorn.Server, caller: Caller, desk: Desk
+) -> None:
+    large = b"x" * BODY_BYTES_MAX
+    _, writer = await asyncio.open_connection("127.0.0.1", server.config.port)
+    writer.write(post(b"/later", b"1") + post(b"/later", large)[:-1])
+    await desk.waiting(1)
+    await caller.say(post(b"/now", large))
+    assert (await caller.hear())[0] == 503
+    async with asyncio.timeout(3.0):
+        while len(server.server_state.connections) > 1:  # noqa: ASYNC110 - it is ended for its silence
+            await asyncio.sleep(0.02)
+    await caller.say(post(b"/now", large))
+    assert (await caller.hear())[0] == 201
+    writer.close()
 
 
 async def test_who_asks_first_is_told_to_go_ahead(caller: Caller) -> None:
