@@ -80,14 +80,16 @@ class Journal:
         return True
 
     async def close(self, patience_s: float) -> None:
-        """Write what waits, for at most `patience_s`; what is left then is dropped and counted."""
+        """Write what waits, for at most `patience_s`; what is left then is dropped, counted and told."""
         self._stopping = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await self._task
                 await self._flush()
         self._task.cancel()
-        self._telemetry.journal_dropped.inc(len(self._waiting))
+        if left := len(self._waiting):
+            self._telemetry.journal_dropped.inc(left)
+            log.warning("answers dropped from the journal", answers=left)  # no scrape comes any more
         await self._producer.close()
 
 

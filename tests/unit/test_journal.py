@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator
 
 import pytest
+from structlog.testing import capture_logs
 
 from service import journal as module
 from service.errors import NOT_WRITTEN, KafkaAway, Problem
@@ -101,12 +102,16 @@ async def test_a_stop_waits_no_longer_than_it_may_and_counts_what_is_left(kept: 
     kept.sender.hangs = True
     kept.record("a", "b")
     await until(lambda: kept.sender.tries > 0)
-    async with asyncio.timeout(0.5):
-        await kept.journal.close(0.05)
+    with capture_logs() as told:
+        async with asyncio.timeout(0.5):
+            await kept.journal.close(0.05)
     assert kept.dropped == 2
+    # Nobody scrapes a process that has stopped.
+    assert [(line["event"], line["answers"]) for line in told] == [("answers dropped from the journal", 2)]
 
 
 async def test_a_stop_writes_what_waits(kept: Kept) -> None:
     kept.record("a", "b")
-    await kept.journal.close(0.5)
-    assert (kept.written, kept.dropped) == (2, 0)
+    with capture_logs() as told:
+        await kept.journal.close(0.5)
+    assert (kept.written, kept.dropped, told) == (2, 0, [])
