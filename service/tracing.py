@@ -5,6 +5,7 @@ carries in its `traceparent`; its parent is the request's. Each group has one of
 transaction, which links to those of its events.
 """
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,19 +13,23 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Final
 
+import structlog
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import SpanLimits, SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from service.event import Event
 from service.kafka.verdict import TransactionFailed
+from service.logs import Incident
 from service.request import Answer, Committed, Request
 from service.settings import GROUP_LEDGER_BYTES_MAX
 from service.wire import TRACE_HEADER
+
+log = structlog.get_logger(__name__)
 
 # OpenTelemetry keeps 128 links of a span by default; a group has at most as many events as its ledger record holds.
 LINKS_MAX: Final = GROUP_LEDGER_BYTES_MAX // 100
@@ -44,7 +49,7 @@ class Tracing:
         )
         limits = SpanLimits(max_links=None if LINKS_VARIABLE in os.environ else LINKS_MAX)
         self._provider = TracerProvider(resource=resource, span_limits=limits, shutdown_on_exit=False)
-        self._provider.add_span_processor(processor or BatchSpanProcessor(OTLPSpanExporter()))
+        self._provider.add_span_processor(processor or BatchSpanProcessor(Exporter()))
         self._tracer = self._provider.get_tracer("fencepost")
         self._instance = instance
         self._spans: dict[Request, list[Span]] = {}  # of requests without an answer
@@ -133,3 +138,31 @@ class Tracing:
         """Send what waits, for a little while, and end. Blocks."""
         self._provider.force_flush(FLUSH_MS)
         self._provider.shutdown()
+
+
+class NotTaken(Exception):
+    """A collector did not take spans; they are dropped."""
+
+
+class Exporter(OTLPSpanExporter):
+    """Tells once of a collector that is away, and when it is back, where OpenTelemetry tells of each try."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._trouble = Incident(log, "traces are not taken")
+        self._why = ""
+        logging.getLogger(OTLPSpanExporter.__module__).addFilter(self._hear)
+
+    def _hear(self, line: logging.LogRecord) -> bool:
+        """Keep what is said first of a failure, and let nothing through."""
+        self._why = self._why or line.getMessage()
+        return False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self._why = ""
+        result = super().export(spans)
+        if result is not SpanExportResult.SUCCESS:
+            self._trouble.goes_on(NotTaken(self._why))
+        elif failures := self._trouble.over():
+            log.info("traces are taken again", **failures)
+        return result

@@ -3,20 +3,24 @@
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any, Final
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanContext, SpanKind, StatusCode
+from structlog.testing import capture_logs
 
 from deploy.local.places import ROOT
+from deploy.local.stack import free_port
 from service.event import Event, event_of
 from service.kafka.verdict import TransactionFailed, Verdict
 from service.request import Committed
-from service.tracing import LINKS_VARIABLE, Tracing
+from service.tracing import LINKS_VARIABLE, Exporter, Tracing
 from service.wire import TRACE_HEADER, event_id
 from tests.unit.fakes import FakeProducer, World, end_of_term, ended, make_event, until
 
@@ -177,6 +181,40 @@ async def test_what_is_not_sampled_passes_its_context_on_and_is_not_linked(monke
     assert carried.endswith("-00")
     assert world.exporter.get_finished_spans() == ()
     world.tracing.close()
+
+
+class Collector(BaseHTTPRequestHandler):
+    """Takes whatever is sent."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_a_collector_that_is_away_is_one_line_and_its_return_another(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """OpenTelemetry has one for each try: for an hour of a collector's, more than a thousand."""
+    port = free_port()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1.5")  # of which it waits 1 s, and tries again
+    exporter = Exporter()
+    with capture_logs() as told:
+        assert [exporter.export([]) for _ in range(2)] == [SpanExportResult.FAILURE] * 2
+        with HTTPServer(("127.0.0.1", port), Collector) as server:
+            serving = threading.Thread(target=server.serve_forever)
+            serving.start()
+            assert [exporter.export([]) for _ in range(2)] == [SpanExportResult.SUCCESS] * 2
+            server.shutdown()
+            serving.join()
+    exporter.shutdown()  # type: ignore[no-untyped-call]
+    away, again = told
+    assert (away["event"], again["event"], again["failures"]) == ("traces are not taken", "traces are taken again", 2)
+    assert "Connection refused" in away["why"]
+    assert caplog.records == []
 
 
 def test_off_it_is_not_even_imported() -> None:
