@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any, Final
@@ -23,10 +23,18 @@ STYLES: Final = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "bold 
 AREAS: Final = {"kafka": "Brokers", "access": "ACLs", "topics": "Topics", "redis": "Redis", "clocks": "Clocks"}
 
 
+class _Console(Console):
+    """Who reads may stop early (`| head`): what follows is written to nobody, and the exit status is the command's."""
+
+    def on_broken_pipe(self) -> None:
+        with suppress(SystemExit):
+            super().on_broken_pipe()
+
+
 def _console(*, stderr: bool = False) -> Console:
     # Keys and names are shown as they are: `:a:` in one of them is no picture.
-    console = Console(stderr=stderr, highlight=False, emoji=False)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, emoji=False, width=PLAIN_WIDTH)
+    console = _Console(stderr=stderr, highlight=False, emoji=False)
+    return console if console.is_terminal else _Console(stderr=stderr, highlight=False, emoji=False, width=PLAIN_WIDTH)
 
 
 out: Final = _console()

@@ -1,9 +1,13 @@
-"""What the command line prints: names as they are."""
+"""What the command line prints: names as they are, to whoever reads on."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
+from deploy.local.places import ROOT
 from service.cli import show
 from service.cli.look import SlotRow, Slots
 from service.keys_view import SlotView
@@ -18,3 +22,17 @@ def test_an_owner_is_shown_by_its_name(capsys: pytest.CaptureFixture[str]) -> No
     view = SlotView(slot=0, holder="zone:a:8000", lease_ms=3000, taken=True, freed=7, applied=7)
     show.slots(Slots("run/repl", 1, [SlotRow(view, None, 8)]))
     assert "zone:a:8000" in capsys.readouterr().out
+
+
+def test_who_stops_reading_does_not_change_the_exit_status() -> None:
+    """`fencepost doctor | grep -q …` under pipefail: 1 would say that it has found an error."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    code = "import sys; from service.cli import show; show.document({}); show.findings([]); sys.exit(0)"
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, stdout=writes, stderr=subprocess.PIPE, check=False, timeout=60
+        )
+    finally:
+        os.close(writes)
+    assert (ended.returncode, ended.stderr) == (0, b"")
