@@ -104,7 +104,7 @@ class Batch:
         """The places of its records, in their order; why it was refused; that it is not there; or None: nobody knows.
 
         That too few replicas would have it is said before it is appended; that too few have it is another code. Of one
-        that was sent to two nodes, the first may have appended it.
+        that was sent to two nodes, the first may have appended it, whatever the second says against it.
         """
         if self.answer is None:
             return None
@@ -114,9 +114,9 @@ class Batch:
                 Place(offset + n, timestamp if timestamp >= 0 else records[member].timestamp)
                 for n, member in enumerate(self.members)
             ]
-        if code == NOT_ENOUGH_REPLICAS and not self.moved:
-            return NotSent(itself=True)
-        return REFUSALS.get(code)
+        if self.moved:
+            return None
+        return NotSent(itself=True) if code == NOT_ENOUGH_REPLICAS else REFUSALS.get(code)
 
 
 class Life:

@@ -9,6 +9,7 @@ from aiokafka.errors import (
     NotEnoughReplicasError,
     NotLeaderForPartitionError,
     OutOfOrderSequenceNumber,
+    TopicAuthorizationFailedError,
     UnknownTopicOrPartitionError,
 )
 
@@ -68,12 +69,13 @@ async def test_what_too_few_replicas_would_have_is_not_there_and_what_they_have_
     assert producer._life is None
 
 
+@pytest.mark.parametrize("second", [NotEnoughReplicasError.errno, TopicAuthorizationFailedError.errno, TOO_BIG])
 async def test_what_was_sent_to_two_leaders_may_have_been_appended_by_the_first(
-    monkeypatch: pytest.MonkeyPatch,
+    second: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MOVED_PAUSE_S", 0.001)
     producer, kafka = idempotent()
-    codes = [NotLeaderForPartitionError.errno, NotEnoughReplicasError.errno]
+    codes = [NotLeaderForPartitionError.errno, second]
     kafka.produced = lambda topic, partition: codes.pop(0)
     assert await producer.write([record("a")]) == [None]
     assert codes == []
