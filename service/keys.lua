@@ -254,7 +254,8 @@ end
 
 -- beat: generation store token ttl slots held* — one heartbeat of a process: its leases live on, the dead are seen.
 -- Answers the number of members, a character a slot ("m" mine, "t" taken by another, "f" free, "d" dead), and `freed` of
--- each slot held: past its holder's term it tells that another has had the slot meanwhile.
+-- each slot held: past its holder's term it tells that another has had the slot meanwhile. There may be more slots than
+-- the caller knows, while SLOTS_MAX is being raised: those up to the last one that was taken are told of too.
 -- What would live for longer than leases do was made before the server's clock went back: it gets a lease's time from now.
 function operation.beat()
   if not settled() then return {'STORE_LOST'} end
@@ -263,12 +264,14 @@ function operation.beat()
   redis.call('ZREMRANGEBYSCORE', P .. 'm', string.format('(%.0f', now + most), '+inf')
   redis.call('ZADD', P .. 'm', string.format('%.0f', now + ttl), token)
   redis.call('ZREMRANGEBYSCORE', P .. 'm', '-inf', string.format('%.0f', now))
-  local held, map, freed = {}, {}, {}
+  local held, map, freed, last = {}, {}, {}, ARGV[6] - 1
   for i = 7, #ARGV do
     held[ARGV[i]] = true
     freed[#freed + 1] = hash_number('f', ARGV[i])
+    last = math.max(last, tonumber(ARGV[i]))
   end
-  for slot = 0, ARGV[6] - 1 do
+  for _, slot in ipairs(redis.call('SMEMBERS', P .. 'o')) do last = math.max(last, tonumber(slot)) end
+  for slot = 0, last do
     local key = P .. 'l' .. slot
     local holder = redis.call('GET', key)
     if held[tostring(slot)] and (not holder or holder == token) then

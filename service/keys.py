@@ -67,7 +67,10 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """One heartbeat's view: live processes; each slot m(ine), t(aken), f(ree) or d(ead); `freed` of those held."""
+    """One heartbeat's view: live processes; each slot m(ine), t(aken), f(ree) or d(ead); `freed` of those held.
+
+    It has all slots that were asked for, and those beyond that a process with a higher SLOTS_MAX has taken.
+    """
 
     members: int
     slots: str

@@ -190,6 +190,20 @@ async def test_leases(bench: Bench) -> None:
     assert (await bench.keys.beat(epoch, "b", 1, [])).members == 1
 
 
+async def test_slots_beyond_those_that_a_process_knows_are_seen_once_they_were_taken(bench: Bench) -> None:
+    """SLOTS_MAX is being raised: who has the lower one yet must see what dies beyond it, or nobody may."""
+    epoch = await bench.settled()
+    await bench.keys.take(epoch, 10, "new")
+    assert (await bench.keys.beat(epoch, "old", 2, [])).slots == 10 * "f" + "t"
+    await bench.keys.give_back(epoch, 10, "new", False)
+    assert (await bench.keys.beat(epoch, "old", 2, [])).slots == 10 * "f" + "d"
+    await bench.keys.take(epoch, 10, "old")
+    assert (await bench.keys.beat(epoch, "old", 2, [10])).slots == 10 * "f" + "m"
+    await bench.keys.give_back(epoch, 10, "old", True)
+    assert (await bench.keys.beat(epoch, "old", 2, [])).slots == "ff"
+    assert (await bench.keys.beat(epoch, "old", 2, [3])).slots == "fffm"
+
+
 async def test_a_lease_from_before_a_clock_went_back_lasts_no_longer_than_another(bench: Bench) -> None:
     epoch = await bench.settled()
     assert await bench.hour.take(epoch, 0, "gone")

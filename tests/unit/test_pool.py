@@ -7,16 +7,16 @@ import pytest
 
 from service import pool as module
 from service.api import describe
-from service.errors import StoreLost, StoreUnanswered
+from service.errors import IN_PROGRESS, StoreLost, StoreUnanswered
 from service.kafka.verdict import TransactionFailed, Verdict
 from service.keys import Epoch, Row
 from service.pool import Pool
 from service.recovery import SlotRecovery
 from service.request import Committed
 from service.slot import Link, Slot
-from service.states import Delivered, SlotEvent, SlotState
+from service.states import Claimed, Delivered, SlotEvent, SlotState
 from service.wire import event_id
-from tests.unit.fakes import EPOCH, NOW_MS, FakeProducer, Trouble, World, ended, make_event, until
+from tests.unit.fakes import EPOCH, NOW_MS, FakeProducer, Trouble, World, ended, kind_of, make_event, until
 
 LATER = Epoch(2, EPOCH.store)
 ROWS: list[Row] = [(b"i" * 16, Delivered(NOW_MS, b"f" * 8, "orders", 0, 3, NOW_MS))]
@@ -298,6 +298,19 @@ async def test_a_slot_is_recovered_after_each_end_of_a_term(hold: Hold) -> None:
     await until(lambda: len(held.recovery.runs) == 4)
     await until(lambda: held.pool.ready == 1)
     assert held.world.store.losses == [EPOCH]
+
+
+async def test_a_dead_slot_of_a_process_with_more_slots_is_rescued(hold: Hold) -> None:
+    """In a rolling restart that raises SLOTS_MAX and goes no further: its claims would stay in progress."""
+    held = hold(slots=1, slots_max=2)
+    await held.ready()
+    server = held.world.keys.server
+    server.freed[5], server.taken = 50, server.taken | {5}
+    server.keys[event_id("a")] = Claimed(5, 50, NOW_MS, make_event("a").fp)
+    answer = held.world.submit("a")
+    assert kind_of(await answer) is IN_PROGRESS
+    await until(lambda: 5 in [n for n, _ in held.recovery.runs])
+    assert isinstance(await held.world.submit("a"), Committed)
 
 
 async def test_another_slot_is_taken_beside_one_that_is_stuck(hold: Hold, monkeypatch: pytest.MonkeyPatch) -> None:
