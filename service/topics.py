@@ -80,8 +80,13 @@ class InternalTopics:
                 await asyncio.sleep(0.05)
 
     async def slots(self) -> int:
-        """How many slots there are now: the ledger's number of partitions."""
-        return (await self._cluster.partitions([self.ledger]))[self.ledger]
+        """How many slots there are now: the ledger's number of partitions.
+
+        Not fewer than the start saw to: a broker that lags behind tells what there were, and who fences only those
+        leaves the others alive.
+        """
+        told = await self._cluster.partitions([self.ledger])
+        return max(told.get(self.ledger, 0), self._settings.slots_max)
 
     def faults(self, topic: Topic) -> list[str]:
         """What of an internal topic is not as it must be, a line each that says what to set."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -225,3 +226,17 @@ async def test_own_topics_of_another_shape_stop_the_start(name: str, partitions:
     cluster.topics[name] = Topic(name, partitions, {})
     with pytest.raises(SettingsError, match=f"topic {name} has {partitions} partitions"):
         await InternalTopics(cluster, settings).ensure()
+
+
+@pytest.mark.parametrize(("told", "slots"), [({"fencepost.ledger": 2}, 4), ({}, 4), ({"fencepost.ledger": 8}, 8)])
+async def test_no_broker_that_lags_behind_makes_slots_fewer(
+    told: dict[str, int], slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start made as many, or has seen them: a store recovery that fenced fewer would leave a writer alive."""
+    cluster = FakeCluster()
+
+    async def partitions(topics: Sequence[str]) -> dict[str, int]:
+        return told
+
+    monkeypatch.setattr(cluster, "partitions", partitions)
+    assert await InternalTopics(cluster, Settings(slots_max=4)).slots() == slots
