@@ -133,7 +133,7 @@ class Intake:
         return self._queue.too_many if self._queue.full else None
 
     def check_now(self, event: Event) -> bool:
-        """What the event's topic refuses, before the key is touched. Raises Problem; False: it is to be looked up.
+        """What the event's schema refuses, before the key is touched. Raises Problem; False: `check` has to ask Kafka.
 
         Nothing is refused for what a topic was: it may have been changed, so that the event is right by now.
         """
@@ -143,9 +143,7 @@ class Intake:
         try:
             check_topic(event, topic)
         except Problem:
-            if self._catalogue.fresh(event.topic) is None:
-                return False
-            raise
+            return False
         self._schemas.check(event)
         return True
 
@@ -156,15 +154,19 @@ class Intake:
         """
         if not self.check_now(event):
             deadline = (arrived if begun is None else begun) + self._timeout_s
-            check_topic(event, await self._topic(event.topic, arrived, deadline))
+            topic = await self._topic(event.topic, arrived, deadline)
+            try:
+                check_topic(event, topic)
+            except Problem:
+                check_topic(event, await self._topic(event.topic, arrived, deadline, anew=True))
             self._schemas.check(event)
 
-    async def _topic(self, name: str, arrived: float, deadline: float) -> Topic:
+    async def _topic(self, name: str, arrived: float, deadline: float, *, anew: bool = False) -> Topic:
         if self._topics.reserved(name):
             raise Problem(FORBIDDEN_TOPIC, f"topic: {name} is internal: use another")
         try:
             async with asyncio.timeout_at(deadline):
-                topic = await self._catalogue.get(name, arrived)
+                topic = await self._catalogue.get(name, arrived, anew=anew)
         except KafkaForbids as error:
             raise Problem(FORBIDDEN_TOPIC, f"topic: {error}: have it allowed to Describe and Write it") from error
         except (KafkaAway, TimeoutError) as error:

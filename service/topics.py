@@ -116,6 +116,7 @@ class Catalogue:
         self._cluster = cluster
         self._known: dict[str, tuple[float, Topic]] = {}
         self._last: dict[str, Topic] = {}
+        self._told: dict[str, float] = {}  # when what is last known of it was asked for
         self._absent: dict[str, float] = {}  # when it was last asked for in vain
         self._asking: dict[str, asyncio.Task[Topic | None]] = {}
 
@@ -136,14 +137,16 @@ class Catalogue:
             self._ask_apart(name)
         return topic
 
-    async def get(self, name: str, arrived: float) -> Topic | None:
+    async def get(self, name: str, arrived: float, *, anew: bool = False) -> Topic | None:
         """The topic, or None where Kafka, asked after `arrived` (time.monotonic), says that there is none.
 
-        So a topic is found by the first who asks after it was made, and a batch asks once. Raises KafkaAway.
+        So a topic is found by the first who asks after it was made, and a batch asks once. `anew`: as Kafka tells of it
+        after `arrived`, or knew it last while it is away. Raises KafkaAway.
         """
         topic = self.fresh(name)
-        for _ in range(2):  # what was being asked before may have missed a topic that was made meanwhile
-            if topic is None and self._absent.get(name, -math.inf) < arrived:
+        for _ in range(2):  # what was being asked before may have missed a topic that was made or changed meanwhile
+            will_do = topic is not None and not (anew and self._told.get(name, -math.inf) < arrived)
+            if not will_do and self._absent.get(name, -math.inf) < arrived:
                 topic = await shared(self._asking.get(name) or self._ask_apart(name))
         return topic
 
@@ -193,6 +196,6 @@ class Catalogue:
             if len(self._absent) > ABSENT_MAX:
                 del self._absent[next(iter(self._absent))]
         else:
-            self._last[name] = topic
+            self._last[name], self._told[name] = topic, began
             self._known[name] = time.monotonic() + (SHORT_S if topic.short else KNOWN_S), topic
         return topic

@@ -9,6 +9,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
     AlterConfigOpType,
     ConfigEntry,
     ConfigResource,
+    NewPartitions,
     ResourceType,
 )
 
@@ -116,6 +117,17 @@ async def test_a_topic_that_is_deleted_meanwhile_is_answered_alone(stage: Stage,
     assert await asyncio.to_thread(stage.violations, good) == []
 
 
+async def test_partitions_that_are_added_may_be_written_to_at_once(stage: Stage, topic: str) -> None:
+    service = await stage.started()
+    await stage.client.settle([service.url], Asked("before", topic, b"1"))
+    refused = await stage.client.post(service.url, Asked("too early", topic, b"1", partition=40))
+    assert (refused.status, refused.code) == (400, "invalid-event")
+    await asyncio.to_thread(grow, stage.kafka, topic, 41)
+    for partition in (40, 39):
+        written = await stage.client.post(service.url, Asked(f"in {partition}", topic, b"1", partition=partition))
+        assert written.place == (topic, partition, 0)
+
+
 async def test_slots_max_is_never_lowered(stage: Stage) -> None:
     first = await stage.started(slots_max=4)
     first.stop()
@@ -196,6 +208,13 @@ def alter(kafka: Kafka, topic: str, setting: str, value: str) -> None:
     admin = kafka.admin()
     for future in admin.incremental_alter_configs([resource]).values():
         future.result(10)
+
+
+def grow(kafka: Kafka, topic: str, partitions: int) -> None:
+    admin = kafka.admin()
+    for future in admin.create_partitions([NewPartitions(topic, partitions)]).values():
+        future.result(10)
+    until(lambda: len(admin.list_topics(topic, timeout=10).topics[topic].partitions) == partitions)
 
 
 def delete(kafka: Kafka, topic: str) -> None:

@@ -157,18 +157,27 @@ async def test_what_was_known_a_moment_ago_will_do_while_it_is_asked_for_anew(mo
 
 
 async def test_nothing_is_refused_for_what_a_topic_was() -> None:
-    """It has been given more partitions since: a 400 would be final."""
+    """It has been given more partitions since it was asked for, a moment ago: a 400 would be final."""
     world = World()
     world.cluster.topics["orders"] = Topic("orders", 3, {})
-    await world.catalogue.get("orders", time.monotonic())
     event = make_event("a", partition=5)
-    with pytest.raises(Problem, match="use 0 to 2"):
-        world.intake.check_now(event)
-    world.catalogue._known["orders"] = (time.monotonic() - 1.0, world.cluster.topics["orders"])
+    arrived = time.monotonic()
+    for _ in range(3):
+        with pytest.raises(Problem, match="use 0 to 2"):
+            await world.intake.check(event, arrived)
+    assert world.cluster.asked == [["orders"]], "what Kafka has said since will do"
     world.cluster.topics["orders"] = Topic("orders", 6, {})
     assert not world.intake.check_now(event)
     await world.intake.check(event, time.monotonic())
     assert world.intake.check_now(event)
+
+
+async def test_while_kafka_is_away_a_topic_is_what_it_was() -> None:
+    world = World()
+    await world.catalogue.get("orders", time.monotonic())
+    world.cluster.away = True
+    with pytest.raises(Problem, match="use 0 to 2"):
+        await world.intake.check(make_event("a", partition=5), time.monotonic())
 
 
 async def test_what_was_known_long_ago_is_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
