@@ -325,7 +325,7 @@ class Ingest:
                 if others_went:  # what hangs is its topic, which must not hold up the others again
                     self._set_apart(request)
                 self._answer(request, Problem(OUTCOME_UNKNOWN, "Idempotency-Key: a retry writes it again"))
-            elif self._travels_on(request, fate, alone=len(group) == 1):
+            elif self._travels_on(request, request.topic, fate, alone=len(group) == 1):
                 request.move(RequestEvent.REFUSE)
         return written
 
@@ -371,8 +371,9 @@ class Ingest:
         innocents: list[Request] = []
         for request in requests:
             topics = {event.topic for event in request.events}
-            refused = [refusals[topic] for topic in topics if topic in refusals]
-            if refused and not self._travels_on(request, refused[0], alone=len(requests) == 1):
+            refused = next((topic for topic in topics if topic in refusals), None)
+            alone = len(requests) == 1
+            if refused is not None and not self._travels_on(request, refused, refusals[refused], alone):
                 continue
             if not topics.isdisjoint(failed.stuck):
                 self._set_apart(request)
@@ -399,15 +400,15 @@ class Ingest:
             else:  # the claims may still stand: they wait for the recovery after all
                 self._parked += innocents
 
-    def _travels_on(self, request: Request, refusal: Refusal, alone: bool) -> bool:
-        """The broker refuses a record of a request's topic: answer it if it was alone, else let it travel so.
+    def _travels_on(self, request: Request, topic: str, refusal: Refusal, alone: bool) -> bool:
+        """The broker refuses a record of a request, for this topic: answer it if it was alone, else let it travel so.
 
         That a topic is not there is believed at the second time: one that was just made is not known everywhere yet.
         """
         self._set_apart(request)
         if not alone or (refusal.kind is UNKNOWN_TOPIC and request.failures < 2):
             return True
-        self._answer(request, Problem(refusal.kind, f"topic: {request.topic}: {refusal.why}"))
+        self._answer(request, Problem(refusal.kind, f"topic: {topic}: {refusal.why}"))
         return False
 
     def _set_apart(self, request: Request) -> None:

@@ -146,6 +146,20 @@ async def test_a_refused_event_is_answered_if_it_was_alone() -> None:
     assert kind_of(await answer) is TOO_LARGE
 
 
+async def test_of_an_atomic_batch_the_topic_that_was_refused_is_named() -> None:
+    world = World()
+    slot = await world.slot()
+    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.ABORTED, "refused", {"other": BIG}))
+    serving = world.serve(slot)
+    events = [make_event("a/0", "orders"), make_event("a/1", "other")]
+    for event in events:
+        await world.intake.check(event, time.monotonic())
+    answer = await world.intake.submit_atomic(events, (b"w" * 16, b"f" * 8), time.monotonic())
+    assert isinstance(answer, Problem)
+    assert answer.detail == "topic: other: it is too large"
+    await end_of_term(serving)
+
+
 async def test_a_poisoned_event_is_answered_alone_and_the_others_are_written() -> None:
     world = World()
     slot = await world.slot()
