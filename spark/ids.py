@@ -13,6 +13,8 @@ from spark.verdict import Evidence
 COORDINATES_MAX: Final = state.PLACES_MAX
 # Pairs of hours that are asked for to prune by; with more of them nearly every hour is one of them.
 SPANS_MAX: Final = 10_000
+# Spans over several hours are a condition each, of which Spark compiles some hundred and no more.
+WIDE_MAX: Final = 100
 
 _WRITER: Final = ("slot", "pid", "epoch", "instance")
 
@@ -46,22 +48,30 @@ def rows_of(rows: DataFrame, several: DataFrame, spans: Iterable[tuple[str, str]
 
 
 def _within(spans: Iterable[tuple[str, str]]) -> Column:
-    """The condition that a row lies in one of these spans, with literals: Delta reads no other hour for it."""
-    within = F.lit(False)
+    """The condition that a row lies in one of these spans, with literals: Delta reads no other hour for it.
+
+    Most spans are of one hour, and there may be thousands: these are one list, as a chain is too deep for Spark.
+    """
+    single: list[str] = []
+    wide: list[str] = []
     for first, last in spans:
-        within = within | F.expr(f"accepted_hour BETWEEN TIMESTAMP '{first}' AND TIMESTAMP '{last}'")
-    return within
+        if first == last:
+            single.append(first)
+        else:
+            wide.append(f"accepted_hour BETWEEN TIMESTAMP '{first}' AND TIMESTAMP '{last}'")
+    return F.expr(" OR ".join([hours.sql(single), *wide]))
 
 
 def _joined(spans: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Spans of hours, those that overlap made one."""
+    """Spans of hours, those that overlap made one; where too many are wide, one from the first to the last of these."""
     found: list[tuple[str, str]] = []
     for first, last in sorted(spans):
         if found and first <= found[-1][1]:
             found[-1] = (found[-1][0], max(last, found[-1][1]))
         else:
             found.append((first, last))
-    return found
+    wide = [span for span in found if span[0] < span[1]]
+    return found if len(wide) <= WIDE_MAX else _joined([*found, (wide[0][0], wide[-1][1])])
 
 
 def superseded(together: DataFrame) -> DataFrame:

@@ -198,6 +198,16 @@ def test_the_pass_over_ids_reads_narrow_columns_only(small: lake.Lake) -> None:
     assert _columns(ids.retried(rows, seen)) == {"kind", "keyed", "fp"} | folders
 
 
+@pytest.mark.parametrize("last", ["first", "first + INTERVAL 1 HOUR"])
+def test_the_pass_over_ids_stands_any_number_of_hours(small: lake.Lake, last: str) -> None:
+    """One id that comes twice in every other hour, or in every hour and the next, for some months."""
+    first = F.timestamp_millis(F.lit(NOW_MS // HOUR_MS * HOUR_MS) - F.col("id") * 3 * HOUR_MS)
+    hour = small.spark.range(1000).select(first.alias("first")).withColumn("last", F.expr(last))
+    several = hour.withColumn("id", F.lit("id-3-7".ljust(16)).cast("binary"))
+    found = ids.rows_of(small.read("deliveries"), several, ids.spans_of(several))
+    assert [bytes(row["id"]) for row in found.collect()] == [b"id-3-7".ljust(16)]
+
+
 def test_vacuum_takes_no_more_tasks_than_the_machine_is_for(spark: SparkSession, tmp_path: Path) -> None:
     tables = _filled(spark, tmp_path, 2)
     context = spark.sparkContext
