@@ -2,13 +2,16 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import ArrayType, StructType
 
 from service import wire
+
+# Jackson's own bound for a string, 20 MB, is one for what strangers send. The sums of a year's hours are longer.
+_PARSED: Final = {"mode": "FAILFAST", "maxStringLen": str(2**31 - 1)}
 
 
 def rows_of(spark: SparkSession, schema: str | StructType, items: Sequence[Mapping[str, Any]]) -> DataFrame:
@@ -21,7 +24,7 @@ def rows_of(spark: SparkSession, schema: str | StructType, items: Sequence[Mappi
     if not items:
         nothing = [F.lit(None).cast(field.dataType).alias(field.name) for field in fields]
         return spark.range(1).where("false").select(*nothing)
-    parsed = F.from_json(F.lit(json.dumps(items)), ArrayType(fields), {"mode": "FAILFAST"})
+    parsed = F.from_json(F.lit(json.dumps(items)), ArrayType(fields), _PARSED)
     return spark.range(1).select(F.inline(parsed)).select(*(F.col(f"`{field.name}`") for field in fields))
 
 

@@ -104,3 +104,9 @@ def test_answers(spark: SparkSession) -> None:
         )
         for answer in told["answers"]
     }
+
+
+def test_a_row_of_the_driver_s_may_be_long(spark: SparkSession) -> None:
+    summary = "x" * 20_000_001
+    (row,) = native.rows_of(spark, "run bigint, summary string", [{"run": 1, "summary": summary}]).collect()
+    assert row["summary"] == summary
