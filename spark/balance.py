@@ -24,23 +24,26 @@ class Balance:
 
     `adjustment` is what changes when ids with several hours count once: it is added to the hours. It fits them only as
     they were when it was made: where one is counted anew, all of it goes, and such ids count in each of their hours
-    until the next pass over all ids. `cells` is where the records lie.
+    until the next pass over all ids. `cells` is where the records lie. `shifted`: the logs prove other things than when
+    the hours were counted, and no pass over all ids has been made since.
     """
 
     hours: ByHour = field(default_factory=dict)
     adjustment: ByHour = field(default_factory=dict)
     cells: Cells = field(default_factory=dict)
+    shifted: bool = False
 
     @classmethod
     def of(cls, summary: Mapping[str, Any] | None) -> "Balance":
         """What the last finished run left."""
         if summary is None:
             return cls()
-        return cls(*(dict(summary.get(name, {})) for name in ("hours", "adjustment", "cells")))
+        hours, adjustment, cells = (dict(summary.get(name, {})) for name in ("hours", "adjustment", "cells"))
+        return cls(hours, adjustment, cells, summary.get("shifted", False))
 
     def document(self) -> dict[str, Any]:
         """The balance as the next run takes it up."""
-        return {"hours": self.hours, "adjustment": self.adjustment, "cells": self.cells}
+        return {"hours": self.hours, "adjustment": self.adjustment, "cells": self.cells, "shifted": self.shifted}
 
     def open_hours(self) -> set[str]:
         """Hours in which time alone may change a verdict."""

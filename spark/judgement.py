@@ -47,9 +47,11 @@ class Judgement:
         with self.cost.step("ids"):
             whole = not self.settings.options.skip_ids
             several, many = self._repeated(deliveries if whole else deliveries.where(hours.within(touched)))
-            if whole and shifted(self.plan, self.last):
+            balance.shifted |= shifted(self.plan, self.last)
+            if whole and balance.shifted:
                 # Their rows are taken out of the sums of hours as they are judged now, so these must be judged now too.
                 touched |= set(hours.of(_wide(many, several).where("plain = 0")))
+                balance.shifted = False
         rows = deliveries.where(hours.within(touched))
         with self.cost.step("judge"):
             judged = self._by_hour(rows, several, many.where(hours.within(touched)), touched, balance)
