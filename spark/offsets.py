@@ -221,7 +221,7 @@ def freeze(
             break
     logs = [log for log in logs if log.role != DATA or wanted(log.topic)]
     compacted = cluster.compacted(sorted({log.topic for log in logs if log.role == DATA}))
-    logs = [replace(log, compacted=log.topic in compacted) for log in logs]
+    logs = [replace(log, compacted=log.compacted or log.topic in compacted) for log in logs]
     logs = _complete(cluster, logs, now_ms)
     logs = _capped(logs, settings.options.max_records)
     logs = _decided(cluster, logs, now_ms)
@@ -353,6 +353,8 @@ def _next_log(before: Plan | None, role: str, topic: Topic, place: Place, ends: 
         return replace(log, since_ms=now_ms, complete_ms=now_ms, gaps=(*last.gaps, gap))
     kept = replace(
         log,
+        # What compaction took, it took, also of a topic that is compacted no more.
+        compacted=last.compacted,
         since_ms=last.since_ms,
         first=last.first,
         start=last.end,

@@ -320,6 +320,18 @@ def test_only_of_audited_topics_it_is_asked_whether_they_are_compacted(cluster: 
         freeze(cluster, named={"others"})
 
 
+def test_what_was_compacted_once_stays_so_until_it_is_made_anew(
+    cluster: MadeUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.topics["compacted"] = ends(5)
+    first = freeze(cluster, named={"orders", "compacted"})
+    monkeypatch.setattr(cluster, "compacted", lambda names: set())
+    second = freeze(cluster, first, named={"orders", "compacted"})
+    assert {log.topic for log in second.logs if log.compacted} == {"compacted"}
+    cluster.lives["compacted"] = "another"
+    assert not one(freeze(cluster, second, named={"orders", "compacted"}), "compacted").compacted
+
+
 def test_a_log_known_from_its_beginning_knows_every_record(cluster: MadeUp) -> None:
     cluster.topics[LEDGER_TOPIC] = ends(4, start=2)
     cluster.firsts[(LEDGER_TOPIC, 0)] = NOW_MS - 9
