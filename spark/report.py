@@ -10,8 +10,9 @@ from pyspark.sql import DataFrame, SparkSession
 
 from spark import files, heat, hours, page, standing
 from spark.balance import Balance, ByTopic, by_topic, closed
+from spark.decode import PLAUSIBLE_MS
 from spark.findings import CLIENT_DUPLICATE, KINDS
-from spark.offsets import DATA, LEDGER, REQUESTS, Plan
+from spark.offsets import DATA, LEDGER, REQUESTS, Log, Plan
 from spark.settings import HOUR_MS, Settings
 
 # More are counted and stay in the lake: a report is read, and held in the driver's memory.
@@ -142,8 +143,7 @@ def _evidence(plan: Plan, topics: ByTopic) -> dict[str, Any]:
             "age_s": round((plan.frozen_ms - since_ms) / 1000, 3) if since_ms else None,
         }
         for log in audited
-        # The broker's word, else the first record's: the transaction is a little older than that.
-        for since_ms in [(log.holder.since_ms if log.holder else None) or log.decided_ms]
+        for since_ms in [_since_ms(log)]
         if log.end == log.last_stable < log.high_watermark
     ]
     return {
@@ -167,6 +167,17 @@ def _evidence(plan: Plan, topics: ByTopic) -> dict[str, Any]:
             for log in audited
         ],
     }
+
+
+def _since_ms(log: Log) -> int | None:
+    """Since when a log is held up: by the broker's word, else by the first record's time, if that one can be meant.
+
+    The transaction is a little older than its first record.
+    """
+    if log.holder is not None and log.holder.since_ms:
+        return log.holder.since_ms
+    earliest, latest = PLAUSIBLE_MS
+    return log.decided_ms if earliest <= log.decided_ms <= latest else None
 
 
 def _requests(topics: ByTopic) -> dict[str, int]:

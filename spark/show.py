@@ -20,6 +20,8 @@ from spark.source import Span
 
 RECORDS_MAX: Final = 20
 VALUE_CHARS: Final = 500
+# The years 1 to 9999, all that Python writes down.
+CALENDAR_MS: Final = (-62_135_596_800_000, 253_402_300_800_000)
 
 _ID: Final = re.compile(rf"[0-9a-f]{{{2 * wire.ID_BYTES}}}")
 
@@ -121,4 +123,7 @@ def _shown(content: bytes | None) -> str:
 
 
 def _time(ms: int) -> str:
+    """A time, UTC; as the number that it is where no calendar has it: a writer may count in other units."""
+    if not CALENDAR_MS[0] <= ms < CALENDAR_MS[1]:
+        return f"{ms} ms"
     return f"{datetime.fromtimestamp(ms / 1000, UTC):%Y-%m-%d %H:%M:%S.%f}"[:-3] + " UTC"

@@ -75,7 +75,9 @@ def large(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> tupl
     root = tmp_path_factory.mktemp("large")
     tables = lake.Lake(spark, str(root / "lake"))
     _findings(tables)
-    logs = tuple(Log(DATA, TOPIC, n, "life", True, False, 0, 0, 0, 9, 9, 9, 0, NOW_MS) for n in range(40))
+    logs = tuple(Log(DATA, TOPIC, n, "life", True, False, 0, 0, 0, 9, 9, 9, 0, NOW_MS) for n in range(39))
+    # Held up by nobody whom the broker names, from a record on whose writer counts in microseconds.
+    logs += (Log(DATA, TOPIC, 39, "life", True, False, 0, 0, 0, 9, 9, 12, 0, NOW_MS * 1000),)
     plan = Plan(1, NOW_MS, "{}", logs)
     settings = Settings(shared=SharedSettings(), options=Options(lake=str(root / "lake"), report=str(root / "report")))
     held = standing.by_hour(tables.read("findings"), report.window_from(plan, settings))
@@ -193,6 +195,7 @@ def test_it_prints_with_every_shown_finding_opened(
 def test_what_holds_answers_up_and_what_was_revised_is_told(large: tuple[dict[str, Any], Path]) -> None:
     whole = {"caught_up": True, "ids_pass": True}
     document = {**large[0], "run": large[0]["run"] | whole, "verdicts": {"revised": 0, "changes": []}}
+    assert [(one["partition"], one["open_since"]) for one in document["evidence"]["held_up"]] == [(39, None)]
     assert "Every accepted event is accounted for." in "".join(page.render(document))
     held = {"role": "data", "topic": "orders", "partition": 3, "offset": 17, "high_watermark": 21}
     by = {"transactional_id": "billing-7", "producer_id": 4000, "epoch": 2}
