@@ -197,8 +197,8 @@ def answers(records: DataFrame, frozen_ms: int) -> DataFrame:
     listed = F.when(whole, body["answers"]).otherwise(F.array(F.lit(None)).cast(_array_type(REQUESTS_SCHEMA)))
     rows = _each(read, listed, "answer")
     answer = F.col("answer")
-    good = _identified(answer) & _all_there(answer, "at", "status")
-    placed = good & (answer["status"] == 201) & _all_there(answer, "topic", "partition", "offset")
+    good = _identified(answer) & _all_there(answer, "at", "status", "topic")
+    placed = good & (answer["status"] == 201) & _all_there(answer, "partition", "offset")
     undecoded = _undecoded("record of the journal", "answer")
     return rows.select(
         F.when(good, F.unhex(answer["id"])).otherwise(_part_id(undecoded)).alias("id"),

@@ -93,7 +93,13 @@ def test_ledger_records_and_what_is_none(spark: SparkSession) -> None:
 def test_answers(spark: SparkSession) -> None:
     (told,) = vectors("records", "answers")
     record = {"topic": "r", "partition": 0, "offset": 0, "timestamp_ms": NOW_MS, "value": told["text"].encode()}
-    rows = decode.answers(spark.createDataFrame([record], source.SCHEMA), NOW_MS).collect()
+    nowhere = told["text"].replace('"topic":"orders"', '"topic":null').encode()
+    records = [record, {**record, "offset": 1, "value": nowhere}]
+    rows = decode.answers(spark.createDataFrame(records, source.SCHEMA), NOW_MS).collect()
+    refused = [row for row in rows if row["reject"] is not None]
+    assert {row["offset"] for row in refused} == {1}
+    assert len(refused) == sum(answer["topic"] == "orders" for answer in told["answers"])
+    rows = [row for row in rows if row["reject"] is None]
     found = {(bytes(row["id"]).hex(), row["status"], row["replayed"], row["offset"]) for row in rows}
     assert found == {
         (
