@@ -34,10 +34,13 @@ def hour_text(hour: Column) -> Column:
     return F.date_format(hour, FORMAT)
 
 
-def drawn(records: Cells, troubles: Iterable[Mapping[str, Any]], topics: Iterable[str], first: str) -> dict[str, Any]:
+def drawn(
+    records: Cells, troubles: Iterable[Mapping[str, Any]], topics: Iterable[str], first: str, last: str
+) -> dict[str, Any]:
     """The map of report.json: from the first hour of the window (from `first` on) with anything in it to the last.
 
-    `records` as the balance carries them, `troubles` as rows of standing.troubles.
+    `records` as the balance carries them, `troubles` as rows of standing.troubles. What is dated later than the hour
+    `last`, in which the run froze the ends, counts in that one: a single wild clock would stretch the map over years.
     """
     audited = set(topics)
     there: dict[tuple[str, int], dict[str, int]] = {}
@@ -46,9 +49,10 @@ def drawn(records: Cells, troubles: Iterable[Mapping[str, Any]], topics: Iterabl
         for topic, by_partition in by_topic.items():
             for partition, count in by_partition.items():
                 if topic in audited and hour >= first:
-                    there.setdefault((topic, int(partition)), {})[hour] = count
+                    held = there.setdefault((topic, int(partition)), {})
+                    held[min(hour, last)] = held.get(min(hour, last), 0) + count
     for row in troubles:
-        hour = row["hour"]
+        hour = min(row["hour"], last)
         if hour >= first and row["topic"] in audited:
             place = (row["topic"], NO_PARTITION if row["partition"] is None else row["partition"])
             found = amiss.setdefault(place, {})
@@ -94,13 +98,15 @@ def drawn(records: Cells, troubles: Iterable[Mapping[str, Any]], topics: Iterabl
     }
 
 
-def timeline(troubles: Iterable[Mapping[str, Any]], kinds: Iterable[str], first: str) -> list[dict[str, Any]]:
-    """Rows of standing.troubles → records by hour, kind and cause, for these kinds, from the hour `first` on."""
+def timeline(
+    troubles: Iterable[Mapping[str, Any]], kinds: Iterable[str], first: str, last: str
+) -> list[dict[str, Any]]:
+    """Rows of standing.troubles → records by hour, kind and cause, for these kinds; hours as on the map (`drawn`)."""
     wanted = set(kinds)
     summed: dict[tuple[str, str, str], int] = {}
     for row in troubles:
         if row["kind"] in wanted and row["hour"] >= first:
-            name = (row["hour"], row["kind"], row["cause"] or "")
+            name = (min(row["hour"], last), row["kind"], row["cause"] or "")
             summed[name] = summed.get(name, 0) + row["records"]
     return [
         {"hour": _iso(hour), "kind": kind, "cause": cause or None, "records": count}

@@ -177,7 +177,7 @@ def _map(document: Mapping[str, Any]) -> str:
         (f"h{charts.SHADES}", "many, in equal steps of the logarithm"),
         ("c1", "trouble (a dot)"),
     ]
-    note = '<p class="soft small">By hour of acceptance, UTC.</p>'
+    note = '<p class="soft small">By hour of acceptance, UTC; later ones count in that of the run.</p>'
     return f"<h2>Hours and partitions</h2>{charts.heat_map(chart)}{_legend(keys)}{note}"
 
 

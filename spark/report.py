@@ -53,7 +53,7 @@ def build(
     (history.counted).
     """
     since_ms = window_from(plan, settings)
-    first_hour = hours.text_of(since_ms)
+    first_hour, last_hour = hours.text_of(since_ms), hours.text_of(plan.frozen_ms)
     balance.drop_before(first_hour)
     topics = by_topic(balance.since(first_hour))
     line = closed(topics)
@@ -86,8 +86,8 @@ def build(
         "topics": [{"topic": topic, **counts} for topic, counts in topics.items()],
         "kinds": counted,
         "causes": causes,
-        "map": heat.drawn(balance.cells, troubles, plan.topics, first_hour),
-        "timeline": heat.timeline(troubles, (*standing.COPIES, CLIENT_DUPLICATE), first_hour),
+        "map": heat.drawn(balance.cells, troubles, plan.topics, first_hour, last_hour),
+        "timeline": heat.timeline(troubles, (*standing.COPIES, CLIENT_DUPLICATE), first_hour, last_hour),
         "findings": listed,
         "findings_left_out": number - len(listed),
         "evidence": _evidence(plan, topics),
