@@ -252,7 +252,7 @@ class _Run:
             late = hours.of(self.lake.read("deliveries").where(F.col("run") == plan.run))
             self.lake.compact(sorted({hour for hour in late if hour < now} | _ended(before, plan)))
         if options.vacuum_h is not None:
-            self.lake.vacuum(options.vacuum_h)
+            self.lake.vacuum(options.vacuum_h, [*lake.SCHEMAS, publish.TABLE, lock.TABLE, *view.tables(self.lake)])
 
 
 def _topics(rows: DataFrame) -> set[str]:

@@ -1,6 +1,6 @@
 """The Delta tables of a lake, and writing to them once for each run."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -202,8 +202,8 @@ class Lake:
             table = DeltaTable.forPath(self.spark, self.path("deliveries"))
             table.optimize().where(sql(hours)).executeCompaction()
 
-    def vacuum(self, hours: int) -> None:
-        """Delete the files that no version of the last so many hours needs."""
+    def vacuum(self, hours: int, names: Iterable[str] = SCHEMAS) -> None:
+        """Delete the files of these tables that no version of the last so many hours needs."""
         settings = {
             "spark.databricks.delta.retentionDurationCheck.enabled": "false",
             # Delta lists a table's files in so many tasks, however few they are; Spark's default is 10,000.
@@ -212,7 +212,7 @@ class Lake:
             ),
         }
         with _set(self.spark, settings):
-            for name in SCHEMAS:
+            for name in names:
                 if self.exists(name):
                     DeltaTable.forPath(self.spark, self.path(name)).vacuum(hours)
 

@@ -24,6 +24,9 @@ LEASE_S: Final = 120.0
 RENEWALS: Final = 4
 """How often a lease is renewed in its time: three in a row may fail."""
 
+TABLE: Final = "lease"
+"""The table that has it, in the lake."""
+
 _LEASE: Final = "name string, token string, holder string, until_ms bigint"
 
 
@@ -101,7 +104,7 @@ class Lease:
         # A session of its own: what a run sets for its own commits must not reach these.
         self._spark = spark.newSession()
         self._root = root
-        self._path = f"{root}/lease"
+        self._path = f"{root}/{TABLE}"
         self._token = uuid.uuid4().hex
         self._holder = f"{socket.gethostname()}, process {os.getpid()}"
         self._ms = int(seconds * 1000)

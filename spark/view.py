@@ -62,7 +62,7 @@ class View:
     @property
     def name(self) -> str:
         """The table's folder in the lake."""
-        return f"{FOLDER}/{self.topic}"
+        return _table(self.topic)
 
     def rows(self) -> DataFrame:
         """COLUMNS as they are now; none where it was never written to."""
@@ -135,6 +135,15 @@ def registered(lake: Lake) -> list[str]:
     if not lake.exists(TABLE):
         return []
     return sorted(row["topic"] for row in lake.read(TABLE).select("topic").distinct().collect())
+
+
+def tables(lake: Lake) -> list[str]:
+    """The tables of all views, and the one that names them."""
+    return [TABLE, *map(_table, registered(lake))]
+
+
+def _table(topic: str) -> str:
+    return f"{FOLDER}/{topic}"
 
 
 def update(lake: Lake, shared: SharedSettings, plan: Plan) -> None:
