@@ -1,4 +1,7 @@
-"""`python -m service`: serve until SIGTERM or SIGINT. Exit 0 after a clean stop, 2 where a setting is wrong."""
+"""`python -m service`: serve until SIGTERM or SIGINT.
+
+Exit 0 after a clean stop, 2 where a setting is wrong, 3 (uvicorn's own) where it cannot listen at its address.
+"""
 
 import os
 import signal

@@ -64,12 +64,12 @@ def slots(as_json: AsJson = False) -> None:
     """Show who holds which slot, in which term, and how far the ledger is applied."""
     settings = settings_or_exit()
     found = run(look.slots(settings))
+    if not found.rows:
+        give_up(f"there is no topic {ledger_topic(settings.namespace)}: the first start of the service makes it")
     if as_json:
         show.document(
             {"store": found.store, "generation": found.generation, "slots": [r.document() for r in found.rows]}
         )
-    elif not found.rows:
-        give_up(f"there is no topic {ledger_topic(settings.namespace)}: the first start of the service makes it")
     else:
         show.slots(found)
 
@@ -98,7 +98,8 @@ def key(
 @app.command()
 def doctor(
     rate: Annotated[
-        float | None, typer.Option(min=0, help="Events/s to expect; measured from the ledger's growth if not given.")
+        float | None,
+        typer.Option(min=0, max=1e9, help="Events/s to expect; measured from the ledger's growth if not given."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

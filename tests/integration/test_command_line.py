@@ -89,9 +89,10 @@ async def test_slots_are_shown_with_their_owners(served: Service, redis: Redis) 
     assert last == f"{len(found['slots']) - len(held)} of {len(found['slots'])} slots are free"
 
 
-def test_without_a_ledger_there_are_no_slots(kafka: Kafka, redis: Redis, namespace: str) -> None:
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_without_a_ledger_there_are_no_slots(kafka: Kafka, redis: Redis, namespace: str, form: list[str]) -> None:
     environment = {"FENCEPOST_KAFKA": kafka.bootstrap, "FENCEPOST_REDIS": redis.url, "FENCEPOST_NAMESPACE": namespace}
-    done = fencepost(environment, "slots")
+    done = fencepost(environment, "slots", *form)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"there is no topic {namespace}.ledger: the first start of the service makes it\n"
 
@@ -120,6 +121,13 @@ def test_a_wrong_setting_is_one_line(command: str) -> None:
     done = fencepost({"FENCEPOST_REDIS": "redis://:hush@127.0.0.1/0?nonsense=1"}, command)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"FENCEPOST_REDIS is wrong: set after its \? only .*\n", done.stderr)
+
+
+@pytest.mark.parametrize("rate", ["-1", "inf", "nan"])
+def test_a_rate_is_a_number_of_events(rate: str) -> None:
+    done = fencepost({}, "doctor", "--rate", rate)
+    assert done.returncode == 2
+    assert "--rate" in done.stderr
 
 
 def test_nobody_there_is_one_line() -> None:
