@@ -55,7 +55,7 @@ NAMESPACE = ("NAMESPACE", "x" * 249, "set 1 to 240 of letters, digits, '.', '_' 
         (SHOW, *NAMESPACE),
         (GIVEN, "KAFKA", "nowhere", "FENCEPOST_KAFKA='nowhere' is wrong: set host:port, several separated by commas"),
         (GIVEN, "RULES", "rules.toml", "rules.toml:1: topics: write [[topics]], once for each"),
-        (GIVEN, "RULES", "no.toml", "'no.toml'; set the path of a TOML file"),
+        (GIVEN, "RULES", "no.toml", "'no.toml'; set the path of a TOML file, or leave it empty"),
     ],
 )
 def test_a_wrong_setting_is_a_line_before_spark_is_started(
