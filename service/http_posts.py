@@ -107,6 +107,11 @@ class Post:
             self._connection.bodies.bytes -= self._taken
             self._taken = 0
 
+    def over(self) -> None:
+        """All of its answer is given, or will never be."""
+        self.response_complete = True
+        self.forget()
+
     def start(self) -> None:
         """Its turn has come. From the loop: an earlier answer is just being given."""
         self.started = True
@@ -132,8 +137,7 @@ class Post:
     def answer(self, status: int, head: bytes, body: bytes) -> None:
         """Write the answer, once; `head` is the lines of its own headers, each with its CRLF."""
         if not self.response_complete:
-            self.response_complete = True
-            self.forget()
+            self.over()
             self._connection.write_answer(self, status, head, body)
 
     def stream(self, status: int, head: bytes) -> "Stream":
@@ -166,14 +170,12 @@ class Stream:
         if self._whole is not None:
             self._post.answer(self._status, self._head, b"".join(self._whole))
             return
-        self._post.response_complete = True
-        self._post.forget()
+        self._post.over()
         self._connection.finish(self._post, b"0\r\n\r\n")
 
     def cut(self) -> None:
         """The body will never be whole, which the end of the connection tells."""
-        self._post.response_complete = True
-        self._post.forget()
+        self._post.over()
         self._connection.transport.close()
 
 

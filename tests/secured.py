@@ -31,7 +31,6 @@ from service.shared import SharedSettings
 PASSWORD: Final = 'pa"ss\\wo,r=d $1'
 USER: Final = "fencepost"
 _ANSWER_S: Final = 10.0
-
 _CLOSED_S: Final = 5.0
 
 Acl = tuple[ResourceType, str, ResourcePatternType, tuple[AclOperation, ...]]

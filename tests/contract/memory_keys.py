@@ -188,7 +188,7 @@ class MemoryKeys:
         members = self.server.members.items()
         self.server.members = {name: until for name, until in members if self._now_ms < until <= most_ms}
         view = ""
-        for slot in range(max(slots, *(1 + slot for slot in (0, *held, *self.server.taken)))):
+        for slot in range(1 + max([slots - 1, *held, *self.server.taken])):
             holder = self._holder(slot)
             if slot in held and holder in (None, token):
                 self._lease(slot, token)
