@@ -20,6 +20,9 @@ from service.shared import PREFIX, Rules, SettingsError
 
 # Past the deadline of the last request that was accepted: its answer, its mark, the leases, the journal.
 DRAIN_EXTRA_S = 5
+# Longer than load balancers keep a connection that nobody uses (60 s with most): who ends it first must not be we,
+# while a request is on its way.
+IDLE_S = 75
 
 
 def main() -> int:
@@ -52,6 +55,7 @@ def main() -> int:
             server_header=False,
             proxy_headers=False,  # nothing here depends on the client's address
             backlog=4096,
+            timeout_keep_alive=IDLE_S,
             timeout_graceful_shutdown=settings.request_timeout_ms // 1000 + DRAIN_EXTRA_S,
         )
     )

@@ -2,7 +2,9 @@
 
 import asyncio
 import base64
+import contextlib
 import email.utils
+import http.client
 import json
 import re
 import time
@@ -257,6 +259,20 @@ async def test_50_posts_of_one_key_on_two_processes(stage: Stage, topic: str) ->
     assert len({answer.body for answer in settled}) == 1
     assert sum(answer.status == 201 and not answer.replayed for answer in stage.client.history) == 1
     await stage.assert_exactly_once(topic)
+
+
+def test_a_connection_that_rests_is_kept(served: Service, topic: str) -> None:
+    """For longer than uvicorn would, who ends it first under a load balancer's next request: that is a 502 there."""
+    connection = http.client.HTTPConnection("127.0.0.1", served.port)
+    with contextlib.closing(connection):
+        for number, rest_s in enumerate((5.5, 0)):
+            head = {"Content-Type": "application/json", "Idempotency-Key": f"rested-{number}"}
+            connection.request("POST", "/events", json.dumps({"topic": topic, "value": 1}), head)
+            used = connection.sock
+            answer = connection.getresponse()
+            assert (answer.status, len(answer.read())) == (201, int(answer.headers["content-length"]))
+            time.sleep(rest_s)
+            assert connection.sock is used is not None
 
 
 async def test_probes_and_metrics(served: Service, topic: str, client: Client) -> None:
