@@ -6,6 +6,7 @@ import re
 import ssl
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -15,6 +16,8 @@ PREFIX: Final = "FENCEPOST_"
 FILE: Final = "_FILE"
 # Ten years: keys, and a topic's retention in ms, are reckoned with numbers below 2^53.
 KEY_TTL_MOST_S: Final = 10 * 365 * 86_400
+# How alike a variable's name is to a setting's, of 1, to be taken for it: a letter more, or no unit at its end.
+MISTAKEN: Final = 0.85
 NAMESPACE_CHARS_MAX: Final = TOPIC_CHARS_MAX - max(map(len, internal_topics("")))
 
 
@@ -150,12 +153,24 @@ class SharedSettings:
                 wrong[name] = str(error)
             except ValueError as error:
                 wrong[name] = f"{name if secret else f'{name}={text!r}'} is wrong: set {error}"
+        wrong |= cls._misnamed(environ)
         settings = cls(**values)
         # What does not fit a setting that is wrong itself says nothing: it would be another one.
         fitting = [line for line in settings.conflicts() if not any(name in line for name in wrong)]
         if wrong or fitting:
             raise SettingsError("\n".join([*wrong.values(), *fitting]))
         return settings
+
+    @classmethod
+    def _misnamed(cls, environ: Mapping[str, str]) -> dict[str, str]:
+        """Variables that nobody reads, and that were surely meant to be settings: what to set instead of each."""
+        known = [name.removeprefix(PREFIX) for name in cls.variables()]
+        wrong: dict[str, str] = {}
+        for name in environ:
+            ours = name.removeprefix(PREFIX)
+            if environ[name] and ours not in (name, *known) and (meant := get_close_matches(ours, known, 1, MISTAKEN)):
+                wrong[name] = f"{name} is no setting: set {PREFIX}{meant[0]} instead"
+        return wrong
 
     @classmethod
     def variables(cls) -> dict[str, str]:

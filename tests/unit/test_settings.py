@@ -10,7 +10,7 @@ import pytest
 import service.__main__
 from service.keys import check_url
 from service.settings import Settings
-from service.shared import CallerRule, Guarantee, Rules, SettingsError
+from service.shared import CallerRule, Guarantee, Rules, SettingsError, SharedSettings
 from service.wire import TOPIC, internal_topics
 from tests.secured import Authority
 
@@ -292,6 +292,23 @@ def test_all_mistakes_are_told_at_once() -> None:
     assert slots.startswith("FENCEPOST_SLOTS=9 is more than")
     (wrong,) = lines(slots="9", slots_max="x")
     assert wrong.startswith("FENCEPOST_SLOTS_MAX='x' is wrong")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("SLOT", "SLOTS"), ("KEY_TTL", "KEY_TTL_S"), ("RULE", "RULES"), ("REDIS_FLE", "REDIS_FILE")],
+)
+def test_a_variable_that_was_meant_to_be_a_setting_is_not_passed_over(name: str, meant: str) -> None:
+    """A retention that nobody reads would be a promise that nobody keeps."""
+    assert lines(**{name.lower(): "7"}) == [f"FENCEPOST_{name} is no setting: set FENCEPOST_{meant} instead"]
+    read(**{name.lower(): ""})
+
+
+def test_variables_of_others_are_left_alone() -> None:
+    others = {"FENCEPOST_SERVICE_HOST": "10.0.0.1", "FENCEPOST_PORT_8000_TCP": "x", "FENCEPOST_LOCAL_DIR": "x"}
+    assert Settings.from_env({**others, "SLOT": "x"}) == Settings()
+    everything = dict.fromkeys(Settings.variables(), "x")
+    assert SharedSettings._misnamed(everything) == {}, "the job would take a setting of the service for its own"
 
 
 def test_the_mistakes_of_the_rules_are_told_with_those_of_the_settings(
