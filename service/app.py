@@ -157,7 +157,9 @@ class Service:
                 return
             except (KafkaAway, StoreAway, StoreUnanswered, TimeoutError) as error:
                 trouble.goes_on(error)
-                await asyncio.sleep(AGAIN_S)
+            except Exception as error:  # a bug, or an answer that nobody foresaw: it must be heard of, and may pass
+                trouble.goes_on(error, bug=True)
+            await asyncio.sleep(AGAIN_S)
         # What was made so far lives as long as the process: no collection needs to look at it again.
         gc.collect()
         gc.freeze()
