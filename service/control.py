@@ -10,7 +10,7 @@ from service.kafka.cluster import Cluster
 from service.kafka.deadline import shared
 from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import Span, read_through
-from service.wire import GENERATION_KEY, Generation, barrier_key, encode_barrier
+from service.wire import GENERATION_KEY, Generation, barrier_key, encode_barrier, slot_of_barrier
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class Control:
         self._position = 0
         self._reading = asyncio.Lock()
         self._next: asyncio.Task[Newest | None] | None = None
+        self._next_slot = 0  # the highest of those that wait for it
+        self.slots = 0  # that have been recovered in this namespace, before what was read last: none is beyond
 
     async def close(self) -> None:
         await self._producer.close()
@@ -46,19 +48,22 @@ class Control:
         """The newest generation before a barrier that was appended after this call began; None on a new namespace.
 
         Without the barrier a deposed leader, or a record not yet replicated, could hide a newer generation. Calls that
-        wait for the same read share one barrier.
+        wait for the same read share one barrier, of the highest slot: so each slot that ever wrote is known by one.
         """
         if self._next is None:
-            self._next = asyncio.create_task(self._read(slot))
+            self._next_slot = slot
+            self._next = asyncio.create_task(self._read())
+        self._next_slot = max(self._next_slot, slot)
         return await shared(self._next)
 
-    async def _read(self, slot: int) -> Newest | None:
+    async def _read(self) -> Newest | None:
         async with self._reading:
             self._next = None  # who comes from here on needs a later barrier
+            slot = self._next_slot
             barrier = encode_barrier(self._instance, secrets.token_hex(8), _now_ms())
             through = await self._producer.send(self._topic, 0, barrier_key(slot), barrier)
             if through < self._position:  # the topic was made anew: of what was read before, it has nothing
-                self._position, self._newest = 0, None
+                self._position, self._newest, self.slots = 0, None, 0
             spans = {0: Span(self._position, through)}
             records = read_through(self._cluster, self._topic, spans, "read_uncommitted", self._cluster.timeout_s)
             async with contextlib.aclosing(records):
@@ -66,6 +71,8 @@ class Control:
                     for item in items:
                         if item.key == GENERATION_KEY:
                             self._newest = Newest(item.offset, Generation.decode(item.value).store)
+                        elif (of := slot_of_barrier(item.key)) is not None:
+                            self.slots = max(self.slots, of + 1)
                     self._position = items[-1].offset + 1
             return self._newest
 

@@ -250,7 +250,7 @@ class Store:
         Stale unless for one lease time the same primary answers, and nobody commits to any ledger partition.
         """
         self.status = "stale-store: control names another store; waiting for a quiet lease time"
-        slots = range(await self._topics.slots())
+        slots = range(await self._slots())
         before = await ends(self._cluster, self._topics.ledger, slots)
         await asyncio.sleep(self._lease_s * random.uniform(1.0, 1.2))  # noqa: S311
         await self._keys.resolve_anew()
@@ -306,7 +306,7 @@ class Store:
         newest = await self._control.newest()
         if newest is None or newest.generation != generation:
             raise NotYet("a later generation supersedes this recovery")
-        slots = await self._topics.slots()
+        slots = await self._slots()
         await self._fence_all(slots)
         through = await self._barrier_all(slots)
         keys = await self._replay_all(store, nonce, through)
@@ -315,6 +315,14 @@ class Store:
         self._telemetry.store_recoveries.observe(took_s)
         log.info("store recovered", generation=generation, slots=slots, keys=keys, took_s=round(took_s, 3))
         return Epoch(generation, store)
+
+    async def _slots(self) -> int:
+        """As many as the ledger has, and no fewer than control knows of.
+
+        A broker that is cut off may tell of the ledger as it was before it was raised; and whoever wrote in a slot
+        since has put a barrier of it, or of a higher one, into control, which was read through our own.
+        """
+        return max(await self._topics.slots(), self._control.slots)
 
     async def _fence_all(self, slots: int) -> None:
         """No write that was claimed in the old store can commit any more."""

@@ -29,6 +29,7 @@ TOPIC_CHARS_MAX: Final = 249
 TOPIC: Final = re.compile(rf"[a-zA-Z0-9._-]{{1,{TOPIC_CHARS_MAX}}}")
 
 GENERATION_KEY: Final = b"generation"
+_BARRIER: Final = re.compile(rb"barrier/([0-9]{1,4})")
 
 Header = tuple[str, bytes]
 
@@ -334,6 +335,12 @@ class Generation:
 def barrier_key(slot: int | str) -> bytes:
     """Key of a barrier in the control topic; compaction keeps one a slot."""
     return f"barrier/{slot}".encode()
+
+
+def slot_of_barrier(key: bytes | None) -> int | None:
+    """The slot of a barrier's key; None for any other."""
+    found = _BARRIER.fullmatch(key or b"")
+    return None if found is None else int(found[1])
 
 
 def encode_barrier(instance: str, nonce: str, at: int) -> bytes:

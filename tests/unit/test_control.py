@@ -1,5 +1,6 @@
 """What is read of the control topic, and from where on."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -55,6 +56,23 @@ async def test_what_was_read_is_not_read_again(topic: _Topic, control: Control) 
     for _ in range(2):
         assert await control.newest() == Newest(generation, "run/repl")
     assert topic.spans == [Span(0, 0), Span(1, 2), Span(3, 3)]
+
+
+async def test_each_slot_that_was_recovered_is_known_by_a_barrier(topic: _Topic, control: Control) -> None:
+    """Also those that shared one, and to a process that never heard of so many."""
+    await asyncio.gather(control.newest(70), control.newest(99), control.newest(3))
+    await control.newest()
+    assert [key for key, _ in topic.records] == [b"barrier/99", b"barrier/0"]
+    assert control.slots == 100
+    other = Control(FakeCluster(), "fp.control", "other")
+    other._producer = topic  # type: ignore[assignment]
+    topic.records += [(b"barrier/odd", b""), (b"barrier/123456", b"")]
+    assert other.slots == 0
+    await other.newest()
+    assert other.slots == 100
+    topic.records.clear()
+    await other.newest(2)
+    assert other.slots == 3
 
 
 async def test_of_a_topic_that_was_made_anew_nothing_is_known(topic: _Topic, control: Control) -> None:

@@ -50,6 +50,7 @@ class _Control:
     def __init__(self) -> None:
         self.generation = NAMED.generation
         self.superseded = False
+        self.slots = 0
 
     async def newest(self, slot: int = 0) -> Newest | None:
         return None if self.generation < 0 else Newest(self.generation, NAMED.store)
@@ -179,3 +180,11 @@ async def test_a_recovery_tells_which_slots_it_waits_for(hanging: tuple[int, ...
         await until(lambda: not store.status.startswith("recovering: 0 of 64"))
         assert store.status == f"recovering: {told}"
         assert not settled.done()
+
+
+async def test_slots_that_only_control_tells_of_are_fenced_too() -> None:
+    """The broker that was asked is cut off since before SLOTS_MAX was raised, and so was this process started."""
+    control = _Control()
+    control.slots = 100
+    async with settling(_Keys(FLUSHED), control, 64, _Cluster()) as (store, _):
+        await until(lambda: store.status == "recovering: 100 of 100 slots fenced")

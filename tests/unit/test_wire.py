@@ -134,6 +134,7 @@ def test_the_names() -> None:
     assert wire.control_topic(namespace) == names["control"]
     assert wire.transactional_id(namespace, slot) == names["transactional_id"]
     assert wire.barrier_key(slot).decode() == names["barrier_key"]
+    assert wire.slot_of_barrier(wire.barrier_key(slot)) == slot
     assert wire.GENERATION_KEY.decode() == names["generation_key"]
     assert (names["key_header"], names["stamp_header"]) == (wire.KEY_HEADER, wire.STAMP_HEADER)
 
