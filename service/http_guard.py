@@ -77,8 +77,10 @@ class GuardedProtocol(HttpToolsProtocol):
             self.send_400_response("it is not HTTP/1.1")
         if self._whole:
             self._disarm()
-        elif self._timer is None:
-            self._arm()
+        else:
+            if self._timer is None:
+                self._arm()
+            self.wait()
         if self._head_bytes > HEAD_BYTES_MAX:
             self._refuse_head()
 
@@ -168,6 +170,9 @@ class GuardedProtocol(HttpToolsProtocol):
         if not self._unread:
             self._head_bytes = 0
             self.take(body)
+
+    def wait(self) -> None:
+        """Something of the request is still to come."""
 
     def take(self, body: bytes) -> None:
         """A piece of the request's body."""

@@ -100,6 +100,19 @@ class Post:
                 self._taken += size
         return not self.crowded
 
+    def foresee(self, most: int, asks: bool) -> None:
+        """Nobody waits for a body that is longer than `most` by its own head: `size` tells that at once.
+
+        One that `asks` whether to send it may not send it then, so that nothing can follow (RFC 9110, section 10.1.1).
+        """
+        if not self.whole:
+            told = next((int(content) for name, content in self.headers if name == b"content-length"), 0)
+            if told > most:
+                self.size = told
+                self.keep_alive = self.keep_alive and not asks
+                self.forget()
+                self.end()
+
     def forget(self) -> None:
         """Its body is needed no more."""
         self._parts.clear()
@@ -210,11 +223,19 @@ class PostsProtocol(GuardedProtocol):
         self.cycle = post  # type: ignore[assignment]
         if existing is None or existing.response_complete:
             post.started = True
-            if self.expect_100_continue:
-                self.go_ahead()
         else:
             self.flow.pause_reading()
             self.pipeline.appendleft((post, self.app))  # type: ignore[arg-type]
+        if self.expect_100_continue:
+            post.foresee(self.body_bytes_max, asks=True)
+            self.expect_100_continue = not post.whole
+            if post.started:
+                self.go_ahead()
+
+    def wait(self) -> None:
+        cycle: object = self.cycle
+        if isinstance(cycle, Post):
+            cycle.foresee(self.body_bytes_max, asks=False)
 
     def _handler(self) -> Handler | None:
         if self.parser.get_method() != b"POST":

@@ -317,6 +317,26 @@ async def test_a_body_is_not_kept_past_its_limit(caller: Caller) -> None:
     assert (await caller.hear())[2] == b"next"
 
 
+async def test_a_body_that_is_too_long_by_its_head_is_not_waited_for(caller: Caller) -> None:
+    whole = post(b"/now", b"x" * 5000)
+    await caller.say(whole[:-5000])
+    status, headers, body = await caller.hear()
+    assert (status, headers["x-size"], body) == (201, "5000", b"")
+    await caller.say(whole[-5000:], post(b"/now", b"next"))
+    assert (await caller.hear())[2] == b"next"
+
+
+async def test_who_asks_whether_to_send_what_is_too_long_is_not_told_to(caller: Caller, desk: Desk) -> None:
+    """It may leave the body out: what came next would be taken for that, so nothing may."""
+    whole = post(b"/now", b"x" * 5000, b"expect: 100-continue")
+    await caller.say(post(b"/later", b"1") + whole[:-5000])
+    (await desk.waiting(1))[0].answer(201, b"", b"one")
+    assert (await caller.hear())[2] == b"one"
+    status, headers, _ = await caller.hear()
+    assert (status, headers["x-size"], headers["connection"]) == (201, "5000", "close")
+    assert await caller.reader.read() == b""
+
+
 async def test_bodies_that_come_slowly_have_a_bound_together(server: uvicorn.Server, caller: Caller) -> None:
     """Else so many connections, whoever's they are, take all memory, before anybody has looked at a caller."""
     large, small = post(b"/now", b"x" * BODY_BYTES_MAX), post(b"/now", b"y" * OWN_BYTES)
