@@ -35,6 +35,7 @@ from service.prefer import Preference, parse_prefer
 from service.rendering import (
     JSON_LINE,
     committed_lines,
+    echo_of,
     lines_of,
     location_of,
     render_place,
@@ -206,7 +207,7 @@ class EventsEndpoint:
     def _tell_accepted(self, post: Post, event: Event) -> None:
         """The claim stands: a client that prefers so is answered now, and asks for the outcome by the key."""
         lines = b"%blocation: %b\r\nidempotency-key: %b\r\npreference-applied: respond-async\r\n"
-        lines %= JSON_LINE, location_of(event.key), event.key.encode()
+        lines %= JSON_LINE, location_of(event.key), echo_of(event.key)
         self._answer(post, 202, lines, b'{"id":"%b","state":"in_progress"}' % event.id.hex().encode())
 
     def _tell_event(self, post: Post, key: str, applied: bytes, answer: Answer) -> None:

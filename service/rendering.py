@@ -24,7 +24,7 @@ def committed_lines(key: str, answer: Committed, retention_s: int) -> bytes:
     return b"%blocation: %b\r\nidempotency-key: %b\r\nidempotency-key-expires: %b\r\n%b" % (
         JSON_LINE,
         location_of(key),
-        key.encode(),
+        echo_of(key),
         imf_fixdate(answer.at // 1000 + retention_s),
         b"idempotent-replayed: true\r\n" if answer.replayed else b"",
     )
@@ -33,6 +33,13 @@ def committed_lines(key: str, answer: Committed, retention_s: int) -> bytes:
 def location_of(key: str) -> bytes:
     """Where the state of a key is told."""
     return b"/events/" + quote(key, safe="").encode()
+
+
+def echo_of(key: str) -> bytes:
+    """A key as a header that means it: quoted (RFC 8941, section 3.3.3) where its bare form would be read otherwise."""
+    if key[0] in ' "' or key[-1] == " ":
+        key = '"' + key.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return key.encode()
 
 
 def render_place(place: Placed) -> bytes:

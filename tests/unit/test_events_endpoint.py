@@ -13,12 +13,20 @@ from service.batch import LINES
 from service.callers import Callers
 from service.cloudevents import BATCHED, STRUCTURED
 from service.errors import KINDS, Problem
-from service.event import Event
+from service.event import Event, parse_key
 from service.events_endpoint import EventsEndpoint
 from service.headers import JSON, media_type, pick, unsupported
 from service.http_posts import Post
 from service.intake import Intake
-from service.rendering import imf_fixdate, render_place, render_problem, render_results, render_whole
+from service.rendering import (
+    committed_lines,
+    echo_of,
+    imf_fixdate,
+    render_place,
+    render_problem,
+    render_results,
+    render_whole,
+)
 from service.request import Answer, Committed
 from service.settings import Settings
 from service.states import Delivered
@@ -105,6 +113,16 @@ def test_answers_are_json() -> None:
     assert render_whole(b"\x02" * 16, Committed(1, (PLACE,), True)) == render_whole(
         b"\x02" * 16, Committed(1, (PLACE,), False)
     )
+
+
+@pytest.mark.parametrize("key", ["order-1", "a b", 'a"b\\c', '"a', '"a"', '"', " a", "a ", " ", '"\\', ' "a\\" '])
+def test_the_echo_of_a_key_is_that_key(key: str) -> None:
+    """Sent again as a header it names the same event: HTTP takes blanks away at its ends, a quote begins a string."""
+    echo = echo_of(key).decode()
+    assert parse_key(echo) == key
+    assert (echo == key) is (key.strip() == key and key[0] != '"')
+    lines = committed_lines(key, Committed(1, (PLACE,), False), 1).decode().split("\r\n")
+    assert f"idempotency-key: {echo}" in lines
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.code)
