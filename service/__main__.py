@@ -66,7 +66,16 @@ def main() -> int:
     # uvicorn takes these over while it runs, and sends itself what it has met once more when it is done: to us then.
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    server.run()
+    try:
+        server.run()
+    except SystemExit:
+        if not server.lifespan.should_exit:  # the log has the system's word on the address, which names no setting
+            print(
+                f"{PREFIX}HOST={settings.host!r}, {PREFIX}PORT={settings.port}: it cannot listen there; set an address "
+                "of this machine and a port that is free",
+                file=sys.stderr,
+            )
+        raise
     if wrong:
         print(wrong[0], file=sys.stderr)
         return 2

@@ -1,6 +1,9 @@
 """The settings: defaults as the contract has them, a line for each mistake, and the mistakes that only two make."""
 
+import os
+import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Final
 from unittest.mock import Mock
@@ -8,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 import service.__main__
+from deploy.local import places
 from service.keys import check_url
 from service.settings import Settings
 from service.shared import CallerRule, Guarantee, Rules, SettingsError, SharedSettings
@@ -309,6 +313,23 @@ def test_variables_of_others_are_left_alone() -> None:
     assert Settings.from_env({**others, "SLOT": "x"}) == Settings()
     everything = dict.fromkeys(Settings.variables(), "x")
     assert SharedSettings._misnamed(everything) == {}, "the job would take a setting of the service for its own"
+
+
+def test_an_address_that_cannot_be_had_is_told_by_its_settings() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        nobody = {"FENCEPOST_KAFKA": "127.0.0.1:1", "FENCEPOST_REDIS": "redis://127.0.0.1:1/0"}
+        ended = subprocess.run(
+            [sys.executable, "-m", "service"],
+            env={**os.environ, **nobody, "FENCEPOST_PORT": str(port)},
+            cwd=places.ROOT,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+    assert ended.returncode == 3
+    told = f"FENCEPOST_HOST='127.0.0.1', FENCEPOST_PORT={port}: it cannot listen there; set"
+    assert [line for line in ended.stderr.splitlines() if line.startswith(told)], ended.stderr
 
 
 def test_the_mistakes_of_the_rules_are_told_with_those_of_the_settings(
