@@ -1,33 +1,46 @@
 """The doors to Kafka and Redis over TLS: who gets in, who does not, and what is said of it."""
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import Final
 
 import pytest
+import uvloop
+from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own documentation imports it from here
+    AclOperation,
+    ResourcePatternType,
+    ResourceType,
+)
 
 from deploy.local.stack import Service
 from service.errors import KafkaAway, StoreAway
 from service.kafka.cluster import Cluster
+from service.kafka.producer import IdempotentProducer
+from service.kafka.reader import STOP_PATIENCE_S, Span, read_through
 from service.kafka.security import security_of
 from service.keys import RedisKeys
 from service.settings import Settings
 from service.shared import SharedSettings
 from service.telemetry import Telemetry
-from tests.secured import PASSWORD, SecuredKafka, SecuredRedis, sockets_closed
+from tests.secured import PASSWORD, USER, SecuredKafka, SecuredRedis, sockets_closed
 
 TIMEOUT_MS: Final = 5_000
 
 
-async def knock(settings: SharedSettings) -> None:
-    """Ask a broker for anything. Raises KafkaAway."""
-    cluster = Cluster(
+def cluster_of(settings: SharedSettings) -> Cluster:
+    return Cluster(
         settings.kafka,
         client_id="test",
         request_timeout_ms=TIMEOUT_MS,
         telemetry=Telemetry(),
         security=security_of(settings),
     )
+
+
+async def knock(settings: SharedSettings) -> None:
+    """Ask a broker for anything. Raises KafkaAway."""
+    cluster = cluster_of(settings)
     async with sockets_closed():
         try:
             await cluster.answers(TIMEOUT_MS / 1000)
@@ -75,6 +88,30 @@ async def test_a_certificate_must_be_for_the_name_unless_told_otherwise(
     with pytest.raises(KafkaAway, match="IP address mismatch"):
         await knock(elsewhere)
     await knock(dataclasses.replace(elsewhere, kafka_ssl_check_hostname=False))
+
+
+def test_a_reader_over_tls_is_closed_at_once(with_password: Settings, secured_kafka: SecuredKafka) -> None:
+    """On the service's own loop, which waited for the brokers' leave: each recovery reads two topics."""
+    secured_kafka.create_topic("read-often")
+    own = (AclOperation.READ, AclOperation.WRITE)
+    secured_kafka.allow(USER, (ResourceType.TOPIC, "read-often", ResourcePatternType.LITERAL, own))
+
+    async def read() -> list[float]:
+        cluster = cluster_of(with_password)
+        producer = IdempotentProducer(cluster, "test")
+        through = await producer.send("read-often", 0, None, b"there")
+        took_s: list[float] = []
+        for _ in range(10):
+            began = time.monotonic()
+            spans = {0: Span(through, through)}
+            async for _ in read_through(cluster, "read-often", spans, "read_committed", TIMEOUT_MS / 1000):
+                pass
+            took_s.append(time.monotonic() - began)
+        await producer.close()
+        await cluster.close()
+        return took_s
+
+    assert [seconds for seconds in uvloop.run(read()) if seconds > STOP_PATIENCE_S] == []
 
 
 def keys_of(settings: Settings) -> RedisKeys:

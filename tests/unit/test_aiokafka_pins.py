@@ -8,6 +8,7 @@ import inspect
 import aiokafka.client
 import pytest
 from aiokafka.client import AIOKafkaClient, CoordinationType
+from aiokafka.conn import AIOKafkaConnection
 from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.produce import ProduceRequest
@@ -15,7 +16,7 @@ from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnReque
 from aiokafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
 from aiokafka.structs import TopicPartition
 
-import service.kafka.cluster  # noqa: F401 - it replaces a name in aiokafka
+import service.kafka.cluster  # it replaces names in aiokafka
 from service.kafka.deadline import Abandoned, within
 
 
@@ -46,6 +47,13 @@ async def test_names_inside_the_client() -> None:
     assert client.cluster.controller is None
     assert client.cluster.leader_for_partition(TopicPartition("none", 0)) is None
     await client.close()
+
+
+async def test_names_inside_a_connection() -> None:
+    connection = AIOKafkaConnection("127.0.0.1", 1, request_timeout_ms=1_000)
+    assert connection._writer is None
+    assert AIOKafkaConnection.close.__module__ == service.kafka.cluster.__name__
+    connection.close()
 
 
 def test_metadata_is_asked_for_by_the_name_that_is_replaced() -> None:
