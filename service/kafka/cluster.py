@@ -95,6 +95,11 @@ async def coordinator(client: AIOKafkaClient, transactional_id: str) -> int:
     return int(await client.coordinator_lookup(CoordinationType.TRANSACTION, transactional_id))
 
 
+def no_leave_for(transactional_id: str) -> str:
+    """What is said where an ACL lacks."""
+    return f"the service has no leave to Describe and Write transactional id {transactional_id}"
+
+
 @dataclass(frozen=True, slots=True)
 class Topic:
     """What is known of a topic. `settings` are its effective ones, by Kafka's names."""
@@ -275,6 +280,8 @@ class Cluster:
                         raise kind
                     except AGAIN:
                         await asyncio.sleep(RETRY_PAUSE_S)
+                    except errors.TransactionalIdAuthorizationFailed as error:
+                        raise self.failed("fence", no_leave_for(transactional_id)) from error
             del left[transactional_id]
             tell(left)
 

@@ -19,7 +19,7 @@ from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from aiokafka.structs import TopicPartition
 
 from service.kafka import verdict
-from service.kafka.cluster import AGAIN, Cluster, any_node, coordinator
+from service.kafka.cluster import AGAIN, Cluster, any_node, coordinator, no_leave_for
 from service.kafka.deadline import within
 from service.kafka.verdict import REFUSALS, Refusal
 from service.wire import Header
@@ -140,7 +140,10 @@ class Life:
                 await self._identify()
         except (errors.KafkaError, OSError, TimeoutError) as error:
             await self.close()
-            raise self._cluster.failed("producer-id", f"no producer id: {error!r}") from error
+            why = f"no producer id: {error!r}"
+            if isinstance(error, errors.TransactionalIdAuthorizationFailed) and self.transactional_id is not None:
+                why = no_leave_for(self.transactional_id)
+            raise self._cluster.failed("producer-id", why) from error
         except BaseException:
             await self.close()
             raise

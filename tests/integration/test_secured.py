@@ -16,7 +16,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
 from deploy.local.stack import Service
 from service.errors import KafkaAway, StoreAway
 from service.kafka.cluster import Cluster
-from service.kafka.producer import IdempotentProducer
+from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.reader import STOP_PATIENCE_S, Span, read_through
 from service.kafka.security import security_of
 from service.keys import RedisKeys
@@ -112,6 +112,24 @@ def test_a_reader_over_tls_is_closed_at_once(with_password: Settings, secured_ka
         return took_s
 
     assert [seconds for seconds in uvloop.run(read()) if seconds > STOP_PATIENCE_S] == []
+
+
+async def test_an_acl_that_lacks_on_a_transactional_id_is_named(
+    with_password: Settings, secured_kafka: SecuredKafka, namespace: str
+) -> None:
+    """By a store recovery and by a slot's: one that may be described, and not written."""
+    name = f"{namespace}.slot.0"
+    literal = ResourcePatternType.LITERAL
+    secured_kafka.allow(USER, (ResourceType.TRANSACTIONAL_ID, name, literal, (AclOperation.DESCRIBE,)))
+    cluster = cluster_of(with_password)
+    async with sockets_closed():
+        try:
+            with pytest.raises(KafkaAway, match=f"Write transactional id {name}"):
+                await cluster.fence([name], TIMEOUT_MS, lambda _: None)
+            with pytest.raises(KafkaAway, match=f"Write transactional id {name}"):
+                await TransactionalProducer(cluster, name, TIMEOUT_MS).start()
+        finally:
+            await cluster.close()
 
 
 def keys_of(settings: Settings) -> RedisKeys:
