@@ -37,15 +37,18 @@ def setting(default: Any, help: str, read: Read, *, secret: bool = False) -> Any
     return field(default=default, repr=not secret, metadata={"help": help, "read": read, "secret": secret})
 
 
+# Python's own reader would take 8_000, +8 and the digits of other scripts too.
+_INTEGER: Final = re.compile(r"[0-9]{1,18}")
+
+
 def integer(least: int, most: int | None = None) -> Read:
     """Reader of a decimal integer within bounds, both inclusive."""
     wanted = f"an integer of {least} or more" if most is None else f"an integer from {least} to {most}"
 
     def read(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            raise ValueError(wanted) from None
+        if _INTEGER.fullmatch(text.strip()) is None:
+            raise ValueError(wanted)
+        number = int(text)
         if number < least or number > (math.inf if most is None else most):
             raise ValueError(wanted)
         return number
@@ -64,11 +67,16 @@ def matching(pattern: Any, wanted: str) -> Read:
     return read
 
 
+# A name, or an address (of IPv6 with or without its brackets): no URL, and no second server behind a blank.
+_HOST: Final = re.compile(r"[\w.-]+|\[?[0-9A-Fa-f:.]+(%[\w.-]+)?\]?")
+_PORT: Final = re.compile(r"[0-9]{1,5}")
+
+
 def servers(text: str) -> str:
     """Reader of `host:port[,host:port…]`."""
     for server in text.split(","):
-        host, colon, port = server.strip().rpartition(":")
-        if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
+        host, _, port = server.strip().rpartition(":")
+        if not (_HOST.fullmatch(host) and _PORT.fullmatch(port) and 0 < int(port) < 65536):
             raise ValueError("host:port, several separated by commas")
     return text
 

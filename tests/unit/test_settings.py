@@ -52,6 +52,11 @@ def test_defaults() -> None:
     assert settings.name == "127.0.0.1:8000"
 
 
+@pytest.mark.parametrize("text", ["kafka-0.kafka:9092", "10.0.0.1:1, b_c:2", "[::1]:9092", "fe80::1%eth0:9092"])
+def test_servers_are_names_or_addresses(text: str) -> None:
+    assert read(kafka=text).kafka == text
+
+
 def test_what_is_set_is_read_and_what_is_empty_is_not() -> None:
     settings = read(port="9000", slots="2", namespace="a.b_c-d", instance="host-1:2", kafka="a:1,b:2", redis="")
     assert (settings.port, settings.slots, settings.namespace, settings.name) == (9000, 2, "a.b_c-d", "host-1:2")
@@ -66,6 +71,9 @@ def test_what_is_set_is_read_and_what_is_empty_is_not() -> None:
         ("kafka", "localhost:"),
         ("kafka", "a:1,"),
         ("kafka", "a:99999"),
+        ("kafka", "a:٩"),
+        ("kafka", "http://a:9092"),
+        ("kafka", "a:9092 b:9092"),
         ("instance", "a b"),
         ("instance", "x" * 65),
         ("instance", 'a"b'),
@@ -75,6 +83,10 @@ def test_what_is_set_is_read_and_what_is_empty_is_not() -> None:
         ("port", "0"),
         ("port", "65536"),
         ("port", "http"),
+        ("port", "8_000"),
+        ("port", "+8000"),
+        ("port", "٣"),
+        ("port", "9" * 5000),
         ("slots", "0"),
         ("slots", "4097"),
         ("slots", "-1"),
