@@ -30,6 +30,7 @@ from spark import (
 )
 from spark.balance import Balance
 from spark.cost import Cost, Tell
+from spark.errors import CannotRun
 from spark.judgement import Judgement
 from spark.kafka import Broker, Place
 from spark.offsets import DATA, LEDGER, REQUESTS, Log, Plan
@@ -136,6 +137,7 @@ class _Run:
         newest = max((row["run"] for row in progress), default=done)
         self.last = Plan.from_rows(row.asDict(recursive=True) for row in progress if row["run"] == done)
         cut = Plan.from_rows(row.asDict(recursive=True) for row in progress if row["run"] == newest > done)
+        self._check_namespace(self.last)
         if cut is not None:
             if self._goes_on(cut):
                 self.tell(f"taking up run {cut.run}, which was cut off")
@@ -156,11 +158,23 @@ class _Run:
         """Whether a plan that was cut off is carried out: always once it is merged, else if it is what is wanted, and
         all that it would read is still there."""
         if not self.lake.read("deliveries").where(F.col("run") == cut.run).isEmpty():
+            self._check_namespace(cut)
             return True
         if cut.options != offsets.options_of(self.settings):
             return False
         with closing(Broker(self.spark, self.settings.shared)) as broker:
             return offsets.readable(broker, cut)
+
+    def _check_namespace(self, plan: Plan | None) -> None:
+        """CannotRun where the lake holds what another namespace's run has read: by this one's ledger all of that would
+        be phantoms."""
+        theirs = None if plan is None else json.loads(plan.options)["namespace"]
+        ours = self.settings.shared.namespace
+        if theirs not in (None, ours):
+            raise CannotRun(
+                f"--lake {self.settings.options.lake} is of namespace {theirs!r}, not {ours!r}: "
+                "set FENCEPOST_NAMESPACE to that, or name another --lake"
+            )
 
     def _discover(self, logs: Sequence[Log], names: Sequence[str]) -> set[str]:
         """Those of the topics that ledger or journal name. What is decoded for that is kept for the merge."""

@@ -22,7 +22,7 @@ from spark.errors import AnotherRun, CannotRun
 from spark.kafka import Broker
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Life
-from tests.spark.runs import Ran
+from tests.spark.runs import Ran, run
 
 LATER_S = 3600.0
 DAY_S = 86_400.0
@@ -379,6 +379,30 @@ def test_what_makes_a_run_impossible_is_said_in_a_line(
     away.bootstrap = "127.0.0.1:1"
     with pytest.raises(CannotRun, match=r"FENCEPOST_KAFKA='127.0.0.1:1' did not answer"):
         audit(away)
+
+
+def test_a_lake_is_of_one_namespace(
+    spark: SparkSession, history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Judged by another ledger, what the lake holds would be phantoms."""
+    topic = history.topic(f"{history.namespace}-t")
+    history.deliver(history.transactional(ONE), ONE, topic, ["one"])
+    other = History(history.bootstrap, f"{history.namespace}-other")
+    now_ms = history.now_ms + int(LATER_S * 1000)
+    refused = rf"of namespace '{other.namespace}', not '{history.namespace}'.*FENCEPOST_NAMESPACE"
+
+    # Before it has merged a run leaves nothing that is its namespace's.
+    with cut(monkeypatch, job._Run, "_merge", after=False):
+        run(spark, other, tmp_path, now_ms, topics=(topic,))
+    assert run(spark, history, tmp_path, now_ms).outcome.status == 0
+    with pytest.raises(CannotRun, match=rf"of namespace '{history.namespace}', not '{other.namespace}'"):
+        run(spark, other, tmp_path, now_ms)
+    assert run(spark, history, tmp_path, now_ms).outcome.status == 0
+
+    with cut(monkeypatch, job._Run, "_merge", after=True):
+        run(spark, other, tmp_path, now_ms, lake="merged", topics=(topic,))
+    with pytest.raises(CannotRun, match=refused):
+        run(spark, history, tmp_path, now_ms, lake="merged")
 
 
 def test_what_fails_for_one_topic_is_told_of_the_others(
