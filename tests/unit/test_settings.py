@@ -1,20 +1,14 @@
 """The settings: defaults as the contract has them, a line for each mistake, and the mistakes that only two make."""
 
-import os
-import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Final
-from unittest.mock import Mock
 
 import pytest
 
-import service.__main__
-from deploy.local import places
 from service.keys import check_url
 from service.settings import Settings
-from service.shared import CallerRule, Guarantee, Rules, SettingsError, SharedSettings
+from service.shared import SettingsError, SharedSettings
 from service.wire import TOPIC, internal_topics
 from tests.secured import Authority
 
@@ -184,28 +178,6 @@ def test_a_namespace_is_told_how_long_it_may_be() -> None:
     assert line.endswith(" is wrong: set 1 to 240 of letters, digits, '.', '_' and '-'")
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("REDIS", "redis://h:notaport/0"),
-        ("REDIS", "redis://h/0?nonsense=1"),
-        ("NAMESPACE", "x" * 249),
-        ("RULES", "rules.toml"),
-        ("RULES", "x" * 300),
-    ],
-)
-def test_the_service_does_not_start_and_says_why_in_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, text: str
-) -> None:
-    (tmp_path / "rules.toml").write_text("topics = [1]\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(f"FENCEPOST_{name}", text)
-    monkeypatch.setattr(service.__main__, "create_app", Mock(side_effect=AssertionError("it was started")))
-    assert service.__main__.main() == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("rules.toml:1: topics: write [[topics]]" if text == "rules.toml" else f"FENCEPOST_{name}")
-
-
 def test_no_secret_is_shown_by_the_settings_themselves() -> None:
     settings = read(**SASL, redis="redis://:hush@localhost")
     assert settings.kafka_sasl_password == "hush"
@@ -327,38 +299,6 @@ def test_variables_of_others_are_left_alone() -> None:
     assert SharedSettings._misnamed(everything) == {}, "the job would take a setting of the service for its own"
 
 
-def test_an_address_that_cannot_be_had_is_told_by_its_settings() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        nobody = {"FENCEPOST_KAFKA": "127.0.0.1:1", "FENCEPOST_REDIS": "redis://127.0.0.1:1/0"}
-        ended = subprocess.run(
-            [sys.executable, "-m", "service"],
-            env={**os.environ, **nobody, "FENCEPOST_PORT": str(port)},
-            cwd=places.ROOT,
-            capture_output=True,
-            text=True,
-            timeout=30,
-        )
-    assert ended.returncode == 3
-    told = f"FENCEPOST_HOST='127.0.0.1', FENCEPOST_PORT={port}: it cannot listen there; set"
-    assert [line for line in ended.stderr.splitlines() if line.startswith(told)], ended.stderr
-
-
-def test_the_mistakes_of_the_rules_are_told_with_those_of_the_settings(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    rules = tmp_path / "rules.toml"
-    rules.write_text('[[topics]]\npattern = ""\nguarantee = "twice"\n')
-    for name, text in (("PORT", "x"), ("RULES", str(rules))):
-        monkeypatch.setenv(f"FENCEPOST_{name}", text)
-    assert service.__main__.main() == 2
-    assert [line.partition(" ")[0] for line in capsys.readouterr().err.splitlines()] == [
-        "FENCEPOST_PORT='x'",
-        f"{rules}:2:",
-        f"{rules}:3:",
-    ]
-
-
 def test_a_key_must_outlive_its_write() -> None:
     (line,) = lines(key_ttl_s="199")
     assert line.startswith("FENCEPOST_KEY_TTL_S=199 is too short")
@@ -379,118 +319,6 @@ def test_a_host_that_makes_no_name_needs_an_instance() -> None:
     (line,) = lines(host="fe80::1%eth0")
     assert line.startswith("FENCEPOST_INSTANCE is needed")
     assert read(host="fe80::1%eth0", instance="a").name == "a"
-
-
-DIGEST = "ab" * 32
-
-
-def test_callers_of_the_rules() -> None:
-    text = f'[[callers]]\nname = "shop"\ntoken_sha256 = "{DIGEST}"\ntopics = ["orders.*"]\nrate = 2.5\n'
-    (shop,) = Rules.parse(text).callers
-    assert shop == CallerRule("shop", DIGEST, ("orders.*",), 2.5)
-    assert DIGEST not in repr(shop)
-    (anywhere,) = Rules.parse(f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\n').callers
-    assert (anywhere.topics, anywhere.rate) == (("*",), None)
-
-
-def test_rules_must_be_a_file(tmp_path: Path) -> None:
-    for no_file in (tmp_path / "none.toml", tmp_path):
-        with pytest.raises(SettingsError) as caught:
-            Rules.read(read(rules=str(no_file)).rules)
-        (line,) = str(caught.value).splitlines()
-        assert line.startswith(f"FENCEPOST_RULES='{no_file}' cannot be read: ")
-        assert line.endswith("; set the path of a TOML file, or leave it empty")
-    file = tmp_path / "rules.toml"
-    file.write_text('[[topics]]\npattern = "telemetry.*"\nguarantee = "idempotent"\n')
-    rules = Rules.read(read(rules=str(file)).rules)
-    assert rules.guarantee("telemetry.cpu") is Guarantee.IDEMPOTENT
-    assert rules.guarantee("orders") is Guarantee.EXACTLY_ONCE
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ('[[topics]]\npattern = "a"\nguarantee = "twice"\n', 3),
-        ('[[topics]]\npattern = "a"\nschema = ""\n', 3),
-        ('[[topics]]\nschema = 1\npattern = "a"\n', 2),
-        ('[[topics]]\n\nguarantee = "idempotent"\n', 1),
-        ('[[topics]]\npattern = "a"\n\n[[topics]]\npattern = "b"\nguarante = "idempotent"\n', 6),
-        ('[topic]\npattern = "a"\n', 1),
-        (f'[[callers]]\nname = "a b"\ntoken_sha256 = "{DIGEST}"\n', 2),
-        ('[[callers]]\nname = "a"\ntoken_sha256 = "secret"\n', 3),
-        ('[[callers]]\nname = "a"\n', 1),
-        (f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\ntopics = "a"\n', 4),
-        (f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\ntopics = []\n', 4),
-        (f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\nrate = 0\n', 4),
-        (f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\nrates = 1\n', 4),
-        (f'[[topics]]\npattern = "a"\n[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\nrate = true\n', 6),
-        (2 * f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\n', 5),
-    ],
-)
-def test_a_wrong_rule_is_told_by_its_line(text: str, line: int) -> None:
-    with pytest.raises(SettingsError) as caught:
-        Rules.parse(text, "rules.toml")
-    assert str(caught.value).startswith(f"rules.toml:{line}: ")
-
-
-CALLER = f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\n'
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("topics = [1]", "1: topics: write [[topics]], once for each"),
-        ("topics = [[1]]", "1: topics: write [[topics]], once for each"),
-        ('topics = [{pattern = "a"}, "b"]', "1: topics: write [[topics]], once for each"),
-        ("topics = 1979-05-27", "1: topics: write [[topics]], once for each"),
-        ('[topics]\npattern = "a"', "1: topics: write [[topics]], once for each"),
-        ('callers = "x"', "1: callers: write [[callers]], once for each"),
-        ("callers = [true]", "1: callers: write [[callers]], once for each"),
-        ("callers = {}", "1: callers: write [[callers]], once for each"),
-        ("[[topics]]\npattern = 1", "2: pattern: write"),
-        ('[[topics]]\npattern.glob = "a"', "2: pattern: write"),
-        ('[[topics]]\npattern = "a"\nguarantee = ["exactly_once"]', "3: guarantee: write"),
-        ('[[topics]]\npattern = "a"\nguarantee = {}', "3: guarantee: write"),
-        ('[[topics]]\npattern = "a"\nschema = ["a.json"]', "3: schema: write"),
-        (f'[[callers]]\nname = ["a"]\ntoken_sha256 = "{DIGEST}"', "2: name: write"),
-        ('[[topics]]\nguarantee = "idempotent"\n[[topics]]\npattern = "b"', "1: pattern: write"),
-        ('[[topics]]\npattern = "a"\n\n\n\n[[topics]]\npattern = 2', "7: pattern: write"),
-        ('[[callers]]\nname = "a"\ntoken_sha256 = 7', "3: token_sha256: write"),
-        (CALLER + "topics = {}", "4: topics: write"),
-        (CALLER + "topics = [1]", "4: topics: write"),
-        (CALLER + 'rate = "1"', "4: rate: write"),
-        (CALLER + "rate = nan", "4: rate: write"),
-        (CALLER + "rate = 1e-300", "4: rate: write"),
-        (CALLER + "rate = 1" + "0" * 400, "4: rate: write"),
-        (CALLER + "rate = 1" + "0" * 5_000, " "),
-        (CALLER + '"a\\nb" = 1', "1: 'a\\nb': no such setting"),
-        ('"a\\nb" = 1', "1: 'a\\nb': no such section"),
-        ("topics = " + "[" * 5_000, " "),
-        ("topics", " "),
-    ],
-    ids=lambda text: text[:40].replace("\n", " "),
-)
-def test_a_rule_of_a_wrong_shape_is_one_line(text: str, named: str) -> None:
-    with pytest.raises(SettingsError) as caught:
-        Rules.parse(text, "rules.toml")
-    (line,) = str(caught.value).splitlines()
-    assert line.startswith(f"rules.toml:{named}")
-
-
-def test_two_callers_without_a_name_are_one_mistake_each() -> None:
-    first, second = (f'[[callers]]\ntoken_sha256 = "{digit * 64}"\n' for digit in "01")
-    with pytest.raises(SettingsError) as caught:
-        Rules.parse(first + second, "rules.toml")
-    assert [line.split()[0] for line in str(caught.value).splitlines()] == ["rules.toml:1:", "rules.toml:3:"]
-
-
-def test_the_first_rule_that_matches_counts() -> None:
-    rules = Rules.parse(
-        '[[topics]]\npattern = "a.exact"\n[[topics]]\npattern = "a.*"\nguarantee = "idempotent"\n', "rules.toml"
-    )
-    assert rules.guarantee("a.exact") is Guarantee.EXACTLY_ONCE
-    assert rules.guarantee("a.other") is Guarantee.IDEMPOTENT
-    assert rules.guarantee("A.other") is Guarantee.EXACTLY_ONCE
 
 
 def test_traces_without_their_packages_stop_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

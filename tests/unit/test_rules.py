@@ -1,0 +1,122 @@
+"""The rules file: what it may say of topics and callers, and a line of its own for each mistake in it."""
+
+from pathlib import Path
+
+import pytest
+
+from service.settings import Settings
+from service.shared import CallerRule, Guarantee, Rules, SettingsError
+
+DIGEST = "ab" * 32
+CALLER = f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\n'
+
+
+def read(file: Path) -> Rules:
+    """The rules in a file that the environment names."""
+    return Rules.read(Settings.from_env({"FENCEPOST_RULES": str(file)}).rules)
+
+
+def test_callers_of_the_rules() -> None:
+    text = f'[[callers]]\nname = "shop"\ntoken_sha256 = "{DIGEST}"\ntopics = ["orders.*"]\nrate = 2.5\n'
+    (shop,) = Rules.parse(text).callers
+    assert shop == CallerRule("shop", DIGEST, ("orders.*",), 2.5)
+    assert DIGEST not in repr(shop)
+    (anywhere,) = Rules.parse(f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\n').callers
+    assert (anywhere.topics, anywhere.rate) == (("*",), None)
+
+
+def test_rules_must_be_a_file(tmp_path: Path) -> None:
+    for no_file in (tmp_path / "none.toml", tmp_path):
+        with pytest.raises(SettingsError) as caught:
+            read(no_file)
+        (line,) = str(caught.value).splitlines()
+        assert line.startswith(f"FENCEPOST_RULES='{no_file}' cannot be read: ")
+        assert line.endswith("; set the path of a TOML file, or leave it empty")
+    file = tmp_path / "rules.toml"
+    file.write_text('[[topics]]\npattern = "telemetry.*"\nguarantee = "idempotent"\n')
+    rules = read(file)
+    assert rules.guarantee("telemetry.cpu") is Guarantee.IDEMPOTENT
+    assert rules.guarantee("orders") is Guarantee.EXACTLY_ONCE
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('[[topics]]\npattern = "a"\nguarantee = "twice"\n', 3),
+        ('[[topics]]\npattern = "a"\nschema = ""\n', 3),
+        ('[[topics]]\nschema = 1\npattern = "a"\n', 2),
+        ('[[topics]]\n\nguarantee = "idempotent"\n', 1),
+        ('[[topics]]\npattern = "a"\n\n[[topics]]\npattern = "b"\nguarante = "idempotent"\n', 6),
+        ('[topic]\npattern = "a"\n', 1),
+        (f'[[callers]]\nname = "a b"\ntoken_sha256 = "{DIGEST}"\n', 2),
+        ('[[callers]]\nname = "a"\ntoken_sha256 = "secret"\n', 3),
+        ('[[callers]]\nname = "a"\n', 1),
+        (f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\ntopics = "a"\n', 4),
+        (f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\ntopics = []\n', 4),
+        (f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\nrate = 0\n', 4),
+        (f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\nrates = 1\n', 4),
+        (f'[[topics]]\npattern = "a"\n[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\nrate = true\n', 6),
+        (2 * f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\n', 5),
+    ],
+)
+def test_a_wrong_rule_is_told_by_its_line(text: str, line: int) -> None:
+    with pytest.raises(SettingsError) as caught:
+        Rules.parse(text, "rules.toml")
+    assert str(caught.value).startswith(f"rules.toml:{line}: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("topics = [1]", "1: topics: write [[topics]], once for each"),
+        ("topics = [[1]]", "1: topics: write [[topics]], once for each"),
+        ('topics = [{pattern = "a"}, "b"]', "1: topics: write [[topics]], once for each"),
+        ("topics = 1979-05-27", "1: topics: write [[topics]], once for each"),
+        ('[topics]\npattern = "a"', "1: topics: write [[topics]], once for each"),
+        ('callers = "x"', "1: callers: write [[callers]], once for each"),
+        ("callers = [true]", "1: callers: write [[callers]], once for each"),
+        ("callers = {}", "1: callers: write [[callers]], once for each"),
+        ("[[topics]]\npattern = 1", "2: pattern: write"),
+        ('[[topics]]\npattern.glob = "a"', "2: pattern: write"),
+        ('[[topics]]\npattern = "a"\nguarantee = ["exactly_once"]', "3: guarantee: write"),
+        ('[[topics]]\npattern = "a"\nguarantee = {}', "3: guarantee: write"),
+        ('[[topics]]\npattern = "a"\nschema = ["a.json"]', "3: schema: write"),
+        (f'[[callers]]\nname = ["a"]\ntoken_sha256 = "{DIGEST}"', "2: name: write"),
+        ('[[topics]]\nguarantee = "idempotent"\n[[topics]]\npattern = "b"', "1: pattern: write"),
+        ('[[topics]]\npattern = "a"\n\n\n\n[[topics]]\npattern = 2', "7: pattern: write"),
+        ('[[callers]]\nname = "a"\ntoken_sha256 = 7', "3: token_sha256: write"),
+        (CALLER + "topics = {}", "4: topics: write"),
+        (CALLER + "topics = [1]", "4: topics: write"),
+        (CALLER + 'rate = "1"', "4: rate: write"),
+        (CALLER + "rate = nan", "4: rate: write"),
+        (CALLER + "rate = 1e-300", "4: rate: write"),
+        (CALLER + "rate = 1" + "0" * 400, "4: rate: write"),
+        (CALLER + "rate = 1" + "0" * 5_000, " "),
+        (CALLER + '"a\\nb" = 1', "1: 'a\\nb': no such setting"),
+        ('"a\\nb" = 1', "1: 'a\\nb': no such section"),
+        ("topics = " + "[" * 5_000, " "),
+        ("topics", " "),
+    ],
+    ids=lambda text: text[:40].replace("\n", " "),
+)
+def test_a_rule_of_a_wrong_shape_is_one_line(text: str, named: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        Rules.parse(text, "rules.toml")
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"rules.toml:{named}")
+
+
+def test_two_callers_without_a_name_are_one_mistake_each() -> None:
+    first, second = (f'[[callers]]\ntoken_sha256 = "{digit * 64}"\n' for digit in "01")
+    with pytest.raises(SettingsError) as caught:
+        Rules.parse(first + second, "rules.toml")
+    assert [line.split()[0] for line in str(caught.value).splitlines()] == ["rules.toml:1:", "rules.toml:3:"]
+
+
+def test_the_first_rule_that_matches_counts() -> None:
+    rules = Rules.parse(
+        '[[topics]]\npattern = "a.exact"\n[[topics]]\npattern = "a.*"\nguarantee = "idempotent"\n', "rules.toml"
+    )
+    assert rules.guarantee("a.exact") is Guarantee.EXACTLY_ONCE
+    assert rules.guarantee("a.other") is Guarantee.IDEMPOTENT
+    assert rules.guarantee("A.other") is Guarantee.EXACTLY_ONCE

@@ -1,0 +1,67 @@
+"""What keeps the service from its start: a line for each thing, which says what to set."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+import service.__main__
+from deploy.local import places
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("REDIS", "redis://h:notaport/0"),
+        ("REDIS", "redis://h/0?nonsense=1"),
+        ("NAMESPACE", "x" * 249),
+        ("RULES", "rules.toml"),
+        ("RULES", "x" * 300),
+    ],
+)
+def test_the_service_does_not_start_and_says_why_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, text: str
+) -> None:
+    (tmp_path / "rules.toml").write_text("topics = [1]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(f"FENCEPOST_{name}", text)
+    monkeypatch.setattr(service.__main__, "create_app", Mock(side_effect=AssertionError("it was started")))
+    assert service.__main__.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("rules.toml:1: topics: write [[topics]]" if text == "rules.toml" else f"FENCEPOST_{name}")
+
+
+def test_an_address_that_cannot_be_had_is_told_by_its_settings() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        nobody = {"FENCEPOST_KAFKA": "127.0.0.1:1", "FENCEPOST_REDIS": "redis://127.0.0.1:1/0"}
+        ended = subprocess.run(
+            [sys.executable, "-m", "service"],
+            env={**os.environ, **nobody, "FENCEPOST_PORT": str(port)},
+            cwd=places.ROOT,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+    assert ended.returncode == 3
+    told = f"FENCEPOST_HOST='127.0.0.1', FENCEPOST_PORT={port}: it cannot listen there; set"
+    assert [line for line in ended.stderr.splitlines() if line.startswith(told)], ended.stderr
+
+
+def test_the_mistakes_of_the_rules_are_told_with_those_of_the_settings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[topics]]\npattern = ""\nguarantee = "twice"\n')
+    for name, text in (("PORT", "x"), ("RULES", str(rules))):
+        monkeypatch.setenv(f"FENCEPOST_{name}", text)
+    assert service.__main__.main() == 2
+    assert [line.partition(" ")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "FENCEPOST_PORT='x'",
+        f"{rules}:2:",
+        f"{rules}:3:",
+    ]
