@@ -360,15 +360,14 @@ class Ingest:
     # ----------------------------------------------------------------------------------------------------- doubt
 
     async def _doubt(self, slot: Slot, requests: Sequence[Request], failed: TransactionFailed) -> None:
-        """A group did not commit cleanly. Its poison is answered if it was alone; the others wait for the recovery.
+        """A group did not commit cleanly. Its poison is answered if it was alone; the others go round again.
 
-        Not so the innocent, where no commit was asked for and whose topic ended it is known. Where that is not known
-        they wait too: another slot would only meet it.
+        They wait for the recovery if a commit may have been asked for, and are let go at once if it was not.
         """
+        aborted = failed.verdict is Verdict.ABORTED
         # Where a commit was asked for, what was refused on the way has been overcome, or is not what ended it.
-        refusals = failed.refusals if failed.verdict is Verdict.ABORTED else {}
-        culprits = {*failed.stuck, *failed.refusals}
-        innocents: list[Request] = []
+        refusals = failed.refusals if aborted else {}
+        others: list[Request] = []
         for request in requests:
             topics = {event.topic for event in request.events}
             refused = next((topic for topic in topics if topic in refusals), None)
@@ -377,28 +376,32 @@ class Ingest:
                 continue
             if not topics.isdisjoint(failed.stuck):
                 self._set_apart(request)
-            request.move(RequestEvent.DOUBT)
-            innocent = failed.verdict is Verdict.ABORTED and culprits and topics.isdisjoint(culprits)
-            (innocents if innocent else self._parked).append(request)
-        if innocents:
-            await self._let_go(slot, innocents)
-
-    async def _let_go(self, slot: Slot, innocents: Sequence[Request]) -> None:
-        """Give up the claims of requests that were sent, so that another slot may write them now.
-
-        No commit was asked for, and none will be: nothing of their transaction can ever be there, whatever becomes of
-        the slot, whose recovery may wait for the culprit's replicas for hours (its abort markers need them).
-        """
+            others.append(request)
         given_up = False
         try:
-            with contextlib.suppress(StoreLost, StoreAway, StoreUnanswered):
-                await slot.release([id for request in innocents for id, _ in request.asked])
-                given_up = True
+            given_up = aborted and bool(others) and await self._give_up(slot, others)
         finally:
-            if given_up:
-                self._queue.put_back(innocents)
-            else:  # the claims may still stand: they wait for the recovery after all
-                self._parked += innocents
+            if not given_up:
+                for request in others:
+                    request.move(RequestEvent.DOUBT)
+                self._parked += others
+
+    async def _give_up(self, slot: Slot, requests: Sequence[Request]) -> bool:
+        """Give up the claims of requests that were sent, so that any slot may write them now; False: they may stand.
+
+        No commit was asked for, and none will be: nothing of their transaction can ever be there, whatever becomes of
+        the slot, whose recovery may wait for a partition's replicas for hours (its abort markers need them). Whose
+        partition that is cannot always be told: until a dead broker is out of the ISR, all that it followed hang alike.
+        """
+        try:
+            await slot.release([id for request in requests for id, _ in request.asked])
+        except (StoreLost, StoreAway, StoreUnanswered):
+            return False
+        slot.doubtful -= sum(len(request.events) for request in requests)
+        for request in requests:
+            request.move(RequestEvent.REFUSE)
+        self._queue.put_back(requests)
+        return True
 
     def _travels_on(self, request: Request, topic: str, refusal: Refusal, alone: bool) -> bool:
         """The broker refuses a record of a request, for this topic: answer it if it was alone, else let it travel so.

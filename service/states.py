@@ -225,7 +225,7 @@ class RequestState(_Name):
     CLAIMING = "claiming"  # a claim is under way; without an answer it ends the slot's term, so nothing is sent
     CLAIMED = "claimed"  # claimed and not sent
     SENT = "sent"  # in a transaction
-    IN_DOUBT = "in doubt"  # was sent; a new claim will tell, after the recovery or once this one was given up
+    IN_DOUBT = "in doubt"  # was sent; a new claim will tell, after the recovery
     CHECKING = "checking"  # in doubt, and claimed anew: the claim tells what happened
     FOUND = "found"  # an atomic batch that is written: where its events are is being looked up
     ANSWERED = "answered"
@@ -237,7 +237,7 @@ class RequestEvent(_Name):
     SEND = "send"
     FIND = "find"  # the claim found it written
     QUEUE = "queue"  # back to the queue: its claim is dead, or was never made
-    REFUSE = "refuse"  # the broker refused its batch and its claim was released: surely not written
+    REFUSE = "refuse"  # refused, or no commit was asked for, and its claim was given up: surely not written
     DOUBT = "doubt"  # its transaction did not end with a clean commit
     ANSWER = "answer"
 

@@ -88,6 +88,5 @@ async def test_a_broker_that_stands_still(stage: Stage, topic: str) -> None:
     finally:
         stage.kafka.resume()
     assert {attempt.status for attempt in told} <= {503, 504}
-    assert any(attempt.status == 504 for attempt in told)
     await stage.client.load([service.url], asked)
     await stage.assert_exactly_once(topic)

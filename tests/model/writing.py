@@ -177,18 +177,35 @@ def _send(world: World, p: int, view: View, request: Request, rules: Rules) -> I
         partly = kafka.produce(writing, s, view.owner, (1,) * (count - 1) + (0,), p)
         assert partly is not None
         partly = spend(with_request(partly, p, sent), FAULT.lose_send)
-        failed = _let_go(end_term(partly, p, s, rules), p, s, view)
-        yield f"{label}, the last is lost", failed if rules.sends_awaited else partly
+        yield from _failed(f"{label}, the last is lost", partly, p, s, view, rules)
         refused = end_term(partly, p, s, rules)
         if not request.answered:
             yield f"{label}, the last is refused, 4xx", _answer(refused, p, REFUSED)
         unsaid = spend(with_request(after, p, sent), FAULT.lose_send)
-        failed = _let_go(end_term(unsaid, p, s, rules), p, s, view)
-        yield f"{label}, reply lost", failed if rules.sends_awaited else unsaid
+        yield from _failed(f"{label}, reply lost", unsaid, p, s, view, rules)
+
+
+def _failed(label: str, world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
+    """A send failed, and no commit was asked for: the claim is given up before the slot's recovery.
+
+    With a clean answer of the store, it is known from then on that nothing was written; without one it is in doubt.
+    """
+    if not rules.sends_awaited:
+        yield label, world
+        return
+    ended = end_term(world, p, s, rules)
+    yield f"{label}, release without an answer", _let_go(ended, p, s, view)
+    address, request = world.processes[p].address, ended.processes[p].request
+    if scripts.settled(world.stores[address], address, view.generation, view.store, rules):
+        released = with_store(ended, address, scripts.release(world.stores[address], s, view.term, rules))
+        if request is not None:
+            again = Request(request_move(SENT, RequestEvent.REFUSE), wrote=request.wrote)
+            released = with_request(released, p, again)
+        yield f"{label}, released", released
 
 
 def _let_go(world: World, p: int, s: int, view: View) -> World:
-    """The term has ended and no commit was asked for: the claim may be given up before the slot's recovery, or not."""
+    """The term has ended: the claim may be given up before the slot's recovery, or not."""
     script = (late.RELEASE, world.processes[p].address, view.generation, view.store, s, view.term)
     return late.leave(world, script, runs=1)
 

@@ -113,11 +113,11 @@ async def train_on_its_way(world: World, *keys: str) -> "asyncio.Task[list[Answe
 
 
 async def test_a_batch_keeps_its_order_while_one_of_it_is_in_doubt() -> None:
-    """Its topic hangs twice: the whole, and then the first event alone. The second must not overtake it."""
+    """Its topic hangs twice: the whole, and then the commit of the first event alone. The second must not overtake."""
     world = World()
     first, second = await world.slot(0), await world.slot(1)
-    for n in (0, 1):
-        stuck = TransactionFailed(Verdict.ABORTED, "TimeoutError()", stuck={"orders"})
+    for n, verdict in enumerate([Verdict.ABORTED, Verdict.UNKNOWN]):
+        stuck = TransactionFailed(verdict, "TimeoutError()", stuck={"orders"})
         world.producers[n].trouble.before["write"].append(stuck)
     told = await train_on_its_way(world, "a", "b")
     await end_of_term(world.serve(first))
@@ -159,7 +159,7 @@ async def test_what_waits_behind_a_claim_in_doubt_is_not_forgotten_where_the_ter
     await world.catalogue.get("orders", time.monotonic())
     train = train_of("a", "b")
     others = train_of("z") if step == "write" else []
-    world.producers[0].trouble.before[step].append(TransactionFailed(Verdict.ABORTED, "gone"))
+    world.producers[0].trouble.before[step].append(TransactionFailed(Verdict.UNKNOWN, "gone"))
     requests = [*train, *others]
     doubtful = train[0]
     # Its own claim of an ended term, which is still to be recovered.
