@@ -223,7 +223,10 @@ class Service:
             return f"Redis does not answer within {READINESS_PATIENCE_S} s"
         if epoch is None:
             return self.store.status
-        return "ok" if (identity.epoch, identity.store) == (epoch, epoch.store) else "another store answers"
+        if (identity.epoch, identity.store) == (epoch, epoch.store):
+            return "ok"
+        self.store.lost(epoch)  # who looks has seen it: its recovery need not wait for a claim, or a heartbeat
+        return "another store answers"
 
     async def _kafka_answers(self) -> str:
         """What is wrong with Kafka, or `ok`."""

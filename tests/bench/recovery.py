@@ -2,8 +2,8 @@
 
 The ledger is written by transactional producers (one a slot, under the slots' own ids) in the service's format, a
 hundred entries a record as a busy service writes them. Timed by a look at /readyz every few ms: from the flush until it
-says 503, which takes up to a heartbeat where nobody writes, and from there until it says 200 again, which is the
-recovery. Then Redis must hold every key.
+says 503, which begins the recovery as a claim would, and from there until it says 200 again. Then Redis must hold every
+key.
 """
 
 import hashlib

@@ -29,6 +29,19 @@ async def test_flushed_under_load(own_stage: Stage, topic: str) -> None:
     await stage.assert_exactly_once(topic)
 
 
+async def test_a_flush_is_mended_by_whoever_sees_it_first(own_stage: Stage, topic: str) -> None:
+    """Here a probe of readiness: nobody writes, and the next heartbeat is 20 s away."""
+    stage = own_stage
+    service = await stage.started(lease_ttl_ms=60_000)
+    known = events(topic, 10)
+    await stage.client.load([service.url], known)
+    stage.redis.flush()
+    assert not service.ready()
+    await asyncio.to_thread(service.wait_ready, 15.0)
+    await stage.ask_again([service.url], known)
+    await stage.assert_exactly_once(topic)
+
+
 async def test_a_full_store_answers_what_it_knows(own_stage: Stage, topic: str) -> None:
     """New events are refused; a heartbeat takes no more room, so that everybody keeps his slots."""
     stage = own_stage
