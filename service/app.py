@@ -201,7 +201,7 @@ class Service:
         epoch = self.store.epoch
         redis, kafka = await asyncio.gather(self._redis_answers(epoch), self._kafka_answers())
         slots = self.pool.ready
-        ready = slots > 0 and redis == kafka == "ok" and self.intake.accepting
+        ready = slots > 0 and epoch is not None and redis == kafka == "ok" and self.intake.accepting
         self.was_ready = self.was_ready or ready
         return {
             "ready": ready,
@@ -221,10 +221,8 @@ class Service:
             return str(error)
         except TimeoutError:
             return f"Redis does not answer within {READINESS_PATIENCE_S} s"
-        if epoch is None:
-            return self.store.status
-        if (identity.epoch, identity.store) == (epoch, epoch.store):
-            return "ok"
+        if epoch is None or (identity.epoch, identity.store) == (epoch, epoch.store):
+            return "ok"  # without an epoch, the store's status says what is lacking
         self.store.lost(epoch)  # who looks has seen it: its recovery need not wait for a claim, or a heartbeat
         return "another store answers"
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 from confluent_kafka.admin import AdminClient
@@ -193,12 +194,12 @@ async def test_a_redis_that_served_another_kafka_is_believed_by_nobody(own_stage
     stage.client.history.clear()
 
     service = await stage.started(wait_ready=False)
-    readiness: dict[str, str] = {}
+    readiness: dict[str, Any] = {}
 
     async def told() -> str:
         with contextlib.suppress(httpx.HTTPError):
             readiness.update((await stage.client.http.get(f"{service.url}/readyz")).json())
-        return readiness.get("store", "")
+        return str(readiness.get("store", ""))
 
     async with asyncio.timeout(20):
         while not (await told()).startswith("stale-store: Redis has keys of generation"):  # noqa: ASYNC110
@@ -206,6 +207,7 @@ async def test_a_redis_that_served_another_kafka_is_believed_by_nobody(own_stage
     assert (await stage.client.post(service.url, asked[0])).status == 503
     prefix = f"{{{stage.namespace}:0}}"
     assert prefix in readiness["store"]
+    assert (readiness["ready"], readiness["redis"], readiness["kafka"]) == (False, "ok", "ok")  # both answer
     await asyncio.to_thread(service.stop)
     with stage.redis.client() as store:
         store.delete(*store.scan_iter(f"{prefix}*"))
