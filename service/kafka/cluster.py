@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +20,16 @@ from service.errors import KafkaAway, KafkaForbids
 from service.kafka.deadline import shared, within
 from service.telemetry import Telemetry
 
-# Every look-up of every client in this process: a POST to a topic that is not there must not make it.
-aiokafka.client.MetadataRequest = functools.partial(MetadataRequest, allow_auto_topic_creation=False)
+
+def _metadata_request(topics: Sequence[str] | None = None) -> MetadataRequest:
+    """Of every client in this process: a POST to a topic that is not there must not make it.
+
+    Who wants no topic asks for none, where aiokafka asks for all of them, with each refresh.
+    """
+    return MetadataRequest(list(topics or []), allow_auto_topic_creation=False)
+
+
+aiokafka.client.MetadataRequest = _metadata_request
 
 _close = AIOKafkaConnection.close
 
@@ -302,8 +309,6 @@ class Cluster:
         async with self._opening:
             if self._client is None:
                 client = AIOKafkaClient(metadata_max_age_ms=30_000, **self.options("cluster"))
-                # An empty set would fetch the metadata of all topics with each refresh.
-                client._topics = {"__consumer_offsets"}
                 try:
                     await client.bootstrap()
                 except errors.KafkaConnectionError as error:

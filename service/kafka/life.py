@@ -124,7 +124,6 @@ class Life:
 
     def __init__(self, cluster: Cluster, name: str, transactional_id: str | None = None, timeout_ms: int = 0) -> None:
         self.client = AIOKafkaClient(**cluster.options(name))
-        self.client._topics = {"__consumer_offsets"}  # an empty set would fetch the metadata of all topics
         self.transactional_id = transactional_id
         self.producer_id = self.epoch = -1
         self.coordinator = -1

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Final
 
+import httpx
 import pytest
 import uvloop
 from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own documentation imports it from here
@@ -13,7 +14,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
     ResourceType,
 )
 
-from deploy.local.stack import Service
+from deploy.local.stack import Redis, Service
 from service.errors import KafkaAway, StoreAway
 from service.kafka.cluster import Cluster
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
@@ -23,7 +24,7 @@ from service.keys import RedisKeys
 from service.settings import Settings
 from service.shared import SharedSettings
 from service.telemetry import Telemetry
-from tests.secured import PASSWORD, USER, SecuredKafka, SecuredRedis, sockets_closed
+from tests.secured import PASSWORD, USER, SecuredKafka, SecuredRedis, acls_of_service, sockets_closed
 
 TIMEOUT_MS: Final = 5_000
 
@@ -168,6 +169,24 @@ async def test_a_redis_that_cannot_show_who_it_is_is_not_believed(
     with pytest.raises(StoreAway, match=why):
         await keys.check()
     await keys.close()
+
+
+def test_who_may_do_what_the_readme_lists_is_denied_nothing(
+    tmp_path: Path, secured_kafka: SecuredKafka, redis: Redis, namespace: str
+) -> None:
+    """A denial in the broker's log is an intruder, or an ACL that lacks; the service must not look like either."""
+    topic = f"{namespace}-events"
+    secured_kafka.create_topic(topic)
+    secured_kafka.add_user("careful", PASSWORD)
+    secured_kafka.allow("careful", *acls_of_service(namespace, topic))
+    own = {"FENCEPOST_NAMESPACE": namespace, "FENCEPOST_SLOTS": "2", "FENCEPOST_SLOTS_MAX": "2"}
+    own |= {"FENCEPOST_REQUEST_TIMEOUT_MS": str(TIMEOUT_MS), "FENCEPOST_TRANSACTION_TIMEOUT_MS": str(TIMEOUT_MS)}
+    environment = {**secured_kafka.environment("careful"), **own}
+    with Service(tmp_path, kafka="", redis=redis.url, env=environment) as service:
+        event = {"topic": topic, "value": 1}
+        assert httpx.post(f"{service.url}/events", json=event, headers={"Idempotency-Key": "a"}).status_code == 201
+    denials = [line for line in secured_kafka.log.read_text().splitlines() if "User:careful is Denied" in line]
+    assert denials == []
 
 
 def test_a_service_that_is_not_let_in_keeps_trying_and_says_why_without_the_password(

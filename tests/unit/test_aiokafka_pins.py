@@ -1,7 +1,6 @@
 """The names inside aiokafka that service/kafka uses although they are not its interface. Why it is pinned."""
 
 import asyncio
-import functools
 import importlib.metadata
 import inspect
 
@@ -57,13 +56,14 @@ async def test_names_inside_a_connection() -> None:
 
 
 def test_metadata_is_asked_for_by_the_name_that_is_replaced() -> None:
-    """Look-ups must not make topics."""
-    assert "MetadataRequest(" in inspect.getsource(aiokafka.client)
-    replaced = aiokafka.client.MetadataRequest
-    assert isinstance(replaced, functools.partial)
-    assert replaced.func is MetadataRequest
-    assert replaced.keywords == {"allow_auto_topic_creation": False}
-    assert "allow_auto_topic_creation" in inspect.signature(MetadataRequest.__init__).parameters
+    """Look-ups must not make topics, and who wants none must not have all."""
+    source = inspect.getsource(aiokafka.client)
+    assert "MetadataRequest(list(topics) if topics else None)" in source
+    assert "MetadataRequest([])" in source
+    for asked, topics in ((None, []), ([], []), (["orders"], ["orders"])):
+        request = aiokafka.client.MetadataRequest(asked)
+        assert isinstance(request, MetadataRequest)
+        assert (request._topics, request._allow_auto_topic_creation) == (topics, False)
 
 
 def test_what_requests_are_made_of() -> None:
