@@ -5,8 +5,10 @@ value. The topic is the extension attribute `topic`, else the event's `type`; th
 partitioning extension); the idempotency key is `source` and `id`, which together name an event, unless a header does.
 """
 
+import binascii
 import re
 from collections.abc import Iterable
+from datetime import date
 from typing import Final
 from urllib.parse import unquote
 
@@ -34,6 +36,10 @@ WHOLE: Final = frozenset({STRUCTURED, BATCHED})
 VERSION: Final = "1.0"
 
 _PREFIX: Final = b"ce-"
+# RFC 3339, section 5.6; that the day is there is looked at apart.
+_TIME: Final = re.compile(
+    r"(\d{4}-\d\d-\d\d)[Tt]([01]\d|2[0-3]):[0-5]\d:([0-5]\d|60)(\.\d+)?([Zz]|[+-]([01]\d|2[0-3]):[0-5]\d)", re.ASCII
+)
 _ATTRIBUTE: Final = re.compile(r"[a-z0-9]{1,64}")
 # What the binary mode says elsewhere: two places could say two things.
 _NO_HEADERS: Final = {
@@ -54,6 +60,7 @@ class CloudEvent(msgspec.Struct):
     type: str
     topic: str | None = None
     partitionkey: str | None = None
+    time: str | None = None
     data: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     data_base64: str | None = None
 
@@ -101,6 +108,7 @@ def from_binary(
         attributes["type"],
         attributes.get("topic"),
         attributes.get("partitionkey"),
+        attributes.get("time"),
     )
     carried: list[Header] = [] if content_type is None else [("content-type", content_type)]
     carried += [(f"ce_{name}", text.encode()) for name, text in attributes.items()]
@@ -127,8 +135,17 @@ def from_structured(
     event = _event(fields, "", carried, bytes(body), key, traceparent, scope)
     if fields.data is not msgspec.UNSET and fields.data_base64 is not None:
         raise invalid("data_base64", "send one of data and data_base64")
+    if fields.data_base64 is not None:
+        _check_base64(fields.data_base64)
     _check_members(body)  # now that it is not too large: it may have a million
     return event
+
+
+def _check_base64(text: str) -> None:
+    try:
+        binascii.a2b_base64(text, strict_mode=True)
+    except ValueError:  # of which binascii.Error is one
+        raise invalid("data_base64", "it is no base64 (RFC 4648, section 4): encode the data so, padded") from None
 
 
 def _check_members(body: bytes | msgspec.Raw) -> None:
@@ -174,10 +191,23 @@ def _event(
             raise invalid(f"{prefix}{name}", "it must not be empty")
     if " " in event.source:
         raise invalid(f"{prefix}source", "a URI reference has no spaces: percent-encode them")
+    if event.time is not None and not _is_time(event.time):
+        raise invalid(f"{prefix}time", f"this is {event.time!r}: send it as RFC 3339 has it, like 2026-11-22T03:00:00Z")
     key = key_of(event, prefix) if key is None else parse_key(key)
     record_key = None if event.partitionkey is None else event.partitionkey.encode()
     topic = event.type if event.topic is None else event.topic
     return event_of(key, event_id(key, scope), topic, record_key, value, headers, traceparent=traceparent)
+
+
+def _is_time(text: str) -> bool:
+    found = _TIME.fullmatch(text)
+    if found is None:
+        return False
+    try:
+        date.fromisoformat(found[1])
+    except ValueError:
+        return False
+    return True
 
 
 def key_of(event: CloudEvent, prefix: str = "") -> str:
