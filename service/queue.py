@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from service.errors import NOT_WRITTEN, Problem
@@ -201,7 +201,10 @@ class Queue:
             self.nudge()
 
     def _take_apart(self) -> list[Request]:
-        """One request that was in a failed group, alone; else what waits of one suspect topic. One group at a time."""
+        """One request that was in a failed group, alone; else what waits of one suspect topic. One group at a time.
+
+        Who has failed alone comes after those of its topic that have not: one of them may commit, and ends the matter.
+        """
         if self._apart_out is not None or not self._apart:
             return []
         order, waiting = Order(), list[Request]()
@@ -211,7 +214,7 @@ class Queue:
         self._apart = deque(waiting)
         if not waiting:
             return []
-        first = min(waiting, key=lambda one: self._apart_turns.get(one.topic, 0))
+        first = min(_fronts(waiting), key=lambda one: (self._apart_turns.get(one.topic, 0), max(one.failures, 1)))
         topic = first.topic
 
         def alike(request: Request) -> bool:
@@ -266,6 +269,17 @@ def take_group(waiting: deque[Request], held: list[Request]) -> list[Request]:
                 break
         group.append(waiting.popleft())
     return group
+
+
+def _fronts(waiting: Iterable[Request]) -> Iterator[Request]:
+    """Those that come after no other of their train and topic."""
+    seen: set[tuple[Train, str]] = set()
+    for request in waiting:
+        if request.train is None:
+            yield request
+        elif (request.train, request.topic) not in seen:
+            seen.add((request.train, request.topic))
+            yield request
 
 
 def _head_arrived(waiting: deque[Request]) -> float:

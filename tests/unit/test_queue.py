@@ -411,9 +411,38 @@ async def test_topics_that_travel_apart_take_turns(monkeypatch: pytest.MonkeyPat
     for topic in ("bad", "bad-too", "well-again"):
         queue.suspect(topic)
     queue.admit([request("1", "bad"), request("2", "bad"), request("3", "bad-too"), request("4", "well-again")])
-    # Of a topic they stay in their order.
     turns = [clock.serve(queue, 3.0) for _ in range(6)]
-    assert turns == [["1", "2"], ["3"], ["4"], ["1"], ["3"], ["1"]]
+    assert turns == [["1", "2"], ["3"], ["4"], ["1"], ["3"], ["2"]]
+
+
+async def test_of_a_topic_who_has_failed_alone_comes_after_who_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A partition of it has no leader: its events would be taken first, again and again, until their deadline."""
+    clock, queue = Clock(monkeypatch), Queue(SETTINGS)
+    queue.suspect("bad")
+    queue.admit([request(key, "bad") for key in "123"])
+    assert clock.serve(queue, 1.0) == ["1", "2", "3"]
+    queue.admit([request(key, "bad") for key in "45"])
+    turns = [clock.serve(queue, 1.0) for _ in range(8)]
+    assert turns == [["1"], ["2"], ["3"], ["4", "5"], ["4"], ["5"], ["5"], ["4"]]
+
+
+async def test_of_a_train_that_came_apart_nobody_overtakes_who_has_failed_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, queue = Clock(monkeypatch), Queue(SETTINGS)
+    queue.suspect("bad")
+    train = Train()
+    for key in "123":
+        train.add(make_event(key, "bad"))
+    whole = [
+        Request.of((event,), next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, unheard, train=train)
+        for event in train.events
+    ]
+    queue.admit([*whole, request("x", "bad")])
+    assert clock.serve(queue, 1.0) == ["1", "2", "3", "x"]
+    assert [clock.serve(queue, 1.0) for _ in range(4)] == [["1"], ["x"], ["x"], ["1"]]
+    answered(queue, whole[0])
+    assert clock.serve(queue, 1.0) == ["2"]
 
 
 async def test_the_group_that_took_a_request_last_has_it() -> None:
