@@ -54,6 +54,9 @@ log = structlog.get_logger(__name__)
 AWAY_PAUSE_S: Final = 0.1
 # A write takes some milliseconds; one that waits for a recovery, a second or so.
 PATIENT_PAUSE_S: Final = 0.05
+# As long as a slot's recovery takes, or a broker to hear of a new topic; then twice as long each time.
+ABORTED_PAUSE_S: Final = 0.1
+ABORTED_PAUSE_MOST_S: Final = 1.0
 UNTRACED: Final = contextlib.nullcontext()
 
 
@@ -362,12 +365,15 @@ class Ingest:
     async def _doubt(self, slot: Slot, requests: Sequence[Request], failed: TransactionFailed) -> None:
         """A group did not commit cleanly. Its poison is answered if it was alone; the others go round again.
 
-        They wait for the recovery if a commit may have been asked for, and are let go at once if it was not.
+        They wait for the recovery if a commit may have been asked for. If it was not, their claims are given up, and
+        they go at once, the first time. What goes on failing would end the term of one slot after the other: from then
+        on it pauses; and so does what is for a topic that is not there, which may have been made just now.
         """
         aborted = failed.verdict is Verdict.ABORTED
         # Where a commit was asked for, what was refused on the way has been overcome, or is not what ended it.
         refusals = failed.refusals if aborted else {}
-        others: list[Request] = []
+        at_once: list[Request] = []
+        later: list[Request] = []
         for request in requests:
             topics = {event.topic for event in request.events}
             refused = next((topic for topic in topics if topic in refusals), None)
@@ -376,15 +382,22 @@ class Ingest:
                 continue
             if not topics.isdisjoint(failed.stuck):
                 self._set_apart(request)
-            others.append(request)
+            request.aborts += aborted
+            absent = refused is not None and refusals[refused].kind is UNKNOWN_TOPIC
+            (later if request.aborts > 1 or absent else at_once).append(request)
         given_up = False
         try:
-            given_up = aborted and bool(others) and await self._give_up(slot, others)
+            given_up = aborted and await self._give_up(slot, requests)
         finally:
+            for request in requests:
+                request.move(RequestEvent.REFUSE if given_up else RequestEvent.DOUBT)
             if not given_up:
-                for request in others:
-                    request.move(RequestEvent.DOUBT)
-                self._parked += others
+                self._parked += requests
+        if given_up:
+            self._queue.put_back(at_once)
+        if given_up and later:
+            pause_s = min(ABORTED_PAUSE_S * 2 ** max(each.aborts for each in later), ABORTED_PAUSE_MOST_S)
+            asyncio.get_running_loop().call_later(pause_s, self._queue.put_back, later)
 
     async def _give_up(self, slot: Slot, requests: Sequence[Request]) -> bool:
         """Give up the claims of requests that were sent, so that any slot may write them now; False: they may stand.
@@ -397,10 +410,7 @@ class Ingest:
             await slot.release([id for request in requests for id, _ in request.asked])
         except (StoreLost, StoreAway, StoreUnanswered):
             return False
-        slot.doubtful -= sum(len(request.events) for request in requests)
-        for request in requests:
-            request.move(RequestEvent.REFUSE)
-        self._queue.put_back(requests)
+        slot.doubtful = 0
         return True
 
     def _travels_on(self, request: Request, topic: str, refusal: Refusal, alone: bool) -> bool:

@@ -178,9 +178,9 @@ def _send(world: World, p: int, view: View, request: Request, rules: Rules) -> I
         assert partly is not None
         partly = spend(with_request(partly, p, sent), FAULT.lose_send)
         yield from _failed(f"{label}, the last is lost", partly, p, s, view, rules)
-        refused = end_term(partly, p, s, rules)
         if not request.answered:
-            yield f"{label}, the last is refused, 4xx", _answer(refused, p, REFUSED)
+            for told, refused in _failed(f"{label}, the last is refused, 4xx", partly, p, s, view, rules):
+                yield told, _answer(refused, p, REFUSED)
         unsaid = spend(with_request(after, p, sent), FAULT.lose_send)
         yield from _failed(f"{label}, reply lost", unsaid, p, s, view, rules)
 

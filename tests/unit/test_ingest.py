@@ -1,8 +1,10 @@
 """A group on its way: what is answered, what waits again, and what is never written."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -20,10 +22,12 @@ from service.errors import (
 )
 from service.intake import ANSWERED_BYTES_KEPT
 from service.kafka.cluster import Topic
+from service.kafka.life import Place, Record
 from service.kafka.verdict import Refusal, TransactionFailed, Verdict
 from service.keys import Epoch
 from service.request import Answer, Committed
 from service.states import Claimed, Delivered, SlotState
+from service.wire import KEY_HEADER
 from tests.unit.fakes import EPOCH, NOW_MS, World, count_of, end_of_term, ended, kind_of, make_event, unheard, until
 
 GONE = Refusal(UNKNOWN_TOPIC, "it is not there")
@@ -193,6 +197,88 @@ async def test_that_a_topic_is_not_there_is_believed_the_second_time() -> None:
     world.ingest.recovered()
     await end_of_term(world.serve(slot))
     assert kind_of(await answer) is UNKNOWN_TOPIC
+
+
+async def test_a_topic_that_was_just_made_has_time_before_it_is_believed_not_to_be_there() -> None:
+    """Another slot would ask within some milliseconds, and 404 is final to a client."""
+    world = World(request_timeout_ms=2_000)
+    slot, other = await world.slot(), await world.slot(1)
+    for n in (0, 1):
+        world.producers[n].trouble.before["write"].append(TransactionFailed(Verdict.ABORTED, "no", {"orders": GONE}))
+    answer = world.submit("a")
+    failing, serving = world.serve(slot), world.serve(other)
+    await asyncio.wait([failing, serving], return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.sleep(0.1)
+    for producer in world.producers.values():  # by now it is known everywhere
+        producer.trouble.before["write"].clear()
+    assert isinstance(await answer, Committed)
+    await ended(failing)
+    await ended(serving)
+
+
+@pytest.mark.parametrize("kind", [BIG, GONE])
+async def test_the_key_of_a_refused_event_is_free_though_its_slot_waits_for_its_recovery(kind: Refusal) -> None:
+    world = World()
+    slot, other = await world.slot(), await world.slot(1)
+    failed = TransactionFailed(Verdict.ABORTED, "no", {"orders": kind})
+    world.producers[0].trouble.before["write"].append(failed)
+    world.producers[1].trouble.before["write"].append(failed)
+    answer = world.submit("a")
+    await end_of_term(world.serve(slot))
+    if kind is GONE:
+        await end_of_term(world.serve(other))
+    else:
+        world.producers[1].trouble.before["write"].clear()
+    assert kind_of(await answer) is kind.kind
+    assert not world.keys.is_claimed("a")
+    assert slot.doubtful == other.doubtful == 0
+    third = await world.slot(2)
+    serving = world.serve(third)
+    assert isinstance(await asyncio.wait_for(world.ask(make_event("a", "other")), 3.0), Committed)
+    await ended(serving)
+
+
+async def test_what_goes_on_failing_ends_not_one_term_after_the_other_and_its_topic_goes_on() -> None:
+    """An error of one record, or a partition without a leader: no broker says that it is that event's."""
+    world = World(request_timeout_ms=1_500)
+    sweeping = asyncio.create_task(world.intake.sweep())
+    poison = world.submit("poison")
+    others = [world.submit(str(n)) for n in range(5)]
+    await asyncio.sleep(0.01)
+    tries = 0
+
+    def meet_poison(n: int) -> None:
+        producer: Any = world.producers[n]
+        write = producer.write
+
+        async def fail(records: Sequence[Record], *rest: Any) -> tuple[list[Place], int]:
+            nonlocal tries
+            if any((KEY_HEADER, b"poison") in record.headers for record in records):
+                tries += 1
+                await asyncio.sleep(0.005)
+                raise TransactionFailed(Verdict.ABORTED, "UnknownError()", stuck={"orders"})
+            placed: tuple[list[Place], int] = await write(records, *rest)
+            return placed
+
+        producer.write = fail
+
+    async def live(n: int) -> None:
+        slot = await world.slot(n)
+        while True:
+            meet_poison(n)
+            with contextlib.suppress(TransactionFailed):
+                await world.ingest.serve(slot)
+            await asyncio.sleep(0.1)
+            await world.recover(slot)
+            world.ingest.recovered()
+
+    slots = [asyncio.create_task(live(n)) for n in range(3)]
+    for answer in others:
+        assert isinstance(await asyncio.wait_for(answer, 0.5), Committed)
+    assert kind_of(await poison) is NOT_WRITTEN
+    assert tries <= 5
+    for task in (*slots, sweeping):
+        await ended(task)
 
 
 async def test_what_was_stuck_travels_apart_and_the_others_go_on() -> None:
