@@ -112,8 +112,15 @@ class Ingest:
                     await slot.abandon()
                 if unwanted:
                     await self._release(slot, unwanted)
-            except BaseException:
-                self._wait_again(slot, [request for request in requests if request.turn == turn], unwanted)
+            except BaseException as error:
+                try:
+                    if unwanted and isinstance(error, TransactionFailed):
+                        # They were not even sent, and the slot's recovery may take long.
+                        with contextlib.suppress(StoreUnanswered):
+                            await self._release(slot, unwanted)
+                            unwanted = []
+                finally:
+                    self._wait_again(slot, [request for request in requests if request.turn == turn], unwanted)
                 raise
             finally:
                 self._queue.returned(requests)

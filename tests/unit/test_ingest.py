@@ -452,6 +452,23 @@ async def test_a_partition_that_lacks_replicas_is_in_no_transaction() -> None:
     await ended(serving)
 
 
+@pytest.mark.parametrize("verdict", [Verdict.ABORTED, Verdict.UNKNOWN])
+async def test_the_key_of_what_was_left_out_is_free_though_the_slot_waits_for_its_recovery(verdict: Verdict) -> None:
+    """It was answered 503, and was in no transaction: sent again it is no 409 for as long as that takes."""
+    world = World()
+    slot = await world.slot()
+    answers = [world.submit("short", "other"), world.submit("hangs", "orders")]
+    await asyncio.sleep(0.01)
+    world.cluster.topics["other"] = Topic("other", 3, {}, short=frozenset({0, 1, 2}))
+    await world.catalogue.get("other", time.monotonic(), anew=True)
+    world.producers[0].trouble.before["write"].append(TransactionFailed(verdict, "TimeoutError()"))
+    await end_of_term(world.serve(slot))
+    assert kind_of(await answers[0]) is NOT_WRITTEN
+    assert not world.keys.is_claimed("short")
+    assert world.keys.is_claimed("hangs") == (verdict is Verdict.UNKNOWN)
+    answers[1].cancel()
+
+
 async def test_a_topic_that_failed_is_looked_at_before_it_is_written_again() -> None:
     world = World()
     slot = await world.slot()

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from service.errors import StoreUnanswered
 from service.kafka.verdict import TransactionFailed, Verdict
 from service.queue import Queue
 from service.request import Answer, Committed, Request, Train
@@ -151,9 +152,12 @@ async def test_what_comes_behind_a_claim_that_is_in_doubt_is_not_written_before_
     assert world.ingest._parked == [doubtful]
 
 
+@pytest.mark.parametrize("given_up", [False, True])
 @pytest.mark.parametrize("step", ["write", "abandon"])
-async def test_what_waits_behind_a_claim_in_doubt_is_not_forgotten_where_the_term_ends_meanwhile(step: str) -> None:
-    """Its claim could not be given up any more: like the others of its group it waits for the slot's recovery."""
+async def test_what_waits_behind_a_claim_in_doubt_is_not_forgotten_where_the_term_ends_meanwhile(
+    step: str, given_up: bool
+) -> None:
+    """It goes round again, or where its claim cannot be given up it waits for the slot's recovery as its group does."""
     world = World()
     slot = await world.slot()
     await world.catalogue.get("orders", time.monotonic())
@@ -166,6 +170,10 @@ async def test_what_waits_behind_a_claim_in_doubt_is_not_forgotten_where_the_ter
     doubtful.claimants = ((5, 50),)
     world.keys.server.freed[5] = 50
     await world.keys.claim(EPOCH, 5, 50, doubtful.asked)
+    if not given_up:
+        world.keys.trouble.before["release"].append(StoreUnanswered("no answer"))
     world.queue.admit(requests)
     await end_of_term(world.serve(slot))
-    assert set(world.ingest._parked) == set(requests)
+    again = {train[1]} if given_up else set[Request]()
+    assert set(world.ingest._parked) == set(requests) - again
+    assert set(world.queue._waiting[Guarantee.EXACTLY_ONCE]) == again
