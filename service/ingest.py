@@ -374,11 +374,12 @@ class Ingest:
 
         They wait for the recovery if a commit may have been asked for. If it was not, their claims are given up, and
         they go at once, the first time. What goes on failing would end the term of one slot after the other: from then
-        on it pauses; and so does what is for a topic that is not there, which may have been made just now.
+        on it pauses, if nobody else is to blame; and so does what is for a topic that may have been made just now.
         """
         aborted = failed.verdict is Verdict.ABORTED
         # Where a commit was asked for, what was refused on the way has been overcome, or is not what ended it.
         refusals = failed.refusals if aborted else {}
+        culprits = {*failed.stuck, *refusals}
         at_once: list[Request] = []
         later: list[Request] = []
         for request in requests:
@@ -389,9 +390,10 @@ class Ingest:
                 continue
             if not topics.isdisjoint(failed.stuck):
                 self._set_apart(request)
-            request.aborts += aborted
+            blamed = aborted and (not culprits or not topics.isdisjoint(culprits))
+            request.aborts += blamed
             absent = refused is not None and refusals[refused].kind is UNKNOWN_TOPIC
-            (later if request.aborts > 1 or absent else at_once).append(request)
+            (later if absent or (blamed and request.aborts > 1) else at_once).append(request)
         given_up = False
         try:
             given_up = aborted and await self._give_up(slot, requests)

@@ -115,7 +115,7 @@ class Request(msgspec.Struct, eq=False):
     accepted_at: int = 0
     claimants: tuple[tuple[int, int], ...] = ()  # slots and ended terms in which a claim of it may stand
     failures: int = 0  # groups that its topic failed while it was in them
-    aborts: int = 0  # transactions of it that failed before their commit was asked for
+    aborts: int = 0  # transactions that failed before their commit was asked for, and maybe because of it
     partitions: Sequence[int] = ()  # of its events, chosen anew for each group that it goes into
     turn: int = 0  # number of the group that took it last: whoever has an older one has it no more
 

@@ -281,6 +281,23 @@ async def test_what_goes_on_failing_ends_not_one_term_after_the_other_and_its_to
         await ended(task)
 
 
+async def test_who_was_with_others_that_failed_does_not_pause() -> None:
+    world = World()
+    slots = [await world.slot(n) for n in range(3)]
+    fine = world.submit("fine", "other")
+    for n, topic in enumerate(("orders", "third")):
+        world.submit(f"hangs-{n}", topic)
+        await asyncio.sleep(0.01)
+        stuck = TransactionFailed(Verdict.ABORTED, "NotEnoughReplicas", stuck={topic})
+        world.producers[n].trouble.before["write"].append(stuck)
+        world.queue._apart.clear()
+        await end_of_term(world.serve(slots[n]))
+    world.queue._apart.clear()
+    serving = world.serve(slots[2])
+    assert isinstance(await asyncio.wait_for(fine, 0.1), Committed)
+    await ended(serving)
+
+
 async def test_what_was_stuck_travels_apart_and_the_others_go_on() -> None:
     world = World()
     slot = await world.slot()
