@@ -129,6 +129,7 @@ class Service:
         show.queued_bytes.set_function(lambda: self.queue.bytes)
         show.in_doubt.set_function(lambda: self.pool.in_doubt)
         show.in_doubt_oldest.set_function(lambda: self.pool.in_doubt_s)
+        show.slot_down.set_function(lambda: self.pool.down_s)
         show.generation.set_function(lambda: self.store.generation)
         for slot_state in SlotState:
             show.slots.labels(slot_state.value).set_function(partial(self.pool.count, slot_state))

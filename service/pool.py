@@ -110,6 +110,12 @@ class Pool:
         since = [slot.doubtful_since for slot in self.slots.values() if slot.doubtful]
         return time.monotonic() - min(since) if since else 0.0
 
+    @property
+    def down_s(self) -> float:
+        """For how long the slot that is down longest has not been recovered, in seconds; 0 where none is down."""
+        since = min((slot.down_since for slot in self.slots.values()), default=math.inf)
+        return max(0.0, time.monotonic() - since)
+
     def doubts(self, n: int, term: int) -> bool:
         """Is a claim of this slot and term in doubt here: sent, without a clean answer, and not yet recovered?
 

@@ -108,6 +108,7 @@ class Telemetry:
 
         # Slots, and the store.
         self.slots = self._gauge("slots", "Slots of this process by state", "state")
+        self.slot_down = self._gauge("slot_down_oldest_seconds", "For how long one of them has not been recovered")
         self.fences = self._counter("fences", "Transactional ids fenced (InitProducerId), by the recovery's kind", "of")
         self.slot_recoveries = self._histogram(
             "slot_recovery_seconds", "Duration of slot recoveries that ended well", RECOVERY_S

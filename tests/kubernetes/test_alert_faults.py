@@ -230,6 +230,22 @@ def test_a_commit_without_an_answer_and_a_fence_that_does_not_come(serve: Serve,
         rules.assert_firing([], healthy, fault, 1 * MINUTE_S)
 
 
+def test_a_slot_whose_transaction_kafka_does_not_end(serve: Serve, rules: Rules, tmp_path: Path) -> None:
+    with Proxy() as proxy, Kafka(tmp_path / "kafka", listeners=[proxy.listener(0)]) as broker:
+        broker.create_topic("orders")
+        served = serve(bootstrap=proxy.bootstrap)
+        healthy = in_use(served, "orders")
+        for n in range(1, 21):  # the slot fences again and again
+            proxy.plan("InitProducerId", "hold", nth=n)
+        proxy.plan("Produce", "drop-reply", containing=b"orders", client=".slot.")
+        assert served.post("orders", "elsewhere") == 201  # another slot writes it
+        fault = served.twice(lambda found: (found.value("fencepost_slot_down_oldest_seconds") or 0) > 0)
+        assert [found.value("fencepost_in_doubt_events") for found in fault] == [0, 0]
+        served.service.kill()  # before the proxy, which nobody may be connecting to when it ends
+        rules.assert_firing(["FencepostSlotDownTooLong"], healthy, fault, 4 * MINUTE_S)
+        rules.assert_firing([], healthy, fault, 1 * MINUTE_S)
+
+
 def test_a_journal_whose_topic_is_gone(
     serve: Serve, rules: Rules, kafka: Kafka, namespace: str, make_topic: MakeTopic
 ) -> None:

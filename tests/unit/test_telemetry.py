@@ -1,5 +1,6 @@
 """Metrics: named by Prometheus' conventions, with bounded labels, and true at each scrape."""
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Final
@@ -111,6 +112,9 @@ async def test_a_scrape_asks_the_parts_for_their_states() -> None:
         assert {state: shown(telemetry, "fencepost_slots", state=state.value) for state in SlotState} == {
             state: float(state is SlotState.LEASED) for state in SlotState
         }
+        assert (shown(telemetry, "fencepost_slot_down_oldest_seconds") or 0) > 0
+        slot.down_since = math.inf
+        assert shown(telemetry, "fencepost_slot_down_oldest_seconds") == 0
         assert shown(telemetry, "fencepost_in_doubt_oldest_seconds") == 0
         slot.doubtful, slot.doubtful_since = 5, 1.0
         assert shown(telemetry, "fencepost_in_doubt_events") == 5
