@@ -18,6 +18,7 @@ from aiokafka.record.default_records import DefaultRecordBatch
 
 from service.errors import KafkaAway, KafkaForbids
 from service.kafka.deadline import shared, within
+from service.shared import PREFIX
 from service.telemetry import Telemetry
 
 
@@ -102,9 +103,16 @@ async def coordinator(client: AIOKafkaClient, transactional_id: str) -> int:
     return int(await client.coordinator_lookup(CoordinationType.TRANSACTION, transactional_id))
 
 
-def no_leave_for(transactional_id: str) -> str:
-    """What is said where an ACL lacks."""
-    return f"the service has no leave to Describe and Write transactional id {transactional_id}"
+def remedy(error: Exception, transactional_id: str, transaction_timeout_ms: int) -> str:
+    """What is to be set where a producer with this id and timeout is refused until somebody does; else ""."""
+    if isinstance(error, errors.TransactionalIdAuthorizationFailed):
+        return f"the service has no leave to Describe and Write transactional id {transactional_id}"
+    if isinstance(error, errors.InvalidTransactionTimeout):
+        return (
+            f"{PREFIX}TRANSACTION_TIMEOUT_MS={transaction_timeout_ms} is more than the brokers' "
+            "transaction.max.timeout.ms: set a smaller one, or raise theirs"
+        )
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +295,10 @@ class Cluster:
                         raise kind
                     except AGAIN:
                         await asyncio.sleep(RETRY_PAUSE_S)
-                    except errors.TransactionalIdAuthorizationFailed as error:
-                        raise self.failed("fence", no_leave_for(transactional_id)) from error
+                    except errors.KafkaError as error:
+                        if why := remedy(error, transactional_id, transaction_timeout_ms):
+                            raise self.failed("fence", why) from error
+                        raise
             del left[transactional_id]
             tell(left)
 

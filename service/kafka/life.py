@@ -19,7 +19,7 @@ from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from aiokafka.structs import TopicPartition
 
 from service.kafka import verdict
-from service.kafka.cluster import AGAIN, Cluster, any_node, coordinator, no_leave_for
+from service.kafka.cluster import AGAIN, Cluster, any_node, coordinator, remedy
 from service.kafka.deadline import within
 from service.kafka.verdict import REFUSALS, Refusal
 from service.wire import Header
@@ -139,10 +139,8 @@ class Life:
                 await self._identify()
         except (errors.KafkaError, OSError, TimeoutError) as error:
             await self.close()
-            why = f"no producer id: {error!r}"
-            if isinstance(error, errors.TransactionalIdAuthorizationFailed) and self.transactional_id is not None:
-                why = no_leave_for(self.transactional_id)
-            raise self._cluster.failed("producer-id", why) from error
+            why = "" if self.transactional_id is None else remedy(error, self.transactional_id, self._timeout_ms)
+            raise self._cluster.failed("producer-id", why or f"no producer id: {error!r}") from error
         except BaseException:
             await self.close()
             raise

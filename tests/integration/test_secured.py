@@ -133,6 +133,20 @@ async def test_an_acl_that_lacks_on_a_transactional_id_is_named(
             await cluster.close()
 
 
+async def test_a_transaction_timeout_that_the_brokers_do_not_take_is_named(secured_kafka: SecuredKafka) -> None:
+    """Theirs is CARELESS. By a store recovery and by a slot's, each of which told of InvalidTransactionTimeout()."""
+    cluster = cluster_of(SharedSettings(kafka=secured_kafka.bootstrap))
+    set_it = "FENCEPOST_TRANSACTION_TIMEOUT_MS=5001 is more than the brokers' transaction.max.timeout.ms"
+    async with sockets_closed():
+        try:
+            with pytest.raises(KafkaAway, match=set_it):
+                await cluster.fence(["ns.slot.0"], 5_001, lambda _: None)
+            with pytest.raises(KafkaAway, match=set_it):
+                await TransactionalProducer(cluster, "ns.slot.0", 5_001).start()
+        finally:
+            await cluster.close()
+
+
 def keys_of(settings: Settings) -> RedisKeys:
     return RedisKeys(
         settings.redis,
