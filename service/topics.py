@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from service.errors import KafkaAway
+from service.errors import KafkaAway, KafkaForbids
 from service.kafka.cluster import Cluster, Topic
-from service.kafka.deadline import shared
+from service.kafka.deadline import shared, unwaited
 from service.settings import Settings
 from service.shared import PREFIX, SettingsError
 from service.wire import control_topic, findings_topic, ledger_topic, requests_topic
@@ -141,7 +141,7 @@ class Catalogue:
         """The topic, or None where Kafka, asked after `arrived` (time.monotonic), says that there is none.
 
         So a topic is found by the first who asks after it was made, and a batch asks once. `anew`: as Kafka tells of it
-        after `arrived`, or knew it last while it is away. Raises KafkaAway.
+        after `arrived`, or knew it last while it is away. Raises KafkaAway, KafkaForbids.
         """
         topic = self.fresh(name)
         for _ in range(2):  # what was being asked before may have missed a topic that was made or changed meanwhile
@@ -174,6 +174,7 @@ class Catalogue:
     def _ask_apart(self, name: str) -> asyncio.Task[Topic | None]:
         asking = self._asking[name] = asyncio.create_task(self._ask(name))
         asking.add_done_callback(lambda _: self._asking.pop(name, None))
+        asking.add_done_callback(unwaited)  # `peek` does not
         return asking
 
     async def _ask(self, name: str) -> Topic | None:
@@ -184,6 +185,9 @@ class Catalogue:
             if topic is None:
                 # That broker may lag behind, and 404 is final to a client, who may have made the topic just now.
                 topic = (await self._cluster.describe([name], elsewhere=True)).get(name)
+        except KafkaForbids:  # an answer, and not for want of one
+            self._known.pop(name, None)
+            raise
         except KafkaAway:
             if last is None:
                 raise

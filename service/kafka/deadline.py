@@ -52,7 +52,12 @@ def _result(task: asyncio.Task[T]) -> T:
     return task.result()
 
 
+def unwaited(task: asyncio.Task[Any]) -> None:
+    """For a task that has ended, and that maybe nobody waits for: its failure is no news to the loop."""
+    if not task.cancelled():
+        task.exception()
+
+
 def _ended(task: asyncio.Task[Any]) -> None:
     _given_up.discard(task)
-    if not task.cancelled():
-        task.exception()  # nobody waits for it
+    unwaited(task)

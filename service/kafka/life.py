@@ -264,7 +264,7 @@ class Life:
     async def find_leader(self, partition: Partition) -> int:
         """The leader, asked for. Raises TimeoutError soon where there is none: it must not cost a group.
 
-        Raises TransactionFailed where brokers answer, and know of no such partition.
+        Raises Refused where brokers answer, and know of no such partition or do not let it be seen.
         """
         topic, number = partition
         answered = False
@@ -277,7 +277,9 @@ class Life:
                 return node
         except TimeoutError:
             if answered and number not in (self.client.cluster.partitions_for_topic(topic) or ()):
-                raise Refused(REFUSALS[errors.UnknownTopicOrPartitionError.errno]) from None
+                hidden = topic in self.client.cluster.unauthorized_topics
+                kind = errors.TopicAuthorizationFailedError if hidden else errors.UnknownTopicOrPartitionError
+                raise Refused(REFUSALS[kind.errno]) from None
             raise
 
     async def close(self) -> None:
@@ -293,7 +295,7 @@ def _moved(batches: Sequence[Batch]) -> set[Partition]:
 
 
 class Refused(Exception):
-    """There is no such partition; its argument is the Refusal."""
+    """There is no such partition, or none for the service; its argument is the Refusal."""
 
     @property
     def refusal(self) -> Refusal:

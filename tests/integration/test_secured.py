@@ -15,11 +15,13 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
 )
 
 from deploy.local.stack import Redis, Service
-from service.errors import KafkaAway, StoreAway
+from service.errors import FORBIDDEN_TOPIC, KafkaAway, StoreAway
 from service.kafka.cluster import Cluster
+from service.kafka.life import Record
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.reader import STOP_PATIENCE_S, Span, read_through
 from service.kafka.security import security_of
+from service.kafka.verdict import Refusal, TransactionFailed
 from service.keys import RedisKeys
 from service.settings import Settings
 from service.shared import SharedSettings
@@ -145,6 +147,32 @@ async def test_a_transaction_timeout_that_the_brokers_do_not_take_is_named(secur
                 await TransactionalProducer(cluster, "ns.slot.0", 5_001).start()
         finally:
             await cluster.close()
+
+
+async def test_a_topic_that_the_service_may_not_see_any_more_is_forbidden_and_not_missing(
+    with_password: Settings, secured_kafka: SecuredKafka, namespace: str
+) -> None:
+    """The producers' own look-up: an event may have been let in before the ACL was taken away."""
+    ledger = f"{namespace}.ledger"
+    for topic in (ledger, "hidden"):
+        secured_kafka.create_topic(topic)
+    secured_kafka.allow(USER, *acls_of_service(namespace, "nothing-else")[:2])
+    cluster = cluster_of(with_password)
+    record = Record("hidden", 0, None, b"1", [], 0)
+    producer = TransactionalProducer(cluster, f"{namespace}.slot.0", TIMEOUT_MS)
+    plain = IdempotentProducer(cluster, "test")
+    async with sockets_closed():
+        try:
+            await producer.start()
+            with pytest.raises(TransactionFailed) as raised:
+                await producer.write([record], (ledger, 0), lambda _: b"")
+            (fate,) = await plain.write([record])
+        finally:
+            await producer.close()
+            await plain.close()
+            await cluster.close()
+    refusals = [raised.value.refusals["hidden"], fate]
+    assert [refusal.kind for refusal in refusals if isinstance(refusal, Refusal)] == [FORBIDDEN_TOPIC] * 2
 
 
 def keys_of(settings: Settings) -> RedisKeys:

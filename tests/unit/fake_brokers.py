@@ -47,6 +47,7 @@ class FakeClient:
         self.leaders: dict[Partition, int] = {}
         self.unknown: set[str] = set()  # topics without any partition
         self.leaderless: set[str] = set()
+        self.unauthorized_topics: set[str] = set()
         self._topics: set[str] = set()
         self.asked: list[set[str]] = []  # topics that were looked up at once
         self.produced: Callable[[str, int], Met] = lambda topic, partition: Place(4, -1)

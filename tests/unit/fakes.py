@@ -8,7 +8,7 @@ from functools import partial
 
 from prometheus_client import Counter
 
-from service.errors import KafkaAway, Kind, Problem
+from service.errors import KafkaAway, KafkaForbids, Kind, Problem
 from service.event import Event, event_of
 from service.ingest import Ingest
 from service.intake import Intake
@@ -218,6 +218,7 @@ class FakeCluster(Cluster):
         super().__init__("127.0.0.1:1", client_id="test", request_timeout_ms=200, telemetry=Telemetry())
         self.topics = {name: Topic(name, 3, {}) for name in topics}
         self.away = False
+        self.forbids = False  # nothing may be described
         self.lagging = False  # the broker that is asked first knows no topic
         self.asked: list[Sequence[str]] = []
 
@@ -228,6 +229,8 @@ class FakeCluster(Cluster):
         await asyncio.sleep(0)
         if self.away:
             raise KafkaAway("it is away")
+        if self.forbids:
+            raise KafkaForbids("no leave")
         return found
 
 

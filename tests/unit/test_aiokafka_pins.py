@@ -43,6 +43,7 @@ async def test_names_inside_the_client() -> None:
     client = AIOKafkaClient(bootstrap_servers="127.0.0.1:1")
     assert isinstance(client._topics, set)
     assert client.cluster.partitions_for_topic("none") is None
+    assert client.cluster.unauthorized_topics == set()
     assert client.cluster.controller is None
     assert client.cluster.leader_for_partition(TopicPartition("none", 0)) is None
     await client.close()

@@ -1,13 +1,14 @@
 """What is believed of topics, for how long, and when Kafka is away."""
 
 import asyncio
+import gc
 import time
 from collections.abc import Sequence
 
 import pytest
 
 from service import topics as module
-from service.errors import KafkaAway, Problem
+from service.errors import KafkaAway, KafkaForbids, Problem
 from service.kafka.cluster import Topic
 from service.settings import Settings
 from service.shared import SettingsError
@@ -70,6 +71,29 @@ async def test_what_was_known_will_do_while_kafka_is_away() -> None:
         await catalogue.get("other", time.monotonic())
     cluster.away = False
     assert await catalogue.get("other", time.monotonic()) is None, "a failed look-up was taken for an answer"
+
+
+async def test_what_was_known_will_not_do_where_kafka_forbids_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ACL was taken away: what was known let events in, each of which ended a term and came back as a 404."""
+    catalogue, cluster = known("orders")
+    await catalogue.get("orders", time.monotonic())
+    cluster.forbids = True
+    catalogue.doubt("orders")
+    with pytest.raises(KafkaForbids):
+        await catalogue.get("orders", time.monotonic())
+    assert catalogue.peek("orders") is None
+    cluster.forbids = False
+    monkeypatch.setattr(module, "KNOWN_S", 0.0)
+    was = await catalogue.get("orders", time.monotonic())
+    cluster.forbids = True
+    failed: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
+    assert catalogue.peek("orders") is was
+    await asyncio.wait([*catalogue._asking.values()])  # nobody else waits for it
+    await asyncio.sleep(0)
+    gc.collect()
+    assert catalogue.peek("orders") is None
+    assert not failed
 
 
 async def test_a_doubt_asks_again() -> None:
