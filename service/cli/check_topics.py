@@ -14,10 +14,11 @@ from service.topics import InternalTopics
 RETENTION_LEAST_MS: Final = 24 * 3_600_000
 # Around an event: the record's own overhead, our headers and the batch's.
 ENVELOPE_BYTES: Final = 2_048
+_MAKE_ANEW: Final = "restart a process: its start makes it anew. What was in it is lost, to recoveries and to the audit"
 
 
 def own_topics(topics: Mapping[str, Topic], internal: InternalTopics, census: Census, slots_max: int) -> list[Finding]:
-    """Settings, partitions and replicas of Fencepost's own topics, as far as they are there."""
+    """Settings, partitions and replicas of Fencepost's own topics; before the first start none is there."""
     rows: list[tuple[str, Finding]] = []
     for name, topic in topics.items():
         faults = internal.faults(topic)
@@ -27,6 +28,10 @@ def own_topics(topics: Mapping[str, Topic], internal: InternalTopics, census: Ce
         if not faults:
             rows.append((name, Finding("topics.own-settings", Level.OK, "cleanup, retention and timestamps are right")))
         rows.append((name, replicas("topics.own-replicas", topic, census.topics[name])))
+    if topics:
+        gone = {internal.ledger, internal.requests, internal.control} - census.topics.keys() - census.hidden
+        missing = Finding("topics.own-there", Level.ERROR, "not there, and others are", _MAKE_ANEW)
+        rows += [(name, missing) for name in sorted(gone)]
     ledger = topics.get(internal.ledger)
     if ledger is not None and ledger.partitions < slots_max:
         text = f"{ledger.partitions} partitions, which the next start raises to FENCEPOST_SLOTS_MAX={slots_max}"

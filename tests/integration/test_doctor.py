@@ -179,6 +179,7 @@ async def test_topics_that_are_not_as_they_should_be(
     found = await told(settings_of(kafka.bootstrap, redis.url, namespace), rules)
     assert found.wrong("topics") == {
         ("topics.own-settings", "error"),
+        ("topics.own-there", "error"),  # deleted: a process that runs does not make it
         ("topics.own-replicas", "error"),
         ("topics.data-there", "warning"),
         ("topics.data-replicas", "error"),
