@@ -275,7 +275,10 @@ class IdempotentProducer:
         offsets: list[int] = []
         for fate in await self.write(records):
             if not isinstance(fate, Place):
-                raise KafkaAway(f"{topic}: {fate.why if fate else 'no clean answer'}")
+                failed = KafkaAway(f"{topic}: {fate.why if fate else 'no clean answer'}")
+                if isinstance(fate, Refusal):  # for good: nobody else tells of it
+                    self._trouble.goes_on(failed, producer=self._name)
+                raise failed
             offsets.append(fate.offset)
         return offsets
 

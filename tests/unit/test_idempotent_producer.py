@@ -1,6 +1,7 @@
 """What a plain idempotent producer makes of half an answer: each partition for itself."""
 
 import asyncio
+import contextlib
 
 import pytest
 from aiokafka.errors import (
@@ -12,6 +13,7 @@ from aiokafka.errors import (
     TopicAuthorizationFailedError,
     UnknownTopicOrPartitionError,
 )
+from structlog.testing import capture_logs
 
 from service.errors import KafkaAway
 from service.kafka import life as module
@@ -111,3 +113,20 @@ async def test_of_several_all_are_written_or_it_fails() -> None:
     kafka.produced = lambda topic, partition: TOO_BIG if partition == 1 else Place(4, -1)
     with pytest.raises(KafkaAway, match=REFUSALS[TOO_BIG].why):
         await producer.send_all("a", [(2, None, b"x"), (1, b"k", b"y")])
+
+
+async def test_a_topic_that_is_gone_is_told_of_once_until_it_is_back() -> None:
+    """The journal's was deleted, or may not be written any more: not a word, until 100,000 answers waited."""
+    producer, kafka = idempotent()
+    life = producer._life
+    with capture_logs() as lines:
+        answers: list[Met] = [UnknownTopicOrPartitionError.errno, TopicAuthorizationFailedError.errno, Place(4, -1)]
+        kafka.produced = lambda topic, partition: answers.pop(0)
+        while answers:
+            producer._life = life
+            with contextlib.suppress(KafkaAway):
+                await producer.send("journal", 0, None, b"x")
+    assert [(line["event"], line.get("why")) for line in lines] == [
+        ("not every record was written", "journal: the topic or partition is not there (any more)"),
+        ("records are written again", None),
+    ]
