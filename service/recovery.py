@@ -120,8 +120,17 @@ class SlotRecovery:
         slot.move(SlotEvent.CHECK)
 
     async def _replay_and_free(self, slot: Slot) -> None:
-        """Mark what the slot's ledger has since `applied`, through my own begin record; then free the older terms."""
+        """Mark what the slot's ledger has since `applied`, through my own begin record; then free the older terms.
+
+        What was written before `applied` would not be read: KafkaAway where that is past my begin record.
+        """
         start = await self._keys.applied(slot.epoch, slot.n)
+        if start is not None and start > slot.term:
+            raise KafkaAway(
+                f"{self._topics.ledger}, partition {slot.n}: Redis has applied it up to {start}, and it ends at "
+                f"{slot.term}: it was made anew, or has lost records. Stop all processes and delete the keys that "
+                f"begin with {{{self._settings.namespace}:0}} (FLUSHDB, where there are no others)"
+            )
         rows: list[Row] = []
         spans = {slot.n: Span(start, slot.term)}
         records = read_through(self._cluster, self._topics.ledger, spans, "read_committed", self._patience_s)

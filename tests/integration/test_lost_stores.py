@@ -215,3 +215,27 @@ async def test_a_redis_that_served_another_kafka_is_believed_by_nobody(own_stage
     answers = await stage.client.load([service.url], asked)
     assert {(answer.status, answer.replayed) for answer in answers} == {(201, False)}
     await stage.assert_exactly_once(topic)
+
+
+async def test_a_ledger_that_was_made_anew_is_not_read_from_where_the_old_one_ended(stage: Stage, topic: str) -> None:
+    """Under a Redis that was kept: what is written before that place, and not marked, would never be found."""
+    service = await stage.started(slots=1, slots_max=1)
+    for event in events(topic, 60):  # a transaction each; a recovery that fails appends one too
+        await stage.client.settle([service.url], event)
+    await asyncio.to_thread(service.stop)
+    ledger = internal_topics(stage.namespace)[0]
+    admin = stage.kafka.admin()
+    for future in admin.delete_topics([ledger]).values():
+        await asyncio.to_thread(future.result, 10)
+    await asyncio.to_thread(until, lambda: ledger not in admin.list_topics(timeout=10).topics)
+
+    service = await stage.started(slots=1, slots_max=1, wait_ready=False)  # which makes it
+    told = f"{ledger}, partition 0: Redis has applied it up to"
+    await asyncio.to_thread(until, lambda: told in service.log.read_text())
+    assert (await stage.client.post(service.url, Asked("early", topic, b"1"))).status == 503
+    await asyncio.to_thread(service.kill)
+    with stage.redis.client() as store:
+        store.delete(*store.scan_iter(f"{{{stage.namespace}:0}}*"))
+    service = await stage.started(slots=1, slots_max=1)
+    await stage.client.settle([service.url], Asked("early", topic, b"1"))
+    assert stage.violations(topic) == []
