@@ -7,8 +7,9 @@ one ends the life.
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from aiokafka import errors
@@ -130,6 +131,8 @@ class Life:
         self._cluster = cluster
         self._timeout_ms = timeout_ms
         self._sequences: dict[Partition, int] = {}
+        self._throttled_ms = 0
+        self._throttled_until = 0.0  # by time.monotonic
 
     async def start(self, patience_s: float) -> None:
         """Get the producer id and epoch. Raises KafkaAway, and is closed then."""
@@ -160,6 +163,24 @@ class Life:
             except AGAIN:
                 await asyncio.sleep(AGAIN_PAUSE_S)
                 await self.client.force_metadata_update()
+
+    async def ask(self, node: int, request: Any) -> Any:
+        """The answer to a request, sent once. Raises KafkaError or OSError."""
+        answer = await self.client.send(node, request)
+        if answer.throttle_time_ms:
+            self._throttled_ms = answer.throttle_time_ms
+            self._throttled_until = time.monotonic() + answer.throttle_time_ms / 1000
+        return answer
+
+    @property
+    def quota(self) -> str:
+        """What there is to say of a request that has no answer now, as Kafka lets this client wait; else "" (KIP-219).
+
+        It answers at once, and then reads no more from the connection until the time that the answer told is over.
+        """
+        if self._throttled_until < time.monotonic():
+            return ""
+        return f"Kafka throttles this client by {self._throttled_ms} ms: raise the quota of its user or client id"
 
     def batches(self, records: Sequence[Record], leaders: Mapping[Partition, int]) -> list[Batch]:
         """The records of partitions with a leader; a new batch where the topic's limit, or ours, would be passed."""
@@ -240,9 +261,7 @@ class Life:
         for batch in batches:
             topic, partition = batch.partition
             topics.setdefault(topic, []).append((partition, batch.payload))
-        answer = await self.client.send(
-            node, ProduceRequest(self.transactional_id, -1, replicas_ms, list(topics.items()))
-        )
+        answer = await self.ask(node, ProduceRequest(self.transactional_id, -1, replicas_ms, list(topics.items())))
         answers = {(topic, row[0]): row[1:4] for topic, rows in answer.topics for row in rows}
         for batch in batches:
             batch.answer = answers.get(batch.partition)

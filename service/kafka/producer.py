@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import structlog
 from aiokafka import errors
@@ -129,7 +129,8 @@ class TransactionalProducer:
                 commit_asked = True
                 await self._end(commit=True)
         except Exception as error:  # a bug must end the life too
-            cause = ", ".join(f"{topic}: {refusal.why}" for topic, refusal in group.refusals.items()) or repr(error)
+            cause = ", ".join(f"{topic}: {refusal.why}" for topic, refusal in group.refusals.items())
+            cause = cause or ", ".join(filter(None, (repr(error), self._life.quota)))
             # A refusal holds up what is with it, and is what ended it.
             stuck = set() if group.refusals else group.stuck(timed_out=isinstance(error, TimeoutError))
             raise TransactionFailed(verdict.of(error, commit_asked), cause, group.refusals, stuck) from error
@@ -173,7 +174,7 @@ class TransactionalProducer:
         life, pause_s = self._life, MARKERS_PAUSE_S
         request = AddPartitionsToTxnRequest(life.transactional_id, life.producer_id, life.epoch, list(by_topic.items()))
         while True:
-            answer = await life.client.send(life.coordinator, request)
+            answer = await life.ask(life.coordinator, request)
             codes = {(topic, row[0]): row[1] for topic, rows in answer.errors for row in rows}
             if CONCURRENT_TRANSACTIONS not in codes.values():
                 break
@@ -212,7 +213,7 @@ class TransactionalProducer:
         """EndTxn: when it answers, the transaction's fate is decided, and its markers will be written."""
         life = self._life
         request = EndTxnRequest(life.transactional_id, life.producer_id, life.epoch, commit)
-        check((await life.client.send(life.coordinator, request)).error_code, "EndTxn")
+        check((await life.ask(life.coordinator, request)).error_code, "EndTxn")
 
     async def close(self) -> None:
         """End this life, at once: what is in flight is fenced by the next one. Never raises, never hangs."""
@@ -298,7 +299,8 @@ class IdempotentProducer:
                     batches = life.batches(records, leaders)
                     await life.send(batches, leaders, int(1000 * REPLICAS_SHARE * patience_s))
             except Exception as error:  # each batch's own fate is in its answer
-                self._trouble.goes_on(error, producer=self._name)
+                told: dict[str, Any] = {"quota": life.quota} if life.quota else {}
+                self._trouble.goes_on(error, producer=self._name, **told)
             for batch in batches:
                 fate = batch.fate(records)
                 for n, member in enumerate(batch.members):

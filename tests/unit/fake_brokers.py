@@ -53,6 +53,7 @@ class FakeClient:
         self.produced: Callable[[str, int], Met] = lambda topic, partition: Place(4, -1)
         self.added: Callable[[str, int], int] = lambda topic, partition: 0
         self.ended: int | Exception | None = 0
+        self.throttle_ms = 0  # in every answer to a Produce
         self.requests: list[tuple[int, Any]] = []
         self.closed = False
 
@@ -87,7 +88,7 @@ class FakeClient:
                 topics = []
                 for topic, batches in request._topics:
                     topics.append((topic, [await self._row(topic, partition) for partition, _ in batches]))
-                return ProduceResponse_v7(topics, 0)
+                return ProduceResponse_v7(topics, self.throttle_ms)
         raise AssertionError(request)
 
     async def _meet(self, met: Any) -> Any:
