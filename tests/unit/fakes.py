@@ -1,6 +1,7 @@
 """Small stand-ins for Kafka and Redis, and a service made of them: what is tested is everything in between."""
 
 import asyncio
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -361,3 +362,17 @@ def count_of(counter: Counter) -> float:
     """The present value of a counter without labels."""
     (metric,) = counter.collect()
     return float(next(sample.value for sample in metric.samples if sample.name.endswith("_total")))
+
+
+def grows_in_proportion(work: Callable[[int], object], size: int = 60_000) -> bool:
+    """Does work on as much take in proportion to it, and not to its square? By CPU time: others run here as well."""
+
+    def cpu_s(size: int) -> float:
+        times = []
+        for _ in range(5):
+            started = time.thread_time()
+            work(size)
+            times.append(time.thread_time() - started)
+        return min(times)
+
+    return cpu_s(size) < 24 * cpu_s(size // 8)  # 8 times as much takes 8 times as long, or 64 times
