@@ -25,6 +25,9 @@ _REPLICATED: Final = {
     "unclean.leader.election.enable": "false",
     # A follower that stands still must leave the ISR before producers give up.
     "replica.lag.time.max.ms": "3000",
+    # A coordinator has one request of markers to a broker under way. One whose replicas went after it was appended
+    # stays there for so long (30 s by default), and with it the markers of all other transactions of this coordinator.
+    "request.timeout.ms": "10000",
 }
 # What is open for longer than its timeout is aborted at the next look.
 TRANSACTION_SCAN_S: Final = 2

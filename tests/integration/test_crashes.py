@@ -5,7 +5,7 @@ import time
 
 from tests.integration.client import Asked, events
 from tests.integration.conftest import Stage, plan_of
-from tests.integration.judge import wait_until_stable
+from tests.integration.judge import read_committed, wait_until_stable
 from tests.integration.plan import Fault, stopped, until
 
 # Between a claim and its answer, in their order on the path.
@@ -79,14 +79,24 @@ async def test_kill_and_restart_under_load(stage: Stage, topic: str) -> None:
 
 async def test_a_broker_that_stands_still(stage: Stage, topic: str) -> None:
     """Nobody is told what is not known: 503 for what was not sent, 504 for what may be there; then each once."""
-    service = await stage.started(request_timeout_ms=2_000, transaction_timeout_ms=2_000)
+    faults = (Fault("commit", "hold", first=11),)
+    service = await stage.started(faults=faults, request_timeout_ms=2_000, transaction_timeout_ms=2_000)
     asked = events(topic, 30)
-    await stage.client.load([service.url], asked[:10])
+    for each in asked[:10]:
+        await stage.client.settle([service.url], each)
+    committing = asyncio.create_task(stage.client.post(service.url, asked[10]))
+    await asyncio.to_thread(until, lambda: plan_of(service).happened("commit"))
     stage.kafka.pause()
     try:
-        told = await asyncio.gather(*(stage.client.post(service.url, each) for each in asked[10:]))
+        plan_of(service).let_go("commit")
+        told = await asyncio.gather(committing, *(stage.client.post(service.url, each) for each in asked[11:]))
     finally:
         stage.kafka.resume()
-    assert {attempt.status for attempt in told} <= {503, 504}
+    assert told[0].status == 504
+    assert {attempt.status for attempt in told[1:]} <= {503, 504}
+    records = await asyncio.to_thread(read_committed, stage.kafka.bootstrap, [topic])
+    there = {record.idempotency_key for record in records}
+    assert len(there) >= 10
+    assert there.isdisjoint(attempt.asked.key for attempt in told if attempt.status == 503)
     await stage.client.load([service.url], asked)
     await stage.assert_exactly_once(topic)

@@ -1,0 +1,428 @@
+"""A group that did not commit cleanly: who is answered, who goes round again, and who waits for the recovery."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from service.errors import (
+    NOT_WRITTEN,
+    OUTCOME_UNKNOWN,
+    TOO_LARGE,
+    UNKNOWN_TOPIC,
+    Problem,
+    StoreLost,
+    StoreUnanswered,
+)
+from service.kafka.cluster import Topic
+from service.kafka.life import Place, Record
+from service.kafka.verdict import Refusal, TransactionFailed, Verdict
+from service.keys import Epoch
+from service.request import Committed
+from service.states import Delivered
+from service.wire import KEY_HEADER
+from tests.unit.fakes import NOW_MS, World, end_of_term, ended, kind_of, make_event, until
+
+GONE = Refusal(UNKNOWN_TOPIC, "it is not there")
+BIG = Refusal(TOO_LARGE, "it is too large")
+
+
+@pytest.mark.parametrize("verdict", [Verdict.UNKNOWN, Verdict.FENCED])
+async def test_a_refusal_is_no_answer_where_a_commit_was_asked_for(verdict: Verdict) -> None:
+    """It was overcome on the way: the event may well be there."""
+    world = World()
+    slot = await world.slot()
+    world.producers[0].trouble.before["write"].append(TransactionFailed(verdict, "late", {"orders": BIG}))
+    answer = world.submit("a")
+    await end_of_term(world.serve(slot))
+    assert not answer.done()
+    await world.recover(slot)
+    world.ingest.recovered()
+    serving = world.serve(slot)
+    assert isinstance(await answer, Committed)
+    await ended(serving)
+
+
+async def test_a_refused_event_is_answered_if_it_was_alone() -> None:
+    world = World()
+    slot = await world.slot()
+    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.ABORTED, "no", {"orders": BIG}))
+    answer = world.submit("a")
+    await end_of_term(world.serve(slot))
+    assert kind_of(await answer) is TOO_LARGE
+
+
+async def test_of_an_atomic_batch_the_topic_that_was_refused_is_named() -> None:
+    world = World()
+    slot = await world.slot()
+    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.ABORTED, "refused", {"other": BIG}))
+    serving = world.serve(slot)
+    events = [make_event("a/0", "orders"), make_event("a/1", "other")]
+    for event in events:
+        await world.intake.check(event, time.monotonic())
+    answer = await world.intake.submit_atomic(events, (b"w" * 16, b"f" * 8), time.monotonic())
+    assert isinstance(answer, Problem)
+    assert answer.detail == "topic: other: it is too large"
+    await end_of_term(serving)
+
+
+async def test_a_poisoned_event_is_answered_alone_and_the_others_are_written() -> None:
+    world = World()
+    slot = await world.slot()
+    poison, good = world.submit("poison", "orders"), world.submit("good", "other")
+    await asyncio.sleep(0.01)
+    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.ABORTED, "no", {"orders": BIG}))
+    await end_of_term(world.serve(slot))
+    assert not poison.done()
+    await world.recover(slot)
+    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.ABORTED, "no", {"orders": BIG}))
+    world.ingest.recovered()
+    await end_of_term(world.serve(slot))
+    assert kind_of(await poison) is TOO_LARGE
+    await world.recover(slot)
+    serving = world.serve(slot)
+    assert isinstance(await good, Committed)
+    await ended(serving)
+
+
+async def test_that_a_topic_is_not_there_is_believed_the_second_time() -> None:
+    """One that was just made is not known to every broker yet."""
+    world = World()
+    slot = await world.slot()
+    answer = world.submit("a")
+    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.ABORTED, "no", {"orders": GONE}))
+    await end_of_term(world.serve(slot))
+    assert not answer.done()
+    await world.recover(slot)
+    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.ABORTED, "no", {"orders": GONE}))
+    world.ingest.recovered()
+    await end_of_term(world.serve(slot))
+    assert kind_of(await answer) is UNKNOWN_TOPIC
+
+
+async def test_a_topic_that_was_just_made_has_time_before_it_is_believed_not_to_be_there() -> None:
+    """Another slot would ask within some milliseconds, and 404 is final to a client."""
+    world = World(request_timeout_ms=2_000)
+    slot, other = await world.slot(), await world.slot(1)
+    for n in (0, 1):
+        world.producers[n].trouble.before["write"].append(TransactionFailed(Verdict.ABORTED, "no", {"orders": GONE}))
+    answer = world.submit("a")
+    failing, serving = world.serve(slot), world.serve(other)
+    await asyncio.wait([failing, serving], return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.sleep(0.1)
+    for producer in world.producers.values():  # by now it is known everywhere
+        producer.trouble.before["write"].clear()
+    assert isinstance(await answer, Committed)
+    await ended(failing)
+    await ended(serving)
+
+
+@pytest.mark.parametrize("kind", [BIG, GONE])
+async def test_the_key_of_a_refused_event_is_free_though_its_slot_waits_for_its_recovery(kind: Refusal) -> None:
+    world = World()
+    slot, other = await world.slot(), await world.slot(1)
+    failed = TransactionFailed(Verdict.ABORTED, "no", {"orders": kind})
+    world.producers[0].trouble.before["write"].append(failed)
+    world.producers[1].trouble.before["write"].append(failed)
+    answer = world.submit("a")
+    await end_of_term(world.serve(slot))
+    if kind is GONE:
+        await end_of_term(world.serve(other))
+    else:
+        world.producers[1].trouble.before["write"].clear()
+    assert kind_of(await answer) is kind.kind
+    assert not world.keys.is_claimed("a")
+    assert slot.doubtful == other.doubtful == 0
+    third = await world.slot(2)
+    serving = world.serve(third)
+    assert isinstance(await asyncio.wait_for(world.ask(make_event("a", "other")), 3.0), Committed)
+    await ended(serving)
+
+
+async def test_what_goes_on_failing_ends_not_one_term_after_the_other_and_its_topic_goes_on() -> None:
+    """An error of one record, or a partition without a leader: no broker says that it is that event's."""
+    world = World(request_timeout_ms=1_500)
+    sweeping = asyncio.create_task(world.intake.sweep())
+    poison = world.submit("poison")
+    others = [world.submit(str(n)) for n in range(5)]
+    await asyncio.sleep(0.01)
+    tries = 0
+
+    def meet_poison(n: int) -> None:
+        producer: Any = world.producers[n]
+        write = producer.write
+
+        async def fail(records: Sequence[Record], *rest: Any) -> tuple[list[Place], int]:
+            nonlocal tries
+            if any((KEY_HEADER, b"poison") in record.headers for record in records):
+                tries += 1
+                await asyncio.sleep(0.005)
+                raise TransactionFailed(Verdict.ABORTED, "UnknownError()", stuck={"orders"})
+            placed: tuple[list[Place], int] = await write(records, *rest)
+            return placed
+
+        producer.write = fail
+
+    async def live(n: int) -> None:
+        slot = await world.slot(n)
+        while True:
+            meet_poison(n)
+            with contextlib.suppress(TransactionFailed):
+                await world.ingest.serve(slot)
+            await asyncio.sleep(0.1)
+            await world.recover(slot)
+            world.ingest.recovered()
+
+    slots = [asyncio.create_task(live(n)) for n in range(3)]
+    for answer in others:
+        assert isinstance(await asyncio.wait_for(answer, 0.5), Committed)
+    assert kind_of(await poison) is NOT_WRITTEN
+    assert tries <= 5
+    for task in (*slots, sweeping):
+        await ended(task)
+
+
+async def test_who_was_with_others_that_failed_does_not_pause() -> None:
+    world = World()
+    slots = [await world.slot(n) for n in range(3)]
+    fine = world.submit("fine", "other")
+    for n, topic in enumerate(("orders", "third")):
+        world.submit(f"hangs-{n}", topic)
+        await asyncio.sleep(0.01)
+        stuck = TransactionFailed(Verdict.ABORTED, "NotEnoughReplicas", stuck={topic})
+        world.producers[n].trouble.before["write"].append(stuck)
+        world.queue._apart.clear()
+        await end_of_term(world.serve(slots[n]))
+    world.queue._apart.clear()
+    serving = world.serve(slots[2])
+    assert isinstance(await asyncio.wait_for(fine, 0.1), Committed)
+    await ended(serving)
+
+
+async def test_what_was_stuck_travels_apart_and_the_others_go_on() -> None:
+    world = World()
+    slot = await world.slot()
+    hangs, fine = world.submit("hangs", "orders"), world.submit("fine", "other")
+    await asyncio.sleep(0.01)
+    stuck = TransactionFailed(Verdict.ABORTED, "TimeoutError()", stuck={"orders"})
+    world.producers[0].trouble.before["write"].append(stuck)
+    await end_of_term(world.serve(slot))
+    await world.recover(slot)
+    world.ingest.recovered()
+    hung = world.producers[0].trouble.hold("write")
+    first, second = await world.slot(1), slot
+    serving = [world.serve(second), world.serve(first)]  # one is held up by what hangs; the other is not
+    assert isinstance(await asyncio.wait_for(fine, 3.0), Committed)
+    assert not hangs.done()
+    assert world.keys_written(1) == [["fine"]]
+    hung.set()
+    assert isinstance(await hangs, Committed)
+    assert world.keys_written(0) == [["hangs"]]
+    for task in serving:
+        await ended(task)
+
+
+@pytest.mark.parametrize("stuck", [{"orders"}, {"orders", "other"}, set[str]()])
+async def test_where_no_commit_was_asked_for_nobody_waits_for_the_recovery(stuck: set[str]) -> None:
+    """It may take hours: the abort markers of a partition wait for its replicas, and whose it is need not be known."""
+    world = World()
+    slot, other = await world.slot(), await world.slot(1)
+    hangs, fine, gone = world.submit("hangs", "orders"), world.submit("fine", "other"), world.submit("gone", "other")
+    await asyncio.sleep(0.01)
+    hung = world.producers[0].trouble.hold("write")
+    failing = world.serve(slot)
+    await until(lambda: world.keys.is_claimed("gone"))
+    requests = {request.events[0].key: request for request in world.intake._open}
+    world.intake.answer(requests["gone"], Problem(OUTCOME_UNKNOWN, "its deadline"))
+    failed = TransactionFailed(Verdict.ABORTED, "NotEnoughReplicas", stuck=stuck)
+    world.producers[0].trouble.before["write"].append(failed)
+    hung.set()
+    await end_of_term(failing)
+    assert kind_of(await gone) is OUTCOME_UNKNOWN
+    assert not any(world.keys.is_claimed(key) for key in ("hangs", "fine", "gone"))
+    assert slot.doubtful == 0
+    serving = world.serve(other)
+    for answer in (hangs, fine):
+        assert isinstance(await asyncio.wait_for(answer, 3.0), Committed)
+    again = await asyncio.wait_for(world.submit("gone", "other"), 3.0)
+    assert isinstance(again, Committed)
+    assert not again.replayed
+    written = [key for keys in world.keys_written(1) for key in keys]
+    assert sorted(written) == ["fine", "gone", "hangs"]
+    await ended(serving)
+
+
+async def test_what_was_in_a_transaction_without_a_commit_is_surely_not_written_at_its_deadline() -> None:
+    world = World(request_timeout_ms=200)
+    sweeping = asyncio.create_task(world.intake.sweep())
+    slot = await world.slot()
+    answer = world.submit("a")
+    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.ABORTED, "TimeoutError()"))
+    await end_of_term(world.serve(slot))
+    assert not answer.done()
+    assert kind_of(await answer) is NOT_WRITTEN
+    await ended(sweeping)
+
+
+async def test_what_is_let_go_goes_round_once_whoever_is_recovered_while_its_claim_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    slot, other = await world.slot(), await world.slot(1)
+    answers = [world.submit("hangs", "orders"), world.submit("fine", "other")]
+    await asyncio.sleep(0.01)
+    released, told = asyncio.Event(), asyncio.Event()
+    release = world.keys.release
+
+    async def late(epoch: Epoch, slot: int, term: int, ids: Sequence[bytes]) -> None:
+        await release(epoch, slot, term, ids)
+        released.set()
+        await told.wait()
+
+    monkeypatch.setattr(world.keys, "release", late)
+    stuck = TransactionFailed(Verdict.ABORTED, "NotEnoughReplicas", stuck={"orders"})
+    world.producers[0].trouble.before["write"].append(stuck)
+    failing = world.serve(slot)
+    await released.wait()
+    world.ingest.recovered()  # another slot was recovered meanwhile
+    hung = world.producers[1].trouble.hold("write")
+    serving = world.serve(other)
+    await asyncio.sleep(0.05)
+    told.set()
+    await end_of_term(failing)
+    monkeypatch.undo()
+    await world.recover(slot)
+    third = world.serve(slot)
+    await asyncio.sleep(0.1)
+    hung.set()
+    assert isinstance(await asyncio.wait_for(answers[1], 3.0), Committed)
+    assert [await ended(third), await ended(serving)] == [None, None]
+    assert [*world.keys_written(0), *world.keys_written(1)].count(["fine"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("verdict", "stuck"), [(Verdict.UNKNOWN, {"orders"}), (Verdict.FENCED, {"orders"}), (Verdict.UNKNOWN, set[str]())]
+)
+async def test_where_a_commit_may_have_been_asked_for_all_wait(verdict: Verdict, stuck: set[str]) -> None:
+    world = World()
+    slot, other = await world.slot(), await world.slot(1)
+    answers = [world.submit("a", "orders"), world.submit("b", "other")]
+    await asyncio.sleep(0.01)
+    world.producers[0].trouble.before["write"].append(TransactionFailed(verdict, "it ended", stuck=stuck))
+    await end_of_term(world.serve(slot))
+    serving = world.serve(other)
+    await asyncio.sleep(0.1)
+    assert not any(answer.done() for answer in answers)
+    assert world.producers[1].written == []
+    assert world.keys.is_claimed("b")
+    await ended(serving)
+
+
+@pytest.mark.parametrize("error", [StoreLost("another"), StoreUnanswered("no answer")])
+async def test_where_their_claims_cannot_be_given_up_all_wait(error: Exception) -> None:
+    world = World()
+    slot = await world.slot()
+    answers = [world.submit("a", "orders"), world.submit("b", "other")]
+    await asyncio.sleep(0.01)
+    stuck = TransactionFailed(Verdict.ABORTED, "NotEnoughReplicas", stuck={"orders"})
+    world.producers[0].trouble.before["write"].append(stuck)
+    world.keys.trouble.before["release"].append(error)
+    silence = world.keys.trouble.hold("release")
+    failing = world.serve(slot)
+    await asyncio.sleep(0.05)
+    world.ingest.recovered()  # another slot was recovered meanwhile: who waited for that goes round again
+    silence.set()
+    await end_of_term(failing)
+    assert not any(answer.done() for answer in answers)
+    await world.recover(slot)
+    world.ingest.recovered()
+    serving = world.serve(slot)
+    for answer in answers:
+        assert isinstance(await asyncio.wait_for(answer, 3.0), Committed)
+    await ended(serving)
+
+
+async def test_a_partition_that_lacks_replicas_is_in_no_transaction() -> None:
+    """Its markers could not be written, and the slot could begin no other."""
+    world = World()
+    slot = await world.slot()
+    serving = world.serve(slot)
+    known = await world.ask(make_event("known", partition=1))
+    world.cluster.topics["orders"] = Topic("orders", 3, {}, frozenset({1, 2}))
+    world.catalogue.doubt("orders")
+    await world.catalogue.get("orders", time.monotonic())
+    asked = [make_event("good", partition=0), make_event("short", partition=1), make_event("any")]
+    answers = [world.ask(event) for event in (*asked, make_event("known", partition=1))]
+    good, short, anywhere, again = [await answer for answer in answers]
+    assert isinstance(good, Committed)
+    assert isinstance(anywhere, Committed)
+    assert [there.partition for _, there in anywhere.places] == [0]
+    assert isinstance(short, Problem)
+    assert (short.kind, "partition 1 of orders has too few replicas" in short.detail) == (NOT_WRITTEN, True)
+    assert isinstance(known, Committed)
+    assert again == replace(known, replayed=True)
+    await until(lambda: not world.keys.is_claimed("short"))
+    assert {record.partition for records in world.producers[0].written[1:] for record in records} == {0}
+    # Nothing else is asked for: no transaction is begun for it.
+    world.producers[0].opened = None
+    assert kind_of(await world.ask(make_event("short", partition=2))) is NOT_WRITTEN
+    assert world.producers[0].opened is None
+    await ended(serving)
+
+
+@pytest.mark.parametrize("verdict", [Verdict.ABORTED, Verdict.UNKNOWN])
+async def test_the_key_of_what_was_left_out_is_free_though_the_slot_waits_for_its_recovery(verdict: Verdict) -> None:
+    """It was answered 503, and was in no transaction: sent again it is no 409 for as long as that takes."""
+    world = World()
+    slot = await world.slot()
+    answers = [world.submit("short", "other"), world.submit("hangs", "orders")]
+    await asyncio.sleep(0.01)
+    world.cluster.topics["other"] = Topic("other", 3, {}, short=frozenset({0, 1, 2}))
+    await world.catalogue.get("other", time.monotonic(), anew=True)
+    world.producers[0].trouble.before["write"].append(TransactionFailed(verdict, "TimeoutError()"))
+    await end_of_term(world.serve(slot))
+    assert kind_of(await answers[0]) is NOT_WRITTEN
+    assert not world.keys.is_claimed("short")
+    assert world.keys.is_claimed("hangs") == (verdict is Verdict.UNKNOWN)
+    answers[1].cancel()
+
+
+async def test_a_topic_that_failed_is_looked_at_before_it_is_written_again() -> None:
+    world = World()
+    slot = await world.slot()
+    await world.catalogue.get("orders", time.monotonic())
+    refused = TransactionFailed(Verdict.ABORTED, "NotEnoughReplicas", stuck={"orders"})
+    world.producers[0].trouble.before["write"].append(refused)
+    failing = world.serve(slot)
+    answer = world.ask(make_event("a", partition=1))
+    await end_of_term(failing)
+    world.cluster.topics["orders"] = Topic("orders", 3, {}, frozenset({1}))
+    await world.recover(slot)
+    world.ingest.recovered()
+    serving = world.serve(slot)
+    assert kind_of(await answer) is NOT_WRITTEN
+    assert world.producers[0].written == []
+    await ended(serving)
+
+
+async def test_an_event_in_doubt_that_was_written_is_no_replay() -> None:
+    """The recovery's replay of the ledger found it: this is the request's own first answer."""
+    world = World()
+    slot = await world.slot()
+    answer = world.submit("a")
+    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.UNKNOWN, "no answer"))
+    await end_of_term(world.serve(slot))
+    mark = world.keys.server.keys[make_event("a").id]
+    world.keys.server.keys[make_event("a").id] = Delivered(mark.at, mark.fp, "orders", 1, 44, NOW_MS)
+    await world.recover(slot)
+    world.ingest.recovered()
+    serving = world.serve(slot)
+    found = await answer
+    assert isinstance(found, Committed)
+    assert (found.places[0][1].offset, found.replayed) == (44, False)
+    assert world.keys_written() == []
+    await ended(serving)
