@@ -87,6 +87,13 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
 
 
 @pytest.fixture(scope="session")
+def older_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
+    """One that has no MSETEX, as no server has before Valkey 9.1 and Redis 8.4."""
+    with Redis(tmp_path_factory.mktemp("older-redis"), args=["--rename-command", "MSETEX", "NONE-SUCH"]) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     """Signs the certificates of the next two."""
     return Authority(tmp_path_factory.mktemp("authority") / "ca")

@@ -1,4 +1,4 @@
-"""The key stores that the suite runs on: Redis, and the fake with its own clock."""
+"""The key stores that the suite runs on: Redis, one that lacks a newer command, and the fake with its own clock."""
 
 import time
 from collections.abc import AsyncIterator, Callable
@@ -37,7 +37,10 @@ class Bench:
         return Epoch(generation, store)
 
 
-@pytest.fixture(params=["memory", "redis"])
+SERVERS = ("redis", "older_redis")
+
+
+@pytest.fixture(params=["memory", *SERVERS])
 async def bench(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[Bench]:
     if request.param == "memory":
         clock = Clock()
@@ -52,7 +55,7 @@ async def bench(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator
 
         yield Bench(fake, server.flush, clock.pass_ms, lambda: clock.now_ms, fill, hour_long)
         return
-    redis: Redis = request.getfixturevalue("redis")
+    redis: Redis = request.getfixturevalue(request.param)
     keys, hour = redis_keys(redis, namespace), redis_keys(redis, namespace, lease_ttl_ms=HOUR_MS)
     with redis.client() as client:
 

@@ -47,6 +47,14 @@ async def test_many_claims_in_one_call_keep_their_order(bench: Bench) -> None:
     ]
 
 
+async def test_an_id_that_is_asked_for_twice_in_one_call_is_new_once(bench: Bench) -> None:
+    epoch = await bench.settled()
+    asked = [(ID, FP), (OTHER, FP), (ID, FP2), (THIRD, FP)]
+    first, _, again, last = await bench.keys.claim(epoch, 0, 10, asked)
+    assert (first.outcome, again.outcome, last.outcome) == (Outcome.NEW, Outcome.IN_PROGRESS, Outcome.NEW)
+    assert (await bench.keys.find(epoch, ID)).state == again.state == first.state
+
+
 @pytest.mark.parametrize(("slot", "term"), [(0, 9), (0, 11), (1, 10), (2, 0)])
 async def test_who_is_not_in_the_slot_s_term_claims_nothing(bench: Bench, slot: int, term: int) -> None:
     epoch = await bench.settled()

@@ -14,7 +14,7 @@ from deploy.local.stack import Redis
 from service import states
 from service.keys import Epoch, RedisKeys, pack, unpack
 from service.states import Claimed, Delivered, DeliveredBatch, KeyState
-from tests.contract.conftest import LEAST_LEFT_MS, RETENTION_MS, redis_keys
+from tests.contract.conftest import LEAST_LEFT_MS, RETENTION_MS, SERVERS, redis_keys
 
 SLOT, TERM = 0, 100
 DEAD_SLOT, DEAD_TERM = 1, 50
@@ -77,8 +77,9 @@ class Bed:
         return state
 
 
-@pytest.fixture
-async def bed(redis: Redis, namespace: str) -> AsyncIterator[Bed]:
+@pytest.fixture(params=SERVERS)
+async def bed(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[Bed]:
+    redis: Redis = request.getfixturevalue(request.param)
     keys = redis_keys(redis, namespace)
     store = (await keys.who()).store
     assert await keys.recover(await keys.who(), "first")
@@ -115,6 +116,22 @@ async def test_claim(bed: Bed, fp: bytes) -> None:
         assert claim.outcome is wanted.outcome, name
         assert anytime(claim.state, now) == anytime(wanted.state, now), name
         assert anytime(bed.get(id), now) == anytime(wanted.state, now), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_claims_by_the_hundred(bed: Bed, name: str) -> None:
+    """What is new is written many at a time where none of them is there; each is as if it were alone."""
+    now = bed.now_ms()
+    before: list[KeyState] = [None] * 250
+    before[99] = before[240] = present(now)[name]
+    for id, state in zip(ids(250), before, strict=True):
+        bed.put(id, state)
+    claims = await bed.keys.claim(bed.epoch, SLOT, TERM, [(id, FP) for id in ids(250)])
+    wanted = [states.claim(s, Claimed(SLOT, TERM, now, FP), freed, RETENTION_MS, LEAST_LEFT_MS) for s in before]
+    assert [claim.outcome for claim in claims] == [each.outcome for each in wanted]
+    states_wanted = [anytime(each.state, now) for each in wanted]
+    assert [anytime(claim.state, now) for claim in claims] == states_wanted
+    assert [anytime(bed.get(id), now) for id in ids(250)] == states_wanted
 
 
 @pytest.mark.parametrize("first", NAMES)
@@ -170,6 +187,21 @@ async def test_replay(bed: Bed, age_ms: int, batch: bool) -> None:
     assert dict(zip(before, [bed.get(id) for id in ids(len(before))], strict=True)) == dict(
         zip(before, wanted, strict=True)
     )
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_replay_by_the_hundred(bed: Bed, name: str) -> None:
+    """Entries of one time are written many at a time where none of them is there; each is as if it were alone."""
+    now = bed.now_ms()
+    ages_ms = [500] * 120 + [1_500] * 30 + [RETENTION_MS + 1] * 5 + [500] * 40 + [700, 900, 700] * 15 + [500] * 10
+    rows = [(id, Delivered(now - ms, FP2, "o", 0, ms, now)) for id, ms in zip(ids(250), ages_ms, strict=True)]
+    before: list[KeyState] = [None] * 250
+    before[99] = before[140] = before[152] = before[249] = present(now)[name]
+    for id, state in zip(ids(250), before, strict=True):
+        bed.put(id, state)
+    await bed.keys.replay(bed.epoch, rows)
+    wanted = [states.replay(state, entry, now, RETENTION_MS) for state, (_, entry) in zip(before, rows, strict=True)]
+    assert [bed.get(id) for id in ids(250)] == wanted
 
 
 @pytest.mark.parametrize("name", NAMES)
