@@ -11,7 +11,7 @@ from xdist.remote import Producer  # type: ignore[import-untyped]
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 from xdist.workermanage import WorkerController  # type: ignore[import-untyped]
 
-from deploy.local import java
+from deploy.local import java, jvm
 from deploy.local.stack import Kafka, Redis
 from tests.secured import Authority, SecuredKafka, SecuredRedis
 
@@ -31,12 +31,16 @@ class MakeTopic(Protocol):
 
 
 def pytest_configure() -> None:
-    """No setting of the caller's may change a test, and Spark shall run on the Java that the stack runs on."""
+    """No setting of the caller's may change a test, and Spark shall run on the Java that the stack runs on.
+
+    Brokers are run as they start quickest: there are dozens of them.
+    """
     for name in list(os.environ):
         if name.startswith("FENCEPOST_") and name not in _KEPT:
             del os.environ[name]
     if home := java.find():
         os.environ["JAVA_HOME"] = str(home)
+    Kafka.java_options = jvm.BRIEF
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,7 +10,7 @@ from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from deploy.local import jars, java, places
+from deploy.local import jars, java, jvm, places
 from deploy.local.console import StackError
 from deploy.local.ports import free_port
 from deploy.local.process import Process
@@ -18,9 +18,6 @@ from deploy.local.process import Process
 _START_S = 120.0  # 3 s on an idle machine, 20 s on a very busy one
 _ANSWER_S = 10.0
 _LOGGING = Path(__file__).with_name("kafka-log4j2.properties")
-
-# The heap is small, the just-in-time compiler is not limited: benchmarks run against this broker too.
-_JVM = ("-Xms256m", "-Xmx512m", "-XX:+UseG1GC", "-XX:MaxGCPauseMillis=20", "-Djava.awt.headless=true")
 
 # What differs from Kafka's defaults, for one node on one machine.
 _SETTINGS = {
@@ -52,6 +49,8 @@ class Listener(NamedTuple):
 
 class Kafka(Process):
     """One broker with its data in `folder`; it keeps folder and port over stops, kills and new starts."""
+
+    java_options: Sequence[str] = jvm.LASTING
 
     def __init__(
         self,
@@ -110,7 +109,7 @@ class Kafka(Process):
         self._properties.write_text("".join(f"{name}={value}\n" for name, value in self._configuration().items()))
         if not (self._data / "meta.properties").exists():
             self._format()
-        self._run("kafka.Kafka", self._properties)
+        self._run(self.java_options, "kafka.Kafka", self._properties)
 
     def wait_ready(self) -> None:
         """Return when the broker answers.
@@ -182,14 +181,16 @@ class Kafka(Process):
 
     def _format(self) -> None:
         # "=": an id that begins with "-" would be taken for an option.
-        self._run("kafka.tools.StorageTool", "format", f"--cluster-id={self.cluster_id}", "-c", self._properties)
+        tool = ("kafka.tools.StorageTool", "format", f"--cluster-id={self.cluster_id}", "-c", self._properties)
+        self._run(jvm.BRIEF, *tool)
         if self.wait(_START_S) != 0:
             raise StackError(f"the storage of {self.name} could not be formatted\n{self.tail()}")
 
-    def _run(self, main_class: str, *arguments: str | Path) -> None:
+    def _run(self, options: Sequence[str], main_class: str, *arguments: str | Path) -> None:
         logging = f"-Dlog4j2.configurationFile={_LOGGING.as_uri()}"
-        jvm: list[str | Path] = [java.home() / "bin" / "java", *_JVM, logging, "-cp", jars.classpath("kafka")]
-        self.spawn([*jvm, main_class, *arguments], env={**places.hermetic_environment(), **java.environment()})
+        program: list[str | Path] = [java.home() / "bin" / "java", *options, *jvm.archived(), logging]
+        program += ["-cp", jars.classpath("kafka")]
+        self.spawn([*program, main_class, *arguments], env={**places.hermetic_environment(), **java.environment()})
 
     def _answers(self, admin: AdminClient) -> bool:
         """Whether this very broker answers: were the port another's after all, its cluster id would tell."""

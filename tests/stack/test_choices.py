@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local import java, places
+from deploy.local import java, jvm, places
 from deploy.local.redis import find_server
 from deploy.local.stack import StackError, free_port, port_or_free
 from deploy.local.up import callers_settings
@@ -106,3 +106,12 @@ def test_up_takes_the_callers_settings_but_no_address_and_no_password() -> None:
         "another's",
     )
     assert callers_settings({**ours, "FENCEPOST_SLOTS": "2", "HOME": "/"}) == {"FENCEPOST_SLOTS": "2"}
+
+
+def test_recorded_classes_are_those_of_one_java_and_its_jars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FENCEPOST_CACHE", str(tmp_path))
+    assert jvm.archived() == []
+    jvm.archive().touch()
+    assert jvm.archived() == [f"-XX:SharedArchiveFile={jvm.archive()}", "-Xshare:auto"]
+    monkeypatch.setattr(java, "home", lambda: _java(tmp_path / "another", "21"))
+    assert jvm.archived() == []

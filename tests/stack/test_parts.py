@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.local import jvm
 from deploy.local.stack import Kafka, Redis, StackError
 from tests.conftest import MakeTopic
 
@@ -13,6 +14,13 @@ def test_kafka_answers_and_makes_topics(kafka: Kafka, make_topic: MakeTopic) -> 
     assert name in kafka.topics()
     with pytest.raises(StackError, match="already exists"):
         kafka.create_topic(name)
+
+
+def test_a_broker_takes_its_classes_from_where_they_were_recorded(kafka: Kafka) -> None:
+    kept = jvm.archive()
+    if not kept.exists():
+        pytest.skip("python -m deploy.local.record_classes was not run here; ./tests/run does")
+    assert str(kept.resolve()) in Path(f"/proc/{kafka.pid}/maps").read_text()
 
 
 def test_redis_keeps_nothing_over_a_restart_but_tells_a_new_run_id(own_redis: Redis) -> None:
