@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from service.api import routes
 from service.callers import Callers
 from service.control import Control
-from service.errors import KafkaAway, StoreAway, StoreUnanswered
+from service.errors import KafkaAway, KafkaRefuses, StoreAway, StoreUnanswered
 from service.events_endpoint import EventsEndpoint
 from service.http_posts import Handler
 from service.ingest import Ingest
@@ -153,8 +153,8 @@ class Service:
                 await self.topics.ensure()
                 await self.keys.check()
                 break
-            except SettingsError as error:
-                self._give_up(error)
+            except (SettingsError, KafkaRefuses) as error:
+                self._give_up(SettingsError(str(error)))
                 return
             except (KafkaAway, StoreAway, StoreUnanswered, TimeoutError) as error:
                 trouble.goes_on(error)

@@ -96,5 +96,9 @@ class KafkaAway(Exception):
     """Kafka did not answer in time, or refused for a reason that passes; what was asked for may be tried again."""
 
 
+class KafkaRefuses(KafkaAway):
+    """Kafka does not take the user, the password or the mechanism; the text says what to set."""
+
+
 class KafkaForbids(KafkaAway):
     """Kafka has not given the service leave for what it asked: somebody has to, before another try may help."""

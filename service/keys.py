@@ -13,7 +13,14 @@ from typing import Any, Final, Protocol
 from redis.asyncio import Connection, ConnectionPool, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import BusyLoadingError, NoScriptError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    NoScriptError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
 
 from service.errors import Fenced, StoreAway, StoreLost, StoreUnanswered
 from service.redis_server import SECTIONS, refusals
@@ -164,7 +171,12 @@ class RedisKeys:
         """Refuse a server that cannot keep the promise: SettingsError, a line for each thing to change."""
         try:
             info = await self._info(*SECTIONS)
-        except StoreAway as error:
+        except (StoreAway, StoreUnanswered) as error:
+            if isinstance(error.__cause__, AuthenticationError):  # NOAUTH, whose text tells of commands, or WRONGPASS
+                raise SettingsError(
+                    f"{PREFIX}REDIS has not the user and password that the server asks for: "
+                    "set redis://user:password@host:port/db, without `user` where it has but a password"
+                ) from None
             if any(words in str(error) for words in _NO_DATABASE):
                 raise SettingsError(f"{PREFIX}REDIS names a database that this server does not have: set /0") from None
             raise

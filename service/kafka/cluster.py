@@ -16,7 +16,7 @@ from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
 from aiokafka.record.default_records import DefaultRecordBatch
 
-from service.errors import KafkaAway, KafkaForbids
+from service.errors import KafkaAway, KafkaForbids, KafkaRefuses
 from service.kafka.deadline import shared, within
 from service.shared import PREFIX
 from service.telemetry import Telemetry
@@ -78,6 +78,10 @@ AGAIN: Final = (
     errors.NodeNotReadyError,
     errors.KafkaConnectionError,
 )
+
+
+# Answers to who logs in that no other try changes.
+REFUSED: Final = (errors.SaslAuthenticationFailed, errors.UnsupportedSaslMechanismError)
 
 
 async def any_node(client: AIOKafkaClient, but_not: Collection[int] = ()) -> int:
@@ -324,8 +328,10 @@ class Cluster:
                 except errors.KafkaConnectionError as error:
                     await client.close()
                     host, _, port = self.bootstrap.split(",")[0].strip().rpartition(":")
-                    why_not = await self.why_not(host.strip("[]"), int(port))
-                    raise errors.KafkaConnectionError(why_not or "it came and went") from error
+                    refusal = await self._refusal(host.strip("[]"), int(port))
+                    if isinstance(refusal, REFUSED):
+                        raise refusal from error
+                    raise errors.KafkaConnectionError(_text(refusal) or "it came and went") from error
                 except BaseException:
                     await client.close()
                     raise
@@ -333,16 +339,20 @@ class Cluster:
             return self._client
 
     async def why_not(self, host: str, port: int) -> str:
-        """Why no connection to an address comes about, or "". aiokafka's `bootstrap` does not tell.
+        """Why no connection to an address comes about, or ""."""
+        return _text(await self._refusal(host, port))
+
+    async def _refusal(self, host: str, port: int) -> Exception | None:
+        """What keeps a connection to an address from coming about. aiokafka's `bootstrap` does not tell.
 
         A refused password, or a certificate for another name, must be named.
         """
         try:
             connection = await create_conn(host, port, request_timeout_ms=self.request_timeout_ms, **self._security)
         except (errors.KafkaError, OSError, TimeoutError) as error:
-            return str(error) or type(error).__name__
+            return error
         connection.close()
-        return ""
+        return None
 
     async def _ask(
         self, request: Any, node: int | None = None, *, but_not: Collection[int] = (), share_s: float | None = None
@@ -372,6 +382,12 @@ class Cluster:
         except (errors.KafkaError, OSError, TimeoutError) as error:
             failed = error
         await self._leave()  # and bootstrap again next time: the brokers may all have moved
+        if isinstance(failed, REFUSED):
+            self.count_failure("metadata")
+            raise KafkaRefuses(
+                f"{PREFIX}KAFKA_SASL_USERNAME, {PREFIX}KAFKA_SASL_PASSWORD or {PREFIX}KAFKA_SASL_MECHANISM is wrong "
+                f"(Kafka at {self.bootstrap}: {failed!r}): set what its brokers let in"
+            ) from failed
         raise self.failed("metadata", f"Kafka at {self.bootstrap} does not answer: {failed!r}") from failed
 
     async def _ask_controller(self, request: Any) -> Any:
@@ -388,6 +404,11 @@ class Cluster:
                     await asyncio.sleep(RETRY_PAUSE_S)
         except (errors.KafkaError, OSError, TimeoutError, AttributeError) as error:
             raise self.failed("admin", f"Kafka at {self.bootstrap} does not answer: {error!r}") from error
+
+
+def _text(error: Exception | None) -> str:
+    """What an error says, its name where it says nothing, "" where there is none."""
+    return "" if error is None else str(error) or type(error).__name__
 
 
 def _short(replicas: Mapping[int, tuple[int, int]], settings: Mapping[str, str]) -> frozenset[int]:

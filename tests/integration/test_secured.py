@@ -14,7 +14,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
     ResourceType,
 )
 
-from deploy.local.stack import Redis, Service
+from deploy.local.stack import Kafka, Redis, Service, StackError
 from service.errors import FORBIDDEN_TOPIC, KafkaAway, StoreAway
 from service.kafka.cluster import Cluster
 from service.kafka.life import Record
@@ -175,6 +175,17 @@ async def test_a_topic_that_the_service_may_not_see_any_more_is_forbidden_and_no
     assert [refusal.kind for refusal in refusals if isinstance(refusal, Refusal)] == [FORBIDDEN_TOPIC] * 2
 
 
+class LockedRedis(Redis):
+    """A server that asks for a password."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, args=["--requirepass", "sesame"])
+
+    @property
+    def url(self) -> str:
+        return super().url.replace("//", "//:sesame@")
+
+
 def keys_of(settings: Settings) -> RedisKeys:
     return RedisKeys(
         settings.redis,
@@ -231,17 +242,45 @@ def test_who_may_do_what_the_readme_lists_is_denied_nothing(
     assert denials == []
 
 
-def test_a_service_that_is_not_let_in_keeps_trying_and_says_why_without_the_password(
-    tmp_path: Path, secured_kafka: SecuredKafka, secured_redis: SecuredRedis
-) -> None:
-    environment = {**secured_kafka.environment(password="hush-hush"), **secured_redis.environment()}
-    service = Service(tmp_path, kafka="", redis="", env=environment)
+def ended(folder: Path, kafka: str, redis: str, environment: dict[str, str]) -> list[str]:
+    """The last lines of a service that ends at its start, because a setting is wrong."""
+    service = Service(folder, kafka=kafka, redis=redis, env=environment)
     service.start(wait_ready=False)
     try:
-        service.wait_until(lambda: "Authentication failed" in service.log.read_text(), 20.0)
-        assert service.running
-        assert not service.ready()
+        with pytest.raises(StackError, match="ended with code 2"):
+            service.wait_until(lambda: False, 20.0)
     finally:
         service.stop()
-    assert "hush-hush" not in service.log.read_text()
-    assert "Traceback" not in service.log.read_text()
+    text = service.log.read_text()
+    assert "hush-hush" not in text
+    assert "Traceback" not in text
+    return [line for line in text.splitlines() if line.startswith("FENCEPOST_")]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "why"),
+    [
+        ("PASSWORD", "hush-hush", "Authentication failed"),
+        ("USERNAME", "nobody", "Authentication failed"),
+        ("MECHANISM", "SCRAM-SHA-256", "UnsupportedSaslMechanismError"),
+    ],
+)
+def test_a_service_that_kafka_does_not_let_in_ends_and_says_why_without_the_password(
+    tmp_path: Path, secured_kafka: SecuredKafka, secured_redis: SecuredRedis, name: str, wrong: str, why: str
+) -> None:
+    environment = {**secured_kafka.environment(), **secured_redis.environment()}
+    (line,) = ended(tmp_path, "", "", environment | {f"FENCEPOST_KAFKA_SASL_{name}": wrong})
+    assert f"FENCEPOST_KAFKA_SASL_{name}" in line
+    assert why in line
+
+
+@pytest.mark.parametrize("login", [":hush-hush@", "nobody:hush-hush@", ""])
+def test_a_service_that_redis_does_not_let_in_ends_and_says_why_without_the_password(
+    tmp_path: Path, kafka: Kafka, namespace: str, login: str
+) -> None:
+    own = {"FENCEPOST_NAMESPACE": namespace, "FENCEPOST_SLOTS": "1", "FENCEPOST_SLOTS_MAX": "1"}
+    with LockedRedis(tmp_path / "redis") as redis:
+        (line,) = ended(tmp_path, kafka.bootstrap, f"redis://{login}127.0.0.1:{redis.port}/0", own)
+        assert line.startswith("FENCEPOST_REDIS has not the user and password that the server asks for: set redis://")
+        with Service(tmp_path, kafka=kafka.bootstrap, redis=redis.url, env=own) as service:
+            assert service.ready()

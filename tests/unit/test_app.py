@@ -1,5 +1,6 @@
 """The parts of one process together: what their coming up meets."""
 
+import asyncio
 import gc
 from collections.abc import Iterator
 from unittest.mock import AsyncMock
@@ -9,7 +10,7 @@ from structlog.testing import capture_logs
 
 import service.app
 from service.app import Service
-from service.errors import KafkaAway
+from service.errors import KafkaAway, KafkaRefuses
 from service.schemas import Schemas
 from service.settings import Settings
 from service.shared import Rules, SettingsError
@@ -41,3 +42,16 @@ async def test_what_nobody_foresaw_does_not_end_the_start_in_silence(monkeypatch
         assert given_up == []
     finally:
         await whole.stop()
+
+
+async def test_a_login_that_kafka_refuses_ends_the_start() -> None:
+    given_up: list[SettingsError] = []
+    rules = Rules()
+    whole = Service(Settings(), rules, Schemas(rules), Telemetry(), given_up.append)
+    whole.topics.ensure = AsyncMock(side_effect=KafkaRefuses("set the password"))  # type: ignore[method-assign]
+    try:
+        async with asyncio.timeout(5.0):
+            await whole._bring_up()
+    finally:
+        await whole.stop()
+    assert [str(error) for error in given_up] == ["set the password"]
