@@ -145,6 +145,8 @@ def decode(decoder: Callable[[bytes], T], body: bytes | msgspec.Raw) -> T:
         raise Problem(INVALID_EVENT, _explain(error)) from None
     except msgspec.DecodeError as error:
         raise not_json(str(error)) from None
+    except UnicodeDecodeError:  # which msgspec does not take for an error of its own
+        raise not_json("is not UTF-8") from None
     except RecursionError:  # deeper by far than is taken
         raise not_json(TOO_DEEP) from None
 

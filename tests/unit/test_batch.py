@@ -224,10 +224,12 @@ async def test_a_batch_may_take_longer_than_a_request(monkeypatch: pytest.Monkey
 async def test_a_line_that_is_no_json_fails_alone() -> None:
     world = World()
     serving = world.serve(await world.slot())
-    lines = parse_lines(b'{"topic":"orders","value":1,"idempotency_key":"a"}\r\n\n  \n{"topic":\n{"a":NaN}\n7')
+    lines = parse_lines(
+        b'{"topic":"orders","value":1,"idempotency_key":"a"}\r\n\n  \n{"topic":\n{"a":NaN}\n7\n{"key":"\xff"}'
+    )
     told = write_each(world.intake, lines, line_of, asyncio.get_running_loop().time())
     answers = [answer async for some in told for answer in some]
-    assert [kind_of(answer) for answer in answers] == [None, INVALID_JSON, INVALID_JSON, INVALID_EVENT]
+    assert [kind_of(answer) for answer in answers] == [None, INVALID_JSON, INVALID_JSON, INVALID_EVENT, INVALID_JSON]
     await ended(serving)
 
 
