@@ -39,7 +39,10 @@ ENTRY_BYTES: Final = 180
 
 _KEY: Final = re.compile(r"[\x20-\x7e]{1,255}")
 _QUOTED: Final = re.compile(r'"((?:[\x20-\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')
-_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{1,200})?")
+# Of its versions 00 ends with the flags, and ff is none; an id of zeros is none either.
+_TRACEPARENT: Final = re.compile(
+    r"(?!ff|00-.{52}-|...0{32}|.{36}0{16})[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{1,200})?"
+)
 
 
 class EventBody(msgspec.Struct, forbid_unknown_fields=True):

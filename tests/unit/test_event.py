@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 
 from service import batch, cloudevents, strict_json
 from service.errors import Problem
-from service.event import Event, EventBody, check_key, check_topic, make_event, parse_event, parse_key, partition_of
+from service.event import (
+    Event,
+    EventBody,
+    check_key,
+    check_topic,
+    make_event,
+    parse_event,
+    parse_key,
+    parse_traceparent,
+    partition_of,
+)
 from service.group import records_of
 from service.kafka.cluster import Topic
 from service.kafka.partitioner import partition_of_key
@@ -194,6 +204,32 @@ def test_what_is_no_json(text: str) -> None:
 )
 def test_what_is_no_body(body: bytes) -> None:
     assert refused(body) == ("invalid-json", "body")
+
+
+# What the headers of a trace's context are (W3C Trace Context, section 3.2).
+TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
+
+
+@pytest.mark.parametrize("raw", [TRACE, f"01-{TRACE[3:]}-more", f"cc-{TRACE[3:]}"])
+def test_a_trace_is_passed_on(raw: str) -> None:
+    assert parse_traceparent(raw) == raw.encode()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        "",
+        TRACE.upper(),
+        TRACE[:-1],
+        f"{TRACE}-more",
+        f"ff-{TRACE[3:]}",
+        TRACE.replace("a", "0"),
+        TRACE.replace("b", "0"),
+        f"{TRACE}, {TRACE}",
+    ],
+)
+def test_a_trace_that_is_none_is_dropped(raw: str) -> None:
+    assert parse_traceparent(raw) is None
 
 
 json_values = st.recursive(
