@@ -228,7 +228,7 @@ class PostsProtocol(GuardedProtocol):
             self.pipeline.appendleft((post, self.app))  # type: ignore[arg-type]
         if self.expect_100_continue:
             post.foresee(self.body_bytes_max, asks=True)
-            self.expect_100_continue = not post.whole
+            self.expect_100_continue = chunked and not post.whole  # to HTTP/1.0 it means nothing (section 10.1.1)
             if post.started:
                 self.go_ahead()
 

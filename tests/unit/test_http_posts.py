@@ -383,6 +383,14 @@ async def test_who_asks_first_is_told_to_go_ahead(caller: Caller) -> None:
     assert (await caller.hear())[2] == b"body"
 
 
+async def test_http_1_0_knows_of_no_going_ahead(caller: Caller) -> None:
+    """RFC 9110, section 10.1.1: such a client would take it for the answer."""
+    whole = post(b"/now", b"body", b"expect: 100-continue", version=b"1.0")
+    await caller.say(whole[:-4], whole[-4:])
+    status, _, body = await caller.hear()
+    assert (status, body) == (201, b"body")
+
+
 async def test_the_last_request_of_a_connection(server: uvicorn.Server, caller: Caller) -> None:
     await caller.say(post(b"/now", b"1", b"connection: close"))
     status, headers, _ = await caller.hear()
