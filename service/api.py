@@ -24,6 +24,7 @@ from service.errors import (
 )
 from service.errors import of_status as problem_of_status
 from service.event import check_key
+from service.headers import OF_THE_MESSAGE, check_message, pick
 from service.keys import Found, RedisKeys
 from service.openapi import SECURITY, with_posts
 from service.pool import Pool
@@ -62,6 +63,7 @@ def routes(app: FastAPI, service: Callable[[], Parts], callers: Callers) -> None
     """Add the routes to the app; `callers` see their own keys only."""
     app.router.redirect_slashes = False  # `/events` and `/events/` are two things
     app.add_middleware(HeadAsGet)
+    app.add_middleware(Checked)
     for path in POSTS:
         app.add_route(path, _taken_below, methods=["POST"], include_in_schema=False)
 
@@ -74,9 +76,10 @@ def routes(app: FastAPI, service: Callable[[], Parts], callers: Callers) -> None
     async def get_event(
         key: str,
         # OpenAPI has it as a security scheme, and ignores it as a parameter.
-        authorization: Annotated[str | None, Header(include_in_schema=False)] = None,
+        authorization: Annotated[list[str] | None, Header(include_in_schema=False)] = None,
     ) -> dict[str, Any]:
-        id = event_id(check_key(key, "key"), callers.of(authorization).scope)
+        caller = callers.of(None if authorization is None else ", ".join(authorization))
+        id = event_id(check_key(key, "key"), caller.scope)
         parts = service()
         if parts.store.epoch is None:
             raise Problem(INCOMPLETE, f"the key store is not complete: {parts.store.status}")
@@ -143,6 +146,23 @@ class HeadAsGet:
         if scope["type"] == "http" and scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
         await self._app(scope, receive, send)
+
+
+class Checked:
+    """Refuses heads as they are refused with the POSTs, which are taken below."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http":
+            lines = [line for line in scope["headers"] if line[0] in OF_THE_MESSAGE]
+            try:
+                check_message(pick(lines), host_needed=scope["http_version"] != "1.0")
+            except Problem as problem:
+                app = _response(problem)
+        await app(scope, receive, send)
 
 
 async def _taken_below(request: Request) -> Response:

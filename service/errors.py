@@ -36,6 +36,7 @@ SCHEMA_MISMATCH: Final = Kind(422, "schema-mismatch", "The value is not what the
 RATE_LIMITED: Final = Kind(429, "rate-limited", "The caller sends more than it may", retry_after_s=1)
 HEAD_TOO_LARGE: Final = Kind(431, "head-too-large", "The request's line and headers are too large")
 INTERNAL: Final = Kind(500, "internal", "Something went wrong inside Fencepost")
+UNSUPPORTED_CODING: Final = Kind(501, "unsupported-coding", "The transfer coding is not supported")
 NOT_WRITTEN: Final = Kind(503, "not-written", "This request has surely written nothing", retry_after_s=1)
 INCOMPLETE: Final = Kind(503, "store-incomplete", "The keys are not all known at this time", retry_after_s=1)
 OUTCOME_UNKNOWN: Final = Kind(

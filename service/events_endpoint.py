@@ -28,7 +28,7 @@ from service.errors import (
     Problem,
 )
 from service.event import Event, parse_event, parse_key, parse_traceparent
-from service.headers import JSON, Found, essence, is_coded, media_type, pick, unsupported
+from service.headers import JSON, Found, check_message, essence, is_coded, media_type, pick, unsupported
 from service.http_posts import Handler, Post
 from service.intake import Intake
 from service.prefer import Preference, parse_prefer
@@ -81,6 +81,8 @@ class EventsEndpoint:
         try:
             self._check_address(post.client)
             found = pick(post.headers)
+            if b"host" not in found or b"transfer-encoding" in found:
+                check_message(found, host_needed=post.chunked)  # HTTP/1.0 has neither
             caller = self._callers.of(found.get(b"authorization"))
             if post.crowded:
                 raise Problem(NOT_WRITTEN, "body: too many large ones are under way: send it again a little later")

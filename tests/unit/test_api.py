@@ -66,6 +66,65 @@ async def test_another_method_is_told_which_ones_there_are(
     assert response.json()["detail"] == f"{method}: use {allowed}"
 
 
+async def said(http: httpx.AsyncClient, request: bytes) -> list[httpx.Response]:
+    """What is answered on one connection, whose last request ends it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", http.base_url.port)
+    writer.write(request)
+    answers: list[httpx.Response] = []
+    async with asyncio.timeout(5.0):
+        while not answers or answers[-1].headers.get("connection") != "close":
+            first, *lines = (await reader.readuntil(b"\r\n\r\n")).strip().splitlines()
+            headers = dict(line.split(b": ", 1) for line in lines)
+            body = await reader.readexactly(int(headers[b"content-length"]))
+            answers.append(httpx.Response(int(first.split()[1]), headers=[*headers.items()], content=body))
+    writer.close()
+    return answers
+
+
+POSTED = b"POST %b HTTP/1.1\r\n%bcontent-length: 2\r\n\r\n{}"
+LAST = b"GET /livez HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize("hosts", [b"", b"host: x\r\nhost: y\r\n", b"Host: x\r\nhOST: x\r\n"])
+async def test_a_request_names_its_host_once(http: httpx.AsyncClient, hosts: bytes) -> None:
+    """RFC 9112, section 3.2."""
+    wrong = [POSTED % (path, hosts) for path in (b"/events", b"/events/batch", b"/livez")]
+    wrong += [b"GET %b HTTP/1.1\r\n%b\r\n" % (path, hosts) for path in (b"/livez", b"/events/k", b"/nowhere")]
+    *answers, last = await said(http, b"".join(wrong) + LAST)
+    assert last.status_code == 200
+    assert len(answers) == len(wrong)
+    for answer in answers:
+        assert_problem(answer, 400, "invalid-http")
+        assert answer.json()["detail"].startswith("Host: ")
+
+
+async def test_http_1_0_names_its_host_at_most_once(http: httpx.AsyncClient) -> None:
+    old = b"GET /livez HTTP/1.0\r\n%b\r\n"
+    assert [answer.status_code for answer in await said(http, old % b"")] == [200]
+    assert [answer.status_code for answer in await said(http, old % b"host: x\r\nhost: x\r\n")] == [400]
+    (answer,) = await said(http, b"POST /events HTTP/1.0\r\ncontent-length: 2\r\n\r\n{}")
+    assert_problem(answer, 415, "unsupported-media-type")
+
+
+CODED = b"POST %b HTTP/1.1\r\nhost: x\r\ntransfer-encoding: %b\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize("codings", [b"gzip, chunked", b"identity,chunked", b"gzip\r\ntransfer-encoding: chunked"])
+async def test_a_body_in_a_form_that_is_not_known_is_refused(http: httpx.AsyncClient, codings: bytes) -> None:
+    """RFC 9112, section 6.1: the parser sees where it ends, and not what it is."""
+    paths = (b"/events", b"/events/batch", b"/livez")
+    *answers, last = await said(http, b"".join(CODED % (path, codings) for path in paths) + LAST)
+    assert last.status_code == 200
+    assert len(answers) == len(paths)
+    for answer in answers:
+        assert_problem(answer, 501, "unsupported-coding")
+
+
+async def test_the_name_of_a_coding_is_the_same_in_any_case(http: httpx.AsyncClient) -> None:
+    answer, _ = await said(http, CODED % (b"/events", b"\tCHUNKED ") + LAST)
+    assert_problem(answer, 415, "unsupported-media-type")
+
+
 async def test_head_is_get_without_a_body(http: httpx.AsyncClient) -> None:
     """On one connection: a body that was sent after all would be taken for the next answer."""
     for path in [*PROBES, "/events", "/events/", "/nowhere", "/openapi.json"]:

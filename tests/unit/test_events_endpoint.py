@@ -94,9 +94,11 @@ def test_headers_that_matter() -> None:
     found = pick(
         [(b"host", b"x"), (b"idempotency-key", b"\xe4"), (b"content-type", b"a"), (b"x-idempotency-key", b"b")]
     )
-    assert found == {b"idempotency-key": "ä", b"content-type": "a"}
+    assert found == {b"host": "x", b"idempotency-key": "ä", b"content-type": "a"}
     with pytest.raises(Problem, match="once"):
         pick([(b"idempotency-key", b"a"), (b"idempotency-key", b"a")])
+    with pytest.raises(Problem, match="Host: send it once"):
+        pick([(b"host", b"a"), (b"x", b"b"), (b"host", b"a")])
 
 
 def test_answers_are_json() -> None:
@@ -146,6 +148,7 @@ class Told:
     """A POST with its answer, in the place of one on a connection."""
 
     crowded = False
+    chunked = True
 
     def __init__(self, body: bytes, headers: dict[str, str]) -> None:
         self.headers = [(name.lower().encode(), text.encode("latin-1")) for name, text in headers.items()]
@@ -182,7 +185,8 @@ class Commits:
 
 def posted(path: str, body: bytes, **headers: str) -> tuple[Told, list[Event]]:
     """The answer to a POST, and the events that it wrote; `_` in a header's name is `-`."""
-    intake, told = Commits(), Told(body, {name.replace("_", "-"): text for name, text in headers.items()})
+    intake = Commits()
+    told = Told(body, {"host": "x", **{name.replace("_", "-"): text for name, text in headers.items()}})
     endpoint = EventsEndpoint(lambda: cast(Intake, intake), Settings(), Callers([]), Telemetry())
     endpoint.routes[path.encode()](cast(Post, told))
     return told, intake.events
@@ -265,6 +269,7 @@ def test_another_media_type_is_no_matter_of_its_coding() -> None:
     assert b"accept-encoding" not in told.lines
 
 
-def test_codings_on_several_lines_are_one_list() -> None:
-    headers = [(b"content-encoding", b"gzip"), (b"content-encoding", b"identity")]
-    assert pick(headers) == {b"content-encoding": "gzip, identity"}
+@pytest.mark.parametrize("name", [b"content-encoding", b"content-type", b"authorization", b"traceparent", b"prefer"])
+def test_several_lines_are_one_list(name: bytes) -> None:
+    """RFC 9110, section 5.2: the last of two tokens, or of two types, must not be believed by itself."""
+    assert pick([(name, b"one"), (name, b"another")]) == {name: "one, another"}
