@@ -26,10 +26,10 @@ from service.errors import of_status as problem_of_status
 from service.event import check_key
 from service.headers import OF_THE_MESSAGE, check_message, pick
 from service.keys import Found, RedisKeys
-from service.openapi import SECURITY, with_posts
+from service.openapi import PROBLEM_CONTENT, SECURITY, with_posts
 from service.pool import Pool
 from service.recovery import Store
-from service.rendering import PROBLEM_TYPE, render_problem
+from service.rendering import render_problem
 from service.states import Claimed, Delivered, DeliveredBatch
 from service.telemetry import Telemetry
 from service.wire import event_id
@@ -205,5 +205,5 @@ def _response(problem: Problem) -> Response:
 
 def _problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """What OpenAPI tells of a route's problems: its own, and that any other answer is one too."""
-    told = {"description": "application/problem+json", "content": {PROBLEM_TYPE.decode(): {}}}
+    told = {"description": "application/problem+json", "content": PROBLEM_CONTENT}
     return dict.fromkeys([*statuses, "default"], told)

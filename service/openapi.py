@@ -6,7 +6,7 @@ import msgspec
 
 from service import cloudevents
 from service.batch import LINES, MemberBody
-from service.errors import KINDS
+from service.errors import KINDS, Kind
 from service.event import BATCH_EVENTS_MAX, EventBody
 from service.rendering import PROBLEM_TYPE
 
@@ -25,7 +25,26 @@ _KEY: Final = {
     "in": "header",
     "schema": {"type": "string", "minLength": 1, "maxLength": 255},
 }
-
+# By their names, what headers of answers say.
+_HEADERS: Final = {
+    "Location": "Where the state of the key is told",
+    "Idempotency-Key": "The key",
+    "Idempotency-Key-Expires": "Until when it is remembered (IMF-fixdate)",
+    "Idempotent-Replayed": "true where it was committed before, else absent",
+    "Preference-Applied": "What of Prefer was done, if something was",
+    "Retry-After": "After how many seconds to send it again",
+}
+_COMMITTED: Final = ("Location", "Idempotency-Key", "Idempotency-Key-Expires", "Idempotent-Replayed")
+_PROBLEM: Final[dict[str, Any]] = {
+    "type": "object",
+    "description": "RFC 9457; `code` is what programs compare",
+    "required": ["type", "title", "status", "detail", "code"],
+    "properties": {
+        "status": {"type": "integer"},
+        **{name: {"type": "string"} for name in ("type", "title", "detail", "code")},
+    },
+}
+PROBLEM_CONTENT: Final[dict[str, Any]] = {PROBLEM_TYPE.decode(): {"schema": {"$ref": _REF.format(name="Problem")}}}
 
 _MODES: Final = (
     "A body of `application/json` is one event in Fencepost's own form.\n\n"
@@ -51,7 +70,7 @@ def with_posts(document: dict[str, Any]) -> dict[str, Any]:
         [EventBody, MemberBody, cloudevents.CloudEvent], ref_template=_REF
     )
     told = document.setdefault("components", {})
-    told.setdefault("schemas", {}).update(components)
+    told.setdefault("schemas", {}).update(components, Problem=_PROBLEM)
     told["securitySchemes"] = {"bearer": _BEARER}
     paths = document["paths"]
     paths.setdefault("/events", {})["post"] = _post_event(event, cloud)
@@ -85,8 +104,14 @@ def _post_event(event: dict[str, Any], cloud: dict[str, Any]) -> dict[str, Any]:
             },
         },
         "responses": {
-            "201": _json("Committed; with Idempotent-Replayed: true where it was before", _object(_PLACE)),
-            "202": _json("The key is claimed; its Location tells the outcome", _object(accepted)),
+            "201": {
+                **_json("Committed; with Idempotent-Replayed: true where it was before", _object(_PLACE)),
+                "headers": _headers(*_COMMITTED, "Preference-Applied"),
+            },
+            "202": {
+                **_json("The key is claimed; its Location tells the outcome", _object(accepted)),
+                "headers": _headers("Location", "Idempotency-Key", "Preference-Applied"),
+            },
             "207": _json("A result for each of several CloudEvents, in order", _results()),
             **_problems(),
         },
@@ -113,7 +138,7 @@ def _post_batch(member: dict[str, Any]) -> dict[str, Any]:
             "content": {"application/json": {"schema": batch}, LINES: {"schema": member}},
         },
         "responses": {
-            "201": _json("An atomic batch is committed", whole),
+            "201": {**_json("An atomic batch is committed", whole), "headers": _headers(*_COMMITTED)},
             "207": {
                 "description": "A result for each event, in order; of lines, a line each as it comes to be known",
                 "content": {"application/json": {"schema": _results()}, LINES: {"schema": _result()}},
@@ -129,17 +154,24 @@ def _results() -> dict[str, Any]:
 
 def _result() -> dict[str, Any]:
     told = _object({"status": {"const": 201}, **_PLACE, "replayed": {"type": "boolean"}})
-    return {"oneOf": [told, _object({"status": {"type": "integer"}, "problem": {"type": "object"}})]}
+    problem = {"$ref": _REF.format(name="Problem")}
+    return {"oneOf": [told, _object({"status": {"type": "integer"}, "problem": problem})]}
 
 
 def _problems() -> dict[str, Any]:
-    codes: dict[int, list[str]] = {}
+    kinds: dict[int, list[Kind]] = {}
     for kind in KINDS.values():
-        codes.setdefault(kind.status, []).append(kind.code)
-    return {
-        str(status): {"description": ", ".join(named), "content": {PROBLEM_TYPE.decode(): {}}}
-        for status, named in sorted(codes.items())
-    }
+        kinds.setdefault(kind.status, []).append(kind)
+    told: dict[str, Any] = {}
+    for status, same in sorted(kinds.items()):
+        told[str(status)] = {"description": ", ".join(kind.code for kind in same), "content": PROBLEM_CONTENT}
+        if any(kind.retry_after_s is not None for kind in same):
+            told[str(status)]["headers"] = _headers("Retry-After")
+    return told
+
+
+def _headers(*names: str) -> dict[str, Any]:
+    return {name: {"description": _HEADERS[name], "schema": {"type": "string"}} for name in names}
 
 
 def _json(description: str, schema: dict[str, Any]) -> dict[str, Any]:

@@ -6,11 +6,14 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 import uvicorn
+from jsonschema import Draft202012Validator
 
 from deploy.local.stack import free_port
 from service.app import create_app
 from service.cloudevents import BATCHED, STRUCTURED
 from service.http_posts import protocol_of
+from service.rendering import committed_lines
+from service.request import Committed
 from service.schemas import Schemas
 from service.settings import Settings
 from service.shared import Rules
@@ -179,6 +182,32 @@ async def test_the_documentation_can_name_a_caller(http: httpx.AsyncClient) -> N
     }
     assert secured == {"post /events", "post /events/batch", "get /events/{key}"}
     assert [given["name"] for given in told["paths"]["/events/{key}"]["get"]["parameters"]] == ["key"]
+
+
+async def test_problems_are_documented_as_they_are(http: httpx.AsyncClient) -> None:
+    told = (await http.get("/openapi.json")).json()
+    problem = Draft202012Validator(told["components"]["schemas"]["Problem"])
+    for answer in (await http.post("/events"), await http.get("/events/"), await http.get("/problems/none")):
+        problem.validate(answer.json())
+    assert not problem.is_valid({"type": "/problems/internal", "title": "x", "status": 500, "detail": "x"})
+    for methods in told["paths"].values():
+        for operation in methods.values():
+            for answer in operation["responses"].values():
+                if "application/problem+json" in answer.get("content", {}):
+                    content = answer["content"]["application/problem+json"]
+                    assert content == {"schema": {"$ref": "#/components/schemas/Problem"}}
+
+
+async def test_the_headers_of_answers_are_documented(http: httpx.AsyncClient) -> None:
+    paths = (await http.get("/openapi.json")).json()["paths"]
+    lines = committed_lines("k", Committed(1, (), replayed=True), 1).decode().splitlines()
+    sent = {line.partition(":")[0] for line in lines} - {"content-type"}
+    for path in ("/events", "/events/batch"):
+        assert {name.lower() for name in paths[path]["post"]["responses"]["201"]["headers"]} >= sent
+        assert paths[path]["post"]["responses"]["503"]["headers"].keys() == {"Retry-After"}
+        assert "headers" not in paths[path]["post"]["responses"]["400"]
+    accepted = paths["/events"]["post"]["responses"]["202"]["headers"]
+    assert accepted.keys() == {"Location", "Idempotency-Key", "Preference-Applied"}
 
 
 async def test_each_mode_of_a_cloudevent_is_documented(http: httpx.AsyncClient) -> None:
