@@ -31,6 +31,7 @@ class _Entry(msgspec.Struct):
     offset: _Number
     ts: _Number
     batch: _Id | None = None
+    i: _Number | None = None
 
 
 class _Record(msgspec.Struct):
@@ -56,7 +57,7 @@ def rows_of(items: Sequence[Item]) -> list[Row]:
                 raise WireError(f"ledger record of version {record.v}; this program reads {VERSION}")
             if not record.begin:
                 rows += _rows_of(record)
-        except ValueError as error:  # of which msgspec's errors and WireError are
+        except (ValueError, RecursionError) as error:  # msgspec's errors and WireError are the former
             log.error("foreign record in the ledger", partition=item.partition, offset=item.offset, why=str(error))
     return rows
 
@@ -76,7 +77,9 @@ def _wholes(entries: Sequence[_Entry]) -> list[Row]:
     for entry in entries:
         if entry.batch is not None:
             members.setdefault(entry.batch, []).append(entry)
-    return [
-        (_bytes(batch), DeliveredBatch(of[0].at, batch_fingerprint(_bytes(entry.fp) for entry in of), len(of)))
-        for batch, of in members.items()
-    ]
+    rows: list[Row] = []
+    for batch, of in members.items():
+        of.sort(key=lambda entry: entry.i or 0)  # a record may name them in any order
+        whole = DeliveredBatch(of[0].at, batch_fingerprint(_bytes(entry.fp) for entry in of), len(of))
+        rows.append((_bytes(batch), whole))
+    return rows

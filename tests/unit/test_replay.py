@@ -51,6 +51,15 @@ def test_an_atomic_batch_is_a_row_more() -> None:
     assert rows[-1][1] == DeliveredBatch(3, batch_fingerprint(member.fp for member in members), 3)
 
 
+def test_the_members_of_an_atomic_batch_may_stand_in_any_order() -> None:
+    """Each says by `i` which it is; the fingerprint of the whole is over them in that order."""
+    members = [ENTRY._replace(id=bytes([n]) * 16, fp=bytes([n]) * 8, batch=b"\x09" * 16, i=n) for n in range(3)]
+    whole = DeliveredBatch(3, batch_fingerprint(member.fp for member in members), 3)
+    for order in ((2, 0, 1), (1, 2, 0)):
+        rows, _ = read(LedgerRecord(0, 7, 0, "me", [members[n] for n in order]).encode())
+        assert rows[-1] == (b"\x09" * 16, whole)
+
+
 @pytest.mark.parametrize("vector", vectors("records", "begin"))
 def test_a_begin_record_delivers_nothing(vector: dict[str, Any]) -> None:
     assert read(vector["text"]) == ([], 0)
@@ -86,3 +95,10 @@ def test_an_entry_that_no_key_could_hold_is_foreign(wrong: dict[str, Any]) -> No
 
 def test_a_record_without_a_value_is_foreign() -> None:
     assert read(None, b"", b"\xff") == ([], 3)
+
+
+def test_a_record_that_is_nested_without_end_is_foreign() -> None:
+    """It must not end a recovery either."""
+    deep = '{"v":1,"later":' + "[" * 100_000 + "]" * 100_000 + "}"
+    rows, foreign = read(changed(), deep, changed())
+    assert (len(rows), foreign) == (2, 1)
