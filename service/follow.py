@@ -190,12 +190,12 @@ async def _look_up(reader: AIOKafkaConsumer, topic: str) -> set[int]:
 
 def id_of(record: Record) -> bytes | None:
     """The event id of a record: that of Fencepost's header, else of its idempotency key, else None."""
-    headers: dict[str, bytes] = {}
+    headers: dict[str, bytes | None] = {}  # a header's value may be null in Kafka
     for name, content in record.headers:
         headers.setdefault(name, content)
-    if wire.STAMP_HEADER in headers:
+    if (stamp := headers.get(wire.STAMP_HEADER)) is not None:
         try:
-            return wire.Stamp.decode(headers[wire.STAMP_HEADER]).id
+            return wire.Stamp.decode(stamp).id
         except wire.WireError:
             pass
     key = headers.get(wire.KEY_HEADER)

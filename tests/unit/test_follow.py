@@ -45,7 +45,7 @@ def test_other_bytes_are_refused(raw: bytes) -> None:
 
 
 class _Record:
-    def __init__(self, *headers: tuple[str, bytes]) -> None:
+    def __init__(self, *headers: tuple[str, bytes | None]) -> None:
         self.headers = headers
 
 
@@ -55,4 +55,7 @@ def test_the_id_is_that_of_the_stamp_else_of_the_key() -> None:
     assert id_of(_Record((wire.KEY_HEADER, b"k"), (wire.STAMP_HEADER, b"x"))) == wire.event_id("k")
     assert id_of(_Record((wire.KEY_HEADER, b"\xff"))) == wire.header_event_id(b"\xff")
     assert id_of(_Record((wire.KEY_HEADER, b""))) is None
+    # A stranger's header may have no value at all.
+    assert id_of(_Record((wire.STAMP_HEADER, None), (wire.KEY_HEADER, b"k"))) == wire.event_id("k")
+    assert id_of(_Record((wire.KEY_HEADER, None))) is None
     assert id_of(_Record()) is None
