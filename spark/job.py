@@ -108,7 +108,7 @@ class _Run:
         if self.told is not None:
             self.told[1].unpersist()
         with self.cost.step("views"):
-            view.update(self.lake, self.settings.shared, plan)
+            view.update(self.lake, self.settings.shared, plan, self.last)
         judgement = Judgement(self.spark, self.lake, plan, self.last, self.settings, self.cost)
         balance = judgement.carry_out(before, self.kept_from)
         held = standing.by_hour(self.lake.read("findings"), report.window_from(plan, self.settings)).persist()

@@ -6,7 +6,7 @@ a copy is found later that comes before the one that stands (a ledger entry that
 that an open transaction held up), it takes its place. Records without id are left out: the audit counts them.
 
 A run brings each view from the run before to its own plan, in one Delta commit that counts once. It reads the topic's
-new records, the rows of `deliveries` that the run touched, and of the view itself the narrow columns.
+new records, the rows of `deliveries` that were touched since, and of the view itself the narrow columns.
 """
 
 from collections.abc import Iterable
@@ -146,12 +146,13 @@ def _table(topic: str) -> str:
     return f"{FOLDER}/{topic}"
 
 
-def update(lake: Lake, shared: SharedSettings, plan: Plan) -> None:
-    """Bring every view to the plan of a run whose `deliveries` are merged."""
+def update(lake: Lake, shared: SharedSettings, plan: Plan, last: Plan | None) -> None:
+    """Bring every view to the plan of a run whose `deliveries` are merged, from that of the `last` one."""
     topics = set(registered(lake)) & set(plan.topics)
     if not topics:
         return
-    touched = lake.read("deliveries").where(F.col("run") == plan.run)
+    deliveries = lake.read("deliveries")
+    brought = _brought(lake, topics, plan, last)
     with closing(Broker(lake.spark, shared)) as broker:
         starts = _starts(broker, [log for log in plan.of(DATA) if log.topic in topics])
     for topic in sorted(topics):
@@ -162,7 +163,21 @@ def update(lake: Lake, shared: SharedSettings, plan: Plan) -> None:
             if place[0] == topic and place in starts
         }
         ours = {place: start for place, start in starts.items() if place[0] == topic}
+        touched = deliveries.where(F.col("run") > brought.get(topic, 0))
         View(lake, shared, topic).advance(touched, spans, ours, plan.run)
+
+
+def _brought(lake: Lake, topics: set[str], plan: Plan, last: Plan | None) -> dict[str, int]:
+    """Up to which run the views of these topics were brought: the last one that audited them.
+
+    Runs of other topics read the whole ledger all the same. None for those of which the lake has forgotten it.
+    """
+    found = dict.fromkeys(topics & set(last.topics), last.run) if last is not None else {}
+    if left := sorted(topics - found.keys()):
+        theirs = F.col("audited") & (F.col("role") == DATA) & F.col("topic").isin(left)
+        runs = lake.read("progress").where((F.col("run") < plan.run) & theirs).groupBy("topic").agg(F.max("run"))
+        found |= {row[0]: row[1] for row in runs.collect()}
+    return found
 
 
 def _starts(broker: Broker, logs: Iterable[Log]) -> dict[Place, int]:

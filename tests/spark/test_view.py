@@ -120,7 +120,7 @@ def test_a_view_has_each_id_once_and_grows_to_what_one_made_anew_has(
     progress = tables.read("progress").where("run = 2").collect()
     plan = Plan.from_rows(row.asDict(recursive=True) for row in progress)
     assert plan is not None
-    view.update(tables, views.shared, plan)
+    view.update(tables, views.shared, plan, None)
     assert views.version(topic) == version
 
     _shown(spark, views.shared, str(ran.lake), topic)
@@ -183,3 +183,27 @@ def test_a_view_takes_only_what_a_run_has_audited(
     assert not left.exists()
     assert dict(records(history)) == {one["finding_id"]: {"v": 1, **one} for one in last.document["findings"]}
     assert set(views.rows(topic)) == kept | {_id("other")}
+
+
+def test_what_a_run_of_other_topics_reads_of_the_ledger_reaches_the_view_with_the_next_one(
+    spark: SparkSession, history: History, audit: Audit
+) -> None:
+    topic, other = (history.topic(f"{history.namespace}-{name}", 1) for name in ("t", "o"))
+    producer = history.transactional(ONE)
+    # Two copies, of which the ledger, which comes late, names the second; and one whose ledger record comes late.
+    history.send(history.plain, topic, ["twice", "once"], None, ts=history.now_ms - 5000, value=b"before")
+    history.deliver(producer, ONE, other, ["elsewhere"])
+    named = history.send(history.plain, topic, ["twice", "alone"], ONE, value=b"named")
+    ran = audit(history, later_s=LATER_S, topics=(topic, other))
+    views = Views(spark, history, ran.lake)
+    views.register(topic)
+    assert views.rows(topic)[_id("twice")][2:] == (b"before", False)
+    producer.begin_transaction()
+    history.ledger(producer, ONE, [one.entry() for one in named])
+    producer.commit_transaction(30)
+    for topics in ((other,), (topic, other)):
+        audit(history, later_s=LATER_S, topics=topics)
+    rows = views.rows(topic)
+    assert rows[_id("twice")] == (0, named[0].offset, b"named", True)
+    assert rows[_id("alone")] == (0, named[1].offset, b"named", True)
+    assert rows[_id("once")][2:] == (b"before", False)
