@@ -173,7 +173,7 @@ def ledger(records: DataFrame, frozen_ms: int) -> DataFrame:
     )
     rows = _each(read, entries, "entry")
     entry = F.col("entry")
-    good = _identified(entry) & _all_there(entry, "at", "topic", "partition", "offset", "ts")
+    good = _identified(entry) & _all_there(entry, "at", "topic", "ts") & _placed(entry)
     undecoded = _undecoded("ledger record", "entry")
     return rows.select(
         F.when(good, F.unhex(entry["id"])).otherwise(_part_id(undecoded)).alias("id"),
@@ -198,7 +198,7 @@ def answers(records: DataFrame, frozen_ms: int) -> DataFrame:
     rows = _each(read, listed, "answer")
     answer = F.col("answer")
     good = _identified(answer) & _all_there(answer, "at", "status", "topic")
-    placed = good & (answer["status"] == 201) & _all_there(answer, "partition", "offset")
+    placed = good & (answer["status"] == 201) & _placed(answer)
     undecoded = _undecoded("record of the journal", "answer")
     return rows.select(
         F.when(good, F.unhex(answer["id"])).otherwise(_part_id(undecoded)).alias("id"),
@@ -280,6 +280,11 @@ def _all_there(body: Column, *names: str) -> Column:
     for name in names:
         there = there & body[name].isNotNull()
     return there
+
+
+def _placed(body: Column) -> Column:
+    """Whether an entry or answer names a place that a log can have: a producer that was not told one says -1."""
+    return F.coalesce((body["partition"] >= 0) & (body["offset"] >= 0), F.lit(False))
 
 
 def _identified(body: Column) -> Column:

@@ -1,5 +1,7 @@
 """Spark's own ids, fingerprints and stamps are byte for byte those of the wire contract's vectors."""
 
+import json
+
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
@@ -110,6 +112,28 @@ def test_answers(spark: SparkSession) -> None:
         )
         for answer in told["answers"]
     }
+
+
+def test_a_place_that_no_log_has_is_none(spark: SparkSession) -> None:
+    """A producer that had no clean answer knows the offset -1: in a finding, report.json would break its schema."""
+    named = {"id": "01" * 16, "fp": "02" * 8, "at": NOW_MS, "topic": "t", "ts": NOW_MS, "status": 201}
+    places = [{"partition": 0, "offset": -1}, {"partition": -1, "offset": 0}, {"partition": 0, "offset": 0}]
+    parts = [{**named, **place} for place in places]
+    bodies = {
+        "l": {"v": 1, "slot": 0, "pid": 1, "epoch": 0, "instance": "h", "entries": parts},
+        "r": {"v": 1, "instance": "h", "answers": parts},
+    }
+    ledger, journal = (
+        spark.createDataFrame(
+            [{"topic": name, "partition": 0, "offset": 5, "timestamp_ms": NOW_MS, "value": json.dumps(body).encode()}],
+            source.SCHEMA,
+        )
+        for name, body in bodies.items()
+    )
+    entered = [row["reject"] is None for row in decode.ledger(ledger, NOW_MS).collect()]
+    assert entered == [False, False, True]
+    answered = [(row["reject"], row["partition"], row["offset"]) for row in decode.answers(journal, NOW_MS).collect()]
+    assert answered == [(None, None, None), (None, None, None), (None, 0, 0)]
 
 
 def test_a_row_of_the_driver_s_may_be_long(spark: SparkSession) -> None:
