@@ -200,7 +200,8 @@ def _fate(claim: Column, seen: Evidence) -> Column:
         .when(gap.isNotNull(), gap["cause"])
         .when(beyond & unsettled, PENDING)
         .when(~ripe, PENDING)
-        .when(bound["compacted"], "compacted")
+        # What compaction may have taken lies below the end.
+        .when(bound["compacted"] & ~beyond, "compacted")
         .otherwise(LOST)
     )
 

@@ -315,13 +315,15 @@ class Script(Copies):
         young = self.plant("absent-young", accepted=True)
         self.claim(young, lambda: (self.absent, 0, 77), (PENDING, "topic_gone", "topic_gone"), at=FROZEN_MS[0] - 1000)
 
-        filled(self.compact, 2, 1)
-        for record in self.stages[0].transactions[-1].records:
+        first, second = filled(self.compact, 2, 1)
+        for record in (first, second):
             record.record_key = self.content()
-        self.claim(self.plant("compacted"), lambda: (self.compact, 0, 4_000_000), always("compacted"))
+        self.claim(self.plant("compacted"), lambda: first.place, always("compacted"))
+        # Beyond the end there was nothing for compaction to take.
+        self.claim(self.plant("compact-beyond"), lambda: (self.compact, 0, 4_000_000), ALWAYS_LOST)
         # Lost for sure and gone in part: lost is what can be said.
         torn = self.plant("torn")
-        self.claim(torn, lambda: (self.compact, 0, 4_000_001), always("compacted"))
+        self.claim(torn, lambda: second.place, always("compacted"))
         self.claim(torn, lambda: (self.orders, 0, 4_000_000), ALWAYS_LOST)
 
     def unreadable(self) -> None:

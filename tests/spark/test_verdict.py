@@ -86,6 +86,8 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "in-gap": ([entry(60, partition=2)], "unprovable", {"retention"}, None),
     "after-gap": ([entry(70, partition=2)], "lost", {"lost"}, None),
     "compacted": ([entry(5, topic="compact")], "unprovable", {"compacted"}, None),
+    # Compaction moves no end: what lies beyond it never was there.
+    "compact-beyond": ([entry(100, topic="compact")], "lost", {"lost"}, None),
     "anew": ([entry(5, topic="anew")], "unprovable", {"recreated"}, None),
     "anew-later": ([entry(5, topic="anew", at=NOW_MS + 120_000)], "lost", {"lost"}, None),
     "anew-gap": ([entry(7, topic="anew", at=NOW_MS + 120_000)], "lost", {"lost"}, None),
