@@ -201,6 +201,7 @@ class PostsProtocol(GuardedProtocol):
     bodies: ClassVar[Bodies] = Bodies(0)
     _date: ClassVar[tuple[object, bytes]] = (None, b"")
     _idle_since = 0.0
+    _apps: Any = None  # the cycle that the ASGI app had last
 
     def prepare(self) -> None:
         self.url = b""
@@ -260,6 +261,7 @@ class PostsProtocol(GuardedProtocol):
         if isinstance(cycle, Post):
             cycle.start()
         else:
+            self._apps = cycle
             super()._start_asgi_task(cycle, app)
 
     def go_ahead(self) -> None:
@@ -341,6 +343,9 @@ class PostsProtocol(GuardedProtocol):
             # Whose turn has come is forgotten with its answer, though nobody hears it.
             if isinstance(cycle, Post) and not (cycle.started and cycle.whole):
                 cycle.forget()
+        if self._apps is not None:  # uvicorn tells only the request that came last
+            self._apps.disconnected = True
+            self._apps.message_event.set()
         super()._unset_keepalive_if_required()
         super().connection_lost(exc)
 

@@ -67,11 +67,18 @@ class Desk:
         return self.posts
 
 
+LEFT = asyncio.Event()  # the app has heard that its client went away
+
+
 async def app(scope: Any, receive: Any, send: Any) -> None:
     body, more = b"", True
     while more:
         message = await receive()
         body, more = body + message.get("body", b""), message.get("more_body", False)
+    if scope["path"] == "/waits":
+        assert (await receive())["type"] == "http.disconnect"
+        LEFT.set()
+        return
     text = f"{scope['method']} {scope['path']} ".encode() + body
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(text))]})
     await send({"type": "http.response.body", "body": text})
@@ -417,6 +424,15 @@ async def test_garbage_behind_a_request_is_not_answered_in_its_place(
     async with asyncio.timeout(2.0):
         with contextlib.suppress(ConnectionResetError):
             assert await caller.reader.read() == b""
+
+
+async def test_the_app_hears_that_a_client_goes_away_with_requests_behind_its_own(caller: Caller) -> None:
+    """uvicorn tells the last one only. What the app then had to say to nobody was an exception in the log."""
+    LEFT.clear()
+    await caller.say(b"GET /waits HTTP/1.1\r\nhost: x\r\n\r\n" + post(b"/later", b"1"))
+    caller.writer.transport.abort()
+    async with asyncio.timeout(2.0):
+        await LEFT.wait()
 
 
 async def test_who_goes_away_gets_no_answer_and_harms_nobody(caller: Caller, desk: Desk) -> None:
