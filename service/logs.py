@@ -64,7 +64,7 @@ def configure_logging(form: str, keys: str) -> None:
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
-            foreign_pre_chain=shared,
+            foreign_pre_chain=[*shared, structlog.processors.format_exc_info],
         )
     )
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)

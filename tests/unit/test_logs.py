@@ -16,7 +16,7 @@ from service.errors import KafkaAway, StoreAway
 from service.logs import Incident, hash_key
 
 SAY: Final = """
-import sys, structlog
+import logging, sys, structlog
 from service.logs import configure_logging
 configure_logging(*sys.argv[1:])
 log = structlog.get_logger("service.test")
@@ -25,6 +25,7 @@ try:
     1 / 0
 except ZeroDivisionError:
     log.exception("a bug")
+    logging.getLogger("asyncio").error("a library's", exc_info=True)
 """
 
 
@@ -40,18 +41,22 @@ def said(form: str, keys: str) -> str:
 
 def test_json_is_one_object_a_line_and_what_auto_means_without_a_terminal() -> None:
     for form in ("json", "auto"):
-        first, second = (json.loads(line) for line in said(form, "hashed").splitlines())
+        first, second, third = (json.loads(line) for line in said(form, "hashed").splitlines())
         assert first["event"] == "request failed"
         assert first["level"] == "warning"
         assert first["logger"] == "service.test"
         assert first["timestamp"].endswith("Z")
         assert first["status"] == 500
-        assert "ZeroDivisionError" in second["exception"]
+        for line in (second, third):
+            assert line["exception"].startswith("Traceback")
+            assert line["exception"].endswith("ZeroDivisionError: division by zero")
+        assert (third["event"], third["logger"]) == ("a library's", "asyncio")
 
 
 def test_a_console_gets_text() -> None:
     text = said("console", "hashed")
     assert "request failed" in text
+    assert text.count("ZeroDivisionError: division by zero") == 2
     with pytest.raises(json.JSONDecodeError):
         json.loads(text.splitlines()[0])
 
