@@ -15,6 +15,9 @@ Headers = list[tuple[bytes, bytes]]
 PROBLEM_TYPE: Final = b"application/problem+json"
 JSON_LINE: Final = b"content-type: application/json\r\n"
 
+# The last that a date can name: an entry of the ledger may have been accepted, by its own word, at any time.
+LAST_SECOND: Final = 253_402_300_799
+
 
 def committed_lines(key: str, answer: Committed, retention_s: int) -> bytes:
     """The header lines of a 201: the same each time, but for the one that tells of a replay.
@@ -97,5 +100,5 @@ def _rendered(kind: Kind, detail: str, retry_after_s: int | None) -> tuple[tuple
 
 @lru_cache(maxsize=1024)
 def imf_fixdate(second: int) -> bytes:
-    """A time in seconds since 1970 as an IMF-fixdate (RFC 9110, section 5.6.7)."""
-    return formatdate(second, usegmt=True).encode()
+    """A time in seconds since 1970 as an IMF-fixdate (RFC 9110, section 5.6.7), whose years have four digits."""
+    return formatdate(min(second, LAST_SECOND), usegmt=True).encode()

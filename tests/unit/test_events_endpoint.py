@@ -139,6 +139,8 @@ def test_every_problem_can_be_told(kind: Any) -> None:
 
 def test_a_time_as_http_writes_it() -> None:
     assert imf_fixdate(784111777) == b"Sun, 06 Nov 1994 08:49:37 GMT"
+    # An entry of the ledger may count in microseconds: its key is answered all the same.
+    assert imf_fixdate(1_795_453_978_160_000 // 1000) == imf_fixdate(2**53) == b"Fri, 31 Dec 9999 23:59:59 GMT"
 
 
 # ------------------------------------------------------------------------------------------ what a request is taken for
