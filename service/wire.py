@@ -250,27 +250,39 @@ def decode_ledger(raw: bytes | None) -> Begin | LedgerRecord:
         body = json.loads(raw or b"")
         if body["v"] != VERSION:
             raise WireError(f"ledger record of version {body['v']!r}; this program reads {VERSION}")
-        head = (body["slot"], body["pid"], body["epoch"], body["instance"])
+        head = (_int(body["slot"]), _int(body["pid"]), _int(body["epoch"]), _str(body["instance"]))
         if body.get("begin"):
-            return Begin(*head, generation=body["generation"], at=body["at"])
+            return Begin(*head, generation=_int(body["generation"]), at=_int(body["at"]))
         return LedgerRecord(*head, entries=[_entry(entry) for entry in body["entries"]])
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise WireError(f"no ledger record: {(raw or b'')[:200]!r} ({error})") from error
 
 
 def _entry(body: dict[str, Any]) -> Entry:
-    batch = body.get("batch")
+    batch, i = body.get("batch"), body.get("i")
     return Entry(
         bytes.fromhex(body["id"]),
         bytes.fromhex(body["fp"]),
-        body["at"],
-        body["topic"],
-        body["partition"],
-        body["offset"],
-        body["ts"],
+        _int(body["at"]),
+        _str(body["topic"]),
+        _int(body["partition"]),
+        _int(body["offset"]),
+        _int(body["ts"]),
         None if batch is None else bytes.fromhex(batch),
-        body.get("i"),
+        None if i is None else _int(i),
     )
+
+
+def _int(found: object) -> int:
+    if type(found) is not int:
+        raise TypeError(f"{found!r} is no integer")
+    return found
+
+
+def _str(found: object) -> str:
+    if not isinstance(found, str):
+        raise TypeError(f"{found!r} is no string")
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------- journal

@@ -24,6 +24,14 @@ def test_an_owner_is_shown_by_its_name(capsys: pytest.CaptureFixture[str]) -> No
     assert "zone:a:8000" in capsys.readouterr().out
 
 
+def test_a_time_that_no_calendar_has_is_told_as_it_is() -> None:
+    """The ledger entry of a writer that counts in microseconds is shown too."""
+    assert show.when(1_700_000_000_123) == "2023-11-14T22:13:20.123Z"
+    assert show.when(253_402_300_799_000) == "9999-12-31T23:59:59.000Z"
+    assert show.when(253_402_300_800_000) == "253402300800000 ms"
+    assert show.when(-1) == "-1 ms"
+
+
 def test_who_stops_reading_does_not_change_the_exit_status() -> None:
     """`fencepost doctor | grep -q …` under pipefail: 1 would say that it has found an error."""
     reads, writes = os.pipe()

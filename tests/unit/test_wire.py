@@ -142,3 +142,23 @@ def test_the_names() -> None:
 def test_a_ledger_record_with_an_entry_that_is_nothing_is_no_ledger_record() -> None:
     with pytest.raises(wire.WireError, match="no ledger record"):
         wire.decode_ledger(b'{"v":1,"slot":0,"pid":1,"epoch":0,"instance":"i","entries":[null]}')
+
+
+@pytest.mark.parametrize(
+    ("part", "wrong"),
+    [
+        *((name, text) for name in ("at", "partition", "offset", "ts") for text in ('"7"', "null", "1.5", "true")),
+        *(("topic", text) for text in ("null", "7")),
+        ("i", '"x"'),
+        *((name, text) for name in ("slot", "pid", "epoch", "instance") for text in ("null", "[]")),
+        ("later", "[" * 100_000 + "]" * 100_000),
+    ],
+)
+def test_a_ledger_record_with_a_field_of_another_form_is_no_ledger_record(part: str, wrong: str) -> None:
+    """Whoever prints what was read relies on the types."""
+    entry = {"id": "01" * 16, "fp": "02" * 8, "at": 3, "topic": "t", "partition": 0, "offset": 1, "ts": 4}
+    body: dict[str, Any] = {"v": 1, "slot": 0, "pid": 1, "epoch": 0, "instance": "i", "entries": [entry]}
+    assert isinstance(wire.decode_ledger(json.dumps(body).encode()), wire.LedgerRecord)
+    (body if part in body or part == "later" else entry)[part] = "HERE"
+    with pytest.raises(wire.WireError, match="no ledger record"):
+        wire.decode_ledger(json.dumps(body).replace('"HERE"', wrong).encode())
