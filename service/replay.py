@@ -10,13 +10,14 @@ from service.event import PARTITION_MOST
 from service.kafka.reader import Item
 from service.keys import Row
 from service.states import Delivered, DeliveredBatch
-from service.wire import FINGERPRINT_BYTES, ID_BYTES, VERSION, WireError, batch_fingerprint
+from service.wire import FINGERPRINT_BYTES, ID_BYTES, TOPIC_CHARS_MAX, VERSION, WireError, batch_fingerprint
 
 log = structlog.get_logger(__name__)
 
 
 _Id = Annotated[str, msgspec.Meta(min_length=2 * ID_BYTES, max_length=2 * ID_BYTES)]
 _Fingerprint = Annotated[str, msgspec.Meta(min_length=2 * FINGERPRINT_BYTES, max_length=2 * FINGERPRINT_BYTES)]
+_Topic = Annotated[str, msgspec.Meta(max_length=TOPIC_CHARS_MAX)]
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
@@ -26,7 +27,7 @@ class _Entry(msgspec.Struct):
     id: _Id
     fp: _Fingerprint
     at: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]  # keys.lua reckons with it
-    topic: str
+    topic: _Topic
     partition: Annotated[int, msgspec.Meta(ge=0, le=PARTITION_MOST)]
     offset: _Number
     ts: _Number

@@ -84,9 +84,10 @@ def test_what_is_no_ledger_record_is_told_and_skipped(text: str) -> None:
         {"partition": 2**31},
         {"ts": "6"},
         {"topic": 1},
+        {"topic": "t" * 250},
         {"batch": "01"},
     ],
-    ids=str,
+    ids=lambda wrong: str(wrong)[:40],
 )
 def test_an_entry_that_no_key_could_hold_is_foreign(wrong: dict[str, Any]) -> None:
     """It must not end a recovery, which would come upon it again for ever."""
