@@ -14,14 +14,13 @@ from rich.text import Text
 
 from service.cli.finding import Finding, Level, worst
 from service.cli.look import KeyView, Slots
+from service.rendering import LAST_SECOND
 from service.settings import Settings
 from service.states import Claimed, Delivered, DeliveredBatch
 
 # Where nobody looks on (a pipe, a log), lines are as long as they need for one finding to be one line or two.
 PLAIN_WIDTH: Final = 140
 STYLES: Final = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "bold red"}
-# The end of the year 9999, ms: a ledger entry of a writer that counts in microseconds is later.
-CALENDAR_END_MS: Final = 253_402_300_800_000
 AREAS: Final = {"kafka": "Brokers", "access": "ACLs", "topics": "Topics", "redis": "Redis", "clocks": "Clocks"}
 
 
@@ -142,6 +141,6 @@ def _expiry(at: int, settings: Settings) -> str:
 
 
 def when(ms: int) -> str:
-    if not 0 <= ms < CALENDAR_END_MS:
+    if not 0 <= ms // 1000 <= LAST_SECOND:  # a writer that counts in microseconds
         return f"{ms} ms"
     return datetime.fromtimestamp(ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
