@@ -1,0 +1,407 @@
+"""What recovery does, step by step and in its order: of one slot, and of the store with all its slots."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from typing import Any, cast
+
+import pytest
+
+from service import recovery as module
+from service.control import Newest
+from service.errors import Fenced, KafkaAway, StoreLost, StoreUnanswered
+from service.kafka.reader import Item, Span
+from service.keys import Epoch, Identity, Row
+from service.recovery import CLOCKS_APART_MS, REPLAY_RECORDS, REPLAYS_AT_ONCE, SlotRecovery, Store
+from service.slot import Slot
+from service.states import Delivered, SlotEvent, SlotState
+from service.telemetry import Telemetry
+from service.wire import Entry, LedgerRecord, decode_ledger
+from tests.unit.fakes import EPOCH, NOW_MS, FakeCluster, FakeKeys, FakePlain, FakeProducer, World, ended, until
+
+SLOTS = 3
+
+
+def entry(number: int) -> Entry:
+    return Entry(number.to_bytes(16), b"f" * 8, NOW_MS - 1_000, "orders", 0, number, NOW_MS)
+
+
+def item(partition: int, offset: int, *numbers: int) -> Item:
+    """A ledger record of these events."""
+    return Item(partition, offset, None, LedgerRecord(partition, 7, 0, "me", [entry(n) for n in numbers]).encode())
+
+
+class Kafka(FakeCluster):
+    """Ledger and control; `steps` tells what was asked of it, and of the key store, in which order."""
+
+    def __init__(self, steps: list[str]) -> None:
+        super().__init__()
+        self.ledger: dict[int, list[Item]] = {}
+        self.steps = steps
+        self.spans: dict[int, Span] = {}
+        self.newest_told = Newest(EPOCH.generation, EPOCH.store)
+        self.slots = 0  # that control knows of
+        self.closed: list[FakeProducer] = []
+        self.fencing = asyncio.Event()  # may it end?
+        self.fencing.set()
+        self.ends: dict[int, int] = {}
+        self.since_ms = 0
+
+    async def read_through(
+        self, cluster: object, topic: str, spans: Mapping[int, Span], isolation: str, patience_s: float
+    ) -> AsyncIterator[list[Item]]:
+        assert (topic, isolation) == ("fencepost.ledger", "read_committed")
+        self.steps.append("read")
+        self.spans = dict(spans)
+        for partition, span in spans.items():
+            found = [each for each in self.ledger.get(partition, []) if span.start is None or each.offset >= span.start]
+            if found:
+                yield [each for each in found if each.offset <= span.through]
+
+    async def newest(self, slot: int = 0) -> Newest | None:
+        self.steps.append(f"check {slot}")
+        return self.newest_told
+
+    async def append(self, store: str) -> int:
+        self.steps.append(f"name {store}")
+        self.newest_told = Newest(self.newest_told.generation + 1, store)
+        return self.newest_told.generation
+
+    async def fence(
+        self, transactional_ids: Sequence[str], transaction_timeout_ms: int, tell: Callable[[Collection[str]], None]
+    ) -> None:
+        self.steps.append(f"fence {' '.join(transactional_ids)}")
+        await self.fencing.wait()
+
+    async def send_all(self, topic: str, contents: Sequence[tuple[int, bytes | None, bytes]]) -> list[int]:
+        """A record behind all that is there, in each partition."""
+        self.steps.append("read through")
+        assert [partition for partition, *_ in contents] == list(range(len(contents)))
+        for partition, _, value in contents:
+            told = decode_ledger(value)
+            assert isinstance(told, LedgerRecord)
+            assert (told.slot, told.entries) == (partition, [])
+            self.ledger.setdefault(partition, []).append(Item(partition, 1_000 + partition, None, value))
+        return [1_000 + partition for partition, *_ in contents]
+
+    async def close(self) -> None: ...
+
+
+class Keys(FakeKeys):
+    """A key store whose steps are told of; writes of a store recovery may be held up."""
+
+    def __init__(self, steps: list[str]) -> None:
+        super().__init__()
+        self.steps = steps
+        self.nonces: list[str] = []
+        self.writing = self.most = 0
+
+    async def applied(self, epoch: Epoch, slot: int) -> int | None:
+        self.steps.append("applied")
+        return await super().applied(epoch, slot)
+
+    async def replay(self, epoch: Epoch, rows: Sequence[Row], free: tuple[int, int] | None = None) -> None:
+        self.steps.append(f"replay {len(rows)}" + (f" and free {free}" if free else ""))
+        await super().replay(epoch, rows, free)
+
+    async def recover_read(self, store: str, nonce: str, slots: int) -> list[int | None]:
+        self.nonces.append(nonce)
+        return await super().recover_read(store, nonce, slots)
+
+    async def recover_replay(self, store: str, nonce: str, rows: Sequence[Row]) -> None:
+        self.steps.append(f"write {len(rows)}")
+        self.writing += 1
+        self.most = max(self.most, self.writing)
+        try:
+            await self.trouble.enter("replay")
+            await super().recover_replay(store, nonce, rows)
+        finally:
+            self.writing -= 1
+
+    async def recover_end(self, store: str, nonce: str, generation: int, freed: Sequence[int]) -> None:
+        assert not self.writing, "it is complete while something is still to be written"
+        self.steps.append(f"free {[*freed]} in {generation}")
+        await super().recover_end(store, nonce, generation, freed)
+
+    async def recover_abandon(self, store: str, nonce: str) -> None:
+        self.steps.append("abandon")
+        await super().recover_abandon(store, nonce)
+
+
+class Bed:
+    """What recovery needs, in memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[str] = []
+        self.world: Any = World(lease_ttl_ms=60, slots_max=SLOTS)
+        self.keys, self.kafka = Keys(self.steps), Kafka(self.steps)
+        self.keys.server.freed = {0: 1, 1: 5}
+        self.keys.server.applied = {0: 1, 1: 5}
+        self.producers: list[FakeProducer] = []
+        bed = self
+
+        class Producer(FakeProducer):
+            def __init__(self, cluster: object, name: str, timeout_ms: int) -> None:
+                super().__init__()
+                bed.producers.append(self)
+                bed.steps.append(f"fence {name} {timeout_ms}")
+
+            async def start(self) -> None: ...
+
+            async def write(self, *arguments: Any) -> Any:
+                bed.steps.append("begin")
+                return await super().write(*arguments)
+
+        async def slots(names: Sequence[str]) -> dict[str, int]:
+            return dict.fromkeys(names, SLOTS)
+
+        async def ends(cluster: object, topic: str, partitions: Sequence[int]) -> dict[int, int]:
+            return {partition: self.kafka.ends.get(partition, 7) for partition in partitions}
+
+        async def offsets_since(
+            cluster: object, topic: str, partitions: Sequence[int], since_ms: int
+        ) -> dict[int, int | None]:
+            self.kafka.since_ms = since_ms
+            return {partition: 20 if partition == 0 else None for partition in partitions}
+
+        monkeypatch.setattr(self.kafka, "partitions", slots)
+        monkeypatch.setattr(module, "TransactionalProducer", Producer)
+        monkeypatch.setattr(module, "read_through", self.kafka.read_through)
+        monkeypatch.setattr(module, "ends", ends)
+        monkeypatch.setattr(module, "offsets_since", offsets_since)
+        self.world.topics._cluster = self.kafka
+        parts = (self.kafka, self.keys, self.kafka, self.world.topics, self.world.settings, Telemetry())
+        self.parts = cast("tuple[Any, ...]", parts)
+        self.store: Any = Store(*self.parts)
+        self.store._barriers = cast("Any", self.kafka)
+
+    def slot(self) -> Slot:
+        slot = Slot(1, self.keys, "fencepost.ledger", "test", FakePlain())
+        slot.move(SlotEvent.LEASE)
+        return slot
+
+    async def recover(self, slot: Slot) -> None:
+        await SlotRecovery(*self.parts).run(slot, EPOCH)
+
+    def delivered(self) -> set[int]:
+        """The numbers of the events that the key store knows."""
+        return {int.from_bytes(id) for id, state in self.keys.server.keys.items() if isinstance(state, Delivered)}
+
+
+@pytest.fixture
+def bed(monkeypatch: pytest.MonkeyPatch) -> Bed:
+    return Bed(monkeypatch)
+
+
+# ----------------------------------------------------------------------------------------------------------- a slot
+
+
+async def test_a_slot_is_fenced_begun_checked_replayed_and_freed(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REPLAY_CHUNK", 2)
+    slot = bed.slot()
+    bed.kafka.ledger[1] = [item(1, 4, 99), item(1, 5, 1, 2, 3), item(1, 8, 4, 5), item(1, 12), item(1, 13, 98)]
+    await bed.recover(slot)
+    assert (slot.state, slot.term, slot.epoch) == (SlotState.READY, 12, EPOCH)
+    assert bed.steps == [
+        "fence fencepost.slot.1 10000",
+        "begin",
+        "check 1",
+        "applied",
+        "read",
+        "replay 2",
+        "replay 2",
+        "replay 1 and free (1, 12)",
+    ]
+    assert bed.kafka.spans == {1: Span(5, 12)}
+    assert bed.delivered() == {1, 2, 3, 4, 5}
+    assert bed.keys.server.freed == bed.keys.server.applied == {0: 1, 1: 12}
+
+
+@pytest.mark.parametrize("told", [None, Newest(EPOCH.generation + 1, EPOCH.store), Newest(EPOCH.generation, "other/1")])
+async def test_where_control_names_another_store_a_slot_is_not_freed(bed: Bed, told: Newest | None) -> None:
+    slot = bed.slot()
+    monkey: Any = bed.kafka
+    monkey.newest_told = told
+    with pytest.raises(StoreLost):
+        await bed.recover(slot)
+    assert slot.state is SlotState.DOUBT
+    assert bed.producers[0].closed
+    assert bed.steps[-1] == "check 1"
+    assert bed.keys.server.freed == {0: 1, 1: 5}
+
+
+@pytest.mark.parametrize(("applied", "begins"), [(11, True), (12, True), (13, False)])
+async def test_a_ledger_that_ends_before_what_was_applied_of_it_frees_nothing(
+    bed: Bed, applied: int, begins: bool
+) -> None:
+    """What was written since would not be read."""
+    bed.keys.server.applied[1] = applied
+    slot = bed.slot()
+    if begins:
+        await bed.recover(slot)
+        assert slot.state is SlotState.READY
+        return
+    with pytest.raises(KafkaAway, match="applied it up to 13, and it ends at 12"):
+        await bed.recover(slot)
+    assert (slot.state, bed.keys.server.freed[1]) == (SlotState.DOUBT, 5)
+
+
+async def test_a_slot_that_another_has_had_since_is_not_ready(bed: Bed) -> None:
+    bed.keys.server.freed[1] = 13
+    slot = bed.slot()
+    with pytest.raises(Fenced):
+        await bed.recover(slot)
+    assert (slot.state, bed.producers[0].closed) == (SlotState.DOUBT, True)
+
+
+async def test_a_recovery_that_is_cut_off_leaves_the_slot_in_doubt(bed: Bed) -> None:
+    slot = bed.slot()
+    held = asyncio.Event()
+
+    async def silence(slot: int = 0) -> Newest | None:
+        held.set()
+        await asyncio.sleep(60)
+        return None
+
+    bed.kafka.newest = silence  # type: ignore[method-assign]
+    recovering = asyncio.create_task(bed.recover(slot))
+    await held.wait()
+    await ended(recovering)
+    assert (slot.state, bed.producers[0].closed) == (SlotState.DOUBT, True)
+
+
+# -------------------------------------------------------------------------------------------------------- the store
+
+
+async def test_a_store_is_named_fenced_replayed_and_freed_in_this_order(bed: Bed) -> None:
+    bed.keys.server.flush()
+    bed.kafka.slots = SLOTS + 1  # one more than the broker tells
+    bed.kafka.ledger = {0: [item(0, 19, 99), item(0, 20, 1, 2)], 1: [item(1, 0, 3)], 3: [item(3, 4, 4)]}
+    before_ms = time.time_ns() // 1_000_000
+    epoch = await asyncio.wait_for(bed.store.settled(), 3.0)
+    assert epoch == Epoch(EPOCH.generation + 1, EPOCH.store)
+    assert bed.steps == [
+        "check 0",
+        f"name {EPOCH.store}",
+        "check 0",
+        "fence fencepost.slot.0 fencepost.slot.1 fencepost.slot.2 fencepost.slot.3",
+        "read through",
+        "read",
+        "write 2",
+        "write 1",
+        "write 0",
+        "write 1",
+        "free [1000, 1001, 1002, 1003] in 2",
+    ]
+    assert bed.kafka.spans == {0: Span(20, 1_000), 1: Span(None, 1_001), 2: Span(None, 1_002), 3: Span(None, 1_003)}
+    age_ms = before_ms - bed.kafka.since_ms
+    assert 0 <= bed.world.settings.key_ttl_s * 1000 + CLOCKS_APART_MS - age_ms < 3_000
+    assert bed.delivered() == {1, 2, 3, 4}
+    assert bed.keys.server.freed == bed.keys.server.applied == {0: 1_000, 1: 1_001, 2: 1_002, 3: 1_003}
+    assert bed.keys.server.held == epoch
+    assert bed.keys.server.nonce is None
+
+
+async def test_where_redis_kept_its_data_each_partition_is_read_from_what_was_applied(bed: Bed) -> None:
+    bed.keys.server.applied = {0: 0, 1: 44}
+    bed.kafka.newest_told = Newest(2, EPOCH.store)  # of the same server: its recovery did not end
+    await asyncio.wait_for(bed.store.settled(), 3.0)
+    assert bed.kafka.spans == {0: Span(0, 1_000), 1: Span(44, 1_001), 2: Span(None, 1_002)}
+
+
+async def test_a_store_is_complete_only_when_all_of_it_is_written(bed: Bed) -> None:
+    """However slow Redis is; and no more is read than it can be given."""
+    bed.keys.server.flush()
+    numbers = range(1, 8 * REPLAY_RECORDS + 2)
+    bed.kafka.ledger[1] = [item(1, number, number) for number in numbers]
+    gate = bed.keys.trouble.hold("replay")
+    settling = asyncio.create_task(bed.store.settled())
+    await until(lambda: bed.keys.writing == REPLAYS_AT_ONCE)
+    await asyncio.sleep(0.02)
+    assert not settling.done()
+    gate.set()
+    await asyncio.wait_for(settling, 3.0)
+    assert bed.keys.most == REPLAYS_AT_ONCE
+    assert bed.delivered() == set(numbers)
+    assert [step for step in bed.steps if step.startswith("write")][1:3] == [f"write {REPLAY_RECORDS}"] * 2
+
+
+@pytest.mark.parametrize("place", [0, 3])
+async def test_a_recovery_that_could_not_write_all_is_given_up(bed: Bed, place: int) -> None:
+    """Whichever write it was: the first is waited for while it reads, the last after all is read."""
+    bed.keys.server.flush()
+    bed.kafka.ledger[1] = [item(1, number, number) for number in range(1, 3 * REPLAY_RECORDS)]
+    wrong: list[Exception | None] = [None] * 4
+    wrong[place] = StoreUnanswered("no answer")
+
+    async def enter(name: str) -> None:
+        if name == "replay" and wrong and (error := wrong.pop(0)) is not None:
+            raise error
+
+    bed.keys.trouble.enter = enter  # type: ignore[method-assign]
+    settling = asyncio.create_task(bed.store.settled())
+    await until(lambda: "abandon" in bed.steps)
+    assert bed.keys.server.held is None
+    assert not any(step.startswith("free") for step in bed.steps)
+    assert bed.store.epoch is None
+    settling.cancel()
+    await bed.store.close()
+
+
+async def test_the_nonce_of_a_recovery_lives_as_long_as_it_waits_for_a_fence(bed: Bed) -> None:
+    bed.keys.server.flush()
+    bed.kafka.fencing.clear()
+    settling = asyncio.create_task(bed.store.settled())
+    await until(lambda: len(bed.keys.nonces) >= 3)
+    bed.kafka.fencing.set()
+    await asyncio.wait_for(settling, 3.0)
+    assert len(set(bed.keys.nonces)) == 1
+    renewed = len(bed.keys.nonces)
+    await asyncio.sleep(0.2)
+    assert len(bed.keys.nonces) == renewed, "it goes on after the recovery"
+
+
+# -------------------------------------------------------------------------------------------------- a quiet time
+
+
+def another_answers(bed: Bed) -> None:
+    bed.keys.server.store = "run/third"
+
+
+def control_names_a_third(bed: Bed) -> None:
+    bed.kafka.newest_told = Newest(9, "run/third")
+
+
+def somebody_writes(bed: Bed) -> None:
+    bed.kafka.ends[2] = 8
+
+
+@pytest.mark.parametrize("happens", [None, another_answers, control_names_a_third, somebody_writes])
+async def test_another_store_is_recovered_only_after_a_quiet_lease_time(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch, happens: Callable[[Bed], None] | None
+) -> None:
+    """Where control names another: it may live on, with whom else."""
+    bed.kafka.newest_told = Newest(EPOCH.generation, "run/named")
+    bed.keys.server.held = Epoch(EPOCH.generation, "run/named")
+    paused: list[float] = []
+
+    async def rest(identity: Identity, pause_s: float) -> None:
+        paused.append(pause_s)
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(bed.store, "_rest", rest)
+    started = time.monotonic()
+    settling = asyncio.create_task(bed.store.settled())
+    await until(lambda: bed.store.state == "stale-store")
+    await asyncio.sleep(0.02)  # of 0.06
+    if happens is None:
+        assert await asyncio.wait_for(settling, 3.0) == Epoch(2, EPOCH.store)
+        assert time.monotonic() - started > 0.06
+        return
+    happens(bed)
+    await until(lambda: bool(paused))
+    assert 0.5 <= paused[0] <= 1.0
+    assert bed.store._quiet_pause_s == 2.0
+    assert not any(step.startswith(("name", "fence")) for step in bed.steps)
+    settling.cancel()
+    await bed.store.close()
