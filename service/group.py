@@ -101,8 +101,7 @@ def entries_of(delivered: Iterable[Committable]) -> Iterator[str]:
     for request, committed in delivered:
         batch = request.asked[0][0] if request.atomic else None
         for i, (id, there) in enumerate(committed.places):
-            member = () if batch is None else (batch, i)
-            yield encode_entry(id, there.fp, there.at, there.topic, there.partition, there.offset, there.ts, *member)
+            yield encode_entry(id, there.fp, there.at, there.topic, there.partition, there.offset, there.ts, batch, i)
 
 
 def rows_of(delivered: Iterable[Committable]) -> list[Row]:

@@ -120,7 +120,7 @@ def claim_all(
         return Claim(claims[0].outcome, written[0]), written
     if claims[0].outcome in CLAIMABLE and blocking.outcome is not Outcome.IN_PROGRESS:
         return Claim(Outcome.CONFLICT, blocking.state), []
-    return (claims[0] if claims[0].outcome not in CLAIMABLE else blocking), []
+    return blocking, []
 
 
 def mark(state: KeyState, slot: int, term: int, delivered: Delivered | DeliveredBatch) -> KeyState:

@@ -32,7 +32,7 @@ from service.errors import (
 )
 from service.event import BATCH_EVENTS_MAX, ENTRY_BYTES, Event
 from service.kafka.cluster import Topic
-from service.request import Answer, Committed, Train, fit
+from service.request import Answer, Answers, Committed, Train, fit
 from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX
 from tests.unit.fakes import FakeProducer, World, ended, kind_of, make_event
 
@@ -92,6 +92,17 @@ def test_the_ledger_bounds_a_train_too() -> None:
     most = GROUP_LEDGER_BYTES_MAX // (ENTRY_BYTES + len("orders"))
     trains = cut(*(make_event(str(n)) for n in range(most + 1)))
     assert [len(train) for train in trains] == [most, 1]
+
+
+@pytest.mark.parametrize(("ledger", "events", "holds"), [(0, 0, True), (1, 0, False), (0, 1, False)])
+def test_what_one_transaction_holds(ledger: int, events: int, holds: bool) -> None:
+    assert fit(GROUP_LEDGER_BYTES_MAX + ledger, GROUP_EVENT_BYTES_MAX + events) is holds
+
+
+async def test_who_went_away_is_told_nothing_and_harms_nobody() -> None:
+    answers = Answers(1)
+    answers.all.cancel()
+    answers.put(0, Problem(NOT_WRITTEN, "too late"))
 
 
 def test_an_event_that_fills_a_transaction_travels_by_itself() -> None:

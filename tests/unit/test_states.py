@@ -98,6 +98,10 @@ def test_a_claim_taken_over_keeps_its_time_unless_it_would_expire_under_the_writ
     at, now = 7, 7 + DAY_MS - left_ms
     state = claim_of(Claimed(0, 10, at, FP2), 11, now).state
     assert state == Claimed(1, 50, at if kept else now, FP)
+    # Of an atomic batch the oldest counts, and all get one time.
+    present, wanted = [None, Claimed(0, 10, at + 3, FP2), Claimed(0, 10, at, FP2)], Claimed(1, 50, now, FP)
+    _, written = states.claim_all(present, [wanted] * 3, lambda _: 11, DAY_MS, 1_000)
+    assert [state.at for state in written] == [at if kept else now] * 3
 
 
 def test_a_delivered_key_is_never_claimed() -> None:

@@ -1,0 +1,116 @@
+"""The pure steps of a group: its partitions, its records, and what ledger and store are told of them."""
+
+import json
+import time
+
+import pytest
+
+from service.event import event_of
+from service.group import Written, entries_of, placed_all, records_of, route, rows_of
+from service.kafka.cluster import Topic
+from service.kafka.life import Place, Record
+from service.keys import Epoch
+from service.request import Committed, Request
+from service.shared import Guarantee
+from service.slot import Link
+from service.states import Claimed, Delivered, DeliveredBatch, RequestEvent
+from service.wire import Entry, Stamp, event_id, stamp_writer
+from tests.unit.fakes import make_event, unheard
+
+LINK = Link(Epoch(1, "run/repl"), 1, 1, 3)
+
+
+def request(key: str, *topics: str, partition: int | None = None) -> Request:
+    """Of one event, or with several topics an atomic batch."""
+    events = [make_event(key, topic, partition=partition) for topic in topics]
+    whole = (b"w" * 16, b"f" * 8) if len(topics) > 1 else None
+    return Request.of(events, 0.0, 1.0, Guarantee.EXACTLY_ONCE, unheard, whole)
+
+
+def topic_of(name: str) -> Topic:
+    """`ill` has one partition with enough replicas, `down` has none."""
+    return Topic(name, 50, {}, {"ill": frozenset(range(50)) - {7}, "down": frozenset(range(50))}.get(name, frozenset()))
+
+
+def test_events_without_a_key_share_one_partition_of_their_topic() -> None:
+    """As in KIP-480: a batch and a marker for each of fifty would cost as many requests."""
+    requests = [request(str(n), "orders", "other") for n in range(20)]
+    chosen, left_out = route(requests, topic_of)
+    assert [topic for topic, _ in chosen] == ["orders", "other"]
+    assert {tuple(each.partitions) for each in requests} == {tuple(number for _, number in chosen)}
+    assert not left_out
+
+
+def test_a_partition_is_chosen_among_those_with_enough_replicas() -> None:
+    alone, free, whole = request("a", "down"), request("b", "ill"), request("c", "orders", "down")
+    told = request("d", "ill", partition=8)
+    chosen, left_out = route([alone, free, whole, told], topic_of)
+    assert free.partitions == [7]
+    assert ("ill", 7) in chosen
+    assert not {("down", 0), ("ill", 8)} & set(chosen)
+    assert left_out == {alone: ("down", 0), whole: ("down", 0), told: ("ill", 8)}
+
+
+@pytest.mark.parametrize("delivered", [True, False])
+@pytest.mark.parametrize(("answered", "goes_round"), [((), False), ((True,), False), ((True, False), True)])
+def test_who_wrote_nothing_and_has_somebody_to_try_again_waits(
+    delivered: bool, answered: tuple[bool, ...], goes_round: bool
+) -> None:
+    """Each try may cost a producer id."""
+    unwanted = [request("a", "orders") for _ in answered]
+    for each, done in zip(unwanted, answered, strict=True):
+        if done:
+            each.move(RequestEvent.ANSWER)
+    committed = [(request("b", "orders"), Committed(1, (), replayed=False))] if delivered else []
+    assert Written(committed, LINK, unwanted).vain is (goes_round and not delivered)
+
+
+TRACE = b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"
+
+
+def test_a_record_is_what_was_asked_for_and_says_who_wrote_it() -> None:
+    event = event_of("k 1", event_id("k 1"), "orders", b"key", b"value", [("b", b"2"), ("a", b"1")], 3, 77, TRACE)
+    bare = event_of("k 2", event_id("k 2"), "orders", None, b"", [])
+    tombstone = event_of("k 3", event_id("k 3"), "orders", b"key", None, [])
+    requests = [Request.of((each,), 0.0, 1.0, Guarantee.EXACTLY_ONCE, unheard) for each in (event, bare, tombstone)]
+    for each, partition in zip(requests, (3, 4, 5), strict=True):
+        each.partitions = [partition]
+    group = [(each, Claimed(9, 8, 1_000 + n, b"c" * 8)) for n, each in enumerate(requests)]
+    topic = Topic("orders", 6, {"max.message.bytes": "4321"})
+    before_ms = time.time_ns() // 1_000_000
+    first, second, third = records_of(group, lambda _: topic, stamp_writer(5, 6, 7, "me"))
+    stamp = Stamp(event.id, event.fp, 1_000, 5, 6, 7, "me").encode()
+    headers = [("idempotency-key", b"k 1"), ("fencepost", stamp), ("traceparent", TRACE), ("b", b"2"), ("a", b"1")]
+    assert first == Record("orders", 3, b"key", b"value", headers, 77, 4321)
+    stamp = Stamp(bare.id, bare.fp, 1_001, 5, 6, 7, "me").encode()
+    headers = [("idempotency-key", b"k 2"), ("fencepost", stamp)]
+    assert before_ms <= second.timestamp <= time.time_ns() // 1_000_000
+    assert second == Record("orders", 4, None, b"", headers, second.timestamp, 4321)
+    assert (third.partition, third.key, third.value) == (5, b"key", None)
+
+
+def test_the_ledger_and_the_store_are_told_of_each_event_and_of_batches_as_a_whole() -> None:
+    single, whole = request("a", "orders"), request("b", "orders", "other")
+    single.partitions, whole.partitions = [1], [2, 3]
+    group = [(single, Claimed(0, 10, 100, b"c" * 8)), (whole, Claimed(0, 10, 200, b"c" * 8))]
+    records = records_of(group, topic_of, stamp_writer(0, 1, 2, "me"))
+    delivered = list(placed_all(group, records, [Place(11, 21), Place(12, 22), Place(13, 23)]))
+    event, (left, right), id = single.events[0], whole.events, b"w" * 16
+    rows = [
+        (event.id, Delivered(100, event.fp, "orders", 1, 11, 21)),
+        (left.id, Delivered(200, left.fp, "orders", 2, 12, 22)),
+        (right.id, Delivered(200, right.fp, "other", 3, 13, 23)),
+    ]
+    assert delivered == [
+        (single, Committed(100, (rows[0],), replayed=False)),
+        (whole, Committed(200, tuple(rows[1:]), replayed=False)),
+    ]
+    assert rows_of(delivered) == [*rows, (id, DeliveredBatch(200, b"f" * 8, 2))]
+    assert [json.loads(text) for text in entries_of(delivered)] == [
+        json.loads(entry.encode())
+        for entry in (
+            Entry(event.id, event.fp, 100, "orders", 1, 11, 21),
+            Entry(left.id, left.fp, 200, "orders", 2, 12, 22, id, 0),
+            Entry(right.id, right.fp, 200, "other", 3, 13, 23, id, 1),
+        )
+    ]
