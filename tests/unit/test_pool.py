@@ -192,6 +192,7 @@ async def test_a_slot_that_is_cut_off_in_a_claim_is_not_given_back_as_clean(hold
     await held.world.keys.trouble.reached["claim"].wait()
     await ended(held.pool._tasks[slot.n])
     assert held.world.keys.returned == [(slot.n, False)]
+    assert [request.claimants for request in held.world.ingest._parked] == [((slot.n, slot.term),)]
     gate.set()
     waiting.cancel()
 

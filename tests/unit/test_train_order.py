@@ -173,7 +173,7 @@ async def test_what_waits_behind_a_claim_in_doubt_is_not_forgotten_where_the_ter
     if not given_up:
         world.keys.trouble.before["release"].append(StoreUnanswered("no answer"))
     world.queue.admit(requests)
-    await end_of_term(world.serve(slot))
+    assert isinstance(await end_of_term(world.serve(slot)), TransactionFailed)
     again = {train[1]} if given_up else set[Request]()
     assert set(world.ingest._parked) == set(requests) - again
     assert set(world.queue._waiting[Guarantee.EXACTLY_ONCE]) == again

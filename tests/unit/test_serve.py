@@ -1,0 +1,106 @@
+"""How a slot is served: who is woken, what waits for a mark, and what is asked of Redis and Kafka in vain."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from service import ingest as module
+from service.errors import Fenced, StoreAway
+from service.keys import Epoch
+from service.request import Committed
+from service.states import Claim
+from tests.unit.fakes import World, end_of_term, ended, until
+
+
+async def test_who_is_woken_and_may_not_take_wakes_another() -> None:
+    world = World()
+    stale, other = await world.slot(0), await world.slot(1)
+    failing = world.serve(stale)
+    await asyncio.sleep(0)
+    serving = world.serve(other)
+    await asyncio.sleep(0)
+    stale.stale = True
+    answer = world.submit("a")  # wakes who has waited longest
+    assert isinstance(await end_of_term(failing), Fenced)
+    assert isinstance(await asyncio.wait_for(answer, 1.0), Committed)
+    assert world.keys_written(1) == [["a"]]
+    await ended(serving)
+
+
+async def test_a_store_that_marks_slowly_slows_its_slot() -> None:
+    """One mark under way at most: what is not marked is what the slot's next recovery has to read."""
+    world = World()
+    marking = world.keys.trouble.hold("mark")
+    serving = world.serve(await world.slot())
+    answers = []
+    for key in "abcd":
+        answers.append(world.submit(key))
+        await asyncio.sleep(0.01)
+    assert world.keys_written() == [["a"], ["b"]]
+    marking.set()
+    for answer in answers:
+        assert isinstance(await asyncio.wait_for(answer, 1.0), Committed)
+    await ended(serving)
+
+
+async def test_a_slot_is_not_given_back_before_its_last_mark() -> None:
+    world = World()
+    slot = await world.slot()
+    marking = world.keys.trouble.hold("mark")
+    serving = world.serve(slot)
+    answer = world.submit("a")
+    await world.keys.trouble.reached["mark"].wait()
+    slot.leaving = True
+    world.queue.nudge_all()
+    await asyncio.sleep(0.02)
+    assert not serving.done()
+    marking.set()
+    assert isinstance(await answer, Committed)
+    await asyncio.wait_for(serving, 1.0)
+    assert not slot.owes
+
+
+async def test_a_group_that_is_through_is_under_way_no_more() -> None:
+    world = World()
+    serving = world.serve(await world.slot())
+    for key in ("a", "b", "a"):
+        await world.submit(key)
+    await until(lambda: not world.queue._out)
+    await ended(serving)
+
+
+async def test_for_what_needs_no_transaction_none_is_begun() -> None:
+    world = World()
+    serving = world.serve(await world.slot())
+    assert isinstance(await world.submit("a", "plain.a"), Committed)
+    assert world.producers[0].opened is None
+    assert world.producers[0].abandoned == 0
+    await ended(serving)
+
+
+@pytest.mark.parametrize("full", [False, True])
+async def test_a_store_that_takes_no_claim_is_not_asked_without_a_pause(
+    full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it refuses the call, or answers it and has no room."""
+    monkeypatch.setattr(module, "AWAY_PAUSE_S", 0.05)
+    world = World()
+    calls = 0
+    claim = world.keys.claim
+
+    async def counted(epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> list[Claim]:
+        nonlocal calls
+        calls += 1
+        return await claim(epoch, slot, term, asked)
+
+    monkeypatch.setattr(world.keys, "claim", counted)
+    world.keys.server.full = full
+    if not full:
+        world.keys.trouble.before["claim"].extend(StoreAway("OOM") for _ in range(10_000))
+    answer = world.submit("a")
+    serving = world.serve(await world.slot())
+    await asyncio.sleep(0.18)
+    assert 2 <= calls <= 4
+    answer.cancel()
+    await ended(serving)
