@@ -1,0 +1,208 @@
+"""What is let in and what is not, who is told, and that a stop waits for the last answer."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+from structlog.testing import capture_logs
+
+from service import intake as module
+from service.errors import (
+    FORBIDDEN_TOPIC,
+    NOT_WRITTEN,
+    OUTCOME_UNKNOWN,
+    RECORD_REFUSED,
+    UNKNOWN_TOPIC,
+    Kind,
+    Problem,
+)
+from service.kafka.cluster import Topic
+from service.request import Answer, Committed
+from service.states import RequestEvent
+from tests.unit.fakes import World, count_of, ended, kind_of, make_event, unheard, until
+
+# ------------------------------------------------------------------------------------------------------ its topic
+
+
+async def refused(world: World, topic: str) -> tuple[Kind, str]:
+    """Kind and first words of why an event for this topic is."""
+    with pytest.raises(Problem) as caught:
+        await world.intake.check(make_event("a", topic), time.monotonic())
+    return caught.value.kind, caught.value.detail
+
+
+@pytest.mark.parametrize(
+    "topic",
+    ["fencepost.ledger", "fencepost.requests", "fencepost.control", "fencepost.findings", "__consumer_offsets"],
+)
+async def test_nobody_writes_to_an_internal_topic(topic: str) -> None:
+    """Though it is there."""
+    world = World()
+    world.cluster.topics[topic] = Topic(topic, 3, {})
+    assert await refused(world, topic) == (FORBIDDEN_TOPIC, f"topic: {topic} is internal: use another")
+    assert not world.cluster.asked
+
+
+def away(world: World) -> None:
+    world.cluster.away = True
+
+
+def forbids(world: World) -> None:
+    world.cluster.forbids = True
+
+
+def hangs(world: World) -> None:
+    async def silence(names: Sequence[str], *, elsewhere: bool = False) -> dict[str, Topic]:
+        await asyncio.sleep(60)
+        return {}
+
+    world.cluster.describe = silence  # type: ignore[method-assign]
+
+
+def missing(world: World) -> None:
+    world.cluster.topics.clear()
+
+
+@pytest.mark.parametrize(
+    ("happens", "kind"),
+    [(away, NOT_WRITTEN), (hangs, NOT_WRITTEN), (forbids, FORBIDDEN_TOPIC), (missing, UNKNOWN_TOPIC)],
+)
+async def test_what_a_look_up_in_vain_is_told_as(happens: Callable[[World], None], kind: Kind) -> None:
+    world = World(request_timeout_ms=100)
+    happens(world)
+    assert (await asyncio.wait_for(refused(world, "orders"), 1.0))[0] is kind
+
+
+async def test_an_atomic_batch_holds_no_event_that_is_idempotent() -> None:
+    world = World()
+    events = [make_event("a", "orders"), make_event("a", "plain.a")]
+    with pytest.raises(Problem, match=r"plain\.a is idempotent") as caught:
+        await world.intake.submit_atomic(events, (b"w" * 16, b"f" * 8), time.monotonic())
+    assert caught.value.kind is RECORD_REFUSED
+    assert not world.queue.events
+
+
+# ---------------------------------------------------------------------------------------------------- the process
+
+
+async def test_without_a_store_or_in_a_stop_nothing_is_let_in_and_the_journal_is_told() -> None:
+    world = World()
+    world.store.epoch, world.store.status = None, "recovering: 3 keys replayed"
+    answers = [await asyncio.gather(world.submit("a"), return_exceptions=True)]
+    world.store.epoch = (await World().slot()).epoch
+    world.intake.accepting = False
+    answers.append(await asyncio.gather(world.submit("b"), return_exceptions=True))
+    details = [answer.detail for (answer,) in answers if isinstance(answer, Problem)]
+    assert details == [
+        "the key store is not complete (recovering: 3 keys replayed): send it again",
+        "this process is stopping: send it again, to another",
+    ]
+    assert world.journal.answers == [("a", 503), ("b", 503)]
+    assert (world.queue.events, list(world.intake._open)) == (0, [])
+
+
+async def test_a_stop_lets_nobody_in_and_waits_for_the_last_answer() -> None:
+    world = World()
+    answer = world.submit("a")
+    await until(lambda: world.queue.events == 1)
+    draining = asyncio.create_task(world.intake.drain())
+    await asyncio.sleep(0.03)
+    assert not draining.done()
+    assert not world.intake.accepting
+    serving = world.serve(await world.slot())
+    assert isinstance(await answer, Committed)
+    await asyncio.wait_for(draining, 1.0)
+    await ended(serving)
+
+
+# -------------------------------------------------------------------------------------------------------- answers
+
+
+async def test_who_prefers_so_is_told_once_that_its_claim_stands() -> None:
+    world = World()
+    slot = await world.slot()
+    await world.catalogue.get("orders", time.monotonic())
+    told, answers = list[str](), list[Answer]()
+    writing = world.producers[0].trouble.hold("write")
+    world.intake.submit(make_event("a"), time.monotonic(), answers.append, accepted=lambda: told.append("accepted"))
+    assert told == []
+    serving = world.serve(slot)
+    await world.producers[0].trouble.reached["write"].wait()
+    assert (told, answers) == (["accepted"], [])
+    (request,) = world.intake._open
+    world.intake.accept(request)
+    writing.set()
+    await until(lambda: bool(answers))
+    assert told == ["accepted"]
+    assert world.journal.answers == [("a", 202), ("a", 201)]
+    await ended(serving)
+
+
+async def test_an_edge_that_fails_keeps_nobody_else_from_an_answer() -> None:
+    world = World()
+    await world.catalogue.get("orders", time.monotonic())
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    answers: list[Answer] = []
+    world.intake.submit(make_event("a"), time.monotonic(), broken, accepted=broken)
+    world.intake.submit(make_event("b"), time.monotonic(), answers.append)
+    with capture_logs() as lines:
+        serving = world.serve(await world.slot())
+        await until(lambda: bool(answers))
+    assert [(line["event"], line["key"]) for line in lines] == [("an answer was not given", "a")] * 2
+    assert isinstance(answers[0], Committed)
+    assert not serving.done()
+    assert world.queue.events == 0
+    await ended(serving)
+
+
+async def test_an_answer_counts_once_and_is_told_once() -> None:
+    world = World()
+    await world.catalogue.get("orders", time.monotonic())
+    answers: list[Answer] = []
+    world.intake.submit(make_event("a"), time.monotonic(), answers.append)
+    (request,) = world.intake._open
+    for kind in (NOT_WRITTEN, OUTCOME_UNKNOWN):
+        world.intake.answer(request, Problem(kind, "its deadline"))
+    assert [kind_of(answer) for answer in answers] == [NOT_WRITTEN]
+    assert (world.queue.events, world.queue.bytes) == (0, 0)
+    assert world.journal.answers == [("a", 503)]
+    assert request.reply is not answers.append, "its connection and its body are kept"
+
+
+async def test_a_replay_is_counted_as_one() -> None:
+    world = World()
+    serving = world.serve(await world.slot())
+    for replays in (0, 1):
+        assert isinstance(await world.submit("a"), Committed)
+        assert count_of(world.telemetry.replays) == replays
+    await ended(serving)
+
+
+@pytest.mark.parametrize(("wait_s", "patient_s"), [(0.0, None), (1.0, 1.0), (9.0, 5.0 - module.PATIENCE_LEFT_S)])
+async def test_nobody_is_patient_past_its_deadline(wait_s: float, patient_s: float | None) -> None:
+    """It hears a 409 before, and no 503."""
+    world = World(request_timeout_ms=5_000)
+    world.intake.submit(make_event("a"), 100.0, unheard, wait_s)
+    (request,) = world.intake._open
+    assert request.deadline == 105.0
+    assert request.patient_until == (0.0 if patient_s is None else 100.0 + patient_s)
+
+
+async def test_each_is_swept_at_its_deadline_and_not_before() -> None:
+    world = World(request_timeout_ms=60_000)
+    for key in "abc":
+        world.intake.submit(make_event(key), time.monotonic(), unheard)
+    first, second, third = world.intake._open
+    sweeping = asyncio.create_task(world.intake.sweep())
+    second.move(RequestEvent.ANSWER)
+    await asyncio.sleep(0.15)
+    assert [first.answered, third.answered] == [False, False]
+    first.deadline = time.monotonic()
+    await until(lambda: len(world.intake._open) == 1)
+    assert [first.answered, third.answered] == [True, False]
+    assert world.intake._open_bytes == third.size
+    await ended(sweeping)
