@@ -70,11 +70,6 @@ local function put_new(rows, n, expires)
   return redis.pcall('MSETEX', n, unpack(rows, 1, last + 3)) == 1
 end
 
--- All kinds of state carry `at`: a claim ("C" is 67) behind its slot and term, the others first.
-local function at_of(state)
-  return (struct.unpack('>I8', state, string.byte(state) == 67 and 12 or 2))
-end
-
 -- The entries of a blob of (id:16s length:u16 state) with delivered states, one by one: id, state and its `at`.
 local function entries(blob)
   local place, size = 1, #blob
@@ -91,7 +86,8 @@ local function replay_entry(key, state, at, expires)
   if redis.call('SET', key, state, 'PXAT', expires, 'NX') then return end
   local present = redis.call('GET', key)
   -- Any claim ("C" is 67) gives way, also a newer one: a store that did not know of this record has let it be made.
-  if string.byte(present) == 67 or at_of(present) <= at then redis.call('SET', key, state, 'PXAT', expires) end
+  local gives_way = string.byte(present) == 67 or (struct.unpack('>I8', present, 2)) <= at
+  if gives_way then redis.call('SET', key, state, 'PXAT', expires) end
 end
 
 local function replay_entries(blob, retention)

@@ -6,7 +6,7 @@ import pytest
 
 from deploy.local.stack import Redis
 from service.errors import Fenced, StoreLost
-from service.keys import Census, Epoch, Row
+from service.keys import Census, Epoch, Found, Row
 from service.states import Claimed, Delivered, DeliveredBatch, Outcome
 from tests.contract.conftest import LEASE_MS, RETENTION_MS, Bench, redis_keys
 
@@ -230,6 +230,43 @@ async def test_a_silent_process_loses_its_slots(bench: Bench) -> None:
     assert (census.members, census.slots) == (1, "d")
     # Who was only late, and finds that nobody took it, goes on.
     assert (await bench.keys.beat(epoch, "silent", 1, [0])).slots == "m"
+
+
+async def test_a_beat_renews_its_own_leases_and_nobody_else_s(bench: Bench) -> None:
+    """A slot whose holder was killed is dead after a lease's time, however often others beat meanwhile."""
+    epoch = await bench.settled()
+    for slot, token in ((0, "here"), (1, "gone")):
+        assert await bench.keys.take(epoch, slot, token)
+    seen = []
+    for _ in range(2):
+        bench.elapse(LEASE_MS * 3 // 5)
+        seen.append((await bench.keys.beat(epoch, "here", 2, [0])).slots)
+    assert seen == ["mt", "md"]
+    assert not await bench.keys.take(epoch, 0, "another")
+
+
+async def test_a_slot_that_is_held_through_a_flush_is_dead_and_not_free_once_its_holder_is_gone(bench: Bench) -> None:
+    """Free would be left lying, with whatever its holder had open."""
+    await bench.settled()
+    bench.flush()
+    epoch = await bench.settled(generation=2)
+    assert (await bench.keys.beat(epoch, "gone", 2, [0])).slots == "mf"
+    bench.elapse(LEASE_MS + 50)
+    assert (await bench.keys.beat(epoch, "here", 2, [])).slots == "df"
+
+
+async def test_what_is_found_is_told_of_its_own_slot(bench: Bench) -> None:
+    epoch = await bench.settled(freed=(10, 20))
+    (claim,) = await bench.keys.claim(epoch, 1, 20, [(ID, FP)])
+    assert await bench.keys.find(epoch, ID) == Found(claim.state, dead=False, leased=False)
+    assert await bench.keys.take(epoch, 1, "me")
+    assert await bench.keys.find(epoch, ID) == Found(claim.state, dead=False, leased=True)
+    await bench.keys.replay(epoch, [], (1, 21))
+    assert await bench.keys.find(epoch, ID) == Found(claim.state, dead=True, leased=True)
+    answer = delivered(bench.now_ms())
+    await bench.keys.replay(epoch, [(ID, answer)])
+    assert await bench.keys.find(epoch, ID) == Found(answer)
+    assert await bench.keys.find(epoch, OTHER) == Found(None)
 
 
 @pytest.mark.parametrize("lost", ["a later generation", "an older generation", "another store", "a flush"])

@@ -4,10 +4,11 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from deploy.local.stack import Redis
 from service.errors import Fenced, StoreLost
 from service.keys import REPLAY_CHUNK, Epoch, Identity
 from service.states import Claimed, Outcome
-from tests.contract.conftest import LEASE_MS, RETENTION_MS, Bench
+from tests.contract.conftest import LEASE_MS, RETENTION_MS, Bench, redis_keys
 from tests.contract.test_keys import FP, FP2, ID, OTHER, delivered
 
 
@@ -164,3 +165,19 @@ async def test_claims_of_all_slots_are_dead_after_a_recovery(bench: Bench) -> No
     claims = await bench.keys.claim(epoch, 0, 30, [(ID, FP), (OTHER, FP)])
     assert [claim.outcome for claim in claims] == [Outcome.TAKEN_OVER, Outcome.TAKEN_OVER]
     assert all(isinstance(claim.state, Claimed) and claim.state.term == 30 for claim in claims)
+
+
+async def test_a_replica_is_no_store(own_redis: Redis, namespace: str) -> None:
+    """It answers as its primary did, and what is written there is not here."""
+    keys = redis_keys(own_redis, namespace)
+    store = (await keys.who()).store
+    assert await keys.recover(await keys.who(), "mine")
+    await keys.recover_end(store, "mine", 1, [10])
+    with own_redis.client() as client:
+        assert store == f"{client.info('server')['run_id']}/{client.info('replication')['master_replid']}"
+        client.replicaof("127.0.0.1", "1")
+    seen = await keys.who()
+    assert (seen.store, seen.epoch) == ("not a primary", Epoch(1, store))
+    with pytest.raises(StoreLost):
+        await keys.find(Epoch(1, store), ID)
+    await keys.close()
