@@ -214,7 +214,7 @@ class Ingest:
             await slot.release([id for request in unwanted for id, _ in request.asked])
         except (StoreLost, StoreAway, StoreUnanswered) as error:
             raise StoreUnanswered(f"a release is open: {error}") from error
-        self._queue.put_back(request for request in unwanted if not request.answered)
+        self._queue.put_back(unwanted)
 
     def _settle(self, request: Request, claim: Claim, now: float) -> None:
         """What a claim found that leaves nothing to write; `now` by time.monotonic."""

@@ -167,6 +167,24 @@ async def test_claims_of_all_slots_are_dead_after_a_recovery(bench: Bench) -> No
     assert all(isinstance(claim.state, Claimed) and claim.state.term == 30 for claim in claims)
 
 
+async def test_each_step_of_a_store_recovery_renews_its_nonce(redis: Redis, namespace: str) -> None:
+    """However long the fences and the replay take: only who is silent is taken over from."""
+    keys = redis_keys(redis, namespace, lease_ttl_ms=60_000)
+    seen = await keys.who()
+    assert await keys.recover(seen, "mine")
+    nonce = f"{{{namespace}:0}}n"
+    with redis.client() as client:
+        assert 290_000 < int(client.pttl(nonce)) <= 300_000
+        for step in (
+            lambda: keys.recover_read(seen.store, "mine", 2),
+            lambda: keys.recover_replay(seen.store, "mine", [(ID, delivered(1))]),
+        ):
+            client.pexpire(nonce, 5_000)
+            await step()
+            assert 290_000 < int(client.pttl(nonce)) <= 300_000
+    await keys.close()
+
+
 async def test_a_replica_is_no_store(own_redis: Redis, namespace: str) -> None:
     """It answers as its primary did, and what is written there is not here."""
     keys = redis_keys(own_redis, namespace)

@@ -29,12 +29,15 @@ from service.errors import (
     TOO_LARGE,
     UNKNOWN_TOPIC,
     Problem,
+    StoreAway,
+    StoreLost,
+    StoreUnanswered,
 )
 from service.event import BATCH_EVENTS_MAX, ENTRY_BYTES, Event
 from service.kafka.cluster import Topic
 from service.request import Answer, Answers, Committed, Train, fit
 from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX
-from tests.unit.fakes import FakeProducer, World, ended, kind_of, make_event
+from tests.unit.fakes import FakeProducer, World, ended, kind_of, make_event, until
 
 
 def trains_of(*events: Event) -> list[Train]:
@@ -299,3 +302,47 @@ async def test_what_no_transaction_holds_is_refused_before_the_key_is_touched() 
         await atomically(world, batch_of(*(one(None, "x" * 900_000) for _ in range(10)), atomic=True))
     assert raised.value.kind is TOO_LARGE
     assert not world.keys.server.keys
+
+
+@pytest.mark.parametrize(
+    "error", [StoreLost("flushed"), StoreAway("OOM"), StoreUnanswered("no answer"), None], ids=repr
+)
+async def test_a_batch_that_is_written_is_in_doubt_while_nobody_knows_where_its_members_are(
+    error: Exception | None,
+) -> None:
+    """Redis tells it not, or not of every one (None): 504, and 201 to who asks again when it does."""
+    world = World()
+    slot = await world.slot()
+    serving = world.serve(slot)
+    batch = batch_of(one(None, 1), one(None, 2), atomic=True)
+    first = await atomically(world, batch)
+    assert isinstance(first, Committed)
+    await until(lambda: not slot.owes)
+    (id, there), *_ = first.places
+    if error is not None:
+        world.keys.trouble.before["find_all"].append(error)
+    else:
+        del world.keys.server.keys[id]
+    answer = await asyncio.wait_for(atomically(world, batch), 3.0)
+    assert kind_of(answer) is OUTCOME_UNKNOWN
+    world.keys.server.keys[id] = there
+    assert await atomically(world, batch) == replace(first, replayed=True)
+    assert not serving.done()
+    assert world.keys_written() == [["whole", "whole"]]
+    await ended(serving)
+
+
+async def test_a_batch_that_is_written_is_not_waited_for_where_no_store_is_settled() -> None:
+    world = World(request_timeout_ms=100)
+    slot = await world.slot()
+    serving = world.serve(slot)
+    batch = batch_of(one(None, 1), atomic=True)
+    assert isinstance(await atomically(world, batch), Committed)
+    await until(lambda: not slot.owes)
+    claimed = world.keys.trouble.hold("claim")
+    again = asyncio.create_task(atomically(world, batch))
+    await asyncio.sleep(0.01)
+    world.store.epoch = None  # it was lost since
+    claimed.set()
+    assert kind_of(await asyncio.wait_for(again, 1.0)) is OUTCOME_UNKNOWN
+    await ended(serving)

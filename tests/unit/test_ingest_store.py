@@ -22,7 +22,7 @@ from service.kafka.verdict import Refusal, TransactionFailed, Verdict
 from service.request import Committed
 from service.shared import Guarantee
 from service.states import SlotState
-from tests.unit.fakes import NOW_MS, World, end_of_term, ended, kind_of, make_event, until
+from tests.unit.fakes import EPOCH, NOW_MS, World, end_of_term, ended, kind_of, make_event, until
 
 BIG = Refusal(TOO_LARGE, "it is too large")
 
@@ -155,6 +155,9 @@ async def test_the_claim_of_another_is_in_progress() -> None:
     serving = world.serve(await world.slot(0))
     assert kind_of(await world.submit("a")) is IN_PROGRESS
     assert hurries == [True], "nobody holds that slot's lease: it is to be recovered at once"
+    assert await world.keys.take(EPOCH, 1, "another")
+    assert kind_of(await world.submit("a")) is IN_PROGRESS
+    assert hurries == [True], "its holder lives, and may be writing"
     await ended(serving)
 
 

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 import pytest
 
 from service import ingest as module
-from service.errors import Fenced, StoreAway
+from service.errors import OUTCOME_UNKNOWN, Fenced, StoreAway
+from service.kafka.life import Fate, Place
 from service.keys import Epoch
 from service.request import Committed
 from service.states import Claim
-from tests.unit.fakes import World, end_of_term, ended, until
+from service.wire import STAMP_HEADER, Stamp
+from tests.unit.fakes import NOW_MS, World, end_of_term, ended, kind_of, make_event, until
 
 
 async def test_who_is_woken_and_may_not_take_wakes_another() -> None:
@@ -103,4 +105,34 @@ async def test_a_store_that_takes_no_claim_is_not_asked_without_a_pause(
     await asyncio.sleep(0.18)
     assert 2 <= calls <= 4
     answer.cancel()
+    await ended(serving)
+
+
+@pytest.mark.parametrize(("topic", "producer_id"), [("orders", 7), ("plain.a", 8)])
+async def test_a_record_names_the_producer_that_wrote_it(topic: str, producer_id: int) -> None:
+    """The audit tells copies apart by it."""
+    world = World()
+    slot = await world.slot(1)
+    serving = world.serve(slot)
+    answer = await world.submit("a", topic)
+    assert isinstance(answer, Committed)
+    ((record,),) = world.producers[1].written or world.plains[1].written
+    event = make_event("a", topic)
+    stamp = Stamp(event.id, event.fp, answer.at, slot.n, producer_id, 0, "test")
+    assert Stamp.decode(dict(record.headers)[STAMP_HEADER]) == stamp
+    await ended(serving)
+
+
+@pytest.mark.parametrize(("fates", "apart"), [([Place(3, NOW_MS), None], {"plain.b"}), ([None, None], set())])
+async def test_what_hangs_beside_others_that_went_travels_apart(fates: list[Fate], apart: set[str]) -> None:
+    """Where nothing went, it may be the broker."""
+    world = World()
+    slot = await world.slot()
+    answers = [world.submit("a", "plain.a"), world.submit("b", "plain.b")]
+    await asyncio.sleep(0.01)
+    world.plains[0].fates.append(fates)
+    serving = world.serve(slot)
+    assert kind_of(await answers[1]) is OUTCOME_UNKNOWN
+    assert world.queue._suspects == apart
+    assert (kind_of(await answers[0]) is OUTCOME_UNKNOWN) is (not apart)
     await ended(serving)

@@ -5,13 +5,13 @@ import time
 
 import pytest
 
-from service.errors import StoreUnanswered
+from service.errors import StoreAway, StoreLost, StoreUnanswered
 from service.kafka.verdict import TransactionFailed, Verdict
 from service.queue import Queue
 from service.request import Answer, Committed, Request, Train
 from service.settings import Settings
 from service.shared import Guarantee
-from service.states import Claim, Claimed, Outcome, RequestEvent, RequestState
+from service.states import Claim, Claimed, Delivered, Outcome, RequestEvent, RequestState
 from tests.unit.fakes import EPOCH, NOW_MS, World, end_of_term, ended, make_event, unheard
 
 SETTINGS = Settings(instance="test")
@@ -152,10 +152,29 @@ async def test_what_comes_behind_a_claim_that_is_in_doubt_is_not_written_before_
     assert world.ingest._parked == [doubtful]
 
 
-@pytest.mark.parametrize("given_up", [False, True])
+@pytest.mark.parametrize("claim", ["delivered", "in doubt, and in no train"])
+async def test_what_comes_behind_an_event_that_is_not_waited_for_is_written_with_the_others(claim: str) -> None:
+    world = World()
+    slot = await world.slot()
+    requests = train_of("a", "b")
+    first, second = requests
+    found = Claim(Outcome.DELIVERED, Delivered(NOW_MS, first.events[0].fp, "orders", 0, 3, NOW_MS))
+    if claim != "delivered":
+        first.train = second.train = None
+        first.claimants = ((5, 50),)
+        found = Claim(Outcome.IN_PROGRESS, Claimed(5, 50, NOW_MS, b"f" * 8))
+    world.queue.admit(requests)
+    for request in requests:
+        request.move(RequestEvent.CLAIM)
+    new = Claimed(slot.n, slot.term, NOW_MS, b"f" * 8)
+    assert world.ingest._sort(requests, [found, Claim(Outcome.NEW, new)], {}) == ([(second, new)], [], [])
+    assert second.accepted_at == NOW_MS
+
+
+@pytest.mark.parametrize("error", [StoreUnanswered("no answer"), StoreAway("OOM"), StoreLost("another"), None])
 @pytest.mark.parametrize("step", ["write", "abandon"])
 async def test_what_waits_behind_a_claim_in_doubt_is_not_forgotten_where_the_term_ends_meanwhile(
-    step: str, given_up: bool
+    step: str, error: Exception | None
 ) -> None:
     """It goes round again, or where its claim cannot be given up it waits for the slot's recovery as its group does."""
     world = World()
@@ -170,10 +189,10 @@ async def test_what_waits_behind_a_claim_in_doubt_is_not_forgotten_where_the_ter
     doubtful.claimants = ((5, 50),)
     world.keys.server.freed[5] = 50
     await world.keys.claim(EPOCH, 5, 50, doubtful.asked)
-    if not given_up:
-        world.keys.trouble.before["release"].append(StoreUnanswered("no answer"))
+    if error is not None:
+        world.keys.trouble.before["release"].append(error)
     world.queue.admit(requests)
     assert isinstance(await end_of_term(world.serve(slot)), TransactionFailed)
-    again = {train[1]} if given_up else set[Request]()
+    again = {train[1]} if error is None else set[Request]()
     assert set(world.ingest._parked) == set(requests) - again
     assert set(world.queue._waiting[Guarantee.EXACTLY_ONCE]) == again
