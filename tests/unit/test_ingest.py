@@ -12,6 +12,7 @@ from service.errors import (
     IN_PROGRESS,
     NOT_WRITTEN,
     OUTCOME_UNKNOWN,
+    StoreAway,
     StoreLost,
     StoreUnanswered,
 )
@@ -85,14 +86,16 @@ async def test_while_the_queue_is_full_nothing_more_is_looked_at() -> None:
     await ended(serving)
 
 
-async def test_a_failed_mark_is_no_error_of_the_event() -> None:
+@pytest.mark.parametrize("error", [StoreUnanswered("no answer"), StoreAway("OOM")], ids=repr)
+async def test_a_failed_mark_is_no_error_of_the_event(error: Exception) -> None:
     world = World()
     slot = await world.slot()
-    world.keys.trouble.before["mark"].append(StoreUnanswered("no answer"))
+    world.keys.trouble.before["mark"].append(error)
     serving = world.serve(slot)
     assert isinstance(await world.submit("a"), Committed)
     assert slot.owes
     assert count_of(world.telemetry.marks_failed) == 1
+    assert not world.store.losses
     assert isinstance(await world.submit("b"), Committed)  # whose mark pays the debt first
     assert not slot.owes
     assert world.keys.is_delivered("a")

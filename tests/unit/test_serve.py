@@ -63,6 +63,33 @@ async def test_a_slot_is_not_given_back_before_its_last_mark() -> None:
     assert not slot.owes
 
 
+async def test_a_stop_waits_for_the_marks_that_are_under_way() -> None:
+    world = World()
+    await world.ingest.settle()
+    marking = world.keys.trouble.hold("mark")
+    serving = world.serve(await world.slot())
+    answer = world.submit("a")
+    await world.keys.trouble.reached["mark"].wait()
+    settling = asyncio.create_task(world.ingest.settle())
+    await asyncio.sleep(0.02)
+    assert not settling.done()
+    marking.set()
+    await asyncio.wait_for(settling, 1.0)
+    assert isinstance(await answer, Committed)
+    await ended(serving)
+
+
+@pytest.mark.parametrize("topic", ["orders", "plain.a"])
+async def test_a_commit_ends_the_suspicion_of_its_topics(topic: str) -> None:
+    world = World()
+    for each in (topic, "other"):
+        world.queue.suspect(each)
+    serving = world.serve(await world.slot())
+    assert isinstance(await world.submit("a", topic), Committed)
+    assert world.queue._suspects == {"other"}
+    await ended(serving)
+
+
 async def test_a_group_that_is_through_is_under_way_no_more() -> None:
     world = World()
     serving = world.serve(await world.slot())
