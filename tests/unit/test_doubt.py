@@ -15,6 +15,7 @@ from service.errors import (
     TOO_LARGE,
     UNKNOWN_TOPIC,
     Problem,
+    StoreAway,
     StoreLost,
     StoreUnanswered,
 )
@@ -186,6 +187,37 @@ async def test_what_goes_on_failing_ends_not_one_term_after_the_other_and_its_to
         await ended(task)
 
 
+@pytest.mark.parametrize("given_up", [True, False])
+async def test_what_fails_again_and_nobody_knows_why_goes_round_again_after_a_pause(given_up: bool) -> None:
+    """Or with the recovery, where its claim may stand: once, in either case."""
+    world = World()
+    answer = world.submit("a")
+    await asyncio.sleep(0.01)
+    (request,) = world.intake._open
+    slots = [await world.slot(n) for n in range(4)]
+    for n, verdict in enumerate((Verdict.UNKNOWN, Verdict.ABORTED, Verdict.ABORTED)):
+        world.producers[n].trouble.before["write"].append(TransactionFailed(verdict, "no answer"))
+        if n == 2 and not given_up:
+            world.keys.trouble.before["release"].append(StoreUnanswered("no answer"))
+        await end_of_term(world.serve(slots[n]))
+        assert request.aborts == n
+        if verdict is Verdict.UNKNOWN:
+            await world.recover(slots[n])
+            world.ingest.recovered()
+    serving = world.serve(slots[3])
+    await asyncio.sleep(0.2)
+    assert not answer.done()
+    assert world.ingest._parked == ([] if given_up else [request])
+    if not given_up:
+        await asyncio.sleep(0.3)
+        assert not any(world.queue._waiting.values())
+        await world.recover(slots[2])
+        world.ingest.recovered()
+    assert isinstance(await asyncio.wait_for(answer, 1.0), Committed)
+    assert not serving.done()
+    await ended(serving)
+
+
 async def test_who_was_with_others_that_failed_does_not_pause() -> None:
     world = World()
     slots = [await world.slot(n) for n in range(3)]
@@ -322,10 +354,10 @@ async def test_where_a_commit_may_have_been_asked_for_all_wait(verdict: Verdict,
     await ended(serving)
 
 
-@pytest.mark.parametrize("error", [StoreLost("another"), StoreUnanswered("no answer")])
+@pytest.mark.parametrize("error", [StoreLost("another"), StoreAway("OOM"), StoreUnanswered("no answer")], ids=repr)
 async def test_where_their_claims_cannot_be_given_up_all_wait(error: Exception) -> None:
     world = World()
-    slot = await world.slot()
+    slot, other = await world.slot(), await world.slot(1)
     answers = [world.submit("a", "orders"), world.submit("b", "other")]
     await asyncio.sleep(0.01)
     stuck = TransactionFailed(Verdict.ABORTED, "NotEnoughReplicas", stuck={"orders"})
@@ -336,8 +368,12 @@ async def test_where_their_claims_cannot_be_given_up_all_wait(error: Exception) 
     await asyncio.sleep(0.05)
     world.ingest.recovered()  # another slot was recovered meanwhile: who waited for that goes round again
     silence.set()
-    await end_of_term(failing)
-    assert not any(answer.done() for answer in answers)
+    assert isinstance(await end_of_term(failing), TransactionFailed)
+    meanwhile = world.serve(other)
+    await asyncio.sleep(0.02)
+    assert not any(answer.done() for answer in answers), "their own claims are no stranger's"
+    assert slot.doubtful == 2
+    await ended(meanwhile)
     await world.recover(slot)
     world.ingest.recovered()
     serving = world.serve(slot)
