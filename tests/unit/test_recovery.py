@@ -144,9 +144,10 @@ class Bed:
             def __init__(self, cluster: object, name: str, timeout_ms: int) -> None:
                 super().__init__()
                 bed.producers.append(self)
-                bed.steps.append(f"fence {name} {timeout_ms}")
+                self._fence = f"fence {name} {timeout_ms}"
 
-            async def start(self) -> None: ...
+            async def start(self) -> None:
+                bed.steps.append(self._fence)
 
             async def write(self, *arguments: Any) -> Any:
                 bed.steps.append("begin")
@@ -231,16 +232,16 @@ async def test_where_control_names_another_store_a_slot_is_not_freed(bed: Bed, t
     assert bed.keys.server.freed == {0: 1, 1: 5}
 
 
-@pytest.mark.parametrize(("applied", "begins"), [(11, True), (12, True), (13, False)])
+@pytest.mark.parametrize(("applied", "begins"), [(None, True), (11, True), (12, True), (13, False)])
 async def test_a_ledger_that_ends_before_what_was_applied_of_it_frees_nothing(
-    bed: Bed, applied: int, begins: bool
+    bed: Bed, applied: int | None, begins: bool
 ) -> None:
     """What was written since would not be read."""
-    bed.keys.server.applied[1] = applied
+    bed.keys.server.applied = {} if applied is None else {1: applied}
     slot = bed.slot()
     if begins:
         await bed.recover(slot)
-        assert slot.state is SlotState.READY
+        assert (slot.state, bed.kafka.spans) == (SlotState.READY, {1: Span(applied, 12)})
         return
     with pytest.raises(KafkaAway, match="applied it up to 13, and it ends at 12"):
         await bed.recover(slot)

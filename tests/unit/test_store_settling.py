@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import pytest
 
 from service import recovery
 from service.control import Control, Newest
+from service.errors import KafkaAway, StoreAway, StoreLost, StoreUnanswered
 from service.kafka.cluster import Cluster
 from service.keys import Epoch, Identity, KeyStore
 from service.recovery import Store
@@ -31,12 +33,17 @@ class _Keys:
         self.identity = identity
         self.may_recover = True
         self.asked = 0
+        self.resolved = 0
+        self.errors: list[Exception] = []
 
     async def who(self) -> Identity:
         self.asked += 1
+        if self.errors:
+            raise self.errors[0]
         return self.identity
 
-    async def resolve_anew(self) -> None: ...
+    async def resolve_anew(self) -> None:
+        self.resolved += 1
 
     async def recover(self, seen: Identity, nonce: str) -> bool:
         return self.may_recover
@@ -188,3 +195,73 @@ async def test_slots_that_only_control_tells_of_are_fenced_too() -> None:
     control.slots = 100
     async with settling(_Keys(FLUSHED), control, 64, _Cluster()) as (store, _):
         await until(lambda: store.status == "recovering: 100 of 100 slots fenced")
+
+
+SETTLED = Identity(NAMED.store, NAMED)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (StoreAway("OOM"), "store-away: OOM"),
+        (StoreUnanswered("no answer"), "store-away: no answer"),
+        (StoreLost("flushed"), "store-away: flushed"),
+        (KafkaAway("no leader"), "store-away: no leader"),
+        (ValueError("a bug"), "store-away: ValueError('a bug')"),
+    ],
+    ids=repr,
+)
+async def test_no_error_ends_the_search_for_the_store(error: Exception, told: str) -> None:
+    keys = _Keys(SETTLED)
+    keys.errors.append(error)
+    async with settling(keys, _Control()) as (store, settled):
+        await until(lambda: keys.asked >= 2)
+        assert store.status == told
+        assert keys.resolved >= 1, "the address may lead to another by now"
+        keys.errors.clear()
+        assert await asyncio.wait_for(settled, 3.0) == NAMED
+        assert (store.state, store.generation) == ("settled", NAMED.generation)
+
+
+async def test_a_replica_is_neither_adopted_nor_recovered() -> None:
+    keys, control = _Keys(Identity("not a primary", NAMED)), _Control()
+    async with settling(keys, control) as (store, settled):
+        await until(lambda: keys.asked >= 2)
+        assert store.status == "store-away: the server that answers is not a primary"
+        assert (control.generation, settled.done()) == (NAMED.generation, False)
+
+
+async def test_a_store_that_is_lost_is_settled_anew_and_one_that_has_passed_is_no_loss() -> None:
+    keys = _Keys(SETTLED)
+    async with settling(keys, _Control()) as (store, settled):
+        assert await settled == NAMED
+        asked = keys.asked
+        store.lost(Epoch(NAMED.generation - 1, NAMED.store))
+        store.lost(Epoch(NAMED.generation, "run/another"))
+        assert (store.epoch, store.generation) == (NAMED, NAMED.generation)
+        assert await store.settled() == NAMED
+        assert keys.asked == asked
+        store.lost(NAMED)
+        store.lost(NAMED)
+        assert (store.epoch, store.generation, store.state) == (None, 0, "recovering")
+        first, second = await asyncio.gather(store.settled(), store.settled())
+        assert first == second == store.epoch == NAMED
+        assert keys.asked == asked + 1
+
+
+@pytest.mark.parametrize("changes", [False, True])
+async def test_the_rest_between_two_attempts_is_as_long_as_told_unless_another_answers(changes: bool) -> None:
+    keys = _Keys()
+    async with settling(keys, _Control()) as (store, settled):
+        settled.cancel()
+        await store.close()
+        keys.asked = keys.resolved = 0
+        started = time.monotonic()
+        resting = asyncio.create_task(store._rest(OTHER, 0.7 if not changes else 60.0))
+        await asyncio.sleep(0.35)  # a lease's time is 0.3
+        assert (keys.asked, keys.resolved, resting.done()) == (1, 1, False)
+        if changes:
+            keys.identity = SETTLED
+        await asyncio.wait_for(resting, 1.0)
+        assert 0.55 < time.monotonic() - started < 1.0
+        assert keys.asked == keys.resolved == (2 if changes else 3)
