@@ -206,3 +206,11 @@ async def test_each_is_swept_at_its_deadline_and_not_before() -> None:
     assert [first.answered, third.answered] == [True, False]
     assert world.intake._open_bytes == third.size
     await ended(sweeping)
+
+
+async def test_those_that_wait_are_in_the_order_of_their_deadlines() -> None:
+    """Who is swept is who comes first: one behind another that has more time would be answered late."""
+    world = World()
+    for key, arrived in (("b", 2.0), ("e", 5.0), ("a", 1.0), ("d", 4.0), ("c", 3.0), ("f", 5.0)):
+        world.intake.submit(make_event(key), arrived, unheard)
+    assert [request.events[0].key for request in world.intake._open] == list("abcdef")

@@ -9,7 +9,7 @@ import pytest
 
 from service import recovery as module
 from service.control import Newest
-from service.errors import Fenced, KafkaAway, StoreLost, StoreUnanswered
+from service.errors import Fenced, KafkaAway, StoreAway, StoreLost, StoreUnanswered
 from service.kafka.reader import Item, Span
 from service.keys import Epoch, Identity, Row
 from service.recovery import CLOCKS_APART_MS, REPLAY_RECORDS, REPLAYS_AT_ONCE, SlotRecovery, Store
@@ -50,7 +50,7 @@ class Kafka(FakeCluster):
     async def read_through(
         self, cluster: object, topic: str, spans: Mapping[int, Span], isolation: str, patience_s: float
     ) -> AsyncIterator[list[Item]]:
-        assert (topic, isolation) == ("fencepost.ledger", "read_committed")
+        assert (topic, isolation, patience_s) == ("fencepost.ledger", "read_committed", 15.0)
         self.steps.append("read")
         self.spans = dict(spans)
         for partition, span in spans.items():
@@ -94,7 +94,7 @@ class Keys(FakeKeys):
         super().__init__()
         self.steps = steps
         self.nonces: list[str] = []
-        self.writing = self.most = 0
+        self.writing = self.most = self.resolved = 0
 
     async def applied(self, epoch: Epoch, slot: int) -> int | None:
         self.steps.append("applied")
@@ -104,8 +104,13 @@ class Keys(FakeKeys):
         self.steps.append(f"replay {len(rows)}" + (f" and free {free}" if free else ""))
         await super().replay(epoch, rows, free)
 
+    async def resolve_anew(self) -> None:
+        self.resolved += 1
+
     async def recover_read(self, store: str, nonce: str, slots: int) -> list[int | None]:
         self.nonces.append(nonce)
+        if slots == 0:
+            await self.trouble.enter("renew")
         return await super().recover_read(store, nonce, slots)
 
     async def recover_replay(self, store: str, nonce: str, rows: Sequence[Row]) -> None:
@@ -339,10 +344,13 @@ async def test_a_recovery_that_could_not_write_all_is_given_up(bed: Bed, place: 
     async def enter(name: str) -> None:
         if name == "replay" and wrong and (error := wrong.pop(0)) is not None:
             raise error
+        if name == "replay" and place == 0:
+            await asyncio.sleep(60)
 
     bed.keys.trouble.enter = enter  # type: ignore[method-assign]
     settling = asyncio.create_task(bed.store.settled())
     await until(lambda: "abandon" in bed.steps)
+    assert bed.keys.writing == 0, "it writes on"
     assert bed.keys.server.held is None
     assert not any(step.startswith("free") for step in bed.steps)
     assert bed.store.epoch is None
@@ -354,13 +362,26 @@ async def test_the_nonce_of_a_recovery_lives_as_long_as_it_waits_for_a_fence(bed
     bed.keys.server.flush()
     bed.kafka.fencing.clear()
     settling = asyncio.create_task(bed.store.settled())
-    await until(lambda: len(bed.keys.nonces) >= 3)
+    bed.keys.trouble.before["renew"].extend([StoreAway("OOM"), StoreUnanswered("no answer"), StoreLost("a flush")])
+    await until(lambda: len(bed.keys.nonces) >= 5)
     bed.kafka.fencing.set()
     await asyncio.wait_for(settling, 3.0)
     assert len(set(bed.keys.nonces)) == 1
     renewed = len(bed.keys.nonces)
     await asyncio.sleep(0.2)
     assert len(bed.keys.nonces) == renewed, "it goes on after the recovery"
+
+
+async def test_a_recovery_that_is_cut_off_lets_the_next_one_begin(bed: Bed) -> None:
+    """A process that stops meanwhile: nobody need wait until its nonce has run out."""
+    bed.keys.server.flush()
+    bed.kafka.fencing.clear()
+    settling = asyncio.create_task(bed.store.settled())
+    await until(lambda: any(step.startswith("fence") for step in bed.steps))
+    await bed.store.close()
+    assert bed.steps[-1] == "abandon"
+    assert bed.keys.server.nonce is None
+    settling.cancel()
 
 
 # -------------------------------------------------------------------------------------------------- a quiet time
@@ -392,6 +413,7 @@ async def test_another_store_is_recovered_only_after_a_quiet_lease_time(
         await asyncio.sleep(60)
 
     monkeypatch.setattr(bed.store, "_rest", rest)
+    bed.store._quiet_pause_s = 4.0
     started = time.monotonic()
     settling = asyncio.create_task(bed.store.settled())
     await until(lambda: bed.store.state == "stale-store")
@@ -399,11 +421,13 @@ async def test_another_store_is_recovered_only_after_a_quiet_lease_time(
     if happens is None:
         assert await asyncio.wait_for(settling, 3.0) == Epoch(2, EPOCH.store)
         assert time.monotonic() - started > 0.06
+        assert bed.keys.resolved == 1, "the address may lead to another by now"
+        assert bed.store._quiet_pause_s == module.PAUSE_LEAST_S
         return
     happens(bed)
     await until(lambda: bool(paused))
-    assert 0.5 <= paused[0] <= 1.0
-    assert bed.store._quiet_pause_s == 2.0
+    assert 2.0 <= paused[0] <= 4.0
+    assert bed.store._quiet_pause_s == 8.0
     assert not any(step.startswith(("name", "fence")) for step in bed.steps)
     settling.cancel()
     await bed.store.close()
