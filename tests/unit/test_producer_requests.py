@@ -1,0 +1,247 @@
+"""What a producer's requests say, byte for byte where a broker goes by it, and how a life begins and ends."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from aiokafka.errors import KafkaConnectionError, NotEnoughReplicasError
+from aiokafka.protocol.produce import ProduceRequest
+from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnRequest, InitProducerIdResponse_v0
+from aiokafka.record.default_records import DefaultRecordBatch
+
+from service.errors import KafkaAway
+from service.kafka import life as module
+from service.kafka.life import Batch, Life, NotSent, Place
+from service.kafka.producer import PATIENCE_SHARE, REPLICAS_SHARE, TransactionalProducer
+from service.kafka.verdict import Verdict
+from tests.unit.fake_brokers import (
+    LEDGER,
+    TOO_BIG,
+    cluster,
+    failure,
+    fake_inside,
+    idempotent,
+    record,
+    transactional,
+    write,
+)
+
+TIMEOUT_MS = 600
+REPLICAS_MS = int(TIMEOUT_MS * REPLICAS_SHARE / PATIENCE_SHARE)
+
+
+def batches_of(request: Any) -> list[DefaultRecordBatch]:
+    return [DefaultRecordBatch(bytes(raw)) for _, batches in request._topics for _, raw in batches]
+
+
+async def test_every_send_waits_for_all_replicas_and_is_the_transaction_s_own() -> None:
+    """With acks=1, or outside of the transaction, one broker would take it all the same."""
+    producer, kafka = transactional(TIMEOUT_MS)
+    await write(producer, record("a", 0), record("a", 1))
+    sends = kafka.sent(ProduceRequest)
+    assert len(sends) == 2
+    for request in sends:
+        assert (request._transactional_id, request._required_acks, request._timeout) == ("ns.slot.0", -1, REPLICAS_MS)
+        for batch in batches_of(request):
+            assert (batch.is_transactional, batch.producer_id, batch.producer_epoch) == (True, 7, 0)
+    for request in (*kafka.sent(AddPartitionsToTxnRequest), *kafka.sent(EndTxnRequest)):
+        assert (request._transactional_id, request._producer_id, request._producer_epoch) == ("ns.slot.0", 7, 0)
+
+
+async def test_a_plain_producer_waits_for_all_replicas_too_and_is_in_no_transaction() -> None:
+    producer, kafka = idempotent(TIMEOUT_MS)
+    await producer.write([record("a", 0)])
+    (request,) = kafka.sent(ProduceRequest)
+    assert (request._transactional_id, request._required_acks) == (None, -1)
+    assert request._timeout < 1000 * producer._cluster.timeout_s / PATIENCE_SHARE
+    (batch,) = batches_of(request)
+    assert (batch.is_transactional, batch.producer_id, batch.producer_epoch) == (False, 7, 0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "fate"),
+    [
+        ((0, 7, -1), [Place(7, 5), Place(8, 5)]),
+        ((0, 7, 99), [Place(7, 99), Place(8, 99)]),
+        ((0, -1, -1), None),
+        ((46, 7, -1), None),  # DuplicateSequenceNumber, with an offset that is not this batch's
+        ((-1, 7, -1), None),
+        ((NotEnoughReplicasError.errno, 7, -1), NotSent(itself=True)),
+        (None, None),
+    ],
+)
+async def test_an_offset_counts_only_in_a_clean_answer(answer: Any, fate: object) -> None:
+    life = Life(cluster(), "plain-0")
+    fake_inside(life)
+    records = [record("a", 0), record("a", 0)]
+    (batch,) = life.batches(records, {("a", 0): 1})
+    assert isinstance(batch, Batch)
+    batch.answer = answer
+    assert batch.fate(records) == fate
+
+
+# ----------------------------------------------------------------------------------------------------- deadlines
+
+
+async def test_a_partition_that_is_silent_leaves_time_to_go_round_again() -> None:
+    producer, kafka = transactional(TIMEOUT_MS)
+    kafka.produced = lambda topic, partition: None
+    started = time.monotonic()
+    failed = await failure(producer, record("orders"))
+    took_s = time.monotonic() - started
+    assert (failed.verdict, set(failed.stuck)) == (Verdict.ABORTED, {"orders"})
+    assert 0.15 < took_s < 0.45, "a third of a request's time"
+
+
+async def test_silence_and_no_such_partition_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No broker has said so: 404 would be final."""
+    monkeypatch.setattr(module, "METADATA_PATIENCE_S", 0.03)
+    producer, kafka = transactional(60_000)
+    kafka.unknown = {"gone"}
+
+    async def silent() -> bool:
+        return False
+
+    kafka.force_metadata_update = silent  # type: ignore[method-assign]
+    failed = await failure(producer, record("gone"))
+    assert (failed.verdict, failed.refusals, set(failed.stuck)) == (Verdict.ABORTED, {}, {"gone"})
+
+
+async def test_a_life_that_is_closed_while_it_opens_leaves_nothing_behind() -> None:
+    producer, kafka = transactional(60_000)
+    held = asyncio.Event()
+
+    async def silence(node: int, request: Any) -> Any:
+        held.set()
+        await asyncio.sleep(60)
+
+    kafka.send = silence  # type: ignore[method-assign]
+    producer.open([("a", 0), LEDGER])
+    await held.wait()
+    opening = producer._opening
+    assert opening is not None
+    await asyncio.wait_for(producer.close(), 1.0)
+    assert opening.done()
+    assert kafka.closed
+
+
+async def test_a_life_that_cannot_be_closed_is_over_all_the_same() -> None:
+    for producer, kafka in (transactional(), idempotent()):
+
+        async def broken() -> None:
+            raise RuntimeError("a bug")
+
+        kafka.close = broken  # type: ignore[method-assign]
+        await producer.close()
+
+
+# ---------------------------------------------------------------------------------------------------- beginnings
+
+
+def nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def coordinator(client: object, transactional_id: str) -> int:
+        return 5
+
+    async def any_node(client: object) -> int:
+        return 6
+
+    monkeypatch.setattr(module, "coordinator", coordinator)
+    monkeypatch.setattr(module, "any_node", any_node)
+
+
+@pytest.mark.parametrize(("transactional_id", "node"), [("ns.slot.0", 5), (None, 6)])
+async def test_a_life_asks_its_own_coordinator_for_its_id(
+    transactional_id: str | None, node: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one broker it is every id's; of several each has its own."""
+    nodes(monkeypatch)
+    life = Life(cluster(), "name", transactional_id, 4_000)
+    kafka: Any = fake_inside(life)
+    asked: list[tuple[int, str | None, int]] = []
+
+    async def send(node: int, request: Any) -> Any:
+        asked.append((node, request._transactional_id, request._transaction_timeout_ms))
+        return InitProducerIdResponse_v0(0, 0, 44, 3)
+
+    async def bootstrap() -> None: ...
+
+    kafka.send, kafka.bootstrap = send, bootstrap
+    await life.start(1.0)
+    assert asked == [(node, transactional_id, 4_000)]
+    assert (life.coordinator, life.producer_id, life.epoch) == (node, 44, 3)
+    assert not kafka.closed
+
+
+async def silent() -> None:
+    await asyncio.sleep(60)
+
+
+async def unreachable() -> None:
+    raise KafkaConnectionError
+
+
+async def refused() -> None:
+    raise ConnectionRefusedError
+
+
+@pytest.mark.parametrize("bootstrap", [silent, unreachable, refused])
+async def test_a_life_that_cannot_begin_is_closed(bootstrap: Callable[[], Any]) -> None:
+    producer, fake = transactional()
+    kafka: Any = fake
+    kafka.bootstrap = bootstrap
+    with pytest.raises(KafkaAway, match="no producer id"):
+        await producer._life.start(0.02)
+    assert kafka.closed
+
+
+async def test_a_life_that_is_cut_off_as_it_begins_is_closed() -> None:
+    producer, fake = transactional()
+    kafka: Any = fake
+    kafka.bootstrap = silent
+    starting = asyncio.create_task(producer.start())
+    await asyncio.sleep(0.01)
+    starting.cancel()
+    await asyncio.wait([starting])
+    assert starting.cancelled()
+    assert kafka.closed
+
+
+async def test_all_who_want_a_plain_producer_share_one_life_and_after_its_close_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two at once would be two producer ids, each with sequence numbers of its own."""
+    begun: list[Life] = []
+
+    async def start(life: Life, patience_s: float) -> None:
+        await asyncio.sleep(0.01)
+        fake_inside(life)
+        begun.append(life)
+        life.producer_id = len(begun)
+
+    monkeypatch.setattr(Life, "start", start)
+    producer, first = idempotent()
+    await producer.close()
+    await producer.close()
+    assert first.closed
+    assert await asyncio.gather(*(producer.identity() for _ in range(3))) == [(1, 0)] * 3
+    await producer.write([record("a")])
+    assert await producer.identity() == (1, 0)
+    kafka: Any = begun[0].client
+    kafka.produced = lambda topic, partition: TOO_BIG
+    await producer.write([record("a")])
+    assert kafka.closed
+    assert await producer.identity() == (2, 0)
+
+
+async def test_the_start_of_a_slot_s_producer_waits_for_what_it_fences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its transaction may just have begun to commit: that takes as long as a transaction may."""
+    waited: list[float] = []
+
+    async def start(life: Life, patience_s: float) -> None:
+        waited.append(patience_s)
+
+    monkeypatch.setattr(Life, "start", start)
+    await TransactionalProducer(cluster(2_000), "ns.slot.0", 7_000).start()
+    assert waited == [9.0]
