@@ -16,6 +16,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
+    MasterDownError,
     NoScriptError,
     ReadOnlyError,
     RedisError,
@@ -343,14 +344,14 @@ class RedisKeys:
             async with asyncio.timeout(self._timeout_s):
                 await connection.send_command(*command, check_health=False)
                 answer = await connection.read_response()
-        except (NoScriptError, ReadOnlyError) as error:
+        except (NoScriptError, ReadOnlyError, MasterDownError) as error:  # redis-py takes their codes off the text
             self._idle.append(connection)
             if isinstance(error, NoScriptError):
                 raise
             raise StoreAway(f"Redis: {error}") from error
         except ResponseError as error:
             self._idle.append(connection)
-            if str(error).startswith(("OOM", "BUSY", "MASTERDOWN", "NOREPLICAS", "READONLY", "LOADING", "command not")):
+            if str(error).startswith(("OOM", "BUSY", "NOREPLICAS", "READONLY", "LOADING", "command not")):
                 raise StoreAway(f"Redis: {error}") from error
             raise StoreUnanswered(f"Redis: {error}") from error
         except BusyLoadingError as error:

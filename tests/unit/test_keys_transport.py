@@ -1,13 +1,19 @@
-"""What is told of a Redis that is silent, in the log and by /readyz: an error without words has a name at least."""
+"""What a call makes of silence, of errors and of half an answer: refused before it ran, or maybe still to run.
+
+And what is told of it, in the log and by /readyz: an error without words has a name at least.
+"""
 
 import asyncio
+import contextlib
 import socket
+from collections import deque
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from service.errors import StoreAway, StoreUnanswered
-from service.keys import RedisKeys
+from service.errors import Fenced, StoreAway, StoreLost, StoreUnanswered
+from service.keys import ERRORS, Epoch, RedisKeys
 from service.telemetry import Telemetry
 
 
@@ -51,3 +57,131 @@ async def test_a_server_that_falls_silent_is_told_of() -> None:
     keys._idle.append(Mute())
     with pytest.raises(StoreUnanswered, match=r"^Redis did not answer: \w+"):
         await keys.who()
+
+
+class Server:
+    """Answers each script with the next of `answers`: None is silence, b"" hangs up. A connection is ready at once."""
+
+    def __init__(self) -> None:
+        self.answers: deque[bytes | None] = deque()
+        self.asked: list[tuple[int, bytes, bytes]] = []  # connection, command, operation
+        self.connections = 0
+        self.port = 0
+
+    async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        number = self.connections
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                count = int((await reader.readuntil(b"\r\n"))[1:])
+                words = []
+                for _ in range(count):
+                    size = int((await reader.readuntil(b"\r\n"))[1:])
+                    words.append((await reader.readexactly(size + 2))[:-2])
+                if not words[0].startswith(b"EVAL"):
+                    writer.write(b"+OK\r\n")
+                    continue
+                self.asked.append((number, words[0], words[4]))
+                answer = self.answers.popleft()
+                if answer == b"":
+                    break
+                writer.write(answer or b"")
+        writer.close()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    told = Server()
+    server = await asyncio.start_server(told.talk, "127.0.0.1", 0)
+    told.port = server.sockets[0].getsockname()[1]
+    yield told
+    server.close()
+
+
+def error(text: str) -> bytes:
+    return f"-{text}\r\n".encode()
+
+
+OK = b"*1\r\n$2\r\nOK\r\n"
+APPLIED = b"*2\r\n$2\r\nOK\r\n:7\r\n"
+EPOCH = Epoch(1, "run/repl")
+
+
+def counted(keys: Any) -> dict[str, float]:
+    """How many calls have failed, by their kind."""
+    return {name: found for name in ERRORS.values() if (found := keys._errors.labels(name)._value.get())}
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "kept"),
+    [
+        (error("OOM command not allowed when used memory > 'maxmemory'."), StoreAway, True),
+        (error("BUSY Redis is busy running a script."), StoreAway, True),
+        (error("MASTERDOWN Link with MASTER is down"), StoreAway, True),
+        (error("NOREPLICAS Not enough good replicas to write."), StoreAway, True),
+        (error("READONLY You can't write against a read only replica."), StoreAway, True),
+        (error("LOADING Redis is loading the dataset in memory"), StoreAway, False),
+        (error("ERR Error running script: it ran, and then failed"), StoreUnanswered, True),
+        (error("WRONGTYPE Operation against a key"), StoreUnanswered, True),
+        (None, StoreUnanswered, False),
+        (b"", StoreUnanswered, False),
+        (b"*2\r\n$2\r\nOK", StoreUnanswered, False),
+        (b"*1\r\n$10\r\nSTORE_LOST\r\n", StoreLost, True),
+        (b"*1\r\n$6\r\nFENCED\r\n", Fenced, True),
+    ],
+    ids=repr,
+)
+async def test_what_may_still_run_is_told_from_what_was_refused(
+    server: Server, answer: bytes | None, kind: type[Exception], kept: bool
+) -> None:
+    """And a connection whose answer has not come is never asked again: it would be taken for another call's."""
+    keys = keys_at(server.port)
+    server.answers.extend([answer, APPLIED])
+    with pytest.raises(kind):
+        await keys.release(EPOCH, 0, 1, [b"i" * 16])
+    assert await keys.applied(EPOCH, 0) == 7
+    assert server.asked == [(1, b"EVALSHA", b"release"), (1 if kept else 2, b"EVALSHA", b"applied")], "each once"
+    assert counted(keys) == ({ERRORS[kind]: 1} if kind in ERRORS else {})
+    await keys.close()
+
+
+async def test_a_script_that_is_not_there_is_sent_whole(server: Server) -> None:
+    """After a restart, or a failover: nothing has run."""
+    keys = keys_at(server.port)
+    server.answers.extend([error("NOSCRIPT No matching script. Please use EVAL."), OK])
+    await keys.release(EPOCH, 0, 1, [b"i" * 16])
+    assert server.asked == [(1, b"EVALSHA", b"release"), (1, b"EVAL", b"release")]
+    assert counted(keys) == {}
+    await keys.close()
+
+
+async def test_a_call_that_is_cut_off_takes_its_connection_with_it(server: Server) -> None:
+    keys = keys_at(server.port)
+    keys._timeout_s = 60.0
+    server.answers.extend([None, APPLIED])
+    call = asyncio.create_task(keys.applied(EPOCH, 0))
+    async with asyncio.timeout(1.0):
+        while not server.asked:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    call.cancel()
+    await asyncio.wait([call])
+    assert await keys.applied(EPOCH, 0) == 7
+    assert [number for number, *_ in server.asked] == [1, 2]
+    await keys.close()
+
+
+async def test_a_connection_that_has_ended_is_not_asked(server: Server) -> None:
+    """A server that was restarted: the call would be in doubt, and end a term."""
+    keys = keys_at(server.port)
+    server.answers.extend([APPLIED, APPLIED, APPLIED])
+    assert await keys.applied(EPOCH, 0) == 7
+    (idle,) = keys._idle
+    assert idle._writer is not None
+    idle._writer.close()
+    await asyncio.sleep(0.01)
+    assert await keys.applied(EPOCH, 0) == 7
+    await keys.resolve_anew()
+    assert keys._idle == []
+    assert await keys.applied(EPOCH, 0) == 7
+    assert [number for number, *_ in server.asked] == [1, 2, 3]
+    await keys.close()
