@@ -95,13 +95,15 @@ async def test_a_partition_that_is_silent_leaves_time_to_go_round_again() -> Non
     assert 0.15 < took_s < 0.45, "a third of a request's time"
 
 
-async def test_silence_and_no_such_partition_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hang_s", [0.0, 60.0])
+async def test_silence_and_no_such_partition_is_no_refusal(hang_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """No broker has said so: 404 would be final."""
     monkeypatch.setattr(module, "METADATA_PATIENCE_S", 0.03)
     producer, kafka = transactional(60_000)
     kafka.unknown = {"gone"}
 
     async def silent() -> bool:
+        await asyncio.sleep(hang_s)
         return False
 
     kafka.force_metadata_update = silent  # type: ignore[method-assign]
