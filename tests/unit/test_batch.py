@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from service import batch as module
 from service import topics
 from service.batch import (
     BatchBody,
@@ -18,7 +19,9 @@ from service.batch import (
     write_atomic,
     write_each,
 )
+from service.callers import Caller
 from service.errors import (
+    FORBIDDEN_TOPIC,
     IN_PROGRESS,
     INVALID_EVENT,
     INVALID_JSON,
@@ -37,7 +40,11 @@ from service.event import BATCH_EVENTS_MAX, ENTRY_BYTES, Event
 from service.kafka.cluster import Topic
 from service.request import Answer, Answers, Committed, Train, fit
 from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX
+from service.shared import CallerRule
+from service.wire import event_id, member_id
 from tests.unit.fakes import FakeProducer, World, ended, kind_of, make_event, until
+
+TRACE = b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"
 
 
 def trains_of(*events: Event) -> list[Train]:
@@ -253,6 +260,12 @@ def test_lines_have_bounds(body: bytes) -> None:
         parse_lines(body)
 
 
+def test_an_event_of_a_batch_is_its_caller_s_and_of_the_request_s_trace() -> None:
+    text = json.dumps(one("a")).encode()
+    for event in (line_of(text, TRACE, "shop"), member_of(text, TRACE, "shop")):
+        assert (event.id, event.traceparent) == (event_id("a", "shop"), TRACE)
+
+
 # ------------------------------------------------------------------------------------------------------ all or none
 
 
@@ -345,4 +358,48 @@ async def test_a_batch_that_is_written_is_not_waited_for_where_no_store_is_settl
     world.store.epoch = None  # it was lost since
     claimed.set()
     assert kind_of(await asyncio.wait_for(again, 1.0)) is OUTCOME_UNKNOWN
+    await ended(serving)
+
+
+async def test_an_atomic_batch_is_its_caller_s_and_goes_where_that_may_write() -> None:
+    world = World()
+    shop = Caller(CallerRule("shop", "00" * 32, ("orders",)))
+    serving = world.serve(await world.slot())
+    arrived = asyncio.get_running_loop().time()
+    id, answer = await write_atomic(world.intake, batch_of(one(None, 1), atomic=True), "whole", arrived, TRACE, shop)
+    assert isinstance(answer, Committed)
+    assert (id, answer.places[0][0]) == (event_id("whole", "shop"), member_id("whole", 0, "shop"))
+    ((record,),) = world.producers[0].written
+    assert dict(record.headers)["traceparent"] == TRACE
+    with pytest.raises(Problem) as raised:
+        await write_atomic(
+            world.intake, batch_of(one(None, 1), one(None, 2, "other"), atomic=True), "more", arrived, TRACE, shop
+        )
+    assert raised.value.kind is FORBIDDEN_TOPIC
+    assert raised.value.detail.startswith("events[1].topic: shop may not write to other")
+    await ended(serving)
+
+
+async def test_of_an_atomic_batch_the_member_is_named_that_its_topic_refuses() -> None:
+    world = World()
+    batch = batch_of(one(None, 1), one(None, 2, "nowhere"), atomic=True)
+    with pytest.raises(Problem) as raised:
+        await atomically(world, batch)
+    assert (raised.value.kind, raised.value.detail.split(":")[0]) == (UNKNOWN_TOPIC, "events[1].topic")
+    assert not world.queue.events
+
+
+async def test_an_atomic_batch_whose_ledger_record_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = ENTRY_BYTES + len("orders")
+    world = World()
+    serving = world.serve(await world.slot())
+    for holds in (3, 2):
+        monkeypatch.setattr(module, "GROUP_LEDGER_BYTES_MAX", holds * entry)
+        batch = batch_of(*(one(None, n) for n in range(3)), atomic=True)
+        if holds == 3:
+            assert isinstance(await atomically(world, batch, "three"), Committed)
+        else:
+            with pytest.raises(Problem, match="holds about 2 such events; there are 3") as raised:
+                await atomically(world, batch, "again")
+            assert raised.value.kind is TOO_LARGE
     await ended(serving)

@@ -22,7 +22,7 @@ def test_a_token_tells_the_caller(callers: Callers, header: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "header", [None, "", "Bearer", "Bearer ", "Bearer s3cre", "Basic s3cret", "s3cret", "Bearer é"]
+    "header", [None, "", "Bearer", "Bearer ", "Bearer s3cre", "Basic s3cret", "Digest s3cret", "s3cret", "Bearer é"]
 )
 def test_without_a_known_token_nobody_is_let_in(callers: Callers, header: str | None) -> None:
     with pytest.raises(Problem, match="Authorization") as caught:
