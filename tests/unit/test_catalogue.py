@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -273,3 +273,75 @@ async def test_no_broker_that_lags_behind_makes_slots_fewer(
 
     monkeypatch.setattr(cluster, "partitions", partitions)
     assert await InternalTopics(cluster, Settings(slots_max=4)).slots() == slots
+
+
+KEPT = {"cleanup.policy": "delete", "retention.bytes": "-1", "message.timestamp.type": "LogAppendTime"}
+WEEK_AND_TWO_DAYS_MS = (168 + 48) * 3_600_000
+
+
+class Made(FakeCluster):
+    """Remembers what was made and grown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, int, Mapping[str, str]]] = []
+        self.grown: list[tuple[str, int]] = []
+
+    async def create(self, topic: str, partitions: int, settings: Mapping[str, str]) -> None:
+        self.made.append((topic, partitions, settings))
+        self.topics[topic] = Topic(topic, partitions, dict(settings))
+
+    async def grow(self, topic: str, partitions: int) -> None:
+        self.grown.append((topic, partitions))
+
+
+@pytest.mark.parametrize(
+    ("key_ttl_s", "retention_ms"),
+    [(60, WEEK_AND_TWO_DAYS_MS), (30 * 86_400, 32 * 86_400_000)],
+)
+async def test_own_topics_are_made_once_with_what_the_audit_needs(key_ttl_s: int, retention_ms: int) -> None:
+    cluster = Made()
+    await InternalTopics(cluster, Settings(namespace="fp", slots_max=3, key_ttl_s=key_ttl_s)).ensure()
+    kept = KEPT | {"retention.ms": str(retention_ms)}
+    wanted = [("fp.ledger", 3, kept), ("fp.requests", 8, kept), ("fp.control", 1, {"cleanup.policy": "compact"})]
+    assert (cluster.made, cluster.grown) == (wanted, [])
+    await InternalTopics(cluster, Settings(namespace="fp", slots_max=5, key_ttl_s=key_ttl_s)).ensure()
+    assert (cluster.made, cluster.grown) == (wanted, [("fp.ledger", 5)])
+
+
+@pytest.mark.parametrize(
+    ("topic", "name", "value", "wrong"),
+    [
+        ("fp.ledger", "retention.ms", str(WEEK_AND_TWO_DAYS_MS - 1), True),
+        ("fp.ledger", "retention.ms", str(WEEK_AND_TWO_DAYS_MS), False),
+        ("fp.ledger", "retention.ms", str(WEEK_AND_TWO_DAYS_MS + 1), False),
+        ("fp.ledger", "retention.ms", "-1", False),
+        ("fp.ledger", "retention.bytes", "1", True),
+        ("fp.requests", "cleanup.policy", "compact", True),
+        ("fp.requests", "message.timestamp.type", "CreateTime", True),
+        ("fp.control", "cleanup.policy", "delete", True),
+        ("fp.control", "retention.ms", "1", False),
+    ],
+)
+async def test_own_topics_with_other_settings_stop_the_start(topic: str, name: str, value: str, wrong: bool) -> None:
+    """A ledger that forgets before its keys expire is a duplicate, one day."""
+    cluster = Made()
+    topics = InternalTopics(cluster, Settings(namespace="fp"))
+    await topics.ensure()
+    present = cluster.topics[topic]
+    cluster.topics[topic] = Topic(topic, present.partitions, {**present.settings, name: value})
+    assert [line.split(":")[0] for line in topics.faults(cluster.topics[topic])] == (
+        [f"topic {topic} has {name}={value}"] if wrong else []
+    )
+    if wrong:
+        with pytest.raises(SettingsError):
+            await topics.ensure()
+
+
+async def test_a_ledger_with_more_partitions_than_slots_stops_the_start() -> None:
+    """Its other slots would be fenced by nobody."""
+    cluster = Made()
+    await InternalTopics(cluster, Settings(namespace="fp", slots_max=5)).ensure()
+    with pytest.raises(SettingsError, match="set FENCEPOST_SLOTS_MAX to 5 or more"):
+        await InternalTopics(cluster, Settings(namespace="fp", slots_max=4)).ensure()
+    assert not cluster.grown
