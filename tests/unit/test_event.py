@@ -289,6 +289,15 @@ def test_each_wrong_field_is_named(fields: dict[str, Any], field: str) -> None:
     assert refused(fields) == ("invalid-event", field)
 
 
+def test_what_is_just_taken() -> None:
+    for timestamp in (0, 2**53 - 1):
+        assert parse({"topic": "t", "value": 1, "timestamp": timestamp}).timestamp == timestamp
+    for partition in (0, 2**31 - 1):
+        assert parse({"topic": "t", "value": 1, "partition": partition}).partition == partition
+    assert len(parse({"topic": "t", "value": 1, "headers": {f"h{n}": "" for n in range(100)}}).headers) == 100
+    assert len(batch.parse_batch(b'{"events":[%b{}]}' % (b"{}," * 9_999)).events) == 10_000
+
+
 def test_a_missing_and_an_unknown_field_are_named() -> None:
     with pytest.raises(Problem, match="topic"):
         parse({"value": 1})

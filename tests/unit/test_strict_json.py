@@ -39,6 +39,28 @@ def test_brackets_in_strings_are_no_levels(name: bytes) -> None:
             check_json(b"[%b,%b]" % (text, DEEP[64]))
 
 
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b'\xef\xbb\xbf{"a": 1}', "byte order mark"),
+        (b'{"a": "\xff"}', "is not UTF-8"),
+        (b'{"a": 1}{}', "Extra data"),
+        (b"[1] 2", "Extra data"),
+        (b'"\\ud800"', "lone surrogate"),
+        (b'[1, ["\\udc00"]]', "lone surrogate"),
+        (b'{"a": {"b": ["\\ud800x"]}}', "lone surrogate"),
+        (b'{"\\uDBFF": 1}', "lone surrogate"),
+        (b'{"a": NaN}', "NaN"),
+        (b'{"a": 1, "a": 1}', "twice"),
+    ],
+)
+def test_each_rule_is_kept_by_the_check_itself(body: bytes, why: str) -> None:
+    """Whatever the decoder that reads the body besides refuses."""
+    with pytest.raises(Problem, match=why):
+        check_json(body)
+    check_json(b' \n[{"a": "\\ud83d\\ude00"}]\t\r\n ')
+
+
 STYLES: tuple[dict[str, Any], ...] = ({}, {"separators": (",", ":")}, {"indent": 1}, {"ensure_ascii": False})
 
 

@@ -1,0 +1,142 @@
+"""What becomes of a slot whose term has ended: whose it is, how soon it is tried again, and how it is counted."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from service import pool as module
+from service.errors import Fenced, KafkaAway, StoreAway, StoreLost, StoreUnanswered
+from service.kafka.verdict import TransactionFailed, Verdict
+from service.slot import Slot
+from service.states import SlotState
+from tests.unit.fakes import NOW_MS, ended, until
+from tests.unit.test_pool import Held, for_ever
+
+
+@contextlib.asynccontextmanager
+async def holding(serve: Callable[[Slot], Awaitable[None]] | None = None, **settings: int) -> AsyncIterator[Held]:
+    """A pool whose requests have time: no slot counts as stuck."""
+    held = Held(serve, **({"request_timeout_ms": 20_000} | settings))
+    try:
+        yield held
+    finally:
+        await ended(held.keeping)
+        for task in list(held.pool._tasks.values()):
+            await ended(task)
+
+
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        (TransactionFailed(Verdict.UNKNOWN, "no answer"), "transaction"),
+        (StoreUnanswered("no answer"), "store-unanswered"),
+        (StoreLost("another"), "store-lost"),
+        (StoreAway("OOM"), "store-away"),
+        (KafkaAway("no leader"), "kafka-away"),
+        (Fenced("another"), "fenced"),
+        (KeyError(0), "bug"),
+    ],
+    ids=repr,
+)
+async def test_the_end_of_a_term_is_counted_by_its_cause(error: Exception, name: str) -> None:
+    ends = [error]
+
+    async def serve(_: Slot) -> None:
+        if ends:
+            raise ends.pop()
+        await asyncio.sleep(60)
+
+    async with holding(serve) as held:
+        await until(lambda: len(held.recovery.runs) == 2)
+        counted: Any = held.world.telemetry.terms_ended
+        kinds = [*module.ENDS.values(), "bug"]
+        assert {kind for kind in kinds if counted.labels(kind)._value.get()} == {name}
+        assert bool(held.world.store.losses) == (name == "store-lost")
+
+
+@pytest.mark.parametrize("lost", [True, False])
+async def test_a_slot_goes_on_after_its_term_only_where_nobody_has_taken_it(lost: bool) -> None:
+    """Its lease ran out meanwhile; where Redis does not say, it goes on: the fence tells."""
+    ends = asyncio.Event()
+
+    async def serve(_: Slot) -> None:
+        await ends.wait()
+        ends.clear()
+        raise StoreUnanswered("no answer")
+
+    async with holding(serve, lease_ttl_ms=60_000, slots_max=1) as held:
+        slot = await held.ready()
+        producer = slot.producer
+        if lost:
+            held.world.keys.server.leases[slot.n] = ("another", NOW_MS + 60_000)
+        else:
+            held.world.keys.trouble.before["take"].append(StoreAway("OOM"))
+        ends.set()
+        await until(lambda: slot.n not in held.pool.slots if lost else len(held.recovery.runs) == 2)
+        assert producer.closed  # type: ignore[attr-defined]
+        if lost:
+            assert held.world.keys.server.leases[slot.n][0] == "another"
+        else:
+            assert slot.state is SlotState.READY
+
+
+async def test_a_term_that_ends_at_once_each_time_is_begun_less_and_less_often() -> None:
+    """Each costs an epoch, and a begin record."""
+
+    async def serve(_: Slot) -> None:
+        raise TransactionFailed(Verdict.ABORTED, "no answer")
+
+    async with holding(serve) as held:
+        run = held.recovery.run
+        tries = 0
+
+        async def fail(slot: Slot, epoch: Any) -> None:
+            nonlocal tries
+            tries += 1
+            if tries == 1:
+                await run(slot, epoch)
+            else:
+                raise KafkaAway("no leader")
+
+        held.recovery.run = fail  # type: ignore[method-assign]
+        await asyncio.sleep(0.5)
+        assert 3 <= tries <= 6
+
+
+async def test_who_meets_a_dead_slot_has_the_next_beat_at_once_and_no_more_of_them() -> None:
+    async with holding(for_ever, lease_ttl_ms=60_000) as held:
+        await held.ready()
+        await asyncio.sleep(0.02)
+        beats = held.beats
+        held.pool.hurry()
+        await until(lambda: held.beats == beats + 1)
+        await asyncio.sleep(0.05)
+        assert held.beats == beats + 1
+
+
+async def test_a_stop_ends_though_redis_takes_nothing_back() -> None:
+    async with holding(slots=2, slots_max=2) as held:
+        await until(lambda: held.pool.ready == 2)
+
+        async def refuse(*_: object) -> None:
+            raise StoreAway("OOM")
+
+        held.world.keys.give_back = refuse  # type: ignore[assignment,method-assign]
+        held.world.keys.leave = refuse  # type: ignore[assignment,method-assign]
+        await asyncio.wait_for(held.pool.stop(), 3.0)
+        assert held.pool.slots == {}
+
+
+async def test_the_longest_doubt_and_the_longest_down_time_are_told() -> None:
+    async with holding(for_ever, slots=2, slots_max=2) as held:
+        await until(lambda: held.pool.ready == 2)
+        assert (held.pool.in_doubt, held.pool.in_doubt_s, held.pool.down_s) == (0, 0.0, 0.0)
+        now = asyncio.get_running_loop().time()
+        for slot, ago_s in zip(held.pool.slots.values(), (10.0, 20.0), strict=True):
+            slot.doubtful, slot.doubtful_since, slot.down_since = 3, now - ago_s, now - ago_s
+        assert held.pool.in_doubt == 6
+        assert 20.0 <= held.pool.in_doubt_s < 21.0
+        assert 20.0 <= held.pool.down_s < 21.0
