@@ -6,11 +6,12 @@ from collections.abc import Sequence
 import pytest
 
 from service import ingest as module
-from service.errors import OUTCOME_UNKNOWN, Fenced, StoreAway
+from service.errors import OUTCOME_UNKNOWN, Fenced, KafkaAway, StoreAway
 from service.kafka.life import Fate, Place
+from service.kafka.verdict import TransactionFailed, Verdict
 from service.keys import Epoch
 from service.request import Committed
-from service.states import Claim
+from service.states import Claim, Delivered, DeliveredBatch, RequestState
 from service.wire import STAMP_HEADER, Stamp
 from tests.unit.fakes import NOW_MS, World, end_of_term, ended, kind_of, make_event, until
 
@@ -162,4 +163,57 @@ async def test_what_hangs_beside_others_that_went_travels_apart(fates: list[Fate
     assert kind_of(await answers[1]) is OUTCOME_UNKNOWN
     assert world.queue._suspects == apart
     assert (kind_of(await answers[0]) is OUTCOME_UNKNOWN) is (not apart)
+    await ended(serving)
+
+
+async def test_what_waits_for_a_recovery_is_504_at_its_deadline() -> None:
+    """It may be written: a 503 would say that it is not."""
+    world = World(request_timeout_ms=200)
+    slot = await world.slot()
+    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.UNKNOWN, "no answer"))
+    answer = world.submit("a")
+    await end_of_term(world.serve(slot))
+    (request,) = world.ingest._parked
+    assert request.state is RequestState.IN_DOUBT
+    sweeping = asyncio.create_task(world.intake.sweep())
+    assert kind_of(await asyncio.wait_for(answer, 1.0)) is OUTCOME_UNKNOWN
+    await ended(sweeping)
+
+
+async def test_what_was_claimed_and_not_sent_goes_round_again_with_the_recovery() -> None:
+    """No producer id was to be had."""
+    world = World()
+    slot = await world.slot()
+    world.plains[0].trouble.before["identity"].append(KafkaAway("no producer id"))
+    answer = world.submit("a", "plain.a")
+    assert isinstance(await end_of_term(world.serve(slot)), KafkaAway)
+    assert [request.state for request in world.ingest._parked] == [RequestState.QUEUED]
+    await world.recover(slot)
+    world.ingest.recovered()
+    serving = world.serve(slot)
+    assert isinstance(await asyncio.wait_for(answer, 1.0), Committed)
+    await ended(serving)
+
+
+async def test_a_batch_in_doubt_that_was_written_is_no_replay() -> None:
+    world = World()
+    slot = await world.slot()
+    events = [make_event("a/0"), make_event("a/1")]
+    for event in events:
+        await world.intake.check(event, asyncio.get_running_loop().time())
+    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.UNKNOWN, "no answer"))
+    whole = (b"w" * 16, b"f" * 8)
+    asked = asyncio.create_task(world.intake.submit_atomic(events, whole, asyncio.get_running_loop().time()))
+    await end_of_term(world.serve(slot))
+    keys = world.keys.server.keys
+    for n, event in enumerate(events):  # what the recovery finds in the ledger
+        keys[event.id] = Delivered(NOW_MS, event.fp, "orders", 1, 40 + n, NOW_MS)
+    keys[whole[0]] = DeliveredBatch(NOW_MS, whole[1], 2)
+    await world.recover(slot)
+    world.ingest.recovered()
+    serving = world.serve(slot)
+    answer = await asyncio.wait_for(asked, 1.0)
+    assert isinstance(answer, Committed)
+    assert ([there.offset for _, there in answer.places], answer.replayed) == ([40, 41], False)
+    assert not serving.done()
     await ended(serving)
