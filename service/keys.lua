@@ -57,7 +57,7 @@ local function put(id, state, at, retention)
   redis.call('SET', K .. id, state, 'PXAT', at + retention)
 end
 
--- Valkey 9.1 and Redis 8.4 write many keys in one call, at half of what a call a key costs.
+-- Valkey 9.1 and Redis 8.4 write many keys in one call, at two thirds of what a call a key costs.
 local MANY = (redis.VALKEY_VERSION_NUM or 0) >= 0x090100 or (redis.REDIS_VERSION_NUM or 0) >= 0x080400
 -- So many: a call from Lua takes some 8,000 values at most, and one key that is there makes it a call for nothing.
 local AT_ONCE = 100

@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 from msgspec.structs import replace
 from redis import Redis as Client
+from redis import ResponseError
 
 from deploy.local.stack import Redis
 from service import states
@@ -58,6 +59,18 @@ class Bed:
     def now_ms(self) -> int:
         seconds, micros = self.client.time()
         return int(seconds * 1000 + micros // 1000)
+
+    def has_msetex(self) -> bool:
+        try:
+            self.client.execute_command("MSETEX", 1, f"{self.prefix.decode()}any", "")  # type: ignore[no-untyped-call]
+        except ResponseError:
+            return False
+        return True
+
+    def calls(self, command: str) -> int:
+        """How often the server has carried this command out."""
+        told: dict[str, dict[str, int]] = self.client.info("commandstats")
+        return told.get(f"cmdstat_{command}", {}).get("calls", 0)
 
     def put(self, id: bytes, state: KeyState) -> None:
         key = self.prefix + b"k" + id
@@ -132,6 +145,19 @@ async def test_claims_by_the_hundred(bed: Bed, name: str) -> None:
     states_wanted = [anytime(each.state, now) for each in wanted]
     assert [anytime(claim.state, now) for claim in claims] == states_wanted
     assert [anytime(bed.get(id), now) for id in ids(250)] == states_wanted
+
+
+@pytest.mark.parametrize("present_id", [None, 1])
+async def test_what_is_new_is_written_in_one_call_where_the_server_has_it(bed: Bed, present_id: int | None) -> None:
+    """The answers are the same without it, so only the server's own count tells."""
+    now = bed.now_ms()
+    if present_id is not None:
+        bed.put(ids(3)[present_id], present(now)["delivered"])
+    has = bed.has_msetex()
+    before = bed.calls("set"), bed.calls("msetex")
+    await bed.keys.claim(bed.epoch, SLOT, TERM, [(id, FP) for id in ids(3)])
+    one_by_one = not has or present_id is not None
+    assert (bed.calls("set") - before[0], bed.calls("msetex") - before[1]) == (3 * one_by_one, 1 * has)
 
 
 @pytest.mark.parametrize("first", NAMES)

@@ -4,10 +4,11 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from deploy.local import java, jvm, places
+from deploy.local import java, jvm, places, record_classes
 from deploy.local.redis import find_server
 from deploy.local.stack import StackError, free_port, port_or_free
 from deploy.local.up import callers_settings
@@ -115,3 +116,13 @@ def test_recorded_classes_are_those_of_one_java_and_its_jars(tmp_path: Path, mon
     assert jvm.archived() == [f"-XX:SharedArchiveFile={jvm.archive()}", "-Xshare:auto"]
     monkeypatch.setattr(java, "home", lambda: _java(tmp_path / "another", "21"))
     assert jvm.archived() == []
+
+
+def test_a_java_that_records_nothing_keeps_no_test_from_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FENCEPOST_CACHE", str(tmp_path))
+    monkeypatch.setattr(record_classes, "record", Mock(side_effect=StackError("no such option")))
+    assert record_classes.main() == 0
+    assert "brokers will start more slowly: no such option" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

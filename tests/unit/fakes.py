@@ -307,6 +307,12 @@ class World:
     def serve(self, slot: Slot) -> "asyncio.Task[None]":
         return asyncio.create_task(self.ingest.serve(slot))
 
+    async def serve_again(self, slot: Slot) -> "asyncio.Task[None]":
+        """After a term that failed: recover its slot, let those go on who waited for that, and serve it."""
+        await self.recover(slot)
+        self.ingest.recovered()
+        return self.serve(slot)
+
     def submit(self, key: str, topic: str = "orders", ago_s: float = 0.0) -> "asyncio.Task[Answer]":
         """Ask for an event that arrived `ago_s` seconds ago."""
         return self.ask(make_event(key, topic), ago_s)

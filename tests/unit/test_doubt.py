@@ -41,9 +41,7 @@ async def test_a_refusal_is_no_answer_where_a_commit_was_asked_for(verdict: Verd
     answer = world.submit("a")
     await end_of_term(world.serve(slot))
     assert not answer.done()
-    await world.recover(slot)
-    world.ingest.recovered()
-    serving = world.serve(slot)
+    serving = await world.serve_again(slot)
     assert isinstance(await answer, Committed)
     await ended(serving)
 
@@ -374,9 +372,7 @@ async def test_where_their_claims_cannot_be_given_up_all_wait(error: Exception) 
     assert not any(answer.done() for answer in answers), "their own claims are no stranger's"
     assert slot.doubtful == 2
     await ended(meanwhile)
-    await world.recover(slot)
-    world.ingest.recovered()
-    serving = world.serve(slot)
+    serving = await world.serve_again(slot)
     for answer in answers:
         assert isinstance(await asyncio.wait_for(answer, 3.0), Committed)
     await ended(serving)
@@ -437,9 +433,7 @@ async def test_a_topic_that_failed_is_looked_at_before_it_is_written_again() -> 
     answer = world.ask(make_event("a", partition=1))
     await end_of_term(failing)
     world.cluster.topics["orders"] = Topic("orders", 3, {}, frozenset({1}))
-    await world.recover(slot)
-    world.ingest.recovered()
-    serving = world.serve(slot)
+    serving = await world.serve_again(slot)
     assert kind_of(await answer) is NOT_WRITTEN
     assert world.producers[0].written == []
     await ended(serving)
@@ -454,9 +448,7 @@ async def test_an_event_in_doubt_that_was_written_is_no_replay() -> None:
     await end_of_term(world.serve(slot))
     mark = world.keys.server.keys[make_event("a").id]
     world.keys.server.keys[make_event("a").id] = Delivered(mark.at, mark.fp, "orders", 1, 44, NOW_MS)
-    await world.recover(slot)
-    world.ingest.recovered()
-    serving = world.serve(slot)
+    serving = await world.serve_again(slot)
     found = await answer
     assert isinstance(found, Committed)
     assert (found.places[0][1].offset, found.replayed) == (44, False)

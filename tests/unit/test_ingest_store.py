@@ -171,9 +171,7 @@ async def test_an_unforeseen_error_lets_the_group_wait_again() -> None:
     assert isinstance(await end_of_term(world.serve(slot)), KeyError)
     assert not answer.done()
     world.catalogue._last = known
-    await world.recover(slot)
-    world.ingest.recovered()
-    serving = world.serve(slot)
+    serving = await world.serve_again(slot)
     assert isinstance(await answer, Committed)
     await ended(serving)
 
@@ -298,8 +296,6 @@ async def test_an_idempotent_group_that_was_not_sent_waits_again() -> None:
     answer = world.submit("a", "plain.a")
     assert isinstance(await end_of_term(world.serve(slot)), KafkaAway)
     assert not answer.done()
-    await world.recover(slot)
-    world.ingest.recovered()
-    serving = world.serve(slot)
+    serving = await world.serve_again(slot)
     assert isinstance(await answer, Committed)
     await ended(serving)

@@ -188,9 +188,7 @@ async def test_what_was_claimed_and_not_sent_goes_round_again_with_the_recovery(
     answer = world.submit("a", "plain.a")
     assert isinstance(await end_of_term(world.serve(slot)), KafkaAway)
     assert [request.state for request in world.ingest._parked] == [RequestState.QUEUED]
-    await world.recover(slot)
-    world.ingest.recovered()
-    serving = world.serve(slot)
+    serving = await world.serve_again(slot)
     assert isinstance(await asyncio.wait_for(answer, 1.0), Committed)
     await ended(serving)
 
@@ -209,9 +207,7 @@ async def test_a_batch_in_doubt_that_was_written_is_no_replay() -> None:
     for n, event in enumerate(events):  # what the recovery finds in the ledger
         keys[event.id] = Delivered(NOW_MS, event.fp, "orders", 1, 40 + n, NOW_MS)
     keys[whole[0]] = DeliveredBatch(NOW_MS, whole[1], 2)
-    await world.recover(slot)
-    world.ingest.recovered()
-    serving = world.serve(slot)
+    serving = await world.serve_again(slot)
     answer = await asyncio.wait_for(asked, 1.0)
     assert isinstance(answer, Committed)
     assert ([there.offset for _, there in answer.places], answer.replayed) == ([40, 41], False)
