@@ -62,7 +62,8 @@ def _recover(stage: Stage, count: int, rounds: int) -> list[tuple[float, float]]
         target.service.start(timeout_s=PATIENCE_S)
         for _ in range(rounds):
             times.append(_flush(target))
-            found = _keys_in(server, target.namespace)
+            with server.client() as store:
+                found = keys_of_events(store, target.namespace)
             if found != count:
                 raise NotRealWork(f"{count} keys are in the ledger, Redis knew {found} after its recovery")
     return times
@@ -83,11 +84,15 @@ def _flush(target: Target) -> tuple[float, float]:
     return noticed - flushed, time.monotonic() - noticed
 
 
-def _keys_in(server: Redis, namespace: str) -> int:
-    """How many keys of events there are; the few others are leases and the like."""
-    with server.client() as store:
-        others = sum(1 for _ in store.scan_iter(f"{{{namespace}:0}}[^k]*", count=100_000))
-        return int(store.dbsize()) - others
+def keys_of_events(store: redis.Redis, namespace: str) -> int:
+    """How many keys of events there are; the few others are leases and the like.
+
+    Those come and go while they are counted: what is told is the size of the store between two counts that agree.
+    """
+    size, others = 0, -1
+    while (counted := sum(1 for _ in store.scan_iter(f"{{{namespace}:0}}[^k]*", count=100_000))) != others:
+        size, others = int(store.dbsize()), counted
+    return size - others
 
 
 def _write_ledger(target: Target, count: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from deploy.local.console import StackError
 from deploy.local.stack import Kafka, Redis
-from tests.bench import checks, parts, post, report, results, rows, wrk
+from tests.bench import checks, parts, post, recovery, report, results, rows, wrk
 from tests.bench.rows import Goal, NotRealWork, Row
 from tests.bench.stage import Stage
 from tests.conftest import MakeTopic
@@ -70,3 +70,19 @@ def test_a_sample_belongs_to_its_leaf_most_part() -> None:
     for stack, samples in stacks.items():
         found[parts.part_of(stack)] += samples
     assert found == {parts.LOOP: 3, "claim": 2, "queue and path": 4, "Kafka": 5}
+
+
+def test_a_lease_that_is_taken_while_keys_are_counted_is_no_key(
+    own_redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with own_redis.client() as store:
+        store.mset({f"{{n:0}}k{number}": b"" for number in range(20)})
+        size = store.dbsize
+
+        def dbsize_after_another_lease() -> int:
+            if store.set("{n:0}l/3", b"", nx=True):
+                assert size() == 21
+            return int(size())
+
+        monkeypatch.setattr(store, "dbsize", dbsize_after_another_lease)
+        assert recovery.keys_of_events(store, "n") == 20
