@@ -15,9 +15,9 @@ from typing import Any
 from confluent_kafka import Producer
 from confluent_kafka.cimpl import NewTopic
 
-from deploy.local.stack import Redis
 from tests.bench.checks import TOUCH_HEADER
 from tests.bench.fill import fill
+from tests.bench.redis_servers import DeployedRedis
 from tests.bench.rows import Goal, Row, growth, ratios
 from tests.bench.stage import Stage, Target, cpu_s
 
@@ -157,7 +157,7 @@ def _keys(stage: Stage) -> list[Row]:
     with contextlib.ExitStack() as opened:
         targets: dict[int, Target] = {}
         for keys in points:
-            redis = opened.enter_context(Redis(stage.folder / f"keys-{keys}"))
+            redis = opened.enter_context(DeployedRedis(stage.folder / f"keys-{keys}"))
             target = targets[keys] = opened.enter_context(stage.target(redis=redis))
             fill(target, 0, keys)
             target.warm(stage.pick(2, 3), CONNECTIONS)

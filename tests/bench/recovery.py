@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 import redis
 from confluent_kafka import Producer
 
-from deploy.local.stack import Redis
 from service.wire import Entry, encode_ledger, ledger_topic, transactional_id
+from tests.bench.redis_servers import DeployedRedis
 from tests.bench.rows import Goal, NotRealWork, Row, growth
 from tests.bench.stage import Stage, Target
 
@@ -55,7 +55,7 @@ def _recover(stage: Stage, count: int, rounds: int) -> list[tuple[float, float]]
     """Seconds from the flush until it was noticed, and from there to ready, in each round."""
     times: list[tuple[float, float]] = []
     folder = stage.folder / f"recovery-{count}"
-    with Redis(folder) as server, stage.target(redis=server, slots_max=SLOTS_MAX) as target:
+    with DeployedRedis(folder) as server, stage.target(redis=server, slots_max=SLOTS_MAX) as target:
         target.service.stop()  # the ledger is there now, and nobody writes to it
         _write_ledger(target, count)
         server.flush()

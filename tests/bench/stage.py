@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from deploy.local.stack import Kafka, Redis, Service
 from tests.bench import checks, wrk
+from tests.bench.redis_servers import DeployedRedis
 from tests.bench.rows import NotRealWork
 from tests.bench.wrk import Loaded
 
@@ -180,7 +181,7 @@ def stack(results: Path, depth: str = "standard", records: tuple[int, ...] = ())
     """The stack in a temporary folder, gone with everything in it at the end."""
     with tempfile.TemporaryDirectory(prefix="fencepost-bench-") as name:
         folder = Path(name)
-        with Kafka(folder / "kafka") as kafka, Redis(folder / "redis") as redis:
+        with Kafka(folder / "kafka") as kafka, DeployedRedis(folder / "redis") as redis:
             yield Stage(folder, kafka, redis, results, depth, records)
 
 

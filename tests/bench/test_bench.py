@@ -9,6 +9,7 @@ import pytest
 from deploy.local.console import StackError
 from deploy.local.stack import Kafka, Redis
 from tests.bench import checks, parts, post, recovery, report, results, rows, wrk
+from tests.bench.redis_servers import DeployedRedis, described, jemalloc
 from tests.bench.rows import Goal, NotRealWork, Row
 from tests.bench.stage import Stage
 from tests.conftest import MakeTopic
@@ -70,6 +71,13 @@ def test_a_sample_belongs_to_its_leaf_most_part() -> None:
     for stack, samples in stacks.items():
         found[parts.part_of(stack)] += samples
     assert found == {parts.LOOP: 3, "claim": 2, "queue and path": 4, "Kafka": 5}
+
+
+def test_a_result_says_on_which_allocator_it_was_measured(tmp_path: Path, redis: Redis) -> None:
+    built_for = described(redis).rpartition(", ")[2]  # libc in the wheel, jemalloc in a package
+    with DeployedRedis(tmp_path) as deployed:
+        found = described(deployed).rpartition(", ")[2]
+    assert found == ("jemalloc" if built_for == "libc" and jemalloc() else built_for)
 
 
 def test_a_lease_that_is_taken_while_keys_are_counted_is_no_key(
