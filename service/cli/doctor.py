@@ -169,6 +169,7 @@ async def _redis(keys: KeysView, settings: Settings, rate: Rate | None, now: Now
         Finding("redis.reachable", Level.OK, "answers"),
         *check_redis.server(info),
         *check_redis.memory(info, settings, rate),
+        *check_redis.allocator(info),
         check_clocks.clock("clocks.redis", "Redis's", clock),
     ]
 

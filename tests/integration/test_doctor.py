@@ -30,6 +30,7 @@ from tests.secured import PASSWORD, SecuredKafka, SecuredRedis, acls_of_service,
 
 NOWHERE: Final = "127.0.0.1:1"
 NO_RULES: Final = Rules()
+HOW_REDIS_WAS_BUILT: Final = frozenset({"redis.allocator"})  # what the machine has decides, not a setting
 
 
 class Told(dict[str, list[Finding]]):
@@ -42,7 +43,9 @@ class Told(dict[str, list[Finding]]):
 
     def wrong(self, area: str = "") -> set[tuple[str, str]]:
         """Check and level of each that is not well."""
-        every = (finding for findings in self.values() for finding in findings)
+        every = (
+            finding for check, findings in self.items() if check not in HOW_REDIS_WAS_BUILT for finding in findings
+        )
         return {(one.check, one.level.value) for one in every if one.level is not Level.OK and area in ("", one.area)}
 
 
@@ -300,12 +303,13 @@ def test_three_brokers_and_a_bounded_redis_have_nothing_to_find(three: Cluster, 
         }
         done = run_doctor(environment, "--rate", "5", "--json")
         document = json.loads(done.stdout)
-        assert (done.returncode, document["verdict"]) == (0, "ok"), done.stdout
-        assert {one["level"] for one in document["findings"]} == {"ok"}
+        wrong = {one["check"] for one in document["findings"] if one["level"] != "ok"}
+        assert (done.returncode, wrong - HOW_REDIS_WAS_BUILT) == (0, set()), done.stdout
+        assert document["verdict"] == ("warning" if wrong else "ok")
         done = run_doctor(environment, "--rate", "5000")
         assert done.returncode == 1
         assert "432,000,000 keys" in done.stdout
-        assert "errors 1, warnings 0" in done.stdout
+        assert f"errors 1, warnings {len(wrong)}" in done.stdout
 
 
 def run_doctor(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:

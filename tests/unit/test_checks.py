@@ -71,6 +71,15 @@ def test_a_key_weighs_what_the_server_says_once_it_has_many() -> None:
     assert check_redis.bytes_a_key({**used, "db0": "keys=90000,expires=1", "db3": "keys=10000,expires=0"}) == 125
 
 
+@pytest.mark.parametrize(
+    ("told", "level"),
+    [({"mem_allocator": "jemalloc-5.3.0"}, Level.OK), ({"mem_allocator": "libc"}, Level.WARNING), ({}, Level.OK)],
+)
+def test_an_allocator_that_is_the_c_librarys_own_is_told(told: dict[str, str], level: Level) -> None:
+    (found,) = check_redis.allocator({**INFO, **told})
+    assert (found.check, found.level) == ("redis.allocator", level)
+
+
 def test_findings_that_say_the_same_are_one() -> None:
     names = [f"topic-{n}" for n in range(8)]
     rows = [(name, judged("topics.x", name != "topic-3", "so", "change it")) for name in names]
