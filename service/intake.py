@@ -28,6 +28,7 @@ from service.request import Answer, Answers, Committed, Request, Train
 from service.schemas import Schemas
 from service.settings import TOPICS_MAX, Settings
 from service.shared import Guarantee, Rules
+from service.shedding import Shedding
 from service.states import MAYBE_WRITTEN, RequestEvent
 from service.telemetry import Telemetry
 from service.topics import Catalogue, InternalTopics
@@ -77,6 +78,7 @@ class Intake:
         self.events_max = settings.queue_events_max  # more at once could never come in
         self._open: deque[Request] = deque()  # by deadline
         self._open_bytes = 0
+        self.shedding = Shedding()
         self.accepting = True
 
     def submit(
@@ -208,6 +210,7 @@ class Intake:
         reply, request.reply = request.reply, _told
         try:
             reply(answer)
+            self.shedding.answered()
         except Exception:  # a bug at the edge must not keep the others of the group from their answers
             log.exception("an answer was not given", **request.named)
 
@@ -235,6 +238,7 @@ class Intake:
         while True:
             await asyncio.sleep(SWEEP_S if self._open else SWEEP_IDLE_S)
             now = time.monotonic()
+            self.shedding.look(now)
             while self._open and (self._open[0].answered or self._open[0].deadline <= now):
                 request = self._open.popleft()
                 self._open_bytes -= request.size

@@ -1,24 +1,26 @@
-"""Overload: twice as many POSTs as the process can take, offered at a steady rate.
+"""Overload: more POSTs than the process can take, from clients that wait before the next, and from some that do not.
 
-The peak is that of 256 connections that send as fast as they are answered, at a queue of 1,024 events. Overload is
-2,560 connections that each wait before a request, at random, for as long in the mean as makes twice the peak when half
-of them are refused at once and the others wait for a full queue. To say 503 takes time as well, so fewer come through
-than would: "answered" tells how many, and the others wait in their sockets. A client beside them, one request at a
-time, tells how long the 503s take. Memory is the process's own, looked at all the time.
+The peak is that of 256 connections that send as fast as they are answered, at a queue of 512 events. Then there are
+1,280: first each waits before a request, at random, for as long in the mean as makes twice the peak when those that are
+not taken are refused at once; then none of them waits. Who is refused hears of it in turn, so fewer come through than
+would: "answered" tells how many. A client beside them, one request at a time, tells how long the 503s take. Memory is
+the process's own, looked at all the time.
 """
 
 import threading
 import time
+from dataclasses import dataclass, field
 
 from tests.bench.client import OneClient, body_of
 from tests.bench.rows import Goal, NotRealWork, Row, quantile, ratios
 from tests.bench.stage import Stage, Target, memory_bytes
 from tests.bench.wrk import Loaded
 
-QUEUE_EVENTS = 1_024
-CONNECTIONS = 2_560
+QUEUE_EVENTS = 512
+CONNECTIONS = 1_280
 PEAK_CONNECTIONS = 256
-ANSWERED_LEAST = 1.2  # of the peak, with 503 or 201: fewer would be no overload
+LEAST = Goal(least=0.9)
+REFUSED_LEAST = 0.1  # of all that is answered: fewer would be no overload
 
 
 class _Beside:
@@ -53,40 +55,57 @@ class _Beside:
         self._thread.join(timeout=60)
 
 
+@dataclass
+class _Load:
+    """What came of one kind of overload, a round each."""
+
+    of: str
+    waits: bool
+    runs: list[Loaded] = field(default_factory=list)
+    refused_ms: list[list[float]] = field(default_factory=list)
+    grown_mib: list[float] = field(default_factory=list)
+
+    def press(self, target: Target, seconds: float, peak: float, refused_least: float) -> None:
+        """Raises NotRealWork where it was no overload, or a request had no answer."""
+        before = memory_bytes(target.service.pid)
+        wait_ms = max(1, round(1000 * (CONNECTIONS - QUEUE_EVENTS) / (2 * peak))) if self.waits else 0
+        with _Beside(target) as beside:
+            loaded = target.press(seconds, CONNECTIONS, **({"delay": wait_ms} if self.waits else {}))
+        if loaded.broken or loaded.refused < refused_least * loaded.requests:
+            raise NotRealWork(f"{loaded.broken} had no answer; {loaded.refused} of {loaded.requests} were refused")
+        self.runs.append(loaded)
+        self.refused_ms.append(beside.refused_ms or [0.0])
+        self.grown_mib.append((beside.most_bytes - before) / 2**20)
+        target.answered += loaded.answered + beside.written
+        target.cut += CONNECTIONS
+        target.settle()
+
+    def rows(self, peaks: list[float]) -> list[Row]:
+        answered = [loaded.requests / loaded.seconds for loaded in self.runs]
+        return [
+            Row(f"goodput over the peak, {self.of}", "x", ratios([each.rate for each in self.runs], peaks), LEAST),
+            Row(f"answered over the peak, {self.of}", "x", ratios(answered, peaks)),
+            Row(f"refused (503), {self.of}", "/s", [each.refused / each.seconds for each in self.runs]),
+            Row(f"a 503 takes, p50, {self.of}", "ms", [quantile(each, 0.5) for each in self.refused_ms]),
+            Row(f"a 503 takes, p99, {self.of}", "ms", [quantile(each, 0.99) for each in self.refused_ms]),
+            Row(f"all answers, p99, {self.of}", "ms", [each.p99_ms for each in self.runs]),
+            Row(f"memory grown by, at most, {self.of}", "MiB", self.grown_mib),
+        ]
+
+
 def measure(stage: Stage) -> list[Row]:
-    seconds, rounds = stage.pick(3, 4), stage.pick(1, 4)
+    seconds, rounds = stage.pick(3, 4), stage.pick(1, 5)
+    refused_least = stage.pick(0.0, REFUSED_LEAST)
     peaks: list[float] = []
-    answered: list[float] = []
-    overs: list[Loaded] = []
-    grown: list[float] = []
-    refused_ms: list[list[float]] = []
+    loads = [_Load("twice the peak", waits=True), _Load("as fast as they can", waits=False)]
     with stage.target(queue_events_max=QUEUE_EVENTS) as target:
-        target.warm(stage.pick(2, 4), PEAK_CONNECTIONS)
+        if stage.depth != "quick":
+            target.warm_up(3, PEAK_CONNECTIONS)
         for _ in range(rounds):
+            target.settle()
             peaks.append(target.load(seconds, PEAK_CONNECTIONS).rate)
-            before = memory_bytes(target.service.pid)
-            wait_ms = max(1, round(1000 * (CONNECTIONS - QUEUE_EVENTS) / (2 * peaks[-1])))
-            with _Beside(target) as beside:
-                loaded = target.press(seconds, CONNECTIONS, delay=wait_ms)
-            answered.append(loaded.requests / loaded.seconds)
-            if loaded.broken or answered[-1] < stage.pick(0.0, ANSWERED_LEAST) * peaks[-1]:
-                raise NotRealWork(
-                    f"{loaded.broken} had no answer; {answered[-1]:.0f}/s were answered, the peak is {peaks[-1]:.0f}"
-                )
-            overs.append(loaded)
-            refused_ms.append(beside.refused_ms or [0.0])
-            grown.append((beside.most_bytes - before) / 2**20)
-            target.answered += loaded.answered + beside.written
-            target.cut += CONNECTIONS
+            for load in loads:
+                target.settle()
+                load.press(target, seconds, peaks[-1], refused_least)
         target.check()
-    goodput = ratios([loaded.rate for loaded in overs], peaks)
-    return [
-        Row("goodput at overload over the peak", "x", goodput, Goal(least=0.9)),
-        Row("peak", "/s", peaks),
-        Row("answered at overload, over the peak", "x", ratios(answered, peaks)),
-        Row("refused (503)", "/s", [loaded.refused / loaded.seconds for loaded in overs]),
-        Row("a 503 takes, p50", "ms", [quantile(each, 0.5) for each in refused_ms]),
-        Row("a 503 takes, p99", "ms", [quantile(each, 0.99) for each in refused_ms]),
-        Row("all answers at overload, p99", "ms", [loaded.p99_ms for loaded in overs]),
-        Row("memory grown by, at most", "MiB", grown),
-    ]
+    return [Row("peak", "/s", peaks), *(row for load in loads for row in load.rows(peaks))]

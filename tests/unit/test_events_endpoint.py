@@ -11,7 +11,7 @@ import pytest
 from service.batch import LINES
 from service.callers import Callers
 from service.cloudevents import BATCHED, STRUCTURED
-from service.errors import KINDS, Problem
+from service.errors import KINDS, NOT_WRITTEN, Problem
 from service.event import Event, parse_key
 from service.events_endpoint import EventsEndpoint
 from service.headers import JSON, media_type, pick, unsupported
@@ -28,6 +28,7 @@ from service.rendering import (
 )
 from service.request import Answer, Committed
 from service.settings import Settings
+from service.shedding import ANSWERS_EACH, Shedding
 from service.states import Delivered
 from service.telemetry import Telemetry
 from tests.unit.fakes import grows_in_proportion
@@ -160,6 +161,9 @@ class Told:
     def apart(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run(work)
 
+    def forget(self) -> None:
+        self.body = b""
+
     def answer(self, status: int, lines: bytes, body: bytes) -> None:
         self.status, self.lines, self.said = status, lines, body
 
@@ -171,10 +175,11 @@ class Told:
 class Commits:
     """An intake that commits whatever it is given, at once."""
 
-    overload = None
+    overload: Problem | None = None
     events_max = 1_000
 
     def __init__(self) -> None:
+        self.shedding = Shedding()
         self.events: list[Event] = []
 
     def check_now(self, event: Event) -> bool:
@@ -192,6 +197,25 @@ def posted(path: str, body: bytes, **headers: str) -> tuple[Told, list[Event]]:
     endpoint = EventsEndpoint(lambda: cast(Intake, intake), Settings(), Callers([]), Telemetry())
     endpoint.routes[path.encode()](cast(Post, told))
     return told, intake.events
+
+
+def test_who_finds_the_queue_full_waits_for_its_turn_without_its_body() -> None:
+    intake = Commits()
+    intake.overload = Problem(NOT_WRITTEN, "the queue is full")
+    endpoint = EventsEndpoint(lambda: cast(Intake, intake), Settings(), Callers([]), Telemetry())
+
+    def post() -> Told:
+        told = Told(b"{}", {"host": "x", "content-type": "application/json"})
+        endpoint.routes[b"/events"](cast(Post, told))
+        return told
+
+    while (told := post()).status:
+        assert (told.status, told.detail) == (503, "the queue is full")
+    assert not told.body
+    for _ in range(ANSWERS_EACH):
+        intake.shedding.answered()
+    assert (told.status, told.detail) == (503, "the queue is full")
+    assert not intake.events
 
 
 CLOUD = {"specversion": "1.0", "id": "42", "source": "/shop/7", "type": "made"}

@@ -17,6 +17,7 @@ from service.errors import (
     StoreUnanswered,
 )
 from service.request import Answer, Committed
+from service.shedding import ANSWERS_EACH, SAVED_MOST
 from service.states import Claimed, SlotState
 from tests.unit.fakes import EPOCH, NOW_MS, World, count_of, ended, kind_of, make_event, unheard, until
 
@@ -83,6 +84,24 @@ async def test_while_the_queue_is_full_nothing_more_is_looked_at() -> None:
     serving = world.serve(await world.slot())
     await asyncio.gather(*asked)
     assert world.intake.overload is None
+    await ended(serving)
+
+
+async def test_the_others_answers_tell_those_that_it_does_not_take() -> None:
+    world = World()
+    told: list[str] = []
+    for _ in range(SAVED_MOST):
+        world.intake.shedding.refuse(lambda: told.append("at once"))
+    assert told.count("at once") == SAVED_MOST // ANSWERS_EACH
+    told.clear()
+    serving = world.serve(await world.slot())
+    for n in range(ANSWERS_EACH):
+        assert not told
+        assert isinstance(await world.submit(f"a{n}"), Committed)
+    assert told == ["at once"]
+    sweeping = asyncio.create_task(world.intake.sweep())
+    await until(lambda: len(told) == SAVED_MOST - SAVED_MOST // ANSWERS_EACH)
+    await ended(sweeping)
     await ended(serving)
 
 

@@ -32,7 +32,7 @@ LAYERS = [
     {"request", "kafka.life"},
     {"event", "follow", "kafka.cluster", "kafka.security", "kafka.verdict", "kafka.partitioner"},
     {"callers", "headers", "redis_server", "strict_json"},
-    {"states", "errors", "settings", "telemetry", "logs", "waits", "prefer", "kafka.deadline"},
+    {"states", "errors", "settings", "telemetry", "logs", "waits", "prefer", "shedding", "kafka.deadline"},
     {"shared"},
     {"shared.rules"},
     {"shared.settings"},
