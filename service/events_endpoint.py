@@ -108,7 +108,7 @@ class EventsEndpoint:
     def _post_event(self, post: Post, found: Found, caller: Caller) -> None:
         if overload := self._intake().overload:
             post.forget()  # it waits without its body
-            self._intake().shedding.refuse(partial(self._fail, post, overload))
+            self._intake().shedding.refuse(post.arrived, partial(self._fail, post, overload))
             return
         traceparent = parse_traceparent(found.get(b"traceparent"))
         key, scope = found.get(b"idempotency-key"), caller.scope
