@@ -8,7 +8,7 @@ from service.cli.finding import Finding, Level, judged
 from service.redis_server import demands
 from service.settings import Settings
 
-# A key and its state, with what Redis spends around them: in the middle 182 on Redis 7.0 and 136 on Valkey 9.1, and an
+# A key and its state, with what Redis spends around them: in the middle 180 on Redis 7.0 and 126 on Valkey 9.1, and an
 # eighth more or less as their tables are filled (tests/bench sizes).
 KEY_BYTES: Final = 200
 # From so many keys on, the server's own numbers are better than ours.

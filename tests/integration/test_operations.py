@@ -14,6 +14,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
 )
 
 from deploy.local.stack import Kafka, Redis, Service, StackError
+from service.shedding import ANSWERS_EACH, SAVED_MOST
 from tests.conftest import MakeTopic
 from tests.integration.client import Asked, Attempt, events
 from tests.integration.conftest import Stage, plan_of
@@ -102,6 +103,20 @@ async def test_a_full_queue_says_so_at_once(stage: Stage, topic: str) -> None:
     assert (await held).kind == "ok"
     again = await stage.client.http.post(url, content=b"no JSON", headers=headers | {"Idempotency-Key": "more"})
     assert again.status_code == 400
+
+
+async def test_more_than_it_can_take_is_refused_and_the_rest_written(stage: Stage, topic: str) -> None:
+    """More than are told at once: the last of them hear of it in their turn, or when they have waited long enough."""
+    service = await stage.started(slots=1, queue_events_max=1, faults=(Fault("write", "hold"),))
+    first, *more = events(topic, 1 + SAVED_MOST // ANSWERS_EACH + 20)
+    held = asyncio.create_task(stage.client.post(service.url, first))
+    await asyncio.to_thread(until, lambda: plan_of(service).happened("write"))
+    refused = await asyncio.gather(*(stage.client.post(service.url, asked) for asked in more))
+    assert {answer.status for answer in refused} == {503}
+    plan_of(service).let_go("write")
+    assert (await held).kind == "ok"
+    assert (await stage.client.settle([service.url], more[-1])).kind == "ok"
+    await stage.assert_exactly_once(topic)
 
 
 async def test_a_topic_that_is_deleted_meanwhile_is_answered_alone(stage: Stage, make_topic: MakeTopic) -> None:
