@@ -80,6 +80,7 @@ class Ingest:
         self._queue = queue
         self._catalogue = catalogue
         self._answer, self._accept, self._too_late = intake.answer, intake.accept, intake.too_late
+        self._part = intake.part
         self._telemetry = telemetry
         self._tracing = tracing
         self._parked: list[Request] = []  # in doubt, until a slot has been recovered
@@ -129,7 +130,7 @@ class Ingest:
         if finishing is not None:
             await finishing
 
-    async def _claim(self, slot: Slot, requests: Sequence[Request]) -> tuple[list[Won], list[Request]]:
+    async def _claim(self, slot: Slot, requests: list[Request]) -> tuple[list[Won], list[Request]]:
         """Claim a group for the slot in its term; answers what is to be written, and claims that are not wanted.
 
         What needs no writing gets its answer, and so does what cannot be written now. Whatever this raises, nothing of
@@ -142,13 +143,18 @@ class Ingest:
         if self._queue.suspects(requests):
             await self._catalogue.look_again({event.topic for request in requests for event in request.events})
         partitions, left_out = route(requests, self._catalogue.last_known)
+        if any(request.in_one_piece for request in left_out):
+            requests[:] = self._parted(requests)
+            partitions, left_out = route(requests, self._catalogue.last_known)
         if partitions and requests[0].guarantee is Guarantee.EXACTLY_ONCE:
             slot.open(partitions)
         try:
             if requests[0].atomic:
                 claims = [await slot.claim_all(requests[0].asked)]
             else:
-                claims = await slot.claim([request.asked[0] for request in requests])
+                claims = await slot.claim([pair for request in requests for pair in request.asked])
+                if len(claims) > len(requests):
+                    claims = self._part_mixed(requests, claims)
         except StoreAway:  # nothing was claimed: the term goes on
             self._queue_again(requests)
             await asyncio.sleep(AWAY_PAUSE_S)
@@ -164,6 +170,29 @@ class Ingest:
             if not group:
                 await asyncio.sleep(AWAY_PAUSE_S)
         return group, unwanted
+
+    def _parted(self, requests: Sequence[Request]) -> list[Request]:
+        """Requests of one event each, or atomic."""
+        return [one for each in requests for one in (self._part(each) if each.in_one_piece else (each,))]
+
+    def _part_mixed(self, requests: list[Request], claims: Sequence[Claim]) -> list[Claim]:
+        """One claim for each request: a train goes on in one piece only if all of it is new, else it is parted here."""
+        kept: list[Request] = []
+        found: list[Claim] = []
+        start = 0
+        for request in requests:
+            its = claims[start : start + len(request.asked)]
+            start += len(its)
+            odd = next((claim for claim in its if claim.outcome is not Outcome.NEW), None)
+            if odd is None or request.answered or not request.in_one_piece:
+                kept.append(request)
+                # Of one that was answered meanwhile all that was claimed is to be given up.
+                found.append(next((claim for claim in its if claim.outcome in CLAIMABLE), its[0]))
+            else:
+                kept += self._part(request)
+                found += its
+        requests[:] = kept
+        return found
 
     def _sort(
         self, requests: Sequence[Request], claims: Sequence[Claim], left_out: Mapping[Request, Partition]
@@ -376,6 +405,7 @@ class Ingest:
         they go at once, the first time. What goes on failing would end the term of one slot after the other: from then
         on it pauses, if nobody else is to blame; and so does what is for a topic that may have been made just now.
         """
+        requests = self._parted(requests)
         aborted = failed.verdict is Verdict.ABORTED
         # Where a commit was asked for, what was refused on the way has been overcome, or is not what ended it.
         refusals = failed.refusals if aborted else {}

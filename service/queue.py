@@ -119,6 +119,10 @@ class Queue:
                 self._lane(request).append(request)
             self.nudge()
 
+    def has_suspects(self, topics: Iterable[str]) -> bool:
+        """Has one of these failed a group?"""
+        return not self._suspects.isdisjoint(topics)
+
     def suspects(self, group: Sequence[Request]) -> bool:
         """Does this group travel apart?"""
         return self._apart_out is group

@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -41,6 +42,16 @@ class Answers:
         self._missing -= 1
         if not self._missing and not self.all.done():  # who waited may have been cancelled
             self.all.set_result([answer for answer in self._answers if answer is not None])
+
+    def put_all(self, answer: Answer) -> None:
+        """One answer for all of them: where they are, in their order, or why they are not."""
+        if isinstance(answer, Committed):
+            at, replayed = answer.at, answer.replayed
+            answers: list[Answer] = [Committed(at, (place,), replayed) for place in answer.places]
+        else:
+            answers = [answer] * len(self._answers)
+        if not self.all.done():
+            self.all.set_result(answers)
 
 
 def fit(ledger_bytes: int, event_bytes: int) -> bool:
@@ -93,6 +104,7 @@ class Train:
 class Request(msgspec.Struct, eq=False):
     """Events on their way together. `reply` is called exactly once, by whoever moves the state to ANSWERED.
 
+    They are one event, an atomic batch, or a train in one piece, which is `part`ed as soon as its events may differ.
     `Request.of` makes one. Its times are by time.monotonic, which is the loop's clock too. `size` is its share of the
     queue's bytes. `asked` is what is claimed: the event's (id, fingerprint), or the whole's and then each member's.
     """
@@ -118,6 +130,7 @@ class Request(msgspec.Struct, eq=False):
     aborts: int = 0  # transactions that failed before their commit was asked for, and maybe because of it
     partitions: Sequence[int] = ()  # of its events, chosen anew for each group that it goes into
     turn: int = 0  # number of the group that took it last: whoever has an older one has it no more
+    reply_each: Callable[[int, Answer], None] | None = None  # of a train in one piece: by its event's place
 
     @classmethod
     def of(
@@ -145,8 +158,32 @@ class Request(msgspec.Struct, eq=False):
         return f"<Request {self.asked[0][0].hex()} {self.state.value}>"
 
     @property
+    def answers(self) -> int:
+        """How many events it answers; an atomic batch is one answer."""
+        return 1 if self.atomic else len(self.events)
+
+    @property
+    def in_one_piece(self) -> bool:
+        """Is it a train whose events have not parted?"""
+        return self.reply_each is not None
+
+    def part(self) -> list["Request"]:
+        """Take a train in one piece apart: a request for each event, as far on its way as all were. It ends itself."""
+        assert self.reply_each is not None
+        parts: list[Request] = []
+        for place, event in enumerate(self.events):
+            reply = partial(self.reply_each, place)
+            one = Request.of((event,), self.arrived, 0.0, self.guarantee, reply, train=self.train)
+            one.deadline, one.state, one.turn = self.deadline, self.state, self.turn
+            one.accepted_at, one.claimants = self.accepted_at, self.claimants
+            one.partitions = self.partitions[place : place + 1]
+            parts.append(one)
+        self.move(RequestEvent.ANSWER)
+        return parts
+
+    @property
     def topic(self) -> str:
-        """Its event's topic; an atomic batch has the first one's."""
+        """Its event's topic; that of the first one of several."""
         return self.events[0].topic
 
     @property

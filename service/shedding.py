@@ -25,10 +25,10 @@ class Shedding:
         self._waiting.append((arrived, tell))
         self._go_on()
 
-    def answered(self) -> None:
-        """A request has got its answer."""
+    def answered(self, events: int = 1) -> None:
+        """So many events have got their answer."""
         if self._saved < SAVED_MOST:
-            self._saved += 1
+            self._saved = min(self._saved + events, SAVED_MOST)
             self._go_on()
 
     def look(self, now: float) -> None:

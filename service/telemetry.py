@@ -61,13 +61,13 @@ class Latencies(Collector):
         self._buckets: dict[str, list[int]] = {}
         self._sums: defaultdict[str, float] = defaultdict(float)
 
-    def observe(self, outcome: str, seconds: float) -> None:
-        """Count one answer; `outcome` is ok or problem."""
+    def observe(self, outcome: str, seconds: float, count: int = 1) -> None:
+        """Count answers that took so long; `outcome` is ok or problem."""
         buckets = self._buckets.get(outcome)
         if buckets is None:
             buckets = self._buckets[outcome] = [0] * (len(LATENCY_S) + 1)
-        buckets[bisect_left(LATENCY_S, seconds)] += 1
-        self._sums[outcome] += seconds
+        buckets[bisect_left(LATENCY_S, seconds)] += count
+        self._sums[outcome] += count * seconds
 
     def collect(self) -> Iterator[Metric]:
         (family,) = self.describe()
@@ -154,10 +154,10 @@ class Telemetry:
         """Count one HTTP request to write, by its answer's status and the problem's code."""
         self.requests.counts[status, code] += 1
 
-    def answered(self, code: str, status: int, latency_s: float) -> None:
-        """Count one answer to an event, or to an atomic batch."""
-        self.answers.counts[status, code] += 1
-        self.latency.observe("ok" if status == 201 else "problem", latency_s)
+    def answered(self, code: str, status: int, latency_s: float, count: int = 1) -> None:
+        """Count the same answer to so many events, or one to an atomic batch."""
+        self.answers.counts[status, code] += count
+        self.latency.observe("ok" if status == 201 else "problem", latency_s, count)
 
     def render(self) -> bytes:
         """The text format of /metrics."""

@@ -236,13 +236,13 @@ class FakeCluster(Cluster):
 
 
 class FakeJournal(Journal):
-    """What was answered: (first key, status)."""
+    """What was answered: (key, status) of each event; an atomic batch by its first one's."""
 
     def __init__(self) -> None:
         self.answers: list[tuple[str, int]] = []
 
     def record(self, request: Request, status: int, answer: Answer | None, latency_s: float) -> None:
-        self.answers.append((request.events[0].key, status))
+        self.answers += [(event.key, status) for event in request.events[: request.answers]]
 
 
 class World:

@@ -1,0 +1,268 @@
+"""A train goes in one piece while its events are alike, and is parted as soon as they may have fates of their own."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import pytest
+
+from service.errors import (
+    FINGERPRINT_MISMATCH,
+    IN_PROGRESS,
+    NOT_WRITTEN,
+    OUTCOME_UNKNOWN,
+    RECORD_REFUSED,
+    StoreAway,
+    StoreUnanswered,
+)
+from service.event import Event
+from service.kafka.cluster import Topic
+from service.kafka.life import Partition, Place, Record
+from service.kafka.verdict import Refusal, TransactionFailed, Verdict
+from service.request import Answer, Committed, Request, Train
+from service.shared import Guarantee
+from service.states import Claimed, Delivered, RequestState
+from service.wire import event_id
+from tests.unit.fakes import NOW_MS, FakeProducer, World, end_of_term, ended, kind_of, make_event, until
+
+
+async def on_its_way(world: World, *events: Event | str) -> "asyncio.Task[list[Answer]]":
+    """A train of these events (or keys), which has come as far as the queue."""
+    train = Train()
+    for event in events:
+        train.add(make_event(event) if isinstance(event, str) else event)
+        await world.catalogue.get(train.events[-1].topic, time.monotonic())
+    task = asyncio.create_task(world.intake.submit_train(train))
+    await asyncio.sleep(0)
+    return task
+
+
+def pieces(world: World) -> list[int]:
+    """How many events each request has that waits for its answer."""
+    return [len(request.events) for request in world.intake._open if not request.answered]
+
+
+def problems(answers: list[Answer]) -> list[str | None]:
+    return [None if kind is None else kind.code for kind in map(kind_of, answers)]
+
+
+async def test_it_is_one_request_from_the_queue_to_its_answers() -> None:
+    world = World()
+    told = await on_its_way(world, "a", "b", make_event("c", "other"))
+    assert pieces(world) == [3]
+    assert world.queue.events == 3
+    serving = world.serve(await world.slot())
+    answers = await told
+    assert world.keys_written() == [["a", "b", "c"]]
+    assert world.journal.answers == [("a", 201), ("b", 201), ("c", 201)]
+    assert [answer.places[0][0] for answer in answers if isinstance(answer, Committed)] == [*map(event_id, "abc")]
+    assert [len(answer.places) for answer in answers if isinstance(answer, Committed)] == [1, 1, 1]
+    assert all(world.keys.is_delivered(key) for key in "abc")
+    assert (world.queue.events, world.queue.bytes) == (0, 0)
+    assert world.telemetry.answers.counts[201, ""] == 3
+    assert 'request_seconds_count{outcome="ok"} 3.0' in world.telemetry.render().decode()
+    await ended(serving)
+
+
+async def test_it_is_parted_where_something_is_known_of_one() -> None:
+    """Delivered, another event under its key, in progress elsewhere: each is told so, and the others are written."""
+    world = World()
+    serving = world.serve(await world.slot())
+    before = (await (await on_its_way(world, "b", "c")))[0]
+    world.keys.server.keys[event_id("d")] = Claimed(5, 50, NOW_MS, b"f" * 8)
+    world.keys.server.freed[5] = 50
+    answers = await (await on_its_way(world, "a", "b", make_event("c", value=b"2"), "d", "e"))
+    assert problems(answers) == [None, None, FINGERPRINT_MISMATCH.code, IN_PROGRESS.code, None]
+    assert isinstance(before, Committed)
+    assert answers[1] == msgspec.structs.replace(before, replayed=True)
+    assert world.keys_written() == [["b", "c"], ["a", "e"]]
+    assert (world.queue.events, world.queue.bytes) == (0, 0)
+    assert world.journal.answers[2:] == [("b", 201), ("c", 422), ("d", 409), ("a", 201), ("e", 201)]
+    await ended(serving)
+
+
+async def test_claims_that_are_taken_over_keep_their_times() -> None:
+    world = World()
+    for key, at in (("a", NOW_MS - 5), ("b", NOW_MS - 7)):
+        world.keys.server.keys[event_id(key)] = Claimed(5, 50, at, make_event(key).fp)
+    world.keys.server.freed[5] = 51
+    serving = world.serve(await world.slot())
+    answers = await (await on_its_way(world, "a", "b", "c"))
+    assert [answer.at for answer in answers if isinstance(answer, Committed)] == [NOW_MS - 5, NOW_MS - 7, NOW_MS]
+    assert world.keys_written() == [["a", "b", "c"]]
+    await ended(serving)
+
+
+async def test_a_poisoned_event_is_answered_alone_and_the_others_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    slot = await world.slot()
+    write = FakeProducer.write
+
+    async def refuses_other(
+        producer: FakeProducer, records: Sequence[Record], ledger: Partition, record: Callable[[Sequence[Place]], bytes]
+    ) -> tuple[list[Place], int]:
+        if any(record.topic == "other" for record in records):
+            raise TransactionFailed(Verdict.ABORTED, "no", {"other": Refusal(RECORD_REFUSED, "no")})
+        return await write(producer, records, ledger, record)
+
+    monkeypatch.setattr(FakeProducer, "write", refuses_other)
+    told = await on_its_way(world, "a", make_event("bad", "other"), "c")
+    await end_of_term(world.serve(slot))
+    assert pieces(world) == [1, 1, 1]
+    await end_of_term(await world.serve_again(slot))
+    serving = await world.serve_again(slot)
+    assert problems(await told) == [None, RECORD_REFUSED.code, None]
+    assert [world.keys.is_delivered(key) for key in ("a", "bad", "c")] == [True, False, True]
+    assert not world.keys.is_claimed("bad")
+    await ended(serving)
+
+
+@pytest.mark.parametrize("committed", [False, True])
+async def test_what_is_in_doubt_is_found_or_written_again_each_for_itself(committed: bool) -> None:
+    world = World()
+    slot = await world.slot()
+    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.UNKNOWN, "gone"))
+    told = await on_its_way(world, "a", "b")
+    await end_of_term(world.serve(slot))
+    assert pieces(world) == [1, 1]
+    assert not told.done()
+    await world.recover(slot)
+    if committed:  # as the ledger tells a recovery
+        for offset, key in enumerate("ab"):
+            found = Delivered(NOW_MS, make_event(key).fp, "orders", 0, offset, NOW_MS)
+            world.keys.server.keys[event_id(key)] = found
+    world.ingest.recovered()
+    serving = world.serve(slot)
+    answers = await told
+    assert problems(answers) == [None, None]
+    assert [answer.replayed for answer in answers if isinstance(answer, Committed)] == [False, False]
+    assert world.keys_written() == ([] if committed else [["a", "b"]])
+    await ended(serving)
+
+
+async def test_its_deadline_is_that_of_each() -> None:
+    """Waiting it is surely not written; in a transaction nobody knows."""
+    world = World(request_timeout_ms=50)
+    sweeping = asyncio.create_task(world.intake.sweep())
+    assert problems(await (await on_its_way(world, "a", "b"))) == [NOT_WRITTEN.code] * 2
+    slot = await world.slot()
+    gate = world.producers[0].trouble.hold("write")
+    serving = world.serve(slot)
+    told = await on_its_way(world, "c", "d")
+    assert problems(await told) == [OUTCOME_UNKNOWN.code] * 2
+    assert world.journal.answers == [("a", 503), ("b", 503), ("c", 504), ("d", 504)]
+    gate.set()
+    await until(lambda: world.keys.is_delivered("d"))
+    assert (world.queue.events, world.queue.bytes) == (0, 0)
+    await ended(serving)
+    await ended(sweeping)
+
+
+@pytest.mark.parametrize("known", ["delivered", "nothing"])
+async def test_one_that_was_answered_while_it_was_claimed_is_given_up_whole(known: str) -> None:
+    world = World(request_timeout_ms=50)
+    slot = await world.slot()
+    serving = world.serve(slot)
+    if known == "delivered":
+        await (await on_its_way(world, "b"))
+    sweeping = asyncio.create_task(world.intake.sweep())
+    gate = world.keys.trouble.hold("claim")
+    told = await on_its_way(world, "a", "b", "c")
+    assert problems(await told) == [NOT_WRITTEN.code] * 3
+    gate.set()
+    await world.keys.trouble.reached["release"].wait()
+    await until(lambda: not any(world.keys.is_claimed(key) for key in "abc"))
+    assert world.keys.is_delivered("b") is (known == "delivered")
+    assert world.keys_written() == ([["b"]] if known == "delivered" else [])
+    await ended(serving)
+    await ended(sweeping)
+
+
+async def test_a_partition_with_too_few_replicas_refuses_its_own_events_only() -> None:
+    world = World()
+    world.cluster.topics["other"] = Topic("other", 1, {}, frozenset({0}))
+    serving = world.serve(await world.slot())
+    answers = await (await on_its_way(world, "a", make_event("b", "other"), "c"))
+    assert problems(answers) == [None, NOT_WRITTEN.code, None]
+    assert world.keys_written() == [["a", "c"]]
+    assert not world.keys.is_claimed("b")
+    await ended(serving)
+
+
+async def test_a_claim_without_an_answer_waits_for_the_recovery_in_one_piece() -> None:
+    """Its own claims stand then, in a term that has ended: they are found dead, and taken over."""
+    world = World()
+    slot = await world.slot()
+    world.keys.trouble.after["claim"].append(StoreUnanswered("no answer"))
+    told = await on_its_way(world, "a", "b")
+    await end_of_term(world.serve(slot))
+    assert pieces(world) == [2]
+    assert [request.claimants for request in world.ingest._parked] == [((0, slot.term),)]
+    serving = await world.serve_again(slot)
+    assert problems(await told) == [None, None]
+    assert world.keys_written() == [["a", "b"]]
+    await ended(serving)
+
+
+async def test_its_own_claims_of_a_term_that_is_still_to_be_recovered_are_nobody_else_s() -> None:
+    """Another slot meets them: they wait for the recovery, and are no 409."""
+    world = World()
+    first, second = await world.slot(0), await world.slot(1)
+    world.keys.trouble.after["claim"].append(StoreUnanswered("no answer"))
+    told = await on_its_way(world, "a", "b")
+    await end_of_term(world.serve(first))
+    serving = world.serve(second)
+    world.ingest.recovered()  # something else was
+    await asyncio.sleep(0.05)
+    assert not told.done()
+    assert pieces(world) == [1, 1]
+    await world.recover(first)
+    world.ingest.recovered()
+    assert problems(await told) == [None, None]
+    await ended(serving)
+
+
+async def test_a_store_that_is_away_leaves_it_in_one_piece() -> None:
+    world = World()
+    world.keys.trouble.before["claim"].append(StoreAway("OOM"))
+    serving = world.serve(await world.slot())
+    answers = await (await on_its_way(world, "a", "b"))
+    assert problems(answers) == [None, None]
+    assert world.keys_written() == [["a", "b"]]
+    await ended(serving)
+
+
+@pytest.mark.parametrize("why", ["a suspect", "another guarantee", "one event"])
+async def test_what_is_not_alike_does_not_go_in_one_piece(why: str) -> None:
+    world = World()
+    if why == "a suspect":
+        world.queue.suspect("other")
+    topic = {"a suspect": "other", "another guarantee": "plain.a", "one event": "orders"}[why]
+    events = [make_event("b", topic)] if why == "one event" else [make_event("a"), make_event("b", topic)]
+    told = await on_its_way(world, *events)
+    assert pieces(world) == [1] * len(events)
+    serving = world.serve(await world.slot())
+    assert problems(await told) == [None] * len(events)
+    await ended(serving)
+
+
+def test_the_parts_are_as_far_as_the_whole_was() -> None:
+    train = Train()
+    for key in "ab":
+        train.add(make_event(key))
+    told: list[tuple[int, Answer]] = []
+    whole = Request.of(train.events, 5.0, 10.0, Guarantee.EXACTLY_ONCE, lambda _: None, train=train)
+    whole.reply_each = lambda place, answer: told.append((place, answer))
+    whole.turn, whole.claimants, whole.partitions = 7, ((1, 2),), [4, 5]
+    parts = whole.part()
+    assert whole.answered
+    assert [(part.deadline, part.turn, part.claimants, part.state) for part in parts] == [
+        (15.0, 7, ((1, 2),), RequestState.QUEUED)
+    ] * 2
+    assert [part.partitions for part in parts] == [[4], [5]]
+    assert sum(part.size for part in parts) == whole.size
+    committed = Committed(1, (), False)
+    for part in reversed(parts):
+        part.reply(committed)
+    assert told == [(1, committed), (0, committed)]
