@@ -28,9 +28,22 @@ ENV PATH=/opt/uv/bin:$PATH \
 WORKDIR /build
 COPY pyproject.toml uv.lock ./
 
+# The service's inner loops in C. An image always has them: without a compiler here the build fails.
+FROM tools AS native
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends gcc libc6-dev \
+ && { test -e "$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" \
+   || apt-get install --yes --no-install-recommends python3-dev; } \
+ && rm -rf /var/lib/apt/lists/*
+RUN uv sync --frozen --no-install-project --no-build --only-group build
+COPY service/native service/native
+RUN /opt/fencepost/bin/cythonize --inplace service/native/*.pyx \
+ && rm service/native/*.c
+
 FROM tools AS service-packages
 RUN uv sync --frozen --no-dev --no-install-project --no-build --extra service --extra tracing
 COPY service /app/service
+COPY --from=native /build/service/native /app/service/native
 RUN python3 -m compileall -q --invalidation-mode unchecked-hash /app
 
 FROM tools AS spark-packages

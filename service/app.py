@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 from fastapi import FastAPI
 
+from service import native
 from service.api import routes
 from service.callers import Callers
 from service.control import Control
@@ -142,6 +143,8 @@ class Service:
     def start(self) -> None:
         """Begin to bring the parts up; it goes on, unready, for as long as Kafka or Redis are away."""
         tell_on_signal(asyncio.get_running_loop())
+        if not native.COMPILED:
+            log.warning("not compiled: it works, half as fast", remedy="install gcc and Python's headers, then it anew")
         self._tasks.append(asyncio.create_task(self._bring_up()))
         self._tasks.append(asyncio.create_task(self.intake.sweep()))
         self._tasks.append(asyncio.create_task(self._watch()))

@@ -9,7 +9,7 @@ import msgspec
 
 from service.callers import ANYBODY, Caller
 from service.errors import INVALID_EVENT, MISSING_KEY, TOO_LARGE, Problem
-from service.event import Event, EventBody, check_count, check_key, decode, make_event
+from service.event import READER, Event, EventBody, check_count, check_key, decode, make_event
 from service.intake import Intake
 from service.request import Answer, Train
 from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX
@@ -18,6 +18,8 @@ from service.wire import batch_fingerprint, event_id, member_id
 
 LINES: Final = "application/x-ndjson"
 """The media type of a batch with each event on a line of its own (newline-delimited JSON)."""
+# Of a larger batch only so many events are made as one transaction holds: all of them would be its body once more.
+READ_AT_ONCE_BYTES: Final = 1024 * 1024
 
 
 class BatchBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -57,6 +59,13 @@ def parse_lines(body: bytes) -> list[bytes]:
 
 
 # ------------------------------------------------------------------------------------------------ each for itself
+
+
+def read_batch(body: bytes, scope: str, traceparent: bytes | None) -> list[Event] | None:
+    """The events of a batch that is not atomic, in one go; None where there is anything to look into."""
+    if READER is None or len(body) > READ_AT_ONCE_BYTES:
+        return None
+    return READER.batch(body, scope, traceparent)
 
 
 def member_of(raw: bytes | msgspec.Raw, traceparent: bytes | None = None, scope: str = "") -> Event:

@@ -14,6 +14,7 @@ from service.batch import (
     member_of,
     parse_batch,
     parse_lines,
+    read_batch,
     write_atomic,
     write_each,
 )
@@ -80,7 +81,7 @@ class EventsEndpoint:
     def _take(self, step: Callable[[Post, Found, Caller], None], post: Post) -> None:
         try:
             self._check_address(post.client)
-            found = pick(post.headers)
+            found = post.found or pick(post.headers)
             if b"host" not in found or b"transfer-encoding" in found:
                 check_message(found, host_needed=post.chunked)  # HTTP/1.0 has neither
             caller = self._callers.of(found.get(b"authorization"))
@@ -156,6 +157,9 @@ class EventsEndpoint:
             raise unsupported(JSON, LINES)
 
     async def _write_batch(self, post: Post, raw_key: str | None, traceparent: bytes | None, caller: Caller) -> None:
+        if events := read_batch(post.body, caller.scope, traceparent):
+            await self._write_each(post, events, _as_it_is, caller)
+            return
         batch = parse_batch(post.body)
         if not batch.atomic:
             parse = partial(member_of, traceparent=traceparent, scope=caller.scope)
@@ -243,7 +247,7 @@ class EventsEndpoint:
     def _named(self, post: Post) -> dict[str, str]:
         """How a line of the log names a request: by its key, and the id of that among its caller's."""
         try:
-            found = pick(post.headers)
+            found = post.found or pick(post.headers)
             key, scope = parse_key(found.get(b"idempotency-key")), self._callers.of(found.get(b"authorization")).scope
         except Problem:  # it has none, or several with a key each
             return {}
@@ -252,3 +256,7 @@ class EventsEndpoint:
     def _answer(self, post: Post, status: int, lines: bytes, body: bytes, code: str = "") -> None:
         self._telemetry.requested(status, code)
         post.answer(status, lines, body)
+
+
+def _as_it_is(event: Event) -> Event:
+    return event

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from service import native
 from service.event import partition_of
 from service.kafka.cluster import Topic
 from service.kafka.life import Partition, Place, Record
@@ -13,6 +14,8 @@ from service.request import Committed, Request
 from service.slot import Link
 from service.states import Claimed, Delivered, DeliveredBatch
 from service.wire import KEY_HEADER, STAMP_HEADER, TRACE_HEADER, encode_entry, encode_stamp
+
+_encode_stamp = native.texts.stamp if native.COMPILED else encode_stamp
 
 # A request, and the claim that stands for it.
 Won = tuple[Request, Claimed]
@@ -73,7 +76,7 @@ def records_of(group: Sequence[Won], topic_of: Callable[[str], Topic], writer: s
     records: list[Record] = []
     for request, claim in group:
         for event, partition in zip(request.events, request.partitions, strict=True):
-            stamp = encode_stamp(event.id, event.fp, claim.at, writer)
+            stamp = _encode_stamp(event.id, event.fp, claim.at, writer)
             headers = [(KEY_HEADER, event.key.encode()), (STAMP_HEADER, stamp)]
             if event.traceparent is not None:
                 headers.append((TRACE_HEADER, event.traceparent))
@@ -100,6 +103,9 @@ def entries_of(delivered: Iterable[Committable]) -> Iterator[str]:
     """The ledger's entries of a group, as JSON text."""
     for request, committed in delivered:
         batch = request.asked[0][0] if request.atomic else None
+        if native.COMPILED:
+            yield from native.texts.entries(committed.places, batch)
+            continue
         for i, (id, there) in enumerate(committed.places):
             yield encode_entry(id, there.fp, there.at, there.topic, there.partition, there.offset, there.ts, batch, i)
 

@@ -48,6 +48,7 @@ class GuardedProtocol(HttpToolsProtocol):
     """Costs nothing for a request that comes in one piece: the timer runs only while one is incomplete."""
 
     lingering = False  # of all connections: each answer is its connection's last one
+    _begun = False  # a request has come, or a part of one
     _whole = False  # no request is under way
     _in_head = True
     _head_bytes = 0  # since the last head, or piece of a body, was whole
@@ -145,8 +146,18 @@ class GuardedProtocol(HttpToolsProtocol):
         between = self._whole or self._in_head  # else `cycle` is the one which is being read
         return self.cycle.response_complete is not between
 
+    @property
+    def between(self) -> bool:
+        """Is what comes now the beginning of a request?"""
+        return (self._whole or not self._begun) and not self._refused
+
+    def read_whole(self) -> None:
+        """A request has come that the parser has not seen, and need not."""
+        self._begun, self._whole, self._in_head = True, True, False
+        self._disarm()
+
     def on_message_begin(self) -> None:
-        self._whole, self._in_head, self._unread = False, True, False
+        self._begun, self._whole, self._in_head, self._unread = True, False, True, False
         self.prepare()
 
     def prepare(self) -> None:

@@ -8,6 +8,7 @@ from typing import Final
 
 import structlog
 
+from service import native
 from service.errors import KafkaAway
 from service.kafka.cluster import Cluster
 from service.kafka.producer import IdempotentProducer
@@ -46,6 +47,9 @@ class Journal:
         latency_ms = 1000 * latency_s
         if isinstance(answer, Committed):
             at, replayed = answer.at, answer.replayed
+            if native.COMPILED:
+                self._waiting += native.texts.answers(answer.places, at, replayed, f"{latency_ms:.3f}")
+                return
             for id, it in answer.places:
                 self._waiting.append(
                     encode_answer(id, it.fp, at, status, None, replayed, latency_ms, it.topic, it.partition, it.offset)

@@ -1,12 +1,14 @@
 """Answers as bytes: header lines, each with its CRLF, and bodies."""
 
 import json
+import re
 from collections.abc import Iterable
 from email.utils import formatdate
 from functools import lru_cache
 from typing import Final
 from urllib.parse import quote
 
+from service import native
 from service.errors import UNAUTHORIZED, Kind, Problem
 from service.request import Answer, Committed, Placed
 
@@ -15,6 +17,8 @@ Headers = list[tuple[bytes, bytes]]
 PROBLEM_TYPE: Final = b"application/problem+json"
 JSON_LINE: Final = b"content-type: application/json\r\n"
 
+# What a path may have as it is (RFC 3986, section 2.3): most keys are of nothing else.
+_UNRESERVED: Final = re.compile(r"[A-Za-z0-9_.~-]+")
 # The last that a date can name: an entry of the ledger may have been accepted, by its own word, at any time.
 LAST_SECOND: Final = 253_402_300_799
 
@@ -35,6 +39,8 @@ def committed_lines(key: str, answer: Committed, retention_s: int) -> bytes:
 
 def location_of(key: str) -> bytes:
     """Where the state of a key is told."""
+    if _UNRESERVED.fullmatch(key):
+        return b"/events/" + key.encode()
     return b"/events/" + quote(key, safe="").encode()
 
 
@@ -47,7 +53,7 @@ def echo_of(key: str) -> bytes:
 
 def render_place(place: Placed) -> bytes:
     """`{"id","topic","partition","offset","timestamp"}`; a topic's name needs no escaping."""
-    return f"{{{_fields(place)}}}".encode()
+    return native.texts.place(*place) if native.COMPILED else f"{{{_fields(place)}}}".encode()
 
 
 def render_results(answers: Iterable[Answer]) -> bytes:
@@ -59,6 +65,8 @@ def render_result(answer: Answer) -> str:
     """What is told of one event of several."""
     if isinstance(answer, Problem):
         return f'{{"status":{answer.kind.status},"problem":{json.dumps(answer.body())}}}'
+    if native.COMPILED:
+        return native.texts.results(answer.places, answer.replayed)[0]
     replayed = "true" if answer.replayed else "false"
     return f'{{"status":201,{_fields(answer.places[0])},"replayed":{replayed}}}'
 

@@ -1,6 +1,7 @@
 """What every test may use: the real stack, started at its first use, and names that no other test has."""
 
 import os
+import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,10 @@ from xdist.workermanage import WorkerController  # type: ignore[import-untyped]
 from deploy.local import java, jvm
 from deploy.local.stack import Kafka, Redis
 from tests.secured import Authority, SecuredKafka, SecuredRedis
+
+# As if there had been no compiler: the whole service in Python, as `tests/run` has the fast tests once more.
+if os.environ.get("WITHOUT_NATIVE"):
+    sys.modules["service.native.bodies"] = None  # type: ignore[assignment] # an import of it fails
 
 # The order in which the folders run: a mistake should show in seconds, not after the slow ones.
 _ORDER = ("unit", "contract", "kubernetes", "model", "stack", "integration", "faults", "bench", "images", "spark")

@@ -16,10 +16,10 @@ from aiokafka import errors
 from aiokafka.client import AIOKafkaClient
 from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
-from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from aiokafka.structs import TopicPartition
 
 from service.kafka import verdict
+from service.kafka.batches import BatchBuilder, builder_of
 from service.kafka.cluster import AGAIN, Cluster, any_node, coordinator, remedy
 from service.kafka.deadline import within
 from service.kafka.verdict import REFUSALS, Refusal
@@ -33,7 +33,6 @@ METADATA_PATIENCE_S: Final = 1.0
 AGAIN_PAUSE_S: Final = 0.02
 MOVED_PAUSE_S: Final = 0.02
 
-MAGIC: Final = 2  # of record batches, since Kafka 0.11
 SEQUENCES: Final = 2**31  # sequence numbers begin again at 0 (KIP-98)
 OK: Final = errors.NoError.errno
 NOT_ENOUGH_REPLICAS: Final = errors.NotEnoughReplicasError.errno
@@ -85,7 +84,7 @@ class Batch:
 
     __slots__ = ("answer", "builder", "members", "moved", "partition", "payload")
 
-    def __init__(self, partition: Partition, builder: DefaultRecordBatchBuilder) -> None:
+    def __init__(self, partition: Partition, builder: BatchBuilder) -> None:
         self.partition = partition
         self.builder = builder
         self.members: list[int] = []
@@ -95,8 +94,7 @@ class Batch:
 
     def add(self, index: int, record: Record) -> bool:
         """Append a record, which is the caller's at `index`; False where there is no room for it."""
-        number = len(self.members)
-        if self.builder.append(number, record.timestamp, record.key, record.value, record.headers) is None:
+        if not self.builder.append(record.timestamp, record.key, record.value, record.headers):
             return False
         self.members.append(index)
         return True
@@ -202,15 +200,14 @@ class Life:
             self._advance(batch)
         return batches
 
-    def _builder(self, partition: Partition, most: int, codec: int | None) -> DefaultRecordBatchBuilder:
-        return DefaultRecordBatchBuilder(
-            MAGIC,
+    def _builder(self, partition: Partition, most: int, codec: int | None) -> BatchBuilder:
+        return builder_of(
             self._cluster.codec if codec is None else codec,
-            is_transactional=self.transactional_id is not None,
-            producer_id=self.producer_id,
-            producer_epoch=self.epoch,
-            base_sequence=self._sequences.get(partition, 0),
-            batch_size=min(BATCH_BYTES_MAX, most),
+            self.transactional_id is not None,
+            self.producer_id,
+            self.epoch,
+            self._sequences.get(partition, 0),
+            min(BATCH_BYTES_MAX, most),
         )
 
     def _advance(self, batch: Batch) -> None:

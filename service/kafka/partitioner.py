@@ -2,10 +2,14 @@
 
 from functools import lru_cache
 
-from aiokafka.partitioner import murmur2
+from aiokafka import partitioner
+
+from service import native
+
+_murmur2 = native.records.murmur2 if native.COMPILED else partitioner.murmur2
 
 
-@lru_cache(maxsize=16_384)  # it is written in Python, and keys come again
+@lru_cache(maxsize=16_384)  # aiokafka's is written in Python, and keys come again
 def partition_of_key(key: bytes, partitions: int) -> int:
     """The partition, from 0, of a key in a topic with so many."""
-    return int((murmur2(key) & 0x7FFFFFFF) % partitions)
+    return int((_murmur2(key) & 0x7FFFFFFF) % partitions)

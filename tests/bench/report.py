@@ -65,7 +65,20 @@ def _table(goals_rows: Sequence[tuple[str, dict[str, Any]]]) -> str:
 
 def _section(result: dict[str, Any], graphs: Sequence[Path]) -> str:
     name = escape(result["name"])
-    known = ("commit", "date", "depth", "machine", "cores", "load", "python", "kafka", "aiokafka", "redis", "took_s")
+    known = (
+        "commit",
+        "date",
+        "depth",
+        "machine",
+        "cores",
+        "load",
+        "python",
+        "compiled",
+        "kafka",
+        "aiokafka",
+        "redis",
+        "took_s",
+    )
     where = " · ".join(f"{key} {escape(str(result[key]))}" for key in known if key in result)
     head = f"<h2 id='{name}'>{name}</h2><p class='about'>{escape(result.get('about', ''))}</p>"
     if "failed" in result:

@@ -12,6 +12,7 @@ from typing import Any
 import aiokafka
 
 from deploy.local.places import ROOT
+from service import native
 from tests.bench.redis_servers import described
 from tests.bench.rows import Row
 from tests.bench.stage import Stage
@@ -33,6 +34,7 @@ def describe(stage: Stage) -> dict[str, Any]:
         "machine": _machine(),
         "load": round(os.getloadavg()[0], 2),
         "python": sys.version.split()[0],
+        "compiled": "yes" if native.COMPILED else "no",  # service.native
         "kafka": broker,
         "aiokafka": aiokafka.__version__,
         "redis": described(stage.redis),

@@ -155,6 +155,7 @@ class Told:
 
     def __init__(self, body: bytes, headers: dict[str, str]) -> None:
         self.headers = [(name.lower().encode(), text.encode("latin-1")) for name, text in headers.items()]
+        self.found = None
         self.body, self.size, self.client, self.arrived, self.response_complete = body, len(body), None, 0.0, False
         self.status, self.lines, self.said = 0, b"", b""
 

@@ -30,6 +30,7 @@ LAYERS = [
     {"replay", "schemas"},
     {"slot", "control", "topics", "keys", "keys_view", "queue", "kafka.producer", "kafka.reader", "kafka.survey"},
     {"request", "kafka.life"},
+    {"kafka.batches"},
     {"event", "follow", "kafka.cluster", "kafka.security", "kafka.verdict", "kafka.partitioner"},
     {"callers", "headers", "redis_server", "strict_json"},
     {"states", "errors", "settings", "telemetry", "logs", "waits", "prefer", "shedding", "kafka.deadline"},
@@ -37,11 +38,13 @@ LAYERS = [
     {"shared.rules"},
     {"shared.settings"},
     {"wire"},
+    {"native"},
 ]
 DOORS = {
     "redis": {"keys"},
     "aiokafka": {
         "follow",
+        "kafka.batches",
         "kafka.cluster",
         "kafka.life",
         "kafka.producer",

@@ -1,0 +1,597 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
+"""Bodies of requests, read in one go: strict JSON in, events out, or None where there is anything to say of one.
+
+What it takes is what most clients send; `service.event` and `service.strict_json` take, refuse and explain all the rest,
+and what both take is the same event (tests/unit/test_native_bodies.py holds them to it).
+"""
+
+import hashlib
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.unicode cimport PyUnicode_DecodeASCII, PyUnicode_DecodeUTF8
+from libc.string cimport memcmp, memcpy
+
+cdef enum:
+    DEPTH_MAX = 64  # of the whole body, as strict_json has it
+    NAMES_MAX = 32  # of one object: each is held against those before it
+    TOPIC_CHARS_MAX = 249
+    KEY_CHARS_MAX = 255
+    DIGITS_MAX = 15  # of a whole number of an event: it stays below 2^53
+
+    # What a byte is within a string.
+    PLAIN = 0
+    QUOTE = 1
+    ESCAPE = 2
+    CONTROL = 3
+    WIDE = 4  # of a character beyond ASCII
+
+    # Fields of an event, as bits.
+    TOPIC = 1
+    KEY = 2
+    VALUE = 4
+    HEADERS = 8
+    PARTITION = 16
+    TIMESTAMP = 32
+    IDEMPOTENCY_KEY = 64
+
+cdef unsigned char KIND[256]
+
+
+cdef void _set_kinds() noexcept:
+    cdef int c
+    for c in range(256):
+        KIND[c] = CONTROL if c < 0x20 else WIDE if c >= 0x80 else PLAIN
+    KIND[c'"'] = QUOTE
+    KIND[c'\\'] = ESCAPE
+
+
+_set_kinds()
+
+
+cdef struct Slice:
+    const unsigned char* start  # NULL: absent, or null
+    Py_ssize_t size
+
+
+cdef struct Body:
+    const unsigned char* at
+    const unsigned char* end
+    bint escaped  # the string that was read last has an escape
+    bint wide  # one that was read since this was cleared has characters beyond ASCII
+
+
+cdef struct Fields:
+    int seen  # bits
+    bint tombstone
+    Slice topic
+    Slice key
+    Slice value
+    Slice idempotency_key
+    long long partition  # -1: absent, or null
+    long long timestamp
+
+
+# ------------------------------------------------------------------------------------------------- strict JSON
+# Each of these moves `at` past what it reads, and answers False where that is not plainly JSON.
+
+
+cdef inline void _blanks(Body* body) noexcept:
+    while body.at < body.end and (body.at[0] == c' ' or body.at[0] == c'\n' or body.at[0] == c'\r' or body.at[0] == c'\t'):
+        body.at += 1
+
+
+cdef inline bint _one(Body* body, unsigned char c) noexcept:
+    """This character, with blanks around it."""
+    _blanks(body)
+    if body.at == body.end or body.at[0] != c:
+        return False
+    body.at += 1
+    _blanks(body)
+    return True
+
+
+cdef bint _escape(Body* body) noexcept:
+    """What follows a backslash; not a surrogate, which has to be one of a pair."""
+    cdef int i
+    cdef unsigned char c
+    if body.at == body.end:
+        return False
+    c = body.at[0]
+    body.at += 1
+    if c != c'u':
+        return c == c'"' or c == c'\\' or c == c'/' or c == c'b' or c == c'f' or c == c'n' or c == c'r' or c == c't'
+    if body.end - body.at < 4:
+        return False
+    for i in range(4):
+        c = body.at[i] | 0x20
+        if not (c'0' <= body.at[i] <= c'9' or c'a' <= c <= c'f'):
+            return False
+    if (body.at[0] | 0x20) == c'd' and body.at[1] >= c'8':
+        return False
+    body.at += 4
+    return True
+
+
+cdef bint _string(Body* body, Slice* content) noexcept:
+    """A string; its content as it stands."""
+    cdef const unsigned char* at
+    cdef unsigned char kind
+    if body.at == body.end or body.at[0] != c'"':
+        return False
+    body.at += 1
+    content.start = body.at
+    body.escaped = False
+    while True:
+        at = body.at
+        while at < body.end and KIND[at[0]] == PLAIN:
+            at += 1
+        if at == body.end:
+            return False
+        kind = KIND[at[0]]
+        body.at = at + 1
+        if kind == QUOTE:
+            content.size = at - content.start
+            return True
+        if kind == CONTROL:
+            return False
+        if kind == WIDE:
+            body.wide = True
+        else:
+            body.escaped = True
+            if not _escape(body):
+                return False
+
+
+cdef inline bint _digits(Body* body) noexcept:
+    cdef const unsigned char* start = body.at
+    while body.at < body.end and c'0' <= body.at[0] <= c'9':
+        body.at += 1
+    return body.at > start
+
+
+cdef bint _number(Body* body) noexcept:
+    cdef const unsigned char* start
+    if body.at[0] == c'-':
+        body.at += 1
+    start = body.at
+    if not _digits(body) or (start[0] == c'0' and body.at - start > 1):
+        return False
+    if body.at < body.end and body.at[0] == c'.':
+        body.at += 1
+        if not _digits(body):
+            return False
+    if body.at < body.end and (body.at[0] | 0x20) == c'e':
+        body.at += 1
+        if body.at < body.end and (body.at[0] == c'+' or body.at[0] == c'-'):
+            body.at += 1
+        return _digits(body)
+    return True
+
+
+cdef inline bint _word(Body* body, const char* word, Py_ssize_t size) noexcept:
+    if body.end - body.at < size or memcmp(body.at, word, size):
+        return False
+    body.at += size
+    return True
+
+
+cdef bint _value(Body* body, int depth) noexcept:
+    """Any value, at this depth."""
+    cdef Slice ignored
+    cdef unsigned char c
+    if body.at == body.end:
+        return False
+    c = body.at[0]
+    if c == c'"':
+        return _string(body, &ignored)
+    if c == c'{':
+        return _object(body, depth)
+    if c == c'[':
+        return _array(body, depth)
+    if c == c't':
+        return _word(body, b"true", 4)
+    if c == c'f':
+        return _word(body, b"false", 5)
+    if c == c'n':
+        return _word(body, b"null", 4)
+    return _number(body)
+
+
+cdef bint _array(Body* body, int depth) noexcept:
+    if depth > DEPTH_MAX or not _one(body, c'['):
+        return False
+    if body.at < body.end and body.at[0] == c']':
+        body.at += 1
+        return True
+    while True:
+        if not _value(body, depth + 1):
+            return False
+        _blanks(body)
+        if body.at == body.end:
+            return False
+        if body.at[0] == c']':
+            body.at += 1
+            return True
+        if not _one(body, c','):
+            return False
+
+
+cdef bint _object(Body* body, int depth) noexcept:
+    """An object without a name twice; an escape in a name may hide one, so that is not for here."""
+    cdef Slice names[NAMES_MAX]
+    cdef int count = 0, i
+    if depth > DEPTH_MAX or not _one(body, c'{'):
+        return False
+    if body.at < body.end and body.at[0] == c'}':
+        body.at += 1
+        return True
+    while True:
+        if count == NAMES_MAX or not _string(body, &names[count]) or body.escaped or not _one(body, c':'):
+            return False
+        for i in range(count):
+            if names[i].size == names[count].size and not memcmp(names[i].start, names[count].start, names[i].size):
+                return False
+        count += 1
+        if not _value(body, depth + 1):
+            return False
+        _blanks(body)
+        if body.at == body.end:
+            return False
+        if body.at[0] == c'}':
+            body.at += 1
+            return True
+        if not _one(body, c','):
+            return False
+
+
+# -------------------------------------------------------------------------------------------------- an event's
+
+
+cdef inline bint _is(Slice* name, const char* word, Py_ssize_t size) noexcept:
+    return name.size == size and not memcmp(name.start, word, size)
+
+
+cdef int _field_of(Slice* name) noexcept:
+    """The bit of an event's field; 0 for any other name, and for those that are rare."""
+    if _is(name, b"topic", 5):
+        return TOPIC
+    if _is(name, b"key", 3):
+        return KEY
+    if _is(name, b"value", 5):
+        return VALUE
+    if _is(name, b"idempotency_key", 15):
+        return IDEMPOTENCY_KEY
+    if _is(name, b"partition", 9):
+        return PARTITION
+    if _is(name, b"timestamp", 9):
+        return TIMESTAMP
+    if _is(name, b"headers", 7):
+        return HEADERS
+    return 0
+
+
+cdef bint _text(Body* body, Slice* content) noexcept:
+    """A string without escapes, or null."""
+    if body.at < body.end and body.at[0] == c'n':
+        content.start = NULL
+        return _word(body, b"null", 4)
+    return _string(body, content) and not body.escaped
+
+
+cdef bint _whole_number(Body* body, long long* number) noexcept:
+    """A number from 0 on, or null."""
+    cdef const unsigned char* start = body.at
+    if body.at < body.end and body.at[0] == c'n':
+        return _word(body, b"null", 4)
+    if not _digits(body) or body.at - start > DIGITS_MAX or (start[0] == c'0' and body.at - start > 1):
+        return False
+    number[0] = 0
+    while start < body.at:
+        number[0] = 10 * number[0] + (start[0] - c'0')
+        start += 1
+    # What follows may make a fraction of it.
+    return body.at == body.end or not (body.at[0] == c'.' or (body.at[0] | 0x20) == c'e')
+
+
+cdef bint _fields(Body* body, int depth, Fields* fields, list headers) except -1:
+    """An event's fields; its headers, (name, content) each, are appended to `headers`."""
+    cdef Slice name
+    cdef int field
+    fields.seen = 0
+    fields.tombstone = False
+    fields.key.start = fields.value.start = fields.idempotency_key.start = NULL
+    fields.partition = fields.timestamp = -1
+    if not _one(body, c'{'):
+        return False
+    while True:
+        if not _string(body, &name) or body.escaped or not _one(body, c':'):
+            return False
+        field = _field_of(&name)
+        if not field or fields.seen & field:
+            return False
+        fields.seen |= field
+        if field == VALUE:
+            fields.value.start = body.at
+            if not _value(body, depth + 1):
+                return False
+            fields.value.size = body.at - fields.value.start
+            fields.tombstone = _is(&fields.value, b"null", 4)
+        elif field == TOPIC:
+            if not _string(body, &fields.topic) or body.escaped:
+                return False
+        elif field == KEY:
+            if not _text(body, &fields.key):
+                return False
+        elif field == IDEMPOTENCY_KEY:
+            if not _text(body, &fields.idempotency_key):
+                return False
+        elif field == PARTITION:
+            if not _whole_number(body, &fields.partition):
+                return False
+        elif field == TIMESTAMP:
+            if not _whole_number(body, &fields.timestamp):
+                return False
+        elif not _headers(body, headers):
+            return False
+        _blanks(body)
+        if body.at == body.end:
+            return False
+        if body.at[0] == c'}':
+            body.at += 1
+            return True
+        if not _one(body, c','):
+            return False
+
+
+cdef bint _headers(Body* body, list headers) except -1:
+    """The client's own headers, or null."""
+    cdef Slice name, content
+    cdef int before
+    if body.at < body.end and body.at[0] == c'n':
+        return _word(body, b"null", 4)
+    if not _one(body, c'{'):
+        return False
+    if body.at < body.end and body.at[0] == c'}':
+        body.at += 1
+        return True
+    while True:
+        if not _string(body, &name) or body.escaped or not _one(body, c':'):
+            return False
+        if not _string(body, &content) or body.escaped or len(headers) == NAMES_MAX:
+            return False
+        try:
+            text = PyUnicode_DecodeUTF8(<const char*> name.start, name.size, NULL)
+        except UnicodeDecodeError:
+            return False
+        for before in range(len(headers)):
+            if (<tuple> headers[before])[0] == text:
+                return False
+        headers.append((text, PyBytes_FromStringAndSize(<const char*> content.start, content.size)))
+        _blanks(body)
+        if body.at == body.end:
+            return False
+        if body.at[0] == c'}':
+            body.at += 1
+            return True
+        if not _one(body, c','):
+            return False
+
+
+cdef bint _is_topic(Slice* topic) noexcept:
+    cdef Py_ssize_t i
+    cdef unsigned char c
+    if not 0 < topic.size <= TOPIC_CHARS_MAX or _is(topic, b".", 1) or _is(topic, b"..", 2):
+        return False
+    for i in range(topic.size):
+        c = topic.start[i]
+        if not (c'0' <= c <= c'9' or c'a' <= (c | 0x20) <= c'z' or c == c'.' or c == c'_' or c == c'-'):
+            return False
+    return True
+
+
+cdef bint _is_key(Slice* key) noexcept:
+    cdef Py_ssize_t i
+    if key.start == NULL or not 0 < key.size <= KEY_CHARS_MAX:
+        return False
+    for i in range(key.size):
+        if not 0x20 <= key.start[i] <= 0x7e:
+            return False
+    return True
+
+
+cdef inline bytes _bytes_of(Slice* content):
+    return PyBytes_FromStringAndSize(<const char*> content.start, content.size)
+
+
+cdef inline char* _put(char* to, const unsigned char* content, Py_ssize_t size) noexcept:
+    """A field of a fingerprint: its length in 4 bytes, big-endian, and the field; ff ff ff ff where it is absent."""
+    cdef unsigned int length = 0xffffffff if content == NULL else <unsigned int> size
+    to[0] = <char> (length >> 24)
+    to[1] = <char> (length >> 16)
+    to[2] = <char> (length >> 8)
+    to[3] = <char> length
+    if content == NULL:
+        return to + 4
+    memcpy(to + 4, content, size)
+    return to + 4 + size
+
+
+cdef class EventReader:
+    """Makes events of bodies by `make`, whose arguments are the fields of service.event.Event, in their order."""
+
+    cdef object make, sha256
+    cdef object fingerprint  # the one of wire, for what has headers
+    cdef Py_ssize_t event_bytes_max, entry_bytes, batch_events_max
+    cdef frozenset reserved
+    cdef str trace_header
+    cdef str topic  # the last one: most events are of one that was just seen
+    cdef bytes topic_bytes
+
+    def __init__(
+        self,
+        make,
+        fingerprint,
+        frozenset reserved,
+        str trace_header,
+        Py_ssize_t event_bytes_max,
+        Py_ssize_t entry_bytes,
+        Py_ssize_t batch_events_max,
+    ):
+        self.make, self.fingerprint, self.sha256 = make, fingerprint, hashlib.sha256
+        self.reserved, self.trace_header = reserved, trace_header
+        self.event_bytes_max, self.entry_bytes = event_bytes_max, entry_bytes
+        self.batch_events_max = batch_events_max
+        self.topic, self.topic_bytes = "", b""
+
+    def event(self, bytes raw, str key, str scope, traceparent):
+        """The event of one body whose key is checked; None where the body is not plain."""
+        cdef Body body
+        cdef Fields fields
+        cdef list headers = []
+        _begin(&body, raw)
+        if not _fields(&body, 1, &fields, headers) or fields.seen & IDEMPOTENCY_KEY or not _ended(&body):
+            return None
+        if not _is_text(&body, raw):
+            return None
+        return self._event(&fields, headers, key, scope, traceparent)
+
+    def batch(self, bytes raw, str scope, traceparent):
+        """The events of a batch that is not atomic, each of which has its key; None where anything is not plain."""
+        cdef Body body
+        cdef Slice name
+        cdef Fields fields
+        cdef list headers, events = None
+        cdef bint atomic = False
+        _begin(&body, raw)
+        if not _one(&body, c'{'):
+            return None
+        while True:
+            if not _string(&body, &name) or body.escaped or not _one(&body, c':'):
+                return None
+            if _is(&name, b"atomic", 6) and not atomic:
+                atomic = True  # it was said: a second time is no more plain
+                if not _word(&body, b"false", 5):
+                    return None
+            elif _is(&name, b"events", 6) and events is None:
+                events = []
+                if not _one(&body, c'['):
+                    return None
+                while True:
+                    headers = []
+                    if len(events) == self.batch_events_max or not _fields(&body, 3, &fields, headers):
+                        return None
+                    if not _is_key(&fields.idempotency_key):
+                        return None
+                    key = PyUnicode_DecodeASCII(
+                        <const char*> fields.idempotency_key.start, fields.idempotency_key.size, NULL
+                    )
+                    event = self._event(&fields, headers, key, scope, traceparent)
+                    if event is None:
+                        return None
+                    events.append(event)
+                    _blanks(&body)
+                    if body.at == body.end:
+                        return None
+                    if body.at[0] == c']':
+                        body.at += 1
+                        break
+                    if not _one(&body, c','):
+                        return None
+            else:
+                return None
+            _blanks(&body)
+            if body.at == body.end:
+                return None
+            if body.at[0] == c'}':
+                body.at += 1
+                break
+            if not _one(&body, c','):
+                return None
+        if not _ended(&body) or not _is_text(&body, raw):
+            return None
+        return events
+
+    cdef object _event(self, Fields* fields, list headers, str key, str scope, traceparent):
+        cdef Py_ssize_t size, packed_size
+        cdef bytes number = None
+        cdef bytes packed
+        cdef char* to
+        if not fields.seen & TOPIC or not fields.seen & VALUE or not _is_topic(&fields.topic):
+            return None
+        if fields.tombstone and fields.key.start == NULL:
+            return None
+        if fields.partition > 0x7fffffff:
+            return None
+        if fields.tombstone:
+            fields.value.start = NULL
+        size = (0 if fields.value.start == NULL else fields.value.size) + (
+            0 if fields.key.start == NULL else fields.key.size
+        )
+        for name, content in headers:
+            if (<str> name).lower() in self.reserved:
+                return None
+            size += len((<str> name).encode()) + len(<bytes> content)
+            if name == self.trace_header:
+                traceparent = None  # the client's own goes with the event, once
+        if size > self.event_bytes_max:
+            return None
+        if fields.topic.size != PyBytes_GET_SIZE(self.topic_bytes) or memcmp(
+            fields.topic.start, PyBytes_AS_STRING(self.topic_bytes), fields.topic.size
+        ):
+            self.topic_bytes = _bytes_of(&fields.topic)
+            self.topic = self.topic_bytes.decode()
+        record_key = None if fields.key.start == NULL else _bytes_of(&fields.key)
+        value = None if fields.value.start == NULL else _bytes_of(&fields.value)
+        partition = None if fields.partition < 0 else fields.partition
+        timestamp = None if fields.timestamp < 0 else fields.timestamp
+        if headers:
+            fp = self.fingerprint(self.topic, partition, record_key, headers, value)
+        else:
+            if fields.partition >= 0:
+                number = b"%d" % fields.partition
+            packed_size = 16 + fields.topic.size + size + (0 if number is None else len(number))
+            packed = PyBytes_FromStringAndSize(NULL, packed_size)
+            to = _put(PyBytes_AS_STRING(packed), fields.topic.start, fields.topic.size)
+            if number is None:
+                to = _put(to, NULL, 0)
+            else:
+                to = _put(to, <const unsigned char*> PyBytes_AS_STRING(number), len(number))
+            to = _put(to, fields.key.start, fields.key.size)
+            _put(to, fields.value.start, fields.value.size)
+            fp = (<bytes> self.sha256(packed).digest())[:8]
+        id = (<bytes> self.sha256(f"{scope}\0{key}".encode()).digest())[:16]
+        return self.make(
+            key,
+            id,
+            self.topic,
+            record_key,
+            value,
+            headers,
+            partition,
+            timestamp,
+            traceparent,
+            fp,
+            size,
+            self.entry_bytes + fields.topic.size,
+        )
+
+
+cdef void _begin(Body* body, bytes raw):
+    body.at = <const unsigned char*> PyBytes_AS_STRING(raw)
+    body.end = body.at + PyBytes_GET_SIZE(raw)
+    body.escaped = body.wide = False
+
+
+cdef inline bint _ended(Body* body) noexcept:
+    _blanks(body)
+    return body.at == body.end
+
+
+cdef bint _is_text(Body* body, bytes raw) except -1:
+    """Is all of it UTF-8? Only strings may have anything else than ASCII, so that nothing is to do where none has."""
+    if body.wide:
+        try:
+            PyUnicode_DecodeUTF8(PyBytes_AS_STRING(raw), PyBytes_GET_SIZE(raw), NULL)
+        except UnicodeDecodeError:
+            return False
+    return True

@@ -1,0 +1,139 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
+"""A POST that comes in one piece, read in one go; or None where its head has anything to it that is not plain.
+
+That is then httptools' business, which knows all of HTTP. What is taken here is a narrow part of it (RFC 9112), which
+nobody on the way can have read otherwise: tests/unit/test_native_heads.py holds the two to each other.
+"""
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.unicode cimport PyUnicode_DecodeASCII
+from libc.string cimport memchr, memcmp
+
+cdef enum:
+    NAME_MAX = 32  # a longer one is none that matters
+    LENGTH_DIGITS_MAX = 7
+
+cdef unsigned char LOWER[256]  # of what a header's name may have (a token, RFC 9110 section 5.6.2); 0 for the rest
+
+
+cdef void _set_lower() noexcept:
+    cdef int c
+    cdef unsigned char other
+    for c in range(256):
+        LOWER[c] = 0
+    for c in range(c'0', c'9' + 1):
+        LOWER[c] = <unsigned char> c
+    for c in range(c'a', c'z' + 1):
+        LOWER[c] = <unsigned char> c
+        LOWER[c - 32] = <unsigned char> c
+    for other in b"!#$%&'*+-.^_`|~":
+        LOWER[other] = other
+
+
+_set_lower()
+
+cdef tuple WANTED = (
+    b"host", b"content-type", b"content-encoding", b"idempotency-key", b"traceparent", b"prefer", b"authorization"
+)
+# What these ask for is for those who know all of it. Of CloudEvents' headers each may matter.
+cdef tuple OTHERS = (
+    b"transfer-encoding", b"expect", b"upgrade", b"http2-settings", b"proxy-connection", b"trailer", b"te", b"keep-alive"
+)
+
+
+cdef object _known(const unsigned char* name, Py_ssize_t size, tuple names):
+    cdef bytes one
+    for one in names:
+        if PyBytes_GET_SIZE(one) == size and not memcmp(PyBytes_AS_STRING(one), name, size):
+            return one
+    return None
+
+
+cdef bint _is(const unsigned char* name, Py_ssize_t size, const char* word, Py_ssize_t word_size) noexcept:
+    return size == word_size and not memcmp(name, word, size)
+
+
+cdef bint _keeps_alive(const unsigned char* content, Py_ssize_t size) noexcept:
+    cdef const char* word = b"keep-alive"
+    cdef Py_ssize_t i
+    if size != 10:
+        return False
+    for i in range(size):
+        if LOWER[content[i]] != <unsigned char> word[i]:
+            return False
+    return True
+
+
+def read_post(bytes data):
+    """(target, the headers that matter by their lower-case names, body) of a whole `POST … HTTP/1.1`, or None."""
+    cdef const unsigned char* at = <const unsigned char*> PyBytes_AS_STRING(data)
+    cdef const unsigned char* end = at + PyBytes_GET_SIZE(data)
+    cdef const unsigned char* start
+    cdef const unsigned char* stop
+    cdef unsigned char name[NAME_MAX]
+    cdef Py_ssize_t size, i
+    cdef long length = -1
+    if end - at < 16 or memcmp(at, b"POST /", 6):
+        return None
+    start = at + 5
+    at = start
+    while at < end and 0x21 <= at[0] <= 0x7e:
+        at += 1
+    if end - at < 11 or memcmp(at, b" HTTP/1.1\r\n", 11):
+        return None
+    target = PyBytes_FromStringAndSize(<const char*> start, at - start)
+    at += 11
+    found = {}
+    while True:
+        if end - at < 2:
+            return None
+        if at[0] == c'\r':
+            if at[1] != c'\n':
+                return None
+            at += 2
+            break
+        start = at
+        while at < end and LOWER[at[0]]:
+            if at - start < NAME_MAX:
+                name[at - start] = LOWER[at[0]]
+            at += 1
+        size = at - start
+        if not size or at == end or at[0] != c':':
+            return None
+        at += 1
+        while at < end and at[0] == c' ':
+            at += 1
+        stop = <const unsigned char*> memchr(at, c'\r', end - at)
+        if stop == NULL or stop == at or end - stop < 2 or stop[1] != c'\n' or (stop - 1)[0] == c' ':
+            return None
+        start = at
+        while at < stop:
+            if not 0x20 <= at[0] <= 0x7e:
+                return None
+            at += 1
+        at = stop + 2
+        if size > NAME_MAX:
+            continue
+        if _is(name, size, b"content-length", 14):
+            if length >= 0 or stop - start > LENGTH_DIGITS_MAX:
+                return None
+            length = 0
+            for i in range(stop - start):
+                if not c'0' <= start[i] <= c'9':
+                    return None
+                length = 10 * length + (start[i] - c'0')
+            continue
+        if _is(name, size, b"connection", 10):
+            if not _keeps_alive(start, stop - start):
+                return None
+            continue
+        wanted = _known(name, size, WANTED)
+        if wanted is not None:
+            if wanted in found:
+                return None
+            found[wanted] = PyUnicode_DecodeASCII(<const char*> start, stop - start, NULL)
+        elif (size > 3 and not memcmp(name, b"ce-", 3)) or _known(name, size, OTHERS) is not None:
+            return None
+    if length != end - at:
+        return None
+    return target, found, PyBytes_FromStringAndSize(<const char*> at, length)

@@ -1,0 +1,66 @@
+"""What service.native writes of an event is what service.wire and service.rendering write, byte for byte."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service import native, rendering
+from service.errors import Problem
+from service.request import Committed
+from service.states import Delivered
+from service.wire import encode_answer, encode_entry, encode_stamp
+
+pytestmark = pytest.mark.skipif(not native.COMPILED, reason="installed without a compiler")
+
+NUMBERS = st.integers(-(2**63), 2**63 - 1) | st.integers(0, 2**53)
+TOPICS = st.from_regex(r"[a-zA-Z0-9._-]{1,249}", fullmatch=True)
+PLACES = st.lists(
+    st.tuples(
+        st.binary(min_size=16, max_size=16),
+        st.builds(Delivered, NUMBERS, st.binary(min_size=8, max_size=8), TOPICS, NUMBERS, NUMBERS, NUMBERS),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(st.binary(max_size=40), st.binary(max_size=40), NUMBERS, st.text(max_size=80))
+def test_stamps(id: bytes, fp: bytes, at: int, writer: str) -> None:
+    assert native.texts.stamp(id, fp, at, writer) == encode_stamp(id, fp, at, writer)
+
+
+@given(PLACES, st.none() | st.binary(min_size=16, max_size=16))
+def test_entries_of_the_ledger(places: list[tuple[bytes, Delivered]], batch: bytes | None) -> None:
+    assert native.texts.entries(places, batch) == [
+        encode_entry(id, it.fp, it.at, it.topic, it.partition, it.offset, it.ts, batch, i)
+        for i, (id, it) in enumerate(places)
+    ]
+
+
+@given(PLACES, NUMBERS, st.booleans(), st.floats(0, 1e7))
+def test_answers_in_the_journal(
+    places: list[tuple[bytes, Delivered]], at: int, replayed: bool, latency_ms: float
+) -> None:
+    assert native.texts.answers(places, at, replayed, f"{latency_ms:.3f}") == [
+        encode_answer(id, it.fp, at, 201, None, replayed, latency_ms, it.topic, it.partition, it.offset)
+        for id, it in places
+    ]
+
+
+@given(PLACES, st.booleans())
+def test_what_clients_are_told(places: list[tuple[bytes, Delivered]], replayed: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "COMPILED", False)
+        one = rendering.render_place(places[0])
+        each = [rendering.render_result(Committed(1, (place,), replayed)) for place in places]
+    assert native.texts.place(*places[0]) == one == rendering.render_place(places[0])
+    assert native.texts.results(places, replayed) == each
+    assert each == [rendering.render_result(Committed(1, (place,), replayed)) for place in places]
+
+
+def test_a_number_that_no_offset_can_be_is_an_error() -> None:
+    there = Delivered(0, b"f" * 8, "orders", 0, 2**63, 0)
+    for write in (native.texts.results, lambda places, _: native.texts.place(*places[0])):
+        with pytest.raises(OverflowError):
+            write([(b"i" * 16, there)], False)
+    assert issubclass(Problem, Exception)
