@@ -80,7 +80,6 @@ class Ingest:
         self._queue = queue
         self._catalogue = catalogue
         self._answer, self._accept, self._too_late = intake.answer, intake.accept, intake.too_late
-        self._part = intake.part
         self._telemetry = telemetry
         self._tracing = tracing
         self._parked: list[Request] = []  # in doubt, until a slot has been recovered
@@ -144,7 +143,7 @@ class Ingest:
             await self._catalogue.look_again({event.topic for request in requests for event in request.events})
         partitions, left_out = route(requests, self._catalogue.last_known)
         if any(request.in_one_piece for request in left_out):
-            requests[:] = self._parted(requests)
+            requests[:] = _parted(requests, left_out.__contains__)
             partitions, left_out = route(requests, self._catalogue.last_known)
         if partitions and requests[0].guarantee is Guarantee.EXACTLY_ONCE:
             slot.open(partitions)
@@ -171,26 +170,25 @@ class Ingest:
                 await asyncio.sleep(AWAY_PAUSE_S)
         return group, unwanted
 
-    def _parted(self, requests: Sequence[Request]) -> list[Request]:
-        """Requests of one event each, or atomic."""
-        return [one for each in requests for one in (self._part(each) if each.in_one_piece else (each,))]
+    @staticmethod
+    def _part_mixed(requests: list[Request], claims: Sequence[Claim]) -> list[Claim]:
+        """One claim for each request: a train goes on in one piece only if all of it is new, else it is parted here.
 
-    def _part_mixed(self, requests: list[Request], claims: Sequence[Claim]) -> list[Claim]:
-        """One claim for each request: a train goes on in one piece only if all of it is new, else it is parted here."""
+        Also one that was answered meanwhile: of it what is claimed now is given up, and nothing else, for another
+        request may have claimed the rest in this very term.
+        """
         kept: list[Request] = []
         found: list[Claim] = []
         start = 0
         for request in requests:
             its = claims[start : start + len(request.asked)]
             start += len(its)
-            odd = next((claim for claim in its if claim.outcome is not Outcome.NEW), None)
-            if odd is None or request.answered or not request.in_one_piece:
-                kept.append(request)
-                # Of one that was answered meanwhile all that was claimed is to be given up.
-                found.append(next((claim for claim in its if claim.outcome in CLAIMABLE), its[0]))
-            else:
-                kept += self._part(request)
+            if request.in_one_piece and any(claim.outcome is not Outcome.NEW for claim in its):
+                kept += request.part()
                 found += its
+            else:
+                kept.append(request)
+                found.append(its[0])
         requests[:] = kept
         return found
 
@@ -405,7 +403,7 @@ class Ingest:
         they go at once, the first time. What goes on failing would end the term of one slot after the other: from then
         on it pauses, if nobody else is to blame; and so does what is for a topic that may have been made just now.
         """
-        requests = self._parted(requests)
+        requests = _parted(requests)
         aborted = failed.verdict is Verdict.ABORTED
         # Where a commit was asked for, what was refused on the way has been overcome, or is not what ended it.
         refusals = failed.refusals if aborted else {}
@@ -502,3 +500,8 @@ def _in_progress() -> Problem:
 
 def _too_few_replicas(topic: str, partition: int) -> Problem:
     return Problem(NOT_WRITTEN, f"topic: partition {partition} of {topic} has too few replicas in sync: send it again")
+
+
+def _parted(requests: Sequence[Request], whether: Callable[[Request], bool] = lambda _: True) -> list[Request]:
+    """The same requests, but for trains in one piece that are to be parted."""
+    return [one for each in requests for one in (each.part() if each.in_one_piece and whether(each) else (each,))]

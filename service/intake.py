@@ -5,7 +5,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from heapq import merge
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -30,7 +29,7 @@ from service.schemas import Schemas
 from service.settings import TOPICS_MAX, Settings
 from service.shared import Guarantee, Rules
 from service.shedding import Shedding
-from service.states import MAYBE_WRITTEN, RequestEvent
+from service.states import MAYBE_WRITTEN
 from service.telemetry import Telemetry
 from service.topics import Catalogue, InternalTopics
 
@@ -129,13 +128,6 @@ class Intake:
             part.guarantee = self._guarantee(part.topic)
         return parts
 
-    def part(self, request: Request) -> list[Request]:
-        """The events of a train in one piece go on by themselves: each has a fate of its own from here on."""
-        parts = request.part()
-        self._open = deque(merge(self._open, parts, key=_deadline))
-        self._open_bytes += request.size
-        return parts
-
     async def submit_atomic(self, events: Sequence[Event], whole: tuple[bytes, bytes], arrived: float) -> Answer:
         """Write checked events in one transaction or not at all, under the whole's (id, fingerprint)."""
         for event in events:
@@ -226,10 +218,12 @@ class Intake:
         """The one place where a request gets its answer."""
         if request.answered:
             return
-        request.move(RequestEvent.ANSWER)
+        reply = request.end()
         self._queue.leave(request)
-        self._note(request, answer)
-        reply, request.reply = request.reply, _told
+        try:
+            self._note(request, answer)
+        except Exception:  # a bug there must not keep the client from its answer
+            log.exception("an answer was not noted", **request.named)
         try:
             reply(answer)
             self.shedding.answered(request.answers)
@@ -261,15 +255,16 @@ class Intake:
             await asyncio.sleep(SWEEP_S if self._open else SWEEP_IDLE_S)
             now = time.monotonic()
             self.shedding.look(now)
-            while self._open and (self._open[0].answered or self._open[0].deadline <= now):
+            while self._open and (self._open[0].settled or self._open[0].deadline <= now):
                 request = self._open.popleft()
                 self._open_bytes -= request.size
-                if not request.answered:
-                    self.answer(request, self.too_late(request))
+                for each in request.parts or (request,):
+                    if not each.answered:
+                        self.answer(each, self.too_late(each))
             many = len(self._open) > 2 * self._queue.events + ANSWERED_KEPT
             if many or self._open_bytes > 2 * self._queue.bytes + ANSWERED_BYTES_KEPT:
                 # One that waits long must not keep all that were answered since in memory.
-                self._open = deque(request for request in self._open if not request.answered)
+                self._open = deque(request for request in self._open if not request.settled)
                 self._open_bytes = sum(request.size for request in self._open)
             self._queue.forget_answered()
 
@@ -284,11 +279,3 @@ class Intake:
         self.accepting = False
         while self._queue.events:  # noqa: ASYNC110 - bounded by the last one's deadline, and there is nothing to gain
             await asyncio.sleep(SWEEP_S)
-
-
-def _deadline(request: Request) -> float:
-    return request.deadline
-
-
-def _told(answer: Answer) -> None:
-    """The reply of an answered request, which needs its connection and its body no more."""

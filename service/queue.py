@@ -39,7 +39,8 @@ class Queue:
         self._turns = 0
         self._takers: deque[asyncio.Future[None]] = deque()
         self._out: dict[int, float] = {}  # groups that were taken and not returned, and when
-        self._last_size = 0  # requests in the last of them
+        self._last_size = 0  # requests in the last of them, each event of a train in one piece counted
+        self._within = 0  # so many more wait than there are requests: events of trains in one piece
         self._making_room: asyncio.TimerHandle | None = None
         self.events = 0
         self.bytes = 0
@@ -58,6 +59,8 @@ class Queue:
         self.bytes += size
         for request in requests:
             self._lane(request).append(request)
+            if request.in_one_piece:
+                self._within += len(request.events) - 1
         self.nudge()
 
     @property
@@ -89,14 +92,22 @@ class Queue:
 
     def put_back(self, requests: Iterable[Request]) -> None:
         """Requests that go round again, at the front and in their order; behind them those that may wait for them."""
-        again = [request for request in requests if not request.answered]
-        for request in again:
+        again: list[Request] = []
+        for request in requests:
+            if request.answered:
+                continue
             if request.train is not None:
                 request.train.goes_again(request)
+            if request.in_one_piece and self.has_suspects(event.topic for event in request.events):
+                again += request.part()  # those of the other topics need not travel apart
+            else:
+                again.append(request)
         held, self._held = self._held, []
         for request in reversed([*again, *held]):
             if not request.answered:
                 self._lane(request).appendleft(request)
+                if request.in_one_piece:
+                    self._within += len(request.events) - 1
         self.nudge()
 
     def _lane(self, request: Request) -> deque[Request]:
@@ -171,7 +182,7 @@ class Queue:
         return True
 
     def _waiting_count(self) -> int:
-        return sum(map(len, self._waiting.values())) + len(self._apart)
+        return sum(map(len, self._waiting.values())) + len(self._apart) + self._within
 
     def _make_room(self) -> None:
         self._making_room = None
@@ -187,6 +198,9 @@ class Queue:
         if group:
             self._out[id(group)] = now
             self._last_size = len(group)
+            if self._within:
+                self._last_size += _within(group)
+                self._within = sum(map(_within, (*self._waiting.values(), self._apart)))
             self._turns += 1
             for request in group:
                 request.turn = self._turns
@@ -273,6 +287,11 @@ def take_group(waiting: deque[Request], held: list[Request]) -> list[Request]:
                 break
         group.append(waiting.popleft())
     return group
+
+
+def _within(requests: Iterable[Request]) -> int:
+    """How many more events than requests, of trains in one piece."""
+    return sum([len(request.events) - 1 for request in requests if request.in_one_piece])
 
 
 def _fronts(waiting: Iterable[Request]) -> Iterator[Request]:

@@ -131,6 +131,7 @@ class Request(msgspec.Struct, eq=False):
     partitions: Sequence[int] = ()  # of its events, chosen anew for each group that it goes into
     turn: int = 0  # number of the group that took it last: whoever has an older one has it no more
     reply_each: Callable[[int, Answer], None] | None = None  # of a train in one piece: by its event's place
+    parts: Sequence["Request"] = ()  # of a train that was in one piece, and is not any more
 
     @classmethod
     def of(
@@ -165,21 +166,38 @@ class Request(msgspec.Struct, eq=False):
     @property
     def in_one_piece(self) -> bool:
         """Is it a train whose events have not parted?"""
-        return self.reply_each is not None
+        return len(self.events) > 1 and not self.atomic and not self.parts
+
+    @property
+    def settled(self) -> bool:
+        """Has each of its events its answer?"""
+        return self.answered and all(part.answered for part in self.parts)
 
     def part(self) -> list["Request"]:
-        """Take a train in one piece apart: a request for each event, as far on its way as all were. It ends itself."""
-        assert self.reply_each is not None
+        """Take a train in one piece apart: a request for each event, as far on its way as all were. It ends itself.
+
+        It stands for their deadline, which is one. Where it has gone round again they have, and in their order.
+        """
         parts: list[Request] = []
         for place, event in enumerate(self.events):
-            reply = partial(self.reply_each, place)
+            reply = unheard if self.reply_each is None else partial(self.reply_each, place)
             one = Request.of((event,), self.arrived, 0.0, self.guarantee, reply, train=self.train)
             one.deadline, one.state, one.turn = self.deadline, self.state, self.turn
             one.accepted_at, one.claimants = self.accepted_at, self.claimants
             one.partitions = self.partitions[place : place + 1]
             parts.append(one)
-        self.move(RequestEvent.ANSWER)
+        self.parts = parts
+        self.end()
+        if self.train is not None and self.train.came_apart:
+            for one in parts:
+                self.train.goes_again(one)
         return parts
+
+    def end(self) -> Callable[[Answer], None]:
+        """It is answered, or its parts will be; its reply, which it keeps no longer: a connection hangs on that."""
+        self.move(RequestEvent.ANSWER)
+        reply, self.reply, self.reply_each = self.reply, unheard, None
+        return reply
 
     @property
     def topic(self) -> str:
@@ -199,3 +217,7 @@ class Request(msgspec.Struct, eq=False):
         """The one way in which the state changes; an answered request stays so, whatever its group still does."""
         if self.state is not RequestState.ANSWERED:
             self.state = REQUEST[self.state, event]
+
+
+def unheard(answer: Answer) -> None:
+    """The reply of a request whose answer nobody waits for any more."""

@@ -214,3 +214,22 @@ async def test_those_that_wait_are_in_the_order_of_their_deadlines() -> None:
     for key, arrived in (("b", 2.0), ("e", 5.0), ("a", 1.0), ("d", 4.0), ("c", 3.0), ("f", 5.0)):
         world.intake.submit(make_event(key), arrived, unheard)
     assert [request.events[0].key for request in world.intake._open] == list("abcdef")
+
+
+async def test_an_answer_that_cannot_be_noted_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where what is known of a key, by a foreign record of the ledger, is nothing that could be written down."""
+    world = World()
+    await world.catalogue.get("orders", time.monotonic())
+
+    def broken(*_: object) -> None:
+        raise UnicodeError("a bug")
+
+    monkeypatch.setattr(world.journal, "record", broken)
+    answers: list[Answer] = []
+    world.intake.submit(make_event("a"), time.monotonic(), answers.append)
+    with capture_logs() as lines:
+        serving = world.serve(await world.slot())
+        await until(lambda: bool(answers))
+    assert [line["event"] for line in lines] == ["an answer was not noted"]
+    assert isinstance(answers[0], Committed)
+    await ended(serving)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
+from service import request
 from service.errors import (
     FINGERPRINT_MISMATCH,
     IN_PROGRESS,
@@ -20,11 +21,23 @@ from service.event import Event
 from service.kafka.cluster import Topic
 from service.kafka.life import Partition, Place, Record
 from service.kafka.verdict import Refusal, TransactionFailed, Verdict
+from service.queue import Queue
 from service.request import Answer, Committed, Request, Train
+from service.settings import Settings
 from service.shared import Guarantee
 from service.states import Claimed, Delivered, RequestState
 from service.wire import event_id
-from tests.unit.fakes import NOW_MS, FakeProducer, World, end_of_term, ended, kind_of, make_event, until
+from tests.unit.fakes import (
+    NOW_MS,
+    FakeProducer,
+    World,
+    end_of_term,
+    ended,
+    kind_of,
+    make_event,
+    unheard,
+    until,
+)
 
 
 async def on_its_way(world: World, *events: Event | str) -> "asyncio.Task[list[Answer]]":
@@ -40,7 +53,8 @@ async def on_its_way(world: World, *events: Event | str) -> "asyncio.Task[list[A
 
 def pieces(world: World) -> list[int]:
     """How many events each request has that waits for its answer."""
-    return [len(request.events) for request in world.intake._open if not request.answered]
+    waiting = (each for request in world.intake._open for each in request.parts or (request,))
+    return [len(request.events) for request in waiting if not request.answered]
 
 
 def problems(answers: list[Answer]) -> list[str | None]:
@@ -266,3 +280,134 @@ def test_the_parts_are_as_far_as_the_whole_was() -> None:
     for part in reversed(parts):
         part.reply(committed)
     assert told == [(1, committed), (0, committed)]
+
+
+@pytest.mark.parametrize("mark", ["slow", "failed"])
+async def test_a_claim_of_another_request_in_the_same_term_is_not_given_up(mark: str) -> None:
+    """A train is answered while it is claimed; one of its keys has just been committed by the same slot, and is not
+    marked yet. Given up with the train's own claims, the key would be free, and be written again."""
+    world = World(request_timeout_ms=100)
+    sweeping = asyncio.create_task(world.intake.sweep())
+    serving = world.serve(await world.slot())
+    marking = None
+    if mark == "slow":
+        marking = world.keys.trouble.hold("mark")
+    else:
+        world.keys.trouble.before["mark"].append(StoreUnanswered("no answer"))
+    first = world.submit("b")
+    await world.keys.trouble.reached["mark"].wait()
+    gate = world.keys.trouble.hold("claim")
+    assert problems(await (await on_its_way(world, "a", "b"))) == [NOT_WRITTEN.code] * 2
+    world.keys.trouble.gates.pop("claim")
+    gate.set()
+    await world.keys.trouble.reached["release"].wait()
+    await until(lambda: not world.keys.is_claimed("a"))
+    assert world.keys.is_claimed("b")
+    again = world.submit("b")
+    if marking is not None:
+        await asyncio.sleep(0.02)
+        marking.set()
+    await asyncio.gather(first, again)
+    assert world.keys_written() == [["b"]]
+    await ended(serving)
+    await ended(sweeping)
+
+
+async def test_the_parts_of_one_that_went_round_again_keep_their_order() -> None:
+    """A claim without an answer, in one piece; then one of the middle can be had, and those beside it not yet."""
+    world = World()
+    first, second = await world.slot(0), await world.slot(1)
+    events = [make_event(key, partition=0) for key in "abc"]
+    world.keys.server.keys[event_id("b")] = Claimed(5, 50, NOW_MS, events[1].fp)
+    world.keys.server.freed[5] = 50
+    world.keys.trouble.after["claim"].append(StoreUnanswered("no answer"))
+    told = await on_its_way(world, *events)
+    await end_of_term(world.serve(first))
+    world.keys.server.freed[5] = 51  # whoever held b is dead
+    serving = world.serve(second)
+    world.ingest.recovered()
+    await asyncio.sleep(0.05)
+    assert world.keys_written(1) == []  # b would be before a
+    await world.recover(first)
+    world.ingest.recovered()
+    offsets = [answer.places[0][1].offset for answer in await told if isinstance(answer, Committed)]
+    assert len(offsets) == 3
+    assert offsets == sorted(offsets)
+    await ended(serving)
+
+
+async def test_what_parts_stays_one_in_the_order_of_deadlines() -> None:
+    """To be sorted in each for itself took a time with the square of all that wait, as after an outage."""
+    world = World()
+    slot = await world.slot()
+    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.UNKNOWN, "gone"))
+    told = await on_its_way(world, "a", "b")
+    (whole,) = world.intake._open
+    await end_of_term(world.serve(slot))
+    assert list(world.intake._open) == [whole]
+    assert (whole.answered, whole.settled, len(whole.parts)) == (True, False, 2)
+    serving = await world.serve_again(slot)
+    await told
+    assert whole.settled
+    await ended(serving)
+
+
+async def test_a_topic_that_has_failed_meanwhile_does_not_hold_up_the_others_of_a_train() -> None:
+    world = World()
+    first, second = await world.slot(0), await world.slot(1)
+    gate = world.keys.trouble.hold("claim")
+    told = await on_its_way(world, "a", make_event("x", "other"), "c")
+    serving = [world.serve(first)]
+    await world.keys.trouble.reached["claim"].wait()
+    world.queue.suspect("other")
+    hanging = world.submit("y", "other")
+    await asyncio.sleep(0.01)
+    world.keys.trouble.gates.clear()
+    write = world.producers[1].trouble.hold("write")
+    serving.append(world.serve(second))
+    await world.producers[1].trouble.reached["write"].wait()
+    world.keys.trouble.before["claim"].append(StoreAway("OOM"))  # the train goes round again
+    gate.set()
+    await until(lambda: world.keys_written(0) == [["a", "c"]])
+    write.set()
+    assert problems([*await told, await hanging]) == [None] * 4
+    for each in serving:
+        await ended(each)
+
+
+def single(key: str) -> Request:
+    return Request.of((make_event(key),), time.monotonic(), 10.0, Guarantee.EXACTLY_ONCE, unheard)
+
+
+def whole_of(count: int, name: str = "w") -> Request:
+    train = Train()
+    for n in range(count):
+        train.add(make_event(f"{name}{n}"))
+    return Request.of(train.events, time.monotonic(), 10.0, Guarantee.EXACTLY_ONCE, unheard, train=train)
+
+
+async def test_a_group_is_as_large_as_its_events_are_many() -> None:
+    queue = Queue(Settings(instance="test"))
+    queue.admit([whole_of(1_000)])
+    assert len(queue.take()) == 1
+    queue.admit([single("a")])
+    assert queue.take() == []  # one event does not go beside a thousand
+    queue = Queue(Settings(instance="test"))
+    queue.admit([single(str(n)) for n in range(10)])
+    assert len(queue.take()) == 10
+    queue.admit([whole_of(300)])
+    (taken,) = queue.take()  # but three hundred beside ten
+    queue.put_back([taken])
+    assert queue._waiting_count() == 300
+    assert queue.take() == []  # two are under way
+
+
+async def test_who_is_answered_keeps_nobody_s_answers() -> None:
+    world = World()
+    told = await on_its_way(world, "a", "b")
+    (whole,) = world.intake._open
+    serving = world.serve(await world.slot())
+    await told
+    assert (whole.reply, whole.reply_each) == (request.unheard, None)
+    assert whole.settled
+    await ended(serving)
