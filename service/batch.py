@@ -79,6 +79,8 @@ def member_of(raw: bytes | msgspec.Raw, traceparent: bytes | None = None, scope:
 
 def line_of(line: bytes, traceparent: bytes | None = None, scope: str = "") -> Event:
     """One event on a line of its own. Raises Problem (400, 413)."""
+    if READER is not None and (event := READER.member(line, scope, traceparent)) is not None:
+        return event
     return strictly(line, partial(member_of, traceparent=traceparent, scope=scope))
 
 

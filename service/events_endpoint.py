@@ -157,6 +157,7 @@ class EventsEndpoint:
             raise unsupported(JSON, LINES)
 
     async def _write_batch(self, post: Post, raw_key: str | None, traceparent: bytes | None, caller: Caller) -> None:
+        caller.spend(0, post.arrived)  # who has used up its rate costs nobody the making of its events
         if events := read_batch(post.body, caller.scope, traceparent):
             await self._write_each(post, events, _as_it_is, caller)
             return

@@ -153,7 +153,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def read_whole(self) -> None:
         """A request has come that the parser has not seen, and need not."""
-        self._begun, self._whole, self._in_head = True, True, False
+        self._begun, self._whole, self._in_head, self._head_bytes = True, True, False, 0
         self._disarm()
 
     def on_message_begin(self) -> None:

@@ -234,13 +234,16 @@ class PostsProtocol(GuardedProtocol):
         if existing is not None and not existing.response_complete:
             return False
         read = native.heads.read_post(data)
-        handler = None if read is None else self.routes.get(read[0])
-        if read is None or handler is None:
+        if read is None:
+            return False
+        target, found, body = read
+        handler = self.routes.get(target)
+        if handler is None or len(body) > self.body_bytes_max:
             return False
         self.read_whole()
         post = Post(self, handler, [], keep_alive=True, chunked=True)
         self.cycle = post  # type: ignore[assignment]
-        post.take_whole(read[1], read[2])
+        post.take_whole(found, body)
         return True
 
     def prepare(self) -> None:

@@ -4,9 +4,27 @@ Each takes what is plain and common, and leaves the rest to the Python code that
 rules and the words for what is refused, and tests hold the two to each other. Nothing else depends on which one runs.
 """
 
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+
+REMEDY: Final = "install a C compiler and Python's headers, then fencepost anew (uv sync --reinstall-package fencepost)"
+
+
+def _current(modules: Iterable[ModuleType]) -> bool:
+    """Is none older than its source? That is beside it where it is worked on, and says what is meant."""
+    for module in modules:
+        made = Path(str(module.__file__))
+        source = made.with_name(made.name.partition(".")[0] + ".pyx")
+        if source.exists() and source.stat().st_mtime > made.stat().st_mtime:
+            return False
+    return True
+
+
 try:
-    from service.native import bodies, heads, records, texts  # noqa: F401
+    from service.native import bodies, heads, records, texts
 except ImportError:  # installed without a compiler: half as fast, and otherwise the same
     COMPILED = False
 else:
-    COMPILED = True
+    COMPILED = _current((bodies, heads, records, texts))

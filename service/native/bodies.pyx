@@ -443,19 +443,23 @@ cdef class EventReader:
         self.batch_events_max = batch_events_max
         self.topic, self.topic_bytes = "", b""
 
-    def event(self, bytes raw, str key, str scope, traceparent):
+    def event(self, bytes raw not None, str key not None, str scope not None, traceparent):
         """The event of one body whose key is checked; None where the body is not plain."""
-        cdef Body body
         cdef Fields fields
         cdef list headers = []
-        _begin(&body, raw)
-        if not _fields(&body, 1, &fields, headers) or fields.seen & IDEMPOTENCY_KEY or not _ended(&body):
-            return None
-        if not _is_text(&body, raw):
+        if not _whole(raw, &fields, headers) or fields.seen & IDEMPOTENCY_KEY:
             return None
         return self._event(&fields, headers, key, scope, traceparent)
 
-    def batch(self, bytes raw, str scope, traceparent):
+    def member(self, bytes raw not None, str scope not None, traceparent):
+        """The event of one body that has its key; None where the body is not plain."""
+        cdef Fields fields
+        cdef list headers = []
+        if not _whole(raw, &fields, headers) or not _is_key(&fields.idempotency_key):
+            return None
+        return self._event(&fields, headers, _key_of(&fields), scope, traceparent)
+
+    def batch(self, bytes raw not None, str scope not None, traceparent):
         """The events of a batch that is not atomic, each of which has its key; None where anything is not plain."""
         cdef Body body
         cdef Slice name
@@ -482,10 +486,7 @@ cdef class EventReader:
                         return None
                     if not _is_key(&fields.idempotency_key):
                         return None
-                    key = PyUnicode_DecodeASCII(
-                        <const char*> fields.idempotency_key.start, fields.idempotency_key.size, NULL
-                    )
-                    event = self._event(&fields, headers, key, scope, traceparent)
+                    event = self._event(&fields, headers, _key_of(&fields), scope, traceparent)
                     if event is None:
                         return None
                     events.append(event)
@@ -513,8 +514,7 @@ cdef class EventReader:
 
     cdef object _event(self, Fields* fields, list headers, str key, str scope, traceparent):
         cdef Py_ssize_t size, packed_size
-        cdef bytes number = None
-        cdef bytes packed
+        cdef bytes packed, topic_bytes, number = None
         cdef char* to
         if not fields.seen & TOPIC or not fields.seen & VALUE or not _is_topic(&fields.topic):
             return None
@@ -538,8 +538,10 @@ cdef class EventReader:
         if fields.topic.size != PyBytes_GET_SIZE(self.topic_bytes) or memcmp(
             fields.topic.start, PyBytes_AS_STRING(self.topic_bytes), fields.topic.size
         ):
-            self.topic_bytes = _bytes_of(&fields.topic)
-            self.topic = self.topic_bytes.decode()
+            topic_bytes = _bytes_of(&fields.topic)
+            # The bytes last: where memory lacks in between, they must not stand beside the old name.
+            self.topic = topic_bytes.decode()
+            self.topic_bytes = topic_bytes
         record_key = None if fields.key.start == NULL else _bytes_of(&fields.key)
         value = None if fields.value.start == NULL else _bytes_of(&fields.value)
         partition = None if fields.partition < 0 else fields.partition
@@ -574,6 +576,17 @@ cdef class EventReader:
             size,
             self.entry_bytes + fields.topic.size,
         )
+
+
+cdef str _key_of(Fields* fields):
+    return PyUnicode_DecodeASCII(<const char*> fields.idempotency_key.start, fields.idempotency_key.size, NULL)
+
+
+cdef bint _whole(bytes raw, Fields* fields, list headers) except -1:
+    """The fields of an event that is all of a body."""
+    cdef Body body
+    _begin(&body, raw)
+    return _fields(&body, 1, fields, headers) and _ended(&body) and _is_text(&body, raw)
 
 
 cdef void _begin(Body* body, bytes raw):

@@ -64,7 +64,7 @@ cdef bint _keeps_alive(const unsigned char* content, Py_ssize_t size) noexcept:
     return True
 
 
-def read_post(bytes data):
+def read_post(bytes data not None):
     """(target, the headers that matter by their lower-case names, body) of a whole `POST … HTTP/1.1`, or None."""
     cdef const unsigned char* at = <const unsigned char*> PyBytes_AS_STRING(data)
     cdef const unsigned char* end = at + PyBytes_GET_SIZE(data)

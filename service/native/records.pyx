@@ -93,20 +93,20 @@ cdef class BatchBuilder:
     def __dealloc__(self):
         free(self.buffer)
 
-    def append(self, long long timestamp, bytes key, bytes value, list headers):
+    def append(self, long long timestamp, bytes key, bytes value, list headers not None):
         """Append a record; False where there is no room for it. An empty batch takes any."""
         cdef Py_ssize_t length, whole, size
         cdef const char* name
-        cdef tuple header
+        cdef bytes content
         cdef char* to
         if not self.count:
             self.first_timestamp = self.max_timestamp = timestamp
         length = 1 + _size_of(timestamp - self.first_timestamp) + _size_of(self.count) + _size_of(len(headers))
         length += 1 if key is None else _size_of(len(key)) + len(key)
         length += 1 if value is None else _size_of(len(value)) + len(value)
-        for header in headers:
-            PyUnicode_AsUTF8AndSize(header[0], &size)
-            length += _size_of(size) + size + _size_of(len(<bytes> header[1])) + len(<bytes> header[1])
+        for text, content in headers:
+            PyUnicode_AsUTF8AndSize(text, &size)
+            length += _size_of(size) + size + _size_of(len(content)) + len(content)
         whole = _size_of(length) + length
         if self.count and self.size + whole > self.most:
             return False
@@ -121,10 +121,10 @@ cdef class BatchBuilder:
         to = _optional(to, key)
         to = _optional(to, value)
         to = _varint(to, len(headers))
-        for header in headers:
-            name = PyUnicode_AsUTF8AndSize(header[0], &size)
+        for text, content in headers:
+            name = PyUnicode_AsUTF8AndSize(text, &size)
             to = _counted(to, name, size)
-            to = _optional(to, <bytes> header[1])
+            to = _optional(to, content)
         self.size += whole
         self.count += 1
         return True
@@ -175,7 +175,7 @@ cdef class BatchBuilder:
         return packed
 
 
-def murmur2(bytes content):
+def murmur2(bytes content not None):
     """The hash by which Java clients choose a partition (org.apache.kafka.common.utils.Utils), as 32 unsigned bits."""
     cdef const unsigned char* at = <const unsigned char*> PyBytes_AS_STRING(content)
     cdef Py_ssize_t size = PyBytes_GET_SIZE(content), i

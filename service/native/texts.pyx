@@ -5,7 +5,7 @@
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
-from cpython.unicode cimport PyUnicode_DecodeASCII
+from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.string cimport memcpy
 
 cdef extern from "Python.h":
@@ -64,10 +64,8 @@ cdef bytes _cut(bytes content, const char* end):
     return content[: end - PyBytes_AS_STRING(content)]
 
 
-cdef char* _place(char* to, bytes id, there) except NULL:
+cdef char* _place(char* to, bytes id, const char* topic, Py_ssize_t size, there) except NULL:
     """`"id":…,"topic":…,"partition":…,"offset":…,"timestamp":…`"""
-    cdef Py_ssize_t size
-    cdef const char* topic = PyUnicode_AsUTF8AndSize(there.topic, &size)
     to = _put(to, b'"id":"', 6)
     to = _hex(to, id)
     to = _put(to, b'","topic":"', 11)
@@ -80,7 +78,7 @@ cdef char* _place(char* to, bytes id, there) except NULL:
     return _number(to, there.ts)
 
 
-def stamp(bytes id, bytes fp, long long accepted_at, str writer):
+def stamp(bytes id not None, bytes fp not None, long long accepted_at, str writer not None):
     """As wire.encode_stamp."""
     cdef Py_ssize_t size
     cdef const char* rest = PyUnicode_AsUTF8AndSize(writer, &size)
@@ -96,11 +94,13 @@ def stamp(bytes id, bytes fp, long long accepted_at, str writer):
     return _cut(content, to)
 
 
-def place(bytes id, there):
+def place(bytes id not None, there):
     """As rendering.render_place."""
-    cdef bytes content = _room(WORDS_MAX + 2 * len(id) + len(<str> there.topic))
+    cdef Py_ssize_t size
+    cdef const char* topic = PyUnicode_AsUTF8AndSize(there.topic, &size)
+    cdef bytes content = _room(WORDS_MAX + size + 2 * len(id))
     cdef char* to = _put(PyBytes_AS_STRING(content), b"{", 1)
-    to = _place(to, id, there)
+    to = _place(to, id, topic, size, there)
     to = _put(to, b"}", 1)
     return _cut(content, to)
 
@@ -108,45 +108,44 @@ def place(bytes id, there):
 def results(places, bint replayed):
     """As rendering.render_result of each, a list of text: `places` holds (id, there)."""
     cdef list told = []
-    cdef tuple one
-    cdef bytes content = b""
+    cdef bytes id, content = b""
     cdef char* start
     cdef char* to
-    cdef Py_ssize_t most
-    for one in places:
-        there = one[1]
-        most = WORDS_MAX + 2 * len(<bytes> one[0]) + len(<str> there.topic)
-        if PyBytes_GET_SIZE(content) < most:
+    cdef const char* topic
+    cdef Py_ssize_t most, size
+    for id, there in places:
+        topic = PyUnicode_AsUTF8AndSize(there.topic, &size)
+        most = WORDS_MAX + size + 2 * len(id)
+        if len(content) < most:
             content = _room(most)
         start = PyBytes_AS_STRING(content)
         to = _put(start, b'{"status":201,', 14)
-        to = _place(to, <bytes> one[0], there)
+        to = _place(to, id, topic, size, there)
         to = _put(to, b',"replayed":true}', 17) if replayed else _put(to, b',"replayed":false}', 18)
-        told.append(PyUnicode_DecodeASCII(start, to - start, NULL))
+        told.append(PyUnicode_DecodeUTF8(start, to - start, NULL))
     return told
 
 
 def entries(places, bytes batch):
     """As wire.encode_entry of each of an atomic `batch` (its id), or of none: a list of text."""
     cdef list told = []
-    cdef tuple one
-    cdef bytes content = b""
+    cdef bytes id, fp, content = b""
     cdef char* start
     cdef char* to
     cdef const char* topic
     cdef Py_ssize_t most, size
     cdef long long i = 0
-    for one in places:
-        there = one[1]
+    for id, there in places:
+        fp = there.fp
         topic = PyUnicode_AsUTF8AndSize(there.topic, &size)
-        most = WORDS_MAX + size + 2 * (len(<bytes> one[0]) + len(<bytes> there.fp) + (0 if batch is None else len(batch)))
-        if PyBytes_GET_SIZE(content) < most:
+        most = WORDS_MAX + size + 2 * (len(id) + len(fp) + (0 if batch is None else len(batch)))
+        if len(content) < most:
             content = _room(most)
         start = PyBytes_AS_STRING(content)
         to = _put(start, b'{"id":"', 7)
-        to = _hex(to, <bytes> one[0])
+        to = _hex(to, id)
         to = _put(to, b'","fp":"', 8)
-        to = _hex(to, <bytes> there.fp)
+        to = _hex(to, fp)
         to = _put(to, b'","at":', 7)
         to = _number(to, there.at)
         to = _put(to, b',"topic":"', 10)
@@ -164,32 +163,31 @@ def entries(places, bytes batch):
             to = _number(to, i)
             i += 1
         to = _put(to, b"}", 1)
-        told.append(PyUnicode_DecodeASCII(start, to - start, NULL))
+        told.append(PyUnicode_DecodeUTF8(start, to - start, NULL))
     return told
 
 
-def answers(places, long long at, bint replayed, str latency_ms):
+def answers(places, long long at, bint replayed, str latency_ms not None):
     """As wire.encode_answer of each that was answered 201: a list of text."""
     cdef list told = []
-    cdef tuple one
-    cdef bytes content = b""
+    cdef bytes id, fp, content = b""
     cdef char* start
     cdef char* to
     cdef const char* topic
     cdef const char* latency
     cdef Py_ssize_t most, size, latency_size
     latency = PyUnicode_AsUTF8AndSize(latency_ms, &latency_size)
-    for one in places:
-        there = one[1]
+    for id, there in places:
+        fp = there.fp
         topic = PyUnicode_AsUTF8AndSize(there.topic, &size)
-        most = WORDS_MAX + size + latency_size + 2 * (len(<bytes> one[0]) + len(<bytes> there.fp))
-        if PyBytes_GET_SIZE(content) < most:
+        most = WORDS_MAX + size + latency_size + 2 * (len(id) + len(fp))
+        if len(content) < most:
             content = _room(most)
         start = PyBytes_AS_STRING(content)
         to = _put(start, b'{"id":"', 7)
-        to = _hex(to, <bytes> one[0])
+        to = _hex(to, id)
         to = _put(to, b'","fp":"', 8)
-        to = _hex(to, <bytes> there.fp)
+        to = _hex(to, fp)
         to = _put(to, b'","at":', 7)
         to = _number(to, at)
         to = _put(to, b',"status":201,"code":null,"replayed":', 37)
@@ -203,5 +201,5 @@ def answers(places, long long at, bint replayed, str latency_ms):
         to = _put(to, b',"offset":', 10)
         to = _number(to, there.offset)
         to = _put(to, b"}", 1)
-        told.append(PyUnicode_DecodeASCII(start, to - start, NULL))
+        told.append(PyUnicode_DecodeUTF8(start, to - start, NULL))
     return told

@@ -75,6 +75,9 @@ async def test_who_sends_too_fast_is_told_when_to_come_again(stage: Stage, topic
     refused = await post(stage, url, "slow", event)
     assert (refused.status_code, refused.json()["code"]) == (429, "rate-limited")
     assert 8 <= int(refused.headers["retry-after"]) <= 10
+    nothing: dict[str, Any] = {"events": []}
+    for bad in (nothing, batch):  # nobody looks into what would be refused all the same
+        assert (await post(stage, f"{url}/batch", "slow", bad, None)).status_code == 429
     assert (await post(stage, url, "shop", event)).status_code == 201
     # The key was not touched: another caller's rate, or a later time, writes it.
     records = await asyncio.to_thread(read_committed, stage.kafka.bootstrap, [topic])

@@ -281,6 +281,18 @@ async def test_a_head_that_is_too_long_is_refused_though_all_of_it_is_here(calle
     assert (status, headers["connection"]) == (431, "close")
 
 
+async def test_blank_lines_between_requests_never_become_a_head_that_is_too_long(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client may send one behind each request (RFC 9112, section 2.2), for as long as its connection lives."""
+    monkeypatch.setattr(http_guard, "HEAD_BYTES_MAX", 100)
+    for _ in range(60):
+        caller.writer.write(b"POST /now HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\n\r\nx")
+        assert (await caller.hear())[0] == 201
+        caller.writer.write(b"\r\n")
+        await asyncio.sleep(0.002)
+
+
 async def test_a_request_arrives_when_it_is_whole(caller: Caller, desk: Desk) -> None:
     """However slowly it was sent, its time begins then."""
     whole = post(b"/later", b"12")

@@ -4,6 +4,7 @@ import os
 import shutil
 import sysconfig
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -15,3 +16,17 @@ def test_they_are_compiled_where_they_can_be() -> None:
     """They are left out in silence where that fails, so that a mistake in them would go unseen."""
     compiler, headers = shutil.which("cc"), Path(sysconfig.get_path("include"), "Python.h")
     assert native.COMPILED or compiler is None or not headers.exists()
+
+
+def test_what_is_older_than_its_source_is_not_used(tmp_path: Path) -> None:
+    """As after a pull, or where the new source could not be compiled: the old code would go on in silence."""
+    module = ModuleType("fast")
+    module.__file__ = str(tmp_path / "fast.cpython-311-x86_64-linux-gnu.so")
+    Path(module.__file__).touch()
+    assert native._current([module])  # as installed: without its source
+    source = tmp_path / "fast.pyx"
+    source.touch()
+    made_s = Path(module.__file__).stat().st_mtime
+    for age_s, current in ((-1, True), (0, True), (1, False)):
+        os.utime(source, (made_s + age_s, made_s + age_s))
+        assert native._current([module]) is current

@@ -215,6 +215,33 @@ def test_both_read_the_same_of_what_is_nearly_json(inner: bytes) -> None:
     agree(b'{"topic":"orders","value":1,' + inner + b"}")
 
 
+@pytest.mark.parametrize("odd", [None, "text", bytearray(b"{}")])
+def test_what_is_no_bytes_is_refused(odd: Any) -> None:
+    assert READER is not None
+    for read in (
+        lambda: READER.event(odd, "k", "", None),
+        lambda: READER.member(odd, "", None),
+        lambda: READER.batch(odd, "", None),
+    ):
+        with pytest.raises(TypeError):
+            read()
+
+
+def test_an_event_on_a_line_of_its_own() -> None:
+    assert READER is not None
+    for line in (member("a"), b" %b " % member("é", key="é"), member("a", key="c", headers={"a": "b"}, partition=1)):
+        taken = READER.member(line, "caller", TRACE)
+        try:
+            expected = member_of(line, TRACE, "caller")
+        except Problem:
+            assert taken is None
+        else:
+            assert taken is not None
+            assert fields_of(taken) == fields_of(expected)
+    for line in (PLAIN, member(""), member("a")[:-1], member("a") + b"{}", member("a", more=1)):
+        assert READER.member(line, "", None) is None
+
+
 # ----------------------------------------------------------------------------------------------------- a batch
 
 

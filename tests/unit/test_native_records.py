@@ -81,8 +81,8 @@ def test_a_batch_grows_as_far_as_its_bound_and_takes_one_record_of_any_size() ->
 def test_what_cannot_be_written_leaves_the_batch_as_it_was() -> None:
     builder = native.records.BatchBuilder(0, False, 1, 0, 0, 1_000, None, calc_crc32c)
     assert builder.append(5, None, b"one", [])
-    for odd in (("\ud800", b"lone"), ("name", None), (b"bytes", b"")):
-        with pytest.raises((UnicodeEncodeError, TypeError)):
+    for odd in (("\ud800", b"lone"), ("name", None), ("name", "text"), (b"bytes", b""), ("name",), 7):
+        with pytest.raises((UnicodeEncodeError, TypeError, ValueError)):
             builder.append(5, None, b"two", [odd])  # type: ignore[list-item]
     assert builder.append(5, None, b"three", [])
     assert [record.value for record in DefaultRecordBatch(builder.build())] == [b"one", b"three"]

@@ -1,11 +1,12 @@
 """What service.native writes of an event is what service.wire and service.rendering write, byte for byte."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from service import native, rendering
-from service.errors import Problem
 from service.request import Committed
 from service.states import Delivered
 from service.wire import encode_answer, encode_entry, encode_stamp
@@ -13,7 +14,10 @@ from service.wire import encode_answer, encode_entry, encode_stamp
 pytestmark = pytest.mark.skipif(not native.COMPILED, reason="installed without a compiler")
 
 NUMBERS = st.integers(-(2**63), 2**63 - 1) | st.integers(0, 2**53)
-TOPICS = st.from_regex(r"[a-zA-Z0-9._-]{1,249}", fullmatch=True)
+# A foreign record of the ledger may name anything.
+TOPICS = st.from_regex(r"[a-zA-Z0-9._-]{1,249}", fullmatch=True) | st.text(
+    st.characters(exclude_categories=["Cs"]), min_size=1, max_size=249
+)
 PLACES = st.lists(
     st.tuples(
         st.binary(min_size=16, max_size=16),
@@ -63,4 +67,26 @@ def test_a_number_that_no_offset_can_be_is_an_error() -> None:
     for write in (native.texts.results, lambda places, _: native.texts.place(*places[0])):
         with pytest.raises(OverflowError):
             write([(b"i" * 16, there)], False)
-    assert issubclass(Problem, Exception)
+
+
+def test_the_longest_names_have_room() -> None:
+    there = Delivered(-(2**63), b"f" * 8, "\U0001f600" * 249, -(2**63), -(2**63), -(2**63))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "COMPILED", False)
+        told = rendering.render_place((b"i" * 16, there))
+    assert native.texts.place(b"i" * 16, there) == told
+    assert native.texts.results([(b"i" * 16, there)] * 3, True)[2].encode().count("\U0001f600".encode()) == 249
+
+
+@pytest.mark.parametrize("odd", [None, "text", 7])
+def test_what_is_no_bytes_is_refused(odd: Any) -> None:
+    there = Delivered(0, odd, "orders", 0, 0, 0)
+    for write in (
+        lambda: native.texts.stamp(odd, b"", 0, ""),
+        lambda: native.texts.place(odd, there),
+        lambda: native.texts.results([(odd, there)], False),
+        lambda: native.texts.entries([(b"", there)], None),
+        lambda: native.texts.answers([(b"", there)], 0, False, "0"),
+    ):
+        with pytest.raises(TypeError):
+            write()
