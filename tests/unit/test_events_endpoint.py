@@ -215,6 +215,7 @@ def test_who_finds_the_queue_full_waits_for_its_turn_without_its_body() -> None:
     assert not told.body
     for _ in range(ANSWERS_EACH):
         intake.shedding.answered()
+    intake.shedding.look(0.0)
     assert (told.status, told.detail) == (503, "the queue is full")
     assert not intake.events
 

@@ -19,8 +19,12 @@ class Refused:
         self.asked += times
 
     def answered(self, times: int) -> None:
+        """So many answers, and then a look, when none has waited for long yet."""
         for _ in range(times):
+            told = len(self.told)
             self.shedding.answered()
+            assert len(self.told) == told  # not in between: see service.shedding
+        self.shedding.look(100.0)
 
 
 @pytest.fixture
@@ -54,6 +58,23 @@ def test_one_goes_for_every_few_answers_first_come_first_served(spent: Refused) 
     assert spent.told == [0, 1, 2]
 
 
+def test_who_comes_when_enough_have_been_answered_is_told_at_once(spent: Refused) -> None:
+    """With whoever has waited for it."""
+    spent.refuse(1)
+    for _ in range(2 * ANSWERS_EACH):
+        spent.shedding.answered()
+    assert not spent.told
+    spent.refuse(1)
+    assert spent.told == [0, 1]
+
+
+def test_answers_of_several_events_count_as_many(spent: Refused) -> None:
+    spent.refuse(3)
+    spent.shedding.answered(2 * ANSWERS_EACH)
+    spent.shedding.look(100.0)
+    assert spent.told == [0, 1]
+
+
 def test_answers_are_saved_up_and_not_for_ever(spent: Refused) -> None:
     spent.answered(3 * SAVED_MOST)
     spent.refuse(SAVED_MOST)
@@ -74,7 +95,8 @@ def test_none_waits_for_long(spent: Refused) -> None:
 
 def test_who_was_told_for_its_time_costs_no_answers(spent: Refused) -> None:
     spent.refuse(1, arrived=100.0)
-    spent.answered(ANSWERS_EACH - 1)
+    for _ in range(ANSWERS_EACH - 1):
+        spent.shedding.answered()
     spent.shedding.look(101.0 + WAIT_MOST_S)
     spent.answered(1)
     spent.refuse(2)
