@@ -1,8 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
 """Bodies of requests, read in one go: strict JSON in, events out, or None where there is anything to say of one.
 
-What it takes is what most clients send; `service.event` and `service.strict_json` take, refuse and explain all the rest,
-and what both take is the same event (tests/unit/test_native_bodies.py holds them to it).
+What it takes is what most clients send; `service.event` and `service.strict_json` take, refuse and explain all the
+rest, and what both take is the same event (tests/unit/test_native_bodies.py holds them to it).
 """
 
 import hashlib
@@ -17,6 +17,7 @@ cdef enum:
     TOPIC_CHARS_MAX = 249
     KEY_CHARS_MAX = 255
     DIGITS_MAX = 15  # of a whole number of an event: it stays below 2^53
+    COPIED_MAX = 32 * 1024  # bytes of an event that are put beside the rest of a fingerprint, to go into it in one call
 
     # What a byte is within a string.
     PLAIN = 0
@@ -76,7 +77,11 @@ cdef struct Fields:
 
 
 cdef inline void _blanks(Body* body) noexcept:
-    while body.at < body.end and (body.at[0] == c' ' or body.at[0] == c'\n' or body.at[0] == c'\r' or body.at[0] == c'\t'):
+    cdef unsigned char c
+    while body.at < body.end:
+        c = body.at[0]
+        if c != c' ' and c != c'\n' and c != c'\r' and c != c'\t':
+            break
         body.at += 1
 
 
@@ -403,17 +408,21 @@ cdef inline bytes _bytes_of(Slice* content):
     return PyBytes_FromStringAndSize(<const char*> content.start, content.size)
 
 
-cdef inline char* _put(char* to, const unsigned char* content, Py_ssize_t size) noexcept:
-    """A field of a fingerprint: its length in 4 bytes, big-endian, and the field; ff ff ff ff where it is absent."""
-    cdef unsigned int length = 0xffffffff if content == NULL else <unsigned int> size
+cdef inline char* _put_length(char* to, unsigned int length) noexcept:
     to[0] = <char> (length >> 24)
     to[1] = <char> (length >> 16)
     to[2] = <char> (length >> 8)
     to[3] = <char> length
+    return to + 4
+
+
+cdef inline char* _put(char* to, const unsigned char* content, Py_ssize_t size) noexcept:
+    """A field of a fingerprint: its length in 4 bytes, big-endian, and the field; ff ff ff ff where it is absent."""
     if content == NULL:
-        return to + 4
-    memcpy(to + 4, content, size)
-    return to + 4 + size
+        return _put_length(to, 0xffffffff)
+    to = _put_length(to, <unsigned int> size)
+    memcpy(to, content, size)
+    return to + size
 
 
 cdef class EventReader:
@@ -515,6 +524,7 @@ cdef class EventReader:
     cdef object _event(self, Fields* fields, list headers, str key, str scope, traceparent):
         cdef Py_ssize_t size, packed_size
         cdef bytes packed, topic_bytes, number = None
+        cdef bint large
         cdef char* to
         if not fields.seen & TOPIC or not fields.seen & VALUE or not _is_topic(&fields.topic):
             return None
@@ -551,7 +561,10 @@ cdef class EventReader:
         else:
             if fields.partition >= 0:
                 number = b"%d" % fields.partition
+            large = size > COPIED_MAX
             packed_size = 16 + fields.topic.size + size + (0 if number is None else len(number))
+            if large:
+                packed_size -= 0 if value is None else fields.value.size
             packed = PyBytes_FromStringAndSize(NULL, packed_size)
             to = _put(PyBytes_AS_STRING(packed), fields.topic.start, fields.topic.size)
             if number is None:
@@ -559,8 +572,14 @@ cdef class EventReader:
             else:
                 to = _put(to, <const unsigned char*> PyBytes_AS_STRING(number), len(number))
             to = _put(to, fields.key.start, fields.key.size)
-            _put(to, fields.value.start, fields.value.size)
-            fp = (<bytes> self.sha256(packed).digest())[:8]
+            if large and value is not None:
+                _put_length(to, fields.value.size)
+                digest = self.sha256(packed)
+                digest.update(value)
+            else:
+                _put(to, fields.value.start, fields.value.size)
+                digest = self.sha256(packed)
+            fp = (<bytes> digest.digest())[:8]
         id = (<bytes> self.sha256(f"{scope}\0{key}".encode()).digest())[:16]
         return self.make(
             key,

@@ -37,7 +37,8 @@ cdef tuple WANTED = (
 )
 # What these ask for is for those who know all of it. Of CloudEvents' headers each may matter.
 cdef tuple OTHERS = (
-    b"transfer-encoding", b"expect", b"upgrade", b"http2-settings", b"proxy-connection", b"trailer", b"te", b"keep-alive"
+    b"transfer-encoding", b"expect", b"upgrade", b"http2-settings", b"proxy-connection", b"trailer", b"te",
+    b"keep-alive",
 )
 
 

@@ -5,11 +5,13 @@ tests/unit/test_native_records.py holds each byte to aiokafka's.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
-from libc.stdlib cimport free, malloc, realloc
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.string cimport memcpy
 
 cdef extern from "Python.h":
     const char* PyUnicode_AsUTF8AndSize(object text, Py_ssize_t* size) except NULL
+    int _PyBytes_Resize(PyObject** content, Py_ssize_t size) except -1
 
 cdef enum:
     HEAD = 61  # bytes of a batch before its records
@@ -66,9 +68,9 @@ cdef inline void _big_endian(char* to, long long number, int size) noexcept:
 
 
 cdef class BatchBuilder:
-    """One batch; the arguments are those of aiokafka's DefaultRecordBatchBuilder, and how to compress and to checksum."""
+    """One batch; its arguments are those of aiokafka's DefaultRecordBatchBuilder, and what compresses and checks it."""
 
-    cdef char* buffer
+    cdef bytes content  # as far as it is written, in `room` bytes; nobody else has it before it is whole
     cdef Py_ssize_t size, room, most
     cdef int codec, count
     cdef bint transactional
@@ -86,12 +88,7 @@ cdef class BatchBuilder:
         self.count = 0
         self.first_timestamp = self.max_timestamp = 0
         self.room, self.size = ROOM, HEAD
-        self.buffer = <char*> malloc(self.room)
-        if self.buffer == NULL:
-            raise MemoryError
-
-    def __dealloc__(self):
-        free(self.buffer)
+        self.content = PyBytes_FromStringAndSize(NULL, self.room)
 
     def append(self, long long timestamp, bytes key, bytes value, list headers not None):
         """Append a record; False where there is no room for it. An empty batch takes any."""
@@ -99,6 +96,8 @@ cdef class BatchBuilder:
         cdef const char* name
         cdef bytes content
         cdef char* to
+        if self.content is None:
+            raise ValueError("it is built already")
         if not self.count:
             self.first_timestamp = self.max_timestamp = timestamp
         length = 1 + _size_of(timestamp - self.first_timestamp) + _size_of(self.count) + _size_of(len(headers))
@@ -114,7 +113,7 @@ cdef class BatchBuilder:
             self._grow(self.size + whole)
         if timestamp > self.max_timestamp:
             self.max_timestamp = timestamp
-        to = _varint(self.buffer + self.size, length)
+        to = _varint(PyBytes_AS_STRING(self.content) + self.size, length)
         to[0] = 0  # a record has no attributes
         to = _varint(to + 1, timestamp - self.first_timestamp)
         to = _varint(to, self.count)
@@ -131,35 +130,36 @@ cdef class BatchBuilder:
 
     cdef int _grow(self, Py_ssize_t least) except -1:
         cdef Py_ssize_t room = max(2 * self.room, least)
-        cdef char* grown = <char*> realloc(self.buffer, room)
-        if grown == NULL:
-            raise MemoryError
-        self.buffer, self.room = grown, room
+        cdef bytes grown = PyBytes_FromStringAndSize(NULL, room)
+        memcpy(PyBytes_AS_STRING(grown), PyBytes_AS_STRING(self.content), self.size)
+        self.content, self.room = grown, room
         return 0
 
     def build(self):
-        """The whole batch; compressed only where that makes it smaller."""
-        cdef bytes content, packed
+        """The whole batch, once; compressed only where that makes it smaller."""
+        cdef bytes packed, whole
+        cdef PyObject* shrunk
         cdef char* to
-        cdef Py_ssize_t size
         cdef int codec = 0
-        cdef unsigned int crc
-        content = None
+        if self.content is None:
+            raise ValueError("it is built already")
         if self.codec:
-            content = self.compress(PyBytes_FromStringAndSize(self.buffer + HEAD, self.size - HEAD))
-            if len(content) < self.size - HEAD:
+            packed = self.compress(PyBytes_FromStringAndSize(PyBytes_AS_STRING(self.content) + HEAD, self.size - HEAD))
+            if len(packed) < self.size - HEAD:
                 codec = self.codec
-            else:
-                content = None
-        size = self.size if content is None else HEAD + len(content)
-        packed = PyBytes_FromStringAndSize(NULL, size)
-        to = PyBytes_AS_STRING(packed)
-        if content is None:
-            memcpy(to + HEAD, self.buffer + HEAD, size - HEAD)
-        else:
-            memcpy(to + HEAD, PyBytes_AS_STRING(content), size - HEAD)
+                self.size = HEAD + len(packed)
+                self.content = PyBytes_FromStringAndSize(NULL, self.size)
+                memcpy(PyBytes_AS_STRING(self.content) + HEAD, PyBytes_AS_STRING(packed), len(packed))
+        # A batch may have a megabyte: it is not copied, but cut where it ends. This is the only reference to it.
+        shrunk = <PyObject*> self.content
+        Py_INCREF(self.content)
+        self.content = None
+        _PyBytes_Resize(&shrunk, self.size)
+        whole = <bytes> shrunk
+        Py_DECREF(whole)
+        to = PyBytes_AS_STRING(whole)
         _big_endian(to, 0, 8)  # the base offset is the broker's
-        _big_endian(to + 8, size - AFTER_LENGTH, 4)
+        _big_endian(to + 8, self.size - AFTER_LENGTH, 4)
         _big_endian(to + 12, NO_LEADER_EPOCH, 4)
         to[MAGIC_AT] = 2
         _big_endian(to + ATTRIBUTES_AT, codec | (TRANSACTIONAL if self.transactional else 0), 2)
@@ -170,9 +170,8 @@ cdef class BatchBuilder:
         _big_endian(to + 51, self.epoch, 2)
         _big_endian(to + 53, self.sequence, 4)
         _big_endian(to + 57, self.count, 4)
-        crc = self.crc32c(memoryview(packed)[ATTRIBUTES_AT:])
-        _big_endian(to + CRC_AT, crc, 4)
-        return packed
+        _big_endian(to + CRC_AT, self.crc32c(memoryview(whole)[ATTRIBUTES_AT:]), 4)
+        return whole
 
 
 def murmur2(bytes content not None):

@@ -63,6 +63,10 @@ def agree(body: bytes) -> None:
         b'{"topic":"a","value":"\xf0\x9f\x98\x80","key":"\xc3\xa9"}',
         b'{"topic":"a","value":' + b"[" * 63 + b"]" * 63 + b"}",
         b'{"topic":"a","value":{' + b",".join(b'"%d":0' % n for n in range(32)) + b"}}",
+        b'{"topic":"a","key":"' + b"k" * 40_000 + b'","value":"' + b"x" * 40_000 + b'","partition":7}',
+        b'{"topic":"a","key":"' + b"k" * 40_000 + b'","value":null}',
+        b'{"topic":"a","value":"' + b"x" * 32_766 + b'"}',
+        b'{"topic":"a","value":"' + b"x" * 32_767 + b'"}',
         b'{"topic":"' + b"t" * 249 + b'","value":' + b"9" * 500 + b"}",
     ],
 )

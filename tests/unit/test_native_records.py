@@ -86,6 +86,9 @@ def test_what_cannot_be_written_leaves_the_batch_as_it_was() -> None:
             builder.append(5, None, b"two", [odd])  # type: ignore[list-item]
     assert builder.append(5, None, b"three", [])
     assert [record.value for record in DefaultRecordBatch(builder.build())] == [b"one", b"three"]
+    for again in (builder.build, lambda: builder.append(5, None, b"four", [])):
+        with pytest.raises((ValueError, TypeError)):
+            again()
     assert set(COMPRESS) == set(CODECS.values()) - {0}
 
 
