@@ -144,7 +144,7 @@ class Service:
         """Begin to bring the parts up; it goes on, unready, for as long as Kafka or Redis are away."""
         tell_on_signal(asyncio.get_running_loop())
         if not native.COMPILED:
-            log.warning("not compiled: it works, half as fast", remedy=native.REMEDY)
+            log.warning("not compiled: it works, for half as much CPU again", remedy=native.REMEDY)
         self._tasks.append(asyncio.create_task(self._bring_up()))
         self._tasks.append(asyncio.create_task(self.intake.sweep()))
         self._tasks.append(asyncio.create_task(self._watch()))

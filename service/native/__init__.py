@@ -24,7 +24,7 @@ def _current(modules: Iterable[ModuleType]) -> bool:
 
 try:
     from service.native import bodies, heads, records, texts
-except ImportError:  # installed without a compiler: half as fast, and otherwise the same
+except ImportError:  # installed without a compiler: half as much CPU again, and otherwise the same
     COMPILED = False
 else:
     COMPILED = _current((bodies, heads, records, texts))
