@@ -1,4 +1,4 @@
-"""A group of claimed requests, and the pure steps from it: its records, its ledger entries, its answers, its marks."""
+"""A group of requests, and the pure steps with it: its partitions, what parts, its records, its entries, its marks."""
 
 import random
 import time
@@ -12,7 +12,7 @@ from service.kafka.life import Partition, Place, Record
 from service.keys import Row
 from service.request import Committed, Request
 from service.slot import Link
-from service.states import Claimed, Delivered, DeliveredBatch
+from service.states import Claim, Claimed, Delivered, DeliveredBatch, Outcome
 from service.wire import KEY_HEADER, STAMP_HEADER, TRACE_HEADER, encode_entry, encode_stamp
 
 _encode_stamp = native.texts.stamp if native.COMPILED else encode_stamp
@@ -62,6 +62,33 @@ def route(
             else:
                 chosen[event.topic, number] = None
     return chosen, left_out
+
+
+def parted(requests: Sequence[Request], whether: Callable[[Request], bool] = lambda _: True) -> list[Request]:
+    """The same requests, but for trains in one piece that are to be parted."""
+    return [one for each in requests for one in (each.part() if each.in_one_piece and whether(each) else (each,))]
+
+
+def part_mixed(requests: list[Request], claims: Sequence[Claim]) -> list[Claim]:
+    """One claim for each request: a train goes on in one piece only if all of it is new, else it is parted here.
+
+    Also one that was answered meanwhile: of it what is claimed now is given up, and nothing else, for another
+    request may have claimed the rest in this very term.
+    """
+    kept: list[Request] = []
+    found: list[Claim] = []
+    start = 0
+    for request in requests:
+        its = claims[start : start + len(request.asked)]
+        start += len(its)
+        if request.in_one_piece and any(claim.outcome is not Outcome.NEW for claim in its):
+            kept += request.part()
+            found += its
+        else:
+            kept.append(request)
+            found.append(its[0])
+    requests[:] = kept
+    return found
 
 
 def _any_partition(topic: Topic) -> int:

@@ -21,7 +21,18 @@ from service.errors import (
     StoreLost,
     StoreUnanswered,
 )
-from service.group import Committable, Won, Written, entries_of, placed_all, records_of, route, rows_of
+from service.group import (
+    Committable,
+    Won,
+    Written,
+    entries_of,
+    part_mixed,
+    parted,
+    placed_all,
+    records_of,
+    route,
+    rows_of,
+)
 from service.intake import Intake
 from service.kafka.life import NotSent, Partition, Place, Record
 from service.kafka.verdict import Refusal, TransactionFailed, Verdict
@@ -143,7 +154,7 @@ class Ingest:
             await self._catalogue.look_again({event.topic for request in requests for event in request.events})
         partitions, left_out = route(requests, self._catalogue.last_known)
         if any(request.in_one_piece for request in left_out):
-            requests[:] = _parted(requests, left_out.__contains__)
+            requests[:] = parted(requests, left_out.__contains__)
             partitions, left_out = route(requests, self._catalogue.last_known)
         if partitions and requests[0].guarantee is Guarantee.EXACTLY_ONCE:
             slot.open(partitions)
@@ -153,7 +164,7 @@ class Ingest:
             else:
                 claims = await slot.claim([pair for request in requests for pair in request.asked])
                 if len(claims) > len(requests):
-                    claims = self._part_mixed(requests, claims)
+                    claims = part_mixed(requests, claims)
         except StoreAway:  # nothing was claimed: the term goes on
             self._queue_again(requests)
             await asyncio.sleep(AWAY_PAUSE_S)
@@ -169,28 +180,6 @@ class Ingest:
             if not group:
                 await asyncio.sleep(AWAY_PAUSE_S)
         return group, unwanted
-
-    @staticmethod
-    def _part_mixed(requests: list[Request], claims: Sequence[Claim]) -> list[Claim]:
-        """One claim for each request: a train goes on in one piece only if all of it is new, else it is parted here.
-
-        Also one that was answered meanwhile: of it what is claimed now is given up, and nothing else, for another
-        request may have claimed the rest in this very term.
-        """
-        kept: list[Request] = []
-        found: list[Claim] = []
-        start = 0
-        for request in requests:
-            its = claims[start : start + len(request.asked)]
-            start += len(its)
-            if request.in_one_piece and any(claim.outcome is not Outcome.NEW for claim in its):
-                kept += request.part()
-                found += its
-            else:
-                kept.append(request)
-                found.append(its[0])
-        requests[:] = kept
-        return found
 
     def _sort(
         self, requests: Sequence[Request], claims: Sequence[Claim], left_out: Mapping[Request, Partition]
@@ -403,7 +392,7 @@ class Ingest:
         they go at once, the first time. What goes on failing would end the term of one slot after the other: from then
         on it pauses, if nobody else is to blame; and so does what is for a topic that may have been made just now.
         """
-        requests = _parted(requests)
+        requests = parted(requests)
         aborted = failed.verdict is Verdict.ABORTED
         # Where a commit was asked for, what was refused on the way has been overcome, or is not what ended it.
         refusals = failed.refusals if aborted else {}
@@ -500,8 +489,3 @@ def _in_progress() -> Problem:
 
 def _too_few_replicas(topic: str, partition: int) -> Problem:
     return Problem(NOT_WRITTEN, f"topic: partition {partition} of {topic} has too few replicas in sync: send it again")
-
-
-def _parted(requests: Sequence[Request], whether: Callable[[Request], bool] = lambda _: True) -> list[Request]:
-    """The same requests, but for trains in one piece that are to be parted."""
-    return [one for each in requests for one in (each.part() if each.in_one_piece and whether(each) else (each,))]

@@ -13,11 +13,11 @@ REMEDY: Final = "install a C compiler and Python's headers, then fencepost anew 
 
 
 def _current(modules: Iterable[ModuleType]) -> bool:
-    """Is none older than its source? That is beside it where it is worked on, and says what is meant."""
+    """Is none older than its sources? Those are beside it where it is worked on, and say what is meant."""
     for module in modules:
         made = Path(str(module.__file__))
-        source = made.with_name(made.name.partition(".")[0] + ".pyx")
-        if source.exists() and source.stat().st_mtime > made.stat().st_mtime:
+        sources = [made.with_name(made.name.partition(".")[0] + ".pyx"), *made.parent.glob("*.pxi")]
+        if any(source.exists() and source.stat().st_mtime > made.stat().st_mtime for source in sources):
             return False
     return True
 

@@ -11,20 +11,13 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from cpython.unicode cimport PyUnicode_DecodeASCII, PyUnicode_DecodeUTF8
 from libc.string cimport memcmp, memcpy
 
+include "strict_json.pxi"
+
 cdef enum:
-    DEPTH_MAX = 64  # of the whole body, as strict_json has it
-    NAMES_MAX = 32  # of one object: each is held against those before it
     TOPIC_CHARS_MAX = 249
     KEY_CHARS_MAX = 255
     DIGITS_MAX = 15  # of a whole number of an event: it stays below 2^53
     COPIED_MAX = 32 * 1024  # bytes of an event that are put beside the rest of a fingerprint, to go into it in one call
-
-    # What a byte is within a string.
-    PLAIN = 0
-    QUOTE = 1
-    ESCAPE = 2
-    CONTROL = 3
-    WIDE = 4  # of a character beyond ASCII
 
     # Fields of an event, as bits.
     TOPIC = 1
@@ -34,31 +27,6 @@ cdef enum:
     PARTITION = 16
     TIMESTAMP = 32
     IDEMPOTENCY_KEY = 64
-
-cdef unsigned char KIND[256]
-
-
-cdef void _set_kinds() noexcept:
-    cdef int c
-    for c in range(256):
-        KIND[c] = CONTROL if c < 0x20 else WIDE if c >= 0x80 else PLAIN
-    KIND[c'"'] = QUOTE
-    KIND[c'\\'] = ESCAPE
-
-
-_set_kinds()
-
-
-cdef struct Slice:
-    const unsigned char* start  # NULL: absent, or null
-    Py_ssize_t size
-
-
-cdef struct Body:
-    const unsigned char* at
-    const unsigned char* end
-    bint escaped  # the string that was read last has an escape
-    bint wide  # one that was read since this was cleared has characters beyond ASCII
 
 
 cdef struct Fields:
@@ -70,186 +38,6 @@ cdef struct Fields:
     Slice idempotency_key
     long long partition  # -1: absent, or null
     long long timestamp
-
-
-# ------------------------------------------------------------------------------------------------- strict JSON
-# Each of these moves `at` past what it reads, and answers False where that is not plainly JSON.
-
-
-cdef inline void _blanks(Body* body) noexcept:
-    cdef unsigned char c
-    while body.at < body.end:
-        c = body.at[0]
-        if c != c' ' and c != c'\n' and c != c'\r' and c != c'\t':
-            break
-        body.at += 1
-
-
-cdef inline bint _one(Body* body, unsigned char c) noexcept:
-    """This character, with blanks around it."""
-    _blanks(body)
-    if body.at == body.end or body.at[0] != c:
-        return False
-    body.at += 1
-    _blanks(body)
-    return True
-
-
-cdef bint _escape(Body* body) noexcept:
-    """What follows a backslash; not a surrogate, which has to be one of a pair."""
-    cdef int i
-    cdef unsigned char c
-    if body.at == body.end:
-        return False
-    c = body.at[0]
-    body.at += 1
-    if c != c'u':
-        return c == c'"' or c == c'\\' or c == c'/' or c == c'b' or c == c'f' or c == c'n' or c == c'r' or c == c't'
-    if body.end - body.at < 4:
-        return False
-    for i in range(4):
-        c = body.at[i] | 0x20
-        if not (c'0' <= body.at[i] <= c'9' or c'a' <= c <= c'f'):
-            return False
-    if (body.at[0] | 0x20) == c'd' and body.at[1] >= c'8':
-        return False
-    body.at += 4
-    return True
-
-
-cdef bint _string(Body* body, Slice* content) noexcept:
-    """A string; its content as it stands."""
-    cdef const unsigned char* at
-    cdef unsigned char kind
-    if body.at == body.end or body.at[0] != c'"':
-        return False
-    body.at += 1
-    content.start = body.at
-    body.escaped = False
-    while True:
-        at = body.at
-        while at < body.end and KIND[at[0]] == PLAIN:
-            at += 1
-        if at == body.end:
-            return False
-        kind = KIND[at[0]]
-        body.at = at + 1
-        if kind == QUOTE:
-            content.size = at - content.start
-            return True
-        if kind == CONTROL:
-            return False
-        if kind == WIDE:
-            body.wide = True
-        else:
-            body.escaped = True
-            if not _escape(body):
-                return False
-
-
-cdef inline bint _digits(Body* body) noexcept:
-    cdef const unsigned char* start = body.at
-    while body.at < body.end and c'0' <= body.at[0] <= c'9':
-        body.at += 1
-    return body.at > start
-
-
-cdef bint _number(Body* body) noexcept:
-    cdef const unsigned char* start
-    if body.at[0] == c'-':
-        body.at += 1
-    start = body.at
-    if not _digits(body) or (start[0] == c'0' and body.at - start > 1):
-        return False
-    if body.at < body.end and body.at[0] == c'.':
-        body.at += 1
-        if not _digits(body):
-            return False
-    if body.at < body.end and (body.at[0] | 0x20) == c'e':
-        body.at += 1
-        if body.at < body.end and (body.at[0] == c'+' or body.at[0] == c'-'):
-            body.at += 1
-        return _digits(body)
-    return True
-
-
-cdef inline bint _word(Body* body, const char* word, Py_ssize_t size) noexcept:
-    if body.end - body.at < size or memcmp(body.at, word, size):
-        return False
-    body.at += size
-    return True
-
-
-cdef bint _value(Body* body, int depth) noexcept:
-    """Any value, at this depth."""
-    cdef Slice ignored
-    cdef unsigned char c
-    if body.at == body.end:
-        return False
-    c = body.at[0]
-    if c == c'"':
-        return _string(body, &ignored)
-    if c == c'{':
-        return _object(body, depth)
-    if c == c'[':
-        return _array(body, depth)
-    if c == c't':
-        return _word(body, b"true", 4)
-    if c == c'f':
-        return _word(body, b"false", 5)
-    if c == c'n':
-        return _word(body, b"null", 4)
-    return _number(body)
-
-
-cdef bint _array(Body* body, int depth) noexcept:
-    if depth > DEPTH_MAX or not _one(body, c'['):
-        return False
-    if body.at < body.end and body.at[0] == c']':
-        body.at += 1
-        return True
-    while True:
-        if not _value(body, depth + 1):
-            return False
-        _blanks(body)
-        if body.at == body.end:
-            return False
-        if body.at[0] == c']':
-            body.at += 1
-            return True
-        if not _one(body, c','):
-            return False
-
-
-cdef bint _object(Body* body, int depth) noexcept:
-    """An object without a name twice; an escape in a name may hide one, so that is not for here."""
-    cdef Slice names[NAMES_MAX]
-    cdef int count = 0, i
-    if depth > DEPTH_MAX or not _one(body, c'{'):
-        return False
-    if body.at < body.end and body.at[0] == c'}':
-        body.at += 1
-        return True
-    while True:
-        if count == NAMES_MAX or not _string(body, &names[count]) or body.escaped or not _one(body, c':'):
-            return False
-        for i in range(count):
-            if names[i].size == names[count].size and not memcmp(names[i].start, names[count].start, names[i].size):
-                return False
-        count += 1
-        if not _value(body, depth + 1):
-            return False
-        _blanks(body)
-        if body.at == body.end:
-            return False
-        if body.at[0] == c'}':
-            body.at += 1
-            return True
-        if not _one(body, c','):
-            return False
-
-
-# -------------------------------------------------------------------------------------------------- an event's
 
 
 cdef inline bint _is(Slice* name, const char* word, Py_ssize_t size) noexcept:
@@ -301,7 +89,7 @@ cdef bint _whole_number(Body* body, long long* number) noexcept:
 cdef bint _fields(Body* body, int depth, Fields* fields, list headers) except -1:
     """An event's fields; its headers, (name, content) each, are appended to `headers`."""
     cdef Slice name
-    cdef int field
+    cdef int field, after
     fields.seen = 0
     fields.tombstone = False
     fields.key.start = fields.value.start = fields.idempotency_key.start = NULL
@@ -338,20 +126,15 @@ cdef bint _fields(Body* body, int depth, Fields* fields, list headers) except -1
                 return False
         elif not _headers(body, headers):
             return False
-        _blanks(body)
-        if body.at == body.end:
-            return False
-        if body.at[0] == c'}':
-            body.at += 1
-            return True
-        if not _one(body, c','):
-            return False
+        after = _after(body, c'}')
+        if after != MORE:
+            return after == DONE
 
 
 cdef bint _headers(Body* body, list headers) except -1:
     """The client's own headers, or null."""
     cdef Slice name, content
-    cdef int before
+    cdef int before, after
     if body.at < body.end and body.at[0] == c'n':
         return _word(body, b"null", 4)
     if not _one(body, c'{'):
@@ -372,14 +155,9 @@ cdef bint _headers(Body* body, list headers) except -1:
             if (<tuple> headers[before])[0] == text:
                 return False
         headers.append((text, PyBytes_FromStringAndSize(<const char*> content.start, content.size)))
-        _blanks(body)
-        if body.at == body.end:
-            return False
-        if body.at[0] == c'}':
-            body.at += 1
-            return True
-        if not _one(body, c','):
-            return False
+        after = _after(body, c'}')
+        if after != MORE:
+            return after == DONE
 
 
 cdef bint _is_topic(Slice* topic) noexcept:
@@ -475,6 +253,7 @@ cdef class EventReader:
         cdef Fields fields
         cdef list headers, events = None
         cdef bint atomic = False
+        cdef int after
         _begin(&body, raw)
         if not _one(&body, c'{'):
             return None
@@ -499,24 +278,18 @@ cdef class EventReader:
                     if event is None:
                         return None
                     events.append(event)
-                    _blanks(&body)
-                    if body.at == body.end:
+                    after = _after(&body, c']')
+                    if after == BROKEN:
                         return None
-                    if body.at[0] == c']':
-                        body.at += 1
+                    if after == DONE:
                         break
-                    if not _one(&body, c','):
-                        return None
             else:
                 return None
-            _blanks(&body)
-            if body.at == body.end:
+            after = _after(&body, c'}')
+            if after == BROKEN:
                 return None
-            if body.at[0] == c'}':
-                body.at += 1
+            if after == DONE:
                 break
-            if not _one(&body, c','):
-                return None
         if not _ended(&body) or not _is_text(&body, raw):
             return None
         return events
@@ -606,24 +379,3 @@ cdef bint _whole(bytes raw, Fields* fields, list headers) except -1:
     cdef Body body
     _begin(&body, raw)
     return _fields(&body, 1, fields, headers) and _ended(&body) and _is_text(&body, raw)
-
-
-cdef void _begin(Body* body, bytes raw):
-    body.at = <const unsigned char*> PyBytes_AS_STRING(raw)
-    body.end = body.at + PyBytes_GET_SIZE(raw)
-    body.escaped = body.wide = False
-
-
-cdef inline bint _ended(Body* body) noexcept:
-    _blanks(body)
-    return body.at == body.end
-
-
-cdef bint _is_text(Body* body, bytes raw) except -1:
-    """Is all of it UTF-8? Only strings may have anything else than ASCII, so that nothing is to do where none has."""
-    if body.wide:
-        try:
-            PyUnicode_DecodeUTF8(PyBytes_AS_STRING(raw), PyBytes_GET_SIZE(raw), NULL)
-        except UnicodeDecodeError:
-            return False
-    return True

@@ -64,16 +64,32 @@ cdef bytes _cut(bytes content, const char* end):
     return content[: end - PyBytes_AS_STRING(content)]
 
 
-cdef char* _place(char* to, bytes id, const char* topic, Py_ssize_t size, there) except NULL:
-    """`"id":…,"topic":…,"partition":…,"offset":…,"timestamp":…`"""
-    to = _put(to, b'"id":"', 6)
+cdef inline char* _asked(char* to, bytes id, bytes fp, long long at) noexcept:
+    """`{"id":…,"fp":…,"at":…`"""
+    to = _put(to, b'{"id":"', 7)
     to = _hex(to, id)
-    to = _put(to, b'","topic":"', 11)
+    to = _put(to, b'","fp":"', 8)
+    to = _hex(to, fp)
+    to = _put(to, b'","at":', 7)
+    return _number(to, at)
+
+
+cdef char* _where(char* to, const char* topic, Py_ssize_t size, there) except NULL:
+    """`,"topic":…,"partition":…,"offset":…`"""
+    to = _put(to, b',"topic":"', 10)
     to = _put(to, topic, size)
     to = _put(to, b'","partition":', 14)
     to = _number(to, there.partition)
     to = _put(to, b',"offset":', 10)
-    to = _number(to, there.offset)
+    return _number(to, there.offset)
+
+
+cdef char* _place(char* to, bytes id, const char* topic, Py_ssize_t size, there) except NULL:
+    """`"id":…,"topic":…,"partition":…,"offset":…,"timestamp":…`"""
+    to = _put(to, b'"id":"', 6)
+    to = _hex(to, id)
+    to = _put(to, b'"', 1)
+    to = _where(to, topic, size, there)
     to = _put(to, b',"timestamp":', 13)
     return _number(to, there.ts)
 
@@ -142,18 +158,8 @@ def entries(places, bytes batch):
         if len(content) < most:
             content = _room(most)
         start = PyBytes_AS_STRING(content)
-        to = _put(start, b'{"id":"', 7)
-        to = _hex(to, id)
-        to = _put(to, b'","fp":"', 8)
-        to = _hex(to, fp)
-        to = _put(to, b'","at":', 7)
-        to = _number(to, there.at)
-        to = _put(to, b',"topic":"', 10)
-        to = _put(to, topic, size)
-        to = _put(to, b'","partition":', 14)
-        to = _number(to, there.partition)
-        to = _put(to, b',"offset":', 10)
-        to = _number(to, there.offset)
+        to = _asked(start, id, fp, there.at)
+        to = _where(to, topic, size, there)
         to = _put(to, b',"ts":', 6)
         to = _number(to, there.ts)
         if batch is not None:
@@ -184,22 +190,12 @@ def answers(places, long long at, bint replayed, str latency_ms not None):
         if len(content) < most:
             content = _room(most)
         start = PyBytes_AS_STRING(content)
-        to = _put(start, b'{"id":"', 7)
-        to = _hex(to, id)
-        to = _put(to, b'","fp":"', 8)
-        to = _hex(to, fp)
-        to = _put(to, b'","at":', 7)
-        to = _number(to, at)
+        to = _asked(start, id, fp, at)
         to = _put(to, b',"status":201,"code":null,"replayed":', 37)
         to = _put(to, b"true", 4) if replayed else _put(to, b"false", 5)
         to = _put(to, b',"latency_ms":', 14)
         to = _put(to, latency, latency_size)
-        to = _put(to, b',"topic":"', 10)
-        to = _put(to, topic, size)
-        to = _put(to, b'","partition":', 14)
-        to = _number(to, there.partition)
-        to = _put(to, b',"offset":', 10)
-        to = _number(to, there.offset)
+        to = _where(to, topic, size, there)
         to = _put(to, b"}", 1)
         told.append(PyUnicode_DecodeUTF8(start, to - start, NULL))
     return told
