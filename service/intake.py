@@ -258,8 +258,8 @@ class Intake:
             while self._open and (self._open[0].settled or self._open[0].deadline <= now):
                 request = self._open.popleft()
                 self._open_bytes -= request.size
-                for each in request.parts or (request,):
-                    if not each.answered:
+                if not request.settled:
+                    for each in request.parts or (request,):
                         self.answer(each, self.too_late(each))
             many = len(self._open) > 2 * self._queue.events + ANSWERED_KEPT
             if many or self._open_bytes > 2 * self._queue.bytes + ANSWERED_BYTES_KEPT:

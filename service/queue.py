@@ -59,7 +59,7 @@ class Queue:
         self.bytes += size
         for request in requests:
             self._lane(request).append(request)
-            if request.in_one_piece:
+            if len(request.events) > 1 and request.in_one_piece:
                 self._within += len(request.events) - 1
         self.nudge()
 

@@ -171,7 +171,7 @@ class Request(msgspec.Struct, eq=False):
     @property
     def settled(self) -> bool:
         """Has each of its events its answer?"""
-        return self.answered and all(part.answered for part in self.parts)
+        return self.answered and (not self.parts or all(part.answered for part in self.parts))
 
     def part(self) -> list["Request"]:
         """Take a train in one piece apart: a request for each event, as far on its way as all were. It ends itself.
