@@ -10,6 +10,7 @@ from importlib.resources import files
 from struct import Struct
 from typing import Any, Final, Protocol
 
+from hiredis import pack_command
 from redis.asyncio import Connection, ConnectionPool, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -24,6 +25,7 @@ from redis.exceptions import (
 )
 
 from service.errors import Fenced, StoreAway, StoreLost, StoreUnanswered
+from service.patience import Patience
 from service.redis_server import SECTIONS, refusals
 from service.shared import PREFIX, SettingsError
 from service.states import Claim, Claimed, Delivered, DeliveredBatch, KeyState, Outcome
@@ -154,7 +156,7 @@ class RedisKeys:
         self._retention_ms = retention_ms
         self._least_left_ms = least_left_ms
         self._lease_ttl_ms = lease_ttl_ms
-        self._timeout_s = timeout_s
+        self._patience = Patience(timeout_s)
         self._errors = telemetry.redis_errors
         self._idle: list[Connection] = []
         self._script = (files("service") / "keys.lua").read_text()
@@ -341,8 +343,9 @@ class RedisKeys:
         """One command and its answer on a connection of its own for that time."""
         connection = await self._connected()
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await connection.send_command(*command, check_health=False)
+            with self._patience.wait():
+                packed = pack_command(command)  # type: ignore[arg-type]  # its stub takes one word
+                await connection.send_packed_command(packed, check_health=False)
                 answer = await connection.read_response()
         except (NoScriptError, ReadOnlyError, MasterDownError) as error:  # redis-py takes their codes off the text
             self._idle.append(connection)
@@ -379,7 +382,7 @@ class RedisKeys:
             # redis-py's own would believe the system's authorities besides the one that was set.
             connection.ssl_context.context = self._tls
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._patience.seconds):
                 await connection.connect()  # type: ignore[no-untyped-call]
         except (RedisError, OSError, TimeoutError) as error:
             await connection.disconnect(nowait=True)
