@@ -52,8 +52,8 @@ def _result(task: asyncio.Task[T]) -> T:
     return task.result()
 
 
-def unwaited(task: asyncio.Task[Any]) -> None:
-    """For a task that has ended, and that maybe nobody waits for: its failure is no news to the loop."""
+def unwaited(task: asyncio.Future[Any]) -> None:
+    """For a task, or an answer, that has ended, and that maybe nobody waits for: its failure is no news to the loop."""
     if not task.cancelled():
         task.exception()
 

@@ -13,13 +13,13 @@ from typing import Any, Final
 
 import msgspec
 from aiokafka import errors
-from aiokafka.client import AIOKafkaClient
 from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
 from aiokafka.structs import TopicPartition
 
 from service.kafka import verdict
 from service.kafka.batches import BatchBuilder, builder_of
+from service.kafka.client import Client
 from service.kafka.cluster import AGAIN, Cluster, any_node, coordinator, remedy
 from service.kafka.deadline import within
 from service.kafka.verdict import REFUSALS, Refusal
@@ -122,7 +122,7 @@ class Life:
     """One producer id and epoch, from `InitProducerId` on, with connections of its own."""
 
     def __init__(self, cluster: Cluster, name: str, transactional_id: str | None = None, timeout_ms: int = 0) -> None:
-        self.client = AIOKafkaClient(**cluster.options(name))
+        self.client = Client(**cluster.options(name))
         self.transactional_id = transactional_id
         self.producer_id = self.epoch = -1
         self.coordinator = -1
@@ -162,9 +162,13 @@ class Life:
                 await asyncio.sleep(AGAIN_PAUSE_S)
                 await self.client.force_metadata_update()
 
-    async def ask(self, node: int, request: Any) -> Any:
-        """The answer to a request, sent once. Raises KafkaError or OSError."""
-        answer = await self.client.send(node, request)
+    def ask_now(self, node: int, request: Any) -> asyncio.Future[Any] | None:
+        """Send a request, where that can be done at once; `ask` takes its answer."""
+        return self.client.send_now(node, request)
+
+    async def ask(self, node: int, request: Any, asked: asyncio.Future[Any] | None = None) -> Any:
+        """The answer to a request, sent once (by `ask_now`, if it was `asked`). Raises KafkaError or OSError."""
+        answer = await (self.client.send(node, request) if asked is None else asked)
         if answer.throttle_time_ms:
             self._throttled_ms = answer.throttle_time_ms
             self._throttled_until = time.monotonic() + answer.throttle_time_ms / 1000
@@ -307,6 +311,8 @@ class Life:
 def _moved(batches: Sequence[Batch]) -> set[Partition]:
     """Partitions that their node does not lead, as it said of each of their batches."""
     moved = {batch.partition for batch in batches if batch.answer is not None and batch.answer[0] in MOVED}
+    if not moved:
+        return moved
     return moved - {batch.partition for batch in batches if batch.answer is None or batch.answer[0] not in MOVED}
 
 

@@ -1,7 +1,7 @@
 """The two kinds of producer. A life ends with its first failure; the next one has an id or an epoch of its own."""
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import structlog
@@ -11,9 +11,11 @@ from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnReque
 from service.errors import KafkaAway
 from service.kafka import verdict
 from service.kafka.cluster import CODECS, Cluster
+from service.kafka.deadline import unwaited
 from service.kafka.life import NOT_SENT, OK, Batch, Fate, Life, NotSent, Partition, Place, Record, Refused, check
 from service.kafka.verdict import REFUSALS, Refusal, TransactionFailed
 from service.logs import Incident
+from service.patience import Patience
 
 log = structlog.get_logger(__name__)
 
@@ -50,9 +52,10 @@ class TransactionalProducer:
     def __init__(self, cluster: Cluster, transactional_id: str, transaction_timeout_ms: int) -> None:
         self._life = Life(cluster, transactional_id, transactional_id, transaction_timeout_ms)
         # The broker aborts a transaction at its timeout; waiting for longer could only meet that.
-        self._patience_s = min(cluster.request_timeout_ms, transaction_timeout_ms) / 1000
+        self._patience = Patience(min(cluster.request_timeout_ms, transaction_timeout_ms) / 1000)
+        self._sends_patience = Patience(self._patience.seconds / PATIENCE_SHARE)
         self._start_patience_s = (cluster.request_timeout_ms + transaction_timeout_ms) / 1000
-        self._opening: asyncio.Task[dict[Partition, int]] | None = None
+        self._opening: tuple[dict[Partition, int], asyncio.Future[Any]] | None = None
 
     async def start(self) -> None:
         """InitProducerId: when this returns, the fate of the older producers' transactions is final.
@@ -77,37 +80,36 @@ class TransactionalProducer:
         leaders = {partition: self._life.leader(partition) for partition in partitions}
         known = {partition: node for partition, node in leaders.items() if node is not None}
         if len(known) == len(leaders):
-            self._opening = asyncio.create_task(self._open(known))
+            answer = self._life.ask_now(self._life.coordinator, self._add_partitions(known))
+            self._opening = None if answer is None else (known, answer)
 
     async def abandon(self) -> None:
         """End what `open` began, if it did: there is nothing to write. Raises TransactionFailed."""
         if self._opening is None:
             return
         try:
-            async with asyncio.timeout(self._patience_s):
+            with self._patience.wait():
                 if await self._opened():
                     await self._end(commit=False)
         except Exception as error:
             raise TransactionFailed(verdict.of(error, commit_asked=False), repr(error)) from error
 
-    async def _open(self, leaders: dict[Partition, int]) -> dict[Partition, int]:
-        """The partitions of the transaction that has begun, with their leaders; none where Kafka refuses one of them.
+    async def _opened(self) -> dict[Partition, int]:
+        """What `open` has added to the transaction, with the leaders; nothing where Kafka refuses a partition of it.
 
         That is for `write` to meet, which may not need it.
         """
+        if self._opening is None:
+            return {}
+        (leaders, answer), self._opening = self._opening, None
         group = _Group([])
         try:
-            async with asyncio.timeout(self._patience_s / PATIENCE_SHARE):
-                await self._begin(group, leaders)
+            await self._begin(group, leaders, answer)
         except errors.KafkaError:
             if not group.refusals:
                 raise
             return {}
         return leaders
-
-    async def _opened(self) -> dict[Partition, int]:
-        opening, self._opening = self._opening, None
-        return {} if opening is None else await opening
 
     async def write(
         self, records: Sequence[Record], ledger: Partition, ledger_record: Callable[[Sequence[Place]], bytes]
@@ -120,8 +122,8 @@ class TransactionalProducer:
         group = _Group(records)
         commit_asked = False
         try:
-            async with asyncio.timeout(self._patience_s):
-                async with asyncio.timeout(self._patience_s / PATIENCE_SHARE):
+            with self._patience.wait():
+                with self._sends_patience.wait():
                     leaders = await self._join(group, ledger)
                     places = await self._send(group, leaders)
                 last = _Group([own_record(*ledger, None, ledger_record(places))])
@@ -163,22 +165,29 @@ class TransactionalProducer:
             leaders[partition] = node
         return leaders
 
-    async def _begin(self, group: "_Group", partitions: Mapping[Partition, int]) -> None:
-        """Add partitions to the transaction, which begins with the first ones.
-
-        CONCURRENT_TRANSACTIONS says that the markers of the one before are still being written: nothing was done.
-        """
+    def _add_partitions(self, partitions: Iterable[Partition]) -> AddPartitionsToTxnRequest:
         by_topic: dict[str, list[int]] = {}
         for topic, partition in partitions:
             by_topic.setdefault(topic, []).append(partition)
+        life = self._life
+        return AddPartitionsToTxnRequest(life.transactional_id, life.producer_id, life.epoch, list(by_topic.items()))
+
+    async def _begin(
+        self, group: "_Group", partitions: Iterable[Partition], asked: asyncio.Future[Any] | None = None
+    ) -> None:
+        """Add partitions to the transaction, which begins with the first ones; `asked` where that was sent already.
+
+        CONCURRENT_TRANSACTIONS says that the markers of the one before are still being written: nothing was done.
+        """
         life, pause_s = self._life, MARKERS_PAUSE_S
-        request = AddPartitionsToTxnRequest(life.transactional_id, life.producer_id, life.epoch, list(by_topic.items()))
+        request = self._add_partitions(partitions)
         while True:
-            answer = await life.ask(life.coordinator, request)
+            answer = await life.ask(life.coordinator, request, asked)
             codes = {(topic, row[0]): row[1] for topic, rows in answer.errors for row in rows}
             if CONCURRENT_TRANSACTIONS not in codes.values():
                 break
             await asyncio.sleep(pause_s)
+            asked = None
             pause_s = min(2 * pause_s, MARKERS_PAUSE_MOST_S)
         for (topic, _), code in codes.items():
             if code in REFUSALS:
@@ -191,7 +200,7 @@ class TransactionalProducer:
         """Send a group and await every one of its batches; its places in the order of its records."""
         life = self._life
         group.batches = life.batches(group.records, leaders)
-        await life.send(group.batches, leaders, int(1000 * REPLICAS_SHARE * self._patience_s / PATIENCE_SHARE))
+        await life.send(group.batches, leaders, int(1000 * REPLICAS_SHARE * self._sends_patience.seconds))
         places = [Place(-1, -1)] * len(group.records)
         failed = None
         for batch in group.batches:
@@ -218,8 +227,9 @@ class TransactionalProducer:
     async def close(self) -> None:
         """End this life, at once: what is in flight is fenced by the next one. Never raises, never hangs."""
         if self._opening is not None:
-            self._opening.cancel()
-            await asyncio.gather(self._opening, return_exceptions=True)
+            _, answer = self._opening
+            if not answer.cancel():
+                unwaited(answer)
         await self._life.close()
 
 
@@ -255,6 +265,7 @@ class IdempotentProducer:
     def __init__(self, cluster: Cluster, name: str) -> None:
         self._cluster = cluster
         self._name = name
+        self._patience = Patience(cluster.timeout_s / PATIENCE_SHARE)
         self._life: Life | None = None
         self._trouble = Incident(log, "not every record was written")
         self._starting = asyncio.Lock()
@@ -292,12 +303,11 @@ class IdempotentProducer:
             life = await self._living()
             fates: list[Fate] = [NOT_SENT] * len(records)  # until it is in a batch
             batches: list[Batch] = []
-            patience_s = self._cluster.timeout_s / PATIENCE_SHARE
             try:
-                async with asyncio.timeout(patience_s):
+                with self._patience.wait():
                     leaders = await self._leaders(life, records, fates)
                     batches = life.batches(records, leaders)
-                    await life.send(batches, leaders, int(1000 * REPLICAS_SHARE * patience_s))
+                    await life.send(batches, leaders, int(1000 * REPLICAS_SHARE * self._patience.seconds))
             except Exception as error:  # each batch's own fate is in its answer
                 told: dict[str, Any] = {"quota": life.quota} if life.quota else {}
                 self._trouble.goes_on(error, producer=self._name, **told)

@@ -75,6 +75,9 @@ class FakeClient:
     async def force_metadata_update(self) -> bool:
         return True
 
+    def send_now(self, node: int, request: Any) -> "asyncio.Future[Any]":
+        return asyncio.ensure_future(self.send(node, request))
+
     async def send(self, node: int, request: Any) -> Any:
         self.requests.append((node, request))
         await asyncio.sleep(0)
@@ -126,7 +129,7 @@ def cluster(timeout_ms: int = 600) -> Cluster:
 
 def fake_inside(life: Life) -> FakeClient:
     fake = FakeClient()
-    life.client = fake
+    life.client = fake  # type: ignore[assignment]
     life.producer_id, life.epoch, life.coordinator = 7, 0, 1
     return fake
 

@@ -52,6 +52,11 @@ async def test_names_inside_the_client() -> None:
 async def test_names_inside_a_connection() -> None:
     connection = AIOKafkaConnection("127.0.0.1", 1, request_timeout_ms=1_000)
     assert connection._writer is None
+    assert connection._protocol is None
+    assert not connection._requests
+    assert (connection._versions, connection._client_id, connection._next_correlation_id()) == ({}, "aiokafka", 1)
+    assert isinstance(connection._last_action, float)
+    assert callable(connection._handle_frame)
     assert AIOKafkaConnection.close.__module__ == service.kafka.cluster.__name__
     connection.close()
 

@@ -1,0 +1,139 @@
+"""aiokafka's client, with a shorter way for the requests of a transaction: a third of the CPU of a small group.
+
+Its connections are made, logged in and closed by aiokafka. But what it sends is written as service/kafka/requests.py
+has it, and what comes is cut into answers as it comes, where aiokafka wakes a task twice for each.
+"""
+
+import asyncio
+import time
+from typing import Any, Final
+
+from aiokafka import errors
+from aiokafka.client import AIOKafkaClient, ConnectionGroup
+from aiokafka.conn import AIOKafkaConnection, CloseReason
+
+from service.kafka.requests import FORMS, Form
+
+_SIZE_BYTES: Final = 4
+# What is larger is not copied into one piece with its head.
+_JOINED_MOST_BYTES: Final = 32 * 1024
+
+
+class Client(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no types
+    """AIOKafkaClient. Its requests of a transaction have no time limit of their own: their caller has one."""
+
+    async def send(self, node_id: int, request: Any, *, group: Any = ConnectionGroup.DEFAULT) -> Any:
+        """The answer to a request, sent once. Raises KafkaError."""
+        if type(request) in FORMS and group is ConnectionGroup.DEFAULT:
+            answer = self.send_now(node_id, request)
+            if answer is None and await self._get_conn(node_id) is not None:
+                answer = self.send_now(node_id, request)
+            if answer is not None:
+                return await answer
+        return await super().send(node_id, request, group=group)
+
+    def send_now(self, node_id: int, request: Any) -> asyncio.Future[Any] | None:
+        """Send a request of a transaction; its answer. None where there is no connection on which it could go at once.
+
+        Nor is it sent where the node does not know the version that we speak: `send` finds one that it knows.
+        """
+        connection = self._conns.get((node_id, ConnectionGroup.DEFAULT))
+        if connection is None or not connection.connected():
+            return None
+        form = FORMS[type(request)]
+        least, most = connection._versions.get(form.api_key, (0, -1))
+        return _ask(connection, form, request) if least <= form.version <= most else None
+
+    async def _get_conn(
+        self, node_id: int, *, group: Any = ConnectionGroup.DEFAULT, no_hint: bool = False
+    ) -> AIOKafkaConnection | None:
+        """The connection to a node, made where there is none; None where that fails."""
+        connection = self._conns.get((node_id, group))
+        if connection is None or not connection.connected():
+            connection = await super()._get_conn(node_id, group=group, no_hint=no_hint)
+            # Who made it is here first: nothing has been asked on it since its login.
+            if connection is not None and not connection._requests:
+                Frames.of(connection)
+        return connection
+
+
+def _ask(connection: AIOKafkaConnection, form: Form, request: Any) -> asyncio.Future[Any]:
+    """Send a request; its answer."""
+    correlation_id = connection._next_correlation_id()
+    size, pieces = form.frame(request, correlation_id, connection._client_id)
+    if size <= _JOINED_MOST_BYTES:
+        connection._writer.write(b"".join(pieces))
+    else:
+        connection._writer.writelines(pieces)
+    answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    connection._requests.append((correlation_id, form, answer))
+    return answer
+
+
+class Frames(asyncio.Protocol):
+    """Takes what a connection receives, in place of aiokafka's stream, which goes on to see its end."""
+
+    def __init__(self, connection: AIOKafkaConnection) -> None:
+        self._connection = connection
+        self._stream = connection._protocol
+        self._parts: list[bytes] = []
+        self._have = 0
+        self._need = _SIZE_BYTES  # before there is another answer to cut off
+
+    @classmethod
+    def of(cls, connection: AIOKafkaConnection) -> None:
+        """Take what this one receives from now on, where none does so yet."""
+        transport = connection._writer.transport
+        if not isinstance(transport.get_protocol(), cls):
+            transport.set_protocol(cls(connection))
+
+    def data_received(self, data: bytes) -> None:
+        if not self._parts and len(data) == _SIZE_BYTES + int.from_bytes(data[:_SIZE_BYTES], "big"):
+            self._take(data[_SIZE_BYTES:])  # nearly always
+            return
+        self._parts.append(data)
+        self._have += len(data)
+        if self._have < self._need:
+            return
+        whole = data if len(self._parts) == 1 else b"".join(self._parts)
+        start, self._need = 0, _SIZE_BYTES
+        while len(whole) - start >= _SIZE_BYTES:
+            size = int.from_bytes(whole[start : start + _SIZE_BYTES], "big")
+            end = start + _SIZE_BYTES + size
+            if end > len(whole):
+                self._need = end - start
+                break
+            self._take(whole[start + _SIZE_BYTES : end])
+            start = end
+        rest = whole[start:]
+        self._parts, self._have = [rest] if rest else [], len(rest)
+
+    def _take(self, frame: bytes) -> None:
+        connection = self._connection
+        if not connection.connected():
+            return  # by an answer before this one
+        try:
+            correlation_id, form, answer = connection._requests[0]
+            if not isinstance(form, Form):
+                connection._handle_frame(frame)
+                return
+            if int.from_bytes(frame[:4], "big") != correlation_id:
+                raise errors.CorrelationIdError(f"the answer is not to request {correlation_id}")
+            if not answer.done():  # nobody waits for it any more
+                answer.set_result(form.decode(frame))
+            connection._last_action = time.monotonic()
+            connection._requests.popleft()
+        except Exception as error:  # whatever it is, what comes after it cannot be told apart
+            connection.close(CloseReason.OUT_OF_SYNC, error)
+
+    def eof_received(self) -> bool | None:
+        return self._stream.eof_received()  # type: ignore[no-any-return]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stream.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._stream.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._stream.resume_writing()

@@ -1,0 +1,289 @@
+"""The short way of a transaction's requests: byte for byte what aiokafka sends and reads, on its own connections."""
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiokafka import errors
+from aiokafka.conn import AIOKafkaConnection, create_conn
+from aiokafka.protocol.admin import ApiVersionResponse_v0
+from aiokafka.protocol.metadata import MetadataRequest
+from aiokafka.protocol.produce import ProduceRequest, ProduceResponse_v7
+from aiokafka.protocol.transaction import (
+    AddPartitionsToTxnRequest,
+    AddPartitionsToTxnResponse_v0,
+    EndTxnRequest,
+    EndTxnResponse_v0,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.kafka.client import Client, Frames
+from service.kafka.requests import FORMS
+
+VERSIONS = {0: (3, 11), 3: (0, 5), 18: (0, 0), 24: (0, 5), 26: (0, 5)}
+NODE = 1
+END = EndTxnRequest("ns.slot.0", 7, 2, True)
+
+names = st.text(max_size=12)
+int16 = st.integers(-(2**15), 2**15 - 1)
+int32 = st.integers(-(2**31), 2**31 - 1)
+int64 = st.integers(-(2**63), 2**63 - 1)
+requests = st.one_of(
+    st.builds(
+        ProduceRequest,
+        st.none() | names,
+        int16,
+        int32,
+        st.lists(st.tuples(names, st.lists(st.tuples(int32, st.binary(max_size=50)), max_size=3)), max_size=3),
+    ),
+    st.builds(
+        AddPartitionsToTxnRequest,
+        names,
+        int64,
+        int16,
+        st.lists(st.tuples(names, st.lists(int32, max_size=3)), max_size=3),
+    ),
+    st.builds(EndTxnRequest, names, int64, int16, st.booleans()),
+)
+rows = st.lists(st.tuples(names, st.lists(st.tuples(int32, int16), max_size=3)), max_size=3)
+answers = st.one_of(
+    st.builds(
+        ProduceResponse_v7,
+        st.lists(
+            st.tuples(names, st.lists(st.tuples(int32, int16, int64, int64, int64), max_size=3)),
+            max_size=3,
+        ),
+        int32,
+    ),
+    st.builds(AddPartitionsToTxnResponse_v0, int32, rows),
+    st.builds(EndTxnResponse_v0, int32, int16),
+)
+KINDS: dict[type, Any] = {
+    ProduceResponse_v7: ProduceRequest,
+    AddPartitionsToTxnResponse_v0: AddPartitionsToTxnRequest,
+    EndTxnResponse_v0: EndTxnRequest,
+}
+
+
+@given(request=requests, correlation_id=st.integers(0, 2**31 - 1), client_id=st.text(max_size=20))
+def test_a_request_is_what_aiokafka_sends(request: Any, correlation_id: int, client_id: str) -> None:
+    prepared = request.prepare(VERSIONS)
+    message = prepared.build_request_header(correlation_id, client_id).encode() + prepared.encode()
+    form = FORMS[type(request)]
+    size, pieces = form.frame(request, correlation_id, client_id)
+    assert (form.api_key, form.version) == (prepared.API_KEY, prepared.API_VERSION)
+    assert (size, b"".join(pieces)) == (len(message), struct.pack(">i", len(message)) + message)
+
+
+@given(answer=answers, cut=st.integers(1, 1000))
+def test_an_answer_is_what_aiokafka_reads(answer: Any, cut: int) -> None:
+    encoded = b"\0\0\0\5" + answer.encode()
+    form = FORMS[KINDS[type(answer)]]
+    read = form.decode(encoded)
+    theirs = type(answer).decode(encoded[4:])
+    assert read._asdict() == {name: getattr(theirs, name) for name in theirs.SCHEMA.names}
+    with pytest.raises((struct.error, UnicodeDecodeError)):
+        form.decode(encoded[: -min(cut, len(encoded))])
+
+
+class Broker:
+    """Takes requests, and sends what it is told to; it says which versions it speaks by itself."""
+
+    def __init__(self, versions: dict[int, tuple[int, int]]) -> None:
+        self.versions = versions
+        self.asked: asyncio.Queue[bytes] = asyncio.Queue()
+        self.port = 0
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.append(writer)
+        try:
+            while True:
+                (size,) = struct.unpack(">i", await reader.readexactly(4))
+                message: bytes = await reader.readexactly(size)
+                if message[:2] == struct.pack(">h", 18):
+                    answer = ApiVersionResponse_v0(0, [(key, *span) for key, span in self.versions.items()])
+                    self.send(self.frame(message, answer))
+                else:
+                    await self.asked.put(message)
+        except asyncio.IncompleteReadError:
+            writer.close()
+
+    @staticmethod
+    def frame(message: bytes, answer: Any) -> bytes:
+        """An answer to a message, as it goes over the wire."""
+        encoded: bytes = message[4:8] + answer.encode()
+        return struct.pack(">i", len(encoded)) + encoded
+
+    def send(self, content: bytes) -> None:
+        self._writers[-1].write(content)
+
+    def hang_up(self) -> None:
+        self._writers[-1].close()
+
+    async def next(self) -> bytes:
+        async with asyncio.timeout(5):
+            return await self.asked.get()
+
+
+Connect = Callable[..., Awaitable[tuple[Client, AIOKafkaConnection, Broker]]]
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Connect]:
+    made: list[tuple[Client, asyncio.Server]] = []
+
+    async def connected(**versions: Any) -> tuple[Client, AIOKafkaConnection, Broker]:
+        broker = Broker(versions.get("versions", VERSIONS))
+        server = await asyncio.start_server(broker.talk, "127.0.0.1", 0)
+        broker.port = server.sockets[0].getsockname()[1]
+        client = Client(bootstrap_servers=f"127.0.0.1:{broker.port}", request_timeout_ms=2_000)
+        made.append((client, server))
+        connection = await create_conn("127.0.0.1", broker.port, client_id="c", on_close=client._on_connection_closed)
+        Frames.of(connection)
+        client._conns[NODE, 0] = connection
+        return client, connection, broker
+
+    yield connected
+    for client, server in made:
+        await client.close()
+        server.close()
+
+
+@pytest.mark.parametrize("part", [1, 3, 7, 1000])
+async def test_answers_are_cut_apart_however_they_come(connect: Connect, part: int) -> None:
+    client, _, broker = await connect()
+    asked = [asyncio.create_task(client.send(NODE, END)) for _ in range(3)]
+    messages = [await broker.next() for _ in asked]
+    content = b"".join(broker.frame(message, EndTxnResponse_v0(0, n)) for n, message in enumerate(messages))
+    for start in range(0, len(content), part):
+        broker.send(content[start : start + part])
+        await asyncio.sleep(0.001)
+    assert [answer.error_code for answer in await asyncio.gather(*asked)] == [0, 1, 2]
+
+
+async def test_a_large_payload_goes_in_its_place(connect: Connect) -> None:
+    client, _, broker = await connect()
+    topics = [("a", [(0, b"x" * 200_000), (1, b"y" * 3)])]
+    asked = asyncio.create_task(client.send(NODE, ProduceRequest(None, -1, 100, topics)))
+    message = await broker.next()
+    assert message.endswith(struct.pack(">ii", 1, 3) + b"yyy")
+    assert message.count(b"x") == 200_000
+    broker.send(broker.frame(message, ProduceResponse_v7([("a", [(0, 0, 5, -1, 0), (1, 0, 6, -1, 0)])], 9)))
+    answer = await asked
+    assert (answer.topics, answer.throttle_time_ms) == ([("a", [(0, 0, 5, -1, 0), (1, 0, 6, -1, 0)])], 9)
+
+
+async def test_aiokafka_s_own_requests_go_between(connect: Connect) -> None:
+    client, _, broker = await connect()
+    first = client.send_now(NODE, END)
+    assert first is not None
+    other = asyncio.create_task(client.send(NODE, MetadataRequest([], allow_auto_topic_creation=False)))
+    await asyncio.sleep(0)
+    last = client.send_now(NODE, END)
+    assert last is not None
+    messages = [await broker.next() for _ in range(3)]
+    assert [struct.unpack_from(">h", message)[0] for message in messages] == [26, 3, 26]
+    broker.send(broker.frame(messages[0], EndTxnResponse_v0(0, 1)))
+    # Metadata 5: throttle, brokers, cluster id, controller, topics
+    body = messages[1][4:8] + struct.pack(">iihii", 0, 0, -1, 1, 0)
+    broker.send(struct.pack(">i", len(body)) + body)
+    broker.send(broker.frame(messages[2], EndTxnResponse_v0(0, 2)))
+    assert (await first).error_code == 1
+    assert (await other).topics == []
+    assert (await last).error_code == 2
+
+
+async def test_an_answer_that_nobody_waits_for_is_not_taken_for_the_next(connect: Connect) -> None:
+    client, _, broker = await connect()
+    given_up = client.send_now(NODE, END)
+    kept = client.send_now(NODE, END)
+    assert given_up is not None
+    assert kept is not None
+    given_up.cancel()
+    for code in (1, 2):
+        broker.send(broker.frame(await broker.next(), EndTxnResponse_v0(0, code)))
+    assert (await kept).error_code == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        struct.pack(">ii", 4, 77),  # of another request
+        struct.pack(">ih", 2, 0),  # too short for a correlation id
+    ],
+)
+async def test_what_is_no_answer_ends_the_connection_and_every_wait(connect: Connect, wrong: bytes) -> None:
+    client, connection, broker = await connect()
+    asked = [client.send_now(NODE, END) for _ in range(2)]
+    await broker.next()
+    broker.send(wrong + wrong)
+    for answer in asked:
+        assert answer is not None
+        with pytest.raises(errors.KafkaConnectionError):
+            await asyncio.wait_for(answer, 5)
+    assert not connection.connected()
+    assert client.send_now(NODE, END) is None
+
+
+async def test_an_answer_that_ends_too_soon_ends_the_connection(connect: Connect) -> None:
+    client, connection, broker = await connect()
+    asked = client.send_now(NODE, END)
+    message = await broker.next()
+    broker.send(struct.pack(">i", 6) + message[4:8] + b"\0\0")
+    assert asked is not None
+    with pytest.raises(errors.KafkaConnectionError):
+        await asyncio.wait_for(asked, 5)
+    assert not connection.connected()
+
+
+async def test_a_broker_that_hangs_up_fails_every_wait(connect: Connect) -> None:
+    client, connection, broker = await connect()
+    asked = asyncio.create_task(client.send(NODE, END))
+    await broker.next()
+    broker.hang_up()
+    with pytest.raises(errors.KafkaConnectionError):
+        await asyncio.wait_for(asked, 5)
+    assert not connection.connected()
+
+
+async def test_a_broker_that_speaks_another_version_is_asked_by_aiokafka(connect: Connect) -> None:
+    client, _, broker = await connect(versions={**VERSIONS, 0: (0, 3)})
+    request = ProduceRequest("t", -1, 100, [("a", [(0, b"batch")])])
+    assert client.send_now(NODE, request) is None
+    asked = asyncio.create_task(client.send(NODE, request))
+    message = await broker.next()
+    assert struct.unpack_from(">hh", message) == (0, 3)
+    body = message[4:8] + struct.pack(">ih1siihqqi", 1, 1, b"a", 1, 0, 0, 5, -1, 0)
+    broker.send(struct.pack(">i", len(body)) + body)
+    (topic,) = (await asked).topics
+    assert topic[1][0][:3] == (0, 0, 5)
+
+
+async def test_a_connection_that_the_client_makes_takes_the_short_way(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, first, broker = await connect()
+    where = SimpleNamespace(host="127.0.0.1", port=broker.port)
+    monkeypatch.setattr(client.cluster, "broker_metadata", lambda node: where)
+    first.close()
+    assert client.send_now(NODE, END) is None
+    asked = [asyncio.create_task(client.send(NODE, END)) for _ in range(2)]
+    for _ in asked:
+        broker.send(broker.frame(await broker.next(), EndTxnResponse_v0(0, 0)))
+    assert [answer.error_code for answer in await asyncio.gather(*asked)] == [0, 0]
+    (second,) = client._conns.values()
+    assert second is not first
+    assert isinstance(second._writer.transport.get_protocol(), Frames)
+
+
+async def test_without_a_connection_nothing_is_sent_at_once_and_a_node_that_is_not_there_is_told_of() -> None:
+    client = Client(bootstrap_servers="127.0.0.1:1")
+    assert client.send_now(NODE, END) is None
+    with pytest.raises(errors.NodeNotReadyError):
+        await client.send(NODE, END)
+    await client.close()
