@@ -147,7 +147,7 @@ class Ingest:
         the group was sent.
         """
         started = time.perf_counter()
-        self._telemetry.stage_queue.observe(time.monotonic() - requests[0].arrived)
+        waited_s = time.monotonic() - requests[0].arrived
         for request in requests:
             request.move(RequestEvent.CLAIM)
         if self._queue.suspects(requests):
@@ -169,6 +169,7 @@ class Ingest:
             self._queue_again(requests)
             await asyncio.sleep(AWAY_PAUSE_S)
             return [], []
+        self._telemetry.stage_queue.observe(waited_s)
         self._telemetry.stage_claim.observe(time.perf_counter() - started)
         if requests[0].atomic and claims[0].outcome is Outcome.DELIVERED:
             await self._answer_members(requests[0], claims[0])

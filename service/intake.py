@@ -221,14 +221,14 @@ class Intake:
         reply = request.end()
         self._queue.leave(request)
         try:
-            self._note(request, answer)
-        except Exception:  # a bug there must not keep the client from its answer
-            log.exception("an answer was not noted", **request.named)
-        try:
             reply(answer)
             self.shedding.answered(request.answers)
         except Exception:  # a bug at the edge must not keep the others of the group from their answers
             log.exception("an answer was not given", **request.named)
+        try:
+            self._note(request, answer)
+        except Exception:  # nor must one here
+            log.exception("an answer was not noted", **request.named)
 
     def accept(self, request: Request) -> None:
         """The claim stands: who prefers so is answered 202 now; what becomes of it is for the journal and the key."""
