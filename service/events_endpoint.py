@@ -225,7 +225,8 @@ class EventsEndpoint:
             self._fail(post, answer, applied)
         else:
             lines = committed_lines(key, answer, self._retention_s) + applied
-            self._answer(post, 201, lines, render_place(answer.places[0]))
+            told = partial(self._answer, post, 201, lines, render_place(answer.places[0]))
+            self._intake().outbox.put(told)
 
     async def _or_fail(self, post: Post, work: Coroutine[Any, Any, None]) -> None:
         """Do the work of a request; what it raises is its answer."""

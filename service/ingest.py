@@ -91,6 +91,7 @@ class Ingest:
         self._queue = queue
         self._catalogue = catalogue
         self._answer, self._accept, self._too_late = intake.answer, intake.accept, intake.too_late
+        self._outbox = intake.outbox
         self._telemetry = telemetry
         self._tracing = tracing
         self._parked: list[Request] = []  # in doubt, until a slot has been recovered
@@ -175,7 +176,8 @@ class Ingest:
             await self._answer_members(requests[0], claims[0])
             return [], []
         # From here to the sending nothing is awaited: a deadline cannot pass in between and be answered 503.
-        group, unwanted, refused = self._sort(requests, claims, left_out)
+        with self._outbox.together(len(requests)):
+            group, unwanted, refused = self._sort(requests, claims, left_out)
         if refused:
             self._queue_again(refused)
             if not group:
@@ -381,8 +383,9 @@ class Ingest:
                 self._store.lost(written.link.epoch)
         self._telemetry.stage_mark.observe(time.perf_counter() - started)
         self._queue.trust(there.topic for _, committed in written.delivered for _, there in committed.places)
-        for request, committed in written.delivered:
-            self._answer(request, committed)
+        with self._outbox.together(len(written.delivered)):
+            for request, committed in written.delivered:
+                self._answer(request, committed)
 
     # ----------------------------------------------------------------------------------------------------- doubt
 

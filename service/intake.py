@@ -22,6 +22,7 @@ from service.errors import (
 from service.event import Event, check_topic
 from service.journal import Journal
 from service.kafka.cluster import Topic
+from service.outbox import Outbox
 from service.queue import Queue
 from service.recovery import Store
 from service.request import Answer, Answers, Committed, Request, Train
@@ -79,6 +80,7 @@ class Intake:
         self._open: deque[Request] = deque()  # by deadline
         self._open_bytes = 0
         self.shedding = Shedding()
+        self.outbox = Outbox()
         self.accepting = True
 
     def submit(

@@ -17,6 +17,7 @@ from service.events_endpoint import EventsEndpoint
 from service.headers import JSON, media_type, pick, unsupported
 from service.http_posts import Post
 from service.intake import Intake
+from service.outbox import Outbox
 from service.rendering import (
     committed_lines,
     echo_of,
@@ -181,6 +182,7 @@ class Commits:
 
     def __init__(self) -> None:
         self.shedding = Shedding()
+        self.outbox = Outbox()
         self.events: list[Event] = []
 
     def check_now(self, event: Event) -> bool:

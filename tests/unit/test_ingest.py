@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from functools import partial
 
 import pytest
 from msgspec.structs import replace
@@ -40,6 +41,33 @@ async def test_a_group_is_claimed_written_marked_and_answered() -> None:
     assert world.keys_written() == [["a", "b"]]
     assert kind_of(await world.ask(make_event("a", value=b"2"))) is FINGERPRINT_MISMATCH
     assert world.journal.answers == [("a", 201), ("b", 201), ("a", 201), ("a", 422)]
+    await ended(serving)
+
+
+@pytest.mark.parametrize("known", [False, True])
+async def test_the_answers_of_a_group_go_out_together(known: bool) -> None:
+    """New ones after their mark, and replays after their claim."""
+    world = World()
+    serving = world.serve(await world.slot())
+    if known:
+        await asyncio.gather(world.submit("a"), world.submit("b"))
+    await world.intake.check(make_event("a"), time.monotonic())
+    steps: list[str] = []
+    done = asyncio.Event()
+
+    def tell(key: str) -> None:
+        steps.append(f"told {key}")
+        if key == "b":
+            done.set()
+
+    def reply(key: str, _: Answer) -> None:
+        steps.append(f"known {key}")
+        world.intake.outbox.put(partial(tell, key))
+
+    for key in ("a", "b"):
+        world.intake.submit(make_event(key), time.monotonic(), partial(reply, key))
+    await asyncio.wait_for(done.wait(), 5)
+    assert steps == ["known a", "known b", "told a", "told b"]
     await ended(serving)
 
 

@@ -1,0 +1,48 @@
+"""Answers that come to be known in one step go out together: each wakes its client, and to wake one takes longest.
+
+Clients that share a thread are awake while their answers follow each other at once, so the kernel has nobody to wake.
+"""
+
+import contextlib
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+Tell = Callable[[], object]
+_AT_ONCE: Final = contextlib.nullcontext()
+
+
+class Outbox:
+    """Tells answers at once, or those of a step at its end, in their order."""
+
+    def __init__(self) -> None:
+        self._held: list[Tell] | None = None
+
+    def put(self, tell: Tell) -> None:
+        """Have an answer told. Where that is done at once, this raises what it raises."""
+        if self._held is None:
+            tell()
+        else:
+            self._held.append(tell)
+
+    def together(self, most: int) -> contextlib.AbstractContextManager[None]:
+        """`with outbox.together(most):` what is put in meanwhile is told at the end; nothing may be awaited in it.
+
+        One alone is told at once.
+        """
+        return self if most > 1 else _AT_ONCE
+
+    def __enter__(self) -> None:
+        self._held = []
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        held, self._held = self._held, None
+        for tell in held or ():
+            try:
+                tell()
+            except Exception:  # a bug at the edge must not keep the others from their answers
+                log.exception("an answer was not given")

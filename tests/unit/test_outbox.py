@@ -1,0 +1,59 @@
+"""Answers of one step are told at its end, in their order, each though another cannot be."""
+
+from functools import partial
+
+import pytest
+
+from service.outbox import Outbox
+
+
+def test_outside_of_a_step_an_answer_is_told_at_once_and_raises_by_itself() -> None:
+    outbox, told = Outbox(), list[int]()
+    outbox.put(partial(told.append, 1))
+    assert told == [1]
+    with pytest.raises(IndexError):
+        outbox.put(partial(told.pop, 7))
+
+
+def test_those_of_a_step_are_told_at_its_end_in_their_order() -> None:
+    outbox, told = Outbox(), list[int]()
+    for start in (0, 10):
+        before = list(told)
+        with outbox.together(2):
+            for number in range(start, start + 3):
+                outbox.put(partial(told.append, number))
+            assert told == before
+    assert told == [0, 1, 2, 10, 11, 12]
+    outbox.put(partial(told.append, 20))
+    assert told[-1] == 20
+
+
+def test_one_alone_is_told_at_once() -> None:
+    outbox, told = Outbox(), list[int]()
+    with outbox.together(1):
+        outbox.put(partial(told.append, 1))
+        assert told == [1]
+
+
+def test_one_that_cannot_be_told_keeps_no_other_from_its_answer() -> None:
+    outbox, told = Outbox(), list[int]()
+    with outbox.together(3):
+        outbox.put(partial(told.append, 1))
+        outbox.put(partial(told.pop, 7))
+        outbox.put(partial(told.append, 2))
+    assert told == [1, 2]
+
+
+def test_a_step_that_fails_has_told_what_it_knew() -> None:
+    outbox, told = Outbox(), list[int]()
+
+    def fail() -> None:
+        with outbox.together(2):
+            outbox.put(partial(told.append, 1))
+            raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        fail()
+    assert told == [1]
+    outbox.put(partial(told.append, 2))
+    assert told == [1, 2]
