@@ -226,7 +226,7 @@ class EventsEndpoint:
         else:
             lines = committed_lines(key, answer, self._retention_s) + applied
             told = partial(self._answer, post, 201, lines, render_place(answer.places[0]))
-            self._intake().outbox.put(told)
+            self._intake().outbox.put(told, partial(self._named, post))
 
     async def _or_fail(self, post: Post, work: Coroutine[Any, Any, None]) -> None:
         """Do the work of a request; what it raises is its answer."""

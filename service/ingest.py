@@ -159,6 +159,7 @@ class Ingest:
             partitions, left_out = route(requests, self._catalogue.last_known)
         if partitions and requests[0].guarantee is Guarantee.EXACTLY_ONCE:
             slot.open(partitions)
+        self._telemetry.stage_queue.observe(waited_s)  # not before: of what is sent now, that takes longest
         try:
             if requests[0].atomic:
                 claims = [await slot.claim_all(requests[0].asked)]
@@ -170,7 +171,6 @@ class Ingest:
             self._queue_again(requests)
             await asyncio.sleep(AWAY_PAUSE_S)
             return [], []
-        self._telemetry.stage_queue.observe(waited_s)
         self._telemetry.stage_claim.observe(time.perf_counter() - started)
         if requests[0].atomic and claims[0].outcome is Outcome.DELIVERED:
             await self._answer_members(requests[0], claims[0])

@@ -9,7 +9,7 @@ class Patience:
     """How long each wait of a kind may take, in seconds. A timer that is made and ended each time costs 7 µs."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+        self.seconds = seconds  # the same for all that wait: they end in the order in which they began
         self._waits: dict[Wait, None] = {}  # in the order of their ends
         self._timer: asyncio.TimerHandle | None = None
 

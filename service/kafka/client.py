@@ -6,6 +6,7 @@ has it, and what comes is cut into answers as it comes, where aiokafka wakes a t
 
 import asyncio
 import time
+import weakref
 from typing import Any, Final
 
 from aiokafka import errors
@@ -20,14 +21,19 @@ _JOINED_MOST_BYTES: Final = 32 * 1024
 
 
 class Client(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no types
-    """AIOKafkaClient. Its requests of a transaction have no time limit of their own: their caller has one."""
+    """AIOKafkaClient. Where its requests of a transaction go the short way, their time limit is their caller's."""
 
     async def send(self, node_id: int, request: Any, *, group: Any = ConnectionGroup.DEFAULT) -> Any:
         """The answer to a request, sent once. Raises KafkaError."""
         if type(request) in FORMS and group is ConnectionGroup.DEFAULT:
             answer = self.send_now(node_id, request)
-            if answer is None and await self._get_conn(node_id) is not None:
+            if answer is None:
+                connection = await self._get_conn(node_id)
+                if connection is None:
+                    raise errors.NodeNotReadyError(f"node {node_id} cannot be reached")
                 answer = self.send_now(node_id, request)
+                if answer is None and not _is_open(connection):
+                    raise errors.KafkaConnectionError(f"the connection to node {node_id} has just ended")
             if answer is not None:
                 return await answer
         return await super().send(node_id, request, group=group)
@@ -38,7 +44,7 @@ class Client(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no types
         Nor is it sent where the node does not know the version that we speak: `send` finds one that it knows.
         """
         connection = self._conns.get((node_id, ConnectionGroup.DEFAULT))
-        if connection is None or not connection.connected():
+        if connection is None or not _is_open(connection):
             return None
         form = FORMS[type(request)]
         least, most = connection._versions.get(form.api_key, (0, -1))
@@ -51,10 +57,15 @@ class Client(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no types
         connection = self._conns.get((node_id, group))
         if connection is None or not connection.connected():
             connection = await super()._get_conn(node_id, group=group, no_hint=no_hint)
-            # Who made it is here first: nothing has been asked on it since its login.
-            if connection is not None and not connection._requests:
+            # Who made it is here first: nothing has been asked on it since its login. It may have ended since.
+            if connection is not None and connection.connected() and not connection._requests:
                 Frames.of(connection)
         return connection
+
+
+def _is_open(connection: AIOKafkaConnection) -> bool:
+    """Can it be written to? After a reset, what aiokafka itself goes by tells so only some steps later."""
+    return connection.connected() and not connection._writer.is_closing()
 
 
 def _ask(connection: AIOKafkaConnection, form: Form, request: Any) -> asyncio.Future[Any]:
@@ -71,10 +82,13 @@ def _ask(connection: AIOKafkaConnection, form: Form, request: Any) -> asyncio.Fu
 
 
 class Frames(asyncio.Protocol):
-    """Takes what a connection receives, in place of aiokafka's stream, which goes on to see its end."""
+    """Takes what a connection receives, in place of aiokafka's stream, which goes on to see its end.
+
+    As its reader does, this leaves a connection that nobody knows any more to be collected, and so closed.
+    """
 
     def __init__(self, connection: AIOKafkaConnection) -> None:
-        self._connection = connection
+        self._connection = weakref.ref(connection)
         self._stream = connection._protocol
         self._parts: list[bytes] = []
         self._have = 0
@@ -109,9 +123,9 @@ class Frames(asyncio.Protocol):
         self._parts, self._have = [rest] if rest else [], len(rest)
 
     def _take(self, frame: bytes) -> None:
-        connection = self._connection
-        if not connection.connected():
-            return  # by an answer before this one
+        connection = self._connection()
+        if connection is None or not connection.connected():
+            return  # ended by an answer before this one, or forgotten
         try:
             correlation_id, form, answer = connection._requests[0]
             if not isinstance(form, Form):

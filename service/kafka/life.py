@@ -163,12 +163,15 @@ class Life:
                 await self.client.force_metadata_update()
 
     def ask_now(self, node: int, request: Any) -> asyncio.Future[Any] | None:
-        """Send a request, where that can be done at once; `ask` takes its answer."""
+        """Send a request, where that can be done at once; its answer is to be heeded."""
         return self.client.send_now(node, request)
 
-    async def ask(self, node: int, request: Any, asked: asyncio.Future[Any] | None = None) -> Any:
-        """The answer to a request, sent once (by `ask_now`, if it was `asked`). Raises KafkaError or OSError."""
-        answer = await (self.client.send(node, request) if asked is None else asked)
+    async def ask(self, node: int, request: Any) -> Any:
+        """The answer to a request, sent once. Raises KafkaError or OSError."""
+        return self.heed(await self.client.send(node, request))
+
+    def heed(self, answer: Any) -> Any:
+        """Note what an answer says beside what was asked; the answer."""
         if answer.throttle_time_ms:
             self._throttled_ms = answer.throttle_time_ms
             self._throttled_until = time.monotonic() + answer.throttle_time_ms / 1000

@@ -89,22 +89,28 @@ class TransactionalProducer:
             return
         try:
             with self._patience.wait():
-                if await self._opened():
+                with self._sends_patience.wait():
+                    opened = await self._opened()
+                if opened:
                     await self._end(commit=False)
         except Exception as error:
             raise TransactionFailed(verdict.of(error, commit_asked=False), repr(error)) from error
 
     async def _opened(self) -> dict[Partition, int]:
-        """What `open` has added to the transaction, with the leaders; nothing where Kafka refuses a partition of it.
+        """What `open` has added to the transaction, with the leaders; nothing where Kafka would not (`write` meets it).
 
-        That is for `write` to meet, which may not need it.
+        It refuses a partition, which the write may not need; or the markers of the transaction before are still being
+        written.
         """
         if self._opening is None:
             return {}
         (leaders, answer), self._opening = self._opening, None
+        codes = _codes(self._life.heed(await answer))
+        if CONCURRENT_TRANSACTIONS in codes.values():
+            return {}
         group = _Group([])
         try:
-            await self._begin(group, leaders, answer)
+            group.check_added(codes)
         except errors.KafkaError:
             if not group.refusals:
                 raise
@@ -172,29 +178,20 @@ class TransactionalProducer:
         life = self._life
         return AddPartitionsToTxnRequest(life.transactional_id, life.producer_id, life.epoch, list(by_topic.items()))
 
-    async def _begin(
-        self, group: "_Group", partitions: Iterable[Partition], asked: asyncio.Future[Any] | None = None
-    ) -> None:
-        """Add partitions to the transaction, which begins with the first ones; `asked` where that was sent already.
+    async def _begin(self, group: "_Group", partitions: Iterable[Partition]) -> None:
+        """Add partitions to the transaction, which begins with the first ones.
 
         CONCURRENT_TRANSACTIONS says that the markers of the one before are still being written: nothing was done.
         """
         life, pause_s = self._life, MARKERS_PAUSE_S
         request = self._add_partitions(partitions)
         while True:
-            answer = await life.ask(life.coordinator, request, asked)
-            codes = {(topic, row[0]): row[1] for topic, rows in answer.errors for row in rows}
+            codes = _codes(await life.ask(life.coordinator, request))
             if CONCURRENT_TRANSACTIONS not in codes.values():
                 break
             await asyncio.sleep(pause_s)
-            asked = None
             pause_s = min(2 * pause_s, MARKERS_PAUSE_MOST_S)
-        for (topic, _), code in codes.items():
-            if code in REFUSALS:
-                group.refusals[topic] = REFUSALS[code]
-        for code in codes.values():
-            if code != NOT_ATTEMPTED:  # said of the others where one is refused
-                check(code, "AddPartitionsToTxn")
+        group.check_added(codes)
 
     async def _send(self, group: "_Group", leaders: Mapping[Partition, int]) -> list[Place]:
         """Send a group and await every one of its batches; its places in the order of its records."""
@@ -242,6 +239,15 @@ class _Group:
         self.waiting_for = ""  # the topic whose leader is looked for
         self.refusals: dict[str, Refusal] = {}  # by topic
 
+    def check_added(self, codes: Mapping[Partition, int]) -> None:
+        """Raise the error of an answer to AddPartitionsToTxn, if it is one, and note which topics it refuses."""
+        for (topic, _), code in codes.items():
+            if code in REFUSALS:
+                self.refusals[topic] = REFUSALS[code]
+        for code in codes.values():
+            if code != NOT_ATTEMPTED:  # said of the others where one is refused
+                check(code, "AddPartitionsToTxn")
+
     def stuck(self, timed_out: bool) -> set[str]:
         """Topics that the transaction ended for, or that had no answer when its time was up."""
         failed = {
@@ -250,6 +256,11 @@ class _Group:
             if (timed_out if batch.answer is None else batch.answer[0] not in (OK, *FENCED_CODES))
         }
         return failed | ({self.waiting_for} - {""})
+
+
+def _codes(answer: Any) -> dict[Partition, int]:
+    """What an answer to AddPartitionsToTxn says of each partition."""
+    return {(topic, row[0]): row[1] for topic, rows in answer.errors for row in rows}
 
 
 FENCED_CODES: Final = (errors.InvalidProducerEpoch.errno, verdict.PRODUCER_FENCED)

@@ -24,6 +24,8 @@ from tests.contract.memory_log import Broker, MemoryProducer
 from tests.integration.judge import read_committed
 
 LEDGER_PARTITIONS = 2
+# Kafka writes a transaction's markers behind its commit, in some milliseconds; until then nothing can be opened.
+MARKERS_S = 0.5
 NOW_MS = time.time_ns() // 1_000_000
 
 
@@ -132,9 +134,11 @@ async def test_a_begin_record_is_a_transaction_without_events(bench: Bench) -> N
 async def test_a_transaction_may_be_opened_before_it_is_known_what_goes_into_it(bench: Bench) -> None:
     """A partition that gets no record gets a marker all the same, and one that was not foreseen is added."""
     producer = await writing(bench)
+    await asyncio.sleep(MARKERS_S)
     producer.open([(bench.topic, 0), (bench.topic, 1), (bench.ledger, 0)])
     places, offset = await producer.write([bench.record(b"a", 0)], (bench.ledger, 0), line)
     assert (places, offset) == ([Place(2, NOW_MS)], 2)
+    await asyncio.sleep(MARKERS_S)
     producer.open([(bench.topic, 0), (bench.ledger, 0)])
     places, offset = await producer.write([bench.record(b"b", 1)], (bench.ledger, 0), line)
     assert (places, offset) == ([Place(3, NOW_MS)], 4)
@@ -144,10 +148,25 @@ async def test_a_transaction_may_be_opened_before_it_is_known_what_goes_into_it(
 async def test_what_was_opened_for_nothing_is_ended(bench: Bench) -> None:
     producer = await writing(bench)
     await producer.abandon()  # where nothing is open there is nothing to do
+    await asyncio.sleep(MARKERS_S)
     producer.open([(bench.topic, 0), (bench.ledger, 0)])
     await producer.abandon()
     places, offset = await producer.write([bench.record(b"a", 0)], (bench.ledger, 0), line)
     assert (places, offset) == ([Place(3, NOW_MS)], 3), "the markers of the one that was ended come before"
+
+
+async def test_one_transaction_may_be_opened_right_behind_another(bench: Bench) -> None:
+    """Whether the markers of the one before are written by then or not."""
+    producer = await writing(bench)
+    written = []
+    for n in range(12):
+        producer.open([(bench.topic, 0), (bench.ledger, 0)])
+        if n % 3:
+            await producer.write([bench.record(b"%d" % (10 + n))], (bench.ledger, 0), line)
+            written.append(b"%d" % (10 + n))
+        else:
+            await producer.abandon()
+    assert [value for *_, value in await bench.read(bench.topic)] == [b"0", *written, b"1"]
 
 
 async def test_a_topic_that_is_not_there_spoils_only_what_needs_it(bench: Bench) -> None:

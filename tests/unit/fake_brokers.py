@@ -56,6 +56,7 @@ class FakeClient:
         self.throttle_ms = 0  # in every answer to a Produce
         self.requests: list[tuple[int, Any]] = []
         self.closed = False
+        self.connected = True
 
     def leader_for_partition(self, partition: TopicPartition) -> int | None:
         if partition.topic in self.unknown | self.leaderless:
@@ -75,8 +76,8 @@ class FakeClient:
     async def force_metadata_update(self) -> bool:
         return True
 
-    def send_now(self, node: int, request: Any) -> "asyncio.Future[Any]":
-        return asyncio.ensure_future(self.send(node, request))
+    def send_now(self, node: int, request: Any) -> "asyncio.Future[Any] | None":
+        return asyncio.ensure_future(self.send(node, request)) if self.connected else None
 
     async def send(self, node: int, request: Any) -> Any:
         self.requests.append((node, request))

@@ -62,7 +62,7 @@ async def test_the_answers_of_a_group_go_out_together(known: bool) -> None:
 
     def reply(key: str, _: Answer) -> None:
         steps.append(f"known {key}")
-        world.intake.outbox.put(partial(tell, key))
+        world.intake.outbox.put(partial(tell, key), dict)
 
     for key in ("a", "b"):
         world.intake.submit(make_event(key), time.monotonic(), partial(reply, key))

@@ -1,13 +1,16 @@
 """The short way of a transaction's requests: byte for byte what aiokafka sends and reads, on its own connections."""
 
 import asyncio
+import gc
 import struct
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiokafka import errors
+from aiokafka.client import AIOKafkaClient
 from aiokafka.conn import AIOKafkaConnection, create_conn
 from aiokafka.protocol.admin import ApiVersionResponse_v0
 from aiokafka.protocol.metadata import MetadataRequest
@@ -22,6 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.kafka.client import Client, Frames
+from service.kafka.cluster import AGAIN
 from service.kafka.requests import FORMS
 
 VERSIONS = {0: (3, 11), 3: (0, 5), 18: (0, 0), 24: (0, 5), 26: (0, 5)}
@@ -279,6 +283,45 @@ async def test_a_connection_that_the_client_makes_takes_the_short_way(
     (second,) = client._conns.values()
     assert second is not first
     assert isinstance(second._writer.transport.get_protocol(), Frames)
+
+
+async def test_a_connection_that_was_reset_is_not_written_to(connect: Connect) -> None:
+    """aiokafka hears of it some steps later."""
+    client, connection, _ = await connect()
+    connection._writer.transport.abort()
+    assert connection.connected()
+    assert client.send_now(NODE, END) is None
+    with pytest.raises(errors.KafkaConnectionError):
+        await client.send(NODE, END)
+
+
+async def test_a_connection_that_ends_with_its_login_is_a_failure_that_is_tried_again(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """aiokafka answers with one that its reader has just closed, as to the second who waits for it."""
+    client, connection, _ = await connect()
+    connection.close()
+
+    async def closed(*_: object, **__: object) -> AIOKafkaConnection:
+        return connection
+
+    monkeypatch.setattr(AIOKafkaClient, "_get_conn", closed)
+    assert await client._get_conn(NODE) is connection
+    with pytest.raises(AGAIN):
+        await client.send(NODE, END)
+
+
+async def test_a_connection_that_nobody_knows_any_more_is_closed(connect: Connect) -> None:
+    client, connection, _ = await connect()
+    transport = connection._writer.transport
+    client._conns.clear()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        del connection
+        gc.collect()
+    assert transport.is_closing()
+    assert any("Unclosed AIOKafkaConnection" in str(each.message) for each in told)
 
 
 async def test_without_a_connection_nothing_is_sent_at_once_and_a_node_that_is_not_there_is_told_of() -> None:

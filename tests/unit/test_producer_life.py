@@ -81,6 +81,36 @@ async def test_a_transaction_that_is_open_is_not_begun_again() -> None:
     assert [request._transaction_result for request in kafka.sent(EndTxnRequest)] == [True, True]
 
 
+async def test_without_a_connection_the_write_begins_the_transaction() -> None:
+    producer, kafka = transactional()
+    kafka.connected = False
+    producer.open([("a", 0), LEDGER])
+    await asyncio.sleep(0.01)
+    assert not kafka.requests
+    assert await write(producer, record("a")) == [Place(4, 5)]
+    assert len(kafka.sent(AddPartitionsToTxnRequest)) == 1
+    producer.open([("a", 0), LEDGER])
+    await producer.abandon()
+    assert len(kafka.sent(AddPartitionsToTxnRequest)) == 1
+
+
+async def test_what_could_not_be_opened_yet_is_begun_by_the_write_and_need_not_be_ended() -> None:
+    """The markers of the transaction before are still being written, maybe for long: nothing was done."""
+    producer, kafka = transactional()
+    concurrent = [ConcurrentTransactions.errno] * 2
+    kafka.added = lambda topic, partition: concurrent.pop() if concurrent else 0
+    producer.open([("a", 0), LEDGER])
+    await producer.abandon()
+    assert len(kafka.sent(AddPartitionsToTxnRequest)) == 1
+    assert not kafka.sent(EndTxnRequest)
+    concurrent += [ConcurrentTransactions.errno] * 2
+    producer.open([("a", 0), LEDGER])
+    assert await write(producer, record("a")) == [Place(4, 5)]
+    assert [request._topics for request in kafka.sent(AddPartitionsToTxnRequest)[1:]] == [
+        [("a", [0]), ("ns.ledger", [0])]
+    ] * 2
+
+
 async def test_what_was_opened_for_nothing_is_aborted() -> None:
     producer, kafka = transactional()
     await producer.abandon()
