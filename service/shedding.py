@@ -6,7 +6,7 @@ from typing import Final
 
 # A refusal costs 0.4 of what an event does, and who hears it asks again: where all were told at once, clients that did
 # not wait before the next try left a tenth of the time to the events (tests/bench overload). This leaves all but all.
-ANSWERS_EACH: Final = 10
+ANSWERS_EACH: Final = 8
 # Answers that may be saved up: a peak that is over soon is no overload, and is told at once.
 SAVED_MOST: Final = 300 * ANSWERS_EACH
 # For so long, in seconds, one waits at most: half of what Retry-After will ask for.
