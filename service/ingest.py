@@ -159,7 +159,7 @@ class Ingest:
             partitions, left_out = route(requests, self._catalogue.last_known)
         if partitions and requests[0].guarantee is Guarantee.EXACTLY_ONCE:
             slot.open(partitions)
-        self._telemetry.stage_queue.observe(waited_s)  # not before: of what is sent now, that takes longest
+        self._telemetry.stage_queue.observe(waited_s)  # only now: `open` waits longest for its answer
         try:
             if requests[0].atomic:
                 claims = [await slot.claim_all(requests[0].asked)]

@@ -9,12 +9,14 @@ at all times between two beats, as crashes do.
 import time
 from pathlib import Path
 
+from service.pool import BEATS_A_LEASE
+from service.settings import Settings
 from tests.bench.rows import Goal, NotRealWork, Row
 from tests.bench.stage import Stage, Target
 
 SLOTS = 64
 ALL_READY_S = 60.0
-BEAT_S = 1.0  # a third of the lease
+BEAT_S = Settings().lease_ttl_ms / 1000 / BEATS_A_LEASE
 
 
 def measure(stage: Stage) -> list[Row]:
