@@ -5,9 +5,8 @@ hundred entries a record as a busy service writes them. Timed by a look at /read
 says 503, which begins the recovery as a claim would, and from there until it says 200 again. Then Redis must hold every
 key.
 
-Linear it is held to be as throughput is with many keys in Redis: with ten times the keys, nine tenths of the rate at
-least. Of a linear cost a doubling makes exactly twice as much, so a bound there is met or missed by chance; and Redis
-itself takes a little more for a key the less of its table fits into the processor's caches.
+Ten million keys cost a little more than ten times a million: Redis takes more for a key the less of its table fits into
+the processor's caches, the service does not.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ from confluent_kafka import Producer
 
 from service.wire import Entry, encode_ledger, ledger_topic, transactional_id
 from tests.bench.redis_servers import DeployedRedis
-from tests.bench.rows import Goal, NotRealWork, Row, ratios
+from tests.bench.rows import Goal, NotRealWork, Row, growth
 from tests.bench.stage import Stage, Target
 
 SLOTS_MAX = 64
@@ -29,7 +28,6 @@ ENTRIES_A_RECORD = 100
 PATIENCE_S = 240.0
 NOTICED_S = 10.0
 FLUSH_S = 60.0
-LINEAR = Goal(least=0.9)
 
 
 def measure(stage: Stage) -> list[Row]:
@@ -52,14 +50,7 @@ def measure(stage: Stage) -> list[Row]:
         Row(
             "from flush to noticed, by nobody's write", "s", [noticed for each in times.values() for noticed, _ in each]
         ),
-        *(
-            Row(f"from noticed to ready at {count:,}", "s", took_s[count], series="from noticed to ready", at=count)
-            for count in points
-        ),
-        *(
-            Row(f"keys a second at {most:,} over those at {fewer:,}", "x", ratios(rates[most], rates[fewer]), LINEAR)
-            for fewer, most in itertools.pairwise(points)
-        ),
+        *growth("from noticed to ready", "s", took_s, "from noticed to ready"),
     ]
 
 
