@@ -34,10 +34,11 @@ from service.wire import LedgerRecord, transactional_id
 
 log = structlog.get_logger(__name__)
 
-# Ledger records, each of a busy process's hundred entries or so, that are decoded while Redis writes those before; so
-# many that it has something to write while a fetch is unpacked.
+# Ledger records, each of a busy process's hundred entries or so, that are handed to Redis at once.
 REPLAY_RECORDS: Final = 20
-REPLAYS_AT_ONCE: Final = 4
+# As many times that may be packed and wait for their turn, some 60 MB: while Redis moves millions of keys to a larger
+# table, it takes them at a fifth of the pace at which they are read.
+REPLAYS_AHEAD: Final = 400
 PAUSE_LEAST_S: Final = 1.0
 PAUSE_MOST_S: Final = 300.0
 # How far the broker's clock (LogAppendTime) and Redis's (accepted_at) may be apart when old ledger is left unread.
@@ -373,9 +374,10 @@ class Store:
                 async for items in records:
                     for start in range(0, len(items), REPLAY_RECORDS):
                         rows = rows_of(items[start : start + REPLAY_RECORDS])
-                        if len(writing) == REPLAYS_AT_ONCE:
+                        while writing and (len(writing) == REPLAYS_AHEAD or writing[0].done()):
                             await writing.popleft()
                         writing.append(asyncio.create_task(self._keys.recover_replay(store, nonce, rows)))
+                        await asyncio.sleep(0)  # it goes out now: what a fetch has brought comes without another pause
                         keys += len(rows)
                         replayed.inc(len(rows))
                     remaining[items[-1].partition] = max(0, through[items[-1].partition] - items[-1].offset)

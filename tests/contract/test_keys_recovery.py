@@ -1,12 +1,14 @@
 """What every key store does in recovery: of a slot, and of itself."""
 
+import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
 
 from deploy.local.stack import Redis
 from service.errors import Fenced, StoreLost
-from service.keys import REPLAY_CHUNK, Epoch, Identity
+from service.keys import REPLAY_CHUNK, REPLAYS_AT_ONCE, Epoch, Identity
 from service.states import Claimed, Outcome
 from tests.contract.conftest import LEASE_MS, RETENTION_MS, Bench, redis_keys
 from tests.contract.test_keys import FP, FP2, ID, OTHER, delivered
@@ -182,6 +184,22 @@ async def test_each_step_of_a_store_recovery_renews_its_nonce(redis: Redis, name
             client.pexpire(nonce, 5_000)
             await step()
             assert 290_000 < int(client.pttl(nonce)) <= 300_000
+    await keys.close()
+
+
+async def test_replays_of_a_store_recovery_take_turns(own_redis: Redis, namespace: str) -> None:
+    """However many are called for at once: Redis gets so many that it is never without work, and no more wait there."""
+    keys = redis_keys(own_redis, namespace)
+    seen = await keys.who()
+    assert await keys.recover(seen, "mine")
+    now = time.time_ns() // 1_000_000
+    rows = [(number.to_bytes(16, "big"), delivered(now, offset=number)) for number in range(5_000)]
+    replays = [keys.recover_replay(seen.store, "mine", rows[start : start + 100]) for start in range(0, 5_000, 100)]
+    await asyncio.gather(*replays)
+    await keys.recover_end(seen.store, "mine", 1, [10])
+    assert await keys.find_all(Epoch(1, seen.store), [id for id, _ in rows]) == [state for _, state in rows]
+    with own_redis.client() as client:
+        assert client.info("clients")["connected_clients"] == REPLAYS_AT_ONCE + 1
     await keys.close()
 
 

@@ -220,7 +220,7 @@ async def test_replay_by_the_hundred(bed: Bed, name: str) -> None:
     """Entries of one time are written many at a time where none of them is there; each is as if it were alone."""
     now = bed.now_ms()
     ages_ms = [500] * 120 + [1_500] * 30 + [RETENTION_MS + 1] * 5 + [500] * 40 + [700, 900, 700] * 15 + [500] * 10
-    rows = [(id, Delivered(now - ms, FP2, "o", 0, ms, now)) for id, ms in zip(ids(250), ages_ms, strict=True)]
+    rows = [(id, delivered(number, now - ms)) for number, (id, ms) in enumerate(zip(ids(250), ages_ms, strict=True))]
     before: list[KeyState] = [None] * 250
     before[99] = before[140] = before[152] = before[249] = present(now)[name]
     for id, state in zip(ids(250), before, strict=True):
@@ -228,6 +228,28 @@ async def test_replay_by_the_hundred(bed: Bed, name: str) -> None:
     await bed.keys.replay(bed.epoch, rows)
     wanted = [states.replay(state, entry, now, RETENTION_MS) for state, (_, entry) in zip(before, rows, strict=True)]
     assert [bed.get(id) for id in ids(250)] == wanted
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_mark_by_the_hundred(bed: Bed, name: str) -> None:
+    now, other = bed.now_ms(), present(bed.now_ms())[name]
+    before: list[KeyState] = [Claimed(SLOT, TERM, now - number // 120, FP2) for number in range(250)]
+    before[99] = before[140] = before[249] = other
+    ats = [state.at if state else now for state in before]
+    rows = [(id, delivered(number, at)) for number, (id, at) in enumerate(zip(ids(250), ats, strict=True))]
+    for id, state in zip(ids(250), before, strict=True):
+        bed.put(id, state)
+    untouched = await bed.keys.mark(bed.epoch, SLOT, TERM, TERM, TERM + 1, rows)
+    wanted = [states.mark(state, SLOT, TERM, entry) for state, (_, entry) in zip(before, rows, strict=True)]
+    assert [bed.get(id) for id in ids(250)] == wanted
+    assert untouched == sum(state != entry for state, (_, entry) in zip(wanted, rows, strict=True))
+
+
+def delivered(number: int, at: int) -> Delivered | DeliveredBatch:
+    """Of three lengths, the lengths in runs and one by one."""
+    if number % 60 == 59:
+        return DeliveredBatch(at, FP2, 5)
+    return Delivered(at, FP2, "o" if number % 50 < 40 or number % 2 else "orders", 0, number, at)
 
 
 @pytest.mark.parametrize("name", NAMES)
