@@ -5,8 +5,8 @@ hundred entries a record as a busy service writes them. Timed by a look at /read
 says 503, which begins the recovery as a claim would, and from there until it says 200 again. Then Redis must hold every
 key.
 
-Ten million keys cost a little more than ten times a million: Redis takes more for a key the less of its table fits into
-the processor's caches, the service does not.
+What grows faster than the keys is Redis's own: each time that its table doubles it moves all keys that it has, and the
+larger the table, the more of it is out of the processor's caches. The service reads ahead meanwhile.
 """
 
 import hashlib
