@@ -53,8 +53,8 @@ local function raise(hash, slot, value)
   if tonumber(value) > hash_number(hash, slot) then redis.call('HSET', P .. hash, slot, value) end
 end
 
-local function put(id, state, at, retention)
-  redis.call('SET', K .. id, state, 'PXAT', at + retention)
+local function put(key, state, expires)
+  redis.call('SET', key, state, 'PXAT', expires)
 end
 
 -- Valkey 9.1 and Redis 8.4 write many keys in one call, at two thirds of what a call a key costs.
@@ -70,8 +70,8 @@ local function put_new(rows, n, expires)
   return redis.pcall('MSETEX', n, unpack(rows, 1, last + 3)) == 1
 end
 
--- Delivered states are handed over from some place of ARGV on: (at format packed)*, each AT_ONCE keys or fewer with their
--- states, which have one `at`, so that they expire together. Answers for each the `at`, (key state)*, and how many.
+-- Delivered states are handed over from some place of ARGV on: (at format packed)*, each AT_ONCE keys or fewer with
+-- their states, which have one `at`, so that they expire together. Answers for each the `at`, (key state)*, how many.
 local function delivered(place)
   return function()
     local at, format, packed = ARGV[place], ARGV[place + 1], ARGV[place + 2]
@@ -88,7 +88,7 @@ local function replay_one(key, state, at, expires)
   local present = redis.call('GET', key)
   -- Any claim ("C" is 67) gives way, also a newer one: a store that did not know of this record has let it be made.
   local gives_way = string.byte(present) == 67 or (struct.unpack('>I8', present, 2)) <= at
-  if gives_way then redis.call('SET', key, state, 'PXAT', expires) end
+  if gives_way then put(key, state, expires) end
 end
 
 local function replay(place, retention)
@@ -173,7 +173,8 @@ function operation.claim_all()
   if at + retention - now < least_left then at = now end
   local head = 'C' .. struct.pack('>I2I8I8', tonumber(slot), term, at)
   for place = 1, #ARGV[8], 24 do
-    put(string.sub(ARGV[8], place, place + 15), head .. string.sub(ARGV[8], place + 16, place + 23), at, retention)
+    local key = K .. string.sub(ARGV[8], place, place + 15)
+    put(key, head .. string.sub(ARGV[8], place + 16, place + 23), at + retention)
   end
   return {'OK', (taken and 'T' or 'N') .. struct.pack('>I8', at)}
 end
@@ -190,7 +191,7 @@ function operation.mark()
       -- Nearly always it is this claim: one call, which also leaves the time at which the key expires.
       local present = redis.call('SET', key, state, 'XX', 'KEEPTTL', 'GET')
       if not present then
-        redis.call('SET', key, state, 'PXAT', at + retention)
+        put(key, state, at + retention)
       elseif string.sub(present, 1, 11) ~= head then
         redis.call('SET', key, present, 'KEEPTTL')
         untouched = untouched + 1

@@ -132,7 +132,7 @@ class KeyStore(Protocol):
 
     async def recover_read(self, store: str, nonce: str, slots: int) -> list[int | None]: ...
     async def recover_replay(self, store: str, nonce: str, rows: Sequence[Row]) -> None:
-        """Write ledger entries. Called many times at once, each waits for its turn."""
+        """Write ledger entries, REPLAY_CHUNK at most. Called many times at once, each waits for its turn."""
 
     async def recover_end(self, store: str, nonce: str, generation: int, freed: Sequence[int]) -> None: ...
     async def recover_abandon(self, store: str, nonce: str) -> None: ...
@@ -268,8 +268,8 @@ class RedisKeys:
 
     async def replay(self, epoch: Epoch, rows: Sequence[Row], free: tuple[int, int] | None = None) -> None:
         head = ("replay", epoch.generation, epoch.store, self._retention_ms)
-        *chunks, last = _chunks(rows)
-        for chunk in chunks:
+        *others, last = chunks(rows)
+        for chunk in others:
             await self._call(*head, "", "", *self._delivered(chunk))
         await self._call(*head, *(free or ("", "")), *self._delivered(last))
 
@@ -299,12 +299,10 @@ class RedisKeys:
         return [None if offset < 0 else int(offset) for offset in offsets]
 
     async def recover_replay(self, store: str, nonce: str, rows: Sequence[Row]) -> None:
-        head = ("recover_replay", store, nonce, self._nonce_ttl_ms, self._retention_ms)
-        packed = [self._delivered(chunk) for chunk in _chunks(rows)]
+        packed = self._delivered(rows)
         del rows  # packed they take a fifth of the memory while they wait
-        for chunk in packed:
-            async with self._replaying:
-                await self._call(*head, *chunk)
+        async with self._replaying:
+            await self._call("recover_replay", store, nonce, self._nonce_ttl_ms, self._retention_ms, *packed)
 
     async def recover_end(self, store: str, nonce: str, generation: int, freed: Sequence[int]) -> None:
         pairs = [number for slot_and_offset in enumerate(freed) for number in slot_and_offset]
@@ -470,6 +468,6 @@ def unpack(raw: bytes) -> Claimed | Delivered | DeliveredBatch:
     return Delivered(at, fp, raw[_DELIVERED.size :].decode(), partition, offset, ts)
 
 
-def _chunks(rows: Sequence[Row]) -> list[Sequence[Row]]:
-    """At least one chunk: the last call of a replay does more than write rows."""
+def chunks(rows: Sequence[Row]) -> list[Sequence[Row]]:
+    """The rows as one script call of a replay takes them; at least one chunk, as the last call does more than write."""
     return [rows[start : start + REPLAY_CHUNK] for start in range(0, len(rows), REPLAY_CHUNK)] or [()]

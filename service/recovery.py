@@ -6,12 +6,13 @@ through; claims are compared by ledger offsets, which only grow.
 
 import asyncio
 import contextlib
+import functools
 import random
 import secrets
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
-from typing import Final
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from typing import Any, Final
 
 import structlog
 
@@ -21,7 +22,7 @@ from service.kafka.cluster import Cluster
 from service.kafka.deadline import shared
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.reader import Span, ends, offsets_since, read_through
-from service.keys import REPLAY_CHUNK, Epoch, Identity, KeyStore, Row
+from service.keys import REPLAY_CHUNK, Epoch, Identity, KeyStore, Row, chunks
 from service.logs import Incident
 from service.replay import rows_of
 from service.settings import Settings
@@ -36,8 +37,8 @@ log = structlog.get_logger(__name__)
 
 # Ledger records, each of a busy process's hundred entries or so, that are handed to Redis at once.
 REPLAY_RECORDS: Final = 20
-# As many times that may be packed and wait for their turn, some 60 MB: while Redis moves millions of keys to a larger
-# table, it takes them at a fifth of the pace at which they are read.
+# Writes, of REPLAY_CHUNK keys or fewer, that may be packed and wait for their turn, some 60 MB (with topics of the
+# longest names 260): while Redis moves millions of keys to a larger table, it takes a fifth of what is read.
 REPLAYS_AHEAD: Final = 400
 PAUSE_LEAST_S: Final = 1.0
 PAUSE_MOST_S: Final = 300.0
@@ -363,8 +364,7 @@ class Store:
             slot: Span(starts.get(slot) if applied[slot] is None else applied[slot], offset)
             for slot, offset in through.items()
         }
-        keys = 0
-        writing: deque[asyncio.Task[None]] = deque()  # in no order: of an id's states the newest stays
+        writes = _Writes(functools.partial(self._keys.recover_replay, store, nonce))
         remaining = {slot: span.through + 1 - max(span.start or 0, 0) for slot, span in spans.items()}
         replayed, left = self._telemetry.replayed.labels("store"), self._telemetry.replay_remaining
         patience_s = (self._settings.request_timeout_ms + self._settings.transaction_timeout_ms) / 1000
@@ -373,29 +373,52 @@ class Store:
             async with contextlib.aclosing(records):
                 async for items in records:
                     for start in range(0, len(items), REPLAY_RECORDS):
-                        rows = rows_of(items[start : start + REPLAY_RECORDS])
-                        while writing and (len(writing) == REPLAYS_AHEAD or writing[0].done()):
-                            await writing.popleft()
-                        writing.append(asyncio.create_task(self._keys.recover_replay(store, nonce, rows)))
-                        await asyncio.sleep(0)  # it goes out now: what a fetch has brought comes without another pause
-                        keys += len(rows)
-                        replayed.inc(len(rows))
+                        for rows in chunks(rows_of(items[start : start + REPLAY_RECORDS])):
+                            await writes.add(rows)
+                            replayed.inc(len(rows))
                     remaining[items[-1].partition] = max(0, through[items[-1].partition] - items[-1].offset)
                     left.set(sum(remaining.values()))
                     behind = [slot for slot, offsets in sorted(remaining.items()) if offsets]
-                    self.status = f"recovering: {keys} keys replayed, waiting for slots {behind[:SLOTS_NAMED]}"
-            while writing:
-                await writing.popleft()
+                    self.status = f"recovering: {writes.keys} keys replayed, waiting for slots {behind[:SLOTS_NAMED]}"
+            await writes.end()
         finally:
             left.set(0)
-            for task in writing:
-                task.cancel()
-            await asyncio.gather(*writing, return_exceptions=True)
-        return keys
+            await writes.stop()
+        return writes.keys
 
     @property
     def _lease_s(self) -> float:
         return self._settings.lease_ttl_ms / 1000
+
+
+class _Writes:
+    """Rows on their way into the store: what was read waits, in a number that memory bears, while Redis is busy.
+
+    They are written in no order: of an id's states the newest stays. What fails is raised by a later call.
+    """
+
+    def __init__(self, write: Callable[[Sequence[Row]], Coroutine[Any, Any, None]]) -> None:
+        self.keys = 0  # handed over
+        self._write = write
+        self._under_way: deque[asyncio.Task[None]] = deque()
+
+    async def add(self, rows: Sequence[Row]) -> None:
+        while self._under_way and (len(self._under_way) == REPLAYS_AHEAD or self._under_way[0].done()):
+            await self._under_way.popleft()
+        self._under_way.append(asyncio.create_task(self._write(rows)))
+        self.keys += len(rows)
+        await asyncio.sleep(0)  # it goes out now: what a fetch has brought comes without another pause
+
+    async def end(self) -> None:
+        """All is written."""
+        while self._under_way:
+            await self._under_way.popleft()
+
+    async def stop(self) -> None:
+        """Whatever is still under way is given up."""
+        for task in self._under_way:
+            task.cancel()
+        await asyncio.gather(*self._under_way, return_exceptions=True)
 
 
 def _now_ms() -> int:

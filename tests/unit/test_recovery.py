@@ -11,7 +11,7 @@ from service import recovery as module
 from service.control import Newest
 from service.errors import Fenced, KafkaAway, StoreAway, StoreLost, StoreUnanswered
 from service.kafka.reader import Item, Span
-from service.keys import Epoch, Identity, Row
+from service.keys import REPLAY_CHUNK, Epoch, Identity, Row
 from service.recovery import CLOCKS_APART_MS, REPLAY_RECORDS, SlotRecovery, Store
 from service.slot import Slot
 from service.states import Delivered, SlotEvent, SlotState
@@ -332,6 +332,24 @@ async def test_a_store_is_complete_only_when_all_of_it_is_written(bed: Bed, monk
     assert bed.keys.most == module.REPLAYS_AHEAD
     assert bed.delivered() == set(numbers)
     assert [step for step in bed.steps if step.startswith("write")][1:3] == [f"write {REPLAY_RECORDS}"] * 2
+
+
+async def test_what_waits_to_be_written_is_counted_in_keys(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ledger record has as many entries as its transaction had events, thousands where they come in batches."""
+    monkeypatch.setattr(module, "REPLAYS_AHEAD", 4)
+    bed.keys.server.flush()
+    numbers = range(1, 6 * REPLAY_CHUNK + 1)
+    bed.kafka.ledger[1] = [item(1, 1, *numbers)]
+    gate = bed.keys.trouble.hold("replay")
+    settling = asyncio.create_task(bed.store.settled())
+    await until(lambda: bed.keys.writing > 0)
+    await asyncio.sleep(0.05)
+    gate.set()
+    await asyncio.wait_for(settling, 5.0)
+    assert bed.delivered() == set(numbers)
+    writes = [step for step in bed.steps if step.startswith("write")]
+    assert writes.count(f"write {REPLAY_CHUNK}") == 6
+    assert bed.keys.most == module.REPLAYS_AHEAD
 
 
 @pytest.mark.parametrize("place", [0, 3])
