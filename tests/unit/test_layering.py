@@ -36,6 +36,7 @@ LAYERS = [
     {"callers", "headers", "redis_server", "strict_json"},
     {
         "states",
+        "hanging",
         "errors",
         "settings",
         "telemetry",
