@@ -184,8 +184,8 @@ class Service:
     async def stop(self) -> None:
         """Finish what was accepted, give the leases back, write the journal, close everything."""
         await self.intake.drain()
-        await self.ingest.settle()
         await self.pool.stop()
+        await self.ingest.settle()
         await self.journal.close(JOURNAL_PATIENCE_S)
         if self.tracing is not None:
             with contextlib.suppress(TimeoutError):

@@ -108,6 +108,9 @@ class Ingest:
             if slot.stale:
                 self._queue.nudge()  # it may be this slot that was woken for what another can take
                 raise Fenced("its term, or its generation, has passed")
+            if slot.owes_too_much:
+                self._queue.nudge()  # another slot may take what is there
+                await slot.settle_debts()
             requests = [] if slot.leaving else self._queue.take()
             if not requests:
                 continue
@@ -117,9 +120,11 @@ class Ingest:
                 if group:
                     written = await self._deliver(slot, group)
                     unwanted += written.unwanted
-                    if finishing is not None:
-                        await finishing  # one mark under way at most: a store that is slow slows the slot
-                    finishing = self._finish_apart(slot, written)
+                    try:
+                        if finishing is not None:  # one mark under way at most: a slow store slows the slot
+                            await asyncio.shield(finishing)
+                    finally:  # also where the slot is cancelled: the group is committed
+                        finishing = self._finish_apart(slot, written)
                 else:
                     await slot.abandon()
                 if unwanted:
@@ -139,7 +144,7 @@ class Ingest:
             if written is not None and written.vain:
                 await asyncio.sleep(AWAY_PAUSE_S)
         if finishing is not None:
-            await finishing
+            await asyncio.shield(finishing)
 
     async def _claim(self, slot: Slot, requests: list[Request]) -> tuple[list[Won], list[Request]]:
         """Claim a group for the slot in its term; answers what is to be written, and claims that are not wanted.
@@ -482,7 +487,7 @@ class Ingest:
         self._parked += requests
 
     async def settle(self) -> None:
-        """Wait for the marks that are under way."""
+        """Wait for the marks that are under way, also those of slots that were cancelled."""
         if self._finishing:
             await asyncio.wait(self._finishing)
 

@@ -19,6 +19,9 @@ EntriesOf = Callable[[Sequence[Place]], Iterable[str]]
 
 # For what has no ledger record: offsets that no `applied` is ever at, so that a mark moves none.
 NO_RECORD: Final = -2
+# Ledger records, of 512 KiB at most, that may wait for their mark: with more of them the term ends, and the recovery
+# reads them from the ledger again.
+PENDING_MARKS_MAX: Final = 16
 
 
 class Link(NamedTuple):
@@ -169,6 +172,11 @@ class Slot:
     @property
     def owes(self) -> bool:
         return bool(self._unmarked)
+
+    @property
+    def owes_too_much(self) -> bool:
+        """Are so many marks pending that no further group may be taken before one of them succeeds?"""
+        return len(self._unmarked) >= PENDING_MARKS_MAX
 
     async def _pay(self) -> None:
         owed = self._unmarked  # a new term begins with debts of its own

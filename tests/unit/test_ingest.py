@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from service import intake
+from service import slot as slot_module
 from service.errors import (
     FINGERPRINT_MISMATCH,
     IN_PROGRESS,
@@ -20,7 +21,7 @@ from service.errors import (
 from service.request import Answer, Committed
 from service.shedding import ANSWERS_EACH, SAVED_MOST
 from service.states import Claimed, SlotState
-from tests.unit.fakes import EPOCH, NOW_MS, World, count_of, ended, kind_of, make_event, unheard, until
+from tests.unit.fakes import EPOCH, NOW_MS, World, count_of, end_of_term, ended, kind_of, make_event, unheard, until
 
 # ------------------------------------------------------------------------------------------------- when all is well
 
@@ -147,6 +148,47 @@ async def test_a_failed_mark_is_no_error_of_the_event(error: Exception) -> None:
     assert isinstance(await world.submit("b"), Committed)  # whose mark pays the debt first
     assert not slot.owes
     assert world.keys.is_delivered("a")
+    await ended(serving)
+
+
+async def test_a_slot_that_is_cut_off_still_has_its_committed_groups_marked_and_answered() -> None:
+    """Also the group that waits behind the mark of the one before it: both are in the ledger."""
+    world = World()
+    slot = await world.slot()
+    marking = world.keys.trouble.hold("mark")
+    serving = world.serve(slot)
+    first = world.submit("a")
+    await world.keys.trouble.reached["mark"].wait()
+    second = world.submit("b")
+    await until(lambda: world.keys_written() == [["a"], ["b"]])
+    await asyncio.sleep(0.01)
+    await ended(serving)
+    marking.set()
+    await asyncio.wait_for(world.ingest.settle(), 3)
+    assert world.keys.is_delivered("a")
+    assert world.keys.is_delivered("b")
+    async with asyncio.timeout(3):
+        assert isinstance(await first, Committed)
+        assert isinstance(await second, Committed)
+
+
+async def test_a_slot_that_owes_too_many_marks_takes_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its term ends instead: the recovery reads from the ledger what could not be marked."""
+    monkeypatch.setattr(slot_module, "PENDING_MARKS_MAX", 3)
+    world = World()
+    slot = await world.slot()
+    world.keys.trouble.before["mark"].extend(StoreAway("OOM") for _ in range(20))
+    serving = world.serve(slot)
+    for key in "abc":
+        assert isinstance(await world.submit(key), Committed)
+    waits = world.submit("d")
+    assert isinstance(await end_of_term(serving), StoreAway)
+    assert len(world.keys_written()) == 3
+    assert not world.keys.is_claimed("d")
+    world.keys.trouble.before["mark"].clear()
+    serving = await world.serve_again(slot)
+    assert isinstance(await waits, Committed)
+    assert not slot.owes
     await ended(serving)
 
 
