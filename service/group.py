@@ -137,6 +137,12 @@ def entries_of(delivered: Iterable[Committable]) -> Iterator[str]:
             yield encode_entry(id, there.fp, there.at, there.topic, there.partition, there.offset, there.ts, batch, i)
 
 
+def topic_ids_of(records: Iterable[Record], topic_of: Callable[[str], Topic]) -> dict[str, str]:
+    """The ids of the topics of a group's records, as far as they are known."""
+    topics = [topic_of(name) for name in {record.topic for record in records}]
+    return {topic.name: topic.topic_id for topic in topics if topic.topic_id}
+
+
 def rows_of(delivered: Iterable[Committable]) -> list[Row]:
     """The states that a committed group leaves in the store: each event's, and those of atomic batches as a whole."""
     rows: list[Row] = []

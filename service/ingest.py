@@ -32,6 +32,7 @@ from service.group import (
     records_of,
     route,
     rows_of,
+    topic_ids_of,
 )
 from service.intake import Intake
 from service.kafka.life import NotSent, Partition, Place, Record
@@ -319,7 +320,7 @@ class Ingest:
             return entries_of(delivered)
 
         try:
-            link = await slot.write(records, entries)
+            link = await slot.write(records, entries, topic_ids_of(records, self._catalogue.last_known))
         except TransactionFailed as failed:
             await self._doubt(slot, [request for request, _ in group], failed)
             raise

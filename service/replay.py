@@ -10,7 +10,15 @@ from service.event import PARTITION_MOST
 from service.kafka.reader import Item
 from service.keys import Row
 from service.states import Delivered, DeliveredBatch
-from service.wire import FINGERPRINT_BYTES, ID_BYTES, TOPIC_CHARS_MAX, VERSION, WireError, batch_fingerprint
+from service.wire import (
+    FINGERPRINT_BYTES,
+    ID_BYTES,
+    LEDGER_VERSION,
+    LEDGER_VERSIONS,
+    TOPIC_CHARS_MAX,
+    WireError,
+    batch_fingerprint,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -54,8 +62,8 @@ def rows_of(items: Sequence[Item]) -> list[Row]:
     for item in items:
         try:
             record = _decode(item.value or b"")
-            if record.v != VERSION:
-                raise WireError(f"ledger record of version {record.v}; this program reads {VERSION}")
+            if record.v not in LEDGER_VERSIONS:
+                raise WireError(f"ledger record of version {record.v}; this program reads 1 and {LEDGER_VERSION}")
             if not record.begin:
                 rows += _rows_of(record)
         except (ValueError, RecursionError) as error:  # msgspec's errors and WireError are the former

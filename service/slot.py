@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from service.errors import StoreLost
@@ -125,17 +125,19 @@ class Slot:
         self._likely = False
         await self.producer.abandon()
 
-    async def write(self, records: Sequence[Record], entries: EntriesOf) -> Link:
+    async def write(self, records: Sequence[Record], entries: EntriesOf, topic_ids: Mapping[str, str]) -> Link:
         """One transaction of records and their ledger record. Raises TransactionFailed: the term is over then.
 
-        Answers the ledger's previous and new offset, which `mark` wants.
+        `topic_ids` are those of the records' topics, as far as they are known. Answers the ledger's previous and new
+        offset, which `mark` wants.
         """
         self.move(SlotEvent.WRITE)
         self._likely = True
         producer = self.producer
 
         def ledger_record(places: Sequence[Place]) -> bytes:
-            return encode_ledger(self.n, producer.producer_id, producer.epoch, self._instance, entries(places))
+            head = self.n, producer.producer_id, producer.epoch, self._instance
+            return encode_ledger(*head, entries(places), topic_ids)
 
         try:
             _, offset = await producer.write(records, (self._ledger, self.n), ledger_record)

@@ -7,12 +7,16 @@ Standard library only: the service writes with these functions, the job and the 
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from struct import Struct
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 VERSION: Final = 1
+LEDGER_VERSION: Final = 2
+"""Of a ledger record, which tells since then by which topic ids it names its topics; version 1 is read too."""
+LEDGER_VERSIONS: Final = frozenset({1, LEDGER_VERSION})
 KEY_HEADER: Final = "idempotency-key"
 STAMP_HEADER: Final = "fencepost"
 TRACE_HEADER: Final = "traceparent"
@@ -224,23 +228,40 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class LedgerRecord:
-    """What one transaction wrote; without entries, the record by which a store recovery reads a partition through."""
+    """What one transaction wrote; without entries, the record by which a store recovery reads a partition through.
+
+    `topic_ids`: the id (KIP-516) of each topic that the entries name, as far as it was known; none in version 1. A
+    topic that was deleted and made anew has another one.
+    """
 
     slot: int
     producer_id: int
     epoch: int
     instance: str
     entries: Sequence[Entry]
+    topic_ids: Mapping[str, str] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        return encode_ledger(self.slot, self.producer_id, self.epoch, self.instance, map(Entry.encode, self.entries))
+        head = self.slot, self.producer_id, self.epoch, self.instance
+        return encode_ledger(*head, map(Entry.encode, self.entries), self.topic_ids)
 
 
-def encode_ledger(slot: int, producer_id: int, epoch: int, instance: str, entries: Iterable[str]) -> bytes:
-    """A ledger record from entries that are JSON text already: the hot path has no use for an object each."""
+def encode_ledger(
+    slot: int,
+    producer_id: int,
+    epoch: int,
+    instance: str,
+    entries: Iterable[str],
+    topic_ids: Mapping[str, str] = MappingProxyType({}),
+) -> bytes:
+    """A ledger record from entries that are JSON text already: the hot path has no use for an object each.
+
+    `topic_ids` holds the id of each topic that the entries name, as far as it is known.
+    """
+    topics = ",".join([f'"{name}":"{topic_id}"' for name, topic_id in topic_ids.items()])
     return (
-        f'{{"v":{VERSION},"slot":{slot},"pid":{producer_id},"epoch":{epoch},"instance":"{instance}",'
-        f'"entries":[{",".join(entries)}]}}'
+        f'{{"v":{LEDGER_VERSION},"slot":{slot},"pid":{producer_id},"epoch":{epoch},"instance":"{instance}",'
+        f'"topic_ids":{{{topics}}},"entries":[{",".join(entries)}]}}'
     ).encode()
 
 
@@ -248,12 +269,13 @@ def decode_ledger(raw: bytes | None) -> Begin | LedgerRecord:
     """Read a record of the ledger topic; WireError where it is none of this version."""
     try:
         body = json.loads(raw or b"")
-        if body["v"] != VERSION:
-            raise WireError(f"ledger record of version {body['v']!r}; this program reads {VERSION}")
+        if body["v"] not in LEDGER_VERSIONS:
+            raise WireError(f"ledger record of version {body['v']!r}; this program reads 1 and {LEDGER_VERSION}")
         head = (_int(body["slot"]), _int(body["pid"]), _int(body["epoch"]), _str(body["instance"]))
         if body.get("begin"):
             return Begin(*head, generation=_int(body["generation"]), at=_int(body["at"]))
-        return LedgerRecord(*head, entries=[_entry(entry) for entry in body["entries"]])
+        topic_ids = {name: _str(topic_id) for name, topic_id in body.get("topic_ids", {}).items()}
+        return LedgerRecord(*head, entries=[_entry(entry) for entry in body["entries"]], topic_ids=topic_ids)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise WireError(f"no ledger record: {(raw or b'')[:200]!r} ({error})") from error
 

@@ -18,6 +18,7 @@ from aiokafka.record.default_records import DefaultRecordBatch
 
 from service.errors import KafkaAway, KafkaForbids, KafkaRefuses
 from service.kafka.deadline import shared, within
+from service.kafka.metadata import Metadata, Partitions, partitions_of
 from service.shared import PREFIX
 from service.telemetry import Telemetry
 
@@ -129,6 +130,7 @@ class Topic:
     # Partitions with fewer replicas in sync than `min.insync.replicas`. No transaction may hold one: its markers cannot
     # be written there, and until they are, Kafka lets the transactional id begin no other (KIP-98).
     short: frozenset[int] = frozenset()
+    topic_id: str = ""  # another one after the topic was made anew (KIP-516); "" where it is not known
     message_bytes_max: int = field(init=False)  # the largest batch of records that it takes, in bytes
 
     def __post_init__(self) -> None:
@@ -206,19 +208,17 @@ class Cluster:
 
     async def partitions(self, topics: Sequence[str]) -> dict[str, int]:
         """Number of partitions of those of the topics that exist; makes none."""
-        return {name: len(replicas) for name, replicas in (await self._replicas(topics)).items()}
+        return {name: len(found.replicas) for name, found in (await self._partitions(topics)).items()}
 
-    async def _replicas(
-        self, topics: Sequence[str], *, elsewhere: bool = False
-    ) -> dict[str, dict[int, tuple[int, int]]]:
-        """How many replicas each partition of those of the topics that exist has, and how many of them are in sync."""
-        question = MetadataRequest(list(topics), allow_auto_topic_creation=False)
-        answer = await self._ask(question, but_not=self._heard if elsewhere else ())
-        found: dict[str, dict[int, tuple[int, int]]] = {}
-        for code, name, *_, partitions in (tuple(topic) for topic in answer.topics):
+    async def _partitions(self, topics: Sequence[str], *, elsewhere: bool = False) -> dict[str, Partitions]:
+        """The ids and partitions of those of the topics that exist."""
+        answer = await self._ask(Metadata(topics), but_not=self._heard if elsewhere else ())
+        found: dict[str, Partitions] = {}
+        for topic in map(tuple, answer.topics):
+            code, name, *_ = topic
             kind = errors.for_code(code)
             if kind in (errors.NoError, errors.LeaderNotAvailableError):
-                found[name] = {row[1]: (len(row[3]), len(row[4])) for row in map(tuple, partitions)}
+                found[name] = partitions_of(topic)
             elif kind is errors.TopicAuthorizationFailedError:
                 self.count_failure("metadata")
                 raise KafkaForbids(f"the service has no leave to describe topic {name}")
@@ -231,7 +231,7 @@ class Cluster:
 
         `elsewhere`: as another broker knows them than the one that answered last, if there is another.
         """
-        found = await self._replicas(names, elsewhere=elsewhere)
+        found = await self._partitions(names, elsewhere=elsewhere)
         if not found:
             return {}
         answer = await self._ask(
@@ -247,7 +247,8 @@ class Cluster:
             else:  # that it is there has just been said: it is being made or deleted, or this broker lags behind
                 unsure = f"topic {name}: its settings: {errors.for_code(code).__name__}"
                 continue
-            topics[name] = Topic(name, len(found[name]), settings, _short(found[name], settings))
+            topic_id, replicas = found[name]
+            topics[name] = Topic(name, len(replicas), settings, _short(replicas, settings), topic_id)
         if unsure and not topics:
             raise self.failed("metadata", unsure)
         return topics

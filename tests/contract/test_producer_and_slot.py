@@ -324,8 +324,8 @@ async def test_a_slot_s_term_is_the_offset_of_its_begin_record(bench: Bench, key
 
 async def test_a_write_links_its_record_to_the_one_before(bench: Bench, keys: Forgetful) -> None:
     slot = await ready(bench, keys)
-    first = await slot.write([bench.record(b"a")], lambda places: [])
-    second = await slot.write([bench.record(b"b")], lambda places: [])
+    first = await slot.write([bench.record(b"a")], lambda places: [], {})
+    second = await slot.write([bench.record(b"b")], lambda places: [], {})
     assert (first.term, first.previous) == (slot.term, slot.term)
     assert second.previous == first.offset
     assert slot.state is SlotState.READY
@@ -339,8 +339,8 @@ async def test_a_write_links_its_record_to_the_one_before(bench: Bench, keys: Fo
 
 async def test_a_mark_that_failed_is_owed_and_paid_in_order(bench: Bench, keys: Forgetful) -> None:
     slot = await ready(bench, keys)
-    first = await slot.write([bench.record(b"a")], lambda places: [])
-    second = await slot.write([bench.record(b"b")], lambda places: [])
+    first = await slot.write([bench.record(b"a")], lambda places: [], {})
+    second = await slot.write([bench.record(b"b")], lambda places: [], {})
     keys.refuse = 2
     with pytest.raises(StoreAway):
         await slot.mark(first, [row(b"a", 0)])
@@ -358,10 +358,10 @@ async def test_after_a_failure_a_slot_writes_only_with_a_new_producer(bench: Ben
     slot = await ready(bench, keys)
     thief = await bench.new_producer("slot.1")
     with pytest.raises(TransactionFailed):
-        await slot.write([bench.record(b"a")], lambda places: [])
+        await slot.write([bench.record(b"a")], lambda places: [], {})
     assert slot.state is SlotState.DOUBT
     with pytest.raises(IllegalMove):
-        await slot.write([bench.record(b"a")], lambda places: [])
+        await slot.write([bench.record(b"a")], lambda places: [], {})
     await slot.end()
     assert isinstance(slot.plain, Plain)
     assert slot.plain.closed == 1, "what it has on its way would go on past the term"

@@ -20,6 +20,7 @@ from service.errors import KafkaAway, KafkaForbids
 from service.kafka import cluster as module
 from service.kafka.cluster import Cluster
 from service.kafka.life import Life
+from service.kafka.metadata import Metadata
 from service.telemetry import Telemetry
 from tests.unit.fakes import until
 
@@ -40,8 +41,8 @@ class FakeClient(AIOKafkaClient):  # type: ignore[misc]
         self.cluster = self
         self.busy: set[str] = set()  # transactional ids whose markers are not written yet
         self.unlisted = 0  # so many answers to come list no broker at all
-        # Of a topic: error code, number, leader, replicas, those in sync.
-        self.partitions = [(0, number, 1, [1, 2, 3], [1, 2, 3]) for number in range(3)]
+        # Of a topic: error code, number, leader and its epoch, replicas, those in sync, those offline.
+        self.partitions: list[tuple[Any, ...]] = [(0, number, 1, 0, [1, 2, 3], [1, 2, 3], []) for number in range(3)]
         self.least = "2"
 
     def get_random_node(self) -> int | None:
@@ -75,7 +76,7 @@ class FakeClient(AIOKafkaClient):  # type: ignore[misc]
         }
         configs = [(self.of_settings, None, 2, "orders", [("min.insync.replicas", self.least)])]
         unknown = UnknownTopicOrPartitionError.errno if node_id in self.lagging else self.of_topic
-        metadata = [(unknown, "orders", False, [] if unknown else self.partitions)]
+        metadata = [(unknown, "orders", bytes(range(16)), False, [] if unknown else self.partitions)]
         return type("Answer", (), {"topics": metadata, "resources": configs, **identity})
 
     async def close(self) -> None:
@@ -237,8 +238,20 @@ async def test_a_partition_with_too_few_replicas_in_sync_is_told(
     least: str, replicas: int, in_sync: int, short: bool
 ) -> None:
     client = FakeClient()
-    client.partitions[1] = (0, 1, 1, list(range(replicas)), list(range(in_sync)))
+    client.partitions[1] = (0, 1, 1, 0, list(range(replicas)), list(range(in_sync)), [])
     client.partitions.reverse()  # in whatever order a broker tells them
     client.least = least
     (topic,) = (await cluster_with(client).describe(["orders"])).values()
     assert (topic.partitions, topic.short) == (3, frozenset({1} if short else ()))
+
+
+async def test_a_topic_is_known_by_its_id() -> None:
+    """As Kafka's own tools and the audit's client print it."""
+    cluster = cluster_with(FakeClient())
+    assert (await cluster.describe(["orders"]))["orders"].topic_id == "AAECAwQFBgcICQoLDA0ODw"
+
+
+def test_metadata_goes_over_the_wire_as_the_protocol_has_it() -> None:
+    request = Metadata(["orders"]).prepare({3: (0, 13)})
+    assert request.FLEXIBLE_VERSION
+    assert request.encode() == b"\x02" + bytes(16) + b"\x07orders\x00" + b"\x00\x00\x00" + b"\x00"

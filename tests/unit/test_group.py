@@ -6,7 +6,7 @@ import time
 import pytest
 
 from service.event import event_of
-from service.group import Written, entries_of, placed_all, records_of, route, rows_of
+from service.group import Written, entries_of, placed_all, records_of, route, rows_of, topic_ids_of
 from service.kafka.cluster import Topic
 from service.kafka.life import Place, Record
 from service.keys import Epoch
@@ -114,3 +114,9 @@ def test_the_ledger_and_the_store_are_told_of_each_event_and_of_batches_as_a_who
             Entry(right.id, right.fp, 200, "other", 3, 13, 23, id, 1),
         )
     ]
+
+
+def test_a_ledger_record_names_the_ids_of_its_topics_as_far_as_they_are_known() -> None:
+    topics = {name: Topic(name, 1, {}, topic_id=topic_id) for name, topic_id in (("a", "id-a"), ("b", ""), ("c", "x"))}
+    records = [Record(name, 0, None, b"1", [], 0, 1000) for name in ("a", "b", "a")]
+    assert topic_ids_of(records, topics.__getitem__) == {"a": "id-a"}

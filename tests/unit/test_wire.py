@@ -72,9 +72,7 @@ def test_a_record_header_that_is_none(text: str) -> None:
         wire.Stamp.decode(text.encode())
 
 
-@pytest.mark.parametrize("vector", vectors("records", "ledger"))
-def test_a_ledger_record(vector: dict[str, Any]) -> None:
-    fields = vector["fields"]
+def ledger_record(fields: dict[str, Any]) -> wire.LedgerRecord:
     entries = [
         wire.Entry(
             **(
@@ -85,9 +83,19 @@ def test_a_ledger_record(vector: dict[str, Any]) -> None:
         )
         for entry in fields["entries"]
     ]
-    record = wire.LedgerRecord(**(fields | {"entries": entries}))
+    return wire.LedgerRecord(**(fields | {"entries": entries}))
+
+
+@pytest.mark.parametrize("vector", vectors("records", "ledger"))
+def test_a_ledger_record(vector: dict[str, Any]) -> None:
+    record = ledger_record(vector["fields"])
     assert record.encode() == vector["text"].encode()
     assert wire.decode_ledger(vector["text"].encode()) == record
+
+
+@pytest.mark.parametrize("vector", vectors("records", "ledger_of_version_1"))
+def test_a_ledger_record_of_version_1_is_read(vector: dict[str, Any]) -> None:
+    assert wire.decode_ledger(vector["text"].encode()) == ledger_record(vector["fields"])
 
 
 @pytest.mark.parametrize("vector", vectors("records", "begin"))
@@ -142,6 +150,9 @@ def test_the_names() -> None:
 def test_a_ledger_record_with_an_entry_that_is_nothing_is_no_ledger_record() -> None:
     with pytest.raises(wire.WireError, match="no ledger record"):
         wire.decode_ledger(b'{"v":1,"slot":0,"pid":1,"epoch":0,"instance":"i","entries":[null]}')
+    for wrong in (b'{"orders":7}', b"[]", b"null"):
+        with pytest.raises(wire.WireError, match="no ledger record"):
+            wire.decode_ledger(b'{"v":2,"slot":0,"pid":1,"epoch":0,"instance":"i","topic_ids":%s,"entries":[]}' % wrong)
 
 
 @pytest.mark.parametrize(
