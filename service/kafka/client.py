@@ -5,6 +5,7 @@ has it, and what comes is cut into answers as it comes, where aiokafka wakes a t
 """
 
 import asyncio
+import socket
 import time
 import weakref
 from typing import Any, Final
@@ -12,16 +13,30 @@ from typing import Any, Final
 from aiokafka import errors
 from aiokafka.client import AIOKafkaClient, ConnectionGroup
 from aiokafka.conn import AIOKafkaConnection, CloseReason
+from aiokafka.protocol.admin import ApiVersionRequest
 
+from service.kafka.deadline import shared
 from service.kafka.requests import FORMS, Form
 
 _SIZE_BYTES: Final = 4
 # What is larger is not copied into one piece with its head.
 _JOINED_MOST_BYTES: Final = 32 * 1024
+# A firewall that has forgotten an idle connection drops its packets and tells nobody. So a connection that was idle for
+# longer is asked for its versions before it is used, and replaced where no answer comes in time.
+IDLE_S: Final = 5.0
+PROBE_PATIENCE_S: Final = 1.0
+PROBE_SHARE: Final = 10  # where a request has less time, the probe gets one part of it
+# The kernel's part, by the names of its options: probes while a connection is idle, which also keep firewalls from
+# forgetting it, and the end of a connection whose packets nobody has acknowledged. A slow broker acknowledges them.
+TCP_OPTIONS: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 4_000}
 
 
 class Client(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no types
     """AIOKafkaClient. Where its requests of a transaction go the short way, their time limit is their caller's."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._probes: dict[AIOKafkaConnection, asyncio.Task[None]] = {}  # under way
 
     async def send(self, node_id: int, request: Any, *, group: Any = ConnectionGroup.DEFAULT) -> Any:
         """The answer to a request, sent once. Raises KafkaError."""
@@ -41,10 +56,11 @@ class Client(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no types
     def send_now(self, node_id: int, request: Any) -> asyncio.Future[Any] | None:
         """Send a request of a transaction; its answer. None where there is no connection on which it could go at once.
 
-        Nor is it sent where the node does not know the version that we speak: `send` finds one that it knows.
+        Nor is it sent where the node does not know the version that we speak: `send` finds one that it knows; or where
+        the connection was idle for so long that it may be dead: `send` probes it.
         """
         connection = self._conns.get((node_id, ConnectionGroup.DEFAULT))
-        if connection is None or not _is_open(connection):
+        if connection is None or not _is_open(connection) or self._may_be_dead(connection):
             return None
         form = FORMS[type(request)]
         least, most = connection._versions.get(form.api_key, (0, -1))
@@ -53,19 +69,55 @@ class Client(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no types
     async def _get_conn(
         self, node_id: int, *, group: Any = ConnectionGroup.DEFAULT, no_hint: bool = False
     ) -> AIOKafkaConnection | None:
-        """The connection to a node, made where there is none; None where that fails."""
+        """The connection to a node, made where there is none or a dead one; None where that fails."""
         connection = self._conns.get((node_id, group))
+        if connection is not None and connection.connected() and self._may_be_dead(connection):
+            await self._probe(connection)
+            connection = self._conns.get((node_id, group))  # another may have been made meanwhile
         if connection is None or not connection.connected():
             connection = await super()._get_conn(node_id, group=group, no_hint=no_hint)
             # Who made it is here first: nothing has been asked on it since its login. It may have ended since.
             if connection is not None and connection.connected() and not connection._requests:
                 Frames.of(connection)
+                _watch_over(connection)
         return connection
+
+    def _may_be_dead(self, connection: AIOKafkaConnection) -> bool:
+        """Was the connection idle for so long that it is to be probed before it is used? Not while an answer is due."""
+        if connection in self._probes:
+            return True
+        return not connection._requests and time.monotonic() - connection._last_action > IDLE_S
+
+    async def _probe(self, connection: AIOKafkaConnection) -> None:
+        """Close a connection on which no answer comes in time. Callers of one time share its probe."""
+        probe = self._probes.get(connection)
+        if probe is None:
+            probe = self._probes[connection] = asyncio.create_task(_ask_for_versions(connection))
+            probe.add_done_callback(lambda _: self._probes.pop(connection, None))
+        await shared(probe)
 
 
 def _is_open(connection: AIOKafkaConnection) -> bool:
     """Can it be written to? After a reset, what aiokafka itself goes by tells so only some steps later."""
     return connection.connected() and not connection._writer.is_closing()
+
+
+async def _ask_for_versions(connection: AIOKafkaConnection) -> None:
+    """Close a connection that does not answer the cheapest of all requests in time."""
+    try:
+        async with asyncio.timeout(min(PROBE_PATIENCE_S, connection._request_timeout / PROBE_SHARE)):
+            await connection.send(ApiVersionRequest())
+    except (errors.KafkaError, OSError) as error:  # OSError: also that the time is up
+        connection.close(CloseReason.IDLE_DROP, error)
+
+
+def _watch_over(connection: AIOKafkaConnection) -> None:
+    """Have the kernel probe a connection while it is idle, and end it where its packets are not acknowledged."""
+    transport = connection._writer.transport.get_extra_info("socket")
+    transport.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in TCP_OPTIONS.items():
+        if (option := getattr(socket, name, None)) is not None:  # what this system has of them
+            transport.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _ask(connection: AIOKafkaConnection, form: Form, request: Any) -> asyncio.Future[Any]:

@@ -17,6 +17,7 @@ from aiokafka.protocol.transaction import InitProducerIdRequest
 from aiokafka.record.default_records import DefaultRecordBatch
 
 from service.errors import KafkaAway, KafkaForbids, KafkaRefuses
+from service.kafka.client import Client
 from service.kafka.deadline import shared, within
 from service.kafka.metadata import Metadata, Partitions, partitions_of
 from service.shared import PREFIX
@@ -323,7 +324,7 @@ class Cluster:
     async def _opened(self) -> AIOKafkaClient:
         async with self._opening:
             if self._client is None:
-                client = AIOKafkaClient(metadata_max_age_ms=30_000, **self.options("cluster"))
+                client = Client(metadata_max_age_ms=30_000, **self.options("cluster"))
                 try:
                     await client.bootstrap()
                 except errors.KafkaConnectionError as error:

@@ -124,6 +124,7 @@ class Proxy:
         self._thread = threading.Thread(target=self._loop.run_forever, name="kafka-proxy", daemon=True)
         self._servers: list[asyncio.Server] = []
         self._connections: set[asyncio.Task[None]] = set()
+        self._carried: set[_Connection] = set()
 
     @property
     def bootstrap(self) -> str:
@@ -157,6 +158,14 @@ class Proxy:
     def let_go(self, loss: Loss) -> None:
         """What is held goes on its way."""
         self._loop.call_soon_threadsafe(loss._gone.set)
+
+    def forget(self) -> None:
+        """Lose what comes on the present connections from now on, as a firewall does that has forgotten them."""
+        self._run(self._forget())
+
+    async def _forget(self) -> None:
+        for connection in self._carried:
+            connection.forgotten = True
 
     def count(self, api: str) -> int:
         """How many requests of an API came here."""
@@ -201,9 +210,12 @@ class Proxy:
         except OSError:  # the broker is down
             writer.transport.abort()
             return
+        connection = _Connection(self._choose(broker), (reader, writer), there)
+        self._carried.add(connection)
         try:
-            await _Connection(self._choose(broker), (reader, writer), there).run()
+            await connection.run()
         finally:
+            self._carried.discard(connection)
             there[1].transport.abort()
             writer.transport.abort()
 
@@ -231,6 +243,7 @@ class _Connection:
         self._client = client
         self._broker = broker
         self._losses: dict[int, Loss] = {}  # of replies to come, by correlation id
+        self.forgotten = False  # nothing comes through any more, in either direction
 
     async def run(self) -> None:
         """Carry both ways until the connection ends, on either side or by a fault."""
@@ -247,6 +260,8 @@ class _Connection:
     async def _requests(self) -> None:
         try:
             while frame := await _frame(self._client[0]):
+                if self.forgotten:
+                    continue
                 request = _parse(frame)
                 loss = self._choose(request, frame)
                 if loss is not None and not await self._before(loss, request):
@@ -283,7 +298,7 @@ class _Connection:
                 silent = silent or loss.do == "drop-reply"
                 if loss.do == "hold-reply":
                     await loss._gone.wait()
-            if not silent:
+            if not silent and not self.forgotten:
                 try:
                     self._client[1].write(frame)
                     await self._client[1].drain()

@@ -11,6 +11,7 @@ from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined] # its
 
 from deploy.local.stack import Kafka
 from service.errors import KafkaAway
+from service.kafka import client
 from service.kafka.cluster import Cluster
 from service.kafka.life import Record
 from service.kafka.producer import TransactionalProducer
@@ -188,6 +189,28 @@ async def test_only_the_nth_of_those_that_fit(bench: Bench, proxy: Proxy) -> Non
         await bench.write()
     assert (third.seen, third.happened, third.broker) == (3, True, 0)
     assert (other.seen, other.happened) == (0, False)
+
+
+async def test_an_idle_connection_that_is_forgotten_costs_its_producer_a_probe_and_no_term(
+    bench: Bench, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing tells of it: what is sent there is lost, and a new connection is as good as ever."""
+    await bench.write(b"first")
+    monkeypatch.setattr(client, "IDLE_S", 0.2)
+    await asyncio.sleep(0.3)
+    proxy.forget()
+    await bench.write(b"second")
+    assert await bench.committed() == [b"first", b"second"]
+
+
+async def test_a_forgotten_connection_costs_a_look_up_a_probe(
+    bench: Bench, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await bench.cluster.partitions([bench.name]) == {bench.name: 1}
+    monkeypatch.setattr(client, "IDLE_S", 0.2)
+    await asyncio.sleep(0.3)
+    proxy.forget()
+    assert await bench.cluster.partitions([bench.name]) == {bench.name: 1}
 
 
 def test_a_plan_that_names_no_api_or_fault(proxy: Proxy) -> None:

@@ -56,6 +56,7 @@ async def test_names_inside_a_connection() -> None:
     assert not connection._requests
     assert (connection._versions, connection._client_id, connection._next_correlation_id()) == ({}, "aiokafka", 1)
     assert isinstance(connection._last_action, float)
+    assert connection._request_timeout == 1.0
     assert callable(connection._handle_frame)
     assert AIOKafkaConnection.close.__module__ == service.kafka.cluster.__name__
     connection.close()

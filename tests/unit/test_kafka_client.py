@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import socket
 import struct
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,6 +25,7 @@ from aiokafka.protocol.transaction import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.kafka import client as module
 from service.kafka.client import Client, Frames
 from service.kafka.cluster import AGAIN
 from service.kafka.requests import FORMS
@@ -102,6 +104,11 @@ class Broker:
         self.asked: asyncio.Queue[bytes] = asyncio.Queue()
         self.port = 0
         self._writers: list[asyncio.StreamWriter] = []
+        self._forgotten: set[asyncio.StreamWriter] = set()
+
+    def forget(self) -> None:
+        """What comes on the present connections is lost from now on, as behind a firewall that has forgotten them."""
+        self._forgotten.update(self._writers)
 
     async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.append(writer)
@@ -109,6 +116,8 @@ class Broker:
             while True:
                 (size,) = struct.unpack(">i", await reader.readexactly(4))
                 message: bytes = await reader.readexactly(size)
+                if writer in self._forgotten:
+                    continue
                 if message[:2] == struct.pack(">h", 18):
                     answer = ApiVersionResponse_v0(0, [(key, *span) for key, span in self.versions.items()])
                     self.send(self.frame(message, answer))
@@ -283,6 +292,55 @@ async def test_a_connection_that_the_client_makes_takes_the_short_way(
     (second,) = client._conns.values()
     assert second is not first
     assert isinstance(second._writer.transport.get_protocol(), Frames)
+
+
+@pytest.mark.parametrize("alike", [1, 3])
+async def test_an_idle_connection_that_a_firewall_forgot_is_replaced_before_it_is_used(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, alike: int
+) -> None:
+    """Also for those who ask while it is being probed."""
+    monkeypatch.setattr(module, "IDLE_S", 0.05)
+    client, first, broker = await connect()
+    where = SimpleNamespace(host="127.0.0.1", port=broker.port)
+    monkeypatch.setattr(client.cluster, "broker_metadata", lambda node: where)
+    await asyncio.sleep(0.1)
+    broker.forget()
+    assert client.send_now(NODE, END) is None
+    asked = [asyncio.create_task(client.send(NODE, END)) for _ in range(alike)]
+    for _ in asked:
+        broker.send(broker.frame(await broker.next(), EndTxnResponse_v0(0, 0)))
+    assert [answer.error_code for answer in await asyncio.gather(*asked)] == [0] * alike
+    assert not first.connected()
+
+
+async def test_an_idle_connection_that_answers_its_probe_is_used(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, first, broker = await connect()
+    await asyncio.sleep(0.1)
+    monkeypatch.setattr(module, "IDLE_S", 0.05)
+    assert client.send_now(NODE, END) is None
+    asked = asyncio.create_task(client.send(NODE, END))
+    message = await broker.next()
+    monkeypatch.setattr(module, "IDLE_S", 0.0)
+    assert client.send_now(NODE, END) is not None, "an answer is due: it is not idle"
+    broker.send(broker.frame(message, EndTxnResponse_v0(0, 3)))
+    assert (await asked).error_code == 3
+    assert list(client._conns.values()) == [first]
+
+
+async def test_the_kernel_watches_over_a_connection(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, first, broker = await connect()
+    where = SimpleNamespace(host="127.0.0.1", port=broker.port)
+    monkeypatch.setattr(client.cluster, "broker_metadata", lambda node: where)
+    first.close()
+    connection = await client._get_conn(NODE)
+    assert connection is not None
+    its = connection._writer.transport.get_extra_info("socket")
+    assert its.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    for name, value in module.TCP_OPTIONS.items():
+        if hasattr(socket, name):
+            assert its.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) == value
 
 
 async def test_a_connection_that_was_reset_is_not_written_to(connect: Connect) -> None:

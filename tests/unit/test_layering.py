@@ -30,9 +30,10 @@ LAYERS = [
     {"replay", "schemas"},
     {"slot", "control", "topics", "keys", "keys_view", "queue", "kafka.producer", "kafka.reader", "kafka.survey"},
     {"request", "kafka.life"},
-    {"kafka.batches", "kafka.client"},
-    {"kafka.requests"},
+    {"kafka.batches"},
     {"event", "follow", "kafka.cluster", "kafka.security", "kafka.verdict", "kafka.partitioner"},
+    {"kafka.client"},
+    {"kafka.requests"},
     {"callers", "headers", "redis_server", "strict_json"},
     {
         "states",
