@@ -53,7 +53,9 @@ class Callers:
     """The callers of the rules; anybody, where the rules name none."""
 
     def __init__(self, rules: Iterable[CallerRule]) -> None:
-        self._by_digest = {bytes.fromhex(rule.token_sha256): Caller(rule) for rule in rules}
+        self._by_digest: dict[bytes, Caller] = {}
+        for rule in rules:
+            self._by_digest.update(dict.fromkeys(map(bytes.fromhex, rule.token_sha256), Caller(rule)))
 
     def of(self, authorization: str | None) -> Caller:
         """Who sends this header. Raises Problem (401)."""

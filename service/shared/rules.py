@@ -38,14 +38,15 @@ USUAL: Final = TopicRule("*")
 
 @dataclass(frozen=True, slots=True)
 class CallerRule:
-    """One `[[callers]]` table: who sends a token with this SHA-256 (hex) may write to topics that match a glob.
+    """One `[[callers]]` table: who sends a token with one of these SHA-256 (hex) may write to topics that match a glob.
 
-    `name` is the scope of its keys: the same key of two callers is two keys. `rate` is in events a second, of each
-    process, with bursts of as many; None for no bound.
+    `name` is the scope of its keys: the same key of two callers is two keys. A caller has several tokens while one is
+    replaced by the next: a retry with the new token finds the key of the old one. `rate` is in events a second, of all
+    its tokens together and of each process, with bursts of as many; None for no bound.
     """
 
     name: str
-    token_sha256: str = field(repr=False)
+    token_sha256: tuple[str, ...] = field(repr=False)
     topics: tuple[str, ...] = ("*",)
     rate: float | None = None
 
@@ -124,7 +125,14 @@ def _topic_rule(table: Table, folder: Path) -> TopicRule:
 
 
 def _caller_rule(table: Table) -> CallerRule:
-    return CallerRule(table["name"], table["token_sha256"], tuple(table.get("topics", ["*"])), table.get("rate"))
+    topics = tuple(table.get("topics", ["*"]))
+    return CallerRule(table["name"], tuple(_digests(table)), topics, table.get("rate"))
+
+
+def _digests(table: Table) -> list[Any]:
+    """The digests of a caller's tokens, as they stand in its table: a list of them, or a single one."""
+    digests = table.get("token_sha256", [])
+    return digests if isinstance(digests, list) else [digests]
 
 
 def _topic_faults(table: Table, before: Sequence[Table]) -> Faults:
@@ -145,20 +153,26 @@ def _caller_faults(table: Table, before: Sequence[Table]) -> Faults:
     """What is wrong with one `[[callers]]` table, after those `before` it: the name concerned and the remedy."""
     for unknown in table.keys() - {"name", "token_sha256", "topics", "rate"}:
         yield unknown, "no such setting; write name, token_sha256, topics and rate"
-    name, digest = table.get("name"), table.get("token_sha256")
+    name = table.get("name")
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         yield "name", "write 1 to 64 of letters, digits, '.', '_' and '-'"
-    if not isinstance(digest, str) or _SHA256.fullmatch(digest) is None:
-        yield "token_sha256", "write 64 hexadecimal digits, as `printf %s TOKEN | sha256sum` prints them"
-    for unique in ("name", "token_sha256"):
-        if unique in table and any(other.get(unique) == table[unique] for other in before):
-            yield unique, "another caller has it: write a different one"
+    elif any(name == other.get("name") for other in before):
+        yield "name", "another caller has it: write a different one, or list all tokens of a caller in one table"
+    yield from _token_faults(_digests(table), before)
     topics = table.get("topics", ["*"])
     if not isinstance(topics, list) or not topics or not all(isinstance(glob, str) and glob for glob in topics):
         yield "topics", 'write names or globs, as in topics = ["orders.*"]'
     rate = table.get("rate", 1)
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not _RATES[0] <= rate <= _RATES[1]:
         yield "rate", f"write events a second, from {_RATES[0]:f} to {_RATES[1]}, or leave it out"
+
+
+def _token_faults(digests: Sequence[Any], before: Sequence[Table]) -> Faults:
+    """What is wrong with the digests of a caller's tokens."""
+    if not digests or not all(isinstance(digest, str) and _SHA256.fullmatch(digest) for digest in digests):
+        yield "token_sha256", "write 64 hexadecimal digits, as `printf %s TOKEN | sha256sum` prints them, or a list"
+    elif any(digest in _digests(other) for digest in digests for other in before):
+        yield "token_sha256", "another caller has it: write a different one"
 
 
 _FAULTS: Final[Mapping[str, Callable[[Table, Sequence[Table]], Faults]]] = {

@@ -13,12 +13,14 @@ from tests.conftest import MakeTopic
 from tests.integration.conftest import Stage
 from tests.integration.judge import read_committed
 
+NAMES = ("shop", "shop-new", "till", "slow")
+
 
 def rules_for(folder: Path, topic: str) -> Path:
     path = folder / "rules.toml"
-    digests = {name: hashlib.sha256(f"token-of-{name}".encode()).hexdigest() for name in ("shop", "till", "slow")}
+    digests = {name: hashlib.sha256(f"token-of-{name}".encode()).hexdigest() for name in NAMES}
     path.write_text(
-        f'[[callers]]\nname = "shop"\ntoken_sha256 = "{digests["shop"]}"\n'
+        f'[[callers]]\nname = "shop"\ntoken_sha256 = ["{digests["shop"]}", "{digests["shop-new"]}"]\n'
         f'[[callers]]\nname = "till"\ntoken_sha256 = "{digests["till"]}"\ntopics = ["{topic}"]\n'
         f'[[callers]]\nname = "slow"\ntoken_sha256 = "{digests["slow"]}"\nrate = 2\n'
     )
@@ -43,9 +45,10 @@ async def test_each_caller_has_keys_of_its_own(stage: Stage, topic: str, make_to
     assert [(answer.status_code, answer.json()["code"]) for answer in refused] == [(401, "unauthorized")] * 2
     assert refused[0].headers["www-authenticate"] == "Bearer"
 
-    first, again, other = [await post(stage, url, name, event) for name in ("shop", "shop", "till")]
-    assert [answer.status_code for answer in (first, again, other)] == [201] * 3
-    assert first.content == again.content != other.content
+    senders = ("shop", "shop", "shop-new", "till")  # shop's token is replaced between two tries
+    first, again, renewed, other = [await post(stage, url, name, event) for name in senders]
+    assert [answer.status_code for answer in (first, again, renewed, other)] == [201] * 4
+    assert first.content == again.content == renewed.content != other.content
 
     elsewhere = {"topic": make_topic(), "value": 1}
     one = await post(stage, url, "till", elsewhere, "order-2")

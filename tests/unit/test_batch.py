@@ -363,7 +363,7 @@ async def test_a_batch_that_is_written_is_not_waited_for_where_no_store_is_settl
 
 async def test_an_atomic_batch_is_its_caller_s_and_goes_where_that_may_write() -> None:
     world = World()
-    shop = Caller(CallerRule("shop", "00" * 32, ("orders",)))
+    shop = Caller(CallerRule("shop", ("00" * 32,), ("orders",)))
     serving = world.serve(await world.slot())
     arrived = asyncio.get_running_loop().time()
     id, answer = await write_atomic(world.intake, batch_of(one(None, 1), atomic=True), "whole", arrived, TRACE, shop)

@@ -13,7 +13,7 @@ DIGEST = hashlib.sha256(b"s3cret").hexdigest()
 
 @pytest.fixture
 def callers() -> Callers:
-    return Callers([CallerRule("shop", DIGEST), CallerRule("other", "00" * 32)])
+    return Callers([CallerRule("shop", (DIGEST,)), CallerRule("other", ("00" * 32,))])
 
 
 @pytest.mark.parametrize("header", ["Bearer s3cret", "bearer s3cret", " Bearer  s3cret "])
@@ -30,6 +30,14 @@ def test_without_a_known_token_nobody_is_let_in(callers: Callers, header: str | 
     assert caught.value.kind is UNAUTHORIZED
 
 
+def test_all_tokens_of_a_caller_have_its_scope_and_share_its_rate() -> None:
+    new = hashlib.sha256(b"n3w").hexdigest()
+    callers = Callers([CallerRule("shop", (DIGEST, new), rate=1)])
+    old = callers.of("Bearer s3cret")
+    assert old.scope == "shop"
+    assert callers.of("Bearer n3w") is old
+
+
 def test_without_rules_everybody_is_the_same() -> None:
     assert Callers([]).of(None) is Callers([]).of("Bearer any") is ANYBODY
     ANYBODY.check("anything")
@@ -37,7 +45,7 @@ def test_without_rules_everybody_is_the_same() -> None:
 
 
 def test_a_caller_writes_to_its_topics_only() -> None:
-    caller = Caller(CallerRule("shop", DIGEST, ("orders.*", "audit")))
+    caller = Caller(CallerRule("shop", (DIGEST,), ("orders.*", "audit")))
     caller.check("orders.eu")
     caller.check("audit")
     with pytest.raises(Problem, match="shop") as caught:
@@ -55,14 +63,14 @@ def spent(caller: Caller, events: int, now: float) -> int | None:
 
 
 def test_a_rate_lets_a_second_of_events_through_at_once_and_then_as_many_a_second() -> None:
-    caller = Caller(CallerRule("shop", DIGEST, rate=10))
+    caller = Caller(CallerRule("shop", (DIGEST,), rate=10))
     assert [spent(caller, 1, 100.0) for _ in range(12)] == [0] * 10 + [1, 1]
     assert [spent(caller, 1, 100.35) for _ in range(4)] == [0, 0, 0, 1]
     assert [spent(caller, 1, 500.0) for _ in range(11)] == [0] * 10 + [1]
 
 
 def test_a_batch_may_be_larger_and_what_follows_waits_for_longer() -> None:
-    caller = Caller(CallerRule("shop", DIGEST, rate=10))
+    caller = Caller(CallerRule("shop", (DIGEST,), rate=10))
     assert spent(caller, 40, 100.0) == 0
     assert spent(caller, 1, 100.0) == 4  # 31 events' time
     assert spent(caller, 1, 103.0) == 1
@@ -70,13 +78,13 @@ def test_a_batch_may_be_larger_and_what_follows_waits_for_longer() -> None:
 
 
 def test_a_rate_of_less_than_one_a_second() -> None:
-    caller = Caller(CallerRule("shop", DIGEST, rate=0.5))
+    caller = Caller(CallerRule("shop", (DIGEST,), rate=0.5))
     assert [spent(caller, 1, now) for now in (10.0, 10.0, 11.0, 12.0)] == [0, 2, 1, 0]
 
 
 def test_one_that_waited_while_others_passed_is_counted_as_they_are() -> None:
     """It may have been pipelined behind a slow answer."""
-    caller = Caller(CallerRule("shop", DIGEST, rate=10))
+    caller = Caller(CallerRule("shop", (DIGEST,), rate=10))
     assert spent(caller, 1, 104.5) == 0
     assert spent(caller, 1, 100.0) == 0
     assert [spent(caller, 1, 104.5) for _ in range(9)] == [0] * 8 + [1]

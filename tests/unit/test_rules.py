@@ -19,10 +19,45 @@ def read(file: Path) -> Rules:
 def test_callers_of_the_rules() -> None:
     text = f'[[callers]]\nname = "shop"\ntoken_sha256 = "{DIGEST}"\ntopics = ["orders.*"]\nrate = 2.5\n'
     (shop,) = Rules.parse(text).callers
-    assert shop == CallerRule("shop", DIGEST, ("orders.*",), 2.5)
+    assert shop == CallerRule("shop", (DIGEST,), ("orders.*",), 2.5)
     assert DIGEST not in repr(shop)
     (anywhere,) = Rules.parse(f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\n').callers
     assert (anywhere.topics, anywhere.rate) == (("*",), None)
+
+
+def test_a_caller_has_several_tokens_while_one_replaces_the_other() -> None:
+    text = f'[[callers]]\nname = "shop"\ntoken_sha256 = [\n  "{DIGEST}",\n  "{"cd" * 32}",\n]\n'
+    (shop,) = Rules.parse(text).callers
+    assert shop.token_sha256 == (DIGEST, "cd" * 32)
+    assert "cd" not in repr(shop)
+
+
+@pytest.mark.parametrize(
+    "digests",
+    [
+        pytest.param("[]", id="no digest"),
+        pytest.param(f'["{DIGEST}", "secret"]', id="a token in the clear"),
+        pytest.param(f'["{DIGEST}", 7]', id="a number"),
+        pytest.param(f'[["{DIGEST}"]]', id="a list of lists"),
+    ],
+)
+def test_each_digest_of_a_list_is_checked(digests: str) -> None:
+    with pytest.raises(SettingsError, match=r"^rules:3: token_sha256: write 64 hexadecimal digits"):
+        Rules.parse(f'[[callers]]\nname = "a"\ntoken_sha256 = {digests}\n')
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (f'"{DIGEST}"', f'["{"cd" * 32}", "{DIGEST}"]'),
+        (f'["{"cd" * 32}", "{DIGEST}"]', f'"{DIGEST}"'),
+        (f'["{DIGEST}"]', f'["{DIGEST}"]'),
+    ],
+)
+def test_no_two_callers_share_a_token(first: str, second: str) -> None:
+    tables = [f'[[callers]]\nname = "{name}"\ntoken_sha256 = {of}\n' for name, of in (("a", first), ("b", second))]
+    with pytest.raises(SettingsError, match=r"^rules:6: token_sha256: another caller has it"):
+        Rules.parse("".join(tables))
 
 
 def test_rules_must_be_a_file(tmp_path: Path) -> None:
