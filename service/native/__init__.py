@@ -7,13 +7,13 @@ rules and the words for what is refused, and tests hold the two to each other. N
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import Final
-
-REMEDY: Final = "install a C compiler and Python's headers, then fencepost anew (uv sync --reinstall-package fencepost)"
 
 
 def _current(modules: Iterable[ModuleType]) -> bool:
-    """Is none older than its sources? Those are beside it where it is worked on, and say what is meant."""
+    """Is none older than its sources? Those are beside it where it is worked on, and say what is meant.
+
+    A wheel has none of them: pip and uv give each file the time of its installation, which tells nothing.
+    """
     for module in modules:
         made = Path(str(module.__file__))
         sources = [made.with_name(made.name.partition(".")[0] + ".pyx"), *made.parent.glob("*.pxi")]
@@ -22,9 +22,14 @@ def _current(modules: Iterable[ModuleType]) -> bool:
     return True
 
 
+_ANEW = "install fencepost anew (uv sync --reinstall-package fencepost)"
+# What makes them be used; empty where they are.
+REMEDY = ""
 try:
     from service.native import bodies, heads, records, texts
 except ImportError:  # installed without a compiler: half as much CPU again, and otherwise the same
-    COMPILED = False
+    REMEDY = f"install a C compiler and Python's headers, then {_ANEW}"
 else:
-    COMPILED = _current((bodies, heads, records, texts))
+    if not _current((bodies, heads, records, texts)):
+        REMEDY = f"they are older than their sources: {_ANEW}"
+COMPILED = not REMEDY

@@ -1,0 +1,83 @@
+"""The wheel, as it is built and installed: it has all that it needs, and its inner loops are used."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEADERS = Path(sysconfig.get_path("include"), "Python.h")
+# Made from these, they need no place in a wheel.
+SOURCES = {".pyx", ".pxi", ".c"}
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None or not HEADERS.exists(), reason="nothing to compile with")
+
+
+def run(*command: object, **environment: str) -> str:
+    """What a command prints; the folder that it runs in has nothing that could be imported."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd="/",
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project's wheel, built from a copy, by what is installed, and without the compiler's care for speed."""
+    tree = tmp_path_factory.mktemp("tree")
+    unwanted = shutil.ignore_patterns("__pycache__", "*.so")
+    for folder in ("service", "spark"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=unwanted)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy2(ROOT / name, tree / name)
+    build = f"import os; os.chdir({str(tree)!r}); from setuptools.build_meta import build_wheel; build_wheel('dist')"
+    run(sys.executable, "-c", build, CFLAGS="-O0")
+    (made,) = (tree / "dist").glob("*.whl")
+    return made
+
+
+def test_it_has_all_files_of_its_packages_but_the_sources_in_cython(wheel: Path) -> None:
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    compiled = {f"service/native/{name}{suffix}" for name in ("bodies", "heads", "records", "texts")}
+    files = [path for folder in ("service", "spark") for path in (ROOT / folder).rglob("*") if path.is_file()]
+    ours = {f"{path.relative_to(ROOT)}" for path in files if path.suffix not in {*SOURCES, ".so", ".pyc", ".md"}}
+    assert packed == ours | compiled
+
+
+def uv() -> str:
+    """The uv that the project's scripts use."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fencepost")
+    found = shutil.which("uv") or Path(os.environ.get("FENCEPOST_CACHE") or cache, "uv", "bin", "uv")
+    return str(found)
+
+
+@pytest.mark.parametrize("installer", ["uv", "pip"])
+def test_installed_it_runs_its_inner_loops_in_c(wheel: Path, installer: str, tmp_path: Path) -> None:
+    """pip and uv set the times of files, each in its own way: nothing may depend on them."""
+    venv = tmp_path / "venv"
+    python = venv / "bin" / "python"
+    if installer == "uv":
+        run(sys.executable, "-m", "venv", "--without-pip", venv)
+        run(uv(), "pip", "install", "--quiet", "--no-deps", "--no-index", "--python", python, wheel)
+    elif importlib.util.find_spec("ensurepip") is None:
+        pytest.skip("this Python has no pip to put into a venv")
+    else:
+        run(sys.executable, "-m", "venv", venv)
+        run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel)
+    said = run(python, "-c", "from service import native; print(native.COMPILED, native.__file__)")
+    compiled, _, where = said.partition(" ")
+    assert Path(where).is_relative_to(venv)
+    assert compiled == "True"
