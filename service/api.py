@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, Final, Protocol
 
 import msgspec
-from fastapi import FastAPI, Header, Request, Response
+from fastapi import FastAPI, Header, Query, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -75,11 +75,13 @@ def routes(app: FastAPI, service: Callable[[], Parts], callers: Callers) -> None
     )
     async def get_event(
         key: str,
+        # No path can have the keys `.` and `..`: /events/?key=.
+        asked: Annotated[str, Query(alias="key", description="Where the path's is empty")] = "",
         # OpenAPI has it as a security scheme, and ignores it as a parameter.
         authorization: Annotated[list[str] | None, Header(include_in_schema=False)] = None,
     ) -> dict[str, Any]:
         caller = callers.of(None if authorization is None else ", ".join(authorization))
-        id = event_id(check_key(key, "key"), caller.scope)
+        id = event_id(check_key(key or asked, "key"), caller.scope)
         parts = service()
         if parts.store.epoch is None:
             raise Problem(INCOMPLETE, f"the key store is not complete: {parts.store.status}")

@@ -259,8 +259,11 @@ class Ingest:
                     self._ask_again_soon(request)
                     return
                 self._answer(request, _in_progress())
-            case _:
+            case Outcome.CONFLICT, _:
                 self._answer(request, Problem(FINGERPRINT_MISMATCH, "Idempotency-Key: use a new key for a new event"))
+            case _:  # that no claim finds: what it means is not known, so nothing final may be told
+                log.error("bug: a claim found what it cannot", outcome=claim.outcome.value, state=repr(claim.state))
+                self._answer(request, Problem(OUTCOME_UNKNOWN, "Idempotency-Key: send it again with the same key"))
 
     def _ask_again_soon(self, request: Request) -> None:
         """Who waits for another's write of its key claims it again and again: Redis tells nobody of itself."""

@@ -1,31 +1,42 @@
 """The log: JSON lines or a console's to standard error, one line an incident, and no key in the clear unless asked."""
 
 import logging
+import math
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 import structlog
 
+# A kind of failure whose text changes with each try has a line every so often.
+CHANGED_PAUSE_S: Final = 10.0
+
 
 class Incident:
-    """Something that fails again and again: one line for each kind of failure until it goes well, not one a try."""
+    """Something that fails again and again: one line for each kind of failure until it goes well, not one a try.
 
-    def __init__(self, log: Any, event: str) -> None:
+    A failure of a known kind with another text is another cause: its line comes too, at most every `CHANGED_PAUSE_S`.
+    """
+
+    def __init__(self, log: Any, event: str, now: Callable[[], float] = time.monotonic) -> None:
         self._log = log
         self._event = event
-        self._kinds: set[type[Exception]] = set()
+        self._now = now
+        self._kinds: dict[type[Exception], tuple[str, float]] = {}  # what was told of each last, and when
         self._since = 0.0
         self._times = 0
 
     def goes_on(self, error: Exception, *, bug: bool = False, **fields: Any) -> None:
         """It failed (again); a bug has its traceback in the line."""
+        now = self._now()
         if not self._kinds:
-            self._since, self._times = time.monotonic(), 0
+            self._since, self._times = now, 0
         self._times += 1
-        if type(error) not in self._kinds:
-            self._kinds.add(type(error))
-            why = str(error) or type(error).__name__
+        why = str(error) or type(error).__name__
+        last, told_at = self._kinds.get(type(error), ("", -math.inf))
+        if why != last and now >= told_at + CHANGED_PAUSE_S:
+            self._kinds[type(error)] = why, now
             self._log.warning(self._event, **fields, why=why, exc_info=error if bug else None)
 
     def over(self) -> dict[str, Any]:
@@ -33,7 +44,7 @@ class Incident:
         if not self._kinds:
             return {}
         self._kinds.clear()
-        return {"failures": self._times, "failing_s": round(time.monotonic() - self._since, 3)}
+        return {"failures": self._times, "failing_s": round(self._now() - self._since, 3)}
 
 
 def configure_logging(form: str, keys: str) -> None:

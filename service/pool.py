@@ -50,6 +50,14 @@ ENDS: Final[dict[type[Exception], str]] = {
     KafkaAway: "kafka-away",
     Fenced: "fenced",
 }
+BUG: Final = "bug"
+
+
+def _cause_of(error: Exception) -> str:
+    """Why a term ended, in a word: `bug` for what neither Kafka nor Redis can bring about."""
+    if isinstance(error, TransactionFailed) and error.is_bug:
+        return BUG
+    return next((name for kind, name in ENDS.items() if isinstance(error, kind)), BUG)
 
 
 class Pool:
@@ -265,12 +273,12 @@ class Pool:
     def _ended(self, slot: Slot, error: Exception) -> None:
         """A term is over, or recovery did not get to one."""
         slot.down_since = min(slot.down_since, time.monotonic())
-        why = next((name for kind, name in ENDS.items() if isinstance(error, kind)), "bug")
+        why = _cause_of(error)
         self._telemetry.terms_ended.labels(why).inc()
-        if isinstance(error, TransactionFailed):
+        if why == ENDS[TransactionFailed]:
             self._telemetry.kafka_errors.labels("transaction").inc()
         told = {"slot": slot.n, "term": slot.term, "in_doubt": slot.doubtful, "cause": why}
-        self._trouble_of(slot).goes_on(error, bug=why == "bug", **told)
+        self._trouble_of(slot).goes_on(error, bug=why == BUG, **told)
         if slot.state is not SlotState.DOUBT:
             slot.move(SlotEvent.FAIL)
         if isinstance(error, StoreLost):

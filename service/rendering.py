@@ -38,7 +38,12 @@ def committed_lines(key: str, answer: Committed, retention_s: int) -> bytes:
 
 
 def location_of(key: str) -> bytes:
-    """Where the state of a key is told."""
+    """Where the state of a key is told. As part of a path, a client takes dots away (RFC 3986, section 5.2.4).
+
+    Percent-encoded ones too, by the URL standard.
+    """
+    if key in (".", ".."):
+        return b"/events/?key=" + key.encode()
     if _UNRESERVED.fullmatch(key):
         return b"/events/" + key.encode()
     return b"/events/" + quote(key, safe="").encode()

@@ -1,7 +1,7 @@
 """All that is known of one id: its rows in the lake, what was found, and the records themselves."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -26,27 +26,38 @@ CALENDAR_MS: Final = (-62_135_596_800_000, 253_402_300_800_000)
 _ID: Final = re.compile(rf"[0-9a-f]{{{2 * wire.ID_BYTES}}}")
 
 
-def id_of(text: str) -> bytes:
-    """An id in hexadecimal digits, else the id of an idempotency key in the empty scope."""
-    return bytes.fromhex(text) if _ID.fullmatch(text) else wire.event_id(text)
+def ids_of(text: str) -> list[bytes]:
+    """What a text may mean: an id in hexadecimal digits, and the id of an idempotency key in the empty scope."""
+    written = [bytes.fromhex(text)] if _ID.fullmatch(text) else []
+    return [*written, wire.event_id(text)]
 
 
 def show(spark: SparkSession, shared: SharedSettings, root: str, text: str) -> Iterator[str]:
-    """What there is to say of an id or key, line by line. CannotRun where the lake does not know it."""
-    id = id_of(text)
+    """What there is to say of an id or key, line by line; of both, where a key looks like another's id.
+
+    CannotRun where the lake knows neither.
+    """
     lake = Lake(spark, root)
-    rows = state.gathered(_of(lake.read("deliveries").where(F.col("kind") == EVENT), id))
+    ids = ids_of(text)
+    rows = state.gathered(_of(lake.read("deliveries").where(F.col("kind") == EVENT), ids))
     told = rows.withColumn("ordered", causes.ordered()).orderBy("accepted_ms").collect()
     if not told:
         raise CannotRun(
             f"--lake {root} does not know {text!r}: give an id (32 hexadecimal digits), or a key as it was sent"
         )
+    for id in ids:
+        if its := [row for row in told if row["id"] == id]:
+            yield from _id(spark, shared, lake, id, its)
+
+
+def _id(spark: SparkSession, shared: SharedSettings, lake: Lake, id: bytes, told: Sequence[Row]) -> Iterator[str]:
+    """What there is to say of one id, of which the lake has these rows."""
     yield f"id         {id.hex()}"
     places: dict[tuple[str, int, int], str] = {}
     for row in told:
         yield from _row(row)
         places.update({(one["topic"], one["partition"], one["offset"]): _writer(one) for one in row["ordered"]})
-    for row in _of(lake.read("findings").where("kind is not null"), id).select("kind", "cause", "count").collect():
+    for row in _of(lake.read("findings").where("kind is not null"), [id]).select("kind", "cause", "count").collect():
         yield f"finding    {row['kind']}{'/' + row['cause'] if row['cause'] else ''}, {row['count']} records"
     shown = list(places)[:RECORDS_MAX]
     there = {(row["topic"], row["partition"], row["offset"]): row for row in _records(spark, shared, shown)}
@@ -57,8 +68,8 @@ def show(spark: SparkSession, shared: SharedSettings, root: str, text: str) -> I
         yield f"           and {len(places) - len(shown)} more"
 
 
-def _of(rows: DataFrame, id: bytes) -> DataFrame:
-    return rows.where(F.col("id") == F.lit(bytearray(id)))
+def _of(rows: DataFrame, ids: Iterable[bytes]) -> DataFrame:
+    return rows.where(F.col("id").isin([F.lit(bytearray(id)) for id in ids]))
 
 
 def _row(row: Row) -> Iterator[str]:

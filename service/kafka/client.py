@@ -6,10 +6,12 @@ has it, and what comes is cut into answers as it comes, where aiokafka wakes a t
 
 import asyncio
 import socket
+import struct
 import time
 import weakref
 from typing import Any, Final
 
+import structlog
 from aiokafka import errors
 from aiokafka.client import AIOKafkaClient, ConnectionGroup
 from aiokafka.conn import AIOKafkaConnection, CloseReason
@@ -18,6 +20,10 @@ from aiokafka.protocol.admin import ApiVersionRequest
 from service.kafka.deadline import shared
 from service.kafka.requests import FORMS, Form
 
+log = structlog.get_logger(__name__)
+
+# An answer that is none, or ends too soon.
+BROKEN: Final = (errors.KafkaError, OSError, ValueError, struct.error)
 _SIZE_BYTES: Final = 4
 # What is larger is not copied into one piece with its head.
 _JOINED_MOST_BYTES: Final = 32 * 1024
@@ -190,6 +196,8 @@ class Frames(asyncio.Protocol):
             connection._last_action = time.monotonic()
             connection._requests.popleft()
         except Exception as error:  # whatever it is, what comes after it cannot be told apart
+            if not isinstance(error, BROKEN):
+                log.exception("bug: an answer of Kafka could not be taken")
             connection.close(CloseReason.OUT_OF_SYNC, error)
 
     def eof_received(self) -> bool | None:

@@ -397,14 +397,13 @@ class Cluster:
             async with asyncio.timeout(2 * self.timeout_s):
                 client = await self._opened()
                 while True:
-                    if client.cluster.controller is None:
-                        await client.force_metadata_update()
-                    answer = await client.send(client.cluster.controller.nodeId, request)
-                    if all(errors.for_code(row[1]) is not errors.NotControllerError for row in answer.topic_errors):
-                        return answer
+                    if (controller := client.cluster.controller) is not None:
+                        answer = await client.send(controller.nodeId, request)
+                        if all(errors.for_code(row[1]) is not errors.NotControllerError for row in answer.topic_errors):
+                            return answer
                     await client.force_metadata_update()
                     await asyncio.sleep(RETRY_PAUSE_S)
-        except (errors.KafkaError, OSError, TimeoutError, AttributeError) as error:
+        except (errors.KafkaError, OSError, TimeoutError) as error:
             raise self.failed("admin", f"Kafka at {self.bootstrap} does not answer: {error!r}") from error
 
 

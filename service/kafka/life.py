@@ -22,7 +22,7 @@ from service.kafka.batches import BatchBuilder, builder_of
 from service.kafka.client import Client
 from service.kafka.cluster import AGAIN, Cluster, any_node, coordinator, remedy
 from service.kafka.deadline import within
-from service.kafka.verdict import REFUSALS, Refusal
+from service.kafka.verdict import REFUSALS, Refusal, Refused
 from service.wire import Header
 
 # A batch that every topic with the default max.message.bytes (1,048,588) takes.
@@ -317,16 +317,6 @@ def _moved(batches: Sequence[Batch]) -> set[Partition]:
     if not moved:
         return moved
     return moved - {batch.partition for batch in batches if batch.answer is None or batch.answer[0] not in MOVED}
-
-
-class Refused(Exception):
-    """There is no such partition, or none for the service; its argument is the Refusal."""
-
-    @property
-    def refusal(self) -> Refusal:
-        refusal = self.args[0]
-        assert isinstance(refusal, Refusal)
-        return refusal
 
 
 def check(code: int, what: str) -> None:

@@ -12,8 +12,8 @@ from service.errors import KafkaAway
 from service.kafka import verdict
 from service.kafka.cluster import CODECS, Cluster
 from service.kafka.deadline import unwaited
-from service.kafka.life import NOT_SENT, OK, Batch, Fate, Life, NotSent, Partition, Place, Record, Refused, check
-from service.kafka.verdict import REFUSALS, Refusal, TransactionFailed
+from service.kafka.life import NOT_SENT, OK, Batch, Fate, Life, NotSent, Partition, Place, Record, check
+from service.kafka.verdict import REFUSALS, Refusal, Refused, TransactionFailed
 from service.logs import Incident
 from service.patience import Patience
 
@@ -321,7 +321,7 @@ class IdempotentProducer:
                     await life.send(batches, leaders, int(1000 * REPLICAS_SHARE * self._patience.seconds))
             except Exception as error:  # each batch's own fate is in its answer
                 told: dict[str, Any] = {"quota": life.quota} if life.quota else {}
-                self._trouble.goes_on(error, producer=self._name, **told)
+                self._trouble.goes_on(error, bug=verdict.is_bug(error), producer=self._name, **told)
             for batch in batches:
                 fate = batch.fate(records)
                 for n, member in enumerate(batch.members):

@@ -60,7 +60,7 @@ async def read_through(
                 yield [Item(place.partition, record.offset, record.key, record.value) for record in records]
                 if records[-1].offset >= waiting[place].through:
                     del waiting[place]
-    except (errors.KafkaError, OSError, TimeoutError, AssertionError) as error:
+    except (errors.KafkaError, OSError, TimeoutError) as error:
         raise cluster.failed("read", f"{topic} cannot be read: {error!r}") from error
     finally:
         await _stop(consumer)
@@ -92,7 +92,7 @@ async def read_between(
             for place, records in batches.items():
                 end = spans[place.partition][1]
                 yield [Item(place.partition, r.offset, r.key, r.value) for r in records if r.offset < end]
-    except (errors.KafkaError, OSError, TimeoutError, AssertionError) as error:
+    except (errors.KafkaError, OSError, TimeoutError) as error:
         raise cluster.failed("read", f"{topic} cannot be read: {error!r}") from error
     finally:
         await _stop(consumer)
@@ -119,7 +119,7 @@ async def _look_up(cluster: Cluster, ask: Callable[[AIOKafkaConsumer], Coroutine
     try:
         await within(cluster.timeout_s, consumer.start())
         return await within(cluster.timeout_s, ask(consumer))
-    except (errors.KafkaError, OSError, TimeoutError, AssertionError) as error:
+    except (errors.KafkaError, OSError, TimeoutError) as error:
         raise cluster.failed("read", f"offsets cannot be read: {error!r}") from error
     finally:
         await _stop(consumer)

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 from aiokafka import errors
 
-from service.errors import FORBIDDEN_TOPIC, RECORD_REFUSED, TOO_LARGE, UNKNOWN_TOPIC, Kind
+from service.errors import FORBIDDEN_TOPIC, RECORD_REFUSED, TOO_LARGE, UNKNOWN_TOPIC, KafkaAway, Kind
 
 # Not among aiokafka's numbers, which turn them into UnknownError (KIP-360, KIP-890).
 INVALID_RECORD: Final = 87
@@ -30,6 +30,16 @@ class Refusal(NamedTuple):
     why: str
 
 
+class Refused(Exception):
+    """There is no such partition, or none for the service; its argument is the Refusal."""
+
+    @property
+    def refusal(self) -> Refusal:
+        refusal = self.args[0]
+        assert isinstance(refusal, Refusal)
+        return refusal
+
+
 class TransactionFailed(Exception):
     """Anything else than a clean commit: the producer's life ends here.
 
@@ -49,6 +59,11 @@ class TransactionFailed(Exception):
         self.refusals = refusals or {}
         self.stuck = stuck
 
+    @property
+    def is_bug(self) -> bool:
+        """Was it raised for something that Kafka and the network have no part in?"""
+        return self.__cause__ is not None and is_bug(self.__cause__)
+
 
 # Codes by which a broker refuses a record or a topic for good: nothing of that batch was written.
 REFUSALS: Final = {
@@ -66,6 +81,15 @@ REFUSALS: Final = {
 }
 
 FENCES: Final = (errors.ProducerFenced, errors.InvalidProducerEpoch)
+
+
+# All that a request to Kafka may meet, and what our own code makes of an answer that refuses it.
+MET: Final = (errors.KafkaError, KafkaAway, Refused, OSError, TimeoutError)
+
+
+def is_bug(error: BaseException) -> bool:
+    """Is it none of what a request to Kafka may meet? Then it is told with its traceback, and not as Kafka's."""
+    return not isinstance(error, MET)
 
 
 def of(error: BaseException, commit_asked: bool) -> Verdict:

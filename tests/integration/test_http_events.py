@@ -161,7 +161,7 @@ async def test_the_state_of_a_key(stage: Stage, topic: str) -> None:
     await stage.assert_exactly_once(topic)
 
 
-@pytest.mark.parametrize("key", [" a", "a ", '"a"', "   ", '"', "a//b", "../a", "a?b#c"])
+@pytest.mark.parametrize("key", [" a", "a ", '"a"', "   ", '"', "a//b", "../a", "a?b#c", ".", ".."])
 async def test_a_location_leads_back_to_its_key(served: Service, client: Client, topic: str, key: str) -> None:
     quoted = '"' + key.replace('"', '\\"') + '"'
     body = {"topic": topic, "value": 1}

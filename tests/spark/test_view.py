@@ -100,7 +100,7 @@ def test_a_view_has_each_id_once_and_grows_to_what_one_made_anew_has(
 
     # Copies in the same hour and in another, a ledger record for what was there, and new ids.
     history.deliver(producer, ONE, topic, [f"k-{n}" for n in range(25, 40)], value=b"again")
-    history.deliver(producer, ONE, topic, ["k-2", "new"], value=b"again", at=history.now_ms - 3 * HOUR_MS)
+    history.deliver(producer, ONE, topic, ["k-2", "new", _id("k-3")], value=b"again", at=history.now_ms - 3 * HOUR_MS)
     producer.begin_transaction()
     history.ledger(producer, ONE, [late.entry()])
     producer.commit_transaction(30)
@@ -110,7 +110,7 @@ def test_a_view_has_each_id_once_and_grows_to_what_one_made_anew_has(
     again = audit(history, **options)
     assert again.document["run"]["resumed"]
     grown = views.rows(topic)
-    assert grown.keys() - rows.keys() == {_id(key) for key in (*(f"k-{n}" for n in range(30, 40)), "new")}
+    assert grown.keys() - rows.keys() == {_id(key) for key in (*(f"k-{n}" for n in range(30, 40)), "new", _id("k-3"))}
     assert {id for id in rows if grown[id] != rows[id]} == {_id("late")}
     assert grown[_id("late")] == (0, late.offset, b"late", True)
 
@@ -143,6 +143,11 @@ def _shown(spark: SparkSession, shared: SharedSettings, root: str, topic: str) -
     assert '  value    "k-1"' in text
     assert "  value    foreign" in text
     assert "finding    conflict/foreign_writer, 2 records" in text
+    # A key of 32 hexadecimal digits, here another's id: of both.
+    both = list(show.show(spark, shared, root, _id("k-3")))
+    assert [line for line in both if line.startswith("id ")] == [
+        f"id         {id}" for id in (_id("k-3"), _id(_id("k-3")))
+    ]
     gone = list(show.show(spark, shared, root, "gone"))
     assert "  value    null" in gone
     assert any(line.startswith("  time     ") and line.endswith("000 ms") for line in gone)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from urllib.parse import urljoin
 
 import httpx
 import pytest
@@ -12,7 +13,7 @@ from deploy.local.stack import free_port
 from service.app import create_app
 from service.cloudevents import BATCHED, STRUCTURED
 from service.http_posts import protocol_of
-from service.rendering import committed_lines
+from service.rendering import committed_lines, location_of
 from service.request import Committed
 from service.schemas import Schemas
 from service.settings import Settings
@@ -146,6 +147,14 @@ async def test_what_is_not_there(http: httpx.AsyncClient) -> None:
     assert_problem(await http.get("/events/"), 400, "invalid-key")
 
 
+@pytest.mark.parametrize("key", [".", ".."])
+async def test_a_key_that_no_path_can_have_is_asked_for_beside_it(http: httpx.AsyncClient, key: str) -> None:
+    """Any client takes these segments out of a path (RFC 3986, section 5.2.4)."""
+    location = location_of(key).decode()
+    assert urljoin("http://host/events", location) == f"http://host{location}"
+    assert_problem(await http.get(location), 503, "store-incomplete")  # its key is one: there is only no store to ask
+
+
 async def test_the_documentation_tells_of_these_routes_and_no_others(http: httpx.AsyncClient) -> None:
     told = (await http.get("/openapi.json")).json()["paths"]
     assert {path: sorted(methods) for path, methods in told.items()} == {
@@ -181,7 +190,8 @@ async def test_the_documentation_can_name_a_caller(http: httpx.AsyncClient) -> N
         if operation.get("security") == [{}, {"bearer": []}]
     }
     assert secured == {"post /events", "post /events/batch", "get /events/{key}"}
-    assert [given["name"] for given in told["paths"]["/events/{key}"]["get"]["parameters"]] == ["key"]
+    parameters = told["paths"]["/events/{key}"]["get"]["parameters"]
+    assert [(given["name"], given["in"]) for given in parameters] == [("key", "path"), ("key", "query")]
 
 
 async def test_problems_are_documented_as_they_are(http: httpx.AsyncClient) -> None:

@@ -44,6 +44,8 @@ class FakeClient(AIOKafkaClient):  # type: ignore[misc]
         # Of a topic: error code, number, leader and its epoch, replicas, those in sync, those offline.
         self.partitions: list[tuple[Any, ...]] = [(0, number, 1, 0, [1, 2, 3], [1, 2, 3], []) for number in range(3)]
         self.least = "2"
+        self.controller: SimpleNamespace | None = None
+        self.controllers: list[None] = []  # so many answers to come name none
 
     def get_random_node(self) -> int | None:
         if self.unlisted:
@@ -59,6 +61,8 @@ class FakeClient(AIOKafkaClient):  # type: ignore[misc]
 
     async def force_metadata_update(self) -> bool:
         self.unlisted = max(0, self.unlisted - 1)
+        if self.controllers:
+            self.controllers.pop()
         return True
 
     async def send(self, node_id: int, request: Any, **_: Any) -> Any:
@@ -77,7 +81,8 @@ class FakeClient(AIOKafkaClient):  # type: ignore[misc]
         configs = [(self.of_settings, None, 2, "orders", [("min.insync.replicas", self.least)])]
         unknown = UnknownTopicOrPartitionError.errno if node_id in self.lagging else self.of_topic
         metadata = [(unknown, "orders", bytes(range(16)), False, [] if unknown else self.partitions)]
-        return type("Answer", (), {"topics": metadata, "resources": configs, **identity})
+        made = [("orders", 0, None)]
+        return type("Answer", (), {"topics": metadata, "resources": configs, "topic_errors": made, **identity})
 
     async def close(self) -> None:
         self.closed = True
@@ -206,6 +211,24 @@ async def test_a_broker_that_its_controller_has_fenced_is_waited_for(unlisted: i
         client.unlisted = unlisted
         await life.start(1.0)
         assert (life.producer_id, life.epoch) == (7, 3)
+
+
+async def test_a_bug_in_asking_the_controller_is_no_word_of_kafkas(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeClient()
+    client.controller = SimpleNamespace(nodeId=1)
+    monkeypatch.setattr(client, "send", lambda *_, **__: None.none)  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError):
+        await cluster_with(client).create("orders", 1, {})
+
+
+async def test_where_no_controller_is_known_it_is_waited_for() -> None:
+    client = FakeClient()
+    client.controllers = [None, None]
+    created = asyncio.create_task(cluster_with(client, 2_000).create("orders", 1, {}))
+    await until(lambda: not client.controllers)
+    client.controller = SimpleNamespace(nodeId=1)
+    await created
+    assert client.asked == [1]
 
 
 async def test_a_fence_tells_which_ids_it_waits_for() -> None:

@@ -115,6 +115,16 @@ async def test_of_several_all_are_written_or_it_fails() -> None:
         await producer.send_all("a", [(2, None, b"x"), (1, b"k", b"y")])
 
 
+async def test_a_bug_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not as a word of Kafka's, of which nobody would expect a traceback."""
+    producer, _ = idempotent()
+    monkeypatch.setattr(producer._life, "batches", lambda *_: dict[str, int]()["of ours"])
+    with capture_logs() as lines:
+        assert await producer.write([record("a")]) == [NOT_SENT]
+    (line,) = lines
+    assert isinstance(line["exc_info"], KeyError)
+
+
 async def test_a_topic_that_is_gone_is_told_of_once_until_it_is_back() -> None:
     """The journal's was deleted, or may not be written any more: not a word, until 100,000 answers waited."""
     producer, kafka = idempotent()

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from service import intake
 from service import slot as slot_module
@@ -20,7 +21,7 @@ from service.errors import (
 )
 from service.request import Answer, Committed
 from service.shedding import ANSWERS_EACH, SAVED_MOST
-from service.states import Claimed, SlotState
+from service.states import Claim, Claimed, Outcome, SlotState
 from tests.unit.fakes import EPOCH, NOW_MS, World, count_of, end_of_term, ended, kind_of, make_event, unheard, until
 
 # ------------------------------------------------------------------------------------------------- when all is well
@@ -42,6 +43,21 @@ async def test_a_group_is_claimed_written_marked_and_answered() -> None:
     assert world.keys_written() == [["a", "b"]]
     assert kind_of(await world.ask(make_event("a", value=b"2"))) is FINGERPRINT_MISMATCH
     assert world.journal.answers == [("a", 201), ("b", 201), ("a", 201), ("a", 422)]
+    await ended(serving)
+
+
+async def test_what_no_claim_finds_is_no_final_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a store of another version may tell it: the event may be written, and its key is still of use."""
+    world = World()
+    serving = world.serve(await world.slot())
+
+    async def claim(*_: object) -> list[Claim]:
+        return [Claim(Outcome.DELIVERED, Claimed(0, 1, NOW_MS, bytes(8)))]
+
+    monkeypatch.setattr(world.keys, "claim", claim)
+    with capture_logs() as lines:
+        assert kind_of(await world.submit("a")) is OUTCOME_UNKNOWN
+    assert [line["log_level"] for line in lines] == ["error"]
     await ended(serving)
 
 

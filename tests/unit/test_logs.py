@@ -13,7 +13,7 @@ import structlog
 
 from deploy.local.places import ROOT
 from service.errors import KafkaAway, StoreAway
-from service.logs import Incident, hash_key
+from service.logs import CHANGED_PAUSE_S, Incident, hash_key
 
 SAY: Final = """
 import logging, sys, structlog
@@ -86,6 +86,22 @@ def test_an_incident_is_a_line_however_often_it_is_met() -> None:
     ]
     assert told["failures"] == 7
     assert told["failing_s"] >= 0
+
+
+def test_another_cause_of_the_same_kind_is_told_too_and_one_that_changes_with_each_try_now_and_then() -> None:
+    """The first was "no leave", and then the password was wrong: the second stayed unheard until the first was over."""
+    now = 100.0
+    with structlog.testing.capture_logs() as lines:
+        incident = Incident(structlog.get_logger(), "not up yet", lambda: now)
+        for why, after_s in (("no leave", 0.0), ("no leave", 60.0), ("wrong password", 1.0), ("wrong password", 60.0)):
+            now += after_s
+            incident.goes_on(KafkaAway(why))
+        assert [line["why"] for line in lines] == ["no leave", "wrong password"]
+        for attempt in range(100):
+            now += CHANGED_PAUSE_S / 10
+            incident.goes_on(KafkaAway(f"attempt {attempt}"))
+        assert 10 <= len(lines) - 2 <= 11
+        assert incident.over()["failures"] == 104
 
 
 def test_a_bug_has_its_traceback() -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+from aiokafka.errors import KafkaConnectionError
 
 from service import pool as module
 from service.errors import Fenced, KafkaAway, StoreAway, StoreLost, StoreUnanswered
@@ -28,6 +29,12 @@ async def holding(serve: Callable[[Slot], Awaitable[None]] | None = None, **sett
             await ended(task)
 
 
+def failed_by(error: Exception) -> TransactionFailed:
+    failed = TransactionFailed(Verdict.ABORTED, repr(error))
+    failed.__cause__ = error
+    return failed
+
+
 @pytest.mark.parametrize(
     ("error", "name"),
     [
@@ -38,6 +45,8 @@ async def holding(serve: Callable[[Slot], Awaitable[None]] | None = None, **sett
         (KafkaAway("no leader"), "kafka-away"),
         (Fenced("another"), "fenced"),
         (KeyError(0), "bug"),
+        (failed_by(KeyError(0)), "bug"),
+        (failed_by(KafkaConnectionError()), "transaction"),
     ],
     ids=repr,
 )

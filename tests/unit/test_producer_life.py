@@ -295,6 +295,7 @@ async def test_a_ledger_record_without_an_answer_commits_nothing() -> None:
     with pytest.raises(TransactionFailed) as raised:
         await producer.write([record("orders")], LEDGER, broken)
     assert raised.value.verdict is Verdict.ABORTED
+    assert raised.value.is_bug
     assert not kafka.sent(EndTxnRequest)
 
 

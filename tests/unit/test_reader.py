@@ -112,6 +112,19 @@ async def test_what_comes_of_stopping_says_nothing_of_what_was_read(
 
 @pytest.mark.parametrize("deaf", ["nowhere"], indirect=True)
 @pytest.mark.parametrize("method", ["start", "getmany"])
+@pytest.mark.parametrize("bug", [AssertionError(), AttributeError("x")], ids=repr)
+async def test_a_bug_is_no_word_of_kafkas(
+    deaf: Deaf, method: str, bug: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def failing(*_: object, **__: object) -> None:
+        raise bug
+
+    monkeypatch.setattr(deaf, method, failing)
+    assert await ended(read()) is bug
+
+
+@pytest.mark.parametrize("deaf", ["nowhere"], indirect=True)
+@pytest.mark.parametrize("method", ["start", "getmany"])
 async def test_a_consumer_that_cancels_itself_is_kafka_being_away(
     deaf: Deaf, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

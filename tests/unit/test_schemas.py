@@ -67,14 +67,73 @@ def test_what_a_schema_allows(schemas: Schemas, value: bytes, topic: bytes) -> N
         (b'"value_base64": "AAEC"', "value: orders.eu has a schema and takes JSON only"),
         (b'"value_base64": "TmFO"', "has NaN, which is no JSON number"),
         (b'"value_base64": "eyJ0b3RhbCI6MSwidG90YWwiOjJ9"', "has the name 'total' twice"),
-        (b'"value": 1' + 5_000 * b"0", "takes JSON only"),
+        (b'"value": {"total": 1' + 5_000 * b"0" + b"}", "value: its numbers have more digits than can be compared"),
+        (b'"value": {"total": 1e99999}', "more digits than can be compared"),
+        (b'"value": {"total": 1e9999999999999999999999}', "more digits than can be compared"),
+        (b'"value": {"total": 1, "more": [%b]}' % b",".join(100 * [b"1e-900"]), "more digits than can be compared"),
+        (b'"value": {"total": -1e-400}', "-1e-400 is less than the minimum of 0"),
     ],
-    ids=["missing", "type", "place", "whole", "bytes", "NaN", "a name twice", "5,001 digits"],
+    ids=[
+        "missing",
+        "type",
+        "place",
+        "whole",
+        "bytes",
+        "NaN",
+        "a name twice",
+        "5,001 digits",
+        "far",
+        "farther",
+        "many",
+        "negative",
+    ],
 )
 def test_what_it_does_not_is_told_with_its_place(schemas: Schemas, value: bytes, named: str) -> None:
     with pytest.raises(Problem, match=named) as caught:
         schemas.check(event(value))
     assert caught.value.kind is SCHEMA_MISMATCH
+
+
+@pytest.mark.parametrize(
+    ("rule", "number", "allowed"),
+    [
+        ({"type": "number"}, "1e400", True),
+        ({"type": "number", "exclusiveMinimum": 0}, "1e-400", True),
+        ({"type": "integer"}, "1e400", True),
+        ({"maximum": 1e300}, "1e400", False),
+        ({"maximum": 0.3}, "0.30000000000000000001", False),
+        ({"maximum": 0.3}, "0.3", True),
+        ({"maximum": 0.3}, "3e-1", True),
+        ({"const": 9007199254740993}, "9007199254740993", True),
+        ({"const": 9007199254740993}, "9007199254740992", False),
+        ({"const": 9007199254740993}, "9007199254740993.0", True),
+        ({"multipleOf": 0.01}, "12.34", True),
+        ({"multipleOf": 0.01}, "123456789012345678901234567890.12", True),
+        ({"multipleOf": 0.01}, "12.345", False),
+        ({"enum": [0.1]}, "0.10", True),
+        ({"enum": [0.1]}, "0.1000000000000000055511151231257827", False),
+        ({"type": "integer"}, "1" + 3_999 * "0", True),
+        ({"minimum": 0}, "0e5", True),
+    ],
+)
+def test_a_number_is_compared_as_it_is_written(tmp_path: Path, rule: object, number: str, allowed: bool) -> None:
+    """Read as a double, 1e400 was null and 1e-400 was 0."""
+    schemas = schemas_of(tmp_path, json.dumps({"properties": {"of": rule}}))
+    asked = event(b'"value": {"of": %b}' % number.encode())
+    if allowed:
+        schemas.check(asked)
+        return
+    with pytest.raises(Problem) as caught:
+        schemas.check(asked)
+    assert caught.value.kind is SCHEMA_MISMATCH
+
+
+def test_a_bound_is_read_as_it_is_written(tmp_path: Path) -> None:
+    schemas = schemas_of(tmp_path, '{"properties": {"of": {"maximum": 1e400, "exclusiveMinimum": 1e-400}}}')
+    schemas.check(event(b'"value": {"of": 1e399}'))
+    for number in (b"1e401", b"1e-401"):
+        with pytest.raises(Problem, match="1e"):
+            schemas.check(event(b'"value": {"of": %b}' % number))
 
 
 @pytest.mark.parametrize(
