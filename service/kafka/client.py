@@ -5,17 +5,21 @@ has it, and what comes is cut into answers as it comes, where aiokafka wakes a t
 """
 
 import asyncio
+import random
 import socket
 import struct
 import time
 import weakref
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import structlog
-from aiokafka import errors
+from aiokafka import AIOKafkaConsumer, errors
 from aiokafka.client import AIOKafkaClient, ConnectionGroup
+from aiokafka.cluster import ClusterMetadata
 from aiokafka.conn import AIOKafkaConnection, CloseReason
 from aiokafka.protocol.admin import ApiVersionRequest
+from aiokafka.protocol.metadata import MetadataRequest
 
 from service.kafka.deadline import shared
 from service.kafka.requests import FORMS, Form
@@ -24,6 +28,7 @@ log = structlog.get_logger(__name__)
 
 # An answer that is none, or ends too soon.
 BROKEN: Final = (errors.KafkaError, OSError, ValueError, struct.error)
+_BOOTSTRAP: Final = ("bootstrap", ConnectionGroup.DEFAULT)
 _SIZE_BYTES: Final = 4
 # What is larger is not copied into one piece with its head.
 _JOINED_MOST_BYTES: Final = 32 * 1024
@@ -37,8 +42,60 @@ PROBE_SHARE: Final = 10  # where a request has less time, the probe gets one par
 TCP_OPTIONS: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 4_000}
 
 
-class Client(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no types
-    """AIOKafkaClient. Where its requests of a transaction go the short way, their time limit is their caller's."""
+class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no types
+    """AIOKafkaClient that makes no topics, and closes its connections at once."""
+
+    async def _metadata_update(self, cluster_metadata: ClusterMetadata, topics: Collection[str] | None) -> bool:
+        """Ask any broker for the metadata of these topics, of none where there are none.
+
+        aiokafka's own asks so that a topic which is not there is made, and without topics for all that there are.
+        """
+        request = MetadataRequest(list(topics or ()), allow_auto_topic_creation=False)
+        nodes = [broker.nodeId for broker in self.cluster.brokers()]
+        if _BOOTSTRAP in self._conns:  # kept for as long as it named no broker
+            nodes.append(_BOOTSTRAP[0])
+        random.shuffle(nodes)
+        for node in nodes:
+            connection = await self._get_conn(node)
+            if connection is None:
+                continue
+            try:
+                metadata = await connection.send(request)
+            except (errors.KafkaError, TimeoutError):
+                continue
+            if not metadata.brokers:
+                return False
+            cluster_metadata.update_metadata(metadata)
+            if _BOOTSTRAP in self._conns and self.cluster.brokers():
+                self._conns.pop(_BOOTSTRAP).close()
+            return True
+        cluster_metadata.failed_update(None)
+        return False
+
+    async def close(self) -> None:
+        """End every connection. Nothing that is still to be sent is worth waiting for.
+
+        With TLS one takes leave, and waits for the broker's. Every other time uvloop does not see that come, and waits
+        for 30 s, which cost each recovery of a slot the seconds after which its consumers are given up.
+        """
+        for connection in self._conns.values():
+            writer = connection._writer
+            connection.close(reason=CloseReason.SHUTDOWN)
+            if writer is not None:
+                writer.transport.abort()
+        await super().close()
+
+
+class Consumer(AIOKafkaConsumer):  # type: ignore[misc]
+    """AIOKafkaConsumer whose client is a BaseClient; `client` are the options that both of them take."""
+
+    def __init__(self, client: Mapping[str, Any], **options: Any) -> None:
+        super().__init__(**options, **client)
+        self._client = BaseClient(**client)
+
+
+class Client(BaseClient):
+    """BaseClient. Where its requests of a transaction go the short way, their time limit is their caller's."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -7,10 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import aiokafka.client
 from aiokafka import errors
 from aiokafka.client import AIOKafkaClient, CoordinationType
-from aiokafka.conn import AIOKafkaConnection, create_conn
+from aiokafka.conn import create_conn
 from aiokafka.protocol.admin import CreatePartitionsRequest, CreateTopicsRequest, DescribeConfigsRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
@@ -22,35 +21,6 @@ from service.kafka.deadline import shared, within
 from service.kafka.metadata import Metadata, Partitions, partitions_of
 from service.shared import PREFIX
 from service.telemetry import Telemetry
-
-
-def _metadata_request(topics: Sequence[str] | None = None) -> MetadataRequest:
-    """Of every client in this process: a POST to a topic that is not there must not make it.
-
-    Who wants no topic asks for none, where aiokafka asks for all of them, with each refresh.
-    """
-    return MetadataRequest(list(topics or []), allow_auto_topic_creation=False)
-
-
-aiokafka.client.MetadataRequest = _metadata_request
-
-_close = AIOKafkaConnection.close
-
-
-def _close_at_once(self: AIOKafkaConnection, *args: Any, **kwargs: Any) -> Any:
-    """Of every connection in this process: nothing that is still to be sent is worth waiting for.
-
-    With TLS one takes leave, and waits for the broker's. Every other time uvloop does not see that come, and waits for
-    30 s, which cost each recovery of a slot the seconds after which its consumers are given up.
-    """
-    writer = self._writer
-    closed = _close(self, *args, **kwargs)
-    if writer is not None:
-        writer.transport.abort()
-    return closed
-
-
-AIOKafkaConnection.close = _close_at_once
 
 TOPIC_RESOURCE: Final = 2
 # By Kafka's names, as record batches are marked with them.

@@ -6,9 +6,10 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple, cast
 
-from aiokafka import AIOKafkaConsumer, ConsumerRecord, errors
+from aiokafka import ConsumerRecord, errors
 from aiokafka.structs import TopicPartition
 
+from service.kafka.client import Consumer
 from service.kafka.cluster import Cluster
 from service.kafka.deadline import within
 
@@ -114,7 +115,7 @@ async def offsets_since(
     return {place.partition: None if at is None else at.offset for place, at in found.items()}
 
 
-async def _look_up(cluster: Cluster, ask: Callable[[AIOKafkaConsumer], Coroutine[Any, Any, Any]]) -> Any:
+async def _look_up(cluster: Cluster, ask: Callable[[Consumer], Coroutine[Any, Any, Any]]) -> Any:
     consumer = _consumer(cluster, "read_uncommitted")
     try:
         await within(cluster.timeout_s, consumer.start())
@@ -125,7 +126,7 @@ async def _look_up(cluster: Cluster, ask: Callable[[AIOKafkaConsumer], Coroutine
         await _stop(consumer)
 
 
-async def _more(consumer: AIOKafkaConsumer, places: Iterable[TopicPartition], patience_s: float) -> Batches:
+async def _more(consumer: Consumer, places: Iterable[TopicPartition], patience_s: float) -> Batches:
     """The next records, of whichever partitions have some. Raises TimeoutError."""
     deadline = time.monotonic() + patience_s
     while not (batches := await consumer.getmany(*places, timeout_ms=200)):
@@ -134,19 +135,19 @@ async def _more(consumer: AIOKafkaConsumer, places: Iterable[TopicPartition], pa
     return cast("Batches", batches)
 
 
-async def _stop(consumer: AIOKafkaConsumer) -> None:
+async def _stop(consumer: Consumer) -> None:
     """Whatever comes of it: what was read is read, and what failed is told by its own error."""
     with contextlib.suppress(Exception):
         await within(STOP_PATIENCE_S, consumer.stop())
 
 
-def _consumer(cluster: Cluster, isolation: Isolation) -> AIOKafkaConsumer:
-    return AIOKafkaConsumer(
+def _consumer(cluster: Cluster, isolation: Isolation) -> Consumer:
+    return Consumer(
+        cluster.options("reader"),
         isolation_level=isolation,
         enable_auto_commit=False,
         auto_offset_reset="earliest",  # the default, latest, skips silently
         fetch_max_wait_ms=FETCH_WAIT_MS,
         max_partition_fetch_bytes=FETCH_BYTES_MAX,
         fetch_max_bytes=FETCH_BYTES_ALL,
-        **cluster.options("reader"),
     )

@@ -3,19 +3,22 @@
 import asyncio
 import importlib.metadata
 import inspect
+import subprocess
+import sys
 
-import aiokafka.client
 import pytest
 from aiokafka.client import AIOKafkaClient, CoordinationType
 from aiokafka.conn import AIOKafkaConnection
 from aiokafka.consumer.fetcher import Fetcher
+from aiokafka.errors import KafkaConnectionError
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnRequest, InitProducerIdRequest
 from aiokafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
-from aiokafka.structs import TopicPartition
+from aiokafka.structs import BrokerMetadata, TopicPartition
 
-import service.kafka.cluster  # it replaces names in aiokafka
+from deploy.local.places import ROOT
+from service.kafka.client import BaseClient, Consumer
 from service.kafka.deadline import Abandoned, within
 
 
@@ -33,6 +36,9 @@ def test_the_version() -> None:
         "force_metadata_update",
         "get_random_node",
         "coordinator_lookup",
+        "_get_conn",
+        "_metadata_update",
+        "_md_synchronizer",
     ],
 )
 def test_names_of_the_client(name: str) -> None:
@@ -58,19 +64,68 @@ async def test_names_inside_a_connection() -> None:
     assert isinstance(connection._last_action, float)
     assert connection._request_timeout == 1.0
     assert callable(connection._handle_frame)
-    assert AIOKafkaConnection.close.__module__ == service.kafka.cluster.__name__
     connection.close()
 
 
-def test_metadata_is_asked_for_by_the_name_that_is_replaced() -> None:
+def test_nothing_of_aiokafka_is_replaced() -> None:
+    """An application that uses the reader has clients of its own, to which the service is nothing."""
+    code = """
+import inspect, sys
+import aiokafka, aiokafka.client, aiokafka.conn, aiokafka.consumer
+modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "aiokafka"]
+classes = {kind for module in modules for kind in vars(module).values() if inspect.isclass(kind)}
+def known():
+    return [dict(vars(each)) for each in (*modules, *classes)]
+before = known()
+import service.app, service.follow
+assert [name for old, new in zip(before, known()) for name in old if new.get(name) is not old[name]] == []
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+class Asked:
+    """A connection that is asked for metadata."""
+
+    def __init__(self) -> None:
+        self.requests: list[MetadataRequest] = []
+
+    async def send(self, request: MetadataRequest) -> object:
+        self.requests.append(request)
+        return type("Answer", (), {"brokers": []})
+
+
+@pytest.mark.parametrize("asks", ["add_topic", "force_metadata_update", "fetch_all_metadata"])
+async def test_metadata_is_asked_for_by_the_method_that_is_overridden(
+    asks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Look-ups must not make topics, and who wants none must not have all."""
-    source = inspect.getsource(aiokafka.client)
-    assert "MetadataRequest(list(topics) if topics else None)" in source
-    assert "MetadataRequest([])" in source
-    for asked, topics in ((None, []), ([], []), (["orders"], ["orders"])):
-        request = aiokafka.client.MetadataRequest(asked)
-        assert isinstance(request, MetadataRequest)
-        assert (request._topics, request._allow_auto_topic_creation) == (topics, False)
+    client = BaseClient(bootstrap_servers="127.0.0.1:1")
+    connection = Asked()
+
+    async def connected(*_: object, **__: object) -> Asked:
+        return connection
+
+    monkeypatch.setattr(client, "_get_conn", connected)
+    client.cluster._brokers = {1: BrokerMetadata(1, "127.0.0.1", 1, None)}
+    client._sync_task = asyncio.create_task(client._md_synchronizer())
+    asking = asyncio.ensure_future(getattr(client, asks)(*(["orders"] if asks == "add_topic" else [])))
+    await asyncio.wait({asking})
+    assert connection.requests
+    assert asking.exception() is None or asks == "fetch_all_metadata"
+    for request in connection.requests:
+        assert request._topics == (["orders"] if asks == "add_topic" else [])
+        assert not request._allow_auto_topic_creation
+    await client.close()
+
+
+async def test_a_consumer_goes_by_its_client() -> None:
+    options = {"bootstrap_servers": "127.0.0.1:1", "client_id": "c"}
+    consumer = Consumer(options, enable_auto_commit=False)
+    assert isinstance(consumer._client, BaseClient)
+    assert consumer._client._client_id == "c"
+    with pytest.raises(KafkaConnectionError):
+        await consumer.start()
+    await consumer.stop()
 
 
 def test_what_requests_are_made_of() -> None:

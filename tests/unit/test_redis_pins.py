@@ -1,0 +1,69 @@
+"""The names inside redis-py and hiredis that service/keys.py uses although they are not their interface."""
+
+import importlib.metadata
+import inspect
+import ssl
+
+import pytest
+from hiredis import pack_command
+from redis.asyncio import Connection, ConnectionPool, SSLConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    MasterDownError,
+    NoScriptError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
+
+
+@pytest.mark.parametrize(("name", "version"), [("redis", "8.1.0"), ("hiredis", "3.5.0")])
+def test_the_versions(name: str, version: str) -> None:
+    assert importlib.metadata.version(name) == version
+
+
+def test_a_command_is_packed() -> None:
+    assert pack_command(("GET", b"\x00", 7)) == b"*3\r\n$3\r\nGET\r\n$1\r\n\x00\r\n$1\r\n7\r\n"  # type: ignore[arg-type]
+
+
+def test_a_connection() -> None:
+    for name, parameters in {
+        "connect": {"self"},
+        "can_read": {"self"},
+        "read_response": {"self"},
+        "send_packed_command": {"self", "command", "check_health"},
+        "disconnect": {"self", "nowait"},
+    }.items():
+        method = getattr(Connection, name)
+        assert inspect.iscoroutinefunction(method), name
+        assert parameters <= inspect.signature(method).parameters.keys(), name
+    assert isinstance(Connection.is_connected, property)
+
+
+def test_a_pool_makes_connections_that_repeat_nothing() -> None:
+    pool = ConnectionPool.from_url(
+        "redis://127.0.0.1:1/3", retry=Retry(NoBackoff(), 0), socket_timeout=None, socket_connect_timeout=1.0
+    )
+    # As after `_connections`: what a URL says of these does not count.
+    pool.connection_kwargs |= {"retry_on_error": [], "retry_on_timeout": False, "decode_responses": False}
+    connection = pool.make_connection()  # type: ignore[no-untyped-call]
+    assert isinstance(connection, Connection)
+    assert not connection.is_connected
+    assert (connection.db, connection.retry_on_timeout, connection.retry_on_error) == (3, False, [])
+    assert connection.retry.get_retries() == 0
+
+
+def test_what_a_connection_with_tls_believes_can_be_set() -> None:
+    connection = ConnectionPool.from_url("rediss://127.0.0.1:1/0").make_connection()  # type: ignore[no-untyped-call]
+    assert isinstance(connection, SSLConnection)
+    context = ssl.create_default_context()
+    connection.ssl_context.context = context
+    assert connection.ssl_context.get() is context
+
+
+def test_errors_are_told_apart() -> None:
+    assert all(issubclass(kind, RedisError) for kind in (BusyLoadingError, MasterDownError, AuthenticationError))
+    assert all(issubclass(kind, ResponseError) for kind in (NoScriptError, ReadOnlyError))
