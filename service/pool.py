@@ -93,6 +93,7 @@ class Pool:
         self._patient_until = 0.0
         self._troubles: dict[int, Incident] = {}  # by slot: a recovery that fails over and over is one
         self._hurry = asyncio.Event()
+        self._to_recover: set[int] = set()  # that nobody may hold, and that are to be taken all the same
         self._stopping = False
 
     def __repr__(self) -> str:
@@ -135,6 +136,20 @@ class Pool:
     def hurry(self) -> None:
         """Beat now: somebody has met a dead slot."""
         self._hurry.set()
+
+    def recover(self, n: int) -> None:
+        """Have a slot recovered: what it left in Kafka does not end by itself.
+
+        One that is held here ends its term after its present group; one that nobody holds is taken at the next beat.
+        One of another process is left to that process.
+        """
+        slot = self.slots.get(n)
+        if slot is None:
+            self._to_recover.add(n)
+            self.hurry()
+        elif slot.state in SETTLED:
+            slot.stale = True
+            self._queue.nudge_all()
 
     # ------------------------------------------------------------------------------------------------- the leases
 
@@ -196,8 +211,10 @@ class Pool:
         stuck = sum(map(self._is_stuck, held))
         most = self._settings.slots + min(max(self._settings.slots, REPLACED_LEAST), stuck)
         share = min(most, max(1, self._settings.slots_max // max(1, census.members)))
-        dead = [n for n, mark in enumerate(census.slots) if mark == "d" and n not in self.slots]
-        free = [n for n, mark in enumerate(census.slots) if mark == "f" and n not in self.slots]
+        marks = {n: mark for n, mark in enumerate(census.slots) if n not in self.slots}
+        dead = [n for n, mark in marks.items() if mark == "d" or (mark == "f" and n in self._to_recover)]
+        free = [n for n, mark in marks.items() if mark == "f" and n not in self._to_recover]
+        self._to_recover.clear()
         random.shuffle(dead)
         random.shuffle(free)
         wanted = share - len(held)

@@ -134,6 +134,10 @@ class Telemetry:
         self.redis_memory_limit = self._gauge(
             "redis_memory_limit_bytes", "Its maxmemory, or the memory of its machine where that is not set"
         )
+        self.stalled = self._gauge(
+            "stalled_partitions", "Partitions whose last stable offset stands still, by whose transaction is open", "of"
+        )
+        self.stalled_oldest = self._gauge("stalled_oldest_seconds", "For how long the oldest of them does so", "of")
         self.kafka_errors = self._counter("kafka_errors", "What was asked of Kafka and failed", "operation")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from service.errors import KafkaAway, KafkaForbids
@@ -149,6 +149,11 @@ class Catalogue:
             if not will_do and self._absent.get(name, -math.inf) < arrived:
                 topic = await shared(self._asking.get(name) or self._ask_apart(name))
         return topic
+
+    @property
+    def names(self) -> Collection[str]:
+        """The topics that were there when they were last asked for."""
+        return self._last.keys()
 
     def last_known(self, name: str) -> Topic:
         """The topic as it was when it was last there; KeyError where it never was, and no event was let in."""

@@ -5,13 +5,14 @@ import contextlib
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from aiokafka import errors
 from aiokafka.client import AIOKafkaClient, CoordinationType
 from aiokafka.conn import create_conn
 from aiokafka.protocol.admin import CreatePartitionsRequest, CreateTopicsRequest, DescribeConfigsRequest
 from aiokafka.protocol.metadata import MetadataRequest
+from aiokafka.protocol.offset import OffsetRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
 from aiokafka.record.default_records import DefaultRecordBatch
 
@@ -31,6 +32,9 @@ CODECS: Final = {
     "lz4": DefaultRecordBatch.CODEC_LZ4,
     "zstd": DefaultRecordBatch.CODEC_ZSTD,
 }
+# ListOffsets: "the last offset", and of which readers (org.apache.kafka.common.IsolationLevel).
+LATEST: Final = -1
+READ_UNCOMMITTED, READ_COMMITTED = 0, 1
 RETRY_PAUSE_S: Final = 0.02
 ASK_TRIES: Final = 5
 # Of the time for an answer, what one broker gets at least before another is asked: it may have to log in first.
@@ -106,6 +110,13 @@ class Topic:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "message_bytes_max", int(self.settings.get("max.message.bytes", 1_048_588)))
+
+
+class Ends(NamedTuple):
+    """Where a partition ends: for readers of committed records (the last stable offset, LSO), and for all."""
+
+    last_stable: int
+    high_watermark: int
 
 
 class Cluster:
@@ -196,6 +207,36 @@ class Cluster:
             elif kind not in (errors.UnknownTopicOrPartitionError, errors.InvalidTopicError):
                 raise self.failed("metadata", f"topic {name}: {kind.__name__}")
         return found
+
+    async def last_offsets(self, topics: Sequence[str]) -> dict[tuple[str, int], Ends]:
+        """The ends of the topics' partitions, by (topic, partition), as their leaders tell them. Raises KafkaAway.
+
+        Costs one Metadata request, and two ListOffsets to each leader: the high watermark is asked for first, so that a
+        partition at rest shows an LSO no lower. A partition whose leader does not tell is left out.
+        """
+        answer = await self._ask(Metadata(topics))
+        led: dict[int, dict[str, list[tuple[int, int]]]] = {}
+        for _code, name, _id, _internal, partitions, *_ in (tuple(topic) for topic in answer.topics):
+            for code, number, leader, *_ in (tuple(row) for row in partitions):
+                if code == errors.NoError.errno and leader >= 0:
+                    led.setdefault(leader, {}).setdefault(name, []).append((number, LATEST))
+        ends = await asyncio.gather(*(self._ends_at(node, list(by_topic.items())) for node, by_topic in led.items()))
+        return {partition: end for found in ends for partition, end in found.items()}
+
+    async def _ends_at(
+        self, node: int, asked: Sequence[tuple[str, Sequence[tuple[int, int]]]]
+    ) -> dict[tuple[str, int], Ends]:
+        """The ends of partitions that this node leads; of none where it does not answer."""
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                client = await self._opened()
+                high, stable = [
+                    _offsets(await client.send(node, OffsetRequest(-1, isolation, asked)))
+                    for isolation in (READ_UNCOMMITTED, READ_COMMITTED)
+                ]
+        except (errors.KafkaError, OSError, TimeoutError):
+            return {}
+        return {partition: Ends(stable[partition], high[partition]) for partition in high.keys() & stable}
 
     async def describe(self, names: Sequence[str], *, elsewhere: bool = False) -> dict[str, Topic]:
         """Topics with their settings; those that do not exist are left out.
@@ -375,6 +416,16 @@ class Cluster:
                     await asyncio.sleep(RETRY_PAUSE_S)
         except (errors.KafkaError, OSError, TimeoutError) as error:
             raise self.failed("admin", f"Kafka at {self.bootstrap} does not answer: {error!r}") from error
+
+
+def _offsets(answer: Any) -> dict[tuple[str, int], int]:
+    """The offsets in an answer to ListOffsets, without the partitions of which it tells an error."""
+    return {
+        (topic, number): offset
+        for topic, rows in (tuple(each) for each in answer.topics)
+        for number, code, _, offset in (tuple(row) for row in rows)
+        if code == errors.NoError.errno
+    }
 
 
 def _text(error: Exception | None) -> str:

@@ -14,11 +14,12 @@ from aiokafka.errors import (
     TopicAuthorizationFailedError,
     UnknownTopicOrPartitionError,
 )
+from aiokafka.protocol.offset import OffsetRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
 
 from service.errors import KafkaAway, KafkaForbids
 from service.kafka import cluster as module
-from service.kafka.cluster import Cluster
+from service.kafka.cluster import Cluster, Ends
 from service.kafka.life import Life
 from service.kafka.metadata import Metadata
 from service.telemetry import Telemetry
@@ -278,3 +279,39 @@ def test_metadata_goes_over_the_wire_as_the_protocol_has_it() -> None:
     request = Metadata(["orders"]).prepare({3: (0, 13)})
     assert request.FLEXIBLE_VERSION
     assert request.encode() == b"\x02" + bytes(16) + b"\x07orders\x00" + b"\x00\x00\x00" + b"\x00"
+
+
+class Leaders(FakeClient):
+    """Of `orders`, broker 1 leads partitions 0 and 1, broker 2 the third; the fourth has no leader."""
+
+    def __init__(self, *down: int) -> None:
+        super().__init__(*down)
+        self.partitions = [(0, n, leader, 0, [leader], [leader], []) for n, leader in enumerate((1, 1, 2))]
+        self.partitions.append((5, 3, -1, 0, [2], [], [2]))
+        self.offsets: list[OffsetRequest] = []
+
+    async def send(self, node_id: int, request: Any, **_: Any) -> Any:
+        if not isinstance(request, OffsetRequest) or node_id in self.down:
+            return await super().send(node_id, request)
+        self.offsets.append(request)
+        low = request._isolation_level == 1
+        rows = [(n, 6 if n == 1 else 0, -1, 10 * n + (3 if low else 5)) for n, _ in request._topics[0][1]]
+        return SimpleNamespace(topics=[("orders", rows)])
+
+
+async def test_the_ends_of_partitions_are_asked_of_their_leaders() -> None:
+    """Two requests a leader. A partition that its node does not lead any more, or that nobody leads, is left out."""
+    client = Leaders()
+    assert await cluster_with(client).last_offsets(["orders"]) == {
+        ("orders", 0): Ends(3, 5),
+        ("orders", 2): Ends(23, 25),
+    }
+    assert len(client.offsets) == 4
+
+
+async def test_the_ends_are_told_without_those_of_a_leader_that_is_away() -> None:
+    client = Leaders(2)
+    client.get_random_node = lambda: 1  # type: ignore[method-assign]
+    cluster = cluster_with(client)
+    assert await cluster.last_offsets(["orders"]) == {("orders", 0): Ends(3, 5)}
+    assert not client.closed

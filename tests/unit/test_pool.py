@@ -504,3 +504,27 @@ async def test_no_slot_is_taken_while_the_process_stops(hold: Hold) -> None:
     await asyncio.sleep(0.05)
     assert held.pool.slots == {}
     assert not held.world.keys.server.leases
+
+
+async def test_a_held_slot_is_recovered_when_that_is_asked_for(hold: Hold) -> None:
+    """Though it waits for events, and nothing of it has failed."""
+    held = hold()
+    slot = await held.ready()
+    held.pool.recover(slot.n)
+    await until(lambda: len(held.recovery.runs) == 2 and held.pool.ready == 1)
+    assert held.pool.slots[slot.n] is slot
+    assert not slot.stale
+
+
+async def test_a_slot_that_nobody_holds_is_taken_to_be_recovered(hold: Hold) -> None:
+    """Although this process has as many as it wants. One that another process holds is not taken."""
+    held = hold(slots=1, slots_max=4)
+    slot = await held.ready()
+    idle, others = [n for n in range(4) if n != slot.n][:2]
+    held.world.keys.server.leases[others] = ("another", NOW_MS + 10**9)
+    held.pool.recover(idle)
+    held.pool.recover(others)
+    await until(lambda: idle in {n for n, _ in held.recovery.runs})
+    await held.more_beats()
+    assert others not in {n for n, _ in held.recovery.runs}
+    assert held.world.keys.server.leases[others][0] == "another"

@@ -1,0 +1,155 @@
+"""The watch over last stable offsets: what it takes for a stand-still, what it has recovered, how often it asks."""
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
+
+import pytest
+
+from service.errors import KafkaAway
+from service.hanging import ActiveProducer, Partition
+from service.kafka.cluster import Ends
+from service.lso_watch import ABORT_SCAN_S, OTHER, PAUSE_LEAST_S, PAUSE_MOST_S, SLOT, UNKNOWN, LsoWatch
+from service.settings import Settings
+from service.telemetry import Telemetry
+
+LEDGER = ("ns.ledger", 2)
+ORDERS = ("orders", 1)
+OURS, THEIRS = 7, 8
+BOUND_S = 10.0 + ABORT_SCAN_S
+
+
+class Kafka:
+    """Ends and open transactions as a test sets them; the slot of OURS is 3."""
+
+    def __init__(self) -> None:
+        self.ends: dict[Partition, Ends] = {}
+        self.open: dict[Partition, list[ActiveProducer]] = {}
+        self.asked: list[Sequence[str]] = []
+        self.described: list[set[Partition]] = []
+        self.recovered: list[int] = []
+        self.away = False
+
+    async def last_offsets(self, topics: Sequence[str]) -> Mapping[Partition, Ends]:
+        self.asked.append(topics)
+        if self.away:
+            raise KafkaAway("away")
+        return self.ends
+
+    async def open_transactions(
+        self, partitions: Collection[Partition]
+    ) -> Mapping[Partition, Sequence[ActiveProducer]]:
+        self.described.append(set(partitions))
+        return {partition: self.open[partition] for partition in partitions if partition in self.open}
+
+    async def of_producers(self, producer_ids: Collection[int]) -> Mapping[int, int]:
+        return {OURS: 3} if OURS in producer_ids else {}
+
+    def recover(self, n: int) -> None:
+        self.recovered.append(n)
+
+
+@pytest.fixture
+def kafka() -> Kafka:
+    return Kafka()
+
+
+@pytest.fixture
+def telemetry() -> Telemetry:
+    return Telemetry()
+
+
+@pytest.fixture
+def watch(kafka: Kafka, telemetry: Telemetry) -> LsoWatch:
+    settings = Settings(transaction_timeout_ms=10_000)
+    return LsoWatch(settings, kafka, kafka, "ns.ledger", ["orders"], telemetry)
+
+
+def shown(telemetry: Telemetry, owner: str) -> tuple[float, float]:
+    """How many stand still, and for how long the oldest does."""
+    values = [
+        telemetry.registry.get_sample_value(f"fencepost_{name}", {"of": owner})
+        for name in ("stalled_partitions", "stalled_oldest_seconds")
+    ]
+    return (values[0] or 0.0, values[1] or 0.0)
+
+
+async def test_a_slot_whose_transaction_stands_open_is_recovered(
+    watch: LsoWatch, kafka: Kafka, telemetry: Telemetry
+) -> None:
+    kafka.ends = {ORDERS: Ends(691, 974), LEDGER: Ends(5, 5)}
+    kafka.open = {ORDERS: [ActiveProducer(OURS, 0, 691), ActiveProducer(THEIRS, 0, 700)]}
+    await watch.look(0.0)
+    await watch.look(BOUND_S - 0.1)
+    assert (kafka.recovered, kafka.described) == ([], [])
+    assert shown(telemetry, SLOT) == (0, 0)
+    await watch.look(BOUND_S)
+    assert kafka.recovered == [3]
+    assert kafka.described == [{ORDERS}]
+    assert shown(telemetry, SLOT) == (1, BOUND_S)
+    kafka.ends = {ORDERS: Ends(974, 974), LEDGER: Ends(5, 5)}
+    await watch.look(BOUND_S + 5)
+    assert shown(telemetry, SLOT) == (0, 0)
+
+
+async def test_a_last_stable_offset_that_moves_is_none_that_stands(watch: LsoWatch, kafka: Kafka) -> None:
+    """A busy partition is below its high watermark at every look."""
+    for second in range(0, 200, 5):
+        kafka.ends = {ORDERS: Ends(second, second + 3)}
+        await watch.look(float(second))
+    kafka.ends = {ORDERS: Ends(200, 200)}
+    await watch.look(200.0)
+    kafka.ends = {ORDERS: Ends(200, 201)}  # the next transaction begins there, long after that
+    await watch.look(400.0)
+    assert kafka.described == []
+
+
+async def test_the_ledger_is_watched_too(watch: LsoWatch, kafka: Kafka) -> None:
+    kafka.ends = {LEDGER: Ends(5, 9)}
+    kafka.open = {LEDGER: [ActiveProducer(OURS, 0, 5)]}
+    await watch.look(0.0)
+    await watch.look(BOUND_S)
+    assert kafka.recovered == [3]
+    assert kafka.asked == [["ns.ledger", "orders"]] * 2
+
+
+async def test_others_transactions_are_told_of_and_left_alone(
+    watch: LsoWatch, kafka: Kafka, telemetry: Telemetry
+) -> None:
+    """What OURS has open began later: it is not what holds the LSO. And a leader may not tell (no Read on the topic)."""
+    kafka.ends = {ORDERS: Ends(10, 20), ("orders", 2): Ends(10, 20)}
+    kafka.open = {ORDERS: [ActiveProducer(THEIRS, 0, 10), ActiveProducer(OURS, 0, 15), ActiveProducer(OURS, 0, -1)]}
+    await watch.look(0.0)
+    await watch.look(BOUND_S + 1)
+    assert kafka.recovered == []
+    assert shown(telemetry, OTHER) == shown(telemetry, UNKNOWN) == (1, BOUND_S + 1)
+
+
+async def test_a_slot_that_recovery_does_not_help_is_recovered_ever_more_rarely(watch: LsoWatch, kafka: Kafka) -> None:
+    """And leaders are asked for producers only then, not at every look."""
+    kafka.ends = {ORDERS: Ends(10, 20)}
+    kafka.open = {ORDERS: [ActiveProducer(OURS, 0, 10)]}
+    times = []
+    for second in range(0, 40_000, 5):
+        before = len(kafka.recovered)
+        await watch.look(float(second))
+        times += [second] * (len(kafka.recovered) - before)
+    pauses = [later - earlier for earlier, later in pairwise(times)]
+    assert times[0] == BOUND_S
+    assert pauses[:3] == [PAUSE_LEAST_S, 2 * PAUSE_LEAST_S, 4 * PAUSE_LEAST_S]
+    assert pauses[-1] == PAUSE_MOST_S
+    assert len(kafka.described) == len(kafka.recovered)
+
+
+async def test_what_was_seen_before_kafka_went_away_counts(watch: LsoWatch, kafka: Kafka) -> None:
+    """So does a partition that has no leader for a while."""
+    kafka.ends = {ORDERS: Ends(10, 20)}
+    kafka.open = {ORDERS: [ActiveProducer(OURS, 0, 10)]}
+    await watch.look(0.0)
+    kafka.away = True
+    with pytest.raises(KafkaAway):
+        await watch.look(5.0)
+    kafka.away, kafka.ends = False, {}
+    await watch.look(10.0)
+    kafka.ends = {ORDERS: Ends(10, 20)}
+    await watch.look(BOUND_S)
+    assert kafka.recovered == [3]
