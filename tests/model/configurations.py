@@ -31,6 +31,25 @@ DEFAULT: Final[dict[str, Configuration]] = {
     ),
     "a pair, a crash and a fence from outside": Configuration(Faults(kill=1, lose_send=1, fence=1), pair=True),
     "a pair and a split": Configuration(Faults(failover=1, lose_send=1, post_again=1), pair=True, split=True),
+    "a marker that never comes, and a crash": Configuration(Faults(skip_marker=1, kill=1)),
+    "a marker that never comes, and a failed send": Configuration(
+        Faults(skip_marker=1, lose_send=1, deadline=1, post_again=1)
+    ),
+    "a marker that never comes, and a fence from outside": Configuration(
+        Faults(skip_marker=1, fence=1, lose_reply=1, post_again=1)
+    ),
+    "a marker that never comes, and another key": Configuration(
+        Faults(skip_marker=1, other=1, lose_send=1, post_again=1)
+    ),
+    "a marker that never comes, and a flush": Configuration(Faults(skip_marker=1, flush=1, post_again=1)),
+    "a marker that never comes, and a pause": Configuration(Faults(skip_marker=1, expire=1, lose_reply=1)),
+    "a marker that never comes, and a split": Configuration(
+        Faults(skip_marker=1, failover=1, post_again=1), split=True
+    ),
+    "markers of a pair that never come, and a commit in doubt": Configuration(
+        Faults(skip_marker=1, lose_send=1, lose_reply=1), pair=True
+    ),
+    "markers of a pair that never come, twice, and a crash": Configuration(Faults(skip_marker=2, kill=1), pair=True),
 }
 
 # Searched to the end by `python -m tests.model --deep`.
@@ -51,6 +70,21 @@ DEEP: Final[dict[str, Configuration]] = {
     ),
     "a split, a flush, and both stores are recovered": Configuration(
         Faults(failover=1, misjudge=1, flush=1, post_again=1), split=True, take_over=False
+    ),
+    "a marker that never comes, a crash and a commit in doubt": Configuration(
+        Faults(skip_marker=1, kill=1, lose_reply=1)
+    ),
+    "a marker that never comes, a crash and a failed send": Configuration(
+        Faults(skip_marker=1, kill=1, lose_send=1, post_again=1)
+    ),
+    "a marker that never comes, a crash and failed marks": Configuration(
+        Faults(skip_marker=1, kill=1, fail_mark=1, other=1)
+    ),
+    "a marker that never comes, a crash and an expired transactional id": Configuration(
+        Faults(skip_marker=1, kill=1, forget_id=1)
+    ),
+    "markers of a pair that never come, another key, and a fence from outside": Configuration(
+        Faults(skip_marker=1, other=1, lose_send=1, fence=1), pair=True
     ),
     "a pair, two crashes and a commit in doubt": Configuration(
         Faults(kill=2, lose_send=1, lose_reply=1, post_again=1), pair=True, posters=(0,)
@@ -76,6 +110,7 @@ TWICE: Final = "an event is in the log twice"
 MISSING: Final = "an acknowledged event is missing"
 TORN: Final = "an atomic pair is torn"
 STUCK: Final = "no way to an answer"
+STALLED: Final = "an LSO stands still"
 UNTRUE: Final = "503 was said of an event that is committed"
 
 _FLUSH: Final = Configuration(Faults(flush=1, post_again=1))
@@ -134,6 +169,32 @@ MUTANTS: Final[dict[str, Mutant]] = {
         "doubt_claimed", Configuration(Faults(lose_reply=1, post_again=1)), TWICE, 11
     ),
     "a doubt is answered 503": Mutant("doubt_kept", Configuration(Faults(lose_reply=1, deadline=1)), UNTRUE, 6),
+    "the next commit publishes what was aborted": Mutant(
+        "hanging_settled", Configuration(Faults(skip_marker=1, lose_send=1, post_again=1)), TWICE, 11
+    ),
+    "a begin record publishes a ledger record whose events were aborted": Mutant(
+        "hanging_settled", Configuration(Faults(skip_marker=1, lose_reply=1)), MISSING, 10
+    ),
+    "nobody ends what hangs": Mutant("hanging_settled", Configuration(Faults(skip_marker=1)), STALLED, 5),
+    "what hangs is ended against its markers": Mutant(
+        "evidence_read", Configuration(Faults(skip_marker=1, kill=1)), MISSING, 13
+    ),
+    "what hangs is ended without its ledger record": Mutant(
+        "ledger_read_back", Configuration(Faults(skip_marker=1, other=1), pair=True), MISSING, 10
+    ),
+    "a store recovery cannot read the ledger": Mutant(
+        "store_settles", Configuration(Faults(skip_marker=1, flush=1)), STALLED, 6
+    ),
+    "a term writes where its last one hangs": Mutant(
+        "partitions_checked", Configuration(Faults(skip_marker=1, fence=1, post_again=1)), TWICE, 13
+    ),
+    "an abort takes away what an earlier transaction has committed": Mutant(
+        "partitions_checked", Configuration(Faults(skip_marker=1, other=1, lose_send=1)), MISSING, 8
+    ),
+    "a term looks once": Mutant(
+        "check_renewed", Configuration(Faults(skip_marker=1, other=1, lose_send=1)), MISSING, 8
+    ),
+    "nobody watches an idle slot": Mutant("stall_watched", Configuration(Faults(skip_marker=1)), STALLED, 5),
 }
 
 # Rules without which nothing goes wrong within these bounds: other rules cover them, and the reasons stand here.

@@ -39,7 +39,8 @@ def steps(world: World, rules: Rules, configuration: Configuration) -> Iterator[
     if left[FAULT.fence]:
         for s in SLOTS:
             if not kafka.waits_for_markers(world, s):
-                yield f"s{s} is fenced from outside", spend(kafka.init_producer(world, s), FAULT.fence)
+                for label, fenced in kafka.fences(world, s):
+                    yield f"s{s} is fenced from outside{label}", spend(fenced, FAULT.fence)
     if left[FAULT.forget_id]:
         for s in SLOTS:
             part = world.parts[s]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from service.states import SlotEvent
-from tests.model import kafka, late, scripts
+from tests.model import hanging, kafka, late, scripts
 from tests.model.rules import FAULT, Configuration, Rules, spend
 from tests.model.world import (
     BEGUN,
@@ -16,6 +16,7 @@ from tests.model.world import (
     READY,
     SLOTS,
     VACANT,
+    Hung,
     Process,
     Recovery,
     View,
@@ -51,15 +52,19 @@ def steps(world: World, p: int, rules: Rules, configuration: Configuration) -> I
     for s, view in enumerate(process.views):
         if view.state == VACANT:
             slotless = all(other.state == VACANT for other in process.views)
+            stalled = bool(world.parts[s].hung) and rules.stall_watched
             if (world.holders[s] == NONE and (configuration.take_over or s == p)) or (
-                world.holders[s] == FREE and slotless
+                world.holders[s] == FREE and (slotless or stalled)
             ):
                 taken = world._replace(holders=put(world.holders, s, p))
                 yield f"p{p}: take s{s}", with_view(taken, p, s, View(slot_move(VACANT, SlotEvent.LEASE)))
         elif view.state in (DOUBT, LEASED):
             yield from _fence(world, p, s, view, rules)
-        elif view.state == READY and configuration.watchful:
-            yield from _watch(world, p, s, view, rules)
+        elif view.state == READY:
+            if configuration.watchful:
+                yield from _watch(world, p, s, view, rules)
+            if rules.stall_watched and any(_may_help(hung, rules) for hung in world.parts[s].hung):
+                yield from _watch_stalled(world, p, s, rules)
         elif view.state == FENCED:
             yield from _begin(world, p, s, view, rules)
         elif view.state == BEGUN:
@@ -115,9 +120,11 @@ def _fence(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[S
         if not kafka.waits_for_markers(world, s):
             yield f"p{p}: abort s{s}, same producer", with_view(kafka.abort(world, s), p, s, entered)
     elif not kafka.waits_for_markers(world, s):
-        fenced = kafka.init_producer(world, s)
-        owner = fenced.parts[s].owner
-        yield f"p{p}: fence s{s}", with_view(fenced, p, s, entered._replace(owner=owner))
+        for label, fenced in kafka.fences(world, s):
+            owner = fenced.parts[s].owner
+            # The coordinator named the partitions of what was open, before.
+            told = hanging.name(fenced, s) if label else fenced
+            yield f"p{p}: fence s{s}{label}", with_view(told, p, s, entered._replace(owner=owner))
 
 
 def _watch(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
@@ -130,11 +137,29 @@ def _watch(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[S
         yield f"p{p}: the heartbeat sees that s{s} t{view.term} has passed", end_term(world, p, s, rules)
 
 
+def _may_help(hung: Hung, rules: Rules) -> bool:
+    """Is a recovery of the slot worth it? Without the rule that ends what hangs, others would follow for ever."""
+    return rules.hanging_settled or not hung.named
+
+
+def _watch_stalled(world: World, p: int, s: int, rules: Rules) -> Iterator[Step]:
+    """An LSO stands still in a partition where the producer of an idle slot has a transaction open."""
+    request = world.processes[p].request
+    if request is None or request.slot != s:
+        stalled = end_term(hanging.name(world, s), p, s, rules)
+        yield f"p{p}: an LSO stands still for what hangs in s{s}", stalled
+
+
 def _begin(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
-    """A transaction with just the begin record is committed; its offset is the term."""
+    """What hangs is ended; then a transaction with just the begin record is committed, whose offset is the term."""
     if kafka.waits_for_markers(world, s):
         return
     label = f"p{p}: begin in s{s}"
+    if rules.hanging_settled and world.parts[s].hung:
+        applied = world.stores[world.processes[p].address].applied[s]
+        if hanging.seen(world.parts[s], applied):
+            yield from _settle_hung(world, p, s, view, applied, rules)
+            return
     sent = kafka.append(world, s, view.owner, 0)
     if sent is None:
         yield f"{label}: fenced", end_term(world, p, s, rules)
@@ -145,13 +170,25 @@ def _begin(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[S
     assert decided is not None
     term = txn.record if rules.terms_are_offsets else world.parts[s].epoch
     begun = view._replace(state=slot_move(view.state, SlotEvent.BEGIN), term=term, last=txn.record)
-    yield f"{label}: t{term}", with_view(decided, p, s, begun)
+    for skipped, ended in kafka.endings(sent, s, view.owner):
+        yield f"{label}: t{term}{skipped}", with_view(ended, p, s, begun)
     if world.left[FAULT.late_marker]:
         unmarked = kafka.end(sent, s, view.owner, markers=False)
         assert unmarked is not None
         yield f"{label}: t{term}, markers are late", with_view(spend(unmarked, FAULT.late_marker), p, s, begun)
     if world.left[FAULT.lose_reply]:
         yield f"{label}, reply lost", end_term(spend(decided, FAULT.lose_reply), p, s, rules)
+
+
+def _settle_hung(world: World, p: int, s: int, view: View, applied: int, rules: Rules) -> Iterator[Step]:
+    """A transaction of the new term, without data, ends what hangs; whoever was fenced meanwhile cannot."""
+    if world.parts[s].owner != view.owner:
+        yield f"p{p}: end what hangs in s{s}: fenced", end_term(world, p, s, rules)
+        return
+    for label, ended in hanging.settlements(world, s, applied, rules):
+        yield f"p{p}: {label}", ended
+        if world.left[FAULT.lose_reply]:
+            yield f"p{p}: {label}, reply lost", end_term(spend(ended, FAULT.lose_reply), p, s, rules)
 
 
 def newest(world: World, rules: Rules) -> Iterator[tuple[str, int, int]]:
@@ -202,6 +239,9 @@ def _replay_and_free(world: World, p: int, s: int, view: View, rules: Rules) -> 
     label = f"p{p}: replay and free s{s} t{view.term}"
     if not scripts.settled(store, address, view.generation, view.store, rules):
         yield f"{label}: store lost", lose_store(end_term(world, p, s, rules), p, view.generation)
+        return
+    if any(hung.ledger for hung in world.parts[s].hung):
+        yield f"{label}: cannot be read", end_term(world, p, s, rules)
         return
     for whence, read in readings(world, s, store.applied[s], view.last, rules):
         holds = read if rules.ledger_replayed else 0
@@ -286,7 +326,8 @@ def _recover(world: World, p: int, process: Process, recovery: Recovery, rules: 
         if not rules.slots_fenced:
             yield f"p{p}: do not fence s{s}", on(world)
         elif not kafka.waits_for_markers(world, s):
-            yield f"p{p}: fence s{s} for the store", on(kafka.init_producer(world, s))
+            for label, fenced in kafka.fences(world, s):
+                yield f"p{p}: fence s{s} for the store{label}", on(fenced)
     elif done == FENCES:
         if not may:
             yield lost, abandon(world, p)
@@ -297,6 +338,9 @@ def _recover(world: World, p: int, process: Process, recovery: Recovery, rules: 
         yield f"p{p}: append own ledger records, read applied", on(appended, read)
     elif done < REPLAYED:
         s = done - READING
+        if any(hung.ledger for hung in world.parts[s].hung):
+            yield from _unblock(world, p, s, recovery, rules)
+            return
         for whence, holds in readings(world, s, recovery.starts[s], recovery.through[s], rules):
             replayed = scripts.replay(store, holds if rules.store_replayed else 0)
             after = on(with_store(world, here, replayed)) if may else abandon(world, p)
@@ -316,3 +360,11 @@ def _recover(world: World, p: int, process: Process, recovery: Recovery, rules: 
             yield f"{label}, no answer, and the nonce stays", given_up
         settled = process._replace(generation=generation, store=here, recovery=None)
         yield label, with_process(with_store(world, here, recovered), p, settled)
+
+
+def _unblock(world: World, p: int, s: int, recovery: Recovery, rules: Rules) -> Iterator[Step]:
+    """A store recovery meets a ledger partition that nobody can read through: it ends what hangs there."""
+    label = f"p{p}: ledger {s} cannot be read"
+    if rules.store_settles and not kafka.waits_for_markers(world, s):
+        for told, ended in hanging.settlements(kafka.init_producer(world, s), s, recovery.starts[s], rules):
+            yield f"{label}: {told}", ended

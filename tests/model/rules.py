@@ -30,6 +30,13 @@ class Rules(NamedTuple):
     claim_released: bool = True  # a release gives up only a claim of its own slot and term
     terms_are_offsets: bool = True  # terms are ledger offsets, not the epochs of producers
     superseded_stops: bool = True  # a store recovery stops where a later generation stands
+    hanging_settled: bool = True  # a slot recovery ends what hangs, before its begin record's marker does
+    evidence_read: bool = True  # and as markers in the transaction's other partitions say
+    ledger_read_back: bool = True  # its ledger record is looked for before `applied` too
+    store_settles: bool = True  # a store recovery ends what hangs in the ledger
+    partitions_checked: bool = True  # a term writes to a partition only where nothing of its producer id hangs
+    check_renewed: bool = True  # and looks again where a broker was away since
+    stall_watched: bool = True  # a slot is recovered where an LSO stands still
 
 
 class Faults(NamedTuple):
@@ -51,6 +58,7 @@ class Faults(NamedTuple):
     depose: int = 0  # deposed leaders of control and ledger go on answering
     fence: int = 0  # the broker's transaction timeout, a late InitProducerId, or a thief of the transactional id
     forget_id: int = 0  # a transactional id expires: its next producer begins at epoch 0
+    skip_marker: int = 0  # a broker dies amid an EndTxn: markers of some of the partitions never come
     misjudge: int = 0  # a store recovery begins although another store is in use
 
 

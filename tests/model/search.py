@@ -47,18 +47,24 @@ def violation(world: World) -> str:
         return world.wrong
     if 2 in world.copies:
         return "an event is in the log twice"
-    if world.acknowledged and 0 in world.copies:
-        return "an acknowledged event is missing"
-    if 0 in world.copies and 1 in world.copies:
-        return "an atomic pair is torn"
+    if 0 in world.copies and not _hangs(world):
+        if world.acknowledged:
+            return "an acknowledged event is missing"
+        if 1 in world.copies:
+            return "an atomic pair is torn"
     return ""
+
+
+def _hangs(world: World) -> bool:
+    """Does anything hang, so that an event which is missing may yet appear?"""
+    return any(part.hung for part in world.parts)
 
 
 def search(configuration: Configuration, rules: Rules = Rules(), *, progress: bool = True) -> Result:  # noqa: B008
     """Search to the end, or to the first violation. Safety first, then progress.
 
-    Progress: from every state there is a way to a 201 without any more faults. The ways are finite, so a system that
-    is fair to each of its steps gets there.
+    Progress: from every state there is a way to a 201 without any more faults, and one to a state in which nothing
+    hangs. The ways are finite, so a system that is fair to each of its steps gets there.
     """
     gc.disable()  # millions of tuples without one cycle
     try:
@@ -74,6 +80,7 @@ def _search(configuration: Configuration, rules: Rules, progress: bool) -> Resul
     numbers = {first: 0}
     parents, labels, depths = array("i", [-1]), [""], array("i", [0])
     quiet: tuple[array[int], array[int]] = array("i"), array("i")  # steps that are no faults: from, to
+    hangs = bool(configuration.faults.skip_marker)
     at = 0
 
     def trace(number: int) -> tuple[str, ...]:
@@ -108,6 +115,9 @@ def _search(configuration: Configuration, rules: Rules, progress: bool) -> Resul
         stuck = _first_without_way(quiet, [world.acknowledged for world in worlds])
         if stuck is not None:
             return result("no way to an answer", stuck)
+        stuck = _first_without_way(quiet, [not _hangs(world) for world in worlds]) if hangs else None
+        if stuck is not None:
+            return result("an LSO stands still", stuck)
     return result()
 
 

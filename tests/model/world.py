@@ -31,6 +31,8 @@ PROCESSES: Final = (0, 1)
 SLOTS: Final = (0, 1)
 # In a ledger partition: the record of a transaction whose marker is not there yet; it ends what may be read.
 OPEN: Final = -1
+# What a marker says.
+ABORT, COMMIT = 0, 1
 
 # ------------------------------------------------------------------------------------------------ states of keys
 
@@ -140,6 +142,23 @@ class Txn(NamedTuple):
     holds: int  # does the record name the events? (a begin record does not)
     by: int  # the process whose open request wrote the events, NONE or REFUSED
     decided: bool = False  # PrepareCommit: its markers are still to be written
+    data: tuple[bool, ...] = ()  # which data partitions belong to it; the ledger's does with its record
+
+
+class Hung(NamedTuple):
+    """A transaction that its coordinator has completed, and that stays open where its marker never came.
+
+    Each event has a data partition of its own; another key's event goes to that of the first.
+    """
+
+    copies: tuple[int, ...]  # records that are open in the data partitions
+    ledger: bool  # is its ledger record open?
+    record: int  # its ledger record's offset, NONE where it has none
+    holds: int
+    data: tuple[bool, ...]
+    marker: int  # what the marker says in those of its partitions that have one: ABORT, COMMIT, or NONE
+    refused: bool  # its request was answered 503 or 4xx
+    named: bool  # does the next recovery of its slot know by itself of the data partitions?
 
 
 class Part(NamedTuple):
@@ -149,6 +168,7 @@ class Part(NamedTuple):
     epoch: int  # its epoch alone, which does
     txn: Txn | None
     ledger: tuple[int, ...]  # by offset: OPEN, 1 (names the events) or 0 (names none of them, or was aborted)
+    hung: tuple[Hung, ...] = ()
 
 
 class Store(NamedTuple):
@@ -184,6 +204,7 @@ class View(NamedTuple):
     last: int = NONE  # the offset of its last ledger record
     owed: tuple[Debt, ...] = ()
     unwanted: bool = False  # a claim that is to be released
+    checked: bool = False  # in this term nothing hung in the data partitions when it first wrote to them
 
 
 # How far a request's transaction is, in SENT.
@@ -226,7 +247,7 @@ class World(NamedTuple):
 
     processes: tuple[Process, ...]
     parts: tuple[Part, ...]
-    copies: tuple[int, ...]  # how often each event has been committed
+    copies: tuple[int, ...]  # how often each event has been committed, without what hangs
     control: tuple[int, ...]  # the generations, by offset: the store that each names
     deposed: tuple[int, ...]  # how much of control and of each ledger partition a deposed leader shows; () for none
     stores: tuple[Store, ...]

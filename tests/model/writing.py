@@ -1,9 +1,9 @@
 """Steps of writing an event: post, claim, send, ledger record, commit, mark, release, and the answers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from service.states import CLAIMABLE, MAYBE_WRITTEN, Outcome, RequestEvent, SlotEvent
-from tests.model import kafka, late, scripts
+from tests.model import hanging, kafka, late, scripts
 from tests.model.rules import FAULT, Configuration, Rules, spend
 from tests.model.world import (
     CLAIMED,
@@ -164,6 +164,10 @@ def _send(world: World, p: int, view: View, request: Request, rules: Rules) -> I
     if kafka.waits_for_markers(world, s):
         return
     label = f"p{p}: send in s{s} t{view.term}"
+    if _meets_hung(world, s, view, rules, range(len(world.copies))):
+        yield f"{label}: something hangs there", end_term(hanging.name(world, s), p, s, rules)
+        return
+    view = view._replace(checked=True)
     sent = request._replace(state=request_move(request.state, RequestEvent.SEND), phase=EVENTS_SENT)
     writing = with_view(world, p, s, view._replace(state=slot_move(view.state, SlotEvent.WRITE)))
     count = len(world.copies)
@@ -183,6 +187,13 @@ def _send(world: World, p: int, view: View, request: Request, rules: Rules) -> I
                 yield told, _answer(refused, p, REFUSED)
         unsaid = spend(with_request(after, p, sent), FAULT.lose_send)
         yield from _failed(f"{label}, reply lost", unsaid, p, s, view, rules)
+
+
+def _meets_hung(world: World, s: int, view: View, rules: Rules, partitions: Iterable[int]) -> bool:
+    """Is anything of the slot's producer id open in these data partitions, as its term looks before it writes there?"""
+    if not (rules.hanging_settled and rules.partitions_checked) or (view.checked and not rules.check_renewed):
+        return False
+    return any(hung.copies[number] for hung in world.parts[s].hung for number in partitions)
 
 
 def _failed(label: str, world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
@@ -241,14 +252,16 @@ def _commit(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[
         after = with_view(after, p, s, ready)
         return with_request(after, p, _open(after, p)._replace(phase=COMMITTED))
 
-    yield label, answered(decided)
+    for skipped, ended in kafka.endings(world, s, view.owner):
+        yield f"{label}{skipped}", answered(ended)
     if world.left[FAULT.late_marker]:
         unmarked = kafka.end(world, s, view.owner, markers=False)
         assert unmarked is not None
         yield f"{label}, markers are late", answered(spend(unmarked, FAULT.late_marker))
     if world.left[FAULT.lose_reply]:
-        unsaid = end_term(spend(decided, FAULT.lose_reply), p, s, rules)
-        yield f"{label}, reply lost", unsaid if rules.doubt_claimed else _let_go(unsaid, p, s, view)
+        for skipped, ended in kafka.endings(world, s, view.owner):
+            unsaid = end_term(spend(ended, FAULT.lose_reply), p, s, rules)
+            yield f"{label}{skipped}, reply lost", unsaid if rules.doubt_claimed else _let_go(unsaid, p, s, view)
         delayed = late.leave(spend(world, FAULT.lose_reply), (late.END, s, view.owner), runs=1)
         yield f"{label}, request is late", end_term(delayed, p, s, rules)
 
@@ -311,17 +324,27 @@ def _release(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator
 
 
 def _other(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
-    """Another key's event is written and marked, in one step: a ledger record that names none of ours."""
+    """Another key's event is written and marked, in one step: a ledger record that names none of ours.
+
+    It goes to the data partition of the first event.
+    """
     world = spend(world, FAULT.other)
     label = f"p{p}: another key in s{s}"
-    sent = kafka.append(world, s, view.owner, 0)
-    decided = None if sent is None else kafka.end(sent, s, view.owner)
-    if sent is None or decided is None:
+    if _meets_hung(world, s, view, rules, (0,)):
+        yield f"{label}: something hangs there", end_term(hanging.name(world, s), p, s, rules)
+        return
+    sent = kafka.produce_other(world, s, view.owner)
+    if sent is None:
         yield f"{label}: fenced", end_term(world, p, s, rules)
         return
-    offset = len(world.parts[s].ledger)
-    debt = Debt(view.generation, view.store, view.term, view.last, offset, 0)
-    address = world.processes[p].address
-    written = with_view(decided, p, s, view._replace(last=offset))
-    if scripts.settled(written.stores[address], address, view.generation, view.store, rules):
-        yield label, with_store(written, address, scripts.mark(written.stores[address], s, debt, rules))
+    if world.left[FAULT.lose_send]:
+        yield f"{label}, not sent", end_term(spend(sent, FAULT.lose_send), p, s, rules)
+    written = kafka.append(sent, s, view.owner, 0)
+    assert written is not None
+    for skipped, ended in kafka.endings(written, s, view.owner):
+        offset = len(world.parts[s].ledger)
+        debt = Debt(view.generation, view.store, view.term, view.last, offset, 0)
+        address = world.processes[p].address
+        ended = with_view(ended, p, s, view._replace(last=offset, checked=True))
+        if scripts.settled(ended.stores[address], address, view.generation, view.store, rules):
+            yield f"{label}{skipped}", with_store(ended, address, scripts.mark(ended.stores[address], s, debt, rules))

@@ -1,0 +1,73 @@
+"""What hangs in a slot's partitions, and how a recovery ends it: by the service's own functions, over the model's log.
+
+The data partition of event n is ("data", n); an offset there is the place of its transaction among those that hang.
+"""
+
+from collections.abc import Iterator
+
+from service.hanging import ActiveProducer, Marker, Partition, Place, Transaction, Verdict, places_to_read, verdicts
+from service.hanging import hanging as open_from
+from tests.model import kafka
+from tests.model.rules import Rules
+from tests.model.world import ABORT, COMMIT, NONE, Hung, Part, World, with_part
+
+MARKERS = {ABORT: Marker.ABORT, COMMIT: Marker.COMMIT}
+ENDS = {Verdict.ABORT: ABORT, Verdict.COMMIT: COMMIT}
+
+
+def name(world: World, s: int) -> World:
+    """The next recovery of the slot looks at the data partitions where something hangs now."""
+    part = world.parts[s]
+    return with_part(world, s, part._replace(hung=tuple(hung._replace(named=True) for hung in part.hung)))
+
+
+def seen(part: Part, applied: int) -> list[Hung]:
+    """What a recovery finds: in the ledger partition, in those that it was told of, and in those that entries name."""
+    return [hung for hung in part.hung if hung.ledger or hung.named or hung.record >= max(applied, 0)]
+
+
+def settlements(world: World, s: int, applied: int, rules: Rules) -> Iterator[tuple[str, World]]:
+    """The transactions without data that end what hangs: each a step of its own, of which one may never be made."""
+    part = world.parts[s]
+    found = seen(part, applied)
+    for verdict, partitions in _verdicts(part, s, found, applied, rules).items():
+        data = tuple(("data", number) in partitions for number in range(len(world.copies)))
+        ledger = ("ledger", s) in partitions
+        marker = ENDS[verdict]
+        yield f"{verdict.value} what hangs in s{s}", kafka.mark_hung(world, s, marker, (data, ledger))
+
+
+def _verdicts(part: Part, s: int, found: list[Hung], applied: int, rules: Rules) -> dict[Verdict, set[Partition]]:
+    transactions = []
+    markers: dict[Place, Marker] = {}
+    producers: dict[Partition, list[ActiveProducer]] = {}
+    for hung in found:
+        start = part.hung.index(hung)
+        offsets: dict[Partition, int] = {}
+        for number, copies in enumerate(hung.copies):
+            if copies:
+                producers.setdefault(("data", number), []).append(ActiveProducer(s, 0, start))
+            if hung.data and hung.data[number]:
+                offsets["data", number] = start
+        if hung.ledger:
+            producers.setdefault(("ledger", s), []).append(ActiveProducer(s, 0, hung.record))
+        if hung.record == NONE or (hung.record < applied and not rules.ledger_read_back):
+            continue
+        offsets["ledger", s] = hung.record
+        ended = [Place(*place) for place in offsets.items() if not _is_open(hung, place[0])]
+        if not rules.evidence_read:
+            offsets = {partition: offset for partition, offset in offsets.items() if _is_open(hung, partition)}
+        elif hung.marker != NONE:
+            markers |= dict.fromkeys(ended, MARKERS[hung.marker])
+        transactions.append(Transaction(offsets))
+    begins = open_from(producers, {s})
+    assert places_to_read(begins, transactions) == markers.keys()
+    by_verdict: dict[Verdict, set[Partition]] = {}
+    for partition, verdict in verdicts(begins, transactions, markers).items():
+        by_verdict.setdefault(verdict, set()).add(partition)
+    return by_verdict
+
+
+def _is_open(hung: Hung, partition: Partition) -> bool:
+    kind, number = partition
+    return hung.ledger if kind == "ledger" else bool(hung.copies[number])
