@@ -206,7 +206,7 @@ def acls_of_service(namespace: str, topics: str) -> list[Acl]:
     return [
         (ResourceType.TOPIC, f"{namespace}.", prefixed, own),
         (ResourceType.TRANSACTIONAL_ID, f"{namespace}.slot.", prefixed, (a.DESCRIBE, a.WRITE)),
-        (ResourceType.TOPIC, topics, prefixed, (a.DESCRIBE, a.DESCRIBE_CONFIGS, a.WRITE)),
+        (ResourceType.TOPIC, topics, prefixed, (a.DESCRIBE, a.DESCRIBE_CONFIGS, a.READ, a.WRITE)),
     ]
 
 

@@ -13,6 +13,11 @@ from service.wire import transactional_id
 # What the service does with its own topics, and with those of others.
 OWN: Final = (Operation.DESCRIBE, Operation.DESCRIBE_CONFIGS, Operation.READ, Operation.WRITE)
 THEIRS: Final = (Operation.DESCRIBE, Operation.WRITE)
+# What the service needs less, and what is without it.
+UNREAD: Final = {
+    Operation.READ: "a transaction that hangs there is not ended, and the slot's next one ends it by its own verdict",
+    Operation.DESCRIBE_CONFIGS: "what is too large is sent and refused, one transaction each",
+}
 
 
 def missing(needed: Sequence[Operation], may: frozenset[Operation]) -> str:
@@ -78,17 +83,20 @@ def data_topics_allowed(census: Census, found: Mapping[str, Seen], rules: Rules)
         elif name not in census.topics:
             change = "make it: the service makes none, and answers 404 until then"
             rows.append((name, Finding("topics.data-there", Level.WARNING, "not there", change)))
-    for name, seen in found.items():
-        lacking = missing(THEIRS, seen.may)
-        unread = missing((Operation.DESCRIBE_CONFIGS,), seen.may)
-        if lacking or not unread:
-            text = f"no leave to {lacking}" if lacking else "may be written"
-            rows.append((name, judged(check, not lacking, text, _allow(lacking))))
-        else:
-            text = "no leave to DescribeConfigs: what is too large is sent and refused, one transaction each"
-            rows.append((name, Finding(check, Level.WARNING, text, _allow(unread))))
+    rows += [(name, _data_topic_allowed(seen)) for name, seen in found.items()]
     if not rows:
         change = "make a topic for events, or allow the service's user Write on one"
         rows.append(("", Finding(check, Level.WARNING, "no topic that may be written", change)))
         return [finding for _, finding in rows]
     return grouped(rows)
+
+
+def _data_topic_allowed(seen: Seen) -> Finding:
+    check = "access.data-topics"
+    if lacking := missing(THEIRS, seen.may):
+        return Finding(check, Level.ERROR, f"no leave to {lacking}", _allow(lacking))
+    unread = missing((Operation.READ, Operation.DESCRIBE_CONFIGS), seen.may)
+    if not unread:
+        return Finding(check, Level.OK, "may be written")
+    why = [text for operation, text in UNREAD.items() if operation not in seen.may]
+    return Finding(check, Level.WARNING, f"no leave to {unread}: {'; '.join(why)}", _allow(unread))

@@ -15,6 +15,10 @@ VERIFICATION: Final = "transaction.partition.verification.enable"
 # A slot that nobody has used for so long is recovered at its next use: not worth doing every hour.
 ID_EXPIRATION_LEAST_MS: Final = 24 * 3_600_000
 
+# WriteTxnMarkers has version 2 since Kafka 4.2 (KIP-1228), as brokers skip markers.
+WRITE_TXN_MARKERS: Final = 27
+MARKERS_SKIPPED_SINCE: Final = 2
+
 BrokerSettings = Mapping[int, Mapping[str, str]]
 """By the broker's number: its effective settings."""
 
@@ -39,6 +43,34 @@ def brokers(census: Census) -> Iterator[Finding]:
             ),
         )
         for node in census.nodes
+    )
+
+
+def skips_markers(versions: Mapping[int, int]) -> bool:
+    """Whether a broker is of a version that completes transactions without the markers of leaderless partitions.
+
+    `versions` as `Survey.versions_of` has them. No release up to 4.3.1 mends it (KAFKA-20734).
+    """
+    return versions.get(WRITE_TXN_MARKERS, 0) >= MARKERS_SKIPPED_SINCE
+
+
+def transaction_markers(versions: Mapping[int, Mapping[int, int]]) -> Iterator[Finding]:
+    """Whether brokers write every marker of a transaction; `versions` by the broker's number."""
+    yield from grouped(
+        (
+            f"broker {node}",
+            judged(
+                "kafka.transaction-markers",
+                not skips_markers(of),
+                "4.2 or newer: after a crash it may leave transactions open (KAFKA-20734)"
+                if skips_markers(of)
+                else "older than 4.2: it leaves no transaction without its markers",
+                "nothing, where the service may Read its topics: it ends what hangs; no release up to 4.3.1 mends it, "
+                "so replace one broker at a time, and never run `kafka-transactions abort` on a slot's transaction",
+                Level.WARNING,
+            ),
+        )
+        for node, of in versions.items()
     )
 
 

@@ -66,6 +66,8 @@ async def _kafka(kafka: Survey, settings: Settings, rules: Rules, now: Now) -> t
             found, settings, topics_there=all(name in census.topics for name in own)
         )
         findings += check_brokers.transaction_log(census, found)
+        versions = {node: await kafka.versions_of(node) for node in reached}
+        findings += check_brokers.transaction_markers(versions)
         findings += await _access(kafka, settings, census, own)
         findings += await _topics(kafka, settings, rules, census, internal, own)
         rate = None

@@ -7,7 +7,7 @@ from enum import IntEnum
 from typing import Any, Final
 
 from aiokafka import errors
-from aiokafka.protocol.admin import CreateTopicsRequest, DescribeConfigsRequest
+from aiokafka.protocol.admin import ApiVersionRequest, CreateTopicsRequest, DescribeConfigsRequest
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.transaction import EndTxnRequest
 from aiokafka.protocol.types import Array, Boolean, Int16, Int32, Schema, String
@@ -103,6 +103,11 @@ class Survey(Cluster):
         if code != errors.NoError.errno:
             return None
         return {entry[0]: entry[1] for entry in entries if entry[1] is not None}
+
+    async def versions_of(self, node: int) -> dict[int, int]:
+        """The newest version of each request that a broker knows, by the request's number (its API key)."""
+        answer = await self._ask(ApiVersionRequest(), node)
+        return {key: newest for key, _, newest in (tuple(row) for row in answer.api_versions)}
 
     async def may_create(self, topic: str) -> bool:
         """Whether the caller may make a topic that is not there; it is not made."""

@@ -29,6 +29,16 @@ def test_a_broker_that_cannot_verify_transactions_is_too_old() -> None:
     assert version.subjects == ("broker 2",)
 
 
+def test_brokers_that_skip_markers_are_named() -> None:
+    """By the version of WriteTxnMarkers, which came with 4.2; a broker that tells of none has the older ones."""
+    found = list(check_brokers.transaction_markers({1: {27: 2}, 2: {27: 1}, 3: {}, 4: {27: 3}}))
+    assert {(one.level, one.subjects) for one in found} == {
+        (Level.WARNING, ("broker 1", "broker 4")),
+        (Level.OK, ("broker 2", "broker 3")),
+    }
+    assert "KAFKA-20734" in found[0].found
+
+
 def test_brokers_defaults_matter_less_once_the_topics_are_there() -> None:
     values = {"default.replication.factor": "1", "min.insync.replicas": "1", check_brokers.VERIFICATION: "true"}
     for there, level in ((False, Level.ERROR), (True, Level.WARNING)):
