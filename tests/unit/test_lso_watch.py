@@ -115,7 +115,7 @@ async def test_the_ledger_is_watched_too(watch: LsoWatch, kafka: Kafka) -> None:
 async def test_others_transactions_are_told_of_and_left_alone(
     watch: LsoWatch, kafka: Kafka, telemetry: Telemetry
 ) -> None:
-    """What OURS has open began later: it does not hold the LSO. Of another topic the leader does not tell (no Read on it)."""
+    """What OURS has open began later: it does not hold the LSO. Of the other partition its leader does not tell."""
     kafka.ends = {ORDERS: Ends(10, 20), ("orders", 2): Ends(10, 20)}
     kafka.open = {ORDERS: [ActiveProducer(THEIRS, 0, 10), ActiveProducer(OURS, 0, 15), ActiveProducer(OURS, 0, -1)]}
     await watch.look(0.0)
