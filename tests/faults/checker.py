@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from deploy.demo.http import Connection, NoAnswer
-from service.wire import STAMP_HEADER, Stamp, WireError
+from service.wire import STAMP_HEADER, Stamp, WireError, ledger_topic
 from tests.faults.batches import Batch, batches, producer_of
 from tests.faults.history import Request, Result, Try, read, results_of
 from tests.integration.auditing import Audit
@@ -343,13 +343,13 @@ def check(
     """Judge everything. `urls` are the service processes at which keys are posted again; `stable_s` is how long a
     transaction may be open from now on."""
     try:
-        ends = wait_until_stable(bootstrap, topics, stable_s)
+        ends = wait_until_stable(bootstrap, [*topics, ledger_topic(namespace)], stable_s)
     except AssertionError as error:
         return Verdict([("stable", str(error))])
     evidence = Evidence(
         read(history),
         read_committed(bootstrap, topics, READ_S),
-        {place: batches(bootstrap, *place, end) for place, end in ends.items()},
+        {place: batches(bootstrap, *place, end) for place, end in ends.items() if place[0] in topics},
         frozenset(repeatable),
     )
     verdict = judge(evidence)

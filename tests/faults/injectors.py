@@ -227,6 +227,25 @@ def two_brokers_killed(world: World, rng: random.Random) -> None:
     world.cluster.heal()
 
 
+@injector("broker", weight=3)
+def brokers_killed_amid_commits(world: World, rng: random.Random) -> None:
+    """One or all of them, and started again at once: a coordinator may have its log before partitions have leaders.
+
+    Then it completes transactions without the markers of those partitions (KAFKA-20734).
+    """
+    killed = world.cluster.brokers if rng.random() < 0.5 else [rng.choice(world.cluster.brokers)]
+    commit = world.cluster.proxy.plan("EndTxn", "hold") if world.proxied else None
+    if commit is not None:
+        with contextlib.suppress(AssertionError):  # nothing commits while something else is broken
+            commit.wait(2)
+        world.cluster.proxy.let_go(commit)
+    time.sleep(rng.uniform(0, 0.02))
+    for broker in killed:
+        broker.kill()
+    time.sleep(rng.uniform(0, 0.5))
+    world.cluster.heal()
+
+
 @injector("broker", weight=1)
 def all_brokers_killed(world: World, rng: random.Random) -> None:
     world.cluster.kill()

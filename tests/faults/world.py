@@ -21,6 +21,7 @@ import redis as redis_client
 
 from deploy.local import places
 from deploy.local.stack import Kafka, Redis, Service, StackError
+from service.lso_watch import ABORT_SCAN_S, LOOKS_A_TIMEOUT
 from service.wire import ledger_topic, transactional_id
 from tests.faults.checker import Verdict
 from tests.faults.clock import Clock
@@ -43,6 +44,8 @@ SETTINGS: Final = {
 }
 # How long a transaction may be open when everything has healed.
 STABLE_S: Final = TRANSACTION_TIMEOUT_S + TRANSACTION_SCAN_S + 1.0
+# The same of one whose markers never came, at most: until the watch over LSOs has its slot recovered, and that is done.
+SETTLED_S: Final = TRANSACTION_TIMEOUT_S * (1 + 1 / LOOKS_A_TIMEOUT) + ABORT_SCAN_S + 5.0
 TOPICS: Final = {"a": 3, "b": 2}
 POLL_S: Final = 0.02
 ANSWER_S: Final = 30.0
@@ -345,7 +348,7 @@ class World:
         """The checker's verdict, from a process of its own. The clients have been stopped before."""
         command = [sys.executable, "-m", "tests.faults.checker", "--history", str(self.history)]
         command += ["--kafka", self.cluster.bootstrap, "--namespace", self.namespace]
-        command += ["--topics", ",".join(self.topics), "--stable-s", str(STABLE_S)]
+        command += ["--topics", ",".join(self.topics), "--stable-s", str(SETTLED_S)]
         command += ["--idempotent", ",".join(self.repeatable)] if self.repeatable else []
         command += ["--rules", str(self.rules)] if self.rules else []
         command += [f"--url={service.url}" for service in self.services if post_again]

@@ -98,7 +98,8 @@ def wait_until_stable(bootstrap: str, topics: Sequence[str], stable_s: float = S
         )
         if stable == high:
             return stable
-        assert time.monotonic() < deadline, f"transactions stay open: {stable} are not {high}"
+        standing = [f"{place}: {stable[place]} of {end}" for place, end in high.items() if stable[place] < end]
+        assert time.monotonic() < deadline, f"transactions stay open: {standing}"
         time.sleep(0.05)
 
 
