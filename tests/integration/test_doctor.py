@@ -130,7 +130,7 @@ async def test_a_user_that_may_do_too_little(secured_kafka: SecuredKafka, redis:
         "weak",
         (ResourceType.TOPIC, topics["ledger"], literal, (a.DESCRIBE, a.DESCRIBE_CONFIGS, a.READ)),
         (ResourceType.TRANSACTIONAL_ID, f"{namespace}.slot.0", literal, (a.DESCRIBE,)),
-        (ResourceType.TOPIC, events["open"], literal, (a.WRITE, a.DESCRIBE_CONFIGS)),
+        (ResourceType.TOPIC, events["open"], literal, (a.READ, a.WRITE, a.DESCRIBE_CONFIGS)),
         (ResourceType.TOPIC, events["mute"], literal, (a.READ, a.DESCRIBE_CONFIGS)),
         (ResourceType.TOPIC, events["unread"], literal, (a.READ, a.WRITE)),
         (ResourceType.TOPIC, events["unasked"], literal, (a.WRITE, a.DESCRIBE_CONFIGS)),
