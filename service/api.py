@@ -169,7 +169,7 @@ class Checked:
 
 async def _taken_below(request: Request) -> Response:
     """POSTs are taken before they get here (http_posts.py), by their path as it is sent; the routes tell of them."""
-    raise Problem(NOT_FOUND, f"path: send it as {request.url.path}, without percent-encoding")
+    raise Problem(NOT_FOUND, f"path: send it as {request.scope['path']}, without percent-encoding")
 
 
 def _allowed(request: Request) -> str:

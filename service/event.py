@@ -23,7 +23,7 @@ from service.kafka.cluster import Topic
 from service.kafka.partitioner import partition_of_key
 from service.settings import EVENT_BYTES_MAX
 from service.strict_json import TOO_DEEP, not_json, strictly
-from service.wire import RESERVED_HEADERS, TOPIC, TRACE_HEADER, Header, event_id, fingerprint
+from service.wire import RESERVED_HEADERS, TOPIC, TOPIC_CHARS_MAX, TRACE_HEADER, Header, event_id, fingerprint
 
 HEADERS_MAX: Final = 100
 BATCH_EVENTS_MAX: Final = 10_000
@@ -179,8 +179,12 @@ def make_event(key: str, id: bytes, fields: EventBody, traceparent: bytes | None
     return event_of(key, id, fields.topic, record_key, value, headers, fields.partition, fields.timestamp, traceparent)
 
 
-@lru_cache(maxsize=1024)
 def _is_topic(name: str) -> bool:
+    return len(name) <= TOPIC_CHARS_MAX and _is_topic_name(name)
+
+
+@lru_cache(maxsize=1024)  # of names of 249 characters at most: 1.5 MB
+def _is_topic_name(name: str) -> bool:
     return TOPIC.fullmatch(name) is not None and name not in (".", "..")
 
 

@@ -1,7 +1,7 @@
 """`POST /events` and its batch: headers read once, a request handed to the path, its answer written from bytes."""
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from ipaddress import ip_address
 from typing import Any, Final, TypeVar
 
@@ -45,7 +45,7 @@ from service.rendering import (
     render_results,
     render_whole,
 )
-from service.request import Answer
+from service.request import Answer, Committed
 from service.settings import Settings
 from service.shared import PREFIX
 from service.strict_json import strictly
@@ -72,7 +72,6 @@ class EventsEndpoint:
         self._body_bytes_max = settings.body_bytes_max
         self._retention_s = settings.key_ttl_s
         self._loopback_only = not settings.rules
-        self._loopback: set[str] = set()  # addresses that were seen to be of the loopback: 127.0.0.1 and ::1
         self.routes: dict[bytes, Handler] = {
             b"/events": partial(self._take, self._post_event),
             b"/events/batch": partial(self._take, self._post_batch),
@@ -99,12 +98,10 @@ class EventsEndpoint:
 
     def _check_address(self, client: str | None) -> None:
         """Without rules nobody has said who may write: only this machine may."""
-        if self._loopback_only and client is not None and client not in self._loopback:
-            if not ip_address(client).is_loopback:
-                raise Problem(
-                    FORBIDDEN_CALLER, f"{PREFIX}RULES is not set, so only callers on this machine may write: set it"
-                )
-            self._loopback.add(client)
+        if self._loopback_only and client is not None and not _is_loopback(client):
+            raise Problem(
+                FORBIDDEN_CALLER, f"{PREFIX}RULES is not set, so only callers on this machine may write: set it"
+            )
 
     def _post_event(self, post: Post, found: Found, caller: Caller) -> None:
         if overload := self._intake().overload:
@@ -224,9 +221,15 @@ class EventsEndpoint:
         if isinstance(answer, Problem):
             self._fail(post, answer, applied)
         else:
-            lines = committed_lines(key, answer, self._retention_s) + applied
-            told = partial(self._answer, post, 201, lines, render_place(answer.places[0]))
+            told = partial(self._tell_committed, post, key, applied, answer)
             self._intake().outbox.put(told, partial(self._named, post))
+
+    def _tell_committed(self, post: Post, key: str, applied: bytes, answer: Committed) -> None:
+        try:
+            lines = committed_lines(key, answer, self._retention_s) + applied
+            self._answer(post, 201, lines, render_place(answer.places[0]))
+        except Exception as error:
+            self._fail(post, error)
 
     async def _or_fail(self, post: Post, work: Coroutine[Any, Any, None]) -> None:
         """Do the work of a request; what it raises is its answer."""
@@ -238,11 +241,16 @@ class EventsEndpoint:
     def _fail(self, post: Post, error: Exception, more: bytes = b"") -> None:
         """Answer with a problem, and `more` lines of headers.
 
-        Anything else than a Problem is a bug, and nobody knows what became of the event.
+        Anything else than a Problem is a bug, and nobody knows what became of the event. It ends the connection, also
+        where the bug is in the answering itself: a client must not wait for an answer that will never come.
         """
         if not isinstance(error, Problem):
             log.error("request failed", **self._named(post), exc_info=error)
             error = Problem(INTERNAL, "send it again, with the same key")
+            post.keep_alive = False
+            if post.response_complete:
+                post.cut()
+                return
         status, headers, body = render_problem(error)
         self._answer(post, status, lines_of(headers) + more, body, error.kind.code)
 
@@ -258,6 +266,11 @@ class EventsEndpoint:
     def _answer(self, post: Post, status: int, lines: bytes, body: bytes, code: str = "") -> None:
         self._telemetry.requested(status, code)
         post.answer(status, lines, body)
+
+
+@lru_cache(maxsize=256)  # the loopback has 16 million addresses
+def _is_loopback(address: str) -> bool:
+    return ip_address(address).is_loopback
 
 
 def _as_it_is(event: Event) -> Event:

@@ -38,8 +38,8 @@ class Post:
 
     __slots__ = (
         "_connection",
+        "_content",
         "_handler",
-        "_parts",
         "_taken",
         "arrived",
         "chunked",
@@ -66,7 +66,7 @@ class Post:
     ) -> None:
         self._connection = connection
         self._handler = handler
-        self._parts: list[bytes] = []
+        self._content: bytes | bytearray = b""  # of pieces one array: an object for each would be many times their size
         self._taken = 0  # of the bytes that all bodies share
         self.headers = headers  # names in lower case
         self.found: Found | None = None  # those that matter, where nobody has to look for them any more
@@ -87,7 +87,9 @@ class Post:
 
     @property
     def body(self) -> bytes:
-        return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        if isinstance(self._content, bytearray):
+            self._content = bytes(self._content)
+        return self._content
 
     def add(self, part: bytes, most: int) -> None:
         """More of the body. Past `most` bytes, or where there is no room, the rest is not kept.
@@ -98,7 +100,12 @@ class Post:
         if self.whole:
             return
         if self.size <= most and self._has_room(len(part)):
-            self._parts.append(part)
+            if not self._content:
+                self._content = part
+            elif isinstance(self._content, bytearray):
+                self._content += part
+            else:
+                self._content = bytearray(self._content) + part
         else:
             self.forget()
             self.end()
@@ -115,7 +122,7 @@ class Post:
     def take_whole(self, found: Found, body: bytes) -> None:
         """All of it at once, its turn having come."""
         self.found = found
-        self._parts = [body]
+        self._content = body
         self.size = len(body)
         self.arrived = time.monotonic()
         self.started = self.whole = True
@@ -136,7 +143,7 @@ class Post:
 
     def forget(self) -> None:
         """Its body is needed no more."""
-        self._parts.clear()
+        self._content = b""
         if self._taken:
             self._connection.bodies.bytes -= self._taken
             self._taken = 0
@@ -171,8 +178,14 @@ class Post:
     def answer(self, status: int, head: bytes, body: bytes) -> None:
         """Write the answer, once; `head` is the lines of its own headers, each with its CRLF."""
         if not self.response_complete:
+            lines = self._connection.head(self, status, head, b"content-length: %d\r\n" % len(body))
             self.over()
-            self._connection.write_answer(self, status, head, body)
+            self._connection.finish(self, lines + body)
+
+    def cut(self) -> None:
+        """No answer, or no more of it, will ever be given: the end of the connection tells so."""
+        self.over()
+        self._connection.transport.close()
 
     def stream(self, status: int, head: bytes) -> "Stream":
         """Begin an answer whose body comes in pieces."""
@@ -209,8 +222,7 @@ class Stream:
 
     def cut(self) -> None:
         """The body will never be whole, which the end of the connection tells."""
-        self._post.over()
-        self._connection.transport.close()
+        self._post.cut()
 
 
 class PostsProtocol(GuardedProtocol):
@@ -313,10 +325,6 @@ class PostsProtocol(GuardedProtocol):
             self.expect_100_continue = False
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def write_answer(self, post: Post, status: int, head: bytes, body: bytes) -> None:
-        """One write for the whole answer, then what is next on this connection."""
-        self.finish(post, self.head(post, status, head, b"content-length: %d\r\n" % len(body)) + body)
-
     def head(self, post: Post, status: int, head: bytes, framing: bytes) -> bytes:
         """The head of an answer: `head` and `framing` are lines with their CRLF."""
         post.keep_alive = post.keep_alive and not self.lingering
@@ -331,7 +339,7 @@ class PostsProtocol(GuardedProtocol):
         return there
 
     def finish(self, post: Post, content: bytes) -> None:
-        """Write the last part of an answer."""
+        """Write all, or the last part, of an answer; then comes what is next on this connection."""
         if self.write(post, content):
             if not post.keep_alive:
                 self.transport.close()
@@ -357,6 +365,7 @@ class PostsProtocol(GuardedProtocol):
         self._idle_since = self.loop.time()
         if self.timeout_keep_alive_task is None:
             self._look_again_in(self.timeout_keep_alive)
+        self.after_answer()
 
     def _look_again_in(self, seconds: float) -> None:
         self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)

@@ -10,6 +10,7 @@ from cpython.unicode cimport PyUnicode_DecodeASCII
 from libc.string cimport memchr, memcmp
 
 cdef enum:
+    LINES_MAX = 256  # http_guard has it
     NAME_MAX = 32  # a longer one is none that matters
     LENGTH_DIGITS_MAX = 7
 
@@ -72,7 +73,7 @@ def read_post(bytes data not None):
     cdef const unsigned char* start
     cdef const unsigned char* stop
     cdef unsigned char name[NAME_MAX]
-    cdef Py_ssize_t size, i
+    cdef Py_ssize_t size, i, lines = 0
     cdef long length = -1
     if end - at < 16 or memcmp(at, b"POST /", 6):
         return None
@@ -93,6 +94,9 @@ def read_post(bytes data not None):
                 return None
             at += 2
             break
+        lines += 1
+        if lines > LINES_MAX:
+            return None
         start = at
         while at < end and LOWER[at[0]]:
             if at - start < NAME_MAX:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from service import events_endpoint
 from service.batch import LINES
 from service.callers import Callers
 from service.cloudevents import BATCHED, STRUCTURED
@@ -151,8 +152,8 @@ def test_a_time_as_http_writes_it() -> None:
 class Told:
     """A POST with its answer, in the place of one on a connection."""
 
-    crowded = False
-    chunked = True
+    crowded = was_cut = False
+    chunked = keep_alive = True
 
     def __init__(self, body: bytes, headers: dict[str, str]) -> None:
         self.headers = [(name.lower().encode(), text.encode("latin-1")) for name, text in headers.items()]
@@ -165,6 +166,9 @@ class Told:
 
     def forget(self) -> None:
         self.body = b""
+
+    def cut(self) -> None:
+        self.was_cut = True
 
     def answer(self, status: int, lines: bytes, body: bytes) -> None:
         self.status, self.lines, self.said = status, lines, body
@@ -303,3 +307,31 @@ def test_another_media_type_is_no_matter_of_its_coding() -> None:
 def test_several_lines_are_one_list(name: bytes) -> None:
     """RFC 9110, section 5.2: the last of two tokens, or of two types, must not be believed by itself."""
     assert pick([(name, b"one"), (name, b"another")]) == {name: "one, another"}
+
+
+@pytest.mark.parametrize("where", ["committed_lines", "render_place"])
+def test_a_reply_that_raises_is_answered_500_and_ends_its_connection(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the client would wait for an answer that never comes: the event's own deadline has passed with it."""
+    monkeypatch.setattr(events_endpoint, where, lambda *_: 1 / 0)
+    told, events = posted("/events", b'{"topic":"t","value":1}', content_type=JSON, idempotency_key="k")
+    assert len(events) == 1
+    assert (told.status, told.keep_alive) == (500, False)
+
+
+def test_an_answer_that_cannot_be_written_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(told: Told, *_: object) -> None:
+        told.response_complete = True
+        raise RuntimeError("the transport")
+
+    monkeypatch.setattr(Told, "answer", breaks)
+    told, _ = posted("/events", b'{"topic":"t","value":1}', content_type=JSON, idempotency_key="k")
+    assert told.was_cut
+
+
+def test_the_addresses_of_the_loopback_that_are_known_have_a_bound() -> None:
+    for n in range(1_000):
+        assert events_endpoint._is_loopback(f"127.0.{n // 256}.{n % 256}")
+    assert events_endpoint._is_loopback.cache_info().currsize <= 256
+    assert not events_endpoint._is_loopback("10.0.0.1")

@@ -29,6 +29,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 @pytest.fixture
 async def port(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
     monkeypatch.setattr(http_guard, "SILENCE_MAX_S", 0.3)
+    monkeypatch.setattr(http_guard, "LINGERING_CLOSE_S", 1.0)
     port = free_port()
     config = uvicorn.Config(app, port=port, http=GuardedProtocol, lifespan="off", log_config=None, access_log=False)
     server = uvicorn.Server(config)
@@ -60,12 +61,65 @@ async def test_a_silent_connection_is_ended(port: int) -> None:
     assert await ask(port) == b""
 
 
-async def test_a_head_that_never_ends_is_ended(port: int) -> None:
-    assert await ask(port, REQUEST[:30]) == b""
+@pytest.mark.parametrize("sent", [REQUEST[:30], REQUEST[:-2]], ids=["head", "body"])
+async def test_a_request_that_falls_silent_is_told_so(port: int, sent: bytes) -> None:
+    answer = await ask(port, sent)
+    assert problem_of(answer) == (408, "request-timeout")
+    assert b"nothing came for 0.3 s" in answer
 
 
-async def test_a_body_that_never_comes_is_ended(port: int) -> None:
-    assert b"200" not in await ask(port, REQUEST[:-2])
+def slow(pieces: int, size: int) -> list[bytes]:
+    """A request whose body has so many pieces of that size."""
+    head = b"POST /events HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % (pieces * size)
+    return [head, *[bytes(size)] * pieces]
+
+
+async def test_a_slow_request_has_as_much_time_as_the_least_rate_gives_it(port: int) -> None:
+    """Twice the time of one that is silent, at twice the least rate."""
+    answer = await ask(port, *slow(12, 2 * http_guard.LEAST_BYTES_S // 20), pause_s=0.05)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_request_below_the_least_rate_is_told_so(port: int) -> None:
+    answer = await ask(port, *slow(16, 20), pause_s=0.05)
+    assert problem_of(answer) == (408, "request-timeout")
+    assert b"less than 10000 bytes a second" in answer
+
+
+async def test_a_head_of_too_many_lines_is_refused(port: int) -> None:
+    """Each costs 200 bytes of memory, so that a head of 64 KiB could cost 3 MB."""
+    head = b"POST /events HTTP/1.1\r\nhost: x\r\n"
+    assert problem_of(await ask(port, head + 10_000 * b"a:b\r\n")) == (431, "head-too-large")
+    assert problem_of(await ask(port, head + 300 * b"a:b\r\n" + b"\r\n")) == (431, "head-too-large")
+    assert b" 200 " in await ask(port, head + 200 * b"a:b\r\n" + b"connection: close\r\n\r\n")
+
+
+async def half_closed(port: int, sent: bytes) -> bytes:
+    """All that is answered to a client that shuts its sending side behind what it has sent."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(sent)
+        writer.write_eof()
+        async with asyncio.timeout(2.0):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+async def test_a_client_that_sends_no_more_is_answered(port: int) -> None:
+    """And its connection ended (RFC 9112, section 9.6): `nc -N` does so, and many proxies."""
+    answer = await half_closed(port, REQUEST)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert answer.endswith(b"body")
+    assert await half_closed(port, b"") == b""
+    assert (await half_closed(port, 3 * REQUEST)).count(b"HTTP/1.1 200 ") == 3
+
+
+@pytest.mark.parametrize("sent", [REQUEST[:30], REQUEST[:-2]], ids=["head", "body"])
+async def test_a_client_that_stops_amid_a_request_is_told_so(port: int, sent: bytes) -> None:
+    assert problem_of(await half_closed(port, sent)) == (400, "invalid-http")
+    both = await half_closed(port, REQUEST + sent)
+    assert both.startswith(b"HTTP/1.1 200 ")
 
 
 async def test_a_head_that_grows_is_refused(port: int) -> None:

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import socket
+import struct
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -12,7 +14,7 @@ import uvicorn
 
 from deploy.local.stack import free_port
 from service import http_guard, http_posts
-from service.http_posts import Post, protocol_of
+from service.http_posts import Post, PostsProtocol, protocol_of
 
 BODY_BYTES_MAX = 1000
 BODIES_BYTES_MAX = 1900  # of all connections, beside what each may have for itself
@@ -93,6 +95,7 @@ def desk() -> Desk:
 async def server(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[uvicorn.Server]:
     monkeypatch.setattr(http_guard, "SILENCE_MAX_S", 1.0)
     monkeypatch.setattr(http_guard, "UNREAD_MAX_S", 1.0)
+    monkeypatch.setattr(http_guard, "LINGERING_CLOSE_S", 0.1)
     monkeypatch.setattr(http_posts, "OWN_BYTES", OWN_BYTES)
     routes: dict[bytes, Callable[[Post], None]] = {
         b"/later": desk.later,
@@ -116,6 +119,8 @@ async def server(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[u
     while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
         await asyncio.sleep(0.01)
     yield server
+    for one in desk.posts:  # as their deadline would: a client that has gone may only have shut its sending side
+        one.answer(503, b"", b"")
     server.should_exit = True
     await serving
 
@@ -123,15 +128,22 @@ async def server(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[u
 class Caller:
     """One connection, by hand."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: uvicorn.Server) -> None:
         self.reader = reader
         self.writer = writer
+        self.server = server
 
     async def say(self, *parts: bytes) -> None:
         for part in parts:
             self.writer.write(part)
             await self.writer.drain()
             await asyncio.sleep(0.02)
+
+    def reset(self) -> None:
+        """Go away, and say so: to shut the sending side only would be to wait for the answers."""
+        linger = struct.pack("ii", 1, 0)
+        self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        self.writer.transport.abort()
 
     async def hear(self) -> tuple[int, dict[str, str], bytes]:
         async with asyncio.timeout(2.0):
@@ -144,7 +156,8 @@ class Caller:
 @pytest.fixture
 async def caller(server: uvicorn.Server) -> AsyncIterator[Caller]:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.config.port)
-    yield Caller(reader, writer)
+    await asyncio.sleep(0)
+    yield Caller(reader, writer, server)
     writer.close()
 
 
@@ -370,7 +383,7 @@ async def test_bodies_that_come_slowly_have_a_bound_together(server: uvicorn.Ser
     first, second = slow
     first[1].close()  # it has gone away; the other is answered
     second[1].write(large[-200:])
-    assert (await Caller(*second).hear())[0] == 201
+    assert (await Caller(*second, server).hear())[0] == 201
     for _ in range(3):
         await caller.say(large[:-1], large[-1:])
         assert (await caller.hear())[0] == 201
@@ -386,6 +399,7 @@ async def test_a_body_behind_another_counts_as_long_as_it_is_there(
     await desk.waiting(1)
     await caller.say(post(b"/now", large))
     assert (await caller.hear())[0] == 503
+    desk.posts[0].answer(201, b"", b"")  # until then nothing more is read, and nobody is silent
     async with asyncio.timeout(3.0):
         while len(server.server_state.connections) > 1:  # noqa: ASYNC110 - it is ended for its silence
             await asyncio.sleep(0.02)
@@ -417,7 +431,7 @@ async def test_the_last_request_of_a_connection(server: uvicorn.Server, caller: 
     assert await caller.reader.read() == b""
 
     reader, writer = await asyncio.open_connection("127.0.0.1", server.config.port)
-    old = Caller(reader, writer)
+    old = Caller(reader, writer, server)
     await old.say(post(b"/now", b"1", version=b"1.0"))
     assert (await old.hear())[1]["connection"] == "close"
     assert await reader.read() == b""
@@ -442,7 +456,7 @@ async def test_the_app_hears_that_a_client_goes_away_with_requests_behind_its_ow
     """uvicorn tells the last one only. What the app then had to say to nobody was an exception in the log."""
     LEFT.clear()
     await caller.say(b"GET /waits HTTP/1.1\r\nhost: x\r\n\r\n" + post(b"/later", b"1"))
-    caller.writer.transport.abort()
+    caller.reset()
     async with asyncio.timeout(2.0):
         await LEFT.wait()
 
@@ -450,7 +464,7 @@ async def test_the_app_hears_that_a_client_goes_away_with_requests_behind_its_ow
 async def test_who_goes_away_gets_no_answer_and_harms_nobody(caller: Caller, desk: Desk) -> None:
     await caller.say(post(b"/later", b"1"))
     (gone,) = await desk.waiting(1)
-    caller.writer.transport.abort()
+    caller.reset()
     await asyncio.sleep(0.05)
     assert gone.disconnected
     gone.answer(201, b"", b"nobody hears this")
@@ -469,7 +483,7 @@ async def test_an_answer_is_given_once(caller: Caller, desk: Desk) -> None:
 async def test_an_idle_connection_is_closed_and_a_busy_one_is_not(server: uvicorn.Server, caller: Caller) -> None:
     server.config.timeout_keep_alive = 1
     reader, writer = await asyncio.open_connection("127.0.0.1", server.config.port)
-    busy = Caller(reader, writer)
+    busy = Caller(reader, writer, server)
     started = asyncio.get_running_loop().time()
     for _ in range(6):
         await busy.say(post(b"/now", b"x"))
@@ -542,3 +556,45 @@ async def test_a_stop_waits_for_what_is_under_way(server: uvicorn.Server, caller
     status, headers, body = await caller.hear()
     assert (status, headers["connection"], body) == (201, "close", b"late")
     assert desk.finished == ["work"]
+
+
+async def test_a_client_that_sends_no_more_is_answered(caller: Caller, desk: Desk) -> None:
+    """All that it has sent, in its order, and then its connection is ended (RFC 9112, section 9.6)."""
+    caller.writer.write(post(b"/later", b"1") + post(b"/now", b"2") + b"GET /3 HTTP/1.1\r\nhost: x\r\n\r\n")
+    caller.writer.write(post(b"/pieces", b"4"))
+    caller.writer.write_eof()
+    (first,) = await desk.waiting(1)
+    await asyncio.sleep(0.05)
+    assert not first.disconnected
+    first.answer(201, b"", b"1")
+    assert [(await caller.hear())[2] for _ in range(3)] == [b"1", b"2", b"GET /3 "]
+    async with asyncio.timeout(2.0):
+        assert (await caller.reader.read()).endswith(b"\r\n0\r\n\r\n")
+
+
+async def test_a_body_in_tiny_pieces_has_its_own_size_in_memory(caller: Caller, desk: Desk) -> None:
+    """An object for each would have 24 times as much."""
+    pieces = BODY_BYTES_MAX // 2
+    head = b"POST /later HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    await caller.say(head + pieces * b"2\r\nab\r\n" + b"0\r\n\r\n")
+    (whole,) = await desk.waiting(1)
+    assert sys.getsizeof(whole._content) < 2 * BODY_BYTES_MAX
+    assert whole.body == pieces * b"ab"
+
+
+@pytest.mark.parametrize("kind", ["chunks", "requests"])
+async def test_what_is_read_at_once_holds_up_nobody(caller: Caller, kind: str) -> None:
+    """256 KiB may be 40,000 chunks of a body, or 3,000 requests; they are parsed in slices."""
+    head = b"POST /now HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    sent = head + 40_000 * b"1\r\na\r\n" if kind == "chunks" else 3_000 * post(b"/now", b"x", b"via: x")
+    protocol = next(iter(caller.server.server_state.connections))
+    assert isinstance(protocol, PostsProtocol)
+    began = time.thread_time()
+    protocol.data_received(sent)
+    first = time.thread_time() - began
+    began = time.thread_time()
+    async with asyncio.timeout(5.0):
+        while protocol._rest:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert first < (first + time.thread_time() - began) / 2
+    assert len(protocol.pipeline) < 1_000

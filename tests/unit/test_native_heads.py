@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from service import native
 from service.headers import pick
+from service.http_guard import HEADERS_MAX
 
 pytestmark = pytest.mark.skipif(not native.COMPILED, reason="installed without a compiler")
 
@@ -175,3 +176,10 @@ def test_both_read_the_same_request(chance: random.Random) -> None:
         at = chance.randrange(len(data) + 1)
         data = data[:at] + chance.choice([b"", *PIECES]) + data[at + chance.choice((0, 0, 1, 2, 19)) :]
         agree(data)
+
+
+def test_a_head_of_more_lines_than_are_taken_is_left_to_the_parser() -> None:
+    """Which refuses it (service.http_guard)."""
+    line, end = b"POST /events HTTP/1.1\r\n", b"content-length: 4\r\n\r\nbody"
+    assert native.heads.read_post(line + (HEADERS_MAX - 1) * b"a: b\r\n" + end) is not None
+    assert native.heads.read_post(line + HEADERS_MAX * b"a: b\r\n" + end) is None
