@@ -1,5 +1,6 @@
 """`POST /events/batch`: many events in one request, each for itself, or all of them or none."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
@@ -9,15 +10,32 @@ import msgspec
 
 from service.callers import ANYBODY, Caller
 from service.errors import INVALID_EVENT, MISSING_KEY, TOO_LARGE, Problem
-from service.event import READER, Event, EventBody, check_count, check_key, decode, make_event
+from service.event import (
+    BATCH_EVENTS_MAX,
+    ENTRY_BYTES,
+    READER,
+    Event,
+    EventBody,
+    check_count,
+    check_key,
+    check_not_many,
+    decode,
+    make_event,
+)
 from service.intake import Intake
 from service.request import Answer, Train
 from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX
-from service.strict_json import strictly
+from service.strict_json import check_json, strictly
 from service.wire import batch_fingerprint, event_id, member_id
 
 LINES: Final = "application/x-ndjson"
 """The media type of a batch with each event on a line of its own (newline-delimited JSON)."""
+# Blank lines among them.
+LINES_MAX: Final = 2 * BATCH_EVENTS_MAX
+# The entry of the shortest topic's name.
+ATOMIC_EVENTS_MAX: Final = GROUP_LEDGER_BYTES_MAX // (ENTRY_BYTES + 1)
+# For so long events are made in one go; then whatever else waits for the loop has its turn.
+SLICE_S: Final = 0.005
 # Of a larger batch only so many events are made as one transaction holds: all of them would be its body once more.
 READ_AT_ONCE_BYTES: Final = 1024 * 1024
 
@@ -45,7 +63,20 @@ def parse_batch(body: bytes) -> BatchBody:
     return strictly(body, _batch_of)
 
 
+async def parse_long_batch(body: bytes) -> BatchBody:
+    """As `parse_batch`, in steps between which others have their turn; what is wrong with an event may come first."""
+    check_not_many(body, "events")
+    await asyncio.sleep(0)
+    batch = decode(_decode_batch, body)
+    check_count(len(batch.events), "events")
+    await asyncio.sleep(0)
+    check_json(body)
+    await asyncio.sleep(0)
+    return batch
+
+
 def _batch_of(body: bytes) -> BatchBody:
+    check_not_many(body, "events")
     batch = decode(_decode_batch, body)
     check_count(len(batch.events), "events")
     return batch
@@ -53,7 +84,10 @@ def _batch_of(body: bytes) -> BatchBody:
 
 def parse_lines(body: bytes) -> list[bytes]:
     """The lines of newline-delimited JSON, but for blank ones. Raises Problem (400, 413)."""
-    lines = [line for line in body.split(b"\n") if not line.isspace() and line]
+    split = body.split(b"\n", LINES_MAX)
+    if len(split) > LINES_MAX:
+        raise Problem(TOO_LARGE, f"body: at most {LINES_MAX} lines are taken, blank ones too")
+    lines = [line for line in split if line and not line.isspace()]
     check_count(len(lines), "body")
     return lines
 
@@ -101,7 +135,14 @@ async def write_each(
         for place, answer in zip(places, await intake.submit_train(train), strict=True):
             answers[place] = answer
 
+    until = time.monotonic() + SLICE_S
     for place, part in enumerate(parts):
+        if time.monotonic() > until:
+            if known := _known(answers, told):
+                told += len(known)
+                yield known
+            await asyncio.sleep(0)
+            until = time.monotonic() + SLICE_S
         try:
             event = parse(part)
             if not intake.check_now(event):
@@ -148,7 +189,16 @@ async def write_atomic(
 
     Raises Problem for what is refused before the key is touched, also where no transaction could hold it.
     """
-    events = [_member(key, index, raw, traceparent, caller) for index, raw in enumerate(batch.events)]
+    there = len(batch.events)
+    if there > ATOMIC_EVENTS_MAX:
+        raise Problem(TOO_LARGE, f"events: one transaction holds at most {ATOMIC_EVENTS_MAX}; there are {there}")
+    events: list[Event] = []
+    until = time.monotonic() + SLICE_S
+    for index, raw in enumerate(batch.events):
+        if time.monotonic() > until:
+            await asyncio.sleep(0)
+            until = time.monotonic() + SLICE_S
+        events.append(_member(key, index, raw, traceparent, caller))
     ledger_bytes = sum(event.entry_bytes for event in events)
     event_bytes = sum(event.size for event in events)
     if ledger_bytes > GROUP_LEDGER_BYTES_MAX:
@@ -161,6 +211,8 @@ async def write_atomic(
     if len(events) > intake.events_max:
         raise Problem(TOO_LARGE, f"events: at most {intake.events_max} may wait here; there are {len(events)}")
     for index, event in enumerate(events):
+        if index % 1_000 == 999:
+            await asyncio.sleep(0)
         try:
             await intake.check(event, arrived)
         except Problem as problem:

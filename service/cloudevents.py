@@ -20,6 +20,7 @@ from service.event import (
     Event,
     check_count,
     check_key,
+    check_not_many,
     decode,
     event_of,
     invalid,
@@ -169,6 +170,7 @@ def parse_batch(body: bytes) -> list[msgspec.Raw]:
 
 
 def _batch_of(body: bytes) -> list[msgspec.Raw]:
+    check_not_many(body, "")
     events = decode(_decode_batch, body)
     if events:  # a batch may be empty (HTTP binding, section 3.3.2)
         check_count(len(events), "body")

@@ -250,6 +250,12 @@ def partition_of(event: Event, partitions: int) -> int | None:
     return partition_of_key(event.record_key, partitions)
 
 
+def check_not_many(body: bytes, field: str) -> None:
+    """Refuse a batch of too many events before any of them is made. Raises Problem (413)."""
+    if native.COMPILED and native.bodies.has_more(body, field.encode(), BATCH_EVENTS_MAX):
+        raise Problem(TOO_LARGE, f"{field or 'body'}: at most {BATCH_EVENTS_MAX} events are taken")
+
+
 def check_count(events: int, field: str) -> None:
     """A batch, whose events are in `field`, has at least one and not too many. Raises Problem (400, 413)."""
     if not events:

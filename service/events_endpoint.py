@@ -14,6 +14,7 @@ from service.batch import (
     member_of,
     parse_batch,
     parse_lines,
+    parse_long_batch,
     read_batch,
     write_atomic,
     write_each,
@@ -37,18 +38,18 @@ from service.rendering import (
     JSON_LINE,
     committed_lines,
     echo_of,
+    join_results,
     lines_of,
     location_of,
     render_place,
     render_problem,
     render_result,
-    render_results,
     render_whole,
 )
 from service.request import Answer, Committed
 from service.settings import Settings
 from service.shared import PREFIX
-from service.strict_json import strictly
+from service.strict_json import EXPLAINED_BYTES, strictly
 from service.telemetry import Telemetry
 from service.wire import event_id
 
@@ -92,6 +93,7 @@ class EventsEndpoint:
                 problem = Problem(UNSUPPORTED_TYPE, "Content-Encoding: send the body as it is, without this header")
                 self._fail(post, problem, _ONLY_UNCODED)
                 return
+            caller.spend(0, post.arrived)  # who has used up its rate costs nobody the reading of its body
             step(post, found, caller)
         except Exception as error:
             self._fail(post, error)
@@ -154,11 +156,10 @@ class EventsEndpoint:
             raise unsupported(JSON, LINES)
 
     async def _write_batch(self, post: Post, raw_key: str | None, traceparent: bytes | None, caller: Caller) -> None:
-        caller.spend(0, post.arrived)  # who has used up its rate costs nobody the making of its events
         if events := read_batch(post.body, caller.scope, traceparent):
             await self._write_each(post, events, _as_it_is, caller)
             return
-        batch = parse_batch(post.body)
+        batch = await parse_long_batch(post.body) if post.size > EXPLAINED_BYTES else parse_batch(post.body)
         if not batch.atomic:
             parse = partial(member_of, traceparent=traceparent, scope=caller.scope)
             await self._write_each(post, batch.events, parse, caller)
@@ -179,7 +180,8 @@ class EventsEndpoint:
 
     async def _write_each(self, post: Post, parts: Sequence[T], parse: Callable[[T], Event], caller: Caller) -> None:
         told = self._told_of_each(post, parts, parse, caller)
-        self._answer(post, 207, JSON_LINE, render_results([answer async for some in told for answer in some]))
+        results = [render_result(answer) async for some in told for answer in some]
+        self._answer(post, 207, JSON_LINE, join_results(results))
 
     async def _write_lines(self, post: Post, traceparent: bytes | None, caller: Caller) -> None:
         """Answers go out as they come to be known, a line each, in the order of the events."""

@@ -63,7 +63,12 @@ def render_place(place: Placed) -> bytes:
 
 def render_results(answers: Iterable[Answer]) -> bytes:
     """The body of a 207: one result an event, in order."""
-    return f'{{"results":[{",".join(map(render_result, answers))}]}}'.encode()
+    return join_results(map(render_result, answers))
+
+
+def join_results(results: Iterable[str]) -> bytes:
+    """The body of a 207 whose results have been rendered."""
+    return f'{{"results":[{",".join(results)}]}}'.encode()
 
 
 def render_result(answer: Answer) -> str:

@@ -3,6 +3,9 @@ from typing import Generic, TypeVar
 
 E = TypeVar("E")
 
+def is_json(raw: bytes) -> bool: ...
+def has_more(raw: bytes, name: bytes, most: int) -> bool: ...
+
 class EventReader(Generic[E]):
     def __init__(
         self,

@@ -203,6 +203,44 @@ cdef inline char* _put(char* to, const unsigned char* content, Py_ssize_t size) 
     return to + size
 
 
+def is_json(bytes raw not None):
+    """Is it strictly JSON, and plain? False leaves it to service.strict_json."""
+    cdef Body body
+    _begin(&body, raw)
+    _blanks(&body)
+    return bool(_value(&body, 1) and _ended(&body) and _is_text(&body, raw))
+
+
+def has_more(bytes raw not None, bytes name not None, Py_ssize_t most):
+    """Has the array of this name, in the object that `raw` is, more than so many elements? Reads no further than those.
+
+    Without a name: the array that `raw` is. False also where what comes before is not plain.
+    """
+    cdef Body body
+    cdef Slice found
+    cdef Py_ssize_t count = 0
+    _begin(&body, raw)
+    if PyBytes_GET_SIZE(name):
+        if not _one(&body, c'{'):
+            return False
+        while True:
+            if not _string(&body, &found) or not _one(&body, c':'):
+                return False
+            if _is(&found, PyBytes_AS_STRING(name), PyBytes_GET_SIZE(name)):
+                break
+            if not _value(&body, 2) or _after(&body, c'}') != MORE:
+                return False
+    if not _one(&body, c'['):
+        return False
+    while _value(&body, 3):
+        count += 1
+        if count > most:
+            return True
+        if _after(&body, c']') != MORE:
+            return False
+    return False
+
+
 cdef class EventReader:
     """Makes events of bodies by `make`, whose arguments are the fields of service.event.Event, in their order."""
 

@@ -9,13 +9,14 @@ import pytest
 from msgspec.structs import replace
 
 from service import batch as module
-from service import topics
+from service import cloudevents, native, topics
 from service.batch import (
     BatchBody,
     line_of,
     member_of,
     parse_batch,
     parse_lines,
+    parse_long_batch,
     write_atomic,
     write_each,
 )
@@ -403,3 +404,57 @@ async def test_an_atomic_batch_whose_ledger_record_is_too_large_is_refused(monke
                 await atomically(world, batch, "again")
             assert raised.value.kind is TOO_LARGE
     await ended(serving)
+
+
+# ------------------------------------------------------------------------------------------- nobody is held up
+
+
+@pytest.mark.skipif(not native.COMPILED, reason="counted beforehand only where service.native is compiled")
+@pytest.mark.parametrize("event", [b"{}", b'{"topic":"t"}', b"[]", b"1"])
+def test_too_many_events_are_refused_before_any_is_made(event: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 MiB of small ones held the loop for 0.8 s: the count alone decides, and reads no further than it needs."""
+    monkeypatch.setattr(module, "decode", None)
+    monkeypatch.setattr(cloudevents, "decode", None)
+    many = BATCH_EVENTS_MAX * (event + b",") + event
+    with pytest.raises(Problem, match="10000") as caught:
+        parse_batch(b'{"atomic":true, "events": [' + many + b" what follows is not read")
+    assert caught.value.kind is TOO_LARGE
+    with pytest.raises(Problem, match="10000") as caught:
+        cloudevents.parse_batch(b"[" + many + b" what follows is not read")
+    assert caught.value.kind is TOO_LARGE
+
+
+def test_line_feeds_have_a_bound_too() -> None:
+    """8 MiB of them held the loop for 0.9 s."""
+    with pytest.raises(Problem, match="20000 lines") as caught:
+        parse_lines(b"\n" * 30_000)
+    assert caught.value.kind is TOO_LARGE
+    assert len(parse_lines(b"1\n\n" * 9_000)) == 9_000
+
+
+async def test_the_making_of_many_events_gives_way_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all of them are refused, and nothing is ever written in between."""
+    monkeypatch.setattr(module, "SLICE_S", 0.0)
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(others())
+    told = write_each(World().intake, [b"{}"] * 200, line_of, asyncio.get_running_loop().time())
+    answers = [answer async for some in told for answer in some]
+    other.cancel()
+    assert len(answers) == 200
+    assert all(isinstance(answer, Problem) for answer in answers)
+    assert turns >= 199
+
+
+async def test_a_long_batch_is_the_same_batch() -> None:
+    body = json.dumps({"events": [one(f"{n}", "x" * 100) for n in range(900)], "atomic": True}).encode()
+    long, short = await parse_long_batch(body), parse_batch(body)
+    assert (long.atomic, [bytes(event) for event in long.events]) == (True, [bytes(event) for event in short.events])
+    with pytest.raises(Problem, match="twice"):
+        await parse_long_batch(b'{"events": [{"a": 1, "a": 2}]}')

@@ -203,7 +203,7 @@ def test_what_is_no_json(text: str) -> None:
         b'{"topic":"t","value":1}\x00',
         '{"topic":"t","value":1}'.encode("utf-16"),
         b'{"topic":"t","value":1,"value":1}',
-        b"[" * 100_000,
+        b"[" * 60_000,
     ],
 )
 def test_what_is_no_body(body: bytes) -> None:

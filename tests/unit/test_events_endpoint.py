@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import hashlib
 import json
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
@@ -30,6 +31,7 @@ from service.rendering import (
 )
 from service.request import Answer, Committed
 from service.settings import Settings
+from service.shared import CallerRule
 from service.shedding import ANSWERS_EACH, Shedding
 from service.states import Delivered
 from service.telemetry import Telemetry
@@ -335,3 +337,18 @@ def test_the_addresses_of_the_loopback_that_are_known_have_a_bound() -> None:
         assert events_endpoint._is_loopback(f"127.0.{n // 256}.{n % 256}")
     assert events_endpoint._is_loopback.cache_info().currsize <= 256
     assert not events_endpoint._is_loopback("10.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("/events", JSON), ("/events", BATCHED), ("/events/batch", JSON), ("/events/batch", LINES)],
+)
+def test_who_is_past_its_rate_is_refused_before_its_body_is_read(path: str, kind: str) -> None:
+    rules = [CallerRule("shop", (hashlib.sha256(b"s3cret").hexdigest(),), rate=1)]
+    callers = Callers(rules)
+    callers.of("Bearer s3cret").spend(5, 0.0)
+    told = Told(b"", {"host": "x", "authorization": "Bearer s3cret", "content-type": kind, "idempotency-key": "k"})
+    del told.body  # who looks at it fails
+    endpoint = EventsEndpoint(lambda: cast(Intake, Commits()), Settings(), callers, Telemetry())
+    endpoint.routes[path.encode()](cast(Post, told))
+    assert told.status == 429

@@ -2,15 +2,26 @@
 
 import gc
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service import native
 from service import strict_json as module
 from service.errors import DETAIL_CHARS_MAX, Problem
 from service.strict_json import check_json
+
+
+@pytest.fixture(autouse=True, scope="module", params=["python", "compiled"])
+def _each(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What is plain needs none of Python's checks where service.native is compiled: they are tried without it too."""
+    with pytest.MonkeyPatch.context() as patched:
+        if request.param == "python":
+            patched.setattr(native, "COMPILED", False)
+        yield
 
 
 @pytest.mark.parametrize(("opens", "closes"), [("[", "]"), ('{"a":', "}")])
@@ -107,6 +118,7 @@ def test_the_name_that_is_there_twice_is_found_among_many() -> None:
 @pytest.mark.parametrize("digits", [1_000, 1_024, 1_040, 5_000])
 def test_long_numbers_are_not_read(digits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python reads and writes an integer in the square of its length."""
+    monkeypatch.setattr(native, "COMPILED", False)
     decoded: list[bytes] = []
     monkeypatch.setattr(module, "_decode", lambda body: decoded.append(body))
     for start in range(20):
