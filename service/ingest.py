@@ -108,7 +108,7 @@ class Ingest:
                 await self._queue.wait()
             if slot.stale:
                 self._queue.nudge()  # it may be this slot that was woken for what another can take
-                raise Fenced("its term, or its generation, has passed")
+                raise Fenced("its term, its generation, or a connection of it has ended")
             if slot.owes_too_much:
                 self._queue.nudge()  # another slot may take what is there
                 await slot.settle_debts()

@@ -182,9 +182,10 @@ class Pool:
             if census.slots[n] != "m":
                 log.warning("lease lost", slot=n)
                 self._let_go(slot)
-            elif slot.state in SETTLED and (slot.epoch != epoch or census.freed[n] > slot.term):
+            elif slot.state in SETTLED and (slot.epoch != epoch or census.freed[n] > slot.term or slot.cut_off):
                 # Fenced by a recovery of the store, or by another holder that has gone: recovered now, for its ledger
-                # may hold what others wait for, and not at the cost of its next group.
+                # may hold what others wait for, and not at the cost of its next group. Or a broker was away, and a
+                # transaction of it may hang, which every reader waits for.
                 slot.stale = True
                 self._queue.nudge_all()
         await self._balance(census, epoch)

@@ -26,6 +26,7 @@ from service.keys import REPLAY_CHUNK, Epoch, Identity, KeyStore, Row, chunks
 from service.logs import Incident
 from service.replay import rows_of
 from service.settings import Settings
+from service.settling import CLOCKS_APART_MS, Settlement
 from service.shared import PREFIX
 from service.slot import Slot
 from service.states import SlotEvent
@@ -42,8 +43,6 @@ REPLAY_RECORDS: Final = 20
 REPLAYS_AHEAD: Final = 400
 PAUSE_LEAST_S: Final = 1.0
 PAUSE_MOST_S: Final = 300.0
-# How far the broker's clock (LogAppendTime) and Redis's (accepted_at) may be apart when old ledger is left unread.
-CLOCKS_APART_MS: Final = 3_600_000
 # Slots that are waited for, of which the first ones are named.
 SLOTS_NAMED: Final = 8
 # What `Store.status` begins with, before a colon and what there is to say of it.
@@ -98,6 +97,7 @@ class SlotRecovery:
         then the slot is in DOUBT, its producer is to be closed, and this is to be run again."""
         try:
             await self._fence(slot, epoch)
+            await self._settle(slot)
             await slot.begin(_now_ms())
             await self._check(slot)
             await self._replay_and_free(slot)
@@ -113,6 +113,12 @@ class SlotRecovery:
         await producer.start()
         self._fences.inc()
         slot.enter(epoch, producer)
+
+    async def _settle(self, slot: Slot) -> None:
+        """End what hangs in the slot's partitions before the begin record does, whose marker would commit it."""
+        applied = await self._keys.applied(slot.epoch, slot.n)
+        settlement = Settlement(self._cluster, (self._topics.ledger, slot.n), slot.producer, self._patience_s)
+        slot.suspects = await settlement.run(applied, slot.suspects)
 
     async def _check(self, slot: Slot) -> None:
         """After the fence, does control still name the store that my claims are in?"""
@@ -170,6 +176,7 @@ class Store:
         self._settings = settings
         self._telemetry = telemetry
         self._barriers = IdempotentProducer(cluster, "store-recovery")
+        self._patience_s = (settings.request_timeout_ms + settings.transaction_timeout_ms) / 1000
         self._settling: asyncio.Task[Epoch] | None = None
         self._quiet_pause_s = PAUSE_LEAST_S
 
@@ -319,6 +326,7 @@ class Store:
             raise NotYet("a later generation supersedes this recovery")
         slots = await self._slots()
         await self._fence_all(slots)
+        await self._settle_all(store, nonce, slots)
         through = await self._barrier_all(slots)
         keys = await self._replay_all(store, nonce, through)
         await self._keys.recover_end(store, nonce, generation, [through[slot] for slot in range(slots)])
@@ -346,6 +354,22 @@ class Store:
         await self._cluster.fence(list(slot_of), self._settings.transaction_timeout_ms, tell)
         self._telemetry.fences.labels("store").inc(slots)
 
+    async def _settle_all(self, store: str, nonce: str, slots: int) -> None:
+        """End what hangs in the ledger: no replay would get past it. What hangs elsewhere is left to its slot."""
+        ledger = self._topics.ledger
+        hanging = await self._cluster.open_in([(ledger, slot) for slot in range(slots)])
+        if not hanging:
+            return
+        applied = await self._keys.recover_read(store, nonce, slots)
+        for _, slot in sorted(hanging):
+            name = transactional_id(self._settings.namespace, slot)
+            producer = TransactionalProducer(self._cluster, name, self._settings.transaction_timeout_ms)
+            await producer.start()
+            try:
+                await Settlement(self._cluster, (ledger, slot), producer, self._patience_s).run(applied[slot], ())
+            finally:
+                await producer.close()
+
     async def _barrier_all(self, slots: int) -> dict[int, int]:
         """Append a ledger record without entries to each partition, after its fence; the offsets to read through.
 
@@ -367,8 +391,7 @@ class Store:
         writes = _Writes(functools.partial(self._keys.recover_replay, store, nonce))
         remaining = {slot: span.through + 1 - max(span.start or 0, 0) for slot, span in spans.items()}
         replayed, left = self._telemetry.replayed.labels("store"), self._telemetry.replay_remaining
-        patience_s = (self._settings.request_timeout_ms + self._settings.transaction_timeout_ms) / 1000
-        records = read_through(self._cluster, self._topics.ledger, spans, "read_committed", patience_s)
+        records = read_through(self._cluster, self._topics.ledger, spans, "read_committed", self._patience_s)
         try:
             async with contextlib.aclosing(records):
                 async for items in records:

@@ -71,6 +71,24 @@ def rows_of(items: Sequence[Item]) -> list[Row]:
     return rows
 
 
+def partitions_of(value: bytes | None) -> dict[tuple[str, int], int] | None:
+    """The partitions of a ledger record's entries, and the first offset in each; None of a begin record.
+
+    Of what is not Fencepost's none are known.
+    """
+    try:
+        record = _decode(value or b"")
+    except (ValueError, RecursionError):
+        return {}
+    if record.begin:
+        return None
+    found: dict[tuple[str, int], int] = {}
+    for entry in record.entries or ():
+        place = entry.topic, entry.partition
+        found[place] = min(entry.offset, found.get(place, entry.offset))
+    return found
+
+
 def _rows_of(record: _Record) -> list[Row]:
     if record.entries is None:
         raise WireError("no ledger record: it has no entries")

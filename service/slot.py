@@ -47,6 +47,7 @@ class Slot:
         self.down_since = time.monotonic()  # it cannot write, until it has been recovered; then infinite
         self.doubtful = 0  # events of a transaction without a clean commit, until the slot has been recovered
         self.doubtful_since = 0.0  # by time.monotonic
+        self.suspects: set[Partition] = set()  # where a transaction of this slot's may hang: its recovery asks
         self._keys = keys
         self._ledger = ledger
         self._instance = instance
@@ -63,6 +64,11 @@ class Slot:
     def producer(self) -> TransactionalProducer:
         assert self._producer is not None, f"{self!r} has no producer"
         return self._producer
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether a connection of this term has ended: what it has written may lack markers since."""
+        return self._producer is not None and self._producer.lost
 
     def move(self, event: SlotEvent) -> None:
         """The one way in which the state changes."""
@@ -141,7 +147,8 @@ class Slot:
 
         try:
             _, offset = await producer.write(records, (self._ledger, self.n), ledger_record)
-        except TransactionFailed:
+        except TransactionFailed as failed:
+            self.suspects.update(failed.hanging)
             self.move(SlotEvent.FAIL)
             self.doubtful, self.doubtful_since = len(records), time.monotonic()
             raise

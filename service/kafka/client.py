@@ -99,7 +99,18 @@ class Client(BaseClient):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        self.lost = False  # a connection has ended that nobody here closed
         self._probes: dict[AIOKafkaConnection, asyncio.Task[None]] = {}  # under way
+
+    def connection(self, node_id: int) -> AIOKafkaConnection | None:
+        """The open connection to a node. The next one is another object: what the node said before may have passed."""
+        connection = self._conns.get((node_id, ConnectionGroup.DEFAULT))
+        return connection if connection is not None and _is_open(connection) else None
+
+    def _on_connection_closed(self, conn: AIOKafkaConnection, reason: CloseReason | None) -> None:
+        if reason is CloseReason.CONNECTION_BROKEN:
+            self.lost = True
+        super()._on_connection_closed(conn, reason)
 
     async def send(self, node_id: int, request: Any, *, group: Any = ConnectionGroup.DEFAULT) -> Any:
         """The answer to a request, sent once. Raises KafkaError."""

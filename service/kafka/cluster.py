@@ -17,8 +17,10 @@ from aiokafka.protocol.transaction import InitProducerIdRequest
 from aiokafka.record.default_records import DefaultRecordBatch
 
 from service.errors import KafkaAway, KafkaForbids, KafkaRefuses
+from service.hanging import Partition
 from service.kafka.client import Client
 from service.kafka.deadline import shared, within
+from service.kafka.inspection import FINAL, active_producers
 from service.kafka.metadata import Metadata, Partitions, partitions_of
 from service.shared import PREFIX
 from service.telemetry import Telemetry
@@ -41,6 +43,7 @@ ASK_TRIES: Final = 5
 SHARE_LEAST_S: Final = 1.0
 # Requests under way on the one connection: brokers answer a connection's requests in order, one at a time.
 FENCES_AT_ONCE: Final = 16
+PARTITIONS_NAMED: Final = 8
 
 AGAIN: Final = (
     errors.ConcurrentTransactions,
@@ -329,6 +332,22 @@ class Cluster:
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def open_in(self, partitions: Collection[Partition]) -> set[Partition]:
+        """Those of the partitions that have a transaction open, of whichever producer.
+
+        None of those whose leaders do not let themselves be asked. Raises KafkaAway where a leader does not answer.
+        """
+        try:
+            found = await active_producers(await self._opened(), partitions, self.timeout_s)
+        except (errors.KafkaError, OSError, TimeoutError) as error:
+            raise self.failed("settle", f"leaders do not answer: {error!r}") from error
+        forbidden = {partition for partition, code in found.failed.items() if code in FINAL}
+        if missing := set(partitions) - found.active.keys() - forbidden:
+            raise self.failed("settle", f"no leader answers of {sorted(missing)[:PARTITIONS_NAMED]}")
+        return {
+            partition for partition, producers in found.active.items() if any(each.start >= 0 for each in producers)
+        }
 
     # --------------------------------------------------------------------------------------------------- asking
 

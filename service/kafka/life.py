@@ -17,11 +17,13 @@ from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
 from aiokafka.structs import TopicPartition
 
+from service.errors import KafkaAway
 from service.kafka import verdict
 from service.kafka.batches import BatchBuilder, builder_of
 from service.kafka.client import Client
 from service.kafka.cluster import AGAIN, Cluster, any_node, coordinator, remedy
 from service.kafka.deadline import within
+from service.kafka.inspection import open_partitions
 from service.kafka.verdict import REFUSALS, Refusal, Refused
 from service.wire import Header
 
@@ -126,6 +128,7 @@ class Life:
         self.transactional_id = transactional_id
         self.producer_id = self.epoch = -1
         self.coordinator = -1
+        self.unended: set[Partition] = set()  # of the older producers' transaction, as the coordinator had it
         self._cluster = cluster
         self._timeout_ms = timeout_ms
         self._sequences: dict[Partition, int] = {}
@@ -154,6 +157,7 @@ class Life:
                     node = await any_node(self.client)
                 else:
                     node = await coordinator(self.client, self.transactional_id)
+                    self.unended |= await open_partitions(self.client, node, self.transactional_id)
                 answer = await self.client.send(node, InitProducerIdRequest(self.transactional_id, self._timeout_ms))
                 check(answer.error_code, "InitProducerId")
                 self.coordinator, self.producer_id, self.epoch = node, answer.producer_id, answer.producer_epoch
@@ -304,6 +308,10 @@ class Life:
                 kind = errors.TopicAuthorizationFailedError if hidden else errors.UnknownTopicOrPartitionError
                 raise Refused(REFUSALS[kind.errno]) from None
             raise
+
+    def failed(self, operation: str, why: str) -> KafkaAway:
+        """The error to raise for an operation that failed, which is counted."""
+        return self._cluster.failed(operation, why)
 
     async def close(self) -> None:
         """End this life, in whatever state it is. Never raises, never hangs; what is in flight fails."""

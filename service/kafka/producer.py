@@ -6,13 +6,27 @@ from typing import Any, Final
 
 import structlog
 from aiokafka import errors
+from aiokafka.client import AIOKafkaClient
 from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnRequest
 
 from service.errors import KafkaAway
 from service.kafka import verdict
 from service.kafka.cluster import CODECS, Cluster
 from service.kafka.deadline import unwaited
-from service.kafka.life import NOT_SENT, OK, Batch, Fate, Life, NotSent, Partition, Place, Record, check
+from service.kafka.life import (
+    METADATA_PATIENCE_S,
+    NOT_SENT,
+    OK,
+    Batch,
+    Fate,
+    Life,
+    NotSent,
+    Partition,
+    Place,
+    Record,
+    check,
+)
+from service.kafka.open_check import OpenCheck
 from service.kafka.verdict import REFUSALS, Refusal, Refused, TransactionFailed
 from service.logs import Incident
 from service.patience import Patience
@@ -56,6 +70,7 @@ class TransactionalProducer:
         self._sends_patience = Patience(self._patience.seconds / PATIENCE_SHARE)
         self._start_patience_s = (cluster.request_timeout_ms + transaction_timeout_ms) / 1000
         self._opening: tuple[dict[Partition, int], asyncio.Future[Any]] | None = None
+        self._open_check = OpenCheck(self._life)
 
     async def start(self) -> None:
         """InitProducerId: when this returns, the fate of the older producers' transactions is final.
@@ -72,13 +87,54 @@ class TransactionalProducer:
     def epoch(self) -> int:
         return self._life.epoch
 
+    @property
+    def client(self) -> AIOKafkaClient:
+        """The connections of this life."""
+        return self._life.client
+
+    @property
+    def unended(self) -> set[Partition]:
+        """The partitions of the older producers' transaction that had no marker before the fence."""
+        return self._life.unended
+
+    @property
+    def lost(self) -> bool:
+        """Whether a broker has ended a connection: as long as it was away, it may have missed markers."""
+        return self._life.client.lost
+
+    async def find_open(self, partitions: Collection[Partition]) -> tuple[dict[Partition, int], set[Partition]]:
+        """Where a transaction of this producer id is open, and from which offset on; and partitions without answer.
+
+        Before the first transaction of this life, what is open hangs: it was ended by the fence, at the latest.
+        """
+        return await self._open_check.ask(partitions, METADATA_PATIENCE_S)
+
+    async def end_open(self, partitions: Sequence[Partition], *, commit: bool) -> None:
+        """Write the missing markers into partitions, by a transaction that holds them and no data.
+
+        Raises KafkaAway where that did not come about in time.
+        """
+        try:
+            async with asyncio.timeout(self._start_patience_s):
+                await self._begin(_Group([]), partitions)
+                await self._end(commit)
+                while (await self.find_open(partitions)) != ({}, set()):  # noqa: ASYNC110 - Kafka tells nobody
+                    await asyncio.sleep(MARKERS_PAUSE_MOST_S)
+        except (errors.KafkaError, OSError, TimeoutError) as error:
+            raise self._life.failed("settle", f"{partitions}: no markers: {error!r}") from error
+
     def open(self, partitions: Sequence[Partition]) -> None:
         """Begin a transaction of these partitions while the caller waits for something else; then `write` or `abandon`.
 
-        What `write` does not find in it, it adds itself; it also looks for the leaders that are not known.
+        What `write` does not find in it, it adds itself; it also looks for the leaders that are not known, and asks
+        those of partitions that may hold an open transaction.
         """
         leaders = {partition: self._life.leader(partition) for partition in partitions}
-        known = {partition: node for partition, node in leaders.items() if node is not None}
+        known = {
+            partition: node
+            for partition, node in leaders.items()
+            if node is not None and self._open_check.is_clear(partition, node)
+        }
         if len(known) == len(leaders):
             answer = self._life.ask_now(self._life.coordinator, self._add_partitions(known))
             self._opening = None if answer is None else (known, answer)
@@ -94,7 +150,7 @@ class TransactionalProducer:
                 if opened:
                     await self._end(commit=False)
         except Exception as error:
-            raise TransactionFailed(verdict.of(error, commit_asked=False), repr(error)) from error
+            raise TransactionFailed(verdict.of(error, may_commit=False), repr(error)) from error
 
     async def _opened(self) -> dict[Partition, int]:
         """What `open` has added to the transaction, with the leaders; nothing where Kafka would not (`write` meets it).
@@ -126,7 +182,7 @@ class TransactionalProducer:
         else than a clean commit; then this producer is to be closed.
         """
         group = _Group(records)
-        commit_asked = False
+        last: _Group | None = None
         try:
             with self._patience.wait():
                 with self._sends_patience.wait():
@@ -134,14 +190,17 @@ class TransactionalProducer:
                     places = await self._send(group, leaders)
                 last = _Group([own_record(*ledger, None, ledger_record(places))])
                 (ledger_place,) = await self._send(last, leaders)
-                commit_asked = True
                 await self._end(commit=True)
         except Exception as error:  # a bug must end the life too
             cause = ", ".join(f"{topic}: {refusal.why}" for topic, refusal in group.refusals.items())
             cause = cause or ", ".join(filter(None, (repr(error), self._life.quota)))
             # A refusal holds up what is with it, and is what ended it.
             stuck = set() if group.refusals else group.stuck(timed_out=isinstance(error, TimeoutError))
-            raise TransactionFailed(verdict.of(error, commit_asked), cause, group.refusals, stuck) from error
+            # With a ledger record in Kafka, a transaction whose markers never come is committed (service/hanging.py).
+            may_commit = last is not None and not last.is_refused
+            raise TransactionFailed(
+                verdict.of(error, may_commit), cause, group.refusals, stuck, group.hanging
+            ) from error
         return places, ledger_place.offset
 
     async def _join(self, group: "_Group", ledger: Partition) -> dict[Partition, int]:
@@ -150,6 +209,7 @@ class TransactionalProducer:
         wanted = dict.fromkeys([(record.topic, record.partition) for record in group.records] + [ledger])
         if missing := [partition for partition in wanted if partition not in leaders]:
             added = await self._leaders(group, missing)
+            await self._check_open(group, added)
             await self._begin(group, added)
             leaders |= added
         return leaders
@@ -170,6 +230,21 @@ class TransactionalProducer:
                 group.waiting_for = ""
             leaders[partition] = node
         return leaders
+
+    async def _check_open(self, group: "_Group", leaders: Mapping[Partition, int]) -> None:
+        """Raise where a partition holds an open transaction, which this one would end: its recovery comes first."""
+        unclear = [partition for partition, node in leaders.items() if not self._open_check.is_clear(partition, node)]
+        if not unclear:
+            return
+        group.waiting_for = unclear[0][0]
+        group.hanging, unanswered = await self.find_open(unclear)
+        if group.hanging:
+            group.waiting_for = ""
+            raise errors.KafkaError(f"a transaction of this producer id hangs in {sorted(group.hanging)}")
+        if unanswered:
+            group.waiting_for = min(unanswered)[0]
+            raise TimeoutError(f"no leader tells whether a transaction is open in {sorted(unanswered)}")
+        group.waiting_for = ""
 
     def _add_partitions(self, partitions: Iterable[Partition]) -> AddPartitionsToTxnRequest:
         by_topic: dict[str, list[int]] = {}
@@ -236,8 +311,16 @@ class _Group:
     def __init__(self, records: Sequence[Record]) -> None:
         self.records = records
         self.batches: list[Batch] = []
-        self.waiting_for = ""  # the topic whose leader is looked for
+        self.waiting_for = ""  # the topic whose leader is looked for, or asked
         self.refusals: dict[str, Refusal] = {}  # by topic
+        self.hanging: Collection[Partition] = ()  # where a transaction is open that none of this life's has begun
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the brokers have said of its records that they are not there."""
+        return bool(self.batches) and all(
+            isinstance(batch.fate(self.records), Refusal | NotSent) for batch in self.batches
+        )
 
     def check_added(self, codes: Mapping[Partition, int]) -> None:
         """Raise the error of an answer to AddPartitionsToTxn, if it is one, and note which topics it refuses."""

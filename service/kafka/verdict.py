@@ -18,8 +18,8 @@ class Verdict(Enum):
     """The fate of a transaction, as far as its own producer can tell."""
 
     COMMITTED = "committed"  # a clean commit, every send awaited
-    ABORTED = "aborted"  # no commit was asked for: recovery will abort it
-    UNKNOWN = "unknown"  # a commit was asked for and no clean answer came
+    ABORTED = "aborted"  # its ledger record is not in Kafka: recovery will abort it
+    UNKNOWN = "unknown"  # its ledger record was sent, or a commit asked for, and no clean answer came
     FENCED = "fenced"  # another producer has the transactional id; whether we committed first is unknown too
 
 
@@ -44,7 +44,8 @@ class TransactionFailed(Exception):
     """Anything else than a clean commit: the producer's life ends here.
 
     `refusals` names the topics that the broker refused a record for, and `stuck` those that it gave no answer for in
-    time: what may have poisoned the group. Everything else in it is innocent.
+    time: what may have poisoned the group. Everything else in it is innocent. `hanging` names partitions in which an
+    older transaction is open: the slot's recovery is to end it.
     """
 
     def __init__(
@@ -53,11 +54,13 @@ class TransactionFailed(Exception):
         cause: str,
         refusals: Mapping[str, Refusal] | None = None,
         stuck: Collection[str] = (),
+        hanging: Collection[tuple[str, int]] = (),
     ) -> None:
         super().__init__(f"{verdict.value}: {cause}")
         self.verdict = verdict
         self.refusals = refusals or {}
         self.stuck = stuck
+        self.hanging = hanging
 
     @property
     def is_bug(self) -> bool:
@@ -92,11 +95,11 @@ def is_bug(error: BaseException) -> bool:
     return not isinstance(error, MET)
 
 
-def of(error: BaseException, commit_asked: bool) -> Verdict:
-    """The verdict on an exception that ended a transaction.
+def of(error: BaseException, may_commit: bool) -> Verdict:
+    """The verdict on an exception that ended a transaction; `may_commit`: its ledger record may be in Kafka.
 
     ProducerFenced is no clean answer either: the fence may have come after our own commit.
     """
     if isinstance(error, FENCES):
         return Verdict.FENCED
-    return Verdict.UNKNOWN if commit_asked else Verdict.ABORTED
+    return Verdict.UNKNOWN if may_commit else Verdict.ABORTED

@@ -100,6 +100,10 @@ class MemoryProducer(TransactionalProducer):
     def epoch(self) -> int:
         return self._mine[1]
 
+    @property
+    def lost(self) -> bool:
+        return False
+
     def open(self, partitions: Sequence[tuple[str, int]]) -> None:
         self._wanted = list(partitions)
 

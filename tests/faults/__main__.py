@@ -1,10 +1,10 @@
-"""`python -m tests.faults matrix [ROW…]` and `python -m tests.faults soak --seed N --minutes M`."""
+"""`python -m tests.faults matrix [ROW…]`, `… soak --seed N --minutes M` and `… hanging --kills N`."""
 
 import argparse
 import sys
 
 from deploy.local import console
-from tests.faults import clock, matrix, network, soak
+from tests.faults import clock, hanging, matrix, network, soak
 
 
 def main() -> int:
@@ -23,7 +23,14 @@ def main() -> int:
     long.add_argument("--only", default="", help="injectors, separated by commas")
     long.add_argument("--mutant", default="", help="take a rule out of the service (tests/integration/faulty.py)")
     long.add_argument("--no-audit", action="store_true", help="do without the reconciliation job")
+    kills = commands.add_parser("hanging", help="kill every broker amid commits, and count partitions that stay open")
+    kills.add_argument("--kills", type=int, default=10)
+    kills.add_argument("--brokers", type=int, choices=(1, 3), default=1)
+    kills.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
+    if given.command == "hanging":
+        done = hanging.run(given.kills, given.brokers, given.seed, console.say)
+        return 1 if any(each.standing or each.wrong for each in done) else 0
     return soaked(given) if given.command == "soak" else played(parser, given)
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from aiokafka.errors import (
@@ -21,12 +21,14 @@ from aiokafka.record.default_records import DefaultRecordBatch
 from aiokafka.structs import TopicPartition
 
 from service.kafka.cluster import Cluster
+from service.kafka.inspection import DescribeProducers
 from service.kafka.life import Life, Partition, Place, Record
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.verdict import PRODUCER_FENCED, TransactionFailed
 from service.telemetry import Telemetry
 
 LEDGER = ("ns.ledger", 0)
+USUAL = ("a", "b", "orders", "small")
 TOO_BIG = MessageSizeTooLargeError.errno
 GONE = KafkaConnectionError()
 FENCED = (InvalidProducerEpoch.errno, PRODUCER_FENCED)
@@ -37,6 +39,12 @@ Met = Place | int | Exception | None
 
 def record(topic: str, partition: int = 0, value: bytes = b"1", most: int = 10**6) -> Record:
     return Record(topic, partition, None, value, [], 5, most)
+
+
+class DescribedProducers(NamedTuple):
+    """Answer to a DescribeProducers."""
+
+    topics: list[tuple[str, list[Any], dict[int, bytes]]]
 
 
 class FakeClient:
@@ -57,6 +65,13 @@ class FakeClient:
         self.requests: list[tuple[int, Any]] = []
         self.closed = False
         self.connected = True
+        self.lost = False
+        self.open_in: dict[Partition, int] = {}  # where producer 7 has a transaction open, and from which offset on
+        self.of_ledger: Met = Place(9, -1)
+        self.refused: dict[Partition, int] = {}  # codes that DescribeProducers answers
+
+    def connection(self, node: int) -> object | None:
+        return self if self.connected else None
 
     def leader_for_partition(self, partition: TopicPartition) -> int | None:
         if partition.topic in self.unknown | self.leaderless:
@@ -86,7 +101,12 @@ class FakeClient:
             case AddPartitionsToTxnRequest():
                 rows = [(topic, [(n, self.added(topic, n)) for n in numbers]) for topic, numbers in request._topics]
                 return AddPartitionsToTxnResponse_v0(0, rows)
+            case DescribeProducers():
+                return DescribedProducers(
+                    [(t, [self._active(t, n) for n in ns], {}) for t, ns in request.by_topic.items()]
+                )
             case EndTxnRequest():
+                self.open_in = {}
                 return EndTxnResponse_v0(0, await self._meet(self.ended))
             case ProduceRequest():
                 topics = []
@@ -94,6 +114,11 @@ class FakeClient:
                     topics.append((topic, [await self._row(topic, partition) for partition, _ in batches]))
                 return ProduceResponse_v7(topics, self.throttle_ms)
         raise AssertionError(request)
+
+    def _active(self, topic: str, number: int) -> tuple[Any, ...]:
+        partition = topic, number
+        active: list[tuple[Any, ...]] = [(7, 0, 0, 0, 0, self.open_in.get(partition, -1), {}), (8, 0, 0, 0, 0, 3, {})]
+        return number, self.refused.get(partition, 0), None, active, {}
 
     async def _meet(self, met: Any) -> Any:
         if met is None:
@@ -103,7 +128,7 @@ class FakeClient:
         return met
 
     async def _row(self, topic: str, partition: int) -> tuple[int, int, int, int, int]:
-        met = await self._meet(Place(9, -1) if (topic, partition) == LEDGER else self.produced(topic, partition))
+        met = await self._meet(self.of_ledger if (topic, partition) == LEDGER else self.produced(topic, partition))
         return (partition, met, -1, -1, 0) if isinstance(met, int) else (partition, 0, met.offset, met.timestamp, 0)
 
     def sent(self, kind: type) -> list[Any]:
@@ -135,9 +160,13 @@ def fake_inside(life: Life) -> FakeClient:
     return fake
 
 
-def transactional(timeout_ms: int = 600) -> tuple[TransactionalProducer, FakeClient]:
+def transactional(timeout_ms: int = 600, *, clear: bool = True) -> tuple[TransactionalProducer, FakeClient]:
+    """A producer, and the brokers behind it; `clear`: it knows that nothing hangs in the usual partitions."""
     producer = TransactionalProducer(cluster(timeout_ms), "ns.slot.0", timeout_ms)
-    return producer, fake_inside(producer._life)
+    fake = fake_inside(producer._life)
+    if clear:
+        producer._open_check.note([LEDGER, *((topic, number) for topic in USUAL for number in range(3))])
+    return producer, fake
 
 
 def idempotent(timeout_ms: int = 600) -> tuple[IdempotentProducer, FakeClient]:

@@ -155,6 +155,7 @@ class FakeProducer(TransactionalProducer):
         self.opened: list[Partition] | None = None  # of the transaction that is open
         self.abandoned = 0
         self.closed = False
+        self.cut_off = False  # a broker has ended a connection
         self._next = 10
 
     @property
@@ -164,6 +165,10 @@ class FakeProducer(TransactionalProducer):
     @property
     def epoch(self) -> int:
         return 0
+
+    @property
+    def lost(self) -> bool:
+        return self.cut_off
 
     def open(self, partitions: Sequence[Partition]) -> None:
         self.opened = list(partitions)

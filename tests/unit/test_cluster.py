@@ -20,6 +20,7 @@ from aiokafka.protocol.transaction import InitProducerIdRequest
 from service.errors import KafkaAway, KafkaForbids
 from service.kafka import cluster as module
 from service.kafka.cluster import Cluster, Ends
+from service.kafka.inspection import DescribeTransactions
 from service.kafka.life import Life
 from service.kafka.metadata import Metadata
 from service.telemetry import Telemetry
@@ -72,6 +73,8 @@ class FakeClient(AIOKafkaClient):  # type: ignore[misc]
         await asyncio.sleep(60 if self.hangs or node_id in self.silent else self.takes_s)
         if node_id in self.down:
             raise NodeNotReadyError if node_id == 1 else KafkaConnectionError
+        if isinstance(request, DescribeTransactions):
+            return SimpleNamespace(transactions=[(0, "", "Empty", 0, 0, 7, 2, [], {})])
         concurrent = isinstance(request, InitProducerIdRequest) and request._transactional_id in self.busy
         identity = {
             "error_code": ConcurrentTransactions.errno if concurrent else 0,

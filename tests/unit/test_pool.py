@@ -230,6 +230,15 @@ async def test_an_idle_slot_of_a_generation_that_passed_is_recovered_at_the_next
     assert not slot.stale
 
 
+async def test_an_idle_slot_that_lost_a_connection_is_recovered_at_the_next_beat(hold: Hold) -> None:
+    """A transaction of it may hang, which every reader waits for, and no write would ever meet it."""
+    held = hold()
+    slot = await held.ready()
+    held.world.producers[slot.n].cut_off = True
+    await until(lambda: len(held.recovery.runs) == 2 and slot.state is SlotState.READY)
+    assert not slot.cut_off
+
+
 async def test_an_idle_slot_whose_term_has_passed_is_recovered_at_the_next_beat(hold: Hold) -> None:
     """Another had the slot meanwhile, and left something in its ledger that somebody waits for."""
     held = hold()

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from aiokafka.errors import KafkaConnectionError, NotEnoughReplicasError
@@ -13,6 +13,7 @@ from aiokafka.record.default_records import DefaultRecordBatch
 
 from service.errors import KafkaAway
 from service.kafka import life as module
+from service.kafka.inspection import DescribeTransactions
 from service.kafka.life import Batch, Life, NotSent, Place
 from service.kafka.producer import PATIENCE_SHARE, REPLICAS_SHARE, TransactionalProducer
 from service.kafka.verdict import Verdict
@@ -30,6 +31,12 @@ from tests.unit.fake_brokers import (
 
 TIMEOUT_MS = 600
 REPLICAS_MS = int(TIMEOUT_MS * REPLICAS_SHARE / PATIENCE_SHARE)
+
+
+class DescribedTransactions(NamedTuple):
+    """Answer to a DescribeTransactions."""
+
+    transactions: list[tuple[Any, ...]]
 
 
 def batches_of(request: Any) -> list[DefaultRecordBatch]:
@@ -166,6 +173,9 @@ async def test_a_life_asks_its_own_coordinator_for_its_id(
     asked: list[tuple[int, str | None, int]] = []
 
     async def send(node: int, request: Any) -> Any:
+        if isinstance(request, DescribeTransactions):
+            assert (node, request.transactional_id, asked) == (5, "ns.slot.0", [])
+            return DescribedTransactions([(0, "ns.slot.0", "Ongoing", 1, 1, 44, 2, [("orders", [1, 2], {})], {})])
         asked.append((node, request._transactional_id, request._transaction_timeout_ms))
         return InitProducerIdResponse_v0(0, 0, 44, 3)
 
@@ -175,6 +185,7 @@ async def test_a_life_asks_its_own_coordinator_for_its_id(
     await life.start(1.0)
     assert asked == [(node, transactional_id, 4_000)]
     assert (life.coordinator, life.producer_id, life.epoch) == (node, 44, 3)
+    assert life.unended == ({("orders", 1), ("orders", 2)} if transactional_id else set())
     assert not kafka.closed
 
 

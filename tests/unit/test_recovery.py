@@ -1,6 +1,7 @@
 """What recovery does, step by step and in its order: of one slot, and of the store with all its slots."""
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import Any, cast
@@ -10,9 +11,11 @@ import pytest
 from service import recovery as module
 from service.control import Newest
 from service.errors import Fenced, KafkaAway, StoreAway, StoreLost, StoreUnanswered
+from service.kafka.life import Partition
 from service.kafka.reader import Item, Span
 from service.keys import REPLAY_CHUNK, Epoch, Identity, Row
-from service.recovery import CLOCKS_APART_MS, REPLAY_RECORDS, SlotRecovery, Store
+from service.recovery import REPLAY_RECORDS, SlotRecovery, Store
+from service.settling import CLOCKS_APART_MS
 from service.slot import Slot
 from service.states import Delivered, SlotEvent, SlotState
 from service.telemetry import Telemetry
@@ -46,6 +49,7 @@ class Kafka(FakeCluster):
         self.fencing.set()
         self.ends: dict[int, int] = {}
         self.since_ms = 0
+        self.hanging: set[Partition] = set()
 
     async def read_through(
         self, cluster: object, topic: str, spans: Mapping[int, Span], isolation: str, patience_s: float
@@ -72,6 +76,10 @@ class Kafka(FakeCluster):
     ) -> None:
         self.steps.append(f"fence {' '.join(transactional_ids)}")
         await self.fencing.wait()
+
+    async def open_in(self, partitions: Collection[Partition]) -> set[Partition]:
+        self.steps.append(f"hanging in {len(partitions)}")
+        return self.hanging
 
     async def send_all(self, topic: str, contents: Sequence[tuple[int, bytes | None, bytes]]) -> list[int]:
         """A record behind all that is there, in each partition."""
@@ -133,6 +141,20 @@ class Keys(FakeKeys):
         await super().recover_abandon(store, nonce)
 
 
+class Settled:
+    """Nothing hangs in a slot's partitions."""
+
+    def __init__(
+        self, steps: list[str], cluster: object, ledger: Partition, producer: object, patience_s: float
+    ) -> None:
+        self._steps = steps
+        self._ledger = ledger
+
+    async def run(self, applied: int | None, suspects: Collection[Partition]) -> set[Partition]:
+        self._steps.append(f"settle {self._ledger[1]} from {applied}")
+        return set(suspects)
+
+
 class Bed:
     """What recovery needs, in memory."""
 
@@ -172,6 +194,7 @@ class Bed:
 
         monkeypatch.setattr(self.kafka, "partitions", slots)
         monkeypatch.setattr(module, "TransactionalProducer", Producer)
+        monkeypatch.setattr(module, "Settlement", functools.partial(Settled, self.steps))
         monkeypatch.setattr(module, "read_through", self.kafka.read_through)
         monkeypatch.setattr(module, "ends", ends)
         monkeypatch.setattr(module, "offsets_since", offsets_since)
@@ -210,6 +233,8 @@ async def test_a_slot_is_fenced_begun_checked_replayed_and_freed(bed: Bed, monke
     assert (slot.state, slot.term, slot.epoch) == (SlotState.READY, 12, EPOCH)
     assert bed.steps == [
         "fence fencepost.slot.1 10000",
+        "applied",
+        "settle 1 from 5",
         "begin",
         "check 1",
         "applied",
@@ -292,6 +317,7 @@ async def test_a_store_is_named_fenced_replayed_and_freed_in_this_order(bed: Bed
         f"name {EPOCH.store}",
         "check 0",
         "fence fencepost.slot.0 fencepost.slot.1 fencepost.slot.2 fencepost.slot.3",
+        "hanging in 4",
         "read through",
         "read",
         "write 2",

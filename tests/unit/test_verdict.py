@@ -7,10 +7,10 @@ from service.kafka import verdict
 from service.kafka.verdict import REFUSALS, Refusal, TransactionFailed, Verdict
 
 
-@pytest.mark.parametrize("commit_asked", [False, True])
+@pytest.mark.parametrize("may_commit", [False, True])
 @pytest.mark.parametrize("error", [errors.ProducerFenced(), errors.InvalidProducerEpoch()])
-def test_a_fence_is_no_clean_answer_to_a_commit_either(error: Exception, commit_asked: bool) -> None:
-    assert verdict.of(error, commit_asked) is Verdict.FENCED
+def test_a_fence_is_no_clean_answer_to_a_commit_either(error: Exception, may_commit: bool) -> None:
+    assert verdict.of(error, may_commit) is Verdict.FENCED
 
 
 @pytest.mark.parametrize(
@@ -24,8 +24,8 @@ def test_a_fence_is_no_clean_answer_to_a_commit_either(error: Exception, commit_
     ],
 )
 def test_the_rest_is_in_doubt_only_once_a_commit_was_asked_for(error: Exception) -> None:
-    assert verdict.of(error, commit_asked=False) is Verdict.ABORTED
-    assert verdict.of(error, commit_asked=True) is Verdict.UNKNOWN
+    assert verdict.of(error, may_commit=False) is Verdict.ABORTED
+    assert verdict.of(error, may_commit=True) is Verdict.UNKNOWN
 
 
 def test_nothing_but_a_clean_commit_is_committed() -> None:
@@ -36,8 +36,8 @@ def test_nothing_but_a_clean_commit_is_committed() -> None:
     ]
     assert len(every) > 40
     for kind in every:
-        for commit_asked in (False, True):
-            assert verdict.of(kind(), commit_asked) is not Verdict.COMMITTED
+        for may_commit in (False, True):
+            assert verdict.of(kind(), may_commit) is not Verdict.COMMITTED
 
 
 def test_refusals_are_for_good_and_tell_the_caller_so() -> None:

@@ -1,0 +1,264 @@
+"""What coordinators and leaders say of open transactions, and reading a partition with its markers (KIP-664).
+
+DescribeProducers needs Read on the topic, DescribeTransactions Describe on the transactional id. aiokafka has neither.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Final, NamedTuple
+
+from aiokafka import errors
+from aiokafka.client import AIOKafkaClient
+from aiokafka.protocol.api import Request, RequestStruct, Response
+from aiokafka.protocol.fetch import FetchRequest
+from aiokafka.protocol.types import CompactArray, CompactString, Int16, Int32, Int64, Schema, TaggedFields
+from aiokafka.record.control_record import ControlRecord
+from aiokafka.record.memory_records import MemoryRecords
+from aiokafka.structs import TopicPartition
+
+from service.hanging import ActiveProducer, Marker, Partition
+
+OK: Final = errors.NoError.errno
+UNSUPPORTED_VERSION: Final = errors.UnsupportedVersionError.errno
+# No leave to Read the topic, or a broker older than 2.8: what no other try changes.
+FINAL: Final = frozenset({errors.TopicAuthorizationFailedError.errno, UNSUPPORTED_VERSION})
+RETRY_PAUSE_S: Final = 0.02
+MARKERS: Final = {0: Marker.ABORT, 1: Marker.COMMIT}  # by the type in a control record's key
+# As consumers here fetch (kafka/reader.py): unpacking more stops the event loop.
+FETCH_BYTES: Final = 512 * 1024
+FETCH_WAIT_MS: Final = 20
+READ_UNCOMMITTED: Final = 0
+
+
+class _DescribeProducersAnswer(Response):  # type: ignore[misc]  # aiokafka ships no types
+    API_KEY = 61
+    API_VERSION = 0
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        (
+            "topics",
+            CompactArray(
+                ("topic", CompactString("utf-8")),
+                (
+                    "partitions",
+                    CompactArray(
+                        ("partition", Int32),
+                        ("error_code", Int16),
+                        ("error_message", CompactString("utf-8")),
+                        (
+                            "active_producers",
+                            CompactArray(
+                                ("producer_id", Int64),
+                                ("producer_epoch", Int32),
+                                ("last_sequence", Int32),
+                                ("last_timestamp", Int64),
+                                ("coordinator_epoch", Int32),
+                                ("current_txn_start_offset", Int64),
+                                ("tags", TaggedFields),
+                            ),
+                        ),
+                        ("tags", TaggedFields),
+                    ),
+                ),
+                ("tags", TaggedFields),
+            ),
+        ),
+        ("tags", TaggedFields),
+    )
+
+
+class DescribeProducers_v0(RequestStruct):  # type: ignore[misc]  # noqa: N801 - as aiokafka names its own
+    FLEXIBLE_VERSION = True
+    API_KEY = 61
+    API_VERSION = 0
+    RESPONSE_TYPE = _DescribeProducersAnswer
+    SCHEMA = Schema(
+        (
+            "topics",
+            CompactArray(
+                ("topic", CompactString("utf-8")),
+                ("partitions", CompactArray(Int32)),
+                ("tags", TaggedFields),
+            ),
+        ),
+        ("tags", TaggedFields),
+    )
+
+
+class DescribeProducers(Request[DescribeProducers_v0]):  # type: ignore[misc]
+    """Which producers a leader knows in partitions of its own, and where their open transactions begin."""
+
+    API_KEY = 61
+
+    def __init__(self, partitions: Iterable[Partition]) -> None:
+        self.by_topic: dict[str, list[int]] = {}
+        for topic, number in partitions:
+            self.by_topic.setdefault(topic, []).append(number)
+
+    def build(self, request_struct_class: Any) -> Any:
+        return request_struct_class([(topic, numbers, {}) for topic, numbers in self.by_topic.items()], {})
+
+
+class _DescribeTransactionsAnswer(Response):  # type: ignore[misc]
+    API_KEY = 65
+    API_VERSION = 0
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        (
+            "transactions",
+            CompactArray(
+                ("error_code", Int16),
+                ("transactional_id", CompactString("utf-8")),
+                ("state", CompactString("utf-8")),
+                ("timeout_ms", Int32),
+                ("start_time_ms", Int64),
+                ("producer_id", Int64),
+                ("producer_epoch", Int16),
+                (
+                    "topics",
+                    CompactArray(
+                        ("topic", CompactString("utf-8")),
+                        ("partitions", CompactArray(Int32)),
+                        ("tags", TaggedFields),
+                    ),
+                ),
+                ("tags", TaggedFields),
+            ),
+        ),
+        ("tags", TaggedFields),
+    )
+
+
+class DescribeTransactions_v0(RequestStruct):  # type: ignore[misc]  # noqa: N801
+    FLEXIBLE_VERSION = True
+    API_KEY = 65
+    API_VERSION = 0
+    RESPONSE_TYPE = _DescribeTransactionsAnswer
+    SCHEMA = Schema(
+        ("transactional_ids", CompactArray(CompactString("utf-8"))),
+        ("tags", TaggedFields),
+    )
+
+
+class DescribeTransactions(Request[DescribeTransactions_v0]):  # type: ignore[misc]
+    """The state of a transactional id, and the partitions of its transaction that have no marker yet."""
+
+    API_KEY = 65
+
+    def __init__(self, transactional_id: str) -> None:
+        self.transactional_id = transactional_id
+
+    def build(self, request_struct_class: Any) -> Any:
+        return request_struct_class([self.transactional_id], {})
+
+
+class Producers(NamedTuple):
+    """What leaders said of their partitions: the producers of each, or the code of the last error, if there was one."""
+
+    active: dict[Partition, list[ActiveProducer]]
+    failed: dict[Partition, int]
+
+
+async def active_producers(client: AIOKafkaClient, partitions: Collection[Partition], patience_s: float) -> Producers:
+    """The producers that the leaders know in these partitions; what has no leader in time is in neither answer.
+
+    A refusal for good (FINAL) is not waited on.
+    """
+    found = Producers({}, {})
+    left = set(partitions)
+    if unknown := {topic for topic, _ in left} - client._topics:
+        client.set_topics({*client._topics, *unknown})
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(patience_s):
+            while left := {p for p in left if p not in found.active and found.failed.get(p) not in FINAL}:
+                await _ask_leaders(client, left, found)
+                if not left <= found.active.keys():
+                    await asyncio.sleep(RETRY_PAUSE_S)
+                    await client.force_metadata_update()
+    return found
+
+
+async def _ask_leaders(client: AIOKafkaClient, partitions: Iterable[Partition], found: Producers) -> None:
+    by_node: dict[int, list[Partition]] = {}
+    for partition in partitions:
+        node = client.cluster.leader_for_partition(TopicPartition(*partition))
+        if node is not None and node >= 0:
+            by_node.setdefault(node, []).append(partition)
+    await asyncio.gather(*(_ask_leader(client, node, asked, found) for node, asked in by_node.items()))
+
+
+async def _ask_leader(client: AIOKafkaClient, node: int, partitions: Sequence[Partition], found: Producers) -> None:
+    try:
+        answer = await client.send(node, DescribeProducers(partitions))
+    except (errors.IncompatibleBrokerVersion, NotImplementedError):
+        found.failed.update(dict.fromkeys(partitions, UNSUPPORTED_VERSION))
+        return
+    except (errors.KafkaError, OSError):
+        return  # asked again, of whoever leads by then
+    for topic, rows, _ in answer.topics:
+        for number, code, _message, active, _ in rows:
+            if code == OK:
+                found.active[topic, number] = [ActiveProducer(row[0], row[1], row[5]) for row in active]
+            else:
+                found.failed[topic, number] = code
+
+
+async def open_partitions(client: AIOKafkaClient, node: int, transactional_id: str) -> set[Partition]:
+    """The partitions of an id's transaction that the coordinator has not ended yet; none where it knows of no such id.
+
+    None also of a broker older than 3.0. Raises KafkaError where it is not the coordinator, or has yet to load its log.
+    """
+    try:
+        answer = await client.send(node, DescribeTransactions(transactional_id))
+    except (errors.IncompatibleBrokerVersion, NotImplementedError):
+        return set()
+    ((code, _, _state, _, _, _, _, topics, _),) = answer.transactions
+    if code != OK and (kind := errors.for_code(code)).retriable:
+        raise kind(transactional_id)
+    return {(topic, number) for topic, numbers, _ in topics or () for number in numbers}
+
+
+class Entry(NamedTuple):
+    """A record of a partition, or a marker, which has no value."""
+
+    offset: int
+    producer_id: int
+    epoch: int
+    value: bytes | None
+    headers: Sequence[tuple[str, bytes]]
+    marker: Marker | None
+
+
+async def fetch(client: AIOKafkaClient, partition: Partition, offset: int) -> tuple[list[Entry], int, int]:
+    """What is in a partition from an offset on, of whatever transaction; the next offset, and the high watermark.
+
+    Raises KafkaError: OffsetOutOfRangeError where the log begins behind the offset.
+    """
+    node = client.cluster.leader_for_partition(TopicPartition(*partition))
+    if node is None or node < 0:
+        raise errors.LeaderNotAvailableError(f"{partition}")
+    topic, number = partition
+    request = FetchRequest(FETCH_WAIT_MS, 1, FETCH_BYTES, READ_UNCOMMITTED, [(topic, [(number, offset, FETCH_BYTES)])])
+    answer = await client.send(node, request)
+    ((_, (row,)),) = answer.topics
+    code, end, raw = row[1], row[2], row[-1]
+    if code != OK:
+        raise errors.for_code(code)(f"{topic}/{number} from {offset}")
+    entries: list[Entry] = []
+    records = MemoryRecords(raw)
+    while records.has_next():
+        batch = records.next_batch()
+        entries += [entry for entry in _entries(batch) if entry.offset >= offset]
+        offset = max(offset, batch.next_offset)
+        await asyncio.sleep(0)
+    return entries, offset, end
+
+
+def _entries(batch: Any) -> Iterable[Entry]:
+    for record in batch:
+        writer = record.offset, batch.producer_id, batch.producer_epoch
+        if batch.is_control_batch:
+            yield Entry(*writer, None, (), MARKERS.get(ControlRecord.parse(record.key).type_))
+        else:
+            yield Entry(*writer, record.value, record.headers, None)

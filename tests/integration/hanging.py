@@ -1,0 +1,115 @@
+"""Transactions that hang, made at will: some of their partitions never get a marker.
+
+With the brokers' verification off, a record goes into a partition that the coordinator does not know of. It ends the
+others, as it does after it has taken a partition without a leader for a deleted one (KAFKA-20734).
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+
+from aiokafka import errors
+from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnRequest
+from confluent_kafka.admin import (  # type: ignore[attr-defined] # its stubs forget them
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    ResourceType,
+)
+
+from deploy.local.stack import Kafka
+from service.kafka.cluster import Cluster
+from service.kafka.life import Partition, Place, Record
+from service.kafka.producer import TransactionalProducer, own_record
+from service.wire import STAMP_HEADER, Begin, Entry, LedgerRecord, Stamp
+
+VERIFICATION = "transaction.partition.verification.enable"
+UNVERIFIED = errors.InvalidTxnState.errno
+WAIT_S = 5.0
+
+
+@contextlib.contextmanager
+def unverified(kafka: Kafka) -> Iterator[None]:
+    """The broker takes transactional records for partitions that were not added to their transaction."""
+    _verify(kafka, "false")
+    try:
+        yield
+    finally:
+        _verify(kafka, "true")
+
+
+def _verify(kafka: Kafka, value: str) -> None:
+    setting = ConfigEntry(VERIFICATION, value, incremental_operation=AlterConfigOpType.SET)
+    resource = ConfigResource(ResourceType.BROKER, str(kafka.node_id), incremental_configs=[setting])
+    admin = kafka.admin()
+    for future in admin.incremental_alter_configs([resource]).values():
+        future.result(WAIT_S)
+
+
+class Rig:
+    """One life of a slot's producer that leaves a transaction behind."""
+
+    def __init__(self, cluster: Cluster, transactional_id: str, ledger: Partition) -> None:
+        self._producer = TransactionalProducer(cluster, transactional_id, 5_000)
+        self._life = self._producer._life
+        self._ledger = ledger
+
+    async def write(
+        self,
+        entries: Sequence[tuple[Partition, bytes]],
+        *,
+        marked: Collection[Partition],
+        commit: bool | None,
+        with_record: bool = True,
+        accepted_at: int = 0,
+    ) -> dict[Partition, int]:
+        """A transaction with one event in each partition, which has markers in those `marked`; the offsets.
+
+        `commit` None: it is not ended at all.
+        """
+        life = self._life
+        await self._producer.start()
+        begin = Begin(self._ledger[1], life.producer_id, life.epoch, "rig", 1, accepted_at)
+        await self._producer.write([], self._ledger, lambda _: begin.encode())
+        records = []
+        for (topic, number), id in entries:
+            stamp = Stamp(id, b"f" * 8, accepted_at, self._ledger[1], life.producer_id, life.epoch, "rig")
+            records.append(Record(topic, number, None, id, [(STAMP_HEADER, stamp.encode())], accepted_at))
+        add = AddPartitionsToTxnRequest(
+            life.transactional_id, life.producer_id, life.epoch, [(topic, [n]) for topic, n in marked]
+        )
+        if marked:
+            while any(row[1] for _, rows in (await life.ask(life.coordinator, add)).errors for row in rows):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)  # the markers of the begin record are still to come
+        places = await self._send(records)
+        offsets = dict(zip([partition for partition, _ in entries], [place.offset for place in places], strict=True))
+        if with_record:
+            named = [
+                Entry(id, b"f" * 8, accepted_at, *partition, offsets[partition], accepted_at)
+                for partition, id in entries
+            ]
+            line = LedgerRecord(self._ledger[1], life.producer_id, life.epoch, "rig", named).encode()
+            (place,) = await self._send([own_record(*self._ledger, None, line)])
+            offsets[self._ledger] = place.offset
+        if commit is not None:
+            end = EndTxnRequest(life.transactional_id, life.producer_id, life.epoch, commit)
+            assert (await life.ask(life.coordinator, end)).error_code == 0
+        await life.close()
+        return offsets
+
+    async def _send(self, records: Sequence[Record]) -> list[Place]:
+        life = self._life
+        leaders = {p: await life.find_leader(p) for p in {(record.topic, record.partition) for record in records}}
+        batches = life.batches(records, leaders)
+        async with asyncio.timeout(WAIT_S):
+            await life.send(batches, leaders, 5_000)
+            while any(batch.answer and batch.answer[0] == UNVERIFIED for batch in batches):
+                await asyncio.sleep(0.05)  # the broker has yet to hear of its new setting
+                await life.send(batches, leaders, 5_000)
+        places = [Place(-1, -1)] * len(records)
+        for batch in batches:
+            fate = batch.fate(records)
+            assert isinstance(fate, list), batch.answer
+            for member, place in zip(batch.members, fate, strict=True):
+                places[member] = place
+        return places

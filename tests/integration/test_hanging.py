@@ -1,0 +1,154 @@
+"""Markers that never come: recovery ends what hangs as its evidence tells, and before any other marker does."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+
+from deploy.local.stack import Kafka
+from service.kafka.cluster import Cluster
+from service.kafka.life import Partition, Record
+from service.kafka.producer import TransactionalProducer
+from service.kafka.verdict import TransactionFailed, Verdict
+from service.settling import Settlement
+from service.telemetry import Telemetry
+from service.wire import Begin
+from tests.integration.hanging import Rig, unverified
+from tests.integration.judge import read_committed, wait_until_stable
+
+NOW_MS = time.time_ns() // 1_000_000
+WAIT_S = 15.0
+
+
+@dataclass
+class Bench:
+    """A slot's ledger partition, two partitions with data, and clients of the broker."""
+
+    kafka: Kafka
+    cluster: Cluster
+    name: str
+    a: Partition
+    b: Partition
+    ledger: Partition
+
+    def rig(self) -> Rig:
+        return Rig(self.cluster, self.name, self.ledger)
+
+    async def recovered(
+        self, applied: int | None = None, *, suspects: tuple[Partition, ...] = ()
+    ) -> TransactionalProducer:
+        """What slot recovery does: fence, settle, begin record."""
+        producer = await self.fenced()
+        assert await Settlement(self.cluster, self.ledger, producer, WAIT_S).run(applied, suspects) == set()
+        await self.begin(producer)
+        return producer
+
+    async def fenced(self) -> TransactionalProducer:
+        producer = TransactionalProducer(self.cluster, self.name, 5_000)
+        await producer.start()
+        return producer
+
+    async def begin(self, producer: TransactionalProducer) -> None:
+        begin = Begin(self.ledger[1], producer.producer_id, producer.epoch, "test", 1, NOW_MS)
+        await producer.write([], self.ledger, lambda _: begin.encode())
+
+    async def visible(self) -> set[bytes]:
+        """The ids of the events that a read_committed consumer gets, and of those in the ledger, which are the same."""
+        topics = [self.a[0], self.b[0], self.ledger[0]]
+        await asyncio.to_thread(wait_until_stable, self.kafka.bootstrap, topics, 3.0)
+        found = await asyncio.to_thread(read_committed, self.kafka.bootstrap, topics)
+        ids = {record.value for record in found if record.place[0] != self.ledger[0]}
+        ledger = b"".join(record.value or b"" for record in found if record.place[0] == self.ledger[0])
+        assert {id for id in ALL if id.hex().encode() in ledger} == ids, "ledger and data differ"
+        return {id for id in ids if id is not None}
+
+
+ALL = [bytes([n]) * 16 for n in range(1, 5)]
+ONE, TWO, *_ = ALL
+
+
+@pytest.fixture
+async def bench(kafka: Kafka) -> AsyncIterator[Bench]:
+    unique = uuid.uuid4().hex[:8]
+    a, b, ledger = (f"a-{unique}", 1), (f"b-{unique}", 0), (f"ledger-{unique}", 2)
+    for topic, number in (a, b, ledger):
+        kafka.create_topic(topic, partitions=number + 1)
+    cluster = Cluster(kafka.bootstrap, client_id="hanging", request_timeout_ms=5_000, telemetry=Telemetry())
+    yield Bench(kafka, cluster, f"slot-{unique}", a, b, ledger)
+    await cluster.close()
+
+
+@pytest.mark.parametrize("commit", [True, False])
+@pytest.mark.parametrize("marked", [("ledger",), ("b",), ("a", "b"), ("b", "ledger")])
+async def test_it_ends_as_in_the_partitions_that_have_its_marker(
+    bench: Bench, marked: tuple[str, ...], commit: bool
+) -> None:
+    with unverified(bench.kafka):
+        await bench.rig().write(
+            [(bench.a, ONE), (bench.b, TWO)], marked=[getattr(bench, each) for each in marked], commit=commit
+        )
+    await (await bench.recovered()).close()
+    assert await bench.visible() == ({ONE, TWO} if commit else set())
+
+
+@pytest.mark.parametrize("with_record", [True, False])
+async def test_without_any_marker_it_is_committed_if_its_ledger_record_is_there(
+    bench: Bench, with_record: bool
+) -> None:
+    with unverified(bench.kafka):
+        await bench.rig().write([(bench.a, ONE), (bench.b, TWO)], marked=[], commit=None, with_record=with_record)
+    suspects = () if with_record else (bench.a, bench.b)  # as the coordinator, or the next write, would name them
+    await (await bench.recovered(suspects=suspects)).close()
+    assert await bench.visible() == ({ONE, TWO} if with_record else set())
+
+
+async def test_a_term_writes_into_no_partition_in_which_something_hangs(bench: Bench) -> None:
+    """Here the recovery did not know of the partition: its transaction had no ledger record yet."""
+    with unverified(bench.kafka):
+        await bench.rig().write([(bench.a, ONE)], marked=[], commit=None, with_record=False)
+    producer = await bench.recovered()
+    records = [Record(*bench.a, None, THREE, [], NOW_MS), Record(*bench.b, None, THREE, [], NOW_MS)]
+    with pytest.raises(TransactionFailed) as failed:
+        await producer.write(records, bench.ledger, lambda _: b"{}")
+    await producer.close()
+    assert (failed.value.verdict, set(failed.value.hanging)) == (Verdict.ABORTED, {bench.a})
+    producer = await bench.recovered(suspects=(bench.a,))
+    await producer.write(records[1:], bench.ledger, lambda _: THREE.hex().encode())
+    await producer.close()
+    assert await bench.visible() == {THREE}
+
+
+THREE = ALL[2]
+
+
+@pytest.mark.parametrize("commit", [True, False])
+async def test_the_ledger_record_of_what_has_hung_for_long_is_searched_for(bench: Bench, commit: bool) -> None:
+    """The slot has gone on since, with other partitions: what recovery reads of the ledger is far behind it."""
+    with unverified(bench.kafka):
+        await bench.rig().write([(bench.a, ONE)], marked=[bench.ledger], commit=commit, accepted_at=NOW_MS)
+    producer = await bench.fenced()
+    for _ in range(20):
+        await bench.begin(producer)
+    await producer.close()
+    await (await bench.recovered(suspects=(bench.a,))).close()
+    assert await bench.visible() == ({ONE} if commit else set())
+
+
+async def test_the_coordinator_names_what_is_open_at_the_fence(bench: Bench) -> None:
+    with unverified(bench.kafka):
+        await bench.rig().write([(bench.a, ONE)], marked=[bench.a, bench.ledger], commit=None)
+    producer = await bench.fenced()
+    assert producer.unended == {bench.a, bench.ledger}
+    await producer.close()
+
+
+async def test_where_nothing_hangs_recovery_writes_nothing_but_its_begin_record(bench: Bench) -> None:
+    await bench.rig().write([(bench.a, ONE)], marked=[bench.a, bench.ledger], commit=True)
+    await (await bench.recovered()).close()
+    assert await bench.visible() == {ONE}
+    found = await asyncio.to_thread(wait_until_stable, bench.kafka.bootstrap, [bench.a[0], bench.ledger[0]], 3.0)
+    assert found[bench.a] == 2, "the event and its marker"
+    assert found[bench.ledger] == 6, "two begin records, a ledger record, and their markers"

@@ -1,0 +1,75 @@
+"""No partition is written into before its leader has said that nothing of the producer id is open there."""
+
+import pytest
+from aiokafka.errors import RecordListTooLargeError, TopicAuthorizationFailedError
+from aiokafka.protocol.transaction import AddPartitionsToTxnRequest
+from structlog.testing import capture_logs
+
+from service.kafka import open_check as module
+from service.kafka.inspection import DescribeProducers
+from service.kafka.life import Place
+from service.kafka.verdict import Verdict
+from service.slot import Slot
+from tests.unit.fake_brokers import GONE, LEDGER, failure, record, transactional, write
+from tests.unit.fakes import World
+
+
+async def test_a_partition_is_asked_for_once_and_all_new_ones_of_a_group_at_once() -> None:
+    producer, kafka = transactional(clear=False)
+    for _ in range(3):
+        await write(producer, record("a", 0), record("b", 1))
+    await write(producer, record("a", 0), record("a", 1))
+    assert [each.by_topic for each in kafka.sent(DescribeProducers)] == [
+        {"a": [0], "b": [1], "ns.ledger": [0]},
+        {"a": [1]},
+    ]
+
+
+async def test_after_another_connection_the_leader_is_asked_again() -> None:
+    """It may have been away, and have missed the markers of this very term."""
+    producer, kafka = transactional(clear=False)
+    await write(producer, record("a"))
+    another = object()
+    kafka.connection = lambda node: another  # type: ignore[method-assign]
+    await write(producer, record("a"))
+    await write(producer, record("a"))
+    assert len(kafka.sent(DescribeProducers)) == 2
+
+
+async def test_where_something_hangs_nothing_is_added_to_a_transaction() -> None:
+    producer, kafka = transactional(clear=False)
+    kafka.open_in = {("a", 1): 691}
+    producer.open([("a", 1), LEDGER])
+    failed = await failure(producer, record("a", 0), record("a", 1))
+    assert (failed.verdict, set(failed.hanging), set(failed.stuck)) == (Verdict.ABORTED, {("a", 1)}, set())
+    assert not kafka.sent(AddPartitionsToTxnRequest)
+
+
+async def test_without_leave_to_ask_it_is_said_once_and_written_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_told", set())
+    producer, kafka = transactional(clear=False)
+    kafka.refused = {("a", n): TopicAuthorizationFailedError.errno for n in range(2)}
+    with capture_logs() as logs:
+        assert await write(producer, record("a", 0)) == [Place(4, 5)]
+        assert await write(producer, record("a", 1)) == [Place(4, 5)]
+    assert [(each["topic"], each["why"]) for each in logs] == [("a", "the service has no leave to Read the topic")]
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict"), [(GONE, Verdict.UNKNOWN), (RecordListTooLargeError.errno, Verdict.ABORTED)]
+)
+async def test_once_its_ledger_record_may_be_there_a_transaction_is_in_doubt(
+    answer: Exception | int, verdict: Verdict
+) -> None:
+    """Where it hangs it is committed, so nobody may be told before the recovery that it is not written."""
+    producer, kafka = transactional()
+    kafka.of_ledger = answer
+    assert (await failure(producer, record("a"))).verdict is verdict
+
+
+async def test_a_slot_is_cut_off_when_a_broker_has_ended_a_connection() -> None:
+    world = World()
+    slot: Slot = await world.slot()
+    assert not slot.cut_off
+    world.producers[0].cut_off = True
+    assert slot.cut_off
