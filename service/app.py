@@ -22,7 +22,7 @@ from service.intake import Intake
 from service.journal import Journal
 from service.kafka.cluster import Cluster
 from service.kafka.security import security_of
-from service.keys import Epoch, RedisKeys
+from service.keys import Epoch, Identity, RedisKeys
 from service.logs import Incident
 from service.pool import Pool
 from service.queue import Queue
@@ -225,7 +225,7 @@ class Service:
             return str(error)
         except TimeoutError:
             return f"Redis does not answer within {READINESS_PATIENCE_S} s"
-        if epoch is None or (identity.epoch, identity.store) == (epoch, epoch.store):
+        if epoch is None or identity == Identity(epoch.store, epoch):
             return "ok"  # without an epoch, the store's status says what is lacking
         self.store.lost(epoch)  # who looks has seen it: its recovery need not wait for a claim, or a heartbeat
         return "another store answers"

@@ -82,6 +82,10 @@ class StoreLost(Exception):
     """The Redis that answers is not the store of my generation: nothing was written, the store must be settled."""
 
 
+class StoreRewound(StoreLost):
+    """It is, and is an older copy of what this process knew: nothing was written, and it is to be recovered."""
+
+
 class StoreAway(Exception):
     """Redis refused before it wrote anything (unreachable, loading, out of memory): nothing was written."""
 

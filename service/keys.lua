@@ -2,6 +2,7 @@
 --
 -- The keyspace. KEYS[1] = P is the hash tag of the namespace, "{<ns>:0}"; every key begins with it.
 --   P "g"         the generation and its store: "<offset> <run_id>/<master_replid>"
+--   P "c"         how many calls have claimed something. It only grows, so a smaller one is that of an older copy
 --   P "n"         nonce of the store recovery under way, expires
 --   P "f"         hash: slot -> freed. Claims of terms below it, and not marked delivered, were never written
 --   P "a"         hash: slot -> applied. Every ledger record below this offset has been marked
@@ -14,7 +15,8 @@
 --                   "B" at:u64 fp:8s count:u32                    delivered, an atomic batch of so many members
 -- Numbers are big-endian; offsets and ms stay below 2^53, so that Lua's doubles hold them.
 --
--- ARGV[1] names the operation; it answers an array that begins with OK, STORE_LOST or FENCED. No clock but Redis's.
+-- ARGV[1] names the operation; it answers an array that begins with OK, STORE_LOST, REWOUND or FENCED. No clock but
+-- Redis's.
 -- The rules for keys are those of states.py, and one suite of vectors holds both to each other.
 
 local P = KEYS[1]
@@ -40,9 +42,17 @@ local function store()
   return id_in(redis.call('INFO', 'server'), 'run_id:') .. '/' .. id_in(replication, 'master_replid:')
 end
 
--- Is this still the store of the caller's generation? ARGV[2] is the generation, ARGV[3] its store.
-local function settled()
-  return redis.call('GET', P .. 'g') == ARGV[2] .. ' ' .. ARGV[3] and store() == ARGV[3]
+-- How many calls have claimed something, as `unsettled` found it.
+local claims = 0
+
+-- Why this is not the store of the caller's generation; nil where it is. ARGV[2] is P "g" as the caller knows it, and
+-- ARGV[3] the most that it has heard of P "c": an older copy of the same store (SWAPDB, DEBUG RELOAD NOSAVE, a machine
+-- that went back to a snapshot) has the same identity and generation.
+local function unsettled()
+  local present, here = redis.call('MGET', P .. 'g', P .. 'c'), store()
+  if present[1] ~= ARGV[2] or string.sub(ARGV[2], -#here) ~= here then return {'STORE_LOST'} end
+  claims = tonumber(present[2] or 0)
+  if claims < tonumber(ARGV[3]) then return {'REWOUND'} end
 end
 
 local function hash_number(hash, slot)
@@ -101,23 +111,29 @@ local function replay(place, retention)
   end
 end
 
+-- Operations for a generation: each begins with `unsettled`.
 local operation = {}
+-- Operations of who looks for a generation, or makes one.
+local settling = {}
 
--- claim: generation store slot term retention least_left (id:16s fp:8s)*. Answers for each what it found: "N" or "T" at
--- where the claim stands (new, or taken over), "E" where Redis takes no more writes (maxmemory, too few replicas), else
--- the state that is there, behind "" (the same fingerprint), "X" (another) or whether the slot of a claim is leased.
+-- claim: generation claims slot term retention least_left (id:16s fp:8s)*. Answers P "c", and for each what it found:
+-- "N" or "T" at where the claim stands (new, or taken over), "E" where Redis takes no more writes (maxmemory, too few
+-- replicas), else the state that is there, behind "" (the same fingerprint), "X" (another) or whether the slot of a
+-- claim is leased.
 function operation.claim()
-  if not settled() then return {'STORE_LOST'} end
   local slot, term, retention, least_left = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
   if hash_number('f', slot) ~= term then return {'FENCED'} end
-  local asked, now, freed, answers = ARGV[8], now_ms(), {}, {'OK'}
+  local asked, now, freed, answers, claimed_some = ARGV[8], now_ms(), {}, {'OK', claims}, false
   local head = 'C' .. struct.pack('>I2I8', tonumber(slot), term)
   local at_now = struct.pack('>I8', now)
   local head_now, answer_new = head .. at_now, 'N' .. at_now
 
   local function claim_one(key, claimed)
     local set = redis.pcall('SET', key, claimed, 'PXAT', now + retention, 'NX')
-    if set and not set.err then return answer_new end
+    if set and not set.err then
+      claimed_some = true
+      return answer_new
+    end
     local state, fp = redis.call('GET', key), string.sub(claimed, -8)
     if not state then return 'E' end
     if string.byte(state) ~= 67 then return (string.sub(state, 10, 17) == fp and '' or 'X') .. state end
@@ -127,7 +143,9 @@ function operation.claim()
     if at + retention - now < least_left then at = now end
     local at_kept = struct.pack('>I8', at)
     local taken = redis.pcall('SET', key, head .. at_kept .. fp, 'PXAT', at + retention)
-    return taken.err and 'E' or 'T' .. at_kept
+    if taken.err then return 'E' end
+    claimed_some = true
+    return 'T' .. at_kept
   end
 
   local some, n, seen, place = {}, 0, {}, 1
@@ -141,17 +159,18 @@ function operation.claim()
     seen[id] = true
     if n == AT_ONCE or twice or place > #asked then
       local new = not twice and put_new(some, n, now + retention)
+      claimed_some = claimed_some or new
       for i = 1, 2 * n, 2 do answers[#answers + 1] = new and answer_new or claim_one(some[i], some[i + 1]) end
       n = 0
     end
   end
+  if claimed_some then answers[2] = redis.call('INCR', P .. 'c') end
   return answers
 end
 
 -- claim_all: as claim, for an atomic batch: the whole first, then its members. Every claim is written, or none. Answers
 -- as claim does, once, for the whole.
 function operation.claim_all()
-  if not settled() then return {'STORE_LOST'} end
   local slot, term, retention, least_left = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
   if hash_number('f', slot) ~= term then return {'FENCED'} end
   local now, freed, oldest, taken = now_ms(), {}, nil, false
@@ -160,11 +179,11 @@ function operation.claim_all()
     local state = redis.call('GET', K .. id)
     if state and string.byte(state) ~= 67 then
       -- A member that lives without its whole is another event to the batch, whatever its fingerprint.
-      return {'OK', ((place == 1 and string.sub(state, 10, 17) == fp) and '' or 'X') .. state}
+      return {'OK', claims, ((place == 1 and string.sub(state, 10, 17) == fp) and '' or 'X') .. state}
     elseif state then
       local s, t, at = struct.unpack('>I2I8I8', state, 2)
       if not freed[s] then freed[s] = hash_number('f', s) end
-      if freed[s] <= t then return {'OK', redis.call('EXISTS', P .. 'l' .. s) .. state} end
+      if freed[s] <= t then return {'OK', claims, redis.call('EXISTS', P .. 'l' .. s) .. state} end
       taken = taken or place == 1
       oldest = math.min(oldest or at, at)
     end
@@ -176,12 +195,11 @@ function operation.claim_all()
     local key = K .. string.sub(ARGV[8], place, place + 15)
     put(key, head .. string.sub(ARGV[8], place + 16, place + 23), at + retention)
   end
-  return {'OK', (taken and 'T' or 'N') .. struct.pack('>I8', at)}
+  return {'OK', redis.call('INCR', P .. 'c'), (taken and 'T' or 'N') .. struct.pack('>I8', at)}
 end
 
--- mark: generation store slot term retention previous this delivered. Answers how many states it did not touch.
+-- mark: generation claims slot term retention previous this delivered. Answers how many states it did not touch.
 function operation.mark()
-  if not settled() then return {'STORE_LOST'} end
   local retention = tonumber(ARGV[6])
   local head = 'C' .. struct.pack('>I2I8', tonumber(ARGV[4]), tonumber(ARGV[5]))
   local untouched = 0
@@ -203,9 +221,8 @@ function operation.mark()
   return {'OK', untouched}
 end
 
--- release: generation store slot term id*
+-- release: generation claims slot term id*
 function operation.release()
-  if not settled() then return {'STORE_LOST'} end
   local head = 'C' .. struct.pack('>I2I8', tonumber(ARGV[4]), tonumber(ARGV[5]))
   for place = 1, #ARGV[6], 16 do
     local key = K .. string.sub(ARGV[6], place, place + 15)
@@ -215,9 +232,8 @@ function operation.release()
   return {'OK'}
 end
 
--- find: generation store id. Answers the state, its slot's freed and whether its slot is leased.
+-- find: generation claims id. Answers the state, its slot's freed and whether its slot is leased.
 function operation.find()
-  if not settled() then return {'STORE_LOST'} end
   local state = redis.call('GET', K .. ARGV[4])
   if not state then return {'OK'} end
   if string.byte(state) ~= 67 then return {'OK', state} end
@@ -225,9 +241,8 @@ function operation.find()
   return {'OK', state, hash_number('f', slot), redis.call('EXISTS', P .. 'l' .. slot)}
 end
 
--- find_all: generation store id*. Answers each state, '' where there is none.
+-- find_all: generation claims id*. Answers each state, '' where there is none.
 function operation.find_all()
-  if not settled() then return {'STORE_LOST'} end
   local answers = {'OK'}
   for place = 1, #ARGV[4], 16 do
     answers[#answers + 1] = redis.call('GET', K .. string.sub(ARGV[4], place, place + 15)) or ''
@@ -235,10 +250,9 @@ function operation.find_all()
   return answers
 end
 
--- replay: generation store retention slot term delivered. The last one of a slot recovery names the slot and its term,
+-- replay: generation claims retention slot term delivered. The last one of a slot recovery names the slot and its term,
 -- and answers FENCED where a later term has been freed; both are empty in the others.
 function operation.replay()
-  if not settled() then return {'STORE_LOST'} end
   replay(7, tonumber(ARGV[4]))
   local slot, term = ARGV[5], ARGV[6]
   if slot ~= '' then
@@ -249,15 +263,13 @@ function operation.replay()
   return {'OK'}
 end
 
--- applied: generation store slot
+-- applied: generation claims slot
 function operation.applied()
-  if not settled() then return {'STORE_LOST'} end
   return {'OK', hash_number('a', ARGV[4])}
 end
 
--- take: generation store slot token ttl. Answers 1 where the lease is the token's now.
+-- take: generation claims slot token ttl. Answers 1 where the lease is the token's now.
 function operation.take()
-  if not settled() then return {'STORE_LOST'} end
   local key = P .. 'l' .. ARGV[4]
   local holder = redis.call('GET', key)
   if holder and holder ~= ARGV[5] then return {'OK', 0} end
@@ -266,9 +278,8 @@ function operation.take()
   return {'OK', 1}
 end
 
--- give_back: generation store slot token clean. One that is not clean is dead: somebody is to recover it.
+-- give_back: generation claims slot token clean. One that is not clean is dead: somebody is to recover it.
 function operation.give_back()
-  if not settled() then return {'STORE_LOST'} end
   local key = P .. 'l' .. ARGV[4]
   if redis.call('GET', key) == ARGV[5] then
     redis.call('DEL', key)
@@ -277,20 +288,23 @@ function operation.give_back()
   return {'OK'}
 end
 
--- beat: generation store token ttl slots held* — one heartbeat of a process: its leases live on, the dead are seen.
--- Answers the number of members, a character a slot ("m" mine, "t" taken by another, "f" free, "d" dead), and `freed` of
--- each slot held: past its holder's term it tells that another has had the slot meanwhile. There may be more slots than
--- the caller knows, while SLOTS_MAX is being raised: those up to the last one that was taken are told of too.
+-- beat: generation claims token ttl slots (held applied)* — one heartbeat of a process: its leases live on, the dead are
+-- seen. `applied` is what the caller knows of it: a smaller one is that of an older copy.
+-- Answers P "c", the number of members, a character a slot ("m" mine, "t" taken by another, "f" free, "d" dead), and
+-- `freed` of each slot held: past its holder's term it tells that another has had the slot meanwhile. There may be more
+-- slots than the caller knows, while SLOTS_MAX is being raised: those up to the last one that was taken are told of too.
 -- What would live for longer than leases do was made before the server's clock went back: it gets a lease's time from now.
 function operation.beat()
-  if not settled() then return {'STORE_LOST'} end
+  for i = 7, #ARGV, 2 do
+    if hash_number('a', ARGV[i]) < tonumber(ARGV[i + 1]) then return {'REWOUND'} end
+  end
   local token, ttl, now = ARGV[4], ARGV[5], now_ms()
   local most = LEASES_MOST * ttl
   redis.call('ZREMRANGEBYSCORE', P .. 'm', string.format('(%.0f', now + most), '+inf')
   redis.call('ZADD', P .. 'm', string.format('%.0f', now + ttl), token)
   redis.call('ZREMRANGEBYSCORE', P .. 'm', '-inf', string.format('%.0f', now))
   local held, map, freed, last = {}, {}, {}, ARGV[6] - 1
-  for i = 7, #ARGV do
+  for i = 7, #ARGV, 2 do
     held[ARGV[i]] = true
     freed[#freed + 1] = hash_number('f', ARGV[i])
     last = math.max(last, tonumber(ARGV[i]))
@@ -311,25 +325,24 @@ function operation.beat()
       map[#map + 1] = redis.call('SISMEMBER', P .. 'o', slot) == 1 and 'd' or 'f'
     end
   end
-  return {'OK', redis.call('ZCARD', P .. 'm'), table.concat(map), freed}
+  return {'OK', claims, redis.call('ZCARD', P .. 'm'), table.concat(map), freed}
 end
 
--- leave: generation store token
+-- leave: generation claims token
 function operation.leave()
-  if not settled() then return {'STORE_LOST'} end
   redis.call('ZREM', P .. 'm', ARGV[4])
   return {'OK'}
 end
 
 -- who: answers the server's identity and the generation that it holds. The one operation that needs no generation.
-function operation.who()
+function settling.who()
   return {'OK', store(), redis.call('GET', P .. 'g') or ''}
 end
 
 -- Store recovery. Each of its scripts demands the store and, once it is written, the nonce: a flush ends the attempt.
 -- recover: store nonce ttl seen. Answers 1 where no other recovery is under way, nor has ended since the caller saw the
 -- generation (`seen`, as P "g" holds it): a second recovery would only fence everybody again.
-function operation.recover()
+function settling.recover()
   if store() ~= ARGV[2] then return {'STORE_LOST'} end
   if (redis.call('GET', P .. 'g') or '') ~= ARGV[5] then return {'OK', 0} end
   if not redis.call('SET', P .. 'n', ARGV[3], 'NX', 'PX', ARGV[4]) then return {'OK', 0} end
@@ -337,7 +350,7 @@ function operation.recover()
 end
 
 -- recover_read: store nonce ttl slots. Answers `applied` of each slot, -1 where there is none.
-function operation.recover_read()
+function settling.recover_read()
   if store() ~= ARGV[2] or redis.call('GET', P .. 'n') ~= ARGV[3] then return {'STORE_LOST'} end
   redis.call('PEXPIRE', P .. 'n', ARGV[4])
   local answers = {'OK'}
@@ -346,7 +359,7 @@ function operation.recover_read()
 end
 
 -- recover_replay: store nonce ttl retention delivered
-function operation.recover_replay()
+function settling.recover_replay()
   if store() ~= ARGV[2] or redis.call('GET', P .. 'n') ~= ARGV[3] then return {'STORE_LOST'} end
   redis.call('PEXPIRE', P .. 'n', ARGV[4])
   replay(6, tonumber(ARGV[5]))
@@ -354,7 +367,7 @@ function operation.recover_replay()
 end
 
 -- recover_end: store nonce generation (slot offset)*. All `freed`, then the generation; never an older one.
-function operation.recover_end()
+function settling.recover_end()
   if store() ~= ARGV[2] or redis.call('GET', P .. 'n') ~= ARGV[3] then return {'STORE_LOST'} end
   local present = redis.call('GET', P .. 'g')
   if present and tonumber(string.match(present, '^%d+')) >= tonumber(ARGV[4]) then return {'STORE_LOST'} end
@@ -368,9 +381,10 @@ function operation.recover_end()
 end
 
 -- recover_abandon: store nonce — the attempt has failed, another need not wait for its nonce to expire.
-function operation.recover_abandon()
+function settling.recover_abandon()
   if store() == ARGV[2] and redis.call('GET', P .. 'n') == ARGV[3] then redis.call('DEL', P .. 'n') end
   return {'OK'}
 end
 
-return operation[ARGV[1]]()
+if settling[ARGV[1]] then return settling[ARGV[1]]() end
+return unsettled() or operation[ARGV[1]]()

@@ -24,7 +24,7 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from service.errors import Fenced, StoreAway, StoreLost, StoreUnanswered
+from service.errors import Fenced, StoreAway, StoreLost, StoreRewound, StoreUnanswered
 from service.patience import Patience
 from service.redis_server import SECTIONS, refusals
 from service.shared import PREFIX, SettingsError
@@ -39,7 +39,12 @@ UNPACKED_AT_ONCE: Final = 100
 # Of a store recovery: so many that Redis has something to write while the event loop unpacks what Kafka sent.
 REPLAYS_AT_ONCE: Final = 8
 # Calls that failed, by the name under which they are counted.
-ERRORS: Final[dict[type[Exception], str]] = {StoreLost: "lost", StoreAway: "away", StoreUnanswered: "unanswered"}
+ERRORS: Final[dict[type[Exception], str]] = {
+    StoreLost: "lost",
+    StoreRewound: "rewound",
+    StoreAway: "away",
+    StoreUnanswered: "unanswered",
+}
 
 # What a server says to a number of a database that it does not have, or that a cluster never has.
 _NO_DATABASE: Final = ("DB index is out of range", "SELECT is not allowed")
@@ -62,10 +67,14 @@ class Epoch:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who answers: `store` is run_id/master_replid, and `epoch` what that server holds (None after a flush)."""
+    """Who answers: `store` is run_id/master_replid, and `epoch` what that server holds (None after a flush).
+
+    `rewound`: a script has found it to be an older copy of what this process knew, in that epoch.
+    """
 
     store: str
     epoch: Epoch | None
+    rewound: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +101,9 @@ class Census:
 class KeyStore(Protocol):
     """Where claims and answers are kept. Redis in service; the tests' in-memory one passes the same suite.
 
-    Every call but `who` raises StoreLost where the server is not the epoch's store (nothing was written), StoreAway
-    where it refused before writing, StoreUnanswered where the script may still run later.
+    Every call but `who` raises StoreLost where the server is not the epoch's store, or is an older copy of what this
+    process knew (nothing was written), StoreAway where it refused before writing, StoreUnanswered where the script may
+    still run later.
     """
 
     async def who(self) -> Identity: ...
@@ -121,7 +131,9 @@ class KeyStore(Protocol):
 
     async def take(self, epoch: Epoch, slot: int, token: str) -> bool: ...
     async def give_back(self, epoch: Epoch, slot: int, token: str, clean: bool) -> None: ...
-    async def beat(self, epoch: Epoch, token: str, slots: int, held: Sequence[int]) -> Census: ...
+    async def beat(self, epoch: Epoch, token: str, slots: int, held: Mapping[int, int]) -> Census:
+        """Renew the leases; `held` has each slot with what its holder knows of `applied`, -1 where it knows nothing."""
+
     async def leave(self, epoch: Epoch, token: str) -> None: ...
 
     async def recover(self, seen: Identity, nonce: str) -> bool:
@@ -166,6 +178,8 @@ class RedisKeys:
         self._patience = Patience(timeout_s)
         self._errors = telemetry.redis_errors
         self._idle: list[Connection] = []
+        self._heard: tuple[Epoch | None, int] = (None, 0)  # the most calls that have claimed something, in that epoch
+        self._rewound: Epoch | None = None  # an older copy was met in it
         self._replaying = asyncio.Semaphore(REPLAYS_AT_ONCE)
         self._script = (files("service") / "keys.lua").read_text()
         self._sha = hashlib.sha1(self._script.encode()).hexdigest()  # noqa: S324 - EVALSHA's own name for a script
@@ -207,22 +221,23 @@ class RedisKeys:
         if not held:
             return Identity(store, None)
         generation, _, named = held.partition(" ")
-        return Identity(store, Epoch(int(generation), named))
+        epoch = Epoch(int(generation), named)
+        return Identity(store, epoch, rewound=epoch == self._rewound)
 
     async def claim(self, epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> list[Claim]:
         blob = b"".join(id + fp for id, fp in asked)
-        answers = await self._call(
-            "claim", epoch.generation, epoch.store, slot, term, self._retention_ms, self._least_left_ms, blob
-        )
+        count, *answers = await self._call_in(epoch, "claim", slot, term, self._retention_ms, self._least_left_ms, blob)
+        self._hear(epoch, count)
         if b"E" in answers:
             self._errors.labels(ERRORS[StoreAway]).inc()
         return [self._claim(answer, slot, term, fp) for answer, (_, fp) in zip(answers, asked, strict=True)]
 
     async def claim_all(self, epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> Claim:
         blob = b"".join(id + fp for id, fp in asked)
-        (answer,) = await self._call(
-            "claim_all", epoch.generation, epoch.store, slot, term, self._retention_ms, self._least_left_ms, blob
+        count, answer = await self._call_in(
+            epoch, "claim_all", slot, term, self._retention_ms, self._least_left_ms, blob
         )
+        self._hear(epoch, count)
         return self._claim(answer, slot, term, asked[0][1])
 
     @staticmethod
@@ -241,15 +256,15 @@ class RedisKeys:
         return Claim(Outcome.IN_PROGRESS, unpack(answer[1:]), leased=answer[:1] == b"1")
 
     async def mark(self, epoch: Epoch, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]) -> int:
-        head = ("mark", epoch.generation, epoch.store, slot, term, self._retention_ms, previous, offset)
-        (untouched,) = await self._call(*head, *self._delivered(rows))
+        head = ("mark", slot, term, self._retention_ms, previous, offset)
+        (untouched,) = await self._call_in(epoch, *head, *self._delivered(rows))
         return int(untouched)
 
     async def release(self, epoch: Epoch, slot: int, term: int, ids: Sequence[bytes]) -> None:
-        await self._call("release", epoch.generation, epoch.store, slot, term, b"".join(ids))
+        await self._call_in(epoch, "release", slot, term, b"".join(ids))
 
     async def find(self, epoch: Epoch, id: bytes) -> Found:
-        match await self._call("find", epoch.generation, epoch.store, id):
+        match await self._call_in(epoch, "find", id):
             case [state, freed, leased]:
                 claimed = unpack(state)
                 dead = isinstance(claimed, Claimed) and int(freed) > claimed.term
@@ -259,35 +274,35 @@ class RedisKeys:
         return Found(None)
 
     async def find_all(self, epoch: Epoch, ids: Sequence[bytes]) -> list[KeyState]:
-        states = await self._call("find_all", epoch.generation, epoch.store, b"".join(ids))
+        states = await self._call_in(epoch, "find_all", b"".join(ids))
         return [unpack(state) if state else None for state in states]
 
     async def applied(self, epoch: Epoch, slot: int) -> int | None:
-        (offset,) = await self._call("applied", epoch.generation, epoch.store, slot)
+        (offset,) = await self._call_in(epoch, "applied", slot)
         return None if offset < 0 else int(offset)
 
     async def replay(self, epoch: Epoch, rows: Sequence[Row], free: tuple[int, int] | None = None) -> None:
-        head = ("replay", epoch.generation, epoch.store, self._retention_ms)
+        head = ("replay", self._retention_ms)
         *others, last = chunks(rows)
         for chunk in others:
-            await self._call(*head, "", "", *self._delivered(chunk))
-        await self._call(*head, *(free or ("", "")), *self._delivered(last))
+            await self._call_in(epoch, *head, "", "", *self._delivered(chunk))
+        await self._call_in(epoch, *head, *(free or ("", "")), *self._delivered(last))
 
     async def take(self, epoch: Epoch, slot: int, token: str) -> bool:
-        (mine,) = await self._call("take", epoch.generation, epoch.store, slot, token, self._lease_ttl_ms)
+        (mine,) = await self._call_in(epoch, "take", slot, token, self._lease_ttl_ms)
         return bool(mine)
 
     async def give_back(self, epoch: Epoch, slot: int, token: str, clean: bool) -> None:
-        await self._call("give_back", epoch.generation, epoch.store, slot, token, int(clean))
+        await self._call_in(epoch, "give_back", slot, token, int(clean))
 
-    async def beat(self, epoch: Epoch, token: str, slots: int, held: Sequence[int]) -> Census:
-        members, view, freed = await self._call(
-            "beat", epoch.generation, epoch.store, token, self._lease_ttl_ms, slots, *held
-        )
+    async def beat(self, epoch: Epoch, token: str, slots: int, held: Mapping[int, int]) -> Census:
+        pairs = [number for slot_and_applied in held.items() for number in slot_and_applied]
+        count, members, view, freed = await self._call_in(epoch, "beat", token, self._lease_ttl_ms, slots, *pairs)
+        self._hear(epoch, count)
         return Census(int(members), view.decode(), dict(zip(held, freed, strict=True)))
 
     async def leave(self, epoch: Epoch, token: str) -> None:
-        await self._call("leave", epoch.generation, epoch.store, token)
+        await self._call_in(epoch, "leave", token)
 
     async def recover(self, seen: Identity, nonce: str) -> bool:
         held = "" if seen.epoch is None else f"{seen.epoch.generation} {seen.epoch.store}"
@@ -352,6 +367,23 @@ class RedisKeys:
             found |= {name: value.strip() for name, _, value in parts}
         return found
 
+    async def _call_in(self, epoch: Epoch, operation: str, *arguments: str | int | bytes) -> list[Any]:
+        """`_call` of an operation for an epoch, with what this process has heard of it."""
+        of, count = self._heard
+        heard = count if of == epoch else 0
+        try:
+            return await self._call(operation, f"{epoch.generation} {epoch.store}", heard, *arguments)
+        except StoreRewound:
+            self._rewound = epoch
+            raise
+
+    def _hear(self, epoch: Epoch, count: int) -> None:
+        of, heard = self._heard
+        if of == epoch:
+            self._heard = epoch, max(heard, count)
+        elif of is None or of.generation < epoch.generation:
+            self._heard = epoch, count
+
     async def _call(self, operation: str, *arguments: str | int | bytes) -> list[Any]:
         """Run one operation of keys.lua; the rest of its answer after OK. What fails is counted."""
         try:
@@ -371,6 +403,8 @@ class RedisKeys:
                 return list(rest)
             case b"FENCED":
                 raise Fenced(f"{operation}: the slot was taken by another")
+            case b"REWOUND":
+                raise StoreRewound(f"{operation}: the store is an older copy of what this process knew")
             case _:
                 raise StoreLost(f"{operation}: the server that answers is not the store of this generation")
 

@@ -176,7 +176,8 @@ class Pool:
 
     async def _beat(self, epoch: Epoch) -> None:
         held = {n: slot for n, slot in self.slots.items() if not slot.leaving}
-        census = await self._keys.beat(epoch, self.token, self._settings.slots_max, list(held))
+        applied = {n: slot.applied for n, slot in held.items()}
+        census = await self._keys.beat(epoch, self.token, self._settings.slots_max, applied)
         self._beaten(epoch)
         for n, slot in held.items():
             if census.slots[n] != "m":

@@ -151,6 +151,7 @@ class SlotRecovery:
                     await self._keys.replay(slot.epoch, rows[:REPLAY_CHUNK])
                     del rows[:REPLAY_CHUNK]
         await self._keys.replay(slot.epoch, rows, (slot.n, slot.term))
+        slot.applied = slot.term
         slot.move(SlotEvent.FREE)
 
 
@@ -243,7 +244,8 @@ class Store:
         await asyncio.sleep(random.uniform(0.5, 1.0) * min(PAUSE_LEAST_S, self._lease_s / 3))  # noqa: S311
 
     async def _attempt(self) -> Epoch:
-        """Adopt what Redis and control agree on, else recover: at once after a flush, patiently after a change."""
+        """Adopt what Redis and control agree on, else recover: at once after a flush, or where the store is an older
+        copy of itself, and patiently after a change."""
         identity = await self._keys.who()
         if "/" not in identity.store:
             raise StoreAway(f"the server that answers is {identity.store}")
@@ -256,7 +258,7 @@ class Store:
             )
         if newest is not None:
             named = Epoch(newest.generation, newest.store)
-            if identity.store == named.store and identity.epoch == named:
+            if identity.store == named.store and identity.epoch == named and not identity.rewound:
                 return named
             if identity.store != named.store:
                 await self._wait_until_quiet(identity, newest)

@@ -45,6 +45,7 @@ class Slot:
         self.leaving = False  # it is to be given back
         self.stale = False  # its term or generation has passed: it is to be recovered before it writes again
         self.down_since = time.monotonic()  # it cannot write, until it has been recovered; then infinite
+        self.applied = -1  # what this process knows of it in the store
         self.doubtful = 0  # events of a transaction without a clean commit, until the slot has been recovered
         self.doubtful_since = 0.0  # by time.monotonic
         self.suspects: set[Partition] = set()  # where a transaction of this slot's may hang: its recovery asks
@@ -193,3 +194,4 @@ class Slot:
             link, rows = owed[0]
             await self._keys.mark(link.epoch, self.n, link.term, link.previous, link.offset, rows)
             owed.popleft()
+            self.applied = max(self.applied, link.offset)

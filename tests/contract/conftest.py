@@ -24,6 +24,7 @@ class Bench:
 
     keys: KeyStore
     flush: Callable[[], None]
+    save: Callable[[], Callable[[], None]]  # copies what the store holds; what it answers puts that back
     elapse: Callable[[int], None]
     now_ms: Callable[[], int]
     full: Callable[[bool], None]  # it takes no more writes, or does again
@@ -53,16 +54,27 @@ async def bench(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator
         def fill(full: bool) -> None:
             server.full = full
 
-        yield Bench(fake, server.flush, clock.pass_ms, lambda: clock.now_ms, fill, hour_long)
+        yield Bench(fake, server.flush, server.save, clock.pass_ms, lambda: clock.now_ms, fill, hour_long)
         return
     redis: Redis = request.getfixturevalue(request.param)
     keys, hour = redis_keys(redis, namespace), redis_keys(redis, namespace, lease_ttl_ms=HOUR_MS)
+    pattern = f"{{{namespace}:0}}*".encode()
     with redis.client() as client:
 
         def forget() -> None:
             """What a flush would do to this namespace, and to no other test's."""
-            for key in client.scan_iter(match=f"{{{namespace}:0}}*".encode()):
+            for key in client.scan_iter(match=pattern):
                 client.delete(key)
+
+        def save() -> Callable[[], None]:
+            saved = {key: (client.dump(key), client.pttl(key)) for key in client.scan_iter(match=pattern)}
+
+            def put_back() -> None:
+                forget()
+                for key, (dumped, ttl_ms) in saved.items():
+                    client.restore(key, max(0, ttl_ms), dumped)
+
+            return put_back
 
         def now_ms() -> int:
             seconds, micros = client.time()
@@ -72,7 +84,7 @@ async def bench(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator
             client.config_set("maxmemory", 1 if full else 0)
 
         try:
-            yield Bench(keys, forget, lambda ms: time.sleep(ms / 1000), now_ms, limit, hour)
+            yield Bench(keys, forget, save, lambda ms: time.sleep(ms / 1000), now_ms, limit, hour)
         finally:
             limit(full=False)
     for each in (keys, hour):

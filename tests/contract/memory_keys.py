@@ -1,10 +1,11 @@
 """The key store in memory: the rules of `service.states` over plain dicts, with a clock that a test moves."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from service import states
-from service.errors import Fenced, StoreLost
+from service.errors import Fenced, StoreLost, StoreRewound
 from service.keys import Census, Epoch, Found, Identity, Row
 from service.states import Claim, Claimed, KeyState
 
@@ -28,6 +29,7 @@ class Server:
     store: str
     clock: Clock
     held: Epoch | None = None
+    claims: int = 0  # how many calls have claimed something
     nonce: tuple[str, int] | None = None  # with the time at which it expires
     freed: dict[int, int] = field(default_factory=dict)
     applied: dict[int, int] = field(default_factory=dict)
@@ -36,6 +38,11 @@ class Server:
     members: dict[str, int] = field(default_factory=dict)
     keys: dict[bytes, states.Claimed | states.Delivered | states.DeliveredBatch] = field(default_factory=dict)
     full: bool = False  # it takes no more claims
+
+    def save(self) -> Callable[[], None]:
+        """Copy what it holds; what this answers puts that back."""
+        saved = copy.deepcopy({name: held for name, held in vars(self).items() if name != "clock"})
+        return lambda: vars(self).update(copy.deepcopy(saved))
 
     def flush(self) -> None:
         self.__init__(self.store, self.clock)  # type: ignore[misc]
@@ -49,6 +56,8 @@ class MemoryKeys:
         self._retention_ms = retention_ms
         self._least_left_ms = least_left_ms
         self._lease_ttl_ms = lease_ttl_ms
+        self._heard: dict[Epoch, int] = {}
+        self._rewound: Epoch | None = None
 
     # ------------------------------------------------------------------------------------- what the script has too
 
@@ -59,6 +68,16 @@ class MemoryKeys:
     def _settled(self, epoch: Epoch) -> None:
         if self.server.held != epoch or self.server.store != epoch.store:
             raise StoreLost
+        self._demand(epoch, self.server.claims >= self._heard.get(epoch, 0))
+
+    def _demand(self, epoch: Epoch, is_no_older_copy: bool) -> None:
+        if not is_no_older_copy:
+            self._rewound = epoch
+            raise StoreRewound
+
+    def _count_claims(self, claims: Sequence[Claim], epoch: Epoch) -> None:
+        self.server.claims += any(claim.outcome in states.CLAIMABLE for claim in claims)
+        self._heard[epoch] = self.server.claims
 
     def _get(self, id: bytes) -> KeyState:
         state = self.server.keys.get(id)
@@ -88,7 +107,8 @@ class MemoryKeys:
     # ------------------------------------------------------------------------------------------------- operations
 
     async def who(self) -> Identity:
-        return Identity(self.server.store, self.server.held)
+        held = self.server.held
+        return Identity(self.server.store, held, rewound=held is not None and held == self._rewound)
 
     async def resolve_anew(self) -> None:
         pass
@@ -105,6 +125,7 @@ class MemoryKeys:
                 continue
             self._put(id, claim.state)
             claims.append(self._with_lease(claim))
+        self._count_claims(claims, epoch)
         return claims
 
     async def claim_all(self, epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> Claim:
@@ -115,6 +136,7 @@ class MemoryKeys:
         claim, written = states.claim_all(present, wanted, self._freed, self._retention_ms, self._least_left_ms)
         for (id, _), state in zip(asked, written, strict=False):
             self._put(id, state)
+        self._count_claims([claim], epoch)
         return self._with_lease(claim)
 
     def _fence(self, slot: int, term: int) -> None:
@@ -181,8 +203,10 @@ class MemoryKeys:
             if clean:
                 self.server.taken.discard(slot)
 
-    async def beat(self, epoch: Epoch, token: str, slots: int, held: Sequence[int]) -> Census:
+    async def beat(self, epoch: Epoch, token: str, slots: int, held: Mapping[int, int]) -> Census:
         self._settled(epoch)
+        self._demand(epoch, all(self.server.applied.get(slot, -1) >= applied for slot, applied in held.items()))
+        self._heard[epoch] = self.server.claims
         most_ms = self._now_ms + LEASES_MOST * self._lease_ttl_ms
         self.server.members[token] = self._now_ms + self._lease_ttl_ms
         members = self.server.members.items()

@@ -129,7 +129,9 @@ class InMemory:
 
     def write(self, store: Store) -> None:
         held = self._held
+        claims = held.claims
         held.flush()
+        held.claims = claims  # which the model does not have: no store of it is an older copy
         if store.generation != NONE:
             held.held = Epoch(store.generation, _name(store.named, self.server))
         if store.nonce != NONE:

@@ -50,7 +50,7 @@ GUARDED: dict[str, Call] = {
     "replay": lambda keys, epoch: keys.replay(epoch, rows_of(1, 1), (SLOT, 120)),
     "take": lambda keys, epoch: keys.take(epoch, SLOT, "me"),
     "give_back": lambda keys, epoch: keys.give_back(epoch, SLOT, "me", True),
-    "beat": lambda keys, epoch: keys.beat(epoch, "me", 2, [SLOT]),
+    "beat": lambda keys, epoch: keys.beat(epoch, "me", 2, {SLOT: 104}),
     "leave": lambda keys, epoch: keys.leave(epoch, "me"),
 }
 CLAIMS: tuple[Call, ...] = (

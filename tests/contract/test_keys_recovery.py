@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from deploy.local.stack import Redis
-from service.errors import Fenced, StoreLost
+from service.errors import Fenced, StoreLost, StoreRewound
 from service.keys import REPLAY_CHUNK, REPLAYS_AT_ONCE, Epoch, Identity
 from service.states import Claimed, Outcome
 from tests.contract.conftest import LEASE_MS, RETENTION_MS, Bench, redis_keys
-from tests.contract.test_keys import FP, FP2, ID, OTHER, delivered
+from tests.contract.test_keys import FP, FP2, ID, OTHER, THIRD, delivered
 
 
 async def test_a_replay_writes_what_the_ledger_has_and_then_frees(bench: Bench) -> None:
@@ -217,3 +217,76 @@ async def test_a_replica_is_no_store(own_redis: Redis, namespace: str) -> None:
     with pytest.raises(StoreLost):
         await keys.find(Epoch(1, store), ID)
     await keys.close()
+
+
+async def test_an_older_copy_of_the_store_is_met_by_every_call(bench: Bench) -> None:
+    """Same server, same generation: what tells it is that fewer calls have claimed something."""
+    epoch = await bench.settled()
+    await bench.keys.claim(epoch, 0, 10, [(THIRD, FP)])
+    put_back = bench.save()
+    assert (await bench.keys.claim(epoch, 0, 10, [(ID, FP)]))[0].outcome is Outcome.NEW
+    assert not (await bench.keys.who()).rewound
+    put_back()
+    calls: list[Callable[[], Awaitable[object]]] = [
+        lambda: bench.keys.claim(epoch, 0, 10, [(ID, FP)]),
+        lambda: bench.keys.claim_all(epoch, 0, 10, [(ID, FP)]),
+        lambda: bench.keys.mark(epoch, 0, 10, 10, 11, []),
+        lambda: bench.keys.find(epoch, ID),
+        lambda: bench.keys.beat(epoch, "me", 2, {}),
+        lambda: bench.keys.replay(epoch, [], (0, 30)),
+    ]
+    for call in calls:
+        with pytest.raises(StoreRewound):
+            await call()
+    assert await bench.keys.who() == Identity(epoch.store, epoch, rewound=True)
+    assert await bench.keys.recover(await bench.keys.who(), "mine")
+    await bench.keys.recover_end(epoch.store, "mine", 2, [30, 40])
+    recovered = Epoch(2, epoch.store)
+    assert await bench.keys.who() == Identity(epoch.store, recovered)
+    assert (await bench.keys.claim(recovered, 0, 30, [(ID, FP)]))[0].outcome is Outcome.NEW
+
+
+async def test_an_older_copy_that_lacks_an_atomic_batch(bench: Bench) -> None:
+    epoch = await bench.settled()
+    put_back = bench.save()
+    assert (await bench.keys.claim_all(epoch, 0, 10, [(ID, FP), (OTHER, FP)])).outcome is Outcome.NEW
+    put_back()
+    with pytest.raises(StoreRewound):
+        await bench.keys.find(epoch, ID)
+
+
+async def test_who_hears_of_others_claims_knows_an_older_copy_of_them(bench: Bench) -> None:
+    """A heartbeat tells of claims, so that who has made none since is not taken in either."""
+    epoch = await bench.settled()
+    put_back = bench.save()
+    await bench.keys.claim(epoch, 0, 10, [(ID, FP)])
+    assert (await bench.hour.beat(epoch, "other", 2, {})).members == 1
+    put_back()
+    with pytest.raises(StoreRewound):
+        await bench.hour.claim(epoch, 1, 20, [(ID, FP)])
+
+
+async def test_an_older_copy_in_which_others_have_claimed_since(bench: Bench) -> None:
+    """Who did not know has claimed as much as was lost; what a holder knows of its slot's `applied` still tells it."""
+    epoch = await bench.settled()
+    put_back = bench.save()
+    await bench.keys.claim(epoch, 0, 10, [(ID, FP)])
+    await bench.keys.mark(epoch, 0, 10, 10, 12, [(ID, delivered(bench.now_ms()))])
+    put_back()
+    await bench.hour.claim(epoch, 1, 20, [(ID, FP)])
+    assert (await bench.keys.beat(epoch, "me", 2, {0: 10})).members == 1
+    with pytest.raises(StoreRewound):
+        await bench.keys.beat(epoch, "me", 2, {0: 12, 1: -1})
+    assert (await bench.keys.who()).rewound
+
+
+async def test_what_claims_nothing_is_not_counted(bench: Bench) -> None:
+    """Replays, and calls of a full store: no write more than before."""
+    epoch = await bench.settled()
+    await bench.keys.claim(epoch, 0, 10, [(ID, FP)])
+    await bench.keys.mark(epoch, 0, 10, 10, 12, [(ID, delivered(bench.now_ms()))])
+    put_back = bench.save()
+    assert (await bench.keys.claim(epoch, 0, 10, [(ID, FP)]))[0].outcome is Outcome.DELIVERED
+    assert (await bench.keys.claim_all(epoch, 0, 10, [(ID, FP)])).outcome is Outcome.DELIVERED
+    put_back()
+    assert (await bench.keys.find(epoch, ID)).state is not None

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -118,7 +118,7 @@ class FakeKeys(MemoryKeys):
         await super().give_back(epoch, slot, token, clean)
         self.returned.append((slot, clean))
 
-    async def beat(self, epoch: Epoch, token: str, slots: int, held: Sequence[int]) -> Census:
+    async def beat(self, epoch: Epoch, token: str, slots: int, held: Mapping[int, int]) -> Census:
         await self.trouble.enter("beat")
         census = await super().beat(epoch, token, slots, held)
         return Census(census.members, self.census or census.slots, census.freed)
