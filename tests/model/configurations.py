@@ -22,6 +22,10 @@ DEFAULT: Final[dict[str, Configuration]] = {
     "a flush and a script without an answer": Configuration(Faults(flush=1, lose_script=1, post_again=1)),
     "a flush and a pause": Configuration(Faults(flush=1, expire=1)),
     "two flushes": Configuration(Faults(flush=2, post_again=1)),
+    "an older copy of the store": Configuration(Faults(rewind=1, replicate=1, lose_reply=1, post_again=1)),
+    "an older copy of the store and failed marks": Configuration(
+        Faults(rewind=1, replicate=1, fail_mark=1, other=1, post_again=1)
+    ),
     "a failover to a lagging replica": Configuration(Faults(failover=1, replicate=1, lose_reply=1, post_again=1)),
     "a failover and a flush": Configuration(Faults(failover=1, flush=1, post_again=1)),
     "a split": Configuration(Faults(failover=1, replicate=1, fail_mark=1, post_again=1), split=True),
@@ -148,6 +152,9 @@ MUTANTS: Final[dict[str, Mutant]] = {
     "the generation is not checked": Mutant("generation_checked", _FLUSH, TWICE, 16),
     "the store is not identified": Mutant(
         "store_identified", Configuration(Faults(failover=1, post_again=1)), TWICE, 11
+    ),
+    "an older copy of the store is not seen": Mutant(
+        "older_copy_noticed", Configuration(Faults(rewind=1, post_again=1)), TWICE, 11
     ),
     "a store recovery fences no slot": Mutant("slots_fenced", _FLUSH, TWICE, 25),
     "a flush during a store recovery is not seen": Mutant(

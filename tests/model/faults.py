@@ -54,6 +54,8 @@ def steps(world: World, rules: Rules, configuration: Configuration) -> Iterator[
         yield "the replica catches up", spend(world._replace(replica=world.stores[0]), FAULT.replicate)
     if world.replica is not None and left[FAULT.failover]:
         yield from _fail_over(spend(world, FAULT.failover), world.replica, configuration)
+    if world.replica is not None and left[FAULT.rewind] and world.replica != world.stores[0]:
+        yield "the store becomes an older copy of itself", _rewind(spend(world, FAULT.rewind), world.replica)
     if left[FAULT.depose]:
         shown = (len(world.control), *(len(part.ledger) for part in world.parts))
         yield "leaders are deposed", spend(world._replace(deposed=shown), FAULT.depose)
@@ -85,6 +87,16 @@ def _fail_over(world: World, replica: Store, configuration: Configuration) -> It
     if configuration.split:
         for p in PROCESSES:
             yield f"failover; p{p} is left with the old store", moved(1 - p)
+
+
+def _rewind(world: World, older: Store) -> World:
+    """Every process has had a heartbeat since the last claim, and then the store is what it was before."""
+    now = world.stores[0]
+    processes = tuple(
+        process if process.generation != now.generation else process._replace(heard=now.claims)
+        for process in world.processes
+    )
+    return with_store(world._replace(processes=processes), 0, older)
 
 
 def _nonce_expires(world: World) -> Iterator[Step]:

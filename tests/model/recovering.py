@@ -13,6 +13,7 @@ from tests.model.world import (
     FREE,
     LEASED,
     NONE,
+    OLDER,
     READY,
     SLOTS,
     VACANT,
@@ -132,7 +133,7 @@ def _watch(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[S
     process = world.processes[p]
     store = world.stores[process.address]
     busy = process.request is not None and process.request.slot == s
-    settled = scripts.settled(store, process.address, view.generation, view.store, rules)
+    settled = scripts.settled(store, process.address, view.generation, view.store, rules, process.heard)
     if not busy and settled and store.freed[s] > view.term:
         yield f"p{p}: the heartbeat sees that s{s} t{view.term} has passed", end_term(world, p, s, rules)
 
@@ -237,7 +238,7 @@ def _replay_and_free(world: World, p: int, s: int, view: View, rules: Rules) -> 
     address = world.processes[p].address
     store = world.stores[address]
     label = f"p{p}: replay and free s{s} t{view.term}"
-    if not scripts.settled(store, address, view.generation, view.store, rules):
+    if not scripts.settled(store, address, view.generation, view.store, rules, world.processes[p].heard):
         yield f"{label}: store lost", lose_store(end_term(world, p, s, rules), p, view.generation)
         return
     if any(hung.ledger for hung in world.parts[s].hung):
@@ -271,8 +272,9 @@ def _settle(world: World, p: int, process: Process, rules: Rules) -> Iterator[St
     here = process.address
     store = world.stores[here]
     for whence, generation, named in newest(world, rules):
-        if named == here and (store.generation, store.named) == (generation, named):
-            adopted = process._replace(generation=generation, store=named)
+        agreed = named == here and (store.generation, store.named) == (generation, named)
+        if agreed and not (rules.older_copy_noticed and process.heard == OLDER + generation):
+            adopted = process._replace(generation=generation, store=named, heard=NONE)
             yield f"p{p}: adopt g{generation}{whence}", with_process(world, p, adopted)
         elif named != here and here != world.primary:
             yield f"p{p}: resolve anew", with_process(world, p, process._replace(address=world.primary))
@@ -358,7 +360,7 @@ def _recover(world: World, p: int, process: Process, recovery: Recovery, rules: 
             unheard = late.leave(spend(world, FAULT.lose_script), script)
             given_up = with_process(unheard, p, process._replace(recovery=None))
             yield f"{label}, no answer, and the nonce stays", given_up
-        settled = process._replace(generation=generation, store=here, recovery=None)
+        settled = process._replace(generation=generation, store=here, recovery=None, heard=NONE)
         yield label, with_process(with_store(world, here, recovered), p, settled)
 
 

@@ -29,6 +29,7 @@ class Rules(NamedTuple):
     doubt_claimed: bool = True  # a claim is given up before its slot's recovery only if no commit was asked for
     claim_released: bool = True  # a release gives up only a claim of its own slot and term
     terms_are_offsets: bool = True  # terms are ledger offsets, not the epochs of producers
+    older_copy_noticed: bool = True  # scripts demand that as many calls have claimed something as the caller knows of
     superseded_stops: bool = True  # a store recovery stops where a later generation stands
     hanging_settled: bool = True  # a slot recovery ends what hangs, before its begin record's marker does
     evidence_read: bool = True  # and as markers in the transaction's other partitions say
@@ -59,6 +60,7 @@ class Faults(NamedTuple):
     fence: int = 0  # the broker's transaction timeout, a late InitProducerId, or a thief of the transactional id
     forget_id: int = 0  # a transactional id expires: its next producer begins at epoch 0
     skip_marker: int = 0  # a broker dies amid an EndTxn: markers of some of the partitions never come
+    rewind: int = 0  # the store becomes, in the same life, what the replica holds; after a heartbeat of every process
     misjudge: int = 0  # a store recovery begins although another store is in use
 
 
@@ -80,7 +82,8 @@ class Configuration(NamedTuple):
 
 def start(configuration: Configuration) -> World:
     """Both processes are settled in generation 0, each with one slot READY in term 0."""
-    store = Store(0, 0, NONE, (0, 0), (0, 0), (0, 0, 0) if configuration.pair else (0,))
+    counted = 0 if configuration.faults.rewind else NONE
+    store = Store(0, 0, NONE, (0, 0), (0, 0), (0, 0, 0) if configuration.pair else (0,), counted)
     ready = View(READY, 0, 0, 0, 0, 0)
     return World(
         processes=tuple(
@@ -91,7 +94,7 @@ def start(configuration: Configuration) -> World:
         control=(0,),
         deposed=(),
         stores=(store,),
-        replica=store if configuration.faults.failover else None,
+        replica=store if configuration.faults.failover or configuration.faults.rewind else None,
         primary=0,
         holders=(0, 1),
         late=(),

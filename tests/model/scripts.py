@@ -3,15 +3,17 @@
 from functools import cache
 
 from service import states
-from service.states import Claimed, Outcome
+from service.states import CLAIMABLE, Claimed, Outcome
 from tests.model.rules import Rules
 from tests.model.world import FP, LEAST_LEFT_MS, NONE, ONE, RETENTION_MS, WHOLE, Debt, Store, decode, encode, put
 
 _ENDLESS = 1 << 30
 
 
-def settled(store: Store, here: int, generation: int, named: int, rules: Rules) -> bool:
-    """`settled()` of keys.lua: is the server `here` still the store of the caller's generation?"""
+def settled(store: Store, here: int, generation: int, named: int, rules: Rules, heard: int = NONE) -> bool:
+    """Not `unsettled()` of keys.lua: is the server `here` still the store of the caller's generation, and no older?"""
+    if rules.older_copy_noticed and store.claims < heard:
+        return False
     if rules.generation_checked and (store.generation, store.named) != (generation, named):
         return False
     return here == named or not rules.store_identified
@@ -22,6 +24,8 @@ def claim(store: Store, slot: int, term: int, rules: Rules) -> tuple[Outcome | N
     if rules.term_current and store.freed[slot] != term:
         return None, store
     outcome, keys = _claim(store.keys, slot, term, store.freed if rules.freed_respected else (_ENDLESS, _ENDLESS))
+    if store.claims != NONE and outcome in CLAIMABLE:
+        store = store._replace(claims=store.claims + 1)
     return outcome, store._replace(keys=keys)
 
 

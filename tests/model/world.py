@@ -25,6 +25,7 @@ from service.states import (
 )
 
 NONE: Final = -1
+OLDER: Final = 1 << 30  # more than any store has
 FREE: Final = -2  # the lease of a slot that was given back in order; without an owner and not in order it is NONE
 REFUSED: Final = 2  # instead of a process: the request that wrote it has been answered 503
 PROCESSES: Final = (0, 1)
@@ -180,6 +181,7 @@ class Store(NamedTuple):
     freed: tuple[int, ...]
     applied: tuple[int, ...]
     keys: tuple[int, ...]
+    claims: int = NONE  # how many calls have claimed something; NONE where no store becomes an older copy of itself
 
 
 class Debt(NamedTuple):
@@ -240,6 +242,7 @@ class Process(NamedTuple):
     recovery: Recovery | None
     views: tuple[View, ...]
     request: Request | None
+    heard: int = NONE  # of the store's `claims`, the most that it knows of; OLDER + generation: an older copy was met
 
 
 class World(NamedTuple):
@@ -280,12 +283,13 @@ def with_view(world: World, p: int, s: int, view: View) -> World:
     """The world with another view of slot `s` at process `p`."""
     process = world.processes[p]
     views = put(process.views, s, view)
-    return with_process(world, p, tuple.__new__(Process, (*process[:4], views, process.request)))
+    return with_process(world, p, tuple.__new__(Process, (*process[:4], views, *process[5:])))
 
 
 def with_request(world: World, p: int, request: Request | None) -> World:
     """The world with another request at process `p`."""
-    return with_process(world, p, tuple.__new__(Process, (*world.processes[p][:5], request)))
+    process = world.processes[p]
+    return with_process(world, p, tuple.__new__(Process, (*process[:5], request, process.heard)))
 
 
 def with_part(world: World, s: int, part: Part) -> World:

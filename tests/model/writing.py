@@ -11,6 +11,7 @@ from tests.model.world import (
     EVENTS_SENT,
     IN_DOUBT,
     NONE,
+    OLDER,
     QUEUED,
     READY,
     RECORD_SENT,
@@ -18,6 +19,7 @@ from tests.model.world import (
     SENT,
     Debt,
     Request,
+    Store,
     View,
     World,
     put,
@@ -74,7 +76,17 @@ def lose_store(world: World, p: int, generation: int) -> World:
     process = world.processes[p]
     if process.generation != generation:
         return world
-    return with_process(world, p, process._replace(generation=NONE, store=NONE))
+    store = world.stores[process.address]
+    older = store.generation == generation and store.claims < process.heard
+    heard = OLDER + generation if older else NONE
+    return with_process(world, p, process._replace(generation=NONE, store=NONE, heard=heard))
+
+
+def hear(world: World, p: int, store: Store) -> World:
+    """The process hears how many calls have claimed something in the store."""
+    if store.claims == NONE:
+        return world
+    return with_process(world, p, world.processes[p]._replace(heard=store.claims))
 
 
 def _post(world: World, p: int, configuration: Configuration) -> Iterator[Step]:
@@ -138,12 +150,12 @@ def _claim(world: World, p: int, s: int, view: View, request: Request, rules: Ru
             ended = end_term(ended, p, s, rules)
         script = (late.CLAIM, address, view.generation, view.store, s, view.term)
         yield f"{label}, no answer", late.leave(spend(ended, FAULT.lose_script), script)
-    if not scripts.settled(store, address, view.generation, view.store, rules):
+    if not scripts.settled(store, address, view.generation, view.store, rules, world.processes[p].heard):
         ended = end_term(with_request(world, p, back), p, s, rules)
         yield f"{label}: store lost", lose_store(ended, p, view.generation)
         return
     outcome, store = scripts.claim(store, s, view.term, rules)
-    claimed = with_store(world, address, store)
+    claimed = hear(with_store(world, address, store), p, store)
     if outcome is None:
         yield f"{label}: fenced", end_term(with_request(world, p, back), p, s, rules)
     elif outcome in CLAIMABLE:
@@ -207,7 +219,8 @@ def _failed(label: str, world: World, p: int, s: int, view: View, rules: Rules) 
     ended = end_term(world, p, s, rules)
     yield f"{label}, release without an answer", _let_go(ended, p, s, view)
     address, request = world.processes[p].address, ended.processes[p].request
-    if scripts.settled(world.stores[address], address, view.generation, view.store, rules):
+    heard = world.processes[p].heard
+    if scripts.settled(world.stores[address], address, view.generation, view.store, rules, heard):
         released = with_store(ended, address, scripts.release(world.stores[address], s, view.term, rules))
         if request is not None:
             again = Request(request_move(SENT, RequestEvent.REFUSE), wrote=request.wrote)
@@ -285,7 +298,8 @@ def _pay(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Ste
     if world.left[FAULT.lose_script]:
         script = (late.MARK, address, debt.generation, debt.store, s, *debt[2:])
         yield f"{label}, no answer", late.leave(spend(world, FAULT.lose_script), script)
-    if not scripts.settled(world.stores[address], address, debt.generation, debt.store, rules):
+    heard = world.processes[p].heard
+    if not scripts.settled(world.stores[address], address, debt.generation, debt.store, rules, heard):
         yield f"{label}: store lost", lose_store(world, p, debt.generation)
         return
     marked = with_store(world, address, scripts.mark(world.stores[address], s, debt, rules))
@@ -316,7 +330,8 @@ def _release(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator
         if rules.silence_ends_term:
             ended = end_term(world, p, s, rules)
         yield f"{label}, no answer", late.leave(spend(ended, FAULT.lose_script), script)
-    if not scripts.settled(world.stores[address], address, view.generation, view.store, rules):
+    heard = world.processes[p].heard
+    if not scripts.settled(world.stores[address], address, view.generation, view.store, rules, heard):
         yield f"{label}: store lost", end_term(world, p, s, rules)
         return
     released = with_store(world, address, scripts.release(world.stores[address], s, view.term, rules))
@@ -346,5 +361,6 @@ def _other(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[S
         debt = Debt(view.generation, view.store, view.term, view.last, offset, 0)
         address = world.processes[p].address
         ended = with_view(ended, p, s, view._replace(last=offset, checked=True))
-        if scripts.settled(ended.stores[address], address, view.generation, view.store, rules):
+        heard = world.processes[p].heard
+        if scripts.settled(ended.stores[address], address, view.generation, view.store, rules, heard):
             yield f"{label}{skipped}", with_store(ended, address, scripts.mark(ended.stores[address], s, debt, rules))
