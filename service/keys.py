@@ -107,6 +107,9 @@ class KeyStore(Protocol):
     """
 
     async def who(self) -> Identity: ...
+    async def clock_ms(self) -> int:
+        """The store's clock, epoch ms: accepted_at and every expiry are of it."""
+
     async def resolve_anew(self) -> None:
         """Forget which server the address led to; the next call asks again who is primary."""
 
@@ -223,6 +226,10 @@ class RedisKeys:
         generation, _, named = held.partition(" ")
         epoch = Epoch(int(generation), named)
         return Identity(store, epoch, rewound=epoch == self._rewound)
+
+    async def clock_ms(self) -> int:
+        seconds, micros = await self._send("TIME")
+        return int(seconds) * 1000 + int(micros) // 1000
 
     async def claim(self, epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> list[Claim]:
         blob = b"".join(id + fp for id, fp in asked)

@@ -32,11 +32,6 @@ class KeysView(RedisKeys):
         """What INFO tells, by its own names."""
         return await self._info(*SECTIONS, "persistence", "keyspace")
 
-    async def clock_ms(self) -> int:
-        """Redis's clock, epoch ms."""
-        seconds, micros = await self._send("TIME")
-        return int(seconds) * 1000 + int(micros) // 1000
-
     async def slots(self, count: int) -> list[SlotView]:
         """All slots, each number read for itself: they may be moving."""
         numbers = [str(slot) for slot in range(count)]

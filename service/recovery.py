@@ -20,6 +20,7 @@ from service.control import Control, Newest
 from service.errors import KafkaAway, StoreAway, StoreLost, StoreUnanswered
 from service.kafka.cluster import Cluster
 from service.kafka.deadline import shared
+from service.kafka.life import Place
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.reader import Span, ends, offsets_since, read_through
 from service.keys import REPLAY_CHUNK, Epoch, Identity, KeyStore, Row, chunks
@@ -329,9 +330,9 @@ class Store:
         slots = await self._slots()
         await self._fence_all(slots)
         await self._settle_all(store, nonce, slots)
-        through = await self._barrier_all(slots)
-        keys = await self._replay_all(store, nonce, through)
-        await self._keys.recover_end(store, nonce, generation, [through[slot] for slot in range(slots)])
+        barriers = await self._barrier_all(slots)
+        keys = await self._replay_all(store, nonce, barriers)
+        await self._keys.recover_end(store, nonce, generation, [barriers[slot].offset for slot in range(slots)])
         took_s = time.monotonic() - started
         self._telemetry.store_recoveries.observe(took_s)
         log.info("store recovered", generation=generation, slots=slots, keys=keys, took_s=round(took_s, 3))
@@ -372,19 +373,24 @@ class Store:
             finally:
                 await producer.close()
 
-    async def _barrier_all(self, slots: int) -> dict[int, int]:
-        """Append a ledger record without entries to each partition, after its fence; the offsets to read through.
+    async def _barrier_all(self, slots: int) -> dict[int, Place]:
+        """Append a ledger record without entries to each partition, after its fence; the places to read through.
 
         Stronger than reading the LSO: the leader that shows our own record cannot be a deposed one.
         """
         records = [(slot, None, LedgerRecord(slot, -1, -1, self._settings.name, ()).encode()) for slot in range(slots)]
         return dict(enumerate(await self._barriers.send_all(self._topics.ledger, records)))
 
-    async def _replay_all(self, store: str, nonce: str, through: Mapping[int, int]) -> int:
-        """Replay every ledger partition from `applied`, or for as far back as keys live; the number of keys read."""
+    async def _replay_all(self, store: str, nonce: str, barriers: Mapping[int, Place]) -> int:
+        """Replay every ledger partition from `applied`, or for as far back as keys live; the number of keys read.
+
+        This process's clock has no say in it: keys expire by Redis's, and ledger records have their brokers' times.
+        """
+        through = {slot: barrier.offset for slot, barrier in barriers.items()}
         applied = await self._keys.recover_read(store, nonce, len(through))
         unknown = [slot for slot, offset in enumerate(applied) if offset is None]
-        since_ms = _now_ms() - self._settings.key_ttl_s * 1000 - CLOCKS_APART_MS
+        now_ms = min(await self._keys.clock_ms(), *(barrier.timestamp for barrier in barriers.values()))
+        since_ms = max(0, now_ms - self._settings.key_ttl_s * 1000 - CLOCKS_APART_MS)
         starts = await offsets_since(self._cluster, self._topics.ledger, unknown, since_ms) if unknown else {}
         spans = {
             slot: Span(starts.get(slot) if applied[slot] is None else applied[slot], offset)

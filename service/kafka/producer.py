@@ -372,21 +372,21 @@ class IdempotentProducer:
 
     async def send(self, topic: str, partition: int, key: bytes | None, value: bytes) -> int:
         """Write one record and await it; its offset. Raises KafkaAway: it may be there all the same."""
-        (offset,) = await self.send_all(topic, [(partition, key, value)])
-        return offset
+        (place,) = await self.send_all(topic, [(partition, key, value)])
+        return place.offset
 
-    async def send_all(self, topic: str, contents: Sequence[tuple[int, bytes | None, bytes]]) -> list[int]:
-        """Write records of (partition, key, value) and await them; their offsets. Raises KafkaAway as `send` does."""
+    async def send_all(self, topic: str, contents: Sequence[tuple[int, bytes | None, bytes]]) -> list[Place]:
+        """Write records of (partition, key, value) and await them; their places. Raises KafkaAway as `send` does."""
         records = [own_record(topic, *content) for content in contents]
-        offsets: list[int] = []
+        places: list[Place] = []
         for fate in await self.write(records):
             if not isinstance(fate, Place):
                 failed = KafkaAway(f"{topic}: {fate.why if fate else 'no clean answer'}")
                 if isinstance(fate, Refusal):  # for good: nobody else tells of it
                     self._trouble.goes_on(failed, producer=self._name)
                 raise failed
-            offsets.append(fate.offset)
-        return offsets
+            places.append(fate)
+        return places
 
     async def write(self, records: Sequence[Record]) -> list[Fate]:
         """Write records and await them; the fate of each, in their order. Raises KafkaAway: nothing was sent.

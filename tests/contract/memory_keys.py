@@ -110,6 +110,9 @@ class MemoryKeys:
         held = self.server.held
         return Identity(self.server.store, held, rewound=held is not None and held == self._rewound)
 
+    async def clock_ms(self) -> int:
+        return self._now_ms
+
     async def resolve_anew(self) -> None:
         pass
 

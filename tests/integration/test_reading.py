@@ -19,7 +19,7 @@ async def test_records_that_are_larger_than_a_fetch_of_all_partitions(kafka: Kaf
     producer = IdempotentProducer(cluster, "t")
     contents = [(n % 3, b"%d" % n, os.urandom(3 * FETCH_BYTES_MAX if n % 2 else 10)) for n in range(18)]
     try:
-        offsets = await producer.send_all(topic, contents)
+        offsets = [place.offset for place in await producer.send_all(topic, contents)]
         spans = {partition: Span(None, offsets[15 + partition]) for partition in range(3)}
         found = [
             item async for some in read_through(cluster, topic, spans, "read_committed", PATIENCE_S) for item in some

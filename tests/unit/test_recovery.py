@@ -11,7 +11,7 @@ import pytest
 from service import recovery as module
 from service.control import Newest
 from service.errors import Fenced, KafkaAway, StoreAway, StoreLost, StoreUnanswered
-from service.kafka.life import Partition
+from service.kafka.life import Partition, Place
 from service.kafka.reader import Item, Span
 from service.keys import REPLAY_CHUNK, Epoch, Identity, Row
 from service.recovery import REPLAY_RECORDS, SlotRecovery, Store
@@ -23,6 +23,7 @@ from service.wire import Entry, LedgerRecord, decode_ledger
 from tests.unit.fakes import EPOCH, NOW_MS, FakeCluster, FakeKeys, FakePlain, FakeProducer, World, ended, until
 
 SLOTS = 3
+HOUR_MS = 3_600_000
 
 
 def entry(number: int) -> Entry:
@@ -50,6 +51,7 @@ class Kafka(FakeCluster):
         self.ends: dict[int, int] = {}
         self.since_ms = 0
         self.hanging: set[Partition] = set()
+        self.now_ms = NOW_MS
 
     async def read_through(
         self, cluster: object, topic: str, spans: Mapping[int, Span], isolation: str, patience_s: float
@@ -81,7 +83,7 @@ class Kafka(FakeCluster):
         self.steps.append(f"hanging in {len(partitions)}")
         return self.hanging
 
-    async def send_all(self, topic: str, contents: Sequence[tuple[int, bytes | None, bytes]]) -> list[int]:
+    async def send_all(self, topic: str, contents: Sequence[tuple[int, bytes | None, bytes]]) -> list[Place]:
         """A record behind all that is there, in each partition."""
         self.steps.append("read through")
         assert [partition for partition, *_ in contents] == list(range(len(contents)))
@@ -90,7 +92,7 @@ class Kafka(FakeCluster):
             assert isinstance(told, LedgerRecord)
             assert (told.slot, told.entries) == (partition, [])
             self.ledger.setdefault(partition, []).append(Item(partition, 1_000 + partition, None, value))
-        return [1_000 + partition for partition, *_ in contents]
+        return [Place(1_000 + partition, self.now_ms + partition) for partition, *_ in contents]
 
     async def close(self) -> None: ...
 
@@ -309,7 +311,6 @@ async def test_a_store_is_named_fenced_replayed_and_freed_in_this_order(bed: Bed
     bed.keys.server.flush()
     bed.kafka.slots = SLOTS + 1  # one more than the broker tells
     bed.kafka.ledger = {0: [item(0, 19, 99), item(0, 20, 1, 2)], 1: [item(1, 0, 3)], 3: [item(3, 4, 4)]}
-    before_ms = time.time_ns() // 1_000_000
     epoch = await asyncio.wait_for(bed.store.settled(), 3.0)
     assert epoch == Epoch(EPOCH.generation + 1, EPOCH.store)
     assert bed.steps == [
@@ -327,12 +328,25 @@ async def test_a_store_is_named_fenced_replayed_and_freed_in_this_order(bed: Bed
         "free [1000, 1001, 1002, 1003] in 2",
     ]
     assert bed.kafka.spans == {0: Span(20, 1_000), 1: Span(None, 1_001), 2: Span(None, 1_002), 3: Span(None, 1_003)}
-    age_ms = before_ms - bed.kafka.since_ms
-    assert 0 <= bed.world.settings.key_ttl_s * 1000 + CLOCKS_APART_MS - age_ms < 3_000
+    assert NOW_MS - bed.kafka.since_ms == bed.world.settings.key_ttl_s * 1000 + CLOCKS_APART_MS
     assert bed.delivered() == {1, 2, 3, 4}
     assert bed.keys.server.freed == bed.keys.server.applied == {0: 1_000, 1: 1_001, 2: 1_002, 3: 1_003}
     assert bed.keys.server.held == epoch
     assert bed.keys.server.nonce is None
+
+
+@pytest.mark.parametrize(("store_h", "brokers_h"), [(0, 0), (8, 0), (0, 8), (-8, 0), (0, -8)])
+async def test_the_ledger_is_read_as_far_back_as_the_slowest_clock_of_others_says(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch, store_h: int, brokers_h: int
+) -> None:
+    """Never this process's own: one that takes local time for UTC would leave keys out that others know to live."""
+    monkeypatch.setattr(time, "time_ns", lambda: (NOW_MS + 25 * HOUR_MS) * 1_000_000)
+    bed.keys.server.flush()
+    bed.keys.server.clock.now_ms = NOW_MS + store_h * HOUR_MS
+    bed.kafka.now_ms = NOW_MS + brokers_h * HOUR_MS
+    await asyncio.wait_for(bed.store.settled(), 3.0)
+    slowest_ms = NOW_MS + min(store_h, brokers_h) * HOUR_MS
+    assert slowest_ms - bed.kafka.since_ms == bed.world.settings.key_ttl_s * 1000 + CLOCKS_APART_MS
 
 
 async def test_where_redis_kept_its_data_each_partition_is_read_from_what_was_applied(bed: Bed) -> None:
