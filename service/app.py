@@ -27,6 +27,7 @@ from service.logs import Incident
 from service.pool import Pool
 from service.queue import Queue
 from service.recovery import STORE_STATES, SlotRecovery, Store
+from service.redis_server import POLICY_CHANGE
 from service.schemas import Schemas
 from service.settings import Settings
 from service.shared import Rules, SettingsError
@@ -225,6 +226,8 @@ class Service:
             return str(error)
         except TimeoutError:
             return f"Redis does not answer within {READINESS_PATIENCE_S} s"
+        if identity.evicts:
+            return f"maxmemory-policy is {identity.evicts}: {POLICY_CHANGE}"
         if epoch is None or identity == Identity(epoch.store, epoch):
             return "ok"  # without an epoch, the store's status says what is lacking
         self.store.lost(epoch)  # who looks has seen it: its recovery need not wait for a claim, or a heartbeat

@@ -82,8 +82,8 @@ class StoreLost(Exception):
     """The Redis that answers is not the store of my generation: nothing was written, the store must be settled."""
 
 
-class StoreRewound(StoreLost):
-    """It is, and is an older copy of what this process knew: nothing was written, and it is to be recovered."""
+class StoreIncomplete(StoreLost):
+    """It is, and lacks what was there: an older copy, or keys were evicted. Nothing was written; it is recovered."""
 
 
 class StoreAway(Exception):

@@ -4,6 +4,8 @@
 --   P "g"         the generation and its store: "<offset> <run_id>/<master_replid>"
 --   P "c"         how many calls have claimed something. It only grows, so a smaller one is that of an older copy
 --   P "n"         nonce of the store recovery under way, expires
+--   P "b"         evicted_keys of the server (INFO) when the last store recovery began
+--   P "e"         the same of the store recovery that made the generation: another number now tells of keys that lack
 --   P "f"         hash: slot -> freed. Claims of terms below it, and not marked delivered, were never written
 --   P "a"         hash: slot -> applied. Every ledger record below this offset has been marked
 --   P "l" slot    lease of a slot: the holder's token, expires. It saves work and proves nothing
@@ -15,8 +17,8 @@
 --                   "B" at:u64 fp:8s count:u32                    delivered, an atomic batch of so many members
 -- Numbers are big-endian; offsets and ms stay below 2^53, so that Lua's doubles hold them.
 --
--- ARGV[1] names the operation; it answers an array that begins with OK, STORE_LOST, REWOUND or FENCED. No clock but
--- Redis's.
+-- ARGV[1] names the operation; it answers an array that begins with OK, STORE_LOST, REWOUND, EVICTED or FENCED. No
+-- clock but Redis's.
 -- The rules for keys are those of states.py, and one suite of vectors holds both to each other.
 
 local P = KEYS[1]
@@ -33,6 +35,21 @@ end
 local function id_in(info, name)
   local _, last = string.find(info, name, 1, true)
   return string.sub(info, last + 1, last + 40)
+end
+
+-- What INFO says under a name, up to the end of its line; '' where it has none.
+local function word_in(section, name)
+  local info = redis.call('INFO', section)
+  local _, last = string.find(info, name, 1, true)
+  return last and string.match(info, '^[^\r]*', last + 1) or ''
+end
+
+local function evicted()
+  return tonumber(word_in('stats', 'evicted_keys:')) or 0
+end
+
+local function has_evicted()
+  return evicted() ~= tonumber(redis.call('GET', P .. 'e') or 0)
 end
 
 -- The server that answers, in this one of its lives. A replica is no store: it answers as none.
@@ -289,7 +306,8 @@ function operation.give_back()
 end
 
 -- beat: generation claims token ttl slots (held applied)* — one heartbeat of a process: its leases live on, the dead are
--- seen. `applied` is what the caller knows of it: a smaller one is that of an older copy.
+-- seen. `applied` is what the caller knows of it: a smaller one is that of an older copy. Keys that were evicted are seen
+-- here, for it takes longer than all of a claim.
 -- Answers P "c", the number of members, a character a slot ("m" mine, "t" taken by another, "f" free, "d" dead), and
 -- `freed` of each slot held: past its holder's term it tells that another has had the slot meanwhile. There may be more
 -- slots than the caller knows, while SLOTS_MAX is being raised: those up to the last one that was taken are told of too.
@@ -298,6 +316,7 @@ function operation.beat()
   for i = 7, #ARGV, 2 do
     if hash_number('a', ARGV[i]) < tonumber(ARGV[i + 1]) then return {'REWOUND'} end
   end
+  if has_evicted() then return {'EVICTED'} end
   local token, ttl, now = ARGV[4], ARGV[5], now_ms()
   local most = LEASES_MOST * ttl
   redis.call('ZREMRANGEBYSCORE', P .. 'm', string.format('(%.0f', now + most), '+inf')
@@ -334,9 +353,10 @@ function operation.leave()
   return {'OK'}
 end
 
--- who: answers the server's identity and the generation that it holds. The one operation that needs no generation.
+-- who: answers the server's identity, the generation that it holds and its maxmemory-policy. The one operation that needs no generation.
 function settling.who()
-  return {'OK', store(), redis.call('GET', P .. 'g') or ''}
+  local policy = word_in('memory', 'maxmemory_policy:')
+  return {'OK', store(), redis.call('GET', P .. 'g') or '', policy == '' and 'noeviction' or policy}
 end
 
 -- Store recovery. Each of its scripts demands the store and, once it is written, the nonce: a flush ends the attempt.
@@ -346,15 +366,17 @@ function settling.recover()
   if store() ~= ARGV[2] then return {'STORE_LOST'} end
   if (redis.call('GET', P .. 'g') or '') ~= ARGV[5] then return {'OK', 0} end
   if not redis.call('SET', P .. 'n', ARGV[3], 'NX', 'PX', ARGV[4]) then return {'OK', 0} end
+  redis.call('SET', P .. 'b', evicted())
   return {'OK', 1}
 end
 
--- recover_read: store nonce ttl slots. Answers `applied` of each slot, -1 where there is none.
+-- recover_read: store nonce ttl slots. Answers `applied` of each slot, -1 where there is none, or keys were evicted.
 function settling.recover_read()
   if store() ~= ARGV[2] or redis.call('GET', P .. 'n') ~= ARGV[3] then return {'STORE_LOST'} end
   redis.call('PEXPIRE', P .. 'n', ARGV[4])
   local answers = {'OK'}
-  for slot = 0, ARGV[5] - 1 do answers[#answers + 1] = hash_number('a', slot) end
+  local lacks = has_evicted()
+  for slot = 0, ARGV[5] - 1 do answers[#answers + 1] = lacks and -1 or hash_number('a', slot) end
   return answers
 end
 
@@ -376,6 +398,7 @@ function settling.recover_end()
     raise('a', ARGV[i], ARGV[i + 1])
   end
   redis.call('SET', P .. 'g', ARGV[4] .. ' ' .. ARGV[2])
+  redis.call('SET', P .. 'e', redis.call('GET', P .. 'b') or 0)
   redis.call('DEL', P .. 'n')
   return {'OK'}
 end

@@ -24,9 +24,9 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from service.errors import Fenced, StoreAway, StoreLost, StoreRewound, StoreUnanswered
+from service.errors import Fenced, StoreAway, StoreIncomplete, StoreLost, StoreUnanswered
 from service.patience import Patience
-from service.redis_server import SECTIONS, refusals
+from service.redis_server import NO_EVICTION, SECTIONS, refusals
 from service.shared import PREFIX, SettingsError
 from service.states import Claim, Claimed, Delivered, DeliveredBatch, KeyState, Outcome
 from service.telemetry import Telemetry
@@ -41,7 +41,7 @@ REPLAYS_AT_ONCE: Final = 8
 # Calls that failed, by the name under which they are counted.
 ERRORS: Final[dict[type[Exception], str]] = {
     StoreLost: "lost",
-    StoreRewound: "rewound",
+    StoreIncomplete: "incomplete",
     StoreAway: "away",
     StoreUnanswered: "unanswered",
 }
@@ -69,12 +69,14 @@ class Epoch:
 class Identity:
     """Who answers: `store` is run_id/master_replid, and `epoch` what that server holds (None after a flush).
 
-    `rewound`: a script has found it to be an older copy of what this process knew, in that epoch.
+    `incomplete`: a script has found that it lacks what was there in that epoch. `evicts`: its maxmemory-policy where
+    that is another than noeviction.
     """
 
     store: str
     epoch: Epoch | None
-    rewound: bool = False
+    incomplete: bool = False
+    evicts: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +103,8 @@ class Census:
 class KeyStore(Protocol):
     """Where claims and answers are kept. Redis in service; the tests' in-memory one passes the same suite.
 
-    Every call but `who` raises StoreLost where the server is not the epoch's store, or is an older copy of what this
-    process knew (nothing was written), StoreAway where it refused before writing, StoreUnanswered where the script may
-    still run later.
+    Every call but `who` raises StoreLost where the server is not the epoch's store, or lacks what was there (nothing
+    was written), StoreAway where it refused before writing, StoreUnanswered where the script may still run later.
     """
 
     async def who(self) -> Identity: ...
@@ -182,7 +183,7 @@ class RedisKeys:
         self._errors = telemetry.redis_errors
         self._idle: list[Connection] = []
         self._heard: tuple[Epoch | None, int] = (None, 0)  # the most calls that have claimed something, in that epoch
-        self._rewound: Epoch | None = None  # an older copy was met in it
+        self._incomplete: Epoch | None = None  # in which the store was met that lacks something
         self._replaying = asyncio.Semaphore(REPLAYS_AT_ONCE)
         self._script = (files("service") / "keys.lua").read_text()
         self._sha = hashlib.sha1(self._script.encode()).hexdigest()  # noqa: S324 - EVALSHA's own name for a script
@@ -220,12 +221,13 @@ class RedisKeys:
     # ---------------------------------------------------------------------------------------------- operations
 
     async def who(self) -> Identity:
-        store, held = (part.decode() for part in await self._call("who"))
+        store, held, policy = (part.decode() for part in await self._call("who"))
+        evicts = "" if policy == NO_EVICTION else policy
         if not held:
-            return Identity(store, None)
+            return Identity(store, None, evicts=evicts)
         generation, _, named = held.partition(" ")
         epoch = Epoch(int(generation), named)
-        return Identity(store, epoch, rewound=epoch == self._rewound)
+        return Identity(store, epoch, epoch == self._incomplete, evicts)
 
     async def clock_ms(self) -> int:
         seconds, micros = await self._send("TIME")
@@ -380,8 +382,8 @@ class RedisKeys:
         heard = count if of == epoch else 0
         try:
             return await self._call(operation, f"{epoch.generation} {epoch.store}", heard, *arguments)
-        except StoreRewound:
-            self._rewound = epoch
+        except StoreIncomplete:
+            self._incomplete = epoch
             raise
 
     def _hear(self, epoch: Epoch, count: int) -> None:
@@ -411,7 +413,9 @@ class RedisKeys:
             case b"FENCED":
                 raise Fenced(f"{operation}: the slot was taken by another")
             case b"REWOUND":
-                raise StoreRewound(f"{operation}: the store is an older copy of what this process knew")
+                raise StoreIncomplete(f"{operation}: the store is an older copy of what this process knew")
+            case b"EVICTED":
+                raise StoreIncomplete(f"{operation}: Redis has evicted keys")
             case _:
                 raise StoreLost(f"{operation}: the server that answers is not the store of this generation")
 

@@ -25,6 +25,7 @@ from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.reader import Span, ends, offsets_since, read_through
 from service.keys import REPLAY_CHUNK, Epoch, Identity, KeyStore, Row, chunks
 from service.logs import Incident
+from service.redis_server import POLICY_CHANGE
 from service.replay import rows_of
 from service.settings import Settings
 from service.settling import CLOCKS_APART_MS, Settlement
@@ -245,11 +246,13 @@ class Store:
         await asyncio.sleep(random.uniform(0.5, 1.0) * min(PAUSE_LEAST_S, self._lease_s / 3))  # noqa: S311
 
     async def _attempt(self) -> Epoch:
-        """Adopt what Redis and control agree on, else recover: at once after a flush, or where the store is an older
-        copy of itself, and patiently after a change."""
+        """Adopt what Redis and control agree on, else recover: at once after a flush, or where the store lacks what was
+        there, and patiently after a change."""
         identity = await self._keys.who()
         if "/" not in identity.store:
             raise StoreAway(f"the server that answers is {identity.store}")
+        if identity.evicts:
+            raise StoreAway(f"maxmemory-policy is {identity.evicts}: {POLICY_CHANGE}")
         newest = await self._control.newest()
         if identity.epoch is not None and (newest is None or newest.generation < identity.epoch.generation):
             raise OtherKafka(
@@ -259,7 +262,7 @@ class Store:
             )
         if newest is not None:
             named = Epoch(newest.generation, newest.store)
-            if identity.store == named.store and identity.epoch == named and not identity.rewound:
+            if identity.store == named.store and identity.epoch == named and not identity.incomplete:
                 return named
             if identity.store != named.store:
                 await self._wait_until_quiet(identity, newest)

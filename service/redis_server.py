@@ -7,6 +7,8 @@ from typing import Final
 from service.shared import PREFIX
 
 OLDEST_REDIS: Final = (6, 2)
+NO_EVICTION: Final = "noeviction"
+POLICY_CHANGE: Final = f"set maxmemory-policy {NO_EVICTION}: a server that evicts keys forgets claims"
 SECTIONS: Final = ("server", "memory", "replication", "cluster")
 """Those of INFO that tell it."""
 
@@ -39,12 +41,12 @@ def demands(info: Mapping[str, str]) -> Iterator[Demand]:
         f"{info.get('server_name', 'redis').title()} {info.get('valkey_version', version)}",
         "use 6.2 or newer",
     )
-    policy = info.get("maxmemory_policy", "noeviction")
+    policy = info.get("maxmemory_policy", NO_EVICTION)
     yield Demand(
         "policy",
-        policy == "noeviction",
+        policy == NO_EVICTION,
         f"maxmemory-policy {policy}",
-        "set maxmemory-policy noeviction: a server that evicts keys forgets claims",
+        POLICY_CHANGE,
     )
     role = info.get("role", "unknown")
     yield Demand(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from service import states
-from service.errors import Fenced, StoreLost, StoreRewound
+from service.errors import Fenced, StoreIncomplete, StoreLost
 from service.keys import Census, Epoch, Found, Identity, Row
 from service.states import Claim, Claimed, KeyState
 
@@ -38,6 +38,10 @@ class Server:
     members: dict[str, int] = field(default_factory=dict)
     keys: dict[bytes, states.Claimed | states.Delivered | states.DeliveredBatch] = field(default_factory=dict)
     full: bool = False  # it takes no more claims
+    evicts: str = ""  # its maxmemory-policy, where that is not noeviction
+    evicted: int = 0  # keys; and how many before the last store recovery began, and the one that made the generation
+    evicted_at_begin: int = 0
+    evicted_before: int = 0
 
     def save(self) -> Callable[[], None]:
         """Copy what it holds; what this answers puts that back."""
@@ -57,7 +61,7 @@ class MemoryKeys:
         self._least_left_ms = least_left_ms
         self._lease_ttl_ms = lease_ttl_ms
         self._heard: dict[Epoch, int] = {}
-        self._rewound: Epoch | None = None
+        self._incomplete: Epoch | None = None
 
     # ------------------------------------------------------------------------------------- what the script has too
 
@@ -70,10 +74,14 @@ class MemoryKeys:
             raise StoreLost
         self._demand(epoch, self.server.claims >= self._heard.get(epoch, 0))
 
-    def _demand(self, epoch: Epoch, is_no_older_copy: bool) -> None:
-        if not is_no_older_copy:
-            self._rewound = epoch
-            raise StoreRewound
+    @property
+    def _has_evicted(self) -> bool:
+        return self.server.evicted != self.server.evicted_before
+
+    def _demand(self, epoch: Epoch, is_whole: bool) -> None:
+        if not is_whole:
+            self._incomplete = epoch
+            raise StoreIncomplete
 
     def _count_claims(self, claims: Sequence[Claim], epoch: Epoch) -> None:
         self.server.claims += any(claim.outcome in states.CLAIMABLE for claim in claims)
@@ -108,7 +116,8 @@ class MemoryKeys:
 
     async def who(self) -> Identity:
         held = self.server.held
-        return Identity(self.server.store, held, rewound=held is not None and held == self._rewound)
+        incomplete = held is not None and held == self._incomplete
+        return Identity(self.server.store, held, incomplete, self.server.evicts)
 
     async def clock_ms(self) -> int:
         return self._now_ms
@@ -209,6 +218,7 @@ class MemoryKeys:
     async def beat(self, epoch: Epoch, token: str, slots: int, held: Mapping[int, int]) -> Census:
         self._settled(epoch)
         self._demand(epoch, all(self.server.applied.get(slot, -1) >= applied for slot, applied in held.items()))
+        self._demand(epoch, not self._has_evicted)
         self._heard[epoch] = self.server.claims
         most_ms = self._now_ms + LEASES_MOST * self._lease_ttl_ms
         self.server.members[token] = self._now_ms + self._lease_ttl_ms
@@ -254,11 +264,12 @@ class MemoryKeys:
         if self._nonce is not None or (await self.who()).epoch != seen.epoch:
             return False
         self.server.nonce = (nonce, self._now_ms + self._nonce_ttl_ms)
+        self.server.evicted_at_begin = self.server.evicted
         return True
 
     async def recover_read(self, store: str, nonce: str, slots: int) -> list[int | None]:
         self._recovering(store, nonce)
-        return [self.server.applied.get(slot) for slot in range(slots)]
+        return [None if self._has_evicted else self.server.applied.get(slot) for slot in range(slots)]
 
     async def recover_replay(self, store: str, nonce: str, rows: Sequence[Row]) -> None:
         self._recovering(store, nonce)
@@ -272,6 +283,7 @@ class MemoryKeys:
             _raise(self.server.freed, slot, offset)
             _raise(self.server.applied, slot, offset)
         self.server.held = Epoch(generation, store)
+        self.server.evicted_before = self.server.evicted_at_begin
         self.server.nonce = None
 
     async def recover_abandon(self, store: str, nonce: str) -> None:

@@ -5,12 +5,14 @@ import time
 from collections.abc import Awaitable, Callable
 
 import pytest
+from redis import Redis as Client
 
 from deploy.local.stack import Redis
-from service.errors import Fenced, StoreLost, StoreRewound
+from service.errors import Fenced, StoreIncomplete, StoreLost
 from service.keys import REPLAY_CHUNK, REPLAYS_AT_ONCE, Epoch, Identity
 from service.states import Claimed, Outcome
 from tests.contract.conftest import LEASE_MS, RETENTION_MS, Bench, redis_keys
+from tests.contract.memory_keys import Clock, MemoryKeys, Server
 from tests.contract.test_keys import FP, FP2, ID, OTHER, THIRD, delivered
 
 
@@ -225,7 +227,7 @@ async def test_an_older_copy_of_the_store_is_met_by_every_call(bench: Bench) -> 
     await bench.keys.claim(epoch, 0, 10, [(THIRD, FP)])
     put_back = bench.save()
     assert (await bench.keys.claim(epoch, 0, 10, [(ID, FP)]))[0].outcome is Outcome.NEW
-    assert not (await bench.keys.who()).rewound
+    assert not (await bench.keys.who()).incomplete
     put_back()
     calls: list[Callable[[], Awaitable[object]]] = [
         lambda: bench.keys.claim(epoch, 0, 10, [(ID, FP)]),
@@ -236,9 +238,9 @@ async def test_an_older_copy_of_the_store_is_met_by_every_call(bench: Bench) -> 
         lambda: bench.keys.replay(epoch, [], (0, 30)),
     ]
     for call in calls:
-        with pytest.raises(StoreRewound):
+        with pytest.raises(StoreIncomplete):
             await call()
-    assert await bench.keys.who() == Identity(epoch.store, epoch, rewound=True)
+    assert await bench.keys.who() == Identity(epoch.store, epoch, incomplete=True)
     assert await bench.keys.recover(await bench.keys.who(), "mine")
     await bench.keys.recover_end(epoch.store, "mine", 2, [30, 40])
     recovered = Epoch(2, epoch.store)
@@ -251,7 +253,7 @@ async def test_an_older_copy_that_lacks_an_atomic_batch(bench: Bench) -> None:
     put_back = bench.save()
     assert (await bench.keys.claim_all(epoch, 0, 10, [(ID, FP), (OTHER, FP)])).outcome is Outcome.NEW
     put_back()
-    with pytest.raises(StoreRewound):
+    with pytest.raises(StoreIncomplete):
         await bench.keys.find(epoch, ID)
 
 
@@ -262,7 +264,7 @@ async def test_who_hears_of_others_claims_knows_an_older_copy_of_them(bench: Ben
     await bench.keys.claim(epoch, 0, 10, [(ID, FP)])
     assert (await bench.hour.beat(epoch, "other", 2, {})).members == 1
     put_back()
-    with pytest.raises(StoreRewound):
+    with pytest.raises(StoreIncomplete):
         await bench.hour.claim(epoch, 1, 20, [(ID, FP)])
 
 
@@ -275,9 +277,9 @@ async def test_an_older_copy_in_which_others_have_claimed_since(bench: Bench) ->
     put_back()
     await bench.hour.claim(epoch, 1, 20, [(ID, FP)])
     assert (await bench.keys.beat(epoch, "me", 2, {0: 10})).members == 1
-    with pytest.raises(StoreRewound):
+    with pytest.raises(StoreIncomplete):
         await bench.keys.beat(epoch, "me", 2, {0: 12, 1: -1})
-    assert (await bench.keys.who()).rewound
+    assert (await bench.keys.who()).incomplete
 
 
 async def test_what_claims_nothing_is_not_counted(bench: Bench) -> None:
@@ -290,3 +292,63 @@ async def test_what_claims_nothing_is_not_counted(bench: Bench) -> None:
     assert (await bench.keys.claim_all(epoch, 0, 10, [(ID, FP)])).outcome is Outcome.DELIVERED
     put_back()
     assert (await bench.keys.find(epoch, ID)).state is not None
+
+
+def evict(client: Client) -> int:
+    """Have Redis evict by the policy that it was given meanwhile; how many keys it did."""
+    before = int(client.info("stats")["evicted_keys"])
+    client.config_set("maxmemory-policy", "volatile-lru")
+    client.config_set("maxmemory", int(client.info("memory")["used_memory"]) - 100_000)
+    deadline = time.monotonic() + 10
+    while not (evicted := int(client.info("stats")["evicted_keys"]) - before):
+        assert time.monotonic() < deadline
+        client.echo("a command, at which it looks how full it is")
+    client.config_set("maxmemory", 0)
+    return evicted
+
+
+async def test_keys_that_were_evicted_are_missed_at_the_next_heartbeat(own_redis: Redis, namespace: str) -> None:
+    keys = redis_keys(own_redis, namespace)
+    seen = await keys.who()
+    assert (await keys.recover(seen, "first"), seen.evicts) == (True, "")
+    await keys.recover_end(seen.store, "first", 1, [10, 20])
+    epoch = Epoch(1, seen.store)
+    now = time.time_ns() // 1_000_000
+    rows = [(number.to_bytes(16, "big"), delivered(now, offset=number)) for number in range(5_000)]
+    await keys.replay(epoch, rows)
+    assert (await keys.beat(epoch, "me", 2, {})).members == 1
+    with own_redis.client() as client:
+        assert evict(client) > 0
+        with pytest.raises(StoreIncomplete):
+            await keys.beat(epoch, "me", 2, {})
+        assert await keys.who() == Identity(seen.store, epoch, incomplete=True, evicts="volatile-lru")
+        client.config_set("maxmemory-policy", "noeviction")
+        assert await keys.recover(await keys.who(), "mine")
+        # Of what was marked something lacks: all of the ledger is to be read that has living keys.
+        assert await keys.recover_read(seen.store, "mine", 2) == [None, None]
+        await keys.recover_end(seen.store, "mine", 2, [30, 40])
+        recovered = Epoch(2, seen.store)
+        assert (await keys.beat(recovered, "me", 2, {})).members == 1
+        assert await keys.who() == Identity(seen.store, recovered)
+        assert await keys.recover(await keys.who(), "another")
+        assert await keys.recover_read(seen.store, "another", 2) == [30, 40]
+        assert evict(client) > 0  # during a recovery: it is not believed for longer than until the next heartbeat
+        await keys.recover_end(seen.store, "another", 3, [30, 40])
+        with pytest.raises(StoreIncomplete):
+            await keys.beat(Epoch(3, seen.store), "me", 2, {})
+    await keys.close()
+
+
+async def test_the_double_misses_evicted_keys_as_redis_does() -> None:
+    server = Server("run/replid", Clock(), Epoch(1, "run/replid"), applied={0: 10})
+    keys = MemoryKeys(server, retention_ms=RETENTION_MS, least_left_ms=5_000, lease_ttl_ms=LEASE_MS)
+    epoch = Epoch(1, "run/replid")
+    assert (await keys.beat(epoch, "me", 1, {0: 10})).members == 1
+    server.evicted, server.evicts = 3, "allkeys-lru"
+    with pytest.raises(StoreIncomplete):
+        await keys.beat(epoch, "me", 1, {0: 10})
+    assert await keys.who() == Identity("run/replid", epoch, incomplete=True, evicts="allkeys-lru")
+    assert await keys.recover(await keys.who(), "mine")
+    assert await keys.recover_read("run/replid", "mine", 1) == [None]
+    await keys.recover_end("run/replid", "mine", 2, [30])
+    assert (await keys.beat(Epoch(2, "run/replid"), "me", 1, {0: 30})).members == 1

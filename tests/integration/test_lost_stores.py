@@ -136,6 +136,29 @@ async def test_an_older_copy_of_the_store_in_the_same_life(own_stage: Stage, top
     await stage.assert_exactly_once(topic)
 
 
+async def test_keys_that_redis_evicts_are_a_lost_store(own_stage: Stage, topic: str) -> None:
+    """The policy was changed while it runs, and memory is short: nobody is ready until the policy holds again."""
+    stage = own_stage
+    service = await stage.started()
+    asked = events(topic, 400)
+    written = await stage.client.load([service.url], asked)
+    with stage.redis.client() as store:
+        store.config_set("maxmemory-policy", "volatile-lru")
+        store.config_set("maxmemory", int(store.info("memory")["used_memory"]) - 50_000)
+        await asyncio.to_thread(until, lambda: int(store.info("stats")["evicted_keys"]) > 50)
+        await asyncio.to_thread(until, lambda: "store lost" in service.log.read_text())
+        readiness = (await stage.client.http.get(f"{service.url}/readyz")).json()
+        assert (readiness["ready"], "set maxmemory-policy noeviction" in readiness["redis"]) == (False, True)
+        refused = await stage.client.post(service.url, asked[0])
+        assert (refused.status, refused.code) == (503, "not-written")
+        store.config_set("maxmemory-policy", "noeviction")
+        store.config_set("maxmemory", 0)
+    again = await stage.client.load([service.url], asked)
+    assert {attempt.replayed for attempt in again} == {True}
+    assert {attempt.body for attempt in again} == {attempt.body for attempt in written}
+    await stage.assert_exactly_once(topic)
+
+
 async def test_restarted_empty_under_load(own_stage: Stage, topic: str) -> None:
     stage = own_stage
     services = [stage.service(), stage.service()]
