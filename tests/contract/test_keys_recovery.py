@@ -297,7 +297,7 @@ async def test_what_claims_nothing_is_not_counted(bench: Bench) -> None:
 def evict(client: Client) -> int:
     """Have Redis evict by the policy that it was given meanwhile; how many keys it did."""
     before = int(client.info("stats")["evicted_keys"])
-    client.config_set("maxmemory-policy", "volatile-lru")
+    client.config_set("maxmemory-policy", "volatile-ttl")  # the nonce lives longest
     client.config_set("maxmemory", int(client.info("memory")["used_memory"]) - 100_000)
     deadline = time.monotonic() + 10
     while not (evicted := int(client.info("stats")["evicted_keys"]) - before):
@@ -308,7 +308,7 @@ def evict(client: Client) -> int:
 
 
 async def test_keys_that_were_evicted_are_missed_at_the_next_heartbeat(own_redis: Redis, namespace: str) -> None:
-    keys = redis_keys(own_redis, namespace)
+    keys = redis_keys(own_redis, namespace, lease_ttl_ms=60_000)
     seen = await keys.who()
     assert (await keys.recover(seen, "first"), seen.evicts) == (True, "")
     await keys.recover_end(seen.store, "first", 1, [10, 20])
@@ -321,7 +321,7 @@ async def test_keys_that_were_evicted_are_missed_at_the_next_heartbeat(own_redis
         assert evict(client) > 0
         with pytest.raises(StoreIncomplete):
             await keys.beat(epoch, "me", 2, {})
-        assert await keys.who() == Identity(seen.store, epoch, incomplete=True, evicts="volatile-lru")
+        assert await keys.who() == Identity(seen.store, epoch, incomplete=True, evicts="volatile-ttl")
         client.config_set("maxmemory-policy", "noeviction")
         assert await keys.recover(await keys.who(), "mine")
         # Of what was marked something lacks: all of the ledger is to be read that has living keys.
