@@ -24,6 +24,7 @@ from service.kafka.cluster import Cluster
 from service.kafka.security import security_of
 from service.keys import Epoch, Identity, RedisKeys
 from service.logs import Incident
+from service.lso_watch import LsoWatch
 from service.pool import Pool
 from service.queue import Queue
 from service.recovery import STORE_STATES, SlotRecovery, Store
@@ -120,6 +121,9 @@ class Service:
             recovered=self.ingest.recovered,
         )
         self.ingest.hurry = self.pool.hurry
+        self.lso_watch = LsoWatch(
+            settings, self.cluster, self.pool, self.topics.ledger, self.catalogue.names, self.telemetry
+        )
         self._show_states()
         self.was_ready = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -149,6 +153,7 @@ class Service:
         self._tasks.append(asyncio.create_task(self._bring_up()))
         self._tasks.append(asyncio.create_task(self.intake.sweep()))
         self._tasks.append(asyncio.create_task(self._watch()))
+        self._tasks.append(asyncio.create_task(self.lso_watch.run()))
 
     async def _bring_up(self) -> None:
         trouble = Incident(log, "not up yet")

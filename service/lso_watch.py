@@ -55,8 +55,8 @@ class Slots(Protocol):
         """The slots whose transactional ids have these producer ids, by producer id. Raises KafkaAway."""
         ...
 
-    def recover(self, n: int) -> None:
-        """Have slot `n` recovered."""
+    def recover(self, n: int, partitions: Collection[Partition]) -> None:
+        """Have slot `n` recovered, which has a transaction open in these partitions."""
         ...
 
 
@@ -162,7 +162,7 @@ class LsoWatch:
                 producers=sorted(held_by[partition]),
             )
             for n in theirs:
-                self._slots.recover(n)
+                self._slots.recover(n, [partition])
 
     def _show(self, now: float) -> None:
         standing = [stalled for _, stalled in self._stands(now)]

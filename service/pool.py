@@ -6,12 +6,13 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Final
 
 import structlog
 
 from service.errors import Fenced, KafkaAway, StoreAway, StoreLost, StoreUnanswered
+from service.hanging import Partition
 from service.kafka.cluster import Cluster
 from service.kafka.producer import IdempotentProducer
 from service.kafka.verdict import TransactionFailed
@@ -24,6 +25,7 @@ from service.slot import Slot
 from service.states import SlotEvent, SlotState
 from service.telemetry import Telemetry
 from service.topics import InternalTopics
+from service.wire import transactional_id
 
 log = structlog.get_logger(__name__)
 
@@ -93,7 +95,8 @@ class Pool:
         self._patient_until = 0.0
         self._troubles: dict[int, Incident] = {}  # by slot: a recovery that fails over and over is one
         self._hurry = asyncio.Event()
-        self._to_recover: set[int] = set()  # that nobody may hold, and that are to be taken all the same
+        # Slots that nobody may hold, and that are to be taken all the same: what is open of theirs, and where.
+        self._to_recover: dict[int, set[Partition]] = {}
         self._stopping = False
 
     def __repr__(self) -> str:
@@ -137,17 +140,35 @@ class Pool:
         """Beat now: somebody has met a dead slot."""
         self._hurry.set()
 
-    def recover(self, n: int) -> None:
-        """Have a slot recovered: what it left in Kafka does not end by itself.
+    async def of_producers(self, producer_ids: Collection[int]) -> dict[int, int]:
+        """The slots whose transactional ids have these producer ids, by producer id. Raises KafkaAway.
+
+        Kafka is asked only where some are of no slot that is held here.
+        """
+        held = {slot.producer_id: n for n, slot in self.slots.items()}
+        found = {producer: held[producer] for producer in producer_ids if producer in held}
+        if found.keys() >= set(producer_ids):
+            return found
+        others = {
+            transactional_id(self._settings.namespace, n): n
+            for n in range(self._settings.slots_max)
+            if n not in self.slots
+        }
+        theirs = await self._cluster.producer_ids(others)
+        return found | {producer: others[name] for name, producer in theirs.items() if producer in producer_ids}
+
+    def recover(self, n: int, partitions: Collection[Partition]) -> None:
+        """Have a slot recovered that has a transaction open in these partitions: it does not end by itself.
 
         One that is held here ends its term after its present group; one that nobody holds is taken at the next beat.
         One of another process is left to that process.
         """
         slot = self.slots.get(n)
         if slot is None:
-            self._to_recover.add(n)
+            self._to_recover.setdefault(n, set()).update(partitions)
             self.hurry()
         elif slot.state in SETTLED:
+            slot.suspects.update(partitions)
             slot.stale = True
             self._queue.nudge_all()
 
@@ -216,13 +237,13 @@ class Pool:
         marks = {n: mark for n, mark in enumerate(census.slots) if n not in self.slots}
         dead = [n for n, mark in marks.items() if mark == "d" or (mark == "f" and n in self._to_recover)]
         free = [n for n, mark in marks.items() if mark == "f" and n not in self._to_recover]
-        self._to_recover.clear()
         random.shuffle(dead)
         random.shuffle(free)
         wanted = share - len(held)
+        suspects, self._to_recover = self._to_recover, {}
         for n in dead + free[: max(0, wanted - len(dead))]:
             if not self._stopping and time.monotonic() >= self._patient_until:
-                await self._take(n, epoch)
+                await self._take(n, epoch, suspects.get(n, ()))
         # More than was wanted comes from rescuing the dead; more than the share is given up only where it is missed.
         excess = len(held) - (most if free or dead else share)
         settled = [slot for slot in held if slot.state in SETTLED]
@@ -233,7 +254,7 @@ class Pool:
     def _is_stuck(self, slot: Slot) -> bool:
         return time.monotonic() - slot.down_since > STUCK_SHARE * self._settings.request_timeout_ms / 1000
 
-    async def _take(self, n: int, epoch: Epoch) -> None:
+    async def _take(self, n: int, epoch: Epoch, suspects: Collection[Partition]) -> None:
         if not await self._keys.take(epoch, n, self.token) or n in self.slots:
             return
         if self._stopping:  # since it was asked for: nobody would let go of it any more
@@ -241,6 +262,7 @@ class Pool:
             return
         plain = IdempotentProducer(self._cluster, f"plain-{n}")
         slot = Slot(n, self._keys, self._topics.ledger, self._settings.name, plain)
+        slot.suspects.update(suspects)
         slot.move(SlotEvent.LEASE)
         self.slots[n] = slot
         self._tasks[n] = asyncio.create_task(self._live(slot), name=f"slot-{n}")

@@ -71,6 +71,11 @@ class Slot:
         """Whether a connection of this term has ended: what it has written may lack markers since."""
         return self._producer is not None and self._producer.lost
 
+    @property
+    def producer_id(self) -> int | None:
+        """Kafka's id of its producer, None while it has none."""
+        return None if self._producer is None else self._producer.producer_id
+
     def move(self, event: SlotEvent) -> None:
         """The one way in which the state changes."""
         self.state = SLOT[self.state, event]

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -17,10 +17,10 @@ from aiokafka.protocol.transaction import InitProducerIdRequest
 from aiokafka.record.default_records import DefaultRecordBatch
 
 from service.errors import KafkaAway, KafkaForbids, KafkaRefuses
-from service.hanging import Partition
+from service.hanging import ActiveProducer, Partition
 from service.kafka.client import Client
 from service.kafka.deadline import shared, within
-from service.kafka.inspection import FINAL, active_producers
+from service.kafka.inspection import FINAL, active_producers, producer_id_of
 from service.kafka.metadata import Metadata, Partitions, partitions_of
 from service.shared import PREFIX
 from service.telemetry import Telemetry
@@ -211,7 +211,7 @@ class Cluster:
                 raise self.failed("metadata", f"topic {name}: {kind.__name__}")
         return found
 
-    async def last_offsets(self, topics: Sequence[str]) -> dict[tuple[str, int], Ends]:
+    async def last_offsets(self, topics: Sequence[str]) -> dict[Partition, Ends]:
         """The ends of the topics' partitions, by (topic, partition), as their leaders tell them. Raises KafkaAway.
 
         Costs one Metadata request, and two ListOffsets to each leader: the high watermark is asked for first, so that a
@@ -228,7 +228,7 @@ class Cluster:
 
     async def _ends_at(
         self, node: int, asked: Sequence[tuple[str, Sequence[tuple[int, int]]]]
-    ) -> dict[tuple[str, int], Ends]:
+    ) -> dict[Partition, Ends]:
         """The ends of partitions that this node leads; of none where it does not answer."""
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -240,6 +240,31 @@ class Cluster:
         except (errors.KafkaError, OSError, TimeoutError):
             return {}
         return {partition: Ends(stable[partition], high[partition]) for partition in high.keys() & stable}
+
+    async def open_transactions(self, partitions: Collection[Partition]) -> dict[Partition, list[ActiveProducer]]:
+        """The producers that each partition's leader knows, without those of partitions whose leaders do not tell."""
+        try:
+            found = await active_producers(await self._opened(), partitions, self.timeout_s / ASK_TRIES)
+        except (errors.KafkaError, OSError, TimeoutError) as error:
+            raise self.failed("metadata", f"leaders do not tell of their producers: {error!r}") from error
+        return found.active
+
+    async def producer_ids(self, transactional_ids: Iterable[str]) -> dict[str, int]:
+        """The producer ids of these transactional ids, as their coordinators tell; of some none may be known."""
+        places = asyncio.Semaphore(FENCES_AT_ONCE)
+
+        async def ask(name: str) -> int | None:
+            async with places:
+                client = await self._opened()
+                return await producer_id_of(client, await coordinator(client, name), name)
+
+        names = list(transactional_ids)
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                found = await asyncio.gather(*map(ask, names))
+        except (errors.KafkaError, OSError, TimeoutError) as error:
+            raise self.failed("metadata", f"coordinators do not tell of producer ids: {error!r}") from error
+        return {name: producer for name, producer in zip(names, found, strict=True) if producer is not None}
 
     async def describe(self, names: Sequence[str], *, elsewhere: bool = False) -> dict[str, Topic]:
         """Topics with their settings; those that do not exist are left out.

@@ -219,6 +219,16 @@ async def open_partitions(client: AIOKafkaClient, node: int, transactional_id: s
     return {(topic, number) for topic, numbers, _ in topics or () for number in numbers}
 
 
+async def producer_id_of(client: AIOKafkaClient, node: int, transactional_id: str) -> int | None:
+    """The producer id of a transactional id, as its coordinator tells; None where it does not."""
+    try:
+        answer = await client.send(node, DescribeTransactions(transactional_id))
+    except (errors.IncompatibleBrokerVersion, NotImplementedError):
+        return None
+    ((code, _, _state, _, _, producer_id, *_),) = answer.transactions
+    return int(producer_id) if code == OK else None
+
+
 class Entry(NamedTuple):
     """A record of a partition, or a marker, which has no value."""
 

@@ -3,6 +3,7 @@
 Real processes on real Kafka and Redis; the expressions are evaluated by Prometheus' own engine.
 """
 
+import asyncio
 import contextlib
 import json
 import time
@@ -13,13 +14,22 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own documentation imports it from here
+    AclOperation,
+    ResourcePatternType,
+    ResourceType,
+)
 
 from deploy.local.stack import Kafka, Redis, Service
-from service.wire import requests_topic
+from service.kafka.cluster import Cluster
+from service.telemetry import Telemetry
+from service.wire import ledger_topic, requests_topic, transactional_id
 from tests.conftest import MakeTopic
 from tests.faults.proxy import Proxy
+from tests.integration.hanging import Rig
 from tests.kubernetes.alerting import NOTHING, Rules, Scrape, check_metrics, scrape, together
 from tests.kubernetes.rendering import Rendered
+from tests.secured import PASSWORD, SecuredKafka, acls_of_service
 
 SETTINGS: Final = {
     "FENCEPOST_LEASE_TTL_MS": "1000",
@@ -244,6 +254,39 @@ def test_a_slot_whose_transaction_kafka_does_not_end(serve: Serve, rules: Rules,
         served.service.kill()  # before the proxy, which nobody may be connecting to when it ends
         rules.assert_firing(["FencepostSlotDownTooLong"], healthy, fault, 4 * MINUTE_S)
         rules.assert_firing([], healthy, fault, 1 * MINUTE_S)
+
+
+def test_a_transaction_that_hangs_where_the_service_may_not_read(
+    serve: Serve, rules: Rules, secured_kafka: SecuredKafka, namespace: str
+) -> None:
+    """Its leader does not tell whose it is: it may be another program's, for as long as brokers allow one."""
+    topic = f"{namespace}-events"
+    secured_kafka.create_topic(topic)
+    secured_kafka.add_user("blind", PASSWORD)
+    may = (AclOperation.DESCRIBE, AclOperation.DESCRIBE_CONFIGS, AclOperation.WRITE)
+    own = acls_of_service(namespace, topic)[:2]
+    secured_kafka.allow("blind", *own, (ResourceType.TOPIC, topic, ResourcePatternType.LITERAL, may))
+    served = serve(bootstrap=secured_kafka.secured, **secured_kafka.environment("blind"))
+    assert served.post(topic, "a") == 201
+    healthy = served.when(is_ready)
+    asyncio.run(_hang(secured_kafka, namespace, topic))
+
+    def is_stalled(found: Scrape) -> bool:
+        return found.value("fencepost_stalled_partitions", of="unknown") == 1
+
+    first = served.when(is_stalled, timeout_s=40)
+    age = first.value("fencepost_stalled_oldest_seconds", of="unknown") or 0
+    fault = first, served.when(lambda found: (found.value("fencepost_stalled_oldest_seconds", of="unknown") or 0) > age)
+    rules.assert_firing(["FencepostTransactionHangs"], healthy, fault, 25 * MINUTE_S)
+    rules.assert_firing([], healthy, fault, 10 * MINUTE_S)
+
+
+async def _hang(kafka: SecuredKafka, namespace: str, topic: str) -> None:
+    """A transaction of slot 0 that is open in a partition of which its coordinator does not know."""
+    cluster = Cluster(kafka.bootstrap, client_id="rig", request_timeout_ms=5_000, telemetry=Telemetry())
+    rig = Rig(cluster, transactional_id(namespace, 0), (ledger_topic(namespace), 0))
+    await rig.write([((topic, 0), b"i" * 16)], marked=[], commit=None, with_record=False)
+    await cluster.close()
 
 
 def test_a_journal_whose_topic_is_gone(

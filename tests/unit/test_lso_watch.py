@@ -27,6 +27,7 @@ class Kafka:
         self.asked: list[Sequence[str]] = []
         self.described: list[set[Partition]] = []
         self.recovered: list[int] = []
+        self.hinted: set[Partition] = set()  # where the slots' transactions are open
         self.away = False
 
     async def last_offsets(self, topics: Sequence[str]) -> Mapping[Partition, Ends]:
@@ -44,8 +45,9 @@ class Kafka:
     async def of_producers(self, producer_ids: Collection[int]) -> Mapping[int, int]:
         return {OURS: 3} if OURS in producer_ids else {}
 
-    def recover(self, n: int) -> None:
+    def recover(self, n: int, partitions: Collection[Partition]) -> None:
         self.recovered.append(n)
+        self.hinted.update(partitions)
 
 
 @pytest.fixture
@@ -84,7 +86,7 @@ async def test_a_slot_whose_transaction_stands_open_is_recovered(
     assert shown(telemetry, SLOT) == (0, 0)
     await watch.look(BOUND_S)
     assert kafka.recovered == [3]
-    assert kafka.described == [{ORDERS}]
+    assert kafka.described == [kafka.hinted] == [{ORDERS}]
     assert shown(telemetry, SLOT) == (1, BOUND_S)
     kafka.ends = {ORDERS: Ends(974, 974), LEDGER: Ends(5, 5)}
     await watch.look(BOUND_S + 5)
@@ -108,7 +110,7 @@ async def test_the_ledger_is_watched_too(watch: LsoWatch, kafka: Kafka) -> None:
     kafka.open = {LEDGER: [ActiveProducer(OURS, 0, 5)]}
     await watch.look(0.0)
     await watch.look(BOUND_S)
-    assert kafka.recovered == [3]
+    assert (kafka.recovered, kafka.hinted) == ([3], {LEDGER})
     assert kafka.asked == [["ns.ledger", "orders"]] * 2
 
 

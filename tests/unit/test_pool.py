@@ -519,7 +519,7 @@ async def test_a_held_slot_is_recovered_when_that_is_asked_for(hold: Hold) -> No
     """Though it waits for events, and nothing of it has failed."""
     held = hold()
     slot = await held.ready()
-    held.pool.recover(slot.n)
+    held.pool.recover(slot.n, [("orders", 1)])
     await until(lambda: len(held.recovery.runs) == 2 and held.pool.ready == 1)
     assert held.pool.slots[slot.n] is slot
     assert not slot.stale
@@ -531,8 +531,8 @@ async def test_a_slot_that_nobody_holds_is_taken_to_be_recovered(hold: Hold) -> 
     slot = await held.ready()
     idle, others = [n for n in range(4) if n != slot.n][:2]
     held.world.keys.server.leases[others] = ("another", NOW_MS + 10**9)
-    held.pool.recover(idle)
-    held.pool.recover(others)
+    held.pool.recover(idle, [("orders", 1)])
+    held.pool.recover(others, [("orders", 1)])
     await until(lambda: idle in {n for n, _ in held.recovery.runs})
     await held.more_beats()
     assert others not in {n for n, _ in held.recovery.runs}

@@ -1,0 +1,46 @@
+"""A transaction of an idle slot that hangs, and that nothing else would find: the watch over LSOs has it ended."""
+
+import asyncio
+import json
+import time
+
+from service.kafka.cluster import Cluster
+from service.telemetry import Telemetry
+from service.wire import ledger_topic, transactional_id
+from tests.integration.client import Asked
+from tests.integration.conftest import Stage
+from tests.integration.hanging import Rig
+from tests.integration.judge import read_committed, wait_until_stable
+from tests.secured import SecuredKafka
+
+# Until a look that finds the LSO where it was before the bound (12 s), and the recovery.
+WATCHED_S = 30.0
+IDS = [bytes([n]) * 16 for n in range(2)]
+
+
+async def test_what_hangs_is_ended_though_nobody_writes(stage: Stage, secured_kafka: SecuredKafka) -> None:
+    """Of a slot that the process holds, and of one that nobody holds. Both are committed, as the ledger shows.
+
+    The broker does not verify transactions: it takes records for partitions of which their coordinator does not know.
+    """
+    kafka, topic = secured_kafka, f"{stage.namespace}-events"
+    kafka.create_topic(topic, partitions=3)
+    service = await stage.started(
+        kafka=kafka, slots=1, slots_max=2, transaction_timeout_ms=2_000, request_timeout_ms=2_000
+    )
+    assert (await stage.client.post(service.url, Asked("before", topic, b"1"))).status == 201
+    cluster = Cluster(kafka.bootstrap, client_id="rig", request_timeout_ms=5_000, telemetry=Telemetry())
+    for n in range(2):
+        ledger = ledger_topic(stage.namespace), n
+        rig = Rig(cluster, transactional_id(stage.namespace, n), ledger)
+        await rig.write([((topic, n), IDS[n])], marked=[ledger], commit=True, accepted_at=time.time_ns() // 1_000_000)
+    await cluster.close()
+
+    await asyncio.to_thread(wait_until_stable, kafka.bootstrap, [topic], WATCHED_S)
+
+    lines = [json.loads(line) for line in service.log.read_text().splitlines()]
+    seen = [line for line in lines if line["event"] == "last stable offset stands still"]
+    assert {(line["partition"], line["of"], *line["slots"]) for line in seen} == {(0, "slot", 0), (1, "slot", 1)}
+    assert (await stage.client.post(service.url, Asked("after", topic, b"2"))).status == 201
+    found = await asyncio.to_thread(read_committed, kafka.bootstrap, [topic])
+    assert {record.value for record in found} == {b"1", *IDS, b"2"}
