@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -14,7 +15,7 @@ from service import native
 from service.api import routes
 from service.callers import Callers
 from service.control import Control
-from service.errors import KafkaAway, KafkaRefuses, StoreAway, StoreUnanswered
+from service.errors import KafkaAway, KafkaForbids, KafkaRefuses, StoreAway, StoreUnanswered
 from service.events_endpoint import EventsEndpoint
 from service.http_posts import Handler
 from service.ingest import Ingest
@@ -48,6 +49,8 @@ JOURNAL_PATIENCE_S: Final = 3.0
 TRACES_PATIENCE_S: Final = 3.0
 # What a scrape shows of Redis and Kafka is at most so old, and what it took them to answer.
 WATCH_S: Final = 2.0
+# An operator who lowers a limit meets smaller groups after this time at the latest; a refusal tells sooner.
+LIMITS_S: Final = 10.0
 # Of Kafka and Redis each, less than the time of a probe: one that is silent must not be the reason for its end.
 READINESS_PATIENCE_S: Final = 2.5
 
@@ -133,6 +136,7 @@ class Service:
         show = self.telemetry
         show.queued.set_function(lambda: self.queue.events)
         show.queued_bytes.set_function(lambda: self.queue.bytes)
+        show.journal_waiting.set_function(lambda: self.journal.waiting)
         show.in_doubt.set_function(lambda: self.pool.in_doubt)
         show.in_doubt_oldest.set_function(lambda: self.pool.in_doubt_s)
         show.slot_down.set_function(lambda: self.pool.down_s)
@@ -160,6 +164,7 @@ class Service:
         while True:
             try:
                 await self.topics.ensure()
+                self._keep_to_limits()
                 await self.keys.check()
                 break
             except (SettingsError, KafkaRefuses) as error:
@@ -179,13 +184,27 @@ class Service:
 
     async def _watch(self) -> None:
         """Measure what takes a question to Redis and Kafka, for ever: a scrape must not wait for them."""
+        looked_at = time.monotonic()
         while True:
+            if self.topics.limits and time.monotonic() >= looked_at + LIMITS_S:
+                looked_at = time.monotonic()
+                with contextlib.suppress(KafkaAway, KafkaForbids):
+                    await self.topics.read_limits()
+                    self._keep_to_limits()
             self.telemetry.ready.set(bool((await self.readiness())["ready"]))
             with contextlib.suppress(StoreAway, StoreUnanswered):
                 used, limit = await self.keys.memory()
                 self.telemetry.redis_memory.set(used)
                 self.telemetry.redis_memory_limit.set(limit)
             await asyncio.sleep(WATCH_S)
+
+    def _keep_to_limits(self) -> None:
+        """Make up groups that the ledger takes, and show what the own topics take."""
+        self.queue.ledger_bytes_max = self.topics.ledger_bytes_max
+        if (record_bytes_max := self.topics.limits.get(self.topics.requests)) is not None:
+            self.journal.resize(record_bytes_max)
+        for name, most in self.topics.limits.items():
+            self.telemetry.own_message_bytes.labels(name).set(most)
 
     async def stop(self) -> None:
         """Finish what was accepted, give the leases back, write the journal, close everything."""

@@ -129,7 +129,7 @@ async def write_each(
     """
     answers: list[Answer | None] = [None] * len(parts)
     told = 0
-    train, places = Train(intake.events_max), list[int]()
+    train, places = Train(intake.events_max, intake.ledger_bytes_max), list[int]()
 
     async def write() -> None:
         for place, answer in zip(places, await intake.submit_train(train), strict=True):
@@ -156,7 +156,7 @@ async def write_each(
             known = _known(answers, told)
             told += len(known)
             yield known
-            train, places = Train(intake.events_max), []
+            train, places = Train(intake.events_max, intake.ledger_bytes_max), []
         train.add(event)
         places.append(place)
     if places:
@@ -201,8 +201,8 @@ async def write_atomic(
         events.append(_member(key, index, raw, traceparent, caller))
     ledger_bytes = sum(event.entry_bytes for event in events)
     event_bytes = sum(event.size for event in events)
-    if ledger_bytes > GROUP_LEDGER_BYTES_MAX:
-        most = int(len(events) * GROUP_LEDGER_BYTES_MAX / ledger_bytes)
+    if ledger_bytes > intake.ledger_bytes_max:
+        most = int(len(events) * intake.ledger_bytes_max / ledger_bytes)
         raise Problem(TOO_LARGE, f"events: one transaction holds about {most} such events; there are {len(events)}")
     if event_bytes > GROUP_EVENT_BYTES_MAX:
         raise Problem(

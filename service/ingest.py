@@ -13,6 +13,7 @@ from service.errors import (
     IN_PROGRESS,
     NOT_WRITTEN,
     OUTCOME_UNKNOWN,
+    TOO_LARGE,
     UNKNOWN_TOPIC,
     Fenced,
     KafkaAway,
@@ -56,7 +57,7 @@ from service.states import (
 )
 from service.telemetry import Telemetry
 from service.topics import Catalogue
-from service.wire import stamp_writer
+from service.wire import ledger_topic, stamp_writer
 
 if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
     from service.tracing import Tracing
@@ -87,6 +88,7 @@ class Ingest:
         tracing: "Tracing | None" = None,
     ) -> None:
         self._settings = settings
+        self._ledger = ledger_topic(settings.namespace)
         self._keys = keys
         self._store = store
         self._queue = queue
@@ -410,17 +412,23 @@ class Ingest:
         # Where a commit was asked for, what was refused on the way has been overcome, or is not what ended it.
         refusals = failed.refusals if aborted else {}
         culprits = {*failed.stuck, *refusals}
+        ledger_full = self._ledger in refusals and refusals[self._ledger].kind is TOO_LARGE
+        if ledger_full:  # it takes less than it did
+            self._queue.ledger_bytes_max = max(1, sum(request.ledger_bytes for request in requests) // 2)
         at_once: list[Request] = []
         later: list[Request] = []
         for request in requests:
             topics = {event.topic for event in request.events}
             refused = next((topic for topic in topics if topic in refusals), None)
             alone = len(requests) == 1
+            if ledger_full and alone and request.atomic:
+                self._answer(request, Problem(TOO_LARGE, "events: the ledger takes fewer in one transaction"))
+                continue
             if refused is not None and not self._travels_on(request, refused, refusals[refused], alone):
                 continue
             if not topics.isdisjoint(failed.stuck):
                 self._set_apart(request)
-            blamed = aborted and (not culprits or not topics.isdisjoint(culprits))
+            blamed = aborted and (not culprits or not topics.isdisjoint(culprits) or (ledger_full and alone))
             request.aborts += blamed
             absent = refused is not None and refusals[refused].kind is UNKNOWN_TOPIC
             (later if absent or (blamed and request.aborts > 1) else at_once).append(request)

@@ -165,6 +165,11 @@ class Intake:
         self._schemas.check(event)
         return True
 
+    @property
+    def ledger_bytes_max(self) -> int:
+        """Bytes of entries that one transaction holds."""
+        return self._queue.ledger_bytes_max
+
     async def check(self, event: Event, arrived: float, begun: float | None = None) -> None:
         """As `check_now`, and the topic is looked up where it is not known. Raises Problem.
 

@@ -9,9 +9,10 @@ from typing import Final
 import structlog
 
 from service import native
-from service.errors import KafkaAway
+from service.errors import TOO_LARGE, KafkaAway
 from service.kafka.cluster import Cluster
 from service.kafka.producer import IdempotentProducer
+from service.kafka.verdict import RecordRefused
 from service.request import Answer, Committed, Request
 from service.telemetry import Telemetry
 from service.topics import REQUESTS_PARTITIONS
@@ -36,8 +37,20 @@ class Journal:
         self._telemetry = telemetry
         self._producer = IdempotentProducer(cluster, "journal")
         self._waiting: list[str] = []
+        self._most = FLUSH_ANSWERS  # in one record, as its topic was seen to take them
+        self._record_bytes_max = 0
         self._stopping = False
         self._task = asyncio.create_task(self._run())
+
+    @property
+    def waiting(self) -> int:
+        """How many answers wait to be written."""
+        return len(self._waiting)
+
+    def resize(self, record_bytes_max: int) -> None:
+        """Try whole flushes again where its topic takes other records than it did."""
+        if record_bytes_max != self._record_bytes_max:
+            self._record_bytes_max, self._most = record_bytes_max, FLUSH_ANSWERS
 
     def record(self, request: Request, status: int, answer: Answer | None, latency_s: float) -> None:
         """Note an answer, or (None) that its claim stands, which a 202 says; drop it where too many wait."""
@@ -69,12 +82,23 @@ class Journal:
                 await asyncio.sleep(PAUSE_S)
 
     async def _flush(self) -> bool:
-        """Write what waits; False where that failed, and then it waits on."""
+        """Write what waits; False where that failed, and then it waits on.
+
+        A record that its topic finds too large is split in halves; an answer that it does not even take alone is
+        dropped, and counted.
+        """
         while self._waiting:
-            answers = self._waiting[:FLUSH_ANSWERS]
+            answers = self._waiting[: self._most]
             try:
                 record = encode_answers(self._instance, answers)
                 await self._producer.send(self._topic, random.randrange(REQUESTS_PARTITIONS), None, record)  # noqa: S311
+            except RecordRefused as refused:
+                if refused.refusal.kind is not TOO_LARGE:
+                    return False
+                self._most = max(1, len(answers) // 2)
+                if len(answers) > 1:
+                    continue
+                self._drop(1, refused.refusal.why)
             except KafkaAway:
                 return False
             except Exception:  # a bug must not end the journal, nor the service's stop
@@ -92,9 +116,12 @@ class Journal:
                 await self._flush()
         self._task.cancel()
         if left := len(self._waiting):
-            self._telemetry.journal_dropped.inc(left)
-            log.warning("answers dropped from the journal", answers=left)  # no scrape comes any more
+            self._drop(left, "the process ends")  # no scrape comes any more
         await self._producer.close()
+
+    def _drop(self, answers: int, why: str) -> None:
+        self._telemetry.journal_dropped.inc(answers)
+        log.warning("answers dropped from the journal", answers=answers, why=why)
 
 
 def _now_ms() -> int:

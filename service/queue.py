@@ -8,7 +8,7 @@ from typing import Final
 
 from service.errors import NOT_WRITTEN, Problem
 from service.request import Request, Train, fit
-from service.settings import Settings
+from service.settings import GROUP_LEDGER_BYTES_MAX, Settings
 from service.shared import Guarantee
 
 # Groups under way at once: while one is in Kafka the next is claimed. More would only be smaller, and cost more.
@@ -44,6 +44,7 @@ class Queue:
         self._making_room: asyncio.TimerHandle | None = None
         self.events = 0
         self.bytes = 0
+        self.ledger_bytes_max = GROUP_LEDGER_BYTES_MAX  # of a group; what the ledger takes may be less
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Take new requests in, all or none. Raises Problem (503) where a bound would be passed."""
@@ -98,7 +99,8 @@ class Queue:
                 continue
             if request.train is not None:
                 request.train.goes_again(request)
-            if request.in_one_piece and self.has_suspects(event.topic for event in request.events):
+            too_large = request.ledger_bytes > self.ledger_bytes_max
+            if request.in_one_piece and (too_large or self.has_suspects(event.topic for event in request.events)):
                 again += request.part()  # those of the other topics need not travel apart
             else:
                 again.append(request)
@@ -194,7 +196,9 @@ class Queue:
             return []
         now = time.monotonic()
         group = self._take_apart() if now >= self._apart_rests_until else []
-        group = group or take_group(min(self._waiting.values(), key=_head_arrived), self._held) or self._take_apart()
+        group = (
+            group or self._take_group(min(self._waiting.values(), key=_head_arrived), self._held) or self._take_apart()
+        )
         if group:
             self._out[id(group)] = now
             self._last_size = len(group)
@@ -218,6 +222,9 @@ class Queue:
         if self._apart or any(self._waiting.values()):
             self.nudge()
 
+    def _take_group(self, waiting: deque[Request], held: list[Request]) -> list[Request]:
+        return take_group(waiting, held, self.ledger_bytes_max)
+
     def _take_apart(self) -> list[Request]:
         """One request that was in a failed group, alone; else what waits of one suspect topic. One group at a time.
 
@@ -239,7 +246,7 @@ class Queue:
             return not request.failures and all(event.topic == topic for event in request.events)
 
         together = [first] if first.failures else [one for one in waiting if one is first or alike(one)]
-        self._apart_out = group = take_group(deque(together), [])
+        self._apart_out = group = self._take_group(deque(together), [])
         self._apart_turns[topic] = self._turns + 1
         taken = set(group)
         self._apart = deque(request for request in waiting if request not in taken)
@@ -263,8 +270,10 @@ class Order:
         return not left or (left[0] is request and left.popleft() is request)
 
 
-def take_group(waiting: deque[Request], held: list[Request]) -> list[Request]:
-    """Take from the front what one transaction holds; an atomic batch goes alone, a train whole.
+def take_group(
+    waiting: deque[Request], held: list[Request], ledger_bytes_max: int = GROUP_LEDGER_BYTES_MAX
+) -> list[Request]:
+    """Take from the front what one transaction holds; an atomic batch goes alone, a train whole if it can.
 
     What may not go yet is moved to `held`.
     """
@@ -279,11 +288,14 @@ def take_group(waiting: deque[Request], held: list[Request]) -> list[Request]:
         if request.train is not None and request.train.came_apart and not order.lets(request):
             held.append(waiting.popleft())
             continue
-        if request.train is None or not group or group[-1].train is not request.train:
-            load = request.train or request
+        train = request.train
+        if train is not None and train.came_apart and train.ledger_bytes > ledger_bytes_max:
+            train = None  # no transaction holds all of it any more
+        if train is None or not group or group[-1].train is not train:
+            load = train or request
             ledger_bytes += load.ledger_bytes
             event_bytes += load.event_bytes
-            if group and (request.atomic or group[0].atomic or not fit(ledger_bytes, event_bytes)):
+            if group and (request.atomic or group[0].atomic or not fit(ledger_bytes, event_bytes, ledger_bytes_max)):
                 break
         group.append(waiting.popleft())
     return group

@@ -54,9 +54,9 @@ class Answers:
             self.all.set_result(answers)
 
 
-def fit(ledger_bytes: int, event_bytes: int) -> bool:
+def fit(ledger_bytes: int, event_bytes: int, ledger_bytes_max: int = GROUP_LEDGER_BYTES_MAX) -> bool:
     """Does one transaction hold so much?"""
-    return ledger_bytes <= GROUP_LEDGER_BYTES_MAX and event_bytes <= GROUP_EVENT_BYTES_MAX
+    return ledger_bytes <= ledger_bytes_max and event_bytes <= GROUP_EVENT_BYTES_MAX
 
 
 class Train:
@@ -66,9 +66,10 @@ class Train:
     and still in their order, as far as it can be seen: those of a topic.
     """
 
-    def __init__(self, events_max: int = BATCH_EVENTS_MAX) -> None:
+    def __init__(self, events_max: int = BATCH_EVENTS_MAX, ledger_bytes_max: int = GROUP_LEDGER_BYTES_MAX) -> None:
         self.events: list[Event] = []
         self._events_max = events_max
+        self._ledger_bytes_max = ledger_bytes_max
         self.ledger_bytes = self.event_bytes = 0
         self.came_apart = False  # some of its requests have gone round again
         self._ids: set[bytes] = set()
@@ -78,7 +79,8 @@ class Train:
         """Is there room for it? An empty one takes any."""
         if not self.events:
             return True
-        fits = fit(self.ledger_bytes + event.entry_bytes, self.event_bytes + event.size)
+        ledger_bytes = self.ledger_bytes + event.entry_bytes
+        fits = fit(ledger_bytes, self.event_bytes + event.size, self._ledger_bytes_max)
         return fits and event.id not in self._ids and len(self.events) < self._events_max
 
     def add(self, event: Event) -> None:

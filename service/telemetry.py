@@ -127,6 +127,7 @@ class Telemetry:
         )
         self.marks_failed = self._counter("marks_failed", "Marks that did not succeed at once")
         self.journal_dropped = self._counter("journal_dropped", "Answers that the journal had to drop")
+        self.journal_waiting = self._gauge("journal_waiting_answers", "Answers that wait to be written to the journal")
 
         # What it stands on.
         self.redis_errors = self._counter("redis_errors", "Calls to Redis that failed, by how", "error")
@@ -138,6 +139,9 @@ class Telemetry:
             "stalled_partitions", "Partitions whose last stable offset stands still, by whose transaction is open", "of"
         )
         self.stalled_oldest = self._gauge("stalled_oldest_seconds", "For how long the oldest of them does so", "of")
+        self.own_message_bytes = self._gauge(
+            "own_topic_message_bytes", "max.message.bytes of Fencepost's own topics: groups are made to fit", "topic"
+        )
         self.kafka_errors = self._counter("kafka_errors", "What was asked of Kafka and failed", "operation")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

@@ -10,7 +10,7 @@ from typing import Final
 from service.errors import KafkaAway, KafkaForbids
 from service.kafka.cluster import Cluster, Topic
 from service.kafka.deadline import shared, unwaited
-from service.settings import Settings
+from service.settings import GROUP_LEDGER_BYTES_MAX, Settings
 from service.shared import PREFIX, SettingsError
 from service.wire import control_topic, findings_topic, ledger_topic, requests_topic
 
@@ -18,6 +18,12 @@ REQUESTS_PARTITIONS: Final = 8
 WEEK_S: Final = 168 * 3600
 # Past the retention of keys, time for the audit to read what it needs.
 EXTRA_S: Final = 2 * 24 * 3600
+# The default of Kafka's `max.message.bytes`.
+OWN_MESSAGE_BYTES: Final = 1_048_588
+# Of a record of our own, what is not its entries: the batch's head, the record's fields, and the JSON's, with names.
+RECORD_HEAD_BYTES: Final = 512
+# That, and one entry of a topic with the longest name; less holds nothing.
+OWN_MESSAGE_BYTES_LEAST: Final = 2 * RECORD_HEAD_BYTES + 256
 # How long a topic's settings are believed, and for how long that it lacks replicas.
 KNOWN_S: Final = 10.0
 SHORT_S: Final = 0.5
@@ -47,11 +53,14 @@ class InternalTopics:
             "retention.bytes": "-1",
             "message.timestamp.type": "LogAppendTime",
         }
+        self.limits: dict[str, int] = {}  # `max.message.bytes` of each, as far as it may be read
         self._wanted: dict[str, tuple[int, Mapping[str, str]]] = {
             self.ledger: (settings.slots_max, kept),
             self.requests: (REQUESTS_PARTITIONS, kept),
             self.control: (1, {"cleanup.policy": "compact"}),
         }
+        # With what they are made beside that: whatever the brokers' defaults are, they take our records, by any clock.
+        self._made_with = {"message.timestamp.type": "LogAppendTime", "max.message.bytes": str(OWN_MESSAGE_BYTES)}
 
     def reserved(self, topic: str) -> bool:
         """Is this a topic that no client may write to?"""
@@ -62,13 +71,26 @@ class InternalTopics:
         found = await self._cluster.describe(list(self._wanted))
         for name, (partitions, settings) in self._wanted.items():
             if name not in found:
-                await self._cluster.create(name, partitions, settings)
+                await self._cluster.create(name, partitions, {**self._made_with, **settings})
         found = await self._described()
+        self._note_limits(found)
         wrong = [line for name in self._wanted for line in self.faults(found[name])]
         if wrong:
             raise SettingsError("\n".join(wrong))
         if found[self.ledger].partitions < self._settings.slots_max:
             await self._cluster.grow(self.ledger, self._settings.slots_max)
+
+    async def read_limits(self) -> None:
+        """See how large a record they take now. Raises KafkaAway, KafkaForbids."""
+        self._note_limits(await self._cluster.describe(list(self._wanted)))
+
+    def _note_limits(self, topics: Mapping[str, Topic]) -> None:
+        self.limits |= {name: it.message_bytes_max for name, it in topics.items() if "max.message.bytes" in it.settings}
+
+    @property
+    def ledger_bytes_max(self) -> int:
+        """Bytes of entries at which a group closes, so that the ledger takes their record."""
+        return min(GROUP_LEDGER_BYTES_MAX, self.limits.get(self.ledger, OWN_MESSAGE_BYTES) - RECORD_HEAD_BYTES)
 
     async def _described(self) -> dict[str, Topic]:
         """The internal topics once each is known: one that was just made takes a moment to show."""
@@ -106,6 +128,11 @@ class InternalTopics:
             longer = name == "retention.ms" and (present == "-1" or int(present) >= int(value))
             if present != value and not longer:
                 wrong.append(f"topic {topic.name} has {name}={present}: set {name}={value} on it")
+        if topic.message_bytes_max < OWN_MESSAGE_BYTES_LEAST:
+            wrong.append(
+                f"topic {topic.name} has max.message.bytes={topic.message_bytes_max}: "
+                f"set max.message.bytes={OWN_MESSAGE_BYTES} on it"
+            )
         return wrong
 
 

@@ -8,7 +8,7 @@ from service.cli.finding import Finding, Level, grouped, judged
 from service.kafka.cluster import Topic
 from service.kafka.survey import Census, Seen
 from service.settings import EVENT_BYTES_MAX
-from service.topics import InternalTopics
+from service.topics import OWN_MESSAGE_BYTES, InternalTopics
 
 # The audit comes by the hour, and a run that failed is noticed and made up for within a day.
 RETENTION_LEAST_MS: Final = 24 * 3_600_000
@@ -27,6 +27,7 @@ def own_topics(topics: Mapping[str, Topic], internal: InternalTopics, census: Ce
             rows.append((name, Finding("topics.own-settings", Level.ERROR, found, change)))
         if not faults:
             rows.append((name, Finding("topics.own-settings", Level.OK, "cleanup, retention and timestamps are right")))
+        rows += [(name, finding) for finding in _takes_our_records(topic, internal)]
         rows.append((name, replicas("topics.own-replicas", topic, census.topics[name])))
     if topics:
         gone = {internal.ledger, internal.requests, internal.control} - census.topics.keys() - census.hidden
@@ -37,6 +38,29 @@ def own_topics(topics: Mapping[str, Topic], internal: InternalTopics, census: Ce
         text = f"{ledger.partitions} partitions, which the next start raises to FENCEPOST_SLOTS_MAX={slots_max}"
         rows.append((ledger.name, Finding("topics.own-partitions", Level.OK, text)))
     return grouped(rows)
+
+
+def _takes_our_records(topic: Topic, internal: InternalTopics) -> Iterator[Finding]:
+    """How large a record of ours one of our own topics takes, and of which time; as far as that may be read."""
+    if "max.message.bytes" in topic.settings:
+        yield judged(
+            "topics.own-message-bytes",
+            topic.message_bytes_max >= OWN_MESSAGE_BYTES,
+            f"max.message.bytes={topic.message_bytes_max}",
+            f"set {OWN_MESSAGE_BYTES} or more, or expect smaller groups and so more transactions, and 413 for atomic "
+            "batches that the ledger has no room for",
+            Level.WARNING,
+        )
+    stamped = topic.settings.get("message.timestamp.type")
+    if topic.name == internal.control and stamped is not None:
+        yield judged(
+            "topics.own-timestamps",
+            stamped == "LogAppendTime",
+            f"message.timestamp.type={stamped}",
+            "set LogAppendTime on it, as it is made now: else a clock that is wrong, or bounds on timestamps, keep "
+            "records out without which nothing starts",
+            Level.WARNING,
+        )
 
 
 def replicas(check: str, topic: Topic, seen: Seen) -> Finding:

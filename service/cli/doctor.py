@@ -142,7 +142,7 @@ async def ledger_rate(kafka: Survey, ledger: str, partitions: int, now: float) -
 async def _brokers_clock(kafka: Survey, settings: Settings, requests: str, now: Now) -> Finding:
     """By the timestamp (LogAppendTime) of a journal record that has no answers."""
     producer = IdempotentProducer(kafka, "doctor")
-    record = Record(requests, 0, None, encode_answers(settings.name, []), [], 0)
+    record = Record(requests, 0, None, encode_answers(settings.name, []), [], int(now()))
     try:
         await producer.identity()
 

@@ -1,6 +1,7 @@
 """The two kinds of producer. A life ends with its first failure; the next one has an id or an epoch of its own."""
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -27,7 +28,7 @@ from service.kafka.life import (
     check,
 )
 from service.kafka.open_check import OpenCheck
-from service.kafka.verdict import REFUSALS, Refusal, Refused, TransactionFailed
+from service.kafka.verdict import REFUSALS, RecordRefused, Refusal, Refused, TransactionFailed
 from service.logs import Incident
 from service.patience import Patience
 
@@ -51,9 +52,12 @@ NOT_ATTEMPTED: Final = errors.OperationNotAttempted.errno
 
 
 def own_record(topic: str, partition: int, key: bytes | None, value: bytes) -> Record:
-    """A record of Fencepost's own, compressed where that pays."""
+    """A record of Fencepost's own, compressed where that pays.
+
+    Its time is now: a topic's bounds on timestamps hold for it too (KIP-937), and 0 is beyond any.
+    """
     codec = OWN_CODEC if len(value) >= COMPRESSED_LEAST_BYTES else CODECS["none"]
-    return Record(topic, partition, key, value, [], 0, codec=codec)
+    return Record(topic, partition, key, value, [], time.time_ns() // 1_000_000, codec=codec)
 
 
 class TransactionalProducer:
@@ -192,15 +196,14 @@ class TransactionalProducer:
                 (ledger_place,) = await self._send(last, leaders)
                 await self._end(commit=True)
         except Exception as error:  # a bug must end the life too
-            cause = ", ".join(f"{topic}: {refusal.why}" for topic, refusal in group.refusals.items())
+            refusals = group.refusals | (last.refusals if last is not None else {})
+            cause = ", ".join(f"{topic}: {refusal.why}" for topic, refusal in refusals.items())
             cause = cause or ", ".join(filter(None, (repr(error), self._life.quota)))
             # A refusal holds up what is with it, and is what ended it.
-            stuck = set() if group.refusals else group.stuck(timed_out=isinstance(error, TimeoutError))
+            stuck = set() if refusals else group.stuck(timed_out=isinstance(error, TimeoutError))
             # With a ledger record in Kafka, a transaction whose markers never come is committed (service/hanging.py).
             may_commit = last is not None and not last.is_refused
-            raise TransactionFailed(
-                verdict.of(error, may_commit), cause, group.refusals, stuck, group.hanging
-            ) from error
+            raise TransactionFailed(verdict.of(error, may_commit), cause, refusals, stuck, group.hanging) from error
         return places, ledger_place.offset
 
     async def _join(self, group: "_Group", ledger: Partition) -> dict[Partition, int]:
@@ -376,13 +379,17 @@ class IdempotentProducer:
         return place.offset
 
     async def send_all(self, topic: str, contents: Sequence[tuple[int, bytes | None, bytes]]) -> list[Place]:
-        """Write records of (partition, key, value) and await them; their places. Raises KafkaAway as `send` does."""
+        """Write records of (partition, key, value) and await them; their places. Raises KafkaAway as `send` does.
+
+        RecordRefused where the broker refuses one for good.
+        """
         records = [own_record(topic, *content) for content in contents]
         places: list[Place] = []
         for fate in await self.write(records):
             if not isinstance(fate, Place):
                 failed = KafkaAway(f"{topic}: {fate.why if fate else 'no clean answer'}")
                 if isinstance(fate, Refusal):  # for good: nobody else tells of it
+                    failed = RecordRefused(str(failed), fate)
                     self._trouble.goes_on(failed, producer=self._name)
                 raise failed
             places.append(fate)

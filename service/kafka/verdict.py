@@ -40,6 +40,14 @@ class Refused(Exception):
         return refusal
 
 
+class RecordRefused(KafkaAway):
+    """The broker refuses a record of Fencepost's own for good: nothing of its batch was written."""
+
+    def __init__(self, why: str, refusal: Refusal) -> None:
+        super().__init__(why)
+        self.refusal = refusal
+
+
 class TransactionFailed(Exception):
     """Anything else than a clean commit: the producer's life ends here.
 

@@ -182,7 +182,7 @@ async def test_topics_that_are_not_as_they_should_be(
 ) -> None:
     wrong_ledger = {"retention.ms": "3600000", "message.timestamp.type": "CreateTime"}
     kafka.create_topic(f"{namespace}.ledger", partitions=8, config=wrong_ledger)
-    kafka.create_topic(f"{namespace}.control", config={"cleanup.policy": "delete"})
+    kafka.create_topic(f"{namespace}.control", config={"cleanup.policy": "delete", "max.message.bytes": "100000"})
     compacted = make_topic(1, {"cleanup.policy": "compact"})
     small = make_topic(1, {"max.message.bytes": "100000", "retention.ms": "3600000"})
     rules = Rules.parse("".join(f'[[topics]]\npattern = "{name}"\n' for name in (compacted, small, "no-such-topic")))
@@ -191,6 +191,8 @@ async def test_topics_that_are_not_as_they_should_be(
         ("topics.own-settings", "error"),
         ("topics.own-there", "error"),  # deleted: a process that runs does not make it
         ("topics.own-replicas", "error"),
+        ("topics.own-message-bytes", "warning"),
+        ("topics.own-timestamps", "warning"),
         ("topics.data-there", "warning"),
         ("topics.data-replicas", "error"),
         ("topics.data-compaction", "warning"),

@@ -1,23 +1,28 @@
 """What operators do: stop under load, too many processes, wrong settings; and events that a broker refuses."""
 
 import asyncio
+import json
 import re
 import time
 
+import httpx
 import pytest
 from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own documentation imports them from here
     AlterConfigOpType,
     ConfigEntry,
     ConfigResource,
     NewPartitions,
+    NewTopic,
     ResourceType,
 )
 
 from deploy.local.stack import Kafka, Redis, Service, StackError
 from service.shedding import ANSWERS_EACH, SAVED_MOST
+from service.wire import event_id
 from tests.conftest import MakeTopic
 from tests.integration.client import Asked, Attempt, events
 from tests.integration.conftest import Stage, plan_of
+from tests.integration.judge import read_committed
 from tests.integration.plan import Fault, until
 
 
@@ -237,3 +242,36 @@ def delete(kafka: Kafka, topic: str) -> None:
     for future in admin.delete_topics([topic], operation_timeout=10).values():
         future.result(10)
     until(lambda: topic not in admin.list_topics(timeout=10).topics)
+
+
+async def test_own_topics_that_take_less_than_they_did(stage: Stage, topic: str) -> None:
+    """Bounds on timestamps before the first start; then smaller records in the ledger and the journal.
+
+    The control topic's records had the time 0, so that nothing started; a batch of 2,000 was 503 for ever, and not one
+    answer was journaled any more.
+    """
+    admin, ns = stage.kafka.admin(), stage.namespace
+    bounds = {"cleanup.policy": "compact", "message.timestamp.before.max.ms": "3600000"}
+    made = NewTopic(f"{ns}.control", num_partitions=1, replication_factor=1, config=bounds)
+    for future in admin.create_topics([made]).values():
+        future.result(10)
+    service = await stage.started()
+    for own, most in (("ledger", "20000"), ("requests", "3000")):
+        await asyncio.to_thread(alter, stage.kafka, f"{ns}.{own}", "max.message.bytes", most)
+    batch = {"events": [{"topic": topic, "value": n, "idempotency_key": f"k{n}"} for n in range(2_000)]}
+    answer = await stage.client.http.post(f"{service.url}/events/batch", json=batch)
+    assert {result["status"] for result in answer.json()["results"]} == {201}
+
+    def journaled() -> set[str]:
+        records = read_committed(stage.kafka.bootstrap, [f"{ns}.requests"])
+        answers = [answer for record in records for answer in json.loads(record.value or b"")["answers"]]
+        return {answer["id"] for answer in answers if answer["status"] == 201}
+
+    ids = {event_id(f"k{n}").hex() for n in range(2_000)}
+    await asyncio.to_thread(until, lambda: journaled() >= ids)
+    metrics = (await stage.client.http.get(f"{service.url}/metrics")).text
+    assert "fencepost_journal_dropped_total 0.0" in metrics
+    seen = f'fencepost_own_topic_message_bytes{{topic="{ns}.ledger"}} 20000.0'
+    await asyncio.to_thread(until, lambda: seen in httpx.get(f"{service.url}/metrics").text)
+    records = await asyncio.to_thread(read_committed, stage.kafka.bootstrap, [topic])
+    assert sorted(int(record.value or b"-1") for record in records) == list(range(2_000))

@@ -390,12 +390,12 @@ async def test_of_an_atomic_batch_the_member_is_named_that_its_topic_refuses() -
     assert not world.queue.events
 
 
-async def test_an_atomic_batch_whose_ledger_record_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_atomic_batch_whose_ledger_record_is_too_large_is_refused() -> None:
     entry = ENTRY_BYTES + len("orders")
     world = World()
     serving = world.serve(await world.slot())
     for holds in (3, 2):
-        monkeypatch.setattr(module, "GROUP_LEDGER_BYTES_MAX", holds * entry)
+        world.queue.ledger_bytes_max = holds * entry
         batch = batch_of(*(one(None, n) for n in range(3)), atomic=True)
         if holds == 3:
             assert isinstance(await atomically(world, batch, "three"), Committed)

@@ -10,7 +10,7 @@ import pytest
 from service import topics as module
 from service.errors import KafkaAway, KafkaForbids, Problem
 from service.kafka.cluster import Topic
-from service.settings import Settings
+from service.settings import GROUP_LEDGER_BYTES_MAX, Settings
 from service.shared import SettingsError
 from service.topics import Catalogue, InternalTopics
 from tests.unit.fakes import FakeCluster, World, make_event
@@ -275,6 +275,32 @@ async def test_no_broker_that_lags_behind_makes_slots_fewer(
     assert await InternalTopics(cluster, Settings(slots_max=4)).slots() == slots
 
 
+async def test_groups_are_as_large_as_the_ledger_takes() -> None:
+    cluster = Made()
+    internal = InternalTopics(cluster, Settings(namespace="fp"))
+    await internal.ensure()
+    assert internal.ledger_bytes_max == GROUP_LEDGER_BYTES_MAX
+    settings = {**cluster.topics["fp.ledger"].settings, "max.message.bytes": "20000"}
+    cluster.topics["fp.ledger"] = Topic("fp.ledger", 64, settings)
+    await internal.read_limits()
+    assert 0 < internal.ledger_bytes_max < 20_000
+    assert internal.limits == {"fp.ledger": 20_000, "fp.requests": 1_048_588, "fp.control": 1_048_588}
+    # Without leave to read settings nothing is known.
+    unseen = InternalTopics(cluster, Settings(namespace="fp"))
+    cluster.topics = {name: Topic(name, it.partitions, {}) for name, it in cluster.topics.items()}
+    await unseen.read_limits()
+    assert (unseen.limits, unseen.ledger_bytes_max) == ({}, GROUP_LEDGER_BYTES_MAX)
+
+
+async def test_a_topic_of_our_own_that_takes_no_record_stops_the_start() -> None:
+    cluster = Made()
+    await InternalTopics(cluster, Settings(namespace="fp")).ensure()
+    settings = {**cluster.topics["fp.ledger"].settings, "max.message.bytes": "500"}
+    cluster.topics["fp.ledger"] = Topic("fp.ledger", 64, settings)
+    with pytest.raises(SettingsError, match=r"^topic fp.ledger has max.message.bytes=500: set "):
+        await InternalTopics(cluster, Settings(namespace="fp")).ensure()
+
+
 KEPT = {"cleanup.policy": "delete", "retention.bytes": "-1", "message.timestamp.type": "LogAppendTime"}
 WEEK_AND_TWO_DAYS_MS = (168 + 48) * 3_600_000
 
@@ -302,8 +328,10 @@ class Made(FakeCluster):
 async def test_own_topics_are_made_once_with_what_the_audit_needs(key_ttl_s: int, retention_ms: int) -> None:
     cluster = Made()
     await InternalTopics(cluster, Settings(namespace="fp", slots_max=3, key_ttl_s=key_ttl_s)).ensure()
-    kept = KEPT | {"retention.ms": str(retention_ms)}
-    wanted = [("fp.ledger", 3, kept), ("fp.requests", 8, kept), ("fp.control", 1, {"cleanup.policy": "compact"})]
+    ours = {"message.timestamp.type": "LogAppendTime", "max.message.bytes": "1048588"}
+    kept = KEPT | ours | {"retention.ms": str(retention_ms)}
+    control = ours | {"cleanup.policy": "compact"}
+    wanted = [("fp.ledger", 3, kept), ("fp.requests", 8, kept), ("fp.control", 1, control)]
     assert (cluster.made, cluster.grown) == (wanted, [])
     await InternalTopics(cluster, Settings(namespace="fp", slots_max=5, key_ttl_s=key_ttl_s)).ensure()
     assert (cluster.made, cluster.grown) == (wanted, [("fp.ledger", 5)])

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from service.errors import (
     StoreLost,
     StoreUnanswered,
 )
+from service.ingest import ABORTED_PAUSE_S
 from service.kafka.cluster import Topic
 from service.kafka.life import Place, Record
 from service.kafka.verdict import Refusal, TransactionFailed, Verdict
@@ -26,7 +27,7 @@ from service.keys import Epoch
 from service.request import Committed
 from service.states import Delivered
 from service.wire import KEY_HEADER
-from tests.unit.fakes import NOW_MS, World, end_of_term, ended, kind_of, make_event, until
+from tests.unit.fakes import NOW_MS, FakeProducer, World, end_of_term, ended, kind_of, make_event, until
 
 GONE = Refusal(UNKNOWN_TOPIC, "it is not there")
 BIG = Refusal(TOO_LARGE, "it is too large")
@@ -453,4 +454,81 @@ async def test_an_event_in_doubt_that_was_written_is_no_replay() -> None:
     assert isinstance(found, Committed)
     assert (found.places[0][1].offset, found.replayed) == (44, False)
     assert world.keys_written() == []
+    await ended(serving)
+
+
+LEDGER = {"fencepost.ledger": BIG}
+
+
+class Narrow(FakeProducer):
+    """Its ledger takes entries of so many events at most."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    async def write(
+        self, records: Sequence[Record], ledger: tuple[str, int], ledger_record: Callable[[Sequence[Place]], bytes]
+    ) -> tuple[list[Place], int]:
+        if len(records) > self.most:
+            raise TransactionFailed(Verdict.ABORTED, "the ledger's record is too large", LEDGER)
+        return await super().write(records, ledger, ledger_record)
+
+
+async def test_a_group_that_the_ledger_does_not_take_is_split_and_all_of_it_is_written() -> None:
+    """Its max.message.bytes was lowered: 503 for ever, and for whoever was in the same group."""
+    world = World()
+    slot = await world.slot()
+    asked = [world.submit(f"k{n}") for n in range(40)]
+    await asyncio.sleep(0.02)
+    groups: list[list[str]] = []
+    for _ in range(10):
+        slot._producer = world.producers[0] = Narrow(7)
+        serving = world.serve(slot)
+        pending = {answer for answer in asked if not answer.done()}
+        await asyncio.wait([serving, asyncio.create_task(asyncio.wait(pending))], return_when=asyncio.FIRST_COMPLETED)
+        groups += world.keys_written()
+        if all(answer.done() for answer in asked):
+            break
+        await world.recover(slot)
+    assert all(isinstance(answer.result(), Committed) for answer in asked)
+    assert sum(map(len, groups)) == 40
+    assert len(groups) <= 10, "more groups than it takes"
+    await ended(serving)
+
+
+async def test_an_atomic_batch_that_the_ledger_does_not_take_is_refused() -> None:
+    """It cannot be split, and the same one would be refused again."""
+    world = World()
+    slot = await world.slot()
+    slot._producer = Narrow(1)
+    events = [make_event("w/0"), make_event("w/1")]
+    await world.intake.check(events[0], time.monotonic())
+    answer = asyncio.create_task(world.intake.submit_atomic(events, (b"w" * 16, b"f" * 8), time.monotonic()))
+    await end_of_term(world.serve(slot))
+    assert kind_of(await answer) is TOO_LARGE
+    assert not world.keys.is_claimed("w/0")
+
+
+async def test_one_event_that_the_ledger_does_not_take_waits_for_its_setting() -> None:
+    """And costs a term now and then, not one after the other."""
+    world = World()
+    slot = await world.slot()
+    answer = world.submit("a")
+    most, terms = 0, 0
+    started = time.monotonic()
+    while not answer.done():
+        if terms == 3:
+            most = 1
+        slot._producer = Narrow(most)
+        serving = world.serve(slot)
+        await asyncio.wait([serving, answer], return_when=asyncio.FIRST_COMPLETED)
+        if answer.done():
+            break
+        assert isinstance(serving.exception(), TransactionFailed)
+        terms += 1
+        await world.recover(slot)
+    assert isinstance(answer.result(), Committed)
+    assert terms == 3
+    assert time.monotonic() > started + 3 * ABORTED_PAUSE_S
     await ended(serving)

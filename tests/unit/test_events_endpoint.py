@@ -185,6 +185,7 @@ class Commits:
 
     overload: Problem | None = None
     events_max = 1_000
+    ledger_bytes_max = 512 * 1024
 
     def __init__(self) -> None:
         self.shedding = Shedding()

@@ -8,12 +8,14 @@ import pytest
 from structlog.testing import capture_logs
 
 from service import journal as module
-from service.errors import NOT_WRITTEN, KafkaAway, Problem
+from service.errors import NOT_WRITTEN, TOO_LARGE, KafkaAway, Problem
 from service.journal import Journal
 from service.kafka.producer import IdempotentProducer
+from service.kafka.verdict import RecordRefused, Refusal
 from service.request import Request
 from service.shared import Guarantee
 from service.telemetry import Telemetry
+from service.wire import event_id
 from tests.unit.fakes import FakeCluster, count_of, make_event, unheard, until
 
 
@@ -115,3 +117,52 @@ async def test_a_stop_writes_what_waits(kept: Kept) -> None:
     with capture_logs() as told:
         await kept.journal.close(0.5)
     assert (kept.written, kept.dropped, told) == (2, 0, [])
+
+
+class Narrow(FakeSender):
+    """Of a topic that takes records of so many answers at most."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    async def send(self, topic: str, partition: int, key: bytes | None, value: bytes) -> int:
+        if len(json.loads(value)["answers"]) > self.most:
+            self.tries += 1
+            raise RecordRefused("too large", Refusal(TOO_LARGE, "the record is larger than its max.message.bytes"))
+        return await super().send(topic, partition, key, value)
+
+
+async def test_what_its_topic_does_not_take_in_one_record_goes_in_several(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its max.message.bytes was lowered: nothing was ever journaled again, and nothing counted."""
+    monkeypatch.setattr(module, "WAITING_MAX", 100)
+    kept.sender = kept.journal._producer = Narrow(3)
+    kept.record(*(f"k{n}" for n in range(20)))
+    await until(lambda: kept.written == 20)
+    assert kept.dropped == 0
+    tries = kept.sender.tries
+    kept.record(*(f"more{n}" for n in range(4)))
+    await until(lambda: kept.written == 24)
+    assert kept.sender.tries == tries + 2, "what it takes was found out before"
+    kept.sender.most = 100
+    kept.journal.resize(1_048_588)
+    kept.record(*(f"again{n}" for n in range(8)))
+    await until(lambda: kept.written == 32)
+    assert kept.sender.tries == tries + 3
+    assert kept.journal.waiting == 0
+
+
+async def test_an_answer_that_its_topic_never_takes_is_counted_and_the_others_are_written(kept: Kept) -> None:
+    class Picky(Narrow):
+        async def send(self, topic: str, partition: int, key: bytes | None, value: bytes) -> int:
+            self.most = 0 if event_id("b").hex() in value.decode() else 100
+            return await super().send(topic, partition, key, value)
+
+    kept.sender = kept.journal._producer = Picky(100)
+    with capture_logs() as lines:
+        kept.record("a", "b", "c")
+        await until(lambda: kept.written == 2)
+    assert kept.dropped == 1
+    assert [line["answers"] for line in lines] == [1]

@@ -27,7 +27,7 @@ from service.kafka import life as module
 from service.kafka.cluster import CODECS, Cluster
 from service.kafka.life import Life, Place
 from service.kafka.producer import COMPRESSED_LEAST_BYTES, TransactionalProducer
-from service.kafka.verdict import TransactionFailed, Verdict
+from service.kafka.verdict import REFUSALS, TransactionFailed, Verdict
 from service.telemetry import Telemetry
 from tests.unit.fake_brokers import (
     FENCED,
@@ -362,6 +362,15 @@ async def test_a_connection_that_breaks_blames_no_topic() -> None:
     kafka.produced = lambda topic, partition: GONE
     failed = await failure(producer, record("orders"))
     assert (failed.verdict, failed.refusals, set(failed.stuck)) == (Verdict.ABORTED, {}, set())
+
+
+async def test_a_ledger_that_refuses_its_record_is_named_and_nothing_is_committed() -> None:
+    """Its max.message.bytes was lowered: that is no fault of the events, and a smaller group may pass."""
+    producer, kafka = transactional()
+    kafka.of_ledger = TOO_BIG
+    failed = await failure(producer, record("orders"))
+    assert (failed.verdict, failed.refusals, failed.stuck) == (Verdict.ABORTED, {LEDGER[0]: REFUSALS[TOO_BIG]}, set())
+    assert not kafka.sent(EndTxnRequest)
 
 
 async def test_a_ledger_that_fails_blames_no_topic() -> None:

@@ -476,3 +476,38 @@ async def test_who_takes_what_can_go_now_wakes_another_for_what_travels_apart(mo
     await asyncio.sleep(0)
     assert takers[1].done()
     assert keys_of(queue.take()) == ["b"]
+
+
+def test_a_train_that_no_transaction_holds_any_more_goes_in_parts_and_in_order() -> None:
+    """The ledger's max.message.bytes was lowered since it was made up, and it has failed."""
+    queue = Queue(SETTINGS, MANY)
+    whole = [f"k{n}" for n in range(10)]
+    train = train_of(*whole)
+    queue.admit(train)
+    group = queue.take()
+    assert keys_of(group) == whole
+    queue.returned(group)
+    queue.ledger_bytes_max = 3 * train[0].ledger_bytes
+    queue.put_back(group)
+    sizes: list[int] = []
+    while group := queue.take():
+        assert keys_of(group) == whole[sum(sizes) :][: len(group)]
+        sizes.append(len(group))
+        answered(queue, *group)
+        queue.returned(group)
+    assert sizes == [3, 3, 3, 1]
+
+
+def test_a_train_in_one_piece_that_no_transaction_holds_any_more_is_parted() -> None:
+    queue = Queue(SETTINGS, MANY)
+    events = [make_event(f"k{n}") for n in range(4)]
+    train = Train()
+    for event in events:
+        train.add(event)
+    piece = Request.of(events, next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, unheard, train=train)
+    queue.admit([piece])
+    group = queue.take()
+    queue.returned(group)
+    queue.ledger_bytes_max = piece.ledger_bytes // 2
+    queue.put_back(group)
+    assert keys_of(queue.take()) == ["k0", "k1"]
