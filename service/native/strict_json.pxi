@@ -101,9 +101,28 @@ cdef inline int _after(Body* body, unsigned char closing) noexcept:
     return MORE if _one(body, c',') else BROKEN
 
 
+cdef int _unit(Body* body) noexcept:
+    """The four hexadecimal digits of an escape; -1: others."""
+    cdef int i, unit = 0
+    cdef unsigned char c
+    if body.end - body.at < 4:
+        return -1
+    for i in range(4):
+        c = body.at[i]
+        if c'0' <= c <= c'9':
+            unit = unit * 16 + c - c'0'
+            continue
+        c |= 0x20
+        if not c'a' <= c <= c'f':
+            return -1
+        unit = unit * 16 + c - c'a' + 10
+    body.at += 4
+    return unit
+
+
 cdef bint _escape(Body* body) noexcept:
-    """What follows a backslash; not a surrogate, which has to be one of a pair."""
-    cdef int i
+    """What follows a backslash; a surrogate only as the first of a pair, which is read whole."""
+    cdef int unit
     cdef unsigned char c
     if body.at == body.end:
         return False
@@ -111,16 +130,10 @@ cdef bint _escape(Body* body) noexcept:
     body.at += 1
     if c != c'u':
         return c == c'"' or c == c'\\' or c == c'/' or c == c'b' or c == c'f' or c == c'n' or c == c'r' or c == c't'
-    if body.end - body.at < 4:
-        return False
-    for i in range(4):
-        c = body.at[i] | 0x20
-        if not (c'0' <= body.at[i] <= c'9' or c'a' <= c <= c'f'):
-            return False
-    if (body.at[0] | 0x20) == c'd' and body.at[1] >= c'8':
-        return False
-    body.at += 4
-    return True
+    unit = _unit(body)
+    if not 0xD800 <= unit <= 0xDFFF:
+        return unit >= 0
+    return unit < 0xDC00 and _word(body, b"\\u", 2) and 0xDC00 <= _unit(body) <= 0xDFFF
 
 
 cdef bint _string(Body* body, Slice* content) noexcept:

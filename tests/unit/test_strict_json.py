@@ -154,3 +154,28 @@ def test_millions_of_arrays_are_looked_at_without_the_collector(opens: int) -> N
         gc.callbacks.remove(note)
     assert len(collected) <= 4  # one collection behind each; there were thousands
     assert gc.isenabled()
+
+
+@pytest.mark.skipif(not native.COMPILED, reason="service.native is not compiled")
+@pytest.mark.parametrize(
+    ("body", "taken"),
+    [
+        ('["\\ud83d\\uDE00"]', True),
+        ('["\\uD7FF\\uE000\\u00e9\\u0000"]', True),
+        ('["\\ud83d"]', False),
+        ('["\\ude00"]', False),
+        ('["\\ud83d\\u0041"]', False),
+        ('["\\ud83d\\ud83d\\ude00"]', False),
+        ('["\\ud83dude00"]', False),
+        ('["\\ud83d\\ude0"]', False),
+    ],
+)
+def test_pairs_of_surrogates_are_taken_compiled(body: str, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 MiB of them, read in Python, held the loop for 50 ms."""
+    assert native.bodies.is_json(body.encode()) is taken
+    monkeypatch.setattr(native, "COMPILED", False)
+    if taken:
+        check_json(body.encode())
+    else:
+        with pytest.raises(Problem):
+            check_json(body.encode())
