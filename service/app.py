@@ -34,6 +34,7 @@ from service.schemas import Schemas
 from service.settings import Settings
 from service.shared import Rules, SettingsError
 from service.states import SlotState
+from service.supervision import hear_the_loop, supervise
 from service.telemetry import Telemetry
 from service.topics import Catalogue, InternalTopics
 from service.waits import tell_on_signal
@@ -154,10 +155,14 @@ class Service:
         tell_on_signal(asyncio.get_running_loop())
         if not native.COMPILED:
             log.warning("not compiled: it works, for half as much CPU again", remedy=native.REMEDY)
-        self._tasks.append(asyncio.create_task(self._bring_up()))
-        self._tasks.append(asyncio.create_task(self.intake.sweep()))
-        self._tasks.append(asyncio.create_task(self._watch()))
-        self._tasks.append(asyncio.create_task(self.lso_watch.run()))
+        telemetry = self.telemetry
+        hear_the_loop(asyncio.get_running_loop(), telemetry)
+        self._tasks += [
+            supervise("bring-up", self._bring_up, telemetry),
+            supervise("sweep", self.intake.sweep, telemetry),
+            supervise("watch", self._watch, telemetry),
+            supervise("lso-watch", self.lso_watch.run, telemetry),
+        ]
 
     async def _bring_up(self) -> None:
         trouble = Incident(log, "not up yet")

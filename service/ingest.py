@@ -55,6 +55,7 @@ from service.states import (
     RequestEvent,
     RequestState,
 )
+from service.supervision import heard
 from service.telemetry import Telemetry
 from service.topics import Catalogue
 from service.wire import ledger_topic, stamp_writer
@@ -375,9 +376,10 @@ class Ingest:
 
     def _finish_apart(self, slot: Slot, written: Written) -> asyncio.Task[None]:
         """Mark and answer a committed group while the slot goes on with the next."""
-        task: asyncio.Task[None] = asyncio.create_task(self._finish(slot, written))
+        task: asyncio.Task[None] = asyncio.create_task(self._finish(slot, written), name=f"mark-{slot.n}")
         self._finishing.add(task)
         task.add_done_callback(self._finishing.discard)
+        heard(task, "mark", self._telemetry)
         return task
 
     async def _finish(self, slot: Slot, written: Written) -> None:

@@ -14,6 +14,7 @@ from service.kafka.cluster import Cluster
 from service.kafka.producer import IdempotentProducer
 from service.kafka.verdict import RecordRefused
 from service.request import Answer, Committed, Request
+from service.supervision import supervise
 from service.telemetry import Telemetry
 from service.topics import REQUESTS_PARTITIONS
 from service.wire import encode_answer, encode_answers
@@ -40,7 +41,7 @@ class Journal:
         self._most = FLUSH_ANSWERS  # in one record, as its topic was seen to take them
         self._record_bytes_max = 0
         self._stopping = False
-        self._task = asyncio.create_task(self._run())
+        self._task = supervise("journal", self._run, telemetry)
 
     @property
     def waiting(self) -> int:

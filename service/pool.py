@@ -23,6 +23,7 @@ from service.recovery import SlotRecovery, Store
 from service.settings import Settings
 from service.slot import Slot
 from service.states import SlotEvent, SlotState
+from service.supervision import failure_of, heard
 from service.telemetry import Telemetry
 from service.topics import InternalTopics
 from service.wire import transactional_id
@@ -33,6 +34,8 @@ log = structlog.get_logger(__name__)
 BEATS_A_LEASE: Final = 3
 # Without a slot it can write nothing, so it sees sooner that one has become free: after a crash, its own old ones.
 BEATS_WITHOUT_A_SLOT: Final = 15
+# Between two beats, however many hurry: each is a script that looks at every slot.
+BEATS_APART_S: Final = 0.01
 PAUSE_LEAST_S: Final = 0.05
 PAUSE_MOST_S: Final = 2.0
 # A slot that has not been recovered for so much of a request's time is not counted on: another is taken beside it.
@@ -178,6 +181,7 @@ class Pool:
         """Beat, for ever: renew the leases, take what is wanted, recover the dead, give back what is too much."""
         trouble = Incident(log, "no heartbeat")
         while not self._stopping:
+            self._hurry.clear()  # whoever hurries from here on, also during the beat, has another one at once
             try:
                 epoch = await self._store.settled()
                 await self._beat(epoch)
@@ -189,11 +193,11 @@ class Pool:
                 trouble.goes_on(error)
             except Exception as error:  # a bug must not end the heartbeat: every slot would be lost
                 trouble.goes_on(error, bug=True)
-            self._hurry.clear()
             with contextlib.suppress(TimeoutError):
                 beats = BEATS_A_LEASE if self.slots else BEATS_WITHOUT_A_SLOT
                 async with asyncio.timeout(self._settings.lease_ttl_ms / 1000 / beats):
                     await self._hurry.wait()
+            await asyncio.sleep(BEATS_APART_S)
 
     async def _beat(self, epoch: Epoch) -> None:
         held = {n: slot for n, slot in self.slots.items() if not slot.leaving}
@@ -265,7 +269,8 @@ class Pool:
         slot.suspects.update(suspects)
         slot.move(SlotEvent.LEASE)
         self.slots[n] = slot
-        self._tasks[n] = asyncio.create_task(self._live(slot), name=f"slot-{n}")
+        task = self._tasks[n] = asyncio.create_task(self._live(slot), name=f"slot-{n}")
+        heard(task, "slot", self._telemetry)  # another beat finds the slot without a lease, and takes it
 
     def _let_go(self, slot: Slot) -> None:
         slot.leaving = True
@@ -284,8 +289,8 @@ class Pool:
                     pause_s = PAUSE_LEAST_S
                     await self._serve(slot)
                     idle = True
-                except Exception as error:  # also a bug ends a term, and no more than that
-                    self._ended(slot, error)
+                except (Exception, asyncio.CancelledError) as error:  # also a bug ends a term, and no more than that
+                    self._ended(slot, failure_of(error))
                     await slot.end()
                     if not slot.leaving and not await self._still_mine(slot):
                         return

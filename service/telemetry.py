@@ -142,6 +142,9 @@ class Telemetry:
         self.own_message_bytes = self._gauge(
             "own_topic_message_bytes", "max.message.bytes of Fencepost's own topics: groups are made to fit", "topic"
         )
+        self.task_failures = self._counter(
+            "task_failures", "Background tasks that ended with an error, by task", "task"
+        )
         self.kafka_errors = self._counter("kafka_errors", "What was asked of Kafka and failed", "operation")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

@@ -15,6 +15,9 @@ from service.schemas import Schemas
 from service.settings import Settings
 from service.shared import Rules, SettingsError
 from service.telemetry import Telemetry
+from tests.unit.fakes import until
+
+BACKGROUND = ("sweep", "watch", "bring-up", "lso-watch")
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +43,29 @@ async def test_what_nobody_foresaw_does_not_end_the_start_in_silence(monkeypatch
         assert [(line["why"], line["exc_info"] is not None) for line in logged] == [("no broker", False), ("odd", True)]
         whole.pool.keep.assert_awaited_once()
         assert given_up == []
+    finally:
+        await whole.stop()
+
+
+@pytest.mark.parametrize("task", BACKGROUND)
+async def test_a_task_that_fails_in_the_background_is_told_of_and_started_again(
+    monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
+    """Without the sweep no deadline is answered, without the watch the metrics stand still."""
+    rules = Rules()
+    whole = Service(Settings(), rules, Schemas(rules), Telemetry(), lambda _: None)
+    works = {name: AsyncMock(side_effect=[*([KeyError("a bug")] * (name == task)), None]) for name in BACKGROUND}
+    monkeypatch.setattr(whole.intake, "sweep", works["sweep"])
+    monkeypatch.setattr(whole, "_watch", works["watch"])
+    monkeypatch.setattr(whole, "_bring_up", works["bring-up"])
+    monkeypatch.setattr(whole.lso_watch, "run", works["lso-watch"])
+    whole.start()
+    try:
+        with capture_logs() as logged:
+            await until(lambda: all(each.done() for each in whole._tasks))
+        assert {name: work.await_count for name, work in works.items()} == dict.fromkeys(BACKGROUND, 1) | {task: 2}
+        assert [line["task"] for line in logged if line["event"] == "task failed"] == [task]
+        assert whole.telemetry.task_failures.labels(task)._value.get() == 1
     finally:
         await whole.stop()
 

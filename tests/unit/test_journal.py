@@ -166,3 +166,19 @@ async def test_an_answer_that_its_topic_never_takes_is_counted_and_the_others_ar
         await until(lambda: kept.written == 2)
     assert kept.dropped == 1
     assert [line["answers"] for line in lines] == [1]
+
+
+async def test_a_cancellation_from_within_does_not_end_the_journal(kept: Kept) -> None:
+    """aiokafka makes some of its own."""
+    sends = [asyncio.CancelledError()]
+    send = kept.sender.send
+
+    async def cancelled_once(topic: str, partition: int, key: bytes | None, value: bytes) -> int:
+        if sends:
+            raise sends.pop()
+        return await send(topic, partition, key, value)
+
+    kept.sender.send = cancelled_once  # type: ignore[method-assign]
+    kept.record("a")
+    await until(lambda: kept.written == 1)
+    assert not kept.dropped

@@ -47,7 +47,7 @@ LAYERS = [
     {"event", "follow", "kafka.cluster", "kafka.inspection", "kafka.security", "kafka.verdict", "kafka.partitioner"},
     {"kafka.client"},
     {"kafka.requests"},
-    {"callers", "headers", "redis_server", "strict_json"},
+    {"callers", "headers", "redis_server", "strict_json", "supervision"},
     {
         "states",
         "hanging",

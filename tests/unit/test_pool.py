@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -122,6 +123,42 @@ async def test_an_unforeseen_error_does_not_end_the_heartbeat(hold: Hold) -> Non
     held.world.keys.trouble.before["beat"].extend([KeyError(0), ValueError("a bug")])
     await held.more_beats()
     assert not held.keeping.done()
+
+
+async def test_who_hurries_during_a_beat_has_another_one_at_once(hold: Hold) -> None:
+    held = hold(for_ever, lease_ttl_ms=30_000, request_timeout_ms=5_000)
+    trouble = held.world.keys.trouble
+    await held.ready()
+    gate = trouble.hold("beat")
+    trouble.reached["beat"].clear()
+    held.pool.hurry()
+    await trouble.reached["beat"].wait()
+    seen = held.beats
+    held.pool.hurry()
+    gate.set()
+    await until(lambda: held.beats == seen + 2)
+
+
+async def test_a_cancellation_from_within_ends_a_term_and_not_the_slot(hold: Hold) -> None:
+    ends: list[BaseException] = [asyncio.CancelledError()]
+
+    async def serve(_: Slot) -> None:
+        if ends:
+            raise ends.pop()
+        await asyncio.sleep(60)
+
+    held = hold(serve, lease_ttl_ms=30_000)
+    slot = await held.ready()
+    await until(lambda: len(held.recovery.runs) == 2)
+    assert list(held.pool.slots.values()) == [slot]
+
+
+async def test_a_slot_whose_task_fails_is_told_of(hold: Hold, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = hold(slots_max=1)
+    slot = await held.ready()
+    monkeypatch.setattr(held.pool, "_give_back", AsyncMock(side_effect=KeyError("a bug")))
+    await ended(held.pool._tasks[slot.n])
+    await until(lambda: held.world.telemetry.task_failures.labels("slot")._value.get() >= 1)
 
 
 async def test_a_slot_that_ends_during_a_beat_does_not_end_the_heartbeat(hold: Hold) -> None:
