@@ -58,6 +58,7 @@ from service.states import (
 from service.supervision import heard
 from service.telemetry import Telemetry
 from service.topics import Catalogue
+from service.waiters import Waiters
 from service.wire import ledger_topic, stamp_writer
 
 if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
@@ -66,8 +67,6 @@ if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
 log = structlog.get_logger(__name__)
 
 AWAY_PAUSE_S: Final = 0.1
-# A write takes some milliseconds; one that waits for a recovery, a second or so.
-PATIENT_PAUSE_S: Final = 0.05
 # As long as a slot's recovery takes, or a broker to hear of a new topic; then twice as long each time.
 ABORTED_PAUSE_S: Final = 0.1
 ABORTED_PAUSE_MOST_S: Final = 1.0
@@ -99,6 +98,7 @@ class Ingest:
         self._telemetry = telemetry
         self._tracing = tracing
         self._parked: list[Request] = []  # in doubt, until a slot has been recovered
+        self._waiters = Waiters(queue.put_back)
         self._finishing: set[asyncio.Task[None]] = set()
         # Called where a claim of a slot without a lease is met: who looks after slots need not wait for its next beat.
         self.hurry: Callable[[], None] = lambda: None
@@ -247,6 +247,8 @@ class Ingest:
     def _settle(self, request: Request, claim: Claim, now: float) -> None:
         """What a claim found that leaves nothing to write; `now` by time.monotonic."""
         doubtful = request.state is RequestState.CHECKING
+        if self._waiters and claim.outcome is not Outcome.IN_PROGRESS:
+            self._waiters.release(request.asked[0][0])
         match claim.outcome, claim.state:
             case Outcome.DELIVERED, Delivered() as found:
                 # In doubt before: it was this very request's own writing, so this is its first answer.
@@ -259,7 +261,7 @@ class Ingest:
                 if not claim.leased:
                     self.hurry()
                 if now < request.patient_until:
-                    self._ask_again_soon(request)
+                    self._wait_for_another(request)
                     return
                 self._answer(request, _in_progress())
             case Outcome.CONFLICT, _:
@@ -268,14 +270,13 @@ class Ingest:
                 log.error("bug: a claim found what it cannot", outcome=claim.outcome.value, state=repr(claim.state))
                 self._answer(request, Problem(OUTCOME_UNKNOWN, "Idempotency-Key: send it again with the same key"))
 
-    def _ask_again_soon(self, request: Request) -> None:
-        """Who waits for another's write of its key claims it again and again: Redis tells nobody of itself."""
+    def _wait_for_another(self, request: Request) -> None:
+        """Another writes the request's key: it is claimed again later."""
         request.move(RequestEvent.QUEUE)
-        loop = asyncio.get_running_loop()
-        loop.call_later(PATIENT_PAUSE_S, self._queue.put_back, (request,))
+        self._waiters.wait(request)
         if not request.waits:
             request.waits = True
-            loop.call_at(request.patient_until, self._wait_no_longer, request)
+            asyncio.get_running_loop().call_at(request.patient_until, self._wait_no_longer, request)
 
     def _wait_no_longer(self, request: Request) -> None:
         """Its patience is over, and maybe no slot is there that would claim it again and tell."""
@@ -389,6 +390,9 @@ class Ingest:
             return
         try:
             await slot.mark(written.link, rows)
+            if self._waiters:
+                for id, _ in rows:
+                    self._waiters.release(id)
         except (StoreLost, StoreAway, StoreUnanswered) as error:
             # The ledger has it: the events are committed, whatever Redis knows of them by now.
             self._telemetry.marks_failed.inc()

@@ -1,15 +1,19 @@
 """Preferences of a request (RFC 7240): what is asked for, and that nonsense asks for nothing."""
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
 from msgspec.structs import replace
 
-from service.errors import IN_PROGRESS
+from service import waiters
+from service.errors import FINGERPRINT_MISMATCH, IN_PROGRESS
+from service.keys import Epoch
 from service.prefer import NONE, Preference, parse_prefer
 from service.request import Answers, Committed
-from tests.unit.fakes import World, ended, grows_in_proportion, kind_of, make_event, until
+from service.states import Claim, Claimed, Delivered
+from tests.unit.fakes import NOW_MS, World, ended, grows_in_proportion, kind_of, make_event, until
 
 WAIT_3 = Preference(3, False, b"preference-applied: wait=3\r\n")
 ASYNC = Preference(0, True, b"")
@@ -83,6 +87,86 @@ async def test_patience_has_an_end() -> None:
     (answer,) = await waits.all
     assert kind_of(answer) is IN_PROGRESS
     assert asyncio.get_running_loop().time() - began >= 0.2
+    for task in (serving, others):
+        await ended(task)
+
+
+async def test_who_waits_for_one_key_shares_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All hear of it soon after it is written, also who asked for another event."""
+    world = World()
+    serving = world.serve(await world.slot())
+    keys, event = world.keys.server.keys, make_event("a")
+    keys[event.id] = Claimed(5, 50, NOW_MS, event.fp)  # by another process
+    world.keys.server.freed[5] = 50
+    claims: list[bytes] = []
+    claim = world.keys.claim
+
+    async def counted(epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> list[Claim]:
+        claims.extend(id for id, _ in asked)
+        return await claim(epoch, slot, term, asked)
+
+    monkeypatch.setattr(world.keys, "claim", counted)
+    await world.catalogue.get("orders", asyncio.get_running_loop().time())
+    waits = [Answers(1) for _ in range(50)]
+    for n, each in enumerate(waits):
+        asked = make_event("a", value=b"2" if n == 7 else b"1")
+        world.intake.submit(asked, asyncio.get_running_loop().time(), partial(each.put, 0), wait_s=4)
+    await asyncio.sleep(0.7)
+    assert len(claims) <= 50 + 4
+    there = keys[event.id] = Delivered(NOW_MS, event.fp, "orders", 0, 3, NOW_MS)
+    async with asyncio.timeout(3):
+        answers = [(await each.all)[0] for each in waits]
+    assert kind_of(answers.pop(7)) is FINGERPRINT_MISMATCH
+    assert answers == [Committed(NOW_MS, ((event.id, there),), replayed=True)] * 49
+    assert len(claims) <= 50 + 6 + 50
+    assert not world.ingest._waiters
+    await ended(serving)
+
+
+async def test_who_waits_for_a_write_of_this_process_hears_of_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiters, "PAUSE_LEAST_S", 60.0)
+    world = World()
+    first, second = await world.slot(0), await world.slot(1)
+    gate = world.producers[0].trouble.hold("write")
+    serving = world.serve(first)
+    writes = world.submit("a")
+    await world.producers[0].trouble.reached["write"].wait()
+    others = world.serve(second)
+    waits = Answers(1)
+    world.intake.submit(make_event("a"), asyncio.get_running_loop().time(), partial(waits.put, 0), wait_s=4)
+    await until(lambda: len(world.ingest._waiters) == 1)
+    gate.set()
+    written = await writes
+    assert isinstance(written, Committed)
+    async with asyncio.timeout(3):
+        assert (await waits.all) == [replace(written, replayed=True)]
+    for task in (serving, others):
+        await ended(task)
+
+
+async def test_where_the_one_that_asks_has_gone_another_asks() -> None:
+    """The first one's patience ends while its claim is under way, and no slot is there to take it."""
+    world = World()
+    first, second = await world.slot(0), await world.slot(1)
+    gate = world.producers[0].trouble.hold("write")
+    serving = world.serve(first)
+    writes = world.submit("a")
+    await world.producers[0].trouble.reached["write"].wait()
+    others = world.serve(second)
+    short, long = Answers(1), Answers(1)
+    for answers, wait_s in ((short, 0.1), (long, 4)):
+        arrived = asyncio.get_running_loop().time()
+        world.intake.submit(make_event("a"), arrived, partial(answers.put, 0), wait_s=wait_s)
+    await until(lambda: len(world.ingest._waiters) == 1)
+    await ended(others)
+    assert kind_of((await short.all)[0]) is IN_PROGRESS
+    others = world.serve(second)
+    gate.set()
+    written = await writes
+    assert isinstance(written, Committed)
+    async with asyncio.timeout(3):
+        assert (await long.all) == [replace(written, replayed=True)]
+    await until(lambda: not world.ingest._waiters)
     for task in (serving, others):
         await ended(task)
 
