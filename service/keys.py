@@ -1,7 +1,6 @@
 """Claims and answers in Redis: the one door to it. The rules stand in states.py, the scripts in keys.lua."""
 
 import asyncio
-import contextlib
 import hashlib
 import ssl
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from struct import Struct
 from typing import Any, Final, Protocol
 
 from hiredis import pack_command
-from redis.asyncio import Connection, ConnectionPool, SSLConnection
+from redis.asyncio import ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import (
@@ -26,6 +25,7 @@ from redis.exceptions import (
 
 from service.errors import Fenced, StoreAway, StoreIncomplete, StoreLost, StoreUnanswered
 from service.patience import Patience
+from service.redis_connections import Connections
 from service.redis_server import NO_EVICTION, SECTIONS, refusals
 from service.shared import PREFIX, SettingsError
 from service.states import Claim, Claimed, Delivered, DeliveredBatch, KeyState, Outcome
@@ -38,6 +38,8 @@ REPLAY_CHUNK: Final = 2_000
 UNPACKED_AT_ONCE: Final = 100
 # Of a store recovery: so many that Redis has something to write while the event loop unpacks what Kafka sent.
 REPLAYS_AT_ONCE: Final = 8
+# Look-ups of single keys: however many there are, connections are left for what is written, and for the heartbeat.
+FINDS_AT_ONCE: Final = 32
 # Calls that failed, by the name under which they are counted.
 ERRORS: Final[dict[type[Exception], str]] = {
     StoreLost: "lost",
@@ -170,8 +172,7 @@ class RedisKeys:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         """Raises SettingsError as `check_url` does."""
-        self._pool = _connections(url, timeout_s)
-        self._tls = tls
+        self._connections = Connections(_maker_of(url, timeout_s), timeout_s, tls)
         self._prefix = f"{{{namespace}:0}}"
         self._key = f"{self._prefix}k".encode()
         # A key and its state, without the topic.
@@ -181,17 +182,15 @@ class RedisKeys:
         self._lease_ttl_ms = lease_ttl_ms
         self._patience = Patience(timeout_s)
         self._errors = telemetry.redis_errors
-        self._idle: list[Connection] = []
         self._heard: tuple[Epoch | None, int] = (None, 0)  # the most calls that have claimed something, in that epoch
         self._incomplete: Epoch | None = None  # in which the store was met that lacks something
+        self._finding = asyncio.Semaphore(FINDS_AT_ONCE)
         self._replaying = asyncio.Semaphore(REPLAYS_AT_ONCE)
         self._script = (files("service") / "keys.lua").read_text()
         self._sha = hashlib.sha1(self._script.encode()).hexdigest()  # noqa: S324 - EVALSHA's own name for a script
 
     async def close(self) -> None:
-        idle, self._idle = self._idle, []
-        for connection in idle:
-            await connection.disconnect()
+        await self._connections.close_idle()
 
     async def resolve_anew(self) -> None:
         await self.close()
@@ -273,7 +272,12 @@ class RedisKeys:
         await self._call_in(epoch, "release", slot, term, b"".join(ids))
 
     async def find(self, epoch: Epoch, id: bytes) -> Found:
-        match await self._call_in(epoch, "find", id):
+        try:
+            async with asyncio.timeout(self._patience.seconds), self._finding:
+                answer = await self._call_in(epoch, "find", id)
+        except TimeoutError as error:
+            raise StoreAway(f"Redis: more than {FINDS_AT_ONCE} look-ups wait for their answers") from error
+        match answer:
             case [state, freed, leased]:
                 claimed = unpack(state)
                 dead = isinstance(claimed, Claimed) and int(freed) > claimed.term
@@ -421,61 +425,39 @@ class RedisKeys:
 
     async def _send(self, *command: str | int | bytes) -> Any:
         """One command and its answer on a connection of its own for that time."""
-        connection = await self._connected()
+        connection = await self._connections.take()
+        answered = False  # in full: what is still to come would be read by the next user of the connection
         try:
             with self._patience.wait():
                 packed = pack_command(command)  # type: ignore[arg-type]  # its stub takes one word
                 await connection.send_packed_command(packed, check_health=False)
                 answer = await connection.read_response()
+            answered = True
+            return answer
         except (NoScriptError, ReadOnlyError, MasterDownError) as error:  # redis-py takes their codes off the text
-            self._idle.append(connection)
+            answered = True
             if isinstance(error, NoScriptError):
                 raise
             raise StoreAway(f"Redis: {error}") from error
         except ResponseError as error:
-            self._idle.append(connection)
+            answered = True
             if str(error).startswith(("OOM", "BUSY", "NOREPLICAS", "READONLY", "LOADING", "command not")):
                 raise StoreAway(f"Redis: {error}") from error
             raise StoreUnanswered(f"Redis: {error}") from error
         except BusyLoadingError as error:
-            await connection.disconnect(nowait=True)
             raise StoreAway(f"Redis: {error}") from error
         except (RedisError, OSError, TimeoutError) as error:
-            await connection.disconnect(nowait=True)
             raise StoreUnanswered(f"Redis did not answer: {str(error) or type(error).__name__}") from error
-        except BaseException:  # cancelled: the answer would be read by the next user of the connection
-            await connection.disconnect(nowait=True)
-            raise
-        self._idle.append(connection)
-        return answer
-
-    async def _connected(self) -> Connection:
-        """An idle connection that is not at its end, else a new one."""
-        while self._idle:
-            idle = self._idle.pop()
-            with contextlib.suppress(RedisError):
-                if idle.is_connected and not await idle.can_read():
-                    return idle
-            await idle.disconnect(nowait=True)
-        connection: Connection = self._pool.make_connection()  # type: ignore[no-untyped-call]
-        if self._tls is not None and isinstance(connection, SSLConnection):
-            # redis-py's own would believe the system's authorities besides the one that was set.
-            connection.ssl_context.context = self._tls
-        try:
-            async with asyncio.timeout(self._patience.seconds):
-                await connection.connect()  # type: ignore[no-untyped-call]
-        except (RedisError, OSError, TimeoutError) as error:
-            await connection.disconnect(nowait=True)
-            raise StoreAway(f"Redis does not answer: {str(error) or type(error).__name__}") from error
-        return connection
+        finally:
+            await self._connections.give_back(connection, usable=answered)
 
 
 def check_url(url: str) -> None:
     """SettingsError where a URL that is one by itself asks for something after its `?` that redis-py does not take."""
-    _connections(url, None)
+    _maker_of(url, None)
 
 
-def _connections(url: str, connect_timeout_s: float | None) -> ConnectionPool:
+def _maker_of(url: str, connect_timeout_s: float | None) -> ConnectionPool:
     """What makes connections to where a URL leads; none is opened. Raises SettingsError."""
     try:
         pool = ConnectionPool.from_url(

@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 
+from service import keys as module
+from service import redis_connections
 from service.errors import Fenced, StoreAway, StoreLost, StoreUnanswered
 from service.keys import ERRORS, Epoch, RedisKeys
 from service.telemetry import Telemetry
+from tests.unit.fakes import until
 
 
 class Mute:
@@ -33,14 +36,14 @@ class Mute:
     async def disconnect(self, nowait: bool = False) -> None: ...
 
 
-def keys_at(port: int) -> RedisKeys:
+def keys_at(port: int, timeout_s: float = 0.05) -> RedisKeys:
     return RedisKeys(
         f"redis://127.0.0.1:{port}/0",
         "test",
         retention_ms=60_000,
         least_left_ms=0,
         lease_ttl_ms=300,
-        timeout_s=0.05,
+        timeout_s=timeout_s,
         telemetry=Telemetry(),
     )
 
@@ -54,7 +57,7 @@ async def test_a_server_that_takes_connections_and_is_silent_is_told_of() -> Non
 
 async def test_a_server_that_falls_silent_is_told_of() -> None:
     keys: Any = keys_at(1)
-    keys._idle.append(Mute())
+    await keys._connections.give_back(Mute(), usable=True)
     with pytest.raises(StoreUnanswered, match=r"^Redis did not answer: \w+"):
         await keys.who()
 
@@ -65,11 +68,13 @@ class Server:
     def __init__(self) -> None:
         self.answers: deque[bytes | None] = deque()
         self.asked: list[tuple[int, bytes, bytes]] = []  # connection, command, operation
-        self.connections = 0
+        self.connections = self.open = self.most_open = 0
         self.port = 0
 
     async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
         number = self.connections
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
@@ -86,6 +91,7 @@ class Server:
                 if answer == b"":
                     break
                 writer.write(answer or b"")
+        self.open -= 1
         writer.close()
 
 
@@ -175,13 +181,59 @@ async def test_a_connection_that_has_ended_is_not_asked(server: Server) -> None:
     keys = keys_at(server.port)
     server.answers.extend([APPLIED, APPLIED, APPLIED])
     assert await keys.applied(EPOCH, 0) == 7
-    (idle,) = keys._idle
+    idle = await keys._connections.take()
     assert idle._writer is not None
     idle._writer.close()
+    await keys._connections.give_back(idle, usable=True)
     await asyncio.sleep(0.01)
     assert await keys.applied(EPOCH, 0) == 7
     await keys.resolve_anew()
-    assert keys._idle == []
+    assert repr(keys._connections) == "<Connections 0 idle, 0 in use>"
     assert await keys.applied(EPOCH, 0) == 7
     assert [number for number, *_ in server.asked] == [1, 2, 3]
+    await keys.close()
+
+
+async def test_a_burst_of_look_ups_opens_few_connections_and_leaves_none_open(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = keys_at(server.port, timeout_s=5.0)
+    server.answers.extend([OK] * 300)
+    await asyncio.gather(*(keys.find(EPOCH, b"i" * 16) for _ in range(300)))
+    assert server.most_open <= module.FINDS_AT_ONCE
+    monkeypatch.setattr(redis_connections, "IDLE_S", 0.02)
+    await asyncio.sleep(0.05)
+    server.answers.extend([APPLIED, APPLIED])
+    assert await keys.applied(EPOCH, 0) == 7
+    await until(lambda: server.open == 1)
+    assert await keys.applied(EPOCH, 0) == 7
+    assert len({number for number, *_ in list(server.asked)[-2:]}) == 1, "it is kept as long as it is used"
+    await keys.close()
+
+
+async def test_look_ups_that_wait_keep_nobody_else_from_the_store(server: Server) -> None:
+    keys = keys_at(server.port, timeout_s=5.0)
+    server.answers.extend([None] * module.FINDS_AT_ONCE)
+    finds = [asyncio.create_task(keys.find(EPOCH, b"i" * 16)) for _ in range(300)]
+    await until(lambda: not server.answers)
+    server.answers.append(APPLIED)
+    assert await keys.applied(EPOCH, 0) == 7
+    for find in finds:
+        find.cancel()
+    await asyncio.wait(finds)
+    assert repr(keys._connections) == "<Connections 1 idle, 0 in use>"
+    await keys.close()
+
+
+async def test_where_all_connections_are_in_use_nothing_is_sent(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_connections, "CONNECTIONS_MAX", 1)
+    keys = keys_at(server.port)
+    connection = await keys._connections.take()
+    with pytest.raises(StoreAway, match="all 1 connections were in use"):
+        await keys.applied(EPOCH, 0)
+    await keys._connections.give_back(connection, usable=True)
+    server.answers.append(APPLIED)
+    assert await keys.applied(EPOCH, 0) == 7
     await keys.close()

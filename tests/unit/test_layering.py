@@ -47,7 +47,7 @@ LAYERS = [
     {"event", "follow", "kafka.cluster", "kafka.inspection", "kafka.security", "kafka.verdict", "kafka.partitioner"},
     {"kafka.client"},
     {"kafka.requests"},
-    {"callers", "headers", "redis_server", "strict_json", "supervision"},
+    {"callers", "headers", "redis_connections", "redis_server", "strict_json", "supervision"},
     {
         "states",
         "hanging",
@@ -70,7 +70,7 @@ LAYERS = [
     {"native"},
 ]
 DOORS = {
-    "redis": {"keys"},
+    "redis": {"keys", "redis_connections"},
     "hiredis": {"keys"},
     "aiokafka": {
         "settling",
