@@ -22,6 +22,7 @@ from service.ingest import Ingest
 from service.intake import Intake
 from service.journal import Journal
 from service.kafka.cluster import Cluster
+from service.kafka.deadline import shared
 from service.kafka.security import security_of
 from service.keys import Epoch, Identity, RedisKeys
 from service.logs import Incident
@@ -131,6 +132,7 @@ class Service:
         self._show_states()
         self.was_ready = False
         self._tasks: list[asyncio.Task[None]] = []
+        self._who: asyncio.Task[Identity] | None = None  # the question of the probes, which share it
 
     def _show_states(self) -> None:
         """Let each scrape ask the parts for what they know."""
@@ -248,9 +250,11 @@ class Service:
 
     async def _redis_answers(self, epoch: Epoch | None) -> str:
         """What is wrong with Redis, or `ok`."""
+        if self._who is None or self._who.done():
+            self._who = asyncio.create_task(self.keys.who())
         try:
             async with asyncio.timeout(READINESS_PATIENCE_S):
-                identity = await self.keys.who()
+                identity = await shared(self._who)
         except (StoreAway, StoreUnanswered) as error:
             return str(error)
         except TimeoutError:

@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 import service.app
 from service.app import Service
 from service.errors import KafkaAway, KafkaRefuses
+from service.keys import Identity
 from service.schemas import Schemas
 from service.settings import Settings
 from service.shared import Rules, SettingsError
@@ -66,6 +67,30 @@ async def test_a_task_that_fails_in_the_background_is_told_of_and_started_again(
         assert {name: work.await_count for name, work in works.items()} == dict.fromkeys(BACKGROUND, 1) | {task: 2}
         assert [line["task"] for line in logged if line["event"] == "task failed"] == [task]
         assert whole.telemetry.task_failures.labels(task)._value.get() == 1
+    finally:
+        await whole.stop()
+
+
+async def test_probes_of_one_time_share_one_question_to_redis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would be a connection more."""
+    rules = Rules()
+    whole = Service(Settings(), rules, Schemas(rules), Telemetry(), lambda _: None)
+    asked = 0
+
+    async def who() -> Identity:
+        nonlocal asked
+        asked += 1
+        await asyncio.sleep(0.01)
+        return Identity("run/repl", None)
+
+    monkeypatch.setattr(whole.keys, "who", who)
+    monkeypatch.setattr(whole.cluster, "answers", AsyncMock())
+    try:
+        found = await asyncio.gather(*(whole.readiness() for _ in range(300)))
+        assert {each["redis"] for each in found} == {"ok"}
+        assert asked == 1
+        await whole.readiness()
+        assert asked == 2
     finally:
         await whole.stop()
 
