@@ -5,6 +5,7 @@
         network.admit(service.port)
         network.cut("kafka")         # what is sent in either direction vanishes: no error, just silence
         network.mend()
+    network.forget("redis")      # the same for the connections that there are, while new ones can be made
 
 A network namespace, a pair of veth interfaces, and iptables in the namespace alone. Inside, each server's port of
 127.0.0.1 leads over the wire to a relay at the other end, so that addresses which servers tell their clients stay true.
@@ -114,6 +115,17 @@ class Network(Process):
     def lose(self, share: float, *peers: str, direction: Direction = "both") -> None:
         """Lose a share (0 to 1) of the packets between the inside and these servers, at random."""
         self._drop(peers, direction, f"-m statistic --mode random --probability {share}")
+
+    def forget(self, *peers: str) -> None:
+        """No packet of the present connections to these servers comes through any more; new ones can be made.
+
+        So does a firewall that was restarted, or to which a connection was idle for too long.
+        """
+        for port in itertools.chain.from_iterable(self._peers[peer] for peer in peers):
+            for line in self._inside("ss", "-Htn", "state", "established", f"( dport = :{port} )").splitlines():
+                own = line.split()[2].rpartition(":")[2]
+                self._inside(*_rule("filter", "OUTPUT", f"-p tcp --sport {own} --dport {port} -j DROP"))
+                self._inside(*_rule("filter", "INPUT", f"-p tcp --sport {port} --dport {own} -j DROP"))
 
     def mend(self) -> None:
         """All packets come through again."""

@@ -7,6 +7,8 @@ from tests.faults.matrix import row
 from tests.faults.network import Direction, Network, lacking
 from tests.faults.world import World
 
+IDLE_S: Final = 6.0  # longer than a connection to Kafka is used without a look whether it is there
+FORGOTTEN_MOST_S: Final = 3.0  # of a request's five
 CUT_S: Final = 7.0  # longer than a request's deadline, and than several leases
 
 
@@ -58,6 +60,26 @@ def requests_to_redis_lost(world: World) -> None:
 @row("… only Redis's replies are lost", services=0, load=False, lacking=lacking)
 def replies_of_redis_lost(world: World) -> None:
     cut(world, "redis", "in")
+
+
+@row("a firewall forgets one process's idle connections to Kafka", services=0, load=False, lacking=lacking)
+def forgotten_by_a_firewall(world: World) -> None:
+    peers = {"kafka": [broker.port for broker in world.cluster.brokers]}
+    network = world.exits.enter_context(Network(world.folder, peers))
+    world.start_services(1)
+    load = world.start_load()
+    far = world.service(argv_prefix=network.prefix)
+    network.admit(far.port)
+    far.start()
+    time.sleep(IDLE_S)
+    network.forget("kafka")
+    began = time.monotonic()
+    world.aim()
+    load.send([world.ask("forgotten")], [far.name]).result(CUT_S)
+    took_s = time.monotonic() - began
+    assert network.dropped() > 0
+    assert took_s < FORGOTTEN_MOST_S, f"answered after {took_s:.1f} s"
+    world.notes.append(f"answered after {took_s:.1f} s")
 
 
 @row("30 % of one process's packets to and from Kafka and Redis lost for 15 s", services=0, load=False, lacking=lacking)

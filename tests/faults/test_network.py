@@ -104,6 +104,14 @@ def test_a_cut_from_another_server_changes_nothing(network: Network, talker: Tal
     assert network.dropped() == 0
 
 
+def test_connections_that_are_forgotten(network: Network, talker: Talker) -> None:
+    network.forget("redis")
+    assert talker.says("forgotten") == "TimeoutError"
+    assert not talker.was_heard("forgotten")
+    assert network.dropped() > 0
+    assert talker.says("on a new connection") == "ok"
+
+
 def test_a_third_of_all_packets_lost(network: Network, talker: Talker) -> None:
     """Some get through: TCP sends them again."""
     network.lose(0.3, "redis")
