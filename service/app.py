@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from service import native
 from service.api import routes
 from service.callers import Callers
+from service.clocks import Clock, Clocks
 from service.control import Control
 from service.errors import KafkaAway, KafkaForbids, KafkaRefuses, StoreAway, StoreUnanswered
 from service.events_endpoint import EventsEndpoint
@@ -97,6 +98,7 @@ class Service:
         self.store = Store(self.cluster, self.keys, self.control, self.topics, settings, self.telemetry)
         self.queue = Queue(settings)
         self.journal = Journal(self.cluster, self.topics.requests, settings.name, self.telemetry)
+        self.clocks = Clocks(self.cluster, self.keys, self.topics.requests, settings.name)
         self.intake = Intake(
             settings,
             rules,
@@ -108,6 +110,7 @@ class Service:
             self.journal,
             self.telemetry,
             self.tracing,
+            self.clocks.kafka.now_ms,
         )
         self.ingest = Ingest(
             settings, self.keys, self.store, self.queue, self.catalogue, self.intake, self.telemetry, self.tracing
@@ -143,11 +146,21 @@ class Service:
         show.in_doubt.set_function(lambda: self.pool.in_doubt)
         show.in_doubt_oldest.set_function(lambda: self.pool.in_doubt_s)
         show.slot_down.set_function(lambda: self.pool.down_s)
+        for whose, clock in self._clocks.items():
+            show.clock_ahead.labels(whose).set_function(partial(self._ahead_s, clock))
         show.generation.set_function(lambda: self.store.generation)
         for slot_state in SlotState:
             show.slots.labels(slot_state.value).set_function(partial(self.pool.count, slot_state))
         for state in STORE_STATES:
             show.store_state.labels(state).set_function(partial(self._is_store, state))
+
+    @property
+    def _clocks(self) -> dict[str, Clock]:
+        return {"kafka": self.clocks.kafka, "redis": self.clocks.redis}
+
+    @staticmethod
+    def _ahead_s(clock: Clock) -> float:
+        return round(clock.behind_ms / 1000, 1)  # what is less comes and goes with the answers
 
     def _is_store(self, state: str) -> bool:
         return self.store.state == state
@@ -164,6 +177,7 @@ class Service:
             supervise("sweep", self.intake.sweep, telemetry),
             supervise("watch", self._watch, telemetry),
             supervise("lso-watch", self.lso_watch.run, telemetry),
+            supervise("clocks", self.clocks.keep, telemetry),
         ]
 
     async def _bring_up(self) -> None:
@@ -173,6 +187,7 @@ class Service:
                 await self.topics.ensure()
                 self._keep_to_limits()
                 await self.keys.check()
+                await self.clocks.measure()  # before anything is written
                 break
             except (SettingsError, KafkaRefuses) as error:
                 self._give_up(SettingsError(str(error)))
@@ -226,6 +241,7 @@ class Service:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.clocks.close()
         await self.store.close()
         await self.control.close()
         await self.keys.close()
@@ -246,6 +262,8 @@ class Service:
             "kafka": kafka,
             "store": self.store.status,
             "generation": None if epoch is None else epoch.generation,
+            # Of this machine, to theirs.
+            "clock_ahead_s": {whose: self._ahead_s(clock) for whose, clock in self._clocks.items()},
         }
 
     async def _redis_answers(self, epoch: Epoch | None) -> str:

@@ -3,7 +3,6 @@
 import base64
 import binascii
 import re
-import time
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Final, TypeVar
@@ -212,7 +211,7 @@ def _headers(fields: EventBody) -> list[Header]:
     return [(name, content.encode()) for name, content in headers.items()]
 
 
-def check_topic(event: Event, topic: Topic) -> None:
+def check_topic(event: Event, topic: Topic, now_ms: int) -> None:
     """What the topic's own settings refuse, before the key is touched. Raises Problem (400, 413, 422)."""
     if event.partition is not None and event.partition >= topic.partitions:
         raise invalid("partition", f"{topic.name} has {topic.partitions}: use 0 to {topic.partitions - 1}, or none")
@@ -224,18 +223,17 @@ def check_topic(event: Event, topic: Topic) -> None:
     if event.record_key is None and "compact" in settings.get("cleanup.policy", ""):
         raise Problem(RECORD_REFUSED, f"key: {topic.name} is compacted, so each event needs a key: send one")
     if event.timestamp is not None:
-        check_timestamp(event.timestamp, topic)
+        check_timestamp(event.timestamp, topic, now_ms)
 
 
-def check_timestamp(timestamp: int, topic: Topic) -> None:
+def check_timestamp(timestamp: int, topic: Topic, now_ms: int) -> None:
     """Kafka's bounds on a client's timestamps (KIP-937); no bounds hold where the broker sets the time."""
     settings = topic.settings
     if settings.get("message.timestamp.type") == "LogAppendTime":
         return
-    now = time.time_ns() // 1_000_000
     before = int(settings.get("message.timestamp.before.max.ms", 2**63 - 1))
     after = int(settings.get("message.timestamp.after.max.ms", 2**63 - 1))
-    if timestamp < now - before or timestamp > now + after:
+    if timestamp < now_ms - before or timestamp > now_ms + after:
         raise Problem(
             RECORD_REFUSED, f"timestamp: {topic.name} takes no time more than {before} ms ago or {after} ms ahead"
         )

@@ -1,7 +1,6 @@
 """A group of requests, and the pure steps with it: its partitions, what parts, its records, its entries, its marks."""
 
 import random
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -97,9 +96,11 @@ def _any_partition(topic: Topic) -> int:
     return random.choice(able) if able else 0  # noqa: S311
 
 
-def records_of(group: Sequence[Won], topic_of: Callable[[str], Topic], writer: str) -> list[Record]:
-    """The records of a group that has its partitions, in its order; `writer` as `stamp_writer` has it."""
-    now_ms = time.time_ns() // 1_000_000
+def records_of(group: Sequence[Won], topic_of: Callable[[str], Topic], writer: str, now_ms: int) -> list[Record]:
+    """The records of a group that has its partitions, in its order; `writer` as `stamp_writer` has it.
+
+    `now_ms` is the time of events that came without one.
+    """
     records: list[Record] = []
     for request, claim in group:
         for event, partition in zip(request.events, request.partitions, strict=True):

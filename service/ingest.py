@@ -37,7 +37,7 @@ from service.group import (
 )
 from service.intake import Intake
 from service.kafka.life import NotSent, Partition, Place, Record
-from service.kafka.verdict import Refusal, TransactionFailed, Verdict
+from service.kafka.verdict import OUTSIDE_BOUNDS, Refusal, TransactionFailed, Verdict
 from service.keys import KeyStore
 from service.queue import Queue
 from service.recovery import Store
@@ -95,6 +95,7 @@ class Ingest:
         self._catalogue = catalogue
         self._answer, self._accept, self._too_late = intake.answer, intake.accept, intake.too_late
         self._outbox = intake.outbox
+        self._now_ms = intake.now_ms
         self._telemetry = telemetry
         self._tracing = tracing
         self._parked: list[Request] = []  # in doubt, until a slot has been recovered
@@ -373,7 +374,7 @@ class Ingest:
 
     def _records(self, slot: Slot, group: Sequence[Won], producer_id: int, epoch: int) -> list[Record]:
         writer = stamp_writer(slot.n, producer_id, epoch, self._settings.name)
-        return records_of(group, self._catalogue.last_known, writer)
+        return records_of(group, self._catalogue.last_known, writer, self._now_ms())
 
     def _finish_apart(self, slot: Slot, written: Written) -> asyncio.Task[None]:
         """Mark and answer a committed group while the slot goes on with the next."""
@@ -474,6 +475,10 @@ class Ingest:
         self._set_apart(request)
         if not alone or (refusal.kind is UNKNOWN_TOPIC and request.failures < 2):
             return True
+        if refusal is OUTSIDE_BOUNDS and any(each.topic == topic and each.timestamp is None for each in request.events):
+            # The time was given here, so that the clocks are at fault, which is no final answer to anybody.
+            self._answer(request, Problem(NOT_WRITTEN, f"timestamp: {topic} does not take this machine's time now"))
+            return False
         self._answer(request, Problem(refusal.kind, f"topic: {topic}: {refusal.why}"))
         return False
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from service.clocks import own_ms
 from service.errors import (
     FORBIDDEN_TOPIC,
     NOT_WRITTEN,
@@ -64,7 +65,9 @@ class Intake:
         journal: Journal,
         telemetry: Telemetry,
         tracing: "Tracing | None" = None,
+        now_ms: Callable[[], int] = own_ms,
     ) -> None:
+        self.now_ms = now_ms  # Kafka's time
         self._settings = settings
         self._guarantee = lru_cache(maxsize=TOPICS_MAX)(rules.guarantee)  # by topic
         self._schemas = schemas
@@ -159,7 +162,7 @@ class Intake:
         if topic is None:
             return False
         try:
-            check_topic(event, topic)
+            check_topic(event, topic, self.now_ms())
         except Problem:
             return False
         self._schemas.check(event)
@@ -179,9 +182,9 @@ class Intake:
             deadline = (arrived if begun is None else begun) + self._timeout_s
             topic = await self._topic(event.topic, arrived, deadline)
             try:
-                check_topic(event, topic)
+                check_topic(event, topic, self.now_ms())
             except Problem:
-                check_topic(event, await self._topic(event.topic, arrived, deadline, anew=True))
+                check_topic(event, await self._topic(event.topic, arrived, deadline, anew=True), self.now_ms())
             self._schemas.check(event)
 
     async def _topic(self, name: str, arrived: float, deadline: float, *, anew: bool = False) -> Topic:

@@ -145,6 +145,9 @@ class Telemetry:
         self.task_failures = self._counter(
             "task_failures", "Background tasks that ended with an error, by task", "task"
         )
+        self.clock_ahead = self._gauge(
+            "clock_ahead_seconds", "How far this machine's clock is surely ahead of theirs (negative: behind)", "of"
+        )
         self.kafka_errors = self._counter("kafka_errors", "What was asked of Kafka and failed", "operation")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

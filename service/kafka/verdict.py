@@ -76,6 +76,7 @@ class TransactionFailed(Exception):
         return self.__cause__ is not None and is_bug(self.__cause__)
 
 
+OUTSIDE_BOUNDS: Final = Refusal(RECORD_REFUSED, "the timestamp is outside of the topic's bounds")
 # Codes by which a broker refuses a record or a topic for good: nothing of that batch was written.
 REFUSALS: Final = {
     errors.UnknownTopicOrPartitionError.errno: Refusal(UNKNOWN_TOPIC, "the topic or partition is not there (any more)"),
@@ -83,7 +84,7 @@ REFUSALS: Final = {
     errors.TopicAuthorizationFailedError.errno: Refusal(FORBIDDEN_TOPIC, "the service has no leave to write to it"),
     errors.MessageSizeTooLargeError.errno: Refusal(TOO_LARGE, "the record is larger than its max.message.bytes"),
     errors.RecordListTooLargeError.errno: Refusal(TOO_LARGE, "the record is larger than its segment.bytes"),
-    errors.InvalidTimestampError.errno: Refusal(RECORD_REFUSED, "the timestamp is outside of the topic's bounds"),
+    errors.InvalidTimestampError.errno: OUTSIDE_BOUNDS,
     errors.InvalidRequiredAcksError.errno: Refusal(RECORD_REFUSED, "the topic does not take acks=all"),
     errors.UnsupportedForMessageFormatError.errno: Refusal(RECORD_REFUSED, "its message format is too old for headers"),
     errors.PolicyViolationError.errno: Refusal(RECORD_REFUSED, "the record violates the broker's policy"),

@@ -6,5 +6,5 @@ from service import intake
 from service.__main__ import main
 
 if __name__ == "__main__":
-    intake.check_topic = lambda event, topic: None  # type: ignore[attr-defined]
+    intake.check_topic = lambda event, topic, now_ms: None  # type: ignore[attr-defined]
     sys.exit(main())

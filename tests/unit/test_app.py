@@ -18,7 +18,7 @@ from service.shared import Rules, SettingsError
 from service.telemetry import Telemetry
 from tests.unit.fakes import until
 
-BACKGROUND = ("sweep", "watch", "bring-up", "lso-watch")
+BACKGROUND = ("sweep", "watch", "bring-up", "lso-watch", "clocks")
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +37,7 @@ async def test_what_nobody_foresaw_does_not_end_the_start_in_silence(monkeypatch
     whole = Service(Settings(), rules, Schemas(rules), Telemetry(), given_up.append)
     whole.topics.ensure = AsyncMock(side_effect=[KafkaAway("no broker"), TypeError("odd"), None])  # type: ignore[method-assign]
     whole.keys.check = AsyncMock()  # type: ignore[method-assign]
+    whole.clocks.measure = AsyncMock()  # type: ignore[method-assign]
     whole.pool.keep = AsyncMock()  # type: ignore[method-assign]
     try:
         with capture_logs() as logged:
@@ -60,6 +61,7 @@ async def test_a_task_that_fails_in_the_background_is_told_of_and_started_again(
     monkeypatch.setattr(whole, "_watch", works["watch"])
     monkeypatch.setattr(whole, "_bring_up", works["bring-up"])
     monkeypatch.setattr(whole.lso_watch, "run", works["lso-watch"])
+    monkeypatch.setattr(whole.clocks, "keep", works["clocks"])
     whole.start()
     try:
         with capture_logs() as logged:

@@ -3,7 +3,6 @@
 import base64
 import gc
 import json
-import time
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -37,6 +36,7 @@ from service.states import Claimed
 from service.wire import event_id, fingerprint, stamp_writer
 
 HOUR_MS = 3_600_000
+NOW_MS = 1_700_000_000_000
 
 
 def parse(body: bytes | str | dict[str, Any], traceparent: bytes | None = None) -> Event:
@@ -355,7 +355,8 @@ def test_what_is_too_large_is_refused_before_a_close_look(monkeypatch: pytest.Mo
 def checked(event: Event, partitions: int = 3, **settings: str) -> str:
     """The code with which the topic refuses it, empty where it does not."""
     try:
-        check_topic(event, Topic("t", partitions, {name.replace("_", "."): text for name, text in settings.items()}))
+        named = {name.replace("_", "."): text for name, text in settings.items()}
+        check_topic(event, Topic("t", partitions, named), NOW_MS)
     except Problem as problem:
         return problem.kind.code
     return ""
@@ -390,7 +391,7 @@ def test_a_record_is_refused_only_where_it_may_not_fit(
     request = Request.of((event,), 0.0, 1.0, Guarantee.EXACTLY_ONCE, print)
     request.partitions = [0]
     writer = stamp_writer(65_535, most, 32_767, instance)
-    (record,) = records_of([(request, claimed)], lambda _: Topic("t", 1, {}), writer)
+    (record,) = records_of([(request, claimed)], lambda _: Topic("t", 1, {}), writer, 0)
     batch = DefaultRecordBatchBuilder(
         2, 0, is_transactional=True, producer_id=most, producer_epoch=1, base_sequence=0, batch_size=10**6
     )
@@ -406,7 +407,7 @@ def test_a_record_is_refused_only_where_it_may_not_fit(
     [(0, ""), (HOUR_MS - 5_000, ""), (HOUR_MS + 5_000, "record-refused"), (-5_000, "record-refused")],
 )
 def test_the_times_that_a_topic_takes(ago_ms: int, code: str) -> None:
-    event = parse({"topic": "t", "value": 1, "timestamp": time.time_ns() // 1_000_000 - ago_ms})
+    event = parse({"topic": "t", "value": 1, "timestamp": NOW_MS - ago_ms})
     bounds: dict[str, Any] = {"message_timestamp_before_max_ms": str(HOUR_MS), "message_timestamp_after_max_ms": "1000"}
     assert checked(event, **bounds) == code
     assert checked(event, **bounds, message_timestamp_type="LogAppendTime") == ""

@@ -26,7 +26,7 @@ LAYERS = [
     {"http_posts", "http_guard", "openapi"},
     {"ingest", "batch", "pool", "rendering"},
     {"intake"},
-    {"recovery", "journal", "group", "tracing", "cloudevents", "waiters"},
+    {"recovery", "journal", "group", "clocks", "tracing", "cloudevents", "waiters"},
     {"settling"},
     {"replay", "schemas"},
     {
