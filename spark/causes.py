@@ -5,23 +5,20 @@ from typing import Final
 from pyspark.sql import Column
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import state
+from spark import rules, state
+from spark.rules import DUAL_PRODUCER, EXPIRED_KEY, FOREIGN_WRITER, PRODUCER_RESTART, REWRITE
 
-FOREIGN_WRITER: Final = "foreign_writer"
-REWRITE: Final = "rewrite"
-EXPIRED_KEY: Final = "expired_key"
-PRODUCER_RESTART: Final = "producer_restart"
-DUAL_PRODUCER: Final = "dual_producer"
 CAUSES: Final = (FOREIGN_WRITER, REWRITE, EXPIRED_KEY, PRODUCER_RESTART, DUAL_PRODUCER)
 
-_KEPT: Final = ("timestamp", "topic", "partition", "offset", "slot", "pid", "epoch", "instance")
+_WRITER: Final = ("slot", "pid", "epoch", "instance")
 
 
 def ordered() -> Column:
-    """The copies of a row (state.ROW) in the order in which they count: those in the ledger first, then by
-    timestamp, topic, partition and offset. Each has `late` (0 in the ledger, 1 not) besides what it had."""
+    """The copies of a row (state.GATHERED) in the order in which they count: those in the ledger first, then by
+    timestamp, topic, partition and offset. Each has `late` (0 in the ledger, 1 not) besides what it had. Derived copies
+    are none of these."""
     entered = F.transform(
-        "coordinates",
+        F.filter("coordinates", lambda copy: ~copy["derived"]),
         lambda copy: F.struct(
             F.exists("entries", lambda entry: state.same_place(entry, copy)).alias("entered"),
             copy.alias("copy"),
@@ -31,8 +28,8 @@ def ordered() -> Column:
         F.transform(
             entered,
             lambda pair: F.struct(
-                F.when(pair["entered"], 0).otherwise(1).alias("late"),
-                *(pair["copy"][name].alias(name) for name in (*_KEPT, "accepted_at", "stamped")),
+                rules.rank(pair["entered"]).alias("late"),
+                *(pair["copy"][name].alias(name) for name in (*rules.order(), *_WRITER, "accepted_at", "stamped")),
             ),
         )
     )
@@ -45,17 +42,13 @@ def explained(copies: Column, key_ttl_ms: int) -> Column:
         lambda copy, nth: F.struct(
             *(copy[name].alias(name) for name in ("topic", "partition", "offset", "timestamp")),
             *(copy[name].alias(name) for name in ("slot", "pid", "epoch", "instance")),
-            F.when(nth > 0, _cause(copy, F.slice(copies, F.lit(1), nth), key_ttl_ms)).alias("cause"),
+            F.when(rules.has_cause(nth), _cause(copy, F.slice(copies, F.lit(1), nth), key_ttl_ms)).alias("cause"),
         ),
     )
 
 
 def _cause(copy: Column, earlier: Column, key_ttl_ms: int) -> Column:
-    """The first rule that fits a copy that comes after these.
-
-    An expired key is judged by the nearest of the earlier acceptances: a copy that follows a second delivery by
-    seconds is not made by the first one's age.
-    """
+    """The first rule that fits a copy that comes after these."""
     ours = F.filter(earlier, lambda other: other["stamped"])
 
     def same(other: Column, *names: str) -> Column:
@@ -64,15 +57,11 @@ def _cause(copy: Column, earlier: Column, key_ttl_ms: int) -> Column:
             alike = alike & (other[name] == copy[name])
         return alike
 
-    same_producer = F.exists(ours, lambda other: same(other, "slot", "pid", "epoch", "instance"))
-    apart = F.forall(ours, lambda other: F.abs(other["accepted_at"] - copy["accepted_at"]) >= key_ttl_ms)
-    related = F.exists(
-        ours, lambda other: (same(other, "slot") | same(other, "instance")) & ~same(other, "pid", "epoch")
+    same_producer = F.exists(ours, lambda other: same(other, *rules.producer()))
+    apart = F.forall(ours, lambda other: rules.is_apart(copy["accepted_at"], other["accepted_at"], key_ttl_ms))
+    restart = F.exists(
+        ours,
+        lambda other: rules.is_restart(same(other, "slot"), same(other, "instance"), same(other, "pid", "epoch")),
     )
-    return (
-        F.when(~copy["stamped"] | (same_producer & (copy["late"] == 1)), FOREIGN_WRITER)
-        .when(same_producer, REWRITE)
-        .when((F.size(ours) > 0) & apart, EXPIRED_KEY)
-        .when(related, PRODUCER_RESTART)
-        .otherwise(DUAL_PRODUCER)
-    )
+    foreign = rules.is_foreign(copy["stamped"], same_producer, copy["late"])
+    return rules.cause(foreign, same_producer, rules.is_expired(ours, apart), restart)

@@ -25,17 +25,21 @@ REJECTED: Final = "struct<reason: string, content: binary>"
 
 COPIES: Final = (
     "kind string, id binary, topic string, partition int, offset bigint, at bigint, ts bigint, fp binary, alt binary, "
-    "slot int, pid bigint, epoch int, instance string, stamped boolean, keyed boolean, key string, "
+    "slot int, pid bigint, epoch int, instance string, stamped boolean, keyed boolean, record_key bigint, key string, "
     f"reject {REJECTED}"
 )
 
 TESTIMONY: Final = (
     "id binary, topic string, partition int, offset bigint, at bigint, ts bigint, status int, replayed boolean, "
-    f"reject {REJECTED}"
+    f"position int, batch bigint, reject {REJECTED}"
 )
 
 ENTERED: Final = 0
-"""The `status` of a ledger entry; an answer has its HTTP status, a reject has none."""
+"""The `status` of a ledger entry; an answer has its HTTP status, a reject has none.
+
+`position` is an answer's index in its record of the journal: the answers of one record have one timestamp. `batch`
+stands for the atomic batch that an entry is a member of (`batch_of` its id).
+"""
 
 WRITTEN: Final = f"status IN ({ENTERED}, 201, 202, 504)"
 """The condition that TESTIMONY tells of a record that is there or may be: a refused request may name any topic."""
@@ -54,7 +58,7 @@ _PLACE: Final = ("topic", "partition", "offset", "ts")
 LEDGER_SCHEMA: Final = (
     "v int, begin boolean, slot int, pid bigint, epoch int, instance string, "
     "entries array<struct<id: string, fp: string, at: bigint, topic: string, partition: int, offset: bigint, "
-    "ts: bigint>>"
+    "ts: bigint, batch: string>>"
 )
 
 REQUESTS_SCHEMA: Final = (
@@ -67,11 +71,13 @@ REQUESTS_SCHEMA: Final = (
 def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str] | None = None) -> DataFrame:
     """Data records (source.SCHEMA) → COPIES, a row each.
 
-    With our stamp: identity and fingerprint are the stamp's. With only an idempotency key: the id of the key in the
-    empty scope, and a fingerprint computed from the record as if no partition had been asked for (`alt`: as if its
-    own partition had been); either that equals a stamped copy's means the same request. With neither, the key is what
-    the expression of its topic (`identities`) makes of the record; where there is none, or it makes nothing of it:
-    `unkeyed`. With a stamp that cannot be read and no key: `reject`.
+    With our stamp: identity and fingerprint are the stamp's; where the record has another fingerprint, as a program may
+    forward headers and change the rest, `alt` is that one. With only an idempotency key: the id of the key in the empty
+    scope, and a fingerprint computed from the record as if no partition had been asked for; `alt` has those that the
+    same record would have otherwise, 8 bytes each (asked for with its partition, with a traceparent header of the
+    client's own): any that equals a stamped copy's means the same request. With neither, the key is what the expression
+    of its topic (`identities`) makes of the record; where there is none, or it makes nothing of it: `unkeyed`. With a
+    stamp that cannot be read and no key: `reject`.
     """
     stamp, key = _header(wire.STAMP_HEADER), _header(wire.KEY_HEADER)
     told = F.when(F.octet_length(key) > 0, key)
@@ -86,12 +92,8 @@ def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str]
         .when(F.col("stamp").isNotNull(), REJECT)
         .otherwise(UNKEYED)
     )
-    client = F.filter(
-        "headers", lambda header: ~header["key"].isin(wire.KEY_HEADER, wire.STAMP_HEADER, wire.TRACE_HEADER)
-    )
-    asked = [F.col("key"), client, F.col("value")]
-    computed = native.fingerprint(F.col("topic"), None, *asked)
-    with_partition = native.fingerprint(F.col("topic"), F.col("partition"), *asked)
+    computed, others = _fingerprints()
+    borne_out = (F.col("stamp_fp") == computed) | F.array_contains(others, F.col("stamp_fp"))
     ts = plausible(F.col("timestamp_ms"), frozen_ms)
     foreign = ~stamped & (kind == EVENT)
     return read.select(
@@ -106,13 +108,37 @@ def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str]
         F.when(stamped, plausible(F.col("stamp_at"), ts)).otherwise(ts).alias("at"),
         ts.alias("ts"),
         F.when(stamped, F.col("stamp_fp")).when(foreign, computed).alias("fp"),
-        F.when(foreign, with_partition).alias("alt"),
+        F.when(foreign, native.joined(others)).when(stamped & ~borne_out, computed).alias("alt"),
         *(F.when(stamped, F.col(name)).alias(name) for name in ("slot", "pid", "epoch", "instance")),
         "stamped",
         F.col("key").isNotNull().alias("keyed"),
+        F.when(F.col("key").isNotNull(), F.xxhash64("key")).alias("record_key"),
         F.col("key_bytes").cast("string").alias("key"),
         F.when(kind == REJECT, _rejected(f"a {wire.STAMP_HEADER} header that is none", F.col("stamp"))).alias("reject"),
     )
+
+
+def _fingerprints() -> tuple[Column, Column]:
+    """The fingerprint of a record (source.SCHEMA) as if no partition had been asked for, and the others it may have.
+
+    A traceparent header is the service's, a tracer's, or the client's own, which is part of what was asked for.
+    """
+    client = F.filter("headers", lambda header: ~header["key"].isin(*wire.RESERVED_HEADERS, wire.TRACE_HEADER))
+    traces = F.filter("headers", lambda header: header["key"] == wire.TRACE_HEADER)
+    # The service's own comes before the client's.
+    own = F.slice(traces, 2, F.size(traces))
+    traced = (
+        F.when(F.size(traces) > 1, F.array(F.concat(client, own), F.concat(client, traces)))
+        .when(F.size(traces) == 1, F.array(F.concat(client, traces)))
+        .otherwise(F.array().cast("array<array<struct<key: string, value: binary>>>"))
+    )
+
+    def of(partition: Column | None, headers: Column) -> Column:
+        return native.fingerprint(F.col("topic"), partition, F.col("key"), headers, F.col("value"))
+
+    placed = F.array(of(F.col("partition"), client))
+    others = F.flatten(F.transform(traced, lambda some: F.array(of(None, some), of(F.col("partition"), some))))
+    return of(None, client), F.concat(placed, others)
 
 
 def _stamps(read: DataFrame) -> DataFrame:
@@ -165,7 +191,7 @@ def ledger(records: DataFrame, frozen_ms: int) -> DataFrame:
     """Ledger records (source.SCHEMA) → TESTIMONY, a row for each entry; begin records and empty ones give none."""
     read = _bodies(records, LEDGER_SCHEMA, frozen_ms)
     body = F.col("body")
-    whole = (body["v"] == wire.VERSION) & _all_there(body, "slot", "pid", "epoch", "instance")
+    whole = body["v"].isin(*sorted(wire.LEDGER_VERSIONS)) & _all_there(body, "slot", "pid", "epoch", "instance")
     entries = (
         F.when(whole & F.coalesce(body["begin"], F.lit(False)), F.array().cast(_array_type(LEDGER_SCHEMA)))
         .when(whole & body["entries"].isNotNull(), body["entries"])
@@ -182,8 +208,15 @@ def ledger(records: DataFrame, frozen_ms: int) -> DataFrame:
         "ts",
         F.when(good, F.lit(ENTERED)).alias("status"),
         F.lit(False).alias("replayed"),
+        F.col("position"),
+        batch_of(_unhexed(entry["batch"], wire.ID_BYTES)).alias("batch"),
         F.when(~good, undecoded).alias("reject"),
     )
+
+
+def batch_of(id: Column) -> Column:
+    """A number that stands for the id of an atomic batch, as numbers are cheap to carry; null for null."""
+    return F.when(id.isNotNull(), F.xxhash64(id))
 
 
 def answers(records: DataFrame, frozen_ms: int) -> DataFrame:
@@ -208,6 +241,8 @@ def answers(records: DataFrame, frozen_ms: int) -> DataFrame:
         "ts",
         F.when(good, answer["status"]).alias("status"),
         (good & F.coalesce(answer["replayed"], F.lit(False))).alias("replayed"),
+        F.col("position"),
+        F.lit(None).cast("bigint").alias("batch"),
         F.when(~good, undecoded).alias("reject"),
     )
 
@@ -224,13 +259,14 @@ def _bodies(records: DataFrame, schema: str, frozen_ms: int) -> DataFrame:
 
 
 def _each(read: DataFrame, items: Column, name: str) -> DataFrame:
-    """A row for each item of a record, with the record's place, and its first bytes where it has no items.
+    """A row for each item of a record, with its position and the record's place, and the record's first bytes where it
+    has no items.
 
     In two steps, so that no more than that goes with each item: the record beside each would be quadratic.
     """
     broken = F.when(F.get(items, F.lit(0)).isNull(), F.substring("value", 1, CONTENT_MAX))
     whole = read.select(*_PLACE, broken.alias("value"), items.alias("items"))
-    return whole.select(*_PLACE, "value", F.explode("items").alias(name))
+    return whole.select(*_PLACE, "value", F.posexplode("items").alias("position", name))
 
 
 def _undecoded(record: str, part: str) -> Column:

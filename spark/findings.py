@@ -5,10 +5,11 @@ from typing import Final
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import causes, lake, native
+from spark import causes, lake, native, rules
 from spark.decode import EVENT, REJECT, UNKEYED
 from spark.offsets import RETENTION, TRUNCATED, UNWANTED, Plan
-from spark.verdict import CATEGORIES, LOST, PENDING, Evidence
+from spark.rules import LOST, PENDING
+from spark.verdict import CATEGORIES, Evidence
 
 HOUR: Final = "hour"
 IDS: Final = "ids"
@@ -21,7 +22,18 @@ PHANTOM: Final = "phantom"
 STUCK: Final = "stuck"
 EVIDENCE_GAP: Final = "evidence_gap"
 CLIENT_DUPLICATE: Final = "client_duplicate"
-KINDS: Final = (DUPLICATE, CONFLICT, CLIENT_DUPLICATE, LOST, PHANTOM, UNKEYED, STUCK, EVIDENCE_GAP)
+DERIVED_COPY: Final = "derived_copy"
+KINDS: Final = (DUPLICATE, CONFLICT, CLIENT_DUPLICATE, DERIVED_COPY, LOST, PHANTOM, UNKEYED, STUCK, EVIDENCE_GAP)
+
+ERROR: Final = "error"
+WARNING: Final = "warning"
+INFORMATION: Final = "information"
+SEVERITIES: Final = {
+    **dict.fromkeys((DUPLICATE, CONFLICT, LOST, PHANTOM), ERROR),
+    **dict.fromkeys((DERIVED_COPY, UNKEYED, STUCK, EVIDENCE_GAP), WARNING),
+    CLIENT_DUPLICATE: INFORMATION,
+}
+"""How bad a kind is: a promise that did not hold; what somebody has to look at; what only the client can know."""
 
 SUMS: Final = (
     "ids",
@@ -57,14 +69,32 @@ def suspicious(judged: DataFrame) -> DataFrame:
 
 
 def of_ids(rows: DataFrame, seen: Evidence, scope: str) -> DataFrame:
-    """Suspicious rows → lake.FINDING, those of single ids: duplicate, conflict, lost, phantom, stuck."""
+    """Suspicious rows → lake.FINDING, those of single ids: duplicate, conflict, derived copy, lost, phantom, stuck."""
     ordered = rows.withColumn("copies", causes.ordered())
     lost = F.filter("missing", lambda claim: claim["fate"] == LOST)
-    told = ordered.withColumn("explained", causes.explained(F.col("copies"), seen.key_ttl_ms)).withColumn("gone", lost)
-    many = F.when(F.col("conflicting"), CONFLICT).otherwise(DUPLICATE)
-    unsure = F.when(F.col("answered_504") > 0, "504").otherwise("202")
+    derived = F.filter("coordinates", lambda copy: copy["derived"])
+    told = ordered.withColumns(
+        {
+            "explained": causes.explained(F.col("copies"), seen.key_ttl_ms),
+            "gone": lost,
+            "forwarded": F.filter(derived, lambda copy: ~seen.derived(copy["topic"])),
+            # Copies beyond the cap have left no coordinates.
+            "forwarded_count": F.col("derived") - F.size(F.filter(derived, lambda copy: seen.derived(copy["topic"]))),
+        }
+    )
+    many = rules.copies_kind(F.col("conflicting"))
+    unsure = rules.unsure_cause(F.col("answered_202"), F.col("answered_504"))
     found = F.array(
-        F.when(F.col("count") > 1, _found(many, F.get("explained", F.lit(1))["cause"], F.col("explained"), "count")),
+        F.when(
+            F.col("copies_count") > 1,
+            _found(many, F.get("explained", F.lit(1))["cause"], F.col("explained"), "copies_count"),
+        ),
+        F.when(
+            F.size("forwarded") > 0,
+            _found(
+                F.lit(DERIVED_COPY), F.lit(None).cast("string"), _uncaused(F.col("forwarded")), "forwarded_count"
+            ).withField("topic", F.get("forwarded", F.lit(0))["topic"]),
+        ),
         F.when(F.size("gone") > 0, _found(F.lit(LOST), F.get("gone", F.lit(0))["source"], _places("gone"))),
         F.when(
             F.col("phantom") == PHANTOM,
@@ -80,13 +110,14 @@ def of_ids(rows: DataFrame, seen: Evidence, scope: str) -> DataFrame:
         F.col("found.cause").alias("cause"),
         "id",
         "key",
-        "topic",
+        F.col("found.topic").alias("topic"),
         F.lit(None).cast("int").alias("partition"),
         F.col("found.count").alias("count"),
         F.lit(None).cast("bigint").alias("first_offset"),
         F.lit(None).cast("bigint").alias("last_offset"),
         "last_ms",
         F.col("found.coordinates").alias("coordinates"),
+        F.lit(None).cast("binary").alias("fingerprint"),
     )
 
 
@@ -103,11 +134,11 @@ def of_places(rows: DataFrame, scope: str) -> DataFrame:
             claim["offset"].alias("first"),
             claim["offset"].alias("last"),
             # What went away before it was read is counted by `of_logs`, whether or not it was promised.
-            F.when(claim["fate"].isin(RETENTION, TRUNCATED), 0).otherwise(1).cast("bigint").alias("count"),
+            rules.gap_count(claim["fate"].isin(RETENTION, TRUNCATED)).alias("count"),
         ),
     )
     unheard = F.transform(
-        F.filter("coordinates", lambda copy: copy["stamped"]),
+        F.filter("coordinates", lambda copy: copy["stamped"] & ~copy["derived"]),
         lambda copy: F.struct(
             F.lit(EVIDENCE_GAP).alias("kind"),
             F.lit("ledger_gone").alias("cause"),
@@ -154,6 +185,7 @@ def _by_partition(each: DataFrame, scope: str) -> DataFrame:
         "last_offset",
         "last_ms",
         F.array().cast(lake.COORDINATES).alias("coordinates"),
+        F.lit(None).cast("binary").alias("fingerprint"),
     )
 
 
@@ -202,13 +234,13 @@ def sums(judged: DataFrame) -> DataFrame:
     columns = {
         "ids": count(delivered),
         "records": total(F.col("count"), event),
-        "copies_extra": total(F.col("count") - 1, event & (F.col("count") > 1)),
+        "copies_extra": total(F.col("copies_count") - 1, event & (F.col("copies_count") > 1)),
         "accepted": count(F.col("accepted")),
         **{name: count(F.col("category") == name) for name in CATEGORIES},
         PHANTOM: count((F.col("phantom") == PHANTOM) & ~F.col("accepted")),
         "open": count(F.col("open")),
         "unrequested": count(unrequested),
-        "unrequested_multiple": count(unrequested & (F.col("count") > 1)),
+        "unrequested_multiple": count(unrequested & (F.col("copies_count") > 1)),
         "unkeyed": total(F.col("count"), F.col("kind") == UNKEYED),
         "rejects": total(F.col("count"), F.col("kind") == REJECT),
         **{name: total(F.col(name), event) for name in SUMS if name.startswith("answered_") or name == "replayed"},
@@ -221,6 +253,7 @@ def _found(kind: Column, cause: Column, coordinates: Column, count: str | None =
     return F.struct(
         kind.alias("kind"),
         cause.alias("cause"),
+        F.col("topic").alias("topic"),
         (F.size(coordinates) if count is None else F.col(count)).cast("bigint").alias("count"),
         coordinates.cast(lake.COORDINATES).alias("coordinates"),
     )
@@ -244,8 +277,12 @@ def _places(claims: str) -> Column:
 
 def _unexplained(copies: Column) -> Column:
     """The copies with our header, as coordinates without cause."""
+    return _uncaused(F.filter(copies, lambda copy: copy["stamped"]))
+
+
+def _uncaused(copies: Column) -> Column:
     return F.transform(
-        F.filter(copies, lambda copy: copy["stamped"]),
+        copies,
         lambda copy: F.struct(
             *(copy[name].alias(name) for name in ("topic", "partition", "offset", "timestamp")),
             *(copy[name].alias(name) for name in ("slot", "pid", "epoch", "instance")),

@@ -6,7 +6,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
 from spark import lake
-from spark.verdict import PENDING
+from spark.rules import PENDING
 
 DELIVERED_ONCE: Final = "delivered_once"
 _WHOLE: Final = ["accepted_hour", "id"]

@@ -1,13 +1,14 @@
 """The pass over all ids: what no single hour shows. It reads narrow columns only, however long the history."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import findings, hours, lake, state
-from spark.decode import EVENT
+from service import wire
+from spark import findings, hours, lake, native, rules, state
+from spark.decode import EVENT, batch_of
 from spark.verdict import Evidence
 
 COORDINATES_MAX: Final = state.PLACES_MAX
@@ -92,44 +93,73 @@ def superseded(together: DataFrame) -> DataFrame:
     )
 
 
-def _keyed(rows: DataFrame, seen: Evidence) -> DataFrame:
-    """state.ROW → those of it that may be a client's retry, with their `fingerprint`.
+def misnamed(rows: DataFrame, run: int) -> DataFrame | None:
+    """state.ROW → `accepted_hour, id, topic, partition, offset, named`: the records with a bare key that are copies of
+    another id's record; None where there cannot be any that this run did not know before.
 
-    The fingerprint covers the record key; records without a key have no part in it, since values without a key (a
-    reading, a counter) repeat without being retries.
+    A bare key says neither whose it is nor, if an atomic batch's, which member's. The event with the same key and
+    fingerprint in the same topic does. Where its own id (the key's in the empty scope) has such an event, it keeps it.
     """
-    keyed = rows.where((F.col("kind") == EVENT) & F.col("keyed") & F.col("fp").isNotNull())
-    return keyed.where(seen.audited(F.col("topic"))).withColumn("fingerprint", F.col("fp"))
+    events = rows.where((F.col("kind") == EVENT) & (F.col("count") > 0) & F.col("key").isNotNull())
+    bare = ~F.col("stamped") & F.col("fp").isNotNull() & (F.col("entries_count") + F.col("answered_201") == 0)
+    new = F.col("run") == run
+    flags = {"bare": bare, "ours": F.col("stamped"), "new_bare": bare & new, "new_ours": F.col("stamped") & new}
+    by_topic = events.groupBy("topic").agg(*(F.max(flag).alias(name) for name, flag in flags.items())).collect()
+    topics = [
+        one["topic"] for one in by_topic if (one["new_bare"] and one["ours"]) or (one["new_ours"] and one["bare"])
+    ]
+    if not topics:
+        return None
+    concerned = events.where(F.col("topic").isin(topics))
+    may_be = F.concat(F.array("fp"), F.coalesce(state.each_fingerprint(F.col("alt")), F.array()))
+    place = ("accepted_hour", "id", "topic", "partition", "offset")
+    copies = concerned.where(bare).select(*place, "key", F.explode(may_be).alias("fp"))
+    named = concerned.where("stamped").select("topic", "key", "fp", "accepted_ms", F.col("id").alias("named"))
+    first = F.min(F.struct((F.col("named") != F.col("id")).alias("other"), "accepted_ms", "named")).alias("first")
+    return (
+        copies.join(named, ["topic", "key", "fp"])
+        .groupBy(*place)
+        .agg(first)
+        .where("first.other")
+        .select(*place, "first.named")
+    )
+
+
+def _accepted(seen: Evidence) -> Column:
+    """Whether a row of state.ROW may be a client's retry: an event with a record key that the ledger or a 201 knows.
+
+    Values without a record key (a reading, a counter) repeat without being retries.
+    """
+    claimed = F.col("entries_count") + F.col("answered_201") > 0
+    event = (F.col("kind") == EVENT) & F.col("stamped") & F.col("record_key").isNotNull() & claimed
+    return (
+        F.coalesce(event, F.lit(False)) & seen.audited(F.col("topic")) & ~seen.without_client_duplicates(F.col("topic"))
+    )
 
 
 def retried(rows: DataFrame, seen: Evidence) -> DataFrame:
     """state.ROW → `fingerprint, first timestamp, last timestamp` of those that several rows have, and their hours."""
-    return _several(_keyed(rows, seen), "fingerprint")
+    return _several(rows.where(_accepted(seen)).withColumn("fingerprint", F.col("fp")), "fingerprint")
 
 
 def client_duplicates(
     rows: DataFrame, several: DataFrame, spans: Iterable[tuple[str, str]], seen: Evidence
 ) -> DataFrame:
-    """state.ROW → lake.FINDING: other ids with the same fingerprint and record key, accepted within the retention.
+    """state.ROW → lake.FINDING: other ids of one caller with the same fingerprint, accepted one after the other within
+    the retention, with nothing else written for their record key in between.
 
     `several` is what `retried` gives of the rows, `spans` where these lie: of all others nothing more is read.
     """
-    told = _keyed(rows.where(_within(spans)), seen)
-    first = F.struct("accepted_ms", "topic", "partition", "offset", "copied_ms", *_WRITER, "key", "accepted_hour")
-    ids = told.join(several.select("fingerprint"), "fingerprint", "left_semi").groupBy("fingerprint", "id")
-    rows = ids.agg(F.min(first).alias("first"), F.max("last_ms").alias("last_ms")).select(
-        "fingerprint", "id", "last_ms", "first.*"
+    there = rows.where(_within(spans) & (F.col("count") > 0) & F.col("record_key").isNotNull())
+    marked = there.withColumn("fingerprint", F.when(_accepted(seen), F.col("fp")))
+    keys = (
+        marked.join(several.select("fingerprint"), "fingerprint", "left_semi").select("topic", "record_key").distinct()
     )
+    told = _retries(marked.join(keys, ["topic", "record_key"], "left_semi"), seen)
+    first = F.struct("accepted_ms", "topic", "partition", "offset", "copied_ms", *_WRITER, "key", "accepted_hour")
+    ids = told.groupBy("fingerprint", "id").agg(F.min(first).alias("first"), F.max("last_ms").alias("last_ms"))
     order = Window.partitionBy("fingerprint").orderBy("accepted_ms", "id")
-
-    def near(side: str) -> Column:
-        step = F.lag if side == "before" else F.lead
-        distance = F.abs(F.col("accepted_ms") - step("accepted_ms").over(order))
-        other = step("id").over(order) != F.col("id")
-        return F.coalesce(other & (distance < seen.key_ttl_ms), F.lit(False))
-
-    near_rows = rows.withColumn("near", near("before") | near("after")).where("near")
-    numbered = near_rows.withColumn("nth", F.row_number().over(order))
+    numbered = ids.select("fingerprint", "id", "last_ms", "first.*").withColumn("nth", F.row_number().over(order))
     place = F.struct(
         "nth",
         "topic",
@@ -164,4 +194,46 @@ def client_duplicates(
         F.transform(F.array_sort("places"), lambda one: one.dropFields("nth"))
         .cast(lake.COORDINATES)
         .alias("coordinates"),
+        "fingerprint",
     )
+
+
+def _retries(sequence: DataFrame, seen: Evidence) -> DataFrame:
+    """All that was written for some record keys → those of it that are one request with the record before or after.
+
+    `fingerprint` is null for what cannot be a retry, and stands between two that can.
+    """
+    known = F.filter(F.array(*map(F.lit, seen.callers)), _is_of)
+    told = sequence.withColumns(
+        {
+            "caller": F.when(F.col("fingerprint").isNotNull(), F.get(known, F.lit(0))),
+            "asked_ms": F.when(
+                rules.is_own_time(F.col("copied_ms"), F.col("copied_at"), seen.timeouts_ms), F.col("copied_ms")
+            ),
+        }
+    )
+    order = Window.partitionBy("topic", "record_key").orderBy("copied_at", "copied_ms", "partition", "offset")
+
+    def near(step: Callable[[str], Column]) -> Column:
+        def same(name: str) -> Column:
+            return F.col(name) == step(name).over(order)
+
+        distance = F.abs(F.col("copied_at") - step("copied_at").over(order))
+        return rules.is_retry(
+            same_content=same("fingerprint"),
+            same_caller=same("caller"),
+            same_id=same("id"),
+            near=rules.is_near(distance, seen.key_ttl_ms),
+            same_time=F.col("asked_ms").eqNullSafe(step("asked_ms").over(order)) | same("copied_ms"),
+            same_batch=same("batch"),
+        )
+
+    return told.withColumn("near", near(F.lag) | near(F.lead)).where("near")
+
+
+def _is_of(caller: Column) -> Column:
+    """Whether a row's id, or that of its atomic batch, is the one of its key in a caller's scope."""
+    id = native.sha256_head(
+        F.concat(native.as_binary(caller), native.literal(b"\0"), native.as_binary(F.col("key"))), wire.ID_BYTES
+    )
+    return (id == F.col("id")) | F.coalesce(batch_of(id) == F.col("batch"), F.lit(False))

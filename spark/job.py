@@ -15,6 +15,7 @@ from spark import (
     decode,
     history,
     hours,
+    ids,
     lake,
     lock,
     native,
@@ -25,7 +26,6 @@ from spark import (
     source,
     standing,
     state,
-    verdict,
     view,
 )
 from spark.balance import Balance
@@ -94,6 +94,7 @@ class _Run:
 
     def carry_out(self) -> Outcome:
         with self.cost.step("plan"):
+            self.lake.grow()
             before = before_now(self.lake)
             plan, resumed = self._plan(before)
             self.kept_from = _kept_from(plan, self.settings.options.keep_days, before)
@@ -107,6 +108,9 @@ class _Run:
             self._merge(plan)
         if self.told is not None:
             self.told[1].unpersist()
+        if not self.settings.options.skip_ids:
+            with self.cost.step("ids"):
+                self._rename(plan)
         with self.cost.step("views"):
             view.update(self.lake, self.settings.shared, plan, self.last)
         judgement = Judgement(self.spark, self.lake, plan, self.last, self.settings, self.cost)
@@ -216,8 +220,8 @@ class _Run:
         else:
             told = state.told(self._testimony(spans, plan.frozen_ms))
         copies = decode.deliveries(self._records(plan.spans(DATA)), plan.frozen_ms, self.settings.options.identity)
-        idempotent = verdict.idempotent(plan, self.settings)
-        rows = state.reduce(copies, told, plan.run, idempotent, offsets.arrived(plan, self.last))
+        exact = self._exact_hours(plan)
+        rows = state.reduce(copies, told, plan.run, offsets.arrived(plan, self.last), exact)
         if self.kept_from:
             rows = rows.where(hours.since(self.kept_from))
         if not self.lake.exists("deliveries"):
@@ -231,7 +235,25 @@ class _Run:
             touched = hours.of(rows)
         with self.cost.step("merge"):
             if touched:
-                self.lake.merge(rows, touched, plan.run, idempotent)
+                self.lake.merge(rows, touched, plan.run)
+
+    def _exact_hours(self, plan: Plan) -> tuple[int, int]:
+        """From when to when (ms) others' records lie in the hour of their timestamps: where an option still looks."""
+        options = self.settings.options
+        back_ms = max(options.window_h, 24 * (options.keep_days or 0)) * HOUR_MS + self.settings.key_ttl_ms
+        return plan.frozen_ms - back_ms, plan.frozen_ms
+
+    def _rename(self, plan: Plan) -> None:
+        """Put copies that have only a key under the id whose event they are copies of."""
+        since_ms = report.window_from(plan, self.settings) - self.settings.key_ttl_ms
+        recent = self.lake.read("deliveries").where(hours.since(hours.text_of(since_ms)))
+        found = ids.misnamed(recent, plan.run)
+        if found is None:
+            return
+        # A checkpoint, as in `_merge`: what is read must not be what is written.
+        found = found.localCheckpoint()
+        if touched := hours.of(found):
+            self.lake.rename(found, touched, plan.run)
 
     # ------------------------------------------------------------------------------------------------------ done
 

@@ -1,6 +1,6 @@
 """The Delta tables of a lake, and writing to them once for each run."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
@@ -9,6 +9,7 @@ from pyspark.sql import DataFrame, DataFrameWriter, SparkSession
 from pyspark.sql.types import StructType
 
 from spark import native, state
+from spark.decode import EVENT
 from spark.hours import sql
 
 WRITER: Final = "fencepost"
@@ -33,6 +34,7 @@ FINDING: Final = {
     "last_offset": "bigint",
     "last_ms": "bigint",
     "coordinates": COORDINATES,
+    "fingerprint": "binary",
 }
 """A finding. `scope`: `hour` (of the ids of one hour), `ids` (over all hours), `log` (of the logs themselves).
 
@@ -62,6 +64,7 @@ PROGRESS: Final = {
     ),
     "options": "string",
     "proven_ms": "bigint",
+    "guarantees": "array<struct<first: bigint, guarantee: string>>",
 }
 
 PUBLISHED: Final = {"finding_id": "string", "value": "string", "sent": "boolean"}
@@ -111,7 +114,7 @@ PARTITIONS: Final = {"deliveries": ("accepted_hour", "plain")}
 """The rows of an hour of which more than numbers is read lie apart: they are few."""
 
 # A lake of an earlier version lacks columns that these have now. No other table takes a column that it does not know.
-_GROWN: Final = frozenset({"progress"})
+_GROWN: Final = frozenset({"deliveries", "findings", "progress"})
 
 # Statistics of files, which let a query skip them, are made of these columns only.
 _SKIPPED_BY: Final = {"deliveries": "run"}
@@ -144,6 +147,13 @@ class Lake:
             return native.rows_of(self.spark, schema(name), [])
         return self.spark.read.format("delta").load(self.path(name))
 
+    def grow(self) -> None:
+        """Give tables of an earlier version the columns that they lack; null in the rows that are there."""
+        for name in sorted(_GROWN):
+            if self.exists(name) and set(SCHEMAS[name]) - set(self.read(name).columns):
+                nothing = native.rows_of(self.spark, schema(name), [])
+                nothing.write.format("delta").mode("append").option("mergeSchema", True).save(self.path(name))
+
     def append(self, name: str, rows: DataFrame, run: int) -> None:
         """Add rows, unless this run did."""
         self._writer(name, rows, "append", run).save(self.path(name))
@@ -164,11 +174,11 @@ class Lake:
         writer = rows.write.format("delta").mode("overwrite").option("mergeSchema", name in _GROWN)
         writer.option("replaceWhere", where).save(self.path(name))
 
-    def merge(self, rows: DataFrame, hours: list[str], run: int, idempotent: Sequence[str] = ()) -> None:
+    def merge(self, rows: DataFrame, hours: list[str], run: int) -> None:
         """Merge ROWs, one a place of an id and hour, into the `deliveries` that are there, unless this run did.
 
         `hours` (`yyyy-MM-dd HH:mm:ss`, UTC) are all hours of the rows: as literals in the condition they keep Delta
-        from reading any other. `idempotent` names the topics with that guarantee.
+        from reading any other.
         """
         there = sql(hours).replace("accepted_hour", "there.accepted_hour", 1)
         with self.once(run):
@@ -179,10 +189,25 @@ class Lake:
                     rows.alias("new"),
                     " AND ".join([there, *(f"there.{name} <=> new.{name}" for name in state.PLACE)]),
                 )
-                .whenMatchedUpdate(set=dict(state.merged(idempotent)))
+                .whenMatchedUpdate(set=dict(state.merged()))
                 .whenNotMatchedInsertAll()
                 .execute()
             )
+
+    def rename(self, rows: DataFrame, hours: list[str], run: int) -> None:
+        """Give rows of `deliveries` another id (`named`), as if this run had read them so. Doing it again does nothing.
+
+        `rows` are `accepted_hour, id, topic, partition, offset, named`, `hours` all of theirs.
+        """
+        there = sql(hours).replace("accepted_hour", "there.accepted_hour", 1)
+        place = [f"there.{name} = new.{name}" for name in ("accepted_hour", "id", "topic", "partition", "offset")]
+        (
+            DeltaTable.forPath(self.spark, self.path("deliveries"))
+            .alias("there")
+            .merge(rows.alias("new"), " AND ".join([there, f"there.kind = '{EVENT}'", *place]))
+            .whenMatchedUpdate(set={"id": "new.named", "run": f"{run}L"})
+            .execute()
+        )
 
     def forget(self, first: str, run: int) -> None:
         """Drop what was accepted before the hour `first` (`yyyy-MM-dd HH:mm:ss`, UTC), and the plans of older runs."""

@@ -54,6 +54,11 @@ def packed(content: Column) -> Column:
     return F.coalesce(F.concat(length, content), literal(wire.ABSENT))
 
 
+def joined(parts: Column) -> Column:
+    """The bytes of an array<binary>, one after the other: as text, since appending each to all before is quadratic."""
+    return F.unhex(F.array_join(F.transform(parts, F.hex), ""))
+
+
 def fingerprint(topic: Column, partition: Column | None, key: Column, headers: Column, value: Column) -> Column:
     """`wire.fingerprint` of a record.
 
@@ -66,8 +71,8 @@ def fingerprint(topic: Column, partition: Column | None, key: Column, headers: C
             lambda header: F.struct(as_binary(header["key"]).alias("name"), header["value"].alias("content")),
         )
     )
-    packed_headers = F.aggregate(
-        fields, literal(b""), lambda done, field: F.concat(done, packed(field["name"]), packed(field["content"]))
+    packed_headers = joined(
+        F.transform(fields, lambda field: F.concat(packed(field["name"]), packed(field["content"])))
     )
     place = literal(wire.ABSENT) if partition is None else packed(as_binary(partition.cast("string")))
     content = F.concat(packed(as_binary(topic)), place, packed(key), packed_headers, packed(value))

@@ -11,6 +11,8 @@ from fnmatch import fnmatchcase
 from typing import Any, Final, Protocol
 
 from service import wire
+from service.shared import Guarantee
+from spark import rules
 from spark.errors import CannotRun
 from spark.kafka import Ends, Holder, Place, Topic
 from spark.settings import Settings, matches
@@ -50,13 +52,22 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True)
+class Promise:
+    """The guarantee that a topic's records have from the offset `first` on."""
+
+    first: int
+    guarantee: str
+
+
+@dataclass(frozen=True, slots=True)
 class Log:
     """One partition in a run: a row of `progress`. Times in ms since the epoch.
 
     `first`: from where it was ever read; `start` and `end`: what this run reads; `since_ms`: when a topic made anew
     was first seen, else 0; `complete_ms`: every record appended after it was read (0: every record ever);
     `decided_ms`: every record appended before it lies below `end`; `holder`: the transaction that holds `end` up;
-    `proven_ms`: when it was last seen with nothing open in it, before this run; 0 for never.
+    `proven_ms`: when it was last seen with nothing open in it, before this run; 0 for never; `guarantees`: of a data
+    topic, by offset.
     """
 
     role: str
@@ -76,6 +87,7 @@ class Log:
     gaps: tuple[Gap, ...] = ()
     holder: Holder | None = None
     proven_ms: int = 0
+    guarantees: tuple[Promise, ...] = ()
 
     @property
     def place(self) -> Place:
@@ -84,7 +96,7 @@ class Log:
     @property
     def settled(self) -> bool:
         """Whether nothing is open in the log, and all of it is read: what is not there will not come."""
-        return self.end == self.last_stable >= self.high_watermark
+        return rules.is_settled(self.end, self.last_stable, self.high_watermark)
 
 
 @dataclass(frozen=True)
@@ -131,12 +143,14 @@ class Plan:
         head: Mapping[str, Any] | None = None
         for row in rows:
             head = row
-            apart = ("gaps", "holder", "proven_ms")
+            apart = ("gaps", "holder", "proven_ms", "guarantees")
             values = {name: row[name] for name in Log.__dataclass_fields__ if name not in apart}
             gaps = tuple(Gap(gap["first"], gap["last"], gap["cause"], gap["seen_ms"]) for gap in row["gaps"])
             holder = Holder(**row["holder"]) if row["holder"] else None
-            # Lakes of before have no such column.
-            logs.append(Log(**values, gaps=gaps, holder=holder, proven_ms=row.get("proven_ms") or 0))
+            # Lakes of before have no such columns.
+            guarantees = tuple(Promise(one["first"], one["guarantee"]) for one in row.get("guarantees") or ())
+            proven_ms = row.get("proven_ms") or 0
+            logs.append(Log(**values, gaps=gaps, holder=holder, proven_ms=proven_ms, guarantees=guarantees))
         return None if head is None else cls(head["run"], head["frozen_ms"], head["options"], tuple(logs))
 
 
@@ -170,7 +184,10 @@ def options_of(settings: Settings) -> str:
             "namespace": shared.namespace,
             "identity": dict(options.identity),
             "timeouts_ms": shared.request_timeout_ms + shared.transaction_timeout_ms,
-            "rules": [[rule.pattern, rule.guarantee.value] for rule in settings.rules.topics],
+            "rules": [
+                [rule.pattern, rule.guarantee.value, rule.derived, rule.client_duplicates]
+                for rule in settings.rules.topics
+            ],
         },
         sort_keys=True,
     )
@@ -225,6 +242,7 @@ def freeze(
     logs = _complete(cluster, logs, now_ms)
     logs = _capped(logs, settings.options.max_records)
     logs = _decided(cluster, logs, now_ms)
+    logs = [_promised(settings, before, log) for log in logs]
     here = {log.place for log in logs}
     carried = [
         replace(log, role=_carried_as(log, wanted), audited=False, start=log.end)
@@ -348,7 +366,7 @@ def _next_log(before: Plan | None, role: str, topic: Topic, place: Place, ends: 
     )
     if last is None:
         return log
-    if last.life != topic.life:
+    if rules.is_made_anew(last.life, topic.life):
         gap = Gap(last.end, last.end, RECREATED, now_ms)
         return replace(log, since_ms=now_ms, complete_ms=now_ms, gaps=(*last.gaps, gap))
     kept = replace(
@@ -362,7 +380,7 @@ def _next_log(before: Plan | None, role: str, topic: Topic, place: Place, ends: 
         gaps=last.gaps,
         proven_ms=before.frozen_ms if before is not None and last.audited and last.settled else last.proven_ms,
     )
-    if ends.log_start > last.end:
+    if rules.is_eaten(ends.log_start, last.end):
         gap = Gap(last.end, ends.log_start, RETENTION, now_ms)
         return replace(kept, start=ends.log_start, complete_ms=complete_ms, gaps=(*last.gaps, gap))
     if ends.last_stable < last.end:
@@ -384,6 +402,25 @@ def _complete(cluster: Cluster, logs: list[Log], now_ms: int) -> list[Log]:
     }
     stamps = cluster.stamps(asked) if asked else {}
     return [replace(log, complete_ms=stamps.get(log.place, now_ms)) if log.complete_ms == _ASK else log for log in logs]
+
+
+def _promised(settings: Settings, before: Plan | None, log: Log) -> Log:
+    """A data log with its guarantees by offset, as the rules of this run and of those before it say.
+
+    Nobody knows at which offset the service began to follow a changed rule: what lies between two runs counts as
+    `idempotent`, of which less is demanded.
+    """
+    if log.role != DATA:
+        return log
+    last = (
+        next((one for one in before.logs if one.place == log.place and one.life == log.life), None) if before else None
+    )
+    known = last.guarantees if last else ()
+    now = settings.rules.guarantee(log.topic)
+    if known and known[-1].guarantee == now.value:
+        return replace(log, guarantees=known)
+    first = log.high_watermark if now is Guarantee.EXACTLY_ONCE else log.start
+    return replace(log, guarantees=(*known, Promise(first if known else 0, now.value)))
 
 
 def _capped(logs: list[Log], most: int | None) -> list[Log]:

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 from pyspark.sql import DataFrame, SparkSession
 
-from spark import files, heat, hours, page, standing
+from spark import files, heat, hours, page, rules, standing
 from spark.balance import Balance, ByTopic, by_topic, closed
 from spark.decode import PLAUSIBLE_MS
-from spark.findings import CLIENT_DUPLICATE, KINDS
+from spark.findings import CLIENT_DUPLICATE, DERIVED_COPY, KINDS, SEVERITIES
 from spark.offsets import DATA, LEDGER, REQUESTS, Log, Plan
 from spark.settings import HOUR_MS, Settings
 
@@ -87,7 +87,7 @@ def build(
         "kinds": counted,
         "causes": causes,
         "map": heat.drawn(balance.cells, troubles, plan.topics, first_hour, last_hour),
-        "timeline": heat.timeline(troubles, (*standing.COPIES, CLIENT_DUPLICATE), first_hour, last_hour),
+        "timeline": heat.timeline(troubles, (*standing.COPIES, CLIENT_DUPLICATE, DERIVED_COPY), first_hour, last_hour),
         "findings": listed,
         "findings_left_out": number - len(listed),
         "evidence": _evidence(plan, topics),
@@ -104,7 +104,7 @@ def build(
 
 def window_from(plan: Plan, settings: Settings) -> int:
     """From when on the report looks, ms."""
-    return plan.frozen_ms - settings.options.window_h * HOUR_MS
+    return rules.window_from(plan.frozen_ms, settings.options.window_h * HOUR_MS)
 
 
 def _summary(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def metrics(document: Mapping[str, Any]) -> str:
     gauge("clean", "Whether the last run found nothing (1) or something (0).", [({}, int(run["verdict"] == CLEAN))])
     balance = [({"state": name}, value) for name, value in document["balance"].items()]
     gauge("ids", "Ids (records: records) of the window by their place in the balance.", balance)
-    kinds = [({"kind": kind}, count) for kind, count in document["kinds"].items()]
+    kinds = [({"kind": kind, "severity": SEVERITIES[kind]}, count) for kind, count in document["kinds"].items()]
     gauge("findings", "Findings of the window by kind.", kinds)
     causes = [
         ({"kind": row["kind"], "topic": row["topic"] or "", "cause": row["cause"] or ""}, row["records"])

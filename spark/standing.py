@@ -6,7 +6,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
 from spark.decode import UNKEYED
-from spark.findings import CLIENT_DUPLICATE, CONFLICT, DUPLICATE, EVIDENCE_GAP, IDS, KINDS
+from spark.findings import CLIENT_DUPLICATE, CONFLICT, DUPLICATE, EVIDENCE_GAP, IDS, KINDS, SEVERITIES
 from spark.heat import hour_text
 from spark.state import hour_of
 
@@ -17,7 +17,9 @@ FIELDS: Final = (
     "finding_id",
     "kind",
     "cause",
+    "severity",
     "id",
+    "fingerprint",
     "key",
     "topic",
     "partition",
@@ -26,7 +28,7 @@ FIELDS: Final = (
     "last_offset",
     "coordinates",
 )
-"""What is told of a finding, in this order. `id` is in hexadecimal digits."""
+"""What is told of a finding, in this order. `id` and `fingerprint` are in hexadecimal digits."""
 
 COPIES: Final = (DUPLICATE, CONFLICT)
 """Kinds whose records are the copies too many."""
@@ -47,13 +49,14 @@ def by_hour(findings: DataFrame, since_ms: int) -> DataFrame:
 def whole(standing: DataFrame) -> DataFrame:
     """What `by_hour` gives → FIELDS, one row a finding: those of a partition summed over its hours.
 
-    `finding_id` is the same in every run: `duplicate:<id>`, or `unkeyed::orders:3` for what is found of a partition.
+    `finding_id` is the same in every run: `duplicate:<id>`, `client_duplicate:<fingerprint>`, as an id may be among
+    several of these, or `unkeyed::orders:3` for what is found of a partition.
     An id of which two hours tell apart (only where the pass over ids is left out) keeps what the later one says.
     """
     of_places = F.col("kind").isin(*_PLACES)
     single = (
         standing.where(~of_places)
-        .groupBy("kind", "id")
+        .groupBy("kind", F.coalesce("fingerprint", "id").alias("named"))
         .agg(F.max_by(F.struct(*standing.columns), F.struct("accepted_hour", "last_ms")).alias("last"))
         .select("last.*")
     )
@@ -68,12 +71,17 @@ def whole(standing: DataFrame) -> DataFrame:
     )
     kept = [name for name in standing.columns if name in FIELDS]
     rows = single.select(*kept).unionByName(places, allowMissingColumns=True)
-    shown_id = F.lower(F.hex("id"))
+    shown_id, fingerprint = F.lower(F.hex("id")), F.lower(F.hex("fingerprint"))
+    severity = F.create_map(*(F.lit(word) for pair in SEVERITIES.items() for word in pair))
     place = F.concat_ws(":", *(F.coalesce(F.col(name).cast("string"), F.lit("")) for name in _PLACE))
     return rows.select(
-        F.when(F.col("id").isNull(), place).otherwise(F.concat_ws(":", "kind", shown_id)).alias("finding_id"),
+        F.when(F.col("id").isNull(), place)
+        .otherwise(F.concat_ws(":", "kind", F.coalesce(fingerprint, shown_id)))
+        .alias("finding_id"),
         *_PLACE[:2],
+        severity[F.col("kind")].alias("severity"),
         shown_id.alias("id"),
+        fingerprint.alias("fingerprint"),
         F.substring("key", 1, KEY_CHARS).alias("key"),
         "topic",
         "partition",

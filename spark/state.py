@@ -6,12 +6,14 @@ where an id has several rows, or one that does not explain itself, they are `gat
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812
 
+from service import wire
+from spark import rules
 from spark.decode import ENTERED, EVENT, REJECT, REJECTED
 
 # Enough to see what happened; an id beyond it is one that a broken writer put on everything.
@@ -40,6 +42,7 @@ ROW: Final = {
     "entered_ms": "bigint",
     "answered_ms": "bigint",
     "unsure_ms": "bigint",
+    "freed_ms": "bigint",
     "copied_ms": "bigint",
     "copied_at": "bigint",
     "fp": "binary",
@@ -50,19 +53,22 @@ ROW: Final = {
     "instance": "string",
     "stamped": "boolean",
     "keyed": "boolean",
+    "record_key": "bigint",
     "key": "string",
+    "batch": "bigint",
     "reject": REJECTED,
 }
 """Name and type of each column of `deliveries`, in order.
 
-`plain` is 1 where a row leaves nothing to be said, unless the id has another one: the record and one ledger entry met
-(in an `idempotent` topic: the record and a 201), or it is a record without our header that nobody claims. Of these,
-which are most, only numbers have to be read again. Partition and offset are null for what is known of an id without a
-place (a 504). `accepted_ms` is the earliest acceptance, `last_ms` when the last evidence came, as far as that is known;
+`plain` is 1 where a row leaves nothing to be said, unless the id has another one: the record and one ledger entry met,
+or the record and a 201 that names it, or it is a record without our header that nobody claims. Of these, most of all,
+only numbers have to be read again. Partition and offset are null for what is known of an id without a place (a 504).
+`accepted_ms` is the earliest acceptance, `last_ms` when the last evidence came, as far as that is known;
 `count` is 1 where there is a record (0: it is only said to be there; more: rejected entries of one record);
 `entered_ms` and `answered_ms` are when ledger and journal first named the place, `unsure_ms` when the last 202 or 504
-was journaled. From `copied_ms` (its timestamp) and `copied_at` (its acceptance) on it is the record itself; `keyed`:
-whether it has a record key.
+was journaled, `freed_ms` when the last 503 was, null if a 202 or 504 follows it. From `copied_ms` (its timestamp) and
+`copied_at` (its acceptance) on it is the record itself; `keyed`: whether it has a record key, for which `record_key`
+stands; `batch` stands for the atomic batch of its ledger entry.
 """
 
 WRITTEN: Final = "entries_count + answered_201 + answered_202 + answered_504 > 0"
@@ -81,7 +87,7 @@ SUMS: Final = (
     "answered_other",
     "replayed",
 )
-LEAST: Final = ("accepted_ms", "entered_ms", "answered_ms")
+LEAST: Final = ("accepted_ms", "entered_ms", "answered_ms", "batch")
 GREATEST: Final = ("run", "last_ms", "unsure_ms", "count")
 RECORD: Final = (
     "copied_ms",
@@ -94,13 +100,14 @@ RECORD: Final = (
     "instance",
     "stamped",
     "keyed",
+    "record_key",
     "key",
     "reject",
 )
 
 COPY_FIELDS: Final = (
     "timestamp: bigint, topic: string, partition: int, offset: bigint, fp: binary, alt: binary, accepted_at: bigint, "
-    "slot: int, pid: bigint, epoch: int, instance: string, stamped: boolean"
+    "slot: int, pid: bigint, epoch: int, instance: string, stamped: boolean, derived: boolean"
 )
 CLAIM_FIELDS: Final = "seen_ms: bigint, accepted_ms: bigint, topic: string, partition: int, offset: bigint"
 FINGERPRINT_FIELDS: Final = "fp: binary, alt: binary"
@@ -116,18 +123,24 @@ GATHERED: Final = {
     "rows": "bigint",
     **dict.fromkeys(SUMS, "bigint"),
     "stamped": "bigint",
+    "derived": "bigint",
     "plain": "tinyint",
     "unsure_ms": "bigint",
+    "freed_ms": "bigint",
     "fingerprints": f"array<struct<{FINGERPRINT_FIELDS}>>",
     "coordinates": f"array<struct<{COPY_FIELDS}>>",
     "entries": f"array<struct<{CLAIM_FIELDS}>>",
     "answered": f"array<struct<{CLAIM_FIELDS}>>",
 }
 """One row an id. `rows` is of how many it was made, `topic` the first in the alphabet that they name, `stamped` counts
-copies with our header. Lists are kept up to a cap, copies first; counts, and whether fingerprints differ, stay exact.
+copies with our header, `derived` those of them that lie in another topic than the id was written to. Lists are kept up
+to a cap, copies first; counts, and whether fingerprints differ, stay exact.
 """
 
 HOUR_S: Final = 3600
+
+# A time in ms and a position in a record as one number; a record of a megabyte has fewer than 16,000 answers.
+_POSITION_BITS: Final = 16
 
 
 def hour_of(ms: Column) -> Column:
@@ -146,17 +159,17 @@ def reduce(
     copies: DataFrame,
     told: DataFrame,
     run: int,
-    idempotent: Sequence[str] = (),
     arrived: Mapping[tuple[str, int], int] | None = None,
+    exact: tuple[int, int] | None = None,
 ) -> DataFrame:
-    """decode.COPIES, `told` → ROW, a row for each place of an id and hour; `idempotent` names topics, `arrived` is
-    since when (ms) the copies of a topic's partition have been there at the earliest, where that is known.
+    """decode.COPIES, `told` → ROW, a row for each place of an id and hour; `arrived` is since when (ms) the copies of a
+    topic's partition have been there at the earliest, where that is known; `exact` as for `_hour`.
 
     The aggregation has only numbers to carry, so that Spark hashes instead of sorting; a record is one of its kind
     and needs none: it is joined. Both are spread by id and place alike, in one exchange each.
     """
     there = copies.select(
-        hour_of(F.col("at")).alias("accepted_hour"),
+        _hour(exact).alias("accepted_hour"),
         *PLACE[1:],
         F.col("ts").alias("copied_ms"),
         F.col("at").alias("copied_at"),
@@ -167,7 +180,7 @@ def reduce(
     sums = {name: F.coalesce(name, F.lit(0)) for name in SUMS[1:]}
     count = F.when(F.col("copied_ms").isNotNull(), 1).otherwise(0) + F.coalesce("rejected", F.lit(0))
     columns: dict[str, Column] = {
-        "plain": _plain({**sums, "count": count}, F.col("stamped"), idempotent),
+        "plain": _plain({**sums, "count": count}, F.col("stamped")),
         "run": F.lit(run),
         "accepted_ms": F.least("copied_at", "first_at"),
         # A record's timestamp may be an old one that a client, or a replay, has given it.
@@ -177,6 +190,20 @@ def reduce(
         "reject": F.coalesce("copy_reject", "reject"),
     }
     return joined.select(*(columns.get(name, F.col(name)).cast(kind).alias(name) for name, kind in ROW.items()))
+
+
+def _hour(exact: tuple[int, int] | None) -> Column:
+    """The hour in which a copy counts: that of its acceptance.
+
+    Without our header that is its timestamp, and so whatever its writer likes: before the time span `exact` (ms) it
+    counts in the first hour of its month, after it in the last hour. Each hour is a partition of the lake.
+    """
+    at = F.col("at")
+    if exact is None:
+        return hour_of(at)
+    first, last = exact
+    wild = F.when(at < first, F.date_trunc("month", F.timestamp_millis(at))).when(at > last, hour_of(F.lit(last)))
+    return F.coalesce(F.when(~F.col("stamped"), wild), hour_of(at))
 
 
 def _arrived_ms(arrived: Mapping[tuple[str, int], int]) -> Column:
@@ -196,6 +223,11 @@ def told(testimony: DataFrame, parts: int | None = None) -> DataFrame:
     def count(condition: Column) -> Column:
         return F.count(F.when(condition, F.lit(1)))
 
+    def last(condition: Column) -> Column:
+        """The last answer of these: its time, and among those of one record its position."""
+        moment = F.shiftleft("ts", _POSITION_BITS) + F.least("position", F.lit((1 << _POSITION_BITS) - 1))
+        return F.max(F.when(condition, moment))
+
     answered = status != ENTERED
     placed = F.col("offset").isNotNull()
     rows = testimony.withColumn("accepted_hour", hour_of(F.col("at"))).withColumn(
@@ -203,6 +235,7 @@ def told(testimony: DataFrame, parts: int | None = None) -> DataFrame:
     )
     # As the join needs it: what is said of an id comes once or twice, too rarely to be summed up before.
     spread = rows.repartition(*PLACE) if parts is None else rows.repartition(parts, *PLACE)
+    unsure, freed = last(status.isin(202, 504)), last(status == 503)
     return spread.groupBy(*PLACE, "reject").agg(
         F.min("at").alias("first_at"),
         F.max("ts").alias("last_ts"),
@@ -213,11 +246,13 @@ def told(testimony: DataFrame, parts: int | None = None) -> DataFrame:
         count(F.col("replayed")).alias("replayed"),
         F.min(F.when(status == ENTERED, F.greatest("ts", "at"))).alias("entered_ms"),
         F.min(F.when(answered & placed, F.col("ts"))).alias("answered_ms"),
-        F.max(F.when(status.isin(202, 504), F.col("ts"))).alias("unsure_ms"),
+        F.min("batch").alias("batch"),
+        F.shiftright(unsure, _POSITION_BITS).alias("unsure_ms"),
+        F.when(unsure.isNull() | (freed > unsure), F.shiftright(freed, _POSITION_BITS)).alias("freed_ms"),
     )
 
 
-def merged(idempotent: Sequence[str] = ()) -> dict[str, Column]:
+def merged() -> dict[str, Column]:
     """ROW columns of a row that is `there` and a `new` one of the same place, as one row."""
 
     def pair(name: str) -> tuple[Column, Column]:
@@ -228,7 +263,9 @@ def merged(idempotent: Sequence[str] = ()) -> dict[str, Column]:
     one |= {name: F.least(*pair(name)) for name in LEAST}
     one |= {name: F.greatest(*pair(name)) for name in GREATEST}
     one |= {name: F.coalesce(*pair(name)) for name in RECORD}
-    one["plain"] = _plain(one, one["stamped"], idempotent, "there.").cast("tinyint")
+    freed, unsure = F.greatest(*pair("freed_ms")), one["unsure_ms"]
+    one["freed_ms"] = F.when(unsure.isNull() | (freed >= unsure), freed)
+    one["plain"] = _plain(one, one["stamped"], "there.").cast("tinyint")
     return one
 
 
@@ -239,28 +276,37 @@ def gathered(rows: DataFrame, *, by_hour: bool = True) -> DataFrame:
     # Records come before mere claims, and of records first those by which the others are judged.
     weight = (F.desc("count"), F.col("entered_ms").isNull(), F.desc_nulls_last("stamped"))
     order = Window.partitionBy(*whole).orderBy(*weight, first, "topic", "partition", "offset")
-    numbered = rows.withColumn("nth", F.row_number().over(order))
+    homes = F.collect_set(F.when(_claimed() | (F.col("stamped") & F.col("alt").isNull()), F.col("topic")))
+    numbered = (
+        rows.withColumn("nth", F.row_number().over(order))
+        .withColumn("homes", homes.over(Window.partitionBy(*whole)))
+        .withColumn("derived", _derived())
+    )
     kept = F.col("nth") <= PLACES_MAX
     columns = {
         "accepted_hour": F.max("accepted_hour"),
         "kind": F.lit(EVENT),
         **{name: F.min(name) for name in ("accepted_ms", "key", "topic")},
-        **{name: F.max(name) for name in ("last_ms", "unsure_ms")},
+        **{name: F.max(name) for name in ("last_ms", "unsure_ms", "freed_ms")},
         **{name: F.sum(name) for name in SUMS},
         "rows": F.count("*"),
         "plain": F.when(F.count("*") == 1, F.max("plain")).otherwise(0),
         "stamped": F.count(F.when(F.col("stamped"), 1)),
+        "derived": F.count(F.when(F.col("derived"), 1)),
         "coordinates": F.array_sort(F.collect_list(F.when(kept, _copy()))),
         "entries": F.array_sort(F.collect_list(F.when(kept, _claim("entered_ms")))),
         "answered": F.array_sort(F.collect_list(F.when(kept, _claim("answered_ms")))),
     }
-    fingerprints = F.when(F.col("fp").isNotNull(), F.struct("fp", "alt"))
+    fingerprints = F.when(F.col("fp").isNotNull() & ~F.col("derived"), F.struct(*_fingerprint()))
     ends = [F.min(fingerprints).alias("fp_least"), F.max(fingerprints).alias("fp_greatest")]
     keys = {"accepted_hour"} & set(whole)
     grouped = numbered.groupBy(*whole).agg(
         *(column.alias(name) for name, column in columns.items() if name not in keys), *ends
     )
-    seen = F.transform("coordinates", lambda copy: F.struct(copy["fp"].alias("fp"), copy["alt"].alias("alt")))
+    seen = F.transform(
+        F.filter("coordinates", lambda copy: ~copy["derived"]),
+        lambda copy: F.struct(copy["fp"].alias("fp"), copy["alt"].alias("alt")),
+    )
     every = F.array_distinct(F.concat(F.array_compact(F.array("fp_least", "fp_greatest")), seen))
     return _cast(grouped.withColumn("fingerprints", F.slice(every, 1, FINGERPRINTS_MAX)))
 
@@ -275,9 +321,15 @@ def alone(rows: DataFrame) -> DataFrame:
         "coordinates": one(_copy()),
         "entries": one(_claim("entered_ms")),
         "answered": one(_claim("answered_ms")),
-        "fingerprints": one(F.when(F.col("fp").isNotNull(), F.struct("fp", "alt"))),
+        "fingerprints": one(F.when(F.col("fp").isNotNull(), F.struct(*_fingerprint()))),
     }
-    columns = {**lists, "rows": F.lit(1), "stamped": F.coalesce(F.col("stamped").cast("bigint"), F.lit(0))}
+    rows = rows.withColumn("derived", F.lit(False))
+    columns = {
+        **lists,
+        "rows": F.lit(1),
+        "derived": F.lit(0),
+        "stamped": F.coalesce(F.col("stamped").cast("bigint"), F.lit(0)),
+    }
     return _cast(rows.withColumns(columns))
 
 
@@ -294,16 +346,45 @@ def _copy() -> Column:
             "topic",
             "partition",
             "offset",
-            "fp",
-            "alt",
+            *_fingerprint(),
             F.col("copied_at").alias("accepted_at"),
             "slot",
             "pid",
             "epoch",
             "instance",
             "stamped",
+            "derived",
         ),
     )
+
+
+def each_fingerprint(several: Column) -> Column:
+    """The fingerprints that lie in a binary column one after the other, as an array; null for null."""
+    size = wire.FINGERPRINT_BYTES
+    starts = F.sequence(F.lit(1), F.octet_length(several) - size + 1, F.lit(size))
+    return F.when(
+        F.octet_length(several) >= size, F.transform(starts, lambda start: F.substring(several, start, F.lit(size)))
+    )
+
+
+def _claimed() -> Column:
+    """Whether the ledger or a 201 names the place of a row."""
+    return F.col("entries_count") + F.col("answered_201") > 0
+
+
+def _fingerprint() -> list[Column]:
+    """The fingerprint of a row's record, and in `alt` what else it may be. A copy that neither the ledger nor a 201
+    knows is taken for what it is, not for what its header says."""
+    alone = F.col("stamped") & F.col("alt").isNotNull() & ~rules.is_believed(_claimed())
+    own = F.when(alone, F.col("alt")).otherwise(F.col("fp"))
+    return [own.alias("fp"), F.when(~F.col("stamped"), F.col("alt")).alias("alt")]
+
+
+def _derived() -> Column:
+    """`rules.is_derived` of a row; `homes` are the topics to which its id was written."""
+    elsewhere = (F.size("homes") > 0) & ~F.array_contains("homes", F.col("topic"))
+    derived = rules.is_derived(F.col("stamped"), _claimed(), elsewhere)
+    return F.coalesce(derived, F.lit(False))
 
 
 def _claim(seen_ms: str) -> Column:
@@ -312,10 +393,9 @@ def _claim(seen_ms: str) -> Column:
     return F.when(F.col(seen_ms).isNotNull(), place)
 
 
-def _plain(sums: Mapping[str, Column], stamped: Column, idempotent: Sequence[str], row: str = "") -> Column:
+def _plain(sums: Mapping[str, Column], stamped: Column, row: str = "") -> Column:
     """Whether a row leaves nothing to be said, 1 or 0."""
     entries, answered = sums["entries_count"], sums["answered_201"]
-    told = F.col(f"{row}topic").isin(*idempotent) & (answered > 0) if idempotent else F.lit(False)
-    claimed = (entries > 0) | (answered > 0)
-    plain = (entries == 1) | ((entries == 0) & told) | (~claimed & ~F.coalesce(stamped, F.lit(False)))
+    told = (entries == 0) & (answered > 0)
+    plain = (entries == 1) | told | ((entries == 0) & ~F.coalesce(stamped, F.lit(False)))
     return F.when((F.col(f"{row}kind") == EVENT) & (sums["count"] == 1) & plain, 1).otherwise(0)

@@ -9,10 +9,11 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.shared import Guarantee
-from spark import state
+from spark import rules, state
 from spark.decode import EVENT, REJECT
 from spark.offsets import DATA, LEDGER, REQUESTS, Plan
-from spark.settings import Settings, glob_regex
+from spark.rules import LOST, PENDING, THERE
+from spark.settings import OFFSETS_MOST, Settings, glob_regex
 
 CATEGORIES: Final = ("delivered_once", "duplicated", "conflicted", "lost", "pending", "stuck", "unprovable")
 """Where an accepted id can stand in the balance."""
@@ -23,11 +24,6 @@ _BOUND: Final = (
 )
 _SLOT: Final = "struct<complete_ms: bigint, decided_ms: bigint>"
 
-THERE: Final = "there"
-LOST: Final = "lost"
-PENDING: Final = "pending"
-"""What becomes of a claimed place; any other word is why it cannot be proven."""
-
 
 @dataclass(frozen=True)
 class Evidence:
@@ -37,25 +33,25 @@ class Evidence:
     settle_ms: int
     grace_ms: int
     key_ttl_ms: int
+    timeouts_ms: int
     bounds: Column
     slots: Column
     ledger_decided_ms: int
     answers_complete_ms: int
     answers_decided_ms: int
     audited: Callable[[Column], Column]
-    idempotent: tuple[str, ...]
+    idempotent: Column
+    derived: Callable[[Column], Column]
+    without_client_duplicates: Callable[[Column], Column]
+    callers: tuple[str, ...]
 
     def over_ms(self, accepted_ms: Column, seen_ms: Column) -> Column:
-        """When the fate of what was accepted then, and told of last at `seen_ms`, is final and visible.
-
-        A retry carries the `accepted_at` of its first claim, however long ago that was: so what tells of it gets the
-        grace as well.
-        """
-        return F.greatest(accepted_ms + self.settle_ms, seen_ms + self.grace_ms)
+        """`rules.over_ms` with this run's times."""
+        return rules.over_ms(accepted_ms, seen_ms, self.settle_ms, self.grace_ms)
 
     def held_over_ms(self, accepted_ms: Column, seen_ms: Column) -> Column:
-        """The same by a log that is decided only up to some time: what is missing may follow within the timeouts."""
-        return F.greatest(accepted_ms, seen_ms) + self.settle_ms
+        """`rules.held_over_ms` with this run's times."""
+        return rules.held_over_ms(accepted_ms, seen_ms, self.settle_ms)
 
 
 def evidence(plan: Plan, settings: Settings) -> Evidence:
@@ -93,25 +89,47 @@ def evidence(plan: Plan, settings: Settings) -> Evidence:
         settle_ms=settings.settle_ms,
         grace_ms=settings.grace_ms,
         key_ttl_ms=settings.key_ttl_ms,
+        timeouts_ms=settings.settle_ms - settings.grace_ms,
         bounds=F.from_json(F.lit(json.dumps(bounds)), f"map<string, array<{_BOUND}>>"),
         slots=F.from_json(F.lit(json.dumps(slots)), f"array<{_SLOT}>"),
         ledger_decided_ms=min((log.decided_ms for log in ledger), default=plan.frozen_ms),
         answers_complete_ms=max((log.complete_ms for log in answers), default=plan.frozen_ms),
         answers_decided_ms=min((log.decided_ms for log in answers), default=plan.frozen_ms),
         audited=audited,
-        idempotent=idempotent(plan, settings),
+        idempotent=_idempotent(plan),
+        derived=_ruled(plan, lambda name: settings.rules.rule(name).derived),
+        without_client_duplicates=_ruled(plan, lambda name: not settings.rules.rule(name).client_duplicates),
+        callers=("", *(caller.name for caller in settings.rules.callers)),
     )
 
 
-def idempotent(plan: Plan, settings: Settings) -> tuple[str, ...]:
-    """The audited topics with that guarantee, also those that are gone: what was written to them is still judged."""
-    names = sorted({log.topic for log in plan.logs if log.role == DATA})
-    return tuple(name for name in names if settings.rules.guarantee(name) is Guarantee.IDEMPOTENT)
+def _idempotent(plan: Plan) -> Column:
+    """Which offsets of each topic's partitions have that guarantee, also of those that are gone: what was written to
+    them is still judged."""
+    topics: dict[str, list[list[dict[str, int]]]] = {}
+    for log in sorted((log for log in plan.logs if log.role == DATA), key=lambda log: log.place):
+        starts = [*(one.first for one in log.guarantees), OFFSETS_MOST]
+        spans = [
+            {"first": one.first, "end": end}
+            for one, end in zip(log.guarantees, starts[1:], strict=True)
+            if one.guarantee == Guarantee.IDEMPOTENT.value
+        ]
+        partitions = topics.setdefault(log.topic, [])
+        partitions += [[] for _ in range(log.partition - len(partitions))] + [spans]
+    some = {topic: partitions for topic, partitions in topics.items() if any(partitions)}
+    return F.from_json(F.lit(json.dumps(some)), "map<string, array<array<struct<first: bigint, end: bigint>>>>")
+
+
+def _ruled(plan: Plan, rule: Callable[[str], bool]) -> Callable[[Column], Column]:
+    """Whether a topic of the plan is one of which the rules say so."""
+    names = [name for name in sorted({log.topic for log in plan.logs}) if rule(name)]
+    return lambda topic: topic.isin(names) if names else F.lit(False)
 
 
 def judge(rows: DataFrame, seen: Evidence) -> DataFrame:
     """state.GATHERED → the same rows of audited topics, with
 
+    `copies_count bigint` (of the id's records those that are no derived copies),
     `accepted boolean`, `category string` (of CATEGORIES; null where not accepted),
     `missing array<struct<fate, topic, partition, offset, source>>` (claimed places that are not simply there),
     `phantom string` (`phantom`, `evidence_gap`, `pending` or null),
@@ -121,7 +139,8 @@ def judge(rows: DataFrame, seen: Evidence) -> DataFrame:
         rows.where(_concerned(seen))
         .withColumn("missing", F.when(F.col("plain") == 0, _missing(seen)))
         .withColumn("phantom", _phantom(seen))
-        .withColumn("conflicting", (F.col("count") > 1) & (F.size("fingerprints") > 1) & _differ())
+        .withColumn("copies_count", F.col("count") - F.col("derived"))
+        .withColumn("conflicting", (F.col("copies_count") > 1) & (F.size("fingerprints") > 1) & _differ())
         .withColumn("accepted", _accepted())
     )
     fate = judged.withColumn("category", F.when(F.col("accepted"), _category(seen)))
@@ -142,6 +161,7 @@ def plainly(rows: DataFrame, seen: Evidence) -> DataFrame:
     claimed = (F.col("kind") == EVENT) & ((F.col("entries_count") > 0) | (F.col("answered_201") > 0))
     return rows.where(seen.audited(F.col("topic")) | (F.col("kind") == REJECT)).select(
         *("accepted_hour", "kind", "topic", *state.SUMS),
+        F.col("count").alias("copies_count"),
         F.coalesce(F.col("stamped").cast("bigint"), F.lit(0)).alias("stamped"),
         claimed.alias("accepted"),
         F.when(claimed, "delivered_once").alias("category"),
@@ -170,69 +190,60 @@ def _missing(seen: Evidence) -> Column:
             ),
         )
 
-    unentered = F.filter("answered", lambda answer: ~F.exists("entries", lambda entry: state.same_place(answer, entry)))
-    every = F.concat(claims("entries", "ledger"), claims(unentered, "answer"))
+    def is_said_twice(answer: Column) -> Column:
+        return rules.is_said_twice(F.exists("entries", lambda entry: state.same_place(answer, entry)))
+
+    unentered = F.filter("answered", lambda answer: ~is_said_twice(answer))
+    every = rules.promises(claims("entries", "ledger"), claims(unentered, "answer"))
     return F.filter(F.array_distinct(every), lambda claim: claim["fate"] != THERE)
 
 
 def _fate(claim: Column, seen: Evidence) -> Column:
     """THERE, LOST, PENDING, or why it cannot be proven: `topic_gone`, `below_start`, `retention`, `truncated`,
-    `recreated`, `compacted`.
-
-    Below the end of what was read every record is decided, so a place there is proof by itself. Beyond it, only a
-    log in which nothing is open proves that the place is empty; once it has, what was opened later changes nothing.
-    """
+    `recreated`, `compacted`."""
     bound = F.get(F.try_element_at(seen.bounds, claim["topic"]), claim["partition"])
+    offset = claim["offset"]
     over_ms = seen.over_ms(claim["accepted_ms"], claim["seen_ms"])
-    ripe = over_ms < seen.frozen_ms
-    beyond = claim["offset"] >= bound["end"]
-    unsettled = ~bound["settled"] & (over_ms >= bound["proven_ms"])
+    ripe = rules.is_ripe(over_ms, seen.frozen_ms)
+    beyond = rules.is_beyond(offset, bound["end"])
     held = F.exists("coordinates", lambda copy: state.same_place(copy, claim))
     # Copies beyond the cap have left no coordinates: the place may be among them.
     capped = F.col("count") > F.size("coordinates")
-    gaps = F.filter(bound["gaps"], lambda gap: (claim["offset"] >= gap["first"]) & (claim["offset"] < gap["last"]))
-    gap = F.get(gaps, F.lit(0))
-    return (
-        F.when(held | capped | ~seen.audited(claim["topic"]), THERE)
-        .when(bound.isNull(), F.when(ripe, "topic_gone").otherwise(PENDING))
-        .when(claim["seen_ms"] < bound["since_ms"], "recreated")
-        .when(claim["offset"] < bound["first"], "below_start")
-        .when(gap.isNotNull(), gap["cause"])
-        .when(beyond & unsettled, PENDING)
-        .when(~ripe, PENDING)
-        # What compaction may have taken lies below the end.
-        .when(bound["compacted"] & ~beyond, "compacted")
-        .otherwise(LOST)
+    gaps = F.filter(bound["gaps"], lambda gap: rules.is_in_gap(offset, gap["first"], gap["last"]))
+    return rules.fate(
+        there=held | capped | ~seen.audited(claim["topic"]),
+        no_log=F.when(bound.isNull(), rules.of_no_log(ripe)),
+        anew=rules.is_of_another_life(claim["seen_ms"], bound["since_ms"]),
+        below=rules.is_below(offset, bound["first"]),
+        gap=F.get(gaps, F.lit(0))["cause"],
+        waiting=rules.is_waiting(beyond, bound["settled"], over_ms, bound["proven_ms"]),
+        ripe=ripe,
+        taken=rules.is_compacted(bound["compacted"], beyond),
     )
 
 
 def _phantom(seen: Evidence) -> Column:
-    """Whether copies with our header are nowhere in the ledger (for idempotent topics: nor in the answers).
-
-    `pending` until the ledger of the writer's slot is read to a record that is younger than the copy may be;
-    `evidence_gap` where that ledger is not known as far back as the copy's acceptance, or not at all.
-    """
-    ours = F.filter("coordinates", lambda copy: copy["stamped"])
+    """`phantom` where nothing tells of a copy with our header; `pending` until what would tell is read to a record that
+    is younger than the copy may be; `evidence_gap` where that is not known as far back, or not at all."""
+    ours = F.filter("coordinates", lambda copy: copy["stamped"] & ~copy["derived"])
     first = F.get(ours, F.lit(0))
     slot = F.get(seen.slots, first["slot"])
-    idempotent = F.col("topic").isin(*seen.idempotent) if seen.idempotent else F.lit(False)
-    answered = _sum("answered_201", "answered_202", "answered_503", "answered_504", "answered_other") > 0
-    unheard = (F.col("entries_count") == 0) & ~(idempotent & answered)
+    spans = F.get(F.try_element_at(seen.idempotent, first["topic"]), first["partition"])
+    inside = F.exists(spans, lambda span: rules.is_within(first["offset"], span["first"], span["end"]))
+    idempotent = F.coalesce(inside, F.lit(False))
+    named = F.exists("answered", lambda answer: F.exists(ours, lambda copy: state.same_place(copy, answer)))
+    unheard = rules.is_unheard(F.col("entries_count"), named, idempotent, _sum(*rules.HEARD) > 0)
     complete_ms = F.when(idempotent, seen.answers_complete_ms).otherwise(slot["complete_ms"])
     decided_ms = F.when(idempotent, seen.answers_decided_ms).otherwise(
         F.coalesce(slot["decided_ms"], F.lit(seen.frozen_ms))
     )
-    # The record is committed, and was read before the ledger: where nothing in that is open, its entry would be there.
-    # The journal is written after the answers.
     times = first["accepted_at"], first["timestamp"]
-    over_ms = F.when((decided_ms < seen.frozen_ms) | idempotent, seen.held_over_ms(*times)).otherwise(
-        seen.over_ms(*times)
-    )
+    longer = rules.waits_longer(decided_ms, seen.frozen_ms, idempotent)
+    over_ms = F.when(longer, seen.held_over_ms(*times)).otherwise(seen.over_ms(*times))
     return F.when(
         (F.col("stamped") > 0) & unheard,
-        F.when(over_ms > decided_ms, PENDING)
-        # The timestamp may be the client's own. A slot without a ledger here: another namespace's, or it is gone.
-        .when(complete_ms.isNull() | (complete_ms > first["accepted_at"]), "evidence_gap")
+        F.when(rules.is_undecided(over_ms, decided_ms), PENDING)
+        .when(rules.is_before_evidence(complete_ms, *times), "evidence_gap")
         .otherwise("phantom"),
     )
 
@@ -240,55 +251,52 @@ def _phantom(seen: Evidence) -> Column:
 def _differ() -> Column:
     """Whether the copies have more than one fingerprint.
 
-    A copy without our header has two: as if it had been asked for without a partition (`fp`) and with its own (`alt`).
-    Where either is that of a copy with our header, it is the same request.
+    A copy without our header has several: as if it had been asked for without a partition (`fp`), and those in `alt`.
+    Where one of them is that of a copy with our header, it is the same request.
     """
     known = F.transform(F.filter("fingerprints", lambda one: one["alt"].isNull()), lambda one: one["fp"])
-    meant = F.transform(
-        "fingerprints",
-        lambda one: F.when(one["alt"].isNotNull() & F.array_contains(known, one["alt"]), one["alt"]).otherwise(
-            one["fp"]
-        ),
-    )
+
+    def meant_by(one: Column) -> Column:
+        same = F.filter(state.each_fingerprint(one["alt"]), lambda other: rules.is_same_request(known, other))
+        return F.coalesce(F.get(same, F.lit(0)), one["fp"])
+
+    meant = F.transform("fingerprints", meant_by)
     return F.size(F.array_distinct(meant)) > 1
 
 
 def _accepted() -> Column:
-    """In the ledger, or answered 201, 202 or 504; a 202 or 504 that a 503 took back, and nothing came of, is not."""
-    unsure = _sum("answered_202", "answered_504") > 0
-    taken_back = (F.col("answered_503") > 0) & (F.col("stamped") == 0)
-    return (_sum("entries_count", "answered_201") > 0) | (unsure & ~taken_back)
+    return rules.is_accepted(
+        promised=_sum("entries_count", "answered_201"),
+        answered_202=F.col("answered_202"),
+        answered_504=F.col("answered_504"),
+        taken_back=rules.takes_back(F.col("freed_ms"), F.col("unsure_ms")),
+        ours=F.col("stamped"),
+    )
 
 
 def _category(seen: Evidence) -> Column:
-    """Where an accepted id stands: the first place that fits, as the balance has one for each, whatever is found of it.
-
-    What is proven comes first, and the worse before the better: a promised place that is lost, whatever lies elsewhere;
-    then copies, whatever else is promised. Pending comes before unprovable, since it may still prove lost. What is
-    only known by a 202 or 504 is settled by a record with our header, not by a stranger's under the same key.
-    """
+    """Where an accepted id stands: the first place that fits, as the balance has one for each, whatever is found of
+    it."""
 
     def some(*fates: str) -> Column:
         return F.coalesce(F.exists("missing", lambda claim: claim["fate"].isin(*fates)), F.lit(False))
 
-    unproven = F.coalesce(F.exists("missing", lambda claim: ~claim["fate"].isin(LOST, PENDING)), F.lit(False))
-    ours = _sum("stamped", "entries_count", "answered_201") > 0
-    # Nobody named a place: what is known is a 202 or a 504, and that it is not in the data.
+    # Where nobody named a place: what is known is a 202 or a 504, and that it is not in the data.
     times = F.col("accepted_ms"), F.coalesce(F.col("unsure_ms"), F.col("last_ms"))
-    decided_ms = min(seen.ledger_decided_ms, seen.answers_decided_ms)
-    unsure_over_ms = (seen.held_over_ms if decided_ms < seen.frozen_ms else seen.over_ms)(*times)
-    return (
-        F.when(F.col("plain") == 1, "delivered_once")
-        .when(some(LOST), LOST)
-        .when(F.col("conflicting"), "conflicted")
-        .when(F.col("count") > 1, "duplicated")
-        .when(some(PENDING), PENDING)
-        .when(unproven, "unprovable")
-        .when((F.col("count") == 1) & ours, "delivered_once")
-        .when(F.col("answered_201") > 0, "unprovable")
-        .when(unsure_over_ms > decided_ms, PENDING)
-        .otherwise("stuck")
+    decided_ms = rules.decided_by(seen.ledger_decided_ms, seen.answers_decided_ms)
+    longer = rules.waits_longer(F.lit(decided_ms), seen.frozen_ms, F.lit(False))
+    over_ms = F.when(longer, seen.held_over_ms(*times)).otherwise(seen.over_ms(*times))
+    judged = rules.category(
+        lost=some(LOST),
+        conflicting=F.col("conflicting"),
+        copies=F.col("copies_count"),
+        pending=some(PENDING),
+        unproven=F.coalesce(F.exists("missing", lambda claim: ~claim["fate"].isin(LOST, PENDING)), F.lit(False)),
+        ours=_sum("stamped", "entries_count", "answered_201"),
+        answered_201=F.col("answered_201"),
+        undecided=rules.is_undecided(over_ms, decided_ms),
     )
+    return F.when(F.col("plain") == 1, "delivered_once").otherwise(judged)
 
 
 def _sum(*names: str) -> Column:

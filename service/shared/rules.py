@@ -25,12 +25,16 @@ class Guarantee(Enum):
 class TopicRule:
     """One `[[topics]]` table: the topics whose names match the glob get the guarantee, and their values the schema.
 
-    `schema` is the path of a JSON Schema, or empty; in the file it begins at the file's own folder.
+    `schema` is the path of a JSON Schema, or empty; in the file it begins at the file's own folder. The rest is for the
+    audit: `derived` says that a program writes copies of other topics' events here, with their headers;
+    `client_duplicates`, whether equal contents under several keys are reported.
     """
 
     pattern: str
     guarantee: Guarantee = Guarantee.EXACTLY_ONCE
     schema: str = ""
+    derived: bool = False
+    client_duplicates: bool = True
 
 
 USUAL: Final = TopicRule("*")
@@ -109,6 +113,7 @@ class Rules:
         )
 
 
+_SWITCHES: Final = ("derived", "client_duplicates")
 _GUARANTEES: Final = tuple(guarantee.value for guarantee in Guarantee)
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
@@ -121,7 +126,9 @@ Faults = Iterator[tuple[str, str]]
 
 def _topic_rule(table: Table, folder: Path) -> TopicRule:
     schema = str(folder / table["schema"]) if "schema" in table else ""
-    return TopicRule(table["pattern"], Guarantee(table.get("guarantee", "exactly_once")), schema)
+    guarantee = Guarantee(table.get("guarantee", "exactly_once"))
+    derived, client_duplicates = table.get("derived", False), table.get("client_duplicates", True)
+    return TopicRule(table["pattern"], guarantee, schema, derived, client_duplicates)
 
 
 def _caller_rule(table: Table) -> CallerRule:
@@ -137,8 +144,8 @@ def _digests(table: Table) -> list[Any]:
 
 def _topic_faults(table: Table, before: Sequence[Table]) -> Faults:
     """What is wrong with one `[[topics]]` table: the name concerned and the remedy."""
-    for name in table.keys() - {"pattern", "guarantee", "schema"}:
-        yield name, "no such setting; write pattern, guarantee and schema"
+    for name in table.keys() - {"pattern", "guarantee", "schema", *_SWITCHES}:
+        yield name, f"no such setting; write pattern, guarantee, schema, {' and '.join(_SWITCHES)}"
     pattern = table.get("pattern")
     if not isinstance(pattern, str) or not pattern:
         yield "pattern", 'write the topic\'s name or a glob, as in pattern = "telemetry.*"'
@@ -147,6 +154,9 @@ def _topic_faults(table: Table, before: Sequence[Table]) -> Faults:
     schema = table.get("schema", "-")
     if not isinstance(schema, str) or not schema:
         yield "schema", 'write the path of a JSON Schema, as in schema = "order.json", or leave it out'
+    for name in _SWITCHES:
+        if not isinstance(table.get(name, False), bool):
+            yield name, "write true or false"
 
 
 def _caller_faults(table: Table, before: Sequence[Table]) -> Faults:

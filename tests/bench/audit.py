@@ -11,6 +11,7 @@ import uuid
 from pathlib import Path
 from typing import Any, Final
 
+from confluent_kafka import Producer
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
@@ -31,6 +32,9 @@ LATER_MS: Final = HOUR_MS
 # Hours of history, and ids in each, of a run that finds little new; and ten times as many hours.
 HISTORY: Final = (24, 240)
 IDS_AN_HOUR: Final = 20_000
+# Two years of hours and more; headers of a few bytes each that fill a record.
+STRANGE_RECORDS: Final = 20_000
+STRANGE_HEADERS: Final = 150_000
 
 
 def measure(stage: Stage) -> list[Row]:
@@ -41,7 +45,7 @@ def measure(stage: Stage) -> list[Row]:
         found: list[Row] = []
         for size in sizes:
             found += _first(spark, stage, _written(spark, stage.kafka, size))
-        return found + _with_history(spark, stage)
+        return found + _with_history(spark, stage) + _with_strangers(spark, stage)
     finally:
         spark.stop()
 
@@ -148,6 +152,43 @@ def _with_history(spark: SparkSession, stage: Stage) -> list[Row]:
             "each further 10 million ids of history: pass over ids", "s", [(ids_s[long] - ids_s[short]) / new_ids * 1e7]
         ),
     ]
+
+
+def _with_strangers(spark: SparkSession, stage: Stage) -> list[Row]:
+    """A run over what others may write into an audited topic: each record in a past hour of its own, and one with as
+    many headers as a record can hold; beside it, as many records of one hour."""
+    count = stage.pick(1_000, STRANGE_RECORDS)
+    wild = _strangers_s(spark, stage, count, HOUR_MS, STRANGE_HEADERS)
+    tame = _strangers_s(spark, stage, count, 0, 1)
+    told = f"{count:,} strangers' records"
+    return [
+        Row(f"{told} in as many hours, one with {STRANGE_HEADERS:,} headers: first run", "s", [wild]),
+        Row(f"{told} in one hour: first run", "s", [tame]),
+        Row("strangers' hours and headers ÷ neither", "x", ratios([wild], [tame]), Goal(most=5)),
+    ]
+
+
+def _strangers_s(spark: SparkSession, stage: Stage, count: int, apart_ms: int, headers: int) -> float:
+    namespace = f"a-{uuid.uuid4().hex[:7]}"
+    topic, now_ms = f"{namespace}-orders", int(time.time() * 1000)
+    for name in (topic, wire.ledger_topic(namespace), wire.requests_topic(namespace)):
+        stage.kafka.create_topic(name, 1, {"retention.ms": "-1"})
+    producer = Producer({"bootstrap.servers": stage.kafka.bootstrap, "linger.ms": 5, "message.max.bytes": 2_000_000})
+    for nth in range(count):
+        many: list[tuple[str, str | bytes | None]] = [("h", b"") for _ in range(headers if nth == 0 else 1)]
+        key = (wire.KEY_HEADER, b"k%d" % nth)
+        ts = now_ms - HOUR_MS - nth * apart_ms
+        producer.produce(topic, b"x", headers=[key, *many], timestamp=ts, partition=0)
+        producer.poll(0)
+    producer.flush(60)
+    started = time.monotonic()
+    folder = stage.folder / namespace
+    outcome = _run(spark, stage.kafka, namespace, folder, now_ms + LATER_MS, topics=(topic,), publish=False)
+    took_s = time.monotonic() - started
+    if outcome.document["cost"]["offsets"] != count:
+        raise NotRealWork(f"the run read {outcome.document['cost']['offsets']} offsets, not {count}")
+    shutil.rmtree(folder)
+    return took_s
 
 
 def _grow(spark: SparkSession, folder: Path, records: Records, hours: int) -> None:

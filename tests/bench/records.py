@@ -18,6 +18,7 @@ GROUP: Final = 500
 REPLAYED_EVERY: Final = 100
 COPIED_EVERY: Final = 10_000
 HOUR_MS: Final = 3_600_000
+_HEADERS: Final = "array<struct<key: string, value: binary>>"
 
 
 @dataclass(frozen=True)
@@ -90,16 +91,23 @@ class Records:
         value = F.concat(
             F.lit('{"order":"'), "name", F.lit('","total":12.5,"note":"'), F.repeat(F.lit("x"), 120), F.lit('"}')
         )
-        named = rows.withColumn("event", F.lower(F.hex(native.event_id(native.as_binary(F.col("name"))))))
-        return named.withColumn("fp", F.lower(F.hex(native.sha256_head(native.as_binary(F.col("name")), 8)))).select(
+        named = rows.withColumns(
+            {
+                "event": F.lower(F.hex(native.event_id(native.as_binary(F.col("name"))))),
+                "key": native.as_binary(F.concat(F.lit("customer-"), (F.col("nth") % 100_000).cast("string"))),
+                "value": native.as_binary(value),
+            }
+        )
+        asked = native.fingerprint(F.lit(self.topic), None, F.col("key"), F.lit(None).cast(_HEADERS), F.col("value"))
+        return named.withColumn("fp", F.lower(F.hex(asked))).select(
             "nth",
             "partition",
             "offset",
             "at",
-            F.col("event"),
+            "event",
             "fp",
-            native.as_binary(F.concat(F.lit("customer-"), (F.col("nth") % 100_000).cast("string"))).alias("key"),
-            native.as_binary(value).alias("value"),
+            "key",
+            "value",
             F.timestamp_millis(F.col("at") + 5).alias("timestamp"),
             F.array(self._header(wire.KEY_HEADER, F.col("name")), self._header(wire.STAMP_HEADER, self._stamp())).alias(
                 "headers"

@@ -5,7 +5,7 @@ from typing import Any
 
 from service import wire
 from tests.spark.history import Life
-from tests.spark.oracle import Planted, Record, Retried
+from tests.spark.oracle import Planted, Record, Retried, Said
 from tests.spark.script import (
     CAUSES,
     DUAL,
@@ -266,11 +266,11 @@ class Copies(Words):
                     self.plants.unkeyed.append(record)
 
     def client_duplicates(self) -> None:
-        def group(*ats: int, stage: int = 1, **more: Any) -> list[Planted]:
-            shape = {"value": self.content(), "record_key": b"customer", **more}
+        def group(*ats: int, stage: int = 1, scope: str = "", **more: Any) -> list[Planted]:
+            shape = {"value": self.content(), "record_key": self.content(), **more}
             members = []
             for nth, at in enumerate(ats):
-                planted = self.plant("client")
+                planted = self.plant("client", scope=scope)
                 last = nth == len(ats) - 1
                 self.delivered(planted, at, stage=stage if last else 1, **shape)
                 members.append(planted)
@@ -282,9 +282,145 @@ class Copies(Words):
         self.plants.retried.append(Retried(group(at, at + HOUR_MS, stage=2)))
         early = FROZEN_MS[0] - 30 * HOUR_MS
         self.plants.retried.append(Retried(group(early, early + TTL_MS - 1)))
+        self.plants.retried.append(Retried(group(at, at + 1000, scope="caller")))
+        # With a timestamp of the client's own, the same in both.
+        self.plants.retried.append(Retried(group(at, at + 1000, ts=at - 5000)))
+        # What happens to another record key is no matter.
+        key, value = self.content(), self.content()
+        first = group(at, record_key=key, value=value)
+        group(at + 500)
+        self.plants.retried.append(Retried(first + group(at + 1000, record_key=key, value=value)))
         # As far apart as the retention, without a record key, with another one: no retry of anybody's.
         group(early, early + TTL_MS)
         group(at, at + 1, record_key=None)
         one, two = group(at), group(at)
         two[0].copies[0].value = one[0].copies[0].value
         two[0].copies[0].record_key = b"another"
+
+    def no_client_duplicates(self) -> None:
+        """What repeats without being anybody's retry."""
+        start = FROZEN_MS[0] - 90 * 60_000
+
+        def written(planted: Planted, nth: int, key: bytes, value: bytes | None, **more: Any) -> Record:
+            at = start + nth * 1000
+            return self.delivered(planted, at, record_key=key, value=value, **{"ts": at + 7} | more)
+
+        def repeated(story: str, *values: bytes | None, **more: Any) -> None:
+            key = self.content()
+            for nth, value in enumerate(values):
+                written(self.plant(story), nth, key, value, **more)
+
+        opened, closed = self.content(), self.content()
+        repeated("toggle", opened, closed, opened)
+        repeated("tombstones", None, self.content(), None)
+        # A stranger's record in between changes the state as well.
+        key, value = self.content(), self.content()
+        written(self.plant("passed"), 0, key, value)
+        at = start + 500
+        between = Record(self.orders, 0, at, at, value=b"x", record_key=key)
+        self.send(between)
+        self.plants.unkeyed.append(between)
+        written(self.plant("passed"), 1, key, value)
+        # Readings of one value, each with its own time.
+        key, value = self.content(), self.content()
+        for nth in range(3):
+            written(self.plant("reading"), nth, key, value, ts=start - 3_600_000 + nth * 10_000)
+        late = (start + 1_000_000, start + 2_000_000)
+        key = self.content()
+        for nth, ts in enumerate(late):
+            written(self.plant("forecast"), nth, key, value, ts=ts)
+        # Two callers who write the same; one whom the rules do not know any more.
+        key, value = self.content(), self.content()
+        for nth, scope in enumerate(("caller", "other", "")):
+            written(self.plant("same", scope=scope), nth, key, value)
+        key = self.content()
+        for nth in range(2):
+            written(self.plant("unknown", scope="gone"), nth, key, value)
+        # Equal members of one atomic batch.
+        name, at, life = self.key("equal"), start, self.life()
+        key, members = self.content(), []
+        for member in range(3):
+            planted = Planted(wire.member_id(name, member), name)
+            self.plants.ids.append(planted)
+            batch = (wire.event_id(name), member)
+            members.append(self.record(planted, life, at, ts=at + 5, record_key=key, value=b"equal", batch=batch))
+        self.commit(*members)
+        # A topic whose rule says that contents repeat.
+        repeated("rule", value, value, topic=self.toggles)
+
+    def forwarded(self) -> None:
+        """Records that a program sends with the headers of those that it read."""
+
+        def forward(planted: Planted, of: Record, **more: Any) -> Record:
+            values: dict[str, Any] = {"topic": of.topic, "partition": 0, "ts": of.ts + 10}
+            record = Record(**values | more, at=of.at)
+            record.key, record.id, record.life, record.forwarded = planted.key, planted.id, of.life, of
+            return record
+
+        for stage in (1, 2):
+            for topic in (self.sink, self.mirror):
+                planted = self.plant("forwarded", meant={self.mirror})
+                first = self.delivered(planted, self.past(), **self.shape())
+                for _ in range(self.chance.randrange(1, 3)):
+                    value = self.chance.choice((first.value, self.content()))
+                    made = forward(planted, first, topic=topic, value=value, record_key=first.record_key)
+                    planted.derived.append(made)
+                    self.send(made, stage=stage)
+        # A duplicate in its own topic is one still.
+        both = self.repeat("forwarded-too", [RESTART], late=0)
+        made = forward(both, both.copies[0], topic=self.sink, value=b"made of it")
+        both.derived.append(made)
+        self.send(made)
+        # Back into the topic, with another content under the header of the first one.
+        for more in ({"value": b"changed"}, {"headers": (("by", b"me"),)}):
+            planted = self.plant("sent-back")
+            first = self.delivered(planted, self.past(), value=self.content())
+            again = forward(planted, first, **{"value": first.value} | more)
+            again.other, again.cause = True, FOREIGN
+            planted.copies.append(again)
+            self.send(again)
+
+    def bare_keys(self) -> None:
+        """Copies that have only the key: whose key it is shows in what they are copies of."""
+
+        def copied(planted: Planted, first: Record, *, stage: int = 1, **more: Any) -> None:
+            for later in (9, 2 * HOUR_MS)[: self.chance.randrange(1, 3)]:
+                ts = min(first.ts + later, FROZEN_MS[0] - 1)
+                names = ("topic", "value", "record_key", "headers")
+                shape = {name: getattr(first, name) for name in names} | {"partition": first.partition}
+                self.send(self.record(planted, None, ts, **shape | {"ts": ts, "cause": FOREIGN} | more), stage=stage)
+
+        trace = (("traceparent", b"00-of-the-client"),)
+        for stage, more in ((1, {}), (2, {}), (1, {"headers": trace}), (1, {"headers": (*trace, ("a", b"1"))})):
+            for scope in ("", "caller"):
+                planted = self.plant("bare", scope=scope)
+                first = self.delivered(planted, self.past(), **self.shape() | more)
+                copied(planted, first, stage=stage)
+        name, at, life = self.key("whole"), self.past(), self.life()
+        members = []
+        for member in range(3):
+            planted = Planted(wire.member_id(name, member, "caller"), name)
+            self.plants.ids.append(planted)
+            batch = (wire.event_id(name, "caller"), member)
+            members.append(self.record(planted, life, at, value=self.content(), batch=batch))
+        self.commit(*members)
+        for planted, first in zip(self.plants.ids[-3:], members, strict=True):
+            copied(planted, first)
+
+    def changed_rules(self) -> None:
+        """Topics whose guarantee is another one from the second run on: what was written before keeps its own."""
+
+        def sent(topic: str, stage: int, *statuses: int, **more: Any) -> None:
+            at = self.past() if stage == 1 else FROZEN_MS[stage - 1] - HOUR_MS // 2
+            planted = self.plant("ruled", **more)
+            self.send(self.record(planted, self.life(), at, topic=topic, ts=at, value=self.content()), stage=stage)
+            self.answer(planted, *statuses, stage=stage)
+
+        for stage in (1, 2, 3):
+            sent(self.stricter, stage, 201)
+            sent(self.looser, stage, 504, 201)
+            # Between two runs nobody knows when the service began to follow the new rule.
+            late: Said = (None, None, "phantom") if stage == 3 else (None, None, None)
+            sent(self.stricter, stage, 504, phantom=late)
+            early: Said = ("phantom",) * 3 if stage == 1 else (None, None, None)
+            sent(self.looser, stage, 504, phantom=early)

@@ -1,7 +1,7 @@
 """`python -m tests.spark.generated`: the job against histories whose faults are known, and broken jobs against one.
 
 --seeds N     the histories of the seeds 0 to N-1, three runs of each: recall and precision by kind and cause
---mutants     each mutant of tests/spark/mutants.py against the history of one seed: every one has to be noticed
+--mutants     each mutant of tests/spark/mutants.py against tables of cases: every one has to be noticed
 """
 
 import argparse
@@ -11,6 +11,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +20,7 @@ from pyspark.sql import SparkSession
 
 from deploy.local.stack import Kafka
 from spark.errors import CannotRun
+from tests.spark import checks
 from tests.spark.mutants import MUTANTS, Mutant, alive
 from tests.spark.oracle import STAGES, Score, compare
 from tests.spark.runs import interpreted, run, session_for_tests
@@ -28,7 +30,7 @@ from tests.spark.world import World
 # Seeds that share a namespace, and so the runs: a run costs mostly what it costs with nothing to read.
 TOGETHER: Final = 10
 
-# Mutants wait for each other while a transaction of their history is open.
+# A transaction of a history stays open over its first run.
 OPEN_MS: Final = 4 * 3_600_000
 
 
@@ -41,13 +43,13 @@ class Trial:
         self._root = root / self._world.history.namespace
         self._root.mkdir()
         self._rules = self._root / "rules.toml"
-        self._rules.write_text(self._world.rules)
         self._stage = 0
 
     def next(self) -> Score:
         """Write the next stage, run the job, and say what its report has right and wrong."""
         self._stage += 1
         self._world.write(self._stage)
+        self._rules.write_text(self._world.rules(self._stage))
         if self._lake("whole").exists():
             shutil.copytree(self._lake("whole"), self._lake(f"before-{self._stage}"))
         return self._run("whole")
@@ -90,19 +92,14 @@ def _seeds(spark: SparkSession, bootstrap: str, root: Path, count: int) -> bool:
     return total.perfect
 
 
-def _mutants(spark: SparkSession, bootstrap: str, root: Path, mutants: Sequence[Mutant]) -> bool:
-    trial = Trial(spark, bootstrap, root, [0], OPEN_MS)
+def _mutants(spark: SparkSession, mutants: Sequence[Mutant]) -> bool:
     survived = []
-    for stage in range(1, STAGES + 1):
-        score = trial.next()
-        if not score.perfect:
-            print("\n".join(["the job itself is at fault:", *score.faults]))
-            return False
-        for mutant in mutants:
-            if mutant.stage == stage:
-                noticed = trial.noticed(mutant)
-                print(f"{'noticed ' if noticed else 'SURVIVED'}  run {stage}  {mutant}", flush=True)
-                survived += [] if noticed else [mutant]
+    for name in checks.CHECKS:
+        checks.CHECKS[name](spark)
+    for mutant in mutants:
+        noticed = checks.notices(spark, mutant)
+        print(f"{'noticed ' if noticed else 'SURVIVED'}  {mutant.by}  {mutant}", flush=True)
+        survived += [] if noticed else [mutant]
     print(f"{len(mutants)} mutants, {len(survived)} survived")
     return not survived
 
@@ -112,23 +109,17 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.spark.generated")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--seeds", type=int, metavar="N", help="the histories of the seeds 0 to N-1")
-    what.add_argument("--mutants", action="store_true", help="each broken rule against the history of one seed")
-    parser.add_argument("--part", default=":", metavar="FIRST:END", help="of the mutants, counted from 0")
+    what.add_argument("--mutants", action="store_true", help="each broken rule against tables of cases")
     given = parser.parse_args(arguments)
-    first, _, end = given.part.partition(":")
-    mutants = MUTANTS[int(first or 0) : int(end) if end else None]
     settings = {"transaction.max.timeout.ms": str(OPEN_MS)}
-    with tempfile.TemporaryDirectory() as folder, Kafka(Path(folder) / "kafka", settings=settings) as kafka:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         spark = session_for_tests()
-        try:
-            with interpreted(spark):
-                if given.mutants:
-                    good = _mutants(spark, kafka.bootstrap, Path(folder), mutants)
-                else:
-                    good = _seeds(spark, kafka.bootstrap, Path(folder), given.seeds)
-        finally:
-            spark.stop()
-    return 0 if good else 1
+        stack.callback(spark.stop)
+        stack.enter_context(interpreted(spark))
+        if given.mutants:
+            return 0 if _mutants(spark, MUTANTS) else 1
+        kafka = stack.enter_context(Kafka(Path(folder) / "kafka", settings=settings))
+        return 0 if _seeds(spark, kafka.bootstrap, Path(folder), given.seeds) else 1
 
 
 if __name__ == "__main__":

@@ -38,6 +38,10 @@ class Script(Copies):
             self.conflicts,
             self.others_topics,
             self.client_duplicates,
+            self.no_client_duplicates,
+            self.forwarded,
+            self.bare_keys,
+            self.changed_rules,
             self.lost,
             self.held_up,
             self.unsure,
@@ -163,6 +167,16 @@ class Script(Copies):
                     self.answer(self.plant("stuck", otherwise=fates, stuck=str(status)), status, 409, at=at, ts=ts)
         self.answer(self.plant("stuck-both", otherwise=stuck), 202, 504)
         self.answer(self.plant("freed-202", accepted=False), 202, 503)
+        # A 503 that came before it takes nothing back; one that comes later does, in whatever run.
+        self.answer(self.plant("stuck-after", otherwise=stuck), 503, 503, 504)
+        self.answer(self.plant("freed-again", accepted=False), 503, 504, 503)
+        at = self.past()
+        tried = self.plant("stuck-tried", otherwise=stuck, stuck="202")
+        self.answer(tried, 503, at=at, ts=at + 10)
+        self.answer(tried, 202, at=at, ts=at + 11)
+        freed = self.plant("freed-later", accepted=False)
+        self.answer(freed, 504, at=at, ts=at + 10)
+        self.answer(freed, 503, at=at, ts=at + 11)
         # A stranger's record under the same key, in the same hour or another, is no delivery of ours.
         for story, statuses, accepted in (("stuck-strange", (504,), True), ("freed-strange", (504, 503), False)):
             strange = self.plant(story, otherwise=stuck, accepted=accepted)
@@ -197,9 +211,14 @@ class Script(Copies):
         # Of a slot beyond the ledger's partitions nothing is known.
         gap: Said = ("evidence_gap",) * 3
         sent(self.plant("phantom-slot", accepted=False, phantom=gap), self.past(), self.life(10_000))
-        told = self.plant("phantom-answered", phantom=always)
+        # The journal names its very place; and another one.
+        told = self.plant("phantom-answered")
         sent(told, self.past())
         self.answer(told, 201)
+        beside = self.plant("phantom-beside", phantom=always)
+        sent(beside, self.past())
+        beside.claims.append(Claim("answer", lambda: (self.orders, 0, 8_000_000), ALWAYS_LOST))
+        self.answer(beside, 201, place=beside.claims[0].place)
         twice, life, value = self.plant("phantom-twice", accepted=False, phantom=always), self.life(), self.content()
         at = self.past()
         sent(twice, at, life, value=value)
@@ -333,7 +352,7 @@ class Script(Copies):
             (self.orders, 0, b"x", [(wire.STAMP_HEADER, b"1;nonsense")]),
             (self.orders, 1, b"x", [(wire.STAMP_HEADER, b"")]),
             (self.ledger, self.slot, b"{", []),
-            (self.ledger, self.slot, b'{"v":2,"slot":0,"pid":1,"epoch":0,"instance":"x","entries":[]}', []),
+            (self.ledger, self.slot, b'{"v":3,"slot":0,"pid":1,"epoch":0,"instance":"x","entries":[]}', []),
             (requests, 0, b"\xff\xfe", []),
             (requests, 1, b'{"v":1,"instance":"x","answers":[{"id":"12","fp":"","at":1,"status":201}]}', []),
         ]

@@ -1,242 +1,247 @@
-"""The job's rules, each broken on purpose: a history with known faults has to notice.
+"""The job's rules, each broken on purpose: tables of cases with known verdicts have to notice.
 
-A mutant is a piece of the job's source, what stands in its place, and the run of a generated history (its stage) that
-is not what was planted any more. The piece must occur exactly once in its module: who rewrites a rule is told to
-rewrite its mutants. Only the function around it changes, in place, for as long as the mutant lives.
+A mutant names a rule by the function itself (most are in spark/rules.py, the table of rules) and has another function
+that stands in its place for as long as the mutant lives. `by` says which check of tests/spark/checks.py notices.
 """
 
-import ast
-import importlib
-import sys
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from types import FunctionType, ModuleType
+from functools import reduce
+from operator import and_
+from types import ModuleType
 from typing import Any, Final
+
+from pyspark.sql import Column
+from pyspark.sql import functions as F  # noqa: N812
+
+from spark import rules
+from spark.balance import Balance
+from spark.settings import Settings
+
+VERDICTS, CAUSES, CLIENTS, STATES, PLANS, BALANCES = "verdicts", "causes", "clients", "states", "plans", "balances"
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """`stage`: which run of the history is wrong with it."""
+    """`owner` is the module or class in which the rule is."""
 
-    rule: str
-    module: str
-    old: str
-    new: str
-    stage: int = 1
+    rule: Any
+    what: str
+    instead: Any
+    by: str
+    owner: ModuleType | type = rules
 
     def __str__(self) -> str:
-        return f"{self.rule}: spark/{self.module}.py: {' '.join(self.old.split())} → {' '.join(self.new.split())}"
+        return f"{self.name}: {self.what}"
+
+    @property
+    def name(self) -> str:
+        """The rule's name in its owner; a property is a function with a wrapping."""
+        return str(getattr(self.rule, "fget", self.rule).__name__)
 
 
 @contextmanager
 def alive(mutant: Mutant) -> Iterator[None]:
     """The job with this mutant in it."""
-    module = importlib.import_module(f"spark.{mutant.module}")
-    source = Path(str(module.__file__)).read_text(encoding="utf-8")
-    count = source.count(mutant.old)
-    assert count == 1, f"occurs {count} times, has to occur once: rewrite it with its rule. {mutant}"
-    changed = source.replace(mutant.old, mutant.new)
-    fresh: dict[str, Any] = dict(vars(module))
-    exec(compile(changed, str(module.__file__), "exec"), fresh)
-    where = source[: source.index(mutant.old)].count("\n") + 1
-    name = _owner(ast.parse(source), where)
-    if name is None:
-        yield from _constant(module, fresh, ast.parse(source), where)
-        return
-    there, new = _function(vars(module), name), _function(fresh, name)
-    whole = there.__code__
-    assert whole != new.__code__, f"changes nothing: {mutant}"
-    there.__code__ = new.__code__
+    whole = vars(mutant.owner)[mutant.name]
+    setattr(mutant.owner, mutant.name, mutant.instead)
     try:
         yield
     finally:
-        there.__code__ = whole
+        setattr(mutant.owner, mutant.name, whole)
 
 
-def _owner(tree: ast.Module, line: int) -> str | None:
-    """Qualified name of the function of a module, or of one of its classes, in which a line stands."""
-    for node in tree.body:
-        inner = node.body if isinstance(node, ast.ClassDef) else [node]
-        for one in inner:
-            if isinstance(one, ast.FunctionDef) and one.lineno <= line <= (one.end_lineno or 0):
-                return one.name if one is node else f"{getattr(node, 'name', '')}.{one.name}"
-    return None
+def drawn(count: int, seed: int) -> list[Mutant]:
+    """So many of them, the same for a seed."""
+    return random.Random(seed).sample(MUTANTS, count)
 
 
-def _function(names: dict[str, Any], name: str) -> FunctionType:
-    """A function, a method, or what a property or a class method is made of."""
-    owner, _, last = name.rpartition(".")
-    found: Any = vars(names[owner])[last] if owner else names[last]
-    found = getattr(found, "fget", None) or getattr(found, "__func__", None) or found
-    assert isinstance(found, FunctionType), name
-    return found
+def _never(*given: Any, **named: Any) -> Column:
+    return F.lit(False)
 
 
-def _constant(module: ModuleType, fresh: dict[str, Any], tree: ast.Module, line: int) -> Iterator[None]:
-    """Put a changed constant wherever the job's modules hold it."""
-    node = next(node for node in tree.body if node.lineno <= line <= (node.end_lineno or 0))
-    assert isinstance(node, ast.AnnAssign)
-    assert isinstance(node.target, ast.Name)
-    name = node.target.id
-    whole = vars(module)[name]
-    holders = [
-        one for path, one in list(sys.modules.items()) if path.startswith("spark.") and vars(one).get(name) is whole
-    ]
-    for holder in holders:
-        setattr(holder, name, fresh[name])
-    try:
-        yield
-    finally:
-        for holder in holders:
-            setattr(holder, name, whole)
+def _always(*given: Any, **named: Any) -> Column:
+    return F.lit(True)
 
 
-_CAUSE: Final = "cause of a copy"
-_ORDER: Final = "order of copies"
-_LOST: Final = "proof of lost"
-_GAP: Final = "evidence gap"
-_PHANTOM: Final = "phantom"
-_STUCK: Final = "stuck"
-_CONFLICT: Final = "conflict"
-_CLIENT: Final = "client duplicate"
-_BALANCE: Final = "balance"
-_GRACE: Final = "grace"
-_WINDOW: Final = "window"
-_STATE: Final = "one row an id"
-_READ: Final = "what a record is"
+def _settings(**left_out: int) -> property:
+    def settle_ms(self: Settings) -> int:
+        parts = {
+            "request": self.shared.request_timeout_ms,
+            "transaction": self.shared.transaction_timeout_ms,
+            "grace": self.grace_ms,
+        }
+        return sum((parts | left_out).values())
+
+    return property(settle_ms)
+
+
+def _with(chain: Callable[..., Column], name: str, other: Callable[[Column], Column]) -> Callable[..., Column]:
+    """A chain of rules in which one of the named columns is another one."""
+    return lambda **named: chain(**named | {name: other(named[name])})
+
+
+def _retry_but(*left_out: str) -> Callable[..., Column]:
+    def is_retry(**named: Column) -> Column:
+        named["same_id"] = ~named["same_id"]
+        named["same_batch"] = ~F.coalesce(named["same_batch"], F.lit(False))
+        kept = [column for name, column in named.items() if name not in left_out]
+        return F.coalesce(reduce(and_, kept), F.lit(False))
+
+    return is_retry
+
+
+def _cause_as(**other: str) -> Callable[..., Column]:
+    """Causes of which some are called otherwise."""
+    whole = rules.cause
+
+    def cause(*given: Column) -> Column:
+        made = whole(*given)
+        for name, instead in other.items():
+            made = F.when(made == name, instead).otherwise(made)
+        return made
+
+    return cause
+
+
+_NO: Final = "is never asked"
 
 MUTANTS: Final = (
     # ------------------------------------------------------------------------------------------ order and causes
-    Mutant(_ORDER, "causes", 'F.when(pair["entered"], 0).otherwise(1)', 'F.when(pair["entered"], 1).otherwise(0)'),
-    Mutant(
-        _ORDER,
-        "causes",
-        '= ("timestamp", "topic", "partition", "offset",',
-        '= ("topic", "partition", "timestamp", "offset",',
-    ),
-    Mutant(
-        _ORDER,
-        "causes",
-        '= ("timestamp", "topic", "partition", "offset",',
-        '= ("timestamp", "topic", "offset", "partition",',
-    ),
-    Mutant(_CAUSE, "causes", '~copy["stamped"] | (same_producer & (copy["late"] == 1))', '~copy["stamped"]'),
-    Mutant(_CAUSE, "causes", '~copy["stamped"] | (same_producer', "(same_producer"),
-    Mutant(_CAUSE, "causes", '(same_producer & (copy["late"] == 1))', "same_producer"),
-    Mutant(_CAUSE, "causes", 'same(other, "slot", "pid", "epoch", "instance")', 'same(other, "slot", "pid", "epoch")'),
-    Mutant(_CAUSE, "causes", 'same(other, "slot", "pid", "epoch", "instance")', 'same(other, "slot", "instance")'),
-    Mutant(_CAUSE, "causes", ".when(same_producer, REWRITE)", ".when(same_producer, PRODUCER_RESTART)"),
-    Mutant(_CAUSE, "causes", ">= key_ttl_ms", "> key_ttl_ms"),
-    Mutant(_CAUSE, "causes", ">= key_ttl_ms", ">= key_ttl_ms - 1"),
-    Mutant(_CAUSE, "causes", "apart = F.forall(", "apart = F.exists("),
-    Mutant(_CAUSE, "causes", "(F.size(ours) > 0) & apart", "apart"),
-    Mutant(_CAUSE, "causes", '(same(other, "slot") | same(other, "instance"))', 'same(other, "slot")'),
-    Mutant(_CAUSE, "causes", '(same(other, "slot") | same(other, "instance"))', 'same(other, "instance")'),
-    Mutant(_CAUSE, "causes", ' & ~same(other, "pid", "epoch")', ""),
-    Mutant(_CAUSE, "causes", ".otherwise(DUAL_PRODUCER)", ".otherwise(PRODUCER_RESTART)"),
-    Mutant(_CAUSE, "causes", "F.when(nth > 0, _cause", "F.when(nth >= 0, _cause"),
+    Mutant(rules.rank, "entered last", lambda entered: F.when(entered, 1).otherwise(0), CAUSES),
+    Mutant(rules.order, "topic before time", lambda: ("topic", "timestamp", "partition", "offset"), STATES),
+    Mutant(rules.order, "offset before partition", lambda: ("timestamp", "topic", "offset", "partition"), STATES),
+    Mutant(rules.is_foreign, "only bare", lambda stamped, same, late: ~stamped, CAUSES),
+    Mutant(rules.is_foreign, "not the bare", lambda stamped, same, late: same & (late == 1), CAUSES),
+    Mutant(rules.is_foreign, "also in the ledger", lambda stamped, same, late: ~stamped | same, CAUSES),
+    Mutant(rules.producer, "without instance", lambda: ("slot", "pid", "epoch"), CAUSES),
+    Mutant(rules.producer, "without number", lambda: ("slot", "instance"), CAUSES),
+    Mutant(rules.cause, "rewrite is a restart", _cause_as(rewrite="producer_restart"), CAUSES),
+    Mutant(rules.cause, "dual is a restart", _cause_as(dual_producer="producer_restart"), CAUSES),
+    Mutant(rules.is_apart, "more than", lambda at, other, ttl: F.abs(at - other) > ttl, CAUSES),
+    Mutant(rules.is_apart, "a ms less", lambda at, other, ttl: F.abs(at - other) >= ttl - 1, CAUSES),
+    Mutant(rules.is_expired, "without earlier ones", lambda earlier, apart: apart, CAUSES),
+    Mutant(rules.is_restart, "slot alone", lambda slot, instance, number: slot & ~number, CAUSES),
+    Mutant(rules.is_restart, "instance alone", lambda slot, instance, number: instance & ~number, CAUSES),
+    Mutant(rules.is_restart, "same number", lambda slot, instance, number: slot | instance, CAUSES),
+    Mutant(rules.has_cause, "the first too", lambda nth: nth >= 0, CAUSES),
+    # ----------------------------------------------------------------------------------------------------- times
+    Mutant(rules.over_ms, "2 ms more", lambda at, seen, s, g: F.greatest(at + s + 2, seen + g), VERDICTS),
+    Mutant(rules.over_ms, "grace 2 ms more", lambda at, seen, s, g: F.greatest(at + s, seen + g + 2), VERDICTS),
+    Mutant(rules.over_ms, "no grace", lambda at, seen, s, g: F.greatest(at + s, seen), VERDICTS),
+    Mutant(rules.held_over_ms, "no timeouts", lambda at, seen, s: F.greatest(at, seen), VERDICTS),
+    Mutant(Settings.settle_ms, "no request timeout", _settings(request=0), VERDICTS, Settings),
+    Mutant(Settings.settle_ms, "no transaction timeout", _settings(transaction=0), VERDICTS, Settings),
+    Mutant(Settings.settle_ms, "no grace", _settings(grace=0), VERDICTS, Settings),
+    Mutant(rules.is_ripe, "at once", lambda over, frozen: over <= frozen, VERDICTS),
+    Mutant(rules.is_undecided, "at once", lambda over, decided: over >= decided, VERDICTS),
+    Mutant(rules.is_undecided, _NO, _never, VERDICTS),
+    Mutant(rules.waits_longer, _NO, _never, VERDICTS),
     # ------------------------------------------------------------------------------------------------------ lost
-    Mutant(_GRACE, "verdict", "accepted_ms + self.settle_ms", "accepted_ms + self.settle_ms + 2"),
-    Mutant(_GRACE, "verdict", "seen_ms + self.grace_ms", "seen_ms + self.grace_ms + 2"),
-    Mutant(_GRACE, "verdict", "seen_ms + self.grace_ms", "seen_ms"),
-    Mutant(_GRACE, "settings", "self.shared.request_timeout_ms + self.shared", "self.shared"),
-    Mutant(_GRACE, "settings", " + self.grace_ms", ""),
-    Mutant(_GRACE, "settings", "+ self.shared.transaction_timeout_ms", ""),
-    Mutant(_LOST, "verdict", "over_ms < seen.frozen_ms", "over_ms <= seen.frozen_ms"),
-    Mutant(_LOST, "verdict", ".when(~ripe, PENDING)", ".when(F.lit(False), PENDING)"),
-    Mutant(_LOST, "verdict", ".when(beyond & unsettled, PENDING)", ".when(F.lit(False), PENDING)"),
-    Mutant(_LOST, "verdict", 'claim["offset"] >= bound["end"]', 'claim["offset"] > bound["end"]'),
-    Mutant(_LOST, "verdict", "beyond & unsettled", "unsettled"),
-    Mutant(_LOST, "offsets", "self.end == self.last_stable >= self.high_watermark", "self.end == self.last_stable"),
-    Mutant(_LOST, "verdict", '~F.exists("entries", lambda entry: state.same_place(answer, entry))', "F.lit(True)"),
-    Mutant(
-        _LOST,
-        "verdict",
-        'F.concat(claims("entries", "ledger"), claims(unentered, "answer"))',
-        'claims("entries", "ledger")',
-    ),
-    Mutant(
-        _LOST,
-        "verdict",
-        'F.concat(claims("entries", "ledger"), claims(unentered, "answer"))',
-        'claims(unentered, "answer")',
-    ),
+    Mutant(rules.is_waiting, _NO, _never, VERDICTS),
+    Mutant(rules.is_beyond, "behind", lambda offset, end: offset > end, VERDICTS),
+    Mutant(rules.is_waiting, "anywhere", lambda beyond, settled, over, proven: ~settled & (over >= proven), VERDICTS),
+    Mutant(rules.is_waiting, "never proven", lambda beyond, settled, over, proven: beyond & ~settled, VERDICTS),
+    Mutant(rules.is_settled, "without the high watermark", lambda end, stable, high: end == stable, VERDICTS),
+    Mutant(rules.is_said_twice, _NO, _never, VERDICTS),
+    Mutant(rules.promises, "the ledger's", lambda entered, answered: entered, VERDICTS),
+    Mutant(rules.promises, "the journal's", lambda entered, answered: answered, VERDICTS),
     # ------------------------------------------------------------------------------------------------------ gaps
-    Mutant(_GAP, "verdict", 'claim["offset"] < bound["first"]', 'claim["offset"] <= bound["first"]'),
-    Mutant(_GAP, "verdict", '.when(claim["offset"] < bound["first"], "below_start")', ""),
-    Mutant(_GAP, "verdict", '(claim["offset"] >= gap["first"])', '(claim["offset"] > gap["first"])', 2),
-    Mutant(_GAP, "verdict", '(claim["offset"] < gap["last"])', '(claim["offset"] <= gap["last"])', 2),
-    Mutant(_GAP, "verdict", '.when(claim["seen_ms"] < bound["since_ms"], "recreated")', "", 2),
-    Mutant(_GAP, "verdict", '.when(bound["compacted"] & ~beyond, "compacted")', ""),
-    Mutant(_GAP, "verdict", 'bound["compacted"] & ~beyond', 'bound["compacted"]'),
-    Mutant(_GAP, "verdict", 'F.when(ripe, "topic_gone").otherwise(PENDING)', 'F.lit("topic_gone")'),
-    Mutant(_GAP, "offsets", "if last.life != topic.life:", "if False:", 2),
-    Mutant(_GAP, "offsets", "if ends.log_start > last.end:", "if False:", 2),
-    Mutant(_GAP, "findings", 'F.when(claim["fate"].isin(RETENTION, TRUNCATED), 0).otherwise(1)', "F.lit(1)", 2),
-    Mutant(_GAP, "offsets", "complete_ms=stamps.get(log.place, now_ms)", "complete_ms=0"),
-    # --------------------------------------------------------------------------------------------------- phantoms
-    Mutant(_PHANTOM, "verdict", "F.when(over_ms > decided_ms, PENDING)", "F.when(over_ms >= decided_ms, PENDING)"),
-    Mutant(_PHANTOM, "verdict", "F.when(over_ms > decided_ms, PENDING)", "F.when(F.lit(False), PENDING)"),
+    Mutant(rules.is_below, "at the start", lambda offset, first: offset <= first, VERDICTS),
+    Mutant(rules.is_below, _NO, _never, VERDICTS),
+    Mutant(rules.is_in_gap, "not its first", lambda offset, first, last: (offset > first) & (offset < last), VERDICTS),
+    Mutant(rules.is_in_gap, "one more", lambda offset, first, last: (offset >= first) & (offset <= last), VERDICTS),
+    Mutant(rules.is_of_another_life, _NO, _never, VERDICTS),
+    Mutant(rules.is_compacted, _NO, _never, VERDICTS),
+    Mutant(rules.is_compacted, "beyond the end", lambda compacted, beyond: compacted, VERDICTS),
+    Mutant(rules.of_no_log, "not waited for", lambda ripe: F.lit("topic_gone"), VERDICTS),
+    Mutant(rules.gap_count, "twice", lambda counted: F.lit(1).cast("bigint"), VERDICTS),
+    Mutant(rules.is_made_anew, _NO, lambda life, now: False, PLANS),
+    Mutant(rules.is_eaten, _NO, lambda start, read_to: False, PLANS),
+    # -------------------------------------------------------------------------------------------------- phantoms
+    Mutant(rules.is_before_evidence, "after", lambda complete, at, ts: complete.isNull() | (complete < at), VERDICTS),
+    Mutant(rules.is_before_evidence, _NO, _never, VERDICTS),
+    Mutant(rules.is_before_evidence, "no slot", lambda complete, at, ts: complete > at, VERDICTS),
     Mutant(
-        _PHANTOM, "verdict", "F.greatest(accepted_ms, seen_ms) + self.settle_ms", "F.greatest(accepted_ms, seen_ms)"
+        rules.is_before_evidence, "by timestamp", lambda complete, at, ts: complete.isNull() | (complete > ts), VERDICTS
     ),
-    Mutant(_PHANTOM, "verdict", "seen.held_over_ms(*times)).otherwise", "seen.over_ms(*times)).otherwise"),
-    Mutant(_PHANTOM, "verdict", "(complete_ms > first[", "(complete_ms < first["),
     Mutant(
-        _PHANTOM,
-        "verdict",
-        '.when(complete_ms.isNull() | (complete_ms > first["accepted_at"]), "evidence_gap")',
-        "",
+        rules.is_unheard,
+        "idempotent never",
+        lambda entries, named, idempotent, answered: (entries == 0) & ~named & ~idempotent,
+        VERDICTS,
     ),
-    Mutant(_PHANTOM, "verdict", "complete_ms.isNull() | (complete_ms", "(complete_ms"),
-    Mutant(_PHANTOM, "verdict", '> first["accepted_at"]), "evidence_gap")', '> first["timestamp"]), "evidence_gap")'),
-    Mutant(_PHANTOM, "verdict", "~(idempotent & answered)", "~idempotent"),
-    Mutant(_PHANTOM, "verdict", " & ~(idempotent & answered)", ""),
-    Mutant(_PHANTOM, "verdict", '"answered_504", "answered_other") > 0', '"answered_other") > 0'),
-    # ------------------------------------------------------------------------------------------------------ stuck
     Mutant(
-        _STUCK, "verdict", ".when(unsure_over_ms > decided_ms, PENDING)", ".when(unsure_over_ms >= decided_ms, PENDING)"
+        rules.is_unheard,
+        "by the ledger and 201s",
+        lambda entries, named, idempotent, answered: (entries == 0) & ~named,
+        VERDICTS,
     ),
-    Mutant(_STUCK, "verdict", ".when(unsure_over_ms > decided_ms, PENDING)", ""),
-    Mutant(_STUCK, "verdict", "min(seen.ledger_decided_ms, seen.answers_decided_ms)", "seen.answers_decided_ms"),
-    Mutant(_STUCK, "verdict", "(seen.held_over_ms if decided_ms < seen.frozen_ms else seen.over_ms)", "seen.over_ms"),
-    Mutant(_STUCK, "findings", 'F.when(F.col("answered_504") > 0, "504")', 'F.when(F.col("answered_202") > 0, "504")'),
-    Mutant(_BALANCE, "verdict", "(unsure & ~taken_back)", "unsure"),
-    Mutant(_BALANCE, "verdict", '_sum("answered_202", "answered_504") > 0', '_sum("answered_504") > 0'),
-    Mutant(_BALANCE, "verdict", '_sum("answered_202", "answered_504") > 0', '_sum("answered_202") > 0'),
-    Mutant(_BALANCE, "verdict", '_sum("entries_count", "answered_201") > 0', '_sum("answered_201") > 0'),
-    # --------------------------------------------------------------------------------------------------- conflicts
-    Mutant(_CONFLICT, "verdict", 'F.array_contains(known, one["alt"])', "F.lit(False)"),
-    Mutant(_CONFLICT, "verdict", 'F.array_contains(known, one["alt"])', "F.lit(True)"),
-    Mutant(_CONFLICT, "findings", 'F.when(F.col("conflicting"), CONFLICT).otherwise(DUPLICATE)', "F.lit(DUPLICATE)"),
-    Mutant(_BALANCE, "verdict", '.when(F.col("conflicting"), "conflicted")', ""),
-    Mutant(_BALANCE, "verdict", '.when(F.col("count") > 1, "duplicated")', '.when(F.col("count") > 2, "duplicated")'),
-    Mutant(_BALANCE, "verdict", '.when(unproven, "unprovable")', ""),
-    Mutant(_BALANCE, "verdict", ".when(some(LOST), LOST)", ""),
-    Mutant(_BALANCE, "verdict", '(F.col("count") == 1) & ours', 'F.col("count") == 1'),
-    Mutant(_BALANCE, "verdict", '(F.col("stamped") == 0)', '(F.col("count") == 0)'),
-    # ------------------------------------------------------------------------------------------ client duplicates
-    Mutant(_CLIENT, "ids", "distance < seen.key_ttl_ms", "distance <= seen.key_ttl_ms"),
-    Mutant(_CLIENT, "ids", "distance < seen.key_ttl_ms", "distance < seen.key_ttl_ms - 1"),
+    Mutant(
+        rules.is_unheard,
+        "by the ledger alone",
+        lambda entries, named, idempotent, answered: (entries == 0) & ~(idempotent & answered),
+        VERDICTS,
+    ),
+    Mutant(rules.is_within, "at the end", lambda offset, first, end: (offset >= first) & (offset <= end), VERDICTS),
+    Mutant(rules.is_within, "not at its first", lambda offset, first, end: (offset > first) & (offset < end), VERDICTS),
+    Mutant(rules.is_within, "always", _always, VERDICTS),
+    # --------------------------------------------------------------------------------------- stuck and the balance
+    Mutant(rules.takes_back, "any 503", lambda freed, unsure: freed.isNotNull(), VERDICTS),
+    Mutant(rules.takes_back, _NO, _never, VERDICTS),
+    Mutant(rules.takes_back, "not in the same ms", lambda freed, unsure: freed > unsure, VERDICTS),
+    Mutant(rules.decided_by, "the journal alone", lambda ledger, answers: answers, VERDICTS),
+    Mutant(rules.unsure_cause, "202 first", lambda a202, a504: F.when(a202 > 0, "202").otherwise("504"), VERDICTS),
+    Mutant(
+        rules.is_accepted,
+        "not by a 202",
+        lambda **has: (has["promised"] > 0) | ((has["answered_504"] > 0) & ~(has["taken_back"] & (has["ours"] == 0))),
+        VERDICTS,
+    ),
+    Mutant(
+        rules.is_accepted,
+        "not by a 504",
+        lambda **has: (has["promised"] > 0) | ((has["answered_202"] > 0) & ~(has["taken_back"] & (has["ours"] == 0))),
+        VERDICTS,
+    ),
+    Mutant(
+        rules.is_accepted,
+        "taken back though it came",
+        lambda **has: (has["promised"] > 0) | ((has["answered_202"] + has["answered_504"] > 0) & ~has["taken_back"]),
+        VERDICTS,
+    ),
+    *(
+        Mutant(rules.category, f"{name} {_NO}", _with(rules.category, name, _never), VERDICTS)
+        for name in ("lost", "conflicting", "pending", "unproven")
+    ),
+    Mutant(
+        rules.category,
+        "two are one",
+        _with(rules.category, "copies", lambda n: n - F.when(n > 1, 1).otherwise(0)),
+        VERDICTS,
+    ),
+    Mutant(rules.category, "strangers settle", _with(rules.category, "ours", lambda ours: F.lit(1)), VERDICTS),
+    Mutant(rules.fate, "at once", _with(rules.fate, "ripe", _always), VERDICTS),
+    # -------------------------------------------------------------------------------------- conflicts and copies
+    Mutant(rules.is_same_request, _NO, _never, VERDICTS),
+    Mutant(rules.is_same_request, "any", _always, VERDICTS),
+    Mutant(rules.copies_kind, "all the same", lambda conflicting: F.lit("duplicate"), VERDICTS),
+    Mutant(rules.is_believed, "whatever it says", _always, VERDICTS),
+    Mutant(rules.is_believed, "not even of the ledger", _never, VERDICTS),
+    Mutant(rules.is_derived, _NO, _never, VERDICTS),
+    Mutant(rules.is_derived, "in its own topic", lambda stamped, claimed, elsewhere: stamped & ~claimed, VERDICTS),
+    # ----------------------------------------------------------------------------------------- client duplicates
+    Mutant(rules.is_near, "at the retention", lambda distance, ttl: distance <= ttl, CLIENTS),
+    Mutant(rules.is_near, "a ms less", lambda distance, ttl: distance < ttl - 1, CLIENTS),
+    *(
+        Mutant(rules.is_retry, f"without {name}", _retry_but(name), CLIENTS)
+        for name in ("same_content", "same_caller", "same_id", "near", "same_time", "same_batch")
+    ),
+    Mutant(rules.is_own_time, _NO, _never, CLIENTS),
+    Mutant(rules.is_own_time, "any", _always, CLIENTS),
     # --------------------------------------------------------------------------------------- balance, window, time
-    Mutant(_WINDOW, "report", "settings.options.window_h * HOUR_MS", "settings.options.window_h * HOUR_MS * 2"),
-    Mutant(_WINDOW, "report", "settings.options.window_h * HOUR_MS", "(settings.options.window_h - 1) * HOUR_MS"),
-    Mutant(_WINDOW, "state", '_arrived_ms(arrived or {}), "last_ts"', '"last_ts"', 2),
-    Mutant(_BALANCE, "balance", "_add(self.adjustment, apart, -1)", "pass"),
-    Mutant(_BALANCE, "balance", "_add(self.adjustment, together, 1)", "pass"),
-    Mutant(_BALANCE, "balance", 'if any(counts.get("open") for counts in topics.values())', "if not topics", 3),
-    # ---------------------------------------------------------------------------------------- rows, and what is read
-    Mutant(
-        _READ,
-        "decode",
-        '~header["key"].isin(wire.KEY_HEADER, wire.STAMP_HEADER, wire.TRACE_HEADER)',
-        '~header["key"].isin(wire.KEY_HEADER, wire.STAMP_HEADER)',
-    ),
+    Mutant(rules.window_from, "twice as long", lambda frozen, window: frozen - 2 * window, PLANS),
+    Mutant(Balance.open_hours, "none", lambda self: set(), BALANCES, Balance),
 )
-
-
-def by_stage(mutants: tuple[Mutant, ...]) -> dict[int, list[Mutant]]:
-    """The mutants of each stage, in order."""
-    return {stage: [one for one in mutants if one.stage == stage] for stage in (1, 2, 3)}

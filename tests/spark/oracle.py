@@ -35,7 +35,8 @@ class Record:
     """A record of a data topic. `cause` is why it was planted beside earlier ones of its id.
 
     `visible` is the stage from which a run can read it (None: never), `other` says that its fingerprint is not the
-    one of the id's first record, `entered` that its transaction has a ledger entry for it.
+    one of the id's first record, `entered` that its transaction has a ledger entry for it, `forwarded` that a program
+    sent it with that record's headers, whatever it made of the rest.
     """
 
     topic: str
@@ -55,6 +56,7 @@ class Record:
     stage: int = 1
     visible: int | None = 1
     batch: tuple[bytes, int] | None = None
+    forwarded: "Record | None" = None
     offset: int = -1
 
     @property
@@ -85,8 +87,9 @@ class Claim:
 class Planted:
     """One id. `otherwise` is where it stands as long as it has neither a copy of ours nor an outstanding claim.
 
-    `until` is the last stage whose window still shows it; from the stage `again` on, when another copy comes into the
-    log, its findings are shown all the same. `stuck` names the answer that left it unsure.
+    `derived` are records of other topics, made of one of the copies by a program that forwards headers; `meant` says of
+    which topics that is known. `until` is the last stage whose window still shows it; from the stage `again` on, when
+    another copy comes into the log, its findings are shown all the same. `stuck` names the answer that left it unsure.
     """
 
     id: bytes
@@ -99,6 +102,8 @@ class Planted:
     stuck: str = "504"
     until: int = STAGES
     again: int = STAGES + 1
+    derived: list[Record] = field(default_factory=list)
+    meant: set[str] = field(default_factory=set)
 
     def shown(self, stage: int) -> bool:
         """Whether a stage's report has its findings."""
@@ -108,6 +113,10 @@ class Planted:
         """The copies in the order in which they count."""
         copies = [copy for copy in self.copies if copy.visible is not None and copy.visible <= stage]
         return sorted(copies, key=lambda copy: (not copy.entered, copy.ts, copy.place))
+
+    def forwarded_by(self, stage: int) -> list[Record]:
+        """The derived records that a stage can see."""
+        return sorted((one for one in self.derived if one.stage <= stage), key=lambda one: (one.ts, one.place))
 
     def fates(self, stage: int) -> set[str]:
         return {claim.fates[stage - 1] or THERE for claim in self.claims} - {THERE}
@@ -132,7 +141,7 @@ class Planted:
 
 @dataclass(eq=False)
 class Retried:
-    """Ids that are one request under several keys."""
+    """Ids that are one request under several keys: one finding, named by what they have in common."""
 
     ids: list[Planted]
 
@@ -222,7 +231,7 @@ class Plants:
                     sums.update((category, "accepted"))
                 elif one.phantom[stage - 1] == "phantom":
                     sums["phantom"] += 1
-                sums["records"] += len(one.visible(stage))
+                sums["records"] += len(one.visible(stage)) + len(one.forwarded_by(stage))
         return {name: count for name, count in sums.items() if count}
 
     def requests(self, stage: int) -> dict[str, int]:
@@ -250,6 +259,9 @@ def _of_id(one: Planted, stage: int) -> Iterable[Finding]:
     if one.phantom[stage - 1] == "phantom":
         ours = tuple(_coordinate(copy, None) for copy in copies if copy.life is not None)
         yield ("phantom", None, *head, len(ours), ours)
+    derived = [copy for copy in one.forwarded_by(stage) if copy.topic not in one.meant]
+    if derived:
+        yield ("derived_copy", None, *head, len(derived), tuple(_coordinate(copy, None) for copy in derived))
     if one.category(stage) == "stuck":
         yield ("stuck", one.stuck, *head, 0, ())
 
@@ -275,6 +287,8 @@ def told(document: Mapping[str, Any]) -> Counter[Finding]:
         places = [tuple(place[name] for name in _COORDINATE) for place in one["coordinates"]]
         if one["kind"] == LOST:
             places.sort()
+        name = one["fingerprint"] if one["kind"] == "client_duplicate" else one["id"]
+        assert one["finding_id"] == f"{one['kind']}:{name}", one
         named: Any = tuple(places) if one["count"] <= NAMED_MAX else len(places)
         found[(*head, one["id"], one["key"], one["count"], named)] += 1
     return found
@@ -346,6 +360,7 @@ def compare(plants: Plants, stage: int, document: Mapping[str, Any], status: int
             {(log["topic"], log["partition"]) for log in document["evidence"]["held_up"]},
         ),
         ("exit status", 3 if wanted else 0, status),
+        ("named twice", 0, len(document["findings"]) - len({one["finding_id"] for one in document["findings"]})),
         ("number of findings", wanted.total(), document["run"]["findings"]),
     ]
     score.faults += [f"stage {stage}: {what}: {told}, not {want}" for what, want, told in said if told != want]

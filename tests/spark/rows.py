@@ -44,7 +44,7 @@ def entry(offset: int, *, at: int = NOW_MS, **more: Any) -> Any:
 
 def answer(status: int, offset: int | None = None, *, at: int = NOW_MS, **more: Any) -> Any:
     """An answer as evidence; a 201 names its place."""
-    told = {"id": b"i" * 16, "at": at, "ts": at + 20, "topic": "t", "status": status, "replayed": False}
+    told = {"id": b"i" * 16, "at": at, "ts": at + 20, "topic": "t", "status": status, "replayed": False, "position": 0}
     place = {} if offset is None else {"partition": 0, "offset": offset}
     return {**told, **place, **more}
 

@@ -29,6 +29,9 @@ HELD_MS: Final = FROZEN_MS[0] - 20 * 60_000
 SLOTS: Final = 6
 """Slots of a seed. The fifth has a ledger whose beginning is gone, the sixth one that an open transaction holds up."""
 
+CALLERS: Final = ("caller", "other")
+"""Those whose names are scopes of keys, besides the empty one."""
+
 RESTART, DUAL, REWRITE = "producer_restart", "dual_producer", "rewrite"
 EXPIRED, FOREIGN = "expired_key", "foreign_writer"
 CAUSES: Final = (RESTART, DUAL, REWRITE, EXPIRED, FOREIGN)
@@ -100,6 +103,8 @@ class Words:
         self.archive, self.eaten, self.anew = (self.name(n) for n in ("archive", "eaten", "anew"))
         self.absent, self.compact, self.fresh = (self.name(n) for n in ("absent", "compact", "fresh"))
         self.spare = self.name("spare")
+        self.stricter, self.looser = self.name("stricter"), self.name("looser")
+        self.sink, self.mirror, self.toggles = self.name("sink"), self.name("mirror"), self.name("toggles")
         self.topics = {
             self.orders: 4,
             self.foreign: 2,
@@ -110,6 +115,11 @@ class Words:
             self.absent: 1,
             self.compact: 1,
             self.spare: 1,
+            self.stricter: 1,
+            self.looser: 1,
+            self.sink: 2,
+            self.mirror: 1,
+            self.toggles: 1,
         }
         self.held = (self.orders, 3)
 

@@ -30,3 +30,11 @@ def test_an_adjustment_goes_with_any_of_its_hours() -> None:
     later.replace([SECOND], [_row(SECOND, accepted=1, duplicated=1)])
     line = closed(by_topic(later.since(FIRST)))
     assert (line["accepted"], line["delivered_once"], line["duplicated"]) == (4, 3, 1)
+
+
+def test_an_hour_with_open_verdicts_is_looked_at_again() -> None:
+    balance = Balance()
+    balance.replace([FIRST, SECOND], [_row(FIRST, accepted=1, pending=1, open=1), _row(SECOND, accepted=1, lost=1)])
+    assert balance.open_hours() == {FIRST}
+    balance.drop_before(THIRD)
+    assert balance.hours.keys() == {FIRST}

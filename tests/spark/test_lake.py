@@ -12,12 +12,12 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.local.stack import Kafka
-from spark import hours, ids, job, lake
+from spark import hours, ids, job, lake, state
 from spark.offsets import Log, Plan
 from spark.verdict import evidence
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Life
-from tests.spark.rows import HOUR_MS, NOW_MS, copy, entry, reduced
+from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, reduced
 from tests.spark.rows import ids as named
 from tests.spark.runs import having
 from tests.spark.test_verdict import plan, settings
@@ -155,22 +155,32 @@ def test_a_run_reads_the_same_files_and_bytes_however_long_the_history(
 
 
 def test_a_lake_of_an_earlier_version_goes_on(spark: SparkSession, tmp_path: Path) -> None:
-    """Its progress knows no `proven_ms`; a column that another table does not know is a mistake."""
+    """Its tables lack columns; a column that another table does not know is a mistake."""
     tables, old = lake.Lake(spark, str(tmp_path)), plan()
     assert old.logs
     rows = spark.createDataFrame(old.rows(), lake.schema("progress"))
-    tables.append("progress", rows.drop("proven_ms"), 1)
+    tables.append("progress", rows.drop("proven_ms", "guarantees"), 1)
 
     def read(run: int) -> set[Log]:
         found = tables.read("progress").where(F.col("run") == run).collect()
         read = Plan.from_rows(row.asDict(recursive=True) for row in found)
         return set() if read is None else set(read.logs)
 
-    assert read(1) == set(old.logs)
+    known = {replace(log, proven_ms=0, guarantees=()) for log in old.logs}
+    assert read(1) == known
     proven = [{**row, "run": 2, "proven_ms": 7} for row in old.rows()]
     tables.append("progress", spark.createDataFrame(proven, lake.schema("progress")), 2)
-    assert read(1) == set(old.logs)
+    assert read(1) == known
     assert read(2) == {replace(log, proven_ms=7) for log in old.logs}
+    deliveries = reduced(spark, [copy(1), entry(1)])
+    tables.append("deliveries", deliveries.drop("freed_ms", "record_key", "batch"), 1)
+    tables.grow()
+    tables.grow()
+    assert set(tables.read("deliveries").columns) == set(state.ROW)
+    tables.merge(reduced(spark, [copy(1), answer(503)], 2), hours.of(deliveries), 2)
+    merged = {row["offset"]: row.asDict() for row in tables.read("deliveries").collect()}
+    assert (merged[1]["entries_count"], merged[1]["freed_ms"]) == (1, None)
+    assert merged[None]["freed_ms"] is not None
     tables.append("runs", spark.createDataFrame([], lake.schema("runs")), 1)
     with pytest.raises(AnalysisException, match="schema"):
         tables.append("runs", spark.createDataFrame([], lake.schema("runs")).withColumn("more", F.lit(1)), 2)
@@ -195,7 +205,8 @@ def test_the_pass_over_ids_reads_narrow_columns_only(small: lake.Lake) -> None:
     rows, seen = small.read("deliveries"), evidence(plan(), settings())
     folders = set(lake.PARTITIONS["deliveries"])
     assert _columns(ids.repeated(rows)) == {"kind", "id"} | folders
-    assert _columns(ids.retried(rows, seen)) == {"kind", "keyed", "fp"} | folders
+    narrow = {"kind", "stamped", "record_key", "entries_count", "answered_201", "fp"}
+    assert _columns(ids.retried(rows, seen)) == narrow | folders
 
 
 @pytest.mark.parametrize("last", ["first", "first + INTERVAL 1 HOUR"])

@@ -91,6 +91,10 @@ def freeze(
 
 @pytest.fixture
 def cluster() -> MadeUp:
+    return made_up()
+
+
+def made_up() -> MadeUp:
     topics = {"orders": ends(10), "others": ends(7), "fencepost.control": ends(3)}
     return MadeUp(topics | {LEDGER_TOPIC: ends(4), REQUESTS_TOPIC: ends(2)})
 
@@ -340,5 +344,25 @@ def test_a_log_known_from_its_beginning_knows_every_record(cluster: MadeUp) -> N
     assert one(plan, "orders").complete_ms == 0
     assert one(plan, LEDGER_TOPIC).complete_ms == NOW_MS - 9
     assert one(plan, REQUESTS_TOPIC).complete_ms == NOW_MS
-    assert replace(one(plan, "orders"), complete_ms=1) in [replace(log, complete_ms=1) for log in plan.of(DATA)]
     assert [log.topic for log in plan.of(LEDGER)] == [LEDGER_TOPIC]
+
+
+def guarantees(plan: Plan) -> list[tuple[int, str]]:
+    return [(promise.first, promise.guarantee) for promise in one(plan, "orders").guarantees]
+
+
+def test_a_topic_keeps_its_guarantee_for_what_was_written_under_it(cluster: MadeUp) -> None:
+    rule = '[[topics]]\npattern = "orders"\nguarantee = "{}"'
+    idempotent, once = rule.format("idempotent"), rule.format("exactly_once")
+    first = freeze(cluster, rules=idempotent)
+    assert guarantees(first) == [(0, "idempotent")]
+    # Between two runs nobody knows when the service began to follow the new rule: less is demanded.
+    cluster.topics["orders"] = ends(25, open=3)
+    second = freeze(cluster, first, rules=once)
+    assert guarantees(second) == [(0, "idempotent"), (28, "exactly_once")]
+    cluster.topics["orders"] = ends(40)
+    assert guarantees(freeze(cluster, second, rules=once)) == guarantees(second)
+    third = freeze(cluster, second, rules=idempotent)
+    assert guarantees(third) == [*guarantees(second), (25, "idempotent")]
+    cluster.lives["orders"] = "two"
+    assert guarantees(freeze(cluster, third, rules=once)) == [(0, "exactly_once")]

@@ -16,8 +16,8 @@ from spark import lake, page, report, standing
 from spark.balance import Balance
 from spark.findings import CONFLICT, DUPLICATE, HOUR, KINDS
 from spark.offsets import DATA, Log, Plan
+from spark.rules import LOST
 from spark.settings import Options, Settings
-from spark.verdict import LOST
 from tests.spark import browser
 from tests.spark.rows import HOUR_MS, NOW_MS
 

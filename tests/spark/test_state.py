@@ -14,7 +14,7 @@ from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, ids, name_of,
 def _history(seed: int) -> list[Any]:
     """Evidence of many ids in one hour, some far beyond every cap."""
     chance = random.Random(seed)
-    rows = []
+    rows: list[Any] = []
     for nth in range(40):
         many = chance.choice([1, 1, 1, 2, 5, 300 if nth < 3 else 3])
         for offset in range(many):
@@ -30,7 +30,7 @@ def _history(seed: int) -> list[Any]:
             elif kind == "201":
                 one = answer(201, offset, at=at, replayed=chance.random() < 0.5)
             else:
-                one = answer(int(kind), at=at)
+                one = answer(int(kind), at=at, ts=NOW_MS + 5000 + len(rows))
             rows.append({**one, "id": id})
     return rows
 

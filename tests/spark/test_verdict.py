@@ -1,15 +1,16 @@
 """Rows → what is said of them: one table of cases for the balance and the claims, one for the causes of copies."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.shared import Rules, SharedSettings
 from spark import causes, findings, state, verdict
-from spark.offsets import DATA, LEDGER, REQUESTS, UNWANTED, Gap, Log, Plan
+from spark.offsets import DATA, LEDGER, REQUESTS, UNWANTED, Gap, Log, Plan, Promise
 from spark.settings import Options, Settings
 from spark.verdict import evidence, judge
 from tests.spark.rows import HOUR_MS, NOW_MS, TTL_MS, answer, copy, entry, ids, name_of, reduced, states
@@ -34,7 +35,11 @@ def plan(*logs: Log) -> Plan:
         log(DATA, "t", 2, first=50, gaps=(Gap(60, 70, "retention", NOW_MS),)),
         log(DATA, "compact", 0, compacted=True),
         log(DATA, "anew", 0, since_ms=NOW_MS + 60_000, gaps=(Gap(6, 8, "retention", NOW_MS),)),
-        log(DATA, "telemetry", 0),
+        log(DATA, "telemetry", 0, guarantees=(Promise(0, "idempotent"),)),
+        log(DATA, "changed", 0, guarantees=(Promise(0, "idempotent"), Promise(5, "exactly_once"))),
+        log(DATA, "relaxed", 0, guarantees=(Promise(0, "exactly_once"), Promise(5, "idempotent"))),
+        log(DATA, "u", 0),
+        log(DATA, "proven", 0, last_stable=100, high_watermark=103, proven_ms=FROZEN_MS - 1000),
         log(LEDGER, "fencepost.ledger", 0),
         log(LEDGER, "fencepost.ledger", 1, complete_ms=NOW_MS + 60_000),
         log(REQUESTS, "fencepost.requests", 0),
@@ -78,6 +83,16 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "phantom-just-now": ([copy(1, ts=FRESH)], None, set(), "pending"),
     "told-late": ([copy(1, topic="telemetry", ts=LATE)], None, set(), "pending"),
     "late": ([entry(1, at=LATE)], "pending", {"pending"}, None),
+    # To the millisecond: by its acceptance, and by when it was told.
+    "almost-ripe": ([entry(1, at=FROZEN_MS - 80_000)], "pending", {"pending"}, None),
+    "just-ripe": ([entry(1, at=FROZEN_MS - 80_001)], "lost", {"lost"}, None),
+    "almost-late": ([entry(1, ts=FROZEN_MS - 60_000)], "pending", {"pending"}, None),
+    "just-late": ([entry(1, ts=FROZEN_MS - 60_001)], "lost", {"lost"}, None),
+    "just-stuck": ([answer(504, at=FROZEN_MS - 80_000)], "stuck", set(), None),
+    "almost-stuck": ([answer(504, at=FROZEN_MS - 79_999)], "pending", set(), None),
+    "proven-empty": ([entry(100, topic="proven")], "lost", {"lost"}, None),
+    "proven-later": ([entry(100, topic="proven", at=FROZEN_MS - 81_000)], "pending", {"pending"}, None),
+    "at-start": ([entry(50, partition=2)], "lost", {"lost"}, None),
     "fresh": ([entry(1, at=FRESH)], "pending", {"pending"}, None),
     "fresh-beyond": ([entry(1000, at=FRESH)], "pending", {"pending"}, None),
     "open-beyond": ([entry(100, partition=1)], "pending", {"pending"}, None),
@@ -96,12 +111,21 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "stuck": ([answer(504)], "stuck", set(), None),
     "stuck-202": ([answer(202), answer(409)], "stuck", set(), None),
     "unsure": ([answer(504, at=FRESH)], "pending", set(), None),
-    "taken-back": ([answer(504), answer(503)], None, set(), None),
-    "came-after-all": ([answer(504), answer(503), copy(1), entry(1)], "delivered_once", set(), None),
+    "taken-back": ([answer(504), answer(503, ts=NOW_MS + 21)], None, set(), None),
+    "not-taken-back": ([answer(503, ts=NOW_MS + 19), answer(503), answer(504, ts=NOW_MS + 21)], "stuck", set(), None),
+    "freed-elsewhere": ([answer(503, topic="u", ts=NOW_MS + 1), answer(504)], "stuck", set(), None),
+    "taken-yet-there": ([answer(504), answer(503, position=1), copy(1)], "delivered_once", set(), "phantom"),
+    "stuck-both": ([answer(202), answer(504)], "stuck", set(), None),
+    "taken-at-once": ([answer(504), answer(503, position=1)], None, set(), None),
+    "not-at-once": ([answer(503), answer(202, position=1)], "stuck", set(), None),
+    "came-after-all": ([answer(504), answer(503, position=1), copy(1), entry(1)], "delivered_once", set(), None),
     "refused": ([answer(422)], None, set(), None),
     "foreign": ([copy(1, life=None)], None, set(), None),
     "phantom": ([copy(1)], None, set(), "phantom"),
-    "phantom-answered": ([copy(1), answer(201, 1)], "delivered_once", set(), "phantom"),
+    # The journal names its very place: written while the topic was idempotent, or the ledger's entry is gone.
+    "phantom-answered": ([copy(1), answer(201, 1)], "delivered_once", set(), None),
+    "answered-beside": ([copy(1), answer(201, 2)], "lost", {"lost"}, "phantom"),
+    "answered-one": ([copy(1), copy(2), answer(201, 2)], "duplicated", set(), None),
     "phantom-fresh": ([copy(1, at=FRESH)], None, set(), "pending"),
     "phantom-unheard": ([copy(1, life=OTHER)], None, set(), "evidence_gap"),
     "phantom-no-slot": ([copy(1, life=(99, 1, 0, "x"))], None, set(), "evidence_gap"),
@@ -120,17 +144,54 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "stuck-strange": ([answer(504), copy(1, life=None)], "stuck", set(), None),
     "unsure-strange": ([answer(504, at=FRESH), copy(1, life=None, at=FRESH)], "pending", set(), None),
     "stuck-strangers": ([answer(504), copy(1, life=None), copy(2, life=None)], "duplicated", set(), None),
-    "freed-strange": ([answer(504), answer(503), copy(1, life=None)], None, set(), None),
+    "freed-strange": ([answer(504), answer(503, position=1), copy(1, life=None)], None, set(), None),
     "stuck-phantom": ([answer(504), copy(1)], "delivered_once", set(), "phantom"),
     "idempotent": ([copy(1, topic="telemetry"), answer(201, 1, topic="telemetry")], "delivered_once", set(), None),
     "idempotent-phantom": ([copy(1, topic="telemetry")], None, set(), "phantom"),
     "idempotent-lost": ([answer(201, 7, topic="telemetry")], "lost", {"lost"}, None),
+    "idempotent-504": ([copy(1, topic="telemetry"), answer(504, topic="telemetry")], "delivered_once", set(), None),
+    # A rule that was changed holds for what came after.
+    "changed-before": ([copy(4, topic="changed"), answer(504, topic="changed")], "delivered_once", set(), None),
+    "changed-after": ([copy(5, topic="changed"), answer(504, topic="changed")], "delivered_once", set(), "phantom"),
+    "relaxed-before": ([copy(4, topic="relaxed"), answer(504, topic="relaxed")], "delivered_once", set(), "phantom"),
+    "relaxed-after": ([copy(5, topic="relaxed"), answer(504, topic="relaxed")], "delivered_once", set(), None),
+    # A header that was forwarded: what the record says counts, in its own topic and in another.
+    "fwd": ([copy(1), entry(1), copy(2, alt=b"x" * 8)], "conflicted", set(), None),
+    "fwd-entered": ([copy(1), entry(1), copy(2, alt=b"x" * 8), entry(2)], "duplicated", set(), None),
+    "fwd-told": ([copy(1), entry(1), copy(2, alt=b"x" * 8), answer(201, 2)], "duplicated", set(), None),
+    "derived": ([copy(1), entry(1), copy(2, topic="u", alt=b"x" * 8)], "delivered_once", set(), None),
+    "derived-again": (
+        [copy(1), copy(2), entry(1), entry(2), *(copy(n, topic="u", alt=b"x" * 8) for n in (1, 2))],
+        "duplicated",
+        set(),
+        None,
+    ),
+    "derived-only": ([entry(1), copy(2, topic="u", alt=b"x" * 8)], "lost", {"lost"}, None),
+    "derived-phantom": ([copy(1), copy(2, topic="u", alt=b"x" * 8)], None, set(), "phantom"),
+    # Of its own topic's content: no copy of the other, but another write under the same key.
+    "not-derived": ([copy(1), entry(1), copy(2, topic="u")], "duplicated", set(), None),
+    "no-home": ([copy(2, topic="u", alt=b"x" * 8)], None, set(), "phantom"),
+    # A bare copy of a request with a partition, or with a traceparent of its own.
+    "bare-alt-second": (
+        [copy(1, fp=b"x" * 8), entry(1), copy(2, life=None, alt=b"y" * 8 + b"x" * 8)],
+        "duplicated",
+        set(),
+        None,
+    ),
 }
+
+
+def known(spark: SparkSession) -> DataFrame:
+    """All cases as the lake has them; made once a session, as no rule has a part in it."""
+    if not spark.catalog.tableExists("known"):
+        rows = reduced(spark, ids({name: case[0] for name, case in CASES.items()}))
+        rows.localCheckpoint().createOrReplaceTempView("known")
+    return spark.table("known")
 
 
 @pytest.fixture(scope="module")
 def judged(spark: SparkSession) -> dict[str, Any]:
-    rows = states(spark, {name: case[0] for name, case in CASES.items()})
+    rows = state.gathered(known(spark))
     return {name_of(row["id"]): row for row in judge(rows, evidence(plan(), settings())).collect()}
 
 
@@ -147,6 +208,52 @@ def test_a_row_is_judged(judged: dict[str, Any], name: str) -> None:
 
 def test_the_names_of_the_cases_differ() -> None:
     assert len({name[:16] for name in CASES}) == len(CASES)
+
+
+FOUND: dict[str, set[tuple[str, str | None, int]]] = {
+    # name of a case: kind, cause and count of each finding
+    "once": set(),
+    "twice": {("duplicate", "dual_producer", 2)},
+    "conflict": {("conflict", "rewrite", 2)},
+    "lost": {("lost", "ledger", 1)},
+    "lost-answer": {("lost", "answer", 1)},
+    "in-gap": {("evidence_gap", "retention", 0)},
+    "below-start": {("evidence_gap", "below_start", 1)},
+    "phantom": {("phantom", None, 1)},
+    "phantom-unheard": {("evidence_gap", "ledger_gone", 1)},
+    "stuck": {("stuck", "504", 0)},
+    "stuck-202": {("stuck", "202", 0)},
+    "stuck-both": {("stuck", "504", 0)},
+    "fwd": {("conflict", "foreign_writer", 2)},
+    "derived": {("derived_copy", None, 1)},
+    "derived-again": {("duplicate", "rewrite", 2), ("derived_copy", None, 2)},
+}
+
+
+def found_of(rows: DataFrame, seen: verdict.Evidence) -> dict[str, set[tuple[str, str | None, int]]]:
+    """The findings of judged rows, for the cases of FOUND."""
+    told: dict[str, set[tuple[str, str | None, int]]] = {name: set() for name in FOUND}
+    some = rows.where(F.col("id").isin([bytearray(name.ljust(16).encode()) for name in FOUND]))
+    suspects = findings.suspicious(some)
+    for row in findings.of_ids(suspects, seen, findings.HOUR).collect():
+        told[name_of(row["id"])].add((row["kind"], row["cause"], row["count"]))
+    for name in ("in-gap", "below-start", "phantom-unheard"):
+        one = suspects.where(F.col("id").isin([bytearray(name.ljust(16).encode())]))
+        places = findings.of_places(one, findings.HOUR).collect()
+        told[name] |= {(row["kind"], row["cause"], row["count"]) for row in places}
+    return told
+
+
+def test_what_is_found_of_a_row(spark: SparkSession) -> None:
+    seen = evidence(plan(), settings())
+    assert found_of(judge(state.gathered(known(spark)), seen), seen) == FOUND
+
+
+def test_a_topic_that_a_rule_calls_derived_has_no_derived_copies(spark: SparkSession) -> None:
+    rules = Rules.parse('[[topics]]\npattern = "u"\nderived = true')
+    seen = evidence(plan(), dataclasses.replace(settings(), rules=rules))
+    found = found_of(judge(state.gathered(known(spark)), seen), seen)
+    assert (found["derived"], found["derived-again"]) == (set(), {("duplicate", "rewrite", 2)})
 
 
 def test_an_undecided_ledger_keeps_the_unsure_waiting(spark: SparkSession) -> None:
@@ -220,6 +327,8 @@ COPIES: dict[str, tuple[Sequence[Any], list[str | None]]] = {
     "same epoch": ([copy(1), copy(2, life=(0, 10, 1, "a:1")), entry(1), entry(2)], [None, "producer_restart"]),
     "same host": ([copy(1), copy(2, life=(7, 99, 0, "a:1")), entry(1), entry(2)], [None, "producer_restart"]),
     "nothing": ([copy(1), copy(2, life=ELSEWHERE), entry(1), entry(2)], [None, "dual_producer"]),
+    "namesake": ([copy(1), copy(2, life=(0, 10, 0, "q:1")), entry(1), entry(2)], [None, "dual_producer"]),
+    "bare, unheard": ([copy(1, life=None, ts=NOW_MS - 9), copy(2)], [None, "dual_producer"]),
     "ledger first": ([copy(1, life=ELSEWHERE), copy(2), entry(2)], [None, "dual_producer"]),
     "bare first": ([copy(1, life=None, ts=NOW_MS - 9), copy(2), entry(2)], [None, "foreign_writer"]),
 }
@@ -238,14 +347,14 @@ def test_copies_are_ordered_by_ledger_then_time_then_place(spark: SparkSession) 
     evidence_of = [
         copy(9, ts=NOW_MS),
         copy(8, ts=NOW_MS + 2, topic="b"),
-        copy(7, ts=NOW_MS + 2, topic="a", partition=1),
+        copy(3, ts=NOW_MS + 2, topic="a", partition=1),
         copy(6, ts=NOW_MS + 2, topic="a", partition=0),
         copy(5, ts=NOW_MS + 2, topic="a", partition=0),
         copy(4, ts=NOW_MS + 99),
         entry(4),
     ]
     (row,) = states(spark, {"x": evidence_of}).select(causes.ordered().alias("copies")).collect()
-    assert [one["offset"] for one in row["copies"]] == [4, 9, 5, 6, 7, 8]
+    assert [one["offset"] for one in row["copies"]] == [4, 9, 5, 6, 3, 8]
 
 
 def test_every_finding_says_what_it_is_about(spark: SparkSession) -> None:
@@ -265,7 +374,7 @@ def test_plain_rows_are_judged_alike_by_their_numbers_alone(spark: SparkSession)
     rows = reduced(spark, ids({name: case[0] for name, case in CASES.items()})).where("plain = 1")
     gathered = states(spark, {name: case[0] for name, case in CASES.items()})
     names = [name_of(row["id"]) for row in gathered.where("plain = 1").collect()]
-    assert set(names) == {"once", "no-answer", "foreign"}
+    assert set(names) == {"once", "no-answer", "foreign", "idempotent", "phantom-answered"}
     seen = evidence(plan(), settings())
     alone = rows.where(F.col("id").isin([bytearray(name.ljust(16).encode()) for name in names]))
     whole = findings.sums(judge(state.alone(alone), seen)).collect()

@@ -1,5 +1,6 @@
 """The scripts of some seeds, written to a real broker: one namespace, topics and slots for each, and a run a stage."""
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from service import wire
 from tests.spark.generator import Script
 from tests.spark.history import TIMEOUT_S, History, Life
 from tests.spark.oracle import Plants, Record
-from tests.spark.script import FROZEN_MS, SLOTS, Answer, Stage, Transaction
+from tests.spark.script import CALLERS, FROZEN_MS, SLOTS, Answer, Stage, Transaction
 
 # The history's clock stands where the scripts say, long ago: nothing may age out of a log because of it.
 FOREVER = {"retention.ms": "-1", "message.timestamp.type": "CreateTime"}
@@ -31,15 +32,27 @@ class World:
                 policy = {"cleanup.policy": "compact"} if name == script.compact else {}
                 self.history.topic(name, partitions, FOREVER | policy)
 
-    @property
-    def rules(self) -> str:
-        """The rules that the runs are told, as TOML."""
+    def rules(self, stage: int) -> str:
+        """The rules that a stage's run is told, as TOML."""
+        once, idempotent = 'guarantee = "exactly_once"', 'guarantee = "idempotent"'
+        told = {
+            "foreign": once,
+            "telemetry": idempotent,
+            "stricter": idempotent if stage == 1 else once,
+            "looser": once if stage == 1 else idempotent,
+            "sink": once,
+            "mirror": "derived = true",
+            "toggles": "client_duplicates = false",
+        }
         # Of this namespace alone: other worlds on the broker have the same ids.
-        told = {"foreign": "exactly_once", "telemetry": "idempotent"}
-        return "".join(
-            f'[[topics]]\npattern = "{self.history.namespace}-*.{name}"\nguarantee = "{guarantee}"\n'
-            for name, guarantee in told.items()
+        topics = (
+            f'[[topics]]\npattern = "{self.history.namespace}-*.{name}"\n{setting}\n' for name, setting in told.items()
         )
+        callers = (
+            f'[[callers]]\nname = "{name}"\ntoken_sha256 = "{hashlib.sha256(name.encode()).hexdigest()}"\n'
+            for name in CALLERS
+        )
+        return "".join((*topics, *callers))
 
     def plants(self) -> Plants:
         """What the scripts planted, together."""
@@ -187,7 +200,7 @@ class World:
                 headers.append((wire.KEY_HEADER, record.key.encode()))
             if (life := record.life) is not None:
                 writer = (life.slot, life.producer_id, life.epoch, life.instance)
-                stamp = wire.Stamp(record.id, record.fp, record.at, *writer)
+                stamp = wire.Stamp(record.id, (record.forwarded or record).fp, record.at, *writer)
                 headers.append((wire.STAMP_HEADER, stamp.encode()))
             producer.produce(
                 record.topic,

@@ -1,0 +1,316 @@
+"""The rules by which the audit judges: a table of small functions, each one decision and nothing else.
+
+The rest of the job gathers what a rule asks for and calls it through this module, as in `rules.is_beyond(…)`: a test
+that puts another function in its place has a job with that one rule broken (tests/spark/mutants.py). Times are ms since
+the epoch, offsets those of Kafka.
+"""
+
+from functools import reduce
+from operator import and_
+from typing import Final
+
+from pyspark.sql import Column
+from pyspark.sql import functions as F  # noqa: N812
+
+THERE: Final = "there"
+LOST: Final = "lost"
+PENDING: Final = "pending"
+"""What becomes of a claimed place; any other word is why it cannot be proven."""
+
+FOREIGN_WRITER: Final = "foreign_writer"
+REWRITE: Final = "rewrite"
+EXPIRED_KEY: Final = "expired_key"
+PRODUCER_RESTART: Final = "producer_restart"
+DUAL_PRODUCER: Final = "dual_producer"
+
+# --------------------------------------------------------------------------------------------------------- times
+
+
+def over_ms(accepted_ms: Column, seen_ms: Column, settle: int, grace: int) -> Column:
+    """When the fate of what was accepted then, and told of last at `seen_ms`, is final.
+
+    A retry carries the `accepted_at` of its first claim, however long ago: so what tells of it gets the grace as well.
+    """
+    return F.greatest(accepted_ms + settle, seen_ms + grace)
+
+
+def held_over_ms(accepted_ms: Column, seen_ms: Column, settle: int) -> Column:
+    """The same by a log that is decided only up to some time: what is missing may follow within the timeouts."""
+    return F.greatest(accepted_ms, seen_ms) + settle
+
+
+def is_ripe(over: Column, frozen_ms: int) -> Column:
+    return over < frozen_ms
+
+
+def is_undecided(over: Column, decided_ms: Column | int) -> Column:
+    """Whether a log may still tell of it: it is not decided as far."""
+    return over > decided_ms
+
+
+# ------------------------------------------------------------------------------------------------ claimed places
+
+
+def is_settled(end: int, last_stable: int, high_watermark: int) -> bool:
+    """Whether nothing is open in a log, and all of it is read: what is not there will not come."""
+    return end == last_stable >= high_watermark
+
+
+def is_said_twice(entered: Column) -> Column:
+    """Whether a place that a 201 names is one that the ledger names as well: one promise."""
+    return entered
+
+
+def promises(entered: Column, answered: Column) -> Column:
+    return F.concat(entered, answered)
+
+
+def is_beyond(offset: Column, end: Column) -> Column:
+    return offset >= end
+
+
+def is_waiting(beyond: Column, settled: Column, over: Column, proven_ms: Column) -> Column:
+    """Whether a place is in the part of a log that an open transaction still keeps from being read.
+
+    Below the end every record is decided. Once the log stood with nothing open, what was opened later changes nothing.
+    """
+    return beyond & ~settled & (over >= proven_ms)
+
+
+def is_of_another_life(seen_ms: Column, since_ms: Column) -> Column:
+    return seen_ms < since_ms
+
+
+def is_below(offset: Column, first: Column) -> Column:
+    return offset < first
+
+
+def is_in_gap(offset: Column, first: Column, last: Column) -> Column:
+    return (offset >= first) & (offset < last)
+
+
+def is_compacted(compacted: Column, beyond: Column) -> Column:
+    """Whether compaction may have taken the record: what it takes lies below the end."""
+    return compacted & ~beyond
+
+
+def of_no_log(ripe: Column) -> Column:
+    """What becomes of a place in a partition that is not there."""
+    return F.when(ripe, "topic_gone").otherwise(PENDING)
+
+
+def fate(
+    there: Column,
+    no_log: Column,
+    anew: Column,
+    below: Column,
+    gap: Column,
+    waiting: Column,
+    ripe: Column,
+    taken: Column,
+) -> Column:
+    """What becomes of a claimed place: the first that holds. `no_log` and `gap` are words, or null."""
+    return (
+        F.when(there, THERE)
+        .when(no_log.isNotNull(), no_log)
+        .when(anew, "recreated")
+        .when(below, "below_start")
+        .when(gap.isNotNull(), gap)
+        .when(waiting | ~ripe, PENDING)
+        .when(taken, "compacted")
+        .otherwise(LOST)
+    )
+
+
+def gap_count(counted_with_log: Column) -> Column:
+    """How many records a gap in one id's evidence stands for: none where the log's own gap counts them."""
+    return F.when(counted_with_log, 0).otherwise(1).cast("bigint")
+
+
+# ------------------------------------------------------------------------------------------------------ phantoms
+
+HEARD: Final = ("answered_201", "answered_202", "answered_503", "answered_504", "answered_other")
+
+
+def is_unheard(entries: Column, named: Column, idempotent: Column, answered: Column) -> Column:
+    """Whether nothing tells of a copy with our header: no ledger entry, no 201 that names its place; for what is
+    `idempotent`, which has no ledger: no answer at all."""
+    return (entries == 0) & ~named & ~(idempotent & answered)
+
+
+def waits_longer(decided_ms: Column, frozen_ms: int, idempotent: Column) -> Column:
+    """Whether what would tell of a copy may come long after it: its ledger is held up, or it is the journal.
+
+    Else the copy is committed and was read before the ledger: its entry would be there.
+    """
+    return (decided_ms < frozen_ms) | idempotent
+
+
+def is_before_evidence(complete_ms: Column, accepted_at: Column, timestamp: Column) -> Column:
+    """Whether the ledger is not known as far back as a copy's acceptance; its timestamp may be the client's own.
+
+    Without a ledger for its slot it is another namespace's, or gone.
+    """
+    return complete_ms.isNull() | (complete_ms > accepted_at)
+
+
+def is_within(offset: Column, first: Column, end: Column) -> Column:
+    """Whether a guarantee that holds from `first` to before `end` is an offset's."""
+    return (offset >= first) & (offset < end)
+
+
+# ---------------------------------------------------------------------------------------- acceptance and balance
+
+
+def takes_back(freed_ms: Column, unsure_ms: Column) -> Column:
+    """Whether the last 503 came after the last 202 or 504: one before it was the answer to an earlier try."""
+    return F.coalesce(freed_ms >= unsure_ms, F.lit(False))
+
+
+def is_accepted(
+    promised: Column, answered_202: Column, answered_504: Column, taken_back: Column, ours: Column
+) -> Column:
+    """In the ledger or answered 201; or 202 or 504, unless that was taken back and no record of ours came of it."""
+    return (promised > 0) | ((answered_202 + answered_504 > 0) & ~(taken_back & (ours == 0)))
+
+
+def decided_by(ledger_ms: int, answers_ms: int) -> int:
+    """How far both are decided that could settle a 202 or 504."""
+    return min(ledger_ms, answers_ms)
+
+
+def category(
+    lost: Column,
+    conflicting: Column,
+    copies: Column,
+    pending: Column,
+    unproven: Column,
+    ours: Column,
+    answered_201: Column,
+    undecided: Column,
+) -> Column:
+    """Where an accepted id stands: what is proven comes first, and the worse before the better; pending before
+    unprovable, since it may still prove lost. A 202 or 504 is settled by a record of ours, not by a stranger's."""
+    return (
+        F.when(lost, LOST)
+        .when(conflicting, "conflicted")
+        .when(copies > 1, "duplicated")
+        .when(pending, PENDING)
+        .when(unproven, "unprovable")
+        .when((copies == 1) & (ours > 0), "delivered_once")
+        .when(answered_201 > 0, "unprovable")
+        .when(undecided, PENDING)
+        .otherwise("stuck")
+    )
+
+
+def unsure_cause(answered_202: Column, answered_504: Column) -> Column:
+    return F.when(answered_504 > 0, "504").otherwise("202")
+
+
+# -------------------------------------------------------------------------------------------------------- copies
+
+
+def rank(entered: Column) -> Column:
+    """Copies in the ledger come before the others."""
+    return F.when(entered, 0).otherwise(1)
+
+
+def order() -> tuple[str, ...]:
+    """By what copies of one rank are ordered."""
+    return ("timestamp", "topic", "partition", "offset")
+
+
+def producer() -> tuple[str, ...]:
+    """What tells one producer from another."""
+    return ("slot", "pid", "epoch", "instance")
+
+
+def is_foreign(stamped: Column, same_producer: Column, late: Column) -> Column:
+    """Written past the service: without our header, or with one that was copied."""
+    return ~stamped | (same_producer & (late == 1))
+
+
+def is_apart(accepted_at: Column, earlier_at: Column, key_ttl_ms: int) -> Column:
+    return F.abs(accepted_at - earlier_at) >= key_ttl_ms
+
+
+def is_expired(earlier: Column, all_apart: Column) -> Column:
+    """By the nearest of the earlier acceptances: what follows a second delivery by seconds is not the first one's."""
+    return (F.size(earlier) > 0) & all_apart
+
+
+def is_restart(same_slot: Column, same_instance: Column, same_number: Column) -> Column:
+    return (same_slot | same_instance) & ~same_number
+
+
+def cause(foreign: Column, same_producer: Column, expired: Column, restart: Column) -> Column:
+    """The cause of a copy after the first: the first that holds."""
+    return (
+        F.when(foreign, FOREIGN_WRITER)
+        .when(same_producer, REWRITE)
+        .when(expired, EXPIRED_KEY)
+        .when(restart, PRODUCER_RESTART)
+        .otherwise(DUAL_PRODUCER)
+    )
+
+
+def has_cause(nth: Column) -> Column:
+    return nth > 0
+
+
+def is_same_request(known: Column, other: Column) -> Column:
+    """Whether a fingerprint that a bare copy may have is one that a copy with our header has."""
+    return F.array_contains(known, other)
+
+
+def is_believed(claimed: Column) -> Column:
+    """Whether the header's fingerprint counts, not the record's own: the ledger or a 201 knows this very record."""
+    return claimed
+
+
+def is_derived(stamped: Column, claimed: Column, elsewhere: Column) -> Column:
+    """Whether a record is another topic's, forwarded with its header: known to nobody, and of an id that was written to
+    other topics only. What its own content bears out was written to its topic: a fingerprint covers that."""
+    return stamped & ~claimed & elsewhere
+
+
+def copies_kind(conflicting: Column) -> Column:
+    return F.when(conflicting, "conflict").otherwise("duplicate")
+
+
+# --------------------------------------------------------------------------------------------- client duplicates
+
+
+def is_own_time(timestamp: Column, accepted_at: Column, timeouts_ms: int) -> Column:
+    """Whether a record's timestamp is the client's own: the service makes one after the claim, within its timeouts."""
+    return ~timestamp.between(accepted_at, accepted_at + timeouts_ms)
+
+
+def is_near(distance_ms: Column, key_ttl_ms: int) -> Column:
+    return distance_ms < key_ttl_ms
+
+
+def is_retry(
+    same_content: Column, same_caller: Column, same_id: Column, near: Column, same_time: Column, same_batch: Column
+) -> Column:
+    """Whether two records of a record key, with none between them, are one request under two keys. Null is no."""
+    both = [same_content, same_caller, ~same_id, near, same_time, ~F.coalesce(same_batch, F.lit(False))]
+    return F.coalesce(reduce(and_, both), F.lit(False))
+
+
+# ---------------------------------------------------------------------------------------------- logs and reports
+
+
+def is_made_anew(life: str, now: str) -> bool:
+    return life != now
+
+
+def is_eaten(log_start: int, read_to: int) -> bool:
+    """Whether records went away before they were read."""
+    return log_start > read_to
+
+
+def window_from(frozen_ms: int, window_ms: int) -> int:
+    """From when on a report looks."""
+    return frozen_ms - window_ms

@@ -1,0 +1,62 @@
+"""What the tables of cases say of the job as it is now, rule by rule: an AssertionError where a verdict is another one.
+
+Tests of single steps check the same; here a mutant is looked for (tests/spark/mutants.py), at no cost of whole runs.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+
+from spark import report, state
+from spark.verdict import evidence, judge
+from tests.spark import test_balance, test_clients, test_offsets, test_verdict
+from tests.spark.mutants import BALANCES, CAUSES, CLIENTS, PLANS, STATES, VERDICTS, Mutant, alive
+from tests.spark.rows import name_of
+
+WINDOW_MS: Final = 168 * 3_600_000
+
+
+def verdicts(spark: SparkSession) -> None:
+    seen = evidence(test_verdict.plan(), test_verdict.settings())
+    judged = judge(state.gathered(test_verdict.known(spark)), seen).persist()
+    try:
+        rows = {name_of(row["id"]): row for row in judged.collect()}
+        for name in test_verdict.CASES:
+            test_verdict.test_a_row_is_judged(rows, name)
+        assert test_verdict.found_of(judged, seen) == test_verdict.FOUND
+    finally:
+        judged.unpersist()
+    test_verdict.test_an_undecided_ledger_keeps_the_unsure_waiting(spark)
+
+
+def plans(spark: SparkSession) -> None:
+    """Every test of the plan that needs no more than a cluster."""
+    plan, settings = test_verdict.plan(), test_verdict.settings()
+    assert report.window_from(plan, settings) == plan.frozen_ms - WINDOW_MS
+    for name, test in vars(test_offsets).items():
+        if name.startswith("test_") and list(inspect.signature(test).parameters) == ["cluster"]:
+            test(test_offsets.made_up())
+
+
+CHECKS: Final[Mapping[str, Callable[[SparkSession], None]]] = {
+    VERDICTS: verdicts,
+    CAUSES: test_verdict.test_each_copy_after_the_first_has_the_cause_of_the_first_rule_that_fits,
+    CLIENTS: test_clients.test_only_a_retry_is_one,
+    STATES: test_verdict.test_copies_are_ordered_by_ledger_then_time_then_place,
+    PLANS: plans,
+    BALANCES: lambda spark: test_balance.test_an_hour_with_open_verdicts_is_looked_at_again(),
+}
+
+
+def notices(spark: SparkSession, mutant: Mutant) -> bool:
+    """Whether the mutant's check says that something is wrong."""
+    with alive(mutant):
+        try:
+            CHECKS[mutant.by](spark)
+        except (AssertionError, LookupError, PySparkException, Py4JJavaError):
+            return True
+    return False

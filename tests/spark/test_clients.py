@@ -1,0 +1,162 @@
+"""Rows of record keys → which of them are a client's retry under another key."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+from service import wire
+from service.shared import Rules
+from spark import decode, ids, state
+from spark.verdict import evidence
+from tests.spark.rows import NOW_MS, TTL_MS, copy, entry, reduced
+from tests.spark.test_verdict import plan, settings
+
+OTHER = b"o" * 8
+RULES = "\n".join(
+    [
+        '[[topics]]\npattern = "u"\nclient_duplicates = false',
+        *(f'[[callers]]\nname = "{name}"\ntoken_sha256 = "{digit * 64}"' for name, digit in (("a", "1"), ("b", "2"))),
+    ]
+)
+
+
+class Sequenced:
+    """The records of one record key, one after the other; `nth` numbers the record keys."""
+
+    def __init__(self, nth: int) -> None:
+        self.nth = nth
+        self.rows: list[Any] = []
+        # A fingerprint covers the record key.
+        self.fp = b"f%07d" % nth
+
+    def write(
+        self,
+        after_ms: int,
+        *,
+        key: str | None = None,
+        scope: str = "",
+        batch: int | None = None,
+        entered: bool = True,
+        **more: Any,
+    ) -> "Sequenced":
+        offset = 1000 * self.nth + len(self.rows)
+        key = f"{self.nth}-{offset}" if key is None else key
+        named: dict[str, Any] = {
+            "id": wire.event_id(key, scope),
+            "at": NOW_MS + after_ms,
+            "topic": more.get("topic", "t"),
+        }
+        values: dict[str, Any] = {"key": key, "record_key": self.nth, "fp": self.fp} | named | more
+        self.rows.append(copy(offset, **values))
+        if entered:
+            self.rows.append(entry(offset, **named, **({} if batch is None else {"batch": batch})))
+        return self
+
+
+def _retried() -> list[Sequenced]:
+    """Sequences of which each has one finding."""
+    made = iter(range(1, 100))
+
+    def new() -> Sequenced:
+        return Sequenced(next(made))
+
+    twice = new()
+    return [
+        new().write(0).write(1000),
+        new().write(0).write(TTL_MS - 1),
+        new().write(0, scope="a").write(1000, scope="a"),
+        new().write(0, ts=NOW_MS - 9).write(1000, ts=NOW_MS - 9),
+        new().write(0, batch=1).write(1000, batch=2),
+        new().write(0, fp=OTHER).write(1).write(1000),
+        # Two times in a row: one finding, named by what they have in common.
+        twice.write(0).write(10).write(20, fp=OTHER).write(30).write(40),
+    ]
+
+
+def _not_retried() -> list[Sequenced]:
+    made = iter(range(100, 200))
+
+    def new() -> Sequenced:
+        return Sequenced(next(made))
+
+    return [
+        new().write(0).write(TTL_MS),
+        new().write(0).write(10, fp=OTHER).write(20),
+        new().write(0).write(10, entered=False, life=None).write(20),
+        new().write(0, scope="a").write(10, scope="b"),
+        new().write(0, scope="gone").write(10, scope="gone"),
+        new().write(0, ts=NOW_MS - 9).write(1000, ts=NOW_MS - 8),
+        new().write(0, ts=NOW_MS + 20_001).write(1000, ts=NOW_MS + 20_002),
+        new().write(0, ts=NOW_MS - 9).write(1000),
+        new().write(0, batch=7).write(1, batch=7),
+        new().write(0, key="same").write(1, key="same"),
+        new().write(0, topic="u").write(10, topic="u"),
+        new().write(0, record_key=None).write(10, record_key=None),
+        new().write(0, entered=False).write(10, entered=False),
+    ]
+
+
+def found(spark: SparkSession, some: Sequence[Sequenced]) -> dict[bytes, list[int]]:
+    """The offsets of each finding, by its fingerprint."""
+    seen = evidence(plan(), settings_with_rules())
+    rows = reduced(spark, [row for one in some for row in one.rows])
+    retried = ids.retried(rows, seen)
+    told = ids.client_duplicates(rows, retried, ids.spans_of(retried), seen).collect()
+    assert all(row["count"] == len(row["coordinates"]) for row in told)
+    return {bytes(row["fingerprint"]): [place["offset"] for place in row["coordinates"]] for row in told}
+
+
+def settings_with_rules() -> Any:
+    return dataclasses.replace(settings(), rules=Rules.parse(RULES))
+
+
+def expected(some: Sequence[Sequenced]) -> dict[bytes, list[int]]:
+    return {one.fp: [row["offset"] for row in one.rows if "kind" in row and row["fp"] == one.fp] for one in some}
+
+
+def test_only_a_retry_is_one(spark: SparkSession) -> None:
+    assert found(spark, [*_retried(), *_not_retried()]) == expected(_retried())
+
+
+def test_a_bare_copy_belongs_to_the_event_that_it_is_a_copy_of(spark: SparkSession) -> None:
+    """Whoever's key it is, and whichever member of a batch; the key's own event comes first."""
+    key = "whole"
+    members = [wire.member_id(key, nth, "a") for nth in range(2)]
+    bare: dict[str, Any] = {"life": None, "key": key, "id": wire.event_id(key)}
+    own: dict[str, Any] = {"life": None, "key": "own", "id": wire.event_id("own")}
+    rows = [
+        *(copy(nth, id=id, key=key, fp=b"%d" % nth * 8) for nth, id in enumerate(members)),
+        copy(10, **bare, fp=b"0" * 8, alt=b"x" * 8),
+        copy(11, **bare, fp=b"y" * 8, alt=b"z" * 8 + b"1" * 8),
+        copy(12, **bare, fp=b"2" * 8, alt=b"3" * 8),
+        copy(13, **bare | {"key": "other"}, fp=b"0" * 8),
+        copy(14, **bare, fp=b"0" * 8, topic="u"),
+        *(copy(20 + nth, id=id, key="own", fp=b"o" * 8) for nth, id in enumerate((wire.event_id("own"), b"j" * 16))),
+        copy(22, **own, fp=b"o" * 8),
+    ]
+    misnamed = ids.misnamed(reduced(spark, rows, 5), 5)
+    assert misnamed is not None
+    assert {row["offset"]: bytes(row["named"]) for row in misnamed.collect()} == {10: members[0], 11: members[1]}
+    assert ids.misnamed(reduced(spark, rows, 5), 6) is None
+    strangers = [row for row in rows if not row["stamped"]]
+    assert ids.misnamed(reduced(spark, strangers, 5), 5) is None
+
+
+@pytest.mark.parametrize(("ms", "hour"), [(0, "exact"), (-1, "month"), (1_000_001, "last")])
+def test_a_strangers_time_makes_no_hour_of_its_own(spark: SparkSession, ms: int, hour: str) -> None:
+    first, last = NOW_MS - 1_000_000_000, NOW_MS
+    at = first + ms if ms <= 0 else NOW_MS + ms * 10_000
+    rows = [copy(1, at=at, life=None), copy(2, at=at)]
+    found = state.reduce(
+        spark.createDataFrame(rows, decode.COPIES),
+        state.told(spark.createDataFrame([], decode.TESTIMONY)),
+        1,
+        exact=(first, last),
+    )
+    hours = {row["offset"]: row["ms"] for row in found.selectExpr("offset", "unix_millis(accepted_hour) ms").collect()}
+    assert hours[2] == at // 3_600_000 * 3_600_000
+    month = 1_698_796_800_000  # 2023-11-01
+    assert hours[1] == {"exact": hours[2], "month": month, "last": NOW_MS // 3_600_000 * 3_600_000}[hour]
