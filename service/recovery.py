@@ -91,6 +91,7 @@ class SlotRecovery:
         self._topics = topics
         self._settings = settings
         self._fences = telemetry.fences.labels("slot")
+        self._hanging_ended = telemetry.hanging_ended
         self._replayed = telemetry.replayed.labels("slot")
         self._patience_s = (settings.request_timeout_ms + settings.transaction_timeout_ms) / 1000
 
@@ -119,7 +120,8 @@ class SlotRecovery:
     async def _settle(self, slot: Slot) -> None:
         """End what hangs in the slot's partitions before the begin record does, whose marker would commit it."""
         applied = await self._keys.applied(slot.epoch, slot.n)
-        settlement = Settlement(self._cluster, (self._topics.ledger, slot.n), slot.producer, self._patience_s)
+        ledger = self._topics.ledger, slot.n
+        settlement = Settlement(self._cluster, ledger, slot.producer, self._patience_s, self._hanging_ended)
         slot.suspects = await settlement.run(applied, slot.suspects)
 
     async def _check(self, slot: Slot) -> None:
@@ -372,7 +374,9 @@ class Store:
             producer = TransactionalProducer(self._cluster, name, self._settings.transaction_timeout_ms)
             await producer.start()
             try:
-                await Settlement(self._cluster, (ledger, slot), producer, self._patience_s).run(applied[slot], ())
+                ended = self._telemetry.hanging_ended
+                settlement = Settlement(self._cluster, (ledger, slot), producer, self._patience_s, ended)
+                await settlement.run(applied[slot], ())
             finally:
                 await producer.close()
 

@@ -11,6 +11,7 @@ from typing import Final
 
 import structlog
 from aiokafka import errors
+from prometheus_client import Counter
 
 from service.hanging import Marker, Partition, Place, Transaction, Verdict, places_to_read, verdicts
 from service.kafka.cluster import Cluster
@@ -65,11 +66,19 @@ class LedgerTail:
 class Settlement:
     """Settles one slot's partitions, on the connections of its fenced-in producer, which has written nothing yet."""
 
-    def __init__(self, cluster: Cluster, ledger: Partition, producer: TransactionalProducer, patience_s: float) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        ledger: Partition,
+        producer: TransactionalProducer,
+        patience_s: float,
+        ended: Counter,
+    ) -> None:
         self._cluster = cluster
         self._ledger = ledger
         self._producer = producer
         self._patience_s = patience_s
+        self._ended = ended
 
     async def run(self, applied: int | None, suspects: Collection[Partition]) -> set[Partition]:
         """Ask for the ledger's partition, those that it names, the unended ones and `suspects`; settle what hangs.
@@ -119,6 +128,7 @@ class Settlement:
             if ended:
                 await self._producer.end_open(ended, commit=commit)
         for (topic, number), verdict in found.items():
+            self._ended.labels(verdict.value).inc()
             log.warning(
                 "hanging transaction ended",
                 topic=topic,

@@ -139,6 +139,9 @@ class Telemetry:
             "stalled_partitions", "Partitions whose last stable offset stands still, by whose transaction is open", "of"
         )
         self.stalled_oldest = self._gauge("stalled_oldest_seconds", "For how long the oldest of them does so", "of")
+        self.hanging_ended = self._counter(
+            "hanging_ended", "Hanging transactions ended, one for each partition, by how they had to end", "verdict"
+        )
         self.own_message_bytes = self._gauge(
             "own_topic_message_bytes", "max.message.bytes of Fencepost's own topics: groups are made to fit", "topic"
         )

@@ -16,6 +16,7 @@ from aiokafka.errors import TopicAuthorizationFailedError
 
 from service.errors import KafkaAway, StoreAway, StoreUnanswered
 from service.ingest import Ingest
+from service.kafka.open_check import OpenCheck
 from service.kafka.producer import TransactionalProducer
 from service.keys import Epoch, Identity, RedisKeys
 from service.recovery import SlotRecovery, Store
@@ -219,6 +220,19 @@ def a_flush_ends_no_recovery() -> None:
     replace(RedisKeys, "recover_end", end_anyway)
 
 
+def what_hangs_is_not_looked_for() -> None:
+    """Slot recovery settles nothing, and a write does not ask whether its partitions hold anything open."""
+
+    async def nothing(*_: object) -> tuple[dict[Any, int], set[Any]]:
+        return {}, set()
+
+    async def unsettled(self: SlotRecovery, slot: Slot) -> None:
+        slot.suspects = set()
+
+    replace(OpenCheck, "ask", nothing)
+    replace(SlotRecovery, "_settle", unsettled)
+
+
 MUTANTS: Final[dict[str, Callable[[], None]]] = {
     mutant.__name__: mutant
     for mutant in (
@@ -229,6 +243,7 @@ MUTANTS: Final[dict[str, Callable[[], None]]] = {
         store_is_not_replayed,
         marks_leave_gaps,
         a_flush_ends_no_recovery,
+        what_hangs_is_not_looked_for,
     )
 }
 

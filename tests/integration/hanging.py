@@ -6,6 +6,7 @@ others, as it does after it has taken a partition without a leader for a deleted
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Collection, Iterator, Sequence
 
 from aiokafka import errors
@@ -21,7 +22,19 @@ from deploy.local.stack import Kafka
 from service.kafka.cluster import Cluster
 from service.kafka.life import Partition, Place, Record
 from service.kafka.producer import TransactionalProducer, own_record
-from service.wire import STAMP_HEADER, Begin, Entry, LedgerRecord, Stamp
+from service.telemetry import Telemetry
+from service.wire import (
+    STAMP_HEADER,
+    Begin,
+    Entry,
+    LedgerRecord,
+    Stamp,
+    event_id,
+    fingerprint,
+    ledger_topic,
+    transactional_id,
+)
+from tests.integration.client import Asked
 
 VERIFICATION = "transaction.partition.verification.enable"
 UNVERIFIED = errors.InvalidTxnState.errno
@@ -62,6 +75,7 @@ class Rig:
         commit: bool | None,
         with_record: bool = True,
         accepted_at: int = 0,
+        fp: bytes = b"f" * 8,
     ) -> dict[Partition, int]:
         """A transaction with one event in each partition, which has markers in those `marked`; the offsets.
 
@@ -73,7 +87,7 @@ class Rig:
         await self._producer.write([], self._ledger, lambda _: begin.encode())
         records = []
         for (topic, number), id in entries:
-            stamp = Stamp(id, b"f" * 8, accepted_at, self._ledger[1], life.producer_id, life.epoch, "rig")
+            stamp = Stamp(id, fp, accepted_at, self._ledger[1], life.producer_id, life.epoch, "rig")
             records.append(Record(topic, number, None, id, [(STAMP_HEADER, stamp.encode())], accepted_at))
         add = AddPartitionsToTxnRequest(
             life.transactional_id, life.producer_id, life.epoch, [(topic, [n]) for topic, n in marked]
@@ -85,8 +99,7 @@ class Rig:
         offsets = dict(zip([partition for partition, _ in entries], [place.offset for place in places], strict=True))
         if with_record:
             named = [
-                Entry(id, b"f" * 8, accepted_at, *partition, offsets[partition], accepted_at)
-                for partition, id in entries
+                Entry(id, fp, accepted_at, *partition, offsets[partition], accepted_at) for partition, id in entries
             ]
             line = LedgerRecord(self._ledger[1], life.producer_id, life.epoch, "rig", named).encode()
             (place,) = await self._send([own_record(*self._ledger, None, line)])
@@ -113,3 +126,26 @@ class Rig:
             for member, place in zip(batch.members, fate, strict=True):
                 places[member] = place
         return places
+
+
+async def leave_hanging(
+    kafka: Kafka, namespace: str, slot: int, asked: Asked, *, in_ledger: bool, commit: bool
+) -> tuple[str, int, int]:
+    """The slot's transaction with an event, which hangs in the ledger or in the event's partition 0; the event's place.
+
+    Whoever holds the slot is fenced by it.
+    """
+    data, ledger = (asked.topic, 0), (ledger_topic(namespace), slot)
+    cluster = Cluster(kafka.bootstrap, client_id="rig", request_timeout_ms=5_000, telemetry=Telemetry())
+    try:
+        with unverified(kafka):
+            offsets = await Rig(cluster, transactional_id(namespace, slot), ledger).write(
+                [(data, event_id(asked.key))],
+                marked=[data if in_ledger else ledger],
+                commit=commit,
+                accepted_at=time.time_ns() // 1_000_000,
+                fp=fingerprint(asked.topic, None, None, [], asked.value),
+            )
+    finally:
+        await cluster.close()
+    return *data, offsets[data]

@@ -33,6 +33,12 @@ class Bench:
     a: Partition
     b: Partition
     ledger: Partition
+    telemetry: Telemetry
+
+    def ended(self) -> dict[str, float]:
+        """How many hanging transactions were ended, by verdict."""
+        (family,) = self.telemetry.hanging_ended.collect()
+        return {each.labels["verdict"]: each.value for each in family.samples}
 
     def rig(self) -> Rig:
         return Rig(self.cluster, self.name, self.ledger)
@@ -42,7 +48,8 @@ class Bench:
     ) -> TransactionalProducer:
         """What slot recovery does: fence, settle, begin record."""
         producer = await self.fenced()
-        assert await Settlement(self.cluster, self.ledger, producer, WAIT_S).run(applied, suspects) == set()
+        ended = self.telemetry.hanging_ended
+        assert await Settlement(self.cluster, self.ledger, producer, WAIT_S, ended).run(applied, suspects) == set()
         await self.begin(producer)
         return producer
 
@@ -76,8 +83,9 @@ async def bench(kafka: Kafka) -> AsyncIterator[Bench]:
     a, b, ledger = (f"a-{unique}", 1), (f"b-{unique}", 0), (f"ledger-{unique}", 2)
     for topic, number in (a, b, ledger):
         kafka.create_topic(topic, partitions=number + 1)
-    cluster = Cluster(kafka.bootstrap, client_id="hanging", request_timeout_ms=5_000, telemetry=Telemetry())
-    yield Bench(kafka, cluster, f"slot-{unique}", a, b, ledger)
+    telemetry = Telemetry()
+    cluster = Cluster(kafka.bootstrap, client_id="hanging", request_timeout_ms=5_000, telemetry=telemetry)
+    yield Bench(kafka, cluster, f"slot-{unique}", a, b, ledger, telemetry)
     await cluster.close()
 
 
@@ -92,6 +100,7 @@ async def test_it_ends_as_in_the_partitions_that_have_its_marker(
         )
     await (await bench.recovered()).close()
     assert await bench.visible() == ({ONE, TWO} if commit else set())
+    assert bench.ended() == {"commit" if commit else "abort": 3 - len(marked)}
 
 
 @pytest.mark.parametrize("with_record", [True, False])
@@ -149,6 +158,7 @@ async def test_where_nothing_hangs_recovery_writes_nothing_but_its_begin_record(
     await bench.rig().write([(bench.a, ONE)], marked=[bench.a, bench.ledger], commit=True)
     await (await bench.recovered()).close()
     assert await bench.visible() == {ONE}
+    assert bench.ended() == {}
     found = await asyncio.to_thread(wait_until_stable, bench.kafka.bootstrap, [bench.a[0], bench.ledger[0]], 3.0)
     assert found[bench.a] == 2, "the event and its marker"
     assert found[bench.ledger] == 6, "two begin records, a ledger record, and their markers"

@@ -147,7 +147,7 @@ class Settled:
     """Nothing hangs in a slot's partitions."""
 
     def __init__(
-        self, steps: list[str], cluster: object, ledger: Partition, producer: object, patience_s: float
+        self, steps: list[str], cluster: object, ledger: Partition, producer: object, patience_s: float, ended: object
     ) -> None:
         self._steps = steps
         self._ledger = ledger
