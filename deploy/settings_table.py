@@ -9,8 +9,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Final
 
-from service.settings import Settings
-from service.shared import PREFIX, SharedSettings
+from service.contract import PREFIX, SharedSettings
+from service.core.settings import Settings
 
 BEGIN: Final = "<!-- settings -->"
 END: Final = "<!-- /settings -->"

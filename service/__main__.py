@@ -10,13 +10,13 @@ import sys
 import uvicorn
 
 from service.app import create_app
-from service.http_guard import LingeringServer
-from service.http_posts import protocol_of
-from service.keys import check_url
-from service.logs import configure_logging
-from service.schemas import Schemas
-from service.settings import Settings
-from service.shared import PREFIX, Rules, SettingsError
+from service.claims.redis_store import check_url
+from service.contract import PREFIX, Rules, SettingsError
+from service.core.logs import configure_logging
+from service.core.settings import Settings
+from service.events.schemas import Schemas
+from service.http.limits import LingeringServer
+from service.http.protocol import protocol_of
 
 # Past the deadline of the last request that was accepted: its answer, its mark, the leases, the journal.
 DRAIN_EXTRA_S = 5

@@ -12,37 +12,37 @@ import structlog
 from fastapi import FastAPI
 
 from service import native
-from service.api import routes
-from service.callers import Callers
-from service.clocks import Clock, Clocks
-from service.control import Control
-from service.errors import KafkaAway, KafkaForbids, KafkaRefuses, StoreAway, StoreUnanswered
-from service.events_endpoint import EventsEndpoint
-from service.http_posts import Handler
-from service.ingest import Ingest
-from service.intake import Intake
-from service.journal import Journal
-from service.kafka.cluster import Cluster
+from service.claims.redis_requirements import POLICY_CHANGE
+from service.claims.redis_store import Epoch, Identity, RedisKeys
+from service.claims.states import SlotState
+from service.contract import Rules, SettingsError
+from service.core.logs import Incident
+from service.core.metrics import Telemetry
+from service.core.problems import KafkaAway, KafkaForbids, KafkaRefuses, StoreAway, StoreUnanswered
+from service.core.settings import Settings
+from service.core.supervision import hear_the_loop, supervise
+from service.core.task_dump import tell_on_signal
+from service.events.schemas import Schemas
+from service.http.callers import Callers
+from service.http.events import EventsEndpoint
+from service.http.protocol import Handler
+from service.http.routes import routes
+from service.kafka.admin import Cluster
 from service.kafka.deadline import shared
 from service.kafka.security import security_of
-from service.keys import Epoch, Identity, RedisKeys
-from service.logs import Incident
-from service.lso_watch import LsoWatch
-from service.pool import Pool
-from service.queue import Queue
-from service.recovery import STORE_STATES, SlotRecovery, Store
-from service.redis_server import POLICY_CHANGE
-from service.schemas import Schemas
-from service.settings import Settings
-from service.shared import Rules, SettingsError
-from service.states import SlotState
-from service.supervision import hear_the_loop, supervise
-from service.telemetry import Telemetry
-from service.topics import Catalogue, InternalTopics
-from service.waits import tell_on_signal
+from service.kafka.topics import Catalogue, InternalTopics
+from service.pipeline.admission import Intake
+from service.pipeline.clocks import Clock, Clocks
+from service.pipeline.journal import Journal
+from service.pipeline.lso_watch import LsoWatch
+from service.pipeline.pool import Pool
+from service.pipeline.queue import Queue
+from service.pipeline.writer import Ingest
+from service.slots.generation_log import Control
+from service.slots.recovery import STORE_STATES, SlotRecovery, Store
 
 if TYPE_CHECKING:
-    from service.tracing import Tracing
+    from service.pipeline.tracing import Tracing
 
 log = structlog.get_logger(__name__)
 
@@ -297,7 +297,7 @@ def _tracing_of(settings: Settings) -> "Tracing | None":
     """Traces where the settings ask for them; else OpenTelemetry is not even imported."""
     if settings.tracing == "off":
         return None
-    from service.tracing import Tracing
+    from service.pipeline.tracing import Tracing
 
     return Tracing(settings.name)
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from pyspark.errors import PySparkException
 
-from service.shared import Rules, SettingsError, SharedSettings
+from service.contract import Rules, SettingsError, SharedSettings
 from spark import job, show, view
 from spark.console import Console
 from spark.errors import CannotRun

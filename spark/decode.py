@@ -11,7 +11,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from service import wire
+from service.contract import wire
 from spark import native, source
 from spark.errors import CannotRun
 from spark.jvm import is_deterministic

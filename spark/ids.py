@@ -6,7 +6,7 @@ from typing import Final
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812
 
-from service import wire
+from service.contract import wire
 from spark import findings, hours, lake, native, rules, state
 from spark.decode import EVENT, batch_of
 from spark.verdict import Evidence

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 from pyspark.sql import SparkSession
 
-from service.shared import SharedSettings
+from service.contract import SharedSettings
 from spark.errors import CannotRun
 from spark.jvm import Py4JJavaError, jvm, nested, reason
 

@@ -1,4 +1,4 @@
-"""Ids and fingerprints of `service.wire`, as native Spark expressions: the same bytes, no Python on the executors."""
+"""Ids and fingerprints of `service.contract.wire`, as native Spark expressions: the same bytes, no Python on the executors."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import ArrayType, StructType
 
-from service import wire
+from service.contract import wire
 
 # Jackson's own bound for a string, 20 MB, is one for what strangers send. The sums of a year's hours are longer.
 _PARSED: Final = {"mode": "FAILFAST", "maxStringLen": str(2**31 - 1)}

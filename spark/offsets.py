@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final, Protocol
 
-from service import wire
-from service.shared import Guarantee
+from service.contract import Guarantee, wire
 from spark import rules
 from spark.errors import CannotRun
 from spark.kafka import Ends, Holder, Place, Topic

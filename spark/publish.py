@@ -11,8 +11,7 @@ from delta.tables import DeltaTable
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
-from service import wire
-from service.shared import SharedSettings
+from service.contract import SharedSettings, wire
 from spark import standing
 from spark.kafka import Broker, connection
 from spark.lake import Lake

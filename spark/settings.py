@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from service import wire
-from service.shared import Rules, SharedSettings
+from service.contract import Rules, SharedSettings, wire
 
 HOUR_MS: Final = 3_600_000
 

@@ -9,8 +9,7 @@ from typing import Any, Final
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from service import wire
-from service.shared import SharedSettings
+from service.contract import SharedSettings, wire
 from spark import causes, source, state
 from spark.decode import EVENT
 from spark.errors import CannotRun

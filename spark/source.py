@@ -7,7 +7,7 @@ from typing import Final
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from service.shared import SharedSettings
+from service.contract import SharedSettings
 from spark import native
 from spark.kafka import Place, connection
 

@@ -12,7 +12,7 @@ from typing import Final
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812
 
-from service import wire
+from service.contract import wire
 from spark import rules
 from spark.decode import ENTERED, EVENT, REJECT, REJECTED
 

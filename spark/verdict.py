@@ -8,7 +8,7 @@ from typing import Any, Final
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
-from service.shared import Guarantee
+from service.contract import Guarantee
 from spark import rules, state
 from spark.decode import EVENT, REJECT
 from spark.offsets import DATA, LEDGER, REQUESTS, Plan

@@ -18,7 +18,7 @@ from delta.tables import DeltaTable
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from service.shared import SharedSettings
+from service.contract import SharedSettings
 from spark import lock, native, source
 from spark.decode import EVENT
 from spark.errors import CannotRun

@@ -24,8 +24,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
 )
 
 from deploy.local.stack import Kafka, Redis, StackError, free_port
-from service import wire
-from service.shared import SharedSettings
+from service.contract import SharedSettings, wire
 
 # What a careless configuration would break on, or let out.
 PASSWORD: Final = 'pa"ss\\wo,r=d $1'

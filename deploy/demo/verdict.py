@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from deploy.demo.audit import Report
 from deploy.demo.client import Place, Tally
 from deploy.demo.truth import Topic
-from service.wire import event_id
+from service.contract.wire import event_id
 
 _SHOWN = 5  # examples of a mistake; one is enough to look into
 

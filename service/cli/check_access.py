@@ -5,10 +5,10 @@ from fnmatch import fnmatchcase
 from typing import Final
 
 from service.cli.finding import Finding, Level, grouped, judged
-from service.kafka.survey import Census, Operation, Seen
-from service.shared import Rules
-from service.topics import InternalTopics
-from service.wire import transactional_id
+from service.contract import Rules
+from service.contract.wire import transactional_id
+from service.kafka.acl_inspector import Census, Operation, Seen
+from service.kafka.topics import InternalTopics
 
 # What the service does with its own topics, and with those of others.
 OWN: Final = (Operation.DESCRIBE, Operation.DESCRIBE_CONFIGS, Operation.READ, Operation.WRITE)

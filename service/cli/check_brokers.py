@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from service.cli.finding import Finding, Level, grouped, judged
-from service.kafka.survey import Census
-from service.settings import Settings
+from service.core.settings import Settings
+from service.kafka.acl_inspector import Census
 
 # What Kafka needs to keep what it acknowledged, though one broker is lost.
 REPLICAS: Final = 3

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from service.claims.redis_requirements import demands
 from service.cli.finding import Finding, Level, judged
-from service.redis_server import demands
-from service.settings import Settings
+from service.core.settings import Settings
 
 # A key and its state, with what Redis spends around them: in the middle 180 on Redis 7.0 and 126 on Valkey 9.1, and an
 # eighth more or less as their tables are filled (tests/bench sizes).

@@ -5,10 +5,10 @@ from typing import Final
 
 from service.cli.check_brokers import MIN_ISR, REPLICAS
 from service.cli.finding import Finding, Level, grouped, judged
-from service.kafka.cluster import Topic
-from service.kafka.survey import Census, Seen
-from service.settings import EVENT_BYTES_MAX
-from service.topics import OWN_MESSAGE_BYTES, InternalTopics
+from service.core.settings import EVENT_BYTES_MAX
+from service.kafka.acl_inspector import Census, Seen
+from service.kafka.admin import Topic
+from service.kafka.topics import OWN_MESSAGE_BYTES, InternalTopics
 
 # The audit comes by the hour, and a run that failed is noticed and made up for within a day.
 RETENTION_LEAST_MS: Final = 24 * 3_600_000

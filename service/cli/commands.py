@@ -11,16 +11,16 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import structlog
 import typer
 
+from service.claims.redis_store import check_url
 from service.cli import doctor as doctors
 from service.cli import look, show
 from service.cli.finding import Level, worst
-from service.errors import KafkaAway, Problem, StoreAway, StoreLost, StoreUnanswered
-from service.event import parse_key
-from service.keys import check_url
-from service.schemas import Schemas
-from service.settings import Settings
-from service.shared import Rules, SettingsError
-from service.wire import ledger_topic
+from service.contract import Rules, SettingsError
+from service.contract.wire import ledger_topic
+from service.core.problems import KafkaAway, Problem, StoreAway, StoreLost, StoreUnanswered
+from service.core.settings import Settings
+from service.events.event import parse_key
+from service.events.schemas import Schemas
 
 ERRORS_FOUND = 1
 CANNOT = 2

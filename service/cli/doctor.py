@@ -13,17 +13,17 @@ from service.cli.check_clocks import Clock
 from service.cli.check_redis import Rate
 from service.cli.finding import Finding, Level
 from service.cli.parts import keys_view, survey
-from service.errors import KafkaAway, StoreAway, StoreUnanswered
-from service.kafka.cluster import Topic
-from service.kafka.life import Place, Record
+from service.cli.redis_view import KeysView
+from service.contract import Rules
+from service.contract.wire import LedgerRecord, WireError, decode_ledger, encode_answers, transactional_id
+from service.core.problems import KafkaAway, StoreAway, StoreUnanswered
+from service.core.settings import Settings
+from service.kafka.acl_inspector import Census, Operation, Survey
+from service.kafka.admin import Topic
 from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import ends, offsets_since, read_between
-from service.kafka.survey import Census, Operation, Survey
-from service.keys_view import KeysView
-from service.settings import Settings
-from service.shared import Rules
-from service.topics import InternalTopics
-from service.wire import LedgerRecord, WireError, decode_ledger, encode_answers, transactional_id
+from service.kafka.session import Place, Record
+from service.kafka.topics import InternalTopics
 
 # How far back the ledger's growth is measured, and how many of its last records a partition tell of all.
 GROWTH_S: Final = 600

@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from service.claims.redis_store import Found
+from service.claims.states import Claimed, Delivered, DeliveredBatch
 from service.cli.parts import keys_view, survey
+from service.cli.redis_view import SlotView
+from service.contract.wire import Begin, Entry, LedgerRecord, WireError, decode_ledger, event_id, ledger_topic
+from service.core.settings import Settings
+from service.kafka.acl_inspector import Survey
 from service.kafka.reader import ends, offsets_since, read_between
-from service.kafka.survey import Survey
-from service.keys import Found
-from service.keys_view import SlotView
-from service.settings import Settings
-from service.states import Claimed, Delivered, DeliveredBatch
-from service.wire import Begin, Entry, LedgerRecord, WireError, decode_ledger, event_id, ledger_topic
 
 # From a term's begin record on, so far: it is the first record of its term.
 BEGIN_WITHIN: Final = 50

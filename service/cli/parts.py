@@ -3,11 +3,11 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from service.cli.redis_view import KeysView
+from service.core.metrics import Telemetry
+from service.core.settings import Settings
+from service.kafka.acl_inspector import Survey
 from service.kafka.security import security_of
-from service.kafka.survey import Survey
-from service.keys_view import KeysView
-from service.settings import Settings
-from service.telemetry import Telemetry
 
 
 @asynccontextmanager

@@ -12,11 +12,11 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from service.claims.states import Claimed, Delivered, DeliveredBatch
 from service.cli.finding import Finding, Level, worst
 from service.cli.look import KeyView, Slots
-from service.rendering import LAST_SECOND
-from service.settings import Settings
-from service.states import Claimed, Delivered, DeliveredBatch
+from service.core.settings import Settings
+from service.http.responses import LAST_SECOND
 
 # Where nobody looks on (a pipe, a log), lines are as long as they need for one finding to be one line or two.
 PLAIN_WIDTH: Final = 140

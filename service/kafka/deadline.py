@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from service.errors import KafkaAway
+from service.core.problems import KafkaAway
 
 T = TypeVar("T")
 

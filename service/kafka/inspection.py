@@ -17,7 +17,7 @@ from aiokafka.record.control_record import ControlRecord
 from aiokafka.record.memory_records import MemoryRecords
 from aiokafka.structs import TopicPartition
 
-from service.hanging import ActiveProducer, Marker, Partition
+from service.kafka.hanging import ActiveProducer, Marker, Partition
 
 OK: Final = errors.NoError.errno
 UNSUPPORTED_VERSION: Final = errors.UnsupportedVersionError.errno

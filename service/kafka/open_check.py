@@ -5,9 +5,9 @@ from typing import Final
 
 import structlog
 
-from service.hanging import Partition, hanging
+from service.kafka.hanging import Partition, hanging
 from service.kafka.inspection import FINAL, UNSUPPORTED_VERSION, active_producers
-from service.kafka.life import Life
+from service.kafka.session import Life
 
 log = structlog.get_logger(__name__)
 

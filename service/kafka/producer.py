@@ -10,11 +10,15 @@ from aiokafka import errors
 from aiokafka.client import AIOKafkaClient
 from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnRequest
 
-from service.errors import KafkaAway
-from service.kafka import verdict
-from service.kafka.cluster import CODECS, Cluster
+from service.core.logs import Incident
+from service.core.problems import KafkaAway
+from service.core.timeouts import Patience
+from service.kafka import outcomes
+from service.kafka.admin import CODECS, Cluster
 from service.kafka.deadline import unwaited
-from service.kafka.life import (
+from service.kafka.open_check import OpenCheck
+from service.kafka.outcomes import REFUSALS, RecordRefused, Refusal, Refused, TransactionFailed
+from service.kafka.session import (
     METADATA_PATIENCE_S,
     NOT_SENT,
     OK,
@@ -27,10 +31,6 @@ from service.kafka.life import (
     Record,
     check,
 )
-from service.kafka.open_check import OpenCheck
-from service.kafka.verdict import REFUSALS, RecordRefused, Refusal, Refused, TransactionFailed
-from service.logs import Incident
-from service.patience import Patience
 
 log = structlog.get_logger(__name__)
 
@@ -154,7 +154,7 @@ class TransactionalProducer:
                 if opened:
                     await self._end(commit=False)
         except Exception as error:
-            raise TransactionFailed(verdict.of(error, may_commit=False), repr(error)) from error
+            raise TransactionFailed(outcomes.of(error, may_commit=False), repr(error)) from error
 
     async def _opened(self) -> dict[Partition, int]:
         """What `open` has added to the transaction, with the leaders; nothing where Kafka would not (`write` meets it).
@@ -201,9 +201,9 @@ class TransactionalProducer:
             cause = cause or ", ".join(filter(None, (repr(error), self._life.quota)))
             # A refusal holds up what is with it, and is what ended it.
             stuck = set() if refusals else group.stuck(timed_out=isinstance(error, TimeoutError))
-            # With a ledger record in Kafka, a transaction whose markers never come is committed (service/hanging.py).
+            # With a ledger record in Kafka, a transaction whose markers never come is committed (service/kafka/hanging.py).
             may_commit = last is not None and not last.is_refused
-            raise TransactionFailed(verdict.of(error, may_commit), cause, refusals, stuck, group.hanging) from error
+            raise TransactionFailed(outcomes.of(error, may_commit), cause, refusals, stuck, group.hanging) from error
         return places, ledger_place.offset
 
     async def _join(self, group: "_Group", ledger: Partition) -> dict[Partition, int]:
@@ -349,7 +349,7 @@ def _codes(answer: Any) -> dict[Partition, int]:
     return {(topic, row[0]): row[1] for topic, rows in answer.errors for row in rows}
 
 
-FENCED_CODES: Final = (errors.InvalidProducerEpoch.errno, verdict.PRODUCER_FENCED)
+FENCED_CODES: Final = (errors.InvalidProducerEpoch.errno, outcomes.PRODUCER_FENCED)
 
 
 class IdempotentProducer:
@@ -411,7 +411,7 @@ class IdempotentProducer:
                     await life.send(batches, leaders, int(1000 * REPLICAS_SHARE * self._patience.seconds))
             except Exception as error:  # each batch's own fate is in its answer
                 told: dict[str, Any] = {"quota": life.quota} if life.quota else {}
-                self._trouble.goes_on(error, bug=verdict.is_bug(error), producer=self._name, **told)
+                self._trouble.goes_on(error, bug=outcomes.is_bug(error), producer=self._name, **told)
             for batch in batches:
                 fate = batch.fate(records)
                 for n, member in enumerate(batch.members):

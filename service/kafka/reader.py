@@ -9,8 +9,8 @@ from typing import Any, Final, Literal, NamedTuple, cast
 from aiokafka import ConsumerRecord, errors
 from aiokafka.structs import TopicPartition
 
-from service.kafka.client import Consumer
-from service.kafka.cluster import Cluster
+from service.kafka.admin import Cluster
+from service.kafka.connection import Consumer
 from service.kafka.deadline import within
 
 Isolation = Literal["read_committed", "read_uncommitted"]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from service.shared import SharedSettings, tls_context
+from service.contract import SharedSettings, tls_context
 
 
 def security_of(settings: SharedSettings) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
 """Bodies of requests, read in one go: strict JSON in, events out, or None where there is anything to say of one.
 
-What it takes is what most clients send; `service.event` and `service.strict_json` take, refuse and explain all the
+What it takes is what most clients send; `service.events.event` and `service.events.strict_json` take, refuse and explain all the
 rest, and what both take is the same event (tests/unit/test_native_bodies.py holds them to it).
 """
 
@@ -204,7 +204,7 @@ cdef inline char* _put(char* to, const unsigned char* content, Py_ssize_t size) 
 
 
 def is_json(bytes raw not None):
-    """Is it strictly JSON, and plain? False leaves it to service.strict_json."""
+    """Is it strictly JSON, and plain? False leaves it to service.events.strict_json."""
     cdef Body body
     _begin(&body, raw)
     _blanks(&body)
@@ -242,7 +242,7 @@ def has_more(bytes raw not None, bytes name not None, Py_ssize_t most):
 
 
 cdef class EventReader:
-    """Makes events of bodies by `make`, whose arguments are the fields of service.event.Event, in their order."""
+    """Makes events of bodies by `make`, whose arguments are the fields of service.events.event.Event, in their order."""
 
     cdef object make, sha256
     cdef object fingerprint  # the one of wire, for what has headers

@@ -1,4 +1,4 @@
-# RFC 8259, as strict as service/strict_json.py, over the bytes of one body. What is not plainly JSON is left to that.
+# RFC 8259, as strict as service/events/strict_json.py, over the bytes of one body. What is not plainly JSON is left to that.
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from cpython.unicode cimport PyUnicode_DecodeUTF8

@@ -17,8 +17,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.local import java, places
 from deploy.local.stack import Kafka
-from service import wire
-from service.shared import SharedSettings
+from service.contract import SharedSettings, wire
 from spark import decode, job, lake, source, state
 from spark.kafka import Broker, Place
 from spark.session import open_session

@@ -2,9 +2,9 @@
 
 import sys
 
-from service import intake
 from service.__main__ import main
+from service.pipeline import admission
 
 if __name__ == "__main__":
-    intake.check_topic = lambda event, topic, now_ms: None  # type: ignore[attr-defined]
+    admission.check_topic = lambda event, topic, now_ms: None  # type: ignore[attr-defined]
     sys.exit(main())

@@ -9,8 +9,8 @@ at all times between two beats, as crashes do.
 import time
 from pathlib import Path
 
-from service.pool import BEATS_A_LEASE
-from service.settings import Settings
+from service.core.settings import Settings
+from service.pipeline.pool import BEATS_A_LEASE
 from tests.bench.rows import Goal, NotRealWork, Row
 from tests.bench.stage import Stage, Target
 

@@ -8,7 +8,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.local.stack import Kafka
-from service import wire
+from service.contract import wire
 from spark import native
 
 PARTITIONS: Final = 8

@@ -9,8 +9,8 @@ from redis import Redis as Client
 from redis import ResponseError
 
 from deploy.local.stack import Redis
-from service.keys import Epoch, KeyStore, RedisKeys
-from service.telemetry import Telemetry
+from service.claims.redis_store import Epoch, KeyStore, RedisKeys
+from service.core.metrics import Telemetry
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
 
 # Long enough for a few script calls, short enough to wait for.

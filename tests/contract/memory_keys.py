@@ -1,13 +1,13 @@
-"""The key store in memory: the rules of `service.states` over plain dicts, with a clock that a test moves."""
+"""The key store in memory: the rules of `service.claims.states` over plain dicts, with a clock that a test moves."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from service import states
-from service.errors import Fenced, StoreIncomplete, StoreLost
-from service.keys import Census, Epoch, Found, Identity, Row
-from service.states import Claim, Claimed, KeyState
+from service.claims import states
+from service.claims.redis_store import Census, Epoch, Found, Identity, Row
+from service.claims.states import Claim, Claimed, KeyState
+from service.core.problems import Fenced, StoreIncomplete, StoreLost
 
 LEASES_MOST = 10
 
@@ -53,7 +53,7 @@ class Server:
 
 
 class MemoryKeys:
-    """`service.keys.KeyStore` on a `Server`; several may share one, as processes share a Redis."""
+    """`service.claims.redis_store.KeyStore` on a `Server`; several may share one, as processes share a Redis."""
 
     def __init__(self, server: Server, *, retention_ms: int, least_left_ms: int, lease_ttl_ms: int) -> None:
         self.server = server

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from service.errors import KafkaAway
-from service.kafka.life import Place, Record
+from service.core.problems import KafkaAway
+from service.kafka.outcomes import REFUSALS, TransactionFailed, Verdict
 from service.kafka.producer import TransactionalProducer
-from service.kafka.verdict import REFUSALS, TransactionFailed, Verdict
+from service.kafka.session import Place, Record
 
 UNKNOWN_TOPIC_CODE = 3
 TOO_LARGE_CODE = 10

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from redis import Redis as Client
 
 from deploy.local.stack import Redis
-from service.keys import Epoch, Identity, KeyStore, RedisKeys, Row, pack, unpack
-from service.states import Claimed, Delivered, DeliveredBatch, KeyState
-from service.telemetry import Telemetry
+from service.claims.redis_store import Epoch, Identity, KeyStore, RedisKeys, Row, pack, unpack
+from service.claims.states import Claimed, Delivered, DeliveredBatch, KeyState
+from service.core.metrics import Telemetry
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
 from tests.model.world import FP, NONE, ONE, SLOTS, WHOLE, Store, decode, encode
 

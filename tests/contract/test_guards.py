@@ -11,9 +11,9 @@ from itertools import product
 import pytest
 
 from deploy.local.stack import Redis
-from service.errors import Fenced, StoreLost
-from service.keys import Epoch, KeyStore, RedisKeys
-from service.states import Claimed
+from service.claims.redis_store import Epoch, KeyStore, RedisKeys
+from service.claims.states import Claimed
+from service.core.problems import Fenced, StoreLost
 from tests.contract.modelled import (
     ELSEWHERE,
     IDS,

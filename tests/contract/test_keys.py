@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from deploy.local.stack import Redis
-from service.errors import Fenced, StoreLost
-from service.keys import Census, Epoch, Found, Row
-from service.states import Claimed, Delivered, DeliveredBatch, Outcome
+from service.claims.redis_store import Census, Epoch, Found, Row
+from service.claims.states import Claimed, Delivered, DeliveredBatch, Outcome
+from service.core.problems import Fenced, StoreLost
 from tests.contract.conftest import LEASE_MS, RETENTION_MS, Bench, assert_expires, redis_keys
 
 ID, OTHER, THIRD = b"i" * 16, b"o" * 16, b"t" * 16

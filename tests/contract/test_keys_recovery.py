@@ -8,9 +8,9 @@ import pytest
 from redis import Redis as Client
 
 from deploy.local.stack import Redis
-from service.errors import Fenced, StoreIncomplete, StoreLost
-from service.keys import REPLAY_CHUNK, REPLAYS_AT_ONCE, Epoch, Identity
-from service.states import Claimed, Outcome
+from service.claims.redis_store import REPLAY_CHUNK, REPLAYS_AT_ONCE, Epoch, Identity
+from service.claims.states import Claimed, Outcome
+from service.core.problems import Fenced, StoreIncomplete, StoreLost
 from tests.contract.conftest import LEASE_MS, RETENTION_MS, Bench, redis_keys
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
 from tests.contract.test_keys import FP, FP2, ID, OTHER, THIRD, delivered

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import pytest
 
 from deploy.local.stack import Kafka
-from service.errors import StoreAway
-from service.kafka.cluster import Cluster
-from service.kafka.life import Place, Record
+from service.claims.redis_store import Epoch
+from service.claims.states import Delivered, IllegalMove, SlotEvent, SlotState
+from service.contract.wire import Begin, LedgerRecord, decode_ledger
+from service.core.metrics import Telemetry
+from service.core.problems import StoreAway
+from service.kafka.admin import Cluster
+from service.kafka.outcomes import TransactionFailed, Verdict
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
-from service.kafka.verdict import TransactionFailed, Verdict
-from service.keys import Epoch
-from service.slot import Slot
-from service.states import Delivered, IllegalMove, SlotEvent, SlotState
-from service.telemetry import Telemetry
-from service.wire import Begin, LedgerRecord, decode_ledger
+from service.kafka.session import Place, Record
+from service.slots.slot import Slot
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
 from tests.contract.memory_log import Broker, MemoryProducer
 from tests.integration.judge import read_committed

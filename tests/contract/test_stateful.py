@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from deploy.local.stack import Redis
-from service.errors import Fenced, StoreLost
-from service.keys import RedisKeys
-from service.states import Claimed, Outcome
+from service.claims.redis_store import RedisKeys
+from service.claims.states import Claimed, Outcome
+from service.core.problems import Fenced, StoreLost
 from tests.contract.modelled import (
     ELSEWHERE,
     IDS,

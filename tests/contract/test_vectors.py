@@ -12,9 +12,9 @@ from redis import Redis as Client
 from redis import ResponseError
 
 from deploy.local.stack import Redis
-from service import states
-from service.keys import Epoch, RedisKeys, pack, unpack
-from service.states import Claimed, Delivered, DeliveredBatch, KeyState
+from service.claims import states
+from service.claims.redis_store import Epoch, RedisKeys, pack, unpack
+from service.claims.states import Claimed, Delivered, DeliveredBatch, KeyState
 from tests.contract.conftest import LEAST_LEFT_MS, RETENTION_MS, SERVERS, assert_expires, redis_keys
 
 SLOT, TERM = 0, 100

@@ -10,13 +10,13 @@ from confluent_kafka import IsolationLevel, Producer, TopicPartition
 from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined] # its own documentation imports it from here
 
 from deploy.local.stack import Kafka
-from service.errors import KafkaAway
-from service.kafka import client
-from service.kafka.cluster import Cluster
-from service.kafka.life import Record
+from service.core.metrics import Telemetry
+from service.core.problems import KafkaAway
+from service.kafka import connection
+from service.kafka.admin import Cluster
+from service.kafka.outcomes import TransactionFailed, Verdict
 from service.kafka.producer import TransactionalProducer
-from service.kafka.verdict import TransactionFailed, Verdict
-from service.telemetry import Telemetry
+from service.kafka.session import Record
 from tests.faults.proxy import Do, Proxy
 from tests.integration.judge import read_committed
 
@@ -196,7 +196,7 @@ async def test_an_idle_connection_that_is_forgotten_costs_its_producer_a_probe_a
 ) -> None:
     """Nothing tells of it: what is sent there is lost, and a new connection is as good as ever."""
     await bench.write(b"first")
-    monkeypatch.setattr(client, "IDLE_S", 0.2)
+    monkeypatch.setattr(connection, "IDLE_S", 0.2)
     await asyncio.sleep(0.3)
     proxy.forget()
     await bench.write(b"second")
@@ -207,7 +207,7 @@ async def test_a_forgotten_connection_costs_a_look_up_a_probe(
     bench: Bench, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert await bench.cluster.partitions([bench.name]) == {bench.name: 1}
-    monkeypatch.setattr(client, "IDLE_S", 0.2)
+    monkeypatch.setattr(connection, "IDLE_S", 0.2)
     await asyncio.sleep(0.3)
     proxy.forget()
     assert await bench.cluster.partitions([bench.name]) == {bench.name: 1}

@@ -21,8 +21,8 @@ import redis as redis_client
 
 from deploy.local import places
 from deploy.local.stack import Kafka, Redis, Service, StackError
-from service.lso_watch import ABORT_SCAN_S, LOOKS_A_TIMEOUT
-from service.wire import ledger_topic, transactional_id
+from service.contract.wire import ledger_topic, transactional_id
+from service.pipeline.lso_watch import ABORT_SCAN_S, LOOKS_A_TIMEOUT
 from tests.faults.checker import Verdict
 from tests.faults.clock import Clock
 from tests.faults.cluster import TRANSACTION_SCAN_S, Cluster

@@ -10,8 +10,8 @@ import yaml
 from compose_spec import PyOptions
 
 from deploy.local.places import ROOT
-from service.settings import Settings
-from service.shared import PREFIX, Rules
+from service.contract import PREFIX, Rules
+from service.core.settings import Settings
 from spark.settings import parse
 from tests.kubernetes.rendering import HERE
 from tests.kubernetes.times import way_out_s

@@ -14,14 +14,14 @@ from typing import Any, Final
 
 from aiokafka.errors import TopicAuthorizationFailedError
 
-from service.errors import KafkaAway, StoreAway, StoreUnanswered
-from service.ingest import Ingest
+from service.claims.redis_store import Epoch, Identity, RedisKeys
+from service.claims.states import SlotEvent
+from service.core.problems import KafkaAway, StoreAway, StoreUnanswered
 from service.kafka.open_check import OpenCheck
 from service.kafka.producer import TransactionalProducer
-from service.keys import Epoch, Identity, RedisKeys
-from service.recovery import SlotRecovery, Store
-from service.slot import Slot
-from service.states import SlotEvent
+from service.pipeline.writer import Ingest
+from service.slots.recovery import SlotRecovery, Store
+from service.slots.slot import Slot
 from tests.integration.plan import PLAN_ENV, Plan
 
 HOLD_POLL_S: Final = 0.005

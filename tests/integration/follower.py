@@ -8,7 +8,7 @@ import signal
 import sqlite3
 from collections.abc import Sequence
 
-from service.follow import Overtaken, Record, Saved, follow, id_of
+from service.reader import Overtaken, Record, Saved, follow, id_of
 
 END = b"end"
 ENDS = 2

@@ -19,11 +19,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its stubs fo
 )
 
 from deploy.local.stack import Kafka
-from service.kafka.cluster import Cluster
-from service.kafka.life import Partition, Place, Record
-from service.kafka.producer import TransactionalProducer, own_record
-from service.telemetry import Telemetry
-from service.wire import (
+from service.contract.wire import (
     STAMP_HEADER,
     Begin,
     Entry,
@@ -34,6 +30,10 @@ from service.wire import (
     ledger_topic,
     transactional_id,
 )
+from service.core.metrics import Telemetry
+from service.kafka.admin import Cluster
+from service.kafka.producer import TransactionalProducer, own_record
+from service.kafka.session import Partition, Place, Record
 from tests.integration.client import Asked
 
 VERIFICATION = "transaction.partition.verification.enable"

@@ -13,7 +13,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
     OffsetSpec,
 )
 
-from service.wire import KEY_HEADER, STAMP_HEADER, LedgerRecord, Stamp, decode_ledger, event_id, ledger_topic
+from service.contract.wire import KEY_HEADER, STAMP_HEADER, LedgerRecord, Stamp, decode_ledger, event_id, ledger_topic
 from tests.integration.client import Attempt
 
 ANSWER_S: Final = 10.0

@@ -21,8 +21,8 @@ from deploy.local import places
 from deploy.local.stack import Kafka, Redis, Service
 from service.cli.doctor import examine, now_ms
 from service.cli.finding import Finding, Level
-from service.settings import Settings
-from service.shared import Rules
+from service.contract import Rules
+from service.core.settings import Settings
 from tests.conftest import MakeTopic
 from tests.faults.cluster import Cluster
 from tests.integration.client import Client, events

@@ -13,8 +13,8 @@ from aiokafka.errors import OffsetOutOfRangeError
 
 from deploy.local import places
 from deploy.local.stack import Kafka
-from service import wire
-from service.follow import BOUNDS, Bounds, Overtaken, Place, Saved, follow
+from service.contract import wire
+from service.reader import BOUNDS, Bounds, Overtaken, Place, Saved, follow
 from tests.integration.follower import END, Ledger, results
 from tests.spark.history import History, Life
 
@@ -118,7 +118,7 @@ async def test_beyond_its_bounds_an_id_is_new_again(history: History, tmp_path: 
 async def test_partitions_that_come_later_are_read_from_their_beginning(
     history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.follow.METADATA_MS", 200)
+    monkeypatch.setattr("service.reader.METADATA_MS", 200)
     topic = history.topic(f"{history.namespace}-t", 1)
     history.deliver(history.transactional(ONE), ONE, topic, ["a"])  # the plain producer is not to know the topic yet
     store = Ledger(str(tmp_path / "results.db"))

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import pytest
 
 from deploy.local.stack import Kafka
-from service.kafka.cluster import Cluster
-from service.kafka.life import Partition, Record
+from service.contract.wire import Begin
+from service.core.metrics import Telemetry
+from service.kafka.admin import Cluster
+from service.kafka.outcomes import TransactionFailed, Verdict
 from service.kafka.producer import TransactionalProducer
-from service.kafka.verdict import TransactionFailed, Verdict
-from service.settling import Settlement
-from service.telemetry import Telemetry
-from service.wire import Begin
+from service.kafka.session import Partition, Record
+from service.slots.settling import Settlement
 from tests.integration.hanging import Rig, unverified
 from tests.integration.judge import read_committed, wait_until_stable
 

@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from service.wire import STAMP_HEADER, LedgerRecord, Stamp, decode_ledger, ledger_topic, requests_topic
+from service.contract.wire import STAMP_HEADER, LedgerRecord, Stamp, decode_ledger, ledger_topic, requests_topic
 from tests.conftest import MakeTopic
 from tests.integration.client import Asked, events
 from tests.integration.conftest import Stage

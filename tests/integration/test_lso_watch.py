@@ -4,9 +4,9 @@ import asyncio
 import json
 import time
 
-from service.kafka.cluster import Cluster
-from service.telemetry import Telemetry
-from service.wire import ledger_topic, transactional_id
+from service.contract.wire import ledger_topic, transactional_id
+from service.core.metrics import Telemetry
+from service.kafka.admin import Cluster
 from tests.integration.client import Asked
 from tests.integration.conftest import Stage
 from tests.integration.hanging import Rig

@@ -17,8 +17,8 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
 )
 
 from deploy.local.stack import Kafka, Redis, Service, StackError
-from service.shedding import ANSWERS_EACH, SAVED_MOST
-from service.wire import event_id
+from service.contract.wire import event_id
+from service.pipeline.load_shedding import ANSWERS_EACH, SAVED_MOST
 from tests.conftest import MakeTopic
 from tests.integration.client import Asked, Attempt, events
 from tests.integration.conftest import Stage, plan_of

@@ -3,10 +3,10 @@
 import os
 
 from deploy.local.stack import Kafka
-from service.kafka.cluster import Cluster
+from service.core.metrics import Telemetry
+from service.kafka.admin import Cluster
 from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import FETCH_BYTES_MAX, Span, read_through
-from service.telemetry import Telemetry
 from tests.conftest import MakeTopic
 
 PATIENCE_S = 20.0

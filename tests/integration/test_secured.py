@@ -15,17 +15,17 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
 )
 
 from deploy.local.stack import Kafka, Redis, Service, StackError
-from service.errors import FORBIDDEN_TOPIC, KafkaAway, StoreAway
-from service.kafka.cluster import Cluster
-from service.kafka.life import Record
+from service.claims.redis_store import RedisKeys
+from service.contract import SharedSettings
+from service.core.metrics import Telemetry
+from service.core.problems import FORBIDDEN_TOPIC, KafkaAway, StoreAway
+from service.core.settings import Settings
+from service.kafka.admin import Cluster
+from service.kafka.outcomes import Refusal, TransactionFailed
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.reader import STOP_PATIENCE_S, Span, read_through
 from service.kafka.security import security_of
-from service.kafka.verdict import Refusal, TransactionFailed
-from service.keys import RedisKeys
-from service.settings import Settings
-from service.shared import SharedSettings
-from service.telemetry import Telemetry
+from service.kafka.session import Record
 from tests.secured import PASSWORD, USER, SecuredKafka, SecuredRedis, acls_of_service, sockets_closed
 
 TIMEOUT_MS: Final = 5_000

@@ -21,9 +21,9 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
 )
 
 from deploy.local.stack import Kafka, Redis, Service
-from service.kafka.cluster import Cluster
-from service.telemetry import Telemetry
-from service.wire import ledger_topic, requests_topic, transactional_id
+from service.contract.wire import ledger_topic, requests_topic, transactional_id
+from service.core.metrics import Telemetry
+from service.kafka.admin import Cluster
 from tests.conftest import MakeTopic
 from tests.faults.proxy import Proxy
 from tests.integration.hanging import Rig

@@ -11,9 +11,9 @@ from prometheus_client.metrics import MetricWrapperBase
 from promql_parser import MatrixSelector, VectorSelector
 
 from deploy.local.places import ROOT
-from service.recovery import STORE_STATES
-from service.states import SlotState
-from service.telemetry import Latencies, Tally, Telemetry
+from service.claims.states import SlotState
+from service.core.metrics import Latencies, Tally, Telemetry
+from service.slots.recovery import STORE_STATES
 from spark.causes import CAUSES
 from spark.findings import KINDS, PHANTOM
 from spark.report import metrics

@@ -11,12 +11,12 @@ import pytest
 from fastapi import FastAPI
 
 from deploy.local.places import ROOT
-from service.api import routes
-from service.callers import Callers
-from service.settings import Settings
-from service.shared import Rules
-from service.topics import EXTRA_S, WEEK_S
-from service.wire import INSTANCE
+from service.contract import Rules
+from service.contract.wire import INSTANCE
+from service.core.settings import Settings
+from service.http.callers import Callers
+from service.http.routes import routes
+from service.kafka.topics import EXTRA_S, WEEK_S
 from spark.__main__ import EXIT_CANNOT_RUN
 from spark.balance import closed
 from spark.errors import CannotRun

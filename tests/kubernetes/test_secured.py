@@ -5,8 +5,8 @@ from typing import Any, Final
 
 import pytest
 
-from service.settings import Settings
-from service.shared import SharedSettings
+from service.contract import SharedSettings
+from service.core.settings import Settings
 from tests.kubernetes.rendering import HERE, Object, Rendered
 from tests.kubernetes.test_restricted import breaches
 from tests.kubernetes.test_schemas import VERSIONS, check

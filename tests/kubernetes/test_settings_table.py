@@ -6,8 +6,8 @@ import pytest
 
 from deploy.local.places import ROOT
 from deploy.settings_table import BEGIN, END, put, standing, table
-from service.settings import Settings
-from service.shared import PREFIX
+from service.contract import PREFIX
+from service.core.settings import Settings
 
 
 def test_every_setting_has_a_row() -> None:

@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from service.settings import Settings
+from service.core.settings import Settings
 from tests.kubernetes.rendering import HERE, Rendered, render_with
 from tests.kubernetes.test_code import container_of, open_ports
 from tests.kubernetes.test_schemas import VERSIONS, check

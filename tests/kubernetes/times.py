@@ -2,9 +2,9 @@
 
 from service.__main__ import DRAIN_EXTRA_S
 from service.app import JOURNAL_PATIENCE_S, TRACES_PATIENCE_S
-from service.http_guard import LINGER_S
-from service.kafka.life import CLOSE_PATIENCE_S
-from service.settings import Settings
+from service.core.settings import Settings
+from service.http.limits import LINGER_S
+from service.kafka.session import CLOSE_PATIENCE_S
 
 
 def drain_s(settings: Settings) -> float:

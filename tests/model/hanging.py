@@ -5,8 +5,17 @@ The data partition of event n is ("data", n); an offset there is the place of it
 
 from collections.abc import Iterator
 
-from service.hanging import ActiveProducer, Marker, Partition, Place, Transaction, Verdict, places_to_read, verdicts
-from service.hanging import hanging as open_from
+from service.kafka.hanging import (
+    ActiveProducer,
+    Marker,
+    Partition,
+    Place,
+    Transaction,
+    Verdict,
+    places_to_read,
+    verdicts,
+)
+from service.kafka.hanging import hanging as open_from
 from tests.model import kafka
 from tests.model.rules import Rules
 from tests.model.world import ABORT, COMMIT, NONE, Hung, Part, World, with_part

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from service.states import SlotEvent
+from service.claims.states import SlotEvent
 from tests.model import hanging, kafka, late, scripts
 from tests.model.rules import FAULT, Configuration, Rules, spend
 from tests.model.world import (

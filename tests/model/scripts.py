@@ -2,8 +2,8 @@
 
 from functools import cache
 
-from service import states
-from service.states import CLAIMABLE, Claimed, Outcome
+from service.claims import states
+from service.claims.states import CLAIMABLE, Claimed, Outcome
 from tests.model.rules import Rules
 from tests.model.world import FP, LEAST_LEFT_MS, NONE, ONE, RETENTION_MS, WHOLE, Debt, Store, decode, encode, put
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.states import IllegalMove, RequestEvent, SlotEvent
+from service.claims.states import IllegalMove, RequestEvent, SlotEvent
 from tests.model.configurations import DEFAULT, IDLE_HOLDER, MUTANTS
 from tests.model.rules import Configuration, Faults
 from tests.model.search import search

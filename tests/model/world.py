@@ -1,7 +1,7 @@
 """One state of the model: two processes, two slots, one request's keys, Kafka and the stores, as nested tuples.
 
 All of it is immutable and hashes at the speed of tuples. Keys' states are held as small numbers; `encode` and `decode`
-turn them into the values of `service.states` and back, so that the service's own functions move them. What the
+turn them into the values of `service.claims.states` and back, so that the service's own functions move them. What the
 protocol never looks at is left out: clocks (no key expires), values, data offsets.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Final, NamedTuple, TypeVar
 
-from service.states import (
+from service.claims.states import (
     REQUEST,
     SLOT,
     Claimed,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from service.states import CLAIMABLE, MAYBE_WRITTEN, Outcome, RequestEvent, SlotEvent
+from service.claims.states import CLAIMABLE, MAYBE_WRITTEN, Outcome, RequestEvent, SlotEvent
 from tests.model import hanging, kafka, late, scripts
 from tests.model.rules import FAULT, Configuration, Rules, spend
 from tests.model.world import (

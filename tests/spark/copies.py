@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from service import wire
+from service.contract import wire
 from tests.spark.history import Life
 from tests.spark.oracle import Planted, Record, Retried, Said
 from tests.spark.script import (

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from service import wire
+from service.contract import wire
 from tests.spark.copies import Copies
 from tests.spark.history import Life
 from tests.spark.oracle import LOST, PENDING, THERE, Claim, Place, Planted, Record, Said

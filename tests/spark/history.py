@@ -10,7 +10,7 @@ from confluent_kafka import Message, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
-from service import wire
+from service.contract import wire
 
 TIMEOUT_S = 30.0
 MESSAGE_BYTES = 2_000_000

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from service import wire
+from service.contract import wire
 from tests.spark.history import Life
 
 STAGES: Final = 3

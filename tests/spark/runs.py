@@ -12,7 +12,7 @@ from typing import Any, Final
 from pyspark.sql import SparkSession
 
 from deploy.local import places
-from service.shared import Rules, SharedSettings
+from service.contract import Rules, SharedSettings
 from spark import job
 from spark.session import open_session
 from spark.settings import Options, Settings

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from service import wire
+from service.contract import wire
 from tests.spark.history import Life
 from tests.spark.oracle import LOST, Claim, Gone, Place, Planted, Plants, Record, Said
 

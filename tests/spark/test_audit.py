@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from deploy.local.stack import Kafka
-from service import wire
+from service.contract import wire
 from tests.spark.conftest import Audit, Ran
 from tests.spark.history import History, Life, Written
 from tests.spark.runs import compiled

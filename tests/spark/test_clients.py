@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
-from service import wire
-from service.shared import Rules
+from service.contract import Rules, wire
 from spark import decode, ids, state
 from spark.verdict import evidence
 from tests.spark.rows import NOW_MS, TTL_MS, copy, entry, reduced

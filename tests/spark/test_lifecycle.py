@@ -11,7 +11,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from deploy.local import java, places
-from service import wire
+from service.contract import wire
 from spark import decode, lake, lock
 from spark.errors import AnotherRun, CannotRun
 from tests.spark.conftest import Audit, Ran

@@ -5,7 +5,7 @@ import json
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from service import wire
+from service.contract import wire
 from spark import decode, native, source
 from tests.unit.test_wire import content, vectors
 

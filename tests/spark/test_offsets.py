@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from service.shared import Rules, SharedSettings
+from service.contract import Rules, SharedSettings
 from spark import offsets
 from spark.errors import CannotRun
 from spark.kafka import Ends, Holder, Place, Topic

@@ -9,8 +9,7 @@ import pytest
 from confluent_kafka import Consumer, TopicPartition
 from pyspark.sql import SparkSession
 
-from service import wire
-from service.shared import SharedSettings
+from service.contract import SharedSettings, wire
 from spark import lake, publish, standing
 from spark.errors import CannotRun
 from spark.kafka import Broker

@@ -5,7 +5,7 @@ from typing import Final
 
 from confluent_kafka import Consumer, TopicPartition
 
-from service import wire
+from service.contract import wire
 from tests.spark.conftest import Audit
 from tests.spark.history import TIMEOUT_S, History, Life
 

@@ -11,7 +11,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.local.console import StackError
-from service.shared import SharedSettings
+from service.contract import SharedSettings
 from spark import lake, page, report, standing
 from spark.balance import Balance
 from spark.findings import CONFLICT, DUPLICATE, HOUR, KINDS

@@ -15,8 +15,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from deploy.local import places
-from service import wire
-from service.shared import SharedSettings
+from service.contract import SharedSettings, wire
 from spark import job, lake, lock, report
 from spark.errors import AnotherRun, CannotRun
 from spark.kafka import Broker

@@ -13,8 +13,8 @@ from pyspark.sql import SparkSession
 from deploy.local.stack import Service
 from service.cli.doctor import examine
 from service.cli.finding import Level
-from service.settings import Settings as ServiceSettings
-from service.shared import Rules, SharedSettings
+from service.contract import Rules, SharedSettings
+from service.core.settings import Settings as ServiceSettings
 from spark import job
 from spark.errors import CannotRun
 from spark.kafka import Broker

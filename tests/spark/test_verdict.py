@@ -8,7 +8,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from service.shared import Rules, SharedSettings
+from service.contract import Rules, SharedSettings
 from spark import causes, findings, state, verdict
 from spark.offsets import DATA, LEDGER, REQUESTS, UNWANTED, Gap, Log, Plan, Promise
 from spark.settings import Options, Settings

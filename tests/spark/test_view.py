@@ -9,8 +9,7 @@ import pytest
 from delta.tables import DeltaTable
 from pyspark.sql import SparkSession
 
-from service import wire
-from service.shared import SharedSettings
+from service.contract import SharedSettings, wire
 from spark import lake, show, view
 from spark.errors import CannotRun
 from spark.offsets import Plan

@@ -7,7 +7,7 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaException, Message, Producer, TopicPartition
 
-from service import wire
+from service.contract import wire
 from tests.spark.generator import Script
 from tests.spark.history import TIMEOUT_S, History, Life
 from tests.spark.oracle import Plants, Record

@@ -10,7 +10,7 @@ from deploy.demo import verdict
 from deploy.demo.audit import Finding, Report
 from deploy.demo.client import Place, Tally
 from deploy.demo.truth import Topic
-from service.wire import event_id
+from service.contract.wire import event_id
 
 SENT = ["a", "b", "c"]
 TWICE = {"a": [Place(0, 1), Place(0, 7)]}

@@ -20,12 +20,12 @@ from aiokafka.protocol.transaction import (
 from aiokafka.record.default_records import DefaultRecordBatch
 from aiokafka.structs import TopicPartition
 
-from service.kafka.cluster import Cluster
+from service.core.metrics import Telemetry
+from service.kafka.admin import Cluster
 from service.kafka.inspection import DescribeProducers
-from service.kafka.life import Life, Partition, Place, Record
+from service.kafka.outcomes import PRODUCER_FENCED, TransactionFailed
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
-from service.kafka.verdict import PRODUCER_FENCED, TransactionFailed
-from service.telemetry import Telemetry
+from service.kafka.session import Life, Partition, Place, Record
 
 LEDGER = ("ns.ledger", 0)
 USUAL = ("a", "b", "orders", "small")

@@ -9,26 +9,26 @@ from functools import partial
 
 from prometheus_client import Counter
 
-from service.errors import KafkaAway, KafkaForbids, Kind, Problem
-from service.event import Event, event_of
-from service.ingest import Ingest
-from service.intake import Intake
-from service.journal import Journal
-from service.kafka.cluster import Cluster, Topic
-from service.kafka.life import Fate, Partition, Place, Record
+from service.claims.redis_store import Census, Epoch, Row
+from service.claims.states import Claim, Claimed, Delivered, KeyState, SlotEvent, SlotState
+from service.contract import Guarantee, Rules, TopicRule
+from service.contract.wire import event_id, fingerprint
+from service.core.metrics import Telemetry
+from service.core.problems import KafkaAway, KafkaForbids, Kind, Problem
+from service.core.settings import Settings
+from service.events.event import Event, event_of
+from service.events.schemas import Schemas
+from service.kafka.admin import Cluster, Topic
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
-from service.keys import Census, Epoch, Row
-from service.queue import Queue
-from service.recovery import Store
-from service.request import Answer, Answers, Request
-from service.schemas import Schemas
-from service.settings import Settings
-from service.shared import Guarantee, Rules, TopicRule
-from service.slot import Link, Slot
-from service.states import Claim, Claimed, Delivered, KeyState, SlotEvent, SlotState
-from service.telemetry import Telemetry
-from service.topics import Catalogue, InternalTopics
-from service.wire import event_id, fingerprint
+from service.kafka.session import Fate, Partition, Place, Record
+from service.kafka.topics import Catalogue, InternalTopics
+from service.pipeline.admission import Intake
+from service.pipeline.journal import Journal
+from service.pipeline.queue import Queue
+from service.pipeline.request import Answer, Answers, Request
+from service.pipeline.writer import Ingest
+from service.slots.recovery import Store
+from service.slots.slot import Link, Slot
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
 
 EPOCH = Epoch(1, "run/repl")

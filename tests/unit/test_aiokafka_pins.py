@@ -18,7 +18,7 @@ from aiokafka.record.default_records import DefaultRecordBatch, DefaultRecordBat
 from aiokafka.structs import BrokerMetadata, TopicPartition
 
 from deploy.local.places import ROOT
-from service.kafka.client import BaseClient, Consumer
+from service.kafka.connection import BaseClient, Consumer
 from service.kafka.deadline import Abandoned, within
 
 
@@ -77,7 +77,7 @@ classes = {kind for module in modules for kind in vars(module).values() if inspe
 def known():
     return [dict(vars(each)) for each in (*modules, *classes)]
 before = known()
-import service.app, service.follow
+import service.app, service.reader
 assert [name for old, new in zip(before, known()) for name in old if new.get(name) is not old[name]] == []
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

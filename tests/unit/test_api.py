@@ -11,13 +11,13 @@ from jsonschema import Draft202012Validator
 
 from deploy.local.stack import free_port
 from service.app import create_app
-from service.cloudevents import BATCHED, STRUCTURED
-from service.http_posts import protocol_of
-from service.rendering import committed_lines, location_of
-from service.request import Committed
-from service.schemas import Schemas
-from service.settings import Settings
-from service.shared import Rules
+from service.contract import Rules
+from service.core.settings import Settings
+from service.events.cloudevents import BATCHED, STRUCTURED
+from service.events.schemas import Schemas
+from service.http.protocol import protocol_of
+from service.http.responses import committed_lines, location_of
+from service.pipeline.request import Committed
 
 PROBES = ["/livez", "/readyz", "/startupz", "/metrics"]
 

@@ -10,12 +10,12 @@ from structlog.testing import capture_logs
 
 import service.app
 from service.app import Service
-from service.errors import KafkaAway, KafkaRefuses
-from service.keys import Identity
-from service.schemas import Schemas
-from service.settings import Settings
-from service.shared import Rules, SettingsError
-from service.telemetry import Telemetry
+from service.claims.redis_store import Identity
+from service.contract import Rules, SettingsError
+from service.core.metrics import Telemetry
+from service.core.problems import KafkaAway, KafkaRefuses
+from service.core.settings import Settings
+from service.events.schemas import Schemas
 from tests.unit.fakes import until
 
 BACKGROUND = ("sweep", "watch", "bring-up", "lso-watch", "clocks")

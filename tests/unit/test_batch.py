@@ -8,20 +8,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from service import batch as module
-from service import cloudevents, native, topics
-from service.batch import (
-    BatchBody,
-    line_of,
-    member_of,
-    parse_batch,
-    parse_lines,
-    parse_long_batch,
-    write_atomic,
-    write_each,
-)
-from service.callers import Caller
-from service.errors import (
+from service import native
+from service.contract import CallerRule
+from service.contract.wire import event_id, member_id
+from service.core.problems import (
     FORBIDDEN_TOPIC,
     IN_PROGRESS,
     INVALID_EVENT,
@@ -37,12 +27,24 @@ from service.errors import (
     StoreLost,
     StoreUnanswered,
 )
-from service.event import BATCH_EVENTS_MAX, ENTRY_BYTES, Event
-from service.kafka.cluster import Topic
-from service.request import Answer, Answers, Committed, Train, fit
-from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX
-from service.shared import CallerRule
-from service.wire import event_id, member_id
+from service.core.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX
+from service.events import cloudevents
+from service.events.event import BATCH_EVENTS_MAX, ENTRY_BYTES, Event
+from service.http import batch as module
+from service.http.batch import (
+    BatchBody,
+    line_of,
+    member_of,
+    parse_batch,
+    parse_lines,
+    parse_long_batch,
+    write_atomic,
+    write_each,
+)
+from service.http.callers import Caller
+from service.kafka import topics
+from service.kafka.admin import Topic
+from service.pipeline.request import Answer, Answers, Committed, Train, fit
 from tests.unit.fakes import FakeProducer, World, ended, kind_of, make_event, until
 
 TRACE = b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"

@@ -4,9 +4,9 @@ import hashlib
 
 import pytest
 
-from service.callers import ANYBODY, Caller, Callers
-from service.errors import FORBIDDEN_TOPIC, RATE_LIMITED, UNAUTHORIZED, Problem
-from service.shared import CallerRule
+from service.contract import CallerRule
+from service.core.problems import FORBIDDEN_TOPIC, RATE_LIMITED, UNAUTHORIZED, Problem
+from service.http.callers import ANYBODY, Caller, Callers
 
 DIGEST = hashlib.sha256(b"s3cret").hexdigest()
 

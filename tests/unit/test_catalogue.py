@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from service import topics as module
-from service.errors import KafkaAway, KafkaForbids, Problem
-from service.kafka.cluster import Topic
-from service.settings import GROUP_LEDGER_BYTES_MAX, Settings
-from service.shared import SettingsError
-from service.topics import Catalogue, InternalTopics
+from service.contract import SettingsError
+from service.core.problems import KafkaAway, KafkaForbids, Problem
+from service.core.settings import GROUP_LEDGER_BYTES_MAX, Settings
+from service.kafka import topics as module
+from service.kafka.admin import Topic
+from service.kafka.topics import Catalogue, InternalTopics
 from tests.unit.fakes import FakeCluster, World, make_event
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 
+from service.claims.redis_requirements import refusals
 from service.cli import check_brokers, check_redis
 from service.cli.finding import Finding, Level, grouped, judged, worst
-from service.redis_server import refusals
-from service.settings import Settings
+from service.core.settings import Settings
 
 INFO = {
     "redis_version": "7.2.4",

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from service.clocks import CLOSE_MS, Clock, Clocks
-from service.errors import NOT_WRITTEN, RECORD_REFUSED
-from service.event import event_of
-from service.kafka.life import Place
-from service.kafka.verdict import OUTSIDE_BOUNDS, TransactionFailed, Verdict
-from service.wire import event_id, requests_topic
+from service.contract.wire import event_id, requests_topic
+from service.core.problems import NOT_WRITTEN, RECORD_REFUSED
+from service.events.event import event_of
+from service.kafka.outcomes import OUTSIDE_BOUNDS, TransactionFailed, Verdict
+from service.kafka.session import Place
+from service.pipeline.clocks import CLOSE_MS, Clock, Clocks
 from tests.unit.fakes import NOW_MS, FakeCluster, FakeKeys, World, ended, kind_of
 
 HOUR_MS = 3_600_000

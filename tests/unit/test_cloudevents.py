@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from service import cloudevents
-from service.errors import INVALID_EVENT, INVALID_JSON, INVALID_KEY, TOO_LARGE, Problem
-from service.event import BATCH_EVENTS_MAX, Event
-from service.wire import event_id
+from service.contract.wire import event_id
+from service.core.problems import INVALID_EVENT, INVALID_JSON, INVALID_KEY, TOO_LARGE, Problem
+from service.events import cloudevents
+from service.events.event import BATCH_EVENTS_MAX, Event
 
 ATTRIBUTES = {
     "specversion": "1.0",

@@ -17,13 +17,13 @@ from aiokafka.errors import (
 from aiokafka.protocol.offset import OffsetRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
 
-from service.errors import KafkaAway, KafkaForbids
-from service.kafka import cluster as module
-from service.kafka.cluster import Cluster, Ends
+from service.core.metrics import Telemetry
+from service.core.problems import KafkaAway, KafkaForbids
+from service.kafka import admin as module
+from service.kafka.admin import Cluster, Ends
 from service.kafka.inspection import DescribeTransactions
-from service.kafka.life import Life
 from service.kafka.metadata import Metadata
-from service.telemetry import Telemetry
+from service.kafka.session import Life
 from tests.unit.fakes import until
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from service import control as module
-from service.control import Control, Newest
+from service.contract.wire import GENERATION_KEY, Generation
 from service.kafka.reader import Span
-from service.wire import GENERATION_KEY, Generation
+from service.slots import generation_log as module
+from service.slots.generation_log import Control, Newest
 from tests.unit.fakes import FakeCluster
 
 

@@ -5,11 +5,11 @@ from typing import Any, cast
 
 import pytest
 
-from service.control import Control, Newest
+from service.claims.redis_store import Epoch, Identity, KeyStore
+from service.core.metrics import Telemetry
 from service.kafka.deadline import Abandoned, shared, within
-from service.keys import Epoch, Identity, KeyStore
-from service.recovery import Store
-from service.telemetry import Telemetry
+from service.slots.generation_log import Control, Newest
+from service.slots.recovery import Store
 from tests.unit.fakes import World
 
 SOON_S = 5.0

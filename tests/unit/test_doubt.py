@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from service.errors import (
+from service.claims.redis_store import Epoch
+from service.claims.states import Delivered
+from service.contract.wire import KEY_HEADER
+from service.core.problems import (
     NOT_WRITTEN,
     OUTCOME_UNKNOWN,
     TOO_LARGE,
@@ -19,14 +22,11 @@ from service.errors import (
     StoreLost,
     StoreUnanswered,
 )
-from service.ingest import ABORTED_PAUSE_S
-from service.kafka.cluster import Topic
-from service.kafka.life import Place, Record
-from service.kafka.verdict import Refusal, TransactionFailed, Verdict
-from service.keys import Epoch
-from service.request import Committed
-from service.states import Delivered
-from service.wire import KEY_HEADER
+from service.kafka.admin import Topic
+from service.kafka.outcomes import Refusal, TransactionFailed, Verdict
+from service.kafka.session import Place, Record
+from service.pipeline.request import Committed
+from service.pipeline.writer import ABORTED_PAUSE_S
 from tests.unit.fakes import NOW_MS, FakeProducer, World, end_of_term, ended, kind_of, make_event, until
 
 GONE = Refusal(UNKNOWN_TOPIC, "it is not there")

@@ -13,9 +13,12 @@ from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service import batch, cloudevents, strict_json
-from service.errors import Problem
-from service.event import (
+from service.claims.states import Claimed
+from service.contract import Guarantee
+from service.contract.wire import event_id, fingerprint, stamp_writer
+from service.core.problems import Problem
+from service.events import cloudevents, strict_json
+from service.events.event import (
     Event,
     EventBody,
     check_key,
@@ -27,13 +30,11 @@ from service.event import (
     parse_traceparent,
     partition_of,
 )
-from service.group import records_of
-from service.kafka.cluster import Topic
+from service.http import batch
+from service.kafka.admin import Topic
 from service.kafka.partitioner import partition_of_key
-from service.request import Request
-from service.shared import Guarantee
-from service.states import Claimed
-from service.wire import event_id, fingerprint, stamp_writer
+from service.pipeline.group import records_of
+from service.pipeline.request import Request
 
 HOUR_MS = 3_600_000
 NOW_MS = 1_700_000_000_000

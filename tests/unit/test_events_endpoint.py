@@ -9,18 +9,20 @@ from typing import Any, cast
 
 import pytest
 
-from service import events_endpoint
-from service.batch import LINES
-from service.callers import Callers
-from service.cloudevents import BATCHED, STRUCTURED
-from service.errors import KINDS, NOT_WRITTEN, Problem
-from service.event import Event, parse_key
-from service.events_endpoint import EventsEndpoint
-from service.headers import JSON, media_type, pick, unsupported
-from service.http_posts import Post
-from service.intake import Intake
-from service.outbox import Outbox
-from service.rendering import (
+from service.claims.states import Delivered
+from service.contract import CallerRule
+from service.core.metrics import Telemetry
+from service.core.problems import KINDS, NOT_WRITTEN, Problem
+from service.core.settings import Settings
+from service.events.cloudevents import BATCHED, STRUCTURED
+from service.events.event import Event, parse_key
+from service.http import events as module
+from service.http.batch import LINES
+from service.http.callers import Callers
+from service.http.events import EventsEndpoint
+from service.http.headers import JSON, media_type, pick, unsupported
+from service.http.protocol import Post
+from service.http.responses import (
     committed_lines,
     echo_of,
     imf_fixdate,
@@ -29,12 +31,10 @@ from service.rendering import (
     render_results,
     render_whole,
 )
-from service.request import Answer, Committed
-from service.settings import Settings
-from service.shared import CallerRule
-from service.shedding import ANSWERS_EACH, Shedding
-from service.states import Delivered
-from service.telemetry import Telemetry
+from service.pipeline.admission import Intake
+from service.pipeline.load_shedding import ANSWERS_EACH, Shedding
+from service.pipeline.request import Answer, Committed
+from service.pipeline.response_buffer import Outbox
 from tests.unit.fakes import grows_in_proportion
 
 PLACE = (b"\x01" * 16, Delivered(1_700_000_000_000, b"\x02" * 8, "orders", 2, 12, 1_700_000_000_000))
@@ -317,7 +317,7 @@ def test_a_reply_that_raises_is_answered_500_and_ends_its_connection(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the client would wait for an answer that never comes: the event's own deadline has passed with it."""
-    monkeypatch.setattr(events_endpoint, where, lambda *_: 1 / 0)
+    monkeypatch.setattr(module, where, lambda *_: 1 / 0)
     told, events = posted("/events", b'{"topic":"t","value":1}', content_type=JSON, idempotency_key="k")
     assert len(events) == 1
     assert (told.status, told.keep_alive) == (500, False)
@@ -335,9 +335,9 @@ def test_an_answer_that_cannot_be_written_ends_its_connection(monkeypatch: pytes
 
 def test_the_addresses_of_the_loopback_that_are_known_have_a_bound() -> None:
     for n in range(1_000):
-        assert events_endpoint._is_loopback(f"127.0.{n // 256}.{n % 256}")
-    assert events_endpoint._is_loopback.cache_info().currsize <= 256
-    assert not events_endpoint._is_loopback("10.0.0.1")
+        assert module._is_loopback(f"127.0.{n // 256}.{n % 256}")
+    assert module._is_loopback.cache_info().currsize <= 256
+    assert not module._is_loopback("10.0.0.1")
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from service import wire
-from service.follow import Bounds, Place, id_of
+from service.contract import wire
+from service.reader import Bounds, Place, id_of
 
 AGE = Bounds(ids=3, age_s=10)
 

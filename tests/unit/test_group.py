@@ -4,16 +4,16 @@ import json
 
 import pytest
 
-from service.event import event_of
-from service.group import Written, entries_of, placed_all, records_of, route, rows_of, topic_ids_of
-from service.kafka.cluster import Topic
-from service.kafka.life import Place, Record
-from service.keys import Epoch
-from service.request import Committed, Request
-from service.shared import Guarantee
-from service.slot import Link
-from service.states import Claimed, Delivered, DeliveredBatch, RequestEvent
-from service.wire import Entry, Stamp, event_id, stamp_writer
+from service.claims.redis_store import Epoch
+from service.claims.states import Claimed, Delivered, DeliveredBatch, RequestEvent
+from service.contract import Guarantee
+from service.contract.wire import Entry, Stamp, event_id, stamp_writer
+from service.events.event import event_of
+from service.kafka.admin import Topic
+from service.kafka.session import Place, Record
+from service.pipeline.group import Written, entries_of, placed_all, records_of, route, rows_of, topic_ids_of
+from service.pipeline.request import Committed, Request
+from service.slots.slot import Link
 from tests.unit.fakes import make_event, unheard
 
 LINK = Link(Epoch(1, "run/repl"), 1, 1, 3)

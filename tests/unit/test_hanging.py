@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.hanging import (
+from service.kafka.hanging import (
     ActiveProducer,
     Marker,
     Place,

@@ -11,8 +11,8 @@ import pytest
 import uvicorn
 
 from deploy.local.stack import free_port
-from service import http_guard
-from service.http_guard import GuardedProtocol, LingeringServer
+from service.http import limits
+from service.http.limits import GuardedProtocol, LingeringServer
 
 REQUEST = b"POST /events HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nbody"
 
@@ -28,8 +28,8 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.fixture
 async def port(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
-    monkeypatch.setattr(http_guard, "SILENCE_MAX_S", 0.3)
-    monkeypatch.setattr(http_guard, "LINGERING_CLOSE_S", 1.0)
+    monkeypatch.setattr(limits, "SILENCE_MAX_S", 0.3)
+    monkeypatch.setattr(limits, "LINGERING_CLOSE_S", 1.0)
     port = free_port()
     config = uvicorn.Config(app, port=port, http=GuardedProtocol, lifespan="off", log_config=None, access_log=False)
     server = uvicorn.Server(config)
@@ -76,7 +76,7 @@ def slow(pieces: int, size: int) -> list[bytes]:
 
 async def test_a_slow_request_has_as_much_time_as_the_least_rate_gives_it(port: int) -> None:
     """Twice the time of one that is silent, at twice the least rate."""
-    answer = await ask(port, *slow(12, 2 * http_guard.LEAST_BYTES_S // 20), pause_s=0.05)
+    answer = await ask(port, *slow(12, 2 * limits.LEAST_BYTES_S // 20), pause_s=0.05)
     assert answer.startswith(b"HTTP/1.1 200 ")
 
 
@@ -163,7 +163,7 @@ async def test_whole_requests_go_on_past_the_bound(port: int) -> None:
 
 async def test_a_stop_lets_clients_leave_by_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that was idle at the signal gets its next request answered, and is closed by that."""
-    monkeypatch.setattr(http_guard, "LINGER_S", 0.5)
+    monkeypatch.setattr(limits, "LINGER_S", 0.5)
     monkeypatch.setattr(GuardedProtocol, "lingering", False)
     port = free_port()
     config = uvicorn.Config(app, port=port, http=GuardedProtocol, lifespan="off", log_config=None, access_log=False)

@@ -13,8 +13,8 @@ import pytest
 import uvicorn
 
 from deploy.local.stack import free_port
-from service import http_guard, http_posts
-from service.http_posts import Post, PostsProtocol, protocol_of
+from service.http import limits, protocol
+from service.http.protocol import Post, PostsProtocol, protocol_of
 
 BODY_BYTES_MAX = 1000
 BODIES_BYTES_MAX = 1900  # of all connections, beside what each may have for itself
@@ -93,10 +93,10 @@ def desk() -> Desk:
 
 @pytest.fixture
 async def server(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[uvicorn.Server]:
-    monkeypatch.setattr(http_guard, "SILENCE_MAX_S", 1.0)
-    monkeypatch.setattr(http_guard, "UNREAD_MAX_S", 1.0)
-    monkeypatch.setattr(http_guard, "LINGERING_CLOSE_S", 0.1)
-    monkeypatch.setattr(http_posts, "OWN_BYTES", OWN_BYTES)
+    monkeypatch.setattr(limits, "SILENCE_MAX_S", 1.0)
+    monkeypatch.setattr(limits, "UNREAD_MAX_S", 1.0)
+    monkeypatch.setattr(limits, "LINGERING_CLOSE_S", 0.1)
+    monkeypatch.setattr(protocol, "OWN_BYTES", OWN_BYTES)
     routes: dict[bytes, Callable[[Post], None]] = {
         b"/later": desk.later,
         b"/now": desk.now,
@@ -298,7 +298,7 @@ async def test_blank_lines_between_requests_never_become_a_head_that_is_too_long
     caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client may send one behind each request (RFC 9112, section 2.2), for as long as its connection lives."""
-    monkeypatch.setattr(http_guard, "HEAD_BYTES_MAX", 100)
+    monkeypatch.setattr(limits, "HEAD_BYTES_MAX", 100)
     for _ in range(60):
         caller.writer.write(b"POST /now HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\n\r\nx")
         assert (await caller.hear())[0] == 201
@@ -587,13 +587,13 @@ async def test_what_is_read_at_once_is_parsed_in_slices(
     caller: Caller, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """256 KiB may be 40,000 chunks of a body, or 3,000 requests: between slices others have their turn."""
-    monkeypatch.setattr(http_guard, "PARSE_MAX_S", 0.0)
+    monkeypatch.setattr(limits, "PARSE_MAX_S", 0.0)
     head = b"POST /now HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
     sent = head + 40_000 * b"1\r\na\r\n" if kind == "chunks" else 3_000 * post(b"/now", b"x", b"via: x")
     protocol = next(iter(caller.server.server_state.connections))
     assert isinstance(protocol, PostsProtocol)
     protocol.data_received(sent)
-    assert len(protocol._rest) == len(sent) - http_guard.SLICE_BYTES
+    assert len(protocol._rest) == len(sent) - limits.SLICE_BYTES
     async with asyncio.timeout(5.0):
         while protocol._rest:
             assert len(protocol.pipeline) < 1_000

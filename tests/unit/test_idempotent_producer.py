@@ -15,10 +15,10 @@ from aiokafka.errors import (
 )
 from structlog.testing import capture_logs
 
-from service.errors import KafkaAway
-from service.kafka import life as module
-from service.kafka.life import NOT_SENT, NotSent, Place
-from service.kafka.verdict import REFUSALS
+from service.core.problems import KafkaAway
+from service.kafka import session as module
+from service.kafka.outcomes import REFUSALS
+from service.kafka.session import NOT_SENT, NotSent, Place
 from tests.unit.fake_brokers import (
     GONE,
     TOO_BIG,

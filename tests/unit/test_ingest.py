@@ -8,9 +8,8 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from service import intake
-from service import slot as slot_module
-from service.errors import (
+from service.claims.states import Claim, Claimed, Outcome, SlotState
+from service.core.problems import (
     FINGERPRINT_MISMATCH,
     IN_PROGRESS,
     NOT_WRITTEN,
@@ -19,9 +18,10 @@ from service.errors import (
     StoreLost,
     StoreUnanswered,
 )
-from service.request import Answer, Committed
-from service.shedding import ANSWERS_EACH, SAVED_MOST
-from service.states import Claim, Claimed, Outcome, SlotState
+from service.pipeline import admission
+from service.pipeline.load_shedding import ANSWERS_EACH, SAVED_MOST
+from service.pipeline.request import Answer, Committed
+from service.slots import slot as slot_module
 from tests.unit.fakes import EPOCH, NOW_MS, World, count_of, end_of_term, ended, kind_of, make_event, unheard, until
 
 # ------------------------------------------------------------------------------------------------- when all is well
@@ -324,7 +324,7 @@ async def test_who_waits_for_another_s_write_is_told_in_time_though_no_slot_is_l
 async def test_requests_that_were_answered_do_not_stay_in_memory_behind_one_that_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(intake, "ANSWERED_BYTES_KEPT", 100_000)  # less than one: the last does not stay either
+    monkeypatch.setattr(admission, "ANSWERED_BYTES_KEPT", 100_000)  # less than one: the last does not stay either
     world = World(request_timeout_ms=60_000)
     sweeping = asyncio.create_task(world.intake.sweep())
     await world.catalogue.get("orders", time.monotonic())

@@ -6,8 +6,9 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from service import ingest as module
-from service.errors import (
+from service.claims.states import SlotState
+from service.contract import Guarantee
+from service.core.problems import (
     IN_PROGRESS,
     NOT_WRITTEN,
     OUTCOME_UNKNOWN,
@@ -17,11 +18,10 @@ from service.errors import (
     StoreAway,
     StoreUnanswered,
 )
-from service.kafka.life import NOT_SENT, NotSent, Place
-from service.kafka.verdict import Refusal, TransactionFailed, Verdict
-from service.request import Committed
-from service.shared import Guarantee
-from service.states import SlotState
+from service.kafka.outcomes import Refusal, TransactionFailed, Verdict
+from service.kafka.session import NOT_SENT, NotSent, Place
+from service.pipeline import writer as module
+from service.pipeline.request import Committed
 from tests.unit.fakes import EPOCH, NOW_MS, World, end_of_term, ended, kind_of, make_event, until
 
 BIG = Refusal(TOO_LARGE, "it is too large")

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 from structlog.testing import capture_logs
 
-from service import intake as module
-from service.errors import (
+from service.claims.states import RequestEvent
+from service.core.problems import (
     FORBIDDEN_TOPIC,
     NOT_WRITTEN,
     OUTCOME_UNKNOWN,
@@ -17,9 +17,9 @@ from service.errors import (
     Kind,
     Problem,
 )
-from service.kafka.cluster import Topic
-from service.request import Answer, Committed
-from service.states import RequestEvent
+from service.kafka.admin import Topic
+from service.pipeline import admission as module
+from service.pipeline.request import Answer, Committed
 from tests.unit.fakes import World, count_of, ended, kind_of, make_event, unheard, until
 
 # ------------------------------------------------------------------------------------------------------ its topic

@@ -7,15 +7,15 @@ from collections.abc import AsyncIterator
 import pytest
 from structlog.testing import capture_logs
 
-from service import journal as module
-from service.errors import NOT_WRITTEN, TOO_LARGE, KafkaAway, Problem
-from service.journal import Journal
+from service.contract import Guarantee
+from service.contract.wire import event_id
+from service.core.metrics import Telemetry
+from service.core.problems import NOT_WRITTEN, TOO_LARGE, KafkaAway, Problem
+from service.kafka.outcomes import RecordRefused, Refusal
 from service.kafka.producer import IdempotentProducer
-from service.kafka.verdict import RecordRefused, Refusal
-from service.request import Request
-from service.shared import Guarantee
-from service.telemetry import Telemetry
-from service.wire import event_id
+from service.pipeline import journal as module
+from service.pipeline.journal import Journal
+from service.pipeline.request import Request
 from tests.unit.fakes import FakeCluster, count_of, make_event, unheard, until
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from service.wire import Stamp, event_id
+from service.contract.wire import Stamp, event_id
 from tests.integration.client import Asked, Attempt, Kind
 from tests.integration.judge import Delivered, faults_of_key, stamp_faults
 

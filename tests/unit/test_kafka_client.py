@@ -25,10 +25,10 @@ from aiokafka.protocol.transaction import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.kafka import client as module
-from service.kafka.client import Client, Frames
-from service.kafka.cluster import AGAIN
-from service.kafka.requests import FORMS
+from service.kafka import connection as module
+from service.kafka.admin import AGAIN
+from service.kafka.connection import Client, Frames
+from service.kafka.protocol import FORMS
 
 VERSIONS = {0: (3, 11), 3: (0, 5), 18: (0, 0), 24: (0, 5), 26: (0, 5)}
 NODE = 1

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from service import keys as module
-from service import redis_connections
-from service.errors import Fenced, StoreAway, StoreLost, StoreUnanswered
-from service.keys import ERRORS, Epoch, RedisKeys
-from service.telemetry import Telemetry
+from service.claims import redis_connections
+from service.claims import redis_store as module
+from service.claims.redis_store import ERRORS, Epoch, RedisKeys
+from service.core.metrics import Telemetry
+from service.core.problems import Fenced, StoreAway, StoreLost, StoreUnanswered
 from tests.unit.fakes import until
 
 

@@ -175,7 +175,7 @@ def test_the_job_imports_nothing_of_the_service_but_the_contract(path: Path) -> 
     for name in imports(path):
         top = name.partition(".")[0]
         assert top not in ("fastapi", "aiokafka", "redis", "deploy", "tests"), name
-        assert top != "service" or name in ("service.wire", "service.shared"), name
+        assert top != "service" or name in ("service.contract.wire", "service.contract"), name
 
 
 @pytest.mark.parametrize("path", SERVICE + SPARK, ids=lambda path: str(path.relative_to(ROOT)))

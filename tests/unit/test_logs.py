@@ -12,12 +12,12 @@ import pytest
 import structlog
 
 from deploy.local.places import ROOT
-from service.errors import KafkaAway, StoreAway
-from service.logs import CHANGED_PAUSE_S, Incident, hash_key
+from service.core.logs import CHANGED_PAUSE_S, Incident, hash_key
+from service.core.problems import KafkaAway, StoreAway
 
 SAY: Final = """
 import logging, sys, structlog
-from service.logs import configure_logging
+from service.core.logs import configure_logging
 configure_logging(*sys.argv[1:])
 log = structlog.get_logger("service.test")
 log.warning("request failed", key="order-7", id="0a1b", status=500)

@@ -5,12 +5,12 @@ from itertools import pairwise
 
 import pytest
 
-from service.errors import KafkaAway
-from service.hanging import ActiveProducer, Partition
-from service.kafka.cluster import Ends
-from service.lso_watch import ABORT_SCAN_S, OTHER, PAUSE_LEAST_S, PAUSE_MOST_S, SLOT, UNKNOWN, LsoWatch
-from service.settings import Settings
-from service.telemetry import Telemetry
+from service.core.metrics import Telemetry
+from service.core.problems import KafkaAway
+from service.core.settings import Settings
+from service.kafka.admin import Ends
+from service.kafka.hanging import ActiveProducer, Partition
+from service.pipeline.lso_watch import ABORT_SCAN_S, OTHER, PAUSE_LEAST_S, PAUSE_MOST_S, SLOT, UNKNOWN, LsoWatch
 
 LEDGER = ("ns.ledger", 2)
 ORDERS = ("orders", 1)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from service import event as module
 from service import native
-from service.batch import member_of, parse_batch
-from service.errors import Problem
-from service.event import BATCH_EVENTS_MAX, READER, Event, parse_event
+from service.core.problems import Problem
+from service.events import event as module
+from service.events.event import BATCH_EVENTS_MAX, READER, Event, parse_event
+from service.http.batch import member_of, parse_batch
 
 pytestmark = pytest.mark.skipif(not native.COMPILED, reason="installed without a compiler")
 

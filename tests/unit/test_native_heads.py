@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service import native
-from service.headers import pick
-from service.http_guard import HEADERS_MAX
+from service.http.headers import pick
+from service.http.limits import HEADERS_MAX
 
 pytestmark = pytest.mark.skipif(not native.COMPILED, reason="installed without a compiler")
 
@@ -179,7 +179,7 @@ def test_both_read_the_same_request(chance: random.Random) -> None:
 
 
 def test_a_head_of_more_lines_than_are_taken_is_left_to_the_parser() -> None:
-    """Which refuses it (service.http_guard)."""
+    """Which refuses it (service.http.limits)."""
     line, end = b"POST /events HTTP/1.1\r\n", b"content-length: 4\r\n\r\nbody"
     assert native.heads.read_post(line + (HEADERS_MAX - 1) * b"a: b\r\n" + end) is not None
     assert native.heads.read_post(line + HEADERS_MAX * b"a: b\r\n" + end) is None

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service import native
-from service.kafka.batches import COMPRESS, BatchBuilder, LibraryBuilder, builder_of
-from service.kafka.cluster import CODECS
-from service.wire import Header
+from service.contract.wire import Header
+from service.kafka.admin import CODECS
+from service.kafka.record_batch import COMPRESS, BatchBuilder, LibraryBuilder, builder_of
 
 pytestmark = pytest.mark.skipif(not native.COMPILED, reason="installed without a compiler")
 

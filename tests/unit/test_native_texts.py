@@ -1,4 +1,4 @@
-"""What service.native writes of an event is what service.wire and service.rendering write, byte for byte."""
+"""What service.native writes of an event is what service.contract.wire and service.http.responses write, byte for byte."""
 
 from typing import Any
 
@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service import native, rendering
-from service.request import Committed
-from service.states import Delivered
-from service.wire import encode_answer, encode_entry, encode_stamp
+from service import native
+from service.claims.states import Delivered
+from service.contract.wire import encode_answer, encode_entry, encode_stamp
+from service.http import responses
+from service.pipeline.request import Committed
 
 pytestmark = pytest.mark.skipif(not native.COMPILED, reason="installed without a compiler")
 
@@ -55,11 +56,11 @@ def test_answers_in_the_journal(
 def test_what_clients_are_told(places: list[tuple[bytes, Delivered]], replayed: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "COMPILED", False)
-        one = rendering.render_place(places[0])
-        each = [rendering.render_result(Committed(1, (place,), replayed)) for place in places]
-    assert native.texts.place(*places[0]) == one == rendering.render_place(places[0])
+        one = responses.render_place(places[0])
+        each = [responses.render_result(Committed(1, (place,), replayed)) for place in places]
+    assert native.texts.place(*places[0]) == one == responses.render_place(places[0])
     assert native.texts.results(places, replayed) == each
-    assert each == [rendering.render_result(Committed(1, (place,), replayed)) for place in places]
+    assert each == [responses.render_result(Committed(1, (place,), replayed)) for place in places]
 
 
 def test_a_number_that_no_offset_can_be_is_an_error() -> None:
@@ -73,7 +74,7 @@ def test_the_longest_names_have_room() -> None:
     there = Delivered(-(2**63), b"f" * 8, "\U0001f600" * 249, -(2**63), -(2**63), -(2**63))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "COMPILED", False)
-        told = rendering.render_place((b"i" * 16, there))
+        told = responses.render_place((b"i" * 16, there))
     assert native.texts.place(b"i" * 16, there) == told
     assert native.texts.results([(b"i" * 16, there)] * 3, True)[2].encode().count("\U0001f600".encode()) == 249
 

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
-from service import request
-from service.errors import (
+from service.claims.states import Claimed, Delivered, RequestState
+from service.contract import Guarantee
+from service.contract.wire import event_id
+from service.core.problems import (
     FINGERPRINT_MISMATCH,
     IN_PROGRESS,
     NOT_WRITTEN,
@@ -17,16 +19,14 @@ from service.errors import (
     StoreAway,
     StoreUnanswered,
 )
-from service.event import Event
-from service.kafka.cluster import Topic
-from service.kafka.life import Partition, Place, Record
-from service.kafka.verdict import Refusal, TransactionFailed, Verdict
-from service.queue import Queue
-from service.request import Answer, Committed, Request, Train
-from service.settings import Settings
-from service.shared import Guarantee
-from service.states import Claimed, Delivered, RequestState
-from service.wire import event_id
+from service.core.settings import Settings
+from service.events.event import Event
+from service.kafka.admin import Topic
+from service.kafka.outcomes import Refusal, TransactionFailed, Verdict
+from service.kafka.session import Partition, Place, Record
+from service.pipeline import request
+from service.pipeline.queue import Queue
+from service.pipeline.request import Answer, Committed, Request, Train
 from tests.unit.fakes import (
     NOW_MS,
     FakeProducer,

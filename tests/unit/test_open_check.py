@@ -7,9 +7,9 @@ from structlog.testing import capture_logs
 
 from service.kafka import open_check as module
 from service.kafka.inspection import DescribeProducers
-from service.kafka.life import Place
-from service.kafka.verdict import Verdict
-from service.slot import Slot
+from service.kafka.outcomes import Verdict
+from service.kafka.session import Place
+from service.slots.slot import Slot
 from tests.unit.fake_brokers import GONE, LEDGER, failure, record, transactional, write
 from tests.unit.fakes import World
 

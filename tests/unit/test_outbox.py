@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 from structlog.testing import capture_logs
 
-from service.outbox import Outbox
+from service.pipeline.response_buffer import Outbox
 
 
 def test_outside_of_a_step_an_answer_is_told_at_once_and_raises_by_itself() -> None:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from service.patience import Patience
+from service.core.timeouts import Patience
 
 LONG_S = 5.0
 

@@ -6,17 +6,17 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from service import pool as module
-from service.api import describe
-from service.errors import IN_PROGRESS, StoreLost, StoreUnanswered
-from service.kafka.verdict import TransactionFailed, Verdict
-from service.keys import Epoch, Row
-from service.pool import Pool
-from service.recovery import SlotRecovery
-from service.request import Committed
-from service.slot import Link, Slot
-from service.states import Claimed, Delivered, SlotEvent, SlotState
-from service.wire import event_id
+from service.claims.redis_store import Epoch, Row
+from service.claims.states import Claimed, Delivered, SlotEvent, SlotState
+from service.contract.wire import event_id
+from service.core.problems import IN_PROGRESS, StoreLost, StoreUnanswered
+from service.http.routes import describe
+from service.kafka.outcomes import TransactionFailed, Verdict
+from service.pipeline import pool as module
+from service.pipeline.pool import Pool
+from service.pipeline.request import Committed
+from service.slots.recovery import SlotRecovery
+from service.slots.slot import Link, Slot
 from tests.unit.fakes import EPOCH, NOW_MS, FakeProducer, Trouble, World, ended, kind_of, make_event, until
 
 LATER = Epoch(2, EPOCH.store)

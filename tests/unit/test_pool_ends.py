@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from aiokafka.errors import KafkaConnectionError
 
-from service import pool as module
-from service.errors import Fenced, KafkaAway, StoreAway, StoreLost, StoreUnanswered
-from service.kafka.verdict import TransactionFailed, Verdict
-from service.slot import Slot
-from service.states import SlotState
+from service.claims.states import SlotState
+from service.core.problems import Fenced, KafkaAway, StoreAway, StoreLost, StoreUnanswered
+from service.kafka.outcomes import TransactionFailed, Verdict
+from service.pipeline import pool as module
+from service.slots.slot import Slot
 from tests.unit.fakes import NOW_MS, ended, until
 from tests.unit.test_pool import Held, for_ever
 

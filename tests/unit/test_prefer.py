@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 from msgspec.structs import replace
 
-from service import waiters
-from service.errors import FINGERPRINT_MISMATCH, IN_PROGRESS
-from service.keys import Epoch
-from service.prefer import NONE, Preference, parse_prefer
-from service.request import Answers, Committed
-from service.states import Claim, Claimed, Delivered
+from service.claims.redis_store import Epoch
+from service.claims.states import Claim, Claimed, Delivered
+from service.core.problems import FINGERPRINT_MISMATCH, IN_PROGRESS
+from service.http.prefer import NONE, Preference, parse_prefer
+from service.pipeline import waiters
+from service.pipeline.request import Answers, Committed
 from tests.unit.fakes import NOW_MS, World, ended, grows_in_proportion, kind_of, make_event, until
 
 WAIT_3 = Preference(3, False, b"preference-applied: wait=3\r\n")

@@ -22,13 +22,13 @@ from aiokafka.protocol.transaction import (
 from aiokafka.record.default_records import DefaultRecordBatch
 from structlog.testing import capture_logs
 
-from service.errors import FORBIDDEN_TOPIC, TOO_LARGE, UNKNOWN_TOPIC
-from service.kafka import life as module
-from service.kafka.cluster import CODECS, Cluster
-from service.kafka.life import Life, Place
+from service.core.metrics import Telemetry
+from service.core.problems import FORBIDDEN_TOPIC, TOO_LARGE, UNKNOWN_TOPIC
+from service.kafka import session as module
+from service.kafka.admin import CODECS, Cluster
+from service.kafka.outcomes import REFUSALS, TransactionFailed, Verdict
 from service.kafka.producer import COMPRESSED_LEAST_BYTES, TransactionalProducer
-from service.kafka.verdict import REFUSALS, TransactionFailed, Verdict
-from service.telemetry import Telemetry
+from service.kafka.session import Life, Place
 from tests.unit.fake_brokers import (
     FENCED,
     GONE,

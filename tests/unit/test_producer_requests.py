@@ -11,12 +11,12 @@ from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnRequest, InitProducerIdResponse_v0
 from aiokafka.record.default_records import DefaultRecordBatch
 
-from service.errors import KafkaAway
-from service.kafka import life as module
+from service.core.problems import KafkaAway
+from service.kafka import session as module
 from service.kafka.inspection import DescribeTransactions
-from service.kafka.life import Batch, Life, NotSent, Place
+from service.kafka.outcomes import Verdict
 from service.kafka.producer import PATIENCE_SHARE, REPLICAS_SHARE, TransactionalProducer
-from service.kafka.verdict import Verdict
+from service.kafka.session import Batch, Life, NotSent, Place
 from tests.unit.fake_brokers import (
     LEDGER,
     TOO_BIG,

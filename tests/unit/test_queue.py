@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from service import queue as module
-from service.errors import NOT_WRITTEN, Problem
-from service.event import ENTRY_BYTES
-from service.queue import Queue, take_group
-from service.request import Request, Train
-from service.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX, WAITING_BYTES, Settings
-from service.shared import Guarantee
-from service.states import IllegalMove, RequestEvent, RequestState
+from service.claims.states import IllegalMove, RequestEvent, RequestState
+from service.contract import Guarantee
+from service.core.problems import NOT_WRITTEN, Problem
+from service.core.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX, WAITING_BYTES, Settings
+from service.events.event import ENTRY_BYTES
+from service.pipeline import queue as module
+from service.pipeline.queue import Queue, take_group
+from service.pipeline.request import Request, Train
 from tests.unit.fakes import make_event, unheard
 
 SETTINGS = Settings(instance="test")

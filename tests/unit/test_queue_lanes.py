@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from service import queue as module
-from service.event import ENTRY_BYTES
-from service.queue import Queue
-from service.request import Request, Train
-from service.settings import GROUP_LEDGER_BYTES_MAX
-from service.shared import Guarantee
-from service.states import RequestEvent
+from service.claims.states import RequestEvent
+from service.contract import Guarantee
+from service.core.settings import GROUP_LEDGER_BYTES_MAX
+from service.events.event import ENTRY_BYTES
+from service.pipeline import queue as module
+from service.pipeline.queue import Queue
+from service.pipeline.request import Request, Train
 from tests.unit.fakes import make_event, unheard
 from tests.unit.test_queue import MANY, SETTINGS, answered, keys_of, request
 

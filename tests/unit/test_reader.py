@@ -9,11 +9,11 @@ import pytest
 from aiokafka.errors import KafkaError
 from aiokafka.structs import TopicPartition
 
-from service.errors import KafkaAway
+from service.core.metrics import Telemetry
+from service.core.problems import KafkaAway
 from service.kafka import reader
-from service.kafka.cluster import Cluster
+from service.kafka.admin import Cluster
 from service.kafka.reader import Item, Span, ends, read_through
-from service.telemetry import Telemetry
 
 SOON_S = 5.0
 

@@ -8,18 +8,18 @@ from typing import Any, cast
 
 import pytest
 
-from service import recovery as module
-from service.control import Newest
-from service.errors import Fenced, KafkaAway, StoreAway, StoreLost, StoreUnanswered
-from service.kafka.life import Partition, Place
+from service.claims.redis_store import REPLAY_CHUNK, Epoch, Identity, Row
+from service.claims.states import Delivered, SlotEvent, SlotState
+from service.contract.wire import Entry, LedgerRecord, decode_ledger
+from service.core.metrics import Telemetry
+from service.core.problems import Fenced, KafkaAway, StoreAway, StoreLost, StoreUnanswered
 from service.kafka.reader import Item, Span
-from service.keys import REPLAY_CHUNK, Epoch, Identity, Row
-from service.recovery import REPLAY_RECORDS, SlotRecovery, Store
-from service.settling import CLOCKS_APART_MS
-from service.slot import Slot
-from service.states import Delivered, SlotEvent, SlotState
-from service.telemetry import Telemetry
-from service.wire import Entry, LedgerRecord, decode_ledger
+from service.kafka.session import Partition, Place
+from service.slots import recovery as module
+from service.slots.generation_log import Newest
+from service.slots.recovery import REPLAY_RECORDS, SlotRecovery, Store
+from service.slots.settling import CLOCKS_APART_MS
+from service.slots.slot import Slot
 from tests.unit.fakes import EPOCH, NOW_MS, FakeCluster, FakeKeys, FakePlain, FakeProducer, World, ended, until
 
 SLOTS = 3

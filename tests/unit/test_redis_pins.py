@@ -1,4 +1,4 @@
-"""The names inside redis-py and hiredis that service/keys.py uses although they are not their interface."""
+"""The names inside redis-py and hiredis that service/claims/redis_store.py uses although they are not their interface."""
 
 import importlib.metadata
 import inspect

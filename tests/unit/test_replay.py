@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from service.claims.redis_store import Row
+from service.claims.states import Delivered, DeliveredBatch
+from service.contract.wire import Entry, LedgerRecord, batch_fingerprint, decode_ledger
 from service.kafka.reader import Item
-from service.keys import Row
-from service.replay import rows_of
-from service.states import Delivered, DeliveredBatch
-from service.wire import Entry, LedgerRecord, batch_fingerprint, decode_ledger
+from service.slots.ledger_rows import rows_of
 from tests.unit.test_wire import vectors
 
 ENTRY = Entry(b"\x01" * 16, b"\x02" * 8, 3, "orders", 4, 5, 6)

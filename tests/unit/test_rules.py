@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from service.settings import Settings
-from service.shared import CallerRule, Guarantee, Rules, SettingsError
+from service.contract import CallerRule, Guarantee, Rules, SettingsError
+from service.core.settings import Settings
 
 DIGEST = "ab" * 32
 CALLER = f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\n'

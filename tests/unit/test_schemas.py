@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from service.errors import SCHEMA_MISMATCH, Problem
-from service.event import Event, parse_event
-from service.schemas import Schemas
-from service.shared import Rules, SettingsError
+from service.contract import Rules, SettingsError
+from service.core.problems import SCHEMA_MISMATCH, Problem
+from service.events.event import Event, parse_event
+from service.events.schemas import Schemas
 
 ORDER = {
     "type": "object",

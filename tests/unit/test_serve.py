@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from service import ingest as module
-from service.errors import OUTCOME_UNKNOWN, Fenced, KafkaAway, StoreAway
-from service.kafka.life import Fate, Place
-from service.kafka.verdict import TransactionFailed, Verdict
-from service.keys import Epoch
-from service.request import Committed
-from service.states import Claim, Delivered, DeliveredBatch, RequestState
-from service.wire import STAMP_HEADER, Stamp
+from service.claims.redis_store import Epoch
+from service.claims.states import Claim, Delivered, DeliveredBatch, RequestState
+from service.contract.wire import STAMP_HEADER, Stamp
+from service.core.problems import OUTCOME_UNKNOWN, Fenced, KafkaAway, StoreAway
+from service.kafka.outcomes import TransactionFailed, Verdict
+from service.kafka.session import Fate, Place
+from service.pipeline import writer as module
+from service.pipeline.request import Committed
 from tests.unit.fakes import NOW_MS, World, end_of_term, ended, kind_of, make_event, until
 
 

@@ -6,10 +6,10 @@ from typing import Final
 
 import pytest
 
-from service.keys import check_url
-from service.settings import Settings
-from service.shared import SettingsError, SharedSettings
-from service.wire import TOPIC, internal_topics
+from service.claims.redis_store import check_url
+from service.contract import SettingsError, SharedSettings
+from service.contract.wire import TOPIC, internal_topics
+from service.core.settings import Settings
 from tests.secured import Authority
 
 
@@ -329,7 +329,7 @@ def test_traces_without_their_packages_stop_the_start(monkeypatch: pytest.Monkey
         raise ModuleNotFoundError(name)
 
     for find in (lacking, lambda name: None):
-        monkeypatch.setattr("service.settings.find_spec", find)
+        monkeypatch.setattr("service.core.settings.find_spec", find)
         assert lines(tracing="otlp") == [
             "FENCEPOST_TRACING=otlp needs packages that are not here: install fencepost[tracing]"
         ]

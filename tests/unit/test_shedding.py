@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.shedding import ANSWERS_EACH, SAVED_MOST, WAIT_MOST_S, Shedding
+from service.pipeline.load_shedding import ANSWERS_EACH, SAVED_MOST, WAIT_MOST_S, Shedding
 
 
 class Refused:
@@ -23,7 +23,7 @@ class Refused:
         for _ in range(times):
             told = len(self.told)
             self.shedding.answered()
-            assert len(self.told) == told  # not in between: see service.shedding
+            assert len(self.told) == told  # not in between: see service.pipeline.load_shedding
         self.shedding.look(100.0)
 
 

@@ -10,7 +10,7 @@ import pytest
 from deploy.local.places import ROOT
 from service.cli import show
 from service.cli.look import SlotRow, Slots
-from service.keys_view import SlotView
+from service.cli.redis_view import SlotView
 
 
 def test_a_key_stands_in_the_document_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from service import states
-from service.states import (
+from service.claims import states
+from service.claims.states import (
     MAYBE_WRITTEN,
     REQUEST,
     SLOT,

@@ -9,14 +9,14 @@ from typing import Any, cast
 
 import pytest
 
-from service import recovery
-from service.control import Control, Newest
-from service.errors import KafkaAway, StoreAway, StoreLost, StoreUnanswered
-from service.kafka.cluster import Cluster
-from service.keys import Epoch, Identity, KeyStore
-from service.recovery import Store
-from service.telemetry import Telemetry
-from service.wire import transactional_id
+from service.claims.redis_store import Epoch, Identity, KeyStore
+from service.contract.wire import transactional_id
+from service.core.metrics import Telemetry
+from service.core.problems import KafkaAway, StoreAway, StoreLost, StoreUnanswered
+from service.kafka.admin import Cluster
+from service.slots import recovery
+from service.slots.generation_log import Control, Newest
+from service.slots.recovery import Store
 from tests.unit.fakes import FakeCluster, World, until
 
 NAMED = Epoch(7, "run/primary")

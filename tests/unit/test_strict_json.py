@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service import native
-from service import strict_json as module
-from service.errors import DETAIL_CHARS_MAX, Problem
-from service.strict_json import check_json
+from service.core.problems import DETAIL_CHARS_MAX, Problem
+from service.events import strict_json as module
+from service.events.strict_json import check_json
 
 
 @pytest.fixture(autouse=True, scope="module", params=["python", "compiled"])

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from service import supervision as module
-from service.supervision import hear_the_loop, heard, supervise
-from service.telemetry import Telemetry
+from service.core import supervision as module
+from service.core.metrics import Telemetry
+from service.core.supervision import hear_the_loop, heard, supervise
 from tests.unit.fakes import ended, until
 
 

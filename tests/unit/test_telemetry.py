@@ -10,15 +10,15 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.app import Service
-from service.kafka.verdict import TransactionFailed, Verdict
-from service.pool import Pool
-from service.recovery import STORE_STATES, SlotRecovery
-from service.schemas import Schemas
-from service.settings import Settings
-from service.shared import Rules
-from service.slot import Slot
-from service.states import SlotEvent, SlotState
-from service.telemetry import Telemetry
+from service.claims.states import SlotEvent, SlotState
+from service.contract import Rules
+from service.core.metrics import Telemetry
+from service.core.settings import Settings
+from service.events.schemas import Schemas
+from service.kafka.outcomes import TransactionFailed, Verdict
+from service.pipeline.pool import Pool
+from service.slots.recovery import STORE_STATES, SlotRecovery
+from service.slots.slot import Slot
 from tests.unit.fakes import FakePlain, FakeProducer, World, end_of_term, until
 
 # prometheus.io/docs/practices/naming, and what `promtool check metrics` says of it.

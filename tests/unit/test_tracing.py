@@ -17,11 +17,11 @@ from structlog.testing import capture_logs
 
 from deploy.local.places import ROOT
 from deploy.local.stack import free_port
-from service.event import Event, event_of
-from service.kafka.verdict import TransactionFailed, Verdict
-from service.request import Committed
-from service.tracing import LINKS_VARIABLE, Exporter, Tracing
-from service.wire import TRACE_HEADER, event_id
+from service.contract.wire import TRACE_HEADER, event_id
+from service.events.event import Event, event_of
+from service.kafka.outcomes import TransactionFailed, Verdict
+from service.pipeline.request import Committed
+from service.pipeline.tracing import LINKS_VARIABLE, Exporter, Tracing
 from tests.unit.fakes import FakeProducer, World, end_of_term, ended, make_event, until
 
 TRACE_ID: Final = "0af7651916cd43dd8448eb211c80319c"
@@ -221,7 +221,7 @@ def test_off_it_is_not_even_imported() -> None:
     # redis-py imports what OpenTelemetry has for metrics, where that is installed; traces nobody does.
     code = (
         "import sys, service.__main__; "
-        "sys.exit(any(name.startswith(('opentelemetry.sdk.trace', 'opentelemetry.exporter', 'service.tracing')) "
+        "sys.exit(any(name.startswith(('opentelemetry.sdk.trace', 'opentelemetry.exporter', 'service.pipeline.tracing')) "
         "for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0

@@ -5,13 +5,13 @@ import time
 
 import pytest
 
-from service.errors import StoreAway, StoreLost, StoreUnanswered
-from service.kafka.verdict import TransactionFailed, Verdict
-from service.queue import Queue
-from service.request import Answer, Committed, Request, Train
-from service.settings import Settings
-from service.shared import Guarantee
-from service.states import Claim, Claimed, Delivered, Outcome, RequestEvent, RequestState
+from service.claims.states import Claim, Claimed, Delivered, Outcome, RequestEvent, RequestState
+from service.contract import Guarantee
+from service.core.problems import StoreAway, StoreLost, StoreUnanswered
+from service.core.settings import Settings
+from service.kafka.outcomes import TransactionFailed, Verdict
+from service.pipeline.queue import Queue
+from service.pipeline.request import Answer, Committed, Request, Train
 from tests.unit.fakes import EPOCH, NOW_MS, World, end_of_term, ended, make_event, unheard
 
 SETTINGS = Settings(instance="test")

@@ -15,9 +15,10 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from service import http_guard, http_posts
-from service.http_guard import BothWays, GuardedProtocol, LingeringServer
-from service.http_posts import Post
+from service.http import limits
+from service.http import protocol as http_protocol
+from service.http.limits import BothWays, GuardedProtocol, LingeringServer
+from service.http.protocol import Post
 
 
 @pytest.mark.parametrize(("name", "version"), [("uvicorn", "0.54.0"), ("httptools", "0.9.0"), ("uvloop", "0.23.0")])
@@ -70,8 +71,8 @@ def of_self(module: ModuleType) -> tuple[set[str], set[str]]:
 
 async def test_all_that_is_read_of_a_connection_is_uvicorns_or_our_own(protocol: HttpToolsProtocol) -> None:
     protocol.on_message_begin()
-    ours = {name for kind in (GuardedProtocol, http_posts.PostsProtocol) for name in vars(kind)}
-    for module in (http_guard, http_posts):
+    ours = {name for kind in (GuardedProtocol, http_protocol.PostsProtocol) for name in vars(kind)}
+    for module in (limits, http_protocol):
         read, own = of_self(module)
         assert len(read) > 20
         missing = {name for name in read - own - ours if not hasattr(protocol, name)}
@@ -98,7 +99,7 @@ async def test_all_that_is_read_of_a_connection_is_uvicorns_or_our_own(protocol:
 )
 def test_methods_that_are_overridden_or_called(name: str) -> None:
     """An override that uvicorn calls no more would be left out in silence."""
-    theirs, ours = (getattr(kind, name) for kind in (HttpToolsProtocol, http_posts.PostsProtocol))
+    theirs, ours = (getattr(kind, name) for kind in (HttpToolsProtocol, http_protocol.PostsProtocol))
     assert len(inspect.signature(theirs).parameters) == len(inspect.signature(ours).parameters)
 
 

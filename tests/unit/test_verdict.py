@@ -3,14 +3,14 @@
 import pytest
 from aiokafka import errors
 
-from service.kafka import verdict
-from service.kafka.verdict import REFUSALS, Refusal, TransactionFailed, Verdict
+from service.kafka import outcomes
+from service.kafka.outcomes import REFUSALS, Refusal, TransactionFailed, Verdict
 
 
 @pytest.mark.parametrize("may_commit", [False, True])
 @pytest.mark.parametrize("error", [errors.ProducerFenced(), errors.InvalidProducerEpoch()])
 def test_a_fence_is_no_clean_answer_to_a_commit_either(error: Exception, may_commit: bool) -> None:
-    assert verdict.of(error, may_commit) is Verdict.FENCED
+    assert outcomes.of(error, may_commit) is Verdict.FENCED
 
 
 @pytest.mark.parametrize(
@@ -24,8 +24,8 @@ def test_a_fence_is_no_clean_answer_to_a_commit_either(error: Exception, may_com
     ],
 )
 def test_the_rest_is_in_doubt_only_once_a_commit_was_asked_for(error: Exception) -> None:
-    assert verdict.of(error, may_commit=False) is Verdict.ABORTED
-    assert verdict.of(error, may_commit=True) is Verdict.UNKNOWN
+    assert outcomes.of(error, may_commit=False) is Verdict.ABORTED
+    assert outcomes.of(error, may_commit=True) is Verdict.UNKNOWN
 
 
 def test_nothing_but_a_clean_commit_is_committed() -> None:
@@ -37,7 +37,7 @@ def test_nothing_but_a_clean_commit_is_committed() -> None:
     assert len(every) > 40
     for kind in every:
         for may_commit in (False, True):
-            assert verdict.of(kind(), may_commit) is not Verdict.COMMITTED
+            assert outcomes.of(kind(), may_commit) is not Verdict.COMMITTED
 
 
 def test_refusals_are_for_good_and_tell_the_caller_so() -> None:
@@ -68,7 +68,7 @@ def test_what_passes_is_no_refusal(passing: type[errors.BrokerResponseError]) ->
 
 def test_the_codes_that_aiokafka_does_not_know_are_still_unknown_to_it() -> None:
     """When it learns them, its exceptions will say more than UnknownError, and the table should too."""
-    for code in (verdict.INVALID_RECORD, verdict.PRODUCER_FENCED, verdict.TRANSACTION_ABORTABLE):
+    for code in (outcomes.INVALID_RECORD, outcomes.PRODUCER_FENCED, outcomes.TRANSACTION_ABORTABLE):
         assert errors.for_code(code) is errors.UnknownError
 
 

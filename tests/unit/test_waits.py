@@ -6,7 +6,7 @@ import signal
 
 import structlog
 
-from service.waits import calls, tell_on_signal
+from service.core.task_dump import calls, tell_on_signal
 from tests.unit.fakes import until
 
 

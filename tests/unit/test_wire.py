@@ -1,4 +1,4 @@
-"""The golden bytes of the wire contract: what service.wire writes and reads is what `tests/vectors/v1` says."""
+"""The golden bytes of the wire contract: what service.contract.wire writes and reads is what `tests/vectors/v1` says."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from service import wire
+from service.contract import wire
 
 VECTORS = Path(__file__).parents[1] / "vectors" / "v1"
 

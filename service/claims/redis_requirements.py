@@ -1,0 +1,71 @@
+"""What a Redis server must be to keep the promise, judged by what it says of itself. Names are those of INFO."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from service.contract import PREFIX
+
+OLDEST_REDIS: Final = (6, 2)
+NO_EVICTION: Final = "noeviction"
+POLICY_CHANGE: Final = f"set maxmemory-policy {NO_EVICTION}: a server that evicts keys forgets claims"
+SECTIONS: Final = ("server", "memory", "replication", "cluster")
+"""Those of INFO that tell it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """One thing that must be so: whether it is, what was found, and what to change where it is not."""
+
+    name: str
+    met: bool
+    found: str
+    change: str
+
+
+def refusals(info: Mapping[str, str]) -> list[str]:
+    """Why the service does not start on this server, a line for each demand that is not met."""
+    return [
+        f"{PREFIX}REDIS names a server that will not do ({demand.found}): {demand.change}"
+        for demand in demands(info)
+        if not demand.met
+    ]
+
+
+def demands(info: Mapping[str, str]) -> Iterator[Demand]:
+    """Version, policy, role, identity and cluster mode, met or not."""
+    version = info.get("redis_version", "0")
+    yield Demand(
+        "version",
+        tuple(int(part) for part in version.split(".")[:2]) >= OLDEST_REDIS,
+        f"{info.get('server_name', 'redis').title()} {info.get('valkey_version', version)}",
+        "use 6.2 or newer",
+    )
+    policy = info.get("maxmemory_policy", NO_EVICTION)
+    yield Demand(
+        "policy",
+        policy == NO_EVICTION,
+        f"maxmemory-policy {policy}",
+        POLICY_CHANGE,
+    )
+    role = info.get("role", "unknown")
+    yield Demand(
+        "role",
+        role == "master",
+        f"role {role}",
+        "let FENCEPOST_REDIS lead to the primary (after a failover it soon does): nothing can be claimed on a replica",
+    )
+    lacking = " and ".join(name for name in ("run_id", "master_replid") if not info.get(name))
+    yield Demand(
+        "identity",
+        not lacking,
+        f"no {lacking} in INFO" if lacking else "tells its run_id and master_replid",
+        "use a server that tells them: without them a restart that forgot everything looks like none",
+    )
+    clustered = info.get("cluster_enabled", "0") == "1"
+    yield Demand(
+        "cluster",
+        not clustered,
+        "cluster mode" if clustered else "no cluster",
+        "use a server that is not in cluster mode: the service talks to one, and follows no redirections",
+    )

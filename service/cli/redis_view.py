@@ -1,0 +1,54 @@
+"""What Redis holds and how it is set up, for a person's eyes: nothing is claimed, and nothing changed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from service.claims.redis_requirements import SECTIONS
+from service.claims.redis_store import RedisKeys
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """A slot as Redis knows it. `holder` has leased it for `lease_ms` more; taken and not held, it is dead."""
+
+    slot: int
+    holder: str | None
+    lease_ms: int
+    taken: bool
+    freed: int | None
+    applied: int | None
+
+    @property
+    def state(self) -> str:
+        if self.holder is not None:
+            return "held"
+        return "dead" if self.taken else "free"
+
+
+class KeysView(RedisKeys):
+    """RedisKeys and a look at what is around the keys. Raises StoreAway and StoreUnanswered."""
+
+    async def info(self) -> Mapping[str, str]:
+        """What INFO tells, by its own names."""
+        return await self._info(*SECTIONS, "persistence", "keyspace")
+
+    async def slots(self, count: int) -> list[SlotView]:
+        """All slots, each number read for itself: they may be moving."""
+        numbers = [str(slot) for slot in range(count)]
+        freed = await self._send("HMGET", f"{self._prefix}f", *numbers)
+        applied = await self._send("HMGET", f"{self._prefix}a", *numbers)
+        taken = await self._send("SMISMEMBER", f"{self._prefix}o", *numbers)
+        holders = await self._send("MGET", *(f"{self._prefix}l{slot}" for slot in numbers))
+        views: list[SlotView] = []
+        for slot, holder in enumerate(holders):
+            lease_ms = 0 if holder is None else max(0, int(await self._send("PTTL", f"{self._prefix}l{slot}")))
+            # A token is the instance's name and, after the last slash, what tells its lives apart.
+            name = None if holder is None else holder.decode().rpartition("/")[0]
+            views.append(
+                SlotView(slot, name, lease_ms, bool(taken[slot]), _number(freed[slot]), _number(applied[slot]))
+            )
+        return views
+
+
+def _number(raw: bytes | None) -> int | None:
+    return None if raw is None else int(raw)

@@ -1,0 +1,214 @@
+"""The rules of `FENCEPOST_RULES`: which guarantee topics have, and who may write what, how fast."""
+
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Final
+
+from service.contract.settings import PREFIX, SettingsError
+
+
+class Guarantee(Enum):
+    """What a topic's events are promised. Its hash is its identity: Enum's own is slower."""
+
+    __hash__ = object.__hash__
+
+    EXACTLY_ONCE = "exactly_once"
+    IDEMPOTENT = "idempotent"
+
+
+@dataclass(frozen=True, slots=True)
+class TopicRule:
+    """One `[[topics]]` table: the topics whose names match the glob get the guarantee, and their values the schema.
+
+    `schema` is the path of a JSON Schema, or empty; in the file it begins at the file's own folder. The rest is for the
+    audit: `derived` says that a program writes copies of other topics' events here, with their headers;
+    `client_duplicates`, whether equal contents under several keys are reported.
+    """
+
+    pattern: str
+    guarantee: Guarantee = Guarantee.EXACTLY_ONCE
+    schema: str = ""
+    derived: bool = False
+    client_duplicates: bool = True
+
+
+USUAL: Final = TopicRule("*")
+
+
+@dataclass(frozen=True, slots=True)
+class CallerRule:
+    """One `[[callers]]` table: who sends a token with one of these SHA-256 (hex) may write to topics that match a glob.
+
+    `name` is the scope of its keys: the same key of two callers is two keys. A caller has several tokens while one is
+    replaced by the next: a retry with the new token finds the key of the old one. `rate` is in events a second, of all
+    its tokens together and of each process, with bursts of as many; None for no bound.
+    """
+
+    name: str
+    token_sha256: tuple[str, ...] = field(repr=False)
+    topics: tuple[str, ...] = ("*",)
+    rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The rules of a TOML file; the first `[[topics]]` table that matches a topic counts."""
+
+    topics: tuple[TopicRule, ...] = ()
+    callers: tuple[CallerRule, ...] = ()
+
+    def guarantee(self, topic: str) -> Guarantee:
+        """The guarantee of a topic's events; exactly_once where no rule names it."""
+        return self.rule(topic).guarantee
+
+    def rule(self, topic: str) -> TopicRule:
+        """The rule that counts for a topic: the first that matches, else the usual one."""
+        return next((rule for rule in self.topics if fnmatchcase(topic, rule.pattern)), USUAL)
+
+    @classmethod
+    def read(cls, path: str) -> "Rules":
+        """Read a file of rules; no rules for an empty path. SettingsError names the line."""
+        if not path:
+            return cls()
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(
+                f"{PREFIX}RULES={path!r} cannot be read: {error}; set the path of a TOML file, or leave it empty"
+            ) from None
+        return cls.parse(text, path)
+
+    @classmethod
+    def parse(cls, text: str, path: str = "rules") -> "Rules":
+        """Rules from TOML. SettingsError has a line for each mistake: the file, its line, and what to write."""
+        try:
+            document = tomllib.loads(text)
+        except (ValueError, RecursionError) as error:  # no TOML; or a number of 5,000 digits, or lists 500 deep
+            raise SettingsError(f"{path}: {error}: write TOML that can be read") from None
+        wrong = [
+            f"{path}:{_line_of(text, name)}: {_shown(name)}: no such section; write [[topics]] or [[callers]]"
+            for name in document.keys() - _FAULTS.keys()
+        ]
+        found: dict[str, list[dict[str, Any]]] = {}
+        for section, faults_of in _FAULTS.items():
+            tables = document.get(section, [])
+            if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+                wrong.append(f"{path}:{_line_of(text, section)}: {section}: write [[{section}]], once for each")
+                tables = []
+            found[section] = tables
+            for index, table in enumerate(tables):
+                start = _start_of(text, section, index)
+                for name, remedy in faults_of(table, tables[:index]):
+                    wrong.append(f"{path}:{_line_of(text, name, start)}: {_shown(name)}: {remedy}")
+        if wrong:
+            raise SettingsError("\n".join(wrong))
+        folder = Path(path).parent
+        return cls(
+            tuple(_topic_rule(table, folder) for table in found["topics"]), tuple(map(_caller_rule, found["callers"]))
+        )
+
+
+_SWITCHES: Final = ("derived", "client_duplicates")
+_GUARANTEES: Final = tuple(guarantee.value for guarantee in Guarantee)
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+# Events a second of a caller: one in twelve days, and more than any process can; what lies beyond is no time to wait.
+_RATES: Final = (0.000001, 1_000_000_000)
+
+Table = dict[str, Any]
+Faults = Iterator[tuple[str, str]]
+
+
+def _topic_rule(table: Table, folder: Path) -> TopicRule:
+    schema = str(folder / table["schema"]) if "schema" in table else ""
+    guarantee = Guarantee(table.get("guarantee", "exactly_once"))
+    derived, client_duplicates = table.get("derived", False), table.get("client_duplicates", True)
+    return TopicRule(table["pattern"], guarantee, schema, derived, client_duplicates)
+
+
+def _caller_rule(table: Table) -> CallerRule:
+    topics = tuple(table.get("topics", ["*"]))
+    return CallerRule(table["name"], tuple(_digests(table)), topics, table.get("rate"))
+
+
+def _digests(table: Table) -> list[Any]:
+    """The digests of a caller's tokens, as they stand in its table: a list of them, or a single one."""
+    digests = table.get("token_sha256", [])
+    return digests if isinstance(digests, list) else [digests]
+
+
+def _topic_faults(table: Table, before: Sequence[Table]) -> Faults:
+    """What is wrong with one `[[topics]]` table: the name concerned and the remedy."""
+    for name in table.keys() - {"pattern", "guarantee", "schema", *_SWITCHES}:
+        yield name, f"no such setting; write pattern, guarantee, schema, {' and '.join(_SWITCHES)}"
+    pattern = table.get("pattern")
+    if not isinstance(pattern, str) or not pattern:
+        yield "pattern", 'write the topic\'s name or a glob, as in pattern = "telemetry.*"'
+    if table.get("guarantee", "exactly_once") not in _GUARANTEES:
+        yield "guarantee", f"write one of {', '.join(_GUARANTEES)}"
+    schema = table.get("schema", "-")
+    if not isinstance(schema, str) or not schema:
+        yield "schema", 'write the path of a JSON Schema, as in schema = "order.json", or leave it out'
+    for name in _SWITCHES:
+        if not isinstance(table.get(name, False), bool):
+            yield name, "write true or false"
+
+
+def _caller_faults(table: Table, before: Sequence[Table]) -> Faults:
+    """What is wrong with one `[[callers]]` table, after those `before` it: the name concerned and the remedy."""
+    for unknown in table.keys() - {"name", "token_sha256", "topics", "rate"}:
+        yield unknown, "no such setting; write name, token_sha256, topics and rate"
+    name = table.get("name")
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        yield "name", "write 1 to 64 of letters, digits, '.', '_' and '-'"
+    elif any(name == other.get("name") for other in before):
+        yield "name", "another caller has it: write a different one, or list all tokens of a caller in one table"
+    yield from _token_faults(_digests(table), before)
+    topics = table.get("topics", ["*"])
+    if not isinstance(topics, list) or not topics or not all(isinstance(glob, str) and glob for glob in topics):
+        yield "topics", 'write names or globs, as in topics = ["orders.*"]'
+    rate = table.get("rate", 1)
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not _RATES[0] <= rate <= _RATES[1]:
+        yield "rate", f"write events a second, from {_RATES[0]:f} to {_RATES[1]}, or leave it out"
+
+
+def _token_faults(digests: Sequence[Any], before: Sequence[Table]) -> Faults:
+    """What is wrong with the digests of a caller's tokens."""
+    if not digests or not all(isinstance(digest, str) and _SHA256.fullmatch(digest) for digest in digests):
+        yield "token_sha256", "write 64 hexadecimal digits, as `printf %s TOKEN | sha256sum` prints them, or a list"
+    elif any(digest in _digests(other) for digest in digests for other in before):
+        yield "token_sha256", "another caller has it: write a different one"
+
+
+_FAULTS: Final[Mapping[str, Callable[[Table, Sequence[Table]], Faults]]] = {
+    "topics": _topic_faults,
+    "callers": _caller_faults,
+}
+
+
+def _shown(name: str) -> str:
+    """A name of the file as it can stand in a line: TOML's may have a line break in them."""
+    return name if name.isprintable() else repr(name)
+
+
+def _start_of(text: str, section: str, index: int) -> int:
+    """Where a section's table of that index begins."""
+    starts = [match.start(1) for match in re.finditer(rf"^[ \t]*(\[\[)\s*{section}\s*\]\]", text, re.MULTILINE)]
+    return starts[index] if index < len(starts) else 0
+
+
+def _line_of(text: str, name: str, table: int | None = None) -> int:
+    """The line, from 1, of a name in the table that begins there, or of the table where it is missing.
+
+    Without a table, of a name anywhere in the file.
+    """
+    start = table or 0
+    found = re.compile(rf"^\s*\[*\s*{re.escape(name)}\b", re.MULTILINE).search(text, start)
+    following = re.compile(r"^[ \t]*\[\[", re.MULTILINE).search(text, start + 2) if table is not None else None
+    inside = found is not None and (following is None or found.start() < following.start())
+    return text.count("\n", 0, found.end() if found is not None and inside else start) + 1

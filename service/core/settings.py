@@ -1,0 +1,152 @@
+"""The service's settings: environment variables with the prefix FENCEPOST_, checked against each other at start."""
+
+import re
+import ssl
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Final
+from urllib.parse import urlsplit
+
+from service.contract import PREFIX, SharedSettings, integer, matching, one_of, setting, tls_context, tls_faults
+from service.contract.wire import INSTANCE
+
+COMPRESSIONS: Final = ("none", "gzip", "snappy", "lz4", "zstd")
+# One event, of which a topic's default max.message.bytes (1,048,588) is the measure.
+EVENT_BYTES_MAX: Final = 1_000_000
+# What a waiting event costs beside its own bytes: objects, its future, its share of the connection.
+WAITING_BYTES: Final = 2_000
+# Ledger bytes at which a group closes: half of the ledger's max.message.bytes, so that one more entry always fits.
+GROUP_LEDGER_BYTES_MAX: Final = 512 * 1024
+# Bytes of events at which a group closes: what a broker takes well within a transaction's timeout.
+GROUP_EVENT_BYTES_MAX: Final = 8 * 1024 * 1024
+
+# Names of topics, which anybody can make up, of which is remembered what the rules say.
+TOPICS_MAX: Final = 10_000
+
+_REDIS: Final = "redis://host:port/db, rediss://… or unix://…"
+_REDIS_PORT: Final = f"{_REDIS}, port from 1 to 65535; in a name or password %3A for :, %2F for /, %23 for #, %3F for ?"
+_REDIS_DB: Final = re.compile(r"(?:/[0-9]{0,9})?/?")
+
+
+def redis_url(text: str) -> str:
+    """Reader of redis://, rediss:// and unix:// addresses; what may follow a `?` is checked by who speaks to Redis.
+
+    Stricter than redis-py, to which port 0 means 6379, and a path that is no number the database 0.
+    """
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:  # its text may have half a password in it
+        raise ValueError(_REDIS_PORT) from None
+    if parts.scheme == "unix" and parts.path:
+        return text
+    if parts.scheme not in ("redis", "rediss") or not (parts.hostname or parts.path):
+        raise ValueError(_REDIS)
+    if port == 0:
+        raise ValueError(_REDIS_PORT)
+    if _REDIS_DB.fullmatch(parts.path) is None:
+        raise ValueError(f"{_REDIS}, db a number")
+    return text
+
+
+def _has_opentelemetry() -> bool:
+    try:
+        return all(find_spec(name) for name in ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http"))
+    except ModuleNotFoundError:  # not even the packages that these are in
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(SharedSettings):
+    """Everything that can be set; the README's table is made from this class."""
+
+    redis: str = setting(
+        "redis://127.0.0.1:6379/0",
+        "Redis (6.2 or newer, noeviction) as a URL; rediss:// for TLS",
+        redis_url,
+        secret=True,
+    )
+    redis_cafile: str = setting(
+        "", "PEM file of the authorities that sign Redis's certificate; empty: the system's", str
+    )
+    redis_certfile: str = setting("", "PEM file of the client's own certificate and its chain, for mutual TLS", str)
+    redis_keyfile: str = setting("", "PEM file of that certificate's key (PKCS #8, not encrypted)", str)
+    host: str = setting("127.0.0.1", "address to listen on", str)
+    port: int = setting(8000, "port to listen on", integer(1, 65535))
+    instance: str = setting(
+        "",
+        "this process's name in headers and logs, stable over restarts; host:port where it is empty",
+        matching(INSTANCE, "1 to 64 of letters, digits, '.', '_', ':' and '-'"),
+    )
+    slots: int = setting(4, "slots (long-lived producers) wanted by this process", integer(1, 4096))
+    slots_max: int = setting(64, "slots in the whole namespace: the ledger's number of partitions", integer(1, 4096))
+    lease_ttl_ms: int = setting(
+        3_000, "a process that is silent for longer loses its slots, in milliseconds", integer(300, 60_000)
+    )
+    queue_events_max: int = setting(20_000, "events that may wait in this process; one more is 503", integer(1))
+    queue_bytes_max: int = setting(
+        64 * 1024 * 1024,
+        "bytes of events that may wait in this process, each with 2,000 for itself; twice as many in bodies",
+        integer(EVENT_BYTES_MAX + WAITING_BYTES),
+    )
+    log_format: str = setting(
+        "auto",
+        "form of the log: json, console, or auto (console on a terminal)",
+        one_of("auto", "json", "console"),
+    )
+    log_keys: str = setting(
+        "hashed", "idempotency keys in the log: hashed (as the event's id) or plain", one_of("hashed", "plain")
+    )
+    tracing: str = setting(
+        "off",
+        "off, or otlp: spans to where the standard OTEL_* variables say (needs the extra `tracing`)",
+        one_of("off", "otlp"),
+    )
+    body_bytes_max: int = setting(8 * 1024 * 1024, "largest body of a request, in bytes", integer(1_000))
+
+    compression: str = setting(
+        "none",
+        f"codec of the events in Kafka: {', '.join(COMPRESSIONS)}; it runs on the event loop",
+        one_of(*COMPRESSIONS),
+    )
+
+    @property
+    def bodies_bytes_max(self) -> int:
+        """Bytes of bodies that may be under way at once: more than may wait, as parts of them may be refused."""
+        return max(self.body_bytes_max, 2 * self.queue_bytes_max)
+
+    @property
+    def name(self) -> str:
+        """The instance's name: as set, else host:port."""
+        return self.instance or f"{self.host}:{self.port}"
+
+    def conflicts(self) -> list[str]:
+        wrong = super().conflicts()
+        if self.slots > self.slots_max:
+            wrong.append(
+                f"{PREFIX}SLOTS={self.slots} is more than {PREFIX}SLOTS_MAX={self.slots_max}: "
+                f"set {PREFIX}SLOTS to {self.slots_max} or less"
+            )
+        if INSTANCE.fullmatch(self.name) is None:
+            wrong.append(f"{PREFIX}INSTANCE is needed: {self.name!r} (from host:port) is not a name; set it")
+        wrong += self._redis_conflicts()
+        if self.tracing != "off" and not _has_opentelemetry():
+            wrong.append(f"{PREFIX}TRACING={self.tracing} needs packages that are not here: install fencepost[tracing]")
+        return wrong
+
+    @property
+    def redis_tls(self) -> ssl.SSLContext | None:
+        """What Redis is shown and believed; None for a connection without TLS. Raises OSError."""
+        if urlsplit(self.redis).scheme != "rediss":
+            return None
+        return tls_context(self.redis_cafile, self.redis_certfile, self.redis_keyfile)
+
+    def _redis_conflicts(self) -> Iterator[str]:
+        if urlsplit(self.redis).scheme == "rediss":
+            yield from tls_faults("REDIS", self.redis_cafile, self.redis_certfile, self.redis_keyfile)
+            return
+        for name in ("redis_cafile", "redis_certfile", "redis_keyfile"):
+            if getattr(self, name):
+                variable = PREFIX + name.upper()
+                yield f"{variable} means nothing without TLS: set {PREFIX}REDIS=rediss://…, or leave {variable} empty"

@@ -1,0 +1,84 @@
+"""Background tasks that do not die unheard: what fails is logged and counted, and what must go on is started again."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import structlog
+
+from service.core.logs import Incident
+from service.core.metrics import Telemetry
+
+log = structlog.get_logger(__name__)
+
+# Between two starts. Short at first, as no deadline is answered meanwhile; doubled, so that a failure that stays costs
+# no CPU.
+PAUSE_LEAST_S: Final = 0.05
+PAUSE_MOST_S: Final = 1.0
+# A task that ran for so long since its last failure has recovered from it.
+CALM_S: Final = 60.0
+
+
+class Cancelled(Exception):
+    """A task was cancelled from within: something that it awaited was cancelled, and nobody wanted the task to end."""
+
+
+def supervise(name: str, work: Callable[[], Awaitable[None]], telemetry: Telemetry) -> asyncio.Task[None]:
+    """Run `work` in a task of this name until it returns, and start it again after each failure, which is counted."""
+    return asyncio.create_task(_keep_running(name, work, telemetry), name=name)
+
+
+async def _keep_running(name: str, work: Callable[[], Awaitable[None]], telemetry: Telemetry) -> None:
+    trouble = Incident(log, "task failed")
+    pause_s = PAUSE_LEAST_S
+    while True:
+        started = time.monotonic()
+        try:
+            await work()
+            return
+        except (Exception, asyncio.CancelledError) as error:
+            failed = failure_of(error)
+        telemetry.task_failures.labels(name).inc()
+        if time.monotonic() - started > CALM_S:
+            trouble.over()
+            pause_s = PAUSE_LEAST_S
+        trouble.goes_on(failed, bug=True, task=name)
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, PAUSE_MOST_S)
+
+
+def failure_of(error: Exception | asyncio.CancelledError) -> Exception:
+    """What a step of this task failed with. Raises `error` where it is a cancellation of the task itself."""
+    if isinstance(error, Exception):
+        return error
+    task = asyncio.current_task()
+    if task is None or task.cancelling():
+        raise error
+    failed = Cancelled("cancelled from within")
+    failed.__cause__ = error
+    return failed
+
+
+def heard(task: asyncio.Task[Any], name: str, telemetry: Telemetry) -> None:
+    """Have a failure of a task logged and counted whose result maybe nobody waits for; it is not started again."""
+
+    def ended(task: asyncio.Task[Any]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            telemetry.task_failures.labels(name).inc()
+            log.error("task failed", task=task.get_name(), why=repr(error), exc_info=error)
+
+    task.add_done_callback(ended)
+
+
+def hear_the_loop(loop: asyncio.AbstractEventLoop, telemetry: Telemetry) -> None:
+    """Have what the event loop is told of logged and counted: failed callbacks, and failed tasks that nobody awaits."""
+
+    def told(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError):  # a connection that ended, of which its owner hears
+            telemetry.task_failures.labels("loop").inc()
+        log.error("event loop", why=context.get("message"), exc_info=error)
+
+    loop.set_exception_handler(told)

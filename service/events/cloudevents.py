@@ -1,0 +1,224 @@
+"""CloudEvents 1.0 → events: in over its HTTP binding, on to Kafka as its Kafka binding says.
+
+Binary: the attributes are headers, the body is the data. Structured: the body is the event's JSON, and the record's
+value. The topic is the extension attribute `topic`, else the event's `type`; the record key is `partitionkey` (the
+partitioning extension); the idempotency key is `source` and `id`, which together name an event, unless a header does.
+"""
+
+import binascii
+import re
+from collections.abc import Iterable
+from datetime import date
+from typing import Final
+from urllib.parse import unquote
+
+import msgspec
+
+from service.contract.wire import Header, event_id
+from service.core.problems import INVALID_KEY, Problem
+from service.events.event import (
+    HEADERS_MAX,
+    Event,
+    check_count,
+    check_key,
+    check_not_many,
+    decode,
+    event_of,
+    invalid,
+    parse_key,
+)
+from service.events.strict_json import strictly
+
+STRUCTURED: Final = "application/cloudevents+json"
+BATCHED: Final = "application/cloudevents-batch+json"
+# A body of these types holds all attributes. That decides, also where the headers of the binary mode come with it, as
+# they may (HTTP binding, sections 3 and 3.2.3).
+WHOLE: Final = frozenset({STRUCTURED, BATCHED})
+VERSION: Final = "1.0"
+
+_PREFIX: Final = b"ce-"
+# RFC 3339, section 5.6; that the day is there is looked at apart.
+_TIME: Final = re.compile(
+    r"(\d{4}-\d\d-\d\d)[Tt]([01]\d|2[0-3]):[0-5]\d:([0-5]\d|60)(\.\d+)?([Zz]|[+-]([01]\d|2[0-3]):[0-5]\d)", re.ASCII
+)
+_ATTRIBUTE: Final = re.compile(r"[a-z0-9]{1,64}")
+# What the binary mode says elsewhere: two places could say two things.
+_NO_HEADERS: Final = {
+    "data": "send the data as the body",
+    "datacontenttype": "send Content-Type instead: it is this attribute",
+}
+# A quoted string (RFC 9110, section 5.6.4).
+_QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
+_ESCAPED: Final = re.compile(r"\\(.)")
+
+
+class CloudEvent(msgspec.Struct):
+    """The attributes that say what an event is and where it goes. Its data, and any others, go on as they came."""
+
+    specversion: str
+    id: str
+    source: str
+    type: str
+    topic: str | None = None
+    partitionkey: str | None = None
+    time: str | None = None
+    data: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    data_base64: str | None = None
+
+
+_TYPED: Final = frozenset(CloudEvent.__struct_fields__)
+_decode: Final = msgspec.json.Decoder(CloudEvent).decode
+_decode_members: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_batch: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+def from_binary(
+    headers: Iterable[tuple[bytes, bytes]],
+    body: bytes,
+    key: str | None,
+    traceparent: bytes | None = None,
+    scope: str = "",
+) -> Event:
+    """An event whose attributes are in `ce-` headers (names in lower case). Raises Problem (400, 413)."""
+    attributes: dict[str, str] = {}
+    content_type = None
+    for name, content in headers:
+        if name == b"content-type":
+            content_type = content
+        if not name.startswith(_PREFIX):
+            continue
+        attribute = name.removeprefix(_PREFIX).decode("latin-1")
+        _check_name(attribute, "ce-")
+        if attribute in _NO_HEADERS:
+            raise invalid(f"ce-{attribute}", _NO_HEADERS[attribute])
+        if attribute in attributes:
+            raise invalid(f"ce-{attribute}", "send each attribute once")
+        try:
+            attributes[attribute] = _text_of(content.decode("ascii"))
+        except ValueError:
+            raise invalid(f"ce-{attribute}", "percent-encode what is not ASCII, as UTF-8") from None
+    if len(attributes) >= HEADERS_MAX:
+        raise invalid("ce-", f"at most {HEADERS_MAX - 1} attributes are taken")
+    for required in ("specversion", "id", "source", "type"):
+        if required not in attributes:
+            raise invalid(f"ce-{required}", "send this header: every CloudEvent has the attribute")
+    event = CloudEvent(
+        attributes["specversion"],
+        attributes["id"],
+        attributes["source"],
+        attributes["type"],
+        attributes.get("topic"),
+        attributes.get("partitionkey"),
+        attributes.get("time"),
+    )
+    carried: list[Header] = [] if content_type is None else [("content-type", content_type)]
+    carried += [(f"ce_{name}", text.encode()) for name, text in attributes.items()]
+    return _event(event, "ce-", carried, body, key, traceparent, scope)
+
+
+def _text_of(content: str) -> str:
+    """What a header says of an attribute (HTTP binding, section 3.1.3.2). Raises ValueError where it is not UTF-8.
+
+    Older senders quote what they would percent-encode by now. Blanks around it are the header's, not its own.
+    """
+    content = content.strip(" \t")
+    if _QUOTED.fullmatch(content):
+        content = _ESCAPED.sub(r"\1", content[1:-1])
+    return unquote(content, errors="strict")
+
+
+def from_structured(
+    body: bytes | msgspec.Raw, key: str | None, traceparent: bytes | None = None, scope: str = ""
+) -> Event:
+    """An event whose JSON, which is known to be JSON, is `body`. Raises Problem (400, 413)."""
+    carried = [("content-type", STRUCTURED.encode())]
+    fields = decode(_decode, body)
+    event = _event(fields, "", carried, bytes(body), key, traceparent, scope)
+    if fields.data is not msgspec.UNSET and fields.data_base64 is not None:
+        raise invalid("data_base64", "send one of data and data_base64")
+    if fields.data_base64 is not None:
+        _check_base64(fields.data_base64)
+    _check_members(body)  # now that it is not too large: it may have a million
+    return event
+
+
+def _check_base64(text: str) -> None:
+    try:
+        binascii.a2b_base64(text, strict_mode=True)
+    except ValueError:  # of which binascii.Error is one
+        raise invalid("data_base64", "it is no base64 (RFC 4648, section 4): encode the data so, padded") from None
+
+
+def _check_members(body: bytes | msgspec.Raw) -> None:
+    """Raises Problem (400) for what is no attribute, by its name or by its type (JSON format, section 2.2)."""
+    for name, content in decode(_decode_members, body).items():
+        if name in _TYPED:
+            continue
+        _check_name(name)
+        if bytes(content).startswith((b"{", b"[")):
+            raise invalid(name, "an attribute is a string, a number, true or false: send what has parts in data")
+
+
+def _check_name(name: str, prefix: str = "") -> None:
+    if _ATTRIBUTE.fullmatch(name) is None:
+        raise invalid(f"{prefix}{name}", "use 1 to 64 lower-case letters and digits in the name of an attribute")
+
+
+def parse_batch(body: bytes) -> list[msgspec.Raw]:
+    """The JSON of each event of a batch. Raises Problem (400, 413)."""
+    return strictly(body, _batch_of)
+
+
+def _batch_of(body: bytes) -> list[msgspec.Raw]:
+    check_not_many(body, "")
+    events = decode(_decode_batch, body)
+    if events:  # a batch may be empty (HTTP binding, section 3.3.2)
+        check_count(len(events), "body")
+    return events
+
+
+def _event(
+    event: CloudEvent,
+    prefix: str,
+    headers: list[Header],
+    value: bytes,
+    key: str | None,
+    traceparent: bytes | None,
+    scope: str,
+) -> Event:
+    if event.specversion != VERSION:
+        raise invalid(f"{prefix}specversion", f"this is {event.specversion!r}: send {VERSION}")
+    for name in ("id", "source", "type"):
+        if not getattr(event, name):
+            raise invalid(f"{prefix}{name}", "it must not be empty")
+    if " " in event.source:
+        raise invalid(f"{prefix}source", "a URI reference has no spaces: percent-encode them")
+    if event.time is not None and not _is_time(event.time):
+        raise invalid(f"{prefix}time", f"this is {event.time!r}: send it as RFC 3339 has it, like 2026-11-22T03:00:00Z")
+    key = key_of(event, prefix) if key is None else parse_key(key)
+    record_key = None if event.partitionkey is None else event.partitionkey.encode()
+    topic = event.type if event.topic is None else event.topic
+    return event_of(key, event_id(key, scope), topic, record_key, value, headers, traceparent=traceparent)
+
+
+def _is_time(text: str) -> bool:
+    found = _TIME.fullmatch(text)
+    if found is None:
+        return False
+    try:
+        date.fromisoformat(found[1])
+    except ValueError:
+        return False
+    return True
+
+
+def key_of(event: CloudEvent, prefix: str = "") -> str:
+    """`source` and `id` with a space between: a source is a URI reference, which has none. Raises Problem (400)."""
+    try:
+        return check_key(f"{event.source} {event.id}")
+    except Problem:
+        raise Problem(
+            INVALID_KEY,
+            f"{prefix}source and {prefix}id are the key, and make none (1 to 255 printable ASCII characters): "
+            "send an Idempotency-Key header",
+        ) from None

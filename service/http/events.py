@@ -1,0 +1,279 @@
+"""`POST /events` and its batch: headers read once, a request handed to the path, its answer written from bytes."""
+
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from functools import lru_cache, partial
+from ipaddress import ip_address
+from typing import Any, Final, TypeVar
+
+import structlog
+
+from service.contract import PREFIX
+from service.contract.wire import event_id
+from service.core.metrics import Telemetry
+from service.core.problems import (
+    FORBIDDEN_CALLER,
+    INTERNAL,
+    INVALID_KEY,
+    NOT_WRITTEN,
+    TOO_LARGE,
+    UNSUPPORTED_TYPE,
+    Problem,
+)
+from service.core.settings import Settings
+from service.events import cloudevents
+from service.events.event import Event, parse_event, parse_key, parse_traceparent
+from service.events.strict_json import EXPLAINED_BYTES, strictly
+from service.http.batch import (
+    LINES,
+    line_of,
+    member_of,
+    parse_batch,
+    parse_lines,
+    parse_long_batch,
+    read_batch,
+    write_atomic,
+    write_each,
+)
+from service.http.callers import Caller, Callers
+from service.http.headers import JSON, Found, check_message, essence, is_coded, media_type, pick, unsupported
+from service.http.prefer import Preference, parse_prefer
+from service.http.protocol import Handler, Post
+from service.http.responses import (
+    JSON_LINE,
+    committed_lines,
+    echo_of,
+    join_results,
+    lines_of,
+    location_of,
+    render_place,
+    render_problem,
+    render_result,
+    render_whole,
+)
+from service.pipeline.admission import Intake
+from service.pipeline.request import Answer, Committed
+
+log = structlog.get_logger(__name__)
+
+# It tells this 415 from the one of a media type (RFC 9110, section 12.5.3).
+_ONLY_UNCODED: Final = b"accept-encoding: identity\r\n"
+
+T = TypeVar("T")
+
+
+class EventsEndpoint:
+    """The handlers of `POST /events` and `POST /events/batch`."""
+
+    def __init__(
+        self, intake: Callable[[], Intake], settings: Settings, callers: Callers, telemetry: Telemetry
+    ) -> None:
+        self._intake = intake
+        self._callers = callers
+        self._telemetry = telemetry
+        self._body_bytes_max = settings.body_bytes_max
+        self._retention_s = settings.key_ttl_s
+        self._loopback_only = not settings.rules
+        self.routes: dict[bytes, Handler] = {
+            b"/events": partial(self._take, self._post_event),
+            b"/events/batch": partial(self._take, self._post_batch),
+        }
+
+    def _take(self, step: Callable[[Post, Found, Caller], None], post: Post) -> None:
+        try:
+            self._check_address(post.client)
+            found = post.found or pick(post.headers)
+            if b"host" not in found or b"transfer-encoding" in found:
+                check_message(found, host_needed=post.chunked)  # HTTP/1.0 has neither
+            caller = self._callers.of(found.get(b"authorization"))
+            if post.crowded:
+                raise Problem(NOT_WRITTEN, "body: too many large ones are under way: send it again a little later")
+            if post.size > self._body_bytes_max:
+                raise Problem(TOO_LARGE, f"body: at most {self._body_bytes_max} bytes are taken")
+            if b"content-encoding" in found and is_coded(found[b"content-encoding"]):
+                problem = Problem(UNSUPPORTED_TYPE, "Content-Encoding: send the body as it is, without this header")
+                self._fail(post, problem, _ONLY_UNCODED)
+                return
+            caller.spend(0, post.arrived)  # who has used up its rate costs nobody the reading of its body
+            step(post, found, caller)
+        except Exception as error:
+            self._fail(post, error)
+
+    def _check_address(self, client: str | None) -> None:
+        """Without rules nobody has said who may write: only this machine may."""
+        if self._loopback_only and client is not None and not _is_loopback(client):
+            raise Problem(
+                FORBIDDEN_CALLER, f"{PREFIX}RULES is not set, so only callers on this machine may write: set it"
+            )
+
+    def _post_event(self, post: Post, found: Found, caller: Caller) -> None:
+        if overload := self._intake().overload:
+            post.forget()  # it waits without its body
+            self._intake().shedding.refuse(post.arrived, partial(self._fail, post, overload))
+            return
+        traceparent = parse_traceparent(found.get(b"traceparent"))
+        key, scope = found.get(b"idempotency-key"), caller.scope
+        content_type = found.get(b"content-type")
+        if b"ce-specversion" in found and essence(content_type) not in cloudevents.WHOLE:
+            event = cloudevents.from_binary(post.headers, post.body, key, traceparent, scope)
+        else:
+            kind = media_type(content_type)
+            if kind == JSON:
+                event = parse_event(parse_key(key), post.body, traceparent, scope)
+            elif kind == cloudevents.STRUCTURED:
+                parse = partial(cloudevents.from_structured, key=key, traceparent=traceparent, scope=scope)
+                event = strictly(post.body, parse)
+            elif kind == cloudevents.BATCHED:
+                post.apart(self._or_fail(post, self._write_cloudevents(post, key, traceparent, caller)))
+                return
+            else:
+                raise unsupported(JSON, cloudevents.STRUCTURED, cloudevents.BATCHED)
+        caller.check(event.topic)
+        caller.spend(1, post.arrived)
+        preference = parse_prefer(found.get(b"prefer"))
+        if self._intake().check_now(event):
+            self._submit(post, event, preference)
+        else:
+            post.apart(self._or_fail(post, self._look_up_first(post, event, preference)))
+
+    async def _look_up_first(self, post: Post, event: Event, preference: Preference) -> None:
+        await self._intake().check(event, post.arrived)
+        self._submit(post, event, preference)
+
+    def _submit(self, post: Post, event: Event, preference: Preference) -> None:
+        reply = partial(self._tell_event, post, event.key, preference.applied)
+        accepted = partial(self._tell_accepted, post, event) if preference.respond_async else None
+        self._intake().submit(event, post.arrived, reply, wait_s=preference.wait_s, accepted=accepted)
+
+    def _post_batch(self, post: Post, found: Found, caller: Caller) -> None:
+        kind = media_type(found.get(b"content-type"))
+        traceparent = parse_traceparent(found.get(b"traceparent"))
+        if kind == JSON:
+            key = found.get(b"idempotency-key")
+            post.apart(self._or_fail(post, self._write_batch(post, key, traceparent, caller)))
+        elif kind == LINES:
+            post.apart(self._or_fail(post, self._write_lines(post, traceparent, caller)))
+        else:
+            raise unsupported(JSON, LINES)
+
+    async def _write_batch(self, post: Post, raw_key: str | None, traceparent: bytes | None, caller: Caller) -> None:
+        if events := read_batch(post.body, caller.scope, traceparent):
+            await self._write_each(post, events, _as_it_is, caller)
+            return
+        batch = await parse_long_batch(post.body) if post.size > EXPLAINED_BYTES else parse_batch(post.body)
+        if not batch.atomic:
+            parse = partial(member_of, traceparent=traceparent, scope=caller.scope)
+            await self._write_each(post, batch.events, parse, caller)
+            return
+        key = parse_key(raw_key)
+        caller.spend(len(batch.events), post.arrived)
+        id, answer = await write_atomic(self._intake(), batch, key, post.arrived, traceparent, caller)
+        if isinstance(answer, Problem):
+            raise answer
+        self._answer(post, 201, committed_lines(key, answer, self._retention_s), render_whole(id, answer))
+
+    async def _write_cloudevents(self, post: Post, key: str | None, traceparent: bytes | None, caller: Caller) -> None:
+        if key is not None:
+            raise Problem(INVALID_KEY, "Idempotency-Key: the key of each of several CloudEvents is its source and id")
+        parts = cloudevents.parse_batch(post.body)
+        parse = partial(cloudevents.from_structured, key=None, traceparent=traceparent, scope=caller.scope)
+        await self._write_each(post, parts, parse, caller)
+
+    async def _write_each(self, post: Post, parts: Sequence[T], parse: Callable[[T], Event], caller: Caller) -> None:
+        told = self._told_of_each(post, parts, parse, caller)
+        results = [render_result(answer) async for some in told for answer in some]
+        self._answer(post, 207, JSON_LINE, join_results(results))
+
+    async def _write_lines(self, post: Post, traceparent: bytes | None, caller: Caller) -> None:
+        """Answers go out as they come to be known, a line each, in the order of the events."""
+        parse = partial(line_of, traceparent=traceparent, scope=caller.scope)
+        told = self._told_of_each(post, parse_lines(post.body), parse, caller)
+        self._telemetry.requested(207, "")
+        stream = post.stream(207, b"content-type: %b\r\n" % LINES.encode())
+        try:
+            async for some in told:
+                stream.write(b"".join(b"%b\n" % render_result(answer).encode() for answer in some))
+        except Exception:  # the status is sent: what can be told is that the answer is not whole
+            log.exception("request failed")
+            stream.cut()
+            return
+        stream.end()
+
+    def _told_of_each(
+        self, post: Post, parts: Sequence[T], parse: Callable[[T], Event], caller: Caller
+    ) -> AsyncIterator[list[Answer]]:
+        """Write events of one caller, each for itself; answers as `write_each` does. Raises Problem (429)."""
+        caller.spend(len(parts), post.arrived)
+
+        def allowed(part: T) -> Event:
+            event = parse(part)
+            caller.check(event.topic)
+            return event
+
+        return write_each(self._intake(), parts, allowed, post.arrived)
+
+    def _tell_accepted(self, post: Post, event: Event) -> None:
+        """The claim stands: a client that prefers so is answered now, and asks for the outcome by the key."""
+        lines = b"%blocation: %b\r\nidempotency-key: %b\r\npreference-applied: respond-async\r\n"
+        lines %= JSON_LINE, location_of(event.key), echo_of(event.key)
+        self._answer(post, 202, lines, b'{"id":"%b","state":"in_progress"}' % event.id.hex().encode())
+
+    def _tell_event(self, post: Post, key: str, applied: bytes, answer: Answer) -> None:
+        if post.response_complete:  # 202 was said of it
+            return
+        if isinstance(answer, Problem):
+            self._fail(post, answer, applied)
+        else:
+            told = partial(self._tell_committed, post, key, applied, answer)
+            self._intake().outbox.put(told, partial(self._named, post))
+
+    def _tell_committed(self, post: Post, key: str, applied: bytes, answer: Committed) -> None:
+        try:
+            lines = committed_lines(key, answer, self._retention_s) + applied
+            self._answer(post, 201, lines, render_place(answer.places[0]))
+        except Exception as error:
+            self._fail(post, error)
+
+    async def _or_fail(self, post: Post, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work of a request; what it raises is its answer."""
+        try:
+            await work
+        except Exception as error:
+            self._fail(post, error)
+
+    def _fail(self, post: Post, error: Exception, more: bytes = b"") -> None:
+        """Answer with a problem, and `more` lines of headers.
+
+        Anything else than a Problem is a bug, and nobody knows what became of the event. It ends the connection, also
+        where the bug is in the answering itself: a client must not wait for an answer that will never come.
+        """
+        if not isinstance(error, Problem):
+            log.error("request failed", **self._named(post), exc_info=error)
+            error = Problem(INTERNAL, "send it again, with the same key")
+            post.keep_alive = False
+            if post.response_complete:
+                post.cut()
+                return
+        status, headers, body = render_problem(error)
+        self._answer(post, status, lines_of(headers) + more, body, error.kind.code)
+
+    def _named(self, post: Post) -> dict[str, str]:
+        """How a line of the log names a request: by its key, and the id of that among its caller's."""
+        try:
+            found = post.found or pick(post.headers)
+            key, scope = parse_key(found.get(b"idempotency-key")), self._callers.of(found.get(b"authorization")).scope
+        except Problem:  # it has none, or several with a key each
+            return {}
+        return {"key": key, "id": event_id(key, scope).hex()}
+
+    def _answer(self, post: Post, status: int, lines: bytes, body: bytes, code: str = "") -> None:
+        self._telemetry.requested(status, code)
+        post.answer(status, lines, body)
+
+
+@lru_cache(maxsize=256)  # the loopback has 16 million addresses
+def _is_loopback(address: str) -> bool:
+    return ip_address(address).is_loopback
+
+
+def _as_it_is(event: Event) -> Event:
+    return event

@@ -1,0 +1,393 @@
+"""What uvicorn lacks: a connection may not stay silent, a head may not grow, no read may hold up the others for long,
+a client that has shut its sending side is answered, and a stop cuts nobody off.
+"""
+
+import asyncio
+import socket
+from types import FrameType
+from typing import Final
+
+import httptools
+import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from service.core.problems import HEAD_TOO_LARGE, INVALID_HTTP, REQUEST_TIMEOUT, Problem
+from service.http.responses import lines_of, render_problem
+
+# Of a head, and of what comes beside a body: trailers (RFC 9112, section 7.1.2), extensions of chunks.
+HEAD_BYTES_MAX: Final = 64 * 1024
+# Each line of a head costs some 200 bytes of memory, however short it is. CloudEvents may have 100 attributes.
+HEADERS_MAX: Final = 256
+# A request that is not whole may be silent for so long. All of it may take so much longer than its bytes take at the
+# least rate: a body of 8 MiB 14 minutes, a small one 20 s. Between requests uvicorn's keep-alive bound holds.
+SILENCE_MAX_S: Final = 20.0
+LEAST_BYTES_S: Final = 10_000
+# What was read is parsed in slices, and after so long the rest waits for the loop's next turn: 256 KiB may be 40,000
+# chunks of a body, or 6,000 requests.
+SLICE_BYTES: Final = 16 * 1024
+PARSE_MAX_S: Final = 0.005
+# For so long the kernel keeps what a client does not read, or its network does not carry, and then ends the connection
+# (RFC 5482); a close would wait for it for ever. Who reads on, if only some kilobytes a second, has all the time.
+UNREAD_MAX_S: Final = 60.0
+
+# Headers that ask for another protocol.
+_UPGRADE: Final = (b"upgrade", b"http2-settings")
+
+# For so long a refusal that ends its connection waits for the client, which may still be sending, to see it.
+LINGERING_CLOSE_S: Final = 2.0
+# After a SIGTERM: clients that use their connections more often than this leave them by an answer.
+LINGER_S: Final = 1.0
+
+
+class BothWays(FlowControl):
+    """Who does not read its answers is not read either: both would pile up. Nor is more read before it is parsed."""
+
+    parsing = False  # some of what was read is still to be parsed
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.pause_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.resume_reading()
+
+    def pause_reading(self) -> None:
+        if not self.read_paused:
+            self.read_paused = True
+            if not self.parsing:
+                self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self.read_paused and not self.write_paused:
+            self.read_paused = False
+            if not self.parsing:
+                self._transport.resume_reading()
+
+    def set_parsing(self, parsing: bool) -> None:
+        """Is some of what was read still to be parsed?"""
+        if parsing is not self.parsing:
+            self.parsing = parsing
+            if not self.read_paused:
+                (self._transport.pause_reading if parsing else self._transport.resume_reading)()
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """Costs nothing for a request that comes in one piece: the timer runs only while one is incomplete."""
+
+    lingering = False  # of all connections: each answer is its connection's last one
+    _begun = False  # a request has come, or a part of one
+    _whole = False  # no request is under way
+    _in_head = True
+    _head_bytes = 0  # since the last head, or piece of a body, was whole
+    _unread = False  # what follows of this request is none of ours
+    _anew = b""  # its head, to be read once more
+    _refused = False
+    _half_closed = False  # the client sends no more
+    _rest = memoryview(b"")  # was read, and is still to be parsed
+    _timer: asyncio.TimerHandle | None = None  # while a request is incomplete
+    _begun_at = _heard_at = 0.0  # by the loop's time: the first byte of that, and the last one
+    _received = 0  # bytes of it
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow: BothWays = BothWays(transport)
+        self._arm()
+        connection = transport.get_extra_info("socket")
+        if connection is not None and connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_MAX_S))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self._unset_keepalive_if_required()
+        self._rest = memoryview(b"".join([self._rest, data]) if self._rest else data)
+        self._parse_rest()
+
+    def _parse_rest(self) -> None:
+        """Parse what was read, for a while; nothing behind a request that waits for those before it."""
+        until = self.loop.time() + PARSE_MAX_S
+        while self._rest and not self.pipeline and not self._over:
+            piece, self._rest = self._rest[:SLICE_BYTES], self._rest[SLICE_BYTES:]
+            self._take_piece(piece)
+            if self._rest and self.loop.time() >= until:
+                self.loop.call_soon(self._parse_rest)
+                break
+        if self._over:
+            self._rest = memoryview(b"")
+        else:
+            self.flow.set_parsing(bool(self._rest))
+
+    def _take_piece(self, piece: memoryview) -> None:
+        self._head_bytes += len(piece)
+        fresh = not self._begun
+        try:
+            self._parse(piece)
+        except httptools.HttpParserError:
+            self.send_400_response("it is not HTTP/1.1")
+        if self._over:
+            return
+        if self._whole:
+            self._disarm()
+        else:
+            if self._timer is None:
+                self._arm()
+            elif fresh:  # the time of a connection that was opened in advance begins now
+                self._restart()
+            else:
+                self._heard_at = self.loop.time()
+            self._received += len(piece)
+            self.wait()
+        if self._head_bytes > HEAD_BYTES_MAX or len(self.headers or ()) > HEADERS_MAX:
+            self._refuse_head()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more. What it has sent is answered before the connection ends (RFC 9112, section 9.6).
+
+        A request that will never be whole is refused, or dropped where it would have waited for those before it.
+        """
+        if self._half_closed or self._refused:
+            return not self._refused
+        self._half_closed = True
+        if self._whole or self._in_head:
+            unanswered = self.cycle is not None and not self.cycle.response_complete
+        else:
+            unanswered = bool(self.pipeline)
+            if unanswered:
+                self.pipeline.popleft()
+        if unanswered:
+            self._disarm()
+            if self._whole:
+                self.cycle.keep_alive = False
+        elif self._begun and not self._whole:
+            self._refuse(Problem(INVALID_HTTP, "request: it ends before it is whole"))
+        return unanswered
+
+    def on_response_complete(self) -> None:
+        another = bool(self.pipeline)  # which begins now
+        super().on_response_complete()
+        self.after_answer(another)
+
+    def after_answer(self, another: bool = False) -> None:
+        """Go on with what was read behind the request that was just answered; end a connection that has no more."""
+        if self.pipeline:
+            return
+        self._restart()
+        if self._rest:
+            self.loop.call_soon(self._parse_rest)
+        elif self._half_closed and not another:
+            self.transport.close()
+
+    def _parse(self, data: memoryview) -> None:
+        """Feed the parser, which would leave the body of a request with `Upgrade` to the protocol that it asks for.
+
+        Here it is none but HTTP/1.1 (RFC 9110, section 7.8). Java's own client asks for HTTP/2 at each request.
+        """
+        rest = data
+        while rest:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._anew:  # of CONNECT, which has its answer
+                    return
+                rest, head, self._anew = rest[upgrade.args[0] :], self._anew, b""
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+                self.parser.feed_data(head)
+
+    def _skips(self) -> bool:
+        """Is the request whose head is whole not to be carried out? That is refused, or is read anew."""
+        lines = len(self.headers)
+        if (
+            self._head_bytes <= HEAD_BYTES_MAX
+            and lines <= HEADERS_MAX
+            and not self._refused
+            and not self.parser.should_upgrade()
+        ):
+            return False
+        # Much of those bytes may be its body.
+        size = len(self.url) + sum([len(name) + len(content) for name, content in self.headers])
+        if size > HEAD_BYTES_MAX or lines > HEADERS_MAX:
+            self._refuse_head()
+        method = self.parser.get_method()
+        if self.parser.should_upgrade() and method != b"CONNECT":
+            kept = lines_of((name, content) for name, content in self.headers if name not in _UPGRADE)
+            version = self.parser.get_http_version().encode()
+            self._anew = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, kept)
+        self._unread = self._refused or bool(self._anew)
+        return self._unread
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's word on what its parser does not take, as a problem."""
+        self._refuse(Problem(INVALID_HTTP, f"request: {msg}"))
+
+    def _refuse_head(self) -> None:
+        most = f"{HEAD_BYTES_MAX} bytes and {HEADERS_MAX} lines"
+        self._refuse(Problem(HEAD_TOO_LARGE, f"headers: at most {most} are taken"))
+
+    def _refuse(self, problem: Problem) -> None:
+        """End the connection with this answer; without one where it would be taken for that of another request."""
+        if self._refused or self.transport.is_closing():
+            return
+        self._refused = True
+        if not self._would_mislead:
+            status, headers, body = render_problem(problem)
+            headers += [*self.server_state.default_headers, (b"connection", b"close")]
+            headers.append((b"content-length", b"%d" % len(body)))
+            self.transport.write(b"%b%b\r\n%b" % (STATUS_LINE[status], lines_of(headers), body))
+            self._linger()
+        else:
+            self.transport.close()
+
+    def _linger(self) -> None:
+        """Close, once the client has seen it: what it still sends would reset the connection, and lose the answer."""
+        self._disarm()
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # it has its answer
+        if self._half_closed or not self.transport.can_write_eof():
+            self.transport.close()
+            return
+        self.transport.write_eof()
+        self._rest = memoryview(b"")
+        self.flow.set_parsing(False)
+        self.flow.resume_reading()
+        self._timer = self.loop.call_later(LINGERING_CLOSE_S, self.transport.close)
+
+    @property
+    def _would_mislead(self) -> bool:
+        """Does an earlier request wait for its answer, or has the one that is being read got its own already?"""
+        if self.pipeline or self.cycle is None:
+            return bool(self.pipeline)
+        between = self._whole or self._in_head  # else `cycle` is the one which is being read
+        return self.cycle.response_complete is not between
+
+    @property
+    def _over(self) -> bool:
+        """Is nothing to be read any more?"""
+        return self._refused or self.transport.is_closing()
+
+    @property
+    def between(self) -> bool:
+        """Is what comes now the beginning of a request?"""
+        return (self._whole or not self._begun) and not self._refused
+
+    def read_whole(self) -> None:
+        """A request has come that the parser has not seen, and need not."""
+        self._begun, self._whole, self._in_head, self._head_bytes = True, True, False, 0
+        self._disarm()
+
+    def on_message_begin(self) -> None:
+        self._begun, self._whole, self._in_head, self._unread = True, False, True, False
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Make room for what the head of a request will say."""
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        if self._skips():
+            return
+        self._in_head, self._head_bytes = False, 0
+        self.begin()
+        self.headers = []  # trailers are none (RFC 9110, section 6.5.1)
+        if self.lingering and self.cycle is not None:
+            self.cycle.keep_alive = False
+
+    def begin(self) -> None:
+        """The head of a request is whole: let it begin, or wait for those before it."""
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._unread:
+            self._head_bytes = 0
+            self.take(body)
+
+    def wait(self) -> None:
+        """Something of the request is still to come."""
+
+    def take(self, body: bytes) -> None:
+        """A piece of the request's body."""
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._unread:
+            self._whole = True
+            self.end()
+
+    def end(self) -> None:
+        """The request is whole."""
+        super().on_message_complete()
+
+    def _arm(self) -> None:
+        self._begun_at = self._heard_at = self.loop.time()
+        self._received = 0
+        self._timer = self.loop.call_later(SILENCE_MAX_S, self._look)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _restart(self) -> None:
+        """It was we who did not read on: the time of the request that is incomplete begins anew."""
+        if self._timer is not None:
+            self._begun_at = self._heard_at = self.loop.time()
+            self._received = 0
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._restart()
+
+    def _look(self) -> None:
+        """Has the request that is incomplete run out of time?"""
+        self._timer = None
+        left = self._deadline - self.loop.time()
+        if self.transport.is_closing():
+            return
+        if self.flow.read_paused or self.flow.parsing:  # it is we who do not read on
+            self._arm()
+        elif left > 0:
+            self._timer = self.loop.call_later(left, self._look)
+        else:
+            self._hang_up()
+
+    @property
+    def _deadline(self) -> float:
+        """When the request that is incomplete has had its time: none for a body whose request has been answered."""
+        answered = not self._in_head and self.cycle is not None and self.cycle.response_complete
+        needed = 0.0 if answered else self._received / LEAST_BYTES_S
+        return min(self._heard_at, self._begun_at + needed) + SILENCE_MAX_S
+
+    def _hang_up(self) -> None:
+        if not self._begun:
+            self.transport.close()
+            return
+        silent = self._heard_at <= self._begun_at + self._received / LEAST_BYTES_S
+        why = f"nothing came for {SILENCE_MAX_S:g} s" if silent else f"less than {LEAST_BYTES_S} bytes a second came"
+        self._refuse(Problem(REQUEST_TIMEOUT, f"request: {why}, and it is not whole: nothing of it was written"))
+
+
+class LingeringServer(uvicorn.Server):
+    """After the first SIGTERM each answer ends its connection, for LINGER_S, before uvicorn closes the idle ones.
+
+    Else a client that is just sending its next request is cut off, and cannot know whether that was read.
+    """
+
+    _loop: asyncio.AbstractEventLoop | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._loop is None or GuardedProtocol.lingering:
+            super().handle_exit(sig, frame)
+            return
+        GuardedProtocol.lingering = True
+        self._loop.call_soon_threadsafe(self._loop.call_later, LINGER_S, super().handle_exit, sig, frame)

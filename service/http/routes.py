@@ -1,0 +1,211 @@
+"""Everything over HTTP but `POST /events`: the state of a key, the probes, the metrics, and the documentation."""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Final, Protocol
+
+import msgspec
+from fastapi import FastAPI, Header, Query, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from service.claims.redis_store import Found, RedisKeys
+from service.claims.states import Claimed, Delivered, DeliveredBatch
+from service.contract.wire import event_id
+from service.core.metrics import Telemetry
+from service.core.problems import (
+    INCOMPLETE,
+    INTERNAL,
+    KINDS,
+    METHOD_NOT_ALLOWED,
+    NOT_FOUND,
+    UNKNOWN_KEY,
+    Problem,
+    StoreAway,
+    StoreLost,
+    StoreUnanswered,
+)
+from service.core.problems import of_status as problem_of_status
+from service.events.event import check_key
+from service.http.callers import Callers
+from service.http.headers import OF_THE_MESSAGE, check_message, pick
+from service.http.openapi import PROBLEM_CONTENT, SECURITY, with_posts
+from service.http.responses import render_problem
+from service.pipeline.pool import Pool
+from service.slots.recovery import Store
+
+METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+POSTS: Final = ("/events", "/events/batch")
+_UNREADY: Final[dict[int | str, dict[str, Any]]] = {
+    503: {"description": "Not so (yet); what is missing", "model": dict[str, object]}
+}
+
+
+class MetricsText(Response):
+    """Prometheus' text format."""
+
+    media_type = METRICS_TYPE
+
+
+class Parts(Protocol):
+    """What the routes need of a running service."""
+
+    keys: RedisKeys
+    store: Store
+    pool: Pool
+    telemetry: Telemetry
+    was_ready: bool
+
+    async def readiness(self) -> dict[str, object]: ...
+
+
+def routes(app: FastAPI, service: Callable[[], Parts], callers: Callers) -> None:
+    """Add the routes to the app; `callers` see their own keys only."""
+    app.router.redirect_slashes = False  # `/events` and `/events/` are two things
+    app.add_middleware(HeadAsGet)
+    app.add_middleware(Checked)
+    for path in POSTS:
+        app.add_route(path, _taken_below, methods=["POST"], include_in_schema=False)
+
+    @app.get(
+        "/events/{key:path}",
+        summary="The state of a key; only a POST proves absence",
+        responses=_problems(400, 401, 404, 503),
+        openapi_extra={"security": SECURITY},
+    )
+    async def get_event(
+        key: str,
+        # No path can have the keys `.` and `..`: /events/?key=.
+        asked: Annotated[str, Query(alias="key", description="Where the path's is empty")] = "",
+        # OpenAPI has it as a security scheme, and ignores it as a parameter.
+        authorization: Annotated[list[str] | None, Header(include_in_schema=False)] = None,
+    ) -> dict[str, Any]:
+        caller = callers.of(None if authorization is None else ", ".join(authorization))
+        id = event_id(check_key(key or asked, "key"), caller.scope)
+        parts = service()
+        if parts.store.epoch is None:
+            raise Problem(INCOMPLETE, f"the key store is not complete: {parts.store.status}")
+        try:
+            found = await parts.keys.find(parts.store.epoch, id)
+        except (StoreLost, StoreAway, StoreUnanswered) as error:
+            raise Problem(INCOMPLETE, f"the key store does not answer: {error}") from error
+        return describe(id, found, parts.pool.doubts)
+
+    @app.get("/livez", summary="The process lives")
+    async def livez() -> dict[str, bool]:
+        return {"live": True}
+
+    @app.get("/readyz", summary="A slot is ready, Redis holds the generation, Kafka answers", responses=_UNREADY)
+    async def readyz(response: Response) -> dict[str, object]:
+        readiness = await service().readiness()
+        response.status_code = 200 if readiness["ready"] else 503
+        return readiness
+
+    @app.get("/startupz", summary="It was ready once", responses=_UNREADY)
+    async def startupz(response: Response) -> dict[str, object]:
+        parts = service()
+        readiness = {} if parts.was_ready else await parts.readiness()
+        response.status_code = 200 if parts.was_ready else 503
+        return {"started": parts.was_ready, **readiness}
+
+    @app.get("/metrics", summary="Prometheus text format", response_class=MetricsText)
+    async def metrics() -> Response:
+        return MetricsText(service().telemetry.render())
+
+    @app.get("/problems/{code}", summary="What a problem's type means", responses=_problems(404))
+    async def problem(code: str) -> dict[str, Any]:
+        if code not in KINDS:
+            raise HTTPException(404, f"no problem has the code {code}")
+        return msgspec.to_builtins(KINDS[code])  # type: ignore[no-any-return]
+
+    @app.exception_handler(Problem)
+    async def on_problem(_: Request, problem: Problem) -> Response:
+        return _response(problem)
+
+    @app.exception_handler(HTTPException)
+    async def on_status(request: Request, error: HTTPException) -> Response:
+        if error.status_code != METHOD_NOT_ALLOWED.status:
+            return _response(problem_of_status(error.status_code, str(error.detail)))
+        allowed = _allowed(request)
+        response = _response(Problem(METHOD_NOT_ALLOWED, f"{request.method}: use {allowed}"))
+        response.headers["allow"] = allowed
+        return response
+
+    @app.exception_handler(Exception)
+    async def on_bug(_: Request, error: Exception) -> Response:
+        return _response(Problem(INTERNAL, type(error).__name__))
+
+    app.openapi = lambda: with_posts(type(app).openapi(app))  # type: ignore[method-assign]
+
+
+class HeadAsGet:
+    """HEAD is answered as GET is (RFC 9110, section 9.3.2); uvicorn, which has read the method, leaves the body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
+
+
+class Checked:
+    """Refuses heads as they are refused with the POSTs, which are taken below."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http":
+            lines = [line for line in scope["headers"] if line[0] in OF_THE_MESSAGE]
+            try:
+                check_message(pick(lines), host_needed=scope["http_version"] != "1.0")
+            except Problem as problem:
+                app = _response(problem)
+        await app(scope, receive, send)
+
+
+async def _taken_below(request: Request) -> Response:
+    """POSTs are taken before they get here (http_posts.py), by their path as it is sent; the routes tell of them."""
+    raise Problem(NOT_FOUND, f"path: send it as {request.scope['path']}, without percent-encoding")
+
+
+def _allowed(request: Request) -> str:
+    """What `Allow` says of a path (RFC 9110, section 10.2.1): the methods of all its routes, not of the first alone."""
+    methods: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            methods |= route.methods
+    if "GET" in methods:
+        methods.add("HEAD")
+    return ", ".join(sorted(methods))
+
+
+def describe(id: bytes, found: Found, doubts: Callable[[int, int], bool]) -> dict[str, Any]:
+    """What is known of a key; `doubts` tells of a slot and a term whether this process does not know their outcome.
+
+    Raises Problem (404) for nothing, and for a claim that was never written.
+    """
+    match found.state:
+        case Delivered(_, _, topic, partition, offset, timestamp):
+            place = {"topic": topic, "partition": partition, "offset": offset, "timestamp": timestamp}
+            return {"state": "committed", "id": id.hex(), **place}
+        case DeliveredBatch(count=count):
+            return {"state": "committed", "id": id.hex(), "members": count}
+        case Claimed(slot, term) if not found.dead:
+            doubtful = not found.leased or doubts(slot, term)
+            return {"state": "in_doubt" if doubtful else "in_progress", "id": id.hex()}
+    raise Problem(UNKNOWN_KEY, "nothing is known of this key; only a POST with it proves that it is not written")
+
+
+def _response(problem: Problem) -> Response:
+    status, headers, body = render_problem(problem)
+    return Response(body, status, {name.decode(): content.decode() for name, content in headers})
+
+
+def _problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """What OpenAPI tells of a route's problems: its own, and that any other answer is one too."""
+    told = {"description": "application/problem+json", "content": PROBLEM_CONTENT}
+    return dict.fromkeys([*statuses, "default"], told)

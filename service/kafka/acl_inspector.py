@@ -1,0 +1,210 @@
+"""What Kafka says of itself and of what its caller may do: for the doctor, which changes nothing."""
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final
+
+from aiokafka import errors
+from aiokafka.protocol.admin import ApiVersionRequest, CreateTopicsRequest, DescribeConfigsRequest
+from aiokafka.protocol.api import Request, RequestStruct, Response
+from aiokafka.protocol.transaction import EndTxnRequest
+from aiokafka.protocol.types import Array, Boolean, Int16, Int32, Schema, String
+
+from service.core.problems import KafkaAway
+from service.kafka.admin import Cluster, coordinator
+
+BROKER_RESOURCE: Final = 4
+# No producer has this id: what is asked in its name is refused, after it was looked at who asks.
+NOBODY: Final = -2
+
+
+class Operation(IntEnum):
+    """What an ACL can allow, by Kafka's numbers (org.apache.kafka.common.acl.AclOperation)."""
+
+    READ = 3
+    WRITE = 4
+    CREATE = 5
+    DELETE = 6
+    ALTER = 7
+    DESCRIBE = 8
+    CLUSTER_ACTION = 9
+    DESCRIBE_CONFIGS = 10
+    ALTER_CONFIGS = 11
+    IDEMPOTENT_WRITE = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A broker, and where it says that clients reach it; `why_not` where they do not from here."""
+
+    id: int
+    address: str
+    why_not: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A topic as its caller may see it. `replication` is that of its worst partition."""
+
+    name: str
+    partitions: int
+    replication: int
+    may: frozenset[Operation]
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """All brokers, and the topics that the caller may describe; `hidden` are those asked for that it may not."""
+
+    nodes: tuple[Node, ...]
+    topics: Mapping[str, Seen]
+    hidden: frozenset[str]
+
+
+class Survey(Cluster):
+    """A client that looks. Every call raises KafkaAway where Kafka does not answer."""
+
+    async def census(self, asked: Collection[str] = ()) -> Census:
+        """Brokers and topics; none is made. Without topics where no broker is reached by the address that it gives."""
+        nodes = await self._nodes()
+        if all(node.why_not for node in nodes):
+            return Census(nodes, {}, frozenset())
+        answers = [await self._ask(_Metadata(None))]
+        if asked:  # a topic that may not be described shows only where it is named
+            answers.append(await self._ask(_Metadata(list(asked))))
+        topics: dict[str, Seen] = {}
+        hidden: set[str] = set()
+        for code, name, _, partitions, operations in (tuple(row) for answer in answers for row in answer.topics):
+            if code == errors.TopicAuthorizationFailedError.errno:
+                hidden.add(name)
+            elif code == errors.NoError.errno:
+                replication = min((len(replicas) for *_, replicas, _, _ in partitions), default=0)
+                topics[name] = Seen(name, len(partitions), replication, _operations(operations))
+        return Census(nodes, topics, frozenset(hidden))
+
+    async def _nodes(self) -> tuple[Node, ...]:
+        try:
+            client = await self._opened()
+        except (errors.KafkaError, OSError, TimeoutError) as error:
+            raise KafkaAway(f"Kafka at {self.bootstrap} does not answer: {error}") from error
+        brokers = sorted(client.cluster.brokers(), key=lambda broker: broker.nodeId)
+        why_not = await asyncio.gather(*(self.why_not(broker.host, broker.port) for broker in brokers))
+        return tuple(
+            Node(broker.nodeId, f"{broker.host}:{broker.port}", why)
+            for broker, why in zip(brokers, why_not, strict=True)
+        )
+
+    async def settings_of(self, node: int) -> dict[str, str] | None:
+        """The effective settings of a broker, None where the caller has no leave to read them."""
+        answer = await self._ask(DescribeConfigsRequest([(BROKER_RESOURCE, str(node), None)]), node)
+        ((code, _, _, _, entries),) = (tuple(resource) for resource in answer.resources)
+        if code != errors.NoError.errno:
+            return None
+        return {entry[0]: entry[1] for entry in entries if entry[1] is not None}
+
+    async def versions_of(self, node: int) -> dict[int, int]:
+        """The newest version of each request that a broker knows, by the request's number (its API key)."""
+        answer = await self._ask(ApiVersionRequest(), node)
+        return {key: newest for key, _, newest in (tuple(row) for row in answer.api_versions)}
+
+    async def may_create(self, topic: str) -> bool:
+        """Whether the caller may make a topic that is not there; it is not made."""
+        answer = await self._ask_controller(
+            CreateTopicsRequest([(topic, 1, -1, [], [])], self.request_timeout_ms, True)
+        )
+        ((_, code, *_),) = (tuple(row) for row in answer.topic_errors)
+        return code not in (errors.TopicAuthorizationFailedError.errno, errors.ClusterAuthorizationFailedError.errno)
+
+    async def may_produce_as(self, transactional_id: str) -> frozenset[Operation]:
+        """What the caller may do under a transactional id: Describe (finding its coordinator) and Write.
+
+        Write is tried by ending a transaction of a producer that nobody is: Kafka looks at the ACLs first, and then
+        refuses it.
+        """
+        refused = errors.TransactionalIdAuthorizationFailed
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                while True:
+                    client = await self._opened()
+                    try:
+                        node = await coordinator(client, transactional_id)
+                        answer = await client.send(node, EndTxnRequest(transactional_id, NOBODY, 0, False))
+                    except refused:
+                        return frozenset()
+                    except errors.KafkaError as error:
+                        if not error.retriable:
+                            raise
+                    else:
+                        kind = errors.for_code(answer.error_code)
+                        if kind is refused:
+                            return frozenset({Operation.DESCRIBE})
+                        if not kind.retriable:
+                            return frozenset({Operation.DESCRIBE, Operation.WRITE})
+                    await asyncio.sleep(0.05)
+        except (errors.KafkaError, OSError, TimeoutError) as error:
+            raise KafkaAway(f"no coordinator for {transactional_id}: {error!r}") from error
+
+
+def _operations(bits: int) -> frozenset[Operation]:
+    return frozenset(operation for operation in Operation if bits >> operation & 1)
+
+
+# ------------------------------------------------------------------------------------------------- the wire's words
+# Metadata of the version that tells what its caller may do (KIP-430); aiokafka's own ends before it.
+
+
+class _MetadataAnswer(Response):  # type: ignore[misc]
+    API_KEY = 3
+    API_VERSION = 8
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        ("brokers", Array(("node_id", Int32), ("host", String()), ("port", Int32), ("rack", String()))),
+        ("cluster_id", String()),
+        ("controller_id", Int32),
+        (
+            "topics",
+            Array(
+                ("error_code", Int16),
+                ("topic", String()),
+                ("is_internal", Boolean),
+                (
+                    "partitions",
+                    Array(
+                        ("error_code", Int16),
+                        ("partition", Int32),
+                        ("leader", Int32),
+                        ("leader_epoch", Int32),
+                        ("replicas", Array(Int32)),
+                        ("isr", Array(Int32)),
+                        ("offline_replicas", Array(Int32)),
+                    ),
+                ),
+                ("authorized_operations", Int32),
+            ),
+        ),
+        ("cluster_authorized_operations", Int32),
+    )
+
+
+class _Metadata_v8(RequestStruct):  # type: ignore[misc]  # noqa: N801 - as aiokafka names its own
+    API_KEY = 3
+    API_VERSION = 8
+    RESPONSE_TYPE = _MetadataAnswer
+    SCHEMA = Schema(
+        ("topics", Array(String())),
+        ("allow_auto_topic_creation", Boolean),
+        ("include_cluster_authorized_operations", Boolean),
+        ("include_topic_authorized_operations", Boolean),
+    )
+
+
+class _Metadata(Request[_Metadata_v8]):  # type: ignore[misc]
+    API_KEY = 3
+
+    def __init__(self, topics: Sequence[str] | None) -> None:
+        self._topics = topics
+
+    def build(self, request_struct_class: Any) -> Any:
+        return request_struct_class(self._topics, False, True, True)

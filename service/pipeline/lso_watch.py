@@ -1,0 +1,173 @@
+"""Finds partitions whose last stable offset (LSO) stands still, and has the slots recovered that hang there.
+
+A transaction may stay open in a partition although its coordinator has completed it (KAFKA-20734). Readers of committed
+records get nothing from behind it, and no request fails: only the LSO shows it.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple, Protocol
+
+import structlog
+
+from service.core.logs import Incident
+from service.core.metrics import Telemetry
+from service.core.problems import KafkaAway
+from service.core.settings import Settings
+from service.kafka.admin import Ends
+from service.kafka.hanging import ActiveProducer, Partition
+
+log = structlog.get_logger(__name__)
+
+# Brokers abort a transaction at the first look after its timeout; they look every 10 s
+# (transaction.abort.timed.out.transaction.cleanup.interval.ms).
+ABORT_SCAN_S: Final = 10.0
+# Looks in the time of a transaction: each costs one Metadata request, and two ListOffsets to each broker.
+LOOKS_A_TIMEOUT: Final = 2
+# After a recovery that has not moved the LSO, the next one waits, and each time twice as long.
+PAUSE_LEAST_S: Final = 60.0
+PAUSE_MOST_S: Final = 3600.0
+# Whose transaction is open: one of a slot, of another program, or of nobody known, as the leader does not tell.
+SLOT, OTHER, UNKNOWN = "slot", "other", "unknown"
+OWNERS: Final = (SLOT, OTHER, UNKNOWN)
+
+
+class Offsets(Protocol):
+    """What the watch asks of Kafka; each raises KafkaAway."""
+
+    async def last_offsets(self, topics: Sequence[str]) -> Mapping[Partition, Ends]:
+        """The ends of the topics' partitions."""
+        ...
+
+    async def open_transactions(
+        self, partitions: Collection[Partition]
+    ) -> Mapping[Partition, Sequence[ActiveProducer]]:
+        """The producers that each partition's leader knows (DescribeProducers); without those that may not be told."""
+        ...
+
+
+class Slots(Protocol):
+    """What the watch asks of those who look after slots."""
+
+    async def of_producers(self, producer_ids: Collection[int]) -> Mapping[int, int]:
+        """The slots whose transactional ids have these producer ids, by producer id. Raises KafkaAway."""
+        ...
+
+    def recover(self, n: int, partitions: Collection[Partition]) -> None:
+        """Have slot `n` recovered, which has a transaction open in these partitions."""
+        ...
+
+
+class Stalled(NamedTuple):
+    """A partition's LSO, since when it is seen there below the high watermark, and when to recover its slot again."""
+
+    last_stable: int
+    since: float  # by time.monotonic, as all times here
+    owner: str = UNKNOWN
+    again: float = 0.0
+    pause_s: float = PAUSE_LEAST_S
+
+
+def observe(known: Mapping[Partition, Stalled], ends: Mapping[Partition, Ends], now: float) -> dict[Partition, Stalled]:
+    """What is known of the partitions whose LSO is below the high watermark, after another look.
+
+    A partition that did not answer this time keeps what was known of it.
+    """
+    seen = {partition: stalled for partition, stalled in known.items() if partition not in ends}
+    for partition, (last_stable, high_watermark) in ends.items():
+        if last_stable < high_watermark:
+            before = known.get(partition)
+            same = before is not None and before.last_stable == last_stable
+            seen[partition] = before if before is not None and same else Stalled(last_stable, now)
+    return seen
+
+
+def holders(stalled: Stalled, producers: Iterable[ActiveProducer]) -> set[int]:
+    """The ids of the producers whose transactions hold the LSO where it is."""
+    return {each.producer_id for each in producers if 0 <= each.start <= stalled.last_stable}
+
+
+class LsoWatch:
+    """Looks at the ledger's partitions and at those of every topic that this process was asked to write to."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        offsets: Offsets,
+        slots: Slots,
+        ledger: str,
+        topics: Iterable[str],
+        telemetry: Telemetry,
+    ) -> None:
+        timeout_s = settings.transaction_timeout_ms / 1000
+        self.interval_s = timeout_s / LOOKS_A_TIMEOUT
+        self.bound_s = timeout_s + ABORT_SCAN_S
+        self._offsets = offsets
+        self._slots = slots
+        self._ledger = ledger
+        self._topics = topics
+        self._telemetry = telemetry
+        self._known: dict[Partition, Stalled] = {}
+
+    async def run(self) -> None:
+        """Look, for ever."""
+        trouble = Incident(log, "last stable offsets are not seen")
+        while True:
+            await asyncio.sleep(self.interval_s)
+            try:
+                await self.look(time.monotonic())
+                if failures := trouble.over():
+                    log.info("last stable offsets are seen again", **failures)
+            except KafkaAway as error:
+                trouble.goes_on(error)
+            except Exception as error:  # a bug must not end the watch
+                trouble.goes_on(error, bug=True)
+
+    async def look(self, now: float) -> None:
+        """Look once, and have the slots recovered whose transactions stand open for longer than any may."""
+        self._known = observe(self._known, await self._offsets.last_offsets([self._ledger, *self._topics]), now)
+        try:
+            await self._recover(now)
+        finally:
+            self._show(now)
+
+    def _stands(self, now: float) -> Iterator[tuple[Partition, Stalled]]:
+        """What no running transaction explains: each is ended, or aborted by the broker, within the bound."""
+        for partition, stalled in self._known.items():
+            if now - stalled.since >= self.bound_s:
+                yield partition, stalled
+
+    async def _recover(self, now: float) -> None:
+        due = {partition: stalled for partition, stalled in self._stands(now) if stalled.again <= now}
+        if not due:
+            return
+        producers = await self._offsets.open_transactions(due)
+        held_by = {partition: holders(stalled, producers.get(partition, ())) for partition, stalled in due.items()}
+        slots = await self._slots.of_producers(set().union(*held_by.values()))
+        for partition, stalled in due.items():
+            theirs = {slots[producer] for producer in held_by[partition] if producer in slots}
+            owner = SLOT if theirs else OTHER if held_by[partition] else UNKNOWN
+            pause_s = min(2 * stalled.pause_s, PAUSE_MOST_S)
+            self._known[partition] = stalled._replace(owner=owner, again=now + stalled.pause_s, pause_s=pause_s)
+            log.warning(
+                "last stable offset stands still",
+                topic=partition[0],
+                partition=partition[1],
+                offset=stalled.last_stable,
+                since_s=round(now - stalled.since, 1),
+                of=owner,
+                slots=sorted(theirs),
+                producers=sorted(held_by[partition]),
+            )
+            for n in theirs:
+                self._slots.recover(n, [partition])
+
+    def _show(self, now: float) -> None:
+        standing = [stalled for _, stalled in self._stands(now)]
+        counts = Counter(stalled.owner for stalled in standing)
+        for owner in OWNERS:
+            self._telemetry.stalled.labels(owner).set(counts[owner])
+            oldest = max((now - stalled.since for stalled in standing if stalled.owner == owner), default=0.0)
+            self._telemetry.stalled_oldest.labels(owner).set(oldest)

@@ -1,0 +1,370 @@
+"""The slots of this process: taken, recovered, served, given back. One task a slot, and one that keeps the leases."""
+
+import asyncio
+import contextlib
+import math
+import random
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Collection
+from typing import Final
+
+import structlog
+
+from service.claims.redis_store import Census, Epoch, KeyStore
+from service.claims.states import SlotEvent, SlotState
+from service.contract.wire import transactional_id
+from service.core.logs import Incident
+from service.core.metrics import Telemetry
+from service.core.problems import Fenced, KafkaAway, StoreAway, StoreLost, StoreUnanswered
+from service.core.settings import Settings
+from service.core.supervision import failure_of, heard
+from service.kafka.admin import Cluster
+from service.kafka.hanging import Partition
+from service.kafka.outcomes import TransactionFailed
+from service.kafka.producer import IdempotentProducer
+from service.kafka.topics import InternalTopics
+from service.pipeline.queue import Queue
+from service.slots.recovery import SlotRecovery, Store
+from service.slots.slot import Slot
+
+log = structlog.get_logger(__name__)
+
+# A process beats three times in the life of a lease: two beats may be lost before its slots are.
+BEATS_A_LEASE: Final = 3
+# Without a slot it can write nothing, so it sees sooner that one has become free: after a crash, its own old ones.
+BEATS_WITHOUT_A_SLOT: Final = 15
+# Between two beats, however many hurry: each is a script that looks at every slot.
+BEATS_APART_S: Final = 0.01
+PAUSE_LEAST_S: Final = 0.05
+PAUSE_MOST_S: Final = 2.0
+# A slot that has not been recovered for so much of a request's time is not counted on: another is taken beside it.
+STUCK_SHARE: Final = 0.5
+# Before Kafka tells that replicas lack, more than one may be caught: so many are replaced, also where one is wanted.
+REPLACED_LEAST: Final = 3
+SETTLED: Final = frozenset({SlotState.READY, SlotState.WRITING})
+
+Serve = Callable[[Slot], Awaitable[None]]
+
+# Ends of a term after which the slot is recovered, by the name under which they are counted.
+ENDS: Final[dict[type[Exception], str]] = {
+    TransactionFailed: "transaction",
+    StoreUnanswered: "store-unanswered",
+    StoreLost: "store-lost",
+    StoreAway: "store-away",
+    KafkaAway: "kafka-away",
+    Fenced: "fenced",
+}
+BUG: Final = "bug"
+
+
+def _cause_of(error: Exception) -> str:
+    """Why a term ended, in a word: `bug` for what neither Kafka nor Redis can bring about."""
+    if isinstance(error, TransactionFailed) and error.is_bug:
+        return BUG
+    return next((name for kind, name in ENDS.items() if isinstance(error, kind)), BUG)
+
+
+class Pool:
+    """Holds as many slots as are wanted, or this process's fair share where there are fewer."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        cluster: Cluster,
+        keys: KeyStore,
+        store: Store,
+        recovery: SlotRecovery,
+        queue: Queue,
+        topics: InternalTopics,
+        telemetry: Telemetry,
+        serve: Serve,
+        recovered: Callable[[], None],
+    ) -> None:
+        self._settings = settings
+        self._cluster = cluster
+        self._keys = keys
+        self._store = store
+        self._recovery = recovery
+        self._queue = queue
+        self._topics = topics
+        self._telemetry = telemetry
+        self._serve = serve
+        self._recovered = recovered
+        self.token = f"{settings.name}/{secrets.token_hex(6)}"
+        self.slots: dict[int, Slot] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._last_beat: tuple[Epoch, float] | None = None  # that was answered: in which generation, and when
+        self._patient_until = 0.0
+        self._troubles: dict[int, Incident] = {}  # by slot: a recovery that fails over and over is one
+        self._hurry = asyncio.Event()
+        # Slots that nobody may hold, and that are to be taken all the same: what is open of theirs, and where.
+        self._to_recover: dict[int, set[Partition]] = {}
+        self._stopping = False
+
+    def __repr__(self) -> str:
+        return f"<Pool {self.token} {sorted(self.slots.values(), key=lambda slot: slot.n)}>"
+
+    @property
+    def ready(self) -> int:
+        """How many slots may write now."""
+        return sum(slot.state in SETTLED for slot in self.slots.values())
+
+    def count(self, state: SlotState) -> int:
+        """How many slots are in this state."""
+        return sum(slot.state is state for slot in self.slots.values())
+
+    @property
+    def in_doubt(self) -> int:
+        """Events whose fate the recovery of their slot has yet to tell, also those whose callers had their 504."""
+        return sum(slot.doubtful for slot in self.slots.values())
+
+    @property
+    def in_doubt_s(self) -> float:
+        """For how long the oldest of them is in doubt, in seconds; 0 without any."""
+        since = [slot.doubtful_since for slot in self.slots.values() if slot.doubtful]
+        return time.monotonic() - min(since) if since else 0.0
+
+    @property
+    def down_s(self) -> float:
+        """For how long the slot that is down longest has not been recovered, in seconds; 0 where none is down."""
+        since = min((slot.down_since for slot in self.slots.values()), default=math.inf)
+        return max(0.0, time.monotonic() - since)
+
+    def doubts(self, n: int, term: int) -> bool:
+        """Is a claim of this slot and term in doubt here: sent, without a clean answer, and not yet recovered?
+
+        Of slots that others hold this process knows nothing, and of a term that is newer than the one it knew.
+        """
+        slot = self.slots.get(n)
+        return slot is not None and slot.doubtful > 0 and term <= slot.term
+
+    def hurry(self) -> None:
+        """Beat now: somebody has met a dead slot."""
+        self._hurry.set()
+
+    async def of_producers(self, producer_ids: Collection[int]) -> dict[int, int]:
+        """The slots whose transactional ids have these producer ids, by producer id. Raises KafkaAway.
+
+        Kafka is asked only where some are of no slot that is held here.
+        """
+        held = {slot.producer_id: n for n, slot in self.slots.items()}
+        found = {producer: held[producer] for producer in producer_ids if producer in held}
+        if found.keys() >= set(producer_ids):
+            return found
+        others = {
+            transactional_id(self._settings.namespace, n): n
+            for n in range(self._settings.slots_max)
+            if n not in self.slots
+        }
+        theirs = await self._cluster.producer_ids(others)
+        return found | {producer: others[name] for name, producer in theirs.items() if producer in producer_ids}
+
+    def recover(self, n: int, partitions: Collection[Partition]) -> None:
+        """Have a slot recovered that has a transaction open in these partitions: it does not end by itself.
+
+        One that is held here ends its term after its present group; one that nobody holds is taken at the next beat.
+        One of another process is left to that process.
+        """
+        slot = self.slots.get(n)
+        if slot is None:
+            self._to_recover.setdefault(n, set()).update(partitions)
+            self.hurry()
+        elif slot.state in SETTLED:
+            slot.suspects.update(partitions)
+            slot.stale = True
+            self._queue.nudge_all()
+
+    # ------------------------------------------------------------------------------------------------- the leases
+
+    async def keep(self) -> None:
+        """Beat, for ever: renew the leases, take what is wanted, recover the dead, give back what is too much."""
+        trouble = Incident(log, "no heartbeat")
+        while not self._stopping:
+            self._hurry.clear()  # whoever hurries from here on, also during the beat, has another one at once
+            try:
+                epoch = await self._store.settled()
+                await self._beat(epoch)
+                if failures := trouble.over():
+                    log.info("heartbeat again", **failures)
+            except StoreLost:
+                self._store.lost(epoch)
+            except (StoreAway, StoreUnanswered, KafkaAway) as error:
+                trouble.goes_on(error)
+            except Exception as error:  # a bug must not end the heartbeat: every slot would be lost
+                trouble.goes_on(error, bug=True)
+            with contextlib.suppress(TimeoutError):
+                beats = BEATS_A_LEASE if self.slots else BEATS_WITHOUT_A_SLOT
+                async with asyncio.timeout(self._settings.lease_ttl_ms / 1000 / beats):
+                    await self._hurry.wait()
+            await asyncio.sleep(BEATS_APART_S)
+
+    async def _beat(self, epoch: Epoch) -> None:
+        held = {n: slot for n, slot in self.slots.items() if not slot.leaving}
+        applied = {n: slot.applied for n, slot in held.items()}
+        census = await self._keys.beat(epoch, self.token, self._settings.slots_max, applied)
+        self._beaten(epoch)
+        for n, slot in held.items():
+            if census.slots[n] != "m":
+                log.warning("lease lost", slot=n)
+                self._let_go(slot)
+            elif slot.state in SETTLED and (slot.epoch != epoch or census.freed[n] > slot.term or slot.cut_off):
+                # Fenced by a recovery of the store, or by another holder that has gone: recovered now, for its ledger
+                # may hold what others wait for, and not at the cost of its next group. Or a broker was away, and a
+                # transaction of it may hang, which every reader waits for.
+                slot.stale = True
+                self._queue.nudge_all()
+        await self._balance(census, epoch)
+        self._recovered()  # what is in doubt because of others' slots: ask again
+        for slot in [slot for slot in held.values() if slot.owes and slot.epoch == epoch]:
+            await slot.settle_debts()
+
+    def _beaten(self, epoch: Epoch) -> None:
+        """After a pause in which leases ran out, or were forgotten, others come back to theirs just as this one does.
+
+        So nothing is taken for as long as a lease lives; and a slot was down because all was.
+        """
+        now, lease_s = time.monotonic(), self._settings.lease_ttl_ms / 1000
+        if self._last_beat is not None and (self._last_beat[0] != epoch or self._last_beat[1] < now - lease_s):
+            self._patient_until = now + lease_s
+            for slot in self.slots.values():
+                slot.down_since = max(slot.down_since, now)
+        self._last_beat = epoch, now
+
+    async def _balance(self, census: Census, epoch: Epoch) -> None:
+        """Towards min(wanted, fair share), and no dead slot left lying: its open transaction holds up every reader."""
+        held = [slot for slot in self.slots.values() if not slot.leaving]
+        # One whose transaction Kafka cannot end, for a partition that takes no markers, cannot begin another.
+        stuck = sum(map(self._is_stuck, held))
+        most = self._settings.slots + min(max(self._settings.slots, REPLACED_LEAST), stuck)
+        share = min(most, max(1, self._settings.slots_max // max(1, census.members)))
+        marks = {n: mark for n, mark in enumerate(census.slots) if n not in self.slots}
+        dead = [n for n, mark in marks.items() if mark == "d" or (mark == "f" and n in self._to_recover)]
+        free = [n for n, mark in marks.items() if mark == "f" and n not in self._to_recover]
+        random.shuffle(dead)
+        random.shuffle(free)
+        wanted = share - len(held)
+        suspects, self._to_recover = self._to_recover, {}
+        for n in dead + free[: max(0, wanted - len(dead))]:
+            if not self._stopping and time.monotonic() >= self._patient_until:
+                await self._take(n, epoch, suspects.get(n, ()))
+        # More than was wanted comes from rescuing the dead; more than the share is given up only where it is missed.
+        excess = len(held) - (most if free or dead else share)
+        settled = [slot for slot in held if slot.state in SETTLED]
+        for slot in settled[: max(0, min(excess, len(settled) - 1))]:  # the last one that can write stays
+            log.info("slot given up", slot=slot.n)
+            self._let_go(slot)
+
+    def _is_stuck(self, slot: Slot) -> bool:
+        return time.monotonic() - slot.down_since > STUCK_SHARE * self._settings.request_timeout_ms / 1000
+
+    async def _take(self, n: int, epoch: Epoch, suspects: Collection[Partition]) -> None:
+        if not await self._keys.take(epoch, n, self.token) or n in self.slots:
+            return
+        if self._stopping:  # since it was asked for: nobody would let go of it any more
+            await self._keys.give_back(epoch, n, self.token, clean=False)
+            return
+        plain = IdempotentProducer(self._cluster, f"plain-{n}")
+        slot = Slot(n, self._keys, self._topics.ledger, self._settings.name, plain)
+        slot.suspects.update(suspects)
+        slot.move(SlotEvent.LEASE)
+        self.slots[n] = slot
+        task = self._tasks[n] = asyncio.create_task(self._live(slot), name=f"slot-{n}")
+        heard(task, "slot", self._telemetry)  # another beat finds the slot without a lease, and takes it
+
+    def _let_go(self, slot: Slot) -> None:
+        slot.leaving = True
+        self._queue.nudge_all()
+
+    # ------------------------------------------------------------------------------------------------- one slot
+
+    async def _live(self, slot: Slot) -> None:
+        """The life of a held slot: recover, serve, and again after each end of a term, until it is let go."""
+        pause_s = PAUSE_LEAST_S
+        idle = False  # nothing of a group is under way
+        try:
+            while not slot.leaving:
+                try:
+                    await self._recover(slot)
+                    pause_s = PAUSE_LEAST_S
+                    await self._serve(slot)
+                    idle = True
+                except (Exception, asyncio.CancelledError) as error:  # also a bug ends a term, and no more than that
+                    self._ended(slot, failure_of(error))
+                    await slot.end()
+                    if not slot.leaving and not await self._still_mine(slot):
+                        return
+                    await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311
+                    pause_s = min(2 * pause_s, PAUSE_MOST_S)
+        finally:
+            await slot.end()
+            self.slots.pop(slot.n, None)
+            self._tasks.pop(slot.n, None)
+            self._troubles.pop(slot.n, None)
+            await self._give_back(slot, idle)
+
+    async def _recover(self, slot: Slot) -> None:
+        epoch = await self._store.settled()
+        if slot.state is SlotState.DOUBT:
+            slot.move(SlotEvent.RECOVER)
+        started = time.monotonic()
+        await self._recovery.run(slot, epoch)
+        took_s = time.monotonic() - started
+        self._telemetry.slot_recoveries.observe(took_s)
+        slot.doubtful = 0
+        slot.down_since = math.inf
+        log.info("slot ready", slot=slot.n, term=slot.term, took_s=round(took_s, 3), **self._trouble_of(slot).over())
+        self._recovered()
+
+    def _ended(self, slot: Slot, error: Exception) -> None:
+        """A term is over, or recovery did not get to one."""
+        slot.down_since = min(slot.down_since, time.monotonic())
+        why = _cause_of(error)
+        self._telemetry.terms_ended.labels(why).inc()
+        if why == ENDS[TransactionFailed]:
+            self._telemetry.kafka_errors.labels("transaction").inc()
+        told = {"slot": slot.n, "term": slot.term, "in_doubt": slot.doubtful, "cause": why}
+        self._trouble_of(slot).goes_on(error, bug=why == BUG, **told)
+        if slot.state is not SlotState.DOUBT:
+            slot.move(SlotEvent.FAIL)
+        if isinstance(error, StoreLost):
+            self._store.lost(slot.epoch)
+
+    def _trouble_of(self, slot: Slot) -> Incident:
+        return self._troubles.setdefault(slot.n, Incident(log, "term ended"))
+
+    async def _still_mine(self, slot: Slot) -> bool:
+        """Is the lease still this process's, or free to take again? Where Redis does not say: assume so."""
+        try:
+            return self._store.epoch is None or await self._keys.take(self._store.epoch, slot.n, self.token)
+        except (StoreAway, StoreUnanswered, StoreLost):
+            return True
+
+    async def _give_back(self, slot: Slot, idle: bool) -> None:
+        """Return the lease. A slot that is not in order, or in a group that was cut off, is left to who recovers it."""
+        clean = idle and slot.state is SlotState.READY and not slot.owes
+        if slot.state is SlotState.WRITING:  # its task was cancelled
+            slot.move(SlotEvent.FAIL)
+        slot.move(SlotEvent.GIVE_BACK)
+        if self._store.epoch is not None:
+            with contextlib.suppress(StoreAway, StoreUnanswered, StoreLost):
+                await self._keys.give_back(self._store.epoch, slot.n, self.token, clean)
+
+    # ------------------------------------------------------------------------------------------------- stopping
+
+    async def stop(self) -> None:
+        """Give every slot back, once its group is through, and leave. What hangs is left to others to recover."""
+        self._stopping = True
+        self._hurry.set()
+        for slot in self.slots.values():
+            self._let_go(slot)
+        patience_s = (self._settings.request_timeout_ms + self._settings.transaction_timeout_ms) / 1000
+        if tasks := list(self._tasks.values()):
+            _, hanging = await asyncio.wait(tasks, timeout=patience_s)
+            for task in hanging:  # Kafka or Redis are away
+                task.cancel()
+            if hanging:
+                await asyncio.wait(hanging, timeout=patience_s)
+        if self._store.epoch is not None:
+            with contextlib.suppress(StoreAway, StoreUnanswered, StoreLost):
+                await self._keys.leave(self._store.epoch, self.token)

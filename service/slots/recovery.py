@@ -1,0 +1,463 @@
+"""Recovery of a slot and of the store: fence, read through a record of one's own, replay, free.
+
+The one mechanism for start, take-over and every doubt. "Not there" is believed only after the fence and the reading
+through; claims are compared by ledger offsets, which only grow.
+"""
+
+import asyncio
+import contextlib
+import functools
+import random
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from typing import Any, Final
+
+import structlog
+
+from service.claims.redis_requirements import POLICY_CHANGE
+from service.claims.redis_store import REPLAY_CHUNK, Epoch, Identity, KeyStore, Row, chunks
+from service.claims.states import SlotEvent
+from service.contract import PREFIX
+from service.contract.wire import LedgerRecord, transactional_id
+from service.core.logs import Incident
+from service.core.metrics import Telemetry
+from service.core.problems import KafkaAway, StoreAway, StoreLost, StoreUnanswered
+from service.core.settings import Settings
+from service.kafka.admin import Cluster
+from service.kafka.deadline import shared
+from service.kafka.producer import IdempotentProducer, TransactionalProducer
+from service.kafka.reader import Span, ends, offsets_since, read_through
+from service.kafka.session import Place
+from service.kafka.topics import InternalTopics
+from service.slots.generation_log import Control, Newest
+from service.slots.ledger_rows import rows_of
+from service.slots.settling import CLOCKS_APART_MS, Settlement
+from service.slots.slot import Slot
+
+log = structlog.get_logger(__name__)
+
+# Ledger records, each of a busy process's hundred entries or so, that are handed to Redis at once.
+REPLAY_RECORDS: Final = 20
+# Writes, of REPLAY_CHUNK keys or fewer, that may be packed and wait for their turn, some 60 MB (with topics of the
+# longest names 260): while Redis moves millions of keys to a larger table, it takes a fifth of what is read.
+REPLAYS_AHEAD: Final = 400
+PAUSE_LEAST_S: Final = 1.0
+PAUSE_MOST_S: Final = 300.0
+# Slots that are waited for, of which the first ones are named.
+SLOTS_NAMED: Final = 8
+# What `Store.status` begins with, before a colon and what there is to say of it.
+STORE_STATES: Final = ("starting", "settled", "recovering", "stale-store", "store-away")
+
+
+class NotYet(Exception):
+    """The store cannot be settled at this moment, as others recover it; it is tried again after a pause."""
+
+    state = "recovering"
+
+
+class Stale(NotYet):
+    """Control names another store, which may live on."""
+
+    state = "stale-store"
+
+
+class OtherKafka(NotYet):
+    """Redis is of another Kafka, or of an earlier life of this one: generations are offsets of its control topic.
+
+    Its generation and what it has freed are larger than any here, so nothing could be raised above them; and it tells
+    of records that this Kafka does not have. Only a person knows which of the two is to be believed.
+    """
+
+    state = "stale-store"
+
+
+class SlotRecovery:
+    """Brings a leased slot to READY."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        keys: KeyStore,
+        control: Control,
+        topics: InternalTopics,
+        settings: Settings,
+        telemetry: Telemetry,
+    ) -> None:
+        self._cluster = cluster
+        self._keys = keys
+        self._control = control
+        self._topics = topics
+        self._settings = settings
+        self._fences = telemetry.fences.labels("slot")
+        self._hanging_ended = telemetry.hanging_ended
+        self._replayed = telemetry.replayed.labels("slot")
+        self._patience_s = (settings.request_timeout_ms + settings.transaction_timeout_ms) / 1000
+
+    async def run(self, slot: Slot, epoch: Epoch) -> None:
+        """Steps 2 to 6 of slot recovery. Raises StoreLost, Fenced, TransactionFailed, KafkaAway, StoreAway, …:
+        then the slot is in DOUBT, its producer is to be closed, and this is to be run again."""
+        try:
+            await self._fence(slot, epoch)
+            await self._settle(slot)
+            await slot.begin(_now_ms())
+            await self._check(slot)
+            await self._replay_and_free(slot)
+        except BaseException:
+            slot.move(SlotEvent.FAIL)
+            await slot.end()
+            raise
+
+    async def _fence(self, slot: Slot, epoch: Epoch) -> None:
+        """InitProducerId: the fate of the old transaction is final, and its owner can never commit again."""
+        name = transactional_id(self._settings.namespace, slot.n)
+        producer = TransactionalProducer(self._cluster, name, self._settings.transaction_timeout_ms)
+        await producer.start()
+        self._fences.inc()
+        slot.enter(epoch, producer)
+
+    async def _settle(self, slot: Slot) -> None:
+        """End what hangs in the slot's partitions before the begin record does, whose marker would commit it."""
+        applied = await self._keys.applied(slot.epoch, slot.n)
+        ledger = self._topics.ledger, slot.n
+        settlement = Settlement(self._cluster, ledger, slot.producer, self._patience_s, self._hanging_ended)
+        slot.suspects = await settlement.run(applied, slot.suspects)
+
+    async def _check(self, slot: Slot) -> None:
+        """After the fence, does control still name the store that my claims are in?"""
+        newest = await self._control.newest(slot.n)
+        if newest is None or Epoch(newest.generation, newest.store) != slot.epoch:
+            raise StoreLost(f"control names {newest}, this process works with {slot.epoch}")
+        slot.move(SlotEvent.CHECK)
+
+    async def _replay_and_free(self, slot: Slot) -> None:
+        """Mark what the slot's ledger has since `applied`, through my own begin record; then free the older terms.
+
+        What was written before `applied` would not be read: KafkaAway where that is past my begin record.
+        """
+        start = await self._keys.applied(slot.epoch, slot.n)
+        if start is not None and start > slot.term:
+            raise KafkaAway(
+                f"{self._topics.ledger}, partition {slot.n}: Redis has applied it up to {start}, and it ends at "
+                f"{slot.term}: it was made anew, or has lost records. Stop all processes and delete the keys that "
+                f"begin with {{{self._settings.namespace}:0}} (FLUSHDB, where there are no others)"
+            )
+        rows: list[Row] = []
+        spans = {slot.n: Span(start, slot.term)}
+        records = read_through(self._cluster, self._topics.ledger, spans, "read_committed", self._patience_s)
+        async with contextlib.aclosing(records):
+            async for items in records:
+                read = rows_of(items)
+                self._replayed.inc(len(read))
+                rows += read
+                while len(rows) > REPLAY_CHUNK:
+                    await self._keys.replay(slot.epoch, rows[:REPLAY_CHUNK])
+                    del rows[:REPLAY_CHUNK]
+        await self._keys.replay(slot.epoch, rows, (slot.n, slot.term))
+        slot.applied = slot.term
+        slot.move(SlotEvent.FREE)
+
+
+class Store:
+    """Which store holds the claims now, for this process; settles it again when it is lost."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        keys: KeyStore,
+        control: Control,
+        topics: InternalTopics,
+        settings: Settings,
+        telemetry: Telemetry,
+    ) -> None:
+        self.epoch: Epoch | None = None
+        self.status = "starting"
+        self._last: Epoch | None = None
+        self._cluster = cluster
+        self._keys = keys
+        self._control = control
+        self._topics = topics
+        self._settings = settings
+        self._telemetry = telemetry
+        self._barriers = IdempotentProducer(cluster, "store-recovery")
+        self._patience_s = (settings.request_timeout_ms + settings.transaction_timeout_ms) / 1000
+        self._settling: asyncio.Task[Epoch] | None = None
+        self._quiet_pause_s = PAUSE_LEAST_S
+
+    async def close(self) -> None:
+        if self._settling is not None:
+            self._settling.cancel()
+            await asyncio.wait([self._settling])
+        await self._barriers.close()
+
+    @property
+    def state(self) -> str:
+        """The status in one word, of STORE_STATES."""
+        return self.status.partition(":")[0]
+
+    @property
+    def generation(self) -> int:
+        """The generation in which claims may be made; 0, which none has, where the store is not settled."""
+        return 0 if self.epoch is None else self.epoch.generation
+
+    def lost(self, epoch: Epoch) -> None:
+        """A script for `epoch` met another store. Harmless where that epoch is not the present one any more."""
+        if self.epoch == epoch:
+            log.warning("store lost", generation=epoch.generation)
+            self._telemetry.store_losses.inc()
+            self.epoch = None
+            self.status = "recovering: the store was lost"
+            self._start_settling()
+
+    async def settled(self) -> Epoch:
+        """The epoch in which claims may be made; waits for as long as that takes."""
+        if self.epoch is not None:
+            return self.epoch
+        return await shared(self._start_settling())
+
+    def _start_settling(self) -> asyncio.Task[Epoch]:
+        if self._settling is None or self._settling.done():
+            self._settling = asyncio.create_task(self._settle())
+        return self._settling
+
+    async def _settle(self) -> Epoch:
+        trouble = Incident(log, "store not settled")
+        while True:
+            try:
+                self.epoch = await self._attempt()
+            except (NotYet, StoreAway, StoreUnanswered, StoreLost, KafkaAway) as error:
+                self.status = f"{error.state if isinstance(error, NotYet) else 'store-away'}: {error}"
+                trouble.goes_on(error)
+                await self._pause()
+            except Exception as error:  # a bug, or a record in control that is not ours: no reason to stop trying
+                self.status = f"store-away: {error!r}"
+                trouble.goes_on(error, bug=True)
+                await self._pause()
+            else:
+                self.status = "settled"
+                self._quiet_pause_s = PAUSE_LEAST_S
+                if self._last is not None and self._last.generation != self.epoch.generation:
+                    self._telemetry.generation_changes.inc()
+                self._last = self.epoch
+                log.info("store settled", generation=self.epoch.generation, store=self.epoch.store, **trouble.over())
+                return self.epoch
+
+    async def _pause(self) -> None:
+        await self._keys.resolve_anew()
+        await asyncio.sleep(random.uniform(0.5, 1.0) * min(PAUSE_LEAST_S, self._lease_s / 3))  # noqa: S311
+
+    async def _attempt(self) -> Epoch:
+        """Adopt what Redis and control agree on, else recover: at once after a flush, or where the store lacks what was
+        there, and patiently after a change."""
+        identity = await self._keys.who()
+        if "/" not in identity.store:
+            raise StoreAway(f"the server that answers is {identity.store}")
+        if identity.evicts:
+            raise StoreAway(f"maxmemory-policy is {identity.evicts}: {POLICY_CHANGE}")
+        newest = await self._control.newest()
+        if identity.epoch is not None and (newest is None or newest.generation < identity.epoch.generation):
+            raise OtherKafka(
+                f"Redis has keys of generation {identity.epoch.generation}, of which Kafka's control topic knows "
+                f"nothing: stop all processes and delete the keys that begin with {{{self._settings.namespace}:0}} "
+                f"(FLUSHDB, where there are no others), or set {PREFIX}NAMESPACE to another"
+            )
+        if newest is not None:
+            named = Epoch(newest.generation, newest.store)
+            if identity.store == named.store and identity.epoch == named and not identity.incomplete:
+                return named
+            if identity.store != named.store:
+                await self._wait_until_quiet(identity, newest)
+        return await self._recover(identity)
+
+    async def _wait_until_quiet(self, identity: Identity, newest: Newest) -> None:
+        """Control names another store: it may live on, and others may still work with it.
+
+        Stale unless for one lease time the same primary answers, and nobody commits to any ledger partition.
+        """
+        self.status = "stale-store: control names another store; waiting for a quiet lease time"
+        slots = range(await self._slots())
+        before = await ends(self._cluster, self._topics.ledger, slots)
+        await asyncio.sleep(self._lease_s * random.uniform(1.0, 1.2))  # noqa: S311
+        await self._keys.resolve_anew()
+        same = (
+            (await self._keys.who()).store == identity.store
+            and await self._control.newest() == newest
+            and await ends(self._cluster, self._topics.ledger, slots) == before
+        )
+        if not same:
+            pause_s, self._quiet_pause_s = self._quiet_pause_s, min(2 * self._quiet_pause_s, PAUSE_MOST_S)
+            await self._rest(identity, pause_s * random.uniform(0.5, 1.0))  # noqa: S311
+            raise Stale("another store is in use, or the primary changed meanwhile")
+
+    async def _rest(self, identity: Identity, pause_s: float) -> None:
+        """The pause before the next attempt to recover; over at once where another answers, which may be adopted."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + pause_s
+        while (left_s := end - loop.time()) > 0:
+            await asyncio.sleep(min(left_s, self._lease_s))
+            await self._keys.resolve_anew()
+            if await self._keys.who() != identity:
+                return
+
+    # ------------------------------------------------------------------------------------------ store recovery
+
+    async def _recover(self, seen: Identity) -> Epoch:
+        """Store recovery under a fresh nonce. Raises NotYet where another process is at it or superseded this one."""
+        nonce = secrets.token_hex(8)
+        if not await self._keys.recover(seen, nonce):
+            raise NotYet("another process recovers the store, or has done so")
+        store = seen.store
+        keeping = asyncio.create_task(self._keep_nonce(store, nonce))
+        try:
+            return await self._recover_under(store, nonce)
+        except BaseException:
+            with contextlib.suppress(StoreAway, StoreUnanswered):
+                await self._keys.recover_abandon(store, nonce)
+            raise
+        finally:
+            keeping.cancel()
+
+    async def _keep_nonce(self, store: str, nonce: str) -> None:
+        """Renew the nonce while slots are fenced, which may take as long as a transaction's timeout."""
+        while True:
+            await asyncio.sleep(self._lease_s)
+            with contextlib.suppress(StoreAway, StoreUnanswered, StoreLost):
+                await self._keys.recover_read(store, nonce, 0)
+
+    async def _recover_under(self, store: str, nonce: str) -> Epoch:
+        """Steps 2 to 5: name the store, fence every slot, replay every ledger partition, free."""
+        started = time.monotonic()
+        generation = await self._control.append(store)
+        newest = await self._control.newest()
+        if newest is None or newest.generation != generation:
+            raise NotYet("a later generation supersedes this recovery")
+        slots = await self._slots()
+        await self._fence_all(slots)
+        await self._settle_all(store, nonce, slots)
+        barriers = await self._barrier_all(slots)
+        keys = await self._replay_all(store, nonce, barriers)
+        await self._keys.recover_end(store, nonce, generation, [barriers[slot].offset for slot in range(slots)])
+        took_s = time.monotonic() - started
+        self._telemetry.store_recoveries.observe(took_s)
+        log.info("store recovered", generation=generation, slots=slots, keys=keys, took_s=round(took_s, 3))
+        return Epoch(generation, store)
+
+    async def _slots(self) -> int:
+        """As many as the ledger has, and no fewer than control knows of.
+
+        A broker that is cut off may tell of the ledger as it was before it was raised; and whoever wrote in a slot
+        since has put a barrier of it, or of a higher one, into control, which was read through our own.
+        """
+        return max(await self._topics.slots(), self._control.slots)
+
+    async def _fence_all(self, slots: int) -> None:
+        """No write that was claimed in the old store can commit any more."""
+        slot_of = {transactional_id(self._settings.namespace, slot): slot for slot in range(slots)}
+
+        def tell(left: Collection[str]) -> None:
+            waiting = f", waiting for slots {[slot_of[name] for name in left][:SLOTS_NAMED]}" if left else ""
+            self.status = f"recovering: {slots - len(left)} of {slots} slots fenced{waiting}"
+
+        await self._cluster.fence(list(slot_of), self._settings.transaction_timeout_ms, tell)
+        self._telemetry.fences.labels("store").inc(slots)
+
+    async def _settle_all(self, store: str, nonce: str, slots: int) -> None:
+        """End what hangs in the ledger: no replay would get past it. What hangs elsewhere is left to its slot."""
+        ledger = self._topics.ledger
+        hanging = await self._cluster.open_in([(ledger, slot) for slot in range(slots)])
+        if not hanging:
+            return
+        applied = await self._keys.recover_read(store, nonce, slots)
+        for _, slot in sorted(hanging):
+            name = transactional_id(self._settings.namespace, slot)
+            producer = TransactionalProducer(self._cluster, name, self._settings.transaction_timeout_ms)
+            await producer.start()
+            try:
+                ended = self._telemetry.hanging_ended
+                settlement = Settlement(self._cluster, (ledger, slot), producer, self._patience_s, ended)
+                await settlement.run(applied[slot], ())
+            finally:
+                await producer.close()
+
+    async def _barrier_all(self, slots: int) -> dict[int, Place]:
+        """Append a ledger record without entries to each partition, after its fence; the places to read through.
+
+        Stronger than reading the LSO: the leader that shows our own record cannot be a deposed one.
+        """
+        records = [(slot, None, LedgerRecord(slot, -1, -1, self._settings.name, ()).encode()) for slot in range(slots)]
+        return dict(enumerate(await self._barriers.send_all(self._topics.ledger, records)))
+
+    async def _replay_all(self, store: str, nonce: str, barriers: Mapping[int, Place]) -> int:
+        """Replay every ledger partition from `applied`, or for as far back as keys live; the number of keys read.
+
+        This process's clock has no say in it: keys expire by Redis's, and ledger records have their brokers' times.
+        """
+        through = {slot: barrier.offset for slot, barrier in barriers.items()}
+        applied = await self._keys.recover_read(store, nonce, len(through))
+        unknown = [slot for slot, offset in enumerate(applied) if offset is None]
+        now_ms = min(await self._keys.clock_ms(), *(barrier.timestamp for barrier in barriers.values()))
+        since_ms = max(0, now_ms - self._settings.key_ttl_s * 1000 - CLOCKS_APART_MS)
+        starts = await offsets_since(self._cluster, self._topics.ledger, unknown, since_ms) if unknown else {}
+        spans = {
+            slot: Span(starts.get(slot) if applied[slot] is None else applied[slot], offset)
+            for slot, offset in through.items()
+        }
+        writes = _Writes(functools.partial(self._keys.recover_replay, store, nonce))
+        remaining = {slot: span.through + 1 - max(span.start or 0, 0) for slot, span in spans.items()}
+        replayed, left = self._telemetry.replayed.labels("store"), self._telemetry.replay_remaining
+        records = read_through(self._cluster, self._topics.ledger, spans, "read_committed", self._patience_s)
+        try:
+            async with contextlib.aclosing(records):
+                async for items in records:
+                    for start in range(0, len(items), REPLAY_RECORDS):
+                        for rows in chunks(rows_of(items[start : start + REPLAY_RECORDS])):
+                            await writes.add(rows)
+                            replayed.inc(len(rows))
+                    remaining[items[-1].partition] = max(0, through[items[-1].partition] - items[-1].offset)
+                    left.set(sum(remaining.values()))
+                    behind = [slot for slot, offsets in sorted(remaining.items()) if offsets]
+                    self.status = f"recovering: {writes.keys} keys replayed, waiting for slots {behind[:SLOTS_NAMED]}"
+            await writes.end()
+        finally:
+            left.set(0)
+            await writes.stop()
+        return writes.keys
+
+    @property
+    def _lease_s(self) -> float:
+        return self._settings.lease_ttl_ms / 1000
+
+
+class _Writes:
+    """Rows on their way into the store: what was read waits, in a number that memory bears, while Redis is busy.
+
+    They are written in no order: of an id's states the newest stays. What fails is raised by a later call.
+    """
+
+    def __init__(self, write: Callable[[Sequence[Row]], Coroutine[Any, Any, None]]) -> None:
+        self.keys = 0  # handed over
+        self._write = write
+        self._under_way: deque[asyncio.Task[None]] = deque()
+
+    async def add(self, rows: Sequence[Row]) -> None:
+        while self._under_way and (len(self._under_way) == REPLAYS_AHEAD or self._under_way[0].done()):
+            await self._under_way.popleft()
+        self._under_way.append(asyncio.create_task(self._write(rows)))
+        self.keys += len(rows)
+        await asyncio.sleep(0)  # it goes out now: what a fetch has brought comes without another pause
+
+    async def end(self) -> None:
+        """All is written."""
+        while self._under_way:
+            await self._under_way.popleft()
+
+    async def stop(self) -> None:
+        """Whatever is still under way is given up."""
+        for task in self._under_way:
+            task.cancel()
+        await asyncio.gather(*self._under_way, return_exceptions=True)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

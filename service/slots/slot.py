@@ -1,0 +1,202 @@
+"""A slot: one long-lived transactional producer, the term in which it may write, and the marks that it owes."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from service.claims.redis_store import Epoch, KeyStore, Row
+from service.claims.states import SLOT, Claim, SlotEvent, SlotState
+from service.contract.wire import Begin, encode_ledger
+from service.core.problems import StoreLost
+from service.kafka.outcomes import TransactionFailed
+from service.kafka.producer import IdempotentProducer, TransactionalProducer
+from service.kafka.session import Partition, Place, Record
+
+# The ledger's entries, as JSON text, from the places where the records are.
+EntriesOf = Callable[[Sequence[Place]], Iterable[str]]
+
+# For what has no ledger record: offsets that no `applied` is ever at, so that a mark moves none.
+NO_RECORD: Final = -2
+# Ledger records, of 512 KiB at most, that may wait for their mark: with more of them the term ends, and the recovery
+# reads them from the ledger again.
+PENDING_MARKS_MAX: Final = 16
+
+
+class Link(NamedTuple):
+    """What a mark is for: when it was written, the offset of its ledger record, and of the one before."""
+
+    epoch: Epoch
+    term: int
+    previous: int
+    offset: int
+
+
+class Slot:
+    """Slot `n` of the namespace while this process holds it. Its pool's task owns it; nothing else moves its state."""
+
+    def __init__(self, n: int, keys: KeyStore, ledger: str, instance: str, plain: IdempotentProducer) -> None:
+        self.n = n
+        self.plain = plain  # for events whose guarantee is `idempotent`
+        self.term = -1
+        self.epoch = Epoch(-1, "")
+        self.state = SlotState.VACANT
+        self.leaving = False  # it is to be given back
+        self.stale = False  # its term or generation has passed: it is to be recovered before it writes again
+        self.down_since = time.monotonic()  # it cannot write, until it has been recovered; then infinite
+        self.applied = -1  # what this process knows of it in the store
+        self.doubtful = 0  # events of a transaction without a clean commit, until the slot has been recovered
+        self.doubtful_since = 0.0  # by time.monotonic
+        self.suspects: set[Partition] = set()  # where a transaction of this slot's may hang: its recovery asks
+        self._keys = keys
+        self._ledger = ledger
+        self._instance = instance
+        self._producer: TransactionalProducer | None = None
+        self._last_record = -1
+        self._likely = True  # the next group will have something to write
+        self._unmarked: deque[tuple[Link, Sequence[Row]]] = deque()
+        self._marking = asyncio.Lock()
+
+    def __repr__(self) -> str:
+        return f"<Slot {self.n} {self.state.value} term={self.term} unmarked={len(self._unmarked)}>"
+
+    @property
+    def producer(self) -> TransactionalProducer:
+        assert self._producer is not None, f"{self!r} has no producer"
+        return self._producer
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether a connection of this term has ended: what it has written may lack markers since."""
+        return self._producer is not None and self._producer.lost
+
+    @property
+    def producer_id(self) -> int | None:
+        """Kafka's id of its producer, None while it has none."""
+        return None if self._producer is None else self._producer.producer_id
+
+    def move(self, event: SlotEvent) -> None:
+        """The one way in which the state changes."""
+        self.state = SLOT[self.state, event]
+
+    # ------------------------------------------------------------------------------------ recovery's steps on it
+
+    def enter(self, epoch: Epoch, producer: TransactionalProducer) -> None:
+        """A fenced-in producer begins a life. Of the last term's debts those stay that no ledger will replay."""
+        self.epoch = epoch
+        self.stale = False
+        self._producer = producer
+        self._unmarked = deque(
+            debt for debt in self._unmarked if debt[0].offset == NO_RECORD and debt[0].epoch == epoch
+        )
+        self.move(SlotEvent.FENCE)
+
+    async def begin(self, at_ms: int) -> int:
+        """Commit the begin record; its offset is the term. Raises TransactionFailed."""
+        begin = Begin(
+            self.n, self.producer.producer_id, self.producer.epoch, self._instance, self.epoch.generation, at_ms
+        )
+        _, self.term = await self.producer.write([], (self._ledger, self.n), lambda _: begin.encode())
+        self._last_record = self.term
+        self.move(SlotEvent.BEGIN)
+        return self.term
+
+    async def end(self) -> None:
+        """Close the producer: its life is over, whatever it was doing."""
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            await producer.close()
+        await self.plain.close()
+
+    # --------------------------------------------------------------------------------------------- within a term
+
+    async def claim(self, asked: Sequence[tuple[bytes, bytes]]) -> list[Claim]:
+        """Claim (id, fingerprint) pairs for this slot in this term. Raises as KeyStore.claim does."""
+        return await self._keys.claim(self.epoch, self.n, self.term, asked)
+
+    async def claim_all(self, asked: Sequence[tuple[bytes, bytes]]) -> Claim:
+        """Claim an atomic batch for this slot in this term: the whole first, then its members; all or none."""
+        return await self._keys.claim_all(self.epoch, self.n, self.term, asked)
+
+    async def release(self, ids: Sequence[bytes]) -> None:
+        """Give up claims that were never sent."""
+        await self._keys.release(self.epoch, self.n, self.term, ids)
+
+    def open(self, partitions: Iterable[Partition]) -> None:
+        """Begin the transaction of a group while its claims are made: one round trip less to wait for (KIP-98).
+
+        `write` or `abandon` comes next. Nothing is begun where the last group had nothing to write: this one is likely
+        to be of replays too, and a transaction that stays empty costs two requests and its markers.
+        """
+        if self._likely:
+            self.producer.open([*partitions, (self._ledger, self.n)])
+
+    async def abandon(self) -> None:
+        """There is nothing to write. Raises TransactionFailed: the term is over then."""
+        self._likely = False
+        await self.producer.abandon()
+
+    async def write(self, records: Sequence[Record], entries: EntriesOf, topic_ids: Mapping[str, str]) -> Link:
+        """One transaction of records and their ledger record. Raises TransactionFailed: the term is over then.
+
+        `topic_ids` are those of the records' topics, as far as they are known. Answers the ledger's previous and new
+        offset, which `mark` wants.
+        """
+        self.move(SlotEvent.WRITE)
+        self._likely = True
+        producer = self.producer
+
+        def ledger_record(places: Sequence[Place]) -> bytes:
+            head = self.n, producer.producer_id, producer.epoch, self._instance
+            return encode_ledger(*head, entries(places), topic_ids)
+
+        try:
+            _, offset = await producer.write(records, (self._ledger, self.n), ledger_record)
+        except TransactionFailed as failed:
+            self.suspects.update(failed.hanging)
+            self.move(SlotEvent.FAIL)
+            self.doubtful, self.doubtful_since = len(records), time.monotonic()
+            raise
+        self.move(SlotEvent.COMMIT)
+        previous, self._last_record = self._last_record, offset
+        return Link(self.epoch, self.term, previous, offset)
+
+    def unlinked(self) -> Link:
+        """The link of what is written now and has no ledger record."""
+        return Link(self.epoch, self.term, NO_RECORD, NO_RECORD)
+
+    async def mark(self, link: Link, rows: Sequence[Row]) -> None:
+        """Mark what a committed ledger record says, after all that was to be marked before it.
+
+        Where this raises, the record stays owed: the next mark, or `settle_debts`, tries it again in its order, and
+        until then `applied` stays where it is, so that a recovery would find it. StoreLost at once where the slot has
+        entered another generation meanwhile, whose recovery has read the record.
+        """
+        async with self._marking:
+            if link.epoch != self.epoch:
+                raise StoreLost(f"generation {link.epoch.generation} has passed")
+            self._unmarked.append((link, rows))
+            await self._pay()
+
+    async def settle_debts(self) -> None:
+        """Try again what could not be marked."""
+        async with self._marking:
+            await self._pay()
+
+    @property
+    def owes(self) -> bool:
+        return bool(self._unmarked)
+
+    @property
+    def owes_too_much(self) -> bool:
+        """Are so many marks pending that no further group may be taken before one of them succeeds?"""
+        return len(self._unmarked) >= PENDING_MARKS_MAX
+
+    async def _pay(self) -> None:
+        owed = self._unmarked  # a new term begins with debts of its own
+        while owed:
+            link, rows = owed[0]
+            await self._keys.mark(link.epoch, self.n, link.term, link.previous, link.offset, rows)
+            owed.popleft()
+            self.applied = max(self.applied, link.offset)
