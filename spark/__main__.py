@@ -9,12 +9,13 @@ from typing import Final
 from pyspark.errors import PySparkException
 
 from service.contract import Rules, SettingsError, SharedSettings
-from spark import job, show, view
+from spark import job, show
 from spark.console import Console
 from spark.errors import CannotRun
-from spark.jvm import Py4JError
+from spark.reading.jvm import Py4JError
 from spark.session import open_session
 from spark.settings import Settings, parse, parse_about
+from spark.tables import view
 
 EXIT_CANNOT_RUN: Final = 2
 

@@ -11,31 +11,19 @@ from pyspark import StorageLevel
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import (
-    decode,
-    history,
-    hours,
-    ids,
-    lake,
-    lock,
-    native,
-    offsets,
-    publish,
-    report,
-    session,
-    source,
-    standing,
-    state,
-    view,
-)
-from spark.balance import Balance
+from spark import session
 from spark.cost import Cost, Tell
 from spark.errors import CannotRun
-from spark.judgement import Judgement
-from spark.kafka import Broker, Place
-from spark.offsets import DATA, LEDGER, REQUESTS, Log, Plan
+from spark.reading import decode, planning, source, wire_expressions
+from spark.reading.kafka_admin import Broker, Place
+from spark.reading.planning import DATA, LEDGER, REQUESTS, Log, Plan
+from spark.report import document, publish
+from spark.rules import cross_hour, current_findings
+from spark.rules.balance import Balance
+from spark.rules.classify import CATEGORIES
+from spark.rules.run import Judgement
 from spark.settings import HOUR_MS, Settings
-from spark.verdict import CATEGORIES
+from spark.tables import deliveries, hours, lake, lock, verdict_history, view
 
 Spans = dict[Place, source.Span]
 
@@ -115,16 +103,18 @@ class _Run:
             view.update(self.lake, self.settings.shared, plan, self.last)
         judgement = Judgement(self.spark, self.lake, plan, self.last, self.settings, self.cost)
         balance = judgement.carry_out(before, self.kept_from)
-        held = standing.by_hour(self.lake.read("findings"), report.window_from(plan, self.settings)).persist()
-        found = standing.whole(held).persist()
+        held = current_findings.by_hour(self.lake.read("findings"), document.window_from(plan, self.settings)).persist()
+        found = current_findings.whole(held).persist()
         if self.settings.options.publish:
             with self.cost.step("publish"):
                 publish.publish(self.lake, self.settings.shared, found)
         with self.cost.step("report"):
             past = before["reports"] if before else []
-            revised = history.counted(self.lake.read("verdicts"), report.window_from(plan, self.settings))
-            outcome = report.build(held, found, plan, self.settings, balance, self.cost.seconds, resumed, past, revised)
-            report.write(self.spark, self.settings.options.report, outcome)
+            revised = verdict_history.counted(self.lake.read("verdicts"), document.window_from(plan, self.settings))
+            outcome = document.build(
+                held, found, plan, self.settings, balance, self.cost.seconds, resumed, past, revised
+            )
+            document.write(self.spark, self.settings.options.report, outcome)
         for frame in (held, found):
             frame.unpersist()
         self._done(plan, balance, outcome)
@@ -148,10 +138,10 @@ class _Run:
                 return cut, True
             self.tell(f"run {cut.run} was cut off before it merged; planning it anew")
         with closing(Broker(self.spark, self.settings.shared)) as broker:
-            plan = offsets.freeze(broker, self.settings, self.last, self.now_ms, self._discover, self._named)
+            plan = planning.freeze(broker, self.settings, self.last, self.now_ms, self._discover, self._named)
         # Never the number of one that was cut off: what that one has written already would count as ours.
         plan = replace(plan, run=newest + 1)
-        rows = native.rows_of(self.spark, lake.schema("progress"), plan.rows())
+        rows = wire_expressions.rows_of(self.spark, lake.schema("progress"), plan.rows())
         if cut is None:
             self.lake.append("progress", rows, plan.run)
         else:
@@ -164,10 +154,10 @@ class _Run:
         if not self.lake.read("deliveries").where(F.col("run") == cut.run).isEmpty():
             self._check_namespace(cut)
             return True
-        if cut.options != offsets.options_of(self.settings):
+        if cut.options != planning.options_of(self.settings):
             return False
         with closing(Broker(self.spark, self.settings.shared)) as broker:
-            return offsets.readable(broker, cut)
+            return planning.readable(broker, cut)
 
     def _check_namespace(self, plan: Plan | None) -> None:
         """CannotRun where the lake holds what another namespace's run has read: by this one's ledger all of that would
@@ -182,20 +172,20 @@ class _Run:
 
     def _discover(self, logs: Sequence[Log], names: Sequence[str]) -> set[str]:
         """Those of the topics that ledger or journal name. What is decoded for that is kept for the merge."""
-        spans = offsets.spans_of(logs, LEDGER), offsets.spans_of(logs, REQUESTS)
+        spans = planning.spans_of(logs, LEDGER), planning.spans_of(logs, REQUESTS)
         testimony = self._testimony(spans, self.now_ms)
         if self.settings.options.max_records is not None:  # the merge reads less
             return _topics(testimony.where(decode.WRITTEN)) & set(names)
         parts = session.size_for(self.spark, sum(log.end - log.start for log in logs))
-        told = state.told(testimony, parts).persist(StorageLevel.MEMORY_AND_DISK)
+        told = deliveries.told(testimony, parts).persist(StorageLevel.MEMORY_AND_DISK)
         if self.told is not None:
             self.told[1].unpersist()
         self.told = spans, told
-        return _topics(told.where(state.WRITTEN)) & set(names)
+        return _topics(told.where(deliveries.WRITTEN)) & set(names)
 
     def _named(self) -> set[str]:
         """The topics that ledger or journal name in all that earlier runs have merged."""
-        return _topics(self.lake.read("deliveries").where(state.WRITTEN))
+        return _topics(self.lake.read("deliveries").where(deliveries.WRITTEN))
 
     # ----------------------------------------------------------------------------------------------------- merge
 
@@ -218,10 +208,10 @@ class _Run:
         if self.told is not None and self.told[0] == spans:
             told = self.told[1]
         else:
-            told = state.told(self._testimony(spans, plan.frozen_ms))
+            told = deliveries.told(self._testimony(spans, plan.frozen_ms))
         copies = decode.deliveries(self._records(plan.spans(DATA)), plan.frozen_ms, self.settings.options.identity)
         exact = self._exact_hours(plan)
-        rows = state.reduce(copies, told, plan.run, offsets.arrived(plan, self.last), exact)
+        rows = deliveries.reduce(copies, told, plan.run, planning.arrived(plan, self.last), exact)
         if self.kept_from:
             rows = rows.where(hours.since(self.kept_from))
         if not self.lake.exists("deliveries"):
@@ -245,9 +235,9 @@ class _Run:
 
     def _rename(self, plan: Plan) -> None:
         """Put copies that have only a key under the id whose event they are copies of."""
-        since_ms = report.window_from(plan, self.settings) - self.settings.key_ttl_ms
+        since_ms = document.window_from(plan, self.settings) - self.settings.key_ttl_ms
         recent = self.lake.read("deliveries").where(hours.since(hours.text_of(since_ms)))
-        found = ids.misnamed(recent, plan.run)
+        found = cross_hour.misnamed(recent, plan.run)
         if found is None:
             return
         # A checkpoint, as in `_merge`: what is read must not be what is written.
@@ -257,7 +247,7 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------------ done
 
-    def _done(self, plan: Plan, balance: Balance, outcome: report.Report) -> None:
+    def _done(self, plan: Plan, balance: Balance, outcome: document.Report) -> None:
         """The run's row in `runs`, the last thing that it writes: from here on the next run is another one."""
         summary = {
             "options": plan.options,
@@ -274,7 +264,7 @@ class _Run:
             "report": json.dumps({name: outcome.document[name] for name in ("run", "balance", "cost")}),
         }
         with self.cost.step("done"):
-            rows = native.rows_of(self.spark, lake.schema("runs"), [row])
+            rows = wire_expressions.rows_of(self.spark, lake.schema("runs"), [row])
             self.lake.append("runs", rows, plan.run)
 
     def _tidy(self, plan: Plan, before: dict[str, Any] | None) -> None:

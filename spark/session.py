@@ -8,7 +8,7 @@ from typing import Final
 from pyspark.sql import SparkSession
 
 from spark import jars
-from spark.jvm import remember_methods
+from spark.reading.jvm import remember_methods
 
 APP: Final = "fencepost-audit"
 # About 100 MB of what is exchanged for the state, and of the hash tables that it is put into.

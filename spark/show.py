@@ -10,12 +10,14 @@ from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings, wire
-from spark import causes, source, state
-from spark.decode import EVENT
 from spark.errors import CannotRun
-from spark.kafka import Broker, Place
-from spark.lake import Lake
-from spark.source import Span
+from spark.reading import source
+from spark.reading.decode import EVENT
+from spark.reading.kafka_admin import Broker, Place
+from spark.reading.source import Span
+from spark.rules import causes
+from spark.tables import deliveries
+from spark.tables.lake import Lake
 
 RECORDS_MAX: Final = 20
 VALUE_CHARS: Final = 500
@@ -38,7 +40,7 @@ def show(spark: SparkSession, shared: SharedSettings, root: str, text: str) -> I
     """
     lake = Lake(spark, root)
     ids = ids_of(text)
-    rows = state.gathered(_of(lake.read("deliveries").where(F.col("kind") == EVENT), ids))
+    rows = deliveries.gathered(_of(lake.read("deliveries").where(F.col("kind") == EVENT), ids))
     told = rows.withColumn("ordered", causes.ordered()).orderBy("accepted_ms").collect()
     if not told:
         raise CannotRun(

@@ -18,10 +18,12 @@ from pyspark.sql import functions as F  # noqa: N812
 from deploy.local import java, places
 from deploy.local.stack import Kafka
 from service.contract import SharedSettings, wire
-from spark import decode, job, lake, source, state
-from spark.kafka import Broker, Place
+from spark import job
+from spark.reading import decode, source
+from spark.reading.kafka_admin import Broker, Place
 from spark.session import open_session
 from spark.settings import Options, Settings
+from spark.tables import deliveries, lake
 from tests.bench.records import HOUR_MS, Records
 from tests.bench.rows import Goal, NotRealWork, Row, ratios
 from tests.bench.stage import Stage
@@ -197,7 +199,7 @@ def _grow(spark: SparkSession, folder: Path, records: Records, hours: int) -> No
     made = spark.range(hours * IDS_AN_HOUR).select(at.alias("at"), nth)
     digest = F.unhex(F.sha2(F.col("id").cast("string"), 256))
     columns = {
-        "accepted_hour": state.hour_of(F.col("at")),
+        "accepted_hour": deliveries.hour_of(F.col("at")),
         "plain": F.lit(1),
         "kind": F.lit(decode.EVENT),
         "id": F.substring(digest, 1, wire.ID_BYTES),
@@ -210,9 +212,11 @@ def _grow(spark: SparkSession, folder: Path, records: Records, hours: int) -> No
             name: F.col("at")
             for name in ("accepted_ms", "last_ms", "entered_ms", "answered_ms", "copied_ms", "copied_at")
         },
-        **dict.fromkeys(state.SUMS, F.lit(0)),
+        **dict.fromkeys(deliveries.SUMS, F.lit(0)),
         **{name: F.lit(1) for name in ("count", "entries_count", "answered_201")},
     }
-    rows = made.select(*(columns.get(name, F.lit(None)).cast(kind).alias(name) for name, kind in state.ROW.items()))
+    rows = made.select(
+        *(columns.get(name, F.lit(None)).cast(kind).alias(name) for name, kind in deliveries.ROW.items())
+    )
     writer = rows.hint("rebalance", "accepted_hour").write.format("delta").mode("append")
     writer.partitionBy(*lake.PARTITIONS["deliveries"]).save(str(folder / "lake" / "deliveries"))

@@ -9,7 +9,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.local.stack import Kafka
 from service.contract import wire
-from spark import native
+from spark.reading import wire_expressions
 
 PARTITIONS: Final = 8
 GROUP: Final = 500
@@ -93,12 +93,16 @@ class Records:
         )
         named = rows.withColumns(
             {
-                "event": F.lower(F.hex(native.event_id(native.as_binary(F.col("name"))))),
-                "key": native.as_binary(F.concat(F.lit("customer-"), (F.col("nth") % 100_000).cast("string"))),
-                "value": native.as_binary(value),
+                "event": F.lower(F.hex(wire_expressions.event_id(wire_expressions.as_binary(F.col("name"))))),
+                "key": wire_expressions.as_binary(
+                    F.concat(F.lit("customer-"), (F.col("nth") % 100_000).cast("string"))
+                ),
+                "value": wire_expressions.as_binary(value),
             }
         )
-        asked = native.fingerprint(F.lit(self.topic), None, F.col("key"), F.lit(None).cast(_HEADERS), F.col("value"))
+        asked = wire_expressions.fingerprint(
+            F.lit(self.topic), None, F.col("key"), F.lit(None).cast(_HEADERS), F.col("value")
+        )
         return named.withColumn("fp", F.lower(F.hex(asked))).select(
             "nth",
             "partition",
@@ -115,7 +119,7 @@ class Records:
         )
 
     def _header(self, name: str, value: Column) -> Column:
-        return F.struct(F.lit(name).alias("key"), native.as_binary(value).alias("value"))
+        return F.struct(F.lit(name).alias("key"), wire_expressions.as_binary(value).alias("value"))
 
     def _stamp(self) -> Column:
         writer = [F.col("partition").cast("string"), F.lit("7001"), F.lit("0"), F.lit("10.0.0.7:8000")]
@@ -141,7 +145,7 @@ class Records:
         head = F.format_string(
             f'{{"v":1,{writer}"instance":"10.0.0.7:8000","{what}":[', *(["partition"] if writer else [])
         )
-        return native.as_binary(F.concat(head, F.array_join(F.col("all.text"), ","), F.lit("]}")))
+        return wire_expressions.as_binary(F.concat(head, F.array_join(F.col("all.text"), ","), F.lit("]}")))
 
     def _send(self, kafka: Kafka, rows: DataFrame, topic: str) -> None:
         names = [name for name in ("key", "value", "headers", "partition", "timestamp") if name in rows.columns]

@@ -6,8 +6,8 @@ from typing import Final
 
 import pytest
 
-from spark.findings import KINDS
-from spark.report import metrics
+from spark.report.document import metrics
+from spark.rules.findings import KINDS
 from tests.kubernetes.alerting import NOTHING, Rules, Scrape, parse
 from tests.kubernetes.rendering import Rendered
 from tests.kubernetes.test_alerts import AUDIT

@@ -14,9 +14,9 @@ from deploy.local.places import ROOT
 from service.claims.states import SlotState
 from service.core.metrics import Latencies, Tally, Telemetry
 from service.slots.recovery import STORE_STATES
-from spark.causes import CAUSES
-from spark.findings import KINDS, PHANTOM
-from spark.report import metrics
+from spark.report.document import metrics
+from spark.rules.causes import CAUSES
+from spark.rules.findings import KINDS, PHANTOM
 from tests.kubernetes.rendering import HERE, Object, Rendered
 
 # What the targets of a scrape carry by themselves.

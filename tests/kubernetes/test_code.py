@@ -18,8 +18,8 @@ from service.http.callers import Callers
 from service.http.routes import routes
 from service.kafka.topics import EXTRA_S, WEEK_S
 from spark.__main__ import EXIT_CANNOT_RUN
-from spark.balance import closed
 from spark.errors import CannotRun
+from spark.rules.balance import closed
 from spark.session import _ALWAYS, _LOCAL
 from spark.settings import parse
 from tests.kubernetes.rendering import HERE, Object, Rendered

@@ -11,8 +11,9 @@ from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from spark import report, state
-from spark.verdict import evidence, judge
+from spark.report import document
+from spark.rules.classify import evidence, judge
+from spark.tables import deliveries
 from tests.spark import test_balance, test_clients, test_offsets, test_verdict
 from tests.spark.mutants import BALANCES, CAUSES, CLIENTS, PLANS, STATES, VERDICTS, Mutant, alive
 from tests.spark.rows import name_of
@@ -22,7 +23,7 @@ WINDOW_MS: Final = 168 * 3_600_000
 
 def verdicts(spark: SparkSession) -> None:
     seen = evidence(test_verdict.plan(), test_verdict.settings())
-    judged = judge(state.gathered(test_verdict.known(spark)), seen).persist()
+    judged = judge(deliveries.gathered(test_verdict.known(spark)), seen).persist()
     try:
         rows = {name_of(row["id"]): row for row in judged.collect()}
         for name in test_verdict.CASES:
@@ -36,7 +37,7 @@ def verdicts(spark: SparkSession) -> None:
 def plans(spark: SparkSession) -> None:
     """Every test of the plan that needs no more than a cluster."""
     plan, settings = test_verdict.plan(), test_verdict.settings()
-    assert report.window_from(plan, settings) == plan.frozen_ms - WINDOW_MS
+    assert document.window_from(plan, settings) == plan.frozen_ms - WINDOW_MS
     for name, test in vars(test_offsets).items():
         if name.startswith("test_") and list(inspect.signature(test).parameters) == ["cluster"]:
             test(test_offsets.made_up())

@@ -1,6 +1,6 @@
 """The job's rules, each broken on purpose: tables of cases with known verdicts have to notice.
 
-A mutant names a rule by the function itself (most are in spark/rules.py, the table of rules) and has another function
+A mutant names a rule by the function itself (most are in spark/rule_table.py, the table of rules) and has another function
 that stands in its place for as long as the mutant lives. `by` says which check of tests/spark/checks.py notices.
 """
 
@@ -16,8 +16,8 @@ from typing import Any, Final
 from pyspark.sql import Column
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import rules
-from spark.balance import Balance
+from spark import rule_table
+from spark.rules.balance import Balance
 from spark.settings import Settings
 
 VERDICTS, CAUSES, CLIENTS, STATES, PLANS, BALANCES = "verdicts", "causes", "clients", "states", "plans", "balances"
@@ -31,7 +31,7 @@ class Mutant:
     what: str
     instead: Any
     by: str
-    owner: ModuleType | type = rules
+    owner: ModuleType | type = rule_table
 
     def __str__(self) -> str:
         return f"{self.name}: {self.what}"
@@ -95,7 +95,7 @@ def _retry_but(*left_out: str) -> Callable[..., Column]:
 
 def _cause_as(**other: str) -> Callable[..., Column]:
     """Causes of which some are called otherwise."""
-    whole = rules.cause
+    whole = rule_table.cause
 
     def cause(*given: Column) -> Column:
         made = whole(*given)
@@ -110,138 +110,155 @@ _NO: Final = "is never asked"
 
 MUTANTS: Final = (
     # ------------------------------------------------------------------------------------------ order and causes
-    Mutant(rules.rank, "entered last", lambda entered: F.when(entered, 1).otherwise(0), CAUSES),
-    Mutant(rules.order, "topic before time", lambda: ("topic", "timestamp", "partition", "offset"), STATES),
-    Mutant(rules.order, "offset before partition", lambda: ("timestamp", "topic", "offset", "partition"), STATES),
-    Mutant(rules.is_foreign, "only bare", lambda stamped, same, late: ~stamped, CAUSES),
-    Mutant(rules.is_foreign, "not the bare", lambda stamped, same, late: same & (late == 1), CAUSES),
-    Mutant(rules.is_foreign, "also in the ledger", lambda stamped, same, late: ~stamped | same, CAUSES),
-    Mutant(rules.producer, "without instance", lambda: ("slot", "pid", "epoch"), CAUSES),
-    Mutant(rules.producer, "without number", lambda: ("slot", "instance"), CAUSES),
-    Mutant(rules.cause, "rewrite is a restart", _cause_as(rewrite="producer_restart"), CAUSES),
-    Mutant(rules.cause, "dual is a restart", _cause_as(dual_producer="producer_restart"), CAUSES),
-    Mutant(rules.is_apart, "more than", lambda at, other, ttl: F.abs(at - other) > ttl, CAUSES),
-    Mutant(rules.is_apart, "a ms less", lambda at, other, ttl: F.abs(at - other) >= ttl - 1, CAUSES),
-    Mutant(rules.is_expired, "without earlier ones", lambda earlier, apart: apart, CAUSES),
-    Mutant(rules.is_restart, "slot alone", lambda slot, instance, number: slot & ~number, CAUSES),
-    Mutant(rules.is_restart, "instance alone", lambda slot, instance, number: instance & ~number, CAUSES),
-    Mutant(rules.is_restart, "same number", lambda slot, instance, number: slot | instance, CAUSES),
-    Mutant(rules.has_cause, "the first too", lambda nth: nth >= 0, CAUSES),
+    Mutant(rule_table.rank, "entered last", lambda entered: F.when(entered, 1).otherwise(0), CAUSES),
+    Mutant(rule_table.order, "topic before time", lambda: ("topic", "timestamp", "partition", "offset"), STATES),
+    Mutant(rule_table.order, "offset before partition", lambda: ("timestamp", "topic", "offset", "partition"), STATES),
+    Mutant(rule_table.is_foreign, "only bare", lambda stamped, same, late: ~stamped, CAUSES),
+    Mutant(rule_table.is_foreign, "not the bare", lambda stamped, same, late: same & (late == 1), CAUSES),
+    Mutant(rule_table.is_foreign, "also in the ledger", lambda stamped, same, late: ~stamped | same, CAUSES),
+    Mutant(rule_table.producer, "without instance", lambda: ("slot", "pid", "epoch"), CAUSES),
+    Mutant(rule_table.producer, "without number", lambda: ("slot", "instance"), CAUSES),
+    Mutant(rule_table.cause, "rewrite is a restart", _cause_as(rewrite="producer_restart"), CAUSES),
+    Mutant(rule_table.cause, "dual is a restart", _cause_as(dual_producer="producer_restart"), CAUSES),
+    Mutant(rule_table.is_apart, "more than", lambda at, other, ttl: F.abs(at - other) > ttl, CAUSES),
+    Mutant(rule_table.is_apart, "a ms less", lambda at, other, ttl: F.abs(at - other) >= ttl - 1, CAUSES),
+    Mutant(rule_table.is_expired, "without earlier ones", lambda earlier, apart: apart, CAUSES),
+    Mutant(rule_table.is_restart, "slot alone", lambda slot, instance, number: slot & ~number, CAUSES),
+    Mutant(rule_table.is_restart, "instance alone", lambda slot, instance, number: instance & ~number, CAUSES),
+    Mutant(rule_table.is_restart, "same number", lambda slot, instance, number: slot | instance, CAUSES),
+    Mutant(rule_table.has_cause, "the first too", lambda nth: nth >= 0, CAUSES),
     # ----------------------------------------------------------------------------------------------------- times
-    Mutant(rules.over_ms, "2 ms more", lambda at, seen, s, g: F.greatest(at + s + 2, seen + g), VERDICTS),
-    Mutant(rules.over_ms, "grace 2 ms more", lambda at, seen, s, g: F.greatest(at + s, seen + g + 2), VERDICTS),
-    Mutant(rules.over_ms, "no grace", lambda at, seen, s, g: F.greatest(at + s, seen), VERDICTS),
-    Mutant(rules.held_over_ms, "no timeouts", lambda at, seen, s: F.greatest(at, seen), VERDICTS),
+    Mutant(rule_table.over_ms, "2 ms more", lambda at, seen, s, g: F.greatest(at + s + 2, seen + g), VERDICTS),
+    Mutant(rule_table.over_ms, "grace 2 ms more", lambda at, seen, s, g: F.greatest(at + s, seen + g + 2), VERDICTS),
+    Mutant(rule_table.over_ms, "no grace", lambda at, seen, s, g: F.greatest(at + s, seen), VERDICTS),
+    Mutant(rule_table.held_over_ms, "no timeouts", lambda at, seen, s: F.greatest(at, seen), VERDICTS),
     Mutant(Settings.settle_ms, "no request timeout", _settings(request=0), VERDICTS, Settings),
     Mutant(Settings.settle_ms, "no transaction timeout", _settings(transaction=0), VERDICTS, Settings),
     Mutant(Settings.settle_ms, "no grace", _settings(grace=0), VERDICTS, Settings),
-    Mutant(rules.is_ripe, "at once", lambda over, frozen: over <= frozen, VERDICTS),
-    Mutant(rules.is_undecided, "at once", lambda over, decided: over >= decided, VERDICTS),
-    Mutant(rules.is_undecided, _NO, _never, VERDICTS),
-    Mutant(rules.waits_longer, _NO, _never, VERDICTS),
+    Mutant(rule_table.is_ripe, "at once", lambda over, frozen: over <= frozen, VERDICTS),
+    Mutant(rule_table.is_undecided, "at once", lambda over, decided: over >= decided, VERDICTS),
+    Mutant(rule_table.is_undecided, _NO, _never, VERDICTS),
+    Mutant(rule_table.waits_longer, _NO, _never, VERDICTS),
     # ------------------------------------------------------------------------------------------------------ lost
-    Mutant(rules.is_waiting, _NO, _never, VERDICTS),
-    Mutant(rules.is_beyond, "behind", lambda offset, end: offset > end, VERDICTS),
-    Mutant(rules.is_waiting, "anywhere", lambda beyond, settled, over, proven: ~settled & (over >= proven), VERDICTS),
-    Mutant(rules.is_waiting, "never proven", lambda beyond, settled, over, proven: beyond & ~settled, VERDICTS),
-    Mutant(rules.is_settled, "without the high watermark", lambda end, stable, high: end == stable, VERDICTS),
-    Mutant(rules.is_said_twice, _NO, _never, VERDICTS),
-    Mutant(rules.promises, "the ledger's", lambda entered, answered: entered, VERDICTS),
-    Mutant(rules.promises, "the journal's", lambda entered, answered: answered, VERDICTS),
-    # ------------------------------------------------------------------------------------------------------ gaps
-    Mutant(rules.is_below, "at the start", lambda offset, first: offset <= first, VERDICTS),
-    Mutant(rules.is_below, _NO, _never, VERDICTS),
-    Mutant(rules.is_in_gap, "not its first", lambda offset, first, last: (offset > first) & (offset < last), VERDICTS),
-    Mutant(rules.is_in_gap, "one more", lambda offset, first, last: (offset >= first) & (offset <= last), VERDICTS),
-    Mutant(rules.is_of_another_life, _NO, _never, VERDICTS),
-    Mutant(rules.is_compacted, _NO, _never, VERDICTS),
-    Mutant(rules.is_compacted, "beyond the end", lambda compacted, beyond: compacted, VERDICTS),
-    Mutant(rules.of_no_log, "not waited for", lambda ripe: F.lit("topic_gone"), VERDICTS),
-    Mutant(rules.gap_count, "twice", lambda counted: F.lit(1).cast("bigint"), VERDICTS),
-    Mutant(rules.is_made_anew, _NO, lambda life, now: False, PLANS),
-    Mutant(rules.is_eaten, _NO, lambda start, read_to: False, PLANS),
-    # -------------------------------------------------------------------------------------------------- phantoms
-    Mutant(rules.is_before_evidence, "after", lambda complete, at, ts: complete.isNull() | (complete < at), VERDICTS),
-    Mutant(rules.is_before_evidence, _NO, _never, VERDICTS),
-    Mutant(rules.is_before_evidence, "no slot", lambda complete, at, ts: complete > at, VERDICTS),
+    Mutant(rule_table.is_waiting, _NO, _never, VERDICTS),
+    Mutant(rule_table.is_beyond, "behind", lambda offset, end: offset > end, VERDICTS),
     Mutant(
-        rules.is_before_evidence, "by timestamp", lambda complete, at, ts: complete.isNull() | (complete > ts), VERDICTS
+        rule_table.is_waiting, "anywhere", lambda beyond, settled, over, proven: ~settled & (over >= proven), VERDICTS
+    ),
+    Mutant(rule_table.is_waiting, "never proven", lambda beyond, settled, over, proven: beyond & ~settled, VERDICTS),
+    Mutant(rule_table.is_settled, "without the high watermark", lambda end, stable, high: end == stable, VERDICTS),
+    Mutant(rule_table.is_said_twice, _NO, _never, VERDICTS),
+    Mutant(rule_table.promises, "the ledger's", lambda entered, answered: entered, VERDICTS),
+    Mutant(rule_table.promises, "the journal's", lambda entered, answered: answered, VERDICTS),
+    # ------------------------------------------------------------------------------------------------------ gaps
+    Mutant(rule_table.is_below, "at the start", lambda offset, first: offset <= first, VERDICTS),
+    Mutant(rule_table.is_below, _NO, _never, VERDICTS),
+    Mutant(
+        rule_table.is_in_gap, "not its first", lambda offset, first, last: (offset > first) & (offset < last), VERDICTS
     ),
     Mutant(
-        rules.is_unheard,
+        rule_table.is_in_gap, "one more", lambda offset, first, last: (offset >= first) & (offset <= last), VERDICTS
+    ),
+    Mutant(rule_table.is_of_another_life, _NO, _never, VERDICTS),
+    Mutant(rule_table.is_compacted, _NO, _never, VERDICTS),
+    Mutant(rule_table.is_compacted, "beyond the end", lambda compacted, beyond: compacted, VERDICTS),
+    Mutant(rule_table.of_no_log, "not waited for", lambda ripe: F.lit("topic_gone"), VERDICTS),
+    Mutant(rule_table.gap_count, "twice", lambda counted: F.lit(1).cast("bigint"), VERDICTS),
+    Mutant(rule_table.is_made_anew, _NO, lambda life, now: False, PLANS),
+    Mutant(rule_table.is_eaten, _NO, lambda start, read_to: False, PLANS),
+    # -------------------------------------------------------------------------------------------------- phantoms
+    Mutant(
+        rule_table.is_before_evidence, "after", lambda complete, at, ts: complete.isNull() | (complete < at), VERDICTS
+    ),
+    Mutant(rule_table.is_before_evidence, _NO, _never, VERDICTS),
+    Mutant(rule_table.is_before_evidence, "no slot", lambda complete, at, ts: complete > at, VERDICTS),
+    Mutant(
+        rule_table.is_before_evidence,
+        "by timestamp",
+        lambda complete, at, ts: complete.isNull() | (complete > ts),
+        VERDICTS,
+    ),
+    Mutant(
+        rule_table.is_unheard,
         "idempotent never",
         lambda entries, named, idempotent, answered: (entries == 0) & ~named & ~idempotent,
         VERDICTS,
     ),
     Mutant(
-        rules.is_unheard,
+        rule_table.is_unheard,
         "by the ledger and 201s",
         lambda entries, named, idempotent, answered: (entries == 0) & ~named,
         VERDICTS,
     ),
     Mutant(
-        rules.is_unheard,
+        rule_table.is_unheard,
         "by the ledger alone",
         lambda entries, named, idempotent, answered: (entries == 0) & ~(idempotent & answered),
         VERDICTS,
     ),
-    Mutant(rules.is_within, "at the end", lambda offset, first, end: (offset >= first) & (offset <= end), VERDICTS),
-    Mutant(rules.is_within, "not at its first", lambda offset, first, end: (offset > first) & (offset < end), VERDICTS),
-    Mutant(rules.is_within, "always", _always, VERDICTS),
-    # --------------------------------------------------------------------------------------- stuck and the balance
-    Mutant(rules.takes_back, "any 503", lambda freed, unsure: freed.isNotNull(), VERDICTS),
-    Mutant(rules.takes_back, _NO, _never, VERDICTS),
-    Mutant(rules.takes_back, "not in the same ms", lambda freed, unsure: freed > unsure, VERDICTS),
-    Mutant(rules.decided_by, "the journal alone", lambda ledger, answers: answers, VERDICTS),
-    Mutant(rules.unsure_cause, "202 first", lambda a202, a504: F.when(a202 > 0, "202").otherwise("504"), VERDICTS),
     Mutant(
-        rules.is_accepted,
+        rule_table.is_within, "at the end", lambda offset, first, end: (offset >= first) & (offset <= end), VERDICTS
+    ),
+    Mutant(
+        rule_table.is_within, "not at its first", lambda offset, first, end: (offset > first) & (offset < end), VERDICTS
+    ),
+    Mutant(rule_table.is_within, "always", _always, VERDICTS),
+    # --------------------------------------------------------------------------------------- stuck and the balance
+    Mutant(rule_table.takes_back, "any 503", lambda freed, unsure: freed.isNotNull(), VERDICTS),
+    Mutant(rule_table.takes_back, _NO, _never, VERDICTS),
+    Mutant(rule_table.takes_back, "not in the same ms", lambda freed, unsure: freed > unsure, VERDICTS),
+    Mutant(rule_table.decided_by, "the journal alone", lambda ledger, answers: answers, VERDICTS),
+    Mutant(rule_table.unsure_cause, "202 first", lambda a202, a504: F.when(a202 > 0, "202").otherwise("504"), VERDICTS),
+    Mutant(
+        rule_table.is_accepted,
         "not by a 202",
         lambda **has: (has["promised"] > 0) | ((has["answered_504"] > 0) & ~(has["taken_back"] & (has["ours"] == 0))),
         VERDICTS,
     ),
     Mutant(
-        rules.is_accepted,
+        rule_table.is_accepted,
         "not by a 504",
         lambda **has: (has["promised"] > 0) | ((has["answered_202"] > 0) & ~(has["taken_back"] & (has["ours"] == 0))),
         VERDICTS,
     ),
     Mutant(
-        rules.is_accepted,
+        rule_table.is_accepted,
         "taken back though it came",
         lambda **has: (has["promised"] > 0) | ((has["answered_202"] + has["answered_504"] > 0) & ~has["taken_back"]),
         VERDICTS,
     ),
     *(
-        Mutant(rules.category, f"{name} {_NO}", _with(rules.category, name, _never), VERDICTS)
+        Mutant(rule_table.category, f"{name} {_NO}", _with(rule_table.category, name, _never), VERDICTS)
         for name in ("lost", "conflicting", "pending", "unproven")
     ),
     Mutant(
-        rules.category,
+        rule_table.category,
         "two are one",
-        _with(rules.category, "copies", lambda n: n - F.when(n > 1, 1).otherwise(0)),
+        _with(rule_table.category, "copies", lambda n: n - F.when(n > 1, 1).otherwise(0)),
         VERDICTS,
     ),
-    Mutant(rules.category, "strangers settle", _with(rules.category, "ours", lambda ours: F.lit(1)), VERDICTS),
-    Mutant(rules.fate, "at once", _with(rules.fate, "ripe", _always), VERDICTS),
+    Mutant(
+        rule_table.category, "strangers settle", _with(rule_table.category, "ours", lambda ours: F.lit(1)), VERDICTS
+    ),
+    Mutant(rule_table.fate, "at once", _with(rule_table.fate, "ripe", _always), VERDICTS),
     # -------------------------------------------------------------------------------------- conflicts and copies
-    Mutant(rules.is_same_request, _NO, _never, VERDICTS),
-    Mutant(rules.is_same_request, "any", _always, VERDICTS),
-    Mutant(rules.copies_kind, "all the same", lambda conflicting: F.lit("duplicate"), VERDICTS),
-    Mutant(rules.is_believed, "whatever it says", _always, VERDICTS),
-    Mutant(rules.is_believed, "not even of the ledger", _never, VERDICTS),
-    Mutant(rules.is_derived, _NO, _never, VERDICTS),
-    Mutant(rules.is_derived, "in its own topic", lambda stamped, claimed, elsewhere: stamped & ~claimed, VERDICTS),
+    Mutant(rule_table.is_same_request, _NO, _never, VERDICTS),
+    Mutant(rule_table.is_same_request, "any", _always, VERDICTS),
+    Mutant(rule_table.copies_kind, "all the same", lambda conflicting: F.lit("duplicate"), VERDICTS),
+    Mutant(rule_table.is_believed, "whatever it says", _always, VERDICTS),
+    Mutant(rule_table.is_believed, "not even of the ledger", _never, VERDICTS),
+    Mutant(rule_table.is_derived, _NO, _never, VERDICTS),
+    Mutant(rule_table.is_derived, "in its own topic", lambda stamped, claimed, elsewhere: stamped & ~claimed, VERDICTS),
     # ----------------------------------------------------------------------------------------- client duplicates
-    Mutant(rules.is_near, "at the retention", lambda distance, ttl: distance <= ttl, CLIENTS),
-    Mutant(rules.is_near, "a ms less", lambda distance, ttl: distance < ttl - 1, CLIENTS),
+    Mutant(rule_table.is_near, "at the retention", lambda distance, ttl: distance <= ttl, CLIENTS),
+    Mutant(rule_table.is_near, "a ms less", lambda distance, ttl: distance < ttl - 1, CLIENTS),
     *(
-        Mutant(rules.is_retry, f"without {name}", _retry_but(name), CLIENTS)
+        Mutant(rule_table.is_retry, f"without {name}", _retry_but(name), CLIENTS)
         for name in ("same_content", "same_caller", "same_id", "near", "same_time", "same_batch")
     ),
-    Mutant(rules.is_own_time, _NO, _never, CLIENTS),
-    Mutant(rules.is_own_time, "any", _always, CLIENTS),
+    Mutant(rule_table.is_own_time, _NO, _never, CLIENTS),
+    Mutant(rule_table.is_own_time, "any", _always, CLIENTS),
     # --------------------------------------------------------------------------------------- balance, window, time
-    Mutant(rules.window_from, "twice as long", lambda frozen, window: frozen - 2 * window, PLANS),
+    Mutant(rule_table.window_from, "twice as long", lambda frozen, window: frozen - 2 * window, PLANS),
     Mutant(Balance.open_hours, "none", lambda self: set(), BALANCES, Balance),
 )

@@ -5,7 +5,8 @@ from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 
-from spark import decode, state
+from spark.reading import decode
+from spark.tables import deliveries
 
 NOW_MS = 1_700_000_000_000
 HOUR_MS = 3_600_000
@@ -58,13 +59,13 @@ def reduced(spark: SparkSession, rows: Sequence[Any], run: int = 1, **more: Any)
     """Evidence → state.ROW."""
     copies = [row for row in rows if "kind" in row]
     testimony = [row for row in rows if "kind" not in row]
-    told = state.told(spark.createDataFrame(testimony, decode.TESTIMONY))
-    return state.reduce(spark.createDataFrame(copies, decode.COPIES), told, run, **more)
+    told = deliveries.told(spark.createDataFrame(testimony, decode.TESTIMONY))
+    return deliveries.reduce(spark.createDataFrame(copies, decode.COPIES), told, run, **more)
 
 
 def states(spark: SparkSession, named: Mapping[str, Sequence[Any]]) -> DataFrame:
     """Rows of the state of several ids, gathered."""
-    return state.gathered(reduced(spark, ids(named)))
+    return deliveries.gathered(reduced(spark, ids(named)))
 
 
 def name_of(id: bytes) -> str:

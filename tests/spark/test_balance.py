@@ -3,8 +3,8 @@
 from datetime import UTC, datetime
 from typing import Any
 
-from spark.balance import Balance, by_topic, closed
-from spark.findings import SUMS
+from spark.rules.balance import Balance, by_topic, closed
+from spark.rules.findings import SUMS
 
 FIRST, SECOND, THIRD = (f"2026-11-01 0{hour}:00:00" for hour in (1, 2, 3))
 

@@ -8,8 +8,10 @@ import pytest
 from pyspark.sql import SparkSession
 
 from service.contract import Rules, wire
-from spark import decode, ids, state
-from spark.verdict import evidence
+from spark.reading import decode
+from spark.rules import cross_hour
+from spark.rules.classify import evidence
+from spark.tables import deliveries
 from tests.spark.rows import NOW_MS, TTL_MS, copy, entry, reduced
 from tests.spark.test_verdict import plan, settings
 
@@ -102,8 +104,8 @@ def found(spark: SparkSession, some: Sequence[Sequenced]) -> dict[bytes, list[in
     """The offsets of each finding, by its fingerprint."""
     seen = evidence(plan(), settings_with_rules())
     rows = reduced(spark, [row for one in some for row in one.rows])
-    retried = ids.retried(rows, seen)
-    told = ids.client_duplicates(rows, retried, ids.spans_of(retried), seen).collect()
+    retried = cross_hour.retried(rows, seen)
+    told = cross_hour.client_duplicates(rows, retried, cross_hour.spans_of(retried), seen).collect()
     assert all(row["count"] == len(row["coordinates"]) for row in told)
     return {bytes(row["fingerprint"]): [place["offset"] for place in row["coordinates"]] for row in told}
 
@@ -136,12 +138,12 @@ def test_a_bare_copy_belongs_to_the_event_that_it_is_a_copy_of(spark: SparkSessi
         *(copy(20 + nth, id=id, key="own", fp=b"o" * 8) for nth, id in enumerate((wire.event_id("own"), b"j" * 16))),
         copy(22, **own, fp=b"o" * 8),
     ]
-    misnamed = ids.misnamed(reduced(spark, rows, 5), 5)
+    misnamed = cross_hour.misnamed(reduced(spark, rows, 5), 5)
     assert misnamed is not None
     assert {row["offset"]: bytes(row["named"]) for row in misnamed.collect()} == {10: members[0], 11: members[1]}
-    assert ids.misnamed(reduced(spark, rows, 5), 6) is None
+    assert cross_hour.misnamed(reduced(spark, rows, 5), 6) is None
     strangers = [row for row in rows if not row["stamped"]]
-    assert ids.misnamed(reduced(spark, strangers, 5), 5) is None
+    assert cross_hour.misnamed(reduced(spark, strangers, 5), 5) is None
 
 
 @pytest.mark.parametrize(("ms", "hour"), [(0, "exact"), (-1, "month"), (1_000_001, "last")])
@@ -149,9 +151,9 @@ def test_a_strangers_time_makes_no_hour_of_its_own(spark: SparkSession, ms: int,
     first, last = NOW_MS - 1_000_000_000, NOW_MS
     at = first + ms if ms <= 0 else NOW_MS + ms * 10_000
     rows = [copy(1, at=at, life=None), copy(2, at=at)]
-    found = state.reduce(
+    found = deliveries.reduce(
         spark.createDataFrame(rows, decode.COPIES),
-        state.told(spark.createDataFrame([], decode.TESTIMONY)),
+        deliveries.told(spark.createDataFrame([], decode.TESTIMONY)),
         1,
         exact=(first, last),
     )

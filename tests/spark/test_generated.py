@@ -12,7 +12,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from deploy.local.stack import Kafka
-from spark import rules
+from spark import rule_table
 from tests.spark import checks
 from tests.spark.generated import Trial
 from tests.spark.generator import Script
@@ -35,7 +35,7 @@ def test_a_broken_rule_is_noticed(begun: tuple[Trial, Score]) -> None:
     """At the first stage: the next test goes on to the others."""
     trial, score = begun
     assert score.faults == []
-    assert trial.noticed(next(mutant for mutant in MUTANTS if mutant.rule is rules.rank))
+    assert trial.noticed(next(mutant for mutant in MUTANTS if mutant.rule is rule_table.rank))
 
 
 def test_what_was_planted_is_what_is_found(begun: tuple[Trial, Score]) -> None:

@@ -6,9 +6,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from spark import charts, heat
-from spark.balance import HOUR_FORMAT, Balance, Cells
-from spark.findings import SUMS
+from spark.report import charts, heatmap
+from spark.rules.balance import HOUR_FORMAT, Balance, Cells
+from spark.rules.findings import SUMS
 
 START = datetime(2026, 11, 1, tzinfo=UTC)
 FIRST = START.strftime(HOUR_FORMAT)
@@ -26,7 +26,7 @@ def _trouble(hour: int, partition: int | None, records: int, **more: str) -> dic
 
 
 def test_nothing_makes_an_empty_map() -> None:
-    chart = heat.drawn({}, [], ["t"], FIRST, LAST)
+    chart = heatmap.drawn({}, [], ["t"], FIRST, LAST)
     assert (chart["rows"], chart["columns"]) == ([], 0)
     assert charts.heat_map(chart) == ""
 
@@ -34,7 +34,7 @@ def test_nothing_makes_an_empty_map() -> None:
 def test_many_hours_share_columns_and_no_record_is_left_out() -> None:
     cells: Cells = {_hour(n): {"t": {"0": n}} for n in range(200)} | {_hour(-1): {"t": {"0": 9}}}
     cells[_hour(7)]["other"] = {"0": 1}
-    chart = heat.drawn(cells, [_trouble(199, 0, 3)], ["t"], FIRST, LAST)
+    chart = heatmap.drawn(cells, [_trouble(199, 0, 3)], ["t"], FIRST, LAST)
     (row,) = chart["rows"]
     assert (chart["hours_a_column"], chart["columns"]) == (3, 67)
     assert sum(row["records"]) == sum(range(200))
@@ -48,19 +48,19 @@ def test_many_hours_share_columns_and_no_record_is_left_out() -> None:
 def test_what_is_dated_later_than_the_run_counts_in_its_hour() -> None:
     cells: Cells = {_hour(n): {"t": {"0": 1}} for n in (0, 4, 5, 700_000)}
     troubles = [_trouble(n, 0, 1, kind="duplicate", cause="rewrite") for n in (5, 600_000)]
-    chart = heat.drawn(cells, troubles, ["t"], FIRST, _hour(5))
+    chart = heatmap.drawn(cells, troubles, ["t"], FIRST, _hour(5))
     assert [(row["records"], row["troubled"]) for row in chart["rows"]] == [([1, 0, 0, 0, 1, 2], [0, 0, 0, 0, 0, 2])]
-    points = heat.timeline(troubles, ["duplicate"], FIRST, _hour(5))
+    points = heatmap.timeline(troubles, ["duplicate"], FIRST, _hour(5))
     assert [(point["hour"], point["records"]) for point in points] == [("2026-11-01T05:00:00Z", 2)]
 
 
 def test_many_partitions_share_a_row_and_those_with_trouble_have_their_own() -> None:
     cells: Cells = {_hour(0): {"t": {str(n): 100 - n for n in range(100)}}}
-    chart = heat.drawn(cells, [_trouble(0, 99, 1), _trouble(0, None, 2)], ["t"], FIRST, LAST)
-    assert len(chart["rows"]) == heat.ROWS_MAX
+    chart = heatmap.drawn(cells, [_trouble(0, 99, 1), _trouble(0, None, 2)], ["t"], FIRST, LAST)
+    assert len(chart["rows"]) == heatmap.ROWS_MAX
     assert {row["partition"] for row in chart["rows"] if row["troubled"][0]} == {99, None}
     assert chart["rows"][-1]["topic"] is None
-    assert chart["partitions_folded"] == 101 - (heat.ROWS_MAX - 1)
+    assert chart["partitions_folded"] == 101 - (heatmap.ROWS_MAX - 1)
     assert sum(sum(row["records"]) for row in chart["rows"]) == sum(range(1, 101))
 
 
@@ -78,7 +78,7 @@ def test_copies_over_time_are_those_of_the_wanted_kinds_in_the_window() -> None:
         _trouble(1, 1, 3, kind="lost", cause="ledger"),
         _trouble(-1, 0, 2, kind="duplicate", cause="rewrite"),
     ]
-    assert heat.timeline(rows, ["duplicate"], FIRST, LAST) == [
+    assert heatmap.timeline(rows, ["duplicate"], FIRST, LAST) == [
         {"hour": "2026-11-01T01:00:00Z", "kind": "duplicate", "cause": "rewrite", "records": 5}
     ]
 

@@ -12,9 +12,12 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.local.stack import Kafka
-from spark import hours, ids, job, lake, state
-from spark.offsets import Log, Plan
-from spark.verdict import evidence
+from spark import job
+from spark.reading.planning import Log, Plan
+from spark.rules import cross_hour
+from spark.rules.classify import evidence
+from spark.tables import deliveries as deliveries_table
+from spark.tables import hours, lake
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Life
 from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, reduced
@@ -176,7 +179,7 @@ def test_a_lake_of_an_earlier_version_goes_on(spark: SparkSession, tmp_path: Pat
     tables.append("deliveries", deliveries.drop("freed_ms", "record_key", "batch"), 1)
     tables.grow()
     tables.grow()
-    assert set(tables.read("deliveries").columns) == set(state.ROW)
+    assert set(tables.read("deliveries").columns) == set(deliveries_table.ROW)
     tables.merge(reduced(spark, [copy(1), answer(503)], 2), hours.of(deliveries), 2)
     merged = {row["offset"]: row.asDict() for row in tables.read("deliveries").collect()}
     assert (merged[1]["entries_count"], merged[1]["freed_ms"]) == (1, None)
@@ -204,9 +207,9 @@ def test_what_the_last_run_left_is_found_in_the_files_of_the_last_runs(spark: Sp
 def test_the_pass_over_ids_reads_narrow_columns_only(small: lake.Lake) -> None:
     rows, seen = small.read("deliveries"), evidence(plan(), settings())
     folders = set(lake.PARTITIONS["deliveries"])
-    assert _columns(ids.repeated(rows)) == {"kind", "id"} | folders
+    assert _columns(cross_hour.repeated(rows)) == {"kind", "id"} | folders
     narrow = {"kind", "stamped", "record_key", "entries_count", "answered_201", "fp"}
-    assert _columns(ids.retried(rows, seen)) == narrow | folders
+    assert _columns(cross_hour.retried(rows, seen)) == narrow | folders
 
 
 @pytest.mark.parametrize("last", ["first", "first + INTERVAL 1 HOUR"])
@@ -215,7 +218,7 @@ def test_the_pass_over_ids_stands_any_number_of_hours(small: lake.Lake, last: st
     first = F.timestamp_millis(F.lit(NOW_MS // HOUR_MS * HOUR_MS) - F.col("id") * 3 * HOUR_MS)
     hour = small.spark.range(1000).select(first.alias("first")).withColumn("last", F.expr(last))
     several = hour.withColumn("id", F.lit("id-3-7".ljust(16)).cast("binary"))
-    found = ids.rows_of(small.read("deliveries"), several, ids.spans_of(several))
+    found = cross_hour.rows_of(small.read("deliveries"), several, cross_hour.spans_of(several))
     assert [bytes(row["id"]) for row in found.collect()] == [b"id-3-7".ljust(16)]
 
 

@@ -12,8 +12,9 @@ from pyspark.sql import SparkSession
 
 from deploy.local import java, places
 from service.contract import wire
-from spark import decode, lake, lock
 from spark.errors import AnotherRun, CannotRun
+from spark.reading import decode
+from spark.tables import lake, lock
 from tests.spark.conftest import Audit, Ran
 from tests.spark.history import History, Life
 from tests.spark.runs import BRIEF_JAVA_OPTIONS, INTERPRETED

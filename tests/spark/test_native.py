@@ -6,7 +6,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import wire
-from spark import decode, native, source
+from spark.reading import decode, source, wire_expressions
 from tests.unit.test_wire import content, vectors
 
 NOW_MS = 1_700_000_000_000
@@ -17,7 +17,9 @@ def test_the_ids_of_keys(spark: SparkSession) -> None:
     for scope in {vector["scope"] for vector in told}:
         keys = {vector["key"]: vector["id"] for vector in told if vector["scope"] == scope}
         rows = spark.createDataFrame([(key,) for key in keys], "key string")
-        made = rows.select("key", native.event_id(native.as_binary(F.col("key")), scope).alias("id")).collect()
+        made = rows.select(
+            "key", wire_expressions.event_id(wire_expressions.as_binary(F.col("key")), scope).alias("id")
+        ).collect()
         assert {row["key"]: bytes(row["id"]).hex() for row in made} == keys
 
 
@@ -37,8 +39,8 @@ def test_the_fingerprints(spark: SparkSession) -> None:
     schema = f"what string, {source.SCHEMA}"
     rows = spark.createDataFrame(records, schema)
     fields = (F.col("key"), F.col("headers"), F.col("value"))
-    placed = native.fingerprint(F.col("topic"), F.col("partition"), *fields)
-    unplaced = native.fingerprint(F.col("topic"), None, *fields)
+    placed = wire_expressions.fingerprint(F.col("topic"), F.col("partition"), *fields)
+    unplaced = wire_expressions.fingerprint(F.col("topic"), None, *fields)
     made = rows.select("what", "partition", placed.alias("placed"), unplaced.alias("unplaced")).collect()
     found = {row["what"]: (bytes(row["placed"]).hex(), bytes(row["unplaced"]).hex()) for row in made}
     for vector in told:
@@ -138,5 +140,5 @@ def test_a_place_that_no_log_has_is_none(spark: SparkSession) -> None:
 
 def test_a_row_of_the_driver_s_may_be_long(spark: SparkSession) -> None:
     summary = "x" * 20_000_001
-    (row,) = native.rows_of(spark, "run bigint, summary string", [{"run": 1, "summary": summary}]).collect()
+    (row,) = wire_expressions.rows_of(spark, "run bigint, summary string", [{"run": 1, "summary": summary}]).collect()
     assert row["summary"] == summary

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from service.contract import Rules, SharedSettings
-from spark import offsets
 from spark.errors import CannotRun
-from spark.kafka import Ends, Holder, Place, Topic
-from spark.offsets import DATA, LEDGER, Log, Plan
+from spark.reading import planning
+from spark.reading.kafka_admin import Ends, Holder, Place, Topic
+from spark.reading.planning import DATA, LEDGER, Log, Plan
 from spark.settings import Options, Settings
 
 NOW_MS = 1_700_000_000_000
@@ -79,7 +79,7 @@ def freeze(
         assert in_lake is not None
         return in_lake
 
-    return offsets.freeze(
+    return planning.freeze(
         cluster,
         settings(**options),
         before,
@@ -138,7 +138,7 @@ def test_globs_have_to_match_a_topic_that_is_there_or_was(cluster: MadeUp) -> No
 
 
 def test_another_window_has_everything_judged_anew() -> None:
-    assert offsets.options_of(settings(window_h=336)) != offsets.options_of(settings())
+    assert planning.options_of(settings(window_h=336)) != planning.options_of(settings())
 
 
 def test_the_next_run_goes_on_where_the_last_one_ended(cluster: MadeUp) -> None:
@@ -187,14 +187,14 @@ def test_an_open_transaction_leaves_a_log_unsettled_and_tells_since_when(cluster
 def test_what_lies_above_the_last_end_came_after_it_was_frozen(cluster: MadeUp) -> None:
     cluster.topics |= {"capped": ends(10), "truncated": ends(10), "anew": ends(10), "same": ends(10)}
     first = freeze(cluster, topics=("*",))
-    assert offsets.arrived(first, None) == {}
+    assert planning.arrived(first, None) == {}
     logs = [replace(log, end=9) if log.topic == "capped" else log for log in first.logs]
     first = replace(first, logs=tuple(logs))
     cluster.topics |= {"orders": ends(25), "capped": ends(12), "truncated": ends(6), "anew": ends(3), "new": ends(3)}
     cluster.topics["others"] = ends(20, start=15)
     cluster.lives["anew"] = "two"
     second = freeze(cluster, first, topics=("*",), now_ms=NOW_MS + 5)
-    assert offsets.arrived(second, first) == {(name, 0): NOW_MS for name in ("anew", "orders", "others")}
+    assert planning.arrived(second, first) == {(name, 0): NOW_MS for name in ("anew", "orders", "others")}
 
 
 def test_what_retention_took_unread_is_a_gap_and_not_read(cluster: MadeUp) -> None:
@@ -245,7 +245,7 @@ def test_a_plan_is_taken_up_only_while_all_that_it_would_read_is_there(
     del cluster.topics["orders"]
     if now is not None:
         cluster.topics["orders"], cluster.lives["orders"] = now, life
-    assert offsets.readable(cluster, plan) is readable
+    assert planning.readable(cluster, plan) is readable
 
 
 def test_a_log_that_lost_its_end_is_told(cluster: MadeUp) -> None:

@@ -10,9 +10,11 @@ from confluent_kafka import Consumer, TopicPartition
 from pyspark.sql import SparkSession
 
 from service.contract import SharedSettings, wire
-from spark import lake, publish, standing
 from spark.errors import CannotRun
-from spark.kafka import Broker
+from spark.reading.kafka_admin import Broker
+from spark.report import publish
+from spark.rules import current_findings
+from spark.tables import lake
 from tests.spark.history import History
 
 
@@ -54,8 +56,10 @@ class Outbox:
                 publish.prepare(broker, history.namespace)
 
     def publish(self, found: Found) -> None:
-        fields = {name: kind for name, kind in lake.FINDING.items() if name in standing.FIELDS} | {"id": "string"}
-        schema = ", ".join(f"{name} {fields.get(name, 'string')}" for name in standing.FIELDS)
+        fields = {name: kind for name, kind in lake.FINDING.items() if name in current_findings.FIELDS} | {
+            "id": "string"
+        }
+        schema = ", ".join(f"{name} {fields.get(name, 'string')}" for name in current_findings.FIELDS)
         rows = [{"finding_id": name, "kind": "lost", "count": count} for name, count in found.items()]
         publish.publish(self.lake, self.shared, self.spark.createDataFrame(rows, schema))
 

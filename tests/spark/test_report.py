@@ -12,12 +12,14 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.local.console import StackError
 from service.contract import SharedSettings
-from spark import lake, page, report, standing
-from spark.balance import Balance
-from spark.findings import CONFLICT, DUPLICATE, HOUR, KINDS
-from spark.offsets import DATA, Log, Plan
-from spark.rules import LOST
+from spark.reading.planning import DATA, Log, Plan
+from spark.report import document, page
+from spark.rule_table import LOST
+from spark.rules import current_findings
+from spark.rules.balance import Balance
+from spark.rules.findings import CONFLICT, DUPLICATE, HOUR, KINDS
 from spark.settings import Options, Settings
+from spark.tables import lake
 from tests.spark import browser
 from tests.spark.rows import HOUR_MS, NOW_MS
 
@@ -28,7 +30,7 @@ HOSTILE = '<img src=x onerror="document.title=1">'
 
 
 def schema() -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(Path(report.__file__).with_name("report.schema.json").read_text())
+    loaded: dict[str, Any] = json.loads(Path(document.__file__).with_name("report.schema.json").read_text())
     return loaded
 
 
@@ -80,10 +82,12 @@ def large(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> tupl
     logs += (Log(DATA, TOPIC, 39, "life", True, False, 0, 0, 0, 9, 9, 12, 0, NOW_MS * 1000),)
     plan = Plan(1, NOW_MS, "{}", logs)
     settings = Settings(shared=SharedSettings(), options=Options(lake=str(root / "lake"), report=str(root / "report")))
-    held = standing.by_hour(tables.read("findings"), report.window_from(plan, settings))
+    held = current_findings.by_hour(tables.read("findings"), document.window_from(plan, settings))
     revised = {"revised": 1, "changes": [{"before": "lost", "after": None, "ids": 1}]}
-    made = report.build(held, standing.whole(held), plan, settings, Balance(), {"plan": 1.5}, False, [], revised)
-    report.write(spark, settings.options.report, made)
+    made = document.build(
+        held, current_findings.whole(held), plan, settings, Balance(), {"plan": 1.5}, False, [], revised
+    )
+    document.write(spark, settings.options.report, made)
     return made.document, root / "report"
 
 

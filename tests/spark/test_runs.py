@@ -16,9 +16,11 @@ from pyspark.sql import SparkSession
 
 from deploy.local import places
 from service.contract import SharedSettings, wire
-from spark import job, lake, lock, report
+from spark import job
 from spark.errors import AnotherRun, CannotRun
-from spark.kafka import Broker
+from spark.reading.kafka_admin import Broker
+from spark.report import document
+from spark.tables import lake, lock
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Life
 from tests.spark.runs import Ran, run
@@ -75,7 +77,7 @@ CUTS: tuple[tuple[Any, str, bool, str | None], ...] = (
     (lake.Lake, "append", True, "rejects"),
     (lake.Lake, "replace", True, "findings"),
     (lake.Lake, "append", True, "verdicts"),
-    (report, "write", True, None),
+    (document, "write", True, None),
     (lake.Lake, "append", False, "runs"),
 )
 
@@ -374,7 +376,7 @@ def test_what_makes_a_run_impossible_is_said_in_a_line(
     away.bootstrap, away.namespace = history.bootstrap, f"{history.namespace}-not-there"
     with pytest.raises(CannotRun, match=r"not-there\.ledger' does not exist.*FENCEPOST_NAMESPACE"):
         audit(away)
-    monkeypatch.setattr("spark.kafka.CALL_MS", 1000)
+    monkeypatch.setattr("spark.reading.kafka_admin.CALL_MS", 1000)
     away.bootstrap = "127.0.0.1:1"
     with pytest.raises(CannotRun, match=r"FENCEPOST_KAFKA='127.0.0.1:1' did not answer"):
         audit(away)
@@ -423,6 +425,6 @@ def test_a_balance_that_does_not_close_is_no_report(
     history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _two_stages(history)
-    monkeypatch.setattr(report, "by_topic", lambda hours: {"t": {"accepted": 2, "delivered_once": 1}})
+    monkeypatch.setattr(document, "by_topic", lambda hours: {"t": {"accepted": 2, "delivered_once": 1}})
     with pytest.raises(CannotRun, match="the balance does not close: accepted 2, delivered_once 1"):
         audit(history, later_s=LATER_S)

@@ -17,7 +17,7 @@ from service.contract import Rules, SharedSettings
 from service.core.settings import Settings as ServiceSettings
 from spark import job
 from spark.errors import CannotRun
-from spark.kafka import Broker
+from spark.reading.kafka_admin import Broker
 from spark.settings import Options, Settings
 from tests.integration.client import Client, events
 from tests.secured import PASSWORD, USER, SecuredKafka, SecuredRedis, acls_of_job, acls_of_service

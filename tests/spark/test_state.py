@@ -7,7 +7,8 @@ from typing import Any
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import decode, source, state
+from spark.reading import decode, source
+from spark.tables import deliveries
 from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, ids, name_of, reduced, states
 
 
@@ -37,15 +38,15 @@ def _history(seed: int) -> list[Any]:
 
 def _merged(old: DataFrame, new: DataFrame) -> DataFrame:
     """What the MERGE makes of two sets of rows."""
-    one = state.merged()
+    one = deliveries.merged()
     there, fresh = old.alias("there"), new.alias("new")
     same = F.lit(True)
-    for name in state.PLACE:
+    for name in deliveries.PLACE:
         same = same & F.col(f"there.{name}").eqNullSafe(F.col(f"new.{name}"))
     both = there.join(fresh, same).select(
         *(
             (one[name] if name in one else F.col(f"there.{name}")).cast(kind).alias(name)
-            for name, kind in state.ROW.items()
+            for name, kind in deliveries.ROW.items()
         )
     )
     return both.unionByName(there.join(fresh, same, "left_anti")).unionByName(fresh.join(there, same, "left_anti"))
@@ -65,7 +66,7 @@ def test_evidence_in_two_runs_makes_the_rows_that_it_makes_in_one(spark: SparkSe
     first, second = (reduced(spark, part, run) for run, part in enumerate((rows[:half], rows[half:])))
     whole, parts = reduced(spark, rows, 1), _merged(first, second)
     assert _told(parts) == _told(whole)
-    assert _told(state.gathered(parts).drop("run")) == _told(state.gathered(whole).drop("run"))
+    assert _told(deliveries.gathered(parts).drop("run")) == _told(deliveries.gathered(whole).drop("run"))
 
 
 def test_a_row_that_is_alone_is_gathered_alike(spark: SparkSession) -> None:
@@ -78,7 +79,7 @@ def test_a_row_that_is_alone_is_gathered_alike(spark: SparkSession) -> None:
         "unsure": [answer(504), answer(503)],
     }
     rows = reduced(spark, ids(named))
-    assert _told(state.alone(rows)) == _told(state.gathered(rows))
+    assert _told(deliveries.alone(rows)) == _told(deliveries.gathered(rows))
 
 
 def test_rows_of_an_id_in_several_hours_are_gathered_from_all_its_evidence(spark: SparkSession) -> None:
@@ -86,7 +87,7 @@ def test_rows_of_an_id_in_several_hours_are_gathered_from_all_its_evidence(spark
         [copy(1), entry(1), answer(201, 1)],
         [copy(2, at=NOW_MS + 2 * HOUR_MS), answer(504, at=NOW_MS + HOUR_MS)],
     )
-    (row,) = state.gathered(reduced(spark, ids({"x": early + late})), by_hour=False).collect()
+    (row,) = deliveries.gathered(reduced(spark, ids({"x": early + late})), by_hour=False).collect()
     assert (row["count"], row["entries_count"], row["answered_201"], row["answered_504"]) == (2, 1, 1, 1)
     assert [one["offset"] for one in row["coordinates"]] == [1, 2]
     assert (row["accepted_ms"], row["rows"], row["plain"]) == (NOW_MS, 3, 0)
@@ -97,13 +98,13 @@ def test_a_row_counts_what_it_no_longer_keeps(spark: SparkSession) -> None:
     rows = [copy(n, at=NOW_MS + n, fp=b"a" * 8) for n in range(1000)] + [copy(1000, at=NOW_MS + 1000, fp=b"b" * 8)]
     (row,) = states(spark, {"x": rows}).collect()
     assert row["count"] == 1001
-    assert [one["offset"] for one in row["coordinates"]] == list(range(state.PLACES_MAX))
+    assert [one["offset"] for one in row["coordinates"]] == list(range(deliveries.PLACES_MAX))
     assert {bytes(one["fp"]) for one in row["fingerprints"]} == {b"a" * 8, b"b" * 8}
 
 
 def test_beyond_the_cap_what_the_ledger_names_is_kept_and_then_what_has_our_header(spark: SparkSession) -> None:
     """The first copy is one in the ledger, and whether a phantom is one shows in a copy with our header."""
-    cap = state.PLACES_MAX
+    cap = deliveries.PLACES_MAX
     foreign = [copy(n, at=NOW_MS + n, life=None) for n in range(cap + 2)]
     ours = [copy(1000 + n, at=NOW_MS + 1000 + n) for n in range(2)]
     entered = [copy(2000, at=NOW_MS + 2000), entry(2000, at=NOW_MS + 2000)]
@@ -134,7 +135,7 @@ def test_records_without_id_have_a_row_each(spark: SparkSession) -> None:
         for offset in (3, block - 1, block)
     ]
     copies = decode.deliveries(spark.createDataFrame(records, source.SCHEMA), NOW_MS)
-    rows = state.reduce(copies, state.told(spark.createDataFrame([], decode.TESTIMONY)), 1).collect()
+    rows = deliveries.reduce(copies, deliveries.told(spark.createDataFrame([], decode.TESTIMONY)), 1).collect()
     found = {(bytes(row["id"]).decode(), row["offset"], row["count"], row["plain"]) for row in rows}
     assert found == {("t/1/0", 3, 1, 0), ("t/1/0", block - 1, 1, 0), ("t/1/1", block, 1, 0)}
     assert {row["kind"] for row in rows} == {decode.UNKEYED}
@@ -154,12 +155,12 @@ def test_parts_of_a_record_that_are_not_decoded_have_a_place_each(spark: SparkSe
         )
         for name, body in zip(("journal", "ledger"), bodies, strict=True)
     )
-    told = state.told(decode.answers(journal, NOW_MS).unionByName(decode.ledger(ledger, NOW_MS)))
-    rows = state.reduce(spark.createDataFrame([], decode.COPIES), told, 1)
+    told = deliveries.told(decode.answers(journal, NOW_MS).unionByName(decode.ledger(ledger, NOW_MS)))
+    rows = deliveries.reduce(spark.createDataFrame([], decode.COPIES), told, 1)
     assert sorted((row["topic"], row["count"]) for row in rows.collect()) == (
         [("journal", 1), ("journal", 1), ("journal", 2), ("ledger", 1), ("ledger", 1), ("ledger", 1)]
     )
-    assert rows.count() == rows.select(*state.PLACE).distinct().count()
+    assert rows.count() == rows.select(*deliveries.PLACE).distinct().count()
 
 
 def test_the_last_evidence_of_an_old_timestamp_is_when_it_came(spark: SparkSession) -> None:
@@ -189,9 +190,9 @@ def test_a_topic_is_written_to_where_the_ledger_or_an_answer_that_refuses_nothin
     written = {"t-0", "t-201", "t-202", "t-504"}
     testimony = spark.createDataFrame(told, decode.TESTIMONY)
     assert {row["topic"] for row in testimony.where(decode.WRITTEN).collect()} == written
-    assert {row["topic"] for row in state.told(testimony).where(state.WRITTEN).collect()} == written
+    assert {row["topic"] for row in deliveries.told(testimony).where(deliveries.WRITTEN).collect()} == written
     rows = reduced(spark, [*ids({"told": told}), copy(1, topic="foreign", life=None)])
-    assert {row["topic"] for row in rows.where(state.WRITTEN).collect()} == written
+    assert {row["topic"] for row in rows.where(deliveries.WRITTEN).collect()} == written
 
 
 def test_a_writer_with_a_wild_clock_is_put_where_the_run_is(spark: SparkSession) -> None:

@@ -9,10 +9,11 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import Rules, SharedSettings
-from spark import causes, findings, state, verdict
-from spark.offsets import DATA, LEDGER, REQUESTS, UNWANTED, Gap, Log, Plan, Promise
+from spark.reading.planning import DATA, LEDGER, REQUESTS, UNWANTED, Gap, Log, Plan, Promise
+from spark.rules import causes, classify, findings
+from spark.rules.classify import evidence, judge
 from spark.settings import Options, Settings
-from spark.verdict import evidence, judge
+from spark.tables import deliveries
 from tests.spark.rows import HOUR_MS, NOW_MS, TTL_MS, answer, copy, entry, ids, name_of, reduced, states
 
 FROZEN_MS = NOW_MS + HOUR_MS
@@ -191,7 +192,7 @@ def known(spark: SparkSession) -> DataFrame:
 
 @pytest.fixture(scope="module")
 def judged(spark: SparkSession) -> dict[str, Any]:
-    rows = state.gathered(known(spark))
+    rows = deliveries.gathered(known(spark))
     return {name_of(row["id"]): row for row in judge(rows, evidence(plan(), settings())).collect()}
 
 
@@ -230,7 +231,7 @@ FOUND: dict[str, set[tuple[str, str | None, int]]] = {
 }
 
 
-def found_of(rows: DataFrame, seen: verdict.Evidence) -> dict[str, set[tuple[str, str | None, int]]]:
+def found_of(rows: DataFrame, seen: classify.Evidence) -> dict[str, set[tuple[str, str | None, int]]]:
     """The findings of judged rows, for the cases of FOUND."""
     told: dict[str, set[tuple[str, str | None, int]]] = {name: set() for name in FOUND}
     some = rows.where(F.col("id").isin([bytearray(name.ljust(16).encode()) for name in FOUND]))
@@ -246,13 +247,13 @@ def found_of(rows: DataFrame, seen: verdict.Evidence) -> dict[str, set[tuple[str
 
 def test_what_is_found_of_a_row(spark: SparkSession) -> None:
     seen = evidence(plan(), settings())
-    assert found_of(judge(state.gathered(known(spark)), seen), seen) == FOUND
+    assert found_of(judge(deliveries.gathered(known(spark)), seen), seen) == FOUND
 
 
 def test_a_topic_that_a_rule_calls_derived_has_no_derived_copies(spark: SparkSession) -> None:
     rules = Rules.parse('[[topics]]\npattern = "u"\nderived = true')
     seen = evidence(plan(), dataclasses.replace(settings(), rules=rules))
-    found = found_of(judge(state.gathered(known(spark)), seen), seen)
+    found = found_of(judge(deliveries.gathered(known(spark)), seen), seen)
     assert (found["derived"], found["derived-again"]) == (set(), {("duplicate", "rewrite", 2)})
 
 
@@ -337,7 +338,7 @@ COPIES: dict[str, tuple[Sequence[Any], list[str | None]]] = {
 def test_each_copy_after_the_first_has_the_cause_of_the_first_rule_that_fits(spark: SparkSession) -> None:
     rows = reduced(spark, ids({name: case[0] for name, case in COPIES.items()}))
     # Some have copies in two hours: here as the pass over all ids sees them.
-    told = state.gathered(rows, by_hour=False).withColumn("copies", causes.ordered())
+    told = deliveries.gathered(rows, by_hour=False).withColumn("copies", causes.ordered())
     explained = told.select("id", causes.explained(F.col("copies"), TTL_MS).alias("copies")).collect()
     found = {name_of(row["id"]): [one["cause"] for one in row["copies"]] for row in explained}
     assert found == {name[:16].strip(): causes for name, (_, causes) in COPIES.items()}
@@ -377,6 +378,6 @@ def test_plain_rows_are_judged_alike_by_their_numbers_alone(spark: SparkSession)
     assert set(names) == {"once", "no-answer", "foreign", "idempotent", "phantom-answered"}
     seen = evidence(plan(), settings())
     alone = rows.where(F.col("id").isin([bytearray(name.ljust(16).encode()) for name in names]))
-    whole = findings.sums(judge(state.alone(alone), seen)).collect()
+    whole = findings.sums(judge(deliveries.alone(alone), seen)).collect()
     assert whole == findings.sums(judge(gathered.where("plain = 1"), seen)).collect()
-    assert whole == findings.sums(verdict.plainly(alone, seen)).collect()
+    assert whole == findings.sums(classify.plainly(alone, seen)).collect()

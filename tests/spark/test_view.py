@@ -10,9 +10,10 @@ from delta.tables import DeltaTable
 from pyspark.sql import SparkSession
 
 from service.contract import SharedSettings, wire
-from spark import lake, show, view
+from spark import show
 from spark.errors import CannotRun
-from spark.offsets import Plan
+from spark.reading.planning import Plan
+from spark.tables import lake, view
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Life
 from tests.spark.test_publish import records

@@ -15,9 +15,10 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import files, native
 from spark.errors import AnotherRun, CannotRun
-from spark.jvm import Py4JJavaError, jvm
+from spark.reading import wire_expressions
+from spark.reading.jvm import Py4JJavaError, jvm
+from spark.tables import files
 
 # A run that was killed holds a lake on an object store for this long. Clocks of drivers may be apart by half of it.
 LEASE_S: Final = 120.0
@@ -126,7 +127,7 @@ class Lease:
 
     def _commit(self, until_ms: int) -> None:
         row = {"name": "run", "token": self._token, "holder": self._holder, "until_ms": until_ms}
-        mine = native.rows_of(self._spark, _LEASE, [row])
+        mine = wire_expressions.rows_of(self._spark, _LEASE, [row])
         try:
             if not DeltaTable.isDeltaTable(self._spark, self._path):
                 mine.write.format("delta").save(self._path)

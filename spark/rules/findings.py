@@ -5,11 +5,14 @@ from typing import Final
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import causes, lake, native, rules
-from spark.decode import EVENT, REJECT, UNKEYED
-from spark.offsets import RETENTION, TRUNCATED, UNWANTED, Plan
-from spark.rules import LOST, PENDING
-from spark.verdict import CATEGORIES, Evidence
+from spark import rule_table
+from spark.reading import wire_expressions
+from spark.reading.decode import EVENT, REJECT, UNKEYED
+from spark.reading.planning import RETENTION, TRUNCATED, UNWANTED, Plan
+from spark.rule_table import LOST, PENDING
+from spark.rules import causes
+from spark.rules.classify import CATEGORIES, Evidence
+from spark.tables import lake
 
 HOUR: Final = "hour"
 IDS: Final = "ids"
@@ -82,8 +85,8 @@ def of_ids(rows: DataFrame, seen: Evidence, scope: str) -> DataFrame:
             "forwarded_count": F.col("derived") - F.size(F.filter(derived, lambda copy: seen.derived(copy["topic"]))),
         }
     )
-    many = rules.copies_kind(F.col("conflicting"))
-    unsure = rules.unsure_cause(F.col("answered_202"), F.col("answered_504"))
+    many = rule_table.copies_kind(F.col("conflicting"))
+    unsure = rule_table.unsure_cause(F.col("answered_202"), F.col("answered_504"))
     found = F.array(
         F.when(
             F.col("copies_count") > 1,
@@ -134,7 +137,7 @@ def of_places(rows: DataFrame, scope: str) -> DataFrame:
             claim["offset"].alias("first"),
             claim["offset"].alias("last"),
             # What went away before it was read is counted by `of_logs`, whether or not it was promised.
-            rules.gap_count(claim["fate"].isin(RETENTION, TRUNCATED)).alias("count"),
+            rule_table.gap_count(claim["fate"].isin(RETENTION, TRUNCATED)).alias("count"),
         ),
     )
     unheard = F.transform(
@@ -216,7 +219,7 @@ def of_logs(spark: SparkSession, plan: Plan) -> DataFrame:
         if log.role != UNWANTED
         for gap in log.gaps
     ]
-    return native.rows_of(spark, lake.schema("findings"), rows)
+    return wire_expressions.rows_of(spark, lake.schema("findings"), rows)
 
 
 def sums(judged: DataFrame) -> DataFrame:

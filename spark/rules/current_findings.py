@@ -5,10 +5,10 @@ from typing import Any, Final
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark.decode import UNKEYED
-from spark.findings import CLIENT_DUPLICATE, CONFLICT, DUPLICATE, EVIDENCE_GAP, IDS, KINDS, SEVERITIES
-from spark.heat import hour_text
-from spark.state import hour_of
+from spark.reading.decode import UNKEYED
+from spark.report.heatmap import hour_text
+from spark.rules.findings import CLIENT_DUPLICATE, CONFLICT, DUPLICATE, EVIDENCE_GAP, IDS, KINDS, SEVERITIES
+from spark.tables.deliveries import hour_of
 
 # A foreign writer may put anything into the header; a caller's keys end here.
 KEY_CHARS: Final = 255

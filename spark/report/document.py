@@ -8,12 +8,15 @@ from typing import Any, Final
 
 from pyspark.sql import DataFrame, SparkSession
 
-from spark import files, heat, hours, page, rules, standing
-from spark.balance import Balance, ByTopic, by_topic, closed
-from spark.decode import PLAUSIBLE_MS
-from spark.findings import CLIENT_DUPLICATE, DERIVED_COPY, KINDS, SEVERITIES
-from spark.offsets import DATA, LEDGER, REQUESTS, Log, Plan
+from spark import rule_table
+from spark.reading.decode import PLAUSIBLE_MS
+from spark.reading.planning import DATA, LEDGER, REQUESTS, Log, Plan
+from spark.report import heatmap, page
+from spark.rules import current_findings
+from spark.rules.balance import Balance, ByTopic, by_topic, closed
+from spark.rules.findings import CLIENT_DUPLICATE, DERIVED_COPY, KINDS, SEVERITIES
 from spark.settings import HOUR_MS, Settings
+from spark.tables import files, hours
 
 # More are counted and stay in the lake: a report is read, and held in the driver's memory.
 FINDINGS_MAX: Final = 100_000
@@ -57,15 +60,15 @@ def build(
     balance.drop_before(first_hour)
     topics = by_topic(balance.since(first_hour))
     line = closed(topics)
-    causes = standing.causes(found)
+    causes = current_findings.causes(found)
     counted = {kind: sum(row["findings"] for row in causes if row["kind"] == kind) for kind in KINDS}
     number = sum(counted.values())
     listed: list[dict[str, Any]] = []
     troubles: list[dict[str, Any]] = []
     if number:
-        told = standing.in_order(found).limit(FINDINGS_MAX).select(standing.as_json().alias("finding"))
+        told = current_findings.in_order(found).limit(FINDINGS_MAX).select(current_findings.as_json().alias("finding"))
         listed = [json.loads(row["finding"]) for row in told.collect()]
-        places = standing.troubles(held, partitions=plan.partitions <= heat.PARTITIONS_MAX)
+        places = current_findings.troubles(held, partitions=plan.partitions <= heatmap.PARTITIONS_MAX)
         troubles = [row.asDict() for row in places.collect()]
     document = {
         "run": {
@@ -86,8 +89,10 @@ def build(
         "topics": [{"topic": topic, **counts} for topic, counts in topics.items()],
         "kinds": counted,
         "causes": causes,
-        "map": heat.drawn(balance.cells, troubles, plan.topics, first_hour, last_hour),
-        "timeline": heat.timeline(troubles, (*standing.COPIES, CLIENT_DUPLICATE, DERIVED_COPY), first_hour, last_hour),
+        "map": heatmap.drawn(balance.cells, troubles, plan.topics, first_hour, last_hour),
+        "timeline": heatmap.timeline(
+            troubles, (*current_findings.COPIES, CLIENT_DUPLICATE, DERIVED_COPY), first_hour, last_hour
+        ),
         "findings": listed,
         "findings_left_out": number - len(listed),
         "evidence": _evidence(plan, topics),
@@ -104,7 +109,7 @@ def build(
 
 def window_from(plan: Plan, settings: Settings) -> int:
     """From when on the report looks, ms."""
-    return rules.window_from(plan.frozen_ms, settings.options.window_h * HOUR_MS)
+    return rule_table.window_from(plan.frozen_ms, settings.options.window_h * HOUR_MS)
 
 
 def _summary(document: Mapping[str, Any]) -> dict[str, Any]:

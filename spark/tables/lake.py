@@ -8,9 +8,10 @@ from delta.tables import DeltaTable
 from pyspark.sql import DataFrame, DataFrameWriter, SparkSession
 from pyspark.sql.types import StructType
 
-from spark import native, state
-from spark.decode import EVENT
-from spark.hours import sql
+from spark.reading import wire_expressions
+from spark.reading.decode import EVENT
+from spark.tables import deliveries
+from spark.tables.hours import sql
 
 WRITER: Final = "fencepost"
 """Delta's `txnAppId`: with the run's number as `txnVersion`, a write that is there already is left out."""
@@ -102,7 +103,7 @@ REJECT: Final = {
 """Records, or (`count`) parts of one, that could not be decoded: why, and their bytes, up to decode.CONTENT_MAX."""
 
 SCHEMAS: Final[Mapping[str, Mapping[str, str]]] = {
-    "deliveries": state.ROW,
+    "deliveries": deliveries.ROW,
     "findings": FINDING,
     "progress": PROGRESS,
     "published": PUBLISHED,
@@ -144,14 +145,14 @@ class Lake:
     def read(self, name: str) -> DataFrame:
         """All rows of a table as it is now; none where it was never written to."""
         if name in SCHEMAS and not self.exists(name):
-            return native.rows_of(self.spark, schema(name), [])
+            return wire_expressions.rows_of(self.spark, schema(name), [])
         return self.spark.read.format("delta").load(self.path(name))
 
     def grow(self) -> None:
         """Give tables of an earlier version the columns that they lack; null in the rows that are there."""
         for name in sorted(_GROWN):
             if self.exists(name) and set(SCHEMAS[name]) - set(self.read(name).columns):
-                nothing = native.rows_of(self.spark, schema(name), [])
+                nothing = wire_expressions.rows_of(self.spark, schema(name), [])
                 nothing.write.format("delta").mode("append").option("mergeSchema", True).save(self.path(name))
 
     def append(self, name: str, rows: DataFrame, run: int) -> None:
@@ -187,9 +188,9 @@ class Lake:
                 .alias("there")
                 .merge(
                     rows.alias("new"),
-                    " AND ".join([there, *(f"there.{name} <=> new.{name}" for name in state.PLACE)]),
+                    " AND ".join([there, *(f"there.{name} <=> new.{name}" for name in deliveries.PLACE)]),
                 )
-                .whenMatchedUpdate(set=dict(state.merged()))
+                .whenMatchedUpdate(set=dict(deliveries.merged()))
                 .whenNotMatchedInsertAll()
                 .execute()
             )

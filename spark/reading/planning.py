@@ -11,11 +11,11 @@ from fnmatch import fnmatchcase
 from typing import Any, Final, Protocol
 
 from service.contract import Guarantee, wire
-from spark import rules
+from spark import rule_table
 from spark.errors import CannotRun
-from spark.kafka import Ends, Holder, Place, Topic
+from spark.reading.kafka_admin import Ends, Holder, Place, Topic
+from spark.reading.source import Span
 from spark.settings import Settings, matches
-from spark.source import Span
 
 DATA: Final = "data"
 LEDGER: Final = "ledger"
@@ -95,7 +95,7 @@ class Log:
     @property
     def settled(self) -> bool:
         """Whether nothing is open in the log, and all of it is read: what is not there will not come."""
-        return rules.is_settled(self.end, self.last_stable, self.high_watermark)
+        return rule_table.is_settled(self.end, self.last_stable, self.high_watermark)
 
 
 @dataclass(frozen=True)
@@ -365,7 +365,7 @@ def _next_log(before: Plan | None, role: str, topic: Topic, place: Place, ends: 
     )
     if last is None:
         return log
-    if rules.is_made_anew(last.life, topic.life):
+    if rule_table.is_made_anew(last.life, topic.life):
         gap = Gap(last.end, last.end, RECREATED, now_ms)
         return replace(log, since_ms=now_ms, complete_ms=now_ms, gaps=(*last.gaps, gap))
     kept = replace(
@@ -379,7 +379,7 @@ def _next_log(before: Plan | None, role: str, topic: Topic, place: Place, ends: 
         gaps=last.gaps,
         proven_ms=before.frozen_ms if before is not None and last.audited and last.settled else last.proven_ms,
     )
-    if rules.is_eaten(ends.log_start, last.end):
+    if rule_table.is_eaten(ends.log_start, last.end):
         gap = Gap(last.end, ends.log_start, RETENTION, now_ms)
         return replace(kept, start=ends.log_start, complete_ms=complete_ms, gaps=(*last.gaps, gap))
     if ends.last_stable < last.end:

@@ -12,9 +12,9 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import wire
-from spark import native, source
 from spark.errors import CannotRun
-from spark.jvm import is_deterministic
+from spark.reading import source, wire_expressions
+from spark.reading.jvm import is_deterministic
 
 EVENT: Final = "event"
 UNKEYED: Final = "unkeyed"
@@ -82,7 +82,7 @@ def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str]
     stamp, key = _header(wire.STAMP_HEADER), _header(wire.KEY_HEADER)
     told = F.when(F.octet_length(key) > 0, key)
     for topic, expression in (identities or {}).items():
-        identity = native.as_binary(identity_of(expression))
+        identity = wire_expressions.as_binary(identity_of(expression))
         told = told.when(key.isNull() & stamp.isNull() & (F.col("topic") == topic), identity)
     timed = records.withColumn("timestamp", F.timestamp_millis("timestamp_ms")) if identities else records
     read = _stamps(timed.select(*records.columns, stamp.cast("string").alias("stamp"), told.alias("key_bytes")))
@@ -99,7 +99,7 @@ def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str]
     return read.select(
         kind.alias("kind"),
         F.when(stamped, F.col("stamp_id"))
-        .when(kind == EVENT, native.event_id(F.col("key_bytes")))
+        .when(kind == EVENT, wire_expressions.event_id(F.col("key_bytes")))
         .otherwise(block_id())
         .alias("id"),
         "topic",
@@ -108,7 +108,7 @@ def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str]
         F.when(stamped, plausible(F.col("stamp_at"), ts)).otherwise(ts).alias("at"),
         ts.alias("ts"),
         F.when(stamped, F.col("stamp_fp")).when(foreign, computed).alias("fp"),
-        F.when(foreign, native.joined(others)).when(stamped & ~borne_out, computed).alias("alt"),
+        F.when(foreign, wire_expressions.joined(others)).when(stamped & ~borne_out, computed).alias("alt"),
         *(F.when(stamped, F.col(name)).alias(name) for name in ("slot", "pid", "epoch", "instance")),
         "stamped",
         F.col("key").isNotNull().alias("keyed"),
@@ -134,7 +134,7 @@ def _fingerprints() -> tuple[Column, Column]:
     )
 
     def of(partition: Column | None, headers: Column) -> Column:
-        return native.fingerprint(F.col("topic"), partition, F.col("key"), headers, F.col("value"))
+        return wire_expressions.fingerprint(F.col("topic"), partition, F.col("key"), headers, F.col("value"))
 
     placed = F.array(of(F.col("partition"), client))
     others = F.flatten(F.transform(traced, lambda some: F.array(of(None, some), of(F.col("partition"), some))))
@@ -172,7 +172,7 @@ def identity_of(expression: str) -> Column:
 
 def check_identities(spark: SparkSession, identities: Mapping[str, str]) -> None:
     """CannotRun, with Spark's own words, unless each expression makes one thing of a record, the same each time."""
-    records = native.rows_of(spark, f"{source.SCHEMA}, timestamp timestamp", [])
+    records = wire_expressions.rows_of(spark, f"{source.SCHEMA}, timestamp timestamp", [])
     for topic, expression in identities.items():
         try:
             made = records.select("topic", F.when(F.col("topic") == topic, identity_of(expression)).alias("identity"))
@@ -289,7 +289,7 @@ def plausible(ms: Column, otherwise: Column | int) -> Column:
 def block_id(*more: Column) -> Column:
     """What stands for the id of records that have none: their place, to a block of offsets, and `more`."""
     block = F.floor(F.col("offset") / BLOCK_OFFSETS).cast("string")
-    return native.as_binary(F.concat_ws("/", "topic", F.col("partition").cast("string"), block, *more))
+    return wire_expressions.as_binary(F.concat_ws("/", "topic", F.col("partition").cast("string"), block, *more))
 
 
 def _part_id(reject: Column) -> Column:

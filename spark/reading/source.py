@@ -8,8 +8,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings
-from spark import native
-from spark.kafka import Place, connection
+from spark.reading import wire_expressions
+from spark.reading.kafka_admin import Place, connection
 
 SCHEMA: Final = (
     "topic string, partition int, offset bigint, timestamp_ms bigint, key binary, value binary, "
@@ -34,7 +34,7 @@ def read(
     """
     spans = {place: span for place, span in spans.items() if span[1] > span[0]}
     if not spans:
-        return native.rows_of(spark, SCHEMA, [])
+        return wire_expressions.rows_of(spark, SCHEMA, [])
     records = (
         spark.read.format("kafka")
         .options(**{f"kafka.{name}": value for name, value in connection(shared).items()})

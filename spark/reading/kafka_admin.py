@@ -15,7 +15,7 @@ from pyspark.sql import SparkSession
 
 from service.contract import SharedSettings
 from spark.errors import CannotRun
-from spark.jvm import Py4JJavaError, jvm, nested, reason
+from spark.reading.jvm import Py4JJavaError, jvm, nested, reason
 
 # Long enough for a broker that is just electing leaders, short enough to tell a person that nobody answers.
 CALL_MS: Final = 30_000

@@ -7,13 +7,16 @@ from pyspark import StorageLevel
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import findings, heat, history, hours, ids, lake, report, state, verdict
-from spark.balance import Balance
 from spark.cost import Cost
-from spark.decode import EVENT, REJECT
-from spark.lake import Lake
-from spark.offsets import Plan, shifted
+from spark.reading.decode import EVENT, REJECT
+from spark.reading.planning import Plan, shifted
+from spark.report import document, heatmap
+from spark.rules import classify, cross_hour, findings
+from spark.rules.balance import Balance
 from spark.settings import Settings
+from spark.tables import deliveries as deliveries_table
+from spark.tables import hours, lake, verdict_history
+from spark.tables.lake import Lake
 
 
 class Judgement:
@@ -32,7 +35,7 @@ class Judgement:
         self.last = last
         self.settings = settings
         self.cost = cost
-        self.seen = verdict.evidence(plan, settings)
+        self.seen = classify.evidence(plan, settings)
         self.kept: list[DataFrame] = []
 
     def carry_out(self, before: dict[str, Any] | None, kept_from: str) -> Balance:
@@ -56,8 +59,8 @@ class Judgement:
         with self.cost.step("judge"):
             judged = self._by_hour(rows, several, many.where(hours.within(touched)), touched, balance)
         with self.cost.step("map"):
-            partitions = self.plan.partitions <= heat.PARTITIONS_MAX
-            balance.place(touched, heat.cells(rows, partitions=partitions).collect() if touched else [])
+            partitions = self.plan.partitions <= heatmap.PARTITIONS_MAX
+            balance.place(touched, heatmap.cells(rows, partitions=partitions).collect() if touched else [])
         suspects = findings.suspicious(judged)
         found = [
             findings.of_logs(self.spark, self.plan),
@@ -88,9 +91,9 @@ class Judgement:
 
     def _repeated(self, rows: DataFrame) -> tuple[DataFrame, DataFrame]:
         """Ids with several rows (ids.repeated), and these rows (state.ROW)."""
-        several = self._keep(ids.repeated(rows))
-        if spans := ids.spans_of(several):
-            return several, self._keep(ids.rows_of(rows, several, spans))
+        several = self._keep(cross_hour.repeated(rows))
+        if spans := cross_hour.spans_of(several):
+            return several, self._keep(cross_hour.rows_of(rows, several, spans))
         # Spark leaves out whatever is made of nothing.
         return several.where("false"), rows.where("false")
 
@@ -99,10 +102,12 @@ class Judgement:
     ) -> DataFrame:
         """The judged rows of these hours that are not plain, or whose id has others; all rows go into the balance."""
         odd = rows.where((F.col("plain") == 0) & (F.col("kind") == EVENT)).join(several, "id", "left_anti")
-        judged = self._keep(verdict.judge(state.alone(odd).unionByName(state.gathered(many)), self.seen))
+        judged = self._keep(
+            classify.judge(deliveries_table.alone(odd).unionByName(deliveries_table.gathered(many)), self.seen)
+        )
         plain = rows.where((F.col("plain") == 1) | (F.col("kind") != EVENT))
-        sums = findings.sums(judged).unionByName(findings.sums(verdict.plainly(plain, self.seen))).collect()
-        twice = findings.sums(verdict.plainly(many.where("plain = 1"), self.seen)).collect()
+        sums = findings.sums(judged).unionByName(findings.sums(classify.plainly(plain, self.seen))).collect()
+        twice = findings.sums(classify.plainly(many.where("plain = 1"), self.seen)).collect()
         balance.replace(touched, sums, twice)
         if any(row["rejects"] for row in sums):
             rejects = rows.where((F.col("run") == self.plan.run) & (F.col("kind") == REJECT) & (F.col("plain") == 0))
@@ -115,28 +120,28 @@ class Judgement:
     ) -> list[DataFrame]:
         """Findings (lake.FINDING) that no single hour shows; has ids of several hours count once in the balance."""
         wide = _wide(many, several)
-        apart = verdict.judge(state.gathered(wide), self.seen)
-        together = verdict.judge(state.gathered(wide, by_hour=False), self.seen)
+        apart = classify.judge(deliveries_table.gathered(wide), self.seen)
+        together = classify.judge(deliveries_table.gathered(wide, by_hour=False), self.seen)
         balance.adjust(findings.sums(apart).collect(), findings.sums(together).collect())
         # What is further back is in no report's window, nor near enough to what is.
-        first = hours.text_of(report.window_from(self.plan, self.settings) - self.seen.key_ttl_ms)
+        first = hours.text_of(document.window_from(self.plan, self.settings) - self.seen.key_ttl_ms)
         recent = deliveries.where(hours.since(first))
-        retried = self._keep(ids.retried(recent, self.seen))
-        spans = ids.spans_of(retried)
-        clients = [ids.client_duplicates(recent, retried, spans, self.seen)] if spans else []
+        retried = self._keep(cross_hour.retried(recent, self.seen))
+        spans = cross_hour.spans_of(retried)
+        clients = [cross_hour.client_duplicates(recent, retried, spans, self.seen)] if spans else []
         return [
             *clients,
             findings.of_ids(findings.suspicious(together), self.seen, findings.IDS),
-            ids.superseded(together),
+            cross_hour.superseded(together),
         ]
 
     def _keep_history(self, judged: DataFrame, plain: DataFrame, several: DataFrame, touched: set[str]) -> None:
         """Write down of which ids something else is said now."""
-        said = history.last(self.lake.read("verdicts"), self.plan.run)
-        waiting = history.standing(said)
+        said = verdict_history.last(self.lake.read("verdicts"), self.plan.run)
+        waiting = verdict_history.standing(said)
         theirs = plain.where(hours.within(touched & set(hours.of(waiting))))
         arrived = theirs.join(waiting, ["accepted_hour", "id"], "left_semi").join(several, "id", "left_anti")
-        changes = history.changed(judged, arrived, said, self.plan.run, self.plan.frozen_ms)
+        changes = verdict_history.changed(judged, arrived, said, self.plan.run, self.plan.frozen_ms)
         if not changes.isEmpty():
             self.lake.append("verdicts", changes.coalesce(1), self.plan.run)
 

@@ -7,8 +7,8 @@ from typing import Any, Final
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark.balance import HOUR_FORMAT, Cells
-from spark.hours import FORMAT
+from spark.rules.balance import HOUR_FORMAT, Cells
+from spark.tables.hours import FORMAT
 
 COLUMNS_MAX: Final = 96
 ROWS_MAX: Final = 32

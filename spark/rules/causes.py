@@ -5,8 +5,9 @@ from typing import Final
 from pyspark.sql import Column
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import rules, state
-from spark.rules import DUAL_PRODUCER, EXPIRED_KEY, FOREIGN_WRITER, PRODUCER_RESTART, REWRITE
+from spark import rule_table
+from spark.rule_table import DUAL_PRODUCER, EXPIRED_KEY, FOREIGN_WRITER, PRODUCER_RESTART, REWRITE
+from spark.tables import deliveries
 
 CAUSES: Final = (FOREIGN_WRITER, REWRITE, EXPIRED_KEY, PRODUCER_RESTART, DUAL_PRODUCER)
 
@@ -20,7 +21,7 @@ def ordered() -> Column:
     entered = F.transform(
         F.filter("coordinates", lambda copy: ~copy["derived"]),
         lambda copy: F.struct(
-            F.exists("entries", lambda entry: state.same_place(entry, copy)).alias("entered"),
+            F.exists("entries", lambda entry: deliveries.same_place(entry, copy)).alias("entered"),
             copy.alias("copy"),
         ),
     )
@@ -28,8 +29,8 @@ def ordered() -> Column:
         F.transform(
             entered,
             lambda pair: F.struct(
-                rules.rank(pair["entered"]).alias("late"),
-                *(pair["copy"][name].alias(name) for name in (*rules.order(), *_WRITER, "accepted_at", "stamped")),
+                rule_table.rank(pair["entered"]).alias("late"),
+                *(pair["copy"][name].alias(name) for name in (*rule_table.order(), *_WRITER, "accepted_at", "stamped")),
             ),
         )
     )
@@ -42,7 +43,7 @@ def explained(copies: Column, key_ttl_ms: int) -> Column:
         lambda copy, nth: F.struct(
             *(copy[name].alias(name) for name in ("topic", "partition", "offset", "timestamp")),
             *(copy[name].alias(name) for name in ("slot", "pid", "epoch", "instance")),
-            F.when(rules.has_cause(nth), _cause(copy, F.slice(copies, F.lit(1), nth), key_ttl_ms)).alias("cause"),
+            F.when(rule_table.has_cause(nth), _cause(copy, F.slice(copies, F.lit(1), nth), key_ttl_ms)).alias("cause"),
         ),
     )
 
@@ -57,11 +58,11 @@ def _cause(copy: Column, earlier: Column, key_ttl_ms: int) -> Column:
             alike = alike & (other[name] == copy[name])
         return alike
 
-    same_producer = F.exists(ours, lambda other: same(other, *rules.producer()))
-    apart = F.forall(ours, lambda other: rules.is_apart(copy["accepted_at"], other["accepted_at"], key_ttl_ms))
+    same_producer = F.exists(ours, lambda other: same(other, *rule_table.producer()))
+    apart = F.forall(ours, lambda other: rule_table.is_apart(copy["accepted_at"], other["accepted_at"], key_ttl_ms))
     restart = F.exists(
         ours,
-        lambda other: rules.is_restart(same(other, "slot"), same(other, "instance"), same(other, "pid", "epoch")),
+        lambda other: rule_table.is_restart(same(other, "slot"), same(other, "instance"), same(other, "pid", "epoch")),
     )
-    foreign = rules.is_foreign(copy["stamped"], same_producer, copy["late"])
-    return rules.cause(foreign, same_producer, rules.is_expired(ours, apart), restart)
+    foreign = rule_table.is_foreign(copy["stamped"], same_producer, copy["late"])
+    return rule_table.cause(foreign, same_producer, rule_table.is_expired(ours, apart), restart)

@@ -5,8 +5,8 @@ from typing import Any, Final
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import lake
-from spark.rules import PENDING
+from spark.rule_table import PENDING
+from spark.tables import lake
 
 DELIVERED_ONCE: Final = "delivered_once"
 _WHOLE: Final = ["accepted_hour", "id"]

@@ -19,13 +19,14 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings
-from spark import lock, native, source
-from spark.decode import EVENT
 from spark.errors import CannotRun
-from spark.kafka import Broker, Place
-from spark.lake import Lake
-from spark.offsets import DATA, Log, Plan
-from spark.source import Span
+from spark.reading import source, wire_expressions
+from spark.reading.decode import EVENT
+from spark.reading.kafka_admin import Broker, Place
+from spark.reading.planning import DATA, Log, Plan
+from spark.reading.source import Span
+from spark.tables import lock
+from spark.tables.lake import Lake
 
 TABLE: Final = "views"
 """The table that says which topics have a view; those lie beside it, in a folder of their own."""
@@ -68,7 +69,9 @@ class View:
         """COLUMNS as they are now; none where it was never written to."""
         if self.lake.exists(self.name):
             return self.lake.spark.read.format("delta").load(self.lake.path(self.name))
-        return native.rows_of(self.lake.spark, ", ".join(f"`{name}` {kind}" for name, kind in COLUMNS.items()), [])
+        return wire_expressions.rows_of(
+            self.lake.spark, ", ".join(f"`{name}` {kind}" for name, kind in COLUMNS.items()), []
+        )
 
     def advance(self, touched: DataFrame, spans: dict[Place, Span], starts: dict[Place, int], run: int) -> None:
         """Bring it to a run: `touched` rows of `deliveries`, records in `spans`, of logs that begin at `starts`."""
@@ -126,7 +129,9 @@ def register(spark: SparkSession, shared: SharedSettings, root: str, topic: str)
                 starts = _starts(broker, logs)
             spans = {log.place: (starts[log.place], log.end) for log in logs if log.place in starts}
             view.advance(lake.read("deliveries"), spans, starts, plan.run)
-            lake.add(TABLE, native.rows_of(spark, "topic string, run bigint", [{"topic": topic, "run": plan.run}]))
+            lake.add(
+                TABLE, wire_expressions.rows_of(spark, "topic string, run bigint", [{"topic": topic, "run": plan.run}])
+            )
         return view.rows().count()
 
 

@@ -13,8 +13,8 @@ from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import wire
-from spark import rules
-from spark.decode import ENTERED, EVENT, REJECT, REJECTED
+from spark import rule_table
+from spark.reading.decode import ENTERED, EVENT, REJECT, REJECTED
 
 # Enough to see what happened; an id beyond it is one that a broken writer put on everything.
 PLACES_MAX: Final = 128
@@ -375,7 +375,7 @@ def _claimed() -> Column:
 def _fingerprint() -> list[Column]:
     """The fingerprint of a row's record, and in `alt` what else it may be. A copy that neither the ledger nor a 201
     knows is taken for what it is, not for what its header says."""
-    alone = F.col("stamped") & F.col("alt").isNotNull() & ~rules.is_believed(_claimed())
+    alone = F.col("stamped") & F.col("alt").isNotNull() & ~rule_table.is_believed(_claimed())
     own = F.when(alone, F.col("alt")).otherwise(F.col("fp"))
     return [own.alias("fp"), F.when(~F.col("stamped"), F.col("alt")).alias("alt")]
 
@@ -383,7 +383,7 @@ def _fingerprint() -> list[Column]:
 def _derived() -> Column:
     """`rules.is_derived` of a row; `homes` are the topics to which its id was written."""
     elsewhere = (F.size("homes") > 0) & ~F.array_contains("homes", F.col("topic"))
-    derived = rules.is_derived(F.col("stamped"), _claimed(), elsewhere)
+    derived = rule_table.is_derived(F.col("stamped"), _claimed(), elsewhere)
     return F.coalesce(derived, F.lit(False))
 
 

@@ -7,11 +7,14 @@ from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import wire
-from spark import findings, hours, lake, native, rules, state
-from spark.decode import EVENT, batch_of
-from spark.verdict import Evidence
+from spark import rule_table
+from spark.reading import wire_expressions
+from spark.reading.decode import EVENT, batch_of
+from spark.rules import findings
+from spark.rules.classify import Evidence
+from spark.tables import deliveries, hours, lake
 
-COORDINATES_MAX: Final = state.PLACES_MAX
+COORDINATES_MAX: Final = deliveries.PLACES_MAX
 # Pairs of hours that are asked for to prune by; with more of them nearly every hour is one of them.
 SPANS_MAX: Final = 10_000
 # Spans over several hours are a condition each, of which Spark compiles some hundred and no more.
@@ -45,7 +48,7 @@ def spans_of(several: DataFrame) -> list[tuple[str, str]]:
 def rows_of(rows: DataFrame, several: DataFrame, spans: Iterable[tuple[str, str]]) -> DataFrame:
     """The state.ROWs of these ids (as `repeated` names them), which lie in these hours only."""
     events = rows.where((F.col("kind") == EVENT) & _within(spans))
-    return events.join(several.select("id"), "id", "left_semi").select(*state.ROW)
+    return events.join(several.select("id"), "id", "left_semi").select(*deliveries.ROW)
 
 
 def _within(spans: Iterable[tuple[str, str]]) -> Column:
@@ -111,7 +114,7 @@ def misnamed(rows: DataFrame, run: int) -> DataFrame | None:
     if not topics:
         return None
     concerned = events.where(F.col("topic").isin(topics))
-    may_be = F.concat(F.array("fp"), F.coalesce(state.each_fingerprint(F.col("alt")), F.array()))
+    may_be = F.concat(F.array("fp"), F.coalesce(deliveries.each_fingerprint(F.col("alt")), F.array()))
     place = ("accepted_hour", "id", "topic", "partition", "offset")
     copies = concerned.where(bare).select(*place, "key", F.explode(may_be).alias("fp"))
     named = concerned.where("stamped").select("topic", "key", "fp", "accepted_ms", F.col("id").alias("named"))
@@ -208,7 +211,7 @@ def _retries(sequence: DataFrame, seen: Evidence) -> DataFrame:
         {
             "caller": F.when(F.col("fingerprint").isNotNull(), F.get(known, F.lit(0))),
             "asked_ms": F.when(
-                rules.is_own_time(F.col("copied_ms"), F.col("copied_at"), seen.timeouts_ms), F.col("copied_ms")
+                rule_table.is_own_time(F.col("copied_ms"), F.col("copied_at"), seen.timeouts_ms), F.col("copied_ms")
             ),
         }
     )
@@ -219,11 +222,11 @@ def _retries(sequence: DataFrame, seen: Evidence) -> DataFrame:
             return F.col(name) == step(name).over(order)
 
         distance = F.abs(F.col("copied_at") - step("copied_at").over(order))
-        return rules.is_retry(
+        return rule_table.is_retry(
             same_content=same("fingerprint"),
             same_caller=same("caller"),
             same_id=same("id"),
-            near=rules.is_near(distance, seen.key_ttl_ms),
+            near=rule_table.is_near(distance, seen.key_ttl_ms),
             same_time=F.col("asked_ms").eqNullSafe(step("asked_ms").over(order)) | same("copied_ms"),
             same_batch=same("batch"),
         )
@@ -233,7 +236,12 @@ def _retries(sequence: DataFrame, seen: Evidence) -> DataFrame:
 
 def _is_of(caller: Column) -> Column:
     """Whether a row's id, or that of its atomic batch, is the one of its key in a caller's scope."""
-    id = native.sha256_head(
-        F.concat(native.as_binary(caller), native.literal(b"\0"), native.as_binary(F.col("key"))), wire.ID_BYTES
+    id = wire_expressions.sha256_head(
+        F.concat(
+            wire_expressions.as_binary(caller),
+            wire_expressions.literal(b"\0"),
+            wire_expressions.as_binary(F.col("key")),
+        ),
+        wire.ID_BYTES,
     )
     return (id == F.col("id")) | F.coalesce(batch_of(id) == F.col("batch"), F.lit(False))

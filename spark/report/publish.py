@@ -12,9 +12,9 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings, wire
-from spark import standing
-from spark.kafka import Broker, connection
-from spark.lake import Lake
+from spark.reading.kafka_admin import Broker, connection
+from spark.rules import current_findings
+from spark.tables.lake import Lake
 
 VERSION: Final = 1
 TABLE: Final = "published"
@@ -39,7 +39,7 @@ def publish(lake: Lake, shared: SharedSettings, found: DataFrame) -> None:
 
 def _write_down(lake: Lake, found: DataFrame) -> None:
     """The outbox gets what is not yet as it stands; a null value for what does not stand any more."""
-    value = F.to_json(F.struct(F.lit(VERSION).alias("v"), *standing.FIELDS), {"ignoreNullFields": "false"})
+    value = F.to_json(F.struct(F.lit(VERSION).alias("v"), *current_findings.FIELDS), {"ignoreNullFields": "false"})
     now = found.select("finding_id", value.alias("value"))
     there = lake.read(TABLE).select("finding_id", F.col("value").alias("was"))
     changed = (

@@ -6,8 +6,8 @@ from datetime import UTC
 from typing import Any
 
 from spark.errors import CannotRun
-from spark.findings import SUMS
-from spark.verdict import CATEGORIES
+from spark.rules.classify import CATEGORIES
+from spark.rules.findings import SUMS
 
 Counts = dict[str, int]
 ByTopic = dict[str, Counts]

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from pyspark.sql import SparkSession
 
-from spark.jvm import gateway, jvm, nested
+from spark.reading.jvm import gateway, jvm, nested
 
 CHUNK_CHARS: Final = 1 << 20
 

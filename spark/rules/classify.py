@@ -9,11 +9,12 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import Guarantee
-from spark import rules, state
-from spark.decode import EVENT, REJECT
-from spark.offsets import DATA, LEDGER, REQUESTS, Plan
-from spark.rules import LOST, PENDING, THERE
+from spark import rule_table
+from spark.reading.decode import EVENT, REJECT
+from spark.reading.planning import DATA, LEDGER, REQUESTS, Plan
+from spark.rule_table import LOST, PENDING, THERE
 from spark.settings import OFFSETS_MOST, Settings, glob_regex
+from spark.tables import deliveries
 
 CATEGORIES: Final = ("delivered_once", "duplicated", "conflicted", "lost", "pending", "stuck", "unprovable")
 """Where an accepted id can stand in the balance."""
@@ -47,11 +48,11 @@ class Evidence:
 
     def over_ms(self, accepted_ms: Column, seen_ms: Column) -> Column:
         """`rules.over_ms` with this run's times."""
-        return rules.over_ms(accepted_ms, seen_ms, self.settle_ms, self.grace_ms)
+        return rule_table.over_ms(accepted_ms, seen_ms, self.settle_ms, self.grace_ms)
 
     def held_over_ms(self, accepted_ms: Column, seen_ms: Column) -> Column:
         """`rules.held_over_ms` with this run's times."""
-        return rules.held_over_ms(accepted_ms, seen_ms, self.settle_ms)
+        return rule_table.held_over_ms(accepted_ms, seen_ms, self.settle_ms)
 
 
 def evidence(plan: Plan, settings: Settings) -> Evidence:
@@ -160,7 +161,7 @@ def plainly(rows: DataFrame, seen: Evidence) -> DataFrame:
     """
     claimed = (F.col("kind") == EVENT) & ((F.col("entries_count") > 0) | (F.col("answered_201") > 0))
     return rows.where(seen.audited(F.col("topic")) | (F.col("kind") == REJECT)).select(
-        *("accepted_hour", "kind", "topic", *state.SUMS),
+        *("accepted_hour", "kind", "topic", *deliveries.SUMS),
         F.col("count").alias("copies_count"),
         F.coalesce(F.col("stamped").cast("bigint"), F.lit(0)).alias("stamped"),
         claimed.alias("accepted"),
@@ -191,10 +192,10 @@ def _missing(seen: Evidence) -> Column:
         )
 
     def is_said_twice(answer: Column) -> Column:
-        return rules.is_said_twice(F.exists("entries", lambda entry: state.same_place(answer, entry)))
+        return rule_table.is_said_twice(F.exists("entries", lambda entry: deliveries.same_place(answer, entry)))
 
     unentered = F.filter("answered", lambda answer: ~is_said_twice(answer))
-    every = rules.promises(claims("entries", "ledger"), claims(unentered, "answer"))
+    every = rule_table.promises(claims("entries", "ledger"), claims(unentered, "answer"))
     return F.filter(F.array_distinct(every), lambda claim: claim["fate"] != THERE)
 
 
@@ -204,21 +205,21 @@ def _fate(claim: Column, seen: Evidence) -> Column:
     bound = F.get(F.try_element_at(seen.bounds, claim["topic"]), claim["partition"])
     offset = claim["offset"]
     over_ms = seen.over_ms(claim["accepted_ms"], claim["seen_ms"])
-    ripe = rules.is_ripe(over_ms, seen.frozen_ms)
-    beyond = rules.is_beyond(offset, bound["end"])
-    held = F.exists("coordinates", lambda copy: state.same_place(copy, claim))
+    ripe = rule_table.is_ripe(over_ms, seen.frozen_ms)
+    beyond = rule_table.is_beyond(offset, bound["end"])
+    held = F.exists("coordinates", lambda copy: deliveries.same_place(copy, claim))
     # Copies beyond the cap have left no coordinates: the place may be among them.
     capped = F.col("count") > F.size("coordinates")
-    gaps = F.filter(bound["gaps"], lambda gap: rules.is_in_gap(offset, gap["first"], gap["last"]))
-    return rules.fate(
+    gaps = F.filter(bound["gaps"], lambda gap: rule_table.is_in_gap(offset, gap["first"], gap["last"]))
+    return rule_table.fate(
         there=held | capped | ~seen.audited(claim["topic"]),
-        no_log=F.when(bound.isNull(), rules.of_no_log(ripe)),
-        anew=rules.is_of_another_life(claim["seen_ms"], bound["since_ms"]),
-        below=rules.is_below(offset, bound["first"]),
+        no_log=F.when(bound.isNull(), rule_table.of_no_log(ripe)),
+        anew=rule_table.is_of_another_life(claim["seen_ms"], bound["since_ms"]),
+        below=rule_table.is_below(offset, bound["first"]),
         gap=F.get(gaps, F.lit(0))["cause"],
-        waiting=rules.is_waiting(beyond, bound["settled"], over_ms, bound["proven_ms"]),
+        waiting=rule_table.is_waiting(beyond, bound["settled"], over_ms, bound["proven_ms"]),
         ripe=ripe,
-        taken=rules.is_compacted(bound["compacted"], beyond),
+        taken=rule_table.is_compacted(bound["compacted"], beyond),
     )
 
 
@@ -229,21 +230,21 @@ def _phantom(seen: Evidence) -> Column:
     first = F.get(ours, F.lit(0))
     slot = F.get(seen.slots, first["slot"])
     spans = F.get(F.try_element_at(seen.idempotent, first["topic"]), first["partition"])
-    inside = F.exists(spans, lambda span: rules.is_within(first["offset"], span["first"], span["end"]))
+    inside = F.exists(spans, lambda span: rule_table.is_within(first["offset"], span["first"], span["end"]))
     idempotent = F.coalesce(inside, F.lit(False))
-    named = F.exists("answered", lambda answer: F.exists(ours, lambda copy: state.same_place(copy, answer)))
-    unheard = rules.is_unheard(F.col("entries_count"), named, idempotent, _sum(*rules.HEARD) > 0)
+    named = F.exists("answered", lambda answer: F.exists(ours, lambda copy: deliveries.same_place(copy, answer)))
+    unheard = rule_table.is_unheard(F.col("entries_count"), named, idempotent, _sum(*rule_table.HEARD) > 0)
     complete_ms = F.when(idempotent, seen.answers_complete_ms).otherwise(slot["complete_ms"])
     decided_ms = F.when(idempotent, seen.answers_decided_ms).otherwise(
         F.coalesce(slot["decided_ms"], F.lit(seen.frozen_ms))
     )
     times = first["accepted_at"], first["timestamp"]
-    longer = rules.waits_longer(decided_ms, seen.frozen_ms, idempotent)
+    longer = rule_table.waits_longer(decided_ms, seen.frozen_ms, idempotent)
     over_ms = F.when(longer, seen.held_over_ms(*times)).otherwise(seen.over_ms(*times))
     return F.when(
         (F.col("stamped") > 0) & unheard,
-        F.when(rules.is_undecided(over_ms, decided_ms), PENDING)
-        .when(rules.is_before_evidence(complete_ms, *times), "evidence_gap")
+        F.when(rule_table.is_undecided(over_ms, decided_ms), PENDING)
+        .when(rule_table.is_before_evidence(complete_ms, *times), "evidence_gap")
         .otherwise("phantom"),
     )
 
@@ -257,7 +258,7 @@ def _differ() -> Column:
     known = F.transform(F.filter("fingerprints", lambda one: one["alt"].isNull()), lambda one: one["fp"])
 
     def meant_by(one: Column) -> Column:
-        same = F.filter(state.each_fingerprint(one["alt"]), lambda other: rules.is_same_request(known, other))
+        same = F.filter(deliveries.each_fingerprint(one["alt"]), lambda other: rule_table.is_same_request(known, other))
         return F.coalesce(F.get(same, F.lit(0)), one["fp"])
 
     meant = F.transform("fingerprints", meant_by)
@@ -265,11 +266,11 @@ def _differ() -> Column:
 
 
 def _accepted() -> Column:
-    return rules.is_accepted(
+    return rule_table.is_accepted(
         promised=_sum("entries_count", "answered_201"),
         answered_202=F.col("answered_202"),
         answered_504=F.col("answered_504"),
-        taken_back=rules.takes_back(F.col("freed_ms"), F.col("unsure_ms")),
+        taken_back=rule_table.takes_back(F.col("freed_ms"), F.col("unsure_ms")),
         ours=F.col("stamped"),
     )
 
@@ -283,10 +284,10 @@ def _category(seen: Evidence) -> Column:
 
     # Where nobody named a place: what is known is a 202 or a 504, and that it is not in the data.
     times = F.col("accepted_ms"), F.coalesce(F.col("unsure_ms"), F.col("last_ms"))
-    decided_ms = rules.decided_by(seen.ledger_decided_ms, seen.answers_decided_ms)
-    longer = rules.waits_longer(F.lit(decided_ms), seen.frozen_ms, F.lit(False))
+    decided_ms = rule_table.decided_by(seen.ledger_decided_ms, seen.answers_decided_ms)
+    longer = rule_table.waits_longer(F.lit(decided_ms), seen.frozen_ms, F.lit(False))
     over_ms = F.when(longer, seen.held_over_ms(*times)).otherwise(seen.over_ms(*times))
-    judged = rules.category(
+    judged = rule_table.category(
         lost=some(LOST),
         conflicting=F.col("conflicting"),
         copies=F.col("copies_count"),
@@ -294,7 +295,7 @@ def _category(seen: Evidence) -> Column:
         unproven=F.coalesce(F.exists("missing", lambda claim: ~claim["fate"].isin(LOST, PENDING)), F.lit(False)),
         ours=_sum("stamped", "entries_count", "answered_201"),
         answered_201=F.col("answered_201"),
-        undecided=rules.is_undecided(over_ms, decided_ms),
+        undecided=rule_table.is_undecided(over_ms, decided_ms),
     )
     return F.when(F.col("plain") == 1, "delivered_once").otherwise(judged)
 

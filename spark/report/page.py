@@ -10,9 +10,9 @@ from pathlib import Path
 from string import Template
 from typing import Any, Final
 
-from spark import charts, commands
-from spark.findings import KINDS
-from spark.verdict import CATEGORIES
+from spark.report import charts, commands
+from spark.rules.classify import CATEGORIES
+from spark.rules.findings import KINDS
 
 HERE: Final = Path(__file__).parent
 # A page is read by a person: the rest is in report.json and in the lake.
