@@ -53,8 +53,8 @@ RUN uv venv --quiet /opt/fencepost \
  && uv sync --frozen --inexact --no-dev --no-install-project --no-build-isolation-package pyspark --extra spark \
  && uv sync --frozen --no-dev --no-install-project --extra spark \
  && rm -rf /opt/fencepost/lib/python3*/site-packages/pyspark/examples
-COPY service/__init__.py service/contract/wire.py /app/service/
-COPY service/shared /app/service/shared
+COPY service/__init__.py /app/service/
+COPY service/contract /app/service/contract
 COPY spark /app/spark
 RUN python3 -m compileall -q --invalidation-mode unchecked-hash /app
 

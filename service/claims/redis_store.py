@@ -1,4 +1,4 @@
-"""Claims and answers in Redis: the one door to it. The rules stand in states.py, the scripts in keys.lua."""
+"""Claims and answers in Redis: the one door to it. The rules stand in states.py, the scripts in claims.lua."""
 
 import asyncio
 import hashlib
@@ -34,7 +34,7 @@ from service.core.timeouts import Patience
 
 # Entries in one script call of a replay: some 10 ms of Redis's time, so that the claims of others get their turn.
 REPLAY_CHUNK: Final = 2_000
-# Of them, those that the script unpacks and writes in one go, for the reasons of AT_ONCE in keys.lua.
+# Of them, those that the script unpacks and writes in one go, for the reasons of AT_ONCE in claims.lua.
 UNPACKED_AT_ONCE: Final = 100
 # Of a store recovery: so many that Redis has something to write while the event loop unpacks what Kafka sent.
 REPLAYS_AT_ONCE: Final = 8
@@ -186,7 +186,7 @@ class RedisKeys:
         self._incomplete: Epoch | None = None  # in which the store was met that lacks something
         self._finding = asyncio.Semaphore(FINDS_AT_ONCE)
         self._replaying = asyncio.Semaphore(REPLAYS_AT_ONCE)
-        self._script = (files("service") / "keys.lua").read_text()
+        self._script = (files("service.claims") / "claims.lua").read_text()
         self._sha = hashlib.sha1(self._script.encode()).hexdigest()  # noqa: S324 - EVALSHA's own name for a script
 
     async def close(self) -> None:
@@ -340,7 +340,7 @@ class RedisKeys:
         await self._call("recover_abandon", store, nonce)
 
     def _delivered(self, rows: Sequence[Row]) -> list[int | str | bytes]:
-        """As keys.lua takes delivered states: for each few of one time and size that time, their format, and they."""
+        """As claims.lua takes delivered states: for each few of one time and size that time, their format, and they."""
         groups: list[int | str | bytes] = []
         parts: list[bytes] = []
         at = size = 0
@@ -398,7 +398,7 @@ class RedisKeys:
             self._heard = epoch, count
 
     async def _call(self, operation: str, *arguments: str | int | bytes) -> list[Any]:
-        """Run one operation of keys.lua; the rest of its answer after OK. What fails is counted."""
+        """Run one operation of claims.lua; the rest of its answer after OK. What fails is counted."""
         try:
             return await self._run(operation, *arguments)
         except (StoreLost, StoreAway, StoreUnanswered) as error:
@@ -474,7 +474,7 @@ def _maker_of(url: str, connect_timeout_s: float | None) -> ConnectionPool:
 
 
 def pack(state: Claimed | Delivered | DeliveredBatch) -> bytes:
-    """A key's state as keys.lua keeps it."""
+    """A key's state as claims.lua keeps it."""
     match state:
         case Claimed(slot, term, at, fp):
             return _CLAIMED.pack(b"C", slot, term, at, fp)

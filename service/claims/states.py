@@ -1,6 +1,6 @@
 """The states of a key, a slot and a request: the rules of the first, and the tables by which the others move.
 
-The rules for keys are pure functions over small values. `keys.lua` says the same in Redis (held to it by one suite of
+The rules for keys are pure functions over small values. `claims.lua` says the same in Redis (held to it by one suite of
 vectors and one contract suite), the in-memory store of the tests runs them as they are, and so does the model. The
 values are msgspec's, as elsewhere on the path: one costs a fifth of a NamedTuple, and the collector skips it.
 """

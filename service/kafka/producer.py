@@ -201,7 +201,7 @@ class TransactionalProducer:
             cause = cause or ", ".join(filter(None, (repr(error), self._life.quota)))
             # A refusal holds up what is with it, and is what ended it.
             stuck = set() if refusals else group.stuck(timed_out=isinstance(error, TimeoutError))
-            # With a ledger record in Kafka, a transaction whose markers never come is committed (service/kafka/hanging.py).
+            # With a ledger record in Kafka, a transaction without markers is committed (service/kafka/hanging.py).
             may_commit = last is not None and not last.is_refused
             raise TransactionFailed(outcomes.of(error, may_commit), cause, refusals, stuck, group.hanging) from error
         return places, ledger_place.offset

@@ -2,7 +2,7 @@
 """Bodies of requests, read in one go: strict JSON in, events out, or None where there is anything to say of one.
 
 What it takes is what most clients send; `service.events.event` and `service.events.strict_json` take, refuse and explain all the
-rest, and what both take is the same event (tests/unit/test_native_bodies.py holds them to it).
+rest, and what both take is the same event (tests/unit/native/test_bodies.py holds them to it).
 """
 
 import hashlib

@@ -2,7 +2,7 @@
 """A POST that comes in one piece, read in one go; or None where its head has anything to it that is not plain.
 
 That is then httptools' business, which knows all of HTTP. What is taken here is a narrow part of it (RFC 9112), which
-nobody on the way can have read otherwise: tests/unit/test_native_heads.py holds the two to each other.
+nobody on the way can have read otherwise: tests/unit/native/test_heads.py holds the two to each other.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE

@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
 """Record batches (magic 2, KIP-98) as aiokafka's own builder makes them, and the hash that chooses a key's partition.
 
-tests/unit/test_native_records.py holds each byte to aiokafka's.
+tests/unit/native/test_records.py holds each byte to aiokafka's.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE

@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
 """What is written of each event, as text: `service.contract.wire` and `service.http.responses` say the same in Python, byte for byte.
 
-`there` is where it is (service.claims.states.Delivered). tests/unit/test_native_texts.py holds the two to each other.
+`there` is where it is (service.claims.states.Delivered). tests/unit/native/test_texts.py holds the two to each other.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE

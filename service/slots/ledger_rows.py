@@ -34,7 +34,7 @@ class _Entry(msgspec.Struct):
 
     id: _Id
     fp: _Fingerprint
-    at: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]  # keys.lua reckons with it
+    at: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]  # claims.lua reckons with it
     topic: _Topic
     partition: Annotated[int, msgspec.Meta(ge=0, le=PARTITION_MOST)]
     offset: _Number

@@ -1,4 +1,4 @@
-"""Ids and fingerprints of `service.contract.wire`, as native Spark expressions: the same bytes, no Python on the executors."""
+"""Ids and fingerprints of `service.contract.wire` as native Spark expressions: the same bytes, no Python worker."""
 
 import json
 from collections.abc import Mapping, Sequence

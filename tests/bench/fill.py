@@ -1,4 +1,4 @@
-"""Keys in Redis by the million: real entries in the format of keys.lua, written by a script inside the server."""
+"""Keys in Redis by the million: real entries in the format of claims.lua, written by a script inside the server."""
 
 from tests.bench.stage import Target
 

@@ -28,28 +28,24 @@ PARTS = {
     "HTTP": (
         "uvicorn/",
         "httptools/",
-        "service/http",
-        "service/events_endpoint",
-        "service/headers",
-        "service/api",
+        "service/http/",
         "starlette/",
         "fastapi/",
     ),
     "JSON and checks": (
-        "service/events/event.py",
-        "service/events/strict_json.py",
-        "service/batch",
+        "service/events/",
+        "service/http/batch.py",
         "msgspec/",
         "json/",
     ),
-    "Kafka": ("aiokafka/", "service/kafka/", "service/group"),
-    "journal": ("service/journal",),
-    "metrics": ("service/telemetry", "prometheus_client/"),
+    "Kafka": ("aiokafka/", "service/kafka/", "service/pipeline/group"),
+    "journal": ("service/pipeline/journal",),
+    "metrics": ("service/core/metrics", "prometheus_client/"),
     "queue and path": ("service/",),
 }
-REDIS = ("service/keys", "redis/", "hiredis/")
+REDIS = ("service/claims/redis_store", "redis/", "hiredis/")
 # Helpers: what they do is their caller's work.
-SHARED = ("service/wire", "service/shared", "service/states", "service/__main__")
+SHARED = ("service/contract/", "service/claims/states", "service/__main__")
 LOOP = "event loop"
 COLOURS = {
     "HTTP": "#e3a857",

@@ -48,7 +48,7 @@ class Modelled(Protocol):
 
 
 class InRedis:
-    """Its contents go past the script, straight by the keyspace that keys.lua opens with."""
+    """Its contents go past the script, straight by the keyspace that claims.lua opens with."""
 
     def __init__(self, redis: Redis, namespace: str, client: Client) -> None:
         self.keys: KeyStore = RedisKeys(

@@ -1,4 +1,4 @@
-"""The guards of `keys.lua` against those of the model: the same small stores and calls, one by one, in both.
+"""The guards of `claims.lua` against those of the model: the same small stores and calls, one by one, in both.
 
 What a script demands before it writes (generation, store, term, nonce), and how it moves `applied`, `freed` and the
 generation, is said twice: in Lua, and in `tests.model.scripts`, which the search goes by. The vectors here hold one to

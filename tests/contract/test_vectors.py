@@ -1,4 +1,4 @@
-"""`keys.lua` against the rules of `states.py`: each state that a key can be in, under each operation, in both.
+"""`claims.lua` against the rules of `states.py`: each state that a key can be in, under each operation, in both.
 
 Redis has the time; a rule is given the same time as "now", and what both call now counts as equal.
 """

@@ -1,4 +1,4 @@
-"""The scripts of keys.lua over a model's store. The rules for keys are the service's own pure functions."""
+"""The scripts of claims.lua over a model's store. The rules for keys are the service's own pure functions."""
 
 from functools import cache
 
@@ -11,7 +11,7 @@ _ENDLESS = 1 << 30
 
 
 def settled(store: Store, here: int, generation: int, named: int, rules: Rules, heard: int = NONE) -> bool:
-    """Not `unsettled()` of keys.lua: is the server `here` still the store of the caller's generation, and no older?"""
+    """The inverse of `unsettled()` in claims.lua: is `here` the store of the caller's generation, and no older?"""
     if rules.older_copy_noticed and store.claims < heard:
         return False
     if rules.generation_checked and (store.generation, store.named) != (generation, named):

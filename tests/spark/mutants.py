@@ -1,7 +1,7 @@
 """The job's rules, each broken on purpose: tables of cases with known verdicts have to notice.
 
-A mutant names a rule by the function itself (most are in spark/rule_table.py, the table of rules) and has another function
-that stands in its place for as long as the mutant lives. `by` says which check of tests/spark/checks.py notices.
+A mutant names a rule by the function itself (most are in spark/rule_table.py) and has another function that stands in
+its place for as long as the mutant lives. `by` says which check of tests/spark/checks.py notices.
 """
 
 import random

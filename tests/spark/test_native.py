@@ -7,7 +7,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import wire
 from spark.reading import decode, source, wire_expressions
-from tests.unit.test_wire import content, vectors
+from tests.unit.contract.test_wire import content, vectors
 
 NOW_MS = 1_700_000_000_000
 

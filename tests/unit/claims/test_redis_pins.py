@@ -1,4 +1,4 @@
-"""The names inside redis-py and hiredis that service/claims/redis_store.py uses although they are not their interface."""
+"""The private names of redis-py and hiredis that service/claims/redis_store.py uses."""
 
 import importlib.metadata
 import inspect

@@ -1,4 +1,4 @@
-"""What service.native writes of an event is what service.contract.wire and service.http.responses write, byte for byte."""
+"""service.native writes the same bytes of an event as service.contract.wire and service.http.responses."""
 
 from typing import Any
 

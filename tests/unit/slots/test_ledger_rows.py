@@ -11,7 +11,7 @@ from service.claims.states import Delivered, DeliveredBatch
 from service.contract.wire import Entry, LedgerRecord, batch_fingerprint, decode_ledger
 from service.kafka.reader import Item
 from service.slots.ledger_rows import rows_of
-from tests.unit.test_wire import vectors
+from tests.unit.contract.test_wire import vectors
 
 ENTRY = Entry(b"\x01" * 16, b"\x02" * 8, 3, "orders", 4, 5, 6)
 

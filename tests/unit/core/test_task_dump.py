@@ -27,7 +27,7 @@ async def test_the_calls_of_a_task_that_waits() -> None:
     told = list(calls(task.get_coro()))
     assert [call.split()[1] for call in told][:2] == ["_outermost", "_innermost"]
     assert told[-1].endswith(" Lock.acquire")
-    assert told[0].startswith("test_waits.py:")
+    assert told[0].startswith("test_task_dump.py:")
 
     tell_on_signal(asyncio.get_running_loop())
     with structlog.testing.capture_logs() as lines:

@@ -15,7 +15,7 @@ from service.pipeline import queue as module
 from service.pipeline.queue import Queue
 from service.pipeline.request import Request, Train
 from tests.unit.fakes import make_event, unheard
-from tests.unit.test_queue import MANY, SETTINGS, answered, keys_of, request
+from tests.unit.pipeline.test_queue import MANY, SETTINGS, answered, keys_of, request
 
 
 def atomic(*events: tuple[str, str]) -> Request:

@@ -1,4 +1,4 @@
-"""The golden bytes of the wire contract: what service.contract.wire writes and reads is what `tests/vectors/v1` says."""
+"""The golden bytes of the wire contract: service.contract.wire writes and reads what `tests/vectors/v1` says."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from service.contract import wire
 
-VECTORS = Path(__file__).parents[1] / "vectors" / "v1"
+VECTORS = Path(__file__).parents[2] / "vectors" / "v1"
 
 
 def vectors(name: str, *path: str) -> Any:
