@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from service import native
 from service.claims.redis_requirements import POLICY_CHANGE
-from service.claims.redis_store import Epoch, Identity, RedisKeys
+from service.claims.redis_store import Identity, RedisKeys, StoreGeneration
 from service.claims.states import SlotState
 from service.contract import Rules, SettingsError
 from service.core.logs import Incident
@@ -27,17 +27,17 @@ from service.http.callers import Callers
 from service.http.events import EventsEndpoint
 from service.http.protocol import Handler
 from service.http.routes import routes
-from service.kafka.admin import Cluster
+from service.kafka.admin import KafkaAdmin
 from service.kafka.deadline import shared
 from service.kafka.security import security_of
-from service.kafka.topics import Catalogue, InternalTopics
-from service.pipeline.admission import Intake
+from service.kafka.topics import InternalTopics, TopicMetadataCache
+from service.pipeline.admission import Admission
 from service.pipeline.clocks import Clock, Clocks
 from service.pipeline.journal import Journal
 from service.pipeline.lso_watch import LsoWatch
 from service.pipeline.pool import Pool
 from service.pipeline.queue import Queue
-from service.pipeline.writer import Ingest
+from service.pipeline.writer import Writer
 from service.slots.generation_log import Control
 from service.slots.recovery import STORE_STATES, SlotRecovery, Store
 
@@ -74,7 +74,7 @@ class Service:
         self.tracing = _tracing_of(settings)
         self._give_up = give_up
         timeouts_ms = settings.request_timeout_ms + settings.transaction_timeout_ms
-        self.cluster = Cluster(
+        self.cluster = KafkaAdmin(
             settings.kafka,
             client_id=f"fencepost-{settings.name}",
             request_timeout_ms=settings.request_timeout_ms,
@@ -93,13 +93,13 @@ class Service:
             tls=settings.redis_tls,
         )
         self.topics = InternalTopics(self.cluster, settings)
-        self.catalogue = Catalogue(self.cluster)
+        self.catalogue = TopicMetadataCache(self.cluster)
         self.control = Control(self.cluster, self.topics.control, settings.name)
         self.store = Store(self.cluster, self.keys, self.control, self.topics, settings, self.telemetry)
         self.queue = Queue(settings)
         self.journal = Journal(self.cluster, self.topics.requests, settings.name, self.telemetry)
         self.clocks = Clocks(self.cluster, self.keys, self.topics.requests, settings.name)
-        self.intake = Intake(
+        self.intake = Admission(
             settings,
             rules,
             schemas,
@@ -112,7 +112,7 @@ class Service:
             self.tracing,
             self.clocks.kafka.now_ms,
         )
-        self.ingest = Ingest(
+        self.ingest = Writer(
             settings, self.keys, self.store, self.queue, self.catalogue, self.intake, self.telemetry, self.tracing
         )
         recovery = SlotRecovery(self.cluster, self.keys, self.control, self.topics, settings, self.telemetry)
@@ -128,7 +128,7 @@ class Service:
             serve=self.ingest.serve,
             recovered=self.ingest.recovered,
         )
-        self.ingest.hurry = self.pool.hurry
+        self.ingest.hurry = self.pool.wake
         self.lso_watch = LsoWatch(
             settings, self.cluster, self.pool, self.topics.ledger, self.catalogue.names, self.telemetry
         )
@@ -266,7 +266,7 @@ class Service:
             "clock_ahead_s": {whose: self._ahead_s(clock) for whose, clock in self._clocks.items()},
         }
 
-    async def _redis_answers(self, epoch: Epoch | None) -> str:
+    async def _redis_answers(self, epoch: StoreGeneration | None) -> str:
         """What is wrong with Redis, or `ok`."""
         if self._who is None or self._who.done():
             self._who = asyncio.create_task(self.keys.who())

@@ -29,7 +29,7 @@ from aiokafka.structs import TopicPartition
 
 from service.contract import wire
 
-__all__ = ["BOUNDS", "Bounds", "Overtaken", "Place", "Record", "Saved", "Store", "follow", "id_of"]
+__all__ = ["BOUNDS", "Bounds", "Overtaken", "ReaderPosition", "ReaderStore", "Record", "Saved", "follow", "id_of"]
 
 R = TypeVar("R", contravariant=True)
 
@@ -61,7 +61,7 @@ class Saved(NamedTuple):
     place: bytes
 
 
-class Store(Protocol[R]):
+class ReaderStore(Protocol[R]):
     """Where results and place are kept together."""
 
     async def load(self) -> Saved | None:
@@ -80,7 +80,7 @@ class Overtaken(Exception):
 
 
 @dataclass
-class Place:
+class ReaderPosition:
     """Where a reader stands: the next offset of each partition, and the ids that it has seen, oldest first (ms)."""
 
     offsets: dict[int, int] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Place:
         return head + offsets + b"".join(_SEEN.pack(*pair) for pair in self.seen.items())
 
     @classmethod
-    def decode(cls, raw: bytes, now_ms: int) -> "Place":
+    def decode(cls, raw: bytes, now_ms: int) -> "ReaderPosition":
         """The place of these bytes; the time in which nobody read makes no id older. ValueError for other bytes."""
         try:
             version, saved_ms, offsets, seen = _HEAD.unpack_from(raw)
@@ -128,7 +128,7 @@ class Place:
 async def follow(
     topic: str,
     work: Callable[[Sequence[Record]], Awaitable[R]],
-    store: Store[R],
+    store: ReaderStore[R],
     *,
     partitions: Iterable[int] | None = None,
     bounds: Bounds = BOUNDS,
@@ -155,7 +155,7 @@ async def follow(
     async with AIOKafkaConsumer(auto_offset_reset="none", metadata_max_age_ms=METADATA_MS, **settings) as reader:
         saved = await store.load()
         version = 0 if saved is None else saved.version
-        place = Place() if saved is None else Place.decode(saved.place, now_ms())
+        place = ReaderPosition() if saved is None else ReaderPosition.decode(saved.place, now_ms())
         while True:
             await _assign(reader, topic, wanted, place)
             batches = await reader.getmany(timeout_ms=POLL_MS, max_records=records_max)
@@ -168,7 +168,7 @@ async def follow(
                 await store.commit(await work(fresh), Saved(version, place.encode(now_ms())))
 
 
-async def _assign(reader: AIOKafkaConsumer, topic: str, wanted: frozenset[int] | None, place: Place) -> None:
+async def _assign(reader: AIOKafkaConsumer, topic: str, wanted: frozenset[int] | None, place: ReaderPosition) -> None:
     """Have the reader stand where the place says, in every wanted partition that there is."""
     there = reader.partitions_for_topic(topic) or await _look_up(reader, topic)
     all_of_them = {TopicPartition(topic, partition) for partition in (there if wanted is None else there & wanted)}

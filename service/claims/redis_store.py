@@ -60,7 +60,7 @@ Row = tuple[bytes, Delivered | DeliveredBatch]
 
 
 @dataclass(frozen=True, slots=True)
-class Epoch:
+class StoreGeneration:
     """The generation and the store for which a script is meant; a script for any other writes nothing."""
 
     generation: int
@@ -76,7 +76,7 @@ class Identity:
     """
 
     store: str
-    epoch: Epoch | None
+    epoch: StoreGeneration | None
     incomplete: bool = False
     evicts: str = ""
 
@@ -91,7 +91,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
+class Heartbeat:
     """One heartbeat's view: live processes; each slot m(ine), t(aken), f(ree) or d(ead); `freed` of those held.
 
     It has all slots that were asked for, and those beyond that a process with a higher SLOTS_MAX has taken.
@@ -116,31 +116,37 @@ class KeyStore(Protocol):
     async def resolve_anew(self) -> None:
         """Forget which server the address led to; the next call asks again who is primary."""
 
-    async def claim(self, epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> list[Claim]:
+    async def claim(
+        self, epoch: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+    ) -> list[Claim]:
         """Claim (id, fingerprint) pairs, in order, in one step. Raises Fenced where `freed` of the slot is not term.
 
         A store that takes no more writes (it is full) tells what it knows, and answers REFUSED for the others.
         """
 
-    async def claim_all(self, epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> Claim:
+    async def claim_all(
+        self, epoch: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+    ) -> Claim:
         """Claim an atomic batch, the whole first and then its members, or nothing of it. Raises Fenced as claim."""
 
-    async def mark(self, epoch: Epoch, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]) -> int:
+    async def mark(
+        self, epoch: StoreGeneration, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]
+    ) -> int:
         """The ledger record at `offset`, after the one at `previous`, is committed. Answers states not touched."""
 
-    async def release(self, epoch: Epoch, slot: int, term: int, ids: Sequence[bytes]) -> None: ...
-    async def find(self, epoch: Epoch, id: bytes) -> Found: ...
-    async def find_all(self, epoch: Epoch, ids: Sequence[bytes]) -> list[KeyState]: ...
-    async def applied(self, epoch: Epoch, slot: int) -> int | None: ...
-    async def replay(self, epoch: Epoch, rows: Sequence[Row], free: tuple[int, int] | None = None) -> None:
+    async def release(self, epoch: StoreGeneration, slot: int, term: int, ids: Sequence[bytes]) -> None: ...
+    async def find(self, epoch: StoreGeneration, id: bytes) -> Found: ...
+    async def find_all(self, epoch: StoreGeneration, ids: Sequence[bytes]) -> list[KeyState]: ...
+    async def applied(self, epoch: StoreGeneration, slot: int) -> int | None: ...
+    async def replay(self, epoch: StoreGeneration, rows: Sequence[Row], free: tuple[int, int] | None = None) -> None:
         """Write ledger entries, then, in the step of the last, raise `freed` and `applied` of (slot, term)."""
 
-    async def take(self, epoch: Epoch, slot: int, token: str) -> bool: ...
-    async def give_back(self, epoch: Epoch, slot: int, token: str, clean: bool) -> None: ...
-    async def beat(self, epoch: Epoch, token: str, slots: int, held: Mapping[int, int]) -> Census:
+    async def take(self, epoch: StoreGeneration, slot: int, token: str) -> bool: ...
+    async def give_back(self, epoch: StoreGeneration, slot: int, token: str, clean: bool) -> None: ...
+    async def heartbeat(self, epoch: StoreGeneration, token: str, slots: int, held: Mapping[int, int]) -> Heartbeat:
         """Renew the leases; `held` has each slot with what its holder knows of `applied`, -1 where it knows nothing."""
 
-    async def leave(self, epoch: Epoch, token: str) -> None: ...
+    async def leave(self, epoch: StoreGeneration, token: str) -> None: ...
 
     async def recover(self, seen: Identity, nonce: str) -> bool:
         """Begin a store recovery: False where another's nonce stands, or one has ended since `seen` was seen.
@@ -182,8 +188,11 @@ class RedisKeys:
         self._lease_ttl_ms = lease_ttl_ms
         self._patience = Patience(timeout_s)
         self._errors = telemetry.redis_errors
-        self._heard: tuple[Epoch | None, int] = (None, 0)  # the most calls that have claimed something, in that epoch
-        self._incomplete: Epoch | None = None  # in which the store was met that lacks something
+        self._heard: tuple[StoreGeneration | None, int] = (
+            None,
+            0,
+        )  # the most calls that have claimed something, in that epoch
+        self._incomplete: StoreGeneration | None = None  # in which the store was met that lacks something
         self._finding = asyncio.Semaphore(FINDS_AT_ONCE)
         self._replaying = asyncio.Semaphore(REPLAYS_AT_ONCE)
         self._script = (files("service.claims") / "claims.lua").read_text()
@@ -225,14 +234,16 @@ class RedisKeys:
         if not held:
             return Identity(store, None, evicts=evicts)
         generation, _, named = held.partition(" ")
-        epoch = Epoch(int(generation), named)
+        epoch = StoreGeneration(int(generation), named)
         return Identity(store, epoch, epoch == self._incomplete, evicts)
 
     async def clock_ms(self) -> int:
         seconds, micros = await self._send("TIME")
         return int(seconds) * 1000 + int(micros) // 1000
 
-    async def claim(self, epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> list[Claim]:
+    async def claim(
+        self, epoch: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+    ) -> list[Claim]:
         blob = b"".join(id + fp for id, fp in asked)
         count, *answers = await self._call_in(epoch, "claim", slot, term, self._retention_ms, self._least_left_ms, blob)
         self._hear(epoch, count)
@@ -240,7 +251,9 @@ class RedisKeys:
             self._errors.labels(ERRORS[StoreAway]).inc()
         return [self._claim(answer, slot, term, fp) for answer, (_, fp) in zip(answers, asked, strict=True)]
 
-    async def claim_all(self, epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> Claim:
+    async def claim_all(
+        self, epoch: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+    ) -> Claim:
         blob = b"".join(id + fp for id, fp in asked)
         count, answer = await self._call_in(
             epoch, "claim_all", slot, term, self._retention_ms, self._least_left_ms, blob
@@ -263,15 +276,17 @@ class RedisKeys:
                 return Claim(Outcome.REFUSED, Claimed(slot, term, 0, fp))
         return Claim(Outcome.IN_PROGRESS, unpack(answer[1:]), leased=answer[:1] == b"1")
 
-    async def mark(self, epoch: Epoch, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]) -> int:
+    async def mark(
+        self, epoch: StoreGeneration, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]
+    ) -> int:
         head = ("mark", slot, term, self._retention_ms, previous, offset)
         (untouched,) = await self._call_in(epoch, *head, *self._delivered(rows))
         return int(untouched)
 
-    async def release(self, epoch: Epoch, slot: int, term: int, ids: Sequence[bytes]) -> None:
+    async def release(self, epoch: StoreGeneration, slot: int, term: int, ids: Sequence[bytes]) -> None:
         await self._call_in(epoch, "release", slot, term, b"".join(ids))
 
-    async def find(self, epoch: Epoch, id: bytes) -> Found:
+    async def find(self, epoch: StoreGeneration, id: bytes) -> Found:
         try:
             async with asyncio.timeout(self._patience.seconds), self._finding:
                 answer = await self._call_in(epoch, "find", id)
@@ -286,35 +301,35 @@ class RedisKeys:
                 return Found(unpack(state))
         return Found(None)
 
-    async def find_all(self, epoch: Epoch, ids: Sequence[bytes]) -> list[KeyState]:
+    async def find_all(self, epoch: StoreGeneration, ids: Sequence[bytes]) -> list[KeyState]:
         states = await self._call_in(epoch, "find_all", b"".join(ids))
         return [unpack(state) if state else None for state in states]
 
-    async def applied(self, epoch: Epoch, slot: int) -> int | None:
+    async def applied(self, epoch: StoreGeneration, slot: int) -> int | None:
         (offset,) = await self._call_in(epoch, "applied", slot)
         return None if offset < 0 else int(offset)
 
-    async def replay(self, epoch: Epoch, rows: Sequence[Row], free: tuple[int, int] | None = None) -> None:
+    async def replay(self, epoch: StoreGeneration, rows: Sequence[Row], free: tuple[int, int] | None = None) -> None:
         head = ("replay", self._retention_ms)
         *others, last = chunks(rows)
         for chunk in others:
             await self._call_in(epoch, *head, "", "", *self._delivered(chunk))
         await self._call_in(epoch, *head, *(free or ("", "")), *self._delivered(last))
 
-    async def take(self, epoch: Epoch, slot: int, token: str) -> bool:
+    async def take(self, epoch: StoreGeneration, slot: int, token: str) -> bool:
         (mine,) = await self._call_in(epoch, "take", slot, token, self._lease_ttl_ms)
         return bool(mine)
 
-    async def give_back(self, epoch: Epoch, slot: int, token: str, clean: bool) -> None:
+    async def give_back(self, epoch: StoreGeneration, slot: int, token: str, clean: bool) -> None:
         await self._call_in(epoch, "give_back", slot, token, int(clean))
 
-    async def beat(self, epoch: Epoch, token: str, slots: int, held: Mapping[int, int]) -> Census:
+    async def heartbeat(self, epoch: StoreGeneration, token: str, slots: int, held: Mapping[int, int]) -> Heartbeat:
         pairs = [number for slot_and_applied in held.items() for number in slot_and_applied]
         count, members, view, freed = await self._call_in(epoch, "beat", token, self._lease_ttl_ms, slots, *pairs)
         self._hear(epoch, count)
-        return Census(int(members), view.decode(), dict(zip(held, freed, strict=True)))
+        return Heartbeat(int(members), view.decode(), dict(zip(held, freed, strict=True)))
 
-    async def leave(self, epoch: Epoch, token: str) -> None:
+    async def leave(self, epoch: StoreGeneration, token: str) -> None:
         await self._call_in(epoch, "leave", token)
 
     async def recover(self, seen: Identity, nonce: str) -> bool:
@@ -380,7 +395,7 @@ class RedisKeys:
             found |= {name: value.strip() for name, _, value in parts}
         return found
 
-    async def _call_in(self, epoch: Epoch, operation: str, *arguments: str | int | bytes) -> list[Any]:
+    async def _call_in(self, epoch: StoreGeneration, operation: str, *arguments: str | int | bytes) -> list[Any]:
         """`_call` of an operation for an epoch, with what this process has heard of it."""
         of, count = self._heard
         heard = count if of == epoch else 0
@@ -390,7 +405,7 @@ class RedisKeys:
             self._incomplete = epoch
             raise
 
-    def _hear(self, epoch: Epoch, count: int) -> None:
+    def _hear(self, epoch: StoreGeneration, count: int) -> None:
         of, heard = self._heard
         if of == epoch:
             self._heard = epoch, max(heard, count)

@@ -7,7 +7,7 @@ from typing import Final
 from service.cli.finding import Finding, Level, grouped, judged
 from service.contract import Rules
 from service.contract.wire import transactional_id
-from service.kafka.acl_inspector import Census, Operation, Seen
+from service.kafka.acl_inspector import ClusterSnapshot, Operation, Seen
 from service.kafka.topics import InternalTopics
 
 # What the service does with its own topics, and with those of others.
@@ -26,7 +26,7 @@ def missing(needed: Sequence[Operation], may: frozenset[Operation]) -> str:
 
 
 def own_topics_allowed(
-    census: Census, names: Sequence[str], creatable: Mapping[str, bool], grows: bool
+    census: ClusterSnapshot, names: Sequence[str], creatable: Mapping[str, bool], grows: bool
 ) -> list[Finding]:
     """Whether Fencepost's own topics may be used as it does; those that are not there yet, made."""
     rows: list[tuple[str, Finding]] = []
@@ -65,7 +65,7 @@ def names_of_rules(rules: Rules) -> list[str]:
     return [rule.pattern for rule in rules.topics if not set(rule.pattern) & set("*?[")]
 
 
-def data_topics(census: Census, rules: Rules, internal: InternalTopics) -> dict[str, Seen]:
+def data_topics(census: ClusterSnapshot, rules: Rules, internal: InternalTopics) -> dict[str, Seen]:
     """The topics that the rules speak of; without rules, all that the service may write to."""
     others = {name: seen for name, seen in census.topics.items() if not internal.reserved(name)}
     if not rules.topics:
@@ -73,7 +73,7 @@ def data_topics(census: Census, rules: Rules, internal: InternalTopics) -> dict[
     return {name: seen for name, seen in others.items() if any(fnmatchcase(name, r.pattern) for r in rules.topics)}
 
 
-def data_topics_allowed(census: Census, found: Mapping[str, Seen], rules: Rules) -> list[Finding]:
+def data_topics_allowed(census: ClusterSnapshot, found: Mapping[str, Seen], rules: Rules) -> list[Finding]:
     """Whether events may be written to the topics that the rules name, and whether those are there."""
     check = "access.data-topics"
     rows: list[tuple[str, Finding]] = []

@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 
 from service.cli.finding import Finding, Level, grouped, judged
 from service.core.settings import Settings
-from service.kafka.acl_inspector import Census
+from service.kafka.acl_inspector import ClusterSnapshot
 
 # What Kafka needs to keep what it acknowledged, though one broker is lost.
 REPLICAS: Final = 3
@@ -23,7 +23,7 @@ BrokerSettings = Mapping[int, Mapping[str, str]]
 """By the broker's number: its effective settings."""
 
 
-def brokers(census: Census) -> Iterator[Finding]:
+def brokers(census: ClusterSnapshot) -> Iterator[Finding]:
     """How many there are, and whether each is reached by the address that it gives."""
     number = len(census.nodes)
     yield judged(
@@ -192,7 +192,7 @@ def broker_settings(found: BrokerSettings, settings: Settings, topics_there: boo
         )
 
 
-def transaction_log(census: Census, found: BrokerSettings) -> Iterator[Finding]:
+def transaction_log(census: ClusterSnapshot, found: BrokerSettings) -> Iterator[Finding]:
     """Replication of the coordinators' log: as it is, or as it would be made."""
     name = "transaction.state.log.replication.factor"
     seen = census.topics.get(TRANSACTION_LOG)

@@ -6,7 +6,7 @@ from typing import Final
 from service.cli.check_brokers import MIN_ISR, REPLICAS
 from service.cli.finding import Finding, Level, grouped, judged
 from service.core.settings import EVENT_BYTES_MAX
-from service.kafka.acl_inspector import Census, Seen
+from service.kafka.acl_inspector import ClusterSnapshot, Seen
 from service.kafka.admin import Topic
 from service.kafka.topics import OWN_MESSAGE_BYTES, InternalTopics
 
@@ -17,7 +17,9 @@ ENVELOPE_BYTES: Final = 2_048
 _MAKE_ANEW: Final = "restart a process: its start makes it anew. What was in it is lost, to recoveries and to the audit"
 
 
-def own_topics(topics: Mapping[str, Topic], internal: InternalTopics, census: Census, slots_max: int) -> list[Finding]:
+def own_topics(
+    topics: Mapping[str, Topic], internal: InternalTopics, census: ClusterSnapshot, slots_max: int
+) -> list[Finding]:
     """Settings, partitions and replicas of Fencepost's own topics; before the first start none is there."""
     rows: list[tuple[str, Finding]] = []
     for name, topic in topics.items():

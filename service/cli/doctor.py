@@ -18,11 +18,11 @@ from service.contract import Rules
 from service.contract.wire import LedgerRecord, WireError, decode_ledger, encode_answers, transactional_id
 from service.core.problems import KafkaAway, StoreAway, StoreUnanswered
 from service.core.settings import Settings
-from service.kafka.acl_inspector import Census, Operation, Survey
+from service.kafka.acl_inspector import AclInspector, ClusterSnapshot, Operation
 from service.kafka.admin import Topic
 from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import ends, offsets_since, read_between
-from service.kafka.session import Place, Record
+from service.kafka.session import Record, RecordMetadata
 from service.kafka.topics import InternalTopics
 
 # How far back the ledger's growth is measured, and how many of its last records a partition tell of all.
@@ -50,7 +50,7 @@ async def examine(settings: Settings, rules: Rules, rate: float | None = None, n
 # ----------------------------------------------------------------------------------------------------------- Kafka
 
 
-async def _kafka(kafka: Survey, settings: Settings, rules: Rules, now: Now) -> tuple[list[Finding], Rate | None]:
+async def _kafka(kafka: AclInspector, settings: Settings, rules: Rules, now: Now) -> tuple[list[Finding], Rate | None]:
     internal = InternalTopics(kafka, settings)
     own = [internal.ledger, internal.requests, internal.control]
     findings: list[Finding] = []
@@ -81,7 +81,7 @@ async def _kafka(kafka: Survey, settings: Settings, rules: Rules, now: Now) -> t
         return [*findings, Finding("kafka.reachable", Level.ERROR, str(error), change)], None
 
 
-async def _access(kafka: Survey, settings: Settings, census: Census, own: list[str]) -> list[Finding]:
+async def _access(kafka: AclInspector, settings: Settings, census: ClusterSnapshot, own: list[str]) -> list[Finding]:
     absent = [name for name in own if name not in census.topics and name not in census.hidden]
     creatable = {name: await kafka.may_create(name) for name in absent}
     ledger = census.topics.get(own[0])
@@ -95,7 +95,12 @@ async def _access(kafka: Survey, settings: Settings, census: Census, own: list[s
 
 
 async def _topics(
-    kafka: Survey, settings: Settings, rules: Rules, census: Census, internal: InternalTopics, own: list[str]
+    kafka: AclInspector,
+    settings: Settings,
+    rules: Rules,
+    census: ClusterSnapshot,
+    internal: InternalTopics,
+    own: list[str],
 ) -> list[Finding]:
     theirs = check_access.data_topics(census, rules, internal)
     ours = await _described(kafka, [name for name in own if name in census.topics])
@@ -106,15 +111,15 @@ async def _topics(
     ]
 
 
-async def _described(kafka: Survey, names: list[str]) -> Mapping[str, Topic]:
+async def _described(kafka: AclInspector, names: list[str]) -> Mapping[str, Topic]:
     return await kafka.describe(names) if names else {}
 
 
-def _may(census: Census, topic: str, operation: Operation) -> bool:
+def _may(census: ClusterSnapshot, topic: str, operation: Operation) -> bool:
     return topic in census.topics and operation in census.topics[topic].may
 
 
-async def ledger_rate(kafka: Survey, ledger: str, partitions: int, now: float) -> Rate | None:
+async def ledger_rate(kafka: AclInspector, ledger: str, partitions: int, now: float) -> Rate | None:
     """Events a second over the last minutes: how far the ledger grew, times the events in its last records.
 
     None where it did not grow. Raises KafkaAway.
@@ -139,7 +144,7 @@ async def ledger_rate(kafka: Survey, ledger: str, partitions: int, now: float) -
     return Rate(round(rate, 3), f"measured over {GROWTH_S // 60} minutes") if events else None
 
 
-async def _brokers_clock(kafka: Survey, settings: Settings, requests: str, now: Now) -> Finding:
+async def _brokers_clock(kafka: AclInspector, settings: Settings, requests: str, now: Now) -> Finding:
     """By the timestamp (LogAppendTime) of a journal record that has no answers."""
     producer = IdempotentProducer(kafka, "doctor")
     record = Record(requests, 0, None, encode_answers(settings.name, []), [], int(now()))
@@ -148,7 +153,7 @@ async def _brokers_clock(kafka: Survey, settings: Settings, requests: str, now: 
 
         async def stamped() -> float:
             (fate,) = await producer.write([record])
-            if not isinstance(fate, Place):
+            if not isinstance(fate, RecordMetadata):
                 raise KafkaAway(f"{requests}: {fate.why if fate else 'no clean answer'}")
             return fate.timestamp
 

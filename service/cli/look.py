@@ -11,7 +11,7 @@ from service.cli.parts import keys_view, survey
 from service.cli.redis_view import SlotView
 from service.contract.wire import Begin, Entry, LedgerRecord, WireError, decode_ledger, event_id, ledger_topic
 from service.core.settings import Settings
-from service.kafka.acl_inspector import Survey
+from service.kafka.acl_inspector import AclInspector
 from service.kafka.reader import ends, offsets_since, read_between
 
 # From a term's begin record on, so far: it is the first record of its term.
@@ -79,7 +79,7 @@ async def slots(settings: Settings) -> Slots:
 
 
 async def _begins(
-    kafka: Survey, ledger: str, freed: Mapping[int, int], until: Mapping[int, int]
+    kafka: AclInspector, ledger: str, freed: Mapping[int, int], until: Mapping[int, int]
 ) -> dict[int, tuple[Begin, int]]:
     """The newest begin record at or soon after `freed` of each slot, and its offset, which is the term."""
     spans = {slot: (offset, min(until[slot], offset + BEGIN_WITHIN)) for slot, offset in freed.items()}
@@ -94,7 +94,7 @@ async def _begins(
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class CommittedAt:
     """An entry of the ledger that names an id, or the batch of that id, and where it stands."""
 
     slot: int
@@ -112,7 +112,7 @@ class KeyView:
     id: bytes
     found: Found
     store: str
-    written: list[Written]
+    written: list[CommittedAt]
 
     @property
     def known(self) -> bool:
@@ -178,8 +178,8 @@ async def key(settings: Settings, text: str, scope: str, now_ms: float, tell: Ca
 
 
 async def _written(
-    kafka: Survey, settings: Settings, id: bytes, now_ms: float, tell: Callable[[int, int], None]
-) -> list[Written]:
+    kafka: AclInspector, settings: Settings, id: bytes, now_ms: float, tell: Callable[[int, int], None]
+) -> list[CommittedAt]:
     ledger = ledger_topic(settings.namespace)
     count = (await kafka.partitions([ledger])).get(ledger, 0)
     if not count:
@@ -188,7 +188,7 @@ async def _written(
     since_ms = int(now_ms) - settings.key_ttl_s * 1000 - CLOCKS_APART_MS
     since = await offsets_since(kafka, ledger, range(count), since_ms)
     spans = {n: (start, until[n]) for n, start in since.items() if start is not None}
-    found: list[Written] = []
+    found: list[CommittedAt] = []
     needle = id.hex().encode()
     done = {n: start for n, (start, _) in spans.items()}
     total = sum(end - start for start, end in spans.values())
@@ -201,7 +201,7 @@ async def _written(
     return found
 
 
-def _entries_of(slot: int, offset: int, value: bytes, id: bytes) -> list[Written]:
+def _entries_of(slot: int, offset: int, value: bytes, id: bytes) -> list[CommittedAt]:
     try:
         record = decode_ledger(value)
     except WireError:
@@ -209,7 +209,7 @@ def _entries_of(slot: int, offset: int, value: bytes, id: bytes) -> list[Written
     if not isinstance(record, LedgerRecord):
         return []
     return [
-        Written(slot, offset, record.producer_id, record.epoch, record.instance, entry)
+        CommittedAt(slot, offset, record.producer_id, record.epoch, record.instance, entry)
         for entry in record.entries
         if id in (entry.id, entry.batch)
     ]

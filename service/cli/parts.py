@@ -6,14 +6,14 @@ from contextlib import asynccontextmanager
 from service.cli.redis_view import KeysView
 from service.core.metrics import Telemetry
 from service.core.settings import Settings
-from service.kafka.acl_inspector import Survey
+from service.kafka.acl_inspector import AclInspector
 from service.kafka.security import security_of
 
 
 @asynccontextmanager
-async def survey(settings: Settings) -> AsyncIterator[Survey]:
+async def survey(settings: Settings) -> AsyncIterator[AclInspector]:
     """A client of Kafka, closed afterwards."""
-    client = Survey(
+    client = AclInspector(
         settings.kafka,
         client_id=f"fencepost-look-{settings.name}",
         request_timeout_ms=settings.request_timeout_ms,

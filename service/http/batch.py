@@ -25,8 +25,8 @@ from service.events.event import (
 )
 from service.events.strict_json import check_json, strictly
 from service.http.callers import ANYBODY, Caller
-from service.pipeline.admission import Intake
-from service.pipeline.request import Answer, Train
+from service.pipeline.admission import Admission
+from service.pipeline.request import BatchChunk, WriteResult
 
 LINES: Final = "application/x-ndjson"
 """The media type of a batch with each event on a line of its own (newline-delimited JSON)."""
@@ -119,17 +119,17 @@ def line_of(line: bytes, traceparent: bytes | None = None, scope: str = "") -> E
 
 
 async def write_each(
-    intake: Intake, parts: Sequence[T], parse: Callable[[T], Event], arrived: float
-) -> AsyncIterator[list[Answer]]:
+    intake: Admission, parts: Sequence[T], parse: Callable[[T], Event], arrived: float
+) -> AsyncIterator[list[WriteResult]]:
     """Write the events of a batch, each under a key of its own; their answers in their order, as they come to be known.
 
     They go to Kafka in trains, one after the other: what one transaction holds travels together, which keeps the
     order of the batch. A key that comes again begins a new train, and so finds what became of the first. An event is
     looked at when its train is made up: the first answers need not wait for the last one.
     """
-    answers: list[Answer | None] = [None] * len(parts)
+    answers: list[WriteResult | None] = [None] * len(parts)
     told = 0
-    train, places = Train(intake.events_max, intake.ledger_bytes_max), list[int]()
+    train, places = BatchChunk(intake.events_max, intake.ledger_bytes_max), list[int]()
 
     async def write() -> None:
         for place, answer in zip(places, await intake.submit_train(train), strict=True):
@@ -156,7 +156,7 @@ async def write_each(
             known = _known(answers, told)
             told += len(known)
             yield known
-            train, places = Train(intake.events_max, intake.ledger_bytes_max), []
+            train, places = BatchChunk(intake.events_max, intake.ledger_bytes_max), []
         train.add(event)
         places.append(place)
     if places:
@@ -164,9 +164,9 @@ async def write_each(
     yield _known(answers, told)
 
 
-def _known(answers: Sequence[Answer | None], start: int) -> list[Answer]:
+def _known(answers: Sequence[WriteResult | None], start: int) -> list[WriteResult]:
     """The answers from `start` on, up to the first that is still to come."""
-    known: list[Answer] = []
+    known: list[WriteResult] = []
     for answer in answers[start:]:
         if answer is None:
             break
@@ -178,13 +178,13 @@ def _known(answers: Sequence[Answer | None], start: int) -> list[Answer]:
 
 
 async def write_atomic(
-    intake: Intake,
+    intake: Admission,
     batch: BatchBody,
     key: str,
     arrived: float,
     traceparent: bytes | None = None,
     caller: Caller = ANYBODY,
-) -> tuple[bytes, Answer]:
+) -> tuple[bytes, WriteResult]:
     """Write a batch in one transaction or not at all; the id of the whole, and its answer.
 
     Raises Problem for what is refused before the key is touched, also where no transaction could hold it.

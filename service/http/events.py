@@ -37,7 +37,7 @@ from service.http.batch import (
 from service.http.callers import Caller, Callers
 from service.http.headers import JSON, Found, check_message, essence, is_coded, media_type, pick, unsupported
 from service.http.prefer import Preference, parse_prefer
-from service.http.protocol import Handler, Post
+from service.http.protocol import Handler, HttpRequest
 from service.http.responses import (
     JSON_LINE,
     committed_lines,
@@ -50,8 +50,8 @@ from service.http.responses import (
     render_result,
     render_whole,
 )
-from service.pipeline.admission import Intake
-from service.pipeline.request import Answer, Committed
+from service.pipeline.admission import Admission
+from service.pipeline.request import Committed, WriteResult
 
 log = structlog.get_logger(__name__)
 
@@ -65,7 +65,7 @@ class EventsEndpoint:
     """The handlers of `POST /events` and `POST /events/batch`."""
 
     def __init__(
-        self, intake: Callable[[], Intake], settings: Settings, callers: Callers, telemetry: Telemetry
+        self, intake: Callable[[], Admission], settings: Settings, callers: Callers, telemetry: Telemetry
     ) -> None:
         self._intake = intake
         self._callers = callers
@@ -78,14 +78,14 @@ class EventsEndpoint:
             b"/events/batch": partial(self._take, self._post_batch),
         }
 
-    def _take(self, step: Callable[[Post, Found, Caller], None], post: Post) -> None:
+    def _take(self, step: Callable[[HttpRequest, Found, Caller], None], post: HttpRequest) -> None:
         try:
             self._check_address(post.client)
             found = post.found or pick(post.headers)
             if b"host" not in found or b"transfer-encoding" in found:
                 check_message(found, host_needed=post.chunked)  # HTTP/1.0 has neither
             caller = self._callers.of(found.get(b"authorization"))
-            if post.crowded:
+            if post.at_capacity:
                 raise Problem(NOT_WRITTEN, "body: too many large ones are under way: send it again a little later")
             if post.size > self._body_bytes_max:
                 raise Problem(TOO_LARGE, f"body: at most {self._body_bytes_max} bytes are taken")
@@ -105,9 +105,9 @@ class EventsEndpoint:
                 FORBIDDEN_CALLER, f"{PREFIX}RULES is not set, so only callers on this machine may write: set it"
             )
 
-    def _post_event(self, post: Post, found: Found, caller: Caller) -> None:
+    def _post_event(self, post: HttpRequest, found: Found, caller: Caller) -> None:
         if overload := self._intake().overload:
-            post.forget()  # it waits without its body
+            post.drop_body()  # it waits without its body
             self._intake().shedding.refuse(post.arrived, partial(self._fail, post, overload))
             return
         traceparent = parse_traceparent(found.get(b"traceparent"))
@@ -135,16 +135,16 @@ class EventsEndpoint:
         else:
             post.apart(self._or_fail(post, self._look_up_first(post, event, preference)))
 
-    async def _look_up_first(self, post: Post, event: Event, preference: Preference) -> None:
+    async def _look_up_first(self, post: HttpRequest, event: Event, preference: Preference) -> None:
         await self._intake().check(event, post.arrived)
         self._submit(post, event, preference)
 
-    def _submit(self, post: Post, event: Event, preference: Preference) -> None:
+    def _submit(self, post: HttpRequest, event: Event, preference: Preference) -> None:
         reply = partial(self._tell_event, post, event.key, preference.applied)
         accepted = partial(self._tell_accepted, post, event) if preference.respond_async else None
         self._intake().submit(event, post.arrived, reply, wait_s=preference.wait_s, accepted=accepted)
 
-    def _post_batch(self, post: Post, found: Found, caller: Caller) -> None:
+    def _post_batch(self, post: HttpRequest, found: Found, caller: Caller) -> None:
         kind = media_type(found.get(b"content-type"))
         traceparent = parse_traceparent(found.get(b"traceparent"))
         if kind == JSON:
@@ -155,7 +155,9 @@ class EventsEndpoint:
         else:
             raise unsupported(JSON, LINES)
 
-    async def _write_batch(self, post: Post, raw_key: str | None, traceparent: bytes | None, caller: Caller) -> None:
+    async def _write_batch(
+        self, post: HttpRequest, raw_key: str | None, traceparent: bytes | None, caller: Caller
+    ) -> None:
         if events := read_batch(post.body, caller.scope, traceparent):
             await self._write_each(post, events, _as_it_is, caller)
             return
@@ -171,19 +173,23 @@ class EventsEndpoint:
             raise answer
         self._answer(post, 201, committed_lines(key, answer, self._retention_s), render_whole(id, answer))
 
-    async def _write_cloudevents(self, post: Post, key: str | None, traceparent: bytes | None, caller: Caller) -> None:
+    async def _write_cloudevents(
+        self, post: HttpRequest, key: str | None, traceparent: bytes | None, caller: Caller
+    ) -> None:
         if key is not None:
             raise Problem(INVALID_KEY, "Idempotency-Key: the key of each of several CloudEvents is its source and id")
         parts = cloudevents.parse_batch(post.body)
         parse = partial(cloudevents.from_structured, key=None, traceparent=traceparent, scope=caller.scope)
         await self._write_each(post, parts, parse, caller)
 
-    async def _write_each(self, post: Post, parts: Sequence[T], parse: Callable[[T], Event], caller: Caller) -> None:
+    async def _write_each(
+        self, post: HttpRequest, parts: Sequence[T], parse: Callable[[T], Event], caller: Caller
+    ) -> None:
         told = self._told_of_each(post, parts, parse, caller)
         results = [render_result(answer) async for some in told for answer in some]
         self._answer(post, 207, JSON_LINE, join_results(results))
 
-    async def _write_lines(self, post: Post, traceparent: bytes | None, caller: Caller) -> None:
+    async def _write_lines(self, post: HttpRequest, traceparent: bytes | None, caller: Caller) -> None:
         """Answers go out as they come to be known, a line each, in the order of the events."""
         parse = partial(line_of, traceparent=traceparent, scope=caller.scope)
         told = self._told_of_each(post, parse_lines(post.body), parse, caller)
@@ -199,8 +205,8 @@ class EventsEndpoint:
         stream.end()
 
     def _told_of_each(
-        self, post: Post, parts: Sequence[T], parse: Callable[[T], Event], caller: Caller
-    ) -> AsyncIterator[list[Answer]]:
+        self, post: HttpRequest, parts: Sequence[T], parse: Callable[[T], Event], caller: Caller
+    ) -> AsyncIterator[list[WriteResult]]:
         """Write events of one caller, each for itself; answers as `write_each` does. Raises Problem (429)."""
         caller.spend(len(parts), post.arrived)
 
@@ -211,13 +217,13 @@ class EventsEndpoint:
 
         return write_each(self._intake(), parts, allowed, post.arrived)
 
-    def _tell_accepted(self, post: Post, event: Event) -> None:
+    def _tell_accepted(self, post: HttpRequest, event: Event) -> None:
         """The claim stands: a client that prefers so is answered now, and asks for the outcome by the key."""
         lines = b"%blocation: %b\r\nidempotency-key: %b\r\npreference-applied: respond-async\r\n"
         lines %= JSON_LINE, location_of(event.key), echo_of(event.key)
         self._answer(post, 202, lines, b'{"id":"%b","state":"in_progress"}' % event.id.hex().encode())
 
-    def _tell_event(self, post: Post, key: str, applied: bytes, answer: Answer) -> None:
+    def _tell_event(self, post: HttpRequest, key: str, applied: bytes, answer: WriteResult) -> None:
         if post.response_complete:  # 202 was said of it
             return
         if isinstance(answer, Problem):
@@ -226,21 +232,21 @@ class EventsEndpoint:
             told = partial(self._tell_committed, post, key, applied, answer)
             self._intake().outbox.put(told, partial(self._named, post))
 
-    def _tell_committed(self, post: Post, key: str, applied: bytes, answer: Committed) -> None:
+    def _tell_committed(self, post: HttpRequest, key: str, applied: bytes, answer: Committed) -> None:
         try:
             lines = committed_lines(key, answer, self._retention_s) + applied
             self._answer(post, 201, lines, render_place(answer.places[0]))
         except Exception as error:
             self._fail(post, error)
 
-    async def _or_fail(self, post: Post, work: Coroutine[Any, Any, None]) -> None:
+    async def _or_fail(self, post: HttpRequest, work: Coroutine[Any, Any, None]) -> None:
         """Do the work of a request; what it raises is its answer."""
         try:
             await work
         except Exception as error:
             self._fail(post, error)
 
-    def _fail(self, post: Post, error: Exception, more: bytes = b"") -> None:
+    def _fail(self, post: HttpRequest, error: Exception, more: bytes = b"") -> None:
         """Answer with a problem, and `more` lines of headers.
 
         Anything else than a Problem is a bug, and nobody knows what became of the event. It ends the connection, also
@@ -256,7 +262,7 @@ class EventsEndpoint:
         status, headers, body = render_problem(error)
         self._answer(post, status, lines_of(headers) + more, body, error.kind.code)
 
-    def _named(self, post: Post) -> dict[str, str]:
+    def _named(self, post: HttpRequest) -> dict[str, str]:
         """How a line of the log names a request: by its key, and the id of that among its caller's."""
         try:
             found = post.found or pick(post.headers)
@@ -265,7 +271,7 @@ class EventsEndpoint:
             return {}
         return {"key": key, "id": event_id(key, scope).hex()}
 
-    def _answer(self, post: Post, status: int, lines: bytes, body: bytes, code: str = "") -> None:
+    def _answer(self, post: HttpRequest, status: int, lines: bytes, body: bytes, code: str = "") -> None:
         self._telemetry.requested(status, code)
         post.answer(status, lines, body)
 

@@ -273,7 +273,7 @@ class GuardedProtocol(HttpToolsProtocol):
         return self._refused or self.transport.is_closing()
 
     @property
-    def between(self) -> bool:
+    def at_message_boundary(self) -> bool:
         """Is what comes now the beginning of a request?"""
         return (self._whole or not self._begun) and not self._refused
 

@@ -17,7 +17,7 @@ from service.http.headers import Found
 from service.http.limits import GuardedProtocol
 from service.http.responses import lines_of
 
-Handler = Callable[["Post"], None]
+Handler = Callable[["HttpRequest"], None]
 
 # Of a body, what each connection may have for itself: so that who sends little never waits for who sends much.
 OWN_BYTES: Final = 64 * 1024
@@ -33,7 +33,7 @@ class Bodies:
         self.bytes = 0
 
 
-class Post:
+class HttpRequest:
     """One POST on its connection, from its head to its answer. uvicorn's pipeline takes it for a cycle of its own."""
 
     __slots__ = (
@@ -42,8 +42,8 @@ class Post:
         "_handler",
         "_taken",
         "arrived",
+        "at_capacity",
         "chunked",
-        "crowded",
         "disconnected",
         "found",
         "headers",
@@ -76,7 +76,7 @@ class Post:
         self.size = 0  # of the body so far, in bytes
         self.started = False  # no earlier request of this connection waits for its answer
         self.whole = False  # all of it is here, or more than is taken
-        self.crowded = False  # there was no room for its body
+        self.at_capacity = False  # there was no room for its body
         self.disconnected = False
         self.response_complete = False
 
@@ -107,19 +107,19 @@ class Post:
             else:
                 self._content = bytearray(self._content) + part
         else:
-            self.forget()
+            self.drop_body()
             self.end()
 
     def _has_room(self, size: int) -> bool:
         if self.size > OWN_BYTES:
             bodies = self._connection.bodies
-            self.crowded = bodies.bytes + size > bodies.most
-            if not self.crowded:
+            self.at_capacity = bodies.bytes + size > bodies.most
+            if not self.at_capacity:
                 bodies.bytes += size
                 self._taken += size
-        return not self.crowded
+        return not self.at_capacity
 
-    def take_whole(self, found: Found, body: bytes) -> None:
+    def receive_complete(self, found: Found, body: bytes) -> None:
         """All of it at once, its turn having come."""
         self.found = found
         self._content = body
@@ -128,7 +128,7 @@ class Post:
         self.started = self.whole = True
         self._handler(self)
 
-    def foresee(self, most: int, asks: bool) -> None:
+    def reject_if_too_long(self, most: int, asks: bool) -> None:
         """Nobody waits for a body that is longer than `most` by its own head: `size` tells that at once.
 
         One that `asks` whether to send it may not send it then, so that nothing can follow (RFC 9110, section 10.1.1).
@@ -138,25 +138,25 @@ class Post:
             if told > most:
                 self.size = told
                 self.keep_alive = self.keep_alive and not asks
-                self.forget()
+                self.drop_body()
                 self.end()
 
-    def forget(self) -> None:
+    def drop_body(self) -> None:
         """Its body is needed no more."""
         self._content = b""
         if self._taken:
             self._connection.bodies.bytes -= self._taken
             self._taken = 0
 
-    def over(self) -> None:
+    def finish(self) -> None:
         """All of its answer is given, or will never be."""
         self.response_complete = True
-        self.forget()
+        self.drop_body()
 
     def start(self) -> None:
         """Its turn has come. From the loop: an earlier answer is just being given."""
         self.started = True
-        self._connection.go_ahead()
+        self._connection.send_continue()
         if self.whole:
             self._connection.loop.call_soon(self._handler, self)
 
@@ -179,12 +179,12 @@ class Post:
         """Write the answer, once; `head` is the lines of its own headers, each with its CRLF."""
         if not self.response_complete:
             lines = self._connection.head(self, status, head, b"content-length: %d\r\n" % len(body))
-            self.over()
+            self.finish()
             self._connection.finish(self, lines + body)
 
     def cut(self) -> None:
         """No answer, or no more of it, will ever be given: the end of the connection tells so."""
-        self.over()
+        self.finish()
         self._connection.transport.close()
 
     def stream(self, status: int, head: bytes) -> "Stream":
@@ -195,7 +195,7 @@ class Post:
 class Stream:
     """An answer in pieces (chunked, RFC 9112 section 7.1); to a client of HTTP/1.0 in one piece, at its end."""
 
-    def __init__(self, post: Post, connection: "PostsProtocol", status: int, head: bytes) -> None:
+    def __init__(self, post: HttpRequest, connection: "PostsProtocol", status: int, head: bytes) -> None:
         self._post = post
         self._connection = connection
         self._whole: list[bytes] | None = None
@@ -217,7 +217,7 @@ class Stream:
         if self._whole is not None:
             self._post.answer(self._status, self._head, b"".join(self._whole))
             return
-        self._post.over()
+        self._post.finish()
         self._connection.finish(self._post, b"0\r\n\r\n")
 
     def cut(self) -> None:
@@ -237,7 +237,7 @@ class PostsProtocol(GuardedProtocol):
     _apps: Any = None  # the cycle that the ASGI app had last
 
     def data_received(self, data: bytes) -> None:
-        if not (self.between and len(data) <= OWN_BYTES and native.COMPILED and self._take_whole(data)):
+        if not (self.at_message_boundary and len(data) <= OWN_BYTES and native.COMPILED and self._take_whole(data)):
             super().data_received(data)
 
     def _take_whole(self, data: bytes) -> bool:
@@ -253,9 +253,9 @@ class PostsProtocol(GuardedProtocol):
         if handler is None or len(body) > self.body_bytes_max:
             return False
         self.read_whole()
-        post = Post(self, handler, [], keep_alive=True, chunked=True)
+        post = HttpRequest(self, handler, [], keep_alive=True, chunked=True)
         self.cycle = post  # type: ignore[assignment]
-        post.take_whole(found, body)
+        post.receive_complete(found, body)
         return True
 
     def prepare(self) -> None:
@@ -275,7 +275,7 @@ class PostsProtocol(GuardedProtocol):
             return
         existing, parser = self.cycle, self.parser
         chunked = parser.get_http_version() != "1.0"
-        post = Post(self, handler, self.headers, chunked and parser.should_keep_alive(), chunked)
+        post = HttpRequest(self, handler, self.headers, chunked and parser.should_keep_alive(), chunked)
         self.cycle = post  # type: ignore[assignment]
         if existing is None or existing.response_complete:
             post.started = True
@@ -283,15 +283,15 @@ class PostsProtocol(GuardedProtocol):
             self.flow.pause_reading()
             self.pipeline.appendleft((post, self.app))  # type: ignore[arg-type]
         if self.expect_100_continue:
-            post.foresee(self.body_bytes_max, asks=True)
+            post.reject_if_too_long(self.body_bytes_max, asks=True)
             self.expect_100_continue = chunked and not post.whole  # to HTTP/1.0 it means nothing (section 10.1.1)
             if post.started:
-                self.go_ahead()
+                self.send_continue()
 
     def wait(self) -> None:
         cycle: object = self.cycle
-        if isinstance(cycle, Post):
-            cycle.foresee(self.body_bytes_max, asks=False)
+        if isinstance(cycle, HttpRequest):
+            cycle.reject_if_too_long(self.body_bytes_max, asks=False)
 
     def _handler(self) -> Handler | None:
         if self.parser.get_method() != b"POST":
@@ -300,45 +300,45 @@ class PostsProtocol(GuardedProtocol):
 
     def take(self, body: bytes) -> None:
         cycle: object = self.cycle
-        if not isinstance(cycle, Post):
+        if not isinstance(cycle, HttpRequest):
             super().take(body)
         elif not cycle.response_complete:
             cycle.add(body, self.body_bytes_max)
 
     def end(self) -> None:
         cycle: object = self.cycle
-        if isinstance(cycle, Post):
+        if isinstance(cycle, HttpRequest):
             cycle.end()
         else:
             super().end()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        if isinstance(cycle, Post):
+        if isinstance(cycle, HttpRequest):
             cycle.start()
         else:
             self._apps = cycle
             super()._start_asgi_task(cycle, app)
 
-    def go_ahead(self) -> None:
+    def send_continue(self) -> None:
         """A client that asked whether to send its body is told so (RFC 9110, section 10.1.1)."""
         if self.expect_100_continue and not self._whole:
             self.expect_100_continue = False
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def head(self, post: Post, status: int, head: bytes, framing: bytes) -> bytes:
+    def head(self, post: HttpRequest, status: int, head: bytes, framing: bytes) -> bytes:
         """The head of an answer: `head` and `framing` are lines with their CRLF."""
         post.keep_alive = post.keep_alive and not self.lingering
         end = b"\r\n" if post.keep_alive else b"connection: close\r\n\r\n"
         return b"%b%b%b%b%b" % (STATUS_LINE[status], self._dated(), head, framing, end)
 
-    def write(self, post: Post, content: bytes) -> bool:
+    def write(self, post: HttpRequest, content: bytes) -> bool:
         """Write a part of an answer, unless nobody is there to read it."""
         there = not post.disconnected and not self.transport.is_closing()
         if there:
             self.transport.write(content)
         return there
 
-    def finish(self, post: Post, content: bytes) -> None:
+    def finish(self, post: HttpRequest, content: bytes) -> None:
         """Write all, or the last part, of an answer; then comes what is next on this connection."""
         if self.write(post, content):
             if not post.keep_alive:
@@ -393,8 +393,8 @@ class PostsProtocol(GuardedProtocol):
         cycles: list[object] = [self.cycle, *(cycle for cycle, _ in self.pipeline)]
         for cycle in cycles:
             # Whose turn has come is forgotten with its answer, though nobody hears it.
-            if isinstance(cycle, Post) and not (cycle.started and cycle.whole):
-                cycle.forget()
+            if isinstance(cycle, HttpRequest) and not (cycle.started and cycle.whole):
+                cycle.drop_body()
         if self._apps is not None:  # uvicorn tells only the request that came last
             self._apps.disconnected = True
             self._apps.message_event.set()

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from service import native
 from service.core.problems import UNAUTHORIZED, Kind, Problem
-from service.pipeline.request import Answer, Committed, Placed
+from service.pipeline.request import Committed, Placed, WriteResult
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -61,7 +61,7 @@ def render_place(place: Placed) -> bytes:
     return native.texts.place(*place) if native.COMPILED else f"{{{_fields(place)}}}".encode()
 
 
-def render_results(answers: Iterable[Answer]) -> bytes:
+def render_results(answers: Iterable[WriteResult]) -> bytes:
     """The body of a 207: one result an event, in order."""
     return join_results(map(render_result, answers))
 
@@ -71,7 +71,7 @@ def join_results(results: Iterable[str]) -> bytes:
     return f'{{"results":[{",".join(results)}]}}'.encode()
 
 
-def render_result(answer: Answer) -> str:
+def render_result(answer: WriteResult) -> str:
     """What is told of one event of several."""
     if isinstance(answer, Problem):
         return f'{{"status":{answer.kind.status},"problem":{json.dumps(answer.body())}}}'

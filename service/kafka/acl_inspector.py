@@ -13,7 +13,7 @@ from aiokafka.protocol.transaction import EndTxnRequest
 from aiokafka.protocol.types import Array, Boolean, Int16, Int32, Schema, String
 
 from service.core.problems import KafkaAway
-from service.kafka.admin import Cluster, coordinator
+from service.kafka.admin import KafkaAdmin, coordinator
 
 BROKER_RESOURCE: Final = 4
 # No producer has this id: what is asked in its name is refused, after it was looked at who asks.
@@ -55,7 +55,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
+class ClusterSnapshot:
     """All brokers, and the topics that the caller may describe; `hidden` are those asked for that it may not."""
 
     nodes: tuple[Node, ...]
@@ -63,14 +63,14 @@ class Census:
     hidden: frozenset[str]
 
 
-class Survey(Cluster):
+class AclInspector(KafkaAdmin):
     """A client that looks. Every call raises KafkaAway where Kafka does not answer."""
 
-    async def census(self, asked: Collection[str] = ()) -> Census:
+    async def census(self, asked: Collection[str] = ()) -> ClusterSnapshot:
         """Brokers and topics; none is made. Without topics where no broker is reached by the address that it gives."""
         nodes = await self._nodes()
         if all(node.why_not for node in nodes):
-            return Census(nodes, {}, frozenset())
+            return ClusterSnapshot(nodes, {}, frozenset())
         answers = [await self._ask(_Metadata(None))]
         if asked:  # a topic that may not be described shows only where it is named
             answers.append(await self._ask(_Metadata(list(asked))))
@@ -82,7 +82,7 @@ class Survey(Cluster):
             elif code == errors.NoError.errno:
                 replication = min((len(replicas) for *_, replicas, _, _ in partitions), default=0)
                 topics[name] = Seen(name, len(partitions), replication, _operations(operations))
-        return Census(nodes, topics, frozenset(hidden))
+        return ClusterSnapshot(nodes, topics, frozenset(hidden))
 
     async def _nodes(self) -> tuple[Node, ...]:
         try:

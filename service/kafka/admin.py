@@ -45,7 +45,7 @@ SHARE_LEAST_S: Final = 1.0
 FENCES_AT_ONCE: Final = 16
 PARTITIONS_NAMED: Final = 8
 
-AGAIN: Final = (
+RETRIABLE: Final = (
     errors.ConcurrentTransactions,
     errors.CoordinatorLoadInProgressError,
     errors.CoordinatorNotAvailableError,
@@ -107,7 +107,7 @@ class Topic:
     settings: Mapping[str, str]
     # Partitions with fewer replicas in sync than `min.insync.replicas`. No transaction may hold one: its markers cannot
     # be written there, and until they are, Kafka lets the transactional id begin no other (KIP-98).
-    short: frozenset[int] = frozenset()
+    under_min_isr: frozenset[int] = frozenset()
     topic_id: str = ""  # another one after the topic was made anew (KIP-516); "" where it is not known
     message_bytes_max: int = field(init=False)  # the largest batch of records that it takes, in bytes
 
@@ -122,7 +122,7 @@ class Ends(NamedTuple):
     high_watermark: int
 
 
-class Cluster:
+class KafkaAdmin:
     """Kafka as seen by one client. Every call has a deadline and raises KafkaAway where Kafka does not answer."""
 
     def __init__(
@@ -338,7 +338,7 @@ class Cluster:
                         if kind is errors.NoError:
                             break
                         raise kind
-                    except AGAIN:
+                    except RETRIABLE:
                         await asyncio.sleep(RETRY_PAUSE_S)
                     except errors.KafkaError as error:
                         if why := remedy(error, transactional_id, transaction_timeout_ms):

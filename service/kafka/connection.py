@@ -22,7 +22,7 @@ from aiokafka.protocol.admin import ApiVersionRequest
 from aiokafka.protocol.metadata import MetadataRequest
 
 from service.kafka.deadline import shared
-from service.kafka.protocol import FORMS, Form
+from service.kafka.protocol import CODECS, ApiCodec
 
 log = structlog.get_logger(__name__)
 
@@ -114,7 +114,7 @@ class Client(BaseClient):
 
     async def send(self, node_id: int, request: Any, *, group: Any = ConnectionGroup.DEFAULT) -> Any:
         """The answer to a request, sent once. Raises KafkaError."""
-        if type(request) in FORMS and group is ConnectionGroup.DEFAULT:
+        if type(request) in CODECS and group is ConnectionGroup.DEFAULT:
             answer = self.send_now(node_id, request)
             if answer is None:
                 connection = await self._get_conn(node_id)
@@ -136,7 +136,7 @@ class Client(BaseClient):
         connection = self._conns.get((node_id, ConnectionGroup.DEFAULT))
         if connection is None or not _is_open(connection) or self._may_be_dead(connection):
             return None
-        form = FORMS[type(request)]
+        form = CODECS[type(request)]
         least, most = connection._versions.get(form.api_key, (0, -1))
         return _ask(connection, form, request) if least <= form.version <= most else None
 
@@ -152,7 +152,7 @@ class Client(BaseClient):
             connection = await super()._get_conn(node_id, group=group, no_hint=no_hint)
             # Who made it is here first: nothing has been asked on it since its login. It may have ended since.
             if connection is not None and connection.connected() and not connection._requests:
-                Frames.of(connection)
+                ResponseReader.of(connection)
                 _watch_over(connection)
         return connection
 
@@ -194,7 +194,7 @@ def _watch_over(connection: AIOKafkaConnection) -> None:
             transport.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _ask(connection: AIOKafkaConnection, form: Form, request: Any) -> asyncio.Future[Any]:
+def _ask(connection: AIOKafkaConnection, form: ApiCodec, request: Any) -> asyncio.Future[Any]:
     """Send a request; its answer."""
     correlation_id = connection._next_correlation_id()
     size, pieces = form.frame(request, correlation_id, connection._client_id)
@@ -207,7 +207,7 @@ def _ask(connection: AIOKafkaConnection, form: Form, request: Any) -> asyncio.Fu
     return answer
 
 
-class Frames(asyncio.Protocol):
+class ResponseReader(asyncio.Protocol):
     """Takes what a connection receives, in place of aiokafka's stream, which goes on to see its end.
 
     As its reader does, this leaves a connection that nobody knows any more to be collected, and so closed.
@@ -254,7 +254,7 @@ class Frames(asyncio.Protocol):
             return  # ended by an answer before this one, or forgotten
         try:
             correlation_id, form, answer = connection._requests[0]
-            if not isinstance(form, Form):
+            if not isinstance(form, ApiCodec):
                 connection._handle_frame(frame)
                 return
             if int.from_bytes(frame[:4], "big") != correlation_id:

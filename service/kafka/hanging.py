@@ -40,7 +40,7 @@ class Transaction(NamedTuple):
     offsets: Mapping[Partition, int]
 
 
-class Place(NamedTuple):
+class OpenTransactionAt(NamedTuple):
     """An offset in a partition, after which the marker of its transaction is looked for."""
 
     partition: Partition
@@ -61,7 +61,7 @@ def hanging(
     }
 
 
-def places_to_read(open_from: Mapping[Partition, int], transactions: Iterable[Transaction]) -> set[Place]:
+def places_to_read(open_from: Mapping[Partition, int], transactions: Iterable[Transaction]) -> set[OpenTransactionAt]:
     """Where markers of the transactions that hang somewhere are to be found: in their other partitions."""
     return {
         place
@@ -87,7 +87,7 @@ def verdict(has_record: bool, markers: Collection[Marker | None]) -> Verdict:
 def verdicts(
     open_from: Mapping[Partition, int],
     transactions: Sequence[Transaction],
-    markers: Mapping[Place, Marker],
+    markers: Mapping[OpenTransactionAt, Marker],
 ) -> dict[Partition, Verdict]:
     """How each partition's hanging transaction has to end; `markers` as found at `places_to_read`.
 
@@ -115,8 +115,10 @@ def _open_in(transaction: Transaction, open_from: Mapping[Partition, int]) -> li
     ]
 
 
-def _ended_in(transaction: Transaction, open_from: Mapping[Partition, int]) -> list[Place]:
+def _ended_in(transaction: Transaction, open_from: Mapping[Partition, int]) -> list[OpenTransactionAt]:
     still_open = _open_in(transaction, open_from)
     return [
-        Place(partition, offset) for partition, offset in transaction.offsets.items() if partition not in still_open
+        OpenTransactionAt(partition, offset)
+        for partition, offset in transaction.offsets.items()
+        if partition not in still_open
     ]

@@ -7,7 +7,7 @@ import structlog
 
 from service.kafka.hanging import Partition, hanging
 from service.kafka.inspection import FINAL, UNSUPPORTED_VERSION, active_producers
-from service.kafka.session import Life
+from service.kafka.session import ProducerSession
 
 log = structlog.get_logger(__name__)
 
@@ -22,7 +22,7 @@ class OpenCheck:
     A coordinator skips the markers of a partition without a leader (KAFKA-20734).
     """
 
-    def __init__(self, life: Life) -> None:
+    def __init__(self, life: ProducerSession) -> None:
         self._life = life
         self._clear: dict[Partition, object] = {}  # the connection to the leader that said so
 

@@ -14,7 +14,7 @@ PRODUCER_FENCED: Final = 90
 TRANSACTION_ABORTABLE: Final = 120
 
 
-class Verdict(Enum):
+class TransactionOutcome(Enum):
     """The fate of a transaction, as far as its own producer can tell."""
 
     COMMITTED = "committed"  # a clean commit, every send awaited
@@ -23,7 +23,7 @@ class Verdict(Enum):
     FENCED = "fenced"  # another producer has the transactional id; whether we committed first is unknown too
 
 
-class Refusal(NamedTuple):
+class RecordError(NamedTuple):
     """A broker's refusal for good: what the caller is answered, and why in plain words."""
 
     kind: Kind
@@ -34,16 +34,16 @@ class Refused(Exception):
     """There is no such partition, or none for the service; its argument is the Refusal."""
 
     @property
-    def refusal(self) -> Refusal:
+    def refusal(self) -> RecordError:
         refusal = self.args[0]
-        assert isinstance(refusal, Refusal)
+        assert isinstance(refusal, RecordError)
         return refusal
 
 
 class RecordRefused(KafkaAway):
     """The broker refuses a record of Fencepost's own for good: nothing of its batch was written."""
 
-    def __init__(self, why: str, refusal: Refusal) -> None:
+    def __init__(self, why: str, refusal: RecordError) -> None:
         super().__init__(why)
         self.refusal = refusal
 
@@ -58,9 +58,9 @@ class TransactionFailed(Exception):
 
     def __init__(
         self,
-        verdict: Verdict,
+        verdict: TransactionOutcome,
         cause: str,
-        refusals: Mapping[str, Refusal] | None = None,
+        refusals: Mapping[str, RecordError] | None = None,
         stuck: Collection[str] = (),
         hanging: Collection[tuple[str, int]] = (),
     ) -> None:
@@ -76,20 +76,24 @@ class TransactionFailed(Exception):
         return self.__cause__ is not None and is_bug(self.__cause__)
 
 
-OUTSIDE_BOUNDS: Final = Refusal(RECORD_REFUSED, "the timestamp is outside of the topic's bounds")
+OUTSIDE_BOUNDS: Final = RecordError(RECORD_REFUSED, "the timestamp is outside of the topic's bounds")
 # Codes by which a broker refuses a record or a topic for good: nothing of that batch was written.
 REFUSALS: Final = {
-    errors.UnknownTopicOrPartitionError.errno: Refusal(UNKNOWN_TOPIC, "the topic or partition is not there (any more)"),
-    errors.InvalidTopicError.errno: Refusal(UNKNOWN_TOPIC, "the topic's name is not one that Kafka takes"),
-    errors.TopicAuthorizationFailedError.errno: Refusal(FORBIDDEN_TOPIC, "the service has no leave to write to it"),
-    errors.MessageSizeTooLargeError.errno: Refusal(TOO_LARGE, "the record is larger than its max.message.bytes"),
-    errors.RecordListTooLargeError.errno: Refusal(TOO_LARGE, "the record is larger than its segment.bytes"),
+    errors.UnknownTopicOrPartitionError.errno: RecordError(
+        UNKNOWN_TOPIC, "the topic or partition is not there (any more)"
+    ),
+    errors.InvalidTopicError.errno: RecordError(UNKNOWN_TOPIC, "the topic's name is not one that Kafka takes"),
+    errors.TopicAuthorizationFailedError.errno: RecordError(FORBIDDEN_TOPIC, "the service has no leave to write to it"),
+    errors.MessageSizeTooLargeError.errno: RecordError(TOO_LARGE, "the record is larger than its max.message.bytes"),
+    errors.RecordListTooLargeError.errno: RecordError(TOO_LARGE, "the record is larger than its segment.bytes"),
     errors.InvalidTimestampError.errno: OUTSIDE_BOUNDS,
-    errors.InvalidRequiredAcksError.errno: Refusal(RECORD_REFUSED, "the topic does not take acks=all"),
-    errors.UnsupportedForMessageFormatError.errno: Refusal(RECORD_REFUSED, "its message format is too old for headers"),
-    errors.PolicyViolationError.errno: Refusal(RECORD_REFUSED, "the record violates the broker's policy"),
-    errors.CorruptRecordException.errno: Refusal(RECORD_REFUSED, "the broker finds the record corrupt"),
-    INVALID_RECORD: Refusal(RECORD_REFUSED, "the broker's validation refuses it (a compacted topic needs a key)"),
+    errors.InvalidRequiredAcksError.errno: RecordError(RECORD_REFUSED, "the topic does not take acks=all"),
+    errors.UnsupportedForMessageFormatError.errno: RecordError(
+        RECORD_REFUSED, "its message format is too old for headers"
+    ),
+    errors.PolicyViolationError.errno: RecordError(RECORD_REFUSED, "the record violates the broker's policy"),
+    errors.CorruptRecordException.errno: RecordError(RECORD_REFUSED, "the broker finds the record corrupt"),
+    INVALID_RECORD: RecordError(RECORD_REFUSED, "the broker's validation refuses it (a compacted topic needs a key)"),
 }
 
 FENCES: Final = (errors.ProducerFenced, errors.InvalidProducerEpoch)
@@ -104,11 +108,11 @@ def is_bug(error: BaseException) -> bool:
     return not isinstance(error, MET)
 
 
-def of(error: BaseException, may_commit: bool) -> Verdict:
+def of(error: BaseException, may_commit: bool) -> TransactionOutcome:
     """The verdict on an exception that ended a transaction; `may_commit`: its ledger record may be in Kafka.
 
     ProducerFenced is no clean answer either: the fence may have come after our own commit.
     """
     if isinstance(error, FENCES):
-        return Verdict.FENCED
-    return Verdict.UNKNOWN if may_commit else Verdict.ABORTED
+        return TransactionOutcome.FENCED
+    return TransactionOutcome.UNKNOWN if may_commit else TransactionOutcome.ABORTED

@@ -14,21 +14,21 @@ from service.core.logs import Incident
 from service.core.problems import KafkaAway
 from service.core.timeouts import Patience
 from service.kafka import outcomes
-from service.kafka.admin import CODECS, Cluster
+from service.kafka.admin import CODECS, KafkaAdmin
 from service.kafka.deadline import unwaited
 from service.kafka.open_check import OpenCheck
-from service.kafka.outcomes import REFUSALS, RecordRefused, Refusal, Refused, TransactionFailed
+from service.kafka.outcomes import REFUSALS, RecordError, RecordRefused, Refused, TransactionFailed
 from service.kafka.session import (
     METADATA_PATIENCE_S,
     NOT_SENT,
     OK,
     Batch,
-    Fate,
-    Life,
     NotSent,
     Partition,
-    Place,
+    ProducerSession,
     Record,
+    RecordMetadata,
+    RecordResult,
     check,
 )
 
@@ -67,8 +67,8 @@ class TransactionalProducer:
     latest `write`), Produce of the data, Produce of the ledger record with their offsets, EndTxn.
     """
 
-    def __init__(self, cluster: Cluster, transactional_id: str, transaction_timeout_ms: int) -> None:
-        self._life = Life(cluster, transactional_id, transactional_id, transaction_timeout_ms)
+    def __init__(self, cluster: KafkaAdmin, transactional_id: str, transaction_timeout_ms: int) -> None:
+        self._life = ProducerSession(cluster, transactional_id, transactional_id, transaction_timeout_ms)
         # The broker aborts a transaction at its timeout; waiting for longer could only meet that.
         self._patience = Patience(min(cluster.request_timeout_ms, transaction_timeout_ms) / 1000)
         self._sends_patience = Patience(self._patience.seconds / PATIENCE_SHARE)
@@ -140,7 +140,7 @@ class TransactionalProducer:
             if node is not None and self._open_check.is_clear(partition, node)
         }
         if len(known) == len(leaders):
-            answer = self._life.ask_now(self._life.coordinator, self._add_partitions(known))
+            answer = self._life.try_send(self._life.coordinator, self._add_partitions(known))
             self._opening = None if answer is None else (known, answer)
 
     async def abandon(self) -> None:
@@ -165,7 +165,7 @@ class TransactionalProducer:
         if self._opening is None:
             return {}
         (leaders, answer), self._opening = self._opening, None
-        codes = _codes(self._life.heed(await answer))
+        codes = _codes(self._life.note_throttle(await answer))
         if CONCURRENT_TRANSACTIONS in codes.values():
             return {}
         group = _Group([])
@@ -178,8 +178,8 @@ class TransactionalProducer:
         return leaders
 
     async def write(
-        self, records: Sequence[Record], ledger: Partition, ledger_record: Callable[[Sequence[Place]], bytes]
-    ) -> tuple[list[Place], int]:
+        self, records: Sequence[Record], ledger: Partition, ledger_record: Callable[[Sequence[RecordMetadata]], bytes]
+    ) -> tuple[list[RecordMetadata], int]:
         """One transaction: the records, then the ledger record made from their places; answers places and its offset.
 
         Awaits every send before the ledger record, and that before the commit. Raises TransactionFailed for anything
@@ -264,19 +264,19 @@ class TransactionalProducer:
         life, pause_s = self._life, MARKERS_PAUSE_S
         request = self._add_partitions(partitions)
         while True:
-            codes = _codes(await life.ask(life.coordinator, request))
+            codes = _codes(await life.request(life.coordinator, request))
             if CONCURRENT_TRANSACTIONS not in codes.values():
                 break
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MARKERS_PAUSE_MOST_S)
         group.check_added(codes)
 
-    async def _send(self, group: "_Group", leaders: Mapping[Partition, int]) -> list[Place]:
+    async def _send(self, group: "_Group", leaders: Mapping[Partition, int]) -> list[RecordMetadata]:
         """Send a group and await every one of its batches; its places in the order of its records."""
         life = self._life
         group.batches = life.batches(group.records, leaders)
         await life.send(group.batches, leaders, int(1000 * REPLICAS_SHARE * self._sends_patience.seconds))
-        places = [Place(-1, -1)] * len(group.records)
+        places = [RecordMetadata(-1, -1)] * len(group.records)
         failed = None
         for batch in group.batches:
             fate = batch.fate(group.records)
@@ -285,7 +285,7 @@ class TransactionalProducer:
                     places[member] = place
                 continue
             failed = failed or batch
-            if isinstance(fate, Refusal):
+            if isinstance(fate, RecordError):
                 group.refusals[batch.partition[0]] = fate
         if failed is not None:
             check(failed.answer[0] if failed.answer else -1, f"Produce to {failed.partition}")
@@ -297,7 +297,7 @@ class TransactionalProducer:
         """EndTxn: when it answers, the transaction's fate is decided, and its markers will be written."""
         life = self._life
         request = EndTxnRequest(life.transactional_id, life.producer_id, life.epoch, commit)
-        check((await life.ask(life.coordinator, request)).error_code, "EndTxn")
+        check((await life.request(life.coordinator, request)).error_code, "EndTxn")
 
     async def close(self) -> None:
         """End this life, at once: what is in flight is fenced by the next one. Never raises, never hangs."""
@@ -315,14 +315,14 @@ class _Group:
         self.records = records
         self.batches: list[Batch] = []
         self.waiting_for = ""  # the topic whose leader is looked for, or asked
-        self.refusals: dict[str, Refusal] = {}  # by topic
+        self.refusals: dict[str, RecordError] = {}  # by topic
         self.hanging: Collection[Partition] = ()  # where a transaction is open that none of this life's has begun
 
     @property
     def is_refused(self) -> bool:
         """Whether the brokers have said of its records that they are not there."""
         return bool(self.batches) and all(
-            isinstance(batch.fate(self.records), Refusal | NotSent) for batch in self.batches
+            isinstance(batch.fate(self.records), RecordError | NotSent) for batch in self.batches
         )
 
     def check_added(self, codes: Mapping[Partition, int]) -> None:
@@ -359,11 +359,11 @@ class IdempotentProducer:
     tolerates that: barriers, the journal, and events whose guarantee is `idempotent`.
     """
 
-    def __init__(self, cluster: Cluster, name: str) -> None:
+    def __init__(self, cluster: KafkaAdmin, name: str) -> None:
         self._cluster = cluster
         self._name = name
         self._patience = Patience(cluster.timeout_s / PATIENCE_SHARE)
-        self._life: Life | None = None
+        self._life: ProducerSession | None = None
         self._trouble = Incident(log, "not every record was written")
         self._starting = asyncio.Lock()
         self._sending = asyncio.Lock()  # sequence numbers go out in their order
@@ -378,31 +378,31 @@ class IdempotentProducer:
         (place,) = await self.send_all(topic, [(partition, key, value)])
         return place.offset
 
-    async def send_all(self, topic: str, contents: Sequence[tuple[int, bytes | None, bytes]]) -> list[Place]:
+    async def send_all(self, topic: str, contents: Sequence[tuple[int, bytes | None, bytes]]) -> list[RecordMetadata]:
         """Write records of (partition, key, value) and await them; their places. Raises KafkaAway as `send` does.
 
         RecordRefused where the broker refuses one for good.
         """
         records = [own_record(topic, *content) for content in contents]
-        places: list[Place] = []
+        places: list[RecordMetadata] = []
         for fate in await self.write(records):
-            if not isinstance(fate, Place):
+            if not isinstance(fate, RecordMetadata):
                 failed = KafkaAway(f"{topic}: {fate.why if fate else 'no clean answer'}")
-                if isinstance(fate, Refusal):  # for good: nobody else tells of it
+                if isinstance(fate, RecordError):  # for good: nobody else tells of it
                     failed = RecordRefused(str(failed), fate)
                     self._trouble.goes_on(failed, producer=self._name)
                 raise failed
             places.append(fate)
         return places
 
-    async def write(self, records: Sequence[Record]) -> list[Fate]:
+    async def write(self, records: Sequence[Record]) -> list[RecordResult]:
         """Write records and await them; the fate of each, in their order. Raises KafkaAway: nothing was sent.
 
         Unless all went well this life ends: its sequence numbers have a gap that the broker would refuse for ever.
         """
         async with self._sending:
             life = await self._living()
-            fates: list[Fate] = [NOT_SENT] * len(records)  # until it is in a batch
+            fates: list[RecordResult] = [NOT_SENT] * len(records)  # until it is in a batch
             batches: list[Batch] = []
             try:
                 with self._patience.wait():
@@ -416,14 +416,16 @@ class IdempotentProducer:
                 fate = batch.fate(records)
                 for n, member in enumerate(batch.members):
                     fates[member] = fate[n] if isinstance(fate, list) else fate
-            if not all(isinstance(fate, Place) for fate in fates):
+            if not all(isinstance(fate, RecordMetadata) for fate in fates):
                 self._cluster.count_failure("produce")
                 await self._end(life)
             elif failures := self._trouble.over():
                 log.info("records are written again", producer=self._name, **failures)
             return fates
 
-    async def _leaders(self, life: Life, records: Sequence[Record], fates: list[Fate]) -> dict[Partition, int]:
+    async def _leaders(
+        self, life: ProducerSession, records: Sequence[Record], fates: list[RecordResult]
+    ) -> dict[Partition, int]:
         """The leader of each partition; records go each for itself, and what has no leader is left out."""
         leaders: dict[Partition, int] = {}
         partitions = dict.fromkeys((record.topic, record.partition) for record in records)
@@ -431,7 +433,7 @@ class IdempotentProducer:
         for partition in partitions:
             node = life.leader(partition)
             if node is None:
-                fate: Fate = NotSent(itself=True)
+                fate: RecordResult = NotSent(itself=True)
                 try:
                     node = await life.find_leader(partition)
                 except TimeoutError:
@@ -446,15 +448,15 @@ class IdempotentProducer:
             leaders[partition] = node
         return leaders
 
-    async def _living(self) -> Life:
+    async def _living(self) -> ProducerSession:
         async with self._starting:
             if self._life is None:
-                life = Life(self._cluster, self._name)
+                life = ProducerSession(self._cluster, self._name)
                 await life.start(self._cluster.timeout_s)
                 self._life = life
             return self._life
 
-    async def _end(self, life: Life) -> None:
+    async def _end(self, life: ProducerSession) -> None:
         if self._life is life:
             self._life = None
         await life.close()

@@ -44,7 +44,7 @@ class Ended(NamedTuple):
     error_code: int
 
 
-class Form(NamedTuple):
+class ApiCodec(NamedTuple):
     """How a request goes over the wire: its body in pieces, what is large uncopied; `decode` takes a whole answer.
 
     Raises struct.error where an answer ends too soon.
@@ -126,8 +126,8 @@ def _ended(frame: bytes) -> Ended:
     return Ended(*_ENDED.unpack_from(frame, _AFTER_CORRELATION_ID))
 
 
-FORMS: Final[dict[type, Form]] = {
-    ProduceRequest: Form(ProduceRequest.API_KEY, 7, _produce, _produced),
-    AddPartitionsToTxnRequest: Form(AddPartitionsToTxnRequest.API_KEY, 0, _add, _added),
-    EndTxnRequest: Form(EndTxnRequest.API_KEY, 0, _end, _ended),
+CODECS: Final[dict[type, ApiCodec]] = {
+    ProduceRequest: ApiCodec(ProduceRequest.API_KEY, 7, _produce, _produced),
+    AddPartitionsToTxnRequest: ApiCodec(AddPartitionsToTxnRequest.API_KEY, 0, _add, _added),
+    EndTxnRequest: ApiCodec(EndTxnRequest.API_KEY, 0, _end, _ended),
 }

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, NamedTuple, cast
 from aiokafka import ConsumerRecord, errors
 from aiokafka.structs import TopicPartition
 
-from service.kafka.admin import Cluster
+from service.kafka.admin import KafkaAdmin
 from service.kafka.connection import Consumer
 from service.kafka.deadline import within
 
@@ -41,7 +41,7 @@ class Item(NamedTuple):
 
 
 async def read_through(
-    cluster: Cluster, topic: str, spans: Mapping[int, Span], isolation: Isolation, patience_s: float
+    cluster: KafkaAdmin, topic: str, spans: Mapping[int, Span], isolation: Isolation, patience_s: float
 ) -> AsyncGenerator[list[Item], None]:
     """Yield the records of each partition, in order, until each has been read through its span's last record.
 
@@ -68,7 +68,7 @@ async def read_through(
 
 
 async def read_between(
-    cluster: Cluster, topic: str, spans: Mapping[int, tuple[int, int]], patience_s: float
+    cluster: KafkaAdmin, topic: str, spans: Mapping[int, tuple[int, int]], patience_s: float
 ) -> AsyncGenerator[list[Item], None]:
     """Yield the committed records of each partition from the first offset up to, and without, the second.
 
@@ -99,7 +99,7 @@ async def read_between(
         await _stop(consumer)
 
 
-async def ends(cluster: Cluster, topic: str, partitions: Sequence[int]) -> dict[int, int]:
+async def ends(cluster: KafkaAdmin, topic: str, partitions: Sequence[int]) -> dict[int, int]:
     """The high watermark of each partition: the offset of its next record, committed or not. Raises KafkaAway."""
     places = [TopicPartition(topic, partition) for partition in partitions]
     found = await _look_up(cluster, lambda consumer: consumer.end_offsets(places))
@@ -107,7 +107,7 @@ async def ends(cluster: Cluster, topic: str, partitions: Sequence[int]) -> dict[
 
 
 async def offsets_since(
-    cluster: Cluster, topic: str, partitions: Sequence[int], since_ms: int
+    cluster: KafkaAdmin, topic: str, partitions: Sequence[int], since_ms: int
 ) -> dict[int, int | None]:
     """The offset of each partition's first record of `since_ms` (epoch ms) or later; None where there is none."""
     times = {TopicPartition(topic, partition): since_ms for partition in partitions}
@@ -115,7 +115,7 @@ async def offsets_since(
     return {place.partition: None if at is None else at.offset for place, at in found.items()}
 
 
-async def _look_up(cluster: Cluster, ask: Callable[[Consumer], Coroutine[Any, Any, Any]]) -> Any:
+async def _look_up(cluster: KafkaAdmin, ask: Callable[[Consumer], Coroutine[Any, Any, Any]]) -> Any:
     consumer = _consumer(cluster, "read_uncommitted")
     try:
         await within(cluster.timeout_s, consumer.start())
@@ -141,7 +141,7 @@ async def _stop(consumer: Consumer) -> None:
         await within(STOP_PATIENCE_S, consumer.stop())
 
 
-def _consumer(cluster: Cluster, isolation: Isolation) -> Consumer:
+def _consumer(cluster: KafkaAdmin, isolation: Isolation) -> Consumer:
     return Consumer(
         cluster.options("reader"),
         isolation_level=isolation,

@@ -20,11 +20,11 @@ from aiokafka.structs import TopicPartition
 from service.contract.wire import Header
 from service.core.problems import KafkaAway
 from service.kafka import outcomes
-from service.kafka.admin import AGAIN, Cluster, any_node, coordinator, remedy
+from service.kafka.admin import RETRIABLE, KafkaAdmin, any_node, coordinator, remedy
 from service.kafka.connection import Client
 from service.kafka.deadline import within
 from service.kafka.inspection import open_partitions
-from service.kafka.outcomes import REFUSALS, Refusal, Refused
+from service.kafka.outcomes import REFUSALS, RecordError, Refused
 from service.kafka.record_batch import BatchBuilder, builder_of
 
 # A batch that every topic with the default max.message.bytes (1,048,588) takes.
@@ -40,7 +40,7 @@ OK: Final = errors.NoError.errno
 NOT_ENOUGH_REPLICAS: Final = errors.NotEnoughReplicasError.errno
 # Clean answers after which the same batch may be sent again: its leader is another node (or none yet, of a new topic).
 # Where the old one had appended it all the same, the new one knows its sequence numbers and answers with its offset.
-MOVED: Final = (errors.NotLeaderForPartitionError.errno, errors.LeaderNotAvailableError.errno)
+NOT_LEADER: Final = (errors.NotLeaderForPartitionError.errno, errors.LeaderNotAvailableError.errno)
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):
@@ -56,7 +56,7 @@ class Record(msgspec.Struct, frozen=True, gc=False):
     codec: int | None = None  # of its batch; None: as the settings say
 
 
-class Place(msgspec.Struct, frozen=True, gc=False):
+class RecordMetadata(msgspec.Struct, frozen=True, gc=False):
     """Where a record is. `timestamp` is the broker's where the topic has LogAppendTime, else the record's own."""
 
     offset: int
@@ -77,7 +77,7 @@ class NotSent(msgspec.Struct, frozen=True):
 NOT_SENT: Final = NotSent(itself=False)
 
 # What became of a record: where it is, why the broker refused it for good, that it is not there, or None: nobody knows.
-Fate = Place | Refusal | NotSent | None
+RecordResult = RecordMetadata | RecordError | NotSent | None
 Partition = tuple[str, int]
 
 
@@ -101,7 +101,7 @@ class Batch:
         self.members.append(index)
         return True
 
-    def fate(self, records: Sequence[Record]) -> list[Place] | Refusal | NotSent | None:
+    def fate(self, records: Sequence[Record]) -> list[RecordMetadata] | RecordError | NotSent | None:
         """The places of its records, in their order; why it was refused; that it is not there; or None: nobody knows.
 
         That too few replicas would have it is said before it is appended; that too few have it is another code. Of one
@@ -112,7 +112,7 @@ class Batch:
         code, offset, timestamp = self.answer
         if code == OK and offset >= 0:
             return [
-                Place(offset + n, timestamp if timestamp >= 0 else records[member].timestamp)
+                RecordMetadata(offset + n, timestamp if timestamp >= 0 else records[member].timestamp)
                 for n, member in enumerate(self.members)
             ]
         if self.moved:
@@ -120,10 +120,12 @@ class Batch:
         return NotSent(itself=True) if code == NOT_ENOUGH_REPLICAS else REFUSALS.get(code)
 
 
-class Life:
+class ProducerSession:
     """One producer id and epoch, from `InitProducerId` on, with connections of its own."""
 
-    def __init__(self, cluster: Cluster, name: str, transactional_id: str | None = None, timeout_ms: int = 0) -> None:
+    def __init__(
+        self, cluster: KafkaAdmin, name: str, transactional_id: str | None = None, timeout_ms: int = 0
+    ) -> None:
         self.client = Client(**cluster.options(name))
         self.transactional_id = transactional_id
         self.producer_id = self.epoch = -1
@@ -162,19 +164,19 @@ class Life:
                 check(answer.error_code, "InitProducerId")
                 self.coordinator, self.producer_id, self.epoch = node, answer.producer_id, answer.producer_epoch
                 return
-            except AGAIN:
+            except RETRIABLE:
                 await asyncio.sleep(AGAIN_PAUSE_S)
                 await self.client.force_metadata_update()
 
-    def ask_now(self, node: int, request: Any) -> asyncio.Future[Any] | None:
+    def try_send(self, node: int, request: Any) -> asyncio.Future[Any] | None:
         """Send a request, where that can be done at once; its answer is to be heeded."""
         return self.client.send_now(node, request)
 
-    async def ask(self, node: int, request: Any) -> Any:
+    async def request(self, node: int, request: Any) -> Any:
         """The answer to a request, sent once. Raises KafkaError or OSError."""
-        return self.heed(await self.client.send(node, request))
+        return self.note_throttle(await self.client.send(node, request))
 
-    def heed(self, answer: Any) -> Any:
+    def note_throttle(self, answer: Any) -> Any:
         """Note what an answer says beside what was asked; the answer."""
         if answer.throttle_time_ms:
             self._throttled_ms = answer.throttle_time_ms
@@ -269,7 +271,7 @@ class Life:
         for batch in batches:
             topic, partition = batch.partition
             topics.setdefault(topic, []).append((partition, batch.payload))
-        answer = await self.ask(node, ProduceRequest(self.transactional_id, -1, replicas_ms, list(topics.items())))
+        answer = await self.request(node, ProduceRequest(self.transactional_id, -1, replicas_ms, list(topics.items())))
         answers = {(topic, row[0]): row[1:4] for topic, rows in answer.topics for row in rows}
         for batch in batches:
             batch.answer = answers.get(batch.partition)
@@ -321,10 +323,10 @@ class Life:
 
 def _moved(batches: Sequence[Batch]) -> set[Partition]:
     """Partitions that their node does not lead, as it said of each of their batches."""
-    moved = {batch.partition for batch in batches if batch.answer is not None and batch.answer[0] in MOVED}
+    moved = {batch.partition for batch in batches if batch.answer is not None and batch.answer[0] in NOT_LEADER}
     if not moved:
         return moved
-    return moved - {batch.partition for batch in batches if batch.answer is None or batch.answer[0] not in MOVED}
+    return moved - {batch.partition for batch in batches if batch.answer is None or batch.answer[0] not in NOT_LEADER}
 
 
 def check(code: int, what: str) -> None:

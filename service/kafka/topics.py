@@ -11,7 +11,7 @@ from service.contract import PREFIX, SettingsError
 from service.contract.wire import control_topic, findings_topic, ledger_topic, requests_topic
 from service.core.problems import KafkaAway, KafkaForbids
 from service.core.settings import GROUP_LEDGER_BYTES_MAX, Settings
-from service.kafka.admin import Cluster, Topic
+from service.kafka.admin import KafkaAdmin, Topic
 from service.kafka.deadline import shared, unwaited
 
 REQUESTS_PARTITIONS: Final = 8
@@ -38,7 +38,7 @@ ABSENT_MAX: Final = 1_000
 class InternalTopics:
     """`{ns}.ledger`, `{ns}.requests` and `{ns}.control`."""
 
-    def __init__(self, cluster: Cluster, settings: Settings) -> None:
+    def __init__(self, cluster: KafkaAdmin, settings: Settings) -> None:
         self._cluster = cluster
         self._settings = settings
         namespace = settings.namespace
@@ -136,10 +136,10 @@ class InternalTopics:
         return wrong
 
 
-class Catalogue:
+class TopicMetadataCache:
     """What is known of the topics of others, asked of Kafka at most every few seconds and never made by asking."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: KafkaAdmin) -> None:
         self._cluster = cluster
         self._known: dict[str, tuple[float, Topic]] = {}
         self._last: dict[str, Topic] = {}
@@ -152,13 +152,13 @@ class Catalogue:
         until, topic = self._known.get(name, (0.0, None))
         return topic if until > time.monotonic() else None
 
-    def peek(self, name: str) -> Topic | None:
+    def cached(self, name: str) -> Topic | None:
         """The topic if it is known; one that was fresh until lately will do while it is asked for anew, apart."""
         until, topic = self._known.get(name, (0.0, None))
         now = time.monotonic()
         if topic is None or until > now:
             return topic
-        if topic.short or until + STALE_S <= now:  # that replicas lack is told to callers: it must be true
+        if topic.under_min_isr or until + STALE_S <= now:  # that replicas lack is told to callers: it must be true
             return None
         if name not in self._asking:
             self._ask_apart(name)
@@ -191,11 +191,11 @@ class Catalogue:
         for asking in self._asking.values():
             asking.cancel()
 
-    def doubt(self, name: str) -> None:
+    def invalidate(self, name: str) -> None:
         """The broker said otherwise: ask again next time."""
         self._known.pop(name, None)
 
-    async def look_again(self, names: Iterable[str]) -> None:
+    async def refresh(self, names: Iterable[str]) -> None:
         """Ask for what is not fresh of these topics, for a second at most: they failed a group, maybe for replicas."""
         stale = [name for name in names if self.fresh(name) is None]
         if stale:
@@ -233,5 +233,5 @@ class Catalogue:
                 del self._absent[next(iter(self._absent))]
         else:
             self._last[name], self._told[name] = topic, began
-            self._known[name] = time.monotonic() + (SHORT_S if topic.short else KNOWN_S), topic
+            self._known[name] = time.monotonic() + (SHORT_S if topic.under_min_isr else KNOWN_S), topic
         return topic

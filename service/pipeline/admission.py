@@ -26,13 +26,13 @@ from service.core.settings import TOPICS_MAX, Settings
 from service.events.event import Event, check_topic
 from service.events.schemas import Schemas
 from service.kafka.admin import Topic
-from service.kafka.topics import Catalogue, InternalTopics
+from service.kafka.topics import InternalTopics, TopicMetadataCache
 from service.pipeline.clocks import own_ms
 from service.pipeline.journal import Journal
-from service.pipeline.load_shedding import Shedding
+from service.pipeline.load_shedding import LoadShedder
 from service.pipeline.queue import Queue
-from service.pipeline.request import Answer, Answers, Committed, Request, Train
-from service.pipeline.response_buffer import Outbox
+from service.pipeline.request import BatchChunk, Committed, ResultCollector, WriteRequest, WriteResult
+from service.pipeline.response_buffer import ResponseBuffer
 from service.slots.recovery import Store
 
 if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
@@ -50,7 +50,7 @@ ANSWERED_KEPT: Final = 1_000
 ANSWERED_BYTES_KEPT: Final = 4 * 1024 * 1024
 
 
-class Intake:
+class Admission:
     """Takes requests from the edge into the queue, and gives each its answer, once, by its deadline."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Intake:
         store: Store,
         queue: Queue,
         topics: InternalTopics,
-        catalogue: Catalogue,
+        catalogue: TopicMetadataCache,
         journal: Journal,
         telemetry: Telemetry,
         tracing: "Tracing | None" = None,
@@ -80,17 +80,17 @@ class Intake:
         self._tracing = tracing
         self._timeout_s = settings.request_timeout_ms / 1000
         self.events_max = settings.queue_events_max  # more at once could never come in
-        self._open: deque[Request] = deque()  # by deadline
+        self._open: deque[WriteRequest] = deque()  # by deadline
         self._open_bytes = 0
-        self.shedding = Shedding()
-        self.outbox = Outbox()
+        self.shedding = LoadShedder()
+        self.outbox = ResponseBuffer()
         self.accepting = True
 
     def submit(
         self,
         event: Event,
         arrived: float,
-        reply: Callable[[Answer], None],
+        reply: Callable[[WriteResult], None],
         wait_s: float = 0.0,
         accepted: Callable[[], None] | None = None,
     ) -> None:
@@ -99,16 +99,16 @@ class Intake:
         Raises Problem for what is refused before the key is touched; `arrived` is by time.monotonic. Somebody else's
         write of the same key is waited for, up to `wait_s`; `accepted` is told once the claim stands.
         """
-        request = Request.of((event,), arrived, self._timeout_s, self._guarantee(event.topic), reply)
+        request = WriteRequest.of((event,), arrived, self._timeout_s, self._guarantee(event.topic), reply)
         if wait_s:
             request.patient_until = min(arrived + wait_s, request.deadline - PATIENCE_LEFT_S)
         request.accepted = accepted
         self._admit((request,))
 
-    async def submit_train(self, train: Train) -> list[Answer]:
+    async def submit_train(self, train: BatchChunk) -> list[WriteResult]:
         """Write the checked events of a train, in their order; the answer of each."""
-        answers = Answers(len(train.events))
-        whole = Request.of(
+        answers = ResultCollector(len(train.events))
+        whole = WriteRequest.of(
             train.events, time.monotonic(), self._timeout_s, Guarantee.EXACTLY_ONCE, answers.put_all, train=train
         )
         whole.reply_each = answers.put
@@ -118,7 +118,7 @@ class Intake:
             return [problem] * len(train.events)
         return await answers.all
 
-    def _goes_in_one_piece(self, train: Train) -> bool:
+    def _goes_in_one_piece(self, train: BatchChunk) -> bool:
         """Are its events alike, as far as is known? Nearly always, and that saves a third of what each costs."""
         topics = {event.topic for event in train.events}
         return (
@@ -127,21 +127,21 @@ class Intake:
             and all(self._guarantee(topic) is Guarantee.EXACTLY_ONCE for topic in topics)
         )
 
-    def _parts_of(self, whole: Request) -> list[Request]:
-        parts = whole.part()
+    def _parts_of(self, whole: WriteRequest) -> list[WriteRequest]:
+        parts = whole.split()
         for part in parts:
             part.guarantee = self._guarantee(part.topic)
         return parts
 
-    async def submit_atomic(self, events: Sequence[Event], whole: tuple[bytes, bytes], arrived: float) -> Answer:
+    async def submit_atomic(self, events: Sequence[Event], whole: tuple[bytes, bytes], arrived: float) -> WriteResult:
         """Write checked events in one transaction or not at all, under the whole's (id, fingerprint)."""
         for event in events:
             if self._guarantee(event.topic) is not Guarantee.EXACTLY_ONCE:
                 detail = f"topic: {event.topic} is idempotent, which no atomic batch can be: send its events singly"
                 raise Problem(RECORD_REFUSED, detail)
-        answers = Answers(1)
+        answers = ResultCollector(1)
         reply = partial(answers.put, 0)
-        self._admit((Request.of(events, arrived, self._timeout_s, Guarantee.EXACTLY_ONCE, reply, whole),))
+        self._admit((WriteRequest.of(events, arrived, self._timeout_s, Guarantee.EXACTLY_ONCE, reply, whole),))
         (answer,) = await answers.all
         return answer
 
@@ -158,7 +158,7 @@ class Intake:
 
         Nothing is refused for what a topic was: it may have been changed, so that the event is right by now.
         """
-        topic = self._catalogue.peek(event.topic)
+        topic = self._catalogue.cached(event.topic)
         if topic is None:
             return False
         try:
@@ -201,7 +201,7 @@ class Intake:
             raise Problem(UNKNOWN_TOPIC, f"topic: {name} does not exist: make it, or correct its name")
         return topic
 
-    def _admit(self, requests: Sequence[Request]) -> None:
+    def _admit(self, requests: Sequence[WriteRequest]) -> None:
         """Let requests in, all or none. Raises Problem (503), which the journal is told too."""
         try:
             if not self.accepting:
@@ -224,7 +224,7 @@ class Intake:
 
     # ------------------------------------------------------------------------------------------ answers
 
-    def answer(self, request: Request, answer: Answer) -> None:
+    def answer(self, request: WriteRequest, answer: WriteResult) -> None:
         """The one place where a request gets its answer."""
         if request.answered:
             return
@@ -240,7 +240,7 @@ class Intake:
         except Exception:  # nor must one here
             log.exception("an answer was not noted", **request.named)
 
-    def accept(self, request: Request) -> None:
+    def accept(self, request: WriteRequest) -> None:
         """The claim stands: who prefers so is answered 202 now; what becomes of it is for the journal and the key."""
         accepted, request.accepted = request.accepted, None
         if accepted is not None:
@@ -250,7 +250,7 @@ class Intake:
             except Exception:  # as in `answer`
                 log.exception("an answer was not given", **request.named)
 
-    def _note(self, request: Request, answer: Answer) -> None:
+    def _note(self, request: WriteRequest, answer: WriteResult) -> None:
         """Count an answer, and tell the journal."""
         latency_s = time.monotonic() - request.arrived
         status, code = (201, "") if isinstance(answer, Committed) else (answer.kind.status, answer.kind.code)
@@ -278,7 +278,7 @@ class Intake:
                 self._open_bytes = sum(request.size for request in self._open)
             self._queue.forget_answered()
 
-    def too_late(self, request: Request) -> Problem:
+    def too_late(self, request: WriteRequest) -> Problem:
         """What the deadline finds: 504 where it may be written, else 503."""
         if request.state in MAYBE_WRITTEN:
             return Problem(OUTCOME_UNKNOWN, "Idempotency-Key: send it again with the same key to learn the outcome")

@@ -15,7 +15,7 @@ from typing import Final
 from service.claims.redis_store import KeyStore
 from service.contract.wire import encode_answers
 from service.core.problems import KafkaAway, StoreAway, StoreUnanswered
-from service.kafka.admin import Cluster
+from service.kafka.admin import KafkaAdmin
 from service.kafka.producer import IdempotentProducer
 from service.kafka.topics import REQUESTS_PARTITIONS
 
@@ -58,7 +58,7 @@ class Clock:
 class Clocks:
     """Kafka's and Redis's, measured every few seconds."""
 
-    def __init__(self, cluster: Cluster, keys: KeyStore, topic: str, instance: str) -> None:
+    def __init__(self, cluster: KafkaAdmin, keys: KeyStore, topic: str, instance: str) -> None:
         """`topic` is the journal's: brokers tell their time in answer to a record of it."""
         self.kafka, self.redis = Clock(), Clock()
         self._keys = keys

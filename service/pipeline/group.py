@@ -10,24 +10,24 @@ from service.claims.states import Claim, Claimed, Delivered, DeliveredBatch, Out
 from service.contract.wire import KEY_HEADER, STAMP_HEADER, TRACE_HEADER, encode_entry, encode_stamp
 from service.events.event import partition_of
 from service.kafka.admin import Topic
-from service.kafka.session import Partition, Place, Record
-from service.pipeline.request import Committed, Request
+from service.kafka.session import Partition, Record, RecordMetadata
+from service.pipeline.request import Committed, WriteRequest
 from service.slots.slot import Link
 
 _encode_stamp = native.texts.stamp if native.COMPILED else encode_stamp
 
 # A request, and the claim that stands for it.
-Won = tuple[Request, Claimed]
+ClaimedRequest = tuple[WriteRequest, Claimed]
 # A written request, and what it is to be answered once it is marked.
-Committable = tuple[Request, Committed]
+CommittedRequest = tuple[WriteRequest, Committed]
 
 
 class Written(NamedTuple):
     """What became of a claimed group: written and to be marked, and requests whose claims are to be given up."""
 
-    delivered: list[Committable]
+    delivered: list[CommittedRequest]
     link: Link
-    unwanted: list[Request]
+    unwanted: list[WriteRequest]
 
     @property
     def vain(self) -> bool:
@@ -36,15 +36,15 @@ class Written(NamedTuple):
 
 
 def route(
-    requests: Iterable[Request], topic_of: Callable[[str], Topic]
-) -> tuple[dict[Partition, None], dict[Request, Partition]]:
+    requests: Iterable[WriteRequest], topic_of: Callable[[str], Topic]
+) -> tuple[dict[Partition, None], dict[WriteRequest, Partition]]:
     """Choose the partition of each event of a group; answers those to write to, once, and the requests to leave out.
 
     Those have an event for the partition that is told, which has too few replicas in sync. Events without a key share
     one partition of their topic, as in KIP-480, and one that has enough.
     """
     chosen: dict[Partition, None] = {}
-    left_out: dict[Request, Partition] = {}
+    left_out: dict[WriteRequest, Partition] = {}
     sticky: dict[str, int] = {}
     for request in requests:
         request.partitions = []
@@ -56,32 +56,34 @@ def route(
                     sticky[event.topic] = _any_partition(topic)
                 number = sticky[event.topic]
             request.partitions.append(number)
-            if number in topic.short:
+            if number in topic.under_min_isr:
                 left_out[request] = event.topic, number
             else:
                 chosen[event.topic, number] = None
     return chosen, left_out
 
 
-def parted(requests: Sequence[Request], whether: Callable[[Request], bool] = lambda _: True) -> list[Request]:
+def parted(
+    requests: Sequence[WriteRequest], whether: Callable[[WriteRequest], bool] = lambda _: True
+) -> list[WriteRequest]:
     """The same requests, but for trains in one piece that are to be parted."""
-    return [one for each in requests for one in (each.part() if each.in_one_piece and whether(each) else (each,))]
+    return [one for each in requests for one in (each.split() if each.is_whole and whether(each) else (each,))]
 
 
-def part_mixed(requests: list[Request], claims: Sequence[Claim]) -> list[Claim]:
+def part_mixed(requests: list[WriteRequest], claims: Sequence[Claim]) -> list[Claim]:
     """One claim for each request: a train goes on in one piece only if all of it is new, else it is parted here.
 
     Also one that was answered meanwhile: of it what is claimed now is given up, and nothing else, for another
     request may have claimed the rest in this very term.
     """
-    kept: list[Request] = []
+    kept: list[WriteRequest] = []
     found: list[Claim] = []
     start = 0
     for request in requests:
         its = claims[start : start + len(request.asked)]
         start += len(its)
-        if request.in_one_piece and any(claim.outcome is not Outcome.NEW for claim in its):
-            kept += request.part()
+        if request.is_whole and any(claim.outcome is not Outcome.NEW for claim in its):
+            kept += request.split()
             found += its
         else:
             kept.append(request)
@@ -92,11 +94,13 @@ def part_mixed(requests: list[Request], claims: Sequence[Claim]) -> list[Claim]:
 
 def _any_partition(topic: Topic) -> int:
     """One with enough replicas in sync, if there is one."""
-    able = [number for number in range(topic.partitions) if number not in topic.short]
+    able = [number for number in range(topic.partitions) if number not in topic.under_min_isr]
     return random.choice(able) if able else 0  # noqa: S311
 
 
-def records_of(group: Sequence[Won], topic_of: Callable[[str], Topic], writer: str, now_ms: int) -> list[Record]:
+def records_of(
+    group: Sequence[ClaimedRequest], topic_of: Callable[[str], Topic], writer: str, now_ms: int
+) -> list[Record]:
     """The records of a group that has its partitions, in its order; `writer` as `stamp_writer` has it.
 
     `now_ms` is the time of events that came without one.
@@ -115,7 +119,9 @@ def records_of(group: Sequence[Won], topic_of: Callable[[str], Topic], writer: s
     return records
 
 
-def placed_all(group: Sequence[Won], records: Sequence[Record], places: Sequence[Place]) -> Iterator[Committable]:
+def placed_all(
+    group: Sequence[ClaimedRequest], records: Sequence[Record], places: Sequence[RecordMetadata]
+) -> Iterator[CommittedRequest]:
     """What each request of a group is to be answered whose records are at these places."""
     rest = iter(zip(records, places, strict=True))
     for request, claim in group:
@@ -127,7 +133,7 @@ def placed_all(group: Sequence[Won], records: Sequence[Record], places: Sequence
         yield request, Committed(claim.at, tuple(found), replayed=False)
 
 
-def entries_of(delivered: Iterable[Committable]) -> Iterator[str]:
+def entries_of(delivered: Iterable[CommittedRequest]) -> Iterator[str]:
     """The ledger's entries of a group, as JSON text."""
     for request, committed in delivered:
         batch = request.asked[0][0] if request.atomic else None
@@ -144,7 +150,7 @@ def topic_ids_of(records: Iterable[Record], topic_of: Callable[[str], Topic]) ->
     return {topic.name: topic.topic_id for topic in topics if topic.topic_id}
 
 
-def rows_of(delivered: Iterable[Committable]) -> list[Row]:
+def rows_of(delivered: Iterable[CommittedRequest]) -> list[Row]:
     """The states that a committed group leaves in the store: each event's, and those of atomic batches as a whole."""
     rows: list[Row] = []
     for request, committed in delivered:

@@ -13,11 +13,11 @@ from service.contract.wire import encode_answer, encode_answers
 from service.core.metrics import Telemetry
 from service.core.problems import TOO_LARGE, KafkaAway
 from service.core.supervision import supervise
-from service.kafka.admin import Cluster
+from service.kafka.admin import KafkaAdmin
 from service.kafka.outcomes import RecordRefused
 from service.kafka.producer import IdempotentProducer
 from service.kafka.topics import REQUESTS_PARTITIONS
-from service.pipeline.request import Answer, Committed, Request
+from service.pipeline.request import Committed, WriteRequest, WriteResult
 
 log = structlog.get_logger(__name__)
 
@@ -32,7 +32,7 @@ PAUSE_S: Final = 0.5
 class Journal:
     """Written by a plain idempotent producer, apart from the transactions, and never in the way of an answer."""
 
-    def __init__(self, cluster: Cluster, topic: str, instance: str, telemetry: Telemetry) -> None:
+    def __init__(self, cluster: KafkaAdmin, topic: str, instance: str, telemetry: Telemetry) -> None:
         self._topic = topic
         self._instance = instance
         self._telemetry = telemetry
@@ -53,7 +53,7 @@ class Journal:
         if record_bytes_max != self._record_bytes_max:
             self._record_bytes_max, self._most = record_bytes_max, FLUSH_ANSWERS
 
-    def record(self, request: Request, status: int, answer: Answer | None, latency_s: float) -> None:
+    def record(self, request: WriteRequest, status: int, answer: WriteResult | None, latency_s: float) -> None:
         """Note an answer, or (None) that its claim stands, which a 202 says; drop it where too many wait."""
         if len(self._waiting) >= WAITING_MAX:
             self._telemetry.journal_dropped.inc(len(request.events))

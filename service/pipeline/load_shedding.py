@@ -13,7 +13,7 @@ SAVED_MOST: Final = 300 * ANSWERS_EACH
 WAIT_MOST_S: Final = 0.5
 
 
-class Shedding:
+class LoadShedder:
     """Refusals that wait to be told, first come first served: one for every `ANSWERS_EACH` answers.
 
     They are told several at a time, when the next one comes or at a look, and never between the answers of a group:

@@ -11,7 +11,7 @@ from typing import Final
 
 import structlog
 
-from service.claims.redis_store import Census, Epoch, KeyStore
+from service.claims.redis_store import Heartbeat, KeyStore, StoreGeneration
 from service.claims.states import SlotEvent, SlotState
 from service.contract.wire import transactional_id
 from service.core.logs import Incident
@@ -19,7 +19,7 @@ from service.core.metrics import Telemetry
 from service.core.problems import Fenced, KafkaAway, StoreAway, StoreLost, StoreUnanswered
 from service.core.settings import Settings
 from service.core.supervision import failure_of, heard
-from service.kafka.admin import Cluster
+from service.kafka.admin import KafkaAdmin
 from service.kafka.hanging import Partition
 from service.kafka.outcomes import TransactionFailed
 from service.kafka.producer import IdempotentProducer
@@ -71,7 +71,7 @@ class Pool:
     def __init__(
         self,
         settings: Settings,
-        cluster: Cluster,
+        cluster: KafkaAdmin,
         keys: KeyStore,
         store: Store,
         recovery: SlotRecovery,
@@ -94,7 +94,7 @@ class Pool:
         self.token = f"{settings.name}/{secrets.token_hex(6)}"
         self.slots: dict[int, Slot] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._last_beat: tuple[Epoch, float] | None = None  # that was answered: in which generation, and when
+        self._last_beat: tuple[StoreGeneration, float] | None = None  # that was answered: in which generation, and when
         self._patient_until = 0.0
         self._troubles: dict[int, Incident] = {}  # by slot: a recovery that fails over and over is one
         self._hurry = asyncio.Event()
@@ -139,7 +139,7 @@ class Pool:
         slot = self.slots.get(n)
         return slot is not None and slot.doubtful > 0 and term <= slot.term
 
-    def hurry(self) -> None:
+    def wake(self) -> None:
         """Beat now: somebody has met a dead slot."""
         self._hurry.set()
 
@@ -169,10 +169,10 @@ class Pool:
         slot = self.slots.get(n)
         if slot is None:
             self._to_recover.setdefault(n, set()).update(partitions)
-            self.hurry()
+            self.wake()
         elif slot.state in SETTLED:
             slot.suspects.update(partitions)
-            slot.stale = True
+            slot.superseded = True
             self._queue.nudge_all()
 
     # ------------------------------------------------------------------------------------------------- the leases
@@ -199,10 +199,10 @@ class Pool:
                     await self._hurry.wait()
             await asyncio.sleep(BEATS_APART_S)
 
-    async def _beat(self, epoch: Epoch) -> None:
-        held = {n: slot for n, slot in self.slots.items() if not slot.leaving}
+    async def _beat(self, epoch: StoreGeneration) -> None:
+        held = {n: slot for n, slot in self.slots.items() if not slot.draining}
         applied = {n: slot.applied for n, slot in held.items()}
-        census = await self._keys.beat(epoch, self.token, self._settings.slots_max, applied)
+        census = await self._keys.heartbeat(epoch, self.token, self._settings.slots_max, applied)
         self._beaten(epoch)
         for n, slot in held.items():
             if census.slots[n] != "m":
@@ -212,14 +212,14 @@ class Pool:
                 # Fenced by a recovery of the store, or by another holder that has gone: recovered now, for its ledger
                 # may hold what others wait for, and not at the cost of its next group. Or a broker was away, and a
                 # transaction of it may hang, which every reader waits for.
-                slot.stale = True
+                slot.superseded = True
                 self._queue.nudge_all()
         await self._balance(census, epoch)
         self._recovered()  # what is in doubt because of others' slots: ask again
-        for slot in [slot for slot in held.values() if slot.owes and slot.epoch == epoch]:
-            await slot.settle_debts()
+        for slot in [slot for slot in held.values() if slot.has_pending_marks and slot.epoch == epoch]:
+            await slot.flush_marks()
 
-    def _beaten(self, epoch: Epoch) -> None:
+    def _beaten(self, epoch: StoreGeneration) -> None:
         """After a pause in which leases ran out, or were forgotten, others come back to theirs just as this one does.
 
         So nothing is taken for as long as a lease lives; and a slot was down because all was.
@@ -231,9 +231,9 @@ class Pool:
                 slot.down_since = max(slot.down_since, now)
         self._last_beat = epoch, now
 
-    async def _balance(self, census: Census, epoch: Epoch) -> None:
+    async def _balance(self, census: Heartbeat, epoch: StoreGeneration) -> None:
         """Towards min(wanted, fair share), and no dead slot left lying: its open transaction holds up every reader."""
-        held = [slot for slot in self.slots.values() if not slot.leaving]
+        held = [slot for slot in self.slots.values() if not slot.draining]
         # One whose transaction Kafka cannot end, for a partition that takes no markers, cannot begin another.
         stuck = sum(map(self._is_stuck, held))
         most = self._settings.slots + min(max(self._settings.slots, REPLACED_LEAST), stuck)
@@ -258,7 +258,7 @@ class Pool:
     def _is_stuck(self, slot: Slot) -> bool:
         return time.monotonic() - slot.down_since > STUCK_SHARE * self._settings.request_timeout_ms / 1000
 
-    async def _take(self, n: int, epoch: Epoch, suspects: Collection[Partition]) -> None:
+    async def _take(self, n: int, epoch: StoreGeneration, suspects: Collection[Partition]) -> None:
         if not await self._keys.take(epoch, n, self.token) or n in self.slots:
             return
         if self._stopping:  # since it was asked for: nobody would let go of it any more
@@ -273,7 +273,7 @@ class Pool:
         heard(task, "slot", self._telemetry)  # another beat finds the slot without a lease, and takes it
 
     def _let_go(self, slot: Slot) -> None:
-        slot.leaving = True
+        slot.draining = True
         self._queue.nudge_all()
 
     # ------------------------------------------------------------------------------------------------- one slot
@@ -283,7 +283,7 @@ class Pool:
         pause_s = PAUSE_LEAST_S
         idle = False  # nothing of a group is under way
         try:
-            while not slot.leaving:
+            while not slot.draining:
                 try:
                     await self._recover(slot)
                     pause_s = PAUSE_LEAST_S
@@ -292,7 +292,7 @@ class Pool:
                 except (Exception, asyncio.CancelledError) as error:  # also a bug ends a term, and no more than that
                     self._ended(slot, failure_of(error))
                     await slot.end()
-                    if not slot.leaving and not await self._still_mine(slot):
+                    if not slot.draining and not await self._still_mine(slot):
                         return
                     await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311
                     pause_s = min(2 * pause_s, PAUSE_MOST_S)
@@ -342,7 +342,7 @@ class Pool:
 
     async def _give_back(self, slot: Slot, idle: bool) -> None:
         """Return the lease. A slot that is not in order, or in a group that was cut off, is left to who recovers it."""
-        clean = idle and slot.state is SlotState.READY and not slot.owes
+        clean = idle and slot.state is SlotState.READY and not slot.has_pending_marks
         if slot.state is SlotState.WRITING:  # its task was cancelled
             slot.move(SlotEvent.FAIL)
         slot.move(SlotEvent.GIVE_BACK)

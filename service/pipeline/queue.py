@@ -9,7 +9,7 @@ from typing import Final
 from service.contract import Guarantee
 from service.core.problems import NOT_WRITTEN, Problem
 from service.core.settings import GROUP_LEDGER_BYTES_MAX, Settings
-from service.pipeline.request import Request, Train, fit
+from service.pipeline.request import BatchChunk, WriteRequest, fit
 
 # Groups under way at once: while one is in Kafka the next is claimed. More would only be smaller, and cost more.
 GROUPS_AT_ONCE: Final = 2
@@ -29,15 +29,15 @@ class Queue:
         self._groups_at_once = groups_at_once
         self._events_max = settings.queue_events_max
         self._bytes_max = settings.queue_bytes_max
-        self._waiting: dict[Guarantee, deque[Request]] = {guarantee: deque() for guarantee in Guarantee}
-        self._apart: deque[Request] = deque()
+        self._waiting: dict[Guarantee, deque[WriteRequest]] = {guarantee: deque() for guarantee in Guarantee}
+        self._apart: deque[WriteRequest] = deque()
         self._suspects: set[str] = set()
-        self._apart_out: list[Request] | None = None
-        self._held: list[Request] = []  # of trains that came apart, behind one of theirs that is elsewhere
+        self._apart_out: list[WriteRequest] | None = None
+        self._held: list[WriteRequest] = []  # of trains that came apart, behind one of theirs that is elsewhere
         self._apart_turns: dict[str, int] = {}  # of suspects: their last one
         self._apart_rests_until = 0.0
         self._turns = 0
-        self._takers: deque[asyncio.Future[None]] = deque()
+        self._waiters: deque[asyncio.Future[None]] = deque()
         self._out: dict[int, float] = {}  # groups that were taken and not returned, and when
         self._last_size = 0  # requests in the last of them, each event of a train in one piece counted
         self._within = 0  # so many more wait than there are requests: events of trains in one piece
@@ -46,7 +46,7 @@ class Queue:
         self.bytes = 0
         self.ledger_bytes_max = GROUP_LEDGER_BYTES_MAX  # of a group; what the ledger takes may be less
 
-    def admit(self, requests: Sequence[Request]) -> None:
+    def admit(self, requests: Sequence[WriteRequest]) -> None:
         """Take new requests in, all or none. Raises Problem (503) where a bound would be passed."""
         events = size = 0
         for request in requests:
@@ -60,9 +60,9 @@ class Queue:
         self.bytes += size
         for request in requests:
             self._lane(request).append(request)
-            if len(request.events) > 1 and request.in_one_piece:
+            if len(request.events) > 1 and request.is_whole:
                 self._within += len(request.events) - 1
-        self.nudge()
+        self.notify()
 
     @property
     def full(self) -> bool:
@@ -74,7 +74,7 @@ class Queue:
         """What is answered then."""
         return Problem(NOT_WRITTEN, f"the queue is full ({self._events_max} events): send it again a little later")
 
-    def leave(self, request: Request) -> None:
+    def leave(self, request: WriteRequest) -> None:
         """An answered request counts no more."""
         self.events -= len(request.events)
         self.bytes -= request.size
@@ -91,37 +91,37 @@ class Queue:
                 lane.clear()
                 lane.extend(kept)
 
-    def put_back(self, requests: Iterable[Request]) -> None:
+    def put_back(self, requests: Iterable[WriteRequest]) -> None:
         """Requests that go round again, at the front and in their order; behind them those that may wait for them."""
-        again: list[Request] = []
+        again: list[WriteRequest] = []
         for request in requests:
             if request.answered:
                 continue
             if request.train is not None:
                 request.train.goes_again(request)
             too_large = request.ledger_bytes > self.ledger_bytes_max
-            if request.in_one_piece and (too_large or self.has_suspects(event.topic for event in request.events)):
-                again += request.part()  # those of the other topics need not travel apart
+            if request.is_whole and (too_large or self.has_suspects(event.topic for event in request.events)):
+                again += request.split()  # those of the other topics need not travel apart
             else:
                 again.append(request)
         held, self._held = self._held, []
         for request in reversed([*again, *held]):
             if not request.answered:
                 self._lane(request).appendleft(request)
-                if request.in_one_piece:
+                if request.is_whole:
                     self._within += len(request.events) - 1
-        self.nudge()
+        self.notify()
 
-    def _lane(self, request: Request) -> deque[Request]:
+    def _lane(self, request: WriteRequest) -> deque[WriteRequest]:
         if self._suspects and any(event.topic in self._suspects for event in request.events):
             return self._apart
         return self._waiting[request.guarantee]
 
-    def suspect(self, topic: str) -> None:
+    def quarantine(self, topic: str) -> None:
         """The topic failed a group: its events travel apart from here on."""
         self._suspects.add(topic)
 
-    def trust(self, topics: Iterable[str]) -> None:
+    def release(self, topics: Iterable[str]) -> None:
         """Events of these topics were committed: they travel with the others again."""
         if self._suspects and (trusted := self._suspects.intersection(topics)):
             self._suspects -= trusted
@@ -130,29 +130,29 @@ class Queue:
             apart, self._apart = self._apart, deque()
             for request in apart:
                 self._lane(request).append(request)
-            self.nudge()
+            self.notify()
 
     def has_suspects(self, topics: Iterable[str]) -> bool:
         """Has one of these failed a group?"""
         return not self._suspects.isdisjoint(topics)
 
-    def suspects(self, group: Sequence[Request]) -> bool:
+    def suspects(self, group: Sequence[WriteRequest]) -> bool:
         """Does this group travel apart?"""
         return self._apart_out is group
 
     # ------------------------------------------------------------------------------------------------- for slots
 
-    def nudge(self) -> None:
+    def notify(self) -> None:
         """Wake one taker, if any waits and another group may go."""
-        while self._takers and not self._crowded():
-            taker = self._takers.popleft()
+        while self._waiters and not self._crowded():
+            taker = self._waiters.popleft()
             if not taker.done():
                 taker.set_result(None)
                 return
 
     def nudge_all(self) -> None:
         """Wake every taker: one of them is to stop."""
-        takers, self._takers = self._takers, deque()
+        takers, self._waiters = self._waiters, deque()
         for taker in takers:
             if not taker.done():
                 taker.set_result(None)
@@ -161,7 +161,7 @@ class Queue:
         """Until something may be there to take."""
         if self._crowded() or (not any(self._waiting.values()) and (self._apart_out is not None or not self._apart)):
             taker = asyncio.get_running_loop().create_future()
-            self._takers.append(taker)
+            self._waiters.append(taker)
             await taker
 
     def _crowded(self) -> bool:
@@ -188,9 +188,9 @@ class Queue:
 
     def _make_room(self) -> None:
         self._making_room = None
-        self.nudge()
+        self.notify()
 
-    def take(self) -> list[Request]:
+    def take(self) -> list[WriteRequest]:
         """The next group: as many as one transaction holds, in order and of one guarantee; [] where there is none."""
         if self._crowded():
             return []
@@ -209,10 +209,10 @@ class Queue:
             for request in group:
                 request.turn = self._turns
         if self._apart or any(self._waiting.values()):
-            self.nudge()
+            self.notify()
         return group
 
-    def returned(self, group: list[Request]) -> None:
+    def returned(self, group: list[WriteRequest]) -> None:
         """A group that `take` gave out is done with, well or not: another may go."""
         since = self._out.pop(id(group), None)
         if self._apart_out is group and since is not None:
@@ -220,19 +220,19 @@ class Queue:
             now = time.monotonic()
             self._apart_rests_until = now + (now - since)
         if self._apart or any(self._waiting.values()):
-            self.nudge()
+            self.notify()
 
-    def _take_group(self, waiting: deque[Request], held: list[Request]) -> list[Request]:
+    def _take_group(self, waiting: deque[WriteRequest], held: list[WriteRequest]) -> list[WriteRequest]:
         return take_group(waiting, held, self.ledger_bytes_max)
 
-    def _take_apart(self) -> list[Request]:
+    def _take_apart(self) -> list[WriteRequest]:
         """One request that was in a failed group, alone; else what waits of one suspect topic. One group at a time.
 
         Who has failed alone comes after those of its topic that have not: one of them may commit, and ends the matter.
         """
         if self._apart_out is not None or not self._apart:
             return []
-        order, waiting = Order(), list[Request]()
+        order, waiting = Order(), list[WriteRequest]()
         for request in self._apart:
             if not request.answered:
                 (waiting if order.lets(request) else self._held).append(request)
@@ -242,7 +242,7 @@ class Queue:
         first = min(_fronts(waiting), key=lambda one: (self._apart_turns.get(one.topic, 0), max(one.failures, 1)))
         topic = first.topic
 
-        def alike(request: Request) -> bool:
+        def alike(request: WriteRequest) -> bool:
             return not request.failures and all(event.topic == topic for event in request.events)
 
         together = [first] if first.failures else [one for one in waiting if one is first or alike(one)]
@@ -257,9 +257,9 @@ class Order:
     """For one taking: which requests of trains that came apart may go, those of a topic in their order."""
 
     def __init__(self) -> None:
-        self._left: dict[tuple[Train, str], deque[Request]] = {}
+        self._left: dict[tuple[BatchChunk, str], deque[WriteRequest]] = {}
 
-    def lets(self, request: Request) -> bool:
+    def lets(self, request: WriteRequest) -> bool:
         """May it go, with those that were let before? Not while one of its train that comes before it is elsewhere."""
         train, topic = request.train, request.topic
         if train is None or not train.came_apart:
@@ -271,13 +271,13 @@ class Order:
 
 
 def take_group(
-    waiting: deque[Request], held: list[Request], ledger_bytes_max: int = GROUP_LEDGER_BYTES_MAX
-) -> list[Request]:
+    waiting: deque[WriteRequest], held: list[WriteRequest], ledger_bytes_max: int = GROUP_LEDGER_BYTES_MAX
+) -> list[WriteRequest]:
     """Take from the front what one transaction holds; an atomic batch goes alone, a train whole if it can.
 
     What may not go yet is moved to `held`.
     """
-    group: list[Request] = []
+    group: list[WriteRequest] = []
     ledger_bytes = event_bytes = 0
     order = Order()
     while waiting:
@@ -301,14 +301,14 @@ def take_group(
     return group
 
 
-def _within(requests: Iterable[Request]) -> int:
+def _within(requests: Iterable[WriteRequest]) -> int:
     """How many more events than requests, of trains in one piece."""
-    return sum([len(request.events) - 1 for request in requests if request.in_one_piece])
+    return sum([len(request.events) - 1 for request in requests if request.is_whole])
 
 
-def _fronts(waiting: Iterable[Request]) -> Iterator[Request]:
+def _fronts(waiting: Iterable[WriteRequest]) -> Iterator[WriteRequest]:
     """Those that come after no other of their train and topic."""
-    seen: set[tuple[Train, str]] = set()
+    seen: set[tuple[BatchChunk, str]] = set()
     for request in waiting:
         if request.train is None:
             yield request
@@ -317,5 +317,5 @@ def _fronts(waiting: Iterable[Request]) -> Iterator[Request]:
             yield request
 
 
-def _head_arrived(waiting: deque[Request]) -> float:
+def _head_arrived(waiting: deque[WriteRequest]) -> float:
     return waiting[0].arrived if waiting else float("inf")

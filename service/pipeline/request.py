@@ -25,29 +25,29 @@ class Committed(msgspec.Struct, frozen=True, gc=False):
     replayed: bool
 
 
-Answer = Committed | Problem
+WriteResult = Committed | Problem
 
 
-class Answers:
+class ResultCollector:
     """The answers of several requests, for one who waits for `all` of them."""
 
     def __init__(self, count: int) -> None:
-        self._answers: list[Answer | None] = [None] * count
+        self._answers: list[WriteResult | None] = [None] * count
         self._missing = count
-        self.all: asyncio.Future[list[Answer]] = asyncio.get_running_loop().create_future()
+        self.all: asyncio.Future[list[WriteResult]] = asyncio.get_running_loop().create_future()
 
-    def put(self, place: int, answer: Answer) -> None:
+    def put(self, place: int, answer: WriteResult) -> None:
         """The answer of the request at that place."""
         self._answers[place] = answer
         self._missing -= 1
         if not self._missing and not self.all.done():  # who waited may have been cancelled
             self.all.set_result([answer for answer in self._answers if answer is not None])
 
-    def put_all(self, answer: Answer) -> None:
+    def put_all(self, answer: WriteResult) -> None:
         """One answer for all of them: where they are, in their order, or why they are not."""
         if isinstance(answer, Committed):
             at, replayed = answer.at, answer.replayed
-            answers: list[Answer] = [Committed(at, (place,), replayed) for place in answer.places]
+            answers: list[WriteResult] = [Committed(at, (place,), replayed) for place in answer.places]
         else:
             answers = [answer] * len(self._answers)
         if not self.all.done():
@@ -59,7 +59,7 @@ def fit(ledger_bytes: int, event_bytes: int, ledger_bytes_max: int = GROUP_LEDGE
     return ledger_bytes <= ledger_bytes_max and event_bytes <= GROUP_EVENT_BYTES_MAX
 
 
-class Train:
+class BatchChunk:
     """Events of one batch that follow each other into one transaction, which is what keeps their order.
 
     Their keys differ, for a key would meet itself in one claim. Where that transaction fails they may go on one by one,
@@ -73,7 +73,7 @@ class Train:
         self.ledger_bytes = self.event_bytes = 0
         self.came_apart = False  # some of its requests have gone round again
         self._ids: set[bytes] = set()
-        self._again: dict[str, dict[Request, None]] = {}  # by topic: requests that have gone round again, in order
+        self._again: dict[str, dict[WriteRequest, None]] = {}  # by topic: requests that have gone round again, in order
 
     def takes(self, event: Event) -> bool:
         """Is there room for it? An empty one takes any."""
@@ -90,12 +90,12 @@ class Train:
         self.ledger_bytes += event.entry_bytes
         self.event_bytes += event.size
 
-    def goes_again(self, request: "Request") -> None:
+    def goes_again(self, request: "WriteRequest") -> None:
         """A request of it goes round again; all of a topic that do are told of in their order, the first time."""
         self.came_apart = True
         self._again.setdefault(request.topic, {})[request] = None
 
-    def left(self, topic: str) -> "deque[Request]":
+    def left(self, topic: str) -> "deque[WriteRequest]":
         """Those of a topic that have gone round again and have no answer yet, wherever they are, in their order."""
         left = {request: None for request in self._again.pop(topic, ()) if not request.answered}
         if left:
@@ -103,7 +103,7 @@ class Train:
         return deque(left)
 
 
-class Request(msgspec.Struct, eq=False):
+class WriteRequest(msgspec.Struct, eq=False):
     """Events on their way together. `reply` is called exactly once, by whoever moves the state to ANSWERED.
 
     They are one event, an atomic batch, or a train in one piece, which is `part`ed as soon as its events may differ.
@@ -115,10 +115,10 @@ class Request(msgspec.Struct, eq=False):
     arrived: float
     deadline: float
     guarantee: Guarantee
-    reply: Callable[[Answer], None]
+    reply: Callable[[WriteResult], None]
     asked: list[tuple[bytes, bytes]]
     atomic: bool
-    train: Train | None
+    train: BatchChunk | None
     ledger_bytes: int
     event_bytes: int
     size: int
@@ -132,8 +132,8 @@ class Request(msgspec.Struct, eq=False):
     aborts: int = 0  # transactions that failed before their commit was asked for, and maybe because of it
     partitions: Sequence[int] = ()  # of its events, chosen anew for each group that it goes into
     turn: int = 0  # number of the group that took it last: whoever has an older one has it no more
-    reply_each: Callable[[int, Answer], None] | None = None  # of a train in one piece: by its event's place
-    parts: Sequence["Request"] = ()  # of a train that was in one piece, and is not any more
+    reply_each: Callable[[int, WriteResult], None] | None = None  # of a train in one piece: by its event's place
+    parts: Sequence["WriteRequest"] = ()  # of a train that was in one piece, and is not any more
 
     @classmethod
     def of(
@@ -142,10 +142,10 @@ class Request(msgspec.Struct, eq=False):
         arrived: float,
         timeout_s: float,
         guarantee: Guarantee,
-        reply: Callable[[Answer], None],
+        reply: Callable[[WriteResult], None],
         whole: tuple[bytes, bytes] | None = None,
-        train: Train | None = None,
-    ) -> "Request":
+        train: BatchChunk | None = None,
+    ) -> "WriteRequest":
         """A new request; `whole` is the (id, fingerprint) of an atomic batch."""
         asked = [] if whole is None else [whole]
         ledger_bytes = event_bytes = 0
@@ -166,7 +166,7 @@ class Request(msgspec.Struct, eq=False):
         return 1 if self.atomic else len(self.events)
 
     @property
-    def in_one_piece(self) -> bool:
+    def is_whole(self) -> bool:
         """Is it a train whose events have not parted?"""
         return len(self.events) > 1 and not self.atomic and not self.parts
 
@@ -175,15 +175,15 @@ class Request(msgspec.Struct, eq=False):
         """Has each of its events its answer?"""
         return self.answered and (not self.parts or all(part.answered for part in self.parts))
 
-    def part(self) -> list["Request"]:
+    def split(self) -> list["WriteRequest"]:
         """Take a train in one piece apart: a request for each event, as far on its way as all were. It ends itself.
 
         It stands for their deadline, which is one. Where it has gone round again they have, and in their order.
         """
-        parts: list[Request] = []
+        parts: list[WriteRequest] = []
         for place, event in enumerate(self.events):
             reply = unheard if self.reply_each is None else partial(self.reply_each, place)
-            one = Request.of((event,), self.arrived, 0.0, self.guarantee, reply, train=self.train)
+            one = WriteRequest.of((event,), self.arrived, 0.0, self.guarantee, reply, train=self.train)
             one.deadline, one.state, one.turn = self.deadline, self.state, self.turn
             one.accepted_at, one.claimants = self.accepted_at, self.claimants
             one.partitions = self.partitions[place : place + 1]
@@ -195,7 +195,7 @@ class Request(msgspec.Struct, eq=False):
                 self.train.goes_again(one)
         return parts
 
-    def end(self) -> Callable[[Answer], None]:
+    def end(self) -> Callable[[WriteResult], None]:
         """It is answered, or its parts will be; its reply, which it keeps no longer: a connection hangs on that."""
         self.move(RequestEvent.ANSWER)
         reply, self.reply, self.reply_each = self.reply, unheard, None
@@ -221,5 +221,5 @@ class Request(msgspec.Struct, eq=False):
             self.state = REQUEST[self.state, event]
 
 
-def unheard(answer: Answer) -> None:
+def unheard(answer: WriteResult) -> None:
     """The reply of a request whose answer nobody waits for any more."""

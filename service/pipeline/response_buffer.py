@@ -17,7 +17,7 @@ Named = Callable[[], Mapping[str, str]]
 _AT_ONCE: Final = contextlib.nullcontext()
 
 
-class Outbox:
+class ResponseBuffer:
     """Tells answers at once, or those of a step at its end, in their order."""
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ from service.core.logs import Incident
 from service.core.settings import GROUP_LEDGER_BYTES_MAX
 from service.events.event import Event
 from service.kafka.outcomes import TransactionFailed
-from service.pipeline.request import Answer, Committed, Request
+from service.pipeline.request import Committed, WriteRequest, WriteResult
 
 log = structlog.get_logger(__name__)
 
@@ -52,9 +52,9 @@ class Tracing:
         self._provider.add_span_processor(processor or BatchSpanProcessor(Exporter()))
         self._tracer = self._provider.get_tracer("fencepost")
         self._instance = instance
-        self._spans: dict[Request, list[Span]] = {}  # of requests without an answer
+        self._spans: dict[WriteRequest, list[Span]] = {}  # of requests without an answer
 
-    def begin(self, requests: Sequence[Request], now: float) -> None:
+    def begin(self, requests: Sequence[WriteRequest], now: float) -> None:
         """Begin the spans of requests that were let in; they end with their answers. `now` is the loop's time."""
         for request in requests:
             arrived_ns = time.time_ns() - int((now - request.arrived) * 1e9)
@@ -87,7 +87,7 @@ class Tracing:
             )
         return span
 
-    def _end(self, request: Request, reply: Callable[[Answer], None], answer: Answer) -> None:
+    def _end(self, request: WriteRequest, reply: Callable[[WriteResult], None], answer: WriteResult) -> None:
         """End the spans of a request with what it is answered, and answer it."""
         spans = self._spans.pop(request, [])
         if isinstance(answer, Committed):
@@ -104,7 +104,7 @@ class Tracing:
         reply(answer)
 
     @contextmanager
-    def sending(self, slot: int, requests: Sequence[Request]) -> Iterator[None]:
+    def sending(self, slot: int, requests: Sequence[WriteRequest]) -> Iterator[None]:
         """The span of a group on its way into Kafka."""
         topics = {event.topic for request in requests for event in request.events}
         (topic,) = topics if len(topics) == 1 else ("",)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from service.pipeline.request import Request
+from service.pipeline.request import WriteRequest
 
 # A write takes some milliseconds; one that waits for a recovery, a second or so.
 PAUSE_LEAST_S: Final = 0.05
@@ -14,7 +14,7 @@ PAUSE_MOST_S: Final = 0.5
 class Waiters:
     """Redis tells nobody of itself that a key was written, so a waiting request claims its key again now and then."""
 
-    def __init__(self, ask: Callable[[Sequence[Request]], None]) -> None:
+    def __init__(self, ask: Callable[[Sequence[WriteRequest]], None]) -> None:
         self._ask = ask  # has requests claimed again
         self._waiting: dict[bytes, _Waiting] = {}  # by event id
 
@@ -22,7 +22,7 @@ class Waiters:
         """For how many keys somebody waits."""
         return len(self._waiting)
 
-    def wait(self, request: Request) -> None:
+    def wait(self, request: WriteRequest) -> None:
         """Have a request wait whose key another writes: it, or one that waits with it, asks again after a pause."""
         id = request.asked[0][0]
         waiting = self._waiting.get(id)
@@ -64,6 +64,6 @@ class _Waiting:
     timer: asyncio.TimerHandle
 
     def __init__(self) -> None:
-        self.asker: Request | None = None
-        self.requests: dict[Request, None] = {}
+        self.asker: WriteRequest | None = None
+        self.requests: dict[WriteRequest, None] = {}
         self.pause_s = PAUSE_LEAST_S

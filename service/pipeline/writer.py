@@ -1,4 +1,4 @@
-"""The path of an event: claim → deliver → mark → answer, for a group at a time. Read `Ingest.serve` first."""
+"""The path of an event: claim → deliver → mark → answer, for a group at a time. Read `Writer.serve` first."""
 
 import asyncio
 import contextlib
@@ -38,13 +38,13 @@ from service.core.problems import (
 )
 from service.core.settings import Settings
 from service.core.supervision import heard
-from service.kafka.outcomes import OUTSIDE_BOUNDS, Refusal, TransactionFailed, Verdict
-from service.kafka.session import NotSent, Partition, Place, Record
-from service.kafka.topics import Catalogue
-from service.pipeline.admission import Intake
+from service.kafka.outcomes import OUTSIDE_BOUNDS, RecordError, TransactionFailed, TransactionOutcome
+from service.kafka.session import NotSent, Partition, Record, RecordMetadata
+from service.kafka.topics import TopicMetadataCache
+from service.pipeline.admission import Admission
 from service.pipeline.group import (
-    Committable,
-    Won,
+    ClaimedRequest,
+    CommittedRequest,
     Written,
     entries_of,
     part_mixed,
@@ -56,7 +56,7 @@ from service.pipeline.group import (
     topic_ids_of,
 )
 from service.pipeline.queue import Queue
-from service.pipeline.request import Committed, Request, Train
+from service.pipeline.request import BatchChunk, Committed, WriteRequest
 from service.pipeline.waiters import Waiters
 from service.slots.recovery import Store
 from service.slots.slot import Slot
@@ -73,7 +73,7 @@ ABORTED_PAUSE_MOST_S: Final = 1.0
 UNTRACED: Final = contextlib.nullcontext()
 
 
-class Ingest:
+class Writer:
     """Runs groups of requests through slots, and tells the intake what became of each."""
 
     def __init__(
@@ -82,8 +82,8 @@ class Ingest:
         keys: KeyStore,
         store: Store,
         queue: Queue,
-        catalogue: Catalogue,
-        intake: Intake,
+        catalogue: TopicMetadataCache,
+        intake: Admission,
         telemetry: Telemetry,
         tracing: "Tracing | None" = None,
     ) -> None:
@@ -98,7 +98,7 @@ class Ingest:
         self._now_ms = intake.now_ms
         self._telemetry = telemetry
         self._tracing = tracing
-        self._parked: list[Request] = []  # in doubt, until a slot has been recovered
+        self._parked: list[WriteRequest] = []  # in doubt, until a slot has been recovered
         self._waiters = Waiters(queue.put_back)
         self._finishing: set[asyncio.Task[None]] = set()
         # Called where a claim of a slot without a lease is met: who looks after slots need not wait for its next beat.
@@ -107,19 +107,19 @@ class Ingest:
     async def serve(self, slot: Slot) -> None:
         """Run groups through a READY slot until its term ends (an error is raised) or it is to be given back."""
         finishing: asyncio.Task[None] | None = None
-        while not slot.leaving:
-            if not slot.stale:
+        while not slot.draining:
+            if not slot.superseded:
                 await self._queue.wait()
-            if slot.stale:
-                self._queue.nudge()  # it may be this slot that was woken for what another can take
+            if slot.superseded:
+                self._queue.notify()  # it may be this slot that was woken for what another can take
                 raise Fenced("its term, its generation, or a connection of it has ended")
             if slot.owes_too_much:
-                self._queue.nudge()  # another slot may take what is there
-                await slot.settle_debts()
-            requests = [] if slot.leaving else self._queue.take()
+                self._queue.notify()  # another slot may take what is there
+                await slot.flush_marks()
+            requests = [] if slot.draining else self._queue.take()
             if not requests:
                 continue
-            turn, unwanted, written = requests[0].turn, list[Request](), None
+            turn, unwanted, written = requests[0].turn, list[WriteRequest](), None
             try:
                 group, unwanted = await self._claim(slot, requests)
                 if group:
@@ -151,7 +151,7 @@ class Ingest:
         if finishing is not None:
             await asyncio.shield(finishing)
 
-    async def _claim(self, slot: Slot, requests: list[Request]) -> tuple[list[Won], list[Request]]:
+    async def _claim(self, slot: Slot, requests: list[WriteRequest]) -> tuple[list[ClaimedRequest], list[WriteRequest]]:
         """Claim a group for the slot in its term; answers what is to be written, and claims that are not wanted.
 
         What needs no writing gets its answer, and so does what cannot be written now. Whatever this raises, nothing of
@@ -162,9 +162,9 @@ class Ingest:
         for request in requests:
             request.move(RequestEvent.CLAIM)
         if self._queue.suspects(requests):
-            await self._catalogue.look_again({event.topic for request in requests for event in request.events})
+            await self._catalogue.refresh({event.topic for request in requests for event in request.events})
         partitions, left_out = route(requests, self._catalogue.last_known)
-        if any(request.in_one_piece for request in left_out):
+        if any(request.is_whole for request in left_out):
             requests[:] = parted(requests, left_out.__contains__)
             partitions, left_out = route(requests, self._catalogue.last_known)
         if partitions and requests[0].guarantee is Guarantee.EXACTLY_ONCE:
@@ -195,14 +195,14 @@ class Ingest:
         return group, unwanted
 
     def _sort(
-        self, requests: Sequence[Request], claims: Sequence[Claim], left_out: Mapping[Request, Partition]
-    ) -> tuple[list[Won], list[Request], list[Request]]:
+        self, requests: Sequence[WriteRequest], claims: Sequence[Claim], left_out: Mapping[WriteRequest, Partition]
+    ) -> tuple[list[ClaimedRequest], list[WriteRequest], list[WriteRequest]]:
         """What claims found: to be written, claims that are not wanted, and what the store took no claim of."""
         now = time.monotonic()
-        group: list[Won] = []
-        unwanted: list[Request] = []
-        refused: list[Request] = []
-        ahead: set[tuple[Train, str]] = set()  # trains, and topics of theirs, of which one goes round again
+        group: list[ClaimedRequest] = []
+        unwanted: list[WriteRequest] = []
+        refused: list[WriteRequest] = []
+        ahead: set[tuple[BatchChunk, str]] = set()  # trains, and topics of theirs, of which one goes round again
         for request, claim in zip(requests, claims, strict=True):
             if claim.outcome is Outcome.REFUSED:
                 refused.append(request)
@@ -228,13 +228,13 @@ class Ingest:
                     self._accept(request)
         return group, unwanted, refused
 
-    def _queue_again(self, requests: Sequence[Request]) -> None:
+    def _queue_again(self, requests: Sequence[WriteRequest]) -> None:
         """Redis took no claim of these: it is made anew, by whoever comes first."""
         for request in requests:
             request.move(RequestEvent.QUEUE)
         self._queue.put_back(requests)
 
-    async def _release(self, slot: Slot, unwanted: Sequence[Request]) -> None:
+    async def _release(self, slot: Slot, unwanted: Sequence[WriteRequest]) -> None:
         """Give up claims that are not to be written now; without an answer it may run late, which ends the term.
 
         What has no answer yet goes round again.
@@ -245,7 +245,7 @@ class Ingest:
             raise StoreUnanswered(f"a release is open: {error}") from error
         self._queue.put_back(unwanted)
 
-    def _settle(self, request: Request, claim: Claim, now: float) -> None:
+    def _settle(self, request: WriteRequest, claim: Claim, now: float) -> None:
         """What a claim found that leaves nothing to write; `now` by time.monotonic."""
         doubtful = request.state is RequestState.CHECKING
         if self._waiters and claim.outcome is not Outcome.IN_PROGRESS:
@@ -271,7 +271,7 @@ class Ingest:
                 log.error("bug: a claim found what it cannot", outcome=claim.outcome.value, state=repr(claim.state))
                 self._answer(request, Problem(OUTCOME_UNKNOWN, "Idempotency-Key: send it again with the same key"))
 
-    def _wait_for_another(self, request: Request) -> None:
+    def _wait_for_another(self, request: WriteRequest) -> None:
         """Another writes the request's key: it is claimed again later."""
         request.move(RequestEvent.QUEUE)
         self._waiters.wait(request)
@@ -279,13 +279,13 @@ class Ingest:
             request.waits = True
             asyncio.get_running_loop().call_at(request.patient_until, self._wait_no_longer, request)
 
-    def _wait_no_longer(self, request: Request) -> None:
+    def _wait_no_longer(self, request: WriteRequest) -> None:
         """Its patience is over, and maybe no slot is there that would claim it again and tell."""
         won = request.accepted_at != 0  # since, a claim of its own: it waits for nobody
         if request.state is RequestState.QUEUED and not won:
             self._answer(request, _in_progress())
 
-    async def _answer_members(self, request: Request, claim: Claim) -> None:
+    async def _answer_members(self, request: WriteRequest, claim: Claim) -> None:
         """The stored answer of an atomic batch: where each member is."""
         doubtful = request.state is RequestState.CHECKING
         request.move(RequestEvent.FIND)  # no deadline may say from here on that it is not written
@@ -301,7 +301,7 @@ class Ingest:
         whole = len(places) == len(request.events)
         self._answer(request, Committed(claim.state.at, places, replayed=not doubtful) if whole else again)
 
-    async def _deliver(self, slot: Slot, group: Sequence[Won]) -> Written:
+    async def _deliver(self, slot: Slot, group: Sequence[ClaimedRequest]) -> Written:
         """Write a claimed group as its guarantee says."""
         started = time.perf_counter()
         exactly_once = group[0][0].guarantee is Guarantee.EXACTLY_ONCE
@@ -311,19 +311,19 @@ class Ingest:
         self._telemetry.groups.observe(sum(len(request.events) for request, _ in group))
         return written
 
-    def _traced(self, slot: Slot, group: Sequence[Won]) -> contextlib.AbstractContextManager[None]:
+    def _traced(self, slot: Slot, group: Sequence[ClaimedRequest]) -> contextlib.AbstractContextManager[None]:
         if self._tracing is None:
             return UNTRACED
         return self._tracing.sending(slot.n, [request for request, _ in group])
 
-    async def _deliver_once(self, slot: Slot, group: Sequence[Won]) -> Written:
+    async def _deliver_once(self, slot: Slot, group: Sequence[ClaimedRequest]) -> Written:
         """Write a group in one transaction. Raises TransactionFailed: all of it is in doubt, see `_doubt`."""
         records = self._records(slot, group, slot.producer.producer_id, slot.producer.epoch)
-        delivered: list[Committable] = []
+        delivered: list[CommittedRequest] = []
         for request, _ in group:
             request.move(RequestEvent.SEND)
 
-        def entries(places: Sequence[Place]) -> Iterator[str]:
+        def entries(places: Sequence[RecordMetadata]) -> Iterator[str]:
             delivered.extend(placed_all(group, records, places))
             return entries_of(delivered)
 
@@ -334,7 +334,7 @@ class Ingest:
             raise
         return Written(delivered, link, [])
 
-    async def _deliver_plain(self, slot: Slot, group: Sequence[Won]) -> Written:
+    async def _deliver_plain(self, slot: Slot, group: Sequence[ClaimedRequest]) -> Written:
         """Write events whose guarantee is `idempotent`: no transaction and no ledger.
 
         What has no clean answer is in doubt at once (504), and its claim is released: a retry writes it again. What was
@@ -353,10 +353,10 @@ class Ingest:
                 request.move(RequestEvent.REFUSE)
             self._park(slot, [request for request, _ in group])
             raise
-        others_went = any(isinstance(fate, Place) for fate in fates)
+        others_went = any(isinstance(fate, RecordMetadata) for fate in fates)
         blamed = any(isinstance(fate, NotSent) and fate.itself for fate in fates)
         for (request, claim), record, fate in zip(group, records, fates, strict=True):
-            if isinstance(fate, Place):
+            if isinstance(fate, RecordMetadata):
                 written.delivered.extend(placed_all([(request, claim)], [record], [fate]))
                 continue
             written.unwanted.append(request)
@@ -372,7 +372,7 @@ class Ingest:
                 request.move(RequestEvent.REFUSE)
         return written
 
-    def _records(self, slot: Slot, group: Sequence[Won], producer_id: int, epoch: int) -> list[Record]:
+    def _records(self, slot: Slot, group: Sequence[ClaimedRequest], producer_id: int, epoch: int) -> list[Record]:
         writer = stamp_writer(slot.n, producer_id, epoch, self._settings.name)
         return records_of(group, self._catalogue.last_known, writer, self._now_ms())
 
@@ -400,14 +400,14 @@ class Ingest:
             if isinstance(error, StoreLost):
                 self._store.lost(written.link.epoch)
         self._telemetry.stage_mark.observe(time.perf_counter() - started)
-        self._queue.trust(there.topic for _, committed in written.delivered for _, there in committed.places)
+        self._queue.release(there.topic for _, committed in written.delivered for _, there in committed.places)
         with self._outbox.together(len(written.delivered)):
             for request, committed in written.delivered:
                 self._answer(request, committed)
 
     # ----------------------------------------------------------------------------------------------------- doubt
 
-    async def _doubt(self, slot: Slot, requests: Sequence[Request], failed: TransactionFailed) -> None:
+    async def _doubt(self, slot: Slot, requests: Sequence[WriteRequest], failed: TransactionFailed) -> None:
         """A group did not commit cleanly. Its poison is answered if it was alone; the others go round again.
 
         They wait for the recovery if a commit may have been asked for. If it was not, their claims are given up, and
@@ -415,15 +415,15 @@ class Ingest:
         on it pauses, if nobody else is to blame; and so does what is for a topic that may have been made just now.
         """
         requests = parted(requests)
-        aborted = failed.verdict is Verdict.ABORTED
+        aborted = failed.verdict is TransactionOutcome.ABORTED
         # Where a commit was asked for, what was refused on the way has been overcome, or is not what ended it.
         refusals = failed.refusals if aborted else {}
         culprits = {*failed.stuck, *refusals}
         ledger_full = self._ledger in refusals and refusals[self._ledger].kind is TOO_LARGE
         if ledger_full:  # it takes less than it did
             self._queue.ledger_bytes_max = max(1, sum(request.ledger_bytes for request in requests) // 2)
-        at_once: list[Request] = []
-        later: list[Request] = []
+        at_once: list[WriteRequest] = []
+        later: list[WriteRequest] = []
         for request in requests:
             topics = {event.topic for event in request.events}
             refused = next((topic for topic in topics if topic in refusals), None)
@@ -453,7 +453,7 @@ class Ingest:
             pause_s = min(ABORTED_PAUSE_S * 2 ** max(each.aborts for each in later), ABORTED_PAUSE_MOST_S)
             asyncio.get_running_loop().call_later(pause_s, self._queue.put_back, later)
 
-    async def _give_up(self, slot: Slot, requests: Sequence[Request]) -> bool:
+    async def _give_up(self, slot: Slot, requests: Sequence[WriteRequest]) -> bool:
         """Give up the claims of requests that were sent, so that any slot may write them now; False: they may stand.
 
         No commit was asked for, and none will be: nothing of their transaction can ever be there, whatever becomes of
@@ -467,7 +467,7 @@ class Ingest:
         slot.doubtful = 0
         return True
 
-    def _travels_on(self, request: Request, topic: str, refusal: Refusal, alone: bool) -> bool:
+    def _travels_on(self, request: WriteRequest, topic: str, refusal: RecordError, alone: bool) -> bool:
         """The broker refuses a record of a request, for this topic: answer it if it was alone, else let it travel so.
 
         That a topic is not there is believed at the second time: one that was just made is not known everywhere yet.
@@ -482,18 +482,18 @@ class Ingest:
         self._answer(request, Problem(refusal.kind, f"topic: {topic}: {refusal.why}"))
         return False
 
-    def _set_apart(self, request: Request) -> None:
+    def _set_apart(self, request: WriteRequest) -> None:
         request.failures += 1
         for topic in {event.topic for event in request.events}:
-            self._queue.suspect(topic)
-            self._catalogue.doubt(topic)
+            self._queue.quarantine(topic)
+            self._catalogue.invalidate(topic)
 
     def recovered(self) -> None:
         """A slot has been recovered, or time has passed: what waits for that is claimed anew, which tells its fate."""
         parked, self._parked = self._parked, []
         self._queue.put_back(parked)
 
-    def _wait_again(self, slot: Slot, requests: Sequence[Request], unwanted: Sequence[Request]) -> None:
+    def _wait_again(self, slot: Slot, requests: Sequence[WriteRequest], unwanted: Sequence[WriteRequest]) -> None:
         """The term has ended: what was not sent waits for the slot's recovery, for its own claim may stand there.
 
         So do those whose claims were not wanted, and could not be given up in time.
@@ -503,7 +503,7 @@ class Ingest:
             request.move(RequestEvent.QUEUE)
         self._park(slot, unsent + [request for request in unwanted if not request.answered])
 
-    def _park(self, slot: Slot, requests: Sequence[Request]) -> None:
+    def _park(self, slot: Slot, requests: Sequence[WriteRequest]) -> None:
         """Keep requests until a recovery: a claim of them may stand in the slot's term, and is not somebody else's."""
         for request in requests:
             request.claimants += ((slot.n, slot.term),)

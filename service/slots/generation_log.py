@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from service.contract.wire import GENERATION_KEY, Generation, barrier_key, encode_barrier, slot_of_barrier
-from service.kafka.admin import Cluster
+from service.kafka.admin import KafkaAdmin
 from service.kafka.deadline import shared
 from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import Span, read_through
@@ -24,7 +24,7 @@ class Newest:
 class Control:
     """Appends to `{ns}.control` and reads it through barriers. Every call may raise KafkaAway."""
 
-    def __init__(self, cluster: Cluster, topic: str, instance: str) -> None:
+    def __init__(self, cluster: KafkaAdmin, topic: str, instance: str) -> None:
         self._cluster = cluster
         self._topic = topic
         self._instance = instance

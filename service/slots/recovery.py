@@ -17,7 +17,7 @@ from typing import Any, Final
 import structlog
 
 from service.claims.redis_requirements import POLICY_CHANGE
-from service.claims.redis_store import REPLAY_CHUNK, Epoch, Identity, KeyStore, Row, chunks
+from service.claims.redis_store import REPLAY_CHUNK, Identity, KeyStore, Row, StoreGeneration, chunks
 from service.claims.states import SlotEvent
 from service.contract import PREFIX
 from service.contract.wire import LedgerRecord, transactional_id
@@ -25,11 +25,11 @@ from service.core.logs import Incident
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, StoreAway, StoreLost, StoreUnanswered
 from service.core.settings import Settings
-from service.kafka.admin import Cluster
+from service.kafka.admin import KafkaAdmin
 from service.kafka.deadline import shared
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.reader import Span, ends, offsets_since, read_through
-from service.kafka.session import Place
+from service.kafka.session import RecordMetadata
 from service.kafka.topics import InternalTopics
 from service.slots.generation_log import Control, Newest
 from service.slots.ledger_rows import rows_of
@@ -78,7 +78,7 @@ class SlotRecovery:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: KafkaAdmin,
         keys: KeyStore,
         control: Control,
         topics: InternalTopics,
@@ -95,7 +95,7 @@ class SlotRecovery:
         self._replayed = telemetry.replayed.labels("slot")
         self._patience_s = (settings.request_timeout_ms + settings.transaction_timeout_ms) / 1000
 
-    async def run(self, slot: Slot, epoch: Epoch) -> None:
+    async def run(self, slot: Slot, epoch: StoreGeneration) -> None:
         """Steps 2 to 6 of slot recovery. Raises StoreLost, Fenced, TransactionFailed, KafkaAway, StoreAway, …:
         then the slot is in DOUBT, its producer is to be closed, and this is to be run again."""
         try:
@@ -109,7 +109,7 @@ class SlotRecovery:
             await slot.end()
             raise
 
-    async def _fence(self, slot: Slot, epoch: Epoch) -> None:
+    async def _fence(self, slot: Slot, epoch: StoreGeneration) -> None:
         """InitProducerId: the fate of the old transaction is final, and its owner can never commit again."""
         name = transactional_id(self._settings.namespace, slot.n)
         producer = TransactionalProducer(self._cluster, name, self._settings.transaction_timeout_ms)
@@ -127,7 +127,7 @@ class SlotRecovery:
     async def _check(self, slot: Slot) -> None:
         """After the fence, does control still name the store that my claims are in?"""
         newest = await self._control.newest(slot.n)
-        if newest is None or Epoch(newest.generation, newest.store) != slot.epoch:
+        if newest is None or StoreGeneration(newest.generation, newest.store) != slot.epoch:
             raise StoreLost(f"control names {newest}, this process works with {slot.epoch}")
         slot.move(SlotEvent.CHECK)
 
@@ -164,16 +164,16 @@ class Store:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: KafkaAdmin,
         keys: KeyStore,
         control: Control,
         topics: InternalTopics,
         settings: Settings,
         telemetry: Telemetry,
     ) -> None:
-        self.epoch: Epoch | None = None
+        self.epoch: StoreGeneration | None = None
         self.status = "starting"
-        self._last: Epoch | None = None
+        self._last: StoreGeneration | None = None
         self._cluster = cluster
         self._keys = keys
         self._control = control
@@ -182,7 +182,7 @@ class Store:
         self._telemetry = telemetry
         self._barriers = IdempotentProducer(cluster, "store-recovery")
         self._patience_s = (settings.request_timeout_ms + settings.transaction_timeout_ms) / 1000
-        self._settling: asyncio.Task[Epoch] | None = None
+        self._settling: asyncio.Task[StoreGeneration] | None = None
         self._quiet_pause_s = PAUSE_LEAST_S
 
     async def close(self) -> None:
@@ -201,7 +201,7 @@ class Store:
         """The generation in which claims may be made; 0, which none has, where the store is not settled."""
         return 0 if self.epoch is None else self.epoch.generation
 
-    def lost(self, epoch: Epoch) -> None:
+    def lost(self, epoch: StoreGeneration) -> None:
         """A script for `epoch` met another store. Harmless where that epoch is not the present one any more."""
         if self.epoch == epoch:
             log.warning("store lost", generation=epoch.generation)
@@ -210,18 +210,18 @@ class Store:
             self.status = "recovering: the store was lost"
             self._start_settling()
 
-    async def settled(self) -> Epoch:
+    async def settled(self) -> StoreGeneration:
         """The epoch in which claims may be made; waits for as long as that takes."""
         if self.epoch is not None:
             return self.epoch
         return await shared(self._start_settling())
 
-    def _start_settling(self) -> asyncio.Task[Epoch]:
+    def _start_settling(self) -> asyncio.Task[StoreGeneration]:
         if self._settling is None or self._settling.done():
             self._settling = asyncio.create_task(self._settle())
         return self._settling
 
-    async def _settle(self) -> Epoch:
+    async def _settle(self) -> StoreGeneration:
         trouble = Incident(log, "store not settled")
         while True:
             try:
@@ -247,7 +247,7 @@ class Store:
         await self._keys.resolve_anew()
         await asyncio.sleep(random.uniform(0.5, 1.0) * min(PAUSE_LEAST_S, self._lease_s / 3))  # noqa: S311
 
-    async def _attempt(self) -> Epoch:
+    async def _attempt(self) -> StoreGeneration:
         """Adopt what Redis and control agree on, else recover: at once after a flush, or where the store lacks what was
         there, and patiently after a change."""
         identity = await self._keys.who()
@@ -263,7 +263,7 @@ class Store:
                 f"(FLUSHDB, where there are no others), or set {PREFIX}NAMESPACE to another"
             )
         if newest is not None:
-            named = Epoch(newest.generation, newest.store)
+            named = StoreGeneration(newest.generation, newest.store)
             if identity.store == named.store and identity.epoch == named and not identity.incomplete:
                 return named
             if identity.store != named.store:
@@ -302,7 +302,7 @@ class Store:
 
     # ------------------------------------------------------------------------------------------ store recovery
 
-    async def _recover(self, seen: Identity) -> Epoch:
+    async def _recover(self, seen: Identity) -> StoreGeneration:
         """Store recovery under a fresh nonce. Raises NotYet where another process is at it or superseded this one."""
         nonce = secrets.token_hex(8)
         if not await self._keys.recover(seen, nonce):
@@ -325,7 +325,7 @@ class Store:
             with contextlib.suppress(StoreAway, StoreUnanswered, StoreLost):
                 await self._keys.recover_read(store, nonce, 0)
 
-    async def _recover_under(self, store: str, nonce: str) -> Epoch:
+    async def _recover_under(self, store: str, nonce: str) -> StoreGeneration:
         """Steps 2 to 5: name the store, fence every slot, replay every ledger partition, free."""
         started = time.monotonic()
         generation = await self._control.append(store)
@@ -341,7 +341,7 @@ class Store:
         took_s = time.monotonic() - started
         self._telemetry.store_recoveries.observe(took_s)
         log.info("store recovered", generation=generation, slots=slots, keys=keys, took_s=round(took_s, 3))
-        return Epoch(generation, store)
+        return StoreGeneration(generation, store)
 
     async def _slots(self) -> int:
         """As many as the ledger has, and no fewer than control knows of.
@@ -380,7 +380,7 @@ class Store:
             finally:
                 await producer.close()
 
-    async def _barrier_all(self, slots: int) -> dict[int, Place]:
+    async def _barrier_all(self, slots: int) -> dict[int, RecordMetadata]:
         """Append a ledger record without entries to each partition, after its fence; the places to read through.
 
         Stronger than reading the LSO: the leader that shows our own record cannot be a deposed one.
@@ -388,7 +388,7 @@ class Store:
         records = [(slot, None, LedgerRecord(slot, -1, -1, self._settings.name, ()).encode()) for slot in range(slots)]
         return dict(enumerate(await self._barriers.send_all(self._topics.ledger, records)))
 
-    async def _replay_all(self, store: str, nonce: str, barriers: Mapping[int, Place]) -> int:
+    async def _replay_all(self, store: str, nonce: str, barriers: Mapping[int, RecordMetadata]) -> int:
         """Replay every ledger partition from `applied`, or for as far back as keys live; the number of keys read.
 
         This process's clock has no say in it: keys expire by Redis's, and ledger records have their brokers' times.

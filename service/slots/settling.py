@@ -14,8 +14,8 @@ from aiokafka import errors
 from prometheus_client import Counter
 
 from service.contract.wire import STAMP_HEADER, Stamp, WireError
-from service.kafka.admin import Cluster
-from service.kafka.hanging import Marker, Partition, Place, Transaction, Verdict, places_to_read, verdicts
+from service.kafka.admin import KafkaAdmin
+from service.kafka.hanging import Marker, OpenTransactionAt, Partition, Transaction, Verdict, places_to_read, verdicts
 from service.kafka.inspection import Entry, fetch
 from service.kafka.producer import TransactionalProducer
 from service.kafka.reader import ends, offsets_since
@@ -68,7 +68,7 @@ class Settlement:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: KafkaAdmin,
         ledger: Partition,
         producer: TransactionalProducer,
         patience_s: float,
@@ -194,11 +194,11 @@ class Settlement:
                 return None
         return None
 
-    async def _markers(self, places: Iterable[Place], tail: LedgerTail) -> dict[Place, Marker]:
+    async def _markers(self, places: Iterable[OpenTransactionAt], tail: LedgerTail) -> dict[OpenTransactionAt, Marker]:
         found = {place: await self._marker(place, tail) for place in places}
         return {place: marker for place, marker in found.items() if marker is not None}
 
-    async def _marker(self, place: Place, tail: LedgerTail) -> Marker | None:
+    async def _marker(self, place: OpenTransactionAt, tail: LedgerTail) -> Marker | None:
         """The marker that has ended the transaction of this record; None where there is none to be read any more."""
         if place.partition == self._ledger:
             return tail.marker_after(place.offset)

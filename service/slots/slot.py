@@ -6,16 +6,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from service.claims.redis_store import Epoch, KeyStore, Row
+from service.claims.redis_store import KeyStore, Row, StoreGeneration
 from service.claims.states import SLOT, Claim, SlotEvent, SlotState
 from service.contract.wire import Begin, encode_ledger
 from service.core.problems import StoreLost
 from service.kafka.outcomes import TransactionFailed
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
-from service.kafka.session import Partition, Place, Record
+from service.kafka.session import Partition, Record, RecordMetadata
 
 # The ledger's entries, as JSON text, from the places where the records are.
-EntriesOf = Callable[[Sequence[Place]], Iterable[str]]
+EntriesOf = Callable[[Sequence[RecordMetadata]], Iterable[str]]
 
 # For what has no ledger record: offsets that no `applied` is ever at, so that a mark moves none.
 NO_RECORD: Final = -2
@@ -27,7 +27,7 @@ PENDING_MARKS_MAX: Final = 16
 class Link(NamedTuple):
     """What a mark is for: when it was written, the offset of its ledger record, and of the one before."""
 
-    epoch: Epoch
+    epoch: StoreGeneration
     term: int
     previous: int
     offset: int
@@ -40,10 +40,10 @@ class Slot:
         self.n = n
         self.plain = plain  # for events whose guarantee is `idempotent`
         self.term = -1
-        self.epoch = Epoch(-1, "")
+        self.epoch = StoreGeneration(-1, "")
         self.state = SlotState.VACANT
-        self.leaving = False  # it is to be given back
-        self.stale = False  # its term or generation has passed: it is to be recovered before it writes again
+        self.draining = False  # it is to be given back
+        self.superseded = False  # its term or generation has passed: it is to be recovered before it writes again
         self.down_since = time.monotonic()  # it cannot write, until it has been recovered; then infinite
         self.applied = -1  # what this process knows of it in the store
         self.doubtful = 0  # events of a transaction without a clean commit, until the slot has been recovered
@@ -82,10 +82,10 @@ class Slot:
 
     # ------------------------------------------------------------------------------------ recovery's steps on it
 
-    def enter(self, epoch: Epoch, producer: TransactionalProducer) -> None:
+    def enter(self, epoch: StoreGeneration, producer: TransactionalProducer) -> None:
         """A fenced-in producer begins a life. Of the last term's debts those stay that no ledger will replay."""
         self.epoch = epoch
-        self.stale = False
+        self.superseded = False
         self._producer = producer
         self._unmarked = deque(
             debt for debt in self._unmarked if debt[0].offset == NO_RECORD and debt[0].epoch == epoch
@@ -147,7 +147,7 @@ class Slot:
         self._likely = True
         producer = self.producer
 
-        def ledger_record(places: Sequence[Place]) -> bytes:
+        def ledger_record(places: Sequence[RecordMetadata]) -> bytes:
             head = self.n, producer.producer_id, producer.epoch, self._instance
             return encode_ledger(*head, entries(places), topic_ids)
 
@@ -177,15 +177,15 @@ class Slot:
             if link.epoch != self.epoch:
                 raise StoreLost(f"generation {link.epoch.generation} has passed")
             self._unmarked.append((link, rows))
-            await self._pay()
+            await self._flush()
 
-    async def settle_debts(self) -> None:
+    async def flush_marks(self) -> None:
         """Try again what could not be marked."""
         async with self._marking:
-            await self._pay()
+            await self._flush()
 
     @property
-    def owes(self) -> bool:
+    def has_pending_marks(self) -> bool:
         return bool(self._unmarked)
 
     @property
@@ -193,7 +193,7 @@ class Slot:
         """Are so many marks pending that no further group may be taken before one of them succeeds?"""
         return len(self._unmarked) >= PENDING_MARKS_MAX
 
-    async def _pay(self) -> None:
+    async def _flush(self) -> None:
         owed = self._unmarked  # a new term begins with debts of its own
         while owed:
             link, rows = owed[0]

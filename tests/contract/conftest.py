@@ -9,7 +9,7 @@ from redis import Redis as Client
 from redis import ResponseError
 
 from deploy.local.stack import Redis
-from service.claims.redis_store import Epoch, KeyStore, RedisKeys
+from service.claims.redis_store import KeyStore, RedisKeys, StoreGeneration
 from service.core.metrics import Telemetry
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
 
@@ -32,12 +32,12 @@ class Bench:
     full: Callable[[bool], None]  # it takes no more writes, or does again
     hour: KeyStore  # the same store, to which a process has come whose leases last for an hour
 
-    async def settled(self, generation: int = 1, freed: tuple[int, ...] = (10, 20)) -> Epoch:
+    async def settled(self, generation: int = 1, freed: tuple[int, ...] = (10, 20)) -> StoreGeneration:
         """Have the store complete in a generation, each slot freed up to an offset; such an offset is a term."""
         store = (await self.keys.who()).store
         assert await self.keys.recover(await self.keys.who(), "the first")
         await self.keys.recover_end(store, "the first", generation, freed)
-        return Epoch(generation, store)
+        return StoreGeneration(generation, store)
 
 
 SERVERS = ("redis", "older_redis")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from service.claims import states
-from service.claims.redis_store import Census, Epoch, Found, Identity, Row
+from service.claims.redis_store import Found, Heartbeat, Identity, Row, StoreGeneration
 from service.claims.states import Claim, Claimed, KeyState
 from service.core.problems import Fenced, StoreIncomplete, StoreLost
 
@@ -28,7 +28,7 @@ class Server:
 
     store: str
     clock: Clock
-    held: Epoch | None = None
+    held: StoreGeneration | None = None
     claims: int = 0  # how many calls have claimed something
     nonce: tuple[str, int] | None = None  # with the time at which it expires
     freed: dict[int, int] = field(default_factory=dict)
@@ -60,8 +60,8 @@ class MemoryKeys:
         self._retention_ms = retention_ms
         self._least_left_ms = least_left_ms
         self._lease_ttl_ms = lease_ttl_ms
-        self._heard: dict[Epoch, int] = {}
-        self._incomplete: Epoch | None = None
+        self._heard: dict[StoreGeneration, int] = {}
+        self._incomplete: StoreGeneration | None = None
 
     # ------------------------------------------------------------------------------------- what the script has too
 
@@ -69,7 +69,7 @@ class MemoryKeys:
     def _now_ms(self) -> int:
         return self.server.clock.now_ms
 
-    def _settled(self, epoch: Epoch) -> None:
+    def _settled(self, epoch: StoreGeneration) -> None:
         if self.server.held != epoch or self.server.store != epoch.store:
             raise StoreLost
         self._demand(epoch, self.server.claims >= self._heard.get(epoch, 0))
@@ -78,12 +78,12 @@ class MemoryKeys:
     def _has_evicted(self) -> bool:
         return self.server.evicted != self.server.evicted_before
 
-    def _demand(self, epoch: Epoch, is_whole: bool) -> None:
+    def _demand(self, epoch: StoreGeneration, is_whole: bool) -> None:
         if not is_whole:
             self._incomplete = epoch
             raise StoreIncomplete
 
-    def _count_claims(self, claims: Sequence[Claim], epoch: Epoch) -> None:
+    def _count_claims(self, claims: Sequence[Claim], epoch: StoreGeneration) -> None:
         self.server.claims += any(claim.outcome in states.CLAIMABLE for claim in claims)
         self._heard[epoch] = self.server.claims
 
@@ -125,7 +125,9 @@ class MemoryKeys:
     async def resolve_anew(self) -> None:
         pass
 
-    async def claim(self, epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> list[Claim]:
+    async def claim(
+        self, epoch: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+    ) -> list[Claim]:
         self._settled(epoch)
         self._fence(slot, term)
         claims = []
@@ -140,7 +142,9 @@ class MemoryKeys:
         self._count_claims(claims, epoch)
         return claims
 
-    async def claim_all(self, epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> Claim:
+    async def claim_all(
+        self, epoch: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+    ) -> Claim:
         self._settled(epoch)
         self._fence(slot, term)
         present = [self._get(id) for id, _ in asked]
@@ -161,7 +165,9 @@ class MemoryKeys:
         assert isinstance(claim.state, Claimed)
         return Claim(claim.outcome, claim.state, self._holder(claim.state.slot) is not None)
 
-    async def mark(self, epoch: Epoch, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]) -> int:
+    async def mark(
+        self, epoch: StoreGeneration, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]
+    ) -> int:
         self._settled(epoch)
         untouched = 0
         for id, delivered in rows:
@@ -172,27 +178,27 @@ class MemoryKeys:
             self.server.applied[slot] = offset
         return untouched
 
-    async def release(self, epoch: Epoch, slot: int, term: int, ids: Sequence[bytes]) -> None:
+    async def release(self, epoch: StoreGeneration, slot: int, term: int, ids: Sequence[bytes]) -> None:
         self._settled(epoch)
         for id in ids:
             self._put(id, states.release(self._get(id), slot, term))
 
-    async def find(self, epoch: Epoch, id: bytes) -> Found:
+    async def find(self, epoch: StoreGeneration, id: bytes) -> Found:
         self._settled(epoch)
         state = self._get(id)
         if isinstance(state, Claimed):
             return Found(state, self._freed(state.slot) > state.term, self._holder(state.slot) is not None)
         return Found(state)
 
-    async def find_all(self, epoch: Epoch, ids: Sequence[bytes]) -> list[KeyState]:
+    async def find_all(self, epoch: StoreGeneration, ids: Sequence[bytes]) -> list[KeyState]:
         self._settled(epoch)
         return [self._get(id) for id in ids]
 
-    async def applied(self, epoch: Epoch, slot: int) -> int | None:
+    async def applied(self, epoch: StoreGeneration, slot: int) -> int | None:
         self._settled(epoch)
         return self.server.applied.get(slot)
 
-    async def replay(self, epoch: Epoch, rows: Sequence[Row], free: tuple[int, int] | None = None) -> None:
+    async def replay(self, epoch: StoreGeneration, rows: Sequence[Row], free: tuple[int, int] | None = None) -> None:
         self._settled(epoch)
         self._replay(rows)
         if free is not None:
@@ -201,21 +207,21 @@ class MemoryKeys:
             _raise(self.server.applied, slot, term)
             self._fence(slot, term)
 
-    async def take(self, epoch: Epoch, slot: int, token: str) -> bool:
+    async def take(self, epoch: StoreGeneration, slot: int, token: str) -> bool:
         self._settled(epoch)
         if self._holder(slot) not in (None, token):
             return False
         self._lease(slot, token)
         return True
 
-    async def give_back(self, epoch: Epoch, slot: int, token: str, clean: bool) -> None:
+    async def give_back(self, epoch: StoreGeneration, slot: int, token: str, clean: bool) -> None:
         self._settled(epoch)
         if self._holder(slot) == token:
             del self.server.leases[slot]
             if clean:
                 self.server.taken.discard(slot)
 
-    async def beat(self, epoch: Epoch, token: str, slots: int, held: Mapping[int, int]) -> Census:
+    async def heartbeat(self, epoch: StoreGeneration, token: str, slots: int, held: Mapping[int, int]) -> Heartbeat:
         self._settled(epoch)
         self._demand(epoch, all(self.server.applied.get(slot, -1) >= applied for slot, applied in held.items()))
         self._demand(epoch, not self._has_evicted)
@@ -236,9 +242,9 @@ class MemoryKeys:
                 view += "t"
             else:
                 view += "d" if slot in self.server.taken else "f"
-        return Census(len(self.server.members), view, {slot: self.server.freed.get(slot, -1) for slot in held})
+        return Heartbeat(len(self.server.members), view, {slot: self.server.freed.get(slot, -1) for slot in held})
 
-    async def leave(self, epoch: Epoch, token: str) -> None:
+    async def leave(self, epoch: StoreGeneration, token: str) -> None:
         self._settled(epoch)
         self.server.members.pop(token, None)
 
@@ -282,7 +288,7 @@ class MemoryKeys:
         for slot, offset in enumerate(freed):
             _raise(self.server.freed, slot, offset)
             _raise(self.server.applied, slot, offset)
-        self.server.held = Epoch(generation, store)
+        self.server.held = StoreGeneration(generation, store)
         self.server.evicted_before = self.server.evicted_at_begin
         self.server.nonce = None
 

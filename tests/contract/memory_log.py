@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from service.core.problems import KafkaAway
-from service.kafka.outcomes import REFUSALS, TransactionFailed, Verdict
+from service.kafka.outcomes import REFUSALS, TransactionFailed, TransactionOutcome
 from service.kafka.producer import TransactionalProducer
-from service.kafka.session import Place, Record
+from service.kafka.session import Record, RecordMetadata
 
 UNKNOWN_TOPIC_CODE = 3
 TOO_LARGE_CODE = 10
@@ -125,26 +125,29 @@ class MemoryProducer(TransactionalProducer):
     def _check(self) -> None:
         if self._over or self._broker.away:
             self._over = True
-            raise TransactionFailed(Verdict.ABORTED, "the producer's life is over, or nobody answers")
+            raise TransactionFailed(TransactionOutcome.ABORTED, "the producer's life is over, or nobody answers")
         if self._broker.epochs[self._transactional_id] != self._mine:
             self._over = True
-            raise TransactionFailed(Verdict.FENCED, "ProducerFenced()")
+            raise TransactionFailed(TransactionOutcome.FENCED, "ProducerFenced()")
 
     async def write(
-        self, records: Sequence[Record], ledger: tuple[str, int], ledger_record: Callable[[Sequence[Place]], bytes]
-    ) -> tuple[list[Place], int]:
+        self,
+        records: Sequence[Record],
+        ledger: tuple[str, int],
+        ledger_record: Callable[[Sequence[RecordMetadata]], bytes],
+    ) -> tuple[list[RecordMetadata], int]:
         broker = self._broker
         transaction = self._transaction()
         refusals = {record.topic: REFUSALS[code] for record in records if (code := self._refusal(record))}
         if refusals:
             self._over = True
-            raise TransactionFailed(Verdict.ABORTED, "refused", refusals)
-        places = [Place(broker.append(transaction, record), record.timestamp) for record in records]
+            raise TransactionFailed(TransactionOutcome.ABORTED, "refused", refusals)
+        places = [RecordMetadata(broker.append(transaction, record), record.timestamp) for record in records]
         try:
             line = ledger_record(places)
         except Exception as error:
             self._over = True
-            raise TransactionFailed(Verdict.ABORTED, repr(error)) from error
+            raise TransactionFailed(TransactionOutcome.ABORTED, repr(error)) from error
         offset = broker.append(transaction, Record(*ledger, None, line, [], broker.now_ms))
         del broker.open[self._transactional_id]
         transaction.end("committed")

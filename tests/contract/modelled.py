@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from redis import Redis as Client
 
 from deploy.local.stack import Redis
-from service.claims.redis_store import Epoch, Identity, KeyStore, RedisKeys, Row, pack, unpack
+from service.claims.redis_store import Identity, KeyStore, RedisKeys, Row, StoreGeneration, pack, unpack
 from service.claims.states import Claimed, Delivered, DeliveredBatch, KeyState
 from service.core.metrics import Telemetry
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
@@ -133,7 +133,7 @@ class InMemory:
         held.flush()
         held.claims = claims  # which the model does not have: no store of it is an older copy
         if store.generation != NONE:
-            held.held = Epoch(store.generation, _name(store.named, self.server))
+            held.held = StoreGeneration(store.generation, _name(store.named, self.server))
         if store.nonce != NONE:
             held.nonce = (name_of(store.nonce), held.clock.now_ms + LEASE_MS)
         held.freed = {slot: offset for slot, offset in enumerate(store.freed) if offset != NONE}
@@ -145,9 +145,9 @@ class InMemory:
         return self._held.clock.now_ms
 
 
-def epoch_of(generation: int, named: int, server: str) -> Epoch:
+def epoch_of(generation: int, named: int, server: str) -> StoreGeneration:
     """A caller's generation and store, by the model's numbers."""
-    return Epoch(generation, _name(named, server))
+    return StoreGeneration(generation, _name(named, server))
 
 
 def identity_of(store: Store, server: str) -> Identity:

@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 
 from deploy.local.stack import Redis
-from service.claims.redis_store import Epoch, KeyStore, RedisKeys
+from service.claims.redis_store import KeyStore, RedisKeys, StoreGeneration
 from service.claims.states import Claimed
 from service.core.problems import Fenced, StoreLost
 from tests.contract.modelled import (
@@ -37,7 +37,7 @@ SLOT, TERM = 0, 100
 CLAIM = encode(Claimed(SLOT, TERM, 0, FP))
 STORE = Store(5, THIS, NONE, (TERM, 60), (104, 60), (CLAIM,))
 
-Call = Callable[[KeyStore, Epoch], Awaitable[object]]
+Call = Callable[[KeyStore, StoreGeneration], Awaitable[object]]
 # Every operation that is for one generation of one store, with arguments that no other guard refuses.
 GUARDED: dict[str, Call] = {
     "claim": lambda keys, epoch: keys.claim(epoch, SLOT, TERM, asked_of(1)),
@@ -50,7 +50,7 @@ GUARDED: dict[str, Call] = {
     "replay": lambda keys, epoch: keys.replay(epoch, rows_of(1, 1), (SLOT, 120)),
     "take": lambda keys, epoch: keys.take(epoch, SLOT, "me"),
     "give_back": lambda keys, epoch: keys.give_back(epoch, SLOT, "me", True),
-    "beat": lambda keys, epoch: keys.beat(epoch, "me", 2, {SLOT: 104}),
+    "beat": lambda keys, epoch: keys.heartbeat(epoch, "me", 2, {SLOT: 104}),
     "leave": lambda keys, epoch: keys.leave(epoch, "me"),
 }
 CLAIMS: tuple[Call, ...] = (

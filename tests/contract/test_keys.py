@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from deploy.local.stack import Redis
-from service.claims.redis_store import Census, Epoch, Found, Row
+from service.claims.redis_store import Found, Heartbeat, Row, StoreGeneration
 from service.claims.states import Claimed, Delivered, DeliveredBatch, Outcome
 from service.core.problems import Fenced, StoreLost
 from tests.contract.conftest import LEASE_MS, RETENTION_MS, Bench, assert_expires, redis_keys
@@ -183,53 +183,53 @@ async def test_leases(bench: Bench) -> None:
     assert await bench.keys.take(epoch, 0, "a")
     assert await bench.keys.take(epoch, 0, "a")
     assert not await bench.keys.take(epoch, 0, "b")
-    assert (await bench.keys.beat(epoch, "a", 3, {0: -1})).slots == "mff"
-    census = await bench.keys.beat(epoch, "b", 3, {})
+    assert (await bench.keys.heartbeat(epoch, "a", 3, {0: -1})).slots == "mff"
+    census = await bench.keys.heartbeat(epoch, "b", 3, {})
     assert (census.members, census.slots) == (2, "tff")
-    assert (await bench.keys.beat(epoch, "b", 3, {0: -1})).slots == "tff"  # who has lost a slot is told so
+    assert (await bench.keys.heartbeat(epoch, "b", 3, {0: -1})).slots == "tff"  # who has lost a slot is told so
     await bench.keys.give_back(epoch, 0, "b", True)  # not b's to give
-    assert (await bench.keys.beat(epoch, "b", 1, {})).slots == "t"
+    assert (await bench.keys.heartbeat(epoch, "b", 1, {})).slots == "t"
     await bench.keys.give_back(epoch, 0, "a", True)
-    assert (await bench.keys.beat(epoch, "b", 1, {})).slots == "f"
+    assert (await bench.keys.heartbeat(epoch, "b", 1, {})).slots == "f"
     assert await bench.keys.take(epoch, 0, "b")
     await bench.keys.give_back(epoch, 0, "b", False)
-    assert (await bench.keys.beat(epoch, "a", 1, {})).slots == "d"
+    assert (await bench.keys.heartbeat(epoch, "a", 1, {})).slots == "d"
     await bench.keys.leave(epoch, "a")
-    assert (await bench.keys.beat(epoch, "b", 1, {})).members == 1
+    assert (await bench.keys.heartbeat(epoch, "b", 1, {})).members == 1
 
 
 async def test_slots_beyond_those_that_a_process_knows_are_seen_once_they_were_taken(bench: Bench) -> None:
     """SLOTS_MAX is being raised: who has the lower one yet must see what dies beyond it, or nobody may."""
     epoch = await bench.settled()
     await bench.keys.take(epoch, 10, "new")
-    assert (await bench.keys.beat(epoch, "old", 2, {})).slots == 10 * "f" + "t"
+    assert (await bench.keys.heartbeat(epoch, "old", 2, {})).slots == 10 * "f" + "t"
     await bench.keys.give_back(epoch, 10, "new", False)
-    assert (await bench.keys.beat(epoch, "old", 2, {})).slots == 10 * "f" + "d"
+    assert (await bench.keys.heartbeat(epoch, "old", 2, {})).slots == 10 * "f" + "d"
     await bench.keys.take(epoch, 10, "old")
-    assert (await bench.keys.beat(epoch, "old", 2, {10: -1})).slots == 10 * "f" + "m"
+    assert (await bench.keys.heartbeat(epoch, "old", 2, {10: -1})).slots == 10 * "f" + "m"
     await bench.keys.give_back(epoch, 10, "old", True)
-    assert (await bench.keys.beat(epoch, "old", 2, {})).slots == "ff"
-    assert (await bench.keys.beat(epoch, "old", 2, {3: -1})).slots == "fffm"
+    assert (await bench.keys.heartbeat(epoch, "old", 2, {})).slots == "ff"
+    assert (await bench.keys.heartbeat(epoch, "old", 2, {3: -1})).slots == "fffm"
 
 
 async def test_a_lease_from_before_a_clock_went_back_lasts_no_longer_than_another(bench: Bench) -> None:
     epoch = await bench.settled()
     assert await bench.hour.take(epoch, 0, "gone")
-    assert (await bench.hour.beat(epoch, "gone", 2, {0: -1})).slots == "mf"
-    assert (await bench.keys.beat(epoch, "here", 2, {})) == Census(1, "tf")
+    assert (await bench.hour.heartbeat(epoch, "gone", 2, {0: -1})).slots == "mf"
+    assert (await bench.keys.heartbeat(epoch, "here", 2, {})) == Heartbeat(1, "tf")
     bench.elapse(LEASE_MS + 50)
-    assert (await bench.keys.beat(epoch, "here", 2, {})) == Census(1, "df")
+    assert (await bench.keys.heartbeat(epoch, "here", 2, {})) == Heartbeat(1, "df")
 
 
 async def test_a_silent_process_loses_its_slots(bench: Bench) -> None:
     epoch = await bench.settled()
     await bench.keys.take(epoch, 0, "silent")
-    await bench.keys.beat(epoch, "silent", 1, {0: -1})
+    await bench.keys.heartbeat(epoch, "silent", 1, {0: -1})
     bench.elapse(350)
-    census = await bench.keys.beat(epoch, "other", 1, {})
+    census = await bench.keys.heartbeat(epoch, "other", 1, {})
     assert (census.members, census.slots) == (1, "d")
     # Who was only late, and finds that nobody took it, goes on.
-    assert (await bench.keys.beat(epoch, "silent", 1, {0: -1})).slots == "m"
+    assert (await bench.keys.heartbeat(epoch, "silent", 1, {0: -1})).slots == "m"
 
 
 async def test_a_beat_renews_its_own_leases_and_nobody_else_s(bench: Bench) -> None:
@@ -240,7 +240,7 @@ async def test_a_beat_renews_its_own_leases_and_nobody_else_s(bench: Bench) -> N
     seen = []
     for _ in range(2):
         bench.elapse(LEASE_MS * 3 // 5)
-        seen.append((await bench.keys.beat(epoch, "here", 2, {0: -1})).slots)
+        seen.append((await bench.keys.heartbeat(epoch, "here", 2, {0: -1})).slots)
     assert seen == ["mt", "md"]
     assert not await bench.keys.take(epoch, 0, "another")
 
@@ -250,9 +250,9 @@ async def test_a_slot_that_is_held_through_a_flush_is_dead_and_not_free_once_its
     await bench.settled()
     bench.flush()
     epoch = await bench.settled(generation=2)
-    assert (await bench.keys.beat(epoch, "gone", 2, {0: -1})).slots == "mf"
+    assert (await bench.keys.heartbeat(epoch, "gone", 2, {0: -1})).slots == "mf"
     bench.elapse(LEASE_MS + 50)
-    assert (await bench.keys.beat(epoch, "here", 2, {})).slots == "df"
+    assert (await bench.keys.heartbeat(epoch, "here", 2, {})).slots == "df"
 
 
 async def test_what_is_found_is_told_of_its_own_slot(bench: Bench) -> None:
@@ -274,9 +274,9 @@ async def test_no_call_does_anything_in_another_store_or_generation(bench: Bench
     epoch = await bench.settled(generation=5)
     (claim,) = await bench.keys.claim(epoch, 0, 10, [(ID, FP)])
     wrong = {
-        "a later generation": Epoch(6, epoch.store),
-        "an older generation": Epoch(4, epoch.store),
-        "another store": Epoch(5, "another/one"),
+        "a later generation": StoreGeneration(6, epoch.store),
+        "an older generation": StoreGeneration(4, epoch.store),
+        "another store": StoreGeneration(5, "another/one"),
         "a flush": epoch,
     }[lost]
     if lost == "a flush":
@@ -294,7 +294,7 @@ async def test_no_call_does_anything_in_another_store_or_generation(bench: Bench
         lambda: keys.replay(wrong, [(ID, delivered(bench.now_ms()))], (0, 30)),
         lambda: keys.take(wrong, 0, "me"),
         lambda: keys.give_back(wrong, 0, "me", True),
-        lambda: keys.beat(wrong, "me", 2, {}),
+        lambda: keys.heartbeat(wrong, "me", 2, {}),
         lambda: keys.leave(wrong, "me"),
     ]
     for call in calls:
@@ -304,7 +304,7 @@ async def test_no_call_does_anything_in_another_store_or_generation(bench: Bench
         epoch = await bench.settled(generation=6)
     assert (await keys.find(epoch, ID)).state == (None if lost == "a flush" else claim.state)
     assert (await keys.find(epoch, OTHER)).state is None
-    assert (await keys.beat(epoch, "me", 2, {})).slots == "ff"
+    assert (await keys.heartbeat(epoch, "me", 2, {})).slots == "ff"
     assert await keys.applied(epoch, 0) == 10
 
 
@@ -325,7 +325,7 @@ async def test_a_mark_leaves_the_time_at_which_a_key_is_forgotten(redis: Redis, 
     seen = await keys.who()
     assert await keys.recover(seen, "the first")
     await keys.recover_end(seen.store, "the first", 1, (10, 20))
-    epoch = Epoch(1, seen.store)
+    epoch = StoreGeneration(1, seen.store)
     (own,) = await keys.claim(epoch, 0, 10, [(ID, FP)])
     (others,) = await keys.claim(epoch, 1, 20, [(OTHER, FP)])
     assert await keys.mark(epoch, 0, 10, 10, 11, [(ID, delivered(own.state.at)), (OTHER, delivered(own.state.at))]) == 1

@@ -8,7 +8,7 @@ import pytest
 from redis import Redis as Client
 
 from deploy.local.stack import Redis
-from service.claims.redis_store import REPLAY_CHUNK, REPLAYS_AT_ONCE, Epoch, Identity
+from service.claims.redis_store import REPLAY_CHUNK, REPLAYS_AT_ONCE, Identity, StoreGeneration
 from service.claims.states import Claimed, Outcome
 from service.core.problems import Fenced, StoreIncomplete, StoreLost
 from tests.contract.conftest import LEASE_MS, RETENTION_MS, Bench, redis_keys
@@ -80,7 +80,7 @@ async def test_a_store_recovery_from_nothing(bench: Bench) -> None:
     await bench.keys.recover_replay(store, "mine", [(ID, delivered(now))])
     assert (await bench.keys.who()).epoch is None
     await bench.keys.recover_end(store, "mine", 7, [40, 50])
-    epoch = Epoch(7, store)
+    epoch = StoreGeneration(7, store)
     assert (await bench.keys.who()).epoch == epoch
     assert (await bench.keys.find(epoch, ID)).state == delivered(now)
     assert [await bench.keys.applied(epoch, slot) for slot in (0, 1)] == [40, 50]
@@ -95,7 +95,7 @@ async def test_a_store_recovery_keeps_what_is_there_and_lowers_nothing(bench: Be
     assert await bench.keys.recover(await bench.keys.who(), "mine")
     assert await bench.keys.recover_read(store, "mine", 2) == [10, 20]
     await bench.keys.recover_end(store, "mine", 8, [5, 60])
-    epoch = Epoch(8, store)
+    epoch = StoreGeneration(8, store)
     assert [await bench.keys.applied(epoch, slot) for slot in (0, 1)] == [10, 60]
     assert (await bench.keys.find(epoch, ID)).state == claim.state
     with pytest.raises(StoreLost):
@@ -165,7 +165,7 @@ async def test_claims_of_all_slots_are_dead_after_a_recovery(bench: Bench) -> No
     await bench.keys.claim(first, 1, 20, [(OTHER, FP)])
     assert await bench.keys.recover(await bench.keys.who(), "mine")
     await bench.keys.recover_end(first.store, "mine", 4, [30, 40])
-    epoch = Epoch(4, first.store)
+    epoch = StoreGeneration(4, first.store)
     claims = await bench.keys.claim(epoch, 0, 30, [(ID, FP), (OTHER, FP)])
     assert [claim.outcome for claim in claims] == [Outcome.TAKEN_OVER, Outcome.TAKEN_OVER]
     assert all(isinstance(claim.state, Claimed) and claim.state.term == 30 for claim in claims)
@@ -199,7 +199,7 @@ async def test_replays_of_a_store_recovery_take_turns(own_redis: Redis, namespac
     replays = [keys.recover_replay(seen.store, "mine", rows[start : start + 100]) for start in range(0, 5_000, 100)]
     await asyncio.gather(*replays)
     await keys.recover_end(seen.store, "mine", 1, [10])
-    assert await keys.find_all(Epoch(1, seen.store), [id for id, _ in rows]) == [state for _, state in rows]
+    assert await keys.find_all(StoreGeneration(1, seen.store), [id for id, _ in rows]) == [state for _, state in rows]
     with own_redis.client() as client:
         assert client.info("clients")["connected_clients"] == REPLAYS_AT_ONCE + 1
     await keys.close()
@@ -215,9 +215,9 @@ async def test_a_replica_is_no_store(own_redis: Redis, namespace: str) -> None:
         assert store == f"{client.info('server')['run_id']}/{client.info('replication')['master_replid']}"
         client.replicaof("127.0.0.1", "1")
     seen = await keys.who()
-    assert (seen.store, seen.epoch) == ("not a primary", Epoch(1, store))
+    assert (seen.store, seen.epoch) == ("not a primary", StoreGeneration(1, store))
     with pytest.raises(StoreLost):
-        await keys.find(Epoch(1, store), ID)
+        await keys.find(StoreGeneration(1, store), ID)
     await keys.close()
 
 
@@ -234,7 +234,7 @@ async def test_an_older_copy_of_the_store_is_met_by_every_call(bench: Bench) -> 
         lambda: bench.keys.claim_all(epoch, 0, 10, [(ID, FP)]),
         lambda: bench.keys.mark(epoch, 0, 10, 10, 11, []),
         lambda: bench.keys.find(epoch, ID),
-        lambda: bench.keys.beat(epoch, "me", 2, {}),
+        lambda: bench.keys.heartbeat(epoch, "me", 2, {}),
         lambda: bench.keys.replay(epoch, [], (0, 30)),
     ]
     for call in calls:
@@ -243,7 +243,7 @@ async def test_an_older_copy_of_the_store_is_met_by_every_call(bench: Bench) -> 
     assert await bench.keys.who() == Identity(epoch.store, epoch, incomplete=True)
     assert await bench.keys.recover(await bench.keys.who(), "mine")
     await bench.keys.recover_end(epoch.store, "mine", 2, [30, 40])
-    recovered = Epoch(2, epoch.store)
+    recovered = StoreGeneration(2, epoch.store)
     assert await bench.keys.who() == Identity(epoch.store, recovered)
     assert (await bench.keys.claim(recovered, 0, 30, [(ID, FP)]))[0].outcome is Outcome.NEW
 
@@ -262,7 +262,7 @@ async def test_who_hears_of_others_claims_knows_an_older_copy_of_them(bench: Ben
     epoch = await bench.settled()
     put_back = bench.save()
     await bench.keys.claim(epoch, 0, 10, [(ID, FP)])
-    assert (await bench.hour.beat(epoch, "other", 2, {})).members == 1
+    assert (await bench.hour.heartbeat(epoch, "other", 2, {})).members == 1
     put_back()
     with pytest.raises(StoreIncomplete):
         await bench.hour.claim(epoch, 1, 20, [(ID, FP)])
@@ -276,9 +276,9 @@ async def test_an_older_copy_in_which_others_have_claimed_since(bench: Bench) ->
     await bench.keys.mark(epoch, 0, 10, 10, 12, [(ID, delivered(bench.now_ms()))])
     put_back()
     await bench.hour.claim(epoch, 1, 20, [(ID, FP)])
-    assert (await bench.keys.beat(epoch, "me", 2, {0: 10})).members == 1
+    assert (await bench.keys.heartbeat(epoch, "me", 2, {0: 10})).members == 1
     with pytest.raises(StoreIncomplete):
-        await bench.keys.beat(epoch, "me", 2, {0: 12, 1: -1})
+        await bench.keys.heartbeat(epoch, "me", 2, {0: 12, 1: -1})
     assert (await bench.keys.who()).incomplete
 
 
@@ -312,43 +312,43 @@ async def test_keys_that_were_evicted_are_missed_at_the_next_heartbeat(own_redis
     seen = await keys.who()
     assert (await keys.recover(seen, "first"), seen.evicts) == (True, "")
     await keys.recover_end(seen.store, "first", 1, [10, 20])
-    epoch = Epoch(1, seen.store)
+    epoch = StoreGeneration(1, seen.store)
     now = time.time_ns() // 1_000_000
     rows = [(number.to_bytes(16, "big"), delivered(now, offset=number)) for number in range(5_000)]
     await keys.replay(epoch, rows)
-    assert (await keys.beat(epoch, "me", 2, {})).members == 1
+    assert (await keys.heartbeat(epoch, "me", 2, {})).members == 1
     with own_redis.client() as client:
         assert evict(client) > 0
         with pytest.raises(StoreIncomplete):
-            await keys.beat(epoch, "me", 2, {})
+            await keys.heartbeat(epoch, "me", 2, {})
         assert await keys.who() == Identity(seen.store, epoch, incomplete=True, evicts="volatile-ttl")
         client.config_set("maxmemory-policy", "noeviction")
         assert await keys.recover(await keys.who(), "mine")
         # Of what was marked something lacks: all of the ledger is to be read that has living keys.
         assert await keys.recover_read(seen.store, "mine", 2) == [None, None]
         await keys.recover_end(seen.store, "mine", 2, [30, 40])
-        recovered = Epoch(2, seen.store)
-        assert (await keys.beat(recovered, "me", 2, {})).members == 1
+        recovered = StoreGeneration(2, seen.store)
+        assert (await keys.heartbeat(recovered, "me", 2, {})).members == 1
         assert await keys.who() == Identity(seen.store, recovered)
         assert await keys.recover(await keys.who(), "another")
         assert await keys.recover_read(seen.store, "another", 2) == [30, 40]
         assert evict(client) > 0  # during a recovery: it is not believed for longer than until the next heartbeat
         await keys.recover_end(seen.store, "another", 3, [30, 40])
         with pytest.raises(StoreIncomplete):
-            await keys.beat(Epoch(3, seen.store), "me", 2, {})
+            await keys.heartbeat(StoreGeneration(3, seen.store), "me", 2, {})
     await keys.close()
 
 
 async def test_the_double_misses_evicted_keys_as_redis_does() -> None:
-    server = Server("run/replid", Clock(), Epoch(1, "run/replid"), applied={0: 10})
+    server = Server("run/replid", Clock(), StoreGeneration(1, "run/replid"), applied={0: 10})
     keys = MemoryKeys(server, retention_ms=RETENTION_MS, least_left_ms=5_000, lease_ttl_ms=LEASE_MS)
-    epoch = Epoch(1, "run/replid")
-    assert (await keys.beat(epoch, "me", 1, {0: 10})).members == 1
+    epoch = StoreGeneration(1, "run/replid")
+    assert (await keys.heartbeat(epoch, "me", 1, {0: 10})).members == 1
     server.evicted, server.evicts = 3, "allkeys-lru"
     with pytest.raises(StoreIncomplete):
-        await keys.beat(epoch, "me", 1, {0: 10})
+        await keys.heartbeat(epoch, "me", 1, {0: 10})
     assert await keys.who() == Identity("run/replid", epoch, incomplete=True, evicts="allkeys-lru")
     assert await keys.recover(await keys.who(), "mine")
     assert await keys.recover_read("run/replid", "mine", 1) == [None]
     await keys.recover_end("run/replid", "mine", 2, [30])
-    assert (await keys.beat(Epoch(2, "run/replid"), "me", 1, {0: 30})).members == 1
+    assert (await keys.heartbeat(StoreGeneration(2, "run/replid"), "me", 1, {0: 30})).members == 1

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import pytest
 
 from deploy.local.stack import Kafka
-from service.claims.redis_store import Epoch
+from service.claims.redis_store import StoreGeneration
 from service.claims.states import Delivered, IllegalMove, SlotEvent, SlotState
 from service.contract.wire import Begin, LedgerRecord, decode_ledger
 from service.core.metrics import Telemetry
 from service.core.problems import StoreAway
-from service.kafka.admin import Cluster
-from service.kafka.outcomes import TransactionFailed, Verdict
+from service.kafka.admin import KafkaAdmin
+from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
-from service.kafka.session import Place, Record
+from service.kafka.session import Record, RecordMetadata
 from service.slots.slot import Slot
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
 from tests.contract.memory_log import Broker, MemoryProducer
@@ -69,7 +69,7 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     kafka.create_topic(topic, partitions=2)
     kafka.create_topic(narrow, config={"max.message.bytes": "500"})
     kafka.create_topic(ledger, partitions=LEDGER_PARTITIONS)
-    cluster = Cluster(kafka.bootstrap, client_id="contract", request_timeout_ms=5_000, telemetry=Telemetry())
+    cluster = KafkaAdmin(kafka.bootstrap, client_id="contract", request_timeout_ms=5_000, telemetry=Telemetry())
 
     async def new_producer(transactional_id: str) -> TransactionalProducer:
         producer = TransactionalProducer(cluster, f"{transactional_id}-{unique}", 5_000)
@@ -100,7 +100,7 @@ async def writing(bench: Bench) -> TransactionalProducer:
 
 async def test_a_transaction_tells_where_its_records_are(bench: Bench) -> None:
     producer = await bench.new_producer("slot")
-    told: list[list[Place]] = []
+    told: list[list[RecordMetadata]] = []
 
     def noted(places: object) -> bytes:
         assert isinstance(places, list)
@@ -109,7 +109,12 @@ async def test_a_transaction_tells_where_its_records_are(bench: Bench) -> None:
 
     records = [bench.record(b"a", 1), bench.record(b"b", 0), bench.record(b"c", 1), bench.record(b"d", 0)]
     places, offset = await producer.write(records, (bench.ledger, 1), noted)
-    assert places == [Place(0, NOW_MS), Place(0, NOW_MS), Place(1, NOW_MS), Place(1, NOW_MS)]
+    assert places == [
+        RecordMetadata(0, NOW_MS),
+        RecordMetadata(0, NOW_MS),
+        RecordMetadata(1, NOW_MS),
+        RecordMetadata(1, NOW_MS),
+    ]
     assert told == [places]
     assert await bench.read(bench.topic) == [(0, 0, b"b"), (0, 1, b"d"), (1, 0, b"a"), (1, 1, b"c")]
     assert await bench.read(bench.ledger) == [(1, offset, b"noted")]
@@ -137,11 +142,11 @@ async def test_a_transaction_may_be_opened_before_it_is_known_what_goes_into_it(
     await asyncio.sleep(MARKERS_S)
     producer.open([(bench.topic, 0), (bench.topic, 1), (bench.ledger, 0)])
     places, offset = await producer.write([bench.record(b"a", 0)], (bench.ledger, 0), line)
-    assert (places, offset) == ([Place(2, NOW_MS)], 2)
+    assert (places, offset) == ([RecordMetadata(2, NOW_MS)], 2)
     await asyncio.sleep(MARKERS_S)
     producer.open([(bench.topic, 0), (bench.ledger, 0)])
     places, offset = await producer.write([bench.record(b"b", 1)], (bench.ledger, 0), line)
-    assert (places, offset) == ([Place(3, NOW_MS)], 4)
+    assert (places, offset) == ([RecordMetadata(3, NOW_MS)], 4)
     assert await bench.read(bench.topic) == [(0, 0, b"0"), (0, 2, b"a"), (1, 0, b"1"), (1, 3, b"b")]
 
 
@@ -152,7 +157,7 @@ async def test_what_was_opened_for_nothing_is_ended(bench: Bench) -> None:
     producer.open([(bench.topic, 0), (bench.ledger, 0)])
     await producer.abandon()
     places, offset = await producer.write([bench.record(b"a", 0)], (bench.ledger, 0), line)
-    assert (places, offset) == ([Place(3, NOW_MS)], 3), "the markers of the one that was ended come before"
+    assert (places, offset) == ([RecordMetadata(3, NOW_MS)], 3), "the markers of the one that was ended come before"
 
 
 async def test_one_transaction_may_be_opened_right_behind_another(bench: Bench) -> None:
@@ -183,7 +188,7 @@ async def test_what_a_fenced_producer_opens_ends_its_life(bench: Bench) -> None:
     old.open([(bench.topic, 0), (bench.ledger, 0)])
     with pytest.raises(TransactionFailed) as caught:
         await old.abandon()
-    assert caught.value.verdict is Verdict.FENCED
+    assert caught.value.verdict is TransactionOutcome.FENCED
 
 
 async def test_a_life_may_end_while_a_transaction_is_being_opened(bench: Bench) -> None:
@@ -203,7 +208,7 @@ async def test_the_next_life_fences_the_last(bench: Bench) -> None:
     assert new.epoch == old.epoch + 1
     with pytest.raises(TransactionFailed) as caught:
         await old.write([bench.record(b"zombie")], (bench.ledger, 0), line)
-    assert caught.value.verdict is not Verdict.COMMITTED
+    assert caught.value.verdict is not TransactionOutcome.COMMITTED
     assert not caught.value.refusals
     await new.write([bench.record(b"b")], (bench.ledger, 0), line)
     assert [value for *_, value in await bench.read(bench.topic)] == [b"a", b"b"]
@@ -224,7 +229,7 @@ async def test_what_was_sent_and_not_committed_is_never_seen(bench: Bench) -> No
 
     with pytest.raises(TransactionFailed) as caught:
         await old.write([bench.record(b"lost")], (bench.ledger, 0), die)
-    assert caught.value.verdict is Verdict.ABORTED
+    assert caught.value.verdict is TransactionOutcome.ABORTED
     await old.close()
     new = await bench.new_producer("slot")
     await new.write([bench.record(b"kept")], (bench.ledger, 0), line)
@@ -236,7 +241,7 @@ async def test_a_refusal_names_the_topic_and_nothing_of_the_group_is_seen(bench:
     poison = bench.record(b"x" * 2000, topic=bench.narrow)
     with pytest.raises(TransactionFailed) as caught:
         await producer.write([bench.record(b"innocent"), poison], (bench.ledger, 0), line)
-    assert caught.value.verdict is Verdict.ABORTED
+    assert caught.value.verdict is TransactionOutcome.ABORTED
     assert {topic: refusal.kind.code for topic, refusal in caught.value.refusals.items()} == {bench.narrow: "too-large"}
     await producer.close()
     await bench.new_producer("slot")
@@ -288,7 +293,7 @@ class Forgetful(MemoryKeys):
 
 @pytest.fixture
 async def keys() -> Forgetful:
-    server = Server("run/replid", Clock(NOW_MS), Epoch(5, "run/replid"))
+    server = Server("run/replid", Clock(NOW_MS), StoreGeneration(5, "run/replid"))
     return Forgetful(server, retention_ms=10**7, least_left_ms=10, lease_ttl_ms=1000)
 
 
@@ -296,7 +301,7 @@ async def ready(bench: Bench, keys: Forgetful) -> Slot:
     """Slot 1, through recovery to READY."""
     slot = Slot(1, keys, bench.ledger, "me", Plain())
     slot.move(SlotEvent.LEASE)
-    slot.enter(Epoch(5, "run/replid"), await bench.new_producer("slot.1"))
+    slot.enter(StoreGeneration(5, "run/replid"), await bench.new_producer("slot.1"))
     await slot.begin(NOW_MS)
     slot.move(SlotEvent.CHECK)
     await keys.replay(slot.epoch, [], (1, slot.term))
@@ -318,7 +323,7 @@ async def test_a_slot_s_term_is_the_offset_of_its_begin_record(bench: Bench, key
     slot.move(SlotEvent.FAIL)
     await slot.end()
     slot.move(SlotEvent.RECOVER)
-    slot.enter(Epoch(5, "run/replid"), await bench.new_producer("slot.1"))
+    slot.enter(StoreGeneration(5, "run/replid"), await bench.new_producer("slot.1"))
     assert await slot.begin(NOW_MS) > first
 
 
@@ -344,12 +349,12 @@ async def test_a_mark_that_failed_is_owed_and_paid_in_order(bench: Bench, keys: 
     keys.refuse = 2
     with pytest.raises(StoreAway):
         await slot.mark(first, [row(b"a", 0)])
-    assert slot.owes
+    assert slot.has_pending_marks
     with pytest.raises(StoreAway):
         await slot.mark(second, [row(b"b", 2)])
     assert await keys.applied(slot.epoch, 1) == slot.term
-    await slot.settle_debts()
-    assert not slot.owes
+    await slot.flush_marks()
+    assert not slot.has_pending_marks
     assert await keys.applied(slot.epoch, 1) == second.offset
     assert await keys.find_all(slot.epoch, [b"a" * 16, b"b" * 16]) == [row(b"a", 0)[1], row(b"b", 2)[1]]
 

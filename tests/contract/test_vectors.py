@@ -13,7 +13,7 @@ from redis import ResponseError
 
 from deploy.local.stack import Redis
 from service.claims import states
-from service.claims.redis_store import Epoch, RedisKeys, pack, unpack
+from service.claims.redis_store import RedisKeys, StoreGeneration, pack, unpack
 from service.claims.states import Claimed, Delivered, DeliveredBatch, KeyState
 from tests.contract.conftest import LEAST_LEFT_MS, RETENTION_MS, SERVERS, assert_expires, redis_keys
 
@@ -50,7 +50,7 @@ NAMES = list(present(0))
 class Bed:
     """Redis with states in it that no operation has made."""
 
-    def __init__(self, keys: RedisKeys, client: Client, namespace: str, epoch: Epoch) -> None:
+    def __init__(self, keys: RedisKeys, client: Client, namespace: str, epoch: StoreGeneration) -> None:
         self.keys = keys
         self.client = client
         self.prefix = f"{{{namespace}:0}}".encode()
@@ -97,7 +97,7 @@ async def bed(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[B
     assert await keys.recover(await keys.who(), "first")
     await keys.recover_end(store, "first", 1, [FREED.get(slot, -1) for slot in range(3)])
     with redis.client() as client:
-        yield Bed(keys, client, namespace, Epoch(1, store))
+        yield Bed(keys, client, namespace, StoreGeneration(1, store))
     await keys.close()
 
 

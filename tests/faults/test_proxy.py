@@ -13,8 +13,8 @@ from deploy.local.stack import Kafka
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway
 from service.kafka import connection
-from service.kafka.admin import Cluster
-from service.kafka.outcomes import TransactionFailed, Verdict
+from service.kafka.admin import KafkaAdmin
+from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.kafka.producer import TransactionalProducer
 from service.kafka.session import Record
 from tests.faults.proxy import Do, Proxy
@@ -42,7 +42,9 @@ class Bench:
     def __init__(self, kafka: Kafka, proxy: Proxy) -> None:
         self.kafka = kafka
         self.name = f"data-{uuid.uuid4().hex[:8]}"
-        self.cluster = Cluster(proxy.bootstrap, client_id="bench", request_timeout_ms=TIMEOUT_MS, telemetry=Telemetry())
+        self.cluster = KafkaAdmin(
+            proxy.bootstrap, client_id="bench", request_timeout_ms=TIMEOUT_MS, telemetry=Telemetry()
+        )
         for topic in (self.name, f"{self.name}-ledger"):
             kafka.create_topic(topic)
         self.producer = self._life()
@@ -118,7 +120,7 @@ async def test_a_held_request_outlives_its_client(bench: Bench, proxy: Proxy) ->
     held = proxy.plan("EndTxn", "hold", client=bench.name)
     with pytest.raises(TransactionFailed) as failed:
         await bench.write()
-    assert failed.value.verdict is Verdict.UNKNOWN
+    assert failed.value.verdict is TransactionOutcome.UNKNOWN
     await bench.producer.close()
     before = await bench.end()
     proxy.let_go(held)
@@ -146,7 +148,7 @@ async def test_a_commit_whose_reply_is_lost_has_happened(bench: Bench, proxy: Pr
         await bench.write()
     took_s = time.monotonic() - started
     lost.wait(0)
-    assert failed.value.verdict is Verdict.UNKNOWN
+    assert failed.value.verdict is TransactionOutcome.UNKNOWN
     assert await bench.committed() == [b"v"]
     if do == "drop-reply":
         assert took_s >= TIMEOUT_MS / 1000  # to its client it is silence

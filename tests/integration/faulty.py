@@ -14,12 +14,12 @@ from typing import Any, Final
 
 from aiokafka.errors import TopicAuthorizationFailedError
 
-from service.claims.redis_store import Epoch, Identity, RedisKeys
+from service.claims.redis_store import Identity, RedisKeys, StoreGeneration
 from service.claims.states import SlotEvent
 from service.core.problems import KafkaAway, StoreAway, StoreUnanswered
 from service.kafka.open_check import OpenCheck
 from service.kafka.producer import TransactionalProducer
-from service.pipeline.writer import Ingest
+from service.pipeline.writer import Writer
 from service.slots.recovery import SlotRecovery, Store
 from service.slots.slot import Slot
 from tests.integration.plan import PLAN_ENV, Plan
@@ -30,7 +30,7 @@ PLACES: Final[dict[str, tuple[type, str]]] = {
     "claim": (RedisKeys, "claim"),
     "release": (RedisKeys, "release"),
     "mark": (RedisKeys, "mark"),
-    "plain": (Ingest, "_deliver_plain"),
+    "plain": (Writer, "_deliver_plain"),
     "slot.fence": (SlotRecovery, "_fence"),
     "slot.begin": (Slot, "begin"),
     "slot.check": (SlotRecovery, "_check"),
@@ -136,7 +136,7 @@ def producer_is_reused() -> None:
     fence = SlotRecovery._fence
     kept: dict[int, TransactionalProducer] = {}
 
-    async def fence_or_go_on(recovery: SlotRecovery, slot: Slot, epoch: Epoch) -> None:
+    async def fence_or_go_on(recovery: SlotRecovery, slot: Slot, epoch: StoreGeneration) -> None:
         if slot.n not in kept:
             await fence(recovery, slot, epoch)
             kept[slot.n] = slot.producer
@@ -191,11 +191,13 @@ def marks_leave_gaps() -> None:
     """Step 4 of writing without its rule: `applied` moves to each marked record, also past one that was not marked."""
     mark = RedisKeys.mark
 
-    async def from_anywhere(keys: RedisKeys, epoch: Epoch, slot: int, term: int, _: int, offset: int, rows: Any) -> int:
+    async def from_anywhere(
+        keys: RedisKeys, epoch: StoreGeneration, slot: int, term: int, _: int, offset: int, rows: Any
+    ) -> int:
         applied = await keys.applied(epoch, slot)
         return await mark(keys, epoch, slot, term, -1 if applied is None else applied, offset, rows)
 
-    pay = Slot._pay
+    pay = Slot._flush
 
     async def pay_or_forget(slot: Slot) -> None:
         """One try for each record: what could not be marked is not owed."""
@@ -206,7 +208,7 @@ def marks_leave_gaps() -> None:
                 slot._unmarked.popleft()
 
     replace(RedisKeys, "mark", from_anywhere)
-    replace(Slot, "_pay", pay_or_forget)
+    replace(Slot, "_flush", pay_or_forget)
 
 
 def a_flush_ends_no_recovery() -> None:
@@ -252,7 +254,7 @@ def only_take(slots: Sequence[int]) -> None:
     """Leave all slots but these to others."""
     take = RedisKeys.take
 
-    async def take_some(keys: RedisKeys, epoch: Epoch, slot: int, token: str) -> bool:
+    async def take_some(keys: RedisKeys, epoch: StoreGeneration, slot: int, token: str) -> bool:
         return slot in slots and await take(keys, epoch, slot, token)
 
     replace(RedisKeys, "take", take_some)

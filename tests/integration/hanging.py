@@ -31,9 +31,9 @@ from service.contract.wire import (
     transactional_id,
 )
 from service.core.metrics import Telemetry
-from service.kafka.admin import Cluster
+from service.kafka.admin import KafkaAdmin
 from service.kafka.producer import TransactionalProducer, own_record
-from service.kafka.session import Partition, Place, Record
+from service.kafka.session import Partition, Record, RecordMetadata
 from tests.integration.client import Asked
 
 VERIFICATION = "transaction.partition.verification.enable"
@@ -62,7 +62,7 @@ def _verify(kafka: Kafka, value: str) -> None:
 class Rig:
     """One life of a slot's producer that leaves a transaction behind."""
 
-    def __init__(self, cluster: Cluster, transactional_id: str, ledger: Partition) -> None:
+    def __init__(self, cluster: KafkaAdmin, transactional_id: str, ledger: Partition) -> None:
         self._producer = TransactionalProducer(cluster, transactional_id, 5_000)
         self._life = self._producer._life
         self._ledger = ledger
@@ -93,7 +93,7 @@ class Rig:
             life.transactional_id, life.producer_id, life.epoch, [(topic, [n]) for topic, n in marked]
         )
         if marked:
-            while any(row[1] for _, rows in (await life.ask(life.coordinator, add)).errors for row in rows):  # noqa: ASYNC110
+            while any(row[1] for _, rows in (await life.request(life.coordinator, add)).errors for row in rows):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)  # the markers of the begin record are still to come
         places = await self._send(records)
         offsets = dict(zip([partition for partition, _ in entries], [place.offset for place in places], strict=True))
@@ -106,11 +106,11 @@ class Rig:
             offsets[self._ledger] = place.offset
         if commit is not None:
             end = EndTxnRequest(life.transactional_id, life.producer_id, life.epoch, commit)
-            assert (await life.ask(life.coordinator, end)).error_code == 0
+            assert (await life.request(life.coordinator, end)).error_code == 0
         await life.close()
         return offsets
 
-    async def _send(self, records: Sequence[Record]) -> list[Place]:
+    async def _send(self, records: Sequence[Record]) -> list[RecordMetadata]:
         life = self._life
         leaders = {p: await life.find_leader(p) for p in {(record.topic, record.partition) for record in records}}
         batches = life.batches(records, leaders)
@@ -119,7 +119,7 @@ class Rig:
             while any(batch.answer and batch.answer[0] == UNVERIFIED for batch in batches):
                 await asyncio.sleep(0.05)  # the broker has yet to hear of its new setting
                 await life.send(batches, leaders, 5_000)
-        places = [Place(-1, -1)] * len(records)
+        places = [RecordMetadata(-1, -1)] * len(records)
         for batch in batches:
             fate = batch.fate(records)
             assert isinstance(fate, list), batch.answer
@@ -136,7 +136,7 @@ async def leave_hanging(
     Whoever holds the slot is fenced by it.
     """
     data, ledger = (asked.topic, 0), (ledger_topic(namespace), slot)
-    cluster = Cluster(kafka.bootstrap, client_id="rig", request_timeout_ms=5_000, telemetry=Telemetry())
+    cluster = KafkaAdmin(kafka.bootstrap, client_id="rig", request_timeout_ms=5_000, telemetry=Telemetry())
     try:
         with unverified(kafka):
             offsets = await Rig(cluster, transactional_id(namespace, slot), ledger).write(

@@ -14,7 +14,7 @@ from aiokafka.errors import OffsetOutOfRangeError
 from deploy.local import places
 from deploy.local.stack import Kafka
 from service.contract import wire
-from service.reader import BOUNDS, Bounds, Overtaken, Place, Saved, follow
+from service.reader import BOUNDS, Bounds, Overtaken, ReaderPosition, Saved, follow
 from tests.integration.follower import END, Ledger, results
 from tests.spark.history import History, Life
 
@@ -101,9 +101,9 @@ async def test_a_second_reader_of_the_same_place_stops_the_first(history: Histor
     assert first is None
     await _read(store, history, topic, rows=104)
     with pytest.raises(Overtaken):
-        await store.commit([("x", "0@0", b"")], Saved(1, Place().encode(0)))
+        await store.commit([("x", "0@0", b"")], Saved(1, ReaderPosition().encode(0)))
     with pytest.raises(Overtaken):
-        await store.commit([("x", "0@0", b"")], Saved(2, Place().encode(0)))
+        await store.commit([("x", "0@0", b"")], Saved(2, ReaderPosition().encode(0)))
     assert Counter(id for id, _ in store.rows()) == expected()
 
 

@@ -11,8 +11,8 @@ import pytest
 from deploy.local.stack import Kafka
 from service.contract.wire import Begin
 from service.core.metrics import Telemetry
-from service.kafka.admin import Cluster
-from service.kafka.outcomes import TransactionFailed, Verdict
+from service.kafka.admin import KafkaAdmin
+from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.kafka.producer import TransactionalProducer
 from service.kafka.session import Partition, Record
 from service.slots.settling import Settlement
@@ -28,7 +28,7 @@ class Bench:
     """A slot's ledger partition, two partitions with data, and clients of the broker."""
 
     kafka: Kafka
-    cluster: Cluster
+    cluster: KafkaAdmin
     name: str
     a: Partition
     b: Partition
@@ -84,7 +84,7 @@ async def bench(kafka: Kafka) -> AsyncIterator[Bench]:
     for topic, number in (a, b, ledger):
         kafka.create_topic(topic, partitions=number + 1)
     telemetry = Telemetry()
-    cluster = Cluster(kafka.bootstrap, client_id="hanging", request_timeout_ms=5_000, telemetry=telemetry)
+    cluster = KafkaAdmin(kafka.bootstrap, client_id="hanging", request_timeout_ms=5_000, telemetry=telemetry)
     yield Bench(kafka, cluster, f"slot-{unique}", a, b, ledger, telemetry)
     await cluster.close()
 
@@ -123,7 +123,7 @@ async def test_a_term_writes_into_no_partition_in_which_something_hangs(bench: B
     with pytest.raises(TransactionFailed) as failed:
         await producer.write(records, bench.ledger, lambda _: b"{}")
     await producer.close()
-    assert (failed.value.verdict, set(failed.value.hanging)) == (Verdict.ABORTED, {bench.a})
+    assert (failed.value.verdict, set(failed.value.hanging)) == (TransactionOutcome.ABORTED, {bench.a})
     producer = await bench.recovered(suspects=(bench.a,))
     await producer.write(records[1:], bench.ledger, lambda _: THREE.hex().encode())
     await producer.close()

@@ -6,7 +6,7 @@ import time
 
 from service.contract.wire import ledger_topic, transactional_id
 from service.core.metrics import Telemetry
-from service.kafka.admin import Cluster
+from service.kafka.admin import KafkaAdmin
 from tests.integration.client import Asked
 from tests.integration.conftest import Stage
 from tests.integration.hanging import Rig
@@ -29,7 +29,7 @@ async def test_what_hangs_is_ended_though_nobody_writes(stage: Stage, secured_ka
         kafka=kafka, slots=1, slots_max=2, transaction_timeout_ms=2_000, request_timeout_ms=2_000
     )
     assert (await stage.client.post(service.url, Asked("before", topic, b"1"))).status == 201
-    cluster = Cluster(kafka.bootstrap, client_id="rig", request_timeout_ms=5_000, telemetry=Telemetry())
+    cluster = KafkaAdmin(kafka.bootstrap, client_id="rig", request_timeout_ms=5_000, telemetry=Telemetry())
     for n in range(2):
         ledger = ledger_topic(stage.namespace), n
         rig = Rig(cluster, transactional_id(stage.namespace, n), ledger)

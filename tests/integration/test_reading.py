@@ -4,7 +4,7 @@ import os
 
 from deploy.local.stack import Kafka
 from service.core.metrics import Telemetry
-from service.kafka.admin import Cluster
+from service.kafka.admin import KafkaAdmin
 from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import FETCH_BYTES_MAX, Span, read_through
 from tests.conftest import MakeTopic
@@ -15,7 +15,7 @@ PATIENCE_S = 20.0
 async def test_records_that_are_larger_than_a_fetch_of_all_partitions(kafka: Kafka, make_topic: MakeTopic) -> None:
     """Kafka gives the first of them whole, and nothing of the others that do not fit, which must be no end."""
     topic = make_topic(3)
-    cluster = Cluster(kafka.bootstrap, client_id="t", request_timeout_ms=10_000, telemetry=Telemetry())
+    cluster = KafkaAdmin(kafka.bootstrap, client_id="t", request_timeout_ms=10_000, telemetry=Telemetry())
     producer = IdempotentProducer(cluster, "t")
     contents = [(n % 3, b"%d" % n, os.urandom(3 * FETCH_BYTES_MAX if n % 2 else 10)) for n in range(18)]
     try:

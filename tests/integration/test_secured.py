@@ -20,8 +20,8 @@ from service.contract import SharedSettings
 from service.core.metrics import Telemetry
 from service.core.problems import FORBIDDEN_TOPIC, KafkaAway, StoreAway
 from service.core.settings import Settings
-from service.kafka.admin import Cluster
-from service.kafka.outcomes import Refusal, TransactionFailed
+from service.kafka.admin import KafkaAdmin
+from service.kafka.outcomes import RecordError, TransactionFailed
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.reader import STOP_PATIENCE_S, Span, read_through
 from service.kafka.security import security_of
@@ -31,8 +31,8 @@ from tests.secured import PASSWORD, USER, SecuredKafka, SecuredRedis, acls_of_se
 TIMEOUT_MS: Final = 5_000
 
 
-def cluster_of(settings: SharedSettings) -> Cluster:
-    return Cluster(
+def cluster_of(settings: SharedSettings) -> KafkaAdmin:
+    return KafkaAdmin(
         settings.kafka,
         client_id="test",
         request_timeout_ms=TIMEOUT_MS,
@@ -172,7 +172,7 @@ async def test_a_topic_that_the_service_may_not_see_any_more_is_forbidden_and_no
             await plain.close()
             await cluster.close()
     refusals = [raised.value.refusals["hidden"], fate]
-    assert [refusal.kind for refusal in refusals if isinstance(refusal, Refusal)] == [FORBIDDEN_TOPIC] * 2
+    assert [refusal.kind for refusal in refusals if isinstance(refusal, RecordError)] == [FORBIDDEN_TOPIC] * 2
 
 
 class LockedRedis(Redis):

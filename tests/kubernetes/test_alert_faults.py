@@ -23,7 +23,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
 from deploy.local.stack import Kafka, Redis, Service
 from service.contract.wire import ledger_topic, requests_topic, transactional_id
 from service.core.metrics import Telemetry
-from service.kafka.admin import Cluster
+from service.kafka.admin import KafkaAdmin
 from tests.conftest import MakeTopic
 from tests.faults.proxy import Proxy
 from tests.integration.hanging import Rig
@@ -283,7 +283,7 @@ def test_a_transaction_that_hangs_where_the_service_may_not_read(
 
 async def _hang(kafka: SecuredKafka, namespace: str, topic: str) -> None:
     """A transaction of slot 0 that is open in a partition of which its coordinator does not know."""
-    cluster = Cluster(kafka.bootstrap, client_id="rig", request_timeout_ms=5_000, telemetry=Telemetry())
+    cluster = KafkaAdmin(kafka.bootstrap, client_id="rig", request_timeout_ms=5_000, telemetry=Telemetry())
     rig = Rig(cluster, transactional_id(namespace, 0), (ledger_topic(namespace), 0))
     await rig.write([((topic, 0), b"i" * 16)], marked=[], commit=None, with_record=False)
     await cluster.close()

@@ -21,11 +21,11 @@ from aiokafka.record.default_records import DefaultRecordBatch
 from aiokafka.structs import TopicPartition
 
 from service.core.metrics import Telemetry
-from service.kafka.admin import Cluster
+from service.kafka.admin import KafkaAdmin
 from service.kafka.inspection import DescribeProducers
 from service.kafka.outcomes import PRODUCER_FENCED, TransactionFailed
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
-from service.kafka.session import Life, Partition, Place, Record
+from service.kafka.session import Partition, ProducerSession, Record, RecordMetadata
 
 LEDGER = ("ns.ledger", 0)
 USUAL = ("a", "b", "orders", "small")
@@ -34,7 +34,7 @@ GONE = KafkaConnectionError()
 FENCED = (InvalidProducerEpoch.errno, PRODUCER_FENCED)
 
 # A broker's answer for a partition: its offset, an error code, an exception for the whole request, or silence.
-Met = Place | int | Exception | None
+Met = RecordMetadata | int | Exception | None
 
 
 def record(topic: str, partition: int = 0, value: bytes = b"1", most: int = 10**6) -> Record:
@@ -58,7 +58,7 @@ class FakeClient:
         self.unauthorized_topics: set[str] = set()
         self._topics: set[str] = set()
         self.asked: list[set[str]] = []  # topics that were looked up at once
-        self.produced: Callable[[str, int], Met] = lambda topic, partition: Place(4, -1)
+        self.produced: Callable[[str, int], Met] = lambda topic, partition: RecordMetadata(4, -1)
         self.added: Callable[[str, int], int] = lambda topic, partition: 0
         self.ended: int | Exception | None = 0
         self.throttle_ms = 0  # in every answer to a Produce
@@ -67,7 +67,7 @@ class FakeClient:
         self.connected = True
         self.lost = False
         self.open_in: dict[Partition, int] = {}  # where producer 7 has a transaction open, and from which offset on
-        self.of_ledger: Met = Place(9, -1)
+        self.of_ledger: Met = RecordMetadata(9, -1)
         self.refused: dict[Partition, int] = {}  # codes that DescribeProducers answers
 
     def connection(self, node: int) -> object | None:
@@ -149,11 +149,11 @@ class FakeClient:
         self.closed = True
 
 
-def cluster(timeout_ms: int = 600) -> Cluster:
-    return Cluster("127.0.0.1:1", client_id="test", request_timeout_ms=timeout_ms, telemetry=Telemetry())
+def cluster(timeout_ms: int = 600) -> KafkaAdmin:
+    return KafkaAdmin("127.0.0.1:1", client_id="test", request_timeout_ms=timeout_ms, telemetry=Telemetry())
 
 
-def fake_inside(life: Life) -> FakeClient:
+def fake_inside(life: ProducerSession) -> FakeClient:
     fake = FakeClient()
     life.client = fake  # type: ignore[assignment]
     life.producer_id, life.epoch, life.coordinator = 7, 0, 1
@@ -171,11 +171,11 @@ def transactional(timeout_ms: int = 600, *, clear: bool = True) -> tuple[Transac
 
 def idempotent(timeout_ms: int = 600) -> tuple[IdempotentProducer, FakeClient]:
     producer = IdempotentProducer(cluster(timeout_ms), "plain-0")
-    producer._life = Life(cluster(timeout_ms), "plain-0")
+    producer._life = ProducerSession(cluster(timeout_ms), "plain-0")
     return producer, fake_inside(producer._life)
 
 
-async def write(producer: TransactionalProducer, *records: Record) -> list[Place]:
+async def write(producer: TransactionalProducer, *records: Record) -> list[RecordMetadata]:
     places, _ = await producer.write(records, LEDGER, lambda _: b"entries")
     return places
 

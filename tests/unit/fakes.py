@@ -9,7 +9,7 @@ from functools import partial
 
 from prometheus_client import Counter
 
-from service.claims.redis_store import Census, Epoch, Row
+from service.claims.redis_store import Heartbeat, Row, StoreGeneration
 from service.claims.states import Claim, Claimed, Delivered, KeyState, SlotEvent, SlotState
 from service.contract import Guarantee, Rules, TopicRule
 from service.contract.wire import event_id, fingerprint
@@ -18,20 +18,20 @@ from service.core.problems import KafkaAway, KafkaForbids, Kind, Problem
 from service.core.settings import Settings
 from service.events.event import Event, event_of
 from service.events.schemas import Schemas
-from service.kafka.admin import Cluster, Topic
+from service.kafka.admin import KafkaAdmin, Topic
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
-from service.kafka.session import Fate, Partition, Place, Record
-from service.kafka.topics import Catalogue, InternalTopics
-from service.pipeline.admission import Intake
+from service.kafka.session import Partition, Record, RecordMetadata, RecordResult
+from service.kafka.topics import InternalTopics, TopicMetadataCache
+from service.pipeline.admission import Admission
 from service.pipeline.journal import Journal
 from service.pipeline.queue import Queue
-from service.pipeline.request import Answer, Answers, Request
-from service.pipeline.writer import Ingest
+from service.pipeline.request import ResultCollector, WriteRequest, WriteResult
+from service.pipeline.writer import Writer
 from service.slots.recovery import Store
 from service.slots.slot import Link, Slot
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
 
-EPOCH = Epoch(1, "run/repl")
+EPOCH = StoreGeneration(1, "run/repl")
 NOW_MS = 1_700_000_000_000
 PLAIN_TOPICS = "plain.*"  # of these the guarantee is `idempotent`
 
@@ -87,41 +87,47 @@ class FakeKeys(MemoryKeys):
     def is_claimed(self, key: str) -> bool:
         return isinstance(self.server.keys.get(event_id(key)), Claimed)
 
-    async def claim(self, epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> list[Claim]:
+    async def claim(
+        self, epoch: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+    ) -> list[Claim]:
         await self.trouble.enter("claim")
         claims = await super().claim(epoch, slot, term, asked)
         self.trouble.leave("claim")
         return claims
 
-    async def claim_all(self, epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> Claim:
+    async def claim_all(
+        self, epoch: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+    ) -> Claim:
         await self.trouble.enter("claim")
         return await super().claim_all(epoch, slot, term, asked)
 
-    async def mark(self, epoch: Epoch, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]) -> int:
+    async def mark(
+        self, epoch: StoreGeneration, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]
+    ) -> int:
         self.marks.append((Link(epoch, term, previous, offset), rows))
         await self.trouble.enter("mark")
         return await super().mark(epoch, slot, term, previous, offset, rows)
 
-    async def release(self, epoch: Epoch, slot: int, term: int, ids: Sequence[bytes]) -> None:
+    async def release(self, epoch: StoreGeneration, slot: int, term: int, ids: Sequence[bytes]) -> None:
         await self.trouble.enter("release")
         await super().release(epoch, slot, term, ids)
 
-    async def find_all(self, epoch: Epoch, ids: Sequence[bytes]) -> list[KeyState]:
+    async def find_all(self, epoch: StoreGeneration, ids: Sequence[bytes]) -> list[KeyState]:
         await self.trouble.enter("find_all")
         return await super().find_all(epoch, ids)
 
-    async def take(self, epoch: Epoch, slot: int, token: str) -> bool:
+    async def take(self, epoch: StoreGeneration, slot: int, token: str) -> bool:
         await self.trouble.enter("take")
         return await super().take(epoch, slot, token)
 
-    async def give_back(self, epoch: Epoch, slot: int, token: str, clean: bool) -> None:
+    async def give_back(self, epoch: StoreGeneration, slot: int, token: str, clean: bool) -> None:
         await super().give_back(epoch, slot, token, clean)
         self.returned.append((slot, clean))
 
-    async def beat(self, epoch: Epoch, token: str, slots: int, held: Mapping[int, int]) -> Census:
+    async def heartbeat(self, epoch: StoreGeneration, token: str, slots: int, held: Mapping[int, int]) -> Heartbeat:
         await self.trouble.enter("beat")
-        census = await super().beat(epoch, token, slots, held)
-        return Census(census.members, self.census or census.slots, census.freed)
+        census = await super().heartbeat(epoch, token, slots, held)
+        return Heartbeat(census.members, self.census or census.slots, census.freed)
 
 
 class FakeStore(Store):
@@ -130,13 +136,13 @@ class FakeStore(Store):
     def __init__(self) -> None:
         self.epoch = EPOCH
         self.status = "settled"
-        self.losses: list[Epoch] = []
+        self.losses: list[StoreGeneration] = []
         self.waiting = 0
 
-    def lost(self, epoch: Epoch) -> None:
+    def lost(self, epoch: StoreGeneration) -> None:
         self.losses.append(epoch)
 
-    async def settled(self) -> Epoch:
+    async def settled(self) -> StoreGeneration:
         self.waiting += 1
         try:
             while self.epoch is None:  # noqa: ASYNC110 - for ever, where a test says so
@@ -180,12 +186,15 @@ class FakeProducer(TransactionalProducer):
             self.abandoned += 1
 
     async def write(
-        self, records: Sequence[Record], ledger: tuple[str, int], ledger_record: Callable[[Sequence[Place]], bytes]
-    ) -> tuple[list[Place], int]:
+        self,
+        records: Sequence[Record],
+        ledger: tuple[str, int],
+        ledger_record: Callable[[Sequence[RecordMetadata]], bytes],
+    ) -> tuple[list[RecordMetadata], int]:
         self.opened = None
         if records:
             await self.trouble.enter("write")
-        places = [Place(self._next + n, NOW_MS) for n in range(len(records))]
+        places = [RecordMetadata(self._next + n, NOW_MS) for n in range(len(records))]
         ledger_record(places)
         self._next += len(records) + 2
         if records:
@@ -201,23 +210,23 @@ class FakePlain(IdempotentProducer):
 
     def __init__(self) -> None:
         self.trouble = Trouble()
-        self.fates: deque[list[Fate]] = deque()
+        self.fates: deque[list[RecordResult]] = deque()
         self.written: list[list[Record]] = []
 
     async def identity(self) -> tuple[int, int]:
         await self.trouble.enter("identity")
         return 8, 0
 
-    async def write(self, records: Sequence[Record]) -> list[Fate]:
+    async def write(self, records: Sequence[Record]) -> list[RecordResult]:
         await self.trouble.enter("write")
         self.written.append(list(records))
-        return self.fates.popleft() if self.fates else [Place(n, NOW_MS) for n in range(len(records))]
+        return self.fates.popleft() if self.fates else [RecordMetadata(n, NOW_MS) for n in range(len(records))]
 
     async def close(self) -> None:
         pass
 
 
-class FakeCluster(Cluster):
+class FakeCluster(KafkaAdmin):
     """Knows the topics that a test names; `away` is Kafka that does not answer."""
 
     def __init__(self, topics: Sequence[str] = ()) -> None:
@@ -246,12 +255,12 @@ class FakeJournal(Journal):
     def __init__(self) -> None:
         self.answers: list[tuple[str, int]] = []
 
-    def record(self, request: Request, status: int, answer: Answer | None, latency_s: float) -> None:
+    def record(self, request: WriteRequest, status: int, answer: WriteResult | None, latency_s: float) -> None:
         self.answers += [(event.key, status) for event in request.events[: request.answers]]
 
 
 class World:
-    """Intake, Ingest and what it needs, all in memory. Slots are made READY by `slot`, and served by `serve`."""
+    """Admission, Writer and what it needs, all in memory. Slots are made READY by `slot`, and served by `serve`."""
 
     def __init__(self, **settings: int) -> None:
         usual = Settings(instance="test", request_timeout_ms=5_000, slots=1, slots_max=2)
@@ -261,11 +270,11 @@ class World:
         self.queue = Queue(self.settings)
         self.cluster = FakeCluster(["orders", "other", "third", "plain.a", "plain.b"])
         self.topics = InternalTopics(self.cluster, self.settings)
-        self.catalogue = Catalogue(self.cluster)
+        self.catalogue = TopicMetadataCache(self.cluster)
         self.journal = FakeJournal()
         self.telemetry = Telemetry()
         rules = Rules((TopicRule(PLAIN_TOPICS, Guarantee.IDEMPOTENT),))
-        self.intake = Intake(
+        self.intake = Admission(
             self.settings,
             rules,
             Schemas(rules),
@@ -276,7 +285,7 @@ class World:
             self.journal,
             self.telemetry,
         )
-        self.ingest = Ingest(
+        self.ingest = Writer(
             self.settings, self.keys, self.store, self.queue, self.catalogue, self.intake, self.telemetry
         )
         self.producers: dict[int, FakeProducer] = {}
@@ -291,14 +300,14 @@ class World:
         await self.recover(slot)
         return slot
 
-    async def recover(self, slot: Slot, epoch: Epoch = EPOCH) -> None:
+    async def recover(self, slot: Slot, epoch: StoreGeneration = EPOCH) -> None:
         """What recovery does to a slot, without a ledger to read: what was not marked was not written."""
         if slot.state is not SlotState.LEASED:
             slot.move(SlotEvent.FAIL)
             slot.move(SlotEvent.RECOVER)
         await self.bring_up(slot, epoch)
 
-    async def bring_up(self, slot: Slot, epoch: Epoch = EPOCH) -> None:
+    async def bring_up(self, slot: Slot, epoch: StoreGeneration = EPOCH) -> None:
         """From LEASED to READY, in a term that is newer than all others."""
         producer = self.producers[slot.n] = FakeProducer()
         slot.enter(epoch, producer)
@@ -318,15 +327,15 @@ class World:
         self.ingest.recovered()
         return self.serve(slot)
 
-    def submit(self, key: str, topic: str = "orders", ago_s: float = 0.0) -> "asyncio.Task[Answer]":
+    def submit(self, key: str, topic: str = "orders", ago_s: float = 0.0) -> "asyncio.Task[WriteResult]":
         """Ask for an event that arrived `ago_s` seconds ago."""
         return self.ask(make_event(key, topic), ago_s)
 
-    def ask(self, event: Event, ago_s: float = 0.0) -> "asyncio.Task[Answer]":
+    def ask(self, event: Event, ago_s: float = 0.0) -> "asyncio.Task[WriteResult]":
         return asyncio.create_task(self._write(event, asyncio.get_running_loop().time() - ago_s))
 
-    async def _write(self, event: Event, arrived: float) -> Answer:
-        answers = Answers(1)
+    async def _write(self, event: Event, arrived: float) -> WriteResult:
+        answers = ResultCollector(1)
         await self.intake.check(event, arrived)
         self.intake.submit(event, arrived, partial(answers.put, 0))
         return (await answers.all)[0]
@@ -337,7 +346,7 @@ class World:
         return [[record.headers[0][1].decode() for record in records] for records in groups]
 
 
-def unheard(answer: Answer) -> None:
+def unheard(answer: WriteResult) -> None:
     """The reply of a request whose answer nobody waits for."""
 
 
@@ -348,7 +357,7 @@ async def until(true: Callable[[], bool], patience_s: float = 3.0) -> None:
             await asyncio.sleep(0.002)
 
 
-def kind_of(answer: Answer) -> Kind | None:
+def kind_of(answer: WriteResult) -> Kind | None:
     """The kind of a problem; None of a 201."""
     return answer.kind if isinstance(answer, Problem) else None
 

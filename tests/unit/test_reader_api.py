@@ -5,7 +5,7 @@ import random
 import pytest
 
 from service.contract import wire
-from service.reader import Bounds, Place, id_of
+from service.reader import Bounds, ReaderPosition, id_of
 
 AGE = Bounds(ids=3, age_s=10)
 
@@ -15,7 +15,7 @@ def _id(n: int) -> bytes:
 
 
 def test_an_id_is_fresh_once_within_the_bounds() -> None:
-    place = Place()
+    place = ReaderPosition()
     assert [place.fresh(_id(n), AGE, 0) for n in (1, 2, 1, 3)] == [True, True, False, True]
     assert place.fresh(_id(4), AGE, 0)  # the fourth pushes the first out
     assert place.fresh(_id(1), AGE, 0)
@@ -27,21 +27,21 @@ def test_an_id_is_fresh_once_within_the_bounds() -> None:
 
 def test_a_place_comes_back_as_it_was_and_no_older() -> None:
     chance = random.Random(3)
-    place = Place({n: chance.randrange(1 << 62) for n in range(5)})
+    place = ReaderPosition({n: chance.randrange(1 << 62) for n in range(5)})
     for n in range(100):
         place.fresh(_id(chance.randrange(1 << 120)), Bounds(), n)
-    again = Place.decode(place.encode(now_ms=1_000), now_ms=500_000)
+    again = ReaderPosition.decode(place.encode(now_ms=1_000), now_ms=500_000)
     assert again.offsets == place.offsets
     assert list(again.seen) == list(place.seen)
     assert {one - other for one, other in zip(again.seen.values(), place.seen.values(), strict=True)} == {499_000}
     # A clock that went back makes nobody younger either.
-    assert Place.decode(place.encode(now_ms=1_000), now_ms=0) == place
+    assert ReaderPosition.decode(place.encode(now_ms=1_000), now_ms=0) == place
 
 
-@pytest.mark.parametrize("raw", [b"", b"\x02" + bytes(16), bytes(3), Place({1: 1}).encode(0)[:-1]])
+@pytest.mark.parametrize("raw", [b"", b"\x02" + bytes(16), bytes(3), ReaderPosition({1: 1}).encode(0)[:-1]])
 def test_other_bytes_are_refused(raw: bytes) -> None:
     with pytest.raises(ValueError, match=r"no place of version 1 .*give load\(\) the bytes that commit\(\) got"):
-        Place.decode(raw, 0)
+        ReaderPosition.decode(raw, 0)
 
 
 class _Record:

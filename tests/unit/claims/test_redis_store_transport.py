@@ -14,7 +14,7 @@ import pytest
 
 from service.claims import redis_connections
 from service.claims import redis_store as module
-from service.claims.redis_store import ERRORS, Epoch, RedisKeys
+from service.claims.redis_store import ERRORS, RedisKeys, StoreGeneration
 from service.core.metrics import Telemetry
 from service.core.problems import Fenced, StoreAway, StoreLost, StoreUnanswered
 from tests.unit.fakes import until
@@ -110,7 +110,7 @@ def error(text: str) -> bytes:
 
 OK = b"*1\r\n$2\r\nOK\r\n"
 APPLIED = b"*2\r\n$2\r\nOK\r\n:7\r\n"
-EPOCH = Epoch(1, "run/repl")
+EPOCH = StoreGeneration(1, "run/repl")
 
 
 def counted(keys: Any) -> dict[str, float]:

@@ -15,7 +15,7 @@ from service.contract import Rules
 from service.core.metrics import Telemetry
 from service.core.settings import Settings
 from service.events.schemas import Schemas
-from service.kafka.outcomes import TransactionFailed, Verdict
+from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.pipeline.pool import Pool
 from service.slots.recovery import STORE_STATES, SlotRecovery
 from service.slots.slot import Slot
@@ -155,7 +155,7 @@ async def test_events_are_in_doubt_until_their_slot_has_been_recovered_however_l
     slot = await world.slot()
     pool.slots[0] = slot
     assert isinstance(slot.producer, FakeProducer)
-    slot.producer.trouble.before["write"].append(TransactionFailed(Verdict.UNKNOWN, "a fault"))
+    slot.producer.trouble.before["write"].append(TransactionFailed(TransactionOutcome.UNKNOWN, "a fault"))
     asked = world.submit("a")
     await until(lambda: bool(world.queue.events))
     failed = await end_of_term(world.serve(slot))

@@ -34,7 +34,7 @@ from service.http import batch
 from service.kafka.admin import Topic
 from service.kafka.partitioner import partition_of_key
 from service.pipeline.group import records_of
-from service.pipeline.request import Request
+from service.pipeline.request import WriteRequest
 
 HOUR_MS = 3_600_000
 NOW_MS = 1_700_000_000_000
@@ -389,7 +389,7 @@ def test_a_record_is_refused_only_where_it_may_not_fit(
         event.traceparent = b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"
     most = 2**63 - 1
     claimed = Claimed(65_535, 1, 1_700_000_000_000, event.fp)
-    request = Request.of((event,), 0.0, 1.0, Guarantee.EXACTLY_ONCE, print)
+    request = WriteRequest.of((event,), 0.0, 1.0, Guarantee.EXACTLY_ONCE, print)
     request.partitions = [0]
     writer = stamp_writer(65_535, most, 32_767, instance)
     (record,) = records_of([(request, claimed)], lambda _: Topic("t", 1, {}), writer, 0)

@@ -44,17 +44,17 @@ from service.http.batch import (
 from service.http.callers import Caller
 from service.kafka import topics
 from service.kafka.admin import Topic
-from service.pipeline.request import Answer, Answers, Committed, Train, fit
+from service.pipeline.request import BatchChunk, Committed, ResultCollector, WriteResult, fit
 from tests.unit.fakes import FakeProducer, World, ended, kind_of, make_event, until
 
 TRACE = b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"
 
 
-def trains_of(*events: Event) -> list[Train]:
-    trains = [Train()]
+def trains_of(*events: Event) -> list[BatchChunk]:
+    trains = [BatchChunk()]
     for event in events:
         if not trains[-1].takes(event):
-            trains.append(Train())
+            trains.append(BatchChunk())
         trains[-1].add(event)
     return trains
 
@@ -72,7 +72,7 @@ def one(key: str | None, value: Any = 1, topic: str = "orders") -> dict[str, Any
     return event if key is None else event | {"idempotency_key": key}
 
 
-async def written(world: World, batch: BatchBody) -> list[Answer]:
+async def written(world: World, batch: BatchBody) -> list[WriteResult]:
     """What a slot that serves makes of a batch."""
     serving = world.serve(await world.slot())
     told = write_each(world.intake, batch.events, member_of, asyncio.get_running_loop().time())
@@ -113,7 +113,7 @@ def test_what_one_transaction_holds(ledger: int, events: int, holds: bool) -> No
 
 
 async def test_who_went_away_is_told_nothing_and_harms_nobody() -> None:
-    answers = Answers(1)
+    answers = ResultCollector(1)
     answers.all.cancel()
     answers.put(0, Problem(NOT_WRITTEN, "too late"))
 
@@ -272,7 +272,7 @@ def test_an_event_of_a_batch_is_its_caller_s_and_of_the_request_s_trace() -> Non
 # ------------------------------------------------------------------------------------------------------ all or none
 
 
-async def atomically(world: World, batch: BatchBody, key: str = "whole") -> Answer:
+async def atomically(world: World, batch: BatchBody, key: str = "whole") -> WriteResult:
     _, answer = await write_atomic(world.intake, batch, key, asyncio.get_running_loop().time())
     return answer
 
@@ -333,7 +333,7 @@ async def test_a_batch_that_is_written_is_in_doubt_while_nobody_knows_where_its_
     batch = batch_of(one(None, 1), one(None, 2), atomic=True)
     first = await atomically(world, batch)
     assert isinstance(first, Committed)
-    await until(lambda: not slot.owes)
+    await until(lambda: not slot.has_pending_marks)
     (id, there), *_ = first.places
     if error is not None:
         world.keys.trouble.before["find_all"].append(error)
@@ -354,7 +354,7 @@ async def test_a_batch_that_is_written_is_not_waited_for_where_no_store_is_settl
     serving = world.serve(slot)
     batch = batch_of(one(None, 1), atomic=True)
     assert isinstance(await atomically(world, batch), Committed)
-    await until(lambda: not slot.owes)
+    await until(lambda: not slot.has_pending_marks)
     claimed = world.keys.trouble.hold("claim")
     again = asyncio.create_task(atomically(world, batch))
     await asyncio.sleep(0.01)

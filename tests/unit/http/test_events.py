@@ -21,7 +21,7 @@ from service.http.batch import LINES
 from service.http.callers import Callers
 from service.http.events import EventsEndpoint
 from service.http.headers import JSON, media_type, pick, unsupported
-from service.http.protocol import Post
+from service.http.protocol import HttpRequest
 from service.http.responses import (
     committed_lines,
     echo_of,
@@ -31,10 +31,10 @@ from service.http.responses import (
     render_results,
     render_whole,
 )
-from service.pipeline.admission import Intake
-from service.pipeline.load_shedding import ANSWERS_EACH, Shedding
-from service.pipeline.request import Answer, Committed
-from service.pipeline.response_buffer import Outbox
+from service.pipeline.admission import Admission
+from service.pipeline.load_shedding import ANSWERS_EACH, LoadShedder
+from service.pipeline.request import Committed, WriteResult
+from service.pipeline.response_buffer import ResponseBuffer
 from tests.unit.fakes import grows_in_proportion
 
 PLACE = (b"\x01" * 16, Delivered(1_700_000_000_000, b"\x02" * 8, "orders", 2, 12, 1_700_000_000_000))
@@ -109,7 +109,7 @@ def test_headers_that_matter() -> None:
 def test_answers_are_json() -> None:
     place = {"id": "01" * 16, "topic": "orders", "partition": 2, "offset": 12, "timestamp": 1_700_000_000_000}
     assert json.loads(render_place(PLACE)) == place
-    answers: list[Answer] = [Committed(1, (PLACE,), True), Problem(KINDS["in-progress"], "wait")]
+    answers: list[WriteResult] = [Committed(1, (PLACE,), True), Problem(KINDS["in-progress"], "wait")]
     done, busy = json.loads(render_results(answers))["results"]
     assert done == {"status": 201, **place, "replayed": True}
     assert (busy["status"], busy["problem"]["code"]) == (409, "in-progress")
@@ -154,7 +154,7 @@ def test_a_time_as_http_writes_it() -> None:
 class Told:
     """A POST with its answer, in the place of one on a connection."""
 
-    crowded = was_cut = False
+    at_capacity = was_cut = False
     chunked = keep_alive = True
 
     def __init__(self, body: bytes, headers: dict[str, str]) -> None:
@@ -166,7 +166,7 @@ class Told:
     def apart(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run(work)
 
-    def forget(self) -> None:
+    def drop_body(self) -> None:
         self.body = b""
 
     def cut(self) -> None:
@@ -188,14 +188,14 @@ class Commits:
     ledger_bytes_max = 512 * 1024
 
     def __init__(self) -> None:
-        self.shedding = Shedding()
-        self.outbox = Outbox()
+        self.shedding = LoadShedder()
+        self.outbox = ResponseBuffer()
         self.events: list[Event] = []
 
     def check_now(self, event: Event) -> bool:
         return True
 
-    def submit(self, event: Event, arrived: float, reply: Callable[[Answer], None], **_: object) -> None:
+    def submit(self, event: Event, arrived: float, reply: Callable[[WriteResult], None], **_: object) -> None:
         self.events.append(event)
         reply(Committed(1, (PLACE,), False))
 
@@ -204,19 +204,19 @@ def posted(path: str, body: bytes, **headers: str) -> tuple[Told, list[Event]]:
     """The answer to a POST, and the events that it wrote; `_` in a header's name is `-`."""
     intake = Commits()
     told = Told(body, {"host": "x", **{name.replace("_", "-"): text for name, text in headers.items()}})
-    endpoint = EventsEndpoint(lambda: cast(Intake, intake), Settings(), Callers([]), Telemetry())
-    endpoint.routes[path.encode()](cast(Post, told))
+    endpoint = EventsEndpoint(lambda: cast(Admission, intake), Settings(), Callers([]), Telemetry())
+    endpoint.routes[path.encode()](cast(HttpRequest, told))
     return told, intake.events
 
 
 def test_who_finds_the_queue_full_waits_for_its_turn_without_its_body() -> None:
     intake = Commits()
     intake.overload = Problem(NOT_WRITTEN, "the queue is full")
-    endpoint = EventsEndpoint(lambda: cast(Intake, intake), Settings(), Callers([]), Telemetry())
+    endpoint = EventsEndpoint(lambda: cast(Admission, intake), Settings(), Callers([]), Telemetry())
 
     def post() -> Told:
         told = Told(b"{}", {"host": "x", "content-type": "application/json"})
-        endpoint.routes[b"/events"](cast(Post, told))
+        endpoint.routes[b"/events"](cast(HttpRequest, told))
         return told
 
     while (told := post()).status:
@@ -267,7 +267,7 @@ def test_the_data_of_a_binary_cloudevent_is_of_any_type_and_charset(content_type
 
 @pytest.mark.parametrize("path", ["/events", "/events/batch"])
 def test_a_body_for_which_there_is_no_room_may_come_again(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Told, "crowded", True)
+    monkeypatch.setattr(Told, "at_capacity", True)
     told, events = posted(path, b"", content_type=JSON, idempotency_key="k")
     assert (told.status, json.loads(told.said)["code"], events) == (503, "not-written", [])
     assert b"retry-after: 1\r\n" in told.lines
@@ -350,6 +350,6 @@ def test_who_is_past_its_rate_is_refused_before_its_body_is_read(path: str, kind
     callers.of("Bearer s3cret").spend(5, 0.0)
     told = Told(b"", {"host": "x", "authorization": "Bearer s3cret", "content-type": kind, "idempotency-key": "k"})
     del told.body  # who looks at it fails
-    endpoint = EventsEndpoint(lambda: cast(Intake, Commits()), Settings(), callers, Telemetry())
-    endpoint.routes[path.encode()](cast(Post, told))
+    endpoint = EventsEndpoint(lambda: cast(Admission, Commits()), Settings(), callers, Telemetry())
+    endpoint.routes[path.encode()](cast(HttpRequest, told))
     assert told.status == 429

@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 from msgspec.structs import replace
 
-from service.claims.redis_store import Epoch
+from service.claims.redis_store import StoreGeneration
 from service.claims.states import Claim, Claimed, Delivered
 from service.core.problems import FINGERPRINT_MISMATCH, IN_PROGRESS
 from service.http.prefer import NONE, Preference, parse_prefer
 from service.pipeline import waiters
-from service.pipeline.request import Answers, Committed
+from service.pipeline.request import Committed, ResultCollector
 from tests.unit.fakes import NOW_MS, World, ended, grows_in_proportion, kind_of, make_event, until
 
 WAIT_3 = Preference(3, False, b"preference-applied: wait=3\r\n")
@@ -61,7 +61,7 @@ async def test_who_is_patient_hears_how_another_s_write_ended() -> None:
     await world.producers[0].trouble.reached["write"].wait()
     others = world.serve(second)
     assert kind_of(await world.submit("a")) is IN_PROGRESS
-    waits = Answers(1)
+    waits = ResultCollector(1)
     world.intake.submit(make_event("a"), asyncio.get_running_loop().time(), partial(waits.put, 0), wait_s=3)
     await asyncio.sleep(0.12)
     assert not waits.all.done()
@@ -81,7 +81,7 @@ async def test_patience_has_an_end() -> None:
     world.submit("a")
     await world.producers[0].trouble.reached["write"].wait()
     others = world.serve(second)
-    waits = Answers(1)
+    waits = ResultCollector(1)
     began = asyncio.get_running_loop().time()
     world.intake.submit(make_event("a"), began, partial(waits.put, 0), wait_s=0.2)
     (answer,) = await waits.all
@@ -101,13 +101,15 @@ async def test_who_waits_for_one_key_shares_one_question(monkeypatch: pytest.Mon
     claims: list[bytes] = []
     claim = world.keys.claim
 
-    async def counted(epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> list[Claim]:
+    async def counted(
+        epoch: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+    ) -> list[Claim]:
         claims.extend(id for id, _ in asked)
         return await claim(epoch, slot, term, asked)
 
     monkeypatch.setattr(world.keys, "claim", counted)
     await world.catalogue.get("orders", asyncio.get_running_loop().time())
-    waits = [Answers(1) for _ in range(50)]
+    waits = [ResultCollector(1) for _ in range(50)]
     for n, each in enumerate(waits):
         asked = make_event("a", value=b"2" if n == 7 else b"1")
         world.intake.submit(asked, asyncio.get_running_loop().time(), partial(each.put, 0), wait_s=4)
@@ -132,7 +134,7 @@ async def test_who_waits_for_a_write_of_this_process_hears_of_it_at_once(monkeyp
     writes = world.submit("a")
     await world.producers[0].trouble.reached["write"].wait()
     others = world.serve(second)
-    waits = Answers(1)
+    waits = ResultCollector(1)
     world.intake.submit(make_event("a"), asyncio.get_running_loop().time(), partial(waits.put, 0), wait_s=4)
     await until(lambda: len(world.ingest._waiters) == 1)
     gate.set()
@@ -153,7 +155,7 @@ async def test_where_the_one_that_asks_has_gone_another_asks() -> None:
     writes = world.submit("a")
     await world.producers[0].trouble.reached["write"].wait()
     others = world.serve(second)
-    short, long = Answers(1), Answers(1)
+    short, long = ResultCollector(1), ResultCollector(1)
     for answers, wait_s in ((short, 0.1), (long, 4)):
         arrived = asyncio.get_running_loop().time()
         world.intake.submit(make_event("a"), arrived, partial(answers.put, 0), wait_s=wait_s)
@@ -175,7 +177,7 @@ async def test_who_would_rather_not_wait_is_told_once_its_claim_stands() -> None
     world = World()
     slot = await world.slot()
     told: list[str] = []
-    answers = Answers(1)
+    answers = ResultCollector(1)
 
     def accepted() -> None:
         assert world.keys.is_claimed("a")
@@ -194,7 +196,7 @@ async def test_who_would_rather_not_wait_is_told_once_its_claim_stands() -> None
     assert isinstance(answer, Committed)
     assert world.journal.answers == [("a", 202), ("a", 201)]
     # What is there already is told as it is.
-    again = Answers(1)
+    again = ResultCollector(1)
     arrived = asyncio.get_running_loop().time()
     world.intake.submit(make_event("a"), arrived, partial(again.put, 0), accepted=accepted)
     assert (await again.all) == [replace(answer, replayed=True)]

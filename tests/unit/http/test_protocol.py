@@ -14,7 +14,7 @@ import uvicorn
 
 from deploy.local.stack import free_port
 from service.http import limits, protocol
-from service.http.protocol import Post, PostsProtocol, protocol_of
+from service.http.protocol import HttpRequest, PostsProtocol, protocol_of
 
 BODY_BYTES_MAX = 1000
 BODIES_BYTES_MAX = 1900  # of all connections, beside what each may have for itself
@@ -26,22 +26,22 @@ class Desk:
     """Keeps what comes until the test answers it; `/now` is answered at once, with its own body."""
 
     def __init__(self) -> None:
-        self.posts: list[Post] = []
+        self.posts: list[HttpRequest] = []
         self.finished: list[str] = []
 
-    def later(self, post: Post) -> None:
+    def later(self, post: HttpRequest) -> None:
         self.posts.append(post)
 
-    def now(self, post: Post) -> None:
-        post.answer(503 if post.crowded else 201, b"x-size: %d\r\n" % post.size, post.body)
+    def now(self, post: HttpRequest) -> None:
+        post.answer(503 if post.at_capacity else 201, b"x-size: %d\r\n" % post.size, post.body)
 
-    def long(self, post: Post) -> None:
+    def long(self, post: HttpRequest) -> None:
         post.answer(201, b"", bytes(LONG_BYTES))
 
-    def names(self, post: Post) -> None:
+    def names(self, post: HttpRequest) -> None:
         post.answer(201, b"", b" ".join(name for name, _ in post.headers))
 
-    def pieces(self, post: Post) -> None:
+    def pieces(self, post: HttpRequest) -> None:
         async def work() -> None:
             stream = post.stream(207, b"x-kind: pieces\r\n")
             for piece in (b"one", b"", b"two" * 10):
@@ -54,7 +54,7 @@ class Desk:
 
         post.apart(work())
 
-    def apart(self, post: Post) -> None:
+    def apart(self, post: HttpRequest) -> None:
         async def work() -> None:
             await asyncio.sleep(0.3)  # longer than uvicorn takes to see that it is to stop
             self.finished.append(post.body.decode())
@@ -62,7 +62,7 @@ class Desk:
 
         post.apart(work())
 
-    async def waiting(self, count: int) -> list[Post]:
+    async def waiting(self, count: int) -> list[HttpRequest]:
         async with asyncio.timeout(2.0):
             while len(self.posts) < count:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
@@ -97,7 +97,7 @@ async def server(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[u
     monkeypatch.setattr(limits, "UNREAD_MAX_S", 1.0)
     monkeypatch.setattr(limits, "LINGERING_CLOSE_S", 0.1)
     monkeypatch.setattr(protocol, "OWN_BYTES", OWN_BYTES)
-    routes: dict[bytes, Callable[[Post], None]] = {
+    routes: dict[bytes, Callable[[HttpRequest], None]] = {
         b"/later": desk.later,
         b"/now": desk.now,
         b"/apart": desk.apart,

@@ -18,7 +18,7 @@ from uvicorn.server import ServerState
 from service.http import limits
 from service.http import protocol as http_protocol
 from service.http.limits import BothWays, GuardedProtocol, LingeringServer
-from service.http.protocol import Post
+from service.http.protocol import HttpRequest
 
 
 @pytest.mark.parametrize(("name", "version"), [("uvicorn", "0.54.0"), ("httptools", "0.9.0"), ("uvloop", "0.23.0")])
@@ -108,7 +108,10 @@ def test_what_uvicorn_calls_of_a_pipelined_cycle() -> None:
     source = inspect.getsource(HttpToolsProtocol)
     used = {name for name in vars(RequestResponseCycle)["__init__"].__code__.co_names if f"cycle.{name}" in source}
     assert {"disconnected", "message_event", "response_complete"} <= used
-    assert {name for name in used if not hasattr(Post, name)} <= {"body", "more_body"}  # of a body that it takes itself
+    assert {name for name in used if not hasattr(HttpRequest, name)} <= {
+        "body",
+        "more_body",
+    }  # of a body that it takes itself
 
 
 def test_flow_control() -> None:

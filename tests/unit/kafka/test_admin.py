@@ -20,10 +20,10 @@ from aiokafka.protocol.transaction import InitProducerIdRequest
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, KafkaForbids
 from service.kafka import admin as module
-from service.kafka.admin import Cluster, Ends
+from service.kafka.admin import Ends, KafkaAdmin
 from service.kafka.inspection import DescribeTransactions
 from service.kafka.metadata import Metadata
-from service.kafka.session import Life
+from service.kafka.session import ProducerSession
 from tests.unit.fakes import until
 
 
@@ -92,8 +92,8 @@ class FakeClient(AIOKafkaClient):  # type: ignore[misc]
         self.closed = True
 
 
-def cluster_with(client: FakeClient, timeout_ms: int = 500) -> Cluster:
-    cluster = Cluster("127.0.0.1:1", client_id="test", request_timeout_ms=timeout_ms, telemetry=Telemetry())
+def cluster_with(client: FakeClient, timeout_ms: int = 500) -> KafkaAdmin:
+    cluster = KafkaAdmin("127.0.0.1:1", client_id="test", request_timeout_ms=timeout_ms, telemetry=Telemetry())
     cluster._client = client
     return cluster
 
@@ -210,7 +210,7 @@ async def test_a_broker_that_its_controller_has_fenced_is_waited_for(unlisted: i
     client.unlisted = unlisted
     assert await cluster.partitions(["orders"]) == {"orders": 3}
     for transactional_id in ("ns.slot.0", None):
-        life = Life(cluster, "slot-0", transactional_id, 500)
+        life = ProducerSession(cluster, "slot-0", transactional_id, 500)
         life.client = client
         client.unlisted = unlisted
         await life.start(1.0)
@@ -269,7 +269,7 @@ async def test_a_partition_with_too_few_replicas_in_sync_is_told(
     client.partitions.reverse()  # in whatever order a broker tells them
     client.least = least
     (topic,) = (await cluster_with(client).describe(["orders"])).values()
-    assert (topic.partitions, topic.short) == (3, frozenset({1} if short else ()))
+    assert (topic.partitions, topic.under_min_isr) == (3, frozenset({1} if short else ()))
 
 
 async def test_a_topic_is_known_by_its_id() -> None:

@@ -26,9 +26,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.kafka import connection as module
-from service.kafka.admin import AGAIN
-from service.kafka.connection import Client, Frames
-from service.kafka.protocol import FORMS
+from service.kafka.admin import RETRIABLE
+from service.kafka.connection import Client, ResponseReader
+from service.kafka.protocol import CODECS
 
 VERSIONS = {0: (3, 11), 3: (0, 5), 18: (0, 0), 24: (0, 5), 26: (0, 5)}
 NODE = 1
@@ -79,7 +79,7 @@ KINDS: dict[type, Any] = {
 def test_a_request_is_what_aiokafka_sends(request: Any, correlation_id: int, client_id: str) -> None:
     prepared = request.prepare(VERSIONS)
     message = prepared.build_request_header(correlation_id, client_id).encode() + prepared.encode()
-    form = FORMS[type(request)]
+    form = CODECS[type(request)]
     size, pieces = form.frame(request, correlation_id, client_id)
     assert (form.api_key, form.version) == (prepared.API_KEY, prepared.API_VERSION)
     assert (size, b"".join(pieces)) == (len(message), struct.pack(">i", len(message)) + message)
@@ -88,7 +88,7 @@ def test_a_request_is_what_aiokafka_sends(request: Any, correlation_id: int, cli
 @given(answer=answers, cut=st.integers(1, 1000))
 def test_an_answer_is_what_aiokafka_reads(answer: Any, cut: int) -> None:
     encoded = b"\0\0\0\5" + answer.encode()
-    form = FORMS[KINDS[type(answer)]]
+    form = CODECS[KINDS[type(answer)]]
     read = form.decode(encoded)
     theirs = type(answer).decode(encoded[4:])
     assert read._asdict() == {name: getattr(theirs, name) for name in theirs.SCHEMA.names}
@@ -157,7 +157,7 @@ async def connect() -> AsyncIterator[Connect]:
         client = Client(bootstrap_servers=f"127.0.0.1:{broker.port}", request_timeout_ms=2_000)
         made.append((client, server))
         connection = await create_conn("127.0.0.1", broker.port, client_id="c", on_close=client._on_connection_closed)
-        Frames.of(connection)
+        ResponseReader.of(connection)
         client._conns[NODE, 0] = connection
         return client, connection, broker
 
@@ -291,7 +291,7 @@ async def test_a_connection_that_the_client_makes_takes_the_short_way(
     assert [answer.error_code for answer in await asyncio.gather(*asked)] == [0, 0]
     (second,) = client._conns.values()
     assert second is not first
-    assert isinstance(second._writer.transport.get_protocol(), Frames)
+    assert isinstance(second._writer.transport.get_protocol(), ResponseReader)
 
 
 @pytest.mark.parametrize("alike", [1, 3])
@@ -365,7 +365,7 @@ async def test_a_connection_that_ends_with_its_login_is_a_failure_that_is_tried_
 
     monkeypatch.setattr(AIOKafkaClient, "_get_conn", closed)
     assert await client._get_conn(NODE) is connection
-    with pytest.raises(AGAIN):
+    with pytest.raises(RETRIABLE):
         await client.send(NODE, END)
 
 

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from service.claims.redis_store import Epoch, Identity, KeyStore
+from service.claims.redis_store import Identity, KeyStore, StoreGeneration
 from service.core.metrics import Telemetry
 from service.kafka.deadline import Abandoned, shared, within
 from service.slots.generation_log import Control, Newest
@@ -13,7 +13,7 @@ from service.slots.recovery import Store
 from tests.unit.fakes import World
 
 SOON_S = 5.0
-EPOCH = Epoch(3, "run/replid")
+EPOCH = StoreGeneration(3, "run/replid")
 
 
 async def test_within_answers_raises_and_passes_a_cancellation_on() -> None:

@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 from service.core.problems import KafkaAway
 from service.kafka import session as module
 from service.kafka.outcomes import REFUSALS
-from service.kafka.session import NOT_SENT, NotSent, Place
+from service.kafka.session import NOT_SENT, NotSent, RecordMetadata
 from tests.unit.fake_brokers import (
     GONE,
     TOO_BIG,
@@ -38,7 +38,7 @@ async def test_the_refusal_of_one_partition_is_not_another_ones() -> None:
     assert kafka.closed
 
 
-@pytest.mark.parametrize("met", [Place(-1, -1), DuplicateSequenceNumber.errno, OutOfOrderSequenceNumber.errno])
+@pytest.mark.parametrize("met", [RecordMetadata(-1, -1), DuplicateSequenceNumber.errno, OutOfOrderSequenceNumber.errno])
 async def test_without_a_place_it_is_in_doubt(met: Met) -> None:
     producer, kafka = idempotent()
     kafka.produced = lambda topic, partition: met
@@ -49,8 +49,12 @@ async def test_without_a_place_it_is_in_doubt(met: Met) -> None:
 async def test_what_hangs_leaves_the_others_their_places() -> None:
     producer, kafka = idempotent(150)
     kafka.leaders = {("hangs", 0): 2}
-    kafka.produced = lambda topic, partition: None if topic == "hangs" else Place(1, -1)
-    assert await producer.write([record("a"), record("hangs"), record("a")]) == [Place(1, 5), None, Place(2, 5)]
+    kafka.produced = lambda topic, partition: None if topic == "hangs" else RecordMetadata(1, -1)
+    assert await producer.write([record("a"), record("hangs"), record("a")]) == [
+        RecordMetadata(1, 5),
+        None,
+        RecordMetadata(2, 5),
+    ]
 
 
 async def test_what_has_no_leader_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,16 +62,20 @@ async def test_what_has_no_leader_is_left_out(monkeypatch: pytest.MonkeyPatch) -
     producer, kafka = idempotent()
     kafka.leaderless, kafka.unknown = {"ill"}, {"gone"}
     refused = REFUSALS[UnknownTopicOrPartitionError.errno]
-    assert await producer.write([record("ill"), record("a"), record("gone")]) == [NotSent(True), Place(4, 5), refused]
+    assert await producer.write([record("ill"), record("a"), record("gone")]) == [
+        NotSent(True),
+        RecordMetadata(4, 5),
+        refused,
+    ]
 
 
 async def test_what_too_few_replicas_would_have_is_not_there_and_what_they_have_is_in_doubt() -> None:
     """Both are errors of acks=all: the first before the leader appends, the second after it has."""
     producer, kafka = idempotent()
     codes = {"before": NotEnoughReplicasError.errno, "after": NotEnoughReplicasAfterAppendError.errno}
-    kafka.produced = lambda topic, partition: codes.get(topic, Place(4, -1))
+    kafka.produced = lambda topic, partition: codes.get(topic, RecordMetadata(4, -1))
     records = [record("before"), record("a"), record("after")]
-    assert await producer.write(records) == [NotSent(True), Place(4, 5), None]
+    assert await producer.write(records) == [NotSent(True), RecordMetadata(4, 5), None]
     assert producer._life is None
 
 
@@ -99,19 +107,19 @@ async def test_writes_at_the_same_time_keep_their_sequence() -> None:
 
 async def test_places_are_in_the_order_of_the_records() -> None:
     producer, kafka = idempotent()
-    kafka.produced = lambda topic, partition: Place(10 * partition, -1)
+    kafka.produced = lambda topic, partition: RecordMetadata(10 * partition, -1)
     records = [record("plain.a", 1), record("plain.a", 2), record("plain.a", 1)]
-    assert await producer.write(records) == [Place(10, 5), Place(20, 5), Place(11, 5)]
+    assert await producer.write(records) == [RecordMetadata(10, 5), RecordMetadata(20, 5), RecordMetadata(11, 5)]
     assert producer._life is not None
 
 
 async def test_of_several_all_are_written_or_it_fails() -> None:
     """Whoever reads through these records must have each of them."""
     producer, kafka = idempotent()
-    kafka.produced = lambda topic, partition: Place(10 * partition, -1)
+    kafka.produced = lambda topic, partition: RecordMetadata(10 * partition, -1)
     places = await producer.send_all("a", [(2, None, b"x"), (1, b"k", b"y")])
     assert [place.offset for place in places] == [20, 10]
-    kafka.produced = lambda topic, partition: TOO_BIG if partition == 1 else Place(4, -1)
+    kafka.produced = lambda topic, partition: TOO_BIG if partition == 1 else RecordMetadata(4, -1)
     with pytest.raises(KafkaAway, match=REFUSALS[TOO_BIG].why):
         await producer.send_all("a", [(2, None, b"x"), (1, b"k", b"y")])
 
@@ -131,7 +139,11 @@ async def test_a_topic_that_is_gone_is_told_of_once_until_it_is_back() -> None:
     producer, kafka = idempotent()
     life = producer._life
     with capture_logs() as lines:
-        answers: list[Met] = [UnknownTopicOrPartitionError.errno, TopicAuthorizationFailedError.errno, Place(4, -1)]
+        answers: list[Met] = [
+            UnknownTopicOrPartitionError.errno,
+            TopicAuthorizationFailedError.errno,
+            RecordMetadata(4, -1),
+        ]
         kafka.produced = lambda topic, partition: answers.pop(0)
         while answers:
             producer._life = life

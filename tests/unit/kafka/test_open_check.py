@@ -7,8 +7,8 @@ from structlog.testing import capture_logs
 
 from service.kafka import open_check as module
 from service.kafka.inspection import DescribeProducers
-from service.kafka.outcomes import Verdict
-from service.kafka.session import Place
+from service.kafka.outcomes import TransactionOutcome
+from service.kafka.session import RecordMetadata
 from service.slots.slot import Slot
 from tests.unit.fake_brokers import GONE, LEDGER, failure, record, transactional, write
 from tests.unit.fakes import World
@@ -41,7 +41,7 @@ async def test_where_something_hangs_nothing_is_added_to_a_transaction() -> None
     kafka.open_in = {("a", 1): 691}
     producer.open([("a", 1), LEDGER])
     failed = await failure(producer, record("a", 0), record("a", 1))
-    assert (failed.verdict, set(failed.hanging), set(failed.stuck)) == (Verdict.ABORTED, {("a", 1)}, set())
+    assert (failed.verdict, set(failed.hanging), set(failed.stuck)) == (TransactionOutcome.ABORTED, {("a", 1)}, set())
     assert not kafka.sent(AddPartitionsToTxnRequest)
 
 
@@ -50,16 +50,17 @@ async def test_without_leave_to_ask_it_is_said_once_and_written_as_before(monkey
     producer, kafka = transactional(clear=False)
     kafka.refused = {("a", n): TopicAuthorizationFailedError.errno for n in range(2)}
     with capture_logs() as logs:
-        assert await write(producer, record("a", 0)) == [Place(4, 5)]
-        assert await write(producer, record("a", 1)) == [Place(4, 5)]
+        assert await write(producer, record("a", 0)) == [RecordMetadata(4, 5)]
+        assert await write(producer, record("a", 1)) == [RecordMetadata(4, 5)]
     assert [(each["topic"], each["why"]) for each in logs] == [("a", "the service has no leave to Read the topic")]
 
 
 @pytest.mark.parametrize(
-    ("answer", "verdict"), [(GONE, Verdict.UNKNOWN), (RecordListTooLargeError.errno, Verdict.ABORTED)]
+    ("answer", "verdict"),
+    [(GONE, TransactionOutcome.UNKNOWN), (RecordListTooLargeError.errno, TransactionOutcome.ABORTED)],
 )
 async def test_once_its_ledger_record_may_be_there_a_transaction_is_in_doubt(
-    answer: Exception | int, verdict: Verdict
+    answer: Exception | int, verdict: TransactionOutcome
 ) -> None:
     """Where it hangs it is committed, so nobody may be told before the recovery that it is not written."""
     producer, kafka = transactional()

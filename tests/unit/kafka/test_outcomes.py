@@ -4,13 +4,13 @@ import pytest
 from aiokafka import errors
 
 from service.kafka import outcomes
-from service.kafka.outcomes import REFUSALS, Refusal, TransactionFailed, Verdict
+from service.kafka.outcomes import REFUSALS, RecordError, TransactionFailed, TransactionOutcome
 
 
 @pytest.mark.parametrize("may_commit", [False, True])
 @pytest.mark.parametrize("error", [errors.ProducerFenced(), errors.InvalidProducerEpoch()])
 def test_a_fence_is_no_clean_answer_to_a_commit_either(error: Exception, may_commit: bool) -> None:
-    assert outcomes.of(error, may_commit) is Verdict.FENCED
+    assert outcomes.of(error, may_commit) is TransactionOutcome.FENCED
 
 
 @pytest.mark.parametrize(
@@ -24,8 +24,8 @@ def test_a_fence_is_no_clean_answer_to_a_commit_either(error: Exception, may_com
     ],
 )
 def test_the_rest_is_in_doubt_only_once_a_commit_was_asked_for(error: Exception) -> None:
-    assert outcomes.of(error, may_commit=False) is Verdict.ABORTED
-    assert outcomes.of(error, may_commit=True) is Verdict.UNKNOWN
+    assert outcomes.of(error, may_commit=False) is TransactionOutcome.ABORTED
+    assert outcomes.of(error, may_commit=True) is TransactionOutcome.UNKNOWN
 
 
 def test_nothing_but_a_clean_commit_is_committed() -> None:
@@ -37,12 +37,12 @@ def test_nothing_but_a_clean_commit_is_committed() -> None:
     assert len(every) > 40
     for kind in every:
         for may_commit in (False, True):
-            assert outcomes.of(kind(), may_commit) is not Verdict.COMMITTED
+            assert outcomes.of(kind(), may_commit) is not TransactionOutcome.COMMITTED
 
 
 def test_refusals_are_for_good_and_tell_the_caller_so() -> None:
     for code, refusal in REFUSALS.items():
-        assert isinstance(refusal, Refusal)
+        assert isinstance(refusal, RecordError)
         assert 400 <= refusal.kind.status < 500, code
         assert refusal.why
 
@@ -73,7 +73,7 @@ def test_the_codes_that_aiokafka_does_not_know_are_still_unknown_to_it() -> None
 
 
 def test_a_failure_says_what_it_was() -> None:
-    failed = TransactionFailed(Verdict.ABORTED, "the cause", {"orders": REFUSALS[3]})
+    failed = TransactionFailed(TransactionOutcome.ABORTED, "the cause", {"orders": REFUSALS[3]})
     assert str(failed) == "aborted: the cause"
     assert failed.refusals["orders"].kind.code == "unknown-topic"
     assert failed.stuck == ()

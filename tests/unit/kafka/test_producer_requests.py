@@ -14,9 +14,9 @@ from aiokafka.record.default_records import DefaultRecordBatch
 from service.core.problems import KafkaAway
 from service.kafka import session as module
 from service.kafka.inspection import DescribeTransactions
-from service.kafka.outcomes import Verdict
+from service.kafka.outcomes import TransactionOutcome
 from service.kafka.producer import PATIENCE_SHARE, REPLICAS_SHARE, TransactionalProducer
-from service.kafka.session import Batch, Life, NotSent, Place
+from service.kafka.session import Batch, NotSent, ProducerSession, RecordMetadata
 from tests.unit.fake_brokers import (
     LEDGER,
     TOO_BIG,
@@ -70,8 +70,8 @@ async def test_a_plain_producer_waits_for_all_replicas_too_and_is_in_no_transact
 @pytest.mark.parametrize(
     ("answer", "fate"),
     [
-        ((0, 7, -1), [Place(7, 5), Place(8, 5)]),
-        ((0, 7, 99), [Place(7, 99), Place(8, 99)]),
+        ((0, 7, -1), [RecordMetadata(7, 5), RecordMetadata(8, 5)]),
+        ((0, 7, 99), [RecordMetadata(7, 99), RecordMetadata(8, 99)]),
         ((0, -1, -1), None),
         ((46, 7, -1), None),  # DuplicateSequenceNumber, with an offset that is not this batch's
         ((-1, 7, -1), None),
@@ -80,7 +80,7 @@ async def test_a_plain_producer_waits_for_all_replicas_too_and_is_in_no_transact
     ],
 )
 async def test_an_offset_counts_only_in_a_clean_answer(answer: Any, fate: object) -> None:
-    life = Life(cluster(), "plain-0")
+    life = ProducerSession(cluster(), "plain-0")
     fake_inside(life)
     records = [record("a", 0), record("a", 0)]
     (batch,) = life.batches(records, {("a", 0): 1})
@@ -98,7 +98,7 @@ async def test_a_partition_that_is_silent_leaves_time_to_go_round_again() -> Non
     started = time.monotonic()
     failed = await failure(producer, record("orders"))
     took_s = time.monotonic() - started
-    assert (failed.verdict, set(failed.stuck)) == (Verdict.ABORTED, {"orders"})
+    assert (failed.verdict, set(failed.stuck)) == (TransactionOutcome.ABORTED, {"orders"})
     assert 0.15 < took_s < 0.45, "a third of a request's time"
 
 
@@ -115,7 +115,7 @@ async def test_silence_and_no_such_partition_is_no_refusal(hang_s: float, monkey
 
     kafka.force_metadata_update = silent  # type: ignore[method-assign]
     failed = await failure(producer, record("gone"))
-    assert (failed.verdict, failed.refusals, set(failed.stuck)) == (Verdict.ABORTED, {}, {"gone"})
+    assert (failed.verdict, failed.refusals, set(failed.stuck)) == (TransactionOutcome.ABORTED, {}, {"gone"})
 
 
 async def test_a_life_that_is_closed_while_it_opens_leaves_nothing_behind() -> None:
@@ -168,7 +168,7 @@ async def test_a_life_asks_its_own_coordinator_for_its_id(
 ) -> None:
     """With one broker it is every id's; of several each has its own."""
     nodes(monkeypatch)
-    life = Life(cluster(), "name", transactional_id, 4_000)
+    life = ProducerSession(cluster(), "name", transactional_id, 4_000)
     kafka: Any = fake_inside(life)
     asked: list[tuple[int, str | None, int]] = []
 
@@ -227,15 +227,15 @@ async def test_all_who_want_a_plain_producer_share_one_life_and_after_its_close_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two at once would be two producer ids, each with sequence numbers of its own."""
-    begun: list[Life] = []
+    begun: list[ProducerSession] = []
 
-    async def start(life: Life, patience_s: float) -> None:
+    async def start(life: ProducerSession, patience_s: float) -> None:
         await asyncio.sleep(0.01)
         fake_inside(life)
         begun.append(life)
         life.producer_id = len(begun)
 
-    monkeypatch.setattr(Life, "start", start)
+    monkeypatch.setattr(ProducerSession, "start", start)
     producer, first = idempotent()
     await producer.close()
     await producer.close()
@@ -254,9 +254,9 @@ async def test_the_start_of_a_slot_s_producer_waits_for_what_it_fences(monkeypat
     """Its transaction may just have begun to commit: that takes as long as a transaction may."""
     waited: list[float] = []
 
-    async def start(life: Life, patience_s: float) -> None:
+    async def start(life: ProducerSession, patience_s: float) -> None:
         waited.append(patience_s)
 
-    monkeypatch.setattr(Life, "start", start)
+    monkeypatch.setattr(ProducerSession, "start", start)
     await TransactionalProducer(cluster(2_000), "ns.slot.0", 7_000).start()
     assert waited == [9.0]

@@ -12,7 +12,7 @@ from aiokafka.structs import TopicPartition
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway
 from service.kafka import reader
-from service.kafka.admin import Cluster
+from service.kafka.admin import KafkaAdmin
 from service.kafka.reader import Item, Span, ends, read_through
 
 SOON_S = 5.0
@@ -72,8 +72,8 @@ async def ended(work: Any) -> Any:
     return task.exception() or task.result()
 
 
-def cluster() -> Cluster:
-    return Cluster("nowhere:1", client_id="t", request_timeout_ms=100, telemetry=Telemetry())
+def cluster() -> KafkaAdmin:
+    return KafkaAdmin("nowhere:1", client_id="t", request_timeout_ms=100, telemetry=Telemetry())
 
 
 async def read() -> list[Item]:

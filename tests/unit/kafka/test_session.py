@@ -25,10 +25,10 @@ from structlog.testing import capture_logs
 from service.core.metrics import Telemetry
 from service.core.problems import FORBIDDEN_TOPIC, TOO_LARGE, UNKNOWN_TOPIC
 from service.kafka import session as module
-from service.kafka.admin import CODECS, Cluster
-from service.kafka.outcomes import REFUSALS, TransactionFailed, Verdict
+from service.kafka.admin import CODECS, KafkaAdmin
+from service.kafka.outcomes import REFUSALS, TransactionFailed, TransactionOutcome
 from service.kafka.producer import COMPRESSED_LEAST_BYTES, TransactionalProducer
-from service.kafka.session import Life, Place
+from service.kafka.session import ProducerSession, RecordMetadata
 from tests.unit.fake_brokers import (
     FENCED,
     GONE,
@@ -49,9 +49,9 @@ from tests.unit.fake_brokers import (
 async def test_a_transaction_is_four_requests_each_sent_once() -> None:
     producer, kafka = transactional()
     records = [record("a", 1), record("b", 0), record("a", 1), record("a", 0)]
-    kafka.produced = lambda topic, partition: Place(100 * partition, 77 if topic == "b" else -1)
+    kafka.produced = lambda topic, partition: RecordMetadata(100 * partition, 77 if topic == "b" else -1)
     places, ledger_offset = await producer.write(records, LEDGER, lambda places: repr(places).encode())
-    assert places == [Place(100, 5), Place(0, 77), Place(101, 5), Place(0, 5)]
+    assert places == [RecordMetadata(100, 5), RecordMetadata(0, 77), RecordMetadata(101, 5), RecordMetadata(0, 5)]
     assert ledger_offset == 9
     assert [type(request).__name__ for _, request in kafka.requests] == [
         "AddPartitionsToTxnRequest",
@@ -87,7 +87,7 @@ async def test_without_a_connection_the_write_begins_the_transaction() -> None:
     producer.open([("a", 0), LEDGER])
     await asyncio.sleep(0.01)
     assert not kafka.requests
-    assert await write(producer, record("a")) == [Place(4, 5)]
+    assert await write(producer, record("a")) == [RecordMetadata(4, 5)]
     assert len(kafka.sent(AddPartitionsToTxnRequest)) == 1
     producer.open([("a", 0), LEDGER])
     await producer.abandon()
@@ -105,7 +105,7 @@ async def test_what_could_not_be_opened_yet_is_begun_by_the_write_and_need_not_b
     assert not kafka.sent(EndTxnRequest)
     concurrent += [ConcurrentTransactions.errno] * 2
     producer.open([("a", 0), LEDGER])
-    assert await write(producer, record("a")) == [Place(4, 5)]
+    assert await write(producer, record("a")) == [RecordMetadata(4, 5)]
     assert [request._topics for request in kafka.sent(AddPartitionsToTxnRequest)[1:]] == [
         [("a", [0]), ("ns.ledger", [0])]
     ] * 2
@@ -128,7 +128,7 @@ async def test_what_could_not_be_opened_is_left_to_the_write_and_need_not_be_end
     await producer.abandon()
     assert not kafka.sent(EndTxnRequest)
     producer.open([("a", 0), ("secret", 0), LEDGER])
-    assert await write(producer, record("a")) == [Place(4, 5)]
+    assert await write(producer, record("a")) == [RecordMetadata(4, 5)]
     producer.open([("secret", 0), LEDGER])
     failed = await failure(producer, record("secret"))
     assert {topic: refusal.kind for topic, refusal in failed.refusals.items()} == {"secret": FORBIDDEN_TOPIC}
@@ -149,7 +149,7 @@ async def test_an_opening_without_an_answer_ends_the_life(last: str) -> None:
     producer.open([("a", 0), LEDGER])
     with pytest.raises(TransactionFailed) as raised:
         await (producer.abandon() if last == "abandon" else write(producer, record("a")))
-    assert raised.value.verdict is Verdict.ABORTED
+    assert raised.value.verdict is TransactionOutcome.ABORTED
     assert not kafka.sent(ProduceRequest)
     assert not kafka.sent(EndTxnRequest)
 
@@ -167,7 +167,12 @@ async def test_each_leader_gets_a_request_of_its_own() -> None:
 async def test_sequence_numbers_go_on_over_batches_and_writes_and_begin_again_at_their_end() -> None:
     producer, kafka = transactional()
     full = [record("a", 0, b"x" * 300, most=700) for _ in range(3)]
-    assert await write(producer, *full, record("a", 1)) == [Place(4, 5), Place(5, 5), Place(4, 5), Place(4, 5)]
+    assert await write(producer, *full, record("a", 1)) == [
+        RecordMetadata(4, 5),
+        RecordMetadata(5, 5),
+        RecordMetadata(4, 5),
+        RecordMetadata(4, 5),
+    ]
     await write(producer, record("a", 0))
     assert [(partition, sequence) for partition, sequence, _ in kafka.batches("a")] == [(0, 0), (1, 0), (0, 2), (0, 3)]
     producer._life._sequences["a", 0] = 2**31 - 1
@@ -180,7 +185,7 @@ async def test_while_markers_are_written_the_next_transaction_asks_again() -> No
     producer, kafka = transactional()
     answers = iter([ConcurrentTransactions.errno] * 6)
     kafka.added = lambda topic, partition: next(answers, 0)
-    assert await write(producer, record("a")) == [Place(4, 5)]
+    assert await write(producer, record("a")) == [RecordMetadata(4, 5)]
     assert len(kafka.sent(AddPartitionsToTxnRequest)) == 4, "two partitions are told each time"
 
 
@@ -189,10 +194,10 @@ async def test_while_markers_are_written_the_next_transaction_asks_again() -> No
 
 async def test_a_refusal_that_ends_a_transaction_is_told_by_its_topic() -> None:
     producer, kafka = transactional()
-    kafka.produced = lambda topic, partition: TOO_BIG if topic == "small" else Place(1, -1)
+    kafka.produced = lambda topic, partition: TOO_BIG if topic == "small" else RecordMetadata(1, -1)
     failed = await failure(producer, record("orders"), record("small"))
     assert {topic: refusal.kind for topic, refusal in failed.refusals.items()} == {"small": TOO_LARGE}
-    assert failed.verdict is Verdict.ABORTED
+    assert failed.verdict is TransactionOutcome.ABORTED
     assert not failed.stuck
     assert not kafka.sent(EndTxnRequest)
 
@@ -237,14 +242,14 @@ async def test_a_partition_that_no_broker_knows_is_refused(monkeypatch: pytest.M
 async def test_a_commit_without_a_clean_answer_is_unknown(ended: int | Exception) -> None:
     producer, kafka = transactional()
     kafka.ended = ended
-    assert (await failure(producer, record("orders"))).verdict is Verdict.UNKNOWN
+    assert (await failure(producer, record("orders"))).verdict is TransactionOutcome.UNKNOWN
     assert len(kafka.sent(EndTxnRequest)) == 1
 
 
 async def test_a_commit_that_is_silent_is_unknown() -> None:
     producer, kafka = transactional(150)
     kafka.ended = None
-    assert (await failure(producer, record("orders"))).verdict is Verdict.UNKNOWN
+    assert (await failure(producer, record("orders"))).verdict is TransactionOutcome.UNKNOWN
 
 
 @pytest.mark.parametrize(("throttle_ms", "told"), [(60_000, True), (1, False), (0, False)])
@@ -258,7 +263,7 @@ async def test_silence_under_a_quota_is_told_as_such(throttle_ms: int, told: boo
 
     plain, kafka = idempotent(150)
     kafka.throttle_ms = throttle_ms
-    answers: list[Met] = [Place(4, -1), None]
+    answers: list[Met] = [RecordMetadata(4, -1), None]
     kafka.produced = lambda topic, partition: answers.pop(0)
     with capture_logs() as lines:
         for _ in range(2):
@@ -275,14 +280,14 @@ async def test_a_fence_is_told_wherever_it_is_met(code: int) -> None:
         else:
             setattr(kafka, step, lambda topic, partition: code)
         failed = await failure(producer, record("orders"))
-        assert (failed.verdict, failed.stuck) == (Verdict.FENCED, set()), step
+        assert (failed.verdict, failed.stuck) == (TransactionOutcome.FENCED, set()), step
 
 
 async def test_a_false_offset_is_no_place() -> None:
-    for met in (Place(-1, -1), DuplicateSequenceNumber.errno):
+    for met in (RecordMetadata(-1, -1), DuplicateSequenceNumber.errno):
         transaction, kafka = transactional()
         kafka.produced = lambda topic, partition, met=met: met  # type: ignore[misc]
-        assert (await failure(transaction, record("orders"))).verdict is Verdict.ABORTED
+        assert (await failure(transaction, record("orders"))).verdict is TransactionOutcome.ABORTED
         assert not kafka.sent(EndTxnRequest)
 
 
@@ -294,7 +299,7 @@ async def test_a_ledger_record_without_an_answer_commits_nothing() -> None:
 
     with pytest.raises(TransactionFailed) as raised:
         await producer.write([record("orders")], LEDGER, broken)
-    assert raised.value.verdict is Verdict.ABORTED
+    assert raised.value.verdict is TransactionOutcome.ABORTED
     assert raised.value.is_bug
     assert not kafka.sent(EndTxnRequest)
 
@@ -305,10 +310,10 @@ async def test_a_ledger_record_without_an_answer_commits_nothing() -> None:
 async def test_a_topic_without_an_answer_is_named_stuck() -> None:
     producer, kafka = transactional(150)
     kafka.leaders = {("hangs", 0): 2}
-    kafka.produced = lambda topic, partition: None if topic == "hangs" else Place(1, -1)
+    kafka.produced = lambda topic, partition: None if topic == "hangs" else RecordMetadata(1, -1)
     failed = await failure(producer, record("orders"), record("hangs"))
     assert set(failed.stuck) == {"hangs"}
-    assert failed.verdict is Verdict.ABORTED
+    assert failed.verdict is TransactionOutcome.ABORTED
 
 
 async def test_what_its_broker_does_not_lead_is_sent_to_who_does() -> None:
@@ -318,10 +323,10 @@ async def test_what_its_broker_does_not_lead_is_sent_to_who_does() -> None:
 
     def moves(topic: str, partition: int) -> Met:
         kafka.leaders["moves", 0] = 2
-        return next(answers, Place(1, -1)) if topic == "moves" else Place(3, -1)
+        return next(answers, RecordMetadata(1, -1)) if topic == "moves" else RecordMetadata(3, -1)
 
     kafka.produced = moves
-    assert await write(producer, record("orders"), record("moves")) == [Place(3, 5), Place(1, 5)]
+    assert await write(producer, record("orders"), record("moves")) == [RecordMetadata(3, 5), RecordMetadata(1, 5)]
     assert [sequence for _, sequence, _ in kafka.batches("moves")] == [0, 0, 0]
     assert len(kafka.batches("orders")) == 1
     nodes = [node for node, request in kafka.requests if isinstance(request, ProduceRequest)]
@@ -332,9 +337,9 @@ async def test_where_one_batch_was_taken_the_other_is_not_sent_again() -> None:
     """Its leader came back between the two: the first would follow the second."""
     producer, kafka = transactional()
     answers = iter([NotLeaderForPartitionError.errno])
-    kafka.produced = lambda topic, partition: next(answers, Place(1, -1))
+    kafka.produced = lambda topic, partition: next(answers, RecordMetadata(1, -1))
     failed = await failure(producer, *[record("a", 0, b"x" * 300, most=500) for _ in range(2)])
-    assert (failed.verdict, set(failed.stuck)) == (Verdict.ABORTED, {"a"})
+    assert (failed.verdict, set(failed.stuck)) == (TransactionOutcome.ABORTED, {"a"})
     assert len(kafka.batches("a")) == 2
 
 
@@ -342,10 +347,10 @@ async def test_where_one_batch_was_taken_the_other_is_not_sent_again() -> None:
 async def test_a_topic_whose_partition_fails_is_named_stuck(code: int) -> None:
     """Nobody sends it again from here: until it is well, its events must not hold up the others'."""
     producer, kafka = transactional()
-    kafka.produced = lambda topic, partition: code if topic == "ill" else Place(1, -1)
+    kafka.produced = lambda topic, partition: code if topic == "ill" else RecordMetadata(1, -1)
     failed = await failure(producer, record("orders"), record("ill"))
     assert (set(failed.stuck), failed.refusals) == ({"ill"}, {})
-    assert failed.verdict is Verdict.ABORTED
+    assert failed.verdict is TransactionOutcome.ABORTED
 
 
 async def test_a_topic_without_a_leader_is_named_stuck_and_soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +366,7 @@ async def test_a_connection_that_breaks_blames_no_topic() -> None:
     producer, kafka = transactional()
     kafka.produced = lambda topic, partition: GONE
     failed = await failure(producer, record("orders"))
-    assert (failed.verdict, failed.refusals, set(failed.stuck)) == (Verdict.ABORTED, {}, set())
+    assert (failed.verdict, failed.refusals, set(failed.stuck)) == (TransactionOutcome.ABORTED, {}, set())
 
 
 async def test_a_ledger_that_refuses_its_record_is_named_and_nothing_is_committed() -> None:
@@ -369,7 +374,11 @@ async def test_a_ledger_that_refuses_its_record_is_named_and_nothing_is_committe
     producer, kafka = transactional()
     kafka.of_ledger = TOO_BIG
     failed = await failure(producer, record("orders"))
-    assert (failed.verdict, failed.refusals, failed.stuck) == (Verdict.ABORTED, {LEDGER[0]: REFUSALS[TOO_BIG]}, set())
+    assert (failed.verdict, failed.refusals, failed.stuck) == (
+        TransactionOutcome.ABORTED,
+        {LEDGER[0]: REFUSALS[TOO_BIG]},
+        set(),
+    )
     assert not kafka.sent(EndTxnRequest)
 
 
@@ -385,10 +394,10 @@ async def test_a_ledger_that_fails_blames_no_topic() -> None:
 
 @pytest.mark.parametrize("codec", list(CODECS))
 async def test_a_batch_is_marked_with_its_codec(codec: str) -> None:
-    compressing = Cluster(
+    compressing = KafkaAdmin(
         "127.0.0.1:1", client_id="test", request_timeout_ms=600, telemetry=Telemetry(), compression=codec
     )
-    life = Life(compressing, "ns.slot.0", "ns.slot.0", 600)
+    life = ProducerSession(compressing, "ns.slot.0", "ns.slot.0", 600)
     fake_inside(life)
     (batch,) = life.batches([record("a", 0, b"again and again " * 50)] * 3, {("a", 0): 1})
     made = DefaultRecordBatch(bytes(batch.payload))

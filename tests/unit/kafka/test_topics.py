@@ -12,21 +12,21 @@ from service.core.problems import KafkaAway, KafkaForbids, Problem
 from service.core.settings import GROUP_LEDGER_BYTES_MAX, Settings
 from service.kafka import topics as module
 from service.kafka.admin import Topic
-from service.kafka.topics import Catalogue, InternalTopics
+from service.kafka.topics import InternalTopics, TopicMetadataCache
 from tests.unit.fakes import FakeCluster, World, make_event
 
 
-def known(*topics: str) -> tuple[Catalogue, FakeCluster]:
+def known(*topics: str) -> tuple[TopicMetadataCache, FakeCluster]:
     cluster = FakeCluster(topics)
-    return Catalogue(cluster), cluster
+    return TopicMetadataCache(cluster), cluster
 
 
 async def test_a_topic_is_asked_for_once_by_all_who_want_it() -> None:
     catalogue, cluster = known("orders")
-    assert catalogue.peek("orders") is None
+    assert catalogue.cached("orders") is None
     found = await asyncio.gather(*(catalogue.get("orders", time.monotonic()) for _ in range(5)))
     assert set(map(id, found)) == {id(cluster.topics["orders"])}
-    assert catalogue.peek("orders") is cluster.topics["orders"]
+    assert catalogue.cached("orders") is cluster.topics["orders"]
     await catalogue.get("orders", time.monotonic())
     assert cluster.asked == [["orders"]]
 
@@ -55,9 +55,9 @@ async def test_a_topic_that_vanished_is_known_to_those_who_were_let_in() -> None
     catalogue, cluster = known("orders")
     was = await catalogue.get("orders", time.monotonic())
     cluster.topics.clear()
-    catalogue.doubt("orders")
+    catalogue.invalidate("orders")
     assert await catalogue.get("orders", time.monotonic()) is None
-    assert catalogue.peek("orders") is None
+    assert catalogue.cached("orders") is None
     assert catalogue.last_known("orders") is was
 
 
@@ -65,7 +65,7 @@ async def test_what_was_known_will_do_while_kafka_is_away() -> None:
     catalogue, cluster = known("orders")
     was = await catalogue.get("orders", time.monotonic())
     cluster.away = True
-    catalogue.doubt("orders")
+    catalogue.invalidate("orders")
     assert await catalogue.get("orders", time.monotonic()) is was
     with pytest.raises(KafkaAway):
         await catalogue.get("other", time.monotonic())
@@ -78,30 +78,30 @@ async def test_what_was_known_will_not_do_where_kafka_forbids_to_look(monkeypatc
     catalogue, cluster = known("orders")
     await catalogue.get("orders", time.monotonic())
     cluster.forbids = True
-    catalogue.doubt("orders")
+    catalogue.invalidate("orders")
     with pytest.raises(KafkaForbids):
         await catalogue.get("orders", time.monotonic())
-    assert catalogue.peek("orders") is None
+    assert catalogue.cached("orders") is None
     cluster.forbids = False
     monkeypatch.setattr(module, "KNOWN_S", 0.0)
     was = await catalogue.get("orders", time.monotonic())
     cluster.forbids = True
     failed: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
-    assert catalogue.peek("orders") is was
+    assert catalogue.cached("orders") is was
     await asyncio.wait([*catalogue._asking.values()])  # nobody else waits for it
     await asyncio.sleep(0)
     gc.collect()
-    assert catalogue.peek("orders") is None
+    assert catalogue.cached("orders") is None
     assert not failed
 
 
 async def test_a_doubt_asks_again() -> None:
     catalogue, cluster = known("orders")
     await catalogue.get("orders", time.monotonic())
-    catalogue.doubt("orders")
-    catalogue.doubt("never-asked")
-    assert catalogue.peek("orders") is None
+    catalogue.invalidate("orders")
+    catalogue.invalidate("never-asked")
+    assert catalogue.cached("orders") is None
     await catalogue.get("orders", time.monotonic())
     assert len(cluster.asked) == 2
 
@@ -142,10 +142,10 @@ async def test_that_replicas_lack_is_believed_for_a_shorter_time(monkeypatch: py
     cluster.topics["orders"] = Topic("orders", 3, {}, frozenset({1}))
     for name in ("orders", "other"):
         await catalogue.get(name, time.monotonic())
-    assert catalogue.peek("orders") is not None
+    assert catalogue.cached("orders") is not None
     await asyncio.sleep(0.02)
-    assert catalogue.peek("orders") is None
-    assert catalogue.peek("other") is not None
+    assert catalogue.cached("orders") is None
+    assert catalogue.cached("other") is not None
 
 
 async def test_what_failed_is_looked_at_again_and_what_was_known_will_do() -> None:
@@ -153,14 +153,14 @@ async def test_what_failed_is_looked_at_again_and_what_was_known_will_do() -> No
     for name in ("orders", "other"):
         await catalogue.get(name, time.monotonic())
     short = cluster.topics["orders"] = Topic("orders", 3, {}, frozenset({1}))
-    await catalogue.look_again(["orders", "other"])
+    await catalogue.refresh(["orders", "other"])
     assert catalogue.last_known("orders") is not short
-    catalogue.doubt("orders")
-    await catalogue.look_again(["orders", "other"])
+    catalogue.invalidate("orders")
+    await catalogue.refresh(["orders", "other"])
     assert catalogue.last_known("orders") is short
     cluster.away = True
-    catalogue.doubt("orders")
-    await catalogue.look_again(["orders", "never-asked"])
+    catalogue.invalidate("orders")
+    await catalogue.refresh(["orders", "never-asked"])
     assert catalogue.last_known("orders") is short
 
 
@@ -171,13 +171,13 @@ async def test_what_was_known_a_moment_ago_will_do_while_it_is_asked_for_anew(mo
     was = await catalogue.get("orders", time.monotonic())
     cluster.topics["orders"] = Topic("orders", 6, {})
     for _ in range(3):
-        assert catalogue.peek("orders") is was
+        assert catalogue.cached("orders") is was
     await asyncio.sleep(0.01)
     assert cluster.asked == [["orders"], ["orders"]]
     monkeypatch.setattr(module, "KNOWN_S", 60.0)
-    catalogue.peek("orders")
+    catalogue.cached("orders")
     await asyncio.sleep(0.01)
-    assert catalogue.peek("orders") is cluster.topics["orders"]
+    assert catalogue.cached("orders") is cluster.topics["orders"]
 
 
 async def test_nothing_is_refused_for_what_a_topic_was() -> None:
@@ -209,7 +209,7 @@ async def test_what_was_known_long_ago_is_asked_for_first(monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "STALE_S", 0.0)
     catalogue, cluster = known("orders")
     await catalogue.get("orders", time.monotonic())
-    assert catalogue.peek("orders") is None
+    assert catalogue.cached("orders") is None
     cluster.topics["orders"] = Topic("orders", 6, {})
     assert await catalogue.get("orders", time.monotonic()) is cluster.topics["orders"]
 
@@ -221,10 +221,10 @@ async def test_while_kafka_is_away_a_known_topic_is_asked_for_in_the_background_
     catalogue, cluster = known("orders")
     was = await catalogue.get("orders", time.monotonic())
     cluster.away = True
-    catalogue.peek("orders")
+    catalogue.cached("orders")
     await asyncio.sleep(0.01)
     for _ in range(5):
-        assert catalogue.peek("orders") is was
+        assert catalogue.cached("orders") is was
     assert len(cluster.asked) == 2, "each request asked again"
 
 
@@ -233,8 +233,8 @@ async def test_what_failed_a_group_is_looked_up_though_it_would_do_for_others(mo
     catalogue, cluster = known("orders")
     await catalogue.get("orders", time.monotonic())
     cluster.topics["orders"] = Topic("orders", 3, {}, frozenset({1}))
-    await catalogue.look_again(["orders"])
-    assert catalogue.last_known("orders").short == {1}
+    await catalogue.refresh(["orders"])
+    assert catalogue.last_known("orders").under_min_isr == {1}
 
 
 @pytest.mark.parametrize("known_before", [True, False])
@@ -243,7 +243,7 @@ async def test_one_broker_that_knows_no_such_topic_is_not_believed(known_before:
     catalogue, cluster = known("orders")
     if known_before:
         await catalogue.get("orders", time.monotonic())
-        catalogue.doubt("orders")
+        catalogue.invalidate("orders")
     cluster.lagging = True
     assert await catalogue.get("orders", time.monotonic()) is cluster.topics["orders"]
 

@@ -19,7 +19,7 @@ from service.core.problems import (
 )
 from service.kafka.admin import Topic
 from service.pipeline import admission as module
-from service.pipeline.request import Answer, Committed
+from service.pipeline.request import Committed, WriteResult
 from tests.unit.fakes import World, count_of, ended, kind_of, make_event, unheard, until
 
 # ------------------------------------------------------------------------------------------------------ its topic
@@ -123,7 +123,7 @@ async def test_who_prefers_so_is_told_once_that_its_claim_stands() -> None:
     world = World()
     slot = await world.slot()
     await world.catalogue.get("orders", time.monotonic())
-    told, answers = list[str](), list[Answer]()
+    told, answers = list[str](), list[WriteResult]()
     writing = world.producers[0].trouble.hold("write")
     world.intake.submit(make_event("a"), time.monotonic(), answers.append, accepted=lambda: told.append("accepted"))
     assert told == []
@@ -146,7 +146,7 @@ async def test_an_edge_that_fails_keeps_nobody_else_from_an_answer() -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    answers: list[Answer] = []
+    answers: list[WriteResult] = []
     world.intake.submit(make_event("a"), time.monotonic(), broken, accepted=broken)
     world.intake.submit(make_event("b"), time.monotonic(), answers.append)
     with capture_logs() as lines:
@@ -162,7 +162,7 @@ async def test_an_edge_that_fails_keeps_nobody_else_from_an_answer() -> None:
 async def test_an_answer_counts_once_and_is_told_once() -> None:
     world = World()
     await world.catalogue.get("orders", time.monotonic())
-    answers: list[Answer] = []
+    answers: list[WriteResult] = []
     world.intake.submit(make_event("a"), time.monotonic(), answers.append)
     (request,) = world.intake._open
     for kind in (NOT_WRITTEN, OUTCOME_UNKNOWN):
@@ -225,7 +225,7 @@ async def test_an_answer_that_cannot_be_noted_is_given(monkeypatch: pytest.Monke
         raise UnicodeError("a bug")
 
     monkeypatch.setattr(world.journal, "record", broken)
-    answers: list[Answer] = []
+    answers: list[WriteResult] = []
     world.intake.submit(make_event("a"), time.monotonic(), answers.append)
     with capture_logs() as lines:
         serving = world.serve(await world.slot())

@@ -9,20 +9,20 @@ from service.claims.states import Claim, Claimed, Delivered, Outcome, RequestEve
 from service.contract import Guarantee
 from service.core.problems import StoreAway, StoreLost, StoreUnanswered
 from service.core.settings import Settings
-from service.kafka.outcomes import TransactionFailed, Verdict
+from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.pipeline.queue import Queue
-from service.pipeline.request import Answer, Committed, Request, Train
+from service.pipeline.request import BatchChunk, Committed, WriteRequest, WriteResult
 from tests.unit.fakes import EPOCH, NOW_MS, World, end_of_term, ended, make_event, unheard
 
 SETTINGS = Settings(instance="test")
 MANY = 1_000_000  # groups at once
 
 
-def train_of(*keys: str, topics: str = "orders") -> list[Request]:
+def train_of(*keys: str, topics: str = "orders") -> list[WriteRequest]:
     """Requests of one train; with several topics, by their blanks, each has its own."""
-    train, names = Train(), topics.split()
+    train, names = BatchChunk(), topics.split()
     return [
-        Request.of(
+        WriteRequest.of(
             (make_event(key, names[place % len(names)]),),
             time.monotonic(),
             10.0,
@@ -34,11 +34,11 @@ def train_of(*keys: str, topics: str = "orders") -> list[Request]:
     ]
 
 
-def keys_of(group: list[Request]) -> list[str]:
+def keys_of(group: list[WriteRequest]) -> list[str]:
     return [request.events[0].key for request in group]
 
 
-def answered(queue: Queue, *requests: Request) -> None:
+def answered(queue: Queue, *requests: WriteRequest) -> None:
     for each in requests:
         each.move(RequestEvent.ANSWER)
         queue.leave(each)
@@ -53,14 +53,14 @@ async def test_a_train_that_came_apart_keeps_its_order(trusted: bool) -> None:
     failed = queue.take()
     for each in failed:
         each.failures += 1
-    queue.suspect("orders")
+    queue.quarantine("orders")
     queue.returned(failed)
     queue.put_back(failed)
     alone = queue.take()
     assert keys_of(alone) == ["a"]
     queue.returned(alone)  # in doubt: it waits for a recovery
     if trusted:  # another slot has committed something else of the topic
-        queue.trust(["orders"])
+        queue.release(["orders"])
     assert queue.take() == []
     waiting = asyncio.create_task(queue.wait())
     await asyncio.sleep(0)
@@ -80,7 +80,7 @@ async def test_a_train_s_other_topics_do_not_wait() -> None:
     queue = Queue(SETTINGS, MANY)
     queue.admit(train_of("a", "b", "c", topics="bad orders"))
     failed = queue.take()
-    queue.suspect("bad")
+    queue.quarantine("bad")
     queue.returned(failed)
     queue.put_back([failed[1]])
     assert keys_of(queue.take()) == ["b"]
@@ -103,8 +103,8 @@ async def test_what_was_held_and_is_answered_meanwhile_is_let_go_of() -> None:
     assert keys_of(queue.take()) == ["a"]
 
 
-async def train_on_its_way(world: World, *keys: str) -> "asyncio.Task[list[Answer]]":
-    train = Train()
+async def train_on_its_way(world: World, *keys: str) -> "asyncio.Task[list[WriteResult]]":
+    train = BatchChunk()
     for key in keys:
         train.add(make_event(key))
     await world.catalogue.get("orders", time.monotonic())
@@ -117,7 +117,7 @@ async def test_a_batch_keeps_its_order_while_one_of_it_is_in_doubt() -> None:
     """Its topic hangs twice: the whole, and then the commit of the first event alone. The second must not overtake."""
     world = World()
     first, second = await world.slot(0), await world.slot(1)
-    for n, verdict in enumerate([Verdict.ABORTED, Verdict.UNKNOWN]):
+    for n, verdict in enumerate([TransactionOutcome.ABORTED, TransactionOutcome.UNKNOWN]):
         stuck = TransactionFailed(verdict, "TimeoutError()", stuck={"orders"})
         world.producers[n].trouble.before["write"].append(stuck)
     told = await train_on_its_way(world, "a", "b")
@@ -182,7 +182,7 @@ async def test_what_waits_behind_a_claim_in_doubt_is_not_forgotten_where_the_ter
     await world.catalogue.get("orders", time.monotonic())
     train = train_of("a", "b")
     others = train_of("z") if step == "write" else []
-    world.producers[0].trouble.before[step].append(TransactionFailed(Verdict.UNKNOWN, "gone"))
+    world.producers[0].trouble.before[step].append(TransactionFailed(TransactionOutcome.UNKNOWN, "gone"))
     requests = [*train, *others]
     doubtful = train[0]
     # Its own claim of an ended term, which is still to be recovered.
@@ -193,6 +193,6 @@ async def test_what_waits_behind_a_claim_in_doubt_is_not_forgotten_where_the_ter
         world.keys.trouble.before["release"].append(error)
     world.queue.admit(requests)
     assert isinstance(await end_of_term(world.serve(slot)), TransactionFailed)
-    again = {train[1]} if error is None else set[Request]()
+    again = {train[1]} if error is None else set[WriteRequest]()
     assert set(world.ingest._parked) == set(requests) - again
     assert set(world.queue._waiting[Guarantee.EXACTLY_ONCE]) == again

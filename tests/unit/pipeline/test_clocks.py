@@ -9,8 +9,8 @@ import pytest
 from service.contract.wire import event_id, requests_topic
 from service.core.problems import NOT_WRITTEN, RECORD_REFUSED
 from service.events.event import event_of
-from service.kafka.outcomes import OUTSIDE_BOUNDS, TransactionFailed, Verdict
-from service.kafka.session import Place
+from service.kafka.outcomes import OUTSIDE_BOUNDS, TransactionFailed, TransactionOutcome
+from service.kafka.session import RecordMetadata
 from service.pipeline.clocks import CLOSE_MS, Clock, Clocks
 from tests.unit.fakes import NOW_MS, FakeCluster, FakeKeys, World, ended, kind_of
 
@@ -82,9 +82,11 @@ async def test_both_are_asked(its: Time) -> None:
     class Producer:
         async def identity(self) -> None: ...
 
-        async def send_all(self, topic: str, contents: Sequence[tuple[int, bytes | None, bytes]]) -> list[Place]:
+        async def send_all(
+            self, topic: str, contents: Sequence[tuple[int, bytes | None, bytes]]
+        ) -> list[RecordMetadata]:
             sent.extend((topic, value) for _, _, value in contents)
-            return [Place(7, NOW_MS + HOUR_MS)]
+            return [RecordMetadata(7, NOW_MS + HOUR_MS)]
 
     clocks._producer = Producer()  # type: ignore[assignment]
     await clocks.measure()
@@ -101,7 +103,7 @@ async def test_a_time_that_was_given_here_is_never_refused_for_good(timestamp: i
     slot = await world.slot()
 
     async def refuse(*_: object) -> Any:
-        raise TransactionFailed(Verdict.ABORTED, "its time", {"orders": OUTSIDE_BOUNDS})
+        raise TransactionFailed(TransactionOutcome.ABORTED, "its time", {"orders": OUTSIDE_BOUNDS})
 
     producer: Any = slot.producer
     producer.write = refuse

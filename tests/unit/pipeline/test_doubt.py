@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from service.claims.redis_store import Epoch
+from service.claims.redis_store import StoreGeneration
 from service.claims.states import Delivered
 from service.contract.wire import KEY_HEADER
 from service.core.problems import (
@@ -23,18 +23,18 @@ from service.core.problems import (
     StoreUnanswered,
 )
 from service.kafka.admin import Topic
-from service.kafka.outcomes import Refusal, TransactionFailed, Verdict
-from service.kafka.session import Place, Record
+from service.kafka.outcomes import RecordError, TransactionFailed, TransactionOutcome
+from service.kafka.session import Record, RecordMetadata
 from service.pipeline.request import Committed
 from service.pipeline.writer import ABORTED_PAUSE_S
 from tests.unit.fakes import NOW_MS, FakeProducer, World, end_of_term, ended, kind_of, make_event, until
 
-GONE = Refusal(UNKNOWN_TOPIC, "it is not there")
-BIG = Refusal(TOO_LARGE, "it is too large")
+GONE = RecordError(UNKNOWN_TOPIC, "it is not there")
+BIG = RecordError(TOO_LARGE, "it is too large")
 
 
-@pytest.mark.parametrize("verdict", [Verdict.UNKNOWN, Verdict.FENCED])
-async def test_a_refusal_is_no_answer_where_a_commit_was_asked_for(verdict: Verdict) -> None:
+@pytest.mark.parametrize("verdict", [TransactionOutcome.UNKNOWN, TransactionOutcome.FENCED])
+async def test_a_refusal_is_no_answer_where_a_commit_was_asked_for(verdict: TransactionOutcome) -> None:
     """It was overcome on the way: the event may well be there."""
     world = World()
     slot = await world.slot()
@@ -50,7 +50,9 @@ async def test_a_refusal_is_no_answer_where_a_commit_was_asked_for(verdict: Verd
 async def test_a_refused_event_is_answered_if_it_was_alone() -> None:
     world = World()
     slot = await world.slot()
-    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.ABORTED, "no", {"orders": BIG}))
+    world.producers[0].trouble.before["write"].append(
+        TransactionFailed(TransactionOutcome.ABORTED, "no", {"orders": BIG})
+    )
     answer = world.submit("a")
     await end_of_term(world.serve(slot))
     assert kind_of(await answer) is TOO_LARGE
@@ -59,7 +61,9 @@ async def test_a_refused_event_is_answered_if_it_was_alone() -> None:
 async def test_of_an_atomic_batch_the_topic_that_was_refused_is_named() -> None:
     world = World()
     slot = await world.slot()
-    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.ABORTED, "refused", {"other": BIG}))
+    world.producers[0].trouble.before["write"].append(
+        TransactionFailed(TransactionOutcome.ABORTED, "refused", {"other": BIG})
+    )
     serving = world.serve(slot)
     events = [make_event("a/0", "orders"), make_event("a/1", "other")]
     for event in events:
@@ -75,11 +79,15 @@ async def test_a_poisoned_event_is_answered_alone_and_the_others_are_written() -
     slot = await world.slot()
     poison, good = world.submit("poison", "orders"), world.submit("good", "other")
     await asyncio.sleep(0.01)
-    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.ABORTED, "no", {"orders": BIG}))
+    world.producers[0].trouble.before["write"].append(
+        TransactionFailed(TransactionOutcome.ABORTED, "no", {"orders": BIG})
+    )
     await end_of_term(world.serve(slot))
     assert not poison.done()
     await world.recover(slot)
-    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.ABORTED, "no", {"orders": BIG}))
+    world.producers[0].trouble.before["write"].append(
+        TransactionFailed(TransactionOutcome.ABORTED, "no", {"orders": BIG})
+    )
     world.ingest.recovered()
     await end_of_term(world.serve(slot))
     assert kind_of(await poison) is TOO_LARGE
@@ -94,11 +102,15 @@ async def test_that_a_topic_is_not_there_is_believed_the_second_time() -> None:
     world = World()
     slot = await world.slot()
     answer = world.submit("a")
-    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.ABORTED, "no", {"orders": GONE}))
+    world.producers[0].trouble.before["write"].append(
+        TransactionFailed(TransactionOutcome.ABORTED, "no", {"orders": GONE})
+    )
     await end_of_term(world.serve(slot))
     assert not answer.done()
     await world.recover(slot)
-    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.ABORTED, "no", {"orders": GONE}))
+    world.producers[0].trouble.before["write"].append(
+        TransactionFailed(TransactionOutcome.ABORTED, "no", {"orders": GONE})
+    )
     world.ingest.recovered()
     await end_of_term(world.serve(slot))
     assert kind_of(await answer) is UNKNOWN_TOPIC
@@ -109,7 +121,9 @@ async def test_a_topic_that_was_just_made_has_time_before_it_is_believed_not_to_
     world = World(request_timeout_ms=2_000)
     slot, other = await world.slot(), await world.slot(1)
     for n in (0, 1):
-        world.producers[n].trouble.before["write"].append(TransactionFailed(Verdict.ABORTED, "no", {"orders": GONE}))
+        world.producers[n].trouble.before["write"].append(
+            TransactionFailed(TransactionOutcome.ABORTED, "no", {"orders": GONE})
+        )
     answer = world.submit("a")
     failing, serving = world.serve(slot), world.serve(other)
     await asyncio.wait([failing, serving], return_when=asyncio.FIRST_COMPLETED)
@@ -122,10 +136,10 @@ async def test_a_topic_that_was_just_made_has_time_before_it_is_believed_not_to_
 
 
 @pytest.mark.parametrize("kind", [BIG, GONE])
-async def test_the_key_of_a_refused_event_is_free_though_its_slot_waits_for_its_recovery(kind: Refusal) -> None:
+async def test_the_key_of_a_refused_event_is_free_though_its_slot_waits_for_its_recovery(kind: RecordError) -> None:
     world = World()
     slot, other = await world.slot(), await world.slot(1)
-    failed = TransactionFailed(Verdict.ABORTED, "no", {"orders": kind})
+    failed = TransactionFailed(TransactionOutcome.ABORTED, "no", {"orders": kind})
     world.producers[0].trouble.before["write"].append(failed)
     world.producers[1].trouble.before["write"].append(failed)
     answer = world.submit("a")
@@ -156,13 +170,13 @@ async def test_what_goes_on_failing_ends_not_one_term_after_the_other_and_its_to
         producer: Any = world.producers[n]
         write = producer.write
 
-        async def fail(records: Sequence[Record], *rest: Any) -> tuple[list[Place], int]:
+        async def fail(records: Sequence[Record], *rest: Any) -> tuple[list[RecordMetadata], int]:
             nonlocal tries
             if any((KEY_HEADER, b"poison") in record.headers for record in records):
                 tries += 1
                 await asyncio.sleep(0.005)
-                raise TransactionFailed(Verdict.ABORTED, "UnknownError()", stuck={"orders"})
-            placed: tuple[list[Place], int] = await write(records, *rest)
+                raise TransactionFailed(TransactionOutcome.ABORTED, "UnknownError()", stuck={"orders"})
+            placed: tuple[list[RecordMetadata], int] = await write(records, *rest)
             return placed
 
         producer.write = fail
@@ -194,13 +208,13 @@ async def test_what_fails_again_and_nobody_knows_why_goes_round_again_after_a_pa
     await asyncio.sleep(0.01)
     (request,) = world.intake._open
     slots = [await world.slot(n) for n in range(4)]
-    for n, verdict in enumerate((Verdict.UNKNOWN, Verdict.ABORTED, Verdict.ABORTED)):
+    for n, verdict in enumerate((TransactionOutcome.UNKNOWN, TransactionOutcome.ABORTED, TransactionOutcome.ABORTED)):
         world.producers[n].trouble.before["write"].append(TransactionFailed(verdict, "no answer"))
         if n == 2 and not given_up:
             world.keys.trouble.before["release"].append(StoreUnanswered("no answer"))
         await end_of_term(world.serve(slots[n]))
         assert request.aborts == n
-        if verdict is Verdict.UNKNOWN:
+        if verdict is TransactionOutcome.UNKNOWN:
             await world.recover(slots[n])
             world.ingest.recovered()
     serving = world.serve(slots[3])
@@ -224,7 +238,7 @@ async def test_who_was_with_others_that_failed_does_not_pause() -> None:
     for n, topic in enumerate(("orders", "third")):
         world.submit(f"hangs-{n}", topic)
         await asyncio.sleep(0.01)
-        stuck = TransactionFailed(Verdict.ABORTED, "NotEnoughReplicas", stuck={topic})
+        stuck = TransactionFailed(TransactionOutcome.ABORTED, "NotEnoughReplicas", stuck={topic})
         world.producers[n].trouble.before["write"].append(stuck)
         world.queue._apart.clear()
         await end_of_term(world.serve(slots[n]))
@@ -239,7 +253,7 @@ async def test_what_was_stuck_travels_apart_and_the_others_go_on() -> None:
     slot = await world.slot()
     hangs, fine = world.submit("hangs", "orders"), world.submit("fine", "other")
     await asyncio.sleep(0.01)
-    stuck = TransactionFailed(Verdict.ABORTED, "TimeoutError()", stuck={"orders"})
+    stuck = TransactionFailed(TransactionOutcome.ABORTED, "TimeoutError()", stuck={"orders"})
     world.producers[0].trouble.before["write"].append(stuck)
     await end_of_term(world.serve(slot))
     await world.recover(slot)
@@ -269,7 +283,7 @@ async def test_where_no_commit_was_asked_for_nobody_waits_for_the_recovery(stuck
     await until(lambda: world.keys.is_claimed("gone"))
     requests = {request.events[0].key: request for request in world.intake._open}
     world.intake.answer(requests["gone"], Problem(OUTCOME_UNKNOWN, "its deadline"))
-    failed = TransactionFailed(Verdict.ABORTED, "NotEnoughReplicas", stuck=stuck)
+    failed = TransactionFailed(TransactionOutcome.ABORTED, "NotEnoughReplicas", stuck=stuck)
     world.producers[0].trouble.before["write"].append(failed)
     hung.set()
     await end_of_term(failing)
@@ -292,7 +306,7 @@ async def test_what_was_in_a_transaction_without_a_commit_is_surely_not_written_
     sweeping = asyncio.create_task(world.intake.sweep())
     slot = await world.slot()
     answer = world.submit("a")
-    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.ABORTED, "TimeoutError()"))
+    world.producers[0].trouble.before["write"].append(TransactionFailed(TransactionOutcome.ABORTED, "TimeoutError()"))
     await end_of_term(world.serve(slot))
     assert not answer.done()
     assert kind_of(await answer) is NOT_WRITTEN
@@ -309,13 +323,13 @@ async def test_what_is_let_go_goes_round_once_whoever_is_recovered_while_its_cla
     released, told = asyncio.Event(), asyncio.Event()
     release = world.keys.release
 
-    async def late(epoch: Epoch, slot: int, term: int, ids: Sequence[bytes]) -> None:
+    async def late(epoch: StoreGeneration, slot: int, term: int, ids: Sequence[bytes]) -> None:
         await release(epoch, slot, term, ids)
         released.set()
         await told.wait()
 
     monkeypatch.setattr(world.keys, "release", late)
-    stuck = TransactionFailed(Verdict.ABORTED, "NotEnoughReplicas", stuck={"orders"})
+    stuck = TransactionFailed(TransactionOutcome.ABORTED, "NotEnoughReplicas", stuck={"orders"})
     world.producers[0].trouble.before["write"].append(stuck)
     failing = world.serve(slot)
     await released.wait()
@@ -336,9 +350,14 @@ async def test_what_is_let_go_goes_round_once_whoever_is_recovered_while_its_cla
 
 
 @pytest.mark.parametrize(
-    ("verdict", "stuck"), [(Verdict.UNKNOWN, {"orders"}), (Verdict.FENCED, {"orders"}), (Verdict.UNKNOWN, set[str]())]
+    ("verdict", "stuck"),
+    [
+        (TransactionOutcome.UNKNOWN, {"orders"}),
+        (TransactionOutcome.FENCED, {"orders"}),
+        (TransactionOutcome.UNKNOWN, set[str]()),
+    ],
 )
-async def test_where_a_commit_may_have_been_asked_for_all_wait(verdict: Verdict, stuck: set[str]) -> None:
+async def test_where_a_commit_may_have_been_asked_for_all_wait(verdict: TransactionOutcome, stuck: set[str]) -> None:
     world = World()
     slot, other = await world.slot(), await world.slot(1)
     answers = [world.submit("a", "orders"), world.submit("b", "other")]
@@ -359,7 +378,7 @@ async def test_where_their_claims_cannot_be_given_up_all_wait(error: Exception) 
     slot, other = await world.slot(), await world.slot(1)
     answers = [world.submit("a", "orders"), world.submit("b", "other")]
     await asyncio.sleep(0.01)
-    stuck = TransactionFailed(Verdict.ABORTED, "NotEnoughReplicas", stuck={"orders"})
+    stuck = TransactionFailed(TransactionOutcome.ABORTED, "NotEnoughReplicas", stuck={"orders"})
     world.producers[0].trouble.before["write"].append(stuck)
     world.keys.trouble.before["release"].append(error)
     silence = world.keys.trouble.hold("release")
@@ -386,7 +405,7 @@ async def test_a_partition_that_lacks_replicas_is_in_no_transaction() -> None:
     serving = world.serve(slot)
     known = await world.ask(make_event("known", partition=1))
     world.cluster.topics["orders"] = Topic("orders", 3, {}, frozenset({1, 2}))
-    world.catalogue.doubt("orders")
+    world.catalogue.invalidate("orders")
     await world.catalogue.get("orders", time.monotonic())
     asked = [make_event("good", partition=0), make_event("short", partition=1), make_event("any")]
     answers = [world.ask(event) for event in (*asked, make_event("known", partition=1))]
@@ -407,20 +426,22 @@ async def test_a_partition_that_lacks_replicas_is_in_no_transaction() -> None:
     await ended(serving)
 
 
-@pytest.mark.parametrize("verdict", [Verdict.ABORTED, Verdict.UNKNOWN])
-async def test_the_key_of_what_was_left_out_is_free_though_the_slot_waits_for_its_recovery(verdict: Verdict) -> None:
+@pytest.mark.parametrize("verdict", [TransactionOutcome.ABORTED, TransactionOutcome.UNKNOWN])
+async def test_the_key_of_what_was_left_out_is_free_though_the_slot_waits_for_its_recovery(
+    verdict: TransactionOutcome,
+) -> None:
     """It was answered 503, and was in no transaction: sent again it is no 409 for as long as that takes."""
     world = World()
     slot = await world.slot()
     answers = [world.submit("short", "other"), world.submit("hangs", "orders")]
     await asyncio.sleep(0.01)
-    world.cluster.topics["other"] = Topic("other", 3, {}, short=frozenset({0, 1, 2}))
+    world.cluster.topics["other"] = Topic("other", 3, {}, under_min_isr=frozenset({0, 1, 2}))
     await world.catalogue.get("other", time.monotonic(), anew=True)
     world.producers[0].trouble.before["write"].append(TransactionFailed(verdict, "TimeoutError()"))
     await end_of_term(world.serve(slot))
     assert kind_of(await answers[0]) is NOT_WRITTEN
     assert not world.keys.is_claimed("short")
-    assert world.keys.is_claimed("hangs") == (verdict is Verdict.UNKNOWN)
+    assert world.keys.is_claimed("hangs") == (verdict is TransactionOutcome.UNKNOWN)
     answers[1].cancel()
 
 
@@ -428,7 +449,7 @@ async def test_a_topic_that_failed_is_looked_at_before_it_is_written_again() -> 
     world = World()
     slot = await world.slot()
     await world.catalogue.get("orders", time.monotonic())
-    refused = TransactionFailed(Verdict.ABORTED, "NotEnoughReplicas", stuck={"orders"})
+    refused = TransactionFailed(TransactionOutcome.ABORTED, "NotEnoughReplicas", stuck={"orders"})
     world.producers[0].trouble.before["write"].append(refused)
     failing = world.serve(slot)
     answer = world.ask(make_event("a", partition=1))
@@ -445,7 +466,7 @@ async def test_an_event_in_doubt_that_was_written_is_no_replay() -> None:
     world = World()
     slot = await world.slot()
     answer = world.submit("a")
-    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.UNKNOWN, "no answer"))
+    world.producers[0].trouble.before["write"].append(TransactionFailed(TransactionOutcome.UNKNOWN, "no answer"))
     await end_of_term(world.serve(slot))
     mark = world.keys.server.keys[make_event("a").id]
     world.keys.server.keys[make_event("a").id] = Delivered(mark.at, mark.fp, "orders", 1, 44, NOW_MS)
@@ -468,10 +489,13 @@ class Narrow(FakeProducer):
         self.most = most
 
     async def write(
-        self, records: Sequence[Record], ledger: tuple[str, int], ledger_record: Callable[[Sequence[Place]], bytes]
-    ) -> tuple[list[Place], int]:
+        self,
+        records: Sequence[Record],
+        ledger: tuple[str, int],
+        ledger_record: Callable[[Sequence[RecordMetadata]], bytes],
+    ) -> tuple[list[RecordMetadata], int]:
         if len(records) > self.most:
-            raise TransactionFailed(Verdict.ABORTED, "the ledger's record is too large", LEDGER)
+            raise TransactionFailed(TransactionOutcome.ABORTED, "the ledger's record is too large", LEDGER)
         return await super().write(records, ledger, ledger_record)
 
 

@@ -4,26 +4,26 @@ import json
 
 import pytest
 
-from service.claims.redis_store import Epoch
+from service.claims.redis_store import StoreGeneration
 from service.claims.states import Claimed, Delivered, DeliveredBatch, RequestEvent
 from service.contract import Guarantee
 from service.contract.wire import Entry, Stamp, event_id, stamp_writer
 from service.events.event import event_of
 from service.kafka.admin import Topic
-from service.kafka.session import Place, Record
+from service.kafka.session import Record, RecordMetadata
 from service.pipeline.group import Written, entries_of, placed_all, records_of, route, rows_of, topic_ids_of
-from service.pipeline.request import Committed, Request
+from service.pipeline.request import Committed, WriteRequest
 from service.slots.slot import Link
 from tests.unit.fakes import make_event, unheard
 
-LINK = Link(Epoch(1, "run/repl"), 1, 1, 3)
+LINK = Link(StoreGeneration(1, "run/repl"), 1, 1, 3)
 
 
-def request(key: str, *topics: str, partition: int | None = None) -> Request:
+def request(key: str, *topics: str, partition: int | None = None) -> WriteRequest:
     """Of one event, or with several topics an atomic batch."""
     events = [make_event(key, topic, partition=partition) for topic in topics]
     whole = (b"w" * 16, b"f" * 8) if len(topics) > 1 else None
-    return Request.of(events, 0.0, 1.0, Guarantee.EXACTLY_ONCE, unheard, whole)
+    return WriteRequest.of(events, 0.0, 1.0, Guarantee.EXACTLY_ONCE, unheard, whole)
 
 
 def topic_of(name: str) -> Topic:
@@ -71,7 +71,9 @@ def test_a_record_is_what_was_asked_for_and_says_who_wrote_it() -> None:
     event = event_of("k 1", event_id("k 1"), "orders", b"key", b"value", [("b", b"2"), ("a", b"1")], 3, 77, TRACE)
     bare = event_of("k 2", event_id("k 2"), "orders", None, b"", [])
     tombstone = event_of("k 3", event_id("k 3"), "orders", b"key", None, [])
-    requests = [Request.of((each,), 0.0, 1.0, Guarantee.EXACTLY_ONCE, unheard) for each in (event, bare, tombstone)]
+    requests = [
+        WriteRequest.of((each,), 0.0, 1.0, Guarantee.EXACTLY_ONCE, unheard) for each in (event, bare, tombstone)
+    ]
     for each, partition in zip(requests, (3, 4, 5), strict=True):
         each.partitions = [partition]
     group = [(each, Claimed(9, 8, 1_000 + n, b"c" * 8)) for n, each in enumerate(requests)]
@@ -91,7 +93,9 @@ def test_the_ledger_and_the_store_are_told_of_each_event_and_of_batches_as_a_who
     single.partitions, whole.partitions = [1], [2, 3]
     group = [(single, Claimed(0, 10, 100, b"c" * 8)), (whole, Claimed(0, 10, 200, b"c" * 8))]
     records = records_of(group, topic_of, stamp_writer(0, 1, 2, "me"), 0)
-    delivered = list(placed_all(group, records, [Place(11, 21), Place(12, 22), Place(13, 23)]))
+    delivered = list(
+        placed_all(group, records, [RecordMetadata(11, 21), RecordMetadata(12, 22), RecordMetadata(13, 23)])
+    )
     event, (left, right), id = single.events[0], whole.events, b"w" * 16
     rows = [
         (event.id, Delivered(100, event.fp, "orders", 1, 11, 21)),

@@ -11,11 +11,11 @@ from service.contract import Guarantee
 from service.contract.wire import event_id
 from service.core.metrics import Telemetry
 from service.core.problems import NOT_WRITTEN, TOO_LARGE, KafkaAway, Problem
-from service.kafka.outcomes import RecordRefused, Refusal
+from service.kafka.outcomes import RecordError, RecordRefused
 from service.kafka.producer import IdempotentProducer
 from service.pipeline import journal as module
 from service.pipeline.journal import Journal
-from service.pipeline.request import Request
+from service.pipeline.request import WriteRequest
 from tests.unit.fakes import FakeCluster, count_of, make_event, unheard, until
 
 
@@ -51,7 +51,7 @@ class Kept:
 
     def record(self, *keys: str) -> None:
         for key in keys:
-            request = Request.of((make_event(key),), 0.0, 1.0, Guarantee.EXACTLY_ONCE, unheard)
+            request = WriteRequest.of((make_event(key),), 0.0, 1.0, Guarantee.EXACTLY_ONCE, unheard)
             self.journal.record(request, 503, Problem(NOT_WRITTEN, "why"), 0.001)
 
     @property
@@ -129,7 +129,7 @@ class Narrow(FakeSender):
     async def send(self, topic: str, partition: int, key: bytes | None, value: bytes) -> int:
         if len(json.loads(value)["answers"]) > self.most:
             self.tries += 1
-            raise RecordRefused("too large", Refusal(TOO_LARGE, "the record is larger than its max.message.bytes"))
+            raise RecordRefused("too large", RecordError(TOO_LARGE, "the record is larger than its max.message.bytes"))
         return await super().send(topic, partition, key, value)
 
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from service.pipeline.load_shedding import ANSWERS_EACH, SAVED_MOST, WAIT_MOST_S, Shedding
+from service.pipeline.load_shedding import ANSWERS_EACH, SAVED_MOST, WAIT_MOST_S, LoadShedder
 
 
 class Refused:
     """Refusals by their number, and who was told so far."""
 
     def __init__(self) -> None:
-        self.shedding = Shedding()
+        self.shedding = LoadShedder()
         self.told: list[int] = []
         self.asked = 0
 

@@ -6,12 +6,12 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from service.claims.redis_store import Epoch, Row
+from service.claims.redis_store import Row, StoreGeneration
 from service.claims.states import Claimed, Delivered, SlotEvent, SlotState
 from service.contract.wire import event_id
 from service.core.problems import IN_PROGRESS, StoreLost, StoreUnanswered
 from service.http.routes import describe
-from service.kafka.outcomes import TransactionFailed, Verdict
+from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.pipeline import pool as module
 from service.pipeline.pool import Pool
 from service.pipeline.request import Committed
@@ -19,7 +19,7 @@ from service.slots.recovery import SlotRecovery
 from service.slots.slot import Link, Slot
 from tests.unit.fakes import EPOCH, NOW_MS, FakeProducer, Trouble, World, ended, kind_of, make_event, until
 
-LATER = Epoch(2, EPOCH.store)
+LATER = StoreGeneration(2, EPOCH.store)
 ROWS: list[Row] = [(b"i" * 16, Delivered(NOW_MS, b"f" * 8, "orders", 0, 3, NOW_MS))]
 
 
@@ -28,10 +28,10 @@ class FakeRecovery(SlotRecovery):
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.runs: list[tuple[int, Epoch]] = []
+        self.runs: list[tuple[int, StoreGeneration]] = []
         self.trouble = Trouble()
 
-    async def run(self, slot: Slot, epoch: Epoch) -> None:
+    async def run(self, slot: Slot, epoch: StoreGeneration) -> None:
         await self.trouble.enter("run")
         await self._world.bring_up(slot, epoch)
         self.runs.append((slot.n, epoch))
@@ -131,10 +131,10 @@ async def test_who_hurries_during_a_beat_has_another_one_at_once(hold: Hold) -> 
     await held.ready()
     gate = trouble.hold("beat")
     trouble.reached["beat"].clear()
-    held.pool.hurry()
+    held.pool.wake()
     await trouble.reached["beat"].wait()
     seen = held.beats
-    held.pool.hurry()
+    held.pool.wake()
     gate.set()
     await until(lambda: held.beats == seen + 2)
 
@@ -166,7 +166,7 @@ async def test_a_slot_that_ends_during_a_beat_does_not_end_the_heartbeat(hold: H
 
     async def serve(slot: Slot) -> None:
         await ends.wait()
-        slot.leaving = True
+        slot.draining = True
 
     held = hold(serve)
     slot = await held.ready()
@@ -240,7 +240,7 @@ async def test_a_beat_pays_the_debts_of_its_slots(hold: Hold) -> None:
     held.world.keys.trouble.before["mark"].append(StoreUnanswered("no answer"))
     with pytest.raises(StoreUnanswered):
         await slot.mark(slot.unlinked(), ROWS)
-    await until(lambda: not slot.owes)
+    await until(lambda: not slot.has_pending_marks)
     assert ROWS[0][0] in held.world.keys.server.keys
 
 
@@ -252,7 +252,7 @@ async def test_a_debt_of_a_generation_that_passed_does_not_lose_the_present_stor
         await slot.mark(Link(EPOCH, slot.term, slot.term, slot.term + 3), ROWS)
     held.world.keys.server.held = held.world.store.epoch = LATER
     await held.more_beats()
-    assert slot.owes
+    assert slot.has_pending_marks
     assert LATER not in held.world.store.losses
 
 
@@ -264,7 +264,7 @@ async def test_an_idle_slot_of_a_generation_that_passed_is_recovered_at_the_next
     await until(lambda: slot.epoch == LATER and slot.state is SlotState.READY)
     assert held.recovery.runs == [(slot.n, EPOCH), (slot.n, LATER)]
     assert LATER not in held.world.store.losses
-    assert not slot.stale
+    assert not slot.superseded
 
 
 async def test_an_idle_slot_that_lost_a_connection_is_recovered_at_the_next_beat(hold: Hold) -> None:
@@ -297,7 +297,7 @@ async def test_a_recovery_drops_the_debts_that_the_ledger_replays_and_keeps_the_
     world.keys.marks.clear()
     term = slot.term
     await world.recover(slot)
-    await slot.settle_debts()
+    await slot.flush_marks()
     assert [(link.term, link.offset) for link, _ in world.keys.marks] == [(term, -2)]
 
 
@@ -309,7 +309,7 @@ async def test_no_debt_outlives_its_generation() -> None:
         await slot.mark(slot.unlinked(), ROWS)
     world.keys.server.held = LATER
     await world.recover(slot, LATER)
-    assert not slot.owes
+    assert not slot.has_pending_marks
 
 
 async def test_a_mark_that_waited_for_another_is_no_debt_of_the_next_generation() -> None:
@@ -327,7 +327,7 @@ async def test_a_mark_that_waited_for_another_is_no_debt_of_the_next_generation(
     for mark in (first, second):
         with pytest.raises(StoreLost):
             await mark
-    assert not slot.owes
+    assert not slot.has_pending_marks
 
 
 # ---------------------------------------------------------------------------------------------------- ends of terms
@@ -366,7 +366,9 @@ async def test_another_slot_is_taken_beside_one_that_is_stuck(hold: Hold, monkey
     held = hold(slots=1, slots_max=8)
     stuck = await held.ready()
     gate = held.recovery.trouble.hold("run")
-    held.world.producers[stuck.n].trouble.before["write"].append(TransactionFailed(Verdict.UNKNOWN, "no answer"))
+    held.world.producers[stuck.n].trouble.before["write"].append(
+        TransactionFailed(TransactionOutcome.UNKNOWN, "no answer")
+    )
     waiting = held.world.submit("a")
     await until(lambda: stuck.state is SlotState.DOUBT or stuck.state is SlotState.LEASED)
     await held.more_beats()
@@ -391,16 +393,16 @@ async def test_a_newcomer_gets_a_slot_although_others_have_stuck_ones(
     mended = asyncio.Event()
 
     async def serve(slot: Slot) -> None:
-        while not slot.leaving:
+        while not slot.draining:
             if slot.n in broken:
-                raise TransactionFailed(Verdict.UNKNOWN, "no answer")
+                raise TransactionFailed(TransactionOutcome.UNKNOWN, "no answer")
             await asyncio.sleep(0.002)
 
     old = hold(serve, slots=4, slots_max=4, lease_ttl_ms=90, request_timeout_ms=100)
     await until(lambda: old.pool.ready == 4)
     run = old.recovery.run
 
-    async def recover(slot: Slot, epoch: Epoch) -> None:
+    async def recover(slot: Slot, epoch: StoreGeneration) -> None:
         if slot.n in broken:
             await mended.wait()
         await run(slot, epoch)
@@ -429,7 +431,7 @@ async def test_who_comes_back_to_the_store_first_leaves_the_others_their_slots(
     lost = False
 
     async def serve(slot: Slot) -> None:
-        while not slot.leaving:
+        while not slot.draining:
             if lost and slot.epoch == EPOCH:
                 raise StoreLost("flushed")
             await asyncio.sleep(0.002)
@@ -479,7 +481,7 @@ async def test_a_key_is_in_doubt_until_its_slot_has_been_recovered(hold: Hold) -
 
     assert isinstance(slot.producer, FakeProducer)
     commit = slot.producer.trouble.hold("write")
-    slot.producer.trouble.before["write"].append(TransactionFailed(Verdict.UNKNOWN, "no answer to EndTxn"))
+    slot.producer.trouble.before["write"].append(TransactionFailed(TransactionOutcome.UNKNOWN, "no answer to EndTxn"))
     recovery = held.recovery.trouble.hold("run")
     asked = world.submit("mine")
     await slot.producer.trouble.reached["write"].wait()
@@ -559,7 +561,7 @@ async def test_a_held_slot_is_recovered_when_that_is_asked_for(hold: Hold) -> No
     held.pool.recover(slot.n, [("orders", 1)])
     await until(lambda: len(held.recovery.runs) == 2 and held.pool.ready == 1)
     assert held.pool.slots[slot.n] is slot
-    assert not slot.stale
+    assert not slot.superseded
 
 
 async def test_a_slot_that_nobody_holds_is_taken_to_be_recovered(hold: Hold) -> None:

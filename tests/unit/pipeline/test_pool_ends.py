@@ -10,7 +10,7 @@ from aiokafka.errors import KafkaConnectionError
 
 from service.claims.states import SlotState
 from service.core.problems import Fenced, KafkaAway, StoreAway, StoreLost, StoreUnanswered
-from service.kafka.outcomes import TransactionFailed, Verdict
+from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.pipeline import pool as module
 from service.slots.slot import Slot
 from tests.unit.fakes import NOW_MS, ended, until
@@ -30,7 +30,7 @@ async def holding(serve: Callable[[Slot], Awaitable[None]] | None = None, **sett
 
 
 def failed_by(error: Exception) -> TransactionFailed:
-    failed = TransactionFailed(Verdict.ABORTED, repr(error))
+    failed = TransactionFailed(TransactionOutcome.ABORTED, repr(error))
     failed.__cause__ = error
     return failed
 
@@ -38,7 +38,7 @@ def failed_by(error: Exception) -> TransactionFailed:
 @pytest.mark.parametrize(
     ("error", "name"),
     [
-        (TransactionFailed(Verdict.UNKNOWN, "no answer"), "transaction"),
+        (TransactionFailed(TransactionOutcome.UNKNOWN, "no answer"), "transaction"),
         (StoreUnanswered("no answer"), "store-unanswered"),
         (StoreLost("another"), "store-lost"),
         (StoreAway("OOM"), "store-away"),
@@ -96,7 +96,7 @@ async def test_a_term_that_ends_at_once_each_time_is_begun_less_and_less_often()
     """Each costs an epoch, and a begin record."""
 
     async def serve(_: Slot) -> None:
-        raise TransactionFailed(Verdict.ABORTED, "no answer")
+        raise TransactionFailed(TransactionOutcome.ABORTED, "no answer")
 
     async with holding(serve) as held:
         run = held.recovery.run
@@ -120,7 +120,7 @@ async def test_who_meets_a_dead_slot_has_the_next_beat_at_once_and_no_more_of_th
         await held.ready()
         await asyncio.sleep(0.02)
         beats = held.beats
-        held.pool.hurry()
+        held.pool.wake()
         await until(lambda: held.beats == beats + 1)
         await asyncio.sleep(0.05)
         assert held.beats == beats + 1

@@ -14,7 +14,7 @@ from service.core.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX,
 from service.events.event import ENTRY_BYTES
 from service.pipeline import queue as module
 from service.pipeline.queue import Queue, take_group
-from service.pipeline.request import Request, Train
+from service.pipeline.request import BatchChunk, WriteRequest
 from tests.unit.fakes import make_event, unheard
 
 SETTINGS = Settings(instance="test")
@@ -23,35 +23,38 @@ MANY = 1_000_000  # groups at once
 ARRIVALS = iter(range(1_000_000))
 
 
-def request(key: str, topic: str = "orders", guarantee: Guarantee = Guarantee.EXACTLY_ONCE) -> Request:
-    return Request.of((make_event(key, topic),), next(ARRIVALS), 10.0, guarantee, unheard)
+def request(key: str, topic: str = "orders", guarantee: Guarantee = Guarantee.EXACTLY_ONCE) -> WriteRequest:
+    return WriteRequest.of((make_event(key, topic),), next(ARRIVALS), 10.0, guarantee, unheard)
 
 
-def large(key: str, size: int) -> Request:
+def large(key: str, size: int) -> WriteRequest:
     event = make_event(key, value=b"x" * size)
-    return Request.of((event,), next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, unheard)
+    return WriteRequest.of((event,), next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, unheard)
 
 
-def atomic(*keys: str) -> Request:
+def atomic(*keys: str) -> WriteRequest:
     whole = (b"w" * 16, b"f" * 8)
-    return Request.of([make_event(key) for key in keys], next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, unheard, whole)
+    return WriteRequest.of(
+        [make_event(key) for key in keys], next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, unheard, whole
+    )
 
 
-def train_of(*keys: str, size: int = 1) -> list[Request]:
+def train_of(*keys: str, size: int = 1) -> list[WriteRequest]:
     events = [make_event(key, value=b"x" * size) for key in keys]
-    train = Train()
+    train = BatchChunk()
     for event in events:
         train.add(event)
     return [
-        Request.of((event,), next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, unheard, train=train) for event in events
+        WriteRequest.of((event,), next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, unheard, train=train)
+        for event in events
     ]
 
 
-def keys_of(group: list[Request]) -> list[str]:
+def keys_of(group: list[WriteRequest]) -> list[str]:
     return [event.key for each in group for event in each.events]
 
 
-def answered(queue: Queue, *requests: Request) -> None:
+def answered(queue: Queue, *requests: WriteRequest) -> None:
     for each in requests:
         each.move(RequestEvent.ANSWER)
         queue.leave(each)
@@ -102,7 +105,7 @@ async def test_the_bounds_count_until_the_answer_and_not_until_the_taking() -> N
 
 async def test_answered_requests_are_let_go_of_without_a_slot() -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.suspect("bad")
+    queue.quarantine("bad")
     requests = [request("a"), request("b", "bad"), request("c", guarantee=Guarantee.IDEMPOTENT)]
     queue.admit(requests)
     answered(queue, *requests)
@@ -189,7 +192,7 @@ async def test_what_goes_round_again_goes_first_and_in_its_order() -> None:
 
 async def test_a_suspect_topic_travels_apart_one_group_at_a_time() -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.suspect("bad")
+    queue.quarantine("bad")
     queue.admit([request("a", "bad"), request("b"), request("c", "bad")])
     apart = queue.take()
     assert keys_of(apart) == ["a", "c"]
@@ -202,7 +205,7 @@ async def test_a_suspect_topic_travels_apart_one_group_at_a_time() -> None:
 
 async def test_a_request_that_was_in_a_failed_group_travels_alone() -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.suspect("bad")
+    queue.quarantine("bad")
     first, second = request("a", "bad"), request("b", "bad")
     first.failures = second.failures = 1
     queue.put_back([first, second])
@@ -211,16 +214,16 @@ async def test_a_request_that_was_in_a_failed_group_travels_alone() -> None:
 
 async def test_a_topic_that_commits_travels_with_the_others_again() -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.suspect("bad")
+    queue.quarantine("bad")
     queue.admit([request("a", "bad"), request("b")])
-    queue.trust({"bad"})
+    queue.release({"bad"})
     assert sorted(keys_of(queue.take())) == ["a", "b"]
 
 
 async def test_suspects_of_several_topics_do_not_share_a_group() -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.suspect("bad")
-    queue.suspect("worse")
+    queue.quarantine("bad")
+    queue.quarantine("worse")
     queue.admit([request("a", "bad"), request("b", "worse"), request("c", "bad")])
     apart = queue.take()
     assert keys_of(apart) == ["a", "c"]
@@ -387,7 +390,7 @@ class Clock:
 async def test_a_topic_that_hangs_gets_half_of_the_only_slot_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it gets all of it, nothing else was ever written where one slot serves."""
     clock, queue = Clock(monkeypatch), Queue(SETTINGS)
-    queue.suspect("bad")
+    queue.quarantine("bad")
     queue.admit([request("b", "bad")])
     good = [request(str(n)) for n in range(1_000)]
     served: list[list[str]] = []
@@ -401,7 +404,7 @@ async def test_a_topic_that_hangs_gets_half_of_the_only_slot_s_time(monkeypatch:
     while queue.take():
         pass
     empty = Queue(SETTINGS)
-    empty.suspect("bad")
+    empty.quarantine("bad")
     empty.admit([request("b", "bad")])
     assert [clock.serve(empty, 3.0) for _ in range(3)] == [["b"]] * 3
 
@@ -409,7 +412,7 @@ async def test_a_topic_that_hangs_gets_half_of_the_only_slot_s_time(monkeypatch:
 async def test_topics_that_travel_apart_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, queue = Clock(monkeypatch), Queue(SETTINGS)
     for topic in ("bad", "bad-too", "well-again"):
-        queue.suspect(topic)
+        queue.quarantine(topic)
     queue.admit([request("1", "bad"), request("2", "bad"), request("3", "bad-too"), request("4", "well-again")])
     turns = [clock.serve(queue, 3.0) for _ in range(6)]
     assert turns == [["1", "2"], ["3"], ["4"], ["1"], ["3"], ["2"]]
@@ -418,7 +421,7 @@ async def test_topics_that_travel_apart_take_turns(monkeypatch: pytest.MonkeyPat
 async def test_of_a_topic_who_has_failed_alone_comes_after_who_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """A partition of it has no leader: its events would be taken first, again and again, until their deadline."""
     clock, queue = Clock(monkeypatch), Queue(SETTINGS)
-    queue.suspect("bad")
+    queue.quarantine("bad")
     queue.admit([request(key, "bad") for key in "123"])
     assert clock.serve(queue, 1.0) == ["1", "2", "3"]
     queue.admit([request(key, "bad") for key in "45"])
@@ -430,12 +433,12 @@ async def test_of_a_train_that_came_apart_nobody_overtakes_who_has_failed_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, queue = Clock(monkeypatch), Queue(SETTINGS)
-    queue.suspect("bad")
-    train = Train()
+    queue.quarantine("bad")
+    train = BatchChunk()
     for key in "123":
         train.add(make_event(key, "bad"))
     whole = [
-        Request.of((event,), next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, unheard, train=train)
+        WriteRequest.of((event,), next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, unheard, train=train)
         for event in train.events
     ]
     queue.admit([*whole, request("x", "bad")])
@@ -459,7 +462,7 @@ async def test_the_group_that_took_a_request_last_has_it() -> None:
 
 async def test_who_takes_what_can_go_now_wakes_another_for_what_travels_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, queue = Clock(monkeypatch), Queue(SETTINGS, 2)
-    queue.suspect("bad")
+    queue.quarantine("bad")
     queue.admit([request("b", "bad")])
     assert clock.serve(queue, 3.0) == ["b"]  # it rests for as long
     for key in ("a", "c"):
@@ -501,10 +504,10 @@ def test_a_train_that_no_transaction_holds_any_more_goes_in_parts_and_in_order()
 def test_a_train_in_one_piece_that_no_transaction_holds_any_more_is_parted() -> None:
     queue = Queue(SETTINGS, MANY)
     events = [make_event(f"k{n}") for n in range(4)]
-    train = Train()
+    train = BatchChunk()
     for event in events:
         train.add(event)
-    piece = Request.of(events, next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, unheard, train=train)
+    piece = WriteRequest.of(events, next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, unheard, train=train)
     queue.admit([piece])
     group = queue.take()
     queue.returned(group)

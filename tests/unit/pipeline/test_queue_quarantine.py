@@ -13,15 +13,15 @@ from service.core.settings import GROUP_LEDGER_BYTES_MAX
 from service.events.event import ENTRY_BYTES
 from service.pipeline import queue as module
 from service.pipeline.queue import Queue
-from service.pipeline.request import Request, Train
+from service.pipeline.request import BatchChunk, WriteRequest
 from tests.unit.fakes import make_event, unheard
 from tests.unit.pipeline.test_queue import MANY, SETTINGS, answered, keys_of, request
 
 
-def atomic(*events: tuple[str, str]) -> Request:
+def atomic(*events: tuple[str, str]) -> WriteRequest:
     """An atomic batch of (key, topic)."""
     made = [make_event(key, topic) for key, topic in events]
-    return Request.of(made, 0.0, 10.0, Guarantee.EXACTLY_ONCE, unheard, (b"w" * 16, b"f" * 8))
+    return WriteRequest.of(made, 0.0, 10.0, Guarantee.EXACTLY_ONCE, unheard, (b"w" * 16, b"f" * 8))
 
 
 async def asleep(taker: "asyncio.Task[None]") -> bool:
@@ -36,7 +36,7 @@ async def asleep(taker: "asyncio.Task[None]") -> bool:
 
 async def test_a_batch_with_one_suspect_topic_travels_apart() -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.suspect("bad")
+    queue.quarantine("bad")
     queue.admit([atomic(("a", "orders"), ("b", "bad")), request("c")])
     group = queue.take()
     assert keys_of(group) == ["a", "b"]
@@ -47,19 +47,19 @@ async def test_a_batch_with_one_suspect_topic_travels_apart() -> None:
 async def test_a_commit_of_one_topic_says_nothing_of_another() -> None:
     queue = Queue(SETTINGS, MANY)
     for topic in ("bad", "worse"):
-        queue.suspect(topic)
+        queue.quarantine(topic)
     queue.admit([request("a", "bad"), request("b", "worse"), request("c")])
     queue.take()
     queue.admit([request("d", "bad")])
-    queue.trust({"orders", "worse"})
+    queue.release({"orders", "worse"})
     assert keys_of(queue.take()) == ["c", "b"], "in which the one that is trusted is, and not the other"
-    queue.trust({"bad"})
+    queue.release({"bad"})
     assert not queue._apart_turns
 
 
 async def test_who_was_answered_apart_does_not_hide_who_was_not() -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.suspect("bad")
+    queue.quarantine("bad")
     first, second = request("a", "bad"), request("b", "bad")
     first.failures = second.failures = 1
     queue.admit([first, second])
@@ -70,7 +70,7 @@ async def test_who_was_answered_apart_does_not_hide_who_was_not() -> None:
 @pytest.mark.parametrize("topic", ["orders", "bad"])
 async def test_who_waits_behind_the_answered_is_not_let_go_of_with_them(topic: str) -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.suspect("bad")
+    queue.quarantine("bad")
     first, second, third = (request(key, topic) for key in "abc")
     queue.admit([first, second, third])
     answered(queue, first)
@@ -78,17 +78,19 @@ async def test_who_waits_behind_the_answered_is_not_let_go_of_with_them(topic: s
     assert queue.take() == [second, third]
 
 
-def train(*events: tuple[str, str]) -> list[Request]:
+def train(*events: tuple[str, str]) -> list[WriteRequest]:
     """Requests of one train, by (key, topic)."""
-    whole = Train()
+    whole = BatchChunk()
     for key, topic in events:
         whole.add(make_event(key, topic))
-    return [Request.of((event,), 0.0, 10.0, Guarantee.EXACTLY_ONCE, unheard, train=whole) for event in whole.events]
+    return [
+        WriteRequest.of((event,), 0.0, 10.0, Guarantee.EXACTLY_ONCE, unheard, train=whole) for event in whole.events
+    ]
 
 
 async def test_who_has_nobody_left_before_it_goes_though_its_train_came_apart() -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.suspect("bad")
+    queue.quarantine("bad")
     ill, well = train(("a", "bad"), ("b", "orders"))
     queue.admit([ill, well])
     group = queue.take()
@@ -116,32 +118,32 @@ async def test_nobody_passes_who_is_elsewhere_in_whatever_order_they_came_back()
 async def test_nobody_asks_in_circles_for_what_waits_for_its_own_kind() -> None:
     """One group apart at a time: who may not take the next sleeps, until the first is back or its topic trusted."""
     queue = Queue(SETTINGS, MANY)
-    queue.suspect("bad")
+    queue.quarantine("bad")
     queue.admit([request("a", "bad")])
     apart = queue.take()
     queue.admit([request("b", "bad")])
     taker = asyncio.create_task(queue.wait())
     assert await asleep(taker)
-    queue.trust({"bad"})
+    queue.release({"bad"})
     assert not await asleep(taker)
     queue.returned(apart)
 
 
-def plain(key: str) -> Request:
+def plain(key: str) -> WriteRequest:
     return request(key, guarantee=Guarantee.IDEMPOTENT)
 
 
-def bad(key: str) -> Request:
+def bad(key: str) -> WriteRequest:
     return request(key, "bad")
 
 
 @pytest.mark.parametrize("make", [request, plain, bad])
 async def test_who_brings_a_group_back_wakes_another_for_what_waits(
-    make: Callable[[str], Request], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[str], WriteRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "GROUP_QUICK_S", 60.0)
     queue = Queue(SETTINGS, 1)
-    queue.suspect("bad")
+    queue.quarantine("bad")
     queue.admit([request("a")])
     group = queue.take()
     queue.admit([make("b")])
@@ -152,7 +154,7 @@ async def test_who_brings_a_group_back_wakes_another_for_what_waits(
 
 
 @pytest.mark.parametrize("make", [request, plain])
-async def test_who_leaves_something_behind_wakes_another_for_it(make: Callable[[str], Request]) -> None:
+async def test_who_leaves_something_behind_wakes_another_for_it(make: Callable[[str], WriteRequest]) -> None:
     queue = Queue(SETTINGS, MANY)
     most = GROUP_LEDGER_BYTES_MAX // (ENTRY_BYTES + len("orders"))
     taker = asyncio.create_task(queue.wait())

@@ -5,11 +5,11 @@ from functools import partial
 import pytest
 from structlog.testing import capture_logs
 
-from service.pipeline.response_buffer import Outbox
+from service.pipeline.response_buffer import ResponseBuffer
 
 
 def test_outside_of_a_step_an_answer_is_told_at_once_and_raises_by_itself() -> None:
-    outbox, told = Outbox(), list[int]()
+    outbox, told = ResponseBuffer(), list[int]()
     outbox.put(partial(told.append, 1), dict)
     assert told == [1]
     with pytest.raises(IndexError):
@@ -17,7 +17,7 @@ def test_outside_of_a_step_an_answer_is_told_at_once_and_raises_by_itself() -> N
 
 
 def test_those_of_a_step_are_told_at_its_end_in_their_order() -> None:
-    outbox, told = Outbox(), list[int]()
+    outbox, told = ResponseBuffer(), list[int]()
     for start in (0, 10):
         before = list(told)
         with outbox.together(2):
@@ -30,14 +30,14 @@ def test_those_of_a_step_are_told_at_its_end_in_their_order() -> None:
 
 
 def test_one_alone_is_told_at_once() -> None:
-    outbox, told = Outbox(), list[int]()
+    outbox, told = ResponseBuffer(), list[int]()
     with outbox.together(1):
         outbox.put(partial(told.append, 1), dict)
         assert told == [1]
 
 
 def test_one_that_cannot_be_told_keeps_no_other_from_its_answer_and_is_named_in_the_log() -> None:
-    outbox, told = Outbox(), list[int]()
+    outbox, told = ResponseBuffer(), list[int]()
     with capture_logs() as logged, outbox.together(3):
         outbox.put(partial(told.append, 1), dict)
         outbox.put(partial(told.pop, 7), lambda: {"id": "ab12"})
@@ -48,13 +48,13 @@ def test_one_that_cannot_be_told_keeps_no_other_from_its_answer_and_is_named_in_
 
 
 def test_a_step_within_a_step_is_refused() -> None:
-    outbox = Outbox()
+    outbox = ResponseBuffer()
     with outbox.together(2), pytest.raises(AssertionError), outbox.together(2):
         pass
 
 
 def test_a_step_that_fails_has_told_what_it_knew() -> None:
-    outbox, told = Outbox(), list[int]()
+    outbox, told = ResponseBuffer(), list[int]()
 
     def fail() -> None:
         with outbox.together(2):

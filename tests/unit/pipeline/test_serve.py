@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from service.claims.redis_store import Epoch
+from service.claims.redis_store import StoreGeneration
 from service.claims.states import Claim, Delivered, DeliveredBatch, RequestState
 from service.contract.wire import STAMP_HEADER, Stamp
 from service.core.problems import OUTCOME_UNKNOWN, Fenced, KafkaAway, StoreAway
-from service.kafka.outcomes import TransactionFailed, Verdict
-from service.kafka.session import Fate, Place
+from service.kafka.outcomes import TransactionFailed, TransactionOutcome
+from service.kafka.session import RecordMetadata, RecordResult
 from service.pipeline import writer as module
 from service.pipeline.request import Committed
 from tests.unit.fakes import NOW_MS, World, end_of_term, ended, kind_of, make_event, until
@@ -23,7 +23,7 @@ async def test_who_is_woken_and_may_not_take_wakes_another() -> None:
     await asyncio.sleep(0)
     serving = world.serve(other)
     await asyncio.sleep(0)
-    stale.stale = True
+    stale.superseded = True
     answer = world.submit("a")  # wakes who has waited longest
     assert isinstance(await end_of_term(failing), Fenced)
     assert isinstance(await asyncio.wait_for(answer, 1.0), Committed)
@@ -54,14 +54,14 @@ async def test_a_slot_is_not_given_back_before_its_last_mark() -> None:
     serving = world.serve(slot)
     answer = world.submit("a")
     await world.keys.trouble.reached["mark"].wait()
-    slot.leaving = True
+    slot.draining = True
     world.queue.nudge_all()
     await asyncio.sleep(0.02)
     assert not serving.done()
     marking.set()
     assert isinstance(await answer, Committed)
     await asyncio.wait_for(serving, 1.0)
-    assert not slot.owes
+    assert not slot.has_pending_marks
 
 
 async def test_a_stop_waits_for_the_marks_that_are_under_way() -> None:
@@ -84,7 +84,7 @@ async def test_a_stop_waits_for_the_marks_that_are_under_way() -> None:
 async def test_a_commit_ends_the_suspicion_of_its_topics(topic: str) -> None:
     world = World()
     for each in (topic, "other"):
-        world.queue.suspect(each)
+        world.queue.quarantine(each)
     serving = world.serve(await world.slot())
     assert isinstance(await world.submit("a", topic), Committed)
     assert world.queue._suspects == {"other"}
@@ -119,7 +119,9 @@ async def test_a_store_that_takes_no_claim_is_not_asked_without_a_pause(
     calls = 0
     claim = world.keys.claim
 
-    async def counted(epoch: Epoch, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> list[Claim]:
+    async def counted(
+        epoch: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+    ) -> list[Claim]:
         nonlocal calls
         calls += 1
         return await claim(epoch, slot, term, asked)
@@ -151,8 +153,8 @@ async def test_a_record_names_the_producer_that_wrote_it(topic: str, producer_id
     await ended(serving)
 
 
-@pytest.mark.parametrize(("fates", "apart"), [([Place(3, NOW_MS), None], {"plain.b"}), ([None, None], set())])
-async def test_what_hangs_beside_others_that_went_travels_apart(fates: list[Fate], apart: set[str]) -> None:
+@pytest.mark.parametrize(("fates", "apart"), [([RecordMetadata(3, NOW_MS), None], {"plain.b"}), ([None, None], set())])
+async def test_what_hangs_beside_others_that_went_travels_apart(fates: list[RecordResult], apart: set[str]) -> None:
     """Where nothing went, it may be the broker."""
     world = World()
     slot = await world.slot()
@@ -170,7 +172,7 @@ async def test_what_waits_for_a_recovery_is_504_at_its_deadline() -> None:
     """It may be written: a 503 would say that it is not."""
     world = World(request_timeout_ms=200)
     slot = await world.slot()
-    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.UNKNOWN, "no answer"))
+    world.producers[0].trouble.before["write"].append(TransactionFailed(TransactionOutcome.UNKNOWN, "no answer"))
     answer = world.submit("a")
     await end_of_term(world.serve(slot))
     (request,) = world.ingest._parked
@@ -199,7 +201,7 @@ async def test_a_batch_in_doubt_that_was_written_is_no_replay() -> None:
     events = [make_event("a/0"), make_event("a/1")]
     for event in events:
         await world.intake.check(event, asyncio.get_running_loop().time())
-    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.UNKNOWN, "no answer"))
+    world.producers[0].trouble.before["write"].append(TransactionFailed(TransactionOutcome.UNKNOWN, "no answer"))
     whole = (b"w" * 16, b"f" * 8)
     asked = asyncio.create_task(world.intake.submit_atomic(events, whole, asyncio.get_running_loop().time()))
     await end_of_term(world.serve(slot))

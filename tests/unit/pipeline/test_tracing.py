@@ -19,7 +19,7 @@ from deploy.local.places import ROOT
 from deploy.local.stack import free_port
 from service.contract.wire import TRACE_HEADER, event_id
 from service.events.event import Event, event_of
-from service.kafka.outcomes import TransactionFailed, Verdict
+from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.pipeline.request import Committed
 from service.pipeline.tracing import LINKS_VARIABLE, Exporter, Tracing
 from tests.unit.fakes import FakeProducer, World, end_of_term, ended, make_event, until
@@ -154,7 +154,7 @@ async def test_a_replay_and_a_refusal_are_told_apart(world: Traced) -> None:
 async def test_a_failed_transaction_is_an_error_with_its_verdict(world: Traced) -> None:
     slot = await world.slot()
     assert isinstance(slot.producer, FakeProducer)
-    slot.producer.trouble.before["write"].append(TransactionFailed(Verdict.UNKNOWN, "a fault"))
+    slot.producer.trouble.before["write"].append(TransactionFailed(TransactionOutcome.UNKNOWN, "a fault"))
     asked = world.submit("a")
     await until(lambda: bool(world.queue.events))
     await end_of_term(world.serve(slot))

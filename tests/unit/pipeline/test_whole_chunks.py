@@ -22,11 +22,11 @@ from service.core.problems import (
 from service.core.settings import Settings
 from service.events.event import Event
 from service.kafka.admin import Topic
-from service.kafka.outcomes import Refusal, TransactionFailed, Verdict
-from service.kafka.session import Partition, Place, Record
+from service.kafka.outcomes import RecordError, TransactionFailed, TransactionOutcome
+from service.kafka.session import Partition, Record, RecordMetadata
 from service.pipeline import request
 from service.pipeline.queue import Queue
-from service.pipeline.request import Answer, Committed, Request, Train
+from service.pipeline.request import BatchChunk, Committed, WriteRequest, WriteResult
 from tests.unit.fakes import (
     NOW_MS,
     FakeProducer,
@@ -40,9 +40,9 @@ from tests.unit.fakes import (
 )
 
 
-async def on_its_way(world: World, *events: Event | str) -> "asyncio.Task[list[Answer]]":
+async def on_its_way(world: World, *events: Event | str) -> "asyncio.Task[list[WriteResult]]":
     """A train of these events (or keys), which has come as far as the queue."""
-    train = Train()
+    train = BatchChunk()
     for event in events:
         train.add(make_event(event) if isinstance(event, str) else event)
         await world.catalogue.get(train.events[-1].topic, time.monotonic())
@@ -57,7 +57,7 @@ def pieces(world: World) -> list[int]:
     return [len(request.events) for request in waiting if not request.answered]
 
 
-def problems(answers: list[Answer]) -> list[str | None]:
+def problems(answers: list[WriteResult]) -> list[str | None]:
     return [None if kind is None else kind.code for kind in map(kind_of, answers)]
 
 
@@ -114,10 +114,13 @@ async def test_a_poisoned_event_is_answered_alone_and_the_others_are_written(mon
     write = FakeProducer.write
 
     async def refuses_other(
-        producer: FakeProducer, records: Sequence[Record], ledger: Partition, record: Callable[[Sequence[Place]], bytes]
-    ) -> tuple[list[Place], int]:
+        producer: FakeProducer,
+        records: Sequence[Record],
+        ledger: Partition,
+        record: Callable[[Sequence[RecordMetadata]], bytes],
+    ) -> tuple[list[RecordMetadata], int]:
         if any(record.topic == "other" for record in records):
-            raise TransactionFailed(Verdict.ABORTED, "no", {"other": Refusal(RECORD_REFUSED, "no")})
+            raise TransactionFailed(TransactionOutcome.ABORTED, "no", {"other": RecordError(RECORD_REFUSED, "no")})
         return await write(producer, records, ledger, record)
 
     monkeypatch.setattr(FakeProducer, "write", refuses_other)
@@ -136,7 +139,7 @@ async def test_a_poisoned_event_is_answered_alone_and_the_others_are_written(mon
 async def test_what_is_in_doubt_is_found_or_written_again_each_for_itself(committed: bool) -> None:
     world = World()
     slot = await world.slot()
-    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.UNKNOWN, "gone"))
+    world.producers[0].trouble.before["write"].append(TransactionFailed(TransactionOutcome.UNKNOWN, "gone"))
     told = await on_its_way(world, "a", "b")
     await end_of_term(world.serve(slot))
     assert pieces(world) == [1, 1]
@@ -251,7 +254,7 @@ async def test_a_store_that_is_away_leaves_it_in_one_piece() -> None:
 async def test_what_is_not_alike_does_not_go_in_one_piece(why: str) -> None:
     world = World()
     if why == "a suspect":
-        world.queue.suspect("other")
+        world.queue.quarantine("other")
     topic = {"a suspect": "other", "another guarantee": "plain.a", "one event": "orders"}[why]
     events = [make_event("b", topic)] if why == "one event" else [make_event("a"), make_event("b", topic)]
     told = await on_its_way(world, *events)
@@ -262,14 +265,14 @@ async def test_what_is_not_alike_does_not_go_in_one_piece(why: str) -> None:
 
 
 def test_the_parts_are_as_far_as_the_whole_was() -> None:
-    train = Train()
+    train = BatchChunk()
     for key in "ab":
         train.add(make_event(key))
-    told: list[tuple[int, Answer]] = []
-    whole = Request.of(train.events, 5.0, 10.0, Guarantee.EXACTLY_ONCE, lambda _: None, train=train)
+    told: list[tuple[int, WriteResult]] = []
+    whole = WriteRequest.of(train.events, 5.0, 10.0, Guarantee.EXACTLY_ONCE, lambda _: None, train=train)
     whole.reply_each = lambda place, answer: told.append((place, answer))
     whole.turn, whole.claimants, whole.partitions = 7, ((1, 2),), [4, 5]
-    parts = whole.part()
+    parts = whole.split()
     assert whole.answered
     assert [(part.deadline, part.turn, part.claimants, part.state) for part in parts] == [
         (15.0, 7, ((1, 2),), RequestState.QUEUED)
@@ -340,7 +343,7 @@ async def test_what_parts_stays_one_in_the_order_of_deadlines() -> None:
     """To be sorted in each for itself took a time with the square of all that wait, as after an outage."""
     world = World()
     slot = await world.slot()
-    world.producers[0].trouble.before["write"].append(TransactionFailed(Verdict.UNKNOWN, "gone"))
+    world.producers[0].trouble.before["write"].append(TransactionFailed(TransactionOutcome.UNKNOWN, "gone"))
     told = await on_its_way(world, "a", "b")
     (whole,) = world.intake._open
     await end_of_term(world.serve(slot))
@@ -359,7 +362,7 @@ async def test_a_topic_that_has_failed_meanwhile_does_not_hold_up_the_others_of_
     told = await on_its_way(world, "a", make_event("x", "other"), "c")
     serving = [world.serve(first)]
     await world.keys.trouble.reached["claim"].wait()
-    world.queue.suspect("other")
+    world.queue.quarantine("other")
     hanging = world.submit("y", "other")
     await asyncio.sleep(0.01)
     world.keys.trouble.gates.clear()
@@ -375,15 +378,15 @@ async def test_a_topic_that_has_failed_meanwhile_does_not_hold_up_the_others_of_
         await ended(each)
 
 
-def single(key: str) -> Request:
-    return Request.of((make_event(key),), time.monotonic(), 10.0, Guarantee.EXACTLY_ONCE, unheard)
+def single(key: str) -> WriteRequest:
+    return WriteRequest.of((make_event(key),), time.monotonic(), 10.0, Guarantee.EXACTLY_ONCE, unheard)
 
 
-def whole_of(count: int, name: str = "w") -> Request:
-    train = Train()
+def whole_of(count: int, name: str = "w") -> WriteRequest:
+    train = BatchChunk()
     for n in range(count):
         train.add(make_event(f"{name}{n}"))
-    return Request.of(train.events, time.monotonic(), 10.0, Guarantee.EXACTLY_ONCE, unheard, train=train)
+    return WriteRequest.of(train.events, time.monotonic(), 10.0, Guarantee.EXACTLY_ONCE, unheard, train=train)
 
 
 async def test_a_group_is_as_large_as_its_events_are_many() -> None:

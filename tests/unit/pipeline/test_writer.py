@@ -20,7 +20,7 @@ from service.core.problems import (
 )
 from service.pipeline import admission
 from service.pipeline.load_shedding import ANSWERS_EACH, SAVED_MOST
-from service.pipeline.request import Answer, Committed
+from service.pipeline.request import Committed, WriteResult
 from service.slots import slot as slot_module
 from tests.unit.fakes import EPOCH, NOW_MS, World, count_of, end_of_term, ended, kind_of, make_event, unheard, until
 
@@ -77,7 +77,7 @@ async def test_the_answers_of_a_group_go_out_together(known: bool) -> None:
         if key == "b":
             done.set()
 
-    def reply(key: str, _: Answer) -> None:
+    def reply(key: str, _: WriteResult) -> None:
         steps.append(f"known {key}")
         world.intake.outbox.put(partial(tell, key), dict)
 
@@ -158,11 +158,11 @@ async def test_a_failed_mark_is_no_error_of_the_event(error: Exception) -> None:
     world.keys.trouble.before["mark"].append(error)
     serving = world.serve(slot)
     assert isinstance(await world.submit("a"), Committed)
-    assert slot.owes
+    assert slot.has_pending_marks
     assert count_of(world.telemetry.marks_failed) == 1
     assert not world.store.losses
     assert isinstance(await world.submit("b"), Committed)  # whose mark pays the debt first
-    assert not slot.owes
+    assert not slot.has_pending_marks
     assert world.keys.is_delivered("a")
     await ended(serving)
 
@@ -204,7 +204,7 @@ async def test_a_slot_that_owes_too_many_marks_takes_no_group(monkeypatch: pytes
     world.keys.trouble.before["mark"].clear()
     serving = await world.serve_again(slot)
     assert isinstance(await waits, Committed)
-    assert not slot.owes
+    assert not slot.has_pending_marks
     await ended(serving)
 
 
@@ -305,7 +305,7 @@ async def test_who_waits_for_another_s_write_is_told_in_time_though_no_slot_is_l
     world.keys.server.freed[5] = 1
     world.keys.server.keys[event.id] = Claimed(5, 1, NOW_MS, event.fp)  # another writes it
     loop = asyncio.get_running_loop()
-    told: asyncio.Future[Answer] = loop.create_future()
+    told: asyncio.Future[WriteResult] = loop.create_future()
     serving = world.serve(await world.slot())
     began = loop.time()
     world.intake.submit(event, began, told.set_result, wait_s=0.5)

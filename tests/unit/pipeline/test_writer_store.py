@@ -18,13 +18,13 @@ from service.core.problems import (
     StoreAway,
     StoreUnanswered,
 )
-from service.kafka.outcomes import Refusal, TransactionFailed, Verdict
-from service.kafka.session import NOT_SENT, NotSent, Place
+from service.kafka.outcomes import RecordError, TransactionFailed, TransactionOutcome
+from service.kafka.session import NOT_SENT, NotSent, RecordMetadata
 from service.pipeline import writer as module
 from service.pipeline.request import Committed
 from tests.unit.fakes import EPOCH, NOW_MS, World, end_of_term, ended, kind_of, make_event, until
 
-BIG = Refusal(TOO_LARGE, "it is too large")
+BIG = RecordError(TOO_LARGE, "it is too large")
 
 
 # ------------------------------------------------------------------------------------------------- the store's faults
@@ -69,7 +69,7 @@ async def test_what_another_slot_has_taken_since_is_not_taken_back(monkeypatch: 
 
     async def fail() -> None:
         await let_go.wait()
-        raise TransactionFailed(Verdict.ABORTED, "it could not be opened")
+        raise TransactionFailed(TransactionOutcome.ABORTED, "it could not be opened")
 
     monkeypatch.setattr(world.producers[0], "abandon", fail)
     world.keys.trouble.before["claim"].append(StoreAway("it is full"))
@@ -96,7 +96,7 @@ async def test_a_slot_that_is_to_be_recovered_waits_for_no_group() -> None:
     failing = world.serve(stale)
     first = world.submit("a")
     await world.producers[0].trouble.reached["write"].wait()
-    stale.stale = True  # as a beat finds it
+    stale.superseded = True  # as a beat finds it
     world.queue.nudge_all()
     gate.set()
     assert isinstance(await first, Committed)
@@ -182,7 +182,7 @@ async def test_a_topic_that_vanished_does_not_fail_what_was_let_in() -> None:
     answer = world.submit("a")
     await asyncio.sleep(0.01)
     del world.cluster.topics["orders"]
-    world.catalogue.doubt("orders")
+    world.catalogue.invalidate("orders")
     assert await world.catalogue.get("orders", time.monotonic()) is None
     serving = world.serve(await world.slot())
     assert isinstance(await answer, Committed)
@@ -197,7 +197,7 @@ async def test_what_was_written_is_answered_although_the_release_fails() -> None
     slot = await world.slot()
     written, lost = world.submit("written", "plain.a"), world.submit("lost", "plain.b")
     await asyncio.sleep(0.01)
-    world.plains[0].fates.append([Place(3, NOW_MS), None])
+    world.plains[0].fates.append([RecordMetadata(3, NOW_MS), None])
     world.keys.trouble.before["release"].append(StoreUnanswered("no answer"))
     assert isinstance(await end_of_term(world.serve(slot)), StoreUnanswered)
     answer = await asyncio.wait_for(written, 3.0)
@@ -213,7 +213,7 @@ async def test_an_idempotent_event_that_was_not_sent_goes_round_again_and_is_in_
     slot = await world.slot()
     good, bad = world.submit("good", "plain.a"), world.submit("bad", "plain.b")
     await asyncio.sleep(0.01)
-    world.plains[0].fates.append([Place(3, NOW_MS), NOT_SENT])
+    world.plains[0].fates.append([RecordMetadata(3, NOW_MS), NOT_SENT])
     serving = world.serve(slot)
     for answer in (good, bad):
         assert isinstance(await asyncio.wait_for(answer, 3.0), Committed)
@@ -232,13 +232,13 @@ async def test_who_is_to_blame_for_what_was_not_sent_travels_apart(
     await asyncio.sleep(0.01)
     world.plains[0].fates.append([NotSent(itself), NOT_SENT])
     suspected: list[str] = []
-    suspect = world.queue.suspect
+    suspect = world.queue.quarantine
 
     def told(topic: str) -> None:
         suspected.append(topic)
         suspect(topic)
 
-    monkeypatch.setattr(world.queue, "suspect", told)
+    monkeypatch.setattr(world.queue, "quarantine", told)
     serving = world.serve(slot)
     for answer in answers:
         assert isinstance(await asyncio.wait_for(answer, 3.0), Committed)
@@ -280,7 +280,7 @@ async def test_a_refused_idempotent_event_is_released_and_tried_alone() -> None:
     slot = await world.slot()
     good, poison = world.submit("good", "plain.a"), world.submit("poison", "plain.b")
     await asyncio.sleep(0.01)
-    world.plains[0].fates.extend([[Place(3, NOW_MS), BIG], [BIG]])
+    world.plains[0].fates.extend([[RecordMetadata(3, NOW_MS), BIG], [BIG]])
     serving = world.serve(slot)
     assert isinstance(await good, Committed)
     assert kind_of(await poison) is TOO_LARGE

@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import pytest
 
-from service.claims.redis_store import REPLAY_CHUNK, Epoch, Identity, Row
+from service.claims.redis_store import REPLAY_CHUNK, Identity, Row, StoreGeneration
 from service.claims.states import Delivered, SlotEvent, SlotState
 from service.contract.wire import Entry, LedgerRecord, decode_ledger
 from service.core.metrics import Telemetry
 from service.core.problems import Fenced, KafkaAway, StoreAway, StoreLost, StoreUnanswered
 from service.kafka.reader import Item, Span
-from service.kafka.session import Partition, Place
+from service.kafka.session import Partition, RecordMetadata
 from service.slots import recovery as module
 from service.slots.generation_log import Newest
 from service.slots.recovery import REPLAY_RECORDS, SlotRecovery, Store
@@ -83,7 +83,7 @@ class Kafka(FakeCluster):
         self.steps.append(f"hanging in {len(partitions)}")
         return self.hanging
 
-    async def send_all(self, topic: str, contents: Sequence[tuple[int, bytes | None, bytes]]) -> list[Place]:
+    async def send_all(self, topic: str, contents: Sequence[tuple[int, bytes | None, bytes]]) -> list[RecordMetadata]:
         """A record behind all that is there, in each partition."""
         self.steps.append("read through")
         assert [partition for partition, *_ in contents] == list(range(len(contents)))
@@ -92,7 +92,7 @@ class Kafka(FakeCluster):
             assert isinstance(told, LedgerRecord)
             assert (told.slot, told.entries) == (partition, [])
             self.ledger.setdefault(partition, []).append(Item(partition, 1_000 + partition, None, value))
-        return [Place(1_000 + partition, self.now_ms + partition) for partition, *_ in contents]
+        return [RecordMetadata(1_000 + partition, self.now_ms + partition) for partition, *_ in contents]
 
     async def close(self) -> None: ...
 
@@ -106,11 +106,11 @@ class Keys(FakeKeys):
         self.nonces: list[str] = []
         self.writing = self.most = self.resolved = 0
 
-    async def applied(self, epoch: Epoch, slot: int) -> int | None:
+    async def applied(self, epoch: StoreGeneration, slot: int) -> int | None:
         self.steps.append("applied")
         return await super().applied(epoch, slot)
 
-    async def replay(self, epoch: Epoch, rows: Sequence[Row], free: tuple[int, int] | None = None) -> None:
+    async def replay(self, epoch: StoreGeneration, rows: Sequence[Row], free: tuple[int, int] | None = None) -> None:
         self.steps.append(f"replay {len(rows)}" + (f" and free {free}" if free else ""))
         await super().replay(epoch, rows, free)
 
@@ -312,7 +312,7 @@ async def test_a_store_is_named_fenced_replayed_and_freed_in_this_order(bed: Bed
     bed.kafka.slots = SLOTS + 1  # one more than the broker tells
     bed.kafka.ledger = {0: [item(0, 19, 99), item(0, 20, 1, 2)], 1: [item(1, 0, 3)], 3: [item(3, 4, 4)]}
     epoch = await asyncio.wait_for(bed.store.settled(), 3.0)
-    assert epoch == Epoch(EPOCH.generation + 1, EPOCH.store)
+    assert epoch == StoreGeneration(EPOCH.generation + 1, EPOCH.store)
     assert bed.steps == [
         "check 0",
         f"name {EPOCH.store}",
@@ -464,7 +464,7 @@ async def test_another_store_is_recovered_only_after_a_quiet_lease_time(
 ) -> None:
     """Where control names another: it may live on, with whom else."""
     bed.kafka.newest_told = Newest(EPOCH.generation, "run/named")
-    bed.keys.server.held = Epoch(EPOCH.generation, "run/named")
+    bed.keys.server.held = StoreGeneration(EPOCH.generation, "run/named")
     paused: list[float] = []
 
     async def rest(identity: Identity, pause_s: float) -> None:
@@ -478,7 +478,7 @@ async def test_another_store_is_recovered_only_after_a_quiet_lease_time(
     await until(lambda: bed.store.state == "stale-store")
     await asyncio.sleep(0.02)  # of 0.06
     if happens is None:
-        assert await asyncio.wait_for(settling, 3.0) == Epoch(2, EPOCH.store)
+        assert await asyncio.wait_for(settling, 3.0) == StoreGeneration(2, EPOCH.store)
         assert time.monotonic() - started > 0.06
         assert bed.keys.resolved == 1, "the address may lead to another by now"
         assert bed.store._quiet_pause_s == module.PAUSE_LEAST_S

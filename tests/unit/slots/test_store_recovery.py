@@ -9,18 +9,18 @@ from typing import Any, cast
 
 import pytest
 
-from service.claims.redis_store import Epoch, Identity, KeyStore
+from service.claims.redis_store import Identity, KeyStore, StoreGeneration
 from service.contract.wire import transactional_id
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, StoreAway, StoreLost, StoreUnanswered
-from service.kafka.admin import Cluster
+from service.kafka.admin import KafkaAdmin
 from service.slots import recovery
 from service.slots.generation_log import Control, Newest
 from service.slots.recovery import Store
 from tests.unit.fakes import FakeCluster, World, until
 
-NAMED = Epoch(7, "run/primary")
-OTHER = Identity("run/left-behind", Epoch(7, "run/primary"))
+NAMED = StoreGeneration(7, "run/primary")
+OTHER = Identity("run/left-behind", StoreGeneration(7, "run/primary"))
 
 
 FLUSHED = Identity("run/primary", None)
@@ -80,8 +80,8 @@ class _Topics:
 
 @contextlib.asynccontextmanager
 async def settling(
-    keys: _Keys, control: _Control, slots: int = 2, cluster: Cluster | None = None
-) -> AsyncIterator[tuple[Store, "asyncio.Task[Epoch]"]]:
+    keys: _Keys, control: _Control, slots: int = 2, cluster: KafkaAdmin | None = None
+) -> AsyncIterator[tuple[Store, "asyncio.Task[StoreGeneration]"]]:
     """A store that is being settled."""
     world: Any = World(lease_ttl_ms=300)
     parts = cast(KeyStore, keys), cast(Control, control), cast(Any, _Topics(slots))
@@ -237,8 +237,8 @@ async def test_a_store_that_is_lost_is_settled_anew_and_one_that_has_passed_is_n
     async with settling(keys, _Control()) as (store, settled):
         assert await settled == NAMED
         asked = keys.asked
-        store.lost(Epoch(NAMED.generation - 1, NAMED.store))
-        store.lost(Epoch(NAMED.generation, "run/another"))
+        store.lost(StoreGeneration(NAMED.generation - 1, NAMED.store))
+        store.lost(StoreGeneration(NAMED.generation, "run/another"))
         assert (store.epoch, store.generation) == (NAMED, NAMED.generation)
         assert await store.settled() == NAMED
         assert keys.asked == asked
