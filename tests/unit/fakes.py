@@ -350,7 +350,7 @@ def unheard(answer: WriteResult) -> None:
     """The reply of a request whose answer nobody waits for."""
 
 
-async def until(true: Callable[[], bool], patience_s: float = 3.0) -> None:
+async def until(true: Callable[[], bool], patience_s: float = 30.0) -> None:
     """Wait until something is true."""
     async with asyncio.timeout(patience_s):
         while not true():  # noqa: ASYNC110
