@@ -3,19 +3,17 @@
 `python -m deploy.settings_table` prints it; with a file's name it puts it between the file's markers.
 """
 
-import re
 import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Final
 
+from deploy import markers
 from service.contract import PREFIX, SharedSettings
 from service.core.settings import Settings
 
-BEGIN: Final = "<!-- settings -->"
-END: Final = "<!-- /settings -->"
-
-_BETWEEN: Final = re.compile(f"^{re.escape(BEGIN)}$(.*?)^{re.escape(END)}$", re.MULTILINE | re.DOTALL)
+NAME: Final = "settings"
+"""Of the markers."""
 
 HEAD: Final = ("variable", "default", "what it is", "read by")
 
@@ -25,17 +23,6 @@ def table() -> str:
     shared = SharedSettings.variables()
     rows = [_row(name, text, "both" if name in shared else "service") for name, text in Settings.variables().items()]
     return "\n".join(_line(row) for row in (HEAD, ("---",) * len(HEAD), *rows)) + "\n"
-
-
-def standing(text: str) -> str | None:
-    """What stands between the markers of a text, None where they are missing."""
-    found = _BETWEEN.search(text)
-    return None if found is None else found[1].strip()
-
-
-def put(text: str) -> str:
-    """The text with the table between its markers."""
-    return _BETWEEN.sub(lambda _: f"{BEGIN}\n{table()}{END}", text)
 
 
 def _row(name: str, text: str, reader: str) -> tuple[str, ...]:
@@ -60,7 +47,7 @@ def main() -> int:
             sys.stdout.write(table())
         case [name]:
             path = Path(name)
-            path.write_text(put(path.read_text(encoding="utf-8")), encoding="utf-8")
+            path.write_text(markers.put(path.read_text(encoding="utf-8"), NAME, table()), encoding="utf-8")
         case _:
             print("usage: python -m deploy.settings_table [FILE]", file=sys.stderr)
             return 2

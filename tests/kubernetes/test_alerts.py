@@ -119,7 +119,7 @@ def test_the_dashboard_leaves_no_metric_out(prod: Rendered, known: Known) -> Non
 
 
 def test_the_readmes_table_names_every_metric_of_the_service_and_no_other(known: Known) -> None:
-    section = (ROOT / "README.md").read_text().split("\n## Watching it\n")[1].split("\n**Alerts**")[0]
+    section = (ROOT / "service" / "README.md").read_text().split("\n## Watching it\n")[1].split("\n**Alerts**")[0]
     rows = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")][1:]
     named = {f"fencepost_{name}" for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
     families = {re.sub("_(bucket|sum|count)$", "", name) for name in known}

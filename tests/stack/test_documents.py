@@ -1,0 +1,78 @@
+"""What the documents say and can be checked: links, and the parts that are generated."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from deploy import markers, settings_table, state_diagrams
+from deploy.local.places import ROOT
+from service.claims.states import SLOT, SlotState
+from service.contract import PREFIX
+from service.core.settings import Settings
+
+DOCUMENTS = sorted(
+    path.relative_to(ROOT)
+    for folder in ("", "service", "spark", "deploy", "deploy/kubernetes", "tests", "tests/model")
+    for path in (ROOT / folder).glob("*.md")
+)
+
+
+def anchors(text: str) -> set[str]:
+    """The names under which a document's headings are linked to."""
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_every_link_leads_somewhere(document: Path) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+        name, _, anchor = target.partition("#")
+        place = (ROOT / document).parent / name if name else ROOT / document
+        assert place.exists(), f"{document}: {target}"
+        if anchor:
+            assert anchor in anchors(place.read_text(encoding="utf-8")), f"{document}: {target}"
+
+
+def test_the_front_page_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 180
+
+
+def test_every_setting_has_a_row() -> None:
+    lines = settings_table.table().splitlines()[2:]
+    names = [line.split("`")[1] for line in lines]
+    assert [name for name in names if not name.endswith("_FILE")] == [PREFIX + f.name.upper() for f in fields(Settings)]
+    files = {name for name in names if name.endswith("_FILE")}
+    assert files == {"FENCEPOST_KAFKA_SASL_PASSWORD_FILE", "FENCEPOST_REDIS_FILE"}
+    assert all(line.count(" | ") == 3 for line in lines)
+    assert "| `FENCEPOST_PORT` | `8000` | port to listen on | service |" in lines
+
+
+def test_the_table_of_settings_is_the_one_that_the_class_makes() -> None:
+    text = (ROOT / "service" / "README.md").read_text(encoding="utf-8")
+    found = markers.current(text, settings_table.NAME)
+    assert found == settings_table.table().strip(), (
+        "the settings have changed: python -m deploy.settings_table service/README.md"
+    )
+
+
+def test_the_diagrams_are_those_of_the_tables() -> None:
+    text = (ROOT / "service" / "PROTOCOL.md").read_text(encoding="utf-8")
+    for name, made in state_diagrams.DIAGRAMS.items():
+        assert markers.current(text, name) == made.strip(), "python -m deploy.state_diagrams service/PROTOCOL.md"
+
+
+def test_a_diagram_has_a_line_for_each_move() -> None:
+    made = state_diagrams.diagram(SlotState.VACANT, SLOT)
+    assert "  doubt --> leased: recover\n" in made
+    assert made.count(" --> ") == len(SLOT) + 1
+
+
+def test_generated_text_is_put_between_its_markers() -> None:
+    text = "a\n\n<!-- x -->\n<!-- /x -->\n\nb\n"
+    assert markers.current(text, "x") == ""
+    assert markers.put(text, "x", "made\n") == "a\n\n<!-- x -->\nmade\n<!-- /x -->\n\nb\n"
+    assert markers.put(markers.put(text, "x", "made\n"), "x", "made\n") == markers.put(text, "x", "made\n")
+    assert markers.current("a\n\nb\n", "x") is None
