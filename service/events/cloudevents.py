@@ -21,13 +21,15 @@ from service.events.event import (
     Event,
     check_count,
     check_key,
-    check_not_many,
+    check_text,
+    cut_batch,
     decode,
     event_of,
     invalid,
     parse_key,
+    too_many,
 )
-from service.events.strict_json import strictly
+from service.events.strict_json import in_thread, strictly
 
 STRUCTURED: Final = "application/cloudevents+json"
 BATCHED: Final = "application/cloudevents-batch+json"
@@ -36,6 +38,8 @@ BATCHED: Final = "application/cloudevents-batch+json"
 WHOLE: Final = frozenset({STRUCTURED, BATCHED})
 VERSION: Final = "1.0"
 
+# Of the JSON of an event: as many attributes as in the binary mode, and its data.
+MEMBERS_MAX: Final = HEADERS_MAX
 _PREFIX: Final = b"ce-"
 # RFC 3339, section 5.6; that the day is there is looked at apart.
 _TIME: Final = re.compile(
@@ -98,7 +102,7 @@ def from_binary(
         except ValueError:
             raise invalid(f"ce-{attribute}", "percent-encode what is not ASCII, as UTF-8") from None
     if len(attributes) >= HEADERS_MAX:
-        raise invalid("ce-", f"at most {HEADERS_MAX - 1} attributes are taken")
+        raise too_many("ce-", HEADERS_MAX - 1)
     for required in ("specversion", "id", "source", "type"):
         if required not in attributes:
             raise invalid(f"ce-{required}", "send this header: every CloudEvent has the attribute")
@@ -138,8 +142,16 @@ def from_structured(
         raise invalid("data_base64", "send one of data and data_base64")
     if fields.data_base64 is not None:
         _check_base64(fields.data_base64)
-    _check_members(body)  # now that it is not too large: it may have a million
+    _check_members(body)
     return event
+
+
+async def from_long_structured(
+    body: bytes | msgspec.Raw, key: str | None, traceparent: bytes | None = None, scope: str = ""
+) -> Event:
+    """As `from_structured`, for JSON of any length, which need not be known to be JSON: it is checked in a thread."""
+    await check_text(body, b"", MEMBERS_MAX)
+    return from_structured(body, key, traceparent, scope)
 
 
 def _check_base64(text: str) -> None:
@@ -151,7 +163,10 @@ def _check_base64(text: str) -> None:
 
 def _check_members(body: bytes | msgspec.Raw) -> None:
     """Raises Problem (400) for what is no attribute, by its name or by its type (JSON format, section 2.2)."""
-    for name, content in decode(_decode_members, body).items():
+    members = decode(_decode_members, body)
+    if len(members) > MEMBERS_MAX:
+        raise too_many("", MEMBERS_MAX)
+    for name, content in members.items():
         if name in _TYPED:
             continue
         _check_name(name)
@@ -165,16 +180,22 @@ def _check_name(name: str, prefix: str = "") -> None:
 
 
 def parse_batch(body: bytes) -> list[msgspec.Raw]:
-    """The JSON of each event of a batch. Raises Problem (400, 413)."""
+    """The JSON of each event of a batch, which is not long. Raises Problem (400, 413)."""
     return strictly(body, _batch_of)
 
 
 def _batch_of(body: bytes) -> list[msgspec.Raw]:
-    check_not_many(body, "")
     events = decode(_decode_batch, body)
     if events:  # a batch may be empty (HTTP binding, section 3.3.2)
         check_count(len(events), "body")
     return events
+
+
+async def parse_long_batch(body: bytes) -> list[msgspec.Raw]:
+    """As `parse_batch`, for a body of any length: it is checked in a thread."""
+    frame, texts = await in_thread(cut_batch, body, "")
+    events = _batch_of(frame)
+    return texts or events
 
 
 def _event(

@@ -20,11 +20,13 @@ from service.core.problems import (
     Problem,
 )
 from service.core.settings import EVENT_BYTES_MAX
-from service.events.strict_json import TOO_DEEP, not_json, strictly
+from service.events.strict_json import TOO_DEEP, check_json, in_thread, not_json, strictly
 from service.kafka.admin import Topic
 from service.kafka.partitioner import partition_of_key
 
 HEADERS_MAX: Final = 100
+# The JSON of one event: its value in base64 and its names find room, and nobody reads 8 MiB to find it too large.
+EVENT_TEXT_BYTES_MAX: Final = 2 * EVENT_BYTES_MAX
 BATCH_EVENTS_MAX: Final = 10_000
 TIMESTAMP_MOST: Final = 2**53 - 1
 PARTITION_MOST: Final = 2**31 - 1
@@ -110,7 +112,7 @@ def event_of(
         if traceparent is not None and any(name == TRACE_HEADER for name, _ in headers):
             traceparent = None  # the client's own goes with the event, once
     if size > EVENT_BYTES_MAX:
-        raise Problem(TOO_LARGE, f"value: the event has {size} bytes; at most {EVENT_BYTES_MAX} are taken")
+        raise too_large(size)
     fp = fingerprint(topic, partition, record_key, headers, value)
     entry = ENTRY_BYTES + len(topic)
     return Event(key, id, topic, record_key, value, headers, partition, timestamp, traceparent, fp, size, entry)
@@ -142,7 +144,7 @@ def parse_traceparent(raw: str | None) -> bytes | None:
 
 
 def parse_event(key: str, body: bytes, traceparent: bytes | None = None, scope: str = "") -> Event:
-    """An event from its JSON. Raises Problem (400, 413) that names the field."""
+    """An event from its JSON, which is not long. Raises Problem (400, 413) that names the field."""
     if READER is not None and (event := READER.event(body, key, scope, traceparent)) is not None:
         return event
 
@@ -150,6 +152,35 @@ def parse_event(key: str, body: bytes, traceparent: bytes | None = None, scope: 
         return make_event(key, event_id(key, scope), decode(_decode_event, body), traceparent)
 
     return strictly(body, parse)
+
+
+async def parse_long_event(key: str, body: bytes, traceparent: bytes | None = None, scope: str = "") -> Event:
+    """As `parse_event`, for a body of any length: it is checked in a thread."""
+    await check_text(body, b"headers", HEADERS_MAX)
+    return make_event(key, event_id(key, scope), decode(_decode_event, body), traceparent)
+
+
+async def check_text(text: bytes | msgspec.Raw, counted: bytes, most: int) -> None:
+    """The JSON of one event, however long, may be decoded on the event loop. Raises Problem (400, 413).
+
+    `counted` is its field with members by the name, at `most` so many; or it is all of it, where that is empty.
+    """
+    if len(text) > EVENT_TEXT_BYTES_MAX:
+        raise Problem(
+            TOO_LARGE, f"body: the event's JSON has {len(text)} bytes; at most {EVENT_TEXT_BYTES_MAX} are taken"
+        )
+    await in_thread(_check_text, bytes(text), counted, most)
+
+
+def _check_text(text: bytes, counted: bytes, most: int) -> None:
+    check_json(text)
+    if native.COMPILED and len(native.bodies.elements(text, counted, most)) > most:
+        raise too_many(counted.decode(), most)
+
+
+def too_many(field: str, most: int) -> Problem:
+    """400: a field, or the event, has too many members."""
+    return invalid(field or "body", f"at most {most} {'' if field else 'members '}are taken")
 
 
 def decode(decoder: Callable[[bytes], T], body: bytes | msgspec.Raw) -> T:
@@ -193,8 +224,11 @@ def _value(fields: EventBody) -> bytes | None:
     if isinstance(fields.value, msgspec.Raw):
         raw = bytes(fields.value)
         return None if raw == b"null" else raw
+    text = fields.value_base64 or ""
+    if len(text) // 4 * 3 > EVENT_BYTES_MAX + 2:  # with the two bytes that padding may stand for
+        raise too_large(len(text) // 4 * 3)
     try:
-        return base64.b64decode(fields.value_base64 or "", validate=True)
+        return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise invalid("value_base64", "use standard base64 (RFC 4648, section 4) with its padding") from None
 
@@ -204,7 +238,7 @@ def _headers(fields: EventBody) -> list[Header]:
     if not headers:
         return []
     if len(headers) > HEADERS_MAX:
-        raise invalid("headers", f"at most {HEADERS_MAX} are taken")
+        raise too_many("headers", HEADERS_MAX)
     for name in headers:
         if name.lower() in RESERVED_HEADERS:
             raise invalid(f"headers.{name}", "this name is reserved for Fencepost: use another")
@@ -248,10 +282,20 @@ def partition_of(event: Event, partitions: int) -> int | None:
     return partition_of_key(event.record_key, partitions)
 
 
-def check_not_many(body: bytes, field: str) -> None:
-    """Refuse a batch of too many events before any of them is made. Raises Problem (413)."""
-    if native.COMPILED and native.bodies.has_more(body, field.encode(), BATCH_EVENTS_MAX):
+def cut_batch(body: bytes, field: str) -> tuple[bytes, list[msgspec.Raw]]:
+    """The JSON of each event of a long batch, and before them the batch with a number in their place. For a thread.
+
+    They are counted before the rest is looked at. Raises Problem (400, 413).
+    """
+    places = native.bodies.elements(body, field.encode(), BATCH_EVENTS_MAX) if native.COMPILED else []
+    if len(places) > BATCH_EVENTS_MAX:
         raise Problem(TOO_LARGE, f"{field or 'body'}: at most {BATCH_EVENTS_MAX} events are taken")
+    check_json(body)
+    if not places:  # it has none, or whoever decodes it finds them
+        return body, []
+    view = memoryview(body)
+    texts = [msgspec.Raw(view[start:end]) for start, end in places]
+    return body[: places[0][0]] + b"0" + body[places[-1][1] :], texts
 
 
 def check_count(events: int, field: str) -> None:
@@ -260,6 +304,11 @@ def check_count(events: int, field: str) -> None:
         raise invalid(field, "send at least one event")
     if events > BATCH_EVENTS_MAX:
         raise Problem(TOO_LARGE, f"{field}: there are {events} events; at most {BATCH_EVENTS_MAX} are taken")
+
+
+def too_large(size: int) -> Problem:
+    """413: an event of so many bytes."""
+    return Problem(TOO_LARGE, f"value: the event has {size} bytes; at most {EVENT_BYTES_MAX} are taken")
 
 
 def invalid(field: str, remedy: str) -> Problem:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
@@ -14,16 +14,18 @@ from service.core.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX
 from service.events.event import (
     BATCH_EVENTS_MAX,
     ENTRY_BYTES,
+    HEADERS_MAX,
     READER,
     Event,
     EventBody,
     check_count,
     check_key,
-    check_not_many,
+    check_text,
+    cut_batch,
     decode,
     make_event,
 )
-from service.events.strict_json import check_json, strictly
+from service.events.strict_json import LONG_BYTES, in_thread, strictly
 from service.http.callers import ANYBODY, Caller
 from service.pipeline.admission import Admission
 from service.pipeline.request import BatchChunk, WriteResult
@@ -38,6 +40,8 @@ ATOMIC_EVENTS_MAX: Final = GROUP_LEDGER_BYTES_MAX // (ENTRY_BYTES + 1)
 SLICE_S: Final = 0.005
 # Of a larger batch only so many events are made as one transaction holds: all of them would be its body once more.
 READ_AT_ONCE_BYTES: Final = 1024 * 1024
+# And they are made of so many bytes in one go, which takes a millisecond or two.
+STEP_BYTES: Final = 64 * 1024
 
 
 class BatchBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -59,25 +63,21 @@ T = TypeVar("T")
 
 
 def parse_batch(body: bytes) -> BatchBody:
-    """A batch with at least one event. Raises Problem (400, 413)."""
+    """A batch with at least one event, which is not long. Raises Problem (400, 413)."""
     return strictly(body, _batch_of)
 
 
-async def parse_long_batch(body: bytes) -> BatchBody:
-    """As `parse_batch`, in steps between which others have their turn; what is wrong with an event may come first."""
-    check_not_many(body, "events")
-    await asyncio.sleep(0)
+def _batch_of(body: bytes) -> BatchBody:
     batch = decode(_decode_batch, body)
     check_count(len(batch.events), "events")
-    await asyncio.sleep(0)
-    check_json(body)
-    await asyncio.sleep(0)
     return batch
 
 
-def _batch_of(body: bytes) -> BatchBody:
-    check_not_many(body, "events")
-    batch = decode(_decode_batch, body)
+async def parse_long_batch(body: bytes) -> BatchBody:
+    """As `parse_batch`, for a body of any length: it is checked in a thread."""
+    frame, texts = await in_thread(cut_batch, body, "events")
+    batch = decode(_decode_batch, frame)
+    batch.events = texts or batch.events
     check_count(len(batch.events), "events")
     return batch
 
@@ -95,11 +95,16 @@ def parse_lines(body: bytes) -> list[bytes]:
 # ------------------------------------------------------------------------------------------------ each for itself
 
 
-def read_batch(body: bytes, scope: str, traceparent: bytes | None) -> list[Event] | None:
-    """The events of a batch that is not atomic, in one go; None where there is anything to look into."""
+async def read_batch(body: bytes, scope: str, traceparent: bytes | None) -> list[Event] | None:
+    """The events of a batch that is not atomic, in steps; None where there is anything to look into."""
     if READER is None or len(body) > READ_AT_ONCE_BYTES:
         return None
-    return READER.batch(body, scope, traceparent)
+    batch = READER.batch(body, scope, traceparent)
+    while batch.read(STEP_BYTES):
+        if batch.whole:
+            return batch.events
+        await asyncio.sleep(0)
+    return None
 
 
 def member_of(raw: bytes | msgspec.Raw, traceparent: bytes | None = None, scope: str = "") -> Event:
@@ -111,15 +116,25 @@ def member_of(raw: bytes | msgspec.Raw, traceparent: bytes | None = None, scope:
     return make_event(key, event_id(key, scope), fields, traceparent)
 
 
+async def long_member_of(raw: bytes | msgspec.Raw, traceparent: bytes | None = None, scope: str = "") -> Event:
+    """As `member_of`, for one of any length, which need not be known to be JSON: it is checked in a thread."""
+    await check_text(raw, b"headers", HEADERS_MAX)
+    return member_of(raw, traceparent, scope)
+
+
 def line_of(line: bytes, traceparent: bytes | None = None, scope: str = "") -> Event:
-    """One event on a line of its own. Raises Problem (400, 413)."""
+    """One event on a line of its own, which is not long. Raises Problem (400, 413)."""
     if READER is not None and (event := READER.member(line, scope, traceparent)) is not None:
         return event
     return strictly(line, partial(member_of, traceparent=traceparent, scope=scope))
 
 
 async def write_each(
-    intake: Admission, parts: Sequence[T], parse: Callable[[T], Event], arrived: float
+    intake: Admission,
+    parts: Sequence[T],
+    parse: Callable[[T], Event | Awaitable[Event]],
+    arrived: float,
+    caller: Caller = ANYBODY,
 ) -> AsyncIterator[list[WriteResult]]:
     """Write the events of a batch, each under a key of its own; their answers in their order, as they come to be known.
 
@@ -145,6 +160,9 @@ async def write_each(
             until = time.monotonic() + SLICE_S
         try:
             event = parse(part)
+            if not isinstance(event, Event):  # it is long
+                event = await event
+            caller.check(event.topic)
             if not intake.check_now(event):
                 # Each train has the time of a request; those before it may have had theirs.
                 await intake.check(event, arrived, time.monotonic())
@@ -198,6 +216,8 @@ async def write_atomic(
         if time.monotonic() > until:
             await asyncio.sleep(0)
             until = time.monotonic() + SLICE_S
+        if len(raw) > LONG_BYTES:
+            await _check_long(index, raw)
         events.append(_member(key, index, raw, traceparent, caller))
     ledger_bytes = sum(event.entry_bytes for event in events)
     event_bytes = sum(event.size for event in events)
@@ -219,6 +239,13 @@ async def write_atomic(
             raise _of_member(index, problem) from None
     id = event_id(key, caller.scope)
     return id, await intake.submit_atomic(events, (id, batch_fingerprint(event.fp for event in events)), arrived)
+
+
+async def _check_long(index: int, raw: msgspec.Raw) -> None:
+    try:
+        await check_text(raw, b"headers", HEADERS_MAX)
+    except Problem as problem:
+        raise _of_member(index, problem) from None
 
 
 def _member(key: str, index: int, raw: msgspec.Raw, traceparent: bytes | None, caller: Caller) -> Event:

@@ -1,6 +1,7 @@
 """`POST /events` and its batch: headers read once, a request handed to the path, its answer written from bytes."""
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from functools import lru_cache, partial
 from ipaddress import ip_address
 from typing import Any, Final, TypeVar
@@ -21,11 +22,12 @@ from service.core.problems import (
 )
 from service.core.settings import Settings
 from service.events import cloudevents
-from service.events.event import Event, parse_event, parse_key, parse_traceparent
-from service.events.strict_json import EXPLAINED_BYTES, strictly
+from service.events.event import Event, parse_event, parse_key, parse_long_event, parse_traceparent
+from service.events.strict_json import LONG_BYTES, strictly
 from service.http.batch import (
     LINES,
     line_of,
+    long_member_of,
     member_of,
     parse_batch,
     parse_lines,
@@ -57,8 +59,12 @@ log = structlog.get_logger(__name__)
 
 # It tells this 415 from the one of a media type (RFC 9110, section 12.5.3).
 _ONLY_UNCODED: Final = b"accept-encoding: identity\r\n"
+# Answers that are rendered in one go, which takes some milliseconds where each is another problem.
+RENDERED_AT_ONCE: Final = 500
 
 T = TypeVar("T")
+# Of an event, where it is long in a while.
+Parse = Callable[[T], Event | Awaitable[Event]]
 
 
 class EventsEndpoint:
@@ -113,20 +119,24 @@ class EventsEndpoint:
         traceparent = parse_traceparent(found.get(b"traceparent"))
         key, scope = found.get(b"idempotency-key"), caller.scope
         content_type = found.get(b"content-type")
+        event: Event | Awaitable[Event]
         if b"ce-specversion" in found and essence(content_type) not in cloudevents.WHOLE:
             event = cloudevents.from_binary(post.headers, post.body, key, traceparent, scope)
         else:
             kind = media_type(content_type)
-            if kind == JSON:
-                event = parse_event(parse_key(key), post.body, traceparent, scope)
-            elif kind == cloudevents.STRUCTURED:
-                parse = partial(cloudevents.from_structured, key=key, traceparent=traceparent, scope=scope)
-                event = strictly(post.body, parse)
-            elif kind == cloudevents.BATCHED:
+            if kind == cloudevents.BATCHED:
                 post.apart(self._or_fail(post, self._write_cloudevents(post, key, traceparent, caller)))
                 return
-            else:
-                raise unsupported(JSON, cloudevents.STRUCTURED, cloudevents.BATCHED)
+            event = _parse(kind, post.body, key, traceparent, scope)
+        if isinstance(event, Event):
+            self._write_event(post, found, caller, event)
+        else:
+            post.apart(self._or_fail(post, self._write_long(post, found, caller, event)))
+
+    async def _write_long(self, post: HttpRequest, found: Found, caller: Caller, event: Awaitable[Event]) -> None:
+        self._write_event(post, found, caller, await event)
+
+    def _write_event(self, post: HttpRequest, found: Found, caller: Caller, event: Event) -> None:
         caller.check(event.topic)
         caller.spend(1, post.arrived)
         preference = parse_prefer(found.get(b"prefer"))
@@ -158,12 +168,12 @@ class EventsEndpoint:
     async def _write_batch(
         self, post: HttpRequest, raw_key: str | None, traceparent: bytes | None, caller: Caller
     ) -> None:
-        if events := read_batch(post.body, caller.scope, traceparent):
+        if events := await read_batch(post.body, caller.scope, traceparent):
             await self._write_each(post, events, _as_it_is, caller)
             return
-        batch = await parse_long_batch(post.body) if post.size > EXPLAINED_BYTES else parse_batch(post.body)
+        batch = await parse_long_batch(post.body) if post.size > LONG_BYTES else parse_batch(post.body)
         if not batch.atomic:
-            parse = partial(member_of, traceparent=traceparent, scope=caller.scope)
+            parse = _by_length(member_of, long_member_of, traceparent=traceparent, scope=caller.scope)
             await self._write_each(post, batch.events, parse, caller)
             return
         key = parse_key(raw_key)
@@ -178,26 +188,28 @@ class EventsEndpoint:
     ) -> None:
         if key is not None:
             raise Problem(INVALID_KEY, "Idempotency-Key: the key of each of several CloudEvents is its source and id")
-        parts = cloudevents.parse_batch(post.body)
-        parse = partial(cloudevents.from_structured, key=None, traceparent=traceparent, scope=caller.scope)
+        if post.size > LONG_BYTES:
+            parts = await cloudevents.parse_long_batch(post.body)
+        else:
+            parts = cloudevents.parse_batch(post.body)
+        of, of_long = cloudevents.from_structured, cloudevents.from_long_structured
+        parse = _by_length(of, of_long, key=None, traceparent=traceparent, scope=caller.scope)
         await self._write_each(post, parts, parse, caller)
 
-    async def _write_each(
-        self, post: HttpRequest, parts: Sequence[T], parse: Callable[[T], Event], caller: Caller
-    ) -> None:
+    async def _write_each(self, post: HttpRequest, parts: Sequence[T], parse: Parse[T], caller: Caller) -> None:
         told = self._told_of_each(post, parts, parse, caller)
-        results = [render_result(answer) async for some in told for answer in some]
+        results = [result async for some in told for result in some]
         self._answer(post, 207, JSON_LINE, join_results(results))
 
     async def _write_lines(self, post: HttpRequest, traceparent: bytes | None, caller: Caller) -> None:
         """Answers go out as they come to be known, a line each, in the order of the events."""
-        parse = partial(line_of, traceparent=traceparent, scope=caller.scope)
+        parse = _by_length(line_of, long_member_of, traceparent=traceparent, scope=caller.scope)
         told = self._told_of_each(post, parse_lines(post.body), parse, caller)
         self._telemetry.requested(207, "")
         stream = post.stream(207, b"content-type: %b\r\n" % LINES.encode())
         try:
             async for some in told:
-                stream.write(b"".join(b"%b\n" % render_result(answer).encode() for answer in some))
+                stream.write(b"".join(b"%b\n" % result.encode() for result in some))
         except Exception:  # the status is sent: what can be told is that the answer is not whole
             log.exception("request failed")
             stream.cut()
@@ -205,17 +217,11 @@ class EventsEndpoint:
         stream.end()
 
     def _told_of_each(
-        self, post: HttpRequest, parts: Sequence[T], parse: Callable[[T], Event], caller: Caller
-    ) -> AsyncIterator[list[WriteResult]]:
-        """Write events of one caller, each for itself; answers as `write_each` does. Raises Problem (429)."""
+        self, post: HttpRequest, parts: Sequence[T], parse: Parse[T], caller: Caller
+    ) -> AsyncIterator[list[str]]:
+        """Write events of one caller, each for itself; what is told of them, in their order. Raises Problem (429)."""
         caller.spend(len(parts), post.arrived)
-
-        def allowed(part: T) -> Event:
-            event = parse(part)
-            caller.check(event.topic)
-            return event
-
-        return write_each(self._intake(), parts, allowed, post.arrived)
+        return _rendered(write_each(self._intake(), parts, parse, post.arrived, caller))
 
     def _tell_accepted(self, post: HttpRequest, event: Event) -> None:
         """The claim stands: a client that prefers so is answered now, and asks for the outcome by the key."""
@@ -283,3 +289,30 @@ def _is_loopback(address: str) -> bool:
 
 def _as_it_is(event: Event) -> Event:
     return event
+
+
+def _parse(kind: str, body: bytes, key: str | None, traceparent: bytes | None, scope: str) -> Event | Awaitable[Event]:
+    """An event from JSON of this media type."""
+    long = len(body) > LONG_BYTES
+    if kind == JSON:
+        return (parse_long_event if long else parse_event)(parse_key(key), body, traceparent, scope)
+    if kind != cloudevents.STRUCTURED:
+        raise unsupported(JSON, cloudevents.STRUCTURED, cloudevents.BATCHED)
+    if long:
+        return cloudevents.from_long_structured(body, key, traceparent, scope)
+    return strictly(body, partial(cloudevents.from_structured, key=key, traceparent=traceparent, scope=scope))
+
+
+def _by_length(of: Callable[..., Event], of_long: Callable[..., Awaitable[Event]], **arguments: Any) -> Parse[Any]:
+    """The one for short texts, and the other for long ones."""
+    of, of_long = partial(of, **arguments), partial(of_long, **arguments)
+    return lambda text: of_long(text) if len(text) > LONG_BYTES else of(text)
+
+
+async def _rendered(told: AsyncIterator[list[WriteResult]]) -> AsyncIterator[list[str]]:
+    """Answers as the text of results, so many at once that others have their turn in between."""
+    async for some in told:
+        for start in range(0, len(some), RENDERED_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
+            yield [render_result(answer) for answer in some[start : start + RENDERED_AT_ONCE]]

@@ -7,9 +7,7 @@ rest, and what both take is the same event (tests/unit/native/test_bodies.py hol
 
 import hashlib
 
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.unicode cimport PyUnicode_DecodeASCII, PyUnicode_DecodeUTF8
-from libc.string cimport memcmp, memcpy
 
 include "strict_json.pxi"
 
@@ -17,6 +15,8 @@ cdef enum:
     TOPIC_CHARS_MAX = 249
     KEY_CHARS_MAX = 255
     DIGITS_MAX = 15  # of a whole number of an event: it stays below 2^53
+    NAMES_MAX = 1_000  # in objects that are open, of an event that is read on the event loop
+    HEADERS_MAX = 32  # of an event: the name of each is compared with those before it
     COPIED_MAX = 32 * 1024  # bytes of an event that are put beside the rest of a fingerprint, to go into it in one call
 
     # Fields of an event, as bits.
@@ -40,11 +40,20 @@ cdef struct Fields:
     long long timestamp
 
 
-cdef inline bint _is(Slice* name, const char* word, Py_ssize_t size) noexcept:
+cdef inline void _open(Body* body, bytes raw):
+    _begin(body, <const unsigned char*> PyBytes_AS_STRING(raw), PyBytes_GET_SIZE(raw))
+
+
+cdef inline bint _key(Body* body, Slice* name) noexcept nogil:
+    """The name of a member, without escapes, and its colon."""
+    return _string(body, name) and not body.escaped and _one(body, c':')
+
+
+cdef inline bint _is(Slice* name, const char* word, Py_ssize_t size) noexcept nogil:
     return name.size == size and not memcmp(name.start, word, size)
 
 
-cdef int _field_of(Slice* name) noexcept:
+cdef int _field_of(Slice* name) noexcept nogil:
     """The bit of an event's field; 0 for any other name, and for those that are rare."""
     if _is(name, b"topic", 5):
         return TOPIC
@@ -63,7 +72,7 @@ cdef int _field_of(Slice* name) noexcept:
     return 0
 
 
-cdef bint _text(Body* body, Slice* content) noexcept:
+cdef bint _text(Body* body, Slice* content) noexcept nogil:
     """A string without escapes, or null."""
     if body.at < body.end and body.at[0] == c'n':
         content.start = NULL
@@ -71,7 +80,7 @@ cdef bint _text(Body* body, Slice* content) noexcept:
     return _string(body, content) and not body.escaped
 
 
-cdef bint _whole_number(Body* body, long long* number) noexcept:
+cdef bint _whole_number(Body* body, long long* number) noexcept nogil:
     """A number from 0 on, or null."""
     cdef const unsigned char* start = body.at
     if body.at < body.end and body.at[0] == c'n':
@@ -97,7 +106,7 @@ cdef bint _fields(Body* body, int depth, Fields* fields, list headers) except -1
     if not _one(body, c'{'):
         return False
     while True:
-        if not _string(body, &name) or body.escaped or not _one(body, c':'):
+        if not _key(body, &name):
             return False
         field = _field_of(&name)
         if not field or fields.seen & field:
@@ -143,14 +152,11 @@ cdef bint _headers(Body* body, list headers) except -1:
         body.at += 1
         return True
     while True:
-        if not _string(body, &name) or body.escaped or not _one(body, c':'):
+        if not _key(body, &name):
             return False
-        if not _string(body, &content) or body.escaped or len(headers) == NAMES_MAX:
+        if not _string(body, &content) or body.escaped or len(headers) == HEADERS_MAX:
             return False
-        try:
-            text = PyUnicode_DecodeUTF8(<const char*> name.start, name.size, NULL)
-        except UnicodeDecodeError:
-            return False
+        text = PyUnicode_DecodeUTF8(<const char*> name.start, name.size, NULL)
         for before in range(len(headers)):
             if (<tuple> headers[before])[0] == text:
                 return False
@@ -203,42 +209,86 @@ cdef inline char* _put(char* to, const unsigned char* content, Py_ssize_t size) 
     return to + size
 
 
-def is_json(bytes raw not None):
-    """Is it strictly JSON, and plain? False leaves it to service.events.strict_json."""
-    cdef Body body
-    _begin(&body, raw)
-    _blanks(&body)
-    return bool(_value(&body, 1) and _ended(&body) and _is_text(&body, raw))
+def fault(bytes raw not None):
+    """What keeps a body from being strict JSON: (kind, place, the name that is there twice); or None.
 
-
-def has_more(bytes raw not None, bytes name not None, Py_ssize_t most):
-    """Has the array of this name, in the object that `raw` is, more than so many elements? Reads no further than those.
-
-    Without a name: the array that `raw` is. False also where what comes before is not plain.
+    Python's lock is not held meanwhile.
     """
     cdef Body body
-    cdef Slice found
-    cdef Py_ssize_t count = 0
-    _begin(&body, raw)
-    if PyBytes_GET_SIZE(name):
-        if not _one(&body, c'{'):
-            return False
-        while True:
-            if not _string(&body, &found) or not _one(&body, c':'):
-                return False
-            if _is(&found, PyBytes_AS_STRING(name), PyBytes_GET_SIZE(name)):
-                break
-            if not _value(&body, 2) or _after(&body, c'}') != MORE:
-                return False
-    if not _one(&body, c'['):
+    cdef bint strict
+    _open(&body, raw)
+    with nogil:
+        _blanks(&body)
+        strict = _value(&body, 1) and _ended(&body)
+    try:
+        if strict:
+            return None
+        if body.fault == NO_MEMORY:
+            raise MemoryError
+        return body.fault, body.at - body.start, _bytes_of(&body.twice) if body.fault == NAMED_TWICE else b""
+    finally:
+        _end(&body)
+
+
+def elements(bytes raw not None, bytes name not None, Py_ssize_t most):
+    """Where the elements of an array, or the contents of an object's members, begin and end: those of the first member
+    of that name, or, without a name, of all that `raw` is.
+
+    One more than `most` are looked for. None are where it is broken before their end. Python's lock is not held.
+    """
+    cdef Body body
+    cdef Slice wanted
+    cdef Py_ssize_t found, i
+    cdef Py_ssize_t* places = <Py_ssize_t*> malloc(2 * (most + 1) * sizeof(Py_ssize_t))
+    if places == NULL:
+        raise MemoryError
+    wanted.start, wanted.size = <const unsigned char*> PyBytes_AS_STRING(name), PyBytes_GET_SIZE(name)
+    _open(&body, raw)
+    with nogil:
+        found = _elements(&body, places, most + 1) if not wanted.size or _find(&body, &wanted) else 0
+    try:
+        if body.fault == NO_MEMORY:
+            raise MemoryError
+        return [(places[2 * i], places[2 * i + 1]) for i in range(found)]
+    finally:
+        free(places)
+        _end(&body)
+
+
+cdef bint _find(Body* body, Slice* wanted) noexcept nogil:
+    """Read an object up to what a member has."""
+    cdef Slice name
+    if not _one(body, c'{'):
         return False
-    while _value(&body, 3):
-        count += 1
-        if count > most:
-            return True
-        if _after(&body, c']') != MORE:
+    while True:
+        if not _string(body, &name) or (body.escaped and not _unescape(body, &name)) or not _one(body, c':'):
             return False
-    return False
+        if _same(&name, wanted):
+            return True
+        if not _value(body, 1) or _after(body, c'}') != MORE:
+            return False
+
+
+cdef Py_ssize_t _elements(Body* body, Py_ssize_t* places, Py_ssize_t most) noexcept nogil:
+    """How many there are, up to `most`."""
+    cdef Slice ignored
+    cdef Py_ssize_t found = 0
+    cdef int after = MORE
+    cdef unsigned char closing = c']'
+    if not _one(body, c'['):
+        closing = c'}'
+        if not _one(body, c'{'):
+            return 0
+    while found < most and after == MORE:
+        if closing == c'}' and not (_string(body, &ignored) and _one(body, c':')):
+            return 0
+        places[2 * found] = body.at - body.start
+        if not _value(body, 1):
+            return 0
+        places[2 * found + 1] = body.at - body.start
+        found += 1
+        after = _after(body, closing)
+    return 0 if after == BROKEN else found
 
 
 cdef class EventReader:
@@ -285,52 +335,8 @@ cdef class EventReader:
         return self._event(&fields, headers, _key_of(&fields), scope, traceparent)
 
     def batch(self, bytes raw not None, str scope not None, traceparent):
-        """The events of a batch that is not atomic, each of which has its key; None where anything is not plain."""
-        cdef Body body
-        cdef Slice name
-        cdef Fields fields
-        cdef list headers, events = None
-        cdef bint atomic = False
-        cdef int after
-        _begin(&body, raw)
-        if not _one(&body, c'{'):
-            return None
-        while True:
-            if not _string(&body, &name) or body.escaped or not _one(&body, c':'):
-                return None
-            if _is(&name, b"atomic", 6) and not atomic:
-                atomic = True  # it was said: a second time is no more plain
-                if not _word(&body, b"false", 5):
-                    return None
-            elif _is(&name, b"events", 6) and events is None:
-                events = []
-                if not _one(&body, c'['):
-                    return None
-                while True:
-                    headers = []
-                    if len(events) == self.batch_events_max or not _fields(&body, 3, &fields, headers):
-                        return None
-                    if not _is_key(&fields.idempotency_key):
-                        return None
-                    event = self._event(&fields, headers, _key_of(&fields), scope, traceparent)
-                    if event is None:
-                        return None
-                    events.append(event)
-                    after = _after(&body, c']')
-                    if after == BROKEN:
-                        return None
-                    if after == DONE:
-                        break
-            else:
-                return None
-            after = _after(&body, c'}')
-            if after == BROKEN:
-                return None
-            if after == DONE:
-                break
-        if not _ended(&body) or not _is_text(&body, raw):
-            return None
-        return events
+        """The events of a batch that is not atomic, to be read in steps."""
+        return Batch(self, raw, scope, traceparent)
 
     cdef object _event(self, Fields* fields, list headers, str key, str scope, traceparent):
         cdef Py_ssize_t size, packed_size
@@ -408,6 +414,83 @@ cdef class EventReader:
         )
 
 
+cdef class Batch:
+    """A batch that is not atomic, and each of whose events has its key."""
+
+    cdef EventReader reader
+    cdef bytes raw
+    cdef str scope
+    cdef object traceparent
+    cdef Body body
+    cdef bint not_atomic  # it was said
+    cdef readonly list events
+    cdef readonly bint whole
+
+    def __cinit__(self, EventReader reader not None, bytes raw not None, str scope not None, traceparent):
+        self.reader, self.raw, self.scope, self.traceparent = reader, raw, scope, traceparent
+        _open(&self.body, raw)
+        self.body.names_most = NAMES_MAX
+
+    def __dealloc__(self):
+        _end(&self.body)
+
+    def read(self, Py_ssize_t most):
+        """Read events of about so many bytes, which are appended to `events`. False where anything is not plain."""
+        cdef Body* body = &self.body
+        cdef const unsigned char* until = body.at + most
+        cdef int after = MORE
+        if self.events is None and not self._begins():
+            return False
+        while after == MORE and body.at < until:
+            if not self._reads_one():
+                return False
+            after = _after(body, c']')
+        if after == MORE:
+            return True
+        self.whole = after == DONE and self._ends()
+        return self.whole
+
+    cdef bint _begins(self) except -1:
+        cdef Body* body = &self.body
+        cdef Slice name
+        if not _one(body, c'{') or not _key(body, &name):
+            return False
+        if self._says(&name) and (_after(body, c'}') != MORE or not _key(body, &name)):
+            return False
+        if not _is(&name, b"events", 6) or not _one(body, c'['):
+            return False
+        self.events = []
+        return True
+
+    cdef bint _reads_one(self) except -1:
+        cdef Fields fields
+        cdef list headers = []
+        if len(self.events) == self.reader.batch_events_max or not _fields(&self.body, 3, &fields, headers):
+            return False
+        if not _is_key(&fields.idempotency_key):
+            return False
+        event = self.reader._event(&fields, headers, _key_of(&fields), self.scope, self.traceparent)
+        if event is None:
+            return False
+        self.events.append(event)
+        return True
+
+    cdef bint _ends(self) noexcept:
+        cdef Body* body = &self.body
+        cdef Slice name
+        cdef int after = _after(body, c'}')
+        if after == MORE and _key(body, &name) and self._says(&name):
+            after = _after(body, c'}')
+        return after == DONE and _ended(body)
+
+    cdef bint _says(self, Slice* name) noexcept:
+        """Is this `"atomic": false`? A second time is no more plain."""
+        if self.not_atomic or not _is(name, b"atomic", 6) or not _word(&self.body, b"false", 5):
+            return False
+        self.not_atomic = True
+        return True
+
+
 cdef str _key_of(Fields* fields):
     return PyUnicode_DecodeASCII(<const char*> fields.idempotency_key.start, fields.idempotency_key.size, NULL)
 
@@ -415,5 +498,9 @@ cdef str _key_of(Fields* fields):
 cdef bint _whole(bytes raw, Fields* fields, list headers) except -1:
     """The fields of an event that is all of a body."""
     cdef Body body
-    _begin(&body, raw)
-    return _fields(&body, 1, fields, headers) and _ended(&body) and _is_text(&body, raw)
+    _open(&body, raw)
+    body.names_most = NAMES_MAX
+    try:
+        return _fields(&body, 1, fields, headers) and _ended(&body)
+    finally:
+        _end(&body)

@@ -1,12 +1,15 @@
-# RFC 8259, as strict as service/events/strict_json.py, over the bytes of one body. What is not plainly JSON is left to that.
+# RFC 8259, as strict as service/events/strict_json.py, over the bytes of one body, and without Python's lock. What is
+# refused has the kind of its fault and its place; the Python code has the words.
 
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
-from cpython.unicode cimport PyUnicode_DecodeUTF8
-from libc.string cimport memcmp
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from libc.stdint cimport uint64_t
+from libc.stdlib cimport free, malloc, qsort, realloc
+from libc.string cimport memcmp, memcpy
 
 cdef enum:
     DEPTH_MAX = 64  # of the whole body, as strict_json has it
-    NAMES_MAX = 32  # of one object: each is held against those before it
+    NAMES_COMPARED = 32  # of one object, each with those before it; where there are more, all of them are sorted
+    NAMES_OWN = 64  # that find room in Body itself
 
     # What a byte is within a string.
     PLAIN = 0
@@ -19,6 +22,14 @@ cdef enum:
     BROKEN = -1
     DONE = 0
     MORE = 1
+
+    # Faults; service/events/strict_json.py numbers them so too.
+    NOT_JSON = 0
+    NOT_UTF8 = 1
+    TOO_DEEP = 2
+    NAMED_TWICE = 3
+    LONE_SURROGATE = 4
+    NO_MEMORY = 5
 
 
 cdef unsigned char KIND[256]
@@ -40,38 +51,62 @@ cdef struct Slice:
     Py_ssize_t size
 
 
+cdef struct Name:
+    Slice text  # without escapes
+    uint64_t hash  # once there are more than NAMES_COMPARED
+
+
 cdef struct Body:
+    const unsigned char* start
     const unsigned char* at
     const unsigned char* end
     bint escaped  # the string that was read last has an escape
-    bint wide  # one that was read since this was cleared has characters beyond ASCII
+    int fault
+    Slice twice  # the name that is there twice
+    Name* names  # those of the objects that are open, the innermost object's last
+    Py_ssize_t names_count
+    Py_ssize_t names_room
+    Py_ssize_t names_most  # sorting more takes too long for who waits
+    unsigned char* unescaped  # names that had escapes; room for as many bytes as the body has
+    Py_ssize_t unescaped_size
+    Name own[NAMES_OWN]
 
 
-cdef void _begin(Body* body, bytes raw):
-    body.at = <const unsigned char*> PyBytes_AS_STRING(raw)
-    body.end = body.at + PyBytes_GET_SIZE(raw)
-    body.escaped = body.wide = False
+cdef void _begin(Body* body, const unsigned char* start, Py_ssize_t size) noexcept nogil:
+    """Read `size` bytes from `start` on. `_end` has to follow."""
+    body.start = body.at = start
+    body.end = start + size
+    body.escaped = False
+    body.fault = NOT_JSON
+    body.names = body.own
+    body.names_count = 0
+    body.names_room = NAMES_OWN
+    body.names_most = size
+    body.unescaped = NULL
+    body.unescaped_size = 0
 
 
-cdef inline bint _ended(Body* body) noexcept:
+cdef void _end(Body* body) noexcept nogil:
+    """Give back what memory was needed."""
+    if body.names != body.own:
+        free(body.names)
+    free(body.unescaped)
+
+
+cdef inline bint _fail(Body* body, int fault) noexcept nogil:
+    body.fault = fault
+    return False
+
+
+cdef inline bint _ended(Body* body) noexcept nogil:
     _blanks(body)
     return body.at == body.end
 
 
-cdef bint _is_text(Body* body, bytes raw) except -1:
-    """Is all of it UTF-8? Only strings may have anything else than ASCII, so that nothing is to do where none has."""
-    if body.wide:
-        try:
-            PyUnicode_DecodeUTF8(PyBytes_AS_STRING(raw), PyBytes_GET_SIZE(raw), NULL)
-        except UnicodeDecodeError:
-            return False
-    return True
+# Each of these moves `at` past what it reads, and answers False where that is not strictly JSON.
 
 
-# Each of these moves `at` past what it reads, and answers False where that is not plainly JSON.
-
-
-cdef inline void _blanks(Body* body) noexcept:
+cdef inline void _blanks(Body* body) noexcept nogil:
     cdef unsigned char c
     while body.at < body.end:
         c = body.at[0]
@@ -80,7 +115,7 @@ cdef inline void _blanks(Body* body) noexcept:
         body.at += 1
 
 
-cdef inline bint _one(Body* body, unsigned char c) noexcept:
+cdef inline bint _one(Body* body, unsigned char c) noexcept nogil:
     """This character, with blanks around it."""
     _blanks(body)
     if body.at == body.end or body.at[0] != c:
@@ -90,7 +125,7 @@ cdef inline bint _one(Body* body, unsigned char c) noexcept:
     return True
 
 
-cdef inline int _after(Body* body, unsigned char closing) noexcept:
+cdef inline int _after(Body* body, unsigned char closing) noexcept nogil:
     """What comes after a member: another one (MORE), what closes it all (DONE), or neither (BROKEN)."""
     _blanks(body)
     if body.at == body.end:
@@ -101,7 +136,7 @@ cdef inline int _after(Body* body, unsigned char closing) noexcept:
     return MORE if _one(body, c',') else BROKEN
 
 
-cdef int _unit(Body* body) noexcept:
+cdef int _unit(Body* body) noexcept nogil:
     """The four hexadecimal digits of an escape; -1: others."""
     cdef int i, unit = 0
     cdef unsigned char c
@@ -120,7 +155,7 @@ cdef int _unit(Body* body) noexcept:
     return unit
 
 
-cdef bint _escape(Body* body) noexcept:
+cdef bint _escape(Body* body) noexcept nogil:
     """What follows a backslash; a surrogate only as the first of a pair, which is read whole."""
     cdef int unit
     cdef unsigned char c
@@ -133,10 +168,42 @@ cdef bint _escape(Body* body) noexcept:
     unit = _unit(body)
     if not 0xD800 <= unit <= 0xDFFF:
         return unit >= 0
-    return unit < 0xDC00 and _word(body, b"\\u", 2) and 0xDC00 <= _unit(body) <= 0xDFFF
+    if unit >= 0xDC00 or not _word(body, b"\\u", 2):
+        return _fail(body, LONE_SURROGATE)
+    unit = _unit(body)
+    return 0xDC00 <= unit <= 0xDFFF or _fail(body, LONE_SURROGATE if unit >= 0 else NOT_JSON)
 
 
-cdef bint _string(Body* body, Slice* content) noexcept:
+cdef bint _wide(Body* body) noexcept nogil:
+    """The rest of a character whose first byte was just read (RFC 3629, section 4)."""
+    cdef unsigned char first = (body.at - 1)[0], least = 0x80, most = 0xbf
+    cdef int i, more
+    if 0xc2 <= first <= 0xdf:
+        more = 1
+    elif 0xe0 <= first <= 0xef:
+        more = 2
+        if first == 0xe0:
+            least = 0xa0
+        elif first == 0xed:  # what follows would be a surrogate
+            most = 0x9f
+    elif 0xf0 <= first <= 0xf4:
+        more = 3
+        if first == 0xf0:
+            least = 0x90
+        elif first == 0xf4:
+            most = 0x8f
+    else:
+        return False
+    if body.end - body.at < more or not least <= body.at[0] <= most:
+        return False
+    for i in range(1, more):
+        if not 0x80 <= body.at[i] <= 0xbf:
+            return False
+    body.at += more
+    return True
+
+
+cdef bint _string(Body* body, Slice* content) noexcept nogil:
     """A string; its content as it stands."""
     cdef const unsigned char* at
     cdef unsigned char kind
@@ -159,21 +226,22 @@ cdef bint _string(Body* body, Slice* content) noexcept:
         if kind == CONTROL:
             return False
         if kind == WIDE:
-            body.wide = True
+            if not _wide(body):
+                return _fail(body, NOT_UTF8)
         else:
             body.escaped = True
             if not _escape(body):
                 return False
 
 
-cdef inline bint _digits(Body* body) noexcept:
+cdef inline bint _digits(Body* body) noexcept nogil:
     cdef const unsigned char* start = body.at
     while body.at < body.end and c'0' <= body.at[0] <= c'9':
         body.at += 1
     return body.at > start
 
 
-cdef bint _number(Body* body) noexcept:
+cdef bint _number(Body* body) noexcept nogil:
     cdef const unsigned char* start
     if body.at[0] == c'-':
         body.at += 1
@@ -192,14 +260,14 @@ cdef bint _number(Body* body) noexcept:
     return True
 
 
-cdef inline bint _word(Body* body, const char* word, Py_ssize_t size) noexcept:
+cdef inline bint _word(Body* body, const char* word, Py_ssize_t size) noexcept nogil:
     if body.end - body.at < size or memcmp(body.at, word, size):
         return False
     body.at += size
     return True
 
 
-cdef bint _value(Body* body, int depth) noexcept:
+cdef bint _value(Body* body, int depth) noexcept nogil:
     """Any value, at this depth."""
     cdef Slice ignored
     cdef unsigned char c
@@ -221,9 +289,11 @@ cdef bint _value(Body* body, int depth) noexcept:
     return _number(body)
 
 
-cdef bint _array(Body* body, int depth) noexcept:
+cdef bint _array(Body* body, int depth) noexcept nogil:
     cdef int after
-    if depth > DEPTH_MAX or not _one(body, c'['):
+    if depth > DEPTH_MAX:
+        return _fail(body, TOO_DEEP)
+    if not _one(body, c'['):
         return False
     if body.at < body.end and body.at[0] == c']':
         body.at += 1
@@ -236,24 +306,172 @@ cdef bint _array(Body* body, int depth) noexcept:
             return after == DONE
 
 
-cdef bint _object(Body* body, int depth) noexcept:
-    """An object without a name twice; an escape in a name may hide one, so that is not for here."""
-    cdef Slice names[NAMES_MAX]
-    cdef int count = 0, i, after
-    if depth > DEPTH_MAX or not _one(body, c'{'):
+cdef bint _object(Body* body, int depth) noexcept nogil:
+    """An object without a name twice."""
+    cdef Py_ssize_t first = body.names_count, unescaped_size = body.unescaped_size
+    cdef int after
+    if depth > DEPTH_MAX:
+        return _fail(body, TOO_DEEP)
+    if not _one(body, c'{'):
         return False
     if body.at < body.end and body.at[0] == c'}':
         body.at += 1
         return True
     while True:
-        if count == NAMES_MAX or not _string(body, &names[count]) or body.escaped or not _one(body, c':'):
-            return False
-        for i in range(count):
-            if names[i].size == names[count].size and not memcmp(names[i].start, names[count].start, names[i].size):
-                return False
-        count += 1
-        if not _value(body, depth + 1):
+        if not _name(body, first) or not _one(body, c':') or not _value(body, depth + 1):
             return False
         after = _after(body, c'}')
-        if after != MORE:
-            return after == DONE
+        if after == BROKEN:
+            return False
+        if after == DONE:
+            break
+    if body.names_count - first > NAMES_COMPARED and not _differ(body, first):
+        return False
+    body.names_count = first
+    body.unescaped_size = unescaped_size
+    return True
+
+
+cdef bint _name(Body* body, Py_ssize_t first) noexcept nogil:
+    """A member's name, which is added to those of its object from `first` on."""
+    cdef Py_ssize_t i
+    cdef Slice name
+    if not _string(body, &name) or (body.escaped and not _unescape(body, &name)):
+        return False
+    if body.names_count - first < NAMES_COMPARED:
+        for i in range(first, body.names_count):
+            if _same(&body.names[i].text, &name):
+                body.twice = name
+                return _fail(body, NAMED_TWICE)
+    if body.names_count == body.names_most:
+        return False
+    if body.names_count == body.names_room and not _make_room(body):
+        return _fail(body, NO_MEMORY)
+    body.names[body.names_count].text = name
+    body.names_count += 1
+    return True
+
+
+cdef inline bint _same(Slice* a, Slice* b) noexcept nogil:
+    return a.size == b.size and not memcmp(a.start, b.start, a.size)
+
+
+cdef bint _make_room(Body* body) noexcept nogil:
+    """Twice the room for names."""
+    cdef size_t size = 2 * body.names_room * sizeof(Name)
+    cdef Name* names
+    if body.names == body.own:
+        names = <Name*> malloc(size)
+        if names != NULL:
+            memcpy(names, body.own, sizeof(body.own))
+    else:
+        names = <Name*> realloc(body.names, size)
+    if names == NULL:
+        return False
+    body.names = names
+    body.names_room *= 2
+    return True
+
+
+cdef bint _unescape(Body* body, Slice* name) noexcept nogil:
+    """Let `name`, which is right, be what its escapes mean, in UTF-8: that is never longer."""
+    cdef Body reader
+    cdef unsigned char* to
+    cdef unsigned char c
+    if body.unescaped == NULL:
+        body.unescaped = <unsigned char*> malloc(body.end - body.start)
+        if body.unescaped == NULL:
+            return _fail(body, NO_MEMORY)
+    _begin(&reader, name.start, name.size)
+    to = name.start = body.unescaped + body.unescaped_size
+    while reader.at < reader.end:
+        c = reader.at[0]
+        reader.at += 1
+        if c == c'\\':
+            c = reader.at[0]
+            reader.at += 1
+            if c == c'u':
+                to = _put_character(to, _code_point(&reader))
+                continue
+            if c == c'b':
+                c = 0x08
+            elif c == c'f':
+                c = 0x0c
+            elif c == c'n':
+                c = 0x0a
+            elif c == c'r':
+                c = 0x0d
+            elif c == c't':
+                c = 0x09
+        to[0] = c
+        to += 1
+    name.size = to - name.start
+    body.unescaped_size += name.size
+    return True
+
+
+cdef inline int _code_point(Body* body) noexcept nogil:
+    """What one escape, or the pair of a surrogate, means."""
+    cdef int unit = _unit(body)
+    if not 0xd800 <= unit <= 0xdbff:
+        return unit
+    body.at += 2
+    return 0x10000 + ((unit - 0xd800) << 10) + _unit(body) - 0xdc00
+
+
+cdef inline unsigned char* _put_character(unsigned char* to, int c) noexcept nogil:
+    if c < 0x80:
+        to[0] = c
+        return to + 1
+    if c < 0x800:
+        to[0] = 0xc0 | c >> 6
+        to[1] = 0x80 | c & 0x3f
+        return to + 2
+    if c < 0x10000:
+        to[0] = 0xe0 | c >> 12
+        to[1] = 0x80 | c >> 6 & 0x3f
+        to[2] = 0x80 | c & 0x3f
+        return to + 3
+    to[0] = 0xf0 | c >> 18
+    to[1] = 0x80 | c >> 12 & 0x3f
+    to[2] = 0x80 | c >> 6 & 0x3f
+    to[3] = 0x80 | c & 0x3f
+    return to + 4
+
+
+cdef bint _differ(Body* body, Py_ssize_t first) noexcept nogil:
+    """Is none of the names from `first` on there twice? Sorted: names whose hashes are alike by design cost no more."""
+    cdef Py_ssize_t i
+    for i in range(first, body.names_count):
+        body.names[i].hash = _hash(&body.names[i].text)
+    qsort(&body.names[first], body.names_count - first, sizeof(Name), _compare)
+    for i in range(first + 1, body.names_count):
+        if not _compare(&body.names[i - 1], &body.names[i]):
+            body.twice = body.names[i].text
+            return _fail(body, NAMED_TWICE)
+    return True
+
+
+cdef inline uint64_t _hash(Slice* text) noexcept nogil:
+    """Of eight bytes at a time; it need not be good, only mostly another one."""
+    cdef uint64_t hash = text.size, word
+    cdef const unsigned char* at = text.start
+    cdef Py_ssize_t left = text.size
+    while left > 0:
+        word = 0
+        memcpy(&word, at, 8 if left >= 8 else left)
+        hash = (hash ^ word) * <uint64_t> 0x9e3779b97f4a7c15ULL
+        hash ^= hash >> 32
+        at += 8
+        left -= 8
+    return hash
+
+
+cdef int _compare(const void* one, const void* other) noexcept nogil:
+    cdef const Name* a = <const Name*> one
+    cdef const Name* b = <const Name*> other
+    if a.hash != b.hash:
+        return -1 if a.hash < b.hash else 1
+    if a.text.size != b.text.size:
+        return -1 if a.text.size < b.text.size else 1
+    return memcmp(a.text.start, b.text.start, a.text.size)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from service import native
 from service.contract.wire import event_id
 from service.core.problems import INVALID_EVENT, INVALID_JSON, INVALID_KEY, TOO_LARGE, Problem
 from service.events import cloudevents
@@ -212,6 +213,24 @@ def test_the_members_of_what_is_too_large_are_not_looked_at(monkeypatch: pytest.
     with pytest.raises(Problem) as caught:
         structured(data="x" * 1_000_000)
     assert caught.value.kind is TOO_LARGE
+
+
+@pytest.mark.parametrize("long", [False, True])
+async def test_the_members_of_an_event_have_a_bound(long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """99 attributes, as in the binary mode, and the data; of a long one they are counted before they are made."""
+
+    async def made(attributes: int) -> Event:
+        more = {f"a{n}": 1 for n in range(attributes - len(ATTRIBUTES))}
+        body = json.dumps({**ATTRIBUTES, **more, "data": "x"}).encode()
+        return await cloudevents.from_long_structured(body, None) if long else cloudevents.from_structured(body, None)
+
+    assert (await made(99)).key == "/shop/7 42"
+    if long and native.COMPILED:
+        monkeypatch.setattr(cloudevents, "decode", None)
+    for attributes in (100, 10_000):
+        with pytest.raises(Problem, match="body: at most 100 members are taken") as caught:
+            await made(attributes)
+        assert caught.value.kind is INVALID_EVENT
 
 
 def test_a_batch_may_be_empty() -> None:

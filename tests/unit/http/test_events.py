@@ -3,8 +3,10 @@
 import asyncio
 import gzip
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Coroutine
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, cast
 
 import pytest
@@ -14,8 +16,11 @@ from service.contract import CallerRule
 from service.core.metrics import Telemetry
 from service.core.problems import KINDS, NOT_WRITTEN, Problem
 from service.core.settings import Settings
+from service.events import event as event_module
+from service.events import strict_json
 from service.events.cloudevents import BATCHED, STRUCTURED
 from service.events.event import Event, parse_key
+from service.events.strict_json import LONG_BYTES, check_json
 from service.http import events as module
 from service.http.batch import LINES
 from service.http.callers import Callers
@@ -33,7 +38,7 @@ from service.http.responses import (
 )
 from service.pipeline.admission import Admission
 from service.pipeline.load_shedding import ANSWERS_EACH, LoadShedder
-from service.pipeline.request import Committed, WriteResult
+from service.pipeline.request import BatchChunk, Committed, WriteResult
 from service.pipeline.response_buffer import ResponseBuffer
 from tests.unit.fakes import grows_in_proportion
 
@@ -175,6 +180,16 @@ class Told:
     def answer(self, status: int, lines: bytes, body: bytes) -> None:
         self.status, self.lines, self.said = status, lines, body
 
+    def stream(self, status: int, lines: bytes) -> "Told":
+        self.status, self.lines = status, lines
+        return self
+
+    def write(self, piece: bytes) -> None:
+        self.said += piece
+
+    def end(self) -> None:
+        self.response_complete = True
+
     @property
     def detail(self) -> str:
         return str(json.loads(self.said)["detail"])
@@ -194,6 +209,9 @@ class Commits:
 
     def check_now(self, event: Event) -> bool:
         return True
+
+    async def submit_train(self, train: BatchChunk) -> list[WriteResult]:
+        return [Committed(1, (PLACE,), False)] * len(train.events)
 
     def submit(self, event: Event, arrived: float, reply: Callable[[WriteResult], None], **_: object) -> None:
         self.events.append(event)
@@ -338,6 +356,72 @@ def test_the_addresses_of_the_loopback_that_are_known_have_a_bound() -> None:
         assert module._is_loopback(f"127.0.{n // 256}.{n % 256}")
     assert module._is_loopback.cache_info().currsize <= 256
     assert not module._is_loopback("10.0.0.1")
+
+
+LONG = "x" * LONG_BYTES
+LONG_EVENT = {"topic": "t", "value": LONG}
+LONG_MEMBER = {**LONG_EVENT, "idempotency_key": "k"}
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "body"),
+    [
+        ("/events", JSON, LONG_EVENT),
+        ("/events", STRUCTURED, {**CLOUD, "data": LONG}),
+        ("/events", BATCHED, [{**CLOUD, "data": LONG}]),
+        ("/events/batch", JSON, {"events": [LONG_MEMBER], "atomic": False, "more": 1}),
+        ("/events/batch", JSON, {"events": [LONG_MEMBER, {**LONG_MEMBER, "idempotency_key": None}]}),
+        ("/events/batch", JSON, {"events": [LONG_EVENT, {"topic": "t"}], "atomic": True}),
+        ("/events/batch", LINES, LONG_MEMBER),
+    ],
+    ids=["event", "structured", "batched", "refused", "batch", "atomic", "line"],
+)
+def test_what_is_long_is_checked_in_a_thread(path: str, kind: str, body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 MiB held the loop for up to 1.4 s."""
+    where: list[str] = []
+
+    def noted(check: Callable[[bytes], None]) -> Callable[[bytes], None]:
+        def of(text: bytes) -> None:
+            if len(text) > LONG_BYTES:
+                where.append(threading.current_thread().name)
+            check(text)
+
+        return of
+
+    monkeypatch.setattr(strict_json, "check_json", noted(check_json))
+    monkeypatch.setattr(event_module, "check_json", noted(check_json))
+    key = {} if kind == BATCHED else {"idempotency_key": "k"}
+    told, _ = posted(path, json.dumps(body).encode(), content_type=kind, **key)
+    assert told.status
+    assert where
+    assert all(name.startswith("long-json") for name in where)
+
+
+async def test_the_results_of_a_batch_are_rendered_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10,000 problems, each another one, held the loop for 40 ms."""
+    rendered, between = 0, []
+
+    def render(answer: WriteResult) -> str:
+        nonlocal rendered
+        rendered += 1
+        return "{}"
+
+    async def others() -> None:
+        while True:
+            between.append(rendered)
+            await asyncio.sleep(0)
+
+    async def told() -> AsyncIterator[list[WriteResult]]:
+        yield [Problem(NOT_WRITTEN, f"{n}") for n in range(10_000)]
+        yield []
+        yield [Problem(NOT_WRITTEN, "the last")]
+
+    monkeypatch.setattr(module, "render_result", render)
+    other = asyncio.create_task(others())
+    results = [len(some) async for some in module._rendered(told())]
+    other.cancel()
+    assert results == [500] * 20 + [1]
+    assert max(after - before for before, after in itertools.pairwise([0, *between, rendered])) <= 501
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,8 @@ def agree(body: bytes) -> None:
         b'{"topic":"a","value":"\xf0\x9f\x98\x80","key":"\xc3\xa9"}',
         b'{"topic":"a","value":' + b"[" * 63 + b"]" * 63 + b"}",
         b'{"topic":"a","value":{' + b",".join(b'"%d":0' % n for n in range(32)) + b"}}",
+        b'{"topic":"a","value":{' + b",".join(b'"%d":0' % n for n in range(1_000)) + b"}}",
+        b'{"topic":"a","value":[{"\\u0061":1,"b":{"\\ud83d\\ude00":2}}]}',
         b'{"topic":"a","key":"' + b"k" * 40_000 + b'","value":"' + b"x" * 40_000 + b'","partition":7}',
         b'{"topic":"a","key":"' + b"k" * 40_000 + b'","value":null}',
         b'{"topic":"a","value":"' + b"x" * 32_766 + b'"}',
@@ -102,6 +104,8 @@ def test_what_is_plain_is_taken(body: bytes) -> None:
         b'{"topic":"a","value":{"b":1,"b":2}}',
         b'{"topic":"a","value":[{"":1,"":2}]}',
         b'{"topic":"a","value":{"b":1,"\\u0062":2}}',
+        b'{"topic":"a","value":{' + b",".join(b'"%d":0' % n for n in (*range(500), 250)) + b"}}",
+        b'{"topic":"a","value":{' + b",".join(b'"%d":0' % n for n in range(2_000)) + b"}}",
         b'{"topic":"a","value":NaN}',
         b'{"topic":"a","value":-}',
         b'{"topic":"a","value":01}',
@@ -260,13 +264,31 @@ def batch_in_python(body: bytes, scope: str = "") -> list[Event] | None:
 def agree_on_batch(body: bytes, scope: str = "") -> bool:
     """Whether C takes it; then it is what Python makes of it."""
     assert READER is not None
-    taken = READER.batch(body, scope, TRACE)
+    found = []
+    for step in (len(body) + 1, 1, 100):
+        batch = READER.batch(body, scope, TRACE)
+        while (plain := batch.read(step)) and not batch.whole:
+            pass
+        found.append([fields_of(event) for event in batch.events] if plain else None)
+    taken = found[0]
+    assert found == [taken] * 3, "in steps of any length it is the same"
     if taken is None:
         return False
     expected = batch_in_python(body, scope)
     assert expected is not None, body
-    assert [fields_of(event) for event in taken] == [fields_of(event) for event in expected]
+    assert taken == [fields_of(event) for event in expected]
     return True
+
+
+def test_a_batch_is_read_in_steps_of_so_many_bytes() -> None:
+    assert READER is not None
+    events = [member(f"k-{n}") for n in range(100)]
+    batch = READER.batch(b'{"events": [' + b",".join(events) + b"]}", "", None)
+    for n in range(1, 100):
+        assert batch.read(len(events[n]) // 2)
+        assert (len(batch.events), batch.whole) == (n, False)
+    assert batch.read(1)
+    assert (len(batch.events), batch.whole) == (100, True)
 
 
 def member(name: str, **more: object) -> bytes:
@@ -322,3 +344,29 @@ def test_both_read_the_same_batch(events: list[dict[str, Any]], chance: random.R
         at, end = sorted((chance.randrange(len(body) + 1), chance.randrange(len(body) + 1)))
         end = min(end, at + chance.choice((0, 1, 1, 8)))
         agree_on_batch(body[:at] + chance.choice([b"", *PIECES]) + body[end:])
+
+
+# ------------------------------------------------------------------------------------------ where its elements are
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "found"),
+    [
+        (b'{"events":[1, {"a":[2]} ,"3"]}', b"events", [b"1", b'{"a":[2]}', b'"3"']),
+        (b' { "x" : [0] , "events" : [ 1 ] , "events": [2] } ', b"events", [b"1"]),
+        (b'{"ev\\u0065nts":[1,2]}', b"events", [b"1", b"2"]),
+        (b'{"events":{"a":1,"b":"c"}}', b"events", [b"1", b'"c"']),
+        (b'{"events":[]}', b"events", []),
+        (b'{"events":1}', b"events", []),
+        (b'{"other":[1]}', b"events", []),
+        (b'{"events":[1,2', b"events", []),
+        (b'{"events":[1 2]}', b"events", []),
+        (b'{"events":[1,2,3,4,', b"events", [b"1", b"2", b"3", b"4"]),
+        (b"[1,[2]]", b"", [b"1", b"[2]"]),
+        (b'{"a":1,"":null}', b"", [b"1", b"null"]),
+        (b"1", b"", []),
+        (b"", b"", []),
+    ],
+)
+def test_elements_are_found_up_to_one_more_than_are_taken(body: bytes, name: bytes, found: list[bytes]) -> None:
+    assert [body[start:end] for start, end in native.bodies.elements(body, name, 3)] == found
