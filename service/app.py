@@ -23,6 +23,7 @@ from service.core.settings import Settings
 from service.core.supervision import hear_the_loop, supervise
 from service.core.task_dump import tell_on_signal
 from service.events.schemas import Schemas
+from service.events.strict_json import check_json, in_thread
 from service.http.callers import Callers
 from service.http.events import EventsEndpoint
 from service.http.protocol import Handler
@@ -181,6 +182,7 @@ class Service:
         ]
 
     async def _bring_up(self) -> None:
+        await in_thread(check_json, b"null")  # its thread starts now, and not when the first long body waits for it
         trouble = Incident(log, "not up yet")
         while True:
             try:

@@ -60,6 +60,15 @@ class Problem(Exception):
         self.detail = detail
         self.retry_after_s = kind.retry_after_s if retry_after_s is None else retry_after_s
 
+    def as_result(self) -> "Problem":
+        """Itself, without what Python keeps of where it was raised.
+
+        The frames of a batch hold its results: with the frames that a problem holds they would be cycles, which only
+        Python's collector ends, all at once, while everybody waits.
+        """
+        self.__traceback__ = self.__context__ = self.__cause__ = None
+        return self
+
     def body(self) -> dict[str, str | int]:
         """The members of `application/problem+json` (RFC 9457)."""
         return {

@@ -60,7 +60,7 @@ log = structlog.get_logger(__name__)
 # It tells this 415 from the one of a media type (RFC 9110, section 12.5.3).
 _ONLY_UNCODED: Final = b"accept-encoding: identity\r\n"
 # Answers that are rendered in one go, which takes some milliseconds where each is another problem.
-RENDERED_AT_ONCE: Final = 500
+RENDERED_AT_ONCE: Final = 250
 
 T = TypeVar("T")
 # Of an event, where it is long in a while.
@@ -313,6 +313,6 @@ async def _rendered(told: AsyncIterator[list[WriteResult]]) -> AsyncIterator[lis
     """Answers as the text of results, so many at once that others have their turn in between."""
     async for some in told:
         for start in range(0, len(some), RENDERED_AT_ONCE):
-            if start:
+            if len(some) > RENDERED_AT_ONCE:
                 await asyncio.sleep(0)
             yield [render_result(answer) for answer in some[start : start + RENDERED_AT_ONCE]]

@@ -115,7 +115,7 @@ class Admission:
         try:
             self._admit((whole,) if self._goes_in_one_piece(train) else self._parts_of(whole))
         except Problem as problem:
-            return [problem] * len(train.events)
+            return [problem.as_result()] * len(train.events)
         return await answers.all
 
     def _goes_in_one_piece(self, train: BatchChunk) -> bool:

@@ -1,6 +1,7 @@
 """How a batch is cut into what travels together, and what each of its events is answered."""
 
 import asyncio
+import gc
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -452,6 +453,29 @@ async def test_the_making_of_many_events_gives_way_to_others(monkeypatch: pytest
     assert len(answers) == 200
     assert all(isinstance(answer, Problem) for answer in answers)
     assert turns >= 199
+
+
+def test_lines_end_with_a_line_feed_alone() -> None:
+    assert parse_lines(b"1\n\n 2 \r\n3\x0b4\x85\xe2\x80\xa8\r5\n \t\n6") == [
+        b"1",
+        b" 2 \r",
+        b"3\x0b4\x85\xe2\x80\xa8\r5",
+        b"6",
+    ]
+
+
+async def test_problems_of_a_batch_leave_no_cycles() -> None:
+    """Python's collector took 0.5 s for those of 10,000 events, and everybody waited."""
+    told = write_each(World().intake, [b"{}", b"[", b'{"topic":"t","x":1}'] * 100, line_of, 0.0)
+    gc.collect()
+    gc.disable()
+    try:
+        answers = [answer async for some in told for answer in some]
+        assert len(answers) == 300
+        del answers, told
+        assert gc.collect() < 100
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -420,8 +420,8 @@ async def test_the_results_of_a_batch_are_rendered_in_slices(monkeypatch: pytest
     other = asyncio.create_task(others())
     results = [len(some) async for some in module._rendered(told())]
     other.cancel()
-    assert results == [500] * 20 + [1]
-    assert max(after - before for before, after in itertools.pairwise([0, *between, rendered])) <= 501
+    assert results == [250] * 40 + [1]
+    assert max(after - before for before, after in itertools.pairwise([0, *between, rendered])) <= 251
 
 
 @pytest.mark.parametrize(
