@@ -28,6 +28,7 @@ NAMES = (
     "growth",
     "recovery",
     "overload",
+    "attacker",
     "idle",
     "compression",
     "visible",

@@ -68,6 +68,7 @@ class Stage:
         partitions: int = 3,
         kafka: Kafka | None = None,
         redis: Redis | None = None,
+        module: str = "service",
         **settings: Any,
     ) -> Iterator["Target"]:
         """A process that serves, in a namespace of its own and with topics of its own (one if none are named)."""
@@ -76,7 +77,8 @@ class Stage:
         names = list(topics) or [f"{namespace}-events"]
         for topic in names:
             kafka.create_topic(topic, partitions=partitions)
-        service = self.service(namespace, kafka=kafka, redis=redis, namespace=namespace, instance=namespace, **settings)
+        settings = {"namespace": namespace, "instance": namespace, **settings}
+        service = self.service(namespace, module, kafka, redis, **settings)
         with service:
             yield Target(service, kafka, redis or self.redis, namespace, names)
 
