@@ -12,7 +12,7 @@ from service.contract import PREFIX, Rules, SettingsError
 from service.core.problems import SCHEMA_MISMATCH, Problem
 from service.core.settings import TOPICS_MAX
 from service.events.event import Event
-from service.events.strict_json import check_json
+from service.events.strict_json import check_json, in_thread
 
 # Digits that a double keeps: of no more, it is the number that was written.
 EXACT_CHARS: Final = 15
@@ -22,6 +22,12 @@ DIGITS_MAX: Final = 4_000
 SQUARES_MAX: Final = DIGITS_MAX**2
 # Shorter ones are as quick as any: a value may have as many as find room in it.
 SHORT_DIGITS: Final = 40
+# A longer value is read and compared in a thread: of a shorter one that takes 5 ms at most.
+LONG_BYTES: Final = 16 * 1024
+# Of a longer value is only told that it is not allowed, where the schema has one of these: jsonschema_rs then explains
+# each alternative with everything that it refuses, and a value may have as much of that as it has bytes.
+EXPLAINED_BYTES: Final = 2_000
+_ALTERNATIVES: Final = ('"anyOf"', '"oneOf"')
 
 
 class Numbers:
@@ -58,17 +64,43 @@ class TooLong(ValueError):
     """its numbers have more digits than can be compared with a schema"""
 
 
+class _Schema:
+    """One schema, and up to which length of a value it tells what is wrong with it."""
+
+    def __init__(self, text: str) -> None:
+        schema = json.loads(text, parse_float=Decimal)
+        self._validator = jsonschema_rs.validator_for(schema, offline=True)
+        self._explained_bytes = EXPLAINED_BYTES if any(word in text for word in _ALTERNATIVES) else LONG_BYTES
+
+    def check(self, event: Event) -> None:
+        """Raises Problem (422) for a value that it does not allow."""
+        value = _parsed(event)
+        if self._validator.is_valid(value):
+            return
+        if len(event.value or b"") > self._explained_bytes:
+            most = self._explained_bytes
+            raise _refused(event, "", f"it is not allowed (what of it is told for values of up to {most} bytes)")
+        try:
+            self._validator.validate(value)
+        except jsonschema_rs.ValidationError as error:
+            where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.instance_path)
+            raise _refused(event, where, error.message) from None
+
+
+def _refused(event: Event, where: str, why: str) -> Problem:
+    return Problem(SCHEMA_MISMATCH, f"value{where}: {why}: see the schema of {event.topic}")
+
+
 class Schemas:
     """The schemas of the rules, read once. A reference to another document is not followed: nothing is fetched."""
 
     def __init__(self, rules: Rules) -> None:
         """Raises SettingsError, with a line for each schema that is none."""
-        self._validators: dict[str, jsonschema_rs.Validator] = {}
+        self._schemas: dict[str, _Schema] = {}
         wrong = []
         for path in dict.fromkeys(rule.schema for rule in rules.topics if rule.schema):
             try:
-                schema = json.loads(Path(path).read_text(encoding="utf-8"), parse_float=Decimal)
-                self._validators[path] = jsonschema_rs.validator_for(schema, offline=True)
+                self._schemas[path] = _Schema(Path(path).read_text(encoding="utf-8"))
             except (OSError, ValueError, jsonschema_rs.ReferencingError) as error:
                 why = str(error).partition("\n")[0]
                 wrong.append(f"{PREFIX}RULES: schema {path} cannot be used: {why}; name a file with a JSON Schema")
@@ -76,16 +108,29 @@ class Schemas:
             raise SettingsError("\n".join(wrong))
         self._rule = lru_cache(maxsize=TOPICS_MAX)(rules.rule)  # by topic
 
-    def check(self, event: Event) -> None:
-        """Raises Problem (422) for a value that its topic's schema does not allow. A tombstone has none to look at."""
-        if not self._validators or event.value is None:
-            return
-        validator = self._validators.get(self._rule(event.topic).schema)
-        if validator is None:
-            return
-        for error in validator.iter_errors(_parsed(event)):
-            where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.instance_path)
-            raise Problem(SCHEMA_MISMATCH, f"value{where}: {error.message}: see the schema of {event.topic}")
+    def check_now(self, event: Event) -> bool:
+        """Raises Problem (422) for a value that its topic's schema does not allow. False: it is long, ask `check`.
+
+        A tombstone has none to look at.
+        """
+        schema = self._schema_of(event)
+        if schema is None:
+            return True
+        if len(event.value or b"") > LONG_BYTES:
+            return False
+        schema.check(event)
+        return True
+
+    async def check(self, event: Event) -> None:
+        """As `check_now`, for a value of any length."""
+        schema = self._schema_of(event)
+        if schema is not None:
+            await in_thread(schema.check, event)
+
+    def _schema_of(self, event: Event) -> _Schema | None:
+        if not self._schemas or event.value is None:
+            return None
+        return self._schemas.get(self._rule(event.topic).schema)
 
 
 def _parsed(event: Event) -> Any:

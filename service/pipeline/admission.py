@@ -154,7 +154,11 @@ class Admission:
         return self._queue.too_many if self._queue.full else None
 
     def check_now(self, event: Event) -> bool:
-        """What the event's schema refuses, before the key is touched. Raises Problem; False: `check` has to ask Kafka.
+        """What the event's schema refuses, before the key is touched. Raises Problem; False: `check` takes a while."""
+        return self._topic_takes(event) and self._schemas.check_now(event)
+
+    def _topic_takes(self, event: Event) -> bool:
+        """Does its topic, as far as it is known, take the event?
 
         Nothing is refused for what a topic was: it may have been changed, so that the event is right by now.
         """
@@ -165,7 +169,6 @@ class Admission:
             check_topic(event, topic, self.now_ms())
         except Problem:
             return False
-        self._schemas.check(event)
         return True
 
     @property
@@ -178,14 +181,15 @@ class Admission:
 
         `arrived`: what Kafka has said of it since will do. `begun`: when its time began to run, where that was later.
         """
-        if not self.check_now(event):
+        if not self._topic_takes(event):
             deadline = (arrived if begun is None else begun) + self._timeout_s
             topic = await self._topic(event.topic, arrived, deadline)
             try:
                 check_topic(event, topic, self.now_ms())
             except Problem:
                 check_topic(event, await self._topic(event.topic, arrived, deadline, anew=True), self.now_ms())
-            self._schemas.check(event)
+        if not self._schemas.check_now(event):
+            await self._schemas.check(event)
 
     async def _topic(self, name: str, arrived: float, deadline: float, *, anew: bool = False) -> Topic:
         if self._topics.reserved(name):
