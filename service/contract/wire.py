@@ -14,9 +14,12 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 VERSION: Final = 1
-LEDGER_VERSION: Final = 2
-"""Of a ledger record, which tells since then by which topic ids it names its topics; version 1 is read too."""
-LEDGER_VERSIONS: Final = frozenset({1, LEDGER_VERSION})
+LEDGER_VERSIONS: Final = frozenset({VERSION, 2})
+"""Versions of a ledger record that are read. Version 2 is version 1 with `topic_ids`, as some releases wrote it.
+
+Version 1 with that field is written: a replica of an earlier release skips a version that it does not know, and would
+write what the record names a second time.
+"""
 KEY_HEADER: Final = "idempotency-key"
 STAMP_HEADER: Final = "fencepost"
 TRACE_HEADER: Final = "traceparent"
@@ -230,8 +233,8 @@ class Begin:
 class LedgerRecord:
     """What one transaction wrote; without entries, the record by which a store recovery reads a partition through.
 
-    `topic_ids`: the id (KIP-516) of each topic that the entries name, as far as it was known; none in version 1. A
-    topic that was deleted and made anew has another one.
+    `topic_ids`: the id (KIP-516) of each topic that the entries name, as far as it was known; earlier releases
+    wrote none. A topic that was deleted and made anew has another one.
     """
 
     slot: int
@@ -256,12 +259,14 @@ def encode_ledger(
 ) -> bytes:
     """A ledger record from entries that are JSON text already: the hot path has no use for an object each.
 
-    `topic_ids` holds the id of each topic that the entries name, as far as it is known.
+    `topic_ids` holds the id of each topic that the entries name, as far as it is known; the field is left out where
+    none is.
     """
     topics = ",".join([f'"{name}":"{topic_id}"' for name, topic_id in topic_ids.items()])
+    known = f'"topic_ids":{{{topics}}},' if topics else ""
     return (
-        f'{{"v":{LEDGER_VERSION},"slot":{slot},"pid":{producer_id},"epoch":{epoch},"instance":"{instance}",'
-        f'"topic_ids":{{{topics}}},"entries":[{",".join(entries)}]}}'
+        f'{{"v":{VERSION},"slot":{slot},"pid":{producer_id},"epoch":{epoch},"instance":"{instance}",'
+        f'{known}"entries":[{",".join(entries)}]}}'
     ).encode()
 
 
@@ -270,7 +275,7 @@ def decode_ledger(raw: bytes | None) -> Begin | LedgerRecord:
     try:
         body = json.loads(raw or b"")
         if body["v"] not in LEDGER_VERSIONS:
-            raise WireError(f"ledger record of version {body['v']!r}; this program reads 1 and {LEDGER_VERSION}")
+            raise WireError(f"ledger record of version {body['v']!r}; this program reads {sorted(LEDGER_VERSIONS)}")
         head = (_int(body["slot"]), _int(body["pid"]), _int(body["epoch"]), _str(body["instance"]))
         if body.get("begin"):
             return Begin(*head, generation=_int(body["generation"]), at=_int(body["at"]))

@@ -11,7 +11,6 @@ from service.claims.states import Delivered, DeliveredBatch
 from service.contract.wire import (
     FINGERPRINT_BYTES,
     ID_BYTES,
-    LEDGER_VERSION,
     LEDGER_VERSIONS,
     TOPIC_CHARS_MAX,
     WireError,
@@ -63,7 +62,7 @@ def rows_of(items: Sequence[Item]) -> list[Row]:
         try:
             record = _decode(item.value or b"")
             if record.v not in LEDGER_VERSIONS:
-                raise WireError(f"ledger record of version {record.v}; this program reads 1 and {LEDGER_VERSION}")
+                raise WireError(f"ledger record of version {record.v}; this program reads {sorted(LEDGER_VERSIONS)}")
             if not record.begin:
                 rows += _rows_of(record)
         except (ValueError, RecursionError) as error:  # msgspec's errors and WireError are the former

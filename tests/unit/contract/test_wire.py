@@ -93,8 +93,8 @@ def test_a_ledger_record(vector: dict[str, Any]) -> None:
     assert wire.decode_ledger(vector["text"].encode()) == record
 
 
-@pytest.mark.parametrize("vector", vectors("records", "ledger_of_version_1"))
-def test_a_ledger_record_of_version_1_is_read(vector: dict[str, Any]) -> None:
+@pytest.mark.parametrize("vector", vectors("records", "ledger_of_version_2"))
+def test_a_ledger_record_of_version_2_is_read(vector: dict[str, Any]) -> None:
     assert wire.decode_ledger(vector["text"].encode()) == ledger_record(vector["fields"])
 
 
@@ -152,7 +152,7 @@ def test_a_ledger_record_with_an_entry_that_is_nothing_is_no_ledger_record() -> 
         wire.decode_ledger(b'{"v":1,"slot":0,"pid":1,"epoch":0,"instance":"i","entries":[null]}')
     for wrong in (b'{"orders":7}', b"[]", b"null"):
         with pytest.raises(wire.WireError, match="no ledger record"):
-            wire.decode_ledger(b'{"v":2,"slot":0,"pid":1,"epoch":0,"instance":"i","topic_ids":%s,"entries":[]}' % wrong)
+            wire.decode_ledger(b'{"v":1,"slot":0,"pid":1,"epoch":0,"instance":"i","topic_ids":%s,"entries":[]}' % wrong)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def changed(**fields: Any) -> str:
     return json.dumps(body)
 
 
-@pytest.mark.parametrize("vector", vectors("records", "ledger"))
+@pytest.mark.parametrize("vector", [*vectors("records", "ledger"), *vectors("records", "ledger_of_version_2")])
 def test_it_reads_what_the_contract_reads(vector: dict[str, Any]) -> None:
     record = decode_ledger(vector["text"].encode())
     assert isinstance(record, LedgerRecord)
