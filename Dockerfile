@@ -72,7 +72,7 @@ COPY deploy deploy
 COPY spark/jars.lock spark/jars.lock
 # Fetched by the Ivy that PySpark brings, each checked against its line in the lock.
 RUN FENCEPOST_CACHE=/build/cache /opt/fencepost/bin/python -c \
-      'from deploy.local import jars; jars.ensure(jars.read_lock("spark", jars.LOCKS["spark"]))'
+      'from deploy.install import jars; jars.ensure(jars.read_lock("spark", jars.LOCKS["spark"]))'
 
 FROM java AS spark
 # /data: a volume that is mounted there begins with its owner.

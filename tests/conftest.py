@@ -12,8 +12,8 @@ from xdist.remote import Producer  # type: ignore[import-untyped]
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 from xdist.workermanage import WorkerController  # type: ignore[import-untyped]
 
-from deploy.local import java, jvm
-from deploy.local.stack import Kafka, Redis
+from deploy.install import java
+from deploy.stack import Kafka, Redis, jvm
 from tests.secured import Authority, SecuredKafka, SecuredRedis
 
 # As if there had been no compiler: the whole service in Python, as `tests/run` has the fast tests once more.

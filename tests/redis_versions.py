@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from deploy.local import places
+from deploy import places
 
 TESTS: Final = (
     "tests/contract",

@@ -23,7 +23,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
     UserScramCredentialUpsertion,
 )
 
-from deploy.local.stack import Kafka, Redis, StackError, free_port
+from deploy.stack import Kafka, Redis, StackError, free_port
 from service.contract import SharedSettings, wire
 
 # What a careless configuration would break on, or let out.

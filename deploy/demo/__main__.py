@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from deploy.console import StackError, green, red, run, run_loop, say
 from deploy.demo import truth, verdict
 from deploy.demo.audit import Job, Report
 from deploy.demo.chaos import chaos
@@ -15,9 +16,8 @@ from deploy.demo.client import CONCURRENCY, Client, Tally
 from deploy.demo.flights import Flight, flights
 from deploy.demo.practice import Practice
 from deploy.demo.screen import Screen, table
-from deploy.local.console import StackError, green, red, run, run_loop, say
-from deploy.local.places import local_folder
-from deploy.local.stack import Kafka, Redis, Service
+from deploy.places import local_folder
+from deploy.stack import Kafka, Redis, Service
 
 WITH, WITHOUT = "flights", "flights-plain"
 _PARTITIONS = 4

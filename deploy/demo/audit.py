@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deploy import places
+from deploy.console import StackError
 from deploy.demo.client import Place
-from deploy.local import java, places
-from deploy.local.console import StackError
-from deploy.local.process import Process
+from deploy.install import java
+from deploy.stack.process import Process
 
 _RUN_S = 600.0  # half a minute on an idle machine; this only ends what hangs
 _POLL_S = 0.1

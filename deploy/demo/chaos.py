@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from deploy.local.stack import Redis, Service, StackError
+from deploy.stack import Redis, Service, StackError
 
 _DOWN_S = 1.0  # for how long the killed process stays away
 _RECOVERY_S = 60.0  # a flush costs a replay of the ledger, a second or two here

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.local.console import StackError
+from deploy.console import StackError
 
 _ARCHIVE = "data/flights.csv.zip"
 _FILE = "flights.csv"

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from deploy.local import places
-from deploy.local.process import Process
+from deploy import places
+from deploy.stack.process import Process
 
 _POLL_S = 0.02
 _RUN_S = 120.0

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from deploy.local.console import bold, colours, dim, paint, say
+from deploy.console import bold, colours, dim, paint, say
 
 _LIVE_S = 0.2  # how often the live line changes on a terminal
 _LOG_S = 5.0  # and how often a line is written elsewhere

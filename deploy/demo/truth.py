@@ -16,8 +16,8 @@ from confluent_kafka import (
 )
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined] # its stubs forget the latter
 
+from deploy.console import StackError
 from deploy.demo.client import Place
-from deploy.local.console import StackError
 
 _SETTLE_S = 30.0  # markers are written within milliseconds of a commit; a transaction nobody ends takes 10 s
 _READ_S = 60.0

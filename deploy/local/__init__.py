@@ -1,1 +1,1 @@
-"""The local stack: real Kafka, real Redis and the service on one machine, for the demo and the tests."""
+"""The scripts for one machine: `demo` and `up`."""

@@ -7,9 +7,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from deploy.local import jvm, places
-from deploy.local.console import StackError, progress, run, say
-from deploy.local.kafka import Kafka
+from deploy import places
+from deploy.console import StackError, progress, run, say
+from deploy.stack import jvm
+from deploy.stack.kafka import Kafka
 
 
 def main() -> int:

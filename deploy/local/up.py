@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from deploy.local.console import bold, dim, green, progress, run, say
-from deploy.local.places import local_folder
-from deploy.local.stack import Kafka, Process, Redis, Service, StackError, port_or_free
+from deploy.console import bold, dim, green, progress, run, say
+from deploy.places import local_folder
+from deploy.stack import Kafka, Process, Redis, Service, StackError, port_or_free
 
 TOPIC = "demo"
 _TOPIC_PARTITIONS = 4

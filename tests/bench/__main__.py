@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from deploy.local.console import StackError
-from deploy.local.places import ROOT
+from deploy.console import StackError
+from deploy.places import ROOT
 from tests.bench import report, results
 from tests.bench.rows import NotRealWork, Row
 from tests.bench.stage import Stage, stack

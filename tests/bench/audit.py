@@ -15,8 +15,9 @@ from confluent_kafka import Producer
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from deploy.local import java, places
-from deploy.local.stack import Kafka
+from deploy import places
+from deploy.install import java
+from deploy.stack import Kafka
 from service.contract import SharedSettings, wire
 from spark import job
 from spark.reading import decode, source

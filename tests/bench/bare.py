@@ -17,7 +17,7 @@ import uvloop
 from aiokafka import AIOKafkaProducer
 from aiokafka.structs import TopicPartition
 
-from deploy.local.places import ROOT
+from deploy.places import ROOT
 from tests.bench.rows import NotRealWork
 
 # As large as those that Fencepost adds, which the bare producer writes too where it is to write the same bytes.

@@ -13,7 +13,7 @@ So the rounds are as many as leave the median to the others.
 
 from dataclasses import dataclass, field
 
-from deploy.local.stack import Kafka
+from deploy.stack import Kafka
 from tests.bench import checks
 from tests.bench.bare import Bare
 from tests.bench.rows import Goal, NotRealWork, Row, ratios

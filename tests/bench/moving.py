@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections import Counter
 
-from deploy.local.stack import Service
+from deploy.stack import Service
 from tests.bench.rows import Goal, NotRealWork, Row
 from tests.bench.stage import Stage
 from tests.integration.client import Client, events

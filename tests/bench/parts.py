@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.local.console import StackError
+from deploy.console import StackError
 from tests.bench import flame
 from tests.bench.flame import Stack
 from tests.bench.rows import NotRealWork, Row

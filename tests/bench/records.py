@@ -7,7 +7,7 @@ from typing import Final
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from deploy.local.stack import Kafka
+from deploy.stack import Kafka
 from service.contract import wire
 from spark.reading import wire_expressions
 

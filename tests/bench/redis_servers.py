@@ -11,8 +11,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from deploy.local import places
-from deploy.local.redis import Redis, find_server
+from deploy import places
+from deploy.stack.redis import Redis, find_server
 
 _PACKAGES = ("redis-tools", "liblzf1", "libjemalloc2")
 

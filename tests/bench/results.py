@@ -11,7 +11,7 @@ from typing import Any
 
 import aiokafka
 
-from deploy.local.places import ROOT
+from deploy.places import ROOT
 from service import native
 from tests.bench.redis_servers import described
 from tests.bench.rows import Row
@@ -24,7 +24,7 @@ def describe(stage: Stage) -> dict[str, Any]:
     """What every result says of where it comes from."""
     commit = _output("git", "rev-parse", "--short=12", "HEAD")
     changed = _output("git", "status", "--porcelain", "--", "service")
-    lock = (ROOT / "deploy" / "local" / "kafka.lock").read_text()
+    lock = (ROOT / "deploy" / "install" / "kafka.lock").read_text()
     broker = next((line.rpartition(":")[2] for line in lock.splitlines() if ":kafka_2.13:" in line), "?")
     return {
         "commit": commit + (" with changes in service" if changed else ""),

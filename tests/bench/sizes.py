@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from deploy.local.stack import Redis
+from deploy.stack import Redis
 from service.contract.wire import ledger_topic, requests_topic
 from tests.bench.bare import Bare
 from tests.bench.client import OneClient, body_of

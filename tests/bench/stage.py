@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deploy.local.stack import Kafka, Redis, Service
+from deploy.stack import Kafka, Redis, Service
 from tests.bench import checks, wrk
 from tests.bench.redis_servers import DeployedRedis
 from tests.bench.rows import NotRealWork

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.console import StackError
-from deploy.local.stack import Kafka, Redis
+from deploy.console import StackError
+from deploy.stack import Kafka, Redis
 from tests.bench import checks, parts, post, recovery, report, results, rows, wrk
 from tests.bench.redis_servers import DeployedRedis, described, jemalloc
 from tests.bench.rows import Goal, NotRealWork, Row

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 from confluent_kafka import Consumer, TopicPartition
 
-from deploy.local.stack import Service
+from deploy.stack import Service
 from service.contract.wire import KEY_HEADER
 from tests.bench.rows import Row, quantile
 from tests.bench.stage import Stage

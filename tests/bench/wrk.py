@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.local.console import StackError
+from deploy.console import StackError
 
 _SCRIPT = Path(__file__).with_name("load.lua")
 _TIMEOUT_S = 30  # of one request; wrk's own 2 s would count a slow answer as none

@@ -8,7 +8,7 @@ import pytest
 from redis import Redis as Client
 from redis import ResponseError
 
-from deploy.local.stack import Redis
+from deploy.stack import Redis
 from service.claims.redis_store import KeyStore, RedisKeys, StoreGeneration
 from service.core.metrics import Telemetry
 from tests.contract.memory_keys import Clock, MemoryKeys, Server

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 from msgspec.structs import replace
 from redis import Redis as Client
 
-from deploy.local.stack import Redis
+from deploy.stack import Redis
 from service.claims.redis_store import Identity, KeyStore, RedisKeys, Row, StoreGeneration, pack, unpack
 from service.claims.states import Claimed, Delivered, DeliveredBatch, KeyState
 from service.core.metrics import Telemetry

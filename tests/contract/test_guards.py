@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 
-from deploy.local.stack import Redis
+from deploy.stack import Redis
 from service.claims.redis_store import KeyStore, RedisKeys, StoreGeneration
 from service.claims.states import Claimed
 from service.core.problems import Fenced, StoreLost

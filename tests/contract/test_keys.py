@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from deploy.local.stack import Redis
+from deploy.stack import Redis
 from service.claims.redis_store import Found, Heartbeat, Row, StoreGeneration
 from service.claims.states import Claimed, Delivered, DeliveredBatch, Outcome
 from service.core.problems import Fenced, StoreLost

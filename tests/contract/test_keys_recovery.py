@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from redis import Redis as Client
 
-from deploy.local.stack import Redis
+from deploy.stack import Redis
 from service.claims.redis_store import REPLAY_CHUNK, REPLAYS_AT_ONCE, Identity, StoreGeneration
 from service.claims.states import Claimed, Outcome
 from service.core.problems import Fenced, StoreIncomplete, StoreLost

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from deploy.local.stack import Redis
+from deploy.stack import Redis
 from service.claims.redis_store import RedisKeys
 from service.claims.states import Claimed, Outcome
 from service.core.problems import Fenced, StoreLost

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from redis import Redis as Client
 from redis import ResponseError
 
-from deploy.local.stack import Redis
+from deploy.stack import Redis
 from service.claims import states
 from service.claims.redis_store import RedisKeys, StoreGeneration, pack, unpack
 from service.claims.states import Claimed, Delivered, DeliveredBatch, KeyState

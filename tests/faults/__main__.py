@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from deploy.local import console
+from deploy import console
 from tests.faults import clock, hanging, matrix, network, soak
 
 

@@ -17,9 +17,9 @@ import subprocess
 from pathlib import Path
 from typing import Final
 
-from deploy.local import places
-from deploy.local.console import StackError
-from deploy.local.process import Process
+from deploy import places
+from deploy.console import StackError
+from deploy.stack.process import Process
 from tests.faults.tools import lacks
 
 _SOURCE: Final = Path(__file__).with_name("clock.c")

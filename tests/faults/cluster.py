@@ -11,7 +11,7 @@ from typing import Final, Self
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
-from deploy.local.stack import Kafka, StackError, free_port
+from deploy.stack import Kafka, StackError, free_port
 from tests.faults.proxy import Proxy
 
 THREE: Final = 3

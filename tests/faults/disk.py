@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from deploy.local.console import StackError
+from deploy.console import StackError
 from tests.faults.tools import lacks_root
 
 _FILLER: Final = "filler"

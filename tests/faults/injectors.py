@@ -17,7 +17,7 @@ from typing import Final, Literal
 import redis as redis_client
 from confluent_kafka import KafkaException
 
-from deploy.local.stack import Kafka
+from deploy.stack import Kafka
 from tests.faults.network import Direction
 from tests.faults.proxy import Do
 from tests.faults.wire import Broker

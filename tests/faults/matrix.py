@@ -44,7 +44,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from deploy.local.stack import StackError
+from deploy.stack import StackError
 from tests.faults.checker import Verdict
 from tests.faults.cluster import Cluster
 from tests.faults.results import RESULTS, machine, table, update

@@ -21,9 +21,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, Literal
 
-from deploy.local import places
-from deploy.local.console import StackError
-from deploy.local.process import Process
+from deploy import places
+from deploy.console import StackError
+from deploy.stack.process import Process
 from tests.faults.relay import Relay
 from tests.faults.tools import lacks_program, lacks_root
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
-from deploy.local.stack import Listener, free_port
+from deploy.stack import Listener, free_port
 
 APIS: Final = {
     0: "Produce",

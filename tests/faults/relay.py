@@ -5,7 +5,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, Final, Self
 
-from deploy.local.stack import free_port
+from deploy.stack import free_port
 
 _CALL_S: Final = 5.0
 _CHUNK_BYTES: Final = 65_536

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from deploy.local.places import ROOT
+from deploy.places import ROOT
 
 RESULTS: Final = Path(__file__).parent / "results"
 

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from deploy.local.stack import Process
+from deploy.stack import Process
 from tests.faults.clock import Clock, lacking
 from tests.faults.matrix import row
 from tests.faults.world import World

@@ -3,7 +3,7 @@
 import re
 import time
 
-from deploy.local.stack import Service
+from deploy.stack import Service
 from tests.faults.history import read
 from tests.faults.matrix import row
 from tests.faults.world import World

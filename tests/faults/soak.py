@@ -19,7 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Final
 
-from deploy.local.stack import StackError
+from deploy.stack import StackError
 from tests.faults.checker import Verdict
 from tests.faults.cluster import Cluster
 from tests.faults.injectors import INJECTORS, Injector, load_injectors

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from confluent_kafka import Message, Producer
 
-from deploy.local.stack import Kafka, Redis, StackError
+from deploy.stack import Kafka, Redis, StackError
 from tests.faults.clock import Clock, lacking
 
 HOUR_S = 3600

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import redis as redis_client
 
-from deploy.local.stack import Redis
+from deploy.stack import Redis
 from tests.faults.disk import Disk, lacking
 
 

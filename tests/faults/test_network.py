@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.stack import Redis, free_port
+from deploy.stack import Redis, free_port
 from tests.faults.network import Direction, Network, lacking
 
 # Adds to a set again and again, half a second of patience each, and says how it went. To a set, as what it gave up may

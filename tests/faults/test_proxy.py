@@ -9,7 +9,7 @@ import pytest
 from confluent_kafka import IsolationLevel, Producer, TopicPartition
 from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined] # its own documentation imports it from here
 
-from deploy.local.stack import Kafka
+from deploy.stack import Kafka
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway
 from service.kafka import connection

@@ -4,8 +4,8 @@ import os
 import shutil
 from collections.abc import Callable
 
-from deploy.local import debian
-from deploy.local.console import StackError
+from deploy.console import StackError
+from deploy.install import debian
 
 ROOT_WANTED = "needs root: run the tests as root, as in a container"
 

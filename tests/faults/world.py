@@ -19,8 +19,8 @@ from typing import Any, Final, Self
 
 import redis as redis_client
 
-from deploy.local import places
-from deploy.local.stack import Kafka, Redis, Service, StackError
+from deploy import places
+from deploy.stack import Kafka, Redis, Service, StackError
 from service.contract.wire import ledger_topic, transactional_id
 from service.pipeline.lso_watch import ABORT_SCAN_S, LOOKS_A_TIMEOUT
 from tests.faults.checker import Verdict

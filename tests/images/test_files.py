@@ -9,7 +9,7 @@ import pytest
 import yaml
 from compose_spec import PyOptions
 
-from deploy.local.places import ROOT
+from deploy.places import ROOT
 from service.contract import PREFIX, Rules
 from service.core.settings import Settings
 from spark.settings import parse
@@ -180,7 +180,7 @@ def test_composes_audit_is_a_command_that_it_takes(compose: Any) -> None:
 
 def test_composes_kafka_is_the_local_stacks(compose: Any) -> None:
     (version,) = set(
-        re.findall(r"org\.apache\.kafka:kafka_2\.13:(\S+)", (ROOT / "deploy/local/kafka.lock").read_text())
+        re.findall(r"org\.apache\.kafka:kafka_2\.13:(\S+)", (ROOT / "deploy/install/kafka.lock").read_text())
     )
     assert {service["image"] for name, service in compose["services"].items() if name in ("kafka", "topic")} == {
         f"apache/kafka:{version}"

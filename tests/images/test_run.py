@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from confluent_kafka import Consumer, KafkaError, TopicPartition
 
-from deploy.local.stack import Kafka, Redis, Service, free_port
+from deploy.stack import Kafka, Redis, Service, free_port
 from tests.conftest import MakeTopic
 from tests.images.kubelet import Kubelet
 from tests.images.load import Load, post

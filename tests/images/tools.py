@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from deploy.local import places
+from deploy import places
 
 WANTED: Final = ("buildah", "mmdebstrap", "runc")
 SUITE: Final = "bookworm"

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from deploy.local import java, places
-from deploy.local.stack import Process
+from deploy import places
+from deploy.install import java
+from deploy.stack import Process
 from tests.spark.runs import INTERPRETED
 
 FINDINGS: Final = 3

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deploy.local.stack import Kafka, Redis, Service
+from deploy.stack import Kafka, Redis, Service
 from tests.conftest import MakeTopic
 from tests.integration.client import Asked, Attempt, Client
 from tests.integration.judge import ledger_faults, violations

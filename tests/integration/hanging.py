@@ -18,7 +18,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its stubs fo
     ResourceType,
 )
 
-from deploy.local.stack import Kafka
+from deploy.stack import Kafka
 from service.contract.wire import (
     STAMP_HEADER,
     Begin,

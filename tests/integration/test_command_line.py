@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from deploy.local import places
-from deploy.local.stack import Kafka, Redis, Service
+from deploy import places
+from deploy.stack import Kafka, Redis, Service
 from service.cli import main
 from service.contract.wire import event_id
 from tests.conftest import MakeTopic

@@ -17,8 +17,8 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
     ResourceType,
 )
 
-from deploy.local import places
-from deploy.local.stack import Kafka, Redis, Service
+from deploy import places
+from deploy.stack import Kafka, Redis, Service
 from service.cli.doctor import examine, now_ms
 from service.cli.finding import Finding, Level
 from service.contract import Rules

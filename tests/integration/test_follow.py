@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from aiokafka.errors import OffsetOutOfRangeError
 
-from deploy.local import places
-from deploy.local.stack import Kafka
+from deploy import places
+from deploy.stack import Kafka
 from service.contract import wire
 from service.reader import BOUNDS, Bounds, Overtaken, ReaderPosition, Saved, follow
 from tests.integration.follower import END, Ledger, results

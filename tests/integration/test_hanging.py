@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from deploy.local.stack import Kafka
+from deploy.stack import Kafka
 from service.contract.wire import Begin
 from service.core.metrics import Telemetry
 from service.kafka.admin import KafkaAdmin

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deploy.local.stack import Kafka, Service
+from deploy.stack import Kafka, Service
 from service.contract.wire import Stamp, event_id, fingerprint
 from tests.conftest import MakeTopic
 from tests.integration.client import Asked, Client, events

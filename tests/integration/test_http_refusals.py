@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deploy.local.stack import Kafka, Service
+from deploy.stack import Kafka, Service
 from tests.conftest import MakeTopic
 from tests.integration.client import Asked, Client
 from tests.integration.judge import read_committed

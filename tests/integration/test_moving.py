@@ -7,7 +7,7 @@ import time
 
 from confluent_kafka.admin import AdminClient
 
-from deploy.local.stack import Service
+from deploy.stack import Service
 from service.contract.wire import ledger_topic
 from tests.integration.client import Asked, events
 from tests.integration.conftest import SETTINGS, Stage

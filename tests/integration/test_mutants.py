@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deploy.local.stack import Redis
+from deploy.stack import Redis
 from tests.integration.client import Asked
 from tests.integration.conftest import Stage, plan_of
 from tests.integration.hanging import leave_hanging

@@ -16,7 +16,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
     ResourceType,
 )
 
-from deploy.local.stack import Kafka, Redis, Service, StackError
+from deploy.stack import Kafka, Redis, Service, StackError
 from service.contract.wire import event_id
 from service.pipeline.load_shedding import ANSWERS_EACH, SAVED_MOST
 from tests.conftest import MakeTopic

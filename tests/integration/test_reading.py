@@ -2,7 +2,7 @@
 
 import os
 
-from deploy.local.stack import Kafka
+from deploy.stack import Kafka
 from service.core.metrics import Telemetry
 from service.kafka.admin import KafkaAdmin
 from service.kafka.producer import IdempotentProducer

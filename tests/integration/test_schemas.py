@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy.local.console import StackError
+from deploy.console import StackError
 from tests.integration.conftest import Stage
 
 

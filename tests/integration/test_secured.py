@@ -14,7 +14,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
     ResourceType,
 )
 
-from deploy.local.stack import Kafka, Redis, Service, StackError
+from deploy.stack import Kafka, Redis, Service, StackError
 from service.claims.redis_store import RedisKeys
 from service.contract import SharedSettings
 from service.core.metrics import Telemetry

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deploy.local.stack import Kafka, Redis, Service
+from deploy.stack import Kafka, Redis, Service
 from service import native
 from tests.conftest import MakeTopic
 from tests.integration.conftest import SETTINGS

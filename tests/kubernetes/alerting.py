@@ -20,7 +20,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from deploy.local import places
+from deploy import places
 from tests.kubernetes.rendering import Rendered
 
 STEP_S: Final = 15  # between two scrapes, as the monitors have it

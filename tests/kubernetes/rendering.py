@@ -12,7 +12,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from deploy.local.places import ROOT
+from deploy.places import ROOT
 
 HERE: Final = ROOT / "deploy" / "kubernetes"
 

@@ -20,7 +20,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
     ResourceType,
 )
 
-from deploy.local.stack import Kafka, Redis, Service
+from deploy.stack import Kafka, Redis, Service
 from service.contract.wire import ledger_topic, requests_topic, transactional_id
 from service.core.metrics import Telemetry
 from service.kafka.admin import KafkaAdmin

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.metrics import MetricWrapperBase
 from promql_parser import MatrixSelector, VectorSelector
 
-from deploy.local.places import ROOT
+from deploy.places import ROOT
 from service.claims.states import SlotState
 from service.core.metrics import Latencies, Tally, Telemetry
 from service.slots.recovery import STORE_STATES

@@ -10,7 +10,7 @@ from zoneinfo import ZoneInfo
 import pytest
 from fastapi import FastAPI
 
-from deploy.local.places import ROOT
+from deploy.places import ROOT
 from service.contract import Rules
 from service.contract.wire import INSTANCE
 from service.core.settings import Settings

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from deploy.local import debian
-from deploy.local.console import StackError
+from deploy.console import StackError
+from deploy.install import debian
 
 NAMES: Final = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ANSWER_S: Final = 60.0

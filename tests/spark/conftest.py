@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import pytest
 from pyspark.sql import SparkSession
 
-from deploy.local.stack import Kafka
+from deploy.stack import Kafka
 from tests.spark.history import History
 from tests.spark.runs import Ran as Ran
 from tests.spark.runs import interpreted, run, session_for_tests

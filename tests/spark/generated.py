@@ -18,7 +18,7 @@ from typing import Final
 from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.sql import SparkSession
 
-from deploy.local.stack import Kafka
+from deploy.stack import Kafka
 from spark.errors import CannotRun
 from tests.spark import checks
 from tests.spark.mutants import MUTANTS, Mutant, alive

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from pyspark.sql import SparkSession
 
-from deploy.local import places
+from deploy import places
 from service.contract import Rules, SharedSettings
 from spark import job
 from spark.session import open_session

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 from pyspark.sql import SparkSession
 
-from deploy.local.stack import Kafka
+from deploy.stack import Kafka
 from service.contract import wire
 from tests.spark.conftest import Audit, Ran
 from tests.spark.history import History, Life, Written

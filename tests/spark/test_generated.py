@@ -11,7 +11,7 @@ from typing import Final
 import pytest
 from pyspark.sql import SparkSession
 
-from deploy.local.stack import Kafka
+from deploy.stack import Kafka
 from spark import rule_table
 from tests.spark import checks
 from tests.spark.generated import Trial

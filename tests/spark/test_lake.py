@@ -11,7 +11,7 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from deploy.local.stack import Kafka
+from deploy.stack import Kafka
 from spark import job
 from spark.reading.planning import Log, Plan
 from spark.rules import cross_hour

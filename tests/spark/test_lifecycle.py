@@ -10,7 +10,8 @@ import pyspark
 import pytest
 from pyspark.sql import SparkSession
 
-from deploy.local import java, places
+from deploy import places
+from deploy.install import java
 from service.contract import wire
 from spark.errors import AnotherRun, CannotRun
 from spark.reading import decode

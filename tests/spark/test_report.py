@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from deploy.local.console import StackError
+from deploy.console import StackError
 from service.contract import SharedSettings
 from spark.reading.planning import DATA, Log, Plan
 from spark.report import document, page

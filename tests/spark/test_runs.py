@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
-from deploy.local import places
+from deploy import places
 from service.contract import SharedSettings, wire
 from spark import job
 from spark.errors import AnotherRun, CannotRun

@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 from pyspark.sql import SparkSession
 
-from deploy.local.stack import Service
+from deploy.stack import Service
 from service.cli.doctor import examine
 from service.cli.finding import Level
 from service.contract import Rules, SharedSettings

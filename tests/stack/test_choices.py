@@ -8,10 +8,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from deploy.local import java, jvm, places, record_classes
-from deploy.local.redis import find_server
-from deploy.local.stack import StackError, free_port, port_or_free
+from deploy import places
+from deploy.install import java
+from deploy.local import record_classes
 from deploy.local.up import callers_settings
+from deploy.stack import StackError, free_port, jvm, port_or_free
+from deploy.stack.redis import find_server
 
 
 def _program(path: Path, text: str = "#!/bin/sh\n") -> Path:
@@ -36,7 +38,7 @@ def test_a_wanted_port_is_taken_where_it_is_free() -> None:
 def test_a_port_is_promised_to_one_stack_only() -> None:
     port = free_port()
     assert port_or_free(port) != port
-    other = f"from deploy.local.stack import port_or_free; print(port_or_free({port}))"
+    other = f"from deploy.stack import port_or_free; print(port_or_free({port}))"
     found = subprocess.run([sys.executable, "-c", other], stdout=subprocess.PIPE, cwd=places.ROOT, check=True)
     assert int(found.stdout) != port
 

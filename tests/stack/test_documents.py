@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deploy import markers, settings_table, state_diagrams
-from deploy.local.places import ROOT
+from deploy.places import ROOT
 from service.claims.states import SLOT, SlotState
 from service.contract import PREFIX
 from service.core.settings import Settings

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local import jars
-from deploy.local.console import StackError
-from deploy.local.fetchers import Artifact, FetchError
-from deploy.local.jars import Jar
+from deploy.console import StackError
+from deploy.install import jars
+from deploy.install.fetchers import Artifact, FetchError
+from deploy.install.jars import Jar
 
 GOOD = b"the right bytes"
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local import jvm
-from deploy.local.stack import Kafka, Redis, StackError
+from deploy.stack import Kafka, Redis, StackError, jvm
 from tests.conftest import MakeTopic
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local import places
-from deploy.local.process import Process
-from deploy.local.stack import StackError
+from deploy import places
+from deploy.stack import StackError
+from deploy.stack.process import Process
 
 
 class Script(Process):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local import places
+from deploy import places
 
 _IN_A_LOOP = """
 import asyncio
-from deploy.local.console import run, run_loop, say
+from deploy.console import run, run_loop, say
 def main() -> int:
     async def busy() -> None:
         say("up")
@@ -32,7 +32,7 @@ run(main)
 
 _IN_A_CALL = """
 import time
-from deploy.local.console import run, say
+from deploy.console import run, say
 def main() -> int:
     try:
         say("up")
@@ -44,7 +44,7 @@ run(main)
 """
 
 _FAILS = """
-from deploy.local.console import StackError, run
+from deploy.console import StackError, run
 def main() -> int:
     raise StackError("no luck today")
 run(main)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from deploy.local.places import ROOT
+from deploy.places import ROOT
 from service.cli import show
 from service.cli.look import SlotRow, Slots
 from service.cli.redis_view import SlotView

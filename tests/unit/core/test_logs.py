@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 import structlog
 
-from deploy.local.places import ROOT
+from deploy.places import ROOT
 from service.core.logs import CHANGED_PAUSE_S, Incident, hash_key
 from service.core.problems import KafkaAway, StoreAway
 

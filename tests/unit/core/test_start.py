@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 import service.__main__
-from deploy.local import places
+from deploy import places
 
 
 @pytest.mark.parametrize(

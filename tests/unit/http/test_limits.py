@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from deploy.local.stack import free_port
+from deploy.stack import free_port
 from service.http import limits
 from service.http.limits import GuardedProtocol, LingeringServer
 

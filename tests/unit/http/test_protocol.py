@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from deploy.local.stack import free_port
+from deploy.stack import free_port
 from service.http import limits, protocol
 from service.http.protocol import HttpRequest, PostsProtocol, protocol_of
 

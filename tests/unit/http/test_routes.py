@@ -9,7 +9,7 @@ import pytest
 import uvicorn
 from jsonschema import Draft202012Validator
 
-from deploy.local.stack import free_port
+from deploy.stack import free_port
 from service.app import create_app
 from service.contract import Rules
 from service.core.settings import Settings

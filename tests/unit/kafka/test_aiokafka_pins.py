@@ -17,7 +17,7 @@ from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnReque
 from aiokafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
 from aiokafka.structs import BrokerMetadata, TopicPartition
 
-from deploy.local.places import ROOT
+from deploy.places import ROOT
 from service.kafka.connection import BaseClient, Consumer
 from service.kafka.deadline import Abandoned, within
 

@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanContext, SpanKind, StatusCode
 from structlog.testing import capture_logs
 
-from deploy.local.places import ROOT
-from deploy.local.stack import free_port
+from deploy.places import ROOT
+from deploy.stack import free_port
 from service.contract.wire import TRACE_HEADER, event_id
 from service.events.event import Event, event_of
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome

@@ -10,10 +10,12 @@ from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from deploy.local import jars, java, jvm, places
-from deploy.local.console import StackError
-from deploy.local.ports import free_port
-from deploy.local.process import Process
+from deploy import places
+from deploy.console import StackError
+from deploy.install import jars, java
+from deploy.stack import jvm
+from deploy.stack.ports import free_port
+from deploy.stack.process import Process
 
 _START_S = 120.0  # 3 s on an idle machine, 20 s on a very busy one
 _ANSWER_S = 10.0

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from deploy.local.console import StackError
+from deploy.console import StackError
 
 _LEASH = Path(__file__).with_name("leash.py")
 _STOP_S = 15.0  # a broker closes its logs in one or two seconds; a service may finish a request of 10 s

@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from deploy.local import debian
-from deploy.local.console import StackError
+from deploy.console import StackError
+from deploy.install import debian
 
 OLDEST = 17
 TESTED = (17, 21)  # taken first: newer ones should do, but nobody has promised that

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import redis
 
-from deploy.local import places
-from deploy.local.console import StackError
-from deploy.local.ports import free_port
-from deploy.local.process import Process
+from deploy import places
+from deploy.console import StackError
+from deploy.stack.ports import free_port
+from deploy.stack.process import Process
 
 _START_S = 20.0
 

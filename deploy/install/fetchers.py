@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 from xml.sax.saxutils import quoteattr
 
-from deploy.local import java
+from deploy.install import java
 
 _TIMEOUT_S = 900.0  # a slow line and 60 MB
 _MAVEN_PLUGIN = "org.apache.maven.plugins:maven-dependency-plugin:3.8.1"

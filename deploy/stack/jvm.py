@@ -4,7 +4,8 @@ import hashlib
 from pathlib import Path
 from typing import Final
 
-from deploy.local import jars, java, places
+from deploy import places
+from deploy.install import jars, java
 
 _HEAP: Final = ("-Xms256m", "-Xmx512m", "-Djava.awt.headless=true")
 

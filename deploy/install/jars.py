@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.local import places
-from deploy.local.console import StackError, progress
-from deploy.local.fetchers import Fetcher, FetchError, fetchers
+from deploy import places
+from deploy.console import StackError, progress
+from deploy.install.fetchers import Fetcher, FetchError, fetchers
 
-LOCKS = {"kafka": places.ROOT / "deploy" / "local" / "kafka.lock", "spark": places.ROOT / "spark" / "jars.lock"}
+LOCKS = {"kafka": Path(__file__).with_name("kafka.lock"), "spark": places.ROOT / "spark" / "jars.lock"}
 
 
 @dataclass(frozen=True)

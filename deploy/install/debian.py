@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 
-from deploy.local.console import StackError, progress
+from deploy.console import StackError, progress
 
 
 def installable() -> bool:

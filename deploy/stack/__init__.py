@@ -5,11 +5,11 @@ with Kafka(folder / "kafka") as kafka, Redis(folder / "redis") as redis:
         ...
 """
 
-from deploy.local.console import StackError
-from deploy.local.kafka import Kafka, Listener
-from deploy.local.ports import free_port, port_or_free
-from deploy.local.process import Process
-from deploy.local.redis import Redis
-from deploy.local.service import Service
+from deploy.console import StackError
+from deploy.stack.kafka import Kafka, Listener
+from deploy.stack.ports import free_port, port_or_free
+from deploy.stack.process import Process
+from deploy.stack.redis import Redis
+from deploy.stack.service import Service
 
 __all__ = ["Kafka", "Listener", "Process", "Redis", "Service", "StackError", "free_port", "port_or_free"]

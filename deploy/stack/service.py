@@ -5,9 +5,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from deploy.local import places
-from deploy.local.ports import free_port
-from deploy.local.process import Process
+from deploy import places
+from deploy.stack.ports import free_port
+from deploy.stack.process import Process
 
 _PROBE_S = 2.0
 

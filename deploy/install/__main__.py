@@ -1,0 +1,14 @@
+"""Sees to Java and the jars: `python -m deploy.install`."""
+
+from deploy.console import run
+from deploy.install import jars, java
+
+
+def main() -> int:
+    java.home()
+    jars.ensure()
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)
