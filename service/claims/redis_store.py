@@ -30,7 +30,6 @@ from service.contract import PREFIX, SettingsError
 from service.contract.wire import ID_BYTES
 from service.core.metrics import Telemetry
 from service.core.problems import Fenced, StoreAway, StoreIncomplete, StoreLost, StoreUnanswered
-from service.core.timeouts import Patience
 
 # Entries in one script call of a replay: some 10 ms of Redis's time, so that the claims of others get their turn.
 REPLAY_CHUNK: Final = 2_000
@@ -186,7 +185,7 @@ class RedisKeys:
         self._retention_ms = retention_ms
         self._least_left_ms = least_left_ms
         self._lease_ttl_ms = lease_ttl_ms
-        self._patience = Patience(timeout_s)
+        self._timeout_s = timeout_s
         self._errors = telemetry.redis_errors
         self._heard: tuple[StoreGeneration | None, int] = (
             None,
@@ -288,7 +287,7 @@ class RedisKeys:
 
     async def find(self, epoch: StoreGeneration, id: bytes) -> Found:
         try:
-            async with asyncio.timeout(self._patience.seconds), self._finding:
+            async with asyncio.timeout(self._timeout_s), self._finding:
                 answer = await self._call_in(epoch, "find", id)
         except TimeoutError as error:
             raise StoreAway(f"Redis: more than {FINDS_AT_ONCE} look-ups wait for their answers") from error
@@ -443,7 +442,7 @@ class RedisKeys:
         connection = await self._connections.take()
         answered = False  # in full: what is still to come would be read by the next user of the connection
         try:
-            with self._patience.wait():
+            async with asyncio.timeout(self._timeout_s):
                 packed = pack_command(command)  # type: ignore[arg-type]  # its stub takes one word
                 await connection.send_packed_command(packed, check_health=False)
                 answer = await connection.read_response()

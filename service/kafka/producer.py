@@ -12,7 +12,6 @@ from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnReque
 
 from service.core.logs import Incident
 from service.core.problems import KafkaAway
-from service.core.timeouts import Patience
 from service.kafka import outcomes
 from service.kafka.admin import CODECS, KafkaAdmin
 from service.kafka.deadline import unwaited
@@ -35,7 +34,7 @@ from service.kafka.session import (
 log = structlog.get_logger(__name__)
 
 # Of the time of a request, one part for the sends: a partition that hangs leaves time to go round again without it.
-PATIENCE_SHARE: Final = 3
+SENDS_SHARE: Final = 3
 # Of the sends' time, one part for the replicas: the broker itself says which partition they held up, before we give up.
 REPLICAS_SHARE: Final = 0.8
 # Kafka writes a transaction's markers behind its commit, which takes a millisecond or so; the next one waits for them.
@@ -70,8 +69,8 @@ class TransactionalProducer:
     def __init__(self, cluster: KafkaAdmin, transactional_id: str, transaction_timeout_ms: int) -> None:
         self._life = ProducerSession(cluster, transactional_id, transactional_id, transaction_timeout_ms)
         # The broker aborts a transaction at its timeout; waiting for longer could only meet that.
-        self._patience = Patience(min(cluster.request_timeout_ms, transaction_timeout_ms) / 1000)
-        self._sends_patience = Patience(self._patience.seconds / PATIENCE_SHARE)
+        self._timeout_s = min(cluster.request_timeout_ms, transaction_timeout_ms) / 1000
+        self._sends_timeout_s = self._timeout_s / SENDS_SHARE
         self._start_patience_s = (cluster.request_timeout_ms + transaction_timeout_ms) / 1000
         self._opening: tuple[dict[Partition, int], asyncio.Future[Any]] | None = None
         self._open_check = OpenCheck(self._life)
@@ -148,8 +147,8 @@ class TransactionalProducer:
         if self._opening is None:
             return
         try:
-            with self._patience.wait():
-                with self._sends_patience.wait():
+            async with asyncio.timeout(self._timeout_s):
+                async with asyncio.timeout(self._sends_timeout_s):
                     opened = await self._opened()
                 if opened:
                     await self._end(commit=False)
@@ -188,8 +187,8 @@ class TransactionalProducer:
         group = _Group(records)
         last: _Group | None = None
         try:
-            with self._patience.wait():
-                with self._sends_patience.wait():
+            async with asyncio.timeout(self._timeout_s):
+                async with asyncio.timeout(self._sends_timeout_s):
                     leaders = await self._join(group, ledger)
                     places = await self._send(group, leaders)
                 last = _Group([own_record(*ledger, None, ledger_record(places))])
@@ -275,7 +274,7 @@ class TransactionalProducer:
         """Send a group and await every one of its batches; its places in the order of its records."""
         life = self._life
         group.batches = life.batches(group.records, leaders)
-        await life.send(group.batches, leaders, int(1000 * REPLICAS_SHARE * self._sends_patience.seconds))
+        await life.send(group.batches, leaders, int(1000 * REPLICAS_SHARE * self._sends_timeout_s))
         places = [RecordMetadata(-1, -1)] * len(group.records)
         failed = None
         for batch in group.batches:
@@ -362,7 +361,7 @@ class IdempotentProducer:
     def __init__(self, cluster: KafkaAdmin, name: str) -> None:
         self._cluster = cluster
         self._name = name
-        self._patience = Patience(cluster.timeout_s / PATIENCE_SHARE)
+        self._timeout_s = cluster.timeout_s / SENDS_SHARE
         self._life: ProducerSession | None = None
         self._trouble = Incident(log, "not every record was written")
         self._starting = asyncio.Lock()
@@ -405,10 +404,10 @@ class IdempotentProducer:
             fates: list[RecordResult] = [NOT_SENT] * len(records)  # until it is in a batch
             batches: list[Batch] = []
             try:
-                with self._patience.wait():
+                async with asyncio.timeout(self._timeout_s):
                     leaders = await self._leaders(life, records, fates)
                     batches = life.batches(records, leaders)
-                    await life.send(batches, leaders, int(1000 * REPLICAS_SHARE * self._patience.seconds))
+                    await life.send(batches, leaders, int(1000 * REPLICAS_SHARE * self._timeout_s))
             except Exception as error:  # each batch's own fate is in its answer
                 told: dict[str, Any] = {"quota": life.quota} if life.quota else {}
                 self._trouble.goes_on(error, bug=outcomes.is_bug(error), producer=self._name, **told)

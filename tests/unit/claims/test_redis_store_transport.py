@@ -163,7 +163,7 @@ async def test_a_script_that_is_not_there_is_sent_whole(server: Server) -> None:
 
 async def test_a_call_that_is_cut_off_takes_its_connection_with_it(server: Server) -> None:
     keys = keys_at(server.port)
-    keys._patience.seconds = 60.0
+    keys._timeout_s = 60.0
     server.answers.extend([None, APPLIED])
     call = asyncio.create_task(keys.applied(EPOCH, 0))
     async with asyncio.timeout(1.0):

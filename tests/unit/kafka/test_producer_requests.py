@@ -15,7 +15,7 @@ from service.core.problems import KafkaAway
 from service.kafka import session as module
 from service.kafka.inspection import DescribeTransactions
 from service.kafka.outcomes import TransactionOutcome
-from service.kafka.producer import PATIENCE_SHARE, REPLICAS_SHARE, TransactionalProducer
+from service.kafka.producer import REPLICAS_SHARE, SENDS_SHARE, TransactionalProducer
 from service.kafka.session import Batch, NotSent, ProducerSession, RecordMetadata
 from tests.unit.fake_brokers import (
     LEDGER,
@@ -30,7 +30,7 @@ from tests.unit.fake_brokers import (
 )
 
 TIMEOUT_MS = 600
-REPLICAS_MS = int(TIMEOUT_MS * REPLICAS_SHARE / PATIENCE_SHARE)
+REPLICAS_MS = int(TIMEOUT_MS * REPLICAS_SHARE / SENDS_SHARE)
 
 
 class DescribedTransactions(NamedTuple):
@@ -62,7 +62,7 @@ async def test_a_plain_producer_waits_for_all_replicas_too_and_is_in_no_transact
     await producer.write([record("a", 0)])
     (request,) = kafka.sent(ProduceRequest)
     assert (request._transactional_id, request._required_acks) == (None, -1)
-    assert request._timeout < 1000 * producer._cluster.timeout_s / PATIENCE_SHARE
+    assert request._timeout < 1000 * producer._cluster.timeout_s / SENDS_SHARE
     (batch,) = batches_of(request)
     assert (batch.is_transactional, batch.producer_id, batch.producer_epoch) == (False, 7, 0)
 
