@@ -1,0 +1,190 @@
+"""The OpenAPI document that is checked in says what the code does: routes, parameters, bodies, answers, problems."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from fastapi import FastAPI
+from jsonschema import Draft202012Validator
+
+from service.app import create_app
+from service.claims.states import Delivered
+from service.contract import Rules
+from service.core.problems import KINDS, NOT_WRITTEN, Problem
+from service.core.settings import Settings
+from service.events.cloudevents import BATCHED, STRUCTURED, VERSION, CloudEvent
+from service.events.event import BATCH_EVENTS_MAX, EventBody
+from service.events.schemas import Schemas
+from service.http.batch import LINES, BatchBody, MemberBody
+from service.http.responses import (
+    PROBLEM_TYPE,
+    committed_lines,
+    render_place,
+    render_problem,
+    render_result,
+    render_results,
+    render_whole,
+)
+from service.http.routes import openapi_document
+from service.pipeline.request import Committed, WriteResult
+
+DOCUMENT = openapi_document()
+PATHS = DOCUMENT["paths"]
+REF = "#/components/schemas/{name}"
+SCHEMAS = DOCUMENT["components"]["schemas"]
+POSTS = [PATHS[path]["post"] for path in ("/events", "/events/batch")]
+# Of FastAPI itself.
+OWN_PATHS = {"/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}
+
+THERE = Delivered(1, b"f" * 32, "topic", 2, 3, 4)
+COMMITTED = Committed(1, ((b"i" * 32, THERE),), replayed=True)
+
+
+@pytest.fixture(scope="module")
+def app() -> FastAPI:
+    return create_app(Settings(instance="test"), Rules(), Schemas(Rules()), lambda _: None)[0]
+
+
+def resolved(part: dict[str, Any]) -> dict[str, Any]:
+    """What a reference leads to, or the part itself."""
+    while "$ref" in part:
+        place: dict[str, Any] = DOCUMENT
+        for name in part["$ref"].removeprefix("#/").split("/"):
+            place = place[name]
+        part = place
+    return part
+
+
+def references(part: object) -> Iterator[str]:
+    return (found[1] for found in re.finditer(r'"\$ref": "([^"]+)"', json.dumps(part)))
+
+
+def answers_to(operation: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {status: resolved(answer) for status, answer in operation["responses"].items()}
+
+
+def check(schema: str, body: bytes | str) -> None:
+    """The body is what a schema of the document says, and has the members that the schema names and no others."""
+    told = json.loads(body)
+    Draft202012Validator({**SCHEMAS[schema], "components": DOCUMENT["components"]}).validate(told)
+    alternatives = SCHEMAS[schema].get("oneOf", [SCHEMAS[schema]])
+    assert told.keys() in [alternative["properties"].keys() for alternative in alternatives]
+
+
+def test_it_has_the_routes_of_the_app_and_no_others(app: FastAPI) -> None:
+    routes: dict[str, set[str]] = {}
+    for route in app.routes:
+        if (path := getattr(route, "path_format", "")) not in OWN_PATHS:
+            routes.setdefault(path, set()).update(getattr(route, "methods", set()) - {"HEAD"})
+    assert {path: {method.upper() for method in operations} for path, operations in PATHS.items()} == routes
+
+
+def test_it_has_the_parameters_of_each_get(app: FastAPI) -> None:
+    """But Authorization, which OpenAPI has as a security scheme and ignores as a parameter."""
+    for path, operations in FastAPI.openapi(FastAPI(routes=app.routes))["paths"].items():
+        for method, made in operations.items():
+            wanted = [(given["name"], given["in"], given["required"]) for given in made.get("parameters", [])]
+            wanted = [given for given in wanted if given[0] != "authorization"]
+            told = PATHS[path][method].get("parameters", [])
+            assert [(given["name"], given["in"], given["required"]) for given in told] == wanted, path
+            assert (
+                PATHS[path][method]["responses"]["200"]["content"].keys() == made["responses"]["200"]["content"].keys()
+            )
+
+
+def test_each_reference_leads_somewhere_and_each_component_is_used() -> None:
+    used = set(references(DOCUMENT))
+    there = {
+        f"#/components/{kind}/{name}"
+        for kind, named in DOCUMENT["components"].items()
+        if kind != "securitySchemes"
+        for name in named
+    }
+    assert used == there
+    ids = [operation["operationId"] for operations in PATHS.values() for operation in operations.values()]
+    assert len(set(ids)) == len(ids)
+
+
+def test_the_bodies_are_those_that_are_decoded() -> None:
+    _, components = msgspec.json.schema_components([EventBody, MemberBody, CloudEvent], ref_template=REF)
+    assert {name: SCHEMAS[name] for name in components} == components
+    event, batch = (operation["requestBody"]["content"] for operation in POSTS)
+    assert event.keys() == {"application/json", STRUCTURED, BATCHED, "*/*"}
+    assert batch.keys() == {"application/json", LINES}
+    cloudevents = event[BATCHED]["schema"]
+    assert (cloudevents["minItems"], cloudevents["maxItems"]) == (0, BATCH_EVENTS_MAX)
+    events = SCHEMAS["Batch"]["properties"]["events"]
+    assert (events["minItems"], events["maxItems"]) == (1, BATCH_EVENTS_MAX)
+    assert list(SCHEMAS["Batch"]["properties"]) == list(BatchBody.__struct_fields__)
+    assert resolved(event["application/json"]["schema"]) == SCHEMAS["EventBody"]
+    assert resolved(event[STRUCTURED]["schema"]) == resolved(cloudevents["items"]) == SCHEMAS["CloudEvent"]
+    assert resolved(batch[LINES]["schema"]) == resolved(events["items"]) == SCHEMAS["MemberBody"]
+
+
+def test_each_attribute_of_a_cloudevent_that_is_looked_at_is_a_header_too() -> None:
+    parameters = {given["name"]: given for given in POSTS[0]["parameters"]}
+    looked_at = set(CloudEvent.__struct_fields__) - {"data", "data_base64", "time"}
+    assert {name.removeprefix("ce-") for name in parameters if name.startswith("ce-")} == looked_at
+    assert parameters["ce-specversion"]["description"].startswith(f"{VERSION};")
+    assert not any(given.get("required") for given in parameters.values())
+
+
+def test_each_problem_is_an_answer_to_a_post() -> None:
+    codes: dict[str, list[str]] = {}
+    for kind in KINDS.values():
+        codes.setdefault(str(kind.status), []).append(kind.code)
+    again = {str(kind.status) for kind in KINDS.values() if kind.retry_after_s is not None}
+    for operation in POSTS:
+        problems = {status: answer for status, answer in answers_to(operation).items() if status >= "400"}
+        assert {status: answer["description"].split(", ") for status, answer in problems.items()} == codes
+        assert {status for status, answer in problems.items() if "headers" in answer} == again
+        assert all(answers_to(operation)[status]["headers"].keys() == {"Retry-After"} for status in again)
+
+
+def test_every_problem_is_told_in_the_same_form() -> None:
+    for operations in PATHS.values():
+        for operation in operations.values():
+            for status, answer in answers_to(operation).items():
+                if status >= "400" and answer["content"].keys() != {"application/json"}:
+                    assert answer["content"] == {
+                        PROBLEM_TYPE.decode(): {"schema": {"$ref": REF.format(name="Problem")}}
+                    }
+    check("Problem", render_problem(Problem(NOT_WRITTEN, "why"))[2])
+
+
+def test_what_is_answered_is_what_it_says() -> None:
+    results: list[WriteResult] = [COMMITTED, Problem(NOT_WRITTEN, "why")]
+    check("Metadata", render_place(COMMITTED.places[0]))
+    check("AtomicBatch", render_whole(b"w" * 32, COMMITTED))
+    check("Results", render_results(results))
+    for result in results:
+        check("Result", render_result(result))
+    each, of_events = (answers_to(operation) for operation in reversed(POSTS))
+    assert each["207"]["content"][LINES] == {"schema": {"$ref": REF.format(name="Result")}}
+    for answer in (each["207"], of_events["207"]):
+        assert answer["content"]["application/json"] == {"schema": {"$ref": REF.format(name="Results")}}
+
+
+def test_the_headers_of_answers_are_documented() -> None:
+    lines = committed_lines("k", COMMITTED, 1).decode().splitlines()
+    sent = {line.partition(":")[0] for line in lines} - {"content-type"}
+    for operation in POSTS:
+        assert {name.lower() for name in operation["responses"]["201"]["headers"]} >= sent
+    accepted = POSTS[0]["responses"]["202"]["headers"]
+    assert accepted.keys() == {"Location", "Idempotency-Key", "Preference-Applied"}
+
+
+def test_it_can_name_a_caller_wherever_one_is_asked_for() -> None:
+    """As a security scheme: OpenAPI has parameters that are named Authorization ignored."""
+    scheme = DOCUMENT["components"]["securitySchemes"]["bearer"]
+    assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
+    secured = {
+        f"{method} {path}"
+        for path, operations in PATHS.items()
+        for method, operation in operations.items()
+        if operation.get("security") == [{}, {"bearer": []}]
+    }
+    assert secured == {"post /events", "post /events/batch", "get /events/{key}"}
