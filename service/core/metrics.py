@@ -5,6 +5,7 @@ is a state of some part is asked of that part at each scrape (`set_function`), n
 """
 
 from bisect import bisect_left
+from collections import Counter as CountedBy
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -19,7 +20,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 NAMESPACE: Final = "fencepost"
@@ -31,31 +32,8 @@ RECOVERY_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
-class Tally(Collector):
-    """A counter in the making: what is counted for each request is a number here, and a sample at each scrape.
-
-    One thread counts and shows. The library's own counters are for several, with a lock for each increment.
-    """
-
-    def __init__(self, name: str, text: str, labels: Sequence[str]) -> None:
-        self._name = f"{NAMESPACE}_{name}"
-        self._text = text
-        self._labels = labels
-        self.counts: defaultdict[tuple[object, ...], int] = defaultdict(int)
-
-    def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
-        for values, count in self.counts.items():
-            family.add_metric([str(value) for value in values], count)
-        yield family
-
-    def describe(self) -> Iterator[Metric]:
-        """Its name, without a sample: the registry asks, to refuse a second one."""
-        yield CounterMetricFamily(self._name, self._text, labels=self._labels)
-
-
 class Latencies(Collector):
-    """`request_seconds`, from a request to its answer, counted as in `Tally`."""
+    """`request_seconds`, from a request to its answer. The library's Histogram cannot observe many at once."""
 
     def __init__(self) -> None:
         self._buckets: dict[str, list[int]] = {}
@@ -91,8 +69,11 @@ class Telemetry:
         self.ready = self._gauge("ready", "Whether it can write (1): a slot is ready, Redis and Kafka answer")
 
         # Requests, and the events in them.
-        self.requests = self._tally("requests", "HTTP requests to write, by status and code", "status", "code")
-        self.answers = self._tally("answers", "Answers to events, by status and code", "status", "code")
+        self._requests = self._counter("requests", "HTTP requests to write, by status and code", "status", "code")
+        self._answers = self._counter("answers", "Answers to events, by status and code", "status", "code")
+        # What was counted since the last scrape, by status and code: the library's counters take a lock each time.
+        self._requested: CountedBy[tuple[int, str]] = CountedBy()
+        self._answered: CountedBy[tuple[int, str]] = CountedBy()
         self.replays = self._counter("replays", "Answers that were given before")
         self.latency = Latencies()
         self.registry.register(self.latency)
@@ -162,20 +143,19 @@ class Telemetry:
     def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
         return Histogram(name, text, labels, namespace=NAMESPACE, registry=self.registry, buckets=buckets)
 
-    def _tally(self, name: str, text: str, *labels: str) -> "Tally":
-        tally = Tally(name, text, labels)
-        self.registry.register(tally)
-        return tally
-
     def requested(self, status: int, code: str) -> None:
         """Count one HTTP request to write, by its answer's status and the problem's code."""
-        self.requests.counts[status, code] += 1
+        self._requested[status, code] += 1
 
     def answered(self, code: str, status: int, latency_s: float, count: int = 1) -> None:
         """Count the same answer to so many events, or one to an atomic batch."""
-        self.answers.counts[status, code] += count
+        self._answered[status, code] += count
         self.latency.observe("ok" if status == 201 else "problem", latency_s, count)
 
     def render(self) -> bytes:
         """The text format of /metrics."""
+        for counter, counted in ((self._requests, self._requested), (self._answers, self._answered)):
+            for labels, count in counted.items():
+                counter.labels(*labels).inc(count)
+            counted.clear()
         return generate_latest(self.registry)

@@ -12,7 +12,7 @@ from promql_parser import MatrixSelector, VectorSelector
 
 from deploy.places import ROOT
 from service.claims.states import SlotState
-from service.core.metrics import Latencies, Tally, Telemetry
+from service.core.metrics import Latencies, Telemetry
 from service.slots.recovery import STORE_STATES
 from spark.report.document import metrics
 from spark.rules.causes import CAUSES
@@ -32,7 +32,7 @@ def known() -> Known:
     """Every metric that a scrape can see, with its labels."""
     found: Known = {}
     for collector in Telemetry().registry._collector_to_names:
-        if not isinstance(collector, MetricWrapperBase | Tally | Latencies):  # the process's memory and files
+        if not isinstance(collector, MetricWrapperBase | Latencies):  # the process's memory and files
             continue
         for metric in collector.describe():
             labels = set(getattr(metric, "_labelnames", getattr(collector, "_labelnames", ())))

@@ -50,6 +50,7 @@ def faults(text: str) -> Iterator[str]:
 
 def shown(telemetry: Telemetry, name: str, **labels: str) -> float | None:
     """What a scrape shows of a sample."""
+    telemetry.render()
     return telemetry.registry.get_sample_value(name, labels)
 
 
