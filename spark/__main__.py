@@ -1,5 +1,9 @@
-"""`python -m spark`: one reconciliation run; `view` and `show`: a topic with each id once, and one id."""
+"""`python -m spark`: one reconciliation run.
 
+`view` makes a topic with each id once, `show` tells all of one id, `schema` prints the JSON Schema of report.json.
+"""
+
+import json
 import sys
 import traceback
 import warnings
@@ -13,6 +17,7 @@ from spark import job, show
 from spark.console import Console
 from spark.errors import CannotRun
 from spark.reading.jvm import Py4JError
+from spark.report import model
 from spark.session import open_session
 from spark.settings import Settings, parse, parse_about
 from spark.tables import view
@@ -30,6 +35,9 @@ def main() -> int:
             return _view(arguments)
         if command == "show":
             return _show(arguments)
+        if command == "schema":
+            sys.stdout.write(json.dumps(model.schema(), indent=1) + "\n")
+            return 0
         return _run(sys.argv[1:])
     except (SettingsError, CannotRun) as error:
         sys.stderr.write(f"cannot run: {error}\n")

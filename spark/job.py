@@ -18,6 +18,7 @@ from spark.reading import decode, planning, source, wire_expressions
 from spark.reading.kafka_admin import Broker, Place
 from spark.reading.planning import DATA, LEDGER, REQUESTS, Log, Plan
 from spark.report import document, publish
+from spark.report.model import Document
 from spark.rules import cross_hour, current_findings
 from spark.rules.balance import Balance
 from spark.rules.classify import CATEGORIES
@@ -35,7 +36,7 @@ HISTORY_RUNS: Final = 19
 class Outcome:
     """What a run found: the report's document, and the process's exit status (0 clean, 3 any finding)."""
 
-    document: dict[str, Any]
+    document: Document
     status: int
 
 

@@ -1,20 +1,20 @@
 """What a run tells: one document, as JSON, as a page and as metrics."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from pyspark.sql import DataFrame, SparkSession
 
 from spark import rule_table
 from spark.reading.decode import PLAUSIBLE_MS
 from spark.reading.planning import DATA, LEDGER, REQUESTS, Log, Plan
-from spark.report import heatmap, page
+from spark.report import heatmap, metrics, model, page
 from spark.rules import current_findings
 from spark.rules.balance import Balance, ByTopic, by_topic, closed
-from spark.rules.findings import CLIENT_DUPLICATE, DERIVED_COPY, KINDS, SEVERITIES
+from spark.rules.findings import CLIENT_DUPLICATE, DERIVED_COPY, KINDS
 from spark.settings import HOUR_MS, Settings
 from spark.tables import files, hours
 
@@ -31,7 +31,7 @@ EXIT_FINDINGS: Final = 3
 class Report:
     """The document of report.json, and the exit status that goes with it."""
 
-    document: dict[str, Any]
+    document: model.Document
 
     @property
     def status(self) -> int:
@@ -63,48 +63,52 @@ def build(
     causes = current_findings.causes(found)
     counted = {kind: sum(row["findings"] for row in causes if row["kind"] == kind) for kind in KINDS}
     number = sum(counted.values())
-    listed: list[dict[str, Any]] = []
+    listed: list[model.Finding] = []
     troubles: list[dict[str, Any]] = []
     if number:
-        told = current_findings.in_order(found).limit(FINDINGS_MAX).select(current_findings.as_json().alias("finding"))
-        listed = [json.loads(row["finding"]) for row in told.collect()]
+        shown = current_findings.in_order(found).limit(FINDINGS_MAX).select(current_findings.as_json().alias("finding"))
+        listed = [json.loads(row["finding"]) for row in shown.collect()]
         places = current_findings.troubles(held, partitions=plan.partitions <= heatmap.PARTITIONS_MAX)
         troubles = [row.asDict() for row in places.collect()]
-    document = {
-        "run": {
-            "number": plan.run,
-            "verdict": FINDINGS if number else CLEAN,
-            "findings": number,
-            "frozen_at": _iso(plan.frozen_ms),
-            "window_from": _iso(since_ms),
-            "namespace": settings.shared.namespace,
-            "kafka": settings.shared.kafka,
-            "lake": settings.options.lake,
-            "topics": plan.topics,
-            "caught_up": all(log.end == log.last_stable for log in plan.logs if log.audited),
-            "ids_pass": not settings.options.skip_ids,
-            "resumed": resumed,
-        },
-        "balance": line,
-        "topics": [{"topic": topic, **counts} for topic, counts in topics.items()],
-        "kinds": counted,
-        "causes": causes,
-        "map": heatmap.drawn(balance.cells, troubles, plan.topics, first_hour, last_hour),
-        "timeline": heatmap.timeline(
-            troubles, (*current_findings.COPIES, CLIENT_DUPLICATE, DERIVED_COPY), first_hour, last_hour
-        ),
-        "findings": listed,
-        "findings_left_out": number - len(listed),
-        "evidence": _evidence(plan, topics),
-        "verdicts": dict(revised),
-        "requests": _requests(topics),
-        "cost": {
-            "seconds": dict(seconds),
-            "offsets": sum(log.end - log.start for log in plan.logs if log.audited),
-        },
+    run: model.Run = {
+        "number": plan.run,
+        "verdict": FINDINGS if number else CLEAN,
+        "findings": number,
+        "frozen_at": _iso(plan.frozen_ms),
+        "window_from": _iso(since_ms),
+        "namespace": settings.shared.namespace,
+        "kafka": settings.shared.kafka,
+        "lake": settings.options.lake,
+        "topics": plan.topics,
+        "caught_up": all(log.end == log.last_stable for log in plan.logs if log.audited),
+        "ids_pass": not settings.options.skip_ids,
+        "resumed": resumed,
     }
-    document["history"] = [_summary(one) for one in (document, *before)]
-    return Report(document)
+    cost: model.Cost = {
+        "seconds": dict(seconds),
+        "offsets": sum(log.end - log.start for log in plan.logs if log.audited),
+    }
+    by_cause = heatmap.timeline(
+        troubles, (*current_findings.COPIES, CLIENT_DUPLICATE, DERIVED_COPY), first_hour, last_hour
+    )
+    return Report(
+        {
+            "run": run,
+            "balance": cast(model.Balance, line),
+            "topics": [cast(model.TopicCounts, {"topic": topic, **counts}) for topic, counts in topics.items()],
+            "kinds": cast(model.Kinds, counted),
+            "causes": cast(list[model.CauseCounts], causes),
+            "map": cast(model.Map, heatmap.drawn(balance.cells, troubles, plan.topics, first_hour, last_hour)),
+            "timeline": cast(list[model.TimelinePoint], by_cause),
+            "findings": listed,
+            "findings_left_out": number - len(listed),
+            "evidence": _evidence(plan, topics),
+            "verdicts": cast(model.Revisions, revised),
+            "requests": _requests(topics),
+            "cost": cost,
+            "history": [_summary({"run": run, "balance": line, "cost": cost}), *map(_summary, before)],
+        }
+    )
 
 
 def window_from(plan: Plan, settings: Settings) -> int:
@@ -112,12 +116,18 @@ def window_from(plan: Plan, settings: Settings) -> int:
     return rule_table.window_from(plan.frozen_ms, settings.options.window_h * HOUR_MS)
 
 
-def _summary(document: Mapping[str, Any]) -> dict[str, Any]:
+def _summary(document: Mapping[str, Any]) -> model.PastRun:
     """A run in a line, from its document or from what `runs` kept of it."""
     run, balance, cost = document["run"], document["balance"], document["cost"]
     return {
-        **{name: run[name] for name in ("number", "frozen_at", "verdict", "findings")},
-        **{name: balance[name] for name in ("accepted", "delivered_once", "pending", "records")},
+        "number": run["number"],
+        "frozen_at": run["frozen_at"],
+        "verdict": run["verdict"],
+        "findings": run["findings"],
+        "accepted": balance["accepted"],
+        "delivered_once": balance["delivered_once"],
+        "pending": balance["pending"],
+        "records": balance["records"],
         "offsets": cost["offsets"],
         "seconds": round(sum(cost["seconds"].values()), 3),
     }
@@ -125,13 +135,13 @@ def _summary(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def write(spark: SparkSession, folder: str, made: Report) -> None:
     """report.json, report.html and metrics.prom into a folder, each whole or not at all."""
-    files.write(spark, folder, "metrics.prom", [metrics(made.document)])
+    files.write(spark, folder, "metrics.prom", [metrics.text(made.document)])
     files.write(spark, folder, "report.html", page.render(made.document))
     encoder = json.JSONEncoder(ensure_ascii=False, indent=1)
     files.write(spark, folder, "report.json", encoder.iterencode(made.document))
 
 
-def _evidence(plan: Plan, topics: ByTopic) -> dict[str, Any]:
+def _evidence(plan: Plan, topics: ByTopic) -> model.Evidence:
     """How far each log was read, what holds it up, and what could not be read."""
     audited = [log for role in (DATA, LEDGER, REQUESTS) for log in plan.of(role)]
     held = [
@@ -151,7 +161,7 @@ def _evidence(plan: Plan, topics: ByTopic) -> dict[str, Any]:
         for since_ms in [_since_ms(log)]
         if log.end == log.last_stable < log.high_watermark
     ]
-    return {
+    evidence = {
         "held_up": held,
         "rejects": sum(counts["rejects"] for counts in topics.values()),
         "gaps": [
@@ -172,6 +182,7 @@ def _evidence(plan: Plan, topics: ByTopic) -> dict[str, Any]:
             for log in audited
         ],
     }
+    return cast(model.Evidence, evidence)
 
 
 def _since_ms(log: Log) -> int | None:
@@ -185,50 +196,12 @@ def _since_ms(log: Log) -> int | None:
     return log.decided_ms if earliest <= log.decided_ms <= latest else None
 
 
-def _requests(topics: ByTopic) -> dict[str, int]:
+def _requests(topics: ByTopic) -> model.Requests:
     """The answers of the window, by status."""
     names = {"201": "answered_201", "202": "answered_202", "503": "answered_503", "504": "answered_504"}
     names |= {"other": "answered_other", "replayed": "replayed"}
-    return {shown: sum(counts[name] for counts in topics.values()) for shown, name in names.items()}
-
-
-def metrics(document: Mapping[str, Any]) -> str:
-    """The document's numbers in the text format of Prometheus."""
-    lines: list[str] = []
-
-    def gauge(name: str, help: str, values: Iterable[tuple[dict[str, str], float]]) -> None:
-        lines.append(f"# HELP fencepost_audit_{name} {help}")
-        lines.append(f"# TYPE fencepost_audit_{name} gauge")
-        for labels, value in values:
-            told = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
-            lines.append(f"fencepost_audit_{name}{{{told}}} {value}" if told else f"fencepost_audit_{name} {value}")
-
-    run = document["run"]
-    gauge("run", "Number of the last run.", [({}, run["number"])])
-    frozen = datetime.fromisoformat(run["frozen_at"]).timestamp()
-    gauge("frozen_timestamp_seconds", "When the ends of the last run were frozen.", [({}, frozen)])
-    gauge("clean", "Whether the last run found nothing (1) or something (0).", [({}, int(run["verdict"] == CLEAN))])
-    balance = [({"state": name}, value) for name, value in document["balance"].items()]
-    gauge("ids", "Ids (records: records) of the window by their place in the balance.", balance)
-    kinds = [({"kind": kind, "severity": SEVERITIES[kind]}, count) for kind, count in document["kinds"].items()]
-    gauge("findings", "Findings of the window by kind.", kinds)
-    causes = [
-        ({"kind": row["kind"], "topic": row["topic"] or "", "cause": row["cause"] or ""}, row["records"])
-        for row in document["causes"]
-    ]
-    gauge("finding_records", "Records that findings are about (copies too many) by kind, topic and cause.", causes)
-    gauge("rejects", "Records that could not be decoded.", [({}, document["evidence"]["rejects"])])
-    held = document["evidence"]["held_up"]
-    gauge("held_up_partitions", "Partitions held up by an open transaction.", [({}, len(held))])
-    oldest = max((log["age_s"] or 0 for log in held), default=0)
-    gauge("held_up_oldest_seconds", "For how long the oldest of them had been held up at the freeze.", [({}, oldest)])
-    steps = [({"step": step}, value) for step, value in document["cost"]["seconds"].items()]
-    gauge("step_seconds", "Where the time of the last run went.", steps)
-    return "\n".join(lines) + "\n"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    counted = {shown: sum(counts[name] for counts in topics.values()) for shown, name in names.items()}
+    return cast(model.Requests, counted)
 
 
 def _iso(ms: int) -> str:

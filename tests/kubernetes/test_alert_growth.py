@@ -6,7 +6,7 @@ from typing import Final
 
 import pytest
 
-from spark.report.document import metrics
+from spark.report import metrics
 from spark.rules.findings import KINDS
 from tests.kubernetes.alerting import NOTHING, Rules, Scrape, parse
 from tests.kubernetes.rendering import Rendered
@@ -27,7 +27,7 @@ def rules(prod: Rendered, tmp_path: Path) -> Rules:
 def shown(pod: str = "report-0", /, **kinds: int) -> Scrape:
     """What a scrape shows after a run that found so many of these kinds."""
     document = copy.deepcopy(AUDIT) | {"kinds": dict.fromkeys(KINDS, 0) | kinds, "causes": []}
-    found = parse(metrics(document), 0, {"namespace": "fencepost", "pod": pod})
+    found = parse(metrics.text(document), 0, {"namespace": "fencepost", "pod": pod})
     frozen_s = found.value("fencepost_audit_frozen_timestamp_seconds")
     assert frozen_s is not None
     return Scrape(frozen_s + 5, found.samples)

@@ -14,7 +14,7 @@ from deploy.places import ROOT
 from service.claims.states import SlotState
 from service.core.metrics import Latencies, Telemetry
 from service.slots.recovery import STORE_STATES
-from spark.report.document import metrics
+from spark.report import metrics
 from spark.rules.causes import CAUSES
 from spark.rules.findings import KINDS, PHANTOM
 from tests.kubernetes.rendering import HERE, Object, Rendered
@@ -38,14 +38,14 @@ def known() -> Known:
             labels = set(getattr(metric, "_labelnames", getattr(collector, "_labelnames", ())))
             for suffix in {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(metric.type, [""]):
                 found[metric.name + suffix] = labels | ({"le"} if suffix == "_bucket" else set())
-    for line in metrics(AUDIT).splitlines():
+    for line in metrics.text(AUDIT).splitlines():
         if not line.startswith("#"):
             name, _, rest = line.partition("{")
             found[name.split()[0]] = set(re.findall(r'(\w+)="', rest))
     return found
 
 
-AUDIT: Final[dict[str, Any]] = {
+AUDIT: Final[Any] = {
     "run": {"number": 1, "frozen_at": "2026-01-01T00:00:00.000Z", "verdict": "clean"},
     "balance": {"accepted": 1, "records": 1},
     "kinds": dict.fromkeys(KINDS, 0),

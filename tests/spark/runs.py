@@ -89,7 +89,7 @@ class Ran:
 
     @property
     def document(self) -> dict[str, Any]:
-        return self.outcome.document
+        return dict(self.outcome.document)
 
     def findings(self) -> set[tuple[str, str | None, str | None]]:
         """Kind, cause and key (or partition) of each finding."""

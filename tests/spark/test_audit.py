@@ -11,11 +11,11 @@ from pyspark.sql import SparkSession
 
 from deploy.stack import Kafka
 from service.contract import wire
+from spark.report.model import schema
 from tests.spark.conftest import Audit, Ran
 from tests.spark.history import History, Life, Written
 from tests.spark.runs import compiled
 from tests.spark.test_publish import records
-from tests.spark.test_report import schema
 
 HOUR_MS = 3_600_000
 TTL_S = 86_400

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jsonschema
 import pytest
@@ -14,10 +14,12 @@ from deploy.console import StackError
 from service.contract import SharedSettings
 from spark.reading.planning import DATA, Log, Plan
 from spark.report import document, page
+from spark.report.model import Document, schema
 from spark.rule_table import LOST
 from spark.rules import current_findings
 from spark.rules.balance import Balance
-from spark.rules.findings import CONFLICT, DUPLICATE, HOUR, KINDS
+from spark.rules.classify import CATEGORIES
+from spark.rules.findings import CONFLICT, DUPLICATE, HOUR, KINDS, SUMS
 from spark.settings import Options, Settings
 from spark.tables import lake
 from tests.spark import browser
@@ -27,11 +29,6 @@ MANY = 100_000
 SIZE_MAX = 5 * 1024 * 1024
 TOPIC = "orders.with-a-rather-long-name"
 HOSTILE = '<img src=x onerror="document.title=1">'
-
-
-def schema() -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(Path(document.__file__).with_name("report.schema.json").read_text())
-    return loaded
 
 
 def _findings(tables: lake.Lake) -> None:
@@ -88,7 +85,7 @@ def large(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> tupl
         held, current_findings.whole(held), plan, settings, Balance(), {"plan": 1.5}, False, [], revised
     )
     document.write(spark, settings.options.report, made)
-    return made.document, root / "report"
+    return dict(made.document), root / "report"
 
 
 def test_a_hundred_thousand_findings_make_a_page_that_a_browser_opens(large: tuple[dict[str, Any], Path]) -> None:
@@ -200,14 +197,14 @@ def test_what_holds_answers_up_and_what_was_revised_is_told(large: tuple[dict[st
     whole = {"caught_up": True, "ids_pass": True}
     document = {**large[0], "run": large[0]["run"] | whole, "verdicts": {"revised": 0, "changes": []}}
     assert [(one["partition"], one["open_since"]) for one in document["evidence"]["held_up"]] == [(39, None)]
-    assert "Every accepted event is accounted for." in "".join(page.render(document))
+    assert "Every accepted event is accounted for." in "".join(page.render(cast(Document, document)))
     held = {"role": "data", "topic": "orders", "partition": 3, "offset": 17, "high_watermark": 21}
     by = {"transactional_id": "billing-7", "producer_id": 4000, "epoch": 2}
     since = {"open_since": "2026-11-21T18:00:00.000Z", "age_s": 90.5}
     document["evidence"] = {**document["evidence"], "held_up": [held | by | since], "rejects": 2}
     document["verdicts"] = {"revised": 3, "changes": [{"before": "lost", "after": "delivered_once", "ids": 3}]}
     jsonschema.Draft202012Validator(schema()).validate({**document, "findings": []})
-    told = "".join(page.render(document))
+    told = "".join(page.render(cast(Document, document)))
     assert "Of 3 events an earlier run had said something else." in told
     assert "<td>orders[3]</td>" in told
     assert "<td>billing-7, producer 4000 epoch 2</td>" in told
@@ -216,23 +213,35 @@ def test_what_holds_answers_up_and_what_was_revised_is_told(large: tuple[dict[st
 
 
 def test_every_field_of_the_schema_says_what_it_is() -> None:
-    def fields(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-        for name, field in node.get("properties", {}).items():
-            yield f"{path}.{name}", field
-            yield from fields(field, f"{path}.{name}")
-        if "items" in node:
-            yield from fields(node["items"], f"{path}[]")
-
     jsonschema.Draft202012Validator.check_schema(schema())
-    named = dict(fields(schema(), "$"))
-    assert {path for path, field in named.items() if not field.get("description")} == set()
-    assert set(schema()["properties"]["kinds"]["properties"]) == set(KINDS)
-    counted = ("balance", "topics[]", "kinds", "requests")
-    unitless = {
-        path
-        for path, field in named.items()
-        if field.get("type") in ("integer", "number")
-        and path.removeprefix("$.").rpartition(".")[0] in counted
-        and "Unit: " not in field["description"]
+    objects = schema()["$defs"]
+    fields = {
+        f"{name}.{field}": described
+        for name, found in objects.items()
+        for field, described in found["properties"].items()
     }
-    assert unitless == set()
+    assert {path for path, field in fields.items() if not field.get("description")} == set()
+    assert all(found["additionalProperties"] is False for found in objects.values())
+    assert all(set(found["required"]) == set(found["properties"]) for found in objects.values())
+    assert set(objects["Kinds"]["properties"]) == set(KINDS)
+    assert set(objects["Finding"]["properties"]["kind"]["enum"]) == set(KINDS)
+    assert set(objects["TopicCounts"]["properties"]) == {"topic", *SUMS}
+    assert set(objects["Balance"]["properties"]) == {"accepted", *CATEGORIES, "phantom", "records"}
+    assert set(page.TITLES) == set(page.MEANINGS) == set(KINDS)
+    counted = ("Balance", "TopicCounts", "Kinds", "Requests")
+    numbers = {
+        path: field
+        for path, field in fields.items()
+        if field.get("type") == "integer" and path.partition(".")[0] in counted
+    }
+    assert numbers
+    assert {path for path, field in numbers.items() if "Unit: " not in field["description"]} == set()
+
+
+def test_a_field_too_many_breaks_the_schema(large: tuple[dict[str, Any], Path]) -> None:
+    few = {**large[0], "findings": []}
+    validator = jsonschema.Draft202012Validator(schema())
+    assert validator.is_valid(few)
+    assert not validator.is_valid({**few, "more": 1})
+    assert not validator.is_valid({**few, "balance": few["balance"] | {"more": 1}})
+    assert not validator.is_valid({name: value for name, value in few.items() if name != "cost"})

@@ -1,0 +1,77 @@
+"""metrics.prom: the numbers of a report in the text format of Prometheus."""
+
+from collections.abc import Iterable
+from datetime import datetime
+from typing import Final, cast
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from spark.report.model import Document
+from spark.rules.findings import SEVERITIES
+
+PREFIX: Final = "fencepost_audit_"
+
+
+def text(document: Document) -> str:
+    """The metrics of a document: gauges, each with the labels and values of this run alone."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_OfDocument(document))
+    return generate_latest(registry).decode()
+
+
+class _OfDocument(Collector):
+    def __init__(self, document: Document) -> None:
+        self._document = document
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        document = self._document
+        run, evidence = document["run"], document["evidence"]
+        yield _gauge("run", "Number of the last run.", run["number"])
+        frozen_s = datetime.fromisoformat(run["frozen_at"]).timestamp()
+        yield _gauge("frozen_timestamp_seconds", "When the ends of the last run were frozen.", frozen_s)
+        yield _gauge("clean", "Whether the last run found nothing (1) or something (0).", run["verdict"] == "clean")
+        yield _gauges(
+            "ids",
+            "Ids (records: records) of the window by their place in the balance.",
+            ("state",),
+            (((state,), cast(int, count)) for state, count in document["balance"].items()),
+        )
+        yield _gauges(
+            "findings",
+            "Findings of the window by kind.",
+            ("kind", "severity"),
+            (((kind, SEVERITIES[kind]), cast(int, count)) for kind, count in document["kinds"].items()),
+        )
+        yield _gauges(
+            "finding_records",
+            "Records that findings are about (copies too many) by kind, topic and cause.",
+            ("kind", "topic", "cause"),
+            (((row["kind"], row["topic"] or "", row["cause"] or ""), row["records"]) for row in document["causes"]),
+        )
+        yield _gauge("rejects", "Records that could not be decoded.", evidence["rejects"])
+        yield _gauge("held_up_partitions", "Partitions held up by an open transaction.", len(evidence["held_up"]))
+        oldest_s = max((log["age_s"] or 0 for log in evidence["held_up"]), default=0)
+        yield _gauge(
+            "held_up_oldest_seconds", "For how long the oldest of them had been held up at the freeze.", oldest_s
+        )
+        yield _gauges(
+            "step_seconds",
+            "Where the time of the last run went.",
+            ("step",),
+            (((step,), taken_s) for step, taken_s in document["cost"]["seconds"].items()),
+        )
+
+
+def _gauge(name: str, help: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(PREFIX + name, help, value=float(value))
+
+
+def _gauges(
+    name: str, help: str, labels: tuple[str, ...], values: Iterable[tuple[tuple[str, ...], float]]
+) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(PREFIX + name, help, labels=labels)
+    for found, value in values:
+        family.add_metric(found, value)
+    return family
