@@ -34,60 +34,45 @@ def hour_text(hour: Column) -> Column:
     return F.date_format(hour, FORMAT)
 
 
+Place = tuple[str, int]
+"""A topic and a partition (NO_PARTITION: the whole topic)."""
+ByHour = dict[str, int]
+"""Records by hour, as text."""
+
+
 def drawn(
     records: Cells, troubles: Iterable[Mapping[str, Any]], topics: Iterable[str], first: str, last: str
 ) -> dict[str, Any]:
     """The map of report.json: from the first hour of the window (from `first` on) with anything in it to the last.
 
-    `records` as the balance carries them, `troubles` as rows of standing.troubles. What is dated later than the hour
-    `last`, in which the run froze the ends, counts in that one: a single wild clock would stretch the map over years.
+    `records` as the balance carries them, `troubles` as rows of current_findings.troubles. Records dated later than the
+    hour `last`, in which the run froze the ends, count in that hour: one wrong clock would stretch the map over years.
     """
     audited = set(topics)
-    there: dict[tuple[str, int], dict[str, int]] = {}
-    amiss: dict[tuple[str, int], dict[str, int]] = {}
-    for hour, by_topic in records.items():
-        for topic, by_partition in by_topic.items():
-            for partition, count in by_partition.items():
-                if topic in audited and hour >= first:
-                    held = there.setdefault((topic, int(partition)), {})
-                    held[min(hour, last)] = held.get(min(hour, last), 0) + count
-    for row in troubles:
-        hour = min(row["hour"], last)
-        if hour >= first and row["topic"] in audited:
-            place = (row["topic"], NO_PARTITION if row["partition"] is None else row["partition"])
-            found = amiss.setdefault(place, {})
-            found[hour] = found.get(hour, 0) + row["records"]
-    hours = sorted({hour for rows in (*there.values(), *amiss.values()) for hour in rows})
+    delivered = _delivered(records, audited, first, last)
+    troubled = _troubled(troubles, audited, first, last)
+    hours = sorted({hour for counts in (*delivered.values(), *troubled.values()) for hour in counts})
     if not hours:
         return {"from": None, "hours_a_column": 1, "columns": 0, "rows": [], "partitions_folded": 0}
     start, end = (datetime.strptime(hour, HOUR_FORMAT).replace(tzinfo=UTC) for hour in (hours[0], hours[-1]))
     span = int((end - start) / timedelta(hours=1)) + 1
     step = -(-span // COLUMNS_MAX)
     columns = -(-span // step)
-    nth = {hour: n for n, hour in ((_hours_between(start, hour) // step, hour) for hour in hours)}
-
-    def line(counts: Iterable[Mapping[str, int]]) -> list[int]:
-        made = [0] * columns
-        for each in counts:
-            for hour, count in each.items():
-                made[nth[hour]] += count
-        return made
-
-    places = sorted({*there, *amiss})
-    shown, folded = places, []
-    if len(places) > ROWS_MAX:
-        # The busiest stay, and before them those with trouble.
-        worst = sorted(places, key=lambda place: (-_total(amiss, place), -_total(there, place), place))
-        shown, folded = sorted(worst[: ROWS_MAX - 1]), worst[ROWS_MAX - 1 :]
-    groups = [(topic, partition, [(topic, partition)]) for topic, partition in shown]
+    column_of = {hour: _hours_between(start, hour) // step for hour in hours}
+    shown, folded = _shown(delivered, troubled)
+    groups: list[tuple[str | None, int | None, list[Place]]] = [
+        (topic, None if partition == NO_PARTITION else partition, [(topic, partition)]) for topic, partition in shown
+    ]
+    if folded:
+        groups.append((None, None, folded))
     rows = [
         {
             "topic": topic,
-            "partition": None if partition == NO_PARTITION else partition,
-            "records": line(there.get(place, {}) for place in members),
-            "troubled": line(amiss.get(place, {}) for place in members),
+            "partition": partition,
+            "records": _summed((delivered.get(place, {}) for place in places), columns, column_of),
+            "troubled": _summed((troubled.get(place, {}) for place in places), columns, column_of),
         }
-        for topic, partition, members in [*groups, *([(None, None, folded)] if folded else [])]
+        for topic, partition, places in groups
     ]
     return {
         "from": start.isoformat().replace("+00:00", "Z"),
@@ -98,10 +83,54 @@ def drawn(
     }
 
 
+def _delivered(records: Cells, audited: set[str], first: str, last: str) -> dict[Place, ByHour]:
+    """The records of the window by place and hour."""
+    found: dict[Place, ByHour] = {}
+    for hour, by_topic in records.items():
+        if hour < first:
+            continue
+        for topic in audited & by_topic.keys():
+            for partition, count in by_topic[topic].items():
+                _add(found.setdefault((topic, int(partition)), {}), min(hour, last), count)
+    return found
+
+
+def _troubled(troubles: Iterable[Mapping[str, Any]], audited: set[str], first: str, last: str) -> dict[Place, ByHour]:
+    """The records in trouble of the window by place and hour."""
+    found: dict[Place, ByHour] = {}
+    for row in troubles:
+        if row["hour"] >= first and row["topic"] in audited:
+            place = (row["topic"], NO_PARTITION if row["partition"] is None else row["partition"])
+            _add(found.setdefault(place, {}), min(row["hour"], last), row["records"])
+    return found
+
+
+def _shown(delivered: Mapping[Place, ByHour], troubled: Mapping[Place, ByHour]) -> tuple[list[Place], list[Place]]:
+    """The places that get a row each, and those that share one: with trouble and busy ones come first."""
+    places = sorted({*delivered, *troubled})
+    if len(places) <= ROWS_MAX:
+        return places, []
+    ranked = sorted(places, key=lambda place: (-_total(troubled, place), -_total(delivered, place), place))
+    return sorted(ranked[: ROWS_MAX - 1]), ranked[ROWS_MAX - 1 :]
+
+
+def _summed(counts: Iterable[ByHour], columns: int, column_of: Mapping[str, int]) -> list[int]:
+    """The sums of several places by column."""
+    sums = [0] * columns
+    for by_hour in counts:
+        for hour, count in by_hour.items():
+            sums[column_of[hour]] += count
+    return sums
+
+
+def _add(counts: ByHour, hour: str, count: int) -> None:
+    counts[hour] = counts.get(hour, 0) + count
+
+
 def timeline(
     troubles: Iterable[Mapping[str, Any]], kinds: Iterable[str], first: str, last: str
 ) -> list[dict[str, Any]]:
-    """Rows of standing.troubles → records by hour, kind and cause, for these kinds; hours as on the map (`drawn`)."""
+    """Rows of current_findings.troubles → records by hour, kind and cause; hours as on the map (`drawn`)."""
     wanted = set(kinds)
     summed: dict[tuple[str, str, str], int] = {}
     for row in troubles:
@@ -114,7 +143,7 @@ def timeline(
     ]
 
 
-def _total(counts: Mapping[tuple[str, int], Mapping[str, int]], place: tuple[str, int]) -> int:
+def _total(counts: Mapping[Place, ByHour], place: Place) -> int:
     return sum(counts.get(place, {}).values())
 
 
