@@ -43,6 +43,10 @@ class Outcome:
 def run(spark: SparkSession, settings: Settings, tell: Tell, now_ms: int | None = None) -> Outcome:
     """Carry out one run, or the rest of one that was cut off. CannotRun where it is not possible.
 
+    The rest of a run that had merged what it read is carried out by the options that it was planned with: its plan says
+    what was read, and other options would judge by what was not. Where this command line has others, a run by these
+    follows at once.
+
     The steps that write are each done once for a run's number, in this order: progress (the plan), deliveries,
     rejects, findings, verdicts, runs; tidying up comes last, and is no harm when it is done twice. What a later step
     needs of an earlier one it reads from the lake, not from memory, so that the same code goes on after a kill at any
@@ -50,7 +54,13 @@ def run(spark: SparkSession, settings: Settings, tell: Tell, now_ms: int | None 
     """
     decode.check_identities(spark, settings.options.identity)
     with lock.held(spark, settings.options.lake):
-        return _Run(spark, settings, tell, int(time.time() * 1000) if now_ms is None else now_ms).carry_out()
+        now_ms = int(time.time() * 1000) if now_ms is None else now_ms
+        first = _Run(spark, settings, tell, now_ms)
+        outcome = first.carry_out()
+        if first.settings == settings:
+            return outcome
+        # What was cut off is finished, by the options that it was planned with. Now what this command line asks for.
+        return _Run(spark, settings, tell, now_ms, finished=outcome.document["run"]["number"]).carry_out()
 
 
 def before_now(tables: lake.Lake) -> dict[str, Any] | None:
@@ -69,9 +79,14 @@ def before_now(tables: lake.Lake) -> dict[str, Any] | None:
 
 
 class _Run:
-    def __init__(self, spark: SparkSession, settings: Settings, tell: Tell, now_ms: int) -> None:
+    """`finished` is the number of a run with other options that this process has finished before."""
+
+    def __init__(
+        self, spark: SparkSession, settings: Settings, tell: Tell, now_ms: int, finished: int | None = None
+    ) -> None:
         self.spark = spark
         self.settings = settings
+        self.finished = finished
         self.tell = tell
         self.now_ms = now_ms
         self.lake = lake.Lake(spark, settings.options.lake)
@@ -113,7 +128,7 @@ class _Run:
             past = before["reports"] if before else []
             revised = verdict_history.counted(self.lake.read("verdicts"), document.window_from(plan, self.settings))
             outcome = document.build(
-                held, found, plan, self.settings, balance, self.cost.seconds, resumed, past, revised
+                held, found, plan, self.settings, balance, self.cost.seconds, resumed, past, revised, self.finished
             )
             document.write(self.spark, self.settings.options.report, outcome)
         for frame in (held, found):
@@ -136,6 +151,7 @@ class _Run:
         if cut is not None:
             if self._goes_on(cut):
                 self.tell(f"taking up run {cut.run}, which was cut off")
+                self._take_options_of(cut)
                 return cut, True
             self.tell(f"run {cut.run} was cut off before it merged; planning it anew")
         with closing(Broker(self.spark, self.settings.shared)) as broker:
@@ -159,6 +175,18 @@ class _Run:
             return False
         with closing(Broker(self.spark, self.settings.shared)) as broker:
             return planning.readable(broker, cut)
+
+    def _take_options_of(self, cut: Plan) -> None:
+        """Have the rest of a run judged by the options that it was planned with."""
+        if cut.options == planning.options_of(self.settings):
+            return
+        self.settings = planning.settings_of(cut.options, self.settings)
+        topics = ",".join(self.settings.options.topics) or "(none)"
+        self.tell(
+            f"run {cut.run} was planned with other options (--topics {topics}, --grace-s "
+            f"{self.settings.options.grace_s}, --window-h {self.settings.options.window_h}, its key retention, rules "
+            "or timeouts): finishing it by its own, then planning anew by those of this command line"
+        )
 
     def _check_namespace(self, plan: Plan | None) -> None:
         """CannotRun where the lake holds what another namespace's run has read: by this one's ledger all of that would

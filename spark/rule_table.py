@@ -12,6 +12,8 @@ from typing import Final
 from pyspark.sql import Column
 from pyspark.sql import functions as F  # noqa: N812
 
+from spark.settings import HOUR_MS
+
 THERE: Final = "there"
 LOST: Final = "lost"
 PENDING: Final = "pending"
@@ -312,5 +314,18 @@ def is_eaten(log_start: int, read_to: int) -> bool:
 
 
 def window_from(frozen_ms: int, window_ms: int) -> int:
-    """From when on a report looks."""
-    return frozen_ms - window_ms
+    """From when on a report looks: the beginning of an hour, since the balance is counted in whole hours."""
+    return (frozen_ms - window_ms) // HOUR_MS * HOUR_MS
+
+
+def is_in_window(told: Column, accepted: Column) -> Column:
+    """Whether a finding stands in the window: its last evidence came in it, or the balance counts its hour.
+
+    A clock that is behind may give evidence an earlier time than the acceptance.
+    """
+    return told | F.coalesce(accepted, F.lit(False))
+
+
+def is_revoked(found_run: Column, passed_run: Column) -> Column:
+    """Whether the pass over all ids has a newer word on an id than what was found of it in one hour."""
+    return found_run <= passed_run

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final, Protocol
 
-from service.contract import Guarantee, wire
+from service.contract import CallerRule, Guarantee, Rules, TopicRule, wire
 from spark import rule_table
 from spark.errors import CannotRun
 from spark.reading.kafka_admin import Ends, Holder, Place, Topic
@@ -187,9 +187,32 @@ def options_of(settings: Settings) -> str:
                 [rule.pattern, rule.guarantee.value, rule.derived, rule.client_duplicates]
                 for rule in settings.rules.topics
             ],
+            "callers": [caller.name for caller in settings.rules.callers],
         },
         sort_keys=True,
     )
+
+
+def settings_of(options: str, now: Settings) -> Settings:
+    """The settings that a plan was made with, as far as its `options` (options_of) tell; the rest is as `now`."""
+    told = json.loads(options)
+    given = replace(
+        now.options,
+        topics=tuple(told["topics"]),
+        grace_s=told["grace_s"],
+        window_h=told["window_h"],
+        identity=told["identity"],
+    )
+    # Of the timeouts only the sum is told, and only the sum counts.
+    shared = replace(
+        now.shared, key_ttl_s=told["key_ttl_s"], request_timeout_ms=told["timeouts_ms"], transaction_timeout_ms=0
+    )
+    topics = tuple(
+        TopicRule(pattern, Guarantee(guarantee), "", *switches) for pattern, guarantee, *switches in told["rules"]
+    )
+    # Lakes of before tell no callers.
+    callers = tuple(CallerRule(name, ()) for name in told["callers"]) if "callers" in told else now.rules.callers
+    return replace(now, options=given, shared=shared, rules=Rules(topics, callers))
 
 
 def freeze(

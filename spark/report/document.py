@@ -48,12 +48,13 @@ def build(
     resumed: bool,
     before: Sequence[Mapping[str, Any]],
     revised: Mapping[str, Any],
+    finished: int | None = None,
 ) -> Report:
     """The document of a run; CannotRun where its balance does not close.
 
     `held` are the findings that stand (standing.by_hour), `found` the same as a whole (FIELDS), `before` the documents
     of the runs before (what `runs` keeps of them), the last one first, `revised` the verdicts that changed
-    (history.counted).
+    (history.counted), `finished` the number of a run with other options that was finished first.
     """
     since_ms = window_from(plan, settings)
     first_hour, last_hour = hours.text_of(since_ms), hours.text_of(plan.frozen_ms)
@@ -83,6 +84,7 @@ def build(
         "caught_up": all(log.end == log.last_stable for log in plan.logs if log.audited),
         "ids_pass": not settings.options.skip_ids,
         "resumed": resumed,
+        "finished_first": finished,
     }
     cost: model.Cost = {
         "seconds": dict(seconds),
@@ -112,7 +114,7 @@ def build(
 
 
 def window_from(plan: Plan, settings: Settings) -> int:
-    """From when on the report looks, ms."""
+    """From when on the report looks, ms: a whole hour."""
     return rule_table.window_from(plan.frozen_ms, settings.options.window_h * HOUR_MS)
 
 

@@ -74,6 +74,10 @@ class Run(TypedDict):
     caught_up: Annotated[bool, _about("Whether everything committed has been read (false: --max-records).")]
     ids_pass: Annotated[bool, _about("Whether copies in other hours were looked for (false: --skip-ids).")]
     resumed: Annotated[bool, _about("Whether the run continued one that was cut off.")]
+    finished_first: Annotated[
+        int | None,
+        _about("Number of a run that had been cut off with other options, and was finished by them before this one."),
+    ]
 
 
 class Balance(TypedDict):

@@ -155,6 +155,8 @@ def _subline(document: Document) -> str:
         parts.append(f"{counted(balance['pending'], 'accepted event', 'accepted events')} cannot be judged yet.")
     if revised := document["verdicts"]["revised"]:
         parts.append(f"Of {counted(revised, 'event', 'events')} an earlier run had said something else.")
+    if run["finished_first"] is not None:
+        parts.append(f"Run {run['finished_first']}, cut off with other options, was finished by them before this one.")
     if not run["caught_up"]:
         parts.append("This run was capped: records are left to read.")
     if not run["ids_pass"]:

@@ -5,6 +5,7 @@ from typing import Any, Final
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
+from spark import rule_table
 from spark.reading.decode import UNKEYED
 from spark.report.heatmap import hour_text
 from spark.rules.findings import CLIENT_DUPLICATE, CONFLICT, DUPLICATE, EVIDENCE_GAP, IDS, KINDS, SEVERITIES
@@ -38,11 +39,19 @@ _PLACE: Final = ("kind", "cause", "topic", "partition")
 
 
 def by_hour(findings: DataFrame, since_ms: int) -> DataFrame:
-    """lake.FINDING → those of it that stand; what is found of a partition still hour by hour."""
-    recent = findings.where((F.col("last_ms") >= since_ms) & F.col("kind").isNotNull())
-    united = findings.where((F.col("scope") == IDS) & F.col("kind").isNull()).select("id")
+    """lake.FINDING → those of it that stand; what is found of a partition still hour by hour.
+
+    `since_ms` is where the window begins, and the first hour that the balance counts.
+    """
+    told = F.col("last_ms") >= since_ms
+    counted = F.col("accepted_hour") >= F.timestamp_millis(F.lit(since_ms))
+    recent = findings.where(rule_table.is_in_window(told, counted) & F.col("kind").isNotNull())
+    united = findings.where((F.col("scope") == IDS) & F.col("kind").isNull())
+    passes = united.select("id", F.coalesce("run", F.lit(0)).alias("passed"))
     over_hours = (F.col("scope") == IDS) | F.col("kind").isin(*_PLACES)
-    of_hours = recent.where(~over_hours).join(united, "id", "left_anti")
+    revoked = rule_table.is_revoked(F.coalesce("run", F.lit(0)), F.col("passed"))
+    of_hours = recent.where(~over_hours).join(passes, "id", "left")
+    of_hours = of_hours.where(F.col("passed").isNull() | ~revoked).select(*recent.columns)
     return recent.where(over_hours).unionByName(of_hours)
 
 

@@ -76,7 +76,9 @@ class Judgement:
                 found += self._over_hours(deliveries, several, many, balance)
                 replaced.append(f"scope = '{findings.IDS}'")
         with self.cost.step("findings"):
-            self.lake.replace("findings", fold(DataFrame.unionByName, found), " OR ".join(replaced), self.plan.run)
+            united = fold(lambda one, more: one.unionByName(more, allowMissingColumns=True), found)
+            united = united.withColumn("run", F.lit(self.plan.run).cast("bigint"))
+            self.lake.replace("findings", united, " OR ".join(replaced), self.plan.run)
         with self.cost.step("verdicts"):
             self._keep_history(judged, rows.where("plain = 1"), several, touched)
         for frame in self.kept:

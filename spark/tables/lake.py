@@ -36,8 +36,10 @@ FINDING: Final = {
     "last_ms": "bigint",
     "coordinates": COORDINATES,
     "fingerprint": "binary",
+    "run": "bigint",
 }
 """A finding. `scope`: `hour` (of the ids of one hour), `ids` (over all hours), `log` (of the logs themselves).
+`run` found it, null in lakes of before.
 
 In the scope `ids` a row without kind says that the findings of the hours about this id do not hold.
 """

@@ -14,9 +14,9 @@ from pyspark.sql import SparkSession
 from spark.report import document
 from spark.rules.classify import evidence, judge
 from spark.tables import deliveries
-from tests.spark import test_balance, test_clients, test_offsets, test_verdict
-from tests.spark.mutants import BALANCES, CAUSES, CLIENTS, PLANS, STATES, VERDICTS, Mutant, alive
-from tests.spark.rows import name_of
+from tests.spark import test_balance, test_clients, test_offsets, test_verdict, test_window
+from tests.spark.mutants import BALANCES, CAUSES, CLIENTS, PLANS, STATES, VERDICTS, WINDOWS, Mutant, alive
+from tests.spark.rows import HOUR_MS, name_of
 
 WINDOW_MS: Final = 168 * 3_600_000
 
@@ -37,7 +37,7 @@ def verdicts(spark: SparkSession) -> None:
 def plans(spark: SparkSession) -> None:
     """Every test of the plan that needs no more than a cluster."""
     plan, settings = test_verdict.plan(), test_verdict.settings()
-    assert document.window_from(plan, settings) == plan.frozen_ms - WINDOW_MS
+    assert document.window_from(plan, settings) == (plan.frozen_ms - WINDOW_MS) // HOUR_MS * HOUR_MS
     for name, test in vars(test_offsets).items():
         if name.startswith("test_") and list(inspect.signature(test).parameters) == ["cluster"]:
             test(test_offsets.made_up())
@@ -49,6 +49,7 @@ CHECKS: Final[Mapping[str, Callable[[SparkSession], None]]] = {
     CLIENTS: test_clients.test_only_a_retry_is_one,
     STATES: test_verdict.test_copies_are_ordered_by_ledger_then_time_then_place,
     PLANS: plans,
+    WINDOWS: test_window.test_which_findings_stand,
     BALANCES: lambda spark: test_balance.test_an_hour_with_open_verdicts_is_looked_at_again(),
 }
 

@@ -367,6 +367,14 @@ class Script(Copies):
             self.delivered(planted, at, ts=at, life=self.life(self.slot), value=value)
             self.delivered(planted, at, ts=at + 50, life=self.life(self.slot), value=value, cause=RESTART)
 
+        # The window begins with a whole hour, for what is found as for the balance; also where a clock is behind.
+        edge = (FROZEN_MS[1] - WINDOW_MS) // HOUR_MS * HOUR_MS
+        for at, until in ((edge - 1, 1), (edge, 2), (edge + HOUR_MS // 6, 2)):
+            for seen in (at, at - 5000):
+                self.claim(
+                    self.plant("edge", until=until), lambda: (self.orders, 0, 7_000_000), ALWAYS_LOST, at=at, seen=seen
+                )
+
         # What a replay brings into the log with its old timestamp is told when it comes.
         at, value = FROZEN_MS[0] - WINDOW_MS - 30 * HOUR_MS, self.content()
         planted = self.plant("replayed", until=0, again=2)

@@ -17,10 +17,12 @@ from pyspark.sql import Column
 from pyspark.sql import functions as F  # noqa: N812
 
 from spark import rule_table
+from spark.reading import planning
 from spark.rules.balance import Balance
 from spark.settings import Settings
 
 VERDICTS, CAUSES, CLIENTS, STATES, PLANS, BALANCES = "verdicts", "causes", "clients", "states", "plans", "balances"
+WINDOWS: Final = "windows"
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,7 @@ MUTANTS: Final = (
     Mutant(rule_table.is_compacted, "beyond the end", lambda compacted, beyond: compacted, VERDICTS),
     Mutant(rule_table.of_no_log, "not waited for", lambda ripe: F.lit("topic_gone"), VERDICTS),
     Mutant(rule_table.gap_count, "twice", lambda counted: F.lit(1).cast("bigint"), VERDICTS),
+    Mutant(planning.settings_of, "the command line's", lambda options, now: now, PLANS, planning),
     Mutant(rule_table.is_made_anew, _NO, lambda life, now: False, PLANS),
     Mutant(rule_table.is_eaten, _NO, lambda start, read_to: False, PLANS),
     # -------------------------------------------------------------------------------------------------- phantoms
@@ -260,5 +263,16 @@ MUTANTS: Final = (
     Mutant(rule_table.is_own_time, "any", _always, CLIENTS),
     # --------------------------------------------------------------------------------------- balance, window, time
     Mutant(rule_table.window_from, "twice as long", lambda frozen, window: frozen - 2 * window, PLANS),
+    Mutant(rule_table.window_from, "to the ms", lambda frozen, window: frozen - window, PLANS),
+    Mutant(rule_table.is_in_window, "by the evidence alone", lambda told, accepted: told, WINDOWS),
+    Mutant(
+        rule_table.is_in_window,
+        "by the acceptance alone",
+        lambda told, accepted: F.coalesce(accepted, F.lit(False)),
+        WINDOWS,
+    ),
+    Mutant(rule_table.is_revoked, "whenever it was", _always, WINDOWS),
+    Mutant(rule_table.is_revoked, _NO, _never, WINDOWS),
+    Mutant(rule_table.is_revoked, "not by the same run", lambda found, passed: found < passed, WINDOWS),
     Mutant(Balance.open_hours, "none", lambda self: set(), BALANCES, Balance),
 )

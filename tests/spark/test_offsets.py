@@ -141,6 +141,26 @@ def test_another_window_has_everything_judged_anew() -> None:
     assert planning.options_of(settings(window_h=336)) != planning.options_of(settings())
 
 
+def test_a_plan_tells_the_settings_that_it_is_judged_by(cluster: MadeUp) -> None:
+    rules = "\n".join(
+        [
+            '[[topics]]\npattern = "a*"\nguarantee = "idempotent"\nderived = true\nclient_duplicates = false',
+            f'[[callers]]\nname = "c"\ntoken_sha256 = "{"0" * 64}"',
+        ]
+    )
+    theirs = replace(
+        settings(rules, topics=("a*",), grace_s=7, window_h=24, identity={"a": "key"}),
+        shared=SharedSettings(key_ttl_s=7200, request_timeout_ms=3000, transaction_timeout_ms=4000),
+    )
+    ours = settings(skip_ids=True)
+    found = planning.settings_of(planning.options_of(theirs), ours)
+    assert planning.options_of(found) == planning.options_of(theirs) != planning.options_of(ours)
+    assert (found.settle_ms, found.rules.rule("abc").client_duplicates) == (theirs.settle_ms, False)
+    assert found.options.skip_ids
+    # Another caller of the rules is another scope of keys.
+    assert planning.options_of(settings(rules)) != planning.options_of(settings(rules.replace('"c"', '"d"')))
+
+
 def test_the_next_run_goes_on_where_the_last_one_ended(cluster: MadeUp) -> None:
     first = freeze(cluster, named={"orders"})
     cluster.topics["orders"] = ends(25)

@@ -1,0 +1,112 @@
+"""The window of a report: one for its balance and its findings, which begins with a whole hour."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+from deploy.local.stack import Kafka
+from service.contract import wire
+from spark import rule_table
+from spark.rules import current_findings
+from spark.rules.findings import HOUR, IDS, LOG
+from spark.tables import lake
+from tests.spark.conftest import Audit
+from tests.spark.history import History, Life
+from tests.spark.rows import HOUR_MS
+from tests.spark.world import FOREVER
+
+WINDOW_H = 168
+ONE = Life(0, 100, 0, "a:1")
+
+
+@pytest.fixture
+def past(kafka: Kafka, namespace: str) -> History:
+    """An empty history whose internal topics take the writer's timestamps."""
+    return History(kafka.bootstrap, namespace, internal=FOREVER)
+
+
+def test_the_window_begins_with_a_whole_hour() -> None:
+    for minutes in (0, 20, 59):
+        frozen_ms = 500_000 * HOUR_MS + minutes * 60_000
+        assert rule_table.window_from(frozen_ms, WINDOW_H * HOUR_MS) == (500_000 - WINDOW_H) * HOUR_MS
+
+
+def test_which_findings_stand(spark: SparkSession) -> None:
+    """By the time of their evidence or their hour; and by which run the pass over all ids came, and what it said."""
+    since_ms = 500_000 * HOUR_MS
+
+    def found(name: str, scope: str, *, last: int, hour: int | None, run: int | None, kind: str | None = "lost") -> Any:
+        hour_at = None if hour is None else datetime.fromtimestamp((since_ms + hour * HOUR_MS) / 1000, UTC)
+        id = None if scope == LOG else name.ljust(16).encode()
+        values = {
+            "scope": scope,
+            "kind": kind,
+            "id": id,
+            "accepted_hour": hour_at,
+            "last_ms": since_ms + last,
+            "run": run,
+        }
+        return {**values, "topic": name, "coordinates": []}
+
+    rows = [
+        found("in", HOUR, last=0, hour=0, run=1),
+        found("old", HOUR, last=-1, hour=-1, run=1),
+        found("replayed", HOUR, last=5, hour=-99, run=1),
+        found("clock behind", HOUR, last=-5, hour=0, run=1),
+        found("gap", LOG, last=5, hour=None, run=1, kind="evidence_gap"),
+        found("old gap", LOG, last=-5, hour=None, run=1, kind="evidence_gap"),
+        found("all ids", IDS, last=0, hour=0, run=4),
+    ]
+    for name, run, passed in (("before", 3, 4), ("same run", 4, 4), ("since", 5, 4), ("old lake", None, None)):
+        rows.append(found(name, HOUR, last=0, hour=0, run=run))
+        rows.append(found(name, IDS, last=0, hour=0, run=passed, kind=None))
+    standing = current_findings.by_hour(spark.createDataFrame(rows, lake.schema("findings")), since_ms)
+    names = {row["topic"] for row in standing.collect()}
+    assert names == {"in", "replayed", "clock behind", "gap", "all ids", "since"}
+
+
+@pytest.mark.parametrize(
+    ("after_ms", "told_after_ms", "lost"), [(0, 0, 1), (300_000, 300_000, 1), (5, -5000, 1), (-1, -1, 0)]
+)
+def test_what_the_balance_counts_is_told_and_nothing_else(
+    past: History, audit: Audit, after_ms: int, told_after_ms: int, lost: int
+) -> None:
+    """At the edge: in the first hour of the window; told of by a clock that is behind; just before that hour."""
+    topic = past.topic(f"{past.namespace}-t")
+    now_ms = past.now_ms // HOUR_MS * HOUR_MS + 20 * 60_000
+    first_ms = now_ms // HOUR_MS * HOUR_MS - WINDOW_H * HOUR_MS
+    at = first_ms + after_ms
+    producer = past.transactional(ONE)
+    past.deliver(producer, ONE, topic, ["there"], at=now_ms - HOUR_MS, ts=now_ms - HOUR_MS)
+    record = wire.LedgerRecord(
+        ONE.slot,
+        ONE.producer_id,
+        ONE.epoch,
+        ONE.instance,
+        [wire.Entry(wire.event_id("lost"), bytes(8), at, topic, 0, 1000, at)],
+    )
+    producer.begin_transaction()
+    past.raw(producer, wire.ledger_topic(past.namespace), record.encode(), timestamp=first_ms + told_after_ms)
+    producer.commit_transaction(30)
+    ran = audit(past, now_ms=now_ms, window_h=WINDOW_H)
+    assert ran.document["balance"]["lost"] == lost
+    assert ran.findings() == ({("lost", "ledger", None)} if lost else set())
+    assert ran.outcome.status == (3 if lost else 0)
+
+
+def test_without_the_pass_over_ids_a_verdict_that_is_newer_than_the_pass_stands(past: History, audit: Audit) -> None:
+    """The pass found an id of two hours whole; then one of these hours, judged anew, finds it lost."""
+    topic = past.topic(f"{past.namespace}-t")
+    now_ms = past.now_ms
+    producer = past.transactional(ONE)
+    (there,) = past.deliver(producer, ONE, topic, ["wide"], at=now_ms - 5 * HOUR_MS)
+    past.answers([there.answer(504, at=now_ms - 2 * HOUR_MS)])
+    assert audit(past, later_s=3600).outcome.status == 0
+    producer.begin_transaction()
+    past.ledger(producer, ONE, [there.entry(at=now_ms - 2 * HOUR_MS, offset=1000)])
+    producer.commit_transaction(30)
+    ran = audit(past, later_s=2 * 3600, skip_ids=True)
+    assert ran.document["balance"]["lost"] == 1
+    assert ran.findings() == {("lost", "ledger", None)}
