@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from pyspark import StorageLevel
@@ -115,6 +115,8 @@ class _Run:
         if not self.settings.options.skip_ids:
             with self.cost.step("ids"):
                 self._rename(plan)
+        with self.cost.step("unsure"):
+            self._settle(plan)
         with self.cost.step("views"):
             view.update(self.lake, self.settings.shared, plan, self.last)
         judgement = Judgement(self.spark, self.lake, plan, self.last, self.settings, self.cost)
@@ -154,10 +156,12 @@ class _Run:
                 self._take_options_of(cut)
                 return cut, True
             self.tell(f"run {cut.run} was cut off before it merged; planning it anew")
+        self._tell_identities()
         with closing(Broker(self.spark, self.settings.shared)) as broker:
-            plan = planning.freeze(broker, self.settings, self.last, self.now_ms, self._discover, self._named)
-        # Never the number of one that was cut off: what that one has written already would count as ours.
-        plan = replace(plan, run=newest + 1)
+            # Never the number of one that was cut off: what that one has written already would count as ours.
+            plan = planning.freeze(
+                broker, self.settings, self.last, self.now_ms, self._discover, self._named, newest + 1
+            )
         rows = wire_expressions.rows_of(self.spark, lake.schema("progress"), plan.rows())
         if cut is None:
             self.lake.append("progress", rows, plan.run)
@@ -187,6 +191,18 @@ class _Run:
             f"{self.settings.options.grace_s}, --window-h {self.settings.options.window_h}, its key retention, rules "
             "or timeouts): finishing it by its own, then planning anew by those of this command line"
         )
+
+    def _tell_identities(self) -> None:
+        """Say of which topics --identity is another one than before: it changes nothing of what is in the lake."""
+        if self.last is None:
+            return
+        theirs, ours = json.loads(self.last.options).get("identity", {}), dict(self.settings.options.identity)
+        read = {log.topic for log in self.last.logs if log.role != LEDGER and log.end > log.first}
+        if names := sorted(name for name in read if theirs.get(name) != ours.get(name)):
+            self.tell(
+                f"--identity of {', '.join(names)} is another one than the last run's: it holds for what is read from "
+                "now on, and what was read keeps its ids; a --lake at a new folder reads all of it by this one"
+            )
 
     def _check_namespace(self, plan: Plan | None) -> None:
         """CannotRun where the lake holds what another namespace's run has read: by this one's ledger all of that would
@@ -240,7 +256,8 @@ class _Run:
             told = deliveries.told(self._testimony(spans, plan.frozen_ms))
         copies = decode.deliveries(self._records(plan.spans(DATA)), plan.frozen_ms, self.settings.options.identity)
         exact = self._exact_hours(plan)
-        rows = deliveries.reduce(copies, told, plan.run, planning.arrived(plan, self.last), exact)
+        arrived, ended = planning.arrived(plan, self.last), planning.ended(plan)
+        rows = deliveries.reduce(copies, told, plan.run, arrived, exact, ended)
         if self.kept_from:
             rows = rows.where(hours.since(self.kept_from))
         if not self.lake.exists("deliveries"):
@@ -273,6 +290,17 @@ class _Run:
         found = found.localCheckpoint()
         if touched := hours.of(found):
             self.lake.rename(found, touched, plan.run)
+
+    def _settle(self, plan: Plan) -> None:
+        """Have a 202 or 504 know what other hours tell of its id, also where the pass over all ids is left out."""
+        since_ms = document.window_from(plan, self.settings) - self.settings.key_ttl_ms
+        recent = self.lake.read("deliveries").where(hours.since(hours.text_of(since_ms)))
+        found = cross_hour.told_elsewhere(recent, plan.run)
+        if found is None:
+            return
+        found = found.localCheckpoint()
+        if touched := hours.of(found):
+            self.lake.settle(found, touched, plan.run)
 
     # ------------------------------------------------------------------------------------------------------ done
 

@@ -41,6 +41,15 @@ def held_over_ms(accepted_ms: Column, seen_ms: Column, settle: int) -> Column:
     return F.greatest(accepted_ms, seen_ms) + settle
 
 
+# Clocks that are kept differ by less; a retry's acceptance is never ahead.
+AHEAD_MS: Final = 86_400_000
+
+
+def is_ahead(ms: Column, now_ms: Column | int) -> Column:
+    """Whether a time is a day or more ahead of that of Kafka, or of the run: nobody's who keeps a clock."""
+    return ms > now_ms + AHEAD_MS
+
+
 def is_ripe(over: Column, frozen_ms: int) -> Column:
     return over < frozen_ms
 
@@ -51,11 +60,6 @@ def is_undecided(over: Column, decided_ms: Column | int) -> Column:
 
 
 # ------------------------------------------------------------------------------------------------ claimed places
-
-
-def is_settled(end: int, last_stable: int, high_watermark: int) -> bool:
-    """Whether nothing is open in a log, and all of it is read: what is not there will not come."""
-    return end == last_stable >= high_watermark
 
 
 def is_said_twice(entered: Column) -> Column:
@@ -71,12 +75,22 @@ def is_beyond(offset: Column, end: Column) -> Column:
     return offset >= end
 
 
-def is_waiting(beyond: Column, settled: Column, over: Column, proven_ms: Column) -> Column:
-    """Whether a place is in the part of a log that an open transaction still keeps from being read.
+def is_past_end(offset: Column, later_end: Column) -> Column:
+    """Whether a place lies past a log's high watermark, which was listed after the ends of ledger and journal.
 
-    Below the end every record is decided. Once the log stood with nothing open, what was opened later changes nothing.
+    What these name was acknowledged before they named it, and so lay below that high watermark: no clock has a part in
+    this.
     """
-    return beyond & ~settled & (over >= proven_ms)
+    return offset >= later_end
+
+
+def is_waiting(beyond: Column, was_past_end: Column, past_end: Column) -> Column:
+    """Whether a place is in the part of a log that is there and not read yet: an open transaction holds it up, or it
+    was written while the run was planned.
+
+    Below the end every record is decided. A place that was past the end once never had the record.
+    """
+    return beyond & ~was_past_end & ~past_end
 
 
 def is_of_another_life(seen_ms: Column, since_ms: Column) -> Column:
@@ -91,9 +105,9 @@ def is_in_gap(offset: Column, first: Column, last: Column) -> Column:
     return (offset >= first) & (offset < last)
 
 
-def is_compacted(compacted: Column, beyond: Column) -> Column:
-    """Whether compaction may have taken the record: what it takes lies below the end."""
-    return compacted & ~beyond
+def is_compacted(compacted: Column, was_past_end: Column) -> Column:
+    """Whether compaction may have taken the record: none that was never there."""
+    return compacted & ~was_past_end
 
 
 def of_no_log(ripe: Column) -> Column:
@@ -140,12 +154,17 @@ def is_unheard(entries: Column, named: Column, idempotent: Column, answered: Col
     return (entries == 0) & ~named & ~(idempotent & answered)
 
 
-def waits_longer(decided_ms: Column, frozen_ms: int, idempotent: Column) -> Column:
-    """Whether what would tell of a copy may come long after it: its ledger is held up, or it is the journal.
+def is_unread(read_run: Column, heard_run: Column) -> Column:
+    """Whether the ledger of a copy's slot is not read as far as it went when the copy was read.
 
-    Else the copy is committed and was read before the ledger: its entry would be there.
+    A copy that can be read is committed, and its entry with it: the entry lies in that part of the ledger, or nowhere.
     """
-    return (decided_ms < frozen_ms) | idempotent
+    return read_run > heard_run
+
+
+def waits_longer(decided_ms: int, frozen_ms: int) -> bool:
+    """Whether what would settle a 202 or 504 may come long after it: ledger or journal is held up."""
+    return decided_ms < frozen_ms
 
 
 def is_before_evidence(complete_ms: Column, accepted_at: Column, timestamp: Column) -> Column:
@@ -170,10 +189,16 @@ def takes_back(freed_ms: Column, unsure_ms: Column) -> Column:
 
 
 def is_accepted(
-    promised: Column, answered_202: Column, answered_504: Column, taken_back: Column, ours: Column
+    promised: Column, answered_202: Column, answered_504: Column, taken_back: Column, elsewhere: Column, ours: Column
 ) -> Column:
-    """In the ledger or answered 201; or 202 or 504, unless that was taken back and no record of ours came of it."""
-    return (promised > 0) | ((answered_202 + answered_504 > 0) & ~(taken_back & (ours == 0)))
+    """In the ledger or answered 201; or 202 or 504, unless that was taken back, or the id is accepted `elsewhere`, in
+    another hour, and no record of ours came of it here."""
+    return (promised > 0) | ((answered_202 + answered_504 > 0) & ~((taken_back | elsewhere) & (ours == 0)))
+
+
+def tells(stamped: Column, entries: Column, answered_201: Column) -> Column:
+    """Whether a row tells what became of a 202 or 504 of its id: a stranger's record does not."""
+    return F.coalesce(stamped, F.lit(False)) | (entries + answered_201 > 0)
 
 
 def decided_by(ledger_ms: int, answers_ms: int) -> int:

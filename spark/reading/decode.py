@@ -12,6 +12,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import wire
+from spark import rule_table
 from spark.errors import CannotRun
 from spark.reading import source, wire_expressions
 from spark.reading.jvm import is_deterministic
@@ -26,8 +27,12 @@ REJECTED: Final = "struct<reason: string, content: binary>"
 COPIES: Final = (
     "kind string, id binary, topic string, partition int, offset bigint, at bigint, ts bigint, fp binary, alt binary, "
     "slot int, pid bigint, epoch int, instance string, stamped boolean, keyed boolean, record_key bigint, key string, "
-    f"reject {REJECTED}"
+    f"reject {REJECTED}, came bigint"
 )
+"""`ts` is the record's timestamp, by which copies are ordered, drawn in to PLAUSIBLE_MS: the same in whatever run.
+Where it cannot be meant, `came` is the time of the run that read it, else null. `at` is the acceptance, never a time
+that cannot be meant.
+"""
 
 TESTIMONY: Final = (
     "id binary, topic string, partition int, offset bigint, at bigint, ts bigint, status int, replayed boolean, "
@@ -92,9 +97,9 @@ def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str]
         .when(F.col("stamp").isNotNull(), REJECT)
         .otherwise(UNKEYED)
     )
+    seen = plausible(F.col("timestamp_ms"), frozen_ms, frozen_ms)
     computed, others = _fingerprints()
     borne_out = (F.col("stamp_fp") == computed) | F.array_contains(others, F.col("stamp_fp"))
-    ts = plausible(F.col("timestamp_ms"), frozen_ms)
     foreign = ~stamped & (kind == EVENT)
     return read.select(
         kind.alias("kind"),
@@ -105,8 +110,8 @@ def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str]
         "topic",
         "partition",
         "offset",
-        F.when(stamped, plausible(F.col("stamp_at"), ts)).otherwise(ts).alias("at"),
-        ts.alias("ts"),
+        F.when(stamped, plausible(F.col("stamp_at"), seen, frozen_ms)).otherwise(seen).alias("at"),
+        drawn_in(F.col("timestamp_ms")).alias("ts"),
         F.when(stamped, F.col("stamp_fp")).when(foreign, computed).alias("fp"),
         F.when(foreign, wire_expressions.joined(others)).when(stamped & ~borne_out, computed).alias("alt"),
         *(F.when(stamped, F.col(name)).alias(name) for name in ("slot", "pid", "epoch", "instance")),
@@ -115,6 +120,7 @@ def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str]
         F.when(F.col("key").isNotNull(), F.xxhash64("key")).alias("record_key"),
         F.col("key_bytes").cast("string").alias("key"),
         F.when(kind == REJECT, _rejected(f"a {wire.STAMP_HEADER} header that is none", F.col("stamp"))).alias("reject"),
+        F.when(seen != F.col("timestamp_ms"), seen).alias("came"),
     )
 
 
@@ -204,7 +210,7 @@ def ledger(records: DataFrame, frozen_ms: int) -> DataFrame:
     return rows.select(
         F.when(good, F.unhex(entry["id"])).otherwise(_part_id(undecoded)).alias("id"),
         *(F.when(good, entry[name]).otherwise(F.col(name)).alias(name) for name in ("topic", "partition", "offset")),
-        F.when(good, plausible(entry["at"], F.col("ts"))).otherwise(F.col("ts")).alias("at"),
+        F.when(good, plausible(entry["at"], F.col("ts"), F.col("ts"))).otherwise(F.col("ts")).alias("at"),
         "ts",
         F.when(good, F.lit(ENTERED)).alias("status"),
         F.lit(False).alias("replayed"),
@@ -237,7 +243,7 @@ def answers(records: DataFrame, frozen_ms: int) -> DataFrame:
         F.when(good, F.unhex(answer["id"])).otherwise(_part_id(undecoded)).alias("id"),
         F.when(good, answer["topic"]).otherwise(F.col("topic")).alias("topic"),
         *(F.when(placed, answer[name]).when(~good, F.col(name)).alias(name) for name in ("partition", "offset")),
-        F.when(good, plausible(answer["at"], F.col("ts"))).otherwise(F.col("ts")).alias("at"),
+        F.when(good, plausible(answer["at"], F.col("ts"), F.col("ts"))).otherwise(F.col("ts")).alias("at"),
         "ts",
         F.when(good, answer["status"]).alias("status"),
         (good & F.coalesce(answer["replayed"], F.lit(False))).alias("replayed"),
@@ -252,7 +258,7 @@ def _bodies(records: DataFrame, schema: str, frozen_ms: int) -> DataFrame:
         "topic",
         "partition",
         "offset",
-        plausible(F.col("timestamp_ms"), frozen_ms).alias("ts"),
+        plausible(F.col("timestamp_ms"), frozen_ms, frozen_ms).alias("ts"),
         "value",
         F.from_json(F.col("value").cast("string"), schema).alias("body"),
     )
@@ -281,9 +287,15 @@ def _rejected(reason: str, content: Column) -> Column:
     return F.struct(F.lit(reason).alias("reason"), capped.alias("content"))
 
 
-def plausible(ms: Column, otherwise: Column | int) -> Column:
-    """A time in ms that can be meant, else the other one."""
-    return F.when(ms.between(*PLAUSIBLE_MS), ms).otherwise(otherwise)
+def plausible(ms: Column, otherwise: Column | int, now_ms: Column | int) -> Column:
+    """A time in ms that can be meant at `now_ms`, else the other one."""
+    return F.when(ms.between(*PLAUSIBLE_MS) & ~rule_table.is_ahead(ms, now_ms), ms).otherwise(otherwise)
+
+
+def drawn_in(ms: Column) -> Column:
+    """A time in ms, or the nearest that can be written down: times that cannot be meant keep their order so far."""
+    first, last = PLAUSIBLE_MS
+    return F.least(F.greatest(ms, F.lit(first)), F.lit(last))
 
 
 def block_id(*more: Column) -> Column:

@@ -64,9 +64,10 @@ class Log:
 
     `first`: from where it was ever read; `start` and `end`: what this run reads; `since_ms`: when a topic made anew
     was first seen, else 0; `complete_ms`: every record appended after it was read (0: every record ever);
-    `decided_ms`: every record appended before it lies below `end`; `holder`: the transaction that holds `end` up;
-    `proven_ms`: when it was last seen with nothing open in it, before this run; 0 for never; `guarantees`: of a data
-    topic, by offset.
+    `decided_ms`: every record appended before it lies below `end`; `holder`: the transaction that holds `end` up.
+    `later_end`: its high watermark, for a data log listed after the ends of ledger and journal; `guarantees`: of a data
+    topic, by offset; `heard_run`: the last run at whose freeze nothing stood in the log that is not read by now (0:
+    none); `mark_run` and `mark_end`: a run at which something did, and where the log ended then.
     """
 
     role: str
@@ -85,17 +86,18 @@ class Log:
     decided_ms: int
     gaps: tuple[Gap, ...] = ()
     holder: Holder | None = None
-    proven_ms: int = 0
     guarantees: tuple[Promise, ...] = ()
+    later_end: int = 0
+    heard_run: int = 0
+    mark_run: int = 0
+    mark_end: int = 0
 
     @property
     def place(self) -> Place:
         return self.topic, self.partition
 
-    @property
-    def settled(self) -> bool:
-        """Whether nothing is open in the log, and all of it is read: what is not there will not come."""
-        return rule_table.is_settled(self.end, self.last_stable, self.high_watermark)
+
+_MARKS: Final = ("heard_run", "mark_run", "mark_end")
 
 
 @dataclass(frozen=True)
@@ -142,14 +144,16 @@ class Plan:
         head: Mapping[str, Any] | None = None
         for row in rows:
             head = row
-            apart = ("gaps", "holder", "proven_ms", "guarantees")
+            apart = ("gaps", "holder", "guarantees", "later_end", *_MARKS)
             values = {name: row[name] for name in Log.__dataclass_fields__ if name not in apart}
             gaps = tuple(Gap(gap["first"], gap["last"], gap["cause"], gap["seen_ms"]) for gap in row["gaps"])
             holder = Holder(**row["holder"]) if row["holder"] else None
             # Lakes of before have no such columns.
             guarantees = tuple(Promise(one["first"], one["guarantee"]) for one in row.get("guarantees") or ())
-            proven_ms = row.get("proven_ms") or 0
-            logs.append(Log(**values, gaps=gaps, holder=holder, proven_ms=proven_ms, guarantees=guarantees))
+            later_end = row.get("later_end")
+            values["later_end"] = row["high_watermark"] if later_end is None else later_end
+            values |= {name: row.get(name) or 0 for name in _MARKS}
+            logs.append(Log(**values, gaps=gaps, holder=holder, guarantees=guarantees))
         return None if head is None else cls(head["run"], head["frozen_ms"], head["options"], tuple(logs))
 
 
@@ -216,11 +220,19 @@ def settings_of(options: str, now: Settings) -> Settings:
 
 
 def freeze(
-    cluster: Cluster, settings: Settings, before: Plan | None, now_ms: int, discover: Discover, named: Named
+    cluster: Cluster,
+    settings: Settings,
+    before: Plan | None,
+    now_ms: int,
+    discover: Discover,
+    named: Named,
+    run: int | None = None,
 ) -> Plan:
-    """The plan of the run after `before`: data topics' ends first, then the ledger's, then the journal's.
+    """The plan of the run after `before`: data topics' ends first, then the ledger's, then the journal's; and where the
+    data topics end after that. Its number is `run`, else the next one.
 
-    In this order whatever the data shows has its ledger record below the ledger's end, or undecided. Where the ledger
+    In this order whatever the data shows has its ledger record below the ledger's end, or undecided; and whatever the
+    ledger names lies below the later ends, or was never written. Where the ledger
     names a topic of which no ends are known, all of it is done again: it was made in the meantime, or is one of those
     that may fail as long as nothing names them.
     """
@@ -265,13 +277,14 @@ def freeze(
     logs = _capped(logs, settings.options.max_records)
     logs = _decided(cluster, logs, now_ms)
     logs = [_promised(settings, before, log) for log in logs]
+    run = run or (before.run + 1 if before else 1)
+    logs = [_heard(log, run) for log in _ended_later(cluster, logs)]
     here = {log.place for log in logs}
     carried = [
         replace(log, role=_carried_as(log, wanted), audited=False, start=log.end)
         for log in (before.logs if before else ())
         if log.place not in here
     ]
-    run = before.run + 1 if before else 1
     return Plan(run, now_ms, options_of(settings), tuple(logs + carried))
 
 
@@ -400,15 +413,44 @@ def _next_log(before: Plan | None, role: str, topic: Topic, place: Place, ends: 
         start=last.end,
         complete_ms=last.complete_ms,
         gaps=last.gaps,
-        proven_ms=before.frozen_ms if before is not None and last.audited and last.settled else last.proven_ms,
+        heard_run=last.heard_run,
+        mark_run=last.mark_run,
+        mark_end=last.mark_end,
     )
     if rule_table.is_eaten(ends.log_start, last.end):
         gap = Gap(last.end, ends.log_start, RETENTION, now_ms)
         return replace(kept, start=ends.log_start, complete_ms=complete_ms, gaps=(*last.gaps, gap))
     if ends.last_stable < last.end:
         gap = Gap(ends.last_stable, last.end, TRUNCATED, now_ms)
-        return replace(kept, start=ends.last_stable, complete_ms=now_ms, gaps=(*last.gaps, gap), proven_ms=0)
+        return replace(kept, start=ends.last_stable, complete_ms=now_ms, gaps=(*last.gaps, gap))
     return kept
+
+
+def _ended_later(cluster: Cluster, logs: list[Log]) -> list[Log]:
+    """The logs with `later_end`: the data's high watermarks, listed now that those of ledger and journal are known."""
+    places = [log.place for log in logs if log.role == DATA]
+    ends = cluster.ends(places) if places else {}
+    return [
+        replace(log, later_end=ends[log.place].high_watermark if log.place in ends else log.high_watermark)
+        for log in logs
+    ]
+
+
+def _heard(log: Log, run: int) -> Log:
+    """The log with the last run at whose freeze all that stood in it is read by now.
+
+    A busy log never stands still: where it went on beyond what is read, it is read as far as that one day.
+    """
+    if log.end >= log.high_watermark:
+        return replace(log, heard_run=run, mark_run=0, mark_end=0)
+    if log.mark_run and log.end < log.mark_end:
+        return log
+    return replace(log, heard_run=log.mark_run or log.heard_run, mark_run=run, mark_end=log.high_watermark)
+
+
+def ended(plan: Plan) -> dict[Place, int]:
+    """Where each data log of a plan ended, after all was written that the run reads of ledger and journal."""
+    return {log.place: log.later_end for log in plan.of(DATA)}
 
 
 def _complete(cluster: Cluster, logs: list[Log], now_ms: int) -> list[Log]:

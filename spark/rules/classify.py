@@ -20,10 +20,10 @@ CATEGORIES: Final = ("delivered_once", "duplicated", "conflicted", "lost", "pend
 """Where an accepted id can stand in the balance."""
 
 _BOUND: Final = (
-    "struct<first: bigint, end: bigint, settled: boolean, proven_ms: bigint, since_ms: bigint, compacted: boolean, "
+    "struct<first: bigint, end: bigint, later_end: bigint, since_ms: bigint, compacted: boolean, "
     "gaps: array<struct<first: bigint, last: bigint, cause: string>>>"
 )
-_SLOT: Final = "struct<complete_ms: bigint, decided_ms: bigint>"
+_SLOT: Final = "struct<complete_ms: bigint, heard_run: bigint>"
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,7 @@ def evidence(plan: Plan, settings: Settings) -> Evidence:
             {
                 "first": log.first,
                 "end": log.end,
-                "settled": log.settled,
-                "proven_ms": log.proven_ms,
+                "later_end": log.later_end,
                 "since_ms": log.since_ms,
                 "compacted": log.compacted,
                 "gaps": [
@@ -76,7 +75,7 @@ def evidence(plan: Plan, settings: Settings) -> Evidence:
             }
         )
     ledger, answers = plan.of(LEDGER), plan.of(REQUESTS)
-    slots = [{"complete_ms": log.complete_ms, "decided_ms": log.decided_ms} for log in ledger]
+    slots = [{"complete_ms": log.complete_ms, "heard_run": log.heard_run} for log in ledger]
     globs, unwanted = settings.options.topics, plan.unwanted
     wanted = f"^(?:{glob_regex(globs)})$"
 
@@ -217,9 +216,11 @@ def _fate(claim: Column, seen: Evidence) -> Column:
         anew=rule_table.is_of_another_life(claim["seen_ms"], bound["since_ms"]),
         below=rule_table.is_below(offset, bound["first"]),
         gap=F.get(gaps, F.lit(0))["cause"],
-        waiting=rule_table.is_waiting(beyond, bound["settled"], over_ms, bound["proven_ms"]),
+        waiting=rule_table.is_waiting(
+            beyond, claim["was_past_end"], rule_table.is_past_end(offset, bound["later_end"])
+        ),
         ripe=ripe,
-        taken=rule_table.is_compacted(bound["compacted"], beyond),
+        taken=rule_table.is_compacted(bound["compacted"], claim["was_past_end"]),
     )
 
 
@@ -235,16 +236,17 @@ def _phantom(seen: Evidence) -> Column:
     named = F.exists("answered", lambda answer: F.exists(ours, lambda copy: deliveries.same_place(copy, answer)))
     unheard = rule_table.is_unheard(F.col("entries_count"), named, idempotent, _sum(*rule_table.HEARD) > 0)
     complete_ms = F.when(idempotent, seen.answers_complete_ms).otherwise(slot["complete_ms"])
-    decided_ms = F.when(idempotent, seen.answers_decided_ms).otherwise(
-        F.coalesce(slot["decided_ms"], F.lit(seen.frozen_ms))
-    )
-    times = first["accepted_at"], first["timestamp"]
-    longer = rule_table.waits_longer(decided_ms, seen.frozen_ms, idempotent)
-    over_ms = F.when(longer, seen.held_over_ms(*times)).otherwise(seen.over_ms(*times))
+    # The journal may come long after a copy; a ledger entry comes with it.
+    decided_ms = F.when(idempotent, seen.answers_decided_ms).otherwise(seen.frozen_ms)
+    # A timestamp that cannot be meant says nothing: then it is the last evidence, that of the run that read it.
+    unmeant = rule_table.is_ahead(first["timestamp"], seen.frozen_ms)
+    times = first["accepted_at"], F.when(unmeant, F.col("last_ms")).otherwise(first["timestamp"])
+    over_ms = F.when(idempotent, seen.held_over_ms(*times)).otherwise(seen.over_ms(*times))
+    unread = ~idempotent & F.coalesce(rule_table.is_unread(F.col("run"), slot["heard_run"]), F.lit(False))
     return F.when(
         (F.col("stamped") > 0) & unheard,
-        F.when(rule_table.is_undecided(over_ms, decided_ms), PENDING)
-        .when(rule_table.is_before_evidence(complete_ms, *times), "evidence_gap")
+        F.when(unread | rule_table.is_undecided(over_ms, decided_ms), PENDING)
+        .when(rule_table.is_before_evidence(complete_ms, first["accepted_at"], first["timestamp"]), "evidence_gap")
         .otherwise("phantom"),
     )
 
@@ -271,6 +273,7 @@ def _accepted() -> Column:
         answered_202=F.col("answered_202"),
         answered_504=F.col("answered_504"),
         taken_back=rule_table.takes_back(F.col("freed_ms"), F.col("unsure_ms")),
+        elsewhere=F.col("elsewhere"),
         ours=F.col("stamped"),
     )
 
@@ -285,8 +288,8 @@ def _category(seen: Evidence) -> Column:
     # Where nobody named a place: what is known is a 202 or a 504, and that it is not in the data.
     times = F.col("accepted_ms"), F.coalesce(F.col("unsure_ms"), F.col("last_ms"))
     decided_ms = rule_table.decided_by(seen.ledger_decided_ms, seen.answers_decided_ms)
-    longer = rule_table.waits_longer(F.lit(decided_ms), seen.frozen_ms, F.lit(False))
-    over_ms = F.when(longer, seen.held_over_ms(*times)).otherwise(seen.over_ms(*times))
+    longer = rule_table.waits_longer(decided_ms, seen.frozen_ms)
+    over_ms = seen.held_over_ms(*times) if longer else seen.over_ms(*times)
     judged = rule_table.category(
         lost=some(LOST),
         conflicting=F.col("conflicting"),

@@ -128,6 +128,46 @@ def misnamed(rows: DataFrame, run: int) -> DataFrame | None:
     )
 
 
+def told_elsewhere(rows: DataFrame, run: int) -> DataFrame | None:
+    """state.ROW → `accepted_hour, id, elsewhere, freed_ms` of what was answered 202 or 504 without a place, where rows
+    of other hours tell more of it than these do; None where there can be nothing that this run did not know before.
+
+    Such an answer may lie in another hour than the acceptance that it is about: its request came later.
+    """
+    events = rows.where(F.col("kind") == EVENT)
+    unsure = events.where(f"plain = 0 AND offset IS NULL AND {deliveries.UNSURE}")
+    newest = unsure.agg(F.max("run")).collect()[0][0]
+    if newest is None:
+        return None
+    telling = events if newest == run else events.where(F.col("run") == run)
+    tells = rule_table.tells(F.col("stamped"), F.col("entries_count"), F.col("answered_201"))
+    others = telling.select(
+        "id", F.col("accepted_hour").alias("hour"), tells.alias("tells"), F.col("freed_ms").alias("freed")
+    ).where("tells OR freed IS NOT NULL")
+    hour = ("accepted_hour", "id")
+    here = unsure.groupBy(*hour).agg(
+        F.coalesce(F.max("elsewhere"), F.lit(False)).alias("was_elsewhere"),
+        F.max("freed_ms").alias("was_freed"),
+        F.max("unsure_ms").alias("unsure_ms"),
+    )
+    found = (
+        others.join(F.broadcast(here), "id")
+        .where("hour != accepted_hour")
+        .groupBy(*hour, "was_elsewhere", "was_freed", "unsure_ms")
+        .agg(F.max("tells").alias("tells"), F.max("freed").alias("freed"))
+    )
+    freed = F.greatest("was_freed", F.when(rule_table.takes_back(F.col("freed"), F.col("unsure_ms")), F.col("freed")))
+    told = found.select(
+        *hour,
+        (F.col("was_elsewhere") | F.col("tells")).alias("elsewhere"),
+        freed.alias("freed_ms"),
+        "was_elsewhere",
+        "was_freed",
+    )
+    more = (F.col("elsewhere") != F.col("was_elsewhere")) | ~F.col("freed_ms").eqNullSafe(F.col("was_freed"))
+    return told.where(more).select(*hour, "elsewhere", "freed_ms")
+
+
 def _accepted(seen: Evidence) -> Column:
     """Whether a row of state.ROW may be a client's retry: an event with a record key that the ledger or a 201 knows.
 

@@ -57,6 +57,8 @@ ROW: Final = {
     "key": "string",
     "batch": "bigint",
     "reject": REJECTED,
+    "was_past_end": "boolean",
+    "elsewhere": "boolean",
 }
 """Name and type of each column of `deliveries`, in order.
 
@@ -68,11 +70,16 @@ only numbers have to be read again. Partition and offset are null for what is kn
 `entered_ms` and `answered_ms` are when ledger and journal first named the place, `unsure_ms` when the last 202 or 504
 was journaled, `freed_ms` when the last 503 was, null if a 202 or 504 follows it. From `copied_ms` (its timestamp) and
 `copied_at` (its acceptance) on it is the record itself; `keyed`: whether it has a record key, for which `record_key`
-stands; `batch` stands for the atomic batch of its ledger entry.
+stands; `batch` stands for the atomic batch of its ledger entry. `was_past_end`: the log had not come as far as the
+place when all was read that named it, so that it never had the record; `elsewhere`: of a 202 or 504 without a place,
+whether another hour's rows tell what became of it.
 """
 
 WRITTEN: Final = "entries_count + answered_201 + answered_202 + answered_504 > 0"
 """decode.WRITTEN of a ROW, or of what is `told`."""
+
+UNSURE: Final = "answered_202 + answered_504 > 0"
+"""The condition that a ROW was answered 202 or 504."""
 
 PLACE: Final = ("accepted_hour", "kind", "id", "topic", "partition", "offset")
 """What tells a row from another."""
@@ -88,7 +95,7 @@ SUMS: Final = (
     "replayed",
 )
 LEAST: Final = ("accepted_ms", "entered_ms", "answered_ms", "batch")
-GREATEST: Final = ("run", "last_ms", "unsure_ms", "count")
+GREATEST: Final = ("run", "last_ms", "unsure_ms", "count", "was_past_end", "elsewhere")
 RECORD: Final = (
     "copied_ms",
     "copied_at",
@@ -109,7 +116,9 @@ COPY_FIELDS: Final = (
     "timestamp: bigint, topic: string, partition: int, offset: bigint, fp: binary, alt: binary, accepted_at: bigint, "
     "slot: int, pid: bigint, epoch: int, instance: string, stamped: boolean, derived: boolean"
 )
-CLAIM_FIELDS: Final = "seen_ms: bigint, accepted_ms: bigint, topic: string, partition: int, offset: bigint"
+CLAIM_FIELDS: Final = (
+    "seen_ms: bigint, accepted_ms: bigint, topic: string, partition: int, offset: bigint, was_past_end: boolean"
+)
 FINGERPRINT_FIELDS: Final = "fp: binary, alt: binary"
 
 GATHERED: Final = {
@@ -120,6 +129,7 @@ GATHERED: Final = {
     "key": "string",
     "topic": "string",
     "last_ms": "bigint",
+    "run": "bigint",
     "rows": "bigint",
     **dict.fromkeys(SUMS, "bigint"),
     "stamped": "bigint",
@@ -127,12 +137,14 @@ GATHERED: Final = {
     "plain": "tinyint",
     "unsure_ms": "bigint",
     "freed_ms": "bigint",
+    "elsewhere": "boolean",
     "fingerprints": f"array<struct<{FINGERPRINT_FIELDS}>>",
     "coordinates": f"array<struct<{COPY_FIELDS}>>",
     "entries": f"array<struct<{CLAIM_FIELDS}>>",
     "answered": f"array<struct<{CLAIM_FIELDS}>>",
 }
-"""One row an id. `rows` is of how many it was made, `topic` the first in the alphabet that they name, `stamped` counts
+"""One row an id. `run` last wrote one of its rows, `rows` is of how many it was made, `topic` the first in the alphabet
+that they name, `stamped` counts
 copies with our header, `derived` those of them that lie in another topic than the id was written to. Lists are kept up
 to a cap, copies first; counts, and whether fingerprints differ, stay exact.
 """
@@ -161,9 +173,11 @@ def reduce(
     run: int,
     arrived: Mapping[tuple[str, int], int] | None = None,
     exact: tuple[int, int] | None = None,
+    ended: Mapping[tuple[str, int], int] | None = None,
 ) -> DataFrame:
     """decode.COPIES, `told` → ROW, a row for each place of an id and hour; `arrived` is since when (ms) the copies of a
-    topic's partition have been there at the earliest, where that is known; `exact` as for `_hour`.
+    topic's partition have been there at the earliest, where that is known; `exact` as for `_hour`; `ended`: where each
+    log ended after all that is `told` was.
 
     The aggregation has only numbers to carry, so that Spark hashes instead of sorting; a record is one of its kind
     and needs none: it is joined. Both are spread by id and place alike, in one exchange each.
@@ -175,6 +189,7 @@ def reduce(
         F.col("at").alias("copied_at"),
         *RECORD[2:-1],
         F.col("reject").alias("copy_reject"),
+        "came",
     )
     joined = there.join(told.hint("shuffle_hash"), list(PLACE), "full_outer")
     sums = {name: F.coalesce(name, F.lit(0)) for name in SUMS[1:]}
@@ -184,10 +199,15 @@ def reduce(
         "run": F.lit(run),
         "accepted_ms": F.least("copied_at", "first_at"),
         # A record's timestamp may be an old one that a client, or a replay, has given it.
-        "last_ms": F.greatest("copied_ms", "copied_at", _arrived_ms(arrived or {}), "last_ts"),
+        "last_ms": F.greatest(F.coalesce("came", "copied_ms"), "copied_at", _arrived_ms(arrived or {}), "last_ts"),
         "count": count,
         **sums,
         "reject": F.coalesce("copy_reject", "reject"),
+        "was_past_end": F.when(
+            sums["entries_count"] + sums["answered_201"] > 0,
+            rule_table.is_past_end(F.col("offset"), _of_place(ended or {})),
+        ),
+        "elsewhere": F.lit(None),
     }
     return joined.select(*(columns.get(name, F.col(name)).cast(kind).alias(name) for name, kind in ROW.items()))
 
@@ -208,12 +228,17 @@ def _hour(exact: tuple[int, int] | None) -> Column:
 
 def _arrived_ms(arrived: Mapping[tuple[str, int], int]) -> Column:
     """Since when the record of a row has been there at the earliest, null where that is not known, or no record."""
+    return F.when(F.col("copied_ms").isNotNull(), _of_place(arrived))
+
+
+def _of_place(known: Mapping[tuple[str, int], int]) -> Column:
+    """What is known of a row's topic and partition, else null."""
     topics: dict[str, list[int | None]] = {}
-    for (topic, partition), ms in sorted(arrived.items()):
-        known = topics.setdefault(topic, [])
-        known += [None] * (partition - len(known)) + [ms]
+    for (topic, partition), number in sorted(known.items()):
+        numbers = topics.setdefault(topic, [])
+        numbers += [None] * (partition - len(numbers)) + [number]
     constant = F.from_json(F.lit(json.dumps(topics)), "map<string, array<bigint>>")
-    return F.when(F.col("copied_ms").isNotNull(), F.get(F.try_element_at(constant, F.col("topic")), F.col("partition")))
+    return F.get(F.try_element_at(constant, F.col("topic")), F.col("partition"))
 
 
 def told(testimony: DataFrame, parts: int | None = None) -> DataFrame:
@@ -287,7 +312,8 @@ def gathered(rows: DataFrame, *, by_hour: bool = True) -> DataFrame:
         "accepted_hour": F.max("accepted_hour"),
         "kind": F.lit(EVENT),
         **{name: F.min(name) for name in ("accepted_ms", "key", "topic")},
-        **{name: F.max(name) for name in ("last_ms", "unsure_ms", "freed_ms")},
+        **{name: F.max(name) for name in ("last_ms", "unsure_ms", "freed_ms", "run")},
+        "elsewhere": F.coalesce(F.max("elsewhere"), F.lit(False)),
         **{name: F.sum(name) for name in SUMS},
         "rows": F.count("*"),
         "plain": F.when(F.count("*") == 1, F.max("plain")).otherwise(0),
@@ -329,6 +355,7 @@ def alone(rows: DataFrame) -> DataFrame:
         "rows": F.lit(1),
         "derived": F.lit(0),
         "stamped": F.coalesce(F.col("stamped").cast("bigint"), F.lit(0)),
+        "elsewhere": F.coalesce("elsewhere", F.lit(False)),
     }
     return _cast(rows.withColumns(columns))
 
@@ -389,7 +416,8 @@ def _derived() -> Column:
 
 def _claim(seen_ms: str) -> Column:
     """The place of a row as the ledger or the journal named it, null where it did not."""
-    place = F.struct(F.col(seen_ms).alias("seen_ms"), "accepted_ms", "topic", "partition", "offset")
+    past = F.coalesce("was_past_end", F.lit(False)).alias("was_past_end")
+    place = F.struct(F.col(seen_ms).alias("seen_ms"), "accepted_ms", "topic", "partition", "offset", past)
     return F.when(F.col(seen_ms).isNotNull(), place)
 
 

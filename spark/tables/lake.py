@@ -66,8 +66,11 @@ PROGRESS: Final = {
         "struct<producer_id: bigint, epoch: int, start_offset: bigint, transactional_id: string, since_ms: bigint>"
     ),
     "options": "string",
-    "proven_ms": "bigint",
     "guarantees": "array<struct<first: bigint, guarantee: string>>",
+    "later_end": "bigint",
+    "heard_run": "bigint",
+    "mark_run": "bigint",
+    "mark_end": "bigint",
 }
 
 PUBLISHED: Final = {"finding_id": "string", "value": "string", "sent": "boolean"}
@@ -209,6 +212,24 @@ class Lake:
             .alias("there")
             .merge(rows.alias("new"), " AND ".join([there, f"there.kind = '{EVENT}'", *place]))
             .whenMatchedUpdate(set={"id": "new.named", "run": f"{run}L"})
+            .execute()
+        )
+
+    def settle(self, rows: DataFrame, hours: list[str], run: int) -> None:
+        """Note of what was answered 202 or 504 what other hours tell of it. Doing it again does nothing.
+
+        `rows` are `accepted_hour, id, elsewhere, freed_ms` (cross_hour.told_elsewhere), `hours` all of theirs.
+        """
+        there = sql(hours).replace("accepted_hour", "there.accepted_hour", 1)
+        same = ["there.accepted_hour = new.accepted_hour", "there.id = new.id", f"there.kind = '{EVENT}'"]
+        unsure = f"there.offset IS NULL AND there.{deliveries.UNSURE.replace(' + ', ' + there.')}"
+        (
+            DeltaTable.forPath(self.spark, self.path("deliveries"))
+            .alias("there")
+            .merge(rows.alias("new"), " AND ".join([there, *same, unsure]))
+            .whenMatchedUpdate(
+                set={"elsewhere": "new.elsewhere", "freed_ms": "new.freed_ms", "run": f"{run}L"},
+            )
             .execute()
         )
 

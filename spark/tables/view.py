@@ -1,9 +1,10 @@
 """A topic as a Delta table with each id once: what to read instead of the topic.
 
-Of an id's copies the first one in this order stands: those in the ledger first, then by timestamp, partition
-and offset. The table is what that order makes of everything that was read so far, as if it had been made anew: where
-a copy is found later that comes before the one that stands (a ledger entry that came after its record, a partition
-that an open transaction held up), it takes its place. Records without id are left out: the audit counts them.
+Of an id's copies the first one in this order stands: those in the ledger first, then by timestamp (drawn in to what can
+be meant), partition and offset. The table is what that order makes of everything that was read so far, as if it had
+been made anew: where a copy is found later that comes before the one that stands (a ledger entry that came after its
+record, a partition that an open transaction held up), it takes its place. Records without id are left out: the audit
+counts them.
 
 A run brings each view from the run before to its own plan, in one Delta commit that counts once. It reads the topic's
 new records, the rows of `deliveries` that were touched since, and of the view itself the narrow columns.
@@ -21,7 +22,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from service.contract import SharedSettings
 from spark.errors import CannotRun
 from spark.reading import source, wire_expressions
-from spark.reading.decode import EVENT
+from spark.reading.decode import EVENT, drawn_in
 from spark.reading.kafka_admin import Broker, Place
 from spark.reading.planning import DATA, Log, Plan
 from spark.reading.source import Span
@@ -199,7 +200,8 @@ def _candidates(rows: DataFrame, topic: str) -> DataFrame:
     columns = {
         "late": F.when(F.col("entries_count") > 0, 0).otherwise(1),
         "timestamp": F.col("copied_ms"),
-        "accepted_at": F.col("copied_at"),
+        # Without a header of ours it is the timestamp: the record's own, whatever the run made of it.
+        "accepted_at": F.when(F.col("stamped"), F.col("copied_at")),
     }
     order = F.struct(*(columns.get(name, F.col(name)).alias(name) for name in (*_ORDER, "accepted_at")))
     return copies.groupBy("id").agg(F.min(order).alias("first")).select("id", "first.*")
@@ -211,7 +213,7 @@ def _changes(candidates: DataFrame, view: DataFrame) -> DataFrame:
         F.col("id").alias("there_id"),
         F.struct(
             F.when(F.col("in_ledger"), 0).otherwise(1).alias("late"),
-            F.unix_millis("timestamp").alias("timestamp"),
+            drawn_in(F.unix_millis("timestamp")).alias("timestamp"),
             "partition",
             "offset",
         ).alias("there"),
@@ -253,7 +255,7 @@ def _filled(changes: DataFrame, records: DataFrame) -> DataFrame:
     made = joined.withColumns(
         {
             "timestamp": F.timestamp_millis("timestamp_ms"),
-            "accepted_at": F.timestamp_millis("accepted_at"),
+            "accepted_at": F.timestamp_millis(F.coalesce("accepted_at", "timestamp_ms")),
             "in_ledger": F.col("late") == 0,
         }
     )

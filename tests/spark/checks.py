@@ -14,8 +14,20 @@ from pyspark.sql import SparkSession
 from spark.report import document
 from spark.rules.classify import evidence, judge
 from spark.tables import deliveries
-from tests.spark import test_balance, test_clients, test_offsets, test_verdict, test_window
-from tests.spark.mutants import BALANCES, CAUSES, CLIENTS, PLANS, STATES, VERDICTS, WINDOWS, Mutant, alive
+from tests.spark import test_balance, test_clients, test_offsets, test_times, test_unsure, test_verdict, test_window
+from tests.spark.mutants import (
+    BALANCES,
+    CAUSES,
+    CLIENTS,
+    HOURS,
+    PLANS,
+    STATES,
+    TIMES,
+    VERDICTS,
+    WINDOWS,
+    Mutant,
+    alive,
+)
 from tests.spark.rows import HOUR_MS, name_of
 
 WINDOW_MS: Final = 168 * 3_600_000
@@ -49,6 +61,8 @@ CHECKS: Final[Mapping[str, Callable[[SparkSession], None]]] = {
     CLIENTS: test_clients.test_only_a_retry_is_one,
     STATES: test_verdict.test_copies_are_ordered_by_ledger_then_time_then_place,
     PLANS: plans,
+    TIMES: test_times.test_a_time_that_cannot_be_meant_is_none,
+    HOURS: test_unsure.test_what_other_hours_tell_of_an_unsure_answer,
     WINDOWS: test_window.test_which_findings_stand,
     BALANCES: lambda spark: test_balance.test_an_hour_with_open_verdicts_is_looked_at_again(),
 }

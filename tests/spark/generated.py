@@ -24,8 +24,8 @@ from spark.errors import CannotRun
 from spark.tables import view
 from tests.spark import checks
 from tests.spark.mutants import MUTANTS, Mutant, alive
-from tests.spark.oracle import STAGES, Score, compare
-from tests.spark.runs import interpreted, run, session_for_tests
+from tests.spark.oracle import STAGES, Score, compare, compare_stuck
+from tests.spark.runs import Ran, interpreted, run, session_for_tests
 from tests.spark.script import FROZEN_MS
 from tests.spark.world import World
 
@@ -66,7 +66,15 @@ class Trial:
             # A run with other options is cut off after its merge: it makes no difference to what is found.
             with patch.object(view, "update", side_effect=_Cut), suppress(_Cut):
                 self._run("whole", topics=(f"{self._world.history.namespace}-*.orders",), grace_s=1, window_h=24)
-        return self._run("whole")
+        score = self._run("whole")
+        if self._stage == STAGES:
+            score.add(self._hour_by_hour())
+        return score
+
+    def _hour_by_hour(self) -> Score:
+        """A run over all of it without the pass over ids."""
+        ran = self._ran("narrow", skip_ids=True)
+        return compare_stuck(self._world.plants(), self._stage, ran.document)
 
     def noticed(self, mutant: Mutant) -> bool:
         """Whether this stage's run, with this mutant in the job, is not what was planted."""
@@ -84,9 +92,12 @@ class Trial:
     def _lake(self, name: str) -> Path:
         return self._root / name
 
-    def _run(self, lake: str, **options: Any) -> Score:
+    def _ran(self, lake: str, **options: Any) -> Ran:
         now_ms = FROZEN_MS[self._stage - 1]
-        ran = run(self._spark, self._world.history, self._root, now_ms, lake=lake, rules=str(self._rules), **options)
+        return run(self._spark, self._world.history, self._root, now_ms, lake=lake, rules=str(self._rules), **options)
+
+    def _run(self, lake: str, **options: Any) -> Score:
+        ran = self._ran(lake, **options)
         return compare(self._world.plants(), self._stage, ran.document, ran.outcome.status)
 
 

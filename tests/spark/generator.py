@@ -18,6 +18,7 @@ from tests.spark.script import (
     HOUR_MS,
     RESTART,
     SETTLE_MS,
+    WILD_MS,
     WINDOW_MS,
     Transaction,
 )
@@ -145,11 +146,12 @@ class Script(Copies):
         # What is promised at the very place where all waits, and beyond everything.
         self.claim(self.plant("behind-first"), lambda: opened[0].place, (PENDING, LOST, LOST))
         nothing = self.plant("behind-nothing")
-        self.claim(nothing, lambda: (topic, partition, 5_000_000), (PENDING, LOST, LOST))
-        # Where the ledger of the writer's slot is held up, nobody knows yet.
-        for ts, fate in ((HELD_MS - SETTLE_MS, "phantom"), (HELD_MS - SETTLE_MS + 1, PENDING)):
+        # Past the end of the log, held up or not, it never was.
+        self.claim(nothing, lambda: (topic, partition, 5_000_000), ALWAYS_LOST)
+        # Where the ledger of the writer's slot is held up, nobody knows yet, however old it looks.
+        for ts in (HELD_MS - SETTLE_MS, HELD_MS - SETTLE_MS + 1, self.past(), FROZEN_MS[0] - 40 * HOUR_MS):
             for at in (ts, ts - HOUR_MS // 6):
-                unheard = self.plant("unheard", accepted=False, phantom=(fate, "phantom", "phantom"))
+                unheard = self.plant("unheard", accepted=False, phantom=(PENDING, "phantom", "phantom"))
                 self.send(self.record(unheard, self.life(self.held_slot), at, ts=ts, value=self.content()))
 
     def unsure(self) -> None:
@@ -166,6 +168,17 @@ class Script(Copies):
                 for at in (ts - 1, ts - HOUR_MS // 6):
                     self.answer(self.plant("stuck", otherwise=fates, stuck=str(status)), status, 409, at=at, ts=ts)
         self.answer(self.plant("stuck-both", otherwise=stuck), 202, 504)
+        # Answered in another hour than the acceptance: what became of it lies in that one.
+        for stage, before in ((1, None), (2, "stuck")):
+            elsewhere = self.plant("told-elsewhere", otherwise=(before, None, None))
+            self.delivered(elsewhere, self.past(), stage=stage)
+            self.answer(elsewhere, 504, at=FROZEN_MS[0] - 4 * HOUR_MS)
+        freed = self.plant("freed-elsewhere", accepted=False)
+        self.answer(freed, 504, at=FROZEN_MS[0] - 4 * HOUR_MS)
+        self.answer(freed, 503, at=FROZEN_MS[0] - 2 * HOUR_MS)
+        again = self.plant("freed-before", otherwise=stuck)
+        self.answer(again, 503, at=FROZEN_MS[0] - 4 * HOUR_MS)
+        self.answer(again, 504, at=FROZEN_MS[0] - 2 * HOUR_MS)
         self.answer(self.plant("freed-202", accepted=False), 202, 503)
         # A 503 that came before it takes nothing back; one that comes later does, in whatever run.
         self.answer(self.plant("stuck-after", otherwise=stuck), 503, 503, 504)
@@ -208,6 +221,14 @@ class Script(Copies):
             return record
 
         sent(self.plant("phantom", accepted=False, phantom=always), self.past())
+        # A header that says 2096 is none of ours; a timestamp of that year came when a run read it.
+        sent(self.plant("phantom-forged", accepted=False, phantom=always), WILD_MS, ts=self.past())
+        after: Said = (PENDING, "phantom", "phantom")
+        sent(self.plant("phantom-wild", accepted=False, phantom=after), self.past(), self.life(self.slot), ts=WILD_MS)
+        forged = self.plant("forged")
+        first = self.delivered(forged, self.past(), value=self.content())
+        copied = self.record(forged, first.life, WILD_MS, ts=first.ts + 9, value=first.value, cause=FOREIGN)
+        self.send(copied)
         # Of a slot beyond the ledger's partitions nothing is known.
         gap: Said = ("evidence_gap",) * 3
         sent(self.plant("phantom-slot", accepted=False, phantom=gap), self.past(), self.life(10_000))
@@ -340,6 +361,10 @@ class Script(Copies):
         self.claim(self.plant("compacted"), lambda: first.place, always("compacted"))
         # Beyond the end there was nothing for compaction to take.
         self.claim(self.plant("compact-beyond"), lambda: (self.compact, 0, 4_000_000), ALWAYS_LOST)
+        # The log goes on past the place later, where compaction may take records: not what was never there.
+        self.claim(self.plant("compact-passed"), lambda: (self.compact, 0, 8), ALWAYS_LOST)
+        for record in filled(self.compact, 10, 2):
+            record.record_key = self.content()
         # Lost for sure and gone in part: lost is what can be said.
         torn = self.plant("torn")
         self.claim(torn, lambda: second.place, always("compacted"))

@@ -7,7 +7,7 @@ its place for as long as the mutant lives. `by` says which check of tests/spark/
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import and_
 from types import ModuleType
@@ -17,12 +17,13 @@ from pyspark.sql import Column
 from pyspark.sql import functions as F  # noqa: N812
 
 from spark import rule_table
-from spark.reading import planning
+from spark.reading import decode, planning
+from spark.reading.planning import Log
 from spark.rules.balance import Balance
 from spark.settings import Settings
 
 VERDICTS, CAUSES, CLIENTS, STATES, PLANS, BALANCES = "verdicts", "causes", "clients", "states", "plans", "balances"
-WINDOWS: Final = "windows"
+WINDOWS, TIMES, HOURS = "windows", "times", "hours"
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,14 @@ def _cause_as(**other: str) -> Callable[..., Column]:
     return cause
 
 
+def _as_listed(cluster: Any, logs: list[Log]) -> list[Log]:
+    return [replace(log, later_end=log.high_watermark) for log in logs]
+
+
+def _heard_when_still(log: Log, run: int) -> Log:
+    return replace(log, heard_run=run) if log.end >= log.high_watermark else log
+
+
 _NO: Final = "is never asked"
 
 MUTANTS: Final = (
@@ -140,15 +149,30 @@ MUTANTS: Final = (
     Mutant(rule_table.is_ripe, "at once", lambda over, frozen: over <= frozen, VERDICTS),
     Mutant(rule_table.is_undecided, "at once", lambda over, decided: over >= decided, VERDICTS),
     Mutant(rule_table.is_undecided, _NO, _never, VERDICTS),
-    Mutant(rule_table.waits_longer, _NO, _never, VERDICTS),
+    Mutant(rule_table.waits_longer, _NO, lambda decided, frozen: False, VERDICTS),
+    Mutant(rule_table.is_unread, _NO, _never, VERDICTS),
+    Mutant(rule_table.is_unread, "in the same run", lambda read, heard: read >= heard, VERDICTS),
+    Mutant(rule_table.is_ahead, _NO, _never, VERDICTS),
+    Mutant(rule_table.is_ahead, _NO, _never, TIMES),
+    Mutant(rule_table.is_ahead, "at a day", lambda ms, now: ms >= now + rule_table.AHEAD_MS, TIMES),
+    Mutant(rule_table.is_ahead, "an hour", lambda ms, now: ms > now + 3_600_000, TIMES),
+    Mutant(decode.drawn_in, "to the latest", lambda ms: F.least(ms, F.lit(decode.PLAUSIBLE_MS[1])), TIMES, decode),
     # ------------------------------------------------------------------------------------------------------ lost
     Mutant(rule_table.is_waiting, _NO, _never, VERDICTS),
     Mutant(rule_table.is_beyond, "behind", lambda offset, end: offset > end, VERDICTS),
     Mutant(
-        rule_table.is_waiting, "anywhere", lambda beyond, settled, over, proven: ~settled & (over >= proven), VERDICTS
+        rule_table.is_waiting, "whatever it was", lambda beyond, was_past_end, past_end: beyond & ~past_end, VERDICTS
     ),
-    Mutant(rule_table.is_waiting, "never proven", lambda beyond, settled, over, proven: beyond & ~settled, VERDICTS),
-    Mutant(rule_table.is_settled, "without the high watermark", lambda end, stable, high: end == stable, VERDICTS),
+    Mutant(
+        rule_table.is_waiting, "past the end", lambda beyond, was_past_end, past_end: beyond & ~was_past_end, VERDICTS
+    ),
+    Mutant(
+        rule_table.is_waiting, "anywhere", lambda beyond, was_past_end, past_end: ~was_past_end & ~past_end, VERDICTS
+    ),
+    Mutant(rule_table.is_past_end, "behind", lambda offset, end: offset > end, VERDICTS),
+    Mutant(planning._ended_later, "as listed before", _as_listed, PLANS, planning),
+    Mutant(planning._heard, "at once", lambda log, run: replace(log, heard_run=run), PLANS, planning),
+    Mutant(planning._heard, "when it stands still", _heard_when_still, PLANS, planning),
     Mutant(rule_table.is_said_twice, _NO, _never, VERDICTS),
     Mutant(rule_table.promises, "the ledger's", lambda entered, answered: entered, VERDICTS),
     Mutant(rule_table.promises, "the journal's", lambda entered, answered: answered, VERDICTS),
@@ -163,7 +187,7 @@ MUTANTS: Final = (
     ),
     Mutant(rule_table.is_of_another_life, _NO, _never, VERDICTS),
     Mutant(rule_table.is_compacted, _NO, _never, VERDICTS),
-    Mutant(rule_table.is_compacted, "beyond the end", lambda compacted, beyond: compacted, VERDICTS),
+    Mutant(rule_table.is_compacted, "what was never there", lambda compacted, was_past_end: compacted, VERDICTS),
     Mutant(rule_table.of_no_log, "not waited for", lambda ripe: F.lit("topic_gone"), VERDICTS),
     Mutant(rule_table.gap_count, "twice", lambda counted: F.lit(1).cast("bigint"), VERDICTS),
     Mutant(planning.settings_of, "the command line's", lambda options, now: now, PLANS, planning),
@@ -215,21 +239,27 @@ MUTANTS: Final = (
     Mutant(
         rule_table.is_accepted,
         "not by a 202",
-        lambda **has: (has["promised"] > 0) | ((has["answered_504"] > 0) & ~(has["taken_back"] & (has["ours"] == 0))),
+        _with(rule_table.is_accepted, "answered_202", lambda n: F.lit(0)),
         VERDICTS,
     ),
     Mutant(
         rule_table.is_accepted,
         "not by a 504",
-        lambda **has: (has["promised"] > 0) | ((has["answered_202"] > 0) & ~(has["taken_back"] & (has["ours"] == 0))),
+        _with(rule_table.is_accepted, "answered_504", lambda n: F.lit(0)),
         VERDICTS,
     ),
     Mutant(
         rule_table.is_accepted,
         "taken back though it came",
-        lambda **has: (has["promised"] > 0) | ((has["answered_202"] + has["answered_504"] > 0) & ~has["taken_back"]),
+        _with(rule_table.is_accepted, "ours", lambda n: F.lit(0)),
         VERDICTS,
     ),
+    Mutant(rule_table.is_accepted, f"elsewhere {_NO}", _with(rule_table.is_accepted, "elsewhere", _never), VERDICTS),
+    Mutant(rule_table.tells, "not a phantom", lambda stamped, entries, a201: entries + a201 > 0, HOURS),
+    Mutant(rule_table.tells, "not the ledger", lambda stamped, entries, a201: stamped | (a201 > 0), HOURS),
+    Mutant(rule_table.tells, "not a 201", lambda stamped, entries, a201: stamped | (entries > 0), HOURS),
+    Mutant(rule_table.tells, "a stranger", _always, HOURS),
+    Mutant(rule_table.takes_back, "any 503", lambda freed, unsure: freed.isNotNull(), HOURS),
     *(
         Mutant(rule_table.category, f"{name} {_NO}", _with(rule_table.category, name, _never), VERDICTS)
         for name in ("lost", "conflicting", "pending", "unproven")

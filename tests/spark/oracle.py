@@ -337,6 +337,17 @@ def _ratio(right: int, wrong: int) -> float:
     return right / (right + wrong) if right + wrong else 1.0
 
 
+def compare_stuck(plants: Plants, stage: int, document: Mapping[str, Any]) -> Score:
+    """What a stage's report without the pass over ids has right and wrong of those that are stuck: no more are, and no
+    fewer, than with the pass."""
+    score = Score()
+    wanted = Counter(finding for finding, count in plants.findings(stage).items() if finding[0] == "stuck")
+    found = Counter(finding for finding in told(document) if finding[0] == "stuck")
+    score.faults += [f"stage {stage}, hour by hour: missing {one}" for one in wanted - found]
+    score.faults += [f"stage {stage}, hour by hour: too many {one}" for one in found - wanted]
+    return score
+
+
 def compare(plants: Plants, stage: int, document: Mapping[str, Any], status: int) -> Score:
     """What a stage's report has right and wrong."""
     score = Score()

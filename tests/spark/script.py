@@ -26,6 +26,9 @@ FROZEN_MS: Final = tuple(1_750_000_800_000 + n * HOUR_MS for n in range(3))  # 2
 HELD_MS: Final = FROZEN_MS[0] - 20 * 60_000
 """When the transactions began that are open at the first run."""
 
+WILD_MS: Final = 4_000_000_000_000
+"""A time of the year 2096."""
+
 SLOTS: Final = 6
 """Slots of a seed. The fifth has a ledger whose beginning is gone, the sixth one that an open transaction holds up."""
 

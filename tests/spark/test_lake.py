@@ -162,28 +162,35 @@ def test_a_lake_of_an_earlier_version_goes_on(spark: SparkSession, tmp_path: Pat
     tables, old = lake.Lake(spark, str(tmp_path)), plan()
     assert old.logs
     rows = spark.createDataFrame(old.rows(), lake.schema("progress"))
-    tables.append("progress", rows.drop("proven_ms", "guarantees"), 1)
+    new = ("guarantees", "later_end", "heard_run", "mark_run", "mark_end")
+    # One that they have is asked for no more.
+    tables.append("progress", rows.drop(*new).withColumn("proven_ms", F.lit(7).cast("bigint")), 1)
 
     def read(run: int) -> set[Log]:
         found = tables.read("progress").where(F.col("run") == run).collect()
         read = Plan.from_rows(row.asDict(recursive=True) for row in found)
         return set() if read is None else set(read.logs)
 
-    known = {replace(log, proven_ms=0, guarantees=()) for log in old.logs}
+    known = {replace(log, guarantees=(), later_end=log.high_watermark, heard_run=0) for log in old.logs}
     assert read(1) == known
-    proven = [{**row, "run": 2, "proven_ms": 7} for row in old.rows()]
-    tables.append("progress", spark.createDataFrame(proven, lake.schema("progress")), 2)
+    marked = [{**row, "run": 2, "mark_run": 1, "mark_end": 7} for row in old.rows()]
+    tables.append("progress", spark.createDataFrame(marked, lake.schema("progress")), 2)
     assert read(1) == known
-    assert read(2) == {replace(log, proven_ms=7) for log in old.logs}
+    assert read(2) == {replace(log, mark_run=1, mark_end=7) for log in old.logs}
     deliveries = reduced(spark, [copy(1), entry(1)])
-    tables.append("deliveries", deliveries.drop("freed_ms", "record_key", "batch"), 1)
+    tables.append("deliveries", deliveries.drop("freed_ms", "record_key", "batch", "was_past_end", "elsewhere"), 1)
+    finding = spark.createDataFrame([{"scope": "hour", "kind": "lost"}], lake.schema("findings"))
+    tables.append("findings", finding.drop("run"), 1)
     tables.grow()
     tables.grow()
     assert set(tables.read("deliveries").columns) == set(deliveries_table.ROW)
-    tables.merge(reduced(spark, [copy(1), answer(503)], 2), hours.of(deliveries), 2)
+    assert [row["run"] for row in tables.read("findings").collect()] == [None]
+    later = reduced(spark, [copy(1), answer(503), answer(201, 7)], 2, ended={("t", 0): 5})
+    tables.merge(later, hours.of(deliveries), 2)
     merged = {row["offset"]: row.asDict() for row in tables.read("deliveries").collect()}
     assert (merged[1]["entries_count"], merged[1]["freed_ms"]) == (1, None)
     assert merged[None]["freed_ms"] is not None
+    assert (merged[1]["was_past_end"], merged[7]["was_past_end"]) == (None, True)
     tables.append("runs", spark.createDataFrame([], lake.schema("runs")), 1)
     with pytest.raises(AnalysisException, match="schema"):
         tables.append("runs", spark.createDataFrame([], lake.schema("runs")).withColumn("more", F.lit(1)), 2)

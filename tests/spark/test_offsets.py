@@ -105,7 +105,39 @@ def one(plan: Plan, topic: str) -> Log:
 
 def test_data_is_frozen_first_then_the_ledger_then_the_answers(cluster: MadeUp) -> None:
     freeze(cluster, named={"orders"})
-    assert cluster.asked == [["orders", "others"], [LEDGER_TOPIC], [REQUESTS_TOPIC]]
+    assert cluster.asked == [["orders", "others"], [LEDGER_TOPIC], [REQUESTS_TOPIC], ["orders"]]
+
+
+def test_where_the_data_ends_is_listed_again_after_the_ledger(
+    cluster: MadeUp,
+) -> None:
+    """What is written while a run is planned may be in the ledger's part of the plan, and not in the data's."""
+    listed = cluster.ends
+
+    def ends_of(places: Sequence[Place], *, strict: bool = True) -> dict[Place, Ends]:
+        found = listed(places, strict=strict)
+        if (REQUESTS_TOPIC, 0) in found:
+            cluster.topics |= {"orders": ends(12, open=1), LEDGER_TOPIC: ends(9), REQUESTS_TOPIC: ends(9)}
+        return found
+
+    cluster.ends = ends_of  # type: ignore[method-assign]
+    plan = freeze(cluster, named={"orders"})
+    log = one(plan, "orders")
+    assert (log.end, log.high_watermark, log.later_end) == (10, 10, 13)
+    assert [one(plan, name).later_end for name in (LEDGER_TOPIC, REQUESTS_TOPIC)] == [4, 2]
+    assert planning.ended(plan) == {("orders", 0): 13}
+
+
+def test_a_busy_ledger_is_known_as_far_as_it_went_at_an_earlier_run(cluster: MadeUp) -> None:
+    told, plan = [], None
+    for last, open in ((4, 0), (6, 2), (7, 3), (9, 1), (12, 0)):
+        cluster.topics[LEDGER_TOPIC] = ends(last, open=open)
+        plan = freeze(cluster, plan, named={"orders"})
+        told.append((plan.run, one(plan, LEDGER_TOPIC).heard_run))
+    # At run 3 what stood at run 2 (up to 8) is not read; at run 4 it is.
+    assert told == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 5)]
+    cluster.lives[LEDGER_TOPIC], cluster.topics[LEDGER_TOPIC] = "two", ends(1, open=1)
+    assert one(freeze(cluster, plan, named={"orders"}), LEDGER_TOPIC).heard_run == 0
 
 
 def test_a_topic_is_audited_when_the_ledger_the_rules_or_an_option_name_it(cluster: MadeUp) -> None:
@@ -190,15 +222,16 @@ def test_a_cap_is_shared_in_proportion_and_ends_where_it_should(cluster: MadeUp)
             break
     assert read == 1000 + 4 + 2
     assert plan is not None
-    assert all(log.settled for log in plan.logs if log.audited)
+    assert all(log.end == log.last_stable >= log.high_watermark for log in plan.logs if log.audited)
 
 
-def test_an_open_transaction_leaves_a_log_unsettled_and_tells_since_when(cluster: MadeUp) -> None:
+def test_an_open_transaction_keeps_a_log_from_being_read_and_tells_since_when(cluster: MadeUp) -> None:
     cluster.topics["orders"] = ends(10, open=3)
     cluster.topics[LEDGER_TOPIC] = ends(4, open=1)
     cluster.firsts[(LEDGER_TOPIC, 0)] = NOW_MS - 1234
     plan = freeze(cluster, named={"orders"})
-    assert not one(plan, "orders").settled
+    assert (one(plan, "orders").end, one(plan, "orders").later_end) == (10, 13)
+    assert (one(plan, LEDGER_TOPIC).heard_run, one(plan, REQUESTS_TOPIC).heard_run) == (0, 1)
     assert one(plan, "orders").decided_ms == 0
     assert one(plan, LEDGER_TOPIC).decided_ms == NOW_MS - 1234
     assert one(plan, REQUESTS_TOPIC).decided_ms == NOW_MS
@@ -323,7 +356,7 @@ def test_a_topic_that_is_made_while_the_ends_are_asked_for_is_in_the_same_run(cl
     plan = freeze(cluster, named={"orders", "late"})
     assert plan.topics == ["late", "orders"]
     # All of it anew: the data's ends before the ledger's.
-    assert cluster.asked[3:] == [["others"], ["late", "orders"], [LEDGER_TOPIC], [REQUESTS_TOPIC]]
+    assert cluster.asked[3:] == [["others"], ["late", "orders"], [LEDGER_TOPIC], [REQUESTS_TOPIC], ["late", "orders"]]
 
 
 def test_a_topic_that_does_not_answer_is_no_matter_until_something_names_it(cluster: MadeUp) -> None:

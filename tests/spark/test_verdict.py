@@ -26,6 +26,7 @@ def log(role: str, topic: str, partition: int, *, end: int = 100, **more: Any) -
     """A log that was read from its beginning to its end, with nothing open, but for what is said otherwise."""
     values: dict[str, Any] = {"life": "one", "audited": True, "compacted": False, "since_ms": 0, "first": 0, "start": 0}
     values |= {"end": end, "last_stable": end, "high_watermark": end, "complete_ms": 0, "decided_ms": FROZEN_MS}
+    values |= {"later_end": more.get("high_watermark", end), "heard_run": 1}
     return Log(role=role, topic=topic, partition=partition, **(values | more))
 
 
@@ -40,7 +41,9 @@ def plan(*logs: Log) -> Plan:
         log(DATA, "changed", 0, guarantees=(Promise(0, "idempotent"), Promise(5, "exactly_once"))),
         log(DATA, "relaxed", 0, guarantees=(Promise(0, "exactly_once"), Promise(5, "idempotent"))),
         log(DATA, "u", 0),
-        log(DATA, "proven", 0, last_stable=100, high_watermark=103, proven_ms=FROZEN_MS - 1000),
+        log(DATA, "proven", 0, last_stable=100, high_watermark=103),
+        log(DATA, "meanwhile", 0, later_end=103),
+        log(DATA, "passed", 0, compacted=True),
         log(LEDGER, "fencepost.ledger", 0),
         log(LEDGER, "fencepost.ledger", 1, complete_ms=NOW_MS + 60_000),
         log(REQUESTS, "fencepost.requests", 0),
@@ -55,6 +58,12 @@ def settings(**options: Any) -> Settings:
 
 
 OTHER = (1, 20, 0, "b:1")
+
+# Where logs ended when all was read that is told of their records.
+ENDED = {("proven", 0): 100, ("compact", 0): 100, ("passed", 0): 50}
+
+# A time that no clock gives; when a run read it is told beside it.
+WILD_MS = 4_000_000_000_000
 
 CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     # name: evidence, category, fates of claimed places that are not there, phantom
@@ -91,8 +100,13 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "just-late": ([entry(1, ts=FROZEN_MS - 60_001)], "lost", {"lost"}, None),
     "just-stuck": ([answer(504, at=FROZEN_MS - 80_000)], "stuck", set(), None),
     "almost-stuck": ([answer(504, at=FROZEN_MS - 79_999)], "pending", set(), None),
+    # Past the end of its log when it was read: never there, whatever is open or was written since.
     "proven-empty": ([entry(100, topic="proven")], "lost", {"lost"}, None),
-    "proven-later": ([entry(100, topic="proven", at=FROZEN_MS - 81_000)], "pending", {"pending"}, None),
+    "proven-answer": ([answer(201, 102, topic="proven")], "lost", {"lost"}, None),
+    # Written while the run was planned, or held up: it is there, and not read.
+    "meanwhile": ([entry(102, topic="meanwhile")], "pending", {"pending"}, None),
+    "meanwhile-past": ([entry(103, topic="meanwhile")], "lost", {"lost"}, None),
+    "past-end": ([entry(103, partition=1)], "lost", {"lost"}, None),
     "at-start": ([entry(50, partition=2)], "lost", {"lost"}, None),
     "fresh": ([entry(1, at=FRESH)], "pending", {"pending"}, None),
     "fresh-beyond": ([entry(1000, at=FRESH)], "pending", {"pending"}, None),
@@ -104,6 +118,9 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "compacted": ([entry(5, topic="compact")], "unprovable", {"compacted"}, None),
     # Compaction moves no end: what lies beyond it never was there.
     "compact-beyond": ([entry(100, topic="compact")], "lost", {"lost"}, None),
+    # The log went on past the place, where compaction may take records: not this one.
+    "passed": ([entry(50, topic="passed")], "lost", {"lost"}, None),
+    "passed-below": ([entry(49, topic="passed")], "unprovable", {"compacted"}, None),
     "anew": ([entry(5, topic="anew")], "unprovable", {"recreated"}, None),
     "anew-later": ([entry(5, topic="anew", at=NOW_MS + 120_000)], "lost", {"lost"}, None),
     "anew-gap": ([entry(7, topic="anew", at=NOW_MS + 120_000)], "lost", {"lost"}, None),
@@ -112,6 +129,10 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "stuck": ([answer(504)], "stuck", set(), None),
     "stuck-202": ([answer(202), answer(409)], "stuck", set(), None),
     "unsure": ([answer(504, at=FRESH)], "pending", set(), None),
+    "elsewhere": ([answer(504)], None, set(), None),
+    "elsewhere-fresh": ([answer(202, at=FRESH)], None, set(), None),
+    "elsewhere-here": ([answer(504), copy(1)], "delivered_once", set(), "phantom"),
+    "elsewhere-lost": ([answer(504), entry(9)], "lost", {"lost"}, None),
     "taken-back": ([answer(504), answer(503, ts=NOW_MS + 21)], None, set(), None),
     "not-taken-back": ([answer(503, ts=NOW_MS + 19), answer(503), answer(504, ts=NOW_MS + 21)], "stuck", set(), None),
     "freed-elsewhere": ([answer(503, topic="u", ts=NOW_MS + 1), answer(504)], "stuck", set(), None),
@@ -133,6 +154,9 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     # By its acceptance: its timestamp may be one that the client gave it.
     "phantom-ts-old": ([copy(1, life=OTHER, at=NOW_MS + 120_000, ts=NOW_MS)], None, set(), "phantom"),
     "unheard-ts-new": ([copy(1, life=OTHER, ts=NOW_MS + 120_000)], None, set(), "evidence_gap"),
+    # A timestamp of 2096, read some time ago and just now.
+    "phantom-wild": ([copy(1, ts=WILD_MS, came=LATE)], None, set(), "phantom"),
+    "phantom-wild-now": ([copy(1, ts=WILD_MS, came=FRESH)], None, set(), "pending"),
     # Several at once: each is found, the balance has one place for the id.
     "twice-lost": ([copy(1), copy(2), entry(1), entry(2), entry(3)], "lost", {"lost"}, None),
     "conflict-lost": ([copy(1), copy(2, fp=b"x" * 8), entry(1), entry(3)], "lost", {"lost"}, None),
@@ -185,7 +209,9 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
 def known(spark: SparkSession) -> DataFrame:
     """All cases as the lake has them; made once a session, as no rule has a part in it."""
     if not spark.catalog.tableExists("known"):
-        rows = reduced(spark, ids({name: case[0] for name, case in CASES.items()}))
+        rows = reduced(spark, ids({name: case[0] for name, case in CASES.items()}), ended=ENDED)
+        elsewhere = F.col("id").cast("string").startswith("elsewhere") & F.col("offset").isNull()
+        rows = rows.withColumn("elsewhere", F.when(elsewhere, F.lit(True)))
         rows.localCheckpoint().createOrReplaceTempView("known")
     return spark.table("known")
 
@@ -258,18 +284,19 @@ def test_a_topic_that_a_rule_calls_derived_has_no_derived_copies(spark: SparkSes
 
 
 def test_an_undecided_ledger_keeps_the_unsure_waiting(spark: SparkSession) -> None:
-    held = plan(log(LEDGER, "fencepost.ledger", 0, decided_ms=NOW_MS))
+    held = plan(log(LEDGER, "fencepost.ledger", 0, decided_ms=NOW_MS, heard_run=0))
     rows = states(
         spark,
         {
             "unsure": [answer(504)],
             "phantom": [copy(1)],
+            "old": [copy(3, at=NOW_MS - 30 * HOUR_MS)],
             "other": [copy(2, life=(1, 1, 1, "x"), at=FRESH - HOUR_MS // 2)],
         },
     )
     found = {name_of(row["id"]): row for row in judge(rows, evidence(held, settings())).collect()}
     assert found["unsure"]["category"] == "pending"
-    assert found["phantom"]["phantom"] == "pending"
+    assert found["phantom"]["phantom"] == found["old"]["phantom"] == "pending"
     assert found["other"]["phantom"] == "phantom"
 
 

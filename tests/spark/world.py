@@ -14,7 +14,11 @@ from tests.spark.oracle import Plants, Record
 from tests.spark.script import CALLERS, FROZEN_MS, SLOTS, Answer, Stage, Transaction
 
 # The history's clock stands where the scripts say, long ago: nothing may age out of a log because of it.
-FOREVER = {"retention.ms": "-1", "message.timestamp.type": "CreateTime"}
+FOREVER = {
+    "retention.ms": "-1",
+    "message.timestamp.type": "CreateTime",
+    "message.timestamp.after.max.ms": str(2**62),
+}
 
 
 class World:

@@ -1,0 +1,143 @@
+"""Answers 202 and 504, and places that nobody has read yet: what is said before it is known."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from service.contract import wire
+from spark.reading.kafka_admin import Broker, Ends, Place
+from spark.rules import cross_hour
+from spark.tables import hours, lake
+from tests.spark.conftest import Audit
+from tests.spark.history import History, Life
+from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, ids, name_of, reduced
+
+LATER_S = 3600.0
+ONE, TWO = Life(0, 100, 0, "a:1"), Life(1, 200, 0, "b:1")
+EARLY, LATE = NOW_MS - 3 * HOUR_MS, NOW_MS - HOUR_MS
+
+# evidence → what other hours tell of the 202 or 504: that it came to something, and when it was taken back.
+CASES: dict[str, tuple[Sequence[Any], tuple[bool, int | None] | None]] = {
+    "entered": ([entry(1, at=EARLY), copy(1, at=EARLY), answer(504)], (True, None)),
+    "lost": ([entry(2, at=EARLY), answer(202)], (True, None)),
+    "answered": ([answer(201, 3, at=EARLY), answer(504)], (True, None)),
+    "phantom": ([copy(4, at=EARLY), answer(504)], (True, None)),
+    "strange": ([copy(5, at=EARLY, life=None), answer(504)], None),
+    "later": ([answer(504, at=EARLY), entry(6, at=LATE), copy(6, at=LATE)], (True, None)),
+    "freed": ([answer(504, at=EARLY), answer(503, at=LATE)], (False, LATE + 20)),
+    "freed-before": ([answer(503, at=EARLY), answer(504, at=LATE)], None),
+    "both": ([answer(504, at=EARLY), answer(503, at=LATE), copy(7, at=LATE)], (True, LATE + 20)),
+    "alone": ([answer(504)], None),
+    "twice": ([answer(504), answer(504, at=EARLY)], None),
+    "same hour": ([answer(504), copy(8), entry(8)], None),
+    "refused": ([answer(504), answer(409, at=EARLY)], None),
+}
+
+
+def _told(rows: Any) -> dict[str, tuple[bool, int | None]]:
+    found = cross_hour.told_elsewhere(rows, 1)
+    assert found is not None
+    return {name_of(row["id"]): (row["elsewhere"], row["freed_ms"]) for row in found.collect()}
+
+
+def test_what_other_hours_tell_of_an_unsure_answer(spark: SparkSession) -> None:
+    rows = reduced(spark, ids({name: case[0] for name, case in CASES.items()}))
+    assert _told(rows) == {name: told for name, (_, told) in CASES.items() if told is not None}
+
+
+def test_what_other_hours_tell_is_noted_once_and_taken_back_by_a_later_answer(
+    spark: SparkSession, tmp_path: Any
+) -> None:
+    tables = lake.Lake(spark, str(tmp_path))
+    tables.append("deliveries", reduced(spark, ids({name: case[0] for name, case in CASES.items()})), 1)
+    found = cross_hour.told_elsewhere(tables.read("deliveries"), 1)
+    assert found is not None
+    found = found.localCheckpoint()
+    tables.settle(found, hours.of(found), 1)
+    assert _told(tables.read("deliveries")) == {}
+    # Nothing new: nobody looks further than the few that are unsure.
+    assert cross_hour.told_elsewhere(tables.read("deliveries").where("run > 1"), 2) is None
+    again = reduced(spark, ids({"freed": [answer(504, at=EARLY, ts=NOW_MS)]}), 2)
+    tables.merge(again, hours.of(again), 2)
+    rows = tables.read("deliveries").where((F.col("answered_504") > 0) & (F.col("run") == 2)).collect()
+    assert [(name_of(row["id"]), row["freed_ms"]) for row in rows] == [("freed", None)]
+
+
+def test_without_the_pass_over_ids_nothing_is_stuck_that_another_hour_tells_of(history: History, audit: Audit) -> None:
+    topic, now_ms = history.topic(f"{history.namespace}-t"), history.now_ms
+    producer = history.transactional(ONE)
+    (there,) = history.deliver(producer, ONE, topic, ["slow"], at=now_ms - 5 * HOUR_MS, answer=False)
+
+    def told(status: int, key: str, hours_ago: int) -> str:
+        return there.answer(status, id=wire.event_id(key), at=now_ms - hours_ago * HOUR_MS)
+
+    history.answers([told(504, "slow", 2), told(504, "freed", 5), told(504, "late", 2), told(504, "stuck", 3)])
+    history.answers([told(503, "freed", 2)])
+    first = audit(history, later_s=LATER_S, skip_ids=True)
+    assert {one["id"] for one in first.document["findings"]} == {wire.event_id(key).hex() for key in ("late", "stuck")}
+    assert (first.document["balance"]["stuck"], first.document["balance"]["accepted"]) == (2, 3)
+    # What a later run reads of an earlier hour settles it as well.
+    history.deliver(producer, ONE, topic, ["late"], at=now_ms - 5 * HOUR_MS)
+    for skip_ids in (True, False, True):
+        ran = audit(history, later_s=LATER_S, skip_ids=skip_ids)
+        assert ran.findings() == {("stuck", "504", None)}
+        balance = ran.document["balance"]
+        assert (balance["accepted"], balance["delivered_once"], balance["stuck"]) == (3, 2, 1)
+
+
+def test_a_driver_whose_clock_is_ahead_calls_nothing_lost_that_is_written_while_it_plans(
+    history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = history.topic(f"{history.namespace}-t")
+    producer = history.transactional(ONE)
+    history.deliver(producer, ONE, topic, ["before"])
+    whole = Broker.ends
+    written: list[Any] = []
+
+    def ends(self: Broker, places: Sequence[Place], *, strict: bool = True) -> dict[Place, Ends]:
+        if not written and any(name == wire.ledger_topic(history.namespace) for name, _ in places):
+            written.append(history.deliver(producer, ONE, topic, ["meanwhile"]))
+        return whole(self, places, strict=strict)
+
+    monkeypatch.setattr(Broker, "ends", ends)
+    first = audit(history, later_s=10 * LATER_S)
+    assert written
+    assert first.findings() == set()
+    assert (first.document["balance"]["pending"], first.document["balance"]["delivered_once"]) == (1, 1)
+    second = audit(history, later_s=10 * LATER_S)
+    assert (second.findings(), second.document["balance"]["delivered_once"]) == (set(), 2)
+
+
+def test_nothing_is_a_phantom_while_its_ledger_is_held_up_however_old_it_looks(history: History, audit: Audit) -> None:
+    topic, old_ms = history.topic(f"{history.namespace}-t"), history.now_ms - 30 * HOUR_MS
+    slow = history.transactional(TWO)
+    slow.begin_transaction()
+    history.ledger(slow, TWO, [])
+    # Its ledger entry is committed, behind what is open in that partition.
+    (there,) = history.send(history.plain, topic, ["held"], TWO, at=old_ms, ts=old_ms)
+    history.ledger(history.plain, TWO, [there.entry()])
+    first = audit(history, later_s=LATER_S, topics=(topic,))
+    assert first.findings() == set()
+    slow.commit_transaction(30)
+    second = audit(history, later_s=LATER_S, topics=(topic,))
+    assert (second.findings(), second.document["balance"]["delivered_once"]) == (set(), 1)
+
+
+def test_a_loss_that_is_proven_stays_when_a_compacted_log_goes_on(history: History, audit: Audit) -> None:
+    topic = history.topic(f"{history.namespace}-t", 1, {"cleanup.policy": "compact"})
+    producer = history.transactional(ONE)
+    (there,) = history.deliver(producer, ONE, topic, ["there"], record_key=b"k", value=b'"$key"')
+    history.answers([there.answer(id=wire.event_id("lost"), offset=7)])
+    # In two hours, so that it counts once by the pass over ids.
+    history.answers([there.answer(504, id=wire.event_id("lost"), at=history.now_ms - 3 * HOUR_MS)])
+    first = audit(history, later_s=LATER_S)
+    assert first.findings() == {("lost", "answer", None)}
+    history.deliver(producer, ONE, topic, [f"more-{n}" for n in range(20)], record_key=b"k", value=b'"$key"')
+    for skip_ids in (False, True, False):
+        ran = audit(history, later_s=2 * LATER_S, skip_ids=skip_ids)
+        assert ran.findings() == {("lost", "answer", None)}
+        balance = ran.document["balance"]
+        assert (balance["lost"], balance["delivered_once"], balance["unprovable"]) == (1, 21, 0)
