@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
-from deploy.local.stack import Kafka
+from deploy.stack import Kafka
 from service.contract import wire
 from spark import rule_table
 from spark.rules import current_findings
