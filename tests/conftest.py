@@ -13,7 +13,9 @@ from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 from xdist.workermanage import WorkerController  # type: ignore[import-untyped]
 
 from deploy.install import java
-from deploy.stack import Kafka, Redis, jvm
+from deploy.stack import Kafka, Redis
+from deploy.stack.kafka import BRIEF
+from tests import class_data
 from tests.secured import Authority, SecuredKafka, SecuredRedis
 
 # As if there had been no compiler: the whole service in Python, as `tests/run` has the fast tests once more.
@@ -45,7 +47,8 @@ def pytest_configure() -> None:
             del os.environ[name]
     if home := java.find():
         os.environ["JAVA_HOME"] = str(home)
-    Kafka.java_options = jvm.BRIEF
+        class_data.use()
+    Kafka.java_options = BRIEF
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

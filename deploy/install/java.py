@@ -5,10 +5,11 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from deploy.console import StackError
+from deploy.console import StackError, say
 from deploy.install import debian
 
 OLDEST = 17
@@ -28,11 +29,17 @@ def home() -> Path:
     if found := find():
         return found
     if debian.installable():
+        say(
+            f"no Java {OLDEST} or newer found: installing {_PACKAGE} by apt-get. "
+            f"To do without, stop here and set JAVA_HOME to the folder of a Java {OLDEST} or newer.",
+            sys.stderr,
+        )
         debian.install(_PACKAGE, "Java")
         if found := find():
             return found
     raise StackError(
-        f"no Java {OLDEST} or newer here: please install one (on Debian or Ubuntu: apt-get install {_PACKAGE})"
+        f"no Java {OLDEST} or newer here: please install one (on Debian or Ubuntu: apt-get install {_PACKAGE}) "
+        "or set JAVA_HOME to its folder"
     )
 
 

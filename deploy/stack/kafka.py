@@ -13,9 +13,14 @@ from confluent_kafka.cimpl import NewTopic
 from deploy import places
 from deploy.console import StackError
 from deploy.install import jars, java
-from deploy.stack import jvm
 from deploy.stack.ports import free_port
 from deploy.stack.process import Process
+
+_HEAP = ("-Xms256m", "-Xmx512m", "-Djava.awt.headless=true")
+# The heap is small, the just-in-time compiler is not limited: benchmarks run against such a broker.
+LASTING = (*_HEAP, "-XX:+UseG1GC", "-XX:MaxGCPauseMillis=20")
+# A broker that lives for seconds or minutes would spend half of its CPU on compiling what it runs a few times.
+BRIEF = (*_HEAP, "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 
 _START_S = 120.0  # 3 s on an idle machine, 20 s on a very busy one
 _ANSWER_S = 10.0
@@ -52,7 +57,8 @@ class Listener(NamedTuple):
 class Kafka(Process):
     """One broker with its data in `folder`; it keeps folder and port over stops, kills and new starts."""
 
-    java_options: Sequence[str] = jvm.LASTING
+    java_options: Sequence[str] = LASTING
+    archive_options: Sequence[str] = ()  # where the tests have recorded the classes that a broker loads
 
     def __init__(
         self,
@@ -184,13 +190,13 @@ class Kafka(Process):
     def _format(self) -> None:
         # "=": an id that begins with "-" would be taken for an option.
         tool = ("kafka.tools.StorageTool", "format", f"--cluster-id={self.cluster_id}", "-c", self._properties)
-        self._run(jvm.BRIEF, *tool)
+        self._run(BRIEF, *tool)
         if self.wait(_START_S) != 0:
             raise StackError(f"the storage of {self.name} could not be formatted\n{self.tail()}")
 
     def _run(self, options: Sequence[str], main_class: str, *arguments: str | Path) -> None:
         logging = f"-Dlog4j2.configurationFile={_LOGGING.as_uri()}"
-        program: list[str | Path] = [java.home() / "bin" / "java", *options, *jvm.archived(), logging]
+        program: list[str | Path] = [java.home() / "bin" / "java", *options, *self.archive_options, logging]
         program += ["-cp", jars.classpath("kafka")]
         self.spawn([*program, main_class, *arguments], env={**places.hermetic_environment(), **java.environment()})
 

@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from deploy import console
+from tests import class_data
 from tests.faults import clock, hanging, matrix, network, soak
 
 
@@ -28,6 +29,7 @@ def main() -> int:
     kills.add_argument("--brokers", type=int, choices=(1, 3), default=1)
     kills.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
+    class_data.use()
     if given.command == "hanging":
         done = hanging.run(given.kills, given.brokers, given.seed, console.say)
         return 1 if any(each.standing or each.wrong for each in done) else 0

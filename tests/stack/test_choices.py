@@ -9,11 +9,11 @@ from unittest.mock import Mock
 import pytest
 
 from deploy import places
-from deploy.install import java
-from deploy.local import record_classes
+from deploy.install import debian, java
 from deploy.local.up import callers_settings
-from deploy.stack import StackError, free_port, jvm, port_or_free
+from deploy.stack import StackError, free_port, port_or_free
 from deploy.stack.redis import find_server
+from tests import class_data
 
 
 def _program(path: Path, text: str = "#!/bin/sh\n") -> Path:
@@ -93,9 +93,33 @@ def test_without_any_java_one_line_says_what_to_install(tmp_path: Path, monkeypa
     monkeypatch.setenv("PATH", str(tmp_path))  # no apt-get either
     monkeypatch.setattr(java, "_USUAL", ())
     java.home.cache_clear()
-    with pytest.raises(StackError, match="no Java 17 or newer here: please install one") as raised:
+    with pytest.raises(StackError, match=r"no Java 17 or newer here: please install one .* or set JAVA_HOME") as raised:
         java.home()
     assert "\n" not in str(raised.value)
+
+
+def test_before_java_is_installed_a_line_says_so_and_how_to_do_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    installed = _java(tmp_path, "17.0.1")
+    said = []
+
+    def install(package: str, what: str) -> None:
+        said.append(capsys.readouterr().err)
+        monkeypatch.setattr(java, "find", lambda: installed)
+
+    monkeypatch.setattr(java, "find", lambda: None)
+    monkeypatch.setattr(debian, "installable", lambda: True)
+    monkeypatch.setattr(debian, "install", install)
+    java.home.cache_clear()
+    try:
+        assert java.home() == installed
+    finally:
+        java.home.cache_clear()
+    assert said == [
+        "no Java 17 or newer found: installing openjdk-17-jre-headless by apt-get. "
+        "To do without, stop here and set JAVA_HOME to the folder of a Java 17 or newer.\n"
+    ]
 
 
 def test_up_takes_the_callers_settings_but_no_address_and_no_password() -> None:
@@ -113,18 +137,18 @@ def test_up_takes_the_callers_settings_but_no_address_and_no_password() -> None:
 
 def test_recorded_classes_are_those_of_one_java_and_its_jars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FENCEPOST_CACHE", str(tmp_path))
-    assert jvm.archived() == []
-    jvm.archive().touch()
-    assert jvm.archived() == [f"-XX:SharedArchiveFile={jvm.archive()}", "-Xshare:auto"]
+    assert class_data.options() == []
+    class_data.archive().touch()
+    assert class_data.options() == [f"-XX:SharedArchiveFile={class_data.archive()}", "-Xshare:auto"]
     monkeypatch.setattr(java, "home", lambda: _java(tmp_path / "another", "21"))
-    assert jvm.archived() == []
+    assert class_data.options() == []
 
 
 def test_a_java_that_records_nothing_keeps_no_test_from_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FENCEPOST_CACHE", str(tmp_path))
-    monkeypatch.setattr(record_classes, "record", Mock(side_effect=StackError("no such option")))
-    assert record_classes.main() == 0
+    monkeypatch.setattr(class_data, "record", Mock(side_effect=StackError("no such option")))
+    assert class_data.main() == 0
     assert "brokers will start more slowly: no such option" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

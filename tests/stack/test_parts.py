@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.stack import Kafka, Redis, StackError, jvm
+from deploy.stack import Kafka, Redis, StackError
+from tests import class_data
 from tests.conftest import MakeTopic
 
 
@@ -16,9 +17,9 @@ def test_kafka_answers_and_makes_topics(kafka: Kafka, make_topic: MakeTopic) -> 
 
 
 def test_a_broker_takes_its_classes_from_where_they_were_recorded(kafka: Kafka) -> None:
-    kept = jvm.archive()
+    kept = class_data.archive()
     if not kept.exists():
-        pytest.skip("python -m deploy.local.record_classes was not run here; ./tests/run does")
+        pytest.skip("python -m tests.class_data was not run here; ./tests/run does")
     assert str(kept.resolve()) in Path(f"/proc/{kafka.pid}/maps").read_text()
 
 
