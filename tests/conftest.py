@@ -16,6 +16,7 @@ from deploy.install import java
 from deploy.stack import Kafka, Redis
 from deploy.stack.kafka import BRIEF
 from tests import class_data
+from tests.minutes import MinutesByFolder, folder
 from tests.secured import Authority, SecuredKafka, SecuredRedis
 
 # As if there had been no compiler: the whole service in Python, as `tests/run` has the fast tests once more.
@@ -37,7 +38,7 @@ class MakeTopic(Protocol):
     def __call__(self, partitions: int = 1, config: Mapping[str, str] | None = None) -> str: ...
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """No setting of the caller's may change a test, and Spark shall run on the Java that the stack runs on.
 
     Brokers are run as they start quickest: there are dozens of them.
@@ -49,20 +50,17 @@ def pytest_configure() -> None:
         os.environ["JAVA_HOME"] = str(home)
         class_data.use()
     Kafka.java_options = BRIEF
+    if not hasattr(config, "workerinput"):  # one of xdist's processes, which the controller hears of
+        config.pluginmanager.register(MinutesByFolder())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort by folder; within one, pytest's own order stays."""
-    items.sort(key=lambda item: _rank(_folder(item.nodeid)))
+    items.sort(key=lambda item: _rank(folder(item.nodeid)))
 
 
-def _folder(nodeid: str) -> str:
-    """Of `tests/FOLDER/FILE::TEST`."""
-    return nodeid.split("/")[1] if nodeid.count("/") > 1 else ""
-
-
-def _rank(folder: str) -> int:
-    return _ORDER.index(folder) if folder in _ORDER else len(_ORDER)
+def _rank(name: str) -> int:
+    return _ORDER.index(name) if name in _ORDER else len(_ORDER)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -75,7 +73,7 @@ class _FromBothEnds(LoadScopeScheduling):  # type: ignore[misc]
     """One process begins with the last file, until they meet: Spark keeps a core busy, most others wait for brokers."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "alone" if _folder(nodeid) in _ALONE else nodeid.partition("::")[0]
+        return "alone" if folder(nodeid) in _ALONE else nodeid.partition("::")[0]
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         if node is self.nodes[0]:
