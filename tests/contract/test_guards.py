@@ -79,7 +79,7 @@ async def held(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[
 
 
 @pytest.mark.parametrize("operation", GUARDED)
-async def test_generation_and_store(held: Modelled, operation: str) -> None:
+async def test_an_operation_for_another_generation_or_store_is_refused(held: Modelled, operation: str) -> None:
     """Of each operation: whatever generation and store it is called for, and whatever the server holds."""
     refused = 0
     for generation, named, caller in product((NONE, 4, 5, 6), (THIS, OTHER), (THIS, OTHER)):

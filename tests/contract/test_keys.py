@@ -116,7 +116,7 @@ async def test_a_mark_replaces_only_a_claim_of_its_own_term(bench: Bench) -> Non
     assert (await bench.keys.find(epoch, OTHER)).state == delivered(mine.state.at)
 
 
-async def test_applied_moves_without_gaps(bench: Bench) -> None:
+async def test_applied_moves_only_from_the_record_before(bench: Bench) -> None:
     """Only from exactly the record before: what was not marked must be found by the next recovery."""
     epoch = await bench.settled()
     assert await bench.keys.applied(epoch, 0) == 10
@@ -178,7 +178,7 @@ async def test_an_atomic_batch_is_claimed_whole_or_not(bench: Bench) -> None:
     assert (await bench.keys.claim(epoch, 1, 20, [(ID, FP)]))[0].state == whole
 
 
-async def test_leases(bench: Bench) -> None:
+async def test_a_slot_is_leased_to_one_process_until_it_gives_it_back(bench: Bench) -> None:
     epoch = await bench.settled()
     assert await bench.keys.take(epoch, 0, "a")
     assert await bench.keys.take(epoch, 0, "a")

@@ -40,7 +40,7 @@ async def test_an_earlier_term_can_free_nothing(bench: Bench) -> None:
     await bench.keys.claim(epoch, 0, 30, [(ID, FP)])
 
 
-async def test_a_replay_of_many(bench: Bench) -> None:
+async def test_a_replay_of_more_rows_than_a_call_takes_writes_all_of_them(bench: Bench) -> None:
     epoch = await bench.settled()
     now = bench.now_ms()
     rows = [(number.to_bytes(16, "big"), delivered(now, offset=number)) for number in range(2 * REPLAY_CHUNK + 7)]

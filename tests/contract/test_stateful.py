@@ -245,7 +245,7 @@ def _server(store: Modelled, named: int) -> str:
 
 
 @pytest.mark.parametrize("count", [1, 3], ids=["an event", "an atomic batch"])
-def test_lives(redis: Redis, namespace: str, count: int) -> None:
+def test_redis_and_the_model_answer_alike_in_any_order_of_operations(redis: Redis, namespace: str, count: int) -> None:
     drawn = int(os.environ.get("TEST_SEED") or random.randrange(2**32))
     print(f"TEST_SEED={drawn}")  # noqa: T201 - how to have the same lives again
     loop = asyncio.new_event_loop()

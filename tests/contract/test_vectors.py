@@ -117,7 +117,7 @@ def ids(count: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("fp", [FP, FP2])
-async def test_claim(bed: Bed, fp: bytes) -> None:
+async def test_a_claim_does_what_the_table_of_states_says(bed: Bed, fp: bytes) -> None:
     now = bed.now_ms()
     before = present(now)
     for id, state in zip(ids(len(before)), before.values(), strict=True):
@@ -131,7 +131,7 @@ async def test_claim(bed: Bed, fp: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_claims_by_the_hundred(bed: Bed, name: str) -> None:
+async def test_many_claims_in_one_call_end_as_each_would_alone(bed: Bed, name: str) -> None:
     """What is new is written many at a time where none of them is there; each is as if it were alone."""
     now = bed.now_ms()
     before: list[KeyState] = [None] * 250
@@ -160,7 +160,7 @@ async def test_what_is_new_is_written_in_one_call_where_the_server_has_it(bed: B
 
 
 @pytest.mark.parametrize("first", NAMES)
-async def test_claim_all(bed: Bed, first: str) -> None:
+async def test_an_atomic_batch_is_claimed_whole_or_not_at_all(bed: Bed, first: str) -> None:
     """A whole and two members, in each combination of states."""
     for second, third in product(NAMES, NAMES):
         await _claim_all(bed, (first, second, third))
@@ -179,7 +179,7 @@ async def _claim_all(bed: Bed, names: Sequence[str]) -> None:
     assert after == [anytime(state, now) for state in written or before], names
 
 
-async def test_mark(bed: Bed) -> None:
+async def test_a_mark_does_what_the_table_of_states_says(bed: Bed) -> None:
     now = bed.now_ms()
     before = present(now)
     marked = Delivered(now - 1_000, FP, "orders", 1, 77, now)
@@ -191,7 +191,7 @@ async def test_mark(bed: Bed) -> None:
     assert untouched == sum(state != marked for state in wanted)
 
 
-async def test_release(bed: Bed) -> None:
+async def test_a_release_does_what_the_table_of_states_says(bed: Bed) -> None:
     before = present(bed.now_ms())
     for id, state in zip(ids(len(before)), before.values(), strict=True):
         bed.put(id, state)
@@ -201,7 +201,7 @@ async def test_release(bed: Bed) -> None:
 
 @pytest.mark.parametrize("age_ms", [500, 1_000, 1_500, RETENTION_MS - 1_000, RETENTION_MS + 1])
 @pytest.mark.parametrize("batch", [False, True])
-async def test_replay(bed: Bed, age_ms: int, batch: bool) -> None:
+async def test_a_replay_does_what_the_table_of_states_says(bed: Bed, age_ms: int, batch: bool) -> None:
     now = bed.now_ms()
     before, at = present(now), now - age_ms
     entry = DeliveredBatch(at, FP2, 5) if batch else Delivered(at, FP2, "ledgered", 0, 3, at)
@@ -215,7 +215,7 @@ async def test_replay(bed: Bed, age_ms: int, batch: bool) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_replay_by_the_hundred(bed: Bed, name: str) -> None:
+async def test_many_replayed_entries_in_one_call_end_as_each_would_alone(bed: Bed, name: str) -> None:
     """Entries of one time are written many at a time where none of them is there; each is as if it were alone."""
     now = bed.now_ms()
     ages_ms = [500] * 120 + [1_500] * 30 + [RETENTION_MS + 1] * 5 + [500] * 40 + [700, 900, 700] * 15 + [500] * 10
@@ -230,7 +230,7 @@ async def test_replay_by_the_hundred(bed: Bed, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_mark_by_the_hundred(bed: Bed, name: str) -> None:
+async def test_many_marks_in_one_call_end_as_each_would_alone(bed: Bed, name: str) -> None:
     now, other = bed.now_ms(), present(bed.now_ms())[name]
     before: list[KeyState] = [Claimed(SLOT, TERM, now - number // 120, FP2) for number in range(250)]
     before[99] = before[140] = before[249] = other
@@ -252,7 +252,7 @@ def delivered(number: int, at: int) -> Delivered | DeliveredBatch:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_packing(name: str) -> None:
+def test_a_packed_state_unpacks_to_itself(name: str) -> None:
     state = present(1_700_000_000_000)[name]
     if state is not None:
         assert unpack(pack(state)) == state
