@@ -87,7 +87,7 @@ def test_what_is_right_is_let_pass() -> None:
         ("busy", [record(A, 3)]),
     ],
 )
-def test_once(kind: Kind, records: list[Delivered]) -> None:
+def test_an_acknowledged_event_that_is_not_there_once_is_seen(kind: Kind, records: list[Delivered]) -> None:
     assert found([tried(single(asked("a")), (kind, 3))], records) == {"once"}
 
 
@@ -104,35 +104,35 @@ def test_copies_on_idempotent_topics_are_counted_and_not_held_against_it() -> No
     assert judge(Evidence({"c": tries}, records, repeatable=frozenset({TOPIC}))).duplicates == 1
 
 
-def test_strangers() -> None:
+def test_a_record_that_nobody_sent_is_seen() -> None:
     assert found([], [record(A, 3)]) == {"stranger"}
     assert found([], [Delivered((TOPIC, 0, 3), None, b"1", [], (1, 1))]) == {"stranger"}
 
 
-def test_torn() -> None:
+def test_a_part_of_an_atomic_batch_is_seen() -> None:
     assert found([tried(WHOLE, ("info", 0), ("info", 0))], [record(member_id("whole", 1), 3)]) == {"torn"}
 
 
-def test_order_over_requests() -> None:
+def test_wrong_order_of_requests_that_follow_each_other_is_seen() -> None:
     tries = [tried(single(asked("a")), ("ok", 5), at=0), tried(single(asked("b")), ("ok", 4), at=2)]
     assert found(tries, [record(A, 5), record(B, 4)]) == {"order"}
     at_once = [tries[0], dataclasses.replace(tries[1], at=0.5)]
     assert found(at_once, [record(A, 5), record(B, 4)]) == set()
 
 
-def test_order_within_a_batch() -> None:
+def test_wrong_order_within_a_batch_is_seen() -> None:
     assert found([tried(BOTH, ("ok", 5), ("ok", 4))], [record(A, 5), record(B, 4)]) == {"order"}
     again_in_parts = [tried(BOTH, ("fail", 0), ("ok", 4), at=0), tried(BOTH, ("ok", 5), ("ok", 4), at=2)]
     assert found(again_in_parts, [record(A, 5), record(B, 4)]) == set()
 
 
 @pytest.mark.parametrize("batch", [Batch(0, 9, 6, 0, False), Batch(0, 9, 5, 1, False), Batch(0, 2, 5, 0, False)])
-def test_producer(batch: Batch) -> None:
+def test_a_record_of_another_producer_or_outside_of_a_transaction_is_seen(batch: Batch) -> None:
     tries = [tried(single(asked("a")), ("ok", 3))]
     assert found(tries, [record(A, 3)], batches={(TOPIC, 0): [batch]}) == {"producer"}
 
 
-def test_again() -> None:
+def test_another_answer_to_the_same_request_is_seen() -> None:
     request, was = single(asked("a")), [result("ok", A, 3)]
     same = dataclasses.replace(was[0], replayed=True)
     assert list(again(request, was, [same], "{}", "{}")) == []
@@ -193,7 +193,7 @@ def test_a_log_says_what_happened_also_when_it_is_cut_off(tmp_path: Path) -> Non
     assert [attempt.kind for _, attempt in third.attempts()] == ["info"]
 
 
-def test_record_batches() -> None:
+def test_the_producer_of_each_offset_is_read_from_the_batches() -> None:
     def batch(first: int, delta: int, pid: int, attributes: int = 0x10) -> bytes:
         rest = struct.pack(">ibIhiqqqhii", 0, 2, 0, attributes, delta, 0, 0, pid, 1, 0, delta + 1) + b"records"
         return struct.pack(">qi", first, len(rest)) + rest

@@ -27,7 +27,7 @@ def arrives(error_s: Callable[[], float], wanted_s: float) -> None:
         time.sleep(0.1)
 
 
-def test_redis(tmp_path: Path) -> None:
+def test_redis_runs_by_a_shifted_clock(tmp_path: Path) -> None:
     """Ahead, behind and right again, while it runs; what is to expire in a second expires in a second."""
     server = Redis(tmp_path / "redis")
     clock = Clock(server)
@@ -53,7 +53,7 @@ def test_redis(tmp_path: Path) -> None:
         arrives(error_s, 0)
 
 
-def test_the_broker(tmp_path: Path) -> None:
+def test_a_broker_runs_by_a_shifted_clock(tmp_path: Path) -> None:
     """It stamps records with its own time."""
     broker = Kafka(tmp_path / "kafka")
     clock = Clock(broker)

@@ -11,7 +11,7 @@ CHOSEN = sorted((name for name, row in load_rows().items() if row.in_run), key=l
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_row(name: str, clusters: Clusters, tmp_path: Path) -> None:
+def test_a_fault_of_the_matrix_leaves_every_event_there_once(name: str, clusters: Clusters, tmp_path: Path) -> None:
     row = load_rows()[name]
     outcome = play(row, tmp_path, clusters.get(row.brokers, row.kafka))
     if outcome.wrong:

@@ -87,7 +87,9 @@ def test_servers_outside_are_where_they_always_are(talker: Talker) -> None:
 
 
 @pytest.mark.parametrize(("direction", "arrives"), [("both", False), ("out", False), ("in", True)])
-def test_a_cut(network: Network, talker: Talker, direction: Direction, arrives: bool) -> None:
+def test_a_cut_drops_what_is_sent_in_its_direction(
+    network: Network, talker: Talker, direction: Direction, arrives: bool
+) -> None:
     """No answer in any case; but where only replies are cut, what was asked for has happened."""
     network.cut("redis", direction=direction)
     assert talker.says(direction) == "TimeoutError"
@@ -104,7 +106,7 @@ def test_a_cut_from_another_server_changes_nothing(network: Network, talker: Tal
     assert network.dropped() == 0
 
 
-def test_connections_that_are_forgotten(network: Network, talker: Talker) -> None:
+def test_a_forgotten_connection_is_silent_and_a_new_one_works(network: Network, talker: Talker) -> None:
     network.forget("redis")
     assert talker.says("forgotten") == "TimeoutError"
     assert not talker.was_heard("forgotten")

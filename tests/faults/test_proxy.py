@@ -174,7 +174,7 @@ async def test_a_held_reply_comes_when_it_is_let_go(bench: Bench, proxy: Proxy) 
     await writing
 
 
-async def test_a_delay(bench: Bench, proxy: Proxy) -> None:
+async def test_a_request_is_delayed(bench: Bench, proxy: Proxy) -> None:
     proxy.plan("AddPartitionsToTxn", "delay", client=bench.name, delay_ms=400)
     started = time.monotonic()
     await bench.write()

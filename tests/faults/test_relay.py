@@ -80,7 +80,7 @@ def test_what_is_held_comes_late_or_never() -> None:
                     assert answer_of(client) == b"a"
 
 
-def test_nobody_behind_it() -> None:
+def test_a_relay_with_nobody_behind_it_hangs_up() -> None:
     with server(b"a") as gone:
         pass
     with Relay(gone) as relay, socket.create_connection(("127.0.0.1", relay.port), 5) as client:

@@ -10,7 +10,7 @@ from tests.faults.shrink import OutOfTime, shrink
 
 
 @given(st.sets(st.integers(0, 39), max_size=5))
-def test_the_fewest_are_found(needed: set[int]) -> None:
+def test_the_fewest_faults_that_are_needed_are_found(needed: set[int]) -> None:
     assert shrink(range(40), lambda some: needed <= set(some)) == sorted(needed)
 
 

@@ -15,7 +15,7 @@ ENOUGH_S = 200.0  # the faults end it
 ALONE = Options(services=2, pair=False, proxied=False, keys_per_s=60.0)
 
 
-def test_the_seed_says_all() -> None:
+def test_the_same_seed_draws_the_same_faults() -> None:
     known = list(load_injectors().values())
     drawn = list(islice(plan("1/0", known), 200))
     assert drawn == list(islice(plan("1/0", known), 200))
@@ -25,7 +25,7 @@ def test_the_seed_says_all() -> None:
     assert any(one.group == other.group for one, other in pairwise(drawn))
 
 
-def test_a_slice(clusters: Clusters, tmp_path: Path) -> None:
+def test_a_slice_of_the_soak_leaves_every_event_there_once(clusters: Clusters, tmp_path: Path) -> None:
     names = ("service-killed", "service-paused", "redis-flushed", "redis-restarted-empty", "transactional-ids-stolen")
     drawn = islice(plan("slice", [load_injectors()[name] for name in names]), FAULTS)
     faults = [replace(fault, pause_s=0.2) for fault in drawn]
