@@ -52,7 +52,7 @@ def test_every_stage_is_made_of_the_base_or_another_stage() -> None:
     assert stages[-1] == "service"  # what is built without --target
 
 
-def test_no_host_is_named() -> None:
+def test_no_registry_and_no_index_is_named() -> None:
     for path in (ROOT / "Dockerfile", ROOT / "deploy" / "compose.yaml"):
         assert HOST.findall(path.read_text()) == [], path
     assert HOST.search("FROM ghcr.example.io/fencepost/service:1")
