@@ -142,7 +142,7 @@ def test_nobody_there_is_one_line() -> None:
     assert "`fencepost doctor` tells more" in done.stderr
 
 
-def test_reconcile_is_the_job() -> None:
+def test_the_command_reconcile_runs_the_job() -> None:
     done = fencepost({}, "reconcile", "--help")
     assert done.returncode == 0
     assert "usage: python -m spark" in done.stdout

@@ -64,7 +64,9 @@ def settings_of(kafka: str, redis: str, namespace: str, **more: Any) -> Settings
 # --------------------------------------------------------------------------------------------------------- brokers
 
 
-async def test_a_careless_broker(secured_kafka: SecuredKafka, secured_redis: SecuredRedis, namespace: str) -> None:
+async def test_each_careless_setting_of_a_broker_is_reported(
+    secured_kafka: SecuredKafka, secured_redis: SecuredRedis, namespace: str
+) -> None:
     """By a user that may read the brokers' settings, over TLS."""
     secured_kafka.add_user("doctor", PASSWORD)
     cluster = (ResourceType.BROKER, "kafka-cluster", ResourcePatternType.LITERAL, (AclOperation.DESCRIBE_CONFIGS,))
@@ -101,13 +103,13 @@ async def test_a_broker_that_sends_its_clients_astray(secured_kafka: SecuredKafk
     assert "advertised.listeners" in astray.change
 
 
-async def test_nobody_there() -> None:
+async def test_kafka_and_redis_that_do_not_answer_are_reported() -> None:
     found = await told(settings_of(NOWHERE, f"redis://{NOWHERE}/0", "any", request_timeout_ms=1_000))
     assert found.wrong() == {("kafka.reachable", "error"), ("redis.reachable", "error")}
     assert "Connect call failed" in found["kafka.reachable"][0].found
 
 
-async def test_a_wrong_password(secured_kafka: SecuredKafka, redis: Redis) -> None:
+async def test_a_wrong_password_is_reported(secured_kafka: SecuredKafka, redis: Redis) -> None:
     environment = secured_kafka.environment(password="guess")
     found = await told(Settings.from_env({**environment, "FENCEPOST_REDIS": redis.url}))
     assert found.wrong("kafka") == {("kafka.reachable", "error")}

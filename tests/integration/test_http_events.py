@@ -83,7 +83,9 @@ async def test_bytes_stay_as_they_were_sent(served: Service, topic: str, client:
     assert {record.key for record in found} == {b""}
 
 
-async def test_base64_and_tombstones(served: Service, topic: str, client: Client, kafka: Kafka) -> None:
+async def test_base64_is_decoded_and_null_is_a_tombstone(
+    served: Service, topic: str, client: Client, kafka: Kafka
+) -> None:
     raw = bytes(range(256))
     fields: dict[str, Any] = {"topic": topic, "partition": 2}
     coded = await send(client, served, "b64", {**fields, "value_base64": base64.b64encode(raw).decode()})
@@ -94,7 +96,9 @@ async def test_base64_and_tombstones(served: Service, topic: str, client: Client
     assert [(record.key, record.value) for record in found] == [(None, raw), (None, b""), (b"gone", None)]
 
 
-async def test_the_record_s_headers(served: Service, topic: str, client: Client, kafka: Kafka) -> None:
+async def test_a_record_has_its_key_fencepost_and_callers_headers(
+    served: Service, topic: str, client: Client, kafka: Kafka
+) -> None:
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     headers = {"content-type": "x", "ü": "ä"}
     fields = {"topic": topic, "key": "k", "value": 1, "headers": headers}
@@ -117,7 +121,9 @@ async def test_the_record_s_headers(served: Service, topic: str, client: Client,
     assert stamp.instance == f"127.0.0.1:{served.port}"
 
 
-async def test_times(served: Service, make_topic: MakeTopic, client: Client, kafka: Kafka) -> None:
+async def test_the_answer_has_the_timestamp_of_the_record(
+    served: Service, make_topic: MakeTopic, client: Client, kafka: Kafka
+) -> None:
     kept, stamped = make_topic(1), make_topic(1, {"message.timestamp.type": "LogAppendTime"})
     for topic in (kept, stamped):
         told = (await send(client, served, f"time {topic}", {"topic": topic, "value": 1, "timestamp": 1_000})).json()
@@ -275,7 +281,7 @@ def test_a_connection_that_rests_is_kept(served: Service, topic: str) -> None:
             assert connection.sock is used is not None
 
 
-async def test_probes_and_metrics(served: Service, topic: str, client: Client) -> None:
+async def test_probes_metrics_and_the_openapi_document_are_served(served: Service, topic: str, client: Client) -> None:
     for asked in events(topic, 3, "metered"):
         assert (await client.post(served.url, asked)).status == 201
     ready = await client.http.get(f"{served.url}/readyz")

@@ -16,7 +16,7 @@ from tests.integration.conftest import Stage, plan_of
 from tests.integration.plan import Fault, until
 
 
-async def test_flushed_under_load(own_stage: Stage, topic: str) -> None:
+async def test_redis_flushed_under_load_loses_and_repeats_nothing(own_stage: Stage, topic: str) -> None:
     stage = own_stage
     services = [stage.service(), stage.service()]
     await stage.start(*services)
@@ -159,7 +159,7 @@ async def test_keys_that_redis_evicts_are_a_lost_store(own_stage: Stage, topic: 
     await stage.assert_exactly_once(topic)
 
 
-async def test_restarted_empty_under_load(own_stage: Stage, topic: str) -> None:
+async def test_redis_restarted_empty_under_load_loses_and_repeats_nothing(own_stage: Stage, topic: str) -> None:
     stage = own_stage
     services = [stage.service(), stage.service()]
     await stage.start(*services)
