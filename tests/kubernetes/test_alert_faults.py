@@ -148,7 +148,7 @@ def test_a_healthy_service_fires_nothing_and_its_metrics_pass_the_linter(
     assert first.value("fencepost_replays_total") == 1
 
 
-def test_redis_stopped(serve: Serve, rules: Rules, own_redis: Redis, make_topic: MakeTopic) -> None:
+def test_a_stopped_redis_raises_the_alert(serve: Serve, rules: Rules, own_redis: Redis, make_topic: MakeTopic) -> None:
     served = serve()
     healthy = in_use(served, make_topic())
     own_redis.stop()
@@ -162,7 +162,7 @@ def test_redis_stopped(serve: Serve, rules: Rules, own_redis: Redis, make_topic:
     assert 1 <= len(why) == len(set(why)) <= 2
 
 
-def test_every_process_killed(serve: Serve, rules: Rules, make_topic: MakeTopic) -> None:
+def test_the_death_of_every_process_raises_the_alert(serve: Serve, rules: Rules, make_topic: MakeTopic) -> None:
     served = serve()
     healthy = in_use(served, make_topic())
     served.service.kill()
@@ -209,7 +209,9 @@ def test_a_process_with_another_store_than_the_others(
     rules.assert_firing(["FencepostStoreNotSettled"], healthy, fault, 15 * MINUTE_S)  # the others serve
 
 
-def test_memory_near_its_limit(serve: Serve, rules: Rules, own_redis: Redis, make_topic: MakeTopic) -> None:
+def test_memory_near_its_limit_raises_the_alert(
+    serve: Serve, rules: Rules, own_redis: Redis, make_topic: MakeTopic
+) -> None:
     served = serve()
     healthy = in_use(served, make_topic())
     with own_redis.client() as store:

@@ -132,7 +132,7 @@ def test_probes_ask_routes_that_there_are(pod: Object) -> None:
     assert "/metrics" in paths
 
 
-def test_ports_agree(rendered: Rendered, pod: Object, settings: Settings) -> None:
+def test_the_ports_of_container_probes_and_service_agree(rendered: Rendered, pod: Object, settings: Settings) -> None:
     container = container_of(pod)
     (port,) = container["ports"]
     assert port["containerPort"] == settings.port
@@ -212,7 +212,7 @@ def test_the_queue_fits_into_the_memory(pod: Object, settings: Settings) -> None
     assert 4 * settings.queue_bytes_max + 2 * settings.bodies_bytes_max < 1 << 30
 
 
-def test_the_audits_turn(rendered: Rendered) -> None:
+def test_the_audit_runs_every_hour_and_never_twice_at_a_time(rendered: Rendered) -> None:
     cron = rendered.one("CronJob", "fencepost-audit")["spec"]
     ZoneInfo(cron["timeZone"])
     assert cron["concurrencyPolicy"] == "Forbid"
@@ -398,7 +398,7 @@ def test_what_pods_name_is_there(rendered: Rendered) -> None:
         assert wanted <= known, where
 
 
-def test_images_have_tags(rendered: Rendered, operated: Rendered) -> None:
+def test_every_image_has_a_tag_that_is_not_latest(rendered: Rendered, operated: Rendered) -> None:
     images = {container_of(template)["image"] for _, template in rendered.pods()}
     images.add(operated.one("ScheduledSparkApplication", "fencepost-audit")["spec"]["template"]["image"])
     for image in images:
