@@ -26,7 +26,7 @@ def anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
-def test_every_link_leads_somewhere(document: Path) -> None:
+def test_every_link_of_a_document_leads_somewhere(document: Path) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
         name, _, anchor = target.partition("#")
