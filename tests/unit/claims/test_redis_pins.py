@@ -21,15 +21,15 @@ from redis.exceptions import (
 
 
 @pytest.mark.parametrize(("name", "version"), [("redis", "8.1.0"), ("hiredis", "3.5.0")])
-def test_the_versions(name: str, version: str) -> None:
+def test_the_pinned_versions_are_installed(name: str, version: str) -> None:
     assert importlib.metadata.version(name) == version
 
 
-def test_a_command_is_packed() -> None:
+def test_hiredis_packs_a_command_as_bytes() -> None:
     assert pack_command(("GET", b"\x00", 7)) == b"*3\r\n$3\r\nGET\r\n$1\r\n\x00\r\n$1\r\n7\r\n"  # type: ignore[arg-type]
 
 
-def test_a_connection() -> None:
+def test_a_connection_has_the_methods_that_are_called() -> None:
     for name, parameters in {
         "connect": {"self"},
         "can_read": {"self"},
@@ -64,6 +64,6 @@ def test_what_a_connection_with_tls_believes_can_be_set() -> None:
     assert connection.ssl_context.get() is context
 
 
-def test_errors_are_told_apart() -> None:
+def test_errors_have_the_classes_that_are_told_apart() -> None:
     assert all(issubclass(kind, RedisError) for kind in (BusyLoadingError, MasterDownError, AuthenticationError))
     assert all(issubclass(kind, ResponseError) for kind in (NoScriptError, ReadOnlyError))
