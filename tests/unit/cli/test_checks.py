@@ -102,5 +102,5 @@ def test_findings_that_say_the_same_are_one() -> None:
 
 
 @pytest.mark.parametrize(("number", "text"), [(0, "0 B"), (2048, "2 KiB"), (8.64e9, "8.05 GiB"), (1e13, "9.09 TiB")])
-def test_sizes_are_for_people(number: float, text: str) -> None:
+def test_a_size_is_shown_with_its_unit(number: float, text: str) -> None:
     assert check_redis.size(number) == text
