@@ -16,7 +16,7 @@ def read(file: Path) -> Rules:
     return Rules.read(Settings.from_env({"FENCEPOST_RULES": str(file)}).rules)
 
 
-def test_callers_of_the_rules() -> None:
+def test_callers_are_read_with_their_topics_and_rate() -> None:
     text = f'[[callers]]\nname = "shop"\ntoken_sha256 = "{DIGEST}"\ntopics = ["orders.*"]\nrate = 2.5\n'
     (shop,) = Rules.parse(text).callers
     assert shop == CallerRule("shop", (DIGEST,), ("orders.*",), 2.5)

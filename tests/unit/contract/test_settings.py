@@ -23,7 +23,7 @@ def lines(**settings: str) -> list[str]:
     return str(caught.value).splitlines()
 
 
-def test_defaults() -> None:
+def test_every_setting_has_its_documented_default() -> None:
     settings = read()
     assert settings == Settings(
         kafka="127.0.0.1:9092",

@@ -40,14 +40,14 @@ def test_the_id_of_a_member_of_an_atomic_batch(vector: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("vector", vectors("fingerprints", "event"), ids=lambda vector: str(vector["what"]))
-def test_a_fingerprint(vector: dict[str, Any]) -> None:
+def test_a_fingerprint_is_that_of_its_vector_in_any_order_of_headers(vector: dict[str, Any]) -> None:
     headers = [(name, bytes.fromhex(value)) for name, value in vector["headers"]]
     asked = (vector["topic"], vector["partition"], content(vector["key"]))
     assert wire.fingerprint(*asked, headers, content(vector["value"])).hex() == vector["fingerprint"]
     assert wire.fingerprint(*asked, headers[::-1], content(vector["value"])).hex() == vector["fingerprint"]
 
 
-def test_every_fingerprint_differs() -> None:
+def test_different_events_have_different_fingerprints() -> None:
     told = [vector["fingerprint"] for vector in vectors("fingerprints", "event")]
     assert len(set(told)) == len(told)
 
@@ -58,7 +58,7 @@ def test_the_fingerprint_of_an_atomic_batch(vector: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("vector", vectors("records", "stamp"))
-def test_the_record_header(vector: dict[str, Any]) -> None:
+def test_the_fencepost_header_is_written_and_read_as_its_vector(vector: dict[str, Any]) -> None:
     fields = vector["fields"]
     binary = {name: bytes.fromhex(fields[name]) for name in ("id", "fingerprint")}
     stamp = wire.Stamp(**(fields | binary))
@@ -87,7 +87,7 @@ def ledger_record(fields: dict[str, Any]) -> wire.LedgerRecord:
 
 
 @pytest.mark.parametrize("vector", vectors("records", "ledger"))
-def test_a_ledger_record(vector: dict[str, Any]) -> None:
+def test_a_ledger_record_is_written_and_read_as_its_vector(vector: dict[str, Any]) -> None:
     record = ledger_record(vector["fields"])
     assert record.encode() == vector["text"].encode()
     assert wire.decode_ledger(vector["text"].encode()) == record
@@ -99,7 +99,7 @@ def test_a_ledger_record_of_version_2_is_read(vector: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("vector", vectors("records", "begin"))
-def test_a_begin_record(vector: dict[str, Any]) -> None:
+def test_a_begin_record_is_written_and_read_as_its_vector(vector: dict[str, Any]) -> None:
     record = wire.Begin(**vector["fields"])
     assert record.encode() == vector["text"].encode()
     assert wire.decode_ledger(vector["text"].encode()) == record
@@ -123,18 +123,18 @@ def test_a_record_of_the_journal(vector: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("vector", vectors("records", "generation"))
-def test_a_generation_record(vector: dict[str, Any]) -> None:
+def test_a_generation_record_is_written_and_read_as_its_vector(vector: dict[str, Any]) -> None:
     record = wire.Generation(**vector["fields"])
     assert record.encode() == vector["text"].encode()
     assert wire.Generation.decode(vector["text"].encode()) == record
 
 
 @pytest.mark.parametrize("vector", vectors("records", "barrier"))
-def test_a_barrier(vector: dict[str, Any]) -> None:
+def test_a_barrier_is_written_as_its_vector(vector: dict[str, Any]) -> None:
     assert wire.encode_barrier(**vector["fields"]) == vector["text"].encode()
 
 
-def test_the_names() -> None:
+def test_topics_ids_and_headers_are_named_as_in_the_vectors() -> None:
     names = vectors("records", "names")
     namespace, slot = names["namespace"], names["slot"]
     assert wire.ledger_topic(namespace) == names["ledger"]
