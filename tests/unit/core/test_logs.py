@@ -53,7 +53,7 @@ def test_json_is_one_object_a_line_and_what_auto_means_without_a_terminal() -> N
         assert (third["event"], third["logger"]) == ("a library's", "asyncio")
 
 
-def test_a_console_gets_text() -> None:
+def test_a_console_gets_text_and_no_json() -> None:
     text = said("console", "hashed")
     assert "request failed" in text
     assert text.count("ZeroDivisionError: division by zero") == 2
