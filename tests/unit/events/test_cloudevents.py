@@ -251,7 +251,7 @@ def test_a_batch_is_cut_into_the_bytes_of_each() -> None:
     ],
     ids=["no list", "no JSON", "many"],
 )
-def test_what_is_no_batch(body: bytes, kind: Any) -> None:
+def test_what_is_no_batch_is_refused(body: bytes, kind: Any) -> None:
     with pytest.raises(Problem) as caught:
         cloudevents.parse_batch(body)
     assert caught.value.kind is kind

@@ -73,7 +73,7 @@ def refused(body: bytes | str | dict[str, Any]) -> tuple[str, str]:
         ('"' + "~" * 255 + '"', "~" * 255),
     ],
 )
-def test_keys(raw: str, key: str) -> None:
+def test_a_key_is_taken_with_and_without_quotes(raw: str, key: str) -> None:
     assert parse_key(raw) == key
 
 
@@ -98,7 +98,7 @@ def test_keys(raw: str, key: str) -> None:
         ("\x1f", "invalid-key"),
     ],
 )
-def test_no_keys(raw: str | None, code: str) -> None:
+def test_a_missing_or_malformed_key_is_refused(raw: str | None, code: str) -> None:
     with pytest.raises(Problem) as caught:
         parse_key(raw)
     assert caught.value.kind.code == code
@@ -184,7 +184,7 @@ def test_a_value_is_kept_byte_for_byte(text: str) -> None:
         "\\u0031",
     ],
 )
-def test_what_is_no_json(text: str) -> None:
+def test_a_value_that_is_no_json_is_refused(text: str) -> None:
     assert refused(f'{{"topic":"t","value":{text}}}') == ("invalid-json", "body")
 
 
@@ -210,7 +210,7 @@ def test_what_is_no_json(text: str) -> None:
         b"[" * 60_000,
     ],
 )
-def test_what_is_no_body(body: bytes) -> None:
+def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     assert refused(body) == ("invalid-json", "body")
 
 
@@ -248,7 +248,7 @@ json_values = st.recursive(
 
 
 @given(json_values, st.booleans())
-def test_any_json_is_taken(value: Any, ascii_only: bool) -> None:
+def test_any_json_but_a_lone_surrogate_is_taken_as_it_is(value: Any, ascii_only: bool) -> None:
     try:
         text = json.dumps(value, ensure_ascii=ascii_only).encode()
     except UnicodeEncodeError:  # a lone surrogate has no UTF-8
@@ -297,7 +297,7 @@ def test_each_wrong_field_is_named(fields: dict[str, Any], field: str) -> None:
     assert refused(fields) == ("invalid-event", field)
 
 
-def test_what_is_just_taken() -> None:
+def test_the_largest_and_smallest_allowed_values_are_taken() -> None:
     for timestamp in (0, 2**53 - 1):
         assert parse({"topic": "t", "value": 1, "timestamp": timestamp}).timestamp == timestamp
     for partition in (0, 2**31 - 1):
@@ -313,7 +313,7 @@ def test_a_missing_and_an_unknown_field_are_named() -> None:
         parse({"topic": "t", "value": 1, "valeu": 1})
 
 
-def test_a_whole_event() -> None:
+def test_every_field_of_an_event_is_read() -> None:
     event = parse(
         {"topic": "t", "key": "k", "value": 1, "headers": {"b": "2", "a": "ü"}, "partition": 3, "timestamp": 4},
         b"00-trace",
@@ -330,7 +330,7 @@ def test_a_client_s_own_traceparent_goes_once() -> None:
     assert parse({"topic": "t", "value": 1, "headers": {"traceparent": "x"}}, b"00-trace").traceparent is None
 
 
-def test_base64_and_tombstones() -> None:
+def test_base64_is_decoded_and_null_is_a_tombstone() -> None:
     assert parse({"topic": "t", "value_base64": base64.b64encode(b"\x00\xff").decode()}).value == b"\x00\xff"
     assert parse({"topic": "t", "value_base64": ""}).value == b""
     assert parse({"topic": "t", "key": "k", "value": None}).value is None
@@ -405,7 +405,7 @@ def checked(event: Event, partitions: int = 3, **settings: str) -> str:
     return ""
 
 
-def test_what_a_topic_refuses() -> None:
+def test_what_a_topic_would_refuse_is_refused_beforehand() -> None:
     plain, keyed = parse({"topic": "t", "value": 1}), parse({"topic": "t", "key": "k", "value": 1})
     assert checked(plain) == ""
     assert checked(plain, cleanup_policy="compact,delete") == "record-refused"
@@ -472,7 +472,7 @@ def test_partitions_as_java_chooses_them(key: bytes, murmur2: int) -> None:
         assert partition_of_key(key, partitions) == (murmur2 & 0x7FFFFFFF) % partitions
 
 
-def test_which_partition() -> None:
+def test_the_named_partition_counts_and_else_the_one_of_the_key() -> None:
     assert partition_of(parse({"topic": "t", "key": "21", "value": 1, "partition": 9}), 12) == 9
     assert partition_of(parse({"topic": "t", "key": "21", "value": 1}), 12) == partition_of_key(b"21", 12)
     assert partition_of(parse({"topic": "t", "value": 1}), 12) is None
