@@ -22,7 +22,7 @@ from service.kafka.connection import BaseClient, Consumer
 from service.kafka.deadline import Abandoned, within
 
 
-def test_the_version() -> None:
+def test_the_pinned_version_is_installed() -> None:
     assert importlib.metadata.version("aiokafka") == "0.14.0"
 
 
@@ -41,11 +41,11 @@ def test_the_version() -> None:
         "_md_synchronizer",
     ],
 )
-def test_names_of_the_client(name: str) -> None:
+def test_the_client_has_the_methods_that_are_called(name: str) -> None:
     assert callable(getattr(AIOKafkaClient, name))
 
 
-async def test_names_inside_the_client() -> None:
+async def test_the_client_keeps_topics_and_leaders_where_they_are_read() -> None:
     client = AIOKafkaClient(bootstrap_servers="127.0.0.1:1")
     assert isinstance(client._topics, set)
     assert client.cluster.partitions_for_topic("none") is None
@@ -55,7 +55,7 @@ async def test_names_inside_the_client() -> None:
     await client.close()
 
 
-async def test_names_inside_a_connection() -> None:
+async def test_a_connection_has_the_private_names_that_are_used() -> None:
     connection = AIOKafkaConnection("127.0.0.1", 1, request_timeout_ms=1_000)
     assert connection._writer is None
     assert connection._protocol is None

@@ -96,7 +96,7 @@ async def test_what_was_known_will_not_do_where_kafka_forbids_to_look(monkeypatc
     assert not failed
 
 
-async def test_a_doubt_asks_again() -> None:
+async def test_an_invalidated_topic_is_asked_for_again() -> None:
     catalogue, cluster = known("orders")
     await catalogue.get("orders", time.monotonic())
     catalogue.invalidate("orders")
