@@ -30,12 +30,14 @@ PLACES = st.lists(
 
 
 @given(st.binary(max_size=40), st.binary(max_size=40), NUMBERS, st.text(max_size=80))
-def test_stamps(id: bytes, fp: bytes, at: int, writer: str) -> None:
+def test_a_fencepost_header_is_the_same_from_c_and_python(id: bytes, fp: bytes, at: int, writer: str) -> None:
     assert native.texts.stamp(id, fp, at, writer) == encode_stamp(id, fp, at, writer)
 
 
 @given(PLACES, st.none() | st.binary(min_size=16, max_size=16))
-def test_entries_of_the_ledger(places: list[tuple[bytes, Delivered]], batch: bytes | None) -> None:
+def test_entries_of_the_ledger_are_the_same_from_c_and_python(
+    places: list[tuple[bytes, Delivered]], batch: bytes | None
+) -> None:
     assert native.texts.entries(places, batch) == [
         encode_entry(id, it.fp, it.at, it.topic, it.partition, it.offset, it.ts, batch, i)
         for i, (id, it) in enumerate(places)
@@ -43,7 +45,7 @@ def test_entries_of_the_ledger(places: list[tuple[bytes, Delivered]], batch: byt
 
 
 @given(PLACES, NUMBERS, st.booleans(), st.floats(0, 1e7))
-def test_answers_in_the_journal(
+def test_answers_in_the_journal_are_the_same_from_c_and_python(
     places: list[tuple[bytes, Delivered]], at: int, replayed: bool, latency_ms: float
 ) -> None:
     assert native.texts.answers(places, at, replayed, f"{latency_ms:.3f}") == [
@@ -53,7 +55,7 @@ def test_answers_in_the_journal(
 
 
 @given(PLACES, st.booleans())
-def test_what_clients_are_told(places: list[tuple[bytes, Delivered]], replayed: bool) -> None:
+def test_results_are_the_same_from_c_and_python(places: list[tuple[bytes, Delivered]], replayed: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "COMPILED", False)
         one = responses.render_place(places[0])
