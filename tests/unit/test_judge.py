@@ -41,16 +41,16 @@ def found(attempts: list[Attempt], *records: Delivered) -> str:
         (["info", "fail"], False),
     ],
 )
-def test_what_is_right(kinds: list[Kind], there: bool) -> None:
+def test_what_fits_its_answers_is_right(kinds: list[Kind], there: bool) -> None:
     assert found([attempt(kind) for kind in kinds], *([record()] if there else [])) == ""
 
 
-def test_a_duplicate() -> None:
+def test_a_duplicate_is_found() -> None:
     for kind in ("ok", "info", "fail"):
         assert "is there 2 times" in found([attempt(kind)], record(7), record(9))
 
 
-def test_a_loss() -> None:
+def test_a_loss_is_found() -> None:
     assert "is lost" in found([attempt("info"), attempt("ok")])
 
 
@@ -68,7 +68,7 @@ def test_what_was_surely_not_written_is_there(kinds: list[Kind]) -> None:
 
 
 @pytest.mark.parametrize("wrong", [record(value=b'{"a":1}'), record(value=None), record(key=None), record(key=b"l")])
-def test_other_bytes(wrong: Delivered) -> None:
+def test_other_bytes_are_found(wrong: Delivered) -> None:
     assert "has other bytes" in found([attempt("ok")], wrong)
     assert "has other bytes" in found([attempt("info")], wrong)
 
@@ -78,7 +78,7 @@ def test_bytes_of_an_attempt_that_was_refused() -> None:
     assert "has other bytes" in found([attempt("ok"), attempt("fail", asked=other)], record(value=b"2"))
 
 
-def test_stamps() -> None:
+def test_a_wrong_or_missing_fencepost_header_is_found() -> None:
     assert stamp_faults(record(), "the key") == []
     assert stamp_faults(record(name="another"), "the key") != []
     without = Delivered(("orders", 0, 7), None, None, [("idempotency-key", b"the key")], (1, 0))
