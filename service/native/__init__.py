@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 
-def _current(modules: Iterable[ModuleType]) -> bool:
+def is_current(modules: Iterable[ModuleType]) -> bool:
     """Is none older than its sources? Those are beside it where it is worked on, and say what is meant.
 
     A wheel has none of them: pip and uv give each file the time of its installation, which tells nothing.
@@ -30,6 +30,6 @@ try:
 except ImportError:  # installed without a compiler: half as much CPU again, and otherwise the same
     REMEDY = f"install a C compiler and Python's headers, then {_ANEW}"
 else:
-    if not _current((bodies, heads, records, texts)):
+    if not is_current((bodies, heads, records, texts)):
         REMEDY = f"they are older than their sources: {_ANEW}"
 COMPILED = not REMEDY

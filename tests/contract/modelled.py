@@ -22,7 +22,7 @@ ELSEWHERE: Final = "another/server"
 
 # Nothing expires in a test of these.
 RETENTION_MS: Final = 3_600_000
-LEAST_LEFT_MS: Final = 5_000
+LEAST_LEFT_MS: Final = 600_000  # a state that is about to expire has half of it left: more than a test takes
 LEASE_MS: Final = 60_000
 
 IDS: Final = tuple(bytes([number]) * 16 for number in range(3))  # the event; or the whole and its two members

@@ -41,6 +41,11 @@ def record(topic: str, partition: int = 0, value: bytes = b"1", most: int = 10**
     return Record(topic, partition, None, value, [], 5, most)
 
 
+def topics_of(request: Any) -> list[Any]:
+    """Return the topics that a request of aiokafka names; it has no public name for them."""
+    return request._topics  # type: ignore[no-any-return]
+
+
 class DescribedProducers(NamedTuple):
     """Answer to a DescribeProducers."""
 
@@ -99,7 +104,7 @@ class FakeClient:
         await asyncio.sleep(0)
         match request:
             case AddPartitionsToTxnRequest():
-                rows = [(topic, [(n, self.added(topic, n)) for n in numbers]) for topic, numbers in request._topics]
+                rows = [(topic, [(n, self.added(topic, n)) for n in numbers]) for topic, numbers in topics_of(request)]
                 return AddPartitionsToTxnResponse_v0(0, rows)
             case DescribeProducers():
                 return DescribedProducers(
@@ -110,7 +115,7 @@ class FakeClient:
                 return EndTxnResponse_v0(0, await self._meet(self.ended))
             case ProduceRequest():
                 topics = []
-                for topic, batches in request._topics:
+                for topic, batches in topics_of(request):
                     topics.append((topic, [await self._row(topic, partition) for partition, _ in batches]))
                 return ProduceResponse_v7(topics, self.throttle_ms)
         raise AssertionError(request)
@@ -138,7 +143,7 @@ class FakeClient:
         """Partition, base sequence and values of each batch that was sent to a topic."""
         found = []
         for request in self.sent(ProduceRequest):
-            for name, batches in request._topics:
+            for name, batches in topics_of(request):
                 for partition, raw in batches:
                     batch = DefaultRecordBatch(bytes(raw))
                     if name == topic:

@@ -17,6 +17,7 @@ from service.core.problems import KafkaAway, KafkaRefuses
 from service.core.settings import Settings
 from service.events.schemas import Schemas
 from tests.unit.fakes import until
+from tests.unit.scrape import sample
 
 BACKGROUND = ("sweep", "watch", "bring-up", "lso-watch", "clocks")
 
@@ -68,7 +69,7 @@ async def test_a_task_that_fails_in_the_background_is_told_of_and_started_again(
             await until(lambda: all(each.done() for each in whole._tasks))
         assert {name: work.await_count for name, work in works.items()} == dict.fromkeys(BACKGROUND, 1) | {task: 2}
         assert [line["task"] for line in logged if line["event"] == "task failed"] == [task]
-        assert whole.telemetry.task_failures.labels(task)._value.get() == 1
+        assert sample(whole.telemetry, "fencepost_task_failures_total", task=task) == 1
     finally:
         await whole.stop()
 

@@ -10,6 +10,7 @@ from service.core import supervision as module
 from service.core.metrics import Telemetry
 from service.core.supervision import hear_the_loop, heard, supervise
 from tests.unit.fakes import ended, until
+from tests.unit.scrape import sample
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def failures_of(telemetry: Telemetry, task: str) -> float:
-    return float(telemetry.task_failures.labels(task)._value.get())
+    return sample(telemetry, "fencepost_task_failures_total", task=task)
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from service.kafka.admin import Ends, KafkaAdmin
 from service.kafka.inspection import DescribeTransactions
 from service.kafka.metadata import Metadata
 from service.kafka.session import ProducerSession
+from tests.unit.fake_brokers import topics_of
 from tests.unit.fakes import until
 
 
@@ -298,7 +299,7 @@ class Leaders(FakeClient):
             return await super().send(node_id, request)
         self.offsets.append(request)
         low = request._isolation_level == 1
-        rows = [(n, 6 if n == 1 else 0, -1, 10 * n + (3 if low else 5)) for n, _ in request._topics[0][1]]
+        rows = [(n, 6 if n == 1 else 0, -1, 10 * n + (3 if low else 5)) for n, _ in topics_of(request)[0][1]]
         return SimpleNamespace(topics=[("orders", rows)])
 
 

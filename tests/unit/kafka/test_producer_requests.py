@@ -25,6 +25,7 @@ from tests.unit.fake_brokers import (
     fake_inside,
     idempotent,
     record,
+    topics_of,
     transactional,
     write,
 )
@@ -40,7 +41,7 @@ class DescribedTransactions(NamedTuple):
 
 
 def batches_of(request: Any) -> list[DefaultRecordBatch]:
-    return [DefaultRecordBatch(bytes(raw)) for _, batches in request._topics for _, raw in batches]
+    return [DefaultRecordBatch(bytes(raw)) for _, batches in topics_of(request) for _, raw in batches]
 
 
 async def test_every_send_waits_for_all_replicas_and_is_the_transaction_s_own() -> None:

@@ -39,6 +39,7 @@ from tests.unit.fake_brokers import (
     fake_inside,
     idempotent,
     record,
+    topics_of,
     transactional,
     write,
 )
@@ -60,7 +61,7 @@ async def test_a_transaction_is_four_requests_each_sent_once() -> None:
         "EndTxnRequest",
     ]
     (add,) = kafka.sent(AddPartitionsToTxnRequest)
-    assert add._topics == [("a", [1, 0]), ("b", [0]), ("ns.ledger", [0])]
+    assert topics_of(add) == [("a", [1, 0]), ("b", [0]), ("ns.ledger", [0])]
     (ledger,) = kafka.batches("ns.ledger")
     assert ledger == (0, 0, [repr(places).encode()])
 
@@ -74,7 +75,7 @@ async def test_a_transaction_that_is_open_is_not_begun_again() -> None:
     assert len(kafka.sent(AddPartitionsToTxnRequest)) == 1
     producer.open([("a", 0), LEDGER])
     await write(producer, record("a", 1), record("a", 0))
-    assert [request._topics for request in kafka.sent(AddPartitionsToTxnRequest)[1:]] == [
+    assert [topics_of(request) for request in kafka.sent(AddPartitionsToTxnRequest)[1:]] == [
         [("a", [0]), ("ns.ledger", [0])],
         [("a", [1])],
     ]
@@ -106,7 +107,7 @@ async def test_what_could_not_be_opened_yet_is_begun_by_the_write_and_need_not_b
     concurrent += [ConcurrentTransactions.errno] * 2
     producer.open([("a", 0), LEDGER])
     assert await write(producer, record("a")) == [RecordMetadata(4, 5)]
-    assert [request._topics for request in kafka.sent(AddPartitionsToTxnRequest)[1:]] == [
+    assert [topics_of(request) for request in kafka.sent(AddPartitionsToTxnRequest)[1:]] == [
         [("a", [0]), ("ns.ledger", [0])]
     ] * 2
 
@@ -159,7 +160,7 @@ async def test_each_leader_gets_a_request_of_its_own() -> None:
     kafka.leaders = {("a", 0): 1, ("a", 1): 2, ("b", 0): 2}
     await write(producer, record("a", 0), record("a", 1), record("b", 0))
     produced = [
-        (node, [topic for topic, _ in r._topics]) for node, r in kafka.requests if isinstance(r, ProduceRequest)
+        (node, [topic for topic, _ in topics_of(r)]) for node, r in kafka.requests if isinstance(r, ProduceRequest)
     ]
     assert produced == [(1, ["a"]), (2, ["a", "b"]), (1, ["ns.ledger"])]
 
@@ -411,5 +412,5 @@ async def test_a_ledger_record_is_compressed_only_where_that_pays(size: int, cod
     producer, kafka = transactional()
     await producer.write([record("a", 0)], LEDGER, lambda _: b" " * size)
     *_, ledger = [request for _, request in kafka.requests if isinstance(request, ProduceRequest)]
-    ((_, ((_, batch),)),) = ledger._topics
+    ((_, ((_, batch),)),) = topics_of(ledger)
     assert batch[22] & DefaultRecordBatch.CODEC_MASK == CODECS[codec]

@@ -23,13 +23,13 @@ def test_what_is_older_than_its_source_is_not_used(tmp_path: Path) -> None:
     module = ModuleType("fast")
     module.__file__ = str(tmp_path / "fast.cpython-311-x86_64-linux-gnu.so")
     Path(module.__file__).touch()
-    assert native._current([module])  # as installed: without its source
+    assert native.is_current([module])  # as installed: without its source
     made_s = Path(module.__file__).stat().st_mtime
     for source in (tmp_path / "fast.pyx", tmp_path / "included.pxi"):
         source.touch()
         for age_s, current in ((1, False), (0, True), (-1, True)):
             os.utime(source, (made_s + age_s, made_s + age_s))
-            assert native._current([module]) is current
+            assert native.is_current([module]) is current
     (tmp_path / "other.pyx").touch()
     os.utime(tmp_path / "other.pyx", (made_s + 1, made_s + 1))
-    assert native._current([module])
+    assert native.is_current([module])

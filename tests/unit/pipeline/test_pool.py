@@ -18,6 +18,7 @@ from service.pipeline.request import Committed
 from service.slots.recovery import SlotRecovery
 from service.slots.slot import Link, Slot
 from tests.unit.fakes import EPOCH, NOW_MS, FakeProducer, Trouble, World, ended, kind_of, make_event, until
+from tests.unit.scrape import sample
 
 LATER = StoreGeneration(2, EPOCH.store)
 ROWS: list[Row] = [(b"i" * 16, Delivered(NOW_MS, b"f" * 8, "orders", 0, 3, NOW_MS))]
@@ -158,7 +159,7 @@ async def test_a_slot_whose_task_fails_is_told_of(hold: Hold, monkeypatch: pytes
     slot = await held.ready()
     monkeypatch.setattr(held.pool, "_give_back", AsyncMock(side_effect=KeyError("a bug")))
     await ended(held.pool._tasks[slot.n])
-    await until(lambda: held.world.telemetry.task_failures.labels("slot")._value.get() >= 1)
+    await until(lambda: sample(held.world.telemetry, "fencepost_task_failures_total", task="slot") >= 1)
 
 
 async def test_a_slot_that_ends_during_a_beat_does_not_end_the_heartbeat(hold: Hold) -> None:

@@ -15,6 +15,7 @@ from service.pipeline import pool as module
 from service.slots.slot import Slot
 from tests.unit.fakes import NOW_MS, ended, until
 from tests.unit.pipeline.test_pool import Held, for_ever
+from tests.unit.scrape import sample
 
 
 @contextlib.asynccontextmanager
@@ -60,9 +61,10 @@ async def test_the_end_of_a_term_is_counted_by_its_cause(error: Exception, name:
 
     async with holding(serve) as held:
         await until(lambda: len(held.recovery.runs) == 2)
-        counted: Any = held.world.telemetry.terms_ended
         kinds = [*module.ENDS.values(), "bug"]
-        assert {kind for kind in kinds if counted.labels(kind)._value.get()} == {name}
+        assert {kind for kind in kinds if sample(held.world.telemetry, "fencepost_terms_ended_total", why=kind)} == {
+            name
+        }
         assert bool(held.world.store.losses) == (name == "store-lost")
 
 

@@ -1,0 +1,8 @@
+"""Reads a metric as a scrape shows it."""
+
+from service.core.metrics import Telemetry
+
+
+def sample(telemetry: Telemetry, name: str, **labels: str) -> float:
+    """Return a sample's value; 0 where it was never counted."""
+    return telemetry.registry.get_sample_value(name, labels) or 0.0
