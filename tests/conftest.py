@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
+import hypothesis
 import pytest
 from xdist.remote import Producer  # type: ignore[import-untyped]
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
@@ -22,6 +23,10 @@ from tests.secured import Authority, SecuredKafka, SecuredRedis
 # As if there had been no compiler: the whole service in Python, as `tests/run` has the fast tests once more.
 if os.environ.get("WITHOUT_NATIVE"):
     sys.modules["service.native.bodies"] = None  # type: ignore[assignment] # an import of it fails
+
+# How long an example takes is the machine's affair: a busy one would fail any test.
+hypothesis.settings.register_profile("fencepost", deadline=None)
+hypothesis.settings.load_profile("fencepost")
 
 # The order in which the folders run: a mistake should show in seconds, not after the slow ones.
 _ORDER = ("unit", "contract", "kubernetes", "model", "stack", "integration", "faults", "bench", "images", "spark")

@@ -1,0 +1,42 @@
+"""`./tests/run`: what it runs a second time without service.native, and what it keeps."""
+
+import ast
+import subprocess
+from pathlib import Path
+
+from deploy.places import ROOT
+
+RUN = (ROOT / "tests" / "run").read_text().replace("\\\n", " ")
+
+
+def uses_native(module: Path) -> bool:
+    """Whether a module imports service.native, which has a Python twin for all it does."""
+    for node in ast.walk(ast.parse(module.read_text())):
+        match node:
+            case ast.ImportFrom(module="service", names=names) if any(each.name == "native" for each in names):
+                return True
+            case ast.ImportFrom(module=str(name)) if name.startswith("service.native"):
+                return True
+    return False
+
+
+def test_every_package_that_uses_service_native_is_tested_without_it_too() -> None:
+    line = next(line for line in RUN.splitlines() if line.strip().startswith("WITHOUT_NATIVE=1"))
+    targets = subprocess.run(
+        ["bash", "-c", f"printf '%s\\n' {line.partition('--quiet')[2]}"], capture_output=True, text=True, check=True
+    ).stdout.split()
+    packages = {
+        path.parent.name
+        for path in (ROOT / "service").glob("*/*.py")
+        if uses_native(path) or path.parent.name == "native"
+    }
+    assert "pipeline" in packages
+    assert {f"tests/unit/{package}" for package in packages} <= set(targets)
+    assert all((ROOT / target).exists() for target in targets if target.startswith("tests/"))
+
+
+def test_the_results_that_a_run_keeps_are_ignored_by_git() -> None:
+    kept = [word for word in RUN.split() if word.endswith(".xml")]
+    assert len(kept) == 2
+    done = subprocess.run(["git", "check-ignore", *kept], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == kept
