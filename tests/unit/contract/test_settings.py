@@ -296,7 +296,9 @@ def test_variables_of_others_are_left_alone() -> None:
     others = {"FENCEPOST_SERVICE_HOST": "10.0.0.1", "FENCEPOST_PORT_8000_TCP": "x", "FENCEPOST_LOCAL_DIR": "x"}
     assert Settings.from_env({**others, "SLOT": "x"}) == Settings()
     everything = dict.fromkeys(Settings.variables(), "x")
-    assert SharedSettings._misnamed(everything) == {}, "the job would take a setting of the service for its own"
+    with pytest.raises(SettingsError) as raised:  # "x" is no number
+        SharedSettings.from_env(everything)
+    assert "is no setting" not in str(raised.value), "the job would take a setting of the service for its own"
 
 
 def test_a_key_must_outlive_its_write() -> None:
