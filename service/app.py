@@ -94,27 +94,34 @@ class Service:
             tls=settings.redis_tls,
         )
         self.topics = InternalTopics(self.cluster, settings)
-        self.catalogue = TopicMetadataCache(self.cluster)
+        self.topic_metadata = TopicMetadataCache(self.cluster)
         self.control = Control(self.cluster, self.topics.control, settings.name)
         self.store = Store(self.cluster, self.keys, self.control, self.topics, settings, self.telemetry)
         self.queue = Queue(settings)
         self.journal = Journal(self.cluster, self.topics.requests, settings.name, self.telemetry)
         self.clocks = Clocks(self.cluster, self.keys, self.topics.requests, settings.name)
-        self.intake = Admission(
+        self.admission = Admission(
             settings,
             rules,
             schemas,
             self.store,
             self.queue,
             self.topics,
-            self.catalogue,
+            self.topic_metadata,
             self.journal,
             self.telemetry,
             self.tracing,
             self.clocks.kafka.now_ms,
         )
-        self.ingest = Writer(
-            settings, self.keys, self.store, self.queue, self.catalogue, self.intake, self.telemetry, self.tracing
+        self.writer = Writer(
+            settings,
+            self.keys,
+            self.store,
+            self.queue,
+            self.topic_metadata,
+            self.admission,
+            self.telemetry,
+            self.tracing,
         )
         recovery = SlotRecovery(self.cluster, self.keys, self.control, self.topics, settings, self.telemetry)
         self.pool = Pool(
@@ -126,12 +133,12 @@ class Service:
             self.queue,
             self.topics,
             self.telemetry,
-            serve=self.ingest.serve,
-            recovered=self.ingest.recovered,
+            serve=self.writer.serve,
+            recovered=self.writer.recovered,
         )
-        self.ingest.hurry = self.pool.wake
+        self.writer.hurry = self.pool.wake
         self.lso_watch = LsoWatch(
-            settings, self.cluster, self.pool, self.topics.ledger, self.catalogue.names, self.telemetry
+            settings, self.cluster, self.pool, self.topics.ledger, self.topic_metadata.names, self.telemetry
         )
         self._show_states()
         self.was_ready = False
@@ -175,7 +182,7 @@ class Service:
         hear_the_loop(asyncio.get_running_loop(), telemetry)
         self._tasks += [
             supervise("bring-up", self._bring_up, telemetry),
-            supervise("sweep", self.intake.sweep, telemetry),
+            supervise("sweep", self.admission.sweep, telemetry),
             supervise("watch", self._watch, telemetry),
             supervise("lso-watch", self.lso_watch.run, telemetry),
             supervise("clocks", self.clocks.keep, telemetry),
@@ -232,9 +239,9 @@ class Service:
 
     async def stop(self) -> None:
         """Finish what was accepted, give the leases back, write the journal, close everything."""
-        await self.intake.drain()
+        await self.admission.drain()
         await self.pool.stop()
-        await self.ingest.settle()
+        await self.writer.settle()
         await self.journal.close(JOURNAL_PATIENCE_S)
         if self.tracing is not None:
             with contextlib.suppress(TimeoutError):
@@ -247,7 +254,7 @@ class Service:
         await self.store.close()
         await self.control.close()
         await self.keys.close()
-        self.catalogue.close()
+        self.topic_metadata.close()
         await self.cluster.close()
 
     async def readiness(self) -> dict[str, object]:
@@ -255,7 +262,7 @@ class Service:
         epoch = self.store.epoch
         redis, kafka = await asyncio.gather(self._redis_answers(epoch), self._kafka_answers())
         slots = self.pool.ready
-        ready = slots > 0 and epoch is not None and redis == kafka == "ok" and self.intake.accepting
+        ready = slots > 0 and epoch is not None and redis == kafka == "ok" and self.admission.accepting
         self.was_ready = self.was_ready or ready
         return {
             "ready": ready,
@@ -323,4 +330,4 @@ def create_app(
     app = FastAPI(title="Fencepost", version="1", lifespan=lifespan)
     callers = Callers(rules.callers)
     routes(app, lambda: holder["service"], callers)
-    return app, EventsEndpoint(lambda: holder["service"].intake, settings, callers, telemetry).routes
+    return app, EventsEndpoint(lambda: holder["service"].admission, settings, callers, telemetry).routes

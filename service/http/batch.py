@@ -132,7 +132,7 @@ def line_of(line: bytes, traceparent: bytes | None = None, scope: str = "") -> E
 
 
 async def write_each(
-    intake: Admission,
+    admission: Admission,
     parts: Sequence[T],
     parse: Callable[[T], Event | Awaitable[Event]],
     arrived: float,
@@ -146,10 +146,10 @@ async def write_each(
     """
     answers: list[WriteResult | None] = [None] * len(parts)
     told = 0
-    train, places = BatchChunk(intake.events_max, intake.ledger_bytes_max), list[int]()
+    train, places = BatchChunk(admission.events_max, admission.ledger_bytes_max), list[int]()
 
     async def write() -> None:
-        for place, answer in zip(places, await intake.submit_train(train), strict=True):
+        for place, answer in zip(places, await admission.submit_train(train), strict=True):
             answers[place] = answer
 
     until = time.monotonic() + SLICE_S
@@ -165,9 +165,9 @@ async def write_each(
             if not isinstance(event, Event):  # it is long
                 event = await event
             caller.check(event.topic)
-            if not intake.check_now(event):
+            if not admission.check_now(event):
                 # Each train has the time of a request; those before it may have had theirs.
-                await intake.check(event, arrived, time.monotonic())
+                await admission.check(event, arrived, time.monotonic())
         except Problem as problem:
             answers[place] = problem.as_result()
             continue
@@ -176,7 +176,7 @@ async def write_each(
             known = _known(answers, told)
             told += len(known)
             yield known
-            train, places = BatchChunk(intake.events_max, intake.ledger_bytes_max), []
+            train, places = BatchChunk(admission.events_max, admission.ledger_bytes_max), []
         train.add(event)
         places.append(place)
     if places:
@@ -198,7 +198,7 @@ def _known(answers: Sequence[WriteResult | None], start: int) -> list[WriteResul
 
 
 async def write_atomic(
-    intake: Admission,
+    admission: Admission,
     batch: BatchBody,
     key: str,
     arrived: float,
@@ -223,24 +223,24 @@ async def write_atomic(
         events.append(_member(key, index, raw, traceparent, caller))
     ledger_bytes = sum(event.entry_bytes for event in events)
     event_bytes = sum(event.size for event in events)
-    if ledger_bytes > intake.ledger_bytes_max:
-        most = int(len(events) * intake.ledger_bytes_max / ledger_bytes)
+    if ledger_bytes > admission.ledger_bytes_max:
+        most = int(len(events) * admission.ledger_bytes_max / ledger_bytes)
         raise Problem(TOO_LARGE, f"events: one transaction holds about {most} such events; there are {len(events)}")
     if event_bytes > GROUP_EVENT_BYTES_MAX:
         raise Problem(
             TOO_LARGE, f"events: they have {event_bytes} bytes; one transaction holds {GROUP_EVENT_BYTES_MAX}"
         )
-    if len(events) > intake.events_max:
-        raise Problem(TOO_LARGE, f"events: at most {intake.events_max} may wait here; there are {len(events)}")
+    if len(events) > admission.events_max:
+        raise Problem(TOO_LARGE, f"events: at most {admission.events_max} may wait here; there are {len(events)}")
     for index, event in enumerate(events):
         if index % 1_000 == 999:
             await asyncio.sleep(0)
         try:
-            await intake.check(event, arrived)
+            await admission.check(event, arrived)
         except Problem as problem:
             raise _of_member(index, problem) from None
     id = event_id(key, caller.scope)
-    return id, await intake.submit_atomic(events, (id, batch_fingerprint(event.fp for event in events)), arrived)
+    return id, await admission.submit_atomic(events, (id, batch_fingerprint(event.fp for event in events)), arrived)
 
 
 async def _check_long(index: int, raw: msgspec.Raw) -> None:

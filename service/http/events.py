@@ -71,9 +71,9 @@ class EventsEndpoint:
     """The handlers of `POST /events` and `POST /events/batch`."""
 
     def __init__(
-        self, intake: Callable[[], Admission], settings: Settings, callers: Callers, telemetry: Telemetry
+        self, admission: Callable[[], Admission], settings: Settings, callers: Callers, telemetry: Telemetry
     ) -> None:
-        self._intake = intake
+        self._admission = admission
         self._callers = callers
         self._telemetry = telemetry
         self._body_bytes_max = settings.body_bytes_max
@@ -112,9 +112,9 @@ class EventsEndpoint:
             )
 
     def _post_event(self, post: HttpRequest, found: Found, caller: Caller) -> None:
-        if overload := self._intake().overload:
+        if overload := self._admission().overload:
             post.drop_body()  # it waits without its body
-            self._intake().shedding.refuse(post.arrived, partial(self._fail, post, overload))
+            self._admission().load_shedder.refuse(post.arrived, partial(self._fail, post, overload))
             return
         traceparent = parse_traceparent(found.get(b"traceparent"))
         key, scope = found.get(b"idempotency-key"), caller.scope
@@ -140,19 +140,19 @@ class EventsEndpoint:
         caller.check(event.topic)
         caller.spend(1, post.arrived)
         preference = parse_prefer(found.get(b"prefer"))
-        if self._intake().check_now(event):
+        if self._admission().check_now(event):
             self._submit(post, event, preference)
         else:
             post.apart(self._or_fail(post, self._look_up_first(post, event, preference)))
 
     async def _look_up_first(self, post: HttpRequest, event: Event, preference: Preference) -> None:
-        await self._intake().check(event, post.arrived)
+        await self._admission().check(event, post.arrived)
         self._submit(post, event, preference)
 
     def _submit(self, post: HttpRequest, event: Event, preference: Preference) -> None:
         reply = partial(self._tell_event, post, event.key, preference.applied)
         accepted = partial(self._tell_accepted, post, event) if preference.respond_async else None
-        self._intake().submit(event, post.arrived, reply, wait_s=preference.wait_s, accepted=accepted)
+        self._admission().submit(event, post.arrived, reply, wait_s=preference.wait_s, accepted=accepted)
 
     def _post_batch(self, post: HttpRequest, found: Found, caller: Caller) -> None:
         kind = media_type(found.get(b"content-type"))
@@ -178,7 +178,7 @@ class EventsEndpoint:
             return
         key = parse_key(raw_key)
         caller.spend(len(batch.events), post.arrived)
-        id, answer = await write_atomic(self._intake(), batch, key, post.arrived, traceparent, caller)
+        id, answer = await write_atomic(self._admission(), batch, key, post.arrived, traceparent, caller)
         if isinstance(answer, Problem):
             raise answer
         self._answer(post, 201, committed_lines(key, answer, self._retention_s), render_whole(id, answer))
@@ -221,7 +221,7 @@ class EventsEndpoint:
     ) -> AsyncIterator[list[str]]:
         """Write events of one caller, each for itself; what is told of them, in their order. Raises Problem (429)."""
         caller.spend(len(parts), post.arrived)
-        return _rendered(write_each(self._intake(), parts, parse, post.arrived, caller))
+        return _rendered(write_each(self._admission(), parts, parse, post.arrived, caller))
 
     def _tell_accepted(self, post: HttpRequest, event: Event) -> None:
         """The claim stands: a client that prefers so is answered now, and asks for the outcome by the key."""
@@ -236,7 +236,7 @@ class EventsEndpoint:
             self._fail(post, answer, applied)
         else:
             told = partial(self._tell_committed, post, key, applied, answer)
-            self._intake().outbox.put(told, partial(self._named, post))
+            self._admission().response_buffer.put(told, partial(self._named, post))
 
     def _tell_committed(self, post: HttpRequest, key: str, applied: bytes, answer: Committed) -> None:
         try:

@@ -30,7 +30,7 @@ from service.kafka.record_batch import BatchBuilder, builder_of
 # A batch that every topic with the default max.message.bytes (1,048,588) takes.
 BATCH_BYTES_MAX: Final = 1_000_000
 CLOSE_PATIENCE_S: Final = 1.0
-# For the metadata of a topic that the catalogue knows.
+# For the metadata of a topic that the topic_metadata knows.
 METADATA_PATIENCE_S: Final = 1.0
 AGAIN_PAUSE_S: Final = 0.02
 MOVED_PAUSE_S: Final = 0.02

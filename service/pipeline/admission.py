@@ -1,4 +1,4 @@
-"""Where requests come in and get their answers: bounds, deadlines, the journal. What becomes of them is ingest's."""
+"""Where requests come in and get their answers: bounds, deadlines, the journal. What becomes of them is writer's."""
 
 import asyncio
 import time
@@ -42,7 +42,7 @@ log = structlog.get_logger(__name__)
 
 SWEEP_S: Final = 0.02
 # Who waits for another's write hears of it, or a 409, before the deadline.
-PATIENCE_LEFT_S: Final = 0.5
+ANSWERED_BEFORE_DEADLINE_S: Final = 0.5
 # Where nobody waits: who comes meanwhile has a deadline that is further off.
 SWEEP_IDLE_S: Final = 0.1
 # Answered requests that may lie behind one that waits, and their bytes.
@@ -61,7 +61,7 @@ class Admission:
         store: Store,
         queue: Queue,
         topics: InternalTopics,
-        catalogue: TopicMetadataCache,
+        topic_metadata: TopicMetadataCache,
         journal: Journal,
         telemetry: Telemetry,
         tracing: "Tracing | None" = None,
@@ -74,7 +74,7 @@ class Admission:
         self._store = store
         self._queue = queue
         self._topics = topics
-        self._catalogue = catalogue
+        self._topic_metadata = topic_metadata
         self._journal = journal
         self._telemetry = telemetry
         self._tracing = tracing
@@ -82,8 +82,8 @@ class Admission:
         self.events_max = settings.queue_events_max  # more at once could never come in
         self._open: deque[WriteRequest] = deque()  # by deadline
         self._open_bytes = 0
-        self.shedding = LoadShedder()
-        self.outbox = ResponseBuffer()
+        self.load_shedder = LoadShedder()
+        self.response_buffer = ResponseBuffer()
         self.accepting = True
 
     def submit(
@@ -101,7 +101,7 @@ class Admission:
         """
         request = WriteRequest.of((event,), arrived, self._timeout_s, self._guarantee(event.topic), reply)
         if wait_s:
-            request.patient_until = min(arrived + wait_s, request.deadline - PATIENCE_LEFT_S)
+            request.wait_deadline = min(arrived + wait_s, request.deadline - ANSWERED_BEFORE_DEADLINE_S)
         request.accepted = accepted
         self._admit((request,))
 
@@ -162,7 +162,7 @@ class Admission:
 
         Nothing is refused for what a topic was: it may have been changed, so that the event is right by now.
         """
-        topic = self._catalogue.cached(event.topic)
+        topic = self._topic_metadata.cached(event.topic)
         if topic is None:
             return False
         try:
@@ -196,7 +196,7 @@ class Admission:
             raise Problem(FORBIDDEN_TOPIC, f"topic: {name} is internal: use another")
         try:
             async with asyncio.timeout_at(deadline):
-                topic = await self._catalogue.get(name, arrived, anew=anew)
+                topic = await self._topic_metadata.get(name, arrived, anew=anew)
         except KafkaForbids as error:
             raise Problem(FORBIDDEN_TOPIC, f"topic: {error}: have it allowed to Describe and Write it") from error
         except (KafkaAway, TimeoutError) as error:
@@ -236,7 +236,7 @@ class Admission:
         self._queue.leave(request)
         try:
             reply(answer)
-            self.shedding.answered(request.answers)
+            self.load_shedder.answered(request.answers)
         except Exception:  # a bug at the edge must not keep the others of the group from their answers
             log.exception("an answer was not given", **request.named)
         try:
@@ -268,7 +268,7 @@ class Admission:
         while True:
             await asyncio.sleep(SWEEP_S if self._open else SWEEP_IDLE_S)
             now = time.monotonic()
-            self.shedding.look(now)
+            self.load_shedder.look(now)
             while self._open and (self._open[0].settled or self._open[0].deadline <= now):
                 request = self._open.popleft()
                 self._open_bytes -= request.size

@@ -27,12 +27,12 @@ class Written(NamedTuple):
 
     delivered: list[CommittedRequest]
     link: Link
-    unwanted: list[WriteRequest]
+    claims_to_release: list[WriteRequest]
 
     @property
-    def vain(self) -> bool:
+    def nothing_written(self) -> bool:
         """Was nothing written, and does some of it go round again? Not at once: each try may cost a producer id."""
-        return not self.delivered and any(not request.answered for request in self.unwanted)
+        return not self.delivered and any(not request.answered for request in self.claims_to_release)
 
 
 def route(

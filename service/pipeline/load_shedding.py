@@ -1,4 +1,4 @@
-"""Load shedding: when those are told 503 whom a full queue does not take, so that the others get the time."""
+"""Load load_shedder: when those are told 503 whom a full queue does not take, so that the others get the time."""
 
 from collections import deque
 from collections.abc import Callable

@@ -31,11 +31,11 @@ from service.slots.slot import Slot
 log = structlog.get_logger(__name__)
 
 # A process beats three times in the life of a lease: two beats may be lost before its slots are.
-BEATS_A_LEASE: Final = 3
+HEARTBEATS_PER_LEASE: Final = 3
 # Without a slot it can write nothing, so it sees sooner that one has become free: after a crash, its own old ones.
-BEATS_WITHOUT_A_SLOT: Final = 15
+HEARTBEATS_PER_LEASE_WITHOUT_A_SLOT: Final = 15
 # Between two beats, however many hurry: each is a script that looks at every slot.
-BEATS_APART_S: Final = 0.01
+HEARTBEAT_PAUSE_LEAST_S: Final = 0.01
 PAUSE_LEAST_S: Final = 0.05
 PAUSE_MOST_S: Final = 2.0
 # A slot that has not been recovered for so much of a request's time is not counted on: another is taken beside it.
@@ -94,10 +94,12 @@ class Pool:
         self.token = f"{settings.name}/{secrets.token_hex(6)}"
         self.slots: dict[int, Slot] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._last_beat: tuple[StoreGeneration, float] | None = None  # that was answered: in which generation, and when
-        self._patient_until = 0.0
+        self._last_heartbeat: tuple[StoreGeneration, float] | None = (
+            None  # that was answered: in which generation, and when
+        )
+        self._take_not_before = 0.0
         self._troubles: dict[int, Incident] = {}  # by slot: a recovery that fails over and over is one
-        self._hurry = asyncio.Event()
+        self._heartbeat_now = asyncio.Event()
         # Slots that nobody may hold, and that are to be taken all the same: what is open of theirs, and where.
         self._to_recover: dict[int, set[Partition]] = {}
         self._stopping = False
@@ -141,7 +143,7 @@ class Pool:
 
     def wake(self) -> None:
         """Beat now: somebody has met a dead slot."""
-        self._hurry.set()
+        self._heartbeat_now.set()
 
     async def of_producers(self, producer_ids: Collection[int]) -> dict[int, int]:
         """The slots whose transactional ids have these producer ids, by producer id. Raises KafkaAway.
@@ -173,7 +175,7 @@ class Pool:
         elif slot.state in SETTLED:
             slot.suspects.update(partitions)
             slot.superseded = True
-            self._queue.nudge_all()
+            self._queue.notify_all()
 
     # ------------------------------------------------------------------------------------------------- the leases
 
@@ -181,10 +183,10 @@ class Pool:
         """Beat, for ever: renew the leases, take what is wanted, recover the dead, give back what is too much."""
         trouble = Incident(log, "no heartbeat")
         while not self._stopping:
-            self._hurry.clear()  # whoever hurries from here on, also during the beat, has another one at once
+            self._heartbeat_now.clear()  # whoever hurries from here on, also during the beat, has another one at once
             try:
                 epoch = await self._store.settled()
-                await self._beat(epoch)
+                await self._heartbeat(epoch)
                 if failures := trouble.over():
                     log.info("heartbeat again", **failures)
             except StoreLost:
@@ -194,51 +196,53 @@ class Pool:
             except Exception as error:  # a bug must not end the heartbeat: every slot would be lost
                 trouble.goes_on(error, bug=True)
             with contextlib.suppress(TimeoutError):
-                beats = BEATS_A_LEASE if self.slots else BEATS_WITHOUT_A_SLOT
+                beats = HEARTBEATS_PER_LEASE if self.slots else HEARTBEATS_PER_LEASE_WITHOUT_A_SLOT
                 async with asyncio.timeout(self._settings.lease_ttl_ms / 1000 / beats):
-                    await self._hurry.wait()
-            await asyncio.sleep(BEATS_APART_S)
+                    await self._heartbeat_now.wait()
+            await asyncio.sleep(HEARTBEAT_PAUSE_LEAST_S)
 
-    async def _beat(self, epoch: StoreGeneration) -> None:
+    async def _heartbeat(self, epoch: StoreGeneration) -> None:
         held = {n: slot for n, slot in self.slots.items() if not slot.draining}
         applied = {n: slot.applied for n, slot in held.items()}
-        census = await self._keys.heartbeat(epoch, self.token, self._settings.slots_max, applied)
-        self._beaten(epoch)
+        heartbeat = await self._keys.heartbeat(epoch, self.token, self._settings.slots_max, applied)
+        self._note_heartbeat(epoch)
         for n, slot in held.items():
-            if census.slots[n] != "m":
+            if heartbeat.slots[n] != "m":
                 log.warning("lease lost", slot=n)
                 self._let_go(slot)
-            elif slot.state in SETTLED and (slot.epoch != epoch or census.freed[n] > slot.term or slot.cut_off):
+            elif slot.state in SETTLED and (slot.epoch != epoch or heartbeat.freed[n] > slot.term or slot.cut_off):
                 # Fenced by a recovery of the store, or by another holder that has gone: recovered now, for its ledger
                 # may hold what others wait for, and not at the cost of its next group. Or a broker was away, and a
                 # transaction of it may hang, which every reader waits for.
                 slot.superseded = True
-                self._queue.nudge_all()
-        await self._balance(census, epoch)
+                self._queue.notify_all()
+        await self._balance(heartbeat, epoch)
         self._recovered()  # what is in doubt because of others' slots: ask again
         for slot in [slot for slot in held.values() if slot.has_pending_marks and slot.epoch == epoch]:
             await slot.flush_marks()
 
-    def _beaten(self, epoch: StoreGeneration) -> None:
+    def _note_heartbeat(self, epoch: StoreGeneration) -> None:
         """After a pause in which leases ran out, or were forgotten, others come back to theirs just as this one does.
 
         So nothing is taken for as long as a lease lives; and a slot was down because all was.
         """
         now, lease_s = time.monotonic(), self._settings.lease_ttl_ms / 1000
-        if self._last_beat is not None and (self._last_beat[0] != epoch or self._last_beat[1] < now - lease_s):
-            self._patient_until = now + lease_s
+        if self._last_heartbeat is not None and (
+            self._last_heartbeat[0] != epoch or self._last_heartbeat[1] < now - lease_s
+        ):
+            self._take_not_before = now + lease_s
             for slot in self.slots.values():
                 slot.down_since = max(slot.down_since, now)
-        self._last_beat = epoch, now
+        self._last_heartbeat = epoch, now
 
-    async def _balance(self, census: Heartbeat, epoch: StoreGeneration) -> None:
+    async def _balance(self, heartbeat: Heartbeat, epoch: StoreGeneration) -> None:
         """Towards min(wanted, fair share), and no dead slot left lying: its open transaction holds up every reader."""
         held = [slot for slot in self.slots.values() if not slot.draining]
         # One whose transaction Kafka cannot end, for a partition that takes no markers, cannot begin another.
         stuck = sum(map(self._is_stuck, held))
         most = self._settings.slots + min(max(self._settings.slots, REPLACED_LEAST), stuck)
-        share = min(most, max(1, self._settings.slots_max // max(1, census.members)))
-        marks = {n: mark for n, mark in enumerate(census.slots) if n not in self.slots}
+        share = min(most, max(1, self._settings.slots_max // max(1, heartbeat.members)))
+        marks = {n: mark for n, mark in enumerate(heartbeat.slots) if n not in self.slots}
         dead = [n for n, mark in marks.items() if mark == "d" or (mark == "f" and n in self._to_recover)]
         free = [n for n, mark in marks.items() if mark == "f" and n not in self._to_recover]
         random.shuffle(dead)
@@ -246,7 +250,7 @@ class Pool:
         wanted = share - len(held)
         suspects, self._to_recover = self._to_recover, {}
         for n in dead + free[: max(0, wanted - len(dead))]:
-            if not self._stopping and time.monotonic() >= self._patient_until:
+            if not self._stopping and time.monotonic() >= self._take_not_before:
                 await self._take(n, epoch, suspects.get(n, ()))
         # More than was wanted comes from rescuing the dead; more than the share is given up only where it is missed.
         excess = len(held) - (most if free or dead else share)
@@ -274,7 +278,7 @@ class Pool:
 
     def _let_go(self, slot: Slot) -> None:
         slot.draining = True
-        self._queue.nudge_all()
+        self._queue.notify_all()
 
     # ------------------------------------------------------------------------------------------------- one slot
 
@@ -355,7 +359,7 @@ class Pool:
     async def stop(self) -> None:
         """Give every slot back, once its group is through, and leave. What hangs is left to others to recover."""
         self._stopping = True
-        self._hurry.set()
+        self._heartbeat_now.set()
         for slot in self.slots.values():
             self._let_go(slot)
         patience_s = (self._settings.request_timeout_ms + self._settings.transaction_timeout_ms) / 1000

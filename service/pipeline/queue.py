@@ -36,7 +36,7 @@ class Queue:
         self._held: list[WriteRequest] = []  # of trains that came apart, behind one of theirs that is elsewhere
         self._apart_turns: dict[str, int] = {}  # of suspects: their last one
         self._apart_rests_until = 0.0
-        self._turns = 0
+        self._groups_taken = 0
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._out: dict[int, float] = {}  # groups that were taken and not returned, and when
         self._last_size = 0  # requests in the last of them, each event of a train in one piece counted
@@ -150,7 +150,7 @@ class Queue:
                 taker.set_result(None)
                 return
 
-    def nudge_all(self) -> None:
+    def notify_all(self) -> None:
         """Wake every taker: one of them is to stop."""
         takers, self._waiters = self._waiters, deque()
         for taker in takers:
@@ -205,9 +205,9 @@ class Queue:
             if self._within:
                 self._last_size += _within(group)
                 self._within = sum(map(_within, (*self._waiting.values(), self._apart)))
-            self._turns += 1
+            self._groups_taken += 1
             for request in group:
-                request.turn = self._turns
+                request.group_number = self._groups_taken
         if self._apart or any(self._waiting.values()):
             self.notify()
         return group
@@ -247,7 +247,7 @@ class Queue:
 
         together = [first] if first.failures else [one for one in waiting if one is first or alike(one)]
         self._apart_out = group = self._take_group(deque(together), [])
-        self._apart_turns[topic] = self._turns + 1
+        self._apart_turns[topic] = self._groups_taken + 1
         taken = set(group)
         self._apart = deque(request for request in waiting if request not in taken)
         return group

@@ -123,7 +123,7 @@ class WriteRequest(msgspec.Struct, eq=False):
     event_bytes: int
     size: int
     state: RequestState = RequestState.QUEUED
-    patient_until: float = 0.0  # until then it would wait for another's write of its key, by the loop's time
+    wait_deadline: float = 0.0  # until then it would wait for another's write of its key, by the loop's time
     waits: bool = False  # for another's write of its key, which it has met
     accepted: Callable[[], None] | None = None  # to be told, once, that its claim stands
     accepted_at: int = 0
@@ -131,7 +131,7 @@ class WriteRequest(msgspec.Struct, eq=False):
     failures: int = 0  # groups that its topic failed while it was in them
     aborts: int = 0  # transactions that failed before their commit was asked for, and maybe because of it
     partitions: Sequence[int] = ()  # of its events, chosen anew for each group that it goes into
-    turn: int = 0  # number of the group that took it last: whoever has an older one has it no more
+    group_number: int = 0  # number of the group that took it last: whoever has an older one has it no more
     reply_each: Callable[[int, WriteResult], None] | None = None  # of a train in one piece: by its event's place
     parts: Sequence["WriteRequest"] = ()  # of a train that was in one piece, and is not any more
 
@@ -184,7 +184,7 @@ class WriteRequest(msgspec.Struct, eq=False):
         for place, event in enumerate(self.events):
             reply = unheard if self.reply_each is None else partial(self.reply_each, place)
             one = WriteRequest.of((event,), self.arrived, 0.0, self.guarantee, reply, train=self.train)
-            one.deadline, one.state, one.turn = self.deadline, self.state, self.turn
+            one.deadline, one.state, one.group_number = self.deadline, self.state, self.group_number
             one.accepted_at, one.claimants = self.accepted_at, self.claimants
             one.partitions = self.partitions[place : place + 1]
             parts.append(one)

@@ -31,7 +31,7 @@ class ResponseBuffer:
             self._held.append((tell, named))
 
     def together(self, most: int) -> contextlib.AbstractContextManager[None]:
-        """`with outbox.together(most):` what is put in meanwhile is told at the end; nothing may be awaited in it.
+        """Hold what is put in until the end of the `with` block, in which nothing may be awaited.
 
         One alone is told at once.
         """

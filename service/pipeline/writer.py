@@ -74,7 +74,7 @@ UNTRACED: Final = contextlib.nullcontext()
 
 
 class Writer:
-    """Runs groups of requests through slots, and tells the intake what became of each."""
+    """Runs groups of requests through slots, and tells the admission what became of each."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class Writer:
         keys: KeyStore,
         store: Store,
         queue: Queue,
-        catalogue: TopicMetadataCache,
-        intake: Admission,
+        topic_metadata: TopicMetadataCache,
+        admission: Admission,
         telemetry: Telemetry,
         tracing: "Tracing | None" = None,
     ) -> None:
@@ -92,10 +92,10 @@ class Writer:
         self._keys = keys
         self._store = store
         self._queue = queue
-        self._catalogue = catalogue
-        self._answer, self._accept, self._too_late = intake.answer, intake.accept, intake.too_late
-        self._outbox = intake.outbox
-        self._now_ms = intake.now_ms
+        self._topic_metadata = topic_metadata
+        self._answer, self._accept, self._too_late = admission.answer, admission.accept, admission.too_late
+        self._response_buffer = admission.response_buffer
+        self._now_ms = admission.now_ms
         self._telemetry = telemetry
         self._tracing = tracing
         self._parked: list[WriteRequest] = []  # in doubt, until a slot has been recovered
@@ -113,18 +113,18 @@ class Writer:
             if slot.superseded:
                 self._queue.notify()  # it may be this slot that was woken for what another can take
                 raise Fenced("its term, its generation, or a connection of it has ended")
-            if slot.owes_too_much:
+            if slot.has_too_many_pending_marks:
                 self._queue.notify()  # another slot may take what is there
                 await slot.flush_marks()
             requests = [] if slot.draining else self._queue.take()
             if not requests:
                 continue
-            turn, unwanted, written = requests[0].turn, list[WriteRequest](), None
+            group_number, claims_to_release, written = requests[0].group_number, list[WriteRequest](), None
             try:
-                group, unwanted = await self._claim(slot, requests)
+                group, claims_to_release = await self._claim(slot, requests)
                 if group:
                     written = await self._deliver(slot, group)
-                    unwanted += written.unwanted
+                    claims_to_release += written.claims_to_release
                     try:
                         if finishing is not None:  # one mark under way at most: a slow store slows the slot
                             await asyncio.shield(finishing)
@@ -132,21 +132,25 @@ class Writer:
                         finishing = self._finish_apart(slot, written)
                 else:
                     await slot.abandon()
-                if unwanted:
-                    await self._release(slot, unwanted)
+                if claims_to_release:
+                    await self._release(slot, claims_to_release)
             except BaseException as error:
                 try:
-                    if unwanted and isinstance(error, TransactionFailed):
+                    if claims_to_release and isinstance(error, TransactionFailed):
                         # They were not even sent, and the slot's recovery may take long.
                         with contextlib.suppress(StoreUnanswered):
-                            await self._release(slot, unwanted)
-                            unwanted = []
+                            await self._release(slot, claims_to_release)
+                            claims_to_release = []
                 finally:
-                    self._wait_again(slot, [request for request in requests if request.turn == turn], unwanted)
+                    self._wait_again(
+                        slot,
+                        [request for request in requests if request.group_number == group_number],
+                        claims_to_release,
+                    )
                 raise
             finally:
                 self._queue.returned(requests)
-            if written is not None and written.vain:
+            if written is not None and written.nothing_written:
                 await asyncio.sleep(AWAY_PAUSE_S)
         if finishing is not None:
             await asyncio.shield(finishing)
@@ -162,11 +166,11 @@ class Writer:
         for request in requests:
             request.move(RequestEvent.CLAIM)
         if self._queue.suspects(requests):
-            await self._catalogue.refresh({event.topic for request in requests for event in request.events})
-        partitions, left_out = route(requests, self._catalogue.last_known)
+            await self._topic_metadata.refresh({event.topic for request in requests for event in request.events})
+        partitions, left_out = route(requests, self._topic_metadata.last_known)
         if any(request.is_whole for request in left_out):
             requests[:] = parted(requests, left_out.__contains__)
-            partitions, left_out = route(requests, self._catalogue.last_known)
+            partitions, left_out = route(requests, self._topic_metadata.last_known)
         if partitions and requests[0].guarantee is Guarantee.EXACTLY_ONCE:
             slot.open(partitions)
         self._telemetry.stage_queue.observe(waited_s)  # only now: `open` waits longest for its answer
@@ -186,13 +190,13 @@ class Writer:
             await self._answer_members(requests[0], claims[0])
             return [], []
         # From here to the sending nothing is awaited: a deadline cannot pass in between and be answered 503.
-        with self._outbox.together(len(requests)):
-            group, unwanted, refused = self._sort(requests, claims, left_out)
+        with self._response_buffer.together(len(requests)):
+            group, claims_to_release, refused = self._sort(requests, claims, left_out)
         if refused:
             self._queue_again(refused)
             if not group:
                 await asyncio.sleep(AWAY_PAUSE_S)
-        return group, unwanted
+        return group, claims_to_release
 
     def _sort(
         self, requests: Sequence[WriteRequest], claims: Sequence[Claim], left_out: Mapping[WriteRequest, Partition]
@@ -200,7 +204,7 @@ class Writer:
         """What claims found: to be written, claims that are not wanted, and what the store took no claim of."""
         now = time.monotonic()
         group: list[ClaimedRequest] = []
-        unwanted: list[WriteRequest] = []
+        claims_to_release: list[WriteRequest] = []
         refused: list[WriteRequest] = []
         ahead: set[tuple[BatchChunk, str]] = set()  # trains, and topics of theirs, of which one goes round again
         for request, claim in zip(requests, claims, strict=True):
@@ -212,13 +216,13 @@ class Writer:
                     ahead.add((request.train, request.topic))
             elif request.answered or request.deadline <= now:  # also after a pause of the whole process: never sent
                 self._answer(request, self._too_late(request))
-                unwanted.append(request)
+                claims_to_release.append(request)
             elif request in left_out:
                 self._answer(request, _too_few_replicas(*left_out[request]))
-                unwanted.append(request)
+                claims_to_release.append(request)
             elif ahead and (request.train, request.topic) in ahead:
                 request.move(RequestEvent.QUEUE)
-                unwanted.append(request)
+                claims_to_release.append(request)
             else:
                 assert isinstance(claim.state, Claimed)
                 request.accepted_at = claim.state.at
@@ -226,7 +230,7 @@ class Writer:
                 group.append((request, claim.state))
                 if request.accepted is not None:
                     self._accept(request)
-        return group, unwanted, refused
+        return group, claims_to_release, refused
 
     def _queue_again(self, requests: Sequence[WriteRequest]) -> None:
         """Redis took no claim of these: it is made anew, by whoever comes first."""
@@ -234,16 +238,16 @@ class Writer:
             request.move(RequestEvent.QUEUE)
         self._queue.put_back(requests)
 
-    async def _release(self, slot: Slot, unwanted: Sequence[WriteRequest]) -> None:
+    async def _release(self, slot: Slot, claims_to_release: Sequence[WriteRequest]) -> None:
         """Give up claims that are not to be written now; without an answer it may run late, which ends the term.
 
         What has no answer yet goes round again.
         """
         try:
-            await slot.release([id for request in unwanted for id, _ in request.asked])
+            await slot.release([id for request in claims_to_release for id, _ in request.asked])
         except (StoreLost, StoreAway, StoreUnanswered) as error:
             raise StoreUnanswered(f"a release is open: {error}") from error
-        self._queue.put_back(unwanted)
+        self._queue.put_back(claims_to_release)
 
     def _settle(self, request: WriteRequest, claim: Claim, now: float) -> None:
         """What a claim found that leaves nothing to write; `now` by time.monotonic."""
@@ -261,7 +265,7 @@ class Writer:
             case Outcome.IN_PROGRESS, _:
                 if not claim.leased:
                     self.hurry()
-                if now < request.patient_until:
+                if now < request.wait_deadline:
                     self._wait_for_another(request)
                     return
                 self._answer(request, _in_progress())
@@ -277,7 +281,7 @@ class Writer:
         self._waiters.wait(request)
         if not request.waits:
             request.waits = True
-            asyncio.get_running_loop().call_at(request.patient_until, self._wait_no_longer, request)
+            asyncio.get_running_loop().call_at(request.wait_deadline, self._wait_no_longer, request)
 
     def _wait_no_longer(self, request: WriteRequest) -> None:
         """Its patience is over, and maybe no slot is there that would claim it again and tell."""
@@ -328,7 +332,7 @@ class Writer:
             return entries_of(delivered)
 
         try:
-            link = await slot.write(records, entries, topic_ids_of(records, self._catalogue.last_known))
+            link = await slot.write(records, entries, topic_ids_of(records, self._topic_metadata.last_known))
         except TransactionFailed as failed:
             await self._doubt(slot, [request for request, _ in group], failed)
             raise
@@ -359,7 +363,7 @@ class Writer:
             if isinstance(fate, RecordMetadata):
                 written.delivered.extend(placed_all([(request, claim)], [record], [fate]))
                 continue
-            written.unwanted.append(request)
+            written.claims_to_release.append(request)
             if isinstance(fate, NotSent):
                 if fate.itself or not blamed:
                     self._set_apart(request)
@@ -374,7 +378,7 @@ class Writer:
 
     def _records(self, slot: Slot, group: Sequence[ClaimedRequest], producer_id: int, epoch: int) -> list[Record]:
         writer = stamp_writer(slot.n, producer_id, epoch, self._settings.name)
-        return records_of(group, self._catalogue.last_known, writer, self._now_ms())
+        return records_of(group, self._topic_metadata.last_known, writer, self._now_ms())
 
     def _finish_apart(self, slot: Slot, written: Written) -> asyncio.Task[None]:
         """Mark and answer a committed group while the slot goes on with the next."""
@@ -401,7 +405,7 @@ class Writer:
                 self._store.lost(written.link.epoch)
         self._telemetry.stage_mark.observe(time.perf_counter() - started)
         self._queue.release(there.topic for _, committed in written.delivered for _, there in committed.places)
-        with self._outbox.together(len(written.delivered)):
+        with self._response_buffer.together(len(written.delivered)):
             for request, committed in written.delivered:
                 self._answer(request, committed)
 
@@ -486,14 +490,16 @@ class Writer:
         request.failures += 1
         for topic in {event.topic for event in request.events}:
             self._queue.quarantine(topic)
-            self._catalogue.invalidate(topic)
+            self._topic_metadata.invalidate(topic)
 
     def recovered(self) -> None:
         """A slot has been recovered, or time has passed: what waits for that is claimed anew, which tells its fate."""
         parked, self._parked = self._parked, []
         self._queue.put_back(parked)
 
-    def _wait_again(self, slot: Slot, requests: Sequence[WriteRequest], unwanted: Sequence[WriteRequest]) -> None:
+    def _wait_again(
+        self, slot: Slot, requests: Sequence[WriteRequest], claims_to_release: Sequence[WriteRequest]
+    ) -> None:
         """The term has ended: what was not sent waits for the slot's recovery, for its own claim may stand there.
 
         So do those whose claims were not wanted, and could not be given up in time.
@@ -501,7 +507,7 @@ class Writer:
         unsent = [request for request in requests if request.state in UNSENT]
         for request in unsent:
             request.move(RequestEvent.QUEUE)
-        self._park(slot, unsent + [request for request in unwanted if not request.answered])
+        self._park(slot, unsent + [request for request in claims_to_release if not request.answered])
 
     def _park(self, slot: Slot, requests: Sequence[WriteRequest]) -> None:
         """Keep requests until a recovery: a claim of them may stand in the slot's term, and is not somebody else's."""

@@ -189,7 +189,7 @@ class Slot:
         return bool(self._unmarked)
 
     @property
-    def owes_too_much(self) -> bool:
+    def has_too_many_pending_marks(self) -> bool:
         """Are so many marks pending that no further group may be taken before one of them succeeds?"""
         return len(self._unmarked) >= PENDING_MARKS_MAX
 

@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 
 from service.core.settings import Settings
-from service.pipeline.pool import BEATS_A_LEASE
+from service.pipeline.pool import HEARTBEATS_PER_LEASE
 from tests.bench.rows import Goal, NotRealWork, Row
 from tests.bench.stage import Stage, Target
 
 SLOTS = 64
 ALL_READY_S = 60.0
-BEAT_S = Settings().lease_ttl_ms / 1000 / BEATS_A_LEASE
+BEAT_S = Settings().lease_ttl_ms / 1000 / HEARTBEATS_PER_LEASE
 
 
 def measure(stage: Stage) -> list[Row]:

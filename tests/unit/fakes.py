@@ -79,7 +79,7 @@ class FakeKeys(MemoryKeys):
         self.trouble = Trouble()
         self.marks: list[tuple[Link, Sequence[Row]]] = []  # all that were tried
         self.returned: list[tuple[int, bool]] = []  # slots that were given back, and whether as clean
-        self.census = ""  # what a beat answers, where a test says so
+        self.marks_of_slots = ""  # what a heartbeat answers of the slots, where a test says so
 
     def is_delivered(self, key: str) -> bool:
         return isinstance(self.server.keys.get(event_id(key)), Delivered)
@@ -125,9 +125,9 @@ class FakeKeys(MemoryKeys):
         self.returned.append((slot, clean))
 
     async def heartbeat(self, epoch: StoreGeneration, token: str, slots: int, held: Mapping[int, int]) -> Heartbeat:
-        await self.trouble.enter("beat")
-        census = await super().heartbeat(epoch, token, slots, held)
-        return Heartbeat(census.members, self.census or census.slots, census.freed)
+        await self.trouble.enter("heartbeat")
+        heartbeat = await super().heartbeat(epoch, token, slots, held)
+        return Heartbeat(heartbeat.members, self.marks_of_slots or heartbeat.slots, heartbeat.freed)
 
 
 class FakeStore(Store):
@@ -270,23 +270,23 @@ class World:
         self.queue = Queue(self.settings)
         self.cluster = FakeCluster(["orders", "other", "third", "plain.a", "plain.b"])
         self.topics = InternalTopics(self.cluster, self.settings)
-        self.catalogue = TopicMetadataCache(self.cluster)
+        self.topic_metadata = TopicMetadataCache(self.cluster)
         self.journal = FakeJournal()
         self.telemetry = Telemetry()
         rules = Rules((TopicRule(PLAIN_TOPICS, Guarantee.IDEMPOTENT),))
-        self.intake = Admission(
+        self.admission = Admission(
             self.settings,
             rules,
             Schemas(rules),
             self.store,
             self.queue,
             self.topics,
-            self.catalogue,
+            self.topic_metadata,
             self.journal,
             self.telemetry,
         )
-        self.ingest = Writer(
-            self.settings, self.keys, self.store, self.queue, self.catalogue, self.intake, self.telemetry
+        self.writer = Writer(
+            self.settings, self.keys, self.store, self.queue, self.topic_metadata, self.admission, self.telemetry
         )
         self.producers: dict[int, FakeProducer] = {}
         self.plains: dict[int, FakePlain] = {}
@@ -319,12 +319,12 @@ class World:
         slot.move(SlotEvent.FREE)
 
     def serve(self, slot: Slot) -> "asyncio.Task[None]":
-        return asyncio.create_task(self.ingest.serve(slot))
+        return asyncio.create_task(self.writer.serve(slot))
 
     async def serve_again(self, slot: Slot) -> "asyncio.Task[None]":
         """After a term that failed: recover its slot, let those go on who waited for that, and serve it."""
         await self.recover(slot)
-        self.ingest.recovered()
+        self.writer.recovered()
         return self.serve(slot)
 
     def submit(self, key: str, topic: str = "orders", ago_s: float = 0.0) -> "asyncio.Task[WriteResult]":
@@ -336,8 +336,8 @@ class World:
 
     async def _write(self, event: Event, arrived: float) -> WriteResult:
         answers = ResultCollector(1)
-        await self.intake.check(event, arrived)
-        self.intake.submit(event, arrived, partial(answers.put, 0))
+        await self.admission.check(event, arrived)
+        self.admission.submit(event, arrived, partial(answers.put, 0))
         return (await answers.all)[0]
 
     def keys_written(self, n: int = 0) -> list[list[str]]:

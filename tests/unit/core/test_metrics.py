@@ -150,8 +150,8 @@ async def test_events_are_in_doubt_until_their_slot_has_been_recovered_however_l
         world.queue,
         world.topics,
         telemetry,
-        serve=world.ingest.serve,
-        recovered=world.ingest.recovered,
+        serve=world.writer.serve,
+        recovered=world.writer.recovered,
     )
     slot = await world.slot()
     pool.slots[0] = slot
@@ -166,7 +166,7 @@ async def test_events_are_in_doubt_until_their_slot_has_been_recovered_however_l
     pool._ended(slot, failed)
     assert shown(telemetry, "fencepost_kafka_errors_total", operation="transaction") == 1
     assert shown(telemetry, "fencepost_terms_ended_total", why="transaction") == 1
-    world.intake.answer(world.ingest._parked[0], world.intake.too_late(world.ingest._parked[0]))
+    world.admission.answer(world.writer._parked[0], world.admission.too_late(world.writer._parked[0]))
     await asked
     assert pool.in_doubt == 1  # its caller has had a 504, and nobody knows yet
     assert pool.in_doubt_s > 0

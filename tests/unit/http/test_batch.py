@@ -76,7 +76,7 @@ def one(key: str | None, value: Any = 1, topic: str = "orders") -> dict[str, Any
 async def written(world: World, batch: BatchBody) -> list[WriteResult]:
     """What a slot that serves makes of a batch."""
     serving = world.serve(await world.slot())
-    told = write_each(world.intake, batch.events, member_of, asyncio.get_running_loop().time())
+    told = write_each(world.admission, batch.events, member_of, asyncio.get_running_loop().time())
     answers = [answer async for some in told for answer in some]
     await ended(serving)
     return answers
@@ -156,7 +156,9 @@ async def test_a_batch_that_the_queue_has_no_room_for_is_refused_as_a_whole() ->
     world = World(queue_events_max=2)
     waiting = world.submit("z")
     await asyncio.sleep(0)
-    told = write_each(world.intake, batch_of(one("a"), one("b")).events, member_of, asyncio.get_running_loop().time())
+    told = write_each(
+        world.admission, batch_of(one("a"), one("b")).events, member_of, asyncio.get_running_loop().time()
+    )
     answers = [answer async for some in told for answer in some]
     assert [kind_of(answer) for answer in answers] == [NOT_WRITTEN, NOT_WRITTEN]
     assert world.journal.answers == [("a", 503), ("b", 503)]
@@ -190,7 +192,7 @@ async def test_answers_are_told_train_by_train_as_soon_as_those_before_are_known
     world = World()
     serving = world.serve(await world.slot())
     lines = [json.dumps(event).encode() for event in (one("a"), one(None), one("b"), one("a"), one(None))]
-    told = write_each(world.intake, lines, line_of, asyncio.get_running_loop().time())
+    told = write_each(world.admission, lines, line_of, asyncio.get_running_loop().time())
     assert [[kind_of(answer) for answer in some] async for some in told] == [
         [None, MISSING_KEY, None],
         [None, MISSING_KEY],
@@ -208,7 +210,7 @@ async def test_an_event_is_looked_at_when_its_train_is_made_up() -> None:
         return line_of(line)
 
     lines = [json.dumps(one(key)).encode() for key in "abacd"]
-    told = write_each(world.intake, lines, parse, asyncio.get_running_loop().time())
+    told = write_each(world.admission, lines, parse, asyncio.get_running_loop().time())
     seen = [(len(some), len(looked_at)) async for some in told]
     assert seen == [(2, 3), (3, 5)]
     await ended(serving)
@@ -252,7 +254,7 @@ async def test_a_line_that_is_no_json_fails_alone() -> None:
     lines = parse_lines(
         b'{"topic":"orders","value":1,"idempotency_key":"a"}\r\n\n  \n{"topic":\n{"a":NaN}\n7\n{"key":"\xff"}'
     )
-    told = write_each(world.intake, lines, line_of, asyncio.get_running_loop().time())
+    told = write_each(world.admission, lines, line_of, asyncio.get_running_loop().time())
     answers = [answer async for some in told for answer in some]
     assert [kind_of(answer) for answer in answers] == [None, INVALID_JSON, INVALID_JSON, INVALID_EVENT, INVALID_JSON]
     await ended(serving)
@@ -274,7 +276,7 @@ def test_an_event_of_a_batch_is_its_caller_s_and_of_the_request_s_trace() -> Non
 
 
 async def atomically(world: World, batch: BatchBody, key: str = "whole") -> WriteResult:
-    _, answer = await write_atomic(world.intake, batch, key, asyncio.get_running_loop().time())
+    _, answer = await write_atomic(world.admission, batch, key, asyncio.get_running_loop().time())
     return answer
 
 
@@ -294,7 +296,7 @@ async def test_a_batch_that_is_written_is_never_said_not_to_be() -> None:
     """Also where its members cannot be looked up before the deadline."""
     world = World(request_timeout_ms=200)
     serving = world.serve(await world.slot())
-    sweeping = asyncio.create_task(world.intake.sweep())
+    sweeping = asyncio.create_task(world.admission.sweep())
     batch = batch_of(one(None, 1), one(None, 2), atomic=True)
     assert isinstance(await atomically(world, batch), Committed)
     gate = world.keys.trouble.hold("find_all")
@@ -370,14 +372,14 @@ async def test_an_atomic_batch_is_its_caller_s_and_goes_where_that_may_write() -
     shop = Caller(CallerRule("shop", ("00" * 32,), ("orders",)))
     serving = world.serve(await world.slot())
     arrived = asyncio.get_running_loop().time()
-    id, answer = await write_atomic(world.intake, batch_of(one(None, 1), atomic=True), "whole", arrived, TRACE, shop)
+    id, answer = await write_atomic(world.admission, batch_of(one(None, 1), atomic=True), "whole", arrived, TRACE, shop)
     assert isinstance(answer, Committed)
     assert (id, answer.places[0][0]) == (event_id("whole", "shop"), member_id("whole", 0, "shop"))
     ((record,),) = world.producers[0].written
     assert dict(record.headers)["traceparent"] == TRACE
     with pytest.raises(Problem) as raised:
         await write_atomic(
-            world.intake, batch_of(one(None, 1), one(None, 2, "other"), atomic=True), "more", arrived, TRACE, shop
+            world.admission, batch_of(one(None, 1), one(None, 2, "other"), atomic=True), "more", arrived, TRACE, shop
         )
     assert raised.value.kind is FORBIDDEN_TOPIC
     assert raised.value.detail.startswith("events[1].topic: shop may not write to other")
@@ -447,7 +449,7 @@ async def test_the_making_of_many_events_gives_way_to_others(monkeypatch: pytest
             await asyncio.sleep(0)
 
     other = asyncio.create_task(others())
-    told = write_each(World().intake, [b"{}"] * 200, line_of, asyncio.get_running_loop().time())
+    told = write_each(World().admission, [b"{}"] * 200, line_of, asyncio.get_running_loop().time())
     answers = [answer async for some in told for answer in some]
     other.cancel()
     assert len(answers) == 200
@@ -466,7 +468,7 @@ def test_lines_end_with_a_line_feed_alone() -> None:
 
 async def test_problems_of_a_batch_leave_no_cycles() -> None:
     """Python's collector took 0.5 s for those of 10,000 events, and everybody waited."""
-    told = write_each(World().intake, [b"{}", b"[", b'{"topic":"t","x":1}'] * 100, line_of, 0.0)
+    told = write_each(World().admission, [b"{}", b"[", b'{"topic":"t","x":1}'] * 100, line_of, 0.0)
     gc.collect()
     gc.disable()
     try:

@@ -196,15 +196,15 @@ class Told:
 
 
 class Commits:
-    """An intake that commits whatever it is given, at once."""
+    """An admission that commits whatever it is given, at once."""
 
     overload: Problem | None = None
     events_max = 1_000
     ledger_bytes_max = 512 * 1024
 
     def __init__(self) -> None:
-        self.shedding = LoadShedder()
-        self.outbox = ResponseBuffer()
+        self.load_shedder = LoadShedder()
+        self.response_buffer = ResponseBuffer()
         self.events: list[Event] = []
 
     def check_now(self, event: Event) -> bool:
@@ -220,17 +220,17 @@ class Commits:
 
 def posted(path: str, body: bytes, **headers: str) -> tuple[Told, list[Event]]:
     """The answer to a POST, and the events that it wrote; `_` in a header's name is `-`."""
-    intake = Commits()
+    admission = Commits()
     told = Told(body, {"host": "x", **{name.replace("_", "-"): text for name, text in headers.items()}})
-    endpoint = EventsEndpoint(lambda: cast(Admission, intake), Settings(), Callers([]), Telemetry())
+    endpoint = EventsEndpoint(lambda: cast(Admission, admission), Settings(), Callers([]), Telemetry())
     endpoint.routes[path.encode()](cast(HttpRequest, told))
-    return told, intake.events
+    return told, admission.events
 
 
 def test_who_finds_the_queue_full_waits_for_its_turn_without_its_body() -> None:
-    intake = Commits()
-    intake.overload = Problem(NOT_WRITTEN, "the queue is full")
-    endpoint = EventsEndpoint(lambda: cast(Admission, intake), Settings(), Callers([]), Telemetry())
+    admission = Commits()
+    admission.overload = Problem(NOT_WRITTEN, "the queue is full")
+    endpoint = EventsEndpoint(lambda: cast(Admission, admission), Settings(), Callers([]), Telemetry())
 
     def post() -> Told:
         told = Told(b"{}", {"host": "x", "content-type": "application/json"})
@@ -241,10 +241,10 @@ def test_who_finds_the_queue_full_waits_for_its_turn_without_its_body() -> None:
         assert (told.status, told.detail) == (503, "the queue is full")
     assert not told.body
     for _ in range(ANSWERS_EACH):
-        intake.shedding.answered()
-    intake.shedding.look(0.0)
+        admission.load_shedder.answered()
+    admission.load_shedder.look(0.0)
     assert (told.status, told.detail) == (503, "the queue is full")
-    assert not intake.events
+    assert not admission.events
 
 
 CLOUD = {"specversion": "1.0", "id": "42", "source": "/shop/7", "type": "made"}

@@ -62,7 +62,7 @@ async def test_who_is_patient_hears_how_another_s_write_ended() -> None:
     others = world.serve(second)
     assert kind_of(await world.submit("a")) is IN_PROGRESS
     waits = ResultCollector(1)
-    world.intake.submit(make_event("a"), asyncio.get_running_loop().time(), partial(waits.put, 0), wait_s=3)
+    world.admission.submit(make_event("a"), asyncio.get_running_loop().time(), partial(waits.put, 0), wait_s=3)
     await asyncio.sleep(0.12)
     assert not waits.all.done()
     gate.set()
@@ -83,7 +83,7 @@ async def test_patience_has_an_end() -> None:
     others = world.serve(second)
     waits = ResultCollector(1)
     began = asyncio.get_running_loop().time()
-    world.intake.submit(make_event("a"), began, partial(waits.put, 0), wait_s=0.2)
+    world.admission.submit(make_event("a"), began, partial(waits.put, 0), wait_s=0.2)
     (answer,) = await waits.all
     assert kind_of(answer) is IN_PROGRESS
     assert asyncio.get_running_loop().time() - began >= 0.2
@@ -108,11 +108,11 @@ async def test_who_waits_for_one_key_shares_one_question(monkeypatch: pytest.Mon
         return await claim(epoch, slot, term, asked)
 
     monkeypatch.setattr(world.keys, "claim", counted)
-    await world.catalogue.get("orders", asyncio.get_running_loop().time())
+    await world.topic_metadata.get("orders", asyncio.get_running_loop().time())
     waits = [ResultCollector(1) for _ in range(50)]
     for n, each in enumerate(waits):
         asked = make_event("a", value=b"2" if n == 7 else b"1")
-        world.intake.submit(asked, asyncio.get_running_loop().time(), partial(each.put, 0), wait_s=4)
+        world.admission.submit(asked, asyncio.get_running_loop().time(), partial(each.put, 0), wait_s=4)
     await asyncio.sleep(0.7)
     assert len(claims) <= 50 + 4
     there = keys[event.id] = Delivered(NOW_MS, event.fp, "orders", 0, 3, NOW_MS)
@@ -121,7 +121,7 @@ async def test_who_waits_for_one_key_shares_one_question(monkeypatch: pytest.Mon
     assert kind_of(answers.pop(7)) is FINGERPRINT_MISMATCH
     assert answers == [Committed(NOW_MS, ((event.id, there),), replayed=True)] * 49
     assert len(claims) <= 50 + 6 + 50
-    assert not world.ingest._waiters
+    assert not world.writer._waiters
     await ended(serving)
 
 
@@ -135,8 +135,8 @@ async def test_who_waits_for_a_write_of_this_process_hears_of_it_at_once(monkeyp
     await world.producers[0].trouble.reached["write"].wait()
     others = world.serve(second)
     waits = ResultCollector(1)
-    world.intake.submit(make_event("a"), asyncio.get_running_loop().time(), partial(waits.put, 0), wait_s=4)
-    await until(lambda: len(world.ingest._waiters) == 1)
+    world.admission.submit(make_event("a"), asyncio.get_running_loop().time(), partial(waits.put, 0), wait_s=4)
+    await until(lambda: len(world.writer._waiters) == 1)
     gate.set()
     written = await writes
     assert isinstance(written, Committed)
@@ -158,8 +158,8 @@ async def test_where_the_one_that_asks_has_gone_another_asks() -> None:
     short, long = ResultCollector(1), ResultCollector(1)
     for answers, wait_s in ((short, 0.1), (long, 4)):
         arrived = asyncio.get_running_loop().time()
-        world.intake.submit(make_event("a"), arrived, partial(answers.put, 0), wait_s=wait_s)
-    await until(lambda: len(world.ingest._waiters) == 1)
+        world.admission.submit(make_event("a"), arrived, partial(answers.put, 0), wait_s=wait_s)
+    await until(lambda: len(world.writer._waiters) == 1)
     await ended(others)
     assert kind_of((await short.all)[0]) is IN_PROGRESS
     others = world.serve(second)
@@ -168,7 +168,7 @@ async def test_where_the_one_that_asks_has_gone_another_asks() -> None:
     assert isinstance(written, Committed)
     async with asyncio.timeout(3):
         assert (await long.all) == [replace(written, replayed=True)]
-    await until(lambda: not world.ingest._waiters)
+    await until(lambda: not world.writer._waiters)
     for task in (serving, others):
         await ended(task)
 
@@ -184,8 +184,8 @@ async def test_who_would_rather_not_wait_is_told_once_its_claim_stands() -> None
         told.append("accepted")
 
     arrived = asyncio.get_running_loop().time()
-    await world.intake.check(make_event("a"), arrived)
-    world.intake.submit(make_event("a"), arrived, partial(answers.put, 0), accepted=accepted)
+    await world.admission.check(make_event("a"), arrived)
+    world.admission.submit(make_event("a"), arrived, partial(answers.put, 0), accepted=accepted)
     assert not told
     gate = world.producers[0].trouble.hold("write")
     serving = world.serve(slot)
@@ -198,7 +198,7 @@ async def test_who_would_rather_not_wait_is_told_once_its_claim_stands() -> None
     # What is there already is told as it is.
     again = ResultCollector(1)
     arrived = asyncio.get_running_loop().time()
-    world.intake.submit(make_event("a"), arrived, partial(again.put, 0), accepted=accepted)
+    world.admission.submit(make_event("a"), arrived, partial(again.put, 0), accepted=accepted)
     assert (await again.all) == [replace(answer, replayed=True)]
     assert told == ["accepted"]
     await ended(serving)

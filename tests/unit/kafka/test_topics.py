@@ -22,93 +22,93 @@ def known(*topics: str) -> tuple[TopicMetadataCache, FakeCluster]:
 
 
 async def test_a_topic_is_asked_for_once_by_all_who_want_it() -> None:
-    catalogue, cluster = known("orders")
-    assert catalogue.cached("orders") is None
-    found = await asyncio.gather(*(catalogue.get("orders", time.monotonic()) for _ in range(5)))
+    topic_metadata, cluster = known("orders")
+    assert topic_metadata.cached("orders") is None
+    found = await asyncio.gather(*(topic_metadata.get("orders", time.monotonic()) for _ in range(5)))
     assert set(map(id, found)) == {id(cluster.topics["orders"])}
-    assert catalogue.cached("orders") is cluster.topics["orders"]
-    await catalogue.get("orders", time.monotonic())
+    assert topic_metadata.cached("orders") is cluster.topics["orders"]
+    await topic_metadata.get("orders", time.monotonic())
     assert cluster.asked == [["orders"]]
 
 
 async def test_a_new_topic_is_found_by_the_first_who_asks() -> None:
-    catalogue, cluster = known()
-    assert await catalogue.get("orders", time.monotonic()) is None
+    topic_metadata, cluster = known()
+    assert await topic_metadata.get("orders", time.monotonic()) is None
     cluster.topics |= FakeCluster(["orders"]).topics
-    assert await catalogue.get("orders", time.monotonic()) is cluster.topics["orders"]
+    assert await topic_metadata.get("orders", time.monotonic()) is cluster.topics["orders"]
 
 
 async def test_a_look_up_that_began_before_the_topic_was_made_is_not_believed() -> None:
-    catalogue, cluster = known()
-    early = asyncio.create_task(catalogue.get("orders", time.monotonic()))
+    topic_metadata, cluster = known()
+    early = asyncio.create_task(topic_metadata.get("orders", time.monotonic()))
     for _ in range(3):
         await asyncio.sleep(0)
     assert cluster.asked
     cluster.topics |= FakeCluster(["orders"]).topics
-    late = [asyncio.create_task(catalogue.get("orders", time.monotonic())) for _ in range(5)]
+    late = [asyncio.create_task(topic_metadata.get("orders", time.monotonic())) for _ in range(5)]
     assert [await one for one in late] == [cluster.topics["orders"]] * 5
     assert await early is None
     assert len(cluster.asked) == 3, "each of the late asked for itself"
 
 
 async def test_a_topic_that_vanished_is_known_to_those_who_were_let_in() -> None:
-    catalogue, cluster = known("orders")
-    was = await catalogue.get("orders", time.monotonic())
+    topic_metadata, cluster = known("orders")
+    was = await topic_metadata.get("orders", time.monotonic())
     cluster.topics.clear()
-    catalogue.invalidate("orders")
-    assert await catalogue.get("orders", time.monotonic()) is None
-    assert catalogue.cached("orders") is None
-    assert catalogue.last_known("orders") is was
+    topic_metadata.invalidate("orders")
+    assert await topic_metadata.get("orders", time.monotonic()) is None
+    assert topic_metadata.cached("orders") is None
+    assert topic_metadata.last_known("orders") is was
 
 
 async def test_what_was_known_will_do_while_kafka_is_away() -> None:
-    catalogue, cluster = known("orders")
-    was = await catalogue.get("orders", time.monotonic())
+    topic_metadata, cluster = known("orders")
+    was = await topic_metadata.get("orders", time.monotonic())
     cluster.away = True
-    catalogue.invalidate("orders")
-    assert await catalogue.get("orders", time.monotonic()) is was
+    topic_metadata.invalidate("orders")
+    assert await topic_metadata.get("orders", time.monotonic()) is was
     with pytest.raises(KafkaAway):
-        await catalogue.get("other", time.monotonic())
+        await topic_metadata.get("other", time.monotonic())
     cluster.away = False
-    assert await catalogue.get("other", time.monotonic()) is None, "a failed look-up was taken for an answer"
+    assert await topic_metadata.get("other", time.monotonic()) is None, "a failed look-up was taken for an answer"
 
 
 async def test_what_was_known_will_not_do_where_kafka_forbids_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """An ACL was taken away: what was known let events in, each of which ended a term and came back as a 404."""
-    catalogue, cluster = known("orders")
-    await catalogue.get("orders", time.monotonic())
+    topic_metadata, cluster = known("orders")
+    await topic_metadata.get("orders", time.monotonic())
     cluster.forbids = True
-    catalogue.invalidate("orders")
+    topic_metadata.invalidate("orders")
     with pytest.raises(KafkaForbids):
-        await catalogue.get("orders", time.monotonic())
-    assert catalogue.cached("orders") is None
+        await topic_metadata.get("orders", time.monotonic())
+    assert topic_metadata.cached("orders") is None
     cluster.forbids = False
     monkeypatch.setattr(module, "KNOWN_S", 0.0)
-    was = await catalogue.get("orders", time.monotonic())
+    was = await topic_metadata.get("orders", time.monotonic())
     cluster.forbids = True
     failed: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
-    assert catalogue.cached("orders") is was
-    await asyncio.wait([*catalogue._asking.values()])  # nobody else waits for it
+    assert topic_metadata.cached("orders") is was
+    await asyncio.wait([*topic_metadata._asking.values()])  # nobody else waits for it
     await asyncio.sleep(0)
     gc.collect()
-    assert catalogue.cached("orders") is None
+    assert topic_metadata.cached("orders") is None
     assert not failed
 
 
 async def test_an_invalidated_topic_is_asked_for_again() -> None:
-    catalogue, cluster = known("orders")
-    await catalogue.get("orders", time.monotonic())
-    catalogue.invalidate("orders")
-    catalogue.invalidate("never-asked")
-    assert catalogue.cached("orders") is None
-    await catalogue.get("orders", time.monotonic())
+    topic_metadata, cluster = known("orders")
+    await topic_metadata.get("orders", time.monotonic())
+    topic_metadata.invalidate("orders")
+    topic_metadata.invalidate("never-asked")
+    assert topic_metadata.cached("orders") is None
+    await topic_metadata.get("orders", time.monotonic())
     assert len(cluster.asked) == 2
 
 
 async def test_a_caller_that_goes_away_does_not_end_the_look_up_of_others() -> None:
-    catalogue, cluster = known("orders")
-    gone, here = (asyncio.create_task(catalogue.get("orders", time.monotonic())) for _ in range(2))
+    topic_metadata, cluster = known("orders")
+    gone, here = (asyncio.create_task(topic_metadata.get("orders", time.monotonic())) for _ in range(2))
     await asyncio.sleep(0)
     gone.cancel()
     assert await here is cluster.topics["orders"]
@@ -116,68 +116,68 @@ async def test_a_caller_that_goes_away_does_not_end_the_look_up_of_others() -> N
 
 async def test_names_that_nobody_made_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ABSENT_MAX", 3)
-    catalogue, _ = known("orders")
+    topic_metadata, _ = known("orders")
     for n in range(10):
-        assert await catalogue.get(f"nobody-{n}", time.monotonic()) is None
-    assert await catalogue.get("orders", time.monotonic()) is not None
-    assert list(catalogue._known) == ["orders"]
-    assert list(catalogue._absent) == ["nobody-7", "nobody-8", "nobody-9"]
-    assert not catalogue._asking
+        assert await topic_metadata.get(f"nobody-{n}", time.monotonic()) is None
+    assert await topic_metadata.get("orders", time.monotonic()) is not None
+    assert list(topic_metadata._known) == ["orders"]
+    assert list(topic_metadata._absent) == ["nobody-7", "nobody-8", "nobody-9"]
+    assert not topic_metadata._asking
 
 
 async def test_who_came_before_a_topic_was_asked_for_in_vain_believes_that() -> None:
     """The events of a batch came together: they do not ask one after the other."""
-    catalogue, cluster = known()
+    topic_metadata, cluster = known()
     arrived = time.monotonic()
     for _ in range(10):
-        assert await catalogue.get("orders", arrived) is None
+        assert await topic_metadata.get("orders", arrived) is None
     assert len(cluster.asked) == 2, "more than two brokers were asked"
     cluster.topics |= FakeCluster(["orders"]).topics
-    assert await catalogue.get("orders", time.monotonic()) is cluster.topics["orders"]
+    assert await topic_metadata.get("orders", time.monotonic()) is cluster.topics["orders"]
 
 
 async def test_that_replicas_lack_is_believed_for_a_shorter_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SHORT_S", 0.01)
-    catalogue, cluster = known("orders", "other")
+    topic_metadata, cluster = known("orders", "other")
     cluster.topics["orders"] = Topic("orders", 3, {}, frozenset({1}))
     for name in ("orders", "other"):
-        await catalogue.get(name, time.monotonic())
-    assert catalogue.cached("orders") is not None
+        await topic_metadata.get(name, time.monotonic())
+    assert topic_metadata.cached("orders") is not None
     await asyncio.sleep(0.02)
-    assert catalogue.cached("orders") is None
-    assert catalogue.cached("other") is not None
+    assert topic_metadata.cached("orders") is None
+    assert topic_metadata.cached("other") is not None
 
 
 async def test_what_failed_is_looked_at_again_and_what_was_known_will_do() -> None:
-    catalogue, cluster = known("orders", "other")
+    topic_metadata, cluster = known("orders", "other")
     for name in ("orders", "other"):
-        await catalogue.get(name, time.monotonic())
+        await topic_metadata.get(name, time.monotonic())
     short = cluster.topics["orders"] = Topic("orders", 3, {}, frozenset({1}))
-    await catalogue.refresh(["orders", "other"])
-    assert catalogue.last_known("orders") is not short
-    catalogue.invalidate("orders")
-    await catalogue.refresh(["orders", "other"])
-    assert catalogue.last_known("orders") is short
+    await topic_metadata.refresh(["orders", "other"])
+    assert topic_metadata.last_known("orders") is not short
+    topic_metadata.invalidate("orders")
+    await topic_metadata.refresh(["orders", "other"])
+    assert topic_metadata.last_known("orders") is short
     cluster.away = True
-    catalogue.invalidate("orders")
-    await catalogue.refresh(["orders", "never-asked"])
-    assert catalogue.last_known("orders") is short
+    topic_metadata.invalidate("orders")
+    await topic_metadata.refresh(["orders", "never-asked"])
+    assert topic_metadata.last_known("orders") is short
 
 
 async def test_what_was_known_a_moment_ago_will_do_while_it_is_asked_for_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """One broker that is silent must not hold up every request for a topic."""
     monkeypatch.setattr(module, "KNOWN_S", 0.0)
-    catalogue, cluster = known("orders")
-    was = await catalogue.get("orders", time.monotonic())
+    topic_metadata, cluster = known("orders")
+    was = await topic_metadata.get("orders", time.monotonic())
     cluster.topics["orders"] = Topic("orders", 6, {})
     for _ in range(3):
-        assert catalogue.cached("orders") is was
+        assert topic_metadata.cached("orders") is was
     await asyncio.sleep(0.01)
     assert cluster.asked == [["orders"], ["orders"]]
     monkeypatch.setattr(module, "KNOWN_S", 60.0)
-    catalogue.cached("orders")
+    topic_metadata.cached("orders")
     await asyncio.sleep(0.01)
-    assert catalogue.cached("orders") is cluster.topics["orders"]
+    assert topic_metadata.cached("orders") is cluster.topics["orders"]
 
 
 async def test_nothing_is_refused_for_what_a_topic_was() -> None:
@@ -198,7 +198,7 @@ async def test_nothing_is_refused_for_what_a_topic_was() -> None:
 
 async def test_while_kafka_is_away_a_topic_is_what_it_was() -> None:
     world = World()
-    await world.catalogue.get("orders", time.monotonic())
+    await world.topic_metadata.get("orders", time.monotonic())
     world.cluster.away = True
     with pytest.raises(Problem, match="use 0 to 2"):
         await world.intake.check(make_event("a", partition=5), time.monotonic())
@@ -207,45 +207,45 @@ async def test_while_kafka_is_away_a_topic_is_what_it_was() -> None:
 async def test_what_was_known_long_ago_is_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KNOWN_S", 0.0)
     monkeypatch.setattr(module, "STALE_S", 0.0)
-    catalogue, cluster = known("orders")
-    await catalogue.get("orders", time.monotonic())
-    assert catalogue.cached("orders") is None
+    topic_metadata, cluster = known("orders")
+    await topic_metadata.get("orders", time.monotonic())
+    assert topic_metadata.cached("orders") is None
     cluster.topics["orders"] = Topic("orders", 6, {})
-    assert await catalogue.get("orders", time.monotonic()) is cluster.topics["orders"]
+    assert await topic_metadata.get("orders", time.monotonic()) is cluster.topics["orders"]
 
 
 async def test_while_kafka_is_away_a_known_topic_is_asked_for_in_the_background_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "KNOWN_S", 0.0)
-    catalogue, cluster = known("orders")
-    was = await catalogue.get("orders", time.monotonic())
+    topic_metadata, cluster = known("orders")
+    was = await topic_metadata.get("orders", time.monotonic())
     cluster.away = True
-    catalogue.cached("orders")
+    topic_metadata.cached("orders")
     await asyncio.sleep(0.01)
     for _ in range(5):
-        assert catalogue.cached("orders") is was
+        assert topic_metadata.cached("orders") is was
     assert len(cluster.asked) == 2, "each request asked again"
 
 
 async def test_what_failed_a_group_is_looked_up_though_it_would_do_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KNOWN_S", 0.0)
-    catalogue, cluster = known("orders")
-    await catalogue.get("orders", time.monotonic())
+    topic_metadata, cluster = known("orders")
+    await topic_metadata.get("orders", time.monotonic())
     cluster.topics["orders"] = Topic("orders", 3, {}, frozenset({1}))
-    await catalogue.refresh(["orders"])
-    assert catalogue.last_known("orders").under_min_isr == {1}
+    await topic_metadata.refresh(["orders"])
+    assert topic_metadata.last_known("orders").under_min_isr == {1}
 
 
 @pytest.mark.parametrize("known_before", [True, False])
 async def test_one_broker_that_knows_no_such_topic_is_not_believed(known_before: bool) -> None:
     """404 is final to a client, which may have made the topic just now, and a broker may lag behind the others."""
-    catalogue, cluster = known("orders")
+    topic_metadata, cluster = known("orders")
     if known_before:
-        await catalogue.get("orders", time.monotonic())
-        catalogue.invalidate("orders")
+        await topic_metadata.get("orders", time.monotonic())
+        topic_metadata.invalidate("orders")
     cluster.lagging = True
-    assert await catalogue.get("orders", time.monotonic()) is cluster.topics["orders"]
+    assert await topic_metadata.get("orders", time.monotonic()) is cluster.topics["orders"]
 
 
 @pytest.mark.parametrize(("name", "partitions"), [("fp.requests", 3), ("fp.control", 2)])

@@ -28,7 +28,7 @@ from tests.unit.fakes import World, count_of, ended, kind_of, make_event, unhear
 async def refused(world: World, topic: str) -> tuple[Kind, str]:
     """Kind and first words of why an event for this topic is."""
     with pytest.raises(Problem) as caught:
-        await world.intake.check(make_event("a", topic), time.monotonic())
+        await world.admission.check(make_event("a", topic), time.monotonic())
     return caught.value.kind, caught.value.detail
 
 
@@ -78,7 +78,7 @@ async def test_an_atomic_batch_holds_no_event_that_is_idempotent() -> None:
     world = World()
     events = [make_event("a", "orders"), make_event("a", "plain.a")]
     with pytest.raises(Problem, match=r"plain\.a is idempotent") as caught:
-        await world.intake.submit_atomic(events, (b"w" * 16, b"f" * 8), time.monotonic())
+        await world.admission.submit_atomic(events, (b"w" * 16, b"f" * 8), time.monotonic())
     assert caught.value.kind is RECORD_REFUSED
     assert not world.queue.events
 
@@ -91,7 +91,7 @@ async def test_without_a_store_or_in_a_stop_nothing_is_let_in_and_the_journal_is
     world.store.epoch, world.store.status = None, "recovering: 3 keys replayed"
     answers = [await asyncio.gather(world.submit("a"), return_exceptions=True)]
     world.store.epoch = (await World().slot()).epoch
-    world.intake.accepting = False
+    world.admission.accepting = False
     answers.append(await asyncio.gather(world.submit("b"), return_exceptions=True))
     details = [answer.detail for (answer,) in answers if isinstance(answer, Problem)]
     assert details == [
@@ -99,17 +99,17 @@ async def test_without_a_store_or_in_a_stop_nothing_is_let_in_and_the_journal_is
         "this process is stopping: send it again, to another",
     ]
     assert world.journal.answers == [("a", 503), ("b", 503)]
-    assert (world.queue.events, list(world.intake._open)) == (0, [])
+    assert (world.queue.events, list(world.admission._open)) == (0, [])
 
 
 async def test_a_stop_lets_nobody_in_and_waits_for_the_last_answer() -> None:
     world = World()
     answer = world.submit("a")
     await until(lambda: world.queue.events == 1)
-    draining = asyncio.create_task(world.intake.drain())
+    draining = asyncio.create_task(world.admission.drain())
     await asyncio.sleep(0.03)
     assert not draining.done()
-    assert not world.intake.accepting
+    assert not world.admission.accepting
     serving = world.serve(await world.slot())
     assert isinstance(await answer, Committed)
     await asyncio.wait_for(draining, 1.0)
@@ -122,16 +122,16 @@ async def test_a_stop_lets_nobody_in_and_waits_for_the_last_answer() -> None:
 async def test_who_prefers_so_is_told_once_that_its_claim_stands() -> None:
     world = World()
     slot = await world.slot()
-    await world.catalogue.get("orders", time.monotonic())
+    await world.topic_metadata.get("orders", time.monotonic())
     told, answers = list[str](), list[WriteResult]()
     writing = world.producers[0].trouble.hold("write")
-    world.intake.submit(make_event("a"), time.monotonic(), answers.append, accepted=lambda: told.append("accepted"))
+    world.admission.submit(make_event("a"), time.monotonic(), answers.append, accepted=lambda: told.append("accepted"))
     assert told == []
     serving = world.serve(slot)
     await world.producers[0].trouble.reached["write"].wait()
     assert (told, answers) == (["accepted"], [])
-    (request,) = world.intake._open
-    world.intake.accept(request)
+    (request,) = world.admission._open
+    world.admission.accept(request)
     writing.set()
     await until(lambda: bool(answers))
     assert told == ["accepted"]
@@ -141,14 +141,14 @@ async def test_who_prefers_so_is_told_once_that_its_claim_stands() -> None:
 
 async def test_an_edge_that_fails_keeps_nobody_else_from_an_answer() -> None:
     world = World()
-    await world.catalogue.get("orders", time.monotonic())
+    await world.topic_metadata.get("orders", time.monotonic())
 
     def broken(*_: object) -> None:
         raise RuntimeError("a bug")
 
     answers: list[WriteResult] = []
-    world.intake.submit(make_event("a"), time.monotonic(), broken, accepted=broken)
-    world.intake.submit(make_event("b"), time.monotonic(), answers.append)
+    world.admission.submit(make_event("a"), time.monotonic(), broken, accepted=broken)
+    world.admission.submit(make_event("b"), time.monotonic(), answers.append)
     with capture_logs() as lines:
         serving = world.serve(await world.slot())
         await until(lambda: bool(answers))
@@ -161,12 +161,12 @@ async def test_an_edge_that_fails_keeps_nobody_else_from_an_answer() -> None:
 
 async def test_an_answer_counts_once_and_is_told_once() -> None:
     world = World()
-    await world.catalogue.get("orders", time.monotonic())
+    await world.topic_metadata.get("orders", time.monotonic())
     answers: list[WriteResult] = []
-    world.intake.submit(make_event("a"), time.monotonic(), answers.append)
-    (request,) = world.intake._open
+    world.admission.submit(make_event("a"), time.monotonic(), answers.append)
+    (request,) = world.admission._open
     for kind in (NOT_WRITTEN, OUTCOME_UNKNOWN):
-        world.intake.answer(request, Problem(kind, "its deadline"))
+        world.admission.answer(request, Problem(kind, "its deadline"))
     assert [kind_of(answer) for answer in answers] == [NOT_WRITTEN]
     assert (world.queue.events, world.queue.bytes) == (0, 0)
     assert world.journal.answers == [("a", 503)]
@@ -182,29 +182,31 @@ async def test_a_replay_is_counted_as_one() -> None:
     await ended(serving)
 
 
-@pytest.mark.parametrize(("wait_s", "patient_s"), [(0.0, None), (1.0, 1.0), (9.0, 5.0 - module.PATIENCE_LEFT_S)])
+@pytest.mark.parametrize(
+    ("wait_s", "patient_s"), [(0.0, None), (1.0, 1.0), (9.0, 5.0 - module.ANSWERED_BEFORE_DEADLINE_S)]
+)
 async def test_nobody_is_patient_past_its_deadline(wait_s: float, patient_s: float | None) -> None:
     """It hears a 409 before, and no 503."""
     world = World(request_timeout_ms=5_000)
-    world.intake.submit(make_event("a"), 100.0, unheard, wait_s)
-    (request,) = world.intake._open
+    world.admission.submit(make_event("a"), 100.0, unheard, wait_s)
+    (request,) = world.admission._open
     assert request.deadline == 105.0
-    assert request.patient_until == (0.0 if patient_s is None else 100.0 + patient_s)
+    assert request.wait_deadline == (0.0 if patient_s is None else 100.0 + patient_s)
 
 
 async def test_each_is_swept_at_its_deadline_and_not_before() -> None:
     world = World(request_timeout_ms=60_000)
     for key in "abc":
-        world.intake.submit(make_event(key), time.monotonic(), unheard)
-    first, second, third = world.intake._open
-    sweeping = asyncio.create_task(world.intake.sweep())
+        world.admission.submit(make_event(key), time.monotonic(), unheard)
+    first, second, third = world.admission._open
+    sweeping = asyncio.create_task(world.admission.sweep())
     second.move(RequestEvent.ANSWER)
     await asyncio.sleep(0.15)
     assert [first.answered, third.answered] == [False, False]
     first.deadline = time.monotonic()
-    await until(lambda: len(world.intake._open) == 1)
+    await until(lambda: len(world.admission._open) == 1)
     assert [first.answered, third.answered] == [True, False]
-    assert world.intake._open_bytes == third.size
+    assert world.admission._open_bytes == third.size
     await ended(sweeping)
 
 
@@ -212,21 +214,21 @@ async def test_those_that_wait_are_in_the_order_of_their_deadlines() -> None:
     """Who is swept is who comes first: one behind another that has more time would be answered late."""
     world = World()
     for key, arrived in (("b", 2.0), ("e", 5.0), ("a", 1.0), ("d", 4.0), ("c", 3.0), ("f", 5.0)):
-        world.intake.submit(make_event(key), arrived, unheard)
-    assert [request.events[0].key for request in world.intake._open] == list("abcdef")
+        world.admission.submit(make_event(key), arrived, unheard)
+    assert [request.events[0].key for request in world.admission._open] == list("abcdef")
 
 
 async def test_an_answer_that_cannot_be_noted_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where what is known of a key, by a foreign record of the ledger, is nothing that could be written down."""
     world = World()
-    await world.catalogue.get("orders", time.monotonic())
+    await world.topic_metadata.get("orders", time.monotonic())
 
     def broken(*_: object) -> None:
         raise UnicodeError("a bug")
 
     monkeypatch.setattr(world.journal, "record", broken)
     answers: list[WriteResult] = []
-    world.intake.submit(make_event("a"), time.monotonic(), answers.append)
+    world.admission.submit(make_event("a"), time.monotonic(), answers.append)
     with capture_logs() as lines:
         serving = world.serve(await world.slot())
         await until(lambda: bool(answers))

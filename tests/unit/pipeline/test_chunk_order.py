@@ -107,8 +107,8 @@ async def train_on_its_way(world: World, *keys: str) -> "asyncio.Task[list[Write
     train = BatchChunk()
     for key in keys:
         train.add(make_event(key))
-    await world.catalogue.get("orders", time.monotonic())
-    task = asyncio.create_task(world.intake.submit_train(train))
+    await world.topic_metadata.get("orders", time.monotonic())
+    task = asyncio.create_task(world.admission.submit_train(train))
     await asyncio.sleep(0)
     return task
 
@@ -123,13 +123,13 @@ async def test_a_batch_keeps_its_order_while_one_of_it_is_in_doubt() -> None:
     told = await train_on_its_way(world, "a", "b")
     await end_of_term(world.serve(first))
     await world.recover(first)
-    world.ingest.recovered()
+    world.writer.recovered()
     await end_of_term(world.serve(second))  # in which the first event hangs alone
     serving = world.serve(first)
     await asyncio.sleep(0.05)
     assert world.keys_written(0) == []
     await world.recover(second)
-    world.ingest.recovered()
+    world.writer.recovered()
     one, two = await told
     assert isinstance(one, Committed)
     assert isinstance(two, Committed)
@@ -147,9 +147,9 @@ async def test_what_comes_behind_a_claim_that_is_in_doubt_is_not_written_before_
         request.move(RequestEvent.CLAIM)
     new = Claim(Outcome.NEW, Claimed(slot.n, slot.term, NOW_MS, b"f" * 8))
     own = Claim(Outcome.IN_PROGRESS, Claimed(5, 50, NOW_MS, b"f" * 8))
-    assert world.ingest._sort(requests, [own, new, new], {}) == ([], requests[1:], [])
+    assert world.writer._sort(requests, [own, new, new], {}) == ([], requests[1:], [])
     assert behind.state is RequestState.QUEUED
-    assert world.ingest._parked == [doubtful]
+    assert world.writer._parked == [doubtful]
 
 
 @pytest.mark.parametrize("claim", ["delivered", "in doubt, and in no train"])
@@ -167,7 +167,7 @@ async def test_what_comes_behind_an_event_that_is_not_waited_for_is_written_with
     for request in requests:
         request.move(RequestEvent.CLAIM)
     new = Claimed(slot.n, slot.term, NOW_MS, b"f" * 8)
-    assert world.ingest._sort(requests, [found, Claim(Outcome.NEW, new)], {}) == ([(second, new)], [], [])
+    assert world.writer._sort(requests, [found, Claim(Outcome.NEW, new)], {}) == ([(second, new)], [], [])
     assert second.accepted_at == NOW_MS
 
 
@@ -179,7 +179,7 @@ async def test_what_waits_behind_a_claim_in_doubt_is_not_forgotten_where_the_ter
     """It goes round again, or where its claim cannot be given up it waits for the slot's recovery as its group does."""
     world = World()
     slot = await world.slot()
-    await world.catalogue.get("orders", time.monotonic())
+    await world.topic_metadata.get("orders", time.monotonic())
     train = train_of("a", "b")
     others = train_of("z") if step == "write" else []
     world.producers[0].trouble.before[step].append(TransactionFailed(TransactionOutcome.UNKNOWN, "gone"))
@@ -194,5 +194,5 @@ async def test_what_waits_behind_a_claim_in_doubt_is_not_forgotten_where_the_ter
     world.queue.admit(requests)
     assert isinstance(await end_of_term(world.serve(slot)), TransactionFailed)
     again = {train[1]} if error is None else set[WriteRequest]()
-    assert set(world.ingest._parked) == set(requests) - again
+    assert set(world.writer._parked) == set(requests) - again
     assert set(world.queue._waiting[Guarantee.EXACTLY_ONCE]) == again

@@ -67,8 +67,8 @@ async def test_of_an_atomic_batch_the_topic_that_was_refused_is_named() -> None:
     serving = world.serve(slot)
     events = [make_event("a/0", "orders"), make_event("a/1", "other")]
     for event in events:
-        await world.intake.check(event, time.monotonic())
-    answer = await world.intake.submit_atomic(events, (b"w" * 16, b"f" * 8), time.monotonic())
+        await world.admission.check(event, time.monotonic())
+    answer = await world.admission.submit_atomic(events, (b"w" * 16, b"f" * 8), time.monotonic())
     assert isinstance(answer, Problem)
     assert answer.detail == "topic: other: it is too large"
     await end_of_term(serving)
@@ -88,7 +88,7 @@ async def test_a_poisoned_event_is_answered_alone_and_the_others_are_written() -
     world.producers[0].trouble.before["write"].append(
         TransactionFailed(TransactionOutcome.ABORTED, "no", {"orders": BIG})
     )
-    world.ingest.recovered()
+    world.writer.recovered()
     await end_of_term(world.serve(slot))
     assert kind_of(await poison) is TOO_LARGE
     await world.recover(slot)
@@ -111,7 +111,7 @@ async def test_that_a_topic_is_not_there_is_believed_the_second_time() -> None:
     world.producers[0].trouble.before["write"].append(
         TransactionFailed(TransactionOutcome.ABORTED, "no", {"orders": GONE})
     )
-    world.ingest.recovered()
+    world.writer.recovered()
     await end_of_term(world.serve(slot))
     assert kind_of(await answer) is UNKNOWN_TOPIC
 
@@ -160,7 +160,7 @@ async def test_the_key_of_a_refused_event_is_free_though_its_slot_waits_for_its_
 async def test_what_goes_on_failing_ends_not_one_term_after_the_other_and_its_topic_goes_on() -> None:
     """An error of one record, or a partition without a leader: no broker says that it is that event's."""
     world = World(request_timeout_ms=1_500)
-    sweeping = asyncio.create_task(world.intake.sweep())
+    sweeping = asyncio.create_task(world.admission.sweep())
     poison = world.submit("poison")
     others = [world.submit(str(n)) for n in range(5)]
     await asyncio.sleep(0.01)
@@ -186,10 +186,10 @@ async def test_what_goes_on_failing_ends_not_one_term_after_the_other_and_its_to
         while True:
             meet_poison(n)
             with contextlib.suppress(TransactionFailed):
-                await world.ingest.serve(slot)
+                await world.writer.serve(slot)
             await asyncio.sleep(0.1)
             await world.recover(slot)
-            world.ingest.recovered()
+            world.writer.recovered()
 
     slots = [asyncio.create_task(live(n)) for n in range(3)]
     for answer in others:
@@ -206,7 +206,7 @@ async def test_what_fails_again_and_nobody_knows_why_goes_round_again_after_a_pa
     world = World()
     answer = world.submit("a")
     await asyncio.sleep(0.01)
-    (request,) = world.intake._open
+    (request,) = world.admission._open
     slots = [await world.slot(n) for n in range(4)]
     for n, verdict in enumerate((TransactionOutcome.UNKNOWN, TransactionOutcome.ABORTED, TransactionOutcome.ABORTED)):
         world.producers[n].trouble.before["write"].append(TransactionFailed(verdict, "no answer"))
@@ -216,16 +216,16 @@ async def test_what_fails_again_and_nobody_knows_why_goes_round_again_after_a_pa
         assert request.aborts == n
         if verdict is TransactionOutcome.UNKNOWN:
             await world.recover(slots[n])
-            world.ingest.recovered()
+            world.writer.recovered()
     serving = world.serve(slots[3])
     await asyncio.sleep(0.2)
     assert not answer.done()
-    assert world.ingest._parked == ([] if given_up else [request])
+    assert world.writer._parked == ([] if given_up else [request])
     if not given_up:
         await asyncio.sleep(0.3)
         assert not any(world.queue._waiting.values())
         await world.recover(slots[2])
-        world.ingest.recovered()
+        world.writer.recovered()
     assert isinstance(await asyncio.wait_for(answer, 1.0), Committed)
     assert not serving.done()
     await ended(serving)
@@ -257,7 +257,7 @@ async def test_what_was_stuck_travels_apart_and_the_others_go_on() -> None:
     world.producers[0].trouble.before["write"].append(stuck)
     await end_of_term(world.serve(slot))
     await world.recover(slot)
-    world.ingest.recovered()
+    world.writer.recovered()
     hung = world.producers[0].trouble.hold("write")
     first, second = await world.slot(1), slot
     serving = [world.serve(second), world.serve(first)]  # one is held up by what hangs; the other is not
@@ -281,8 +281,8 @@ async def test_where_no_commit_was_asked_for_nobody_waits_for_the_recovery(stuck
     hung = world.producers[0].trouble.hold("write")
     failing = world.serve(slot)
     await until(lambda: world.keys.is_claimed("gone"))
-    requests = {request.events[0].key: request for request in world.intake._open}
-    world.intake.answer(requests["gone"], Problem(OUTCOME_UNKNOWN, "its deadline"))
+    requests = {request.events[0].key: request for request in world.admission._open}
+    world.admission.answer(requests["gone"], Problem(OUTCOME_UNKNOWN, "its deadline"))
     failed = TransactionFailed(TransactionOutcome.ABORTED, "NotEnoughReplicas", stuck=stuck)
     world.producers[0].trouble.before["write"].append(failed)
     hung.set()
@@ -303,7 +303,7 @@ async def test_where_no_commit_was_asked_for_nobody_waits_for_the_recovery(stuck
 
 async def test_what_was_in_a_transaction_without_a_commit_is_surely_not_written_at_its_deadline() -> None:
     world = World(request_timeout_ms=200)
-    sweeping = asyncio.create_task(world.intake.sweep())
+    sweeping = asyncio.create_task(world.admission.sweep())
     slot = await world.slot()
     answer = world.submit("a")
     world.producers[0].trouble.before["write"].append(TransactionFailed(TransactionOutcome.ABORTED, "TimeoutError()"))
@@ -333,7 +333,7 @@ async def test_what_is_let_go_goes_round_once_whoever_is_recovered_while_its_cla
     world.producers[0].trouble.before["write"].append(stuck)
     failing = world.serve(slot)
     await released.wait()
-    world.ingest.recovered()  # another slot was recovered meanwhile
+    world.writer.recovered()  # another slot was recovered meanwhile
     hung = world.producers[1].trouble.hold("write")
     serving = world.serve(other)
     await asyncio.sleep(0.05)
@@ -384,7 +384,7 @@ async def test_where_their_claims_cannot_be_given_up_all_wait(error: Exception) 
     silence = world.keys.trouble.hold("release")
     failing = world.serve(slot)
     await asyncio.sleep(0.05)
-    world.ingest.recovered()  # another slot was recovered meanwhile: who waited for that goes round again
+    world.writer.recovered()  # another slot was recovered meanwhile: who waited for that goes round again
     silence.set()
     assert isinstance(await end_of_term(failing), TransactionFailed)
     meanwhile = world.serve(other)
@@ -405,8 +405,8 @@ async def test_a_partition_that_lacks_replicas_is_in_no_transaction() -> None:
     serving = world.serve(slot)
     known = await world.ask(make_event("known", partition=1))
     world.cluster.topics["orders"] = Topic("orders", 3, {}, frozenset({1, 2}))
-    world.catalogue.invalidate("orders")
-    await world.catalogue.get("orders", time.monotonic())
+    world.topic_metadata.invalidate("orders")
+    await world.topic_metadata.get("orders", time.monotonic())
     asked = [make_event("good", partition=0), make_event("short", partition=1), make_event("any")]
     answers = [world.ask(event) for event in (*asked, make_event("known", partition=1))]
     good, short, anywhere, again = [await answer for answer in answers]
@@ -436,7 +436,7 @@ async def test_the_key_of_what_was_left_out_is_free_though_the_slot_waits_for_it
     answers = [world.submit("short", "other"), world.submit("hangs", "orders")]
     await asyncio.sleep(0.01)
     world.cluster.topics["other"] = Topic("other", 3, {}, under_min_isr=frozenset({0, 1, 2}))
-    await world.catalogue.get("other", time.monotonic(), anew=True)
+    await world.topic_metadata.get("other", time.monotonic(), anew=True)
     world.producers[0].trouble.before["write"].append(TransactionFailed(verdict, "TimeoutError()"))
     await end_of_term(world.serve(slot))
     assert kind_of(await answers[0]) is NOT_WRITTEN
@@ -448,7 +448,7 @@ async def test_the_key_of_what_was_left_out_is_free_though_the_slot_waits_for_it
 async def test_a_topic_that_failed_is_looked_at_before_it_is_written_again() -> None:
     world = World()
     slot = await world.slot()
-    await world.catalogue.get("orders", time.monotonic())
+    await world.topic_metadata.get("orders", time.monotonic())
     refused = TransactionFailed(TransactionOutcome.ABORTED, "NotEnoughReplicas", stuck={"orders"})
     world.producers[0].trouble.before["write"].append(refused)
     failing = world.serve(slot)
@@ -527,8 +527,8 @@ async def test_an_atomic_batch_that_the_ledger_does_not_take_is_refused() -> Non
     slot = await world.slot()
     slot._producer = Narrow(1)
     events = [make_event("w/0"), make_event("w/1")]
-    await world.intake.check(events[0], time.monotonic())
-    answer = asyncio.create_task(world.intake.submit_atomic(events, (b"w" * 16, b"f" * 8), time.monotonic()))
+    await world.admission.check(events[0], time.monotonic())
+    answer = asyncio.create_task(world.admission.submit_atomic(events, (b"w" * 16, b"f" * 8), time.monotonic()))
     await end_of_term(world.serve(slot))
     assert kind_of(await answer) is TOO_LARGE
     assert not world.keys.is_claimed("w/0")

@@ -56,12 +56,12 @@ def test_who_wrote_nothing_and_has_somebody_to_try_again_waits(
     delivered: bool, answered: tuple[bool, ...], goes_round: bool
 ) -> None:
     """Each try may cost a producer id."""
-    unwanted = [request("a", "orders") for _ in answered]
-    for each, done in zip(unwanted, answered, strict=True):
+    claims_to_release = [request("a", "orders") for _ in answered]
+    for each, done in zip(claims_to_release, answered, strict=True):
         if done:
             each.move(RequestEvent.ANSWER)
     committed = [(request("b", "orders"), Committed(1, (), replayed=False))] if delivered else []
-    assert Written(committed, LINK, unwanted).vain is (goes_round and not delivered)
+    assert Written(committed, LINK, claims_to_release).nothing_written is (goes_round and not delivered)
 
 
 TRACE = b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"

@@ -9,22 +9,22 @@ class Refused:
     """Refusals by their number, and who was told so far."""
 
     def __init__(self) -> None:
-        self.shedding = LoadShedder()
+        self.load_shedder = LoadShedder()
         self.told: list[int] = []
         self.asked = 0
 
     def refuse(self, times: int, arrived: float = 100.0) -> None:
         for n in range(self.asked, self.asked + times):
-            self.shedding.refuse(arrived, lambda n=n: self.told.append(n))  # type: ignore[misc]
+            self.load_shedder.refuse(arrived, lambda n=n: self.told.append(n))  # type: ignore[misc]
         self.asked += times
 
     def answered(self, times: int) -> None:
         """So many answers, and then a look, when none has waited for long yet."""
         for _ in range(times):
             told = len(self.told)
-            self.shedding.answered()
+            self.load_shedder.answered()
             assert len(self.told) == told  # not in between: see service.pipeline.load_shedding
-        self.shedding.look(100.0)
+        self.load_shedder.look(100.0)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_who_comes_when_enough_have_been_answered_is_told_at_once(spent: Refused
     """With whoever has waited for it."""
     spent.refuse(1)
     for _ in range(2 * ANSWERS_EACH):
-        spent.shedding.answered()
+        spent.load_shedder.answered()
     assert not spent.told
     spent.refuse(1)
     assert spent.told == [0, 1]
@@ -70,8 +70,8 @@ def test_who_comes_when_enough_have_been_answered_is_told_at_once(spent: Refused
 
 def test_answers_of_several_events_count_as_many(spent: Refused) -> None:
     spent.refuse(3)
-    spent.shedding.answered(2 * ANSWERS_EACH)
-    spent.shedding.look(100.0)
+    spent.load_shedder.answered(2 * ANSWERS_EACH)
+    spent.load_shedder.look(100.0)
     assert spent.told == [0, 1]
 
 
@@ -85,19 +85,19 @@ def test_none_waits_for_long(spent: Refused) -> None:
     """Kafka is away, say, or clients ask that are more than the answers: who is told late turns late to another."""
     spent.refuse(2, arrived=100.0)
     spent.refuse(1, arrived=100.2)
-    spent.shedding.look(100.1 + WAIT_MOST_S / 2)
+    spent.load_shedder.look(100.1 + WAIT_MOST_S / 2)
     assert not spent.told
-    spent.shedding.look(100.1 + WAIT_MOST_S)
+    spent.load_shedder.look(100.1 + WAIT_MOST_S)
     assert spent.told == [0, 1]
-    spent.shedding.look(100.3 + WAIT_MOST_S)
+    spent.load_shedder.look(100.3 + WAIT_MOST_S)
     assert spent.told == [0, 1, 2]
 
 
 def test_who_was_told_for_its_time_costs_no_answers(spent: Refused) -> None:
     spent.refuse(1, arrived=100.0)
     for _ in range(ANSWERS_EACH - 1):
-        spent.shedding.answered()
-    spent.shedding.look(101.0 + WAIT_MOST_S)
+        spent.load_shedder.answered()
+    spent.load_shedder.look(101.0 + WAIT_MOST_S)
     spent.answered(1)
     spent.refuse(2)
     assert spent.told == [0, 1]

@@ -55,7 +55,7 @@ class Held:
             self.world.queue,
             self.world.topics,
             self.world.telemetry,
-            serve=serve or self.world.ingest.serve,
+            serve=serve or self.world.writer.serve,
             recovered=self._recovered,
         )
         self.world.keys.server.freed = dict.fromkeys(range(self.world.settings.slots_max), 0)
@@ -109,9 +109,9 @@ async def test_a_process_takes_its_slots_and_gives_them_back(hold: Hold) -> None
 async def test_without_a_slot_it_looks_more_often(hold: Hold) -> None:
     """Those of a process that was killed become free between two beats, and until then nothing can be written."""
     held = hold(lease_ttl_ms=3_000)
-    held.world.keys.census = "tt"
+    held.world.keys.marks_of_slots = "tt"
     await until(lambda: held.beats > 2, 2.0)
-    held.world.keys.census = ""
+    held.world.keys.marks_of_slots = ""
     await held.ready()
     seen = held.beats
     await asyncio.sleep(0.5)
@@ -121,7 +121,7 @@ async def test_without_a_slot_it_looks_more_often(hold: Hold) -> None:
 async def test_an_unforeseen_error_does_not_end_the_heartbeat(hold: Hold) -> None:
     held = hold()
     await held.ready()
-    held.world.keys.trouble.before["beat"].extend([KeyError(0), ValueError("a bug")])
+    held.world.keys.trouble.before["heartbeat"].extend([KeyError(0), ValueError("a bug")])
     await held.more_beats()
     assert not held.keeping.done()
 
@@ -130,10 +130,10 @@ async def test_who_hurries_during_a_beat_has_another_one_at_once(hold: Hold) -> 
     held = hold(for_ever, lease_ttl_ms=30_000, request_timeout_ms=5_000)
     trouble = held.world.keys.trouble
     await held.ready()
-    gate = trouble.hold("beat")
-    trouble.reached["beat"].clear()
+    gate = trouble.hold("heartbeat")
+    trouble.reached["heartbeat"].clear()
     held.pool.wake()
-    await trouble.reached["beat"].wait()
+    await trouble.reached["heartbeat"].wait()
     seen = held.beats
     held.pool.wake()
     gate.set()
@@ -171,9 +171,9 @@ async def test_a_slot_that_ends_during_a_beat_does_not_end_the_heartbeat(hold: H
 
     held = hold(serve)
     slot = await held.ready()
-    gate = held.world.keys.trouble.hold("beat")
-    held.world.keys.trouble.reached["beat"].clear()
-    await held.world.keys.trouble.reached["beat"].wait()
+    gate = held.world.keys.trouble.hold("heartbeat")
+    held.world.keys.trouble.reached["heartbeat"].clear()
+    await held.world.keys.trouble.reached["heartbeat"].wait()
     ends.set()
     await until(lambda: slot.n not in held.pool.slots)
     held.world.keys.server.leases[slot.n] = ("another", NOW_MS + 60_000)
@@ -199,9 +199,9 @@ async def test_a_beat_in_another_store_tells_which_generation_was_lost(hold: Hol
     """Not the one that is present by then."""
     held = hold(for_ever)
     await held.ready()
-    gate = held.world.keys.trouble.hold("beat")
-    held.world.keys.trouble.reached["beat"].clear()
-    await held.world.keys.trouble.reached["beat"].wait()
+    gate = held.world.keys.trouble.hold("heartbeat")
+    held.world.keys.trouble.reached["heartbeat"].clear()
+    await held.world.keys.trouble.reached["heartbeat"].wait()
     held.world.keys.server.held = held.world.store.epoch = LATER
     gate.set()
     await held.more_beats()
@@ -230,7 +230,7 @@ async def test_a_slot_that_is_cut_off_in_a_claim_is_not_given_back_as_clean(hold
     await held.world.keys.trouble.reached["claim"].wait()
     await ended(held.pool._tasks[slot.n])
     assert held.world.keys.returned == [(slot.n, False)]
-    assert [request.claimants for request in held.world.ingest._parked] == [((slot.n, slot.term),)]
+    assert [request.claimants for request in held.world.writer._parked] == [((slot.n, slot.term),)]
     gate.set()
     waiting.cancel()
 
@@ -500,7 +500,7 @@ async def test_a_key_is_in_doubt_until_its_slot_has_been_recovered(hold: Hold) -
 
     recovery.set()
     await until(lambda: slot.state is SlotState.READY)
-    world.ingest.recovered()
+    world.writer.recovered()
     assert isinstance(await asked, Committed)
     assert await state_of("mine") == "committed"
     assert not held.pool.doubts(slot.n, slot.term)

@@ -241,7 +241,7 @@ async def test_a_taker_wakes_for_what_is_let_in_and_when_all_are_nudged() -> Non
     queue.admit([request("a")])
     await asyncio.sleep(0)
     assert sum(taker.done() for taker in takers) == 1
-    queue.nudge_all()
+    queue.notify_all()
     async with asyncio.timeout(3.0):
         await asyncio.gather(*takers)
 
@@ -262,7 +262,7 @@ async def test_who_waited_longest_is_woken_first() -> None:
     assert woken == ["first"]
     takers.append(asyncio.create_task(take("third")))
     await asyncio.sleep(0)
-    queue.nudge_all()
+    queue.notify_all()
     async with asyncio.timeout(3.0):
         await asyncio.gather(*takers)
     assert woken == ["first", "second", "third"]
@@ -348,7 +348,7 @@ async def test_who_is_to_stop_is_woken_in_a_crowd() -> None:
         queue.take()
     waiting = [asyncio.create_task(queue.wait()) for _ in range(2)]
     await asyncio.sleep(0)
-    queue.nudge_all()
+    queue.notify_all()
     await asyncio.wait_for(asyncio.gather(*waiting), 1.0)
 
 
@@ -453,11 +453,11 @@ async def test_the_group_that_took_a_request_last_has_it() -> None:
     one = request("a")
     queue.admit([one])
     first = queue.take()
-    turn = one.turn
+    group_number = one.group_number
     queue.put_back(first)
     queue.returned(first)
     assert queue.take() == [one]
-    assert one.turn > turn
+    assert one.group_number > group_number
 
 
 async def test_who_takes_what_can_go_now_wakes_another_for_what_travels_apart(monkeypatch: pytest.MonkeyPatch) -> None:

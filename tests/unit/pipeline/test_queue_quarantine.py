@@ -173,7 +173,7 @@ async def test_a_taker_that_was_cancelled_keeps_no_other_from_being_woken() -> N
     await asyncio.sleep(0)
     gone.cancel()
     await asyncio.wait([gone])
-    queue.nudge_all()
+    queue.notify_all()
     assert not await asleep(here)
 
 

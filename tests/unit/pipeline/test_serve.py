@@ -55,7 +55,7 @@ async def test_a_slot_is_not_given_back_before_its_last_mark() -> None:
     answer = world.submit("a")
     await world.keys.trouble.reached["mark"].wait()
     slot.draining = True
-    world.queue.nudge_all()
+    world.queue.notify_all()
     await asyncio.sleep(0.02)
     assert not serving.done()
     marking.set()
@@ -66,12 +66,12 @@ async def test_a_slot_is_not_given_back_before_its_last_mark() -> None:
 
 async def test_a_stop_waits_for_the_marks_that_are_under_way() -> None:
     world = World()
-    await world.ingest.settle()
+    await world.writer.settle()
     marking = world.keys.trouble.hold("mark")
     serving = world.serve(await world.slot())
     answer = world.submit("a")
     await world.keys.trouble.reached["mark"].wait()
-    settling = asyncio.create_task(world.ingest.settle())
+    settling = asyncio.create_task(world.writer.settle())
     await asyncio.sleep(0.02)
     assert not settling.done()
     marking.set()
@@ -175,9 +175,9 @@ async def test_what_waits_for_a_recovery_is_504_at_its_deadline() -> None:
     world.producers[0].trouble.before["write"].append(TransactionFailed(TransactionOutcome.UNKNOWN, "no answer"))
     answer = world.submit("a")
     await end_of_term(world.serve(slot))
-    (request,) = world.ingest._parked
+    (request,) = world.writer._parked
     assert request.state is RequestState.IN_DOUBT
-    sweeping = asyncio.create_task(world.intake.sweep())
+    sweeping = asyncio.create_task(world.admission.sweep())
     assert kind_of(await asyncio.wait_for(answer, 1.0)) is OUTCOME_UNKNOWN
     await ended(sweeping)
 
@@ -189,7 +189,7 @@ async def test_what_was_claimed_and_not_sent_goes_round_again_with_the_recovery(
     world.plains[0].trouble.before["identity"].append(KafkaAway("no producer id"))
     answer = world.submit("a", "plain.a")
     assert isinstance(await end_of_term(world.serve(slot)), KafkaAway)
-    assert [request.state for request in world.ingest._parked] == [RequestState.QUEUED]
+    assert [request.state for request in world.writer._parked] == [RequestState.QUEUED]
     serving = await world.serve_again(slot)
     assert isinstance(await asyncio.wait_for(answer, 1.0), Committed)
     await ended(serving)
@@ -200,10 +200,10 @@ async def test_a_batch_in_doubt_that_was_written_is_no_replay() -> None:
     slot = await world.slot()
     events = [make_event("a/0"), make_event("a/1")]
     for event in events:
-        await world.intake.check(event, asyncio.get_running_loop().time())
+        await world.admission.check(event, asyncio.get_running_loop().time())
     world.producers[0].trouble.before["write"].append(TransactionFailed(TransactionOutcome.UNKNOWN, "no answer"))
     whole = (b"w" * 16, b"f" * 8)
-    asked = asyncio.create_task(world.intake.submit_atomic(events, whole, asyncio.get_running_loop().time()))
+    asked = asyncio.create_task(world.admission.submit_atomic(events, whole, asyncio.get_running_loop().time()))
     await end_of_term(world.serve(slot))
     keys = world.keys.server.keys
     for n, event in enumerate(events):  # what the recovery finds in the ledger

@@ -35,7 +35,7 @@ class Traced(World):
         super().__init__(**settings)
         self.exporter = InMemorySpanExporter()
         self.tracing = Tracing("host:1", SimpleSpanProcessor(self.exporter))
-        self.ingest._tracing = self.intake._tracing = self.tracing
+        self.writer._tracing = self.admission._tracing = self.tracing
 
     def spans(self, kind: SpanKind) -> list[ReadableSpan]:
         return [span for span in self.exporter.get_finished_spans() if span.kind is kind]
@@ -162,7 +162,7 @@ async def test_a_failed_transaction_is_an_error_with_its_verdict(world: Traced) 
     assert attributes(sent)["error.type"] == "unknown"
     assert sent.status.status_code is StatusCode.ERROR
     assert world.spans(SpanKind.PRODUCER) == []  # not answered yet
-    world.intake.answer(world.ingest._parked[0], world.intake.too_late(world.ingest._parked[0]))
+    world.admission.answer(world.writer._parked[0], world.admission.too_late(world.writer._parked[0]))
     await asked
     (span,) = world.spans(SpanKind.PRODUCER)
     assert attributes(span)["error.type"] == "outcome-unknown"

@@ -45,15 +45,15 @@ async def on_its_way(world: World, *events: Event | str) -> "asyncio.Task[list[W
     train = BatchChunk()
     for event in events:
         train.add(make_event(event) if isinstance(event, str) else event)
-        await world.catalogue.get(train.events[-1].topic, time.monotonic())
-    task = asyncio.create_task(world.intake.submit_train(train))
+        await world.topic_metadata.get(train.events[-1].topic, time.monotonic())
+    task = asyncio.create_task(world.admission.submit_train(train))
     await asyncio.sleep(0)
     return task
 
 
 def pieces(world: World) -> list[int]:
     """How many events each request has that waits for its answer."""
-    waiting = (each for request in world.intake._open for each in request.parts or (request,))
+    waiting = (each for request in world.admission._open for each in request.parts or (request,))
     return [len(request.events) for request in waiting if not request.answered]
 
 
@@ -149,7 +149,7 @@ async def test_what_is_in_doubt_is_found_or_written_again_each_for_itself(commit
         for offset, key in enumerate("ab"):
             found = Delivered(NOW_MS, make_event(key).fp, "orders", 0, offset, NOW_MS)
             world.keys.server.keys[event_id(key)] = found
-    world.ingest.recovered()
+    world.writer.recovered()
     serving = world.serve(slot)
     answers = await told
     assert problems(answers) == [None, None]
@@ -161,7 +161,7 @@ async def test_what_is_in_doubt_is_found_or_written_again_each_for_itself(commit
 async def test_its_deadline_is_that_of_each() -> None:
     """Waiting it is surely not written; in a transaction nobody knows."""
     world = World(request_timeout_ms=50)
-    sweeping = asyncio.create_task(world.intake.sweep())
+    sweeping = asyncio.create_task(world.admission.sweep())
     assert problems(await (await on_its_way(world, "a", "b"))) == [NOT_WRITTEN.code] * 2
     slot = await world.slot()
     gate = world.producers[0].trouble.hold("write")
@@ -183,7 +183,7 @@ async def test_one_that_was_answered_while_it_was_claimed_is_given_up_whole(know
     serving = world.serve(slot)
     if known == "delivered":
         await (await on_its_way(world, "b"))
-    sweeping = asyncio.create_task(world.intake.sweep())
+    sweeping = asyncio.create_task(world.admission.sweep())
     gate = world.keys.trouble.hold("claim")
     told = await on_its_way(world, "a", "b", "c")
     assert problems(await told) == [NOT_WRITTEN.code] * 3
@@ -215,7 +215,7 @@ async def test_a_claim_without_an_answer_waits_for_the_recovery_in_one_piece() -
     told = await on_its_way(world, "a", "b")
     await end_of_term(world.serve(slot))
     assert pieces(world) == [2]
-    assert [request.claimants for request in world.ingest._parked] == [((0, slot.term),)]
+    assert [request.claimants for request in world.writer._parked] == [((0, slot.term),)]
     serving = await world.serve_again(slot)
     assert problems(await told) == [None, None]
     assert world.keys_written() == [["a", "b"]]
@@ -230,12 +230,12 @@ async def test_its_own_claims_of_a_term_that_is_still_to_be_recovered_are_nobody
     told = await on_its_way(world, "a", "b")
     await end_of_term(world.serve(first))
     serving = world.serve(second)
-    world.ingest.recovered()  # something else was
+    world.writer.recovered()  # something else was
     await asyncio.sleep(0.05)
     assert not told.done()
     assert pieces(world) == [1, 1]
     await world.recover(first)
-    world.ingest.recovered()
+    world.writer.recovered()
     assert problems(await told) == [None, None]
     await ended(serving)
 
@@ -271,10 +271,10 @@ def test_the_parts_are_as_far_as_the_whole_was() -> None:
     told: list[tuple[int, WriteResult]] = []
     whole = WriteRequest.of(train.events, 5.0, 10.0, Guarantee.EXACTLY_ONCE, lambda _: None, train=train)
     whole.reply_each = lambda place, answer: told.append((place, answer))
-    whole.turn, whole.claimants, whole.partitions = 7, ((1, 2),), [4, 5]
+    whole.group_number, whole.claimants, whole.partitions = 7, ((1, 2),), [4, 5]
     parts = whole.split()
     assert whole.answered
-    assert [(part.deadline, part.turn, part.claimants, part.state) for part in parts] == [
+    assert [(part.deadline, part.group_number, part.claimants, part.state) for part in parts] == [
         (15.0, 7, ((1, 2),), RequestState.QUEUED)
     ] * 2
     assert [part.partitions for part in parts] == [[4], [5]]
@@ -290,7 +290,7 @@ async def test_a_claim_of_another_request_in_the_same_term_is_not_given_up(mark:
     """A train is answered while it is claimed; one of its keys has just been committed by the same slot, and is not
     marked yet. Given up with the train's own claims, the key would be free, and be written again."""
     world = World(request_timeout_ms=100)
-    sweeping = asyncio.create_task(world.intake.sweep())
+    sweeping = asyncio.create_task(world.admission.sweep())
     serving = world.serve(await world.slot())
     marking = None
     if mark == "slow":
@@ -328,11 +328,11 @@ async def test_the_parts_of_one_that_went_round_again_keep_their_order() -> None
     await end_of_term(world.serve(first))
     world.keys.server.freed[5] = 51  # whoever held b is dead
     serving = world.serve(second)
-    world.ingest.recovered()
+    world.writer.recovered()
     await asyncio.sleep(0.05)
     assert world.keys_written(1) == []  # b would be before a
     await world.recover(first)
-    world.ingest.recovered()
+    world.writer.recovered()
     offsets = [answer.places[0][1].offset for answer in await told if isinstance(answer, Committed)]
     assert len(offsets) == 3
     assert offsets == sorted(offsets)
@@ -345,9 +345,9 @@ async def test_what_parts_stays_one_in_the_order_of_deadlines() -> None:
     slot = await world.slot()
     world.producers[0].trouble.before["write"].append(TransactionFailed(TransactionOutcome.UNKNOWN, "gone"))
     told = await on_its_way(world, "a", "b")
-    (whole,) = world.intake._open
+    (whole,) = world.admission._open
     await end_of_term(world.serve(slot))
-    assert list(world.intake._open) == [whole]
+    assert list(world.admission._open) == [whole]
     assert (whole.answered, whole.settled, len(whole.parts)) == (True, False, 2)
     serving = await world.serve_again(slot)
     await told
@@ -408,7 +408,7 @@ async def test_a_group_is_as_large_as_its_events_are_many() -> None:
 async def test_who_is_answered_keeps_nobody_s_answers() -> None:
     world = World()
     told = await on_its_way(world, "a", "b")
-    (whole,) = world.intake._open
+    (whole,) = world.admission._open
     serving = world.serve(await world.slot())
     await told
     assert (whole.reply, whole.reply_each) == (request.unheard, None)

@@ -68,7 +68,7 @@ async def test_the_answers_of_a_group_go_out_together(known: bool) -> None:
     serving = world.serve(await world.slot())
     if known:
         await asyncio.gather(world.submit("a"), world.submit("b"))
-    await world.intake.check(make_event("a"), time.monotonic())
+    await world.admission.check(make_event("a"), time.monotonic())
     steps: list[str] = []
     done = asyncio.Event()
 
@@ -79,10 +79,10 @@ async def test_the_answers_of_a_group_go_out_together(known: bool) -> None:
 
     def reply(key: str, _: WriteResult) -> None:
         steps.append(f"known {key}")
-        world.intake.outbox.put(partial(tell, key), dict)
+        world.admission.response_buffer.put(partial(tell, key), dict)
 
     for key in ("a", "b"):
-        world.intake.submit(make_event(key), time.monotonic(), partial(reply, key))
+        world.admission.submit(make_event(key), time.monotonic(), partial(reply, key))
     await asyncio.wait_for(done.wait(), 5)
     assert steps == ["known a", "known b", "told a", "told b"]
     await ended(serving)
@@ -122,13 +122,13 @@ async def test_where_nothing_is_to_be_written_it_is_ended_and_the_next_is_not_op
 
 async def test_while_the_queue_is_full_nothing_more_is_looked_at() -> None:
     world = World(queue_events_max=2)
-    assert world.intake.overload is None
+    assert world.admission.overload is None
     asked = [world.submit("a"), world.submit("b")]
     await asyncio.sleep(0.01)
-    assert kind_of(world.intake.overload or await asked[0]) is NOT_WRITTEN
+    assert kind_of(world.admission.overload or await asked[0]) is NOT_WRITTEN
     serving = world.serve(await world.slot())
     await asyncio.gather(*asked)
-    assert world.intake.overload is None
+    assert world.admission.overload is None
     await ended(serving)
 
 
@@ -136,7 +136,7 @@ async def test_the_others_answers_tell_those_that_it_does_not_take() -> None:
     world = World()
     told: list[str] = []
     for _ in range(SAVED_MOST):  # far more than what is saved up is enough for
-        world.intake.shedding.refuse(time.monotonic(), lambda: told.append("503"))
+        world.admission.load_shedder.refuse(time.monotonic(), lambda: told.append("503"))
     assert len(told) == SAVED_MOST // ANSWERS_EACH
     told.clear()
     serving = world.serve(await world.slot())
@@ -144,7 +144,7 @@ async def test_the_others_answers_tell_those_that_it_does_not_take() -> None:
         assert not told
         assert isinstance(await world.submit(f"a{n}"), Committed)
     assert not told  # a group's answers are given first
-    sweeping = asyncio.create_task(world.intake.sweep())
+    sweeping = asyncio.create_task(world.admission.sweep())
     await until(lambda: told == ["503"])
     await until(lambda: len(told) == SAVED_MOST - SAVED_MOST // ANSWERS_EACH)
     await ended(sweeping)
@@ -180,7 +180,7 @@ async def test_a_slot_that_is_cut_off_still_has_its_committed_groups_marked_and_
     await asyncio.sleep(0.01)
     await ended(serving)
     marking.set()
-    await asyncio.wait_for(world.ingest.settle(), 3)
+    await asyncio.wait_for(world.writer.settle(), 3)
     assert world.keys.is_delivered("a")
     assert world.keys.is_delivered("b")
     async with asyncio.timeout(3):
@@ -224,12 +224,12 @@ async def test_what_was_answered_503_while_others_are_released_is_not_written() 
     """Between the look at the deadline and the sending nothing is awaited."""
     world = World(request_timeout_ms=200)
     slot = await world.slot()
-    await world.catalogue.get("orders", time.monotonic())
+    await world.topic_metadata.get("orders", time.monotonic())
     late, soon = world.submit("late", ago_s=0.3), world.submit("soon", ago_s=0.1)
     await asyncio.sleep(0.01)
     release = world.keys.trouble.hold("release")
-    sweeping = asyncio.create_task(world.intake.sweep())
-    serving = asyncio.create_task(world.ingest.serve(slot))
+    sweeping = asyncio.create_task(world.admission.sweep())
+    serving = asyncio.create_task(world.writer.serve(slot))
     answers = [kind_of(await late), kind_of(await soon)]
     release.set()
     await asyncio.sleep(0.02)
@@ -242,10 +242,10 @@ async def test_what_was_answered_503_while_others_are_released_is_not_written() 
 async def test_what_was_answered_503_while_its_producer_began_is_not_written() -> None:
     """An idempotent producer's first life takes a while."""
     world = World(request_timeout_ms=80)
-    await world.catalogue.get("plain.a", time.monotonic())
+    await world.topic_metadata.get("plain.a", time.monotonic())
     slot = await world.slot()
     begun = world.plains[0].trouble.hold("identity")
-    sweeping = asyncio.create_task(world.intake.sweep())
+    sweeping = asyncio.create_task(world.admission.sweep())
     serving = world.serve(slot)
     assert kind_of(await world.submit("a", "plain.a")) is NOT_WRITTEN
     begun.set()
@@ -259,7 +259,7 @@ async def test_what_was_answered_503_while_its_producer_began_is_not_written() -
 async def test_each_request_is_answered_at_its_own_deadline() -> None:
     """One that arrived earlier may be let in later: its body, or its topic's look-up, took longer."""
     world = World(request_timeout_ms=5_000)
-    sweeping = asyncio.create_task(world.intake.sweep())
+    sweeping = asyncio.create_task(world.admission.sweep())
     patient = world.submit("patient")
     await asyncio.sleep(0.01)
     started = asyncio.get_running_loop().time()
@@ -271,10 +271,10 @@ async def test_each_request_is_answered_at_its_own_deadline() -> None:
 
 async def test_what_may_be_written_is_504_at_the_deadline_and_the_rest_503() -> None:
     world = World(request_timeout_ms=200)
-    await world.catalogue.get("orders", time.monotonic())
+    await world.topic_metadata.get("orders", time.monotonic())
     slot = await world.slot()
     world.producers[0].trouble.hold("write")
-    sweeping, serving = asyncio.create_task(world.intake.sweep()), world.serve(slot)
+    sweeping, serving = asyncio.create_task(world.admission.sweep()), world.serve(slot)
     sent = world.submit("sent")
     await until(lambda: slot.state is SlotState.WRITING)
     waits = world.submit("waits")
@@ -287,8 +287,8 @@ async def test_what_may_be_written_is_504_at_the_deadline_and_the_rest_503() -> 
 async def test_requests_that_were_answered_do_not_stay_in_the_queue() -> None:
     """Without a slot nobody takes them out."""
     world = World(request_timeout_ms=50)
-    await world.catalogue.get("orders", time.monotonic())
-    sweeping = asyncio.create_task(world.intake.sweep())
+    await world.topic_metadata.get("orders", time.monotonic())
+    sweeping = asyncio.create_task(world.admission.sweep())
     answers = await asyncio.gather(*(world.submit(str(n)) for n in range(20)))
     assert {kind_of(answer) for answer in answers} == {NOT_WRITTEN}
     await until(lambda: not any(world.queue._waiting.values()))
@@ -300,7 +300,7 @@ async def test_requests_that_were_answered_do_not_stay_in_the_queue() -> None:
 async def test_who_waits_for_another_s_write_is_told_in_time_though_no_slot_is_left(won: bool) -> None:
     """Nobody claims it again then, and so nobody would tell; not who has had a claim of its own since."""
     world = World()
-    await world.catalogue.get("orders", time.monotonic())
+    await world.topic_metadata.get("orders", time.monotonic())
     event = make_event("patient")
     world.keys.server.freed[5] = 1
     world.keys.server.keys[event.id] = Claimed(5, 1, NOW_MS, event.fp)  # another writes it
@@ -308,11 +308,11 @@ async def test_who_waits_for_another_s_write_is_told_in_time_though_no_slot_is_l
     told: asyncio.Future[WriteResult] = loop.create_future()
     serving = world.serve(await world.slot())
     began = loop.time()
-    world.intake.submit(event, began, told.set_result, wait_s=0.5)
-    await until(lambda: world.intake._open[0].waits)
+    world.admission.submit(event, began, told.set_result, wait_s=0.5)
+    await until(lambda: world.admission._open[0].waits)
     await ended(serving)
     if won:
-        world.intake._open[0].accepted_at = NOW_MS
+        world.admission._open[0].accepted_at = NOW_MS
         await asyncio.sleep(0.7)
         assert not told.done()
         return
@@ -326,16 +326,16 @@ async def test_requests_that_were_answered_do_not_stay_in_memory_behind_one_that
 ) -> None:
     monkeypatch.setattr(admission, "ANSWERED_BYTES_KEPT", 100_000)  # less than one: the last does not stay either
     world = World(request_timeout_ms=60_000)
-    sweeping = asyncio.create_task(world.intake.sweep())
-    await world.catalogue.get("orders", time.monotonic())
+    sweeping = asyncio.create_task(world.admission.sweep())
+    await world.topic_metadata.get("orders", time.monotonic())
     patient = make_event("patient")
     world.keys.server.freed[5] = 1
     world.keys.server.keys[patient.id] = Claimed(5, 1, NOW_MS, patient.fp)  # another writes it
-    world.intake.submit(patient, asyncio.get_running_loop().time(), unheard, wait_s=50.0)
+    world.admission.submit(patient, asyncio.get_running_loop().time(), unheard, wait_s=50.0)
     serving = world.serve(await world.slot())
     for n in range(60):
         await world.ask(make_event(str(n), value=b"x" * 200_000))
-    await until(lambda: [request.events[0].key for request in world.intake._open] == ["patient"])
-    assert sum(request.size for request in world.intake._open) == world.intake._open_bytes == world.queue.bytes
+    await until(lambda: [request.events[0].key for request in world.admission._open] == ["patient"])
+    assert sum(request.size for request in world.admission._open) == world.admission._open_bytes == world.queue.bytes
     await ended(serving)
     await ended(sweeping)

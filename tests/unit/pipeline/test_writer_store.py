@@ -97,7 +97,7 @@ async def test_a_slot_that_is_to_be_recovered_waits_for_no_group() -> None:
     first = world.submit("a")
     await world.producers[0].trouble.reached["write"].wait()
     stale.superseded = True  # as a beat finds it
-    world.queue.nudge_all()
+    world.queue.notify_all()
     gate.set()
     assert isinstance(await first, Committed)
     serving = world.serve(other)
@@ -117,11 +117,11 @@ async def test_a_request_is_not_refused_because_of_its_own_ghost() -> None:
     assert world.keys.is_claimed("a")
     other = world.serve(await world.slot(1))
     await asyncio.sleep(0.02)
-    world.ingest.recovered()  # the other slot's beat: the claim still stands
+    world.writer.recovered()  # the other slot's beat: the claim still stands
     await asyncio.sleep(0.02)
     assert not answer.done()
     await world.recover(slot)
-    world.ingest.recovered()
+    world.writer.recovered()
     assert isinstance(await answer, Committed)
     await ended(other)
 
@@ -134,14 +134,14 @@ async def test_two_ghosts_of_one_request_are_both_its_own() -> None:
     world.keys.trouble.after["claim"].append(StoreUnanswered("no answer"))
     await end_of_term(world.serve(slots[0]))
     world.keys.trouble.before["claim"].append(StoreUnanswered("no answer"))
-    world.ingest.recovered()
+    world.writer.recovered()
     await end_of_term(world.serve(slots[1]))
-    world.ingest.recovered()
+    world.writer.recovered()
     serving = world.serve(slots[2])
     await asyncio.sleep(0.02)
     assert not answer.done()
     await world.recover(slots[0])
-    world.ingest.recovered()
+    world.writer.recovered()
     assert isinstance(await answer, Committed)
     await ended(serving)
 
@@ -151,7 +151,7 @@ async def test_the_claim_of_another_is_in_progress() -> None:
     other = await world.slot(1)
     await other.claim([(make_event("a").id, make_event("a").fp)])
     hurries: list[bool] = []
-    world.ingest.hurry = lambda: hurries.append(True)
+    world.writer.hurry = lambda: hurries.append(True)
     serving = world.serve(await world.slot(0))
     assert kind_of(await world.submit("a")) is IN_PROGRESS
     assert hurries == [True], "nobody holds that slot's lease: it is to be recovered at once"
@@ -166,11 +166,11 @@ async def test_an_unforeseen_error_lets_the_group_wait_again() -> None:
     slot = await world.slot()
     answer = world.submit("a")
     await asyncio.sleep(0.01)
-    known = world.catalogue._last
-    world.catalogue._last = {}
+    known = world.topic_metadata._last
+    world.topic_metadata._last = {}
     assert isinstance(await end_of_term(world.serve(slot)), KeyError)
     assert not answer.done()
-    world.catalogue._last = known
+    world.topic_metadata._last = known
     serving = await world.serve_again(slot)
     assert isinstance(await answer, Committed)
     await ended(serving)
@@ -182,8 +182,8 @@ async def test_a_topic_that_vanished_does_not_fail_what_was_let_in() -> None:
     answer = world.submit("a")
     await asyncio.sleep(0.01)
     del world.cluster.topics["orders"]
-    world.catalogue.invalidate("orders")
-    assert await world.catalogue.get("orders", time.monotonic()) is None
+    world.topic_metadata.invalidate("orders")
+    assert await world.topic_metadata.get("orders", time.monotonic()) is None
     serving = world.serve(await world.slot())
     assert isinstance(await answer, Committed)
     await ended(serving)
@@ -257,7 +257,7 @@ async def test_who_ends_in_the_pause_after_a_vain_try_leaves_it_in_the_queue_onc
     await until(lambda: bool(world.plains[0].written) and not world.keys.is_claimed("bad"))
     await asyncio.sleep(0.01)
     await ended(serving)
-    assert world.ingest._parked == []
+    assert world.writer._parked == []
     assert [request.events[0].key for request in world.queue.take()] == ["bad"]
     assert world.queue.take() == []
     answer.cancel()
