@@ -140,16 +140,16 @@ async def write_each(
 ) -> AsyncIterator[list[WriteResult]]:
     """Write the events of a batch, each under a key of its own; their answers in their order, as they come to be known.
 
-    They go to Kafka in trains, one after the other: what one transaction holds travels together, which keeps the
-    order of the batch. A key that comes again begins a new train, and so finds what became of the first. An event is
-    looked at when its train is made up: the first answers need not wait for the last one.
+    They go to Kafka in chunks, one after the other: what one transaction holds goes together, which keeps the order of
+    the batch. A key that comes again begins a new chunk, and so finds what became of the first. An event is checked
+    when its chunk is made up: the first answers need not wait for the last one.
     """
     answers: list[WriteResult | None] = [None] * len(parts)
     told = 0
-    train, places = BatchChunk(admission.events_max, admission.ledger_bytes_max), list[int]()
+    chunk, places = BatchChunk(admission.events_max, admission.ledger_bytes_max), list[int]()
 
     async def write() -> None:
-        for place, answer in zip(places, await admission.submit_train(train), strict=True):
+        for place, answer in zip(places, await admission.submit_chunk(chunk), strict=True):
             answers[place] = answer
 
     until = time.monotonic() + SLICE_S
@@ -166,18 +166,18 @@ async def write_each(
                 event = await event
             caller.check(event.topic)
             if not admission.check_now(event):
-                # Each train has the time of a request; those before it may have had theirs.
+                # Each chunk has the time of a request; those before it may have had theirs.
                 await admission.check(event, arrived, time.monotonic())
         except Problem as problem:
             answers[place] = problem.as_result()
             continue
-        if not train.takes(event):
+        if not chunk.takes(event):
             await write()
             known = _known(answers, told)
             told += len(known)
             yield known
-            train, places = BatchChunk(admission.events_max, admission.ledger_bytes_max), []
-        train.add(event)
+            chunk, places = BatchChunk(admission.events_max, admission.ledger_bytes_max), []
+        chunk.add(event)
         places.append(place)
     if places:
         await write()

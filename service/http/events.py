@@ -53,7 +53,7 @@ from service.http.responses import (
     render_whole,
 )
 from service.pipeline.admission import Admission
-from service.pipeline.request import Committed, WriteResult
+from service.pipeline.request import WriteResult
 
 log = structlog.get_logger(__name__)
 
@@ -150,9 +150,12 @@ class EventsEndpoint:
         self._submit(post, event, preference)
 
     def _submit(self, post: HttpRequest, event: Event, preference: Preference) -> None:
-        reply = partial(self._tell_event, post, event.key, preference.applied)
-        accepted = partial(self._tell_accepted, post, event) if preference.respond_async else None
-        self._admission().submit(event, post.arrived, reply, wait_s=preference.wait_s, accepted=accepted)
+        accepted: asyncio.Future[None] | None = None
+        if preference.respond_async:
+            accepted = asyncio.get_running_loop().create_future()
+            accepted.add_done_callback(partial(self._tell_accepted, post, event))
+        result = self._admission().submit(event, post.arrived, preference.wait_s, accepted)
+        result.add_done_callback(partial(self._tell_event, post, event.key, preference.applied))
 
     def _post_batch(self, post: HttpRequest, found: Found, caller: Caller) -> None:
         kind = media_type(found.get(b"content-type"))
@@ -223,25 +226,22 @@ class EventsEndpoint:
         caller.spend(len(parts), post.arrived)
         return _rendered(write_each(self._admission(), parts, parse, post.arrived, caller))
 
-    def _tell_accepted(self, post: HttpRequest, event: Event) -> None:
+    def _tell_accepted(self, post: HttpRequest, event: Event, _: asyncio.Future[None]) -> None:
         """The claim stands: a client that prefers so is answered now, and asks for the outcome by the key."""
         lines = b"%blocation: %b\r\nidempotency-key: %b\r\npreference-applied: respond-async\r\n"
         lines %= JSON_LINE, location_of(event.key), echo_of(event.key)
         self._answer(post, 202, lines, b'{"id":"%b","state":"in_progress"}' % event.id.hex().encode())
 
-    def _tell_event(self, post: HttpRequest, key: str, applied: bytes, answer: WriteResult) -> None:
+    def _tell_event(self, post: HttpRequest, key: str, applied: bytes, result: asyncio.Future[WriteResult]) -> None:
         if post.response_complete:  # 202 was said of it
             return
-        if isinstance(answer, Problem):
-            self._fail(post, answer, applied)
-        else:
-            told = partial(self._tell_committed, post, key, applied, answer)
-            self._admission().response_buffer.put(told, partial(self._named, post))
-
-    def _tell_committed(self, post: HttpRequest, key: str, applied: bytes, answer: Committed) -> None:
         try:
-            lines = committed_lines(key, answer, self._retention_s) + applied
-            self._answer(post, 201, lines, render_place(answer.places[0]))
+            answer = result.result()
+            if isinstance(answer, Problem):
+                self._fail(post, answer, applied)
+            else:
+                lines = committed_lines(key, answer, self._retention_s) + applied
+                self._answer(post, 201, lines, render_place(answer.places[0]))
         except Exception as error:
             self._fail(post, error)
 

@@ -1,15 +1,15 @@
-"""Where requests come in and get their answers: bounds, deadlines, the journal. What becomes of them is writer's."""
+"""Where requests come in and get their results: bounds, deadlines, the journal. What becomes of them: `writer`."""
 
 import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from service.claims.states import MAYBE_WRITTEN
+from service.claims.states import MAYBE_WRITTEN, RequestEvent, RequestState
 from service.contract import Guarantee, Rules
 from service.core.metrics import Telemetry
 from service.core.problems import (
@@ -31,8 +31,13 @@ from service.pipeline.clocks import own_ms
 from service.pipeline.journal import Journal
 from service.pipeline.load_shedding import LoadShedder
 from service.pipeline.queue import Queue
-from service.pipeline.request import BatchChunk, Committed, ResultCollector, WriteRequest, WriteResult
-from service.pipeline.response_buffer import ResponseBuffer
+from service.pipeline.request import (
+    BatchChunk,
+    Committed,
+    ResultCollector,
+    WriteRequest,
+    WriteResult,
+)
 from service.slots.recovery import Store
 
 if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
@@ -83,55 +88,94 @@ class Admission:
         self._open: deque[WriteRequest] = deque()  # by deadline
         self._open_bytes = 0
         self.load_shedder = LoadShedder()
-        self.response_buffer = ResponseBuffer()
         self.accepting = True
 
     def submit(
-        self,
-        event: Event,
-        arrived: float,
-        reply: Callable[[WriteResult], None],
-        wait_s: float = 0.0,
-        accepted: Callable[[], None] | None = None,
-    ) -> None:
-        """Write a checked event exactly once; `reply` is told what became of it, within the request's timeout.
+        self, event: Event, arrived: float, wait_s: float = 0.0, accepted: asyncio.Future[None] | None = None
+    ) -> asyncio.Future[WriteResult]:
+        """Write a checked event exactly once; the future has its result within the request's timeout.
 
         Raises Problem for what is refused before the key is touched; `arrived` is by time.monotonic. Somebody else's
-        write of the same key is waited for, up to `wait_s`; `accepted` is told once the claim stands.
+        write of the same key is waited for, up to `wait_s`; `accepted` is done once the claim stands.
         """
-        request = WriteRequest.of((event,), arrived, self._timeout_s, self._guarantee(event.topic), reply)
+        request = WriteRequest.of((event,), arrived, self._timeout_s, self._guarantee(event.topic))
+        future: asyncio.Future[WriteResult] = asyncio.get_running_loop().create_future()
+        request.future = future
         if wait_s:
             request.wait_deadline = min(arrived + wait_s, request.deadline - ANSWERED_BEFORE_DEADLINE_S)
         request.accepted = accepted
-        self._admit((request,))
+        self._admit(request)
+        return future
 
-    async def submit_train(self, train: BatchChunk) -> list[WriteResult]:
-        """Write the checked events of a train, in their order; the answer of each."""
-        answers = ResultCollector(len(train.events))
-        whole = WriteRequest.of(
-            train.events, time.monotonic(), self._timeout_s, Guarantee.EXACTLY_ONCE, answers.put_all, train=train
-        )
-        whole.reply_each = answers.put
+    async def submit_chunk(self, chunk: BatchChunk) -> list[WriteResult]:
+        """Write the checked events of a chunk, in their order; the result of each.
+
+        They go together. Where they cannot, they go in parts, one after the other, which keeps their order: what is for
+        a quarantined topic, or has the other guarantee, by itself; and of what fails, each half by itself, so that an
+        event that the broker refuses is found in log₂ n transactions.
+        """
+        results: list[WriteResult | None] = [None] * len(chunk.events)
+        request = WriteRequest.of(chunk.events, time.monotonic(), self._timeout_s, Guarantee.EXACTLY_ONCE)
+        request.places = range(len(chunk.events))
         try:
-            self._admit((whole,) if self._goes_in_one_piece(train) else self._parts_of(whole))
+            self._check_in(request)
         except Problem as problem:
-            return [problem.as_result()] * len(train.events)
-        return await answers.all
+            return [problem.as_result()] * len(chunk.events)
+        parts = deque(self._by_lane(request))
+        put = self._queue.put
+        try:
+            while parts:
+                failed = await self._send(parts.popleft(), results, put)
+                parts.extendleft(part for each in reversed(failed) for part in reversed(self._halves(each)))
+                put = self._put_back  # what follows has waited before
+        finally:
+            for part in parts:  # this coroutine was cancelled
+                self.answer(part, Problem(NOT_WRITTEN, "its batch was given up: send it again"))
+        return [result for result in results if result is not None]
 
-    def _goes_in_one_piece(self, train: BatchChunk) -> bool:
-        """Are its events alike, as far as is known? Nearly always, and that saves a third of what each costs."""
-        topics = {event.topic for event in train.events}
-        return (
-            self._tracing is None
-            and not self._queue.has_suspects(topics)
-            and all(self._guarantee(topic) is Guarantee.EXACTLY_ONCE for topic in topics)
-        )
+    def _put_back(self, request: WriteRequest) -> None:
+        self._queue.put_back((request,))
 
-    def _parts_of(self, whole: WriteRequest) -> list[WriteRequest]:
-        parts = whole.split()
+    async def _send(
+        self, part: WriteRequest, results: list[WriteResult | None], put: Callable[[WriteRequest], None]
+    ) -> list[WriteRequest]:
+        """Have a part of a chunk written, by its deadline; what of it is to be sent again, in smaller parts."""
+        part.collector = ResultCollector(results, len(part.events))
+        deadline = asyncio.get_running_loop().call_at(part.deadline, self._expire, part)
+        put(part)
+        failed = await part.collector.done  # where this is cancelled the part goes on by itself, until its deadline
+        deadline.cancel()
+        return failed
+
+    def _expire(self, request: WriteRequest) -> None:
+        self.answer(request, self.too_late(request))
+
+    def _by_lane(self, request: WriteRequest) -> list[WriteRequest]:
+        """The events of a chunk by what they may hold up: first those of no quarantined topic, by their guarantee."""
+        topics = request.topics
+        lanes = {topic: (self._queue.is_quarantined((topic,)), self._guarantee(topic)) for topic in topics}
+        if len(topics) > 1 and len(set(lanes.values())) > 1:
+            by_lane: dict[tuple[bool, Guarantee, str], list[int]] = {}
+            for index, event in enumerate(request.events):
+                quarantined, guarantee = lanes[event.topic]
+                by_lane.setdefault((quarantined, guarantee, event.topic if quarantined else ""), []).append(index)
+            order = sorted(by_lane, key=lambda lane: lane[0])
+            parts = [request.part(by_lane[lane]) for lane in order]
+            request.move(RequestEvent.ANSWER)  # its events go on in the parts
+        else:
+            parts = [request]
         for part in parts:
             part.guarantee = self._guarantee(part.topic)
         return parts
+
+    def _halves(self, request: WriteRequest) -> list[WriteRequest]:
+        """What is sent in place of a chunk that failed: each lane by itself, or else each half."""
+        events = range(len(request.events))
+        half = len(events) // 2
+        whole = request.part(events)
+        whole.state, whole.aborts = RequestState.QUEUED, 0
+        parts = self._by_lane(whole)
+        return [whole.part(each) for each in (events[:half], events[half:]) if each] if len(parts) == 1 else parts
 
     async def submit_atomic(self, events: Sequence[Event], whole: tuple[bytes, bytes], arrived: float) -> WriteResult:
         """Write checked events in one transaction or not at all, under the whole's (id, fingerprint)."""
@@ -139,11 +183,11 @@ class Admission:
             if self._guarantee(event.topic) is not Guarantee.EXACTLY_ONCE:
                 detail = f"topic: {event.topic} is idempotent, which no atomic batch can be: send its events singly"
                 raise Problem(RECORD_REFUSED, detail)
-        answers = ResultCollector(1)
-        reply = partial(answers.put, 0)
-        self._admit((WriteRequest.of(events, arrived, self._timeout_s, Guarantee.EXACTLY_ONCE, reply, whole),))
-        (answer,) = await answers.all
-        return answer
+        request = WriteRequest.of(events, arrived, self._timeout_s, Guarantee.EXACTLY_ONCE, whole)
+        future: asyncio.Future[WriteResult] = asyncio.get_running_loop().create_future()
+        request.future = future
+        self._admit(request)
+        return await future
 
     @property
     def overload(self) -> Problem | None:
@@ -205,26 +249,29 @@ class Admission:
             raise Problem(UNKNOWN_TOPIC, f"topic: {name} does not exist: make it, or correct its name")
         return topic
 
-    def _admit(self, requests: Sequence[WriteRequest]) -> None:
-        """Let requests in, all or none. Raises Problem (503), which the journal is told too."""
+    def _admit(self, request: WriteRequest) -> None:
+        """Let a request in. Raises Problem (503), which the journal is told too."""
+        self._check_in(request)
+        place = len(self._open)  # nearly always its place: all have as much time, from their arrival
+        while place and self._open[place - 1].deadline > request.deadline:
+            place -= 1
+        self._open.insert(place, request)
+        self._open_bytes += request.size
+        self._queue.put(request)
+
+    def _check_in(self, request: WriteRequest) -> None:
+        """Count a request in, whose deadline somebody keeps. Raises Problem (503), which the journal is told too."""
         try:
             if not self.accepting:
                 raise Problem(NOT_WRITTEN, "this process is stopping: send it again, to another")
             if self._store.epoch is None:
                 raise Problem(NOT_WRITTEN, f"the key store is not complete ({self._store.status}): send it again")
-            self._queue.admit(requests)
+            self._queue.admit(request)
         except Problem as problem:
-            for request in requests:
-                self._note(request, problem)
+            self._note(request, problem)
             raise
         if self._tracing is not None:
-            self._tracing.begin(requests, time.monotonic())
-        for request in requests:
-            place = len(self._open)  # nearly always its place: all have as much time, from their arrival
-            while place and self._open[place - 1].deadline > request.deadline:
-                place -= 1
-            self._open.insert(place, request)
-            self._open_bytes += request.size
+            self._tracing.begin(request, time.monotonic())
 
     # ------------------------------------------------------------------------------------------ answers
 
@@ -232,27 +279,21 @@ class Admission:
         """The one place where a request gets its answer."""
         if request.answered:
             return
-        reply = request.end()
         self._queue.leave(request)
-        try:
-            reply(answer)
-            self.load_shedder.answered(request.answers)
-        except Exception:  # a bug at the edge must not keep the others of the group from their answers
-            log.exception("an answer was not given", **request.named)
+        if self._tracing is not None:
+            self._tracing.end(request, answer)
+        request.resolve(answer)
+        self.load_shedder.answered(request.answers)
         try:
             self._note(request, answer)
-        except Exception:  # nor must one here
+        except Exception:  # a bug here must not keep the others of the group from their answers
             log.exception("an answer was not noted", **request.named)
 
     def accept(self, request: WriteRequest) -> None:
         """The claim stands: who prefers so is answered 202 now; what becomes of it is for the journal and the key."""
-        accepted, request.accepted = request.accepted, None
-        if accepted is not None:
+        if request.accepted is not None:
+            request.accept()
             self._journal.record(request, 202, None, time.monotonic() - request.arrived)
-            try:
-                accepted()
-            except Exception:  # as in `answer`
-                log.exception("an answer was not given", **request.named)
 
     def _note(self, request: WriteRequest, answer: WriteResult) -> None:
         """Count an answer, and tell the journal."""
@@ -269,16 +310,15 @@ class Admission:
             await asyncio.sleep(SWEEP_S if self._open else SWEEP_IDLE_S)
             now = time.monotonic()
             self.load_shedder.look(now)
-            while self._open and (self._open[0].settled or self._open[0].deadline <= now):
+            while self._open and (self._open[0].answered or self._open[0].deadline <= now):
                 request = self._open.popleft()
                 self._open_bytes -= request.size
-                if not request.settled:
-                    for each in request.parts or (request,):
-                        self.answer(each, self.too_late(each))
+                if not request.answered:
+                    self._expire(request)
             many = len(self._open) > 2 * self._queue.events + ANSWERED_KEPT
             if many or self._open_bytes > 2 * self._queue.bytes + ANSWERED_BYTES_KEPT:
                 # One that waits long must not keep all that were answered since in memory.
-                self._open = deque(request for request in self._open if not request.settled)
+                self._open = deque(request for request in self._open if not request.answered)
                 self._open_bytes = sum(request.size for request in self._open)
             self._queue.forget_answered()
 

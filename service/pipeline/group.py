@@ -1,95 +1,77 @@
-"""A group of requests, and the pure steps with it: its partitions, what parts, its records, its entries, its marks."""
+"""A group of requests, and the pure steps with it: its partitions, its records, its ledger entries, its marks."""
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from service import native
 from service.claims.redis_store import Row
-from service.claims.states import Claim, Claimed, Delivered, DeliveredBatch, Outcome
+from service.claims.states import Delivered, DeliveredBatch
+from service.contract import Guarantee
 from service.contract.wire import KEY_HEADER, STAMP_HEADER, TRACE_HEADER, encode_entry, encode_stamp
 from service.events.event import partition_of
 from service.kafka.admin import Topic
 from service.kafka.session import Partition, Record, RecordMetadata
 from service.pipeline.request import Committed, WriteRequest
-from service.slots.slot import Link
 
 _encode_stamp = native.texts.stamp if native.COMPILED else encode_stamp
 
-# A request, and the claim that stands for it.
-ClaimedRequest = tuple[WriteRequest, Claimed]
+# A request whose claims stand, and the accepted_at of each of its events, in ms.
+ClaimedRequest = tuple[WriteRequest, Sequence[int]]
 # A written request, and what it is to be answered once it is marked.
 CommittedRequest = tuple[WriteRequest, Committed]
+# Of a request, the events that are for partitions with too few replicas in sync, by index.
+LeftOut = Mapping[WriteRequest, Mapping[int, Partition]]
 
 
-class Written(NamedTuple):
-    """What became of a claimed group: written and to be marked, and requests whose claims are to be given up."""
+@dataclass(eq=False, slots=True)
+class Group:
+    """Requests that one transaction holds, as the queue gives them out. Later ones have higher numbers.
 
-    delivered: list[CommittedRequest]
-    link: Link
-    claims_to_release: list[WriteRequest]
+    `started` is by time.monotonic.
+    """
+
+    requests: list[WriteRequest]
+    number: int
+    started: float
+    quarantined: bool = False  # it is of a topic that has failed a group
 
     @property
-    def nothing_written(self) -> bool:
-        """Was nothing written, and does some of it go round again? Not at once: each try may cost a producer id."""
-        return not self.delivered and any(not request.answered for request in self.claims_to_release)
+    def guarantee(self) -> Guarantee:
+        return self.requests[0].guarantee
+
+    @property
+    def atomic(self) -> bool:
+        """Whether it is one atomic batch."""
+        return self.requests[0].atomic
 
 
 def route(
     requests: Iterable[WriteRequest], topic_of: Callable[[str], Topic]
-) -> tuple[dict[Partition, None], dict[WriteRequest, Partition]]:
-    """Choose the partition of each event of a group; answers those to write to, once, and the requests to leave out.
+) -> tuple[dict[Partition, None], dict[WriteRequest, dict[int, Partition]]]:
+    """Choose the partition of each event of a group; returns those to write to, once, and the events to leave out.
 
-    Those have an event for the partition that is told, which has too few replicas in sync. Events without a key share
-    one partition of their topic, as in KIP-480, and one that has enough.
+    Those are for partitions with too few replicas in sync. Events without a key share one partition of their topic, as
+    in KIP-480, and one that has enough.
     """
     chosen: dict[Partition, None] = {}
-    left_out: dict[WriteRequest, Partition] = {}
+    left_out: dict[WriteRequest, dict[int, Partition]] = {}
     sticky: dict[str, int] = {}
     for request in requests:
-        request.partitions = []
-        for event in request.events:
+        request.partitions = partitions = []
+        for index, event in enumerate(request.events):
             topic = topic_of(event.topic)
             number = partition_of(event, topic.partitions)
             if number is None:
                 if event.topic not in sticky:
                     sticky[event.topic] = _any_partition(topic)
                 number = sticky[event.topic]
-            request.partitions.append(number)
+            partitions.append(number)
             if number in topic.under_min_isr:
-                left_out[request] = event.topic, number
+                left_out.setdefault(request, {})[index] = event.topic, number
             else:
                 chosen[event.topic, number] = None
     return chosen, left_out
-
-
-def parted(
-    requests: Sequence[WriteRequest], whether: Callable[[WriteRequest], bool] = lambda _: True
-) -> list[WriteRequest]:
-    """The same requests, but for trains in one piece that are to be parted."""
-    return [one for each in requests for one in (each.split() if each.is_whole and whether(each) else (each,))]
-
-
-def part_mixed(requests: list[WriteRequest], claims: Sequence[Claim]) -> list[Claim]:
-    """One claim for each request: a train goes on in one piece only if all of it is new, else it is parted here.
-
-    Also one that was answered meanwhile: of it what is claimed now is given up, and nothing else, for another
-    request may have claimed the rest in this very term.
-    """
-    kept: list[WriteRequest] = []
-    found: list[Claim] = []
-    start = 0
-    for request in requests:
-        its = claims[start : start + len(request.asked)]
-        start += len(its)
-        if request.is_whole and any(claim.outcome is not Outcome.NEW for claim in its):
-            kept += request.split()
-            found += its
-        else:
-            kept.append(request)
-            found.append(its[0])
-    requests[:] = kept
-    return found
 
 
 def _any_partition(topic: Topic) -> int:
@@ -106,9 +88,9 @@ def records_of(
     `now_ms` is the time of events that came without one.
     """
     records: list[Record] = []
-    for request, claim in group:
-        for event, partition in zip(request.events, request.partitions, strict=True):
-            stamp = _encode_stamp(event.id, event.fp, claim.at, writer)
+    for request, accepted in group:
+        for event, partition, at in zip(request.events, request.partitions, accepted, strict=True):
+            stamp = _encode_stamp(event.id, event.fp, at, writer)
             headers = [(KEY_HEADER, event.key.encode()), (STAMP_HEADER, stamp)]
             if event.traceparent is not None:
                 headers.append((TRACE_HEADER, event.traceparent))
@@ -124,13 +106,13 @@ def placed_all(
 ) -> Iterator[CommittedRequest]:
     """What each request of a group is to be answered whose records are at these places."""
     rest = iter(zip(records, places, strict=True))
-    for request, claim in group:
+    for request, accepted in group:
         found = []
-        for event in request.events:
+        for event, at in zip(request.events, accepted, strict=True):
             record, place = next(rest)
-            there = Delivered(claim.at, event.fp, record.topic, record.partition, place.offset, place.timestamp)
+            there = Delivered(at, event.fp, record.topic, record.partition, place.offset, place.timestamp)
             found.append((event.id, there))
-        yield request, Committed(claim.at, tuple(found), replayed=False)
+        yield request, Committed(accepted[0], tuple(found), replayed=False)
 
 
 def entries_of(delivered: Iterable[CommittedRequest]) -> Iterator[str]:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 import time
+from itertools import groupby
 from typing import Final
 
 import structlog
@@ -17,7 +18,7 @@ from service.kafka.admin import KafkaAdmin
 from service.kafka.outcomes import RecordRefused
 from service.kafka.producer import IdempotentProducer
 from service.kafka.topics import REQUESTS_PARTITIONS
-from service.pipeline.request import Committed, WriteRequest, WriteResult
+from service.pipeline.request import Committed, Placed, WriteRequest, WriteResult
 
 log = structlog.get_logger(__name__)
 
@@ -60,14 +61,11 @@ class Journal:
             return
         latency_ms = 1000 * latency_s
         if isinstance(answer, Committed):
-            at, replayed = answer.at, answer.replayed
-            if native.COMPILED:
-                self._waiting += native.texts.answers(answer.places, at, replayed, f"{latency_ms:.3f}")
-                return
-            for id, it in answer.places:
-                self._waiting.append(
-                    encode_answer(id, it.fp, at, status, None, replayed, latency_ms, it.topic, it.partition, it.offset)
-                )
+            if request.is_chunk:  # claims that were taken over keep their times
+                for _, places in groupby(answer.places, key=lambda placed: placed[1].at):
+                    self._record_places(tuple(places), status, answer.replayed, latency_ms)
+            else:
+                self._record_places(answer.places, status, answer.replayed, latency_ms)
             return
         at = request.accepted_at or _now_ms()
         code = None if answer is None else answer.kind.code
@@ -75,6 +73,17 @@ class Journal:
             encode_answer(event.id, event.fp, at, status, code, False, latency_ms, event.topic, None, None)
             for event in request.events
         ]
+
+    def _record_places(self, places: tuple[Placed, ...], status: int, replayed: bool, latency_ms: float) -> None:
+        """Note events that are in Kafka and have one accepted_at."""
+        at = places[0][1].at
+        if native.COMPILED:
+            self._waiting += native.texts.answers(places, at, replayed, f"{latency_ms:.3f}")
+            return
+        for id, it in places:
+            self._waiting.append(
+                encode_answer(id, it.fp, at, status, None, replayed, latency_ms, it.topic, it.partition, it.offset)
+            )
 
     async def _run(self) -> None:
         while not self._stopping:

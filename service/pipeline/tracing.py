@@ -8,9 +8,8 @@ transaction, which links to those of its events.
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Final
 
 import structlog
@@ -52,14 +51,11 @@ class Tracing:
         self._provider.add_span_processor(processor or BatchSpanProcessor(Exporter()))
         self._tracer = self._provider.get_tracer("fencepost")
         self._instance = instance
-        self._spans: dict[WriteRequest, list[Span]] = {}  # of requests without an answer
 
-    def begin(self, requests: Sequence[WriteRequest], now: float) -> None:
-        """Begin the spans of requests that were let in; they end with their answers. `now` is the loop's time."""
-        for request in requests:
-            arrived_ns = time.time_ns() - int((now - request.arrived) * 1e9)
-            self._spans[request] = [self._create(event, arrived_ns) for event in request.events]
-            request.reply = partial(self._end, request, request.reply)
+    def begin(self, request: WriteRequest, now: float) -> None:
+        """Begin the spans of a request that was let in; they end with its result. `now` is the loop's time."""
+        arrived_ns = time.time_ns() - int((now - request.arrived) * 1e9)
+        request.spans = [self._create(event, arrived_ns) for event in request.events]
 
     def _create(self, event: Event, arrived_ns: int) -> Span:
         own = next((content for name, content in event.headers if name == TRACE_HEADER), None)
@@ -87,9 +83,9 @@ class Tracing:
             )
         return span
 
-    def _end(self, request: WriteRequest, reply: Callable[[WriteResult], None], answer: WriteResult) -> None:
-        """End the spans of a request with what it is answered, and answer it."""
-        spans = self._spans.pop(request, [])
+    def end(self, request: WriteRequest, answer: WriteResult) -> None:
+        """End the spans of a request with its result."""
+        spans = request.spans
         if isinstance(answer, Committed):
             for span, (_, there) in zip(spans, answer.places, strict=True):
                 span.set_attribute("messaging.destination.partition.id", str(there.partition))
@@ -101,14 +97,13 @@ class Tracing:
                 span.set_status(Status(StatusCode.ERROR, answer.kind.title))
         for span in spans:
             span.end()
-        reply(answer)
 
     @contextmanager
     def sending(self, slot: int, requests: Sequence[WriteRequest]) -> Iterator[None]:
         """The span of a group on its way into Kafka."""
         topics = {event.topic for request in requests for event in request.events}
         (topic,) = topics if len(topics) == 1 else ("",)
-        spans = [span for request in requests for span in self._spans.get(request, ()) if span.is_recording()]
+        spans = [span for request in requests for span in request.spans if span.is_recording()]
         sent = self._tracer.start_span(
             f"send {topic}".rstrip(),
             Context(),

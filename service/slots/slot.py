@@ -189,6 +189,11 @@ class Slot:
         return bool(self._unmarked)
 
     @property
+    def takes_groups(self) -> bool:
+        """Whether it may take a group now."""
+        return not (self.draining or self.superseded or self.has_too_many_pending_marks)
+
+    @property
     def has_too_many_pending_marks(self) -> bool:
         """Are so many marks pending that no further group may be taken before one of them succeeds?"""
         return len(self._unmarked) >= PENDING_MARKS_MAX

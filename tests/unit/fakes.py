@@ -5,7 +5,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from prometheus_client import Counter
 
@@ -25,7 +24,7 @@ from service.kafka.topics import InternalTopics, TopicMetadataCache
 from service.pipeline.admission import Admission
 from service.pipeline.journal import Journal
 from service.pipeline.queue import Queue
-from service.pipeline.request import ResultCollector, WriteRequest, WriteResult
+from service.pipeline.request import WriteRequest, WriteResult
 from service.pipeline.writer import Writer
 from service.slots.recovery import Store
 from service.slots.slot import Link, Slot
@@ -335,19 +334,13 @@ class World:
         return asyncio.create_task(self._write(event, asyncio.get_running_loop().time() - ago_s))
 
     async def _write(self, event: Event, arrived: float) -> WriteResult:
-        answers = ResultCollector(1)
         await self.admission.check(event, arrived)
-        self.admission.submit(event, arrived, partial(answers.put, 0))
-        return (await answers.all)[0]
+        return await self.admission.submit(event, arrived)
 
     def keys_written(self, n: int = 0) -> list[list[str]]:
         """The idempotency keys of each group that a slot's present producers wrote."""
         groups = [*self.producers[n].written, *self.plains[n].written]
         return [[record.headers[0][1].decode() for record in records] for records in groups]
-
-
-def unheard(answer: WriteResult) -> None:
-    """The reply of a request whose answer nobody waits for."""
 
 
 async def until(true: Callable[[], bool], patience_s: float = 30.0) -> None:

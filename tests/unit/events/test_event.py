@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service import native
-from service.claims.states import Claimed
 from service.contract import Guarantee
 from service.contract.wire import event_id, fingerprint, stamp_writer
 from service.core.problems import Problem
@@ -430,11 +429,10 @@ def test_a_record_is_refused_only_where_it_may_not_fit(
     if traced:  # which is found out after the check
         event.traceparent = b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"
     most = 2**63 - 1
-    claimed = Claimed(65_535, 1, 1_700_000_000_000, event.fp)
-    request = WriteRequest.of((event,), 0.0, 1.0, Guarantee.EXACTLY_ONCE, print)
+    request = WriteRequest.of((event,), 0.0, 1.0, Guarantee.EXACTLY_ONCE)
     request.partitions = [0]
     writer = stamp_writer(65_535, most, 32_767, instance)
-    (record,) = records_of([(request, claimed)], lambda _: Topic("t", 1, {}), writer, 0)
+    (record,) = records_of([(request, [1_700_000_000_000])], lambda _: Topic("t", 1, {}), writer, 0)
     batch = DefaultRecordBatchBuilder(
         2, 0, is_transactional=True, producer_id=most, producer_epoch=1, base_sequence=0, batch_size=10**6
     )

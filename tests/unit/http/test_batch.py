@@ -45,23 +45,23 @@ from service.http.batch import (
 from service.http.callers import Caller
 from service.kafka import topics
 from service.kafka.admin import Topic
-from service.pipeline.request import BatchChunk, Committed, ResultCollector, WriteResult, fit
+from service.pipeline.request import BatchChunk, Committed, WriteResult, fit
 from tests.unit.fakes import FakeProducer, World, ended, kind_of, make_event, until
 
 TRACE = b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"
 
 
-def trains_of(*events: Event) -> list[BatchChunk]:
-    trains = [BatchChunk()]
+def chunks_of(*events: Event) -> list[BatchChunk]:
+    chunks = [BatchChunk()]
     for event in events:
-        if not trains[-1].takes(event):
-            trains.append(BatchChunk())
-        trains[-1].add(event)
-    return trains
+        if not chunks[-1].takes(event):
+            chunks.append(BatchChunk())
+        chunks[-1].add(event)
+    return chunks
 
 
 def cut(*events: Event) -> list[list[str]]:
-    return [[event.key for event in train.events] for train in trains_of(*events)]
+    return [[event.key for event in chunk.events] for chunk in chunks_of(*events)]
 
 
 def batch_of(*events: dict[str, Any], atomic: bool = False) -> BatchBody:
@@ -82,41 +82,35 @@ async def written(world: World, batch: BatchBody) -> list[WriteResult]:
     return answers
 
 
-# ----------------------------------------------------------------------------------------------------------- trains
+# ----------------------------------------------------------------------------------------------------------- chunks
 
 
 def test_different_keys_travel_together_in_their_order() -> None:
     assert cut(*(make_event(key) for key in "cab")) == [["c", "a", "b"]]
 
 
-def test_a_key_that_repeats_begins_a_new_train() -> None:
+def test_a_key_that_repeats_begins_a_new_chunk() -> None:
     """In one claim it would meet itself."""
     assert cut(*(make_event(key) for key in "abacab")) == [["a", "b"], ["a", "c"], ["a", "b"]]
     assert cut(*(make_event("a") for _ in range(3))) == [["a"], ["a"], ["a"]]
 
 
-def test_a_train_is_what_one_transaction_holds() -> None:
+def test_a_chunk_is_what_one_transaction_holds() -> None:
     third = GROUP_EVENT_BYTES_MAX // 3
     events = [make_event(key, value=b"x" * third) for key in "abcdefg"]
     assert cut(*events) == [["a", "b", "c"], ["d", "e", "f"], ["g"]]
-    assert all(fit(train.ledger_bytes, train.event_bytes) for train in trains_of(*events))
+    assert all(fit(chunk.ledger_bytes, chunk.event_bytes) for chunk in chunks_of(*events))
 
 
-def test_the_ledger_bounds_a_train_too() -> None:
+def test_the_ledger_bounds_a_chunk_too() -> None:
     most = GROUP_LEDGER_BYTES_MAX // (ENTRY_BYTES + len("orders"))
-    trains = cut(*(make_event(str(n)) for n in range(most + 1)))
-    assert [len(train) for train in trains] == [most, 1]
+    chunks = cut(*(make_event(str(n)) for n in range(most + 1)))
+    assert [len(chunk) for chunk in chunks] == [most, 1]
 
 
 @pytest.mark.parametrize(("ledger", "events", "holds"), [(0, 0, True), (1, 0, False), (0, 1, False)])
 def test_what_one_transaction_holds(ledger: int, events: int, holds: bool) -> None:
     assert fit(GROUP_LEDGER_BYTES_MAX + ledger, GROUP_EVENT_BYTES_MAX + events) is holds
-
-
-async def test_who_went_away_is_told_nothing_and_harms_nobody() -> None:
-    answers = ResultCollector(1)
-    answers.all.cancel()
-    answers.put(0, Problem(NOT_WRITTEN, "too late"))
 
 
 def test_an_event_that_fills_a_transaction_travels_by_itself() -> None:
@@ -188,7 +182,7 @@ async def test_one_bad_event_fails_alone_and_bad_json_fails_all() -> None:
     assert raised.value.kind is TOO_LARGE
 
 
-async def test_answers_are_told_train_by_train_as_soon_as_those_before_are_known() -> None:
+async def test_answers_are_told_chunk_by_chunk_as_soon_as_those_before_are_known() -> None:
     world = World()
     serving = world.serve(await world.slot())
     lines = [json.dumps(event).encode() for event in (one("a"), one(None), one("b"), one("a"), one(None))]
@@ -200,7 +194,7 @@ async def test_answers_are_told_train_by_train_as_soon_as_those_before_are_known
     await ended(serving)
 
 
-async def test_an_event_is_looked_at_when_its_train_is_made_up() -> None:
+async def test_an_event_is_looked_at_when_its_chunk_is_made_up() -> None:
     world = World()
     serving = world.serve(await world.slot())
     looked_at: list[bytes] = []
@@ -226,7 +220,7 @@ async def test_a_batch_for_a_topic_that_is_not_there_asks_two_brokers_for_it_onc
 
 
 async def test_a_batch_may_take_longer_than_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its topic is looked up again meanwhile, and each train has a request's time."""
+    """Its topic is looked up again meanwhile, and each chunk has a request's time."""
     monkeypatch.setattr(topics, "KNOWN_S", 0.1)
     world = World(request_timeout_ms=100)
     looking_up = world.cluster.describe
@@ -243,7 +237,7 @@ async def test_a_batch_may_take_longer_than_a_request(monkeypatch: pytest.Monkey
         return await writing(*arguments)
 
     monkeypatch.setattr(FakeProducer, "write", write)
-    batch = batch_of(*(one(str(n // 2)) for n in range(80)))  # a key that comes again begins a new train
+    batch = batch_of(*(one(str(n // 2)) for n in range(80)))  # a key that comes again begins a new chunk
     assert {kind_of(answer) for answer in await written(world, batch)} == {None}
     assert len(world.cluster.asked) > 1
 

@@ -39,7 +39,6 @@ from service.http.responses import (
 from service.pipeline.admission import Admission
 from service.pipeline.load_shedding import ANSWERS_EACH, LoadShedder
 from service.pipeline.request import BatchChunk, Committed, WriteResult
-from service.pipeline.response_buffer import ResponseBuffer
 from tests.unit.fakes import grows_in_proportion
 
 PLACE = (b"\x01" * 16, Delivered(1_700_000_000_000, b"\x02" * 8, "orders", 2, 12, 1_700_000_000_000))
@@ -195,6 +194,19 @@ class Told:
         return str(json.loads(self.said)["detail"])
 
 
+class Done:
+    """A future that has its result already, and tells it at once."""
+
+    def __init__(self, result: WriteResult) -> None:
+        self._result = result
+
+    def add_done_callback(self, tell: Callable[["Done"], object]) -> None:
+        tell(self)
+
+    def result(self) -> WriteResult:
+        return self._result
+
+
 class Commits:
     """An admission that commits whatever it is given, at once."""
 
@@ -204,18 +216,17 @@ class Commits:
 
     def __init__(self) -> None:
         self.load_shedder = LoadShedder()
-        self.response_buffer = ResponseBuffer()
         self.events: list[Event] = []
 
     def check_now(self, event: Event) -> bool:
         return True
 
-    async def submit_train(self, train: BatchChunk) -> list[WriteResult]:
-        return [Committed(1, (PLACE,), False)] * len(train.events)
+    async def submit_chunk(self, chunk: BatchChunk) -> list[WriteResult]:
+        return [Committed(1, (PLACE,), False)] * len(chunk.events)
 
-    def submit(self, event: Event, arrived: float, reply: Callable[[WriteResult], None], **_: object) -> None:
+    def submit(self, event: Event, *_: object) -> "Done":
         self.events.append(event)
-        reply(Committed(1, (PLACE,), False))
+        return Done(Committed(1, (PLACE,), False))
 
 
 def posted(path: str, body: bytes, **headers: str) -> tuple[Told, list[Event]]:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 
 import pytest
 from msgspec.structs import replace
@@ -12,7 +11,7 @@ from service.claims.states import Claim, Claimed, Delivered
 from service.core.problems import FINGERPRINT_MISMATCH, IN_PROGRESS
 from service.http.prefer import NONE, Preference, parse_prefer
 from service.pipeline import waiters
-from service.pipeline.request import Committed, ResultCollector
+from service.pipeline.request import Committed
 from tests.unit.fakes import NOW_MS, World, ended, grows_in_proportion, kind_of, make_event, until
 
 WAIT_3 = Preference(3, False, b"preference-applied: wait=3\r\n")
@@ -61,14 +60,13 @@ async def test_who_is_patient_hears_how_another_s_write_ended() -> None:
     await world.producers[0].trouble.reached["write"].wait()
     others = world.serve(second)
     assert kind_of(await world.submit("a")) is IN_PROGRESS
-    waits = ResultCollector(1)
-    world.admission.submit(make_event("a"), asyncio.get_running_loop().time(), partial(waits.put, 0), wait_s=3)
+    waits = world.admission.submit(make_event("a"), asyncio.get_running_loop().time(), wait_s=3)
     await asyncio.sleep(0.12)
-    assert not waits.all.done()
+    assert not waits.done()
     gate.set()
     written = await writes
     assert isinstance(written, Committed)
-    assert (await waits.all) == [replace(written, replayed=True)]
+    assert await waits == replace(written, replayed=True)
     for task in (serving, others):
         await ended(task)
 
@@ -81,10 +79,9 @@ async def test_patience_has_an_end() -> None:
     world.submit("a")
     await world.producers[0].trouble.reached["write"].wait()
     others = world.serve(second)
-    waits = ResultCollector(1)
     began = asyncio.get_running_loop().time()
-    world.admission.submit(make_event("a"), began, partial(waits.put, 0), wait_s=0.2)
-    (answer,) = await waits.all
+    waits = world.admission.submit(make_event("a"), began, wait_s=0.2)
+    answer = await waits
     assert kind_of(answer) is IN_PROGRESS
     assert asyncio.get_running_loop().time() - began >= 0.2
     for task in (serving, others):
@@ -109,15 +106,13 @@ async def test_who_waits_for_one_key_shares_one_question(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(world.keys, "claim", counted)
     await world.topic_metadata.get("orders", asyncio.get_running_loop().time())
-    waits = [ResultCollector(1) for _ in range(50)]
-    for n, each in enumerate(waits):
-        asked = make_event("a", value=b"2" if n == 7 else b"1")
-        world.admission.submit(asked, asyncio.get_running_loop().time(), partial(each.put, 0), wait_s=4)
+    asked = [make_event("a", value=b"2" if n == 7 else b"1") for n in range(50)]
+    waits = [world.admission.submit(each, asyncio.get_running_loop().time(), wait_s=4) for each in asked]
     await asyncio.sleep(0.7)
     assert len(claims) <= 50 + 4
     there = keys[event.id] = Delivered(NOW_MS, event.fp, "orders", 0, 3, NOW_MS)
     async with asyncio.timeout(3):
-        answers = [(await each.all)[0] for each in waits]
+        answers = [await each for each in waits]
     assert kind_of(answers.pop(7)) is FINGERPRINT_MISMATCH
     assert answers == [Committed(NOW_MS, ((event.id, there),), replayed=True)] * 49
     assert len(claims) <= 50 + 6 + 50
@@ -134,14 +129,13 @@ async def test_who_waits_for_a_write_of_this_process_hears_of_it_at_once(monkeyp
     writes = world.submit("a")
     await world.producers[0].trouble.reached["write"].wait()
     others = world.serve(second)
-    waits = ResultCollector(1)
-    world.admission.submit(make_event("a"), asyncio.get_running_loop().time(), partial(waits.put, 0), wait_s=4)
+    waits = world.admission.submit(make_event("a"), asyncio.get_running_loop().time(), wait_s=4)
     await until(lambda: len(world.writer._waiters) == 1)
     gate.set()
     written = await writes
     assert isinstance(written, Committed)
     async with asyncio.timeout(3):
-        assert (await waits.all) == [replace(written, replayed=True)]
+        assert await waits == replace(written, replayed=True)
     for task in (serving, others):
         await ended(task)
 
@@ -155,19 +149,17 @@ async def test_where_the_one_that_asks_has_gone_another_asks() -> None:
     writes = world.submit("a")
     await world.producers[0].trouble.reached["write"].wait()
     others = world.serve(second)
-    short, long = ResultCollector(1), ResultCollector(1)
-    for answers, wait_s in ((short, 0.1), (long, 4)):
-        arrived = asyncio.get_running_loop().time()
-        world.admission.submit(make_event("a"), arrived, partial(answers.put, 0), wait_s=wait_s)
+    arrived = asyncio.get_running_loop().time()
+    short, long = (world.admission.submit(make_event("a"), arrived, wait_s=wait_s) for wait_s in (0.1, 4))
     await until(lambda: len(world.writer._waiters) == 1)
     await ended(others)
-    assert kind_of((await short.all)[0]) is IN_PROGRESS
+    assert kind_of(await short) is IN_PROGRESS
     others = world.serve(second)
     gate.set()
     written = await writes
     assert isinstance(written, Committed)
     async with asyncio.timeout(3):
-        assert (await long.all) == [replace(written, replayed=True)]
+        assert await long == replace(written, replayed=True)
     await until(lambda: not world.writer._waiters)
     for task in (serving, others):
         await ended(task)
@@ -176,29 +168,24 @@ async def test_where_the_one_that_asks_has_gone_another_asks() -> None:
 async def test_who_would_rather_not_wait_is_told_once_its_claim_stands() -> None:
     world = World()
     slot = await world.slot()
-    told: list[str] = []
-    answers = ResultCollector(1)
-
-    def accepted() -> None:
-        assert world.keys.is_claimed("a")
-        told.append("accepted")
-
+    accepted = asyncio.get_running_loop().create_future()
     arrived = asyncio.get_running_loop().time()
     await world.admission.check(make_event("a"), arrived)
-    world.admission.submit(make_event("a"), arrived, partial(answers.put, 0), accepted=accepted)
-    assert not told
+    result = world.admission.submit(make_event("a"), arrived, accepted=accepted)
+    assert not accepted.done()
     gate = world.producers[0].trouble.hold("write")
     serving = world.serve(slot)
-    await until(lambda: bool(told))
-    assert not answers.all.done()
+    await accepted
+    assert world.keys.is_claimed("a")
+    assert not result.done()
     gate.set()
-    (answer,) = await answers.all
+    answer = await result
     assert isinstance(answer, Committed)
     assert world.journal.answers == [("a", 202), ("a", 201)]
     # What is there already is told as it is.
-    again = ResultCollector(1)
+    accepted = asyncio.get_running_loop().create_future()
     arrived = asyncio.get_running_loop().time()
-    world.admission.submit(make_event("a"), arrived, partial(again.put, 0), accepted=accepted)
-    assert (await again.all) == [replace(answer, replayed=True)]
-    assert told == ["accepted"]
+    again = await world.admission.submit(make_event("a"), arrived, accepted=accepted)
+    assert again == replace(answer, replayed=True)
+    assert not accepted.done()
     await ended(serving)

@@ -19,8 +19,8 @@ from service.core.problems import (
 )
 from service.kafka.admin import Topic
 from service.pipeline import admission as module
-from service.pipeline.request import Committed, WriteResult
-from tests.unit.fakes import World, count_of, ended, kind_of, make_event, unheard, until
+from service.pipeline.request import Committed
+from tests.unit.fakes import World, count_of, ended, kind_of, make_event, until
 
 # ------------------------------------------------------------------------------------------------------ its topic
 
@@ -123,37 +123,32 @@ async def test_who_prefers_so_is_told_once_that_its_claim_stands() -> None:
     world = World()
     slot = await world.slot()
     await world.topic_metadata.get("orders", time.monotonic())
-    told, answers = list[str](), list[WriteResult]()
+    accepted = asyncio.get_running_loop().create_future()
     writing = world.producers[0].trouble.hold("write")
-    world.admission.submit(make_event("a"), time.monotonic(), answers.append, accepted=lambda: told.append("accepted"))
-    assert told == []
+    result = world.admission.submit(make_event("a"), time.monotonic(), accepted=accepted)
+    assert not accepted.done()
     serving = world.serve(slot)
     await world.producers[0].trouble.reached["write"].wait()
-    assert (told, answers) == (["accepted"], [])
+    assert (accepted.done(), result.done()) == (True, False)
     (request,) = world.admission._open
     world.admission.accept(request)
     writing.set()
-    await until(lambda: bool(answers))
-    assert told == ["accepted"]
+    assert isinstance(await result, Committed)
     assert world.journal.answers == [("a", 202), ("a", 201)]
     await ended(serving)
 
 
-async def test_an_edge_that_fails_keeps_nobody_else_from_an_answer() -> None:
+async def test_who_went_away_keeps_nobody_else_from_an_answer() -> None:
     world = World()
     await world.topic_metadata.get("orders", time.monotonic())
-
-    def broken(*_: object) -> None:
-        raise RuntimeError("a bug")
-
-    answers: list[WriteResult] = []
-    world.admission.submit(make_event("a"), time.monotonic(), broken, accepted=broken)
-    world.admission.submit(make_event("b"), time.monotonic(), answers.append)
-    with capture_logs() as lines:
-        serving = world.serve(await world.slot())
-        await until(lambda: bool(answers))
-    assert [(line["event"], line["key"]) for line in lines] == [("an answer was not given", "a")] * 2
-    assert isinstance(answers[0], Committed)
+    accepted = asyncio.get_running_loop().create_future()
+    gone = world.admission.submit(make_event("a"), time.monotonic(), accepted=accepted)
+    here = world.admission.submit(make_event("b"), time.monotonic())
+    gone.cancel()
+    accepted.cancel()
+    serving = world.serve(await world.slot())
+    assert isinstance(await here, Committed)
+    assert world.keys.is_delivered("a")
     assert not serving.done()
     assert world.queue.events == 0
     await ended(serving)
@@ -162,15 +157,14 @@ async def test_an_edge_that_fails_keeps_nobody_else_from_an_answer() -> None:
 async def test_an_answer_counts_once_and_is_told_once() -> None:
     world = World()
     await world.topic_metadata.get("orders", time.monotonic())
-    answers: list[WriteResult] = []
-    world.admission.submit(make_event("a"), time.monotonic(), answers.append)
+    result = world.admission.submit(make_event("a"), time.monotonic())
     (request,) = world.admission._open
     for kind in (NOT_WRITTEN, OUTCOME_UNKNOWN):
         world.admission.answer(request, Problem(kind, "its deadline"))
-    assert [kind_of(answer) for answer in answers] == [NOT_WRITTEN]
+    assert kind_of(await result) is NOT_WRITTEN
     assert (world.queue.events, world.queue.bytes) == (0, 0)
     assert world.journal.answers == [("a", 503)]
-    assert request.reply is not answers.append, "its connection and its body are kept"
+    assert request.future is None, "its connection and its body are kept"
 
 
 async def test_a_replay_is_counted_as_one() -> None:
@@ -188,7 +182,7 @@ async def test_a_replay_is_counted_as_one() -> None:
 async def test_nobody_is_patient_past_its_deadline(wait_s: float, patient_s: float | None) -> None:
     """It hears a 409 before, and no 503."""
     world = World(request_timeout_ms=5_000)
-    world.admission.submit(make_event("a"), 100.0, unheard, wait_s)
+    world.admission.submit(make_event("a"), 100.0, wait_s)
     (request,) = world.admission._open
     assert request.deadline == 105.0
     assert request.wait_deadline == (0.0 if patient_s is None else 100.0 + patient_s)
@@ -197,7 +191,7 @@ async def test_nobody_is_patient_past_its_deadline(wait_s: float, patient_s: flo
 async def test_each_is_swept_at_its_deadline_and_not_before() -> None:
     world = World(request_timeout_ms=60_000)
     for key in "abc":
-        world.admission.submit(make_event(key), time.monotonic(), unheard)
+        world.admission.submit(make_event(key), time.monotonic())
     first, second, third = world.admission._open
     sweeping = asyncio.create_task(world.admission.sweep())
     second.move(RequestEvent.ANSWER)
@@ -214,7 +208,7 @@ async def test_those_that_wait_are_in_the_order_of_their_deadlines() -> None:
     """Who is swept is who comes first: one behind another that has more time would be answered late."""
     world = World()
     for key, arrived in (("b", 2.0), ("e", 5.0), ("a", 1.0), ("d", 4.0), ("c", 3.0), ("f", 5.0)):
-        world.admission.submit(make_event(key), arrived, unheard)
+        world.admission.submit(make_event(key), arrived)
     assert [request.events[0].key for request in world.admission._open] == list("abcdef")
 
 
@@ -227,11 +221,10 @@ async def test_an_answer_that_cannot_be_noted_is_given(monkeypatch: pytest.Monke
         raise UnicodeError("a bug")
 
     monkeypatch.setattr(world.journal, "record", broken)
-    answers: list[WriteResult] = []
-    world.admission.submit(make_event("a"), time.monotonic(), answers.append)
+    result = world.admission.submit(make_event("a"), time.monotonic())
     with capture_logs() as lines:
         serving = world.serve(await world.slot())
-        await until(lambda: bool(answers))
+        answer = await result
     assert [line["event"] for line in lines] == ["an answer was not noted"]
-    assert isinstance(answers[0], Committed)
+    assert isinstance(answer, Committed)
     await ended(serving)

@@ -5,16 +5,18 @@ import json
 import pytest
 
 from service.claims.redis_store import StoreGeneration
-from service.claims.states import Claimed, Delivered, DeliveredBatch, RequestEvent
+from service.claims.states import Delivered, DeliveredBatch, RequestEvent
 from service.contract import Guarantee
 from service.contract.wire import Entry, Stamp, event_id, stamp_writer
 from service.events.event import event_of
 from service.kafka.admin import Topic
 from service.kafka.session import Record, RecordMetadata
-from service.pipeline.group import Written, entries_of, placed_all, records_of, route, rows_of, topic_ids_of
+from service.pipeline.decisions import ClaimToRelease
+from service.pipeline.group import entries_of, placed_all, records_of, route, rows_of, topic_ids_of
 from service.pipeline.request import Committed, WriteRequest
+from service.pipeline.writer import Written
 from service.slots.slot import Link
-from tests.unit.fakes import make_event, unheard
+from tests.unit.fakes import make_event
 
 LINK = Link(StoreGeneration(1, "run/repl"), 1, 1, 3)
 
@@ -23,7 +25,7 @@ def request(key: str, *topics: str, partition: int | None = None) -> WriteReques
     """Of one event, or with several topics an atomic batch."""
     events = [make_event(key, topic, partition=partition) for topic in topics]
     whole = (b"w" * 16, b"f" * 8) if len(topics) > 1 else None
-    return WriteRequest.of(events, 0.0, 1.0, Guarantee.EXACTLY_ONCE, unheard, whole)
+    return WriteRequest.of(events, 0.0, 1.0, Guarantee.EXACTLY_ONCE, whole)
 
 
 def topic_of(name: str) -> Topic:
@@ -47,7 +49,7 @@ def test_a_partition_is_chosen_among_those_with_enough_replicas() -> None:
     assert free.partitions == [7]
     assert ("ill", 7) in chosen
     assert not {("down", 0), ("ill", 8)} & set(chosen)
-    assert left_out == {alone: ("down", 0), whole: ("down", 0), told: ("ill", 8)}
+    assert left_out == {alone: {0: ("down", 0)}, whole: {1: ("down", 0)}, told: {0: ("ill", 8)}}
 
 
 @pytest.mark.parametrize("delivered", [True, False])
@@ -61,7 +63,8 @@ def test_who_wrote_nothing_and_has_somebody_to_try_again_waits(
         if done:
             each.move(RequestEvent.ANSWER)
     committed = [(request("b", "orders"), Committed(1, (), replayed=False))] if delivered else []
-    assert Written(committed, LINK, claims_to_release).nothing_written is (goes_round and not delivered)
+    written = Written(committed, LINK, [ClaimToRelease(each, []) for each in claims_to_release])
+    assert written.nothing_written is (goes_round and not delivered)
 
 
 TRACE = b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"
@@ -71,12 +74,10 @@ def test_a_record_is_what_was_asked_for_and_says_who_wrote_it() -> None:
     event = event_of("k 1", event_id("k 1"), "orders", b"key", b"value", [("b", b"2"), ("a", b"1")], 3, 77, TRACE)
     bare = event_of("k 2", event_id("k 2"), "orders", None, b"", [])
     tombstone = event_of("k 3", event_id("k 3"), "orders", b"key", None, [])
-    requests = [
-        WriteRequest.of((each,), 0.0, 1.0, Guarantee.EXACTLY_ONCE, unheard) for each in (event, bare, tombstone)
-    ]
+    requests = [WriteRequest.of((each,), 0.0, 1.0, Guarantee.EXACTLY_ONCE) for each in (event, bare, tombstone)]
     for each, partition in zip(requests, (3, 4, 5), strict=True):
         each.partitions = [partition]
-    group = [(each, Claimed(9, 8, 1_000 + n, b"c" * 8)) for n, each in enumerate(requests)]
+    group = [(each, [1_000 + n]) for n, each in enumerate(requests)]
     topic = Topic("orders", 6, {"max.message.bytes": "4321"})
     first, second, third = records_of(group, lambda _: topic, stamp_writer(5, 6, 7, "me"), 88)
     stamp = Stamp(event.id, event.fp, 1_000, 5, 6, 7, "me").encode()
@@ -91,7 +92,7 @@ def test_a_record_is_what_was_asked_for_and_says_who_wrote_it() -> None:
 def test_the_ledger_and_the_store_are_told_of_each_event_and_of_batches_as_a_whole() -> None:
     single, whole = request("a", "orders"), request("b", "orders", "other")
     single.partitions, whole.partitions = [1], [2, 3]
-    group = [(single, Claimed(0, 10, 100, b"c" * 8)), (whole, Claimed(0, 10, 200, b"c" * 8))]
+    group = [(single, [100]), (whole, [200, 200])]
     records = records_of(group, topic_of, stamp_writer(0, 1, 2, "me"), 0)
     delivered = list(
         placed_all(group, records, [RecordMetadata(11, 21), RecordMetadata(12, 22), RecordMetadata(13, 23)])

@@ -16,7 +16,7 @@ from service.kafka.producer import IdempotentProducer
 from service.pipeline import journal as module
 from service.pipeline.journal import Journal
 from service.pipeline.request import WriteRequest
-from tests.unit.fakes import FakeCluster, count_of, make_event, unheard, until
+from tests.unit.fakes import FakeCluster, count_of, make_event, until
 
 
 class FakeSender(IdempotentProducer):
@@ -51,7 +51,7 @@ class Kept:
 
     def record(self, *keys: str) -> None:
         for key in keys:
-            request = WriteRequest.of((make_event(key),), 0.0, 1.0, Guarantee.EXACTLY_ONCE, unheard)
+            request = WriteRequest.of((make_event(key),), 0.0, 1.0, Guarantee.EXACTLY_ONCE)
             self.journal.record(request, 503, Problem(NOT_WRITTEN, "why"), 0.001)
 
     @property

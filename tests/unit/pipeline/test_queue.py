@@ -13,9 +13,10 @@ from service.core.problems import NOT_WRITTEN, Problem
 from service.core.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX, WAITING_BYTES, Settings
 from service.events.event import ENTRY_BYTES
 from service.pipeline import queue as module
-from service.pipeline.queue import Queue, take_group
-from service.pipeline.request import BatchChunk, WriteRequest
-from tests.unit.fakes import make_event, unheard
+from service.pipeline.group import Group
+from service.pipeline.queue import Queue, take_requests
+from service.pipeline.request import WriteRequest
+from tests.unit.fakes import make_event
 
 SETTINGS = Settings(instance="test")
 MANY = 1_000_000  # groups at once
@@ -24,34 +25,44 @@ ARRIVALS = iter(range(1_000_000))
 
 
 def request(key: str, topic: str = "orders", guarantee: Guarantee = Guarantee.EXACTLY_ONCE) -> WriteRequest:
-    return WriteRequest.of((make_event(key, topic),), next(ARRIVALS), 10.0, guarantee, unheard)
+    return WriteRequest.of((make_event(key, topic),), next(ARRIVALS), 10.0, guarantee)
 
 
 def large(key: str, size: int) -> WriteRequest:
     event = make_event(key, value=b"x" * size)
-    return WriteRequest.of((event,), next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, unheard)
+    return WriteRequest.of((event,), next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE)
 
 
 def atomic(*keys: str) -> WriteRequest:
     whole = (b"w" * 16, b"f" * 8)
-    return WriteRequest.of(
-        [make_event(key) for key in keys], next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, unheard, whole
-    )
+    return WriteRequest.of([make_event(key) for key in keys], next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, whole)
 
 
-def train_of(*keys: str, size: int = 1) -> list[WriteRequest]:
-    events = [make_event(key, value=b"x" * size) for key in keys]
-    train = BatchChunk()
-    for event in events:
-        train.add(event)
-    return [
-        WriteRequest.of((event,), next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, unheard, train=train)
-        for event in events
-    ]
+def chunk(*keys: str, size: int = 1, topic: str = "orders") -> WriteRequest:
+    events = [make_event(key, topic, value=b"x" * size) for key in keys]
+    return WriteRequest.of(events, next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE)
 
 
 def keys_of(group: list[WriteRequest]) -> list[str]:
     return [event.key for each in group for event in each.events]
+
+
+def admit(queue: Queue, *requests: WriteRequest) -> None:
+    for each in requests:
+        queue.admit(each)
+        queue.put(each)
+
+
+def group_of(queue: Queue) -> Group:
+    """The next group, which is there."""
+    group = queue.take()
+    assert group is not None
+    return group
+
+
+def take(queue: Queue) -> list[WriteRequest]:
+    """The requests of the next group."""
+    return group_of(queue).requests
 
 
 def answered(queue: Queue, *requests: WriteRequest) -> None:
@@ -63,41 +74,41 @@ def answered(queue: Queue, *requests: WriteRequest) -> None:
 # --------------------------------------------------------------------------------------------------------- bounds
 
 
-async def test_requests_are_let_in_all_or_none() -> None:
+async def test_a_request_is_let_in_with_all_its_events_or_with_none() -> None:
     queue = Queue(replace(SETTINGS, queue_events_max=3), MANY)
-    queue.admit([request("a"), request("b")])
+    admit(queue, request("a"), request("b"))
     with pytest.raises(Problem) as raised:
-        queue.admit([request("c"), request("d")])
+        admit(queue, chunk("c", "d"))
     assert raised.value.kind is NOT_WRITTEN
     assert queue.events == 2
-    queue.admit([request("e")])
-    assert keys_of(queue.take()) == ["a", "b", "e"]
+    admit(queue, request("e"))
+    assert keys_of(take(queue)) == ["a", "b", "e"]
 
 
 async def test_an_atomic_batch_counts_with_all_its_events() -> None:
     queue = Queue(replace(SETTINGS, queue_events_max=2), MANY)
     with pytest.raises(Problem):
-        queue.admit([atomic("a", "b", "c")])
-    assert (queue.events, queue.bytes, queue.take()) == (0, 0, [])
+        admit(queue, atomic("a", "b", "c"))
+    assert (queue.events, queue.bytes, queue.take()) == (0, 0, None)
 
 
 async def test_bytes_are_bounded_too() -> None:
     queue = Queue(replace(SETTINGS, queue_bytes_max=2 * WAITING_BYTES + 100), MANY)
-    queue.admit([large("a", 50)])
+    admit(queue, large("a", 50))
     with pytest.raises(Problem):
-        queue.admit([large("b", 51)])
-    queue.admit([large("c", 50)])
+        admit(queue, large("b", 51))
+    admit(queue, large("c", 50))
     assert queue.bytes == 2 * WAITING_BYTES + 100
 
 
 async def test_the_bounds_count_until_the_answer_and_not_until_the_taking() -> None:
     queue = Queue(replace(SETTINGS, queue_events_max=1), MANY)
-    queue.admit([first := request("a")])
-    assert queue.take() == [first]
+    admit(queue, first := request("a"))
+    assert take(queue) == [first]
     with pytest.raises(Problem):
-        queue.admit([request("b")])
+        admit(queue, request("b"))
     answered(queue, first)
-    queue.admit([request("c")])
+    admit(queue, request("c"))
 
 
 # --------------------------------------------------------------------------------------------------------- memory
@@ -107,17 +118,17 @@ async def test_answered_requests_are_let_go_of_without_a_slot() -> None:
     queue = Queue(SETTINGS, MANY)
     queue.quarantine("bad")
     requests = [request("a"), request("b", "bad"), request("c", guarantee=Guarantee.IDEMPOTENT)]
-    queue.admit(requests)
+    admit(queue, *requests)
     answered(queue, *requests)
     queue.forget_answered()
     assert not any(queue._waiting.values())
-    assert not queue._apart
+    assert not queue._quarantine
 
 
 async def test_one_that_waits_long_does_not_keep_those_behind_it() -> None:
     queue = Queue(SETTINGS, MANY)
     patient, others = request("patient"), [request(str(n)) for n in range(1_200)]
-    queue.admit([patient, *others])
+    admit(queue, patient, *others)
     answered(queue, *others)
     queue.forget_answered()
     assert list(queue._waiting[Guarantee.EXACTLY_ONCE]) == [patient]
@@ -129,62 +140,56 @@ async def test_one_that_waits_long_does_not_keep_those_behind_it() -> None:
 async def test_a_group_closes_at_what_one_transaction_holds() -> None:
     third = GROUP_EVENT_BYTES_MAX // 3
     waiting = deque(large(key, third) for key in "abcd")
-    assert keys_of(take_group(waiting, [])) == ["a", "b", "c"]
-    assert keys_of(take_group(waiting, [])) == ["d"]
+    assert keys_of(take_requests(waiting)) == ["a", "b", "c"]
+    assert keys_of(take_requests(waiting)) == ["d"]
 
 
 async def test_a_group_closes_at_the_bytes_of_its_ledger_record() -> None:
     most = GROUP_LEDGER_BYTES_MAX // (ENTRY_BYTES + len("orders"))
     waiting = deque(request(str(number)) for number in range(most + 10))
-    assert [len(take_group(waiting, [])) for _ in range(2)] == [most, 10]
+    assert [len(take_requests(waiting)) for _ in range(2)] == [most, 10]
 
 
 async def test_a_request_that_is_larger_than_a_group_goes_alone() -> None:
     waiting = deque([large("a", GROUP_EVENT_BYTES_MAX + 1), request("b")])
-    assert keys_of(take_group(waiting, [])) == ["a"]
+    assert keys_of(take_requests(waiting)) == ["a"]
 
 
 async def test_an_atomic_batch_goes_alone() -> None:
     waiting = deque([request("a"), atomic("b", "c"), atomic("d"), request("e")])
-    assert [keys_of(take_group(waiting, [])) for _ in range(4)] == [["a"], ["b", "c"], ["d"], ["e"]]
+    assert [keys_of(take_requests(waiting)) for _ in range(4)] == [["a"], ["b", "c"], ["d"], ["e"]]
 
 
-async def test_a_train_is_taken_whole_or_waits_for_the_next_group() -> None:
-    half = GROUP_EVENT_BYTES_MAX // 2
-    waiting = deque([large("a", half + 10), *train_of("b", "c", "d", size=half // 3), request("e")])
-    assert keys_of(take_group(waiting, [])) == ["a"]
-    assert keys_of(take_group(waiting, [])) == ["b", "c", "d", "e"]
-
-
-async def test_a_train_and_what_is_with_it_fit_one_transaction() -> None:
+async def test_a_chunk_and_what_is_with_it_fit_one_transaction() -> None:
     third = GROUP_EVENT_BYTES_MAX // 3
-    waiting = deque([*train_of("a", "b", size=third), *train_of("c", "d", size=third)])
-    assert keys_of(take_group(waiting, [])) == ["a", "b"]
-    assert keys_of(take_group(waiting, [])) == ["c", "d"]
+    waiting = deque([large("a", third + 3), chunk("b", "c", size=third), chunk("d", "e", size=third), request("f")])
+    assert keys_of(take_requests(waiting)) == ["a"]
+    assert keys_of(take_requests(waiting)) == ["b", "c"]
+    assert keys_of(take_requests(waiting)) == ["d", "e", "f"]
 
 
 async def test_answered_requests_are_passed_over() -> None:
     requests = [request("a"), request("b")]
     requests[0].move(RequestEvent.ANSWER)
-    assert keys_of(take_group(deque(requests), [])) == ["b"]
+    assert keys_of(take_requests(deque(requests))) == ["b"]
 
 
 async def test_a_group_has_one_guarantee_and_the_oldest_goes_first() -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.admit([request("a", guarantee=Guarantee.IDEMPOTENT), request("b"), request("c")])
-    queue.admit([request("d", guarantee=Guarantee.IDEMPOTENT)])
-    assert keys_of(queue.take()) == ["a", "d"]
-    assert keys_of(queue.take()) == ["b", "c"]
+    admit(queue, request("a", guarantee=Guarantee.IDEMPOTENT), request("b"), request("c"))
+    admit(queue, request("d", guarantee=Guarantee.IDEMPOTENT))
+    assert keys_of(take(queue)) == ["a", "d"]
+    assert keys_of(take(queue)) == ["b", "c"]
 
 
 async def test_what_goes_round_again_goes_first_and_in_its_order() -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.admit([request("a"), request("b"), request("c")])
-    group = queue.take()
-    queue.admit([request("d")])
-    answered(queue, group[1])
-    queue.put_back(group)
-    assert keys_of(queue.take()) == ["a", "c", "d"]
+    admit(queue, request("a"), request("b"), request("c"))
+    group = group_of(queue)
+    admit(queue, request("d"))
+    answered(queue, group.requests[1])
+    queue.put_back(group.requests)
+    assert keys_of(take(queue)) == ["a", "c", "d"]
 
 
 # ---------------------------------------------------------------------------------------------------------- apart
@@ -193,14 +198,14 @@ async def test_what_goes_round_again_goes_first_and_in_its_order() -> None:
 async def test_a_suspect_topic_travels_apart_one_group_at_a_time() -> None:
     queue = Queue(SETTINGS, MANY)
     queue.quarantine("bad")
-    queue.admit([request("a", "bad"), request("b"), request("c", "bad")])
-    apart = queue.take()
-    assert keys_of(apart) == ["a", "c"]
-    queue.admit([request("d", "bad")])
-    assert keys_of(queue.take()) == ["b"], "the others go on meanwhile"
-    assert queue.take() == []
-    queue.returned(apart)
-    assert keys_of(queue.take()) == ["d"]
+    admit(queue, request("a", "bad"), request("b"), request("c", "bad"))
+    apart = group_of(queue)
+    assert keys_of(apart.requests) == ["a", "c"]
+    admit(queue, request("d", "bad"))
+    assert keys_of(take(queue)) == ["b"], "the others go on meanwhile"
+    assert queue.take() is None
+    queue.done(apart)
+    assert keys_of(take(queue)) == ["d"]
 
 
 async def test_a_request_that_was_in_a_failed_group_travels_alone() -> None:
@@ -209,26 +214,26 @@ async def test_a_request_that_was_in_a_failed_group_travels_alone() -> None:
     first, second = request("a", "bad"), request("b", "bad")
     first.failures = second.failures = 1
     queue.put_back([first, second])
-    assert queue.take() == [first]
+    assert take(queue) == [first]
 
 
 async def test_a_topic_that_commits_travels_with_the_others_again() -> None:
     queue = Queue(SETTINGS, MANY)
     queue.quarantine("bad")
-    queue.admit([request("a", "bad"), request("b")])
+    admit(queue, request("a", "bad"), request("b"))
     queue.release({"bad"})
-    assert sorted(keys_of(queue.take())) == ["a", "b"]
+    assert sorted(keys_of(take(queue))) == ["a", "b"]
 
 
-async def test_suspects_of_several_topics_do_not_share_a_group() -> None:
+async def test_quarantined_topics_of_several_topics_do_not_share_a_group() -> None:
     queue = Queue(SETTINGS, MANY)
     queue.quarantine("bad")
     queue.quarantine("worse")
-    queue.admit([request("a", "bad"), request("b", "worse"), request("c", "bad")])
-    apart = queue.take()
-    assert keys_of(apart) == ["a", "c"]
-    queue.returned(apart)
-    assert keys_of(queue.take()) == ["b"]
+    admit(queue, request("a", "bad"), request("b", "worse"), request("c", "bad"))
+    apart = group_of(queue)
+    assert keys_of(apart.requests) == ["a", "c"]
+    queue.done(apart)
+    assert keys_of(take(queue)) == ["b"]
 
 
 # --------------------------------------------------------------------------------------------------------- takers
@@ -236,9 +241,9 @@ async def test_suspects_of_several_topics_do_not_share_a_group() -> None:
 
 async def test_a_taker_wakes_for_what_is_let_in_and_when_all_are_nudged() -> None:
     queue = Queue(SETTINGS, MANY)
-    takers = [asyncio.create_task(queue.wait()) for _ in range(3)]
+    takers = [asyncio.create_task(queue._wait()) for _ in range(3)]
     await asyncio.sleep(0)
-    queue.admit([request("a")])
+    admit(queue, request("a"))
     await asyncio.sleep(0)
     assert sum(taker.done() for taker in takers) == 1
     queue.notify_all()
@@ -251,13 +256,13 @@ async def test_who_waited_longest_is_woken_first() -> None:
     woken: list[str] = []
 
     async def take(name: str) -> None:
-        await queue.wait()
+        await queue._wait()
         woken.append(name)
         queue.take()
 
     takers = [asyncio.create_task(take(name)) for name in ("first", "second")]
     await asyncio.sleep(0)
-    queue.admit([request("a")])
+    admit(queue, request("a"))
     await takers[0]
     assert woken == ["first"]
     takers.append(asyncio.create_task(take("third")))
@@ -270,11 +275,11 @@ async def test_who_waited_longest_is_woken_first() -> None:
 
 async def test_a_taker_that_was_cancelled_takes_no_nudge() -> None:
     queue = Queue(SETTINGS, MANY)
-    gone, here = asyncio.create_task(queue.wait()), asyncio.create_task(queue.wait())
+    gone, here = asyncio.create_task(queue._wait()), asyncio.create_task(queue._wait())
     await asyncio.sleep(0)
     gone.cancel()
     await asyncio.wait([gone])
-    queue.admit([request("a")])
+    admit(queue, request("a"))
     async with asyncio.timeout(3.0):
         await here
 
@@ -285,68 +290,68 @@ async def test_a_taker_that_was_cancelled_takes_no_nudge() -> None:
 async def test_no_more_groups_are_under_way_than_are_good() -> None:
     """The third waits for one of the two to be done, and is the larger for it."""
     queue = Queue(SETTINGS)
-    queue.admit([request("a")])
-    first = queue.take()
-    queue.admit([request("b")])
-    assert keys_of(queue.take()) == ["b"]
-    waiting = asyncio.create_task(queue.wait())
-    queue.admit([request("c")])
-    queue.admit([request("d")])
+    admit(queue, request("a"))
+    first = group_of(queue)
+    admit(queue, request("b"))
+    assert keys_of(take(queue)) == ["b"]
+    waiting = asyncio.create_task(queue._wait())
+    admit(queue, request("c"))
+    admit(queue, request("d"))
     await asyncio.sleep(0.01)
     assert not waiting.done()
-    assert queue.take() == []
-    queue.returned(first)
+    assert queue.take() is None
+    queue.done(first)
     await asyncio.wait_for(waiting, 1.0)
-    assert keys_of(queue.take()) == ["c", "d"]
+    assert keys_of(take(queue)) == ["c", "d"]
 
 
 async def test_a_group_goes_beside_another_once_it_is_as_large() -> None:
     queue = Queue(SETTINGS)
-    queue.admit([request("a"), request("b")])
-    first = queue.take()
-    waiting = asyncio.create_task(queue.wait())
-    queue.admit([request("c")])
+    admit(queue, request("a"), request("b"))
+    first = group_of(queue)
+    waiting = asyncio.create_task(queue._wait())
+    admit(queue, request("c"))
     await asyncio.sleep(0.01)
     assert not waiting.done()
-    queue.admit([request("d")])
+    admit(queue, request("d"))
     await asyncio.wait_for(waiting, 1.0)
-    second = queue.take()
-    assert keys_of(second) == ["c", "d"]
-    queue.returned(first)
-    queue.admit([request("e")])
-    assert queue.take() == []
-    queue.returned(second)
-    assert keys_of(queue.take()) == ["e"], "beside nothing a group of any size goes"
+    second = group_of(queue)
+    assert keys_of(second.requests) == ["c", "d"]
+    queue.done(first)
+    admit(queue, request("e"))
+    assert queue.take() is None
+    queue.done(second)
+    assert keys_of(take(queue)) == ["e"], "beside nothing a group of any size goes"
 
 
 async def test_a_small_group_waits_no_longer_than_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GROUP_QUICK_S", 0.03)
     queue = Queue(SETTINGS)
-    queue.admit([request("a"), request("b")])
+    admit(queue, request("a"), request("b"))
     queue.take()
-    queue.admit([request("c")])
-    await asyncio.wait_for(queue.wait(), 1.0)
-    assert keys_of(queue.take()) == ["c"]
+    admit(queue, request("c"))
+    await asyncio.wait_for(queue._wait(), 1.0)
+    assert keys_of(take(queue)) == ["c"]
 
 
 async def test_groups_that_hang_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GROUP_QUICK_S", 0.03)
     queue = Queue(SETTINGS)
     for key in ("a", "b"):
-        queue.admit([request(key)])
+        admit(queue, request(key))
         queue.take()
-    waiting = asyncio.create_task(queue.wait())
-    queue.admit([request("c")])
+    waiting = asyncio.create_task(queue._wait())
+    admit(queue, request("c"))
     await asyncio.wait_for(waiting, 1.0)
-    assert keys_of(queue.take()) == ["c"]
+    assert keys_of(take(queue)) == ["c"]
 
 
 async def test_who_is_to_stop_is_woken_in_a_crowd() -> None:
     queue = Queue(SETTINGS)
     for key in ("a", "b"):
-        queue.admit([request(key)])
+        admit(queue, request(key))
         queue.take()
-    waiting = [asyncio.create_task(queue.wait()) for _ in range(2)]
+    waiting = [asyncio.create_task(queue._wait()) for _ in range(2)]
     await asyncio.sleep(0)
     queue.notify_all()
     await asyncio.wait_for(asyncio.gather(*waiting), 1.0)
@@ -377,25 +382,25 @@ class Clock:
 
     def serve(self, queue: Queue, took_s: float) -> list[str]:
         """The keys of the next group, which hangs for so long and is put back where its topic is bad."""
-        group = queue.take()
-        self.now += took_s if any("bad" in each.events[0].topic for each in group) else 0.01
-        bad = [each for each in group if "bad" in each.events[0].topic]
+        group = group_of(queue)
+        self.now += took_s if any("bad" in each.events[0].topic for each in group.requests) else 0.01
+        bad = [each for each in group.requests if "bad" in each.events[0].topic]
         for each in bad:
             each.failures += 1
         queue.put_back(bad)
-        queue.returned(group)
-        return keys_of(group)
+        queue.done(group)
+        return keys_of(group.requests)
 
 
 async def test_a_topic_that_hangs_gets_half_of_the_only_slot_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it gets all of it, nothing else was ever written where one slot serves."""
     clock, queue = Clock(monkeypatch), Queue(SETTINGS)
     queue.quarantine("bad")
-    queue.admit([request("b", "bad")])
+    admit(queue, request("b", "bad"))
     good = [request(str(n)) for n in range(1_000)]
     served: list[list[str]] = []
     for each in good:
-        queue.admit([each])
+        admit(queue, each)
         served.append(clock.serve(queue, 3.0))
     hung = served.count(["b"])
     assert hung >= 2
@@ -405,7 +410,7 @@ async def test_a_topic_that_hangs_gets_half_of_the_only_slot_s_time(monkeypatch:
         pass
     empty = Queue(SETTINGS)
     empty.quarantine("bad")
-    empty.admit([request("b", "bad")])
+    admit(empty, request("b", "bad"))
     assert [clock.serve(empty, 3.0) for _ in range(3)] == [["b"]] * 3
 
 
@@ -413,7 +418,7 @@ async def test_topics_that_travel_apart_take_turns(monkeypatch: pytest.MonkeyPat
     clock, queue = Clock(monkeypatch), Queue(SETTINGS)
     for topic in ("bad", "bad-too", "well-again"):
         queue.quarantine(topic)
-    queue.admit([request("1", "bad"), request("2", "bad"), request("3", "bad-too"), request("4", "well-again")])
+    admit(queue, request("1", "bad"), request("2", "bad"), request("3", "bad-too"), request("4", "well-again"))
     turns = [clock.serve(queue, 3.0) for _ in range(6)]
     assert turns == [["1", "2"], ["3"], ["4"], ["1"], ["3"], ["2"]]
 
@@ -422,95 +427,41 @@ async def test_of_a_topic_who_has_failed_alone_comes_after_who_has_not(monkeypat
     """A partition of it has no leader: its events would be taken first, again and again, until their deadline."""
     clock, queue = Clock(monkeypatch), Queue(SETTINGS)
     queue.quarantine("bad")
-    queue.admit([request(key, "bad") for key in "123"])
+    admit(queue, *(request(key, "bad") for key in "123"))
     assert clock.serve(queue, 1.0) == ["1", "2", "3"]
-    queue.admit([request(key, "bad") for key in "45"])
+    admit(queue, *(request(key, "bad") for key in "45"))
     turns = [clock.serve(queue, 1.0) for _ in range(8)]
     assert turns == [["1"], ["2"], ["3"], ["4", "5"], ["4"], ["5"], ["5"], ["4"]]
-
-
-async def test_of_a_train_that_came_apart_nobody_overtakes_who_has_failed_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock, queue = Clock(monkeypatch), Queue(SETTINGS)
-    queue.quarantine("bad")
-    train = BatchChunk()
-    for key in "123":
-        train.add(make_event(key, "bad"))
-    whole = [
-        WriteRequest.of((event,), next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, unheard, train=train)
-        for event in train.events
-    ]
-    queue.admit([*whole, request("x", "bad")])
-    assert clock.serve(queue, 1.0) == ["1", "2", "3", "x"]
-    assert [clock.serve(queue, 1.0) for _ in range(4)] == [["1"], ["x"], ["x"], ["1"]]
-    answered(queue, whole[0])
-    assert clock.serve(queue, 1.0) == ["2"]
 
 
 async def test_the_group_that_took_a_request_last_has_it() -> None:
     queue = Queue(SETTINGS, MANY)
     one = request("a")
-    queue.admit([one])
-    first = queue.take()
+    admit(queue, one)
+    first = group_of(queue)
     group_number = one.group_number
-    queue.put_back(first)
-    queue.returned(first)
-    assert queue.take() == [one]
+    queue.put_back(first.requests)
+    queue.done(first)
+    assert take(queue) == [one]
     assert one.group_number > group_number
 
 
 async def test_who_takes_what_can_go_now_wakes_another_for_what_travels_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, queue = Clock(monkeypatch), Queue(SETTINGS, 2)
     queue.quarantine("bad")
-    queue.admit([request("b", "bad")])
+    admit(queue, request("b", "bad"))
     assert clock.serve(queue, 3.0) == ["b"]  # it rests for as long
     for key in ("a", "c"):
-        queue.admit([request(key)])
-        assert keys_of(queue.take()) == [key]
-    takers = [asyncio.create_task(queue.wait()) for _ in range(2)]
+        admit(queue, request(key))
+        assert keys_of(take(queue)) == [key]
+    takers = [asyncio.create_task(queue._wait()) for _ in range(2)]
     await asyncio.sleep(0)
-    queue.admit([request("d")])
+    admit(queue, request("d"))
     clock.now += 1.0  # those on their way are slow: they do not count
     queue._make_room()
     await asyncio.sleep(0)
     assert [taker.done() for taker in takers] == [True, False]
-    assert keys_of(queue.take()) == ["d"]
+    assert keys_of(take(queue)) == ["d"]
     await asyncio.sleep(0)
     assert takers[1].done()
-    assert keys_of(queue.take()) == ["b"]
-
-
-def test_a_train_that_no_transaction_holds_any_more_goes_in_parts_and_in_order() -> None:
-    """The ledger's max.message.bytes was lowered since it was made up, and it has failed."""
-    queue = Queue(SETTINGS, MANY)
-    whole = [f"k{n}" for n in range(10)]
-    train = train_of(*whole)
-    queue.admit(train)
-    group = queue.take()
-    assert keys_of(group) == whole
-    queue.returned(group)
-    queue.ledger_bytes_max = 3 * train[0].ledger_bytes
-    queue.put_back(group)
-    sizes: list[int] = []
-    while group := queue.take():
-        assert keys_of(group) == whole[sum(sizes) :][: len(group)]
-        sizes.append(len(group))
-        answered(queue, *group)
-        queue.returned(group)
-    assert sizes == [3, 3, 3, 1]
-
-
-def test_a_train_in_one_piece_that_no_transaction_holds_any_more_is_parted() -> None:
-    queue = Queue(SETTINGS, MANY)
-    events = [make_event(f"k{n}") for n in range(4)]
-    train = BatchChunk()
-    for event in events:
-        train.add(event)
-    piece = WriteRequest.of(events, next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, unheard, train=train)
-    queue.admit([piece])
-    group = queue.take()
-    queue.returned(group)
-    queue.ledger_bytes_max = piece.ledger_bytes // 2
-    queue.put_back(group)
-    assert keys_of(queue.take()) == ["k0", "k1"]
+    assert keys_of(take(queue)) == ["b"]

@@ -87,7 +87,7 @@ async def test_a_commit_ends_the_suspicion_of_its_topics(topic: str) -> None:
         world.queue.quarantine(each)
     serving = world.serve(await world.slot())
     assert isinstance(await world.submit("a", topic), Committed)
-    assert world.queue._suspects == {"other"}
+    assert world.queue._quarantined_topics == {"other"}
     await ended(serving)
 
 
@@ -96,7 +96,7 @@ async def test_a_group_that_is_through_is_under_way_no_more() -> None:
     serving = world.serve(await world.slot())
     for key in ("a", "b", "a"):
         await world.submit(key)
-    await until(lambda: not world.queue._out)
+    await until(lambda: not world.queue._under_way)
     await ended(serving)
 
 
@@ -163,7 +163,7 @@ async def test_what_hangs_beside_others_that_went_travels_apart(fates: list[Reco
     world.plains[0].fates.append(fates)
     serving = world.serve(slot)
     assert kind_of(await answers[1]) is OUTCOME_UNKNOWN
-    assert world.queue._suspects == apart
+    assert world.queue._quarantined_topics == apart
     assert (kind_of(await answers[0]) is OUTCOME_UNKNOWN) is (not apart)
     await ended(serving)
 

@@ -258,8 +258,10 @@ async def test_who_ends_in_the_pause_after_a_vain_try_leaves_it_in_the_queue_onc
     await asyncio.sleep(0.01)
     await ended(serving)
     assert world.writer._parked == []
-    assert [request.events[0].key for request in world.queue.take()] == ["bad"]
-    assert world.queue.take() == []
+    group = world.queue.take()
+    assert group is not None
+    assert [request.events[0].key for request in group.requests] == ["bad"]
+    assert world.queue.take() is None
     answer.cancel()
 
 

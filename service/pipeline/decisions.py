@@ -1,0 +1,315 @@
+"""What becomes of the requests of a group, decided before anything is done: pure functions of what was found."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from enum import Enum
+from typing import Final, NamedTuple
+
+import structlog
+
+from service.claims.states import CLAIMABLE, Claim, Claimed, Delivered, Outcome, RequestState
+from service.core.problems import (
+    FINGERPRINT_MISMATCH,
+    IN_PROGRESS,
+    NOT_WRITTEN,
+    OUTCOME_UNKNOWN,
+    TOO_LARGE,
+    UNKNOWN_TOPIC,
+    Problem,
+)
+from service.kafka.outcomes import OUTSIDE_BOUNDS, RecordError, TransactionFailed, TransactionOutcome
+from service.kafka.session import NotSent, Partition, Record, RecordMetadata, RecordResult
+from service.pipeline.group import ClaimedRequest, CommittedRequest, LeftOut, placed_all
+from service.pipeline.request import Committed, WriteRequest, WriteResult
+
+log = structlog.get_logger(__name__)
+
+# That a topic is not there is believed at the second time: one that was just made is not known to every broker yet.
+ABSENT_FAILURES: Final = 2
+
+NOTHING: Final[Mapping[int, Partition]] = {}
+
+# What the deadline of a request means, by its state.
+TooLate = Callable[[WriteRequest], Problem]
+
+
+# ---------------------------------------------------------------------------------------------------------- claims
+
+
+class Step(Enum):
+    """What comes next for an event that has no result yet."""
+
+    WRITE = "write"  # its claim stands
+    PARK = "park"  # a claim of its own, in a term that is still to be recovered, stands: wait for the recovery
+    WAIT = "wait"  # another writes its key, and it may wait for that
+    REQUEUE = "requeue"  # nothing of it stands: it is claimed anew, by whoever comes first
+    SPLIT = "split"  # of a chunk: nothing stands, and its parts are sent one after the other
+
+
+class ClaimToRelease(NamedTuple):
+    """Claims of a request that stand and are not wanted; and what comes next for it then, unless it is answered."""
+
+    request: WriteRequest
+    ids: Sequence[bytes]
+    then: Step = Step.REQUEUE
+
+
+class ClaimDecision:
+    """What is to be done after the claims of a group: `claimed` is to be written, `results` are to be given."""
+
+    def __init__(self, now: float, too_late: TooLate) -> None:
+        self.claimed: list[ClaimedRequest] = []
+        self.results: list[tuple[WriteRequest, WriteResult]] = []
+        self.to_release: list[ClaimToRelease] = []
+        self.next: dict[Step, list[WriteRequest]] = {step: [] for step in Step}
+        self.settled_keys: list[bytes] = []  # whoever waits for the write of one of these may claim it, and is answered
+        self.dead_holder_met = False  # a claim of a slot without a lease stands
+        self._now = now
+        self._too_late = too_late
+
+    def add(self, request: WriteRequest, claim: Claim, lacking: Mapping[int, Partition]) -> None:
+        """Decide on a request of one claim. `lacking`: its events that are for partitions with too few replicas."""
+        partition = next(iter(lacking.values())) if lacking else None
+        found = self._next(request, request.asked[0][0], claim, partition)
+        if found is Step.WRITE:
+            self.claimed.append((request, [claim.state.at] * len(request.events)))
+        else:
+            self._leave(request, claim, found)
+
+    def add_chunk(self, request: WriteRequest, claims: Sequence[Claim], lacking: Mapping[int, Partition]) -> None:
+        """Decide on a chunk, which has a claim for each of its events."""
+        asked = zip(request.asked, claims, strict=True)
+        found = [self._next(request, id, claim, lacking.get(n)) for n, ((id, _), claim) in enumerate(asked)]
+        if settled := [n for n, each in enumerate(found) if not isinstance(each, Step)]:
+            for n, part in zip(settled, request.take_out(settled), strict=True):
+                self._leave(part, claims[n], found[n])
+            claims = [claim for claim, each in zip(claims, found, strict=True) if isinstance(each, Step)]
+        steps = {each for each in found if isinstance(each, Step)}
+        if steps == {Step.WRITE}:
+            self.claimed.append((request, [claim.state.at for claim in claims]))
+        elif steps:  # an event in doubt, or one without a claim, holds up the others: they would overtake it
+            self._hold_back(request, claims, Step.PARK if Step.PARK in steps else Step.REQUEUE)
+
+    def _hold_back(self, request: WriteRequest, claims: Sequence[Claim], then: Step) -> None:
+        pairs = zip(request.asked, claims, strict=True)
+        if stand := [id for (id, _), claim in pairs if claim.outcome in CLAIMABLE]:
+            self.to_release.append(ClaimToRelease(request, stand, then))
+        else:
+            self.next[then].append(request)
+
+    def _leave(self, request: WriteRequest, claim: Claim, found: Step | WriteResult) -> None:
+        """Note what becomes of a request that is not written now."""
+        if claim.outcome in CLAIMABLE:
+            self.to_release.append(ClaimToRelease(request, [id for id, _ in request.asked]))
+        elif claim.outcome is Outcome.IN_PROGRESS:
+            self.dead_holder_met |= found is not Step.PARK and not claim.leased
+        elif claim.outcome is not Outcome.REFUSED:
+            self.settled_keys.append(request.asked[0][0])
+        if isinstance(found, Step):
+            self.next[found].append(request)
+        else:
+            self.results.append((request, found))
+
+    def _next(self, request: WriteRequest, id: bytes, claim: Claim, lacking: Partition | None) -> Step | WriteResult:
+        """What a claim means for its event: the result, or what comes next."""
+        if claim.outcome in CLAIMABLE:
+            if request.answered or request.deadline <= self._now:  # also after a pause of the whole process: never sent
+                return self._too_late(request)
+            return Step.WRITE if lacking is None else _too_few_replicas(*lacking)
+        doubtful = request.state is RequestState.CHECKING
+        match claim.outcome, claim.state:
+            case Outcome.DELIVERED, Delivered() as found:
+                # In doubt before: it was this very request's own writing, so this is its first answer.
+                return Committed(found.at, ((id, found),), replayed=not doubtful)
+            case Outcome.IN_PROGRESS, Claimed(slot, term) if doubtful or (slot, term) in request.claimants:
+                return Step.PARK
+            case Outcome.IN_PROGRESS, _:
+                waits = self._now < request.wait_deadline
+                return Step.WAIT if waits else Problem(IN_PROGRESS, "Idempotency-Key: send it again, with the same key")
+        return Step.REQUEUE if claim.outcome is Outcome.REFUSED else _final(claim)
+
+
+def _final(claim: Claim) -> Problem:
+    """The result of a claim that found another event under the key."""
+    if claim.outcome is Outcome.CONFLICT:
+        return Problem(FINGERPRINT_MISMATCH, "Idempotency-Key: use a new key for a new event")
+    # That no claim finds: what it means is not known, so nothing final may be told.
+    log.error("bug: a claim found what it cannot", outcome=claim.outcome.value, state=repr(claim.state))
+    return Problem(OUTCOME_UNKNOWN, "Idempotency-Key: send it again with the same key")
+
+
+def _too_few_replicas(topic: str, partition: int) -> Problem:
+    return Problem(NOT_WRITTEN, f"topic: partition {partition} of {topic} has too few replicas in sync: send it again")
+
+
+def after_claim(
+    requests: Sequence[WriteRequest], claims: Sequence[Claim], left_out: LeftOut, now: float, too_late: TooLate
+) -> ClaimDecision:
+    """Decide by what the claims of a group found; `now` by time.monotonic.
+
+    An atomic batch has one claim, any other request one for each event. Events of a chunk that need no write, or cannot
+    be written now, are taken out of it; the others are written together, or none of them yet.
+    """
+    decision = ClaimDecision(now, too_late)
+    start = 0
+    for request in requests:
+        lacking = left_out.get(request, NOTHING) if left_out else NOTHING
+        if request.is_chunk:
+            end = start + len(request.events)
+            decision.add_chunk(request, claims[start:end], lacking)
+            start = end
+        else:
+            decision.add(request, claims[start], lacking)
+            start += 1
+    return decision
+
+
+# --------------------------------------------------------------------------------------------- a failed transaction
+
+
+class FailureDecision:
+    """What is to be done after a transaction that did not commit cleanly.
+
+    All requests are in doubt unless the transaction was aborted before its commit was asked for, and their claims are
+    given up: then those in `at_once`, `later` and `split` are sent again, the last ones in parts. `blamed_topics` are
+    quarantined; `failed` are the requests that had one of them, and `aborted` those that may have ended it.
+    """
+
+    def __init__(self, requests: Sequence[WriteRequest], failure: TransactionFailed, ledger: str) -> None:
+        self.results: list[tuple[WriteRequest, WriteResult]] = []
+        self.at_once: list[WriteRequest] = []
+        self.later: list[WriteRequest] = []
+        self.split: list[WriteRequest] = []
+        self.failed: list[WriteRequest] = []
+        self.blamed: list[WriteRequest] = []
+        self.blamed_topics: dict[str, None] = {}
+        self.is_aborted = failure.verdict is TransactionOutcome.ABORTED
+        # Where a commit was asked for, what was refused on the way has been overcome, or is not what ended it.
+        self._refusals = failure.refusals if self.is_aborted else {}
+        self._culprits = {*failure.stuck, *self._refusals}
+        self._alone = len(requests) == 1
+        self.ledger_is_full = ledger in self._refusals and self._refusals[ledger].kind is TOO_LARGE
+        for request in requests:
+            self._add(request)
+
+    def _add(self, request: WriteRequest) -> None:
+        culprits = request.topics & self._culprits
+        if culprits:
+            self.failed.append(request)
+            self.blamed_topics |= dict.fromkeys(culprits)
+        if (result := self._result_of(request, culprits)) is not None:
+            self.results.append((request, result))
+            return
+        is_too_long = self.ledger_is_full and self._alone
+        is_blamed = self.is_aborted and (not self._culprits or bool(culprits) or is_too_long)
+        if is_blamed:
+            self.blamed.append(request)
+        if self._is_to_be_split(request, culprits):
+            self.split.append(request)
+        elif self._is_absent(culprits) or (is_blamed and request.aborts > 0):
+            self.later.append(request)
+        else:
+            self.at_once.append(request)
+
+    def _result_of(self, request: WriteRequest, culprits: Collection[str]) -> Problem | None:
+        """The final answer of a request that is to blame, if it was alone; None where it is sent again."""
+        if not self._alone or request.is_chunk:
+            return None
+        if self.ledger_is_full and request.atomic:
+            return Problem(TOO_LARGE, "events: the ledger takes fewer in one transaction")
+        for topic in culprits:
+            if topic in self._refusals:
+                return refused(request, topic, self._refusals[topic])
+        return None
+
+    def _is_to_be_split(self, request: WriteRequest, culprits: Collection[str]) -> bool:
+        """Whether parts of a chunk may be written where the whole was not."""
+        if not request.is_chunk or not self.is_aborted:
+            return False
+        if self._is_absent(culprits) and request.failures + 1 < ABSENT_FAILURES:
+            return False
+        others_too = bool(culprits) and len(culprits) < len(request.topics)
+        return others_too or (self._alone and (bool(culprits) or self.ledger_is_full))
+
+    def _is_absent(self, culprits: Collection[str]) -> bool:
+        return any(topic in self._refusals and self._refusals[topic].kind is UNKNOWN_TOPIC for topic in culprits)
+
+
+class PlainDecision:
+    """What is to be done after a write without a transaction, in which each record has a result of its own.
+
+    `delivered` is to be marked and then answered. Claims of what has no clean answer, and of what is refused, are
+    released. `requeued` are the requests of which something is sent again.
+    """
+
+    def __init__(
+        self, group: Sequence[ClaimedRequest], records: Sequence[Record], written: Sequence[RecordResult]
+    ) -> None:
+        self.delivered: list[CommittedRequest] = []
+        self.results: list[tuple[WriteRequest, WriteResult]] = []
+        self.to_release: list[ClaimToRelease] = []
+        self.requeued: list[WriteRequest] = []
+        self.failed: dict[WriteRequest, None] = {}
+        self.blamed_topics: dict[str, None] = {}
+        self._some_written = any(isinstance(each, RecordMetadata) for each in written)
+        self._some_blamed = any(isinstance(each, NotSent) and each.itself for each in written)
+        self._alone = len(records) == 1
+        start = 0
+        for request, accepted in group:
+            end = start + len(request.events)
+            self._add(request, accepted, records[start:end], written[start:end])
+            start = end
+
+    def _add(
+        self,
+        request: WriteRequest,
+        accepted: Sequence[int],
+        records: Sequence[Record],
+        written: Sequence[RecordResult],
+    ) -> None:
+        found = [self._next(request, *each) for each in zip(records, written, strict=True)]
+        settled = [n for n, each in enumerate(found) if not isinstance(each, Step)]
+        places = [each for each in found if isinstance(each, RecordMetadata)]
+        if len(places) == len(found):
+            self.delivered.extend(placed_all([(request, accepted)], records, places))
+            return
+        for n, part in zip(settled, request.take_out(settled) if settled else (), strict=True):
+            result = found[n]
+            if isinstance(result, RecordMetadata):
+                self.delivered.extend(placed_all([(part, [accepted[n]])], [records[n]], [result]))
+            elif isinstance(result, Problem):
+                self.results.append((part, result))
+                self.to_release.append(ClaimToRelease(part, [id for id, _ in part.asked]))
+        if steps := {each for each in found if isinstance(each, Step)}:
+            then = Step.SPLIT if Step.SPLIT in steps else Step.REQUEUE
+            self.to_release.append(ClaimToRelease(request, [id for id, _ in request.asked], then))
+            self.requeued.append(request)
+
+    def _next(self, request: WriteRequest, record: Record, written: RecordResult) -> Step | RecordMetadata | Problem:
+        if isinstance(written, RecordMetadata):
+            return written
+        if isinstance(written, NotSent):
+            if written.itself or not self._some_blamed:
+                self._blame(request, record.topic)
+            return Step.REQUEUE
+        if written is None:
+            if self._some_written:  # its topic hangs, and must not hold up the others again
+                self._blame(request, record.topic)
+            return Problem(OUTCOME_UNKNOWN, "Idempotency-Key: a retry writes it again")
+        self._blame(request, record.topic)
+        if request.is_chunk:
+            return Step.SPLIT
+        return (refused(request, record.topic, written) if self._alone else None) or Step.REQUEUE
+
+    def _blame(self, request: WriteRequest, topic: str) -> None:
+        self.failed[request] = None
+        self.blamed_topics[topic] = None
+
+
+def refused(request: WriteRequest, topic: str, refusal: RecordError) -> Problem | None:
+    """The answer of a request, alone in its group, whose record for this topic the broker refuses; None: not yet."""
+    if refusal.kind is UNKNOWN_TOPIC and request.failures + 1 < ABSENT_FAILURES:
+        return None
+    if refusal is OUTSIDE_BOUNDS and any(each.topic == topic and each.timestamp is None for each in request.events):
+        # The time was given here, so that the clocks are at fault, which is no final answer to anybody.
+        return Problem(NOT_WRITTEN, f"timestamp: {topic} does not take this machine's time now")
+    return Problem(refusal.kind, f"topic: {topic}: {refusal.why}")
