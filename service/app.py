@@ -113,6 +113,7 @@ class Service:
             self.tracing,
             self.clocks.kafka.now_ms,
         )
+        heartbeat_now = asyncio.Event()
         self.writer = Writer(
             settings,
             self.keys,
@@ -120,6 +121,7 @@ class Service:
             self.queue,
             self.topic_metadata,
             self.admission,
+            heartbeat_now,
             self.telemetry,
             self.tracing,
         )
@@ -133,10 +135,10 @@ class Service:
             self.queue,
             self.topics,
             self.telemetry,
+            heartbeat_now,
             serve=self.writer.serve,
             recovered=self.writer.recovered,
         )
-        self.writer.hurry = self.pool.wake
         self.lso_watch = LsoWatch(
             settings, self.cluster, self.pool, self.topics.ledger, self.topic_metadata.names, self.telemetry
         )

@@ -34,7 +34,7 @@ log = structlog.get_logger(__name__)
 HEARTBEATS_PER_LEASE: Final = 3
 # Without a slot it can write nothing, so it sees sooner that one has become free: after a crash, its own old ones.
 HEARTBEATS_PER_LEASE_WITHOUT_A_SLOT: Final = 15
-# Between two beats, however many hurry: each is a script that looks at every slot.
+# Between two heartbeats, however often one is asked for: each is a script that looks at every slot.
 HEARTBEAT_PAUSE_LEAST_S: Final = 0.01
 PAUSE_LEAST_S: Final = 0.05
 PAUSE_MOST_S: Final = 2.0
@@ -78,6 +78,7 @@ class Pool:
         queue: Queue,
         topics: InternalTopics,
         telemetry: Telemetry,
+        heartbeat_now: asyncio.Event,
         serve: Serve,
         recovered: Callable[[], None],
     ) -> None:
@@ -99,7 +100,7 @@ class Pool:
         )
         self._take_not_before = 0.0
         self._troubles: dict[int, Incident] = {}  # by slot: a recovery that fails over and over is one
-        self._heartbeat_now = asyncio.Event()
+        self._heartbeat_now = heartbeat_now  # set: the next heartbeat does not wait for its time
         # Slots that nobody may hold, and that are to be taken all the same: what is open of theirs, and where.
         self._to_recover: dict[int, set[Partition]] = {}
         self._stopping = False
@@ -141,10 +142,6 @@ class Pool:
         slot = self.slots.get(n)
         return slot is not None and slot.doubtful > 0 and term <= slot.term
 
-    def wake(self) -> None:
-        """Beat now: somebody has met a dead slot."""
-        self._heartbeat_now.set()
-
     async def of_producers(self, producer_ids: Collection[int]) -> dict[int, int]:
         """The slots whose transactional ids have these producer ids, by producer id. Raises KafkaAway.
 
@@ -171,7 +168,7 @@ class Pool:
         slot = self.slots.get(n)
         if slot is None:
             self._to_recover.setdefault(n, set()).update(partitions)
-            self.wake()
+            self._heartbeat_now.set()
         elif slot.state in SETTLED:
             slot.suspects.update(partitions)
             slot.superseded = True
@@ -183,7 +180,7 @@ class Pool:
         """Beat, for ever: renew the leases, take what is wanted, recover the dead, give back what is too much."""
         trouble = Incident(log, "no heartbeat")
         while not self._stopping:
-            self._heartbeat_now.clear()  # whoever hurries from here on, also during the beat, has another one at once
+            self._heartbeat_now.clear()  # where it is set from here on, also during the heartbeat, another follows
             try:
                 epoch = await self._store.settled()
                 await self._heartbeat(epoch)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import structlog
@@ -98,6 +98,7 @@ class Writer:
         queue: Queue,
         topic_metadata: TopicMetadataCache,
         admission: Admission,
+        heartbeat_now: asyncio.Event,
         telemetry: Telemetry,
         tracing: "Tracing | None" = None,
     ) -> None:
@@ -113,8 +114,7 @@ class Writer:
         self._parked: list[WriteRequest] = []  # in doubt, until a slot has been recovered
         self._waiters = Waiters(queue.put_back)
         self._marking: set[asyncio.Task[None]] = set()
-        # Called where a claim of a slot without a lease is met: who looks after slots need not wait for its next beat.
-        self.hurry: Callable[[], None] = lambda: None
+        self._heartbeat_now = heartbeat_now  # set where a claim of a slot without a lease is met: it is to be recovered
 
     async def serve(self, slot: Slot) -> None:
         """Run groups through a READY slot until its term ends (an error is raised) or it is to be given back."""
@@ -205,7 +205,7 @@ class Writer:
             if not each.request.answered:
                 each.request.move(RequestEvent.QUEUE)
         if decision.dead_holder_met:
-            self.hurry()
+            self._heartbeat_now.set()
         self._note_won(decision.claimed)
 
     def _note_won(self, claimed: Sequence[ClaimedRequest]) -> None:

@@ -284,8 +284,16 @@ class World:
             self.journal,
             self.telemetry,
         )
+        self.heartbeat_now = asyncio.Event()
         self.writer = Writer(
-            self.settings, self.keys, self.store, self.queue, self.topic_metadata, self.admission, self.telemetry
+            self.settings,
+            self.keys,
+            self.store,
+            self.queue,
+            self.topic_metadata,
+            self.admission,
+            self.heartbeat_now,
+            self.telemetry,
         )
         self.producers: dict[int, FakeProducer] = {}
         self.plains: dict[int, FakePlain] = {}

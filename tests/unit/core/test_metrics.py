@@ -150,6 +150,7 @@ async def test_events_are_in_doubt_until_their_slot_has_been_recovered_however_l
         world.queue,
         world.topics,
         telemetry,
+        world.heartbeat_now,
         serve=world.writer.serve,
         recovered=world.writer.recovered,
     )

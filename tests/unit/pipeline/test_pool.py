@@ -55,6 +55,7 @@ class Held:
             self.world.queue,
             self.world.topics,
             self.world.telemetry,
+            self.world.heartbeat_now,
             serve=serve or self.world.writer.serve,
             recovered=self._recovered,
         )
@@ -132,10 +133,10 @@ async def test_who_hurries_during_a_beat_has_another_one_at_once(hold: Hold) -> 
     await held.ready()
     gate = trouble.hold("heartbeat")
     trouble.reached["heartbeat"].clear()
-    held.pool.wake()
+    held.world.heartbeat_now.set()
     await trouble.reached["heartbeat"].wait()
     seen = held.beats
-    held.pool.wake()
+    held.world.heartbeat_now.set()
     gate.set()
     await until(lambda: held.beats == seen + 2)
 

@@ -122,7 +122,7 @@ async def test_who_meets_a_dead_slot_has_the_next_beat_at_once_and_no_more_of_th
         await held.ready()
         await asyncio.sleep(0.02)
         beats = held.beats
-        held.pool.wake()
+        held.world.heartbeat_now.set()
         await until(lambda: held.beats == beats + 1)
         await asyncio.sleep(0.05)
         assert held.beats == beats + 1

@@ -150,14 +150,13 @@ async def test_the_claim_of_another_is_in_progress() -> None:
     world = World()
     other = await world.slot(1)
     await other.claim([(make_event("a").id, make_event("a").fp)])
-    hurries: list[bool] = []
-    world.writer.hurry = lambda: hurries.append(True)
     serving = world.serve(await world.slot(0))
     assert kind_of(await world.submit("a")) is IN_PROGRESS
-    assert hurries == [True], "nobody holds that slot's lease: it is to be recovered at once"
+    assert world.heartbeat_now.is_set(), "nobody holds that slot's lease: it is to be recovered at once"
+    world.heartbeat_now.clear()
     assert await world.keys.take(EPOCH, 1, "another")
     assert kind_of(await world.submit("a")) is IN_PROGRESS
-    assert hurries == [True], "its holder lives, and may be writing"
+    assert not world.heartbeat_now.is_set(), "its holder lives, and may be writing"
     await ended(serving)
 
 
