@@ -112,8 +112,9 @@ async def test_while_the_queue_is_full_nothing_more_is_looked_at() -> None:
     world = World(queue_events_max=2)
     assert world.admission.overload is None
     asked = [world.submit("a"), world.submit("b")]
-    await asyncio.sleep(0.01)
-    assert kind_of(world.admission.overload or await asked[0]) is NOT_WRITTEN
+    await until(lambda: world.queue.events == 2)
+    assert world.admission.overload is not None
+    assert world.admission.overload.kind is NOT_WRITTEN
     serving = world.serve(await world.slot())
     await asyncio.gather(*asked)
     assert world.admission.overload is None
