@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from enum import Enum
 from typing import Any, Final
 
 import structlog
@@ -16,7 +17,14 @@ from service.kafka import outcomes
 from service.kafka.admin import CODECS, KafkaAdmin
 from service.kafka.deadline import unwaited
 from service.kafka.open_check import OpenCheck
-from service.kafka.outcomes import REFUSALS, RecordError, RecordRefused, Refused, TransactionFailed
+from service.kafka.outcomes import (
+    REFUSALS,
+    RecordError,
+    RecordRefused,
+    Refused,
+    TransactionFailed,
+    TransactionOutcome,
+)
 from service.kafka.session import (
     METADATA_PATIENCE_S,
     NOT_SENT,
@@ -59,11 +67,31 @@ def own_record(topic: str, partition: int, key: bytes | None, value: bytes) -> R
     return Record(topic, partition, key, value, [], time.time_ns() // 1_000_000, codec=codec)
 
 
+class State(Enum):
+    """Where a transactional producer is with its transaction."""
+
+    READY = "ready"  # no records were sent
+    SENDING = "sending"
+    SENT = "sent"  # its records are in Kafka, its ledger record is not
+    COMMITTING = "committing"
+    DEAD = "dead"  # a transaction did not end cleanly, or the producer was closed
+
+
+MOVES: Final = frozenset(
+    {
+        (State.READY, State.SENDING),
+        (State.SENDING, State.SENT),
+        (State.SENT, State.COMMITTING),
+        (State.COMMITTING, State.READY),
+    }
+)
+
+
 class TransactionalProducer:
     """One life of the producer of a transactional id, from its fence to its first failure (KIP-98).
 
     A transaction is four requests, each sent once: AddPartitionsToTxn for the data and the ledger (`open`, or at the
-    latest `write`), Produce of the data, Produce of the ledger record with their offsets, EndTxn.
+    latest `send`), Produce of the data (`send`), Produce of the ledger record with their offsets, EndTxn (`commit`).
     """
 
     def __init__(self, cluster: KafkaAdmin, transactional_id: str, transaction_timeout_ms: int) -> None:
@@ -74,6 +102,9 @@ class TransactionalProducer:
         self._start_patience_s = (cluster.request_timeout_ms + transaction_timeout_ms) / 1000
         self._opening: tuple[dict[Partition, int], asyncio.Future[Any]] | None = None
         self._open_check = OpenCheck(self._life)
+        self._state = State.READY
+        self._sent: tuple[_Group, dict[Partition, int], Partition] | None = None  # with the leaders, and the ledger
+        self._ends_at = 0.0  # the transaction's deadline, by the loop's time
 
     async def start(self) -> None:
         """InitProducerId: when this returns, the fate of the older producers' transactions is final.
@@ -127,9 +158,9 @@ class TransactionalProducer:
             raise self._life.failed("settle", f"{partitions}: no markers: {error!r}") from error
 
     def open(self, partitions: Sequence[Partition]) -> None:
-        """Begin a transaction of these partitions while the caller waits for something else; then `write` or `abandon`.
+        """Begin a transaction of these partitions while the caller waits for something else; then `send` or `abandon`.
 
-        What `write` does not find in it, it adds itself; it also looks for the leaders that are not known, and asks
+        What `send` does not find in it, it adds itself; it also looks for the leaders that are not known, and asks
         those of partitions that may hold an open transaction.
         """
         leaders = {partition: self._life.leader(partition) for partition in partitions}
@@ -153,10 +184,11 @@ class TransactionalProducer:
                 if opened:
                     await self._end(commit=False)
         except Exception as error:
+            self._state = State.DEAD
             raise TransactionFailed(outcomes.of(error, may_commit=False), repr(error)) from error
 
     async def _opened(self) -> dict[Partition, int]:
-        """What `open` has added to the transaction, with the leaders; nothing where Kafka would not (`write` meets it).
+        """What `open` has added to the transaction, with the leaders; nothing where Kafka would not (`send` meets it).
 
         It refuses a partition, which the write may not need; or the markers of the transaction before are still being
         written.
@@ -176,34 +208,62 @@ class TransactionalProducer:
             return {}
         return leaders
 
-    async def write(
-        self, records: Sequence[Record], ledger: Partition, ledger_record: Callable[[Sequence[RecordMetadata]], bytes]
-    ) -> tuple[list[RecordMetadata], int]:
-        """One transaction: the records, then the ledger record made from their places; answers places and its offset.
+    async def send(self, records: Sequence[Record], ledger: Partition) -> list[RecordMetadata]:
+        """Send the records of a transaction, which holds the ledger's partition too, and await every answer; places.
 
-        Awaits every send before the ledger record, and that before the commit. Raises TransactionFailed for anything
-        else than a clean commit; then this producer is to be closed.
+        `commit` comes next. Raises TransactionFailed for anything else than clean answers.
         """
+        self._move(State.SENDING)
         group = _Group(records)
+        self._ends_at = asyncio.get_running_loop().time() + self._timeout_s
+        try:
+            async with asyncio.timeout(self._sends_timeout_s):
+                leaders = await self._join(group, ledger)
+                places = await self._send(group, leaders)
+        except Exception as error:  # a bug must end the life too
+            raise self._failed(error, group, None) from error
+        self._sent = group, leaders, ledger
+        self._move(State.SENT)
+        return places
+
+    async def commit(self, ledger_record: bytes) -> int:
+        """Send the ledger record of a transaction whose records are sent, await its answer, and commit; its offset.
+
+        Raises TransactionFailed for anything else than a clean commit; then this producer is to be closed.
+        """
+        self._move(State.COMMITTING)
+        assert self._sent is not None
+        (group, leaders, ledger), self._sent = self._sent, None
         last: _Group | None = None
         try:
-            async with asyncio.timeout(self._timeout_s):
-                async with asyncio.timeout(self._sends_timeout_s):
-                    leaders = await self._join(group, ledger)
-                    places = await self._send(group, leaders)
-                last = _Group([own_record(*ledger, None, ledger_record(places))])
-                (ledger_place,) = await self._send(last, leaders)
+            async with asyncio.timeout_at(self._ends_at):
+                last = _Group([own_record(*ledger, None, ledger_record)])
+                (place,) = await self._send(last, leaders)
                 await self._end(commit=True)
         except Exception as error:  # a bug must end the life too
-            refusals = group.refusals | (last.refusals if last is not None else {})
-            cause = ", ".join(f"{topic}: {refusal.why}" for topic, refusal in refusals.items())
-            cause = cause or ", ".join(filter(None, (repr(error), self._life.quota)))
-            # A refusal holds up what is with it, and is what ended it.
-            stuck = set() if refusals else group.stuck(timed_out=isinstance(error, TimeoutError))
-            # With a ledger record in Kafka, a transaction without markers is committed (service/kafka/hanging.py).
-            may_commit = last is not None and not last.is_refused
-            raise TransactionFailed(outcomes.of(error, may_commit), cause, refusals, stuck, group.hanging) from error
-        return places, ledger_place.offset
+            raise self._failed(error, group, last) from error
+        self._move(State.READY)
+        return place.offset
+
+    def _failed(self, error: Exception, group: "_Group", last: "_Group | None") -> TransactionFailed:
+        """What ended the transaction of a group; `last` is its ledger record, if that may have been sent."""
+        self._state = State.DEAD
+        refusals = group.refusals | (last.refusals if last is not None else {})
+        cause = ", ".join(f"{topic}: {refusal.why}" for topic, refusal in refusals.items())
+        cause = cause or ", ".join(filter(None, (repr(error), self._life.quota)))
+        # A refusal holds up what is with it, and is what ended it.
+        stuck = set() if refusals else group.stuck(timed_out=isinstance(error, TimeoutError))
+        # With a ledger record in Kafka, a transaction without markers is committed (service/kafka/hanging.py).
+        may_commit = last is not None and not last.is_refused
+        return TransactionFailed(outcomes.of(error, may_commit), cause, refusals, stuck, group.hanging)
+
+    def _move(self, state: "State") -> None:
+        """Change the state. Raises TransactionFailed where the life is over, RuntimeError for a bug."""
+        if self._state is State.DEAD:
+            raise TransactionFailed(TransactionOutcome.ABORTED, "the producer's life is over")
+        if (self._state, state) not in MOVES:
+            raise RuntimeError(f"a producer that is {self._state.value} cannot be {state.value}")
+        self._state = state
 
     async def _join(self, group: "_Group", ledger: Partition) -> dict[Partition, int]:
         """The leaders of the transaction's partitions, after each that the group needs has been added to it."""
@@ -300,6 +360,7 @@ class TransactionalProducer:
 
     async def close(self) -> None:
         """End this life, at once: what is in flight is fenced by the next one. Never raises, never hangs."""
+        self._state = State.DEAD
         if self._opening is not None:
             _, answer = self._opening
             if not answer.cancel():

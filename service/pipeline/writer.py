@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import structlog
@@ -26,8 +26,8 @@ from service.core.problems import (
 )
 from service.core.settings import Settings
 from service.core.supervision import heard
-from service.kafka.outcomes import TransactionFailed
-from service.kafka.session import Record, RecordMetadata
+from service.kafka.outcomes import TransactionFailed, TransactionOutcome
+from service.kafka.session import Record
 from service.kafka.topics import TopicMetadataCache
 from service.pipeline.admission import Admission
 from service.pipeline.decisions import (
@@ -297,20 +297,27 @@ class Writer:
     async def _write_once(self, slot: Slot, group: Sequence[ClaimedRequest]) -> Written:
         """Write a group in one transaction. Raises TransactionFailed: all of it is in doubt, see `_fail`."""
         records = self._records(slot, group, slot.producer.producer_id, slot.producer.epoch)
-        delivered: list[CommittedRequest] = []
         for request, _ in group:
             request.move(RequestEvent.SEND)
-
-        def entries(places: Sequence[RecordMetadata]) -> Iterator[str]:
-            delivered.extend(placed_all(group, records, places))
-            return entries_of(delivered)
-
         try:
-            link = await slot.write(records, entries, topic_ids_of(records, self._topic_metadata.last_known))
-        except TransactionFailed as failure:
+            places = await slot.send(records)
+            committed = list(placed_all(group, records, places))
+            topic_ids = topic_ids_of(records, self._topic_metadata.last_known)
+            link = await slot.commit(entries_of(committed), topic_ids)
+        except Exception as error:
+            failure = error if isinstance(error, TransactionFailed) else self._bug(slot, error)
             await self._fail(slot, [request for request, _ in group], failure)
-            raise
-        return Written(delivered, link)
+            if failure is error:
+                raise
+            raise failure from error
+        return Written(committed, link)
+
+    @staticmethod
+    def _bug(slot: Slot, error: Exception) -> TransactionFailed:
+        """A transaction ended for something that Kafka has no part in. It is in doubt: that is safe in any case."""
+        failure = TransactionFailed(TransactionOutcome.UNKNOWN, repr(error))
+        slot.fail(failure)
+        return failure
 
     async def _deliver_plain(self, slot: Slot, group: Sequence[ClaimedRequest]) -> Written:
         """Write events whose guarantee is `idempotent`: no transaction and no ledger.

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from service.claims.redis_store import KeyStore, Row, StoreGeneration
@@ -13,9 +13,6 @@ from service.core.problems import StoreLost
 from service.kafka.outcomes import TransactionFailed
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.session import Partition, Record, RecordMetadata
-
-# The ledger's entries, as JSON text, from the places where the records are.
-EntriesOf = Callable[[Sequence[RecordMetadata]], Iterable[str]]
 
 # For what has no ledger record: offsets that no `applied` is ever at, so that a mark moves none.
 NO_RECORD: Final = -2
@@ -54,6 +51,7 @@ class Slot:
         self._instance = instance
         self._producer: TransactionalProducer | None = None
         self._last_record = -1
+        self._sent = 0  # events of the last transaction
         self._likely = True  # the next group will have something to write
         self._unmarked: deque[tuple[Link, Sequence[Row]]] = deque()
         self._marking = asyncio.Lock()
@@ -97,7 +95,8 @@ class Slot:
         begin = Begin(
             self.n, self.producer.producer_id, self.producer.epoch, self._instance, self.epoch.generation, at_ms
         )
-        _, self.term = await self.producer.write([], (self._ledger, self.n), lambda _: begin.encode())
+        await self.producer.send([], (self._ledger, self.n))
+        self.term = await self.producer.commit(begin.encode())
         self._last_record = self.term
         self.move(SlotEvent.BEGIN)
         return self.term
@@ -126,7 +125,7 @@ class Slot:
     def open(self, partitions: Iterable[Partition]) -> None:
         """Begin the transaction of a group while its claims are made: one round trip less to wait for (KIP-98).
 
-        `write` or `abandon` comes next. Nothing is begun where the last group had nothing to write: this one is likely
+        `send` or `abandon` comes next. Nothing is begun where the last group had nothing to write: this one is likely
         to be of replays too, and a transaction that stays empty costs two requests and its markers.
         """
         if self._likely:
@@ -137,30 +136,41 @@ class Slot:
         self._likely = False
         await self.producer.abandon()
 
-    async def write(self, records: Sequence[Record], entries: EntriesOf, topic_ids: Mapping[str, str]) -> Link:
-        """One transaction of records and their ledger record. Raises TransactionFailed: the term is over then.
+    async def send(self, records: Sequence[Record]) -> list[RecordMetadata]:
+        """Send the records of a transaction, and await every answer; their places. `commit` comes next.
+
+        Raises TransactionFailed: the term is over then.
+        """
+        self.move(SlotEvent.WRITE)
+        self._likely = True
+        self._sent = len(records)
+        try:
+            return await self.producer.send(records, (self._ledger, self.n))
+        except TransactionFailed as failed:
+            self.fail(failed)
+            raise
+
+    async def commit(self, entries: Iterable[str], topic_ids: Mapping[str, str]) -> Link:
+        """Write the ledger record of what was sent, with these entries, and commit. Raises as `send` does.
 
         `topic_ids` are those of the records' topics, as far as they are known. Answers the ledger's previous and new
         offset, which `mark` wants.
         """
-        self.move(SlotEvent.WRITE)
-        self._likely = True
-        producer = self.producer
-
-        def ledger_record(places: Sequence[RecordMetadata]) -> bytes:
-            head = self.n, producer.producer_id, producer.epoch, self._instance
-            return encode_ledger(*head, entries(places), topic_ids)
-
         try:
-            _, offset = await producer.write(records, (self._ledger, self.n), ledger_record)
+            head = self.n, self.producer.producer_id, self.producer.epoch, self._instance
+            offset = await self.producer.commit(encode_ledger(*head, entries, topic_ids))
         except TransactionFailed as failed:
-            self.suspects.update(failed.hanging)
-            self.move(SlotEvent.FAIL)
-            self.doubtful, self.doubtful_since = len(records), time.monotonic()
+            self.fail(failed)
             raise
         self.move(SlotEvent.COMMIT)
         previous, self._last_record = self._last_record, offset
         return Link(self.epoch, self.term, previous, offset)
+
+    def fail(self, failed: TransactionFailed) -> None:
+        """A transaction did not commit cleanly: what was sent is in doubt until the slot has been recovered."""
+        self.suspects.update(failed.hanging)
+        self.move(SlotEvent.FAIL)
+        self.doubtful, self.doubtful_since = self._sent, time.monotonic()
 
     def unlinked(self) -> Link:
         """The link of what is written now and has no ledger record."""

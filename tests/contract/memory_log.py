@@ -1,6 +1,6 @@
 """Kafka's transactions in memory: enough of a broker for `TransactionalProducer`, and for those who read its topics."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from service.core.problems import KafkaAway
@@ -87,6 +87,7 @@ class MemoryProducer(TransactionalProducer):
         self._mine = (-1, -1)
         self._over = True
         self._wanted: list[tuple[str, int]] | None = None  # what is to be opened
+        self._half: tuple[Transaction, tuple[str, int]]  # what is sent and not committed
 
     async def start(self) -> None:
         self._mine = self._broker.init_producer_id(self._transactional_id)
@@ -130,28 +131,23 @@ class MemoryProducer(TransactionalProducer):
             self._over = True
             raise TransactionFailed(TransactionOutcome.FENCED, "ProducerFenced()")
 
-    async def write(
-        self,
-        records: Sequence[Record],
-        ledger: tuple[str, int],
-        ledger_record: Callable[[Sequence[RecordMetadata]], bytes],
-    ) -> tuple[list[RecordMetadata], int]:
+    async def send(self, records: Sequence[Record], ledger: tuple[str, int]) -> list[RecordMetadata]:
         broker = self._broker
         transaction = self._transaction()
         refusals = {record.topic: REFUSALS[code] for record in records if (code := self._refusal(record))}
         if refusals:
             self._over = True
             raise TransactionFailed(TransactionOutcome.ABORTED, "refused", refusals)
-        places = [RecordMetadata(broker.append(transaction, record), record.timestamp) for record in records]
-        try:
-            line = ledger_record(places)
-        except Exception as error:
-            self._over = True
-            raise TransactionFailed(TransactionOutcome.ABORTED, repr(error)) from error
-        offset = broker.append(transaction, Record(*ledger, None, line, [], broker.now_ms))
+        self._half = transaction, ledger
+        return [RecordMetadata(broker.append(transaction, record), record.timestamp) for record in records]
+
+    async def commit(self, ledger_record: bytes) -> int:
+        self._check()
+        broker, (transaction, ledger) = self._broker, self._half
+        offset = broker.append(transaction, Record(*ledger, None, ledger_record, [], broker.now_ms))
         del broker.open[self._transactional_id]
         transaction.end("committed")
-        return places, offset
+        return offset
 
     def _refusal(self, record: Record) -> int:
         if record.partition >= len(self._broker.topics.get(record.topic, ())):

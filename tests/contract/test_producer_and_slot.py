@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -18,7 +18,7 @@ from service.kafka.admin import KafkaAdmin
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.session import Record, RecordMetadata
-from service.slots.slot import Slot
+from service.slots.slot import Link, Slot
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
 from tests.contract.memory_log import Broker, MemoryProducer
 from tests.integration.judge import read_committed
@@ -87,35 +87,36 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     await cluster.close()
 
 
-def line(places: object) -> bytes:
-    return b"a line"
+async def write(
+    producer: TransactionalProducer, records: Sequence[Record], ledger: tuple[str, int], line: bytes = b"a line"
+) -> tuple[list[RecordMetadata], int]:
+    """Write records in a transaction of their own: where they are, and the offset of the ledger record."""
+    places = await producer.send(records, ledger)
+    return places, await producer.commit(line)
+
+
+async def write_in(slot: Slot, record: Record) -> Link:
+    await slot.send([record])
+    return await slot.commit([], {})
 
 
 async def writing(bench: Bench) -> TransactionalProducer:
     """A producer that has written to both partitions, and so knows their leaders."""
     producer = await bench.new_producer("slot")
-    await producer.write([bench.record(b"0", 0), bench.record(b"1", 1)], (bench.ledger, 0), line)
+    await write(producer, [bench.record(b"0", 0), bench.record(b"1", 1)], (bench.ledger, 0))
     return producer
 
 
 async def test_a_transaction_tells_where_its_records_are(bench: Bench) -> None:
     producer = await bench.new_producer("slot")
-    told: list[list[RecordMetadata]] = []
-
-    def noted(places: object) -> bytes:
-        assert isinstance(places, list)
-        told.append(list(places))
-        return b"noted"
-
     records = [bench.record(b"a", 1), bench.record(b"b", 0), bench.record(b"c", 1), bench.record(b"d", 0)]
-    places, offset = await producer.write(records, (bench.ledger, 1), noted)
+    places, offset = await write(producer, records, (bench.ledger, 1), b"noted")
     assert places == [
         RecordMetadata(0, NOW_MS),
         RecordMetadata(0, NOW_MS),
         RecordMetadata(1, NOW_MS),
         RecordMetadata(1, NOW_MS),
     ]
-    assert told == [places]
     assert await bench.read(bench.topic) == [(0, 0, b"b"), (0, 1, b"d"), (1, 0, b"a"), (1, 1, b"c")]
     assert await bench.read(bench.ledger) == [(1, offset, b"noted")]
 
@@ -123,15 +124,15 @@ async def test_a_transaction_tells_where_its_records_are(bench: Bench) -> None:
 async def test_offsets_grow_by_more_than_the_records(bench: Bench) -> None:
     """Each transaction leaves a marker: offsets are not counts."""
     producer = await bench.new_producer("slot")
-    (first,), one = await producer.write([bench.record(b"a")], (bench.ledger, 0), line)
-    (second,), two = await producer.write([bench.record(b"b")], (bench.ledger, 0), line)
+    (first,), one = await write(producer, [bench.record(b"a")], (bench.ledger, 0))
+    (second,), two = await write(producer, [bench.record(b"b")], (bench.ledger, 0))
     assert (first.offset, second.offset) == (0, 2)
     assert (one, two) == (0, 2)
 
 
 async def test_a_begin_record_is_a_transaction_without_events(bench: Bench) -> None:
     producer = await bench.new_producer("slot")
-    places, offset = await producer.write([], (bench.ledger, 0), line)
+    places, offset = await write(producer, [], (bench.ledger, 0))
     assert (places, offset) == ([], 0)
     assert await bench.read(bench.ledger) == [(0, 0, b"a line")]
 
@@ -141,11 +142,11 @@ async def test_a_transaction_may_be_opened_before_it_is_known_what_goes_into_it(
     producer = await writing(bench)
     await asyncio.sleep(MARKERS_S)
     producer.open([(bench.topic, 0), (bench.topic, 1), (bench.ledger, 0)])
-    places, offset = await producer.write([bench.record(b"a", 0)], (bench.ledger, 0), line)
+    places, offset = await write(producer, [bench.record(b"a", 0)], (bench.ledger, 0))
     assert (places, offset) == ([RecordMetadata(2, NOW_MS)], 2)
     await asyncio.sleep(MARKERS_S)
     producer.open([(bench.topic, 0), (bench.ledger, 0)])
-    places, offset = await producer.write([bench.record(b"b", 1)], (bench.ledger, 0), line)
+    places, offset = await write(producer, [bench.record(b"b", 1)], (bench.ledger, 0))
     assert (places, offset) == ([RecordMetadata(3, NOW_MS)], 4)
     assert await bench.read(bench.topic) == [(0, 0, b"0"), (0, 2, b"a"), (1, 0, b"1"), (1, 3, b"b")]
 
@@ -156,7 +157,7 @@ async def test_what_was_opened_for_nothing_is_ended(bench: Bench) -> None:
     await asyncio.sleep(MARKERS_S)
     producer.open([(bench.topic, 0), (bench.ledger, 0)])
     await producer.abandon()
-    places, offset = await producer.write([bench.record(b"a", 0)], (bench.ledger, 0), line)
+    places, offset = await write(producer, [bench.record(b"a", 0)], (bench.ledger, 0))
     assert (places, offset) == ([RecordMetadata(3, NOW_MS)], 3), "the markers of the one that was ended come before"
 
 
@@ -167,7 +168,7 @@ async def test_one_transaction_may_be_opened_right_behind_another(bench: Bench) 
     for n in range(12):
         producer.open([(bench.topic, 0), (bench.ledger, 0)])
         if n % 3:
-            await producer.write([bench.record(b"%d" % (10 + n))], (bench.ledger, 0), line)
+            await write(producer, [bench.record(b"%d" % (10 + n))], (bench.ledger, 0))
             written.append(b"%d" % (10 + n))
         else:
             await producer.abandon()
@@ -178,7 +179,7 @@ async def test_a_topic_that_is_not_there_spoils_only_what_needs_it(bench: Bench)
     """Its event turned out to be there already: the others are written."""
     producer = await writing(bench)
     producer.open([(bench.topic, 0), ("not-there-" + bench.topic, 0), (bench.ledger, 0)])
-    await producer.write([bench.record(b"a")], (bench.ledger, 0), line)
+    await write(producer, [bench.record(b"a")], (bench.ledger, 0))
     assert [value for *_, value in await bench.read(bench.topic)] == [b"0", b"a", b"1"]
 
 
@@ -196,43 +197,38 @@ async def test_a_life_may_end_while_a_transaction_is_being_opened(bench: Bench) 
     old.open([(bench.topic, 0), (bench.ledger, 0)])
     await old.close()
     new = await bench.new_producer("slot")
-    await new.write([bench.record(b"a")], (bench.ledger, 0), line)
+    await write(new, [bench.record(b"a")], (bench.ledger, 0))
     assert [value for *_, value in await bench.read(bench.topic)] == [b"0", b"a", b"1"]
 
 
 async def test_the_next_life_fences_the_last(bench: Bench) -> None:
     old = await bench.new_producer("slot")
-    await old.write([bench.record(b"a")], (bench.ledger, 0), line)
+    await write(old, [bench.record(b"a")], (bench.ledger, 0))
     new = await bench.new_producer("slot")
     assert new.producer_id == old.producer_id
     assert new.epoch == old.epoch + 1
     with pytest.raises(TransactionFailed) as caught:
-        await old.write([bench.record(b"zombie")], (bench.ledger, 0), line)
+        await write(old, [bench.record(b"zombie")], (bench.ledger, 0))
     assert caught.value.verdict is not TransactionOutcome.COMMITTED
     assert not caught.value.refusals
-    await new.write([bench.record(b"b")], (bench.ledger, 0), line)
+    await write(new, [bench.record(b"b")], (bench.ledger, 0))
     assert [value for *_, value in await bench.read(bench.topic)] == [b"a", b"b"]
 
 
 async def test_other_ids_are_not_fenced(bench: Bench) -> None:
     one, other = await bench.new_producer("slot.0"), await bench.new_producer("slot.1")
     for producer, value in ((one, b"1"), (other, b"2"), (one, b"3")):
-        await producer.write([bench.record(value)], (bench.ledger, 0), line)
+        await write(producer, [bench.record(value)], (bench.ledger, 0))
     assert [value for *_, value in await bench.read(bench.topic)] == [b"1", b"2", b"3"]
 
 
 async def test_what_was_sent_and_not_committed_is_never_seen(bench: Bench) -> None:
     old = await bench.new_producer("slot")
 
-    def die(_: object) -> bytes:
-        raise RuntimeError("before the commit")
-
-    with pytest.raises(TransactionFailed) as caught:
-        await old.write([bench.record(b"lost")], (bench.ledger, 0), die)
-    assert caught.value.verdict is TransactionOutcome.ABORTED
+    await old.send([bench.record(b"lost")], (bench.ledger, 0))
     await old.close()
     new = await bench.new_producer("slot")
-    await new.write([bench.record(b"kept")], (bench.ledger, 0), line)
+    await write(new, [bench.record(b"kept")], (bench.ledger, 0))
     assert [value for *_, value in await bench.read(bench.topic)] == [b"kept"]
 
 
@@ -240,7 +236,7 @@ async def test_a_refusal_names_the_topic_and_nothing_of_the_group_is_seen(bench:
     producer = await bench.new_producer("slot")
     poison = bench.record(b"x" * 2000, topic=bench.narrow)
     with pytest.raises(TransactionFailed) as caught:
-        await producer.write([bench.record(b"innocent"), poison], (bench.ledger, 0), line)
+        await write(producer, [bench.record(b"innocent"), poison], (bench.ledger, 0))
     assert caught.value.verdict is TransactionOutcome.ABORTED
     assert {topic: refusal.kind.code for topic, refusal in caught.value.refusals.items()} == {bench.narrow: "too-large"}
     await producer.close()
@@ -252,7 +248,7 @@ async def test_a_topic_that_is_not_there_is_named(bench: Bench) -> None:
     producer = await bench.new_producer("slot")
     gone = bench.record(b"x", topic="not-there-" + bench.topic)
     with pytest.raises(TransactionFailed) as caught:
-        await producer.write([gone], (bench.ledger, 0), line)
+        await write(producer, [gone], (bench.ledger, 0))
     assert {refusal.kind.code for refusal in caught.value.refusals.values()} == {"unknown-topic"}
 
 
@@ -261,7 +257,7 @@ async def test_a_closed_producer_writes_no_more(bench: Bench) -> None:
     await producer.close()
     await producer.close()
     with pytest.raises(TransactionFailed):
-        await producer.write([bench.record(b"late")], (bench.ledger, 0), line)
+        await write(producer, [bench.record(b"late")], (bench.ledger, 0))
     await bench.new_producer("slot")
     assert await bench.read(bench.topic) == []
 
@@ -329,8 +325,8 @@ async def test_a_slot_s_term_is_the_offset_of_its_begin_record(bench: Bench, key
 
 async def test_a_write_links_its_record_to_the_one_before(bench: Bench, keys: Forgetful) -> None:
     slot = await ready(bench, keys)
-    first = await slot.write([bench.record(b"a")], lambda places: [], {})
-    second = await slot.write([bench.record(b"b")], lambda places: [], {})
+    first = await write_in(slot, bench.record(b"a"))
+    second = await write_in(slot, bench.record(b"b"))
     assert (first.term, first.previous) == (slot.term, slot.term)
     assert second.previous == first.offset
     assert slot.state is SlotState.READY
@@ -344,8 +340,8 @@ async def test_a_write_links_its_record_to_the_one_before(bench: Bench, keys: Fo
 
 async def test_a_mark_that_failed_is_owed_and_paid_in_order(bench: Bench, keys: Forgetful) -> None:
     slot = await ready(bench, keys)
-    first = await slot.write([bench.record(b"a")], lambda places: [], {})
-    second = await slot.write([bench.record(b"b")], lambda places: [], {})
+    first = await write_in(slot, bench.record(b"a"))
+    second = await write_in(slot, bench.record(b"b"))
     keys.refuse = 2
     with pytest.raises(StoreAway):
         await slot.mark(first, [row(b"a", 0)])
@@ -363,14 +359,14 @@ async def test_after_a_failure_a_slot_writes_only_with_a_new_producer(bench: Ben
     slot = await ready(bench, keys)
     thief = await bench.new_producer("slot.1")
     with pytest.raises(TransactionFailed):
-        await slot.write([bench.record(b"a")], lambda places: [], {})
+        await write_in(slot, bench.record(b"a"))
     assert slot.state is SlotState.DOUBT
     with pytest.raises(IllegalMove):
-        await slot.write([bench.record(b"a")], lambda places: [], {})
+        await write_in(slot, bench.record(b"a"))
     await slot.end()
     assert isinstance(slot.plain, Plain)
     assert slot.plain.closed == 1, "what it has on its way would go on past the term"
     with pytest.raises(AssertionError, match="no producer"):
         _ = slot.producer
-    await thief.write([bench.record(b"b")], (bench.ledger, 1), line)
+    await write(thief, [bench.record(b"b")], (bench.ledger, 1))
     assert [value for *_, value in await bench.read(bench.topic)] == [b"b"]

@@ -60,7 +60,8 @@ class Bench:
 
     async def write(self, value: bytes = b"v") -> None:
         record = Record(self.name, 0, None, value, [], 1)
-        await self.producer.write([record], (f"{self.name}-ledger", 0), lambda _: b"{}")
+        await self.producer.send([record], (f"{self.name}-ledger", 0))
+        await self.producer.commit(b"{}")
 
     async def committed(self) -> list[bytes | None]:
         found = await asyncio.to_thread(read_committed, self.kafka.bootstrap, [self.name])

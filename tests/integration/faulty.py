@@ -12,13 +12,12 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
-from aiokafka.errors import TopicAuthorizationFailedError
-
 from service.claims.redis_store import Identity, RedisKeys, StoreGeneration
 from service.claims.states import SlotEvent
 from service.core.problems import KafkaAway, StoreAway, StoreUnanswered
 from service.kafka.open_check import OpenCheck
-from service.kafka.producer import TransactionalProducer
+from service.kafka.outcomes import TransactionFailed, TransactionOutcome
+from service.kafka.producer import State, TransactionalProducer
 from service.pipeline.writer import Writer
 from service.slots.recovery import SlotRecovery, Store
 from service.slots.slot import Slot
@@ -105,17 +104,19 @@ class Faults:
         return wrapped
 
     def _around_write(self) -> None:
-        write = TransactionalProducer.write
+        send, commit = TransactionalProducer.send, TransactionalProducer.commit
 
-        async def wrapped(producer: Any, records: Sequence[Any], ledger: Any, ledger_record: Any) -> Any:
-            if not records:  # a begin record
-                return await write(producer, records, ledger, ledger_record)
-            await self.reach("write")
+        async def sending(producer: Any, records: Sequence[Any], ledger: Any) -> Any:
+            producer.is_begin = not records
+            if records:
+                await self.reach("write")
+            return await send(producer, records, ledger)
 
-            def with_places(places: Any) -> Any:
-                if self.visit("ledger") == ABORTABLE:
-                    raise TopicAuthorizationFailedError("a fault")
-                return ledger_record(places)
+        async def committing(producer: Any, ledger_record: bytes) -> int:
+            if producer.is_begin:
+                return await commit(producer, ledger_record)
+            if await self.reach("ledger") == ABORTABLE:
+                raise TransactionFailed(TransactionOutcome.ABORTED, "a fault")
 
             async def end_here(commit: bool) -> None:
                 await self.reach("commit")
@@ -123,9 +124,10 @@ class Faults:
                 await self.reach("commit.done")
 
             producer._end = end_here
-            return await write(producer, records, ledger, with_places)
+            return await commit(producer, ledger_record)
 
-        replace(TransactionalProducer, "write", wrapped)
+        replace(TransactionalProducer, "send", sending)
+        replace(TransactionalProducer, "commit", committing)
 
 
 # ------------------------------------------------------------------------------------------------------ mutants
@@ -141,6 +143,7 @@ def producer_is_reused() -> None:
             await fence(recovery, slot, epoch)
             kept[slot.n] = slot.producer
             return
+        kept[slot.n]._state = State.READY
         slot.enter(epoch, kept[slot.n])
 
     async def stay_open(_: TransactionalProducer) -> None:

@@ -84,7 +84,8 @@ class Rig:
         life = self._life
         await self._producer.start()
         begin = Begin(self._ledger[1], life.producer_id, life.epoch, "rig", 1, accepted_at)
-        await self._producer.write([], self._ledger, lambda _: begin.encode())
+        await self._producer.send([], self._ledger)
+        await self._producer.commit(begin.encode())
         records = []
         for (topic, number), id in entries:
             stamp = Stamp(id, fp, accepted_at, self._ledger[1], life.producer_id, life.epoch, "rig")

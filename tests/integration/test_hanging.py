@@ -60,7 +60,8 @@ class Bench:
 
     async def begin(self, producer: TransactionalProducer) -> None:
         begin = Begin(self.ledger[1], producer.producer_id, producer.epoch, "test", 1, NOW_MS)
-        await producer.write([], self.ledger, lambda _: begin.encode())
+        await producer.send([], self.ledger)
+        await producer.commit(begin.encode())
 
     async def visible(self) -> set[bytes]:
         """The ids of the events that a read_committed consumer gets, and of those in the ledger, which are the same."""
@@ -121,11 +122,12 @@ async def test_a_term_writes_into_no_partition_in_which_something_hangs(bench: B
     producer = await bench.recovered()
     records = [Record(*bench.a, None, THREE, [], NOW_MS), Record(*bench.b, None, THREE, [], NOW_MS)]
     with pytest.raises(TransactionFailed) as failed:
-        await producer.write(records, bench.ledger, lambda _: b"{}")
+        await producer.send(records, bench.ledger)
     await producer.close()
     assert (failed.value.verdict, set(failed.value.hanging)) == (TransactionOutcome.ABORTED, {bench.a})
     producer = await bench.recovered(suspects=(bench.a,))
-    await producer.write(records[1:], bench.ledger, lambda _: THREE.hex().encode())
+    await producer.send(records[1:], bench.ledger)
+    await producer.commit(THREE.hex().encode())
     await producer.close()
     assert await bench.visible() == {THREE}
 

@@ -165,7 +165,7 @@ async def test_a_topic_that_the_service_may_not_see_any_more_is_forbidden_and_no
         try:
             await producer.start()
             with pytest.raises(TransactionFailed) as raised:
-                await producer.write([record], (ledger, 0), lambda _: b"")
+                await producer.send([record], (ledger, 0))
             (fate,) = await plain.write([record])
         finally:
             await producer.close()

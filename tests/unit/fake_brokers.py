@@ -181,7 +181,8 @@ def idempotent(timeout_ms: int = 600) -> tuple[IdempotentProducer, FakeClient]:
 
 
 async def write(producer: TransactionalProducer, *records: Record) -> list[RecordMetadata]:
-    places, _ = await producer.write(records, LEDGER, lambda _: b"entries")
+    places = await producer.send(records, LEDGER)
+    await producer.commit(b"entries")
     return places
 
 

@@ -162,6 +162,7 @@ class FakeProducer(TransactionalProducer):
         self.closed = False
         self.cut_off = False  # a broker has ended a connection
         self._next = 10
+        self.records_sent: list[Record] = []
 
     @property
     def producer_id(self) -> int:
@@ -184,21 +185,20 @@ class FakeProducer(TransactionalProducer):
             await self.trouble.enter("abandon")
             self.abandoned += 1
 
-    async def write(
-        self,
-        records: Sequence[Record],
-        ledger: tuple[str, int],
-        ledger_record: Callable[[Sequence[RecordMetadata]], bytes],
-    ) -> tuple[list[RecordMetadata], int]:
+    async def send(self, records: Sequence[Record], ledger: tuple[str, int]) -> list[RecordMetadata]:
         self.opened = None
         if records:
             await self.trouble.enter("write")
-        places = [RecordMetadata(self._next + n, NOW_MS) for n in range(len(records))]
-        ledger_record(places)
-        self._next += len(records) + 2
-        if records:
-            self.written.append(list(records))
-        return places, self._next
+        self.records_sent = list(records)
+        return [RecordMetadata(self._next + n, NOW_MS) for n in range(len(records))]
+
+    async def commit(self, ledger_record: bytes) -> int:
+        if self.records_sent:
+            await self.trouble.enter("commit")
+        self._next += len(self.records_sent) + 2
+        if self.records_sent:
+            self.written.append(self.records_sent)
+        return self._next
 
     async def close(self) -> None:
         self.closed = True
@@ -349,6 +349,12 @@ class World:
         """The idempotency keys of each group that a slot's present producers wrote."""
         groups = [*self.producers[n].written, *self.plains[n].written]
         return [[record.headers[0][1].decode() for record in records] for records in groups]
+
+
+async def steps(count: int = 100) -> None:
+    """Let all run that is ready, and what that makes ready: no time passes that a busy machine would need more of."""
+    for _ in range(count):
+        await asyncio.sleep(0)
 
 
 async def until(true: Callable[[], bool], patience_s: float = 30.0) -> None:

@@ -230,13 +230,13 @@ async def test_a_batch_may_take_longer_than_a_request(monkeypatch: pytest.Monkey
         return await looking_up(names)
 
     monkeypatch.setattr(world.cluster, "describe", slowly)
-    writing = FakeProducer.write
+    writing = FakeProducer.send
 
     async def write(*arguments: Any) -> Any:
         await asyncio.sleep(0.005)
         return await writing(*arguments)
 
-    monkeypatch.setattr(FakeProducer, "write", write)
+    monkeypatch.setattr(FakeProducer, "send", write)
     batch = batch_of(*(one(str(n // 2)) for n in range(80)))  # a key that comes again begins a new chunk
     assert {kind_of(answer) for answer in await written(world, batch)} == {None}
     assert len(world.cluster.asked) > 1

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from typing import Any
 
 import pytest
 from aiokafka.errors import (
@@ -51,7 +50,8 @@ async def test_a_transaction_is_four_requests_each_sent_once() -> None:
     producer, kafka = transactional()
     records = [record("a", 1), record("b", 0), record("a", 1), record("a", 0)]
     kafka.produced = lambda topic, partition: RecordMetadata(100 * partition, 77 if topic == "b" else -1)
-    places, ledger_offset = await producer.write(records, LEDGER, lambda places: repr(places).encode())
+    places = await producer.send(records, LEDGER)
+    ledger_offset = await producer.commit(repr(places).encode())
     assert places == [RecordMetadata(100, 5), RecordMetadata(0, 77), RecordMetadata(101, 5), RecordMetadata(0, 5)]
     assert ledger_offset == 9
     assert [type(request).__name__ for _, request in kafka.requests] == [
@@ -292,17 +292,29 @@ async def test_a_false_offset_is_no_place() -> None:
         assert not kafka.sent(EndTxnRequest)
 
 
-async def test_a_ledger_record_without_an_answer_commits_nothing() -> None:
+async def test_a_producer_refuses_what_is_not_its_turn() -> None:
     producer, kafka = transactional()
-
-    def broken(places: Any) -> bytes:
-        raise RuntimeError("a bug")
-
-    with pytest.raises(TransactionFailed) as raised:
-        await producer.write([record("orders")], LEDGER, broken)
-    assert raised.value.verdict is TransactionOutcome.ABORTED
-    assert raised.value.is_bug
+    with pytest.raises(RuntimeError, match="ready cannot be committing"):
+        await producer.commit(b"entries")
+    await producer.send([record("orders")], LEDGER)
+    with pytest.raises(RuntimeError, match="sent cannot be sending"):
+        await producer.send([record("orders")], LEDGER)
     assert not kafka.sent(EndTxnRequest)
+    await producer.commit(b"entries")
+    assert len(kafka.sent(EndTxnRequest)) == 1
+
+
+async def test_after_its_first_failure_a_producer_sends_nothing() -> None:
+    """aiokafka's own would go on, and the next commit would publish what should have been aborted."""
+    producer, kafka = transactional()
+    kafka.produced = lambda topic, partition: DuplicateSequenceNumber.errno
+    await failure(producer, record("orders"))
+    sent = len(kafka.requests)
+    for again in (producer.send([record("orders")], LEDGER), producer.commit(b"entries")):
+        with pytest.raises(TransactionFailed) as raised:
+            await again
+        assert raised.value.verdict is TransactionOutcome.ABORTED
+    assert len(kafka.requests) == sent
 
 
 # --------------------------------------------------------------------------------------------------------- stuck
@@ -410,7 +422,8 @@ async def test_a_batch_is_marked_with_its_codec(codec: str) -> None:
 @pytest.mark.parametrize(("size", "codec"), [(COMPRESSED_LEAST_BYTES - 1, "none"), (COMPRESSED_LEAST_BYTES, "zstd")])
 async def test_a_ledger_record_is_compressed_only_where_that_pays(size: int, codec: str) -> None:
     producer, kafka = transactional()
-    await producer.write([record("a", 0)], LEDGER, lambda _: b" " * size)
+    await producer.send([record("a", 0)], LEDGER)
+    await producer.commit(b" " * size)
     *_, ledger = [request for _, request in kafka.requests if isinstance(request, ProduceRequest)]
     ((_, ((_, batch),)),) = topics_of(ledger)
     assert batch[22] & DefaultRecordBatch.CODEC_MASK == CODECS[codec]

@@ -38,6 +38,7 @@ from tests.unit.fakes import (
     ended,
     kind_of,
     make_event,
+    steps,
     until,
 )
 
@@ -72,21 +73,16 @@ def fails(
 ) -> list[list[str]]:
     """Have transactions fail as `of` says; the keys of each that was tried."""
     tried: list[list[str]] = []
-    write = FakeProducer.write
+    send = FakeProducer.send
 
-    async def met(
-        producer: FakeProducer,
-        records: Sequence[Record],
-        ledger: Partition,
-        record: Callable[[Sequence[RecordMetadata]], bytes],
-    ) -> tuple[list[RecordMetadata], int]:
+    async def met(producer: FakeProducer, records: Sequence[Record], ledger: Partition) -> list[RecordMetadata]:
         if records:
             tried.append([key_of(record) for record in records])
             if failure := of(records):
                 raise failure
-        return await write(producer, records, ledger, record)
+        return await send(producer, records, ledger)
 
-    monkeypatch.setattr(FakeProducer, "write", met)
+    monkeypatch.setattr(FakeProducer, "send", met)
     return tried
 
 
@@ -443,7 +439,7 @@ async def test_a_chunk_that_was_in_a_failed_group_of_others_goes_alone_before_it
     failed = TransactionFailed(TransactionOutcome.ABORTED, "no", {"orders": NO})
     tried = fails(monkeypatch, lambda records: failed if "poison" in map(key_of, records) else None)
     poison = world.submit("poison")
-    await asyncio.sleep(0.01)
+    await steps()
     told = await on_its_way(world, "a", "b")
     serving = asyncio.create_task(live(world))
     assert problems([await poison, *await told]) == [RECORD_REFUSED.code, None, None]

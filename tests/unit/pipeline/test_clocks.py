@@ -106,7 +106,7 @@ async def test_a_time_that_was_given_here_is_never_refused_for_good(timestamp: i
         raise TransactionFailed(TransactionOutcome.ABORTED, "its time", {"orders": OUTSIDE_BOUNDS})
 
     producer: Any = slot.producer
-    producer.write = refuse
+    producer.send = refuse
     event = event_of("a", event_id("a"), "orders", None, b"1", [], None, timestamp)
     answer = world.ask(event)
     serving = world.serve(slot)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ from service.kafka.outcomes import RecordError, TransactionFailed, TransactionOu
 from service.kafka.session import Record, RecordMetadata
 from service.pipeline.request import Committed
 from service.pipeline.writer import ABORTED_PAUSE_S
-from tests.unit.fakes import NOW_MS, FakeProducer, World, end_of_term, ended, kind_of, make_event, until
+from tests.unit.fakes import NOW_MS, FakeProducer, World, end_of_term, ended, kind_of, make_event, steps, until
 
 GONE = RecordError(UNKNOWN_TOPIC, "it is not there")
 BIG = RecordError(TOO_LARGE, "it is too large")
@@ -78,7 +78,7 @@ async def test_a_poisoned_event_is_answered_alone_and_the_others_are_written() -
     world = World()
     slot = await world.slot()
     poison, good = world.submit("poison", "orders"), world.submit("good", "other")
-    await asyncio.sleep(0.01)
+    await steps()
     world.producers[0].trouble.before["write"].append(
         TransactionFailed(TransactionOutcome.ABORTED, "no", {"orders": BIG})
     )
@@ -163,23 +163,23 @@ async def test_what_goes_on_failing_ends_not_one_term_after_the_other_and_its_to
     sweeping = asyncio.create_task(world.admission.sweep())
     poison = world.submit("poison")
     others = [world.submit(str(n)) for n in range(5)]
-    await asyncio.sleep(0.01)
+    await steps()
     tries = 0
 
     def meet_poison(n: int) -> None:
         producer: Any = world.producers[n]
-        write = producer.write
+        send = producer.send
 
-        async def fail(records: Sequence[Record], *rest: Any) -> tuple[list[RecordMetadata], int]:
+        async def fail(records: Sequence[Record], *rest: Any) -> list[RecordMetadata]:
             nonlocal tries
             if any((KEY_HEADER, b"poison") in record.headers for record in records):
                 tries += 1
                 await asyncio.sleep(0.005)
                 raise TransactionFailed(TransactionOutcome.ABORTED, "UnknownError()", stuck={"orders"})
-            placed: tuple[list[RecordMetadata], int] = await write(records, *rest)
-            return placed
+            places: list[RecordMetadata] = await send(records, *rest)
+            return places
 
-        producer.write = fail
+        producer.send = fail
 
     async def live(n: int) -> None:
         slot = await world.slot(n)
@@ -205,7 +205,7 @@ async def test_what_fails_again_and_nobody_knows_why_goes_round_again_after_a_pa
     """Or with the recovery, where its claim may stand: once, in either case."""
     world = World()
     answer = world.submit("a")
-    await asyncio.sleep(0.01)
+    await steps()
     (request,) = world.admission._open
     slots = [await world.slot(n) for n in range(4)]
     for n, verdict in enumerate((TransactionOutcome.UNKNOWN, TransactionOutcome.ABORTED, TransactionOutcome.ABORTED)):
@@ -237,7 +237,7 @@ async def test_who_was_with_others_that_failed_does_not_pause() -> None:
     fine = world.submit("fine", "other")
     for n, topic in enumerate(("orders", "third")):
         world.submit(f"hangs-{n}", topic)
-        await asyncio.sleep(0.01)
+        await steps()
         stuck = TransactionFailed(TransactionOutcome.ABORTED, "NotEnoughReplicas", stuck={topic})
         world.producers[n].trouble.before["write"].append(stuck)
         world.queue._quarantine.clear()
@@ -252,7 +252,7 @@ async def test_what_was_stuck_travels_apart_and_the_others_go_on() -> None:
     world = World()
     slot = await world.slot()
     hangs, fine = world.submit("hangs", "orders"), world.submit("fine", "other")
-    await asyncio.sleep(0.01)
+    await steps()
     stuck = TransactionFailed(TransactionOutcome.ABORTED, "TimeoutError()", stuck={"orders"})
     world.producers[0].trouble.before["write"].append(stuck)
     await end_of_term(world.serve(slot))
@@ -277,7 +277,7 @@ async def test_where_no_commit_was_asked_for_nobody_waits_for_the_recovery(stuck
     world = World()
     slot, other = await world.slot(), await world.slot(1)
     hangs, fine, gone = world.submit("hangs", "orders"), world.submit("fine", "other"), world.submit("gone", "other")
-    await asyncio.sleep(0.01)
+    await steps()
     hung = world.producers[0].trouble.hold("write")
     failing = world.serve(slot)
     await until(lambda: world.keys.is_claimed("gone"))
@@ -319,7 +319,7 @@ async def test_what_is_let_go_goes_round_once_whoever_is_recovered_while_its_cla
     world = World()
     slot, other = await world.slot(), await world.slot(1)
     answers = [world.submit("hangs", "orders"), world.submit("fine", "other")]
-    await asyncio.sleep(0.01)
+    await steps()
     released, told = asyncio.Event(), asyncio.Event()
     release = world.keys.release
 
@@ -361,7 +361,7 @@ async def test_where_a_commit_may_have_been_asked_for_all_wait(verdict: Transact
     world = World()
     slot, other = await world.slot(), await world.slot(1)
     answers = [world.submit("a", "orders"), world.submit("b", "other")]
-    await asyncio.sleep(0.01)
+    await steps()
     world.producers[0].trouble.before["write"].append(TransactionFailed(verdict, "it ended", stuck=stuck))
     await end_of_term(world.serve(slot))
     serving = world.serve(other)
@@ -377,7 +377,7 @@ async def test_where_their_claims_cannot_be_given_up_all_wait(error: Exception) 
     world = World()
     slot, other = await world.slot(), await world.slot(1)
     answers = [world.submit("a", "orders"), world.submit("b", "other")]
-    await asyncio.sleep(0.01)
+    await steps()
     stuck = TransactionFailed(TransactionOutcome.ABORTED, "NotEnoughReplicas", stuck={"orders"})
     world.producers[0].trouble.before["write"].append(stuck)
     world.keys.trouble.before["release"].append(error)
@@ -434,7 +434,7 @@ async def test_the_key_of_what_was_left_out_is_free_though_the_slot_waits_for_it
     world = World()
     slot = await world.slot()
     answers = [world.submit("short", "other"), world.submit("hangs", "orders")]
-    await asyncio.sleep(0.01)
+    await steps()
     world.cluster.topics["other"] = Topic("other", 3, {}, under_min_isr=frozenset({0, 1, 2}))
     await world.topic_metadata.get("other", time.monotonic(), anew=True)
     world.producers[0].trouble.before["write"].append(TransactionFailed(verdict, "TimeoutError()"))
@@ -488,15 +488,10 @@ class Narrow(FakeProducer):
         super().__init__()
         self.most = most
 
-    async def write(
-        self,
-        records: Sequence[Record],
-        ledger: tuple[str, int],
-        ledger_record: Callable[[Sequence[RecordMetadata]], bytes],
-    ) -> tuple[list[RecordMetadata], int]:
-        if len(records) > self.most:
+    async def commit(self, ledger_record: bytes) -> int:
+        if len(self.records_sent) > self.most:
             raise TransactionFailed(TransactionOutcome.ABORTED, "the ledger's record is too large", LEDGER)
-        return await super().write(records, ledger, ledger_record)
+        return await super().commit(ledger_record)
 
 
 async def test_a_group_that_the_ledger_does_not_take_is_split_and_all_of_it_is_written() -> None:

@@ -13,7 +13,7 @@ from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.kafka.session import RecordMetadata, RecordResult
 from service.pipeline import writer as module
 from service.pipeline.request import Committed
-from tests.unit.fakes import NOW_MS, World, end_of_term, ended, kind_of, make_event, until
+from tests.unit.fakes import NOW_MS, World, end_of_term, ended, kind_of, make_event, steps, until
 
 
 async def test_who_is_woken_and_may_not_take_wakes_another() -> None:
@@ -39,7 +39,7 @@ async def test_a_store_that_marks_slowly_slows_its_slot() -> None:
     answers = []
     for key in "abcd":
         answers.append(world.submit(key))
-        await asyncio.sleep(0.01)
+        await steps()
     assert world.keys_written() == [["a"], ["b"]]
     marking.set()
     for answer in answers:
@@ -159,7 +159,7 @@ async def test_what_hangs_beside_others_that_went_travels_apart(fates: list[Reco
     world = World()
     slot = await world.slot()
     answers = [world.submit("a", "plain.a"), world.submit("b", "plain.b")]
-    await asyncio.sleep(0.01)
+    await steps()
     world.plains[0].fates.append(fates)
     serving = world.serve(slot)
     assert kind_of(await answers[1]) is OUTCOME_UNKNOWN

@@ -21,7 +21,7 @@ from service.pipeline import admission
 from service.pipeline.load_shedding import ANSWERS_EACH, SAVED_MOST
 from service.pipeline.request import Committed
 from service.slots import slot as slot_module
-from tests.unit.fakes import EPOCH, NOW_MS, World, count_of, end_of_term, ended, kind_of, make_event, until
+from tests.unit.fakes import EPOCH, NOW_MS, World, count_of, end_of_term, ended, kind_of, make_event, steps, until
 
 # ------------------------------------------------------------------------------------------------- when all is well
 
@@ -29,7 +29,7 @@ from tests.unit.fakes import EPOCH, NOW_MS, World, count_of, end_of_term, ended,
 async def test_a_group_is_claimed_written_marked_and_answered() -> None:
     world = World()
     asked = [world.submit("a"), world.submit("b")]
-    await asyncio.sleep(0.01)
+    await steps()
     serving = world.serve(await world.slot())
     first, second = await asyncio.gather(*asked)
     assert isinstance(first, Committed)
@@ -215,7 +215,7 @@ async def test_what_was_answered_503_while_others_are_released_is_not_written() 
     slot = await world.slot()
     await world.topic_metadata.get("orders", time.monotonic())
     late, soon = world.submit("late", ago_s=0.3), world.submit("soon", ago_s=0.1)
-    await asyncio.sleep(0.01)
+    await steps()
     release = world.keys.trouble.hold("release")
     sweeping = asyncio.create_task(world.admission.sweep())
     serving = asyncio.create_task(world.writer.serve(slot))
@@ -250,7 +250,7 @@ async def test_each_request_is_answered_at_its_own_deadline() -> None:
     world = World(request_timeout_ms=5_000)
     sweeping = asyncio.create_task(world.admission.sweep())
     patient = world.submit("patient")
-    await asyncio.sleep(0.01)
+    await steps()
     started = asyncio.get_running_loop().time()
     assert kind_of(await world.submit("urgent", ago_s=4.95)) is NOT_WRITTEN
     assert asyncio.get_running_loop().time() - started < 3.0

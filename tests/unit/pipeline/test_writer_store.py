@@ -22,7 +22,7 @@ from service.kafka.outcomes import RecordError, TransactionFailed, TransactionOu
 from service.kafka.session import NOT_SENT, NotSent, RecordMetadata
 from service.pipeline import writer as module
 from service.pipeline.request import Committed
-from tests.unit.fakes import EPOCH, NOW_MS, World, end_of_term, ended, kind_of, make_event, until
+from tests.unit.fakes import EPOCH, NOW_MS, World, end_of_term, ended, kind_of, make_event, steps, until
 
 BIG = RecordError(TOO_LARGE, "it is too large")
 
@@ -164,7 +164,7 @@ async def test_an_unforeseen_error_lets_the_group_wait_again() -> None:
     world = World()
     slot = await world.slot()
     answer = world.submit("a")
-    await asyncio.sleep(0.01)
+    await steps()
     known = world.topic_metadata._last
     world.topic_metadata._last = {}
     assert isinstance(await end_of_term(world.serve(slot)), KeyError)
@@ -179,7 +179,7 @@ async def test_a_topic_that_vanished_does_not_fail_what_was_let_in() -> None:
     """Somebody asked for it again meanwhile, and there was none: the broker is to say so, for this event alone."""
     world = World()
     answer = world.submit("a")
-    await asyncio.sleep(0.01)
+    await steps()
     del world.cluster.topics["orders"]
     world.topic_metadata.invalidate("orders")
     assert await world.topic_metadata.get("orders", time.monotonic()) is None
@@ -195,7 +195,7 @@ async def test_what_was_written_is_answered_although_the_release_fails() -> None
     world = World()
     slot = await world.slot()
     written, lost = world.submit("written", "plain.a"), world.submit("lost", "plain.b")
-    await asyncio.sleep(0.01)
+    await steps()
     world.plains[0].fates.append([RecordMetadata(3, NOW_MS), None])
     world.keys.trouble.before["release"].append(StoreUnanswered("no answer"))
     assert isinstance(await end_of_term(world.serve(slot)), StoreUnanswered)
@@ -211,7 +211,7 @@ async def test_an_idempotent_event_that_was_not_sent_goes_round_again_and_is_in_
     world = World()
     slot = await world.slot()
     good, bad = world.submit("good", "plain.a"), world.submit("bad", "plain.b")
-    await asyncio.sleep(0.01)
+    await steps()
     world.plains[0].fates.append([RecordMetadata(3, NOW_MS), NOT_SENT])
     serving = world.serve(slot)
     for answer in (good, bad):
@@ -228,7 +228,7 @@ async def test_who_is_to_blame_for_what_was_not_sent_travels_apart(
     world = World()
     slot = await world.slot()
     answers = [world.submit("ill", "plain.a"), world.submit("well", "plain.b")]
-    await asyncio.sleep(0.01)
+    await steps()
     world.plains[0].fates.append([NotSent(itself), NOT_SENT])
     suspected: list[str] = []
     suspect = world.queue.quarantine
@@ -250,7 +250,7 @@ async def test_who_ends_in_the_pause_after_a_vain_try_leaves_it_in_the_queue_onc
     world = World()
     slot = await world.slot()
     answer = world.submit("bad", "plain.b")
-    await asyncio.sleep(0.01)
+    await steps()
     world.plains[0].fates.append([NOT_SENT])
     serving = world.serve(slot)
     await until(lambda: bool(world.plains[0].written) and not world.keys.is_claimed("bad"))
@@ -268,7 +268,7 @@ async def test_an_idempotent_event_that_never_could_be_sent_is_surely_not_writte
     world = World(request_timeout_ms=300)
     slot = await world.slot()
     answer = world.submit("bad", "plain.b")
-    await asyncio.sleep(0.01)
+    await steps()
     world.plains[0].fates.extend([[NOT_SENT]] * 1_000)
     serving = world.serve(slot)
     assert kind_of(await asyncio.wait_for(answer, 3.0)) is NOT_WRITTEN
@@ -280,7 +280,7 @@ async def test_a_refused_idempotent_event_is_released_and_tried_alone() -> None:
     world = World()
     slot = await world.slot()
     good, poison = world.submit("good", "plain.a"), world.submit("poison", "plain.b")
-    await asyncio.sleep(0.01)
+    await steps()
     world.plains[0].fates.extend([[RecordMetadata(3, NOW_MS), BIG], [BIG]])
     serving = world.serve(slot)
     assert isinstance(await good, Committed)

@@ -178,9 +178,9 @@ class Bed:
             async def start(self) -> None:
                 bed.steps.append(self._fence)
 
-            async def write(self, *arguments: Any) -> Any:
+            async def send(self, *arguments: Any) -> Any:
                 bed.steps.append("begin")
-                return await super().write(*arguments)
+                return await super().send(*arguments)
 
         async def slots(names: Sequence[str]) -> dict[str, int]:
             return dict.fromkeys(names, SLOTS)
