@@ -188,12 +188,12 @@ async def test_nothing_is_refused_for_what_a_topic_was() -> None:
     arrived = time.monotonic()
     for _ in range(3):
         with pytest.raises(Problem, match="use 0 to 2"):
-            await world.intake.check(event, arrived)
+            await world.admission.check(event, arrived)
     assert world.cluster.asked == [["orders"]], "what Kafka has said since will do"
     world.cluster.topics["orders"] = Topic("orders", 6, {})
-    assert not world.intake.check_now(event)
-    await world.intake.check(event, time.monotonic())
-    assert world.intake.check_now(event)
+    assert not world.admission.check_now(event)
+    await world.admission.check(event, time.monotonic())
+    assert world.admission.check_now(event)
 
 
 async def test_while_kafka_is_away_a_topic_is_what_it_was() -> None:
@@ -201,7 +201,7 @@ async def test_while_kafka_is_away_a_topic_is_what_it_was() -> None:
     await world.topic_metadata.get("orders", time.monotonic())
     world.cluster.away = True
     with pytest.raises(Problem, match="use 0 to 2"):
-        await world.intake.check(make_event("a", partition=5), time.monotonic())
+        await world.admission.check(make_event("a", partition=5), time.monotonic())
 
 
 async def test_what_was_known_long_ago_is_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
