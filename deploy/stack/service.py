@@ -26,6 +26,7 @@ class Service(Process):
         module: str = "service",
         argv_prefix: Sequence[str] = (),
         name: str = "service",
+        project: Path = places.ROOT,
     ) -> None:
         """Prepare a process.
 
@@ -38,11 +39,13 @@ class Service(Process):
             module: what `python -m` runs; a test's own module may inject faults and then run the service.
             argv_prefix: a command that is put in front and becomes the program, e.g. `ip netns exec NAME`.
             name: the name of its log.
+            project: the tree whose `service` runs; another tree than this one runs it with its own `.venv`.
         """
         super().__init__(name, folder.absolute())
         self.port = port or free_port()
         self.module = module
         self.argv_prefix = list(argv_prefix)
+        self.project = project
         self.env = {
             "FENCEPOST_KAFKA": kafka,
             "FENCEPOST_REDIS": redis,
@@ -64,7 +67,9 @@ class Service(Process):
         """
         # From the root of the project, where `service` and the tests' modules are found.
         environment = {**places.hermetic_environment(), **self.env}
-        self.spawn([*self.argv_prefix, sys.executable, "-m", self.module], env=environment, cwd=places.ROOT)
+        own = self.project == places.ROOT
+        python = sys.executable if own else self.project / ".venv" / "bin" / "python"
+        self.spawn([*self.argv_prefix, python, "-m", self.module], env=environment, cwd=self.project)
         if wait_ready:
             self.wait_ready(timeout_s)
 

@@ -2,8 +2,9 @@
 
 import argparse
 import sys
+from pathlib import Path
 
-from deploy import console
+from deploy import console, places
 from tests import class_data
 from tests.faults import clock, hanging, matrix, network, soak
 
@@ -28,10 +29,21 @@ def main() -> int:
     kills.add_argument("--kills", type=int, default=10)
     kills.add_argument("--brokers", type=int, choices=(1, 3), default=1)
     kills.add_argument("--seed", type=int, default=1)
+    kills.add_argument("--until-standing", type=int, help="stop when so many partitions have stood")
+    kills.add_argument(
+        "--service", type=Path, default=places.ROOT, help="a tree whose service runs, with its own .venv"
+    )
     given = parser.parse_args()
     class_data.use()
     if given.command == "hanging":
-        done = hanging.run(given.kills, given.brokers, given.seed, console.say)
+        done = hanging.run(
+            given.kills,
+            given.brokers,
+            given.seed,
+            console.say,
+            project=given.service.resolve(),
+            until_standing=given.until_standing,
+        )
         return 1 if any(each.standing or each.wrong for each in done) else 0
     return soaked(given) if given.command == "soak" else played(parser, given)
 

@@ -14,10 +14,13 @@ RESULTS: Final = Path(__file__).parent / "results"
 
 def machine() -> str:
     """When, on which commit and on how many cores."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return f"{time.strftime('%Y-%m-%d', time.gmtime())} {commit.stdout.strip()}, {os.cpu_count()} cores"
+    return f"{time.strftime('%Y-%m-%d', time.gmtime())} {revision(ROOT)}, {os.cpu_count()} cores"
+
+
+def revision(tree: Path) -> str:
+    """The commit that a tree is on; empty where it has no git history."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def table(heads: Sequence[str], lines: Mapping[str, Sequence[str]]) -> str:
@@ -26,13 +29,13 @@ def table(heads: Sequence[str], lines: Mapping[str, Sequence[str]]) -> str:
 
 
 def update(
-    path: Path, heads: Sequence[str], lines: Mapping[str, Sequence[str]], order: Sequence[str]
+    path: Path, heads: Sequence[str], lines: Mapping[str, Sequence[str]], order: Sequence[str] | None = None
 ) -> dict[str, Sequence[str]]:
-    """The lines of a table in a file, with those that are given anew, in this order."""
+    """The lines of a table in a file, with those that are given anew, in this order or in the file's."""
     known: dict[str, Sequence[str]] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
         if line.startswith("| ") and len(cells) == len(heads) and cells[0] not in (heads[0], "---"):
             known[cells[0]] = cells[1:]
     known |= lines
-    return {name: known[name] for name in order if name in known}
+    return {name: known[name] for name in (known if order is None else order) if name in known}

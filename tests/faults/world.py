@@ -77,6 +77,8 @@ class World:
         link: with a pair, the relay through which the replica follows; `link.hold()` makes it lag.
         odd: one of the services that has a network and a clock of its own, if there is one.
         services: the processes that are expected to run in the end.
+        partitions: the data topics that it begins with, and how many partitions each has.
+        project: the tree whose service runs; faults are planned for this one only.
         topics: the data topics; those in `repeatable` have the guarantee `idempotent`, by `rules`.
         load: the clients, once `start_load` was called.
         exits: closed at the end, after the services: what a row opens for them.
@@ -94,12 +96,15 @@ class World:
         mutants: Sequence[str] = (),
         settings: Mapping[str, str] | None = None,
         namespace: str = "",
+        topics: Mapping[str, int] = TOPICS,
+        project: Path = places.ROOT,
     ) -> None:
         self.folder = folder
         self.cluster = cluster
         self.namespace = namespace or f"w-{uuid.uuid4().hex[:8]}"
         self.settings = {**SETTINGS, "PYTHONDONTWRITEBYTECODE": "", **(settings or {})}
-        self.topics = [f"{self.namespace}.{name}" for name in TOPICS]
+        self.partitions = {f"{self.namespace}.{name}": count for name, count in topics.items()}
+        self.topics = list(self.partitions)
         self.repeatable: list[str] = []  # topics of the guarantee `idempotent`
         self.rules: Path | None = None
         self.services: list[Service] = []
@@ -108,6 +113,7 @@ class World:
         self.notes: list[str] = []
         self.load: Load | None = None
         self.proxied = proxied
+        self.project = project
         self._pair = pair
         self._mutants = tuple(mutants)
         self._kafka = cluster.proxy.bootstrap if proxied else cluster.bootstrap
@@ -137,7 +143,7 @@ class World:
             self.replica = Redis(self.folder / "redis-1", name="redis-1", args=["--enable-debug-command", "yes"])
             self.replica.start()
             self.follow()
-        for topic, partitions in zip(self.topics, TOPICS.values(), strict=True):
+        for topic, partitions in self.partitions.items():
             self.cluster.create_topic(topic, partitions)
 
     def _tear_down(self) -> None:
@@ -193,6 +199,7 @@ class World:
             module=MODULE if wrapped else "service",
             argv_prefix=argv_prefix,
             name=name,
+            project=self.project,
         )
         self.services.append(service)
         return service
