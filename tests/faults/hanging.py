@@ -43,7 +43,7 @@ KEYS_PER_S: Final = 2_000.0
 SETTINGS: Final = {"FENCEPOST_SLOTS": "4", "FENCEPOST_SLOTS_MAX": "8"}
 # Topics and partitions of each, beside those that are written to. Leaders are withdrawn one after the other, then the
 # coordinators: the more partitions there are, the longer a coordinator completes transactions while there is no leader.
-OTHERS: Final = (8, 50)
+OTHERS: Final = (20, 20)
 HEADS: Final = (
     "service",
     "kills",
