@@ -23,6 +23,7 @@ from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined] # its stubs forget the latter
 
 from deploy import places
+from deploy.stack import Process
 from tests.faults import history
 from tests.faults.cluster import Cluster
 from tests.faults.results import RESULTS, machine, revision, table, update
@@ -32,6 +33,8 @@ Partition = tuple[str, int]
 
 # What the coordinator logs as it completes a transaction without a partition's markers.
 SKIPPED: Final = "likely deleted already and hence can be skipped"
+# What the service logs for each partition in which recovery has ended a hanging transaction.
+ENDED: Final = "hanging transaction ended"
 DOWN_S: Final = 0.5
 LOAD_S: Final = (0.5, 2.0)
 POLL_S: Final = 0.5
@@ -49,6 +52,7 @@ HEADS: Final = (
     "kills",
     "of them with markers skipped",
     "transactions that lost markers",
+    "partitions ended by recovery",
     "kills that left partitions standing",
     "partitions standing",
     "events acknowledged",
@@ -62,6 +66,7 @@ class Kill(NamedTuple):
     """What one kill led to."""
 
     skipped: int  # transactions that were completed without the markers of some partitions
+    ended: int  # partitions in which recovery wrote the missing markers
     standing: Mapping[Partition, int]  # the last stable offsets that stay behind the end
     settled_s: float  # until all partitions were readable to their ends
     acknowledged: int  # events
@@ -122,7 +127,11 @@ def invisible(folder: Path, left: Mapping[Partition, int]) -> int:
 
 
 def skipped(cluster: Cluster) -> int:
-    return sum(broker.log.read_text(errors="replace").count(SKIPPED) for broker in cluster.brokers)
+    return _logged(SKIPPED, cluster.brokers)
+
+
+def _logged(text: str, processes: Sequence[Process]) -> int:
+    return sum(process.log.read_text(errors="replace").count(text) for process in processes)
 
 
 def kill(folder: Path, cluster: Cluster, rng: random.Random, project: Path) -> Kill:
@@ -144,7 +153,13 @@ def kill(folder: Path, cluster: Cluster, rng: random.Random, project: Path) -> K
         if not left:
             wrong += [f"{kind}: {text}" for kind, text in world.check().violations]
         return Kill(
-            skipped(cluster) - before, left, settled_s, load.acked, invisible(world.history, left) if left else 0, wrong
+            skipped(cluster) - before,
+            _logged(ENDED, world.services),
+            left,
+            settled_s,
+            load.acked,
+            invisible(world.history, left) if left else 0,
+            wrong,
         )
 
 
@@ -184,7 +199,8 @@ def _stood(done: Sequence[Kill]) -> int:
 def _line(number: int, outcome: Kill) -> str:
     left = ", ".join(f"{topic}/{partition} from {offset}" for (topic, partition), offset in outcome.standing.items())
     return (
-        f"kill {number}: {outcome.skipped} transactions lost markers, {len(outcome.standing)} partitions standing"
+        f"kill {number}: {outcome.skipped} transactions lost markers, {outcome.ended} partitions ended by recovery, "
+        f"{len(outcome.standing)} standing"
         f"{f' ({left}), {outcome.invisible} of {outcome.acknowledged} acknowledged are behind them' if left else ''}, "
         f"after {outcome.settled_s:.1f} s {list(outcome.wrong[:5]) or ''}"
     )
@@ -196,6 +212,7 @@ def write(project: Path, brokers: int, done: Sequence[Kill], path: Path = RESULT
         f"{len(done)}",
         f"{sum(bool(each.skipped) for each in done)}",
         f"{sum(each.skipped for each in done)}",
+        f"{sum(each.ended for each in done)}",
         f"{sum(bool(each.standing) for each in done)}",
         f"{_stood(done)}",
         f"{sum(each.acknowledged for each in done):,}",

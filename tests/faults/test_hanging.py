@@ -26,13 +26,18 @@ def test_events_behind_what_stands_are_counted_once_each(tmp_path: Path) -> None
 
 def test_each_tree_and_number_of_brokers_has_a_line(tmp_path: Path) -> None:
     path = tmp_path / "hanging.md"
-    write(places.ROOT, 1, [Kill(2, {("t", 0): 3, ("t", 1): 5}, 20.0, 1_500, 7, []), Kill(0, {}, 1.0, 500, 0, [])], path)
-    write(places.ROOT, 3, [Kill(0, {}, 1.0, 100, 0, ["once: lost"])], path)
-    one, three = [line.split(" | ")[1:9] for line in path.read_text().splitlines()[-2:]]
-    assert one == ["2", "1", "2", "1", "2", "2,000", "7", "0"]
-    assert three == ["1", "0", "0", "0", "0", "100", "0", "1"]
-    write(places.ROOT, 1, [Kill(0, {}, 1.0, 9, 0, [])], path)
-    assert [line.split(" | ")[6] for line in path.read_text().splitlines()[-2:]] == ["9", "100"]
+    write(
+        places.ROOT,
+        1,
+        [Kill(2, 4, {("t", 0): 3, ("t", 1): 5}, 20.0, 1_500, 7, []), Kill(0, 0, {}, 1.0, 500, 0, [])],
+        path,
+    )
+    write(places.ROOT, 3, [Kill(0, 0, {}, 1.0, 100, 0, ["once: lost"])], path)
+    one, three = [line.split(" | ")[1:10] for line in path.read_text().splitlines()[-2:]]
+    assert one == ["2", "1", "2", "4", "1", "2", "2,000", "7", "0"]
+    assert three == ["1", "0", "0", "0", "0", "0", "100", "0", "1"]
+    write(places.ROOT, 1, [Kill(0, 0, {}, 1.0, 9, 0, [])], path)
+    assert [line.split(" | ")[7] for line in path.read_text().splitlines()[-2:]] == ["9", "100"]
 
 
 def test_the_service_of_another_tree_runs_with_its_own_interpreter(tmp_path: Path) -> None:
