@@ -46,6 +46,7 @@ KEYS_PER_S: Final = 2_000.0
 SETTINGS: Final = {"FENCEPOST_SLOTS": "4", "FENCEPOST_SLOTS_MAX": "8"}
 # Topics and partitions of each, beside those that are written to. Leaders are withdrawn one after the other, then the
 # coordinators: the more partitions there are, the longer a coordinator completes transactions while there is no leader.
+# Of three brokers each has as many, as there are three replicas of a third of the topics.
 OTHERS: Final = (20, 20)
 HEADS: Final = (
     "service",
@@ -177,7 +178,7 @@ def run(
     folder = Path(tempfile.mkdtemp(prefix="fencepost-hanging-"))
     done: list[Kill] = []
     with Cluster(folder / "cluster", brokers) as cluster:
-        for number in range(OTHERS[0]):
+        for number in range(OTHERS[0] // brokers):
             cluster.create_topic(f"other-{number}", OTHERS[1])
         while len(done) < kills and (until_standing is None or _stood(done) < until_standing):
             outcome = kill(folder / f"world-{len(done)}", cluster, rng, project)
