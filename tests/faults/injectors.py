@@ -18,6 +18,7 @@ import redis as redis_client
 from confluent_kafka import KafkaException
 
 from deploy.stack import Kafka
+from tests.faults.load import ANSWER_S, HANGING_S
 from tests.faults.network import Direction
 from tests.faults.proxy import Do
 from tests.faults.wire import Broker
@@ -25,6 +26,9 @@ from tests.faults.world import START_S, Odd, World
 
 # What the manifest grants: while Kafka or Redis are away a stop waits for deadlines, slots and the journal in turn.
 GRACE_S: Final = 90.0
+# A client settles a request within this time, or notes that it hangs: other faults of the group may keep Kafka away for
+# several starts of all brokers.
+REQUEST_S: Final = HANGING_S + ANSWER_S
 
 Part = Literal["service", "store", "broker", "client", "network", "clock"]
 Inject = Callable[[World, random.Random], None]
@@ -275,7 +279,7 @@ def one_key_posted_by_many(world: World, rng: random.Random) -> None:
     """Fifty posts of one key at once, at all processes."""
     assert world.load is not None
     request = world.ask(f"many-{rng.random()}")
-    told = world.load.send([request] * 50).result(120)
+    told = world.load.send([request] * 50).result(REQUEST_S)
     places = {result.told for results in told for result in results}
     assert len(places) == 1, places
 

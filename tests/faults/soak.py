@@ -119,7 +119,7 @@ def play(
                 say(f"  {leg.recoveries[-1][1]:5.1f} s after {' + '.join(names)}")
                 time.sleep(group[0].pause_s)
             world.wait_acked(AFTERWARDS)
-        except (NotRecovered, AssertionError, StackError) as error:
+        except (NotRecovered, AssertionError, StackError, TimeoutError) as error:
             leg.hanging += isinstance(error, NotRecovered)
             world.tell_waits()
             leg.wrong.append(" ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]))

@@ -1,14 +1,19 @@
 """A slice of the soak, and proof that it catches a broken service and shrinks what it caught to its cause."""
 
+import random
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 
-from tests.faults.injectors import load_injectors
+import pytest
+
+from tests.faults.injectors import INJECTORS, Injector, load_injectors
 from tests.faults.matrix import Clusters
 from tests.faults.shrink import shrink
 from tests.faults.soak import Options, Planned, plan, play
+from tests.faults.world import World
 
 FAULTS = 6
 ENOUGH_S = 200.0  # the faults end it
@@ -33,6 +38,23 @@ def test_a_slice_of_the_soak_leaves_every_event_there_once(clusters: Clusters, t
     assert leg.wrong == []
     assert leg.played == faults
     assert leg.verdict.acknowledged > 100
+
+
+def test_a_fault_that_never_ends_is_a_verdict(
+    clusters: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leg is judged all the same, and can be shrunk."""
+
+    def never(world: World, rng: random.Random) -> None:
+        Future[None]().result(0.1)
+
+    monkeypatch.setitem(INJECTORS, "never-ends", Injector("never-ends", "client", never))
+    alone = replace(ALONE, services=1)
+    leg = play(tmp_path, clusters.get(1, {}), [Planned(1, "never-ends", "1", 0.1)], ENOUGH_S, "never", alone)
+    (wrong,) = leg.wrong
+    assert wrong.startswith("TimeoutError:")
+    assert "never-ends" in wrong
+    assert leg.verdict.acknowledged > 0
 
 
 def test_a_service_that_forgets_is_caught_and_the_cause_is_found(clusters: Clusters, tmp_path: Path) -> None:
