@@ -1,5 +1,6 @@
 """`python -m tests.bench [NAME…]`: measure on the real stack, print, and keep the results in tests/bench/results.
 
+`python -m tests.bench against REV` compares this tree's service with that of another revision (against.py).
 Exit 0, or 1 where a bench's check failed (it has no number then). A goal that is not met is a result, not an error.
 """
 
@@ -8,11 +9,14 @@ import importlib
 import signal
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from deploy.console import StackError
 from deploy.places import ROOT
-from tests.bench import report, results
+from tests.bench import against, report, results
 from tests.bench.rows import NotRealWork, Row
 from tests.bench.stage import Stage, stack
 
@@ -38,25 +42,46 @@ NAMES = (
 )
 
 
-def run(stage: Stage, name: str) -> bool:
-    """Measure one, print it and keep it; False where its check failed."""
+def run(
+    stage: Stage, name: str, measure: Callable[[Stage], list[Row]], about: str, more: Mapping[str, Any] | None = None
+) -> bool:
+    """Measure one, print it and keep it, with `more` of what it was measured on; False where its check failed."""
     print(f"\n== {name}", flush=True)
-    module = importlib.import_module(f"tests.bench.{name}")
-    where = results.describe(stage)
+    where = {**results.describe(stage), **(more or {})}
     started = time.monotonic()
     rows: list[Row] = []
     failed = ""
     try:
-        rows = module.measure(stage)
+        rows = measure(stage)
     except (NotRealWork, StackError, AssertionError) as error:
         failed = str(error)
-    where |= {"about": (module.__doc__ or "").strip(), "took_s": round(time.monotonic() - started)}
+    where |= {"about": about.strip(), "took_s": round(time.monotonic() - started)}
     results.keep(stage.results, name, where, rows, failed)
     print(report.as_text(rows) if not failed else f"NO NUMBER: {failed}", flush=True)
     return not failed
 
 
+def _run_named(stage: Stage, name: str) -> bool:
+    module = importlib.import_module(f"tests.bench.{name}")
+    return run(stage, name, module.measure, module.__doc__ or "")
+
+
+def _compare(arguments: Sequence[str]) -> int:
+    """`against REV`; exit 0, or 1 where there is no number."""
+    plan = against.Plan.of(arguments)
+    with stack(plan.folder, plan.depth) as stage:
+        other = against.checkout(plan.revision, stage.folder / "other")
+        about = {"against": other.commit, "ours": " ".join(plan.described)}
+        good = run(stage, plan.name, partial(against.measure, other=other, plan=plan), against.__doc__ or "", about)
+    report.write(plan.folder, NAMES)
+    return 0 if good else 1
+
+
 def main() -> int:
+    # Ended from outside, it takes its stack and its folder with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if sys.argv[1:2] == ["against"]:
+        return _compare(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"all of them if none is named: {', '.join(NAMES)}")
     depth = parser.add_mutually_exclusive_group()
@@ -69,10 +94,8 @@ def main() -> int:
         parser.error(f"no such bench: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     depth_name = arguments.depth or "standard"
     folder = arguments.results or (ROOT / "build" / "bench" if depth_name == "quick" else results.KEPT)
-    # Ended from outside, it takes its stack and its folder with it.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with stack(folder.absolute(), depth_name, tuple(arguments.records)) as stage:
-        good = [run(stage, name) for name in arguments.names or NAMES]
+        good = [_run_named(stage, name) for name in arguments.names or NAMES]
     report.write(folder, NAMES)
     print(f"\n{folder / 'results.html'}")
     return 0 if all(good) else 1

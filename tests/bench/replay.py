@@ -12,12 +12,31 @@ from tests.bench.wrk import Loaded
 CONNECTIONS = 256
 
 
-def _replay(target: Target, seconds: float, connections: int, known: dict[str, Any]) -> tuple[Loaded, float]:
-    """One run over known keys; how many of its answers were replays, 0 where some were not."""
+def run(target: Target, seconds: float, connections: int, known: dict[str, Any]) -> tuple[Loaded, float]:
+    """Load a target with known keys.
+
+    Args:
+        target: who is loaded.
+        seconds: for so long.
+        connections: so many.
+        known: the arguments of load.lua, with `keys` of them.
+
+    Returns:
+        what wrk saw, and how many of its answers were replays: 0 where some were not.
+    """
     before = target.metric("fencepost_replays_total")
     loaded = target.press(seconds, connections, **known)
     replayed = target.metric("fencepost_replays_total") - before
     return loaded, replayed if replayed >= loaded.requests and not loaded.refused and not loaded.broken else 0.0
+
+
+def write_known(target: Target, keys: int) -> dict[str, Any]:
+    """Write so many events; the arguments of load.lua that send them again."""
+    known = {"prefix": f"{target.namespace}-known", "keys": keys}
+    while run(target, 1, 64, known)[1] < keys:  # until each of them was written
+        pass
+    target.answered += keys
+    return known
 
 
 def measure(stage: Stage) -> list[Row]:
@@ -28,19 +47,15 @@ def measure(stage: Stage) -> list[Row]:
     again_us: list[float] = []
     with stage.target() as target:
         target.warm(stage.pick(2, 4), CONNECTIONS)
-        keys = stage.pick(200, 2_000)
-        known = {"prefix": f"{target.namespace}-known", "keys": keys}
-        while _replay(target, 1, 64, known)[1] < keys:  # until each of them was written
-            pass
+        known = write_known(target, stage.pick(200, 2_000))
         for _ in range(rounds):
             new.append(target.load(seconds, CONNECTIONS).rate)
             new_us.append(target.cpu_us)
-            loaded, replayed = _replay(target, seconds, CONNECTIONS, known)
+            loaded, replayed = run(target, seconds, CONNECTIONS, known)
             if replayed < loaded.requests:
                 raise NotRealWork(f"{replayed:.0f} of {loaded.requests} answers were replays, {loaded.refused} refused")
             again.append(loaded.rate)
             again_us.append(target.cpu_us)
-        target.answered += keys
         target.check()
     return [
         Row("replays over new events", "x", ratios(again, new), Goal(least=1.5)),

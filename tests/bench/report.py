@@ -67,6 +67,8 @@ def _section(result: dict[str, Any], graphs: Sequence[Path]) -> str:
     name = escape(result["name"])
     known = (
         "commit",
+        "ours",
+        "against",
         "date",
         "depth",
         "machine",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from deploy.places import ROOT
 from deploy.stack import Kafka, Redis, Service
 from tests.bench import checks, wrk
 from tests.bench.redis_servers import DeployedRedis
@@ -54,12 +55,15 @@ class Stage:
         module: str = "service",
         kafka: Kafka | None = None,
         redis: Redis | None = None,
+        root: Path = ROOT,
         **settings: Any,
     ) -> Service:
-        """A process, not started yet."""
+        """A process, not started yet; of the project in `root`."""
         env = {f"FENCEPOST_{setting.upper()}": str(value) for setting, value in settings.items()}
         kafka, redis = kafka or self.kafka, redis or self.redis
-        return Service(self.folder, kafka=kafka.bootstrap, redis=redis.url, env=env, name=name, module=module)
+        return Service(
+            self.folder, kafka=kafka.bootstrap, redis=redis.url, env=env, name=name, module=module, project=root
+        )
 
     @contextlib.contextmanager
     def target(
@@ -69,6 +73,7 @@ class Stage:
         kafka: Kafka | None = None,
         redis: Redis | None = None,
         module: str = "service",
+        root: Path = ROOT,
         **settings: Any,
     ) -> Iterator["Target"]:
         """A process that serves, in a namespace of its own and with topics of its own (one if none are named)."""
@@ -78,7 +83,7 @@ class Stage:
         for topic in names:
             kafka.create_topic(topic, partitions=partitions)
         settings = {"namespace": namespace, "instance": namespace, **settings}
-        service = self.service(namespace, module, kafka, redis, **settings)
+        service = self.service(namespace, module, kafka, redis, root, **settings)
         with service:
             yield Target(service, kafka, redis or self.redis, namespace, names)
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from deploy.console import StackError
+from deploy.places import ROOT
 from deploy.stack import Kafka, Redis
-from tests.bench import checks, parts, post, recovery, report, results, rows, wrk
+from tests.bench import against, checks, parts, post, recovery, report, results, rows, wrk
 from tests.bench.redis_servers import DeployedRedis, described, jemalloc
 from tests.bench.rows import Goal, NotRealWork, Row
 from tests.bench.stage import Stage
@@ -44,6 +45,26 @@ def test_post_is_measured_checked_and_shown(stage: Stage, make_topic: MakeTopic)
         checks.exactly_once(stage.kafka.bootstrap, namespace, [topic], 10**9, 0)
     with pytest.raises(NotRealWork, match="places have none"):
         checks.exactly_once(stage.kafka.bootstrap, namespace, [make_topic()], 0, 0)
+
+
+def test_two_services_are_measured_in_turn_and_held_to_the_floors(stage: Stage) -> None:
+    plan = against.Plan.of(["HEAD", "--quick", "--rows", "post64,one,replay", "--rounds", "2"])
+    found = against.measure(stage, against.Checkout(ROOT, "itself"), plan)
+    assert {row.name.partition(":")[0]: str(row.goal) for row in found if row.goal} == {
+        "POST /events, 64 connections": "≥ 0.92",
+        "one client": "≤ 1.08",
+        "replays, 256 connections": "≥ 0.9",
+    }
+    assert all(len(row.values) == 2 and row.median > 0 for row in found)
+
+
+def test_a_revision_is_unpacked_without_what_is_not_committed(tmp_path: Path) -> None:
+    found = against.unpack("HEAD", tmp_path / "other")
+    assert (found.root / "service" / "app.py").exists()
+    assert not (found.root / ".venv").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+    with pytest.raises(StackError, match="nowhere"):
+        against.unpack("nowhere", tmp_path / "another")
 
 
 def test_a_goal_is_held_by_the_median() -> None:
