@@ -67,7 +67,7 @@ def test_what_a_schema_allows_is_taken(schemas: Schemas, value: bytes, topic: by
         (b'"value": {"total": 1, "lines": ["a", 2]}', r'value.lines\[1\]: 2 is not of type "string"'),
         (b'"value": 7', 'value: 7 is not of type "object"'),
         (b'"value_base64": "AAEC"', "value: orders.eu has a schema and takes JSON only"),
-        (b'"value_base64": "TmFO"', "has NaN, which is no JSON number"),
+        (b'"value_base64": "TmFO"', "is not JSON: expected value at line 1 column 1"),
         (b'"value_base64": "eyJ0b3RhbCI6MSwidG90YWwiOjJ9"', "has the name 'total' twice"),
         (b'"value": {"total": 1' + 5_000 * b"0" + b"}", "value: its numbers have more digits than can be compared"),
         (b'"value": {"total": 1e99999}', "more digits than can be compared"),
