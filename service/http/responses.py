@@ -8,7 +8,8 @@ from functools import lru_cache
 from typing import Final
 from urllib.parse import quote
 
-from service import native
+import msgspec
+
 from service.core.problems import UNAUTHORIZED, Kind, Problem
 from service.pipeline.request import Committed, Placed, WriteResult
 
@@ -56,9 +57,47 @@ def echo_of(key: str) -> bytes:
     return key.encode()
 
 
+class _Metadata(msgspec.Struct, gc=False):
+    """The body of a 201: where an event is."""
+
+    id: str
+    topic: str
+    partition: int
+    offset: int
+    timestamp: int
+
+
+class _Member(msgspec.Struct, gc=False):
+    """One event of an atomic batch."""
+
+    status: int
+    id: str
+    topic: str
+    partition: int
+    offset: int
+    timestamp: int
+
+
+class _Result(_Member, gc=False):
+    """One event of several, each of which is written for itself."""
+
+    replayed: bool
+
+
+class _Whole(msgspec.Struct, gc=False):
+    """The body of an atomic batch's 201."""
+
+    id: str
+    results: list[_Member]
+
+
+_encode: Final = msgspec.json.Encoder().encode
+
+
 def render_place(place: Placed) -> bytes:
-    """`{"id","topic","partition","offset","timestamp"}`; a topic's name needs no escaping."""
-    return native.texts.place(*place) if native.COMPILED else f"{{{_fields(place)}}}".encode()
+    """`{"id","topic","partition","offset","timestamp"}`."""
+    id, there = place
+    return _encode(_Metadata(id.hex(), there.topic, there.partition, there.offset, there.ts))
 
 
 def render_results(answers: Iterable[WriteResult]) -> bytes:
@@ -75,24 +114,18 @@ def render_result(answer: WriteResult) -> str:
     """What is told of one event of several."""
     if isinstance(answer, Problem):
         return f'{{"status":{answer.kind.status},"problem":{json.dumps(answer.body())}}}'
-    if native.COMPILED:
-        return native.texts.results(answer.places, answer.replayed)[0]
-    replayed = "true" if answer.replayed else "false"
-    return f'{{"status":201,{_fields(answer.places[0])},"replayed":{replayed}}}'
+    id, there = answer.places[0]
+    result = _Result(201, id.hex(), there.topic, there.partition, there.offset, there.ts, answer.replayed)
+    return _encode(result).decode()
 
 
 def render_whole(id: bytes, answer: Committed) -> bytes:
     """The body of an atomic batch's 201, the same bytes each time."""
-    results = ",".join(f'{{"status":201,{_fields(place)}}}' for place in answer.places)
-    return f'{{"id":"{id.hex()}","results":[{results}]}}'.encode()
-
-
-def _fields(place: Placed) -> str:
-    id, there = place
-    return (
-        f'"id":"{id.hex()}","topic":"{there.topic}","partition":{there.partition},'
-        f'"offset":{there.offset},"timestamp":{there.ts}'
-    )
+    results = [
+        _Member(201, member.hex(), there.topic, there.partition, there.offset, there.ts)
+        for member, there in answer.places
+    ]
+    return _encode(_Whole(id.hex(), results))
 
 
 def lines_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:

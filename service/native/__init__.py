@@ -26,10 +26,10 @@ _ANEW = "install fencepost anew (uv sync --reinstall-package fencepost)"
 # What makes them be used; empty where they are.
 REMEDY = ""
 try:
-    from service.native import bodies, heads, records, texts
+    from service.native import bodies, heads, records
 except ImportError:  # installed without a compiler: half as much CPU again, and otherwise the same
     REMEDY = f"install a C compiler and Python's headers, then {_ANEW}"
 else:
-    if not is_current((bodies, heads, records, texts)):
+    if not is_current((bodies, heads, records)):
         REMEDY = f"they are older than their sources: {_ANEW}"
 COMPILED = not REMEDY

@@ -4,17 +4,15 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from service import native
 from service.claims.redis_store import Row
 from service.claims.states import Delivered, DeliveredBatch
 from service.contract import Guarantee
-from service.contract.wire import KEY_HEADER, STAMP_HEADER, TRACE_HEADER, encode_entry, encode_stamp
+from service.contract.wire import KEY_HEADER, STAMP_HEADER, TRACE_HEADER, encode_stamp
 from service.events.event import partition_of
 from service.kafka.admin import Topic
 from service.kafka.session import Partition, Record, RecordMetadata
 from service.pipeline.request import Committed, WriteRequest
-
-_encode_stamp = native.texts.stamp if native.COMPILED else encode_stamp
+from service.slots.ledger_rows import encode_entry
 
 # A request whose claims stand, and the accepted_at of each of its events, in ms.
 ClaimedRequest = tuple[WriteRequest, Sequence[int]]
@@ -90,7 +88,7 @@ def records_of(
     records: list[Record] = []
     for request, accepted in group:
         for event, partition, at in zip(request.events, request.partitions, accepted, strict=True):
-            stamp = _encode_stamp(event.id, event.fp, at, writer)
+            stamp = encode_stamp(event.id, event.fp, at, writer)
             headers = [(KEY_HEADER, event.key.encode()), (STAMP_HEADER, stamp)]
             if event.traceparent is not None:
                 headers.append((TRACE_HEADER, event.traceparent))
@@ -119,11 +117,8 @@ def entries_of(delivered: Iterable[CommittedRequest]) -> Iterator[str]:
     """The ledger's entries of a group, as JSON text."""
     for request, committed in delivered:
         batch = request.asked[0][0] if request.atomic else None
-        if native.COMPILED:
-            yield from native.texts.entries(committed.places, batch)
-            continue
         for i, (id, there) in enumerate(committed.places):
-            yield encode_entry(id, there.fp, there.at, there.topic, there.partition, there.offset, there.ts, batch, i)
+            yield encode_entry(id, there) if batch is None else encode_entry(id, there, batch, i)
 
 
 def topic_ids_of(records: Iterable[Record], topic_of: Callable[[str], Topic]) -> dict[str, str]:

@@ -4,13 +4,12 @@ import asyncio
 import contextlib
 import random
 import time
-from itertools import groupby
-from typing import Final
+from typing import Any, Final
 
+import msgspec
 import structlog
 
-from service import native
-from service.contract.wire import encode_answer, encode_answers
+from service.contract.wire import encode_answers
 from service.core.metrics import Telemetry
 from service.core.problems import TOO_LARGE, KafkaAway
 from service.core.supervision import supervise
@@ -18,7 +17,7 @@ from service.kafka.admin import KafkaAdmin
 from service.kafka.outcomes import RecordRefused
 from service.kafka.producer import IdempotentProducer
 from service.kafka.topics import REQUESTS_PARTITIONS
-from service.pipeline.request import Committed, Placed, WriteRequest, WriteResult
+from service.pipeline.request import Committed, WriteRequest, WriteResult
 
 log = structlog.get_logger(__name__)
 
@@ -28,6 +27,28 @@ FLUSH_ANSWERS: Final = 2_000
 # Answers that may wait while Kafka is away; the next ones are dropped and counted. About 250 bytes each.
 WAITING_MAX: Final = 100_000
 PAUSE_S: Final = 0.5
+
+
+class _Answer(msgspec.Struct, gc=False):
+    """One answer as wire.encode_answer has it."""
+
+    id: str
+    fp: str
+    at: int
+    status: int
+    code: str | None
+    replayed: bool
+    latency_ms: msgspec.Raw
+    topic: str
+    partition: int | None
+    offset: int | None
+
+
+_encode: Final = msgspec.json.Encoder().encode
+
+
+def _text(id: bytes, fp: bytes, *more: Any) -> str:
+    return _encode(_Answer(id.hex(), fp.hex(), *more)).decode()
 
 
 class Journal:
@@ -59,31 +80,19 @@ class Journal:
         if len(self._waiting) >= WAITING_MAX:
             self._telemetry.journal_dropped.inc(len(request.events))
             return
-        latency_ms = 1000 * latency_s
+        latency_ms = msgspec.Raw(b"%.3f" % (1000 * latency_s))
         if isinstance(answer, Committed):
-            if request.is_chunk:  # claims that were taken over keep their times
-                for _, places in groupby(answer.places, key=lambda placed: placed[1].at):
-                    self._record_places(tuple(places), status, answer.replayed, latency_ms)
-            else:
-                self._record_places(answer.places, status, answer.replayed, latency_ms)
+            self._waiting += [
+                _text(id, it.fp, it.at, status, None, answer.replayed, latency_ms, it.topic, it.partition, it.offset)
+                for id, it in answer.places
+            ]
             return
         at = request.accepted_at or _now_ms()
         code = None if answer is None else answer.kind.code
         self._waiting += [
-            encode_answer(event.id, event.fp, at, status, code, False, latency_ms, event.topic, None, None)
+            _text(event.id, event.fp, at, status, code, False, latency_ms, event.topic, None, None)
             for event in request.events
         ]
-
-    def _record_places(self, places: tuple[Placed, ...], status: int, replayed: bool, latency_ms: float) -> None:
-        """Note events that are in Kafka and have one accepted_at."""
-        at = places[0][1].at
-        if native.COMPILED:
-            self._waiting += native.texts.answers(places, at, replayed, f"{latency_ms:.3f}")
-            return
-        for id, it in places:
-            self._waiting.append(
-                encode_answer(id, it.fp, at, status, None, replayed, latency_ms, it.topic, it.partition, it.offset)
-            )
 
     async def _run(self) -> None:
         while not self._stopping:

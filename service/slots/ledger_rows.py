@@ -1,4 +1,4 @@
-"""What ledger records say was delivered, as the states that a replay leaves in the store."""
+"""What ledger records say was delivered, as the states that a replay leaves in the store; and an entry's text."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -28,7 +28,7 @@ _Topic = Annotated[str, msgspec.Meta(max_length=TOPIC_CHARS_MAX)]
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-class _Entry(msgspec.Struct):
+class _Entry(msgspec.Struct, omit_defaults=True):
     """wire.Entry as its JSON has it."""
 
     id: _Id
@@ -52,7 +52,24 @@ class _Record(msgspec.Struct):
 
 # wire.decode_ledger takes four times as long, of the millions of keys that a store recovery reads.
 _decode = msgspec.json.Decoder(_Record).decode
+_encode = msgspec.json.Encoder().encode
 _bytes = bytes.fromhex
+
+
+def encode_entry(id: bytes, there: Delivered, batch: bytes | None = None, i: int | None = None) -> str:
+    """An entry of a ledger record as JSON text, as wire.Entry has it; a member of an atomic batch has its index."""
+    entry = _Entry(
+        id.hex(),
+        there.fp.hex(),
+        there.at,
+        there.topic,
+        there.partition,
+        there.offset,
+        there.ts,
+        None if batch is None else batch.hex(),
+        i,
+    )
+    return _encode(entry).decode()
 
 
 def rows_of(items: Sequence[Item]) -> list[Row]:

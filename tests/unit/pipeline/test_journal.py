@@ -5,17 +5,20 @@ import json
 from collections.abc import AsyncIterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
+from service.claims.states import Delivered
 from service.contract import Guarantee
-from service.contract.wire import event_id
+from service.contract.wire import encode_answer, event_id
 from service.core.metrics import Telemetry
 from service.core.problems import NOT_WRITTEN, TOO_LARGE, KafkaAway, Problem
 from service.kafka.outcomes import RecordError, RecordRefused
 from service.kafka.producer import IdempotentProducer
 from service.pipeline import journal as module
 from service.pipeline.journal import Journal
-from service.pipeline.request import WriteRequest
+from service.pipeline.request import Committed, WriteRequest
 from tests.unit.fakes import FakeCluster, count_of, make_event, until
 
 
@@ -182,3 +185,42 @@ async def test_a_cancellation_from_within_does_not_end_the_journal(kept: Kept) -
     kept.record("a")
     await until(lambda: kept.written == 1)
     assert not kept.dropped
+
+
+NUMBERS = st.integers(0, 2**63 - 1)
+COMMITTED = st.lists(
+    st.tuples(
+        st.binary(min_size=16, max_size=16),
+        st.builds(
+            Delivered,
+            NUMBERS,
+            st.binary(min_size=8, max_size=8),
+            st.from_regex(r"[a-zA-Z0-9._-]{1,249}", fullmatch=True),
+            NUMBERS,
+            NUMBERS,
+            NUMBERS,
+        ),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(COMMITTED, NUMBERS, st.booleans(), st.floats(0, 1e5))
+async def test_an_answer_is_written_as_the_contract_has_it(
+    places: list[tuple[bytes, Delivered]], at: int, replayed: bool, latency_s: float
+) -> None:
+    kept = Kept()
+    request = WriteRequest.of((make_event("k"),), 0.0, 1.0, Guarantee.EXACTLY_ONCE)
+    kept.journal.record(request, 201, Committed(at, tuple(places), replayed), latency_s)
+    kept.journal.record(request, 503, Problem(NOT_WRITTEN, "why"), latency_s)
+    kept.journal.record(request, 202, None, latency_s)
+    ms = 1000 * latency_s
+    *committed, refused, accepted = kept.journal._waiting
+    assert committed == [
+        encode_answer(id, it.fp, it.at, 201, None, replayed, ms, it.topic, it.partition, it.offset) for id, it in places
+    ]
+    for text, status, code in ((refused, 503, "not-written"), (accepted, 202, None)):
+        now, event = json.loads(text)["at"], request.events[0]
+        assert text == encode_answer(event.id, event.fp, now, status, code, False, ms, event.topic, None, None)
+    kept.journal._task.cancel()

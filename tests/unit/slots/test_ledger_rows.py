@@ -4,13 +4,15 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from service.claims.redis_store import Row
 from service.claims.states import Delivered, DeliveredBatch
 from service.contract.wire import Entry, LedgerRecord, batch_fingerprint, decode_ledger
 from service.kafka.reader import Item
-from service.slots.ledger_rows import rows_of
+from service.slots.ledger_rows import encode_entry, rows_of
 from tests.unit.contract.test_wire import vectors
 
 ENTRY = Entry(b"\x01" * 16, b"\x02" * 8, 3, "orders", 4, 5, 6)
@@ -103,3 +105,25 @@ def test_a_record_that_is_nested_without_end_is_foreign() -> None:
     deep = '{"v":1,"later":' + "[" * 100_000 + "]" * 100_000 + "}"
     rows, foreign = read(changed(), deep, changed())
     assert (len(rows), foreign) == (2, 1)
+
+
+NUMBERS = st.integers(0, 2**63 - 1)
+ENTRIES = st.builds(
+    Entry,
+    st.binary(min_size=16, max_size=16),
+    st.binary(min_size=8, max_size=8),
+    NUMBERS,
+    st.from_regex(r"[a-zA-Z0-9._-]{1,249}", fullmatch=True),
+    NUMBERS,
+    NUMBERS,
+    NUMBERS,
+    batch=st.none(),
+    i=st.none(),
+)
+
+
+@given(ENTRIES, st.binary(min_size=16, max_size=16), st.integers(0, 10_000))
+def test_an_entry_is_written_as_the_contract_has_it(entry: Entry, batch: bytes, i: int) -> None:
+    there = Delivered(entry.at, entry.fp, entry.topic, entry.partition, entry.offset, entry.ts)
+    assert encode_entry(entry.id, there) == entry.encode()
+    assert encode_entry(entry.id, there, batch, i) == entry._replace(batch=batch, i=i).encode()

@@ -1,0 +1,66 @@
+"""Bodies of answers: the bytes that JSON's plainest encoder makes of the same members in the same order."""
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.claims.states import Delivered
+from service.core.problems import NOT_WRITTEN, Problem
+from service.http.responses import render_place, render_result, render_results, render_whole
+from service.pipeline.request import Committed, Placed
+
+NUMBERS = st.integers(-(2**63), 2**63 - 1) | st.integers(0, 2**53)
+PLACES = st.lists(
+    st.tuples(
+        st.binary(min_size=16, max_size=16),
+        st.builds(
+            Delivered,
+            NUMBERS,
+            st.binary(min_size=8, max_size=8),
+            st.from_regex(r"[a-zA-Z0-9._-]{1,249}", fullmatch=True),
+            NUMBERS,
+            NUMBERS,
+            NUMBERS,
+        ),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+def members_of(place: Placed) -> dict[str, Any]:
+    id, there = place
+    return {
+        "id": id.hex(),
+        "topic": there.topic,
+        "partition": there.partition,
+        "offset": there.offset,
+        "timestamp": there.ts,
+    }
+
+
+def text(body: dict[str, Any]) -> str:
+    return json.dumps(body, separators=(",", ":"))
+
+
+@given(PLACES, st.booleans())
+def test_what_clients_are_told(places: list[Placed], replayed: bool) -> None:
+    results = [{"status": 201, **members_of(place), "replayed": replayed} for place in places]
+    answers = [Committed(1, (place,), replayed) for place in places]
+    assert render_place(places[0]).decode() == text(members_of(places[0]))
+    assert [render_result(answer) for answer in answers] == [text(result) for result in results]
+    assert render_results(answers).decode() == text({"results": results})
+    whole = {"id": "02" * 16, "results": [{"status": 201, **members_of(place)} for place in places]}
+    assert render_whole(b"\x02" * 16, Committed(1, tuple(places), replayed)).decode() == text(whole)
+
+
+def test_a_problem_among_results_is_its_own_body() -> None:
+    problem = Problem(NOT_WRITTEN, "why é")
+    assert json.loads(render_result(problem)) == {"status": 503, "problem": problem.body()}
+
+
+def test_a_name_of_a_topic_from_a_foreign_record_is_escaped() -> None:
+    there = Delivered(0, b"f" * 8, 'a"\n\\b', 0, 1, 2)
+    assert json.loads(render_place((b"i" * 16, there)))["topic"] == there.topic
