@@ -1,5 +1,6 @@
 """What every test may use: the real stack, started at its first use, and names that no other test has."""
 
+import fnmatch
 import os
 import sys
 import uuid
@@ -13,6 +14,7 @@ from xdist.remote import Producer  # type: ignore[import-untyped]
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 from xdist.workermanage import WorkerController  # type: ignore[import-untyped]
 
+from deploy import places
 from deploy.install import java
 from deploy.stack import Kafka, Redis
 from deploy.stack.kafka import BRIEF
@@ -84,6 +86,21 @@ class _FromBothEnds(LoadScopeScheduling):  # type: ignore[misc]
         if node is self.nodes[0]:
             self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
         super()._assign_work_unit(node)
+
+
+def top_level(root: Path) -> set[str]:
+    """The names of the files and folders in `root` that its .gitignore does not name."""
+    ignored = {line.strip("/") for line in (root / ".gitignore").read_text().splitlines()}
+    return {path.name for path in root.iterdir() if not any(fnmatch.fnmatch(path.name, each) for each in ignored)}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _top_level_stays() -> Iterator[None]:
+    """No test leaves a file in the project's top folder, as a server does that saves into the current folder."""
+    before = top_level(places.ROOT)
+    yield
+    left = sorted(top_level(places.ROOT) - before)
+    assert not left, f"a test left {', '.join(left)} in {places.ROOT}"
 
 
 @pytest.fixture(scope="session")

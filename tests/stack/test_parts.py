@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from deploy import places
 from deploy.stack import Kafka, Redis, StackError
 from tests import class_data
-from tests.conftest import MakeTopic
+from tests.conftest import MakeTopic, top_level
 
 
 def test_kafka_answers_and_makes_topics(kafka: Kafka, make_topic: MakeTopic) -> None:
@@ -43,3 +44,24 @@ def test_redis_with_a_log_keeps_what_it_had(tmp_path: Path) -> None:
         with server.client() as client:
             assert client.get("a") == b"1"
             assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+
+
+def test_redis_saves_into_its_own_folder_whatever_the_current_one_is(own_redis: Redis) -> None:
+    with own_redis.client() as client:
+        client.save()
+    assert (own_redis.folder / "dump.rdb").exists()
+
+
+def test_a_file_that_is_left_in_the_top_folder_is_seen_and_a_cache_is_not(tmp_path: Path) -> None:
+    (tmp_path / ".gitignore").write_text("__pycache__/\n*.egg-info/\n/.local/\n")
+    for name in ("README.md", "__pycache__", "fencepost.egg-info", ".local"):
+        (tmp_path / name).mkdir()
+    before = top_level(tmp_path)
+    assert before == {".gitignore", "README.md"}
+    (tmp_path / "dump.rdb").touch()
+    assert top_level(tmp_path) - before == {"dump.rdb"}
+
+
+def test_no_file_of_a_server_is_in_the_project() -> None:
+    saved = {".rdb", ".aof"}
+    assert [name for name in top_level(places.ROOT) if Path(name).suffix in saved] == []
