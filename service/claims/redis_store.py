@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from struct import Struct
-from typing import Any, Final, Protocol
+from struct import error as StructError  # noqa: N812 - the module's own name says nothing
+from typing import Any, Final, Protocol, Self
 
+import structlog
 from hiredis import pack_command
 from redis.asyncio import ConnectionPool
 from redis.asyncio.retry import Retry
@@ -28,8 +30,11 @@ from service.claims.redis_requirements import NO_EVICTION, SECTIONS, refusals
 from service.claims.states import Claim, Claimed, Delivered, DeliveredBatch, KeyState, Outcome
 from service.contract import PREFIX, SettingsError
 from service.contract.wire import ID_BYTES
+from service.core.logs import Incident
 from service.core.metrics import Telemetry
-from service.core.problems import Fenced, StoreAway, StoreIncomplete, StoreLost, StoreUnanswered
+from service.core.problems import Fenced, StoreAway, StoreBug, StoreIncomplete, StoreLost, StoreUnanswered
+
+log = structlog.get_logger(__name__)
 
 # Entries in one script call of a replay: some 10 ms of Redis's time, so that the claims of others get their turn.
 REPLAY_CHUNK: Final = 2_000
@@ -45,6 +50,7 @@ ERRORS: Final[dict[type[Exception], str]] = {
     StoreIncomplete: "incomplete",
     StoreAway: "away",
     StoreUnanswered: "unanswered",
+    StoreBug: "bug",
 }
 
 # What a server says to a number of a database that it does not have, or that a cluster never has.
@@ -105,7 +111,8 @@ class KeyStore(Protocol):
     """Where claims and answers are kept. Redis in service; the tests' in-memory one passes the same suite.
 
     Every call but `who` raises StoreLost where the server is not the epoch's store, or lacks what was there (nothing
-    was written), StoreAway where it refused before writing, StoreUnanswered where the script may still run later.
+    was written), StoreAway where it refused before writing, StoreUnanswered where the script may still run later,
+    StoreBug where it answers what this version does not know, or a state is none that it writes.
     """
 
     async def who(self) -> Identity: ...
@@ -187,6 +194,7 @@ class RedisKeys:
         self._lease_ttl_ms = lease_ttl_ms
         self._timeout_s = timeout_s
         self._errors = telemetry.redis_errors
+        self._bugs = Incident(log, "bug in what Redis says")
         self._heard: tuple[StoreGeneration | None, int] = (
             None,
             0,
@@ -248,7 +256,7 @@ class RedisKeys:
         self._hear(epoch, count)
         if b"E" in answers:
             self._errors.labels(ERRORS[StoreAway]).inc()
-        return [self._claim(answer, slot, term, fp) for answer, (_, fp) in zip(answers, asked, strict=True)]
+        return [self._claim(answer, slot, term, id, fp) for answer, (id, fp) in zip(answers, asked, strict=True)]
 
     async def claim_all(
         self, epoch: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
@@ -258,10 +266,18 @@ class RedisKeys:
             epoch, "claim_all", slot, term, self._retention_ms, self._least_left_ms, blob
         )
         self._hear(epoch, count)
-        return self._claim(answer, slot, term, asked[0][1])
+        return self._claim(answer, slot, term, *asked[0])
+
+    def _claim(self, answer: bytes, slot: int, term: int, id: bytes, fp: bytes) -> Claim:
+        """What a script answers to one claim. What cannot be read is told of, and no other claim's matter."""
+        try:
+            return self._claim_of(answer, slot, term, fp)
+        except CorruptState as error:
+            self._bug(f"claim of {id.hex()}: {error}")
+            return Claim(Outcome.UNREADABLE, Claimed(slot, term, 0, fp))
 
     @staticmethod
-    def _claim(answer: bytes, slot: int, term: int, fp: bytes) -> Claim:
+    def _claim_of(answer: bytes, slot: int, term: int, fp: bytes) -> Claim:
         match answer[:1]:
             case b"N":
                 return Claim(Outcome.NEW, Claimed(slot, term, _AT.unpack_from(answer, 1)[0], fp))
@@ -273,7 +289,9 @@ class RedisKeys:
                 return Claim(Outcome.CONFLICT, unpack(answer[1:]))
             case b"E":
                 return Claim(Outcome.REFUSED, Claimed(slot, term, 0, fp))
-        return Claim(Outcome.IN_PROGRESS, unpack(answer[1:]), leased=answer[:1] == b"1")
+            case b"0" | b"1" as leased:
+                return Claim(Outcome.IN_PROGRESS, unpack(answer[1:]), leased=leased == b"1")
+        raise CorruptState.of(answer)
 
     async def mark(
         self, epoch: StoreGeneration, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]
@@ -293,16 +311,16 @@ class RedisKeys:
             raise StoreAway(f"Redis: more than {FINDS_AT_ONCE} look-ups wait for their answers") from error
         match answer:
             case [state, freed, leased]:
-                claimed = unpack(state)
+                claimed = self._unpack(id, state)
                 dead = isinstance(claimed, Claimed) and int(freed) > claimed.term
                 return Found(claimed, dead, bool(leased))
             case [state]:
-                return Found(unpack(state))
+                return Found(self._unpack(id, state))
         return Found(None)
 
     async def find_all(self, epoch: StoreGeneration, ids: Sequence[bytes]) -> list[KeyState]:
         states = await self._call_in(epoch, "find_all", b"".join(ids))
-        return [unpack(state) if state else None for state in states]
+        return [self._unpack(id, state) if state else None for id, state in zip(ids, states, strict=True)]
 
     async def applied(self, epoch: StoreGeneration, slot: int) -> int | None:
         (offset,) = await self._call_in(epoch, "applied", slot)
@@ -415,6 +433,10 @@ class RedisKeys:
         """Run one operation of claims.lua; the rest of its answer after OK. What fails is counted."""
         try:
             return await self._run(operation, *arguments)
+        except StoreBug as error:
+            self._bugs.goes_on(error, bug=True)
+            self._errors.labels(ERRORS[StoreBug]).inc()
+            raise
         except (StoreLost, StoreAway, StoreUnanswered) as error:
             self._errors.labels(ERRORS[type(error)]).inc()
             raise
@@ -424,18 +446,33 @@ class RedisKeys:
             answer = await self._send("EVALSHA", self._sha, 1, self._prefix, operation, *arguments)
         except NoScriptError:  # said before anything ran
             answer = await self._send("EVAL", self._script, 1, self._prefix, operation, *arguments)
-        status, *rest = answer
-        match status:
-            case b"OK":
-                return list(rest)
-            case b"FENCED":
+        match answer:
+            case [b"OK", *rest]:
+                return rest
+            case [b"FENCED"]:
                 raise Fenced(f"{operation}: the slot was taken by another")
-            case b"REWOUND":
+            case [b"REWOUND"]:
                 raise StoreIncomplete(f"{operation}: the store is an older copy of what this process knew")
-            case b"EVICTED":
+            case [b"EVICTED"]:
                 raise StoreIncomplete(f"{operation}: Redis has evicted keys")
-            case _:
+            case [b"STORE_LOST"]:
                 raise StoreLost(f"{operation}: the server that answers is not the store of this generation")
+            case _:
+                raise StoreBug(f"{operation}: the script answers {answer!s:.200}, which this version does not know")
+
+    def _unpack(self, id: bytes, state: bytes) -> Claimed | Delivered | DeliveredBatch:
+        """A key's state. Raises StoreBug where it cannot be read."""
+        try:
+            return unpack(state)
+        except CorruptState as error:
+            raise self._bug(f"{id.hex()}: {error}") from error
+
+    def _bug(self, text: str) -> StoreBug:
+        """Log and count something that Redis holds and no script writes."""
+        error = StoreBug(text)
+        self._bugs.goes_on(error, bug=True)
+        self._errors.labels(ERRORS[StoreBug]).inc()
+        return error
 
     async def _send(self, *command: str | int | bytes) -> Any:
         """One command and its answer on a connection of its own for that time."""
@@ -457,7 +494,8 @@ class RedisKeys:
             answered = True
             if str(error).startswith(("OOM", "BUSY", "NOREPLICAS", "READONLY", "LOADING", "command not")):
                 raise StoreAway(f"Redis: {error}") from error
-            raise StoreUnanswered(f"Redis: {error}") from error
+            failed = StoreBug if _is_bug(str(error)) else StoreUnanswered
+            raise failed(f"Redis: {error}") from error
         except BusyLoadingError as error:
             raise StoreAway(f"Redis: {error}") from error
         except (RedisError, OSError, TimeoutError) as error:
@@ -498,15 +536,33 @@ def pack(state: Claimed | Delivered | DeliveredBatch) -> bytes:
             return _BATCH.pack(b"B", at, fp, count)
 
 
+class CorruptState(ValueError):
+    """What Redis holds under a key is none of the states that claims.lua writes."""
+
+    @classmethod
+    def of(cls, raw: bytes) -> Self:
+        return cls(f"the state of a key is {raw[:40]!r} ({len(raw)} bytes), which this version does not write")
+
+
 def unpack(raw: bytes) -> Claimed | Delivered | DeliveredBatch:
-    """The inverse of `pack`."""
-    match raw[:1]:
-        case b"C":
-            return Claimed(*_CLAIMED.unpack(raw)[1:])
-        case b"B":
-            return DeliveredBatch(*_BATCH.unpack(raw)[1:])
-    _, at, fp, partition, offset, ts = _DELIVERED.unpack_from(raw)
-    return Delivered(at, fp, raw[_DELIVERED.size :].decode(), partition, offset, ts)
+    """The inverse of `pack`. Raises CorruptState for what `pack` does not make."""
+    try:
+        match raw[:1]:
+            case b"C":
+                return Claimed(*_CLAIMED.unpack(raw)[1:])
+            case b"B":
+                return DeliveredBatch(*_BATCH.unpack(raw)[1:])
+            case b"D":
+                _, at, fp, partition, offset, ts = _DELIVERED.unpack_from(raw)
+                return Delivered(at, fp, raw[_DELIVERED.size :].decode(), partition, offset, ts)
+    except (StructError, UnicodeDecodeError) as error:
+        raise CorruptState.of(raw) from error
+    raise CorruptState.of(raw)
+
+
+def _is_bug(error: str) -> bool:
+    """Is it the script itself that failed, or a key in it that is of another kind? A server's own state is neither."""
+    return "user_script" in error and error.startswith(("ERR", "WRONGTYPE", "user_script", "Error running", "@user"))
 
 
 def chunks(rows: Sequence[Row]) -> list[Sequence[Row]]:

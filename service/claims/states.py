@@ -63,6 +63,7 @@ class Outcome(_Name):
     DELIVERED = "delivered"  # it is in Kafka: replay the answer
     CONFLICT = "conflict"  # it is in Kafka, but was another event
     IN_PROGRESS = "in progress"  # somebody may be writing it
+    UNREADABLE = "unreadable"  # it holds what no script writes: nothing is known of the key, and nothing stands
     REFUSED = "refused"  # the store takes no more writes, and has nothing to tell of it: nothing stands
 
 

@@ -103,6 +103,10 @@ class StoreUnanswered(Exception):
     """A script was sent to Redis and no answer came: it may still run later, which ends the slot's term."""
 
 
+class StoreBug(StoreUnanswered):
+    """Redis said what no script of ours says, or holds what none writes: a bug, from which nothing is concluded."""
+
+
 class Fenced(Exception):
     """Another process has taken this slot: it must be taken again before it claims anything."""
 

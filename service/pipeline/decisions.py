@@ -129,9 +129,12 @@ class ClaimDecision:
 
 
 def _final(claim: Claim) -> Problem:
-    """The result of a claim that found another event under the key."""
+    """The result of a claim that found another event under the key, or what nobody can read."""
     if claim.outcome is Outcome.CONFLICT:
         return Problem(FINGERPRINT_MISMATCH, "Idempotency-Key: use a new key for a new event")
+    if claim.outcome is Outcome.UNREADABLE:  # logged where it was read
+        why = "what is kept of it cannot be read, so nothing is known of its event"
+        return Problem(OUTCOME_UNKNOWN, f"Idempotency-Key: {why}")
     # That no claim finds: what it means is not known, so nothing final may be told.
     log.error("bug: a claim found what it cannot", outcome=claim.outcome.value, state=repr(claim.state))
     return Problem(OUTCOME_UNKNOWN, "Idempotency-Key: send it again with the same key")

@@ -16,7 +16,7 @@ from service.claims.states import SlotEvent, SlotState
 from service.contract.wire import transactional_id
 from service.core.logs import Incident
 from service.core.metrics import Telemetry
-from service.core.problems import Fenced, KafkaAway, StoreAway, StoreLost, StoreUnanswered
+from service.core.problems import Fenced, KafkaAway, StoreAway, StoreBug, StoreLost, StoreUnanswered
 from service.core.settings import Settings
 from service.core.supervision import failure_of, heard
 from service.kafka.admin import KafkaAdmin
@@ -60,7 +60,7 @@ BUG: Final = "bug"
 
 def _cause_of(error: Exception) -> str:
     """Why a term ended, in a word: `bug` for what neither Kafka nor Redis can bring about."""
-    if isinstance(error, TransactionFailed) and error.is_bug:
+    if isinstance(error, StoreBug) or (isinstance(error, TransactionFailed) and error.is_bug):
         return BUG
     return next((name for kind, name in ENDS.items() if isinstance(error, kind)), BUG)
 

@@ -15,6 +15,7 @@ from deploy.stack import Redis
 from service.claims import states
 from service.claims.redis_store import RedisKeys, StoreGeneration, pack, unpack
 from service.claims.states import Claimed, Delivered, DeliveredBatch, KeyState
+from service.core.problems import StoreBug
 from tests.contract.conftest import LEAST_LEFT_MS, RETENTION_MS, SERVERS, assert_expires, redis_keys
 
 SLOT, TERM = 0, 100
@@ -256,3 +257,28 @@ def test_a_packed_state_unpacks_to_itself(name: str) -> None:
     state = present(1_700_000_000_000)[name]
     if state is not None:
         assert unpack(pack(state)) == state
+
+
+@pytest.mark.parametrize("state", [b"Z" + bytes(60), b"D", b"Z" + bytes(8) + FP + bytes(20)], ids=repr)
+async def test_what_nobody_has_written_is_no_answer(bed: Bed, state: bytes) -> None:
+    """Such a key is neither delivered nor in conflict; nothing is claimed of it, and it stays as it is."""
+    key = bed.prefix + b"k" + ids(1)[0]
+    bed.client.set(key, state)
+    claims = await bed.keys.claim(bed.epoch, SLOT, TERM, [(id, FP) for id in ids(2)])
+    assert [claim.outcome for claim in claims] == [states.Outcome.UNREADABLE, states.Outcome.NEW]
+    assert (await bed.keys.claim_all(bed.epoch, SLOT, TERM, [(ids(1)[0], FP)])).outcome is states.Outcome.UNREADABLE
+    with pytest.raises(StoreBug, match="the state of a key"):
+        await bed.keys.find(bed.epoch, ids(1)[0])
+    assert bed.client.get(key) == state
+
+
+async def test_a_script_that_fails_is_a_bug_and_no_store_that_is_lost(bed: Bed) -> None:
+    bed.client.set(bed.prefix + b"f", b"no hash")
+    with pytest.raises(StoreBug, match="WRONGTYPE"):
+        await bed.keys.claim(bed.epoch, SLOT, TERM, [(ids(1)[0], FP)])
+    bed.client.delete(bed.prefix + b"f")
+    bed.client.set(bed.prefix + b"k" + ids(1)[0], b"C")
+    with pytest.raises(StoreBug, match="user_script"):
+        await bed.keys.find(bed.epoch, ids(1)[0])
+    with pytest.raises(StoreBug, match="user_script"):
+        await bed.keys._call("no such operation", f"1 {bed.epoch.store}", 0)

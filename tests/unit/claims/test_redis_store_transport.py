@@ -11,12 +11,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import structlog
 
 from service.claims import redis_connections
 from service.claims import redis_store as module
-from service.claims.redis_store import ERRORS, RedisKeys, StoreGeneration
+from service.claims.redis_store import ERRORS, RedisKeys, StoreGeneration, pack
+from service.claims.states import Delivered, Outcome
 from service.core.metrics import Telemetry
-from service.core.problems import Fenced, StoreAway, StoreLost, StoreUnanswered
+from service.core.problems import Fenced, StoreAway, StoreBug, StoreLost, StoreUnanswered
 from tests.unit.fakes import until
 from tests.unit.scrape import sample
 
@@ -119,6 +121,7 @@ HALF = b"*2\r\n$2\r\nOK"
 SILENT = (None, HALF)  # the rest of the answer never comes
 APPLIED = b"*2\r\n$2\r\nOK\r\n:7\r\n"
 EPOCH = StoreGeneration(1, "run/repl")
+STATE = Delivered(1, b"f" * 8, "orders", 0, 7, 1)
 
 
 def counted(telemetry: Telemetry) -> dict[str, float]:
@@ -144,6 +147,12 @@ def counted(telemetry: Telemetry) -> dict[str, float]:
         (None, StoreUnanswered, False),
         (b"", StoreUnanswered, False),
         (HALF, StoreUnanswered, False),
+        (error("ERR user_script:12: attempt to index a nil value script: 3a, on @user_script:12."), StoreBug, True),
+        (error("ERR Error running script (call to f_3a): @user_script:12: user_script:12: no such"), StoreBug, True),
+        (error("WRONGTYPE Operation against a key script: 3a, on @user_script:12."), StoreBug, True),
+        (b"*1\r\n$7\r\nUNKNOWN\r\n", StoreBug, True),
+        (b"+OK\r\n", StoreBug, True),
+        (b"*0\r\n", StoreBug, True),
         (b"*1\r\n$10\r\nSTORE_LOST\r\n", StoreLost, True),
         (b"*1\r\n$6\r\nFENCED\r\n", Fenced, True),
     ],
@@ -163,6 +172,46 @@ async def test_what_may_still_run_is_told_from_what_was_refused(
     assert await keys.applied(EPOCH, 0) == 7
     assert server.asked == [(1, b"EVALSHA", b"release"), (1 if kept else 2, b"EVALSHA", b"applied")], "each once"
     assert counted(telemetry) == ({ERRORS[kind]: 1} if kind in ERRORS else {})
+    await keys.close()
+
+
+def bulk(text: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(text), text)
+
+
+UNREADABLE = b"Z" + bytes(60)
+
+
+@pytest.mark.parametrize("state", [UNREADABLE, b"D", b"Claimed", pack(STATE) + b"\xff", b"B" + bytes(90)], ids=repr)
+async def test_a_state_that_no_script_writes_is_told_of_as_a_bug_and_never_as_an_answer(
+    server: Server, state: bytes
+) -> None:
+    keys = keys_at(server.port, timeout_s=30.0)
+    server.answers.extend([b"*2\r\n" + bulk(b"OK") + bulk(state)] * 2)
+    with structlog.testing.capture_logs() as lines:
+        with pytest.raises(StoreBug, match=f"the state of a key is b'{state[:1].decode()}"):
+            await keys.find(EPOCH, b"i" * 16)
+        with pytest.raises(StoreBug):
+            await keys.find_all(EPOCH, [b"i" * 16])
+    assert counted(keys) == {"bug": 2}
+    (line,) = lines
+    assert (line["event"], isinstance(line["exc_info"], StoreBug)) == ("bug in what Redis says", True)
+    await keys.close()
+
+
+@pytest.mark.parametrize("prefix", [b"", b"X", b"0", b"1", b"7"])
+async def test_a_claim_that_meets_such_a_state_is_unreadable_and_the_others_of_its_call_stand(
+    server: Server, prefix: bytes
+) -> None:
+    keys = keys_at(server.port, timeout_s=30.0)
+    answers = [b"N" + bytes(8), prefix + UNREADABLE, pack(STATE)]
+    server.answers.append(b"*5\r\n" + bulk(b"OK") + b":1\r\n" + b"".join(map(bulk, answers)))
+    asked = [(bytes([n]) * 16, STATE.fp) for n in range(3)]
+    with structlog.testing.capture_logs() as lines:
+        claims = await keys.claim(EPOCH, 0, 1, asked)
+    assert [claim.outcome for claim in claims] == [Outcome.NEW, Outcome.UNREADABLE, Outcome.DELIVERED]
+    assert [line["event"] for line in lines] == ["bug in what Redis says"]
+    await keys.close()
     await keys.close()
 
 

@@ -9,7 +9,7 @@ import pytest
 from aiokafka.errors import KafkaConnectionError
 
 from service.claims.states import SlotState
-from service.core.problems import Fenced, KafkaAway, StoreAway, StoreLost, StoreUnanswered
+from service.core.problems import Fenced, KafkaAway, StoreAway, StoreBug, StoreLost, StoreUnanswered
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.pipeline import pool as module
 from service.slots.slot import Slot
@@ -45,6 +45,7 @@ def failed_by(error: Exception) -> TransactionFailed:
         (StoreAway("OOM"), "store-away"),
         (KafkaAway("no leader"), "kafka-away"),
         (Fenced("another"), "fenced"),
+        (StoreBug("what no script says"), "bug"),
         (KeyError(0), "bug"),
         (failed_by(KeyError(0)), "bug"),
         (failed_by(KafkaConnectionError()), "transaction"),

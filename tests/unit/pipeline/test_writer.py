@@ -2,11 +2,13 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
+from service.claims.redis_store import StoreGeneration
 from service.claims.states import Claim, Claimed, Outcome, SlotState
 from service.core.problems import (
     FINGERPRINT_MISMATCH,
@@ -57,6 +59,27 @@ async def test_what_no_claim_finds_is_no_final_answer(monkeypatch: pytest.Monkey
     with capture_logs() as lines:
         assert kind_of(await world.submit("a")) is OUTCOME_UNKNOWN
     assert [line["log_level"] for line in lines] == ["error"]
+    await ended(serving)
+
+
+async def test_a_key_whose_state_cannot_be_read_has_no_final_answer_and_others_of_its_group_have_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    slot = await world.slot()
+    serving = world.serve(slot)
+    real = world.keys.claim
+
+    async def claim(epoch: StoreGeneration, n: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> list[Claim]:
+        found = await real(epoch, n, term, asked)
+        return [replace(found[0], outcome=Outcome.UNREADABLE), *found[1:]]
+
+    monkeypatch.setattr(world.keys, "claim", claim)
+    asked = [world.submit("a"), world.submit("b")]
+    answers = await asyncio.gather(*asked)
+    assert kind_of(answers[0]) is OUTCOME_UNKNOWN
+    assert isinstance(answers[1], Committed)
+    assert slot.state is SlotState.READY
     await ended(serving)
 
 
