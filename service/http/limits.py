@@ -1,18 +1,19 @@
-"""What uvicorn lacks: a connection may not stay silent, a head may not grow, no read may hold up the others for long,
-a client that has shut its sending side is answered, and a stop cuts nobody off.
+"""What uvicorn lacks: connections have a bound, none may stay silent, a head may not grow, no read may hold up the
+others for long, a client that has shut its sending side is answered, and a stop cuts nobody off.
 """
 
 import asyncio
+import resource
 import socket
 from types import FrameType
-from typing import Final
+from typing import ClassVar, Final
 
 import httptools
 import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from service.core.problems import HEAD_TOO_LARGE, INVALID_HTTP, REQUEST_TIMEOUT, Problem
+from service.core.problems import HEAD_TOO_LARGE, INVALID_HTTP, NOT_WRITTEN, REQUEST_TIMEOUT, Problem
 from service.http.responses import lines_of, render_problem
 
 # Of a head, and of what comes beside a body: trailers (RFC 9112, section 7.1.2), extensions of chunks.
@@ -36,8 +37,21 @@ _UPGRADE: Final = (b"upgrade", b"http2-settings")
 
 # For so long a refusal that ends its connection waits for the client, which may still be sending, to see it.
 LINGERING_CLOSE_S: Final = 2.0
+# Of the connections that are refused because there are too many, so many wait for that; the others are ended at once.
+LINGERING_MAX: Final = 64
+# Of the files that this process may open, a quarter is left to Kafka, Redis and the log, and of few rather more: Redis
+# alone may take CONNECTIONS_MAX, 128.
+FILES_KEPT: Final = 256
+# Where the system says that there is no limit.
+FILES_MOST: Final = 1 << 20
 # After a SIGTERM: clients that use their connections more often than this leave them by an answer.
 LINGER_S: Final = 1.0
+
+
+def connections_max(files: int) -> int:
+    """How many clients may be connected at a time, by how many files the process may open (RLIMIT_NOFILE)."""
+    files = FILES_MOST if files == resource.RLIM_INFINITY else files
+    return files - max(files // 4, min(FILES_KEPT, files // 2))
 
 
 class BothWays(FlowControl):
@@ -77,6 +91,10 @@ class GuardedProtocol(HttpToolsProtocol):
     """Costs nothing for a request that comes in one piece: the timer runs only while one is incomplete."""
 
     lingering = False  # of all connections: each answer is its connection's last one
+    connections_max = connections_max(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    _surplus: ClassVar[set["GuardedProtocol"]] = (
+        set()
+    )  # of all connections: those that were refused for their number, and linger
     _begun = False  # a request has come, or a part of one
     _whole = False  # no request is under way
     _in_head = True
@@ -97,8 +115,21 @@ class GuardedProtocol(HttpToolsProtocol):
         connection = transport.get_extra_info("socket")
         if connection is not None and connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_MAX_S))
+        if len(self.connections) > self.connections_max:
+            self._refuse_connection()
+
+    def _refuse_connection(self) -> None:
+        """One more than are taken: it is no longer counted, and what comes on it is not read."""
+        self.connections.discard(self)
+        self._refuse(Problem(NOT_WRITTEN, f"connection: at most {self.connections_max} are taken at a time"))
+        if len(self._surplus) < LINGERING_MAX:
+            self._surplus.add(self)
+        else:
+            self._disarm()
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._surplus.discard(self)
         self._disarm()
         super().connection_lost(exc)
 

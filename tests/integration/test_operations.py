@@ -1,6 +1,7 @@
 """What operators do: stop under load, too many processes, wrong settings; and events that a broker refuses."""
 
 import asyncio
+import contextlib
 import json
 import re
 import time
@@ -24,6 +25,46 @@ from tests.integration.client import Asked, Attempt, events
 from tests.integration.conftest import Stage, plan_of
 from tests.integration.judge import read_committed
 from tests.integration.plan import Fault, until
+
+FILES = 300
+
+
+async def test_more_connections_than_a_process_has_files_for_are_refused_and_the_others_are_served(
+    stage: Stage, topic: str
+) -> None:
+    """Also where they come faster than they can be refused, so that not one file is left (EMFILE)."""
+    service = stage.service()
+    service.argv_prefix = ["prlimit", f"--nofile={FILES}:{FILES}"]
+    await stage.start(service)
+    first, second, *_ = events(topic, 2)
+    assert (await stage.client.post(service.url, first)).status == 201
+    service.pause()  # they all wait in its backlog
+    opened = [await asyncio.open_connection("127.0.0.1", service.port) for _ in range(3 * FILES)]
+    service.resume()
+    async with asyncio.timeout(30):
+        heard = await asyncio.gather(*(_first_line(reader) for reader, _ in opened[FILES // 2 :]))
+    assert set(heard) <= {b"HTTP/1.1 503 Service Unavailable\r\n", b""}
+    assert b"HTTP/1.1 503 Service Unavailable\r\n" in heard
+
+    assert (await stage.client.post(service.url, second)).status == 201  # on the connection that it has
+    for _, writer in opened:
+        writer.close()
+    async with asyncio.timeout(30):
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                async with httpx.AsyncClient(trust_env=False) as newcomer:
+                    if (await newcomer.get(f"{service.url}/readyz")).status_code == 200:
+                        break
+    assert service.running
+    await stage.assert_exactly_once(topic)
+
+
+async def _first_line(reader: asyncio.StreamReader) -> bytes:
+    """What the server says by itself on a new connection; nothing where it ends or resets it."""
+    try:
+        return await reader.readline()
+    except ConnectionError:
+        return b""
 
 
 async def test_a_graceful_stop_under_load_leaves_nobody_in_doubt(stage: Stage, topic: str) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import resource
 import signal
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,7 +13,7 @@ import uvicorn
 
 from deploy.stack import free_port
 from service.http import limits
-from service.http.limits import GuardedProtocol, LingeringServer
+from service.http.limits import GuardedProtocol, LingeringServer, connections_max
 
 REQUEST = b"POST /events HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nbody"
 
@@ -159,6 +160,77 @@ async def test_whole_requests_go_on_past_the_bound(port: int) -> None:
             assert head.startswith(b"HTTP/1.1 200 ")
             assert await reader.readexactly(4) == b"body"
     writer.close()
+
+
+@contextlib.asynccontextmanager
+async def many_open(port: int, count: int) -> AsyncIterator[list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]:
+    """Connections that a server has accepted and that are idle; each has had an answer."""
+    opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(count)]
+    for reader, writer in opened:
+        writer.write(REQUEST)
+        await reader.readuntil(b"body")
+    yield opened
+    for _, writer in opened:
+        writer.close()
+
+
+async def test_a_connection_past_the_bound_is_told_so_and_the_others_go_on(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GuardedProtocol, "connections_max", 3)
+    async with many_open(port, 3) as opened:
+        for sent in (b"", REQUEST):
+            answer = await ask(port, sent)
+            assert problem_of(answer) == (503, "not-written")
+            assert b"retry-after: 1\r\n" in answer
+        reader, writer = opened.pop(0)
+        writer.write(REQUEST)
+        await reader.readuntil(b"body")
+        writer.close()
+        answer = await until_answered(port)
+        assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+async def until_answered(port: int) -> bytes:
+    """What a client hears that tries again after each 503: the server sees a moment later that another has left."""
+    async with asyncio.timeout(30):
+        while True:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(REQUEST)
+            head = await reader.readuntil(b"\r\n\r\n")
+            writer.close()
+            if not head.startswith(b"HTTP/1.1 503 "):
+                return head
+
+
+async def test_refused_connections_that_stay_open_are_bounded_too(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would hold a file for as long as it may linger; past a few it is ended at once."""
+    monkeypatch.setattr(limits, "LINGERING_CLOSE_S", 60.0)
+    monkeypatch.setattr(limits, "LINGERING_MAX", 2)
+    monkeypatch.setattr(GuardedProtocol, "connections_max", 1)
+    async with many_open(port, 1):
+        refused = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        for reader, _ in refused:
+            assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
+        # The server's half of the first two is still open: what they send is taken. That of the others is not.
+        ended: list[bool] = []
+        for _, writer in refused:
+            with contextlib.suppress(ConnectionError):
+                while not writer.transport.is_closing():
+                    writer.write(b"x")
+                    await asyncio.sleep(0.01)
+                    if len(ended) < 2:
+                        break
+            ended.append(writer.transport.is_closing())
+            writer.close()
+        assert ended == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("files", "connections"), [(1024, 768), (20_000, 15_000), (300, 150), (8, 4), (resource.RLIM_INFINITY, 786_432)]
+)
+def test_a_share_of_the_files_that_a_process_may_open_is_left_to_kafka_and_redis(files: int, connections: int) -> None:
+    assert connections_max(files) == connections
 
 
 async def test_a_stop_lets_clients_leave_by_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
