@@ -25,6 +25,7 @@ from service.contract.wire import ledger_topic, requests_topic, transactional_id
 from service.core.metrics import Telemetry
 from service.kafka.admin import KafkaAdmin
 from tests.conftest import MakeTopic
+from tests.faults.clock import Clock, lacking
 from tests.faults.proxy import Proxy
 from tests.integration.hanging import Rig
 from tests.kubernetes.alerting import NOTHING, Rules, Scrape, check_metrics, scrape, together
@@ -98,10 +99,18 @@ def serve(kafka: Kafka, own_redis: Redis, namespace: str, tmp_path: Path) -> Ite
     """Starts processes, which end with the test."""
     started: list[Service] = []
 
-    def start(*, redis: Redis = own_redis, bootstrap: str = kafka.bootstrap, wait: bool = True, **env: str) -> Served:
+    def start(
+        *,
+        redis: Redis = own_redis,
+        bootstrap: str = kafka.bootstrap,
+        wait: bool = True,
+        prepare: Callable[[Service], object] = repr,
+        **env: str,
+    ) -> Served:
         name = f"pod-{len(started)}"
         settings = {**SETTINGS, "FENCEPOST_NAMESPACE": namespace, "FENCEPOST_INSTANCE": name, **env}
         started.append(Service(tmp_path, kafka=bootstrap, redis=redis.url, env=settings, name=name))
+        prepare(started[-1])
         started[-1].start(wait_ready=wait)
         return Served(started[-1])
 
@@ -289,6 +298,23 @@ async def _hang(kafka: SecuredKafka, namespace: str, topic: str) -> None:
     rig = Rig(cluster, transactional_id(namespace, 0), (ledger_topic(namespace), 0))
     await rig.write([((topic, 0), b"i" * 16)], marked=[], commit=None, with_record=False)
     await cluster.close()
+
+
+@pytest.mark.skipif(bool(lacking()), reason=lacking())
+@pytest.mark.parametrize("shift_s", [3_600, -3_600])
+def test_a_clock_that_is_wrong(serve: Serve, rules: Rules, make_topic: MakeTopic, shift_s: int) -> None:
+    clocks: list[Clock] = []
+    served = serve(prepare=lambda service: clocks.append(Clock(service)))
+    healthy = in_use(served, make_topic())
+    clocks[0].shift(shift_s)
+    fault = served.twice(lambda found: is_ready(found) and all(abs(ahead - shift_s) < 60 for ahead in _ahead(found)))
+    rules.assert_firing(["FencepostClockApart"], healthy, fault, 6 * MINUTE_S)
+    rules.assert_firing([], healthy, fault, 4 * MINUTE_S)
+
+
+def _ahead(found: Scrape) -> list[float]:
+    """By how much a process is ahead of Kafka and of Redis, in seconds."""
+    return [found.value("fencepost_clock_ahead_seconds", of=of) or 0.0 for of in ("kafka", "redis")]
 
 
 def test_a_journal_whose_topic_is_gone(

@@ -152,6 +152,11 @@ def test_every_alert_has_a_section_of_the_runbook_and_every_section_an_alert(pro
     assert pointed == [f"RUNBOOK.md#{name.lower()}" for name in names]
 
 
+def test_every_alert_is_put_to_prometheus_with_metrics_from_a_real_fault(prod: Rendered) -> None:
+    tested = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_alert*.py"))
+    assert [rule["alert"] for rule in alerts(prod) if f'"{rule["alert"]}' not in tested] == []
+
+
 def test_every_section_says_what_it_means_how_to_look_and_what_to_do() -> None:
     text = (HERE / "RUNBOOK.md").read_text()
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
