@@ -48,8 +48,10 @@ class MakeTopic(Protocol):
 def pytest_configure(config: pytest.Config) -> None:
     """No setting of the caller's may change a test, and Spark shall run on the Java that the stack runs on.
 
-    Brokers are run as they start quickest: there are dozens of them.
+    Brokers are run as they start quickest: there are dozens of them. No proxy comes between a test and its servers.
     """
+    for name in ("no_proxy", "NO_PROXY"):
+        os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost", "::1")))
     for name in list(os.environ):
         if name.startswith("FENCEPOST_") and name not in _KEPT:
             del os.environ[name]

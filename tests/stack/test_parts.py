@@ -1,7 +1,11 @@
 """Each part of the stack does what its class says, on the real programs."""
 
+import threading
+import urllib.request
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 
+import httpx
 import pytest
 
 from deploy import places
@@ -65,3 +69,20 @@ def test_a_file_that_is_left_in_the_top_folder_is_seen_and_a_cache_is_not(tmp_pa
 def test_no_file_of_a_server_is_in_the_project() -> None:
     saved = {".rdb", ".aof"}
     assert [name for name in top_level(places.ROOT) if Path(name).suffix in saved] == []
+
+
+def test_no_proxy_stands_between_a_test_and_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for this process, nor for those that it starts."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/pyproject.toml"
+        try:
+            assert httpx.head(url).is_success
+            with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=30) as response:
+                assert response.status == 200
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,9 +1,9 @@
 """What the scripts have in common: an error is one message, and a signal stops them wherever they are."""
 
-import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -86,23 +86,103 @@ def test_an_error_of_the_stack_is_its_text_and_exit_code_1() -> None:
     ],
 )
 def test_a_relative_path_is_the_callers_and_not_the_projects(name: str, given: str, meant: str, tmp_path: Path) -> None:
-    project, caller = tmp_path / "project", tmp_path / "caller"
+    caller = tmp_path / "caller"
     caller.mkdir()
-    bootstrap = project / "deploy" / "local" / "bootstrap"
-    for stub in (project / ".venv" / "bin" / "python", project / "bin" / "uv"):  # nothing is installed
-        stub.parent.mkdir(parents=True)
-        stub.write_text("#!/bin/sh\n")
-        stub.chmod(0o755)
-    bootstrap.parent.mkdir(parents=True)
-    bootstrap.write_text((places.ROOT / "deploy" / "local" / "bootstrap").read_text())
-    environment = {"PATH": f"{project / 'bin'}:{os.environ['PATH']}", "HOME": str(tmp_path), name: given}
-    done = subprocess.run(
-        ["bash", "-c", f'source ../project/deploy/local/bootstrap && pwd && printenv "{name}"'],
-        capture_output=True,
-        text=True,
-        cwd=caller,
-        env=environment,
-        check=False,
-    )
+    project = Project(tmp_path / "project")
+    done = project.source(f'pwd && printenv "{name}"', {name: given}, cwd=caller)
     assert done.stderr == ""
-    assert done.stdout.splitlines() == [str(project), meant.format(caller=caller)]
+    assert done.stdout.splitlines() == [str(project.folder), meant.format(caller=caller)]
+
+
+# A uv that knows the Pythons in PYTHONS, and has installed everything unless LACKS says what it fails with.
+_UV = """#!/bin/bash
+case "$*" in
+  *--check*) [[ -z $LACKS ]] ;;
+  sync*) echo "$LACKS" >&2; [[ $LACKS != fails* ]] ;;
+  *'find '*'<3.13') [[ $PYTHONS == *other* ]] && echo /other/python ;;
+  *'find '*) [[ $PYTHONS == *tested* ]] && echo /tested/python ;;
+esac
+"""
+
+
+class Project:
+    """A project with the real bootstrap and a uv that installs nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        scripts = {".venv/bin/python": "#!/bin/sh\n", "bin/uv": _UV}
+        bootstrap = Path("deploy", "local", "bootstrap")
+        files = {str(bootstrap): (places.ROOT / bootstrap).read_text(), ".venv/pyvenv.cfg": ""}
+        files["pyproject.toml"] = 'requires-python = ">=3.11,<3.13"\n'
+        for name, text in (scripts | files).items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            path.chmod(0o755)
+
+    def source(
+        self, then: str, environment: Mapping[str, str], cwd: Path | None = None
+    ) -> "subprocess.CompletedProcess[str]":
+        """Source the bootstrap, and run something after it; with nothing in the environment but this."""
+        path = f"{self.folder / 'bin'}:/usr/bin:/bin"
+        return subprocess.run(
+            ["bash", "-c", f'source "{self.folder}/deploy/local/bootstrap" && {then}'],
+            capture_output=True,
+            text=True,
+            cwd=cwd or self.folder,
+            env={"PATH": path, "HOME": str(self.folder), **environment},
+            check=False,
+        )
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path / "project")
+
+
+@pytest.mark.parametrize("name", ["no_proxy", "NO_PROXY"])
+def test_what_is_asked_of_this_machine_goes_past_a_proxy_and_past_the_callers_exceptions(
+    name: str, project: Project
+) -> None:
+    given = {"http_proxy": "http://127.0.0.1:1", name: "intranet.example"}
+    done = project.source("printenv no_proxy NO_PROXY", given)
+    assert done.stdout.splitlines() == ["intranet.example,127.0.0.1,localhost,::1"] * 2
+    assert project.source("printenv no_proxy", {}).stdout.strip() == "127.0.0.1,localhost,::1"
+
+
+@pytest.mark.parametrize(
+    ("pythons", "given", "taken"),
+    [
+        ("tested other", {}, ""),
+        ("other", {}, "/other/python"),
+        ("", {}, ""),  # uv fetches the tested one
+        ("other", {"UV_PYTHON": "/callers/python"}, "/callers/python"),
+    ],
+)
+def test_a_python_that_is_here_and_will_do_is_taken_where_the_tested_one_is_not(
+    pythons: str, given: dict[str, str], taken: str, project: Project
+) -> None:
+    done = project.source('echo "$UV_PYTHON"', {"PYTHONS": pythons, "LACKS": "all", **given})
+    assert done.stdout.strip() == taken
+
+
+def test_what_cannot_be_fetched_ends_with_one_line_that_says_what_to_do(project: Project) -> None:
+    told = "fails: error sending request"
+    done = project.source("echo on", {"LACKS": told, "https_proxy": "http://127.0.0.1:1"})
+    assert (done.returncode, done.stdout) == (1, "")
+    *_, reason, last = done.stderr.splitlines()
+    assert reason == told
+    assert last == (
+        "the Python packages could not be installed into .venv, for the reason above: please see to the network and "
+        "the proxy that is set, http://127.0.0.1:1, and start again"
+    )
+    assert "and the proxy" not in project.source("echo on", {"LACKS": told}).stderr
+
+
+def test_a_venv_that_is_none_is_left_to_its_owner_with_one_line_that_says_so(project: Project) -> None:
+    (project.folder / ".venv" / "pyvenv.cfg").unlink()
+    done = project.source("echo on", {"LACKS": "all"})
+    assert (done.returncode, done.stdout) == (1, "")
+    why = "is no Python environment, so uv does not replace it: please remove it, and start again"
+    assert done.stderr == f"{project.folder}/.venv {why}\n"
+    assert (project.folder / ".venv" / "bin" / "python").exists()
