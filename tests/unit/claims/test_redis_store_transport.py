@@ -186,14 +186,15 @@ UNREADABLE = b"Z" + bytes(60)
 async def test_a_state_that_no_script_writes_is_told_of_as_a_bug_and_never_as_an_answer(
     server: Server, state: bytes
 ) -> None:
-    keys = keys_at(server.port, timeout_s=30.0)
+    telemetry = Telemetry()
+    keys = keys_at(server.port, telemetry=telemetry)
     server.answers.extend([b"*2\r\n" + bulk(b"OK") + bulk(state)] * 2)
     with structlog.testing.capture_logs() as lines:
         with pytest.raises(StoreBug, match=f"the state of a key is b'{state[:1].decode()}"):
             await keys.find(EPOCH, b"i" * 16)
         with pytest.raises(StoreBug):
             await keys.find_all(EPOCH, [b"i" * 16])
-    assert counted(keys) == {"bug": 2}
+    assert counted(telemetry) == {"bug": 2}
     (line,) = lines
     assert (line["event"], isinstance(line["exc_info"], StoreBug)) == ("bug in what Redis says", True)
     await keys.close()
@@ -203,7 +204,7 @@ async def test_a_state_that_no_script_writes_is_told_of_as_a_bug_and_never_as_an
 async def test_a_claim_that_meets_such_a_state_is_unreadable_and_the_others_of_its_call_stand(
     server: Server, prefix: bytes
 ) -> None:
-    keys = keys_at(server.port, timeout_s=30.0)
+    keys = keys_at(server.port)
     answers = [b"N" + bytes(8), prefix + UNREADABLE, pack(STATE)]
     server.answers.append(b"*5\r\n" + bulk(b"OK") + b":1\r\n" + b"".join(map(bulk, answers)))
     asked = [(bytes([n]) * 16, STATE.fp) for n in range(3)]
