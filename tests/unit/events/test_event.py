@@ -496,9 +496,3 @@ def test_a_topic_that_is_refused_for_its_length_is_not_remembered() -> None:
             event_of("k", b"i" * 16, f"{n}" + "t" * 400_000, None, b"1", [])
 
     assert kept_by(refuse, 20) < 100_000
-
-
-def test_record_keys_that_are_long_are_not_remembered() -> None:
-    """300 keys of 500 kB left 126 MB in the cache of partitions."""
-    assert kept_by(lambda n: partition_of_key(b"%d" % n + bytes(20_000), 6), 30) < 100_000
-    assert partition_of_key(bytes(65), 6) == partition_of_key(bytes(65), 6) < 6
