@@ -3,19 +3,17 @@
 Exit 0 after a clean stop, 2 where a setting is wrong, 3 (uvicorn's own) where it cannot listen at its address.
 """
 
-import os
 import signal
 import sys
 
 import uvicorn
 
-from service.app import create_app
-from service.claims.redis_store import check_url
-from service.contract import PREFIX, Rules, SettingsError
+from service.app import build_app, read_configuration
+from service.contract import PREFIX, SettingsError
 from service.core.logs import configure_logging
 from service.core.settings import Settings
-from service.events.schemas import Schemas
-from service.http.limits import LingeringServer
+from service.http.events import EventsEndpoint
+from service.http.limits import GuardedProtocol, LingeringServer
 from service.http.protocol import protocol_of
 
 # Past the deadline of the last request that was accepted: its answer, its mark, the leases, the journal.
@@ -26,11 +24,8 @@ IDLE_S = 75
 
 
 def main() -> int:
-    if not __debug__:
-        print("python -O is not supported: aiokafka checks its states with assert; start without it", file=sys.stderr)
-        return 2
     try:
-        settings, rules, schemas = _configuration()
+        settings, rules, schemas = read_configuration()
     except SettingsError as error:
         print(error, file=sys.stderr)
         return 2
@@ -41,14 +36,14 @@ def main() -> int:
         wrong.append(error)
         server.should_exit = True
 
-    app, routes = create_app(settings, rules, schemas, give_up)
+    app, endpoint = build_app(settings, rules, schemas, give_up)
     server = LingeringServer(
         uvicorn.Config(
             app,
             host=settings.host,
             port=settings.port,
             loop="uvloop",
-            http=protocol_of(routes, settings.body_bytes_max, settings.bodies_bytes_max),
+            http=_protocol(settings, endpoint),
             lifespan="on",
             access_log=False,
             log_config=None,
@@ -82,22 +77,11 @@ def main() -> int:
     return 0
 
 
-def _configuration() -> tuple[Settings, Rules, Schemas]:
-    """What is set, and the rules. Raises SettingsError with a line for each mistake in either."""
-    wrong: list[str] = []
-    try:
-        settings = Settings.from_env()
-        check_url(settings.redis)
-    except SettingsError as error:
-        wrong.append(str(error))
-    try:
-        rules = Rules.read(os.environ.get(f"{PREFIX}RULES", ""))
-        schemas = Schemas(rules)
-    except SettingsError as error:
-        wrong.append(str(error))
-    if wrong:
-        raise SettingsError("\n".join(wrong))
-    return settings, rules, schemas
+def _protocol(settings: Settings, endpoint: EventsEndpoint) -> type[GuardedProtocol]:
+    """What reads the connections: the app has all of the requests, or all but the POSTs of events."""
+    if settings.transport == "asgi":
+        return GuardedProtocol
+    return protocol_of(endpoint.routes, endpoint.body_bytes_max, endpoint.bodies)
 
 
 if __name__ == "__main__":

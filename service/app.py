@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import gc
+import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -13,10 +14,10 @@ from fastapi import FastAPI
 
 from service import native
 from service.claims.redis_requirements import POLICY_CHANGE
-from service.claims.redis_store import Identity, RedisKeys, StoreGeneration
+from service.claims.redis_store import Identity, RedisKeys, StoreGeneration, check_url
 from service.claims.states import SlotState
-from service.contract import Rules, SettingsError
-from service.core.logs import Incident
+from service.contract import PREFIX, Rules, SettingsError
+from service.core.logs import Incident, configure_logging
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, KafkaForbids, KafkaRefuses, StoreAway, StoreUnanswered
 from service.core.settings import Settings
@@ -26,7 +27,6 @@ from service.events.schemas import Schemas
 from service.events.strict_json import check_json, in_thread
 from service.http.callers import Callers
 from service.http.events import EventsEndpoint
-from service.http.protocol import Handler
 from service.http.routes import routes
 from service.kafka.admin import KafkaAdmin
 from service.kafka.deadline import shared
@@ -313,10 +313,47 @@ def _tracing_of(settings: Settings) -> "Tracing | None":
     return Tracing(settings.name)
 
 
-def create_app(
+def create_app() -> FastAPI:
+    """The app as the environment sets it, for any ASGI server: `uvicorn --factory service.app:create_app`.
+
+    `python -m service` serves the same app with bounds on connections that an ASGI server may lack. What Kafka or Redis
+    lack for good is in the log here, and at /readyz.
+
+    Raises:
+        SettingsError: a line for each mistake in the settings or the rules.
+    """
+    settings, rules, schemas = read_configuration()
+    configure_logging(settings.log_format, settings.log_keys)
+    app, _ = build_app(
+        settings, rules, schemas, lambda error: log.error("it will not be ready: mend this, and restart", error=error)
+    )
+    return app
+
+
+def read_configuration() -> tuple[Settings, Rules, Schemas]:
+    """What is set, and the rules. Raises SettingsError with a line for each mistake in either."""
+    if not __debug__:
+        raise SettingsError("python -O is not supported: aiokafka checks its states with assert; start without it")
+    wrong: list[str] = []
+    try:
+        settings = Settings.from_env()
+        check_url(settings.redis)
+    except SettingsError as error:
+        wrong.append(str(error))
+    try:
+        rules = Rules.read(os.environ.get(f"{PREFIX}RULES", ""))
+        schemas = Schemas(rules)
+    except SettingsError as error:
+        wrong.append(str(error))
+    if wrong:
+        raise SettingsError("\n".join(wrong))
+    return settings, rules, schemas
+
+
+def build_app(
     settings: Settings, rules: Rules, schemas: Schemas, give_up: Callable[[SettingsError], None]
-) -> tuple[FastAPI, Mapping[bytes, Handler]]:
-    """The ASGI app, and the handlers of the POSTs that are taken in front of it."""
+) -> tuple[FastAPI, EventsEndpoint]:
+    """The ASGI app, and the endpoint of its POSTs, which a transport below ASGI may feed as well."""
     holder: dict[str, Service] = {}
     telemetry = Telemetry()
 
@@ -331,5 +368,6 @@ def create_app(
 
     app = FastAPI(title="Fencepost", version="1", lifespan=lifespan)
     callers = Callers(rules.callers)
-    routes(app, lambda: holder["service"], callers)
-    return app, EventsEndpoint(lambda: holder["service"].admission, settings, callers, telemetry).routes
+    endpoint = EventsEndpoint(lambda: holder["service"].admission, settings, callers, telemetry)
+    routes(app, lambda: holder["service"], callers, endpoint)
+    return app, endpoint

@@ -74,6 +74,12 @@ class Settings(SharedSettings):
     redis_keyfile: str = setting("", "PEM file of that certificate's key (PKCS #8, not encrypted)", str)
     host: str = setting("127.0.0.1", "address to listen on", str)
     port: int = setting(8000, "port to listen on", integer(1, 65535))
+    transport: str = setting(
+        "direct",
+        "how POSTs of events reach the app: asgi (a route of it, seen by middleware and instrumentation), or direct "
+        "(below ASGI, for less CPU a request)",
+        one_of("direct", "asgi"),
+    )
     instance: str = setting(
         "",
         "this process's name in headers and logs, stable over restarts; host:port where it is empty",

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -16,8 +17,9 @@ _AWAITED: Final = ("cr_await", "gi_yieldfrom", "ag_await")
 
 
 def tell_on_signal(loop: asyncio.AbstractEventLoop) -> None:
-    """From now on SIGUSR1 makes a line for each task."""
-    loop.add_signal_handler(signal.SIGUSR1, tell, loop)
+    """From now on SIGUSR1 makes a line for each task; nothing outside of the main thread, which alone has signals."""
+    if threading.current_thread() is threading.main_thread():
+        loop.add_signal_handler(signal.SIGUSR1, tell, loop)
 
 
 def tell(loop: asyncio.AbstractEventLoop) -> None:

@@ -39,7 +39,7 @@ from service.http.batch import (
 from service.http.callers import Caller, Callers
 from service.http.headers import JSON, Found, check_message, essence, is_coded, media_type, pick, unsupported
 from service.http.prefer import Preference, parse_prefer
-from service.http.protocol import Handler, HttpRequest
+from service.http.request import Bodies, Handler, PostRequest
 from service.http.responses import (
     JSON_LINE,
     committed_lines,
@@ -76,7 +76,8 @@ class EventsEndpoint:
         self._admission = admission
         self._callers = callers
         self._telemetry = telemetry
-        self._body_bytes_max = settings.body_bytes_max
+        self.body_bytes_max = settings.body_bytes_max
+        self.bodies = Bodies(settings.bodies_bytes_max)  # whichever transport reads them
         self._retention_s = settings.key_ttl_s
         self._loopback_only = not settings.rules
         self.routes: dict[bytes, Handler] = {
@@ -84,7 +85,7 @@ class EventsEndpoint:
             b"/events/batch": partial(self._take, self._post_batch),
         }
 
-    def _take(self, step: Callable[[HttpRequest, Found, Caller], None], post: HttpRequest) -> None:
+    def _take(self, step: Callable[[PostRequest, Found, Caller], None], post: PostRequest) -> None:
         try:
             self._check_address(post.client)
             found = post.found or pick(post.headers)
@@ -93,8 +94,8 @@ class EventsEndpoint:
             caller = self._callers.of(found.get(b"authorization"))
             if post.at_capacity:
                 raise Problem(NOT_WRITTEN, "body: too many large ones are under way: send it again a little later")
-            if post.size > self._body_bytes_max:
-                raise Problem(TOO_LARGE, f"body: at most {self._body_bytes_max} bytes are taken")
+            if post.size > self.body_bytes_max:
+                raise Problem(TOO_LARGE, f"body: at most {self.body_bytes_max} bytes are taken")
             if b"content-encoding" in found and is_coded(found[b"content-encoding"]):
                 problem = Problem(UNSUPPORTED_TYPE, "Content-Encoding: send the body as it is, without this header")
                 self._fail(post, problem, _ONLY_UNCODED)
@@ -111,7 +112,7 @@ class EventsEndpoint:
                 FORBIDDEN_CALLER, f"{PREFIX}RULES is not set, so only callers on this machine may write: set it"
             )
 
-    def _post_event(self, post: HttpRequest, found: Found, caller: Caller) -> None:
+    def _post_event(self, post: PostRequest, found: Found, caller: Caller) -> None:
         if overload := self._admission().overload:
             post.drop_body()  # it waits without its body
             self._admission().load_shedder.refuse(post.arrived, partial(self._fail, post, overload))
@@ -133,10 +134,10 @@ class EventsEndpoint:
         else:
             post.apart(self._or_fail(post, self._write_long(post, found, caller, event)))
 
-    async def _write_long(self, post: HttpRequest, found: Found, caller: Caller, event: Awaitable[Event]) -> None:
+    async def _write_long(self, post: PostRequest, found: Found, caller: Caller, event: Awaitable[Event]) -> None:
         self._write_event(post, found, caller, await event)
 
-    def _write_event(self, post: HttpRequest, found: Found, caller: Caller, event: Event) -> None:
+    def _write_event(self, post: PostRequest, found: Found, caller: Caller, event: Event) -> None:
         caller.check(event.topic)
         caller.spend(1, post.arrived)
         preference = parse_prefer(found.get(b"prefer"))
@@ -145,11 +146,11 @@ class EventsEndpoint:
         else:
             post.apart(self._or_fail(post, self._look_up_first(post, event, preference)))
 
-    async def _look_up_first(self, post: HttpRequest, event: Event, preference: Preference) -> None:
+    async def _look_up_first(self, post: PostRequest, event: Event, preference: Preference) -> None:
         await self._admission().check(event, post.arrived)
         self._submit(post, event, preference)
 
-    def _submit(self, post: HttpRequest, event: Event, preference: Preference) -> None:
+    def _submit(self, post: PostRequest, event: Event, preference: Preference) -> None:
         accepted: asyncio.Future[None] | None = None
         if preference.respond_async:
             accepted = asyncio.get_running_loop().create_future()
@@ -157,7 +158,7 @@ class EventsEndpoint:
         result = self._admission().submit(event, post.arrived, preference.wait_s, accepted)
         result.add_done_callback(partial(self._tell_event, post, event.key, preference.applied))
 
-    def _post_batch(self, post: HttpRequest, found: Found, caller: Caller) -> None:
+    def _post_batch(self, post: PostRequest, found: Found, caller: Caller) -> None:
         kind = media_type(found.get(b"content-type"))
         traceparent = parse_traceparent(found.get(b"traceparent"))
         if kind == JSON:
@@ -169,7 +170,7 @@ class EventsEndpoint:
             raise unsupported(JSON, LINES)
 
     async def _write_batch(
-        self, post: HttpRequest, raw_key: str | None, traceparent: bytes | None, caller: Caller
+        self, post: PostRequest, raw_key: str | None, traceparent: bytes | None, caller: Caller
     ) -> None:
         if events := await read_batch(post.body, caller.scope, traceparent):
             await self._write_each(post, events, _as_it_is, caller)
@@ -187,7 +188,7 @@ class EventsEndpoint:
         self._answer(post, 201, committed_lines(key, answer, self._retention_s), render_whole(id, answer))
 
     async def _write_cloudevents(
-        self, post: HttpRequest, key: str | None, traceparent: bytes | None, caller: Caller
+        self, post: PostRequest, key: str | None, traceparent: bytes | None, caller: Caller
     ) -> None:
         if key is not None:
             raise Problem(INVALID_KEY, "Idempotency-Key: the key of each of several CloudEvents is its source and id")
@@ -199,12 +200,12 @@ class EventsEndpoint:
         parse = _by_length(of, of_long, key=None, traceparent=traceparent, scope=caller.scope)
         await self._write_each(post, parts, parse, caller)
 
-    async def _write_each(self, post: HttpRequest, parts: Sequence[T], parse: Parse[T], caller: Caller) -> None:
+    async def _write_each(self, post: PostRequest, parts: Sequence[T], parse: Parse[T], caller: Caller) -> None:
         told = self._told_of_each(post, parts, parse, caller)
         results = [result async for some in told for result in some]
         self._answer(post, 207, JSON_LINE, join_results(results))
 
-    async def _write_lines(self, post: HttpRequest, traceparent: bytes | None, caller: Caller) -> None:
+    async def _write_lines(self, post: PostRequest, traceparent: bytes | None, caller: Caller) -> None:
         """Answers go out as they come to be known, a line each, in the order of the events."""
         parse = _by_length(line_of, long_member_of, traceparent=traceparent, scope=caller.scope)
         told = self._told_of_each(post, parse_lines(post.body), parse, caller)
@@ -220,19 +221,19 @@ class EventsEndpoint:
         stream.end()
 
     def _told_of_each(
-        self, post: HttpRequest, parts: Sequence[T], parse: Parse[T], caller: Caller
+        self, post: PostRequest, parts: Sequence[T], parse: Parse[T], caller: Caller
     ) -> AsyncIterator[list[str]]:
         """Write events of one caller, each for itself; what is told of them, in their order. Raises Problem (429)."""
         caller.spend(len(parts), post.arrived)
         return _rendered(write_each(self._admission(), parts, parse, post.arrived, caller))
 
-    def _tell_accepted(self, post: HttpRequest, event: Event, _: asyncio.Future[None]) -> None:
+    def _tell_accepted(self, post: PostRequest, event: Event, _: asyncio.Future[None]) -> None:
         """The claim stands: a client that prefers so is answered now, and asks for the outcome by the key."""
         lines = b"%blocation: %b\r\nidempotency-key: %b\r\npreference-applied: respond-async\r\n"
         lines %= JSON_LINE, location_of(event.key), echo_of(event.key)
         self._answer(post, 202, lines, b'{"id":"%b","state":"in_progress"}' % event.id.hex().encode())
 
-    def _tell_event(self, post: HttpRequest, key: str, applied: bytes, result: asyncio.Future[WriteResult]) -> None:
+    def _tell_event(self, post: PostRequest, key: str, applied: bytes, result: asyncio.Future[WriteResult]) -> None:
         if post.response_complete:  # 202 was said of it
             return
         try:
@@ -245,14 +246,14 @@ class EventsEndpoint:
         except Exception as error:
             self._fail(post, error)
 
-    async def _or_fail(self, post: HttpRequest, work: Coroutine[Any, Any, None]) -> None:
+    async def _or_fail(self, post: PostRequest, work: Coroutine[Any, Any, None]) -> None:
         """Do the work of a request; what it raises is its answer."""
         try:
             await work
         except Exception as error:
             self._fail(post, error)
 
-    def _fail(self, post: HttpRequest, error: Exception, more: bytes = b"") -> None:
+    def _fail(self, post: PostRequest, error: Exception, more: bytes = b"") -> None:
         """Answer with a problem, and `more` lines of headers.
 
         Anything else than a Problem is a bug, and nobody knows what became of the event. It ends the connection, also
@@ -268,7 +269,7 @@ class EventsEndpoint:
         status, headers, body = render_problem(error)
         self._answer(post, status, lines_of(headers) + more, body, error.kind.code)
 
-    def _named(self, post: HttpRequest) -> dict[str, str]:
+    def _named(self, post: PostRequest) -> dict[str, str]:
         """How a line of the log names a request: by its key, and the id of that among its caller's."""
         try:
             found = post.found or pick(post.headers)
@@ -277,14 +278,17 @@ class EventsEndpoint:
             return {}
         return {"key": key, "id": event_id(key, scope).hex()}
 
-    def _answer(self, post: HttpRequest, status: int, lines: bytes, body: bytes, code: str = "") -> None:
+    def _answer(self, post: PostRequest, status: int, lines: bytes, body: bytes, code: str = "") -> None:
         self._telemetry.requested(status, code)
         post.answer(status, lines, body)
 
 
 @lru_cache(maxsize=256)  # the loopback has 16 million addresses
 def _is_loopback(address: str) -> bool:
-    return ip_address(address).is_loopback
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:  # a server may have it from a header (X-Forwarded-For), whoever wrote that
+        return False
 
 
 def _as_it_is(event: Event) -> Event:

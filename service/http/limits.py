@@ -6,7 +6,7 @@ import asyncio
 import resource
 import socket
 from types import FrameType
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import httptools
 import uvicorn
@@ -105,6 +105,8 @@ class GuardedProtocol(HttpToolsProtocol):
     _half_closed = False  # the client sends no more
     _rest = memoryview(b"")  # was read, and is still to be parsed
     _timer: asyncio.TimerHandle | None = None  # while a request is incomplete
+    _running: Any = None  # the cycle that the ASGI app had last
+    _idle_since = 0.0  # by the loop's time
     _begun_at = _heard_at = 0.0  # by the loop's time: the first byte of that, and the last one
     _received = 0  # bytes of it
 
@@ -131,12 +133,15 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._surplus.discard(self)
         self._disarm()
+        if self._running is not None:  # uvicorn tells only the request that came last
+            self._running.disconnected = True
+            self._running.message_event.set()
+        super()._unset_keepalive_if_required()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        self._unset_keepalive_if_required()
         self._rest = memoryview(b"".join([self._rest, data]) if self._rest else data)
         self._parse_rest()
 
@@ -201,10 +206,17 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         another = bool(self.pipeline)  # which begins now
-        super().on_response_complete()
-        self.after_answer(another)
+        if another or self.transport.is_closing():
+            super().on_response_complete()
+        else:
+            self.server_state.total_requests += 1
+            self.flow.resume_reading()
+            self._idle_since = self.loop.time()
+            if self.timeout_keep_alive_task is None:
+                self._look_again_in(self.timeout_keep_alive)
+        self._after_answer(another)
 
-    def after_answer(self, another: bool = False) -> None:
+    def _after_answer(self, another: bool) -> None:
         """Go on with what was read behind the request that was just answered; end a connection that has no more."""
         if self.pipeline:
             return
@@ -332,7 +344,13 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def begin(self) -> None:
         """The head of a request is whole: let it begin, or wait for those before it."""
+        if self.parser.get_http_version() == "1.0":
+            self.expect_100_continue = False  # to HTTP/1.0 it means nothing (RFC 9110, section 10.1.1)
         super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         if not self._unread:
@@ -373,7 +391,30 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._idle_since = self.loop.time()
         self._restart()
+
+    # ---------------------------------------------------------------------- keep-alive, without a timer a request
+
+    def _look_again_in(self, seconds: float) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.timeout_keep_alive_task = None
+        if not self._whole or not self.cycle.response_complete:
+            return  # a request is under way; its answer begins the idle time anew
+        left = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if self.flow.write_paused:  # it is read, however slowly: what came after it waits unread, and would be lost
+            self._look_again_in(self.timeout_keep_alive)
+        elif left > 0:
+            self._look_again_in(left)
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _unset_keepalive_if_required(self) -> None:
+        """uvicorn ends its timer at each request; this one looks at the time when it is due."""
+
+    # --------------------------------------------------------------------------- the time of an incomplete request
 
     def _look(self) -> None:
         """Has the request that is incomplete run out of time?"""

@@ -6,7 +6,7 @@ half of that where service.native reads the head.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any, ClassVar, Final
 
 import httptools
@@ -15,44 +15,14 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from service import native
 from service.http.headers import Found
 from service.http.limits import GuardedProtocol
+from service.http.request import OWN_BYTES, Bodies, Handler, PostRequest
 from service.http.responses import lines_of
 
-Handler = Callable[["HttpRequest"], None]
 
-# Of a body, what each connection may have for itself: so that who sends little never waits for who sends much.
-OWN_BYTES: Final = 64 * 1024
-
-
-class Bodies:
-    """How many bytes the bodies of all connections have in memory, beside what each may have for itself."""
-
-    __slots__ = ("bytes", "most")
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.bytes = 0
-
-
-class HttpRequest:
+class HttpRequest(PostRequest):
     """One POST on its connection, from its head to its answer. uvicorn's pipeline takes it for a cycle of its own."""
 
-    __slots__ = (
-        "_connection",
-        "_content",
-        "_handler",
-        "_taken",
-        "arrived",
-        "at_capacity",
-        "chunked",
-        "disconnected",
-        "found",
-        "headers",
-        "keep_alive",
-        "response_complete",
-        "size",
-        "started",
-        "whole",
-    )
+    __slots__ = ("_connection", "_handler", "disconnected", "started", "whole")
 
     message_event: Final = asyncio.Event()  # uvicorn sets it when the client goes away; nobody waits for it here
 
@@ -64,60 +34,20 @@ class HttpRequest:
         keep_alive: bool,
         chunked: bool,
     ) -> None:
+        client = connection.client[0] if connection.client else None
+        super().__init__(headers, client, connection.bodies, keep_alive=keep_alive, chunked=chunked)
         self._connection = connection
         self._handler = handler
-        self._content: bytes | bytearray = b""  # of pieces one array: an object for each would be many times their size
-        self._taken = 0  # of the bytes that all bodies share
-        self.headers = headers  # names in lower case
-        self.found: Found | None = None  # those that matter, where nobody has to look for them any more
-        self.keep_alive = keep_alive
-        self.chunked = chunked  # the client understands an answer in pieces
-        self.arrived = 0.0  # when it was whole, by time.monotonic
-        self.size = 0  # of the body so far, in bytes
         self.started = False  # no earlier request of this connection waits for its answer
         self.whole = False  # all of it is here, or more than is taken
-        self.at_capacity = False  # there was no room for its body
         self.disconnected = False
-        self.response_complete = False
-
-    @property
-    def client(self) -> str | None:
-        """The caller's address; None for a connection that has none."""
-        return self._connection.client[0] if self._connection.client else None
-
-    @property
-    def body(self) -> bytes:
-        if isinstance(self._content, bytearray):
-            self._content = bytes(self._content)
-        return self._content
 
     def add(self, part: bytes, most: int) -> None:
-        """More of the body. Past `most` bytes, or where there is no room, the rest is not kept.
-
-        `size` tells the one, `crowded` the other, and the handler refuses it.
-        """
-        self.size += len(part)
+        """More of the body; where it is not kept, the handler has the request now and refuses it."""
         if self.whole:
-            return
-        if self.size <= most and self._has_room(len(part)):
-            if not self._content:
-                self._content = part
-            elif isinstance(self._content, bytearray):
-                self._content += part
-            else:
-                self._content = bytearray(self._content) + part
-        else:
-            self.drop_body()
+            self.size += len(part)
+        elif not self.keep(part, most):
             self.end()
-
-    def _has_room(self, size: int) -> bool:
-        if self.size > OWN_BYTES:
-            bodies = self._connection.bodies
-            self.at_capacity = bodies.bytes + size > bodies.most
-            if not self.at_capacity:
-                bodies.bytes += size
-                self._taken += size
-        return not self.at_capacity
 
     def receive_complete(self, found: Found, body: bytes) -> None:
         """All of it at once, its turn having come."""
@@ -133,25 +63,11 @@ class HttpRequest:
 
         One that `asks` whether to send it may not send it then, so that nothing can follow (RFC 9110, section 10.1.1).
         """
-        if not self.whole:
-            told = next((int(content) for name, content in self.headers if name == b"content-length"), 0)
-            if told > most:
-                self.size = told
-                self.keep_alive = self.keep_alive and not asks
-                self.drop_body()
-                self.end()
-
-    def drop_body(self) -> None:
-        """Its body is needed no more."""
-        self._content = b""
-        if self._taken:
-            self._connection.bodies.bytes -= self._taken
-            self._taken = 0
-
-    def finish(self) -> None:
-        """All of its answer is given, or will never be."""
-        self.response_complete = True
-        self.drop_body()
+        if not self.whole and self.told_size > most:
+            self.size = self.told_size
+            self.keep_alive = self.keep_alive and not asks
+            self.drop_body()
+            self.end()
 
     def start(self) -> None:
         """Its turn has come. From the loop: an earlier answer is just being given."""
@@ -169,30 +85,26 @@ class HttpRequest:
                 self._handler(self)
 
     def apart(self, work: Coroutine[Any, Any, None]) -> None:
-        """Go on in a task, which a stop of the server waits for."""
         tasks = self._connection.tasks
         task = self._connection.loop.create_task(work)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
     def answer(self, status: int, head: bytes, body: bytes) -> None:
-        """Write the answer, once; `head` is the lines of its own headers, each with its CRLF."""
         if not self.response_complete:
             lines = self._connection.head(self, status, head, b"content-length: %d\r\n" % len(body))
             self.finish()
             self._connection.finish(self, lines + body)
 
     def cut(self) -> None:
-        """No answer, or no more of it, will ever be given: the end of the connection tells so."""
         self.finish()
         self._connection.transport.close()
 
-    def stream(self, status: int, head: bytes) -> "Stream":
-        """Begin an answer whose body comes in pieces."""
-        return Stream(self, self._connection, status, head)
+    def stream(self, status: int, head: bytes) -> "Chunks":
+        return Chunks(self, self._connection, status, head)
 
 
-class Stream:
+class Chunks:
     """An answer in pieces (chunked, RFC 9112 section 7.1); to a client of HTTP/1.0 in one piece, at its end."""
 
     def __init__(self, post: HttpRequest, connection: "PostsProtocol", status: int, head: bytes) -> None:
@@ -233,8 +145,6 @@ class PostsProtocol(GuardedProtocol):
     body_bytes_max: ClassVar[int] = 0
     bodies: ClassVar[Bodies] = Bodies(0)
     _date: ClassVar[tuple[object, bytes]] = (None, b"")
-    _idle_since = 0.0
-    _apps: Any = None  # the cycle that the ASGI app had last
 
     def data_received(self, data: bytes) -> None:
         if not (self.at_message_boundary and len(data) <= OWN_BYTES and native.COMPILED and self._take_whole(data)):
@@ -316,7 +226,6 @@ class PostsProtocol(GuardedProtocol):
         if isinstance(cycle, HttpRequest):
             cycle.start()
         else:
-            self._apps = cycle
             super()._start_asgi_task(cycle, app)
 
     def send_continue(self) -> None:
@@ -354,58 +263,19 @@ class PostsProtocol(GuardedProtocol):
             PostsProtocol._date = headers, lines
         return lines
 
-    # ---------------------------------------------------------------------- keep-alive, without a timer a request
-
-    def on_response_complete(self) -> None:
-        if self.pipeline or self.transport.is_closing():
-            super().on_response_complete()
-            return
-        self.server_state.total_requests += 1
-        self.flow.resume_reading()
-        self._idle_since = self.loop.time()
-        if self.timeout_keep_alive_task is None:
-            self._look_again_in(self.timeout_keep_alive)
-        self.after_answer()
-
-    def _look_again_in(self, seconds: float) -> None:
-        self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._idle_since = self.loop.time()
-
-    def timeout_keep_alive_handler(self) -> None:
-        self.timeout_keep_alive_task = None
-        if not self._whole or not self.cycle.response_complete:
-            return  # a request is under way; its answer begins the idle time anew
-        left = self._idle_since + self.timeout_keep_alive - self.loop.time()
-        if self.flow.write_paused:  # it is read, however slowly: what came after it waits unread, and would be lost
-            self._look_again_in(self.timeout_keep_alive)
-        elif left > 0:
-            self._look_again_in(left)
-        else:
-            super().timeout_keep_alive_handler()
-
-    def _unset_keepalive_if_required(self) -> None:
-        """uvicorn ends its timer at each request; this one looks at the time when it is due."""
-
     def connection_lost(self, exc: Exception | None) -> None:
         cycles: list[object] = [self.cycle, *(cycle for cycle, _ in self.pipeline)]
         for cycle in cycles:
             # Whose turn has come is forgotten with its answer, though nobody hears it.
             if isinstance(cycle, HttpRequest) and not (cycle.started and cycle.whole):
                 cycle.drop_body()
-        if self._apps is not None:  # uvicorn tells only the request that came last
-            self._apps.disconnected = True
-            self._apps.message_event.set()
-        super()._unset_keepalive_if_required()
         super().connection_lost(exc)
 
 
-def protocol_of(routes: Mapping[bytes, Handler], body_bytes_max: int, bodies_bytes_max: int) -> type[PostsProtocol]:
+def protocol_of(routes: Mapping[bytes, Handler], body_bytes_max: int, bodies: Bodies) -> type[PostsProtocol]:
     """A protocol that hands POSTs of these paths to these handlers.
 
-    No body is kept past `body_bytes_max`, nor all of them together past `bodies_bytes_max`.
+    No body is kept past `body_bytes_max`, nor all of them together past what `bodies` may have.
     """
-    own = {"routes": routes, "body_bytes_max": body_bytes_max, "bodies": Bodies(bodies_bytes_max)}
+    own = {"routes": routes, "body_bytes_max": body_bytes_max, "bodies": bodies}
     return type("Protocol", (PostsProtocol,), own)

@@ -133,6 +133,15 @@ def lines_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 
+def headers_of(lines: bytes) -> Headers:
+    """Header lines, each with its CRLF, as names and contents."""
+    headers: Headers = []
+    for line in lines.split(b"\r\n")[:-1]:
+        name, _, content = line.partition(b": ")
+        headers.append((name, content))
+    return headers
+
+
 def render_problem(problem: Problem) -> tuple[int, Headers, bytes]:
     """`application/problem+json` (RFC 9457), with Retry-After where another try may help."""
     headers, body = _rendered(problem.kind, problem.detail, problem.retry_after_s)

@@ -1,4 +1,4 @@
-"""Everything over HTTP but `POST /events`: the state of a key, the probes, the metrics, and the documentation."""
+"""The app's routes: the POSTs of events, the state of a key, the probes, the metrics, and the documentation."""
 
 import json
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Protocol
 import msgspec
 from fastapi import FastAPI, Header, Query, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.routing import Match
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.claims.redis_store import Found, RedisKeys
@@ -20,7 +20,6 @@ from service.core.problems import (
     INTERNAL,
     KINDS,
     METHOD_NOT_ALLOWED,
-    NOT_FOUND,
     UNKNOWN_KEY,
     Problem,
     StoreAway,
@@ -29,14 +28,16 @@ from service.core.problems import (
 )
 from service.core.problems import of_status as problem_of_status
 from service.events.event import check_key
+from service.http.asgi import AsgiEndpoint
 from service.http.callers import Callers
+from service.http.events import EventsEndpoint
 from service.http.headers import OF_THE_MESSAGE, check_message, pick
 from service.http.responses import render_problem
 from service.pipeline.pool import Pool
 from service.slots.recovery import Store
 
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-POSTS: Final = ("/events", "/events/batch")
+POSTS: Final = frozenset({"/events", "/events/batch"})
 
 
 class MetricsText(Response):
@@ -57,13 +58,14 @@ class Parts(Protocol):
     async def readiness(self) -> dict[str, object]: ...
 
 
-def routes(app: FastAPI, service: Callable[[], Parts], callers: Callers) -> None:
+def routes(app: FastAPI, service: Callable[[], Parts], callers: Callers, posts: EventsEndpoint) -> None:
     """Add the routes to the app; `callers` see their own keys only."""
     app.router.redirect_slashes = False  # `/events` and `/events/` are two things
     app.add_middleware(HeadAsGet)
     app.add_middleware(Checked)
-    for path in POSTS:
-        app.add_route(path, _taken_below, methods=["POST"])
+    for path, handler in posts.routes.items():
+        endpoint = AsgiEndpoint(handler, posts.body_bytes_max, posts.bodies)
+        app.router.routes.append(Route(path.decode(), endpoint, methods=["POST"]))
 
     @app.get("/events/{key:path}")
     async def get_event(
@@ -149,25 +151,20 @@ class HeadAsGet:
 
 
 class Checked:
-    """Refuses heads as they are refused with the POSTs, which are taken below."""
+    """Refuses heads as the endpoint of the POSTs does, which counts and answers its own."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
-        if scope["type"] == "http":
+        if scope["type"] == "http" and not (scope["method"] == "POST" and scope["path"] in POSTS):
             lines = [line for line in scope["headers"] if line[0] in OF_THE_MESSAGE]
             try:
                 check_message(pick(lines), host_needed=scope["http_version"] != "1.0")
             except Problem as problem:
                 app = _response(problem)
         await app(scope, receive, send)
-
-
-async def _taken_below(request: Request) -> Response:
-    """POSTs are taken before they get here (http_posts.py), by their path as it is sent; the routes tell of them."""
-    raise Problem(NOT_FOUND, f"path: send it as {request.scope['path']}, without percent-encoding")
 
 
 def _allowed(request: Request) -> str:

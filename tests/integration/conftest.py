@@ -166,10 +166,17 @@ def topic(make_topic: MakeTopic) -> str:
 
 
 @pytest.fixture(scope="module")
-def served(kafka: Kafka, redis: Redis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def transport() -> str:
+    """How the POSTs of `served` reach the app; a module that has this fixture with both has its tests run both ways."""
+    return "direct"
+
+
+@pytest.fixture(scope="module")
+def served(kafka: Kafka, redis: Redis, tmp_path_factory: pytest.TempPathFactory, transport: str) -> Iterator[Service]:
     """One process that a module's tests share."""
     environment = {**SETTINGS, "FENCEPOST_NAMESPACE": f"m-{uuid.uuid4().hex[:12]}"}
     environment["FENCEPOST_BODY_BYTES_MAX"] = "2000000"
+    environment["FENCEPOST_TRANSPORT"] = transport
     with Service(tmp_path_factory.mktemp("served"), kafka=kafka.bootstrap, redis=redis.url, env=environment) as service:
         yield service
     assert "Traceback" not in service.log.read_text(), service.tail(60)

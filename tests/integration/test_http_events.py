@@ -21,6 +21,11 @@ from tests.integration.judge import Delivered, read_committed
 from tests.integration.plan import Fault, until
 
 
+@pytest.fixture(scope="module", params=["direct", "asgi"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 async def send(client: Client, service: Service, key: str, fields: dict[str, Any], **headers: str) -> Any:
     head = {"Content-Type": "application/json", "Idempotency-Key": key, **headers}
     return await client.http.post(f"{service.url}/events", content=json.dumps(fields).encode(), headers=head)

@@ -83,6 +83,11 @@ REFUSALS: dict[str, Refusal] = {
 }
 
 
+@pytest.fixture(scope="module", params=["direct", "asgi"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 async def post(client: Client, service: Service, body: bytes, headers: Mapping[str, str | bytes]) -> Any:
     named = [
         (name.encode(), content.encode() if isinstance(content, str) else content) for name, content in headers.items()
@@ -101,7 +106,7 @@ def assert_problem(response: Any, status: int, code: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def wide_topic(kafka: Kafka) -> str:
+def wide_topic(kafka: Kafka, transport: str) -> str:
     """A topic that takes more than the service does, so that the service's own limits are seen."""
     name = f"topic-{uuid.uuid4().hex[:12]}"
     kafka.create_topic(name, partitions=3, config={"max.message.bytes": "5000000"})

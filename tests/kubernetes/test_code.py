@@ -13,8 +13,10 @@ from fastapi import FastAPI
 from deploy.places import ROOT
 from service.contract import Rules
 from service.contract.wire import INSTANCE
+from service.core.metrics import Telemetry
 from service.core.settings import Settings
 from service.http.callers import Callers
+from service.http.events import EventsEndpoint
 from service.http.routes import routes
 from service.kafka.topics import EXTRA_S, WEEK_S
 from spark.__main__ import EXIT_CANNOT_RUN
@@ -123,7 +125,9 @@ def test_the_namespace_of_the_settings_is_the_one_that_the_runbook_speaks_of(set
 
 def test_probes_ask_routes_that_there_are(pod: Object) -> None:
     app = FastAPI()
-    routes(app, lambda: pytest.fail("no request is made"), Callers(()))
+    callers = Callers(())
+    posts = EventsEndpoint(lambda: pytest.fail("no request is made"), Settings(), callers, Telemetry())
+    routes(app, lambda: pytest.fail("no request is made"), callers, posts)
     paths = {getattr(route, "path", "") for route in app.routes}
     container = container_of(pod)
     asked = {name: container[name]["httpGet"]["path"] for name in container if name.endswith("Probe")}

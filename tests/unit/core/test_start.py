@@ -29,7 +29,7 @@ def test_the_service_does_not_start_and_says_why_in_a_line(
     (tmp_path / "rules.toml").write_text("topics = [1]\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(f"FENCEPOST_{name}", text)
-    monkeypatch.setattr(service.__main__, "create_app", Mock(side_effect=AssertionError("it was started")))
+    monkeypatch.setattr(service.__main__, "build_app", Mock(side_effect=AssertionError("it was started")))
     assert service.__main__.main() == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("rules.toml:1: topics: write [[topics]]" if text == "rules.toml" else f"FENCEPOST_{name}")

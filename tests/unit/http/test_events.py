@@ -26,7 +26,7 @@ from service.http.batch import LINES
 from service.http.callers import Callers
 from service.http.events import EventsEndpoint
 from service.http.headers import JSON, media_type, pick, unsupported
-from service.http.protocol import HttpRequest
+from service.http.request import PostRequest
 from service.http.responses import (
     committed_lines,
     echo_of,
@@ -234,7 +234,7 @@ def posted(path: str, body: bytes, **headers: str) -> tuple[Told, list[Event]]:
     admission = Commits()
     told = Told(body, {"host": "x", **{name.replace("_", "-"): text for name, text in headers.items()}})
     endpoint = EventsEndpoint(lambda: cast(Admission, admission), Settings(), Callers([]), Telemetry())
-    endpoint.routes[path.encode()](cast(HttpRequest, told))
+    endpoint.routes[path.encode()](cast(PostRequest, told))
     return told, admission.events
 
 
@@ -245,7 +245,7 @@ def test_who_finds_the_queue_full_waits_for_its_turn_without_its_body() -> None:
 
     def post() -> Told:
         told = Told(b"{}", {"host": "x", "content-type": "application/json"})
-        endpoint.routes[b"/events"](cast(HttpRequest, told))
+        endpoint.routes[b"/events"](cast(PostRequest, told))
         return told
 
     while (told := post()).status:
@@ -446,5 +446,5 @@ def test_who_is_past_its_rate_is_refused_before_its_body_is_read(path: str, kind
     told = Told(b"", {"host": "x", "authorization": "Bearer s3cret", "content-type": kind, "idempotency-key": "k"})
     del told.body  # who looks at it fails
     endpoint = EventsEndpoint(lambda: cast(Admission, Commits()), Settings(), callers, Telemetry())
-    endpoint.routes[path.encode()](cast(HttpRequest, told))
+    endpoint.routes[path.encode()](cast(PostRequest, told))
     assert told.status == 429

@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI
 from jsonschema import Draft202012Validator
 
-from service.app import create_app
+from service.app import build_app
 from service.claims.states import Delivered
 from service.contract import Rules
 from service.core.problems import KINDS, NOT_WRITTEN, Problem
@@ -45,7 +45,7 @@ COMMITTED = Committed(1, ((b"i" * 32, THERE),), replayed=True)
 
 @pytest.fixture(scope="module")
 def app() -> FastAPI:
-    return create_app(Settings(instance="test"), Rules(), Schemas(Rules()), lambda _: None)[0]
+    return build_app(Settings(instance="test"), Rules(), Schemas(Rules()), lambda _: None)[0]
 
 
 def resolved(part: dict[str, Any]) -> dict[str, Any]:

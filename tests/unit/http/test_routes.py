@@ -10,10 +10,11 @@ import uvicorn
 from jsonschema import Draft202012Validator
 
 from deploy.stack import free_port
-from service.app import create_app
+from service.app import build_app
 from service.contract import Rules
 from service.core.settings import Settings
 from service.events.schemas import Schemas
+from service.http.limits import GuardedProtocol
 from service.http.protocol import protocol_of
 from service.http.responses import location_of
 from service.http.routes import openapi_document
@@ -21,12 +22,13 @@ from service.http.routes import openapi_document
 PROBES = ["/livez", "/readyz", "/startupz", "/metrics"]
 
 
-@pytest.fixture
-async def http() -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a whole service, which finds neither Kafka nor Redis."""
+@pytest.fixture(params=["direct", "asgi"])
+async def http(request: pytest.FixtureRequest) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a whole service, which finds neither Kafka nor Redis; its POSTs below ASGI, and by it."""
     settings = Settings(kafka="127.0.0.1:1", redis="redis://127.0.0.1:1/0", instance="test", request_timeout_ms=1_000)
-    app, posts = create_app(settings, Rules(), Schemas(Rules()), lambda _: None)
-    port, protocol = free_port(), protocol_of(posts, settings.body_bytes_max, settings.bodies_bytes_max)
+    app, posts = build_app(settings, Rules(), Schemas(Rules()), lambda _: None)
+    direct = protocol_of(posts.routes, posts.body_bytes_max, posts.bodies)
+    port, protocol = free_port(), direct if request.param == "direct" else GuardedProtocol
     server = uvicorn.Server(
         uvicorn.Config(app, port=port, http=protocol, lifespan="on", log_config=None, access_log=False, loop="uvloop")
     )
@@ -142,7 +144,12 @@ async def test_what_is_not_there(http: httpx.AsyncClient) -> None:
     for path in ("/nowhere", "/", "/livez/", "/problems/none"):
         assert_problem(await http.get(path), 404, "not-found")
     assert_problem(await http.post("/nowhere"), 404, "not-found")
-    assert_problem(await http.post("/event%73"), 404, "not-found")
+
+
+async def test_a_path_is_the_same_however_it_is_encoded(http: httpx.AsyncClient) -> None:
+    """RFC 3986, section 6.2.2.2."""
+    for path in ("/events", "/event%73"):
+        assert_problem(await http.post(path), 415, "unsupported-media-type")
     assert_problem(await http.get("/events/"), 400, "invalid-key")
 
 

@@ -1,0 +1,322 @@
+"""POSTs as ASGI endpoints of the app: through an ASGI client, and message by message as from a server."""
+
+import asyncio
+import json
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, cast
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from service.app import build_app, create_app
+from service.contract import CallerRule, Rules, SettingsError
+from service.core.metrics import Telemetry
+from service.core.settings import Settings
+from service.events.schemas import Schemas
+from service.http.asgi import AsgiEndpoint
+from service.http.callers import Callers
+from service.http.events import EventsEndpoint
+from service.http.request import OWN_BYTES, Bodies, PostRequest
+from service.http.routes import Parts, routes
+from service.pipeline.admission import Admission
+from service.pipeline.request import BatchChunk, WriteResult
+from tests.unit.http.test_events import Commits
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Starlette would have another version of httpx
+    from starlette.testclient import TestClient
+
+EVENT = b'{"topic":"orders","value":1}'
+HEAD = {"content-type": "application/json", "idempotency-key": "k"}
+LINES = b"".join(b'{"topic":"orders","value":%d,"idempotency_key":"k%d"}\n' % (n, n) for n in range(3))
+
+
+class Slowly(Commits):
+    """Commits a chunk of a batch when the test says so."""
+
+    events_max = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = asyncio.Semaphore(0)
+
+    async def submit_chunk(self, chunk: BatchChunk) -> list[WriteResult]:
+        await self.go_on.acquire()
+        return await super().submit_chunk(chunk)
+
+
+def app_of(admission: Commits, settings: Settings | None = None) -> FastAPI:
+    """The app's own routes over an admission that commits."""
+    app = FastAPI()
+    settings = settings or Settings()
+    callers = Callers([])
+    endpoint = EventsEndpoint(lambda: cast(Admission, admission), settings, callers, Telemetry())
+    routes(app, lambda: cast(Parts, None), callers, endpoint)
+    return app
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app_of(Commits(), Settings(body_bytes_max=1_000)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        yield client
+
+
+async def test_an_event_is_posted_through_the_app(http: httpx.AsyncClient) -> None:
+    response = await http.post("/events", content=EVENT, headers=HEAD)
+    assert (response.status_code, response.json()["topic"]) == (201, "orders")
+    assert response.headers["location"] == "/events/k"
+    assert int(response.headers["content-length"]) == len(response.content)
+    assert response.headers.get_list("content-type") == ["application/json"]
+
+
+async def test_a_batch_is_posted_through_the_app(http: httpx.AsyncClient) -> None:
+    response = await http.post("/events/batch", content=LINES, headers={"content-type": "application/x-ndjson"})
+    assert response.status_code == 207
+    assert [json.loads(line)["status"] for line in response.text.splitlines()] == [201] * 3
+    whole = json.dumps({"events": [{"topic": "orders", "value": 1, "idempotency_key": "k"}]})
+    response = await http.post("/events/batch", content=whole, headers={"content-type": "application/json"})
+    assert (response.status_code, len(response.json()["results"])) == (207, 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status", "code"),
+    [
+        (EVENT, {**HEAD, "content-type": "text/plain"}, 415, "unsupported-media-type"),
+        (EVENT, {"content-type": "application/json"}, 400, "missing-key"),
+        (b"{", HEAD, 400, "invalid-json"),
+        (b" " * 1_001, HEAD, 413, "too-large"),
+        (EVENT, {**HEAD, "content-encoding": "gzip"}, 415, "unsupported-media-type"),
+        (EVENT, {**HEAD, "host": ""}, 201, ""),
+    ],
+)
+async def test_refusals_are_problems(
+    http: httpx.AsyncClient, content: bytes, headers: dict[str, str], status: int, code: str
+) -> None:
+    response = await http.post("/events", content=content, headers=headers)
+    assert response.status_code == status
+    if code:
+        assert (response.json()["code"], response.headers["content-type"]) == (code, "application/problem+json")
+
+
+async def test_a_path_is_the_same_however_it_is_encoded(http: httpx.AsyncClient) -> None:
+    assert (await http.post("/%65vents", content=EVENT, headers=HEAD)).status_code == 201
+
+
+async def test_middleware_sees_the_posts() -> None:
+    app, seen = app_of(Commits()), list[tuple[str, int]]()
+
+    @app.middleware("http")
+    async def see(request: Any, call_next: Callable[[Any], Awaitable[Any]]) -> Any:
+        response = await call_next(request)
+        seen.append((request.url.path, response.status_code))
+        return response
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        await client.post("/events", content=EVENT, headers=HEAD)
+        await client.post("/events/batch", content=b"", headers=HEAD)
+    assert seen == [("/events", 201), ("/events/batch", 400)]
+
+
+def test_the_whole_app_answers_a_test_client() -> None:
+    """It finds neither Kafka nor Redis, so that only what is refused before has an answer at once."""
+    settings = Settings(kafka="127.0.0.1:1", redis="redis://127.0.0.1:1/0", instance="test", request_timeout_ms=1_000)
+    app, _ = build_app(settings, Rules(), Schemas(Rules()), lambda _: None)
+    with TestClient(app, client=("127.0.0.1", 50_000)) as client:
+        assert client.get("/livez").status_code == 200
+        assert client.post("/events", content=EVENT, headers=HEAD).json()["code"] == "not-written"
+        assert client.post("/events", content=EVENT).json()["code"] == "unsupported-media-type"
+        assert client.get("/events").status_code == 405
+        assert 'fencepost_requests_total{code="not-written",status="503"} 1.0' in client.get("/metrics").text
+
+
+def test_whose_address_is_none_is_not_taken_for_this_machine() -> None:
+    """A server may have it from a header."""
+    app = app_of(Commits())
+    for address, status in (("testclient", 403), ("10.0.0.1", 403), ("127.0.0.1", 201), ("::1", 201)):
+        client = TestClient(app, client=(address, 1))
+        assert client.post("/events", content=EVENT, headers=HEAD).status_code == status, address
+
+
+def test_the_factory_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FENCEPOST_SLOTS", "none")
+    with pytest.raises(SettingsError, match="FENCEPOST_SLOTS"):
+        create_app()
+    monkeypatch.setenv("FENCEPOST_SLOTS", "1")
+    assert create_app().title == "Fencepost"
+
+
+# ------------------------------------------------------------------------------------------------ message by message
+
+
+class Server:
+    """Hands one POST over, and keeps what it is sent."""
+
+    def __init__(self, *messages: dict[str, Any], headers: dict[bytes, bytes] | None = None, version: str = "1.1"):
+        self.messages = list(messages)
+        self.sent: list[dict[str, Any]] = []
+        self.scope = {
+            "type": "http",
+            "http_version": version,
+            "method": "POST",
+            "path": "/",
+            "client": None,
+            "headers": [(b"host", b"x"), *(headers or {}).items()],
+        }
+
+    async def receive(self) -> dict[str, Any]:
+        return self.messages.pop(0)
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    async def serve(self, endpoint: AsgiEndpoint) -> None:
+        async with asyncio.timeout(5.0):
+            await endpoint(self.scope, cast(Any, self.receive), self.send)
+
+    @property
+    def head(self) -> dict[bytes, bytes]:
+        return dict(self.sent[0]["headers"])
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message["body"] for message in self.sent[1:])
+
+
+def part(body: bytes, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+def echo(request: PostRequest) -> None:
+    request.answer(503 if request.at_capacity else 201, b"x-size: %d\r\n" % request.size, request.body)
+
+
+def endpoint_of(handler: Callable[[PostRequest], None], bodies: Bodies | None = None) -> AsgiEndpoint:
+    return AsgiEndpoint(handler, 4 * OWN_BYTES, bodies or Bodies(4 * OWN_BYTES))
+
+
+async def test_a_body_comes_in_parts() -> None:
+    server = Server(part(b"ab"), part(b""), part(b"c", more=False))
+    await server.serve(endpoint_of(echo))
+    assert (server.sent[0]["status"], server.body) == (201, b"abc")
+    assert server.head == {b"x-size": b"3", b"content-length": b"3"}
+
+
+async def test_a_body_that_is_too_long_by_its_head_is_not_read() -> None:
+    told = {b"content-length": b"%d" % (4 * OWN_BYTES + 1)}
+    server = Server(headers=told)
+    await server.serve(endpoint_of(echo))
+    assert (server.head[b"x-size"], server.body) == (told[b"content-length"], b"")
+    assert b"connection" not in server.head
+    server = Server(headers={**told, b"expect": b"100-continue"})
+    await server.serve(endpoint_of(echo))
+    assert server.head[b"connection"] == b"close", "what comes next may be its body, or a request"
+
+
+async def test_a_body_is_read_up_to_the_bound() -> None:
+    server = Server(*[part(bytes(OWN_BYTES))] * 9)
+    await server.serve(endpoint_of(echo))
+    assert (int(server.head[b"x-size"]), server.body) == (5 * OWN_BYTES, b"")
+    assert len(server.messages) == 4
+
+
+async def test_bodies_have_a_bound_together_and_give_it_back() -> None:
+    bodies = Bodies(3 * OWN_BYTES)
+    held = list[PostRequest]()
+    first = Server(*[part(bytes(OWN_BYTES))] * 3, part(b"", more=False))
+    serving = asyncio.create_task(first.serve(endpoint_of(held.append, bodies)))
+    while not held:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    second = Server(*[part(bytes(OWN_BYTES))] * 3, part(b"", more=False))
+    await second.serve(endpoint_of(echo, bodies))
+    assert second.sent[0]["status"] == 503
+    held[0].answer(201, b"", b"")
+    await serving
+    assert bodies.bytes == 0
+
+
+async def test_who_goes_away_amid_its_body_is_handed_to_nobody() -> None:
+    bodies, handled = Bodies(4 * OWN_BYTES), list[PostRequest]()
+    server = Server(part(bytes(2 * OWN_BYTES)), {"type": "http.disconnect"})
+    await server.serve(endpoint_of(handled.append, bodies))
+    assert (handled, server.sent, bodies.bytes) == ([], [], 0)
+
+
+async def test_work_goes_on_though_the_server_cancels_the_request() -> None:
+    """Some do so when the client goes away. What was begun, such as a batch, is finished."""
+    done, started = asyncio.Event(), asyncio.Event()
+
+    def handler(request: PostRequest) -> None:
+        async def work() -> None:
+            started.set()
+            await asyncio.sleep(0.01)
+            request.answer(201, b"", b"")
+            done.set()
+
+        request.apart(work())
+
+    serving = asyncio.create_task(Server(part(b"", more=False)).serve(endpoint_of(handler)))
+    await started.wait()
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    async with asyncio.timeout(5.0):
+        await done.wait()
+
+
+async def test_lines_are_sent_as_they_come_to_be_known() -> None:
+    admission = Slowly()
+    endpoint = EventsEndpoint(lambda: cast(Admission, admission), Settings(), Callers([]), Telemetry())
+    asgi = AsgiEndpoint(endpoint.routes[b"/events/batch"], 1_000, Bodies(1_000))
+    server = Server(part(LINES, more=False), headers={b"content-type": b"application/x-ndjson"})
+    serving = asyncio.create_task(server.serve(asgi))
+    for count in (1, 2, 3):
+        assert server.body.count(b"\n") == count - 1
+        admission.go_on.release()
+        async with asyncio.timeout(5.0):
+            while server.body.count(b"\n") < count:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+    await serving
+    assert b"content-length" not in server.head
+    assert [message["more_body"] for message in server.sent[1:]] == [True, True, True, False]
+
+
+async def test_http_1_0_gets_lines_as_a_whole() -> None:
+    endpoint = EventsEndpoint(lambda: cast(Admission, Commits()), Settings(), Callers([]), Telemetry())
+    asgi = AsgiEndpoint(endpoint.routes[b"/events/batch"], 1_000, Bodies(1_000))
+    server = Server(part(LINES, more=False), headers={b"content-type": b"application/x-ndjson"}, version="1.0")
+    await server.serve(asgi)
+    assert (len(server.sent), int(server.head[b"content-length"])) == (2, len(server.body))
+    assert server.body.count(b'"status":201') == 3
+
+
+async def test_an_answer_that_is_cut_is_not_completed() -> None:
+    def handler(request: PostRequest) -> None:
+        stream = request.stream(207, b"")
+        stream.write(b"a")
+        stream.cut()
+
+    server = Server(part(b"", more=False))
+    await server.serve(endpoint_of(handler))
+    assert not any(message.get("more_body") is False for message in server.sent[1:])
+
+
+async def test_http_2_hears_nothing_of_connections() -> None:
+    def handler(request: PostRequest) -> None:
+        request.keep_alive = False
+        echo(request)
+
+    for version, there in (("2", False), ("1.1", True)):
+        server = Server(part(b"", more=False), version=version)
+        await server.serve(endpoint_of(handler))
+        assert (b"connection" in server.head) is there
+
+
+async def test_a_caller_is_known_by_its_token() -> None:
+    rule = CallerRule(name="a", token_sha256=("0" * 64,), topics=("*",), rate=None)
+    endpoint = EventsEndpoint(lambda: cast(Admission, Commits()), Settings(), Callers([rule]), Telemetry())
+    server = Server(part(EVENT, more=False), headers={b"authorization": b"Bearer x"})
+    await server.serve(AsgiEndpoint(endpoint.routes[b"/events"], 1_000, Bodies(1_000)))
+    assert server.sent[0]["status"] == 401
+    assert server.head[b"www-authenticate"] == b"Bearer"
