@@ -8,9 +8,17 @@ import pytest
 
 from deploy import markers, settings_table, state_diagrams
 from deploy.places import ROOT
+from service.__main__ import IDLE_S
 from service.claims.states import SLOT, SlotState
 from service.contract import PREFIX
-from service.core.settings import Settings
+from service.contract.wire import TOPIC_CHARS_MAX
+from service.core.problems import Problem
+from service.core.settings import EVENT_BYTES_MAX, GROUP_EVENT_BYTES_MAX, Settings
+from service.events import event
+from service.events.cloudevents import MEMBERS_MAX
+from service.events.strict_json import DEPTH_MAX
+from service.http import batch, limits
+from service.http.protocol import OWN_BYTES
 
 DOCUMENTS = sorted(
     path.relative_to(ROOT)
@@ -76,3 +84,27 @@ def test_generated_text_is_put_between_its_markers() -> None:
     assert markers.put(text, "x", "made\n") == "a\n\n<!-- x -->\nmade\n<!-- /x -->\n\nb\n"
     assert markers.put(markers.put(text, "x", "made\n"), "x", "made\n") == markers.put(text, "x", "made\n")
     assert markers.current("a\n\nb\n", "x") is None
+
+
+def test_what_the_readme_says_is_taken_is_what_the_code_takes() -> None:
+    section = (ROOT / "service" / "README.md").read_text().split("\n## How much is taken\n")[1].split("\n## ")[0]
+    for said in (
+        f"| {IDLE_S} s |",
+        f"| {limits.UNREAD_MAX_S:.0f} s |",
+        f"| {limits.HEAD_BYTES_MAX // 1024} KiB, {limits.HEADERS_MAX} lines |",
+        f"| {limits.SILENCE_MAX_S:.0f} s of silence; {limits.SILENCE_MAX_S:.0f} s more than it takes at "
+        f"{limits.LEAST_BYTES_S:,} bytes a second |",
+        f"of fewer than {4 * limits.FILES_KEPT:,} all but {limits.FILES_KEPT}",
+        f"| {Settings().body_bytes_max // 2**20} MiB (`FENCEPOST_BODY_BYTES_MAX`) |",
+        f"beside {OWN_BYTES // 1024} KiB for each connection",
+        f"| {DEPTH_MAX} |",
+        f"| {TOPIC_CHARS_MAX} characters |",
+        f"| {EVENT_BYTES_MAX:,} bytes; its JSON {event.EVENT_TEXT_BYTES_MAX:,} |",
+        f"| {event.HEADERS_MAX}; of a structured CloudEvent {MEMBERS_MAX - 1} attributes",
+        f"| {event.BATCH_EVENTS_MAX:,}; of NDJSON {batch.LINES_MAX:,} lines",
+        f"| {batch.ATOMIC_EVENTS_MAX:,}, fewer with long topics; {GROUP_EVENT_BYTES_MAX // 2**20} MiB;",
+    ):
+        assert said in section, said
+    event.check_key("k" * 255, "key")
+    with pytest.raises(Problem):
+        event.check_key("k" * 256, "key")

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import time
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -137,13 +138,15 @@ async def test_who_came_before_a_topic_was_asked_for_in_vain_believes_that() -> 
 
 
 async def test_that_replicas_lack_is_believed_for_a_shorter_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SHORT_S", 0.01)
+    now_s = 1000.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
     topic_metadata, cluster = known("orders", "other")
     cluster.topics["orders"] = Topic("orders", 3, {}, frozenset({1}))
     for name in ("orders", "other"):
-        await topic_metadata.get(name, time.monotonic())
+        await topic_metadata.get(name, now_s)
+    now_s += 0.9 * module.SHORT_S
     assert topic_metadata.cached("orders") is not None
-    await asyncio.sleep(0.02)
+    now_s += 0.2 * module.SHORT_S
     assert topic_metadata.cached("orders") is None
     assert topic_metadata.cached("other") is not None
 
