@@ -18,7 +18,7 @@ from service.events import event
 from service.events.cloudevents import MEMBERS_MAX
 from service.events.strict_json import DEPTH_MAX
 from service.http import batch, limits
-from service.http.protocol import OWN_BYTES
+from service.http.request import OWN_BYTES
 
 DOCUMENTS = sorted(
     path.relative_to(ROOT)
