@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from service import native
 from service.contract import Rules, SettingsError
 from service.core.problems import SCHEMA_MISMATCH, Problem
 from service.events import schemas as module
@@ -69,7 +70,11 @@ def test_what_a_schema_allows_is_taken(schemas: Schemas, value: bytes, topic: by
         (b'"value_base64": "AAEC"', "value: orders.eu has a schema and takes JSON only"),
         (b'"value_base64": "TmFO"', "is not JSON: expected value at line 1 column 1"),
         (b'"value_base64": "eyJ0b3RhbCI6MSwidG90YWwiOjJ9"', "has the name 'total' twice"),
-        (b'"value": {"total": 1' + 5_000 * b"0" + b"}", "value: its numbers have more digits than can be compared"),
+        pytest.param(
+            b'"value": {"total": 1' + 5_000 * b"0" + b"}",
+            "value: its numbers have more digits than can be compared",
+            marks=pytest.mark.skipif(not native.COMPILED, reason="jiter takes no integer of more than 4,300 digits"),
+        ),
         (b'"value": {"total": 1e99999}', "more digits than can be compared"),
         (b'"value": {"total": 1e9999999999999999999999}', "more digits than can be compared"),
         (b'"value": {"total": 1, "more": [%b]}' % b",".join(100 * [b"1e-900"]), "more digits than can be compared"),
