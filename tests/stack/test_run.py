@@ -30,7 +30,7 @@ def test_every_package_that_uses_service_native_is_tested_without_it_too() -> No
         for path in (ROOT / "service").glob("*/*.py")
         if uses_native(path) or path.parent.name == "native"
     }
-    assert "pipeline" in packages
+    assert "kafka" in packages
     assert {f"tests/unit/{package}" for package in packages} <= set(targets)
     assert all((ROOT / target).exists() for target in targets if target.startswith("tests/"))
 
