@@ -1,6 +1,7 @@
 """The Spark session of a run: Delta and Kafka on its class path, and sized for where it runs."""
 
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -41,6 +42,8 @@ _LOCAL: Final = {
     "spark.driver.memory": "3g",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
+    # Spark makes this folder although every table has a path of its own: not where the job was started.
+    "spark.sql.warehouse.dir": str(Path(tempfile.gettempdir()) / "fencepost-spark-warehouse"),
 }
 
 # A short run is mostly compiling: the optimising compiler waits for what is hot ten times as long as by default,

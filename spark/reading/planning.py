@@ -15,7 +15,7 @@ from spark import rule_table
 from spark.errors import CannotRun
 from spark.reading.kafka_admin import Ends, Holder, Place, Topic
 from spark.reading.source import Span
-from spark.settings import Settings, matches
+from spark.settings import OFFSETS_MOST, Settings, matches
 
 DATA: Final = "data"
 LEDGER: Final = "ledger"
@@ -65,9 +65,10 @@ class Log:
     `first`: from where it was ever read; `start` and `end`: what this run reads; `since_ms`: when a topic made anew
     was first seen, else 0; `complete_ms`: every record appended after it was read (0: every record ever);
     `decided_ms`: every record appended before it lies below `end`; `holder`: the transaction that holds `end` up.
-    `later_end`: its high watermark, for a data log listed after the ends of ledger and journal; `guarantees`: of a data
-    topic, by offset; `heard_run`: the last run at whose freeze nothing stood in the log that is not read by now (0:
-    none); `mark_run` and `mark_end`: a run at which something did, and where the log ended then.
+    `later_end`: its high watermark, for a data log listed after the ends of ledger and journal, and the largest offset
+    where an open transaction holds the log up; `guarantees`: of a data topic, by offset; `heard_run`: the last run at
+    whose freeze nothing stood in the log that is not read by now (0: none); `mark_run` and `mark_end`: a run at which
+    something did, and where the log ended then.
     """
 
     role: str
@@ -427,13 +428,22 @@ def _next_log(before: Plan | None, role: str, topic: Topic, place: Place, ends: 
 
 
 def _ended_later(cluster: Cluster, logs: list[Log]) -> list[Log]:
-    """The logs with `later_end`: the data's high watermarks, listed now that those of ledger and journal are known."""
+    """The logs with `later_end`: the data's high watermarks, listed now that those of ledger and journal are known.
+
+    Where an open transaction holds a log up, nothing beyond its last stable offset is proven: `later_end` is the
+    largest offset then.
+    """
     places = [log.place for log in logs if log.role == DATA]
     ends = cluster.ends(places) if places else {}
-    return [
-        replace(log, later_end=ends[log.place].high_watermark if log.place in ends else log.high_watermark)
-        for log in logs
-    ]
+
+    def later(log: Log) -> int:
+        found = ends.get(log.place)
+        stable, end = (
+            (log.last_stable, log.high_watermark) if found is None else (found.last_stable, found.high_watermark)
+        )
+        return end if stable >= end else OFFSETS_MOST
+
+    return [replace(log, later_end=later(log)) for log in logs]
 
 
 def _heard(log: Log, run: int) -> Log:

@@ -146,8 +146,8 @@ class Script(Copies):
         # What is promised at the very place where all waits, and beyond everything.
         self.claim(self.plant("behind-first"), lambda: opened[0].place, (PENDING, LOST, LOST))
         nothing = self.plant("behind-nothing")
-        # Past the end of the log, held up or not, it never was.
-        self.claim(nothing, lambda: (topic, partition, 5_000_000), ALWAYS_LOST)
+        # Past the end of a log that is held up, it is not proven yet that it never was.
+        self.claim(nothing, lambda: (topic, partition, 5_000_000), (PENDING, LOST, LOST))
         # Where the ledger of the writer's slot is held up, nobody knows yet, however old it looks.
         for ts in (HELD_MS - SETTLE_MS, HELD_MS - SETTLE_MS + 1, self.past(), FROZEN_MS[0] - 40 * HOUR_MS):
             for at in (ts, ts - HOUR_MS // 6):

@@ -12,7 +12,7 @@ from service.contract import Rules, SharedSettings
 from spark.reading.planning import DATA, LEDGER, REQUESTS, UNWANTED, Gap, Log, Plan, Promise
 from spark.rules import causes, classify, findings
 from spark.rules.classify import evidence, judge
-from spark.settings import Options, Settings
+from spark.settings import OFFSETS_MOST, Options, Settings
 from spark.tables import deliveries
 from tests.spark.rows import HOUR_MS, NOW_MS, TTL_MS, answer, copy, entry, ids, name_of, reduced, states
 
@@ -26,7 +26,8 @@ def log(role: str, topic: str, partition: int, *, end: int = 100, **more: Any) -
     """A log that was read from its beginning to its end, with nothing open, but for what is said otherwise."""
     values: dict[str, Any] = {"life": "one", "audited": True, "compacted": False, "since_ms": 0, "first": 0, "start": 0}
     values |= {"end": end, "last_stable": end, "high_watermark": end, "complete_ms": 0, "decided_ms": FROZEN_MS}
-    values |= {"later_end": more.get("high_watermark", end), "heard_run": 1}
+    is_held_up = more.get("high_watermark", end) > more.get("last_stable", end)
+    values |= {"later_end": OFFSETS_MOST if is_held_up else more.get("high_watermark", end), "heard_run": 1}
     return Log(role=role, topic=topic, partition=partition, **(values | more))
 
 
@@ -106,7 +107,7 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     # Written while the run was planned, or held up: it is there, and not read.
     "meanwhile": ([entry(102, topic="meanwhile")], "pending", {"pending"}, None),
     "meanwhile-past": ([entry(103, topic="meanwhile")], "lost", {"lost"}, None),
-    "past-end": ([entry(103, partition=1)], "lost", {"lost"}, None),
+    "past-end": ([entry(103, partition=1)], "pending", {"pending"}, None),
     "at-start": ([entry(50, partition=2)], "lost", {"lost"}, None),
     "fresh": ([entry(1, at=FRESH)], "pending", {"pending"}, None),
     "fresh-beyond": ([entry(1000, at=FRESH)], "pending", {"pending"}, None),
