@@ -9,7 +9,6 @@ from typing import Final
 from pyspark.sql import SparkSession
 
 from spark import jars
-from spark.reading.jvm import remember_methods
 
 APP: Final = "fencepost-audit"
 # About 100 MB of what is exchanged for the state, and of the hash tables that it is put into.
@@ -71,9 +70,7 @@ def open_session(environ: Mapping[str, str] | None = None, java_options: str = _
         builder = builder.config("spark.driver.extraJavaOptions", options)
         for name, value in _LOCAL.items():
             builder = builder.config(name, value)
-    session = builder.getOrCreate()
-    remember_methods(session)
-    return session
+    return builder.getOrCreate()
 
 
 def size_for(spark: SparkSession, records: int) -> int:

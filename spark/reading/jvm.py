@@ -5,32 +5,12 @@ from typing import Any
 from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["Py4JError", "Py4JJavaError", "gateway", "is_deterministic", "jvm", "nested", "reason", "remember_methods"]
+__all__ = ["Py4JError", "Py4JJavaError", "gateway", "is_deterministic", "jvm", "nested", "reason"]
 
 
 def jvm(spark: SparkSession) -> Any:
     """The JVM's packages by name."""
     return spark._jvm
-
-
-class _Remembering:
-    """A Java class whose static methods are looked up once each."""
-
-    def __init__(self, java_class: Any) -> None:
-        self._java_class = java_class
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._java_class, name)
-        setattr(self, name, method)
-        return method
-
-
-def remember_methods(spark: SparkSession) -> None:
-    """PySpark looks up the class and the method, by reflection in the JVM, each time that an expression is made."""
-    view = jvm(spark)
-    for name in ("functions", "org.apache.spark.sql.functions", "PythonUtils"):
-        if not isinstance(known := getattr(view, name), _Remembering):
-            setattr(view, name, _Remembering(known))
 
 
 def gateway(spark: SparkSession) -> Any:
