@@ -21,8 +21,8 @@ from service.core.logs import Incident, configure_logging
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, KafkaForbids, KafkaRefuses, StoreAway, StoreUnanswered
 from service.core.settings import Settings
-from service.core.supervision import hear_the_loop, supervise
-from service.core.task_dump import tell_on_signal
+from service.core.supervision import log_loop_errors, supervise
+from service.core.task_dump import dump_on_signal
 from service.events.schemas import Schemas
 from service.events.strict_json import check_json, in_thread
 from service.http.callers import Callers
@@ -177,11 +177,11 @@ class Service:
 
     def start(self) -> None:
         """Begin to bring the parts up; it goes on, unready, for as long as Kafka or Redis are away."""
-        tell_on_signal(asyncio.get_running_loop())
+        dump_on_signal(asyncio.get_running_loop())
         if not native.COMPILED:
             log.warning("not compiled: it works, for half as much CPU again", remedy=native.REMEDY)
         telemetry = self.telemetry
-        hear_the_loop(asyncio.get_running_loop(), telemetry)
+        log_loop_errors(asyncio.get_running_loop(), telemetry)
         self._tasks += [
             supervise("bring-up", self._bring_up, telemetry),
             supervise("sweep", self.admission.sweep, telemetry),
@@ -204,9 +204,9 @@ class Service:
                 self._give_up(SettingsError(str(error)))
                 return
             except (KafkaAway, StoreAway, StoreUnanswered, TimeoutError) as error:
-                trouble.goes_on(error)
+                trouble.add(error)
             except Exception as error:  # a bug, or an answer that nobody foresaw: it must be heard of, and may pass
-                trouble.goes_on(error, bug=True)
+                trouble.add(error, bug=True)
             await asyncio.sleep(AGAIN_S)
         # What was made so far lives as long as the process: no collection needs to look at it again.
         gc.collect()

@@ -119,7 +119,7 @@ class KeyStore(Protocol):
     async def clock_ms(self) -> int:
         """The store's clock, epoch ms: accepted_at and every expiry are of it."""
 
-    async def resolve_anew(self) -> None:
+    async def resolve_again(self) -> None:
         """Forget which server the address led to; the next call asks again who is primary."""
 
     async def claim(
@@ -208,7 +208,7 @@ class RedisKeys:
     async def close(self) -> None:
         await self._connections.close_idle()
 
-    async def resolve_anew(self) -> None:
+    async def resolve_again(self) -> None:
         await self.close()
 
     async def check(self) -> None:
@@ -434,7 +434,7 @@ class RedisKeys:
         try:
             return await self._run(operation, *arguments)
         except StoreBug as error:
-            self._bugs.goes_on(error, bug=True)
+            self._bugs.add(error, bug=True)
             self._errors.labels(ERRORS[StoreBug]).inc()
             raise
         except (StoreLost, StoreAway, StoreUnanswered) as error:
@@ -470,7 +470,7 @@ class RedisKeys:
     def _bug(self, text: str) -> StoreBug:
         """Log and count something that Redis holds and no script writes."""
         error = StoreBug(text)
-        self._bugs.goes_on(error, bug=True)
+        self._bugs.add(error, bug=True)
         self._errors.labels(ERRORS[StoreBug]).inc()
         return error
 

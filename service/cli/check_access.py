@@ -7,7 +7,7 @@ from typing import Final
 from service.cli.finding import Finding, Level, grouped, judged
 from service.contract import Rules
 from service.contract.wire import transactional_id
-from service.kafka.acl_inspector import ClusterSnapshot, Operation, Seen
+from service.kafka.acl_inspector import ClusterSnapshot, Operation, VisibleTopic
 from service.kafka.topics import InternalTopics
 
 # What the service does with its own topics, and with those of others.
@@ -26,18 +26,18 @@ def missing(needed: Sequence[Operation], may: frozenset[Operation]) -> str:
 
 
 def own_topics_allowed(
-    census: ClusterSnapshot, names: Sequence[str], creatable: Mapping[str, bool], grows: bool
+    snapshot: ClusterSnapshot, names: Sequence[str], creatable: Mapping[str, bool], grows: bool
 ) -> list[Finding]:
     """Whether Fencepost's own topics may be used as it does; those that are not there yet, made."""
     rows: list[tuple[str, Finding]] = []
     check = "access.own-topics"
     for name in names:
-        if name in census.hidden:
+        if name in snapshot.hidden:
             rows.append((name, Finding(check, Level.ERROR, "may not be described", _allow("Describe"))))
-        elif name in census.topics:
+        elif name in snapshot.topics:
             needed = (*OWN, Operation.ALTER) if grows and name.endswith(".ledger") else OWN
-            lacking = missing(needed, census.topics[name].may)
-            text = f"no leave to {lacking}" if lacking else "may be read and written"
+            lacking = missing(needed, snapshot.topics[name].may)
+            text = f"no permission to {lacking}" if lacking else "may be read and written"
             rows.append((name, judged(check, not lacking, text, _allow(lacking))))
         else:
             text = "not there yet, and may be made" if creatable[name] else "not there, and may not be made"
@@ -51,7 +51,7 @@ def slots_allowed(may: Mapping[int, frozenset[Operation]], namespace: str) -> li
     rows: list[tuple[str, Finding]] = []
     for slot, operations in may.items():
         lacking = missing((Operation.DESCRIBE, Operation.WRITE), operations)
-        text = f"no leave to {lacking}" if lacking else "may be produced under"
+        text = f"no permission to {lacking}" if lacking else "may be produced under"
         rows.append((transactional_id(namespace, slot), judged("access.slots", not lacking, text, remedy)))
     return grouped(rows)
 
@@ -65,22 +65,22 @@ def names_of_rules(rules: Rules) -> list[str]:
     return [rule.pattern for rule in rules.topics if not set(rule.pattern) & set("*?[")]
 
 
-def data_topics(census: ClusterSnapshot, rules: Rules, internal: InternalTopics) -> dict[str, Seen]:
+def data_topics(snapshot: ClusterSnapshot, rules: Rules, internal: InternalTopics) -> dict[str, VisibleTopic]:
     """The topics that the rules speak of; without rules, all that the service may write to."""
-    others = {name: seen for name, seen in census.topics.items() if not internal.reserved(name)}
+    others = {name: seen for name, seen in snapshot.topics.items() if not internal.reserved(name)}
     if not rules.topics:
         return {name: seen for name, seen in others.items() if Operation.WRITE in seen.may}
     return {name: seen for name, seen in others.items() if any(fnmatchcase(name, r.pattern) for r in rules.topics)}
 
 
-def data_topics_allowed(census: ClusterSnapshot, found: Mapping[str, Seen], rules: Rules) -> list[Finding]:
+def data_topics_allowed(snapshot: ClusterSnapshot, found: Mapping[str, VisibleTopic], rules: Rules) -> list[Finding]:
     """Whether events may be written to the topics that the rules name, and whether those are there."""
     check = "access.data-topics"
     rows: list[tuple[str, Finding]] = []
     for name in names_of_rules(rules):
-        if name in census.hidden:
+        if name in snapshot.hidden:
             rows.append((name, Finding(check, Level.ERROR, "may not be described", _allow("Describe, Write"))))
-        elif name not in census.topics:
+        elif name not in snapshot.topics:
             change = "make it: the service makes none, and answers 404 until then"
             rows.append((name, Finding("topics.data-there", Level.WARNING, "not there", change)))
     rows += [(name, _data_topic_allowed(seen)) for name, seen in found.items()]
@@ -91,12 +91,12 @@ def data_topics_allowed(census: ClusterSnapshot, found: Mapping[str, Seen], rule
     return grouped(rows)
 
 
-def _data_topic_allowed(seen: Seen) -> Finding:
+def _data_topic_allowed(seen: VisibleTopic) -> Finding:
     check = "access.data-topics"
     if lacking := missing(THEIRS, seen.may):
-        return Finding(check, Level.ERROR, f"no leave to {lacking}", _allow(lacking))
+        return Finding(check, Level.ERROR, f"no permission to {lacking}", _allow(lacking))
     unread = missing((Operation.READ, Operation.DESCRIBE_CONFIGS), seen.may)
     if not unread:
         return Finding(check, Level.OK, "may be written")
     why = [text for operation, text in UNREAD.items() if operation not in seen.may]
-    return Finding(check, Level.WARNING, f"no leave to {unread}: {'; '.join(why)}", _allow(unread))
+    return Finding(check, Level.WARNING, f"no permission to {unread}: {'; '.join(why)}", _allow(unread))

@@ -23,9 +23,9 @@ BrokerSettings = Mapping[int, Mapping[str, str]]
 """By the broker's number: its effective settings."""
 
 
-def brokers(census: ClusterSnapshot) -> Iterator[Finding]:
+def brokers(snapshot: ClusterSnapshot) -> Iterator[Finding]:
     """How many there are, and whether each is reached by the address that it gives."""
-    number = len(census.nodes)
+    number = len(snapshot.nodes)
     yield judged(
         "kafka.brokers",
         number >= REPLICAS,
@@ -42,14 +42,14 @@ def brokers(census: ClusterSnapshot) -> Iterator[Finding]:
                 "set advertised.listeners on it to an address that clients reach from here",
             ),
         )
-        for node in census.nodes
+        for node in snapshot.nodes
     )
 
 
 def skips_markers(versions: Mapping[int, int]) -> bool:
     """Whether a broker is of a version that completes transactions without the markers of leaderless partitions.
 
-    `versions` as `Survey.versions_of` has them. No release up to 4.3.1 mends it (KAFKA-20734).
+    `versions` as `AclInspector.versions_of` has them. No release up to 4.3.1 mends it (KAFKA-20734).
     """
     return versions.get(WRITE_TXN_MARKERS, 0) >= MARKERS_SKIPPED_SINCE
 
@@ -192,10 +192,10 @@ def broker_settings(found: BrokerSettings, settings: Settings, topics_there: boo
         )
 
 
-def transaction_log(census: ClusterSnapshot, found: BrokerSettings) -> Iterator[Finding]:
+def transaction_log(snapshot: ClusterSnapshot, found: BrokerSettings) -> Iterator[Finding]:
     """Replication of the coordinators' log: as it is, or as it would be made."""
     name = "transaction.state.log.replication.factor"
-    seen = census.topics.get(TRANSACTION_LOG)
+    seen = snapshot.topics.get(TRANSACTION_LOG)
     if seen is not None:
         replication, text = seen.replication, f"{TRANSACTION_LOG} has {seen.replication} replica(s)"
     elif found:

@@ -6,7 +6,7 @@ from typing import Final
 from service.cli.check_brokers import MIN_ISR, REPLICAS
 from service.cli.finding import Finding, Level, grouped, judged
 from service.core.settings import EVENT_BYTES_MAX
-from service.kafka.acl_inspector import ClusterSnapshot, Seen
+from service.kafka.acl_inspector import ClusterSnapshot, VisibleTopic
 from service.kafka.admin import Topic
 from service.kafka.topics import OWN_MESSAGE_BYTES, InternalTopics
 
@@ -18,7 +18,7 @@ _MAKE_ANEW: Final = "restart a process: its start makes it anew. What was in it 
 
 
 def own_topics(
-    topics: Mapping[str, Topic], internal: InternalTopics, census: ClusterSnapshot, slots_max: int
+    topics: Mapping[str, Topic], internal: InternalTopics, snapshot: ClusterSnapshot, slots_max: int
 ) -> list[Finding]:
     """Settings, partitions and replicas of Fencepost's own topics; before the first start none is there."""
     rows: list[tuple[str, Finding]] = []
@@ -30,9 +30,9 @@ def own_topics(
         if not faults:
             rows.append((name, Finding("topics.own-settings", Level.OK, "cleanup, retention and timestamps are right")))
         rows += [(name, finding) for finding in _takes_our_records(topic, internal)]
-        rows.append((name, replicas("topics.own-replicas", topic, census.topics[name])))
+        rows.append((name, replicas("topics.own-replicas", topic, snapshot.topics[name])))
     if topics:
-        gone = {internal.ledger, internal.requests, internal.control} - census.topics.keys() - census.hidden
+        gone = {internal.ledger, internal.requests, internal.control} - snapshot.topics.keys() - snapshot.hidden
         missing = Finding("topics.own-there", Level.ERROR, "not there, and others are", _MAKE_ANEW)
         rows += [(name, missing) for name in sorted(gone)]
     ledger = topics.get(internal.ledger)
@@ -65,7 +65,7 @@ def _takes_our_records(topic: Topic, internal: InternalTopics) -> Iterator[Findi
         )
 
 
-def replicas(check: str, topic: Topic, seen: Seen) -> Finding:
+def replicas(check: str, topic: Topic, seen: VisibleTopic) -> Finding:
     """Replication and min ISR of one topic; the latter as far as it may be read."""
     least = topic.settings.get("min.insync.replicas")
     return judged(
@@ -76,7 +76,7 @@ def replicas(check: str, topic: Topic, seen: Seen) -> Finding:
     )
 
 
-def data_topic_settings(topics: Mapping[str, Topic], found: Mapping[str, Seen]) -> list[Finding]:
+def data_topic_settings(topics: Mapping[str, Topic], found: Mapping[str, VisibleTopic]) -> list[Finding]:
     """Settings of the topics for events, as far as they may be read."""
     rows: list[tuple[str, Finding]] = []
     for name, topic in topics.items():

@@ -12,7 +12,7 @@ from service.cli import check_access, check_brokers, check_clocks, check_redis, 
 from service.cli.check_clocks import Clock
 from service.cli.check_redis import Rate
 from service.cli.finding import Finding, Level
-from service.cli.parts import keys_view, survey
+from service.cli.parts import acl_inspector, keys_view
 from service.cli.redis_view import KeysView
 from service.contract import Rules
 from service.contract.wire import LedgerRecord, WireError, decode_ledger, encode_answers, transactional_id
@@ -41,7 +41,7 @@ def now_ms() -> float:
 
 async def examine(settings: Settings, rules: Rules, rate: float | None = None, now: Now = now_ms) -> list[Finding]:
     """Everything that there is to find, well or not. `rate` is in events/s; measured from the ledger if not given."""
-    async with survey(settings) as kafka, keys_view(settings) as keys:
+    async with acl_inspector(settings) as kafka, keys_view(settings) as keys:
         findings, measured = await _kafka(kafka, settings, rules, now)
         known = Rate(rate, "as told") if rate is not None else measured
         return findings + await _redis(keys, settings, known, now)
@@ -55,25 +55,25 @@ async def _kafka(kafka: AclInspector, settings: Settings, rules: Rules, now: Now
     own = [internal.ledger, internal.requests, internal.control]
     findings: list[Finding] = []
     try:
-        census = await kafka.census([*own, *check_access.names_of_rules(rules)])
+        snapshot = await kafka.snapshot([*own, *check_access.names_of_rules(rules)])
         findings.append(Finding("kafka.reachable", Level.OK, f"{settings.kafka} answers"))
-        findings += check_brokers.brokers(census)
-        reached = [node.id for node in census.nodes if not node.why_not]
+        findings += check_brokers.brokers(snapshot)
+        reached = [node.id for node in snapshot.nodes if not node.why_not]
         if not reached:
             return findings, None
         found = {node: values for node in reached if (values := await kafka.settings_of(node)) is not None}
         findings += check_brokers.broker_settings(
-            found, settings, topics_there=all(name in census.topics for name in own)
+            found, settings, topics_there=all(name in snapshot.topics for name in own)
         )
-        findings += check_brokers.transaction_log(census, found)
+        findings += check_brokers.transaction_log(snapshot, found)
         versions = {node: await kafka.versions_of(node) for node in reached}
         findings += check_brokers.transaction_markers(versions)
-        findings += await _access(kafka, settings, census, own)
-        findings += await _topics(kafka, settings, rules, census, internal, own)
+        findings += await _access(kafka, settings, snapshot, own)
+        findings += await _topics(kafka, settings, rules, snapshot, internal, own)
         rate = None
-        if _may(census, internal.ledger, Operation.READ):
-            rate = await ledger_rate(kafka, internal.ledger, census.topics[internal.ledger].partitions, now())
-        if _may(census, internal.requests, Operation.WRITE):
+        if _may(snapshot, internal.ledger, Operation.READ):
+            rate = await ledger_rate(kafka, internal.ledger, snapshot.topics[internal.ledger].partitions, now())
+        if _may(snapshot, internal.requests, Operation.WRITE):
             findings.append(await _brokers_clock(kafka, settings, internal.requests, now))
         return findings, rate
     except KafkaAway as error:
@@ -81,15 +81,15 @@ async def _kafka(kafka: AclInspector, settings: Settings, rules: Rules, now: Now
         return [*findings, Finding("kafka.reachable", Level.ERROR, str(error), change)], None
 
 
-async def _access(kafka: AclInspector, settings: Settings, census: ClusterSnapshot, own: list[str]) -> list[Finding]:
-    absent = [name for name in own if name not in census.topics and name not in census.hidden]
+async def _access(kafka: AclInspector, settings: Settings, snapshot: ClusterSnapshot, own: list[str]) -> list[Finding]:
+    absent = [name for name in own if name not in snapshot.topics and name not in snapshot.hidden]
     creatable = {name: await kafka.may_create(name) for name in absent}
-    ledger = census.topics.get(own[0])
+    ledger = snapshot.topics.get(own[0])
     grows = ledger is not None and ledger.partitions < settings.slots_max
     slots = sorted({0, settings.slots_max - 1})
     may = {slot: await kafka.may_produce_as(transactional_id(settings.namespace, slot)) for slot in slots}
     return [
-        *check_access.own_topics_allowed(census, own, creatable, grows),
+        *check_access.own_topics_allowed(snapshot, own, creatable, grows),
         *check_access.slots_allowed(may, settings.namespace),
     ]
 
@@ -98,15 +98,15 @@ async def _topics(
     kafka: AclInspector,
     settings: Settings,
     rules: Rules,
-    census: ClusterSnapshot,
+    snapshot: ClusterSnapshot,
     internal: InternalTopics,
     own: list[str],
 ) -> list[Finding]:
-    theirs = check_access.data_topics(census, rules, internal)
-    ours = await _described(kafka, [name for name in own if name in census.topics])
+    theirs = check_access.data_topics(snapshot, rules, internal)
+    ours = await _described(kafka, [name for name in own if name in snapshot.topics])
     return [
-        *check_topics.own_topics(ours, internal, census, settings.slots_max),
-        *check_access.data_topics_allowed(census, theirs, rules),
+        *check_topics.own_topics(ours, internal, snapshot, settings.slots_max),
+        *check_access.data_topics_allowed(snapshot, theirs, rules),
         *check_topics.data_topic_settings(await _described(kafka, list(theirs)), theirs),
     ]
 
@@ -115,8 +115,8 @@ async def _described(kafka: AclInspector, names: list[str]) -> Mapping[str, Topi
     return await kafka.describe(names) if names else {}
 
 
-def _may(census: ClusterSnapshot, topic: str, operation: Operation) -> bool:
-    return topic in census.topics and operation in census.topics[topic].may
+def _may(snapshot: ClusterSnapshot, topic: str, operation: Operation) -> bool:
+    return topic in snapshot.topics and operation in snapshot.topics[topic].may
 
 
 async def ledger_rate(kafka: AclInspector, ledger: str, partitions: int, now: float) -> Rate | None:
@@ -152,10 +152,10 @@ async def _brokers_clock(kafka: AclInspector, settings: Settings, requests: str,
         await producer.identity()
 
         async def stamped() -> float:
-            (fate,) = await producer.write([record])
-            if not isinstance(fate, RecordMetadata):
-                raise KafkaAway(f"{requests}: {fate.why if fate else 'no clean answer'}")
-            return fate.timestamp
+            (result,) = await producer.write([record])
+            if not isinstance(result, RecordMetadata):
+                raise KafkaAway(f"{requests}: {result.why if result else 'no clean answer'}")
+            return result.timestamp
 
         return check_clocks.clock("clocks.kafka", "the brokers'", await _look_at(stamped, now))
     finally:

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from service.claims.redis_store import Found
 from service.claims.states import Claimed, Delivered, DeliveredBatch
-from service.cli.parts import keys_view, survey
+from service.cli.parts import acl_inspector, keys_view
 from service.cli.redis_view import SlotView
 from service.contract.wire import Begin, Entry, LedgerRecord, WireError, decode_ledger, event_id, ledger_topic
 from service.core.settings import Settings
@@ -65,7 +65,7 @@ class Slots:
 async def slots(settings: Settings) -> Slots:
     """Raises KafkaAway, StoreAway and StoreUnanswered."""
     ledger = ledger_topic(settings.namespace)
-    async with survey(settings) as kafka, keys_view(settings) as keys:
+    async with acl_inspector(settings) as kafka, keys_view(settings) as keys:
         count = (await kafka.partitions([ledger])).get(ledger, 0)
         if not count:
             return Slots((await keys.who()).store, None, [])
@@ -168,7 +168,7 @@ async def key(settings: Settings, text: str, scope: str, now_ms: float, tell: Ca
     `tell` hears how many records of how many were read. Raises KafkaAway, StoreAway and StoreUnanswered.
     """
     id = event_id(text, scope)
-    async with survey(settings) as kafka, keys_view(settings) as keys:
+    async with acl_inspector(settings) as kafka, keys_view(settings) as keys:
         identity = await keys.who()
         if identity.epoch is None or identity.epoch.store != identity.store:
             found, store = Found(None), "Redis holds no generation: the keys are not all known at this time"

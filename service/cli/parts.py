@@ -11,7 +11,7 @@ from service.kafka.security import security_of
 
 
 @asynccontextmanager
-async def survey(settings: Settings) -> AsyncIterator[AclInspector]:
+async def acl_inspector(settings: Settings) -> AsyncIterator[AclInspector]:
     """A client of Kafka, closed afterwards."""
     client = AclInspector(
         settings.kafka,

@@ -27,7 +27,7 @@ class Incident:
         self._since = 0.0
         self._times = 0
 
-    def goes_on(self, error: Exception, *, bug: bool = False, **fields: Any) -> None:
+    def add(self, error: Exception, *, bug: bool = False, **fields: Any) -> None:
         """It failed (again); a bug has its traceback in the line."""
         now = self._now()
         if not self._kinds:
@@ -39,7 +39,7 @@ class Incident:
             self._kinds[type(error)] = why, now
             self._log.warning(self._event, **fields, why=why, exc_info=error if bug else None)
 
-    def over(self) -> dict[str, Any]:
+    def end(self) -> dict[str, Any]:
         """It went well: what the line that says so should tell of the failures before it; nothing without any."""
         if not self._kinds:
             return {}

@@ -41,9 +41,9 @@ async def _keep_running(name: str, work: Callable[[], Awaitable[None]], telemetr
             failed = failure_of(error)
         telemetry.task_failures.labels(name).inc()
         if time.monotonic() - started > CALM_S:
-            trouble.over()
+            trouble.end()
             pause_s = PAUSE_LEAST_S
-        trouble.goes_on(failed, bug=True, task=name)
+        trouble.add(failed, bug=True, task=name)
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, PAUSE_MOST_S)
 
@@ -72,7 +72,7 @@ def heard(task: asyncio.Task[Any], name: str, telemetry: Telemetry) -> None:
     task.add_done_callback(ended)
 
 
-def hear_the_loop(loop: asyncio.AbstractEventLoop, telemetry: Telemetry) -> None:
+def log_loop_errors(loop: asyncio.AbstractEventLoop, telemetry: Telemetry) -> None:
     """Have what the event loop is told of logged and counted: failed callbacks, and failed tasks that nobody awaits."""
 
     def told(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ _FRAMES: Final = ("cr_frame", "gi_frame", "ag_frame")
 _AWAITED: Final = ("cr_await", "gi_yieldfrom", "ag_await")
 
 
-def tell_on_signal(loop: asyncio.AbstractEventLoop) -> None:
+def dump_on_signal(loop: asyncio.AbstractEventLoop) -> None:
     """From now on SIGUSR1 makes a line for each task; nothing outside of the main thread, which alone has signals."""
     if threading.current_thread() is threading.main_thread():
         loop.add_signal_handler(signal.SIGUSR1, tell, loop)

@@ -1,4 +1,4 @@
-"""What Kafka says of itself and of what its caller may do: for the doctor, which changes nothing."""
+"""Read-only queries for `fencepost doctor`: brokers, topics, their settings, and the ACLs of the caller."""
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
@@ -16,8 +16,8 @@ from service.core.problems import KafkaAway
 from service.kafka.admin import KafkaAdmin, coordinator
 
 BROKER_RESOURCE: Final = 4
-# No producer has this id: what is asked in its name is refused, after it was looked at who asks.
-NOBODY: Final = -2
+# No producer has this id. A request under this id is refused, but Kafka checks the caller's ACLs first.
+UNKNOWN_PRODUCER_ID: Final = -2
 
 
 class Operation(IntEnum):
@@ -37,7 +37,7 @@ class Operation(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A broker, and where it says that clients reach it; `why_not` where they do not from here."""
+    """A broker and its advertised address; `why_not` is the reason why no connection to it succeeds, or ""."""
 
     id: int
     address: str
@@ -45,8 +45,8 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """A topic as its caller may see it. `replication` is that of its worst partition."""
+class VisibleTopic:
+    """A topic and what the caller may do with it. `replication` is that of its worst partition."""
 
     name: str
     partitions: int
@@ -56,32 +56,35 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSnapshot:
-    """All brokers, and the topics that the caller may describe; `hidden` are those asked for that it may not."""
+    """All brokers and the topics that the caller may describe; `hidden`: requested topics without that permission."""
 
     nodes: tuple[Node, ...]
-    topics: Mapping[str, Seen]
+    topics: Mapping[str, VisibleTopic]
     hidden: frozenset[str]
 
 
 class AclInspector(KafkaAdmin):
-    """A client that looks. Every call raises KafkaAway where Kafka does not answer."""
+    """A read-only admin client. Every call raises KafkaAway where Kafka does not answer."""
 
-    async def census(self, asked: Collection[str] = ()) -> ClusterSnapshot:
-        """Brokers and topics; none is made. Without topics where no broker is reached by the address that it gives."""
+    async def snapshot(self, asked: Collection[str] = ()) -> ClusterSnapshot:
+        """List brokers and topics, without creating any; no topics where no broker's advertised address is reached.
+
+        `asked`: topics to report as hidden where the caller may not describe them.
+        """
         nodes = await self._nodes()
         if all(node.why_not for node in nodes):
             return ClusterSnapshot(nodes, {}, frozenset())
         answers = [await self._ask(_Metadata(None))]
-        if asked:  # a topic that may not be described shows only where it is named
+        if asked:  # Kafka reports a topic that may not be described only to a request that names it
             answers.append(await self._ask(_Metadata(list(asked))))
-        topics: dict[str, Seen] = {}
+        topics: dict[str, VisibleTopic] = {}
         hidden: set[str] = set()
         for code, name, _, partitions, operations in (tuple(row) for answer in answers for row in answer.topics):
             if code == errors.TopicAuthorizationFailedError.errno:
                 hidden.add(name)
             elif code == errors.NoError.errno:
                 replication = min((len(replicas) for *_, replicas, _, _ in partitions), default=0)
-                topics[name] = Seen(name, len(partitions), replication, _operations(operations))
+                topics[name] = VisibleTopic(name, len(partitions), replication, _operations(operations))
         return ClusterSnapshot(nodes, topics, frozenset(hidden))
 
     async def _nodes(self) -> tuple[Node, ...]:
@@ -97,7 +100,7 @@ class AclInspector(KafkaAdmin):
         )
 
     async def settings_of(self, node: int) -> dict[str, str] | None:
-        """The effective settings of a broker, None where the caller has no leave to read them."""
+        """Read the effective settings of a broker; None where the caller has no permission (DescribeConfigs)."""
         answer = await self._ask(DescribeConfigsRequest([(BROKER_RESOURCE, str(node), None)]), node)
         ((code, _, _, _, entries),) = (tuple(resource) for resource in answer.resources)
         if code != errors.NoError.errno:
@@ -105,12 +108,12 @@ class AclInspector(KafkaAdmin):
         return {entry[0]: entry[1] for entry in entries if entry[1] is not None}
 
     async def versions_of(self, node: int) -> dict[int, int]:
-        """The newest version of each request that a broker knows, by the request's number (its API key)."""
+        """Read the newest version of each request that a broker supports, by API key."""
         answer = await self._ask(ApiVersionRequest(), node)
         return {key: newest for key, _, newest in (tuple(row) for row in answer.api_versions)}
 
     async def may_create(self, topic: str) -> bool:
-        """Whether the caller may make a topic that is not there; it is not made."""
+        """Check whether the caller may create a topic, by a CreateTopics request with validate_only."""
         answer = await self._ask_controller(
             CreateTopicsRequest([(topic, 1, -1, [], [])], self.request_timeout_ms, True)
         )
@@ -118,10 +121,9 @@ class AclInspector(KafkaAdmin):
         return code not in (errors.TopicAuthorizationFailedError.errno, errors.ClusterAuthorizationFailedError.errno)
 
     async def may_produce_as(self, transactional_id: str) -> frozenset[Operation]:
-        """What the caller may do under a transactional id: Describe (finding its coordinator) and Write.
+        """Check what the caller may do under a transactional id: Describe (find its coordinator) and Write.
 
-        Write is tried by ending a transaction of a producer that nobody is: Kafka looks at the ACLs first, and then
-        refuses it.
+        Write is tested by an EndTxn for a producer id that does not exist: Kafka checks the ACLs before it refuses.
         """
         refused = errors.TransactionalIdAuthorizationFailed
         try:
@@ -130,7 +132,7 @@ class AclInspector(KafkaAdmin):
                     client = await self._opened()
                     try:
                         node = await coordinator(client, transactional_id)
-                        answer = await client.send(node, EndTxnRequest(transactional_id, NOBODY, 0, False))
+                        answer = await client.send(node, EndTxnRequest(transactional_id, UNKNOWN_PRODUCER_ID, 0, False))
                     except refused:
                         return frozenset()
                     except errors.KafkaError as error:
@@ -151,8 +153,8 @@ def _operations(bits: int) -> frozenset[Operation]:
     return frozenset(operation for operation in Operation if bits >> operation & 1)
 
 
-# ------------------------------------------------------------------------------------------------- the wire's words
-# Metadata of the version that tells what its caller may do (KIP-430); aiokafka's own ends before it.
+# ------------------------------------------------------------------------------------------------ request schemas
+# Metadata version 8, which reports the caller's authorized operations (KIP-430); aiokafka has older versions only.
 
 
 class _MetadataAnswer(Response):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""One client for what needs no producer: topics, their settings, and the fencing of transactional ids."""
+"""The admin client: topics, their settings, offsets, open transactions, and the fencing of transactional ids."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ from service.kafka.inspection import FINAL, active_producers, producer_id_of
 from service.kafka.metadata import Metadata, Partitions, partitions_of
 
 TOPIC_RESOURCE: Final = 2
-# By Kafka's names, as record batches are marked with them.
+# Kafka's names of compression codecs, and the codes in a record batch's attributes.
 CODECS: Final = {
     "none": DefaultRecordBatch.CODEC_NONE,
     "gzip": DefaultRecordBatch.CODEC_GZIP,
@@ -34,14 +34,14 @@ CODECS: Final = {
     "lz4": DefaultRecordBatch.CODEC_LZ4,
     "zstd": DefaultRecordBatch.CODEC_ZSTD,
 }
-# ListOffsets: "the last offset", and of which readers (org.apache.kafka.common.IsolationLevel).
+# ListOffsets: the timestamp that means "the last offset", and the isolation levels (IsolationLevel in Kafka).
 LATEST: Final = -1
 READ_UNCOMMITTED, READ_COMMITTED = 0, 1
 RETRY_PAUSE_S: Final = 0.02
 ASK_TRIES: Final = 5
-# Of the time for an answer, what one broker gets at least before another is asked: it may have to log in first.
+# The shortest time that one broker gets to answer before another is asked: the connection may have to log in first.
 SHARE_LEAST_S: Final = 1.0
-# Requests under way on the one connection: brokers answer a connection's requests in order, one at a time.
+# Concurrent requests on one connection: a broker answers the requests of a connection in order, one at a time.
 FENCES_AT_ONCE: Final = 16
 PARTITIONS_NAMED: Final = 8
 
@@ -59,14 +59,14 @@ RETRIABLE: Final = (
 )
 
 
-# Answers to who logs in that no other try changes.
+# Login errors that a retry does not change.
 REFUSED: Final = (errors.SaslAuthenticationFailed, errors.UnsupportedSaslMechanismError)
 
 
 async def any_node(client: AIOKafkaClient, but_not: Collection[int] = ()) -> int:
-    """Any broker, one of the others if there are some.
+    """Choose a random broker, outside `but_not` if there is another.
 
-    Raises NodeNotReadyError where Kafka lists none: a lone one that its controller fences answers so.
+    Raises NodeNotReadyError where Kafka lists no broker, as a single broker does that its controller has fenced.
     """
     node = client.get_random_node()
     if node is None:
@@ -81,15 +81,15 @@ async def any_node(client: AIOKafkaClient, but_not: Collection[int] = ()) -> int
 
 
 async def coordinator(client: AIOKafkaClient, transactional_id: str) -> int:
-    """The coordinator of a transactional id. Raises KafkaError where nobody tells."""
-    await any_node(client)  # aiokafka falls over an assertion where it knows none
+    """Look up the node id of a transactional id's coordinator. Raises KafkaError where no broker answers."""
+    await any_node(client)  # without a known broker, coordinator_lookup fails an assertion
     return int(await client.coordinator_lookup(CoordinationType.TRANSACTION, transactional_id))
 
 
 def remedy(error: Exception, transactional_id: str, transaction_timeout_ms: int) -> str:
-    """What is to be set where a producer with this id and timeout is refused until somebody does; else ""."""
+    """Say what an operator has to change for a producer id that Kafka refuses for good; "" for any other error."""
     if isinstance(error, errors.TransactionalIdAuthorizationFailed):
-        return f"the service has no leave to Describe and Write transactional id {transactional_id}"
+        return f"the service has no permission to Describe and Write transactional id {transactional_id}"
     if isinstance(error, errors.InvalidTransactionTimeout):
         return (
             f"{PREFIX}TRANSACTION_TIMEOUT_MS={transaction_timeout_ms} is more than the brokers' "
@@ -100,30 +100,30 @@ def remedy(error: Exception, transactional_id: str, transaction_timeout_ms: int)
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """What is known of a topic. `settings` are its effective ones, by Kafka's names."""
+    """A topic's partitions and its effective settings, by Kafka's names."""
 
     name: str
     partitions: int
     settings: Mapping[str, str]
-    # Partitions with fewer replicas in sync than `min.insync.replicas`. No transaction may hold one: its markers cannot
-    # be written there, and until they are, Kafka lets the transactional id begin no other (KIP-98).
+    # Partitions with fewer replicas in sync than `min.insync.replicas`. No transaction may include one: Kafka cannot
+    # write the markers there, and the transactional id begins no other transaction before they are written (KIP-98).
     under_min_isr: frozenset[int] = frozenset()
-    topic_id: str = ""  # another one after the topic was made anew (KIP-516); "" where it is not known
-    message_bytes_max: int = field(init=False)  # the largest batch of records that it takes, in bytes
+    topic_id: str = ""  # changes when the topic is deleted and created again (KIP-516); "" where it is not known
+    message_bytes_max: int = field(init=False)  # the largest record batch that the topic accepts, in bytes
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "message_bytes_max", int(self.settings.get("max.message.bytes", 1_048_588)))
 
 
 class Ends(NamedTuple):
-    """Where a partition ends: for readers of committed records (the last stable offset, LSO), and for all."""
+    """End offsets of a partition: the last stable offset (for read_committed) and the high watermark."""
 
     last_stable: int
     high_watermark: int
 
 
 class KafkaAdmin:
-    """Kafka as seen by one client. Every call has a deadline and raises KafkaAway where Kafka does not answer."""
+    """An admin client. Every call has a deadline and raises KafkaAway where Kafka does not answer."""
 
     def __init__(
         self,
@@ -144,23 +144,23 @@ class KafkaAdmin:
         self._client: AIOKafkaClient | None = None
         self._opening = asyncio.Lock()
         self._answering: asyncio.Task[Any] | None = None
-        self._heard: Collection[int] = ()  # who answered last
+        self._answered_last: Collection[int] = ()  # the node that answered the last request
 
     @property
     def timeout_s(self) -> float:
         return self.request_timeout_ms / 1000
 
     def failed(self, operation: str, why: str) -> KafkaAway:
-        """The error to raise for an operation that failed, which is counted."""
+        """Count a failed operation and make the error to raise for it."""
         self.count_failure(operation)
         return KafkaAway(why)
 
     def count_failure(self, operation: str) -> None:
-        """Count an operation that failed; `operation` is one of a few words."""
+        """Count a failed operation; `operation` is a label of fencepost_kafka_errors, so the set is bounded."""
         self._errors.labels(operation).inc()
 
     def options(self, name: str) -> dict[str, Any]:
-        """The arguments that every producer and consumer of this process shares."""
+        """Make the client options that all producers and consumers of this process share."""
         return {
             "bootstrap_servers": self.bootstrap,
             "client_id": f"{self.client_id}/{name}",
@@ -180,24 +180,27 @@ class KafkaAdmin:
             with contextlib.suppress(Exception):
                 await within(1.0, client.close())
 
-    async def answers(self, patience_s: float) -> None:
-        """Does any broker answer at all, in time? KafkaAway where not. The question goes on, and is shared."""
+    async def answers(self, timeout_s: float) -> None:
+        """Check that a broker answers within `timeout_s`, else raise KafkaAway.
+
+        Concurrent callers share one request, which goes on after a caller's timeout.
+        """
         if self._answering is None or self._answering.done():
             question = MetadataRequest([], allow_auto_topic_creation=False)
-            self._answering = asyncio.create_task(self._ask(question, share_s=patience_s / 3))
+            self._answering = asyncio.create_task(self._ask(question, share_s=timeout_s / 3))
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(timeout_s):
                 await shared(self._answering)
         except TimeoutError as error:
-            raise KafkaAway(f"Kafka at {self.bootstrap} does not answer within {patience_s} s") from error
+            raise KafkaAway(f"Kafka at {self.bootstrap} does not answer within {timeout_s} s") from error
 
     async def partitions(self, topics: Sequence[str]) -> dict[str, int]:
-        """Number of partitions of those of the topics that exist; makes none."""
+        """Count the partitions of the topics that exist, without creating any."""
         return {name: len(found.replicas) for name, found in (await self._partitions(topics)).items()}
 
     async def _partitions(self, topics: Sequence[str], *, elsewhere: bool = False) -> dict[str, Partitions]:
-        """The ids and partitions of those of the topics that exist."""
-        answer = await self._ask(Metadata(topics), but_not=self._heard if elsewhere else ())
+        """Look up the ids and partitions of the topics that exist; `elsewhere` as for `describe`."""
+        answer = await self._ask(Metadata(topics), but_not=self._answered_last if elsewhere else ())
         found: dict[str, Partitions] = {}
         for topic in map(tuple, answer.topics):
             code, name, *_ = topic
@@ -206,16 +209,16 @@ class KafkaAdmin:
                 found[name] = partitions_of(topic)
             elif kind is errors.TopicAuthorizationFailedError:
                 self.count_failure("metadata")
-                raise KafkaForbids(f"the service has no leave to describe topic {name}")
+                raise KafkaForbids(f"the service has no permission to describe topic {name}")
             elif kind not in (errors.UnknownTopicOrPartitionError, errors.InvalidTopicError):
                 raise self.failed("metadata", f"topic {name}: {kind.__name__}")
         return found
 
     async def last_offsets(self, topics: Sequence[str]) -> dict[Partition, Ends]:
-        """The ends of the topics' partitions, by (topic, partition), as their leaders tell them. Raises KafkaAway.
+        """Ask the leaders for the end offsets of the topics' partitions. Raises KafkaAway.
 
-        Costs one Metadata request, and two ListOffsets to each leader: the high watermark is asked for first, so that a
-        partition at rest shows an LSO no lower. A partition whose leader does not tell is left out.
+        Costs one Metadata request and two ListOffsets to each leader. The high watermark is requested before the LSO,
+        so that an idle partition never shows an LSO below it. Partitions whose leader does not answer are left out.
         """
         answer = await self._ask(Metadata(topics))
         led: dict[int, dict[str, list[tuple[int, int]]]] = {}
@@ -229,7 +232,7 @@ class KafkaAdmin:
     async def _ends_at(
         self, node: int, asked: Sequence[tuple[str, Sequence[tuple[int, int]]]]
     ) -> dict[Partition, Ends]:
-        """The ends of partitions that this node leads; of none where it does not answer."""
+        """Ask a node for the end offsets of partitions that it leads; none where it does not answer."""
         try:
             async with asyncio.timeout(self.timeout_s):
                 client = await self._opened()
@@ -242,19 +245,19 @@ class KafkaAdmin:
         return {partition: Ends(stable[partition], high[partition]) for partition in high.keys() & stable}
 
     async def open_transactions(self, partitions: Collection[Partition]) -> dict[Partition, list[ActiveProducer]]:
-        """The producers that each partition's leader knows, without those of partitions whose leaders do not tell."""
+        """Ask the leaders for the active producers of partitions; partitions without an answer are left out."""
         try:
             found = await active_producers(await self._opened(), partitions, self.timeout_s / ASK_TRIES)
         except (errors.KafkaError, OSError, TimeoutError) as error:
-            raise self.failed("metadata", f"leaders do not tell of their producers: {error!r}") from error
+            raise self.failed("metadata", f"partition leaders did not describe their producers: {error!r}") from error
         return found.active
 
     async def producer_ids(self, transactional_ids: Iterable[str]) -> dict[str, int]:
-        """The producer ids of these transactional ids, as their coordinators tell; of some none may be known."""
-        places = asyncio.Semaphore(FENCES_AT_ONCE)
+        """Ask the coordinators for the producer ids of transactional ids; unknown ones are left out."""
+        permits = asyncio.Semaphore(FENCES_AT_ONCE)
 
         async def ask(name: str) -> int | None:
-            async with places:
+            async with permits:
                 client = await self._opened()
                 return await producer_id_of(client, await coordinator(client, name), name)
 
@@ -263,13 +266,13 @@ class KafkaAdmin:
             async with asyncio.timeout(self.timeout_s):
                 found = await asyncio.gather(*map(ask, names))
         except (errors.KafkaError, OSError, TimeoutError) as error:
-            raise self.failed("metadata", f"coordinators do not tell of producer ids: {error!r}") from error
+            raise self.failed("metadata", f"coordinators did not describe producer ids: {error!r}") from error
         return {name: producer for name, producer in zip(names, found, strict=True) if producer is not None}
 
     async def describe(self, names: Sequence[str], *, elsewhere: bool = False) -> dict[str, Topic]:
-        """Topics with their settings; those that do not exist are left out.
+        """Describe topics with their settings; topics that do not exist are left out.
 
-        `elsewhere`: as another broker knows them than the one that answered last, if there is another.
+        `elsewhere`: ask a broker other than the one that answered last, if there is another.
         """
         found = await self._partitions(names, elsewhere=elsewhere)
         if not found:
@@ -283,24 +286,24 @@ class KafkaAdmin:
             if code == errors.NoError.errno:
                 settings = {entry[0]: entry[1] for entry in entries}
             elif errors.for_code(code) is errors.TopicAuthorizationFailedError:
-                settings = {}  # no leave to read them: the broker itself will refuse what does not fit
-            else:  # that it is there has just been said: it is being made or deleted, or this broker lags behind
+                settings = {}  # no permission to read them: the broker itself refuses records that do not fit
+            else:  # Metadata has just listed the topic: it is being created or deleted, or this broker lags behind
                 unsure = f"topic {name}: its settings: {errors.for_code(code).__name__}"
                 continue
             topic_id, replicas = found[name]
-            topics[name] = Topic(name, len(replicas), settings, _short(replicas, settings), topic_id)
+            topics[name] = Topic(name, len(replicas), settings, _under_min_isr(replicas, settings), topic_id)
         if unsure and not topics:
             raise self.failed("metadata", unsure)
         return topics
 
     async def create(self, name: str, partitions: int, settings: Mapping[str, str]) -> None:
-        """Make a topic with the broker's default replication; one that another process has just made is fine."""
+        """Create a topic with the broker's default replication; TopicAlreadyExists is no error."""
         answer = await self._ask_controller(
             CreateTopicsRequest([(name, partitions, -1, [], list(settings.items()))], self.request_timeout_ms, False)
         )
         for topic, code, *message in (tuple(row) for row in answer.topic_errors):
             if errors.for_code(code) not in (errors.NoError, errors.TopicAlreadyExistsError):
-                raise self.failed("admin", f"topic {topic} cannot be made: {errors.for_code(code).__name__} {message}")
+                raise self.failed("admin", f"topic {topic} was not created: {errors.for_code(code).__name__} {message}")
 
     async def grow(self, name: str, partitions: int) -> None:
         """Raise a topic's number of partitions."""
@@ -312,21 +315,24 @@ class KafkaAdmin:
                 raise self.failed("admin", f"topic {topic} cannot get {partitions} partitions: {message}")
 
     async def fence(
-        self, transactional_ids: Sequence[str], transaction_timeout_ms: int, tell: Callable[[Collection[str]], None]
+        self,
+        transactional_ids: Sequence[str],
+        transaction_timeout_ms: int,
+        on_progress: Callable[[Collection[str]], None],
     ) -> None:
-        """Fence every producer that has one of these ids, and wait until the fate of its transaction is final.
+        """Fence every producer with one of these ids and wait until its open transaction has ended.
 
-        `InitProducerId` raises the epoch, aborts what was open and answers only when the markers are written; until
-        then it says CONCURRENT_TRANSACTIONS, which means: again (KIP-98, KIP-360). KafkaAway at the deadline.
+        `InitProducerId` raises the epoch and aborts an open transaction. Until that has ended, the coordinator answers
+        CONCURRENT_TRANSACTIONS, and the request is repeated (KIP-98, KIP-360). Raises KafkaAway at the deadline.
 
-        `tell` hears which ids are left, in their order: all of them at first, and fewer after each that is fenced.
+        `on_progress` is called with the ids that are left, in order: at the start and after each fenced id.
         """
-        places = asyncio.Semaphore(FENCES_AT_ONCE)
+        permits = asyncio.Semaphore(FENCES_AT_ONCE)
         left = dict.fromkeys(transactional_ids)
-        tell(left)
+        on_progress(left)
 
         async def fence_one(transactional_id: str) -> None:
-            async with places:
+            async with permits:
                 while True:
                     try:
                         client = await self._opened()
@@ -345,11 +351,11 @@ class KafkaAdmin:
                             raise self.failed("fence", why) from error
                         raise
             del left[transactional_id]
-            tell(left)
+            on_progress(left)
 
         tasks = [asyncio.create_task(fence_one(transactional_id)) for transactional_id in transactional_ids]
         try:
-            # A transaction may just have begun to commit: its markers can take as long as a transaction may.
+            # A transaction may just have begun to commit: writing its markers may take up to the transaction timeout.
             async with asyncio.timeout(self.timeout_s + transaction_timeout_ms / 1000):
                 await asyncio.gather(*tasks)
         except (errors.KafkaError, OSError, TimeoutError) as error:
@@ -359,17 +365,17 @@ class KafkaAdmin:
                 task.cancel()
 
     async def open_in(self, partitions: Collection[Partition]) -> set[Partition]:
-        """Those of the partitions that have a transaction open, of whichever producer.
+        """Find the partitions that hold an open transaction of any producer.
 
-        None of those whose leaders do not let themselves be asked. Raises KafkaAway where a leader does not answer.
+        Partitions that the service may not inspect count as not open. Raises KafkaAway where a leader does not answer.
         """
         try:
             found = await active_producers(await self._opened(), partitions, self.timeout_s)
         except (errors.KafkaError, OSError, TimeoutError) as error:
-            raise self.failed("settle", f"leaders do not answer: {error!r}") from error
+            raise self.failed("settle", f"partition leaders do not answer: {error!r}") from error
         forbidden = {partition for partition, code in found.failed.items() if code in FINAL}
         if missing := set(partitions) - found.active.keys() - forbidden:
-            raise self.failed("settle", f"no leader answers of {sorted(missing)[:PARTITIONS_NAMED]}")
+            raise self.failed("settle", f"no leader answers for {sorted(missing)[:PARTITIONS_NAMED]}")
         return {
             partition for partition, producers in found.active.items() if any(each.start >= 0 for each in producers)
         }
@@ -388,7 +394,7 @@ class KafkaAdmin:
                     refusal = await self._refusal(host.strip("[]"), int(port))
                     if isinstance(refusal, REFUSED):
                         raise refusal from error
-                    raise errors.KafkaConnectionError(_text(refusal) or "it came and went") from error
+                    raise errors.KafkaConnectionError(_text(refusal) or "the first connection failed") from error
                 except BaseException:
                     await client.close()
                     raise
@@ -396,13 +402,13 @@ class KafkaAdmin:
             return self._client
 
     async def why_not(self, host: str, port: int) -> str:
-        """Why no connection to an address comes about, or ""."""
+        """Say why a connection to an address fails; "" where it succeeds."""
         return _text(await self._refusal(host, port))
 
     async def _refusal(self, host: str, port: int) -> Exception | None:
-        """What keeps a connection to an address from coming about. aiokafka's `bootstrap` does not tell.
+        """Try a connection to an address; the error, or None.
 
-        A refused password, or a certificate for another name, must be named.
+        `AIOKafkaClient.bootstrap` hides the cause, such as a refused password or a certificate for another name.
         """
         try:
             connection = await create_conn(host, port, request_timeout_ms=self.request_timeout_ms, **self._security)
@@ -414,9 +420,9 @@ class KafkaAdmin:
     async def _ask(
         self, request: Any, node: int | None = None, *, but_not: Collection[int] = (), share_s: float | None = None
     ) -> Any:
-        """Ask any broker (if possible none of `but_not`), another one where that is silent, or this very node.
+        """Send a request to `node`, or to any broker outside `but_not`, and await the answer. Raises KafkaAway.
 
-        As long as there is another one to ask, a silent one gets its share of the time only.
+        Without `node`, a broker that is silent for `share_s` is given up for another, as long as there is one.
         """
         failed: BaseException | None = None
         tried: set[int] = set()
@@ -431,19 +437,19 @@ class KafkaAdmin:
                         others = node is None and {broker.nodeId for broker in client.cluster.brokers()} - tried
                         async with asyncio.timeout(share_s if others else None):
                             answer = await client.send(to, request)
-                            self._heard = (to,)
+                            self._answered_last = (to,)
                             return answer
                     except (errors.KafkaError, OSError) as error:
                         failed = error
                         await asyncio.sleep(RETRY_PAUSE_S)
         except (errors.KafkaError, OSError, TimeoutError) as error:
             failed = error
-        await self._leave()  # and bootstrap again next time: the brokers may all have moved
+        await self._leave()  # the next request bootstraps again: all brokers may have other addresses by then
         if isinstance(failed, REFUSED):
             self.count_failure("metadata")
             raise KafkaRefuses(
                 f"{PREFIX}KAFKA_SASL_USERNAME, {PREFIX}KAFKA_SASL_PASSWORD or {PREFIX}KAFKA_SASL_MECHANISM is wrong "
-                f"(Kafka at {self.bootstrap}: {failed!r}): set what its brokers let in"
+                f"(Kafka at {self.bootstrap}: {failed!r}): set credentials that the brokers accept"
             ) from failed
         raise self.failed("metadata", f"Kafka at {self.bootstrap} does not answer: {failed!r}") from failed
 
@@ -463,7 +469,7 @@ class KafkaAdmin:
 
 
 def _offsets(answer: Any) -> dict[tuple[str, int], int]:
-    """The offsets in an answer to ListOffsets, without the partitions of which it tells an error."""
+    """Extract the offsets of a ListOffsets response, without partitions that have an error."""
     return {
         (topic, number): offset
         for topic, rows in (tuple(each) for each in answer.topics)
@@ -473,14 +479,15 @@ def _offsets(answer: Any) -> dict[tuple[str, int], int]:
 
 
 def _text(error: Exception | None) -> str:
-    """What an error says, its name where it says nothing, "" where there is none."""
+    """Convert an error to text: its message, else its class name; "" for None."""
     return "" if error is None else str(error) or type(error).__name__
 
 
-def _short(replicas: Mapping[int, tuple[int, int]], settings: Mapping[str, str]) -> frozenset[int]:
-    """The partitions with too few replicas in sync, of (replicas, in sync) by partition.
+def _under_min_isr(replicas: Mapping[int, tuple[int, int]], settings: Mapping[str, str]) -> frozenset[int]:
+    """Find the partitions under min ISR; `replicas` has (replicas, in-sync replicas) by partition.
 
-    More than there are need not be in sync (KIP-966); before Kafka 4 such a topic takes no record, as it says itself.
+    min.insync.replicas is capped at the number of replicas (KIP-966). Before Kafka 4 the broker refuses such records
+    with an error of its own.
     """
     least = int(settings.get("min.insync.replicas") or 1)
     return frozenset(number for number, (count, in_sync) in replicas.items() if in_sync < min(least, count))

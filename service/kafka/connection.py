@@ -1,7 +1,7 @@
-"""aiokafka's client, with a shorter way for the requests of a transaction: it saves a fifth of what one event costs.
+"""aiokafka's client, with a faster path for the requests of a transaction.
 
-Its connections are made, logged in and closed by aiokafka. But what it sends is written as service/kafka/protocol.py
-has it, and what comes is cut into answers as it comes, where aiokafka wakes a task twice for each.
+aiokafka opens, authenticates and closes the connections. Requests in protocol.CODECS are encoded there, and
+ResponseReader splits the received bytes into responses in `data_received`, without aiokafka's reader task.
 """
 
 import asyncio
@@ -26,33 +26,33 @@ from service.kafka.protocol import CODECS, ApiCodec
 
 log = structlog.get_logger(__name__)
 
-# An answer that is none, or ends too soon.
+# Errors of a response that is malformed or truncated.
 BROKEN: Final = (errors.KafkaError, OSError, ValueError, struct.error)
 _BOOTSTRAP: Final = ("bootstrap", ConnectionGroup.DEFAULT)
 _SIZE_BYTES: Final = 4
-# What is larger is not copied into one piece with its head.
+# Larger requests are written in pieces instead of being copied into one buffer.
 _JOINED_MOST_BYTES: Final = 32 * 1024
-# A firewall that has forgotten an idle connection drops its packets and tells nobody. So a connection that was idle for
-# longer is asked for its versions before it is used, and replaced where no answer comes in time.
+# A firewall may drop an idle connection without a reset. A connection that was idle for longer is therefore probed
+# with an ApiVersions request before its next use, and replaced where no response comes within PROBE_TIMEOUT_S.
 IDLE_S: Final = 5.0
-PROBE_PATIENCE_S: Final = 1.0
-PROBE_SHARE: Final = 10  # where a request has less time, the probe gets one part of it
-# The kernel's part, by the names of its options: probes while a connection is idle, which also keep firewalls from
-# forgetting it, and the end of a connection whose packets nobody has acknowledged. A slow broker acknowledges them.
+PROBE_TIMEOUT_S: Final = 1.0
+PROBE_SHARE: Final = 10  # a probe takes at most this fraction (1/n) of the request timeout
+# TCP keepalive while a connection is idle (s), which also keeps firewall state alive, and the time (ms) after which
+# the kernel ends a connection whose packets are not acknowledged. A slow broker still acknowledges packets.
 TCP_OPTIONS: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 4_000}
 
 
 class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no types
-    """AIOKafkaClient that makes no topics, and closes its connections at once."""
+    """AIOKafkaClient that never auto-creates topics and closes its connections at once."""
 
     async def _metadata_update(self, cluster_metadata: ClusterMetadata, topics: Collection[str] | None) -> bool:
-        """Ask any broker for the metadata of these topics, of none where there are none.
+        """Fetch the metadata of these topics from any broker; of no topics where `topics` is empty.
 
-        aiokafka's own asks so that a topic which is not there is made, and without topics for all that there are.
+        aiokafka's method allows auto-creation, and asks for all topics where none are given.
         """
         request = MetadataRequest(list(topics or ()), allow_auto_topic_creation=False)
         nodes = [broker.nodeId for broker in self.cluster.brokers()]
-        if _BOOTSTRAP in self._conns:  # kept for as long as it named no broker
+        if _BOOTSTRAP in self._conns:  # kept until a response lists a broker
             nodes.append(_BOOTSTRAP[0])
         random.shuffle(nodes)
         for node in nodes:
@@ -73,10 +73,9 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
         return False
 
     async def close(self) -> None:
-        """End every connection. Nothing that is still to be sent is worth waiting for.
+        """Abort every connection, without waiting for unsent data.
 
-        With TLS one takes leave, and waits for the broker's. Every other time uvloop does not see that come, and waits
-        for 30 s, which cost each recovery of a slot the seconds after which its consumers are given up.
+        A TLS shutdown waits for the broker's close_notify, which uvloop may miss: it then waits for 30 s.
         """
         for connection in self._conns.values():
             writer = connection._writer
@@ -87,7 +86,7 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
 
 
 class Consumer(AIOKafkaConsumer):  # type: ignore[misc]
-    """AIOKafkaConsumer whose client is a BaseClient; `client` are the options that both of them take."""
+    """AIOKafkaConsumer whose client is a BaseClient; `client` has the options that the two share."""
 
     def __init__(self, client: Mapping[str, Any], **options: Any) -> None:
         super().__init__(**options, **client)
@@ -95,15 +94,15 @@ class Consumer(AIOKafkaConsumer):  # type: ignore[misc]
 
 
 class Client(BaseClient):
-    """BaseClient. Where its requests of a transaction go the short way, their time limit is their caller's."""
+    """BaseClient with a fast path for transaction requests, whose time limit is set by their caller."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.lost = False  # a connection has ended that nobody here closed
+        self.lost = False  # a connection has ended that this client did not close
         self._probes: dict[AIOKafkaConnection, asyncio.Task[None]] = {}  # under way
 
     def connection(self, node_id: int) -> AIOKafkaConnection | None:
-        """The open connection to a node. The next one is another object: what the node said before may have passed."""
+        """Find the open connection to a node, or None. A reconnect gives another object, so callers compare by `is`."""
         connection = self._conns.get((node_id, ConnectionGroup.DEFAULT))
         return connection if connection is not None and _is_open(connection) else None
 
@@ -113,7 +112,7 @@ class Client(BaseClient):
         super()._on_connection_closed(conn, reason)
 
     async def send(self, node_id: int, request: Any, *, group: Any = ConnectionGroup.DEFAULT) -> Any:
-        """The answer to a request, sent once. Raises KafkaError."""
+        """Send a request once and await its response. Raises KafkaError."""
         if type(request) in CODECS and group is ConnectionGroup.DEFAULT:
             answer = self.send_now(node_id, request)
             if answer is None:
@@ -128,42 +127,42 @@ class Client(BaseClient):
         return await super().send(node_id, request, group=group)
 
     def send_now(self, node_id: int, request: Any) -> asyncio.Future[Any] | None:
-        """Send a request of a transaction; its answer. None where there is no connection on which it could go at once.
+        """Send a transaction request without waiting; a future of its response, or None where `send` is needed.
 
-        Nor is it sent where the node does not know the version that we speak: `send` finds one that it knows; or where
-        the connection was idle for so long that it may be dead: `send` probes it.
+        None where there is no open connection, where the node does not support the codec's version (`send` negotiates
+        one), or where the connection was idle for longer than IDLE_S (`send` probes it).
         """
         connection = self._conns.get((node_id, ConnectionGroup.DEFAULT))
         if connection is None or not _is_open(connection) or self._may_be_dead(connection):
             return None
-        form = CODECS[type(request)]
-        least, most = connection._versions.get(form.api_key, (0, -1))
-        return _ask(connection, form, request) if least <= form.version <= most else None
+        codec = CODECS[type(request)]
+        least, most = connection._versions.get(codec.api_key, (0, -1))
+        return _send(connection, codec, request) if least <= codec.version <= most else None
 
     async def _get_conn(
         self, node_id: int, *, group: Any = ConnectionGroup.DEFAULT, no_hint: bool = False
     ) -> AIOKafkaConnection | None:
-        """The connection to a node, made where there is none or a dead one; None where that fails."""
+        """Find or open the connection to a node, replacing a dead one; None where that fails."""
         connection = self._conns.get((node_id, group))
         if connection is not None and connection.connected() and self._may_be_dead(connection):
             await self._probe(connection)
             connection = self._conns.get((node_id, group))  # another may have been made meanwhile
         if connection is None or not connection.connected():
             connection = await super()._get_conn(node_id, group=group, no_hint=no_hint)
-            # Who made it is here first: nothing has been asked on it since its login. It may have ended since.
+            # The task that opened the connection arrives here first, so no request was sent since the login.
             if connection is not None and connection.connected() and not connection._requests:
                 ResponseReader.of(connection)
-                _watch_over(connection)
+                _enable_keepalive(connection)
         return connection
 
     def _may_be_dead(self, connection: AIOKafkaConnection) -> bool:
-        """Was the connection idle for so long that it is to be probed before it is used? Not while an answer is due."""
+        """Check whether an idle connection must be probed before use; never while a response is pending."""
         if connection in self._probes:
             return True
         return not connection._requests and time.monotonic() - connection._last_action > IDLE_S
 
     async def _probe(self, connection: AIOKafkaConnection) -> None:
-        """Close a connection on which no answer comes in time. Callers of one time share its probe."""
+        """Close a connection on which no response comes in time. Concurrent callers share one probe."""
         probe = self._probes.get(connection)
         if probe is None:
             probe = self._probes[connection] = asyncio.create_task(_ask_for_versions(connection))
@@ -172,45 +171,45 @@ class Client(BaseClient):
 
 
 def _is_open(connection: AIOKafkaConnection) -> bool:
-    """Can it be written to? After a reset, what aiokafka itself goes by tells so only some steps later."""
+    """Check whether a connection can be written to; after a reset, `connected()` alone notices some steps later."""
     return connection.connected() and not connection._writer.is_closing()
 
 
 async def _ask_for_versions(connection: AIOKafkaConnection) -> None:
-    """Close a connection that does not answer the cheapest of all requests in time."""
+    """Close a connection that does not answer an ApiVersions request in time."""
     try:
-        async with asyncio.timeout(min(PROBE_PATIENCE_S, connection._request_timeout / PROBE_SHARE)):
+        async with asyncio.timeout(min(PROBE_TIMEOUT_S, connection._request_timeout / PROBE_SHARE)):
             await connection.send(ApiVersionRequest())
-    except (errors.KafkaError, OSError) as error:  # OSError: also that the time is up
+    except (errors.KafkaError, OSError) as error:  # TimeoutError is an OSError
         connection.close(CloseReason.IDLE_DROP, error)
 
 
-def _watch_over(connection: AIOKafkaConnection) -> None:
-    """Have the kernel probe a connection while it is idle, and end it where its packets are not acknowledged."""
+def _enable_keepalive(connection: AIOKafkaConnection) -> None:
+    """Set TCP_OPTIONS on a connection's socket."""
     transport = connection._writer.transport.get_extra_info("socket")
     transport.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in TCP_OPTIONS.items():
-        if (option := getattr(socket, name, None)) is not None:  # what this system has of them
+        if (option := getattr(socket, name, None)) is not None:  # not every system has every option
             transport.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _ask(connection: AIOKafkaConnection, form: ApiCodec, request: Any) -> asyncio.Future[Any]:
-    """Send a request; its answer."""
+def _send(connection: AIOKafkaConnection, codec: ApiCodec, request: Any) -> asyncio.Future[Any]:
+    """Write a request to a connection; a future of its response."""
     correlation_id = connection._next_correlation_id()
-    size, pieces = form.frame(request, correlation_id, connection._client_id)
+    size, pieces = codec.frame(request, correlation_id, connection._client_id)
     if size <= _JOINED_MOST_BYTES:
         connection._writer.write(b"".join(pieces))
     else:
         connection._writer.writelines(pieces)
     answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    connection._requests.append((correlation_id, form, answer))
+    connection._requests.append((correlation_id, codec, answer))
     return answer
 
 
 class ResponseReader(asyncio.Protocol):
-    """Takes what a connection receives, in place of aiokafka's stream, which goes on to see its end.
+    """Reads a connection's responses in place of aiokafka's stream, which still gets EOF and connection_lost.
 
-    As its reader does, this leaves a connection that nobody knows any more to be collected, and so closed.
+    Holds the connection weakly, as aiokafka's reader does: an unreferenced connection is collected and so closed.
     """
 
     def __init__(self, connection: AIOKafkaConnection) -> None:
@@ -218,18 +217,18 @@ class ResponseReader(asyncio.Protocol):
         self._stream = connection._protocol
         self._parts: list[bytes] = []
         self._have = 0
-        self._need = _SIZE_BYTES  # before there is another answer to cut off
+        self._need = _SIZE_BYTES  # bytes to receive before another response can be complete
 
     @classmethod
     def of(cls, connection: AIOKafkaConnection) -> None:
-        """Take what this one receives from now on, where none does so yet."""
+        """Install a ResponseReader on a connection that has none."""
         transport = connection._writer.transport
         if not isinstance(transport.get_protocol(), cls):
             transport.set_protocol(cls(connection))
 
     def data_received(self, data: bytes) -> None:
         if not self._parts and len(data) == _SIZE_BYTES + int.from_bytes(data[:_SIZE_BYTES], "big"):
-            self._take(data[_SIZE_BYTES:])  # nearly always
+            self._take(data[_SIZE_BYTES:])  # the usual case: exactly one response
             return
         self._parts.append(data)
         self._have += len(data)
@@ -251,21 +250,21 @@ class ResponseReader(asyncio.Protocol):
     def _take(self, frame: bytes) -> None:
         connection = self._connection()
         if connection is None or not connection.connected():
-            return  # ended by an answer before this one, or forgotten
+            return  # closed because of an earlier response, or collected
         try:
-            correlation_id, form, answer = connection._requests[0]
-            if not isinstance(form, ApiCodec):
+            correlation_id, codec, answer = connection._requests[0]
+            if not isinstance(codec, ApiCodec):
                 connection._handle_frame(frame)
                 return
             if int.from_bytes(frame[:4], "big") != correlation_id:
-                raise errors.CorrelationIdError(f"the answer is not to request {correlation_id}")
-            if not answer.done():  # nobody waits for it any more
-                answer.set_result(form.decode(frame))
+                raise errors.CorrelationIdError(f"the response is not to request {correlation_id}")
+            if not answer.done():  # done: its caller has cancelled it
+                answer.set_result(codec.decode(frame))
             connection._last_action = time.monotonic()
             connection._requests.popleft()
-        except Exception as error:  # whatever it is, what comes after it cannot be told apart
+        except Exception as error:  # after any error, later responses cannot be matched to their requests
             if not isinstance(error, BROKEN):
-                log.exception("bug: an answer of Kafka could not be taken")
+                log.exception("bug: a response of Kafka could not be read")
             connection.close(CloseReason.OUT_OF_SYNC, error)
 
     def eof_received(self) -> bool | None:

@@ -1,4 +1,4 @@
-"""Waiting for what swallows cancellations, or makes some of its own: aiokafka's `close` and `stop` do both."""
+"""Timeouts for coroutines that swallow cancellations or raise their own, as aiokafka's `close` and `stop` do."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -8,20 +8,20 @@ from service.core.problems import KafkaAway
 
 T = TypeVar("T")
 
-# The loop holds its tasks weakly: what was given up lives here until it ends.
+# The event loop holds tasks weakly, so a task that is no longer awaited is kept here until it ends.
 _given_up: set[asyncio.Task[Any]] = set()
 
 
 class Abandoned(KafkaAway, ConnectionError):
-    """What was waited for was cancelled, and not by who waited: a failure like any other, and no order to end."""
+    """An awaited task was cancelled by somebody other than its waiter: a failure, not the waiter's cancellation."""
 
 
 async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` answers. Raises TimeoutError when the time is up: it is cancelled then, and not waited for.
+    """Await `work` for at most `seconds`. At the timeout the task is cancelled, not awaited, and TimeoutError raised.
 
-    `asyncio.timeout` cancels once, and waits: a cancellation that is swallowed on the way would never come again. One
-    that comes out of the work itself (aiokafka's consumer cancels its fetches as it stops, and waits for them) is
-    Abandoned: taken for the caller's own, it would end him without a word.
+    `asyncio.timeout` cancels once and then waits, for ever where the work swallows the cancellation. A CancelledError
+    that the work raises by itself (aiokafka's consumer cancels its fetches in `stop` and awaits them) becomes
+    Abandoned: as CancelledError it would end the caller's task silently.
     """
     task = asyncio.create_task(work)
     try:
@@ -37,7 +37,7 @@ async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def shared(task: asyncio.Task[T]) -> T:
-    """What a task answers for which several wait; who is cancelled leaves it running. Raises Abandoned as `within`."""
+    """Await a task that several callers share; a caller's cancellation leaves it running. Raises Abandoned."""
     try:
         await asyncio.wait({task})
     except asyncio.CancelledError:
@@ -48,12 +48,12 @@ async def shared(task: asyncio.Task[T]) -> T:
 
 def _result(task: asyncio.Task[T]) -> T:
     if task.cancelled():
-        raise Abandoned(f"{task.get_name()} was cancelled from within")
+        raise Abandoned(f"{task.get_name()} was cancelled by another than its waiter")
     return task.result()
 
 
 def unwaited(task: asyncio.Future[Any]) -> None:
-    """For a task, or an answer, that has ended, and that maybe nobody waits for: its failure is no news to the loop."""
+    """Retrieve the exception of a finished future that may have no waiter, so that the event loop does not log it."""
     if not task.cancelled():
         task.exception()
 

@@ -1,7 +1,7 @@
-"""Hanging transactions (KIP-664): which partitions hold one of a slot's, and how it has to end. Pure functions.
+"""Hanging transactions (KIP-664): which partitions hold one of a slot, and how each has to end. Pure functions.
 
-A coordinator may complete a transaction without the markers of a partition that had no leader (KAFKA-20734). The
-transaction stays open there, and the next marker of its producer id would end it, whichever way that one goes.
+A coordinator may complete a transaction without writing the marker of a partition that had no leader (KAFKA-20734).
+The transaction stays open in that partition, and the next marker of its producer id ends it, commit or abort.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ Partition = tuple[str, int]
 
 
 class Marker(Enum):
-    """What the control record says that ends a transaction in one partition."""
+    """The kind of control record that ends a transaction in one partition."""
 
     COMMIT = "commit"
     ABORT = "abort"
@@ -27,7 +27,7 @@ class Verdict(Enum):
 
 
 class ActiveProducer(NamedTuple):
-    """What a partition's leader knows of a producer id: `start` is the first offset of its open transaction."""
+    """A producer id in its partition leader's state; `start` is the first offset of its open transaction, or -1."""
 
     producer_id: int
     epoch: int
@@ -35,13 +35,13 @@ class ActiveProducer(NamedTuple):
 
 
 class Transaction(NamedTuple):
-    """A transaction with a ledger record: an offset of it in each of its partitions, the ledger's among them."""
+    """A transaction with a ledger record: one of its offsets in each partition, the ledger partition included."""
 
     offsets: Mapping[Partition, int]
 
 
 class OpenTransactionAt(NamedTuple):
-    """An offset in a partition, after which the marker of its transaction is looked for."""
+    """A record's offset in a partition; the marker of the record's transaction comes after it."""
 
     partition: Partition
     offset: int
@@ -50,9 +50,10 @@ class OpenTransactionAt(NamedTuple):
 def hanging(
     producers: Mapping[Partition, Iterable[ActiveProducer]], producer_ids: Collection[int]
 ) -> dict[Partition, int]:
-    """The partitions in which a producer id has a transaction open, and from which offset on.
+    """Find the partitions in which one of the producer ids has an open transaction, and its first offset.
 
-    Asked of the leaders after the fence: the coordinator has ended every transaction of these ids, so it hangs.
+    The leaders must be asked after the fence: the coordinator has then ended every transaction of these ids, so one
+    that is still open hangs.
     """
     return {
         partition: min(starts)
@@ -61,8 +62,8 @@ def hanging(
     }
 
 
-def places_to_read(open_from: Mapping[Partition, int], transactions: Iterable[Transaction]) -> set[OpenTransactionAt]:
-    """Where markers of the transactions that hang somewhere are to be found: in their other partitions."""
+def markers_to_read(open_from: Mapping[Partition, int], transactions: Iterable[Transaction]) -> set[OpenTransactionAt]:
+    """Find the records after which to look for markers of hanging transactions: those in their other partitions."""
     return {
         place
         for transaction in transactions
@@ -72,10 +73,10 @@ def places_to_read(open_from: Mapping[Partition, int], transactions: Iterable[Tr
 
 
 def verdict(has_record: bool, markers: Collection[Marker | None]) -> Verdict:
-    """How a transaction has to end that hangs: as in any other of its partitions; None is a marker not to be read.
+    """Decide how a hanging transaction ends, by the markers in its other partitions (None: unreadable).
 
-    Where no partition has a marker, nobody has seen or been denied anything of it: a commit is asked for only after
-    the ledger record, and only a transaction that surely has none is given up before the recovery of its slot.
+    Without any marker no consumer has seen the outcome, so the ledger record decides: the producer requests a commit
+    only after the ledger record was written, and a request is answered as not written only without one.
     """
     if Marker.COMMIT in markers:
         return Verdict.COMMIT
@@ -89,9 +90,9 @@ def verdicts(
     transactions: Sequence[Transaction],
     markers: Mapping[OpenTransactionAt, Marker],
 ) -> dict[Partition, Verdict]:
-    """How each partition's hanging transaction has to end; `markers` as found at `places_to_read`.
+    """Decide how each partition's hanging transaction ends; `markers` are those found for `markers_to_read`.
 
-    Where several share an open range, a commit among them decides: somebody may have been told of it.
+    Where several transactions share an open range, a commit among them wins: a client may have its 201 already.
     """
     found: dict[Partition, set[Verdict]] = {partition: set() for partition in open_from}
     for transaction in transactions:
@@ -103,7 +104,7 @@ def verdicts(
 
 
 def _strongest(found: Collection[Verdict]) -> Verdict:
-    """Without a transaction that has a ledger record: as one that has none."""
+    """Choose commit before unknown before abort; no verdict at all counts as a transaction without ledger record."""
     return next((each for each in (Verdict.COMMIT, Verdict.UNKNOWN) if each in found), verdict(False, ()))
 
 

@@ -1,6 +1,7 @@
-"""What coordinators and leaders say of open transactions, and reading a partition with its markers (KIP-664).
+"""Requests about open transactions (KIP-664), and a fetch that returns transaction markers too.
 
-DescribeProducers needs Read on the topic, DescribeTransactions Describe on the transactional id. aiokafka has neither.
+DescribeProducers needs Read on the topic, DescribeTransactions needs Describe on the transactional id. aiokafka
+implements neither.
 """
 
 import asyncio
@@ -21,11 +22,11 @@ from service.kafka.hanging import ActiveProducer, Marker, Partition
 
 OK: Final = errors.NoError.errno
 UNSUPPORTED_VERSION: Final = errors.UnsupportedVersionError.errno
-# No leave to Read the topic, or a broker older than 2.8: what no other try changes.
+# No permission to Read the topic, or a broker older than 2.8: a retry does not change these.
 FINAL: Final = frozenset({errors.TopicAuthorizationFailedError.errno, UNSUPPORTED_VERSION})
 RETRY_PAUSE_S: Final = 0.02
 MARKERS: Final = {0: Marker.ABORT, 1: Marker.COMMIT}  # by the type in a control record's key
-# As consumers here fetch (kafka/reader.py): unpacking more stops the event loop.
+# The same bound as in kafka/reader.py: unpacking a larger response blocks the event loop.
 FETCH_BYTES: Final = 512 * 1024
 FETCH_WAIT_MS: Final = 20
 READ_UNCOMMITTED: Final = 0
@@ -87,7 +88,7 @@ class DescribeProducers_v0(RequestStruct):  # type: ignore[misc]  # noqa: N801 -
 
 
 class DescribeProducers(Request[DescribeProducers_v0]):  # type: ignore[misc]
-    """Which producers a leader knows in partitions of its own, and where their open transactions begin."""
+    """Asks a leader for the active producers of its partitions and the first offsets of their open transactions."""
 
     API_KEY = 61
 
@@ -142,7 +143,7 @@ class DescribeTransactions_v0(RequestStruct):  # type: ignore[misc]  # noqa: N80
 
 
 class DescribeTransactions(Request[DescribeTransactions_v0]):  # type: ignore[misc]
-    """The state of a transactional id, and the partitions of its transaction that have no marker yet."""
+    """Asks a coordinator for the state of a transactional id and the partitions of its ongoing transaction."""
 
     API_KEY = 65
 
@@ -154,23 +155,23 @@ class DescribeTransactions(Request[DescribeTransactions_v0]):  # type: ignore[mi
 
 
 class Producers(NamedTuple):
-    """What leaders said of their partitions: the producers of each, or the code of the last error, if there was one."""
+    """The active producers of partitions, and the last error code of those whose leader refused."""
 
     active: dict[Partition, list[ActiveProducer]]
     failed: dict[Partition, int]
 
 
-async def active_producers(client: AIOKafkaClient, partitions: Collection[Partition], patience_s: float) -> Producers:
-    """The producers that the leaders know in these partitions; what has no leader in time is in neither answer.
+async def active_producers(client: AIOKafkaClient, partitions: Collection[Partition], timeout_s: float) -> Producers:
+    """Ask the leaders for the active producers of partitions, until each has answered or `timeout_s` is over.
 
-    A refusal for good (FINAL) is not waited on.
+    Error codes in FINAL are not retried. A partition without a response is in neither part of the result.
     """
     found = Producers({}, {})
     left = set(partitions)
     if unknown := {topic for topic, _ in left} - client._topics:
         client.set_topics({*client._topics, *unknown})
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(patience_s):
+        async with asyncio.timeout(timeout_s):
             while left := {p for p in left if p not in found.active and found.failed.get(p) not in FINAL}:
                 await _ask_leaders(client, left, found)
                 if not left <= found.active.keys():
@@ -195,7 +196,7 @@ async def _ask_leader(client: AIOKafkaClient, node: int, partitions: Sequence[Pa
         found.failed.update(dict.fromkeys(partitions, UNSUPPORTED_VERSION))
         return
     except (errors.KafkaError, OSError):
-        return  # asked again, of whoever leads by then
+        return  # `active_producers` asks the leader of that time again
     for topic, rows, _ in answer.topics:
         for number, code, _message, active, _ in rows:
             if code == OK:
@@ -205,9 +206,10 @@ async def _ask_leader(client: AIOKafkaClient, node: int, partitions: Sequence[Pa
 
 
 async def open_partitions(client: AIOKafkaClient, node: int, transactional_id: str) -> set[Partition]:
-    """The partitions of an id's transaction that the coordinator has not ended yet; none where it knows of no such id.
+    """Ask a coordinator for the partitions of a transactional id's ongoing transaction.
 
-    None also of a broker older than 3.0. Raises KafkaError where it is not the coordinator, or has yet to load its log.
+    None where the id is unknown or the broker is older than 3.0. Raises KafkaError where `node` is not the coordinator
+    or still loads its log.
     """
     try:
         answer = await client.send(node, DescribeTransactions(transactional_id))
@@ -220,7 +222,7 @@ async def open_partitions(client: AIOKafkaClient, node: int, transactional_id: s
 
 
 async def producer_id_of(client: AIOKafkaClient, node: int, transactional_id: str) -> int | None:
-    """The producer id of a transactional id, as its coordinator tells; None where it does not."""
+    """Ask a coordinator for the producer id of a transactional id; None where it is unknown or the broker too old."""
     try:
         answer = await client.send(node, DescribeTransactions(transactional_id))
     except (errors.IncompatibleBrokerVersion, NotImplementedError):
@@ -230,7 +232,7 @@ async def producer_id_of(client: AIOKafkaClient, node: int, transactional_id: st
 
 
 class Entry(NamedTuple):
-    """A record of a partition, or a marker, which has no value."""
+    """A record of a partition, or a transaction marker, which has no value."""
 
     offset: int
     producer_id: int
@@ -241,9 +243,9 @@ class Entry(NamedTuple):
 
 
 async def fetch(client: AIOKafkaClient, partition: Partition, offset: int) -> tuple[list[Entry], int, int]:
-    """What is in a partition from an offset on, of whatever transaction; the next offset, and the high watermark.
+    """Fetch records and markers from an offset on (read_uncommitted); with the next offset and the high watermark.
 
-    Raises KafkaError: OffsetOutOfRangeError where the log begins behind the offset.
+    Raises KafkaError: OffsetOutOfRangeError where the log starts after the offset.
     """
     node = client.cluster.leader_for_partition(TopicPartition(*partition))
     if node is None or node < 0:

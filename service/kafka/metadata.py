@@ -1,6 +1,6 @@
-"""Metadata of the version that tells each topic's id (KIP-516); aiokafka's own ends before it.
+"""Metadata version 10, the first with topic ids (KIP-516); aiokafka has older versions only.
 
-https://kafka.apache.org/protocol: Metadata 10, which every broker since 2.8 answers.
+https://kafka.apache.org/protocol: every broker since 2.8 supports this version.
 """
 
 from base64 import urlsafe_b64encode
@@ -25,7 +25,7 @@ NO_ID: Final = bytes(UUID_BYTES)
 
 
 class Uuid(AbstractType[bytes]):  # type: ignore[misc]
-    """16 bytes as they are."""
+    """Kafka's uuid type: 16 raw bytes."""
 
     @classmethod
     def encode(cls, value: bytes) -> bytes:
@@ -37,9 +37,9 @@ class Uuid(AbstractType[bytes]):  # type: ignore[misc]
 
 
 class Partitions(NamedTuple):
-    """A topic's id, as Kafka's own tools print it ("" where the broker tells none), and its partitions.
+    """A topic's id in Kafka's base64 form ("" where the broker sends none), and its partitions.
 
-    Of each partition: how many replicas it has, and how many of them are in sync.
+    `replicas`: (number of replicas, number of replicas in sync) by partition.
     """
 
     topic_id: str
@@ -47,7 +47,7 @@ class Partitions(NamedTuple):
 
 
 def partitions_of(topic: Sequence[Any]) -> Partitions:
-    """A topic of the answer."""
+    """Convert one topic of a Metadata response."""
     _code, _name, topic_id, _internal, rows, *_ = topic
     return Partitions(
         "" if topic_id == NO_ID else urlsafe_b64encode(topic_id).rstrip(b"=").decode(),

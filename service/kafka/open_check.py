@@ -1,4 +1,4 @@
-"""Which partitions are known to hold nothing open of a producer id: none is written into before it is."""
+"""Checks that a partition holds no open transaction of a producer id, before the first write into the partition."""
 
 from collections.abc import Collection, Iterable
 from typing import Final
@@ -11,57 +11,57 @@ from service.kafka.session import ProducerSession
 
 log = structlog.get_logger(__name__)
 
-# Topics, or brokers, of which it has been said that they do not let themselves be asked.
-_told: Final[set[str]] = set()
-TOLD_MAX: Final = 1_000
+# Topics for which the warning "hanging transactions are not looked for" has been logged.
+_logged: Final[set[str]] = set()
+LOGGED_MAX: Final = 1_000
 
 
 class OpenCheck:
-    """Asks the leaders, once for each partition and connection: after another one, a leader may have been away.
+    """Asks each partition's leader once per connection: after a reconnect, the leader may have missed markers.
 
     A coordinator skips the markers of a partition without a leader (KAFKA-20734).
     """
 
-    def __init__(self, life: ProducerSession) -> None:
-        self._life = life
-        self._clear: dict[Partition, object] = {}  # the connection to the leader that said so
+    def __init__(self, session: ProducerSession) -> None:
+        self._session = session
+        self._clear: dict[Partition, object] = {}  # the connection over which the leader reported nothing open
 
     def is_clear(self, partition: Partition, node: int) -> bool:
-        """Whether the node has said on its present connection that nothing is open there."""
-        connection = self._life.client.connection(node)
+        """Check whether the node has reported nothing open in a partition on its current connection."""
+        connection = self._session.client.connection(node)
         return connection is not None and self._clear.get(partition) is connection
 
     def note(self, partitions: Iterable[Partition]) -> None:
-        """Nothing is open in these partitions, as their leaders have just said."""
+        """Note that the leaders of these partitions have just reported nothing open."""
         for partition in partitions:
-            node = self._life.leader(partition)
-            if node is not None and (connection := self._life.client.connection(node)) is not None:
+            node = self._session.leader(partition)
+            if node is not None and (connection := self._session.client.connection(node)) is not None:
                 self._clear[partition] = connection
 
     async def ask(
-        self, partitions: Collection[Partition], patience_s: float
+        self, partitions: Collection[Partition], timeout_s: float
     ) -> tuple[dict[Partition, int], set[Partition]]:
-        """Where a transaction of the producer id is open, and from which offset on; and the partitions without answer.
+        """Find open transactions of the producer id: their first offset by partition; and partitions without answer.
 
-        Where the service may not ask, or the broker is too old, nothing counts as open.
+        Partitions that the service may not inspect, or whose broker is older than 2.8, count as clear.
         """
-        found = await active_producers(self._life.client, partitions, patience_s)
-        open_from = hanging(found.active, {self._life.producer_id})
+        found = await active_producers(self._session.client, partitions, timeout_s)
+        open_from = hanging(found.active, {self._session.producer_id})
         unasked = {partition for partition, code in found.failed.items() if code in FINAL}
         for topic, _ in unasked:
-            _tell(topic, found.failed)
+            _log_once(topic, found.failed)
         self.note((found.active.keys() | unasked) - open_from.keys())
         return open_from, set(partitions) - found.active.keys() - unasked
 
 
-def _tell(topic: str, failed: dict[Partition, int]) -> None:
-    """Say once that a topic's producers cannot be asked for."""
-    if topic in _told or len(_told) >= TOLD_MAX:
+def _log_once(topic: str, failed: dict[Partition, int]) -> None:
+    """Log once per topic that its producers cannot be inspected."""
+    if topic in _logged or len(_logged) >= LOGGED_MAX:
         return
-    _told.add(topic)
+    _logged.add(topic)
     old = any(code == UNSUPPORTED_VERSION for (name, _), code in failed.items() if name == topic)
     log.warning(
         "hanging transactions are not looked for",
         topic=topic,
-        why="the brokers are older than Kafka 2.8" if old else "the service has no leave to Read the topic",
+        why="the brokers are older than Kafka 2.8" if old else "the service has no permission to Read the topic",
     )

@@ -1,4 +1,4 @@
-"""What an error of aiokafka means for a transaction: one table, three outcomes and the fence."""
+"""What an error of aiokafka means for a transaction and for a record: two tables."""
 
 from collections.abc import Collection, Mapping
 from enum import Enum
@@ -8,30 +8,30 @@ from aiokafka import errors
 
 from service.core.problems import FORBIDDEN_TOPIC, RECORD_REFUSED, TOO_LARGE, UNKNOWN_TOPIC, KafkaAway, Kind
 
-# Not among aiokafka's numbers, which turn them into UnknownError (KIP-360, KIP-890).
+# Error codes that aiokafka does not know and turns into UnknownError (KIP-360, KIP-890).
 INVALID_RECORD: Final = 87
 PRODUCER_FENCED: Final = 90
 TRANSACTION_ABORTABLE: Final = 120
 
 
 class TransactionOutcome(Enum):
-    """The fate of a transaction, as far as its own producer can tell."""
+    """How a transaction ended, as far as its own producer can tell."""
 
     COMMITTED = "committed"  # a clean commit, every send awaited
     ABORTED = "aborted"  # its ledger record is not in Kafka: recovery will abort it
     UNKNOWN = "unknown"  # its ledger record was sent, or a commit asked for, and no clean answer came
-    FENCED = "fenced"  # another producer has the transactional id; whether we committed first is unknown too
+    FENCED = "fenced"  # a newer producer has the transactional id; the commit may have come before the fence
 
 
 class RecordError(NamedTuple):
-    """A broker's refusal for good: what the caller is answered, and why in plain words."""
+    """A broker's permanent refusal of a record: the kind of problem for the client, and the reason."""
 
     kind: Kind
     why: str
 
 
 class Refused(Exception):
-    """There is no such partition, or none for the service; its argument is the Refusal."""
+    """A partition does not exist, or the service may not see it; the argument is the RecordError."""
 
     @property
     def refusal(self) -> RecordError:
@@ -41,7 +41,7 @@ class Refused(Exception):
 
 
 class RecordRefused(KafkaAway):
-    """The broker refuses a record of Fencepost's own for good: nothing of its batch was written."""
+    """The broker permanently refuses one of Fencepost's own records: nothing of its batch was written."""
 
     def __init__(self, why: str, refusal: RecordError) -> None:
         super().__init__(why)
@@ -49,41 +49,43 @@ class RecordRefused(KafkaAway):
 
 
 class TransactionFailed(Exception):
-    """Anything else than a clean commit: the producer's life ends here.
+    """A transaction did not end with a clean commit; the producer must be closed.
 
-    `refusals` names the topics that the broker refused a record for, and `stuck` those that it gave no answer for in
-    time: what may have poisoned the group. Everything else in it is innocent. `hanging` names partitions in which an
-    older transaction is open: the slot's recovery is to end it.
+    `refusals`: by topic, why the broker refused a record. `stuck`: topics that gave no answer in time. Only these
+    topics can have failed the group. `hanging`: partitions that hold an older open transaction, which the slot's
+    recovery has to end.
     """
 
     def __init__(
         self,
-        verdict: TransactionOutcome,
+        outcome: TransactionOutcome,
         cause: str,
         refusals: Mapping[str, RecordError] | None = None,
         stuck: Collection[str] = (),
         hanging: Collection[tuple[str, int]] = (),
     ) -> None:
-        super().__init__(f"{verdict.value}: {cause}")
-        self.verdict = verdict
+        super().__init__(f"{outcome.value}: {cause}")
+        self.outcome = outcome
         self.refusals = refusals or {}
         self.stuck = stuck
         self.hanging = hanging
 
     @property
     def is_bug(self) -> bool:
-        """Was it raised for something that Kafka and the network have no part in?"""
+        """Check whether the cause is an error in this program, and neither Kafka's nor the network's."""
         return self.__cause__ is not None and is_bug(self.__cause__)
 
 
 OUTSIDE_BOUNDS: Final = RecordError(RECORD_REFUSED, "the timestamp is outside of the topic's bounds")
-# Codes by which a broker refuses a record or a topic for good: nothing of that batch was written.
+# Error codes of a permanent refusal: nothing of the batch was written.
 REFUSALS: Final = {
     errors.UnknownTopicOrPartitionError.errno: RecordError(
         UNKNOWN_TOPIC, "the topic or partition is not there (any more)"
     ),
     errors.InvalidTopicError.errno: RecordError(UNKNOWN_TOPIC, "the topic's name is not one that Kafka takes"),
-    errors.TopicAuthorizationFailedError.errno: RecordError(FORBIDDEN_TOPIC, "the service has no leave to write to it"),
+    errors.TopicAuthorizationFailedError.errno: RecordError(
+        FORBIDDEN_TOPIC, "the service has no permission to write to it"
+    ),
     errors.MessageSizeTooLargeError.errno: RecordError(TOO_LARGE, "the record is larger than its max.message.bytes"),
     errors.RecordListTooLargeError.errno: RecordError(TOO_LARGE, "the record is larger than its segment.bytes"),
     errors.InvalidTimestampError.errno: OUTSIDE_BOUNDS,
@@ -99,19 +101,19 @@ REFUSALS: Final = {
 FENCES: Final = (errors.ProducerFenced, errors.InvalidProducerEpoch)
 
 
-# All that a request to Kafka may meet, and what our own code makes of an answer that refuses it.
-MET: Final = (errors.KafkaError, KafkaAway, Refused, OSError, TimeoutError)
+# Exceptions that a request to Kafka may end with. Any other is a bug.
+EXPECTED_ERRORS: Final = (errors.KafkaError, KafkaAway, Refused, OSError, TimeoutError)
 
 
 def is_bug(error: BaseException) -> bool:
-    """Is it none of what a request to Kafka may meet? Then it is told with its traceback, and not as Kafka's."""
-    return not isinstance(error, MET)
+    """Check whether an exception is none of EXPECTED_ERRORS; such a bug is logged with its traceback."""
+    return not isinstance(error, EXPECTED_ERRORS)
 
 
 def of(error: BaseException, may_commit: bool) -> TransactionOutcome:
-    """The verdict on an exception that ended a transaction; `may_commit`: its ledger record may be in Kafka.
+    """Map an exception that ended a transaction to its outcome; `may_commit`: the ledger record may be in Kafka.
 
-    ProducerFenced is no clean answer either: the fence may have come after our own commit.
+    ProducerFenced does not prove an abort: the fence may have come after this producer's own commit.
     """
     if isinstance(error, FENCES):
         return TransactionOutcome.FENCED

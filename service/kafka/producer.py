@@ -1,4 +1,4 @@
-"""The two kinds of producer. A life ends with its first failure; the next one has an id or an epoch of its own."""
+"""The transactional and the idempotent producer. A producer session ends with its first failure and is replaced."""
 
 import asyncio
 import time
@@ -26,7 +26,7 @@ from service.kafka.outcomes import (
     TransactionOutcome,
 )
 from service.kafka.session import (
-    METADATA_PATIENCE_S,
+    METADATA_TIMEOUT_S,
     NOT_SENT,
     OK,
     Batch,
@@ -41,38 +41,37 @@ from service.kafka.session import (
 
 log = structlog.get_logger(__name__)
 
-# Of the time of a request, one part for the sends: a partition that hangs leaves time to go round again without it.
+# The sends get 1/n of a request's time: after a partition that hangs, there is time to send the rest again without it.
 SENDS_SHARE: Final = 3
-# Of the sends' time, one part for the replicas: the broker itself says which partition they held up, before we give up.
+# The share of the sends' time that the broker waits for replicas: its error names the partition, before our timeout.
 REPLICAS_SHARE: Final = 0.8
-# Kafka writes a transaction's markers behind its commit, which takes a millisecond or so; the next one waits for them.
+# Pauses while the markers of the previous transaction are written, which happens after its EndTxn response.
 MARKERS_PAUSE_S: Final = 0.001
 MARKERS_PAUSE_MOST_S: Final = 0.02
 
-# Of ledger and journal: 0.6 µs an entry on the event loop, for a quarter of the bytes (tests/bench compression).
+# Codec of ledger and journal records (tests/bench compression).
 OWN_CODEC: Final = CODECS["zstd"]
-# Of one entry it saves a quarter of the bytes. With one client at a time, where each has a record of its own, to begin
-# with it took 6 % of the CPU of service and broker, and 8 % of the time to the answer.
+# Smaller records are not compressed: a record of one entry saves little, and a single client would wait longer.
 COMPRESSED_LEAST_BYTES: Final = 1_024
 CONCURRENT_TRANSACTIONS: Final = errors.ConcurrentTransactions.errno
 NOT_ATTEMPTED: Final = errors.OperationNotAttempted.errno
 
 
 def own_record(topic: str, partition: int, key: bytes | None, value: bytes) -> Record:
-    """A record of Fencepost's own, compressed where that pays.
+    """Make a record of ledger, journal or control, compressed from COMPRESSED_LEAST_BYTES on.
 
-    Its time is now: a topic's bounds on timestamps hold for it too (KIP-937), and 0 is beyond any.
+    The timestamp is now, because a topic's timestamp bounds apply to these records too (KIP-937).
     """
     codec = OWN_CODEC if len(value) >= COMPRESSED_LEAST_BYTES else CODECS["none"]
     return Record(topic, partition, key, value, [], time.time_ns() // 1_000_000, codec=codec)
 
 
 class State(Enum):
-    """Where a transactional producer is with its transaction."""
+    """States of a transactional producer."""
 
     READY = "ready"  # no records were sent
     SENDING = "sending"
-    SENT = "sent"  # its records are in Kafka, its ledger record is not
+    SENT = "sent"  # the records are in Kafka, the ledger record is not
     COMMITTING = "committing"
     DEAD = "dead"  # a transaction did not end cleanly, or the producer was closed
 
@@ -88,93 +87,93 @@ MOVES: Final = frozenset(
 
 
 class TransactionalProducer:
-    """One life of the producer of a transactional id, from its fence to its first failure (KIP-98).
+    """The producer of a transactional id, from its InitProducerId to its first failure (KIP-98).
 
     A transaction is four requests, each sent once: AddPartitionsToTxn for the data and the ledger (`open`, or at the
     latest `send`), Produce of the data (`send`), Produce of the ledger record with their offsets, EndTxn (`commit`).
     """
 
     def __init__(self, cluster: KafkaAdmin, transactional_id: str, transaction_timeout_ms: int) -> None:
-        self._life = ProducerSession(cluster, transactional_id, transactional_id, transaction_timeout_ms)
-        # The broker aborts a transaction at its timeout; waiting for longer could only meet that.
+        self._session = ProducerSession(cluster, transactional_id, transactional_id, transaction_timeout_ms)
+        # The broker aborts a transaction at the transaction timeout, so waiting longer is useless.
         self._timeout_s = min(cluster.request_timeout_ms, transaction_timeout_ms) / 1000
         self._sends_timeout_s = self._timeout_s / SENDS_SHARE
-        self._start_patience_s = (cluster.request_timeout_ms + transaction_timeout_ms) / 1000
+        self._start_timeout_s = (cluster.request_timeout_ms + transaction_timeout_ms) / 1000
         self._opening: tuple[dict[Partition, int], asyncio.Future[Any]] | None = None
-        self._open_check = OpenCheck(self._life)
+        self._open_check = OpenCheck(self._session)
         self._state = State.READY
         self._sent: tuple[_Group, dict[Partition, int], Partition] | None = None  # with the leaders, and the ledger
         self._ends_at = 0.0  # the transaction's deadline, by the loop's time
 
     async def start(self) -> None:
-        """InitProducerId: when this returns, the fate of the older producers' transactions is final.
+        """Fence older producers by InitProducerId. When this returns, their transactions have ended.
 
-        Raises KafkaAway where Kafka does not answer, refuses, or keeps saying CONCURRENT_TRANSACTIONS.
+        Raises KafkaAway where Kafka does not answer, refuses, or answers CONCURRENT_TRANSACTIONS until the timeout.
         """
-        await self._life.start(self._start_patience_s)
+        await self._session.start(self._start_timeout_s)
 
     @property
     def producer_id(self) -> int:
-        return self._life.producer_id
+        return self._session.producer_id
 
     @property
     def epoch(self) -> int:
-        return self._life.epoch
+        return self._session.epoch
 
     @property
     def client(self) -> AIOKafkaClient:
-        """The connections of this life."""
-        return self._life.client
+        """The connections of this session."""
+        return self._session.client
 
     @property
-    def unended(self) -> set[Partition]:
-        """The partitions of the older producers' transaction that had no marker before the fence."""
-        return self._life.unended
+    def without_marker(self) -> set[Partition]:
+        """The partitions of the older producers' transaction that had no marker at the time of the fence."""
+        return self._session.without_marker
 
     @property
     def lost(self) -> bool:
-        """Whether a broker has ended a connection: as long as it was away, it may have missed markers."""
-        return self._life.client.lost
+        """Whether a broker has ended a connection; markers may be missing from a broker that was away."""
+        return self._session.client.lost
 
     async def find_open(self, partitions: Collection[Partition]) -> tuple[dict[Partition, int], set[Partition]]:
-        """Where a transaction of this producer id is open, and from which offset on; and partitions without answer.
+        """Find open transactions of this producer id: their first offset by partition; and partitions without answer.
 
-        Before the first transaction of this life, what is open hangs: it was ended by the fence, at the latest.
+        Before the first transaction of this session, an open one hangs: the fence has ended it for the coordinator.
         """
-        return await self._open_check.ask(partitions, METADATA_PATIENCE_S)
+        return await self._open_check.ask(partitions, METADATA_TIMEOUT_S)
 
     async def end_open(self, partitions: Sequence[Partition], *, commit: bool) -> None:
-        """Write the missing markers into partitions, by a transaction that holds them and no data.
+        """Write missing markers into partitions, by a transaction that adds the partitions and writes no data.
 
-        Raises KafkaAway where that did not come about in time.
+        Raises KafkaAway where the markers are not there in time.
         """
         try:
-            async with asyncio.timeout(self._start_patience_s):
+            async with asyncio.timeout(self._start_timeout_s):
                 await self._begin(_Group([]), partitions)
                 await self._end(commit)
-                while (await self.find_open(partitions)) != ({}, set()):  # noqa: ASYNC110 - Kafka tells nobody
+                while (await self.find_open(partitions)) != ({}, set()):  # noqa: ASYNC110 - Kafka sends no notification
                     await asyncio.sleep(MARKERS_PAUSE_MOST_S)
         except (errors.KafkaError, OSError, TimeoutError) as error:
-            raise self._life.failed("settle", f"{partitions}: no markers: {error!r}") from error
+            raise self._session.failed("settle", f"{partitions}: no markers: {error!r}") from error
 
     def open(self, partitions: Sequence[Partition]) -> None:
-        """Begin a transaction of these partitions while the caller waits for something else; then `send` or `abandon`.
+        """Begin a transaction of these partitions without waiting; call `send` or `abandon` next.
 
-        What `send` does not find in it, it adds itself; it also looks for the leaders that are not known, and asks
-        those of partitions that may hold an open transaction.
+        Does nothing where a leader is unknown or a partition may hold an open transaction. `send` then looks up the
+        leaders, checks the partitions and adds those that are missing.
         """
-        leaders = {partition: self._life.leader(partition) for partition in partitions}
+        leaders = {partition: self._session.leader(partition) for partition in partitions}
         known = {
             partition: node
             for partition, node in leaders.items()
             if node is not None and self._open_check.is_clear(partition, node)
         }
         if len(known) == len(leaders):
-            answer = self._life.try_send(self._life.coordinator, self._add_partitions(known))
+            answer = self._session.try_send(self._session.coordinator, self._add_partitions(known))
             self._opening = None if answer is None else (known, answer)
 
     async def abandon(self) -> None:
-        """End what `open` began, if it did: there is nothing to write. Raises TransactionFailed."""
+        """Abort the transaction that `open` began, if any. Raises TransactionFailed."""
         if self._opening is None:
             return
         try:
@@ -188,15 +187,15 @@ class TransactionalProducer:
             raise TransactionFailed(outcomes.of(error, may_commit=False), repr(error)) from error
 
     async def _opened(self) -> dict[Partition, int]:
-        """What `open` has added to the transaction, with the leaders; nothing where Kafka would not (`send` meets it).
+        """Await the response to `open`: the leaders of the added partitions; none where Kafka refused to add them.
 
-        It refuses a partition, which the write may not need; or the markers of the transaction before are still being
-        written.
+        Kafka may refuse a partition that the write does not need, or still be writing the previous transaction's
+        markers; `send` adds the partitions again and reports the error.
         """
         if self._opening is None:
             return {}
         (leaders, answer), self._opening = self._opening, None
-        codes = _codes(self._life.note_throttle(await answer))
+        codes = _codes(self._session.note_throttle(await answer))
         if CONCURRENT_TRANSACTIONS in codes.values():
             return {}
         group = _Group([])
@@ -209,9 +208,9 @@ class TransactionalProducer:
         return leaders
 
     async def send(self, records: Sequence[Record], ledger: Partition) -> list[RecordMetadata]:
-        """Send the records of a transaction, which holds the ledger's partition too, and await every answer; places.
+        """Send the records of a transaction that includes the ledger's partition, and await their metadata.
 
-        `commit` comes next. Raises TransactionFailed for anything else than clean answers.
+        Call `commit` next. Raises TransactionFailed for any response that is not clean.
         """
         self._move(State.SENDING)
         group = _Group(records)
@@ -219,17 +218,17 @@ class TransactionalProducer:
         try:
             async with asyncio.timeout(self._sends_timeout_s):
                 leaders = await self._join(group, ledger)
-                places = await self._send(group, leaders)
-        except Exception as error:  # a bug must end the life too
+                metadata = await self._send(group, leaders)
+        except Exception as error:  # a bug must end the session too
             raise self._failed(error, group, None) from error
         self._sent = group, leaders, ledger
         self._move(State.SENT)
-        return places
+        return metadata
 
     async def commit(self, ledger_record: bytes) -> int:
-        """Send the ledger record of a transaction whose records are sent, await its answer, and commit; its offset.
+        """Send the ledger record of a transaction whose records are sent, and commit; the ledger record's offset.
 
-        Raises TransactionFailed for anything else than a clean commit; then this producer is to be closed.
+        Raises TransactionFailed for anything but a clean commit; the caller then closes this producer.
         """
         self._move(State.COMMITTING)
         assert self._sent is not None
@@ -238,35 +237,35 @@ class TransactionalProducer:
         try:
             async with asyncio.timeout_at(self._ends_at):
                 last = _Group([own_record(*ledger, None, ledger_record)])
-                (place,) = await self._send(last, leaders)
+                (metadata,) = await self._send(last, leaders)
                 await self._end(commit=True)
-        except Exception as error:  # a bug must end the life too
+        except Exception as error:  # a bug must end the session too
             raise self._failed(error, group, last) from error
         self._move(State.READY)
-        return place.offset
+        return metadata.offset
 
     def _failed(self, error: Exception, group: "_Group", last: "_Group | None") -> TransactionFailed:
-        """What ended the transaction of a group; `last` is its ledger record, if that may have been sent."""
+        """Make the error for a failed transaction; `last` is the ledger record, if one may have been sent."""
         self._state = State.DEAD
         refusals = group.refusals | (last.refusals if last is not None else {})
         cause = ", ".join(f"{topic}: {refusal.why}" for topic, refusal in refusals.items())
-        cause = cause or ", ".join(filter(None, (repr(error), self._life.quota)))
-        # A refusal holds up what is with it, and is what ended it.
+        cause = cause or ", ".join(filter(None, (repr(error), self._session.quota)))
+        # A refused record ends the transaction, so topics without an answer are not to blame.
         stuck = set() if refusals else group.stuck(timed_out=isinstance(error, TimeoutError))
-        # With a ledger record in Kafka, a transaction without markers is committed (service/kafka/hanging.py).
+        # Recovery commits a hanging transaction whose ledger record is in Kafka (service/kafka/hanging.py).
         may_commit = last is not None and not last.is_refused
         return TransactionFailed(outcomes.of(error, may_commit), cause, refusals, stuck, group.hanging)
 
     def _move(self, state: "State") -> None:
-        """Change the state. Raises TransactionFailed where the life is over, RuntimeError for a bug."""
+        """Change the state. Raises TransactionFailed where the producer is dead, RuntimeError for an illegal move."""
         if self._state is State.DEAD:
-            raise TransactionFailed(TransactionOutcome.ABORTED, "the producer's life is over")
+            raise TransactionFailed(TransactionOutcome.ABORTED, "the producer is closed")
         if (self._state, state) not in MOVES:
             raise RuntimeError(f"a producer that is {self._state.value} cannot be {state.value}")
         self._state = state
 
     async def _join(self, group: "_Group", ledger: Partition) -> dict[Partition, int]:
-        """The leaders of the transaction's partitions, after each that the group needs has been added to it."""
+        """Add the partitions that a group needs to the transaction; the leaders of all its partitions."""
         leaders = await self._opened()
         wanted = dict.fromkeys([(record.topic, record.partition) for record in group.records] + [ledger])
         if missing := [partition for partition in wanted if partition not in leaders]:
@@ -277,15 +276,15 @@ class TransactionalProducer:
         return leaders
 
     async def _leaders(self, group: "_Group", partitions: Collection[Partition]) -> dict[Partition, int]:
-        """The leader of each of these partitions."""
-        self._life.look_up(partitions)
+        """Find the leader of each of these partitions. Raises Refused, TimeoutError."""
+        self._session.look_up(partitions)
         leaders: dict[Partition, int] = {}
         for partition in partitions:
-            node = self._life.leader(partition)
+            node = self._session.leader(partition)
             if node is None:
                 group.waiting_for = partition[0]
                 try:
-                    node = await self._life.find_leader(partition)
+                    node = await self._session.find_leader(partition)
                 except Refused as refused:
                     group.refusals[partition[0]] = refused.refusal
                     raise
@@ -294,7 +293,7 @@ class TransactionalProducer:
         return leaders
 
     async def _check_open(self, group: "_Group", leaders: Mapping[Partition, int]) -> None:
-        """Raise where a partition holds an open transaction, which this one would end: its recovery comes first."""
+        """Raise where a partition holds an older open transaction, which this transaction's marker would end."""
         unclear = [partition for partition, node in leaders.items() if not self._open_check.is_clear(partition, node)]
         if not unclear:
             return
@@ -305,25 +304,28 @@ class TransactionalProducer:
             raise errors.KafkaError(f"a transaction of this producer id hangs in {sorted(group.hanging)}")
         if unanswered:
             group.waiting_for = min(unanswered)[0]
-            raise TimeoutError(f"no leader tells whether a transaction is open in {sorted(unanswered)}")
+            raise TimeoutError(f"no leader answered whether a transaction is open in {sorted(unanswered)}")
         group.waiting_for = ""
 
     def _add_partitions(self, partitions: Iterable[Partition]) -> AddPartitionsToTxnRequest:
         by_topic: dict[str, list[int]] = {}
         for topic, partition in partitions:
             by_topic.setdefault(topic, []).append(partition)
-        life = self._life
-        return AddPartitionsToTxnRequest(life.transactional_id, life.producer_id, life.epoch, list(by_topic.items()))
+        session = self._session
+        return AddPartitionsToTxnRequest(
+            session.transactional_id, session.producer_id, session.epoch, list(by_topic.items())
+        )
 
     async def _begin(self, group: "_Group", partitions: Iterable[Partition]) -> None:
-        """Add partitions to the transaction, which begins with the first ones.
+        """Add partitions to the transaction; the first ones begin the transaction.
 
-        CONCURRENT_TRANSACTIONS says that the markers of the one before are still being written: nothing was done.
+        CONCURRENT_TRANSACTIONS means that the previous transaction's markers are still being written, and nothing was
+        added: the request is repeated.
         """
-        life, pause_s = self._life, MARKERS_PAUSE_S
+        session, pause_s = self._session, MARKERS_PAUSE_S
         request = self._add_partitions(partitions)
         while True:
-            codes = _codes(await life.request(life.coordinator, request))
+            codes = _codes(await session.request(session.coordinator, request))
             if CONCURRENT_TRANSACTIONS not in codes.values():
                 break
             await asyncio.sleep(pause_s)
@@ -331,71 +333,71 @@ class TransactionalProducer:
         group.check_added(codes)
 
     async def _send(self, group: "_Group", leaders: Mapping[Partition, int]) -> list[RecordMetadata]:
-        """Send a group and await every one of its batches; its places in the order of its records."""
-        life = self._life
-        group.batches = life.batches(group.records, leaders)
-        await life.send(group.batches, leaders, int(1000 * REPLICAS_SHARE * self._sends_timeout_s))
-        places = [RecordMetadata(-1, -1)] * len(group.records)
+        """Send a group and await all of its batches; the records' metadata in their order."""
+        session = self._session
+        group.batches = session.batches(group.records, leaders)
+        await session.send(group.batches, leaders, int(1000 * REPLICAS_SHARE * self._sends_timeout_s))
+        metadata = [RecordMetadata(-1, -1)] * len(group.records)
         failed = None
         for batch in group.batches:
-            fate = batch.fate(group.records)
-            if isinstance(fate, list):
-                for member, place in zip(batch.members, fate, strict=True):
-                    places[member] = place
+            result = batch.result(group.records)
+            if isinstance(result, list):
+                for member, written in zip(batch.members, result, strict=True):
+                    metadata[member] = written
                 continue
             failed = failed or batch
-            if isinstance(fate, RecordError):
-                group.refusals[batch.partition[0]] = fate
+            if isinstance(result, RecordError):
+                group.refusals[batch.partition[0]] = result
         if failed is not None:
             check(failed.answer[0] if failed.answer else -1, f"Produce to {failed.partition}")
-            # DuplicateSequenceNumber and the like: there, but nobody knows where.
+            # DuplicateSequenceNumber and the like: the record is in Kafka at an unknown offset.
             raise errors.KafkaError(f"{failed.partition}: no offset in the answer")
-        return places
+        return metadata
 
     async def _end(self, commit: bool) -> None:
-        """EndTxn: when it answers, the transaction's fate is decided, and its markers will be written."""
-        life = self._life
-        request = EndTxnRequest(life.transactional_id, life.producer_id, life.epoch, commit)
-        check((await life.request(life.coordinator, request)).error_code, "EndTxn")
+        """Send EndTxn. After a clean response the outcome is final, and the coordinator writes the markers."""
+        session = self._session
+        request = EndTxnRequest(session.transactional_id, session.producer_id, session.epoch, commit)
+        check((await session.request(session.coordinator, request)).error_code, "EndTxn")
 
     async def close(self) -> None:
-        """End this life, at once: what is in flight is fenced by the next one. Never raises, never hangs."""
+        """Close the connections without waiting for pending responses. Never raises, never hangs."""
         self._state = State.DEAD
         if self._opening is not None:
             _, answer = self._opening
             if not answer.cancel():
                 unwaited(answer)
-        await self._life.close()
+        await self._session.close()
 
 
 class _Group:
-    """Records on their way in one transaction, and what is known of those that hold it up."""
+    """The records of one transaction, and the topics that fail or delay the transaction."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         self.records = records
         self.batches: list[Batch] = []
-        self.waiting_for = ""  # the topic whose leader is looked for, or asked
+        self.waiting_for = ""  # the topic whose leader is being looked up, or asked for open transactions
         self.refusals: dict[str, RecordError] = {}  # by topic
-        self.hanging: Collection[Partition] = ()  # where a transaction is open that none of this life's has begun
+        self.hanging: Collection[Partition] = ()  # partitions with an open transaction of an earlier session
 
     @property
     def is_refused(self) -> bool:
-        """Whether the brokers have said of its records that they are not there."""
+        """Whether the brokers have refused all batches, so that none of the records is in Kafka."""
         return bool(self.batches) and all(
-            isinstance(batch.fate(self.records), RecordError | NotSent) for batch in self.batches
+            isinstance(batch.result(self.records), RecordError | NotSent) for batch in self.batches
         )
 
     def check_added(self, codes: Mapping[Partition, int]) -> None:
-        """Raise the error of an answer to AddPartitionsToTxn, if it is one, and note which topics it refuses."""
+        """Note the topics that an AddPartitionsToTxn response refuses, and raise the response's error, if any."""
         for (topic, _), code in codes.items():
             if code in REFUSALS:
                 self.refusals[topic] = REFUSALS[code]
         for code in codes.values():
-            if code != NOT_ATTEMPTED:  # said of the others where one is refused
+            if code != NOT_ATTEMPTED:  # the code of all other partitions where one is refused
                 check(code, "AddPartitionsToTxn")
 
     def stuck(self, timed_out: bool) -> set[str]:
-        """Topics that the transaction ended for, or that had no answer when its time was up."""
+        """Find the topics whose error ended the transaction, or that had no answer at the timeout."""
         failed = {
             batch.partition[0]
             for batch in self.batches
@@ -405,7 +407,7 @@ class _Group:
 
 
 def _codes(answer: Any) -> dict[Partition, int]:
-    """What an answer to AddPartitionsToTxn says of each partition."""
+    """Extract the error code of each partition from an AddPartitionsToTxn response."""
     return {(topic, row[0]): row[1] for topic, rows in answer.errors for row in rows}
 
 
@@ -413,114 +415,114 @@ FENCED_CODES: Final = (errors.InvalidProducerEpoch.errno, outcomes.PRODUCER_FENC
 
 
 class IdempotentProducer:
-    """A plain idempotent producer (acks=all, no transaction) that is made anew after a failure.
+    """An idempotent producer (acks=all, no transactions) that replaces its session after a failure.
 
-    A new life has a new producer id, at epoch 0: what the old one had in flight may be there twice. It carries what
-    tolerates that: barriers, the journal, and events whose guarantee is `idempotent`.
+    A new session has a new producer id, at epoch 0, so records that were in flight may be written twice. Used for
+    records that tolerate duplicates: barriers, the journal, and events whose guarantee is `idempotent`.
     """
 
     def __init__(self, cluster: KafkaAdmin, name: str) -> None:
         self._cluster = cluster
         self._name = name
         self._timeout_s = cluster.timeout_s / SENDS_SHARE
-        self._life: ProducerSession | None = None
+        self._session: ProducerSession | None = None
         self._trouble = Incident(log, "not every record was written")
         self._starting = asyncio.Lock()
-        self._sending = asyncio.Lock()  # sequence numbers go out in their order
+        self._sending = asyncio.Lock()  # keeps the order of sequence numbers
 
     async def identity(self) -> tuple[int, int]:
-        """Producer id and epoch of the present life, which is begun where there is none. Raises KafkaAway."""
-        life = await self._living()
-        return life.producer_id, life.epoch
+        """Return the producer id and epoch, starting a session where there is none. Raises KafkaAway."""
+        session = await self._current_session()
+        return session.producer_id, session.epoch
 
     async def send(self, topic: str, partition: int, key: bytes | None, value: bytes) -> int:
-        """Write one record and await it; its offset. Raises KafkaAway: it may be there all the same."""
-        (place,) = await self.send_all(topic, [(partition, key, value)])
-        return place.offset
+        """Write one record and await its offset. Raises KafkaAway: the record may be in Kafka nevertheless."""
+        (metadata,) = await self.send_all(topic, [(partition, key, value)])
+        return metadata.offset
 
     async def send_all(self, topic: str, contents: Sequence[tuple[int, bytes | None, bytes]]) -> list[RecordMetadata]:
-        """Write records of (partition, key, value) and await them; their places. Raises KafkaAway as `send` does.
+        """Write records of (partition, key, value) and await their metadata. Raises KafkaAway as `send` does.
 
-        RecordRefused where the broker refuses one for good.
+        Raises RecordRefused where the broker permanently refuses a record.
         """
         records = [own_record(topic, *content) for content in contents]
-        places: list[RecordMetadata] = []
-        for fate in await self.write(records):
-            if not isinstance(fate, RecordMetadata):
-                failed = KafkaAway(f"{topic}: {fate.why if fate else 'no clean answer'}")
-                if isinstance(fate, RecordError):  # for good: nobody else tells of it
-                    failed = RecordRefused(str(failed), fate)
-                    self._trouble.goes_on(failed, producer=self._name)
+        metadata: list[RecordMetadata] = []
+        for result in await self.write(records):
+            if not isinstance(result, RecordMetadata):
+                failed = KafkaAway(f"{topic}: {result.why if result else 'no clean answer'}")
+                if isinstance(result, RecordError):  # permanent, and logged nowhere else
+                    failed = RecordRefused(str(failed), result)
+                    self._trouble.add(failed, producer=self._name)
                 raise failed
-            places.append(fate)
-        return places
+            metadata.append(result)
+        return metadata
 
     async def write(self, records: Sequence[Record]) -> list[RecordResult]:
-        """Write records and await them; the fate of each, in their order. Raises KafkaAway: nothing was sent.
+        """Write records and await the result of each, in their order. Raises KafkaAway: nothing was sent.
 
-        Unless all went well this life ends: its sequence numbers have a gap that the broker would refuse for ever.
+        Any failure ends the session: a gap in its sequence numbers would make the broker refuse every later batch.
         """
         async with self._sending:
-            life = await self._living()
-            fates: list[RecordResult] = [NOT_SENT] * len(records)  # until it is in a batch
+            session = await self._current_session()
+            results: list[RecordResult] = [NOT_SENT] * len(records)  # of records that reach no batch
             batches: list[Batch] = []
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    leaders = await self._leaders(life, records, fates)
-                    batches = life.batches(records, leaders)
-                    await life.send(batches, leaders, int(1000 * REPLICAS_SHARE * self._timeout_s))
-            except Exception as error:  # each batch's own fate is in its answer
-                told: dict[str, Any] = {"quota": life.quota} if life.quota else {}
-                self._trouble.goes_on(error, bug=outcomes.is_bug(error), producer=self._name, **told)
+                    leaders = await self._leaders(session, records, results)
+                    batches = session.batches(records, leaders)
+                    await session.send(batches, leaders, int(1000 * REPLICAS_SHARE * self._timeout_s))
+            except Exception as error:  # the results come from the batches' answers
+                quota: dict[str, Any] = {"quota": session.quota} if session.quota else {}
+                self._trouble.add(error, bug=outcomes.is_bug(error), producer=self._name, **quota)
             for batch in batches:
-                fate = batch.fate(records)
+                result = batch.result(records)
                 for n, member in enumerate(batch.members):
-                    fates[member] = fate[n] if isinstance(fate, list) else fate
-            if not all(isinstance(fate, RecordMetadata) for fate in fates):
+                    results[member] = result[n] if isinstance(result, list) else result
+            if not all(isinstance(result, RecordMetadata) for result in results):
                 self._cluster.count_failure("produce")
-                await self._end(life)
-            elif failures := self._trouble.over():
+                await self._end(session)
+            elif failures := self._trouble.end():
                 log.info("records are written again", producer=self._name, **failures)
-            return fates
+            return results
 
     async def _leaders(
-        self, life: ProducerSession, records: Sequence[Record], fates: list[RecordResult]
+        self, session: ProducerSession, records: Sequence[Record], results: list[RecordResult]
     ) -> dict[Partition, int]:
-        """The leader of each partition; records go each for itself, and what has no leader is left out."""
+        """Find the leaders of the records' partitions; a partition without one gets its result in `results`."""
         leaders: dict[Partition, int] = {}
         partitions = dict.fromkeys((record.topic, record.partition) for record in records)
-        life.look_up(partitions)
+        session.look_up(partitions)
         for partition in partitions:
-            node = life.leader(partition)
+            node = session.leader(partition)
             if node is None:
-                fate: RecordResult = NotSent(itself=True)
+                result: RecordResult = NotSent(itself=True)
                 try:
-                    node = await life.find_leader(partition)
+                    node = await session.find_leader(partition)
                 except TimeoutError:
                     pass
                 except Refused as refused:
-                    fate = refused.refusal
+                    result = refused.refusal
                 if node is None:
                     for index, record in enumerate(records):
                         if (record.topic, record.partition) == partition:
-                            fates[index] = fate
+                            results[index] = result
                     continue
             leaders[partition] = node
         return leaders
 
-    async def _living(self) -> ProducerSession:
+    async def _current_session(self) -> ProducerSession:
         async with self._starting:
-            if self._life is None:
-                life = ProducerSession(self._cluster, self._name)
-                await life.start(self._cluster.timeout_s)
-                self._life = life
-            return self._life
+            if self._session is None:
+                session = ProducerSession(self._cluster, self._name)
+                await session.start(self._cluster.timeout_s)
+                self._session = session
+            return self._session
 
-    async def _end(self, life: ProducerSession) -> None:
-        if self._life is life:
-            self._life = None
-        await life.close()
+    async def _end(self, session: ProducerSession) -> None:
+        if self._session is session:
+            self._session = None
+        await session.close()
 
     async def close(self) -> None:
-        if self._life is not None:
-            await self._end(self._life)
+        if self._session is not None:
+            await self._end(self._session)

@@ -1,4 +1,4 @@
-"""Reading partitions from a place through a record that is known to be there."""
+"""Reads partitions from an offset through a record that is known to exist, and looks up offsets."""
 
 import asyncio
 import contextlib
@@ -15,17 +15,17 @@ from service.kafka.deadline import within
 
 Isolation = Literal["read_committed", "read_uncommitted"]
 Batches = dict[TopicPartition, list[ConsumerRecord]]
-# A fetch that finds nothing new waits this long at the broker: markers come within milliseconds.
+# How long a broker holds a fetch without new data: markers come within milliseconds.
 FETCH_WAIT_MS: Final = 20
-STOP_PATIENCE_S: Final = 1.0
-# Of one partition, and of all, in one fetch: what it brings is worked on while the next one comes, and to unpack it
-# stops the event loop, for some 7 ms. A larger record comes whole all the same, from one partition at a time (KIP-74).
+STOP_TIMEOUT_S: Final = 1.0
+# Bytes of one partition, and of all, in one fetch: unpacking a response blocks the event loop, and the next response
+# arrives meanwhile. A larger record still comes whole, from one partition at a time (KIP-74).
 FETCH_BYTES_MAX: Final = 128 * 1024
 FETCH_BYTES_ALL: Final = 512 * 1024
 
 
 class Span(NamedTuple):
-    """From where to read (None: from the log's start), and the offset of the record to read through."""
+    """The first offset to read (None: the log's start), and the offset of the last record to read."""
 
     start: int | None
     through: int
@@ -41,26 +41,26 @@ class Item(NamedTuple):
 
 
 async def read_through(
-    cluster: KafkaAdmin, topic: str, spans: Mapping[int, Span], isolation: Isolation, patience_s: float
+    cluster: KafkaAdmin, topic: str, spans: Mapping[int, Span], isolation: Isolation, timeout_s: float
 ) -> AsyncGenerator[list[Item], None]:
     """Yield the records of each partition, in order, until each has been read through its span's last record.
 
-    "Not there" may be believed of what precedes that record: the leader that showed it has all before it. A start that
-    retention has passed is the log's start. Raises KafkaAway where nothing comes for `patience_s`.
+    An absence before that record is proven: the leader that served the record has everything before it. A start that
+    retention has deleted becomes the log's start. Raises KafkaAway where no record arrives for `timeout_s`.
     """
     consumer = _consumer(cluster, isolation)
     try:
-        await within(patience_s, consumer.start())
-        waiting = {TopicPartition(topic, partition): span for partition, span in spans.items()}
+        await within(timeout_s, consumer.start())
+        waiting = {TopicPartition(topic, number): span for number, span in spans.items()}
         consumer.assign(list(waiting))
-        for place, span in waiting.items():
-            consumer.seek(place, max(span.start or 0, 0))
+        for partition, span in waiting.items():
+            consumer.seek(partition, max(span.start or 0, 0))
         while waiting:
-            batches = await within(patience_s, _more(consumer, waiting, patience_s))
-            for place, records in batches.items():
-                yield [Item(place.partition, record.offset, record.key, record.value) for record in records]
-                if records[-1].offset >= waiting[place].through:
-                    del waiting[place]
+            batches = await within(timeout_s, _more(consumer, waiting, timeout_s))
+            for partition, records in batches.items():
+                yield [Item(partition.partition, record.offset, record.key, record.value) for record in records]
+                if records[-1].offset >= waiting[partition].through:
+                    del waiting[partition]
     except (errors.KafkaError, OSError, TimeoutError) as error:
         raise cluster.failed("read", f"{topic} cannot be read: {error!r}") from error
     finally:
@@ -68,31 +68,31 @@ async def read_through(
 
 
 async def read_between(
-    cluster: KafkaAdmin, topic: str, spans: Mapping[int, tuple[int, int]], patience_s: float
+    cluster: KafkaAdmin, topic: str, spans: Mapping[int, tuple[int, int]], timeout_s: float
 ) -> AsyncGenerator[list[Item], None]:
     """Yield the committed records of each partition from the first offset up to, and without, the second.
 
-    For whoever looks on: without a record of one's own to read through, "not there" is no proof. Raises KafkaAway where
-    nothing comes for `patience_s`.
+    For diagnostics only: without reading through an own record, an absence is not proven. Raises KafkaAway where no
+    record arrives for `timeout_s`.
     """
     consumer = _consumer(cluster, "read_committed")
-    waiting = {TopicPartition(topic, partition): span for partition, span in spans.items() if span[0] < span[1]}
+    waiting = {TopicPartition(topic, number): span for number, span in spans.items() if span[0] < span[1]}
     try:
-        await within(patience_s, consumer.start())
+        await within(timeout_s, consumer.start())
         consumer.assign(list(waiting))
-        for place, (start, _) in waiting.items():
-            consumer.seek(place, max(start, 0))
+        for partition, (start, _) in waiting.items():
+            consumer.seek(partition, max(start, 0))
         while waiting:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(timeout_s):
                 batches: dict[TopicPartition, list[ConsumerRecord]] = {}
                 while not batches and waiting:
                     batches = await consumer.getmany(*waiting, timeout_ms=100)
-                    # Markers are no records: only the position tells that the end is reached.
-                    at = {place: await consumer.position(place) for place in waiting}
-                    waiting = {place: span for place, span in waiting.items() if at[place] < span[1]}
-            for place, records in batches.items():
-                end = spans[place.partition][1]
-                yield [Item(place.partition, r.offset, r.key, r.value) for r in records if r.offset < end]
+                    # A span may end with markers, which are not returned: only the position shows that it is read.
+                    at = {partition: await consumer.position(partition) for partition in waiting}
+                    waiting = {partition: span for partition, span in waiting.items() if at[partition] < span[1]}
+            for partition, records in batches.items():
+                end = spans[partition.partition][1]
+                yield [Item(partition.partition, r.offset, r.key, r.value) for r in records if r.offset < end]
     except (errors.KafkaError, OSError, TimeoutError) as error:
         raise cluster.failed("read", f"{topic} cannot be read: {error!r}") from error
     finally:
@@ -100,19 +100,19 @@ async def read_between(
 
 
 async def ends(cluster: KafkaAdmin, topic: str, partitions: Sequence[int]) -> dict[int, int]:
-    """The high watermark of each partition: the offset of its next record, committed or not. Raises KafkaAway."""
-    places = [TopicPartition(topic, partition) for partition in partitions]
-    found = await _look_up(cluster, lambda consumer: consumer.end_offsets(places))
-    return {place.partition: offset for place, offset in found.items()}
+    """Look up the high watermark of each partition: the offset of its next record. Raises KafkaAway."""
+    wanted = [TopicPartition(topic, number) for number in partitions]
+    found = await _look_up(cluster, lambda consumer: consumer.end_offsets(wanted))
+    return {partition.partition: offset for partition, offset in found.items()}
 
 
 async def offsets_since(
     cluster: KafkaAdmin, topic: str, partitions: Sequence[int], since_ms: int
 ) -> dict[int, int | None]:
-    """The offset of each partition's first record of `since_ms` (epoch ms) or later; None where there is none."""
-    times = {TopicPartition(topic, partition): since_ms for partition in partitions}
+    """Look up each partition's first record of `since_ms` (epoch ms) or later; None where there is none."""
+    times = {TopicPartition(topic, number): since_ms for number in partitions}
     found = await _look_up(cluster, lambda consumer: consumer.offsets_for_times(times))
-    return {place.partition: None if at is None else at.offset for place, at in found.items()}
+    return {partition.partition: None if at is None else at.offset for partition, at in found.items()}
 
 
 async def _look_up(cluster: KafkaAdmin, ask: Callable[[Consumer], Coroutine[Any, Any, Any]]) -> Any:
@@ -126,19 +126,19 @@ async def _look_up(cluster: KafkaAdmin, ask: Callable[[Consumer], Coroutine[Any,
         await _stop(consumer)
 
 
-async def _more(consumer: Consumer, places: Iterable[TopicPartition], patience_s: float) -> Batches:
-    """The next records, of whichever partitions have some. Raises TimeoutError."""
-    deadline = time.monotonic() + patience_s
-    while not (batches := await consumer.getmany(*places, timeout_ms=200)):
+async def _more(consumer: Consumer, partitions: Iterable[TopicPartition], timeout_s: float) -> Batches:
+    """Wait for the next records of any of the partitions. Raises TimeoutError."""
+    deadline = time.monotonic() + timeout_s
+    while not (batches := await consumer.getmany(*partitions, timeout_ms=200)):
         if time.monotonic() > deadline:
             raise TimeoutError
     return cast("Batches", batches)
 
 
 async def _stop(consumer: Consumer) -> None:
-    """Whatever comes of it: what was read is read, and what failed is told by its own error."""
+    """Stop a consumer and ignore errors: its records are read, and a read error is raised by itself."""
     with contextlib.suppress(Exception):
-        await within(STOP_PATIENCE_S, consumer.stop())
+        await within(STOP_TIMEOUT_S, consumer.stop())
 
 
 def _consumer(cluster: KafkaAdmin, isolation: Isolation) -> Consumer:

@@ -1,4 +1,4 @@
-"""Record batches: aiokafka's builder, and the one in C that makes the same bytes at a third of its cost."""
+"""Record batch builders: the compiled one, and aiokafka's, which makes the same bytes."""
 
 from functools import partial
 from typing import Final, Protocol
@@ -11,7 +11,7 @@ from service import native
 from service.contract.wire import Header
 
 MAGIC: Final = 2  # of record batches, since Kafka 0.11
-# Ledger and journal repeat themselves: level 1 packs them as small as Kafka's default, 3, in two thirds of the time.
+# Ledger and journal records are repetitive: level 1 compresses them as well as Kafka's default, 3, and is faster.
 ZSTD_LEVEL: Final = 1
 COMPRESS: Final = {
     DefaultRecordBatch.CODEC_GZIP: gzip_encode,
@@ -22,17 +22,17 @@ COMPRESS: Final = {
 
 
 class BatchBuilder(Protocol):
-    """One batch of records in the making."""
+    """A builder of one record batch."""
 
     def append(self, timestamp: int, key: bytes | None, value: bytes | None, headers: list[Header]) -> bool:
-        """Append a record (timestamp in ms); False where there is no room for it. An empty batch takes any."""
+        """Append a record (timestamp in ms); False where the batch is full. An empty batch accepts any record."""
 
     def build(self) -> bytes:
-        """The batch as it is sent; nothing can be appended any more."""
+        """Close the batch and encode it."""
 
 
 def builder_of(codec: int, transactional: bool, producer_id: int, epoch: int, sequence: int, most: int) -> BatchBuilder:
-    """A batch of up to `most` bytes before compression; `sequence` is its first record's number (KIP-98)."""
+    """Make a builder of up to `most` bytes before compression; `sequence` is the base sequence number (KIP-98)."""
     if native.COMPILED:
         compress = COMPRESS.get(codec)
         return native.records.BatchBuilder(
@@ -42,7 +42,7 @@ def builder_of(codec: int, transactional: bool, producer_id: int, epoch: int, se
 
 
 class LibraryBuilder:
-    """aiokafka's own."""
+    """A BatchBuilder on aiokafka's DefaultRecordBatchBuilder."""
 
     def __init__(self, codec: int, transactional: bool, producer_id: int, epoch: int, sequence: int, most: int) -> None:
         self._builder = DefaultRecordBatchBuilder(

@@ -1,4 +1,4 @@
-"""TLS and SASL as aiokafka wants them told."""
+"""The TLS and SASL options of aiokafka's clients."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ from service.contract import SharedSettings, tls_context
 
 
 def security_of(settings: SharedSettings) -> dict[str, Any]:
-    """The arguments by which a client shows who it is and believes who the brokers are; none for plain connections.
+    """Make a client's TLS and SASL arguments; none for PLAINTEXT.
 
-    The files were looked at when the settings were read; OSError where they have gone since.
+    Raises OSError where a certificate file that was valid when the settings were read is unreadable now.
     """
     given: dict[str, Any] = {}
     if settings.kafka_security_protocol != "PLAINTEXT":

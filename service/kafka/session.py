@@ -1,8 +1,7 @@
-"""One life of a producer: its producer id and epoch, its sequence numbers, and the batches that it sends.
+"""A producer session: one producer id and epoch, the sequence numbers, and the sending of batches.
 
-Made of aiokafka's client and its record batches: aiokafka's own producers repeat requests inside, call some failures
-successes, and tell nobody. Here a request is sent once, and its own answer is what counts: anything else than a clean
-one ends the life.
+Built on aiokafka's client and record batches, not on its producers: those repeat requests internally and report some
+failures as successes. Here a request is sent once, and any response that is not clean ends the session.
 """
 
 import asyncio
@@ -27,24 +26,24 @@ from service.kafka.inspection import open_partitions
 from service.kafka.outcomes import REFUSALS, RecordError, Refused
 from service.kafka.record_batch import BatchBuilder, builder_of
 
-# A batch that every topic with the default max.message.bytes (1,048,588) takes.
+# The size of a batch that fits every topic with the default max.message.bytes (1,048,588).
 BATCH_BYTES_MAX: Final = 1_000_000
-CLOSE_PATIENCE_S: Final = 1.0
-# For the metadata of a topic that the topic_metadata knows.
-METADATA_PATIENCE_S: Final = 1.0
-AGAIN_PAUSE_S: Final = 0.02
-MOVED_PAUSE_S: Final = 0.02
+CLOSE_TIMEOUT_S: Final = 1.0
+# For the metadata of a topic that TopicMetadataCache has listed as existing.
+METADATA_TIMEOUT_S: Final = 1.0
+RETRY_PAUSE_S: Final = 0.02
+NOT_LEADER_PAUSE_S: Final = 0.02
 
 SEQUENCES: Final = 2**31  # sequence numbers begin again at 0 (KIP-98)
 OK: Final = errors.NoError.errno
 NOT_ENOUGH_REPLICAS: Final = errors.NotEnoughReplicasError.errno
-# Clean answers after which the same batch may be sent again: its leader is another node (or none yet, of a new topic).
-# Where the old one had appended it all the same, the new one knows its sequence numbers and answers with its offset.
+# Clean error codes after which the same batch may be sent to another leader. Where the old leader has appended the
+# batch, the new leader knows its sequence numbers and answers with its offset.
 NOT_LEADER: Final = (errors.NotLeaderForPartitionError.errno, errors.LeaderNotAvailableError.errno)
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):
-    """A record as it goes to Kafka. `timestamp` in ms; `batch_bytes_max` is what its topic takes in one batch."""
+    """A record to send. `timestamp` in epoch ms; `batch_bytes_max`: the largest batch that its topic accepts."""
 
     topic: str
     partition: int
@@ -53,36 +52,36 @@ class Record(msgspec.Struct, frozen=True, gc=False):
     headers: list[Header]
     timestamp: int
     batch_bytes_max: int = BATCH_BYTES_MAX
-    codec: int | None = None  # of its batch; None: as the settings say
+    codec: int | None = None  # compression of its batch; None: the configured codec
 
 
 class RecordMetadata(msgspec.Struct, frozen=True, gc=False):
-    """Where a record is. `timestamp` is the broker's where the topic has LogAppendTime, else the record's own."""
+    """Offset and timestamp (ms) of a written record; the broker's timestamp where the topic has LogAppendTime."""
 
     offset: int
     timestamp: int
 
 
 class NotSent(msgspec.Struct, frozen=True):
-    """It surely is not in Kafka, and may go there yet. `itself`: its own partition is the reason."""
+    """The record is surely not in Kafka and may be sent again. `itself`: its own partition is the reason."""
 
     itself: bool
 
     @property
     def why(self) -> str:
-        """As a Refusal's."""
-        return "it could not be sent"
+        """The reason as text, as RecordError has it."""
+        return "the record could not be sent"
 
 
 NOT_SENT: Final = NotSent(itself=False)
 
-# What became of a record: where it is, why the broker refused it for good, that it is not there, or None: nobody knows.
+# The result of sending a record: written, permanently refused, surely not written, or None: unknown.
 RecordResult = RecordMetadata | RecordError | NotSent | None
 Partition = tuple[str, int]
 
 
 class Batch:
-    """Records of one partition on their way: their places in the caller's order, and the broker's answer to them."""
+    """Records of one partition in one batch: their indexes in the caller's list, and the broker's answer."""
 
     __slots__ = ("answer", "builder", "members", "moved", "partition", "payload")
 
@@ -90,22 +89,22 @@ class Batch:
         self.partition = partition
         self.builder = builder
         self.members: list[int] = []
-        self.payload = b""  # what is sent, once it is closed
-        self.moved = False  # it was sent to one node, and then to another
+        self.payload = b""  # the encoded batch, once it is closed
+        self.moved = False  # the batch was sent to a second node after NOT_LEADER
         self.answer: tuple[int, int, int] | None = None  # error code, offset, timestamp in ms (-1: the records' own)
 
     def add(self, index: int, record: Record) -> bool:
-        """Append a record, which is the caller's at `index`; False where there is no room for it."""
+        """Append the record at `index` of the caller's list; False where the batch is full."""
         if not self.builder.append(record.timestamp, record.key, record.value, record.headers):
             return False
         self.members.append(index)
         return True
 
-    def fate(self, records: Sequence[Record]) -> list[RecordMetadata] | RecordError | NotSent | None:
-        """The places of its records, in their order; why it was refused; that it is not there; or None: nobody knows.
+    def result(self, records: Sequence[Record]) -> list[RecordMetadata] | RecordError | NotSent | None:
+        """Convert the broker's answer: metadata in the order of the records, an error, NotSent, or None: unknown.
 
-        That too few replicas would have it is said before it is appended; that too few have it is another code. Of one
-        that was sent to two nodes, the first may have appended it, whatever the second says against it.
+        NOT_ENOUGH_REPLICAS is answered before the append (after it, the code is NOT_ENOUGH_REPLICAS_AFTER_APPEND). An
+        error for a batch that was sent to two nodes is unknown: the first may have appended the batch.
         """
         if self.answer is None:
             return None
@@ -130,17 +129,17 @@ class ProducerSession:
         self.transactional_id = transactional_id
         self.producer_id = self.epoch = -1
         self.coordinator = -1
-        self.unended: set[Partition] = set()  # of the older producers' transaction, as the coordinator had it
+        self.without_marker: set[Partition] = set()  # of the older producers' transaction, before the fence
         self._cluster = cluster
         self._timeout_ms = timeout_ms
         self._sequences: dict[Partition, int] = {}
         self._throttled_ms = 0
         self._throttled_until = 0.0  # by time.monotonic
 
-    async def start(self, patience_s: float) -> None:
-        """Get the producer id and epoch. Raises KafkaAway, and is closed then."""
+    async def start(self, timeout_s: float) -> None:
+        """Connect and get the producer id and epoch. Raises KafkaAway after closing the session."""
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(timeout_s):
                 await self.client.bootstrap()
                 await self._identify()
         except (errors.KafkaError, OSError, TimeoutError) as error:
@@ -152,32 +151,32 @@ class ProducerSession:
             raise
 
     async def _identify(self) -> None:
-        """InitProducerId, until it has an answer: CONCURRENT_TRANSACTIONS while an older transaction ends (KIP-98)."""
+        """Repeat InitProducerId while an older transaction ends (CONCURRENT_TRANSACTIONS, KIP-98)."""
         while True:
             try:
                 if self.transactional_id is None:
                     node = await any_node(self.client)
                 else:
                     node = await coordinator(self.client, self.transactional_id)
-                    self.unended |= await open_partitions(self.client, node, self.transactional_id)
+                    self.without_marker |= await open_partitions(self.client, node, self.transactional_id)
                 answer = await self.client.send(node, InitProducerIdRequest(self.transactional_id, self._timeout_ms))
                 check(answer.error_code, "InitProducerId")
                 self.coordinator, self.producer_id, self.epoch = node, answer.producer_id, answer.producer_epoch
                 return
             except RETRIABLE:
-                await asyncio.sleep(AGAIN_PAUSE_S)
+                await asyncio.sleep(RETRY_PAUSE_S)
                 await self.client.force_metadata_update()
 
     def try_send(self, node: int, request: Any) -> asyncio.Future[Any] | None:
-        """Send a request, where that can be done at once; its answer is to be heeded."""
+        """Send a request if that needs no waiting; a future of its response, for `note_throttle`. Else None."""
         return self.client.send_now(node, request)
 
     async def request(self, node: int, request: Any) -> Any:
-        """The answer to a request, sent once. Raises KafkaError or OSError."""
+        """Send a request once and await its response. Raises KafkaError or OSError."""
         return self.note_throttle(await self.client.send(node, request))
 
     def note_throttle(self, answer: Any) -> Any:
-        """Note what an answer says beside what was asked; the answer."""
+        """Note a response's throttle time (KIP-219), and return the response."""
         if answer.throttle_time_ms:
             self._throttled_ms = answer.throttle_time_ms
             self._throttled_until = time.monotonic() + answer.throttle_time_ms / 1000
@@ -185,16 +184,16 @@ class ProducerSession:
 
     @property
     def quota(self) -> str:
-        """What there is to say of a request that has no answer now, as Kafka lets this client wait; else "" (KIP-219).
+        """The reason text for a request that waits because Kafka throttles this client; else "" (KIP-219).
 
-        It answers at once, and then reads no more from the connection until the time that the answer told is over.
+        A throttling broker answers at once and then stops reading from the connection for the throttle time.
         """
         if self._throttled_until < time.monotonic():
             return ""
         return f"Kafka throttles this client by {self._throttled_ms} ms: raise the quota of its user or client id"
 
     def batches(self, records: Sequence[Record], leaders: Mapping[Partition, int]) -> list[Batch]:
-        """The records of partitions with a leader; a new batch where the topic's limit, or ours, would be passed."""
+        """Build batches of the records whose partition has a leader, up to the size limit of each topic."""
         batches: list[Batch] = []
         open_batches: dict[Partition, Batch] = {}
         for index, record in enumerate(records):
@@ -208,7 +207,7 @@ class ProducerSession:
                 builder = self._builder(partition, record.batch_bytes_max, record.codec)
                 batch = open_batches[partition] = Batch(partition, builder)
                 batches.append(batch)
-                batch.add(index, record)  # an empty one takes any: what is too large is the broker's to refuse
+                batch.add(index, record)  # an empty batch accepts any size: the broker refuses what is too large
         for batch in open_batches.values():
             self._advance(batch)
         return batches
@@ -229,14 +228,14 @@ class ProducerSession:
         batch.payload = batch.builder.build()
 
     async def send(self, batches: Sequence[Batch], leaders: Mapping[Partition, int], replicas_ms: int) -> None:
-        """Send batches, those of a partition in their order, and wait until each has its answer.
+        """Send batches, those of a partition in their order, and wait until each has an answer.
 
-        Raises KafkaError or OSError where a request had none; the answers that came are there all the same. A batch is
-        sent again only where a broker has said of all of its partition's that it does not lead it (any more).
+        Raises KafkaError or OSError where a request had no response; answers of other requests are kept. Batches are
+        sent again only where the node answered NOT_LEADER to all batches of their partition.
         """
         await self._send_once(batches, leaders, replicas_ms)
         while moved := _moved(batches):
-            await asyncio.sleep(MOVED_PAUSE_S)
+            await asyncio.sleep(NOT_LEADER_PAUSE_S)
             await self.client.force_metadata_update()
             leaders = {partition: await self.find_leader(partition) for partition in moved}
             batches = [batch for batch in batches if batch.partition in moved]
@@ -246,7 +245,7 @@ class ProducerSession:
 
     async def _send_once(self, batches: Sequence[Batch], leaders: Mapping[Partition, int], replicas_ms: int) -> None:
         requests: list[tuple[int, list[Batch]]] = []
-        for batch in batches:  # a request holds one batch of a partition at most
+        for batch in batches:  # a Produce request holds at most one batch of a partition
             node = leaders[batch.partition]
             for to, together in requests:
                 if to == node and all(other.partition != batch.partition for other in together):
@@ -277,28 +276,28 @@ class ProducerSession:
             batch.answer = answers.get(batch.partition)
 
     def leader(self, partition: Partition) -> int | None:
-        """The node that leads a partition; None where that is not known."""
+        """Find a partition's leader in the cached metadata; None where it is unknown."""
         node = self.client.cluster.leader_for_partition(TopicPartition(*partition))
         return None if node is None or node < 0 else int(node)
 
     def look_up(self, partitions: Iterable[Partition]) -> None:
-        """Ask for the leaders that are not known, all in one request; `find_leader` waits for them.
+        """Request the metadata of all topics with an unknown leader at once; `find_leader` waits for it.
 
-        One by one, each would be a request that answers for every topic before it too.
+        Adding topics one by one would send one request for each, and each for all topics before it too.
         """
         unknown = {partition[0] for partition in partitions if self.leader(partition) is None}
         if unknown:
             self.client.set_topics({*self.client._topics, *unknown})
 
     async def find_leader(self, partition: Partition) -> int:
-        """The leader, asked for. Raises TimeoutError soon where there is none: it must not cost a group.
+        """Wait for a partition's leader, for METADATA_TIMEOUT_S. Raises TimeoutError where there is none.
 
-        Raises Refused where brokers answer, and know of no such partition or do not let it be seen.
+        Raises Refused where brokers answer and the partition does not exist or is hidden from the service.
         """
         topic, number = partition
         answered = False
         try:
-            async with asyncio.timeout(METADATA_PATIENCE_S):
+            async with asyncio.timeout(METADATA_TIMEOUT_S):
                 self.client.add_topic(topic)
                 while (node := self.leader(partition)) is None:
                     answered = await self.client.force_metadata_update()
@@ -312,17 +311,17 @@ class ProducerSession:
             raise
 
     def failed(self, operation: str, why: str) -> KafkaAway:
-        """The error to raise for an operation that failed, which is counted."""
+        """Count a failed operation and make the error to raise for it."""
         return self._cluster.failed(operation, why)
 
     async def close(self) -> None:
-        """End this life, in whatever state it is. Never raises, never hangs; what is in flight fails."""
+        """Close the connections, in any state. Never raises, never hangs; pending requests fail."""
         with contextlib.suppress(Exception):
-            await within(CLOSE_PATIENCE_S, self.client.close())
+            await within(CLOSE_TIMEOUT_S, self.client.close())
 
 
 def _moved(batches: Sequence[Batch]) -> set[Partition]:
-    """Partitions that their node does not lead, as it said of each of their batches."""
+    """Find the partitions all of whose batches were answered with NOT_LEADER."""
     moved = {batch.partition for batch in batches if batch.answer is not None and batch.answer[0] in NOT_LEADER}
     if not moved:
         return moved
@@ -330,7 +329,7 @@ def _moved(batches: Sequence[Batch]) -> set[Partition]:
 
 
 def check(code: int, what: str) -> None:
-    """Raise the error of a code that is not OK. aiokafka does not know PRODUCER_FENCED, and calls it unknown."""
+    """Raise the error of a code that is not OK; PRODUCER_FENCED separately, as aiokafka calls it unknown."""
     if code == outcomes.PRODUCER_FENCED:
         raise errors.ProducerFenced(what)
     if code != OK:

@@ -1,4 +1,4 @@
-"""The topics: Fencepost's own, made at start and checked where they exist, and what is known of everyone else's."""
+"""Fencepost's internal topics, created and checked at start, and the cache of other topics' metadata."""
 
 import asyncio
 import contextlib
@@ -16,22 +16,23 @@ from service.kafka.deadline import shared, unwaited
 
 REQUESTS_PARTITIONS: Final = 8
 WEEK_S: Final = 168 * 3600
-# Past the retention of keys, time for the audit to read what it needs.
+# Retention of the internal topics beyond that of keys: time for the audit to read them.
 EXTRA_S: Final = 2 * 24 * 3600
 # The default of Kafka's `max.message.bytes`.
 OWN_MESSAGE_BYTES: Final = 1_048_588
-# Of a record of our own, what is not its entries: the batch's head, the record's fields, and the JSON's, with names.
+# Bytes of an internal record beside its entries: batch header, record fields, and the JSON's other fields.
 RECORD_HEAD_BYTES: Final = 512
-# That, and one entry of a topic with the longest name; less holds nothing.
+# The smallest usable max.message.bytes of an internal topic: one entry that names the longest topic fits.
 OWN_MESSAGE_BYTES_LEAST: Final = 2 * RECORD_HEAD_BYTES + 256
-# How long a topic's settings are believed, and for how long that it lacks replicas.
+# How long a topic's cached metadata is fresh, and how long that of a topic under min ISR.
 KNOWN_S: Final = 10.0
-SHORT_S: Final = 0.5
-# For so long more they will do while Kafka is asked anew: one broker that is silent must not hold up every request.
+UNDER_MIN_ISR_S: Final = 0.5
+# How long after that the cached metadata is still used while a refresh runs (stale-while-revalidate, RFC 5861):
+# a silent broker must not delay every request.
 STALE_S: Final = 60.0
-# For a topic that failed a group; what was known of it will do.
-LOOK_AGAIN_S: Final = 1.0
-# Names that nobody made which are remembered, for batches that were under way when they were asked for.
+# The time limit for refreshing topics that failed a group; afterwards the cached metadata is used.
+REFRESH_S: Final = 1.0
+# The number of names without a topic that are remembered, so that a batch asks for such a name once.
 ABSENT_MAX: Final = 1_000
 
 
@@ -53,21 +54,21 @@ class InternalTopics:
             "retention.bytes": "-1",
             "message.timestamp.type": "LogAppendTime",
         }
-        self.limits: dict[str, int] = {}  # `max.message.bytes` of each, as far as it may be read
+        self.limits: dict[str, int] = {}  # `max.message.bytes` of each topic whose settings may be read
         self._wanted: dict[str, tuple[int, Mapping[str, str]]] = {
             self.ledger: (settings.slots_max, kept),
             self.requests: (REQUESTS_PARTITIONS, kept),
             self.control: (1, {"cleanup.policy": "compact"}),
         }
-        # With what they are made beside that: whatever the brokers' defaults are, they take our records, by any clock.
+        # Further settings at creation, so that the topics accept our records whatever the brokers' defaults and clocks.
         self._made_with = {"message.timestamp.type": "LogAppendTime", "max.message.bytes": str(OWN_MESSAGE_BYTES)}
 
     def reserved(self, topic: str) -> bool:
-        """Is this a topic that no client may write to?"""
+        """Check whether a topic is closed to clients: internal, findings, or Kafka's own."""
         return topic in self._wanted or topic == self.findings or topic.startswith("__")
 
     async def ensure(self) -> None:
-        """Make what is missing, grow the ledger, check the rest. SettingsError says what to change."""
+        """Create missing internal topics, grow the ledger, check the rest. Raises SettingsError, KafkaAway."""
         found = await self._cluster.describe(list(self._wanted))
         for name, (partitions, settings) in self._wanted.items():
             if name not in found:
@@ -81,19 +82,21 @@ class InternalTopics:
             await self._cluster.grow(self.ledger, self._settings.slots_max)
 
     async def read_limits(self) -> None:
-        """See how large a record they take now. Raises KafkaAway, KafkaForbids."""
+        """Update `limits` from the topics' current settings. Raises KafkaAway, KafkaForbids."""
         self._note_limits(await self._cluster.describe(list(self._wanted)))
 
     def _note_limits(self, topics: Mapping[str, Topic]) -> None:
-        self.limits |= {name: it.message_bytes_max for name, it in topics.items() if "max.message.bytes" in it.settings}
+        self.limits |= {
+            name: topic.message_bytes_max for name, topic in topics.items() if "max.message.bytes" in topic.settings
+        }
 
     @property
     def ledger_bytes_max(self) -> int:
-        """Bytes of entries at which a group closes, so that the ledger takes their record."""
+        """Bytes of entries at which a group closes, so that its record fits the ledger's max.message.bytes."""
         return min(GROUP_LEDGER_BYTES_MAX, self.limits.get(self.ledger, OWN_MESSAGE_BYTES) - RECORD_HEAD_BYTES)
 
     async def _described(self) -> dict[str, Topic]:
-        """The internal topics once each is known: one that was just made takes a moment to show."""
+        """Describe the internal topics, waiting until metadata lists those that were just created."""
         async with asyncio.timeout(self._cluster.timeout_s):
             while True:
                 found = await self._cluster.describe(list(self._wanted))
@@ -102,16 +105,15 @@ class InternalTopics:
                 await asyncio.sleep(0.05)
 
     async def slots(self) -> int:
-        """How many slots there are now: the ledger's number of partitions.
+        """Count the slots: the ledger's partitions, at least `slots_max`, which `ensure` has created.
 
-        Not fewer than the start saw to: a broker that lags behind tells what there were, and who fences only those
-        leaves the others alive.
+        A broker with old metadata may list fewer partitions; the producers of the others would not be fenced.
         """
-        told = await self._cluster.partitions([self.ledger])
-        return max(told.get(self.ledger, 0), self._settings.slots_max)
+        found = await self._cluster.partitions([self.ledger])
+        return max(found.get(self.ledger, 0), self._settings.slots_max)
 
     def faults(self, topic: Topic) -> list[str]:
-        """What of an internal topic is not as it must be, a line each that says what to set."""
+        """List what is wrong with an internal topic: one line for each fault, with the setting to change."""
         partitions, settings = self._wanted[topic.name]
         wrong = []
         if topic.name == self.ledger and topic.partitions > partitions:
@@ -122,7 +124,7 @@ class InternalTopics:
         if topic.name == self.requests and topic.partitions < partitions:
             wrong.append(f"topic {topic.name} has {topic.partitions} partitions: raise them to {partitions}")
         if topic.name == self.control and topic.partitions != partitions:
-            wrong.append(f"topic {topic.name} has {topic.partitions} partitions: make it anew, with one")
+            wrong.append(f"topic {topic.name} has {topic.partitions} partitions: create it again, with one")
         for name, value in settings.items():
             present = topic.settings.get(name, value)
             longer = name == "retention.ms" and (present == "-1" or int(present) >= int(value))
@@ -137,76 +139,77 @@ class InternalTopics:
 
 
 class TopicMetadataCache:
-    """What is known of the topics of others, asked of Kafka at most every few seconds and never made by asking."""
+    """Caches the metadata of topics for events. A look-up never creates a topic."""
 
     def __init__(self, cluster: KafkaAdmin) -> None:
         self._cluster = cluster
         self._known: dict[str, tuple[float, Topic]] = {}
         self._last: dict[str, Topic] = {}
-        self._told: dict[str, float] = {}  # when what is last known of it was asked for
-        self._absent: dict[str, float] = {}  # when it was last asked for in vain
+        self._asked_at: dict[str, float] = {}  # when the cached metadata was requested, by time.monotonic
+        self._absent: dict[str, float] = {}  # when the last look-up that found no topic began
         self._asking: dict[str, asyncio.Task[Topic | None]] = {}
 
     def fresh(self, name: str) -> Topic | None:
-        """The topic if it was asked for a moment ago; no I/O."""
+        """Return the topic if its metadata is fresh, else None; no I/O."""
         until, topic = self._known.get(name, (0.0, None))
         return topic if until > time.monotonic() else None
 
     def cached(self, name: str) -> Topic | None:
-        """The topic if it is known; one that was fresh until lately will do while it is asked for anew, apart."""
+        """Return the topic if its metadata is at most STALE_S past fresh, and start a refresh if needed; no waiting."""
         until, topic = self._known.get(name, (0.0, None))
         now = time.monotonic()
         if topic is None or until > now:
             return topic
-        if topic.under_min_isr or until + STALE_S <= now:  # that replicas lack is told to callers: it must be true
+        if topic.under_min_isr or until + STALE_S <= now:  # callers answer with it, so it must be current
             return None
         if name not in self._asking:
-            self._ask_apart(name)
+            self._start_asking(name)
         return topic
 
-    async def get(self, name: str, arrived: float, *, anew: bool = False) -> Topic | None:
-        """The topic, or None where Kafka, asked after `arrived` (time.monotonic), says that there is none.
+    async def get(self, name: str, arrived: float, *, after_arrival: bool = False) -> Topic | None:
+        """Look up a topic; None where a look-up that began after `arrived` (time.monotonic) found none.
 
-        So a topic is found by the first who asks after it was made, and a batch asks once. `anew`: as Kafka tells of it
-        after `arrived`, or knew it last while it is away. Raises KafkaAway, KafkaForbids.
+        So the first request after a topic's creation finds the topic, and a batch looks an absent name up once.
+        `after_arrival`: only metadata requested after `arrived` is good enough, or the last known while Kafka is away.
+        Raises KafkaAway, KafkaForbids.
         """
         topic = self.fresh(name)
-        for _ in range(2):  # what was being asked before may have missed a topic that was made or changed meanwhile
-            will_do = topic is not None and not (anew and self._told.get(name, -math.inf) < arrived)
+        for _ in range(2):  # a look-up that was already running may have missed a change
+            will_do = topic is not None and not (after_arrival and self._asked_at.get(name, -math.inf) < arrived)
             if not will_do and self._absent.get(name, -math.inf) < arrived:
-                topic = await shared(self._asking.get(name) or self._ask_apart(name))
+                topic = await shared(self._asking.get(name) or self._start_asking(name))
         return topic
 
     @property
     def names(self) -> Collection[str]:
-        """The topics that were there when they were last asked for."""
+        """The topics that their last successful look-up found."""
         return self._last.keys()
 
     def last_known(self, name: str) -> Topic:
-        """The topic as it was when it was last there; KeyError where it never was, and no event was let in."""
+        """Return the topic as last found; KeyError where no look-up ever found it, so that no event was admitted."""
         return self._last[name]
 
     def close(self) -> None:
-        """Nobody waits for what is being asked any more."""
+        """Cancel look-ups that are under way."""
         for asking in self._asking.values():
             asking.cancel()
 
     def invalidate(self, name: str) -> None:
-        """The broker said otherwise: ask again next time."""
+        """Drop a topic's cached metadata, which a broker has contradicted."""
         self._known.pop(name, None)
 
     async def refresh(self, names: Iterable[str]) -> None:
-        """Ask for what is not fresh of these topics, for a second at most: they failed a group, maybe for replicas."""
-        stale = [name for name in names if self.fresh(name) is None]
-        if stale:
+        """Look up those of the topics that are not fresh, for at most REFRESH_S: topics that failed a group."""
+        expired = [name for name in names if self.fresh(name) is None]
+        if expired:
             with contextlib.suppress(KafkaAway, TimeoutError):
-                async with asyncio.timeout(LOOK_AGAIN_S):
-                    await asyncio.gather(*(self.get(name, time.monotonic()) for name in stale))
+                async with asyncio.timeout(REFRESH_S):
+                    await asyncio.gather(*(self.get(name, time.monotonic()) for name in expired))
 
-    def _ask_apart(self, name: str) -> asyncio.Task[Topic | None]:
+    def _start_asking(self, name: str) -> asyncio.Task[Topic | None]:
         asking = self._asking[name] = asyncio.create_task(self._ask(name))
         asking.add_done_callback(lambda _: self._asking.pop(name, None))
-        asking.add_done_callback(unwaited)  # `peek` does not
+        asking.add_done_callback(unwaited)  # `cached` does not await the task
         return asking
 
     async def _ask(self, name: str) -> Topic | None:
@@ -215,16 +218,16 @@ class TopicMetadataCache:
         try:
             topic = (await self._cluster.describe([name])).get(name)
             if topic is None:
-                # That broker may lag behind, and 404 is final to a client, who may have made the topic just now.
+                # One broker may lag behind, and 404 is final: ask a second one before answering it.
                 topic = (await self._cluster.describe([name], elsewhere=True)).get(name)
-        except KafkaForbids:  # an answer, and not for want of one
+        except KafkaForbids:  # an answer of Kafka; its base KafkaAway means that none came
             self._known.pop(name, None)
             raise
         except KafkaAway:
             if last is None:
                 raise
-            self._known[name] = time.monotonic() + SHORT_S, last
-            return last  # what it was will do: the broker itself has the last word
+            self._known[name] = time.monotonic() + UNDER_MIN_ISR_S, last
+            return last  # the old metadata suffices: the broker itself checks each record
         self._absent.pop(name, None)
         if topic is None:
             self._known.pop(name, None)
@@ -232,6 +235,6 @@ class TopicMetadataCache:
             if len(self._absent) > ABSENT_MAX:
                 del self._absent[next(iter(self._absent))]
         else:
-            self._last[name], self._told[name] = topic, began
-            self._known[name] = time.monotonic() + (SHORT_S if topic.under_min_isr else KNOWN_S), topic
+            self._last[name], self._asked_at[name] = topic, began
+            self._known[name] = time.monotonic() + (UNDER_MIN_ISR_S if topic.under_min_isr else KNOWN_S), topic
         return topic

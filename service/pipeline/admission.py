@@ -231,16 +231,16 @@ class Admission:
             try:
                 check_topic(event, topic, self.now_ms())
             except Problem:
-                check_topic(event, await self._topic(event.topic, arrived, deadline, anew=True), self.now_ms())
+                check_topic(event, await self._topic(event.topic, arrived, deadline, after_arrival=True), self.now_ms())
         if not self._schemas.check_now(event):
             await self._schemas.check(event)
 
-    async def _topic(self, name: str, arrived: float, deadline: float, *, anew: bool = False) -> Topic:
+    async def _topic(self, name: str, arrived: float, deadline: float, *, after_arrival: bool = False) -> Topic:
         if self._topics.reserved(name):
             raise Problem(FORBIDDEN_TOPIC, f"topic: {name} is internal: use another")
         try:
             async with asyncio.timeout_at(deadline):
-                topic = await self._topic_metadata.get(name, arrived, anew=anew)
+                topic = await self._topic_metadata.get(name, arrived, after_arrival=after_arrival)
         except KafkaForbids as error:
             raise Problem(FORBIDDEN_TOPIC, f"topic: {error}: have it allowed to Describe and Write it") from error
         except (KafkaAway, TimeoutError) as error:

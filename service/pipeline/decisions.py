@@ -185,7 +185,7 @@ class FailureDecision:
         self.failed: list[WriteRequest] = []
         self.blamed: list[WriteRequest] = []
         self.blamed_topics: dict[str, None] = {}
-        self.is_aborted = failure.verdict is TransactionOutcome.ABORTED
+        self.is_aborted = failure.outcome is TransactionOutcome.ABORTED
         # Where a commit was asked for, what was refused on the way has been overcome, or is not what ended it.
         self._refusals = failure.refusals if self.is_aborted else {}
         self._culprits = {*failure.stuck, *self._refusals}

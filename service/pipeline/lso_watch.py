@@ -118,12 +118,12 @@ class LsoWatch:
             await asyncio.sleep(self.interval_s)
             try:
                 await self.look(time.monotonic())
-                if failures := trouble.over():
+                if failures := trouble.end():
                     log.info("last stable offsets are seen again", **failures)
             except KafkaAway as error:
-                trouble.goes_on(error)
+                trouble.add(error)
             except Exception as error:  # a bug must not end the watch
-                trouble.goes_on(error, bug=True)
+                trouble.add(error, bug=True)
 
     async def look(self, now: float) -> None:
         """Look once, and have the slots recovered whose transactions stand open for longer than any may."""

@@ -184,14 +184,14 @@ class Pool:
             try:
                 epoch = await self._store.settled()
                 await self._heartbeat(epoch)
-                if failures := trouble.over():
+                if failures := trouble.end():
                     log.info("heartbeat again", **failures)
             except StoreLost:
                 self._store.lost(epoch)
             except (StoreAway, StoreUnanswered, KafkaAway) as error:
-                trouble.goes_on(error)
+                trouble.add(error)
             except Exception as error:  # a bug must not end the heartbeat: every slot would be lost
-                trouble.goes_on(error, bug=True)
+                trouble.add(error, bug=True)
             with contextlib.suppress(TimeoutError):
                 beats = HEARTBEATS_PER_LEASE if self.slots else HEARTBEATS_PER_LEASE_WITHOUT_A_SLOT
                 async with asyncio.timeout(self._settings.lease_ttl_ms / 1000 / beats):
@@ -314,7 +314,7 @@ class Pool:
         self._telemetry.slot_recoveries.observe(took_s)
         slot.doubtful = 0
         slot.down_since = math.inf
-        log.info("slot ready", slot=slot.n, term=slot.term, took_s=round(took_s, 3), **self._trouble_of(slot).over())
+        log.info("slot ready", slot=slot.n, term=slot.term, took_s=round(took_s, 3), **self._trouble_of(slot).end())
         self._recovered()
 
     def _ended(self, slot: Slot, error: Exception) -> None:
@@ -325,7 +325,7 @@ class Pool:
         if why == ENDS[TransactionFailed]:
             self._telemetry.kafka_errors.labels("transaction").inc()
         told = {"slot": slot.n, "term": slot.term, "in_doubt": slot.doubtful, "cause": why}
-        self._trouble_of(slot).goes_on(error, bug=why == BUG, **told)
+        self._trouble_of(slot).add(error, bug=why == BUG, **told)
         if slot.state is not SlotState.DOUBT:
             slot.move(SlotEvent.FAIL)
         if isinstance(error, StoreLost):

@@ -122,7 +122,7 @@ class Tracing:
         try:
             yield
         except Exception as error:
-            kind = error.verdict.value if isinstance(error, TransactionFailed) else type(error).__name__
+            kind = error.outcome.value if isinstance(error, TransactionFailed) else type(error).__name__
             sent.set_attribute("error.type", kind)
             sent.set_status(Status(StatusCode.ERROR, str(error)))
             raise
@@ -157,7 +157,7 @@ class Exporter(OTLPSpanExporter):
         self._why = ""
         result = super().export(spans)
         if result is not SpanExportResult.SUCCESS:
-            self._trouble.goes_on(NotTaken(self._why))
-        elif failures := self._trouble.over():
+            self._trouble.add(NotTaken(self._why))
+        elif failures := self._trouble.end():
             log.info("traces are taken again", **failures)
         return result

@@ -93,7 +93,7 @@ class SlotRecovery:
         self._fences = telemetry.fences.labels("slot")
         self._hanging_ended = telemetry.hanging_ended
         self._replayed = telemetry.replayed.labels("slot")
-        self._patience_s = (settings.request_timeout_ms + settings.transaction_timeout_ms) / 1000
+        self._timeout_s = (settings.request_timeout_ms + settings.transaction_timeout_ms) / 1000
 
     async def run(self, slot: Slot, epoch: StoreGeneration) -> None:
         """Steps 2 to 6 of slot recovery. Raises StoreLost, Fenced, TransactionFailed, KafkaAway, StoreAway, …:
@@ -121,7 +121,7 @@ class SlotRecovery:
         """End what hangs in the slot's partitions before the begin record does, whose marker would commit it."""
         applied = await self._keys.applied(slot.epoch, slot.n)
         ledger = self._topics.ledger, slot.n
-        settlement = Settlement(self._cluster, ledger, slot.producer, self._patience_s, self._hanging_ended)
+        settlement = Settlement(self._cluster, ledger, slot.producer, self._timeout_s, self._hanging_ended)
         slot.suspects = await settlement.run(applied, slot.suspects)
 
     async def _check(self, slot: Slot) -> None:
@@ -145,7 +145,7 @@ class SlotRecovery:
             )
         rows: list[Row] = []
         spans = {slot.n: Span(start, slot.term)}
-        records = read_through(self._cluster, self._topics.ledger, spans, "read_committed", self._patience_s)
+        records = read_through(self._cluster, self._topics.ledger, spans, "read_committed", self._timeout_s)
         async with contextlib.aclosing(records):
             async for items in records:
                 read = rows_of(items)
@@ -181,7 +181,7 @@ class Store:
         self._settings = settings
         self._telemetry = telemetry
         self._barriers = IdempotentProducer(cluster, "store-recovery")
-        self._patience_s = (settings.request_timeout_ms + settings.transaction_timeout_ms) / 1000
+        self._timeout_s = (settings.request_timeout_ms + settings.transaction_timeout_ms) / 1000
         self._settling: asyncio.Task[StoreGeneration] | None = None
         self._quiet_pause_s = PAUSE_LEAST_S
 
@@ -228,11 +228,11 @@ class Store:
                 self.epoch = await self._attempt()
             except (NotYet, StoreAway, StoreUnanswered, StoreLost, KafkaAway) as error:
                 self.status = f"{error.state if isinstance(error, NotYet) else 'store-away'}: {error}"
-                trouble.goes_on(error)
+                trouble.add(error)
                 await self._pause()
             except Exception as error:  # a bug, or a record in control that is not ours: no reason to stop trying
                 self.status = f"store-away: {error!r}"
-                trouble.goes_on(error, bug=True)
+                trouble.add(error, bug=True)
                 await self._pause()
             else:
                 self.status = "settled"
@@ -240,11 +240,11 @@ class Store:
                 if self._last is not None and self._last.generation != self.epoch.generation:
                     self._telemetry.generation_changes.inc()
                 self._last = self.epoch
-                log.info("store settled", generation=self.epoch.generation, store=self.epoch.store, **trouble.over())
+                log.info("store settled", generation=self.epoch.generation, store=self.epoch.store, **trouble.end())
                 return self.epoch
 
     async def _pause(self) -> None:
-        await self._keys.resolve_anew()
+        await self._keys.resolve_again()
         await asyncio.sleep(random.uniform(0.5, 1.0) * min(PAUSE_LEAST_S, self._lease_s / 3))  # noqa: S311
 
     async def _attempt(self) -> StoreGeneration:
@@ -279,7 +279,7 @@ class Store:
         slots = range(await self._slots())
         before = await ends(self._cluster, self._topics.ledger, slots)
         await asyncio.sleep(self._lease_s * random.uniform(1.0, 1.2))  # noqa: S311
-        await self._keys.resolve_anew()
+        await self._keys.resolve_again()
         same = (
             (await self._keys.who()).store == identity.store
             and await self._control.newest() == newest
@@ -296,7 +296,7 @@ class Store:
         end = loop.time() + pause_s
         while (left_s := end - loop.time()) > 0:
             await asyncio.sleep(min(left_s, self._lease_s))
-            await self._keys.resolve_anew()
+            await self._keys.resolve_again()
             if await self._keys.who() != identity:
                 return
 
@@ -375,7 +375,7 @@ class Store:
             await producer.start()
             try:
                 ended = self._telemetry.hanging_ended
-                settlement = Settlement(self._cluster, (ledger, slot), producer, self._patience_s, ended)
+                settlement = Settlement(self._cluster, (ledger, slot), producer, self._timeout_s, ended)
                 await settlement.run(applied[slot], ())
             finally:
                 await producer.close()
@@ -406,7 +406,7 @@ class Store:
         writes = _Writes(functools.partial(self._keys.recover_replay, store, nonce))
         remaining = {slot: span.through + 1 - max(span.start or 0, 0) for slot, span in spans.items()}
         replayed, left = self._telemetry.replayed.labels("store"), self._telemetry.replay_remaining
-        records = read_through(self._cluster, self._topics.ledger, spans, "read_committed", self._patience_s)
+        records = read_through(self._cluster, self._topics.ledger, spans, "read_committed", self._timeout_s)
         try:
             async with contextlib.aclosing(records):
                 async for items in records:

@@ -15,7 +15,7 @@ from prometheus_client import Counter
 
 from service.contract.wire import STAMP_HEADER, Stamp, WireError
 from service.kafka.admin import KafkaAdmin
-from service.kafka.hanging import Marker, OpenTransactionAt, Partition, Transaction, Verdict, places_to_read, verdicts
+from service.kafka.hanging import Marker, OpenTransactionAt, Partition, Transaction, Verdict, markers_to_read, verdicts
 from service.kafka.inspection import Entry, fetch
 from service.kafka.producer import TransactionalProducer
 from service.kafka.reader import ends, offsets_since
@@ -71,22 +71,22 @@ class Settlement:
         cluster: KafkaAdmin,
         ledger: Partition,
         producer: TransactionalProducer,
-        patience_s: float,
+        timeout_s: float,
         ended: Counter,
     ) -> None:
         self._cluster = cluster
         self._ledger = ledger
         self._producer = producer
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._ended = ended
 
     async def run(self, applied: int | None, suspects: Collection[Partition]) -> set[Partition]:
-        """Ask for the ledger's partition, those that it names, the unended ones and `suspects`; settle what hangs.
+        """Settle what hangs of the ledger's partition, those that it names, those without a marker and `suspects`.
 
         Answers the partitions whose leaders did not tell. Raises KafkaAway where what must be read cannot be.
         """
         try:
-            async with asyncio.timeout(self._patience_s):
+            async with asyncio.timeout(self._timeout_s):
                 return await self._run(applied, suspects)
         except (errors.KafkaError, OSError, TimeoutError) as error:
             raise self._cluster.failed("settle", f"{self._ledger}: what hangs cannot be told: {error!r}") from error
@@ -96,16 +96,16 @@ class Settlement:
             applied = (await ends(self._cluster, self._ledger[0], [self._ledger[1]]))[self._ledger[1]]
         tail = await self._read(max(0, applied - LOOK_BACK))
         named = {partition for transaction in tail.transactions for partition in transaction.offsets}
-        unended = self._producer.unended
-        open_from, unanswered = await self._producer.find_open({self._ledger, *named, *unended, *suspects})
+        without_marker = self._producer.without_marker
+        open_from, unanswered = await self._producer.find_open({self._ledger, *named, *without_marker, *suspects})
         if self._ledger in unanswered:
             raise errors.LeaderNotAvailableError(f"{self._ledger}")
         if open_from:
-            await self._settle(open_from, tail, unended)
+            await self._settle(open_from, tail, without_marker)
         return unanswered
 
     async def _settle(
-        self, open_from: Mapping[Partition, int], tail: LedgerTail, unended: Collection[Partition]
+        self, open_from: Mapping[Partition, int], tail: LedgerTail, without_marker: Collection[Partition]
     ) -> None:
         start = min(tail.start, open_from.get(self._ledger, tail.start))
         if start < tail.start:
@@ -113,14 +113,14 @@ class Settlement:
         unproven: list[Partition] = []
         for partition, offset in open_from.items():
             # Of the last transaction, and of what the ledger itself holds open, the tail has any record that there is.
-            if partition == self._ledger or partition in unended or tail.names(partition, offset):
+            if partition == self._ledger or partition in without_marker or tail.names(partition, offset):
                 continue
             wider = await self._read_back(partition, offset, tail)
             if wider is None:
                 unproven.append(partition)
             else:
                 tail = wider
-        markers = await self._markers(places_to_read(open_from, tail.transactions), tail)
+        markers = await self._markers(markers_to_read(open_from, tail.transactions), tail)
         found = verdicts(open_from, tail.transactions, markers)
         found |= dict.fromkeys(unproven, Verdict.UNKNOWN)
         for commit in (True, False):

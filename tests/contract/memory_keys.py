@@ -122,7 +122,7 @@ class MemoryKeys:
     async def clock_ms(self) -> int:
         return self._now_ms
 
-    async def resolve_anew(self) -> None:
+    async def resolve_again(self) -> None:
         pass
 
     async def claim(

@@ -184,8 +184,8 @@ async def test_a_slot_is_leased_to_one_process_until_it_gives_it_back(bench: Ben
     assert await bench.keys.take(epoch, 0, "a")
     assert not await bench.keys.take(epoch, 0, "b")
     assert (await bench.keys.heartbeat(epoch, "a", 3, {0: -1})).slots == "mff"
-    census = await bench.keys.heartbeat(epoch, "b", 3, {})
-    assert (census.members, census.slots) == (2, "tff")
+    heartbeat = await bench.keys.heartbeat(epoch, "b", 3, {})
+    assert (heartbeat.members, heartbeat.slots) == (2, "tff")
     assert (await bench.keys.heartbeat(epoch, "b", 3, {0: -1})).slots == "tff"  # who has lost a slot is told so
     await bench.keys.give_back(epoch, 0, "b", True)  # not b's to give
     assert (await bench.keys.heartbeat(epoch, "b", 1, {})).slots == "t"
@@ -226,8 +226,8 @@ async def test_a_silent_process_loses_its_slots(bench: Bench) -> None:
     await bench.keys.take(epoch, 0, "silent")
     await bench.keys.heartbeat(epoch, "silent", 1, {0: -1})
     bench.elapse(350)
-    census = await bench.keys.heartbeat(epoch, "other", 1, {})
-    assert (census.members, census.slots) == (1, "d")
+    heartbeat = await bench.keys.heartbeat(epoch, "other", 1, {})
+    assert (heartbeat.members, heartbeat.slots) == (1, "d")
     # Who was only late, and finds that nobody took it, goes on.
     assert (await bench.keys.heartbeat(epoch, "silent", 1, {0: -1})).slots == "m"
 

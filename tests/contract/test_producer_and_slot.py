@@ -189,7 +189,7 @@ async def test_what_a_fenced_producer_opens_ends_its_life(bench: Bench) -> None:
     old.open([(bench.topic, 0), (bench.ledger, 0)])
     with pytest.raises(TransactionFailed) as caught:
         await old.abandon()
-    assert caught.value.verdict is TransactionOutcome.FENCED
+    assert caught.value.outcome is TransactionOutcome.FENCED
 
 
 async def test_a_life_may_end_while_a_transaction_is_being_opened(bench: Bench) -> None:
@@ -209,7 +209,7 @@ async def test_the_next_life_fences_the_last(bench: Bench) -> None:
     assert new.epoch == old.epoch + 1
     with pytest.raises(TransactionFailed) as caught:
         await write(old, [bench.record(b"zombie")], (bench.ledger, 0))
-    assert caught.value.verdict is not TransactionOutcome.COMMITTED
+    assert caught.value.outcome is not TransactionOutcome.COMMITTED
     assert not caught.value.refusals
     await write(new, [bench.record(b"b")], (bench.ledger, 0))
     assert [value for *_, value in await bench.read(bench.topic)] == [b"a", b"b"]
@@ -237,7 +237,7 @@ async def test_a_refusal_names_the_topic_and_nothing_of_the_group_is_seen(bench:
     poison = bench.record(b"x" * 2000, topic=bench.narrow)
     with pytest.raises(TransactionFailed) as caught:
         await write(producer, [bench.record(b"innocent"), poison], (bench.ledger, 0))
-    assert caught.value.verdict is TransactionOutcome.ABORTED
+    assert caught.value.outcome is TransactionOutcome.ABORTED
     assert {topic: refusal.kind.code for topic, refusal in caught.value.refusals.items()} == {bench.narrow: "too-large"}
     await producer.close()
     await bench.new_producer("slot")

@@ -121,7 +121,7 @@ async def test_a_held_request_outlives_its_client(bench: Bench, proxy: Proxy) ->
     held = proxy.plan("EndTxn", "hold", client=bench.name)
     with pytest.raises(TransactionFailed) as failed:
         await bench.write()
-    assert failed.value.verdict is TransactionOutcome.UNKNOWN
+    assert failed.value.outcome is TransactionOutcome.UNKNOWN
     await bench.producer.close()
     before = await bench.end()
     proxy.let_go(held)
@@ -149,7 +149,7 @@ async def test_a_commit_whose_reply_is_lost_has_happened(bench: Bench, proxy: Pr
         await bench.write()
     took_s = time.monotonic() - started
     lost.wait(0)
-    assert failed.value.verdict is TransactionOutcome.UNKNOWN
+    assert failed.value.outcome is TransactionOutcome.UNKNOWN
     assert await bench.committed() == [b"v"]
     if do == "drop-reply":
         assert took_s >= TIMEOUT_MS / 1000  # to its client it is silence

@@ -64,7 +64,7 @@ class Rig:
 
     def __init__(self, cluster: KafkaAdmin, transactional_id: str, ledger: Partition) -> None:
         self._producer = TransactionalProducer(cluster, transactional_id, 5_000)
-        self._life = self._producer._life
+        self._session = self._producer._session
         self._ledger = ledger
 
     async def write(
@@ -81,20 +81,20 @@ class Rig:
 
         `commit` None: it is not ended at all.
         """
-        life = self._life
+        session = self._session
         await self._producer.start()
-        begin = Begin(self._ledger[1], life.producer_id, life.epoch, "rig", 1, accepted_at)
+        begin = Begin(self._ledger[1], session.producer_id, session.epoch, "rig", 1, accepted_at)
         await self._producer.send([], self._ledger)
         await self._producer.commit(begin.encode())
         records = []
         for (topic, number), id in entries:
-            stamp = Stamp(id, fp, accepted_at, self._ledger[1], life.producer_id, life.epoch, "rig")
+            stamp = Stamp(id, fp, accepted_at, self._ledger[1], session.producer_id, session.epoch, "rig")
             records.append(Record(topic, number, None, id, [(STAMP_HEADER, stamp.encode())], accepted_at))
         add = AddPartitionsToTxnRequest(
-            life.transactional_id, life.producer_id, life.epoch, [(topic, [n]) for topic, n in marked]
+            session.transactional_id, session.producer_id, session.epoch, [(topic, [n]) for topic, n in marked]
         )
         if marked:
-            while any(row[1] for _, rows in (await life.request(life.coordinator, add)).errors for row in rows):  # noqa: ASYNC110
+            while any(row[1] for _, rows in (await session.request(session.coordinator, add)).errors for row in rows):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)  # the markers of the begin record are still to come
         places = await self._send(records)
         offsets = dict(zip([partition for partition, _ in entries], [place.offset for place in places], strict=True))
@@ -102,29 +102,29 @@ class Rig:
             named = [
                 Entry(id, fp, accepted_at, *partition, offsets[partition], accepted_at) for partition, id in entries
             ]
-            line = LedgerRecord(self._ledger[1], life.producer_id, life.epoch, "rig", named).encode()
+            line = LedgerRecord(self._ledger[1], session.producer_id, session.epoch, "rig", named).encode()
             (place,) = await self._send([own_record(*self._ledger, None, line)])
             offsets[self._ledger] = place.offset
         if commit is not None:
-            end = EndTxnRequest(life.transactional_id, life.producer_id, life.epoch, commit)
-            assert (await life.request(life.coordinator, end)).error_code == 0
-        await life.close()
+            end = EndTxnRequest(session.transactional_id, session.producer_id, session.epoch, commit)
+            assert (await session.request(session.coordinator, end)).error_code == 0
+        await session.close()
         return offsets
 
     async def _send(self, records: Sequence[Record]) -> list[RecordMetadata]:
-        life = self._life
-        leaders = {p: await life.find_leader(p) for p in {(record.topic, record.partition) for record in records}}
-        batches = life.batches(records, leaders)
+        session = self._session
+        leaders = {p: await session.find_leader(p) for p in {(record.topic, record.partition) for record in records}}
+        batches = session.batches(records, leaders)
         async with asyncio.timeout(WAIT_S):
-            await life.send(batches, leaders, 5_000)
+            await session.send(batches, leaders, 5_000)
             while any(batch.answer and batch.answer[0] == UNVERIFIED for batch in batches):
                 await asyncio.sleep(0.05)  # the broker has yet to hear of its new setting
-                await life.send(batches, leaders, 5_000)
+                await session.send(batches, leaders, 5_000)
         places = [RecordMetadata(-1, -1)] * len(records)
         for batch in batches:
-            fate = batch.fate(records)
-            assert isinstance(fate, list), batch.answer
-            for member, place in zip(batch.members, fate, strict=True):
+            result = batch.result(records)
+            assert isinstance(result, list), batch.answer
+            for member, place in zip(batch.members, result, strict=True):
                 places[member] = place
         return places
 

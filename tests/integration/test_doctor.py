@@ -145,19 +145,19 @@ async def test_a_user_that_may_do_too_little(secured_kafka: SecuredKafka, redis:
 
     own = {(one.subjects, one.found) for one in found["access.own-topics"]}
     assert own == {
-        ((topics["ledger"],), "no leave to Write, Alter"),  # Alter: it has one partition, and shall have two
+        ((topics["ledger"],), "no permission to Write, Alter"),  # Alter: it has one partition, and shall have two
         ((topics["control"], f"{namespace}.requests"), "may not be described"),
     }
     assert {(one.subjects, one.found) for one in found["access.slots"]} == {
-        ((f"{namespace}.slot.0",), "no leave to Write"),
-        ((f"{namespace}.slot.1",), "no leave to Describe, Write"),
+        ((f"{namespace}.slot.0",), "no permission to Write"),
+        ((f"{namespace}.slot.1",), "no permission to Describe, Write"),
     }
     assert {(one.subjects, one.level, one.found.partition(":")[0]) for one in found["access.data-topics"]} == {
         ((events["open"],), Level.OK, "may be written"),
-        ((events["mute"],), Level.ERROR, "no leave to Write"),
+        ((events["mute"],), Level.ERROR, "no permission to Write"),
         ((events["hidden"],), Level.ERROR, "may not be described"),
-        ((events["unread"],), Level.WARNING, "no leave to DescribeConfigs"),
-        ((events["unasked"],), Level.WARNING, "no leave to Read"),
+        ((events["unread"],), Level.WARNING, "no permission to DescribeConfigs"),
+        ((events["unasked"],), Level.WARNING, "no permission to Read"),
     }
     assert found.wrong("kafka") == {
         ("kafka.brokers", "error"),

@@ -124,7 +124,7 @@ async def test_a_term_writes_into_no_partition_in_which_something_hangs(bench: B
     with pytest.raises(TransactionFailed) as failed:
         await producer.send(records, bench.ledger)
     await producer.close()
-    assert (failed.value.verdict, set(failed.value.hanging)) == (TransactionOutcome.ABORTED, {bench.a})
+    assert (failed.value.outcome, set(failed.value.hanging)) == (TransactionOutcome.ABORTED, {bench.a})
     producer = await bench.recovered(suspects=(bench.a,))
     await producer.send(records[1:], bench.ledger)
     await producer.commit(THREE.hex().encode())
@@ -152,7 +152,7 @@ async def test_the_coordinator_names_what_is_open_at_the_fence(bench: Bench) -> 
     with unverified(bench.kafka):
         await bench.rig().write([(bench.a, ONE)], marked=[bench.a, bench.ledger], commit=None)
     producer = await bench.fenced()
-    assert producer.unended == {bench.a, bench.ledger}
+    assert producer.without_marker == {bench.a, bench.ledger}
     await producer.close()
 
 

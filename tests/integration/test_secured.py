@@ -23,7 +23,7 @@ from service.core.settings import Settings
 from service.kafka.admin import KafkaAdmin
 from service.kafka.outcomes import RecordError, TransactionFailed
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
-from service.kafka.reader import STOP_PATIENCE_S, Span, read_through
+from service.kafka.reader import STOP_TIMEOUT_S, Span, read_through
 from service.kafka.security import security_of
 from service.kafka.session import Record
 from tests.secured import PASSWORD, USER, SecuredKafka, SecuredRedis, acls_of_service, sockets_closed
@@ -114,7 +114,7 @@ def test_a_reader_over_tls_is_closed_at_once(with_password: Settings, secured_ka
         await cluster.close()
         return took_s
 
-    assert [seconds for seconds in uvloop.run(read()) if seconds > STOP_PATIENCE_S] == []
+    assert [seconds for seconds in uvloop.run(read()) if seconds > STOP_TIMEOUT_S] == []
 
 
 async def test_an_acl_that_lacks_on_a_transactional_id_is_named(

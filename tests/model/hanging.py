@@ -12,7 +12,7 @@ from service.kafka.hanging import (
     Partition,
     Transaction,
     Verdict,
-    places_to_read,
+    markers_to_read,
     verdicts,
 )
 from service.kafka.hanging import hanging as open_from
@@ -70,7 +70,7 @@ def _verdicts(part: Part, s: int, found: list[Hung], applied: int, rules: Rules)
             markers |= dict.fromkeys(ended, MARKERS[hung.marker])
         transactions.append(Transaction(offsets))
     begins = open_from(producers, {s})
-    assert places_to_read(begins, transactions) == markers.keys()
+    assert markers_to_read(begins, transactions) == markers.keys()
     by_verdict: dict[Verdict, set[Partition]] = {}
     for partition, verdict in verdicts(begins, transactions, markers).items():
         by_verdict.setdefault(verdict, set()).add(partition)

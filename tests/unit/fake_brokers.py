@@ -1,4 +1,4 @@
-"""A small stand-in for the brokers behind a producer's life, and producers on it."""
+"""A small stand-in for the brokers behind a producer's session, and producers on it."""
 
 import asyncio
 from collections.abc import Callable
@@ -158,17 +158,17 @@ def cluster(timeout_ms: int = 600) -> KafkaAdmin:
     return KafkaAdmin("127.0.0.1:1", client_id="test", request_timeout_ms=timeout_ms, telemetry=Telemetry())
 
 
-def fake_inside(life: ProducerSession) -> FakeClient:
+def fake_inside(session: ProducerSession) -> FakeClient:
     fake = FakeClient()
-    life.client = fake  # type: ignore[assignment]
-    life.producer_id, life.epoch, life.coordinator = 7, 0, 1
+    session.client = fake  # type: ignore[assignment]
+    session.producer_id, session.epoch, session.coordinator = 7, 0, 1
     return fake
 
 
 def transactional(timeout_ms: int = 600, *, clear: bool = True) -> tuple[TransactionalProducer, FakeClient]:
     """A producer, and the brokers behind it; `clear`: it knows that nothing hangs in the usual partitions."""
     producer = TransactionalProducer(cluster(timeout_ms), "ns.slot.0", timeout_ms)
-    fake = fake_inside(producer._life)
+    fake = fake_inside(producer._session)
     if clear:
         producer._open_check.note([LEDGER, *((topic, number) for topic in USUAL for number in range(3))])
     return producer, fake
@@ -176,8 +176,8 @@ def transactional(timeout_ms: int = 600, *, clear: bool = True) -> tuple[Transac
 
 def idempotent(timeout_ms: int = 600) -> tuple[IdempotentProducer, FakeClient]:
     producer = IdempotentProducer(cluster(timeout_ms), "plain-0")
-    producer._life = ProducerSession(cluster(timeout_ms), "plain-0")
-    return producer, fake_inside(producer._life)
+    producer._session = ProducerSession(cluster(timeout_ms), "plain-0")
+    return producer, fake_inside(producer._session)
 
 
 async def write(producer: TransactionalProducer, *records: Record) -> list[RecordMetadata]:

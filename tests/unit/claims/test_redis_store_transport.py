@@ -252,7 +252,7 @@ async def test_a_connection_that_has_ended_is_not_asked(server: Server) -> None:
     await keys._connections.give_back(idle, usable=True)
     await asyncio.sleep(0.01)
     assert await keys.applied(EPOCH, 0) == 7
-    await keys.resolve_anew()
+    await keys.resolve_again()
     assert repr(keys._connections) == "<Connections 0 idle, 0 in use>"
     assert await keys.applied(EPOCH, 0) == 7
     assert [number for number, *_ in server.asked] == [1, 2, 3]

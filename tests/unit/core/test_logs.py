@@ -72,13 +72,13 @@ def test_keys_are_hashed_to_the_events_id_unless_the_setting_says_plain() -> Non
 def test_an_incident_is_a_line_however_often_it_is_met() -> None:
     with structlog.testing.capture_logs() as lines:
         incident = Incident(structlog.get_logger(), "not up yet")
-        assert incident.over() == {}
+        assert incident.end() == {}
         for _ in range(5):
-            incident.goes_on(KafkaAway("no broker"), slot=3)
-        incident.goes_on(StoreAway("no Redis"))
-        incident.goes_on(KafkaAway("no broker"))
-        told = incident.over()
-        incident.goes_on(StoreAway("again"))
+            incident.add(KafkaAway("no broker"), slot=3)
+        incident.add(StoreAway("no Redis"))
+        incident.add(KafkaAway("no broker"))
+        told = incident.end()
+        incident.add(StoreAway("again"))
     assert [(line["event"], line["why"], line.get("slot")) for line in lines] == [
         ("not up yet", "no broker", 3),
         ("not up yet", "no Redis", None),
@@ -95,18 +95,18 @@ def test_another_cause_of_the_same_kind_is_told_too_and_one_that_changes_with_ea
         incident = Incident(structlog.get_logger(), "not up yet", lambda: now)
         for why, after_s in (("no leave", 0.0), ("no leave", 60.0), ("wrong password", 1.0), ("wrong password", 60.0)):
             now += after_s
-            incident.goes_on(KafkaAway(why))
+            incident.add(KafkaAway(why))
         assert [line["why"] for line in lines] == ["no leave", "wrong password"]
         for attempt in range(100):
             now += CHANGED_PAUSE_S / 10
-            incident.goes_on(KafkaAway(f"attempt {attempt}"))
+            incident.add(KafkaAway(f"attempt {attempt}"))
         assert 10 <= len(lines) - 2 <= 11
-        assert incident.over()["failures"] == 104
+        assert incident.end()["failures"] == 104
 
 
 def test_a_bug_has_its_traceback() -> None:
     with structlog.testing.capture_logs() as lines:
-        Incident(structlog.get_logger(), "no heartbeat").goes_on(KeyError("x"), bug=True)
+        Incident(structlog.get_logger(), "no heartbeat").add(KeyError("x"), bug=True)
     (line,) = lines
     assert isinstance(line["exc_info"], KeyError)
 

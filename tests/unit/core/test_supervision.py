@@ -8,7 +8,7 @@ import structlog
 
 from service.core import supervision as module
 from service.core.metrics import Telemetry
-from service.core.supervision import hear_the_loop, heard, supervise
+from service.core.supervision import heard, log_loop_errors, supervise
 from tests.unit.fakes import ended, until
 from tests.unit.scrape import sample
 
@@ -91,7 +91,7 @@ async def test_a_callback_that_fails_is_heard_of(telemetry: Telemetry, lines: li
 
     loop = asyncio.get_running_loop()
     before = loop.get_exception_handler()
-    hear_the_loop(loop, telemetry)
+    log_loop_errors(loop, telemetry)
     try:
         loop.call_soon(fail)
         await until(lambda: failures_of(telemetry, "loop") == 1)

@@ -6,7 +6,7 @@ import signal
 
 import structlog
 
-from service.core.task_dump import calls, tell_on_signal
+from service.core.task_dump import calls, dump_on_signal
 from tests.unit.fakes import until
 
 
@@ -29,7 +29,7 @@ async def test_the_calls_of_a_task_that_waits() -> None:
     assert told[-1].endswith(" Lock.acquire")
     assert told[0].startswith("test_task_dump.py:")
 
-    tell_on_signal(asyncio.get_running_loop())
+    dump_on_signal(asyncio.get_running_loop())
     with structlog.testing.capture_logs() as lines:
         os.kill(os.getpid(), signal.SIGUSR1)
         await until(lambda: any(line.get("name") == "stuck" for line in lines))

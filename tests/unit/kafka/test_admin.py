@@ -179,7 +179,7 @@ async def test_who_asks_whether_kafka_answers_is_told_soon_and_the_question_goes
 async def test_a_topic_that_may_not_be_described_is_forbidden_and_not_away() -> None:
     client = FakeClient()
     client.of_topic = TopicAuthorizationFailedError.errno
-    with pytest.raises(KafkaForbids, match="no leave to describe topic orders"):
+    with pytest.raises(KafkaForbids, match="no permission to describe topic orders"):
         await cluster_with(client).describe(["orders"])
 
 
@@ -211,11 +211,11 @@ async def test_a_broker_that_its_controller_has_fenced_is_waited_for(unlisted: i
     client.unlisted = unlisted
     assert await cluster.partitions(["orders"]) == {"orders": 3}
     for transactional_id in ("ns.slot.0", None):
-        life = ProducerSession(cluster, "slot-0", transactional_id, 500)
-        life.client = client
+        session = ProducerSession(cluster, "slot-0", transactional_id, 500)
+        session.client = client
         client.unlisted = unlisted
-        await life.start(1.0)
-        assert (life.producer_id, life.epoch) == (7, 3)
+        await session.start(1.0)
+        assert (session.producer_id, session.epoch) == (7, 3)
 
 
 async def test_a_bug_in_asking_the_controller_is_no_word_of_kafkas(monkeypatch: pytest.MonkeyPatch) -> None:

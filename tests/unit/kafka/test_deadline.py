@@ -80,7 +80,7 @@ class _Keys:
     async def who(self) -> Identity:
         return Identity(EPOCH.store, EPOCH)
 
-    async def resolve_anew(self) -> None: ...
+    async def resolve_again(self) -> None: ...
 
 
 class _Control:

@@ -9,7 +9,7 @@ from service.kafka.hanging import (
     Transaction,
     Verdict,
     hanging,
-    places_to_read,
+    markers_to_read,
     verdict,
     verdicts,
 )
@@ -47,7 +47,7 @@ def test_the_evidence_tells_how_it_ends(has_record: bool, markers: list[Marker |
 def test_what_hangs_in_a_data_partition_ends_as_in_the_ledger(marker: Marker) -> None:
     open_from = {ORDERS: 691}
     transactions = [Transaction({LEDGER: 4, ORDERS: 690}), Transaction({LEDGER: 6, ORDERS: 693, BILLS: 9})]
-    assert places_to_read(open_from, transactions) == {OpenTransactionAt(LEDGER, 6), OpenTransactionAt(BILLS, 9)}
+    assert markers_to_read(open_from, transactions) == {OpenTransactionAt(LEDGER, 6), OpenTransactionAt(BILLS, 9)}
     assert verdicts(open_from, transactions, {OpenTransactionAt(LEDGER, 6): marker}) == {ORDERS: Verdict(marker.value)}
 
 

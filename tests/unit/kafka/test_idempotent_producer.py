@@ -34,7 +34,7 @@ async def test_the_refusal_of_one_partition_is_not_another_ones() -> None:
     kafka.leaders = {("plain.a", 1): 2}
     kafka.produced = lambda topic, partition: TOO_BIG if partition == 0 else GONE
     assert await producer.write([record("plain.a", 0), record("plain.a", 1)]) == [REFUSALS[TOO_BIG], None]
-    assert producer._life is None, "a life with a gap in its sequence numbers goes on"
+    assert producer._session is None, "a life with a gap in its sequence numbers goes on"
     assert kafka.closed
 
 
@@ -43,7 +43,7 @@ async def test_without_a_place_it_is_in_doubt(met: Met) -> None:
     producer, kafka = idempotent()
     kafka.produced = lambda topic, partition: met
     assert await producer.write([record("plain.a")]) == [None]
-    assert producer._life is None
+    assert producer._session is None
 
 
 async def test_what_hangs_leaves_the_others_their_places() -> None:
@@ -58,7 +58,7 @@ async def test_what_hangs_leaves_the_others_their_places() -> None:
 
 
 async def test_what_has_no_leader_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "METADATA_PATIENCE_S", 0.03)
+    monkeypatch.setattr(module, "METADATA_TIMEOUT_S", 0.03)
     producer, kafka = idempotent()
     kafka.leaderless, kafka.unknown = {"ill"}, {"gone"}
     refused = REFUSALS[UnknownTopicOrPartitionError.errno]
@@ -76,14 +76,14 @@ async def test_what_too_few_replicas_would_have_is_not_there_and_what_they_have_
     kafka.produced = lambda topic, partition: codes.get(topic, RecordMetadata(4, -1))
     records = [record("before"), record("a"), record("after")]
     assert await producer.write(records) == [NotSent(True), RecordMetadata(4, 5), None]
-    assert producer._life is None
+    assert producer._session is None
 
 
 @pytest.mark.parametrize("second", [NotEnoughReplicasError.errno, TopicAuthorizationFailedError.errno, TOO_BIG])
 async def test_what_was_sent_to_two_leaders_may_have_been_appended_by_the_first(
     second: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOVED_PAUSE_S", 0.001)
+    monkeypatch.setattr(module, "NOT_LEADER_PAUSE_S", 0.001)
     producer, kafka = idempotent()
     codes = [NotLeaderForPartitionError.errno, second]
     kafka.produced = lambda topic, partition: codes.pop(0)
@@ -92,7 +92,7 @@ async def test_what_was_sent_to_two_leaders_may_have_been_appended_by_the_first(
 
 
 async def test_what_the_time_did_not_suffice_for_was_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "METADATA_PATIENCE_S", 10.0)
+    monkeypatch.setattr(module, "METADATA_TIMEOUT_S", 10.0)
     producer, kafka = idempotent(150)
     kafka.leaderless = {"ill"}
     assert await producer.write([record("a"), record("ill")]) == [NOT_SENT, NOT_SENT]
@@ -110,7 +110,7 @@ async def test_places_are_in_the_order_of_the_records() -> None:
     kafka.produced = lambda topic, partition: RecordMetadata(10 * partition, -1)
     records = [record("plain.a", 1), record("plain.a", 2), record("plain.a", 1)]
     assert await producer.write(records) == [RecordMetadata(10, 5), RecordMetadata(20, 5), RecordMetadata(11, 5)]
-    assert producer._life is not None
+    assert producer._session is not None
 
 
 async def test_of_several_all_are_written_or_it_fails() -> None:
@@ -127,7 +127,7 @@ async def test_of_several_all_are_written_or_it_fails() -> None:
 async def test_a_bug_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not as a word of Kafka's, of which nobody would expect a traceback."""
     producer, _ = idempotent()
-    monkeypatch.setattr(producer._life, "batches", lambda *_: dict[str, int]()["of ours"])
+    monkeypatch.setattr(producer._session, "batches", lambda *_: dict[str, int]()["of ours"])
     with capture_logs() as lines:
         assert await producer.write([record("a")]) == [NOT_SENT]
     (line,) = lines
@@ -137,7 +137,7 @@ async def test_a_bug_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_topic_that_is_gone_is_told_of_once_until_it_is_back() -> None:
     """The journal's was deleted, or may not be written any more: not a word, until 100,000 answers waited."""
     producer, kafka = idempotent()
-    life = producer._life
+    session = producer._session
     with capture_logs() as lines:
         answers: list[Met] = [
             UnknownTopicOrPartitionError.errno,
@@ -146,7 +146,7 @@ async def test_a_topic_that_is_gone_is_told_of_once_until_it_is_back() -> None:
         ]
         kafka.produced = lambda topic, partition: answers.pop(0)
         while answers:
-            producer._life = life
+            producer._session = session
             with contextlib.suppress(KafkaAway):
                 await producer.send("journal", 0, None, b"x")
     assert [(line["event"], line.get("why")) for line in lines] == [

@@ -41,18 +41,18 @@ async def test_where_something_hangs_nothing_is_added_to_a_transaction() -> None
     kafka.open_in = {("a", 1): 691}
     producer.open([("a", 1), LEDGER])
     failed = await failure(producer, record("a", 0), record("a", 1))
-    assert (failed.verdict, set(failed.hanging), set(failed.stuck)) == (TransactionOutcome.ABORTED, {("a", 1)}, set())
+    assert (failed.outcome, set(failed.hanging), set(failed.stuck)) == (TransactionOutcome.ABORTED, {("a", 1)}, set())
     assert not kafka.sent(AddPartitionsToTxnRequest)
 
 
 async def test_without_leave_to_ask_it_is_said_once_and_written_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_told", set())
+    monkeypatch.setattr(module, "_logged", set())
     producer, kafka = transactional(clear=False)
     kafka.refused = {("a", n): TopicAuthorizationFailedError.errno for n in range(2)}
     with capture_logs() as logs:
         assert await write(producer, record("a", 0)) == [RecordMetadata(4, 5)]
         assert await write(producer, record("a", 1)) == [RecordMetadata(4, 5)]
-    assert [(each["topic"], each["why"]) for each in logs] == [("a", "the service has no leave to Read the topic")]
+    assert [(each["topic"], each["why"]) for each in logs] == [("a", "the service has no permission to Read the topic")]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ async def test_once_its_ledger_record_may_be_there_a_transaction_is_in_doubt(
     """Where it hangs it is committed, so nobody may be told before the recovery that it is not written."""
     producer, kafka = transactional()
     kafka.of_ledger = answer
-    assert (await failure(producer, record("a"))).verdict is verdict
+    assert (await failure(producer, record("a"))).outcome is verdict
 
 
 async def test_a_slot_is_cut_off_when_a_broker_has_ended_a_connection() -> None:

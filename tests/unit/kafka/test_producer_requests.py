@@ -69,7 +69,7 @@ async def test_a_plain_producer_waits_for_all_replicas_too_and_is_in_no_transact
 
 
 @pytest.mark.parametrize(
-    ("answer", "fate"),
+    ("answer", "result"),
     [
         ((0, 7, -1), [RecordMetadata(7, 5), RecordMetadata(8, 5)]),
         ((0, 7, 99), [RecordMetadata(7, 99), RecordMetadata(8, 99)]),
@@ -80,14 +80,14 @@ async def test_a_plain_producer_waits_for_all_replicas_too_and_is_in_no_transact
         (None, None),
     ],
 )
-async def test_an_offset_counts_only_in_a_clean_answer(answer: Any, fate: object) -> None:
-    life = ProducerSession(cluster(), "plain-0")
-    fake_inside(life)
+async def test_an_offset_counts_only_in_a_clean_answer(answer: Any, result: object) -> None:
+    session = ProducerSession(cluster(), "plain-0")
+    fake_inside(session)
     records = [record("a", 0), record("a", 0)]
-    (batch,) = life.batches(records, {("a", 0): 1})
+    (batch,) = session.batches(records, {("a", 0): 1})
     assert isinstance(batch, Batch)
     batch.answer = answer
-    assert batch.fate(records) == fate
+    assert batch.result(records) == result
 
 
 # ----------------------------------------------------------------------------------------------------- deadlines
@@ -99,14 +99,14 @@ async def test_a_partition_that_is_silent_leaves_time_to_go_round_again() -> Non
     started = time.monotonic()
     failed = await failure(producer, record("orders"))
     took_s = time.monotonic() - started
-    assert (failed.verdict, set(failed.stuck)) == (TransactionOutcome.ABORTED, {"orders"})
+    assert (failed.outcome, set(failed.stuck)) == (TransactionOutcome.ABORTED, {"orders"})
     assert 0.15 < took_s < 0.45, "a third of a request's time"
 
 
 @pytest.mark.parametrize("hang_s", [0.0, 60.0])
 async def test_silence_and_no_such_partition_is_no_refusal(hang_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """No broker has said so: 404 would be final."""
-    monkeypatch.setattr(module, "METADATA_PATIENCE_S", 0.03)
+    monkeypatch.setattr(module, "METADATA_TIMEOUT_S", 0.03)
     producer, kafka = transactional(60_000)
     kafka.unknown = {"gone"}
 
@@ -116,7 +116,7 @@ async def test_silence_and_no_such_partition_is_no_refusal(hang_s: float, monkey
 
     kafka.force_metadata_update = silent  # type: ignore[method-assign]
     failed = await failure(producer, record("gone"))
-    assert (failed.verdict, failed.refusals, set(failed.stuck)) == (TransactionOutcome.ABORTED, {}, {"gone"})
+    assert (failed.outcome, failed.refusals, set(failed.stuck)) == (TransactionOutcome.ABORTED, {}, {"gone"})
 
 
 async def test_a_life_that_is_closed_while_it_opens_leaves_nothing_behind() -> None:
@@ -169,8 +169,8 @@ async def test_a_life_asks_its_own_coordinator_for_its_id(
 ) -> None:
     """With one broker it is every id's; of several each has its own."""
     nodes(monkeypatch)
-    life = ProducerSession(cluster(), "name", transactional_id, 4_000)
-    kafka: Any = fake_inside(life)
+    session = ProducerSession(cluster(), "name", transactional_id, 4_000)
+    kafka: Any = fake_inside(session)
     asked: list[tuple[int, str | None, int]] = []
 
     async def send(node: int, request: Any) -> Any:
@@ -183,10 +183,10 @@ async def test_a_life_asks_its_own_coordinator_for_its_id(
     async def bootstrap() -> None: ...
 
     kafka.send, kafka.bootstrap = send, bootstrap
-    await life.start(1.0)
+    await session.start(1.0)
     assert asked == [(node, transactional_id, 4_000)]
-    assert (life.coordinator, life.producer_id, life.epoch) == (node, 44, 3)
-    assert life.unended == ({("orders", 1), ("orders", 2)} if transactional_id else set())
+    assert (session.coordinator, session.producer_id, session.epoch) == (node, 44, 3)
+    assert session.without_marker == ({("orders", 1), ("orders", 2)} if transactional_id else set())
     assert not kafka.closed
 
 
@@ -208,7 +208,7 @@ async def test_a_life_that_cannot_begin_is_closed(bootstrap: Callable[[], Any]) 
     kafka: Any = fake
     kafka.bootstrap = bootstrap
     with pytest.raises(KafkaAway, match="no producer id"):
-        await producer._life.start(0.02)
+        await producer._session.start(0.02)
     assert kafka.closed
 
 
@@ -230,11 +230,11 @@ async def test_all_who_want_a_plain_producer_share_one_life_and_after_its_close_
     """Two at once would be two producer ids, each with sequence numbers of its own."""
     begun: list[ProducerSession] = []
 
-    async def start(life: ProducerSession, patience_s: float) -> None:
+    async def start(session: ProducerSession, timeout_s: float) -> None:
         await asyncio.sleep(0.01)
-        fake_inside(life)
-        begun.append(life)
-        life.producer_id = len(begun)
+        fake_inside(session)
+        begun.append(session)
+        session.producer_id = len(begun)
 
     monkeypatch.setattr(ProducerSession, "start", start)
     producer, first = idempotent()
@@ -255,8 +255,8 @@ async def test_the_start_of_a_slot_s_producer_waits_for_what_it_fences(monkeypat
     """Its transaction may just have begun to commit: that takes as long as a transaction may."""
     waited: list[float] = []
 
-    async def start(life: ProducerSession, patience_s: float) -> None:
-        waited.append(patience_s)
+    async def start(session: ProducerSession, timeout_s: float) -> None:
+        waited.append(timeout_s)
 
     monkeypatch.setattr(ProducerSession, "start", start)
     await TransactionalProducer(cluster(2_000), "ns.slot.0", 7_000).start()

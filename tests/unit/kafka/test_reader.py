@@ -58,7 +58,7 @@ class Deaf:
 async def deaf(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Deaf]:
     consumer = Deaf(request.param)
     monkeypatch.setattr(reader, "_consumer", lambda *_: consumer)
-    monkeypatch.setattr(reader, "STOP_PATIENCE_S", 0.05)
+    monkeypatch.setattr(reader, "STOP_TIMEOUT_S", 0.05)
     yield consumer
     consumer.over.set()
     await asyncio.sleep(0.05)

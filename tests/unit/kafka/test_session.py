@@ -150,7 +150,7 @@ async def test_an_opening_without_an_answer_ends_the_life(last: str) -> None:
     producer.open([("a", 0), LEDGER])
     with pytest.raises(TransactionFailed) as raised:
         await (producer.abandon() if last == "abandon" else write(producer, record("a")))
-    assert raised.value.verdict is TransactionOutcome.ABORTED
+    assert raised.value.outcome is TransactionOutcome.ABORTED
     assert not kafka.sent(ProduceRequest)
     assert not kafka.sent(EndTxnRequest)
 
@@ -176,7 +176,7 @@ async def test_sequence_numbers_go_on_over_batches_and_writes_and_begin_again_at
     ]
     await write(producer, record("a", 0))
     assert [(partition, sequence) for partition, sequence, _ in kafka.batches("a")] == [(0, 0), (1, 0), (0, 2), (0, 3)]
-    producer._life._sequences["a", 0] = 2**31 - 1
+    producer._session._sequences["a", 0] = 2**31 - 1
     await write(producer, record("a", 0), record("a", 0))
     await write(producer, record("a", 0))
     assert [sequence for _, sequence, _ in kafka.batches("a")][-2:] == [2**31 - 1, 1]
@@ -198,7 +198,7 @@ async def test_a_refusal_that_ends_a_transaction_is_told_by_its_topic() -> None:
     kafka.produced = lambda topic, partition: TOO_BIG if topic == "small" else RecordMetadata(1, -1)
     failed = await failure(producer, record("orders"), record("small"))
     assert {topic: refusal.kind for topic, refusal in failed.refusals.items()} == {"small": TOO_LARGE}
-    assert failed.verdict is TransactionOutcome.ABORTED
+    assert failed.outcome is TransactionOutcome.ABORTED
     assert not failed.stuck
     assert not kafka.sent(EndTxnRequest)
 
@@ -216,7 +216,7 @@ async def test_where_a_partition_may_not_be_added_only_its_topic_is_to_blame() -
 
 async def test_the_leaders_of_many_topics_are_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One by one, each request would answer for all before it: minutes of it, for a thousand topics."""
-    monkeypatch.setattr(module, "METADATA_PATIENCE_S", 0.03)
+    monkeypatch.setattr(module, "METADATA_TIMEOUT_S", 0.03)
     for producer, kafka in (transactional(60_000), idempotent(60_000)):
         kafka.leaderless = {"a", "b"}
         records = [record("a"), record("b"), record("known")]
@@ -228,7 +228,7 @@ async def test_the_leaders_of_many_topics_are_asked_for_at_once(monkeypatch: pyt
 
 
 async def test_a_partition_that_no_broker_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "METADATA_PATIENCE_S", 0.03)
+    monkeypatch.setattr(module, "METADATA_TIMEOUT_S", 0.03)
     producer, kafka = transactional(60_000)
     kafka.unknown = {"gone"}
     failed = await failure(producer, record("orders"), record("gone"))
@@ -243,14 +243,14 @@ async def test_a_partition_that_no_broker_knows_is_refused(monkeypatch: pytest.M
 async def test_a_commit_without_a_clean_answer_is_unknown(ended: int | Exception) -> None:
     producer, kafka = transactional()
     kafka.ended = ended
-    assert (await failure(producer, record("orders"))).verdict is TransactionOutcome.UNKNOWN
+    assert (await failure(producer, record("orders"))).outcome is TransactionOutcome.UNKNOWN
     assert len(kafka.sent(EndTxnRequest)) == 1
 
 
 async def test_a_commit_that_is_silent_is_unknown() -> None:
     producer, kafka = transactional(150)
     kafka.ended = None
-    assert (await failure(producer, record("orders"))).verdict is TransactionOutcome.UNKNOWN
+    assert (await failure(producer, record("orders"))).outcome is TransactionOutcome.UNKNOWN
 
 
 @pytest.mark.parametrize(("throttle_ms", "told"), [(60_000, True), (1, False), (0, False)])
@@ -281,14 +281,14 @@ async def test_a_fence_is_told_wherever_it_is_met(code: int) -> None:
         else:
             setattr(kafka, step, lambda topic, partition: code)
         failed = await failure(producer, record("orders"))
-        assert (failed.verdict, failed.stuck) == (TransactionOutcome.FENCED, set()), step
+        assert (failed.outcome, failed.stuck) == (TransactionOutcome.FENCED, set()), step
 
 
 async def test_a_false_offset_is_no_place() -> None:
     for met in (RecordMetadata(-1, -1), DuplicateSequenceNumber.errno):
         transaction, kafka = transactional()
         kafka.produced = lambda topic, partition, met=met: met  # type: ignore[misc]
-        assert (await failure(transaction, record("orders"))).verdict is TransactionOutcome.ABORTED
+        assert (await failure(transaction, record("orders"))).outcome is TransactionOutcome.ABORTED
         assert not kafka.sent(EndTxnRequest)
 
 
@@ -313,7 +313,7 @@ async def test_after_its_first_failure_a_producer_sends_nothing() -> None:
     for again in (producer.send([record("orders")], LEDGER), producer.commit(b"entries")):
         with pytest.raises(TransactionFailed) as raised:
             await again
-        assert raised.value.verdict is TransactionOutcome.ABORTED
+        assert raised.value.outcome is TransactionOutcome.ABORTED
     assert len(kafka.requests) == sent
 
 
@@ -326,7 +326,7 @@ async def test_a_topic_without_an_answer_is_named_stuck() -> None:
     kafka.produced = lambda topic, partition: None if topic == "hangs" else RecordMetadata(1, -1)
     failed = await failure(producer, record("orders"), record("hangs"))
     assert set(failed.stuck) == {"hangs"}
-    assert failed.verdict is TransactionOutcome.ABORTED
+    assert failed.outcome is TransactionOutcome.ABORTED
 
 
 async def test_what_its_broker_does_not_lead_is_sent_to_who_does() -> None:
@@ -352,7 +352,7 @@ async def test_where_one_batch_was_taken_the_other_is_not_sent_again() -> None:
     answers = iter([NotLeaderForPartitionError.errno])
     kafka.produced = lambda topic, partition: next(answers, RecordMetadata(1, -1))
     failed = await failure(producer, *[record("a", 0, b"x" * 300, most=500) for _ in range(2)])
-    assert (failed.verdict, set(failed.stuck)) == (TransactionOutcome.ABORTED, {"a"})
+    assert (failed.outcome, set(failed.stuck)) == (TransactionOutcome.ABORTED, {"a"})
     assert len(kafka.batches("a")) == 2
 
 
@@ -363,11 +363,11 @@ async def test_a_topic_whose_partition_fails_is_named_stuck(code: int) -> None:
     kafka.produced = lambda topic, partition: code if topic == "ill" else RecordMetadata(1, -1)
     failed = await failure(producer, record("orders"), record("ill"))
     assert (set(failed.stuck), failed.refusals) == ({"ill"}, {})
-    assert failed.verdict is TransactionOutcome.ABORTED
+    assert failed.outcome is TransactionOutcome.ABORTED
 
 
 async def test_a_topic_without_a_leader_is_named_stuck_and_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "METADATA_PATIENCE_S", 0.03)
+    monkeypatch.setattr(module, "METADATA_TIMEOUT_S", 0.03)
     producer, kafka = transactional(60_000)
     kafka.leaderless = {"hangs"}
     async with asyncio.timeout(3.0):
@@ -379,7 +379,7 @@ async def test_a_connection_that_breaks_blames_no_topic() -> None:
     producer, kafka = transactional()
     kafka.produced = lambda topic, partition: GONE
     failed = await failure(producer, record("orders"))
-    assert (failed.verdict, failed.refusals, set(failed.stuck)) == (TransactionOutcome.ABORTED, {}, set())
+    assert (failed.outcome, failed.refusals, set(failed.stuck)) == (TransactionOutcome.ABORTED, {}, set())
 
 
 async def test_a_ledger_that_refuses_its_record_is_named_and_nothing_is_committed() -> None:
@@ -387,7 +387,7 @@ async def test_a_ledger_that_refuses_its_record_is_named_and_nothing_is_committe
     producer, kafka = transactional()
     kafka.of_ledger = TOO_BIG
     failed = await failure(producer, record("orders"))
-    assert (failed.verdict, failed.refusals, failed.stuck) == (
+    assert (failed.outcome, failed.refusals, failed.stuck) == (
         TransactionOutcome.ABORTED,
         {LEDGER[0]: REFUSALS[TOO_BIG]},
         set(),
@@ -410,9 +410,9 @@ async def test_a_batch_is_marked_with_its_codec(codec: str) -> None:
     compressing = KafkaAdmin(
         "127.0.0.1:1", client_id="test", request_timeout_ms=600, telemetry=Telemetry(), compression=codec
     )
-    life = ProducerSession(compressing, "ns.slot.0", "ns.slot.0", 600)
-    fake_inside(life)
-    (batch,) = life.batches([record("a", 0, b"again and again " * 50)] * 3, {("a", 0): 1})
+    session = ProducerSession(compressing, "ns.slot.0", "ns.slot.0", 600)
+    fake_inside(session)
+    (batch,) = session.batches([record("a", 0, b"again and again " * 50)] * 3, {("a", 0): 1})
     made = DefaultRecordBatch(bytes(batch.payload))
     assert made.compression_type == CODECS[codec]
     assert [each.value for each in made] == [b"again and again " * 50] * 3

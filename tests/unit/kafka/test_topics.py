@@ -144,9 +144,9 @@ async def test_that_replicas_lack_is_believed_for_a_shorter_time(monkeypatch: py
     cluster.topics["orders"] = Topic("orders", 3, {}, frozenset({1}))
     for name in ("orders", "other"):
         await topic_metadata.get(name, now_s)
-    now_s += 0.9 * module.SHORT_S
+    now_s += 0.9 * module.UNDER_MIN_ISR_S
     assert topic_metadata.cached("orders") is not None
-    now_s += 0.2 * module.SHORT_S
+    now_s += 0.2 * module.UNDER_MIN_ISR_S
     assert topic_metadata.cached("orders") is None
     assert topic_metadata.cached("other") is not None
 

@@ -436,7 +436,7 @@ async def test_the_key_of_what_was_left_out_is_free_though_the_slot_waits_for_it
     answers = [world.submit("short", "other"), world.submit("hangs", "orders")]
     await steps()
     world.cluster.topics["other"] = Topic("other", 3, {}, under_min_isr=frozenset({0, 1, 2}))
-    await world.topic_metadata.get("other", time.monotonic(), anew=True)
+    await world.topic_metadata.get("other", time.monotonic(), after_arrival=True)
     world.producers[0].trouble.before["write"].append(TransactionFailed(verdict, "TimeoutError()"))
     await end_of_term(world.serve(slot))
     assert kind_of(await answers[0]) is NOT_WRITTEN

@@ -54,9 +54,9 @@ class Kafka(FakeCluster):
         self.now_ms = NOW_MS
 
     async def read_through(
-        self, cluster: object, topic: str, spans: Mapping[int, Span], isolation: str, patience_s: float
+        self, cluster: object, topic: str, spans: Mapping[int, Span], isolation: str, timeout_s: float
     ) -> AsyncIterator[list[Item]]:
-        assert (topic, isolation, patience_s) == ("fencepost.ledger", "read_committed", 15.0)
+        assert (topic, isolation, timeout_s) == ("fencepost.ledger", "read_committed", 15.0)
         self.steps.append("read")
         self.spans = dict(spans)
         for partition, span in spans.items():
@@ -114,7 +114,7 @@ class Keys(FakeKeys):
         self.steps.append(f"replay {len(rows)}" + (f" and free {free}" if free else ""))
         await super().replay(epoch, rows, free)
 
-    async def resolve_anew(self) -> None:
+    async def resolve_again(self) -> None:
         self.resolved += 1
 
     async def recover_read(self, store: str, nonce: str, slots: int) -> list[int | None]:
@@ -147,7 +147,7 @@ class Settled:
     """Nothing hangs in a slot's partitions."""
 
     def __init__(
-        self, steps: list[str], cluster: object, ledger: Partition, producer: object, patience_s: float, ended: object
+        self, steps: list[str], cluster: object, ledger: Partition, producer: object, timeout_s: float, ended: object
     ) -> None:
         self._steps = steps
         self._ledger = ledger

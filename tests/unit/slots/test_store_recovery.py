@@ -43,7 +43,7 @@ class _Keys:
             raise self.errors[0]
         return self.identity
 
-    async def resolve_anew(self) -> None:
+    async def resolve_again(self) -> None:
         self.resolved += 1
 
     async def recover(self, seen: Identity, nonce: str) -> bool:
