@@ -222,7 +222,7 @@ async def test_a_batch_for_a_topic_that_is_not_there_asks_two_brokers_for_it_onc
 async def test_a_batch_may_take_longer_than_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its topic is looked up again meanwhile, and each chunk has a request's time."""
     monkeypatch.setattr(topics, "KNOWN_S", 0.1)
-    world = World(request_timeout_ms=100)
+    world = World(request_timeout_ms=1_000)
     looking_up = world.cluster.describe
 
     async def slowly(names: Sequence[str]) -> dict[str, Topic]:
@@ -233,7 +233,7 @@ async def test_a_batch_may_take_longer_than_a_request(monkeypatch: pytest.Monkey
     writing = FakeProducer.send
 
     async def write(*arguments: Any) -> Any:
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0.03)
         return await writing(*arguments)
 
     monkeypatch.setattr(FakeProducer, "send", write)

@@ -287,8 +287,9 @@ async def test_a_taker_that_was_cancelled_takes_no_nudge() -> None:
 # ------------------------------------------------------------------------------------------------- groups at once
 
 
-async def test_no_more_groups_are_under_way_than_are_good() -> None:
+async def test_no_more_groups_are_under_way_than_are_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """The third waits for one of the two to be done, and is the larger for it."""
+    monkeypatch.setattr(module, "GROUP_QUICK_S", 3_600.0)
     queue = Queue(SETTINGS)
     admit(queue, request("a"))
     first = group_of(queue)
@@ -301,11 +302,12 @@ async def test_no_more_groups_are_under_way_than_are_good() -> None:
     assert not waiting.done()
     assert queue.take() is None
     queue.done(first)
-    await asyncio.wait_for(waiting, 1.0)
+    await asyncio.wait_for(waiting, 30.0)
     assert keys_of(take(queue)) == ["c", "d"]
 
 
-async def test_a_group_goes_beside_another_once_it_is_as_large() -> None:
+async def test_a_group_goes_beside_another_once_it_is_as_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GROUP_QUICK_S", 3_600.0)
     queue = Queue(SETTINGS)
     admit(queue, request("a"), request("b"))
     first = group_of(queue)
@@ -314,7 +316,7 @@ async def test_a_group_goes_beside_another_once_it_is_as_large() -> None:
     await asyncio.sleep(0.01)
     assert not waiting.done()
     admit(queue, request("d"))
-    await asyncio.wait_for(waiting, 1.0)
+    await asyncio.wait_for(waiting, 30.0)
     second = group_of(queue)
     assert keys_of(second.requests) == ["c", "d"]
     queue.done(first)
@@ -330,7 +332,7 @@ async def test_a_small_group_waits_no_longer_than_for_one_that_hangs(monkeypatch
     admit(queue, request("a"), request("b"))
     queue.take()
     admit(queue, request("c"))
-    await asyncio.wait_for(queue._wait(), 1.0)
+    await asyncio.wait_for(queue._wait(), 30.0)
     assert keys_of(take(queue)) == ["c"]
 
 
@@ -342,7 +344,7 @@ async def test_groups_that_hang_make_room_for_others(monkeypatch: pytest.MonkeyP
         queue.take()
     waiting = asyncio.create_task(queue._wait())
     admit(queue, request("c"))
-    await asyncio.wait_for(waiting, 1.0)
+    await asyncio.wait_for(waiting, 30.0)
     assert keys_of(take(queue)) == ["c"]
 
 
@@ -354,7 +356,7 @@ async def test_who_is_to_stop_is_woken_in_a_crowd() -> None:
     waiting = [asyncio.create_task(queue._wait()) for _ in range(2)]
     await asyncio.sleep(0)
     queue.notify_all()
-    await asyncio.wait_for(asyncio.gather(*waiting), 1.0)
+    await asyncio.wait_for(asyncio.gather(*waiting), 30.0)
 
 
 # -------------------------------------------------------------------------------------------------- a request's state
@@ -428,9 +430,9 @@ async def test_of_a_topic_who_has_failed_alone_comes_after_who_has_not(monkeypat
     clock, queue = Clock(monkeypatch), Queue(SETTINGS)
     queue.quarantine("bad")
     admit(queue, *(request(key, "bad") for key in "123"))
-    assert clock.serve(queue, 1.0) == ["1", "2", "3"]
+    assert clock.serve(queue, 30.0) == ["1", "2", "3"]
     admit(queue, *(request(key, "bad") for key in "45"))
-    turns = [clock.serve(queue, 1.0) for _ in range(8)]
+    turns = [clock.serve(queue, 30.0) for _ in range(8)]
     assert turns == [["1"], ["2"], ["3"], ["4", "5"], ["4"], ["5"], ["5"], ["4"]]
 
 
