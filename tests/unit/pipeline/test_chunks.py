@@ -27,6 +27,7 @@ from service.events.event import Event
 from service.kafka.admin import Topic
 from service.kafka.outcomes import RecordError, TransactionFailed, TransactionOutcome
 from service.kafka.session import NOT_SENT, Partition, Record, RecordMetadata
+from service.pipeline import queue as queue_module
 from service.pipeline.queue import Queue
 from service.pipeline.request import BatchChunk, Committed, ResultCollector, WriteRequest, WriteResult
 from tests.unit.fakes import (
@@ -585,7 +586,9 @@ async def test_a_part_is_as_far_as_the_chunk_is() -> None:
     assert chunk.collector.done.result() == []
 
 
-async def test_a_group_is_as_large_as_its_events_are_many() -> None:
+async def test_a_group_is_as_large_as_its_events_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue_module, "GROUP_QUICK_S", 60.0)
+
     def waiting(*keys: str) -> WriteRequest:
         request = WriteRequest.of([*map(make_event, keys)], time.monotonic(), 10.0, Guarantee.EXACTLY_ONCE)
         queue.admit(request)
