@@ -32,13 +32,17 @@ from service.contract.wire import (
 )
 from service.core.metrics import Telemetry
 from service.kafka.admin import KafkaAdmin
+from service.kafka.outcomes import TransactionFailed
 from service.kafka.producer import TransactionalProducer, own_record
-from service.kafka.session import Partition, Record, RecordMetadata
+from service.kafka.session import Partition, ProducerSession, Record, RecordMetadata
 from tests.integration.client import Asked
 
 VERIFICATION = "transaction.partition.verification.enable"
-UNVERIFIED = errors.InvalidTxnState.errno
-WAIT_S = 5.0
+# What a broker answers to a Produce while its own setting changes: its log lacks the verification that it expects, or
+# the coordinator cannot be asked just now.
+VERIFYING = (errors.InvalidTxnState, errors.NotEnoughReplicasError)
+VERIFYING_CODES = tuple(error.errno for error in VERIFYING)
+WAIT_S = 15.0
 
 
 @contextlib.contextmanager
@@ -60,11 +64,11 @@ def _verify(kafka: Kafka, value: str) -> None:
 
 
 class Rig:
-    """One life of a slot's producer that leaves a transaction behind."""
+    """A slot's producer that leaves a transaction behind."""
 
     def __init__(self, cluster: KafkaAdmin, transactional_id: str, ledger: Partition) -> None:
-        self._producer = TransactionalProducer(cluster, transactional_id, 5_000)
-        self._session = self._producer._session
+        self._cluster = cluster
+        self._transactional_id = transactional_id
         self._ledger = ledger
 
     async def write(
@@ -81,11 +85,8 @@ class Rig:
 
         `commit` None: it is not ended at all.
         """
-        session = self._session
-        await self._producer.start()
-        begin = Begin(self._ledger[1], session.producer_id, session.epoch, "rig", 1, accepted_at)
-        await self._producer.send([], self._ledger)
-        await self._producer.commit(begin.encode())
+        async with asyncio.timeout(WAIT_S):
+            session = await self._begun(accepted_at)
         records = []
         for (topic, number), id in entries:
             stamp = Stamp(id, fp, accepted_at, self._ledger[1], session.producer_id, session.epoch, "rig")
@@ -96,14 +97,14 @@ class Rig:
         if marked:
             while any(row[1] for _, rows in (await session.request(session.coordinator, add)).errors for row in rows):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)  # the markers of the begin record are still to come
-        places = await self._send(records)
+        places = await self._send(session, records)
         offsets = dict(zip([partition for partition, _ in entries], [place.offset for place in places], strict=True))
         if with_record:
             named = [
                 Entry(id, fp, accepted_at, *partition, offsets[partition], accepted_at) for partition, id in entries
             ]
             line = LedgerRecord(self._ledger[1], session.producer_id, session.epoch, "rig", named).encode()
-            (place,) = await self._send([own_record(*self._ledger, None, line)])
+            (place,) = await self._send(session, [own_record(*self._ledger, None, line)])
             offsets[self._ledger] = place.offset
         if commit is not None:
             end = EndTxnRequest(session.transactional_id, session.producer_id, session.epoch, commit)
@@ -111,13 +112,27 @@ class Rig:
         await session.close()
         return offsets
 
-    async def _send(self, records: Sequence[Record]) -> list[RecordMetadata]:
-        session = self._session
+    async def _begun(self, accepted_at: int) -> ProducerSession:
+        """Start a producer and write its begin record, again where the broker changes VERIFICATION meanwhile."""
+        while True:
+            producer = TransactionalProducer(self._cluster, self._transactional_id, 5_000)
+            await producer.start()
+            begin = Begin(self._ledger[1], producer.producer_id, producer.epoch, "rig", 1, accepted_at)
+            try:
+                await producer.send([], self._ledger)
+                await producer.commit(begin.encode())
+                return producer._session
+            except TransactionFailed as failed:
+                await producer.close()
+                if not isinstance(failed.__cause__, VERIFYING):
+                    raise
+
+    async def _send(self, session: ProducerSession, records: Sequence[Record]) -> list[RecordMetadata]:
         leaders = {p: await session.find_leader(p) for p in {(record.topic, record.partition) for record in records}}
         batches = session.batches(records, leaders)
         async with asyncio.timeout(WAIT_S):
             await session.send(batches, leaders, 5_000)
-            while any(batch.answer and batch.answer[0] == UNVERIFIED for batch in batches):
+            while any(batch.answer and batch.answer[0] in VERIFYING_CODES for batch in batches):
                 await asyncio.sleep(0.05)  # the broker has yet to hear of its new setting
                 await session.send(batches, leaders, 5_000)
         places = [RecordMetadata(-1, -1)] * len(records)
