@@ -75,6 +75,17 @@ class ClaimDecision:
         else:
             self._leave(request, claim, found)
 
+    def add_several(
+        self, request: WriteRequest, claims: Sequence[Claim], start: int, lacking: Mapping[int, Partition]
+    ) -> int:
+        """Decide on a request of several events, whose claims begin at `start`; where the next one's do."""
+        if request.atomic:
+            self.add(request, claims[start], lacking)
+            return start + 1
+        end = start + len(request.events)
+        self.add_chunk(request, claims[start:end], lacking)
+        return end
+
     def add_chunk(self, request: WriteRequest, claims: Sequence[Claim], lacking: Mapping[int, Partition]) -> None:
         """Decide on a chunk, which has a claim for each of its events."""
         asked = zip(request.asked, claims, strict=True)
@@ -154,15 +165,17 @@ def after_claim(
     """
     decision = ClaimDecision(now, too_late)
     start = 0
+    claimed = decision.claimed
     for request in requests:
-        lacking = left_out.get(request, NOTHING) if left_out else NOTHING
-        if request.is_chunk:
-            end = start + len(request.events)
-            decision.add_chunk(request, claims[start:end], lacking)
-            start = end
+        claim, lacking = claims[start], (left_out.get(request, NOTHING) if left_out else NOTHING)
+        if len(request.events) > 1:
+            start = decision.add_several(request, claims, start, lacking)
+            continue
+        start += 1
+        if claim.outcome in CLAIMABLE and not lacking and request.deadline > now and not request.answered:
+            claimed.append((request, (claim.state.at,)))  # nearly always, so without a call
         else:
-            decision.add(request, claims[start], lacking)
-            start += 1
+            decision.add(request, claim, lacking)
     return decision
 
 
