@@ -78,13 +78,14 @@ class Rig:
         marked: Collection[Partition],
         commit: bool | None,
         with_record: bool = True,
-        accepted_at: int = 0,
+        accepted_at: int | None = None,
         fp: bytes = b"f" * 8,
     ) -> dict[Partition, int]:
         """A transaction with one event in each partition, which has markers in those `marked`; the offsets.
 
-        `commit` None: it is not ended at all.
+        `commit` None: it is not ended at all. `accepted_at` None: now, as retention would delete older records.
         """
+        accepted_at = time.time_ns() // 1_000_000 if accepted_at is None else accepted_at
         async with asyncio.timeout(WAIT_S):
             session = await self._begun(accepted_at)
         records = []
