@@ -158,7 +158,7 @@ class Service:
         show.slot_down.set_function(lambda: self.pool.down_s)
         for whose, clock in self._clocks.items():
             show.clock_ahead.labels(whose).set_function(partial(self._ahead_s, clock))
-        show.generation.set_function(lambda: self.store.generation)
+        show.generation.set_function(lambda: self.store.generation_number)
         for slot_state in SlotState:
             show.slots.labels(slot_state.value).set_function(partial(self.pool.count, slot_state))
         for state in STORE_STATES:
@@ -261,10 +261,10 @@ class Service:
 
     async def readiness(self) -> dict[str, object]:
         """Is a slot ready, does Redis answer and hold the generation, does Kafka answer? `ready` is all of it."""
-        epoch = self.store.epoch
-        redis, kafka = await asyncio.gather(self._redis_answers(epoch), self._kafka_answers())
+        generation = self.store.generation
+        redis, kafka = await asyncio.gather(self._redis_answers(generation), self._kafka_answers())
         slots = self.pool.ready
-        ready = slots > 0 and epoch is not None and redis == kafka == "ok" and self.admission.accepting
+        ready = slots > 0 and generation is not None and redis == kafka == "ok" and self.admission.accepting
         self.was_ready = self.was_ready or ready
         return {
             "ready": ready,
@@ -272,12 +272,12 @@ class Service:
             "redis": redis,
             "kafka": kafka,
             "store": self.store.status,
-            "generation": None if epoch is None else epoch.generation,
+            "generation": None if generation is None else generation.number,
             # Of this machine, to theirs.
             "clock_ahead_s": {whose: self._ahead_s(clock) for whose, clock in self._clocks.items()},
         }
 
-    async def _redis_answers(self, epoch: StoreGeneration | None) -> str:
+    async def _redis_answers(self, generation: StoreGeneration | None) -> str:
         """What is wrong with Redis, or `ok`."""
         if self._who is None or self._who.done():
             self._who = asyncio.create_task(self.keys.who())
@@ -290,9 +290,9 @@ class Service:
             return f"Redis does not answer within {READINESS_PATIENCE_S} s"
         if identity.evicts:
             return f"maxmemory-policy is {identity.evicts}: {POLICY_CHANGE}"
-        if epoch is None or identity == Identity(epoch.store, epoch):
-            return "ok"  # without an epoch, the store's status says what is lacking
-        self.store.lost(epoch)  # who looks has seen it: its recovery need not wait for a claim, or a heartbeat
+        if generation is None or identity == Identity(generation.store, generation):
+            return "ok"  # without a generation the store's status says what is lacking
+        self.store.lost(generation)  # who looks has seen it: its recovery need not wait for a claim, or a heartbeat
         return "another store answers"
 
     async def _kafka_answers(self) -> str:

@@ -68,20 +68,20 @@ Row = tuple[bytes, Delivered | DeliveredBatch]
 class StoreGeneration:
     """The generation and the store for which a script is meant; a script for any other writes nothing."""
 
-    generation: int
+    number: int
     store: str
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who answers: `store` is run_id/master_replid, and `epoch` what that server holds (None after a flush).
+    """Who answers: `store` is run_id/master_replid, and `generation` what that server holds (None after a flush).
 
-    `incomplete`: a script has found that it lacks what was there in that epoch. `evicts`: its maxmemory-policy where
+    `incomplete`: a script has found that it lacks what was there in that generation. `evicts`: its maxmemory-policy where
     that is another than noeviction.
     """
 
     store: str
-    epoch: StoreGeneration | None
+    generation: StoreGeneration | None
     incomplete: bool = False
     evicts: str = ""
 
@@ -110,20 +110,20 @@ class Heartbeat:
 class KeyStore(Protocol):
     """Where claims and answers are kept. Redis in service; the tests' in-memory one passes the same suite.
 
-    Every call but `who` raises StoreLost where the server is not the epoch's store, or lacks what was there (nothing
+    Every call but `who` raises StoreLost where the server is not the generation's store, or lacks what was there (nothing
     was written), StoreAway where it refused before writing, StoreUnanswered where the script may still run later,
     StoreBug where it answers what this version does not know, or a state is none that it writes.
     """
 
     async def who(self) -> Identity: ...
     async def clock_ms(self) -> int:
-        """The store's clock, epoch ms: accepted_at and every expiry are of it."""
+        """The store's clock, ms since the Unix epoch: accepted_at and every expiry are of it."""
 
     async def resolve_again(self) -> None:
         """Forget which server the address led to; the next call asks again who is primary."""
 
     async def claim(
-        self, epoch: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+        self, generation: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
     ) -> list[Claim]:
         """Claim (id, fingerprint) pairs, in order, in one step. Raises Fenced where `freed` of the slot is not term.
 
@@ -131,28 +131,32 @@ class KeyStore(Protocol):
         """
 
     async def claim_all(
-        self, epoch: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+        self, generation: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
     ) -> Claim:
         """Claim an atomic batch, the whole first and then its members, or nothing of it. Raises Fenced as claim."""
 
     async def mark(
-        self, epoch: StoreGeneration, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]
+        self, generation: StoreGeneration, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]
     ) -> int:
         """The ledger record at `offset`, after the one at `previous`, is committed. Answers states not touched."""
 
-    async def release(self, epoch: StoreGeneration, slot: int, term: int, ids: Sequence[bytes]) -> None: ...
-    async def find(self, epoch: StoreGeneration, id: bytes) -> Found: ...
-    async def find_all(self, epoch: StoreGeneration, ids: Sequence[bytes]) -> list[KeyState]: ...
-    async def applied(self, epoch: StoreGeneration, slot: int) -> int | None: ...
-    async def replay(self, epoch: StoreGeneration, rows: Sequence[Row], free: tuple[int, int] | None = None) -> None:
+    async def release(self, generation: StoreGeneration, slot: int, term: int, ids: Sequence[bytes]) -> None: ...
+    async def find(self, generation: StoreGeneration, id: bytes) -> Found: ...
+    async def find_all(self, generation: StoreGeneration, ids: Sequence[bytes]) -> list[KeyState]: ...
+    async def applied(self, generation: StoreGeneration, slot: int) -> int | None: ...
+    async def replay(
+        self, generation: StoreGeneration, rows: Sequence[Row], free: tuple[int, int] | None = None
+    ) -> None:
         """Write ledger entries, then, in the step of the last, raise `freed` and `applied` of (slot, term)."""
 
-    async def take(self, epoch: StoreGeneration, slot: int, token: str) -> bool: ...
-    async def give_back(self, epoch: StoreGeneration, slot: int, token: str, clean: bool) -> None: ...
-    async def heartbeat(self, epoch: StoreGeneration, token: str, slots: int, held: Mapping[int, int]) -> Heartbeat:
+    async def take(self, generation: StoreGeneration, slot: int, token: str) -> bool: ...
+    async def give_back(self, generation: StoreGeneration, slot: int, token: str, clean: bool) -> None: ...
+    async def heartbeat(
+        self, generation: StoreGeneration, token: str, slots: int, held: Mapping[int, int]
+    ) -> Heartbeat:
         """Renew the leases; `held` has each slot with what its holder knows of `applied`, -1 where it knows nothing."""
 
-    async def leave(self, epoch: StoreGeneration, token: str) -> None: ...
+    async def leave(self, generation: StoreGeneration, token: str) -> None: ...
 
     async def recover(self, seen: Identity, nonce: str) -> bool:
         """Begin a store recovery: False where another's nonce stands, or one has ended since `seen` was seen.
@@ -164,7 +168,7 @@ class KeyStore(Protocol):
     async def recover_replay(self, store: str, nonce: str, rows: Sequence[Row]) -> None:
         """Write ledger entries, REPLAY_CHUNK at most. Called many times at once, each waits for its turn."""
 
-    async def recover_end(self, store: str, nonce: str, generation: int, freed: Sequence[int]) -> None: ...
+    async def recover_end(self, store: str, nonce: str, number: int, freed: Sequence[int]) -> None: ...
     async def recover_abandon(self, store: str, nonce: str) -> None: ...
 
 
@@ -198,7 +202,7 @@ class RedisKeys:
         self._heard: tuple[StoreGeneration | None, int] = (
             None,
             0,
-        )  # the most calls that have claimed something, in that epoch
+        )  # the most calls that have claimed something, in that generation
         self._incomplete: StoreGeneration | None = None  # in which the store was met that lacks something
         self._finding = asyncio.Semaphore(FINDS_AT_ONCE)
         self._replaying = asyncio.Semaphore(REPLAYS_AT_ONCE)
@@ -240,32 +244,34 @@ class RedisKeys:
         evicts = "" if policy == NO_EVICTION else policy
         if not held:
             return Identity(store, None, evicts=evicts)
-        generation, _, named = held.partition(" ")
-        epoch = StoreGeneration(int(generation), named)
-        return Identity(store, epoch, epoch == self._incomplete, evicts)
+        number, _, named = held.partition(" ")
+        generation = StoreGeneration(int(number), named)
+        return Identity(store, generation, generation == self._incomplete, evicts)
 
     async def clock_ms(self) -> int:
         seconds, micros = await self._send("TIME")
         return int(seconds) * 1000 + int(micros) // 1000
 
     async def claim(
-        self, epoch: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+        self, generation: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
     ) -> list[Claim]:
         blob = b"".join(id + fp for id, fp in asked)
-        count, *answers = await self._call_in(epoch, "claim", slot, term, self._retention_ms, self._least_left_ms, blob)
-        self._hear(epoch, count)
+        count, *answers = await self._call_in(
+            generation, "claim", slot, term, self._retention_ms, self._least_left_ms, blob
+        )
+        self._hear(generation, count)
         if b"E" in answers:
             self._errors.labels(ERRORS[StoreAway]).inc()
         return [self._claim(answer, slot, term, id, fp) for answer, (id, fp) in zip(answers, asked, strict=True)]
 
     async def claim_all(
-        self, epoch: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+        self, generation: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
     ) -> Claim:
         blob = b"".join(id + fp for id, fp in asked)
         count, answer = await self._call_in(
-            epoch, "claim_all", slot, term, self._retention_ms, self._least_left_ms, blob
+            generation, "claim_all", slot, term, self._retention_ms, self._least_left_ms, blob
         )
-        self._hear(epoch, count)
+        self._hear(generation, count)
         return self._claim(answer, slot, term, *asked[0])
 
     def _claim(self, answer: bytes, slot: int, term: int, id: bytes, fp: bytes) -> Claim:
@@ -294,19 +300,19 @@ class RedisKeys:
         raise CorruptState.of(answer)
 
     async def mark(
-        self, epoch: StoreGeneration, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]
+        self, generation: StoreGeneration, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]
     ) -> int:
         head = ("mark", slot, term, self._retention_ms, previous, offset)
-        (untouched,) = await self._call_in(epoch, *head, *self._delivered(rows))
+        (untouched,) = await self._call_in(generation, *head, *self._delivered(rows))
         return int(untouched)
 
-    async def release(self, epoch: StoreGeneration, slot: int, term: int, ids: Sequence[bytes]) -> None:
-        await self._call_in(epoch, "release", slot, term, b"".join(ids))
+    async def release(self, generation: StoreGeneration, slot: int, term: int, ids: Sequence[bytes]) -> None:
+        await self._call_in(generation, "release", slot, term, b"".join(ids))
 
-    async def find(self, epoch: StoreGeneration, id: bytes) -> Found:
+    async def find(self, generation: StoreGeneration, id: bytes) -> Found:
         try:
             async with asyncio.timeout(self._timeout_s), self._finding:
-                answer = await self._call_in(epoch, "find", id)
+                answer = await self._call_in(generation, "find", id)
         except TimeoutError as error:
             raise StoreAway(f"Redis: more than {FINDS_AT_ONCE} look-ups wait for their answers") from error
         match answer:
@@ -318,39 +324,43 @@ class RedisKeys:
                 return Found(self._unpack(id, state))
         return Found(None)
 
-    async def find_all(self, epoch: StoreGeneration, ids: Sequence[bytes]) -> list[KeyState]:
-        states = await self._call_in(epoch, "find_all", b"".join(ids))
+    async def find_all(self, generation: StoreGeneration, ids: Sequence[bytes]) -> list[KeyState]:
+        states = await self._call_in(generation, "find_all", b"".join(ids))
         return [self._unpack(id, state) if state else None for id, state in zip(ids, states, strict=True)]
 
-    async def applied(self, epoch: StoreGeneration, slot: int) -> int | None:
-        (offset,) = await self._call_in(epoch, "applied", slot)
+    async def applied(self, generation: StoreGeneration, slot: int) -> int | None:
+        (offset,) = await self._call_in(generation, "applied", slot)
         return None if offset < 0 else int(offset)
 
-    async def replay(self, epoch: StoreGeneration, rows: Sequence[Row], free: tuple[int, int] | None = None) -> None:
+    async def replay(
+        self, generation: StoreGeneration, rows: Sequence[Row], free: tuple[int, int] | None = None
+    ) -> None:
         head = ("replay", self._retention_ms)
         *others, last = chunks(rows)
         for chunk in others:
-            await self._call_in(epoch, *head, "", "", *self._delivered(chunk))
-        await self._call_in(epoch, *head, *(free or ("", "")), *self._delivered(last))
+            await self._call_in(generation, *head, "", "", *self._delivered(chunk))
+        await self._call_in(generation, *head, *(free or ("", "")), *self._delivered(last))
 
-    async def take(self, epoch: StoreGeneration, slot: int, token: str) -> bool:
-        (mine,) = await self._call_in(epoch, "take", slot, token, self._lease_ttl_ms)
+    async def take(self, generation: StoreGeneration, slot: int, token: str) -> bool:
+        (mine,) = await self._call_in(generation, "take", slot, token, self._lease_ttl_ms)
         return bool(mine)
 
-    async def give_back(self, epoch: StoreGeneration, slot: int, token: str, clean: bool) -> None:
-        await self._call_in(epoch, "give_back", slot, token, int(clean))
+    async def give_back(self, generation: StoreGeneration, slot: int, token: str, clean: bool) -> None:
+        await self._call_in(generation, "give_back", slot, token, int(clean))
 
-    async def heartbeat(self, epoch: StoreGeneration, token: str, slots: int, held: Mapping[int, int]) -> Heartbeat:
+    async def heartbeat(
+        self, generation: StoreGeneration, token: str, slots: int, held: Mapping[int, int]
+    ) -> Heartbeat:
         pairs = [number for slot_and_applied in held.items() for number in slot_and_applied]
-        count, members, view, freed = await self._call_in(epoch, "beat", token, self._lease_ttl_ms, slots, *pairs)
-        self._hear(epoch, count)
+        count, members, view, freed = await self._call_in(generation, "beat", token, self._lease_ttl_ms, slots, *pairs)
+        self._hear(generation, count)
         return Heartbeat(int(members), view.decode(), dict(zip(held, freed, strict=True)))
 
-    async def leave(self, epoch: StoreGeneration, token: str) -> None:
-        await self._call_in(epoch, "leave", token)
+    async def leave(self, generation: StoreGeneration, token: str) -> None:
+        await self._call_in(generation, "leave", token)
 
     async def recover(self, seen: Identity, nonce: str) -> bool:
-        held = "" if seen.epoch is None else f"{seen.epoch.generation} {seen.epoch.store}"
+        held = "" if seen.generation is None else f"{seen.generation.number} {seen.generation.store}"
         (first,) = await self._call("recover", seen.store, nonce, self._nonce_ttl_ms, held)
         return bool(first)
 
@@ -364,9 +374,9 @@ class RedisKeys:
         async with self._replaying:
             await self._call("recover_replay", store, nonce, self._nonce_ttl_ms, self._retention_ms, *packed)
 
-    async def recover_end(self, store: str, nonce: str, generation: int, freed: Sequence[int]) -> None:
+    async def recover_end(self, store: str, nonce: str, number: int, freed: Sequence[int]) -> None:
         pairs = [number for slot_and_offset in enumerate(freed) for number in slot_and_offset]
-        await self._call("recover_end", store, nonce, generation, *pairs)
+        await self._call("recover_end", store, nonce, number, *pairs)
 
     async def recover_abandon(self, store: str, nonce: str) -> None:
         await self._call("recover_abandon", store, nonce)
@@ -412,22 +422,22 @@ class RedisKeys:
             found |= {name: value.strip() for name, _, value in parts}
         return found
 
-    async def _call_in(self, epoch: StoreGeneration, operation: str, *arguments: str | int | bytes) -> list[Any]:
-        """`_call` of an operation for an epoch, with what this process has heard of it."""
+    async def _call_in(self, generation: StoreGeneration, operation: str, *arguments: str | int | bytes) -> list[Any]:
+        """`_call` of an operation for a generation, with what this process has heard of it."""
         of, count = self._heard
-        heard = count if of == epoch else 0
+        heard = count if of == generation else 0
         try:
-            return await self._call(operation, f"{epoch.generation} {epoch.store}", heard, *arguments)
+            return await self._call(operation, f"{generation.number} {generation.store}", heard, *arguments)
         except StoreIncomplete:
-            self._incomplete = epoch
+            self._incomplete = generation
             raise
 
-    def _hear(self, epoch: StoreGeneration, count: int) -> None:
+    def _hear(self, generation: StoreGeneration, count: int) -> None:
         of, heard = self._heard
-        if of == epoch:
-            self._heard = epoch, max(heard, count)
-        elif of is None or of.generation < epoch.generation:
-            self._heard = epoch, count
+        if of == generation:
+            self._heard = generation, max(heard, count)
+        elif of is None or of.number < generation.number:
+            self._heard = generation, count
 
     async def _call(self, operation: str, *arguments: str | int | bytes) -> list[Any]:
         """Run one operation of claims.lua; the rest of its answer after OK. What fails is counted."""

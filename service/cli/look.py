@@ -73,7 +73,7 @@ async def slots(settings: Settings) -> Slots:
         identity = await keys.who()
         views = await keys.slots(count)
         begins = await _begins(kafka, ledger, {v.slot: v.freed for v in views if v.freed is not None}, until)
-        generation = identity.epoch.generation if identity.epoch else None
+        generation = identity.generation.number if identity.generation else None
         rows = [SlotRow(view, begins.get(view.slot), until[view.slot]) for view in views]
         return Slots(identity.store, generation, rows)
 
@@ -170,10 +170,10 @@ async def key(settings: Settings, text: str, scope: str, now_ms: float, tell: Ca
     id = event_id(text, scope)
     async with acl_inspector(settings) as kafka, keys_view(settings) as keys:
         identity = await keys.who()
-        if identity.epoch is None or identity.epoch.store != identity.store:
+        if identity.generation is None or identity.generation.store != identity.store:
             found, store = Found(None), "Redis holds no generation: the keys are not all known at this time"
         else:
-            found, store = await keys.find(identity.epoch, id), ""
+            found, store = await keys.find(identity.generation, id), ""
         return KeyView(id, found, store, await _written(kafka, settings, id, now_ms, tell))
 
 

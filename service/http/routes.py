@@ -77,10 +77,10 @@ def routes(app: FastAPI, service: Callable[[], Parts], callers: Callers, posts: 
         caller = callers.of(None if authorization is None else ", ".join(authorization))
         id = event_id(check_key(key or asked, "key"), caller.scope)
         parts = service()
-        if parts.store.epoch is None:
+        if parts.store.generation is None:
             raise Problem(INCOMPLETE, f"the key store is not complete: {parts.store.status}")
         try:
-            found = await parts.keys.find(parts.store.epoch, id)
+            found = await parts.keys.find(parts.store.generation, id)
         except (StoreLost, StoreAway, StoreUnanswered) as error:
             raise Problem(INCOMPLETE, f"the key store does not answer: {error}") from error
         return describe(id, found, parts.pool.doubts)

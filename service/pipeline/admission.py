@@ -264,7 +264,7 @@ class Admission:
         try:
             if not self.accepting:
                 raise Problem(NOT_WRITTEN, "this process is stopping: send it again, to another")
-            if self._store.epoch is None:
+            if self._store.generation is None:
                 raise Problem(NOT_WRITTEN, f"the key store is not complete ({self._store.status}): send it again")
             self._queue.admit(request)
         except Problem as problem:

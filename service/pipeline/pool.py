@@ -182,12 +182,12 @@ class Pool:
         while not self._stopping:
             self._heartbeat_now.clear()  # where it is set from here on, also during the heartbeat, another follows
             try:
-                epoch = await self._store.settled()
-                await self._heartbeat(epoch)
+                generation = await self._store.settled()
+                await self._heartbeat(generation)
                 if failures := trouble.end():
                     log.info("heartbeat again", **failures)
             except StoreLost:
-                self._store.lost(epoch)
+                self._store.lost(generation)
             except (StoreAway, StoreUnanswered, KafkaAway) as error:
                 trouble.add(error)
             except Exception as error:  # a bug must not end the heartbeat: every slot would be lost
@@ -198,41 +198,43 @@ class Pool:
                     await self._heartbeat_now.wait()
             await asyncio.sleep(HEARTBEAT_PAUSE_LEAST_S)
 
-    async def _heartbeat(self, epoch: StoreGeneration) -> None:
+    async def _heartbeat(self, generation: StoreGeneration) -> None:
         held = {n: slot for n, slot in self.slots.items() if not slot.draining}
         applied = {n: slot.applied for n, slot in held.items()}
-        heartbeat = await self._keys.heartbeat(epoch, self.token, self._settings.slots_max, applied)
-        self._note_heartbeat(epoch)
+        heartbeat = await self._keys.heartbeat(generation, self.token, self._settings.slots_max, applied)
+        self._note_heartbeat(generation)
         for n, slot in held.items():
             if heartbeat.slots[n] != "m":
                 log.warning("lease lost", slot=n)
                 self._let_go(slot)
-            elif slot.state in SETTLED and (slot.epoch != epoch or heartbeat.freed[n] > slot.term or slot.cut_off):
+            elif slot.state in SETTLED and (
+                slot.generation != generation or heartbeat.freed[n] > slot.term or slot.cut_off
+            ):
                 # Fenced by a recovery of the store, or by another holder that has gone: recovered now, for its ledger
                 # may hold what others wait for, and not at the cost of its next group. Or a broker was away, and a
                 # transaction of it may hang, which every reader waits for.
                 slot.superseded = True
                 self._queue.notify_all()
-        await self._balance(heartbeat, epoch)
+        await self._balance(heartbeat, generation)
         self._recovered()  # what is in doubt because of others' slots: ask again
-        for slot in [slot for slot in held.values() if slot.has_pending_marks and slot.epoch == epoch]:
+        for slot in [slot for slot in held.values() if slot.has_pending_marks and slot.generation == generation]:
             await slot.flush_marks()
 
-    def _note_heartbeat(self, epoch: StoreGeneration) -> None:
+    def _note_heartbeat(self, generation: StoreGeneration) -> None:
         """After a pause in which leases ran out, or were forgotten, others come back to theirs just as this one does.
 
         So nothing is taken for as long as a lease lives; and a slot was down because all was.
         """
         now, lease_s = time.monotonic(), self._settings.lease_ttl_ms / 1000
         if self._last_heartbeat is not None and (
-            self._last_heartbeat[0] != epoch or self._last_heartbeat[1] < now - lease_s
+            self._last_heartbeat[0] != generation or self._last_heartbeat[1] < now - lease_s
         ):
             self._take_not_before = now + lease_s
             for slot in self.slots.values():
                 slot.down_since = max(slot.down_since, now)
-        self._last_heartbeat = epoch, now
+        self._last_heartbeat = generation, now
 
-    async def _balance(self, heartbeat: Heartbeat, epoch: StoreGeneration) -> None:
+    async def _balance(self, heartbeat: Heartbeat, generation: StoreGeneration) -> None:
         """Towards min(wanted, fair share), and no dead slot left lying: its open transaction holds up every reader."""
         held = [slot for slot in self.slots.values() if not slot.draining]
         # One whose transaction Kafka cannot end, for a partition that takes no markers, cannot begin another.
@@ -248,7 +250,7 @@ class Pool:
         suspects, self._to_recover = self._to_recover, {}
         for n in dead + free[: max(0, wanted - len(dead))]:
             if not self._stopping and time.monotonic() >= self._take_not_before:
-                await self._take(n, epoch, suspects.get(n, ()))
+                await self._take(n, generation, suspects.get(n, ()))
         # More than was wanted comes from rescuing the dead; more than the share is given up only where it is missed.
         excess = len(held) - (most if free or dead else share)
         settled = [slot for slot in held if slot.state in SETTLED]
@@ -259,11 +261,11 @@ class Pool:
     def _is_stuck(self, slot: Slot) -> bool:
         return time.monotonic() - slot.down_since > STUCK_SHARE * self._settings.request_timeout_ms / 1000
 
-    async def _take(self, n: int, epoch: StoreGeneration, suspects: Collection[Partition]) -> None:
-        if not await self._keys.take(epoch, n, self.token) or n in self.slots:
+    async def _take(self, n: int, generation: StoreGeneration, suspects: Collection[Partition]) -> None:
+        if not await self._keys.take(generation, n, self.token) or n in self.slots:
             return
         if self._stopping:  # since it was asked for: nobody would let go of it any more
-            await self._keys.give_back(epoch, n, self.token, clean=False)
+            await self._keys.give_back(generation, n, self.token, clean=False)
             return
         plain = IdempotentProducer(self._cluster, f"plain-{n}")
         slot = Slot(n, self._keys, self._topics.ledger, self._settings.name, plain)
@@ -305,11 +307,11 @@ class Pool:
             await self._give_back(slot, idle)
 
     async def _recover(self, slot: Slot) -> None:
-        epoch = await self._store.settled()
+        generation = await self._store.settled()
         if slot.state is SlotState.DOUBT:
             slot.move(SlotEvent.RECOVER)
         started = time.monotonic()
-        await self._recovery.run(slot, epoch)
+        await self._recovery.run(slot, generation)
         took_s = time.monotonic() - started
         self._telemetry.slot_recoveries.observe(took_s)
         slot.doubtful = 0
@@ -329,7 +331,7 @@ class Pool:
         if slot.state is not SlotState.DOUBT:
             slot.move(SlotEvent.FAIL)
         if isinstance(error, StoreLost):
-            self._store.lost(slot.epoch)
+            self._store.lost(slot.generation)
 
     def _trouble_of(self, slot: Slot) -> Incident:
         return self._troubles.setdefault(slot.n, Incident(log, "term ended"))
@@ -337,7 +339,7 @@ class Pool:
     async def _still_mine(self, slot: Slot) -> bool:
         """Is the lease still this process's, or free to take again? Where Redis does not say: assume so."""
         try:
-            return self._store.epoch is None or await self._keys.take(self._store.epoch, slot.n, self.token)
+            return self._store.generation is None or await self._keys.take(self._store.generation, slot.n, self.token)
         except (StoreAway, StoreUnanswered, StoreLost):
             return True
 
@@ -347,9 +349,9 @@ class Pool:
         if slot.state is SlotState.WRITING:  # its task was cancelled
             slot.move(SlotEvent.FAIL)
         slot.move(SlotEvent.GIVE_BACK)
-        if self._store.epoch is not None:
+        if self._store.generation is not None:
             with contextlib.suppress(StoreAway, StoreUnanswered, StoreLost):
-                await self._keys.give_back(self._store.epoch, slot.n, self.token, clean)
+                await self._keys.give_back(self._store.generation, slot.n, self.token, clean)
 
     # ------------------------------------------------------------------------------------------------- stopping
 
@@ -366,6 +368,6 @@ class Pool:
                 task.cancel()
             if hanging:
                 await asyncio.wait(hanging, timeout=patience_s)
-        if self._store.epoch is not None:
+        if self._store.generation is not None:
             with contextlib.suppress(StoreAway, StoreUnanswered, StoreLost):
-                await self._keys.leave(self._store.epoch, self.token)
+                await self._keys.leave(self._store.generation, self.token)

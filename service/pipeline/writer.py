@@ -264,8 +264,8 @@ class Writer:
         request.move(RequestEvent.FIND)  # no deadline may say from here on that it is not written
         again = Problem(OUTCOME_UNKNOWN, "Idempotency-Key: it is written; send it again to learn where")
         try:
-            epoch = await asyncio.wait_for(self._store.settled(), self._settings.request_timeout_ms / 1000)
-            states = await self._keys.find_all(epoch, [event.id for event in request.events])
+            generation = await asyncio.wait_for(self._store.settled(), self._settings.request_timeout_ms / 1000)
+            states = await self._keys.find_all(generation, [event.id for event in request.events])
         except (StoreLost, StoreAway, StoreUnanswered, TimeoutError):
             self._admission.answer(request, again)
             return
@@ -380,7 +380,7 @@ class Writer:
             # The ledger has it: the events are committed, whatever Redis knows of them by now.
             self._telemetry.marks_failed.inc()
             if isinstance(error, StoreLost):
-                self._store.lost(link.epoch)
+                self._store.lost(link.generation)
         self._telemetry.stage_mark.observe(time.perf_counter() - started)
         self._queue.release(there.topic for _, committed in delivered for _, there in committed.places)
         for request, committed in delivered:

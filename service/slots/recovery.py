@@ -95,11 +95,11 @@ class SlotRecovery:
         self._replayed = telemetry.replayed.labels("slot")
         self._timeout_s = (settings.request_timeout_ms + settings.transaction_timeout_ms) / 1000
 
-    async def run(self, slot: Slot, epoch: StoreGeneration) -> None:
+    async def run(self, slot: Slot, generation: StoreGeneration) -> None:
         """Steps 2 to 6 of slot recovery. Raises StoreLost, Fenced, TransactionFailed, KafkaAway, StoreAway, …:
         then the slot is in DOUBT, its producer is to be closed, and this is to be run again."""
         try:
-            await self._fence(slot, epoch)
+            await self._fence(slot, generation)
             await self._settle(slot)
             await slot.begin(_now_ms())
             await self._check(slot)
@@ -109,17 +109,17 @@ class SlotRecovery:
             await slot.end()
             raise
 
-    async def _fence(self, slot: Slot, epoch: StoreGeneration) -> None:
+    async def _fence(self, slot: Slot, generation: StoreGeneration) -> None:
         """InitProducerId: the fate of the old transaction is final, and its owner can never commit again."""
         name = transactional_id(self._settings.namespace, slot.n)
         producer = TransactionalProducer(self._cluster, name, self._settings.transaction_timeout_ms)
         await producer.start()
         self._fences.inc()
-        slot.enter(epoch, producer)
+        slot.enter(generation, producer)
 
     async def _settle(self, slot: Slot) -> None:
         """End what hangs in the slot's partitions before the begin record does, whose marker would commit it."""
-        applied = await self._keys.applied(slot.epoch, slot.n)
+        applied = await self._keys.applied(slot.generation, slot.n)
         ledger = self._topics.ledger, slot.n
         settlement = Settlement(self._cluster, ledger, slot.producer, self._timeout_s, self._hanging_ended)
         slot.suspects = await settlement.run(applied, slot.suspects)
@@ -127,8 +127,8 @@ class SlotRecovery:
     async def _check(self, slot: Slot) -> None:
         """After the fence, does control still name the store that my claims are in?"""
         newest = await self._control.newest(slot.n)
-        if newest is None or StoreGeneration(newest.generation, newest.store) != slot.epoch:
-            raise StoreLost(f"control names {newest}, this process works with {slot.epoch}")
+        if newest is None or StoreGeneration(newest.generation, newest.store) != slot.generation:
+            raise StoreLost(f"control names {newest}, this process works with {slot.generation}")
         slot.move(SlotEvent.CHECK)
 
     async def _replay_and_free(self, slot: Slot) -> None:
@@ -136,7 +136,7 @@ class SlotRecovery:
 
         What was written before `applied` would not be read: KafkaAway where that is past my begin record.
         """
-        start = await self._keys.applied(slot.epoch, slot.n)
+        start = await self._keys.applied(slot.generation, slot.n)
         if start is not None and start > slot.term:
             raise KafkaAway(
                 f"{self._topics.ledger}, partition {slot.n}: Redis has applied it up to {start}, and it ends at "
@@ -152,9 +152,9 @@ class SlotRecovery:
                 self._replayed.inc(len(read))
                 rows += read
                 while len(rows) > REPLAY_CHUNK:
-                    await self._keys.replay(slot.epoch, rows[:REPLAY_CHUNK])
+                    await self._keys.replay(slot.generation, rows[:REPLAY_CHUNK])
                     del rows[:REPLAY_CHUNK]
-        await self._keys.replay(slot.epoch, rows, (slot.n, slot.term))
+        await self._keys.replay(slot.generation, rows, (slot.n, slot.term))
         slot.applied = slot.term
         slot.move(SlotEvent.FREE)
 
@@ -171,7 +171,7 @@ class Store:
         settings: Settings,
         telemetry: Telemetry,
     ) -> None:
-        self.epoch: StoreGeneration | None = None
+        self.generation: StoreGeneration | None = None
         self.status = "starting"
         self._last: StoreGeneration | None = None
         self._cluster = cluster
@@ -197,23 +197,23 @@ class Store:
         return self.status.partition(":")[0]
 
     @property
-    def generation(self) -> int:
+    def generation_number(self) -> int:
         """The generation in which claims may be made; 0, which none has, where the store is not settled."""
-        return 0 if self.epoch is None else self.epoch.generation
+        return 0 if self.generation is None else self.generation.number
 
-    def lost(self, epoch: StoreGeneration) -> None:
-        """A script for `epoch` met another store. Harmless where that epoch is not the present one any more."""
-        if self.epoch == epoch:
-            log.warning("store lost", generation=epoch.generation)
+    def lost(self, generation: StoreGeneration) -> None:
+        """Settle the store again because a script for `generation` met another; ignored unless it is the current one."""
+        if self.generation == generation:
+            log.warning("store lost", generation=generation.number)
             self._telemetry.store_losses.inc()
-            self.epoch = None
+            self.generation = None
             self.status = "recovering: the store was lost"
             self._start_settling()
 
     async def settled(self) -> StoreGeneration:
-        """The epoch in which claims may be made; waits for as long as that takes."""
-        if self.epoch is not None:
-            return self.epoch
+        """The generation in which claims may be made; waits for as long as that takes."""
+        if self.generation is not None:
+            return self.generation
         return await shared(self._start_settling())
 
     def _start_settling(self) -> asyncio.Task[StoreGeneration]:
@@ -225,7 +225,7 @@ class Store:
         trouble = Incident(log, "store not settled")
         while True:
             try:
-                self.epoch = await self._attempt()
+                self.generation = await self._attempt()
             except (NotYet, StoreAway, StoreUnanswered, StoreLost, KafkaAway) as error:
                 self.status = f"{error.state if isinstance(error, NotYet) else 'store-away'}: {error}"
                 trouble.add(error)
@@ -237,11 +237,13 @@ class Store:
             else:
                 self.status = "settled"
                 self._quiet_pause_s = PAUSE_LEAST_S
-                if self._last is not None and self._last.generation != self.epoch.generation:
+                if self._last is not None and self._last.number != self.generation.number:
                     self._telemetry.generation_changes.inc()
-                self._last = self.epoch
-                log.info("store settled", generation=self.epoch.generation, store=self.epoch.store, **trouble.end())
-                return self.epoch
+                self._last = self.generation
+                log.info(
+                    "store settled", generation=self.generation.number, store=self.generation.store, **trouble.end()
+                )
+                return self.generation
 
     async def _pause(self) -> None:
         await self._keys.resolve_again()
@@ -256,15 +258,15 @@ class Store:
         if identity.evicts:
             raise StoreAway(f"maxmemory-policy is {identity.evicts}: {POLICY_CHANGE}")
         newest = await self._control.newest()
-        if identity.epoch is not None and (newest is None or newest.generation < identity.epoch.generation):
+        if identity.generation is not None and (newest is None or newest.generation < identity.generation.number):
             raise OtherKafka(
-                f"Redis has keys of generation {identity.epoch.generation}, of which Kafka's control topic knows "
+                f"Redis has keys of generation {identity.generation.number}, of which Kafka's control topic knows "
                 f"nothing: stop all processes and delete the keys that begin with {{{self._settings.namespace}:0}} "
                 f"(FLUSHDB, where there are no others), or set {PREFIX}NAMESPACE to another"
             )
         if newest is not None:
             named = StoreGeneration(newest.generation, newest.store)
-            if identity.store == named.store and identity.epoch == named and not identity.incomplete:
+            if identity.store == named.store and identity.generation == named and not identity.incomplete:
                 return named
             if identity.store != named.store:
                 await self._wait_until_quiet(identity, newest)

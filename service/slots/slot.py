@@ -24,7 +24,7 @@ PENDING_MARKS_MAX: Final = 16
 class Link(NamedTuple):
     """What a mark is for: when it was written, the offset of its ledger record, and of the one before."""
 
-    epoch: StoreGeneration
+    generation: StoreGeneration
     term: int
     previous: int
     offset: int
@@ -37,7 +37,7 @@ class Slot:
         self.n = n
         self.plain = plain  # for events whose guarantee is `idempotent`
         self.term = -1
-        self.epoch = StoreGeneration(-1, "")
+        self.generation = StoreGeneration(-1, "")
         self.state = SlotState.VACANT
         self.draining = False  # it is to be given back
         self.superseded = False  # its term or generation has passed: it is to be recovered before it writes again
@@ -80,20 +80,20 @@ class Slot:
 
     # ------------------------------------------------------------------------------------ recovery's steps on it
 
-    def enter(self, epoch: StoreGeneration, producer: TransactionalProducer) -> None:
+    def enter(self, generation: StoreGeneration, producer: TransactionalProducer) -> None:
         """A fenced-in producer begins a life. Of the last term's debts those stay that no ledger will replay."""
-        self.epoch = epoch
+        self.generation = generation
         self.superseded = False
         self._producer = producer
         self._unmarked = deque(
-            debt for debt in self._unmarked if debt[0].offset == NO_RECORD and debt[0].epoch == epoch
+            debt for debt in self._unmarked if debt[0].offset == NO_RECORD and debt[0].generation == generation
         )
         self.move(SlotEvent.FENCE)
 
     async def begin(self, at_ms: int) -> int:
         """Commit the begin record; its offset is the term. Raises TransactionFailed."""
         begin = Begin(
-            self.n, self.producer.producer_id, self.producer.epoch, self._instance, self.epoch.generation, at_ms
+            self.n, self.producer.producer_id, self.producer.epoch, self._instance, self.generation.number, at_ms
         )
         await self.producer.send([], (self._ledger, self.n))
         self.term = await self.producer.commit(begin.encode())
@@ -112,15 +112,15 @@ class Slot:
 
     async def claim(self, asked: Sequence[tuple[bytes, bytes]]) -> list[Claim]:
         """Claim (id, fingerprint) pairs for this slot in this term. Raises as KeyStore.claim does."""
-        return await self._keys.claim(self.epoch, self.n, self.term, asked)
+        return await self._keys.claim(self.generation, self.n, self.term, asked)
 
     async def claim_all(self, asked: Sequence[tuple[bytes, bytes]]) -> Claim:
         """Claim an atomic batch for this slot in this term: the whole first, then its members; all or none."""
-        return await self._keys.claim_all(self.epoch, self.n, self.term, asked)
+        return await self._keys.claim_all(self.generation, self.n, self.term, asked)
 
     async def release(self, ids: Sequence[bytes]) -> None:
         """Give up claims that were never sent."""
-        await self._keys.release(self.epoch, self.n, self.term, ids)
+        await self._keys.release(self.generation, self.n, self.term, ids)
 
     def open(self, partitions: Iterable[Partition]) -> None:
         """Begin the transaction of a group while its claims are made: one round trip less to wait for (KIP-98).
@@ -164,7 +164,7 @@ class Slot:
             raise
         self.move(SlotEvent.COMMIT)
         previous, self._last_record = self._last_record, offset
-        return Link(self.epoch, self.term, previous, offset)
+        return Link(self.generation, self.term, previous, offset)
 
     def fail(self, failed: TransactionFailed) -> None:
         """A transaction did not commit cleanly: what was sent is in doubt until the slot has been recovered."""
@@ -174,7 +174,7 @@ class Slot:
 
     def unlinked(self) -> Link:
         """The link of what is written now and has no ledger record."""
-        return Link(self.epoch, self.term, NO_RECORD, NO_RECORD)
+        return Link(self.generation, self.term, NO_RECORD, NO_RECORD)
 
     async def mark(self, link: Link, rows: Sequence[Row]) -> None:
         """Mark what a committed ledger record says, after all that was to be marked before it.
@@ -184,8 +184,8 @@ class Slot:
         entered another generation meanwhile, whose recovery has read the record.
         """
         async with self._marking:
-            if link.epoch != self.epoch:
-                raise StoreLost(f"generation {link.epoch.generation} has passed")
+            if link.generation != self.generation:
+                raise StoreLost(f"generation {link.generation.number} has passed")
             self._unmarked.append((link, rows))
             await self._flush()
 
@@ -212,6 +212,6 @@ class Slot:
         owed = self._unmarked  # a new term begins with debts of its own
         while owed:
             link, rows = owed[0]
-            await self._keys.mark(link.epoch, self.n, link.term, link.previous, link.offset, rows)
+            await self._keys.mark(link.generation, self.n, link.term, link.previous, link.offset, rows)
             owed.popleft()
             self.applied = max(self.applied, link.offset)

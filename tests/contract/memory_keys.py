@@ -69,23 +69,23 @@ class MemoryKeys:
     def _now_ms(self) -> int:
         return self.server.clock.now_ms
 
-    def _settled(self, epoch: StoreGeneration) -> None:
-        if self.server.held != epoch or self.server.store != epoch.store:
+    def _settled(self, generation: StoreGeneration) -> None:
+        if self.server.held != generation or self.server.store != generation.store:
             raise StoreLost
-        self._demand(epoch, self.server.claims >= self._heard.get(epoch, 0))
+        self._demand(generation, self.server.claims >= self._heard.get(generation, 0))
 
     @property
     def _has_evicted(self) -> bool:
         return self.server.evicted != self.server.evicted_before
 
-    def _demand(self, epoch: StoreGeneration, is_whole: bool) -> None:
+    def _demand(self, generation: StoreGeneration, is_whole: bool) -> None:
         if not is_whole:
-            self._incomplete = epoch
+            self._incomplete = generation
             raise StoreIncomplete
 
-    def _count_claims(self, claims: Sequence[Claim], epoch: StoreGeneration) -> None:
+    def _count_claims(self, claims: Sequence[Claim], generation: StoreGeneration) -> None:
         self.server.claims += any(claim.outcome in states.CLAIMABLE for claim in claims)
-        self._heard[epoch] = self.server.claims
+        self._heard[generation] = self.server.claims
 
     def _get(self, id: bytes) -> KeyState:
         state = self.server.keys.get(id)
@@ -126,9 +126,9 @@ class MemoryKeys:
         pass
 
     async def claim(
-        self, epoch: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+        self, generation: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
     ) -> list[Claim]:
-        self._settled(epoch)
+        self._settled(generation)
         self._fence(slot, term)
         claims = []
         for id, fp in asked:
@@ -139,20 +139,20 @@ class MemoryKeys:
                 continue
             self._put(id, claim.state)
             claims.append(self._with_lease(claim))
-        self._count_claims(claims, epoch)
+        self._count_claims(claims, generation)
         return claims
 
     async def claim_all(
-        self, epoch: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+        self, generation: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
     ) -> Claim:
-        self._settled(epoch)
+        self._settled(generation)
         self._fence(slot, term)
         present = [self._get(id) for id, _ in asked]
         wanted = [Claimed(slot, term, self._now_ms, fp) for _, fp in asked]
         claim, written = states.claim_all(present, wanted, self._freed, self._retention_ms, self._least_left_ms)
         for (id, _), state in zip(asked, written, strict=False):
             self._put(id, state)
-        self._count_claims([claim], epoch)
+        self._count_claims([claim], generation)
         return self._with_lease(claim)
 
     def _fence(self, slot: int, term: int) -> None:
@@ -166,9 +166,9 @@ class MemoryKeys:
         return Claim(claim.outcome, claim.state, self._holder(claim.state.slot) is not None)
 
     async def mark(
-        self, epoch: StoreGeneration, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]
+        self, generation: StoreGeneration, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]
     ) -> int:
-        self._settled(epoch)
+        self._settled(generation)
         untouched = 0
         for id, delivered in rows:
             state = states.mark(self._get(id), slot, term, delivered)
@@ -178,28 +178,30 @@ class MemoryKeys:
             self.server.applied[slot] = offset
         return untouched
 
-    async def release(self, epoch: StoreGeneration, slot: int, term: int, ids: Sequence[bytes]) -> None:
-        self._settled(epoch)
+    async def release(self, generation: StoreGeneration, slot: int, term: int, ids: Sequence[bytes]) -> None:
+        self._settled(generation)
         for id in ids:
             self._put(id, states.release(self._get(id), slot, term))
 
-    async def find(self, epoch: StoreGeneration, id: bytes) -> Found:
-        self._settled(epoch)
+    async def find(self, generation: StoreGeneration, id: bytes) -> Found:
+        self._settled(generation)
         state = self._get(id)
         if isinstance(state, Claimed):
             return Found(state, self._freed(state.slot) > state.term, self._holder(state.slot) is not None)
         return Found(state)
 
-    async def find_all(self, epoch: StoreGeneration, ids: Sequence[bytes]) -> list[KeyState]:
-        self._settled(epoch)
+    async def find_all(self, generation: StoreGeneration, ids: Sequence[bytes]) -> list[KeyState]:
+        self._settled(generation)
         return [self._get(id) for id in ids]
 
-    async def applied(self, epoch: StoreGeneration, slot: int) -> int | None:
-        self._settled(epoch)
+    async def applied(self, generation: StoreGeneration, slot: int) -> int | None:
+        self._settled(generation)
         return self.server.applied.get(slot)
 
-    async def replay(self, epoch: StoreGeneration, rows: Sequence[Row], free: tuple[int, int] | None = None) -> None:
-        self._settled(epoch)
+    async def replay(
+        self, generation: StoreGeneration, rows: Sequence[Row], free: tuple[int, int] | None = None
+    ) -> None:
+        self._settled(generation)
         self._replay(rows)
         if free is not None:
             slot, term = free
@@ -207,25 +209,27 @@ class MemoryKeys:
             _raise(self.server.applied, slot, term)
             self._fence(slot, term)
 
-    async def take(self, epoch: StoreGeneration, slot: int, token: str) -> bool:
-        self._settled(epoch)
+    async def take(self, generation: StoreGeneration, slot: int, token: str) -> bool:
+        self._settled(generation)
         if self._holder(slot) not in (None, token):
             return False
         self._lease(slot, token)
         return True
 
-    async def give_back(self, epoch: StoreGeneration, slot: int, token: str, clean: bool) -> None:
-        self._settled(epoch)
+    async def give_back(self, generation: StoreGeneration, slot: int, token: str, clean: bool) -> None:
+        self._settled(generation)
         if self._holder(slot) == token:
             del self.server.leases[slot]
             if clean:
                 self.server.taken.discard(slot)
 
-    async def heartbeat(self, epoch: StoreGeneration, token: str, slots: int, held: Mapping[int, int]) -> Heartbeat:
-        self._settled(epoch)
-        self._demand(epoch, all(self.server.applied.get(slot, -1) >= applied for slot, applied in held.items()))
-        self._demand(epoch, not self._has_evicted)
-        self._heard[epoch] = self.server.claims
+    async def heartbeat(
+        self, generation: StoreGeneration, token: str, slots: int, held: Mapping[int, int]
+    ) -> Heartbeat:
+        self._settled(generation)
+        self._demand(generation, all(self.server.applied.get(slot, -1) >= applied for slot, applied in held.items()))
+        self._demand(generation, not self._has_evicted)
+        self._heard[generation] = self.server.claims
         most_ms = self._now_ms + LEASES_MOST * self._lease_ttl_ms
         self.server.members[token] = self._now_ms + self._lease_ttl_ms
         members = self.server.members.items()
@@ -244,8 +248,8 @@ class MemoryKeys:
                 view += "d" if slot in self.server.taken else "f"
         return Heartbeat(len(self.server.members), view, {slot: self.server.freed.get(slot, -1) for slot in held})
 
-    async def leave(self, epoch: StoreGeneration, token: str) -> None:
-        self._settled(epoch)
+    async def leave(self, generation: StoreGeneration, token: str) -> None:
+        self._settled(generation)
         self.server.members.pop(token, None)
 
     # --------------------------------------------------------------------------------------------- store recovery
@@ -267,7 +271,7 @@ class MemoryKeys:
     async def recover(self, seen: Identity, nonce: str) -> bool:
         if self.server.store != seen.store:
             raise StoreLost
-        if self._nonce is not None or (await self.who()).epoch != seen.epoch:
+        if self._nonce is not None or (await self.who()).generation != seen.generation:
             return False
         self.server.nonce = (nonce, self._now_ms + self._nonce_ttl_ms)
         self.server.evicted_at_begin = self.server.evicted
@@ -281,14 +285,14 @@ class MemoryKeys:
         self._recovering(store, nonce)
         self._replay(rows)
 
-    async def recover_end(self, store: str, nonce: str, generation: int, freed: Sequence[int]) -> None:
+    async def recover_end(self, store: str, nonce: str, number: int, freed: Sequence[int]) -> None:
         self._recovering(store, nonce)
-        if self.server.held is not None and self.server.held.generation >= generation:
+        if self.server.held is not None and self.server.held.number >= number:
             raise StoreLost
         for slot, offset in enumerate(freed):
             _raise(self.server.freed, slot, offset)
             _raise(self.server.applied, slot, offset)
-        self.server.held = StoreGeneration(generation, store)
+        self.server.held = StoreGeneration(number, store)
         self.server.evicted_before = self.server.evicted_at_begin
         self.server.nonce = None
 

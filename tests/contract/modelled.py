@@ -119,7 +119,7 @@ class InMemory:
     def read(self, count: int) -> Store:
         held = self._held
         return Store(
-            NONE if held.held is None else held.held.generation,
+            NONE if held.held is None else held.held.number,
             NONE if held.held is None else _number(held.held.store, self.server),
             NONE if held.nonce is None else int(held.nonce[0].split()[1]),
             tuple(held.freed.get(slot, NONE) for slot in SLOTS),
@@ -145,14 +145,14 @@ class InMemory:
         return self._held.clock.now_ms
 
 
-def epoch_of(generation: int, named: int, server: str) -> StoreGeneration:
+def generation_of(generation: int, named: int, server: str) -> StoreGeneration:
     """A caller's generation and store, by the model's numbers."""
     return StoreGeneration(generation, _name(named, server))
 
 
 def identity_of(store: Store, server: str) -> Identity:
     """What a caller has seen when the store was this one."""
-    seen = None if store.generation == NONE else epoch_of(store.generation, store.named, server)
+    seen = None if store.generation == NONE else generation_of(store.generation, store.named, server)
     return Identity(server, seen)
 
 

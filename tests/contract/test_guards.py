@@ -23,7 +23,7 @@ from tests.contract.modelled import (
     InRedis,
     Modelled,
     asked_of,
-    epoch_of,
+    generation_of,
     identity_of,
     name_of,
     rows_of,
@@ -40,22 +40,22 @@ STORE = Store(5, THIS, NONE, (TERM, 60), (104, 60), (CLAIM,))
 Call = Callable[[KeyStore, StoreGeneration], Awaitable[object]]
 # Every operation that is for one generation of one store, with arguments that no other guard refuses.
 GUARDED: dict[str, Call] = {
-    "claim": lambda keys, epoch: keys.claim(epoch, SLOT, TERM, asked_of(1)),
-    "claim_all": lambda keys, epoch: keys.claim_all(epoch, SLOT, TERM, asked_of(3)),
-    "mark": lambda keys, epoch: keys.mark(epoch, SLOT, TERM, 104, 106, rows_of(1, 1)),
-    "release": lambda keys, epoch: keys.release(epoch, SLOT, TERM, IDS[:1]),
-    "find": lambda keys, epoch: keys.find(epoch, IDS[0]),
-    "find_all": lambda keys, epoch: keys.find_all(epoch, IDS),
-    "applied": lambda keys, epoch: keys.applied(epoch, SLOT),
-    "replay": lambda keys, epoch: keys.replay(epoch, rows_of(1, 1), (SLOT, 120)),
-    "take": lambda keys, epoch: keys.take(epoch, SLOT, "me"),
-    "give_back": lambda keys, epoch: keys.give_back(epoch, SLOT, "me", True),
-    "beat": lambda keys, epoch: keys.heartbeat(epoch, "me", 2, {SLOT: 104}),
-    "leave": lambda keys, epoch: keys.leave(epoch, "me"),
+    "claim": lambda keys, generation: keys.claim(generation, SLOT, TERM, asked_of(1)),
+    "claim_all": lambda keys, generation: keys.claim_all(generation, SLOT, TERM, asked_of(3)),
+    "mark": lambda keys, generation: keys.mark(generation, SLOT, TERM, 104, 106, rows_of(1, 1)),
+    "release": lambda keys, generation: keys.release(generation, SLOT, TERM, IDS[:1]),
+    "find": lambda keys, generation: keys.find(generation, IDS[0]),
+    "find_all": lambda keys, generation: keys.find_all(generation, IDS),
+    "applied": lambda keys, generation: keys.applied(generation, SLOT),
+    "replay": lambda keys, generation: keys.replay(generation, rows_of(1, 1), (SLOT, 120)),
+    "take": lambda keys, generation: keys.take(generation, SLOT, "me"),
+    "give_back": lambda keys, generation: keys.give_back(generation, SLOT, "me", True),
+    "beat": lambda keys, generation: keys.heartbeat(generation, "me", 2, {SLOT: 104}),
+    "leave": lambda keys, generation: keys.leave(generation, "me"),
 }
 CLAIMS: tuple[Call, ...] = (
     GUARDED["claim"],
-    lambda keys, epoch: keys.claim_all(epoch, SLOT, TERM, asked_of(1)),
+    lambda keys, generation: keys.claim_all(generation, SLOT, TERM, asked_of(1)),
 )
 # Every operation of a store recovery that is under way: for a server, and under nonce 7.
 RecoveryCall = Callable[[Modelled, str], Awaitable[object]]
@@ -85,7 +85,7 @@ async def test_an_operation_for_another_generation_or_store_is_refused(held: Mod
     for generation, named, caller in product((NONE, 4, 5, 6), (THIS, OTHER), (THIS, OTHER)):
         before = STORE._replace(generation=generation, named=NONE if generation == NONE else named)
         held.write(before)
-        call = GUARDED[operation](held.keys, epoch_of(5, caller, held.server))
+        call = GUARDED[operation](held.keys, generation_of(5, caller, held.server))
         if scripts.settled(before, THIS, 5, caller, RULES):
             await call
         else:
@@ -104,9 +104,9 @@ async def test_a_claim_demands_its_slot_s_term(held: Modelled, freed: int) -> No
         held.write(before)
         if outcome is None:
             with pytest.raises(Fenced):
-                await call(held.keys, epoch_of(5, THIS, held.server))
+                await call(held.keys, generation_of(5, THIS, held.server))
         else:
-            await call(held.keys, epoch_of(5, THIS, held.server))
+            await call(held.keys, generation_of(5, THIS, held.server))
         assert held.read(1) == after
 
 
@@ -116,7 +116,7 @@ async def test_a_claim_of_another_slot_is_dead_below_its_freed(held: Modelled, f
     before = STORE._replace(freed=(TERM, freed), keys=(claimed,))
     held.write(before)
     outcome, after = scripts.claim(before, SLOT, TERM, RULES)
-    (claim,) = await held.keys.claim(epoch_of(5, THIS, held.server), SLOT, TERM, asked_of(1))
+    (claim,) = await held.keys.claim(generation_of(5, THIS, held.server), SLOT, TERM, asked_of(1))
     assert claim.outcome is outcome
     assert held.read(1) == after
 
@@ -127,7 +127,9 @@ async def test_applied_moves_from_exactly_the_record_before(held: Modelled, appl
         before = STORE._replace(applied=(applied, 60))
         held.write(before)
         wanted = scripts.mark(before, SLOT, Debt(5, THIS, term, previous, offset, 1), RULES)
-        await held.keys.mark(epoch_of(5, THIS, held.server), SLOT, term, previous, offset, rows_of(1, held.now_ms()))
+        await held.keys.mark(
+            generation_of(5, THIS, held.server), SLOT, term, previous, offset, rows_of(1, held.now_ms())
+        )
         assert held.read(1) == wanted, (previous, offset, term)
 
 
@@ -136,7 +138,7 @@ async def test_a_replay_raises_freed_and_applied_and_lowers_neither(held: Modell
         before = STORE._replace(freed=(freed, 60), applied=(applied, 60))
         held.write(before)
         wanted = scripts.free(scripts.replay(before, 1), SLOT, term, term)
-        call = held.keys.replay(epoch_of(5, THIS, held.server), rows_of(1, held.now_ms()), (SLOT, term))
+        call = held.keys.replay(generation_of(5, THIS, held.server), rows_of(1, held.now_ms()), (SLOT, term))
         if wanted.freed[SLOT] != term:  # a later term has been freed: who replays was fenced
             with pytest.raises(Fenced):
                 await call

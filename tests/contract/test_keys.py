@@ -20,25 +20,25 @@ def delivered(at: int, fp: bytes = FP, offset: int = 7) -> Delivered:
 
 
 async def test_a_claim_is_made_once(bench: Bench) -> None:
-    epoch = await bench.settled()
+    generation = await bench.settled()
     before = bench.now_ms()
-    (claim,) = await bench.keys.claim(epoch, 0, 10, [(ID, FP)])
+    (claim,) = await bench.keys.claim(generation, 0, 10, [(ID, FP)])
     assert claim.outcome is Outcome.NEW
     assert isinstance(claim.state, Claimed)
     assert (claim.state.slot, claim.state.term, claim.state.fp) == (0, 10, FP)
     assert before <= claim.state.at <= bench.now_ms()
     for slot, term, fp in ((0, 10, FP), (1, 20, FP), (1, 20, FP2)):
-        (again,) = await bench.keys.claim(epoch, slot, term, [(ID, fp)])
+        (again,) = await bench.keys.claim(generation, slot, term, [(ID, fp)])
         assert (again.outcome, again.state, again.leased) == (Outcome.IN_PROGRESS, claim.state, False)
-    assert await bench.keys.take(epoch, 0, "me")
-    (again,) = await bench.keys.claim(epoch, 1, 20, [(ID, FP)])
+    assert await bench.keys.take(generation, 0, "me")
+    (again,) = await bench.keys.claim(generation, 1, 20, [(ID, FP)])
     assert again.leased
 
 
 async def test_many_claims_in_one_call_keep_their_order(bench: Bench) -> None:
-    epoch = await bench.settled()
-    await bench.keys.claim(epoch, 0, 10, [(OTHER, FP)])
-    claims = await bench.keys.claim(epoch, 0, 10, [(ID, FP), (OTHER, FP), (THIRD, FP), (ID, FP)])
+    generation = await bench.settled()
+    await bench.keys.claim(generation, 0, 10, [(OTHER, FP)])
+    claims = await bench.keys.claim(generation, 0, 10, [(ID, FP), (OTHER, FP), (THIRD, FP), (ID, FP)])
     assert [claim.outcome for claim in claims] == [
         Outcome.NEW,
         Outcome.IN_PROGRESS,
@@ -48,240 +48,242 @@ async def test_many_claims_in_one_call_keep_their_order(bench: Bench) -> None:
 
 
 async def test_an_id_that_is_asked_for_twice_in_one_call_is_new_once(bench: Bench) -> None:
-    epoch = await bench.settled()
+    generation = await bench.settled()
     asked = [(ID, FP), (OTHER, FP), (ID, FP2), (THIRD, FP)]
-    first, _, again, last = await bench.keys.claim(epoch, 0, 10, asked)
+    first, _, again, last = await bench.keys.claim(generation, 0, 10, asked)
     assert (first.outcome, again.outcome, last.outcome) == (Outcome.NEW, Outcome.IN_PROGRESS, Outcome.NEW)
-    assert (await bench.keys.find(epoch, ID)).state == again.state == first.state
+    assert (await bench.keys.find(generation, ID)).state == again.state == first.state
 
 
 @pytest.mark.parametrize(("slot", "term"), [(0, 9), (0, 11), (1, 10), (2, 0)])
 async def test_who_is_not_in_the_slot_s_term_claims_nothing(bench: Bench, slot: int, term: int) -> None:
-    epoch = await bench.settled()
+    generation = await bench.settled()
     with pytest.raises(Fenced):
-        await bench.keys.claim(epoch, slot, term, [(ID, FP)])
+        await bench.keys.claim(generation, slot, term, [(ID, FP)])
     with pytest.raises(Fenced):
-        await bench.keys.claim_all(epoch, slot, term, [(ID, FP)])
-    assert (await bench.keys.find(epoch, ID)).state is None
+        await bench.keys.claim_all(generation, slot, term, [(ID, FP)])
+    assert (await bench.keys.find(generation, ID)).state is None
 
 
 async def test_a_full_store_tells_what_it_knows_and_claims_nothing(bench: Bench) -> None:
     """A client that had no answer asks again just then."""
-    epoch = await bench.settled()
-    (claim,) = await bench.keys.claim(epoch, 0, 10, [(ID, FP)])
-    await bench.keys.mark(epoch, 0, 10, 10, 11, [(ID, delivered(claim.state.at))])
-    await bench.keys.claim(epoch, 0, 10, [(OTHER, FP)])
+    generation = await bench.settled()
+    (claim,) = await bench.keys.claim(generation, 0, 10, [(ID, FP)])
+    await bench.keys.mark(generation, 0, 10, 10, 11, [(ID, delivered(claim.state.at))])
+    await bench.keys.claim(generation, 0, 10, [(OTHER, FP)])
     asked = [(THIRD, FP), (ID, FP), (ID, FP2), (OTHER, FP)]
     known = [Outcome.DELIVERED, Outcome.CONFLICT, Outcome.IN_PROGRESS]
     bench.full(True)
-    claims = await bench.keys.claim(epoch, 1, 20, asked)
+    claims = await bench.keys.claim(generation, 1, 20, asked)
     assert [claim.outcome for claim in claims] == [Outcome.REFUSED, *known]
-    assert (await bench.keys.find(epoch, THIRD)).state is None
+    assert (await bench.keys.find(generation, THIRD)).state is None
     bench.full(False)
-    claims = await bench.keys.claim(epoch, 1, 20, asked)
+    claims = await bench.keys.claim(generation, 1, 20, asked)
     assert [claim.outcome for claim in claims] == [Outcome.NEW, *known]
 
 
 async def test_a_full_store_takes_no_dead_claim_over(bench: Bench) -> None:
-    epoch = await bench.settled()
-    (dead,) = await bench.keys.claim(epoch, 0, 10, [(ID, FP)])
-    await bench.keys.replay(epoch, [], (0, 12))
+    generation = await bench.settled()
+    (dead,) = await bench.keys.claim(generation, 0, 10, [(ID, FP)])
+    await bench.keys.replay(generation, [], (0, 12))
     bench.full(True)
-    (claim,) = await bench.keys.claim(epoch, 1, 20, [(ID, FP)])
+    (claim,) = await bench.keys.claim(generation, 1, 20, [(ID, FP)])
     assert claim.outcome is Outcome.REFUSED
-    assert (await bench.keys.find(epoch, ID)).state == dead.state
+    assert (await bench.keys.find(generation, ID)).state == dead.state
     bench.full(False)
-    (claim,) = await bench.keys.claim(epoch, 1, 20, [(ID, FP)])
+    (claim,) = await bench.keys.claim(generation, 1, 20, [(ID, FP)])
     assert claim.outcome is Outcome.TAKEN_OVER
 
 
 async def test_a_marked_claim_is_replayed_or_in_conflict(bench: Bench) -> None:
-    epoch = await bench.settled()
-    (claim,) = await bench.keys.claim(epoch, 0, 10, [(ID, FP)])
+    generation = await bench.settled()
+    (claim,) = await bench.keys.claim(generation, 0, 10, [(ID, FP)])
     answer = delivered(claim.state.at)
-    assert await bench.keys.mark(epoch, 0, 10, 10, 11, [(ID, answer)]) == 0
-    (same,) = await bench.keys.claim(epoch, 1, 20, [(ID, FP)])
-    (other,) = await bench.keys.claim(epoch, 1, 20, [(ID, FP2)])
+    assert await bench.keys.mark(generation, 0, 10, 10, 11, [(ID, answer)]) == 0
+    (same,) = await bench.keys.claim(generation, 1, 20, [(ID, FP)])
+    (other,) = await bench.keys.claim(generation, 1, 20, [(ID, FP2)])
     assert (same.outcome, same.state) == (Outcome.DELIVERED, answer)
     assert (other.outcome, other.state) == (Outcome.CONFLICT, answer)
-    assert (await bench.keys.find(epoch, ID)).state == answer
+    assert (await bench.keys.find(generation, ID)).state == answer
 
 
 async def test_a_mark_replaces_only_a_claim_of_its_own_term(bench: Bench) -> None:
-    epoch = await bench.settled()
-    (mine,) = await bench.keys.claim(epoch, 1, 20, [(ID, FP)])
-    assert await bench.keys.mark(epoch, 0, 10, 10, 11, [(ID, delivered(5)), (OTHER, delivered(mine.state.at))]) == 1
-    assert (await bench.keys.find(epoch, ID)).state == mine.state
+    generation = await bench.settled()
+    (mine,) = await bench.keys.claim(generation, 1, 20, [(ID, FP)])
+    assert (
+        await bench.keys.mark(generation, 0, 10, 10, 11, [(ID, delivered(5)), (OTHER, delivered(mine.state.at))]) == 1
+    )
+    assert (await bench.keys.find(generation, ID)).state == mine.state
     # One that has expired meanwhile comes back: the event is in Kafka.
-    assert (await bench.keys.find(epoch, OTHER)).state == delivered(mine.state.at)
+    assert (await bench.keys.find(generation, OTHER)).state == delivered(mine.state.at)
 
 
 async def test_applied_moves_only_from_the_record_before(bench: Bench) -> None:
     """Only from exactly the record before: what was not marked must be found by the next recovery."""
-    epoch = await bench.settled()
-    assert await bench.keys.applied(epoch, 0) == 10
-    await bench.keys.mark(epoch, 0, 10, 10, 12, [])
-    assert await bench.keys.applied(epoch, 0) == 12
-    await bench.keys.mark(epoch, 0, 10, 14, 16, [])  # the mark of 14 has failed
-    assert await bench.keys.applied(epoch, 0) == 12
-    await bench.keys.mark(epoch, 0, 10, 12, 14, [])
-    assert await bench.keys.applied(epoch, 0) == 14
-    assert await bench.keys.applied(epoch, 1) == 20
-    assert await bench.keys.applied(epoch, 2) is None
+    generation = await bench.settled()
+    assert await bench.keys.applied(generation, 0) == 10
+    await bench.keys.mark(generation, 0, 10, 10, 12, [])
+    assert await bench.keys.applied(generation, 0) == 12
+    await bench.keys.mark(generation, 0, 10, 14, 16, [])  # the mark of 14 has failed
+    assert await bench.keys.applied(generation, 0) == 12
+    await bench.keys.mark(generation, 0, 10, 12, 14, [])
+    assert await bench.keys.applied(generation, 0) == 14
+    assert await bench.keys.applied(generation, 1) == 20
+    assert await bench.keys.applied(generation, 2) is None
 
 
 async def test_a_dead_claim_is_taken_over_with_its_time(bench: Bench) -> None:
-    epoch = await bench.settled()
-    (old,) = await bench.keys.claim(epoch, 0, 10, [(ID, FP)])
-    await bench.keys.replay(epoch, [], (0, 30))
+    generation = await bench.settled()
+    (old,) = await bench.keys.claim(generation, 0, 10, [(ID, FP)])
+    await bench.keys.replay(generation, [], (0, 30))
     bench.elapse(5)
-    assert (await bench.keys.find(epoch, ID)).dead
-    (new,) = await bench.keys.claim(epoch, 1, 20, [(ID, FP2)])
+    assert (await bench.keys.find(generation, ID)).dead
+    (new,) = await bench.keys.claim(generation, 1, 20, [(ID, FP2)])
     assert (new.outcome, new.state) == (Outcome.TAKEN_OVER, Claimed(1, 20, old.state.at, FP2))
-    assert (await bench.keys.find(epoch, ID)).state == new.state
+    assert (await bench.keys.find(generation, ID)).state == new.state
     # Its own mark counts, the one of the dead term does not.
-    assert await bench.keys.mark(epoch, 0, 10, 10, 11, [(ID, delivered(old.state.at))]) == 1
-    assert await bench.keys.mark(epoch, 1, 20, 20, 21, [(ID, delivered(old.state.at, FP2))]) == 0
+    assert await bench.keys.mark(generation, 0, 10, 10, 11, [(ID, delivered(old.state.at))]) == 1
+    assert await bench.keys.mark(generation, 1, 20, 20, 21, [(ID, delivered(old.state.at, FP2))]) == 0
 
 
 async def test_a_release_gives_up_only_own_claims(bench: Bench) -> None:
-    epoch = await bench.settled()
-    await bench.keys.claim(epoch, 0, 10, [(ID, FP)])
-    await bench.keys.claim(epoch, 1, 20, [(OTHER, FP)])
-    await bench.keys.mark(epoch, 0, 10, 10, 11, [(THIRD, delivered(bench.now_ms()))])
-    await bench.keys.release(epoch, 0, 10, [ID, OTHER, THIRD])
-    states = [type(state) for state in await bench.keys.find_all(epoch, [ID, OTHER, THIRD])]
+    generation = await bench.settled()
+    await bench.keys.claim(generation, 0, 10, [(ID, FP)])
+    await bench.keys.claim(generation, 1, 20, [(OTHER, FP)])
+    await bench.keys.mark(generation, 0, 10, 10, 11, [(THIRD, delivered(bench.now_ms()))])
+    await bench.keys.release(generation, 0, 10, [ID, OTHER, THIRD])
+    states = [type(state) for state in await bench.keys.find_all(generation, [ID, OTHER, THIRD])]
     assert states == [type(None), Claimed, Delivered]
 
 
 async def test_an_atomic_batch_is_claimed_whole_or_not(bench: Bench) -> None:
-    epoch = await bench.settled()
+    generation = await bench.settled()
     asked = [(ID, FP), (OTHER, FP), (THIRD, FP2)]
-    await bench.keys.claim(epoch, 1, 20, [(THIRD, FP2)])
-    busy = await bench.keys.claim_all(epoch, 0, 10, asked)
+    await bench.keys.claim(generation, 1, 20, [(THIRD, FP2)])
+    busy = await bench.keys.claim_all(generation, 0, 10, asked)
     assert (busy.outcome, busy.leased) == (Outcome.IN_PROGRESS, False)
-    assert await bench.keys.find_all(epoch, [ID, OTHER]) == [None, None]
+    assert await bench.keys.find_all(generation, [ID, OTHER]) == [None, None]
 
-    await bench.keys.release(epoch, 1, 20, [THIRD])
-    won = await bench.keys.claim_all(epoch, 0, 10, asked)
+    await bench.keys.release(generation, 1, 20, [THIRD])
+    won = await bench.keys.claim_all(generation, 0, 10, asked)
     assert won.outcome is Outcome.NEW
-    assert await bench.keys.find_all(epoch, [ID, OTHER, THIRD]) == [
+    assert await bench.keys.find_all(generation, [ID, OTHER, THIRD]) == [
         Claimed(0, 10, won.state.at, fp) for fp in (FP, FP, FP2)
     ]
     whole = DeliveredBatch(won.state.at, FP, 2)
     rows: list[Row] = [(ID, whole), (OTHER, delivered(won.state.at)), (THIRD, delivered(won.state.at, FP2, 8))]
-    assert await bench.keys.mark(epoch, 0, 10, 10, 11, rows) == 0
-    again = await bench.keys.claim_all(epoch, 1, 20, asked)
+    assert await bench.keys.mark(generation, 0, 10, 10, 11, rows) == 0
+    again = await bench.keys.claim_all(generation, 1, 20, asked)
     assert (again.outcome, again.state) == (Outcome.DELIVERED, whole)
-    other = await bench.keys.claim_all(epoch, 1, 20, [(ID, FP2), (OTHER, FP)])
+    other = await bench.keys.claim_all(generation, 1, 20, [(ID, FP2), (OTHER, FP)])
     assert other.outcome is Outcome.CONFLICT
-    assert (await bench.keys.claim(epoch, 1, 20, [(ID, FP)]))[0].state == whole
+    assert (await bench.keys.claim(generation, 1, 20, [(ID, FP)]))[0].state == whole
 
 
 async def test_a_slot_is_leased_to_one_process_until_it_gives_it_back(bench: Bench) -> None:
-    epoch = await bench.settled()
-    assert await bench.keys.take(epoch, 0, "a")
-    assert await bench.keys.take(epoch, 0, "a")
-    assert not await bench.keys.take(epoch, 0, "b")
-    assert (await bench.keys.heartbeat(epoch, "a", 3, {0: -1})).slots == "mff"
-    heartbeat = await bench.keys.heartbeat(epoch, "b", 3, {})
+    generation = await bench.settled()
+    assert await bench.keys.take(generation, 0, "a")
+    assert await bench.keys.take(generation, 0, "a")
+    assert not await bench.keys.take(generation, 0, "b")
+    assert (await bench.keys.heartbeat(generation, "a", 3, {0: -1})).slots == "mff"
+    heartbeat = await bench.keys.heartbeat(generation, "b", 3, {})
     assert (heartbeat.members, heartbeat.slots) == (2, "tff")
-    assert (await bench.keys.heartbeat(epoch, "b", 3, {0: -1})).slots == "tff"  # who has lost a slot is told so
-    await bench.keys.give_back(epoch, 0, "b", True)  # not b's to give
-    assert (await bench.keys.heartbeat(epoch, "b", 1, {})).slots == "t"
-    await bench.keys.give_back(epoch, 0, "a", True)
-    assert (await bench.keys.heartbeat(epoch, "b", 1, {})).slots == "f"
-    assert await bench.keys.take(epoch, 0, "b")
-    await bench.keys.give_back(epoch, 0, "b", False)
-    assert (await bench.keys.heartbeat(epoch, "a", 1, {})).slots == "d"
-    await bench.keys.leave(epoch, "a")
-    assert (await bench.keys.heartbeat(epoch, "b", 1, {})).members == 1
+    assert (await bench.keys.heartbeat(generation, "b", 3, {0: -1})).slots == "tff"  # who has lost a slot is told so
+    await bench.keys.give_back(generation, 0, "b", True)  # not b's to give
+    assert (await bench.keys.heartbeat(generation, "b", 1, {})).slots == "t"
+    await bench.keys.give_back(generation, 0, "a", True)
+    assert (await bench.keys.heartbeat(generation, "b", 1, {})).slots == "f"
+    assert await bench.keys.take(generation, 0, "b")
+    await bench.keys.give_back(generation, 0, "b", False)
+    assert (await bench.keys.heartbeat(generation, "a", 1, {})).slots == "d"
+    await bench.keys.leave(generation, "a")
+    assert (await bench.keys.heartbeat(generation, "b", 1, {})).members == 1
 
 
 async def test_slots_beyond_those_that_a_process_knows_are_seen_once_they_were_taken(bench: Bench) -> None:
     """SLOTS_MAX is being raised: who has the lower one yet must see what dies beyond it, or nobody may."""
-    epoch = await bench.settled()
-    await bench.keys.take(epoch, 10, "new")
-    assert (await bench.keys.heartbeat(epoch, "old", 2, {})).slots == 10 * "f" + "t"
-    await bench.keys.give_back(epoch, 10, "new", False)
-    assert (await bench.keys.heartbeat(epoch, "old", 2, {})).slots == 10 * "f" + "d"
-    await bench.keys.take(epoch, 10, "old")
-    assert (await bench.keys.heartbeat(epoch, "old", 2, {10: -1})).slots == 10 * "f" + "m"
-    await bench.keys.give_back(epoch, 10, "old", True)
-    assert (await bench.keys.heartbeat(epoch, "old", 2, {})).slots == "ff"
-    assert (await bench.keys.heartbeat(epoch, "old", 2, {3: -1})).slots == "fffm"
+    generation = await bench.settled()
+    await bench.keys.take(generation, 10, "new")
+    assert (await bench.keys.heartbeat(generation, "old", 2, {})).slots == 10 * "f" + "t"
+    await bench.keys.give_back(generation, 10, "new", False)
+    assert (await bench.keys.heartbeat(generation, "old", 2, {})).slots == 10 * "f" + "d"
+    await bench.keys.take(generation, 10, "old")
+    assert (await bench.keys.heartbeat(generation, "old", 2, {10: -1})).slots == 10 * "f" + "m"
+    await bench.keys.give_back(generation, 10, "old", True)
+    assert (await bench.keys.heartbeat(generation, "old", 2, {})).slots == "ff"
+    assert (await bench.keys.heartbeat(generation, "old", 2, {3: -1})).slots == "fffm"
 
 
 async def test_a_lease_from_before_a_clock_went_back_lasts_no_longer_than_another(bench: Bench) -> None:
-    epoch = await bench.settled()
-    assert await bench.hour.take(epoch, 0, "gone")
-    assert (await bench.hour.heartbeat(epoch, "gone", 2, {0: -1})).slots == "mf"
-    assert (await bench.keys.heartbeat(epoch, "here", 2, {})) == Heartbeat(1, "tf")
+    generation = await bench.settled()
+    assert await bench.hour.take(generation, 0, "gone")
+    assert (await bench.hour.heartbeat(generation, "gone", 2, {0: -1})).slots == "mf"
+    assert (await bench.keys.heartbeat(generation, "here", 2, {})) == Heartbeat(1, "tf")
     bench.elapse(LEASE_MS + 50)
-    assert (await bench.keys.heartbeat(epoch, "here", 2, {})) == Heartbeat(1, "df")
+    assert (await bench.keys.heartbeat(generation, "here", 2, {})) == Heartbeat(1, "df")
 
 
 async def test_a_silent_process_loses_its_slots(bench: Bench) -> None:
-    epoch = await bench.settled()
-    await bench.keys.take(epoch, 0, "silent")
-    await bench.keys.heartbeat(epoch, "silent", 1, {0: -1})
+    generation = await bench.settled()
+    await bench.keys.take(generation, 0, "silent")
+    await bench.keys.heartbeat(generation, "silent", 1, {0: -1})
     bench.elapse(350)
-    heartbeat = await bench.keys.heartbeat(epoch, "other", 1, {})
+    heartbeat = await bench.keys.heartbeat(generation, "other", 1, {})
     assert (heartbeat.members, heartbeat.slots) == (1, "d")
     # Who was only late, and finds that nobody took it, goes on.
-    assert (await bench.keys.heartbeat(epoch, "silent", 1, {0: -1})).slots == "m"
+    assert (await bench.keys.heartbeat(generation, "silent", 1, {0: -1})).slots == "m"
 
 
 async def test_a_beat_renews_its_own_leases_and_nobody_else_s(bench: Bench) -> None:
     """A slot whose holder was killed is dead after a lease's time, however often others beat meanwhile."""
-    epoch = await bench.settled()
+    generation = await bench.settled()
     for slot, token in ((0, "here"), (1, "gone")):
-        assert await bench.keys.take(epoch, slot, token)
+        assert await bench.keys.take(generation, slot, token)
     seen = []
     for _ in range(2):
         bench.elapse(LEASE_MS * 3 // 5)
-        seen.append((await bench.keys.heartbeat(epoch, "here", 2, {0: -1})).slots)
+        seen.append((await bench.keys.heartbeat(generation, "here", 2, {0: -1})).slots)
     assert seen == ["mt", "md"]
-    assert not await bench.keys.take(epoch, 0, "another")
+    assert not await bench.keys.take(generation, 0, "another")
 
 
 async def test_a_slot_that_is_held_through_a_flush_is_dead_and_not_free_once_its_holder_is_gone(bench: Bench) -> None:
     """Free would be left lying, with whatever its holder had open."""
     await bench.settled()
     bench.flush()
-    epoch = await bench.settled(generation=2)
-    assert (await bench.keys.heartbeat(epoch, "gone", 2, {0: -1})).slots == "mf"
+    generation = await bench.settled(generation=2)
+    assert (await bench.keys.heartbeat(generation, "gone", 2, {0: -1})).slots == "mf"
     bench.elapse(LEASE_MS + 50)
-    assert (await bench.keys.heartbeat(epoch, "here", 2, {})).slots == "df"
+    assert (await bench.keys.heartbeat(generation, "here", 2, {})).slots == "df"
 
 
 async def test_what_is_found_is_told_of_its_own_slot(bench: Bench) -> None:
-    epoch = await bench.settled(freed=(10, 20))
-    (claim,) = await bench.keys.claim(epoch, 1, 20, [(ID, FP)])
-    assert await bench.keys.find(epoch, ID) == Found(claim.state, dead=False, leased=False)
-    assert await bench.keys.take(epoch, 1, "me")
-    assert await bench.keys.find(epoch, ID) == Found(claim.state, dead=False, leased=True)
-    await bench.keys.replay(epoch, [], (1, 21))
-    assert await bench.keys.find(epoch, ID) == Found(claim.state, dead=True, leased=True)
+    generation = await bench.settled(freed=(10, 20))
+    (claim,) = await bench.keys.claim(generation, 1, 20, [(ID, FP)])
+    assert await bench.keys.find(generation, ID) == Found(claim.state, dead=False, leased=False)
+    assert await bench.keys.take(generation, 1, "me")
+    assert await bench.keys.find(generation, ID) == Found(claim.state, dead=False, leased=True)
+    await bench.keys.replay(generation, [], (1, 21))
+    assert await bench.keys.find(generation, ID) == Found(claim.state, dead=True, leased=True)
     answer = delivered(bench.now_ms())
-    await bench.keys.replay(epoch, [(ID, answer)])
-    assert await bench.keys.find(epoch, ID) == Found(answer)
-    assert await bench.keys.find(epoch, OTHER) == Found(None)
+    await bench.keys.replay(generation, [(ID, answer)])
+    assert await bench.keys.find(generation, ID) == Found(answer)
+    assert await bench.keys.find(generation, OTHER) == Found(None)
 
 
 @pytest.mark.parametrize("lost", ["a later generation", "an older generation", "another store", "a flush"])
 async def test_no_call_does_anything_in_another_store_or_generation(bench: Bench, lost: str) -> None:
-    epoch = await bench.settled(generation=5)
-    (claim,) = await bench.keys.claim(epoch, 0, 10, [(ID, FP)])
+    generation = await bench.settled(generation=5)
+    (claim,) = await bench.keys.claim(generation, 0, 10, [(ID, FP)])
     wrong = {
-        "a later generation": StoreGeneration(6, epoch.store),
-        "an older generation": StoreGeneration(4, epoch.store),
+        "a later generation": StoreGeneration(6, generation.store),
+        "an older generation": StoreGeneration(4, generation.store),
         "another store": StoreGeneration(5, "another/one"),
-        "a flush": epoch,
+        "a flush": generation,
     }[lost]
     if lost == "a flush":
         bench.flush()
-        assert (await bench.keys.who()).epoch is None
+        assert (await bench.keys.who()).generation is None
     keys = bench.keys
     calls: list[Callable[[], Awaitable[object]]] = [
         lambda: keys.claim(wrong, 0, 10, [(OTHER, FP)]),
@@ -301,21 +303,21 @@ async def test_no_call_does_anything_in_another_store_or_generation(bench: Bench
         with pytest.raises(StoreLost):
             await call()
     if lost == "a flush":
-        epoch = await bench.settled(generation=6)
-    assert (await keys.find(epoch, ID)).state == (None if lost == "a flush" else claim.state)
-    assert (await keys.find(epoch, OTHER)).state is None
-    assert (await keys.heartbeat(epoch, "me", 2, {})).slots == "ff"
-    assert await keys.applied(epoch, 0) == 10
+        generation = await bench.settled(generation=6)
+    assert (await keys.find(generation, ID)).state == (None if lost == "a flush" else claim.state)
+    assert (await keys.find(generation, OTHER)).state is None
+    assert (await keys.heartbeat(generation, "me", 2, {})).slots == "ff"
+    assert await keys.applied(generation, 0) == 10
 
 
 async def test_a_key_is_forgotten_after_its_retention(bench: Bench) -> None:
-    epoch = await bench.settled()
+    generation = await bench.settled()
     at = bench.now_ms() - RETENTION_MS + 200
-    await bench.keys.mark(epoch, 0, 10, 10, 11, [(ID, delivered(at))])
-    assert (await bench.keys.find(epoch, ID)).state == delivered(at)
+    await bench.keys.mark(generation, 0, 10, 10, 11, [(ID, delivered(at))])
+    assert (await bench.keys.find(generation, ID)).state == delivered(at)
     bench.elapse(300)
-    assert (await bench.keys.find(epoch, ID)).state is None
-    (claim,) = await bench.keys.claim(epoch, 0, 10, [(ID, FP2)])
+    assert (await bench.keys.find(generation, ID)).state is None
+    (claim,) = await bench.keys.claim(generation, 0, 10, [(ID, FP2)])
     assert claim.outcome is Outcome.NEW
 
 
@@ -325,14 +327,17 @@ async def test_a_mark_leaves_the_time_at_which_a_key_is_forgotten(redis: Redis, 
     seen = await keys.who()
     assert await keys.recover(seen, "the first")
     await keys.recover_end(seen.store, "the first", 1, (10, 20))
-    epoch = StoreGeneration(1, seen.store)
-    (own,) = await keys.claim(epoch, 0, 10, [(ID, FP)])
-    (others,) = await keys.claim(epoch, 1, 20, [(OTHER, FP)])
-    assert await keys.mark(epoch, 0, 10, 10, 11, [(ID, delivered(own.state.at)), (OTHER, delivered(own.state.at))]) == 1
+    generation = StoreGeneration(1, seen.store)
+    (own,) = await keys.claim(generation, 0, 10, [(ID, FP)])
+    (others,) = await keys.claim(generation, 1, 20, [(OTHER, FP)])
+    assert (
+        await keys.mark(generation, 0, 10, 10, 11, [(ID, delivered(own.state.at)), (OTHER, delivered(own.state.at))])
+        == 1
+    )
     assert isinstance(own.state, Claimed)
     assert isinstance(others.state, Claimed)
     with redis.client() as client:
         for id, state in ((ID, own.state), (OTHER, others.state)):
             assert_expires(client, f"{{{namespace}:0}}k".encode() + id, state.at + RETENTION_MS)
-    assert await keys.find_all(epoch, [OTHER]) == [others.state]
+    assert await keys.find_all(generation, [OTHER]) == [others.state]
     await keys.close()

@@ -17,74 +17,74 @@ from tests.contract.test_keys import FP, FP2, ID, OTHER, THIRD, delivered
 
 
 async def test_a_replay_writes_what_the_ledger_has_and_then_frees(bench: Bench) -> None:
-    epoch = await bench.settled()
+    generation = await bench.settled()
     now = bench.now_ms()
-    await bench.keys.claim(epoch, 0, 10, [(ID, FP), (OTHER, FP)])
-    await bench.keys.replay(epoch, [(ID, delivered(now))])
-    assert await bench.keys.applied(epoch, 0) == 10
-    assert not (await bench.keys.find(epoch, OTHER)).dead
-    await bench.keys.replay(epoch, [], (0, 30))
-    assert (await bench.keys.find(epoch, ID)).state == delivered(now)
-    assert (await bench.keys.find(epoch, OTHER)).dead
-    assert await bench.keys.applied(epoch, 0) == 30
-    (claim,) = await bench.keys.claim(epoch, 0, 30, [(OTHER, FP)])
+    await bench.keys.claim(generation, 0, 10, [(ID, FP), (OTHER, FP)])
+    await bench.keys.replay(generation, [(ID, delivered(now))])
+    assert await bench.keys.applied(generation, 0) == 10
+    assert not (await bench.keys.find(generation, OTHER)).dead
+    await bench.keys.replay(generation, [], (0, 30))
+    assert (await bench.keys.find(generation, ID)).state == delivered(now)
+    assert (await bench.keys.find(generation, OTHER)).dead
+    assert await bench.keys.applied(generation, 0) == 30
+    (claim,) = await bench.keys.claim(generation, 0, 30, [(OTHER, FP)])
     assert claim.outcome is Outcome.TAKEN_OVER
 
 
 async def test_an_earlier_term_can_free_nothing(bench: Bench) -> None:
-    epoch = await bench.settled()
-    await bench.keys.replay(epoch, [], (0, 30))
+    generation = await bench.settled()
+    await bench.keys.replay(generation, [], (0, 30))
     with pytest.raises(Fenced):
-        await bench.keys.replay(epoch, [], (0, 25))
-    assert await bench.keys.applied(epoch, 0) == 30
-    await bench.keys.claim(epoch, 0, 30, [(ID, FP)])
+        await bench.keys.replay(generation, [], (0, 25))
+    assert await bench.keys.applied(generation, 0) == 30
+    await bench.keys.claim(generation, 0, 30, [(ID, FP)])
 
 
 async def test_a_replay_of_more_rows_than_a_call_takes_writes_all_of_them(bench: Bench) -> None:
-    epoch = await bench.settled()
+    generation = await bench.settled()
     now = bench.now_ms()
     rows = [(number.to_bytes(16, "big"), delivered(now, offset=number)) for number in range(2 * REPLAY_CHUNK + 7)]
-    await bench.keys.replay(epoch, rows, (0, 30))
-    found = await bench.keys.find_all(epoch, [id for id, _ in rows])
+    await bench.keys.replay(generation, rows, (0, 30))
+    found = await bench.keys.find_all(generation, [id for id, _ in rows])
     assert found == [state for _, state in rows]
 
 
 async def test_what_a_replay_leaves_alone(bench: Bench) -> None:
     """The expired, and what was accepted later than the entry: a key may have come back after its retention."""
-    epoch = await bench.settled()
+    generation = await bench.settled()
     now = bench.now_ms()
-    await bench.keys.mark(epoch, 0, 10, 10, 11, [(ID, delivered(now, FP2, 9))])
-    await bench.keys.replay(epoch, [(ID, delivered(now - 1)), (OTHER, delivered(now - RETENTION_MS - 1))], (0, 30))
-    assert await bench.keys.find_all(epoch, [ID, OTHER]) == [delivered(now, FP2, 9), None]
-    await bench.keys.replay(epoch, [(ID, delivered(now, FP2, 10))], (0, 30))
-    assert (await bench.keys.find(epoch, ID)).state == delivered(now, FP2, 10)
+    await bench.keys.mark(generation, 0, 10, 10, 11, [(ID, delivered(now, FP2, 9))])
+    await bench.keys.replay(generation, [(ID, delivered(now - 1)), (OTHER, delivered(now - RETENTION_MS - 1))], (0, 30))
+    assert await bench.keys.find_all(generation, [ID, OTHER]) == [delivered(now, FP2, 9), None]
+    await bench.keys.replay(generation, [(ID, delivered(now, FP2, 10))], (0, 30))
+    assert (await bench.keys.find(generation, ID)).state == delivered(now, FP2, 10)
 
 
 async def test_a_replay_replaces_a_claim_that_is_newer_than_the_record(bench: Bench) -> None:
     """It was made in a store that did not know of the record; once freed, it would be written a second time."""
-    epoch = await bench.settled()
+    generation = await bench.settled()
     earlier = bench.now_ms() - 1_000
-    (claim,) = await bench.keys.claim(epoch, 0, 10, [(ID, FP)])
+    (claim,) = await bench.keys.claim(generation, 0, 10, [(ID, FP)])
     assert claim.state.at > earlier
-    await bench.keys.replay(epoch, [(ID, delivered(earlier))], (0, 30))
-    (again,) = await bench.keys.claim(epoch, 0, 30, [(ID, FP)])
+    await bench.keys.replay(generation, [(ID, delivered(earlier))], (0, 30))
+    (again,) = await bench.keys.claim(generation, 0, 30, [(ID, FP)])
     assert (again.outcome, again.state) == (Outcome.DELIVERED, delivered(earlier))
 
 
 async def test_a_store_recovery_from_nothing(bench: Bench) -> None:
     identity = await bench.keys.who()
-    assert identity.epoch is None
+    assert identity.generation is None
     store, now = identity.store, bench.now_ms()
     assert await bench.keys.recover(await bench.keys.who(), "mine")
     assert await bench.keys.recover_read(store, "mine", 2) == [None, None]
     await bench.keys.recover_replay(store, "mine", [(ID, delivered(now))])
-    assert (await bench.keys.who()).epoch is None
+    assert (await bench.keys.who()).generation is None
     await bench.keys.recover_end(store, "mine", 7, [40, 50])
-    epoch = StoreGeneration(7, store)
-    assert (await bench.keys.who()).epoch == epoch
-    assert (await bench.keys.find(epoch, ID)).state == delivered(now)
-    assert [await bench.keys.applied(epoch, slot) for slot in (0, 1)] == [40, 50]
-    (claim,) = await bench.keys.claim(epoch, 1, 50, [(OTHER, FP)])
+    generation = StoreGeneration(7, store)
+    assert (await bench.keys.who()).generation == generation
+    assert (await bench.keys.find(generation, ID)).state == delivered(now)
+    assert [await bench.keys.applied(generation, slot) for slot in (0, 1)] == [40, 50]
+    (claim,) = await bench.keys.claim(generation, 1, 50, [(OTHER, FP)])
     assert claim.outcome is Outcome.NEW
 
 
@@ -95,9 +95,9 @@ async def test_a_store_recovery_keeps_what_is_there_and_lowers_nothing(bench: Be
     assert await bench.keys.recover(await bench.keys.who(), "mine")
     assert await bench.keys.recover_read(store, "mine", 2) == [10, 20]
     await bench.keys.recover_end(store, "mine", 8, [5, 60])
-    epoch = StoreGeneration(8, store)
-    assert [await bench.keys.applied(epoch, slot) for slot in (0, 1)] == [10, 60]
-    assert (await bench.keys.find(epoch, ID)).state == claim.state
+    generation = StoreGeneration(8, store)
+    assert [await bench.keys.applied(generation, slot) for slot in (0, 1)] == [10, 60]
+    assert (await bench.keys.find(generation, ID)).state == claim.state
     with pytest.raises(StoreLost):
         await bench.keys.find(first, ID)
 
@@ -121,9 +121,9 @@ async def test_one_recovery_at_a_time_until_its_nonce_runs_out(bench: Bench) -> 
 async def test_what_another_has_recovered_is_not_recovered_again(bench: Bench) -> None:
     """Two processes see a flush; the second may come when the first is done."""
     seen = await bench.keys.who()
-    epoch = await bench.settled(generation=3)
+    generation = await bench.settled(generation=3)
     assert not await bench.keys.recover(seen, "mine")
-    assert (await bench.keys.who()).epoch == epoch
+    assert (await bench.keys.who()).generation == generation
 
 
 async def test_a_flush_ends_a_recovery(bench: Bench) -> None:
@@ -140,7 +140,7 @@ async def test_a_flush_ends_a_recovery(bench: Bench) -> None:
     for call in calls:
         with pytest.raises(StoreLost):
             await call()
-    assert (await bench.keys.who()).epoch is None
+    assert (await bench.keys.who()).generation is None
 
 
 async def test_a_recovery_of_another_store_does_nothing(bench: Bench) -> None:
@@ -150,13 +150,13 @@ async def test_a_recovery_of_another_store_does_nothing(bench: Bench) -> None:
 
 
 async def test_an_older_generation_never_replaces_a_newer_one(bench: Bench) -> None:
-    epoch = await bench.settled(generation=5)
+    generation = await bench.settled(generation=5)
     assert await bench.keys.recover(await bench.keys.who(), "late")
-    for generation in (4, 5):
+    for number in (4, 5):
         with pytest.raises(StoreLost):
-            await bench.keys.recover_end(epoch.store, "late", generation, [99, 99])
-    assert (await bench.keys.who()).epoch == epoch
-    assert await bench.keys.applied(epoch, 0) == 10
+            await bench.keys.recover_end(generation.store, "late", number, [99, 99])
+    assert (await bench.keys.who()).generation == generation
+    assert await bench.keys.applied(generation, 0) == 10
 
 
 async def test_claims_of_all_slots_are_dead_after_a_recovery(bench: Bench) -> None:
@@ -165,8 +165,8 @@ async def test_claims_of_all_slots_are_dead_after_a_recovery(bench: Bench) -> No
     await bench.keys.claim(first, 1, 20, [(OTHER, FP)])
     assert await bench.keys.recover(await bench.keys.who(), "mine")
     await bench.keys.recover_end(first.store, "mine", 4, [30, 40])
-    epoch = StoreGeneration(4, first.store)
-    claims = await bench.keys.claim(epoch, 0, 30, [(ID, FP), (OTHER, FP)])
+    generation = StoreGeneration(4, first.store)
+    claims = await bench.keys.claim(generation, 0, 30, [(ID, FP), (OTHER, FP)])
     assert [claim.outcome for claim in claims] == [Outcome.TAKEN_OVER, Outcome.TAKEN_OVER]
     assert all(isinstance(claim.state, Claimed) and claim.state.term == 30 for claim in claims)
 
@@ -215,7 +215,7 @@ async def test_a_replica_is_no_store(own_redis: Redis, namespace: str) -> None:
         assert store == f"{client.info('server')['run_id']}/{client.info('replication')['master_replid']}"
         client.replicaof("127.0.0.1", "1")
     seen = await keys.who()
-    assert (seen.store, seen.epoch) == ("not a primary", StoreGeneration(1, store))
+    assert (seen.store, seen.generation) == ("not a primary", StoreGeneration(1, store))
     with pytest.raises(StoreLost):
         await keys.find(StoreGeneration(1, store), ID)
     await keys.close()
@@ -223,75 +223,75 @@ async def test_a_replica_is_no_store(own_redis: Redis, namespace: str) -> None:
 
 async def test_an_older_copy_of_the_store_is_met_by_every_call(bench: Bench) -> None:
     """Same server, same generation: what tells it is that fewer calls have claimed something."""
-    epoch = await bench.settled()
-    await bench.keys.claim(epoch, 0, 10, [(THIRD, FP)])
+    generation = await bench.settled()
+    await bench.keys.claim(generation, 0, 10, [(THIRD, FP)])
     put_back = bench.save()
-    assert (await bench.keys.claim(epoch, 0, 10, [(ID, FP)]))[0].outcome is Outcome.NEW
+    assert (await bench.keys.claim(generation, 0, 10, [(ID, FP)]))[0].outcome is Outcome.NEW
     assert not (await bench.keys.who()).incomplete
     put_back()
     calls: list[Callable[[], Awaitable[object]]] = [
-        lambda: bench.keys.claim(epoch, 0, 10, [(ID, FP)]),
-        lambda: bench.keys.claim_all(epoch, 0, 10, [(ID, FP)]),
-        lambda: bench.keys.mark(epoch, 0, 10, 10, 11, []),
-        lambda: bench.keys.find(epoch, ID),
-        lambda: bench.keys.heartbeat(epoch, "me", 2, {}),
-        lambda: bench.keys.replay(epoch, [], (0, 30)),
+        lambda: bench.keys.claim(generation, 0, 10, [(ID, FP)]),
+        lambda: bench.keys.claim_all(generation, 0, 10, [(ID, FP)]),
+        lambda: bench.keys.mark(generation, 0, 10, 10, 11, []),
+        lambda: bench.keys.find(generation, ID),
+        lambda: bench.keys.heartbeat(generation, "me", 2, {}),
+        lambda: bench.keys.replay(generation, [], (0, 30)),
     ]
     for call in calls:
         with pytest.raises(StoreIncomplete):
             await call()
-    assert await bench.keys.who() == Identity(epoch.store, epoch, incomplete=True)
+    assert await bench.keys.who() == Identity(generation.store, generation, incomplete=True)
     assert await bench.keys.recover(await bench.keys.who(), "mine")
-    await bench.keys.recover_end(epoch.store, "mine", 2, [30, 40])
-    recovered = StoreGeneration(2, epoch.store)
-    assert await bench.keys.who() == Identity(epoch.store, recovered)
+    await bench.keys.recover_end(generation.store, "mine", 2, [30, 40])
+    recovered = StoreGeneration(2, generation.store)
+    assert await bench.keys.who() == Identity(generation.store, recovered)
     assert (await bench.keys.claim(recovered, 0, 30, [(ID, FP)]))[0].outcome is Outcome.NEW
 
 
 async def test_an_older_copy_that_lacks_an_atomic_batch(bench: Bench) -> None:
-    epoch = await bench.settled()
+    generation = await bench.settled()
     put_back = bench.save()
-    assert (await bench.keys.claim_all(epoch, 0, 10, [(ID, FP), (OTHER, FP)])).outcome is Outcome.NEW
+    assert (await bench.keys.claim_all(generation, 0, 10, [(ID, FP), (OTHER, FP)])).outcome is Outcome.NEW
     put_back()
     with pytest.raises(StoreIncomplete):
-        await bench.keys.find(epoch, ID)
+        await bench.keys.find(generation, ID)
 
 
 async def test_who_hears_of_others_claims_knows_an_older_copy_of_them(bench: Bench) -> None:
     """A heartbeat tells of claims, so that who has made none since is not taken in either."""
-    epoch = await bench.settled()
+    generation = await bench.settled()
     put_back = bench.save()
-    await bench.keys.claim(epoch, 0, 10, [(ID, FP)])
-    assert (await bench.hour.heartbeat(epoch, "other", 2, {})).members == 1
+    await bench.keys.claim(generation, 0, 10, [(ID, FP)])
+    assert (await bench.hour.heartbeat(generation, "other", 2, {})).members == 1
     put_back()
     with pytest.raises(StoreIncomplete):
-        await bench.hour.claim(epoch, 1, 20, [(ID, FP)])
+        await bench.hour.claim(generation, 1, 20, [(ID, FP)])
 
 
 async def test_an_older_copy_in_which_others_have_claimed_since(bench: Bench) -> None:
     """Who did not know has claimed as much as was lost; what a holder knows of its slot's `applied` still tells it."""
-    epoch = await bench.settled()
+    generation = await bench.settled()
     put_back = bench.save()
-    await bench.keys.claim(epoch, 0, 10, [(ID, FP)])
-    await bench.keys.mark(epoch, 0, 10, 10, 12, [(ID, delivered(bench.now_ms()))])
+    await bench.keys.claim(generation, 0, 10, [(ID, FP)])
+    await bench.keys.mark(generation, 0, 10, 10, 12, [(ID, delivered(bench.now_ms()))])
     put_back()
-    await bench.hour.claim(epoch, 1, 20, [(ID, FP)])
-    assert (await bench.keys.heartbeat(epoch, "me", 2, {0: 10})).members == 1
+    await bench.hour.claim(generation, 1, 20, [(ID, FP)])
+    assert (await bench.keys.heartbeat(generation, "me", 2, {0: 10})).members == 1
     with pytest.raises(StoreIncomplete):
-        await bench.keys.heartbeat(epoch, "me", 2, {0: 12, 1: -1})
+        await bench.keys.heartbeat(generation, "me", 2, {0: 12, 1: -1})
     assert (await bench.keys.who()).incomplete
 
 
 async def test_what_claims_nothing_is_not_counted(bench: Bench) -> None:
     """Replays, and calls of a full store: no write more than before."""
-    epoch = await bench.settled()
-    await bench.keys.claim(epoch, 0, 10, [(ID, FP)])
-    await bench.keys.mark(epoch, 0, 10, 10, 12, [(ID, delivered(bench.now_ms()))])
+    generation = await bench.settled()
+    await bench.keys.claim(generation, 0, 10, [(ID, FP)])
+    await bench.keys.mark(generation, 0, 10, 10, 12, [(ID, delivered(bench.now_ms()))])
     put_back = bench.save()
-    assert (await bench.keys.claim(epoch, 0, 10, [(ID, FP)]))[0].outcome is Outcome.DELIVERED
-    assert (await bench.keys.claim_all(epoch, 0, 10, [(ID, FP)])).outcome is Outcome.DELIVERED
+    assert (await bench.keys.claim(generation, 0, 10, [(ID, FP)]))[0].outcome is Outcome.DELIVERED
+    assert (await bench.keys.claim_all(generation, 0, 10, [(ID, FP)])).outcome is Outcome.DELIVERED
     put_back()
-    assert (await bench.keys.find(epoch, ID)).state is not None
+    assert (await bench.keys.find(generation, ID)).state is not None
 
 
 def evict(client: Client) -> int:
@@ -312,16 +312,16 @@ async def test_keys_that_were_evicted_are_missed_at_the_next_heartbeat(own_redis
     seen = await keys.who()
     assert (await keys.recover(seen, "first"), seen.evicts) == (True, "")
     await keys.recover_end(seen.store, "first", 1, [10, 20])
-    epoch = StoreGeneration(1, seen.store)
+    generation = StoreGeneration(1, seen.store)
     now = time.time_ns() // 1_000_000
     rows = [(number.to_bytes(16, "big"), delivered(now, offset=number)) for number in range(5_000)]
-    await keys.replay(epoch, rows)
-    assert (await keys.heartbeat(epoch, "me", 2, {})).members == 1
+    await keys.replay(generation, rows)
+    assert (await keys.heartbeat(generation, "me", 2, {})).members == 1
     with own_redis.client() as client:
         assert evict(client) > 0
         with pytest.raises(StoreIncomplete):
-            await keys.heartbeat(epoch, "me", 2, {})
-        assert await keys.who() == Identity(seen.store, epoch, incomplete=True, evicts="volatile-ttl")
+            await keys.heartbeat(generation, "me", 2, {})
+        assert await keys.who() == Identity(seen.store, generation, incomplete=True, evicts="volatile-ttl")
         client.config_set("maxmemory-policy", "noeviction")
         assert await keys.recover(await keys.who(), "mine")
         # Of what was marked something lacks: all of the ledger is to be read that has living keys.
@@ -342,12 +342,12 @@ async def test_keys_that_were_evicted_are_missed_at_the_next_heartbeat(own_redis
 async def test_the_double_misses_evicted_keys_as_redis_does() -> None:
     server = Server("run/replid", Clock(), StoreGeneration(1, "run/replid"), applied={0: 10})
     keys = MemoryKeys(server, retention_ms=RETENTION_MS, least_left_ms=5_000, lease_ttl_ms=LEASE_MS)
-    epoch = StoreGeneration(1, "run/replid")
-    assert (await keys.heartbeat(epoch, "me", 1, {0: 10})).members == 1
+    generation = StoreGeneration(1, "run/replid")
+    assert (await keys.heartbeat(generation, "me", 1, {0: 10})).members == 1
     server.evicted, server.evicts = 3, "allkeys-lru"
     with pytest.raises(StoreIncomplete):
-        await keys.heartbeat(epoch, "me", 1, {0: 10})
-    assert await keys.who() == Identity("run/replid", epoch, incomplete=True, evicts="allkeys-lru")
+        await keys.heartbeat(generation, "me", 1, {0: 10})
+    assert await keys.who() == Identity("run/replid", generation, incomplete=True, evicts="allkeys-lru")
     assert await keys.recover(await keys.who(), "mine")
     assert await keys.recover_read("run/replid", "mine", 1) == [None]
     await keys.recover_end("run/replid", "mine", 2, [30])

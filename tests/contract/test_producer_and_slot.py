@@ -300,7 +300,7 @@ async def ready(bench: Bench, keys: Forgetful) -> Slot:
     slot.enter(StoreGeneration(5, "run/replid"), await bench.new_producer("slot.1"))
     await slot.begin(NOW_MS)
     slot.move(SlotEvent.CHECK)
-    await keys.replay(slot.epoch, [], (1, slot.term))
+    await keys.replay(slot.generation, [], (1, slot.term))
     slot.move(SlotEvent.FREE)
     return slot
 
@@ -335,7 +335,7 @@ async def test_a_write_links_its_record_to_the_one_before(bench: Bench, keys: Fo
     assert decode_ledger(value) == LedgerRecord(1, slot.producer.producer_id, slot.producer.epoch, "me", [])
     await slot.mark(first, [row(b"a", 0)])
     await slot.mark(second, [row(b"b", 2)])
-    assert await keys.applied(slot.epoch, 1) == second.offset
+    assert await keys.applied(slot.generation, 1) == second.offset
 
 
 async def test_a_mark_that_failed_is_owed_and_paid_in_order(bench: Bench, keys: Forgetful) -> None:
@@ -348,11 +348,11 @@ async def test_a_mark_that_failed_is_owed_and_paid_in_order(bench: Bench, keys: 
     assert slot.has_pending_marks
     with pytest.raises(StoreAway):
         await slot.mark(second, [row(b"b", 2)])
-    assert await keys.applied(slot.epoch, 1) == slot.term
+    assert await keys.applied(slot.generation, 1) == slot.term
     await slot.flush_marks()
     assert not slot.has_pending_marks
-    assert await keys.applied(slot.epoch, 1) == second.offset
-    assert await keys.find_all(slot.epoch, [b"a" * 16, b"b" * 16]) == [row(b"a", 0)[1], row(b"b", 2)[1]]
+    assert await keys.applied(slot.generation, 1) == second.offset
+    assert await keys.find_all(slot.generation, [b"a" * 16, b"b" * 16]) == [row(b"a", 0)[1], row(b"b", 2)[1]]
 
 
 async def test_after_a_failure_a_slot_writes_only_with_a_new_producer(bench: Bench, keys: Forgetful) -> None:

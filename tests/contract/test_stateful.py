@@ -29,7 +29,7 @@ from tests.contract.modelled import (
     InRedis,
     Modelled,
     asked_of,
-    epoch_of,
+    generation_of,
     identity_of,
     name_of,
     rows_of,
@@ -107,10 +107,10 @@ class Life(RuleBasedStateMachine):
         outcome, after = scripts.claim(self.model, slot, term, RULES)
 
         async def call(store: Modelled) -> Outcome:
-            epoch = epoch_of(generation, named, store.server)
+            here = generation_of(generation, named, store.server)
             if self.count > 1:
-                return (await store.keys.claim_all(epoch, slot, term, asked_of(self.count))).outcome
-            (claim,) = await store.keys.claim(epoch, slot, term, asked_of(1))
+                return (await store.keys.claim_all(here, slot, term, asked_of(self.count))).outcome
+            (claim,) = await store.keys.claim(here, slot, term, asked_of(1))
             return claim.outcome
 
         self.ask_within(generation, named, call, outcome or Fenced, after)
@@ -127,8 +127,8 @@ class Life(RuleBasedStateMachine):
         ]
 
         async def call(store: Modelled) -> int:
-            epoch = epoch_of(generation, named, store.server)
-            return await store.keys.mark(epoch, slot, term, previous, debt.offset, rows_of(self.count, self.at))
+            here = generation_of(generation, named, store.server)
+            return await store.keys.mark(here, slot, term, previous, debt.offset, rows_of(self.count, self.at))
 
         self.ask_within(generation, named, call, mine.count(False), scripts.mark(self.model, slot, debt, RULES))
 
@@ -138,7 +138,7 @@ class Life(RuleBasedStateMachine):
         generation = self.near(self.model.generation, generation_off)
 
         async def call(store: Modelled) -> None:
-            await store.keys.release(epoch_of(generation, named, store.server), slot, term, IDS[: self.count])
+            await store.keys.release(generation_of(generation, named, store.server), slot, term, IDS[: self.count])
 
         self.ask_within(generation, named, call, None, scripts.release(self.model, slot, term, RULES))
 
@@ -149,7 +149,7 @@ class Life(RuleBasedStateMachine):
         dead = isinstance(state, Claimed) and self.model.freed[state.slot] > state.term
 
         async def call(store: Modelled) -> bool:
-            return (await store.keys.find(epoch_of(generation, named, store.server), IDS[0])).dead
+            return (await store.keys.find(generation_of(generation, named, store.server), IDS[0])).dead
 
         self.ask_within(generation, named, call, dead, self.model)
 
@@ -163,7 +163,7 @@ class Life(RuleBasedStateMachine):
 
         async def call(store: Modelled) -> None:
             found = rows_of(self.count, self.at) if rows else []
-            await store.keys.replay(epoch_of(generation, named, store.server), found, (slot, term))
+            await store.keys.replay(generation_of(generation, named, store.server), found, (slot, term))
 
         self.ask_within(generation, named, call, None if after.freed[slot] == term else Fenced, after)
 

@@ -51,11 +51,11 @@ NAMES = list(present(0))
 class Bed:
     """Redis with states in it that no operation has made."""
 
-    def __init__(self, keys: RedisKeys, client: Client, namespace: str, epoch: StoreGeneration) -> None:
+    def __init__(self, keys: RedisKeys, client: Client, namespace: str, generation: StoreGeneration) -> None:
         self.keys = keys
         self.client = client
         self.prefix = f"{{{namespace}:0}}".encode()
-        self.epoch = epoch
+        self.generation = generation
 
     def now_ms(self) -> int:
         seconds, micros = self.client.time()
@@ -123,7 +123,7 @@ async def test_a_claim_does_what_the_table_of_states_says(bed: Bed, fp: bytes) -
     before = present(now)
     for id, state in zip(ids(len(before)), before.values(), strict=True):
         bed.put(id, state)
-    claims = await bed.keys.claim(bed.epoch, SLOT, TERM, [(id, fp) for id in ids(len(before))])
+    claims = await bed.keys.claim(bed.generation, SLOT, TERM, [(id, fp) for id in ids(len(before))])
     for id, (name, state), claim in zip(ids(len(before)), before.items(), claims, strict=True):
         wanted = states.claim(state, Claimed(SLOT, TERM, now, fp), freed, RETENTION_MS, LEAST_LEFT_MS)
         assert claim.outcome is wanted.outcome, name
@@ -139,7 +139,7 @@ async def test_many_claims_in_one_call_end_as_each_would_alone(bed: Bed, name: s
     before[99] = before[240] = present(now)[name]
     for id, state in zip(ids(250), before, strict=True):
         bed.put(id, state)
-    claims = await bed.keys.claim(bed.epoch, SLOT, TERM, [(id, FP) for id in ids(250)])
+    claims = await bed.keys.claim(bed.generation, SLOT, TERM, [(id, FP) for id in ids(250)])
     wanted = [states.claim(s, Claimed(SLOT, TERM, now, FP), freed, RETENTION_MS, LEAST_LEFT_MS) for s in before]
     assert [claim.outcome for claim in claims] == [each.outcome for each in wanted]
     states_wanted = [anytime(each.state, now) for each in wanted]
@@ -155,7 +155,7 @@ async def test_what_is_new_is_written_in_one_call_where_the_server_has_it(bed: B
         bed.put(ids(3)[present_id], present(now)["delivered"])
     has = bed.has_msetex()
     before = bed.calls("set"), bed.calls("msetex")
-    await bed.keys.claim(bed.epoch, SLOT, TERM, [(id, FP) for id in ids(3)])
+    await bed.keys.claim(bed.generation, SLOT, TERM, [(id, FP) for id in ids(3)])
     one_by_one = not has or present_id is not None
     assert (bed.calls("set") - before[0], bed.calls("msetex") - before[1]) == (3 * one_by_one, 1 * has)
 
@@ -172,7 +172,7 @@ async def _claim_all(bed: Bed, names: Sequence[str]) -> None:
     before = [present(now)[name] for name in names]
     for id, state in zip(ids(3), before, strict=True):
         bed.put(id, state)
-    claim = await bed.keys.claim_all(bed.epoch, SLOT, TERM, [(id, FP) for id in ids(3)])
+    claim = await bed.keys.claim_all(bed.generation, SLOT, TERM, [(id, FP) for id in ids(3)])
     wanted, written = states.claim_all(before, [Claimed(SLOT, TERM, now, FP)] * 3, freed, RETENTION_MS, LEAST_LEFT_MS)
     assert claim.outcome is wanted.outcome, names
     assert anytime(claim.state, now) == anytime(wanted.state, now), names
@@ -186,7 +186,9 @@ async def test_a_mark_does_what_the_table_of_states_says(bed: Bed) -> None:
     marked = Delivered(now - 1_000, FP, "orders", 1, 77, now)
     for id, state in zip(ids(len(before)), before.values(), strict=True):
         bed.put(id, state)
-    untouched = await bed.keys.mark(bed.epoch, SLOT, TERM, TERM, TERM + 1, [(id, marked) for id in ids(len(before))])
+    untouched = await bed.keys.mark(
+        bed.generation, SLOT, TERM, TERM, TERM + 1, [(id, marked) for id in ids(len(before))]
+    )
     wanted = [states.mark(state, SLOT, TERM, marked) for state in before.values()]
     assert [bed.get(id) for id in ids(len(before))] == wanted
     assert untouched == sum(state != marked for state in wanted)
@@ -196,7 +198,7 @@ async def test_a_release_does_what_the_table_of_states_says(bed: Bed) -> None:
     before = present(bed.now_ms())
     for id, state in zip(ids(len(before)), before.values(), strict=True):
         bed.put(id, state)
-    await bed.keys.release(bed.epoch, SLOT, TERM, ids(len(before)))
+    await bed.keys.release(bed.generation, SLOT, TERM, ids(len(before)))
     assert [bed.get(id) for id in ids(len(before))] == [states.release(s, SLOT, TERM) for s in before.values()]
 
 
@@ -208,7 +210,7 @@ async def test_a_replay_does_what_the_table_of_states_says(bed: Bed, age_ms: int
     entry = DeliveredBatch(at, FP2, 5) if batch else Delivered(at, FP2, "ledgered", 0, 3, at)
     for id, state in zip(ids(len(before)), before.values(), strict=True):
         bed.put(id, state)
-    await bed.keys.replay(bed.epoch, [(id, entry) for id in ids(len(before))])
+    await bed.keys.replay(bed.generation, [(id, entry) for id in ids(len(before))])
     wanted = [states.replay(state, entry, now, RETENTION_MS) for state in before.values()]
     assert dict(zip(before, [bed.get(id) for id in ids(len(before))], strict=True)) == dict(
         zip(before, wanted, strict=True)
@@ -225,7 +227,7 @@ async def test_many_replayed_entries_in_one_call_end_as_each_would_alone(bed: Be
     before[99] = before[140] = before[152] = before[249] = present(now)[name]
     for id, state in zip(ids(250), before, strict=True):
         bed.put(id, state)
-    await bed.keys.replay(bed.epoch, rows)
+    await bed.keys.replay(bed.generation, rows)
     wanted = [states.replay(state, entry, now, RETENTION_MS) for state, (_, entry) in zip(before, rows, strict=True)]
     assert [bed.get(id) for id in ids(250)] == wanted
 
@@ -239,7 +241,7 @@ async def test_many_marks_in_one_call_end_as_each_would_alone(bed: Bed, name: st
     rows = [(id, delivered(number, at)) for number, (id, at) in enumerate(zip(ids(250), ats, strict=True))]
     for id, state in zip(ids(250), before, strict=True):
         bed.put(id, state)
-    untouched = await bed.keys.mark(bed.epoch, SLOT, TERM, TERM, TERM + 1, rows)
+    untouched = await bed.keys.mark(bed.generation, SLOT, TERM, TERM, TERM + 1, rows)
     wanted = [states.mark(state, SLOT, TERM, entry) for state, (_, entry) in zip(before, rows, strict=True)]
     assert [bed.get(id) for id in ids(250)] == wanted
     assert untouched == sum(state != entry for state, (_, entry) in zip(wanted, rows, strict=True))
@@ -264,21 +266,23 @@ async def test_what_nobody_has_written_is_no_answer(bed: Bed, state: bytes) -> N
     """Such a key is neither delivered nor in conflict; nothing is claimed of it, and it stays as it is."""
     key = bed.prefix + b"k" + ids(1)[0]
     bed.client.set(key, state)
-    claims = await bed.keys.claim(bed.epoch, SLOT, TERM, [(id, FP) for id in ids(2)])
+    claims = await bed.keys.claim(bed.generation, SLOT, TERM, [(id, FP) for id in ids(2)])
     assert [claim.outcome for claim in claims] == [states.Outcome.UNREADABLE, states.Outcome.NEW]
-    assert (await bed.keys.claim_all(bed.epoch, SLOT, TERM, [(ids(1)[0], FP)])).outcome is states.Outcome.UNREADABLE
+    assert (
+        await bed.keys.claim_all(bed.generation, SLOT, TERM, [(ids(1)[0], FP)])
+    ).outcome is states.Outcome.UNREADABLE
     with pytest.raises(StoreBug, match="the state of a key"):
-        await bed.keys.find(bed.epoch, ids(1)[0])
+        await bed.keys.find(bed.generation, ids(1)[0])
     assert bed.client.get(key) == state
 
 
 async def test_a_script_that_fails_is_a_bug_and_no_store_that_is_lost(bed: Bed) -> None:
     bed.client.set(bed.prefix + b"f", b"no hash")
     with pytest.raises(StoreBug, match="WRONGTYPE"):
-        await bed.keys.claim(bed.epoch, SLOT, TERM, [(ids(1)[0], FP)])
+        await bed.keys.claim(bed.generation, SLOT, TERM, [(ids(1)[0], FP)])
     bed.client.delete(bed.prefix + b"f")
     bed.client.set(bed.prefix + b"k" + ids(1)[0], b"C")
     with pytest.raises(StoreBug, match="user_script"):
-        await bed.keys.find(bed.epoch, ids(1)[0])
+        await bed.keys.find(bed.generation, ids(1)[0])
     with pytest.raises(StoreBug, match="user_script"):
-        await bed.keys._call("no such operation", f"1 {bed.epoch.store}", 0)
+        await bed.keys._call("no such operation", f"1 {bed.generation.store}", 0)

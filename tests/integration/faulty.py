@@ -138,13 +138,13 @@ def producer_is_reused() -> None:
     fence = SlotRecovery._fence
     kept: dict[int, TransactionalProducer] = {}
 
-    async def fence_or_go_on(recovery: SlotRecovery, slot: Slot, epoch: StoreGeneration) -> None:
+    async def fence_or_go_on(recovery: SlotRecovery, slot: Slot, generation: StoreGeneration) -> None:
         if slot.n not in kept:
-            await fence(recovery, slot, epoch)
+            await fence(recovery, slot, generation)
             kept[slot.n] = slot.producer
             return
         kept[slot.n]._state = State.READY
-        slot.enter(epoch, kept[slot.n])
+        slot.enter(generation, kept[slot.n])
 
     async def stay_open(_: TransactionalProducer) -> None:
         pass
@@ -166,7 +166,7 @@ def ledger_is_not_replayed() -> None:
     """Step 5 of slot recovery taken out: the old terms are freed all the same."""
 
     async def only_free(recovery: SlotRecovery, slot: Slot) -> None:
-        await recovery._keys.replay(slot.epoch, [], (slot.n, slot.term))
+        await recovery._keys.replay(slot.generation, [], (slot.n, slot.term))
         slot.move(SlotEvent.FREE)
 
     replace(SlotRecovery, "_replay_and_free", only_free)
@@ -195,10 +195,10 @@ def marks_leave_gaps() -> None:
     mark = RedisKeys.mark
 
     async def from_anywhere(
-        keys: RedisKeys, epoch: StoreGeneration, slot: int, term: int, _: int, offset: int, rows: Any
+        keys: RedisKeys, generation: StoreGeneration, slot: int, term: int, _: int, offset: int, rows: Any
     ) -> int:
-        applied = await keys.applied(epoch, slot)
-        return await mark(keys, epoch, slot, term, -1 if applied is None else applied, offset, rows)
+        applied = await keys.applied(generation, slot)
+        return await mark(keys, generation, slot, term, -1 if applied is None else applied, offset, rows)
 
     pay = Slot._flush
 
@@ -257,8 +257,8 @@ def only_take(slots: Sequence[int]) -> None:
     """Leave all slots but these to others."""
     take = RedisKeys.take
 
-    async def take_some(keys: RedisKeys, epoch: StoreGeneration, slot: int, token: str) -> bool:
-        return slot in slots and await take(keys, epoch, slot, token)
+    async def take_some(keys: RedisKeys, generation: StoreGeneration, slot: int, token: str) -> bool:
+        return slot in slots and await take(keys, generation, slot, token)
 
     replace(RedisKeys, "take", take_some)
 

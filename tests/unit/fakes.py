@@ -30,7 +30,7 @@ from service.slots.recovery import Store
 from service.slots.slot import Link, Slot
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
 
-EPOCH = StoreGeneration(1, "run/repl")
+GENERATION = StoreGeneration(1, "run/repl")
 NOW_MS = 1_700_000_000_000
 PLAIN_TOPICS = "plain.*"  # of these the guarantee is `idempotent`
 
@@ -73,7 +73,7 @@ class FakeKeys(MemoryKeys):
     """The key store in memory, with trouble in its calls."""
 
     def __init__(self) -> None:
-        server = Server(EPOCH.store, Clock(NOW_MS), EPOCH)
+        server = Server(GENERATION.store, Clock(NOW_MS), GENERATION)
         super().__init__(server, retention_ms=86_400_000, least_left_ms=60_000, lease_ttl_ms=3_000)
         self.trouble = Trouble()
         self.marks: list[tuple[Link, Sequence[Row]]] = []  # all that were tried
@@ -87,66 +87,68 @@ class FakeKeys(MemoryKeys):
         return isinstance(self.server.keys.get(event_id(key)), Claimed)
 
     async def claim(
-        self, epoch: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+        self, generation: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
     ) -> list[Claim]:
         await self.trouble.enter("claim")
-        claims = await super().claim(epoch, slot, term, asked)
+        claims = await super().claim(generation, slot, term, asked)
         self.trouble.leave("claim")
         return claims
 
     async def claim_all(
-        self, epoch: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+        self, generation: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
     ) -> Claim:
         await self.trouble.enter("claim")
-        return await super().claim_all(epoch, slot, term, asked)
+        return await super().claim_all(generation, slot, term, asked)
 
     async def mark(
-        self, epoch: StoreGeneration, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]
+        self, generation: StoreGeneration, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]
     ) -> int:
-        self.marks.append((Link(epoch, term, previous, offset), rows))
+        self.marks.append((Link(generation, term, previous, offset), rows))
         await self.trouble.enter("mark")
-        return await super().mark(epoch, slot, term, previous, offset, rows)
+        return await super().mark(generation, slot, term, previous, offset, rows)
 
-    async def release(self, epoch: StoreGeneration, slot: int, term: int, ids: Sequence[bytes]) -> None:
+    async def release(self, generation: StoreGeneration, slot: int, term: int, ids: Sequence[bytes]) -> None:
         await self.trouble.enter("release")
-        await super().release(epoch, slot, term, ids)
+        await super().release(generation, slot, term, ids)
 
-    async def find_all(self, epoch: StoreGeneration, ids: Sequence[bytes]) -> list[KeyState]:
+    async def find_all(self, generation: StoreGeneration, ids: Sequence[bytes]) -> list[KeyState]:
         await self.trouble.enter("find_all")
-        return await super().find_all(epoch, ids)
+        return await super().find_all(generation, ids)
 
-    async def take(self, epoch: StoreGeneration, slot: int, token: str) -> bool:
+    async def take(self, generation: StoreGeneration, slot: int, token: str) -> bool:
         await self.trouble.enter("take")
-        return await super().take(epoch, slot, token)
+        return await super().take(generation, slot, token)
 
-    async def give_back(self, epoch: StoreGeneration, slot: int, token: str, clean: bool) -> None:
-        await super().give_back(epoch, slot, token, clean)
+    async def give_back(self, generation: StoreGeneration, slot: int, token: str, clean: bool) -> None:
+        await super().give_back(generation, slot, token, clean)
         self.returned.append((slot, clean))
 
-    async def heartbeat(self, epoch: StoreGeneration, token: str, slots: int, held: Mapping[int, int]) -> Heartbeat:
+    async def heartbeat(
+        self, generation: StoreGeneration, token: str, slots: int, held: Mapping[int, int]
+    ) -> Heartbeat:
         await self.trouble.enter("heartbeat")
-        heartbeat = await super().heartbeat(epoch, token, slots, held)
+        heartbeat = await super().heartbeat(generation, token, slots, held)
         return Heartbeat(heartbeat.members, self.marks_of_slots or heartbeat.slots, heartbeat.freed)
 
 
 class FakeStore(Store):
-    """Settled from the start; `epoch` is what a test sets."""
+    """Settled from the start; `generation` is what a test sets."""
 
     def __init__(self) -> None:
-        self.epoch = EPOCH
+        self.generation = GENERATION
         self.status = "settled"
         self.losses: list[StoreGeneration] = []
         self.waiting = 0
 
-    def lost(self, epoch: StoreGeneration) -> None:
-        self.losses.append(epoch)
+    def lost(self, generation: StoreGeneration) -> None:
+        self.losses.append(generation)
 
     async def settled(self) -> StoreGeneration:
         self.waiting += 1
         try:
-            while self.epoch is None:  # noqa: ASYNC110 - for ever, where a test says so
+            while self.generation is None:  # noqa: ASYNC110 - for ever, where a test says so
                 await asyncio.sleep(0.01)
-            return self.epoch
+            return self.generation
         finally:
             self.waiting -= 1
 
@@ -307,17 +309,17 @@ class World:
         await self.recover(slot)
         return slot
 
-    async def recover(self, slot: Slot, epoch: StoreGeneration = EPOCH) -> None:
+    async def recover(self, slot: Slot, generation: StoreGeneration = GENERATION) -> None:
         """What recovery does to a slot, without a ledger to read: what was not marked was not written."""
         if slot.state is not SlotState.LEASED:
             slot.move(SlotEvent.FAIL)
             slot.move(SlotEvent.RECOVER)
-        await self.bring_up(slot, epoch)
+        await self.bring_up(slot, generation)
 
-    async def bring_up(self, slot: Slot, epoch: StoreGeneration = EPOCH) -> None:
+    async def bring_up(self, slot: Slot, generation: StoreGeneration = GENERATION) -> None:
         """From LEASED to READY, in a term that is newer than all others."""
         producer = self.producers[slot.n] = FakeProducer()
-        slot.enter(epoch, producer)
+        slot.enter(generation, producer)
         await slot.begin(0)
         self._terms += 100  # terms are offsets of a ledger, which only grow
         slot.term = slot._last_record = self._terms

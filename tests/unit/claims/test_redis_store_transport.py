@@ -120,7 +120,7 @@ OK = b"*1\r\n$2\r\nOK\r\n"
 HALF = b"*2\r\n$2\r\nOK"
 SILENT = (None, HALF)  # the rest of the answer never comes
 APPLIED = b"*2\r\n$2\r\nOK\r\n:7\r\n"
-EPOCH = StoreGeneration(1, "run/repl")
+GENERATION = StoreGeneration(1, "run/repl")
 STATE = Delivered(1, b"f" * 8, "orders", 0, 7, 1)
 
 
@@ -167,9 +167,9 @@ async def test_what_may_still_run_is_told_from_what_was_refused(
     keys._timeout_s = BRIEF_S if answer in SILENT else PATIENT_S
     server.answers.extend([answer, APPLIED])
     with pytest.raises(kind):
-        await keys.release(EPOCH, 0, 1, [b"i" * 16])
+        await keys.release(GENERATION, 0, 1, [b"i" * 16])
     keys._timeout_s = PATIENT_S
-    assert await keys.applied(EPOCH, 0) == 7
+    assert await keys.applied(GENERATION, 0) == 7
     assert server.asked == [(1, b"EVALSHA", b"release"), (1 if kept else 2, b"EVALSHA", b"applied")], "each once"
     assert counted(telemetry) == ({ERRORS[kind]: 1} if kind in ERRORS else {})
     await keys.close()
@@ -191,9 +191,9 @@ async def test_a_state_that_no_script_writes_is_told_of_as_a_bug_and_never_as_an
     server.answers.extend([b"*2\r\n" + bulk(b"OK") + bulk(state)] * 2)
     with structlog.testing.capture_logs() as lines:
         with pytest.raises(StoreBug, match=f"the state of a key is b'{state[:1].decode()}"):
-            await keys.find(EPOCH, b"i" * 16)
+            await keys.find(GENERATION, b"i" * 16)
         with pytest.raises(StoreBug):
-            await keys.find_all(EPOCH, [b"i" * 16])
+            await keys.find_all(GENERATION, [b"i" * 16])
     assert counted(telemetry) == {"bug": 2}
     (line,) = lines
     assert (line["event"], isinstance(line["exc_info"], StoreBug)) == ("bug in what Redis says", True)
@@ -209,7 +209,7 @@ async def test_a_claim_that_meets_such_a_state_is_unreadable_and_the_others_of_i
     server.answers.append(b"*5\r\n" + bulk(b"OK") + b":1\r\n" + b"".join(map(bulk, answers)))
     asked = [(bytes([n]) * 16, STATE.fp) for n in range(3)]
     with structlog.testing.capture_logs() as lines:
-        claims = await keys.claim(EPOCH, 0, 1, asked)
+        claims = await keys.claim(GENERATION, 0, 1, asked)
     assert [claim.outcome for claim in claims] == [Outcome.NEW, Outcome.UNREADABLE, Outcome.DELIVERED]
     assert [line["event"] for line in lines] == ["bug in what Redis says"]
     await keys.close()
@@ -221,7 +221,7 @@ async def test_a_script_that_is_not_there_is_sent_whole(server: Server) -> None:
     telemetry = Telemetry()
     keys = keys_at(server.port, telemetry=telemetry)
     server.answers.extend([error("NOSCRIPT No matching script. Please use EVAL."), OK])
-    await keys.release(EPOCH, 0, 1, [b"i" * 16])
+    await keys.release(GENERATION, 0, 1, [b"i" * 16])
     assert server.asked == [(1, b"EVALSHA", b"release"), (1, b"EVAL", b"release")]
     assert counted(telemetry) == {}
     await keys.close()
@@ -230,13 +230,13 @@ async def test_a_script_that_is_not_there_is_sent_whole(server: Server) -> None:
 async def test_a_call_that_is_cut_off_takes_its_connection_with_it(server: Server) -> None:
     keys = keys_at(server.port)
     server.answers.extend([None, APPLIED])
-    call = asyncio.create_task(keys.applied(EPOCH, 0))
+    call = asyncio.create_task(keys.applied(GENERATION, 0))
     async with asyncio.timeout(1.0):
         while not server.asked:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     call.cancel()
     await asyncio.wait([call])
-    assert await keys.applied(EPOCH, 0) == 7
+    assert await keys.applied(GENERATION, 0) == 7
     assert [number for number, *_ in server.asked] == [1, 2]
     await keys.close()
 
@@ -245,16 +245,16 @@ async def test_a_connection_that_has_ended_is_not_asked(server: Server) -> None:
     """A server that was restarted: the call would be in doubt, and end a term."""
     keys = keys_at(server.port)
     server.answers.extend([APPLIED, APPLIED, APPLIED])
-    assert await keys.applied(EPOCH, 0) == 7
+    assert await keys.applied(GENERATION, 0) == 7
     idle = await keys._connections.take()
     assert idle._writer is not None
     idle._writer.close()
     await keys._connections.give_back(idle, usable=True)
     await asyncio.sleep(0.01)
-    assert await keys.applied(EPOCH, 0) == 7
+    assert await keys.applied(GENERATION, 0) == 7
     await keys.resolve_again()
     assert repr(keys._connections) == "<Connections 0 idle, 0 in use>"
-    assert await keys.applied(EPOCH, 0) == 7
+    assert await keys.applied(GENERATION, 0) == 7
     assert [number for number, *_ in server.asked] == [1, 2, 3]
     await keys.close()
 
@@ -264,14 +264,14 @@ async def test_a_burst_of_look_ups_opens_few_connections_and_leaves_none_open(
 ) -> None:
     keys = keys_at(server.port)
     server.answers.extend([OK] * 300)
-    await asyncio.gather(*(keys.find(EPOCH, b"i" * 16) for _ in range(300)))
+    await asyncio.gather(*(keys.find(GENERATION, b"i" * 16) for _ in range(300)))
     assert server.most_open <= module.FINDS_AT_ONCE
     monkeypatch.setattr(redis_connections, "IDLE_S", 0.02)
     await asyncio.sleep(0.05)
     server.answers.extend([APPLIED, APPLIED])
-    assert await keys.applied(EPOCH, 0) == 7
+    assert await keys.applied(GENERATION, 0) == 7
     await until(lambda: server.open == 1)
-    assert await keys.applied(EPOCH, 0) == 7
+    assert await keys.applied(GENERATION, 0) == 7
     assert len({number for number, *_ in list(server.asked)[-2:]}) == 1, "it is kept as long as it is used"
     await keys.close()
 
@@ -279,10 +279,10 @@ async def test_a_burst_of_look_ups_opens_few_connections_and_leaves_none_open(
 async def test_look_ups_that_wait_keep_nobody_else_from_the_store(server: Server) -> None:
     keys = keys_at(server.port)
     server.answers.extend([None] * module.FINDS_AT_ONCE)
-    finds = [asyncio.create_task(keys.find(EPOCH, b"i" * 16)) for _ in range(300)]
+    finds = [asyncio.create_task(keys.find(GENERATION, b"i" * 16)) for _ in range(300)]
     await until(lambda: not server.answers)
     server.answers.append(APPLIED)
-    assert await keys.applied(EPOCH, 0) == 7
+    assert await keys.applied(GENERATION, 0) == 7
     for find in finds:
         find.cancel()
     await asyncio.wait(finds)
@@ -298,8 +298,8 @@ async def test_where_all_connections_are_in_use_nothing_is_sent(
     connection = await keys._connections.take()
     keys._connections._timeout_s = BRIEF_S
     with pytest.raises(StoreAway, match="all 1 connections were in use"):
-        await keys.applied(EPOCH, 0)
+        await keys.applied(GENERATION, 0)
     await keys._connections.give_back(connection, usable=True)
     server.answers.append(APPLIED)
-    assert await keys.applied(EPOCH, 0) == 7
+    assert await keys.applied(GENERATION, 0) == 7
     await keys.close()

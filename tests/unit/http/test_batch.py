@@ -355,7 +355,7 @@ async def test_a_batch_that_is_written_is_not_waited_for_where_no_store_is_settl
     claimed = world.keys.trouble.hold("claim")
     again = asyncio.create_task(atomically(world, batch))
     await asyncio.sleep(0.01)
-    world.store.epoch = None  # it was lost since
+    world.store.generation = None  # it was lost since
     claimed.set()
     assert kind_of(await asyncio.wait_for(again, 1.0)) is OUTCOME_UNKNOWN
     await ended(serving)

@@ -99,10 +99,10 @@ async def test_who_waits_for_one_key_shares_one_question(monkeypatch: pytest.Mon
     claim = world.keys.claim
 
     async def counted(
-        epoch: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+        generation: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
     ) -> list[Claim]:
         claims.extend(id for id, _ in asked)
-        return await claim(epoch, slot, term, asked)
+        return await claim(generation, slot, term, asked)
 
     monkeypatch.setattr(world.keys, "claim", counted)
     await world.topic_metadata.get("orders", asyncio.get_running_loop().time())

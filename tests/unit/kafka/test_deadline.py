@@ -13,7 +13,7 @@ from service.slots.recovery import Store
 from tests.unit.fakes import World
 
 SOON_S = 5.0
-EPOCH = StoreGeneration(3, "run/replid")
+GENERATION = StoreGeneration(3, "run/replid")
 
 
 async def test_within_answers_raises_and_passes_a_cancellation_on() -> None:
@@ -78,7 +78,7 @@ async def test_who_is_cancelled_leaves_to_the_others_what_they_share() -> None:
 
 class _Keys:
     async def who(self) -> Identity:
-        return Identity(EPOCH.store, EPOCH)
+        return Identity(GENERATION.store, GENERATION)
 
     async def resolve_again(self) -> None: ...
 
@@ -93,7 +93,7 @@ class _Control:
         self.readings += 1
         if self.readings == 1:
             await cancelled_from_within()
-        return Newest(EPOCH.generation, EPOCH.store)
+        return Newest(GENERATION.number, GENERATION.store)
 
 
 async def test_a_store_is_settled_after_a_reading_that_was_cancelled_from_within() -> None:
@@ -102,5 +102,5 @@ async def test_a_store_is_settled_after_a_reading_that_was_cancelled_from_within
     store = Store(world.cluster, keys, control, world.topics, world.settings, Telemetry())
     with pytest.raises(Abandoned):
         await store.settled()
-    assert await asyncio.wait_for(store.settled(), SOON_S) == EPOCH
+    assert await asyncio.wait_for(store.settled(), SOON_S) == GENERATION
     await store.close()

@@ -88,9 +88,9 @@ async def test_an_atomic_batch_holds_no_event_that_is_idempotent() -> None:
 
 async def test_without_a_store_or_in_a_stop_nothing_is_let_in_and_the_journal_is_told() -> None:
     world = World()
-    world.store.epoch, world.store.status = None, "recovering: 3 keys replayed"
+    world.store.generation, world.store.status = None, "recovering: 3 keys replayed"
     answers = [await asyncio.gather(world.submit("a"), return_exceptions=True)]
-    world.store.epoch = (await World().slot()).epoch
+    world.store.generation = (await World().slot()).generation
     world.admission.accepting = False
     answers.append(await asyncio.gather(world.submit("b"), return_exceptions=True))
     details = [answer.detail for (answer,) in answers if isinstance(answer, Problem)]

@@ -31,7 +31,7 @@ from service.pipeline import queue as queue_module
 from service.pipeline.queue import Queue
 from service.pipeline.request import BatchChunk, Committed, ResultCollector, WriteRequest, WriteResult
 from tests.unit.fakes import (
-    EPOCH,
+    GENERATION,
     NOW_MS,
     FakeProducer,
     World,
@@ -287,7 +287,7 @@ async def test_what_is_held_up_is_not_forgotten_where_the_term_ends_meanwhile(
     # The own claim of the first, of an ended term, which is still to be recovered.
     chunk.claimants = ((5, 50),)
     world.keys.server.freed[5] = 50
-    await world.keys.claim(EPOCH, 5, 50, chunk.asked[:1])
+    await world.keys.claim(GENERATION, 5, 50, chunk.asked[:1])
     other = await on_its_way(world, "z") if step == "write" else None
     assert isinstance(await end_of_term(world.serve(slot)), TransactionFailed)
     assert chunk in world.writer._parked

@@ -323,8 +323,8 @@ async def test_what_is_let_go_goes_round_once_whoever_is_recovered_while_its_cla
     released, told = asyncio.Event(), asyncio.Event()
     release = world.keys.release
 
-    async def late(epoch: StoreGeneration, slot: int, term: int, ids: Sequence[bytes]) -> None:
-        await release(epoch, slot, term, ids)
+    async def late(generation: StoreGeneration, slot: int, term: int, ids: Sequence[bytes]) -> None:
+        await release(generation, slot, term, ids)
         released.set()
         await told.wait()
 

@@ -17,10 +17,10 @@ from service.pipeline.pool import Pool
 from service.pipeline.request import Committed
 from service.slots.recovery import SlotRecovery
 from service.slots.slot import Link, Slot
-from tests.unit.fakes import EPOCH, NOW_MS, FakeProducer, Trouble, World, ended, kind_of, make_event, until
+from tests.unit.fakes import GENERATION, NOW_MS, FakeProducer, Trouble, World, ended, kind_of, make_event, until
 from tests.unit.scrape import sample
 
-LATER = StoreGeneration(2, EPOCH.store)
+LATER = StoreGeneration(2, GENERATION.store)
 ROWS: list[Row] = [(b"i" * 16, Delivered(NOW_MS, b"f" * 8, "orders", 0, 3, NOW_MS))]
 
 
@@ -32,10 +32,10 @@ class FakeRecovery(SlotRecovery):
         self.runs: list[tuple[int, StoreGeneration]] = []
         self.trouble = Trouble()
 
-    async def run(self, slot: Slot, epoch: StoreGeneration) -> None:
+    async def run(self, slot: Slot, generation: StoreGeneration) -> None:
         await self.trouble.enter("run")
-        await self._world.bring_up(slot, epoch)
-        self.runs.append((slot.n, epoch))
+        await self._world.bring_up(slot, generation)
+        self.runs.append((slot.n, generation))
 
 
 class Held:
@@ -188,11 +188,11 @@ async def test_a_store_that_is_lost_while_slots_are_taken_does_not_end_the_heart
     keys, store = held.world.keys, held.world.store
     gate = keys.trouble.hold("take")
     await keys.trouble.reached["take"].wait()
-    store.epoch = None
+    store.generation = None
     gate.set()
     await until(lambda: len(held.pool.slots) == 2)
     assert not held.keeping.done()
-    store.epoch = EPOCH
+    store.generation = GENERATION
     await until(lambda: held.pool.ready == 2)
 
 
@@ -203,10 +203,10 @@ async def test_a_beat_in_another_store_tells_which_generation_was_lost(hold: Hol
     gate = held.world.keys.trouble.hold("heartbeat")
     held.world.keys.trouble.reached["heartbeat"].clear()
     await held.world.keys.trouble.reached["heartbeat"].wait()
-    held.world.keys.server.held = held.world.store.epoch = LATER
+    held.world.keys.server.held = held.world.store.generation = LATER
     gate.set()
     await held.more_beats()
-    assert held.world.store.losses == [EPOCH]
+    assert held.world.store.losses == [GENERATION]
 
 
 # ---------------------------------------------------------------------------------------- debts and generations
@@ -251,8 +251,8 @@ async def test_a_debt_of_a_generation_that_passed_does_not_lose_the_present_stor
     slot = await held.ready()
     held.world.keys.trouble.before["mark"].append(StoreUnanswered("no answer"))
     with pytest.raises(StoreUnanswered):
-        await slot.mark(Link(EPOCH, slot.term, slot.term, slot.term + 3), ROWS)
-    held.world.keys.server.held = held.world.store.epoch = LATER
+        await slot.mark(Link(GENERATION, slot.term, slot.term, slot.term + 3), ROWS)
+    held.world.keys.server.held = held.world.store.generation = LATER
     await held.more_beats()
     assert slot.has_pending_marks
     assert LATER not in held.world.store.losses
@@ -262,9 +262,9 @@ async def test_an_idle_slot_of_a_generation_that_passed_is_recovered_at_the_next
     """And not at the cost of its next group, which would meet the fence."""
     held = hold()
     slot = await held.ready()
-    held.world.keys.server.held = held.world.store.epoch = LATER
-    await until(lambda: slot.epoch == LATER and slot.state is SlotState.READY)
-    assert held.recovery.runs == [(slot.n, EPOCH), (slot.n, LATER)]
+    held.world.keys.server.held = held.world.store.generation = LATER
+    await until(lambda: slot.generation == LATER and slot.state is SlotState.READY)
+    assert held.recovery.runs == [(slot.n, GENERATION), (slot.n, LATER)]
     assert LATER not in held.world.store.losses
     assert not slot.superseded
 
@@ -284,14 +284,14 @@ async def test_an_idle_slot_whose_term_has_passed_is_recovered_at_the_next_beat(
     slot = await held.ready()
     held.world.keys.server.freed[slot.n] = slot.term + 5
     await until(lambda: len(held.recovery.runs) >= 2)
-    assert held.recovery.runs[:2] == [(slot.n, EPOCH), (slot.n, EPOCH)]
-    assert EPOCH not in held.world.store.losses
+    assert held.recovery.runs[:2] == [(slot.n, GENERATION), (slot.n, GENERATION)]
+    assert GENERATION not in held.world.store.losses
 
 
 async def test_a_recovery_drops_the_debts_that_the_ledger_replays_and_keeps_the_others() -> None:
     world = World()
     slot = await world.slot()
-    linked = Link(EPOCH, slot.term, slot.term, slot.term + 3)
+    linked = Link(GENERATION, slot.term, slot.term, slot.term + 3)
     for link in (linked, slot.unlinked()):
         world.keys.trouble.before["mark"].append(StoreUnanswered("no answer"))
         with pytest.raises(StoreUnanswered):
@@ -321,7 +321,7 @@ async def test_a_mark_that_waited_for_another_is_no_debt_of_the_next_generation(
     gate = world.keys.trouble.hold("mark")
     first = asyncio.create_task(slot.mark(slot.unlinked(), ROWS))
     await world.keys.trouble.reached["mark"].wait()
-    second = asyncio.create_task(slot.mark(Link(EPOCH, slot.term, slot.term, slot.term + 3), ROWS))
+    second = asyncio.create_task(slot.mark(Link(GENERATION, slot.term, slot.term, slot.term + 3), ROWS))
     await asyncio.sleep(0)
     world.keys.server.held = LATER
     await world.recover(slot, LATER)
@@ -346,7 +346,7 @@ async def test_a_slot_is_recovered_after_each_end_of_a_term(hold: Hold) -> None:
     held = hold(serve)
     await until(lambda: len(held.recovery.runs) == 4)
     await until(lambda: held.pool.ready == 1)
-    assert held.world.store.losses == [EPOCH]
+    assert held.world.store.losses == [GENERATION]
 
 
 async def test_a_dead_slot_of_a_process_with_more_slots_is_rescued(hold: Hold) -> None:
@@ -404,10 +404,10 @@ async def test_a_newcomer_gets_a_slot_although_others_have_stuck_ones(
     await until(lambda: old.pool.ready == 4)
     run = old.recovery.run
 
-    async def recover(slot: Slot, epoch: StoreGeneration) -> None:
+    async def recover(slot: Slot, generation: StoreGeneration) -> None:
         if slot.n in broken:
             await mended.wait()
-        await run(slot, epoch)
+        await run(slot, generation)
 
     monkeypatch.setattr(old.recovery, "run", recover)
     broken |= set(list(old.pool.slots)[:2])
@@ -434,7 +434,7 @@ async def test_who_comes_back_to_the_store_first_leaves_the_others_their_slots(
 
     async def serve(slot: Slot) -> None:
         while not slot.draining:
-            if lost and slot.epoch == EPOCH:
+            if lost and slot.generation == GENERATION:
                 raise StoreLost("flushed")
             await asyncio.sleep(0.002)
 
@@ -445,7 +445,7 @@ async def test_who_comes_back_to_the_store_first_leaves_the_others_their_slots(
     await until(lambda: all(held.pool.ready == 2 for held in pools))
     before = [sorted(held.pool.slots) for held in pools]
     for held in pools:
-        held.world.store.epoch = None
+        held.world.store.generation = None
     if flushed:
         lost = True
         server.flush()
@@ -454,7 +454,7 @@ async def test_who_comes_back_to_the_store_first_leaves_the_others_their_slots(
     if flushed:
         server.freed, server.held = dict.fromkeys(range(8), 0), LATER
     for held in pools:
-        held.world.store.epoch = LATER if flushed else EPOCH
+        held.world.store.generation = LATER if flushed else GENERATION
         await asyncio.sleep(0.05)
     await until(lambda: all(held.pool.ready == 2 for held in pools))
     assert [sorted(held.pool.slots) for held in pools] == before
@@ -478,7 +478,7 @@ async def test_a_key_is_in_doubt_until_its_slot_has_been_recovered(hold: Hold) -
     slot = await held.ready()
 
     async def state_of(key: str) -> object:
-        found = await world.keys.find(EPOCH, event_id(key))
+        found = await world.keys.find(GENERATION, event_id(key))
         return describe(event_id(key), found, held.pool.doubts)["state"]
 
     assert isinstance(slot.producer, FakeProducer)
@@ -519,7 +519,7 @@ async def test_a_stop_ends_although_a_slot_waits_for_a_store(hold: Hold) -> None
 
     held = hold(serve)
     slot = await held.ready()
-    held.world.store.epoch = None
+    held.world.store.generation = None
     ends.set()
     await until(lambda: held.world.store.waiting == 2)  # the slot, and the heartbeat
     assert slot.state is SlotState.DOUBT

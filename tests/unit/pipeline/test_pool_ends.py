@@ -105,11 +105,11 @@ async def test_a_term_that_ends_at_once_each_time_is_begun_less_and_less_often()
         run = held.recovery.run
         tries = 0
 
-        async def fail(slot: Slot, epoch: Any) -> None:
+        async def fail(slot: Slot, generation: Any) -> None:
             nonlocal tries
             tries += 1
             if tries == 1:
-                await run(slot, epoch)
+                await run(slot, generation)
             else:
                 raise KafkaAway("no leader")
 

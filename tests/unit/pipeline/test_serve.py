@@ -120,11 +120,11 @@ async def test_a_store_that_takes_no_claim_is_not_asked_without_a_pause(
     claim = world.keys.claim
 
     async def counted(
-        epoch: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+        generation: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
     ) -> list[Claim]:
         nonlocal calls
         calls += 1
-        return await claim(epoch, slot, term, asked)
+        return await claim(generation, slot, term, asked)
 
     monkeypatch.setattr(world.keys, "claim", counted)
     world.keys.server.full = full

@@ -23,7 +23,7 @@ from service.pipeline import admission
 from service.pipeline.load_shedding import ANSWERS_EACH, SAVED_MOST
 from service.pipeline.request import Committed
 from service.slots import slot as slot_module
-from tests.unit.fakes import EPOCH, NOW_MS, World, count_of, end_of_term, ended, kind_of, make_event, steps, until
+from tests.unit.fakes import GENERATION, NOW_MS, World, count_of, end_of_term, ended, kind_of, make_event, steps, until
 
 # ------------------------------------------------------------------------------------------------- when all is well
 
@@ -70,8 +70,10 @@ async def test_a_key_whose_state_cannot_be_read_has_no_final_answer_and_others_o
     serving = world.serve(slot)
     real = world.keys.claim
 
-    async def claim(epoch: StoreGeneration, n: int, term: int, asked: Sequence[tuple[bytes, bytes]]) -> list[Claim]:
-        found = await real(epoch, n, term, asked)
+    async def claim(
+        generation: StoreGeneration, n: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+    ) -> list[Claim]:
+        found = await real(generation, n, term, asked)
         return [replace(found[0], outcome=Outcome.UNREADABLE), *found[1:]]
 
     monkeypatch.setattr(world.keys, "claim", claim)
@@ -225,7 +227,7 @@ async def test_a_lost_store_is_told_with_the_generation_of_the_mark() -> None:
     serving = world.serve(await world.slot())
     world.keys.trouble.before["mark"].append(StoreLost("another store"))
     assert isinstance(await world.submit("a"), Committed)
-    assert world.store.losses == [EPOCH]
+    assert world.store.losses == [GENERATION]
     await ended(serving)
 
 

@@ -22,7 +22,7 @@ from service.kafka.outcomes import RecordError, TransactionFailed, TransactionOu
 from service.kafka.session import NOT_SENT, NotSent, RecordMetadata
 from service.pipeline import writer as module
 from service.pipeline.request import Committed
-from tests.unit.fakes import EPOCH, NOW_MS, World, end_of_term, ended, kind_of, make_event, steps, until
+from tests.unit.fakes import GENERATION, NOW_MS, World, end_of_term, ended, kind_of, make_event, steps, until
 
 BIG = RecordError(TOO_LARGE, "it is too large")
 
@@ -154,7 +154,7 @@ async def test_the_claim_of_another_is_in_progress() -> None:
     assert kind_of(await world.submit("a")) is IN_PROGRESS
     assert world.heartbeat_now.is_set(), "nobody holds that slot's lease: it is to be recovered at once"
     world.heartbeat_now.clear()
-    assert await world.keys.take(EPOCH, 1, "another")
+    assert await world.keys.take(GENERATION, 1, "another")
     assert kind_of(await world.submit("a")) is IN_PROGRESS
     assert not world.heartbeat_now.is_set(), "its holder lives, and may be writing"
     await ended(serving)

@@ -20,7 +20,7 @@ from service.slots.generation_log import Newest
 from service.slots.recovery import REPLAY_RECORDS, SlotRecovery, Store
 from service.slots.settling import CLOCKS_APART_MS
 from service.slots.slot import Slot
-from tests.unit.fakes import EPOCH, NOW_MS, FakeCluster, FakeKeys, FakePlain, FakeProducer, World, ended, until
+from tests.unit.fakes import GENERATION, NOW_MS, FakeCluster, FakeKeys, FakePlain, FakeProducer, World, ended, until
 
 SLOTS = 3
 HOUR_MS = 3_600_000
@@ -43,7 +43,7 @@ class Kafka(FakeCluster):
         self.ledger: dict[int, list[Item]] = {}
         self.steps = steps
         self.spans: dict[int, Span] = {}
-        self.newest_told = Newest(EPOCH.generation, EPOCH.store)
+        self.newest_told = Newest(GENERATION.number, GENERATION.store)
         self.slots = 0  # that control knows of
         self.closed: list[FakeProducer] = []
         self.fencing = asyncio.Event()  # may it end?
@@ -106,13 +106,15 @@ class Keys(FakeKeys):
         self.nonces: list[str] = []
         self.writing = self.most = self.resolved = 0
 
-    async def applied(self, epoch: StoreGeneration, slot: int) -> int | None:
+    async def applied(self, generation: StoreGeneration, slot: int) -> int | None:
         self.steps.append("applied")
-        return await super().applied(epoch, slot)
+        return await super().applied(generation, slot)
 
-    async def replay(self, epoch: StoreGeneration, rows: Sequence[Row], free: tuple[int, int] | None = None) -> None:
+    async def replay(
+        self, generation: StoreGeneration, rows: Sequence[Row], free: tuple[int, int] | None = None
+    ) -> None:
         self.steps.append(f"replay {len(rows)}" + (f" and free {free}" if free else ""))
-        await super().replay(epoch, rows, free)
+        await super().replay(generation, rows, free)
 
     async def resolve_again(self) -> None:
         self.resolved += 1
@@ -212,7 +214,7 @@ class Bed:
         return slot
 
     async def recover(self, slot: Slot) -> None:
-        await SlotRecovery(*self.parts).run(slot, EPOCH)
+        await SlotRecovery(*self.parts).run(slot, GENERATION)
 
     def delivered(self) -> set[int]:
         """The numbers of the events that the key store knows."""
@@ -232,7 +234,7 @@ async def test_a_slot_is_fenced_begun_checked_replayed_and_freed(bed: Bed, monke
     slot = bed.slot()
     bed.kafka.ledger[1] = [item(1, 4, 99), item(1, 5, 1, 2, 3), item(1, 8, 4, 5), item(1, 12), item(1, 13, 98)]
     await bed.recover(slot)
-    assert (slot.state, slot.term, slot.epoch) == (SlotState.READY, 12, EPOCH)
+    assert (slot.state, slot.term, slot.generation) == (SlotState.READY, 12, GENERATION)
     assert bed.steps == [
         "fence fencepost.slot.1 10000",
         "applied",
@@ -250,7 +252,9 @@ async def test_a_slot_is_fenced_begun_checked_replayed_and_freed(bed: Bed, monke
     assert bed.keys.server.freed == bed.keys.server.applied == {0: 1, 1: 12}
 
 
-@pytest.mark.parametrize("told", [None, Newest(EPOCH.generation + 1, EPOCH.store), Newest(EPOCH.generation, "other/1")])
+@pytest.mark.parametrize(
+    "told", [None, Newest(GENERATION.number + 1, GENERATION.store), Newest(GENERATION.number, "other/1")]
+)
 async def test_where_control_names_another_store_a_slot_is_not_freed(bed: Bed, told: Newest | None) -> None:
     slot = bed.slot()
     monkey: Any = bed.kafka
@@ -311,11 +315,11 @@ async def test_a_store_is_named_fenced_replayed_and_freed_in_this_order(bed: Bed
     bed.keys.server.flush()
     bed.kafka.slots = SLOTS + 1  # one more than the broker tells
     bed.kafka.ledger = {0: [item(0, 19, 99), item(0, 20, 1, 2)], 1: [item(1, 0, 3)], 3: [item(3, 4, 4)]}
-    epoch = await asyncio.wait_for(bed.store.settled(), 3.0)
-    assert epoch == StoreGeneration(EPOCH.generation + 1, EPOCH.store)
+    generation = await asyncio.wait_for(bed.store.settled(), 3.0)
+    assert generation == StoreGeneration(GENERATION.number + 1, GENERATION.store)
     assert bed.steps == [
         "check 0",
-        f"name {EPOCH.store}",
+        f"name {GENERATION.store}",
         "check 0",
         "fence fencepost.slot.0 fencepost.slot.1 fencepost.slot.2 fencepost.slot.3",
         "hanging in 4",
@@ -331,7 +335,7 @@ async def test_a_store_is_named_fenced_replayed_and_freed_in_this_order(bed: Bed
     assert NOW_MS - bed.kafka.since_ms == bed.world.settings.key_ttl_s * 1000 + CLOCKS_APART_MS
     assert bed.delivered() == {1, 2, 3, 4}
     assert bed.keys.server.freed == bed.keys.server.applied == {0: 1_000, 1: 1_001, 2: 1_002, 3: 1_003}
-    assert bed.keys.server.held == epoch
+    assert bed.keys.server.held == generation
     assert bed.keys.server.nonce is None
 
 
@@ -351,7 +355,7 @@ async def test_the_ledger_is_read_as_far_back_as_the_slowest_clock_of_others_say
 
 async def test_where_redis_kept_its_data_each_partition_is_read_from_what_was_applied(bed: Bed) -> None:
     bed.keys.server.applied = {0: 0, 1: 44}
-    bed.kafka.newest_told = Newest(2, EPOCH.store)  # of the same server: its recovery did not end
+    bed.kafka.newest_told = Newest(2, GENERATION.store)  # of the same server: its recovery did not end
     await asyncio.wait_for(bed.store.settled(), 3.0)
     assert bed.kafka.spans == {0: Span(0, 1_000), 1: Span(44, 1_001), 2: Span(None, 1_002)}
 
@@ -412,7 +416,7 @@ async def test_a_recovery_that_could_not_write_all_is_given_up(bed: Bed, place: 
     assert bed.keys.writing == 0, "it writes on"
     assert bed.keys.server.held is None
     assert not any(step.startswith("free") for step in bed.steps)
-    assert bed.store.epoch is None
+    assert bed.store.generation is None
     settling.cancel()
     await bed.store.close()
 
@@ -463,8 +467,8 @@ async def test_another_store_is_recovered_only_after_a_quiet_lease_time(
     bed: Bed, monkeypatch: pytest.MonkeyPatch, happens: Callable[[Bed], None] | None
 ) -> None:
     """Where control names another: it may live on, with whom else."""
-    bed.kafka.newest_told = Newest(EPOCH.generation, "run/named")
-    bed.keys.server.held = StoreGeneration(EPOCH.generation, "run/named")
+    bed.kafka.newest_told = Newest(GENERATION.number, "run/named")
+    bed.keys.server.held = StoreGeneration(GENERATION.number, "run/named")
     paused: list[float] = []
 
     async def rest(identity: Identity, pause_s: float) -> None:
@@ -478,7 +482,7 @@ async def test_another_store_is_recovered_only_after_a_quiet_lease_time(
     await until(lambda: bed.store.state == "stale-store")
     await asyncio.sleep(0.02)  # of 0.06
     if happens is None:
-        assert await asyncio.wait_for(settling, 3.0) == StoreGeneration(2, EPOCH.store)
+        assert await asyncio.wait_for(settling, 3.0) == StoreGeneration(2, GENERATION.store)
         assert time.monotonic() - started > 0.06
         assert bed.keys.resolved == 1, "the address may lead to another by now"
         assert bed.store._quiet_pause_s == module.PAUSE_LEAST_S

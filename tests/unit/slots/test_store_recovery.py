@@ -56,7 +56,7 @@ class _Control:
     """Names NAMED; what is appended comes right behind it, and is superseded at once where a test says so."""
 
     def __init__(self) -> None:
-        self.generation = NAMED.generation
+        self.generation = NAMED.number
         self.superseded = False
         self.slots = 0
 
@@ -112,7 +112,7 @@ async def test_a_store_that_answers_again_is_adopted_in_the_midst_of_a_long_paus
         assert await asyncio.wait_for(settled, 3.0) == NAMED
 
 
-@pytest.mark.parametrize("generation", [-1, NAMED.generation - 1])
+@pytest.mark.parametrize("generation", [-1, NAMED.number - 1])
 async def test_a_redis_that_served_another_kafka_is_said_to_be_so(generation: int) -> None:
     """Kafka was made anew, and Redis was kept. What it tells of is gone, and no new generation is above its own."""
     keys, control = _Keys(Identity(NAMED.store, NAMED)), _Control()
@@ -123,7 +123,7 @@ async def test_a_redis_that_served_another_kafka_is_said_to_be_so(generation: in
         assert "{fencepost:0}" in store.status
         assert control.generation == generation, "it wrote one generation after the other"
         keys.identity = Identity(NAMED.store, None)  # somebody has done what it says
-        control.generation = NAMED.generation
+        control.generation = NAMED.number
         keys.may_recover = False
         await until(lambda: store.state == "recovering")
         assert not settled.done()
@@ -221,7 +221,7 @@ async def test_no_error_ends_the_search_for_the_store(error: Exception, told: st
         assert keys.resolved >= 1, "the address may lead to another by now"
         keys.errors.clear()
         assert await asyncio.wait_for(settled, 3.0) == NAMED
-        assert (store.state, store.generation) == ("settled", NAMED.generation)
+        assert (store.state, store.generation_number) == ("settled", NAMED.number)
 
 
 async def test_a_replica_is_neither_adopted_nor_recovered() -> None:
@@ -229,7 +229,7 @@ async def test_a_replica_is_neither_adopted_nor_recovered() -> None:
     async with settling(keys, control) as (store, settled):
         await until(lambda: keys.asked >= 2)
         assert store.status == "store-away: the server that answers is not a primary"
-        assert (control.generation, settled.done()) == (NAMED.generation, False)
+        assert (control.generation, settled.done()) == (NAMED.number, False)
 
 
 async def test_a_store_that_is_lost_is_settled_anew_and_one_that_has_passed_is_no_loss() -> None:
@@ -237,16 +237,16 @@ async def test_a_store_that_is_lost_is_settled_anew_and_one_that_has_passed_is_n
     async with settling(keys, _Control()) as (store, settled):
         assert await settled == NAMED
         asked = keys.asked
-        store.lost(StoreGeneration(NAMED.generation - 1, NAMED.store))
-        store.lost(StoreGeneration(NAMED.generation, "run/another"))
-        assert (store.epoch, store.generation) == (NAMED, NAMED.generation)
+        store.lost(StoreGeneration(NAMED.number - 1, NAMED.store))
+        store.lost(StoreGeneration(NAMED.number, "run/another"))
+        assert (store.generation, store.generation_number) == (NAMED, NAMED.number)
         assert await store.settled() == NAMED
         assert keys.asked == asked
         store.lost(NAMED)
         store.lost(NAMED)
-        assert (store.epoch, store.generation, store.state) == (None, 0, "recovering")
+        assert (store.generation, store.generation_number, store.state) == (None, 0, "recovering")
         first, second = await asyncio.gather(store.settled(), store.settled())
-        assert first == second == store.epoch == NAMED
+        assert first == second == store.generation == NAMED
         assert keys.asked == asked + 1
 
 
