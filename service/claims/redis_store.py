@@ -74,10 +74,10 @@ class StoreGeneration:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who answers: `store` is run_id/master_replid, and `generation` what that server holds (None after a flush).
+    """The server that answers: `store` is its run_id/master_replid, `generation` what it holds (None after a flush).
 
-    `incomplete`: a script has found that it lacks what was there in that generation. `evicts`: its maxmemory-policy where
-    that is another than noeviction.
+    `incomplete`: a script found that the server lacks keys of this generation. `evicts`: the server's maxmemory-policy,
+    "" for noeviction.
     """
 
     store: str
@@ -108,11 +108,11 @@ class Heartbeat:
 
 
 class KeyStore(Protocol):
-    """Where claims and answers are kept. Redis in service; the tests' in-memory one passes the same suite.
+    """A store of claims and results. The service's is Redis; the tests' in-memory store passes the same suite.
 
-    Every call but `who` raises StoreLost where the server is not the generation's store, or lacks what was there (nothing
-    was written), StoreAway where it refused before writing, StoreUnanswered where the script may still run later,
-    StoreBug where it answers what this version does not know, or a state is none that it writes.
+    All calls but `who` raise StoreLost where the server is not the store of the generation, or lacks keys of it:
+    nothing was written. They raise StoreAway where the server refused before writing, StoreUnanswered where the script
+    may still run later, and StoreBug for an answer or a state that this version does not know.
     """
 
     async def who(self) -> Identity: ...

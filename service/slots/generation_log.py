@@ -4,21 +4,13 @@ import asyncio
 import contextlib
 import secrets
 import time
-from dataclasses import dataclass
 
+from service.claims.redis_store import StoreGeneration
 from service.contract.wire import GENERATION_KEY, Generation, barrier_key, encode_barrier, slot_of_barrier
 from service.kafka.admin import KafkaAdmin
 from service.kafka.deadline import shared
 from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import Span, read_through
-
-
-@dataclass(frozen=True, slots=True)
-class Newest:
-    """The newest generation: its number (the record's offset) and the store that it names."""
-
-    generation: int
-    store: str
 
 
 class Control:
@@ -29,10 +21,10 @@ class Control:
         self._topic = topic
         self._instance = instance
         self._producer = IdempotentProducer(cluster, "control")
-        self._newest: Newest | None = None
+        self._newest: StoreGeneration | None = None
         self._position = 0
         self._reading = asyncio.Lock()
-        self._next: asyncio.Task[Newest | None] | None = None
+        self._next: asyncio.Task[StoreGeneration | None] | None = None
         self._next_slot = 0  # the highest of those that wait for it
         self.slots = 0  # that have been recovered in this namespace, before what was read last: none is beyond
 
@@ -44,7 +36,7 @@ class Control:
         record = Generation(store, self._instance, _now_ms())
         return await self._producer.send(self._topic, 0, GENERATION_KEY, record.encode())
 
-    async def newest(self, slot: int = 0) -> Newest | None:
+    async def newest_generation(self, slot: int = 0) -> StoreGeneration | None:
         """The newest generation before a barrier that was appended after this call began; None on a new namespace.
 
         Without the barrier a deposed leader, or a record not yet replicated, could hide a newer generation. Calls that
@@ -56,7 +48,7 @@ class Control:
         self._next_slot = max(self._next_slot, slot)
         return await shared(self._next)
 
-    async def _read(self) -> Newest | None:
+    async def _read(self) -> StoreGeneration | None:
         async with self._reading:
             self._next = None  # who comes from here on needs a later barrier
             slot = self._next_slot
@@ -70,7 +62,7 @@ class Control:
                 async for items in records:
                     for item in items:
                         if item.key == GENERATION_KEY:
-                            self._newest = Newest(item.offset, Generation.decode(item.value).store)
+                            self._newest = StoreGeneration(item.offset, Generation.decode(item.value).store)
                         elif (of := slot_of_barrier(item.key)) is not None:
                             self.slots = max(self.slots, of + 1)
                     self._position = items[-1].offset + 1

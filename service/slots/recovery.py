@@ -31,7 +31,7 @@ from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.reader import Span, ends, offsets_since, read_through
 from service.kafka.session import RecordMetadata
 from service.kafka.topics import InternalTopics
-from service.slots.generation_log import Control, Newest
+from service.slots.generation_log import Control
 from service.slots.ledger_rows import rows_of
 from service.slots.settling import CLOCKS_APART_MS, Settlement
 from service.slots.slot import Slot
@@ -126,8 +126,8 @@ class SlotRecovery:
 
     async def _check(self, slot: Slot) -> None:
         """After the fence, does control still name the store that my claims are in?"""
-        newest = await self._control.newest(slot.n)
-        if newest is None or StoreGeneration(newest.generation, newest.store) != slot.generation:
+        newest = await self._control.newest_generation(slot.n)
+        if newest is None or newest != slot.generation:
             raise StoreLost(f"control names {newest}, this process works with {slot.generation}")
         slot.move(SlotEvent.CHECK)
 
@@ -202,7 +202,7 @@ class Store:
         return 0 if self.generation is None else self.generation.number
 
     def lost(self, generation: StoreGeneration) -> None:
-        """Settle the store again because a script for `generation` met another; ignored unless it is the current one."""
+        """Settle the store again: a script for `generation` met another. Ignored unless `generation` is the current."""
         if self.generation == generation:
             log.warning("store lost", generation=generation.number)
             self._telemetry.store_losses.inc()
@@ -257,22 +257,21 @@ class Store:
             raise StoreAway(f"the server that answers is {identity.store}")
         if identity.evicts:
             raise StoreAway(f"maxmemory-policy is {identity.evicts}: {POLICY_CHANGE}")
-        newest = await self._control.newest()
-        if identity.generation is not None and (newest is None or newest.generation < identity.generation.number):
+        newest = await self._control.newest_generation()
+        if identity.generation is not None and (newest is None or newest.number < identity.generation.number):
             raise OtherKafka(
                 f"Redis has keys of generation {identity.generation.number}, of which Kafka's control topic knows "
                 f"nothing: stop all processes and delete the keys that begin with {{{self._settings.namespace}:0}} "
                 f"(FLUSHDB, where there are no others), or set {PREFIX}NAMESPACE to another"
             )
         if newest is not None:
-            named = StoreGeneration(newest.generation, newest.store)
-            if identity.store == named.store and identity.generation == named and not identity.incomplete:
-                return named
-            if identity.store != named.store:
+            if identity.store == newest.store and identity.generation == newest and not identity.incomplete:
+                return newest
+            if identity.store != newest.store:
                 await self._wait_until_quiet(identity, newest)
         return await self._recover(identity)
 
-    async def _wait_until_quiet(self, identity: Identity, newest: Newest) -> None:
+    async def _wait_until_quiet(self, identity: Identity, newest: StoreGeneration) -> None:
         """Control names another store: it may live on, and others may still work with it.
 
         Stale unless for one lease time the same primary answers, and nobody commits to any ledger partition.
@@ -284,7 +283,7 @@ class Store:
         await self._keys.resolve_again()
         same = (
             (await self._keys.who()).store == identity.store
-            and await self._control.newest() == newest
+            and await self._control.newest_generation() == newest
             and await ends(self._cluster, self._topics.ledger, slots) == before
         )
         if not same:
@@ -331,8 +330,8 @@ class Store:
         """Steps 2 to 5: name the store, fence every slot, replay every ledger partition, free."""
         started = time.monotonic()
         generation = await self._control.append(store)
-        newest = await self._control.newest()
-        if newest is None or newest.generation != generation:
+        newest = await self._control.newest_generation()
+        if newest is None or newest.number != generation:
             raise NotYet("a later generation supersedes this recovery")
         slots = await self._slots()
         await self._fence_all(slots)

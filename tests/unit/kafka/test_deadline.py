@@ -8,7 +8,7 @@ import pytest
 from service.claims.redis_store import Identity, KeyStore, StoreGeneration
 from service.core.metrics import Telemetry
 from service.kafka.deadline import Abandoned, shared, within
-from service.slots.generation_log import Control, Newest
+from service.slots.generation_log import Control
 from service.slots.recovery import Store
 from tests.unit.fakes import World
 
@@ -89,11 +89,11 @@ class _Control:
     def __init__(self) -> None:
         self.readings = 0
 
-    async def newest(self, slot: int = 0) -> Newest | None:
+    async def newest_generation(self, slot: int = 0) -> StoreGeneration | None:
         self.readings += 1
         if self.readings == 1:
             await cancelled_from_within()
-        return Newest(GENERATION.number, GENERATION.store)
+        return StoreGeneration(GENERATION.number, GENERATION.store)
 
 
 async def test_a_store_is_settled_after_a_reading_that_was_cancelled_from_within() -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from service.claims.redis_store import StoreGeneration
 from service.contract.wire import GENERATION_KEY, Generation
 from service.kafka.reader import Span
 from service.slots import generation_log as module
-from service.slots.generation_log import Control, Newest
+from service.slots.generation_log import Control
 from tests.unit.fakes import FakeCluster
 
 
@@ -51,27 +52,27 @@ def control(topic: _Topic) -> Control:
 
 
 async def test_what_was_read_is_not_read_again(topic: _Topic, control: Control) -> None:
-    assert await control.newest() is None
+    assert await control.newest_generation() is None
     generation = await control.append("run/repl")
     for _ in range(2):
-        assert await control.newest() == Newest(generation, "run/repl")
+        assert await control.newest_generation() == StoreGeneration(generation, "run/repl")
     assert topic.spans == [Span(0, 0), Span(1, 2), Span(3, 3)]
 
 
 async def test_each_slot_that_was_recovered_is_known_by_a_barrier(topic: _Topic, control: Control) -> None:
     """Also those that shared one, and to a process that never heard of so many."""
-    await asyncio.gather(control.newest(70), control.newest(99), control.newest(3))
-    await control.newest()
+    await asyncio.gather(control.newest_generation(70), control.newest_generation(99), control.newest_generation(3))
+    await control.newest_generation()
     assert [key for key, _ in topic.records] == [b"barrier/99", b"barrier/0"]
     assert control.slots == 100
     other = Control(FakeCluster(), "fp.control", "other")
     other._producer = topic  # type: ignore[assignment]
     topic.records += [(b"barrier/odd", b""), (b"barrier/123456", b"")]
     assert other.slots == 0
-    await other.newest()
+    await other.newest_generation()
     assert other.slots == 100
     topic.records.clear()
-    await other.newest(2)
+    await other.newest_generation(2)
     assert other.slots == 3
 
 
@@ -79,9 +80,9 @@ async def test_of_a_topic_that_was_made_anew_nothing_is_known(topic: _Topic, con
     """A process that goes on must not believe the generation of the one before."""
     for _ in range(5):
         await control.append("run/old")
-        await control.newest()
+        await control.newest_generation()
     topic.records.clear()
     topic.records.append((GENERATION_KEY, Generation("run/new", "other", 1).encode()))
-    assert await control.newest() == Newest(0, "run/new")
+    assert await control.newest_generation() == StoreGeneration(0, "run/new")
     topic.records.clear()
-    assert await control.newest() is None
+    assert await control.newest_generation() is None

@@ -16,7 +16,6 @@ from service.core.problems import Fenced, KafkaAway, StoreAway, StoreLost, Store
 from service.kafka.reader import Item, Span
 from service.kafka.session import Partition, RecordMetadata
 from service.slots import recovery as module
-from service.slots.generation_log import Newest
 from service.slots.recovery import REPLAY_RECORDS, SlotRecovery, Store
 from service.slots.settling import CLOCKS_APART_MS
 from service.slots.slot import Slot
@@ -43,7 +42,7 @@ class Kafka(FakeCluster):
         self.ledger: dict[int, list[Item]] = {}
         self.steps = steps
         self.spans: dict[int, Span] = {}
-        self.newest_told = Newest(GENERATION.number, GENERATION.store)
+        self.newest_told = StoreGeneration(GENERATION.number, GENERATION.store)
         self.slots = 0  # that control knows of
         self.closed: list[FakeProducer] = []
         self.fencing = asyncio.Event()  # may it end?
@@ -64,14 +63,14 @@ class Kafka(FakeCluster):
             if found:
                 yield [each for each in found if each.offset <= span.through]
 
-    async def newest(self, slot: int = 0) -> Newest | None:
+    async def newest_generation(self, slot: int = 0) -> StoreGeneration | None:
         self.steps.append(f"check {slot}")
         return self.newest_told
 
     async def append(self, store: str) -> int:
         self.steps.append(f"name {store}")
-        self.newest_told = Newest(self.newest_told.generation + 1, store)
-        return self.newest_told.generation
+        self.newest_told = StoreGeneration(self.newest_told.number + 1, store)
+        return self.newest_told.number
 
     async def fence(
         self, transactional_ids: Sequence[str], transaction_timeout_ms: int, tell: Callable[[Collection[str]], None]
@@ -253,9 +252,10 @@ async def test_a_slot_is_fenced_begun_checked_replayed_and_freed(bed: Bed, monke
 
 
 @pytest.mark.parametrize(
-    "told", [None, Newest(GENERATION.number + 1, GENERATION.store), Newest(GENERATION.number, "other/1")]
+    "told",
+    [None, StoreGeneration(GENERATION.number + 1, GENERATION.store), StoreGeneration(GENERATION.number, "other/1")],
 )
-async def test_where_control_names_another_store_a_slot_is_not_freed(bed: Bed, told: Newest | None) -> None:
+async def test_where_control_names_another_store_a_slot_is_not_freed(bed: Bed, told: StoreGeneration | None) -> None:
     slot = bed.slot()
     monkey: Any = bed.kafka
     monkey.newest_told = told
@@ -296,12 +296,12 @@ async def test_a_recovery_that_is_cut_off_leaves_the_slot_in_doubt(bed: Bed) -> 
     slot = bed.slot()
     held = asyncio.Event()
 
-    async def silence(slot: int = 0) -> Newest | None:
+    async def silence(slot: int = 0) -> StoreGeneration | None:
         held.set()
         await asyncio.sleep(60)
         return None
 
-    bed.kafka.newest = silence  # type: ignore[method-assign]
+    bed.kafka.newest_generation = silence  # type: ignore[method-assign]
     recovering = asyncio.create_task(bed.recover(slot))
     await held.wait()
     await ended(recovering)
@@ -355,7 +355,7 @@ async def test_the_ledger_is_read_as_far_back_as_the_slowest_clock_of_others_say
 
 async def test_where_redis_kept_its_data_each_partition_is_read_from_what_was_applied(bed: Bed) -> None:
     bed.keys.server.applied = {0: 0, 1: 44}
-    bed.kafka.newest_told = Newest(2, GENERATION.store)  # of the same server: its recovery did not end
+    bed.kafka.newest_told = StoreGeneration(2, GENERATION.store)  # of the same server: its recovery did not end
     await asyncio.wait_for(bed.store.settled(), 3.0)
     assert bed.kafka.spans == {0: Span(0, 1_000), 1: Span(44, 1_001), 2: Span(None, 1_002)}
 
@@ -455,7 +455,7 @@ def another_answers(bed: Bed) -> None:
 
 
 def control_names_a_third(bed: Bed) -> None:
-    bed.kafka.newest_told = Newest(9, "run/third")
+    bed.kafka.newest_told = StoreGeneration(9, "run/third")
 
 
 def somebody_writes(bed: Bed) -> None:
@@ -467,7 +467,7 @@ async def test_another_store_is_recovered_only_after_a_quiet_lease_time(
     bed: Bed, monkeypatch: pytest.MonkeyPatch, happens: Callable[[Bed], None] | None
 ) -> None:
     """Where control names another: it may live on, with whom else."""
-    bed.kafka.newest_told = Newest(GENERATION.number, "run/named")
+    bed.kafka.newest_told = StoreGeneration(GENERATION.number, "run/named")
     bed.keys.server.held = StoreGeneration(GENERATION.number, "run/named")
     paused: list[float] = []
 

@@ -15,7 +15,7 @@ from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, StoreAway, StoreLost, StoreUnanswered
 from service.kafka.admin import KafkaAdmin
 from service.slots import recovery
-from service.slots.generation_log import Control, Newest
+from service.slots.generation_log import Control
 from service.slots.recovery import Store
 from tests.unit.fakes import FakeCluster, World, until
 
@@ -60,8 +60,8 @@ class _Control:
         self.superseded = False
         self.slots = 0
 
-    async def newest(self, slot: int = 0) -> Newest | None:
-        return None if self.generation < 0 else Newest(self.generation, NAMED.store)
+    async def newest_generation(self, slot: int = 0) -> StoreGeneration | None:
+        return None if self.generation < 0 else StoreGeneration(self.generation, NAMED.store)
 
     async def append(self, store: str) -> int:
         self.generation += 2 if self.superseded else 1
