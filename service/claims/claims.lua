@@ -305,14 +305,14 @@ function operation.give_back()
   return {'OK'}
 end
 
--- beat: generation claims token ttl slots (held applied)* — one heartbeat of a process: its leases live on, the dead are
+-- heartbeat: generation claims token ttl slots (held applied)* — one heartbeat of a process: its leases live on, the dead are
 -- seen. `applied` is what the caller knows of it: a smaller one is that of an older copy. Keys that were evicted are seen
 -- here, for it takes longer than all of a claim.
 -- Answers P "c", the number of members, a character a slot ("m" mine, "t" taken by another, "f" free, "d" dead), and
 -- `freed` of each slot held: past its holder's term it tells that another has had the slot meanwhile. There may be more
 -- slots than the caller knows, while SLOTS_MAX is being raised: those up to the last one that was taken are told of too.
 -- What would live for longer than leases do was made before the server's clock went back: it gets a lease's time from now.
-function operation.beat()
+function operation.heartbeat()
   for i = 7, #ARGV, 2 do
     if hash_number('a', ARGV[i]) < tonumber(ARGV[i + 1]) then return {'REWOUND'} end
   end

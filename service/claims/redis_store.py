@@ -352,7 +352,9 @@ class RedisKeys:
         self, generation: StoreGeneration, token: str, slots: int, held: Mapping[int, int]
     ) -> Heartbeat:
         pairs = [number for slot_and_applied in held.items() for number in slot_and_applied]
-        count, members, view, freed = await self._call_in(generation, "beat", token, self._lease_ttl_ms, slots, *pairs)
+        count, members, view, freed = await self._call_in(
+            generation, "heartbeat", token, self._lease_ttl_ms, slots, *pairs
+        )
         self._hear(generation, count)
         return Heartbeat(int(members), view.decode(), dict(zip(held, freed, strict=True)))
 

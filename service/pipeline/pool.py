@@ -30,7 +30,7 @@ from service.slots.slot import Slot
 
 log = structlog.get_logger(__name__)
 
-# A process beats three times in the life of a lease: two beats may be lost before its slots are.
+# Heartbeats in the time of a lease: a process keeps its slots although two of them were lost.
 HEARTBEATS_PER_LEASE: Final = 3
 # Without a slot it can write nothing, so it sees sooner that one has become free: after a crash, its own old ones.
 HEARTBEATS_PER_LEASE_WITHOUT_A_SLOT: Final = 15
@@ -160,10 +160,10 @@ class Pool:
         return found | {producer: others[name] for name, producer in theirs.items() if producer in producer_ids}
 
     def recover(self, n: int, partitions: Collection[Partition]) -> None:
-        """Have a slot recovered that has a transaction open in these partitions: it does not end by itself.
+        """Recover a slot whose transaction stays open in these partitions.
 
-        One that is held here ends its term after its present group; one that nobody holds is taken at the next beat.
-        One of another process is left to that process.
+        If this process holds the slot, its term ends after its current group. If nobody holds it, the next heartbeat
+        takes it. If another process holds it, nothing is done: that process sees the same.
         """
         slot = self.slots.get(n)
         if slot is None:
@@ -177,7 +177,7 @@ class Pool:
     # ------------------------------------------------------------------------------------------------- the leases
 
     async def keep(self) -> None:
-        """Beat, for ever: renew the leases, take what is wanted, recover the dead, give back what is too much."""
+        """Send heartbeats, for ever: renew leases, take slots, recover the dead ones, give back what is too much."""
         trouble = Incident(log, "no heartbeat")
         while not self._stopping:
             self._heartbeat_now.clear()  # where it is set from here on, also during the heartbeat, another follows
@@ -193,8 +193,8 @@ class Pool:
             except Exception as error:  # a bug must not end the heartbeat: every slot would be lost
                 trouble.add(error, bug=True)
             with contextlib.suppress(TimeoutError):
-                beats = HEARTBEATS_PER_LEASE if self.slots else HEARTBEATS_PER_LEASE_WITHOUT_A_SLOT
-                async with asyncio.timeout(self._settings.lease_ttl_ms / 1000 / beats):
+                heartbeats = HEARTBEATS_PER_LEASE if self.slots else HEARTBEATS_PER_LEASE_WITHOUT_A_SLOT
+                async with asyncio.timeout(self._settings.lease_ttl_ms / 1000 / heartbeats):
                     await self._heartbeat_now.wait()
             await asyncio.sleep(HEARTBEAT_PAUSE_LEAST_S)
 
@@ -273,7 +273,7 @@ class Pool:
         slot.move(SlotEvent.LEASE)
         self.slots[n] = slot
         task = self._tasks[n] = asyncio.create_task(self._live(slot), name=f"slot-{n}")
-        heard(task, "slot", self._telemetry)  # another beat finds the slot without a lease, and takes it
+        heard(task, "slot", self._telemetry)  # another heartbeat finds the slot without a lease, and takes it
 
     def _let_go(self, slot: Slot) -> None:
         slot.draining = True

@@ -50,7 +50,7 @@ GUARDED: dict[str, Call] = {
     "replay": lambda keys, generation: keys.replay(generation, rows_of(1, 1), (SLOT, 120)),
     "take": lambda keys, generation: keys.take(generation, SLOT, "me"),
     "give_back": lambda keys, generation: keys.give_back(generation, SLOT, "me", True),
-    "beat": lambda keys, generation: keys.heartbeat(generation, "me", 2, {SLOT: 104}),
+    "heartbeat": lambda keys, generation: keys.heartbeat(generation, "me", 2, {SLOT: 104}),
     "leave": lambda keys, generation: keys.leave(generation, "me"),
 }
 CLAIMS: tuple[Call, ...] = (

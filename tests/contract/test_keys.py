@@ -235,7 +235,7 @@ async def test_a_silent_process_loses_its_slots(bench: Bench) -> None:
 
 
 async def test_a_beat_renews_its_own_leases_and_nobody_else_s(bench: Bench) -> None:
-    """A slot whose holder was killed is dead after a lease's time, however often others beat meanwhile."""
+    """A slot whose holder was killed is dead after a lease's time, however often others send heartbeats meanwhile."""
     generation = await bench.settled()
     for slot, token in ((0, "here"), (1, "gone")):
         assert await bench.keys.take(generation, slot, token)

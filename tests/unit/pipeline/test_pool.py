@@ -39,13 +39,13 @@ class FakeRecovery(SlotRecovery):
 
 
 class Held:
-    """A pool and what it needs; `serve` is what its slots do, `beats` how often it asked around."""
+    """A pool and what it needs; `serve` is what its slots do, `heartbeats` how often it asked around."""
 
     def __init__(self, serve: Callable[[Slot], Awaitable[None]] | None = None, **settings: int) -> None:
         timing = {"lease_ttl_ms": 30, "request_timeout_ms": 50, "transaction_timeout_ms": 50}
         self.world = World(**(timing | settings))
         self.recovery = FakeRecovery(self.world)
-        self.beats = 0
+        self.heartbeats = 0
         self.pool = Pool(
             self.world.settings,
             self.world.cluster,
@@ -63,15 +63,15 @@ class Held:
         self.keeping = asyncio.create_task(self.pool.keep())
 
     def _recovered(self) -> None:
-        self.beats += 1
+        self.heartbeats += 1
 
     async def ready(self) -> Slot:
         await until(lambda: self.pool.ready > 0)
         return next(iter(self.pool.slots.values()))
 
     async def more_beats(self) -> None:
-        seen = self.beats
-        await until(lambda: self.beats > seen + 2)
+        seen = self.heartbeats
+        await until(lambda: self.heartbeats > seen + 2)
 
 
 Hold = Callable[..., Held]
@@ -108,15 +108,15 @@ async def test_a_process_takes_its_slots_and_gives_them_back(hold: Hold) -> None
 
 
 async def test_without_a_slot_it_looks_more_often(hold: Hold) -> None:
-    """Those of a process that was killed become free between two beats, and until then nothing can be written."""
+    """Those of a process that was killed become free between two heartbeats, and until then nothing can be written."""
     held = hold(lease_ttl_ms=3_000)
     held.world.keys.marks_of_slots = "tt"
-    await until(lambda: held.beats > 2, 2.0)
+    await until(lambda: held.heartbeats > 2, 2.0)
     held.world.keys.marks_of_slots = ""
     await held.ready()
-    seen = held.beats
+    seen = held.heartbeats
     await asyncio.sleep(0.5)
-    assert held.beats <= seen + 1
+    assert held.heartbeats <= seen + 1
 
 
 async def test_an_unforeseen_error_does_not_end_the_heartbeat(hold: Hold) -> None:
@@ -135,10 +135,10 @@ async def test_who_hurries_during_a_beat_has_another_one_at_once(hold: Hold) -> 
     trouble.reached["heartbeat"].clear()
     held.world.heartbeat_now.set()
     await trouble.reached["heartbeat"].wait()
-    seen = held.beats
+    seen = held.heartbeats
     held.world.heartbeat_now.set()
     gate.set()
-    await until(lambda: held.beats == seen + 2)
+    await until(lambda: held.heartbeats == seen + 2)
 
 
 async def test_a_cancellation_from_within_ends_a_term_and_not_the_slot(hold: Hold) -> None:
@@ -358,7 +358,7 @@ async def test_a_dead_slot_of_a_process_with_more_slots_is_rescued(hold: Hold) -
     server.keys[event_id("a")] = Claimed(5, 50, NOW_MS, make_event("a").fp)
     answer = held.world.submit("a")
     assert kind_of(await answer) is IN_PROGRESS
-    server.taken |= {5}  # only now: the next beat rescues it
+    server.taken |= {5}  # only now: the next heartbeat rescues it
     await until(lambda: 5 in [n for n, _ in held.recovery.runs])
     assert isinstance(await held.world.submit("a"), Committed)
 
@@ -568,7 +568,7 @@ async def test_a_held_slot_is_recovered_when_that_is_asked_for(hold: Hold) -> No
 
 async def test_a_slot_that_nobody_holds_is_taken_to_be_recovered(hold: Hold) -> None:
     """Although this process has as many as it wants. One that another process holds is not taken."""
-    held = hold(slots=1, slots_max=4, lease_ttl_ms=600)  # between two beats a busy machine takes less
+    held = hold(slots=1, slots_max=4, lease_ttl_ms=600)  # between two heartbeats a busy machine takes less
     slot = await held.ready()
     idle, others = [n for n in range(4) if n != slot.n][:2]
     held.world.keys.server.leases[others] = ("another", NOW_MS + 10**9)

@@ -122,11 +122,11 @@ async def test_who_meets_a_dead_slot_has_the_next_beat_at_once_and_no_more_of_th
     async with holding(for_ever, lease_ttl_ms=60_000) as held:
         await held.ready()
         await asyncio.sleep(0.02)
-        beats = held.beats
+        heartbeats = held.heartbeats
         held.world.heartbeat_now.set()
-        await until(lambda: held.beats == beats + 1)
+        await until(lambda: held.heartbeats == heartbeats + 1)
         await asyncio.sleep(0.05)
-        assert held.beats == beats + 1
+        assert held.heartbeats == heartbeats + 1
 
 
 async def test_a_stop_ends_though_redis_takes_nothing_back() -> None:

@@ -96,7 +96,7 @@ async def test_a_slot_that_is_to_be_recovered_waits_for_no_group() -> None:
     failing = world.serve(stale)
     first = world.submit("a")
     await world.producers[0].trouble.reached["write"].wait()
-    stale.superseded = True  # as a beat finds it
+    stale.superseded = True  # as a heartbeat finds it
     world.queue.notify_all()
     gate.set()
     assert isinstance(await first, Committed)
@@ -117,7 +117,7 @@ async def test_a_request_is_not_refused_because_of_its_own_ghost() -> None:
     assert world.keys.is_claimed("a")
     other = world.serve(await world.slot(1))
     await asyncio.sleep(0.02)
-    world.writer.recovered()  # the other slot's beat: the claim still stands
+    world.writer.recovered()  # the other slot's heartbeat: the claim still stands
     await asyncio.sleep(0.02)
     assert not answer.done()
     await world.recover(slot)
