@@ -60,7 +60,7 @@ def failure_of(error: Exception | asyncio.CancelledError) -> Exception:
     return failed
 
 
-def heard(task: asyncio.Task[Any], name: str, telemetry: Telemetry) -> None:
+def log_failure(task: asyncio.Task[Any], name: str, telemetry: Telemetry) -> None:
     """Have a failure of a task logged and counted whose result maybe nobody waits for; it is not started again."""
 
     def ended(task: asyncio.Task[Any]) -> None:

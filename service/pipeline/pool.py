@@ -18,7 +18,7 @@ from service.core.logs import Incident
 from service.core.metrics import Telemetry
 from service.core.problems import Fenced, KafkaAway, StoreAway, StoreBug, StoreLost, StoreUnanswered
 from service.core.settings import Settings
-from service.core.supervision import failure_of, heard
+from service.core.supervision import failure_of, log_failure
 from service.kafka.admin import KafkaAdmin
 from service.kafka.hanging import Partition
 from service.kafka.outcomes import TransactionFailed
@@ -273,7 +273,7 @@ class Pool:
         slot.move(SlotEvent.LEASE)
         self.slots[n] = slot
         task = self._tasks[n] = asyncio.create_task(self._live(slot), name=f"slot-{n}")
-        heard(task, "slot", self._telemetry)  # another heartbeat finds the slot without a lease, and takes it
+        log_failure(task, "slot", self._telemetry)  # another heartbeat finds the slot without a lease, and takes it
 
     def _let_go(self, slot: Slot) -> None:
         slot.draining = True

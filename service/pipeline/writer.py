@@ -25,7 +25,7 @@ from service.core.problems import (
     StoreUnanswered,
 )
 from service.core.settings import Settings
-from service.core.supervision import heard
+from service.core.supervision import log_failure
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.kafka.session import Record
 from service.kafka.topics import TopicMetadataCache
@@ -365,7 +365,7 @@ class Writer:
                 before = asyncio.create_task(self._mark(slot, written.link, written.delivered), name=f"mark-{slot.n}")
                 self._marking.add(before)
                 before.add_done_callback(self._marking.discard)
-                heard(before, "mark", self._telemetry)
+                log_failure(before, "mark", self._telemetry)
         return before
 
     async def _mark(self, slot: Slot, link: Link, delivered: Sequence[CommittedRequest]) -> None:

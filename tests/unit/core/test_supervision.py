@@ -8,7 +8,7 @@ import structlog
 
 from service.core import supervision as module
 from service.core.metrics import Telemetry
-from service.core.supervision import heard, log_loop_errors, supervise
+from service.core.supervision import log_failure, log_loop_errors, supervise
 from tests.unit.fakes import ended, until
 from tests.unit.scrape import sample
 
@@ -78,7 +78,7 @@ async def test_a_failure_that_nobody_waits_for_is_heard_of(
 
     for work in (fail(), cancelled()):
         task = asyncio.create_task(work, name="slot-3")
-        heard(task, "slot", telemetry)
+        log_failure(task, "slot", telemetry)
         await asyncio.wait([task])
     await asyncio.sleep(0)
     assert failures_of(telemetry, "slot") == 1
