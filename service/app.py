@@ -49,14 +49,14 @@ log = structlog.get_logger(__name__)
 
 AGAIN_S: Final = 1.0
 GC_THRESHOLDS: Final = (50_000, 20, 50)
-JOURNAL_PATIENCE_S: Final = 3.0
-TRACES_PATIENCE_S: Final = 3.0
+JOURNAL_TIMEOUT_S: Final = 3.0
+TRACES_TIMEOUT_S: Final = 3.0
 # What a scrape shows of Redis and Kafka is at most so old, and what it took them to answer.
 WATCH_S: Final = 2.0
 # An operator who lowers a limit meets smaller groups after this time at the latest; a refusal tells sooner.
 LIMITS_S: Final = 10.0
 # Of Kafka and Redis each, less than the time of a probe: one that is silent must not be the reason for its end.
-READINESS_PATIENCE_S: Final = 2.5
+READINESS_TIMEOUT_S: Final = 2.5
 
 
 class Service:
@@ -244,10 +244,10 @@ class Service:
         await self.admission.drain()
         await self.pool.stop()
         await self.writer.settle()
-        await self.journal.close(JOURNAL_PATIENCE_S)
+        await self.journal.close(JOURNAL_TIMEOUT_S)
         if self.tracing is not None:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TRACES_PATIENCE_S):
+                async with asyncio.timeout(TRACES_TIMEOUT_S):
                     await asyncio.to_thread(self.tracing.close)
         for task in self._tasks:
             task.cancel()
@@ -282,12 +282,12 @@ class Service:
         if self._who is None or self._who.done():
             self._who = asyncio.create_task(self.keys.who())
         try:
-            async with asyncio.timeout(READINESS_PATIENCE_S):
+            async with asyncio.timeout(READINESS_TIMEOUT_S):
                 identity = await shared(self._who)
         except (StoreAway, StoreUnanswered) as error:
             return str(error)
         except TimeoutError:
-            return f"Redis does not answer within {READINESS_PATIENCE_S} s"
+            return f"Redis does not answer within {READINESS_TIMEOUT_S} s"
         if identity.evicts:
             return f"maxmemory-policy is {identity.evicts}: {POLICY_CHANGE}"
         if generation is None or identity == Identity(generation.store, generation):
@@ -298,7 +298,7 @@ class Service:
     async def _kafka_answers(self) -> str:
         """What is wrong with Kafka, or `ok`."""
         try:
-            await self.cluster.answers(READINESS_PATIENCE_S)
+            await self.cluster.answers(READINESS_TIMEOUT_S)
         except KafkaAway as error:
             return str(error)
         return "ok"

@@ -126,11 +126,11 @@ class Journal:
             del self._waiting[: len(answers)]
         return True
 
-    async def close(self, patience_s: float) -> None:
-        """Write what waits, for at most `patience_s`; what is left then is dropped, counted and told."""
+    async def close(self, timeout_s: float) -> None:
+        """Write what waits, for at most `timeout_s`; what is left then is dropped, counted and told."""
         self._stopping = True
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(timeout_s):
                 await self._task
                 await self._flush()
         self._task.cancel()

@@ -361,13 +361,13 @@ class Pool:
         self._heartbeat_now.set()
         for slot in self.slots.values():
             self._let_go(slot)
-        patience_s = (self._settings.request_timeout_ms + self._settings.transaction_timeout_ms) / 1000
+        timeout_s = (self._settings.request_timeout_ms + self._settings.transaction_timeout_ms) / 1000
         if tasks := list(self._tasks.values()):
-            _, hanging = await asyncio.wait(tasks, timeout=patience_s)
+            _, hanging = await asyncio.wait(tasks, timeout=timeout_s)
             for task in hanging:  # Kafka or Redis are away
                 task.cancel()
             if hanging:
-                await asyncio.wait(hanging, timeout=patience_s)
+                await asyncio.wait(hanging, timeout=timeout_s)
         if self._store.generation is not None:
             with contextlib.suppress(StoreAway, StoreUnanswered, StoreLost):
                 await self._keys.leave(self._store.generation, self.token)

@@ -25,7 +25,7 @@ from tests.bench.stage import Stage, Target
 
 SLOTS_MAX = 64
 ENTRIES_A_RECORD = 100
-PATIENCE_S = 240.0
+TIMEOUT_S = 240.0
 NOTICED_S = 10.0
 FLUSH_S = 60.0
 
@@ -62,7 +62,7 @@ def _recover(stage: Stage, count: int, rounds: int) -> list[tuple[float, float]]
         target.service.stop()  # the ledger is there now, and nobody writes to it
         _write_ledger(target, count)
         server.flush()
-        target.service.start(timeout_s=PATIENCE_S)
+        target.service.start(timeout_s=TIMEOUT_S)
         for _ in range(rounds):
             times.append(_flush(target))
             with server.client() as store:
@@ -83,7 +83,7 @@ def _flush(target: Target) -> tuple[float, float]:
             raise NotRealWork(f"the flush was not noticed within {NOTICED_S:.0f} s")
         time.sleep(0.002)
     noticed = time.monotonic()
-    target.service.wait_ready(PATIENCE_S)
+    target.service.wait_ready(TIMEOUT_S)
     return noticed - flushed, time.monotonic() - noticed
 
 

@@ -9,7 +9,7 @@ from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import FETCH_BYTES_MAX, Span, read_through
 from tests.conftest import MakeTopic
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 async def test_records_that_are_larger_than_a_fetch_of_all_partitions(kafka: Kafka, make_topic: MakeTopic) -> None:
@@ -22,7 +22,7 @@ async def test_records_that_are_larger_than_a_fetch_of_all_partitions(kafka: Kaf
         offsets = [place.offset for place in await producer.send_all(topic, contents)]
         spans = {partition: Span(None, offsets[15 + partition]) for partition in range(3)}
         found = [
-            item async for some in read_through(cluster, topic, spans, "read_committed", PATIENCE_S) for item in some
+            item async for some in read_through(cluster, topic, spans, "read_committed", TIMEOUT_S) for item in some
         ]
     finally:
         await producer.close()

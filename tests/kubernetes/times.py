@@ -1,7 +1,7 @@
 """How long a process may take to leave."""
 
 from service.__main__ import DRAIN_EXTRA_S
-from service.app import JOURNAL_PATIENCE_S, TRACES_PATIENCE_S
+from service.app import JOURNAL_TIMEOUT_S, TRACES_TIMEOUT_S
 from service.core.settings import Settings
 from service.http.limits import LINGER_S
 from service.kafka.session import CLOSE_TIMEOUT_S
@@ -18,4 +18,4 @@ def way_out_s(settings: Settings) -> float:
     The slots are waited for, and once more when they have been cut off (Pool.stop); a producer hangs up twice.
     """
     slots_s = 2 * (settings.request_timeout_ms + settings.transaction_timeout_ms) / 1000
-    return drain_s(settings) + slots_s + JOURNAL_PATIENCE_S + TRACES_PATIENCE_S + 3 * CLOSE_TIMEOUT_S
+    return drain_s(settings) + slots_s + JOURNAL_TIMEOUT_S + TRACES_TIMEOUT_S + 3 * CLOSE_TIMEOUT_S

@@ -359,9 +359,9 @@ async def steps(count: int = 100) -> None:
         await asyncio.sleep(0)
 
 
-async def until(true: Callable[[], bool], patience_s: float = 30.0) -> None:
+async def until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Wait until something is true."""
-    async with asyncio.timeout(patience_s):
+    async with asyncio.timeout(timeout_s):
         while not true():  # noqa: ASYNC110
             await asyncio.sleep(0.002)
 
