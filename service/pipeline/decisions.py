@@ -250,7 +250,7 @@ class FailureDecision:
         return any(topic in self._refusals and self._refusals[topic].kind is UNKNOWN_TOPIC for topic in culprits)
 
 
-class PlainDecision:
+class IdempotentDecision:
     """What is to be done after a write without a transaction, in which each record has a result of its own.
 
     `delivered` is to be marked and then answered. Claims of what has no clean answer, and of what is refused, are

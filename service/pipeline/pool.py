@@ -267,8 +267,8 @@ class Pool:
         if self._stopping:  # since it was asked for: nobody would let go of it any more
             await self._keys.give_back(generation, n, self.token, clean=False)
             return
-        plain = IdempotentProducer(self._cluster, f"plain-{n}")
-        slot = Slot(n, self._keys, self._topics.ledger, self._settings.name, plain)
+        idempotent = IdempotentProducer(self._cluster, f"plain-{n}")
+        slot = Slot(n, self._keys, self._topics.ledger, self._settings.name, idempotent)
         slot.suspects.update(suspects)
         slot.move(SlotEvent.LEASE)
         self.slots[n] = slot

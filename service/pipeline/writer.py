@@ -34,7 +34,7 @@ from service.pipeline.decisions import (
     ClaimDecision,
     ClaimToRelease,
     FailureDecision,
-    PlainDecision,
+    IdempotentDecision,
     Step,
     after_claim,
 )
@@ -284,7 +284,9 @@ class Writer:
         started = time.perf_counter()
         exactly_once = group[0][0].guarantee is Guarantee.EXACTLY_ONCE
         with self._traced(slot, group):
-            written = await (self._write_once(slot, group) if exactly_once else self._deliver_plain(slot, group))
+            written = await (
+                self._write_exactly_once(slot, group) if exactly_once else self._write_idempotent(slot, group)
+            )
         self._telemetry.stage_kafka.observe(time.perf_counter() - started)
         self._telemetry.groups.observe(sum(len(request.events) for request, _ in group))
         return written
@@ -294,7 +296,7 @@ class Writer:
             return UNTRACED
         return self._tracing.sending(slot.n, [request for request, _ in group])
 
-    async def _write_once(self, slot: Slot, group: Sequence[ClaimedRequest]) -> Written:
+    async def _write_exactly_once(self, slot: Slot, group: Sequence[ClaimedRequest]) -> Written:
         """Write a group in one transaction. Raises TransactionFailed: all of it is in doubt, see `_fail`."""
         records = self._records(slot, group, slot.producer.producer_id, slot.producer.epoch)
         for request, _ in group:
@@ -319,26 +321,26 @@ class Writer:
         slot.fail(failure)
         return failure
 
-    async def _deliver_plain(self, slot: Slot, group: Sequence[ClaimedRequest]) -> Written:
+    async def _write_idempotent(self, slot: Slot, group: Sequence[ClaimedRequest]) -> Written:
         """Write events whose guarantee is `idempotent`: no transaction and no ledger.
 
         What has no clean answer is in doubt at once (504), and its claim is released: a retry writes it again. What was
         surely not appended is sent again.
         """
-        identity = await slot.plain.identity()
+        identity = await slot.idempotent.identity()
         late = [ClaimToRelease(request, [id for id, _ in request.asked]) for request, _ in group if request.answered]
         group = [(request, accepted) for request, accepted in group if not request.answered]
         records = self._records(slot, group, *identity)
         for request, _ in group:
             request.move(RequestEvent.SEND)
         try:
-            results = await slot.plain.write(records)
+            results = await slot.idempotent.write(records)
         except KafkaAway:  # nothing was sent
             for request, _ in group:
                 request.move(RequestEvent.REFUSE)
             self._park(slot, [request for request, _ in group])
             raise
-        decision = PlainDecision(group, records, results)
+        decision = IdempotentDecision(group, records, results)
         self._note_failures(decision.failed, decision.blamed_topics)
         for request, result in decision.results:
             self._admission.answer(request, result)

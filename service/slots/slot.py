@@ -33,9 +33,9 @@ class Link(NamedTuple):
 class Slot:
     """Slot `n` of the namespace while this process holds it. Its pool's task owns it; nothing else moves its state."""
 
-    def __init__(self, n: int, keys: KeyStore, ledger: str, instance: str, plain: IdempotentProducer) -> None:
+    def __init__(self, n: int, keys: KeyStore, ledger: str, instance: str, idempotent: IdempotentProducer) -> None:
         self.n = n
-        self.plain = plain  # for events whose guarantee is `idempotent`
+        self.idempotent = idempotent  # for events whose guarantee is `idempotent`
         self.term = -1
         self.generation = StoreGeneration(-1, "")
         self.state = SlotState.VACANT
@@ -106,7 +106,7 @@ class Slot:
         producer, self._producer = self._producer, None
         if producer is not None:
             await producer.close()
-        await self.plain.close()
+        await self.idempotent.close()
 
     # --------------------------------------------------------------------------------------------- within a term
 

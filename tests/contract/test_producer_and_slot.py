@@ -364,8 +364,8 @@ async def test_after_a_failure_a_slot_writes_only_with_a_new_producer(bench: Ben
     with pytest.raises(IllegalMove):
         await write_in(slot, bench.record(b"a"))
     await slot.end()
-    assert isinstance(slot.plain, Plain)
-    assert slot.plain.closed == 1, "what it has on its way would go on past the term"
+    assert isinstance(slot.idempotent, Plain)
+    assert slot.idempotent.closed == 1, "what it has on its way would go on past the term"
     with pytest.raises(AssertionError, match="no producer"):
         _ = slot.producer
     await write(thief, [bench.record(b"b")], (bench.ledger, 1))

@@ -29,7 +29,7 @@ PLACES: Final[dict[str, tuple[type, str]]] = {
     "claim": (RedisKeys, "claim"),
     "release": (RedisKeys, "release"),
     "mark": (RedisKeys, "mark"),
-    "plain": (Writer, "_deliver_plain"),
+    "plain": (Writer, "_write_idempotent"),
     "slot.fence": (SlotRecovery, "_fence"),
     "slot.begin": (Slot, "begin"),
     "slot.check": (SlotRecovery, "_check"),

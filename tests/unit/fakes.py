@@ -206,7 +206,7 @@ class FakeProducer(TransactionalProducer):
         self.closed = True
 
 
-class FakePlain(IdempotentProducer):
+class FakeIdempotent(IdempotentProducer):
     """Writes into a list; `fates` holds those of the next groups, and where it is empty all is well."""
 
     def __init__(self) -> None:
@@ -298,13 +298,13 @@ class World:
             self.telemetry,
         )
         self.producers: dict[int, FakeProducer] = {}
-        self.plains: dict[int, FakePlain] = {}
+        self.idempotents: dict[int, FakeIdempotent] = {}
         self._terms = 0
 
     async def slot(self, n: int = 0) -> Slot:
         """A READY slot: its older terms are freed."""
-        self.plains[n] = FakePlain()
-        slot = Slot(n, self.keys, self.topics.ledger, "test", self.plains[n])
+        self.idempotents[n] = FakeIdempotent()
+        slot = Slot(n, self.keys, self.topics.ledger, "test", self.idempotents[n])
         slot.move(SlotEvent.LEASE)
         await self.recover(slot)
         return slot
@@ -349,7 +349,7 @@ class World:
 
     def keys_written(self, n: int = 0) -> list[list[str]]:
         """The idempotency keys of each group that a slot's present producers wrote."""
-        groups = [*self.producers[n].written, *self.plains[n].written]
+        groups = [*self.producers[n].written, *self.idempotents[n].written]
         return [[record.headers[0][1].decode() for record in records] for records in groups]
 
 

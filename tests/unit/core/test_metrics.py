@@ -19,7 +19,7 @@ from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.pipeline.pool import Pool
 from service.slots.recovery import STORE_STATES, SlotRecovery
 from service.slots.slot import Slot
-from tests.unit.fakes import FakePlain, FakeProducer, World, end_of_term, until
+from tests.unit.fakes import FakeIdempotent, FakeProducer, World, end_of_term, until
 
 # prometheus.io/docs/practices/naming, and what `promtool check metrics` says of it.
 BASE_UNITS: Final = {"seconds", "bytes"}
@@ -107,7 +107,7 @@ async def test_a_scrape_asks_the_parts_for_their_states() -> None:
         assert shown(telemetry, "fencepost_store_state", state="recovering") == 1
         assert shown(telemetry, "fencepost_store_state", state="starting") == 0
         assert shown(telemetry, "fencepost_generation") == 0
-        slot = Slot(3, service.keys, "ledger", "test", FakePlain())
+        slot = Slot(3, service.keys, "ledger", "test", FakeIdempotent())
         slot.move(SlotEvent.LEASE)
         service.pool.slots[3] = slot
         assert {state: shown(telemetry, "fencepost_slots", state=state.value) for state in SlotState} == {

@@ -146,7 +146,7 @@ async def test_a_record_names_the_producer_that_wrote_it(topic: str, producer_id
     serving = world.serve(slot)
     answer = await world.submit("a", topic)
     assert isinstance(answer, Committed)
-    ((record,),) = world.producers[1].written or world.plains[1].written
+    ((record,),) = world.producers[1].written or world.idempotents[1].written
     event = make_event("a", topic)
     stamp = Stamp(event.id, event.fp, answer.at, slot.n, producer_id, 0, "test")
     assert Stamp.decode(dict(record.headers)[STAMP_HEADER]) == stamp
@@ -160,7 +160,7 @@ async def test_what_hangs_beside_others_that_went_travels_apart(fates: list[Reco
     slot = await world.slot()
     answers = [world.submit("a", "plain.a"), world.submit("b", "plain.b")]
     await steps()
-    world.plains[0].fates.append(fates)
+    world.idempotents[0].fates.append(fates)
     serving = world.serve(slot)
     assert kind_of(await answers[1]) is OUTCOME_UNKNOWN
     assert world.queue._quarantined_topics == apart
@@ -186,7 +186,7 @@ async def test_what_was_claimed_and_not_sent_goes_round_again_with_the_recovery(
     """No producer id was to be had."""
     world = World()
     slot = await world.slot()
-    world.plains[0].trouble.before["identity"].append(KafkaAway("no producer id"))
+    world.idempotents[0].trouble.before["identity"].append(KafkaAway("no producer id"))
     answer = world.submit("a", "plain.a")
     assert isinstance(await end_of_term(world.serve(slot)), KafkaAway)
     assert [request.state for request in world.writer._parked] == [RequestState.QUEUED]

@@ -258,7 +258,7 @@ async def test_what_was_answered_503_while_its_producer_began_is_not_written() -
     world = World(request_timeout_ms=80)
     await world.topic_metadata.get("plain.a", time.monotonic())
     slot = await world.slot()
-    begun = world.plains[0].trouble.hold("identity")
+    begun = world.idempotents[0].trouble.hold("identity")
     sweeping = asyncio.create_task(world.admission.sweep())
     serving = world.serve(slot)
     assert kind_of(await world.submit("a", "plain.a")) is NOT_WRITTEN

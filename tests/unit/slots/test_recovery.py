@@ -19,7 +19,17 @@ from service.slots import recovery as module
 from service.slots.recovery import REPLAY_RECORDS, SlotRecovery, Store
 from service.slots.settling import CLOCKS_APART_MS
 from service.slots.slot import Slot
-from tests.unit.fakes import GENERATION, NOW_MS, FakeCluster, FakeKeys, FakePlain, FakeProducer, World, ended, until
+from tests.unit.fakes import (
+    GENERATION,
+    NOW_MS,
+    FakeCluster,
+    FakeIdempotent,
+    FakeKeys,
+    FakeProducer,
+    World,
+    ended,
+    until,
+)
 
 SLOTS = 3
 HOUR_MS = 3_600_000
@@ -208,7 +218,7 @@ class Bed:
         self.store._barriers = cast("Any", self.kafka)
 
     def slot(self) -> Slot:
-        slot = Slot(1, self.keys, "fencepost.ledger", "test", FakePlain())
+        slot = Slot(1, self.keys, "fencepost.ledger", "test", FakeIdempotent())
         slot.move(SlotEvent.LEASE)
         return slot
 
