@@ -170,7 +170,7 @@ class Pool:
             self._to_recover.setdefault(n, set()).update(partitions)
             self._heartbeat_now.set()
         elif slot.state in SETTLED:
-            slot.suspects.update(partitions)
+            slot.maybe_hanging.update(partitions)
             slot.superseded = True
             self._queue.notify_all()
 
@@ -247,10 +247,10 @@ class Pool:
         random.shuffle(dead)
         random.shuffle(free)
         wanted = share - len(held)
-        suspects, self._to_recover = self._to_recover, {}
+        maybe_hanging, self._to_recover = self._to_recover, {}
         for n in dead + free[: max(0, wanted - len(dead))]:
             if not self._stopping and time.monotonic() >= self._take_not_before:
-                await self._take(n, generation, suspects.get(n, ()))
+                await self._take(n, generation, maybe_hanging.get(n, ()))
         # More than was wanted comes from rescuing the dead; more than the share is given up only where it is missed.
         excess = len(held) - (most if free or dead else share)
         settled = [slot for slot in held if slot.state in SETTLED]
@@ -261,7 +261,7 @@ class Pool:
     def _is_stuck(self, slot: Slot) -> bool:
         return time.monotonic() - slot.down_since > STUCK_SHARE * self._settings.request_timeout_ms / 1000
 
-    async def _take(self, n: int, generation: StoreGeneration, suspects: Collection[Partition]) -> None:
+    async def _take(self, n: int, generation: StoreGeneration, maybe_hanging: Collection[Partition]) -> None:
         if not await self._keys.take(generation, n, self.token) or n in self.slots:
             return
         if self._stopping:  # since it was asked for: nobody would let go of it any more
@@ -269,7 +269,7 @@ class Pool:
             return
         idempotent = IdempotentProducer(self._cluster, f"plain-{n}")
         slot = Slot(n, self._keys, self._topics.ledger, self._settings.name, idempotent)
-        slot.suspects.update(suspects)
+        slot.maybe_hanging.update(maybe_hanging)
         slot.move(SlotEvent.LEASE)
         self.slots[n] = slot
         task = self._tasks[n] = asyncio.create_task(self._live(slot), name=f"slot-{n}")

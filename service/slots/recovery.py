@@ -122,7 +122,7 @@ class SlotRecovery:
         applied = await self._keys.applied(slot.generation, slot.n)
         ledger = self._topics.ledger, slot.n
         settlement = Settlement(self._cluster, ledger, slot.producer, self._timeout_s, self._hanging_ended)
-        slot.suspects = await settlement.run(applied, slot.suspects)
+        slot.maybe_hanging = await settlement.run(applied, slot.maybe_hanging)
 
     async def _check(self, slot: Slot) -> None:
         """After the fence, does control still name the store that my claims are in?"""

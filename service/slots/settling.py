@@ -80,24 +80,24 @@ class Settlement:
         self._timeout_s = timeout_s
         self._ended = ended
 
-    async def run(self, applied: int | None, suspects: Collection[Partition]) -> set[Partition]:
-        """Settle what hangs of the ledger's partition, those that it names, those without a marker and `suspects`.
+    async def run(self, applied: int | None, maybe_hanging: Collection[Partition]) -> set[Partition]:
+        """Settle what hangs of the ledger's partition, those that it names, those without a marker and `maybe_hanging`.
 
         Answers the partitions whose leaders did not tell. Raises KafkaAway where what must be read cannot be.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._run(applied, suspects)
+                return await self._run(applied, maybe_hanging)
         except (errors.KafkaError, OSError, TimeoutError) as error:
             raise self._cluster.failed("settle", f"{self._ledger}: what hangs cannot be told: {error!r}") from error
 
-    async def _run(self, applied: int | None, suspects: Collection[Partition]) -> set[Partition]:
+    async def _run(self, applied: int | None, maybe_hanging: Collection[Partition]) -> set[Partition]:
         if applied is None:
             applied = (await ends(self._cluster, self._ledger[0], [self._ledger[1]]))[self._ledger[1]]
         tail = await self._read(max(0, applied - LOOK_BACK))
         named = {partition for transaction in tail.transactions for partition in transaction.offsets}
         without_marker = self._producer.without_marker
-        open_from, unanswered = await self._producer.find_open({self._ledger, *named, *without_marker, *suspects})
+        open_from, unanswered = await self._producer.find_open({self._ledger, *named, *without_marker, *maybe_hanging})
         if self._ledger in unanswered:
             raise errors.LeaderNotAvailableError(f"{self._ledger}")
         if open_from:

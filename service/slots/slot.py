@@ -45,7 +45,7 @@ class Slot:
         self.applied = -1  # what this process knows of it in the store
         self.doubtful = 0  # events of a transaction without a clean commit, until the slot has been recovered
         self.doubtful_since = 0.0  # by time.monotonic
-        self.suspects: set[Partition] = set()  # where a transaction of this slot's may hang: its recovery asks
+        self.maybe_hanging: set[Partition] = set()  # partitions that the next recovery asks for open transactions
         self._keys = keys
         self._ledger = ledger
         self._instance = instance
@@ -168,7 +168,7 @@ class Slot:
 
     def fail(self, failed: TransactionFailed) -> None:
         """A transaction did not commit cleanly: what was sent is in doubt until the slot has been recovered."""
-        self.suspects.update(failed.hanging)
+        self.maybe_hanging.update(failed.hanging)
         self.move(SlotEvent.FAIL)
         self.doubtful, self.doubtful_since = self._sent, time.monotonic()
 

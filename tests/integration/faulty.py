@@ -232,7 +232,7 @@ def what_hangs_is_not_looked_for() -> None:
         return {}, set()
 
     async def unsettled(self: SlotRecovery, slot: Slot) -> None:
-        slot.suspects = set()
+        slot.maybe_hanging = set()
 
     replace(OpenCheck, "ask", nothing)
     replace(SlotRecovery, "_settle", unsettled)

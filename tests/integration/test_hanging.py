@@ -44,12 +44,12 @@ class Bench:
         return Rig(self.cluster, self.name, self.ledger)
 
     async def recovered(
-        self, applied: int | None = None, *, suspects: tuple[Partition, ...] = ()
+        self, applied: int | None = None, *, maybe_hanging: tuple[Partition, ...] = ()
     ) -> TransactionalProducer:
         """What slot recovery does: fence, settle, begin record."""
         producer = await self.fenced()
         ended = self.telemetry.hanging_ended
-        assert await Settlement(self.cluster, self.ledger, producer, WAIT_S, ended).run(applied, suspects) == set()
+        assert await Settlement(self.cluster, self.ledger, producer, WAIT_S, ended).run(applied, maybe_hanging) == set()
         await self.begin(producer)
         return producer
 
@@ -110,8 +110,8 @@ async def test_without_any_marker_it_is_committed_if_its_ledger_record_is_there(
 ) -> None:
     with unverified(bench.kafka):
         await bench.rig().write([(bench.a, ONE), (bench.b, TWO)], marked=[], commit=None, with_record=with_record)
-    suspects = () if with_record else (bench.a, bench.b)  # as the coordinator, or the next write, would name them
-    await (await bench.recovered(suspects=suspects)).close()
+    maybe_hanging = () if with_record else (bench.a, bench.b)  # as the coordinator, or the next write, would name them
+    await (await bench.recovered(maybe_hanging=maybe_hanging)).close()
     assert await bench.visible() == ({ONE, TWO} if with_record else set())
 
 
@@ -125,7 +125,7 @@ async def test_a_term_writes_into_no_partition_in_which_something_hangs(bench: B
         await producer.send(records, bench.ledger)
     await producer.close()
     assert (failed.value.outcome, set(failed.value.hanging)) == (TransactionOutcome.ABORTED, {bench.a})
-    producer = await bench.recovered(suspects=(bench.a,))
+    producer = await bench.recovered(maybe_hanging=(bench.a,))
     await producer.send(records[1:], bench.ledger)
     await producer.commit(THREE.hex().encode())
     await producer.close()
@@ -144,7 +144,7 @@ async def test_the_ledger_record_of_what_has_hung_for_long_is_searched_for(bench
     for _ in range(20):
         await bench.begin(producer)
     await producer.close()
-    await (await bench.recovered(suspects=(bench.a,))).close()
+    await (await bench.recovered(maybe_hanging=(bench.a,))).close()
     assert await bench.visible() == ({ONE} if commit else set())
 
 

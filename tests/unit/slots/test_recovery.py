@@ -163,9 +163,9 @@ class Settled:
         self._steps = steps
         self._ledger = ledger
 
-    async def run(self, applied: int | None, suspects: Collection[Partition]) -> set[Partition]:
+    async def run(self, applied: int | None, maybe_hanging: Collection[Partition]) -> set[Partition]:
         self._steps.append(f"settle {self._ledger[1]} from {applied}")
-        return set(suspects)
+        return set(maybe_hanging)
 
 
 class Bed:
