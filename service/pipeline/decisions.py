@@ -126,12 +126,12 @@ class ClaimDecision:
             if request.answered or request.deadline <= self._now:  # also after a pause of the whole process: never sent
                 return self._too_late(request)
             return Step.WRITE if lacking is None else _too_few_replicas(*lacking)
-        doubtful = request.state is RequestState.CHECKING
+        was_in_doubt = request.state is RequestState.CHECKING
         match claim.outcome, claim.state:
             case Outcome.DELIVERED, Delivered() as found:
                 # In doubt before: it was this very request's own writing, so this is its first answer.
-                return Committed(found.at, ((id, found),), replayed=not doubtful)
-            case Outcome.IN_PROGRESS, Claimed(slot, term) if doubtful or (slot, term) in request.claimants:
+                return Committed(found.at, ((id, found),), replayed=not was_in_doubt)
+            case Outcome.IN_PROGRESS, Claimed(slot, term) if was_in_doubt or (slot, term) in request.claimants:
                 return Step.PARK
             case Outcome.IN_PROGRESS, _:
                 waits = self._now < request.wait_deadline

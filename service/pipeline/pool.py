@@ -120,12 +120,12 @@ class Pool:
     @property
     def in_doubt(self) -> int:
         """Events whose fate the recovery of their slot has yet to tell, also those whose callers had their 504."""
-        return sum(slot.doubtful for slot in self.slots.values())
+        return sum(slot.in_doubt for slot in self.slots.values())
 
     @property
     def in_doubt_s(self) -> float:
         """For how long the oldest of them is in doubt, in seconds; 0 without any."""
-        since = [slot.doubtful_since for slot in self.slots.values() if slot.doubtful]
+        since = [slot.in_doubt_since for slot in self.slots.values() if slot.in_doubt]
         return time.monotonic() - min(since) if since else 0.0
 
     @property
@@ -140,7 +140,7 @@ class Pool:
         Of slots that others hold this process knows nothing, and of a term that is newer than the one it knew.
         """
         slot = self.slots.get(n)
-        return slot is not None and slot.doubtful > 0 and term <= slot.term
+        return slot is not None and slot.in_doubt > 0 and term <= slot.term
 
     async def of_producers(self, producer_ids: Collection[int]) -> dict[int, int]:
         """The slots whose transactional ids have these producer ids, by producer id. Raises KafkaAway.
@@ -314,7 +314,7 @@ class Pool:
         await self._recovery.run(slot, generation)
         took_s = time.monotonic() - started
         self._telemetry.slot_recoveries.observe(took_s)
-        slot.doubtful = 0
+        slot.in_doubt = 0
         slot.down_since = math.inf
         log.info("slot ready", slot=slot.n, term=slot.term, took_s=round(took_s, 3), **self._trouble_of(slot).end())
         self._recovered()
@@ -326,7 +326,7 @@ class Pool:
         self._telemetry.terms_ended.labels(why).inc()
         if why == ENDS[TransactionFailed]:
             self._telemetry.kafka_errors.labels("transaction").inc()
-        told = {"slot": slot.n, "term": slot.term, "in_doubt": slot.doubtful, "cause": why}
+        told = {"slot": slot.n, "term": slot.term, "in_doubt": slot.in_doubt, "cause": why}
         self._trouble_of(slot).add(error, bug=why == BUG, **told)
         if slot.state is not SlotState.DOUBT:
             slot.move(SlotEvent.FAIL)

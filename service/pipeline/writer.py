@@ -260,7 +260,7 @@ class Writer:
 
     async def _answer_members(self, request: WriteRequest, claim: Claim) -> None:
         """The stored answer of an atomic batch: where each member is."""
-        doubtful = request.state is RequestState.CHECKING
+        was_in_doubt = request.state is RequestState.CHECKING
         request.move(RequestEvent.FIND)  # no deadline may say from here on that it is not written
         again = Problem(OUTCOME_UNKNOWN, "Idempotency-Key: it is written; send it again to learn where")
         try:
@@ -272,7 +272,9 @@ class Writer:
         pairs = zip(request.events, states, strict=True)
         places = tuple((event.id, state) for event, state in pairs if isinstance(state, Delivered))
         whole = len(places) == len(request.events)
-        self._admission.answer(request, Committed(claim.state.at, places, replayed=not doubtful) if whole else again)
+        self._admission.answer(
+            request, Committed(claim.state.at, places, replayed=not was_in_doubt) if whole else again
+        )
 
     # ------------------------------------------------------------------------------------------------------ writing
 
@@ -283,10 +285,9 @@ class Writer:
             return Written()
         started = time.perf_counter()
         exactly_once = group[0][0].guarantee is Guarantee.EXACTLY_ONCE
+        write = self._write_exactly_once if exactly_once else self._write_idempotent
         with self._traced(slot, group):
-            written = await (
-                self._write_exactly_once(slot, group) if exactly_once else self._write_idempotent(slot, group)
-            )
+            written = await write(slot, group)
         self._telemetry.stage_kafka.observe(time.perf_counter() - started)
         self._telemetry.groups.observe(sum(len(request.events) for request, _ in group))
         return written
@@ -435,7 +436,7 @@ class Writer:
             await slot.release([id for request in requests for id, _ in request.asked])
         except (StoreLost, StoreAway, StoreUnanswered):
             return False
-        slot.doubtful = 0
+        slot.in_doubt = 0
         return True
 
     def _note_failures(self, requests: Iterable[WriteRequest], topics: Iterable[str]) -> None:

@@ -43,8 +43,8 @@ class Slot:
         self.superseded = False  # its term or generation has passed: it is to be recovered before it writes again
         self.down_since = time.monotonic()  # it cannot write, until it has been recovered; then infinite
         self.applied = -1  # what this process knows of it in the store
-        self.doubtful = 0  # events of a transaction without a clean commit, until the slot has been recovered
-        self.doubtful_since = 0.0  # by time.monotonic
+        self.in_doubt = 0  # events of a transaction without a clean commit, until the slot has been recovered
+        self.in_doubt_since = 0.0  # by time.monotonic
         self.maybe_hanging: set[Partition] = set()  # partitions that the next recovery asks for open transactions
         self._keys = keys
         self._ledger = ledger
@@ -170,7 +170,7 @@ class Slot:
         """A transaction did not commit cleanly: what was sent is in doubt until the slot has been recovered."""
         self.maybe_hanging.update(failed.hanging)
         self.move(SlotEvent.FAIL)
-        self.doubtful, self.doubtful_since = self._sent, time.monotonic()
+        self.in_doubt, self.in_doubt_since = self._sent, time.monotonic()
 
     def unlinked(self) -> Link:
         """The link of what is written now and has no ledger record."""

@@ -117,7 +117,7 @@ async def test_a_scrape_asks_the_parts_for_their_states() -> None:
         slot.down_since = math.inf
         assert shown(telemetry, "fencepost_slot_down_oldest_seconds") == 0
         assert shown(telemetry, "fencepost_in_doubt_oldest_seconds") == 0
-        slot.doubtful, slot.doubtful_since = 5, 1.0
+        slot.in_doubt, slot.in_doubt_since = 5, 1.0
         assert shown(telemetry, "fencepost_in_doubt_events") == 5
         assert (shown(telemetry, "fencepost_in_doubt_oldest_seconds") or 0) > 0
     finally:

@@ -150,7 +150,7 @@ async def test_the_key_of_a_refused_event_is_free_though_its_slot_waits_for_its_
         world.producers[1].trouble.before["write"].clear()
     assert kind_of(await answer) is kind.kind
     assert not world.keys.is_claimed("a")
-    assert slot.doubtful == other.doubtful == 0
+    assert slot.in_doubt == other.in_doubt == 0
     third = await world.slot(2)
     serving = world.serve(third)
     assert isinstance(await asyncio.wait_for(world.ask(make_event("a", "other")), 3.0), Committed)
@@ -289,7 +289,7 @@ async def test_where_no_commit_was_asked_for_nobody_waits_for_the_recovery(stuck
     await end_of_term(failing)
     assert kind_of(await gone) is OUTCOME_UNKNOWN
     assert not any(world.keys.is_claimed(key) for key in ("hangs", "fine", "gone"))
-    assert slot.doubtful == 0
+    assert slot.in_doubt == 0
     serving = world.serve(other)
     for answer in (hangs, fine):
         assert isinstance(await asyncio.wait_for(answer, 3.0), Committed)
@@ -390,7 +390,7 @@ async def test_where_their_claims_cannot_be_given_up_all_wait(error: Exception) 
     meanwhile = world.serve(other)
     await asyncio.sleep(0.02)
     assert not any(answer.done() for answer in answers), "their own claims are no stranger's"
-    assert slot.doubtful == 2
+    assert slot.in_doubt == 2
     await ended(meanwhile)
     serving = await world.serve_again(slot)
     for answer in answers:

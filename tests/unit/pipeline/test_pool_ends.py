@@ -148,7 +148,7 @@ async def test_the_longest_doubt_and_the_longest_down_time_are_told() -> None:
         assert (held.pool.in_doubt, held.pool.in_doubt_s, held.pool.down_s) == (0, 0.0, 0.0)
         now = asyncio.get_running_loop().time()
         for slot, ago_s in zip(held.pool.slots.values(), (10.0, 20.0), strict=True):
-            slot.doubtful, slot.doubtful_since, slot.down_since = 3, now - ago_s, now - ago_s
+            slot.in_doubt, slot.in_doubt_since, slot.down_since = 3, now - ago_s, now - ago_s
         assert held.pool.in_doubt == 6
         assert 20.0 <= held.pool.in_doubt_s < 21.0
         assert 20.0 <= held.pool.down_s < 21.0
