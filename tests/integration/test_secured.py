@@ -166,12 +166,12 @@ async def test_a_topic_that_the_service_may_not_see_any_more_is_forbidden_and_no
             await producer.start()
             with pytest.raises(TransactionFailed) as raised:
                 await producer.send([record], (ledger, 0))
-            (fate,) = await plain.write([record])
+            (result,) = await plain.write([record])
         finally:
             await producer.close()
             await plain.close()
             await cluster.close()
-    refusals = [raised.value.refusals["hidden"], fate]
+    refusals = [raised.value.refusals["hidden"], result]
     assert [refusal.kind for refusal in refusals if isinstance(refusal, RecordError)] == [FORBIDDEN_TOPIC] * 2
 
 

@@ -207,11 +207,11 @@ class FakeProducer(TransactionalProducer):
 
 
 class FakeIdempotent(IdempotentProducer):
-    """Writes into a list; `fates` holds those of the next groups, and where it is empty all is well."""
+    """Writes into a list; `results` holds those of the next groups, and where it is empty all is well."""
 
     def __init__(self) -> None:
         self.trouble = Trouble()
-        self.fates: deque[list[RecordResult]] = deque()
+        self.results: deque[list[RecordResult]] = deque()
         self.written: list[list[Record]] = []
 
     async def identity(self) -> tuple[int, int]:
@@ -221,7 +221,7 @@ class FakeIdempotent(IdempotentProducer):
     async def write(self, records: Sequence[Record]) -> list[RecordResult]:
         await self.trouble.enter("write")
         self.written.append(list(records))
-        return self.fates.popleft() if self.fates else [RecordMetadata(n, NOW_MS) for n in range(len(records))]
+        return self.results.popleft() if self.results else [RecordMetadata(n, NOW_MS) for n in range(len(records))]
 
     async def close(self) -> None:
         pass

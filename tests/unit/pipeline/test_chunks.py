@@ -503,7 +503,7 @@ async def test_that_a_topic_is_not_there_is_believed_the_second_time(monkeypatch
 async def test_of_events_without_a_transaction_each_has_its_own_result() -> None:
     world = World()
     slot = await world.slot()
-    world.idempotents[0].fates.extend(
+    world.idempotents[0].results.extend(
         [[RecordMetadata(3, NOW_MS), None, NOT_SENT, NO], [RecordMetadata(4, NOW_MS)], [NO]]
     )
     told = await on_its_way(world, *(make_event(key, f"plain.{key}") for key in "ab"), *PLAIN)

@@ -153,18 +153,22 @@ async def test_a_record_names_the_producer_that_wrote_it(topic: str, producer_id
     await ended(serving)
 
 
-@pytest.mark.parametrize(("fates", "apart"), [([RecordMetadata(3, NOW_MS), None], {"plain.b"}), ([None, None], set())])
-async def test_what_hangs_beside_others_that_went_travels_apart(fates: list[RecordResult], apart: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("results", "quarantined"), [([RecordMetadata(3, NOW_MS), None], {"plain.b"}), ([None, None], set())]
+)
+async def test_what_hangs_beside_others_that_went_travels_apart(
+    results: list[RecordResult], quarantined: set[str]
+) -> None:
     """Where nothing went, it may be the broker."""
     world = World()
     slot = await world.slot()
     answers = [world.submit("a", "plain.a"), world.submit("b", "plain.b")]
     await steps()
-    world.idempotents[0].fates.append(fates)
+    world.idempotents[0].results.append(results)
     serving = world.serve(slot)
     assert kind_of(await answers[1]) is OUTCOME_UNKNOWN
-    assert world.queue._quarantined_topics == apart
-    assert (kind_of(await answers[0]) is OUTCOME_UNKNOWN) is (not apart)
+    assert world.queue._quarantined_topics == quarantined
+    assert (kind_of(await answers[0]) is OUTCOME_UNKNOWN) is (not quarantined)
     await ended(serving)
 
 

@@ -196,7 +196,7 @@ async def test_what_was_written_is_answered_although_the_release_fails() -> None
     slot = await world.slot()
     written, lost = world.submit("written", "plain.a"), world.submit("lost", "plain.b")
     await steps()
-    world.idempotents[0].fates.append([RecordMetadata(3, NOW_MS), None])
+    world.idempotents[0].results.append([RecordMetadata(3, NOW_MS), None])
     world.keys.trouble.before["release"].append(StoreUnanswered("no answer"))
     assert isinstance(await end_of_term(world.serve(slot)), StoreUnanswered)
     answer = await asyncio.wait_for(written, 3.0)
@@ -212,7 +212,7 @@ async def test_an_idempotent_event_that_was_not_sent_goes_round_again_and_is_in_
     slot = await world.slot()
     good, bad = world.submit("good", "plain.a"), world.submit("bad", "plain.b")
     await steps()
-    world.idempotents[0].fates.append([RecordMetadata(3, NOW_MS), NOT_SENT])
+    world.idempotents[0].results.append([RecordMetadata(3, NOW_MS), NOT_SENT])
     serving = world.serve(slot)
     for answer in (good, bad):
         assert isinstance(await asyncio.wait_for(answer, 3.0), Committed)
@@ -229,7 +229,7 @@ async def test_who_is_to_blame_for_what_was_not_sent_travels_apart(
     slot = await world.slot()
     answers = [world.submit("ill", "plain.a"), world.submit("well", "plain.b")]
     await steps()
-    world.idempotents[0].fates.append([NotSent(itself), NOT_SENT])
+    world.idempotents[0].results.append([NotSent(itself), NOT_SENT])
     suspected: list[str] = []
     suspect = world.queue.quarantine
 
@@ -251,7 +251,7 @@ async def test_who_ends_in_the_pause_after_a_vain_try_leaves_it_in_the_queue_onc
     slot = await world.slot()
     answer = world.submit("bad", "plain.b")
     await steps()
-    world.idempotents[0].fates.append([NOT_SENT])
+    world.idempotents[0].results.append([NOT_SENT])
     serving = world.serve(slot)
     await until(lambda: bool(world.idempotents[0].written) and not world.keys.is_claimed("bad"))
     await asyncio.sleep(0.01)
@@ -269,7 +269,7 @@ async def test_an_idempotent_event_that_never_could_be_sent_is_surely_not_writte
     slot = await world.slot()
     answer = world.submit("bad", "plain.b")
     await steps()
-    world.idempotents[0].fates.extend([[NOT_SENT]] * 1_000)
+    world.idempotents[0].results.extend([[NOT_SENT]] * 1_000)
     serving = world.serve(slot)
     assert kind_of(await asyncio.wait_for(answer, 3.0)) is NOT_WRITTEN
     await until(lambda: not world.keys.is_claimed("bad"))
@@ -281,7 +281,7 @@ async def test_a_refused_idempotent_event_is_released_and_tried_alone() -> None:
     slot = await world.slot()
     good, poison = world.submit("good", "plain.a"), world.submit("poison", "plain.b")
     await steps()
-    world.idempotents[0].fates.extend([[RecordMetadata(3, NOW_MS), BIG], [BIG]])
+    world.idempotents[0].results.extend([[RecordMetadata(3, NOW_MS), BIG], [BIG]])
     serving = world.serve(slot)
     assert isinstance(await good, Committed)
     assert kind_of(await poison) is TOO_LARGE
