@@ -199,7 +199,7 @@ class RedisKeys:
         self._timeout_s = timeout_s
         self._errors = telemetry.redis_errors
         self._bugs = Incident(log, "bug in what Redis says")
-        self._heard: tuple[StoreGeneration | None, int] = (
+        self._claims_seen: tuple[StoreGeneration | None, int] = (
             None,
             0,
         )  # the most calls that have claimed something, in that generation
@@ -259,7 +259,7 @@ class RedisKeys:
         count, *answers = await self._call_in(
             generation, "claim", slot, term, self._retention_ms, self._least_left_ms, blob
         )
-        self._hear(generation, count)
+        self._note_claims(generation, count)
         if b"E" in answers:
             self._errors.labels(ERRORS[StoreAway]).inc()
         return [self._claim(answer, slot, term, id, fp) for answer, (id, fp) in zip(answers, asked, strict=True)]
@@ -271,7 +271,7 @@ class RedisKeys:
         count, answer = await self._call_in(
             generation, "claim_all", slot, term, self._retention_ms, self._least_left_ms, blob
         )
-        self._hear(generation, count)
+        self._note_claims(generation, count)
         return self._claim(answer, slot, term, *asked[0])
 
     def _claim(self, answer: bytes, slot: int, term: int, id: bytes, fp: bytes) -> Claim:
@@ -355,7 +355,7 @@ class RedisKeys:
         count, members, view, freed = await self._call_in(
             generation, "heartbeat", token, self._lease_ttl_ms, slots, *pairs
         )
-        self._hear(generation, count)
+        self._note_claims(generation, count)
         return Heartbeat(int(members), view.decode(), dict(zip(held, freed, strict=True)))
 
     async def leave(self, generation: StoreGeneration, token: str) -> None:
@@ -425,21 +425,21 @@ class RedisKeys:
         return found
 
     async def _call_in(self, generation: StoreGeneration, operation: str, *arguments: str | int | bytes) -> list[Any]:
-        """`_call` of an operation for a generation, with what this process has heard of it."""
-        of, count = self._heard
-        heard = count if of == generation else 0
+        """`_call` of an operation for a generation, with the most claims seen in it."""
+        of, count = self._claims_seen
+        seen = count if of == generation else 0
         try:
-            return await self._call(operation, f"{generation.number} {generation.store}", heard, *arguments)
+            return await self._call(operation, f"{generation.number} {generation.store}", seen, *arguments)
         except StoreIncomplete:
             self._incomplete = generation
             raise
 
-    def _hear(self, generation: StoreGeneration, count: int) -> None:
-        of, heard = self._heard
+    def _note_claims(self, generation: StoreGeneration, count: int) -> None:
+        of, seen = self._claims_seen
         if of == generation:
-            self._heard = generation, max(heard, count)
+            self._claims_seen = generation, max(seen, count)
         elif of is None or of.number < generation.number:
-            self._heard = generation, count
+            self._claims_seen = generation, count
 
     async def _call(self, operation: str, *arguments: str | int | bytes) -> list[Any]:
         """Run one operation of claims.lua; the rest of its answer after OK. What fails is counted."""

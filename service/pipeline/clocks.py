@@ -39,7 +39,7 @@ class Clock:
     def __init__(self) -> None:
         self._least_ms, self._most_ms = -math.inf, math.inf  # it is ahead of time.monotonic by so much
 
-    def hear(self, told_ms: int, asked_ms: float) -> None:
+    def update(self, told_ms: int, asked_ms: float) -> None:
         """It has told its time, now, to who asked at `asked_ms` (by time.monotonic, ms)."""
         self._least_ms, self._most_ms = told_ms - _monotonic_ms(), told_ms + 1 - asked_ms
 
@@ -69,12 +69,12 @@ class Clocks:
     async def measure(self) -> None:
         """Ask both for their time. Raises KafkaAway, StoreAway, StoreUnanswered."""
         asked_ms = _monotonic_ms()
-        self.redis.hear(await self._keys.clock_ms(), asked_ms)
+        self.redis.update(await self._keys.clock_ms(), asked_ms)
         await self._producer.identity()  # what comes first takes longest
         asked_ms = _monotonic_ms()
         partition = random.randrange(REQUESTS_PARTITIONS)  # noqa: S311 - now of one broker, now of another
         (place,) = await self._producer.send_all(self._topic, [(partition, None, self._record)])
-        self.kafka.hear(place.timestamp, asked_ms)
+        self.kafka.update(place.timestamp, asked_ms)
 
     async def keep(self) -> None:
         """Measure, for ever; who brings a process up has done so for the first time."""

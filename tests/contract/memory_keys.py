@@ -60,7 +60,7 @@ class MemoryKeys:
         self._retention_ms = retention_ms
         self._least_left_ms = least_left_ms
         self._lease_ttl_ms = lease_ttl_ms
-        self._heard: dict[StoreGeneration, int] = {}
+        self._claims_seen: dict[StoreGeneration, int] = {}
         self._incomplete: StoreGeneration | None = None
 
     # ------------------------------------------------------------------------------------- what the script has too
@@ -72,7 +72,7 @@ class MemoryKeys:
     def _settled(self, generation: StoreGeneration) -> None:
         if self.server.held != generation or self.server.store != generation.store:
             raise StoreLost
-        self._demand(generation, self.server.claims >= self._heard.get(generation, 0))
+        self._demand(generation, self.server.claims >= self._claims_seen.get(generation, 0))
 
     @property
     def _has_evicted(self) -> bool:
@@ -85,7 +85,7 @@ class MemoryKeys:
 
     def _count_claims(self, claims: Sequence[Claim], generation: StoreGeneration) -> None:
         self.server.claims += any(claim.outcome in states.CLAIMABLE for claim in claims)
-        self._heard[generation] = self.server.claims
+        self._claims_seen[generation] = self.server.claims
 
     def _get(self, id: bytes) -> KeyState:
         state = self.server.keys.get(id)
@@ -229,7 +229,7 @@ class MemoryKeys:
         self._settled(generation)
         self._demand(generation, all(self.server.applied.get(slot, -1) >= applied for slot, applied in held.items()))
         self._demand(generation, not self._has_evicted)
-        self._heard[generation] = self.server.claims
+        self._claims_seen[generation] = self.server.claims
         most_ms = self._now_ms + LEASES_MOST * self._lease_ttl_ms
         self.server.members[token] = self._now_ms + self._lease_ttl_ms
         members = self.server.members.items()

@@ -93,7 +93,7 @@ def _rewind(world: World, older: Store) -> World:
     """Every process has had a heartbeat since the last claim, and then the store is what it was before."""
     now = world.stores[0]
     processes = tuple(
-        process if process.generation != now.generation else process._replace(heard=now.claims)
+        process if process.generation != now.generation else process._replace(claims_seen=now.claims)
         for process in world.processes
     )
     return with_store(world._replace(processes=processes), 0, older)

@@ -133,7 +133,7 @@ def _watch(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[S
     process = world.processes[p]
     store = world.stores[process.address]
     busy = process.request is not None and process.request.slot == s
-    settled = scripts.settled(store, process.address, view.generation, view.store, rules, process.heard)
+    settled = scripts.settled(store, process.address, view.generation, view.store, rules, process.claims_seen)
     if not busy and settled and store.freed[s] > view.term:
         yield f"p{p}: the heartbeat sees that s{s} t{view.term} has passed", end_term(world, p, s, rules)
 
@@ -238,7 +238,7 @@ def _replay_and_free(world: World, p: int, s: int, view: View, rules: Rules) -> 
     address = world.processes[p].address
     store = world.stores[address]
     label = f"p{p}: replay and free s{s} t{view.term}"
-    if not scripts.settled(store, address, view.generation, view.store, rules, world.processes[p].heard):
+    if not scripts.settled(store, address, view.generation, view.store, rules, world.processes[p].claims_seen):
         yield f"{label}: store lost", lose_store(end_term(world, p, s, rules), p, view.generation)
         return
     if any(hung.ledger for hung in world.parts[s].hung):
@@ -273,8 +273,8 @@ def _settle(world: World, p: int, process: Process, rules: Rules) -> Iterator[St
     store = world.stores[here]
     for whence, generation, named in newest(world, rules):
         agreed = named == here and (store.generation, store.named) == (generation, named)
-        if agreed and not (rules.older_copy_noticed and process.heard == OLDER + generation):
-            adopted = process._replace(generation=generation, store=named, heard=NONE)
+        if agreed and not (rules.older_copy_noticed and process.claims_seen == OLDER + generation):
+            adopted = process._replace(generation=generation, store=named, claims_seen=NONE)
             yield f"p{p}: adopt g{generation}{whence}", with_process(world, p, adopted)
         elif named != here and here != world.primary:
             yield f"p{p}: resolve anew", with_process(world, p, process._replace(address=world.primary))
@@ -360,7 +360,7 @@ def _recover(world: World, p: int, process: Process, recovery: Recovery, rules: 
             unheard = late.leave(spend(world, FAULT.lose_script), script)
             given_up = with_process(unheard, p, process._replace(recovery=None))
             yield f"{label}, no answer, and the nonce stays", given_up
-        settled = process._replace(generation=generation, store=here, recovery=None, heard=NONE)
+        settled = process._replace(generation=generation, store=here, recovery=None, claims_seen=NONE)
         yield label, with_process(with_store(world, here, recovered), p, settled)
 
 

@@ -10,9 +10,9 @@ from tests.model.world import FP, LEAST_LEFT_MS, NONE, ONE, RETENTION_MS, WHOLE,
 _ENDLESS = 1 << 30
 
 
-def settled(store: Store, here: int, generation: int, named: int, rules: Rules, heard: int = NONE) -> bool:
+def settled(store: Store, here: int, generation: int, named: int, rules: Rules, claims_seen: int = NONE) -> bool:
     """The inverse of `unsettled()` in claims.lua: is `here` the store of the caller's generation, and no older?"""
-    if rules.older_copy_noticed and store.claims < heard:
+    if rules.older_copy_noticed and store.claims < claims_seen:
         return False
     if rules.generation_checked and (store.generation, store.named) != (generation, named):
         return False

@@ -242,7 +242,7 @@ class Process(NamedTuple):
     recovery: Recovery | None
     views: tuple[View, ...]
     request: Request | None
-    heard: int = NONE  # of the store's `claims`, the most that it knows of; OLDER + generation: an older copy was met
+    claims_seen: int = NONE  # the most of the store's `claims`; OLDER + generation: an older copy was met
 
 
 class World(NamedTuple):
@@ -289,7 +289,7 @@ def with_view(world: World, p: int, s: int, view: View) -> World:
 def with_request(world: World, p: int, request: Request | None) -> World:
     """The world with another request at process `p`."""
     process = world.processes[p]
-    return with_process(world, p, tuple.__new__(Process, (*process[:5], request, process.heard)))
+    return with_process(world, p, tuple.__new__(Process, (*process[:5], request, process.claims_seen)))
 
 
 def with_part(world: World, s: int, part: Part) -> World:

@@ -77,16 +77,16 @@ def lose_store(world: World, p: int, generation: int) -> World:
     if process.generation != generation:
         return world
     store = world.stores[process.address]
-    older = store.generation == generation and store.claims < process.heard
-    heard = OLDER + generation if older else NONE
-    return with_process(world, p, process._replace(generation=NONE, store=NONE, heard=heard))
+    older = store.generation == generation and store.claims < process.claims_seen
+    claims_seen = OLDER + generation if older else NONE
+    return with_process(world, p, process._replace(generation=NONE, store=NONE, claims_seen=claims_seen))
 
 
-def hear(world: World, p: int, store: Store) -> World:
+def note_claims(world: World, p: int, store: Store) -> World:
     """The process hears how many calls have claimed something in the store."""
     if store.claims == NONE:
         return world
-    return with_process(world, p, world.processes[p]._replace(heard=store.claims))
+    return with_process(world, p, world.processes[p]._replace(claims_seen=store.claims))
 
 
 def _post(world: World, p: int, configuration: Configuration) -> Iterator[Step]:
@@ -150,12 +150,12 @@ def _claim(world: World, p: int, s: int, view: View, request: Request, rules: Ru
             ended = end_term(ended, p, s, rules)
         script = (late.CLAIM, address, view.generation, view.store, s, view.term)
         yield f"{label}, no answer", late.leave(spend(ended, FAULT.lose_script), script)
-    if not scripts.settled(store, address, view.generation, view.store, rules, world.processes[p].heard):
+    if not scripts.settled(store, address, view.generation, view.store, rules, world.processes[p].claims_seen):
         ended = end_term(with_request(world, p, back), p, s, rules)
         yield f"{label}: store lost", lose_store(ended, p, view.generation)
         return
     outcome, store = scripts.claim(store, s, view.term, rules)
-    claimed = hear(with_store(world, address, store), p, store)
+    claimed = note_claims(with_store(world, address, store), p, store)
     if outcome is None:
         yield f"{label}: fenced", end_term(with_request(world, p, back), p, s, rules)
     elif outcome in CLAIMABLE:
@@ -219,8 +219,8 @@ def _failed(label: str, world: World, p: int, s: int, view: View, rules: Rules) 
     ended = end_term(world, p, s, rules)
     yield f"{label}, release without an answer", _let_go(ended, p, s, view)
     address, request = world.processes[p].address, ended.processes[p].request
-    heard = world.processes[p].heard
-    if scripts.settled(world.stores[address], address, view.generation, view.store, rules, heard):
+    claims_seen = world.processes[p].claims_seen
+    if scripts.settled(world.stores[address], address, view.generation, view.store, rules, claims_seen):
         released = with_store(ended, address, scripts.release(world.stores[address], s, view.term, rules))
         if request is not None:
             again = Request(request_move(SENT, RequestEvent.REFUSE), wrote=request.wrote)
@@ -298,8 +298,8 @@ def _pay(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Ste
     if world.left[FAULT.lose_script]:
         script = (late.MARK, address, debt.generation, debt.store, s, *debt[2:])
         yield f"{label}, no answer", late.leave(spend(world, FAULT.lose_script), script)
-    heard = world.processes[p].heard
-    if not scripts.settled(world.stores[address], address, debt.generation, debt.store, rules, heard):
+    claims_seen = world.processes[p].claims_seen
+    if not scripts.settled(world.stores[address], address, debt.generation, debt.store, rules, claims_seen):
         yield f"{label}: store lost", lose_store(world, p, debt.generation)
         return
     marked = with_store(world, address, scripts.mark(world.stores[address], s, debt, rules))
@@ -330,8 +330,8 @@ def _release(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator
         if rules.silence_ends_term:
             ended = end_term(world, p, s, rules)
         yield f"{label}, no answer", late.leave(spend(ended, FAULT.lose_script), script)
-    heard = world.processes[p].heard
-    if not scripts.settled(world.stores[address], address, view.generation, view.store, rules, heard):
+    claims_seen = world.processes[p].claims_seen
+    if not scripts.settled(world.stores[address], address, view.generation, view.store, rules, claims_seen):
         yield f"{label}: store lost", end_term(world, p, s, rules)
         return
     released = with_store(world, address, scripts.release(world.stores[address], s, view.term, rules))
@@ -361,6 +361,6 @@ def _other(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[S
         debt = Debt(view.generation, view.store, view.term, view.last, offset, 0)
         address = world.processes[p].address
         ended = with_view(ended, p, s, view._replace(last=offset, checked=True))
-        heard = world.processes[p].heard
-        if scripts.settled(ended.stores[address], address, view.generation, view.store, rules, heard):
+        claims_seen = world.processes[p].claims_seen
+        if scripts.settled(ended.stores[address], address, view.generation, view.store, rules, claims_seen):
             yield f"{label}{skipped}", with_store(ended, address, scripts.mark(ended.stores[address], s, debt, rules))

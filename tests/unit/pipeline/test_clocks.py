@@ -47,7 +47,7 @@ def test_of_a_clock_that_has_told_nothing_nothing_is_known(its: Time) -> None:
 @pytest.mark.parametrize("apart_ms", [0, 400, -400, CLOSE_MS, -CLOSE_MS])
 def test_a_clock_that_is_close_is_this_machine_s(its: Time, apart_ms: int) -> None:
     clock = Clock()
-    clock.hear(its.own_ms + apart_ms, its.monotonic_ms)
+    clock.update(its.own_ms + apart_ms, its.monotonic_ms)
     assert clock.now_ms() == NOW_MS
     assert -1 <= clock.behind_ms + apart_ms <= 1
 
@@ -55,7 +55,7 @@ def test_a_clock_that_is_close_is_this_machine_s(its: Time, apart_ms: int) -> No
 @pytest.mark.parametrize("apart_ms", [2 * HOUR_MS, -2 * HOUR_MS])
 def test_a_step_of_this_machine_s_clock_moves_the_other_by_nothing(its: Time, apart_ms: int) -> None:
     clock = Clock()
-    clock.hear(its.own_ms, its.monotonic_ms)
+    clock.update(its.own_ms, its.monotonic_ms)
     its.pass_ms(700)
     its.step(apart_ms)
     its.pass_ms(300)
@@ -67,7 +67,7 @@ def test_what_an_answer_took_is_no_distance(its: Time) -> None:
     clock = Clock()
     asked_ms = its.monotonic_ms
     its.pass_ms(9_000)
-    clock.hear(NOW_MS + 4_000, asked_ms)
+    clock.update(NOW_MS + 4_000, asked_ms)
     assert (clock.behind_ms, clock.now_ms()) == (0, NOW_MS + 9_000)
     its.step(HOUR_MS)  # then it is the nearest time that it may be
     assert abs(clock.now_ms() - (NOW_MS + 13_000)) <= 1
