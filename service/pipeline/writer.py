@@ -53,7 +53,7 @@ from service.pipeline.queue import Queue
 from service.pipeline.request import Committed, WriteRequest
 from service.pipeline.waiters import Waiters
 from service.slots.recovery import Store
-from service.slots.slot import Link, Slot
+from service.slots.slot import LedgerPosition, Slot
 
 if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
     from service.pipeline.tracing import Tracing
@@ -61,29 +61,30 @@ if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
 log = structlog.get_logger(__name__)
 
 AWAY_PAUSE_S: Final = 0.1
-# As long as a slot's recovery takes, or a broker to hear of a new topic; then twice as long each time.
+# The pause before an aborted request is sent again, doubled with each abort. A slot's recovery takes about as long, as
+# does a broker until it knows a new topic.
 ABORTED_PAUSE_S: Final = 0.1
 ABORTED_PAUSE_MOST_S: Final = 1.0
 UNTRACED: Final = contextlib.nullcontext()
 
 
 class ClaimedGroup(NamedTuple):
-    """What is to be written of a group, and claims that are not wanted."""
+    """The requests of a group to write, and the claims to release."""
 
     requests: Sequence[ClaimedRequest] = ()
     to_release: Sequence[ClaimToRelease] = ()
 
 
 class Written(NamedTuple):
-    """What was written of a group and is to be marked, for which ledger record, and claims that are to be given up."""
+    """What was written of a group: the results to mark, the ledger record's position, and the claims to release."""
 
     delivered: Sequence[CommittedRequest] = ()
-    link: Link | None = None
+    position: LedgerPosition | None = None
     to_release: Sequence[ClaimToRelease] = ()
 
     @property
     def nothing_written(self) -> bool:
-        """Nothing was, and some of it is sent again: not at once, as each try may cost a producer id."""
+        """Whether nothing was written and requests are sent again: after a pause, as a try may use up a producer id."""
         return not self.delivered and any(not each.request.answered for each in self.to_release)
 
 
@@ -111,14 +112,14 @@ class Writer:
         self._admission = admission
         self._telemetry = telemetry
         self._tracing = tracing
-        self._parked: list[WriteRequest] = []  # in doubt, until a slot has been recovered
+        self._parked: list[WriteRequest] = []  # they wait until a slot has been recovered
         self._waiters = Waiters(queue.put_back)
         self._marking: set[asyncio.Task[None]] = set()
-        self._heartbeat_now = heartbeat_now  # set where a claim of a slot without a lease is met: it is to be recovered
+        self._heartbeat_now = heartbeat_now  # set when a claim of a slot without a lease is found, to have it recovered
 
     async def serve(self, slot: Slot) -> None:
-        """Run groups through a READY slot until its term ends (an error is raised) or it is to be given back."""
-        marking: asyncio.Task[None] | None = None  # of the group before
+        """Write groups through a READY slot until the slot drains. Raises the error that ends its term."""
+        marking: asyncio.Task[None] | None = None  # of the previous group
         while not slot.draining:
             group = await self._next_group(slot)
             if group is None:
@@ -127,7 +128,7 @@ class Writer:
             try:
                 claimed = await self._claim(slot, group)
                 written = await self._write(slot, claimed.requests)
-                marking = await self._mark_apart(slot, written, marking)
+                marking = await self._start_mark(slot, written, marking)
                 await self._release(slot, [*claimed.to_release, *written.to_release])
             except BaseException as error:
                 await self._end_term(slot, group, [*claimed.to_release, *written.to_release], error)
@@ -140,9 +141,12 @@ class Writer:
             await asyncio.shield(marking)
 
     async def _next_group(self, slot: Slot) -> Group | None:
-        """The next group for a slot; None where there is none after all. Raises Fenced, and as `flush_marks` does."""
+        """Await the next group for a slot; None if another slot was faster.
+
+        Raises Fenced where the slot is superseded, and what `flush_marks` raises.
+        """
         if slot.superseded:
-            self._queue.notify()  # it may be this slot that was woken for what another can take
+            self._queue.notify()  # this slot may have been woken for requests that another slot can take
             raise Fenced("its term, its generation, or a connection of it has ended")
         group = await self._queue.next_group(slot)
         if group is None and slot.has_too_many_pending_marks:
@@ -152,9 +156,9 @@ class Writer:
     # ----------------------------------------------------------------------------------------------------- claims
 
     async def _claim(self, slot: Slot, group: Group) -> ClaimedGroup:
-        """Claim a group for the slot in its term. Whatever this raises, nothing of the group was sent.
+        """Claim a group for the slot and its term, and answer the requests that need no write or cannot be written now.
 
-        What needs no writing gets its answer, and so does what cannot be written now.
+        Whatever this raises, nothing of the group was sent.
         """
         started = time.perf_counter()
         waited_s = time.monotonic() - group.requests[0].arrived
@@ -165,9 +169,9 @@ class Writer:
         partitions, left_out = route(group.requests, self._topic_metadata.last_known)
         if partitions and group.guarantee is Guarantee.EXACTLY_ONCE:
             slot.open(partitions)
-        self._telemetry.stage_queue.observe(waited_s)  # only now: `open` waits longest for its answer
+        self._telemetry.stage_queue.observe(waited_s)  # after `open`, whose response takes longest
         try:
-            claims = await self._ask(slot, group)
+            claims = await self._claims_of(slot, group)
         except StoreAway:  # nothing was claimed: the term goes on
             self._requeue(group.requests)
             await asyncio.sleep(AWAY_PAUSE_S)
@@ -176,20 +180,21 @@ class Writer:
         if group.atomic and claims[0].outcome is Outcome.DELIVERED:
             await self._answer_members(group.requests[0], claims[0])
             return ClaimedGroup()
-        # From here to the sending nothing is awaited: a deadline cannot pass in between and be answered 503.
+        # No await from here to the sending, so that no deadline can pass in between and be answered 503.
         decision = after_claim(group.requests, claims, left_out, time.monotonic(), self._admission.too_late)
         self._carry_out(decision)
         if decision.next[Step.REQUEUE] and not decision.claimed:
             await asyncio.sleep(AWAY_PAUSE_S)
         return ClaimedGroup(decision.claimed, decision.to_release)
 
-    async def _ask(self, slot: Slot, group: Group) -> list[Claim]:
+    async def _claims_of(self, slot: Slot, group: Group) -> list[Claim]:
+        """Claim the events of a group, in order; an atomic batch has one claim for the whole."""
         if group.atomic:
             return [await slot.claim_all(group.requests[0].asked)]
         return await slot.claim([pair for request in group.requests for pair in request.asked])
 
     def _carry_out(self, decision: ClaimDecision) -> None:
-        """Do what was decided after the claims of a group, but for writing and releasing."""
+        """Carry out a decision, except for writing and releasing."""
         if self._waiters:
             for id in decision.settled_keys:
                 self._waiters.release(id)
@@ -206,10 +211,10 @@ class Writer:
                 each.request.move(RequestEvent.QUEUE)
         if decision.dead_holder_met:
             self._heartbeat_now.set()
-        self._note_won(decision.claimed)
+        self._note_claimed(decision.claimed)
 
-    def _note_won(self, claimed: Sequence[ClaimedRequest]) -> None:
-        """The claims of these requests stand."""
+    def _note_claimed(self, claimed: Sequence[ClaimedRequest]) -> None:
+        """Note that the claims of these requests stand."""
         for request, accepted in claimed:
             request.accepted_at = accepted[0]
             request.move(RequestEvent.WIN)
@@ -217,16 +222,16 @@ class Writer:
                 self._admission.accept(request)
 
     def _requeue(self, requests: Sequence[WriteRequest]) -> None:
-        """Redis took no claim of these: it is made anew, by whoever comes first."""
+        """Put requests without a claim back into the queue; any slot may claim them."""
         if requests:
             for request in requests:
                 request.move(RequestEvent.QUEUE)
             self._queue.put_back(requests)
 
     async def _release(self, slot: Slot, to_release: Sequence[ClaimToRelease]) -> None:
-        """Give up claims that are not wanted; without an answer the release may run late, which ends the term.
+        """Release claims, and requeue, park or split their requests.
 
-        What has no answer yet is claimed again.
+        Raises StoreUnanswered, which ends the term: a release that runs later could remove a newer claim of this term.
         """
         if not to_release:
             return
@@ -239,29 +244,29 @@ class Writer:
         self._split(each.request for each in to_release if each.then is Step.SPLIT)
 
     def _split(self, chunks: Iterable[WriteRequest]) -> None:
-        """Have the coroutine of their batch send chunks again in parts."""
+        """Have the coroutine of each chunk's batch send the chunk again in parts."""
         for chunk in chunks:
             if not chunk.answered and (chunk.collector is None or not chunk.collector.send_again(chunk)):
                 self._admission.answer(chunk, Problem(NOT_WRITTEN, "its batch was given up: send it again"))
 
     def _wait_for_another(self, request: WriteRequest) -> None:
-        """Another writes the request's key: it is claimed again later."""
+        """Claim a request again later, because another request writes its key now."""
         request.move(RequestEvent.QUEUE)
         self._waiters.wait(request)
         if not request.waits:
             request.waits = True
-            asyncio.get_running_loop().call_at(request.wait_deadline, self._wait_no_longer, request)
+            asyncio.get_running_loop().call_at(request.wait_deadline, self._end_wait, request)
 
-    def _wait_no_longer(self, request: WriteRequest) -> None:
-        """Its time to wait is over, and maybe no slot is there that would claim it again and tell."""
-        won = request.accepted_at != 0  # since, a claim of its own: it waits for nobody
-        if request.state is RequestState.QUEUED and not won:
+    def _end_wait(self, request: WriteRequest) -> None:
+        """Answer 409 at the wait deadline, also when no slot is there to claim the request again."""
+        is_claimed = request.accepted_at != 0  # its own claim stood meanwhile, so it waits for no other request
+        if request.state is RequestState.QUEUED and not is_claimed:
             self._admission.answer(request, Problem(IN_PROGRESS, "Idempotency-Key: send it again, with the same key"))
 
     async def _answer_members(self, request: WriteRequest, claim: Claim) -> None:
-        """The stored answer of an atomic batch: where each member is."""
+        """Answer an atomic batch that is delivered, with the coordinates of its members."""
         was_in_doubt = request.state is RequestState.CHECKING
-        request.move(RequestEvent.FIND)  # no deadline may say from here on that it is not written
+        request.move(RequestEvent.FIND)  # from here on its deadline answers 504
         again = Problem(OUTCOME_UNKNOWN, "Idempotency-Key: it is written; send it again to learn where")
         try:
             generation = await asyncio.wait_for(self._store.settled(), self._settings.request_timeout_ms / 1000)
@@ -279,7 +284,7 @@ class Writer:
     # ------------------------------------------------------------------------------------------------------ writing
 
     async def _write(self, slot: Slot, group: Sequence[ClaimedRequest]) -> Written:
-        """Write a claimed group as its guarantee says; end the transaction that was begun for it where it is empty."""
+        """Write a claimed group under its guarantee; if it is empty, abandon the transaction that was begun for it."""
         if not group:
             await slot.abandon()
             return Written()
@@ -298,7 +303,7 @@ class Writer:
         return self._tracing.sending(slot.n, [request for request, _ in group])
 
     async def _write_exactly_once(self, slot: Slot, group: Sequence[ClaimedRequest]) -> Written:
-        """Write a group in one transaction. Raises TransactionFailed: all of it is in doubt, see `_fail`."""
+        """Write a group in one transaction. Raises TransactionFailed after `_fail` has dealt with the requests."""
         records = self._records(slot, group, slot.producer.producer_id, slot.producer.epoch)
         for request, _ in group:
             request.move(RequestEvent.SEND)
@@ -306,27 +311,27 @@ class Writer:
             places = await slot.send(records)
             committed = list(placed_all(group, records, places))
             topic_ids = topic_ids_of(records, self._topic_metadata.last_known)
-            link = await slot.commit(entries_of(committed), topic_ids)
+            position = await slot.commit(entries_of(committed), topic_ids)
         except Exception as error:
             failure = error if isinstance(error, TransactionFailed) else self._bug(slot, error)
             await self._fail(slot, [request for request, _ in group], failure)
             if failure is error:
                 raise
             raise failure from error
-        return Written(committed, link)
+        return Written(committed, position)
 
     @staticmethod
     def _bug(slot: Slot, error: Exception) -> TransactionFailed:
-        """A transaction ended for something that Kafka has no part in. It is in doubt: that is safe in any case."""
+        """Turn a bug into a failed transaction whose outcome is unknown, which is safe in any case."""
         failure = TransactionFailed(TransactionOutcome.UNKNOWN, repr(error))
         slot.fail(failure)
         return failure
 
     async def _write_idempotent(self, slot: Slot, group: Sequence[ClaimedRequest]) -> Written:
-        """Write events whose guarantee is `idempotent`: no transaction and no ledger.
+        """Write events whose guarantee is `idempotent`, without a transaction and without a ledger record.
 
-        What has no clean answer is in doubt at once (504), and its claim is released: a retry writes it again. What was
-        surely not appended is sent again.
+        An event without a clean result is answered 504 at once and its claim is released: a retry writes it again. An
+        event that was surely not appended is sent again.
         """
         identity = await slot.idempotent.identity()
         late = [ClaimToRelease(request, [id for id, _ in request.asked]) for request, _ in group if request.answered]
@@ -347,43 +352,46 @@ class Writer:
             self._admission.answer(request, result)
         for request in decision.requeued:
             request.move(RequestEvent.REFUSE)
-        return Written(decision.delivered, slot.unlinked(), [*late, *decision.to_release])
+        return Written(decision.delivered, slot.without_ledger_record(), [*late, *decision.to_release])
 
     def _records(self, slot: Slot, group: Sequence[ClaimedRequest], producer_id: int, epoch: int) -> list[Record]:
         writer = stamp_writer(slot.n, producer_id, epoch, self._settings.name)
         return records_of(group, self._topic_metadata.last_known, writer, self._admission.now_ms())
 
-    async def _mark_apart(
+    async def _start_mark(
         self, slot: Slot, written: Written, before: asyncio.Task[None] | None
     ) -> asyncio.Task[None] | None:
-        """Mark and answer a committed group while the slot goes on with the next.
+        """Start the task that marks and answers a written group, while the slot goes on with the next group.
 
-        One mark is under way at most: a slow store slows the slot.
+        Waits for `before`, the previous group's task: with one mark at a time, a slow store slows the slot.
         """
         try:
-            if before is not None and written.link is not None:
+            if before is not None and written.position is not None:
                 await asyncio.shield(before)
-        finally:  # also where the slot is cancelled: the group is committed
-            if written.link is not None and written.delivered:
-                before = asyncio.create_task(self._mark(slot, written.link, written.delivered), name=f"mark-{slot.n}")
+        finally:  # also if the slot is cancelled, because the group is committed
+            if written.position is not None and written.delivered:
+                before = asyncio.create_task(
+                    self._mark(slot, written.position, written.delivered), name=f"mark-{slot.n}"
+                )
                 self._marking.add(before)
                 before.add_done_callback(self._marking.discard)
                 log_failure(before, "mark", self._telemetry)
         return before
 
-    async def _mark(self, slot: Slot, link: Link, delivered: Sequence[CommittedRequest]) -> None:
+    async def _mark(self, slot: Slot, position: LedgerPosition, delivered: Sequence[CommittedRequest]) -> None:
+        """Mark written requests as delivered, then answer them, also if the mark fails."""
         started = time.perf_counter()
         rows = rows_of(delivered)
         try:
-            await slot.mark(link, rows)
+            await slot.mark(position, rows)
             if self._waiters:
                 for id, _ in rows:
                     self._waiters.release(id)
         except (StoreLost, StoreAway, StoreUnanswered) as error:
-            # The ledger has it: the events are committed, whatever Redis knows of them by now.
+            # The events are committed and in the ledger, whatever Redis holds.
             self._telemetry.marks_failed.inc()
             if isinstance(error, StoreLost):
-                self._store.lost(link.generation)
+                self._store.lost(position.generation)
         self._telemetry.stage_mark.observe(time.perf_counter() - started)
         self._queue.release(there.topic for _, committed in delivered for _, there in committed.places)
         for request, committed in delivered:
@@ -392,45 +400,44 @@ class Writer:
     # ----------------------------------------------------------------------------------------------------- failures
 
     async def _fail(self, slot: Slot, requests: Sequence[WriteRequest], failure: TransactionFailed) -> None:
-        """A group did not commit cleanly. Its poison is answered if it was alone; the others are sent again.
+        """Answer, requeue or park the requests of a transaction that did not commit cleanly.
 
-        They wait for the recovery if a commit may have been asked for. If it was not, their claims are given up, and
-        they go at once, the first time. What goes on failing would end the term of one slot after the other: from then
-        on it pauses, if nobody else is to blame; and so does what is for a topic that may have been made just now. A
-        chunk that is to blame is sent again in parts.
+        If a commit may have been requested, all are parked until the recovery. If not, their claims are released and
+        they are sent again: at once the first time, later with a pause, because a request that fails each time would
+        end the terms of all slots. A request for a topic that may be new waits too. A chunk to blame is split.
         """
         decision = FailureDecision(requests, failure, self._ledger)
-        if decision.ledger_is_full:  # it takes less than it did
+        if decision.ledger_is_full:  # its topic takes smaller records than before
             self._queue.ledger_bytes_max = max(1, sum(request.ledger_bytes for request in requests) // 2)
         self._note_failures(decision.failed, decision.blamed_topics)
         for request in decision.blamed:
             request.aborts += 1
         for request, result in decision.results:
             self._admission.answer(request, result)
-        given_up = False
+        is_released = False
         try:
-            given_up = decision.is_aborted and await self._give_up(slot, requests)
+            is_released = decision.is_aborted and await self._release_aborted(slot, requests)
         finally:
             for request in requests:
-                request.move(RequestEvent.REFUSE if given_up else RequestEvent.DOUBT)
-            if not given_up:
+                request.move(RequestEvent.REFUSE if is_released else RequestEvent.DOUBT)
+            if not is_released:
                 self._parked += requests
-        if given_up:
+        if is_released:
             self._queue.put_back(decision.at_once)
             self._put_back_later(decision.later)
             self._split(decision.split)
 
     def _put_back_later(self, requests: Sequence[WriteRequest]) -> None:
+        """Put aborted requests back into the queue after the pause of the one with the most aborts."""
         if requests:
             pause_s = min(ABORTED_PAUSE_S * 2 ** max(each.aborts for each in requests), ABORTED_PAUSE_MOST_S)
             asyncio.get_running_loop().call_later(pause_s, self._queue.put_back, requests)
 
-    async def _give_up(self, slot: Slot, requests: Sequence[WriteRequest]) -> bool:
-        """Give up the claims of requests that were sent, so that any slot may write them now; False: they may stand.
+    async def _release_aborted(self, slot: Slot, requests: Sequence[WriteRequest]) -> bool:
+        """Release the claims of an aborted transaction, so that any slot may write its requests; False: they may stand.
 
-        No commit was asked for, and none will be: nothing of their transaction can ever be there, whatever becomes of
-        the slot, whose recovery may wait for a partition's replicas for hours (its abort markers need them). Whose
-        partition that is cannot always be told: until a dead broker is out of the ISR, all that it followed hang alike.
+        The transaction can never commit, because no commit was requested. The slot's own recovery may take hours: abort
+        markers need the replicas of every partition, and until a dead broker leaves the ISR all its partitions hang.
         """
         try:
             await slot.release([id for request in requests for id, _ in request.asked])
@@ -440,7 +447,7 @@ class Writer:
         return True
 
     def _note_failures(self, requests: Iterable[WriteRequest], topics: Iterable[str]) -> None:
-        """These topics failed a group, and these requests were in it: they go in groups of their own from here on."""
+        """Quarantine topics that failed a group, and count the failure of the requests that had one of them."""
         for request in requests:
             request.failures += 1
         for topic in topics:
@@ -450,13 +457,13 @@ class Writer:
     async def _end_term(
         self, slot: Slot, group: Group, to_release: Sequence[ClaimToRelease], error: BaseException
     ) -> None:
-        """The term has ended: what was not sent waits for the slot's recovery, for its own claim may stand there.
+        """Park the requests of a group whose term has ended and that were not sent: their claims may stand.
 
-        So does that whose claims were not wanted, and could not be given up in time.
+        Requests with claims to release are parked too, unless the release succeeds.
         """
         try:
             if to_release and isinstance(error, TransactionFailed):
-                # They were not even sent, and the slot's recovery may take long.
+                # Released now: the slot's recovery may take long, and these requests were not sent.
                 with contextlib.suppress(StoreUnanswered):
                     await self._release(slot, to_release)
                     to_release = ()
@@ -464,24 +471,24 @@ class Writer:
             unsent = [
                 request
                 for request in group.requests
-                if request.state in UNSENT and request.group_number == group.number  # else a later group has it
+                if request.state in UNSENT and request.group_number == group.number  # else it is in a later group
             ]
             for request in unsent:
                 request.move(RequestEvent.QUEUE)
             self._park(slot, unsent + [each.request for each in to_release if not each.request.answered])
 
     def _park(self, slot: Slot, requests: Sequence[WriteRequest]) -> None:
-        """Keep requests until a recovery: a claim of them may stand in the slot's term, and is not somebody else's."""
+        """Keep requests until a recovery. A claim of the slot's current term that they meet later is their own."""
         for request in requests:
             request.claimants += ((slot.n, slot.term),)
         self._parked += requests
 
     def recovered(self) -> None:
-        """A slot has been recovered, or time has passed: what waits for that is claimed anew, which tells its fate."""
+        """Claim the parked requests again, after the recovery of a slot or a heartbeat: the claim finds the outcome."""
         parked, self._parked = self._parked, []
         self._queue.put_back(parked)
 
     async def settle(self) -> None:
-        """Wait for the marks that are under way, also those of slots that were cancelled."""
+        """Wait for the marks that are in flight, also those of slots that were cancelled."""
         if self._marking:
             await asyncio.wait(self._marking)

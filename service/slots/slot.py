@@ -1,4 +1,4 @@
-"""A slot: one long-lived transactional producer, the term in which it may write, and the marks that it owes."""
+"""A slot: its transactional producer, the term in which the producer may write, and the marks that are pending."""
 
 import asyncio
 import time
@@ -14,15 +14,15 @@ from service.kafka.outcomes import TransactionFailed
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.session import Partition, Record, RecordMetadata
 
-# For what has no ledger record: offsets that no `applied` is ever at, so that a mark moves none.
+# The offset of events without a ledger record. `applied` is never at it, so that their mark does not move `applied`.
 NO_RECORD: Final = -2
-# Ledger records, of 512 KiB at most, that may wait for their mark: with more of them the term ends, and the recovery
-# reads them from the ledger again.
+# Ledger records, of 512 KiB at most, whose marks may be pending before the slot takes another group. If they cannot be
+# marked then, the term ends, and recovery reads the records from the ledger.
 PENDING_MARKS_MAX: Final = 16
 
 
-class Link(NamedTuple):
-    """What a mark is for: when it was written, the offset of its ledger record, and of the one before."""
+class LedgerPosition(NamedTuple):
+    """Where a ledger record was written: its generation, term and offset, and the offset of the record before it."""
 
     generation: StoreGeneration
     term: int
@@ -31,7 +31,7 @@ class Link(NamedTuple):
 
 
 class Slot:
-    """Slot `n` of the namespace while this process holds it. Its pool's task owns it; nothing else moves its state."""
+    """Slot `n` of the namespace while this process holds it. Only the pool's task of this slot changes its state."""
 
     def __init__(self, n: int, keys: KeyStore, ledger: str, instance: str, idempotent: IdempotentProducer) -> None:
         self.n = n
@@ -39,12 +39,12 @@ class Slot:
         self.term = -1
         self.generation = StoreGeneration(-1, "")
         self.state = SlotState.VACANT
-        self.draining = False  # it is to be given back
-        self.superseded = False  # its term or generation has passed: it is to be recovered before it writes again
-        self.down_since = time.monotonic()  # it cannot write, until it has been recovered; then infinite
-        self.applied = -1  # what this process knows of it in the store
+        self.draining = False  # takes no more groups: the slot will be given back
+        self.superseded = False  # the term or the generation has passed: the slot must be recovered before it writes
+        self.down_since = time.monotonic()  # since when the slot cannot write; infinite while it can
+        self.applied = -1  # the offset up to which this process has marked ledger records in the store
         self.in_doubt = 0  # events of a transaction without a clean commit, until the slot has been recovered
-        self.in_doubt_since = 0.0  # by time.monotonic
+        self.in_doubt_since = 0.0  # time.monotonic
         self.maybe_hanging: set[Partition] = set()  # partitions that the next recovery asks for open transactions
         self._keys = keys
         self._ledger = ledger
@@ -52,12 +52,12 @@ class Slot:
         self._producer: TransactionalProducer | None = None
         self._last_record = -1
         self._sent = 0  # events of the last transaction
-        self._likely = True  # the next group will have something to write
-        self._unmarked: deque[tuple[Link, Sequence[Row]]] = deque()
+        self._expects_records = True  # whether the last group had something to write
+        self._pending_marks: deque[tuple[LedgerPosition, Sequence[Row]]] = deque()
         self._marking = asyncio.Lock()
 
     def __repr__(self) -> str:
-        return f"<Slot {self.n} {self.state.value} term={self.term} unmarked={len(self._unmarked)}>"
+        return f"<Slot {self.n} {self.state.value} term={self.term} pending_marks={len(self._pending_marks)}>"
 
     @property
     def producer(self) -> TransactionalProducer:
@@ -66,32 +66,37 @@ class Slot:
 
     @property
     def cut_off(self) -> bool:
-        """Whether a connection of this term has ended: what it has written may lack markers since."""
+        """Whether a connection of this term has ended; its transactions may lack markers since."""
         return self._producer is not None and self._producer.lost
 
     @property
     def producer_id(self) -> int | None:
-        """Kafka's id of its producer, None while it has none."""
+        """The producer id of the current producer; None without a producer."""
         return None if self._producer is None else self._producer.producer_id
 
     def move(self, event: SlotEvent) -> None:
-        """The one way in which the state changes."""
+        """Change the state. Raises IllegalMove where the table has no such move."""
         self.state = SLOT[self.state, event]
 
-    # ------------------------------------------------------------------------------------ recovery's steps on it
+    # ----------------------------------------------------------------------------------------- steps of recovery
 
     def enter(self, generation: StoreGeneration, producer: TransactionalProducer) -> None:
-        """A fenced-in producer begins a life. Of the last term's debts those stay that no ledger will replay."""
+        """Enter a generation with a producer that has fenced the older ones.
+
+        Keeps the pending marks of events without a ledger record: recovery replays all others from the ledger.
+        """
         self.generation = generation
         self.superseded = False
         self._producer = producer
-        self._unmarked = deque(
-            debt for debt in self._unmarked if debt[0].offset == NO_RECORD and debt[0].generation == generation
+        self._pending_marks = deque(
+            (position, rows)
+            for position, rows in self._pending_marks
+            if position.offset == NO_RECORD and position.generation == generation
         )
         self.move(SlotEvent.FENCE)
 
     async def begin(self, at_ms: int) -> int:
-        """Commit the begin record; its offset is the term. Raises TransactionFailed."""
+        """Commit the begin record, accepted at `at_ms`, and return its offset, the term. Raises TransactionFailed."""
         begin = Begin(
             self.n, self.producer.producer_id, self.producer.epoch, self._instance, self.generation.number, at_ms
         )
@@ -102,7 +107,7 @@ class Slot:
         return self.term
 
     async def end(self) -> None:
-        """Close the producer: its life is over, whatever it was doing."""
+        """Close both producers, whatever they are doing."""
         producer, self._producer = self._producer, None
         if producer is not None:
             await producer.close()
@@ -111,38 +116,38 @@ class Slot:
     # --------------------------------------------------------------------------------------------- within a term
 
     async def claim(self, asked: Sequence[tuple[bytes, bytes]]) -> list[Claim]:
-        """Claim (id, fingerprint) pairs for this slot in this term. Raises as KeyStore.claim does."""
+        """Claim (id, fingerprint) pairs for this slot and term. Raises what KeyStore.claim raises."""
         return await self._keys.claim(self.generation, self.n, self.term, asked)
 
     async def claim_all(self, asked: Sequence[tuple[bytes, bytes]]) -> Claim:
-        """Claim an atomic batch for this slot in this term: the whole first, then its members; all or none."""
+        """Claim an atomic batch for this slot and term, all or nothing: the whole's pair first, then its members'."""
         return await self._keys.claim_all(self.generation, self.n, self.term, asked)
 
     async def release(self, ids: Sequence[bytes]) -> None:
-        """Give up claims that were never sent."""
+        """Release claims whose events were not sent."""
         await self._keys.release(self.generation, self.n, self.term, ids)
 
     def open(self, partitions: Iterable[Partition]) -> None:
-        """Begin the transaction of a group while its claims are made: one round trip less to wait for (KIP-98).
+        """Begin the transaction of a group while its claims are made, which saves a round trip (KIP-98).
 
-        `send` or `abandon` comes next. Nothing is begun where the last group had nothing to write: this one is likely
-        to be of replays too, and a transaction that stays empty costs two requests and its markers.
+        Call `send` or `abandon` next. Does nothing if the last group had nothing to write: this group is then likely
+        to be of replays too, and an empty transaction costs two requests and its markers.
         """
-        if self._likely:
+        if self._expects_records:
             self.producer.open([*partitions, (self._ledger, self.n)])
 
     async def abandon(self) -> None:
-        """There is nothing to write. Raises TransactionFailed: the term is over then."""
-        self._likely = False
+        """End the transaction that `open` began, without records. Raises TransactionFailed, which ends the term."""
+        self._expects_records = False
         await self.producer.abandon()
 
     async def send(self, records: Sequence[Record]) -> list[RecordMetadata]:
-        """Send the records of a transaction, and await every answer; their places. `commit` comes next.
+        """Send the records of a transaction and await their metadata, in their order. Call `commit` next.
 
-        Raises TransactionFailed: the term is over then.
+        Raises TransactionFailed, which ends the term.
         """
         self.move(SlotEvent.WRITE)
-        self._likely = True
+        self._expects_records = True
         self._sent = len(records)
         try:
             return await self.producer.send(records, (self._ledger, self.n))
@@ -150,11 +155,10 @@ class Slot:
             self.fail(failed)
             raise
 
-    async def commit(self, entries: Iterable[str], topic_ids: Mapping[str, str]) -> Link:
-        """Write the ledger record of what was sent, with these entries, and commit. Raises as `send` does.
+    async def commit(self, entries: Iterable[str], topic_ids: Mapping[str, str]) -> LedgerPosition:
+        """Write the ledger record with these entries and commit; the position is for `mark`. Raises TransactionFailed.
 
-        `topic_ids` are those of the records' topics, as far as they are known. Answers the ledger's previous and new
-        offset, which `mark` wants.
+        `entries` are JSON texts; `topic_ids` has the known ids of the records' topics, by name.
         """
         try:
             head = self.n, self.producer.producer_id, self.producer.epoch, self._instance
@@ -164,54 +168,54 @@ class Slot:
             raise
         self.move(SlotEvent.COMMIT)
         previous, self._last_record = self._last_record, offset
-        return Link(self.generation, self.term, previous, offset)
+        return LedgerPosition(self.generation, self.term, previous, offset)
 
     def fail(self, failed: TransactionFailed) -> None:
-        """A transaction did not commit cleanly: what was sent is in doubt until the slot has been recovered."""
+        """Note a transaction that did not commit cleanly: its events are in doubt until the slot is recovered."""
         self.maybe_hanging.update(failed.hanging)
         self.move(SlotEvent.FAIL)
         self.in_doubt, self.in_doubt_since = self._sent, time.monotonic()
 
-    def unlinked(self) -> Link:
-        """The link of what is written now and has no ledger record."""
-        return Link(self.generation, self.term, NO_RECORD, NO_RECORD)
+    def without_ledger_record(self) -> LedgerPosition:
+        """Make the position of events that are written now without a ledger record."""
+        return LedgerPosition(self.generation, self.term, NO_RECORD, NO_RECORD)
 
-    async def mark(self, link: Link, rows: Sequence[Row]) -> None:
-        """Mark what a committed ledger record says, after all that was to be marked before it.
+    async def mark(self, position: LedgerPosition, rows: Sequence[Row]) -> None:
+        """Mark the rows of a committed ledger record as delivered, after all marks that are pending.
 
-        Where this raises, the record stays owed: the next mark, or `settle_debts`, tries it again in its order, and
-        until then `applied` stays where it is, so that a recovery would find it. StoreLost at once where the slot has
+        Where this raises, the mark stays pending: the next `mark` or `flush_marks` tries again, in order. Until then
+        `applied` does not move, so that a recovery would find the record. Raises StoreLost at once if the slot has
         entered another generation meanwhile, whose recovery has read the record.
         """
         async with self._marking:
-            if link.generation != self.generation:
-                raise StoreLost(f"generation {link.generation.number} has passed")
-            self._unmarked.append((link, rows))
+            if position.generation != self.generation:
+                raise StoreLost(f"generation {position.generation.number} has passed")
+            self._pending_marks.append((position, rows))
             await self._flush()
 
     async def flush_marks(self) -> None:
-        """Try again what could not be marked."""
+        """Try the pending marks again. Raises as `mark` does."""
         async with self._marking:
             await self._flush()
 
     @property
     def has_pending_marks(self) -> bool:
-        return bool(self._unmarked)
+        return bool(self._pending_marks)
 
     @property
     def takes_groups(self) -> bool:
-        """Whether it may take a group now."""
+        """Whether the slot may take a group now."""
         return not (self.draining or self.superseded or self.has_too_many_pending_marks)
 
     @property
     def has_too_many_pending_marks(self) -> bool:
-        """Are so many marks pending that no further group may be taken before one of them succeeds?"""
-        return len(self._unmarked) >= PENDING_MARKS_MAX
+        """Whether a pending mark must succeed before the slot may take another group."""
+        return len(self._pending_marks) >= PENDING_MARKS_MAX
 
     async def _flush(self) -> None:
-        owed = self._unmarked  # a new term begins with debts of its own
-        while owed:
-            link, rows = owed[0]
-            await self._keys.mark(link.generation, self.n, link.term, link.previous, link.offset, rows)
-            owed.popleft()
-            self.applied = max(self.applied, link.offset)
+        pending = self._pending_marks  # a new term gets another deque
+        while pending:
+            position, rows = pending[0]
+            await self._keys.mark(position.generation, self.n, position.term, position.previous, position.offset, rows)
+            pending.popleft()
+            self.applied = max(self.applied, position.offset)

@@ -18,7 +18,7 @@ from service.kafka.admin import KafkaAdmin
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.session import Record, RecordMetadata
-from service.slots.slot import Link, Slot
+from service.slots.slot import LedgerPosition, Slot
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
 from tests.contract.memory_log import Broker, MemoryProducer
 from tests.integration.judge import read_committed
@@ -95,7 +95,7 @@ async def write(
     return places, await producer.commit(line)
 
 
-async def write_in(slot: Slot, record: Record) -> Link:
+async def write_in(slot: Slot, record: Record) -> LedgerPosition:
     await slot.send([record])
     return await slot.commit([], {})
 

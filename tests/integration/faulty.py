@@ -204,11 +204,11 @@ def marks_leave_gaps() -> None:
 
     async def pay_or_forget(slot: Slot) -> None:
         """One try for each record: what could not be marked is not owed."""
-        while slot._unmarked:
+        while slot._pending_marks:
             try:
                 await pay(slot)
             except StoreAway:
-                slot._unmarked.popleft()
+                slot._pending_marks.popleft()
 
     replace(RedisKeys, "mark", from_anywhere)
     replace(Slot, "_flush", pay_or_forget)

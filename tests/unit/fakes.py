@@ -27,7 +27,7 @@ from service.pipeline.queue import Queue
 from service.pipeline.request import WriteRequest, WriteResult
 from service.pipeline.writer import Writer
 from service.slots.recovery import Store
-from service.slots.slot import Link, Slot
+from service.slots.slot import LedgerPosition, Slot
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
 
 GENERATION = StoreGeneration(1, "run/repl")
@@ -76,7 +76,7 @@ class FakeKeys(MemoryKeys):
         server = Server(GENERATION.store, Clock(NOW_MS), GENERATION)
         super().__init__(server, retention_ms=86_400_000, least_left_ms=60_000, lease_ttl_ms=3_000)
         self.trouble = Trouble()
-        self.marks: list[tuple[Link, Sequence[Row]]] = []  # all that were tried
+        self.marks: list[tuple[LedgerPosition, Sequence[Row]]] = []  # all that were tried
         self.returned: list[tuple[int, bool]] = []  # slots that were given back, and whether as clean
         self.marks_of_slots = ""  # what a heartbeat answers of the slots, where a test says so
 
@@ -103,7 +103,7 @@ class FakeKeys(MemoryKeys):
     async def mark(
         self, generation: StoreGeneration, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]
     ) -> int:
-        self.marks.append((Link(generation, term, previous, offset), rows))
+        self.marks.append((LedgerPosition(generation, term, previous, offset), rows))
         await self.trouble.enter("mark")
         return await super().mark(generation, slot, term, previous, offset, rows)
 

@@ -15,10 +15,10 @@ from service.pipeline.decisions import ClaimToRelease
 from service.pipeline.group import entries_of, placed_all, records_of, route, rows_of, topic_ids_of
 from service.pipeline.request import Committed, WriteRequest
 from service.pipeline.writer import Written
-from service.slots.slot import Link
+from service.slots.slot import LedgerPosition
 from tests.unit.fakes import make_event
 
-LINK = Link(StoreGeneration(1, "run/repl"), 1, 1, 3)
+POSITION = LedgerPosition(StoreGeneration(1, "run/repl"), 1, 1, 3)
 
 
 def request(key: str, *topics: str, partition: int | None = None) -> WriteRequest:
@@ -63,7 +63,7 @@ def test_who_wrote_nothing_and_has_somebody_to_try_again_waits(
         if done:
             each.move(RequestEvent.ANSWER)
     committed = [(request("b", "orders"), Committed(1, (), replayed=False))] if delivered else []
-    written = Written(committed, LINK, [ClaimToRelease(each, []) for each in claims_to_release])
+    written = Written(committed, POSITION, [ClaimToRelease(each, []) for each in claims_to_release])
     assert written.nothing_written is (goes_round and not delivered)
 
 

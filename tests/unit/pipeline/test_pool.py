@@ -16,7 +16,7 @@ from service.pipeline import pool as module
 from service.pipeline.pool import Pool
 from service.pipeline.request import Committed
 from service.slots.recovery import SlotRecovery
-from service.slots.slot import Link, Slot
+from service.slots.slot import LedgerPosition, Slot
 from tests.unit.fakes import GENERATION, NOW_MS, FakeProducer, Trouble, World, ended, kind_of, make_event, until
 from tests.unit.scrape import sample
 
@@ -217,7 +217,7 @@ async def test_a_slot_that_owes_a_mark_is_not_given_back_as_clean(hold: Hold) ->
     slot = await held.ready()
     held.world.keys.trouble.before["mark"].extend(StoreUnanswered("no answer") for _ in range(1_000))
     with pytest.raises(StoreUnanswered):
-        await slot.mark(slot.unlinked(), ROWS)
+        await slot.mark(slot.without_ledger_record(), ROWS)
     await held.pool.stop()
     assert held.world.keys.returned == [(slot.n, False)]
 
@@ -241,7 +241,7 @@ async def test_a_beat_pays_the_debts_of_its_slots(hold: Hold) -> None:
     slot = await held.ready()
     held.world.keys.trouble.before["mark"].append(StoreUnanswered("no answer"))
     with pytest.raises(StoreUnanswered):
-        await slot.mark(slot.unlinked(), ROWS)
+        await slot.mark(slot.without_ledger_record(), ROWS)
     await until(lambda: not slot.has_pending_marks)
     assert ROWS[0][0] in held.world.keys.server.keys
 
@@ -251,7 +251,7 @@ async def test_a_debt_of_a_generation_that_passed_does_not_lose_the_present_stor
     slot = await held.ready()
     held.world.keys.trouble.before["mark"].append(StoreUnanswered("no answer"))
     with pytest.raises(StoreUnanswered):
-        await slot.mark(Link(GENERATION, slot.term, slot.term, slot.term + 3), ROWS)
+        await slot.mark(LedgerPosition(GENERATION, slot.term, slot.term, slot.term + 3), ROWS)
     held.world.keys.server.held = held.world.store.generation = LATER
     await held.more_beats()
     assert slot.has_pending_marks
@@ -291,16 +291,16 @@ async def test_an_idle_slot_whose_term_has_passed_is_recovered_at_the_next_beat(
 async def test_a_recovery_drops_the_debts_that_the_ledger_replays_and_keeps_the_others() -> None:
     world = World()
     slot = await world.slot()
-    linked = Link(GENERATION, slot.term, slot.term, slot.term + 3)
-    for link in (linked, slot.unlinked()):
+    with_record = LedgerPosition(GENERATION, slot.term, slot.term, slot.term + 3)
+    for position in (with_record, slot.without_ledger_record()):
         world.keys.trouble.before["mark"].append(StoreUnanswered("no answer"))
         with pytest.raises(StoreUnanswered):
-            await slot.mark(link, ROWS)
+            await slot.mark(position, ROWS)
     world.keys.marks.clear()
     term = slot.term
     await world.recover(slot)
     await slot.flush_marks()
-    assert [(link.term, link.offset) for link, _ in world.keys.marks] == [(term, -2)]
+    assert [(position.term, position.offset) for position, _ in world.keys.marks] == [(term, -2)]
 
 
 async def test_no_debt_outlives_its_generation() -> None:
@@ -308,7 +308,7 @@ async def test_no_debt_outlives_its_generation() -> None:
     slot = await world.slot()
     world.keys.trouble.before["mark"].append(StoreUnanswered("no answer"))
     with pytest.raises(StoreUnanswered):
-        await slot.mark(slot.unlinked(), ROWS)
+        await slot.mark(slot.without_ledger_record(), ROWS)
     world.keys.server.held = LATER
     await world.recover(slot, LATER)
     assert not slot.has_pending_marks
@@ -319,9 +319,9 @@ async def test_a_mark_that_waited_for_another_is_no_debt_of_the_next_generation(
     world = World()
     slot = await world.slot()
     gate = world.keys.trouble.hold("mark")
-    first = asyncio.create_task(slot.mark(slot.unlinked(), ROWS))
+    first = asyncio.create_task(slot.mark(slot.without_ledger_record(), ROWS))
     await world.keys.trouble.reached["mark"].wait()
-    second = asyncio.create_task(slot.mark(Link(GENERATION, slot.term, slot.term, slot.term + 3), ROWS))
+    second = asyncio.create_task(slot.mark(LedgerPosition(GENERATION, slot.term, slot.term, slot.term + 3), ROWS))
     await asyncio.sleep(0)
     world.keys.server.held = LATER
     await world.recover(slot, LATER)

@@ -156,7 +156,7 @@ async def test_a_record_names_the_producer_that_wrote_it(topic: str, producer_id
 @pytest.mark.parametrize(
     ("results", "quarantined"), [([RecordMetadata(3, NOW_MS), None], {"plain.b"}), ([None, None], set())]
 )
-async def test_what_hangs_beside_others_that_went_travels_apart(
+async def test_a_topic_without_answer_is_quarantined_if_others_in_its_group_were_written(
     results: list[RecordResult], quarantined: set[str]
 ) -> None:
     """Where nothing went, it may be the broker."""
