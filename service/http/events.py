@@ -242,7 +242,7 @@ class EventsEndpoint:
                 self._fail(post, answer, applied)
             else:
                 lines = committed_lines(key, answer, self._retention_s) + applied
-                self._answer(post, 201, lines, render_place(answer.places[0]))
+                self._answer(post, 201, lines, render_place(answer.deliveries[0]))
         except Exception as error:
             self._fail(post, error)
 

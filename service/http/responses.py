@@ -11,7 +11,7 @@ from urllib.parse import quote
 import msgspec
 
 from service.core.problems import UNAUTHORIZED, Kind, Problem
-from service.pipeline.request import Committed, Placed, WriteResult
+from service.pipeline.request import Committed, Delivery, WriteResult
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -94,7 +94,7 @@ class _Whole(msgspec.Struct, gc=False):
 _encode: Final = msgspec.json.Encoder().encode
 
 
-def render_place(place: Placed) -> bytes:
+def render_place(place: Delivery) -> bytes:
     """`{"id","topic","partition","offset","timestamp"}`."""
     id, there = place
     return _encode(_Metadata(id.hex(), there.topic, there.partition, there.offset, there.ts))
@@ -114,7 +114,7 @@ def render_result(answer: WriteResult) -> str:
     """What is told of one event of several."""
     if isinstance(answer, Problem):
         return f'{{"status":{answer.kind.status},"problem":{json.dumps(answer.body())}}}'
-    id, there = answer.places[0]
+    id, there = answer.deliveries[0]
     result = _Result(201, id.hex(), there.topic, there.partition, there.offset, there.ts, answer.replayed)
     return _encode(result).decode()
 
@@ -123,7 +123,7 @@ def render_whole(id: bytes, answer: Committed) -> bytes:
     """The body of an atomic batch's 201, the same bytes each time."""
     results = [
         _Member(201, member.hex(), there.topic, there.partition, there.offset, there.ts)
-        for member, there in answer.places
+        for member, there in answer.deliveries
     ]
     return _encode(_Whole(id.hex(), results))
 

@@ -1,4 +1,4 @@
-"""Where requests come in and get their results: bounds, deadlines, the journal. What becomes of them: `writer`."""
+"""Admits requests into the queue within its bounds, answers them by their deadline, and records the answers."""
 
 import asyncio
 import time
@@ -46,17 +46,17 @@ if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
 log = structlog.get_logger(__name__)
 
 SWEEP_S: Final = 0.02
-# Who waits for another's write hears of it, or a 409, before the deadline.
+# A request that waits for another's write is answered (201 or 409) so long before its deadline.
 ANSWERED_BEFORE_DEADLINE_S: Final = 0.5
-# Where nobody waits: who comes meanwhile has a deadline that is further off.
+# Between two sweeps while no request is open; the deadline of one that arrives meanwhile is further off.
 SWEEP_IDLE_S: Final = 0.1
-# Answered requests that may lie behind one that waits, and their bytes.
+# Answered requests that may be kept behind one that waits, and their bytes.
 ANSWERED_KEPT: Final = 1_000
 ANSWERED_BYTES_KEPT: Final = 4 * 1024 * 1024
 
 
 class Admission:
-    """Takes requests from the edge into the queue, and gives each its answer, once, by its deadline."""
+    """Puts requests into the queue, and answers each request once, by its deadline."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Admission:
         tracing: "Tracing | None" = None,
         now_ms: Callable[[], int] = own_ms,
     ) -> None:
-        self.now_ms = now_ms  # Kafka's time
+        self.now_ms = now_ms  # the brokers' time, ms since the Unix epoch
         self._settings = settings
         self._guarantee = lru_cache(maxsize=TOPICS_MAX)(rules.guarantee)  # by topic
         self._schemas = schemas
@@ -84,8 +84,8 @@ class Admission:
         self._telemetry = telemetry
         self._tracing = tracing
         self._timeout_s = settings.request_timeout_ms / 1000
-        self.events_max = settings.queue_events_max  # more at once could never come in
-        self._open: deque[WriteRequest] = deque()  # by deadline
+        self.events_max = settings.queue_events_max  # a larger request could never be admitted
+        self._open: deque[WriteRequest] = deque()  # ordered by deadline
         self._open_bytes = 0
         self.load_shedder = LoadShedder()
         self.accepting = True
@@ -93,10 +93,10 @@ class Admission:
     def submit(
         self, event: Event, arrived: float, wait_s: float = 0.0, accepted: asyncio.Future[None] | None = None
     ) -> asyncio.Future[WriteResult]:
-        """Write a checked event exactly once; the future has its result within the request's timeout.
+        """Write a checked event; the future gets its result within the request timeout.
 
-        Raises Problem for what is refused before the key is touched; `arrived` is by time.monotonic. Somebody else's
-        write of the same key is waited for, up to `wait_s`; `accepted` is done once the claim stands.
+        `arrived` is time.monotonic. If another request writes the same key, this one waits up to `wait_s` for it.
+        `accepted` is set when the claim stands. Raises Problem (503) where the request is not admitted.
         """
         request = WriteRequest.of((event,), arrived, self._timeout_s, self._guarantee(event.topic))
         future: asyncio.Future[WriteResult] = asyncio.get_running_loop().create_future()
@@ -108,28 +108,28 @@ class Admission:
         return future
 
     async def submit_chunk(self, chunk: BatchChunk) -> list[WriteResult]:
-        """Write the checked events of a chunk, in their order; the result of each.
+        """Write the checked events of a chunk, in their order; returns the result of each.
 
-        They go together. Where they cannot, they go in parts, one after the other, which keeps their order: what is for
-        a quarantined topic, or has the other guarantee, by itself; and of what fails, each half by itself, so that an
-        event that the broker refuses is found in log₂ n transactions.
+        The events are written together. If they cannot be, they are written in parts, one after the other, which keeps
+        their order: one part for each quarantined topic and for each guarantee. A part that fails is split in halves,
+        so that an event that the broker refuses is found in log₂ n transactions.
         """
         results: list[WriteResult | None] = [None] * len(chunk.events)
         request = WriteRequest.of(chunk.events, time.monotonic(), self._timeout_s, Guarantee.EXACTLY_ONCE)
-        request.places = range(len(chunk.events))
+        request.indexes = range(len(chunk.events))
         try:
             self._check_in(request)
         except Problem as problem:
             return [problem.as_result()] * len(chunk.events)
-        parts = deque(self._by_lane(request))
+        parts = deque(self._split_by_queue(request))
         put = self._queue.put
         try:
             while parts:
                 failed = await self._send(parts.popleft(), results, put)
                 parts.extendleft(part for each in reversed(failed) for part in reversed(self._halves(each)))
-                put = self._put_back  # what follows has waited before
+                put = self._put_back  # the following parts have waited already
         finally:
-            for part in parts:  # this coroutine was cancelled
+            for part in parts:  # there are some only if this coroutine was cancelled
                 self.answer(part, Problem(NOT_WRITTEN, "its batch was given up: send it again"))
         return [result for result in results if result is not None]
 
@@ -139,29 +139,28 @@ class Admission:
     async def _send(
         self, part: WriteRequest, results: list[WriteResult | None], put: Callable[[WriteRequest], None]
     ) -> list[WriteRequest]:
-        """Have a part of a chunk written, by its deadline; what of it is to be sent again, in smaller parts."""
+        """Await the write of a part of a chunk, until its deadline. Returns the requests to split and send again."""
         part.collector = ResultCollector(results, len(part.events))
         deadline = asyncio.get_running_loop().call_at(part.deadline, self._expire, part)
         put(part)
-        failed = await part.collector.done  # where this is cancelled the part goes on by itself, until its deadline
+        failed = await part.collector.done  # if this is cancelled, the part goes on until its deadline
         deadline.cancel()
         return failed
 
     def _expire(self, request: WriteRequest) -> None:
         self.answer(request, self.too_late(request))
 
-    def _by_lane(self, request: WriteRequest) -> list[WriteRequest]:
-        """The events of a chunk by what they may hold up: first those of no quarantined topic, by their guarantee."""
+    def _split_by_queue(self, request: WriteRequest) -> list[WriteRequest]:
+        """Split a chunk by guarantee and by quarantined topic, the parts without a quarantined topic first."""
         topics = request.topics
-        lanes = {topic: (self._queue.is_quarantined((topic,)), self._guarantee(topic)) for topic in topics}
-        if len(topics) > 1 and len(set(lanes.values())) > 1:
-            by_lane: dict[tuple[bool, Guarantee, str], list[int]] = {}
+        queues = {topic: (self._queue.is_quarantined((topic,)), self._guarantee(topic)) for topic in topics}
+        if len(topics) > 1 and len(set(queues.values())) > 1:
+            indexes: dict[tuple[bool, Guarantee, str], list[int]] = {}
             for index, event in enumerate(request.events):
-                quarantined, guarantee = lanes[event.topic]
-                by_lane.setdefault((quarantined, guarantee, event.topic if quarantined else ""), []).append(index)
-            order = sorted(by_lane, key=lambda lane: lane[0])
-            parts = [request.part(by_lane[lane]) for lane in order]
-            request.move(RequestEvent.ANSWER)  # its events go on in the parts
+                quarantined, guarantee = queues[event.topic]
+                indexes.setdefault((quarantined, guarantee, event.topic if quarantined else ""), []).append(index)
+            parts = [request.part(indexes[queue]) for queue in sorted(indexes, key=lambda queue: queue[0])]
+            request.move(RequestEvent.ANSWER)  # its events continue in the parts
         else:
             parts = [request]
         for part in parts:
@@ -169,16 +168,19 @@ class Admission:
         return parts
 
     def _halves(self, request: WriteRequest) -> list[WriteRequest]:
-        """What is sent in place of a chunk that failed: each lane by itself, or else each half."""
+        """Split a chunk that failed by its queues, or if all its events have one queue, in halves."""
         events = range(len(request.events))
         half = len(events) // 2
         whole = request.part(events)
         whole.state, whole.aborts = RequestState.QUEUED, 0
-        parts = self._by_lane(whole)
+        parts = self._split_by_queue(whole)
         return [whole.part(each) for each in (events[:half], events[half:]) if each] if len(parts) == 1 else parts
 
     async def submit_atomic(self, events: Sequence[Event], whole: tuple[bytes, bytes], arrived: float) -> WriteResult:
-        """Write checked events in one transaction or not at all, under the whole's (id, fingerprint)."""
+        """Write checked events in one transaction or not at all; `whole` is the batch's (id, fingerprint).
+
+        `arrived` is time.monotonic. Raises Problem where a topic is idempotent, or the batch is not admitted.
+        """
         for event in events:
             if self._guarantee(event.topic) is not Guarantee.EXACTLY_ONCE:
                 detail = f"topic: {event.topic} is idempotent, which no atomic batch can be: send its events singly"
@@ -191,20 +193,20 @@ class Admission:
 
     @property
     def overload(self) -> Problem | None:
-        """503 for a single event while the queue is full. It is not looked at, so that those that wait get the time.
+        """503 for a single event while the queue is full, else None.
 
-        The journal hears nothing of it either: what it was, nobody knows.
+        The event is not parsed, which leaves the time to the requests in the queue, and not recorded in the journal.
         """
         return self._queue.too_many if self._queue.full else None
 
     def check_now(self, event: Event) -> bool:
-        """What the event's schema refuses, before the key is touched. Raises Problem; False: `check` takes a while."""
+        """Check an event against its topic and schema. Raises Problem; False where only `check` can decide."""
         return self._topic_takes(event) and self._schemas.check_now(event)
 
     def _topic_takes(self, event: Event) -> bool:
-        """Does its topic, as far as it is known, take the event?
+        """Whether the event's topic takes it, by the cached metadata; False if the topic is not cached.
 
-        Nothing is refused for what a topic was: it may have been changed, so that the event is right by now.
+        Refuses nothing: the topic's settings may have changed since they were cached.
         """
         topic = self._topic_metadata.cached(event.topic)
         if topic is None:
@@ -217,13 +219,14 @@ class Admission:
 
     @property
     def ledger_bytes_max(self) -> int:
-        """Bytes of entries that one transaction holds."""
+        """Bytes of ledger entries that one transaction holds."""
         return self._queue.ledger_bytes_max
 
     async def check(self, event: Event, arrived: float, begun: float | None = None) -> None:
-        """As `check_now`, and the topic is looked up where it is not known. Raises Problem.
+        """Check an event as `check_now` does, looking up its topic where that is needed. Raises Problem.
 
-        `arrived`: what Kafka has said of it since will do. `begun`: when its time began to run, where that was later.
+        `arrived` and `begun` are time.monotonic. Metadata from after `arrived` is fresh enough. The request timeout
+        counts from `begun`, if given, else from `arrived`.
         """
         if not self._topic_takes(event):
             deadline = (arrived if begun is None else begun) + self._timeout_s
@@ -250,17 +253,17 @@ class Admission:
         return topic
 
     def _admit(self, request: WriteRequest) -> None:
-        """Let a request in. Raises Problem (503), which the journal is told too."""
+        """Put a request into the queue, and its deadline into the sweep. Raises Problem (503) and records it."""
         self._check_in(request)
-        place = len(self._open)  # nearly always its place: all have as much time, from their arrival
-        while place and self._open[place - 1].deadline > request.deadline:
-            place -= 1
-        self._open.insert(place, request)
+        index = len(self._open)  # nearly always the right one, because all requests have the same timeout
+        while index and self._open[index - 1].deadline > request.deadline:
+            index -= 1
+        self._open.insert(index, request)
         self._open_bytes += request.size
         self._queue.put(request)
 
     def _check_in(self, request: WriteRequest) -> None:
-        """Count a request in, whose deadline somebody keeps. Raises Problem (503), which the journal is told too."""
+        """Count a request into the queue's bounds; the caller keeps its deadline. Raises and records Problem (503)."""
         try:
             if not self.accepting:
                 raise Problem(NOT_WRITTEN, "this process is stopping: send it again, to another")
@@ -276,7 +279,7 @@ class Admission:
     # ------------------------------------------------------------------------------------------ answers
 
     def answer(self, request: WriteRequest, answer: WriteResult) -> None:
-        """The one place where a request gets its answer."""
+        """Give a request its answer, and count and record it. Does nothing if the request is answered."""
         if request.answered:
             return
         self._queue.leave(request)
@@ -286,17 +289,17 @@ class Admission:
         self.load_shedder.answered(request.answers)
         try:
             self._note(request, answer)
-        except Exception:  # a bug here must not keep the others of the group from their answers
+        except Exception:  # a bug here must not keep the group's other requests from their answers
             log.exception("an answer was not noted", **request.named)
 
     def accept(self, request: WriteRequest) -> None:
-        """The claim stands: who prefers so is answered 202 now; what becomes of it is for the journal and the key."""
+        """Answer 202 to a request that prefers so, because its claim stands. Its outcome is kept under its key."""
         if request.accepted is not None:
             request.accept()
             self._journal.record(request, 202, None, time.monotonic() - request.arrived)
 
     def _note(self, request: WriteRequest, answer: WriteResult) -> None:
-        """Count an answer, and tell the journal."""
+        """Count an answer, and record it in the journal."""
         latency_s = time.monotonic() - request.arrived
         status, code = (201, "") if isinstance(answer, Committed) else (answer.kind.status, answer.kind.code)
         self._journal.record(request, status, answer, latency_s)
@@ -305,7 +308,7 @@ class Admission:
             self._telemetry.replays.inc()
 
     async def sweep(self) -> None:
-        """Answer what has reached its deadline, for ever: 503 where it is surely not written, else 504."""
+        """Answer the requests at their deadlines, for ever: 503 if surely not written, else 504."""
         while True:
             await asyncio.sleep(SWEEP_S if self._open else SWEEP_IDLE_S)
             now = time.monotonic()
@@ -317,19 +320,19 @@ class Admission:
                     self._expire(request)
             many = len(self._open) > 2 * self._queue.events + ANSWERED_KEPT
             if many or self._open_bytes > 2 * self._queue.bytes + ANSWERED_BYTES_KEPT:
-                # One that waits long must not keep all that were answered since in memory.
+                # One request that waits long must not keep all that were answered since in memory.
                 self._open = deque(request for request in self._open if not request.answered)
                 self._open_bytes = sum(request.size for request in self._open)
             self._queue.forget_answered()
 
     def too_late(self, request: WriteRequest) -> Problem:
-        """What the deadline finds: 504 where it may be written, else 503."""
+        """Make the answer of a request at its deadline: 504 if it may be written, else 503."""
         if request.state in MAYBE_WRITTEN:
             return Problem(OUTCOME_UNKNOWN, "Idempotency-Key: send it again with the same key to learn the outcome")
         return Problem(NOT_WRITTEN, f"not written within {self._settings.request_timeout_ms} ms: send it again")
 
     async def drain(self) -> None:
-        """Stop accepting, and wait until all that was accepted has its answer."""
+        """Stop accepting requests, and wait until all accepted ones are answered."""
         self.accepting = False
-        while self._queue.events:  # noqa: ASYNC110 - bounded by the last one's deadline, and there is nothing to gain
+        while self._queue.events:  # noqa: ASYNC110 - bounded by the last request's deadline
             await asyncio.sleep(SWEEP_S)

@@ -1,4 +1,4 @@
-"""What becomes of the requests of a group, decided before anything is done: pure functions of what was found."""
+"""Decides what happens to the requests of a group, before anything is done. Pure functions of what was found."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
@@ -18,17 +18,17 @@ from service.core.problems import (
 )
 from service.kafka.outcomes import OUTSIDE_BOUNDS, RecordError, TransactionFailed, TransactionOutcome
 from service.kafka.session import NotSent, Partition, Record, RecordMetadata, RecordResult
-from service.pipeline.group import ClaimedRequest, CommittedRequest, LeftOut, placed_all
+from service.pipeline.group import ClaimedRequest, CommittedRequest, LeftOut, committed_of
 from service.pipeline.request import Committed, WriteRequest, WriteResult
 
 log = structlog.get_logger(__name__)
 
-# That a topic is not there is believed at the second time: one that was just made is not known to every broker yet.
+# A topic counts as absent at its second failure: not every broker knows a topic that was just created.
 ABSENT_FAILURES: Final = 2
 
 NOTHING: Final[Mapping[int, Partition]] = {}
 
-# What the deadline of a request means, by its state.
+# Makes the answer of a request whose deadline has passed, by its state.
 TooLate = Callable[[WriteRequest], Problem]
 
 
@@ -36,17 +36,17 @@ TooLate = Callable[[WriteRequest], Problem]
 
 
 class Step(Enum):
-    """What comes next for an event that has no result yet."""
+    """The next step of an event that has no result yet."""
 
     WRITE = "write"  # its claim stands
-    PARK = "park"  # a claim of its own, in a term that is still to be recovered, stands: wait for the recovery
-    WAIT = "wait"  # another writes its key, and it may wait for that
-    REQUEUE = "requeue"  # nothing of it stands: it is claimed anew, by whoever comes first
-    SPLIT = "split"  # of a chunk: nothing stands, and its parts are sent one after the other
+    PARK = "park"  # its own claim stands in a term that must be recovered first: wait for that
+    WAIT = "wait"  # another request writes its key, and it may wait for that
+    REQUEUE = "requeue"  # it has no claim: any slot may claim it
+    SPLIT = "split"  # a chunk without claims: its parts are sent one after the other
 
 
 class ClaimToRelease(NamedTuple):
-    """Claims of a request that stand and are not wanted; and what comes next for it then, unless it is answered."""
+    """Standing claims of a request to release, and the request's next step then, unless it is answered."""
 
     request: WriteRequest
     ids: Sequence[bytes]
@@ -54,20 +54,20 @@ class ClaimToRelease(NamedTuple):
 
 
 class ClaimDecision:
-    """What is to be done after the claims of a group: `claimed` is to be written, `results` are to be given."""
+    """What to do after the claims of a group: write `claimed`, give `results`, and so on by the fields."""
 
     def __init__(self, now: float, too_late: TooLate) -> None:
         self.claimed: list[ClaimedRequest] = []
         self.results: list[tuple[WriteRequest, WriteResult]] = []
         self.to_release: list[ClaimToRelease] = []
         self.next: dict[Step, list[WriteRequest]] = {step: [] for step in Step}
-        self.settled_keys: list[bytes] = []  # whoever waits for the write of one of these may claim it, and is answered
-        self.dead_holder_met = False  # a claim of a slot without a lease stands
+        self.settled_keys: list[bytes] = []  # requests that wait for the write of one of these can be answered
+        self.dead_holder_met = False  # whether a claim of a slot without a lease stands
         self._now = now
         self._too_late = too_late
 
     def add(self, request: WriteRequest, claim: Claim, lacking: Mapping[int, Partition]) -> None:
-        """Decide on a request of one claim. `lacking`: its events that are for partitions with too few replicas."""
+        """Decide on a request with one claim. `lacking`: partitions with too few replicas, by the event's index."""
         partition = next(iter(lacking.values())) if lacking else None
         found = self._next(request, request.asked[0][0], claim, partition)
         if found is Step.WRITE:
@@ -78,7 +78,7 @@ class ClaimDecision:
     def add_several(
         self, request: WriteRequest, claims: Sequence[Claim], start: int, lacking: Mapping[int, Partition]
     ) -> int:
-        """Decide on a request of several events, whose claims begin at `start`; where the next one's do."""
+        """Decide on a request of several events, whose claims begin at `start`; where the next request's claims do."""
         if request.atomic:
             self.add(request, claims[start], lacking)
             return start + 1
@@ -87,7 +87,7 @@ class ClaimDecision:
         return end
 
     def add_chunk(self, request: WriteRequest, claims: Sequence[Claim], lacking: Mapping[int, Partition]) -> None:
-        """Decide on a chunk, which has a claim for each of its events."""
+        """Decide on a chunk, which has one claim for each event."""
         asked = zip(request.asked, claims, strict=True)
         found = [self._next(request, id, claim, lacking.get(n)) for n, ((id, _), claim) in enumerate(asked)]
         if settled := [n for n, each in enumerate(found) if not isinstance(each, Step)]:
@@ -97,10 +97,11 @@ class ClaimDecision:
         steps = {each for each in found if isinstance(each, Step)}
         if steps == {Step.WRITE}:
             self.claimed.append((request, [claim.state.at for claim in claims]))
-        elif steps:  # an event in doubt, or one without a claim, holds up the others: they would overtake it
+        elif steps:  # an event in doubt or without a claim holds back the others, which would overtake it
             self._hold_back(request, claims, Step.PARK if Step.PARK in steps else Step.REQUEUE)
 
     def _hold_back(self, request: WriteRequest, claims: Sequence[Claim], then: Step) -> None:
+        """Write no event of a chunk now: release the claims that stand, and take the step `then`."""
         pairs = zip(request.asked, claims, strict=True)
         if stand := [id for (id, _), claim in pairs if claim.outcome in CLAIMABLE]:
             self.to_release.append(ClaimToRelease(request, stand, then))
@@ -108,7 +109,7 @@ class ClaimDecision:
             self.next[then].append(request)
 
     def _leave(self, request: WriteRequest, claim: Claim, found: Step | WriteResult) -> None:
-        """Note what becomes of a request that is not written now."""
+        """Note the result or the next step of a request that is not written now."""
         if claim.outcome in CLAIMABLE:
             self.to_release.append(ClaimToRelease(request, [id for id, _ in request.asked]))
         elif claim.outcome is Outcome.IN_PROGRESS:
@@ -121,15 +122,15 @@ class ClaimDecision:
             self.results.append((request, found))
 
     def _next(self, request: WriteRequest, id: bytes, claim: Claim, lacking: Partition | None) -> Step | WriteResult:
-        """What a claim means for its event: the result, or what comes next."""
+        """Decide what a claim means for its event: the result, or the next step."""
         if claim.outcome in CLAIMABLE:
-            if request.answered or request.deadline <= self._now:  # also after a pause of the whole process: never sent
+            if request.answered or request.deadline <= self._now:  # also after a pause of the whole process
                 return self._too_late(request)
             return Step.WRITE if lacking is None else _too_few_replicas(*lacking)
         was_in_doubt = request.state is RequestState.CHECKING
         match claim.outcome, claim.state:
             case Outcome.DELIVERED, Delivered() as found:
-                # In doubt before: it was this very request's own writing, so this is its first answer.
+                # If the request was in doubt, its own write was found, and this is its first answer.
                 return Committed(found.at, ((id, found),), replayed=not was_in_doubt)
             case Outcome.IN_PROGRESS, Claimed(slot, term) if was_in_doubt or (slot, term) in request.claimants:
                 return Step.PARK
@@ -140,13 +141,13 @@ class ClaimDecision:
 
 
 def _final(claim: Claim) -> Problem:
-    """The result of a claim that found another event under the key, or what nobody can read."""
+    """Make the result of a claim that found another event under the key, or a state that cannot be read."""
     if claim.outcome is Outcome.CONFLICT:
         return Problem(FINGERPRINT_MISMATCH, "Idempotency-Key: use a new key for a new event")
     if claim.outcome is Outcome.UNREADABLE:  # logged where it was read
         why = "what is kept of it cannot be read, so nothing is known of its event"
         return Problem(OUTCOME_UNKNOWN, f"Idempotency-Key: {why}")
-    # That no claim finds: what it means is not known, so nothing final may be told.
+    # No claim has such an outcome. Its meaning is unknown, so the answer must not be final.
     log.error("bug: a claim found what it cannot", outcome=claim.outcome.value, state=repr(claim.state))
     return Problem(OUTCOME_UNKNOWN, "Idempotency-Key: send it again with the same key")
 
@@ -158,10 +159,10 @@ def _too_few_replicas(topic: str, partition: int) -> Problem:
 def after_claim(
     requests: Sequence[WriteRequest], claims: Sequence[Claim], left_out: LeftOut, now: float, too_late: TooLate
 ) -> ClaimDecision:
-    """Decide by what the claims of a group found; `now` by time.monotonic.
+    """Decide on the requests of a group by the outcomes of their claims. `now` is time.monotonic.
 
-    An atomic batch has one claim, any other request one for each event. Events of a chunk that need no write, or cannot
-    be written now, are taken out of it; the others are written together, or none of them yet.
+    An atomic batch has one claim, any other request one for each event. Events of a chunk that need no write or cannot
+    be written now are taken out of the chunk. The others are written together, or none of them yet.
     """
     decision = ClaimDecision(now, too_late)
     start = 0
@@ -173,7 +174,7 @@ def after_claim(
             continue
         start += 1
         if claim.outcome in CLAIMABLE and not lacking and request.deadline > now and not request.answered:
-            claimed.append((request, (claim.state.at,)))  # nearly always, so without a call
+            claimed.append((request, (claim.state.at,)))  # the usual case, without a call
         else:
             decision.add(request, claim, lacking)
     return decision
@@ -183,11 +184,11 @@ def after_claim(
 
 
 class FailureDecision:
-    """What is to be done after a transaction that did not commit cleanly.
+    """What to do after a transaction that did not commit cleanly.
 
-    All requests are in doubt unless the transaction was aborted before its commit was asked for, and their claims are
-    given up: then those in `at_once`, `later` and `split` are sent again, the last ones in parts. `blamed_topics` are
-    quarantined; `failed` are the requests that had one of them, and `aborted` those that may have ended it.
+    All requests are in doubt unless `is_aborted` (no commit was requested) and their claims are released. Then the
+    requests in `at_once`, `later` (after a pause) and `split` (in parts) are sent again. `blamed_topics` are to be
+    quarantined, `failed` are the requests with one of those topics, `blamed` those that may have caused the abort.
     """
 
     def __init__(self, requests: Sequence[WriteRequest], failure: TransactionFailed, ledger: str) -> None:
@@ -199,7 +200,7 @@ class FailureDecision:
         self.blamed: list[WriteRequest] = []
         self.blamed_topics: dict[str, None] = {}
         self.is_aborted = failure.outcome is TransactionOutcome.ABORTED
-        # Where a commit was asked for, what was refused on the way has been overcome, or is not what ended it.
+        # If a commit was requested, a refusal did not end the transaction.
         self._refusals = failure.refusals if self.is_aborted else {}
         self._culprits = {*failure.stuck, *self._refusals}
         self._alone = len(requests) == 1
@@ -227,7 +228,7 @@ class FailureDecision:
             self.at_once.append(request)
 
     def _result_of(self, request: WriteRequest, culprits: Collection[str]) -> Problem | None:
-        """The final answer of a request that is to blame, if it was alone; None where it is sent again."""
+        """Make the final answer of a request that was alone and is to blame; None for one that is sent again."""
         if not self._alone or request.is_chunk:
             return None
         if self.ledger_is_full and request.atomic:
@@ -238,7 +239,7 @@ class FailureDecision:
         return None
 
     def _is_to_be_split(self, request: WriteRequest, culprits: Collection[str]) -> bool:
-        """Whether parts of a chunk may be written where the whole was not."""
+        """Whether parts of a chunk may succeed where the whole chunk failed."""
         if not request.is_chunk or not self.is_aborted:
             return False
         if self._is_absent(culprits) and request.failures + 1 < ABSENT_FAILURES:
@@ -251,10 +252,10 @@ class FailureDecision:
 
 
 class IdempotentDecision:
-    """What is to be done after a write without a transaction, in which each record has a result of its own.
+    """What to do after a write without a transaction, in which each record has a result of its own.
 
-    `delivered` is to be marked and then answered. Claims of what has no clean answer, and of what is refused, are
-    released. `requeued` are the requests of which something is sent again.
+    `delivered` requests are to be marked and then answered. Claims of events that were refused or have no clean result
+    are released. `requeued` are the requests with events to send again.
     """
 
     def __init__(
@@ -284,14 +285,14 @@ class IdempotentDecision:
     ) -> None:
         found = [self._next(request, *each) for each in zip(records, written, strict=True)]
         settled = [n for n, each in enumerate(found) if not isinstance(each, Step)]
-        places = [each for each in found if isinstance(each, RecordMetadata)]
-        if len(places) == len(found):
-            self.delivered.extend(placed_all([(request, accepted)], records, places))
+        metadata = [each for each in found if isinstance(each, RecordMetadata)]
+        if len(metadata) == len(found):
+            self.delivered.extend(committed_of([(request, accepted)], records, metadata))
             return
         for n, part in zip(settled, request.take_out(settled) if settled else (), strict=True):
             result = found[n]
             if isinstance(result, RecordMetadata):
-                self.delivered.extend(placed_all([(part, [accepted[n]])], [records[n]], [result]))
+                self.delivered.extend(committed_of([(part, [accepted[n]])], [records[n]], [result]))
             elif isinstance(result, Problem):
                 self.results.append((part, result))
                 self.to_release.append(ClaimToRelease(part, [id for id, _ in part.asked]))
@@ -308,7 +309,7 @@ class IdempotentDecision:
                 self._blame(request, record.topic)
             return Step.REQUEUE
         if written is None:
-            if self._some_written:  # its topic hangs, and must not hold up the others again
+            if self._some_written:  # then this topic hangs, and must not delay the others again
                 self._blame(request, record.topic)
             return Problem(OUTCOME_UNKNOWN, "Idempotency-Key: a retry writes it again")
         self._blame(request, record.topic)
@@ -322,10 +323,10 @@ class IdempotentDecision:
 
 
 def refused(request: WriteRequest, topic: str, refusal: RecordError) -> Problem | None:
-    """The answer of a request, alone in its group, whose record for this topic the broker refuses; None: not yet."""
+    """Make the answer of a request, alone in its group, whose record the broker refuses; None if it is sent again."""
     if refusal.kind is UNKNOWN_TOPIC and request.failures + 1 < ABSENT_FAILURES:
         return None
     if refusal is OUTSIDE_BOUNDS and any(each.topic == topic and each.timestamp is None for each in request.events):
-        # The time was given here, so that the clocks are at fault, which is no final answer to anybody.
+        # The service set this timestamp, so a clock is wrong: no final answer.
         return Problem(NOT_WRITTEN, f"timestamp: {topic} does not take this machine's time now")
     return Problem(refusal.kind, f"topic: {topic}: {refusal.why}")

@@ -1,4 +1,4 @@
-"""A group of requests, and the pure steps with it: its partitions, its records, its ledger entries, its marks."""
+"""A group of requests, and pure functions that make its partitions, records, ledger entries and marks."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,25 +14,22 @@ from service.kafka.session import Partition, Record, RecordMetadata
 from service.pipeline.request import Committed, WriteRequest
 from service.slots.ledger_rows import encode_entry
 
-# A request whose claims stand, and the accepted_at of each of its events, in ms.
+# A request whose claims stand, and the accepted_at (ms since the Unix epoch) of each of its events.
 ClaimedRequest = tuple[WriteRequest, Sequence[int]]
-# A written request, and what it is to be answered once it is marked.
+# A written request, and its result, which is given after the mark.
 CommittedRequest = tuple[WriteRequest, Committed]
-# Of a request, the events that are for partitions with too few replicas in sync, by index.
+# By request: the indexes of its events for partitions with too few replicas in sync, and those partitions.
 LeftOut = Mapping[WriteRequest, Mapping[int, Partition]]
 
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """Requests that one transaction holds, as the queue gives them out. Later ones have higher numbers.
-
-    `started` is by time.monotonic.
-    """
+    """Requests of one transaction, as the queue gives them out. `number` grows; `started` is time.monotonic."""
 
     requests: list[WriteRequest]
     number: int
     started: float
-    quarantined: bool = False  # it is of a topic that has failed a group
+    quarantined: bool = False  # whether its topic has failed a group
 
     @property
     def guarantee(self) -> Guarantee:
@@ -40,17 +37,17 @@ class Group:
 
     @property
     def atomic(self) -> bool:
-        """Whether it is one atomic batch."""
+        """Whether the group is one atomic batch."""
         return self.requests[0].atomic
 
 
 def route(
     requests: Iterable[WriteRequest], topic_of: Callable[[str], Topic]
 ) -> tuple[dict[Partition, None], dict[WriteRequest, dict[int, Partition]]]:
-    """Choose the partition of each event of a group; returns those to write to, once, and the events to leave out.
+    """Choose the partition of each event of a group. Returns the partitions to write to, and the events to leave out.
 
-    Those are for partitions with too few replicas in sync. Events without a key share one partition of their topic, as
-    in KIP-480, and one that has enough.
+    Events are left out if their partition has too few replicas in sync. Events without a key share one partition of
+    their topic (KIP-480), one with enough replicas if there is any.
     """
     chosen: dict[Partition, None] = {}
     left_out: dict[WriteRequest, dict[int, Partition]] = {}
@@ -73,7 +70,7 @@ def route(
 
 
 def _any_partition(topic: Topic) -> int:
-    """One with enough replicas in sync, if there is one."""
+    """Choose a random partition with enough replicas in sync; partition 0 if there is none."""
     able = [number for number in range(topic.partitions) if number not in topic.under_min_isr]
     return random.choice(able) if able else 0  # noqa: S311
 
@@ -81,9 +78,9 @@ def _any_partition(topic: Topic) -> int:
 def records_of(
     group: Sequence[ClaimedRequest], topic_of: Callable[[str], Topic], writer: str, now_ms: int
 ) -> list[Record]:
-    """The records of a group that has its partitions, in its order; `writer` as `stamp_writer` has it.
+    """Make the records of a group whose partitions are chosen, in its order. `writer` comes from `stamp_writer`.
 
-    `now_ms` is the time of events that came without one.
+    `now_ms` is the timestamp of events without one, ms since the Unix epoch.
     """
     records: list[Record] = []
     for request, accepted in group:
@@ -99,39 +96,39 @@ def records_of(
     return records
 
 
-def placed_all(
-    group: Sequence[ClaimedRequest], records: Sequence[Record], places: Sequence[RecordMetadata]
+def committed_of(
+    group: Sequence[ClaimedRequest], records: Sequence[Record], metadata: Sequence[RecordMetadata]
 ) -> Iterator[CommittedRequest]:
-    """What each request of a group is to be answered whose records are at these places."""
-    rest = iter(zip(records, places, strict=True))
+    """Make the result of each request of a group from its records and their metadata."""
+    rest = iter(zip(records, metadata, strict=True))
     for request, accepted in group:
-        found = []
+        deliveries = []
         for event, at in zip(request.events, accepted, strict=True):
-            record, place = next(rest)
-            there = Delivered(at, event.fp, record.topic, record.partition, place.offset, place.timestamp)
-            found.append((event.id, there))
-        yield request, Committed(accepted[0], tuple(found), replayed=False)
+            record, written = next(rest)
+            delivered = Delivered(at, event.fp, record.topic, record.partition, written.offset, written.timestamp)
+            deliveries.append((event.id, delivered))
+        yield request, Committed(accepted[0], tuple(deliveries), replayed=False)
 
 
-def entries_of(delivered: Iterable[CommittedRequest]) -> Iterator[str]:
-    """The ledger's entries of a group, as JSON text."""
-    for request, committed in delivered:
+def entries_of(written: Iterable[CommittedRequest]) -> Iterator[str]:
+    """Make the ledger entries of a group, as JSON texts."""
+    for request, committed in written:
         batch = request.asked[0][0] if request.atomic else None
-        for i, (id, there) in enumerate(committed.places):
-            yield encode_entry(id, there) if batch is None else encode_entry(id, there, batch, i)
+        for i, (id, delivered) in enumerate(committed.deliveries):
+            yield encode_entry(id, delivered) if batch is None else encode_entry(id, delivered, batch, i)
 
 
 def topic_ids_of(records: Iterable[Record], topic_of: Callable[[str], Topic]) -> dict[str, str]:
-    """The ids of the topics of a group's records, as far as they are known."""
+    """Find the known ids of the records' topics, by topic name."""
     topics = [topic_of(name) for name in {record.topic for record in records}]
     return {topic.name: topic.topic_id for topic in topics if topic.topic_id}
 
 
-def rows_of(delivered: Iterable[CommittedRequest]) -> list[Row]:
-    """The states that a committed group leaves in the store: each event's, and those of atomic batches as a whole."""
+def rows_of(written: Iterable[CommittedRequest]) -> list[Row]:
+    """Make the (id, state) rows of a committed group: one for each event, and one for an atomic batch as a whole."""
     rows: list[Row] = []
-    for request, committed in delivered:
-        rows += committed.places
+    for request, committed in written:
+        rows += committed.deliveries
         if request.atomic:
             id, fp = request.asked[0]
             rows.append((id, DeliveredBatch(committed.at, fp, len(request.events))))

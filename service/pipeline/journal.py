@@ -84,7 +84,7 @@ class Journal:
         if isinstance(answer, Committed):
             self._waiting += [
                 _text(id, it.fp, it.at, status, None, answer.replayed, latency_ms, it.topic, it.partition, it.offset)
-                for id, it in answer.places
+                for id, it in answer.deliveries
             ]
             return
         at = request.accepted_at or _now_ms()

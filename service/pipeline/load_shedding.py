@@ -1,49 +1,49 @@
-"""Load load_shedder: when those are told 503 whom a full queue does not take, so that the others get the time."""
+"""Load shedding: delays the 503s of a full queue, so that their cost does not slow down the admitted requests."""
 
 from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-# A refusal costs 0.4 of what an event does, and who hears it asks again: where all were told at once, clients that did
-# not wait before the next try left a tenth of the time to the events (tests/bench overload). This leaves all but all.
+# Answers for each refusal. A refusal costs nearly half as much as an event, and a client that gets one at once retries
+# at once: undelayed refusals would take most of the time (tests/bench overload).
 ANSWERS_EACH: Final = 8
-# Answers that may be saved up: a peak that is over soon is no overload, and is told at once.
+# Answers that may be saved up for refusals: a short peak is no overload, and is refused at once.
 SAVED_MOST: Final = 300 * ANSWERS_EACH
-# For so long, in seconds, one waits at most: half of what Retry-After will ask for.
+# The longest delay of a refusal: half of its Retry-After.
 WAIT_MOST_S: Final = 0.5
 
 
 class LoadShedder:
-    """Refusals that wait to be told, first come first served: one for every `ANSWERS_EACH` answers.
+    """Refusals to send, first in first out: one for every `ANSWERS_EACH` answers.
 
-    They are told several at a time, when the next one comes or at a look, and never between the answers of a group:
-    there each cost as much time as an event (17 % of the goodput, at one for every six).
+    They are sent several at a time, when the next one comes or by `look`, and never between the answers of a group,
+    where each would cost as much time as an event.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
         self._saved = SAVED_MOST
 
-    def refuse(self, arrived: float, tell: Callable[[], None]) -> None:
-        """Have one told, now or in its turn; it has `arrived` at that time, by time.monotonic."""
-        self._waiting.append((arrived, tell))
+    def refuse(self, arrived: float, send: Callable[[], None]) -> None:
+        """Send a refusal, now or later. `arrived`: when its request did, time.monotonic."""
+        self._waiting.append((arrived, send))
         self._go_on()
 
     def answered(self, events: int = 1) -> None:
-        """So many events have got their answer."""
+        """Count answers, which pay for refusals."""
         self._saved = min(self._saved + events, SAVED_MOST)
 
     def look(self, now: float) -> None:
-        """Every now and then: tell those whose turn has come, and those that have waited long enough."""
+        """Send the refusals that are paid for, and those older than WAIT_MOST_S. Called regularly."""
         self._go_on()
         while self._waiting and self._waiting[0][0] <= now - WAIT_MOST_S:
-            self._tell()
+            self._send_next()
 
     def _go_on(self) -> None:
         while self._waiting and self._saved >= ANSWERS_EACH:
             self._saved -= ANSWERS_EACH
-            self._tell()
+            self._send_next()
 
-    def _tell(self) -> None:
-        _, tell = self._waiting.popleft()
-        tell()
+    def _send_next(self) -> None:
+        _, send = self._waiting.popleft()
+        send()

@@ -1,4 +1,4 @@
-"""The bounded queue where requests wait for a slot, and how they are made up into groups."""
+"""The bounded queue in which requests wait for a slot, and from which slots take them in groups."""
 
 import asyncio
 import time
@@ -12,27 +12,27 @@ from service.core.settings import GROUP_LEDGER_BYTES_MAX, Settings
 from service.pipeline.group import Group
 from service.pipeline.request import WriteRequest, fit
 
-# Groups under way at once: while one is in Kafka the next is claimed. More would only be smaller, and cost more.
+# Groups in flight at once: while one is written, the next is claimed. More would be smaller, and cost more an event.
 GROUPS_AT_ONCE: Final = 2
-# A group that takes longer hangs on something, and makes room for another.
+# A group that takes longer is stuck on something, and does not count as in flight.
 GROUP_QUICK_S: Final = 0.05
 
 
 class Taker(Protocol):
-    """Who takes groups: a slot."""
+    """Takes groups: a slot."""
 
     @property
     def takes_groups(self) -> bool:
-        """Whether it may take one now; where that changes, `notify_all` has it looked at."""
+        """Whether it may take a group now. Call `notify_all` when this becomes false."""
 
 
 class Queue:
-    """Requests that wait for a slot, first come first served, within bounds of events and bytes.
+    """Requests that wait for a slot, first in first out, within bounds of events and bytes.
 
-    The bounds count every request that is not answered yet, also those in a transaction. A topic that failed a group
-    is quarantined until one of its events commits: its requests go in groups of their own, those that were in the
-    failed group one at a time. While others wait too, quarantined groups get half of the time at most, one topic after
-    the other: such a group may hang for seconds.
+    The bounds count all requests without an answer, also those in a transaction. A topic that failed a group is
+    quarantined until one of its events commits: its requests go into groups of their own, and those that were in the
+    failed group go one at a time. While other requests wait too, quarantined groups get at most half of the time, one
+    topic after the other, because such a group may hang for seconds.
     """
 
     def __init__(self, settings: Settings, groups_at_once: int = GROUPS_AT_ONCE) -> None:
@@ -42,21 +42,21 @@ class Queue:
         self._waiting: dict[Guarantee, deque[WriteRequest]] = {guarantee: deque() for guarantee in Guarantee}
         self._quarantine: deque[WriteRequest] = deque()
         self._quarantined_topics: set[str] = set()
-        self._quarantined_group: Group | None = None  # the one that is under way
-        self._quarantine_order: dict[str, int] = {}  # of quarantined topics: the number of their last group
+        self._quarantined_group: Group | None = None  # in flight
+        self._quarantine_order: dict[str, int] = {}  # by quarantined topic: the number of its last group
         self._quarantine_rests_until = 0.0
         self._waiters: deque[asyncio.Future[None]] = deque()
-        self._under_way: dict[Group, None] = {}
+        self._in_flight: dict[Group, None] = {}
         self._groups_taken = 0
         self._last_size = 0  # events of the last group
-        self._extra_events = 0  # so many more events wait than requests: those of chunks
+        self._extra_events = 0  # how many more events wait than requests
         self._making_room: asyncio.TimerHandle | None = None
         self.events = 0
         self.bytes = 0
-        self.ledger_bytes_max = GROUP_LEDGER_BYTES_MAX  # of a group; what the ledger takes may be less
+        self.ledger_bytes_max = GROUP_LEDGER_BYTES_MAX  # of a group; lower if the ledger's topic takes less
 
     def admit(self, request: WriteRequest) -> None:
-        """Count a new request. Raises Problem (503) where a bound would be passed."""
+        """Count a new request. Raises Problem (503) if a bound would be exceeded."""
         events = len(request.events)
         if self.events + events > self._events_max:
             raise self.too_many
@@ -66,7 +66,7 @@ class Queue:
         self.bytes += request.size
 
     def put(self, request: WriteRequest) -> None:
-        """Let a request that is counted wait for a slot, behind the others."""
+        """Append a counted request."""
         self._line_of(request).append(request)
         if len(request.events) > 1:
             self._extra_events += _extra_events(request)
@@ -74,21 +74,21 @@ class Queue:
 
     @property
     def full(self) -> bool:
-        """Whether not even one event more is taken."""
+        """Whether no further event is admitted."""
         return self.events >= self._events_max
 
     @property
     def too_many(self) -> Problem:
-        """What is answered then."""
+        """The answer (503) while the queue is full."""
         return Problem(NOT_WRITTEN, f"the queue is full ({self._events_max} events): send it again a little later")
 
     def leave(self, request: WriteRequest) -> None:
-        """An answered request counts no more."""
+        """Remove an answered request from the counts."""
         self.events -= len(request.events)
         self.bytes -= request.size
 
     def forget_answered(self) -> None:
-        """Let go of requests that were answered while they waited: without a slot nobody would take them out."""
+        """Drop requests that were answered while they waited; without a slot nobody takes them out."""
         for line in (*self._waiting.values(), self._quarantine):
             while line and line[0].answered:
                 line.popleft()
@@ -98,7 +98,7 @@ class Queue:
                 line.extend(kept)
 
     def put_back(self, requests: Sequence[WriteRequest]) -> None:
-        """Requests that are to be taken again, at the front and in their order."""
+        """Put requests back at the front, in their order."""
         for request in reversed(requests):
             if not request.answered:
                 self._line_of(request).appendleft(request)
@@ -113,11 +113,11 @@ class Queue:
     # ------------------------------------------------------------------------------------------------- quarantine
 
     def quarantine(self, topic: str) -> None:
-        """The topic failed a group: its requests go in groups of their own from here on."""
+        """Quarantine a topic that failed a group: from now on its requests go into groups of their own."""
         self._quarantined_topics.add(topic)
 
     def release(self, topics: Iterable[str]) -> None:
-        """Events of these topics were committed: they go with the others again."""
+        """End the quarantine of topics with committed events."""
         if self._quarantined_topics and (released := self._quarantined_topics.intersection(topics)):
             self._quarantined_topics -= released
             for topic in released:
@@ -128,21 +128,21 @@ class Queue:
             self.notify()
 
     def is_quarantined(self, topics: Iterable[str]) -> bool:
-        """Whether one of these topics has failed a group."""
+        """Whether one of these topics is quarantined."""
         return not self._quarantined_topics.isdisjoint(topics)
 
     # ------------------------------------------------------------------------------------------------- for slots
 
     async def next_group(self, taker: Taker) -> Group | None:
-        """Wait for the next group and take it; None where the taker may take none, or nothing is there after all."""
+        """Await the next group; None if the taker may take none any more, or another taker was faster."""
         await self._wait()
         if taker.takes_groups:
             return self.take()
-        self.notify()  # another may take what is there
+        self.notify()  # another taker may take the requests
         return None
 
     def take(self) -> Group | None:
-        """The next group: as many as one transaction holds, in order and of one guarantee; None where there is none."""
+        """Take the next group: in order, of one guarantee, as much as one transaction holds; None if there is none."""
         if self._at_capacity():
             return None
         now = time.monotonic()
@@ -151,7 +151,7 @@ class Queue:
         if requests:
             self._groups_taken += 1
             group = Group(requests, self._groups_taken, now, quarantined)
-            self._under_way[group] = None
+            self._in_flight[group] = None
             if quarantined:
                 self._quarantined_group = group
             self._last_size = len(requests)
@@ -165,8 +165,8 @@ class Queue:
         return group
 
     def done(self, group: Group) -> None:
-        """A group is done with, well or not: another may be taken."""
-        self._under_way.pop(group, None)
+        """End a group, successful or not, so that another may be taken."""
+        self._in_flight.pop(group, None)
         if self._quarantined_group is group:
             self._quarantined_group = None
             now = time.monotonic()
@@ -182,7 +182,7 @@ class Queue:
                 return
 
     def notify_all(self) -> None:
-        """Wake every waiter: one of them may take no more groups."""
+        """Wake all waiters, because one of them may not take groups any more."""
         waiters, self._waiters = self._waiters, deque()
         for waiter in waiters:
             if not waiter.done():
@@ -193,7 +193,7 @@ class Queue:
             self.notify()
 
     async def _wait(self) -> None:
-        """Until something may be there to take."""
+        """Wait until there may be a group to take."""
         can_take = any(self._waiting.values()) or (self._quarantine and self._quarantined_group is None)
         if not can_take or self._at_capacity():
             waiter = asyncio.get_running_loop().create_future()
@@ -201,17 +201,17 @@ class Queue:
             await waiter
 
     def _at_capacity(self) -> bool:
-        """Whether as many groups are under way as are good for all. Those that take long do not count.
+        """Whether no further group may be started. Groups that take longer than GROUP_QUICK_S do not count.
 
-        A second group is started only if it is as large as the first: small groups raise the cost of each event.
+        A second group is started only if it is as large as the last: small groups raise the cost of each event.
         """
-        if not self._under_way:
+        if not self._in_flight:
             return False
         most = self._groups_at_once if self._waiting_events() >= self._last_size else 1
-        if len(self._under_way) < most:
+        if len(self._in_flight) < most:
             return False
         now = time.monotonic()
-        quick = [group.started for group in self._under_way if group.started > now - GROUP_QUICK_S]
+        quick = [group.started for group in self._in_flight if group.started > now - GROUP_QUICK_S]
         if len(quick) < most:
             return False
         if self._making_room is None:
@@ -227,7 +227,7 @@ class Queue:
         self.notify()
 
     def _take_requests(self, now: float) -> tuple[list[WriteRequest], bool]:
-        """The requests of the next group, and whether they are quarantined ones."""
+        """Take the requests of the next group; whether they are quarantined."""
         if now >= self._quarantine_rests_until and (requests := self._take_quarantined()):
             return requests, True
         oldest = min(self._waiting.values(), key=_head_arrived)
@@ -236,10 +236,10 @@ class Queue:
         return self._take_quarantined(), True
 
     def _take_quarantined(self) -> list[WriteRequest]:
-        """One request that was in a failed group, alone; else what waits of one quarantined topic. One group at a time.
+        """Take a request that was in a failed group, alone, or else all requests of one quarantined topic.
 
-        Requests that have failed alone come after those of their topic that have not: one of those may commit, which
-        releases the topic.
+        None while a quarantined group is in flight. Requests that failed alone come after the others of their topic:
+        one of those may commit, which releases the topic.
         """
         if self._quarantined_group is not None:
             return []
@@ -279,7 +279,7 @@ def take_requests(waiting: deque[WriteRequest], ledger_bytes_max: int = GROUP_LE
 
 
 def _extra_events(request: WriteRequest) -> int:
-    """How many more events than one, of a chunk."""
+    """How many more events than one a chunk has; 0 for other requests."""
     return len(request.events) - 1 if request.is_chunk else 0
 
 

@@ -15,15 +15,18 @@ from service.events.event import BATCH_EVENTS_MAX, Event
 if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
     from opentelemetry.trace import Span
 
-# One event is in Kafka: its id, and where.
-Placed = tuple[bytes, Delivered]
+# The id of an event that is in Kafka, and its coordinates.
+Delivery = tuple[bytes, Delivered]
 
 
 class Committed(msgspec.Struct, frozen=True, gc=False):
-    """The request's events are in Kafka, in their order. `at` is accepted_at in ms, of the first one."""
+    """The result of a request whose events are in Kafka: a delivery for each, in their order.
+
+    `at` is the first event's accepted_at, ms since the Unix epoch.
+    """
 
     at: int
-    places: tuple[Placed, ...]
+    deliveries: tuple[Delivery, ...]
     replayed: bool
 
 
@@ -31,52 +34,53 @@ WriteResult = Committed | Problem
 
 
 class ResultCollector:
-    """Collects the results of the events of a chunk that are under way together.
+    """Collects the results of the events of a chunk that are in flight together.
 
-    `done` is set when each of them has its result, or is to be sent again: to the requests that are, in their order.
+    `done` is set when each of the events has its result or is to be sent again. Its value is the requests to send
+    again, in their order.
     """
 
     def __init__(self, results: list[WriteResult | None], missing: int) -> None:
-        self._results = results  # of the whole chunk
+        self._results = results  # by the event's index in the chunk
         self._missing = missing
-        self._again: list[WriteRequest] = []
+        self._to_send_again: list[WriteRequest] = []
         self.done: asyncio.Future[list[WriteRequest]] = asyncio.get_running_loop().create_future()
 
-    def put(self, places: Sequence[int], result: WriteResult) -> None:
+    def put(self, indexes: Sequence[int], result: WriteResult) -> None:
         """Note the result of the events at these places of the chunk: where each is, or why none of them is."""
         if isinstance(result, Committed):
             replayed = result.replayed
-            for place, written in zip(places, result.places, strict=True):
-                self._results[place] = Committed(written[1].at, (written,), replayed)
+            for index, delivery in zip(indexes, result.deliveries, strict=True):
+                self._results[index] = Committed(delivery[1].at, (delivery,), replayed)
         else:
-            for place in places:
-                self._results[place] = result
-        self._settle(len(places))
+            for index in indexes:
+                self._results[index] = result
+        self._settle(len(indexes))
 
     def send_again(self, request: "WriteRequest") -> bool:
-        """Have the events of a request sent again by whoever waits for `done`; False where nobody does any more."""
+        """Have the coroutine that awaits `done` send the request's events again; False if it awaits no more."""
         if self.done.done():
             return False
-        request.move(RequestEvent.ANSWER)  # its events go on in other requests
-        self._again.append(request)
+        request.move(RequestEvent.ANSWER)  # its events continue in other requests
+        self._to_send_again.append(request)
         self._settle(len(request.events))
         return True
 
     def _settle(self, events: int) -> None:
         self._missing -= events
-        if not self._missing and not self.done.done():  # the coroutine that waited may have been cancelled
-            self.done.set_result(self._again)
+        if not self._missing and not self.done.done():  # done: the coroutine that awaited it was cancelled
+            self.done.set_result(self._to_send_again)
 
 
 def fit(ledger_bytes: int, event_bytes: int, ledger_bytes_max: int = GROUP_LEDGER_BYTES_MAX) -> bool:
-    """Whether one transaction holds so much."""
+    """Whether one transaction holds so many bytes of ledger entries and of events."""
     return ledger_bytes <= ledger_bytes_max and event_bytes <= GROUP_EVENT_BYTES_MAX
 
 
 class BatchChunk:
-    """Events of one batch that go into one transaction, which keeps their order.
+    """Events of one batch for one transaction, which keeps their order.
 
-    Their keys differ, for a key would meet itself in one claim.
+    Their keys differ: one claim call cannot tell two claims of the same key apart.
     """
 
     def __init__(self, events_max: int = BATCH_EVENTS_MAX, ledger_bytes_max: int = GROUP_LEDGER_BYTES_MAX) -> None:
@@ -87,7 +91,7 @@ class BatchChunk:
         self._ids: set[bytes] = set()
 
     def takes(self, event: Event) -> bool:
-        """Whether there is room for an event; an empty chunk takes any."""
+        """Whether the chunk has room for an event; an empty chunk takes any."""
         if not self.events:
             return True
         ledger_bytes = self.ledger_bytes + event.entry_bytes
@@ -103,12 +107,12 @@ class BatchChunk:
 
 
 class WriteRequest(msgspec.Struct, eq=False):
-    """Events on their way together: one event, an atomic batch, or (a part of) a chunk. `WriteRequest.of` makes one.
+    """Events that are written together: one event, an atomic batch, or (a part of) a chunk. Made by `WriteRequest.of`.
 
-    `resolve` gives the result, exactly once: to `future`, or of a chunk to `collector`, where `places` are those of the
-    events in the chunk. Times are by time.monotonic, which is the loop's clock too. `size` is the request's share of
-    the queue's bytes. `asked` is what is claimed: the (id, fingerprint) of each event, of an atomic batch that of the
-    whole before those of its members.
+    `resolve` sets the result once: in `future`, or for a chunk in `collector`, where `indexes` are the events' indexes
+    in the chunk. Times are time.monotonic, which is also the loop's clock. `size` is the request's share of the queue's
+    bytes. `asked` holds the (id, fingerprint) pairs to claim: one for each event, and before them the whole's for an
+    atomic batch.
     """
 
     events: Sequence[Event]
@@ -122,18 +126,18 @@ class WriteRequest(msgspec.Struct, eq=False):
     size: int
     future: asyncio.Future[WriteResult] | None = None
     collector: ResultCollector | None = None
-    places: Sequence[int] = ()
+    indexes: Sequence[int] = ()
     state: RequestState = RequestState.QUEUED
-    wait_deadline: float = 0.0  # until then the request would wait for another's write of its key
-    waits: bool = False  # for another's write of its key, which it has met
-    accepted: asyncio.Future[None] | None = None  # done once its claim stands
+    wait_deadline: float = 0.0  # until when the request waits for another request's write of its key
+    waits: bool = False  # whether another request writes its key
+    accepted: asyncio.Future[None] | None = None  # set when the request's claim stands
     accepted_at: int = 0
-    claimants: tuple[tuple[int, int], ...] = ()  # slots and ended terms in which a claim of it may stand
-    failures: int = 0  # groups that a topic of it failed while it was in them
-    aborts: int = 0  # transactions that failed before their commit was asked for, and maybe because of it
-    partitions: Sequence[int] = ()  # of its events, chosen anew for each group that it goes into
-    group_number: int = 0  # of the group that took it last: a group with a lower number has it no more
-    spans: Sequence["Span"] = ()  # of its events, where they are traced
+    claimants: tuple[tuple[int, int], ...] = ()  # (slot, ended term) pairs in which a claim of it may stand
+    failures: int = 0  # groups with this request that one of its topics failed
+    aborts: int = 0  # transactions with this request that failed before their commit, perhaps because of it
+    partitions: Sequence[int] = ()  # of its events, chosen again for each group
+    group_number: int = 0  # of the last group that took it
+    spans: Sequence["Span"] = ()  # of its events, if they are traced
 
     @classmethod
     def of(
@@ -144,7 +148,7 @@ class WriteRequest(msgspec.Struct, eq=False):
         guarantee: Guarantee,
         whole: tuple[bytes, bytes] | None = None,
     ) -> "WriteRequest":
-        """A new request; `whole` is the (id, fingerprint) of an atomic batch."""
+        """Make a request; `whole` is the (id, fingerprint) of an atomic batch, None for other requests."""
         asked = [] if whole is None else [whole]
         ledger_bytes = event_bytes = 0
         for event in events:
@@ -165,14 +169,14 @@ class WriteRequest(msgspec.Struct, eq=False):
 
     @property
     def answers(self) -> int:
-        """How many results it stands for; an atomic batch is one."""
+        """How many results the request has; an atomic batch has one."""
         return 1 if self.atomic else len(self.events)
 
     def part(self, indexes: Sequence[int]) -> "WriteRequest":
-        """A request for some events of a chunk, as far on its way as the chunk is."""
+        """Make a request for some events of a chunk, in the state of the chunk."""
         events = [self.events[index] for index in indexes]
         part = WriteRequest.of(events, self.arrived, 0.0, self.guarantee)
-        part.collector, part.places = self.collector, [self.places[index] for index in indexes]
+        part.collector, part.indexes = self.collector, [self.indexes[index] for index in indexes]
         part.deadline, part.state, part.group_number = self.deadline, self.state, self.group_number
         part.accepted_at, part.claimants = self.accepted_at, self.claimants
         part.failures, part.aborts = self.failures, self.aborts
@@ -183,13 +187,13 @@ class WriteRequest(msgspec.Struct, eq=False):
         return part
 
     def take_out(self, indexes: Iterable[int]) -> list["WriteRequest"]:
-        """Take events out of a chunk that have results of their own: a request for each. The chunk keeps the others."""
+        """Remove these events from a chunk and make a request for each; any other request is returned itself."""
         if not self.is_chunk:
             return [self]
         taken = list(indexes)
         parts = [self.part([index]) for index in taken]
         rest = self.part(sorted(set(range(len(self.events))).difference(taken)))
-        self.events, self.asked, self.places, self.spans = rest.events, rest.asked, rest.places, rest.spans
+        self.events, self.asked, self.indexes, self.spans = rest.events, rest.asked, rest.indexes, rest.spans
         self.partitions, self.size = rest.partitions, rest.size
         self.ledger_bytes, self.event_bytes = rest.ledger_bytes, rest.event_bytes
         if not self.events:
@@ -197,23 +201,23 @@ class WriteRequest(msgspec.Struct, eq=False):
         return parts
 
     def resolve(self, result: WriteResult) -> None:
-        """Give the request its result, and let go of who waits for it: a connection hangs on that."""
+        """Set the request's result, and drop the future, which holds the client's connection."""
         self.move(RequestEvent.ANSWER)
         future, self.future = self.future, None
         if self.collector is not None:
-            self.collector.put(self.places, result)
-        elif future is not None and not future.done():  # whoever waited may have been cancelled
+            self.collector.put(self.indexes, result)
+        elif future is not None and not future.done():  # done: the coroutine that awaited it was cancelled
             future.set_result(result)
 
     def accept(self) -> None:
-        """Its claim stands: have that known, once."""
+        """Set `accepted`, once: the claim stands."""
         accepted, self.accepted = self.accepted, None
         if accepted is not None and not accepted.done():
             accepted.set_result(None)
 
     @property
     def topic(self) -> str:
-        """The topic of its first event."""
+        """The topic of the first event."""
         return self.events[0].topic
 
     @property
@@ -222,7 +226,7 @@ class WriteRequest(msgspec.Struct, eq=False):
 
     @property
     def named(self) -> dict[str, str]:
-        """How a line of the log names it."""
+        """The log fields that name the request."""
         return {"key": self.events[0].key, "id": self.asked[0][0].hex()}
 
     @property
@@ -230,6 +234,6 @@ class WriteRequest(msgspec.Struct, eq=False):
         return self.state is RequestState.ANSWERED
 
     def move(self, event: RequestEvent) -> None:
-        """The one way in which the state changes; an answered request stays so, whatever its group still does."""
+        """Change the state. An answered request stays answered, whatever its group still does."""
         if self.state is not RequestState.ANSWERED:
             self.state = REQUEST[self.state, event]

@@ -42,8 +42,8 @@ from service.pipeline.group import (
     ClaimedRequest,
     CommittedRequest,
     Group,
+    committed_of,
     entries_of,
-    placed_all,
     records_of,
     route,
     rows_of,
@@ -275,11 +275,9 @@ class Writer:
             self._admission.answer(request, again)
             return
         pairs = zip(request.events, states, strict=True)
-        places = tuple((event.id, state) for event, state in pairs if isinstance(state, Delivered))
-        whole = len(places) == len(request.events)
-        self._admission.answer(
-            request, Committed(claim.state.at, places, replayed=not was_in_doubt) if whole else again
-        )
+        deliveries = tuple((event.id, state) for event, state in pairs if isinstance(state, Delivered))
+        committed = Committed(claim.state.at, deliveries, replayed=not was_in_doubt)
+        self._admission.answer(request, committed if len(deliveries) == len(request.events) else again)
 
     # ------------------------------------------------------------------------------------------------------ writing
 
@@ -308,8 +306,8 @@ class Writer:
         for request, _ in group:
             request.move(RequestEvent.SEND)
         try:
-            places = await slot.send(records)
-            committed = list(placed_all(group, records, places))
+            metadata = await slot.send(records)
+            committed = list(committed_of(group, records, metadata))
             topic_ids = topic_ids_of(records, self._topic_metadata.last_known)
             position = await slot.commit(entries_of(committed), topic_ids)
         except Exception as error:
@@ -393,7 +391,7 @@ class Writer:
             if isinstance(error, StoreLost):
                 self._store.lost(position.generation)
         self._telemetry.stage_mark.observe(time.perf_counter() - started)
-        self._queue.release(there.topic for _, committed in delivered for _, there in committed.places)
+        self._queue.release(there.topic for _, committed in delivered for _, there in committed.deliveries)
         for request, committed in delivered:
             self._admission.answer(request, committed)
 

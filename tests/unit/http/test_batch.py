@@ -127,7 +127,7 @@ async def test_the_answers_are_in_the_order_of_the_events() -> None:
     first, _, third, _ = answers
     assert isinstance(first, Committed)
     assert isinstance(third, Committed)
-    assert (first.places[0][0], third.places[0][0]) == (make_event("a").id, make_event("c").id)
+    assert (first.deliveries[0][0], third.deliveries[0][0]) == (make_event("a").id, make_event("c").id)
 
 
 async def test_where_no_event_is_good_nothing_is_submitted() -> None:
@@ -280,7 +280,7 @@ async def test_an_atomic_batch_is_written_in_one_group_and_replayed_as_one() -> 
     batch = batch_of(one(None, 1), one(None, 2, "other"), atomic=True)
     first = await atomically(world, batch)
     assert isinstance(first, Committed)
-    assert [there.topic for _, there in first.places] == ["orders", "other"]
+    assert [there.topic for _, there in first.deliveries] == ["orders", "other"]
     assert await atomically(world, batch) == replace(first, replayed=True)
     assert world.keys_written() == [["whole", "whole"]]
     await ended(serving)
@@ -331,7 +331,7 @@ async def test_a_batch_that_is_written_is_in_doubt_while_nobody_knows_where_its_
     first = await atomically(world, batch)
     assert isinstance(first, Committed)
     await until(lambda: not slot.has_pending_marks)
-    (id, there), *_ = first.places
+    (id, there), *_ = first.deliveries
     if error is not None:
         world.keys.trouble.before["find_all"].append(error)
     else:
@@ -368,7 +368,7 @@ async def test_an_atomic_batch_is_its_caller_s_and_goes_where_that_may_write() -
     arrived = asyncio.get_running_loop().time()
     id, answer = await write_atomic(world.admission, batch_of(one(None, 1), atomic=True), "whole", arrived, TRACE, shop)
     assert isinstance(answer, Committed)
-    assert (id, answer.places[0][0]) == (event_id("whole", "shop"), member_id("whole", 0, "shop"))
+    assert (id, answer.deliveries[0][0]) == (event_id("whole", "shop"), member_id("whole", 0, "shop"))
     ((record,),) = world.producers[0].written
     assert dict(record.headers)["traceparent"] == TRACE
     with pytest.raises(Problem) as raised:

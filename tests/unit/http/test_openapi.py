@@ -157,7 +157,7 @@ def test_every_problem_is_told_in_the_same_form() -> None:
 
 def test_what_is_answered_is_what_it_says() -> None:
     results: list[WriteResult] = [COMMITTED, Problem(NOT_WRITTEN, "why")]
-    check("Metadata", render_place(COMMITTED.places[0]))
+    check("Metadata", render_place(COMMITTED.deliveries[0]))
     check("AtomicBatch", render_whole(b"w" * 32, COMMITTED))
     check("Results", render_results(results))
     for result in results:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from service.claims.states import Delivered
 from service.core.problems import NOT_WRITTEN, Problem
 from service.http.responses import render_place, render_result, render_results, render_whole
-from service.pipeline.request import Committed, Placed
+from service.pipeline.request import Committed, Delivery
 
 NUMBERS = st.integers(-(2**63), 2**63 - 1) | st.integers(0, 2**53)
 PLACES = st.lists(
@@ -30,7 +30,7 @@ PLACES = st.lists(
 )
 
 
-def members_of(place: Placed) -> dict[str, Any]:
+def members_of(place: Delivery) -> dict[str, Any]:
     id, there = place
     return {
         "id": id.hex(),
@@ -46,7 +46,7 @@ def text(body: dict[str, Any]) -> str:
 
 
 @given(PLACES, st.booleans())
-def test_what_clients_are_told(places: list[Placed], replayed: bool) -> None:
+def test_what_clients_are_told(places: list[Delivery], replayed: bool) -> None:
     results = [{"status": 201, **members_of(place), "replayed": replayed} for place in places]
     answers = [Committed(1, (place,), replayed) for place in places]
     assert render_place(places[0]).decode() == text(members_of(places[0]))

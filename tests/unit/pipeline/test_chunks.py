@@ -62,7 +62,7 @@ def problems(answers: Sequence[WriteResult]) -> list[str | None]:
 
 
 def offsets(answers: Sequence[WriteResult]) -> list[int]:
-    return [answer.places[0][1].offset for answer in answers if isinstance(answer, Committed)]
+    return [answer.deliveries[0][1].offset for answer in answers if isinstance(answer, Committed)]
 
 
 def key_of(record: Record) -> str:
@@ -107,8 +107,8 @@ async def test_it_is_one_request_from_the_queue_to_its_results() -> None:
     answers = await told
     assert world.keys_written() == [["a", "b", "c"]]
     assert world.journal.answers == [("a", 201), ("b", 201), ("c", 201)]
-    assert [answer.places[0][0] for answer in answers if isinstance(answer, Committed)] == [*map(event_id, "abc")]
-    assert [len(answer.places) for answer in answers if isinstance(answer, Committed)] == [1, 1, 1]
+    assert [answer.deliveries[0][0] for answer in answers if isinstance(answer, Committed)] == [*map(event_id, "abc")]
+    assert [len(answer.deliveries) for answer in answers if isinstance(answer, Committed)] == [1, 1, 1]
     assert all(world.keys.is_delivered(key) for key in "abc")
     assert (world.queue.events, world.queue.bytes) == (0, 0)
     page = world.telemetry.render()
@@ -412,7 +412,7 @@ async def test_a_poisoned_event_is_found_in_few_transactions_and_the_others_are_
     assert len([each for each in tried if keys[place] in each]) == 7, "log₂ 64, and the event itself"
     assert len(tried) <= 13
     assert [key for each in tried if keys[place] not in each for key in each] == keys[:place] + keys[place + 1 :]
-    assert [len(each.places) for each in answers if isinstance(each, Committed)] == [1] * 63
+    assert [len(each.deliveries) for each in answers if isinstance(each, Committed)] == [1] * 63
     assert not world.keys.is_claimed(keys[place])
     assert (world.queue.events, world.queue.bytes) == (0, 0)
     await ended(serving)
@@ -459,7 +459,7 @@ async def test_what_would_hold_up_the_others_goes_after_them(why: str) -> None:
     serving = world.serve(await world.slot())
     answers = await told
     assert problems(answers) == [None] * 3
-    assert [answer.places[0][1].topic for answer in answers if isinstance(answer, Committed)] == [
+    assert [answer.deliveries[0][1].topic for answer in answers if isinstance(answer, Committed)] == [
         topic,
         "orders",
         topic,
@@ -568,7 +568,7 @@ async def test_a_part_is_as_far_as_the_chunk_is() -> None:
     events = [make_event(key) for key in "abc"]
     results: list[WriteResult | None] = [None] * 3
     chunk = WriteRequest.of(events, 5.0, 10.0, Guarantee.EXACTLY_ONCE)
-    chunk.places, chunk.collector = range(3), ResultCollector(results, 3)
+    chunk.indexes, chunk.collector = range(3), ResultCollector(results, 3)
     chunk.group_number, chunk.claimants, chunk.partitions, chunk.failures = 7, ((1, 2),), [4, 5, 6], 1
     size = chunk.size
     parts = chunk.take_out([0, 2])
@@ -576,7 +576,7 @@ async def test_a_part_is_as_far_as_the_chunk_is() -> None:
         (15.0, 7, ((1, 2),), RequestState.QUEUED, 1)
     ] * 2
     assert [part.partitions for part in (*parts, chunk)] == [[4], [6], [5]]
-    assert [part.places for part in (*parts, chunk)] == [[0], [2], [1]]
+    assert [part.indexes for part in (*parts, chunk)] == [[0], [2], [1]]
     assert [part.asked for part in (*parts, chunk)] == [
         [(each.id, each.fp)] for each in (events[0], events[2], events[1])
     ]

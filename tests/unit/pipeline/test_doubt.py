@@ -412,7 +412,7 @@ async def test_a_partition_that_lacks_replicas_is_in_no_transaction() -> None:
     good, short, anywhere, again = [await answer for answer in answers]
     assert isinstance(good, Committed)
     assert isinstance(anywhere, Committed)
-    assert [there.partition for _, there in anywhere.places] == [0]
+    assert [there.partition for _, there in anywhere.deliveries] == [0]
     assert isinstance(short, Problem)
     assert (short.kind, "partition 1 of orders has too few replicas" in short.detail) == (NOT_WRITTEN, True)
     assert isinstance(known, Committed)
@@ -473,7 +473,7 @@ async def test_an_event_in_doubt_that_was_written_is_no_replay() -> None:
     serving = await world.serve_again(slot)
     found = await answer
     assert isinstance(found, Committed)
-    assert (found.places[0][1].offset, found.replayed) == (44, False)
+    assert (found.deliveries[0][1].offset, found.replayed) == (44, False)
     assert world.keys_written() == []
     await ended(serving)
 

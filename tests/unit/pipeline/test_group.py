@@ -12,7 +12,7 @@ from service.events.event import event_of
 from service.kafka.admin import Topic
 from service.kafka.session import Record, RecordMetadata
 from service.pipeline.decisions import ClaimToRelease
-from service.pipeline.group import entries_of, placed_all, records_of, route, rows_of, topic_ids_of
+from service.pipeline.group import committed_of, entries_of, records_of, route, rows_of, topic_ids_of
 from service.pipeline.request import Committed, WriteRequest
 from service.pipeline.writer import Written
 from service.slots.slot import LedgerPosition
@@ -95,7 +95,7 @@ def test_the_ledger_and_the_store_are_told_of_each_event_and_of_batches_as_a_who
     group = [(single, [100]), (whole, [200, 200])]
     records = records_of(group, topic_of, stamp_writer(0, 1, 2, "me"), 0)
     delivered = list(
-        placed_all(group, records, [RecordMetadata(11, 21), RecordMetadata(12, 22), RecordMetadata(13, 23)])
+        committed_of(group, records, [RecordMetadata(11, 21), RecordMetadata(12, 22), RecordMetadata(13, 23)])
     )
     event, (left, right), id = single.events[0], whole.events, b"w" * 16
     rows = [

@@ -64,7 +64,7 @@ async def test_a_slot_is_not_given_back_before_its_last_mark() -> None:
     assert not slot.has_pending_marks
 
 
-async def test_a_stop_waits_for_the_marks_that_are_under_way() -> None:
+async def test_a_stop_waits_for_the_marks_that_are_in_flight() -> None:
     world = World()
     await world.writer.settle()
     marking = world.keys.trouble.hold("mark")
@@ -91,12 +91,12 @@ async def test_a_commit_ends_the_suspicion_of_its_topics(topic: str) -> None:
     await ended(serving)
 
 
-async def test_a_group_that_is_through_is_under_way_no_more() -> None:
+async def test_a_group_that_is_through_is_in_flight_no_more() -> None:
     world = World()
     serving = world.serve(await world.slot())
     for key in ("a", "b", "a"):
         await world.submit(key)
-    await until(lambda: not world.queue._under_way)
+    await until(lambda: not world.queue._in_flight)
     await ended(serving)
 
 
@@ -216,6 +216,6 @@ async def test_a_batch_in_doubt_that_was_written_is_no_replay() -> None:
     serving = await world.serve_again(slot)
     answer = await asyncio.wait_for(asked, 1.0)
     assert isinstance(answer, Committed)
-    assert ([there.offset for _, there in answer.places], answer.replayed) == ([40, 41], False)
+    assert ([there.offset for _, there in answer.deliveries], answer.replayed) == ([40, 41], False)
     assert not serving.done()
     await ended(serving)

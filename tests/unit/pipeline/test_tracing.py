@@ -85,7 +85,7 @@ async def test_an_event_has_a_producers_span_whose_context_its_record_carries(wo
         "messaging.destination.partition.id": "2",
         "messaging.client.id": "host:1",
         "messaging.message.id": event_id("a").hex(),
-        "messaging.kafka.offset": answer.places[0][1].offset,
+        "messaging.kafka.offset": answer.deliveries[0][1].offset,
         "fencepost.replayed": False,
     }
     assert span.start_time is not None

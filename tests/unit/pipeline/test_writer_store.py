@@ -201,7 +201,7 @@ async def test_what_was_written_is_answered_although_the_release_fails() -> None
     assert isinstance(await end_of_term(world.serve(slot)), StoreUnanswered)
     answer = await asyncio.wait_for(written, 3.0)
     assert isinstance(answer, Committed)
-    assert answer.places[0][1].offset == 3
+    assert answer.deliveries[0][1].offset == 3
     assert world.keys.is_delivered("written")
     assert kind_of(await lost) is OUTCOME_UNKNOWN
 
