@@ -1,4 +1,4 @@
-"""The journal of answers, `{ns}.requests`: what was told to whom, so that it can testify against the ledger."""
+"""The journal of answers, `{ns}.requests`, against which the audit checks the ledger."""
 
 import asyncio
 import contextlib
@@ -21,16 +21,16 @@ from service.pipeline.request import Committed, WriteRequest, WriteResult
 
 log = structlog.get_logger(__name__)
 
-# A flush comes at the latest after this time, so that the audit lags by no more than it.
+# The longest time between two flushes, and so the most by which the journal lags.
 FLUSH_S: Final = 0.1
 FLUSH_ANSWERS: Final = 2_000
-# Answers that may wait while Kafka is away; the next ones are dropped and counted. About 250 bytes each.
+# Answers of about 250 bytes that may wait while Kafka is away; further ones are dropped and counted.
 WAITING_MAX: Final = 100_000
 PAUSE_S: Final = 0.5
 
 
 class _Answer(msgspec.Struct, gc=False):
-    """One answer as wire.encode_answer has it."""
+    """One answer, in the JSON format of wire.encode_answer."""
 
     id: str
     fp: str
@@ -52,7 +52,7 @@ def _text(id: bytes, fp: bytes, *more: Any) -> str:
 
 
 class Journal:
-    """Written by a plain idempotent producer, apart from the transactions, and never in the way of an answer."""
+    """Writes answers to the journal's topic by an idempotent producer, without delaying an answer."""
 
     def __init__(self, cluster: KafkaAdmin, topic: str, instance: str, telemetry: Telemetry) -> None:
         self._topic = topic
@@ -60,23 +60,23 @@ class Journal:
         self._telemetry = telemetry
         self._producer = IdempotentProducer(cluster, "journal")
         self._waiting: list[str] = []
-        self._most = FLUSH_ANSWERS  # in one record, as its topic was seen to take them
+        self._most = FLUSH_ANSWERS  # answers in one record, fewer if the topic refused a larger record
         self._record_bytes_max = 0
         self._stopping = False
         self._task = supervise("journal", self._run, telemetry)
 
     @property
     def waiting(self) -> int:
-        """How many answers wait to be written."""
+        """How many answers are still to be written."""
         return len(self._waiting)
 
     def resize(self, record_bytes_max: int) -> None:
-        """Try whole flushes again where its topic takes other records than it did."""
+        """Try full records again if the topic's max.message.bytes has changed."""
         if record_bytes_max != self._record_bytes_max:
             self._record_bytes_max, self._most = record_bytes_max, FLUSH_ANSWERS
 
     def record(self, request: WriteRequest, status: int, answer: WriteResult | None, latency_s: float) -> None:
-        """Note an answer, or (None) that its claim stands, which a 202 says; drop it where too many wait."""
+        """Add an answer, or a 202 (`answer` is None: the claim stands). Drops it if too many wait."""
         if len(self._waiting) >= WAITING_MAX:
             self._telemetry.journal_dropped.inc(len(request.events))
             return
@@ -101,10 +101,10 @@ class Journal:
                 await asyncio.sleep(PAUSE_S)
 
     async def _flush(self) -> bool:
-        """Write what waits; False where that failed, and then it waits on.
+        """Write the waiting answers; False if that failed, and then they wait on.
 
-        A record that its topic finds too large is split in halves; an answer that it does not even take alone is
-        dropped, and counted.
+        A record that is too large for the topic is split in halves. A single answer that is too large is dropped and
+        counted.
         """
         while self._waiting:
             answers = self._waiting[: self._most]
@@ -120,14 +120,14 @@ class Journal:
                 self._drop(1, refused.refusal.why)
             except KafkaAway:
                 return False
-            except Exception:  # a bug must not end the journal, nor the service's stop
+            except Exception:  # a bug must not end the journal, or keep the service from stopping
                 log.exception("journal")
                 return False
             del self._waiting[: len(answers)]
         return True
 
     async def close(self, timeout_s: float) -> None:
-        """Write what waits, for at most `timeout_s`; what is left then is dropped, counted and told."""
+        """Write the waiting answers for at most `timeout_s`; the rest is dropped, counted and logged."""
         self._stopping = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -135,10 +135,11 @@ class Journal:
                 await self._flush()
         self._task.cancel()
         if left := len(self._waiting):
-            self._drop(left, "the process ends")  # no scrape comes any more
+            self._drop(left, "the process ends")
         await self._producer.close()
 
     def _drop(self, answers: int, why: str) -> None:
+        """Count and log answers that are not written."""
         self._telemetry.journal_dropped.inc(answers)
         log.warning("answers dropped from the journal", answers=answers, why=why)
 

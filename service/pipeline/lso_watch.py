@@ -1,7 +1,7 @@
-"""Finds partitions whose last stable offset (LSO) stands still, and has the slots recovered that hang there.
+"""Finds partitions whose last stable offset (LSO) stands still, and recovers the slots whose transactions hang there.
 
-A transaction may stay open in a partition although its coordinator has completed it (KAFKA-20734). Readers of committed
-records get nothing from behind it, and no request fails: only the LSO shows it.
+A transaction may stay open in a partition although its coordinator has completed it (KAFKA-20734). A read_committed
+consumer then gets no record behind it, while no request fails: only the LSO shows the fault.
 """
 
 import asyncio
@@ -21,59 +21,59 @@ from service.kafka.hanging import ActiveProducer, Partition
 
 log = structlog.get_logger(__name__)
 
-# Brokers abort a transaction at the first look after its timeout; they look every 10 s
+# Brokers abort a transaction at their first scan after its timeout; they scan every 10 s
 # (transaction.abort.timed.out.transaction.cleanup.interval.ms).
 ABORT_SCAN_S: Final = 10.0
-# Looks in the time of a transaction: each costs one Metadata request, and two ListOffsets to each broker.
+# Looks in a transaction timeout: each costs one Metadata request, and two ListOffsets requests to each broker.
 LOOKS_A_TIMEOUT: Final = 2
-# After a recovery that has not moved the LSO, the next one waits, and each time twice as long.
+# The pause after a recovery that has not moved the LSO, doubled each time.
 PAUSE_LEAST_S: Final = 60.0
 PAUSE_MOST_S: Final = 3600.0
-# Whose transaction is open: one of a slot, of another program, or of nobody known, as the leader does not tell.
+# The owner of an open transaction: a slot, another program, or unknown, if the leader names no producer.
 SLOT, OTHER, UNKNOWN = "slot", "other", "unknown"
 OWNERS: Final = (SLOT, OTHER, UNKNOWN)
 
 
 class Offsets(Protocol):
-    """What the watch asks of Kafka; each raises KafkaAway."""
+    """The requests of the watch to Kafka; each raises KafkaAway."""
 
     async def last_offsets(self, topics: Sequence[str]) -> Mapping[Partition, Ends]:
-        """The ends of the topics' partitions."""
+        """Find the last stable offset and the high watermark of the topics' partitions."""
         ...
 
     async def open_transactions(
         self, partitions: Collection[Partition]
     ) -> Mapping[Partition, Sequence[ActiveProducer]]:
-        """The producers that each partition's leader knows (DescribeProducers); without those that may not be told."""
+        """List the producers of each partition (DescribeProducers), except partitions that may not be described."""
         ...
 
 
 class Slots(Protocol):
-    """What the watch asks of those who look after slots."""
+    """The watch's view of the pool."""
 
     async def of_producers(self, producer_ids: Collection[int]) -> Mapping[int, int]:
-        """The slots whose transactional ids have these producer ids, by producer id. Raises KafkaAway."""
+        """Find the slots whose transactional ids have these producer ids, by producer id. Raises KafkaAway."""
         ...
 
     def recover(self, n: int, partitions: Collection[Partition]) -> None:
-        """Have slot `n` recovered, which has a transaction open in these partitions."""
+        """Recover slot `n`, which has a transaction open in these partitions."""
         ...
 
 
 class Stalled(NamedTuple):
-    """A partition's LSO, since when it is seen there below the high watermark, and when to recover its slot again."""
+    """A partition's LSO below the high watermark, since when it is there, and when to recover its slot again."""
 
     last_stable: int
-    since: float  # by time.monotonic, as all times here
+    since: float  # time.monotonic, as all times here
     owner: str = UNKNOWN
     again: float = 0.0
     pause_s: float = PAUSE_LEAST_S
 
 
 def observe(known: Mapping[Partition, Stalled], ends: Mapping[Partition, Ends], now: float) -> dict[Partition, Stalled]:
-    """What is known of the partitions whose LSO is below the high watermark, after another look.
+    """Update the known partitions whose LSO is below the high watermark by the `ends` of another look.
 
-    A partition that did not answer this time keeps what was known of it.
+    A partition without new ends keeps its state.
     """
     seen = {partition: stalled for partition, stalled in known.items() if partition not in ends}
     for partition, (last_stable, high_watermark) in ends.items():
@@ -85,12 +85,12 @@ def observe(known: Mapping[Partition, Stalled], ends: Mapping[Partition, Ends], 
 
 
 def holders(stalled: Stalled, producers: Iterable[ActiveProducer]) -> set[int]:
-    """The ids of the producers whose transactions hold the LSO where it is."""
+    """Find the ids of the producers whose transactions hold the LSO where it is."""
     return {each.producer_id for each in producers if 0 <= each.start <= stalled.last_stable}
 
 
 class LsoWatch:
-    """Looks at the ledger's partitions and at those of every topic that this process was asked to write to."""
+    """Watches the partitions of the ledger and of all topics that this process was asked to write to."""
 
     def __init__(
         self,
@@ -126,21 +126,21 @@ class LsoWatch:
                 trouble.add(error, bug=True)
 
     async def look(self, now: float) -> None:
-        """Look once, and have the slots recovered whose transactions stand open for longer than any may."""
+        """Look once, and recover the slots whose transactions are open for longer than the bound."""
         self._known = observe(self._known, await self._offsets.last_offsets([self._ledger, *self._topics]), now)
         try:
             await self._recover(now)
         finally:
             self._show(now)
 
-    def _stands(self, now: float) -> Iterator[tuple[Partition, Stalled]]:
-        """What no running transaction explains: each is ended, or aborted by the broker, within the bound."""
+    def _hanging(self, now: float) -> Iterator[tuple[Partition, Stalled]]:
+        """Find the partitions whose LSO stood still past the bound, in which each healthy transaction ends."""
         for partition, stalled in self._known.items():
             if now - stalled.since >= self.bound_s:
                 yield partition, stalled
 
     async def _recover(self, now: float) -> None:
-        due = {partition: stalled for partition, stalled in self._stands(now) if stalled.again <= now}
+        due = {partition: stalled for partition, stalled in self._hanging(now) if stalled.again <= now}
         if not due:
             return
         producers = await self._offsets.open_transactions(due)
@@ -165,9 +165,9 @@ class LsoWatch:
                 self._slots.recover(n, [partition])
 
     def _show(self, now: float) -> None:
-        standing = [stalled for _, stalled in self._stands(now)]
-        counts = Counter(stalled.owner for stalled in standing)
+        hanging = [stalled for _, stalled in self._hanging(now)]
+        counts = Counter(stalled.owner for stalled in hanging)
         for owner in OWNERS:
             self._telemetry.stalled.labels(owner).set(counts[owner])
-            oldest = max((now - stalled.since for stalled in standing if stalled.owner == owner), default=0.0)
+            oldest = max((now - stalled.since for stalled in hanging if stalled.owner == owner), default=0.0)
             self._telemetry.stalled_oldest.labels(owner).set(oldest)

@@ -1,4 +1,4 @@
-"""The slots of this process: taken, recovered, served, given back. One task a slot, and one that keeps the leases."""
+"""Takes, recovers, serves and gives back the slots of this process: a task for each slot, and one for the leases."""
 
 import asyncio
 import contextlib
@@ -32,15 +32,15 @@ log = structlog.get_logger(__name__)
 
 # Heartbeats in the time of a lease: a process keeps its slots although two of them were lost.
 HEARTBEATS_PER_LEASE: Final = 3
-# Without a slot it can write nothing, so it sees sooner that one has become free: after a crash, its own old ones.
+# A process without a slot cannot write, so it looks more often for one that became free, such as its own after a crash.
 HEARTBEATS_PER_LEASE_WITHOUT_A_SLOT: Final = 15
-# Between two heartbeats, however often one is asked for: each is a script that looks at every slot.
+# The shortest pause between two heartbeats: each runs a script over all slots.
 HEARTBEAT_PAUSE_LEAST_S: Final = 0.01
 PAUSE_LEAST_S: Final = 0.05
 PAUSE_MOST_S: Final = 2.0
-# A slot that has not been recovered for so much of a request's time is not counted on: another is taken beside it.
+# A slot that is down for this share of the request timeout is stuck: another slot is taken in its place.
 STUCK_SHARE: Final = 0.5
-# Before Kafka tells that replicas lack, more than one may be caught: so many are replaced, also where one is wanted.
+# Stuck slots that are replaced even if fewer are wanted: several get stuck before Kafka reports missing replicas.
 REPLACED_LEAST: Final = 3
 SETTLED: Final = frozenset({SlotState.READY, SlotState.WRITING})
 
@@ -59,14 +59,14 @@ BUG: Final = "bug"
 
 
 def _cause_of(error: Exception) -> str:
-    """Why a term ended, in a word: `bug` for what neither Kafka nor Redis can bring about."""
+    """Return why a term ended: one of ENDS, or BUG for an error that neither Kafka nor Redis can cause."""
     if isinstance(error, StoreBug) or (isinstance(error, TransactionFailed) and error.is_bug):
         return BUG
     return next((name for kind, name in ENDS.items() if isinstance(error, kind)), BUG)
 
 
 class Pool:
-    """Holds as many slots as are wanted, or this process's fair share where there are fewer."""
+    """Holds as many slots as the settings want, or the process's fair share if that is less."""
 
     def __init__(
         self,
@@ -95,13 +95,11 @@ class Pool:
         self.token = f"{settings.name}/{secrets.token_hex(6)}"
         self.slots: dict[int, Slot] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._last_heartbeat: tuple[StoreGeneration, float] | None = (
-            None  # that was answered: in which generation, and when
-        )
+        self._last_heartbeat: tuple[StoreGeneration, float] | None = None  # its generation and time (monotonic)
         self._take_not_before = 0.0
-        self._troubles: dict[int, Incident] = {}  # by slot: a recovery that fails over and over is one
-        self._heartbeat_now = heartbeat_now  # set: the next heartbeat does not wait for its time
-        # Slots that nobody may hold, and that are to be taken all the same: what is open of theirs, and where.
+        self._troubles: dict[int, Incident] = {}  # by slot: repeated failures of a recovery are one incident
+        self._heartbeat_now = heartbeat_now  # set to send the next heartbeat at once
+        # Slots to take although they may be free, and the partitions in which they have open transactions.
         self._to_recover: dict[int, set[Partition]] = {}
         self._stopping = False
 
@@ -110,7 +108,7 @@ class Pool:
 
     @property
     def ready(self) -> int:
-        """How many slots may write now."""
+        """How many slots can write now."""
         return sum(slot.state in SETTLED for slot in self.slots.values())
 
     def count(self, state: SlotState) -> int:
@@ -119,33 +117,33 @@ class Pool:
 
     @property
     def in_doubt(self) -> int:
-        """Events whose fate the recovery of their slot has yet to tell, also those whose callers had their 504."""
+        """How many events wait for a recovery to find their outcome, also those answered 504."""
         return sum(slot.in_doubt for slot in self.slots.values())
 
     @property
     def in_doubt_s(self) -> float:
-        """For how long the oldest of them is in doubt, in seconds; 0 without any."""
+        """How long the oldest event in doubt has been so, in seconds; 0 without any."""
         since = [slot.in_doubt_since for slot in self.slots.values() if slot.in_doubt]
         return time.monotonic() - min(since) if since else 0.0
 
     @property
     def down_s(self) -> float:
-        """For how long the slot that is down longest has not been recovered, in seconds; 0 where none is down."""
+        """How long the slot that is down longest has been so, in seconds; 0 if none is down."""
         since = min((slot.down_since for slot in self.slots.values()), default=math.inf)
         return max(0.0, time.monotonic() - since)
 
     def doubts(self, n: int, term: int) -> bool:
-        """Is a claim of this slot and term in doubt here: sent, without a clean answer, and not yet recovered?
+        """Whether a claim of this slot and term is in doubt here: sent, without a clean result, not yet recovered.
 
-        Of slots that others hold this process knows nothing, and of a term that is newer than the one it knew.
+        False for slots of other processes, and for terms newer than this process knew.
         """
         slot = self.slots.get(n)
         return slot is not None and slot.in_doubt > 0 and term <= slot.term
 
     async def of_producers(self, producer_ids: Collection[int]) -> dict[int, int]:
-        """The slots whose transactional ids have these producer ids, by producer id. Raises KafkaAway.
+        """Find the slots whose transactional ids have these producer ids, by producer id. Raises KafkaAway.
 
-        Kafka is asked only where some are of no slot that is held here.
+        Asks Kafka only for ids of slots that this process does not hold.
         """
         held = {slot.producer_id: n for n, slot in self.slots.items()}
         found = {producer: held[producer] for producer in producer_ids if producer in held}
@@ -180,7 +178,7 @@ class Pool:
         """Send heartbeats, for ever: renew leases, take slots, recover the dead ones, give back what is too much."""
         trouble = Incident(log, "no heartbeat")
         while not self._stopping:
-            self._heartbeat_now.clear()  # where it is set from here on, also during the heartbeat, another follows
+            self._heartbeat_now.clear()  # if it is set during the heartbeat, another one follows at once
             try:
                 generation = await self._store.settled()
                 await self._heartbeat(generation)
@@ -190,7 +188,7 @@ class Pool:
                 self._store.lost(generation)
             except (StoreAway, StoreUnanswered, KafkaAway) as error:
                 trouble.add(error)
-            except Exception as error:  # a bug must not end the heartbeat: every slot would be lost
+            except Exception as error:  # a bug must not end the heartbeats, which would lose all slots
                 trouble.add(error, bug=True)
             with contextlib.suppress(TimeoutError):
                 heartbeats = HEARTBEATS_PER_LEASE if self.slots else HEARTBEATS_PER_LEASE_WITHOUT_A_SLOT
@@ -199,6 +197,7 @@ class Pool:
             await asyncio.sleep(HEARTBEAT_PAUSE_LEAST_S)
 
     async def _heartbeat(self, generation: StoreGeneration) -> None:
+        """Renew the leases, supersede slots that must be recovered, and balance. Raises as KeyStore.heartbeat does."""
         held = {n: slot for n, slot in self.slots.items() if not slot.draining}
         applied = {n: slot.applied for n, slot in held.items()}
         heartbeat = await self._keys.heartbeat(generation, self.token, self._settings.slots_max, applied)
@@ -210,20 +209,20 @@ class Pool:
             elif slot.state in SETTLED and (
                 slot.generation != generation or heartbeat.freed[n] > slot.term or slot.cut_off
             ):
-                # Fenced by a recovery of the store, or by another holder that has gone: recovered now, for its ledger
-                # may hold what others wait for, and not at the cost of its next group. Or a broker was away, and a
-                # transaction of it may hang, which every reader waits for.
+                # The slot was fenced by a store recovery or by another holder. It is recovered now, and not when its
+                # next group fails, as other requests may wait for events in its ledger. Or a broker was away: then a
+                # transaction may hang, and delays all readers.
                 slot.superseded = True
                 self._queue.notify_all()
         await self._balance(heartbeat, generation)
-        self._recovered()  # what is in doubt because of others' slots: ask again
+        self._recovered()  # requests in doubt because of other processes' slots are claimed again
         for slot in [slot for slot in held.values() if slot.has_pending_marks and slot.generation == generation]:
             await slot.flush_marks()
 
     def _note_heartbeat(self, generation: StoreGeneration) -> None:
-        """After a pause in which leases ran out, or were forgotten, others come back to theirs just as this one does.
+        """Take no slot for a lease's time after a pause in which the leases expired, or after a new generation.
 
-        So nothing is taken for as long as a lease lives; and a slot was down because all was.
+        Other processes then return to their slots, as this one does. Slots that were down until now are not stuck.
         """
         now, lease_s = time.monotonic(), self._settings.lease_ttl_ms / 1000
         if self._last_heartbeat is not None and (
@@ -235,9 +234,12 @@ class Pool:
         self._last_heartbeat = generation, now
 
     async def _balance(self, heartbeat: Heartbeat, generation: StoreGeneration) -> None:
-        """Towards min(wanted, fair share), and no dead slot left lying: its open transaction holds up every reader."""
+        """Take or give up slots towards min(wanted, fair share), and take all dead slots.
+
+        A dead slot's open transaction delays all readers of its partitions.
+        """
         held = [slot for slot in self.slots.values() if not slot.draining]
-        # One whose transaction Kafka cannot end, for a partition that takes no markers, cannot begin another.
+        # A slot is stuck if Kafka cannot end its transaction, because a partition takes no markers.
         stuck = sum(map(self._is_stuck, held))
         most = self._settings.slots + min(max(self._settings.slots, REPLACED_LEAST), stuck)
         share = min(most, max(1, self._settings.slots_max // max(1, heartbeat.members)))
@@ -251,10 +253,11 @@ class Pool:
         for n in dead + free[: max(0, wanted - len(dead))]:
             if not self._stopping and time.monotonic() >= self._take_not_before:
                 await self._take(n, generation, maybe_hanging.get(n, ()))
-        # More than was wanted comes from rescuing the dead; more than the share is given up only where it is missed.
+        # A process may hold more than it wants after taking dead slots, and gives up more than its share only if no
+        # slot is free or dead.
         excess = len(held) - (most if free or dead else share)
         settled = [slot for slot in held if slot.state in SETTLED]
-        for slot in settled[: max(0, min(excess, len(settled) - 1))]:  # the last one that can write stays
+        for slot in settled[: max(0, min(excess, len(settled) - 1))]:  # it keeps one that can write
             log.info("slot given up", slot=slot.n)
             self._let_go(slot)
 
@@ -264,7 +267,7 @@ class Pool:
     async def _take(self, n: int, generation: StoreGeneration, maybe_hanging: Collection[Partition]) -> None:
         if not await self._keys.take(generation, n, self.token) or n in self.slots:
             return
-        if self._stopping:  # since it was asked for: nobody would let go of it any more
+        if self._stopping:  # `stop` was called during `take`, and does not know of this slot
             await self._keys.give_back(generation, n, self.token, clean=False)
             return
         idempotent = IdempotentProducer(self._cluster, f"plain-{n}")
@@ -273,7 +276,7 @@ class Pool:
         slot.move(SlotEvent.LEASE)
         self.slots[n] = slot
         task = self._tasks[n] = asyncio.create_task(self._live(slot), name=f"slot-{n}")
-        log_failure(task, "slot", self._telemetry)  # another heartbeat finds the slot without a lease, and takes it
+        log_failure(task, "slot", self._telemetry)  # a later heartbeat takes the slot again
 
     def _let_go(self, slot: Slot) -> None:
         slot.draining = True
@@ -282,9 +285,9 @@ class Pool:
     # ------------------------------------------------------------------------------------------------- one slot
 
     async def _live(self, slot: Slot) -> None:
-        """The life of a held slot: recover, serve, and again after each end of a term, until it is let go."""
+        """Recover and serve a slot, again after each end of a term, until it drains."""
         pause_s = PAUSE_LEAST_S
-        idle = False  # nothing of a group is under way
+        idle = False  # whether no group is in flight
         try:
             while not slot.draining:
                 try:
@@ -292,7 +295,7 @@ class Pool:
                     pause_s = PAUSE_LEAST_S
                     await self._serve(slot)
                     idle = True
-                except (Exception, asyncio.CancelledError) as error:  # also a bug ends a term, and no more than that
+                except (Exception, asyncio.CancelledError) as error:  # a bug too ends only the term
                     self._ended(slot, failure_of(error))
                     await slot.end()
                     if not slot.draining and not await self._still_mine(slot):
@@ -320,14 +323,14 @@ class Pool:
         self._recovered()
 
     def _ended(self, slot: Slot, error: Exception) -> None:
-        """A term is over, or recovery did not get to one."""
+        """Note the end of a term, or a failed recovery."""
         slot.down_since = min(slot.down_since, time.monotonic())
         why = _cause_of(error)
         self._telemetry.terms_ended.labels(why).inc()
         if why == ENDS[TransactionFailed]:
             self._telemetry.kafka_errors.labels("transaction").inc()
-        told = {"slot": slot.n, "term": slot.term, "in_doubt": slot.in_doubt, "cause": why}
-        self._trouble_of(slot).add(error, bug=why == BUG, **told)
+        fields = {"slot": slot.n, "term": slot.term, "in_doubt": slot.in_doubt, "cause": why}
+        self._trouble_of(slot).add(error, bug=why == BUG, **fields)
         if slot.state is not SlotState.DOUBT:
             slot.move(SlotEvent.FAIL)
         if isinstance(error, StoreLost):
@@ -337,14 +340,14 @@ class Pool:
         return self._troubles.setdefault(slot.n, Incident(log, "term ended"))
 
     async def _still_mine(self, slot: Slot) -> bool:
-        """Is the lease still this process's, or free to take again? Where Redis does not say: assume so."""
+        """Whether the lease is still this process's, or could be taken again; True if Redis does not answer."""
         try:
             return self._store.generation is None or await self._keys.take(self._store.generation, slot.n, self.token)
         except (StoreAway, StoreUnanswered, StoreLost):
             return True
 
     async def _give_back(self, slot: Slot, idle: bool) -> None:
-        """Return the lease. A slot that is not in order, or in a group that was cut off, is left to who recovers it."""
+        """Return the lease; not clean, so that another process recovers the slot, unless it is ready and idle."""
         clean = idle and slot.state is SlotState.READY and not slot.has_pending_marks
         if slot.state is SlotState.WRITING:  # its task was cancelled
             slot.move(SlotEvent.FAIL)
@@ -356,7 +359,7 @@ class Pool:
     # ------------------------------------------------------------------------------------------------- stopping
 
     async def stop(self) -> None:
-        """Give every slot back, once its group is through, and leave. What hangs is left to others to recover."""
+        """Give all slots back after their current groups, and leave. A slot that hangs is left to other processes."""
         self._stopping = True
         self._heartbeat_now.set()
         for slot in self.slots.values():
