@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
 from deploy.stack import Listener, free_port
+from tests.faults.relay import stop_serving
 
 APIS: Final = {
     0: "Produce",
@@ -124,6 +125,7 @@ class Proxy:
         self._thread = threading.Thread(target=self._loop.run_forever, name="kafka-proxy", daemon=True)
         self._servers: list[asyncio.Server] = []
         self._connections: set[asyncio.Task[None]] = set()
+        self._clients: set[asyncio.StreamWriter] = set()
         self._carried: set[_Connection] = set()
 
     @property
@@ -191,13 +193,16 @@ class Proxy:
 
     async def _close(self) -> None:
         for server in self._servers:
-            server.close()
+            await stop_serving(server)
+        for client in self._clients:  # also of a task that has not begun
+            client.transport.abort()
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     def _accept(self, broker: int) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]:
         def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self._clients.add(writer)
             task = self._loop.create_task(self._serve(broker, reader, writer))
             self._connections.add(task)
             task.add_done_callback(self._connections.discard)
@@ -208,6 +213,7 @@ class Proxy:
         try:
             there = await asyncio.open_connection("127.0.0.1", self._doors[broker][1])
         except OSError:  # the broker is down
+            self._clients.discard(writer)
             writer.transport.abort()
             return
         connection = _Connection(self._choose(broker), (reader, writer), there)
@@ -216,6 +222,7 @@ class Proxy:
             await connection.run()
         finally:
             self._carried.discard(connection)
+            self._clients.discard(writer)
             there[1].transport.abort()
             writer.transport.abort()
 

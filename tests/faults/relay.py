@@ -9,6 +9,21 @@ from deploy.stack import free_port
 
 _CALL_S: Final = 5.0
 _CHUNK_BYTES: Final = 65_536
+# Passes of the loop from a connection that was accepted to the callback of its server: asyncio's task, its transport.
+_ACCEPT_PASSES: Final = 3
+
+
+async def stop_serving(server: asyncio.Server) -> None:
+    """Close a server; each connection that it has accepted by then has come to its callback.
+
+    `Server.close` alone fails for those that were accepted just now, and leaves their sockets open.
+    """
+    loop = asyncio.get_running_loop()
+    for listening in server.sockets:
+        loop.remove_reader(listening)
+    for _ in range(_ACCEPT_PASSES):
+        await asyncio.sleep(0)
+    server.close()
 
 
 class Relay:
@@ -73,7 +88,7 @@ class Relay:
 
     async def _close(self) -> None:
         if self._server is not None:
-            self._server.close()
+            await stop_serving(self._server)
         self._cut()
         for task in self._connections:
             task.cancel()
@@ -86,15 +101,16 @@ class Relay:
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # A task of our own: asyncio's for a coroutine complains when it is cancelled.
+        self._writers.add(writer)
         task = self._loop.create_task(self._serve(reader, writer))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
         try:
             onward_reader, onward = await asyncio.open_connection(self._target_host, self._target)
         except OSError:
+            self._writers.discard(writer)
             writer.transport.abort()
             return
         self._writers.add(onward)

@@ -1,13 +1,17 @@
 """The relay leads where it is told, holds what it is told to hold, and loses what was held when it is led elsewhere."""
 
 import contextlib
+import gc
 import socket
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from deploy.stack import free_port
+from tests.faults.proxy import Proxy
 from tests.faults.relay import Relay
 
 
@@ -85,3 +89,21 @@ def test_a_relay_with_nobody_behind_it_hangs_up() -> None:
         pass
     with Relay(gone) as relay, socket.create_connection(("127.0.0.1", relay.port), 5) as client:
         assert answer_of(client) is None
+
+
+def relay_to_nowhere() -> Relay:
+    return Relay(free_port())
+
+
+@pytest.mark.parametrize("made", [relay_to_nowhere, Proxy])
+def test_it_leaves_no_connection_of_those_who_connect_while_it_ends(made: Callable[[], Relay | Proxy]) -> None:
+    """Else it is a later test that fails, when the collector finds what was left open."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", ResourceWarning)
+        for _ in range(10):
+            with ExitStack() as clients, made() as opened:
+                port = opened.port if isinstance(opened, Relay) else int(opened.bootstrap.rpartition(":")[2])
+                for _ in range(4):
+                    clients.enter_context(socket.create_connection(("127.0.0.1", port), 5))
+        gc.collect()
+    assert [str(warning.message) for warning in told] == []
