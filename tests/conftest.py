@@ -39,6 +39,10 @@ _ALONE = ("faults", "bench", "images")
 _KEPT = ("FENCEPOST_CACHE", "FENCEPOST_REDIS_SERVER")
 
 
+# Heavy and rare cases (`@pytest.mark.long`), of which a short slice runs always: `TEST_LONG=1 ./tests/run FOLDER`.
+LONG = bool(os.environ.get("TEST_LONG"))
+
+
 class MakeTopic(Protocol):
     """Makes a topic with a name of its own, and returns the name."""
 
@@ -63,8 +67,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(MinutesByFolder())
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort by folder; within one, pytest's own order stays."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked `long`, unless it is asked for. Sort by folder; within one, pytest's own order stays."""
+    left_out = [item for item in items if not LONG and item.get_closest_marker("long")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: _rank(folder(item.nodeid)))
 
 

@@ -8,8 +8,17 @@ from tests.model.rules import Configuration, Faults
 from tests.model.search import search
 from tests.model.world import DOUBT, QUEUED, READY, VACANT, decode, encode, request_move, slot_move
 
+# The largest of DEFAULT. What each of its faults can break is searched by the others, and by test_rules.
+LARGE = {
+    "a failed send, whose claim is let go",
+    "a pair, a crash and a fence from outside",
+    "a failover and a flush",
+}
 
-@pytest.mark.parametrize("name", DEFAULT)
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in LARGE else name for name in DEFAULT]
+)
 def test_nothing_goes_wrong_and_every_state_leads_to_an_answer(name: str) -> None:
     result = search(DEFAULT[name])
     print(f"{name}: {result}")  # noqa: T201 - the figures, under -s
@@ -18,6 +27,7 @@ def test_nothing_goes_wrong_and_every_state_leads_to_an_answer(name: str) -> Non
     assert result.states > 1_000
 
 
+@pytest.mark.long
 def test_an_idle_holder_of_a_passed_term_keeps_nobody_waiting() -> None:
     """Its heartbeat sees the term pass. Without that look a claim could stay in progress for as long as it is idle."""
     result = search(IDLE_HOLDER._replace(watchful=True))
@@ -30,6 +40,10 @@ def test_without_faults_one_write_takes_six_steps() -> None:
     result = search(Configuration(Faults()))
     assert not result.violation, str(result)
     assert result.depth == 6
+
+
+def test_every_large_configuration_is_one() -> None:
+    assert set(DEFAULT) >= LARGE
 
 
 def test_the_model_moves_by_the_tables_of_the_service() -> None:
