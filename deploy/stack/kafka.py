@@ -191,7 +191,7 @@ class Kafka(Process):
         # "=": an id that begins with "-" would be taken for an option.
         tool = ("kafka.tools.StorageTool", "format", f"--cluster-id={self.cluster_id}", "-c", self._properties)
         self._run(BRIEF, *tool)
-        if self.wait(_START_S) != 0:
+        if self.wait_while_working(_START_S) != 0:
             raise StackError(f"the storage of {self.name} could not be formatted\n{self.tail()}")
 
     def _run(self, options: Sequence[str], main_class: str, *arguments: str | Path) -> None:

@@ -20,6 +20,10 @@ _LEASH = Path(__file__).with_name("leash.py")
 _STOP_S = 15.0  # a broker closes its logs in one or two seconds; a service may finish a request of 10 s
 _KILL_S = 10.0  # the kernel's own time to take a killed process down
 _POLL_S = 0.02
+# Fields of /proc/PID/stat (proc(5)), counted from the state on: the session's leader; user and system time.
+_SESSION, _CPU_TICKS = 3, (11, 12)
+# Who works uses more of a CPU than this share, also on a machine that others keep busy; an idle JVM uses less.
+_WORKING_SHARE = 0.01
 
 # Linux sends the parent-death signal when the *thread* that started a child ends, not the process. All children are
 # therefore started from this one thread, which lives as long as the interpreter.
@@ -124,6 +128,33 @@ class Process(ABC):
             return self._wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise StackError(f"{self.name} still runs after {timeout_s:.0f} s\n{self.tail()}") from None
+
+    def wait_while_working(self, idle_s: float) -> int:
+        """Wait for its own end, however slow the machine is, and return its exit code.
+
+        Raises:
+            StackError: for `idle_s` it has neither written to its log nor used any CPU time to speak of.
+        """
+        while True:
+            logged, used_s = self._log_bytes(), self._cpu_s()
+            try:
+                return self.wait(idle_s)
+            except StackError:
+                if self._log_bytes() == logged and self._cpu_s() - used_s < idle_s * _WORKING_SHARE:
+                    raise
+
+    def _log_bytes(self) -> int:
+        return self.log.stat().st_size if self.log.exists() else 0
+
+    def _cpu_s(self) -> float:
+        """CPU time of the program and what it has started, in seconds; 0 where the system does not tell (no /proc)."""
+        ticks = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # it has just ended
+                fields = stat.read_text().rpartition(")")[2].split()
+                if int(fields[_SESSION]) == self.pid:
+                    ticks += sum(int(fields[field]) for field in _CPU_TICKS)
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def tail(self, lines: int = 25) -> str:
         """The last lines of the log, and where the whole of it is."""

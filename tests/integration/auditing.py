@@ -12,7 +12,7 @@ from deploy.stack import Process
 from tests.spark.runs import INTERPRETED
 
 FINDINGS: Final = 3
-RUN_S: Final = 600
+IDLE_S: Final = 300.0  # without a sign of work
 
 
 def brief(folder: Path) -> dict[str, str]:
@@ -59,7 +59,7 @@ class Audit(Process):
         """Run it to its end: its exit status and its report."""
         self.start()
         try:
-            status = self.wait(RUN_S)
+            status = self.wait_while_working(IDLE_S)
         finally:
             self.kill()
         assert status in (0, FINDINGS), self.tail(40)

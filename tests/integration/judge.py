@@ -40,7 +40,10 @@ class Delivered:
 
 
 def read_committed(bootstrap: str, topics: Sequence[str], read_s: float = ANSWER_S) -> list[Delivered]:
-    """Every committed record of the topics; waits until no transaction is open in them."""
+    """Every committed record of the topics; waits until no transaction is open in them.
+
+    AssertionError where for `read_s` no more of them comes.
+    """
     ends = wait_until_stable(bootstrap, topics)
     consumer = Consumer(
         {
@@ -72,6 +75,7 @@ def read_committed(bootstrap: str, topics: Sequence[str], read_s: float = ANSWER
                         unread.discard((topic, partition))
                     continue
                 found.append(_delivered((topic, partition, offset), message))
+                deadline = time.monotonic() + read_s
     finally:
         consumer.close()
     return found

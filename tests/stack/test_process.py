@@ -82,6 +82,20 @@ def test_a_start_that_takes_too_long_leaves_no_process(tmp_path: Path) -> None:
     assert not script.running
 
 
+BUSY = "print('up', flush=True)\nfor _ in range(3 * 10**7): pass"
+TALKING = "import time\nfor _ in range(100): print('up', flush=True); time.sleep(0.05)"
+
+
+@pytest.mark.parametrize(("code", "ends"), [(SLEEP, False), (TALKING, True), (BUSY, True)])
+def test_who_works_is_waited_for_however_long_it_takes(tmp_path: Path, code: str, ends: bool) -> None:
+    with Script(tmp_path, code) as script:
+        if ends:
+            assert script.wait_while_working(1.0) == 0
+        else:
+            with pytest.raises(StackError, match="still runs after 1 s"):
+                script.wait_while_working(1.0)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
 def test_a_process_dies_with_its_parent_but_not_with_the_thread_that_started_it(tmp_path: Path) -> None:
     parent = textwrap.dedent(f"""
