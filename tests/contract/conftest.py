@@ -1,7 +1,8 @@
 """The key stores that the suite runs on: Redis, one that lacks a newer command, and the fake with its own clock."""
 
+import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -58,20 +59,32 @@ def assert_expires(client: Client, key: bytes, at_ms: int) -> None:
 @pytest.fixture(params=["memory", *SERVERS])
 async def bench(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[Bench]:
     if request.param == "memory":
-        clock = Clock()
-        server = Server("run/replid", clock)
-        fake, hour_long = (
-            MemoryKeys(server, retention_ms=RETENTION_MS, least_left_ms=LEAST_LEFT_MS, lease_ttl_ms=lease_ms)
-            for lease_ms in (LEASE_MS, HOUR_MS)
-        )
-
-        def fill(full: bool) -> None:
-            server.full = full
-
-        yield Bench(fake, server.flush, server.save, clock.pass_ms, lambda: clock.now_ms, fill, hour_long)
+        yield memory_bench()
         return
     redis: Redis = request.getfixturevalue(request.param)
     keys, hour = redis_keys(redis, namespace), redis_keys(redis, namespace, lease_ttl_ms=HOUR_MS)
+    with redis_bench(redis, namespace, keys, hour) as bench:
+        yield bench
+    for each in (keys, hour):
+        await each.close()
+
+
+def memory_bench() -> Bench:
+    clock = Clock()
+    server = Server("run/replid", clock)
+    keys, hour = (
+        MemoryKeys(server, retention_ms=RETENTION_MS, least_left_ms=LEAST_LEFT_MS, lease_ttl_ms=lease_ms)
+        for lease_ms in (LEASE_MS, HOUR_MS)
+    )
+
+    def fill(full: bool) -> None:
+        server.full = full
+
+    return Bench(keys, server.flush, server.save, clock.pass_ms, lambda: clock.now_ms, fill, hour)
+
+
+@contextlib.contextmanager
+def redis_bench(redis: Redis, namespace: str, keys: RedisKeys, hour: RedisKeys) -> Iterator[Bench]:
     pattern = f"{{{namespace}:0}}*".encode()
     with redis.client() as client:
 
@@ -101,8 +114,6 @@ async def bench(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator
             yield Bench(keys, forget, save, lambda ms: time.sleep(ms / 1000), now_ms, limit, hour)
         finally:
             limit(full=False)
-    for each in (keys, hour):
-        await each.close()
 
 
 def redis_keys(
