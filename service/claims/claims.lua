@@ -1,73 +1,72 @@
--- Claims and answers in Redis. Kafka is the truth; all of this may vanish and is made again from the ledger.
+-- Claims and results in Redis. Kafka is the source of truth: all keys may vanish, and are replayed from the ledger.
 --
--- The keyspace. KEYS[1] = P is the hash tag of the namespace, "{<ns>:0}"; every key begins with it.
+-- The keys. KEYS[1] = P is the hash tag of the namespace, "{<ns>:0}", the prefix of every key.
 --   P "g"         the generation and its store: "<offset> <run_id>/<master_replid>"
---   P "c"         how many calls have claimed something. It only grows, so a smaller one is that of an older copy
---   P "n"         nonce of the store recovery under way, expires
+--   P "c"         number of calls that claimed something. It only grows: a smaller one is that of an older copy
+--   P "n"         nonce of the store recovery in progress, expires
 --   P "b"         evicted_keys of the server (INFO) when the last store recovery began
---   P "e"         the same of the store recovery that made the generation: another number now tells of keys that lack
---   P "f"         hash: slot -> freed. Claims of terms below it, and not marked delivered, were never written
+--   P "e"         the same for the recovery that made the generation: if the number differs now, keys are missing
+--   P "f"         hash: slot -> freed. A claim of an earlier term that is not marked delivered was never written
 --   P "a"         hash: slot -> applied. Every ledger record below this offset has been marked
---   P "l" slot    lease of a slot: the holder's token, expires. It saves work and proves nothing
+--   P "l" slot    lease of a slot: the holder's token, expires. It avoids conflicts, and no rule relies on it
 --   P "o"         set: slots that were taken and not given back
---   P "m"         sorted set: members (tokens of live processes) by the time at which they are forgotten, ms
+--   P "m"         sorted set: members (tokens of live processes) by the time at which they expire, ms
 --   P "k" id      state of a key, expires at accepted_at + retention; id is 16 bytes:
 --                   "C" slot:u16 term:u64 at:u64 fp:8s                             claimed
 --                   "D" at:u64 fp:8s partition:u32 offset:u64 ts:u64 topic:rest    delivered
---                   "B" at:u64 fp:8s count:u32                    delivered, an atomic batch of so many members
+--                   "B" at:u64 fp:8s count:u32                    delivered, an atomic batch of `count` members
 -- Numbers are big-endian; offsets and ms stay below 2^53, so that Lua's doubles hold them.
 --
--- ARGV[1] names the operation; it answers an array that begins with OK, STORE_LOST, REWOUND, EVICTED or FENCED. No
--- clock but Redis's.
--- The rules for keys are those of states.py, and one suite of vectors holds both to each other.
+-- ARGV[1] names the operation. It returns an array that begins with OK, STORE_LOST, REWOUND, EVICTED or FENCED. The
+-- only clock is Redis's. The rules for keys are those of states.py; one suite of test vectors runs against both.
 
 local P = KEYS[1]
 local K = P .. 'k'
--- Processes may differ in their lease times, while one setting is being rolled out; not by more than this.
-local LEASES_MOST = 10
+-- The most by which the lease times of processes may differ, while a setting is being rolled out.
+local LEASE_RATIO_MAX = 10
 
 local function now_ms()
   local t = redis.call('TIME')
   return t[1] * 1000 + math.floor(t[2] / 1000)
 end
 
--- The id of 40 characters behind a name in what INFO says. A pattern would take 10 µs more in every script.
+-- The id of 40 characters after a name in a reply of INFO. A pattern would be slower, in every script.
 local function id_in(info, name)
   local _, last = string.find(info, name, 1, true)
   return string.sub(info, last + 1, last + 40)
 end
 
--- What INFO says under a name, up to the end of its line; '' where it has none.
-local function word_in(section, name)
+-- The value of a field of INFO; '' if there is none.
+local function info_field(section, name)
   local info = redis.call('INFO', section)
   local _, last = string.find(info, name, 1, true)
   return last and string.match(info, '^[^\r]*', last + 1) or ''
 end
 
 local function evicted()
-  return tonumber(word_in('stats', 'evicted_keys:')) or 0
+  return tonumber(info_field('stats', 'evicted_keys:')) or 0
 end
 
 local function has_evicted()
   return evicted() ~= tonumber(redis.call('GET', P .. 'e') or 0)
 end
 
--- The server that answers, in this one of its lives. A replica is no store: it answers as none.
+-- The identity of this server since its start, "<run_id>/<master_replid>"; 'not a primary' for a replica.
 local function store()
   local replication = redis.call('INFO', 'replication')
   if not string.find(replication, 'role:master', 1, true) then return 'not a primary' end
   return id_in(redis.call('INFO', 'server'), 'run_id:') .. '/' .. id_in(replication, 'master_replid:')
 end
 
--- How many calls have claimed something, as `unsettled` found it.
+-- P "c", read by `unsettled`.
 local claims = 0
 
--- Why this is not the store of the caller's generation; nil where it is. ARGV[2] is P "g" as the caller knows it, and
--- ARGV[3] the most that it has heard of P "c": an older copy of the same store (SWAPDB, DEBUG RELOAD NOSAVE, a machine
--- that went back to a snapshot) has the same identity and generation.
+-- The reply if this is not the store of the caller's generation, else nil. ARGV[2] is P "g" as the caller knows it, and
+-- ARGV[3] the highest P "c" that it has seen: an older copy of the store (SWAPDB, DEBUG RELOAD NOSAVE, a machine
+-- restored from a snapshot) has the same identity and generation.
 local function unsettled()
-  local present, here = redis.call('MGET', P .. 'g', P .. 'c'), store()
-  if present[1] ~= ARGV[2] or string.sub(ARGV[2], -#here) ~= here then return {'STORE_LOST'} end
+  local present, this_store = redis.call('MGET', P .. 'g', P .. 'c'), store()
+  if present[1] ~= ARGV[2] or string.sub(ARGV[2], -#this_store) ~= this_store then return {'STORE_LOST'} end
   claims = tonumber(present[2] or 0)
   if claims < tonumber(ARGV[3]) then return {'REWOUND'} end
 end
@@ -84,43 +83,43 @@ local function put(key, state, expires)
   redis.call('SET', key, state, 'PXAT', expires)
 end
 
--- Valkey 9.1 and Redis 8.4 write many keys in one call, at two thirds of what a call a key costs.
-local MANY = (redis.VALKEY_VERSION_NUM or 0) >= 0x090100 or (redis.REDIS_VERSION_NUM or 0) >= 0x080400
--- So many: a call from Lua takes some 8,000 values at most, and one key that is there makes it a call for nothing.
+-- Valkey 9.1 and Redis 8.4 write many keys in one call (MSETEX), which is cheaper than one SET for each key.
+local HAS_MSETEX = (redis.VALKEY_VERSION_NUM or 0) >= 0x090100 or (redis.REDIS_VERSION_NUM or 0) >= 0x080400
+-- Keys in one MSETEX: a call from Lua takes some 8,000 values, and one existing key makes the whole call fail.
 local AT_ONCE = 100
 
--- Write n keys that are not there; `rows` holds (key state)*. False where it could not be had: nothing is written then.
+-- Write n new keys; `rows` holds (key state)*. False if nothing was written: a key exists, or MSETEX does not.
 local function put_new(rows, n, expires)
-  if n < 2 or not MANY then return false end
+  if n < 2 or not HAS_MSETEX then return false end
   local last = 2 * n
   rows[last + 1], rows[last + 2], rows[last + 3] = 'NX', 'PXAT', expires
   return redis.pcall('MSETEX', n, unpack(rows, 1, last + 3)) == 1
 end
 
--- Delivered states are handed over from some place of ARGV on: (at format packed)*, each AT_ONCE keys or fewer with
--- their states, which have one `at`, so that they expire together. Answers for each the `at`, (key state)*, how many.
-local function delivered(place)
+-- Iterate over the delivered states in ARGV from an index on: (at format packed)*, each at most AT_ONCE keys and states
+-- with one `at`, so that they expire together. Returns for each the `at`, (key state)*, and the number of keys.
+local function delivered(index)
   return function()
-    local at, format, packed = ARGV[place], ARGV[place + 1], ARGV[place + 2]
+    local at, format, packed = ARGV[index], ARGV[index + 1], ARGV[index + 2]
     if not at then return nil end
-    place = place + 3
-    -- All in one call: two calls and three strings a key were a third of what a store recovery costs Redis.
+    index = index + 3
+    -- One call for all keys: unpacking each by itself was a third of the time of a store recovery.
     local rows = {struct.unpack(format, packed)}
-    return tonumber(at), rows, (#rows - 1) / 2 -- behind the rows is the place where it ended
+    return tonumber(at), rows, (#rows - 1) / 2 -- the last value is the offset at which unpack ended
   end
 end
 
 local function replay_one(key, state, at, expires)
   if redis.call('SET', key, state, 'PXAT', expires, 'NX') then return end
   local present = redis.call('GET', key)
-  -- Any claim ("C" is 67) gives way, also a newer one: a store that did not know of this record has let it be made.
-  local gives_way = string.byte(present) == 67 or (struct.unpack('>I8', present, 2)) <= at
-  if gives_way then put(key, state, expires) end
+  -- Any claim ("C" is 67) is replaced, also a newer one: it was made in a store without this record.
+  local is_replaced = string.byte(present) == 67 or (struct.unpack('>I8', present, 2)) <= at
+  if is_replaced then put(key, state, expires) end
 end
 
-local function replay(place, retention)
+local function replay(index, retention)
   local now = now_ms()
-  for at, rows, n in delivered(place) do
+  for at, rows, n in delivered(index) do
     local expires = at + retention
     if expires > now and not put_new(rows, n, expires) then
       for i = 1, 2 * n, 2 do replay_one(rows[i], rows[i + 1], at, expires) end
@@ -128,19 +127,19 @@ local function replay(place, retention)
   end
 end
 
--- Operations for a generation: each begins with `unsettled`.
+-- Operations in a generation: each begins with `unsettled`.
 local operation = {}
--- Operations of who looks for a generation, or makes one.
+-- Operations that find a generation, or make one.
 local settling = {}
 
--- claim: generation claims slot term retention least_left (id:16s fp:8s)*. Answers P "c", and for each what it found:
--- "N" or "T" at where the claim stands (new, or taken over), "E" where Redis takes no more writes (maxmemory, too few
--- replicas), else the state that is there, behind "" (the same fingerprint), "X" (another) or whether the slot of a
--- claim is leased.
+-- claim: generation claims slot term retention least_left (id:16s fp:8s)*. Returns P "c", and for each claim:
+-- "N" at or "T" at if the claim stands (new, or taken over), "E" if Redis takes no more writes (maxmemory, too few
+-- replicas), else the state that was found, after "" (the same fingerprint), "X" (another one), or for a claim "1" or
+-- "0": whether its slot is leased.
 function operation.claim()
   local slot, term, retention, least_left = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
   if hash_number('f', slot) ~= term then return {'FENCED'} end
-  local asked, now, freed, answers, claimed_some = ARGV[8], now_ms(), {}, {'OK', claims}, false
+  local pairs_asked, now, freed, answers, claimed_some = ARGV[8], now_ms(), {}, {'OK', claims}, false
   local head = 'C' .. struct.pack('>I2I8', tonumber(slot), term)
   local at_now = struct.pack('>I8', now)
   local head_now, answer_new = head .. at_now, 'N' .. at_now
@@ -165,19 +164,19 @@ function operation.claim()
     return 'T' .. at_kept
   end
 
-  local some, n, seen, place = {}, 0, {}, 1
-  while place <= #asked do
-    local id, fp = struct.unpack('>c16c8', asked, place)
-    place = place + 24
-    some[2 * n + 1], some[2 * n + 2] = K .. id, head_now .. fp
+  local rows, n, seen, start = {}, 0, {}, 1
+  while start <= #pairs_asked do
+    local id, fp = struct.unpack('>c16c8', pairs_asked, start)
+    start = start + 24
+    rows[2 * n + 1], rows[2 * n + 2] = K .. id, head_now .. fp
     n = n + 1
-    -- Most are new, and written in one call; an id that is asked for twice is not new the second time.
-    local twice = seen[id]
+    -- Most ids are new, and written in one call. An id that occurs again is not new.
+    local repeated = seen[id]
     seen[id] = true
-    if n == AT_ONCE or twice or place > #asked then
-      local new = not twice and put_new(some, n, now + retention)
+    if n == AT_ONCE or repeated or start > #pairs_asked then
+      local new = not repeated and put_new(rows, n, now + retention)
       claimed_some = claimed_some or new
-      for i = 1, 2 * n, 2 do answers[#answers + 1] = new and answer_new or claim_one(some[i], some[i + 1]) end
+      for i = 1, 2 * n, 2 do answers[#answers + 1] = new and answer_new or claim_one(rows[i], rows[i + 1]) end
       n = 0
     end
   end
@@ -185,37 +184,37 @@ function operation.claim()
   return answers
 end
 
--- claim_all: as claim, for an atomic batch: the whole first, then its members. Every claim is written, or none. Answers
--- as claim does, once, for the whole.
+-- claim_all: as claim, for an atomic batch: the whole first, then its members. All claims are written, or none. Returns
+-- what claim returns, once, for the whole.
 function operation.claim_all()
   local slot, term, retention, least_left = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
   if hash_number('f', slot) ~= term then return {'FENCED'} end
   local now, freed, oldest, taken = now_ms(), {}, nil, false
-  for place = 1, #ARGV[8], 24 do
-    local id, fp = string.sub(ARGV[8], place, place + 15), string.sub(ARGV[8], place + 16, place + 23)
+  for start = 1, #ARGV[8], 24 do
+    local id, fp = string.sub(ARGV[8], start, start + 15), string.sub(ARGV[8], start + 16, start + 23)
     local state = redis.call('GET', K .. id)
     if state and string.byte(state) ~= 67 then
-      -- A member that lives without its whole is another event to the batch, whatever its fingerprint.
-      return {'OK', claims, ((place == 1 and string.sub(state, 10, 17) == fp) and '' or 'X') .. state}
+      -- A member whose whole is gone is a conflict, whatever its fingerprint.
+      return {'OK', claims, ((start == 1 and string.sub(state, 10, 17) == fp) and '' or 'X') .. state}
     elseif state then
       local s, t, at = struct.unpack('>I2I8I8', state, 2)
       if not freed[s] then freed[s] = hash_number('f', s) end
       if freed[s] <= t then return {'OK', claims, redis.call('EXISTS', P .. 'l' .. s) .. state} end
-      taken = taken or place == 1
+      taken = taken or start == 1
       oldest = math.min(oldest or at, at)
     end
   end
   local at = oldest or now
   if at + retention - now < least_left then at = now end
   local head = 'C' .. struct.pack('>I2I8I8', tonumber(slot), term, at)
-  for place = 1, #ARGV[8], 24 do
-    local key = K .. string.sub(ARGV[8], place, place + 15)
-    put(key, head .. string.sub(ARGV[8], place + 16, place + 23), at + retention)
+  for start = 1, #ARGV[8], 24 do
+    local key = K .. string.sub(ARGV[8], start, start + 15)
+    put(key, head .. string.sub(ARGV[8], start + 16, start + 23), at + retention)
   end
   return {'OK', redis.call('INCR', P .. 'c'), (taken and 'T' or 'N') .. struct.pack('>I8', at)}
 end
 
--- mark: generation claims slot term retention previous this delivered. Answers how many states it did not touch.
+-- mark: generation claims slot term retention previous this delivered. Returns how many states were left as they are.
 function operation.mark()
   local retention = tonumber(ARGV[6])
   local head = 'C' .. struct.pack('>I2I8', tonumber(ARGV[4]), tonumber(ARGV[5]))
@@ -223,7 +222,7 @@ function operation.mark()
   for at, rows, n in delivered(9) do
     for i = 1, 2 * n, 2 do
       local key, state = rows[i], rows[i + 1]
-      -- Nearly always it is this claim: one call, which also leaves the time at which the key expires.
+      -- Nearly always the key holds this claim: one call, which keeps the key's expiry.
       local present = redis.call('SET', key, state, 'XX', 'KEEPTTL', 'GET')
       if not present then
         put(key, state, at + retention)
@@ -233,7 +232,7 @@ function operation.mark()
       end
     end
   end
-  -- Only from exactly the record before: a gap would hide a record whose mark failed from the next recovery.
+  -- Only if the previous record is marked: a gap would hide a record whose mark failed from the next recovery.
   if hash_number('a', ARGV[4]) == tonumber(ARGV[7]) then redis.call('HSET', P .. 'a', ARGV[4], ARGV[8]) end
   return {'OK', untouched}
 end
@@ -241,15 +240,15 @@ end
 -- release: generation claims slot term id*
 function operation.release()
   local head = 'C' .. struct.pack('>I2I8', tonumber(ARGV[4]), tonumber(ARGV[5]))
-  for place = 1, #ARGV[6], 16 do
-    local key = K .. string.sub(ARGV[6], place, place + 15)
+  for start = 1, #ARGV[6], 16 do
+    local key = K .. string.sub(ARGV[6], start, start + 15)
     local present = redis.call('GET', key)
     if present and string.sub(present, 1, 11) == head then redis.call('DEL', key) end
   end
   return {'OK'}
 end
 
--- find: generation claims id. Answers the state, its slot's freed and whether its slot is leased.
+-- find: generation claims id. Returns the state, and for a claim its slot's freed and whether its slot is leased.
 function operation.find()
   local state = redis.call('GET', K .. ARGV[4])
   if not state then return {'OK'} end
@@ -258,17 +257,17 @@ function operation.find()
   return {'OK', state, hash_number('f', slot), redis.call('EXISTS', P .. 'l' .. slot)}
 end
 
--- find_all: generation claims id*. Answers each state, '' where there is none.
+-- find_all: generation claims id*. Returns each state, '' if there is none.
 function operation.find_all()
   local answers = {'OK'}
-  for place = 1, #ARGV[4], 16 do
-    answers[#answers + 1] = redis.call('GET', K .. string.sub(ARGV[4], place, place + 15)) or ''
+  for start = 1, #ARGV[4], 16 do
+    answers[#answers + 1] = redis.call('GET', K .. string.sub(ARGV[4], start, start + 15)) or ''
   end
   return answers
 end
 
--- replay: generation claims retention slot term delivered. The last one of a slot recovery names the slot and its term,
--- and answers FENCED where a later term has been freed; both are empty in the others.
+-- replay: generation claims retention slot term delivered. The last call of a slot recovery names the slot and its
+-- term, and returns FENCED if a later term has been freed; both are empty in the other calls.
 function operation.replay()
   replay(7, tonumber(ARGV[4]))
   local slot, term = ARGV[5], ARGV[6]
@@ -285,7 +284,7 @@ function operation.applied()
   return {'OK', hash_number('a', ARGV[4])}
 end
 
--- take: generation claims slot token ttl. Answers 1 where the lease is the token's now.
+-- take: generation claims slot token ttl. Returns 1 if the lease is the token's now.
 function operation.take()
   local key = P .. 'l' .. ARGV[4]
   local holder = redis.call('GET', key)
@@ -295,7 +294,7 @@ function operation.take()
   return {'OK', 1}
 end
 
--- give_back: generation claims slot token clean. One that is not clean is dead: somebody is to recover it.
+-- give_back: generation claims slot token clean. A slot that is not given back clean is dead: it must be recovered.
 function operation.give_back()
   local key = P .. 'l' .. ARGV[4]
   if redis.call('GET', key) == ARGV[5] then
@@ -305,20 +304,20 @@ function operation.give_back()
   return {'OK'}
 end
 
--- heartbeat: generation claims token ttl slots (held applied)* — one heartbeat of a process: its leases live on, the dead are
--- seen. `applied` is what the caller knows of it: a smaller one is that of an older copy. Keys that were evicted are seen
--- here, for it takes longer than all of a claim.
--- Answers P "c", the number of members, a character a slot ("m" mine, "t" taken by another, "f" free, "d" dead), and
--- `freed` of each slot held: past its holder's term it tells that another has had the slot meanwhile. There may be more
--- slots than the caller knows, while SLOTS_MAX is being raised: those up to the last one that was taken are told of too.
--- What would live for longer than leases do was made before the server's clock went back: it gets a lease's time from now.
+-- heartbeat: generation claims token ttl slots (held applied)*. Renews the leases of a process, and finds dead slots.
+-- `applied` is what the caller knows: a smaller one here is that of an older copy. Evictions are checked here only,
+-- because that takes longer than a whole claim.
+-- Returns P "c", the number of members, a character for each slot ("m" mine, "t" taken by another, "f" free, "d" dead),
+-- and `freed` of each slot held: if it is past the holder's term, another process has had the slot meanwhile. While
+-- SLOTS_MAX is being raised, there may be more slots than the caller knows: all up to the last one taken are returned.
+-- Leases and members that would live for too long were written before the server's clock went back: they are shortened.
 function operation.heartbeat()
   for i = 7, #ARGV, 2 do
     if hash_number('a', ARGV[i]) < tonumber(ARGV[i + 1]) then return {'REWOUND'} end
   end
   if has_evicted() then return {'EVICTED'} end
   local token, ttl, now = ARGV[4], ARGV[5], now_ms()
-  local most = LEASES_MOST * ttl
+  local most = LEASE_RATIO_MAX * ttl
   redis.call('ZREMRANGEBYSCORE', P .. 'm', string.format('(%.0f', now + most), '+inf')
   redis.call('ZADD', P .. 'm', string.format('%.0f', now + ttl), token)
   redis.call('ZREMRANGEBYSCORE', P .. 'm', '-inf', string.format('%.0f', now))
@@ -333,7 +332,7 @@ function operation.heartbeat()
     local key = P .. 'l' .. slot
     local holder = redis.call('GET', key)
     if held[tostring(slot)] and (not holder or holder == token) then
-      -- One that ran out while nobody took it is taken again: `freed` tells whether it was recovered meanwhile.
+      -- An expired lease that nobody took is renewed: `freed` shows whether the slot was recovered meanwhile.
       redis.call('SET', key, token, 'PX', ttl)
       redis.call('SADD', P .. 'o', slot)
       map[#map + 1] = 'm'
@@ -353,15 +352,15 @@ function operation.leave()
   return {'OK'}
 end
 
--- who: answers the server's identity, the generation that it holds and its maxmemory-policy. The one operation that needs no generation.
+-- who: returns the server's identity, the generation that it holds, and its maxmemory-policy.
 function settling.who()
-  local policy = word_in('memory', 'maxmemory_policy:')
+  local policy = info_field('memory', 'maxmemory_policy:')
   return {'OK', store(), redis.call('GET', P .. 'g') or '', policy == '' and 'noeviction' or policy}
 end
 
--- Store recovery. Each of its scripts demands the store and, once it is written, the nonce: a flush ends the attempt.
--- recover: store nonce ttl seen. Answers 1 where no other recovery is under way, nor has ended since the caller saw the
--- generation (`seen`, as P "g" holds it): a second recovery would only fence everybody again.
+-- Store recovery. Each of its scripts requires the store and, once it is written, the nonce: a flush ends the attempt.
+-- recover: store nonce ttl seen. Returns 1 if no other recovery is in progress, or has ended since the caller saw the
+-- generation (`seen`, as P "g" holds it): a second recovery would only fence all slots again.
 function settling.recover()
   if store() ~= ARGV[2] then return {'STORE_LOST'} end
   if (redis.call('GET', P .. 'g') or '') ~= ARGV[5] then return {'OK', 0} end
@@ -370,13 +369,13 @@ function settling.recover()
   return {'OK', 1}
 end
 
--- recover_read: store nonce ttl slots. Answers `applied` of each slot, -1 where there is none, or keys were evicted.
+-- recover_read: store nonce ttl slots. Returns `applied` of each slot, -1 if there is none or keys were evicted.
 function settling.recover_read()
   if store() ~= ARGV[2] or redis.call('GET', P .. 'n') ~= ARGV[3] then return {'STORE_LOST'} end
   redis.call('PEXPIRE', P .. 'n', ARGV[4])
   local answers = {'OK'}
-  local lacks = has_evicted()
-  for slot = 0, ARGV[5] - 1 do answers[#answers + 1] = lacks and -1 or hash_number('a', slot) end
+  local is_incomplete = has_evicted()
+  for slot = 0, ARGV[5] - 1 do answers[#answers + 1] = is_incomplete and -1 or hash_number('a', slot) end
   return answers
 end
 
@@ -388,7 +387,7 @@ function settling.recover_replay()
   return {'OK'}
 end
 
--- recover_end: store nonce generation (slot offset)*. All `freed`, then the generation; never an older one.
+-- recover_end: store nonce generation (slot offset)*. Raises `freed` of all slots, then sets a newer generation.
 function settling.recover_end()
   if store() ~= ARGV[2] or redis.call('GET', P .. 'n') ~= ARGV[3] then return {'STORE_LOST'} end
   local present = redis.call('GET', P .. 'g')
@@ -403,7 +402,7 @@ function settling.recover_end()
   return {'OK'}
 end
 
--- recover_abandon: store nonce — the attempt has failed, another need not wait for its nonce to expire.
+-- recover_abandon: store nonce. Deletes the nonce of a failed attempt, so that the next one need not wait for it.
 function settling.recover_abandon()
   if store() == ARGV[2] and redis.call('GET', P .. 'n') == ARGV[3] then redis.call('DEL', P .. 'n') end
   return {'OK'}

@@ -1,4 +1,4 @@
-"""Connections to Redis: so many at most, the one that was used last first, and closed once they were idle a while."""
+"""A bounded pool of connections to Redis, last in first out, that closes idle connections."""
 
 import asyncio
 import contextlib
@@ -12,28 +12,28 @@ from redis.exceptions import RedisError
 
 from service.core.problems import StoreAway
 
-# Open at once, whatever is asked of the process: one group of a slot uses two or three, and Redis takes 10,000 of all.
+# Connections of this process. A slot's group uses two or three; Redis takes 10,000 clients by default.
 CONNECTIONS_MAX: Final = 128
-# One that was idle for longer is closed, and never used again: a firewall on the way may have forgotten it.
+# A connection that was idle for longer is closed and not used: a firewall may have dropped it.
 IDLE_S: Final = 10.0
 
 
 class Connections:
-    """A pool. redis-py's own costs each command twice as much CPU, and never closes what a burst has opened."""
+    """A connection pool. redis-py's own uses twice the CPU for a command, and never closes a burst's connections."""
 
     def __init__(self, pool: ConnectionPool, timeout_s: float, tls: ssl.SSLContext | None) -> None:
-        """Prepare one; `pool` makes the connections, and holds none of them."""
+        """Open nothing yet; redis-py's `pool` only makes connections, and holds none."""
         self._pool = pool
         self._timeout_s = timeout_s
         self._tls = tls
         self._free = asyncio.Semaphore(CONNECTIONS_MAX)
-        self._idle: deque[tuple[Connection, float]] = deque()  # with the times of their last use, the oldest first
+        self._idle: deque[tuple[Connection, float]] = deque()  # with the time of last use (monotonic), oldest first
 
     def __repr__(self) -> str:
         return f"<Connections {len(self._idle)} idle, {CONNECTIONS_MAX - self._free._value} in use>"
 
     async def take(self) -> Connection:
-        """One for one command, connected; to be given back. Raises StoreAway where there is none in time."""
+        """Take a connected connection for one command; call `give_back`. Raises StoreAway if there is none in time."""
         if self._free.locked():
             try:
                 async with asyncio.timeout(self._timeout_s):
@@ -41,7 +41,7 @@ class Connections:
             except TimeoutError as error:
                 raise StoreAway(f"Redis: all {CONNECTIONS_MAX} connections were in use") from error
         else:
-            await self._free.acquire()  # at once
+            await self._free.acquire()  # without waiting
         try:
             return await self._idle_one() or await self._new()
         except BaseException:
@@ -49,7 +49,7 @@ class Connections:
             raise
 
     async def give_back(self, connection: Connection, *, usable: bool) -> None:
-        """Keep a connection for the next command, unless its answer is still to come."""
+        """Return a connection; it is closed if it is not usable, because its reply was not read."""
         self._free.release()
         now = time.monotonic()
         if usable:
@@ -61,13 +61,13 @@ class Connections:
             await old.disconnect(nowait=True)
 
     async def close_idle(self) -> None:
-        """Close those that are not in use."""
+        """Close the connections that are not in use."""
         idle, self._idle = self._idle, deque()
         for connection, _ in idle:
             await connection.disconnect()
 
     async def _idle_one(self) -> Connection | None:
-        """The one that was used last, if it is not at its end."""
+        """Take the connection that was used last, if the server has not closed it."""
         while self._idle:
             connection, since = self._idle.pop()
             with contextlib.suppress(RedisError):
@@ -79,7 +79,7 @@ class Connections:
     async def _new(self) -> Connection:
         connection: Connection = self._pool.make_connection()  # type: ignore[no-untyped-call]
         if self._tls is not None and isinstance(connection, SSLConnection):
-            # redis-py's own would believe the system's authorities besides the one that was set.
+            # redis-py's own context would trust the system's CAs besides the one that is set.
             connection.ssl_context.context = self._tls
         try:
             async with asyncio.timeout(self._timeout_s):

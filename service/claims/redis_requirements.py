@@ -1,4 +1,4 @@
-"""What a Redis server must be to keep the promise, judged by what it says of itself. Names are those of INFO."""
+"""Checks by its INFO whether a Redis server can keep the guarantee. Field names are those of INFO."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ OLDEST_REDIS: Final = (6, 2)
 NO_EVICTION: Final = "noeviction"
 POLICY_CHANGE: Final = f"set maxmemory-policy {NO_EVICTION}: a server that evicts keys forgets claims"
 SECTIONS: Final = ("server", "memory", "replication", "cluster")
-"""Those of INFO that tell it."""
+"""Sections of INFO with the fields of `demands`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """One thing that must be so: whether it is, what was found, and what to change where it is not."""
+    """A requirement: whether it is met, what was found, and what to change if it is not."""
 
     name: str
     met: bool
@@ -24,7 +24,7 @@ class Demand:
 
 
 def refusals(info: Mapping[str, str]) -> list[str]:
-    """Why the service does not start on this server, a line for each demand that is not met."""
+    """Explain why the service does not start on this server, a line for each demand that is not met."""
     return [
         f"{PREFIX}REDIS names a server that will not do ({demand.found}): {demand.change}"
         for demand in demands(info)
@@ -33,7 +33,7 @@ def refusals(info: Mapping[str, str]) -> list[str]:
 
 
 def demands(info: Mapping[str, str]) -> Iterator[Demand]:
-    """Version, policy, role, identity and cluster mode, met or not."""
+    """Check version, eviction policy, role, identity and cluster mode."""
     version = info.get("redis_version", "0")
     yield Demand(
         "version",

@@ -1,4 +1,4 @@
-"""Claims and answers in Redis: the one door to it. The rules stand in states.py, the scripts in claims.lua."""
+"""Claims and results in Redis. The rules are in states.py, the scripts in claims.lua."""
 
 import asyncio
 import hashlib
@@ -36,15 +36,15 @@ from service.core.problems import Fenced, StoreAway, StoreBug, StoreIncomplete, 
 
 log = structlog.get_logger(__name__)
 
-# Entries in one script call of a replay: some 10 ms of Redis's time, so that the claims of others get their turn.
+# Entries in one script call of a replay: some 10 ms of Redis's time, between which other calls are served.
 REPLAY_CHUNK: Final = 2_000
-# Of them, those that the script unpacks and writes in one go, for the reasons of AT_ONCE in claims.lua.
+# Entries that the script unpacks and writes at once, see AT_ONCE in claims.lua.
 UNPACKED_AT_ONCE: Final = 100
-# Of a store recovery: so many that Redis has something to write while the event loop unpacks what Kafka sent.
+# Replay calls of a store recovery at once: enough to keep Redis busy while the event loop decodes records.
 REPLAYS_AT_ONCE: Final = 8
-# Look-ups of single keys: however many there are, connections are left for what is written, and for the heartbeat.
+# Look-ups of single keys at once, so that connections are left for claims, marks and the heartbeat.
 FINDS_AT_ONCE: Final = 32
-# Calls that failed, by the name under which they are counted.
+# Failed calls, by the label under which they are counted.
 ERRORS: Final[dict[type[Exception], str]] = {
     StoreLost: "lost",
     StoreIncomplete: "incomplete",
@@ -53,7 +53,7 @@ ERRORS: Final[dict[type[Exception], str]] = {
     StoreBug: "bug",
 }
 
-# What a server says to a number of a database that it does not have, or that a cluster never has.
+# Error texts for a database number that the server does not have; a cluster has only 0.
 _NO_DATABASE: Final = ("DB index is out of range", "SELECT is not allowed")
 
 _AT = Struct(">Q")
@@ -66,7 +66,10 @@ Row = tuple[bytes, Delivered | DeliveredBatch]
 
 @dataclass(frozen=True, slots=True)
 class StoreGeneration:
-    """The generation and the store for which a script is meant; a script for any other writes nothing."""
+    """A generation: its number (the offset of its control record) and its store (run_id/master_replid).
+
+    A script for a generation writes nothing into any other.
+    """
 
     number: int
     store: str
@@ -88,7 +91,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is known of a key without claiming it; `dead` tells of a claim that it was never written."""
+    """A key's state, read without claiming it. `dead`: it is a claim whose event was never written."""
 
     state: KeyState
     dead: bool = False
@@ -97,9 +100,10 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """One heartbeat's view: live processes; each slot m(ine), t(aken), f(ree) or d(ead); `freed` of those held.
+    """The result of a heartbeat: the number of live processes, a character for each slot, `freed` of the slots held.
 
-    It has all slots that were asked for, and those beyond that a process with a higher SLOTS_MAX has taken.
+    A slot is "m" (mine), "t" (taken), "f" (free) or "d" (dead). `slots` also has slots beyond SLOTS_MAX that a process
+    with a higher SLOTS_MAX has taken.
     """
 
     members: int
@@ -117,28 +121,28 @@ class KeyStore(Protocol):
 
     async def who(self) -> Identity: ...
     async def clock_ms(self) -> int:
-        """The store's clock, ms since the Unix epoch: accepted_at and every expiry are of it."""
+        """Read the store's clock, ms since the Unix epoch, by which accepted_at and expiry are set."""
 
     async def resolve_again(self) -> None:
-        """Forget which server the address led to; the next call asks again who is primary."""
+        """Close all idle connections, so that the next call resolves the address of the primary again."""
 
     async def claim(
         self, generation: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
     ) -> list[Claim]:
-        """Claim (id, fingerprint) pairs, in order, in one step. Raises Fenced where `freed` of the slot is not term.
+        """Claim (id, fingerprint) pairs in one script, in order. Raises Fenced if `freed` of the slot is not `term`.
 
-        A store that takes no more writes (it is full) tells what it knows, and answers REFUSED for the others.
+        A store that takes no more writes, because it is full, finds the present states and returns REFUSED for new ids.
         """
 
     async def claim_all(
         self, generation: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
     ) -> Claim:
-        """Claim an atomic batch, the whole first and then its members, or nothing of it. Raises Fenced as claim."""
+        """Claim an atomic batch, all or nothing: the whole's pair first, then its members'. Raises as `claim`."""
 
     async def mark(
         self, generation: StoreGeneration, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]
     ) -> int:
-        """The ledger record at `offset`, after the one at `previous`, is committed. Answers states not touched."""
+        """Mark rows of the ledger record at `offset`; `previous` is the one before. Returns how many were kept."""
 
     async def release(self, generation: StoreGeneration, slot: int, term: int, ids: Sequence[bytes]) -> None: ...
     async def find(self, generation: StoreGeneration, id: bytes) -> Found: ...
@@ -147,33 +151,33 @@ class KeyStore(Protocol):
     async def replay(
         self, generation: StoreGeneration, rows: Sequence[Row], free: tuple[int, int] | None = None
     ) -> None:
-        """Write ledger entries, then, in the step of the last, raise `freed` and `applied` of (slot, term)."""
+        """Write rows of the ledger, and with the last of them raise `freed` and `applied` of the slot to the term."""
 
     async def take(self, generation: StoreGeneration, slot: int, token: str) -> bool: ...
     async def give_back(self, generation: StoreGeneration, slot: int, token: str, clean: bool) -> None: ...
     async def heartbeat(
         self, generation: StoreGeneration, token: str, slots: int, held: Mapping[int, int]
     ) -> Heartbeat:
-        """Renew the leases; `held` has each slot with what its holder knows of `applied`, -1 where it knows nothing."""
+        """Renew leases. `held`: by slot, the `applied` that its holder knows, -1 if it knows none."""
 
     async def leave(self, generation: StoreGeneration, token: str) -> None: ...
 
     async def recover(self, seen: Identity, nonce: str) -> bool:
-        """Begin a store recovery: False where another's nonce stands, or one has ended since `seen` was seen.
+        """Begin a store recovery; False if another is in progress, or has ended since `seen` was read.
 
         Each call below raises StoreLost without the nonce.
         """
 
     async def recover_read(self, store: str, nonce: str, slots: int) -> list[int | None]: ...
     async def recover_replay(self, store: str, nonce: str, rows: Sequence[Row]) -> None:
-        """Write ledger entries, REPLAY_CHUNK at most. Called many times at once, each waits for its turn."""
+        """Write at most REPLAY_CHUNK rows of the ledger. Concurrent calls wait for each other."""
 
     async def recover_end(self, store: str, nonce: str, number: int, freed: Sequence[int]) -> None: ...
     async def recover_abandon(self, store: str, nonce: str) -> None: ...
 
 
 class RedisKeys:
-    """KeyStore in Redis, one script for all of it. The client's own retries are off: a repeat is a second call."""
+    """The KeyStore in Redis, by one script. redis-py's retries are off, because a repeated script would run twice."""
 
     def __init__(
         self,
@@ -187,11 +191,11 @@ class RedisKeys:
         telemetry: Telemetry,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """Raises SettingsError as `check_url` does."""
-        self._connections = Connections(_maker_of(url, timeout_s), timeout_s, tls)
+        """Connect to nothing yet. Raises SettingsError as `check_url` does."""
+        self._connections = Connections(_pool_of(url, timeout_s), timeout_s, tls)
         self._prefix = f"{{{namespace}:0}}"
         self._key = f"{self._prefix}k".encode()
-        # A key and its state, without the topic.
+        # A key and its delivered state, without the topic.
         self._entry = Struct(f">{len(self._key)}s{ID_BYTES}s" + _DELIVERED.format.removeprefix(">"))
         self._retention_ms = retention_ms
         self._least_left_ms = least_left_ms
@@ -199,11 +203,8 @@ class RedisKeys:
         self._timeout_s = timeout_s
         self._errors = telemetry.redis_errors
         self._bugs = Incident(log, "bug in what Redis says")
-        self._claims_seen: tuple[StoreGeneration | None, int] = (
-            None,
-            0,
-        )  # the most calls that have claimed something, in that generation
-        self._incomplete: StoreGeneration | None = None  # in which the store was met that lacks something
+        self._claims_seen: tuple[StoreGeneration | None, int] = (None, 0)  # the highest P "c" of this generation
+        self._incomplete: StoreGeneration | None = None  # the last generation whose store lacks keys
         self._finding = asyncio.Semaphore(FINDS_AT_ONCE)
         self._replaying = asyncio.Semaphore(REPLAYS_AT_ONCE)
         self._script = (files("service.claims") / "claims.lua").read_text()
@@ -216,11 +217,11 @@ class RedisKeys:
         await self.close()
 
     async def check(self) -> None:
-        """Refuse a server that cannot keep the promise: SettingsError, a line for each thing to change."""
+        """Raise SettingsError for a server that cannot keep the guarantee, with a line for each thing to change."""
         try:
             info = await self._info(*SECTIONS)
         except (StoreAway, StoreUnanswered) as error:
-            if isinstance(error.__cause__, AuthenticationError):  # NOAUTH, whose text tells of commands, or WRONGPASS
+            if isinstance(error.__cause__, AuthenticationError):  # NOAUTH, whose text names commands, or WRONGPASS
                 raise SettingsError(
                     f"{PREFIX}REDIS has not the user and password that the server asks for: "
                     "set redis://user:password@host:port/db, without `user` where it has but a password"
@@ -232,7 +233,7 @@ class RedisKeys:
             raise SettingsError("\n".join(wrong))
 
     async def memory(self) -> tuple[int, int]:
-        """Bytes that Redis uses, and its limit: maxmemory, or the memory of its machine where that is not set."""
+        """Read the bytes that Redis uses, and its limit: maxmemory, or if that is not set its machine's memory."""
         info = await self._info("memory")
         limit = int(info.get("maxmemory", 0)) or int(info.get("total_system_memory", 0))
         return int(info.get("used_memory", 0)), limit
@@ -275,7 +276,7 @@ class RedisKeys:
         return self._claim(answer, slot, term, *asked[0])
 
     def _claim(self, answer: bytes, slot: int, term: int, id: bytes, fp: bytes) -> Claim:
-        """What a script answers to one claim. What cannot be read is told of, and no other claim's matter."""
+        """Decode a script's reply to one claim; UNREADABLE, logged and counted, for a state that cannot be decoded."""
         try:
             return self._claim_of(answer, slot, term, fp)
         except CorruptState as error:
@@ -372,7 +373,7 @@ class RedisKeys:
 
     async def recover_replay(self, store: str, nonce: str, rows: Sequence[Row]) -> None:
         packed = self._delivered(rows)
-        del rows  # packed they take a fifth of the memory while they wait
+        del rows  # packed rows take a fifth of the memory while they wait
         async with self._replaying:
             await self._call("recover_replay", store, nonce, self._nonce_ttl_ms, self._retention_ms, *packed)
 
@@ -384,7 +385,9 @@ class RedisKeys:
         await self._call("recover_abandon", store, nonce)
 
     def _delivered(self, rows: Sequence[Row]) -> list[int | str | bytes]:
-        """As claims.lua takes delivered states: for each few of one time and size that time, their format, and they."""
+        """Pack rows as claims.lua takes them: (accepted_at, struct format, packed keys and states) for each run of rows
+        with one accepted_at and one length.
+        """
         groups: list[int | str | bytes] = []
         parts: list[bytes] = []
         at = size = 0
@@ -397,7 +400,7 @@ class RedisKeys:
                 parts.clear()
 
         for id, state in rows:
-            if isinstance(state, Delivered):  # as `pack` does, in one go: a store recovery has millions of them
+            if isinstance(state, Delivered):  # as `pack` does, in one call: a store recovery has millions of rows
                 rest = state.topic.encode()
                 entry = pack_entry(key, id, b"D", state.at, state.fp, state.partition, state.offset, state.ts)
             else:
@@ -411,21 +414,21 @@ class RedisKeys:
 
     @property
     def _nonce_ttl_ms(self) -> int:
-        # A recovery renews it with each script; a dead one's is gone soon after a lease would be.
+        # A recovery renews the nonce with each script; a dead recovery's expires soon after its leases.
         return 5 * self._lease_ttl_ms
 
     # ----------------------------------------------------------------------------------------------- transport
 
     async def _info(self, *sections: str) -> dict[str, str]:
         found: dict[str, str] = {}
-        for section in sections:  # several at once only since Redis 7
+        for section in sections:  # INFO takes several sections since Redis 7
             lines = (await self._send("INFO", section)).decode().splitlines()
             parts = (line.partition(":") for line in lines if ":" in line)
             found |= {name: value.strip() for name, _, value in parts}
         return found
 
     async def _call_in(self, generation: StoreGeneration, operation: str, *arguments: str | int | bytes) -> list[Any]:
-        """`_call` of an operation for a generation, with the most claims seen in it."""
+        """Run an operation in a generation, with the highest P "c" seen in it."""
         of, count = self._claims_seen
         seen = count if of == generation else 0
         try:
@@ -442,7 +445,7 @@ class RedisKeys:
             self._claims_seen = generation, count
 
     async def _call(self, operation: str, *arguments: str | int | bytes) -> list[Any]:
-        """Run one operation of claims.lua; the rest of its answer after OK. What fails is counted."""
+        """Run an operation of claims.lua; returns its reply after OK. Counts failures."""
         try:
             return await self._run(operation, *arguments)
         except StoreBug as error:
@@ -456,7 +459,7 @@ class RedisKeys:
     async def _run(self, operation: str, *arguments: str | int | bytes) -> list[Any]:
         try:
             answer = await self._send("EVALSHA", self._sha, 1, self._prefix, operation, *arguments)
-        except NoScriptError:  # said before anything ran
+        except NoScriptError:  # nothing ran
             answer = await self._send("EVAL", self._script, 1, self._prefix, operation, *arguments)
         match answer:
             case [b"OK", *rest]:
@@ -473,23 +476,27 @@ class RedisKeys:
                 raise StoreBug(f"{operation}: the script answers {answer!s:.200}, which this version does not know")
 
     def _unpack(self, id: bytes, state: bytes) -> Claimed | Delivered | DeliveredBatch:
-        """A key's state. Raises StoreBug where it cannot be read."""
+        """Decode a key's state. Raises StoreBug where that is impossible."""
         try:
             return unpack(state)
         except CorruptState as error:
             raise self._bug(f"{id.hex()}: {error}") from error
 
     def _bug(self, text: str) -> StoreBug:
-        """Log and count something that Redis holds and no script writes."""
+        """Log and count a value in Redis that no script writes."""
         error = StoreBug(text)
         self._bugs.add(error, bug=True)
         self._errors.labels(ERRORS[StoreBug]).inc()
         return error
 
     async def _send(self, *command: str | int | bytes) -> Any:
-        """One command and its answer on a connection of its own for that time."""
+        """Send one command and read its reply, on a connection that has no other command meanwhile.
+
+        Raises StoreAway where nothing was run, StoreUnanswered where the command may run or have run, and StoreBug for
+        an error of the script.
+        """
         connection = await self._connections.take()
-        answered = False  # in full: what is still to come would be read by the next user of the connection
+        answered = False  # whether the reply was read in full; else the next command would read its rest
         try:
             async with asyncio.timeout(self._timeout_s):
                 packed = pack_command(command)  # type: ignore[arg-type]  # its stub takes one word
@@ -497,7 +504,7 @@ class RedisKeys:
                 answer = await connection.read_response()
             answered = True
             return answer
-        except (NoScriptError, ReadOnlyError, MasterDownError) as error:  # redis-py takes their codes off the text
+        except (NoScriptError, ReadOnlyError, MasterDownError) as error:  # their texts lack the code
             answered = True
             if isinstance(error, NoScriptError):
                 raise
@@ -517,28 +524,28 @@ class RedisKeys:
 
 
 def check_url(url: str) -> None:
-    """SettingsError where a URL that is one by itself asks for something after its `?` that redis-py does not take."""
-    _maker_of(url, None)
+    """Raise SettingsError for a URL with a query that redis-py does not take."""
+    _pool_of(url, None)
 
 
-def _maker_of(url: str, connect_timeout_s: float | None) -> ConnectionPool:
-    """What makes connections to where a URL leads; none is opened. Raises SettingsError."""
+def _pool_of(url: str, connect_timeout_s: float | None) -> ConnectionPool:
+    """Make a redis-py pool that makes connections for a URL; none is opened. Raises SettingsError."""
     try:
         pool = ConnectionPool.from_url(
             url, retry=Retry(NoBackoff(), 0), socket_timeout=None, socket_connect_timeout=connect_timeout_s
         )
         pool.make_connection()  # type: ignore[no-untyped-call]
-    except (TypeError, ValueError, AttributeError, RedisError):  # its text may have a part of a password in it
+    except (TypeError, ValueError, AttributeError, RedisError):  # its text may contain a part of a password
         raise SettingsError(
             f"{PREFIX}REDIS is wrong: set after its ? only what redis-py takes in a URL, with values of its kind"
         ) from None
-    # Whatever the URL says: nothing is sent twice behind our back, and answers are bytes.
+    # Set after the URL's own options: no command is sent twice, and replies are bytes.
     pool.connection_kwargs |= {"retry_on_error": [], "retry_on_timeout": False, "decode_responses": False}
     return pool
 
 
 def pack(state: Claimed | Delivered | DeliveredBatch) -> bytes:
-    """A key's state as claims.lua keeps it."""
+    """Encode a key's state in the format of claims.lua."""
     match state:
         case Claimed(slot, term, at, fp):
             return _CLAIMED.pack(b"C", slot, term, at, fp)
@@ -549,7 +556,7 @@ def pack(state: Claimed | Delivered | DeliveredBatch) -> bytes:
 
 
 class CorruptState(ValueError):
-    """What Redis holds under a key is none of the states that claims.lua writes."""
+    """The value of a key is none of the states that claims.lua writes."""
 
     @classmethod
     def of(cls, raw: bytes) -> Self:
@@ -557,7 +564,7 @@ class CorruptState(ValueError):
 
 
 def unpack(raw: bytes) -> Claimed | Delivered | DeliveredBatch:
-    """The inverse of `pack`. Raises CorruptState for what `pack` does not make."""
+    """Decode what `pack` makes. Raises CorruptState for anything else."""
     try:
         match raw[:1]:
             case b"C":
@@ -573,10 +580,10 @@ def unpack(raw: bytes) -> Claimed | Delivered | DeliveredBatch:
 
 
 def _is_bug(error: str) -> bool:
-    """Is it the script itself that failed, or a key in it that is of another kind? A server's own state is neither."""
+    """Whether an error text is of the script itself or of a key with another type, and not of the server's state."""
     return "user_script" in error and error.startswith(("ERR", "WRONGTYPE", "user_script", "Error running", "@user"))
 
 
 def chunks(rows: Sequence[Row]) -> list[Sequence[Row]]:
-    """The rows as one script call of a replay takes them; at least one chunk, as the last call does more than write."""
+    """Split rows into chunks for one script call each; at least one, as the last call also raises `freed`."""
     return [rows[start : start + REPLAY_CHUNK] for start in range(0, len(rows), REPLAY_CHUNK)] or [()]

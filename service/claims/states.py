@@ -1,8 +1,8 @@
-"""The states of a key, a slot and a request: the rules of the first, and the tables by which the others move.
+"""The states of a key, a slot and a request: rules for keys, and transition tables for slots and requests.
 
-The rules for keys are pure functions over small values. `claims.lua` says the same in Redis (held to it by one suite of
-vectors and one contract suite), the in-memory store of the tests runs them as they are, and so does the model. The
-values are msgspec's, as elsewhere on the path: one costs a fifth of a NamedTuple, and the collector skips it.
+The rules for keys are pure functions. `claims.lua` implements them in Redis, which one suite of test vectors and one
+contract suite check. The tests' in-memory store and the model call the functions themselves. Values are msgspec Structs
+without garbage collection, because many are made for each group.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ import msgspec
 
 
 class _Name(Enum):
-    """Names of states and moves. One is equal to itself only, so its identity is its hash: Enum's own is slower."""
+    """An Enum hashed by identity, which is faster than Enum's own hash; members are equal only to themselves."""
 
     __hash__ = object.__hash__
 
@@ -22,7 +22,7 @@ class _Name(Enum):
 
 
 class Claimed(msgspec.Struct, frozen=True, gc=False):
-    """ "Slot `slot` in term `term` is writing this id": accepted at `at` (ms, Redis's clock)."""
+    """Slot `slot` in term `term` is writing this id. `at` is accepted_at, ms by Redis's clock."""
 
     slot: int
     term: int
@@ -31,7 +31,7 @@ class Claimed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Delivered(msgspec.Struct, frozen=True, gc=False):
-    """The id is in Kafka, here. `at` is accepted_at, `ts` the record's timestamp, both in ms."""
+    """The id is in Kafka at these coordinates. `at` is accepted_at, `ts` the record's timestamp, both in ms."""
 
     at: int
     fp: bytes
@@ -44,7 +44,7 @@ class Delivered(msgspec.Struct, frozen=True, gc=False):
 class DeliveredBatch(msgspec.Struct, frozen=True, gc=False):
     """An atomic batch of `count` members is in Kafka; each member is Delivered under an id of its own.
 
-    `fp` is over the fingerprints of the members in their order, so that the ledger tells it too.
+    `fp` is made of the members' fingerprints in their order, so that it can be computed from the ledger too.
     """
 
     at: int
@@ -56,22 +56,22 @@ KeyState = Claimed | Delivered | DeliveredBatch | None
 
 
 class Outcome(_Name):
-    """What a claim found."""
+    """The outcome of a claim. A claim stands only for NEW and TAKEN_OVER."""
 
-    NEW = "new"  # nothing was there: the claim stands, produce
-    TAKEN_OVER = "taken over"  # a dead claim was there, its write never happened: the claim stands, produce
-    DELIVERED = "delivered"  # it is in Kafka: replay the answer
-    CONFLICT = "conflict"  # it is in Kafka, but was another event
-    IN_PROGRESS = "in progress"  # somebody may be writing it
-    UNREADABLE = "unreadable"  # it holds what no script writes: nothing is known of the key, and nothing stands
-    REFUSED = "refused"  # the store takes no more writes, and has nothing to tell of it: nothing stands
+    NEW = "new"  # the key had no state
+    TAKEN_OVER = "taken over"  # the key had a dead claim, whose event was never written
+    DELIVERED = "delivered"  # the event is in Kafka: replay the answer
+    CONFLICT = "conflict"  # another event is in Kafka under this key
+    IN_PROGRESS = "in progress"  # another claim stands: its holder may be writing the event
+    UNREADABLE = "unreadable"  # the key's state cannot be decoded, so nothing is known of its event
+    REFUSED = "refused"  # the store takes no more writes, and the key has no state
 
 
 CLAIMABLE: Final = frozenset({Outcome.NEW, Outcome.TAKEN_OVER})
 
 
 class Claim(msgspec.Struct, frozen=True, gc=False):
-    """The outcome of one claim and the state that it left; `leased` tells of an IN_PROGRESS whether its slot lives."""
+    """The outcome of one claim and the key's state then. `leased`: for IN_PROGRESS, whether the holder's slot is."""
 
     outcome: Outcome
     state: Claimed | Delivered | DeliveredBatch
@@ -81,10 +81,10 @@ class Claim(msgspec.Struct, frozen=True, gc=False):
 def claim(
     state: KeyState, wanted: Claimed, freed: Callable[[int], int], retention_ms: int, least_left_ms: int
 ) -> Claim:
-    """Step 2 of writing. `wanted.at` is the store's time now; a claim of term t is dead once `freed` of its slot > t.
+    """Claim a key with this state. `wanted.at` is the store's time now; a claim of term t is dead if `freed` > t.
 
-    A claim taken over keeps its accepted_at, so that a retry lands in the same hour of the audit, unless less than
-    `least_left_ms` of its retention is left: it must not expire under the new write.
+    A claim that is taken over keeps its accepted_at, so that the audit counts a retry in the same hour, unless less
+    than `least_left_ms` of its retention is left: it must not expire during the new write.
     """
     match state:
         case None:
@@ -105,10 +105,10 @@ def claim_all(
     retention_ms: int,
     least_left_ms: int,
 ) -> tuple[Claim, list[Claimed]]:
-    """Claim an atomic batch, the whole first and then its members: every claim stands, or none does.
+    """Claim an atomic batch, all or nothing; the whole comes first in `states` and `wanted`, then its members.
 
-    Answers the whole's claim and the states to write (none where it cannot be claimed). All get one accepted_at, so
-    that they expire as one. A member that lives without its whole keeps the batch from being claimed.
+    Returns the whole's claim and the states to write, none if the batch cannot be claimed. All get one accepted_at, so
+    that they expire together. A delivered member whose whole has no state is a conflict.
     """
     claims = [
         claim(state, each, freed, retention_ms, least_left_ms) for state, each in zip(states, wanted, strict=True)
@@ -125,14 +125,14 @@ def claim_all(
 
 
 def mark(state: KeyState, slot: int, term: int, delivered: Delivered | DeliveredBatch) -> KeyState:
-    """Step 4 of writing: a claim becomes delivered only if it is of this slot and term; an expired one comes back."""
+    """Mark a key delivered if it holds a claim of this slot and term, or expired; else keep its state."""
     if state is None or _is_claim_of(state, slot, term):
         return delivered
     return state
 
 
 def release(state: KeyState, slot: int, term: int) -> KeyState:
-    """A claim that was never sent is given up, only by the slot and term that made it."""
+    """Remove a claim of this slot and term, whose event was not sent; else keep the state."""
     return None if _is_claim_of(state, slot, term) else state
 
 
@@ -141,9 +141,9 @@ def _is_claim_of(state: KeyState, slot: int, term: int) -> bool:
 
 
 def replay(state: KeyState, delivered: Delivered | DeliveredBatch, now_ms: int, retention_ms: int) -> KeyState:
-    """A ledger entry read during recovery: an expired one is skipped, and none replaces an answer with a newer `at`.
+    """Replay a ledger entry: an expired one is skipped, and it does not replace a delivered state with a newer `at`.
 
-    A claim always gives way, also a newer one: it was made in a store that did not know of this record.
+    Any claim is replaced, also a newer one: it was made in a store without this record.
     """
     newer = state is not None and not isinstance(state, Claimed) and state.at > delivered.at
     if newer or delivered.at + retention_ms <= now_ms:
@@ -158,13 +158,13 @@ E = TypeVar("E", bound=Enum)
 
 
 class IllegalMove(AssertionError):
-    """A state machine was asked for a move that its table does not have: a bug, and never guessed around."""
+    """A move that the table of a state machine does not have: a bug."""
 
 
 class Machine(dict[tuple[S, E], S], Generic[S, E]):
     """A table of moves: `machine[state, event]` is the state after the event; IllegalMove where there is none."""
 
-    def __init__(self, moves: Mapping[tuple[S, E], S]) -> None:  # dict's own leaves mypy to guess a literal's types
+    def __init__(self, moves: Mapping[tuple[S, E], S]) -> None:  # for mypy, which infers too narrow types without it
         super().__init__(moves)
 
     def __missing__(self, move: tuple[S, E]) -> S:
@@ -173,16 +173,16 @@ class Machine(dict[tuple[S, E], S], Generic[S, E]):
 
 
 class SlotState(_Name):
-    """A slot as its holder sees it, in the order in which recovery goes through it."""
+    """States of a slot for its holder, in the order of recovery."""
 
-    VACANT = "vacant"  # not this process's
-    LEASED = "leased"  # 1: the lease is taken, nothing is proved
+    VACANT = "vacant"  # not held by this process
+    LEASED = "leased"  # 1: the lease is taken
     FENCED = "fenced"  # 2: InitProducerId has returned: the old owner can never commit again
     BEGUN = "begun"  # 3: the begin record is committed: the term is known
-    CHECKED = "checked"  # 4: control, read through a barrier, names the store that Redis is
+    CHECKED = "checked"  # 4: control, read through a barrier, names this Redis server as the store
     READY = "ready"  # 5, 6: the ledger is replayed and `freed` raised: claims may be made
-    WRITING = "writing"  # a transaction is under way
-    DOUBT = "doubt"  # the term has ended without a clean commit: recovery comes next
+    WRITING = "writing"  # a transaction is open
+    DOUBT = "doubt"  # the term has ended without a clean commit: recovery is next
 
 
 class SlotEvent(_Name):
@@ -207,7 +207,7 @@ SLOT: Final = Machine[SlotState, SlotEvent](
         (SlotState.CHECKED, SlotEvent.FREE): SlotState.READY,
         (SlotState.READY, SlotEvent.WRITE): SlotState.WRITING,
         (SlotState.WRITING, SlotEvent.COMMIT): SlotState.READY,
-        # There is no way from DOUBT to READY but through the fence.
+        # From DOUBT, READY is reached only through the fence.
         (SlotState.DOUBT, SlotEvent.RECOVER): SlotState.LEASED,
         **{(state, SlotEvent.FAIL): SlotState.DOUBT for state in SlotState if state is not SlotState.VACANT},
         **{
@@ -220,15 +220,15 @@ SLOT: Final = Machine[SlotState, SlotEvent](
 
 
 class RequestState(_Name):
-    """One request for one event, as far as this process knows."""
+    """States of a request in this process."""
 
     QUEUED = "queued"  # surely not written
-    CLAIMING = "claiming"  # a claim is under way; without an answer it ends the slot's term, so nothing is sent
+    CLAIMING = "claiming"  # its claim is in flight; if that fails, the slot's term ends and nothing is sent
     CLAIMED = "claimed"  # claimed and not sent
     SENT = "sent"  # in a transaction
-    IN_DOUBT = "in doubt"  # was sent; a new claim will tell, after the recovery
-    CHECKING = "checking"  # in doubt, and claimed anew: the claim tells what happened
-    FOUND = "found"  # an atomic batch that is written: where its events are is being looked up
+    IN_DOUBT = "in doubt"  # was sent; a new claim after the recovery will find the outcome
+    CHECKING = "checking"  # in doubt, and the new claim is in flight
+    FOUND = "found"  # an atomic batch that is written: its members' coordinates are being looked up
     ANSWERED = "answered"
 
 
@@ -237,8 +237,8 @@ class RequestEvent(_Name):
     WIN = "win"  # the claim stands
     SEND = "send"
     FIND = "find"  # the claim found it written
-    QUEUE = "queue"  # back to the queue: its claim is dead, or was never made
-    REFUSE = "refuse"  # refused, or no commit was asked for, and its claim was given up: surely not written
+    QUEUE = "queue"  # back to the queue: its claim is dead, or was not made
+    REFUSE = "refuse"  # refused, or no commit was requested, and its claim was released: surely not written
     DOUBT = "doubt"  # its transaction did not end with a clean commit
     ANSWER = "answer"
 
@@ -265,7 +265,7 @@ REQUEST: Final = Machine[RequestState, RequestEvent](
     }
 )
 
-# What the deadline finds: an event in one of these may be in Kafka (504), in any other it is surely not (503).
+# States of a request whose event may be in Kafka: its deadline answers 504, in any other state 503.
 MAYBE_WRITTEN: Final = frozenset({RequestState.SENT, RequestState.IN_DOUBT, RequestState.CHECKING, RequestState.FOUND})
-# What the end of a term finds that was not sent in it.
+# States of a request that was not sent when its term ended.
 UNSENT: Final = frozenset({RequestState.CLAIMING, RequestState.CHECKING, RequestState.CLAIMED})
