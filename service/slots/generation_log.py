@@ -1,4 +1,4 @@
-"""The control topic: which store holds the claims, read so that no deposed leader's old answer is believed."""
+"""The control topic, which names the store that holds the claims. Read through a barrier, past deposed leaders."""
 
 import asyncio
 import contextlib
@@ -25,22 +25,23 @@ class Control:
         self._position = 0
         self._reading = asyncio.Lock()
         self._next: asyncio.Task[StoreGeneration | None] | None = None
-        self._next_slot = 0  # the highest of those that wait for it
-        self.slots = 0  # that have been recovered in this namespace, before what was read last: none is beyond
+        self._next_slot = 0  # the highest slot of the calls that share the next read
+        self.slots = 0  # one more than the highest slot with a barrier in the records read so far
 
     async def close(self) -> None:
         await self._producer.close()
 
     async def append(self, store: str) -> int:
-        """Append a generation record that names `store`; its offset is the new generation."""
+        """Append a generation record that names `store`; returns its offset, the new generation's number."""
         record = Generation(store, self._instance, _now_ms())
         return await self._producer.send(self._topic, 0, GENERATION_KEY, record.encode())
 
     async def newest_generation(self, slot: int = 0) -> StoreGeneration | None:
-        """The newest generation before a barrier that was appended after this call began; None on a new namespace.
+        """Read the newest generation up to a barrier appended after this call began; None in a new namespace.
 
-        Without the barrier a deposed leader, or a record not yet replicated, could hide a newer generation. Calls that
-        wait for the same read share one barrier, of the highest slot: so each slot that ever wrote is known by one.
+        Without the barrier a deposed leader, or a record that is not replicated yet, could hide a newer generation.
+        Concurrent calls share one barrier, of the highest slot among them, so that control has a barrier of every slot
+        that ever wrote, or of a higher one.
         """
         if self._next is None:
             self._next_slot = slot
@@ -50,11 +51,11 @@ class Control:
 
     async def _read(self) -> StoreGeneration | None:
         async with self._reading:
-            self._next = None  # who comes from here on needs a later barrier
+            self._next = None  # later calls need a later barrier
             slot = self._next_slot
             barrier = encode_barrier(self._instance, secrets.token_hex(8), _now_ms())
             through = await self._producer.send(self._topic, 0, barrier_key(slot), barrier)
-            if through < self._position:  # the topic was made anew: of what was read before, it has nothing
+            if through < self._position:  # the topic was created again, without the records read before
                 self._position, self._newest, self.slots = 0, None, 0
             spans = {0: Span(self._position, through)}
             records = read_through(self._cluster, self._topic, spans, "read_uncommitted", self._cluster.timeout_s)

@@ -1,4 +1,4 @@
-"""What ledger records say was delivered, as the states that a replay leaves in the store; and an entry's text."""
+"""Converts ledger records to the key states that a replay writes, and delivered states to ledger entries."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -29,11 +29,11 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class _Entry(msgspec.Struct, omit_defaults=True):
-    """wire.Entry as its JSON has it."""
+    """wire.Entry in JSON."""
 
     id: _Id
     fp: _Fingerprint
-    at: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]  # claims.lua reckons with it
+    at: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]  # claims.lua computes with it
     topic: _Topic
     partition: Annotated[int, msgspec.Meta(ge=0, le=PARTITION_MOST)]
     offset: _Number
@@ -43,29 +43,29 @@ class _Entry(msgspec.Struct, omit_defaults=True):
 
 
 class _Record(msgspec.Struct):
-    """wire.LedgerRecord as its JSON has it, or a begin record, which has no entries."""
+    """wire.LedgerRecord in JSON, or a begin record, which has no entries."""
 
     v: int
     begin: bool = False
     entries: list[_Entry] | None = None
 
 
-# wire.decode_ledger takes four times as long, of the millions of keys that a store recovery reads.
+# Faster than wire.decode_ledger: a store recovery decodes millions of entries.
 _decode = msgspec.json.Decoder(_Record).decode
 _encode = msgspec.json.Encoder().encode
 _bytes = bytes.fromhex
 
 
-def encode_entry(id: bytes, there: Delivered, batch: bytes | None = None, i: int | None = None) -> str:
-    """An entry of a ledger record as JSON text, as wire.Entry has it; a member of an atomic batch has its index."""
+def encode_entry(id: bytes, delivered: Delivered, batch: bytes | None = None, i: int | None = None) -> str:
+    """Encode a ledger entry as JSON text; for a member of an atomic batch, with the batch's id and its index."""
     entry = _Entry(
         id.hex(),
-        there.fp.hex(),
-        there.at,
-        there.topic,
-        there.partition,
-        there.offset,
-        there.ts,
+        delivered.fp.hex(),
+        delivered.at,
+        delivered.topic,
+        delivered.partition,
+        delivered.offset,
+        delivered.ts,
         None if batch is None else batch.hex(),
         i,
     )
@@ -73,7 +73,7 @@ def encode_entry(id: bytes, there: Delivered, batch: bytes | None = None, i: int
 
 
 def rows_of(items: Sequence[Item]) -> list[Row]:
-    """What ledger records say was delivered; one that is not Fencepost's cannot name an id of ours, and is skipped."""
+    """Convert ledger records to (id, state) rows. Records that are not Fencepost's are logged and skipped."""
     rows: list[Row] = []
     for item in items:
         try:
@@ -88,9 +88,9 @@ def rows_of(items: Sequence[Item]) -> list[Row]:
 
 
 def partitions_of(value: bytes | None) -> dict[tuple[str, int], int] | None:
-    """The partitions of a ledger record's entries, and the first offset in each; None of a begin record.
+    """Find the partitions of a ledger record's entries, and the lowest offset in each; None for a begin record.
 
-    Of what is not Fencepost's none are known.
+    Empty for a record that is not Fencepost's.
     """
     try:
         record = _decode(value or b"")
@@ -100,8 +100,8 @@ def partitions_of(value: bytes | None) -> dict[tuple[str, int], int] | None:
         return None
     found: dict[tuple[str, int], int] = {}
     for entry in record.entries or ():
-        place = entry.topic, entry.partition
-        found[place] = min(entry.offset, found.get(place, entry.offset))
+        partition = entry.topic, entry.partition
+        found[partition] = min(entry.offset, found.get(partition, entry.offset))
     return found
 
 
@@ -115,14 +115,14 @@ def _rows_of(record: _Record) -> list[Row]:
 
 
 def _wholes(entries: Sequence[_Entry]) -> list[Row]:
-    """The atomic batches whose members these are: one transaction holds all of a batch, so one record names all."""
+    """Make the rows of whole atomic batches from their members' entries, which are all in one record."""
     members: dict[str, list[_Entry]] = {}
     for entry in entries:
         if entry.batch is not None:
             members.setdefault(entry.batch, []).append(entry)
     rows: list[Row] = []
     for batch, of in members.items():
-        of.sort(key=lambda entry: entry.i or 0)  # a record may name them in any order
+        of.sort(key=lambda entry: entry.i or 0)  # a record may hold them in any order
         whole = DeliveredBatch(of[0].at, batch_fingerprint(_bytes(entry.fp) for entry in of), len(of))
         rows.append((_bytes(batch), whole))
     return rows

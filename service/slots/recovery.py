@@ -1,7 +1,7 @@
 """Recovery of a slot and of the store: fence, read through a record of one's own, replay, free.
 
-The one mechanism for start, take-over and every doubt. "Not there" is believed only after the fence and the reading
-through; claims are compared by ledger offsets, which only grow.
+Used at the start of a slot, after a take-over and after every doubt. An event counts as not written only after the
+fence and the read through the own record. Claims are compared by ledger offsets, which only grow.
 """
 
 import asyncio
@@ -38,43 +38,43 @@ from service.slots.slot import Slot
 
 log = structlog.get_logger(__name__)
 
-# Ledger records, each of a busy process's hundred entries or so, that are handed to Redis at once.
+# Ledger records, each of some hundred entries in a busy process, in one call to Redis.
 REPLAY_RECORDS: Final = 20
-# Writes, of REPLAY_CHUNK keys or fewer, that may be packed and wait for their turn, some 60 MB (with topics of the
-# longest names 260): while Redis moves millions of keys to a larger table, it takes a fifth of what is read.
+# Writes of at most REPLAY_CHUNK keys that may wait for Redis, some 60 MB, with the longest topic names 260 MB. Redis
+# writes more slowly than Kafka is read while it rehashes millions of keys.
 REPLAYS_AHEAD: Final = 400
 PAUSE_LEAST_S: Final = 1.0
 PAUSE_MOST_S: Final = 300.0
-# Slots that are waited for, of which the first ones are named.
+# Slots to name in the status.
 SLOTS_NAMED: Final = 8
-# What `Store.status` begins with, before a colon and what there is to say of it.
+# The states of the store: the first words of `Store.status`, which may go on with a colon and details.
 STORE_STATES: Final = ("starting", "settled", "recovering", "stale-store", "store-away")
 
 
 class NotYet(Exception):
-    """The store cannot be settled at this moment, as others recover it; it is tried again after a pause."""
+    """The store cannot be settled now, because another process recovers it; tried again after a pause."""
 
     state = "recovering"
 
 
 class Stale(NotYet):
-    """Control names another store, which may live on."""
+    """Control names another store, which may still be in use."""
 
     state = "stale-store"
 
 
 class OtherKafka(NotYet):
-    """Redis is of another Kafka, or of an earlier life of this one: generations are offsets of its control topic.
+    """Redis holds keys of another Kafka cluster, or of this one before its control topic was created again.
 
-    Its generation and what it has freed are larger than any here, so nothing could be raised above them; and it tells
-    of records that this Kafka does not have. Only a person knows which of the two is to be believed.
+    Generations are offsets of control, so the generation and `freed` in Redis are larger than any that could be written
+    here, and Redis holds results of records that this Kafka does not have. A person must decide which one is right.
     """
 
     state = "stale-store"
 
 
 class SlotRecovery:
-    """Brings a leased slot to READY."""
+    """Takes a slot from LEASED to READY."""
 
     def __init__(
         self,
@@ -96,8 +96,11 @@ class SlotRecovery:
         self._timeout_s = (settings.request_timeout_ms + settings.transaction_timeout_ms) / 1000
 
     async def run(self, slot: Slot, generation: StoreGeneration) -> None:
-        """Steps 2 to 6 of slot recovery. Raises StoreLost, Fenced, TransactionFailed, KafkaAway, StoreAway, …:
-        then the slot is in DOUBT, its producer is to be closed, and this is to be run again."""
+        """Run steps 2 to 6 of slot recovery in a generation.
+
+        Raises StoreLost, Fenced, TransactionFailed, KafkaAway, StoreAway and others. Then the slot is in DOUBT, its
+        producer is closed, and the recovery must be run again.
+        """
         try:
             await self._fence(slot, generation)
             await self._settle(slot)
@@ -110,7 +113,7 @@ class SlotRecovery:
             raise
 
     async def _fence(self, slot: Slot, generation: StoreGeneration) -> None:
-        """InitProducerId: the fate of the old transaction is final, and its owner can never commit again."""
+        """Fence the older producers (InitProducerId): the outcome of their transaction is final from here on."""
         name = transactional_id(self._settings.namespace, slot.n)
         producer = TransactionalProducer(self._cluster, name, self._settings.transaction_timeout_ms)
         await producer.start()
@@ -118,23 +121,23 @@ class SlotRecovery:
         slot.enter(generation, producer)
 
     async def _settle(self, slot: Slot) -> None:
-        """End what hangs in the slot's partitions before the begin record does, whose marker would commit it."""
+        """End hanging transactions in the slot's partitions, before the begin record's marker would commit them."""
         applied = await self._keys.applied(slot.generation, slot.n)
         ledger = self._topics.ledger, slot.n
         settlement = Settlement(self._cluster, ledger, slot.producer, self._timeout_s, self._hanging_ended)
         slot.maybe_hanging = await settlement.run(applied, slot.maybe_hanging)
 
     async def _check(self, slot: Slot) -> None:
-        """After the fence, does control still name the store that my claims are in?"""
+        """Raise StoreLost unless control, read after the fence, still names the slot's generation."""
         newest = await self._control.newest_generation(slot.n)
         if newest is None or newest != slot.generation:
             raise StoreLost(f"control names {newest}, this process works with {slot.generation}")
         slot.move(SlotEvent.CHECK)
 
     async def _replay_and_free(self, slot: Slot) -> None:
-        """Mark what the slot's ledger has since `applied`, through my own begin record; then free the older terms.
+        """Replay the slot's ledger from `applied` through its own begin record, then free the older terms.
 
-        What was written before `applied` would not be read: KafkaAway where that is past my begin record.
+        Raises KafkaAway if `applied` is past the begin record, because the ledger has then lost records.
         """
         start = await self._keys.applied(slot.generation, slot.n)
         if start is not None and start > slot.term:
@@ -160,7 +163,7 @@ class SlotRecovery:
 
 
 class Store:
-    """Which store holds the claims now, for this process; settles it again when it is lost."""
+    """The generation in which this process may claim; settled again after each loss."""
 
     def __init__(
         self,
@@ -198,7 +201,7 @@ class Store:
 
     @property
     def generation_number(self) -> int:
-        """The generation in which claims may be made; 0, which none has, where the store is not settled."""
+        """The number of the settled generation; 0, which no generation has, if the store is not settled."""
         return 0 if self.generation is None else self.generation.number
 
     def lost(self, generation: StoreGeneration) -> None:
@@ -211,7 +214,7 @@ class Store:
             self._start_settling()
 
     async def settled(self) -> StoreGeneration:
-        """The generation in which claims may be made; waits for as long as that takes."""
+        """Return the generation in which claims may be made, waiting until the store is settled."""
         if self.generation is not None:
             return self.generation
         return await shared(self._start_settling())
@@ -230,7 +233,7 @@ class Store:
                 self.status = f"{error.state if isinstance(error, NotYet) else 'store-away'}: {error}"
                 trouble.add(error)
                 await self._pause()
-            except Exception as error:  # a bug, or a record in control that is not ours: no reason to stop trying
+            except Exception as error:  # a bug, or a foreign record in control: tried again too
                 self.status = f"store-away: {error!r}"
                 trouble.add(error, bug=True)
                 await self._pause()
@@ -250,8 +253,10 @@ class Store:
         await asyncio.sleep(random.uniform(0.5, 1.0) * min(PAUSE_LEAST_S, self._lease_s / 3))  # noqa: S311
 
     async def _attempt(self) -> StoreGeneration:
-        """Adopt what Redis and control agree on, else recover: at once after a flush, or where the store lacks what was
-        there, and patiently after a change."""
+        """Adopt the generation that Redis and control agree on, else recover the store.
+
+        Recovers at once if Redis is empty or lacks keys; if control names another store, after a quiet lease time.
+        """
         identity = await self._keys.who()
         if "/" not in identity.store:
             raise StoreAway(f"the server that answers is {identity.store}")
@@ -272,9 +277,9 @@ class Store:
         return await self._recover(identity)
 
     async def _wait_until_quiet(self, identity: Identity, newest: StoreGeneration) -> None:
-        """Control names another store: it may live on, and others may still work with it.
+        """Wait for a lease time in which the store that control names is not used.
 
-        Stale unless for one lease time the same primary answers, and nobody commits to any ledger partition.
+        Raises Stale, after a pause, if another primary answers meanwhile or a ledger partition grows.
         """
         self.status = "stale-store: control names another store; waiting for a quiet lease time"
         slots = range(await self._slots())
@@ -292,7 +297,7 @@ class Store:
             raise Stale("another store is in use, or the primary changed meanwhile")
 
     async def _rest(self, identity: Identity, pause_s: float) -> None:
-        """The pause before the next attempt to recover; over at once where another answers, which may be adopted."""
+        """Sleep before the next attempt; ends early if another server answers, which might be adopted."""
         loop = asyncio.get_running_loop()
         end = loop.time() + pause_s
         while (left_s := end - loop.time()) > 0:
@@ -304,7 +309,7 @@ class Store:
     # ------------------------------------------------------------------------------------------ store recovery
 
     async def _recover(self, seen: Identity) -> StoreGeneration:
-        """Store recovery under a fresh nonce. Raises NotYet where another process is at it or superseded this one."""
+        """Recover the store under a new nonce. Raises NotYet if another process recovers it or superseded this one."""
         nonce = secrets.token_hex(8)
         if not await self._keys.recover(seen, nonce):
             raise NotYet("another process recovers the store, or has done so")
@@ -320,14 +325,14 @@ class Store:
             keeping.cancel()
 
     async def _keep_nonce(self, store: str, nonce: str) -> None:
-        """Renew the nonce while slots are fenced, which may take as long as a transaction's timeout."""
+        """Renew the nonce while slots are fenced, which may take a transaction timeout."""
         while True:
             await asyncio.sleep(self._lease_s)
             with contextlib.suppress(StoreAway, StoreUnanswered, StoreLost):
                 await self._keys.recover_read(store, nonce, 0)
 
     async def _recover_under(self, store: str, nonce: str) -> StoreGeneration:
-        """Steps 2 to 5: name the store, fence every slot, replay every ledger partition, free."""
+        """Run steps 2 to 5: name the store in control, fence all slots, replay all ledger partitions, free."""
         started = time.monotonic()
         generation = await self._control.append(store)
         newest = await self._control.newest_generation()
@@ -345,26 +350,26 @@ class Store:
         return StoreGeneration(generation, store)
 
     async def _slots(self) -> int:
-        """As many as the ledger has, and no fewer than control knows of.
+        """Count the slots: the ledger's partitions, or more if control has barriers of more.
 
-        A broker that is cut off may tell of the ledger as it was before it was raised; and whoever wrote in a slot
-        since has put a barrier of it, or of a higher one, into control, which was read through our own.
+        A broker that is cut off may report too few partitions of the ledger. A slot that wrote in a further one has put
+        a barrier of itself, or of a higher slot, into control, which was read through our own barrier.
         """
         return max(await self._topics.slots(), self._control.slots)
 
     async def _fence_all(self, slots: int) -> None:
-        """No write that was claimed in the old store can commit any more."""
+        """Fence all slots, so that no write that was claimed in the old store can commit."""
         slot_of = {transactional_id(self._settings.namespace, slot): slot for slot in range(slots)}
 
-        def tell(left: Collection[str]) -> None:
+        def on_progress(left: Collection[str]) -> None:
             waiting = f", waiting for slots {[slot_of[name] for name in left][:SLOTS_NAMED]}" if left else ""
             self.status = f"recovering: {slots - len(left)} of {slots} slots fenced{waiting}"
 
-        await self._cluster.fence(list(slot_of), self._settings.transaction_timeout_ms, tell)
+        await self._cluster.fence(list(slot_of), self._settings.transaction_timeout_ms, on_progress)
         self._telemetry.fences.labels("store").inc(slots)
 
     async def _settle_all(self, store: str, nonce: str, slots: int) -> None:
-        """End what hangs in the ledger: no replay would get past it. What hangs elsewhere is left to its slot."""
+        """End hanging transactions in the ledger, which would block the replay; others are left to slot recovery."""
         ledger = self._topics.ledger
         hanging = await self._cluster.open_in([(ledger, slot) for slot in range(slots)])
         if not hanging:
@@ -382,17 +387,17 @@ class Store:
                 await producer.close()
 
     async def _barrier_all(self, slots: int) -> dict[int, RecordMetadata]:
-        """Append a ledger record without entries to each partition, after its fence; the places to read through.
+        """Append a ledger record without entries to each partition, after the fence, and return their metadata by slot.
 
-        Stronger than reading the LSO: the leader that shows our own record cannot be a deposed one.
+        Reading through such a record is safer than reading to the LSO: a deposed leader does not have it.
         """
         records = [(slot, None, LedgerRecord(slot, -1, -1, self._settings.name, ()).encode()) for slot in range(slots)]
         return dict(enumerate(await self._barriers.send_all(self._topics.ledger, records)))
 
     async def _replay_all(self, store: str, nonce: str, barriers: Mapping[int, RecordMetadata]) -> int:
-        """Replay every ledger partition from `applied`, or for as far back as keys live; the number of keys read.
+        """Replay all ledger partitions from `applied`, or as far back as keys live; returns the number of keys.
 
-        This process's clock has no say in it: keys expire by Redis's, and ledger records have their brokers' times.
+        Does not use this machine's clock: keys expire by Redis's clock, and ledger records have the brokers' times.
         """
         through = {slot: barrier.offset for slot, barrier in barriers.items()}
         applied = await self._keys.recover_read(store, nonce, len(through))
@@ -431,33 +436,33 @@ class Store:
 
 
 class _Writes:
-    """Rows on their way into the store: what was read waits, in a number that memory bears, while Redis is busy.
+    """Concurrent writes of rows into the store, at most REPLAYS_AHEAD, in any order: the newest state of an id stays.
 
-    They are written in no order: of an id's states the newest stays. What fails is raised by a later call.
+    A failed write is raised by a later call.
     """
 
     def __init__(self, write: Callable[[Sequence[Row]], Coroutine[Any, Any, None]]) -> None:
-        self.keys = 0  # handed over
+        self.keys = 0  # rows added so far
         self._write = write
-        self._under_way: deque[asyncio.Task[None]] = deque()
+        self._in_flight: deque[asyncio.Task[None]] = deque()
 
     async def add(self, rows: Sequence[Row]) -> None:
-        while self._under_way and (len(self._under_way) == REPLAYS_AHEAD or self._under_way[0].done()):
-            await self._under_way.popleft()
-        self._under_way.append(asyncio.create_task(self._write(rows)))
+        while self._in_flight and (len(self._in_flight) == REPLAYS_AHEAD or self._in_flight[0].done()):
+            await self._in_flight.popleft()
+        self._in_flight.append(asyncio.create_task(self._write(rows)))
         self.keys += len(rows)
-        await asyncio.sleep(0)  # it goes out now: what a fetch has brought comes without another pause
+        await asyncio.sleep(0)  # let the task send: decoding a fetched batch does not yield
 
     async def end(self) -> None:
-        """All is written."""
-        while self._under_way:
-            await self._under_way.popleft()
+        """Wait until all rows are written."""
+        while self._in_flight:
+            await self._in_flight.popleft()
 
     async def stop(self) -> None:
-        """Whatever is still under way is given up."""
-        for task in self._under_way:
+        """Cancel the writes that are in flight."""
+        for task in self._in_flight:
             task.cancel()
-        await asyncio.gather(*self._under_way, return_exceptions=True)
+        await asyncio.gather(*self._in_flight, return_exceptions=True)
 
 
 def _now_ms() -> int:

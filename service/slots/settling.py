@@ -1,7 +1,7 @@
-"""Settles what hangs in a slot's partitions: by the evidence in them, after the fence and before the begin record.
+"""Settles a slot's hanging transactions by the evidence in its partitions, after the fence and before the begin record.
 
-The marker of the begin record would end what hangs in the ledger, and the first transaction of the new term what hangs
-elsewhere, both by a verdict of their own (see service/kafka/hanging.py).
+Otherwise the begin record's marker would end the one in the ledger, and the first transaction of the new term those in
+other partitions, whatever the evidence says (see service/kafka/hanging.py).
 """
 
 import asyncio
@@ -23,13 +23,13 @@ from service.slots.ledger_rows import partitions_of
 
 log = structlog.get_logger(__name__)
 
-# Offsets before `applied` that are read too: after the last record with events come begin records and markers, two
-# offsets for each recovery that failed.
+# Offsets before `applied` to read too: begin records and their markers, two offsets for each failed recovery, may
+# follow the last record with entries.
 LOOK_BACK: Final = 32
-# How far the broker's clock (LogAppendTime) and Redis's (accepted_at) may be apart; further back is read only in vain.
+# The most by which the brokers' clocks (LogAppendTime) and Redis's (accepted_at) may differ.
 CLOCKS_APART_MS: Final = 3_600_000
 RETRY_PAUSE_S: Final = 0.02
-# A partition that no longer has the offset, is gone, or may not be read: no marker of it will be seen.
+# Errors of a partition that no longer has the offset, is gone, or may not be read: its markers cannot be found.
 UNREADABLE: Final = (
     errors.OffsetOutOfRangeError,
     errors.TopicAuthorizationFailedError,
@@ -39,14 +39,15 @@ UNREADABLE: Final = (
 
 @dataclass
 class LedgerTail:
-    """What a producer id has in its slot's ledger partition from an offset on."""
+    """The transactions of a producer id in its slot's ledger partition, from an offset on."""
 
     start: int
     transactions: list[Transaction] = field(default_factory=list)
-    begun: set[int] = field(default_factory=set)  # epochs whose begin record is there
+    begun: set[int] = field(default_factory=set)  # producer epochs with a begin record in the tail
     markers: list[tuple[int, Marker]] = field(default_factory=list)
 
     def add(self, ledger: Partition, entry: Entry) -> None:
+        """Add a record or a marker of the ledger's partition."""
         if entry.marker is not None:
             self.markers.append((entry.offset, entry.marker))
             return
@@ -56,15 +57,16 @@ class LedgerTail:
         self.transactions.append(Transaction({**(partitions or {}), ledger: entry.offset}))
 
     def marker_after(self, offset: int) -> Marker | None:
+        """Find the first marker after an offset."""
         return next((marker for at, marker in self.markers if at > offset), None)
 
     def names(self, partition: Partition, offset: int) -> bool:
-        """Whether a ledger record says of its transaction that it begins there."""
+        """Whether a transaction's first offset in the partition is this one, by its ledger record."""
         return any(transaction.offsets.get(partition) == offset for transaction in self.transactions)
 
 
 class Settlement:
-    """Settles one slot's partitions, on the connections of its fenced-in producer, which has written nothing yet."""
+    """Settles the partitions of one slot, by its new producer, which has fenced the others and written nothing yet."""
 
     def __init__(
         self,
@@ -81,9 +83,10 @@ class Settlement:
         self._ended = ended
 
     async def run(self, applied: int | None, maybe_hanging: Collection[Partition]) -> set[Partition]:
-        """Settle what hangs of the ledger's partition, those that it names, those without a marker and `maybe_hanging`.
+        """End hanging transactions in the ledger, in partitions named there, in those without marker, `maybe_hanging`.
 
-        Answers the partitions whose leaders did not tell. Raises KafkaAway where what must be read cannot be.
+        `applied`: the ledger offset up to which records are marked, None if unknown. Returns the partitions whose
+        leaders did not answer. Raises KafkaAway where the evidence cannot be read.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -107,12 +110,13 @@ class Settlement:
     async def _settle(
         self, open_from: Mapping[Partition, int], tail: LedgerTail, without_marker: Collection[Partition]
     ) -> None:
+        """End the transactions that are open from these offsets on, each by its verdict."""
         start = min(tail.start, open_from.get(self._ledger, tail.start))
         if start < tail.start:
             tail = await self._read(start)
         unproven: list[Partition] = []
         for partition, offset in open_from.items():
-            # Of the last transaction, and of what the ledger itself holds open, the tail has any record that there is.
+            # The tail has the ledger records of the last transaction, and of one that is open in the ledger.
             if partition == self._ledger or partition in without_marker or tail.names(partition, offset):
                 continue
             wider = await self._read_back(partition, offset, tail)
@@ -139,14 +143,14 @@ class Settlement:
             )
 
     async def _read(self, start: int) -> LedgerTail:
-        """The ledger's partition to its end, as it is after the fence; other producers' records do not count."""
+        """Read this producer id's records in the ledger's partition, from an offset to its end after the fence."""
         producer_id = self._producer.producer_id
         tail = LedgerTail(start)
         offset, end = start, start + 1
         while offset < end:
             try:
                 entries, offset, end = await self._fetch(self._ledger, offset)
-            except errors.OffsetOutOfRangeError:  # retention has passed it, or the topic was made anew and is shorter
+            except errors.OffsetOutOfRangeError:  # deleted by retention, or the topic was created again
                 if (offset := await self._offset_since(0)) < 0:
                     break
                 tail.start, end = offset, offset + 1
@@ -157,15 +161,16 @@ class Settlement:
         return tail
 
     async def _offset_since(self, since_ms: int) -> int:
-        """The offset of the ledger's first record of a time or later; -1 where there is none."""
+        """Find the offset of the ledger's first record of a time (ms) or later; -1 if there is none."""
         topic, number = self._ledger
         found = (await offsets_since(self._cluster, topic, [number], since_ms))[number]
         return -1 if found is None else found
 
     async def _read_back(self, partition: Partition, offset: int, tail: LedgerTail) -> LedgerTail | None:
-        """More of the ledger, until it tells of the transaction that is open from an offset on, or of its term's begin.
+        """Read more of the ledger, back to the record of a transaction that is open from `offset` on, or to its term's
+        begin record.
 
-        From when its record was accepted, and, where that is in vain, all of it. None where nothing tells.
+        Starts at the time at which the open record was accepted, then at the first offset. None if neither is found.
         """
         first = await self._first_of(partition, offset)
         if first is None:
@@ -181,7 +186,7 @@ class Settlement:
         return None
 
     async def _first_of(self, partition: Partition, offset: int) -> tuple[int, int] | None:
-        """The epoch of the record at an offset, and when it was accepted (ms); None where it does not tell."""
+        """Read the producer epoch and accepted_at (ms) of the record at an offset; None if it cannot be read."""
         try:
             entries, _, _ = await self._fetch(partition, offset)
         except UNREADABLE:
@@ -194,18 +199,18 @@ class Settlement:
                 return None
         return None
 
-    async def _markers(self, places: Iterable[OpenTransactionAt], tail: LedgerTail) -> dict[OpenTransactionAt, Marker]:
-        found = {place: await self._marker(place, tail) for place in places}
-        return {place: marker for place, marker in found.items() if marker is not None}
+    async def _markers(self, records: Iterable[OpenTransactionAt], tail: LedgerTail) -> dict[OpenTransactionAt, Marker]:
+        found = {record: await self._marker(record, tail) for record in records}
+        return {record: marker for record, marker in found.items() if marker is not None}
 
-    async def _marker(self, place: OpenTransactionAt, tail: LedgerTail) -> Marker | None:
-        """The marker that has ended the transaction of this record; None where there is none to be read any more."""
-        if place.partition == self._ledger:
-            return tail.marker_after(place.offset)
-        offset, end = place.offset, place.offset + 1
+    async def _marker(self, record: OpenTransactionAt, tail: LedgerTail) -> Marker | None:
+        """Read the marker that ended the transaction of a record; None if it cannot be read any more."""
+        if record.partition == self._ledger:
+            return tail.marker_after(record.offset)
+        offset, end = record.offset, record.offset + 1
         while offset < end:
             try:
-                entries, offset, end = await self._fetch(place.partition, offset)
+                entries, offset, end = await self._fetch(record.partition, offset)
             except UNREADABLE:
                 return None
             for entry in entries:
@@ -214,6 +219,7 @@ class Settlement:
         return None
 
     async def _fetch(self, partition: Partition, offset: int) -> tuple[list[Entry], int, int]:
+        """Fetch entries, the next offset and the partition's end, again after retriable errors. Raises UNREADABLE."""
         client = self._producer.client
         while True:
             try:
