@@ -72,6 +72,26 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
         cluster_metadata.failed_update(None)
         return False
 
+    async def _get_conn(
+        self, node_id: int, *, group: Any = ConnectionGroup.DEFAULT, no_hint: bool = False
+    ) -> AIOKafkaConnection | None:
+        """Find or open the connection to a node, replacing one that has ended; None where that fails."""
+        self._open_connection(node_id, group)
+        return await super()._get_conn(node_id, group=group, no_hint=no_hint)
+
+    def _open_connection(self, node_id: int, group: Any) -> AIOKafkaConnection | None:
+        """Return the connection to a node if it is open, and close one whose transport has ended.
+
+        aiokafka hears of the end some steps later; uvloop raises RuntimeError for what is written until then.
+        """
+        connection = self._conns.get((node_id, group))
+        if connection is None or not connection.connected():
+            return None
+        if connection._writer.is_closing():
+            connection.close(CloseReason.CONNECTION_BROKEN, errors.KafkaConnectionError("it has just ended"))
+            return None
+        return connection
+
     async def close(self) -> None:
         """Abort every connection, without waiting for unsent data.
 
@@ -143,11 +163,11 @@ class Client(BaseClient):
         self, node_id: int, *, group: Any = ConnectionGroup.DEFAULT, no_hint: bool = False
     ) -> AIOKafkaConnection | None:
         """Find or open the connection to a node, replacing a dead one; None where that fails."""
-        connection = self._conns.get((node_id, group))
-        if connection is not None and connection.connected() and self._may_be_dead(connection):
+        connection = self._open_connection(node_id, group)
+        if connection is not None and self._may_be_dead(connection):
             await self._probe(connection)
-            connection = self._conns.get((node_id, group))  # another may have been made meanwhile
-        if connection is None or not connection.connected():
+            connection = self._open_connection(node_id, group)  # another may have been opened meanwhile
+        if connection is None:
             connection = await super()._get_conn(node_id, group=group, no_hint=no_hint)
             # The task that opened the connection arrives here first, so no request was sent since the login.
             if connection is not None and connection.connected() and not connection._requests:

@@ -343,14 +343,21 @@ async def test_the_kernel_watches_over_a_connection(connect: Connect, monkeypatc
             assert its.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) == value
 
 
-async def test_a_connection_that_was_reset_is_not_written_to(connect: Connect) -> None:
-    """aiokafka hears of it some steps later."""
-    client, connection, _ = await connect()
+async def test_a_connection_that_was_reset_is_replaced_and_not_written_to(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """aiokafka hears of it some steps later, and uvloop raises RuntimeError for what is written until then."""
+    client, connection, broker = await connect()
+    where = SimpleNamespace(host="127.0.0.1", port=broker.port)
+    monkeypatch.setattr(client.cluster, "broker_metadata", lambda node: where)
     connection._writer.transport.abort()
     assert connection.connected()
     assert client.send_now(NODE, END) is None
-    with pytest.raises(errors.KafkaConnectionError):
-        await client.send(NODE, END)
+    another = await client._get_conn(NODE)  # of aiokafka's own requests too
+    assert another is not None
+    assert another is not connection
+    assert not another._writer.is_closing()
+    assert client.lost
 
 
 async def test_a_connection_that_ends_with_its_login_is_a_failure_that_is_tried_again(
