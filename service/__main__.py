@@ -1,6 +1,6 @@
 """`python -m service`: serve until SIGTERM or SIGINT.
 
-Exit 0 after a clean stop, 2 where a setting is wrong, 3 (uvicorn's own) where it cannot listen at its address.
+Exit code 0 after a clean stop, 2 for a wrong setting, 3 (uvicorn's) if the address cannot be bound.
 """
 
 import signal
@@ -16,10 +16,10 @@ from service.http.events import EventsEndpoint
 from service.http.limits import GuardedProtocol, LingeringServer
 from service.http.protocol import protocol_of
 
-# Past the deadline of the last request that was accepted: its answer, its mark, the leases, the journal.
+# After the deadline of the last accepted request: for its answer and its mark, the leases, and the journal.
 DRAIN_EXTRA_S = 5
-# Longer than load balancers keep a connection that nobody uses (60 s with most): who ends it first must not be we,
-# while a request is on its way.
+# Longer than load balancers keep an idle connection (mostly 60 s), so that the service does not close a connection on
+# which a request is being sent.
 IDLE_S = 75
 
 

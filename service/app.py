@@ -1,4 +1,4 @@
-"""The composition root: settings in, a running service out; the only place that knows all the parts."""
+"""The composition root: makes all parts of the service from its settings, starts and stops them."""
 
 import asyncio
 import contextlib
@@ -47,15 +47,16 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-AGAIN_S: Final = 1.0
+BRING_UP_PAUSE_S: Final = 1.0
 GC_THRESHOLDS: Final = (50_000, 20, 50)
 JOURNAL_TIMEOUT_S: Final = 3.0
 TRACES_TIMEOUT_S: Final = 3.0
-# What a scrape shows of Redis and Kafka is at most so old, and what it took them to answer.
+# Between two measurements of Redis and Kafka for the metrics.
 WATCH_S: Final = 2.0
-# An operator who lowers a limit meets smaller groups after this time at the latest; a refusal tells sooner.
+# Between two reads of the own topics' limits. A lower limit is also noticed when a record is refused.
 LIMITS_S: Final = 10.0
-# Of Kafka and Redis each, less than the time of a probe: one that is silent must not be the reason for its end.
+# For Kafka and for Redis, less than the timeout of a probe: the probe must get its answer although one of them is
+# silent.
 READINESS_TIMEOUT_S: Final = 2.5
 
 
@@ -145,10 +146,10 @@ class Service:
         self._show_states()
         self.was_ready = False
         self._tasks: list[asyncio.Task[None]] = []
-        self._who: asyncio.Task[Identity] | None = None  # the question of the probes, which share it
+        self._who: asyncio.Task[Identity] | None = None  # in flight, shared by concurrent probes
 
     def _show_states(self) -> None:
-        """Let each scrape ask the parts for what they know."""
+        """Have each scrape read the parts' present states."""
         show = self.telemetry
         show.queued.set_function(lambda: self.queue.events)
         show.queued_bytes.set_function(lambda: self.queue.bytes)
@@ -170,13 +171,13 @@ class Service:
 
     @staticmethod
     def _ahead_s(clock: Clock) -> float:
-        return round(clock.behind_ms / 1000, 1)  # what is less comes and goes with the answers
+        return round(clock.behind_ms / 1000, 1)  # smaller differences are noise of the response times
 
     def _is_store(self, state: str) -> bool:
         return self.store.state == state
 
     def start(self) -> None:
-        """Begin to bring the parts up; it goes on, unready, for as long as Kafka or Redis are away."""
+        """Start the background tasks. The service stays unready while Kafka or Redis is away."""
         dump_on_signal(asyncio.get_running_loop())
         if not native.COMPILED:
             log.warning("not compiled: it works, for half as much CPU again", remedy=native.REMEDY)
@@ -191,7 +192,8 @@ class Service:
         ]
 
     async def _bring_up(self) -> None:
-        await in_thread(check_json, b"null")  # its thread starts now, and not when the first long body waits for it
+        """Create the topics, check Redis and measure the clocks, again until all succeed; then hold slots, for ever."""
+        await in_thread(check_json, b"null")  # start its thread before the first long body needs it
         trouble = Incident(log, "not up yet")
         while True:
             try:
@@ -205,18 +207,19 @@ class Service:
                 return
             except (KafkaAway, StoreAway, StoreUnanswered, TimeoutError) as error:
                 trouble.add(error)
-            except Exception as error:  # a bug, or an answer that nobody foresaw: it must be heard of, and may pass
+            except Exception as error:  # a bug, or an unexpected response: logged, and tried again
                 trouble.add(error, bug=True)
-            await asyncio.sleep(AGAIN_S)
-        # What was made so far lives as long as the process: no collection needs to look at it again.
+            await asyncio.sleep(BRING_UP_PAUSE_S)
+        # All objects so far live as long as the process: exclude them from garbage collection.
         gc.collect()
         gc.freeze()
-        # An event makes some hundred objects and no cycle: Python's 700 would look for one several times a group.
+        # An event makes some hundred objects and no cycle: Python's threshold of 700 would collect several times a
+        # group.
         gc.set_threshold(*GC_THRESHOLDS)
         await self.pool.keep()
 
     async def _watch(self) -> None:
-        """Measure what takes a question to Redis and Kafka, for ever: a scrape must not wait for them."""
+        """Measure Redis and Kafka for the metrics, for ever, because a scrape must not wait for them."""
         looked_at = time.monotonic()
         while True:
             if self.topics.limits and time.monotonic() >= looked_at + LIMITS_S:
@@ -232,7 +235,7 @@ class Service:
             await asyncio.sleep(WATCH_S)
 
     def _keep_to_limits(self) -> None:
-        """Make up groups that the ledger takes, and show what the own topics take."""
+        """Apply the limits of the own topics to groups and to the journal, and show them."""
         self.queue.ledger_bytes_max = self.topics.ledger_bytes_max
         if (record_bytes_max := self.topics.limits.get(self.topics.requests)) is not None:
             self.journal.resize(record_bytes_max)
@@ -260,7 +263,10 @@ class Service:
         await self.cluster.close()
 
     async def readiness(self) -> dict[str, object]:
-        """Is a slot ready, does Redis answer and hold the generation, does Kafka answer? `ready` is all of it."""
+        """Check the readiness: a slot is ready, Redis answers and holds the generation, Kafka answers.
+
+        Returns the document of /readyz, in which `ready` is true if all of that is.
+        """
         generation = self.store.generation
         redis, kafka = await asyncio.gather(self._redis_answers(generation), self._kafka_answers())
         slots = self.pool.ready
@@ -273,12 +279,12 @@ class Service:
             "kafka": kafka,
             "store": self.store.status,
             "generation": None if generation is None else generation.number,
-            # Of this machine, to theirs.
+            # This machine's clock, relative to theirs.
             "clock_ahead_s": {whose: self._ahead_s(clock) for whose, clock in self._clocks.items()},
         }
 
     async def _redis_answers(self, generation: StoreGeneration | None) -> str:
-        """What is wrong with Redis, or `ok`."""
+        """Return `ok`, or what is wrong with Redis."""
         if self._who is None or self._who.done():
             self._who = asyncio.create_task(self.keys.who())
         try:
@@ -291,12 +297,12 @@ class Service:
         if identity.evicts:
             return f"maxmemory-policy is {identity.evicts}: {POLICY_CHANGE}"
         if generation is None or identity == Identity(generation.store, generation):
-            return "ok"  # without a generation the store's status says what is lacking
-        self.store.lost(generation)  # who looks has seen it: its recovery need not wait for a claim, or a heartbeat
+            return "ok"  # without a generation, the store's status says why
+        self.store.lost(generation)  # recover now, before a claim or a heartbeat finds it
         return "another store answers"
 
     async def _kafka_answers(self) -> str:
-        """What is wrong with Kafka, or `ok`."""
+        """Return `ok`, or what is wrong with Kafka."""
         try:
             await self.cluster.answers(READINESS_TIMEOUT_S)
         except KafkaAway as error:
@@ -305,7 +311,7 @@ class Service:
 
 
 def _tracing_of(settings: Settings) -> "Tracing | None":
-    """Traces where the settings ask for them; else OpenTelemetry is not even imported."""
+    """Make the tracing if the settings switch it on; else OpenTelemetry is not imported."""
     if settings.tracing == "off":
         return None
     from service.pipeline.tracing import Tracing
@@ -314,10 +320,10 @@ def _tracing_of(settings: Settings) -> "Tracing | None":
 
 
 def create_app() -> FastAPI:
-    """The app as the environment sets it, for any ASGI server: `uvicorn --factory service.app:create_app`.
+    """Make the app from the environment, for any ASGI server: `uvicorn --factory service.app:create_app`.
 
-    `python -m service` serves the same app with bounds on connections that an ASGI server may lack. What Kafka or Redis
-    lack for good is in the log here, and at /readyz.
+    `python -m service` serves the same app with bounds on connections that an ASGI server may lack. A permanent fault
+    of Kafka or Redis is logged, and shown at /readyz.
 
     Raises:
         SettingsError: a line for each mistake in the settings or the rules.
@@ -331,7 +337,7 @@ def create_app() -> FastAPI:
 
 
 def read_configuration() -> tuple[Settings, Rules, Schemas]:
-    """What is set, and the rules. Raises SettingsError with a line for each mistake in either."""
+    """Read the settings, the rules and the schemas. Raises SettingsError with a line for each mistake."""
     if not __debug__:
         raise SettingsError("python -O is not supported: aiokafka checks its states with assert; start without it")
     wrong: list[str] = []
@@ -353,7 +359,7 @@ def read_configuration() -> tuple[Settings, Rules, Schemas]:
 def build_app(
     settings: Settings, rules: Rules, schemas: Schemas, give_up: Callable[[SettingsError], None]
 ) -> tuple[FastAPI, EventsEndpoint]:
-    """The ASGI app, and the endpoint of its POSTs, which a transport below ASGI may feed as well."""
+    """Make the ASGI app, and the endpoint of its POSTs, which a transport below ASGI may call too."""
     holder: dict[str, Service] = {}
     telemetry = Telemetry()
 

@@ -1,6 +1,6 @@
-"""What the service and the job read of the same environment: the settings that both have, and the rules.
+"""What the service and the job share: the wire format, common settings, and the rules.
 
-Standard library only: the job imports this package and `wire`, and nothing else of the service.
+Standard library only. The job imports nothing else of the service.
 """
 
 from service.contract.rules import CallerRule, Guarantee, Rules, TopicRule

@@ -13,7 +13,7 @@ from service.contract.settings import PREFIX, SettingsError
 
 
 class Guarantee(Enum):
-    """What a topic's events are promised. Its hash is its identity: Enum's own is slower."""
+    """The guarantee of a topic's events. Hashed by identity, which is faster than Enum's own hash."""
 
     __hash__ = object.__hash__
 
@@ -23,11 +23,11 @@ class Guarantee(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TopicRule:
-    """One `[[topics]]` table: the topics whose names match the glob get the guarantee, and their values the schema.
+    """One `[[topics]]` table: the guarantee and the schema of the topics whose names match the glob.
 
-    `schema` is the path of a JSON Schema, or empty; in the file it begins at the file's own folder. The rest is for the
-    audit: `derived` says that a program writes copies of other topics' events here, with their headers;
-    `client_duplicates`, whether equal contents under several keys are reported.
+    `schema` is the path of a JSON Schema, in the file relative to its folder, or empty. The rest is for the audit:
+    `derived`: programs write copies of other topics' events here, with their headers. `client_duplicates`: whether
+    equal contents under several keys are reported.
     """
 
     pattern: str
@@ -42,11 +42,11 @@ USUAL: Final = TopicRule("*")
 
 @dataclass(frozen=True, slots=True)
 class CallerRule:
-    """One `[[callers]]` table: who sends a token with one of these SHA-256 (hex) may write to topics that match a glob.
+    """One `[[callers]]` table: a caller, the SHA-256 (hex) of its tokens, and globs of the topics it may write to.
 
     `name` is the scope of its keys: the same key of two callers is two keys. A caller has several tokens while one is
-    replaced by the next: a retry with the new token finds the key of the old one. `rate` is in events a second, of all
-    its tokens together and of each process, with bursts of as many; None for no bound.
+    replaced by the next; a retry with the new token finds the keys of the old one. `rate` is in events a second, for
+    all tokens together in each process, with bursts of one second; None for no limit.
     """
 
     name: str
@@ -57,22 +57,22 @@ class CallerRule:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules of a TOML file; the first `[[topics]]` table that matches a topic counts."""
+    """The rules of a TOML file. The first `[[topics]]` table that matches a topic applies."""
 
     topics: tuple[TopicRule, ...] = ()
     callers: tuple[CallerRule, ...] = ()
 
     def guarantee(self, topic: str) -> Guarantee:
-        """The guarantee of a topic's events; exactly_once where no rule names it."""
+        """Find the guarantee of a topic's events; exactly_once if no rule matches."""
         return self.rule(topic).guarantee
 
     def rule(self, topic: str) -> TopicRule:
-        """The rule that counts for a topic: the first that matches, else the usual one."""
+        """Find the first rule that matches a topic, else USUAL."""
         return next((rule for rule in self.topics if fnmatchcase(topic, rule.pattern)), USUAL)
 
     @classmethod
     def read(cls, path: str) -> "Rules":
-        """Read a file of rules; no rules for an empty path. SettingsError names the line."""
+        """Read a file of rules; no rules for an empty path. Raises SettingsError with a line for each mistake."""
         if not path:
             return cls()
         try:
@@ -85,10 +85,10 @@ class Rules:
 
     @classmethod
     def parse(cls, text: str, path: str = "rules") -> "Rules":
-        """Rules from TOML. SettingsError has a line for each mistake: the file, its line, and what to write."""
+        """Parse rules. Raises SettingsError with a line for each mistake: the file, its line, and what to write."""
         try:
             document = tomllib.loads(text)
-        except (ValueError, RecursionError) as error:  # no TOML; or a number of 5,000 digits, or lists 500 deep
+        except (ValueError, RecursionError) as error:  # not TOML, or a number too long or lists too deep for Python
             raise SettingsError(f"{path}: {error}: write TOML that can be read") from None
         wrong = [
             f"{path}:{_line_of(text, name)}: {_shown(name)}: no such section; write [[topics]] or [[callers]]"
@@ -117,7 +117,7 @@ _SWITCHES: Final = ("derived", "client_duplicates")
 _GUARANTEES: Final = tuple(guarantee.value for guarantee in Guarantee)
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
-# Events a second of a caller: one in twelve days, and more than any process can; what lies beyond is no time to wait.
+# Bounds of a caller's rate, in events a second, within which its waiting times are meaningful.
 _RATES: Final = (0.000001, 1_000_000_000)
 
 Table = dict[str, Any]
@@ -137,13 +137,13 @@ def _caller_rule(table: Table) -> CallerRule:
 
 
 def _digests(table: Table) -> list[Any]:
-    """The digests of a caller's tokens, as they stand in its table: a list of them, or a single one."""
+    """Read the digests of a caller's tokens from its table: a list, or a single one."""
     digests = table.get("token_sha256", [])
     return digests if isinstance(digests, list) else [digests]
 
 
 def _topic_faults(table: Table, before: Sequence[Table]) -> Faults:
-    """What is wrong with one `[[topics]]` table: the name concerned and the remedy."""
+    """Find the mistakes of a `[[topics]]` table: the name concerned, and the remedy."""
     for name in table.keys() - {"pattern", "guarantee", "schema", *_SWITCHES}:
         yield name, f"no such setting; write pattern, guarantee, schema, {' and '.join(_SWITCHES)}"
     pattern = table.get("pattern")
@@ -160,7 +160,7 @@ def _topic_faults(table: Table, before: Sequence[Table]) -> Faults:
 
 
 def _caller_faults(table: Table, before: Sequence[Table]) -> Faults:
-    """What is wrong with one `[[callers]]` table, after those `before` it: the name concerned and the remedy."""
+    """Find the mistakes of a `[[callers]]` table after those `before` it: the name concerned, and the remedy."""
     for unknown in table.keys() - {"name", "token_sha256", "topics", "rate"}:
         yield unknown, "no such setting; write name, token_sha256, topics and rate"
     name = table.get("name")
@@ -178,7 +178,7 @@ def _caller_faults(table: Table, before: Sequence[Table]) -> Faults:
 
 
 def _token_faults(digests: Sequence[Any], before: Sequence[Table]) -> Faults:
-    """What is wrong with the digests of a caller's tokens."""
+    """Find the mistakes of the digests of a caller's tokens."""
     if not digests or not all(isinstance(digest, str) and _SHA256.fullmatch(digest) for digest in digests):
         yield "token_sha256", "write 64 hexadecimal digits, as `printf %s TOKEN | sha256sum` prints them, or a list"
     elif any(digest in _digests(other) for digest in digests for other in before):
@@ -192,20 +192,20 @@ _FAULTS: Final[Mapping[str, Callable[[Table, Sequence[Table]], Faults]]] = {
 
 
 def _shown(name: str) -> str:
-    """A name of the file as it can stand in a line: TOML's may have a line break in them."""
+    """Format a name of the file for a message: names in TOML may contain line breaks."""
     return name if name.isprintable() else repr(name)
 
 
 def _start_of(text: str, section: str, index: int) -> int:
-    """Where a section's table of that index begins."""
+    """Find where a section's table of this index begins in the text."""
     starts = [match.start(1) for match in re.finditer(rf"^[ \t]*(\[\[)\s*{section}\s*\]\]", text, re.MULTILINE)]
     return starts[index] if index < len(starts) else 0
 
 
 def _line_of(text: str, name: str, table: int | None = None) -> int:
-    """The line, from 1, of a name in the table that begins there, or of the table where it is missing.
+    """Find the line, from 1, of a name in the table that begins at `table`; of the table itself if it lacks the name.
 
-    Without a table, of a name anywhere in the file.
+    Without a table, the line of the name anywhere in the file.
     """
     start = table or 0
     found = re.compile(rf"^\s*\[*\s*{re.escape(name)}\b", re.MULTILINE).search(text, start)

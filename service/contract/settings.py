@@ -1,4 +1,4 @@
-"""The settings that the service and the job read from the same environment, and how a setting is read."""
+"""The settings that the service and the job share, and how a setting is read from the environment."""
 
 import math
 import os
@@ -14,22 +14,22 @@ from service.contract.wire import TOPIC, TOPIC_CHARS_MAX, internal_topics
 
 PREFIX: Final = "FENCEPOST_"
 FILE: Final = "_FILE"
-# Ten years: keys, and a topic's retention in ms, are reckoned with numbers below 2^53.
+# Ten years: expiry and retention in ms must stay below 2^53.
 KEY_TTL_MOST_S: Final = 10 * 365 * 86_400
-# How alike a variable's name is to a setting's, of 1, to be taken for it: a letter more, or no unit at its end.
+# The similarity (difflib, at most 1) from which a variable's name counts as a misspelt setting.
 MISTAKEN: Final = 0.85
 NAMESPACE_CHARS_MAX: Final = TOPIC_CHARS_MAX - max(map(len, internal_topics("")))
 
 
 class SettingsError(ValueError):
-    """One or more settings are wrong; each line of the text says which, why, and what to set."""
+    """One or more settings are wrong; each line of the text names one, the reason, and what to set."""
 
 
 Read = Callable[[str], Any]
 
 
 def setting(default: Any, help: str, read: Read, *, secret: bool = False) -> Any:
-    """A dataclass field that is a setting: its default, what it is for, and how its text becomes a value.
+    """Make a dataclass field that is a setting: its default, its description, and the reader of its text.
 
     `read` raises ValueError with what would be right ("an integer of 1 or more"). A secret is never shown, and may
     stand in a file that the variable `<name>_FILE` names.
@@ -37,12 +37,12 @@ def setting(default: Any, help: str, read: Read, *, secret: bool = False) -> Any
     return field(default=default, repr=not secret, metadata={"help": help, "read": read, "secret": secret})
 
 
-# Python's own reader would take 8_000, +8 and the digits of other scripts too.
+# Stricter than int(), which also takes 8_000, +8 and digits of other scripts.
 _INTEGER: Final = re.compile(r"[0-9]{1,18}")
 
 
 def integer(least: int, most: int | None = None) -> Read:
-    """Reader of a decimal integer within bounds, both inclusive."""
+    """Make a reader of a decimal integer within bounds, both inclusive."""
     wanted = f"an integer of {least} or more" if most is None else f"an integer from {least} to {most}"
 
     def read(text: str) -> int:
@@ -57,7 +57,7 @@ def integer(least: int, most: int | None = None) -> Read:
 
 
 def matching(pattern: Any, wanted: str) -> Read:
-    """Reader of a text that matches a compiled regular expression as a whole."""
+    """Make a reader of a text that matches a compiled regular expression as a whole."""
 
     def read(text: str) -> str:
         if pattern.fullmatch(text) is None:
@@ -67,13 +67,13 @@ def matching(pattern: Any, wanted: str) -> Read:
     return read
 
 
-# A name, or an address (of IPv6 with or without its brackets): no URL, and no second server behind a blank.
+# A host name or an address (IPv6 with or without brackets), no URL, and one server only.
 _HOST: Final = re.compile(r"[\w.-]+|\[?[0-9A-Fa-f:.]+(%[\w.-]+)?\]?")
 _PORT: Final = re.compile(r"[0-9]{1,5}")
 
 
 def servers(text: str) -> str:
-    """Reader of `host:port[,host:port…]`."""
+    """Read `host:port[,host:port…]`."""
     for server in text.split(","):
         host, _, port = server.strip().rpartition(":")
         if not (_HOST.fullmatch(host) and _PORT.fullmatch(port) and 0 < int(port) < 65536):
@@ -82,39 +82,39 @@ def servers(text: str) -> str:
 
 
 def namespace(text: str) -> str:
-    """Reader of a prefix that makes topics' names. One of dots only is as good: Kafka refuses just "." and ".."."""
+    """Read a prefix of topic names. It may consist of dots: Kafka refuses only the names "." and ".."."""
     if not all(map(TOPIC.fullmatch, internal_topics(text))):
         raise ValueError(f"1 to {NAMESPACE_CHARS_MAX} of letters, digits, '.', '_' and '-'")
     return text
 
 
 def one_of(*choices: str) -> Read:
-    """Reader of one of several words."""
+    """Make a reader of one of several words."""
     return matching(re.compile("|".join(map(re.escape, choices))), f"one of {', '.join(choices)}")
 
 
 def switch(text: str) -> bool:
-    """Reader of true or false."""
+    """Read true or false."""
     if text not in ("true", "false"):
         raise ValueError("true or false")
     return text == "true"
 
 
 def printable(text: str) -> str:
-    """Reader of a text that can stand in a configuration: no control characters."""
+    """Read a text without control characters."""
     if not text.isprintable():
         raise ValueError("printable characters only")
     return text
 
 
-# What aiokafka and the job's kafka-clients both speak. Kerberos and OAuth need more than a name and a password.
+# Mechanisms of both aiokafka and the job's kafka-clients that need only a name and a password.
 PROTOCOLS: Final = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
 MECHANISMS: Final = ("SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedSettings:
-    """What the service and the job must agree on."""
+    """Settings on which the service and the job must agree."""
 
     kafka: str = setting("127.0.0.1:9092", "Kafka's bootstrap servers, host:port separated by commas", servers)
     kafka_security_protocol: str = setting("PLAINTEXT", f"{', '.join(PROTOCOLS[:-1])} or SASL_SSL", one_of(*PROTOCOLS))
@@ -147,7 +147,7 @@ class SharedSettings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """Read every setting from `FENCEPOST_<NAME>`; SettingsError lists all that are wrong, a line each."""
+        """Read all settings from `FENCEPOST_<NAME>`. Raises SettingsError with a line for each that is wrong."""
         environ = os.environ if environ is None else environ
         values: dict[str, Any] = {}
         wrong: dict[str, str] = {}  # by the variable's name
@@ -163,7 +163,7 @@ class SharedSettings:
                 wrong[name] = f"{name if secret else f'{name}={text!r}'} is wrong: set {error}"
         wrong |= cls._misnamed(environ)
         settings = cls(**values)
-        # What does not fit a setting that is wrong itself says nothing: it would be another one.
+        # A conflict with a setting that is wrong itself is not reported.
         fitting = [line for line in settings.conflicts() if not any(name in line for name in wrong)]
         if wrong or fitting:
             raise SettingsError("\n".join([*wrong.values(), *fitting]))
@@ -171,7 +171,7 @@ class SharedSettings:
 
     @classmethod
     def _misnamed(cls, environ: Mapping[str, str]) -> dict[str, str]:
-        """Variables that nobody reads, and that were surely meant to be settings: what to set instead of each."""
+        """Find variables that look like misspelt settings, and what to set instead of each."""
         known = [name.removeprefix(PREFIX) for name in cls.variables()]
         wrong: dict[str, str] = {}
         for name in environ:
@@ -182,7 +182,7 @@ class SharedSettings:
 
     @classmethod
     def variables(cls) -> dict[str, str]:
-        """Every environment variable that is read, and what it is."""
+        """List all environment variables that are read, with their descriptions."""
         found: dict[str, str] = {}
         for item in fields(cls):
             name = PREFIX + item.name.upper()
@@ -192,7 +192,7 @@ class SharedSettings:
         return found
 
     def conflicts(self) -> list[str]:
-        """Settings that do not fit together, a line each that says what to set."""
+        """Find settings that contradict each other: a line for each, which says what to set."""
         wrong = [*self._sasl_conflicts(), *self._tls_conflicts()]
         least_ms = 10 * (self.request_timeout_ms + self.transaction_timeout_ms)
         if self.key_ttl_s * 1000 < least_ms:
@@ -231,7 +231,7 @@ class SharedSettings:
 
 
 def _secret(environ: Mapping[str, str], name: str) -> str:
-    """A secret's text, from its variable or the file that `<name>_FILE` names; one newline at its end is none of it."""
+    """Read a secret from its variable or from the file in `<name>_FILE`, without a final newline."""
     text, path = environ.get(name, ""), environ.get(name + FILE, "")
     if not path:
         return text
@@ -250,7 +250,7 @@ def _secret(environ: Mapping[str, str], name: str) -> str:
 
 
 def tls_context(cafile: str, certfile: str, keyfile: str, check_hostname: bool = True) -> ssl.SSLContext:
-    """What a client shows and believes; the system's authorities where `cafile` is empty. Raises OSError."""
+    """Make a client's TLS context; it trusts the system's CAs if `cafile` is empty. Raises OSError."""
     context = ssl.create_default_context(cafile=cafile or None)
     context.check_hostname = check_hostname
     if certfile:
@@ -259,7 +259,7 @@ def tls_context(cafile: str, certfile: str, keyfile: str, check_hostname: bool =
 
 
 def tls_faults(names: str, cafile: str, certfile: str, keyfile: str) -> Iterator[str]:
-    """What is wrong with the files of the settings `<names>_CAFILE`, `_CERTFILE` and `_KEYFILE`, a line each."""
+    """Find what is wrong with the files of `<names>_CAFILE`, `_CERTFILE` and `_KEYFILE`, a line each."""
     cert, key = f"{PREFIX}{names}_CERTFILE", f"{PREFIX}{names}_KEYFILE"
     try:
         tls_context(cafile, "", "")
@@ -271,7 +271,7 @@ def tls_faults(names: str, cafile: str, certfile: str, keyfile: str) -> Iterator
     elif certfile:
         try:
             tls_context("", certfile, keyfile)
-            if _PKCS8 not in Path(keyfile).read_text(encoding="ascii"):  # the only kind that kafka-clients reads
+            if _PKCS8 not in Path(keyfile).read_text(encoding="ascii"):  # kafka-clients reads no other format
                 yield f"{key}={keyfile!r} is not PKCS #8: set what `openssl pkcs8 -topk8 -nocrypt` makes of it"
         except (OSError, ValueError) as error:
             yield (

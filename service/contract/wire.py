@@ -1,7 +1,7 @@
-"""The wire contract, version 1: every byte that Fencepost leaves in Kafka, and how ids are made.
+"""The wire contract, version 1: the format of all records and headers that Fencepost writes, and of ids.
 
-Standard library only: the service writes with these functions, the job and the tests read with them, and
-`tests/vectors/v1` holds their golden bytes. A change here is a new version of the contract.
+Standard library only: the service writes with these functions, the job and the tests read with them. Test vectors with
+the exact bytes are in `tests/vectors/v1`. A change here is a new version of the contract.
 """
 
 import hashlib
@@ -15,10 +15,10 @@ from typing import Any, Final, NamedTuple
 
 VERSION: Final = 1
 LEDGER_VERSIONS: Final = frozenset({VERSION, 2})
-"""Versions of a ledger record that are read. Version 2 is version 1 with `topic_ids`, as some releases wrote it.
+"""Versions of a ledger record that are read. Version 2, of some releases, is version 1 with `topic_ids`.
 
-Version 1 with that field is written: a replica of an earlier release skips a version that it does not know, and would
-write what the record names a second time.
+The service writes version 1 with that field: a process of an earlier release skips records of an unknown version, and
+would write their events a second time.
 """
 KEY_HEADER: Final = "idempotency-key"
 STAMP_HEADER: Final = "fencepost"
@@ -31,7 +31,7 @@ ABSENT: Final = b"\xff\xff\xff\xff"
 _LENGTH: Final = Struct(">I")
 
 INSTANCE: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
-# Kafka's own rule for topic names; JSON made from one needs no escaping.
+# Kafka's rule for topic names, which need no escaping in JSON.
 TOPIC_CHARS_MAX: Final = 249
 TOPIC: Final = re.compile(rf"[a-zA-Z0-9._-]{{1,{TOPIC_CHARS_MAX}}}")
 
@@ -42,39 +42,39 @@ Header = tuple[str, bytes]
 
 
 class WireError(ValueError):
-    """Bytes that are not of this version of the wire contract; the text names what is wrong."""
+    """Bytes that do not follow this version of the wire contract; the text says why."""
 
 
 # ---------------------------------------------------------------------------------------------- names of topics
 
 
 def ledger_topic(namespace: str) -> str:
-    """Topic whose partition n belongs to slot n; its number of partitions is slots_max."""
+    """Name the topic whose partition n belongs to slot n; it has slots_max partitions."""
     return f"{namespace}.ledger"
 
 
 def requests_topic(namespace: str) -> str:
-    """Topic of the journal of answers."""
+    """Name the topic of the journal of answers."""
     return f"{namespace}.requests"
 
 
 def control_topic(namespace: str) -> str:
-    """Topic of the generations and barriers; one partition, compacted."""
+    """Name the topic of the generations and barriers; one partition, compacted."""
     return f"{namespace}.control"
 
 
 def findings_topic(namespace: str) -> str:
-    """Topic of what the audit finds, keyed by finding; compacted."""
+    """Name the topic of the audit's findings, keyed by finding; compacted."""
     return f"{namespace}.findings"
 
 
 def internal_topics(namespace: str) -> tuple[str, ...]:
-    """All of a namespace's own topics."""
+    """Name all of a namespace's own topics."""
     return tuple(name(namespace) for name in (ledger_topic, requests_topic, control_topic, findings_topic))
 
 
 def transactional_id(namespace: str, slot: int) -> str:
-    """Kafka's `transactional.id` of a slot: an identity that outlives each process (KIP-98)."""
+    """Name the `transactional.id` of a slot, which outlives each process (KIP-98)."""
     return f"{namespace}.slot.{slot}"
 
 
@@ -82,28 +82,28 @@ def transactional_id(namespace: str, slot: int) -> str:
 
 
 def event_id(key: str, scope: str = "") -> bytes:
-    """The 16-byte id of an idempotency key (ASCII, unquoted) within its scope (the caller's name)."""
+    """Make the 16-byte id of an idempotency key (ASCII, unquoted) in its scope (the caller's name)."""
     return hashlib.sha256(f"{scope}\0{key}".encode()).digest()[:ID_BYTES]
 
 
 def header_event_id(key: bytes) -> bytes:
-    """The id of an idempotency key as a record's header has it, of whatever bytes, in the empty scope."""
+    """Make the id of an idempotency key from a record's header, any bytes, in the empty scope."""
     return hashlib.sha256(b"\0" + key).digest()[:ID_BYTES]
 
 
 def member_id(key: str, index: int, scope: str = "") -> bytes:
-    """The 16-byte id of member `index` (from 0) of the atomic batch that has this key."""
+    """Make the 16-byte id of member `index` (from 0) of the atomic batch with this key."""
     return hashlib.sha256(f"{scope}\0{key}\0{index}".encode()).digest()[:ID_BYTES]
 
 
 def fingerprint(
     topic: str, partition: int | None, key: bytes | None, headers: Sequence[Header], value: bytes | None
 ) -> bytes:
-    """The 8 bytes that tell a retry from another request under the same key.
+    """Make the 8-byte fingerprint that distinguishes a retry from another request under the same key.
 
-    Over what was asked for: topic, partition (decimal ASCII, absent where none was named), record key, the client's
-    own headers sorted by (name, value) as name then value, and value; each field as a 4-byte big-endian length and
-    its bytes, an absent one as ffffffff.
+    Hashes the request's topic, partition (decimal ASCII; absent if not given), record key, the client's headers sorted
+    by (name, value) as name then value, and value; each field as a 4-byte big-endian length and its bytes, an absent
+    field as ffffffff.
     """
     packed = _field(topic.encode()) + (ABSENT if partition is None else _field(b"%d" % partition)) + _field(key)
     if headers:
@@ -117,9 +117,9 @@ def _field(content: bytes | None) -> bytes:
 
 
 def batch_fingerprint(members: Iterable[bytes]) -> bytes:
-    """The 8 bytes that tell an atomic batch from another under its key, from its members' fingerprints in order.
+    """Make the 8-byte fingerprint of an atomic batch from its members' fingerprints in order.
 
-    So whoever reads the ledger, which has only the members', knows it too.
+    It can be computed from the ledger, which has only the members' fingerprints.
     """
     return hashlib.sha256(b"".join(members)).digest()[:FINGERPRINT_BYTES]
 
@@ -128,7 +128,7 @@ def batch_fingerprint(members: Iterable[bytes]) -> bytes:
 
 
 class Stamp(NamedTuple):
-    """The `fencepost` header of an event: which claim and which producer wrote it. Times in ms since the epoch."""
+    """The `fencepost` header of an event: its claim, and its producer. `accepted_at` is in ms since the Unix epoch."""
 
     id: bytes
     fingerprint: bytes
@@ -139,13 +139,13 @@ class Stamp(NamedTuple):
     instance: str
 
     def encode(self) -> bytes:
-        """ASCII, `;`-separated, beginning with the version."""
+        """Encode the header: ASCII, `;`-separated, the version first."""
         writer = stamp_writer(self.slot, self.producer_id, self.epoch, self.instance)
         return encode_stamp(self.id, self.fingerprint, self.accepted_at, writer)
 
     @classmethod
     def decode(cls, raw: bytes) -> "Stamp":
-        """Read a header; WireError where it is not one of this version."""
+        """Decode a header. Raises WireError if it is not one of this version."""
         try:
             version, id_hex, fp_hex, at, slot, pid, epoch, instance = raw.decode("ascii").split(";")
             stamp = cls(
@@ -159,12 +159,12 @@ class Stamp(NamedTuple):
 
 
 def stamp_writer(slot: int, producer_id: int, epoch: int, instance: str) -> str:
-    """The part of a stamp that is the same for all records of a transaction."""
+    """Encode the part of the header that is the same for all records of a transaction."""
     return f"{slot};{producer_id};{epoch};{instance}"
 
 
 def encode_stamp(id: bytes, fingerprint: bytes, accepted_at: int, writer: str) -> bytes:
-    """A stamp, without an object for it."""
+    """Encode a `fencepost` header, without making a Stamp."""
     return f"{VERSION};{id.hex()};{fingerprint.hex()};{accepted_at};{writer}".encode()
 
 
@@ -172,9 +172,9 @@ def encode_stamp(id: bytes, fingerprint: bytes, accepted_at: int, writer: str) -
 
 
 class Entry(NamedTuple):
-    """One event of a ledger record: where it went. `at` is accepted_at, `ts` the record's timestamp, both in ms.
+    """The coordinates of one event of a ledger record. `at` is accepted_at, `ts` the record's timestamp, both in ms.
 
-    Members of an atomic batch name it by `batch` (the id of the whole) and their index `i`.
+    A member of an atomic batch has the batch's id in `batch`, and its index in `i`.
     """
 
     id: bytes
@@ -188,7 +188,7 @@ class Entry(NamedTuple):
     i: int | None = None
 
     def encode(self) -> str:
-        """The entry as JSON text."""
+        """Encode the entry as JSON text."""
         return encode_entry(*self)
 
 
@@ -203,7 +203,7 @@ def encode_entry(
     batch: bytes | None = None,
     i: int | None = None,
 ) -> str:
-    """An entry as JSON text, without an object for it; topic names need no escaping (see TOPIC)."""
+    """Encode an entry as JSON text, without making an Entry; topic names need no escaping (see TOPIC)."""
     member = "" if batch is None else f',"batch":"{batch.hex()}","i":{i}'
     return (
         f'{{"id":"{id.hex()}","fp":"{fp.hex()}","at":{at},"topic":"{topic}",'
@@ -213,7 +213,7 @@ def encode_entry(
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The begin record that an owner commits when it takes a slot; its own offset is the term."""
+    """The begin record, which a process commits when it takes a slot. Its offset is the term; `at` is in ms."""
 
     slot: int
     producer_id: int
@@ -231,10 +231,10 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class LedgerRecord:
-    """What one transaction wrote; without entries, the record by which a store recovery reads a partition through.
+    """The events of one transaction; without entries, the record through which a store recovery reads a partition.
 
-    `topic_ids`: the id (KIP-516) of each topic that the entries name, as far as it was known; earlier releases
-    wrote none. A topic that was deleted and made anew has another one.
+    `topic_ids`: the known ids (KIP-516) of the entries' topics, by name. A topic that was deleted and created again has
+    another id. Earlier releases wrote no ids.
     """
 
     slot: int
@@ -257,10 +257,9 @@ def encode_ledger(
     entries: Iterable[str],
     topic_ids: Mapping[str, str] = MappingProxyType({}),
 ) -> bytes:
-    """A ledger record from entries that are JSON text already: the hot path has no use for an object each.
+    """Encode a ledger record from entries that are JSON text already.
 
-    `topic_ids` holds the id of each topic that the entries name, as far as it is known; the field is left out where
-    none is.
+    `topic_ids` has the known ids of the entries' topics, by name; the field is left out if it is empty.
     """
     topics = ",".join([f'"{name}":"{topic_id}"' for name, topic_id in topic_ids.items()])
     known = f'"topic_ids":{{{topics}}},' if topics else ""
@@ -271,7 +270,7 @@ def encode_ledger(
 
 
 def decode_ledger(raw: bytes | None) -> Begin | LedgerRecord:
-    """Read a record of the ledger topic; WireError where it is none of this version."""
+    """Decode a record of the ledger topic. Raises WireError if it is not one of these versions."""
     try:
         body = json.loads(raw or b"")
         if body["v"] not in LEDGER_VERSIONS:
@@ -327,9 +326,9 @@ def encode_answer(
     partition: int | None,
     offset: int | None,
 ) -> str:
-    """One answer of the journal as JSON text; partition and offset only where the event is known to be.
+    """Encode an answer for the journal as JSON text; partition and offset are None unless the event is in Kafka.
 
-    `at` is the event's accepted_at where it has one, else the time of the answer, in ms.
+    `at` is the event's accepted_at, if it has one, else the time of the answer, in ms.
     """
     where = f'"partition":{"null" if partition is None else partition},"offset":{"null" if offset is None else offset}'
     return (
@@ -340,7 +339,7 @@ def encode_answer(
 
 
 def encode_answers(instance: str, answers: Iterable[str]) -> bytes:
-    """One record of the journal: the answers of one flush."""
+    """Encode a record of the journal: the answers of one flush."""
     return f'{{"v":{VERSION},"instance":"{instance}","answers":[{",".join(answers)}]}}'.encode()
 
 
@@ -349,7 +348,7 @@ def encode_answers(instance: str, answers: Iterable[str]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A generation record: from its offset on, `store` ("run_id/master_replid") holds the claims."""
+    """A generation record: from its offset on, `store` ("run_id/master_replid") holds the claims. `at` is in ms."""
 
     store: str
     instance: str
@@ -372,18 +371,18 @@ class Generation:
 
 
 def barrier_key(slot: int | str) -> bytes:
-    """Key of a barrier in the control topic; compaction keeps one a slot."""
+    """Encode the key of a barrier in the control topic; compaction keeps one for each slot."""
     return f"barrier/{slot}".encode()
 
 
 def slot_of_barrier(key: bytes | None) -> int | None:
-    """The slot of a barrier's key; None for any other."""
+    """Decode the slot from a barrier's key; None for another key."""
     found = _BARRIER.fullmatch(key or b"")
     return None if found is None else int(found[1])
 
 
 def encode_barrier(instance: str, nonce: str, at: int) -> bytes:
-    """A barrier: who reads the control topic through it knows every generation record before it."""
+    """Encode a barrier. A reader that has read it has read all generation records before it. `at` is in ms."""
     return json.dumps(
         {"v": VERSION, "barrier": True, "instance": instance, "nonce": nonce, "at": at}, separators=(",", ":")
     ).encode()

@@ -1,4 +1,4 @@
-"""The log: JSON lines or a console's to standard error, one line an incident, and no key in the clear unless asked."""
+"""Logging to standard error, as JSON lines or for a console; one line for each incident, and keys hashed."""
 
 import logging
 import math
@@ -9,38 +9,39 @@ from typing import Any, Final
 
 import structlog
 
-# A kind of failure whose text changes with each try has a line every so often.
+# The shortest time between two lines of one kind of failure whose text changes.
 CHANGED_PAUSE_S: Final = 10.0
 
 
 class Incident:
-    """Something that fails again and again: one line for each kind of failure until it goes well, not one a try.
+    """Repeated failures of one operation: a log line for each kind of failure until it succeeds, not for each try.
 
-    A failure of a known kind with another text is another cause: its line comes too, at most every `CHANGED_PAUSE_S`.
+    A failure of the same kind with another text may have another cause: it is logged too, at most every
+    `CHANGED_PAUSE_S`.
     """
 
     def __init__(self, log: Any, event: str, now: Callable[[], float] = time.monotonic) -> None:
         self._log = log
         self._event = event
         self._now = now
-        self._kinds: dict[type[Exception], tuple[str, float]] = {}  # what was told of each last, and when
+        self._kinds: dict[type[Exception], tuple[str, float]] = {}  # by kind: the last text logged, and when
         self._since = 0.0
         self._times = 0
 
     def add(self, error: Exception, *, bug: bool = False, **fields: Any) -> None:
-        """It failed (again); a bug has its traceback in the line."""
+        """Count a failure, and log it if its kind or text is new; for a `bug` with its traceback."""
         now = self._now()
         if not self._kinds:
             self._since, self._times = now, 0
         self._times += 1
         why = str(error) or type(error).__name__
-        last, told_at = self._kinds.get(type(error), ("", -math.inf))
-        if why != last and now >= told_at + CHANGED_PAUSE_S:
+        last, logged_at = self._kinds.get(type(error), ("", -math.inf))
+        if why != last and now >= logged_at + CHANGED_PAUSE_S:
             self._kinds[type(error)] = why, now
             self._log.warning(self._event, **fields, why=why, exc_info=error if bug else None)
 
     def end(self) -> dict[str, Any]:
-        """It went well: what the line that says so should tell of the failures before it; nothing without any."""
+        """End the incident after a success; returns log fields that sum up its failures, none without any."""
         if not self._kinds:
             return {}
         self._kinds.clear()
@@ -48,9 +49,9 @@ class Incident:
 
 
 def configure_logging(form: str, keys: str) -> None:
-    """Set the log up by the settings `log_format` and `log_keys`; libraries speak from WARNING up.
+    """Configure logging by the settings `log_format` and `log_keys`; libraries log from WARNING up.
 
-    Where a line names an idempotency key, it is the field `key`; hashed, it is the event's id, as in the report.
+    An idempotency key is in the field `key` of a line; hashed, it is the event's id, as in the report.
     """
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
@@ -80,12 +81,12 @@ def configure_logging(form: str, keys: str) -> None:
     )
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("service").setLevel(logging.INFO)
-    # aiokafka tells of each disconnect at ERROR; what it means for an event is told by the slot, once.
+    # aiokafka logs each disconnect at ERROR; the slot logs once what it means for events.
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
 
 
 def hash_key(_: Any, __: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """A line's `key` becomes the event's `id`: enough to find it in the ledger and in the report."""
+    """Replace a line's `key` by the event's `id`, which the ledger and the report have too (a structlog processor)."""
     if "key" in line:
         line["key"] = f"id:{line.pop('id', None)}"
     return line

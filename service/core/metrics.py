@@ -1,7 +1,7 @@
-"""The metrics of one process, by Prometheus' conventions. Labels are bounded, and keys appear in none.
+"""The metrics of one process, by Prometheus' conventions. All labels are bounded, and contain no keys.
 
-What is counted for each request or group has its labels bound once: looking them up costs more than counting. What
-is a state of some part is asked of that part at each scrape (`set_function`), not written down as it changes.
+Metrics that count requests or groups bind their labels once, because a look-up costs more than counting. Metrics that
+show the state of a part read it at each scrape (`set_function`).
 """
 
 from bisect import bisect_left
@@ -28,19 +28,19 @@ LATENCY_S: Final = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5
 GROUP_EVENTS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
 RECOVERY_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
-# A counter's time of making would be one series more for each, and tells no more than the process's start.
+# The `_created` series would double the number of series, and only repeat the start of the process.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Latencies(Collector):
-    """`request_seconds`, from a request to its answer. The library's Histogram cannot observe many at once."""
+    """The histogram `request_seconds`. The library's Histogram cannot observe several equal values at once."""
 
     def __init__(self) -> None:
         self._buckets: dict[str, list[int]] = {}
         self._sums: defaultdict[str, float] = defaultdict(float)
 
     def observe(self, outcome: str, seconds: float, count: int = 1) -> None:
-        """Count answers that took so long; `outcome` is ok or problem."""
+        """Count `count` answers that took `seconds`; `outcome` is ok or problem."""
         buckets = self._buckets.get(outcome)
         if buckets is None:
             buckets = self._buckets[outcome] = [0] * (len(LATENCY_S) + 1)
@@ -55,13 +55,13 @@ class Latencies(Collector):
         yield family
 
     def describe(self) -> Iterator[HistogramMetricFamily]:
-        """Its name, without a sample."""
+        """Describe the metric, without samples."""
         text = "From the request to its answer"
         yield HistogramMetricFamily(f"{NAMESPACE}_request_seconds", text, labels=["outcome"])
 
 
 class Telemetry:
-    """Every metric of one process, in a registry of its own."""
+    """All metrics of one process, in a registry of its own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -71,7 +71,7 @@ class Telemetry:
         # Requests, and the events in them.
         self._requests = self._counter("requests", "HTTP requests to write, by status and code", "status", "code")
         self._answers = self._counter("answers", "Answers to events, by status and code", "status", "code")
-        # What was counted since the last scrape, by status and code: the library's counters take a lock each time.
+        # Counts since the last scrape, by status and code: the library's counters take a lock for each increment.
         self._requested: CountedBy[tuple[int, str]] = CountedBy()
         self._answered: CountedBy[tuple[int, str]] = CountedBy()
         self.replays = self._counter("replays", "Answers that were given before")
@@ -110,7 +110,7 @@ class Telemetry:
         self.journal_dropped = self._counter("journal_dropped", "Answers that the journal had to drop")
         self.journal_waiting = self._gauge("journal_waiting_answers", "Answers that wait to be written to the journal")
 
-        # What it stands on.
+        # Redis, Kafka and this process.
         self.redis_errors = self._counter("redis_errors", "Calls to Redis that failed, by how", "error")
         self.redis_memory = self._gauge("redis_memory_bytes", "Memory that Redis uses")
         self.redis_memory_limit = self._gauge(
@@ -144,16 +144,16 @@ class Telemetry:
         return Histogram(name, text, labels, namespace=NAMESPACE, registry=self.registry, buckets=buckets)
 
     def requested(self, status: int, code: str) -> None:
-        """Count one HTTP request to write, by its answer's status and the problem's code."""
+        """Count an HTTP request to write, by its answer's status and problem code."""
         self._requested[status, code] += 1
 
     def answered(self, code: str, status: int, latency_s: float, count: int = 1) -> None:
-        """Count the same answer to so many events, or one to an atomic batch."""
+        """Count `count` equal answers after `latency_s`; an atomic batch has one."""
         self._answered[status, code] += count
         self.latency.observe("ok" if status == 201 else "problem", latency_s, count)
 
     def render(self) -> bytes:
-        """The text format of /metrics."""
+        """Render all metrics in the text format of /metrics."""
         for counter, counted in ((self._requests, self._requested), (self._answers, self._answered)):
             for labels, count in counted.items():
                 counter.labels(*labels).inc(count)

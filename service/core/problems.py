@@ -1,4 +1,4 @@
-"""Every answer that is not a success: one table of codes, and the exceptions that carry them to the edge."""
+"""The kinds of problems that the API answers with, and the exceptions of Redis and Kafka that lead to them."""
 
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -7,7 +7,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of problem: its `code` is what programs compare, its `title` what people read (RFC 9457)."""
+    """One kind of problem (RFC 9457): programs compare its `code`, people read its `title`."""
 
     status: int
     code: str
@@ -44,14 +44,14 @@ OUTCOME_UNKNOWN: Final = Kind(
     504, "outcome-unknown", "It is not known yet whether the event is written", retry_after_s=1
 )
 
-# What is wrong with a body may quote it, and bodies have megabytes.
+# The longest detail: it may quote a body, and bodies have megabytes.
 DETAIL_CHARS_MAX: Final = 1_000
 
 KINDS: Final = {kind.code: kind for kind in vars().values() if isinstance(kind, Kind)}
 
 
 class Problem(Exception):
-    """A request ends with this answer; `detail` names the field and the remedy."""
+    """A request's answer that is not a success; `detail` names the field and the remedy."""
 
     def __init__(self, kind: Kind, detail: str, retry_after_s: int | None = None) -> None:
         detail = detail if len(detail) <= DETAIL_CHARS_MAX else f"{detail[:DETAIL_CHARS_MAX]} […]"
@@ -61,16 +61,16 @@ class Problem(Exception):
         self.retry_after_s = kind.retry_after_s if retry_after_s is None else retry_after_s
 
     def as_result(self) -> "Problem":
-        """Itself, without what Python keeps of where it was raised.
+        """Return the problem itself without its traceback.
 
-        The frames of a batch hold its results: with the frames that a problem holds they would be cycles, which only
-        Python's collector ends, all at once, while everybody waits.
+        A traceback holds the frames of its batch, which hold the problem: such cycles stay until the garbage collector
+        runs, which delays all requests.
         """
         self.__traceback__ = self.__context__ = self.__cause__ = None
         return self
 
     def body(self) -> dict[str, str | int]:
-        """The members of `application/problem+json` (RFC 9457)."""
+        """Make the members of `application/problem+json` (RFC 9457)."""
         return {
             "type": f"/problems/{self.kind.code}",
             "title": self.kind.title,
@@ -81,43 +81,43 @@ class Problem(Exception):
 
 
 def of_status(status: int, detail: str) -> Problem:
-    """The problem for a status that a library chose (a route that is not there, a method that is not allowed)."""
+    """Make the problem for a status that a library chose, such as an unknown route."""
     by_status = {404: NOT_FOUND, 405: METHOD_NOT_ALLOWED, 500: INTERNAL}
     kind = by_status.get(status) or Kind(status, HTTPStatus(status).phrase.lower().replace(" ", "-"), detail)
     return Problem(kind, detail)
 
 
 class StoreLost(Exception):
-    """The Redis that answers is not the store of my generation: nothing was written, the store must be settled."""
+    """The Redis server is not the store of the generation: nothing was written, and the store must be settled."""
 
 
 class StoreIncomplete(StoreLost):
-    """It is, and lacks what was there: an older copy, or keys were evicted. Nothing was written; it is recovered."""
+    """The store lacks keys: it is an older copy, or keys were evicted. Nothing was written; it must be recovered."""
 
 
 class StoreAway(Exception):
-    """Redis refused before it wrote anything (unreachable, loading, out of memory): nothing was written."""
+    """Redis is unreachable, or refused (loading, out of memory): nothing was written."""
 
 
 class StoreUnanswered(Exception):
-    """A script was sent to Redis and no answer came: it may still run later, which ends the slot's term."""
+    """A script got no reply from Redis: it may still run later, which ends the slot's term."""
 
 
 class StoreBug(StoreUnanswered):
-    """Redis said what no script of ours says, or holds what none writes: a bug, from which nothing is concluded."""
+    """Redis returned a reply or a state that this version does not know: a bug, from which nothing is concluded."""
 
 
 class Fenced(Exception):
-    """Another process has taken this slot: it must be taken again before it claims anything."""
+    """Another process has taken this slot: it must be taken again before the next claim."""
 
 
 class KafkaAway(Exception):
-    """Kafka did not answer in time, or refused for a reason that passes; what was asked for may be tried again."""
+    """Kafka did not answer in time, or refused for a temporary reason: the request may be tried again."""
 
 
 class KafkaRefuses(KafkaAway):
-    """Kafka does not take the user, the password or the mechanism; the text says what to set."""
+    """Kafka refuses the user, the password or the mechanism; the text says what to set."""
 
 
 class KafkaForbids(KafkaAway):
-    """Kafka has not given the service leave for what it asked: somebody has to, before another try may help."""
+    """Kafka denies the service a permission, which somebody must grant before a retry can succeed."""

@@ -12,16 +12,16 @@ from service.contract import PREFIX, SharedSettings, integer, matching, one_of, 
 from service.contract.wire import INSTANCE
 
 COMPRESSIONS: Final = ("none", "gzip", "snappy", "lz4", "zstd")
-# One event, of which a topic's default max.message.bytes (1,048,588) is the measure.
+# The largest event, below a topic's default max.message.bytes (1,048,588).
 EVENT_BYTES_MAX: Final = 1_000_000
-# What a waiting event costs beside its own bytes: objects, its future, its share of the connection.
+# Memory of a waiting event beside its own bytes: objects, its future, its share of the connection.
 WAITING_BYTES: Final = 2_000
-# Ledger bytes at which a group closes: half of the ledger's max.message.bytes, so that one more entry always fits.
+# Ledger bytes of a group: half of the ledger's max.message.bytes, so that one more entry always fits.
 GROUP_LEDGER_BYTES_MAX: Final = 512 * 1024
-# Bytes of events at which a group closes: what a broker takes well within a transaction's timeout.
+# Bytes of a group's events: a broker takes as many well within the transaction timeout.
 GROUP_EVENT_BYTES_MAX: Final = 8 * 1024 * 1024
 
-# Names of topics, which anybody can make up, of which is remembered what the rules say.
+# Topic names whose guarantee is cached. Clients may send any names.
 TOPICS_MAX: Final = 10_000
 
 _REDIS: Final = "redis://host:port/db, rediss://… or unix://…"
@@ -30,14 +30,14 @@ _REDIS_DB: Final = re.compile(r"(?:/[0-9]{0,9})?/?")
 
 
 def redis_url(text: str) -> str:
-    """Reader of redis://, rediss:// and unix:// addresses; what may follow a `?` is checked by who speaks to Redis.
+    """Read a redis://, rediss:// or unix:// address; its query is checked by `redis_store.check_url`.
 
-    Stricter than redis-py, to which port 0 means 6379, and a path that is no number the database 0.
+    Stricter than redis-py, which reads port 0 as 6379, and a path that is not a number as database 0.
     """
     try:
         parts = urlsplit(text)
         port = parts.port
-    except ValueError:  # its text may have half a password in it
+    except ValueError:  # its text may contain a part of a password
         raise ValueError(_REDIS_PORT) from None
     if parts.scheme == "unix" and parts.path:
         return text
@@ -59,7 +59,7 @@ def _has_opentelemetry() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(SharedSettings):
-    """Everything that can be set; the README's table is made from this class."""
+    """All settings of the service; the table in service/README.md is generated from this class."""
 
     redis: str = setting(
         "redis://127.0.0.1:6379/0",
@@ -119,12 +119,12 @@ class Settings(SharedSettings):
 
     @property
     def bodies_bytes_max(self) -> int:
-        """Bytes of bodies that may be under way at once: more than may wait, as parts of them may be refused."""
+        """Bytes of bodies in memory at once: more than the queue takes, as parts of them may be refused."""
         return max(self.body_bytes_max, 2 * self.queue_bytes_max)
 
     @property
     def name(self) -> str:
-        """The instance's name: as set, else host:port."""
+        """The name of this process: as set, else host:port."""
         return self.instance or f"{self.host}:{self.port}"
 
     def conflicts(self) -> list[str]:
@@ -143,7 +143,7 @@ class Settings(SharedSettings):
 
     @property
     def redis_tls(self) -> ssl.SSLContext | None:
-        """What Redis is shown and believed; None for a connection without TLS. Raises OSError."""
+        """Make the TLS context for Redis; None for a connection without TLS. Raises OSError."""
         if urlsplit(self.redis).scheme != "rediss":
             return None
         return tls_context(self.redis_cafile, self.redis_certfile, self.redis_keyfile)

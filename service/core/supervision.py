@@ -1,4 +1,4 @@
-"""Background tasks that do not die unheard: what fails is logged and counted, and what must go on is started again."""
+"""Supervised background tasks: failures are logged and counted, and tasks that must go on are started again."""
 
 import asyncio
 import time
@@ -12,20 +12,19 @@ from service.core.metrics import Telemetry
 
 log = structlog.get_logger(__name__)
 
-# Between two starts. Short at first, as no deadline is answered meanwhile; doubled, so that a failure that stays costs
-# no CPU.
+# Between two starts of a task: short at first, as no deadline is answered meanwhile, then doubled, to save CPU.
 PAUSE_LEAST_S: Final = 0.05
 PAUSE_MOST_S: Final = 1.0
-# A task that ran for so long since its last failure has recovered from it.
+# A task that ran for so long has recovered from its last failure.
 CALM_S: Final = 60.0
 
 
 class Cancelled(Exception):
-    """A task was cancelled from within: something that it awaited was cancelled, and nobody wanted the task to end."""
+    """Something that a task awaited was cancelled, while the task itself was not."""
 
 
 def supervise(name: str, work: Callable[[], Awaitable[None]], telemetry: Telemetry) -> asyncio.Task[None]:
-    """Run `work` in a task of this name until it returns, and start it again after each failure, which is counted."""
+    """Run `work` in a task of this name until it returns, again after each failure. Failures are counted."""
     return asyncio.create_task(_keep_running(name, work, telemetry), name=name)
 
 
@@ -49,7 +48,7 @@ async def _keep_running(name: str, work: Callable[[], Awaitable[None]], telemetr
 
 
 def failure_of(error: Exception | asyncio.CancelledError) -> Exception:
-    """What a step of this task failed with. Raises `error` where it is a cancellation of the task itself."""
+    """Return the failure of a step of this task. Raises `error` if it is a cancellation of the task itself."""
     if isinstance(error, Exception):
         return error
     task = asyncio.current_task()
@@ -61,7 +60,7 @@ def failure_of(error: Exception | asyncio.CancelledError) -> Exception:
 
 
 def log_failure(task: asyncio.Task[Any], name: str, telemetry: Telemetry) -> None:
-    """Have a failure of a task logged and counted whose result maybe nobody waits for; it is not started again."""
+    """Log and count a failure of a task that may not be awaited; the task is not started again."""
 
     def ended(task: asyncio.Task[Any]) -> None:
         error = None if task.cancelled() else task.exception()
@@ -73,12 +72,12 @@ def log_failure(task: asyncio.Task[Any], name: str, telemetry: Telemetry) -> Non
 
 
 def log_loop_errors(loop: asyncio.AbstractEventLoop, telemetry: Telemetry) -> None:
-    """Have what the event loop is told of logged and counted: failed callbacks, and failed tasks that nobody awaits."""
+    """Log and count the event loop's errors: failed callbacks, and failed tasks that nobody awaits."""
 
-    def told(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def handle(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        if not isinstance(error, OSError):  # a connection that ended, of which its owner hears
+        if not isinstance(error, OSError):  # an ended connection, which its owner handles
             telemetry.task_failures.labels("loop").inc()
         log.error("event loop", why=context.get("message"), exc_info=error)
 
-    loop.set_exception_handler(told)
+    loop.set_exception_handler(handle)

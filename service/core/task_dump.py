@@ -1,4 +1,4 @@
-"""What every task of this process waits for, written to the log on SIGUSR1: why does it hang?"""
+"""Logs on SIGUSR1 what each asyncio task waits for, to find out why a process hangs."""
 
 import asyncio
 import signal
@@ -11,27 +11,27 @@ import structlog
 
 log = structlog.get_logger(__name__)
 
-# Where a suspended coroutine, generator or asynchronous generator stands, and what it awaits.
+# Attributes of a suspended coroutine, generator or asynchronous generator: its frame, and what it awaits.
 _FRAMES: Final = ("cr_frame", "gi_frame", "ag_frame")
 _AWAITED: Final = ("cr_await", "gi_yieldfrom", "ag_await")
 
 
 def dump_on_signal(loop: asyncio.AbstractEventLoop) -> None:
-    """From now on SIGUSR1 makes a line for each task; nothing outside of the main thread, which alone has signals."""
+    """Log the tasks of the loop at each SIGUSR1. Does nothing outside the main thread, which alone gets signals."""
     if threading.current_thread() is threading.main_thread():
-        loop.add_signal_handler(signal.SIGUSR1, tell, loop)
+        loop.add_signal_handler(signal.SIGUSR1, log_tasks, loop)
 
 
-def tell(loop: asyncio.AbstractEventLoop) -> None:
-    """One line for each task: its name, and the calls that it is in, the outermost first."""
+def log_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """Log a line for each task: its name, and its calls, the outermost first."""
     for task in sorted(asyncio.all_tasks(loop), key=asyncio.Task.get_name):
         log.warning("task", name=task.get_name(), waits=" > ".join(calls(task.get_coro())))
 
 
 def calls(awaited: Any) -> Iterator[str]:
-    """The calls of a suspended coroutine, from the outermost to the one that waits, as `file:line function`.
+    """List the calls of a suspended coroutine, from the outermost to the innermost, as `file:line function`.
 
-    They end at an `async for`: Python 3.11 does not tell what the generator behind it waits for.
+    The list ends at an `async for`: Python 3.11 does not show what its generator awaits.
     """
     while awaited is not None:
         frame = _first(awaited, _FRAMES)

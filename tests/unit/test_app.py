@@ -32,7 +32,7 @@ def _collector() -> Iterator[None]:
 
 
 async def test_what_nobody_foresaw_does_not_end_the_start_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service.app, "AGAIN_S", 0.001)
+    monkeypatch.setattr(service.app, "BRING_UP_PAUSE_S", 0.001)
     given_up: list[SettingsError] = []
     rules = Rules()
     whole = Service(Settings(), rules, Schemas(rules), Telemetry(), given_up.append)

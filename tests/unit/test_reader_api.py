@@ -15,32 +15,32 @@ def _id(n: int) -> bytes:
 
 
 def test_an_id_is_fresh_once_within_the_bounds() -> None:
-    place = ReaderPosition()
-    assert [place.fresh(_id(n), AGE, 0) for n in (1, 2, 1, 3)] == [True, True, False, True]
-    assert place.fresh(_id(4), AGE, 0)  # the fourth pushes the first out
-    assert place.fresh(_id(1), AGE, 0)
-    assert place.fresh(None, AGE, 0)
-    assert place.fresh(None, AGE, 0)
-    assert not place.fresh(_id(4), AGE, 10_000)
-    assert place.fresh(_id(4), AGE, 10_001)
+    position = ReaderPosition()
+    assert [position.fresh(_id(n), AGE, 0) for n in (1, 2, 1, 3)] == [True, True, False, True]
+    assert position.fresh(_id(4), AGE, 0)  # the fourth pushes the first out
+    assert position.fresh(_id(1), AGE, 0)
+    assert position.fresh(None, AGE, 0)
+    assert position.fresh(None, AGE, 0)
+    assert not position.fresh(_id(4), AGE, 10_000)
+    assert position.fresh(_id(4), AGE, 10_001)
 
 
-def test_a_place_comes_back_as_it_was_and_no_older() -> None:
+def test_a_position_comes_back_as_it_was_and_no_older() -> None:
     chance = random.Random(3)
-    place = ReaderPosition({n: chance.randrange(1 << 62) for n in range(5)})
+    position = ReaderPosition({n: chance.randrange(1 << 62) for n in range(5)})
     for n in range(100):
-        place.fresh(_id(chance.randrange(1 << 120)), Bounds(), n)
-    again = ReaderPosition.decode(place.encode(now_ms=1_000), now_ms=500_000)
-    assert again.offsets == place.offsets
-    assert list(again.seen) == list(place.seen)
-    assert {one - other for one, other in zip(again.seen.values(), place.seen.values(), strict=True)} == {499_000}
+        position.fresh(_id(chance.randrange(1 << 120)), Bounds(), n)
+    again = ReaderPosition.decode(position.encode(now_ms=1_000), now_ms=500_000)
+    assert again.offsets == position.offsets
+    assert list(again.seen) == list(position.seen)
+    assert {one - other for one, other in zip(again.seen.values(), position.seen.values(), strict=True)} == {499_000}
     # A clock that went back makes nobody younger either.
-    assert ReaderPosition.decode(place.encode(now_ms=1_000), now_ms=0) == place
+    assert ReaderPosition.decode(position.encode(now_ms=1_000), now_ms=0) == position
 
 
 @pytest.mark.parametrize("raw", [b"", b"\x02" + bytes(16), bytes(3), ReaderPosition({1: 1}).encode(0)[:-1]])
 def test_other_bytes_are_refused(raw: bytes) -> None:
-    with pytest.raises(ValueError, match=r"no place of version 1 .*give load\(\) the bytes that commit\(\) got"):
+    with pytest.raises(ValueError, match=r"no position of version 1 .*give load\(\) the bytes that commit\(\) got"):
         ReaderPosition.decode(raw, 0)
 
 
