@@ -191,10 +191,12 @@ class Script(Copies):
         self.answer(freed, 504, at=at, ts=at + 10)
         self.answer(freed, 503, at=at, ts=at + 11)
         # A stranger's record under the same key, in the same hour or another, is no delivery of ours.
+        here, hour_before = FROZEN_MS[0] - HOUR_MS, FROZEN_MS[0] - 2 * HOUR_MS
         for story, statuses, accepted in (("stuck-strange", (504,), True), ("freed-strange", (504, 503), False)):
-            strange = self.plant(story, otherwise=stuck, accepted=accepted)
-            self.send(self.record(strange, None, self.past(), topic=self.foreign))
-            self.answer(strange, *statuses, at=self.past())
+            for copied, answered in ((here, here), (here, hour_before), (hour_before, here)):
+                strange = self.plant(story, otherwise=stuck, accepted=accepted)
+                self.send(self.record(strange, None, copied, topic=self.foreign))
+                self.answer(strange, *statuses, at=answered)
         self.answer(self.plant("refused", accepted=False), 422)
         self.answer(self.plant("not-written", accepted=False), 503, 503)
         # A 504 that a later try made good, and one that a later run sees made good.

@@ -25,6 +25,8 @@ Place = tuple[str, int, int]
 # Copies beyond this number are counted, but not all named.
 NAMED_MAX: Final = 128
 
+_HOUR_MS: Final = 3_600_000
+
 THERE: Final = "there"
 LOST: Final = "lost"
 PENDING: Final = "pending"
@@ -89,7 +91,8 @@ class Planted:
 
     `derived` are records of other topics, made of one of the copies by a program that forwards headers; `meant` says of
     which topics that is known. `until` is the last stage whose window still shows it; from the stage `again` on, when
-    another copy comes into the log, its findings are shown all the same. `stuck` names the answer that left it unsure.
+    another copy comes into the log, its findings are shown all the same. `stuck` names the answer that left it unsure,
+    `unsure` has when the requests were accepted that were left so.
     """
 
     id: bytes
@@ -100,6 +103,7 @@ class Planted:
     phantom: Said = (None, None, None)
     otherwise: Said = (None, None, None)
     stuck: str = "504"
+    unsure: list[int] = field(default_factory=list)
     until: int = STAGES
     again: int = STAGES + 1
     derived: list[Record] = field(default_factory=list)
@@ -262,8 +266,12 @@ def _of_id(one: Planted, stage: int) -> Iterable[Finding]:
     derived = [copy for copy in one.forwarded_by(stage) if copy.topic not in one.meant]
     if derived:
         yield ("derived_copy", None, *head, len(derived), tuple(_coordinate(copy, None) for copy in derived))
-    if one.category(stage) == "stuck":
+    if _is_stuck(one, stage):
         yield ("stuck", one.stuck, *head, 0, ())
+
+
+def _is_stuck(one: Planted, stage: int) -> bool:
+    return one.category(stage) == "stuck"
 
 
 def _coordinate(copy: Record, cause: str | None) -> tuple[Any, ...]:
@@ -341,11 +349,18 @@ def compare_stuck(plants: Plants, stage: int, document: Mapping[str, Any]) -> Sc
     """What a stage's report without the pass over ids has right and wrong of those that are stuck: no more are, and no
     fewer, than with the pass."""
     score = Score()
-    wanted = Counter(finding for finding, count in plants.findings(stage).items() if finding[0] == "stuck")
+    wanted = Counter(_stuck_by_hour(one, stage) for one in plants.ids if one.shown(stage) and _is_stuck(one, stage))
     found = Counter(finding for finding in told(document) if finding[0] == "stuck")
     score.faults += [f"stage {stage}, hour by hour: missing {one}" for one in wanted - found]
     score.faults += [f"stage {stage}, hour by hour: too many {one}" for one in found - wanted]
     return score
+
+
+def _stuck_by_hour(one: Planted, stage: int) -> Finding:
+    """The finding of an id that is stuck, as its hour alone tells it: no record of another hour tells the id's key."""
+    hours = {at // _HOUR_MS for at in one.unsure}
+    key = one.key if any(copy.at // _HOUR_MS in hours for copy in one.visible(stage)) else None
+    return ("stuck", one.stuck, one.id.hex(), key, 0, ())
 
 
 def compare(plants: Plants, stage: int, document: Mapping[str, Any], status: int) -> Score:

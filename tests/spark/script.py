@@ -225,6 +225,8 @@ class Words:
             replayed = status == 201 and seen > 0
             self.stages[stage - 1].answers.append(Answer(planted.id, fp, told, status, where, when, named, replayed))
             seen += status == 201
+            if status in (202, 504):
+                planted.unsure.append(told)
             self.plants.answers[stage, str(status) if status in (201, 202, 503, 504) else "other"] += 1
             if replayed:
                 self.plants.answers[stage, "replayed"] += 1

@@ -88,6 +88,22 @@ def test_without_the_pass_over_ids_nothing_is_stuck_that_another_hour_tells_of(h
         assert (balance["accepted"], balance["delivered_once"], balance["stuck"]) == (3, 2, 1)
 
 
+def test_a_record_of_another_hour_tells_the_key_of_what_is_stuck_by_the_pass_over_ids_alone(
+    history: History, audit: Audit
+) -> None:
+    topic, hour_ms = history.topic(f"{history.namespace}-t"), history.now_ms // HOUR_MS * HOUR_MS - 3 * HOUR_MS
+    strange = {}
+    for key, before_ms in (("same", 1000), ("other", HOUR_MS)):
+        (strange[key],) = history.send(history.plain, topic, [key], None, ts=hour_ms + 2000 - before_ms)
+    history.answers([one.answer(504, at=hour_ms + 2000) for one in strange.values()])
+    told = {wire.event_id(key).hex(): key for key in strange}
+    for skip_ids, keys in ((True, {"same", None}), (False, {"same", "other"})):
+        ran = audit(history, later_s=LATER_S, skip_ids=skip_ids, lake=f"skip-{skip_ids}")
+        found = ran.document["findings"]
+        assert {(one["kind"], told[one["id"]]) for one in found} == {("stuck", "same"), ("stuck", "other")}
+        assert {one["key"] for one in found} == keys
+
+
 def test_a_driver_whose_clock_is_ahead_calls_nothing_lost_that_is_written_while_it_plans(
     history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
