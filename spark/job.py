@@ -246,7 +246,8 @@ class _Run:
         """Read what the plan names, reduce it to rows of the state, merge these into the hours that they touch."""
         waiting = sum(log.end - log.start for log in plan.logs if log.audited)
         self.tell(f"run {plan.run}: {waiting} offsets to read in {len(plan.topics)} topics")
-        if not waiting:
+        vanished = planning.vanished(plan, self.last)
+        if not waiting and not vanished:
             return
         session.size_for(self.spark, waiting)
         spans = plan.spans(LEDGER), plan.spans(REQUESTS)
@@ -258,6 +259,11 @@ class _Run:
         exact = self._exact_hours(plan)
         arrived, ended = planning.arrived(plan, self.last), planning.ended(plan)
         rows = deliveries.reduce(copies, told, plan.run, arrived, exact, ended)
+        if vanished:
+            self.tell(
+                f"run {plan.run}: what was read of {len(vanished)} partitions is theirs no more from some offset on"
+            )
+            rows = deliveries.without(rows, self.lake.read("deliveries"), vanished, plan.run)
         if self.kept_from:
             rows = rows.where(hours.since(self.kept_from))
         if not self.lake.exists("deliveries"):

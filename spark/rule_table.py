@@ -5,6 +5,7 @@ that puts another function in its place has a job with that one rule broken (tes
 the epoch, offsets those of Kafka.
 """
 
+from collections.abc import Iterable
 from functools import reduce
 from operator import and_
 from typing import Final
@@ -93,8 +94,17 @@ def is_waiting(beyond: Column, was_past_end: Column, past_end: Column) -> Column
     return beyond & ~was_past_end & ~past_end
 
 
-def is_of_another_life(seen_ms: Column, since_ms: Column) -> Column:
-    return seen_ms < since_ms
+def is_of_another_life(
+    named: Column, topic_id: Column, seen_ms: Column, since_ms: Column, first_ms: Column, ripe: Column
+) -> Column:
+    """Whether a place was promised in a topic that has been deleted and made anew since.
+
+    Told by the topic's id where the ledger names one. Else by time: before the topic was first seen as it is now, or
+    before the log's first record. What is not ripe may still come: its record may be the first one, or the service may
+    not have heard of the topic's new id.
+    """
+    by_time = (seen_ms < since_ms) | (ripe & (seen_ms < first_ms))
+    return F.when(named.isNotNull(), ripe & (named != topic_id)).otherwise(by_time)
 
 
 def is_below(offset: Column, first: Column) -> Column:
@@ -175,6 +185,12 @@ def is_before_evidence(complete_ms: Column, accepted_at: Column, timestamp: Colu
     return complete_ms.isNull() | (complete_ms > accepted_at)
 
 
+def known_since(oldest_ms: int, of_topic_ms: Iterable[int], *, whole: bool) -> int:
+    """Since when all records of a log are known: of its oldest one, and if it has all that it ever had (`whole`), of
+    the oldest in any log of its topic, as it was made then at the latest. What is older was another topic's."""
+    return min(of_topic_ms) if whole else oldest_ms
+
+
 def is_within(offset: Column, first: Column, end: Column) -> Column:
     """Whether a guarantee that holds from `first` to before `end` is an offset's."""
     return (offset >= first) & (offset < end)
@@ -233,6 +249,12 @@ def category(
 
 def unsure_cause(answered_202: Column, answered_504: Column) -> Column:
     return F.when(answered_504 > 0, "504").otherwise("202")
+
+
+def is_its_record(stamped: Column, same_id: Column, bare: Column, same_content: Column, same_key: Column) -> Column:
+    """Whether the record at a place is the one that was read there: in a log that was made anew, or cut off, it may be
+    another. With our header its id tells; without, its content and its key, of which the row has its id."""
+    return F.when(stamped, same_id).otherwise(bare & same_content & same_key)
 
 
 # -------------------------------------------------------------------------------------------------------- copies
@@ -336,6 +358,17 @@ def is_made_anew(life: str, now: str) -> bool:
 def is_eaten(log_start: int, read_to: int) -> bool:
     """Whether records went away before they were read."""
     return log_start > read_to
+
+
+def is_cut_off(agrees_to: int, read_to: int) -> bool:
+    """Whether a log is not any more what was read of it, from some offset on: a leader without these records."""
+    return agrees_to < read_to
+
+
+def agrees_to(end: int, diverged: int | None, read_to: int) -> int:
+    """Up to where a log is what was read of it: its leader's word on that epoch, or else its end; it may have grown
+    again beyond what was read."""
+    return min(end, read_to if diverged is None else diverged)
 
 
 def window_from(frozen_ms: int, window_ms: int) -> int:

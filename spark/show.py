@@ -11,7 +11,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings, wire
 from spark.errors import CannotRun
-from spark.reading import source
+from spark.reading import decode, source
 from spark.reading.decode import EVENT
 from spark.reading.kafka_admin import Broker, Place
 from spark.reading.source import Span
@@ -55,18 +55,37 @@ def _id(spark: SparkSession, shared: SharedSettings, lake: Lake, id: bytes, told
     """What there is to say of one id, of which the lake has these rows."""
     yield f"id         {id.hex()}"
     places: dict[tuple[str, int, int], str] = {}
+    bare: dict[tuple[str, int, int], tuple[str, bytes]] = {}
     for row in told:
         yield from _row(row)
-        places.update({(one["topic"], one["partition"], one["offset"]): _writer(one) for one in row["ordered"]})
+        places.update({_place(one): _writer(one) for one in row["ordered"]})
+        bare.update({_place(one): (row["key"], one["fp"]) for one in row["coordinates"] if not one["stamped"]})
     for row in _of(lake.read("findings").where("kind is not null"), [id]).select("kind", "cause", "count").collect():
         yield f"finding    {row['kind']}{'/' + row['cause'] if row['cause'] else ''}, {row['count']} records"
     shown = list(places)[:RECORDS_MAX]
-    there = {(row["topic"], row["partition"], row["offset"]): row for row in _records(spark, shared, shown)}
+    there = {_place(row.asDict()): row for row in _records(spark, shared, shown)}
     for place in shown:
         yield f"record     {place[0]}[{place[1]}]@{place[2]}  {places[place]}"
-        yield from _record(there[place]) if place in there else ("           is not in Kafka any more",)
+        if place not in there:
+            yield "           is not in Kafka any more"
+        elif _is_of(there[place], id, bare.get(place)):
+            yield from _record(there[place])
+        else:
+            yield "           is not in Kafka any more: another record stands there now"
     if len(places) > len(shown):
         yield f"           and {len(places) - len(shown)} more"
+
+
+def _place(one: Mapping[str, Any]) -> tuple[str, int, int]:
+    return one["topic"], one["partition"], one["offset"]
+
+
+def _is_of(record: Row, id: bytes, bare: tuple[str, bytes] | None) -> bool:
+    """decode.is_of for one record; `bare` are key and fingerprint of one that was read without our header."""
+    if bare is None:
+        return bool(record["own_id"] == id)
+    key, fp = bare
+    return record["own_id"] is None and record["own_fp"] == fp and record["own_key"] in (None, key)
 
 
 def _of(rows: DataFrame, ids: Iterable[bytes]) -> DataFrame:
@@ -110,7 +129,7 @@ def _records(spark: SparkSession, shared: SharedSettings, places: Sequence[tuple
                 later.append((topic, partition, offset))
             else:
                 spans[topic, partition] = (offset, offset + 1)
-        yield from source.read(spark, shared, _there(spark, shared, spans)).collect()
+        yield from decode.own(source.read(spark, shared, _there(spark, shared, spans))).collect()
         left = later
 
 

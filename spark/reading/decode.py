@@ -36,14 +36,15 @@ that cannot be meant.
 
 TESTIMONY: Final = (
     "id binary, topic string, partition int, offset bigint, at bigint, ts bigint, status int, replayed boolean, "
-    f"position int, batch bigint, reject {REJECTED}"
+    f"position int, batch bigint, topic_id bigint, reject {REJECTED}"
 )
 
 ENTERED: Final = 0
 """The `status` of a ledger entry; an answer has its HTTP status, a reject has none.
 
 `position` is an answer's index in its record of the journal: the answers of one record have one timestamp. `batch`
-stands for the atomic batch that an entry is a member of (`batch_of` its id).
+stands for the atomic batch that an entry is a member of (`number_of` its id), `topic_id` for the id that the topic had
+when the entry was written, where that is known (`number_of` it).
 """
 
 WRITTEN: Final = f"status IN ({ENTERED}, 201, 202, 504)"
@@ -61,7 +62,7 @@ BLOCK_OFFSETS: Final = 1 << 20
 _PLACE: Final = ("topic", "partition", "offset", "ts")
 
 LEDGER_SCHEMA: Final = (
-    "v int, begin boolean, slot int, pid bigint, epoch int, instance string, "
+    "v int, begin boolean, slot int, pid bigint, epoch int, instance string, topic_ids map<string, string>, "
     "entries array<struct<id: string, fp: string, at: bigint, topic: string, partition: int, offset: bigint, "
     "ts: bigint, batch: string>>"
 )
@@ -121,6 +122,34 @@ def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str]
         F.col("key_bytes").cast("string").alias("key"),
         F.when(kind == REJECT, _rejected(f"a {wire.STAMP_HEADER} header that is none", F.col("stamp"))).alias("reject"),
         F.when(seen != F.col("timestamp_ms"), seen).alias("came"),
+    )
+
+
+def own(records: DataFrame) -> DataFrame:
+    """Records (source.SCHEMA) → the same with what they say of themselves: `own_id` by our header, null without it, the
+    `own_key` of their header, and `own_fp`, their fingerprint as if no partition had been asked for."""
+    named = records.select(
+        *records.columns,
+        _header(wire.STAMP_HEADER).cast("string").alias("stamp"),
+        _header(wire.KEY_HEADER).cast("string").alias("own_key"),
+    )
+    computed, _ = _fingerprints()
+    own_id = F.when(F.col("stamped"), F.col("stamp_id")).alias("own_id")
+    return _stamps(named).select(*records.columns, own_id, "own_key", computed.alias("own_fp"))
+
+
+def is_of(id: Column, stamped: Column, fp: Column, key: Column) -> Column:
+    """Whether a record (`own`) is the one that a row of the lake tells of, which had these then: another one may stand
+    at its place."""
+    return F.coalesce(
+        rule_table.is_its_record(
+            stamped=stamped,
+            same_id=F.col("own_id") == id,
+            bare=F.col("own_id").isNull(),
+            same_content=F.col("own_fp") == fp,
+            same_key=F.col("own_key").isNull() | (F.col("own_key") == key),
+        ),
+        F.lit(False),
     )
 
 
@@ -203,7 +232,7 @@ def ledger(records: DataFrame, frozen_ms: int) -> DataFrame:
         .when(whole & body["entries"].isNotNull(), body["entries"])
         .otherwise(F.array(F.lit(None)).cast(_array_type(LEDGER_SCHEMA)))
     )
-    rows = _each(read, entries, "entry")
+    rows = _each(read, entries, "entry", body["topic_ids"])
     entry = F.col("entry")
     good = _identified(entry) & _all_there(entry, "at", "topic", "ts") & _placed(entry)
     undecoded = _undecoded("ledger record", "entry")
@@ -215,13 +244,14 @@ def ledger(records: DataFrame, frozen_ms: int) -> DataFrame:
         F.when(good, F.lit(ENTERED)).alias("status"),
         F.lit(False).alias("replayed"),
         F.col("position"),
-        batch_of(_unhexed(entry["batch"], wire.ID_BYTES)).alias("batch"),
+        number_of(_unhexed(entry["batch"], wire.ID_BYTES)).alias("batch"),
+        number_of(F.try_element_at("beside", entry["topic"])).alias("topic_id"),
         F.when(~good, undecoded).alias("reject"),
     )
 
 
-def batch_of(id: Column) -> Column:
-    """A number that stands for the id of an atomic batch, as numbers are cheap to carry; null for null."""
+def number_of(id: Column) -> Column:
+    """A number that stands for an id of a batch or a topic, as numbers are cheap to carry; null for null."""
     return F.when(id.isNotNull(), F.xxhash64(id))
 
 
@@ -249,6 +279,7 @@ def answers(records: DataFrame, frozen_ms: int) -> DataFrame:
         (good & F.coalesce(answer["replayed"], F.lit(False))).alias("replayed"),
         F.col("position"),
         F.lit(None).cast("bigint").alias("batch"),
+        F.lit(None).cast("bigint").alias("topic_id"),
         F.when(~good, undecoded).alias("reject"),
     )
 
@@ -264,15 +295,16 @@ def _bodies(records: DataFrame, schema: str, frozen_ms: int) -> DataFrame:
     )
 
 
-def _each(read: DataFrame, items: Column, name: str) -> DataFrame:
-    """A row for each item of a record, with its position and the record's place, and the record's first bytes where it
-    has no items.
+def _each(read: DataFrame, items: Column, name: str, beside: Column | None = None) -> DataFrame:
+    """A row for each item of a record, with its position and the record's place, what is to go `beside` it, and the
+    record's first bytes where it has no items.
 
     In two steps, so that no more than that goes with each item: the record beside each would be quadratic.
     """
     broken = F.when(F.get(items, F.lit(0)).isNull(), F.substring("value", 1, CONTENT_MAX))
-    whole = read.select(*_PLACE, broken.alias("value"), items.alias("items"))
-    return whole.select(*_PLACE, "value", F.posexplode("items").alias("position", name))
+    other = F.lit(None) if beside is None else beside
+    whole = read.select(*_PLACE, broken.alias("value"), items.alias("items"), other.alias("beside"))
+    return whole.select(*_PLACE, "value", "beside", F.posexplode("items").alias("position", name))
 
 
 def _undecoded(record: str, part: str) -> Column:

@@ -42,12 +42,13 @@ class Ends:
     """Where a partition's log begins and ends.
 
     `high_watermark` was read before `last_stable`: at `last_stable >= high_watermark` everything that stood there
-    is decided.
+    is decided. `leader_epoch` is that of the leader that told `last_stable`, -1 where it told none.
     """
 
     log_start: int
     high_watermark: int
     last_stable: int
+    leader_epoch: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,50 @@ class Broker:
         # What failed once is not waited for again.
         stable = self._offsets(list(high), spec.latest(), "READ_COMMITTED", strict=strict)
         start = self._offsets(list(stable), spec.earliest(), "READ_UNCOMMITTED", strict=strict)
-        return {place: Ends(start[place], high[place], stable[place]) for place in start}
+        return {place: Ends(start[place][0], high[place][0], *stable[place]) for place in start}
+
+    def diverged(self, positions: Mapping[Place, tuple[int, int]]) -> dict[Place, int]:
+        """Where the logs of these partitions stopped being what was read of them, without those that are the same.
+
+        A position is the offset up to which a log was read, and the leader epoch of that time. A leader of a later
+        epoch tells where the records of that epoch end in its log (OffsetsForLeaderEpoch, KIP-320): a consumer asks
+        it before it reads on from such a position.
+        """
+        if not positions:
+            return {}
+        optional = self._jvm.java.util.Optional
+        metadata = self._kafka.clients.consumer.OffsetAndMetadata
+        patience = self._jvm.java.time.Duration.ofMillis(CALL_MS)
+        found: dict[Place, int] = {}
+        with self._consumer() as consumer:
+            handles = {place: self._place(place) for place in positions}
+            assigned = self._list(handles.values())
+            consumer.assign(assigned)
+            # A position is checked only where the consumer has heard of a leader.
+            self._call(lambda: consumer.endOffsets(assigned, patience))
+            for place, (offset, epoch) in positions.items():
+                consumer.seek(handles[place], metadata(offset, optional.of(epoch), ""))
+            for handle in handles.values():
+                while (cut := self._cut_off(consumer, handle, patience)) is not None:
+                    found |= {other: agreed for other, agreed in cut.items() if agreed is not None}
+                    for other in cut:
+                        consumer.seek(handles[other], positions[other][0])
+        return {place: found[place] for place in positions if place in found}
+
+    def _cut_off(self, consumer: Any, handle: Any, patience: Any) -> dict[Place, int | None] | None:
+        """None where a consumer may read on from its position; else which positions it must not read on from, and
+        from where it may, if that is known."""
+        try:
+            consumer.position(handle, patience)
+        except Py4JJavaError as error:
+            cause = error.java_exception
+            if cause.getClass().getSimpleName() != "LogTruncationException":
+                raise self._no_answer(error) from error
+            told = {(one.topic(), one.partition()): None for one in cause.offsetOutOfRangePartitions()}
+            diverged = cause.divergentOffsets()
+            known = {(one.topic(), one.partition()): int(diverged[one].offset()) for one in diverged}
+            return {**told, **known}
+        return None
 
     def stamps(self, places: dict[Place, int], wait_ms: int = 5_000) -> dict[Place, int]:
         """Timestamp (ms) of the first record at or after each of these offsets, committed or not.
@@ -281,8 +325,10 @@ class Broker:
         finally:
             consumer.close(self._jvm.java.time.Duration.ofMillis(1000))
 
-    def _offsets(self, places: Sequence[Place], spec: Any, isolation: str, *, strict: bool) -> dict[Place, int]:
-        """The offset that a ListOffsets request answers for each place."""
+    def _offsets(
+        self, places: Sequence[Place], spec: Any, isolation: str, *, strict: bool
+    ) -> dict[Place, tuple[int, int]]:
+        """The offset that a ListOffsets request answers for each place, and the leader epoch, -1 for none."""
         level = getattr(self._kafka.common.IsolationLevel, isolation)
         handles = {place: self._place(place) for place in places}
         wanted = self._jvm.java.util.HashMap()
@@ -296,7 +342,7 @@ class Broker:
             handles,
             strict=strict,
         )
-        return {place: int(answer.offset()) for place, answer in told.items()}
+        return {place: (int(answer.offset()), int(answer.leaderEpoch().orElse(-1))) for place, answer in told.items()}
 
     def _config(self, more: Mapping[str, str]) -> Any:
         made = self._jvm.java.util.HashMap()
@@ -351,10 +397,13 @@ class Broker:
         try:
             return request()
         except Py4JJavaError as error:
-            raise CannotRun(
-                f"Kafka at FENCEPOST_KAFKA={self._bootstrap!r} did not answer: {reason(error)}; "
-                "check that the brokers are up, and that the address, the protocol and the credentials are right"
-            ) from error
+            raise self._no_answer(error) from error
+
+    def _no_answer(self, error: Py4JJavaError) -> CannotRun:
+        return CannotRun(
+            f"Kafka at FENCEPOST_KAFKA={self._bootstrap!r} did not answer: {reason(error)}; "
+            "check that the brokers are up, and that the address, the protocol and the credentials are right"
+        )
 
 
 def _slices(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:

@@ -6,6 +6,7 @@ ends with the report that it would have had.
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final, Protocol
@@ -38,6 +39,7 @@ class Cluster(Protocol):
     def ends(self, places: Sequence[Place], *, strict: bool = True) -> dict[Place, Ends]: ...
     def stamps(self, places: dict[Place, int]) -> dict[Place, int]: ...
     def holders(self, places: Sequence[Place]) -> dict[Place, Holder]: ...
+    def diverged(self, positions: Mapping[Place, tuple[int, int]]) -> dict[Place, int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +65,14 @@ class Log:
     """One partition in a run: a row of `progress`. Times in ms since the epoch.
 
     `first`: from where it was ever read; `start` and `end`: what this run reads; `since_ms`: when a topic made anew
-    was first seen, else 0; `complete_ms`: every record appended after it was read (0: every record ever);
+    was first seen, else 0; `complete_ms`: every record appended after it was read, of ledger and journal; 0 of data;
     `decided_ms`: every record appended before it lies below `end`; `holder`: the transaction that holds `end` up.
     `later_end`: its high watermark, for a data log listed after the ends of ledger and journal, and the largest offset
     where an open transaction holds the log up; `guarantees`: of a data topic, by offset; `heard_run`: the last run at
     whose freeze nothing stood in the log that is not read by now (0: none); `mark_run` and `mark_end`: a run at which
-    something did, and where the log ended then.
+    something did, and where the log ended then. `first_ms`: the timestamp of the record at offset 0, or, while there is
+    none, of the plan; 0 where that is not known, as for a log that begins later; `leader_epoch`: of the leader that
+    told `end`, or -1.
     """
 
     role: str
@@ -92,13 +96,15 @@ class Log:
     heard_run: int = 0
     mark_run: int = 0
     mark_end: int = 0
+    first_ms: int = 0
+    leader_epoch: int = -1
 
     @property
     def place(self) -> Place:
         return self.topic, self.partition
 
 
-_MARKS: Final = ("heard_run", "mark_run", "mark_end")
+_MARKS: Final = ("heard_run", "mark_run", "mark_end", "first_ms")
 
 
 @dataclass(frozen=True)
@@ -145,14 +151,15 @@ class Plan:
         head: Mapping[str, Any] | None = None
         for row in rows:
             head = row
-            apart = ("gaps", "holder", "guarantees", "later_end", *_MARKS)
+            apart = ("gaps", "holder", "guarantees", "later_end", "leader_epoch", *_MARKS)
             values = {name: row[name] for name in Log.__dataclass_fields__ if name not in apart}
             gaps = tuple(Gap(gap["first"], gap["last"], gap["cause"], gap["seen_ms"]) for gap in row["gaps"])
             holder = Holder(**row["holder"]) if row["holder"] else None
             # Lakes of before have no such columns.
             guarantees = tuple(Promise(one["first"], one["guarantee"]) for one in row.get("guarantees") or ())
-            later_end = row.get("later_end")
+            later_end, epoch = row.get("later_end"), row.get("leader_epoch")
             values["later_end"] = row["high_watermark"] if later_end is None else later_end
+            values["leader_epoch"] = -1 if epoch is None else epoch
             values |= {name: row.get(name) or 0 for name in _MARKS}
             logs.append(Log(**values, gaps=gaps, holder=holder, guarantees=guarantees))
         return None if head is None else cls(head["run"], head["frozen_ms"], head["options"], tuple(logs))
@@ -164,7 +171,10 @@ def spans_of(logs: Iterable[Log], role: str) -> dict[Place, Span]:
 
 
 _ASK: Final = -1
-"""A `complete_ms` that has still to be asked for."""
+"""A `complete_ms` or `first_ms` that has still to be asked for."""
+
+_ASK_TOPIC: Final = -2
+"""A `complete_ms` that has still to be asked for, of a log that has all records since its topic was made."""
 
 Discover = Callable[[Sequence[Log], Sequence[str]], set[str]]
 """Those of the topics that what is to be read of the ledger and the journal names."""
@@ -275,6 +285,7 @@ def freeze(
     compacted = cluster.compacted(sorted({log.topic for log in logs if log.role == DATA}))
     logs = [replace(log, compacted=log.compacted or log.topic in compacted) for log in logs]
     logs = _complete(cluster, logs, now_ms)
+    logs = _begun(cluster, logs, now_ms)
     logs = _capped(logs, settings.options.max_records)
     logs = _decided(cluster, logs, now_ms)
     logs = [_promised(settings, before, log) for log in logs]
@@ -309,11 +320,31 @@ def _frozen(
         there = [described[name] for name in names if name in described]
         found[role] = found.get(role, {}) | cluster.ends(places_of(there))
     topics = described | maybe
+    diverged = _diverged(
+        cluster, before.logs if before else (), topics, {**found[DATA], **found[LEDGER], **found[REQUESTS]}
+    )
     return [
-        _next_log(before, role, topics[place[0]], place, ends, now_ms)
+        _next_log(before, role, topics[place[0]], place, ends, diverged.get(place), now_ms)
         for role, places in found.items()
         for place, ends in places.items()
     ]
+
+
+def _diverged(
+    cluster: Cluster, logs: Iterable[Log], topics: Mapping[str, Topic], now: Mapping[Place, Ends]
+) -> dict[Place, int]:
+    """Where logs stopped being what was read of them, of those that have another leader, or one of another epoch."""
+    return cluster.diverged(
+        {
+            log.place: (log.end, log.leader_epoch)
+            for log in logs
+            if log.place in now
+            and log.life == topics[log.topic].life
+            and log.end > 0
+            and -1 not in (log.leader_epoch, now[log.place].leader_epoch)
+            and log.leader_epoch != now[log.place].leader_epoch
+        }
+    )
 
 
 def _carried_as(log: Log, wanted: Callable[[str], bool]) -> str:
@@ -372,18 +403,32 @@ def shifted(plan: Plan, before: Plan | None) -> bool:
 def readable(cluster: Cluster, plan: Plan) -> bool:
     """Whether all that a plan wants to read is still in the logs, which go on while nobody carries it out."""
     logs = [log for log in plan.logs if log.audited and log.start < log.end]
-    lives = {name: topic.life for name, topic in cluster.describe(sorted({log.topic for log in logs})).items()}
-    if any(lives.get(log.topic) != log.life for log in logs):
+    topics = cluster.describe(sorted({log.topic for log in logs}))
+    if any(log.topic not in topics or topics[log.topic].life != log.life for log in logs):
         return False
     ends = cluster.ends([log.place for log in logs]) if logs else {}
-    return all(ends[log.place].log_start <= log.start and log.end <= ends[log.place].last_stable for log in logs)
+    there = all(ends[log.place].log_start <= log.start and log.end <= ends[log.place].last_stable for log in logs)
+    return there and not _diverged(cluster, logs, topics, ends)
 
 
-def _next_log(before: Plan | None, role: str, topic: Topic, place: Place, ends: Ends, now_ms: int) -> Log:
-    """A partition's place in this run, from where the last run left it."""
+def vanished(plan: Plan, before: Plan | None) -> dict[Place, Span]:
+    """What was read of the data before, and stands in the logs no more since the run before: it is no evidence."""
+    known = {log.place: set(log.gaps) for log in before.logs} if before else {}
+    return {
+        log.place: (gap.first, gap.last)
+        for log in plan.of(DATA)
+        for gap in log.gaps
+        if gap.cause == TRUNCATED and gap not in known.get(log.place, ())
+    }
+
+
+def _next_log(
+    before: Plan | None, role: str, topic: Topic, place: Place, ends: Ends, diverged: int | None, now_ms: int
+) -> Log:
+    """A partition's place in this run, from where the last run left it, or from where it is another log since."""
     last = next((log for log in before.logs if log.place == place), None) if before else None
-    # A log that begins after its first offset, read for the first time: known from its oldest record on.
-    complete_ms = 0 if ends.log_start == 0 else _ASK
+    # What is read for the first time is known from its oldest record on: a ledger may have been made after the data.
+    complete_ms = 0 if role == DATA else _ASK if ends.log_start else _ASK_TOPIC
     log = Log(
         role=role,
         topic=place[0],
@@ -399,32 +444,47 @@ def _next_log(before: Plan | None, role: str, topic: Topic, place: Place, ends: 
         high_watermark=ends.high_watermark,
         complete_ms=complete_ms,
         decided_ms=now_ms,
+        first_ms=0 if ends.log_start else _ASK,
+        leader_epoch=ends.leader_epoch,
     )
-    if last is None:
+    if before is None or last is None:
         return log
     if rule_table.is_made_anew(last.life, topic.life):
         gap = Gap(last.end, last.end, RECREATED, now_ms)
         return replace(log, since_ms=now_ms, complete_ms=now_ms, gaps=(*last.gaps, gap))
-    kept = replace(
+    return _without_what_went_away(_gone_on(log, last, before.frozen_ms, ends), last, ends, diverged, now_ms)
+
+
+def _gone_on(log: Log, last: Log, before_ms: int, ends: Ends) -> Log:
+    """A log of this run as it goes on from the `last` run, which was at `before_ms`."""
+    return replace(
         log,
         # What compaction took, it took, also of a topic that is compacted no more.
         compacted=last.compacted,
         since_ms=last.since_ms,
         first=last.first,
         start=last.end,
-        complete_ms=last.complete_ms,
+        # Lakes of before have 0 for a log that began at offset 0, whenever that was.
+        complete_ms=last.complete_ms or (0 if ends.log_start else log.complete_ms),
         gaps=last.gaps,
         heard_run=last.heard_run,
         mark_run=last.mark_run,
         mark_end=last.mark_end,
+        first_ms=last.first_ms if last.first_ms and last.high_watermark else log.first_ms,
     )
+
+
+def _without_what_went_away(log: Log, last: Log, ends: Ends, diverged: int | None, now_ms: int) -> Log:
+    """A log that goes on, with gaps for what a new leader does not have and for what retention took unread."""
+    agreed = rule_table.agrees_to(ends.last_stable, diverged, last.end)
+    if rule_table.is_cut_off(agreed, last.end):
+        gaps = (*log.gaps, Gap(agreed, last.end, TRUNCATED, now_ms))
+        complete_ms = 0 if log.role == DATA else now_ms
+        log = replace(log, start=max(agreed, ends.log_start), complete_ms=complete_ms, gaps=gaps)
     if rule_table.is_eaten(ends.log_start, last.end):
-        gap = Gap(last.end, ends.log_start, RETENTION, now_ms)
-        return replace(kept, start=ends.log_start, complete_ms=complete_ms, gaps=(*last.gaps, gap))
-    if ends.last_stable < last.end:
-        gap = Gap(ends.last_stable, last.end, TRUNCATED, now_ms)
-        return replace(kept, start=ends.last_stable, complete_ms=now_ms, gaps=(*last.gaps, gap))
-    return kept
+        gaps = (*log.gaps, Gap(last.end, ends.log_start, RETENTION, now_ms))
+        log = replace(log, start=ends.log_start, complete_ms=0 if log.role == DATA else _ASK, gaps=gaps)
+    return log
 
 
 def _ended_later(cluster: Cluster, logs: list[Log]) -> list[Log]:
@@ -464,18 +524,41 @@ def ended(plan: Plan) -> dict[Place, int]:
 
 
 def _complete(cluster: Cluster, logs: list[Log], now_ms: int) -> list[Log]:
-    """The logs with `complete_ms` where that is the timestamp of the oldest record.
+    """The logs with `complete_ms` where that has still to be asked for: by their oldest records.
 
     The record itself is read: after DeleteRecords a broker may know no offset for any timestamp, though there is one.
-    Nobody asks it of data.
     """
-    asked = {
-        log.place: log.start
-        for log in logs
-        if log.complete_ms == _ASK and log.role != DATA and log.start < log.high_watermark
-    }
+    unknown = [log for log in logs if log.complete_ms in (_ASK, _ASK_TOPIC)]
+    begins = {log.place: log.start if log.complete_ms == _ASK else 0 for log in unknown}
+    asked = {log.place: begins[log.place] for log in unknown if begins[log.place] < log.high_watermark}
     stamps = cluster.stamps(asked) if asked else {}
-    return [replace(log, complete_ms=stamps.get(log.place, now_ms)) if log.complete_ms == _ASK else log for log in logs]
+    oldest = {place: stamps.get(place, now_ms) for place in begins}
+    of_topics: dict[str, list[int]] = {}
+    for log in logs:
+        if log.role != DATA and log.first == 0:
+            of_topics.setdefault(log.topic, []).append(oldest.get(log.place, log.complete_ms))
+
+    def known_since(log: Log) -> int:
+        whole = log.complete_ms == _ASK_TOPIC
+        return rule_table.known_since(oldest[log.place], of_topics.get(log.topic, []), whole=whole)
+
+    return [replace(log, complete_ms=known_since(log)) if log.place in oldest else log for log in logs]
+
+
+def _begun(cluster: Cluster, logs: list[Log], now_ms: int) -> list[Log]:
+    """The logs with `first_ms` where it has still to be asked for; nobody asks it but of data.
+
+    A timestamp that has still to come is its writer's mistake, and tells nothing.
+    """
+    unknown = [log for log in logs if log.first_ms == _ASK]
+    empty = {log.place: now_ms for log in unknown if not log.high_watermark}
+    asked = {log.place: 0 for log in unknown if log.role == DATA and log.high_watermark}
+    stamps: dict[Place, int] = {}
+    if asked:
+        with suppress(CannotRun):  # retention may have taken the record in the meantime
+            stamps = {place: ms for place, ms in cluster.stamps(asked).items() if ms <= now_ms}
+    known = empty | stamps
+    return [replace(log, first_ms=known.get(log.place, 0)) if log.first_ms == _ASK else log for log in logs]
 
 
 def _promised(settings: Settings, before: Plan | None, log: Log) -> Log:

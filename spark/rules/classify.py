@@ -10,7 +10,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import Guarantee
 from spark import rule_table
-from spark.reading.decode import EVENT, REJECT
+from spark.reading.decode import EVENT, REJECT, number_of
 from spark.reading.planning import DATA, LEDGER, REQUESTS, Plan
 from spark.rule_table import LOST, PENDING, THERE
 from spark.settings import OFFSETS_MOST, Settings, glob_regex
@@ -21,6 +21,7 @@ CATEGORIES: Final = ("delivered_once", "duplicated", "conflicted", "lost", "pend
 
 _BOUND: Final = (
     "struct<first: bigint, end: bigint, later_end: bigint, since_ms: bigint, compacted: boolean, "
+    "topic_id: string, first_ms: bigint, "
     "gaps: array<struct<first: bigint, last: bigint, cause: string>>>"
 )
 _SLOT: Final = "struct<complete_ms: bigint, heard_run: bigint>"
@@ -66,6 +67,8 @@ def evidence(plan: Plan, settings: Settings) -> Evidence:
                 "later_end": log.later_end,
                 "since_ms": log.since_ms,
                 "compacted": log.compacted,
+                "topic_id": log.life,
+                "first_ms": log.first_ms,
                 "gaps": [
                     {"first": gap.first, "last": gap.last, "cause": gap.cause}
                     for gap in log.gaps
@@ -213,7 +216,14 @@ def _fate(claim: Column, seen: Evidence) -> Column:
     return rule_table.fate(
         there=held | capped | ~seen.audited(claim["topic"]),
         no_log=F.when(bound.isNull(), rule_table.of_no_log(ripe)),
-        anew=rule_table.is_of_another_life(claim["seen_ms"], bound["since_ms"]),
+        anew=rule_table.is_of_another_life(
+            claim["topic_id"],
+            number_of(bound["topic_id"]),
+            claim["seen_ms"],
+            bound["since_ms"],
+            bound["first_ms"],
+            ripe,
+        ),
         below=rule_table.is_below(offset, bound["first"]),
         gap=F.get(gaps, F.lit(0))["cause"],
         waiting=rule_table.is_waiting(

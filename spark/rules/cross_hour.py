@@ -9,7 +9,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from service.contract import wire
 from spark import rule_table
 from spark.reading import wire_expressions
-from spark.reading.decode import EVENT, batch_of
+from spark.reading.decode import EVENT, number_of
 from spark.rules import findings
 from spark.rules.classify import Evidence
 from spark.tables import deliveries, hours, lake
@@ -284,4 +284,4 @@ def _is_of(caller: Column) -> Column:
         ),
         wire.ID_BYTES,
     )
-    return (id == F.col("id")) | F.coalesce(batch_of(id) == F.col("batch"), F.lit(False))
+    return (id == F.col("id")) | F.coalesce(number_of(id) == F.col("batch"), F.lit(False))

@@ -161,7 +161,7 @@ def of_places(rows: DataFrame, scope: str) -> DataFrame:
 
 def unkeyed(rows: DataFrame, seen: Evidence) -> DataFrame:
     """state.ROW → lake.FINDING: records without either header, by partition."""
-    nameless = rows.where((F.col("kind") == UNKEYED) & seen.audited(F.col("topic")))
+    nameless = rows.where((F.col("kind") == UNKEYED) & (F.col("count") > 0) & seen.audited(F.col("topic")))
     named = {"first": F.col("offset"), "last": F.col("offset"), "cause": F.lit(None).cast("string")}
     return _by_partition(nameless.withColumns(named), HOUR)
 

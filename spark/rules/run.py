@@ -112,7 +112,7 @@ class Judgement:
         twice = findings.sums(classify.plainly(many.where("plain = 1"), self.seen)).collect()
         balance.replace(touched, sums, twice)
         if any(row["rejects"] for row in sums):
-            rejects = rows.where((F.col("run") == self.plan.run) & (F.col("kind") == REJECT) & (F.col("plain") == 0))
+            rejects = rows.where((F.col("run") == self.plan.run) & (F.col("kind") == REJECT) & (F.col("count") > 0))
             told = rejects.withColumn("seen_ms", F.col("last_ms")).select("*", "reject.*").select(*lake.REJECT)
             self.lake.append("rejects", told.coalesce(1), self.plan.run)
         return judged

@@ -56,6 +56,7 @@ ROW: Final = {
     "record_key": "bigint",
     "key": "string",
     "batch": "bigint",
+    "topic_id": "bigint",
     "reject": REJECTED,
     "was_past_end": "boolean",
     "elsewhere": "boolean",
@@ -70,9 +71,9 @@ only numbers have to be read again. Partition and offset are null for what is kn
 `entered_ms` and `answered_ms` are when ledger and journal first named the place, `unsure_ms` when the last 202 or 504
 was journaled, `freed_ms` when the last 503 was, null if a 202 or 504 follows it. From `copied_ms` (its timestamp) and
 `copied_at` (its acceptance) on it is the record itself; `keyed`: whether it has a record key, for which `record_key`
-stands; `batch` stands for the atomic batch of its ledger entry. `was_past_end`: the log had not come as far as the
-place when all was read that named it, so that it never had the record; `elsewhere`: of a 202 or 504 without a place,
-whether another hour's rows tell what became of it.
+stands; `batch` stands for the atomic batch of its ledger entry, `topic_id` for the id of its topic by the last entry.
+`was_past_end`: the log had not come as far as the place when all was read that named it, so that it never had the
+record; `elsewhere`: of a 202 or 504 without a place, whether another hour's rows tell what became of it.
 """
 
 WRITTEN: Final = "entries_count + answered_201 + answered_202 + answered_504 > 0"
@@ -117,7 +118,8 @@ COPY_FIELDS: Final = (
     "slot: int, pid: bigint, epoch: int, instance: string, stamped: boolean, derived: boolean"
 )
 CLAIM_FIELDS: Final = (
-    "seen_ms: bigint, accepted_ms: bigint, topic: string, partition: int, offset: bigint, was_past_end: boolean"
+    "seen_ms: bigint, accepted_ms: bigint, topic: string, partition: int, offset: bigint, topic_id: bigint, "
+    "was_past_end: boolean"
 )
 FINGERPRINT_FIELDS: Final = "fp: binary, alt: binary"
 
@@ -272,13 +274,33 @@ def told(testimony: DataFrame, parts: int | None = None) -> DataFrame:
         F.min(F.when(status == ENTERED, F.greatest("ts", "at"))).alias("entered_ms"),
         F.min(F.when(answered & placed, F.col("ts"))).alias("answered_ms"),
         F.min("batch").alias("batch"),
+        F.max_by("topic_id", F.when(status == ENTERED, F.col("ts"))).alias("topic_id"),
         F.shiftright(unsure, _POSITION_BITS).alias("unsure_ms"),
         F.when(unsure.isNull() | (freed > unsure), F.shiftright(freed, _POSITION_BITS)).alias("freed_ms"),
     )
 
 
-def merged() -> dict[str, Column]:
-    """ROW columns of a row that is `there` and a `new` one of the same place, as one row."""
+def without(rows: DataFrame, there: DataFrame, spans: Mapping[tuple[str, int], tuple[int, int]], run: int) -> DataFrame:
+    """ROWs to be merged → the same, and rows for the records that are `there` between these offsets, with `vanished`.
+
+    Such a record stands in its log no more: a leader without it was elected. What is said of its place stays.
+    """
+    within = F.lit(False)
+    for (topic, partition), (first, end) in spans.items():
+        place = (F.col("topic") == topic) & (F.col("partition") == partition)
+        within = within | (place & (F.col("offset") >= first) & (F.col("offset") < end))
+    gone = there.where(within & (F.col("count") > 0)).select(*PLACE, F.lit(True).alias("gone"))
+    joined = rows.join(gone, list(PLACE), "full_outer")
+    columns = {"run": F.lit(run), **{name: F.coalesce(name, F.lit(0)) for name in ("plain", *SUMS)}}
+    return joined.select(
+        *(columns.get(name, F.col(name)).cast(kind).alias(name) for name, kind in ROW.items()),
+        F.coalesce("gone", F.lit(False)).alias("vanished"),
+    )
+
+
+def merged(*, vanished: bool = False) -> dict[str, Column]:
+    """ROW columns of a row that is `there` and a `new` one of the same place, as one row; without the record of the
+    former where that has `vanished`."""
 
     def pair(name: str) -> tuple[Column, Column]:
         return F.col(f"there.{name}"), F.col(f"new.{name}")
@@ -287,7 +309,12 @@ def merged() -> dict[str, Column]:
     one = {name: pair(name)[0] + pair(name)[1] for name in SUMS}
     one |= {name: F.least(*pair(name)) for name in LEAST}
     one |= {name: F.greatest(*pair(name)) for name in GREATEST}
-    one |= {name: F.coalesce(*pair(name)) for name in RECORD}
+    # Where both have a record the topic was made anew, or cut off: the later one stands in it.
+    later = F.col("new.copied_ms").isNotNull()
+    one |= {name: F.when(later, pair(name)[1]).otherwise(F.coalesce(*pair(name))) for name in RECORD}
+    if vanished:
+        one |= {name: F.col(f"new.{name}") for name in ("count", *RECORD)}
+    one["topic_id"] = F.coalesce(F.col("new.topic_id"), F.col("there.topic_id"))
     freed, unsure = F.greatest(*pair("freed_ms")), one["unsure_ms"]
     one["freed_ms"] = F.when(unsure.isNull() | (freed >= unsure), freed)
     one["plain"] = _plain(one, one["stamped"], "there.").cast("tinyint")
@@ -417,7 +444,7 @@ def _derived() -> Column:
 def _claim(seen_ms: str) -> Column:
     """The place of a row as the ledger or the journal named it, null where it did not."""
     past = F.coalesce("was_past_end", F.lit(False)).alias("was_past_end")
-    place = F.struct(F.col(seen_ms).alias("seen_ms"), "accepted_ms", "topic", "partition", "offset", past)
+    place = F.struct(F.col(seen_ms).alias("seen_ms"), "accepted_ms", "topic", "partition", "offset", "topic_id", past)
     return F.when(F.col(seen_ms).isNotNull(), place)
 
 

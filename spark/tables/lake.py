@@ -71,6 +71,8 @@ PROGRESS: Final = {
     "heard_run": "bigint",
     "mark_run": "bigint",
     "mark_end": "bigint",
+    "first_ms": "bigint",
+    "leader_epoch": "int",
 }
 
 PUBLISHED: Final = {"finding_id": "string", "value": "string", "sent": "boolean"}
@@ -184,21 +186,16 @@ class Lake:
         """Merge ROWs, one a place of an id and hour, into the `deliveries` that are there, unless this run did.
 
         `hours` (`yyyy-MM-dd HH:mm:ss`, UTC) are all hours of the rows: as literals in the condition they keep Delta
-        from reading any other.
+        from reading any other. Rows may have what `deliveries.without` adds to them.
         """
         there = sql(hours).replace("accepted_hour", "there.accepted_hour", 1)
+        place = " AND ".join([there, *(f"there.{name} <=> new.{name}" for name in deliveries.PLACE)])
+        table = DeltaTable.forPath(self.spark, self.path("deliveries")).alias("there")
         with self.once(run):
-            (
-                DeltaTable.forPath(self.spark, self.path("deliveries"))
-                .alias("there")
-                .merge(
-                    rows.alias("new"),
-                    " AND ".join([there, *(f"there.{name} <=> new.{name}" for name in deliveries.PLACE)]),
-                )
-                .whenMatchedUpdate(set=dict(deliveries.merged()))
-                .whenNotMatchedInsertAll()
-                .execute()
-            )
+            merge = table.merge(rows.alias("new"), place)
+            if "vanished" in rows.columns:
+                merge = merge.whenMatchedUpdate("new.vanished", set=dict(deliveries.merged(vanished=True)))
+            merge.whenMatchedUpdate(set=dict(deliveries.merged())).whenNotMatchedInsertAll().execute()
 
     def rename(self, rows: DataFrame, hours: list[str], run: int) -> None:
         """Give rows of `deliveries` another id (`named`), as if this run had read them so. Doing it again does nothing.

@@ -21,7 +21,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings
 from spark.errors import CannotRun
-from spark.reading import source, wire_expressions
+from spark.reading import decode, source, wire_expressions
 from spark.reading.decode import EVENT, drawn_in
 from spark.reading.kafka_admin import Broker, Place
 from spark.reading.planning import DATA, Log, Plan
@@ -195,15 +195,18 @@ def _starts(broker: Broker, logs: Iterable[Log]) -> dict[Place, int]:
 
 
 def _candidates(rows: DataFrame, topic: str) -> DataFrame:
-    """state.ROW → `id, late, timestamp, partition, offset, accepted_at`: the first copy in the topic of each id."""
+    """state.ROW → `id, late, timestamp, partition, offset, accepted_at, stamped, fp, named_key`: the first copy in the
+    topic of each id."""
     copies = rows.where((F.col("kind") == EVENT) & (F.col("topic") == topic) & (F.col("count") > 0))
     columns = {
         "late": F.when(F.col("entries_count") > 0, 0).otherwise(1),
         "timestamp": F.col("copied_ms"),
         # Without a header of ours it is the timestamp: the record's own, whatever the run made of it.
         "accepted_at": F.when(F.col("stamped"), F.col("copied_at")),
+        "named_key": F.col("key"),
     }
-    order = F.struct(*(columns.get(name, F.col(name)).alias(name) for name in (*_ORDER, "accepted_at")))
+    names = (*_ORDER, "accepted_at", "stamped", "fp", "named_key")
+    order = F.struct(*(columns.get(name, F.col(name)).alias(name) for name in names))
     return copies.groupBy("id").agg(F.min(order).alias("first")).select("id", "first.*")
 
 
@@ -248,10 +251,11 @@ def _flat(begins: dict[int, int]) -> list[Column]:
 
 
 def _filled(changes: DataFrame, records: DataFrame) -> DataFrame:
-    """Changes with their records, in COLUMNS and `change`; one whose record is gone is left out."""
+    """Changes with their records, in COLUMNS and `change`; one whose record is gone, or another by now, is left out."""
     where = ["partition", "offset"]
-    told = changes.select(*where, "id", "late", "accepted_at", "change")
-    joined = told.join(records, where, "left").where((F.col("change") == _ENTERED) | F.col("topic").isNotNull())
+    told = changes.select(*where, "id", "late", "accepted_at", "change", "stamped", "fp", "named_key")
+    its = decode.is_of(F.col("id"), F.col("stamped"), F.col("fp"), F.col("named_key"))
+    joined = told.join(decode.own(records), where, "left").where((F.col("change") == _ENTERED) | its)
     made = joined.withColumns(
         {
             "timestamp": F.timestamp_millis("timestamp_ms"),

@@ -14,7 +14,16 @@ from pyspark.sql import SparkSession
 from spark.report import document
 from spark.rules.classify import evidence, judge
 from spark.tables import deliveries
-from tests.spark import test_balance, test_clients, test_offsets, test_times, test_unsure, test_verdict, test_window
+from tests.spark import (
+    test_balance,
+    test_clients,
+    test_offsets,
+    test_times,
+    test_unsure,
+    test_verdict,
+    test_view,
+    test_window,
+)
 from tests.spark.mutants import (
     BALANCES,
     CAUSES,
@@ -24,6 +33,7 @@ from tests.spark.mutants import (
     STATES,
     TIMES,
     VERDICTS,
+    VIEWS,
     WINDOWS,
     Mutant,
     alive,
@@ -64,6 +74,7 @@ CHECKS: Final[Mapping[str, Callable[[SparkSession], None]]] = {
     TIMES: test_times.test_a_time_that_cannot_be_meant_is_none,
     HOURS: test_unsure.test_what_other_hours_tell_of_an_unsure_answer,
     WINDOWS: test_window.test_which_findings_stand,
+    VIEWS: test_view.test_a_record_is_of_a_row_by_what_it_says_itself,
     BALANCES: lambda spark: test_balance.test_an_hour_with_open_verdicts_is_looked_at_again(),
 }
 

@@ -10,8 +10,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
@@ -21,6 +21,7 @@ from pyspark.sql import SparkSession
 
 from deploy.stack import Kafka
 from spark.errors import CannotRun
+from spark.reading.kafka_admin import Broker, Place
 from spark.tables import view
 from tests.spark import checks
 from tests.spark.mutants import MUTANTS, Mutant, alive
@@ -94,11 +95,29 @@ class Trial:
 
     def _ran(self, lake: str, **options: Any) -> Ran:
         now_ms = FROZEN_MS[self._stage - 1]
-        return run(self._spark, self._world.history, self._root, now_ms, lake=lake, rules=str(self._rules), **options)
+        with _diverging(self._world.diverged(self._stage)):
+            return run(
+                self._spark, self._world.history, self._root, now_ms, lake=lake, rules=str(self._rules), **options
+            )
 
     def _run(self, lake: str, **options: Any) -> Score:
         ran = self._ran(lake, **options)
         return compare(self._world.plants(), self._stage, ran.document, ran.outcome.status)
+
+
+@contextmanager
+def _diverging(where: Mapping[Place, int]) -> Iterator[None]:
+    """Have the broker say that these logs are others from there on, besides what it says itself."""
+    whole = Broker.diverged
+
+    def diverged(self: Broker, positions: Mapping[Place, tuple[int, int]]) -> dict[Place, int]:
+        return {**whole(self, positions), **where}
+
+    setattr(Broker, "diverged", diverged)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(Broker, "diverged", whole)  # noqa: B010
 
 
 def _seeds(spark: SparkSession, bootstrap: str, root: Path, count: int) -> bool:

@@ -9,6 +9,7 @@ from tests.spark.history import Life
 from tests.spark.oracle import LOST, PENDING, THERE, Claim, Place, Planted, Record, Said
 from tests.spark.script import (
     ALWAYS_LOST,
+    BEGUN_MS,
     DUAL,
     EXPIRED,
     FOREIGN,
@@ -252,6 +253,10 @@ class Script(Copies):
         for age, fate in ((GRACE_MS, "phantom"), (GRACE_MS - 1, PENDING)):
             late = self.plant("phantom-late", accepted=False, phantom=(fate, "phantom", "phantom"))
             sent(late, self.past(), self.life(self.slot), ts=FROZEN_MS[0] - age)
+        # Mirrored with its headers into a cluster whose ledger, or journal, is younger than that.
+        for at, fates in ((BEGUN_MS - 1, gap), (BEGUN_MS, always)):
+            for topic in (self.orders, self.telemetry):
+                sent(self.plant("mirrored", accepted=False, phantom=fates), at, ts=self.past(), topic=topic)
         # The ledger of this slot begins with `kept`: what is older cannot be judged by it.
         at = FROZEN_MS[0] - 2 * HOUR_MS
         for _ in range(self.chance.randrange(1, 4)):
@@ -352,6 +357,8 @@ class Script(Copies):
         )
         self.anew_after.stage = self.anew_after.visible = 2
 
+        self.made_anew(filled)
+        self.truncated(filled)
         for record in filled(self.absent, 2, 1):
             unread(record, "topic_gone")
         young = self.plant("absent-young", accepted=True)
@@ -371,6 +378,86 @@ class Script(Copies):
         torn = self.plant("torn")
         self.claim(torn, lambda: second.place, always("compacted"))
         self.claim(torn, lambda: (self.orders, 0, 4_000_000), ALWAYS_LOST)
+
+    def made_anew(self, filled: Callable[[str, int, int], list[Record]]) -> None:
+        """Topics of whose former life no run has seen anything: what was promised in it nobody can know."""
+        always: Said = ("recreated", "recreated", "recreated")
+        since: Said = ("topic_gone", "recreated", "recreated")
+        after = FROZEN_MS[0] - HOUR_MS // 2
+
+        def promised(topic: str, fates: Said) -> None:
+            """By entries with the topic's id and without, as by earlier releases; some of them by answers as well."""
+            records = filled(topic, self.chance.randrange(2, 5), 1)
+            for nth, record in enumerate(records):
+                record.visible, record.named = None, bool(nth % 2)
+                planted = next(one for one in self.plants.ids if record in one.copies)
+                planted.claims.append(Claim("ledger", lambda record=record: record.place, fates))  # type: ignore[misc]
+                self.answer(planted, *self.chance.choice(((), (201,))))
+            # The answer of a topic that has no ledger.
+            told = self.plant("answered-before")
+            told.claims.append(Claim("answer", lambda: (topic, 0, 700), fates))
+            self.answer(told, 201, at=records[0].at, topic=topic, place=told.claims[0].place)
+
+        def began(topic: str, ts: int, stage: int) -> Record:
+            """The first record of its new life."""
+            first = self.record(self.plant("anew-first"), self.life(), ts, ts=ts, topic=topic, value=self.content())
+            first.stage = first.visible = stage
+            return first
+
+        promised(self.reborn, always)
+        self.reborn_first = began(self.reborn, after, 1)
+
+        # Its new life's first record may have a later timestamp than what was promised in it: the id tells.
+        def missing(n: int) -> Callable[[], Place]:
+            return lambda: (self.reborn, 0, n)
+
+        self.claim(self.plant("reborn-lost"), missing(6_000_000), (None, LOST, LOST), at=after - 9, stage=2)
+        self.claim(
+            self.plant("reborn-unnamed"),
+            missing(6_000_001),
+            (None, "recreated", "recreated"),
+            at=after - 9,
+            stage=2,
+            topic_id="",
+        )
+        self.claim(
+            self.plant("reborn-later"), missing(6_000_002), (None, LOST, LOST), at=after + 9, stage=2, topic_id=""
+        )
+        self.claim(
+            self.plant("reborn-other"),
+            missing(6_000_003),
+            (None, "recreated", "recreated"),
+            at=after + 9,
+            stage=2,
+            topic_id="AAAAAAAAQACAAAAAAAAAAQ",
+        )
+        promised(self.returned, since)
+        self.returned_first = began(self.returned, FROZEN_MS[1] - HOUR_MS // 2, 2)
+
+    def truncated(self, filled: Callable[[str, int, int], list[Record]]) -> None:
+        """A log of which a new leader has only the beginning: what was read beyond is no evidence."""
+        records = filled(self.cut_off, self.chance.randrange(3, 6), 1)
+        self.cut_from = records[self.chance.randrange(1, len(records))]
+        fates: Said = (THERE, "truncated", "truncated")
+        for record in records[records.index(self.cut_from) :]:
+            record.vanished = 2
+            planted = next(one for one in self.plants.ids if record in one.copies)
+            planted.claims.append(Claim("ledger", lambda record=record: record.place, fates))  # type: ignore[misc]
+        # Neither promised nor named by anybody; and another copy of what stays.
+        nobody = Record(self.cut_off, 0, self.past(), self.past(), entered=False, vanished=2)
+        self.plants.unkeyed.append(nobody)
+        stranger = self.record(self.plant("cut-strange", accepted=False), None, self.past(), topic=self.cut_off)
+        first = records[0]
+        again = next(one for one in self.plants.ids if first in one.copies)
+        copied = self.record(again, None, first.at, topic=self.cut_off, value=first.value, cause=FOREIGN)
+        copied.ts = first.ts + 9
+        stranger.vanished = copied.vanished = 2
+        self.send(nobody, stranger, copied)
+        # What comes later is judged as ever.
+        at = FROZEN_MS[1] - HOUR_MS // 2
+        filled(self.cut_off, 2, 2)
+        self.claim(self.plant("cut-below"), lambda: first.place, (None, LOST, LOST), at=at, stage=2)
+        self.claim(self.plant("cut-lost"), lambda: (self.cut_off, 0, 7_000_000), (None, LOST, LOST), at=at, stage=2)
 
     def unreadable(self) -> None:
         stage = self.chance.choice((1, 2))

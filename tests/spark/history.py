@@ -2,18 +2,23 @@
 
 import json
 import time
-from collections.abc import Sequence
+from base64 import urlsafe_b64encode
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from struct import pack
 from typing import Any
 
-from confluent_kafka import Message, Producer, TopicPartition
+from confluent_kafka import KafkaException, Message, Producer, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, ConfigResource
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
 from service.contract import wire
 
 TIMEOUT_S = 30.0
 MESSAGE_BYTES = 2_000_000
+_STAMPED = "message.timestamp.type"
 
 
 @dataclass(frozen=True)
@@ -61,31 +66,62 @@ class Life:
 
 @dataclass
 class History:
-    """A namespace on a broker, with its internal topics (`internal`: their settings), and hands to write into it."""
+    """A namespace on a broker, with its internal topics (`internal`: their settings), and hands to write into it.
+
+    From `begun_ms` on, if given, its ledger and its journal are there: no slot has written before. Else since now.
+    """
 
     bootstrap: str
     namespace: str
     slots: int = 4
     now_ms: int = field(default_factory=lambda: int(time.time() * 1000))
-    internal: dict[str, str] = field(default_factory=lambda: {"message.timestamp.type": "LogAppendTime"})
+    internal: dict[str, str] = field(default_factory=lambda: {_STAMPED: "LogAppendTime"})
+    begun_ms: int | None = None
     _plain: Producer | None = None
     _journal: list[str] = field(default_factory=list)
+    _topic_ids: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.admin = AdminClient({"bootstrap.servers": self.bootstrap})
-        self.topic(wire.ledger_topic(self.namespace), self.slots, self.internal)
-        self.topic(wire.requests_topic(self.namespace), 2, self.internal)
+        topics = {wire.ledger_topic(self.namespace): self.slots, wire.requests_topic(self.namespace): 2}
+        stamped = {} if self.begun_ms is None else {_STAMPED: "CreateTime"}
+        for name, partitions in topics.items():
+            self.topic(name, partitions, self.internal | stamped)
+        if self.begun_ms is not None:
+            self._begin(self.begun_ms)
+            by = ConfigEntry(_STAMPED, self.internal[_STAMPED], incremental_operation=AlterConfigOpType.SET)
+            for name in topics:
+                wanted = ConfigResource(ConfigResource.Type.TOPIC, name, incremental_configs=[by])
+                self.admin.incremental_alter_configs([wanted])[wanted].result(TIMEOUT_S)
 
     def topic(self, name: str, partitions: int = 1, config: dict[str, str] | None = None) -> str:
         self.admin.create_topics([NewTopic(name, partitions, 1, config=config or {})])[name].result(TIMEOUT_S)
+        deadline = time.monotonic() + TIMEOUT_S
+        while not self.topic_ids([name]):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         return name
 
     def grow(self, name: str, partitions: int) -> None:
         """Give a topic more partitions."""
         self.admin.create_partitions([NewPartitions(name, partitions)])[name].result(TIMEOUT_S)
 
+    def topic_ids(self, names: Iterable[str]) -> dict[str, str]:
+        """The ids of these topics, those that are there, as the service names them in the ledger."""
+        names = sorted(set(names))
+        for name in names:
+            if name not in self._topic_ids:
+                with suppress(KafkaException):  # it is not there
+                    asked = self.admin.describe_topics(TopicCollection([name]))
+                    id = asked[name].result(TIMEOUT_S).topic_id
+                    # Kafka's own text of an id is safe in a URL, librdkafka's is not.
+                    halves = id.get_most_significant_bits(), id.get_least_significant_bits()
+                    self._topic_ids[name] = urlsafe_b64encode(pack(">qq", *halves)).rstrip(b"=").decode()
+        return {name: self._topic_ids[name] for name in names if name in self._topic_ids}
+
     def remove(self, name: str) -> None:
         """Delete a topic, and wait until it is gone."""
+        self._topic_ids.pop(name, None)
         self.admin.delete_topics([name])[name].result(TIMEOUT_S)
         deadline = time.monotonic() + TIMEOUT_S
         while name in self.admin.list_topics(timeout=TIMEOUT_S).topics:
@@ -106,6 +142,11 @@ class History:
                 }
             )
         return self._plain
+
+    def forget_producer(self) -> None:
+        """Have another `plain` producer from now on: the broker has lost what it knew of this one."""
+        self.plain.purge()
+        self._plain = None
 
     def transactional(self, life: Life, *, timeout_ms: int = 600_000) -> Producer:
         """A transactional producer for this life; the newest of a slot fences the others, as in the service."""
@@ -176,10 +217,20 @@ class History:
         order = {wire.event_id(key): nth for nth, key in enumerate(keys)}
         return sorted(done, key=lambda written: (order[written.id], written.offset))
 
-    def ledger(self, producer: Producer, life: Life, entries: Sequence[wire.Entry]) -> None:
-        """Send a ledger record into the slot's partition, within the producer's transaction if it has one."""
-        record = wire.LedgerRecord(life.slot, life.producer_id, life.epoch, life.instance, entries)
+    def ledger(self, producer: Producer, life: Life, entries: Sequence[wire.Entry], *, topic_ids: bool = True) -> None:
+        """Send a ledger record into the slot's partition, within the producer's transaction if it has one.
+
+        Releases before this one named no `topic_ids`.
+        """
+        ids = self.topic_ids([one.topic for one in entries]) if topic_ids else {}
+        record = wire.LedgerRecord(life.slot, life.producer_id, life.epoch, life.instance, entries, ids)
         self.raw(producer, wire.ledger_topic(self.namespace), record.encode(), life.slot)
+
+    def _begin(self, at: int) -> None:
+        for slot in range(self.slots):
+            record = wire.Begin(slot, 1, 0, "first:1", 0, at)
+            self.raw(self.plain, wire.ledger_topic(self.namespace), record.encode(), slot, timestamp=at)
+        self.raw(self.plain, wire.requests_topic(self.namespace), wire.encode_answers("first:1", []), timestamp=at)
 
     def begin(self, producer: Producer, life: Life) -> None:
         """A begin record in a transaction of its own, as an owner of a slot commits it."""
@@ -193,12 +244,20 @@ class History:
         producer.flush(TIMEOUT_S)
 
     def deliver(
-        self, producer: Producer, life: Life, topic: str, keys: Sequence[str], *, answer: bool = True, **more: Any
+        self,
+        producer: Producer,
+        life: Life,
+        topic: str,
+        keys: Sequence[str],
+        *,
+        answer: bool = True,
+        topic_ids: bool = True,
+        **more: Any,
     ) -> list[Written]:
         """A whole, healthy transaction: events, their ledger record, commit, and the answers' journal."""
         producer.begin_transaction()
         written = self.send(producer, topic, keys, life, **more)
-        self.ledger(producer, life, [one.entry() for one in written])
+        self.ledger(producer, life, [one.entry() for one in written], topic_ids=topic_ids)
         producer.commit_transaction(TIMEOUT_S)
         if answer:
             self.answers([one.answer() for one in written])

@@ -24,6 +24,7 @@ from spark.settings import Settings
 
 VERDICTS, CAUSES, CLIENTS, STATES, PLANS, BALANCES = "verdicts", "causes", "clients", "states", "plans", "balances"
 WINDOWS, TIMES, HOURS = "windows", "times", "hours"
+VIEWS = "views"
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,11 @@ def _settings(**left_out: int) -> property:
 def _with(chain: Callable[..., Column], name: str, other: Callable[[Column], Column]) -> Callable[..., Column]:
     """A chain of rules in which one of the named columns is another one."""
     return lambda **named: chain(**named | {name: other(named[name])})
+
+
+def _given(whole: Callable[..., Column], nth: int, other: Callable[[Column], Column]) -> Callable[..., Column]:
+    """A rule of which one of the arguments is another one."""
+    return lambda *given: whole(*given[:nth], other(given[nth]), *given[nth + 1 :])
 
 
 def _retry_but(*left_out: str) -> Callable[..., Column]:
@@ -186,6 +192,16 @@ MUTANTS: Final = (
         rule_table.is_in_gap, "one more", lambda offset, first, last: (offset >= first) & (offset <= last), VERDICTS
     ),
     Mutant(rule_table.is_of_another_life, _NO, _never, VERDICTS),
+    *(
+        Mutant(rule_table.is_of_another_life, what, _given(rule_table.is_of_another_life, nth, other), VERDICTS)
+        for what, nth, other in (
+            ("by time alone", 0, lambda named: F.lit(None).cast("bigint")),
+            ("whatever the id", 1, lambda topic_id: F.lit(0)),
+            ("not since it was seen", 3, lambda since_ms: F.lit(0)),
+            ("not by the first record", 4, lambda first_ms: F.lit(0)),
+            ("at once", 5, _always),
+        )
+    ),
     Mutant(rule_table.is_compacted, _NO, _never, VERDICTS),
     Mutant(rule_table.is_compacted, "what was never there", lambda compacted, was_past_end: compacted, VERDICTS),
     Mutant(rule_table.of_no_log, "not waited for", lambda ripe: F.lit("topic_gone"), VERDICTS),
@@ -193,6 +209,22 @@ MUTANTS: Final = (
     Mutant(planning.settings_of, "the command line's", lambda options, now: now, PLANS, planning),
     Mutant(rule_table.is_made_anew, _NO, lambda life, now: False, PLANS),
     Mutant(rule_table.is_eaten, _NO, lambda start, read_to: False, PLANS),
+    Mutant(rule_table.is_cut_off, _NO, lambda agrees_to, read_to: False, PLANS),
+    Mutant(rule_table.agrees_to, "the end alone", lambda end, diverged, read_to: end, PLANS),
+    Mutant(
+        rule_table.agrees_to,
+        "the epoch alone",
+        lambda end, diverged, read_to: read_to if diverged is None else diverged,
+        PLANS,
+    ),
+    Mutant(rule_table.known_since, "ever", lambda oldest_ms, of_topic_ms, *, whole: 0 if whole else oldest_ms, PLANS),
+    Mutant(rule_table.known_since, "each by itself", lambda oldest_ms, of_topic_ms, *, whole: oldest_ms, PLANS),
+    Mutant(
+        rule_table.known_since,
+        "whatever it lost",
+        lambda oldest_ms, of_topic_ms, *, whole: min(of_topic_ms, default=oldest_ms),
+        PLANS,
+    ),
     # -------------------------------------------------------------------------------------------------- phantoms
     Mutant(
         rule_table.is_before_evidence, "after", lambda complete, at, ts: complete.isNull() | (complete < at), VERDICTS
@@ -291,6 +323,11 @@ MUTANTS: Final = (
     ),
     Mutant(rule_table.is_own_time, _NO, _never, CLIENTS),
     Mutant(rule_table.is_own_time, "any", _always, CLIENTS),
+    # ---------------------------------------------------------------------------------------------- views and show
+    *(
+        Mutant(rule_table.is_its_record, f"any {name}", _with(rule_table.is_its_record, name, _always), VIEWS)
+        for name in ("same_id", "bare", "same_content", "same_key")
+    ),
     # --------------------------------------------------------------------------------------- balance, window, time
     Mutant(rule_table.window_from, "twice as long", lambda frozen, window: frozen - 2 * window, PLANS),
     Mutant(rule_table.window_from, "to the ms", lambda frozen, window: frozen - window, PLANS),

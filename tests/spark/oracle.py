@@ -38,7 +38,8 @@ class Record:
 
     `visible` is the stage from which a run can read it (None: never), `other` says that its fingerprint is not the
     one of the id's first record, `entered` that its transaction has a ledger entry for it, `forwarded` that a program
-    sent it with that record's headers, whatever it made of the rest.
+    sent it with that record's headers, whatever it made of the rest, `named` that its ledger record names topic ids.
+    From the stage `vanished` on its log has it no more, as a leader without it was elected.
     """
 
     topic: str
@@ -53,6 +54,8 @@ class Record:
     headers: tuple[wire.Header, ...] = ()
     asked: int | None = None
     entered: bool = True
+    named: bool = True
+    vanished: int = STAGES + 1
     cause: str | None = None
     other: bool = False
     stage: int = 1
@@ -115,7 +118,7 @@ class Planted:
 
     def visible(self, stage: int) -> list[Record]:
         """The copies in the order in which they count."""
-        copies = [copy for copy in self.copies if copy.visible is not None and copy.visible <= stage]
+        copies = [copy for copy in self.copies if copy.visible is not None and copy.visible <= stage < copy.vanished]
         return sorted(copies, key=lambda copy: (not copy.entered, copy.ts, copy.place))
 
     def forwarded_by(self, stage: int) -> list[Record]:
@@ -211,7 +214,7 @@ class Plants:
                         unheard = ("evidence_gap", "ledger_gone", copy.topic, copy.partition)
                         places.setdefault(unheard, []).append((copy.offset, 1))
         for record in self.unkeyed:
-            if record.stage <= stage:
+            if record.stage <= stage < record.vanished:
                 places.setdefault(("unkeyed", None, record.topic, record.partition), []).append((record.offset, 1))
         for gone in self.gone:
             if gone.stage <= stage:

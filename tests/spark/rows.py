@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
 
 from spark.reading import decode
 from spark.tables import deliveries
@@ -39,7 +40,7 @@ def copy(
 
 
 def entry(offset: int, *, at: int = NOW_MS, **more: Any) -> Any:
-    """A ledger entry as evidence."""
+    """A ledger entry as evidence; `topic_id` as Kafka writes it."""
     return answer(decode.ENTERED, offset, at=at, **({"ts": at + 5} | more))
 
 
@@ -59,7 +60,9 @@ def reduced(spark: SparkSession, rows: Sequence[Any], run: int = 1, **more: Any)
     """Evidence → state.ROW."""
     copies = [row for row in rows if "kind" in row]
     testimony = [row for row in rows if "kind" not in row]
-    told = deliveries.told(spark.createDataFrame(testimony, decode.TESTIMONY))
+    # The job carries a number for a topic's id.
+    named = spark.createDataFrame(testimony, decode.TESTIMONY.replace("topic_id bigint", "topic_id string"))
+    told = deliveries.told(named.withColumn("topic_id", decode.number_of(F.col("topic_id"))))
     return deliveries.reduce(spark.createDataFrame(copies, decode.COPIES), told, run, **more)
 
 

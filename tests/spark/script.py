@@ -23,6 +23,8 @@ GRACE_MS: Final = 60_000
 WINDOW_MS: Final = 168 * HOUR_MS
 
 FROZEN_MS: Final = tuple(1_750_000_800_000 + n * HOUR_MS for n in range(3))  # 2025-06-15 15:20:00 and an hour each
+BEGUN_MS: Final = FROZEN_MS[0] - 100 * HOUR_MS
+"""When the namespace's ledger and journal begin: what was accepted before was written under others."""
 HELD_MS: Final = FROZEN_MS[0] - 20 * 60_000
 """When the transactions began that are open at the first run."""
 
@@ -58,13 +60,17 @@ class Answer:
 
 @dataclass(eq=False)
 class Entry:
-    """A ledger entry beside those of the records themselves; `ts` is its ledger record's."""
+    """A ledger entry beside those of the records themselves; `ts` is its ledger record's.
+
+    `topic_id` is the id that the record names of the entry's topic: None for the one that it has, "" for none.
+    """
 
     slot: int
     planted: Planted
     at: int
     ts: int
     place: Callable[[], Place]
+    topic_id: str | None = None
 
 
 @dataclass(eq=False)
@@ -106,6 +112,8 @@ class Words:
         self.archive, self.eaten, self.anew = (self.name(n) for n in ("archive", "eaten", "anew"))
         self.absent, self.compact, self.fresh = (self.name(n) for n in ("absent", "compact", "fresh"))
         self.spare = self.name("spare")
+        self.reborn, self.returned = self.name("reborn"), self.name("returned")
+        self.cut_off = self.name("cut-off")
         self.stricter, self.looser = self.name("stricter"), self.name("looser")
         self.sink, self.mirror, self.toggles = self.name("sink"), self.name("mirror"), self.name("toggles")
         self.topics = {
@@ -120,6 +128,9 @@ class Words:
             self.spare: 1,
             self.stricter: 1,
             self.looser: 1,
+            self.cut_off: 1,
+            self.reborn: 1,
+            self.returned: 1,
             self.sink: 2,
             self.mirror: 1,
             self.toggles: 1,
@@ -241,12 +252,13 @@ class Words:
         seen: int | None = None,
         stage: int = 1,
         slot: int | None = None,
+        topic_id: str | None = None,
     ) -> Claim:
         """A ledger entry of its own, without a record of its own; `seen` is when it was written."""
         at = self.past() if at is None else at
         seen = at if seen is None else seen
         slot = self.slot + self.chance.randrange(4) if slot is None else slot
-        self.stages[stage - 1].entries.append(Entry(slot, planted, at, seen, place))
+        self.stages[stage - 1].entries.append(Entry(slot, planted, at, seen, place, topic_id))
         made = Claim("ledger", place, fates)
         planted.claims.append(made)
         return made

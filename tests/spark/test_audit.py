@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -18,6 +19,7 @@ from tests.spark.runs import compiled
 from tests.spark.test_publish import records
 
 HOUR_MS = 3_600_000
+DAY_MS = 24 * HOUR_MS
 TTL_S = 86_400
 NAMESPACE = "every-fault"
 ORDERS, FOREIGN, ARCHIVE = "every-orders", "every-foreign", "every-archive"
@@ -220,7 +222,7 @@ class Faults:
 
 @pytest.fixture(scope="module")
 def faults(kafka: Kafka) -> Iterator[Faults]:
-    written = Faults(History(kafka.bootstrap, NAMESPACE))
+    written = Faults(History(kafka.bootstrap, NAMESPACE, begun_ms=int(time.time() * 1000) - 3 * DAY_MS))
     written.write()
     yield written
     written.open.abort_transaction(30)
@@ -340,8 +342,9 @@ def test_the_map_has_every_record_where_it_lies(ran: Ran) -> None:
     assert copies["client_duplicate", "new_key"] == 1
 
 
-def test_what_was_promised_long_ago_waits_for_the_grace_alone(history: History, audit: Audit) -> None:
+def test_what_was_promised_long_ago_waits_for_the_grace_alone(kafka: Kafka, namespace: str, audit: Audit) -> None:
     """A broker gives ledger and journal its own time: their records are new, whatever they tell of."""
+    history = History(kafka.bootstrap, namespace, begun_ms=int(time.time() * 1000) - 3 * DAY_MS)
     topic, life, at = (
         history.topic(f"{history.namespace}-orders"),
         Life(0, 1001, 0, "host:8000"),

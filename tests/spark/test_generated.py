@@ -56,7 +56,7 @@ def _place_all(script: Script) -> None:
         for record in [*(one for transaction in stage.transactions for one in transaction.records), *stage.bare]:
             record.offset = ends[record.topic, record.partition]
             ends[record.topic, record.partition] += 1
-    for record in (script.kept, script.anew_after):
+    for record in (script.kept, script.anew_after, script.reborn_first, script.returned_first):
         record.offset = 0
 
 

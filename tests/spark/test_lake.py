@@ -162,7 +162,7 @@ def test_a_lake_of_an_earlier_version_goes_on(spark: SparkSession, tmp_path: Pat
     tables, old = lake.Lake(spark, str(tmp_path)), plan()
     assert old.logs
     rows = spark.createDataFrame(old.rows(), lake.schema("progress"))
-    new = ("guarantees", "later_end", "heard_run", "mark_run", "mark_end")
+    new = ("guarantees", "later_end", "heard_run", "mark_run", "mark_end", "first_ms", "leader_epoch")
     # One that they have is asked for no more.
     tables.append("progress", rows.drop(*new).withColumn("proven_ms", F.lit(7).cast("bigint")), 1)
 
@@ -171,14 +171,19 @@ def test_a_lake_of_an_earlier_version_goes_on(spark: SparkSession, tmp_path: Pat
         read = Plan.from_rows(row.asDict(recursive=True) for row in found)
         return set() if read is None else set(read.logs)
 
-    known = {replace(log, guarantees=(), later_end=log.high_watermark, heard_run=0) for log in old.logs}
+    known = {
+        replace(log, guarantees=(), later_end=log.high_watermark, heard_run=0, first_ms=0, leader_epoch=-1)
+        for log in old.logs
+    }
     assert read(1) == known
-    marked = [{**row, "run": 2, "mark_run": 1, "mark_end": 7} for row in old.rows()]
+    marks: dict[str, Any] = {"mark_run": 1, "mark_end": 7, "first_ms": 8, "leader_epoch": 0}
+    marked = [{**row, "run": 2, **marks} for row in old.rows()]
     tables.append("progress", spark.createDataFrame(marked, lake.schema("progress")), 2)
     assert read(1) == known
-    assert read(2) == {replace(log, mark_run=1, mark_end=7) for log in old.logs}
+    assert read(2) == {replace(log, **marks) for log in old.logs}
     deliveries = reduced(spark, [copy(1), entry(1)])
-    tables.append("deliveries", deliveries.drop("freed_ms", "record_key", "batch", "was_past_end", "elsewhere"), 1)
+    more = ("freed_ms", "record_key", "batch", "topic_id", "was_past_end", "elsewhere")
+    tables.append("deliveries", deliveries.drop(*more), 1)
     finding = spark.createDataFrame([{"scope": "hour", "kind": "lost"}], lake.schema("findings"))
     tables.append("findings", finding.drop("run"), 1)
     tables.grow()
@@ -194,6 +199,33 @@ def test_a_lake_of_an_earlier_version_goes_on(spark: SparkSession, tmp_path: Pat
     tables.append("runs", spark.createDataFrame([], lake.schema("runs")), 1)
     with pytest.raises(AnalysisException, match="schema"):
         tables.append("runs", spark.createDataFrame([], lake.schema("runs")).withColumn("more", F.lit(1)), 2)
+
+
+def test_what_vanished_from_a_log_leaves_no_record_in_the_lake(spark: SparkSession, tmp_path: Path) -> None:
+    """Whatever is said of its place stays; what the log has there now comes in with the same merge."""
+    tables = lake.Lake(spark, str(tmp_path))
+    other: dict[str, Any] = {"id": b"o" * 16}
+    known = [copy(1), entry(1), copy(2), entry(2), copy(3), entry(3), copy(4, life=None, **other), copy(5), entry(5)]
+    tables.append("deliveries", reduced(spark, known), 1)
+    # At the place of the second the same again, with another content; at that of the third another id.
+    now = [copy(2, fp=b"n" * 8), copy(3, **other)]
+    rows = deliveries_table.without(reduced(spark, now, 2), tables.read("deliveries"), {("t", 0): (2, 5)}, 2)
+    rows = rows.localCheckpoint()
+    for _ in range(2):
+        tables.merge(rows, hours.of(rows), 2)
+    found = {(bytes(row["id"])[:1], row["offset"]): row for row in tables.read("deliveries").collect()}
+    told = {place: (row["count"], row["entries_count"], row["plain"], row["run"]) for place, row in found.items()}
+    assert told == {
+        (b"i", 1): (1, 1, 1, 1),
+        (b"i", 2): (1, 1, 1, 2),
+        (b"i", 3): (0, 1, 0, 2),
+        (b"o", 3): (1, 0, 0, 2),
+        (b"o", 4): (0, 0, 0, 2),
+        (b"i", 5): (1, 1, 1, 1),
+    }
+    assert bytes(found[b"i", 2]["fp"]) == b"n" * 8
+    assert found[b"i", 3]["copied_ms"] is None
+    assert found[b"i", 3]["fp"] is None
 
 
 def test_what_the_last_run_left_is_found_in_the_files_of_the_last_runs(spark: SparkSession, tmp_path: Path) -> None:

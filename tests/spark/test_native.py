@@ -87,12 +87,27 @@ def test_ledger_records_and_what_is_none(spark: SparkSession) -> None:
     ]
     rows = decode.ledger(spark.createDataFrame(records, source.SCHEMA), NOW_MS).collect()
     found = Counter(
-        (bytes(row["id"]).hex(), row["topic"], row["partition"], row["offset"], row["at"], row["status"])
+        (
+            *(bytes(row["id"]).hex(), row["topic"], row["partition"], row["offset"]),
+            *(row["at"], row["status"], row["topic_id"]),
+        )
         for row in rows
         if row["reject"] is None
     )
+    known = sorted(
+        {id for part in parts[:2] for one in vectors("records", part) for id in one["fields"]["topic_ids"].values()}
+    )
+    numbers = {
+        row["id"]: row["number"]
+        for row in spark.createDataFrame([(id,) for id in known], "id string")
+        .withColumn("number", decode.number_of(F.col("id")))
+        .collect()
+    }
     assert found == Counter(
-        (one["id"], one["topic"], one["partition"], one["offset"], one["at"], decode.ENTERED)
+        (
+            *(one["id"], one["topic"], one["partition"], one["offset"]),
+            *(one["at"], decode.ENTERED, numbers.get(vector["fields"]["topic_ids"].get(one["topic"]))),
+        )
         for part in parts[:2]
         for vector in vectors("records", part)
         for one in vector["fields"]["entries"]

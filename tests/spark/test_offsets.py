@@ -1,6 +1,6 @@
 """What a run plans to read, against a broker that is made up: no Spark, no Kafka."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,11 +19,14 @@ LEDGER_TOPIC, REQUESTS_TOPIC = "fencepost.ledger", "fencepost.requests"
 
 @dataclass
 class MadeUp:
-    """A cluster of one partition a topic; remembers in what order ends were asked for."""
+    """A cluster of one partition a topic, unless said otherwise; remembers in what order ends were asked for."""
 
     topics: dict[str, Ends] = field(default_factory=dict)
     lives: dict[str, str] = field(default_factory=dict)
+    partitions: dict[str, int] = field(default_factory=dict)
+    other_ends: dict[Place, Ends] = field(default_factory=dict)
     firsts: dict[Place, int] = field(default_factory=dict)
+    epochs: dict[str, list[int]] = field(default_factory=dict)
     asked: list[list[str]] = field(default_factory=list)
     made_meanwhile: dict[str, Ends] = field(default_factory=dict)
     fails: set[str] = field(default_factory=set)
@@ -33,7 +36,11 @@ class MadeUp:
         return sorted(self.topics)
 
     def describe(self, names: Sequence[str], *, strict: bool = True) -> dict[str, Topic]:
-        return {name: Topic(name, self.lives.get(name, "one"), 1) for name in names if name in self.topics}
+        return {
+            name: Topic(name, self.lives.get(name, "one"), self.partitions.get(name, 1))
+            for name in names
+            if name in self.topics
+        }
 
     def compacted(self, names: Sequence[str]) -> set[str]:
         if self.forbidden & set(names):
@@ -47,17 +54,22 @@ class MadeUp:
         if places:
             self.asked.append([name for name, _ in places])
         self.topics |= self.made_meanwhile
-        return {place: self.topics[place[0]] for place in places}
+        return {place: self.other_ends.get(place, self.topics[place[0]]) for place in places}
 
     def stamps(self, places: dict[Place, int]) -> dict[Place, int]:
         return {place: self.firsts[place] for place in places if place in self.firsts}
+
+    def diverged(self, positions: Mapping[Place, tuple[int, int]]) -> dict[Place, int]:
+        """By where each leader epoch of a topic ends."""
+        found = {place: self.epochs[place[0]][epoch] for place, (_, epoch) in positions.items()}
+        return {place: end for place, end in found.items() if end < positions[place][0]}
 
     def holders(self, places: Sequence[Place]) -> dict[Place, Holder]:
         return {place: Holder(7, 1, self.topics[place[0]].last_stable, "slot", 6) for place in places}
 
 
-def ends(last: int, *, start: int = 0, open: int = 0) -> Ends:
-    return Ends(start, last + open, last)
+def ends(last: int, *, start: int = 0, open: int = 0, epoch: int = 0) -> Ends:
+    return Ends(start, last + open, last, epoch)
 
 
 def settings(rules: str = "", **options: Any) -> Settings:
@@ -275,6 +287,25 @@ def test_a_topic_made_anew_is_read_from_its_beginning(cluster: MadeUp) -> None:
     assert [gap.cause for gap in log.gaps] == ["recreated"]
 
 
+def test_the_time_of_a_logs_first_record_is_known_as_long_as_it_is_the_same_log(cluster: MadeUp) -> None:
+    cluster.topics |= {"begun": ends(10, start=3), "empty": ends(0), "wild": ends(5)}
+    cluster.firsts |= {("orders", 0): NOW_MS - 9, ("begun", 0): NOW_MS - 5, ("wild", 0): NOW_MS + 1}
+
+    def firsts(plan: Plan) -> dict[str, int]:
+        return {name: one(plan, name).first_ms for name in ("orders", "begun", "empty", "wild", LEDGER_TOPIC)}
+
+    first = freeze(cluster, topics=("*",))
+    # Of a log that begins later nobody knows, and nothing is later than now.
+    told = {"orders": NOW_MS - 9, "begun": 0, "empty": NOW_MS, "wild": 0, LEDGER_TOPIC: 0}
+    assert firsts(first) == told
+    cluster.topics |= {"orders": ends(12, start=10), "empty": ends(2)}
+    cluster.firsts |= {("orders", 0): NOW_MS - 3, ("empty", 0): NOW_MS + 7}
+    second = freeze(cluster, first, now_ms=NOW_MS + 8, topics=("*",))
+    assert firsts(second) == told | {"empty": NOW_MS + 7, "wild": NOW_MS + 1}
+    cluster.topics["orders"], cluster.lives["orders"] = ends(3), "two"
+    assert firsts(freeze(cluster, second, now_ms=NOW_MS + 9, topics=("*",)))["orders"] == NOW_MS - 3
+
+
 @pytest.mark.parametrize(
     ("now", "life", "readable"),
     [
@@ -307,6 +338,40 @@ def test_a_log_that_lost_its_end_is_told(cluster: MadeUp) -> None:
     log = one(freeze(cluster, first), "orders")
     assert (log.start, log.end) == (6, 6)
     assert [(gap.first, gap.last, gap.cause) for gap in log.gaps] == [(6, 10, "truncated")]
+
+
+def test_a_log_that_lost_its_end_and_grew_again_is_read_again_from_where_it_diverged(cluster: MadeUp) -> None:
+    """Its leader of a later epoch tells where the records of the epoch that was read end."""
+    first = freeze(cluster, named={"orders"})
+    # Another leader with all of it; and one without the last four records, which has written as many and more.
+    cluster.topics["orders"], cluster.epochs["orders"] = ends(12, epoch=1), [10]
+    clean = freeze(cluster, first, now_ms=NOW_MS + 1)
+    assert (one(clean, "orders").start, one(clean, "orders").gaps, planning.vanished(clean, first)) == (10, (), {})
+    cluster.topics["orders"], cluster.epochs["orders"] = ends(15, epoch=2), [6, 6]
+    plan = freeze(cluster, first, now_ms=NOW_MS + 2)
+    log = one(plan, "orders")
+    assert (log.start, log.end, log.leader_epoch) == (6, 15, 2)
+    assert [(gap.first, gap.last, gap.cause) for gap in log.gaps] == [(6, 10, "truncated")]
+    assert planning.vanished(plan, first) == {("orders", 0): (6, 10)}
+    assert planning.arrived(plan, first) == {}
+    # Once: the same leader is not asked again.
+    del cluster.epochs["orders"]
+    last = freeze(cluster, plan, now_ms=NOW_MS + 3)
+    assert (one(last, "orders").start, one(last, "orders").gaps) == (15, log.gaps)
+    assert planning.vanished(last, plan) == {}
+    # A plan that was cut off would read other records.
+    cluster.topics["orders"], cluster.epochs["orders"] = ends(16, epoch=3), [6, 6, 9]
+    assert not planning.readable(cluster, plan)
+    # What retention took of the new records went away unread as well; a log of a lake of before says nothing.
+    cluster.topics["orders"], cluster.epochs["orders"] = ends(25, start=20, epoch=3), [6, 6, 12]
+    log = one(freeze(cluster, plan), "orders")
+    assert (log.start, [(gap.first, gap.last, gap.cause) for gap in log.gaps[1:]]) == (
+        20,
+        [(12, 15, "truncated"), (15, 20, "retention")],
+    )
+    old = replace(plan, logs=tuple(replace(log, leader_epoch=-1) for log in plan.logs))
+    cluster.topics["orders"] = ends(25, epoch=3)
+    assert one(freeze(cluster, old), "orders").start == 15
 
 
 def test_what_was_read_once_is_remembered_while_it_is_not_audited(cluster: MadeUp) -> None:
@@ -389,15 +454,38 @@ def test_what_was_compacted_once_stays_so_until_it_is_made_anew(
     assert not one(freeze(cluster, second, named={"orders", "compacted"}), "compacted").compacted
 
 
-def test_a_log_known_from_its_beginning_knows_every_record(cluster: MadeUp) -> None:
+def known_since(plan: Plan, topic: str = LEDGER_TOPIC) -> list[int]:
+    return [log.complete_ms for log in plan.logs if log.topic == topic]
+
+
+def test_a_log_is_known_from_its_oldest_record_on(cluster: MadeUp) -> None:
     cluster.topics[LEDGER_TOPIC] = ends(4, start=2)
     cluster.firsts[(LEDGER_TOPIC, 0)] = NOW_MS - 9
     cluster.topics[REQUESTS_TOPIC] = ends(2, start=2)
     plan = freeze(cluster, named={"orders"})
-    assert one(plan, "orders").complete_ms == 0
-    assert one(plan, LEDGER_TOPIC).complete_ms == NOW_MS - 9
-    assert one(plan, REQUESTS_TOPIC).complete_ms == NOW_MS
+    assert known_since(plan, "orders") == [0]
+    assert known_since(plan) == [NOW_MS - 9]
+    assert known_since(plan, REQUESTS_TOPIC) == [NOW_MS]
     assert [log.topic for log in plan.of(LEDGER)] == [LEDGER_TOPIC]
+
+
+def test_a_log_that_lacks_nothing_is_known_since_its_topic_was_made(cluster: MadeUp) -> None:
+    """It may have been made long after the data; an empty log of it, or one that lost records, does not say when."""
+    cluster.partitions[LEDGER_TOPIC] = 4
+    cluster.other_ends |= {(LEDGER_TOPIC, 2): ends(0), (LEDGER_TOPIC, 3): ends(4, start=2)}
+    cluster.firsts |= {(LEDGER_TOPIC, nth): NOW_MS - ms for nth, ms in ((0, 9), (1, 20), (3, 30))}
+    first = freeze(cluster, named={"orders"}, now_ms=NOW_MS + 1)
+    assert known_since(first) == [NOW_MS - 20, NOW_MS - 20, NOW_MS - 20, NOW_MS - 30]
+    # It stays so, also for a partition that is new, until records go away unread.
+    cluster.partitions[LEDGER_TOPIC] = 5
+    cluster.other_ends |= {(LEDGER_TOPIC, 1): ends(9, start=7), (LEDGER_TOPIC, 4): ends(1)}
+    cluster.firsts |= {(LEDGER_TOPIC, nth): NOW_MS - 3 for nth in range(5)}
+    second = freeze(cluster, first, now_ms=NOW_MS + 2)
+    assert known_since(second) == [NOW_MS - 20, NOW_MS - 3, NOW_MS - 20, NOW_MS - 30, NOW_MS - 20]
+    # A lake of before took it that such a log had all there ever was.
+    logs = [replace(log, complete_ms=0) if log.role == LEDGER else log for log in first.logs]
+    old = replace(first, logs=tuple(logs))
+    assert known_since(freeze(cluster, old, now_ms=NOW_MS + 2)) == [NOW_MS - 3, NOW_MS - 3, NOW_MS - 3, 0, NOW_MS - 3]
 
 
 def guarantees(plan: Plan) -> list[tuple[int, str]]:

@@ -303,6 +303,69 @@ def test_logs_that_change_between_runs(history: History, audit: Audit, monkeypat
     assert fresh in second.document["run"]["topics"]
 
 
+def test_what_a_topic_was_promised_before_it_was_made_anew_nobody_can_know(history: History, audit: Audit) -> None:
+    """Made anew before the first run, and absent in one run and back in the next; with topic ids in the ledger or not.
+
+    Where the ledger names none the time of the new log's first record tells.
+    """
+    before, back = (history.topic(f"{history.namespace}-{name}") for name in ("before", "back"))
+    gap = "evidence_gap"
+
+    def promise() -> None:
+        producer = history.transactional(ONE)
+        for topic in (before, back):
+            history.deliver(producer, ONE, topic, [f"{topic}-{n}" for n in range(5)], answer=False)
+            history.deliver(producer, ONE, topic, [f"{topic}-old-{n}" for n in range(5)], topic_ids=False)
+
+    def make_anew(topic: str) -> None:
+        history.topic(topic)
+        now_ms = int(time.time() * 1000)
+        producer = history.transactional(ONE)
+        (first,) = history.deliver(producer, ONE, topic, [f"{topic}-new"], at=now_ms, ts=now_ms)
+        # In the log as it is now there is nothing at this place.
+        producer.begin_transaction()
+        history.ledger(producer, ONE, [first.entry(id=wire.event_id(f"{topic}-lost"), offset=100)])
+        producer.commit_transaction(30)
+
+    promise()
+    history.remove(before)
+    history.remove(back)
+    make_anew(before)
+    first = audit(history, later_s=LATER_S)
+    lost = ("lost", "ledger", None)
+    assert first.findings() == {(gap, "recreated", f"{before}[0]"), (gap, "topic_gone", f"{back}[0]"), lost}
+    make_anew(back)
+    second = audit(history, later_s=LATER_S)
+    assert second.findings() == {(gap, "recreated", f"{before}[0]"), (gap, "recreated", f"{back}[0]"), lost}
+    balance = second.document["balance"]
+    assert (balance["unprovable"], balance["lost"], balance["delivered_once"], balance["phantom"]) == (20, 2, 2, 0)
+    assert {one["count"] for one in second.document["findings"] if one["kind"] == gap} == {10}
+
+
+def test_a_ledger_that_is_younger_than_the_data_accuses_nobody(history: History, audit: Audit) -> None:
+    """Made anew, or that of a cluster into which data was mirrored with its headers; what came later is a phantom."""
+
+    def later(to: History, topic: str) -> None:
+        to.deliver(to.transactional(ONE), ONE, topic, ["fine"])
+        # The broker, on the same machine, has given the ledger's first record a time by now.
+        now_ms = int(time.time() * 1000)
+        to.send(to.plain, topic, ["unheard"], TWO, at=now_ms, ts=now_ms)
+
+    topic, mirror = (history.topic(f"{history.namespace}-{name}") for name in ("t", "mirror"))
+    keys = [f"k-{n}" for n in range(5)]
+    history.deliver(history.transactional(ONE), ONE, topic, keys, answer=False)
+    history.send(history.plain, mirror, keys, ONE)
+    other = History(history.bootstrap, f"{history.namespace}-other")
+    ledger = wire.ledger_topic(history.namespace)
+    history.remove(ledger)
+    history.topic(ledger, history.slots, history.internal)
+    for of, name in ((history, topic), (other, mirror)):
+        later(of, name)
+        ran = audit(of, later_s=LATER_S)
+        assert ran.findings() == {("evidence_gap", "ledger_gone", f"{name}[0]"), ("phantom", None, "unheard")}
+        assert {one["kind"]: one["count"] for one in ran.document["findings"]} == {"evidence_gap": 5, "phantom": 1}
+
+
 def test_what_was_proven_stays_so_and_the_balance_closes_whatever_becomes_of_the_logs(
     history: History, audit: Audit, tmp_path: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """Times that cannot be meant: of clocks that count otherwise, and of headers that are forged."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ def test_a_time_that_cannot_be_meant_is_none(spark: SparkSession) -> None:
 def test_a_forged_acceptance_is_a_phantom_now_and_not_in_2096(history: History, audit: Audit) -> None:
     topic = history.topic(f"{history.namespace}-t")
     history.deliver(history.transactional(ONE), ONE, topic, ["there"])
-    history.send(history.plain, topic, ["forged"], ONE, at=WILD_MS)
+    history.send(history.plain, topic, ["forged"], ONE, at=WILD_MS, ts=int(time.time() * 1000))
     ran = audit(history, later_s=3600)
     assert ran.findings() == {("phantom", None, "forged")}
     assert ran.document["balance"]["pending"] == 0

@@ -38,6 +38,8 @@ def plan(*logs: Log) -> Plan:
         log(DATA, "t", 2, first=50, gaps=(Gap(60, 70, "retention", NOW_MS),)),
         log(DATA, "compact", 0, compacted=True),
         log(DATA, "anew", 0, since_ms=NOW_MS + 60_000, gaps=(Gap(6, 8, "retention", NOW_MS),)),
+        log(DATA, "began", 0, first_ms=NOW_MS + 60_000),
+        log(DATA, "begins", 0, first_ms=FROZEN_MS),
         log(DATA, "telemetry", 0, guarantees=(Promise(0, "idempotent"),)),
         log(DATA, "changed", 0, guarantees=(Promise(0, "idempotent"), Promise(5, "exactly_once"))),
         log(DATA, "relaxed", 0, guarantees=(Promise(0, "exactly_once"), Promise(5, "idempotent"))),
@@ -124,6 +126,22 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "passed-below": ([entry(49, topic="passed")], "unprovable", {"compacted"}, None),
     "anew": ([entry(5, topic="anew")], "unprovable", {"recreated"}, None),
     "anew-later": ([entry(5, topic="anew", at=NOW_MS + 120_000)], "lost", {"lost"}, None),
+    # By the topic's id, whatever the times say; without one by the time of the log's first record.
+    "anew-id": ([entry(5, topic_id="other")], "unprovable", {"recreated"}, None),
+    "anew-id-later": (
+        [entry(5, topic="anew", at=NOW_MS + 120_000, topic_id="other")],
+        "unprovable",
+        {"recreated"},
+        None,
+    ),
+    "same-id": ([entry(5, topic="anew", topic_id="one")], "lost", {"lost"}, None),
+    "same-id-began": ([entry(5, topic="began", topic_id="one")], "lost", {"lost"}, None),
+    "anew-id-fresh": ([entry(5, topic_id="other", ts=FRESH)], "pending", {"pending"}, None),
+    "anew-id-there": ([copy(5), entry(5, topic_id="other")], "delivered_once", set(), None),
+    "began": ([entry(5, topic="began")], "unprovable", {"recreated"}, None),
+    "began-answer": ([answer(201, 5, topic="began")], "unprovable", {"recreated"}, None),
+    "began-later": ([entry(5, topic="began", at=NOW_MS + 60_000, ts=NOW_MS + 60_000)], "lost", {"lost"}, None),
+    "begins-fresh": ([entry(5, topic="begins", at=FRESH)], "pending", {"pending"}, None),
     "anew-gap": ([entry(7, topic="anew", at=NOW_MS + 120_000)], "lost", {"lost"}, None),
     "gone": ([entry(5, topic="gone")], "unprovable", {"topic_gone"}, None),
     "gone-fresh": ([entry(5, topic="gone", at=FRESH)], "pending", {"pending"}, None),
@@ -246,6 +264,7 @@ FOUND: dict[str, set[tuple[str, str | None, int]]] = {
     "lost": {("lost", "ledger", 1)},
     "lost-answer": {("lost", "answer", 1)},
     "in-gap": {("evidence_gap", "retention", 0)},
+    "anew-id": {("evidence_gap", "recreated", 1)},
     "below-start": {("evidence_gap", "below_start", 1)},
     "phantom": {("phantom", None, 1)},
     "phantom-unheard": {("evidence_gap", "ledger_gone", 1)},
@@ -265,7 +284,7 @@ def found_of(rows: DataFrame, seen: classify.Evidence) -> dict[str, set[tuple[st
     suspects = findings.suspicious(some)
     for row in findings.of_ids(suspects, seen, findings.HOUR).collect():
         told[name_of(row["id"])].add((row["kind"], row["cause"], row["count"]))
-    for name in ("in-gap", "below-start", "phantom-unheard"):
+    for name in ("in-gap", "below-start", "phantom-unheard", "anew-id"):
         one = suspects.where(F.col("id").isin([bytearray(name.ljust(16).encode())]))
         places = findings.of_places(one, findings.HOUR).collect()
         told[name] |= {(row["kind"], row["cause"], row["count"]) for row in places}
@@ -405,7 +424,7 @@ def test_plain_rows_are_judged_alike_by_their_numbers_alone(spark: SparkSession)
     rows = reduced(spark, ids({name: case[0] for name, case in CASES.items()})).where("plain = 1")
     gathered = states(spark, {name: case[0] for name, case in CASES.items()})
     names = [name_of(row["id"]) for row in gathered.where("plain = 1").collect()]
-    assert set(names) == {"once", "no-answer", "foreign", "idempotent", "phantom-answered"}
+    assert set(names) == {"once", "no-answer", "foreign", "idempotent", "phantom-answered", "anew-id-there"}
     seen = evidence(plan(), settings())
     alone = rows.where(F.col("id").isin([bytearray(name.ljust(16).encode()) for name in names]))
     whole = findings.sums(judge(deliveries.alone(alone), seen)).collect()

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from delta.tables import DeltaTable
 from pyspark.sql import SparkSession
+from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings, wire
 from spark import show
 from spark.errors import CannotRun
+from spark.reading import decode, source
 from spark.reading.planning import Plan
 from spark.tables import lake, view
 from tests.spark.conftest import Audit
@@ -212,3 +214,91 @@ def test_what_a_run_of_other_topics_reads_of_the_ledger_reaches_the_view_with_th
     assert rows[_id("twice")] == (0, named[0].offset, b"named", True)
     assert rows[_id("alone")] == (0, named[1].offset, b"named", True)
     assert rows[_id("once")][2:] == (b"before", False)
+
+
+def test_a_topic_that_was_made_anew_gives_no_old_id_the_value_of_a_new_event(
+    spark: SparkSession, history: History, audit: Audit, tmp_path: Path
+) -> None:
+    """Registered before or after: another event stands at the place of each old one, with and without our header."""
+    topic, late = (history.topic(f"{history.namespace}-{name}") for name in ("t", "late"))
+
+    def write(name: str) -> None:
+        producer = history.transactional(ONE)
+        for one in (topic, late):
+            value = f"{one} {name}".encode()
+            history.send(history.plain, one, [f"{one}-{name}-bare"], None, value=value)
+            history.send(history.plain, one, [f"{one}-bare"], None, value=value)
+            # Its place is that of a record with our header, and the other way round.
+            life, other = (ONE, None) if name == "old" else (None, ONE)
+            history.send(history.plain, one, [f"{one}-{name}-x"], life, value=value)
+            history.send(history.plain, one, [f"{one}-{name}-y"], other, value=value)
+            # Last, as nobody knows when the marker comes that ends it.
+            history.deliver(producer, ONE, one, [f"{one}-{name}-{n}" for n in range(3)], value=value)
+
+    def ids(one: str, name: str) -> set[str]:
+        keys = [*(f"{one}-{name}-{n}" for n in range(3)), *(f"{one}-{name}-{word}" for word in ("bare", "x", "y"))]
+        return {_id(key) for key in keys}
+
+    write("old")
+    ran = audit(history, later_s=LATER_S)
+    views = Views(spark, history, ran.lake)
+    assert views.register(topic) == 7
+    for one in (topic, late):
+        history.remove(one)
+        history.topic(one)
+    write("new")
+    audit(history, later_s=LATER_S)
+    views.register(late)
+    rows = views.rows(late)
+    assert rows.keys() == ids(late, "new") | {_id(f"{late}-bare")}
+    assert {value for _, _, value, _ in rows.values()} == {f"{late} new".encode()}
+    rows = views.rows(topic)
+    assert rows.keys() >= ids(topic, "new") | ids(topic, "old")
+    for name in ("old", "new"):
+        assert {rows[id][2] for id in ids(topic, name)} == {f"{topic} {name}".encode()}
+    for key in ("old-0", "old-bare", "old-x", "old-y"):
+        told = list(show.show(spark, views.shared, str(ran.lake), f"{topic}-{key}"))
+        assert "           is not in Kafka any more: another record stands there now" in told
+        assert not [line for line in told if line.startswith("  value")]
+    for key in ("new-0", "new-bare", "new-x", "new-y"):
+        told = list(show.show(spark, views.shared, str(ran.lake), f"{topic}-{key}"))
+        assert f"  value    {topic} new" in told
+
+
+# Of a row: our header, id, fingerprint and key; of the record at its place: the key whose header it has, whether that
+# is of ours, its value, and whether it is the row's.
+RECORDS: dict[str, tuple[tuple[bool, str, bytes, str | None], tuple[str | None, bool, bytes, bool]]] = {
+    "ours": ((True, "k", b"1", "k"), ("k", True, b"1", True)),
+    "ours, forwarded": ((True, "k", b"1", "k"), ("k", True, b"2", True)),
+    "another's": ((True, "k", b"1", "k"), ("other", True, b"1", False)),
+    "bare now": ((True, "k", b"1", "k"), ("k", False, b"1", False)),
+    "bare": ((False, "k", b"1", "k"), ("k", False, b"1", True)),
+    "bare, named as another": ((False, "other", b"1", "k"), ("k", False, b"1", True)),
+    "ours now": ((False, "k", b"1", "k"), ("k", True, b"1", False)),
+    "bare, another": ((False, "k", b"1", "k"), ("other", False, b"1", False)),
+    "bare, changed": ((False, "k", b"1", "k"), ("k", False, b"2", False)),
+    "by an expression": ((False, "k", b"1", "k"), (None, False, b"1", True)),
+    "by an expression, another": ((False, "k", b"1", "k"), (None, False, b"2", False)),
+}
+
+
+def test_a_record_is_of_a_row_by_what_it_says_itself(spark: SparkSession) -> None:
+    rows = []
+    for name, ((stamped, id, value, key), (its_key, ours, its_value, _)) in RECORDS.items():
+        headers = []
+        if its_key is not None:
+            headers.append((wire.KEY_HEADER, its_key.encode()))
+        if ours:
+            stamp = wire.Stamp(wire.event_id(str(its_key)), bytes(8), 1, 0, 1, 0, "a:1")
+            headers.append((wire.STAMP_HEADER, stamp.encode()))
+        fp = wire.fingerprint("t", None, None, (), value)
+        row = (name, wire.event_id(id), stamped, fp, key, "t", 0, 0, 1, None, its_value, headers)
+        rows.append(row)
+    told = spark.createDataFrame(
+        rows, f"name string, id binary, stamped boolean, fp binary, named_key string, {source.SCHEMA}"
+    )
+    read = decode.own(told.withColumnRenamed("stamped", "was_stamped"))
+    its = decode.is_of(F.col("id"), F.col("was_stamped"), F.col("fp"), F.col("named_key"))
+    assert {row["name"]: row["its"] for row in read.withColumn("its", its).collect()} == {
+        name: case[1][3] for name, case in RECORDS.items()
+    }

@@ -86,6 +86,7 @@ def test_what_the_balance_counts_is_told_and_nothing_else(
         ONE.epoch,
         ONE.instance,
         [wire.Entry(wire.event_id("lost"), bytes(8), at, topic, 0, 1000, at)],
+        past.topic_ids([topic]),
     )
     producer.begin_transaction()
     past.raw(producer, wire.ledger_topic(past.namespace), record.encode(), timestamp=first_ms + told_after_ms)

@@ -11,7 +11,7 @@ from service.contract import wire
 from tests.spark.generator import Script
 from tests.spark.history import TIMEOUT_S, History, Life
 from tests.spark.oracle import Plants, Record
-from tests.spark.script import CALLERS, FROZEN_MS, SLOTS, Answer, Stage, Transaction
+from tests.spark.script import BEGUN_MS, CALLERS, FROZEN_MS, SLOTS, Answer, Stage, Transaction
 
 # The history's clock stands where the scripts say, long ago: nothing may age out of a log because of it.
 FOREVER = {
@@ -25,16 +25,18 @@ class World:
     """Kafka as the scripts leave it. `write` carries one stage out; the run for it is at FROZEN_MS of that stage."""
 
     def __init__(self, bootstrap: str, namespace: str, seeds: Sequence[int], timeout_ms: int = 600_000) -> None:
-        self.history = History(bootstrap, namespace, slots=SLOTS * len(seeds), internal=FOREVER)
+        self.history = History(bootstrap, namespace, slots=SLOTS * len(seeds), internal=FOREVER, begun_ms=BEGUN_MS)
         self.scripts = [Script(seed, f"{namespace}-s{seed}", namespace, nth * SLOTS) for nth, seed in enumerate(seeds)]
         self._timeout_ms = timeout_ms
         self._open: list[tuple[Script, Producer]] = []
         self._main: dict[int, Producer] = {}
         self._entered: dict[int, int] = {}
+        self._diverged: dict[tuple[str, int], int] = {}
         for script in self.scripts:
             for name, partitions in script.topics.items():
                 policy = {"cleanup.policy": "compact"} if name == script.compact else {}
                 self.history.topic(name, partitions, FOREVER | policy)
+            self._open_logs(script)
 
     def rules(self, stage: int) -> str:
         """The rules that a stage's run is told, as TOML."""
@@ -57,6 +59,22 @@ class World:
             for name in CALLERS
         )
         return "".join((*topics, *callers))
+
+    def _open_logs(self, script: Script) -> None:
+        """Have every log begin before all that is told of it, with a record that nobody ever sees."""
+        producer = self._producer(script)
+        producer.begin_transaction()
+        for name, partitions in script.topics.items():
+            for partition in range(partitions):
+                self.history.raw(producer, name, b"", partition, key=b"first", timestamp=BEGUN_MS)
+        producer.abort_transaction(TIMEOUT_S)
+
+    def diverged(self, stage: int) -> dict[tuple[str, int], int]:
+        """From where on logs are others than at the stage before: one broker has no other leader that could say so.
+
+        What had been there is gone for good; tests/spark/test_truncation.py has a log that really grows again.
+        """
+        return self._diverged if stage == 2 else {}
 
     def plants(self) -> Plants:
         """What the scripts planted, together."""
@@ -90,7 +108,11 @@ class World:
         """What is gone before the first run sees it."""
         history = self.history
         history.delete_before(script.archive, 0, script.archived.offset)
-        history.remove(script.absent)
+        for name in (script.absent, script.returned, script.reborn):
+            history.remove(name)
+        history.topic(script.reborn, 1, FOREVER)
+        self._main.pop(script.slot, None)
+        self._transaction(script, Transaction([script.reborn_first], "committed"))
         # The ledger of one slot begins with the record that is written now: not with the marker before it.
         script.kept.stage = script.kept.visible = 1
         self._transaction(script, Transaction([script.kept], "committed"))
@@ -104,10 +126,16 @@ class World:
             if of is script:
                 (producer.commit_transaction if script.commits else producer.abort_transaction)(TIMEOUT_S)
         history.grow(script.orders, 5)
-        history.topic(script.fresh, 1, FOREVER)
+        for name in (script.fresh, script.returned):
+            history.topic(name, 1, FOREVER)
         self._ends = {name: self._end(name, 0) for name in (script.eaten, script.anew)}
+        end = self._end(script.cut_off, 0)
+        history.delete_before(script.cut_off, 0, end)
+        self._diverged[script.cut_off, 0] = script.cut_from.offset
+        script.gone(script.cut_off, "truncated", script.cut_from.offset, end, 2)
         # Transactional producers do not look for partitions that they know to be absent.
         self._main.pop(script.slot, None)
+        self._transaction(script, Transaction([script.returned_first], "committed"))
 
     def _make_anew(self, script: Script) -> None:
         """What is taken away, unread, before the second run."""
@@ -145,7 +173,10 @@ class World:
                 one = entry.planted
                 fp = one.copies[0].fp if one.copies else bytes(8)
                 made = wire.Entry(one.id, fp, entry.at, *entry.place(), entry.at)
-                self._ledger(producer, Life(entry.slot, 1), [made], entry.ts)
+                ids = self.history.topic_ids([made.topic])
+                if entry.topic_id is not None:
+                    ids = {made.topic: entry.topic_id} if entry.topic_id else {}
+                self._ledger(producer, Life(entry.slot, 1), [made], entry.ts, ids)
             producer.commit_transaction(TIMEOUT_S)
         self._journal(plain, stage.answers)
         for topic, partition, value, headers in stage.raw:
@@ -168,7 +199,9 @@ class World:
             assert life is not None
             lives[life.slot, life.producer_id, life.epoch, life.instance].append(record)
         for head, records in lives.items():
-            self._ledger(producer, Life(*head), [one.entry() for one in records], max(one.ts for one in records))
+            ids = self.history.topic_ids([one.topic for one in records if one.named])
+            entries = [one.entry() for one in records]
+            self._ledger(producer, Life(*head), entries, max(one.ts for one in records), ids)
         producer.flush(TIMEOUT_S)
         if transaction.fate == "committed":
             producer.commit_transaction(TIMEOUT_S)
@@ -218,8 +251,10 @@ class World:
             producer.poll(0)
         producer.flush(TIMEOUT_S)
 
-    def _ledger(self, producer: Producer, life: Life, entries: Sequence[wire.Entry], ts: int) -> None:
-        record = wire.LedgerRecord(life.slot, life.producer_id, life.epoch, life.instance, entries)
+    def _ledger(
+        self, producer: Producer, life: Life, entries: Sequence[wire.Entry], ts: int, topic_ids: dict[str, str]
+    ) -> None:
+        record = wire.LedgerRecord(life.slot, life.producer_id, life.epoch, life.instance, entries, topic_ids)
         ledger = wire.ledger_topic(self.history.namespace)
 
         def landed(error: Any, message: Message) -> None:

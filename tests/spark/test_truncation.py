@@ -1,0 +1,81 @@
+"""A log that lost its end and grew again: what stood there is no evidence, and what stands there now is read.
+
+On a broker of its own, which is killed; then its log is cut off, as an unclean election cuts off that of a leader.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from confluent_kafka import Consumer, TopicPartition
+
+from deploy.stack import Kafka
+from service.contract import wire
+from tests.spark.conftest import Audit
+from tests.spark.history import TIMEOUT_S, History, Life
+
+LATER_S = 3600.0
+ONE = Life(0, 100, 0, "a:1")
+GAP = "evidence_gap"
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Kafka]:
+    kafka = Kafka(tmp_path / "kafka")
+    try:
+        kafka.start()
+        yield kafka
+    finally:
+        kafka.stop()
+
+
+def _wait_for_end(history: History, topic: str, end: int) -> None:
+    """Wait until a partition ends there: the marker of a transaction comes after the answer to its commit."""
+    consumer = Consumer({"bootstrap.servers": history.bootstrap, "group.id": "ends"})
+    try:
+        deadline = time.monotonic() + TIMEOUT_S
+        while (consumer.get_watermark_offsets(TopicPartition(topic, 0), TIMEOUT_S) or (0, 0))[1] != end:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        consumer.close()
+
+
+def test_what_a_new_leader_does_not_have_is_no_evidence_and_what_it_has_instead_is_read(
+    broker: Kafka, namespace: str, audit: Audit
+) -> None:
+    history = History(broker.bootstrap, namespace)
+    topic = history.topic(f"{namespace}-t")
+    producer = history.transactional(ONE)
+    history.deliver(producer, ONE, topic, [f"kept-{n}" for n in range(3)])
+    _wait_for_end(history, topic, 4)
+    log = broker.folder / "data" / f"{topic}-0" / "00000000000000000000.log"
+    size = log.stat().st_size
+    gone = history.deliver(producer, ONE, topic, [f"gone-{n}" for n in range(3)])
+    _wait_for_end(history, topic, 8)
+    history.raw(history.plain, topic, b"nobody's")
+    first = audit(history, later_s=LATER_S)
+    assert first.findings() == {("unkeyed", None, f"{topic}[0]")}
+    assert first.document["balance"]["delivered_once"] == 6
+
+    broker.kill()
+    os.truncate(log, size)
+    broker.start()
+    history.forget_producer()
+    producer = history.transactional(ONE)
+    new = history.deliver(producer, ONE, topic, [f"new-{n}" for n in range(7)])
+    assert new[0].offset == 4
+    assert new[-1].offset > gone[-1].offset
+    producer.begin_transaction()
+    history.ledger(producer, ONE, [new[0].entry(id=wire.event_id("lost"), offset=1000)])
+    producer.commit_transaction(30)
+    _wait_for_end(history, topic, 12)
+    for _ in range(2):
+        ran = audit(history, later_s=LATER_S)
+        balance = ran.document["balance"]
+        assert (balance["delivered_once"], balance["unprovable"], balance["records"]) == (10, 3, 10)
+        assert ran.findings() == {(GAP, "truncated", f"{topic}[0]"), ("lost", "ledger", None)}
+        (gap,) = [one for one in ran.document["findings"] if one["kind"] == GAP]
+        assert (gap["count"], gap["first_offset"], gap["last_offset"]) == (5, 4, 8)
