@@ -199,9 +199,9 @@ def is_within(offset: Column, first: Column, end: Column) -> Column:
 # ---------------------------------------------------------------------------------------- acceptance and balance
 
 
-def takes_back(freed_ms: Column, unsure_ms: Column) -> Column:
+def takes_back(freed_ms: Column, in_doubt_ms: Column) -> Column:
     """Whether the last 503 came after the last 202 or 504: one before it was the answer to an earlier try."""
-    return F.coalesce(freed_ms >= unsure_ms, F.lit(False))
+    return F.coalesce(freed_ms >= in_doubt_ms, F.lit(False))
 
 
 def is_accepted(
@@ -212,9 +212,9 @@ def is_accepted(
     return (promised > 0) | ((answered_202 + answered_504 > 0) & ~((taken_back | elsewhere) & (ours == 0)))
 
 
-def tells(stamped: Column, entries: Column, answered_201: Column) -> Column:
+def tells(has_header: Column, entries: Column, answered_201: Column) -> Column:
     """Whether a row tells what became of a 202 or 504 of its id: a stranger's record does not."""
-    return F.coalesce(stamped, F.lit(False)) | (entries + answered_201 > 0)
+    return F.coalesce(has_header, F.lit(False)) | (entries + answered_201 > 0)
 
 
 def decided_by(ledger_ms: int, answers_ms: int) -> int:
@@ -247,14 +247,14 @@ def category(
     )
 
 
-def unsure_cause(answered_202: Column, answered_504: Column) -> Column:
+def in_doubt_cause(answered_202: Column, answered_504: Column) -> Column:
     return F.when(answered_504 > 0, "504").otherwise("202")
 
 
-def is_its_record(stamped: Column, same_id: Column, bare: Column, same_content: Column, same_key: Column) -> Column:
+def is_its_record(has_header: Column, same_id: Column, bare: Column, same_content: Column, same_key: Column) -> Column:
     """Whether the record at a place is the one that was read there: in a log that was made anew, or cut off, it may be
     another. With our header its id tells; without, its content and its key, of which the row has its id."""
-    return F.when(stamped, same_id).otherwise(bare & same_content & same_key)
+    return F.when(has_header, same_id).otherwise(bare & same_content & same_key)
 
 
 # -------------------------------------------------------------------------------------------------------- copies
@@ -275,9 +275,9 @@ def producer() -> tuple[str, ...]:
     return ("slot", "pid", "epoch", "instance")
 
 
-def is_foreign(stamped: Column, same_producer: Column, late: Column) -> Column:
+def is_foreign(has_header: Column, same_producer: Column, late: Column) -> Column:
     """Written past the service: without our header, or with one that was copied."""
-    return ~stamped | (same_producer & (late == 1))
+    return ~has_header | (same_producer & (late == 1))
 
 
 def is_apart(accepted_at: Column, earlier_at: Column, key_ttl_ms: int) -> Column:
@@ -318,10 +318,10 @@ def is_believed(claimed: Column) -> Column:
     return claimed
 
 
-def is_derived(stamped: Column, claimed: Column, elsewhere: Column) -> Column:
+def is_derived(has_header: Column, claimed: Column, elsewhere: Column) -> Column:
     """Whether a record is another topic's, forwarded with its header: known to nobody, and of an id that was written to
     other topics only. What its own content bears out was written to its topic: a fingerprint covers that."""
-    return stamped & ~claimed & elsewhere
+    return has_header & ~claimed & elsewhere
 
 
 def copies_kind(conflicting: Column) -> Column:

@@ -59,7 +59,13 @@ def _id(spark: SparkSession, shared: SharedSettings, lake: Lake, id: bytes, told
     for row in told:
         yield from _row(row)
         places.update({_place(one): _writer(one) for one in row["ordered"]})
-        bare.update({_place(one): (row["key"], one["fp"]) for one in row["coordinates"] if not one["stamped"]})
+        bare.update(
+            {
+                _place(one): (row["key"], one["fingerprint"])
+                for one in row["coordinates"]
+                if not one["has_fencepost_header"]
+            }
+        )
     for row in _of(lake.read("findings").where("kind is not null"), [id]).select("kind", "cause", "count").collect():
         yield f"finding    {row['kind']}{'/' + row['cause'] if row['cause'] else ''}, {row['count']} records"
     shown = list(places)[:RECORDS_MAX]
@@ -84,8 +90,8 @@ def _is_of(record: Row, id: bytes, bare: tuple[str, bytes] | None) -> bool:
     """decode.is_of for one record; `bare` are key and fingerprint of one that was read without our header."""
     if bare is None:
         return bool(record["own_id"] == id)
-    key, fp = bare
-    return record["own_id"] is None and record["own_fp"] == fp and record["own_key"] in (None, key)
+    key, fingerprint = bare
+    return record["own_id"] is None and record["own_fingerprint"] == fingerprint and record["own_key"] in (None, key)
 
 
 def _of(rows: DataFrame, ids: Iterable[bytes]) -> DataFrame:

@@ -25,18 +25,19 @@ REJECTED: Final = "struct<reason: string, content: binary>"
 """Why a record could not be decoded, and the bytes in question, up to CONTENT_MAX of them."""
 
 COPIES: Final = (
-    "kind string, id binary, topic string, partition int, offset bigint, at bigint, ts bigint, fp binary, alt binary, "
-    "slot int, pid bigint, epoch int, instance string, stamped boolean, keyed boolean, record_key bigint, key string, "
-    f"reject {REJECTED}, came bigint"
+    "kind string, id binary, topic string, partition int, offset bigint, accepted_ms bigint, timestamp_ms bigint, "
+    "fingerprint binary, alternative_fingerprints binary, slot int, pid bigint, epoch int, instance string, "
+    "has_fencepost_header boolean, has_record_key boolean, record_key bigint, key string, "
+    f"reject {REJECTED}, observed_ms bigint"
 )
-"""`ts` is the record's timestamp, by which copies are ordered, drawn in to PLAUSIBLE_MS: the same in whatever run.
-Where it cannot be meant, `came` is the time of the run that read it, else null. `at` is the acceptance, never a time
-that cannot be meant.
+"""`timestamp_ms` is the record's timestamp, clamped to PLAUSIBLE_MS: copies are ordered by it, alike in every run.
+Where the timestamp is not plausible, `observed_ms` is the freeze of the run that read the record, else null.
+`accepted_ms` is the acceptance, always a plausible time.
 """
 
 TESTIMONY: Final = (
-    "id binary, topic string, partition int, offset bigint, at bigint, ts bigint, status int, replayed boolean, "
-    f"position int, batch bigint, topic_id bigint, reject {REJECTED}"
+    "id binary, topic string, partition int, offset bigint, accepted_ms bigint, timestamp_ms bigint, status int, "
+    f"replayed boolean, position int, batch bigint, topic_id bigint, reject {REJECTED}"
 )
 
 ENTERED: Final = 0
@@ -59,7 +60,7 @@ PLAUSIBLE_MS: Final = (946_684_800_000, 4_102_444_800_000)  # 2000-01-01 to 2100
 # Records without id share one for a block of offsets: close together in the lake, and no key that all of them share.
 BLOCK_OFFSETS: Final = 1 << 20
 
-_PLACE: Final = ("topic", "partition", "offset", "ts")
+_PLACE: Final = ("topic", "partition", "offset", "timestamp_ms")
 
 LEDGER_SCHEMA: Final = (
     "v int, begin boolean, slot int, pid bigint, epoch int, instance string, topic_ids map<string, string>, "
@@ -77,13 +78,14 @@ REQUESTS_SCHEMA: Final = (
 def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str] | None = None) -> DataFrame:
     """Data records (source.SCHEMA) → COPIES, a row each.
 
-    With our stamp: identity and fingerprint are the stamp's; where the record has another fingerprint, as a program may
-    forward headers and change the rest, `alt` is that one. With only an idempotency key: the id of the key in the empty
-    scope, and a fingerprint computed from the record as if no partition had been asked for; `alt` has those that the
-    same record would have otherwise, 8 bytes each (asked for with its partition, with a traceparent header of the
-    client's own): any that equals a stamped copy's means the same request. With neither, the key is what the expression
-    of its topic (`identities`) makes of the record; where there is none, or it makes nothing of it: `unkeyed`. With a
-    stamp that cannot be read and no key: `reject`.
+    With a fencepost header: id and fingerprint are the header's. Where the record itself has another fingerprint (a
+    program may forward headers and change the value), `alternative_fingerprints` is the record's.
+    With only an idempotency key: the id of the key in the empty scope, and the fingerprint of the record as if no
+    partition had been asked for; `alternative_fingerprints` has those of the other requests that give this record (with
+    its partition, with a traceparent header of the client's own), 8 bytes each. A copy whose header has any of them is
+    the same request.
+    With neither, the key is what the topic's expression (`identities`) gives; without one, or where it gives null:
+    `unkeyed`. With a fencepost header that cannot be parsed and no key: `reject`.
     """
     stamp, key = _header(wire.STAMP_HEADER), _header(wire.KEY_HEADER)
     told = F.when(F.octet_length(key) > 0, key)
@@ -92,61 +94,65 @@ def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str]
         told = told.when(key.isNull() & stamp.isNull() & (F.col("topic") == topic), identity)
     timed = records.withColumn("timestamp", F.timestamp_millis("timestamp_ms")) if identities else records
     read = _stamps(timed.select(*records.columns, stamp.cast("string").alias("stamp"), told.alias("key_bytes")))
-    stamped = F.col("stamped")
+    has_header = F.col("has_fencepost_header")
     kind = (
-        F.when(stamped | F.col("key_bytes").isNotNull(), EVENT)
+        F.when(has_header | F.col("key_bytes").isNotNull(), EVENT)
         .when(F.col("stamp").isNotNull(), REJECT)
         .otherwise(UNKEYED)
     )
     seen = plausible(F.col("timestamp_ms"), frozen_ms, frozen_ms)
     computed, others = _fingerprints()
-    borne_out = (F.col("stamp_fp") == computed) | F.array_contains(others, F.col("stamp_fp"))
-    foreign = ~stamped & (kind == EVENT)
+    borne_out = (F.col("header_fingerprint") == computed) | F.array_contains(others, F.col("header_fingerprint"))
+    foreign = ~has_header & (kind == EVENT)
     return read.select(
         kind.alias("kind"),
-        F.when(stamped, F.col("stamp_id"))
+        F.when(has_header, F.col("header_id"))
         .when(kind == EVENT, wire_expressions.event_id(F.col("key_bytes")))
         .otherwise(block_id())
         .alias("id"),
         "topic",
         "partition",
         "offset",
-        F.when(stamped, plausible(F.col("stamp_at"), seen, frozen_ms)).otherwise(seen).alias("at"),
-        drawn_in(F.col("timestamp_ms")).alias("ts"),
-        F.when(stamped, F.col("stamp_fp")).when(foreign, computed).alias("fp"),
-        F.when(foreign, wire_expressions.joined(others)).when(stamped & ~borne_out, computed).alias("alt"),
-        *(F.when(stamped, F.col(name)).alias(name) for name in ("slot", "pid", "epoch", "instance")),
-        "stamped",
-        F.col("key").isNotNull().alias("keyed"),
+        F.when(has_header, plausible(F.col("header_accepted_ms"), seen, frozen_ms))
+        .otherwise(seen)
+        .alias("accepted_ms"),
+        drawn_in(F.col("timestamp_ms")).alias("timestamp_ms"),
+        F.when(has_header, F.col("header_fingerprint")).when(foreign, computed).alias("fingerprint"),
+        F.when(foreign, wire_expressions.joined(others))
+        .when(has_header & ~borne_out, computed)
+        .alias("alternative_fingerprints"),
+        *(F.when(has_header, F.col(name)).alias(name) for name in ("slot", "pid", "epoch", "instance")),
+        "has_fencepost_header",
+        F.col("key").isNotNull().alias("has_record_key"),
         F.when(F.col("key").isNotNull(), F.xxhash64("key")).alias("record_key"),
         F.col("key_bytes").cast("string").alias("key"),
         F.when(kind == REJECT, _rejected(f"a {wire.STAMP_HEADER} header that is none", F.col("stamp"))).alias("reject"),
-        F.when(seen != F.col("timestamp_ms"), seen).alias("came"),
+        F.when(seen != F.col("timestamp_ms"), seen).alias("observed_ms"),
     )
 
 
 def own(records: DataFrame) -> DataFrame:
     """Records (source.SCHEMA) → the same with what they say of themselves: `own_id` by our header, null without it, the
-    `own_key` of their header, and `own_fp`, their fingerprint as if no partition had been asked for."""
+    `own_key` of their header, and `own_fingerprint`, their fingerprint as if no partition had been asked for."""
     named = records.select(
         *records.columns,
         _header(wire.STAMP_HEADER).cast("string").alias("stamp"),
         _header(wire.KEY_HEADER).cast("string").alias("own_key"),
     )
     computed, _ = _fingerprints()
-    own_id = F.when(F.col("stamped"), F.col("stamp_id")).alias("own_id")
-    return _stamps(named).select(*records.columns, own_id, "own_key", computed.alias("own_fp"))
+    own_id = F.when(F.col("has_fencepost_header"), F.col("header_id")).alias("own_id")
+    return _stamps(named).select(*records.columns, own_id, "own_key", computed.alias("own_fingerprint"))
 
 
-def is_of(id: Column, stamped: Column, fp: Column, key: Column) -> Column:
+def is_of(id: Column, has_header: Column, fingerprint: Column, key: Column) -> Column:
     """Whether a record (`own`) is the one that a row of the lake tells of, which had these then: another one may stand
     at its place."""
     return F.coalesce(
         rule_table.is_its_record(
-            stamped=stamped,
+            has_header=has_header,
             same_id=F.col("own_id") == id,
             bare=F.col("own_id").isNull(),
-            same_content=F.col("own_fp") == fp,
+            same_content=F.col("own_fingerprint") == fingerprint,
             same_key=F.col("own_key").isNull() | (F.col("own_key") == key),
         ),
         F.lit(False),
@@ -177,7 +183,7 @@ def _fingerprints() -> tuple[Column, Column]:
 
 
 def _stamps(read: DataFrame) -> DataFrame:
-    """Rows with a `stamp` → the same with its parts, and whether it is one of this version (`stamped`).
+    """Rows with a `stamp` → the same with its parts, and whether it is one of this version (`has_fencepost_header`).
 
     By the parts' own forms: a regular expression over the whole takes as long as all the rest.
     """
@@ -185,9 +191,9 @@ def _stamps(read: DataFrame) -> DataFrame:
     part = [F.get("parts", F.lit(nth)) for nth in range(8)]
     named = parts.withColumns(
         {
-            "stamp_id": _unhexed(part[1], wire.ID_BYTES),
-            "stamp_fp": _unhexed(part[2], wire.FINGERPRINT_BYTES),
-            "stamp_at": part[3].try_cast("bigint"),
+            "header_id": _unhexed(part[1], wire.ID_BYTES),
+            "header_fingerprint": _unhexed(part[2], wire.FINGERPRINT_BYTES),
+            "header_accepted_ms": part[3].try_cast("bigint"),
             "slot": part[4].try_cast("int"),
             "pid": part[5].try_cast("bigint"),
             "epoch": part[6].try_cast("int"),
@@ -195,9 +201,11 @@ def _stamps(read: DataFrame) -> DataFrame:
         }
     )
     whole = F.size("parts") == len(part)
-    for name in ("stamp_id", "stamp_fp", "stamp_at", "slot", "pid", "epoch"):
+    for name in ("header_id", "header_fingerprint", "header_accepted_ms", "slot", "pid", "epoch"):
         whole = whole & F.col(name).isNotNull()
-    return named.withColumn("stamped", F.coalesce(whole & F.octet_length("instance").between(1, 64), F.lit(False)))
+    return named.withColumn(
+        "has_fencepost_header", F.coalesce(whole & F.octet_length("instance").between(1, 64), F.lit(False))
+    )
 
 
 def identity_of(expression: str) -> Column:
@@ -239,8 +247,10 @@ def ledger(records: DataFrame, frozen_ms: int) -> DataFrame:
     return rows.select(
         F.when(good, F.unhex(entry["id"])).otherwise(_part_id(undecoded)).alias("id"),
         *(F.when(good, entry[name]).otherwise(F.col(name)).alias(name) for name in ("topic", "partition", "offset")),
-        F.when(good, plausible(entry["at"], F.col("ts"), F.col("ts"))).otherwise(F.col("ts")).alias("at"),
-        "ts",
+        F.when(good, plausible(entry["at"], F.col("timestamp_ms"), F.col("timestamp_ms")))
+        .otherwise(F.col("timestamp_ms"))
+        .alias("accepted_ms"),
+        "timestamp_ms",
         F.when(good, F.lit(ENTERED)).alias("status"),
         F.lit(False).alias("replayed"),
         F.col("position"),
@@ -256,7 +266,7 @@ def number_of(id: Column) -> Column:
 
 
 def answers(records: DataFrame, frozen_ms: int) -> DataFrame:
-    """Records of the journal (source.SCHEMA) → TESTIMONY, a row for each answer; `ts` is when it was journaled.
+    """Records of the journal (source.SCHEMA) → TESTIMONY, a row for each answer; `timestamp_ms` is its record's.
 
     Only a 201 names a partition and an offset.
     """
@@ -273,8 +283,10 @@ def answers(records: DataFrame, frozen_ms: int) -> DataFrame:
         F.when(good, F.unhex(answer["id"])).otherwise(_part_id(undecoded)).alias("id"),
         F.when(good, answer["topic"]).otherwise(F.col("topic")).alias("topic"),
         *(F.when(placed, answer[name]).when(~good, F.col(name)).alias(name) for name in ("partition", "offset")),
-        F.when(good, plausible(answer["at"], F.col("ts"), F.col("ts"))).otherwise(F.col("ts")).alias("at"),
-        "ts",
+        F.when(good, plausible(answer["at"], F.col("timestamp_ms"), F.col("timestamp_ms")))
+        .otherwise(F.col("timestamp_ms"))
+        .alias("accepted_ms"),
+        "timestamp_ms",
         F.when(good, answer["status"]).alias("status"),
         (good & F.coalesce(answer["replayed"], F.lit(False))).alias("replayed"),
         F.col("position"),
@@ -289,7 +301,7 @@ def _bodies(records: DataFrame, schema: str, frozen_ms: int) -> DataFrame:
         "topic",
         "partition",
         "offset",
-        plausible(F.col("timestamp_ms"), frozen_ms, frozen_ms).alias("ts"),
+        plausible(F.col("timestamp_ms"), frozen_ms, frozen_ms).alias("timestamp_ms"),
         "value",
         F.from_json(F.col("value").cast("string"), schema).alias("body"),
     )

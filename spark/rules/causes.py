@@ -30,7 +30,10 @@ def ordered() -> Column:
             entered,
             lambda pair: F.struct(
                 rule_table.rank(pair["entered"]).alias("late"),
-                *(pair["copy"][name].alias(name) for name in (*rule_table.order(), *_WRITER, "accepted_at", "stamped")),
+                *(
+                    pair["copy"][name].alias(name)
+                    for name in (*rule_table.order(), *_WRITER, "accepted_at", "has_fencepost_header")
+                ),
             ),
         )
     )
@@ -50,7 +53,7 @@ def explained(copies: Column, key_ttl_ms: int) -> Column:
 
 def _cause(copy: Column, earlier: Column, key_ttl_ms: int) -> Column:
     """The first rule that fits a copy that comes after these."""
-    ours = F.filter(earlier, lambda other: other["stamped"])
+    ours = F.filter(earlier, lambda other: other["has_fencepost_header"])
 
     def same(other: Column, *names: str) -> Column:
         alike = F.lit(True)
@@ -64,5 +67,5 @@ def _cause(copy: Column, earlier: Column, key_ttl_ms: int) -> Column:
         ours,
         lambda other: rule_table.is_restart(same(other, "slot"), same(other, "instance"), same(other, "pid", "epoch")),
     )
-    foreign = rule_table.is_foreign(copy["stamped"], same_producer, copy["late"])
+    foreign = rule_table.is_foreign(copy["has_fencepost_header"], same_producer, copy["late"])
     return rule_table.cause(foreign, same_producer, rule_table.is_expired(ours, apart), restart)

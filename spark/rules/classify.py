@@ -140,7 +140,7 @@ def judge(rows: DataFrame, seen: Evidence) -> DataFrame:
     """
     judged = (
         rows.where(_concerned(seen))
-        .withColumn("missing", F.when(F.col("plain") == 0, _missing(seen)))
+        .withColumn("missing", F.when(F.col("is_clean") == 0, _missing(seen)))
         .withColumn("phantom", _phantom(seen))
         .withColumn("copies_count", F.col("count") - F.col("derived"))
         .withColumn("conflicting", (F.col("copies_count") > 1) & (F.size("fingerprints") > 1) & _differ())
@@ -156,16 +156,16 @@ def judge(rows: DataFrame, seen: Evidence) -> DataFrame:
     )
 
 
-def plainly(rows: DataFrame, seen: Evidence) -> DataFrame:
-    """state.ROW of plain rows, and of records without id → what there is to count of them, from their numbers alone.
+def classify_clean(rows: DataFrame, seen: Evidence) -> DataFrame:
+    """state.ROW of clean rows, and of records without id → what there is to count of them, from their numbers alone.
 
-    Of a plain row it is what `judge` says, unless the id has another row.
+    Of a clean row it is what `judge` says, unless the id has another row.
     """
     claimed = (F.col("kind") == EVENT) & ((F.col("entries_count") > 0) | (F.col("answered_201") > 0))
     return rows.where(seen.audited(F.col("topic")) | (F.col("kind") == REJECT)).select(
         *("accepted_hour", "kind", "topic", *deliveries.SUMS),
         F.col("count").alias("copies_count"),
-        F.coalesce(F.col("stamped").cast("bigint"), F.lit(0)).alias("stamped"),
+        F.coalesce(F.col("has_fencepost_header").cast("bigint"), F.lit(0)).alias("with_header"),
         claimed.alias("accepted"),
         F.when(claimed, "delivered_once").alias("category"),
         F.lit(None).cast("string").alias("phantom"),
@@ -237,7 +237,7 @@ def _fate(claim: Column, seen: Evidence) -> Column:
 def _phantom(seen: Evidence) -> Column:
     """`phantom` where nothing tells of a copy with our header; `pending` until what would tell is read to a record that
     is younger than the copy may be; `evidence_gap` where that is not known as far back, or not at all."""
-    ours = F.filter("coordinates", lambda copy: copy["stamped"] & ~copy["derived"])
+    ours = F.filter("coordinates", lambda copy: copy["has_fencepost_header"] & ~copy["derived"])
     first = F.get(ours, F.lit(0))
     slot = F.get(seen.slots, first["slot"])
     spans = F.get(F.try_element_at(seen.idempotent, first["topic"]), first["partition"])
@@ -254,7 +254,7 @@ def _phantom(seen: Evidence) -> Column:
     over_ms = F.when(idempotent, seen.held_over_ms(*times)).otherwise(seen.over_ms(*times))
     unread = ~idempotent & F.coalesce(rule_table.is_unread(F.col("run"), slot["heard_run"]), F.lit(False))
     return F.when(
-        (F.col("stamped") > 0) & unheard,
+        (F.col("with_header") > 0) & unheard,
         F.when(unread | rule_table.is_undecided(over_ms, decided_ms), PENDING)
         .when(rule_table.is_before_evidence(complete_ms, first["accepted_at"], first["timestamp"]), "evidence_gap")
         .otherwise("phantom"),
@@ -264,14 +264,19 @@ def _phantom(seen: Evidence) -> Column:
 def _differ() -> Column:
     """Whether the copies have more than one fingerprint.
 
-    A copy without our header has several: as if it had been asked for without a partition (`fp`), and those in `alt`.
-    Where one of them is that of a copy with our header, it is the same request.
+    A copy without our header has several: as if it had been asked for without a partition (`fingerprint`), and those in
+    `alternative_fingerprints`. Where one of them is that of a copy with our header, it is the same request.
     """
-    known = F.transform(F.filter("fingerprints", lambda one: one["alt"].isNull()), lambda one: one["fp"])
+    known = F.transform(
+        F.filter("fingerprints", lambda one: one["alternative_fingerprints"].isNull()), lambda one: one["fingerprint"]
+    )
 
     def meant_by(one: Column) -> Column:
-        same = F.filter(deliveries.each_fingerprint(one["alt"]), lambda other: rule_table.is_same_request(known, other))
-        return F.coalesce(F.get(same, F.lit(0)), one["fp"])
+        same = F.filter(
+            deliveries.each_fingerprint(one["alternative_fingerprints"]),
+            lambda other: rule_table.is_same_request(known, other),
+        )
+        return F.coalesce(F.get(same, F.lit(0)), one["fingerprint"])
 
     meant = F.transform("fingerprints", meant_by)
     return F.size(F.array_distinct(meant)) > 1
@@ -282,9 +287,9 @@ def _accepted() -> Column:
         promised=_sum("entries_count", "answered_201"),
         answered_202=F.col("answered_202"),
         answered_504=F.col("answered_504"),
-        taken_back=rule_table.takes_back(F.col("freed_ms"), F.col("unsure_ms")),
+        taken_back=rule_table.takes_back(F.col("freed_ms"), F.col("in_doubt_ms")),
         elsewhere=F.col("elsewhere"),
-        ours=F.col("stamped"),
+        ours=F.col("with_header"),
     )
 
 
@@ -296,7 +301,7 @@ def _category(seen: Evidence) -> Column:
         return F.coalesce(F.exists("missing", lambda claim: claim["fate"].isin(*fates)), F.lit(False))
 
     # Where nobody named a place: what is known is a 202 or a 504, and that it is not in the data.
-    times = F.col("accepted_ms"), F.coalesce(F.col("unsure_ms"), F.col("last_ms"))
+    times = F.col("accepted_ms"), F.coalesce(F.col("in_doubt_ms"), F.col("last_ms"))
     decided_ms = rule_table.decided_by(seen.ledger_decided_ms, seen.answers_decided_ms)
     longer = rule_table.waits_longer(decided_ms, seen.frozen_ms)
     over_ms = seen.held_over_ms(*times) if longer else seen.over_ms(*times)
@@ -306,11 +311,11 @@ def _category(seen: Evidence) -> Column:
         copies=F.col("copies_count"),
         pending=some(PENDING),
         unproven=F.coalesce(F.exists("missing", lambda claim: ~claim["fate"].isin(LOST, PENDING)), F.lit(False)),
-        ours=_sum("stamped", "entries_count", "answered_201"),
+        ours=_sum("with_header", "entries_count", "answered_201"),
         answered_201=F.col("answered_201"),
         undecided=rule_table.is_undecided(over_ms, decided_ms),
     )
-    return F.when(F.col("plain") == 1, "delivered_once").otherwise(judged)
+    return F.when(F.col("is_clean") == 1, "delivered_once").otherwise(judged)
 
 
 def _sum(*names: str) -> Column:

@@ -104,9 +104,18 @@ def misnamed(rows: DataFrame, run: int) -> DataFrame | None:
     fingerprint in the same topic does. Where its own id (the key's in the empty scope) has such an event, it keeps it.
     """
     events = rows.where((F.col("kind") == EVENT) & (F.col("count") > 0) & F.col("key").isNotNull())
-    bare = ~F.col("stamped") & F.col("fp").isNotNull() & (F.col("entries_count") + F.col("answered_201") == 0)
+    bare = (
+        ~F.col("has_fencepost_header")
+        & F.col("fingerprint").isNotNull()
+        & (F.col("entries_count") + F.col("answered_201") == 0)
+    )
     new = F.col("run") == run
-    flags = {"bare": bare, "ours": F.col("stamped"), "new_bare": bare & new, "new_ours": F.col("stamped") & new}
+    flags = {
+        "bare": bare,
+        "ours": F.col("has_fencepost_header"),
+        "new_bare": bare & new,
+        "new_ours": F.col("has_fencepost_header") & new,
+    }
     by_topic = events.groupBy("topic").agg(*(F.max(flag).alias(name) for name, flag in flags.items())).collect()
     topics = [
         one["topic"] for one in by_topic if (one["new_bare"] and one["ours"]) or (one["new_ours"] and one["bare"])
@@ -114,13 +123,17 @@ def misnamed(rows: DataFrame, run: int) -> DataFrame | None:
     if not topics:
         return None
     concerned = events.where(F.col("topic").isin(topics))
-    may_be = F.concat(F.array("fp"), F.coalesce(deliveries.each_fingerprint(F.col("alt")), F.array()))
+    may_be = F.concat(
+        F.array("fingerprint"), F.coalesce(deliveries.each_fingerprint(F.col("alternative_fingerprints")), F.array())
+    )
     place = ("accepted_hour", "id", "topic", "partition", "offset")
-    copies = concerned.where(bare).select(*place, "key", F.explode(may_be).alias("fp"))
-    named = concerned.where("stamped").select("topic", "key", "fp", "accepted_ms", F.col("id").alias("named"))
+    copies = concerned.where(bare).select(*place, "key", F.explode(may_be).alias("fingerprint"))
+    named = concerned.where("has_fencepost_header").select(
+        "topic", "key", "fingerprint", "accepted_ms", F.col("id").alias("named")
+    )
     first = F.min(F.struct((F.col("named") != F.col("id")).alias("other"), "accepted_ms", "named")).alias("first")
     return (
-        copies.join(named, ["topic", "key", "fp"])
+        copies.join(named, ["topic", "key", "fingerprint"])
         .groupBy(*place)
         .agg(first)
         .where("first.other")
@@ -135,12 +148,12 @@ def told_elsewhere(rows: DataFrame, run: int) -> DataFrame | None:
     Such an answer may lie in another hour than the acceptance that it is about: its request came later.
     """
     events = rows.where(F.col("kind") == EVENT)
-    unsure = events.where(f"plain = 0 AND offset IS NULL AND {deliveries.UNSURE}")
+    unsure = events.where(f"is_clean = 0 AND offset IS NULL AND {deliveries.IN_DOUBT}")
     newest = unsure.agg(F.max("run")).collect()[0][0]
     if newest is None:
         return None
     telling = events if newest == run else events.where(F.col("run") == run)
-    tells = rule_table.tells(F.col("stamped"), F.col("entries_count"), F.col("answered_201"))
+    tells = rule_table.tells(F.col("has_fencepost_header"), F.col("entries_count"), F.col("answered_201"))
     others = telling.select(
         "id", F.col("accepted_hour").alias("hour"), tells.alias("tells"), F.col("freed_ms").alias("freed")
     ).where("tells OR freed IS NOT NULL")
@@ -148,15 +161,15 @@ def told_elsewhere(rows: DataFrame, run: int) -> DataFrame | None:
     here = unsure.groupBy(*hour).agg(
         F.coalesce(F.max("elsewhere"), F.lit(False)).alias("was_elsewhere"),
         F.max("freed_ms").alias("was_freed"),
-        F.max("unsure_ms").alias("unsure_ms"),
+        F.max("in_doubt_ms").alias("in_doubt_ms"),
     )
     found = (
         others.join(F.broadcast(here), "id")
         .where("hour != accepted_hour")
-        .groupBy(*hour, "was_elsewhere", "was_freed", "unsure_ms")
+        .groupBy(*hour, "was_elsewhere", "was_freed", "in_doubt_ms")
         .agg(F.max("tells").alias("tells"), F.max("freed").alias("freed"))
     )
-    freed = F.greatest("was_freed", F.when(rule_table.takes_back(F.col("freed"), F.col("unsure_ms")), F.col("freed")))
+    freed = F.greatest("was_freed", F.when(rule_table.takes_back(F.col("freed"), F.col("in_doubt_ms")), F.col("freed")))
     told = found.select(
         *hour,
         (F.col("was_elsewhere") | F.col("tells")).alias("elsewhere"),
@@ -174,7 +187,7 @@ def _accepted(seen: Evidence) -> Column:
     Values without a record key (a reading, a counter) repeat without being retries.
     """
     claimed = F.col("entries_count") + F.col("answered_201") > 0
-    event = (F.col("kind") == EVENT) & F.col("stamped") & F.col("record_key").isNotNull() & claimed
+    event = (F.col("kind") == EVENT) & F.col("has_fencepost_header") & F.col("record_key").isNotNull() & claimed
     return (
         F.coalesce(event, F.lit(False)) & seen.audited(F.col("topic")) & ~seen.without_client_duplicates(F.col("topic"))
     )
@@ -182,7 +195,7 @@ def _accepted(seen: Evidence) -> Column:
 
 def retried(rows: DataFrame, seen: Evidence) -> DataFrame:
     """state.ROW → `fingerprint, first timestamp, last timestamp` of those that several rows have, and their hours."""
-    return _several(rows.where(_accepted(seen)).withColumn("fingerprint", F.col("fp")), "fingerprint")
+    return _several(rows.where(_accepted(seen)).withColumn("fingerprint", F.col("fingerprint")), "fingerprint")
 
 
 def client_duplicates(
@@ -194,12 +207,12 @@ def client_duplicates(
     `several` is what `retried` gives of the rows, `spans` where these lie: of all others nothing more is read.
     """
     there = rows.where(_within(spans) & (F.col("count") > 0) & F.col("record_key").isNotNull())
-    marked = there.withColumn("fingerprint", F.when(_accepted(seen), F.col("fp")))
+    marked = there.withColumn("fingerprint", F.when(_accepted(seen), F.col("fingerprint")))
     keys = (
         marked.join(several.select("fingerprint"), "fingerprint", "left_semi").select("topic", "record_key").distinct()
     )
     told = _retries(marked.join(keys, ["topic", "record_key"], "left_semi"), seen)
-    first = F.struct("accepted_ms", "topic", "partition", "offset", "copied_ms", *_WRITER, "key", "accepted_hour")
+    first = F.struct("accepted_ms", "topic", "partition", "offset", "timestamp_ms", *_WRITER, "key", "accepted_hour")
     ids = told.groupBy("fingerprint", "id").agg(F.min(first).alias("first"), F.max("last_ms").alias("last_ms"))
     order = Window.partitionBy("fingerprint").orderBy("accepted_ms", "id")
     numbered = ids.select("fingerprint", "id", "last_ms", "first.*").withColumn("nth", F.row_number().over(order))
@@ -208,7 +221,7 @@ def client_duplicates(
         "topic",
         "partition",
         "offset",
-        F.col("copied_ms").alias("timestamp"),
+        F.col("timestamp_ms").alias("timestamp"),
         *_WRITER,
         F.lit(None).cast("string").alias("cause"),
     )
@@ -251,23 +264,26 @@ def _retries(sequence: DataFrame, seen: Evidence) -> DataFrame:
         {
             "caller": F.when(F.col("fingerprint").isNotNull(), F.get(known, F.lit(0))),
             "asked_ms": F.when(
-                rule_table.is_own_time(F.col("copied_ms"), F.col("copied_at"), seen.timeouts_ms), F.col("copied_ms")
+                rule_table.is_own_time(F.col("timestamp_ms"), F.col("record_accepted_ms"), seen.timeouts_ms),
+                F.col("timestamp_ms"),
             ),
         }
     )
-    order = Window.partitionBy("topic", "record_key").orderBy("copied_at", "copied_ms", "partition", "offset")
+    order = Window.partitionBy("topic", "record_key").orderBy(
+        "record_accepted_ms", "timestamp_ms", "partition", "offset"
+    )
 
     def near(step: Callable[[str], Column]) -> Column:
         def same(name: str) -> Column:
             return F.col(name) == step(name).over(order)
 
-        distance = F.abs(F.col("copied_at") - step("copied_at").over(order))
+        distance = F.abs(F.col("record_accepted_ms") - step("record_accepted_ms").over(order))
         return rule_table.is_retry(
             same_content=same("fingerprint"),
             same_caller=same("caller"),
             same_id=same("id"),
             near=rule_table.is_near(distance, seen.key_ttl_ms),
-            same_time=F.col("asked_ms").eqNullSafe(step("asked_ms").over(order)) | same("copied_ms"),
+            same_time=F.col("asked_ms").eqNullSafe(step("asked_ms").over(order)) | same("timestamp_ms"),
             same_batch=same("batch"),
         )
 

@@ -86,7 +86,7 @@ def of_ids(rows: DataFrame, seen: Evidence, scope: str) -> DataFrame:
         }
     )
     many = rule_table.copies_kind(F.col("conflicting"))
-    unsure = rule_table.unsure_cause(F.col("answered_202"), F.col("answered_504"))
+    unsure = rule_table.in_doubt_cause(F.col("answered_202"), F.col("answered_504"))
     found = F.array(
         F.when(
             F.col("copies_count") > 1,
@@ -141,7 +141,7 @@ def of_places(rows: DataFrame, scope: str) -> DataFrame:
         ),
     )
     unheard = F.transform(
-        F.filter("coordinates", lambda copy: copy["stamped"] & ~copy["derived"]),
+        F.filter("coordinates", lambda copy: copy["has_fencepost_header"] & ~copy["derived"]),
         lambda copy: F.struct(
             F.lit(EVIDENCE_GAP).alias("kind"),
             F.lit("ledger_gone").alias("cause"),
@@ -226,7 +226,7 @@ def sums(judged: DataFrame) -> DataFrame:
     """Judged rows → `accepted_hour, topic` and SUMS: as many rows as there are hours and topics in them."""
     event = F.col("kind") == EVENT
     delivered = event & (F.col("count") > 0)
-    unrequested = delivered & ~F.col("accepted") & F.col("phantom").isNull() & (F.col("stamped") == 0)
+    unrequested = delivered & ~F.col("accepted") & F.col("phantom").isNull() & (F.col("with_header") == 0)
 
     def count(condition: Column) -> Column:
         return F.count(F.when(condition, F.lit(1)))
@@ -280,7 +280,7 @@ def _places(claims: str) -> Column:
 
 def _unexplained(copies: Column) -> Column:
     """The copies with our header, as coordinates without cause."""
-    return _uncaused(F.filter(copies, lambda copy: copy["stamped"]))
+    return _uncaused(F.filter(copies, lambda copy: copy["has_fencepost_header"]))
 
 
 def _uncaused(copies: Column) -> Column:

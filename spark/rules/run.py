@@ -22,7 +22,7 @@ from spark.tables.lake import Lake
 class Judgement:
     """One run's. It writes `rejects`, `findings` and `verdicts`, and ends with the balance.
 
-    Of nearly all ids there is one plain row, of which numbers are summed up and no more; whatever else is read, joined
+    Of nearly all ids there is one clean row, of which numbers are summed up and no more; whatever else is read, joined
     or kept is about the few others.
     """
 
@@ -53,7 +53,7 @@ class Judgement:
             balance.shifted |= shifted(self.plan, self.last)
             if whole and balance.shifted:
                 # Their rows are taken out of the sums of hours as they are judged now, so these must be judged now too.
-                touched |= set(hours.of(_wide(many, several).where("plain = 0")))
+                touched |= set(hours.of(_wide(many, several).where("is_clean = 0")))
                 balance.shifted = False
         rows = deliveries.where(hours.within(touched))
         with self.cost.step("judge"):
@@ -66,7 +66,7 @@ class Judgement:
             findings.of_logs(self.spark, self.plan),
             findings.of_ids(suspects, self.seen, findings.HOUR),
             findings.of_places(suspects, findings.HOUR),
-            findings.unkeyed(rows.where("plain = 0"), self.seen),
+            findings.unkeyed(rows.where("is_clean = 0"), self.seen),
         ]
         replaced = [f"scope = '{findings.LOG}'"]
         if touched:
@@ -80,7 +80,7 @@ class Judgement:
             united = united.withColumn("run", F.lit(self.plan.run).cast("bigint"))
             self.lake.replace("findings", united, " OR ".join(replaced), self.plan.run)
         with self.cost.step("verdicts"):
-            self._keep_history(judged, rows.where("plain = 1"), several, touched)
+            self._keep_history(judged, rows.where("is_clean = 1"), several, touched)
         for frame in self.kept:
             frame.unpersist()
         return balance
@@ -102,14 +102,14 @@ class Judgement:
     def _by_hour(
         self, rows: DataFrame, several: DataFrame, many: DataFrame, touched: set[str], balance: Balance
     ) -> DataFrame:
-        """The judged rows of these hours that are not plain, or whose id has others; all rows go into the balance."""
-        odd = rows.where((F.col("plain") == 0) & (F.col("kind") == EVENT)).join(several, "id", "left_anti")
+        """The judged rows of these hours that are not clean, or whose id has others; all rows go into the balance."""
+        odd = rows.where((F.col("is_clean") == 0) & (F.col("kind") == EVENT)).join(several, "id", "left_anti")
         judged = self._keep(
             classify.judge(deliveries_table.alone(odd).unionByName(deliveries_table.gathered(many)), self.seen)
         )
-        plain = rows.where((F.col("plain") == 1) | (F.col("kind") != EVENT))
-        sums = findings.sums(judged).unionByName(findings.sums(classify.plainly(plain, self.seen))).collect()
-        twice = findings.sums(classify.plainly(many.where("plain = 1"), self.seen)).collect()
+        clean = rows.where((F.col("is_clean") == 1) | (F.col("kind") != EVENT))
+        sums = findings.sums(judged).unionByName(findings.sums(classify.classify_clean(clean, self.seen))).collect()
+        twice = findings.sums(classify.classify_clean(many.where("is_clean = 1"), self.seen)).collect()
         balance.replace(touched, sums, twice)
         if any(row["rejects"] for row in sums):
             rejects = rows.where((F.col("run") == self.plan.run) & (F.col("kind") == REJECT) & (F.col("count") > 0))
@@ -137,11 +137,11 @@ class Judgement:
             cross_hour.superseded(together),
         ]
 
-    def _keep_history(self, judged: DataFrame, plain: DataFrame, several: DataFrame, touched: set[str]) -> None:
+    def _keep_history(self, judged: DataFrame, clean: DataFrame, several: DataFrame, touched: set[str]) -> None:
         """Write down of which ids something else is said now."""
         said = verdict_history.last(self.lake.read("verdicts"), self.plan.run)
         waiting = verdict_history.standing(said)
-        theirs = plain.where(hours.within(touched & set(hours.of(waiting))))
+        theirs = clean.where(hours.within(touched & set(hours.of(waiting))))
         arrived = theirs.join(waiting, ["accepted_hour", "id"], "left_semi").join(several, "id", "left_anti")
         changes = verdict_history.changed(judged, arrived, said, self.plan.run, self.plan.frozen_ms)
         if not changes.isEmpty():

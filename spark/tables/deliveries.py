@@ -22,7 +22,7 @@ FINGERPRINTS_MAX: Final = 16
 
 ROW: Final = {
     "accepted_hour": "timestamp",
-    "plain": "tinyint",
+    "is_clean": "tinyint",
     "kind": "string",
     "id": "binary",
     "topic": "string",
@@ -39,20 +39,20 @@ ROW: Final = {
     "answered_504": "bigint",
     "answered_other": "bigint",
     "replayed": "bigint",
-    "entered_ms": "bigint",
-    "answered_ms": "bigint",
-    "unsure_ms": "bigint",
+    "entry_seen_ms": "bigint",
+    "answer_seen_ms": "bigint",
+    "in_doubt_ms": "bigint",
     "freed_ms": "bigint",
-    "copied_ms": "bigint",
-    "copied_at": "bigint",
-    "fp": "binary",
-    "alt": "binary",
+    "timestamp_ms": "bigint",
+    "record_accepted_ms": "bigint",
+    "fingerprint": "binary",
+    "alternative_fingerprints": "binary",
     "slot": "int",
     "pid": "bigint",
     "epoch": "int",
     "instance": "string",
-    "stamped": "boolean",
-    "keyed": "boolean",
+    "has_fencepost_header": "boolean",
+    "has_record_key": "boolean",
     "record_key": "bigint",
     "key": "string",
     "batch": "bigint",
@@ -63,15 +63,15 @@ ROW: Final = {
 }
 """Name and type of each column of `deliveries`, in order.
 
-`plain` is 1 where a row leaves nothing to be said, unless the id has another one: the record and one ledger entry met,
-or the record and a 201 that names it, or it is a record without our header that nobody claims. Of these, most of all,
-only numbers have to be read again. Partition and offset are null for what is known of an id without a place (a 504).
+`is_clean` is 1 where a row explains itself, unless the id has another row: the record and one ledger entry, or the
+record and a 201 that names it, or a record without a fencepost header that nothing names. Nearly all rows are clean,
+and of these only counts are read again. Partition and offset are null for what is known of an id without a place (a 504).
 `accepted_ms` is the earliest acceptance, `last_ms` when the last evidence came, as far as that is known;
 `count` is 1 where there is a record (0: it is only said to be there; more: rejected entries of one record);
-`entered_ms` and `answered_ms` are when ledger and journal first named the place, `unsure_ms` when the last 202 or 504
-was journaled, `freed_ms` when the last 503 was, null if a 202 or 504 follows it. From `copied_ms` (its timestamp) and
-`copied_at` (its acceptance) on it is the record itself; `keyed`: whether it has a record key, for which `record_key`
-stands; `batch` stands for the atomic batch of its ledger entry, `topic_id` for the id of its topic by the last entry.
+`entry_seen_ms` and `answer_seen_ms` are when ledger and journal first named the place, `in_doubt_ms` when the last
+202 or 504 was journaled, `freed_ms` when the last 503 was, null if a 202 or 504 follows it. `timestamp_ms`,
+`record_accepted_ms` and the columns after them are the record's own; `record_key` is a hash of its record key;
+`batch` stands for the atomic batch of its ledger entry, `topic_id` for the id of its topic by the last entry.
 `was_past_end`: the log had not come as far as the place when all was read that named it, so that it never had the
 record; `elsewhere`: of a 202 or 504 without a place, whether another hour's rows tell what became of it.
 """
@@ -79,7 +79,7 @@ record; `elsewhere`: of a 202 or 504 without a place, whether another hour's row
 WRITTEN: Final = "entries_count + answered_201 + answered_202 + answered_504 > 0"
 """decode.WRITTEN of a ROW, or of what is `told`."""
 
-UNSURE: Final = "answered_202 + answered_504 > 0"
+IN_DOUBT: Final = "answered_202 + answered_504 > 0"
 """The condition that a ROW was answered 202 or 504."""
 
 PLACE: Final = ("accepted_hour", "kind", "id", "topic", "partition", "offset")
@@ -95,33 +95,34 @@ SUMS: Final = (
     "answered_other",
     "replayed",
 )
-LEAST: Final = ("accepted_ms", "entered_ms", "answered_ms", "batch")
-GREATEST: Final = ("run", "last_ms", "unsure_ms", "count", "was_past_end", "elsewhere")
+LEAST: Final = ("accepted_ms", "entry_seen_ms", "answer_seen_ms", "batch")
+GREATEST: Final = ("run", "last_ms", "in_doubt_ms", "count", "was_past_end", "elsewhere")
 RECORD: Final = (
-    "copied_ms",
-    "copied_at",
-    "fp",
-    "alt",
+    "timestamp_ms",
+    "record_accepted_ms",
+    "fingerprint",
+    "alternative_fingerprints",
     "slot",
     "pid",
     "epoch",
     "instance",
-    "stamped",
-    "keyed",
+    "has_fencepost_header",
+    "has_record_key",
     "record_key",
     "key",
     "reject",
 )
 
 COPY_FIELDS: Final = (
-    "timestamp: bigint, topic: string, partition: int, offset: bigint, fp: binary, alt: binary, accepted_at: bigint, "
-    "slot: int, pid: bigint, epoch: int, instance: string, stamped: boolean, derived: boolean"
+    "timestamp: bigint, topic: string, partition: int, offset: bigint, fingerprint: binary, "
+    "alternative_fingerprints: binary, accepted_at: bigint, slot: int, pid: bigint, epoch: int, instance: string, "
+    "has_fencepost_header: boolean, derived: boolean"
 )
 CLAIM_FIELDS: Final = (
     "seen_ms: bigint, accepted_ms: bigint, topic: string, partition: int, offset: bigint, topic_id: bigint, "
     "was_past_end: boolean"
 )
-FINGERPRINT_FIELDS: Final = "fp: binary, alt: binary"
+FINGERPRINT_FIELDS: Final = "fingerprint: binary, alternative_fingerprints: binary"
 
 GATHERED: Final = {
     "accepted_hour": "timestamp",
@@ -134,10 +135,10 @@ GATHERED: Final = {
     "run": "bigint",
     "rows": "bigint",
     **dict.fromkeys(SUMS, "bigint"),
-    "stamped": "bigint",
+    "with_header": "bigint",
     "derived": "bigint",
-    "plain": "tinyint",
-    "unsure_ms": "bigint",
+    "is_clean": "tinyint",
+    "in_doubt_ms": "bigint",
     "freed_ms": "bigint",
     "elsewhere": "boolean",
     "fingerprints": f"array<struct<{FINGERPRINT_FIELDS}>>",
@@ -146,7 +147,7 @@ GATHERED: Final = {
     "answered": f"array<struct<{CLAIM_FIELDS}>>",
 }
 """One row an id. `run` last wrote one of its rows, `rows` is of how many it was made, `topic` the first in the alphabet
-that they name, `stamped` counts
+that they name, `with_header` counts
 copies with our header, `derived` those of them that lie in another topic than the id was written to. Lists are kept up
 to a cap, copies first; counts, and whether fingerprints differ, stay exact.
 """
@@ -187,21 +188,26 @@ def reduce(
     there = copies.select(
         _hour(exact).alias("accepted_hour"),
         *PLACE[1:],
-        F.col("ts").alias("copied_ms"),
-        F.col("at").alias("copied_at"),
+        "timestamp_ms",
+        F.col("accepted_ms").alias("record_accepted_ms"),
         *RECORD[2:-1],
         F.col("reject").alias("copy_reject"),
-        "came",
+        "observed_ms",
     )
     joined = there.join(told.hint("shuffle_hash"), list(PLACE), "full_outer")
     sums = {name: F.coalesce(name, F.lit(0)) for name in SUMS[1:]}
-    count = F.when(F.col("copied_ms").isNotNull(), 1).otherwise(0) + F.coalesce("rejected", F.lit(0))
+    count = F.when(F.col("timestamp_ms").isNotNull(), 1).otherwise(0) + F.coalesce("rejected", F.lit(0))
     columns: dict[str, Column] = {
-        "plain": _plain({**sums, "count": count}, F.col("stamped")),
+        "is_clean": _is_clean({**sums, "count": count}, F.col("has_fencepost_header")),
         "run": F.lit(run),
-        "accepted_ms": F.least("copied_at", "first_at"),
+        "accepted_ms": F.least("record_accepted_ms", "first_accepted_ms"),
         # A record's timestamp may be an old one that a client, or a replay, has given it.
-        "last_ms": F.greatest(F.coalesce("came", "copied_ms"), "copied_at", _arrived_ms(arrived or {}), "last_ts"),
+        "last_ms": F.greatest(
+            F.coalesce("observed_ms", "timestamp_ms"),
+            "record_accepted_ms",
+            _arrived_ms(arrived or {}),
+            "last_timestamp_ms",
+        ),
         "count": count,
         **sums,
         "reject": F.coalesce("copy_reject", "reject"),
@@ -220,17 +226,17 @@ def _hour(exact: tuple[int, int] | None) -> Column:
     Without our header that is its timestamp, and so whatever its writer likes: before the time span `exact` (ms) it
     counts in the first hour of its month, after it in the last hour. Each hour is a partition of the lake.
     """
-    at = F.col("at")
+    at = F.col("accepted_ms")
     if exact is None:
         return hour_of(at)
     first, last = exact
     wild = F.when(at < first, F.date_trunc("month", F.timestamp_millis(at))).when(at > last, hour_of(F.lit(last)))
-    return F.coalesce(F.when(~F.col("stamped"), wild), hour_of(at))
+    return F.coalesce(F.when(~F.col("has_fencepost_header"), wild), hour_of(at))
 
 
 def _arrived_ms(arrived: Mapping[tuple[str, int], int]) -> Column:
     """Since when the record of a row has been there at the earliest, null where that is not known, or no record."""
-    return F.when(F.col("copied_ms").isNotNull(), _of_place(arrived))
+    return F.when(F.col("timestamp_ms").isNotNull(), _of_place(arrived))
 
 
 def _of_place(known: Mapping[tuple[str, int], int]) -> Column:
@@ -252,30 +258,30 @@ def told(testimony: DataFrame, parts: int | None = None) -> DataFrame:
 
     def last(condition: Column) -> Column:
         """The last answer of these: its time, and among those of one record its position."""
-        moment = F.shiftleft("ts", _POSITION_BITS) + F.least("position", F.lit((1 << _POSITION_BITS) - 1))
+        moment = F.shiftleft("timestamp_ms", _POSITION_BITS) + F.least("position", F.lit((1 << _POSITION_BITS) - 1))
         return F.max(F.when(condition, moment))
 
     answered = status != ENTERED
     placed = F.col("offset").isNotNull()
-    rows = testimony.withColumn("accepted_hour", hour_of(F.col("at"))).withColumn(
+    rows = testimony.withColumn("accepted_hour", hour_of(F.col("accepted_ms"))).withColumn(
         "kind", F.when(F.col("reject").isNull(), EVENT).otherwise(REJECT)
     )
     # As the join needs it: what is said of an id comes once or twice, too rarely to be summed up before.
     spread = rows.repartition(*PLACE) if parts is None else rows.repartition(parts, *PLACE)
     unsure, freed = last(status.isin(202, 504)), last(status == 503)
     return spread.groupBy(*PLACE, "reject").agg(
-        F.min("at").alias("first_at"),
-        F.max("ts").alias("last_ts"),
+        F.min("accepted_ms").alias("first_accepted_ms"),
+        F.max("timestamp_ms").alias("last_timestamp_ms"),
         count(status.isNull()).alias("rejected"),
         count(status == ENTERED).alias("entries_count"),
         *(count(status == code).alias(f"answered_{code}") for code in (201, 202, 503, 504)),
         count(answered & ~status.isin(201, 202, 503, 504)).alias("answered_other"),
         count(F.col("replayed")).alias("replayed"),
-        F.min(F.when(status == ENTERED, F.greatest("ts", "at"))).alias("entered_ms"),
-        F.min(F.when(answered & placed, F.col("ts"))).alias("answered_ms"),
+        F.min(F.when(status == ENTERED, F.greatest("timestamp_ms", "accepted_ms"))).alias("entry_seen_ms"),
+        F.min(F.when(answered & placed, F.col("timestamp_ms"))).alias("answer_seen_ms"),
         F.min("batch").alias("batch"),
-        F.max_by("topic_id", F.when(status == ENTERED, F.col("ts"))).alias("topic_id"),
-        F.shiftright(unsure, _POSITION_BITS).alias("unsure_ms"),
+        F.max_by("topic_id", F.when(status == ENTERED, F.col("timestamp_ms"))).alias("topic_id"),
+        F.shiftright(unsure, _POSITION_BITS).alias("in_doubt_ms"),
         F.when(unsure.isNull() | (freed > unsure), F.shiftright(freed, _POSITION_BITS)).alias("freed_ms"),
     )
 
@@ -291,7 +297,7 @@ def without(rows: DataFrame, there: DataFrame, spans: Mapping[tuple[str, int], t
         within = within | (place & (F.col("offset") >= first) & (F.col("offset") < end))
     gone = there.where(within & (F.col("count") > 0)).select(*PLACE, F.lit(True).alias("gone"))
     joined = rows.join(gone, list(PLACE), "full_outer")
-    columns = {"run": F.lit(run), **{name: F.coalesce(name, F.lit(0)) for name in ("plain", *SUMS)}}
+    columns = {"run": F.lit(run), **{name: F.coalesce(name, F.lit(0)) for name in ("is_clean", *SUMS)}}
     return joined.select(
         *(columns.get(name, F.col(name)).cast(kind).alias(name) for name, kind in ROW.items()),
         F.coalesce("gone", F.lit(False)).alias("vanished"),
@@ -310,25 +316,29 @@ def merged(*, vanished: bool = False) -> dict[str, Column]:
     one |= {name: F.least(*pair(name)) for name in LEAST}
     one |= {name: F.greatest(*pair(name)) for name in GREATEST}
     # Where both have a record the topic was made anew, or cut off: the later one stands in it.
-    later = F.col("new.copied_ms").isNotNull()
+    later = F.col("new.timestamp_ms").isNotNull()
     one |= {name: F.when(later, pair(name)[1]).otherwise(F.coalesce(*pair(name))) for name in RECORD}
     if vanished:
         one |= {name: F.col(f"new.{name}") for name in ("count", *RECORD)}
     one["topic_id"] = F.coalesce(F.col("new.topic_id"), F.col("there.topic_id"))
-    freed, unsure = F.greatest(*pair("freed_ms")), one["unsure_ms"]
+    freed, unsure = F.greatest(*pair("freed_ms")), one["in_doubt_ms"]
     one["freed_ms"] = F.when(unsure.isNull() | (freed >= unsure), freed)
-    one["plain"] = _plain(one, one["stamped"], "there.").cast("tinyint")
+    one["is_clean"] = _is_clean(one, one["has_fencepost_header"], "there.").cast("tinyint")
     return one
 
 
 def gathered(rows: DataFrame, *, by_hour: bool = True) -> DataFrame:
     """ROWs of events → GATHERED: one row for each id, and each of its hours or (`by_hour` false) the last of them."""
     whole = ["accepted_hour", "id"] if by_hour else ["id"]
-    first = F.coalesce("copied_ms", "entered_ms", "answered_ms")
+    first = F.coalesce("timestamp_ms", "entry_seen_ms", "answer_seen_ms")
     # Records come before mere claims, and of records first those by which the others are judged.
-    weight = (F.desc("count"), F.col("entered_ms").isNull(), F.desc_nulls_last("stamped"))
+    weight = (F.desc("count"), F.col("entry_seen_ms").isNull(), F.desc_nulls_last("has_fencepost_header"))
     order = Window.partitionBy(*whole).orderBy(*weight, first, "topic", "partition", "offset")
-    homes = F.collect_set(F.when(_claimed() | (F.col("stamped") & F.col("alt").isNull()), F.col("topic")))
+    homes = F.collect_set(
+        F.when(
+            _claimed() | (F.col("has_fencepost_header") & F.col("alternative_fingerprints").isNull()), F.col("topic")
+        )
+    )
     numbered = (
         rows.withColumn("nth", F.row_number().over(order))
         .withColumn("homes", homes.over(Window.partitionBy(*whole)))
@@ -339,28 +349,30 @@ def gathered(rows: DataFrame, *, by_hour: bool = True) -> DataFrame:
         "accepted_hour": F.max("accepted_hour"),
         "kind": F.lit(EVENT),
         **{name: F.min(name) for name in ("accepted_ms", "key", "topic")},
-        **{name: F.max(name) for name in ("last_ms", "unsure_ms", "freed_ms", "run")},
+        **{name: F.max(name) for name in ("last_ms", "in_doubt_ms", "freed_ms", "run")},
         "elsewhere": F.coalesce(F.max("elsewhere"), F.lit(False)),
         **{name: F.sum(name) for name in SUMS},
         "rows": F.count("*"),
-        "plain": F.when(F.count("*") == 1, F.max("plain")).otherwise(0),
-        "stamped": F.count(F.when(F.col("stamped"), 1)),
+        "is_clean": F.when(F.count("*") == 1, F.max("is_clean")).otherwise(0),
+        "with_header": F.count(F.when(F.col("has_fencepost_header"), 1)),
         "derived": F.count(F.when(F.col("derived"), 1)),
         "coordinates": F.array_sort(F.collect_list(F.when(kept, _copy()))),
-        "entries": F.array_sort(F.collect_list(F.when(kept, _claim("entered_ms")))),
-        "answered": F.array_sort(F.collect_list(F.when(kept, _claim("answered_ms")))),
+        "entries": F.array_sort(F.collect_list(F.when(kept, _claim("entry_seen_ms")))),
+        "answered": F.array_sort(F.collect_list(F.when(kept, _claim("answer_seen_ms")))),
     }
-    fingerprints = F.when(F.col("fp").isNotNull() & ~F.col("derived"), F.struct(*_fingerprint()))
-    ends = [F.min(fingerprints).alias("fp_least"), F.max(fingerprints).alias("fp_greatest")]
+    fingerprints = F.when(F.col("fingerprint").isNotNull() & ~F.col("derived"), F.struct(*_fingerprint()))
+    ends = [F.min(fingerprints).alias("least_fingerprint"), F.max(fingerprints).alias("greatest_fingerprint")]
     keys = {"accepted_hour"} & set(whole)
     grouped = numbered.groupBy(*whole).agg(
         *(column.alias(name) for name, column in columns.items() if name not in keys), *ends
     )
     seen = F.transform(
         F.filter("coordinates", lambda copy: ~copy["derived"]),
-        lambda copy: F.struct(copy["fp"].alias("fp"), copy["alt"].alias("alt")),
+        lambda copy: F.struct(
+            copy["fingerprint"].alias("fingerprint"), copy["alternative_fingerprints"].alias("alternative_fingerprints")
+        ),
     )
-    every = F.array_distinct(F.concat(F.array_compact(F.array("fp_least", "fp_greatest")), seen))
+    every = F.array_distinct(F.concat(F.array_compact(F.array("least_fingerprint", "greatest_fingerprint")), seen))
     return _cast(grouped.withColumn("fingerprints", F.slice(every, 1, FINGERPRINTS_MAX)))
 
 
@@ -372,16 +384,16 @@ def alone(rows: DataFrame) -> DataFrame:
 
     lists = {
         "coordinates": one(_copy()),
-        "entries": one(_claim("entered_ms")),
-        "answered": one(_claim("answered_ms")),
-        "fingerprints": one(F.when(F.col("fp").isNotNull(), F.struct(*_fingerprint()))),
+        "entries": one(_claim("entry_seen_ms")),
+        "answered": one(_claim("answer_seen_ms")),
+        "fingerprints": one(F.when(F.col("fingerprint").isNotNull(), F.struct(*_fingerprint()))),
     }
     rows = rows.withColumn("derived", F.lit(False))
     columns = {
         **lists,
         "rows": F.lit(1),
         "derived": F.lit(0),
-        "stamped": F.coalesce(F.col("stamped").cast("bigint"), F.lit(0)),
+        "with_header": F.coalesce(F.col("has_fencepost_header").cast("bigint"), F.lit(0)),
         "elsewhere": F.coalesce("elsewhere", F.lit(False)),
     }
     return _cast(rows.withColumns(columns))
@@ -396,17 +408,17 @@ def _copy() -> Column:
     return F.when(
         F.col("count") > 0,
         F.struct(
-            F.col("copied_ms").alias("timestamp"),
+            F.col("timestamp_ms").alias("timestamp"),
             "topic",
             "partition",
             "offset",
             *_fingerprint(),
-            F.col("copied_at").alias("accepted_at"),
+            F.col("record_accepted_ms").alias("accepted_at"),
             "slot",
             "pid",
             "epoch",
             "instance",
-            "stamped",
+            "has_fencepost_header",
             "derived",
         ),
     )
@@ -427,17 +439,26 @@ def _claimed() -> Column:
 
 
 def _fingerprint() -> list[Column]:
-    """The fingerprint of a row's record, and in `alt` what else it may be. A copy that neither the ledger nor a 201
-    knows is taken for what it is, not for what its header says."""
-    alone = F.col("stamped") & F.col("alt").isNotNull() & ~rule_table.is_believed(_claimed())
-    own = F.when(alone, F.col("alt")).otherwise(F.col("fp"))
-    return [own.alias("fp"), F.when(~F.col("stamped"), F.col("alt")).alias("alt")]
+    """`fingerprint` and `alternative_fingerprints` of a row's record.
+
+    Of a copy that neither the ledger nor a 201 names, the record's own fingerprint counts, not its header's.
+    """
+    alone = (
+        F.col("has_fencepost_header")
+        & F.col("alternative_fingerprints").isNotNull()
+        & ~rule_table.is_believed(_claimed())
+    )
+    own = F.when(alone, F.col("alternative_fingerprints")).otherwise(F.col("fingerprint"))
+    return [
+        own.alias("fingerprint"),
+        F.when(~F.col("has_fencepost_header"), F.col("alternative_fingerprints")).alias("alternative_fingerprints"),
+    ]
 
 
 def _derived() -> Column:
     """`rules.is_derived` of a row; `homes` are the topics to which its id was written."""
     elsewhere = (F.size("homes") > 0) & ~F.array_contains("homes", F.col("topic"))
-    derived = rule_table.is_derived(F.col("stamped"), _claimed(), elsewhere)
+    derived = rule_table.is_derived(F.col("has_fencepost_header"), _claimed(), elsewhere)
     return F.coalesce(derived, F.lit(False))
 
 
@@ -448,9 +469,9 @@ def _claim(seen_ms: str) -> Column:
     return F.when(F.col(seen_ms).isNotNull(), place)
 
 
-def _plain(sums: Mapping[str, Column], stamped: Column, row: str = "") -> Column:
+def _is_clean(sums: Mapping[str, Column], has_header: Column, row: str = "") -> Column:
     """Whether a row leaves nothing to be said, 1 or 0."""
     entries, answered = sums["entries_count"], sums["answered_201"]
     told = (entries == 0) & (answered > 0)
-    plain = (entries == 1) | told | ((entries == 0) & ~F.coalesce(stamped, F.lit(False)))
-    return F.when((F.col(f"{row}kind") == EVENT) & (sums["count"] == 1) & plain, 1).otherwise(0)
+    clean = (entries == 1) | told | ((entries == 0) & ~F.coalesce(has_header, F.lit(False)))
+    return F.when((F.col(f"{row}kind") == EVENT) & (sums["count"] == 1) & clean, 1).otherwise(0)

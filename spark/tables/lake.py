@@ -118,7 +118,7 @@ SCHEMAS: Final[Mapping[str, Mapping[str, str]]] = {
     "rejects": REJECT,
     "verdicts": VERDICT,
 }
-PARTITIONS: Final = {"deliveries": ("accepted_hour", "plain")}
+PARTITIONS: Final = {"deliveries": ("accepted_hour", "is_clean")}
 """The rows of an hour of which more than numbers is read lie apart: they are few."""
 
 # A lake of an earlier version lacks columns that these have now. No other table takes a column that it does not know.
@@ -219,7 +219,7 @@ class Lake:
         """
         there = sql(hours).replace("accepted_hour", "there.accepted_hour", 1)
         same = ["there.accepted_hour = new.accepted_hour", "there.id = new.id", f"there.kind = '{EVENT}'"]
-        unsure = f"there.offset IS NULL AND there.{deliveries.UNSURE.replace(' + ', ' + there.')}"
+        unsure = f"there.offset IS NULL AND there.{deliveries.IN_DOUBT.replace(' + ', ' + there.')}"
         (
             DeltaTable.forPath(self.spark, self.path("deliveries"))
             .alias("there")

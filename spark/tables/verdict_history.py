@@ -22,14 +22,14 @@ def standing(said: DataFrame) -> DataFrame:
     return said.where(F.col("before").isNotNull() & (F.col("before") != DELIVERED_ONCE))
 
 
-def changed(judged: DataFrame, plain: DataFrame, said: DataFrame, run: int, frozen_ms: int) -> DataFrame:
+def changed(judged: DataFrame, clean: DataFrame, said: DataFrame, run: int, frozen_ms: int) -> DataFrame:
     """lake.VERDICT of the ids of which something else is said now.
 
-    `judged` as verdict.judge leaves it, `plain` the plain rows (state.ROW) of ids of which something was `said`.
+    `judged` as verdict.judge leaves it, `is_clean` the clean rows (state.ROW) of ids of which something was `said`.
     """
     told = judged.withColumn("verdict", F.coalesce("category", "phantom"))
     claimed = (F.col("entries_count") > 0) | (F.col("answered_201") > 0)
-    arrived = plain.withColumn("verdict", F.when(claimed, DELIVERED_ONCE))
+    arrived = clean.withColumn("verdict", F.when(claimed, DELIVERED_ONCE))
     columns = [*_WHOLE, "key", "topic", "last_ms", "verdict"]
     now = told.select(*columns).unionByName(arrived.select(*columns)).join(said, _WHOLE, "left")
     first = F.col("before").isNull() & (F.coalesce(F.col("verdict"), F.lit(DELIVERED_ONCE)) == DELIVERED_ONCE)

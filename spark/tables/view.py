@@ -195,17 +195,18 @@ def _starts(broker: Broker, logs: Iterable[Log]) -> dict[Place, int]:
 
 
 def _candidates(rows: DataFrame, topic: str) -> DataFrame:
-    """state.ROW → `id, late, timestamp, partition, offset, accepted_at, stamped, fp, named_key`: the first copy in the
+    """state.ROW → `id, late, timestamp, partition, offset, accepted_at, has_fencepost_header, fingerprint,
+    named_key`: the first copy in the
     topic of each id."""
     copies = rows.where((F.col("kind") == EVENT) & (F.col("topic") == topic) & (F.col("count") > 0))
     columns = {
         "late": F.when(F.col("entries_count") > 0, 0).otherwise(1),
-        "timestamp": F.col("copied_ms"),
+        "timestamp": F.col("timestamp_ms"),
         # Without a header of ours it is the timestamp: the record's own, whatever the run made of it.
-        "accepted_at": F.when(F.col("stamped"), F.col("copied_at")),
+        "accepted_at": F.when(F.col("has_fencepost_header"), F.col("record_accepted_ms")),
         "named_key": F.col("key"),
     }
-    names = (*_ORDER, "accepted_at", "stamped", "fp", "named_key")
+    names = (*_ORDER, "accepted_at", "has_fencepost_header", "fingerprint", "named_key")
     order = F.struct(*(columns.get(name, F.col(name)).alias(name) for name in names))
     return copies.groupBy("id").agg(F.min(order).alias("first")).select("id", "first.*")
 
@@ -253,8 +254,10 @@ def _flat(begins: dict[int, int]) -> list[Column]:
 def _filled(changes: DataFrame, records: DataFrame) -> DataFrame:
     """Changes with their records, in COLUMNS and `change`; one whose record is gone, or another by now, is left out."""
     where = ["partition", "offset"]
-    told = changes.select(*where, "id", "late", "accepted_at", "change", "stamped", "fp", "named_key")
-    its = decode.is_of(F.col("id"), F.col("stamped"), F.col("fp"), F.col("named_key"))
+    told = changes.select(
+        *where, "id", "late", "accepted_at", "change", "has_fencepost_header", "fingerprint", "named_key"
+    )
+    its = decode.is_of(F.col("id"), F.col("has_fencepost_header"), F.col("fingerprint"), F.col("named_key"))
     joined = told.join(decode.own(records), where, "left").where((F.col("change") == _ENTERED) | its)
     made = joined.withColumns(
         {

@@ -201,17 +201,24 @@ def _grow(spark: SparkSession, folder: Path, records: Records, hours: int) -> No
     digest = F.unhex(F.sha2(F.col("id").cast("string"), 256))
     columns = {
         "accepted_hour": deliveries.hour_of(F.col("at")),
-        "plain": F.lit(1),
+        "is_clean": F.lit(1),
         "kind": F.lit(decode.EVENT),
         "id": F.substring(digest, 1, wire.ID_BYTES),
-        "fp": F.substring(digest, 17, wire.FINGERPRINT_BYTES),
+        "fingerprint": F.substring(digest, 17, wire.FINGERPRINT_BYTES),
         "topic": F.lit(records.topic),
         "partition": F.lit(0),
         "offset": -nth,
         "run": F.lit(0),
         **{
             name: F.col("at")
-            for name in ("accepted_ms", "last_ms", "entered_ms", "answered_ms", "copied_ms", "copied_at")
+            for name in (
+                "accepted_ms",
+                "last_ms",
+                "entry_seen_ms",
+                "answer_seen_ms",
+                "timestamp_ms",
+                "record_accepted_ms",
+            )
         },
         **dict.fromkeys(deliveries.SUMS, F.lit(0)),
         **{name: F.lit(1) for name in ("count", "entries_count", "answered_201")},

@@ -267,7 +267,9 @@ MUTANTS: Final = (
     Mutant(rule_table.takes_back, _NO, _never, VERDICTS),
     Mutant(rule_table.takes_back, "not in the same ms", lambda freed, unsure: freed > unsure, VERDICTS),
     Mutant(rule_table.decided_by, "the journal alone", lambda ledger, answers: answers, VERDICTS),
-    Mutant(rule_table.unsure_cause, "202 first", lambda a202, a504: F.when(a202 > 0, "202").otherwise("504"), VERDICTS),
+    Mutant(
+        rule_table.in_doubt_cause, "202 first", lambda a202, a504: F.when(a202 > 0, "202").otherwise("504"), VERDICTS
+    ),
     Mutant(
         rule_table.is_accepted,
         "not by a 202",

@@ -22,9 +22,9 @@ def copy(
     return {
         "kind": decode.EVENT,
         "id": b"i" * 16,
-        "at": at,
-        "ts": at + 5,
-        "fp": b"f" * 8,
+        "accepted_ms": at,
+        "timestamp_ms": at + 5,
+        "fingerprint": b"f" * 8,
         "topic": "t",
         "partition": 0,
         "offset": offset,
@@ -32,8 +32,8 @@ def copy(
         "pid": pid,
         "epoch": epoch,
         "instance": instance,
-        "stamped": life is not None,
-        "keyed": True,
+        "has_fencepost_header": life is not None,
+        "has_record_key": True,
         "key": "k",
         **more,
     }
@@ -41,12 +41,20 @@ def copy(
 
 def entry(offset: int, *, at: int = NOW_MS, **more: Any) -> Any:
     """A ledger entry as evidence; `topic_id` as Kafka writes it."""
-    return answer(decode.ENTERED, offset, at=at, **({"ts": at + 5} | more))
+    return answer(decode.ENTERED, offset, at=at, **({"timestamp_ms": at + 5} | more))
 
 
 def answer(status: int, offset: int | None = None, *, at: int = NOW_MS, **more: Any) -> Any:
     """An answer as evidence; a 201 names its place."""
-    told = {"id": b"i" * 16, "at": at, "ts": at + 20, "topic": "t", "status": status, "replayed": False, "position": 0}
+    told = {
+        "id": b"i" * 16,
+        "accepted_ms": at,
+        "timestamp_ms": at + 20,
+        "topic": "t",
+        "status": status,
+        "replayed": False,
+        "position": 0,
+    }
     place = {} if offset is None else {"partition": 0, "offset": offset}
     return {**told, **place, **more}
 

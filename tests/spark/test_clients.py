@@ -50,7 +50,7 @@ class Sequenced:
             "at": NOW_MS + after_ms,
             "topic": more.get("topic", "t"),
         }
-        values: dict[str, Any] = {"key": key, "record_key": self.nth, "fp": self.fp} | named | more
+        values: dict[str, Any] = {"key": key, "record_key": self.nth, "fingerprint": self.fp} | named | more
         self.rows.append(copy(offset, **values))
         if entered:
             self.rows.append(entry(offset, **named, **({} if batch is None else {"batch": batch})))
@@ -115,7 +115,9 @@ def settings_with_rules() -> Any:
 
 
 def expected(some: Sequence[Sequenced]) -> dict[bytes, list[int]]:
-    return {one.fp: [row["offset"] for row in one.rows if "kind" in row and row["fp"] == one.fp] for one in some}
+    return {
+        one.fp: [row["offset"] for row in one.rows if "kind" in row and row["fingerprint"] == one.fp] for one in some
+    }
 
 
 def test_only_a_retry_is_one(spark: SparkSession) -> None:
@@ -129,20 +131,23 @@ def test_a_bare_copy_belongs_to_the_event_that_it_is_a_copy_of(spark: SparkSessi
     bare: dict[str, Any] = {"life": None, "key": key, "id": wire.event_id(key)}
     own: dict[str, Any] = {"life": None, "key": "own", "id": wire.event_id("own")}
     rows = [
-        *(copy(nth, id=id, key=key, fp=b"%d" % nth * 8) for nth, id in enumerate(members)),
-        copy(10, **bare, fp=b"0" * 8, alt=b"x" * 8),
-        copy(11, **bare, fp=b"y" * 8, alt=b"z" * 8 + b"1" * 8),
-        copy(12, **bare, fp=b"2" * 8, alt=b"3" * 8),
-        copy(13, **bare | {"key": "other"}, fp=b"0" * 8),
-        copy(14, **bare, fp=b"0" * 8, topic="u"),
-        *(copy(20 + nth, id=id, key="own", fp=b"o" * 8) for nth, id in enumerate((wire.event_id("own"), b"j" * 16))),
-        copy(22, **own, fp=b"o" * 8),
+        *(copy(nth, id=id, key=key, fingerprint=b"%d" % nth * 8) for nth, id in enumerate(members)),
+        copy(10, **bare, fingerprint=b"0" * 8, alternative_fingerprints=b"x" * 8),
+        copy(11, **bare, fingerprint=b"y" * 8, alternative_fingerprints=b"z" * 8 + b"1" * 8),
+        copy(12, **bare, fingerprint=b"2" * 8, alternative_fingerprints=b"3" * 8),
+        copy(13, **bare | {"key": "other"}, fingerprint=b"0" * 8),
+        copy(14, **bare, fingerprint=b"0" * 8, topic="u"),
+        *(
+            copy(20 + nth, id=id, key="own", fingerprint=b"o" * 8)
+            for nth, id in enumerate((wire.event_id("own"), b"j" * 16))
+        ),
+        copy(22, **own, fingerprint=b"o" * 8),
     ]
     misnamed = cross_hour.misnamed(reduced(spark, rows, 5), 5)
     assert misnamed is not None
     assert {row["offset"]: bytes(row["named"]) for row in misnamed.collect()} == {10: members[0], 11: members[1]}
     assert cross_hour.misnamed(reduced(spark, rows, 5), 6) is None
-    strangers = [row for row in rows if not row["stamped"]]
+    strangers = [row for row in rows if not row["has_fencepost_header"]]
     assert cross_hour.misnamed(reduced(spark, strangers, 5), 5) is None
 
 

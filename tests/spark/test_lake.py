@@ -208,13 +208,13 @@ def test_what_vanished_from_a_log_leaves_no_record_in_the_lake(spark: SparkSessi
     known = [copy(1), entry(1), copy(2), entry(2), copy(3), entry(3), copy(4, life=None, **other), copy(5), entry(5)]
     tables.append("deliveries", reduced(spark, known), 1)
     # At the place of the second the same again, with another content; at that of the third another id.
-    now = [copy(2, fp=b"n" * 8), copy(3, **other)]
+    now = [copy(2, fingerprint=b"n" * 8), copy(3, **other)]
     rows = deliveries_table.without(reduced(spark, now, 2), tables.read("deliveries"), {("t", 0): (2, 5)}, 2)
     rows = rows.localCheckpoint()
     for _ in range(2):
         tables.merge(rows, hours.of(rows), 2)
     found = {(bytes(row["id"])[:1], row["offset"]): row for row in tables.read("deliveries").collect()}
-    told = {place: (row["count"], row["entries_count"], row["plain"], row["run"]) for place, row in found.items()}
+    told = {place: (row["count"], row["entries_count"], row["is_clean"], row["run"]) for place, row in found.items()}
     assert told == {
         (b"i", 1): (1, 1, 1, 1),
         (b"i", 2): (1, 1, 1, 2),
@@ -223,9 +223,9 @@ def test_what_vanished_from_a_log_leaves_no_record_in_the_lake(spark: SparkSessi
         (b"o", 4): (0, 0, 0, 2),
         (b"i", 5): (1, 1, 1, 1),
     }
-    assert bytes(found[b"i", 2]["fp"]) == b"n" * 8
-    assert found[b"i", 3]["copied_ms"] is None
-    assert found[b"i", 3]["fp"] is None
+    assert bytes(found[b"i", 2]["fingerprint"]) == b"n" * 8
+    assert found[b"i", 3]["timestamp_ms"] is None
+    assert found[b"i", 3]["fingerprint"] is None
 
 
 def test_what_the_last_run_left_is_found_in_the_files_of_the_last_runs(spark: SparkSession, tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_the_pass_over_ids_reads_narrow_columns_only(small: lake.Lake) -> None:
     rows, seen = small.read("deliveries"), evidence(plan(), settings())
     folders = set(lake.PARTITIONS["deliveries"])
     assert _columns(cross_hour.repeated(rows)) == {"kind", "id"} | folders
-    narrow = {"kind", "stamped", "record_key", "entries_count", "answered_201", "fp"}
+    narrow = {"kind", "has_fencepost_header", "record_key", "entries_count", "answered_201", "fingerprint"}
     assert _columns(cross_hour.retried(rows, seen)) == narrow | folders
 
 

@@ -66,12 +66,12 @@ def test_the_record_header_and_what_is_none(spark: SparkSession) -> None:
     rows = decode.deliveries(spark.createDataFrame(records, source.SCHEMA), NOW_MS).orderBy("offset").collect()
     for row, vector in zip(rows, good, strict=False):
         fields = vector["fields"]
-        assert (row["kind"], bytes(row["id"]).hex(), bytes(row["fp"]).hex()) == (
+        assert (row["kind"], bytes(row["id"]).hex(), bytes(row["fingerprint"]).hex()) == (
             decode.EVENT,
             fields["id"],
             fields["fingerprint"],
         )
-        assert row["at"] == (fields["accepted_at"] or NOW_MS)
+        assert row["accepted_ms"] == (fields["accepted_at"] or NOW_MS)
         writer = (row["slot"], row["pid"], row["epoch"], row["instance"])
         assert writer == tuple(fields[name] for name in ("slot", "producer_id", "epoch", "instance"))
     assert [row["kind"] for row in rows[len(good) :]] == [decode.REJECT] * len(bad)
@@ -89,7 +89,7 @@ def test_ledger_records_and_what_is_none(spark: SparkSession) -> None:
     found = Counter(
         (
             *(bytes(row["id"]).hex(), row["topic"], row["partition"], row["offset"]),
-            *(row["at"], row["status"], row["topic_id"]),
+            *(row["accepted_ms"], row["status"], row["topic_id"]),
         )
         for row in rows
         if row["reject"] is None
@@ -106,7 +106,7 @@ def test_ledger_records_and_what_is_none(spark: SparkSession) -> None:
     assert found == Counter(
         (
             *(one["id"], one["topic"], one["partition"], one["offset"]),
-            *(one["at"], decode.ENTERED, numbers.get(vector["fields"]["topic_ids"].get(one["topic"]))),
+            *(one["accepted_ms"], decode.ENTERED, numbers.get(vector["fields"]["topic_ids"].get(one["topic"]))),
         )
         for part in parts[:2]
         for vector in vectors("records", part)

@@ -23,15 +23,17 @@ def _history(seed: int) -> list[Any]:
             at = NOW_MS + chance.randrange(1000)
             id = f"id-{nth}".encode().ljust(16)
             if kind == "copy":
-                one = copy(offset, at=at, fp=bytes([chance.randrange(3)]) * 8, keyed=chance.random() < 0.5)
+                one = copy(
+                    offset, at=at, fingerprint=bytes([chance.randrange(3)]) * 8, has_record_key=chance.random() < 0.5
+                )
             elif kind == "bare":
-                one = copy(offset, at=at, life=None, alt=bytes([chance.randrange(3)]) * 8)
+                one = copy(offset, at=at, life=None, alternative_fingerprints=bytes([chance.randrange(3)]) * 8)
             elif kind == "entry":
                 one = entry(offset, at=at)
             elif kind == "201":
                 one = answer(201, offset, at=at, replayed=chance.random() < 0.5)
             else:
-                one = answer(int(kind), at=at, ts=NOW_MS + 5000 + len(rows))
+                one = answer(int(kind), at=at, timestamp_ms=NOW_MS + 5000 + len(rows))
             rows.append({**one, "id": id})
     return rows
 
@@ -73,7 +75,7 @@ def test_a_row_that_is_alone_is_gathered_alike(spark: SparkSession) -> None:
     named = {
         "both": [copy(1), entry(1), answer(201, 1)],
         "copy": [copy(1)],
-        "bare": [copy(1, life=None, alt=b"x" * 8)],
+        "bare": [copy(1, life=None, alternative_fingerprints=b"x" * 8)],
         "entry": [entry(1)],
         "told": [answer(201, 1), answer(201, 1, replayed=True)],
         "unsure": [answer(504), answer(503)],
@@ -90,16 +92,18 @@ def test_rows_of_an_id_in_several_hours_are_gathered_from_all_its_evidence(spark
     (row,) = deliveries.gathered(reduced(spark, ids({"x": early + late})), by_hour=False).collect()
     assert (row["count"], row["entries_count"], row["answered_201"], row["answered_504"]) == (2, 1, 1, 1)
     assert [one["offset"] for one in row["coordinates"]] == [1, 2]
-    assert (row["accepted_ms"], row["rows"], row["plain"]) == (NOW_MS, 3, 0)
+    assert (row["accepted_ms"], row["rows"], row["is_clean"]) == (NOW_MS, 3, 0)
     assert row["accepted_hour"].hour == (NOW_MS // HOUR_MS + 2) % 24
 
 
 def test_a_row_counts_what_it_no_longer_keeps(spark: SparkSession) -> None:
-    rows = [copy(n, at=NOW_MS + n, fp=b"a" * 8) for n in range(1000)] + [copy(1000, at=NOW_MS + 1000, fp=b"b" * 8)]
+    rows = [copy(n, at=NOW_MS + n, fingerprint=b"a" * 8) for n in range(1000)] + [
+        copy(1000, at=NOW_MS + 1000, fingerprint=b"b" * 8)
+    ]
     (row,) = states(spark, {"x": rows}).collect()
     assert row["count"] == 1001
     assert [one["offset"] for one in row["coordinates"]] == list(range(deliveries.PLACES_MAX))
-    assert {bytes(one["fp"]) for one in row["fingerprints"]} == {b"a" * 8, b"b" * 8}
+    assert {bytes(one["fingerprint"]) for one in row["fingerprints"]} == {b"a" * 8, b"b" * 8}
 
 
 def test_beyond_the_cap_what_the_ledger_names_is_kept_and_then_what_has_our_header(spark: SparkSession) -> None:
@@ -121,7 +125,9 @@ def test_what_is_written_back_to_the_place_where_it_was_is_there_once(spark: Spa
     first, second = (
         reduced(spark, [*ids(named), unkeyed], run) for run, named in enumerate((evidence, again), start=1)
     )
-    assert {(row["kind"], row["offset"], row["count"], row["plain"]) for row in _merged(first, second).collect()} == {
+    assert {
+        (row["kind"], row["offset"], row["count"], row["is_clean"]) for row in _merged(first, second).collect()
+    } == {
         (decode.EVENT, 1, 1, 1),
         (decode.EVENT, 2, 1, 1),
         (decode.UNKEYED, 3, 1, 0),
@@ -136,14 +142,14 @@ def test_records_without_id_have_a_row_each(spark: SparkSession) -> None:
     ]
     copies = decode.deliveries(spark.createDataFrame(records, source.SCHEMA), NOW_MS)
     rows = deliveries.reduce(copies, deliveries.told(spark.createDataFrame([], decode.TESTIMONY)), 1).collect()
-    found = {(bytes(row["id"]).decode(), row["offset"], row["count"], row["plain"]) for row in rows}
+    found = {(bytes(row["id"]).decode(), row["offset"], row["count"], row["is_clean"]) for row in rows}
     assert found == {("t/1/0", 3, 1, 0), ("t/1/0", block - 1, 1, 0), ("t/1/1", block, 1, 0)}
     assert {row["kind"] for row in rows} == {decode.UNKEYED}
 
 
 def test_parts_of_a_record_that_are_not_decoded_have_a_place_each(spark: SparkSession) -> None:
     """A MERGE takes no two rows for one place: a journal made anew would meet them there."""
-    twelve, thirteen = ({"id": id, "fp": "", "at": 1, "status": 201} for id in ("12", "13"))
+    twelve, thirteen = ({"id": id, "fingerprint": "", "at": 1, "status": 201} for id in ("12", "13"))
     bodies = [
         {"v": 1, "instance": "a:1", "answers": [twelve, thirteen, thirteen, None]},
         {"v": 1, "slot": 0, "pid": 1, "epoch": 0, "instance": "a:1", "entries": [twelve, None, thirteen]},
@@ -166,7 +172,7 @@ def test_parts_of_a_record_that_are_not_decoded_have_a_place_each(spark: SparkSe
 def test_the_last_evidence_of_an_old_timestamp_is_when_it_came(spark: SparkSession) -> None:
     old = NOW_MS - 1000 * HOUR_MS
     named = {
-        "retried": [copy(1, ts=old)],
+        "retried": [copy(1, timestamp_ms=old)],
         "replayed": [copy(2, at=old, life=None, partition=2)],
         "unknown": [copy(3, at=old, life=None, partition=1)],
         "beyond": [copy(4, at=old, life=None, partition=3)],
@@ -207,7 +213,7 @@ def test_a_writer_with_a_wild_clock_is_put_where_the_run_is(spark: SparkSession)
         for nth, ms in enumerate((-1, 0, 10**17, NOW_MS - HOUR_MS))
     ]
     rows = decode.deliveries(spark.createDataFrame(records, source.SCHEMA), NOW_MS).orderBy("offset").collect()
-    assert [row["at"] for row in rows] == [NOW_MS, NOW_MS, NOW_MS, NOW_MS - HOUR_MS]
+    assert [row["accepted_ms"] for row in rows] == [NOW_MS, NOW_MS, NOW_MS, NOW_MS - HOUR_MS]
 
 
 def test_ids_makes_what_it_says() -> None:

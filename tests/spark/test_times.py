@@ -51,7 +51,10 @@ def _record(nth: int, name: str) -> dict[str, Any]:
 def test_a_time_that_cannot_be_meant_is_none(spark: SparkSession) -> None:
     records = spark.createDataFrame([_record(nth, name) for nth, name in enumerate(TIMES)], source.SCHEMA)
     rows = decode.deliveries(records, NOW_MS).orderBy("offset").collect()
-    found = {name: (row["at"], row["ts"], row["came"]) for name, row in zip(TIMES, rows, strict=True)}
+    found = {
+        name: (row["accepted_ms"], row["timestamp_ms"], row["observed_ms"])
+        for name, row in zip(TIMES, rows, strict=True)
+    }
     assert found == {name: told for name, (_, _, told) in TIMES.items()}
     # An entry's acceptance is bounded by the time of its ledger record.
     for ahead_ms, at in ((DAY_MS, NOW_MS - 7 + DAY_MS), (DAY_MS + 1, NOW_MS - 7)):
@@ -59,7 +62,7 @@ def test_a_time_that_cannot_be_meant_is_none(spark: SparkSession) -> None:
         body = wire.LedgerRecord(0, 1, 0, "a:1", [entry]).encode()
         record = {"topic": "l", "partition": 0, "offset": 0, "timestamp_ms": NOW_MS - 7, "value": body}
         (row,) = decode.ledger(spark.createDataFrame([record], source.SCHEMA), NOW_MS + 1000 * HOUR_MS).collect()
-        assert row["at"] == at
+        assert row["accepted_ms"] == at
 
 
 def test_a_forged_acceptance_is_a_phantom_now_and_not_in_2096(history: History, audit: Audit) -> None:

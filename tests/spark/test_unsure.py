@@ -60,7 +60,7 @@ def test_what_other_hours_tell_is_noted_once_and_taken_back_by_a_later_answer(
     assert _told(tables.read("deliveries")) == {}
     # Nothing new: nobody looks further than the few that are unsure.
     assert cross_hour.told_elsewhere(tables.read("deliveries").where("run > 1"), 2) is None
-    again = reduced(spark, ids({"freed": [answer(504, at=EARLY, ts=NOW_MS)]}), 2)
+    again = reduced(spark, ids({"freed": [answer(504, at=EARLY, timestamp_ms=NOW_MS)]}), 2)
     tables.merge(again, hours.of(again), 2)
     rows = tables.read("deliveries").where((F.col("answered_504") > 0) & (F.col("run") == 2)).collect()
     assert [(name_of(row["id"]), row["freed_ms"]) for row in rows] == [("freed", None)]

@@ -74,33 +74,38 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "replayed": ([copy(1), entry(1), answer(201, 1), answer(201, 1), answer(504)], "delivered_once", set(), None),
     "no-answer": ([copy(1), entry(1)], "delivered_once", set(), None),
     "twice": ([copy(1), copy(2, life=OTHER), entry(1), entry(2)], "duplicated", set(), None),
-    "conflict": ([copy(1), copy(2, fp=b"x" * 8), entry(1), entry(2)], "conflicted", set(), None),
+    "conflict": ([copy(1), copy(2, fingerprint=b"x" * 8), entry(1), entry(2)], "conflicted", set(), None),
     "same-by-alt": (
-        [copy(1, fp=b"x" * 8), entry(1), copy(2, life=None, alt=b"x" * 8)],
+        [copy(1, fingerprint=b"x" * 8), entry(1), copy(2, life=None, alternative_fingerprints=b"x" * 8)],
         "duplicated",
         set(),
         None,
     ),
-    "other-by-alt": ([copy(1), entry(1), copy(2, life=None, fp=b"y" * 8, alt=b"x" * 8)], "conflicted", set(), None),
+    "other-by-alt": (
+        [copy(1), entry(1), copy(2, life=None, fingerprint=b"y" * 8, alternative_fingerprints=b"x" * 8)],
+        "conflicted",
+        set(),
+        None,
+    ),
     "lost": ([entry(1), answer(201, 1)], "lost", {"lost"}, None),
     "lost-beyond": ([entry(1000)], "lost", {"lost"}, None),
     "lost-answer": ([answer(201, 7)], "lost", {"lost"}, None),
     "lost-beside": ([copy(2), entry(1), entry(2)], "lost", {"lost"}, None),
     # Accepted long ago, told of lately: a retry carries its first claim's accepted_at.
-    "lost-late": ([entry(1, ts=LATE)], "lost", {"lost"}, None),
-    "lost-late-answer": ([answer(201, 1, ts=LATE)], "lost", {"lost"}, None),
-    "lost-just-now": ([entry(1, ts=FRESH)], "pending", {"pending"}, None),
-    "stuck-late": ([answer(504, ts=LATE)], "stuck", set(), None),
-    "stuck-just-now": ([answer(504, ts=FRESH)], "pending", set(), None),
-    "phantom-late": ([copy(1, ts=LATE)], None, set(), "phantom"),
-    "phantom-just-now": ([copy(1, ts=FRESH)], None, set(), "pending"),
-    "told-late": ([copy(1, topic="telemetry", ts=LATE)], None, set(), "pending"),
+    "lost-late": ([entry(1, timestamp_ms=LATE)], "lost", {"lost"}, None),
+    "lost-late-answer": ([answer(201, 1, timestamp_ms=LATE)], "lost", {"lost"}, None),
+    "lost-just-now": ([entry(1, timestamp_ms=FRESH)], "pending", {"pending"}, None),
+    "stuck-late": ([answer(504, timestamp_ms=LATE)], "stuck", set(), None),
+    "stuck-just-now": ([answer(504, timestamp_ms=FRESH)], "pending", set(), None),
+    "phantom-late": ([copy(1, timestamp_ms=LATE)], None, set(), "phantom"),
+    "phantom-just-now": ([copy(1, timestamp_ms=FRESH)], None, set(), "pending"),
+    "told-late": ([copy(1, topic="telemetry", timestamp_ms=LATE)], None, set(), "pending"),
     "late": ([entry(1, at=LATE)], "pending", {"pending"}, None),
     # To the millisecond: by its acceptance, and by when it was told.
     "almost-ripe": ([entry(1, at=FROZEN_MS - 80_000)], "pending", {"pending"}, None),
     "just-ripe": ([entry(1, at=FROZEN_MS - 80_001)], "lost", {"lost"}, None),
-    "almost-late": ([entry(1, ts=FROZEN_MS - 60_000)], "pending", {"pending"}, None),
-    "just-late": ([entry(1, ts=FROZEN_MS - 60_001)], "lost", {"lost"}, None),
+    "almost-late": ([entry(1, timestamp_ms=FROZEN_MS - 60_000)], "pending", {"pending"}, None),
+    "just-late": ([entry(1, timestamp_ms=FROZEN_MS - 60_001)], "lost", {"lost"}, None),
     "just-stuck": ([answer(504, at=FROZEN_MS - 80_000)], "stuck", set(), None),
     "almost-stuck": ([answer(504, at=FROZEN_MS - 79_999)], "pending", set(), None),
     # Past the end of its log when it was read: never there, whatever is open or was written since.
@@ -136,11 +141,16 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     ),
     "same-id": ([entry(5, topic="anew", topic_id="one")], "lost", {"lost"}, None),
     "same-id-began": ([entry(5, topic="began", topic_id="one")], "lost", {"lost"}, None),
-    "anew-id-fresh": ([entry(5, topic_id="other", ts=FRESH)], "pending", {"pending"}, None),
+    "anew-id-fresh": ([entry(5, topic_id="other", timestamp_ms=FRESH)], "pending", {"pending"}, None),
     "anew-id-there": ([copy(5), entry(5, topic_id="other")], "delivered_once", set(), None),
     "began": ([entry(5, topic="began")], "unprovable", {"recreated"}, None),
     "began-answer": ([answer(201, 5, topic="began")], "unprovable", {"recreated"}, None),
-    "began-later": ([entry(5, topic="began", at=NOW_MS + 60_000, ts=NOW_MS + 60_000)], "lost", {"lost"}, None),
+    "began-later": (
+        [entry(5, topic="began", at=NOW_MS + 60_000, timestamp_ms=NOW_MS + 60_000)],
+        "lost",
+        {"lost"},
+        None,
+    ),
     "begins-fresh": ([entry(5, topic="begins", at=FRESH)], "pending", {"pending"}, None),
     "anew-gap": ([entry(7, topic="anew", at=NOW_MS + 120_000)], "lost", {"lost"}, None),
     "gone": ([entry(5, topic="gone")], "unprovable", {"topic_gone"}, None),
@@ -152,9 +162,14 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "elsewhere-fresh": ([answer(202, at=FRESH)], None, set(), None),
     "elsewhere-here": ([answer(504), copy(1)], "delivered_once", set(), "phantom"),
     "elsewhere-lost": ([answer(504), entry(9)], "lost", {"lost"}, None),
-    "taken-back": ([answer(504), answer(503, ts=NOW_MS + 21)], None, set(), None),
-    "not-taken-back": ([answer(503, ts=NOW_MS + 19), answer(503), answer(504, ts=NOW_MS + 21)], "stuck", set(), None),
-    "freed-elsewhere": ([answer(503, topic="u", ts=NOW_MS + 1), answer(504)], "stuck", set(), None),
+    "taken-back": ([answer(504), answer(503, timestamp_ms=NOW_MS + 21)], None, set(), None),
+    "not-taken-back": (
+        [answer(503, timestamp_ms=NOW_MS + 19), answer(503), answer(504, timestamp_ms=NOW_MS + 21)],
+        "stuck",
+        set(),
+        None,
+    ),
+    "freed-elsewhere": ([answer(503, topic="u", timestamp_ms=NOW_MS + 1), answer(504)], "stuck", set(), None),
     "taken-yet-there": ([answer(504), answer(503, position=1), copy(1)], "delivered_once", set(), "phantom"),
     "stuck-both": ([answer(202), answer(504)], "stuck", set(), None),
     "taken-at-once": ([answer(504), answer(503, position=1)], None, set(), None),
@@ -171,19 +186,19 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "phantom-unheard": ([copy(1, life=OTHER)], None, set(), "evidence_gap"),
     "phantom-no-slot": ([copy(1, life=(99, 1, 0, "x"))], None, set(), "evidence_gap"),
     # By its acceptance: its timestamp may be one that the client gave it.
-    "phantom-ts-old": ([copy(1, life=OTHER, at=NOW_MS + 120_000, ts=NOW_MS)], None, set(), "phantom"),
-    "unheard-ts-new": ([copy(1, life=OTHER, ts=NOW_MS + 120_000)], None, set(), "evidence_gap"),
+    "phantom-ts-old": ([copy(1, life=OTHER, at=NOW_MS + 120_000, timestamp_ms=NOW_MS)], None, set(), "phantom"),
+    "unheard-ts-new": ([copy(1, life=OTHER, timestamp_ms=NOW_MS + 120_000)], None, set(), "evidence_gap"),
     # A timestamp of 2096, read some time ago and just now.
-    "phantom-wild": ([copy(1, ts=WILD_MS, came=LATE)], None, set(), "phantom"),
-    "phantom-wild-now": ([copy(1, ts=WILD_MS, came=FRESH)], None, set(), "pending"),
+    "phantom-wild": ([copy(1, timestamp_ms=WILD_MS, observed_ms=LATE)], None, set(), "phantom"),
+    "phantom-wild-now": ([copy(1, timestamp_ms=WILD_MS, observed_ms=FRESH)], None, set(), "pending"),
     # Several at once: each is found, the balance has one place for the id.
     "twice-lost": ([copy(1), copy(2), entry(1), entry(2), entry(3)], "lost", {"lost"}, None),
-    "conflict-lost": ([copy(1), copy(2, fp=b"x" * 8), entry(1), entry(3)], "lost", {"lost"}, None),
+    "conflict-lost": ([copy(1), copy(2, fingerprint=b"x" * 8), entry(1), entry(3)], "lost", {"lost"}, None),
     "gap-lost": ([entry(3), entry(49, partition=2)], "lost", {"lost", "below_start"}, None),
-    "fresh-lost": ([entry(3), entry(4, ts=FRESH)], "lost", {"lost", "pending"}, None),
-    "twice-fresh": ([copy(1), copy(2), entry(1), entry(9, ts=FRESH)], "duplicated", {"pending"}, None),
+    "fresh-lost": ([entry(3), entry(4, timestamp_ms=FRESH)], "lost", {"lost", "pending"}, None),
+    "twice-fresh": ([copy(1), copy(2), entry(1), entry(9, timestamp_ms=FRESH)], "duplicated", {"pending"}, None),
     "twice-gap": ([copy(1), copy(2), entry(1), entry(49, partition=2)], "duplicated", {"below_start"}, None),
-    "fresh-gap": ([entry(49, partition=2), entry(9, ts=FRESH)], "pending", {"below_start", "pending"}, None),
+    "fresh-gap": ([entry(49, partition=2), entry(9, timestamp_ms=FRESH)], "pending", {"below_start", "pending"}, None),
     "once-gap": ([copy(1), entry(1), entry(49, partition=2)], "unprovable", {"below_start"}, None),
     "stuck-strange": ([answer(504), copy(1, life=None)], "stuck", set(), None),
     "unsure-strange": ([answer(504, at=FRESH), copy(1, life=None, at=FRESH)], "pending", set(), None),
@@ -200,24 +215,45 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "relaxed-before": ([copy(4, topic="relaxed"), answer(504, topic="relaxed")], "delivered_once", set(), "phantom"),
     "relaxed-after": ([copy(5, topic="relaxed"), answer(504, topic="relaxed")], "delivered_once", set(), None),
     # A header that was forwarded: what the record says counts, in its own topic and in another.
-    "fwd": ([copy(1), entry(1), copy(2, alt=b"x" * 8)], "conflicted", set(), None),
-    "fwd-entered": ([copy(1), entry(1), copy(2, alt=b"x" * 8), entry(2)], "duplicated", set(), None),
-    "fwd-told": ([copy(1), entry(1), copy(2, alt=b"x" * 8), answer(201, 2)], "duplicated", set(), None),
-    "derived": ([copy(1), entry(1), copy(2, topic="u", alt=b"x" * 8)], "delivered_once", set(), None),
-    "derived-again": (
-        [copy(1), copy(2), entry(1), entry(2), *(copy(n, topic="u", alt=b"x" * 8) for n in (1, 2))],
+    "fwd": ([copy(1), entry(1), copy(2, alternative_fingerprints=b"x" * 8)], "conflicted", set(), None),
+    "fwd-entered": (
+        [copy(1), entry(1), copy(2, alternative_fingerprints=b"x" * 8), entry(2)],
         "duplicated",
         set(),
         None,
     ),
-    "derived-only": ([entry(1), copy(2, topic="u", alt=b"x" * 8)], "lost", {"lost"}, None),
-    "derived-phantom": ([copy(1), copy(2, topic="u", alt=b"x" * 8)], None, set(), "phantom"),
+    "fwd-told": (
+        [copy(1), entry(1), copy(2, alternative_fingerprints=b"x" * 8), answer(201, 2)],
+        "duplicated",
+        set(),
+        None,
+    ),
+    "derived": (
+        [copy(1), entry(1), copy(2, topic="u", alternative_fingerprints=b"x" * 8)],
+        "delivered_once",
+        set(),
+        None,
+    ),
+    "derived-again": (
+        [
+            copy(1),
+            copy(2),
+            entry(1),
+            entry(2),
+            *(copy(n, topic="u", alternative_fingerprints=b"x" * 8) for n in (1, 2)),
+        ],
+        "duplicated",
+        set(),
+        None,
+    ),
+    "derived-only": ([entry(1), copy(2, topic="u", alternative_fingerprints=b"x" * 8)], "lost", {"lost"}, None),
+    "derived-phantom": ([copy(1), copy(2, topic="u", alternative_fingerprints=b"x" * 8)], None, set(), "phantom"),
     # Of its own topic's content: no copy of the other, but another write under the same key.
     "not-derived": ([copy(1), entry(1), copy(2, topic="u")], "duplicated", set(), None),
-    "no-home": ([copy(2, topic="u", alt=b"x" * 8)], None, set(), "phantom"),
+    "no-home": ([copy(2, topic="u", alternative_fingerprints=b"x" * 8)], None, set(), "phantom"),
     # A bare copy of a request with a partition, or with a traceparent of its own.
     "bare-alt-second": (
-        [copy(1, fp=b"x" * 8), entry(1), copy(2, life=None, alt=b"y" * 8 + b"x" * 8)],
+        [copy(1, fingerprint=b"x" * 8), entry(1), copy(2, life=None, alternative_fingerprints=b"y" * 8 + b"x" * 8)],
         "duplicated",
         set(),
         None,
@@ -310,7 +346,7 @@ def test_an_undecided_ledger_keeps_the_unsure_waiting(spark: SparkSession) -> No
         {
             "unsure": [answer(504)],
             # Told of before the log was held up, by less than the timeouts.
-            "unsure-late": [answer(504, at=NOW_MS - HOUR_MS, ts=NOW_MS - 70_000)],
+            "unsure-late": [answer(504, at=NOW_MS - HOUR_MS, timestamp_ms=NOW_MS - 70_000)],
             "phantom": [copy(1)],
             "old": [copy(3, at=NOW_MS - 30 * HOUR_MS)],
             "other": [copy(2, life=(1, 1, 1, "x"), at=FRESH - HOUR_MS // 2)],
@@ -378,9 +414,9 @@ COPIES: dict[str, tuple[Sequence[Any], list[str | None]]] = {
     "same host": ([copy(1), copy(2, life=(7, 99, 0, "a:1")), entry(1), entry(2)], [None, "producer_restart"]),
     "nothing": ([copy(1), copy(2, life=ELSEWHERE), entry(1), entry(2)], [None, "dual_producer"]),
     "namesake": ([copy(1), copy(2, life=(0, 10, 0, "q:1")), entry(1), entry(2)], [None, "dual_producer"]),
-    "bare, unheard": ([copy(1, life=None, ts=NOW_MS - 9), copy(2)], [None, "dual_producer"]),
+    "bare, unheard": ([copy(1, life=None, timestamp_ms=NOW_MS - 9), copy(2)], [None, "dual_producer"]),
     "ledger first": ([copy(1, life=ELSEWHERE), copy(2), entry(2)], [None, "dual_producer"]),
-    "bare first": ([copy(1, life=None, ts=NOW_MS - 9), copy(2), entry(2)], [None, "foreign_writer"]),
+    "bare first": ([copy(1, life=None, timestamp_ms=NOW_MS - 9), copy(2), entry(2)], [None, "foreign_writer"]),
 }
 
 
@@ -395,12 +431,12 @@ def test_each_copy_after_the_first_has_the_cause_of_the_first_rule_that_fits(spa
 
 def test_copies_are_ordered_by_ledger_then_time_then_place(spark: SparkSession) -> None:
     evidence_of = [
-        copy(9, ts=NOW_MS),
-        copy(8, ts=NOW_MS + 2, topic="b"),
-        copy(3, ts=NOW_MS + 2, topic="a", partition=1),
-        copy(6, ts=NOW_MS + 2, topic="a", partition=0),
-        copy(5, ts=NOW_MS + 2, topic="a", partition=0),
-        copy(4, ts=NOW_MS + 99),
+        copy(9, timestamp_ms=NOW_MS),
+        copy(8, timestamp_ms=NOW_MS + 2, topic="b"),
+        copy(3, timestamp_ms=NOW_MS + 2, topic="a", partition=1),
+        copy(6, timestamp_ms=NOW_MS + 2, topic="a", partition=0),
+        copy(5, timestamp_ms=NOW_MS + 2, topic="a", partition=0),
+        copy(4, timestamp_ms=NOW_MS + 99),
         entry(4),
     ]
     (row,) = states(spark, {"x": evidence_of}).select(causes.ordered().alias("copies")).collect()
@@ -409,7 +445,11 @@ def test_copies_are_ordered_by_ledger_then_time_then_place(spark: SparkSession) 
 
 def test_every_finding_says_what_it_is_about(spark: SparkSession) -> None:
     seen = evidence(plan(), settings())
-    named = {"lost": [entry(3), answer(201, 4)], "both": [copy(1), copy(2, fp=b"x" * 8)], "fine": [copy(5), entry(5)]}
+    named = {
+        "lost": [entry(3), answer(201, 4)],
+        "both": [copy(1), copy(2, fingerprint=b"x" * 8)],
+        "fine": [copy(5), entry(5)],
+    }
     rows = findings.suspicious(judge(states(spark, named), seen))
     found = findings.of_ids(rows, seen, findings.HOUR).collect()
     told = {(name_of(row["id"]), row["kind"], row["cause"], row["count"]) for row in found}
@@ -421,12 +461,12 @@ def test_every_finding_says_what_it_is_about(spark: SparkSession) -> None:
 
 
 def test_plain_rows_are_judged_alike_by_their_numbers_alone(spark: SparkSession) -> None:
-    rows = reduced(spark, ids({name: case[0] for name, case in CASES.items()})).where("plain = 1")
+    rows = reduced(spark, ids({name: case[0] for name, case in CASES.items()})).where("is_clean = 1")
     gathered = states(spark, {name: case[0] for name, case in CASES.items()})
-    names = [name_of(row["id"]) for row in gathered.where("plain = 1").collect()]
+    names = [name_of(row["id"]) for row in gathered.where("is_clean = 1").collect()]
     assert set(names) == {"once", "no-answer", "foreign", "idempotent", "phantom-answered", "anew-id-there"}
     seen = evidence(plan(), settings())
     alone = rows.where(F.col("id").isin([bytearray(name.ljust(16).encode()) for name in names]))
     whole = findings.sums(judge(deliveries.alone(alone), seen)).collect()
-    assert whole == findings.sums(judge(gathered.where("plain = 1"), seen)).collect()
-    assert whole == findings.sums(classify.plainly(alone, seen)).collect()
+    assert whole == findings.sums(judge(gathered.where("is_clean = 1"), seen)).collect()
+    assert whole == findings.sums(classify.classify_clean(alone, seen)).collect()

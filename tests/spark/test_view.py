@@ -295,10 +295,10 @@ def test_a_record_is_of_a_row_by_what_it_says_itself(spark: SparkSession) -> Non
         row = (name, wire.event_id(id), stamped, fp, key, "t", 0, 0, 1, None, its_value, headers)
         rows.append(row)
     told = spark.createDataFrame(
-        rows, f"name string, id binary, stamped boolean, fp binary, named_key string, {source.SCHEMA}"
+        rows, f"name string, id binary, has_fencepost_header boolean, fp binary, named_key string, {source.SCHEMA}"
     )
-    read = decode.own(told.withColumnRenamed("stamped", "was_stamped"))
-    its = decode.is_of(F.col("id"), F.col("was_stamped"), F.col("fp"), F.col("named_key"))
+    read = decode.own(told.withColumnRenamed("has_fencepost_header", "was_ours"))
+    its = decode.is_of(F.col("id"), F.col("was_ours"), F.col("fingerprint"), F.col("named_key"))
     assert {row["name"]: row["its"] for row in read.withColumn("its", its).collect()} == {
         name: case[1][3] for name, case in RECORDS.items()
     }
