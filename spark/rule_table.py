@@ -55,9 +55,9 @@ def is_ripe(over: Column, frozen_ms: int) -> Column:
     return over < frozen_ms
 
 
-def is_undecided(over: Column, decided_ms: Column | int) -> Column:
+def is_undecided(over: Column, decided_until_ms: Column | int) -> Column:
     """Whether a log may still tell of it: it is not decided as far."""
-    return over > decided_ms
+    return over > decided_until_ms
 
 
 # ------------------------------------------------------------------------------------------------ claimed places
@@ -95,7 +95,7 @@ def is_waiting(beyond: Column, was_past_end: Column, past_end: Column) -> Column
 
 
 def is_of_another_life(
-    named: Column, topic_id: Column, seen_ms: Column, since_ms: Column, first_ms: Column, ripe: Column
+    named: Column, topic_id: Column, seen_ms: Column, recreated_at_ms: Column, first_record_ms: Column, ripe: Column
 ) -> Column:
     """Whether a place was promised in a topic that has been deleted and made anew since.
 
@@ -103,7 +103,7 @@ def is_of_another_life(
     before the log's first record. What is not ripe may still come: its record may be the first one, or the service may
     not have heard of the topic's new id.
     """
-    by_time = (seen_ms < since_ms) | (ripe & (seen_ms < first_ms))
+    by_time = (seen_ms < recreated_at_ms) | (ripe & (seen_ms < first_record_ms))
     return F.when(named.isNotNull(), ripe & (named != topic_id)).otherwise(by_time)
 
 
@@ -164,25 +164,25 @@ def is_unheard(entries: Column, named: Column, idempotent: Column, answered: Col
     return (entries == 0) & ~named & ~(idempotent & answered)
 
 
-def is_unread(read_run: Column, heard_run: Column) -> Column:
+def is_unread(read_run: Column, caught_up_run: Column) -> Column:
     """Whether the ledger of a copy's slot is not read as far as it went when the copy was read.
 
     A copy that can be read is committed, and its entry with it: the entry lies in that part of the ledger, or nowhere.
     """
-    return read_run > heard_run
+    return read_run > caught_up_run
 
 
-def waits_longer(decided_ms: int, frozen_ms: int) -> bool:
+def waits_longer(decided_until_ms: int, frozen_ms: int) -> bool:
     """Whether what would settle a 202 or 504 may come long after it: ledger or journal is held up."""
-    return decided_ms < frozen_ms
+    return decided_until_ms < frozen_ms
 
 
-def is_before_evidence(complete_ms: Column, accepted_at: Column, timestamp: Column) -> Column:
+def is_before_evidence(complete_since_ms: Column, accepted_at: Column, timestamp: Column) -> Column:
     """Whether the ledger is not known as far back as a copy's acceptance; its timestamp may be the client's own.
 
     Without a ledger for its slot it is another namespace's, or gone.
     """
-    return complete_ms.isNull() | (complete_ms > accepted_at)
+    return complete_since_ms.isNull() | (complete_since_ms > accepted_at)
 
 
 def known_since(oldest_ms: int, of_topic_ms: Iterable[int], *, whole: bool) -> int:
@@ -351,8 +351,8 @@ def is_retry(
 # ---------------------------------------------------------------------------------------------- logs and reports
 
 
-def is_made_anew(life: str, now: str) -> bool:
-    return life != now
+def is_made_anew(topic_id: str, now: str) -> bool:
+    return topic_id != now
 
 
 def is_eaten(log_start: int, read_to: int) -> bool:

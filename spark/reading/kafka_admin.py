@@ -30,10 +30,10 @@ _Key = TypeVar("_Key")
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A topic as the broker knows it: `life` is its unique id, another one after it was made anew."""
+    """A topic as the broker knows it: `topic_id` is its unique id, another one after it was made anew."""
 
     name: str
-    life: str
+    topic_id: str
     partitions: int
 
 
@@ -52,7 +52,7 @@ class Ends:
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class BlockingTransaction:
     """An open transaction that holds a partition up. Since when (ms) and of whom, where the broker tells."""
 
     producer_id: int
@@ -230,7 +230,7 @@ class Broker:
             return {**told, **known}
         return None
 
-    def stamps(self, places: dict[Place, int], wait_ms: int = 5_000) -> dict[Place, int]:
+    def timestamps_at(self, places: dict[Place, int], wait_ms: int = 5_000) -> dict[Place, int]:
         """Timestamp (ms) of the first record at or after each of these offsets, committed or not.
 
         A partition that gives none in time is left out.
@@ -255,40 +255,40 @@ class Broker:
                             consumer.pause(self._list([handle]))
         return found
 
-    def holders(self, places: Sequence[Place]) -> dict[Place, Holder]:
+    def blocking_transactions(self, places: Sequence[Place]) -> dict[Place, BlockingTransaction]:
         """The oldest open transaction of each of these partitions (DescribeProducers, KIP-664).
 
         What the broker does not tell, or not to us, is left out: it explains a verdict, none depends on it.
         """
         try:
-            return self._holders(places)
+            return self._blocking_transactions(places)
         except CannotRun:
             return {}
 
-    def _holders(self, places: Sequence[Place]) -> dict[Place, Holder]:
+    def _blocking_transactions(self, places: Sequence[Place]) -> dict[Place, BlockingTransaction]:
         handles = {place: self._place(place) for place in places}
         told = self._ask(partial(self._admin.describeProducers, self._list(handles.values())), "all")
-        found: dict[Place, Holder] = {}
+        found: dict[Place, BlockingTransaction] = {}
         for place, handle in handles.items():
             states = told.get(handle).activeProducers()
             opened = [state for state in states if state.currentTransactionStartOffset().isPresent()]
-            holders = [
-                Holder(
+            transactions = [
+                BlockingTransaction(
                     int(state.producerId()),
                     int(state.producerEpoch()),
                     int(state.currentTransactionStartOffset().getAsLong()),
                 )
                 for state in opened
             ]
-            if holders:
-                found[place] = min(holders, key=lambda holder: holder.start_offset)
+            if transactions:
+                found[place] = min(transactions, key=lambda one: one.start_offset)
         try:
-            known = self._transactions({holder.producer_id for holder in found.values()})
+            known = self._transactions({one.producer_id for one in found.values()})
         except CannotRun:
             known = {}
         return {
-            place: replace(holder, **known.get(holder.producer_id, {}))  # type: ignore[arg-type]
-            for place, holder in found.items()
+            place: replace(one, **known.get(one.producer_id, {}))  # type: ignore[arg-type]
+            for place, one in found.items()
         }
 
     def _transactions(self, producer_ids: Collection[int]) -> dict[int, dict[str, str | int]]:

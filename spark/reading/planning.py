@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 from service.contract import CallerRule, Guarantee, Rules, TopicRule, wire
 from spark import rule_table
 from spark.errors import CannotRun
-from spark.reading.kafka_admin import Ends, Holder, Place, Topic
+from spark.reading.kafka_admin import BlockingTransaction, Ends, Place, Topic
 from spark.reading.source import Span
 from spark.settings import OFFSETS_MOST, Settings, matches
 
@@ -37,8 +37,8 @@ class Cluster(Protocol):
     def describe(self, names: Sequence[str], *, strict: bool = True) -> dict[str, Topic]: ...
     def compacted(self, names: Sequence[str]) -> set[str]: ...
     def ends(self, places: Sequence[Place], *, strict: bool = True) -> dict[Place, Ends]: ...
-    def stamps(self, places: dict[Place, int]) -> dict[Place, int]: ...
-    def holders(self, places: Sequence[Place]) -> dict[Place, Holder]: ...
+    def timestamps_at(self, places: dict[Place, int]) -> dict[Place, int]: ...
+    def blocking_transactions(self, places: Sequence[Place]) -> dict[Place, BlockingTransaction]: ...
     def diverged(self, positions: Mapping[Place, tuple[int, int]]) -> dict[Place, int]: ...
 
 
@@ -64,39 +64,40 @@ class Promise:
 class Log:
     """One partition in a run: a row of `progress`. Times in ms since the epoch.
 
-    `first`: from where it was ever read; `start` and `end`: what this run reads; `since_ms`: when a topic made anew
-    was first seen, else 0; `complete_ms`: every record appended after it was read, of ledger and journal; 0 of data;
-    `decided_ms`: every record appended before it lies below `end`; `holder`: the transaction that holds `end` up.
-    `later_end`: its high watermark, for a data log listed after the ends of ledger and journal, and the largest offset
-    where an open transaction holds the log up; `guarantees`: of a data topic, by offset; `heard_run`: the last run at
-    whose freeze nothing stood in the log that is not read by now (0: none); `mark_run` and `mark_end`: a run at which
-    something did, and where the log ended then. `first_ms`: the timestamp of the record at offset 0, or, while there is
-    none, of the plan; 0 where that is not known, as for a log that begins later; `leader_epoch`: of the leader that
-    told `end`, or -1.
+    `first`: the offset from which it was ever read; `start`, `end`: what this run reads; `recreated_at_ms`: when the
+    topic was first seen with another topic id, else 0; `complete_since_ms`: every record appended from then on was read
+    (ledger and journal; 0 for data); `decided_until_ms`: every record appended before lies below `end`;
+    `blocking_transaction`: the open transaction that keeps the last stable offset at `end`; `guarantees`: of a data
+    topic, by offset; `leader_epoch`: of the leader that answered `end`, or -1.
+    `later_end`: the high watermark of a data log, listed after the ends of ledger and journal; the largest offset where
+    an open transaction holds the log up.
+    `caught_up_run`: the last run whose freeze had nothing in the log that has not been read since (0: none);
+    `behind_run` and `behind_end`: a later run whose freeze had, and the log's high watermark then.
+    `first_record_ms`: the timestamp of the record at offset 0, or that of the plan while there is none; 0 if unknown.
     """
 
     role: str
     topic: str
     partition: int
-    life: str
+    topic_id: str
     audited: bool
     compacted: bool
-    since_ms: int
+    recreated_at_ms: int
     first: int
     start: int
     end: int
     last_stable: int
     high_watermark: int
-    complete_ms: int
-    decided_ms: int
+    complete_since_ms: int
+    decided_until_ms: int
     gaps: tuple[Gap, ...] = ()
-    holder: Holder | None = None
+    blocking_transaction: BlockingTransaction | None = None
     guarantees: tuple[Promise, ...] = ()
     later_end: int = 0
-    heard_run: int = 0
-    mark_run: int = 0
-    mark_end: int = 0
-    first_ms: int = 0
+    caught_up_run: int = 0
+    behind_run: int = 0
+    behind_end: int = 0
+    first_record_ms: int = 0
     leader_epoch: int = -1
 
     @property
@@ -104,7 +105,7 @@ class Log:
         return self.topic, self.partition
 
 
-_MARKS: Final = ("heard_run", "mark_run", "mark_end", "first_ms")
+_MARKS: Final = ("caught_up_run", "behind_run", "behind_end", "first_record_ms")
 
 
 @dataclass(frozen=True)
@@ -151,17 +152,19 @@ class Plan:
         head: Mapping[str, Any] | None = None
         for row in rows:
             head = row
-            apart = ("gaps", "holder", "guarantees", "later_end", "leader_epoch", *_MARKS)
+            apart = ("gaps", "blocking_transaction", "guarantees", "later_end", "leader_epoch", *_MARKS)
             values = {name: row[name] for name in Log.__dataclass_fields__ if name not in apart}
             gaps = tuple(Gap(gap["first"], gap["last"], gap["cause"], gap["seen_ms"]) for gap in row["gaps"])
-            holder = Holder(**row["holder"]) if row["holder"] else None
+            blocking_transaction = (
+                BlockingTransaction(**row["blocking_transaction"]) if row["blocking_transaction"] else None
+            )
             # Lakes of before have no such columns.
             guarantees = tuple(Promise(one["first"], one["guarantee"]) for one in row.get("guarantees") or ())
             later_end, epoch = row.get("later_end"), row.get("leader_epoch")
             values["later_end"] = row["high_watermark"] if later_end is None else later_end
             values["leader_epoch"] = -1 if epoch is None else epoch
             values |= {name: row.get(name) or 0 for name in _MARKS}
-            logs.append(Log(**values, gaps=gaps, holder=holder, guarantees=guarantees))
+            logs.append(Log(**values, gaps=gaps, blocking_transaction=blocking_transaction, guarantees=guarantees))
         return None if head is None else cls(head["run"], head["frozen_ms"], head["options"], tuple(logs))
 
 
@@ -171,10 +174,10 @@ def spans_of(logs: Iterable[Log], role: str) -> dict[Place, Span]:
 
 
 _ASK: Final = -1
-"""A `complete_ms` or `first_ms` that has still to be asked for."""
+"""A `complete_since_ms` or `first_record_ms` that has still to be asked for."""
 
 _ASK_TOPIC: Final = -2
-"""A `complete_ms` that has still to be asked for, of a log that has all records since its topic was made."""
+"""A `complete_since_ms` that has still to be asked for, of a log that has all records since its topic was made."""
 
 Discover = Callable[[Sequence[Log], Sequence[str]], set[str]]
 """Those of the topics that what is to be read of the ledger and the journal names."""
@@ -290,7 +293,7 @@ def freeze(
     logs = _decided(cluster, logs, now_ms)
     logs = [_promised(settings, before, log) for log in logs]
     run = run or (before.run + 1 if before else 1)
-    logs = [_heard(log, run) for log in _ended_later(cluster, logs)]
+    logs = [_caught_up(log, run) for log in _ended_later(cluster, logs)]
     here = {log.place for log in logs}
     carried = [
         replace(log, role=_carried_as(log, wanted), audited=False, start=log.end)
@@ -339,7 +342,7 @@ def _diverged(
             log.place: (log.end, log.leader_epoch)
             for log in logs
             if log.place in now
-            and log.life == topics[log.topic].life
+            and log.topic_id == topics[log.topic].topic_id
             and log.end > 0
             and -1 not in (log.leader_epoch, now[log.place].leader_epoch)
             and log.leader_epoch != now[log.place].leader_epoch
@@ -384,7 +387,7 @@ def arrived(plan: Plan, before: Plan | None) -> dict[Place, int]:
         for log in plan.of(DATA)
         if log.start < log.end
         and (last := read.get(log.place)) is not None
-        and (log.life != last.life or log.start >= last.end)
+        and (log.topic_id != last.topic_id or log.start >= last.end)
     }
 
 
@@ -395,7 +398,7 @@ def shifted(plan: Plan, before: Plan | None) -> bool:
     """
 
     def grounds(logs: Iterable[Log]) -> set[tuple[Any, ...]]:
-        return {(log.place, log.life, log.compacted, log.since_ms, log.gaps) for log in logs}
+        return {(log.place, log.topic_id, log.compacted, log.recreated_at_ms, log.gaps) for log in logs}
 
     return before is not None and grounds(before.of(DATA)) - grounds(plan.of(DATA)) != set()
 
@@ -404,7 +407,7 @@ def readable(cluster: Cluster, plan: Plan) -> bool:
     """Whether all that a plan wants to read is still in the logs, which go on while nobody carries it out."""
     logs = [log for log in plan.logs if log.audited and log.start < log.end]
     topics = cluster.describe(sorted({log.topic for log in logs}))
-    if any(log.topic not in topics or topics[log.topic].life != log.life for log in logs):
+    if any(log.topic not in topics or topics[log.topic].topic_id != log.topic_id for log in logs):
         return False
     ends = cluster.ends([log.place for log in logs]) if logs else {}
     there = all(ends[log.place].log_start <= log.start and log.end <= ends[log.place].last_stable for log in logs)
@@ -428,30 +431,30 @@ def _next_log(
     """A partition's place in this run, from where the last run left it, or from where it is another log since."""
     last = next((log for log in before.logs if log.place == place), None) if before else None
     # What is read for the first time is known from its oldest record on: a ledger may have been made after the data.
-    complete_ms = 0 if role == DATA else _ASK if ends.log_start else _ASK_TOPIC
+    complete_since_ms = 0 if role == DATA else _ASK if ends.log_start else _ASK_TOPIC
     log = Log(
         role=role,
         topic=place[0],
         partition=place[1],
-        life=topic.life,
+        topic_id=topic.topic_id,
         audited=True,
         compacted=False,
-        since_ms=0,
+        recreated_at_ms=0,
         first=ends.log_start,
         start=ends.log_start,
         end=ends.last_stable,
         last_stable=ends.last_stable,
         high_watermark=ends.high_watermark,
-        complete_ms=complete_ms,
-        decided_ms=now_ms,
-        first_ms=0 if ends.log_start else _ASK,
+        complete_since_ms=complete_since_ms,
+        decided_until_ms=now_ms,
+        first_record_ms=0 if ends.log_start else _ASK,
         leader_epoch=ends.leader_epoch,
     )
     if before is None or last is None:
         return log
-    if rule_table.is_made_anew(last.life, topic.life):
+    if rule_table.is_made_anew(last.topic_id, topic.topic_id):
         gap = Gap(last.end, last.end, RECREATED, now_ms)
-        return replace(log, since_ms=now_ms, complete_ms=now_ms, gaps=(*last.gaps, gap))
+        return replace(log, recreated_at_ms=now_ms, complete_since_ms=now_ms, gaps=(*last.gaps, gap))
     return _without_what_went_away(_gone_on(log, last, before.frozen_ms, ends), last, ends, diverged, now_ms)
 
 
@@ -461,16 +464,16 @@ def _gone_on(log: Log, last: Log, before_ms: int, ends: Ends) -> Log:
         log,
         # What compaction took, it took, also of a topic that is compacted no more.
         compacted=last.compacted,
-        since_ms=last.since_ms,
+        recreated_at_ms=last.recreated_at_ms,
         first=last.first,
         start=last.end,
         # Lakes of before have 0 for a log that began at offset 0, whenever that was.
-        complete_ms=last.complete_ms or (0 if ends.log_start else log.complete_ms),
+        complete_since_ms=last.complete_since_ms or (0 if ends.log_start else log.complete_since_ms),
         gaps=last.gaps,
-        heard_run=last.heard_run,
-        mark_run=last.mark_run,
-        mark_end=last.mark_end,
-        first_ms=last.first_ms if last.first_ms and last.high_watermark else log.first_ms,
+        caught_up_run=last.caught_up_run,
+        behind_run=last.behind_run,
+        behind_end=last.behind_end,
+        first_record_ms=last.first_record_ms if last.first_record_ms and last.high_watermark else log.first_record_ms,
     )
 
 
@@ -479,11 +482,11 @@ def _without_what_went_away(log: Log, last: Log, ends: Ends, diverged: int | Non
     agreed = rule_table.agrees_to(ends.last_stable, diverged, last.end)
     if rule_table.is_cut_off(agreed, last.end):
         gaps = (*log.gaps, Gap(agreed, last.end, TRUNCATED, now_ms))
-        complete_ms = 0 if log.role == DATA else now_ms
-        log = replace(log, start=max(agreed, ends.log_start), complete_ms=complete_ms, gaps=gaps)
+        complete_since_ms = 0 if log.role == DATA else now_ms
+        log = replace(log, start=max(agreed, ends.log_start), complete_since_ms=complete_since_ms, gaps=gaps)
     if rule_table.is_eaten(ends.log_start, last.end):
         gaps = (*log.gaps, Gap(last.end, ends.log_start, RETENTION, now_ms))
-        log = replace(log, start=ends.log_start, complete_ms=0 if log.role == DATA else _ASK, gaps=gaps)
+        log = replace(log, start=ends.log_start, complete_since_ms=0 if log.role == DATA else _ASK, gaps=gaps)
     return log
 
 
@@ -506,16 +509,18 @@ def _ended_later(cluster: Cluster, logs: list[Log]) -> list[Log]:
     return [replace(log, later_end=later(log)) for log in logs]
 
 
-def _heard(log: Log, run: int) -> Log:
+def _caught_up(log: Log, run: int) -> Log:
     """The log with the last run at whose freeze all that stood in it is read by now.
 
     A busy log never stands still: where it went on beyond what is read, it is read as far as that one day.
     """
     if log.end >= log.high_watermark:
-        return replace(log, heard_run=run, mark_run=0, mark_end=0)
-    if log.mark_run and log.end < log.mark_end:
+        return replace(log, caught_up_run=run, behind_run=0, behind_end=0)
+    if log.behind_run and log.end < log.behind_end:
         return log
-    return replace(log, heard_run=log.mark_run or log.heard_run, mark_run=run, mark_end=log.high_watermark)
+    return replace(
+        log, caught_up_run=log.behind_run or log.caught_up_run, behind_run=run, behind_end=log.high_watermark
+    )
 
 
 def ended(plan: Plan) -> dict[Place, int]:
@@ -524,41 +529,43 @@ def ended(plan: Plan) -> dict[Place, int]:
 
 
 def _complete(cluster: Cluster, logs: list[Log], now_ms: int) -> list[Log]:
-    """The logs with `complete_ms` where that has still to be asked for: by their oldest records.
+    """The logs with `complete_since_ms` where that has still to be asked for: by their oldest records.
 
     The record itself is read: after DeleteRecords a broker may know no offset for any timestamp, though there is one.
     """
-    unknown = [log for log in logs if log.complete_ms in (_ASK, _ASK_TOPIC)]
-    begins = {log.place: log.start if log.complete_ms == _ASK else 0 for log in unknown}
+    unknown = [log for log in logs if log.complete_since_ms in (_ASK, _ASK_TOPIC)]
+    begins = {log.place: log.start if log.complete_since_ms == _ASK else 0 for log in unknown}
     asked = {log.place: begins[log.place] for log in unknown if begins[log.place] < log.high_watermark}
-    stamps = cluster.stamps(asked) if asked else {}
-    oldest = {place: stamps.get(place, now_ms) for place in begins}
+    timestamps_at = cluster.timestamps_at(asked) if asked else {}
+    oldest = {place: timestamps_at.get(place, now_ms) for place in begins}
     of_topics: dict[str, list[int]] = {}
     for log in logs:
         if log.role != DATA and log.first == 0:
-            of_topics.setdefault(log.topic, []).append(oldest.get(log.place, log.complete_ms))
+            of_topics.setdefault(log.topic, []).append(oldest.get(log.place, log.complete_since_ms))
 
     def known_since(log: Log) -> int:
-        whole = log.complete_ms == _ASK_TOPIC
+        whole = log.complete_since_ms == _ASK_TOPIC
         return rule_table.known_since(oldest[log.place], of_topics.get(log.topic, []), whole=whole)
 
-    return [replace(log, complete_ms=known_since(log)) if log.place in oldest else log for log in logs]
+    return [replace(log, complete_since_ms=known_since(log)) if log.place in oldest else log for log in logs]
 
 
 def _begun(cluster: Cluster, logs: list[Log], now_ms: int) -> list[Log]:
-    """The logs with `first_ms` where it has still to be asked for; nobody asks it but of data.
+    """The logs with `first_record_ms` where it has still to be asked for; nobody asks it but of data.
 
     A timestamp that has still to come is its writer's mistake, and tells nothing.
     """
-    unknown = [log for log in logs if log.first_ms == _ASK]
+    unknown = [log for log in logs if log.first_record_ms == _ASK]
     empty = {log.place: now_ms for log in unknown if not log.high_watermark}
     asked = {log.place: 0 for log in unknown if log.role == DATA and log.high_watermark}
-    stamps: dict[Place, int] = {}
+    timestamps_at: dict[Place, int] = {}
     if asked:
         with suppress(CannotRun):  # retention may have taken the record in the meantime
-            stamps = {place: ms for place, ms in cluster.stamps(asked).items() if ms <= now_ms}
-    known = empty | stamps
-    return [replace(log, first_ms=known.get(log.place, 0)) if log.first_ms == _ASK else log for log in logs]
+            timestamps_at = {place: ms for place, ms in cluster.timestamps_at(asked).items() if ms <= now_ms}
+    known = empty | timestamps_at
+    return [
+        replace(log, first_record_ms=known.get(log.place, 0)) if log.first_record_ms == _ASK else log for log in logs
+    ]
 
 
 def _promised(settings: Settings, before: Plan | None, log: Log) -> Log:
@@ -570,7 +577,9 @@ def _promised(settings: Settings, before: Plan | None, log: Log) -> Log:
     if log.role != DATA:
         return log
     last = (
-        next((one for one in before.logs if one.place == log.place and one.life == log.life), None) if before else None
+        next((one for one in before.logs if one.place == log.place and one.topic_id == log.topic_id), None)
+        if before
+        else None
     )
     known = last.guarantees if last else ()
     now = settings.rules.guarantee(log.topic)
@@ -591,14 +600,14 @@ def _capped(logs: list[Log], most: int | None) -> list[Log]:
 def _decided(cluster: Cluster, logs: list[Log], now_ms: int) -> list[Log]:
     """Where a log goes on beyond its end, the first record there tells up to when all is decided and read."""
     held = {log.place: log.end for log in logs if log.end < log.high_watermark}
-    stamps = cluster.stamps(held) if held else {}
+    timestamps_at = cluster.timestamps_at(held) if held else {}
     stopped = [log.place for log in logs if log.end == log.last_stable < log.high_watermark]
-    holders = cluster.holders(stopped) if stopped else {}
+    blocking_transactions = cluster.blocking_transactions(stopped) if stopped else {}
     return [
         replace(
             log,
-            decided_ms=stamps.get(log.place, 0) if log.place in held else now_ms,
-            holder=holders.get(log.place),
+            decided_until_ms=timestamps_at.get(log.place, 0) if log.place in held else now_ms,
+            blocking_transaction=blocking_transactions.get(log.place),
         )
         for log in logs
     ]

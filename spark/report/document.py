@@ -153,9 +153,9 @@ def _evidence(plan: Plan, topics: ByTopic) -> model.Evidence:
             "partition": log.partition,
             "offset": log.last_stable,
             "high_watermark": log.high_watermark,
-            "transactional_id": log.holder.transactional_id if log.holder else None,
-            "producer_id": log.holder.producer_id if log.holder else None,
-            "epoch": log.holder.epoch if log.holder else None,
+            "transactional_id": log.blocking_transaction.transactional_id if log.blocking_transaction else None,
+            "producer_id": log.blocking_transaction.producer_id if log.blocking_transaction else None,
+            "epoch": log.blocking_transaction.epoch if log.blocking_transaction else None,
             "open_since": _iso(since_ms) if since_ms else None,
             "age_s": round((plan.frozen_ms - since_ms) / 1000, 3) if since_ms else None,
         }
@@ -192,10 +192,10 @@ def _since_ms(log: Log) -> int | None:
 
     The transaction is a little older than its first record.
     """
-    if log.holder is not None and log.holder.since_ms:
-        return log.holder.since_ms
+    if log.blocking_transaction is not None and log.blocking_transaction.since_ms:
+        return log.blocking_transaction.since_ms
     earliest, latest = PLAUSIBLE_MS
-    return log.decided_ms if earliest <= log.decided_ms <= latest else None
+    return log.decided_until_ms if earliest <= log.decided_until_ms <= latest else None
 
 
 def _requests(topics: ByTopic) -> model.Requests:

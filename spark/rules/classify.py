@@ -20,11 +20,11 @@ CATEGORIES: Final = ("delivered_once", "duplicated", "conflicted", "lost", "pend
 """Where an accepted id can stand in the balance."""
 
 _BOUND: Final = (
-    "struct<first: bigint, end: bigint, later_end: bigint, since_ms: bigint, compacted: boolean, "
-    "topic_id: string, first_ms: bigint, "
+    "struct<first: bigint, end: bigint, later_end: bigint, recreated_at_ms: bigint, compacted: boolean, "
+    "topic_id: string, first_record_ms: bigint, "
     "gaps: array<struct<first: bigint, last: bigint, cause: string>>>"
 )
-_SLOT: Final = "struct<complete_ms: bigint, heard_run: bigint>"
+_SLOT: Final = "struct<complete_since_ms: bigint, caught_up_run: bigint>"
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Evidence:
     timeouts_ms: int
     bounds: Column
     slots: Column
-    ledger_decided_ms: int
-    answers_complete_ms: int
-    answers_decided_ms: int
+    ledger_decided_until_ms: int
+    answers_complete_since_ms: int
+    answers_decided_until_ms: int
     audited: Callable[[Column], Column]
     idempotent: Column
     derived: Callable[[Column], Column]
@@ -65,20 +65,20 @@ def evidence(plan: Plan, settings: Settings) -> Evidence:
                 "first": log.first,
                 "end": log.end,
                 "later_end": log.later_end,
-                "since_ms": log.since_ms,
+                "recreated_at_ms": log.recreated_at_ms,
                 "compacted": log.compacted,
-                "topic_id": log.life,
-                "first_ms": log.first_ms,
+                "topic_id": log.topic_id,
+                "first_record_ms": log.first_record_ms,
                 "gaps": [
                     {"first": gap.first, "last": gap.last, "cause": gap.cause}
                     for gap in log.gaps
-                    # What an earlier life of the topic lost says nothing of this one.
-                    if gap.last > gap.first and gap.seen_ms > log.since_ms
+                    # What an earlier topic_id of the topic lost says nothing of this one.
+                    if gap.last > gap.first and gap.seen_ms > log.recreated_at_ms
                 ],
             }
         )
     ledger, answers = plan.of(LEDGER), plan.of(REQUESTS)
-    slots = [{"complete_ms": log.complete_ms, "heard_run": log.heard_run} for log in ledger]
+    slots = [{"complete_since_ms": log.complete_since_ms, "caught_up_run": log.caught_up_run} for log in ledger]
     globs, unwanted = settings.options.topics, plan.unwanted
     wanted = f"^(?:{glob_regex(globs)})$"
 
@@ -95,9 +95,9 @@ def evidence(plan: Plan, settings: Settings) -> Evidence:
         timeouts_ms=settings.settle_ms - settings.grace_ms,
         bounds=F.from_json(F.lit(json.dumps(bounds)), f"map<string, array<{_BOUND}>>"),
         slots=F.from_json(F.lit(json.dumps(slots)), f"array<{_SLOT}>"),
-        ledger_decided_ms=min((log.decided_ms for log in ledger), default=plan.frozen_ms),
-        answers_complete_ms=max((log.complete_ms for log in answers), default=plan.frozen_ms),
-        answers_decided_ms=min((log.decided_ms for log in answers), default=plan.frozen_ms),
+        ledger_decided_until_ms=min((log.decided_until_ms for log in ledger), default=plan.frozen_ms),
+        answers_complete_since_ms=max((log.complete_since_ms for log in answers), default=plan.frozen_ms),
+        answers_decided_until_ms=min((log.decided_until_ms for log in answers), default=plan.frozen_ms),
         audited=audited,
         idempotent=_idempotent(plan),
         derived=_ruled(plan, lambda name: settings.rules.rule(name).derived),
@@ -220,8 +220,8 @@ def _fate(claim: Column, seen: Evidence) -> Column:
             claim["topic_id"],
             number_of(bound["topic_id"]),
             claim["seen_ms"],
-            bound["since_ms"],
-            bound["first_ms"],
+            bound["recreated_at_ms"],
+            bound["first_record_ms"],
             ripe,
         ),
         below=rule_table.is_below(offset, bound["first"]),
@@ -245,18 +245,20 @@ def _phantom(seen: Evidence) -> Column:
     idempotent = F.coalesce(inside, F.lit(False))
     named = F.exists("answered", lambda answer: F.exists(ours, lambda copy: deliveries.same_place(copy, answer)))
     unheard = rule_table.is_unheard(F.col("entries_count"), named, idempotent, _sum(*rule_table.HEARD) > 0)
-    complete_ms = F.when(idempotent, seen.answers_complete_ms).otherwise(slot["complete_ms"])
+    complete_since_ms = F.when(idempotent, seen.answers_complete_since_ms).otherwise(slot["complete_since_ms"])
     # The journal may come long after a copy; a ledger entry comes with it.
-    decided_ms = F.when(idempotent, seen.answers_decided_ms).otherwise(seen.frozen_ms)
+    decided_until_ms = F.when(idempotent, seen.answers_decided_until_ms).otherwise(seen.frozen_ms)
     # A timestamp that cannot be meant says nothing: then it is the last evidence, that of the run that read it.
     unmeant = rule_table.is_ahead(first["timestamp"], seen.frozen_ms)
     times = first["accepted_at"], F.when(unmeant, F.col("last_ms")).otherwise(first["timestamp"])
     over_ms = F.when(idempotent, seen.held_over_ms(*times)).otherwise(seen.over_ms(*times))
-    unread = ~idempotent & F.coalesce(rule_table.is_unread(F.col("run"), slot["heard_run"]), F.lit(False))
+    unread = ~idempotent & F.coalesce(rule_table.is_unread(F.col("run"), slot["caught_up_run"]), F.lit(False))
     return F.when(
         (F.col("with_header") > 0) & unheard,
-        F.when(unread | rule_table.is_undecided(over_ms, decided_ms), PENDING)
-        .when(rule_table.is_before_evidence(complete_ms, first["accepted_at"], first["timestamp"]), "evidence_gap")
+        F.when(unread | rule_table.is_undecided(over_ms, decided_until_ms), PENDING)
+        .when(
+            rule_table.is_before_evidence(complete_since_ms, first["accepted_at"], first["timestamp"]), "evidence_gap"
+        )
         .otherwise("phantom"),
     )
 
@@ -302,8 +304,8 @@ def _category(seen: Evidence) -> Column:
 
     # Where nobody named a place: what is known is a 202 or a 504, and that it is not in the data.
     times = F.col("accepted_ms"), F.coalesce(F.col("in_doubt_ms"), F.col("last_ms"))
-    decided_ms = rule_table.decided_by(seen.ledger_decided_ms, seen.answers_decided_ms)
-    longer = rule_table.waits_longer(decided_ms, seen.frozen_ms)
+    decided_until_ms = rule_table.decided_by(seen.ledger_decided_until_ms, seen.answers_decided_until_ms)
+    longer = rule_table.waits_longer(decided_until_ms, seen.frozen_ms)
     over_ms = seen.held_over_ms(*times) if longer else seen.over_ms(*times)
     judged = rule_table.category(
         lost=some(LOST),
@@ -313,7 +315,7 @@ def _category(seen: Evidence) -> Column:
         unproven=F.coalesce(F.exists("missing", lambda claim: ~claim["fate"].isin(LOST, PENDING)), F.lit(False)),
         ours=_sum("with_header", "entries_count", "answered_201"),
         answered_201=F.col("answered_201"),
-        undecided=rule_table.is_undecided(over_ms, decided_ms),
+        undecided=rule_table.is_undecided(over_ms, decided_until_ms),
     )
     return F.when(F.col("is_clean") == 1, "delivered_once").otherwise(judged)
 

@@ -65,7 +65,8 @@ ROW: Final = {
 
 `is_clean` is 1 where a row explains itself, unless the id has another row: the record and one ledger entry, or the
 record and a 201 that names it, or a record without a fencepost header that nothing names. Nearly all rows are clean,
-and of these only counts are read again. Partition and offset are null for what is known of an id without a place (a 504).
+and of these only counts are read again. Partition and offset are null for what is known of an id without a place
+(a 504).
 `accepted_ms` is the earliest acceptance, `last_ms` when the last evidence came, as far as that is known;
 `count` is 1 where there is a record (0: it is only said to be there; more: rejected entries of one record);
 `entry_seen_ms` and `answer_seen_ms` are when ledger and journal first named the place, `in_doubt_ms` when the last

@@ -189,8 +189,8 @@ def _brought(lake: Lake, topics: set[str], plan: Plan, last: Plan | None) -> dic
 def _starts(broker: Broker, logs: Iterable[Log]) -> dict[Place, int]:
     """Where these logs begin now; without those of topics that are gone, or made anew since."""
     logs = list(logs)
-    lives = {name: topic.life for name, topic in broker.describe(sorted({log.topic for log in logs})).items()}
-    places = [log.place for log in logs if lives.get(log.topic) == log.life]
+    topic_ids = {name: topic.topic_id for name, topic in broker.describe(sorted({log.topic for log in logs})).items()}
+    places = [log.place for log in logs if topic_ids.get(log.topic) == log.topic_id]
     return {place: ends.log_start for place, ends in broker.ends(places).items()} if places else {}
 
 

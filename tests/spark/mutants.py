@@ -120,7 +120,7 @@ def _as_listed(cluster: Any, logs: list[Log]) -> list[Log]:
 
 
 def _heard_when_still(log: Log, run: int) -> Log:
-    return replace(log, heard_run=run) if log.end >= log.high_watermark else log
+    return replace(log, caught_up_run=run) if log.end >= log.high_watermark else log
 
 
 _NO: Final = "is never asked"
@@ -177,8 +177,8 @@ MUTANTS: Final = (
     ),
     Mutant(rule_table.is_past_end, "behind", lambda offset, end: offset > end, VERDICTS),
     Mutant(planning._ended_later, "as listed before", _as_listed, PLANS, planning),
-    Mutant(planning._heard, "at once", lambda log, run: replace(log, heard_run=run), PLANS, planning),
-    Mutant(planning._heard, "when it stands still", _heard_when_still, PLANS, planning),
+    Mutant(planning._caught_up, "at once", lambda log, run: replace(log, caught_up_run=run), PLANS, planning),
+    Mutant(planning._caught_up, "when it stands still", _heard_when_still, PLANS, planning),
     Mutant(rule_table.is_said_twice, _NO, _never, VERDICTS),
     Mutant(rule_table.promises, "the ledger's", lambda entered, answered: entered, VERDICTS),
     Mutant(rule_table.promises, "the journal's", lambda entered, answered: answered, VERDICTS),
@@ -197,8 +197,8 @@ MUTANTS: Final = (
         for what, nth, other in (
             ("by time alone", 0, lambda named: F.lit(None).cast("bigint")),
             ("whatever the id", 1, lambda topic_id: F.lit(0)),
-            ("not since it was seen", 3, lambda since_ms: F.lit(0)),
-            ("not by the first record", 4, lambda first_ms: F.lit(0)),
+            ("not since it was seen", 3, lambda recreated_at_ms: F.lit(0)),
+            ("not by the first record", 4, lambda first_record_ms: F.lit(0)),
             ("at once", 5, _always),
         )
     ),

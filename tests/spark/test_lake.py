@@ -162,7 +162,7 @@ def test_a_lake_of_an_earlier_version_goes_on(spark: SparkSession, tmp_path: Pat
     tables, old = lake.Lake(spark, str(tmp_path)), plan()
     assert old.logs
     rows = spark.createDataFrame(old.rows(), lake.schema("progress"))
-    new = ("guarantees", "later_end", "heard_run", "mark_run", "mark_end", "first_ms", "leader_epoch")
+    new = ("guarantees", "later_end", "caught_up_run", "behind_run", "behind_end", "first_record_ms", "leader_epoch")
     # One that they have is asked for no more.
     tables.append("progress", rows.drop(*new).withColumn("proven_ms", F.lit(7).cast("bigint")), 1)
 
@@ -172,11 +172,11 @@ def test_a_lake_of_an_earlier_version_goes_on(spark: SparkSession, tmp_path: Pat
         return set() if read is None else set(read.logs)
 
     known = {
-        replace(log, guarantees=(), later_end=log.high_watermark, heard_run=0, first_ms=0, leader_epoch=-1)
+        replace(log, guarantees=(), later_end=log.high_watermark, caught_up_run=0, first_record_ms=0, leader_epoch=-1)
         for log in old.logs
     }
     assert read(1) == known
-    marks: dict[str, Any] = {"mark_run": 1, "mark_end": 7, "first_ms": 8, "leader_epoch": 0}
+    marks: dict[str, Any] = {"behind_run": 1, "behind_end": 7, "first_record_ms": 8, "leader_epoch": 0}
     marked = [{**row, "run": 2, **marks} for row in old.rows()]
     tables.append("progress", spark.createDataFrame(marked, lake.schema("progress")), 2)
     assert read(1) == known

@@ -1,4 +1,4 @@
-"""Spark's own ids, fingerprints and stamps are byte for byte those of the wire contract's vectors."""
+"""Spark's own ids, fingerprints and timestamps_at are byte for byte those of the wire contract's vectors."""
 
 import json
 from collections import Counter

@@ -9,7 +9,7 @@ import pytest
 from service.contract import Rules, SharedSettings
 from spark.errors import CannotRun
 from spark.reading import planning
-from spark.reading.kafka_admin import Ends, Holder, Place, Topic
+from spark.reading.kafka_admin import BlockingTransaction, Ends, Place, Topic
 from spark.reading.planning import DATA, LEDGER, Log, Plan
 from spark.settings import OFFSETS_MOST, Options, Settings
 
@@ -56,7 +56,7 @@ class MadeUp:
         self.topics |= self.made_meanwhile
         return {place: self.other_ends.get(place, self.topics[place[0]]) for place in places}
 
-    def stamps(self, places: dict[Place, int]) -> dict[Place, int]:
+    def timestamps_at(self, places: dict[Place, int]) -> dict[Place, int]:
         return {place: self.firsts[place] for place in places if place in self.firsts}
 
     def diverged(self, positions: Mapping[Place, tuple[int, int]]) -> dict[Place, int]:
@@ -64,8 +64,8 @@ class MadeUp:
         found = {place: self.epochs[place[0]][epoch] for place, (_, epoch) in positions.items()}
         return {place: end for place, end in found.items() if end < positions[place][0]}
 
-    def holders(self, places: Sequence[Place]) -> dict[Place, Holder]:
-        return {place: Holder(7, 1, self.topics[place[0]].last_stable, "slot", 6) for place in places}
+    def blocking_transactions(self, places: Sequence[Place]) -> dict[Place, BlockingTransaction]:
+        return {place: BlockingTransaction(7, 1, self.topics[place[0]].last_stable, "slot", 6) for place in places}
 
 
 def ends(last: int, *, start: int = 0, open: int = 0, epoch: int = 0) -> Ends:
@@ -145,11 +145,11 @@ def test_a_busy_ledger_is_known_as_far_as_it_went_at_an_earlier_run(cluster: Mad
     for last, open in ((4, 0), (6, 2), (7, 3), (9, 1), (12, 0)):
         cluster.topics[LEDGER_TOPIC] = ends(last, open=open)
         plan = freeze(cluster, plan, named={"orders"})
-        told.append((plan.run, one(plan, LEDGER_TOPIC).heard_run))
+        told.append((plan.run, one(plan, LEDGER_TOPIC).caught_up_run))
     # At run 3 what stood at run 2 (up to 8) is not read; at run 4 it is.
     assert told == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 5)]
     cluster.lives[LEDGER_TOPIC], cluster.topics[LEDGER_TOPIC] = "two", ends(1, open=1)
-    assert one(freeze(cluster, plan, named={"orders"}), LEDGER_TOPIC).heard_run == 0
+    assert one(freeze(cluster, plan, named={"orders"}), LEDGER_TOPIC).caught_up_run == 0
 
 
 def test_a_topic_is_audited_when_the_ledger_the_rules_or_an_option_name_it(cluster: MadeUp) -> None:
@@ -243,10 +243,10 @@ def test_an_open_transaction_keeps_a_log_from_being_read_and_tells_since_when(cl
     cluster.firsts[(LEDGER_TOPIC, 0)] = NOW_MS - 1234
     plan = freeze(cluster, named={"orders"})
     assert (one(plan, "orders").end, one(plan, "orders").later_end) == (10, OFFSETS_MOST)
-    assert (one(plan, LEDGER_TOPIC).heard_run, one(plan, REQUESTS_TOPIC).heard_run) == (0, 1)
-    assert one(plan, "orders").decided_ms == 0
-    assert one(plan, LEDGER_TOPIC).decided_ms == NOW_MS - 1234
-    assert one(plan, REQUESTS_TOPIC).decided_ms == NOW_MS
+    assert (one(plan, LEDGER_TOPIC).caught_up_run, one(plan, REQUESTS_TOPIC).caught_up_run) == (0, 1)
+    assert one(plan, "orders").decided_until_ms == 0
+    assert one(plan, LEDGER_TOPIC).decided_until_ms == NOW_MS - 1234
+    assert one(plan, REQUESTS_TOPIC).decided_until_ms == NOW_MS
 
 
 def test_what_lies_above_the_last_end_came_after_it_was_frozen(cluster: MadeUp) -> None:
@@ -283,7 +283,7 @@ def test_a_topic_made_anew_is_read_from_its_beginning(cluster: MadeUp) -> None:
     first = freeze(cluster, named={"orders"})
     cluster.topics["orders"], cluster.lives["orders"] = ends(3), "two"
     log = one(freeze(cluster, first, now_ms=NOW_MS + 5), "orders")
-    assert (log.start, log.end, log.since_ms) == (0, 3, NOW_MS + 5)
+    assert (log.start, log.end, log.recreated_at_ms) == (0, 3, NOW_MS + 5)
     assert [gap.cause for gap in log.gaps] == ["recreated"]
 
 
@@ -292,7 +292,7 @@ def test_the_time_of_a_logs_first_record_is_known_as_long_as_it_is_the_same_log(
     cluster.firsts |= {("orders", 0): NOW_MS - 9, ("begun", 0): NOW_MS - 5, ("wild", 0): NOW_MS + 1}
 
     def firsts(plan: Plan) -> dict[str, int]:
-        return {name: one(plan, name).first_ms for name in ("orders", "begun", "empty", "wild", LEDGER_TOPIC)}
+        return {name: one(plan, name).first_record_ms for name in ("orders", "begun", "empty", "wild", LEDGER_TOPIC)}
 
     first = freeze(cluster, topics=("*",))
     # Of a log that begins later nobody knows, and nothing is later than now.
@@ -307,7 +307,7 @@ def test_the_time_of_a_logs_first_record_is_known_as_long_as_it_is_the_same_log(
 
 
 @pytest.mark.parametrize(
-    ("now", "life", "readable"),
+    ("now", "topic_id", "readable"),
     [
         (ends(25), "one", True),
         (ends(25, start=10), "one", True),
@@ -455,7 +455,7 @@ def test_what_was_compacted_once_stays_so_until_it_is_made_anew(
 
 
 def known_since(plan: Plan, topic: str = LEDGER_TOPIC) -> list[int]:
-    return [log.complete_ms for log in plan.logs if log.topic == topic]
+    return [log.complete_since_ms for log in plan.logs if log.topic == topic]
 
 
 def test_a_log_is_known_from_its_oldest_record_on(cluster: MadeUp) -> None:
@@ -483,7 +483,7 @@ def test_a_log_that_lacks_nothing_is_known_since_its_topic_was_made(cluster: Mad
     second = freeze(cluster, first, now_ms=NOW_MS + 2)
     assert known_since(second) == [NOW_MS - 20, NOW_MS - 3, NOW_MS - 20, NOW_MS - 30, NOW_MS - 20]
     # A lake of before took it that such a log had all there ever was.
-    logs = [replace(log, complete_ms=0) if log.role == LEDGER else log for log in first.logs]
+    logs = [replace(log, complete_since_ms=0) if log.role == LEDGER else log for log in first.logs]
     old = replace(first, logs=tuple(logs))
     assert known_since(freeze(cluster, old, now_ms=NOW_MS + 2)) == [NOW_MS - 3, NOW_MS - 3, NOW_MS - 3, 0, NOW_MS - 3]
 

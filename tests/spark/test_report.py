@@ -74,9 +74,9 @@ def large(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> tupl
     root = tmp_path_factory.mktemp("large")
     tables = lake.Lake(spark, str(root / "lake"))
     _findings(tables)
-    logs = tuple(Log(DATA, TOPIC, n, "life", True, False, 0, 0, 0, 9, 9, 9, 0, NOW_MS) for n in range(39))
+    logs = tuple(Log(DATA, TOPIC, n, "topic_id", True, False, 0, 0, 0, 9, 9, 9, 0, NOW_MS) for n in range(39))
     # Held up by nobody whom the broker names, from a record on whose writer counts in microseconds.
-    logs += (Log(DATA, TOPIC, 39, "life", True, False, 0, 0, 0, 9, 9, 12, 0, NOW_MS * 1000),)
+    logs += (Log(DATA, TOPIC, 39, "topic_id", True, False, 0, 0, 0, 9, 9, 12, 0, NOW_MS * 1000),)
     plan = Plan(1, NOW_MS, "{}", logs)
     settings = Settings(shared=SharedSettings(), options=Options(lake=str(root / "lake"), report=str(root / "report")))
     held = current_findings.by_hour(tables.read("findings"), document.window_from(plan, settings))

@@ -24,10 +24,23 @@ LATE = FROZEN_MS - 61_000
 
 def log(role: str, topic: str, partition: int, *, end: int = 100, **more: Any) -> Log:
     """A log that was read from its beginning to its end, with nothing open, but for what is said otherwise."""
-    values: dict[str, Any] = {"life": "one", "audited": True, "compacted": False, "since_ms": 0, "first": 0, "start": 0}
-    values |= {"end": end, "last_stable": end, "high_watermark": end, "complete_ms": 0, "decided_ms": FROZEN_MS}
+    values: dict[str, Any] = {
+        "topic_id": "one",
+        "audited": True,
+        "compacted": False,
+        "recreated_at_ms": 0,
+        "first": 0,
+        "start": 0,
+    }
+    values |= {
+        "end": end,
+        "last_stable": end,
+        "high_watermark": end,
+        "complete_since_ms": 0,
+        "decided_until_ms": FROZEN_MS,
+    }
     is_held_up = more.get("high_watermark", end) > more.get("last_stable", end)
-    values |= {"later_end": OFFSETS_MOST if is_held_up else more.get("high_watermark", end), "heard_run": 1}
+    values |= {"later_end": OFFSETS_MOST if is_held_up else more.get("high_watermark", end), "caught_up_run": 1}
     return Log(role=role, topic=topic, partition=partition, **(values | more))
 
 
@@ -37,9 +50,9 @@ def plan(*logs: Log) -> Plan:
         log(DATA, "t", 1, last_stable=100, high_watermark=103),
         log(DATA, "t", 2, first=50, gaps=(Gap(60, 70, "retention", NOW_MS),)),
         log(DATA, "compact", 0, compacted=True),
-        log(DATA, "anew", 0, since_ms=NOW_MS + 60_000, gaps=(Gap(6, 8, "retention", NOW_MS),)),
-        log(DATA, "began", 0, first_ms=NOW_MS + 60_000),
-        log(DATA, "begins", 0, first_ms=FROZEN_MS),
+        log(DATA, "anew", 0, recreated_at_ms=NOW_MS + 60_000, gaps=(Gap(6, 8, "retention", NOW_MS),)),
+        log(DATA, "began", 0, first_record_ms=NOW_MS + 60_000),
+        log(DATA, "begins", 0, first_record_ms=FROZEN_MS),
         log(DATA, "telemetry", 0, guarantees=(Promise(0, "idempotent"),)),
         log(DATA, "changed", 0, guarantees=(Promise(0, "idempotent"), Promise(5, "exactly_once"))),
         log(DATA, "relaxed", 0, guarantees=(Promise(0, "exactly_once"), Promise(5, "idempotent"))),
@@ -48,7 +61,7 @@ def plan(*logs: Log) -> Plan:
         log(DATA, "meanwhile", 0, later_end=103),
         log(DATA, "passed", 0, compacted=True),
         log(LEDGER, "fencepost.ledger", 0),
-        log(LEDGER, "fencepost.ledger", 1, complete_ms=NOW_MS + 60_000),
+        log(LEDGER, "fencepost.ledger", 1, complete_since_ms=NOW_MS + 60_000),
         log(REQUESTS, "fencepost.requests", 0),
     ]
     here = {one.place for one in logs}
@@ -340,7 +353,7 @@ def test_a_topic_that_a_rule_calls_derived_has_no_derived_copies(spark: SparkSes
 
 
 def test_an_undecided_ledger_keeps_the_unsure_waiting(spark: SparkSession) -> None:
-    held = plan(log(LEDGER, "fencepost.ledger", 0, decided_ms=NOW_MS, heard_run=0))
+    held = plan(log(LEDGER, "fencepost.ledger", 0, decided_until_ms=NOW_MS, caught_up_run=0))
     rows = states(
         spark,
         {

@@ -76,8 +76,8 @@ def test_what_the_balance_counts_is_told_and_nothing_else(
     """At the edge: in the first hour of the window; told of by a clock that is behind; just before that hour."""
     topic = past.topic(f"{past.namespace}-t")
     now_ms = past.now_ms // HOUR_MS * HOUR_MS + 20 * 60_000
-    first_ms = now_ms // HOUR_MS * HOUR_MS - WINDOW_H * HOUR_MS
-    at = first_ms + after_ms
+    first_record_ms = now_ms // HOUR_MS * HOUR_MS - WINDOW_H * HOUR_MS
+    at = first_record_ms + after_ms
     producer = past.transactional(ONE)
     past.deliver(producer, ONE, topic, ["there"], at=now_ms - HOUR_MS, ts=now_ms - HOUR_MS)
     record = wire.LedgerRecord(
@@ -89,7 +89,7 @@ def test_what_the_balance_counts_is_told_and_nothing_else(
         past.topic_ids([topic]),
     )
     producer.begin_transaction()
-    past.raw(producer, wire.ledger_topic(past.namespace), record.encode(), timestamp=first_ms + told_after_ms)
+    past.raw(producer, wire.ledger_topic(past.namespace), record.encode(), timestamp=first_record_ms + told_after_ms)
     producer.commit_transaction(30)
     ran = audit(past, now_ms=now_ms, window_h=WINDOW_H)
     assert ran.document["balance"]["lost"] == lost
