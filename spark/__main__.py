@@ -43,7 +43,7 @@ def main() -> int:
         sys.stderr.write(f"cannot run: {error}\n")
         return EXIT_CANNOT_RUN
     except (PySparkException, Py4JError):
-        # Whatever Spark, Delta or a disk refused, or a JVM that is gone: no status but this says that nothing was told.
+        # Spark, Delta or a disk refused, or the JVM is gone: the status says that there is no outcome.
         traceback.print_exc()
         sys.stderr.write(
             "cannot run: Spark failed, see above; what was done is kept, the next run goes on from there\n"
@@ -59,7 +59,7 @@ def _run(arguments: Sequence[str]) -> int:
     session = open_session()
     with tell.watching(session):
         outcome = job.run(session, settings, tell)
-    sys.stdout.write(job.told(outcome, options.report))
+    sys.stdout.write(job.summary(outcome, options.report))
     return outcome.status
 
 

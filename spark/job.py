@@ -12,7 +12,6 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from spark import session
-from spark.cost import Cost, Tell
 from spark.errors import CannotRun
 from spark.reading import decode, planning, source, wire_expressions
 from spark.reading.kafka_admin import Broker, Place
@@ -22,8 +21,9 @@ from spark.report.model import Document
 from spark.rules import cross_hour, current_findings
 from spark.rules.balance import Balance
 from spark.rules.classify import CATEGORIES
-from spark.rules.run import Judgement
+from spark.rules.reconcile import reconcile
 from spark.settings import HOUR_MS, Settings
+from spark.step_timer import OnProgress, StepTimer
 from spark.tables import deliveries, hours, lake, lock, verdict_history, view
 
 Spans = dict[Place, source.Span]
@@ -40,7 +40,7 @@ class Outcome:
     status: int
 
 
-def run(spark: SparkSession, settings: Settings, tell: Tell, now_ms: int | None = None) -> Outcome:
+def run(spark: SparkSession, settings: Settings, on_progress: OnProgress, now_ms: int | None = None) -> Outcome:
     """Carry out one run, or the rest of one that was cut off. CannotRun where it is not possible.
 
     The rest of a run that had merged what it read is carried out by the options that it was planned with: its plan says
@@ -55,18 +55,18 @@ def run(spark: SparkSession, settings: Settings, tell: Tell, now_ms: int | None 
     decode.check_identities(spark, settings.options.identity)
     with lock.held(spark, settings.options.lake):
         now_ms = int(time.time() * 1000) if now_ms is None else now_ms
-        first = _Run(spark, settings, tell, now_ms)
+        first = _Run(spark, settings, on_progress, now_ms)
         outcome = first.carry_out()
         if first.settings == settings:
             return outcome
         # What was cut off is finished, by the options that it was planned with. Now what this command line asks for.
-        return _Run(spark, settings, tell, now_ms, finished=outcome.document["run"]["number"]).carry_out()
+        return _Run(spark, settings, on_progress, now_ms, finished=outcome.document["run"]["number"]).carry_out()
 
 
 def before_now(tables: lake.Lake) -> dict[str, Any] | None:
     """What the last finished run left: its number, its options, the sums of every hour; and the last reports.
 
-    The number comes first, from Delta's statistics: with it they tell which files are the last runs', of all runs'.
+    The newest number comes first, from Delta's statistics: by it Delta knows which files hold the last runs.
     """
     runs = tables.read("runs")
     newest = runs.agg(F.max("run")).collect()[0][0]
@@ -82,22 +82,22 @@ class _Run:
     """`finished` is the number of a run with other options that this process has finished before."""
 
     def __init__(
-        self, spark: SparkSession, settings: Settings, tell: Tell, now_ms: int, finished: int | None = None
+        self, spark: SparkSession, settings: Settings, on_progress: OnProgress, now_ms: int, finished: int | None = None
     ) -> None:
         self.spark = spark
         self.settings = settings
         self.finished = finished
-        self.tell = tell
+        self.on_progress = on_progress
         self.now_ms = now_ms
         self.lake = lake.Lake(spark, settings.options.lake)
-        self.cost = Cost(tell)
+        self.timer = StepTimer(on_progress)
         self.kept_from = ""
         self.last: Plan | None = None
-        # What ledger and journal say (state.told), where the plan needed it already, and of which of their spans.
-        self.told: tuple[tuple[Spans, Spans], DataFrame] | None = None
+        # The claims of ledger and journal (deliveries.summarize) that the plan has read already, and their spans.
+        self.claims: tuple[tuple[Spans, Spans], DataFrame] | None = None
 
     def carry_out(self) -> Outcome:
-        with self.cost.step("plan"):
+        with self.timer.step("plan"):
             self.lake.grow()
             before = before_now(self.lake)
             plan, resumed = self._plan(before)
@@ -107,36 +107,36 @@ class _Run:
                     publish.prepare(broker, self.settings.shared.namespace)
         merged = resumed and not self.lake.read("deliveries").where(F.col("run") == plan.run).isEmpty()
         if merged:
-            self.tell(f"run {plan.run} was cut off after its merge; going on from there")
+            self.on_progress(f"run {plan.run} was cut off after its merge; going on from there")
         else:
             self._merge(plan)
-        if self.told is not None:
-            self.told[1].unpersist()
+        if self.claims is not None:
+            self.claims[1].unpersist()
         if not self.settings.options.skip_ids:
-            with self.cost.step("ids"):
+            with self.timer.step("ids"):
                 self._rename(plan)
-        with self.cost.step("unsure"):
+        with self.timer.step("unsure"):
             self._settle(plan)
-        with self.cost.step("views"):
+        with self.timer.step("views"):
             view.update(self.lake, self.settings.shared, plan, self.last)
-        judgement = Judgement(self.spark, self.lake, plan, self.last, self.settings, self.cost)
-        balance = judgement.carry_out(before, self.kept_from)
-        held = current_findings.by_hour(self.lake.read("findings"), document.window_from(plan, self.settings)).persist()
-        found = current_findings.whole(held).persist()
+        balance = reconcile(self.spark, self.lake, plan, self.last, self.settings, self.timer, before, self.kept_from)
+        window_from = planning.window_from(plan, self.settings)
+        by_hour = current_findings.by_hour(self.lake.read("findings"), window_from).persist()
+        found = current_findings.by_finding(by_hour).persist()
         if self.settings.options.publish:
-            with self.cost.step("publish"):
+            with self.timer.step("publish"):
                 publish.publish(self.lake, self.settings.shared, found)
-        with self.cost.step("report"):
+        with self.timer.step("report"):
             past = before["reports"] if before else []
-            revised = verdict_history.counted(self.lake.read("verdicts"), document.window_from(plan, self.settings))
+            revised = verdict_history.counted(self.lake.read("verdicts"), window_from)
             outcome = document.build(
-                held, found, plan, self.settings, balance, self.cost.seconds, resumed, past, revised, self.finished
+                by_hour, found, plan, self.settings, balance, self.timer.seconds, resumed, past, revised, self.finished
             )
             document.write(self.spark, self.settings.options.report, outcome)
-        for frame in (held, found):
+        for frame in (by_hour, found):
             frame.unpersist()
         self._done(plan, balance, outcome)
-        with self.cost.step("tidy"):
+        with self.timer.step("tidy"):
             self._tidy(plan, before)
         return Outcome(outcome.document, outcome.status)
 
@@ -152,10 +152,10 @@ class _Run:
         self._check_namespace(self.last)
         if cut is not None:
             if self._goes_on(cut):
-                self.tell(f"taking up run {cut.run}, which was cut off")
+                self.on_progress(f"taking up run {cut.run}, which was cut off")
                 self._take_options_of(cut)
                 return cut, True
-            self.tell(f"run {cut.run} was cut off before it merged; planning it anew")
+            self.on_progress(f"run {cut.run} was cut off before it merged; planning it anew")
         self._tell_identities()
         with closing(Broker(self.spark, self.settings.shared)) as broker:
             # Never the number of one that was cut off: what that one has written already would count as ours.
@@ -186,20 +186,20 @@ class _Run:
             return
         self.settings = planning.settings_of(cut.options, self.settings)
         topics = ",".join(self.settings.options.topics) or "(none)"
-        self.tell(
+        self.on_progress(
             f"run {cut.run} was planned with other options (--topics {topics}, --grace-s "
             f"{self.settings.options.grace_s}, --window-h {self.settings.options.window_h}, its key retention, rules "
             "or timeouts): finishing it by its own, then planning anew by those of this command line"
         )
 
     def _tell_identities(self) -> None:
-        """Say of which topics --identity is another one than before: it changes nothing of what is in the lake."""
+        """Report topics whose --identity changed: what is in the lake keeps the ids that it has."""
         if self.last is None:
             return
         theirs, ours = json.loads(self.last.options).get("identity", {}), dict(self.settings.options.identity)
         read = {log.topic for log in self.last.logs if log.role != LEDGER and log.end > log.first}
         if names := sorted(name for name in read if theirs.get(name) != ours.get(name)):
-            self.tell(
+            self.on_progress(
                 f"--identity of {', '.join(names)} is another one than the last run's: it holds for what is read from "
                 "now on, and what was read keeps its ids; a --lake at a new folder reads all of it by this one"
             )
@@ -218,15 +218,15 @@ class _Run:
     def _discover(self, logs: Sequence[Log], names: Sequence[str]) -> set[str]:
         """Those of the topics that ledger or journal name. What is decoded for that is kept for the merge."""
         spans = planning.spans_of(logs, LEDGER), planning.spans_of(logs, REQUESTS)
-        testimony = self._testimony(spans, self.now_ms)
+        claims = self._read_claims(spans, self.now_ms)
         if self.settings.options.max_records is not None:  # the merge reads less
-            return _topics(testimony.where(decode.WRITTEN)) & set(names)
+            return _topics(claims.where(decode.WRITTEN)) & set(names)
         parts = session.size_for(self.spark, sum(log.end - log.start for log in logs))
-        told = deliveries.told(testimony, parts).persist(StorageLevel.MEMORY_AND_DISK)
-        if self.told is not None:
-            self.told[1].unpersist()
-        self.told = spans, told
-        return _topics(told.where(deliveries.WRITTEN)) & set(names)
+        claims = deliveries.summarize(claims, parts).persist(StorageLevel.MEMORY_AND_DISK)
+        if self.claims is not None:
+            self.claims[1].unpersist()
+        self.claims = spans, claims
+        return _topics(claims.where(deliveries.WRITTEN)) & set(names)
 
     def _named(self) -> set[str]:
         """The topics that ledger or journal name in all that earlier runs have merged."""
@@ -237,7 +237,7 @@ class _Run:
     def _records(self, spans: Spans, *, headers: bool = True) -> DataFrame:
         return source.read(self.spark, self.settings.shared, spans, headers=headers)
 
-    def _testimony(self, spans: tuple[Spans, Spans], frozen_ms: int) -> DataFrame:
+    def _read_claims(self, spans: tuple[Spans, Spans], frozen_ms: int) -> DataFrame:
         """What ledger and journal say within their spans (decode.TESTIMONY)."""
         ledger, answers = (self._records(one, headers=False) for one in spans)
         return decode.ledger(ledger, frozen_ms).unionByName(decode.answers(answers, frozen_ms))
@@ -245,22 +245,22 @@ class _Run:
     def _merge(self, plan: Plan) -> None:
         """Read what the plan names, reduce it to rows of the state, merge these into the hours that they touch."""
         waiting = sum(log.end - log.start for log in plan.logs if log.audited)
-        self.tell(f"run {plan.run}: {waiting} offsets to read in {len(plan.topics)} topics")
+        self.on_progress(f"run {plan.run}: {waiting} offsets to read in {len(plan.topics)} topics")
         vanished = planning.vanished(plan, self.last)
         if not waiting and not vanished:
             return
         session.size_for(self.spark, waiting)
         spans = plan.spans(LEDGER), plan.spans(REQUESTS)
-        if self.told is not None and self.told[0] == spans:
-            told = self.told[1]
+        if self.claims is not None and self.claims[0] == spans:
+            claims = self.claims[1]
         else:
-            told = deliveries.told(self._testimony(spans, plan.frozen_ms))
+            claims = deliveries.summarize(self._read_claims(spans, plan.frozen_ms))
         copies = decode.deliveries(self._records(plan.spans(DATA)), plan.frozen_ms, self.settings.options.identity)
         exact = self._exact_hours(plan)
         arrived, ended = planning.arrived(plan, self.last), planning.ended(plan)
-        rows = deliveries.reduce(copies, told, plan.run, arrived, exact, ended)
+        rows = deliveries.reduce(copies, claims, plan.run, arrived, exact, ended)
         if vanished:
-            self.tell(
+            self.on_progress(
                 f"run {plan.run}: what was read of {len(vanished)} partitions is theirs no more from some offset on"
             )
             rows = deliveries.without(rows, self.lake.read("deliveries"), vanished, plan.run)
@@ -268,14 +268,14 @@ class _Run:
             rows = rows.where(hours.since(self.kept_from))
         if not self.lake.exists("deliveries"):
             # Nothing to merge with. Rebalanced by hour, so that the first run over a long history makes few files.
-            with self.cost.step("read and write"):
+            with self.timer.step("read and write"):
                 self.lake.append("deliveries", rows.hint("rebalance", *lake.PARTITIONS["deliveries"]), plan.run)
             return
-        with self.cost.step("read"):
+        with self.timer.step("read"):
             # Read once, used twice. A checkpoint, not a cache: Delta refuses to merge from a plan that is cached.
             rows = rows.localCheckpoint()
             touched = hours.of(rows)
-        with self.cost.step("merge"):
+        with self.timer.step("merge"):
             if touched:
                 self.lake.merge(rows, touched, plan.run)
 
@@ -287,7 +287,7 @@ class _Run:
 
     def _rename(self, plan: Plan) -> None:
         """Put copies that have only a key under the id whose event they are copies of."""
-        since_ms = document.window_from(plan, self.settings) - self.settings.key_ttl_ms
+        since_ms = planning.window_from(plan, self.settings) - self.settings.key_ttl_ms
         recent = self.lake.read("deliveries").where(hours.since(hours.text_of(since_ms)))
         found = cross_hour.misnamed(recent, plan.run)
         if found is None:
@@ -298,10 +298,10 @@ class _Run:
             self.lake.rename(found, touched, plan.run)
 
     def _settle(self, plan: Plan) -> None:
-        """Have a 202 or 504 know what other hours tell of its id, also where the pass over all ids is left out."""
-        since_ms = document.window_from(plan, self.settings) - self.settings.key_ttl_ms
+        """Note of each 202 or 504 what other hours know of its id, also where the pass over all ids is left out."""
+        since_ms = planning.window_from(plan, self.settings) - self.settings.key_ttl_ms
         recent = self.lake.read("deliveries").where(hours.since(hours.text_of(since_ms)))
-        found = cross_hour.told_elsewhere(recent, plan.run)
+        found = cross_hour.known_elsewhere(recent, plan.run)
         if found is None:
             return
         found = found.localCheckpoint()
@@ -326,7 +326,7 @@ class _Run:
             "summary": json.dumps(summary),
             "report": json.dumps({name: outcome.document[name] for name in ("run", "balance", "cost")}),
         }
-        with self.cost.step("done"):
+        with self.timer.step("done"):
             rows = wire_expressions.rows_of(self.spark, lake.schema("runs"), [row])
             self.lake.append("runs", rows, plan.run)
 
@@ -334,12 +334,12 @@ class _Run:
         """Drop, compact and delete what the options say."""
         options = self.settings.options
         if options.keep_days is not None and self.kept_from != (before or {}).get("kept_from"):
-            self.lake.forget(self.kept_from, plan.run)
+            self.lake.delete_before(self.kept_from, plan.run)
         if options.optimize:
             # An hour once it is over, and again when something late came into it.
             now = hours.text_of(plan.frozen_ms)
             late = hours.of(self.lake.read("deliveries").where(F.col("run") == plan.run))
-            self.lake.compact(sorted({hour for hour in late if hour < now} | _ended(before, plan)))
+            self.lake.optimize(sorted({hour for hour in late if hour < now} | _ended(before, plan)))
         if options.vacuum_h is not None:
             self.lake.vacuum(options.vacuum_h, [*lake.SCHEMAS, publish.TABLE, lock.TABLE, *view.tables(self.lake)])
 
@@ -350,8 +350,8 @@ def _topics(rows: DataFrame) -> set[str]:
 
 def _kept_from(plan: Plan, keep_days: int | None, before: dict[str, Any] | None) -> str:
     """The first hour that the lake keeps; "" for all. It never moves back: what is gone is gone."""
-    told: str = (before or {}).get("kept_from", "")
-    return told if keep_days is None else max(told, hours.text_of(plan.frozen_ms - keep_days * 24 * HOUR_MS))
+    kept: str = (before or {}).get("kept_from", "")
+    return kept if keep_days is None else max(kept, hours.text_of(plan.frozen_ms - keep_days * 24 * HOUR_MS))
 
 
 def _ended(before: dict[str, Any] | None, plan: Plan) -> set[str]:
@@ -362,7 +362,7 @@ def _ended(before: dict[str, Any] | None, plan: Plan) -> set[str]:
     return {hours.text_of(hour * HOUR_MS) for hour in range(max(first, last - 24), last)}
 
 
-def told(outcome: Outcome, folder: str) -> str:
+def summary(outcome: Outcome, folder: str) -> str:
     """The outcome in a few lines, for a terminal; `folder` is where the report is."""
     document = outcome.document
     balance = document["balance"]

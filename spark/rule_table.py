@@ -30,7 +30,7 @@ DUAL_PRODUCER: Final = "dual_producer"
 
 
 def over_ms(accepted_ms: Column, seen_ms: Column, settle: int, grace: int) -> Column:
-    """When the fate of what was accepted then, and told of last at `seen_ms`, is final.
+    """When the fate of what was accepted then, and last named at `seen_ms`, is final.
 
     A retry carries the `accepted_at` of its first claim, however long ago: so what tells of it gets the grace as well.
     """
@@ -376,12 +376,12 @@ def window_from(frozen_ms: int, window_ms: int) -> int:
     return (frozen_ms - window_ms) // HOUR_MS * HOUR_MS
 
 
-def is_in_window(told: Column, accepted: Column) -> Column:
+def is_in_window(seen: Column, accepted: Column) -> Column:
     """Whether a finding stands in the window: its last evidence came in it, or the balance counts its hour.
 
     A clock that is behind may give evidence an earlier time than the acceptance.
     """
-    return told | F.coalesce(accepted, F.lit(False))
+    return seen | F.coalesce(accepted, F.lit(False))
 
 
 def is_revoked(found_run: Column, passed_run: Column) -> Column:

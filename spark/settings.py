@@ -1,4 +1,4 @@
-"""What a run is told: the environment that it shares with the service, and the command line."""
+"""What a run is given: the environment that it shares with the service, and the command line."""
 
 import argparse
 import re
@@ -38,7 +38,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything a run is told, checked."""
+    """All settings of a run, checked."""
 
     shared: SharedSettings
     options: Options

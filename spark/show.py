@@ -41,22 +41,22 @@ def show(spark: SparkSession, shared: SharedSettings, root: str, text: str) -> I
     lake = Lake(spark, root)
     ids = ids_of(text)
     rows = deliveries.gathered(_of(lake.read("deliveries").where(F.col("kind") == EVENT), ids))
-    told = rows.withColumn("ordered", causes.ordered()).orderBy("accepted_ms").collect()
-    if not told:
+    found_rows = rows.withColumn("ordered", causes.ordered()).orderBy("accepted_ms").collect()
+    if not found_rows:
         raise CannotRun(
             f"--lake {root} does not know {text!r}: give an id (32 hexadecimal digits), or a key as it was sent"
         )
     for id in ids:
-        if its := [row for row in told if row["id"] == id]:
+        if its := [row for row in found_rows if row["id"] == id]:
             yield from _id(spark, shared, lake, id, its)
 
 
-def _id(spark: SparkSession, shared: SharedSettings, lake: Lake, id: bytes, told: Sequence[Row]) -> Iterator[str]:
+def _id(spark: SparkSession, shared: SharedSettings, lake: Lake, id: bytes, found_rows: Sequence[Row]) -> Iterator[str]:
     """What there is to say of one id, of which the lake has these rows."""
     yield f"id         {id.hex()}"
     places: dict[tuple[str, int, int], str] = {}
     bare: dict[tuple[str, int, int], tuple[str, bytes]] = {}
-    for row in told:
+    for row in found_rows:
         yield from _row(row)
         places.update({_place(one): _writer(one) for one in row["ordered"]})
         bare.update(
@@ -102,8 +102,8 @@ def _row(row: Row) -> Iterator[str]:
     key = "" if row["key"] is None else f", key {row['key']!r}"
     yield f"accepted   {_time(row['accepted_ms'])}{key}: {row['count']} records, {row['entries_count']} ledger entries"
     answers = [(name, row[f"answered_{name}"]) for name in ("201", "202", "503", "504", "other")]
-    if told := ", ".join(f"{count} x {name}" for name, count in answers if count):
-        yield f"answered   {told}, {row['replayed']} of them replays"
+    if counted := ", ".join(f"{count} x {name}" for name, count in answers if count):
+        yield f"answered   {counted}, {row['replayed']} of them replays"
     for source_, claims in (("ledger", row["entries"]), ("answer", row["answered"])):
         for one in claims:
             yield f"{source_:10} {one['topic']}[{one['partition']}]@{one['offset']}  seen {_time(one['seen_ms'])}"

@@ -1,6 +1,6 @@
 """Records → evidence: one narrow row for each delivered record, ledger entry and answer, whatever wrote it.
 
-COPIES are the records that were delivered, TESTIMONY is what the ledger and the journal say about them. A copy is an
+COPIES are the records that were delivered, CLAIMS is what the ledger and the journal say about them. A copy is an
 `event`, or a record that cannot be told apart (`unkeyed`: neither of our headers; `reject`: not decodable).
 """
 
@@ -35,7 +35,7 @@ Where the timestamp is not plausible, `observed_ms` is the freeze of the run tha
 `accepted_ms` is the acceptance, always a plausible time.
 """
 
-TESTIMONY: Final = (
+CLAIMS: Final = (
     "id binary, topic string, partition int, offset bigint, accepted_ms bigint, timestamp_ms bigint, status int, "
     f"replayed boolean, position int, batch bigint, topic_id bigint, reject {REJECTED}"
 )
@@ -49,7 +49,7 @@ when the entry was written, where that is known (`number_of` it).
 """
 
 WRITTEN: Final = f"status IN ({ENTERED}, 201, 202, 504)"
-"""The condition that TESTIMONY tells of a record that is there or may be: a refused request may name any topic."""
+"""The condition that CLAIMS tells of a record that is there or may be: a refused request may name any topic."""
 
 CONTENT_MAX: Final = 1024
 """Bytes of what could not be decoded that are kept."""
@@ -87,23 +87,26 @@ def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str]
     With neither, the key is what the topic's expression (`identities`) gives; without one, or where it gives null:
     `unkeyed`. With a fencepost header that cannot be parsed and no key: `reject`.
     """
-    stamp, key = _header(wire.STAMP_HEADER), _header(wire.KEY_HEADER)
-    told = F.when(F.octet_length(key) > 0, key)
+    header, key = _header(wire.STAMP_HEADER), _header(wire.KEY_HEADER)
+    key_bytes = F.when(F.octet_length(key) > 0, key)
     for topic, expression in (identities or {}).items():
         identity = wire_expressions.as_binary(identity_of(expression))
-        told = told.when(key.isNull() & stamp.isNull() & (F.col("topic") == topic), identity)
+        key_bytes = key_bytes.when(key.isNull() & header.isNull() & (F.col("topic") == topic), identity)
     timed = records.withColumn("timestamp", F.timestamp_millis("timestamp_ms")) if identities else records
-    read = _stamps(timed.select(*records.columns, stamp.cast("string").alias("stamp"), told.alias("key_bytes")))
+    read = _parse_headers(
+        timed.select(*records.columns, header.cast("string").alias("fencepost_header"), key_bytes.alias("key_bytes"))
+    )
     has_header = F.col("has_fencepost_header")
     kind = (
         F.when(has_header | F.col("key_bytes").isNotNull(), EVENT)
-        .when(F.col("stamp").isNotNull(), REJECT)
+        .when(F.col("fencepost_header").isNotNull(), REJECT)
         .otherwise(UNKEYED)
     )
-    seen = plausible(F.col("timestamp_ms"), frozen_ms, frozen_ms)
+    recorded_ms = plausible(F.col("timestamp_ms"), frozen_ms, frozen_ms)
     computed, others = _fingerprints()
     borne_out = (F.col("header_fingerprint") == computed) | F.array_contains(others, F.col("header_fingerprint"))
     foreign = ~has_header & (kind == EVENT)
+    unparsed = _rejected(f"a {wire.STAMP_HEADER} header that cannot be parsed", F.col("fencepost_header"))
     return read.select(
         kind.alias("kind"),
         F.when(has_header, F.col("header_id"))
@@ -113,8 +116,8 @@ def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str]
         "topic",
         "partition",
         "offset",
-        F.when(has_header, plausible(F.col("header_accepted_ms"), seen, frozen_ms))
-        .otherwise(seen)
+        F.when(has_header, plausible(F.col("header_accepted_ms"), recorded_ms, frozen_ms))
+        .otherwise(recorded_ms)
         .alias("accepted_ms"),
         drawn_in(F.col("timestamp_ms")).alias("timestamp_ms"),
         F.when(has_header, F.col("header_fingerprint")).when(foreign, computed).alias("fingerprint"),
@@ -126,8 +129,8 @@ def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str]
         F.col("key").isNotNull().alias("has_record_key"),
         F.when(F.col("key").isNotNull(), F.xxhash64("key")).alias("record_key"),
         F.col("key_bytes").cast("string").alias("key"),
-        F.when(kind == REJECT, _rejected(f"a {wire.STAMP_HEADER} header that is none", F.col("stamp"))).alias("reject"),
-        F.when(seen != F.col("timestamp_ms"), seen).alias("observed_ms"),
+        F.when(kind == REJECT, unparsed).alias("reject"),
+        F.when(recorded_ms != F.col("timestamp_ms"), recorded_ms).alias("observed_ms"),
     )
 
 
@@ -136,12 +139,12 @@ def own(records: DataFrame) -> DataFrame:
     `own_key` of their header, and `own_fingerprint`, their fingerprint as if no partition had been asked for."""
     named = records.select(
         *records.columns,
-        _header(wire.STAMP_HEADER).cast("string").alias("stamp"),
+        _header(wire.STAMP_HEADER).cast("string").alias("fencepost_header"),
         _header(wire.KEY_HEADER).cast("string").alias("own_key"),
     )
     computed, _ = _fingerprints()
     own_id = F.when(F.col("has_fencepost_header"), F.col("header_id")).alias("own_id")
-    return _stamps(named).select(*records.columns, own_id, "own_key", computed.alias("own_fingerprint"))
+    return _parse_headers(named).select(*records.columns, own_id, "own_key", computed.alias("own_fingerprint"))
 
 
 def is_of(id: Column, has_header: Column, fingerprint: Column, key: Column) -> Column:
@@ -182,12 +185,14 @@ def _fingerprints() -> tuple[Column, Column]:
     return of(None, client), F.concat(placed, others)
 
 
-def _stamps(read: DataFrame) -> DataFrame:
-    """Rows with a `stamp` → the same with its parts, and whether it is one of this version (`has_fencepost_header`).
+def _parse_headers(read: DataFrame) -> DataFrame:
+    """Rows with a `fencepost_header` → the same with its parts, and `has_fencepost_header`: whether it is a valid one.
 
-    By the parts' own forms: a regular expression over the whole takes as long as all the rest.
+    Each part is checked by itself: a regular expression over the whole takes as long as the rest of the decoding.
     """
-    parts = read.withColumn("parts", F.when(F.col("stamp").startswith(f"{wire.VERSION};"), F.split("stamp", ";", 9)))
+    parts = read.withColumn(
+        "parts", F.when(F.col("fencepost_header").startswith(f"{wire.VERSION};"), F.split("fencepost_header", ";", 9))
+    )
     part = [F.get("parts", F.lit(nth)) for nth in range(8)]
     named = parts.withColumns(
         {
@@ -221,17 +226,17 @@ def check_identities(spark: SparkSession, identities: Mapping[str, str]) -> None
             made = records.select("topic", F.when(F.col("topic") == topic, identity_of(expression)).alias("identity"))
             certain = is_deterministic(made)
         except PySparkException as error:
-            told = " ".join((error.getMessage() or str(error)).split("\n", 1)[0].split())
+            message = " ".join((error.getMessage() or str(error)).split("\n", 1)[0].split())
             raise CannotRun(
                 f"--identity {topic}={expression!r} is no expression over key, value, topic, partition, offset, "
-                f"timestamp and headers: {told}"
+                f"timestamp and headers: {message}"
             ) from error
         if not certain:
             raise CannotRun(f"--identity {topic}={expression!r} gives another id each time; name what the record has")
 
 
 def ledger(records: DataFrame, frozen_ms: int) -> DataFrame:
-    """Ledger records (source.SCHEMA) → TESTIMONY, a row for each entry; begin records and empty ones give none."""
+    """Ledger records (source.SCHEMA) → CLAIMS, a row for each entry; begin records and empty ones give none."""
     read = _bodies(records, LEDGER_SCHEMA, frozen_ms)
     body = F.col("body")
     whole = body["v"].isin(*sorted(wire.LEDGER_VERSIONS)) & _all_there(body, "slot", "pid", "epoch", "instance")
@@ -266,7 +271,7 @@ def number_of(id: Column) -> Column:
 
 
 def answers(records: DataFrame, frozen_ms: int) -> DataFrame:
-    """Records of the journal (source.SCHEMA) → TESTIMONY, a row for each answer; `timestamp_ms` is its record's.
+    """Records of the journal (source.SCHEMA) → CLAIMS, a row for each answer; `timestamp_ms` is its record's.
 
     Only a 201 names a partition and an offset.
     """
@@ -375,7 +380,7 @@ def _all_there(body: Column, *names: str) -> Column:
 
 
 def _placed(body: Column) -> Column:
-    """Whether an entry or answer names a place that a log can have: a producer that was not told one says -1."""
+    """Whether an entry or answer names a place that a log can have: a producer that got none says -1."""
     return F.coalesce((body["partition"] >= 0) & (body["offset"] >= 0), F.lit(False))
 
 

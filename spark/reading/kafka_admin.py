@@ -42,7 +42,7 @@ class Ends:
     """Where a partition's log begins and ends.
 
     `high_watermark` was read before `last_stable`: at `last_stable >= high_watermark` everything that stood there
-    is decided. `leader_epoch` is that of the leader that told `last_stable`, -1 where it told none.
+    is decided. `leader_epoch` is that of the leader that answered `last_stable`, -1 where it named none.
     """
 
     log_start: int
@@ -121,14 +121,14 @@ class Broker:
         """What is known of these topics; one that is not there is left out, and, if not `strict`, one that fails."""
         topics: dict[str, Topic] = {}
         for part in _slices(sorted(set(names) & set(self.names())), TOPICS_A_CALL):
-            told = self._ask_each(
+            answers = self._ask_each(
                 partial(self._admin.describeTopics, self._list(part)),
                 "allTopicNames",
                 lambda result, name: result.topicNameValues().get(name),
                 dict(zip(part, part, strict=True)),
                 strict=strict,
             )
-            for name, described in told.items():
+            for name, described in answers.items():
                 topics[name] = Topic(name, str(described.topicId()), described.partitions().size())
         return topics
 
@@ -224,10 +224,10 @@ class Broker:
             cause = error.java_exception
             if cause.getClass().getSimpleName() != "LogTruncationException":
                 raise self._no_answer(error) from error
-            told = {(one.topic(), one.partition()): None for one in cause.offsetOutOfRangePartitions()}
+            answers = {(one.topic(), one.partition()): None for one in cause.offsetOutOfRangePartitions()}
             diverged = cause.divergentOffsets()
             known = {(one.topic(), one.partition()): int(diverged[one].offset()) for one in diverged}
-            return {**told, **known}
+            return {**answers, **known}
         return None
 
     def timestamps_at(self, places: dict[Place, int], wait_ms: int = 5_000) -> dict[Place, int]:
@@ -267,10 +267,10 @@ class Broker:
 
     def _blocking_transactions(self, places: Sequence[Place]) -> dict[Place, BlockingTransaction]:
         handles = {place: self._place(place) for place in places}
-        told = self._ask(partial(self._admin.describeProducers, self._list(handles.values())), "all")
+        answers = self._ask(partial(self._admin.describeProducers, self._list(handles.values())), "all")
         found: dict[Place, BlockingTransaction] = {}
         for place, handle in handles.items():
-            states = told.get(handle).activeProducers()
+            states = answers.get(handle).activeProducers()
             opened = [state for state in states if state.currentTransactionStartOffset().isPresent()]
             transactions = [
                 BlockingTransaction(
@@ -301,8 +301,8 @@ class Broker:
         }
         if not names:
             return {}
-        told = self._ask(partial(self._admin.describeTransactions, self._list(names)), "all")
-        starts = {name: told.get(name).transactionStartTimeMs() for name in names}
+        answers = self._ask(partial(self._admin.describeTransactions, self._list(names)), "all")
+        starts = {name: answers.get(name).transactionStartTimeMs() for name in names}
         return {
             names[name]: {"transactional_id": name, **({"since_ms": int(at.getAsLong())} if at.isPresent() else {})}
             for name, at in starts.items()
@@ -335,14 +335,16 @@ class Broker:
         for handle in handles.values():
             wanted.put(handle, spec)
         options = self._kafka.clients.admin.ListOffsetsOptions(level)
-        told = self._ask_each(
+        answers = self._ask_each(
             partial(self._admin.listOffsets, wanted, options),
             "all",
             lambda result, handle: result.partitionResult(handle),
             handles,
             strict=strict,
         )
-        return {place: (int(answer.offset()), int(answer.leaderEpoch().orElse(-1))) for place, answer in told.items()}
+        return {
+            place: (int(answer.offset()), int(answer.leaderEpoch().orElse(-1))) for place, answer in answers.items()
+        }
 
     def _config(self, more: Mapping[str, str]) -> Any:
         made = self._jvm.java.util.HashMap()
@@ -378,12 +380,12 @@ class Broker:
         """
         result = self._call(request)
         try:
-            told = self._ask(lambda: result, answer)
+            answers = self._ask(lambda: result, answer)
         except CannotRun:
             if strict:
                 raise
         else:
-            return {key: told.get(handle) for key, handle in handles.items()}
+            return {key: answers.get(handle) for key, handle in handles.items()}
         found: dict[_Key, Any] = {}
         for key, handle in handles.items():
             with suppress(CannotRun):

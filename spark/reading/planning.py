@@ -16,7 +16,7 @@ from spark import rule_table
 from spark.errors import CannotRun
 from spark.reading.kafka_admin import BlockingTransaction, Ends, Place, Topic
 from spark.reading.source import Span
-from spark.settings import OFFSETS_MOST, Settings, matches
+from spark.settings import HOUR_MS, OFFSETS_MOST, Settings, matches
 
 DATA: Final = "data"
 LEDGER: Final = "ledger"
@@ -213,23 +213,23 @@ def options_of(settings: Settings) -> str:
 
 def settings_of(options: str, now: Settings) -> Settings:
     """The settings that a plan was made with, as far as its `options` (options_of) tell; the rest is as `now`."""
-    told = json.loads(options)
+    parsed = json.loads(options)
     given = replace(
         now.options,
-        topics=tuple(told["topics"]),
-        grace_s=told["grace_s"],
-        window_h=told["window_h"],
-        identity=told["identity"],
+        topics=tuple(parsed["topics"]),
+        grace_s=parsed["grace_s"],
+        window_h=parsed["window_h"],
+        identity=parsed["identity"],
     )
-    # Of the timeouts only the sum is told, and only the sum counts.
+    # Of the timeouts the plan keeps only the sum, and only the sum counts.
     shared = replace(
-        now.shared, key_ttl_s=told["key_ttl_s"], request_timeout_ms=told["timeouts_ms"], transaction_timeout_ms=0
+        now.shared, key_ttl_s=parsed["key_ttl_s"], request_timeout_ms=parsed["timeouts_ms"], transaction_timeout_ms=0
     )
     topics = tuple(
-        TopicRule(pattern, Guarantee(guarantee), "", *switches) for pattern, guarantee, *switches in told["rules"]
+        TopicRule(pattern, Guarantee(guarantee), "", *switches) for pattern, guarantee, *switches in parsed["rules"]
     )
     # Lakes of before tell no callers.
-    callers = tuple(CallerRule(name, ()) for name in told["callers"]) if "callers" in told else now.rules.callers
+    callers = tuple(CallerRule(name, ()) for name in parsed["callers"]) if "callers" in parsed else now.rules.callers
     return replace(now, options=given, shared=shared, rules=Rules(topics, callers))
 
 
@@ -372,6 +372,11 @@ def _known(settings: Settings, before: Plan | None, named: Named) -> set[str]:
 def _ruled(settings: Settings, name: str) -> bool:
     """Whether a rule names the topic."""
     return any(fnmatchcase(name, rule.pattern) for rule in settings.rules.topics)
+
+
+def window_from(plan: Plan, settings: Settings) -> int:
+    """From when on the report looks, ms: a whole hour."""
+    return rule_table.window_from(plan.frozen_ms, settings.options.window_h * HOUR_MS)
 
 
 def arrived(plan: Plan, before: Plan | None) -> dict[Place, int]:

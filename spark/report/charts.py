@@ -25,10 +25,10 @@ def heat_map(chart: Mapping[str, Any]) -> str:
     for nth, row in enumerate(rows):
         y = nth * ROW
         name = place_name(row, chart["partitions_folded"])
-        told = f"{name}: {sum(row['records']):,} records, {sum(row['troubled']):,} in trouble"
+        title = f"{name}: {sum(row['records']):,} records, {sum(row['troubled']):,} in trouble"
         shapes.append(
             f'<text x="{left - 8:g}" y="{y + 13:g}" text-anchor="end">{escape(_shortened(name))}'
-            f"<title>{escape(told)}</title></text>"
+            f"<title>{escape(title)}</title></text>"
         )
         shapes += _cells(chart, row, name, y, most)
     height = len(rows) * ROW
@@ -50,13 +50,13 @@ def _cells(chart: Mapping[str, Any], row: Mapping[str, Any], name: str, y: float
         if not count and not troubled:
             continue
         x = left + nth * step
-        told = f"{name}, {column_name(chart, nth)}: {count:,} records"
+        title = f"{name}, {column_name(chart, nth)}: {count:,} records"
         if troubled:
-            told += f", {troubled:,} in trouble"
+            title += f", {troubled:,} in trouble"
         rule = "bad" if troubled else f"h{shade(count, most)}"
         dot = f'<circle cx="{x + wide / 2:.1f}" cy="{y + tall / 2:.1f}" r="2.2"/>' if troubled else ""
         yield (
-            f'<g class="{rule}"><title>{escape(told)}</title>'
+            f'<g class="{rule}"><title>{escape(title)}</title>'
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{tall:.1f}" rx="2"/>{dot}</g>'
         )
 

@@ -8,14 +8,15 @@ from typing import Any, Final, cast
 
 from pyspark.sql import DataFrame, SparkSession
 
-from spark import rule_table
+from spark.reading import planning
 from spark.reading.decode import PLAUSIBLE_MS
 from spark.reading.planning import DATA, LEDGER, REQUESTS, Log, Plan
 from spark.report import heatmap, metrics, model, page
 from spark.rules import current_findings
 from spark.rules.balance import Balance, ByTopic, by_topic, closed
 from spark.rules.findings import CLIENT_DUPLICATE, DERIVED_COPY, KINDS
-from spark.settings import HOUR_MS, Settings
+from spark.rules.record_counts import PARTITIONS_MAX
+from spark.settings import Settings
 from spark.tables import files, hours
 
 # More are counted and stay in the lake: a report is read, and held in the driver's memory.
@@ -39,7 +40,7 @@ class Report:
 
 
 def build(
-    held: DataFrame,
+    by_hour: DataFrame,
     found: DataFrame,
     plan: Plan,
     settings: Settings,
@@ -52,25 +53,25 @@ def build(
 ) -> Report:
     """The document of a run; CannotRun where its balance does not close.
 
-    `held` are the findings that stand (standing.by_hour), `found` the same as a whole (FIELDS), `before` the documents
-    of the runs before (what `runs` keeps of them), the last one first, `revised` the verdicts that changed
-    (history.counted), `finished` the number of a run with other options that was finished first.
+    `by_hour` are the current findings (current_findings.by_hour), `found` the same by finding (FIELDS), `before` the
+    documents of earlier runs (as `runs` keeps them), the last one first, `revised` the verdicts that changed
+    (verdict_history.counted), `finished` the number of a run with other options that was finished first.
     """
-    since_ms = window_from(plan, settings)
+    since_ms = planning.window_from(plan, settings)
     first_hour, last_hour = hours.text_of(since_ms), hours.text_of(plan.frozen_ms)
-    balance.drop_before(first_hour)
+    balance.drop_closed_before(first_hour)
     topics = by_topic(balance.since(first_hour))
     line = closed(topics)
     causes = current_findings.causes(found)
     counted = {kind: sum(row["findings"] for row in causes if row["kind"] == kind) for kind in KINDS}
     number = sum(counted.values())
     listed: list[model.Finding] = []
-    troubles: list[dict[str, Any]] = []
+    finding_counts: list[dict[str, Any]] = []
     if number:
         shown = current_findings.in_order(found).limit(FINDINGS_MAX).select(current_findings.as_json().alias("finding"))
         listed = [json.loads(row["finding"]) for row in shown.collect()]
-        places = current_findings.troubles(held, partitions=plan.partitions <= heatmap.PARTITIONS_MAX)
-        troubles = [row.asDict() for row in places.collect()]
+        places = current_findings.finding_counts(by_hour, partitions=plan.partitions <= PARTITIONS_MAX)
+        finding_counts = [row.asDict() for row in places.collect()]
     run: model.Run = {
         "number": plan.run,
         "verdict": FINDINGS if number else CLEAN,
@@ -91,7 +92,7 @@ def build(
         "offsets": sum(log.end - log.start for log in plan.logs if log.audited),
     }
     by_cause = heatmap.timeline(
-        troubles, (*current_findings.COPIES, CLIENT_DUPLICATE, DERIVED_COPY), first_hour, last_hour
+        finding_counts, (*current_findings.COPIES, CLIENT_DUPLICATE, DERIVED_COPY), first_hour, last_hour
     )
     return Report(
         {
@@ -100,7 +101,9 @@ def build(
             "topics": [cast(model.TopicCounts, {"topic": topic, **counts}) for topic, counts in topics.items()],
             "kinds": cast(model.Kinds, counted),
             "causes": cast(list[model.CauseCounts], causes),
-            "map": cast(model.Map, heatmap.drawn(balance.cells, troubles, plan.topics, first_hour, last_hour)),
+            "map": cast(
+                model.Map, heatmap.drawn(balance.record_counts, finding_counts, plan.topics, first_hour, last_hour)
+            ),
             "timeline": cast(list[model.TimelinePoint], by_cause),
             "findings": listed,
             "findings_left_out": number - len(listed),
@@ -111,11 +114,6 @@ def build(
             "history": [_summary({"run": run, "balance": line, "cost": cost}), *map(_summary, before)],
         }
     )
-
-
-def window_from(plan: Plan, settings: Settings) -> int:
-    """From when on the report looks, ms: a whole hour."""
-    return rule_table.window_from(plan.frozen_ms, settings.options.window_h * HOUR_MS)
 
 
 def _summary(document: Mapping[str, Any]) -> model.PastRun:

@@ -1,56 +1,33 @@
-"""Where the records lie and where the trouble is: hours and partitions, cut down to what a page can show."""
+"""The heat map: records and findings by hour and partition, reduced to what a page can show."""
 
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from pyspark.sql import Column, DataFrame
-from pyspark.sql import functions as F  # noqa: N812
-
-from spark.rules.balance import HOUR_FORMAT, Cells
-from spark.tables.hours import FORMAT
+from spark.rules.balance import HOUR_FORMAT, RecordCounts
+from spark.rules.record_counts import NO_PARTITION
 
 COLUMNS_MAX: Final = 96
 ROWS_MAX: Final = 32
-# Beyond it the map has a row a topic: what the driver holds must not grow with a cluster.
-PARTITIONS_MAX: Final = 500
 
-NO_PARTITION: Final = -1
-
-
-def cells(rows: DataFrame, *, partitions: bool) -> DataFrame:
-    """state.ROW → `hour string, topic, partition, records`: copies by the hour of their acceptance.
-
-    Without `partitions` everything counts for partition -1.
-    """
-    where = F.col("partition") if partitions else F.lit(NO_PARTITION)
-    copies = rows.where("count > 0").select("accepted_hour", "topic", where.alias("partition"), "count")
-    summed = copies.groupBy(F.col("accepted_hour").alias("hour"), "topic", "partition")
-    return summed.agg(F.sum("count").alias("records")).withColumn("hour", hour_text(F.col("hour")))
-
-
-def hour_text(hour: Column) -> Column:
-    """An hour as the balance names it: text, since a timestamp that is collected is in the machine's own zone."""
-    return F.date_format(hour, FORMAT)
-
-
-Place = tuple[str, int]
+MapRow = tuple[str, int]
 """A topic and a partition (NO_PARTITION: the whole topic)."""
 ByHour = dict[str, int]
 """Records by hour, as text."""
 
 
 def drawn(
-    records: Cells, troubles: Iterable[Mapping[str, Any]], topics: Iterable[str], first: str, last: str
+    records: RecordCounts, finding_counts: Iterable[Mapping[str, Any]], topics: Iterable[str], first: str, last: str
 ) -> dict[str, Any]:
     """The map of report.json: from the first hour of the window (from `first` on) with anything in it to the last.
 
-    `records` as the balance carries them, `troubles` as rows of current_findings.troubles. Records dated later than the
-    hour `last`, in which the run froze the ends, count in that hour: one wrong clock would stretch the map over years.
+    `records` as the balance has them, `finding_counts` rows of current_findings.finding_counts. Records dated later
+    than the hour `last`, in which the run froze the ends, count in that hour: one wrong clock would stretch the map over
+    years.
     """
     audited = set(topics)
     delivered = _delivered(records, audited, first, last)
-    troubled = _troubled(troubles, audited, first, last)
+    troubled = _troubled(finding_counts, audited, first, last)
     hours = sorted({hour for counts in (*delivered.values(), *troubled.values()) for hour in counts})
     if not hours:
         return {"from": None, "hours_a_column": 1, "columns": 0, "rows": [], "partitions_folded": 0}
@@ -60,7 +37,7 @@ def drawn(
     columns = -(-span // step)
     column_of = {hour: _hours_between(start, hour) // step for hour in hours}
     shown, folded = _shown(delivered, troubled)
-    groups: list[tuple[str | None, int | None, list[Place]]] = [
+    groups: list[tuple[str | None, int | None, list[MapRow]]] = [
         (topic, None if partition == NO_PARTITION else partition, [(topic, partition)]) for topic, partition in shown
     ]
     if folded:
@@ -83,9 +60,9 @@ def drawn(
     }
 
 
-def _delivered(records: Cells, audited: set[str], first: str, last: str) -> dict[Place, ByHour]:
+def _delivered(records: RecordCounts, audited: set[str], first: str, last: str) -> dict[MapRow, ByHour]:
     """The records of the window by place and hour."""
-    found: dict[Place, ByHour] = {}
+    found: dict[MapRow, ByHour] = {}
     for hour, by_topic in records.items():
         if hour < first:
             continue
@@ -95,17 +72,19 @@ def _delivered(records: Cells, audited: set[str], first: str, last: str) -> dict
     return found
 
 
-def _troubled(troubles: Iterable[Mapping[str, Any]], audited: set[str], first: str, last: str) -> dict[Place, ByHour]:
+def _troubled(
+    finding_counts: Iterable[Mapping[str, Any]], audited: set[str], first: str, last: str
+) -> dict[MapRow, ByHour]:
     """The records in trouble of the window by place and hour."""
-    found: dict[Place, ByHour] = {}
-    for row in troubles:
+    found: dict[MapRow, ByHour] = {}
+    for row in finding_counts:
         if row["hour"] >= first and row["topic"] in audited:
             place = (row["topic"], NO_PARTITION if row["partition"] is None else row["partition"])
             _add(found.setdefault(place, {}), min(row["hour"], last), row["records"])
     return found
 
 
-def _shown(delivered: Mapping[Place, ByHour], troubled: Mapping[Place, ByHour]) -> tuple[list[Place], list[Place]]:
+def _shown(delivered: Mapping[MapRow, ByHour], troubled: Mapping[MapRow, ByHour]) -> tuple[list[MapRow], list[MapRow]]:
     """The places that get a row each, and those that share one: with trouble and busy ones come first."""
     places = sorted({*delivered, *troubled})
     if len(places) <= ROWS_MAX:
@@ -128,12 +107,12 @@ def _add(counts: ByHour, hour: str, count: int) -> None:
 
 
 def timeline(
-    troubles: Iterable[Mapping[str, Any]], kinds: Iterable[str], first: str, last: str
+    finding_counts: Iterable[Mapping[str, Any]], kinds: Iterable[str], first: str, last: str
 ) -> list[dict[str, Any]]:
-    """Rows of current_findings.troubles → records by hour, kind and cause; hours as on the map (`drawn`)."""
+    """Rows of current_findings.finding_counts → records by hour, kind and cause; hours as on the map (`drawn`)."""
     wanted = set(kinds)
     summed: dict[tuple[str, str, str], int] = {}
-    for row in troubles:
+    for row in finding_counts:
         if row["kind"] in wanted and row["hour"] >= first:
             name = (min(row["hour"], last), row["kind"], row["cause"] or "")
             summed[name] = summed.get(name, 0) + row["records"]
@@ -143,7 +122,7 @@ def timeline(
     ]
 
 
-def _total(counts: Mapping[Place, ByHour], place: Place) -> int:
+def _total(counts: Mapping[MapRow, ByHour], place: MapRow) -> int:
     return sum(counts.get(place, {}).values())
 
 

@@ -237,7 +237,7 @@ class Finding(TypedDict):
         Annotated[str, Meta(pattern="^[0-9a-f]{16}$")] | None,
         _about("For client_duplicate: the fingerprint that the ids share, hexadecimal; else null."),
     ]
-    key: Annotated[str | None, _about("The idempotency key, where a record told it; its first 255 characters.")]
+    key: Annotated[str | None, _about("The idempotency key, where a record has it; its first 255 characters.")]
     topic: Annotated[str | None, _about("Kafka topic, the first in the alphabet where there are several.")]
     partition: Annotated[PartitionOrNone, _about("Kafka partition, where the finding is about one.")]
     count: Annotated[int, _records("How many records it is about (offsets, for an evidence_gap of a log)")]

@@ -12,7 +12,7 @@ from spark.rules.findings import SUMS
 Counts = dict[str, int]
 ByTopic = dict[str, Counts]
 ByHour = dict[str, ByTopic]
-Cells = dict[str, dict[str, Counts]]
+RecordCounts = dict[str, dict[str, Counts]]
 """Records by hour, topic and partition (as text, for JSON)."""
 
 HOUR_FORMAT = "%Y-%m-%d %H:%M:%S"
@@ -24,13 +24,13 @@ class Balance:
 
     `adjustment` is what changes when ids with several hours count once: it is added to the hours. It fits them only as
     they were when it was made: where one is counted anew, all of it goes, and such ids count in each of their hours
-    until the next pass over all ids. `cells` is where the records lie. `shifted`: the logs prove other things than when
-    the hours were counted, and no pass over all ids has been made since.
+    until the next pass over all ids. `record_counts`: records by hour, topic and partition. `shifted`: the logs prove
+    other things than when the hours were counted, and no pass over all ids has been made since.
     """
 
     hours: ByHour = field(default_factory=dict)
     adjustment: ByHour = field(default_factory=dict)
-    cells: Cells = field(default_factory=dict)
+    record_counts: RecordCounts = field(default_factory=dict)
     shifted: bool = False
 
     @classmethod
@@ -38,42 +38,49 @@ class Balance:
         """What the last finished run left."""
         if summary is None:
             return cls()
-        hours, adjustment, cells = (dict(summary.get(name, {})) for name in ("hours", "adjustment", "cells"))
-        return cls(hours, adjustment, cells, summary.get("shifted", False))
+        # Runs of before wrote `cells`.
+        counts = summary.get("record_counts", summary.get("cells", {}))
+        hours, adjustment = (dict(summary.get(name, {})) for name in ("hours", "adjustment"))
+        return cls(hours, adjustment, dict(counts), summary.get("shifted", False))
 
     def document(self) -> dict[str, Any]:
         """The balance as the next run takes it up."""
-        return {"hours": self.hours, "adjustment": self.adjustment, "cells": self.cells, "shifted": self.shifted}
+        return {
+            "hours": self.hours,
+            "adjustment": self.adjustment,
+            "record_counts": self.record_counts,
+            "shifted": self.shifted,
+        }
 
     def open_hours(self) -> set[str]:
         """Hours in which time alone may change a verdict."""
         return {hour for hour, topics in self.hours.items() if any(counts.get("open") for counts in topics.values())}
 
-    def replace(self, hours: Iterable[str], rows: Iterable[Any], twice: Iterable[Any] = ()) -> None:
+    def replace(self, hours: Iterable[str], rows: Iterable[Any], double_counted: Iterable[Any] = ()) -> None:
         """Put freshly counted hours (rows of findings.sums) in the place of what was counted for them.
 
-        `twice` is what these rows count a second time.
+        `double_counted` is what these rows count a second time.
         """
         for hour in hours:
             self.hours.pop(hour, None)
             if hour in self.adjustment:
                 self.adjustment = {}
         _add(self.hours, rows, 1)
-        _add(self.hours, twice, -1)
+        _add(self.hours, double_counted, -1)
 
-    def place(self, hours: Iterable[str], rows: Iterable[Any]) -> None:
-        """Put freshly counted records (rows of heat.cells) in the place of what was counted for these hours."""
+    def replace_record_counts(self, hours: Iterable[str], rows: Iterable[Any]) -> None:
+        """Put freshly counted records (rows of record_counts) in the place of what was counted for these hours."""
         for hour in hours:
-            self.cells.pop(hour, None)
+            self.record_counts.pop(hour, None)
         for row in rows:
-            topics = self.cells.setdefault(row["hour"], {})
+            topics = self.record_counts.setdefault(row["hour"], {})
             topics.setdefault(row["topic"], {})[str(row["partition"])] = int(row["records"])
 
-    def adjust(self, apart: Iterable[Any], together: Iterable[Any]) -> None:
-        """Have the ids of these rows (findings.sums, hour by hour, and united) count once."""
+    def adjust(self, judged_per_hour: Iterable[Any], judged_per_id: Iterable[Any]) -> None:
+        """Have the ids of these rows (findings.sums) count once."""
         self.adjustment = {}
-        _add(self.adjustment, apart, -1)
-        _add(self.adjustment, together, 1)
+        _add(self.adjustment, judged_per_hour, -1)
+        _add(self.adjustment, judged_per_id, 1)
 
     def since(self, first: str) -> ByHour:
         """Hours from this one on, with the adjustment."""
@@ -85,18 +92,18 @@ class Balance:
                         _sum(found.setdefault(hour, {}).setdefault(topic, {}), counts)
         return found
 
-    def forget(self, first: str) -> None:
+    def delete_before(self, first: str) -> None:
         """Drop hours before this one, whatever is open in them."""
         for part in (self.hours, self.adjustment):
             for hour in [hour for hour in part if hour < first]:
                 del part[hour]
 
-    def drop_before(self, first: str) -> None:
-        """Forget hours that no report shows any more, but for those with open verdicts."""
+    def drop_closed_before(self, first: str) -> None:
+        """Drop hours that no report shows any more, but for those with open verdicts."""
         kept = self.open_hours()
         self.hours = {hour: topics for hour, topics in self.hours.items() if hour >= first or hour in kept}
         self.adjustment = {hour: topics for hour, topics in self.adjustment.items() if hour >= first}
-        self.cells = {hour: topics for hour, topics in self.cells.items() if hour >= first}
+        self.record_counts = {hour: topics for hour, topics in self.record_counts.items() if hour >= first}
 
 
 def by_topic(hours: ByHour) -> ByTopic:
@@ -116,10 +123,10 @@ def closed(topics: ByTopic) -> Counts:
     line = {name: total.get(name, 0) for name in ("accepted", *CATEGORIES)}
     parts = sum(line[name] for name in CATEGORIES)
     if line["accepted"] != parts or min(line.values()) < 0:
-        told = ", ".join(f"{name} {count}" for name, count in line.items())
+        parts_text = ", ".join(f"{name} {count}" for name, count in line.items())
         raise CannotRun(
-            f"the balance does not close: {told}; this is a fault of the audit: keep the lake as it is, open an issue, "
-            "and go on with --lake at a new folder"
+            f"the balance does not close: {parts_text}; this is a fault of the audit: keep the lake as it is, open an "
+            "issue, and go on with --lake at a new folder"
         )
     return {**line, "phantom": total.get("phantom", 0), "records": total.get("records", 0)}
 

@@ -56,7 +56,7 @@ class Evidence:
         return rule_table.held_over_ms(accepted_ms, seen_ms, self.settle_ms)
 
 
-def evidence(plan: Plan, settings: Settings) -> Evidence:
+def gather_evidence(plan: Plan, settings: Settings) -> Evidence:
     """The constants of a plan, small enough to travel with every task: they grow with the number of partitions."""
     bounds: dict[str, list[dict[str, Any] | None]] = {}
     for log in plan.of(DATA):
@@ -108,7 +108,7 @@ def evidence(plan: Plan, settings: Settings) -> Evidence:
 
 def _idempotent(plan: Plan) -> Column:
     """Which offsets of each topic's partitions have that guarantee, also of those that are gone: what was written to
-    them is still judged."""
+    them is still classified."""
     topics: dict[str, list[list[dict[str, int]]]] = {}
     for log in sorted((log for log in plan.logs if log.role == DATA), key=lambda log: log.place):
         starts = [*(one.first for one in log.guarantees), OFFSETS_MOST]
@@ -129,8 +129,8 @@ def _ruled(plan: Plan, rule: Callable[[str], bool]) -> Callable[[Column], Column
     return lambda topic: topic.isin(names) if names else F.lit(False)
 
 
-def judge(rows: DataFrame, seen: Evidence) -> DataFrame:
-    """state.GATHERED → the same rows of audited topics, with
+def classify(rows: DataFrame, evidence: Evidence) -> DataFrame:
+    """deliveries.GATHERED → the same rows of audited topics, with
 
     `copies_count bigint` (of the id's records those that are no derived copies),
     `accepted boolean`, `category string` (of CATEGORIES; null where not accepted),
@@ -138,15 +138,15 @@ def judge(rows: DataFrame, seen: Evidence) -> DataFrame:
     `phantom string` (`phantom`, `evidence_gap`, `pending` or null),
     `open boolean` (time alone may change the verdict).
     """
-    judged = (
-        rows.where(_concerned(seen))
-        .withColumn("missing", F.when(F.col("is_clean") == 0, _missing(seen)))
-        .withColumn("phantom", _phantom(seen))
+    classified = (
+        rows.where(_concerned(evidence))
+        .withColumn("missing", F.when(F.col("is_clean") == 0, _missing(evidence)))
+        .withColumn("phantom", _phantom(evidence))
         .withColumn("copies_count", F.col("count") - F.col("derived"))
         .withColumn("conflicting", (F.col("copies_count") > 1) & (F.size("fingerprints") > 1) & _differ())
         .withColumn("accepted", _accepted())
     )
-    fate = judged.withColumn("category", F.when(F.col("accepted"), _category(seen)))
+    fate = classified.withColumn("category", F.when(F.col("accepted"), _category(evidence)))
     waits = F.coalesce(F.exists("missing", lambda claim: claim["fate"] == PENDING), F.lit(False))
     return fate.withColumn(
         "open",
@@ -156,13 +156,13 @@ def judge(rows: DataFrame, seen: Evidence) -> DataFrame:
     )
 
 
-def classify_clean(rows: DataFrame, seen: Evidence) -> DataFrame:
-    """state.ROW of clean rows, and of records without id → what there is to count of them, from their numbers alone.
+def classify_clean(rows: DataFrame, evidence: Evidence) -> DataFrame:
+    """deliveries.ROW of clean rows, and of records without id → the columns that findings.sums counts.
 
-    Of a clean row it is what `judge` says, unless the id has another row.
+    For a clean row these are what `classify` gives, unless the id has another row.
     """
     claimed = (F.col("kind") == EVENT) & ((F.col("entries_count") > 0) | (F.col("answered_201") > 0))
-    return rows.where(seen.audited(F.col("topic")) | (F.col("kind") == REJECT)).select(
+    return rows.where(evidence.audited(F.col("topic")) | (F.col("kind") == REJECT)).select(
         *("accepted_hour", "kind", "topic", *deliveries.SUMS),
         F.col("count").alias("copies_count"),
         F.coalesce(F.col("has_fencepost_header").cast("bigint"), F.lit(0)).alias("with_header"),
@@ -173,21 +173,21 @@ def classify_clean(rows: DataFrame, seen: Evidence) -> DataFrame:
     )
 
 
-def _concerned(seen: Evidence) -> Column:
+def _concerned(evidence: Evidence) -> Column:
     """Whether a row names a topic that is audited: its first one, or any."""
-    return seen.audited(F.col("topic")) | F.exists(
-        F.concat(*(F.col(name)["topic"] for name in ("coordinates", "entries", "answered"))), seen.audited
+    return evidence.audited(F.col("topic")) | F.exists(
+        F.concat(*(F.col(name)["topic"] for name in ("coordinates", "entries", "answered"))), evidence.audited
     )
 
 
-def _missing(seen: Evidence) -> Column:
+def _missing(evidence: Evidence) -> Column:
     """The places that entries and 201s claim, each once, without those that hold a copy of the id."""
 
     def claims(places: Column | str, source: str) -> Column:
         return F.transform(
             places,
             lambda claim: F.struct(
-                _fate(claim, seen).alias("fate"),
+                _fate(claim, evidence).alias("fate"),
                 *(claim[name].alias(name) for name in ("topic", "partition", "offset")),
                 F.lit(source).alias("source"),
             ),
@@ -201,20 +201,20 @@ def _missing(seen: Evidence) -> Column:
     return F.filter(F.array_distinct(every), lambda claim: claim["fate"] != THERE)
 
 
-def _fate(claim: Column, seen: Evidence) -> Column:
+def _fate(claim: Column, evidence: Evidence) -> Column:
     """THERE, LOST, PENDING, or why it cannot be proven: `topic_gone`, `below_start`, `retention`, `truncated`,
     `recreated`, `compacted`."""
-    bound = F.get(F.try_element_at(seen.bounds, claim["topic"]), claim["partition"])
+    bound = F.get(F.try_element_at(evidence.bounds, claim["topic"]), claim["partition"])
     offset = claim["offset"]
-    over_ms = seen.over_ms(claim["accepted_ms"], claim["seen_ms"])
-    ripe = rule_table.is_ripe(over_ms, seen.frozen_ms)
+    over_ms = evidence.over_ms(claim["accepted_ms"], claim["seen_ms"])
+    ripe = rule_table.is_ripe(over_ms, evidence.frozen_ms)
     beyond = rule_table.is_beyond(offset, bound["end"])
     held = F.exists("coordinates", lambda copy: deliveries.same_place(copy, claim))
     # Copies beyond the cap have left no coordinates: the place may be among them.
     capped = F.col("count") > F.size("coordinates")
     gaps = F.filter(bound["gaps"], lambda gap: rule_table.is_in_gap(offset, gap["first"], gap["last"]))
     return rule_table.fate(
-        there=held | capped | ~seen.audited(claim["topic"]),
+        there=held | capped | ~evidence.audited(claim["topic"]),
         no_log=F.when(bound.isNull(), rule_table.of_no_log(ripe)),
         anew=rule_table.is_of_another_life(
             claim["topic_id"],
@@ -234,24 +234,24 @@ def _fate(claim: Column, seen: Evidence) -> Column:
     )
 
 
-def _phantom(seen: Evidence) -> Column:
+def _phantom(evidence: Evidence) -> Column:
     """`phantom` where nothing tells of a copy with our header; `pending` until what would tell is read to a record that
     is younger than the copy may be; `evidence_gap` where that is not known as far back, or not at all."""
     ours = F.filter("coordinates", lambda copy: copy["has_fencepost_header"] & ~copy["derived"])
     first = F.get(ours, F.lit(0))
-    slot = F.get(seen.slots, first["slot"])
-    spans = F.get(F.try_element_at(seen.idempotent, first["topic"]), first["partition"])
+    slot = F.get(evidence.slots, first["slot"])
+    spans = F.get(F.try_element_at(evidence.idempotent, first["topic"]), first["partition"])
     inside = F.exists(spans, lambda span: rule_table.is_within(first["offset"], span["first"], span["end"]))
     idempotent = F.coalesce(inside, F.lit(False))
     named = F.exists("answered", lambda answer: F.exists(ours, lambda copy: deliveries.same_place(copy, answer)))
     unheard = rule_table.is_unheard(F.col("entries_count"), named, idempotent, _sum(*rule_table.HEARD) > 0)
-    complete_since_ms = F.when(idempotent, seen.answers_complete_since_ms).otherwise(slot["complete_since_ms"])
+    complete_since_ms = F.when(idempotent, evidence.answers_complete_since_ms).otherwise(slot["complete_since_ms"])
     # The journal may come long after a copy; a ledger entry comes with it.
-    decided_until_ms = F.when(idempotent, seen.answers_decided_until_ms).otherwise(seen.frozen_ms)
+    decided_until_ms = F.when(idempotent, evidence.answers_decided_until_ms).otherwise(evidence.frozen_ms)
     # A timestamp that cannot be meant says nothing: then it is the last evidence, that of the run that read it.
-    unmeant = rule_table.is_ahead(first["timestamp"], seen.frozen_ms)
+    unmeant = rule_table.is_ahead(first["timestamp"], evidence.frozen_ms)
     times = first["accepted_at"], F.when(unmeant, F.col("last_ms")).otherwise(first["timestamp"])
-    over_ms = F.when(idempotent, seen.held_over_ms(*times)).otherwise(seen.over_ms(*times))
+    over_ms = F.when(idempotent, evidence.held_over_ms(*times)).otherwise(evidence.over_ms(*times))
     unread = ~idempotent & F.coalesce(rule_table.is_unread(F.col("run"), slot["caught_up_run"]), F.lit(False))
     return F.when(
         (F.col("with_header") > 0) & unheard,
@@ -295,7 +295,7 @@ def _accepted() -> Column:
     )
 
 
-def _category(seen: Evidence) -> Column:
+def _category(evidence: Evidence) -> Column:
     """Where an accepted id stands: the first place that fits, as the balance has one for each, whatever is found of
     it."""
 
@@ -304,10 +304,10 @@ def _category(seen: Evidence) -> Column:
 
     # Where nobody named a place: what is known is a 202 or a 504, and that it is not in the data.
     times = F.col("accepted_ms"), F.coalesce(F.col("in_doubt_ms"), F.col("last_ms"))
-    decided_until_ms = rule_table.decided_by(seen.ledger_decided_until_ms, seen.answers_decided_until_ms)
-    longer = rule_table.waits_longer(decided_until_ms, seen.frozen_ms)
-    over_ms = seen.held_over_ms(*times) if longer else seen.over_ms(*times)
-    judged = rule_table.category(
+    decided_until_ms = rule_table.decided_by(evidence.ledger_decided_until_ms, evidence.answers_decided_until_ms)
+    longer = rule_table.waits_longer(decided_until_ms, evidence.frozen_ms)
+    over_ms = evidence.held_over_ms(*times) if longer else evidence.over_ms(*times)
+    classified = rule_table.category(
         lost=some(LOST),
         conflicting=F.col("conflicting"),
         copies=F.col("copies_count"),
@@ -317,7 +317,7 @@ def _category(seen: Evidence) -> Column:
         answered_201=F.col("answered_201"),
         undecided=rule_table.is_undecided(over_ms, decided_until_ms),
     )
-    return F.when(F.col("is_clean") == 1, "delivered_once").otherwise(judged)
+    return F.when(F.col("is_clean") == 1, "delivered_once").otherwise(classified)
 
 
 def _sum(*names: str) -> Column:

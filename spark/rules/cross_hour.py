@@ -24,31 +24,31 @@ _WRITER: Final = ("slot", "pid", "epoch", "instance")
 
 
 def repeated(rows: DataFrame) -> DataFrame:
-    """state.ROW → `id, first timestamp, last timestamp` of events with several rows, and in which hours these lie."""
-    return _several(rows.where(F.col("kind") == EVENT), "id")
+    """deliveries.ROW → `id, first timestamp, last timestamp` of events with several rows, and their hours."""
+    return _multi_row(rows.where(F.col("kind") == EVENT), "id")
 
 
-def _several(rows: DataFrame, name: str) -> DataFrame:
+def _multi_row(rows: DataFrame, name: str) -> DataFrame:
     """What several rows have in the column `name`, with the first and the last hour of these rows."""
     hour = F.col("accepted_hour")
     counted = rows.groupBy(name).agg(F.count("*").alias("rows"), F.min(hour).alias("first"), F.max(hour).alias("last"))
     return counted.where("rows > 1").select(name, "first", "last")
 
 
-def spans_of(several: DataFrame) -> list[tuple[str, str]]:
+def spans_of(multi_row_ids: DataFrame) -> list[tuple[str, str]]:
     """What `repeated` or `retried` gives → between which hours (`yyyy-MM-dd HH:mm:ss`) any of these lie."""
     named = [F.date_format(end, hours.FORMAT).alias(end) for end in ("first", "last")]
-    found = several.select(*named).distinct().limit(SPANS_MAX).collect()
+    found = multi_row_ids.select(*named).distinct().limit(SPANS_MAX).collect()
     if len(found) == SPANS_MAX:
-        ends = several.agg(F.min("first").alias("first"), F.max("last").alias("last")).select(*named)
+        ends = multi_row_ids.agg(F.min("first").alias("first"), F.max("last").alias("last")).select(*named)
         found = ends.collect()
     return _joined((row["first"], row["last"]) for row in found)
 
 
-def rows_of(rows: DataFrame, several: DataFrame, spans: Iterable[tuple[str, str]]) -> DataFrame:
-    """The state.ROWs of these ids (as `repeated` names them), which lie in these hours only."""
+def rows_of(rows: DataFrame, multi_row_ids: DataFrame, spans: Iterable[tuple[str, str]]) -> DataFrame:
+    """The deliveries.ROWs of these ids (as `repeated` names them), which lie in these hours only."""
     events = rows.where((F.col("kind") == EVENT) & _within(spans))
-    return events.join(several.select("id"), "id", "left_semi").select(*deliveries.ROW)
+    return events.join(multi_row_ids.select("id"), "id", "left_semi").select(*deliveries.ROW)
 
 
 def _within(spans: Iterable[tuple[str, str]]) -> Column:
@@ -78,9 +78,9 @@ def _joined(spans: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     return found if len(wide) <= WIDE_MAX else _joined([*found, (wide[0][0], wide[-1][1])])
 
 
-def superseded(together: DataFrame) -> DataFrame:
+def superseded(judged_per_id: DataFrame) -> DataFrame:
     """Judged rows, one an id → lake.FINDING without kind: what the hours found about these ids holds no more."""
-    return together.select(
+    return judged_per_id.select(
         *(
             {
                 "scope": F.lit(findings.IDS),
@@ -97,8 +97,8 @@ def superseded(together: DataFrame) -> DataFrame:
 
 
 def misnamed(rows: DataFrame, run: int) -> DataFrame | None:
-    """state.ROW → `accepted_hour, id, topic, partition, offset, named`: the records with a bare key that are copies of
-    another id's record; None where there cannot be any that this run did not know before.
+    """deliveries.ROW → `accepted_hour, id, topic, partition, offset, named`: records with a bare key that are copies of
+    another id's record; None where there are none that this run did not know before.
 
     A bare key says neither whose it is nor, if an atomic batch's, which member's. The event with the same key and
     fingerprint in the same topic does. Where its own id (the key's in the empty scope) has such an event, it keeps it.
@@ -141,15 +141,15 @@ def misnamed(rows: DataFrame, run: int) -> DataFrame | None:
     )
 
 
-def told_elsewhere(rows: DataFrame, run: int) -> DataFrame | None:
-    """state.ROW → `accepted_hour, id, elsewhere, freed_ms` of what was answered 202 or 504 without a place, where rows
-    of other hours tell more of it than these do; None where there can be nothing that this run did not know before.
+def known_elsewhere(rows: DataFrame, run: int) -> DataFrame | None:
+    """deliveries.ROW → `accepted_hour, id, elsewhere, freed_ms` of ids answered 202 or 504 without a place, where rows
+    of other hours know more than these rows; None where there is nothing that this run did not know before.
 
     Such an answer may lie in another hour than the acceptance that it is about: its request came later.
     """
     events = rows.where(F.col("kind") == EVENT)
-    unsure = events.where(f"is_clean = 0 AND offset IS NULL AND {deliveries.IN_DOUBT}")
-    newest = unsure.agg(F.max("run")).collect()[0][0]
+    in_doubt = events.where(f"is_clean = 0 AND offset IS NULL AND {deliveries.IN_DOUBT}")
+    newest = in_doubt.agg(F.max("run")).collect()[0][0]
     if newest is None:
         return None
     telling = events if newest == run else events.where(F.col("run") == run)
@@ -158,7 +158,7 @@ def told_elsewhere(rows: DataFrame, run: int) -> DataFrame | None:
         "id", F.col("accepted_hour").alias("hour"), tells.alias("tells"), F.col("freed_ms").alias("freed")
     ).where("tells OR freed IS NOT NULL")
     hour = ("accepted_hour", "id")
-    here = unsure.groupBy(*hour).agg(
+    here = in_doubt.groupBy(*hour).agg(
         F.coalesce(F.max("elsewhere"), F.lit(False)).alias("was_elsewhere"),
         F.max("freed_ms").alias("was_freed"),
         F.max("in_doubt_ms").alias("in_doubt_ms"),
@@ -170,7 +170,7 @@ def told_elsewhere(rows: DataFrame, run: int) -> DataFrame | None:
         .agg(F.max("tells").alias("tells"), F.max("freed").alias("freed"))
     )
     freed = F.greatest("was_freed", F.when(rule_table.takes_back(F.col("freed"), F.col("in_doubt_ms")), F.col("freed")))
-    told = found.select(
+    updated = found.select(
         *hour,
         (F.col("was_elsewhere") | F.col("tells")).alias("elsewhere"),
         freed.alias("freed_ms"),
@@ -178,42 +178,46 @@ def told_elsewhere(rows: DataFrame, run: int) -> DataFrame | None:
         "was_freed",
     )
     more = (F.col("elsewhere") != F.col("was_elsewhere")) | ~F.col("freed_ms").eqNullSafe(F.col("was_freed"))
-    return told.where(more).select(*hour, "elsewhere", "freed_ms")
+    return updated.where(more).select(*hour, "elsewhere", "freed_ms")
 
 
-def _accepted(seen: Evidence) -> Column:
-    """Whether a row of state.ROW may be a client's retry: an event with a record key that the ledger or a 201 knows.
+def _accepted(evidence: Evidence) -> Column:
+    """Whether a deliveries.ROW may be a client's retry: an event with a record key that the ledger or a 201 names.
 
     Values without a record key (a reading, a counter) repeat without being retries.
     """
     claimed = F.col("entries_count") + F.col("answered_201") > 0
     event = (F.col("kind") == EVENT) & F.col("has_fencepost_header") & F.col("record_key").isNotNull() & claimed
     return (
-        F.coalesce(event, F.lit(False)) & seen.audited(F.col("topic")) & ~seen.without_client_duplicates(F.col("topic"))
+        F.coalesce(event, F.lit(False))
+        & evidence.audited(F.col("topic"))
+        & ~evidence.without_client_duplicates(F.col("topic"))
     )
 
 
-def retried(rows: DataFrame, seen: Evidence) -> DataFrame:
-    """state.ROW → `fingerprint, first timestamp, last timestamp` of those that several rows have, and their hours."""
-    return _several(rows.where(_accepted(seen)).withColumn("fingerprint", F.col("fingerprint")), "fingerprint")
+def retried(rows: DataFrame, evidence: Evidence) -> DataFrame:
+    """deliveries.ROW → `fingerprint, first timestamp, last timestamp` that several rows have, and their hours."""
+    return _multi_row(rows.where(_accepted(evidence)), "fingerprint")
 
 
 def client_duplicates(
-    rows: DataFrame, several: DataFrame, spans: Iterable[tuple[str, str]], seen: Evidence
+    rows: DataFrame, retried_fingerprints: DataFrame, spans: Iterable[tuple[str, str]], evidence: Evidence
 ) -> DataFrame:
-    """state.ROW → lake.FINDING: other ids of one caller with the same fingerprint, accepted one after the other within
-    the retention, with nothing else written for their record key in between.
+    """deliveries.ROW → lake.FINDING: other ids of one caller with the same fingerprint, accepted one after the other
+    within the retention, with nothing else written for their record key in between.
 
-    `several` is what `retried` gives of the rows, `spans` where these lie: of all others nothing more is read.
+    `retried_fingerprints` is what `retried` gives of the rows, `spans` their hours: no other hour is read.
     """
     there = rows.where(_within(spans) & (F.col("count") > 0) & F.col("record_key").isNotNull())
-    marked = there.withColumn("fingerprint", F.when(_accepted(seen), F.col("fingerprint")))
+    marked = there.withColumn("fingerprint", F.when(_accepted(evidence), F.col("fingerprint")))
     keys = (
-        marked.join(several.select("fingerprint"), "fingerprint", "left_semi").select("topic", "record_key").distinct()
+        marked.join(retried_fingerprints.select("fingerprint"), "fingerprint", "left_semi")
+        .select("topic", "record_key")
+        .distinct()
     )
-    told = _retries(marked.join(keys, ["topic", "record_key"], "left_semi"), seen)
+    retries = _retries(marked.join(keys, ["topic", "record_key"], "left_semi"), evidence)
     first = F.struct("accepted_ms", "topic", "partition", "offset", "timestamp_ms", *_WRITER, "key", "accepted_hour")
-    ids = told.groupBy("fingerprint", "id").agg(F.min(first).alias("first"), F.max("last_ms").alias("last_ms"))
+    ids = retries.groupBy("fingerprint", "id").agg(F.min(first).alias("first"), F.max("last_ms").alias("last_ms"))
     order = Window.partitionBy("fingerprint").orderBy("accepted_ms", "id")
     numbered = ids.select("fingerprint", "id", "last_ms", "first.*").withColumn("nth", F.row_number().over(order))
     place = F.struct(
@@ -254,17 +258,17 @@ def client_duplicates(
     )
 
 
-def _retries(sequence: DataFrame, seen: Evidence) -> DataFrame:
+def _retries(sequence: DataFrame, evidence: Evidence) -> DataFrame:
     """All that was written for some record keys → those of it that are one request with the record before or after.
 
     `fingerprint` is null for what cannot be a retry, and stands between two that can.
     """
-    known = F.filter(F.array(*map(F.lit, seen.callers)), _is_of)
-    told = sequence.withColumns(
+    known = F.filter(F.array(*map(F.lit, evidence.callers)), _is_of)
+    known_callers = sequence.withColumns(
         {
             "caller": F.when(F.col("fingerprint").isNotNull(), F.get(known, F.lit(0))),
             "asked_ms": F.when(
-                rule_table.is_own_time(F.col("timestamp_ms"), F.col("record_accepted_ms"), seen.timeouts_ms),
+                rule_table.is_own_time(F.col("timestamp_ms"), F.col("record_accepted_ms"), evidence.timeouts_ms),
                 F.col("timestamp_ms"),
             ),
         }
@@ -282,12 +286,12 @@ def _retries(sequence: DataFrame, seen: Evidence) -> DataFrame:
             same_content=same("fingerprint"),
             same_caller=same("caller"),
             same_id=same("id"),
-            near=rule_table.is_near(distance, seen.key_ttl_ms),
+            near=rule_table.is_near(distance, evidence.key_ttl_ms),
             same_time=F.col("asked_ms").eqNullSafe(step("asked_ms").over(order)) | same("timestamp_ms"),
             same_batch=same("batch"),
         )
 
-    return told.withColumn("near", near(F.lag) | near(F.lead)).where("near")
+    return known_callers.withColumn("near", near(F.lag) | near(F.lead)).where("near")
 
 
 def _is_of(caller: Column) -> Column:

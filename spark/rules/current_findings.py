@@ -7,8 +7,8 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from spark import rule_table
 from spark.reading.decode import UNKEYED
-from spark.report.heatmap import hour_text
 from spark.rules.findings import CLIENT_DUPLICATE, CONFLICT, DUPLICATE, EVIDENCE_GAP, IDS, KINDS, SEVERITIES
+from spark.tables import hours
 from spark.tables.deliveries import hour_of
 
 # A foreign writer may put anything into the header; a caller's keys end here.
@@ -29,7 +29,7 @@ FIELDS: Final = (
     "last_offset",
     "coordinates",
 )
-"""What is told of a finding, in this order. `id` and `fingerprint` are in hexadecimal digits."""
+"""The fields of a finding, in this order. `id` and `fingerprint` are in hexadecimal digits."""
 
 COPIES: Final = (DUPLICATE, CONFLICT)
 """Kinds whose records are the copies too many."""
@@ -43,9 +43,9 @@ def by_hour(findings: DataFrame, since_ms: int) -> DataFrame:
 
     `since_ms` is where the window begins, and the first hour that the balance counts.
     """
-    told = F.col("last_ms") >= since_ms
+    seen = F.col("last_ms") >= since_ms
     counted = F.col("accepted_hour") >= F.timestamp_millis(F.lit(since_ms))
-    recent = findings.where(rule_table.is_in_window(told, counted) & F.col("kind").isNotNull())
+    recent = findings.where(rule_table.is_in_window(seen, counted) & F.col("kind").isNotNull())
     united = findings.where((F.col("scope") == IDS) & F.col("kind").isNull())
     passes = united.select("id", F.coalesce("run", F.lit(0)).alias("passed"))
     over_hours = (F.col("scope") == IDS) | F.col("kind").isin(*_PLACES)
@@ -55,7 +55,7 @@ def by_hour(findings: DataFrame, since_ms: int) -> DataFrame:
     return recent.where(over_hours).unionByName(of_hours)
 
 
-def whole(standing: DataFrame) -> DataFrame:
+def by_finding(current: DataFrame) -> DataFrame:
     """What `by_hour` gives → FIELDS, one row a finding: those of a partition summed over its hours.
 
     `finding_id` is the same in every run: `duplicate:<id>`, `client_duplicate:<fingerprint>`, as an id may be among
@@ -64,13 +64,13 @@ def whole(standing: DataFrame) -> DataFrame:
     """
     of_places = F.col("kind").isin(*_PLACES)
     single = (
-        standing.where(~of_places)
+        current.where(~of_places)
         .groupBy("kind", F.coalesce("fingerprint", "id").alias("named"))
-        .agg(F.max_by(F.struct(*standing.columns), F.struct("accepted_hour", "last_ms")).alias("last"))
+        .agg(F.max_by(F.struct(*current.columns), F.struct("accepted_hour", "last_ms")).alias("last"))
         .select("last.*")
     )
     places = (
-        standing.where(of_places)
+        current.where(of_places)
         .groupBy(*_PLACE)
         .agg(
             F.sum("count").alias("count"),
@@ -78,7 +78,7 @@ def whole(standing: DataFrame) -> DataFrame:
             F.max("last_offset").alias("last_offset"),
         )
     )
-    kept = [name for name in standing.columns if name in FIELDS]
+    kept = [name for name in current.columns if name in FIELDS]
     rows = single.select(*kept).unionByName(places, allowMissingColumns=True)
     shown_id, fingerprint = F.lower(F.hex("id")), F.lower(F.hex("fingerprint"))
     severity = F.create_map(*(F.lit(word) for pair in SEVERITIES.items() for word in pair))
@@ -138,7 +138,7 @@ def causes(found: DataFrame) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (KINDS.index(row["kind"]), row["topic"] or "", row["cause"] or ""))
 
 
-def troubles(standing: DataFrame, *, partitions: bool) -> DataFrame:
+def finding_counts(current: DataFrame, *, partitions: bool) -> DataFrame:
     """What `by_hour` gives → `hour string, topic, partition, kind, cause, records`: where and when the trouble is.
 
     A copy counts where it lies, in the hour of its timestamp; a missing record where it was promised, and whatever
@@ -149,7 +149,7 @@ def troubles(standing: DataFrame, *, partitions: bool) -> DataFrame:
         F.col("kind") == CLIENT_DUPLICATE, F.col("nth") > 0
     )
     placed = (
-        standing.select("accepted_hour", "kind", "cause", F.posexplode("coordinates").alias("nth", "copy"))
+        current.select("accepted_hour", "kind", "cause", F.posexplode("coordinates").alias("nth", "copy"))
         .where(F.coalesce(too_many, F.lit(True)))
         .select(
             F.coalesce(hour_of(copy["timestamp"]), F.col("accepted_hour")).alias("hour"),
@@ -162,7 +162,7 @@ def troubles(standing: DataFrame, *, partitions: bool) -> DataFrame:
     )
     # Those of which no coordinates were kept count where the last kept one lies.
     last = F.try_element_at("coordinates", F.lit(-1))
-    rest = standing.select(
+    rest = current.select(
         F.coalesce(hour_of(last["timestamp"]), F.col("accepted_hour"), hour_of(F.col("last_ms"))).alias("hour"),
         F.coalesce(last["topic"], F.col("topic")).alias("topic"),
         F.coalesce(last["partition"], F.col("partition")).alias("partition"),
@@ -176,5 +176,5 @@ def troubles(standing: DataFrame, *, partitions: bool) -> DataFrame:
         found.withColumn("partition", where)
         .groupBy("hour", "topic", "partition", "kind", "cause")
         .agg(F.sum("records").alias("records"))
-        .withColumn("hour", hour_text(F.col("hour")))
+        .withColumn("hour", hours.as_text(F.col("hour")))
     )

@@ -71,22 +71,23 @@ def suspicious(judged: DataFrame) -> DataFrame:
     )
 
 
-def of_ids(rows: DataFrame, seen: Evidence, scope: str) -> DataFrame:
+def of_ids(rows: DataFrame, evidence: Evidence, scope: str) -> DataFrame:
     """Suspicious rows → lake.FINDING, those of single ids: duplicate, conflict, derived copy, lost, phantom, stuck."""
     ordered = rows.withColumn("copies", causes.ordered())
     lost = F.filter("missing", lambda claim: claim["fate"] == LOST)
     derived = F.filter("coordinates", lambda copy: copy["derived"])
-    told = ordered.withColumns(
+    expected = F.filter(derived, lambda copy: evidence.derived(copy["topic"]))
+    described = ordered.withColumns(
         {
-            "explained": causes.explained(F.col("copies"), seen.key_ttl_ms),
+            "explained": causes.explained(F.col("copies"), evidence.key_ttl_ms),
             "gone": lost,
-            "forwarded": F.filter(derived, lambda copy: ~seen.derived(copy["topic"])),
+            "forwarded": F.filter(derived, lambda copy: ~evidence.derived(copy["topic"])),
             # Copies beyond the cap have left no coordinates.
-            "forwarded_count": F.col("derived") - F.size(F.filter(derived, lambda copy: seen.derived(copy["topic"]))),
+            "forwarded_count": F.col("derived") - F.size(expected),
         }
     )
     many = rule_table.copies_kind(F.col("conflicting"))
-    unsure = rule_table.in_doubt_cause(F.col("answered_202"), F.col("answered_504"))
+    in_doubt = rule_table.in_doubt_cause(F.col("answered_202"), F.col("answered_504"))
     found = F.array(
         F.when(
             F.col("copies_count") > 1,
@@ -103,9 +104,9 @@ def of_ids(rows: DataFrame, seen: Evidence, scope: str) -> DataFrame:
             F.col("phantom") == PHANTOM,
             _found(F.lit(PHANTOM), F.lit(None).cast("string"), _unexplained(F.col("copies"))),
         ),
-        F.when(F.col("category") == STUCK, _found(F.lit(STUCK), unsure, F.array().cast(lake.COORDINATES))),
+        F.when(F.col("category") == STUCK, _found(F.lit(STUCK), in_doubt, F.array().cast(lake.COORDINATES))),
     )
-    each = told.withColumn("found", F.explode(F.array_compact(found)))
+    each = described.withColumn("found", F.explode(F.array_compact(found)))
     return each.select(
         F.lit(scope).alias("scope"),
         "accepted_hour",
@@ -159,9 +160,9 @@ def of_places(rows: DataFrame, scope: str) -> DataFrame:
     return _by_partition(each.select("accepted_hour", "last_ms", "found.*"), scope)
 
 
-def unkeyed(rows: DataFrame, seen: Evidence) -> DataFrame:
-    """state.ROW → lake.FINDING: records without either header, by partition."""
-    nameless = rows.where((F.col("kind") == UNKEYED) & (F.col("count") > 0) & seen.audited(F.col("topic")))
+def unkeyed(rows: DataFrame, evidence: Evidence) -> DataFrame:
+    """deliveries.ROW → lake.FINDING: records without either header, by partition."""
+    nameless = rows.where((F.col("kind") == UNKEYED) & (F.col("count") > 0) & evidence.audited(F.col("topic")))
     named = {"first": F.col("offset"), "last": F.col("offset"), "cause": F.lit(None).cast("string")}
     return _by_partition(nameless.withColumns(named), HOUR)
 
@@ -193,7 +194,7 @@ def _by_partition(each: DataFrame, scope: str) -> DataFrame:
 
 
 def gone_type() -> str:
-    """Type of the array in which a row's gaps are told."""
+    """Type of the array in which a row's gaps are listed."""
     return (
         "array<struct<kind: string, cause: string, topic: string, partition: int, first: bigint, last: bigint, "
         "count: bigint>>"

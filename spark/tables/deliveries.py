@@ -78,7 +78,7 @@ record; `elsewhere`: of a 202 or 504 without a place, whether another hour's row
 """
 
 WRITTEN: Final = "entries_count + answered_201 + answered_202 + answered_504 > 0"
-"""decode.WRITTEN of a ROW, or of what is `told`."""
+"""decode.WRITTEN of a ROW, or of what `summarize` gives."""
 
 IN_DOUBT: Final = "answered_202 + answered_504 > 0"
 """The condition that a ROW was answered 202 or 504."""
@@ -173,15 +173,16 @@ def same_place(one: Column, other: Column) -> Column:
 
 def reduce(
     copies: DataFrame,
-    told: DataFrame,
+    claims: DataFrame,
     run: int,
     arrived: Mapping[tuple[str, int], int] | None = None,
     exact: tuple[int, int] | None = None,
     ended: Mapping[tuple[str, int], int] | None = None,
 ) -> DataFrame:
-    """decode.COPIES, `told` → ROW, a row for each place of an id and hour; `arrived` is since when (ms) the copies of a
-    topic's partition have been there at the earliest, where that is known; `exact` as for `_hour`; `ended`: where each
-    log ended after all that is `told` was.
+    """decode.COPIES and `summarize` → ROW, a row for each place of an id and hour.
+
+    `arrived`: the earliest time (ms) at which the copies of a partition can have come, where it is known; `exact` as
+    for `_hour`; `ended`: each log's end after all `claims` were written.
 
     The aggregation has only numbers to carry, so that Spark hashes instead of sorting; a record is one of its kind
     and needs none: it is joined. Both are spread by id and place alike, in one exchange each.
@@ -195,7 +196,7 @@ def reduce(
         F.col("reject").alias("copy_reject"),
         "observed_ms",
     )
-    joined = there.join(told.hint("shuffle_hash"), list(PLACE), "full_outer")
+    joined = there.join(claims.hint("shuffle_hash"), list(PLACE), "full_outer")
     sums = {name: F.coalesce(name, F.lit(0)) for name in SUMS[1:]}
     count = F.when(F.col("timestamp_ms").isNotNull(), 1).otherwise(0) + F.coalesce("rejected", F.lit(0))
     columns: dict[str, Column] = {
@@ -250,8 +251,8 @@ def _of_place(known: Mapping[tuple[str, int], int]) -> Column:
     return F.get(F.try_element_at(constant, F.col("topic")), F.col("partition"))
 
 
-def told(testimony: DataFrame, parts: int | None = None) -> DataFrame:
-    """decode.TESTIMONY → what is said of each place, with numbers only besides the place; in so many `parts`."""
+def summarize(claims: DataFrame, parts: int | None = None) -> DataFrame:
+    """decode.CLAIMS → what is said of each place, with numbers only besides the place; in so many `parts`."""
     status = F.col("status")
 
     def count(condition: Column) -> Column:
@@ -264,12 +265,12 @@ def told(testimony: DataFrame, parts: int | None = None) -> DataFrame:
 
     answered = status != ENTERED
     placed = F.col("offset").isNotNull()
-    rows = testimony.withColumn("accepted_hour", hour_of(F.col("accepted_ms"))).withColumn(
+    rows = claims.withColumn("accepted_hour", hour_of(F.col("accepted_ms"))).withColumn(
         "kind", F.when(F.col("reject").isNull(), EVENT).otherwise(REJECT)
     )
     # As the join needs it: what is said of an id comes once or twice, too rarely to be summed up before.
     spread = rows.repartition(*PLACE) if parts is None else rows.repartition(parts, *PLACE)
-    unsure, freed = last(status.isin(202, 504)), last(status == 503)
+    in_doubt, freed = last(status.isin(202, 504)), last(status == 503)
     return spread.groupBy(*PLACE, "reject").agg(
         F.min("accepted_ms").alias("first_accepted_ms"),
         F.max("timestamp_ms").alias("last_timestamp_ms"),
@@ -282,8 +283,8 @@ def told(testimony: DataFrame, parts: int | None = None) -> DataFrame:
         F.min(F.when(answered & placed, F.col("timestamp_ms"))).alias("answer_seen_ms"),
         F.min("batch").alias("batch"),
         F.max_by("topic_id", F.when(status == ENTERED, F.col("timestamp_ms"))).alias("topic_id"),
-        F.shiftright(unsure, _POSITION_BITS).alias("in_doubt_ms"),
-        F.when(unsure.isNull() | (freed > unsure), F.shiftright(freed, _POSITION_BITS)).alias("freed_ms"),
+        F.shiftright(in_doubt, _POSITION_BITS).alias("in_doubt_ms"),
+        F.when(in_doubt.isNull() | (freed > in_doubt), F.shiftright(freed, _POSITION_BITS)).alias("freed_ms"),
     )
 
 
@@ -322,8 +323,8 @@ def merged(*, vanished: bool = False) -> dict[str, Column]:
     if vanished:
         one |= {name: F.col(f"new.{name}") for name in ("count", *RECORD)}
     one["topic_id"] = F.coalesce(F.col("new.topic_id"), F.col("there.topic_id"))
-    freed, unsure = F.greatest(*pair("freed_ms")), one["in_doubt_ms"]
-    one["freed_ms"] = F.when(unsure.isNull() | (freed >= unsure), freed)
+    freed, in_doubt = F.greatest(*pair("freed_ms")), one["in_doubt_ms"]
+    one["freed_ms"] = F.when(in_doubt.isNull() | (freed >= in_doubt), freed)
     one["is_clean"] = _is_clean(one, one["has_fencepost_header"], "there.").cast("tinyint")
     return one
 
@@ -367,13 +368,15 @@ def gathered(rows: DataFrame, *, by_hour: bool = True) -> DataFrame:
     grouped = numbered.groupBy(*whole).agg(
         *(column.alias(name) for name, column in columns.items() if name not in keys), *ends
     )
-    seen = F.transform(
+    kept_fingerprints = F.transform(
         F.filter("coordinates", lambda copy: ~copy["derived"]),
         lambda copy: F.struct(
             copy["fingerprint"].alias("fingerprint"), copy["alternative_fingerprints"].alias("alternative_fingerprints")
         ),
     )
-    every = F.array_distinct(F.concat(F.array_compact(F.array("least_fingerprint", "greatest_fingerprint")), seen))
+    every = F.array_distinct(
+        F.concat(F.array_compact(F.array("least_fingerprint", "greatest_fingerprint")), kept_fingerprints)
+    )
     return _cast(grouped.withColumn("fingerprints", F.slice(every, 1, FINGERPRINTS_MAX)))
 
 
@@ -425,12 +428,12 @@ def _copy() -> Column:
     )
 
 
-def each_fingerprint(several: Column) -> Column:
+def each_fingerprint(joined: Column) -> Column:
     """The fingerprints that lie in a binary column one after the other, as an array; null for null."""
     size = wire.FINGERPRINT_BYTES
-    starts = F.sequence(F.lit(1), F.octet_length(several) - size + 1, F.lit(size))
+    starts = F.sequence(F.lit(1), F.octet_length(joined) - size + 1, F.lit(size))
     return F.when(
-        F.octet_length(several) >= size, F.transform(starts, lambda start: F.substring(several, start, F.lit(size)))
+        F.octet_length(joined) >= size, F.transform(starts, lambda start: F.substring(joined, start, F.lit(size)))
     )
 
 
@@ -473,6 +476,6 @@ def _claim(seen_ms: str) -> Column:
 def _is_clean(sums: Mapping[str, Column], has_header: Column, row: str = "") -> Column:
     """Whether a row leaves nothing to be said, 1 or 0."""
     entries, answered = sums["entries_count"], sums["answered_201"]
-    told = (entries == 0) & (answered > 0)
-    clean = (entries == 1) | told | ((entries == 0) & ~F.coalesce(has_header, F.lit(False)))
+    only_answered = (entries == 0) & (answered > 0)
+    clean = (entries == 1) | only_answered | ((entries == 0) & ~F.coalesce(has_header, F.lit(False)))
     return F.when((F.col(f"{row}kind") == EVENT) & (sums["count"] == 1) & clean, 1).otherwise(0)

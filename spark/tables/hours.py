@@ -16,9 +16,14 @@ def text_of(ms: int) -> str:
     return datetime.fromtimestamp(ms / 1000, UTC).strftime("%Y-%m-%d %H:00:00")
 
 
+def as_text(hour: Column) -> Column:
+    """An hour as text: a timestamp that is collected would be in the machine's own zone."""
+    return F.date_format(hour, FORMAT)
+
+
 def of(rows: DataFrame) -> list[str]:
-    """The hours of rows; as many as there are hours."""
-    found = rows.select(F.date_format("accepted_hour", FORMAT).alias("hour")).distinct().collect()
+    """The distinct hours of rows, sorted."""
+    found = rows.select(as_text(F.col("accepted_hour")).alias("hour")).distinct().collect()
     return sorted(row["hour"] for row in found)
 
 

@@ -215,22 +215,22 @@ class Lake:
     def settle(self, rows: DataFrame, hours: list[str], run: int) -> None:
         """Note of what was answered 202 or 504 what other hours tell of it. Doing it again does nothing.
 
-        `rows` are `accepted_hour, id, elsewhere, freed_ms` (cross_hour.told_elsewhere), `hours` all of theirs.
+        `rows` are `accepted_hour, id, elsewhere, freed_ms` (cross_hour.known_elsewhere), `hours` all of theirs.
         """
         there = sql(hours).replace("accepted_hour", "there.accepted_hour", 1)
         same = ["there.accepted_hour = new.accepted_hour", "there.id = new.id", f"there.kind = '{EVENT}'"]
-        unsure = f"there.offset IS NULL AND there.{deliveries.IN_DOUBT.replace(' + ', ' + there.')}"
+        in_doubt = f"there.offset IS NULL AND there.{deliveries.IN_DOUBT.replace(' + ', ' + there.')}"
         (
             DeltaTable.forPath(self.spark, self.path("deliveries"))
             .alias("there")
-            .merge(rows.alias("new"), " AND ".join([there, *same, unsure]))
+            .merge(rows.alias("new"), " AND ".join([there, *same, in_doubt]))
             .whenMatchedUpdate(
                 set={"elsewhere": "new.elsewhere", "freed_ms": "new.freed_ms", "run": f"{run}L"},
             )
             .execute()
         )
 
-    def forget(self, first: str, run: int) -> None:
+    def delete_before(self, first: str, run: int) -> None:
         """Drop what was accepted before the hour `first` (`yyyy-MM-dd HH:mm:ss`, UTC), and the plans of older runs."""
         before_ms = f"unix_millis(TIMESTAMP '{first}')"
         old = {
@@ -242,7 +242,7 @@ class Lake:
             if self.exists(name):
                 DeltaTable.forPath(self.spark, self.path(name)).delete(condition)
 
-    def compact(self, hours: list[str]) -> None:
+    def optimize(self, hours: list[str]) -> None:
         """Make few files of the many small ones that runs left in these hours."""
         if hours and self.exists("deliveries"):
             table = DeltaTable.forPath(self.spark, self.path("deliveries"))

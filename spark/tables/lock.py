@@ -148,5 +148,7 @@ class Lease:
 
 
 def _beaten(error: Exception) -> bool:
-    told = str(error)
-    return any(name in told for name in ("Concurrent", "DELTA_CONCURRENT", "DELTA_PATH_EXISTS", "PATH_ALREADY_EXISTS"))
+    message = str(error)
+    return any(
+        name in message for name in ("Concurrent", "DELTA_CONCURRENT", "DELTA_PATH_EXISTS", "PATH_ALREADY_EXISTS")
+    )

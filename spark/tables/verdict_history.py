@@ -1,4 +1,4 @@
-"""What was said of an id, run after run: a verdict that changed keeps what it was before."""
+"""What was last_verdicts of an id, run after run: a verdict that changed keeps what it was before."""
 
 from typing import Any, Final
 
@@ -17,21 +17,21 @@ def last(verdicts: DataFrame, run: int) -> DataFrame:
     return verdicts.where(F.col("run") < run).groupBy(*_WHOLE).agg(F.max_by("verdict", "run").alias("before"))
 
 
-def standing(said: DataFrame) -> DataFrame:
-    """Of what was said last, what might be said otherwise one day: all but that an id was delivered once."""
-    return said.where(F.col("before").isNotNull() & (F.col("before") != DELIVERED_ONCE))
+def may_change(last_verdicts: DataFrame) -> DataFrame:
+    """Those of the last verdicts that a later run may revise: all but `delivered_once`."""
+    return last_verdicts.where(F.col("before").isNotNull() & (F.col("before") != DELIVERED_ONCE))
 
 
-def changed(judged: DataFrame, clean: DataFrame, said: DataFrame, run: int, frozen_ms: int) -> DataFrame:
-    """lake.VERDICT of the ids of which something else is said now.
+def changed(classified: DataFrame, clean: DataFrame, last_verdicts: DataFrame, run: int, frozen_ms: int) -> DataFrame:
+    """lake.VERDICT of the ids whose verdict differs from the last one.
 
-    `judged` as verdict.judge leaves it, `is_clean` the clean rows (state.ROW) of ids of which something was `said`.
+    `classified` as classify.classify gives them, `clean` the clean rows (deliveries.ROW) of ids with a last verdict.
     """
-    told = judged.withColumn("verdict", F.coalesce("category", "phantom"))
+    with_verdict = classified.withColumn("verdict", F.coalesce("category", "phantom"))
     claimed = (F.col("entries_count") > 0) | (F.col("answered_201") > 0)
     arrived = clean.withColumn("verdict", F.when(claimed, DELIVERED_ONCE))
     columns = [*_WHOLE, "key", "topic", "last_ms", "verdict"]
-    now = told.select(*columns).unionByName(arrived.select(*columns)).join(said, _WHOLE, "left")
+    now = with_verdict.select(*columns).unionByName(arrived.select(*columns)).join(last_verdicts, _WHOLE, "left")
     first = F.col("before").isNull() & (F.coalesce(F.col("verdict"), F.lit(DELIVERED_ONCE)) == DELIVERED_ONCE)
     other = now.where(~F.col("verdict").eqNullSafe(F.col("before")) & ~first)
     fixed = {"run": F.lit(run), "frozen_ms": F.lit(frozen_ms)}
@@ -39,7 +39,7 @@ def changed(judged: DataFrame, clean: DataFrame, said: DataFrame, run: int, froz
 
 
 def counted(verdicts: DataFrame, since_ms: int) -> dict[str, Any]:
-    """The changes whose evidence lies in the window, by kind; `revised` are those of what had been said for good."""
+    """The changes whose evidence lies in the window, by kind; `revised` are those of verdicts other than `pending`."""
     changes = verdicts.where((F.col("last_ms") >= since_ms) & F.col("before").isNotNull())
     rows = changes.groupBy("before", "verdict").count().collect()
     found = sorted((row["before"], row["verdict"] or "", row["count"]) for row in rows)

@@ -254,11 +254,11 @@ def _flat(begins: dict[int, int]) -> list[Column]:
 def _filled(changes: DataFrame, records: DataFrame) -> DataFrame:
     """Changes with their records, in COLUMNS and `change`; one whose record is gone, or another by now, is left out."""
     where = ["partition", "offset"]
-    told = changes.select(
+    wanted = changes.select(
         *where, "id", "late", "accepted_at", "change", "has_fencepost_header", "fingerprint", "named_key"
     )
     its = decode.is_of(F.col("id"), F.col("has_fencepost_header"), F.col("fingerprint"), F.col("named_key"))
-    joined = told.join(decode.own(records), where, "left").where((F.col("change") == _ENTERED) | its)
+    joined = wanted.join(decode.own(records), where, "left").where((F.col("change") == _ENTERED) | its)
     made = joined.withColumns(
         {
             "timestamp": F.timestamp_millis("timestamp_ms"),

@@ -11,8 +11,8 @@ from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from spark.report import document
-from spark.rules.classify import evidence, judge
+from spark.reading import planning
+from spark.rules.classify import classify, gather_evidence
 from spark.tables import deliveries
 from tests.spark import (
     test_balance,
@@ -44,8 +44,8 @@ WINDOW_MS: Final = 168 * 3_600_000
 
 
 def verdicts(spark: SparkSession) -> None:
-    seen = evidence(test_verdict.plan(), test_verdict.settings())
-    judged = judge(deliveries.gathered(test_verdict.known(spark)), seen).persist()
+    seen = gather_evidence(test_verdict.plan(), test_verdict.settings())
+    judged = classify(deliveries.gathered(test_verdict.known(spark)), seen).persist()
     try:
         rows = {name_of(row["id"]): row for row in judged.collect()}
         for name in test_verdict.CASES:
@@ -59,7 +59,7 @@ def verdicts(spark: SparkSession) -> None:
 def plans(spark: SparkSession) -> None:
     """Every test of the plan that needs no more than a cluster."""
     plan, settings = test_verdict.plan(), test_verdict.settings()
-    assert document.window_from(plan, settings) == (plan.frozen_ms - WINDOW_MS) // HOUR_MS * HOUR_MS
+    assert planning.window_from(plan, settings) == (plan.frozen_ms - WINDOW_MS) // HOUR_MS * HOUR_MS
     for name, test in vars(test_offsets).items():
         if name.startswith("test_") and list(inspect.signature(test).parameters) == ["cluster"]:
             test(test_offsets.made_up())

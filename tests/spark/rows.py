@@ -67,10 +67,10 @@ def ids(named: Mapping[str, Sequence[Any]]) -> list[Any]:
 def reduced(spark: SparkSession, rows: Sequence[Any], run: int = 1, **more: Any) -> DataFrame:
     """Evidence → state.ROW."""
     copies = [row for row in rows if "kind" in row]
-    testimony = [row for row in rows if "kind" not in row]
+    claims = [row for row in rows if "kind" not in row]
     # The job carries a number for a topic's id.
-    named = spark.createDataFrame(testimony, decode.TESTIMONY.replace("topic_id bigint", "topic_id string"))
-    told = deliveries.told(named.withColumn("topic_id", decode.number_of(F.col("topic_id"))))
+    named = spark.createDataFrame(claims, decode.CLAIMS.replace("topic_id bigint", "topic_id string"))
+    told = deliveries.summarize(named.withColumn("topic_id", decode.number_of(F.col("topic_id"))))
     return deliveries.reduce(spark.createDataFrame(copies, decode.COPIES), told, run, **more)
 
 

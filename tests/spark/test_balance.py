@@ -36,5 +36,5 @@ def test_an_hour_with_open_verdicts_is_looked_at_again() -> None:
     balance = Balance()
     balance.replace([FIRST, SECOND], [_row(FIRST, accepted=1, pending=1, open=1), _row(SECOND, accepted=1, lost=1)])
     assert balance.open_hours() == {FIRST}
-    balance.drop_before(THIRD)
+    balance.drop_closed_before(THIRD)
     assert balance.hours.keys() == {FIRST}

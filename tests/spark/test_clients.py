@@ -10,7 +10,7 @@ from pyspark.sql import SparkSession
 from service.contract import Rules, wire
 from spark.reading import decode
 from spark.rules import cross_hour
-from spark.rules.classify import evidence
+from spark.rules.classify import gather_evidence
 from spark.tables import deliveries
 from tests.spark.rows import NOW_MS, TTL_MS, copy, entry, reduced
 from tests.spark.test_verdict import plan, settings
@@ -102,7 +102,7 @@ def _not_retried() -> list[Sequenced]:
 
 def found(spark: SparkSession, some: Sequence[Sequenced]) -> dict[bytes, list[int]]:
     """The offsets of each finding, by its fingerprint."""
-    seen = evidence(plan(), settings_with_rules())
+    seen = gather_evidence(plan(), settings_with_rules())
     rows = reduced(spark, [row for one in some for row in one.rows])
     retried = cross_hour.retried(rows, seen)
     told = cross_hour.client_duplicates(rows, retried, cross_hour.spans_of(retried), seen).collect()
@@ -158,7 +158,7 @@ def test_a_strangers_time_makes_no_hour_of_its_own(spark: SparkSession, ms: int,
     rows = [copy(1, at=at, life=None), copy(2, at=at)]
     found = deliveries.reduce(
         spark.createDataFrame(rows, decode.COPIES),
-        deliveries.told(spark.createDataFrame([], decode.TESTIMONY)),
+        deliveries.summarize(spark.createDataFrame([], decode.CLAIMS)),
         1,
         exact=(first, last),
     )

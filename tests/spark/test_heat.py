@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from spark.report import charts, heatmap
-from spark.rules.balance import HOUR_FORMAT, Balance, Cells
+from spark.rules.balance import HOUR_FORMAT, Balance, RecordCounts
 from spark.rules.findings import SUMS
 
 START = datetime(2026, 11, 1, tzinfo=UTC)
@@ -32,7 +32,7 @@ def test_nothing_makes_an_empty_map() -> None:
 
 
 def test_many_hours_share_columns_and_no_record_is_left_out() -> None:
-    cells: Cells = {_hour(n): {"t": {"0": n}} for n in range(200)} | {_hour(-1): {"t": {"0": 9}}}
+    cells: RecordCounts = {_hour(n): {"t": {"0": n}} for n in range(200)} | {_hour(-1): {"t": {"0": 9}}}
     cells[_hour(7)]["other"] = {"0": 1}
     chart = heatmap.drawn(cells, [_trouble(199, 0, 3)], ["t"], FIRST, LAST)
     (row,) = chart["rows"]
@@ -46,16 +46,16 @@ def test_many_hours_share_columns_and_no_record_is_left_out() -> None:
 
 
 def test_what_is_dated_later_than_the_run_counts_in_its_hour() -> None:
-    cells: Cells = {_hour(n): {"t": {"0": 1}} for n in (0, 4, 5, 700_000)}
-    troubles = [_trouble(n, 0, 1, kind="duplicate", cause="rewrite") for n in (5, 600_000)]
-    chart = heatmap.drawn(cells, troubles, ["t"], FIRST, _hour(5))
+    cells: RecordCounts = {_hour(n): {"t": {"0": 1}} for n in (0, 4, 5, 700_000)}
+    finding_counts = [_trouble(n, 0, 1, kind="duplicate", cause="rewrite") for n in (5, 600_000)]
+    chart = heatmap.drawn(cells, finding_counts, ["t"], FIRST, _hour(5))
     assert [(row["records"], row["troubled"]) for row in chart["rows"]] == [([1, 0, 0, 0, 1, 2], [0, 0, 0, 0, 0, 2])]
-    points = heatmap.timeline(troubles, ["duplicate"], FIRST, _hour(5))
+    points = heatmap.timeline(finding_counts, ["duplicate"], FIRST, _hour(5))
     assert [(point["hour"], point["records"]) for point in points] == [("2026-11-01T05:00:00Z", 2)]
 
 
 def test_many_partitions_share_a_row_and_those_with_trouble_have_their_own() -> None:
-    cells: Cells = {_hour(0): {"t": {str(n): 100 - n for n in range(100)}}}
+    cells: RecordCounts = {_hour(0): {"t": {str(n): 100 - n for n in range(100)}}}
     chart = heatmap.drawn(cells, [_trouble(0, 99, 1), _trouble(0, None, 2)], ["t"], FIRST, LAST)
     assert len(chart["rows"]) == heatmap.ROWS_MAX
     assert {row["partition"] for row in chart["rows"] if row["troubled"][0]} == {99, None}

@@ -15,7 +15,7 @@ from deploy.stack import Kafka
 from spark import job
 from spark.reading.planning import Log, Plan
 from spark.rules import cross_hour
-from spark.rules.classify import evidence
+from spark.rules.classify import gather_evidence
 from spark.tables import deliveries as deliveries_table
 from spark.tables import hours, lake
 from tests.spark.conftest import Audit
@@ -244,7 +244,7 @@ def test_what_the_last_run_left_is_found_in_the_files_of_the_last_runs(spark: Sp
 
 
 def test_the_pass_over_ids_reads_narrow_columns_only(small: lake.Lake) -> None:
-    rows, seen = small.read("deliveries"), evidence(plan(), settings())
+    rows, seen = small.read("deliveries"), gather_evidence(plan(), settings())
     folders = set(lake.PARTITIONS["deliveries"])
     assert _columns(cross_hour.repeated(rows)) == {"kind", "id"} | folders
     narrow = {"kind", "has_fencepost_header", "record_key", "entries_count", "answered_201", "fingerprint"}

@@ -12,6 +12,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.console import StackError
 from service.contract import SharedSettings
+from spark.reading import planning
 from spark.reading.planning import DATA, Log, Plan
 from spark.report import document, page
 from spark.report.model import Document, schema
@@ -79,10 +80,10 @@ def large(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> tupl
     logs += (Log(DATA, TOPIC, 39, "topic_id", True, False, 0, 0, 0, 9, 9, 12, 0, NOW_MS * 1000),)
     plan = Plan(1, NOW_MS, "{}", logs)
     settings = Settings(shared=SharedSettings(), options=Options(lake=str(root / "lake"), report=str(root / "report")))
-    held = current_findings.by_hour(tables.read("findings"), document.window_from(plan, settings))
+    held = current_findings.by_hour(tables.read("findings"), planning.window_from(plan, settings))
     revised = {"revised": 1, "changes": [{"before": "lost", "after": None, "ids": 1}]}
     made = document.build(
-        held, current_findings.whole(held), plan, settings, Balance(), {"plan": 1.5}, False, [], revised
+        held, current_findings.by_finding(held), plan, settings, Balance(), {"plan": 1.5}, False, [], revised
     )
     document.write(spark, settings.options.report, made)
     return dict(made.document), root / "report"

@@ -103,7 +103,7 @@ def test_a_run_that_was_cut_off_anywhere_ends_with_the_report_it_would_have_had(
         "phantom": 0,
         "records": 50 + 7 + 15 + 3,
     }
-    text = job.told(whole.outcome, "somewhere")
+    text = job.summary(whole.outcome, "somewhere")
     assert "accepted 60 = delivered_once 46  duplicated 9  conflicted 5" in text
     assert "duplicate/foreign_writer" in text
     assert "somewhere/report.html" in text

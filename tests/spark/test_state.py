@@ -141,7 +141,7 @@ def test_records_without_id_have_a_row_each(spark: SparkSession) -> None:
         for offset in (3, block - 1, block)
     ]
     copies = decode.deliveries(spark.createDataFrame(records, source.SCHEMA), NOW_MS)
-    rows = deliveries.reduce(copies, deliveries.told(spark.createDataFrame([], decode.TESTIMONY)), 1).collect()
+    rows = deliveries.reduce(copies, deliveries.summarize(spark.createDataFrame([], decode.CLAIMS)), 1).collect()
     found = {(bytes(row["id"]).decode(), row["offset"], row["count"], row["is_clean"]) for row in rows}
     assert found == {("t/1/0", 3, 1, 0), ("t/1/0", block - 1, 1, 0), ("t/1/1", block, 1, 0)}
     assert {row["kind"] for row in rows} == {decode.UNKEYED}
@@ -161,7 +161,7 @@ def test_parts_of_a_record_that_are_not_decoded_have_a_place_each(spark: SparkSe
         )
         for name, body in zip(("journal", "ledger"), bodies, strict=True)
     )
-    told = deliveries.told(decode.answers(journal, NOW_MS).unionByName(decode.ledger(ledger, NOW_MS)))
+    told = deliveries.summarize(decode.answers(journal, NOW_MS).unionByName(decode.ledger(ledger, NOW_MS)))
     rows = deliveries.reduce(spark.createDataFrame([], decode.COPIES), told, 1)
     assert sorted((row["topic"], row["count"]) for row in rows.collect()) == (
         [("journal", 1), ("journal", 1), ("journal", 2), ("ledger", 1), ("ledger", 1), ("ledger", 1)]
@@ -194,9 +194,9 @@ def test_a_topic_is_written_to_where_the_ledger_or_an_answer_that_refuses_nothin
 ) -> None:
     told = [answer(status, topic=f"t-{status}") for status in (decode.ENTERED, 201, 202, 409, 422, 503, 504)]
     written = {"t-0", "t-201", "t-202", "t-504"}
-    testimony = spark.createDataFrame(told, decode.TESTIMONY)
-    assert {row["topic"] for row in testimony.where(decode.WRITTEN).collect()} == written
-    assert {row["topic"] for row in deliveries.told(testimony).where(deliveries.WRITTEN).collect()} == written
+    claims = spark.createDataFrame(told, decode.CLAIMS)
+    assert {row["topic"] for row in claims.where(decode.WRITTEN).collect()} == written
+    assert {row["topic"] for row in deliveries.summarize(claims).where(deliveries.WRITTEN).collect()} == written
     rows = reduced(spark, [*ids({"told": told}), copy(1, topic="foreign", life=None)])
     assert {row["topic"] for row in rows.where(deliveries.WRITTEN).collect()} == written
 

@@ -10,8 +10,8 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import Rules, SharedSettings
 from spark.reading.planning import DATA, LEDGER, REQUESTS, UNWANTED, Gap, Log, Plan, Promise
-from spark.rules import causes, classify, findings
-from spark.rules.classify import evidence, judge
+from spark.rules import causes, findings
+from spark.rules.classify import Evidence, classify, classify_clean, gather_evidence
 from spark.settings import OFFSETS_MOST, Options, Settings
 from spark.tables import deliveries
 from tests.spark.rows import HOUR_MS, NOW_MS, TTL_MS, answer, copy, entry, ids, name_of, reduced, states
@@ -287,7 +287,7 @@ def known(spark: SparkSession) -> DataFrame:
 @pytest.fixture(scope="module")
 def judged(spark: SparkSession) -> dict[str, Any]:
     rows = deliveries.gathered(known(spark))
-    return {name_of(row["id"]): row for row in judge(rows, evidence(plan(), settings())).collect()}
+    return {name_of(row["id"]): row for row in classify(rows, gather_evidence(plan(), settings())).collect()}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -326,7 +326,7 @@ FOUND: dict[str, set[tuple[str, str | None, int]]] = {
 }
 
 
-def found_of(rows: DataFrame, seen: classify.Evidence) -> dict[str, set[tuple[str, str | None, int]]]:
+def found_of(rows: DataFrame, seen: Evidence) -> dict[str, set[tuple[str, str | None, int]]]:
     """The findings of judged rows, for the cases of FOUND."""
     told: dict[str, set[tuple[str, str | None, int]]] = {name: set() for name in FOUND}
     some = rows.where(F.col("id").isin([bytearray(name.ljust(16).encode()) for name in FOUND]))
@@ -341,14 +341,14 @@ def found_of(rows: DataFrame, seen: classify.Evidence) -> dict[str, set[tuple[st
 
 
 def test_what_is_found_of_a_row(spark: SparkSession) -> None:
-    seen = evidence(plan(), settings())
-    assert found_of(judge(deliveries.gathered(known(spark)), seen), seen) == FOUND
+    seen = gather_evidence(plan(), settings())
+    assert found_of(classify(deliveries.gathered(known(spark)), seen), seen) == FOUND
 
 
 def test_a_topic_that_a_rule_calls_derived_has_no_derived_copies(spark: SparkSession) -> None:
     rules = Rules.parse('[[topics]]\npattern = "u"\nderived = true')
-    seen = evidence(plan(), dataclasses.replace(settings(), rules=rules))
-    found = found_of(judge(deliveries.gathered(known(spark)), seen), seen)
+    seen = gather_evidence(plan(), dataclasses.replace(settings(), rules=rules))
+    found = found_of(classify(deliveries.gathered(known(spark)), seen), seen)
     assert (found["derived"], found["derived-again"]) == (set(), {("duplicate", "rewrite", 2)})
 
 
@@ -365,7 +365,7 @@ def test_an_undecided_ledger_keeps_the_unsure_waiting(spark: SparkSession) -> No
             "other": [copy(2, life=(1, 1, 1, "x"), at=FRESH - HOUR_MS // 2)],
         },
     )
-    found = {name_of(row["id"]): row for row in judge(rows, evidence(held, settings())).collect()}
+    found = {name_of(row["id"]): row for row in classify(rows, gather_evidence(held, settings())).collect()}
     assert found["unsure"]["category"] == found["unsure-late"]["category"] == "pending"
     assert found["phantom"]["phantom"] == found["old"]["phantom"] == "pending"
     assert found["other"]["phantom"] == "phantom"
@@ -373,8 +373,8 @@ def test_an_undecided_ledger_keeps_the_unsure_waiting(spark: SparkSession) -> No
 
 def test_only_audited_topics_are_judged(spark: SparkSession) -> None:
     rows = states(spark, {"in": [entry(1)], "out": [entry(1, topic="other")], "both": [entry(1, topic="a"), entry(2)]})
-    seen = evidence(plan(), settings(topics=("t",)))
-    found = {name_of(row["id"]): row for row in judge(rows, seen).collect()}
+    seen = gather_evidence(plan(), settings(topics=("t",)))
+    found = {name_of(row["id"]): row for row in classify(rows, seen).collect()}
     assert found.keys() == {"in", "both"}
     assert [claim["offset"] for claim in found["both"]["missing"]] == [2]
 
@@ -384,16 +384,16 @@ def test_topics_that_only_other_options_asked_for_are_judged_and_reported_no_mor
     left_out = log(UNWANTED, "out", 0, audited=False, gaps=(Gap(1, 3, "retention", NOW_MS),))
     known = plan(gone, left_out)
     rows = states(spark, {"in": [entry(1)], "out": [copy(1, topic="out")], "gone": [entry(1, topic="gone")]})
-    found = {name_of(row["id"]) for row in judge(rows, evidence(known, settings())).collect()}
+    found = {name_of(row["id"]) for row in classify(rows, gather_evidence(known, settings())).collect()}
     assert found == {"in", "gone"}
     assert {row["topic"] for row in findings.of_logs(spark, known).collect()} == {"t", "anew", "gone"}
 
 
 def test_without_a_ledger_nothing_is_a_phantom_but_where_the_answers_tell(spark: SparkSession) -> None:
     logs = [one for one in plan().logs if one.role != LEDGER]
-    seen = evidence(Plan(1, FROZEN_MS, "", tuple(logs)), settings())
+    seen = gather_evidence(Plan(1, FROZEN_MS, "", tuple(logs)), settings())
     rows = states(spark, {"unknown": [copy(1)], "told": [copy(1, topic="telemetry")], "fresh": [copy(1, at=FRESH)]})
-    found = {name_of(row["id"]): row["phantom"] for row in judge(rows, seen).collect()}
+    found = {name_of(row["id"]): row["phantom"] for row in classify(rows, seen).collect()}
     assert found == {"unknown": "evidence_gap", "told": "phantom", "fresh": "pending"}
 
 
@@ -457,13 +457,13 @@ def test_copies_are_ordered_by_ledger_then_time_then_place(spark: SparkSession) 
 
 
 def test_every_finding_says_what_it_is_about(spark: SparkSession) -> None:
-    seen = evidence(plan(), settings())
+    seen = gather_evidence(plan(), settings())
     named = {
         "lost": [entry(3), answer(201, 4)],
         "both": [copy(1), copy(2, fingerprint=b"x" * 8)],
         "fine": [copy(5), entry(5)],
     }
-    rows = findings.suspicious(judge(states(spark, named), seen))
+    rows = findings.suspicious(classify(states(spark, named), seen))
     found = findings.of_ids(rows, seen, findings.HOUR).collect()
     told = {(name_of(row["id"]), row["kind"], row["cause"], row["count"]) for row in found}
     assert told == {
@@ -478,8 +478,8 @@ def test_plain_rows_are_judged_alike_by_their_numbers_alone(spark: SparkSession)
     gathered = states(spark, {name: case[0] for name, case in CASES.items()})
     names = [name_of(row["id"]) for row in gathered.where("is_clean = 1").collect()]
     assert set(names) == {"once", "no-answer", "foreign", "idempotent", "phantom-answered", "anew-id-there"}
-    seen = evidence(plan(), settings())
+    seen = gather_evidence(plan(), settings())
     alone = rows.where(F.col("id").isin([bytearray(name.ljust(16).encode()) for name in names]))
-    whole = findings.sums(judge(deliveries.alone(alone), seen)).collect()
-    assert whole == findings.sums(judge(gathered.where("is_clean = 1"), seen)).collect()
-    assert whole == findings.sums(classify.classify_clean(alone, seen)).collect()
+    whole = findings.sums(classify(deliveries.alone(alone), seen)).collect()
+    assert whole == findings.sums(classify(gathered.where("is_clean = 1"), seen)).collect()
+    assert whole == findings.sums(classify_clean(alone, seen)).collect()

@@ -5,22 +5,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-Tell = Callable[[str], None]
-"""Where progress is told, a line at a time."""
+OnProgress = Callable[[str], None]
+"""Takes progress, a line at a time."""
 
 
 @dataclass
-class Cost:
-    """Where the time of a run went: seconds a step, in order; each is told when it begins."""
+class StepTimer:
+    """Where the time of a run went: seconds a step, in order; each is announced when it begins."""
 
-    tell: Tell
+    on_progress: OnProgress
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
         started = time.monotonic()
         if name not in self.seconds:
-            self.tell(name)
+            self.on_progress(name)
         try:
             yield
         finally:

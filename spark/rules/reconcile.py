@@ -1,0 +1,213 @@
+"""Judge what a run has merged: classify ids, write findings, rejects and verdicts, and close the balance.
+
+Of nearly every id there is one clean row, and of clean rows only counts are summed. Whatever else is read, joined or
+cached is about the few other rows.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any, NamedTuple
+
+from pyspark import StorageLevel
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from spark.reading import planning
+from spark.reading.decode import EVENT, REJECT
+from spark.reading.planning import Plan
+from spark.rules import classify, cross_hour, findings
+from spark.rules.balance import Balance
+from spark.rules.classify import Evidence
+from spark.rules.record_counts import PARTITIONS_MAX, record_counts
+from spark.settings import Settings
+from spark.step_timer import StepTimer
+from spark.tables import deliveries as deliveries_table
+from spark.tables import hours, lake, verdict_history
+from spark.tables.lake import Lake
+
+
+class MultiRow(NamedTuple):
+    """The ids with several rows: `ids` as cross_hour.repeated gives them, `rows` their rows (deliveries.ROW)."""
+
+    ids: DataFrame
+    rows: DataFrame
+
+    def over_hours(self) -> DataFrame:
+        """The rows of ids whose rows lie in several hours."""
+        return self.rows.join(self.ids.where("first < last"), "id", "left_semi")
+
+
+class Classified(NamedTuple):
+    """What was made of some hours: `rows` that are judged one by one, `sums` for the balance (findings.SUMS), and in
+    `double_counted` what `sums` counts a second time."""
+
+    rows: DataFrame
+    sums: Sequence[Any]
+    double_counted: Sequence[Any]
+
+
+@dataclass
+class Cache:
+    """Rows that are kept in memory and on disk for as long as a judgement needs them."""
+
+    _kept: list[DataFrame] = field(default_factory=list)
+
+    def keep(self, rows: DataFrame) -> DataFrame:
+        self._kept.append(rows.persist(StorageLevel.MEMORY_AND_DISK))
+        return rows
+
+    def release(self) -> None:
+        for rows in self._kept:
+            rows.unpersist()
+
+
+@contextmanager
+def _cache() -> Iterator[Cache]:
+    cache = Cache()
+    yield cache
+    cache.release()
+
+
+def reconcile(
+    spark: SparkSession,
+    tables: Lake,
+    plan: Plan,
+    previous: Plan | None,
+    settings: Settings,
+    timer: StepTimer,
+    before: dict[str, Any] | None,
+    kept_from: str,
+) -> Balance:
+    """Classify the hours that a run touched, and the ids of several hours; write what is found; return the balance.
+
+    `previous` is the last finished run's plan, `before` what that run left (its summary), `kept_from` the first hour
+    that the lake keeps, or "". Writes the tables `rejects`, `findings` and `verdicts`, each once for the run's number.
+    """
+    evidence = classify.gather_evidence(plan, settings)
+    balance = Balance.of(before)
+    balance.delete_before(kept_from)
+    rows = tables.read("deliveries")
+    if kept_from:
+        rows = rows.where(hours.since(kept_from))
+    over_hours = not settings.options.skip_ids
+    with _cache() as cache:
+        with timer.step("judge"):
+            touched = hours_to_judge(rows, before, plan, balance)
+        with timer.step("ids"):
+            multi_row = _multi_row(rows if over_hours else rows.where(hours.within(touched)), cache)
+            balance.shifted |= planning.shifted(plan, previous)
+            if over_hours and balance.shifted:
+                # Their rows leave the sums of hours as they are judged now, so these hours must be judged now too.
+                touched |= set(hours.of(multi_row.over_hours().where("is_clean = 0")))
+                balance.shifted = False
+        in_hours = rows.where(hours.within(touched))
+        with timer.step("judge"):
+            classified = _classify_hours(in_hours, multi_row, touched, evidence, cache)
+            balance.replace(touched, classified.sums, classified.double_counted)
+            if any(row["rejects"] for row in classified.sums):
+                _write_rejects(tables, in_hours, plan.run)
+        with timer.step("map"):
+            counts = record_counts(in_hours, partitions=plan.partitions <= PARTITIONS_MAX)
+            balance.replace_record_counts(touched, counts.collect() if touched else [])
+        found = [findings.of_logs(spark, plan), *_findings_of_hours(classified.rows, in_hours, evidence)]
+        replaced = [f"scope = '{findings.LOG}'"]
+        if touched:
+            replaced.append(f"(scope = '{findings.HOUR}' AND {hours.sql(touched)})")
+        if over_hours:
+            with timer.step("ids"):
+                # What is further back is in no report's window, nor near enough to what is.
+                first = hours.text_of(planning.window_from(plan, settings) - evidence.key_ttl_ms)
+                found += _findings_over_hours(rows.where(hours.since(first)), multi_row, balance, evidence, cache)
+                replaced.append(f"scope = '{findings.IDS}'")
+        with timer.step("findings"):
+            united = reduce(lambda one, more: one.unionByName(more, allowMissingColumns=True), found)
+            united = united.withColumn("run", F.lit(plan.run).cast("bigint"))
+            tables.replace("findings", united, " OR ".join(replaced), plan.run)
+        with timer.step("verdicts"):
+            _write_verdicts(tables, plan, classified.rows, in_hours.where("is_clean = 1"), multi_row.ids, touched)
+    return balance
+
+
+def hours_to_judge(rows: DataFrame, before: dict[str, Any] | None, plan: Plan, balance: Balance) -> set[str]:
+    """The hours that this run wrote to, and those whose verdict time alone may change; every hour where options or
+    topics have changed."""
+    if before is None or before["options"] != plan.options or before["topics"] != plan.topics:
+        return set(hours.of(rows))
+    return set(hours.of(rows.where(F.col("run") == plan.run))) | balance.open_hours()
+
+
+def _multi_row(rows: DataFrame, cache: Cache) -> MultiRow:
+    """The ids that have several of these rows."""
+    ids = cache.keep(cross_hour.repeated(rows))
+    if spans := cross_hour.spans_of(ids):
+        return MultiRow(ids, cache.keep(cross_hour.rows_of(rows, ids, spans)))
+    # Spark optimises away everything derived from an empty relation.
+    return MultiRow(ids.where("false"), rows.where("false"))
+
+
+def _classify_hours(
+    rows: DataFrame, multi_row: MultiRow, touched: set[str], evidence: Evidence, cache: Cache
+) -> Classified:
+    """Classify all rows of these hours: by counts where they are clean, one by one where they are not, or where their
+    id has other rows. A clean row of an id with other rows is counted both ways: `double_counted`."""
+    events = rows.where((F.col("is_clean") == 0) & (F.col("kind") == EVENT))
+    single = deliveries_table.alone(events.join(multi_row.ids, "id", "left_anti"))
+    several = multi_row.rows.where(hours.within(touched))
+    classified = cache.keep(classify.classify(single.unionByName(deliveries_table.gathered(several)), evidence))
+    counted = rows.where((F.col("is_clean") == 1) | (F.col("kind") != EVENT))
+    sums = findings.sums(classified).unionByName(findings.sums(classify.classify_clean(counted, evidence))).collect()
+    double_counted = findings.sums(classify.classify_clean(several.where("is_clean = 1"), evidence)).collect()
+    return Classified(classified, sums, double_counted)
+
+
+def _write_rejects(tables: Lake, rows: DataFrame, run: int) -> None:
+    """Write down the records of this run, and parts of records, that could not be decoded."""
+    rejected = rows.where((F.col("run") == run) & (F.col("kind") == REJECT) & (F.col("is_clean") == 0))
+    columns = rejected.withColumn("seen_ms", F.col("last_ms")).select("*", "reject.*").select(*lake.REJECT)
+    tables.append("rejects", columns.coalesce(1), run)
+
+
+def _findings_of_hours(classified: DataFrame, rows: DataFrame, evidence: Evidence) -> list[DataFrame]:
+    """Findings (lake.FINDING) that single hours show."""
+    suspicious = findings.suspicious(classified)
+    return [
+        findings.of_ids(suspicious, evidence, findings.HOUR),
+        findings.of_places(suspicious, findings.HOUR),
+        findings.unkeyed(rows.where("is_clean = 0"), evidence),
+    ]
+
+
+def _findings_over_hours(
+    recent: DataFrame, multi_row: MultiRow, balance: Balance, evidence: Evidence, cache: Cache
+) -> list[DataFrame]:
+    """Findings (lake.FINDING) that no single hour shows; ids of several hours count once in the balance from now on.
+
+    `recent` are the rows among which a client may have sent one request under several keys.
+    """
+    rows = multi_row.over_hours()
+    judged_per_hour = classify.classify(deliveries_table.gathered(rows), evidence)
+    judged_per_id = classify.classify(deliveries_table.gathered(rows, by_hour=False), evidence)
+    balance.adjust(findings.sums(judged_per_hour).collect(), findings.sums(judged_per_id).collect())
+    retried = cache.keep(cross_hour.retried(recent, evidence))
+    spans = cross_hour.spans_of(retried)
+    clients = [cross_hour.client_duplicates(recent, retried, spans, evidence)] if spans else []
+    return [
+        *clients,
+        findings.of_ids(findings.suspicious(judged_per_id), evidence, findings.IDS),
+        cross_hour.superseded(judged_per_id),
+    ]
+
+
+def _write_verdicts(
+    tables: Lake, plan: Plan, classified: DataFrame, clean: DataFrame, multi_row_ids: DataFrame, touched: set[str]
+) -> None:
+    """Write down the ids whose verdict is another one than before."""
+    last = verdict_history.last(tables.read("verdicts"), plan.run)
+    waiting = verdict_history.may_change(last)
+    theirs = clean.where(hours.within(touched & set(hours.of(waiting))))
+    settled = theirs.join(waiting, ["accepted_hour", "id"], "left_semi").join(multi_row_ids, "id", "left_anti")
+    changes = verdict_history.changed(classified, settled, last, plan.run, plan.frozen_ms)
+    if not changes.isEmpty():
+        tables.append("verdicts", changes.coalesce(1), plan.run)
