@@ -98,7 +98,7 @@ class _Run:
 
     def carry_out(self) -> Outcome:
         with self.timer.step("plan"):
-            self.lake.grow()
+            self.lake.upgrade()
             before = before_now(self.lake)
             plan, resumed = self._plan(before)
             self.kept_from = _kept_from(plan, self.settings.options.keep_days, before)

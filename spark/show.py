@@ -39,6 +39,7 @@ def show(spark: SparkSession, shared: SharedSettings, root: str, text: str) -> I
     CannotRun where the lake knows neither.
     """
     lake = Lake(spark, root)
+    lake.check_version()
     ids = ids_of(text)
     rows = deliveries.gathered(_of(lake.read("deliveries").where(F.col("kind") == EVENT), ids))
     found_rows = rows.withColumn("ordered", causes.ordered()).orderBy("accepted_ms").collect()

@@ -22,8 +22,8 @@ def drawn(
     """The map of report.json: from the first hour of the window (from `first` on) with anything in it to the last.
 
     `records` as the balance has them, `finding_counts` rows of current_findings.finding_counts. Records dated later
-    than the hour `last`, in which the run froze the ends, count in that hour: one wrong clock would stretch the map over
-    years.
+    than the hour `last`, in which the run froze the ends, count in that hour: one wrong clock would stretch the map
+    over years.
     """
     audited = set(topics)
     delivered = _delivered(records, audited, first, last)

@@ -6,8 +6,10 @@ from typing import Final
 
 from delta.tables import DeltaTable
 from pyspark.sql import DataFrame, DataFrameWriter, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StructType
 
+from spark.errors import CannotRun
 from spark.reading import wire_expressions
 from spark.reading.decode import EVENT
 from spark.tables import deliveries
@@ -121,6 +123,32 @@ SCHEMAS: Final[Mapping[str, Mapping[str, str]]] = {
 PARTITIONS: Final = {"deliveries": ("accepted_hour", "is_clean")}
 """The rows of an hour of which more than numbers is read lie apart: they are few."""
 
+RENAMED: Final[Mapping[str, Mapping[str, str]]] = {
+    "deliveries": {
+        "plain": "is_clean",
+        "entered_ms": "entry_seen_ms",
+        "answered_ms": "answer_seen_ms",
+        "unsure_ms": "in_doubt_ms",
+        "copied_ms": "timestamp_ms",
+        "copied_at": "record_accepted_ms",
+        "fp": "fingerprint",
+        "alt": "alternative_fingerprints",
+        "stamped": "has_fencepost_header",
+        "keyed": "has_record_key",
+    },
+    "progress": {
+        "life": "topic_id",
+        "since_ms": "recreated_at_ms",
+        "complete_ms": "complete_since_ms",
+        "decided_ms": "decided_until_ms",
+        "holder": "blocking_transaction",
+        "heard_run": "caught_up_run",
+        "mark_run": "behind_run",
+        "mark_end": "behind_end",
+    },
+}
+"""Columns as lakes of the first version name them, and as they are named now."""
+
 # A lake of an earlier version lacks columns that these have now. No other table takes a column that it does not know.
 _GROWN: Final = frozenset({"deliveries", "findings", "progress"})
 
@@ -155,12 +183,36 @@ class Lake:
             return wire_expressions.rows_of(self.spark, schema(name), [])
         return self.spark.read.format("delta").load(self.path(name))
 
-    def grow(self) -> None:
-        """Give tables of an earlier version the columns that they lack; null in the rows that are there."""
+    def upgrade(self) -> None:
+        """Bring the tables of an earlier version to this one: columns by their present names, and those they lack.
+
+        Each table in a commit of its own, and none twice: a run that is killed amid this goes on where it stopped.
+        """
+        for name, renamed in RENAMED.items():
+            if self.exists(name) and renamed.keys() & set(self.read(name).columns):
+                self._rename(name, renamed)
         for name in sorted(_GROWN):
             if self.exists(name) and set(SCHEMAS[name]) - set(self.read(name).columns):
                 nothing = wire_expressions.rows_of(self.spark, schema(name), [])
                 nothing.write.format("delta").mode("append").option("mergeSchema", True).save(self.path(name))
+
+    def check_version(self) -> None:
+        """CannotRun where the tables are of an earlier version."""
+        for name, renamed in RENAMED.items():
+            if self.exists(name) and (old := renamed.keys() & set(self.read(name).columns)):
+                raise CannotRun(
+                    f"--lake {self.root} is of an earlier version ({name} has {', '.join(sorted(old))}): "
+                    "run python -m spark on it once, which brings it to this one"
+                )
+
+    def _rename(self, name: str, renamed: Mapping[str, str]) -> None:
+        """Write a table anew with other names of columns; Delta cannot rename one by which a table is partitioned."""
+        rows = self.read(name)
+        columns = [F.col(old).alias(renamed.get(old, old)) for old in rows.columns]
+        writer = rows.select(*columns).write.format("delta").mode("overwrite").option("overwriteSchema", True)
+        if name in PARTITIONS:
+            writer = writer.partitionBy(*PARTITIONS[name])
+        writer.save(self.path(name))
 
     def append(self, name: str, rows: DataFrame, run: int) -> None:
         """Add rows, unless this run did."""

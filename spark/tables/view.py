@@ -115,6 +115,7 @@ def register(spark: SparkSession, shared: SharedSettings, root: str, topic: str)
     """
     with lock.held(spark, root):
         lake = Lake(spark, root)
+        lake.check_version()
         view = View(lake, shared, topic)
         last = lake.read("runs").agg(F.max("run").alias("run")).collect()[0]["run"]
         rows = lake.read("progress").where(F.col("run") == last).collect() if last is not None else []
