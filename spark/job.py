@@ -14,7 +14,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from spark import session
 from spark.errors import CannotRun
 from spark.reading import decode, planning, source, wire_expressions
-from spark.reading.kafka_admin import Broker, Place
+from spark.reading.kafka_admin import Broker, TopicPartition
 from spark.reading.planning import DATA, LEDGER, REQUESTS, Log, Plan
 from spark.report import document, publish
 from spark.report.model import Document
@@ -26,7 +26,7 @@ from spark.settings import HOUR_MS, Settings
 from spark.step_timer import OnProgress, StepTimer
 from spark.tables import deliveries, hours, lake, lock, verdict_history, view
 
-Spans = dict[Place, source.Span]
+Spans = dict[TopicPartition, source.Span]
 
 # The runs before, of which the report tells.
 HISTORY_RUNS: Final = 19

@@ -13,7 +13,7 @@ from service.contract import SharedSettings, wire
 from spark.errors import CannotRun
 from spark.reading import decode, source
 from spark.reading.decode import EVENT
-from spark.reading.kafka_admin import Broker, Place
+from spark.reading.kafka_admin import Broker, TopicPartition
 from spark.reading.source import Span
 from spark.rules import causes
 from spark.tables import deliveries
@@ -129,7 +129,7 @@ def _records(spark: SparkSession, shared: SharedSettings, places: Sequence[tuple
     """The records at these places that are there still: one look at Kafka for each place in a partition."""
     left = list(places)
     while left:
-        spans: dict[Place, Span] = {}
+        spans: dict[TopicPartition, Span] = {}
         later = []
         for topic, partition, offset in left:
             if (topic, partition) in spans:
@@ -140,7 +140,9 @@ def _records(spark: SparkSession, shared: SharedSettings, places: Sequence[tuple
         left = later
 
 
-def _there(spark: SparkSession, shared: SharedSettings, spans: Mapping[Place, Span]) -> dict[Place, Span]:
+def _there(
+    spark: SparkSession, shared: SharedSettings, spans: Mapping[TopicPartition, Span]
+) -> dict[TopicPartition, Span]:
     """Those of the spans that lie in a log as it is now."""
     with closing(Broker(spark, shared)) as broker:
         topics = broker.describe([topic for topic, _ in spans])

@@ -22,7 +22,7 @@ CALL_MS: Final = 30_000
 # Asked for at once: keeps one request within what a broker answers quickly.
 TOPICS_A_CALL: Final = 500
 
-Place = tuple[str, int]
+TopicPartition = tuple[str, int]
 """Topic and partition."""
 
 _Key = TypeVar("_Key")
@@ -175,19 +175,19 @@ class Broker:
             time.sleep(0.1)
         return found
 
-    def ends(self, places: Sequence[Place], *, strict: bool = True) -> dict[Place, Ends]:
+    def ends(self, partitions: Sequence[TopicPartition], *, strict: bool = True) -> dict[TopicPartition, Ends]:
         """The ends of these partitions, the high watermark first and the last stable offset after it.
 
         If not `strict`, one that fails (it has no leader, its topic was just deleted) is left out.
         """
         spec = self._kafka.clients.admin.OffsetSpec
-        high = self._offsets(places, spec.latest(), "READ_UNCOMMITTED", strict=strict)
+        high = self._offsets(partitions, spec.latest(), "READ_UNCOMMITTED", strict=strict)
         # What failed once is not waited for again.
         stable = self._offsets(list(high), spec.latest(), "READ_COMMITTED", strict=strict)
         start = self._offsets(list(stable), spec.earliest(), "READ_UNCOMMITTED", strict=strict)
-        return {place: Ends(start[place][0], high[place][0], *stable[place]) for place in start}
+        return {partition: Ends(start[partition][0], high[partition][0], *stable[partition]) for partition in start}
 
-    def diverged(self, positions: Mapping[Place, tuple[int, int]]) -> dict[Place, int]:
+    def diverged(self, positions: Mapping[TopicPartition, tuple[int, int]]) -> dict[TopicPartition, int]:
         """Where the logs of these partitions stopped being what was read of them, without those that are the same.
 
         A position is the offset up to which a log was read, and the leader epoch of that time. A leader of a later
@@ -199,23 +199,23 @@ class Broker:
         optional = self._jvm.java.util.Optional
         metadata = self._kafka.clients.consumer.OffsetAndMetadata
         patience = self._jvm.java.time.Duration.ofMillis(CALL_MS)
-        found: dict[Place, int] = {}
+        found: dict[TopicPartition, int] = {}
         with self._consumer() as consumer:
-            handles = {place: self._place(place) for place in positions}
+            handles = {partition: self._java_partition(partition) for partition in positions}
             assigned = self._list(handles.values())
             consumer.assign(assigned)
             # A position is checked only where the consumer has heard of a leader.
             self._call(lambda: consumer.endOffsets(assigned, patience))
-            for place, (offset, epoch) in positions.items():
-                consumer.seek(handles[place], metadata(offset, optional.of(epoch), ""))
+            for partition, (offset, epoch) in positions.items():
+                consumer.seek(handles[partition], metadata(offset, optional.of(epoch), ""))
             for handle in handles.values():
                 while (cut := self._cut_off(consumer, handle, patience)) is not None:
                     found |= {other: agreed for other, agreed in cut.items() if agreed is not None}
                     for other in cut:
                         consumer.seek(handles[other], positions[other][0])
-        return {place: found[place] for place in positions if place in found}
+        return {partition: found[partition] for partition in positions if partition in found}
 
-    def _cut_off(self, consumer: Any, handle: Any, patience: Any) -> dict[Place, int | None] | None:
+    def _cut_off(self, consumer: Any, handle: Any, patience: Any) -> dict[TopicPartition, int | None] | None:
         """None where a consumer may read on from its position; else which positions it must not read on from, and
         from where it may, if that is known."""
         try:
@@ -230,46 +230,46 @@ class Broker:
             return {**answers, **known}
         return None
 
-    def timestamps_at(self, places: dict[Place, int], wait_ms: int = 5_000) -> dict[Place, int]:
+    def timestamps_at(self, partitions: dict[TopicPartition, int], wait_ms: int = 5_000) -> dict[TopicPartition, int]:
         """Timestamp (ms) of the first record at or after each of these offsets, committed or not.
 
         A partition that gives none in time is left out.
         """
-        if not places:
+        if not partitions:
             return {}
-        found: dict[Place, int] = {}
+        found: dict[TopicPartition, int] = {}
         with self._consumer() as consumer:
-            handles = {place: self._place(place) for place in places}
+            handles = {partition: self._java_partition(partition) for partition in partitions}
             consumer.assign(self._list(handles.values()))
-            for place, handle in handles.items():
-                consumer.seek(handle, places[place])
+            for partition, handle in handles.items():
+                consumer.seek(handle, partitions[partition])
             waited = 0
-            while waited < wait_ms and len(found) < len(places):
+            while waited < wait_ms and len(found) < len(partitions):
                 batch = self._call(lambda: consumer.poll(self._jvm.java.time.Duration.ofMillis(250)))
                 waited += 250
-                for place, handle in handles.items():
-                    if place not in found:
+                for partition, handle in handles.items():
+                    if partition not in found:
                         records = batch.records(handle)
                         if not records.isEmpty():
-                            found[place] = int(records.get(0).timestamp())
+                            found[partition] = int(records.get(0).timestamp())
                             consumer.pause(self._list([handle]))
         return found
 
-    def blocking_transactions(self, places: Sequence[Place]) -> dict[Place, BlockingTransaction]:
+    def blocking_transactions(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, BlockingTransaction]:
         """The oldest open transaction of each of these partitions (DescribeProducers, KIP-664).
 
         What the broker does not tell, or not to us, is left out: it explains a verdict, none depends on it.
         """
         try:
-            return self._blocking_transactions(places)
+            return self._blocking_transactions(partitions)
         except CannotRun:
             return {}
 
-    def _blocking_transactions(self, places: Sequence[Place]) -> dict[Place, BlockingTransaction]:
-        handles = {place: self._place(place) for place in places}
+    def _blocking_transactions(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, BlockingTransaction]:
+        handles = {partition: self._java_partition(partition) for partition in partitions}
         answers = self._ask(partial(self._admin.describeProducers, self._list(handles.values())), "all")
-        found: dict[Place, BlockingTransaction] = {}
-        for place, handle in handles.items():
+        found: dict[TopicPartition, BlockingTransaction] = {}
+        for partition, handle in handles.items():
             states = answers.get(handle).activeProducers()
             opened = [state for state in states if state.currentTransactionStartOffset().isPresent()]
             transactions = [
@@ -281,14 +281,14 @@ class Broker:
                 for state in opened
             ]
             if transactions:
-                found[place] = min(transactions, key=lambda one: one.start_offset)
+                found[partition] = min(transactions, key=lambda one: one.start_offset)
         try:
             known = self._transactions({one.producer_id for one in found.values()})
         except CannotRun:
             known = {}
         return {
-            place: replace(one, **known.get(one.producer_id, {}))  # type: ignore[arg-type]
-            for place, one in found.items()
+            partition: replace(one, **known.get(one.producer_id, {}))  # type: ignore[arg-type]
+            for partition, one in found.items()
         }
 
     def _transactions(self, producer_ids: Collection[int]) -> dict[int, dict[str, str | int]]:
@@ -326,11 +326,11 @@ class Broker:
             consumer.close(self._jvm.java.time.Duration.ofMillis(1000))
 
     def _offsets(
-        self, places: Sequence[Place], spec: Any, isolation: str, *, strict: bool
-    ) -> dict[Place, tuple[int, int]]:
-        """The offset that a ListOffsets request answers for each place, and the leader epoch, -1 for none."""
+        self, partitions: Sequence[TopicPartition], spec: Any, isolation: str, *, strict: bool
+    ) -> dict[TopicPartition, tuple[int, int]]:
+        """The offset that a ListOffsets request answers for each partition, and the leader epoch, -1 for none."""
         level = getattr(self._kafka.common.IsolationLevel, isolation)
-        handles = {place: self._place(place) for place in places}
+        handles = {partition: self._java_partition(partition) for partition in partitions}
         wanted = self._jvm.java.util.HashMap()
         for handle in handles.values():
             wanted.put(handle, spec)
@@ -343,7 +343,8 @@ class Broker:
             strict=strict,
         )
         return {
-            place: (int(answer.offset()), int(answer.leaderEpoch().orElse(-1))) for place, answer in answers.items()
+            partition: (int(answer.offset()), int(answer.leaderEpoch().orElse(-1)))
+            for partition, answer in answers.items()
         }
 
     def _config(self, more: Mapping[str, str]) -> Any:
@@ -352,8 +353,8 @@ class Broker:
             made.put(name, value)
         return made
 
-    def _place(self, place: Place) -> Any:
-        return self._kafka.common.TopicPartition(*place)
+    def _java_partition(self, partition: TopicPartition) -> Any:
+        return self._kafka.common.TopicPartition(*partition)
 
     def _list(self, items: Iterable[Any]) -> Any:
         made = self._jvm.java.util.ArrayList()

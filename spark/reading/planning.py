@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 from service.contract import CallerRule, Guarantee, Rules, TopicRule, wire
 from spark import rule_table
 from spark.errors import CannotRun
-from spark.reading.kafka_admin import BlockingTransaction, Ends, Place, Topic
+from spark.reading.kafka_admin import BlockingTransaction, Ends, Topic, TopicPartition
 from spark.reading.source import Span
 from spark.settings import HOUR_MS, OFFSETS_MOST, Settings, matches
 
@@ -36,10 +36,12 @@ class Cluster(Protocol):
     def names(self) -> list[str]: ...
     def describe(self, names: Sequence[str], *, strict: bool = True) -> dict[str, Topic]: ...
     def compacted(self, names: Sequence[str]) -> set[str]: ...
-    def ends(self, places: Sequence[Place], *, strict: bool = True) -> dict[Place, Ends]: ...
-    def timestamps_at(self, places: dict[Place, int]) -> dict[Place, int]: ...
-    def blocking_transactions(self, places: Sequence[Place]) -> dict[Place, BlockingTransaction]: ...
-    def diverged(self, positions: Mapping[Place, tuple[int, int]]) -> dict[Place, int]: ...
+    def ends(self, partitions: Sequence[TopicPartition], *, strict: bool = True) -> dict[TopicPartition, Ends]: ...
+    def timestamps_at(self, partitions: dict[TopicPartition, int]) -> dict[TopicPartition, int]: ...
+    def blocking_transactions(
+        self, partitions: Sequence[TopicPartition]
+    ) -> dict[TopicPartition, BlockingTransaction]: ...
+    def diverged(self, positions: Mapping[TopicPartition, tuple[int, int]]) -> dict[TopicPartition, int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ class Log:
     leader_epoch: int = -1
 
     @property
-    def place(self) -> Place:
+    def topic_partition(self) -> TopicPartition:
         return self.topic, self.partition
 
 
@@ -117,13 +119,15 @@ class Plan:
     options: str
     logs: tuple[Log, ...] = field(repr=False)
 
-    def spans(self, role: str) -> dict[Place, Span]:
+    def spans(self, role: str) -> dict[TopicPartition, Span]:
         """What the run reads of the audited logs of a role."""
         return spans_of(self.logs, role)
 
     def of(self, role: str) -> list[Log]:
         """The audited logs of a role, by topic and partition."""
-        return sorted((log for log in self.logs if log.role == role and log.audited), key=lambda log: log.place)
+        return sorted(
+            (log for log in self.logs if log.role == role and log.audited), key=lambda log: log.topic_partition
+        )
 
     @property
     def topics(self) -> list[str]:
@@ -168,9 +172,9 @@ class Plan:
         return None if head is None else cls(head["run"], head["frozen_ms"], head["options"], tuple(logs))
 
 
-def spans_of(logs: Iterable[Log], role: str) -> dict[Place, Span]:
+def spans_of(logs: Iterable[Log], role: str) -> dict[TopicPartition, Span]:
     """What is to be read of the audited logs of a role."""
-    return {log.place: (log.start, log.end) for log in logs if log.role == role and log.audited}
+    return {log.topic_partition: (log.start, log.end) for log in logs if log.role == role and log.audited}
 
 
 _ASK: Final = -1
@@ -294,11 +298,11 @@ def freeze(
     logs = [_promised(settings, before, log) for log in logs]
     run = run or (before.run + 1 if before else 1)
     logs = [_caught_up(log, run) for log in _ended_later(cluster, logs)]
-    here = {log.place for log in logs}
+    here = {log.topic_partition for log in logs}
     carried = [
         replace(log, role=_carried_as(log, wanted), audited=False, start=log.end)
         for log in (before.logs if before else ())
-        if log.place not in here
+        if log.topic_partition not in here
     ]
     return Plan(run, now_ms, options_of(settings), tuple(logs + carried))
 
@@ -313,39 +317,39 @@ def _frozen(
     described = cluster.describe([name for names in sure.values() for name in names])
     maybe = cluster.describe(list(candidates), strict=False)
 
-    def places_of(topics: Iterable[Topic]) -> list[Place]:
+    def partitions_of(topics: Iterable[Topic]) -> list[TopicPartition]:
         return sorted((topic.name, n) for topic in topics for n in range(topic.partitions))
 
-    tried = cluster.ends(places_of(maybe.values()), strict=False)
+    tried = cluster.ends(partitions_of(maybe.values()), strict=False)
     whole = {name for name, topic in maybe.items() if all((name, n) in tried for n in range(topic.partitions))}
-    found = {DATA: {place: ends for place, ends in tried.items() if place[0] in whole}}
+    found = {DATA: {partition: ends for partition, ends in tried.items() if partition[0] in whole}}
     for role, names in sure.items():
         there = [described[name] for name in names if name in described]
-        found[role] = found.get(role, {}) | cluster.ends(places_of(there))
+        found[role] = found.get(role, {}) | cluster.ends(partitions_of(there))
     topics = described | maybe
     diverged = _diverged(
         cluster, before.logs if before else (), topics, {**found[DATA], **found[LEDGER], **found[REQUESTS]}
     )
     return [
-        _next_log(before, role, topics[place[0]], place, ends, diverged.get(place), now_ms)
-        for role, places in found.items()
-        for place, ends in places.items()
+        _next_log(before, role, topics[partition[0]], partition, ends, diverged.get(partition), now_ms)
+        for role, partitions in found.items()
+        for partition, ends in partitions.items()
     ]
 
 
 def _diverged(
-    cluster: Cluster, logs: Iterable[Log], topics: Mapping[str, Topic], now: Mapping[Place, Ends]
-) -> dict[Place, int]:
+    cluster: Cluster, logs: Iterable[Log], topics: Mapping[str, Topic], now: Mapping[TopicPartition, Ends]
+) -> dict[TopicPartition, int]:
     """Where logs stopped being what was read of them, of those that have another leader, or one of another epoch."""
     return cluster.diverged(
         {
-            log.place: (log.end, log.leader_epoch)
+            log.topic_partition: (log.end, log.leader_epoch)
             for log in logs
-            if log.place in now
+            if log.topic_partition in now
             and log.topic_id == topics[log.topic].topic_id
             and log.end > 0
-            and -1 not in (log.leader_epoch, now[log.place].leader_epoch)
-            and log.leader_epoch != now[log.place].leader_epoch
+            and -1 not in (log.leader_epoch, now[log.topic_partition].leader_epoch)
+            and log.leader_epoch != now[log.topic_partition].leader_epoch
         }
     )
 
@@ -379,19 +383,19 @@ def window_from(plan: Plan, settings: Settings) -> int:
     return rule_table.window_from(plan.frozen_ms, settings.options.window_h * HOUR_MS)
 
 
-def arrived(plan: Plan, before: Plan | None) -> dict[Place, int]:
+def arrived(plan: Plan, before: Plan | None) -> dict[TopicPartition, int]:
     """Since when (ms) what a run reads of a data log has come into it at the earliest, where the run before tells.
 
     That run froze the log's end: what lies above it came, or was committed, later, whatever its timestamp says.
     """
     if before is None:
         return {}
-    read = {log.place: log for log in before.of(DATA) if log.end == log.last_stable}
+    read = {log.topic_partition: log for log in before.of(DATA) if log.end == log.last_stable}
     return {
-        log.place: before.frozen_ms
+        log.topic_partition: before.frozen_ms
         for log in plan.of(DATA)
         if log.start < log.end
-        and (last := read.get(log.place)) is not None
+        and (last := read.get(log.topic_partition)) is not None
         and (log.topic_id != last.topic_id or log.start >= last.end)
     }
 
@@ -403,7 +407,7 @@ def shifted(plan: Plan, before: Plan | None) -> bool:
     """
 
     def grounds(logs: Iterable[Log]) -> set[tuple[Any, ...]]:
-        return {(log.place, log.topic_id, log.compacted, log.recreated_at_ms, log.gaps) for log in logs}
+        return {(log.topic_partition, log.topic_id, log.compacted, log.recreated_at_ms, log.gaps) for log in logs}
 
     return before is not None and grounds(before.of(DATA)) - grounds(plan.of(DATA)) != set()
 
@@ -414,33 +418,42 @@ def readable(cluster: Cluster, plan: Plan) -> bool:
     topics = cluster.describe(sorted({log.topic for log in logs}))
     if any(log.topic not in topics or topics[log.topic].topic_id != log.topic_id for log in logs):
         return False
-    ends = cluster.ends([log.place for log in logs]) if logs else {}
-    there = all(ends[log.place].log_start <= log.start and log.end <= ends[log.place].last_stable for log in logs)
+    ends = cluster.ends([log.topic_partition for log in logs]) if logs else {}
+    there = all(
+        ends[log.topic_partition].log_start <= log.start and log.end <= ends[log.topic_partition].last_stable
+        for log in logs
+    )
     return there and not _diverged(cluster, logs, topics, ends)
 
 
-def vanished(plan: Plan, before: Plan | None) -> dict[Place, Span]:
+def vanished(plan: Plan, before: Plan | None) -> dict[TopicPartition, Span]:
     """What was read of the data before, and stands in the logs no more since the run before: it is no evidence."""
-    known = {log.place: set(log.gaps) for log in before.logs} if before else {}
+    known = {log.topic_partition: set(log.gaps) for log in before.logs} if before else {}
     return {
-        log.place: (gap.first, gap.last)
+        log.topic_partition: (gap.first, gap.last)
         for log in plan.of(DATA)
         for gap in log.gaps
-        if gap.cause == TRUNCATED and gap not in known.get(log.place, ())
+        if gap.cause == TRUNCATED and gap not in known.get(log.topic_partition, ())
     }
 
 
 def _next_log(
-    before: Plan | None, role: str, topic: Topic, place: Place, ends: Ends, diverged: int | None, now_ms: int
+    before: Plan | None,
+    role: str,
+    topic: Topic,
+    partition: TopicPartition,
+    ends: Ends,
+    diverged: int | None,
+    now_ms: int,
 ) -> Log:
-    """A partition's place in this run, from where the last run left it, or from where it is another log since."""
-    last = next((log for log in before.logs if log.place == place), None) if before else None
+    """A partition in this run: from where the last run left it, or from where its log is another one since."""
+    last = next((log for log in before.logs if log.topic_partition == partition), None) if before else None
     # What is read for the first time is known from its oldest record on: a ledger may have been made after the data.
     complete_since_ms = 0 if role == DATA else _ASK if ends.log_start else _ASK_TOPIC
     log = Log(
         role=role,
-        topic=place[0],
-        partition=place[1],
+        topic=partition[0],
+        partition=partition[1],
         topic_id=topic.topic_id,
         audited=True,
         compacted=False,
@@ -501,11 +514,11 @@ def _ended_later(cluster: Cluster, logs: list[Log]) -> list[Log]:
     Where an open transaction holds a log up, nothing beyond its last stable offset is proven: `later_end` is the
     largest offset then.
     """
-    places = [log.place for log in logs if log.role == DATA]
-    ends = cluster.ends(places) if places else {}
+    partitions = [log.topic_partition for log in logs if log.role == DATA]
+    ends = cluster.ends(partitions) if partitions else {}
 
     def later(log: Log) -> int:
-        found = ends.get(log.place)
+        found = ends.get(log.topic_partition)
         stable, end = (
             (log.last_stable, log.high_watermark) if found is None else (found.last_stable, found.high_watermark)
         )
@@ -528,9 +541,9 @@ def _caught_up(log: Log, run: int) -> Log:
     )
 
 
-def ended(plan: Plan) -> dict[Place, int]:
+def ended(plan: Plan) -> dict[TopicPartition, int]:
     """Where each data log of a plan ended, after all was written that the run reads of ledger and journal."""
-    return {log.place: log.later_end for log in plan.of(DATA)}
+    return {log.topic_partition: log.later_end for log in plan.of(DATA)}
 
 
 def _complete(cluster: Cluster, logs: list[Log], now_ms: int) -> list[Log]:
@@ -539,20 +552,24 @@ def _complete(cluster: Cluster, logs: list[Log], now_ms: int) -> list[Log]:
     The record itself is read: after DeleteRecords a broker may know no offset for any timestamp, though there is one.
     """
     unknown = [log for log in logs if log.complete_since_ms in (_ASK, _ASK_TOPIC)]
-    begins = {log.place: log.start if log.complete_since_ms == _ASK else 0 for log in unknown}
-    asked = {log.place: begins[log.place] for log in unknown if begins[log.place] < log.high_watermark}
+    begins = {log.topic_partition: log.start if log.complete_since_ms == _ASK else 0 for log in unknown}
+    asked = {
+        log.topic_partition: begins[log.topic_partition]
+        for log in unknown
+        if begins[log.topic_partition] < log.high_watermark
+    }
     timestamps_at = cluster.timestamps_at(asked) if asked else {}
-    oldest = {place: timestamps_at.get(place, now_ms) for place in begins}
+    oldest = {partition: timestamps_at.get(partition, now_ms) for partition in begins}
     of_topics: dict[str, list[int]] = {}
     for log in logs:
         if log.role != DATA and log.first == 0:
-            of_topics.setdefault(log.topic, []).append(oldest.get(log.place, log.complete_since_ms))
+            of_topics.setdefault(log.topic, []).append(oldest.get(log.topic_partition, log.complete_since_ms))
 
     def known_since(log: Log) -> int:
         whole = log.complete_since_ms == _ASK_TOPIC
-        return rule_table.known_since(oldest[log.place], of_topics.get(log.topic, []), whole=whole)
+        return rule_table.known_since(oldest[log.topic_partition], of_topics.get(log.topic, []), whole=whole)
 
-    return [replace(log, complete_since_ms=known_since(log)) if log.place in oldest else log for log in logs]
+    return [replace(log, complete_since_ms=known_since(log)) if log.topic_partition in oldest else log for log in logs]
 
 
 def _begun(cluster: Cluster, logs: list[Log], now_ms: int) -> list[Log]:
@@ -561,15 +578,16 @@ def _begun(cluster: Cluster, logs: list[Log], now_ms: int) -> list[Log]:
     A timestamp that has still to come is its writer's mistake, and tells nothing.
     """
     unknown = [log for log in logs if log.first_record_ms == _ASK]
-    empty = {log.place: now_ms for log in unknown if not log.high_watermark}
-    asked = {log.place: 0 for log in unknown if log.role == DATA and log.high_watermark}
-    timestamps_at: dict[Place, int] = {}
+    empty = {log.topic_partition: now_ms for log in unknown if not log.high_watermark}
+    asked = {log.topic_partition: 0 for log in unknown if log.role == DATA and log.high_watermark}
+    timestamps_at: dict[TopicPartition, int] = {}
     if asked:
         with suppress(CannotRun):  # retention may have taken the record in the meantime
-            timestamps_at = {place: ms for place, ms in cluster.timestamps_at(asked).items() if ms <= now_ms}
+            timestamps_at = {partition: ms for partition, ms in cluster.timestamps_at(asked).items() if ms <= now_ms}
     known = empty | timestamps_at
     return [
-        replace(log, first_record_ms=known.get(log.place, 0)) if log.first_record_ms == _ASK else log for log in logs
+        replace(log, first_record_ms=known.get(log.topic_partition, 0)) if log.first_record_ms == _ASK else log
+        for log in logs
     ]
 
 
@@ -582,7 +600,10 @@ def _promised(settings: Settings, before: Plan | None, log: Log) -> Log:
     if log.role != DATA:
         return log
     last = (
-        next((one for one in before.logs if one.place == log.place and one.topic_id == log.topic_id), None)
+        next(
+            (one for one in before.logs if one.topic_partition == log.topic_partition and one.topic_id == log.topic_id),
+            None,
+        )
         if before
         else None
     )
@@ -604,15 +625,15 @@ def _capped(logs: list[Log], most: int | None) -> list[Log]:
 
 def _decided(cluster: Cluster, logs: list[Log], now_ms: int) -> list[Log]:
     """Where a log goes on beyond its end, the first record there tells up to when all is decided and read."""
-    held = {log.place: log.end for log in logs if log.end < log.high_watermark}
+    held = {log.topic_partition: log.end for log in logs if log.end < log.high_watermark}
     timestamps_at = cluster.timestamps_at(held) if held else {}
-    stopped = [log.place for log in logs if log.end == log.last_stable < log.high_watermark]
+    stopped = [log.topic_partition for log in logs if log.end == log.last_stable < log.high_watermark]
     blocking_transactions = cluster.blocking_transactions(stopped) if stopped else {}
     return [
         replace(
             log,
-            decided_until_ms=timestamps_at.get(log.place, 0) if log.place in held else now_ms,
-            blocking_transaction=blocking_transactions.get(log.place),
+            decided_until_ms=timestamps_at.get(log.topic_partition, 0) if log.topic_partition in held else now_ms,
+            blocking_transaction=blocking_transactions.get(log.topic_partition),
         )
         for log in logs
     ]

@@ -9,7 +9,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings
 from spark.reading import wire_expressions
-from spark.reading.kafka_admin import Place, connection
+from spark.reading.kafka_admin import TopicPartition, connection
 
 SCHEMA: Final = (
     "topic string, partition int, offset bigint, timestamp_ms bigint, key binary, value binary, "
@@ -25,7 +25,7 @@ Span = tuple[int, int]
 
 
 def read(
-    spark: SparkSession, shared: SharedSettings, spans: Mapping[Place, Span], *, headers: bool = True
+    spark: SparkSession, shared: SharedSettings, spans: Mapping[TopicPartition, Span], *, headers: bool = True
 ) -> DataFrame:
     """The committed records of these spans, in SCHEMA; none for no spans.
 
@@ -58,7 +58,7 @@ def read(
     )
 
 
-def _by_topic(offsets: Mapping[Place, int | None]) -> str:
+def _by_topic(offsets: Mapping[TopicPartition, int | None]) -> str:
     """JSON as Spark's Kafka source reads it: {"topic": {"0": 17}}, or {"topic": [0]} for places without offsets."""
     topics: dict[str, dict[str, int]] = {}
     names: dict[str, list[int]] = {}

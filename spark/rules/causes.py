@@ -21,7 +21,7 @@ def ordered() -> Column:
     entered = F.transform(
         F.filter("coordinates", lambda copy: ~copy["derived"]),
         lambda copy: F.struct(
-            F.exists("entries", lambda entry: deliveries.same_place(entry, copy)).alias("entered"),
+            F.exists("entries", lambda entry: deliveries.same_coordinates(entry, copy)).alias("entered"),
             copy.alias("copy"),
         ),
     )

@@ -110,7 +110,7 @@ def _idempotent(plan: Plan) -> Column:
     """Which offsets of each topic's partitions have that guarantee, also of those that are gone: what was written to
     them is still classified."""
     topics: dict[str, list[list[dict[str, int]]]] = {}
-    for log in sorted((log for log in plan.logs if log.role == DATA), key=lambda log: log.place):
+    for log in sorted((log for log in plan.logs if log.role == DATA), key=lambda log: log.topic_partition):
         starts = [*(one.first for one in log.guarantees), OFFSETS_MOST]
         spans = [
             {"first": one.first, "end": end}
@@ -194,7 +194,7 @@ def _missing(evidence: Evidence) -> Column:
         )
 
     def is_said_twice(answer: Column) -> Column:
-        return rule_table.is_said_twice(F.exists("entries", lambda entry: deliveries.same_place(answer, entry)))
+        return rule_table.is_said_twice(F.exists("entries", lambda entry: deliveries.same_coordinates(answer, entry)))
 
     unentered = F.filter("answered", lambda answer: ~is_said_twice(answer))
     every = rule_table.promises(claims("entries", "ledger"), claims(unentered, "answer"))
@@ -209,7 +209,7 @@ def _fate(claim: Column, evidence: Evidence) -> Column:
     over_ms = evidence.over_ms(claim["accepted_ms"], claim["seen_ms"])
     ripe = rule_table.is_ripe(over_ms, evidence.frozen_ms)
     beyond = rule_table.is_beyond(offset, bound["end"])
-    held = F.exists("coordinates", lambda copy: deliveries.same_place(copy, claim))
+    held = F.exists("coordinates", lambda copy: deliveries.same_coordinates(copy, claim))
     # Copies beyond the cap have left no coordinates: the place may be among them.
     capped = F.col("count") > F.size("coordinates")
     gaps = F.filter(bound["gaps"], lambda gap: rule_table.is_in_gap(offset, gap["first"], gap["last"]))
@@ -243,7 +243,7 @@ def _phantom(evidence: Evidence) -> Column:
     spans = F.get(F.try_element_at(evidence.idempotent, first["topic"]), first["partition"])
     inside = F.exists(spans, lambda span: rule_table.is_within(first["offset"], span["first"], span["end"]))
     idempotent = F.coalesce(inside, F.lit(False))
-    named = F.exists("answered", lambda answer: F.exists(ours, lambda copy: deliveries.same_place(copy, answer)))
+    named = F.exists("answered", lambda answer: F.exists(ours, lambda copy: deliveries.same_coordinates(copy, answer)))
     unheard = rule_table.is_unheard(F.col("entries_count"), named, idempotent, _sum(*rule_table.HEARD) > 0)
     complete_since_ms = F.when(idempotent, evidence.answers_complete_since_ms).otherwise(slot["complete_since_ms"])
     # The journal may come long after a copy; a ledger entry comes with it.

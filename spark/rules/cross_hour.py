@@ -14,7 +14,6 @@ from spark.rules import findings
 from spark.rules.classify import Evidence
 from spark.tables import deliveries, hours, lake
 
-COORDINATES_MAX: Final = deliveries.PLACES_MAX
 # Pairs of hours that are asked for to prune by; with more of them nearly every hour is one of them.
 SPANS_MAX: Final = 10_000
 # Spans over several hours are a condition each, of which Spark compiles some hundred and no more.
@@ -236,7 +235,7 @@ def client_duplicates(
         F.min("topic").alias("topic"),
         F.count("id").alias("count"),
         F.max("last_ms").alias("last_ms"),
-        F.collect_list(F.when(F.col("nth") <= COORDINATES_MAX, place)).alias("places"),
+        F.collect_list(F.when(F.col("nth") <= deliveries.COORDINATES_MAX, place)).alias("places"),
     )
     return grouped.select(
         F.lit(findings.IDS).alias("scope"),

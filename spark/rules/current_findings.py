@@ -62,15 +62,15 @@ def by_finding(current: DataFrame) -> DataFrame:
     several of these, or `unkeyed::orders:3` for what is found of a partition.
     An id of which two hours tell apart (only where the pass over ids is left out) keeps what the later one says.
     """
-    of_places = F.col("kind").isin(*_PLACES)
+    of_partitions = F.col("kind").isin(*_PLACES)
     single = (
-        current.where(~of_places)
+        current.where(~of_partitions)
         .groupBy("kind", F.coalesce("fingerprint", "id").alias("named"))
         .agg(F.max_by(F.struct(*current.columns), F.struct("accepted_hour", "last_ms")).alias("last"))
         .select("last.*")
     )
     places = (
-        current.where(of_places)
+        current.where(of_partitions)
         .groupBy(*_PLACE)
         .agg(
             F.sum("count").alias("count"),

@@ -125,7 +125,7 @@ def of_ids(rows: DataFrame, evidence: Evidence, scope: str) -> DataFrame:
     )
 
 
-def of_places(rows: DataFrame, scope: str) -> DataFrame:
+def of_partitions(rows: DataFrame, scope: str) -> DataFrame:
     """Suspicious rows → lake.FINDING, those of partitions: evidence that is gone."""
     gaps = F.filter("missing", lambda claim: ~claim["fate"].isin(LOST, PENDING))
     gone = F.transform(

@@ -174,7 +174,7 @@ def _findings_of_hours(classified: DataFrame, rows: DataFrame, evidence: Evidenc
     suspicious = findings.suspicious(classified)
     return [
         findings.of_ids(suspicious, evidence, findings.HOUR),
-        findings.of_places(suspicious, findings.HOUR),
+        findings.of_partitions(suspicious, findings.HOUR),
         findings.unkeyed(rows.where("is_clean = 0"), evidence),
     ]
 

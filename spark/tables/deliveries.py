@@ -17,7 +17,7 @@ from spark import rule_table
 from spark.reading.decode import ENTERED, EVENT, REJECT, REJECTED
 
 # Enough to see what happened; an id beyond it is one that a broken writer put on everything.
-PLACES_MAX: Final = 128
+COORDINATES_MAX: Final = 128
 FINGERPRINTS_MAX: Final = 16
 
 ROW: Final = {
@@ -83,7 +83,7 @@ WRITTEN: Final = "entries_count + answered_201 + answered_202 + answered_504 > 0
 IN_DOUBT: Final = "answered_202 + answered_504 > 0"
 """The condition that a ROW was answered 202 or 504."""
 
-PLACE: Final = ("accepted_hour", "kind", "id", "topic", "partition", "offset")
+ROW_KEY: Final = ("accepted_hour", "kind", "id", "topic", "partition", "offset")
 """What tells a row from another."""
 
 SUMS: Final = (
@@ -164,7 +164,7 @@ def hour_of(ms: Column) -> Column:
     return F.timestamp_seconds(F.floor(ms / (HOUR_S * 1000)) * HOUR_S)
 
 
-def same_place(one: Column, other: Column) -> Column:
+def same_coordinates(one: Column, other: Column) -> Column:
     """Whether two structs (copies, claims) name the same topic, partition and offset."""
     return (
         (one["offset"] == other["offset"]) & (one["partition"] == other["partition"]) & (one["topic"] == other["topic"])
@@ -189,14 +189,14 @@ def reduce(
     """
     there = copies.select(
         _hour(exact).alias("accepted_hour"),
-        *PLACE[1:],
+        *ROW_KEY[1:],
         "timestamp_ms",
         F.col("accepted_ms").alias("record_accepted_ms"),
         *RECORD[2:-1],
         F.col("reject").alias("copy_reject"),
         "observed_ms",
     )
-    joined = there.join(claims.hint("shuffle_hash"), list(PLACE), "full_outer")
+    joined = there.join(claims.hint("shuffle_hash"), list(ROW_KEY), "full_outer")
     sums = {name: F.coalesce(name, F.lit(0)) for name in SUMS[1:]}
     count = F.when(F.col("timestamp_ms").isNotNull(), 1).otherwise(0) + F.coalesce("rejected", F.lit(0))
     columns: dict[str, Column] = {
@@ -269,9 +269,9 @@ def summarize(claims: DataFrame, parts: int | None = None) -> DataFrame:
         "kind", F.when(F.col("reject").isNull(), EVENT).otherwise(REJECT)
     )
     # As the join needs it: what is said of an id comes once or twice, too rarely to be summed up before.
-    spread = rows.repartition(*PLACE) if parts is None else rows.repartition(parts, *PLACE)
+    spread = rows.repartition(*ROW_KEY) if parts is None else rows.repartition(parts, *ROW_KEY)
     in_doubt, freed = last(status.isin(202, 504)), last(status == 503)
-    return spread.groupBy(*PLACE, "reject").agg(
+    return spread.groupBy(*ROW_KEY, "reject").agg(
         F.min("accepted_ms").alias("first_accepted_ms"),
         F.max("timestamp_ms").alias("last_timestamp_ms"),
         count(status.isNull()).alias("rejected"),
@@ -297,8 +297,8 @@ def without(rows: DataFrame, there: DataFrame, spans: Mapping[tuple[str, int], t
     for (topic, partition), (first, end) in spans.items():
         place = (F.col("topic") == topic) & (F.col("partition") == partition)
         within = within | (place & (F.col("offset") >= first) & (F.col("offset") < end))
-    gone = there.where(within & (F.col("count") > 0)).select(*PLACE, F.lit(True).alias("gone"))
-    joined = rows.join(gone, list(PLACE), "full_outer")
+    gone = there.where(within & (F.col("count") > 0)).select(*ROW_KEY, F.lit(True).alias("gone"))
+    joined = rows.join(gone, list(ROW_KEY), "full_outer")
     columns = {"run": F.lit(run), **{name: F.coalesce(name, F.lit(0)) for name in ("is_clean", *SUMS)}}
     return joined.select(
         *(columns.get(name, F.col(name)).cast(kind).alias(name) for name, kind in ROW.items()),
@@ -346,7 +346,7 @@ def gathered(rows: DataFrame, *, by_hour: bool = True) -> DataFrame:
         .withColumn("homes", homes.over(Window.partitionBy(*whole)))
         .withColumn("derived", _derived())
     )
-    kept = F.col("nth") <= PLACES_MAX
+    kept = F.col("nth") <= COORDINATES_MAX
     columns = {
         "accepted_hour": F.max("accepted_hour"),
         "kind": F.lit(EVENT),

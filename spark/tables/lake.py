@@ -241,7 +241,7 @@ class Lake:
         from reading any other. Rows may have what `deliveries.without` adds to them.
         """
         there = sql(hours).replace("accepted_hour", "there.accepted_hour", 1)
-        place = " AND ".join([there, *(f"there.{name} <=> new.{name}" for name in deliveries.PLACE)])
+        place = " AND ".join([there, *(f"there.{name} <=> new.{name}" for name in deliveries.ROW_KEY)])
         table = DeltaTable.forPath(self.spark, self.path("deliveries")).alias("there")
         with self.once(run):
             merge = table.merge(rows.alias("new"), place)

@@ -23,7 +23,7 @@ from service.contract import SharedSettings
 from spark.errors import CannotRun
 from spark.reading import decode, source, wire_expressions
 from spark.reading.decode import EVENT, drawn_in
-from spark.reading.kafka_admin import Broker, Place
+from spark.reading.kafka_admin import Broker, TopicPartition
 from spark.reading.planning import DATA, Log, Plan
 from spark.reading.source import Span
 from spark.tables import lock
@@ -74,7 +74,9 @@ class View:
             self.lake.spark, ", ".join(f"`{name}` {kind}" for name, kind in COLUMNS.items()), []
         )
 
-    def advance(self, touched: DataFrame, spans: dict[Place, Span], starts: dict[Place, int], run: int) -> None:
+    def advance(
+        self, touched: DataFrame, spans: dict[TopicPartition, Span], starts: dict[TopicPartition, int], run: int
+    ) -> None:
         """Bring it to a run: `touched` rows of `deliveries`, records in `spans`, of logs that begin at `starts`."""
         changes = _changes(_candidates(touched, self.topic), self.rows()).persist()
         kinds = {row["change"] for row in changes.select("change").distinct().collect()}
@@ -129,7 +131,11 @@ def register(spark: SparkSession, shared: SharedSettings, root: str, topic: str)
             logs = [log for log in plan.of(DATA) if log.topic == topic]
             with closing(Broker(spark, shared)) as broker:
                 starts = _starts(broker, logs)
-            spans = {log.place: (starts[log.place], log.end) for log in logs if log.place in starts}
+            spans = {
+                log.topic_partition: (starts[log.topic_partition], log.end)
+                for log in logs
+                if log.topic_partition in starts
+            }
             view.advance(lake.read("deliveries"), spans, starts, plan.run)
             lake.add(
                 TABLE, wire_expressions.rows_of(spark, "topic string, run bigint", [{"topic": topic, "run": plan.run}])
@@ -187,11 +193,11 @@ def _brought(lake: Lake, topics: set[str], plan: Plan, last: Plan | None) -> dic
     return found
 
 
-def _starts(broker: Broker, logs: Iterable[Log]) -> dict[Place, int]:
+def _starts(broker: Broker, logs: Iterable[Log]) -> dict[TopicPartition, int]:
     """Where these logs begin now; without those of topics that are gone, or made anew since."""
     logs = list(logs)
     topic_ids = {name: topic.topic_id for name, topic in broker.describe(sorted({log.topic for log in logs})).items()}
-    places = [log.place for log in logs if topic_ids.get(log.topic) == log.topic_id]
+    places = [log.topic_partition for log in logs if topic_ids.get(log.topic) == log.topic_id]
     return {place: ends.log_start for place, ends in broker.ends(places).items()} if places else {}
 
 
@@ -233,9 +239,11 @@ def _changes(candidates: DataFrame, view: DataFrame) -> DataFrame:
     return joined.where("change is not null").drop("there", "there_id")
 
 
-def _earlier(wanted: DataFrame, spans: dict[Place, Span], starts: dict[Place, int]) -> dict[Place, Span]:
+def _earlier(
+    wanted: DataFrame, spans: dict[TopicPartition, Span], starts: dict[TopicPartition, int]
+) -> dict[TopicPartition, Span]:
     """Where wanted records lie that were read by an earlier run: few, and close to one another."""
-    found: dict[Place, Span] = {}
+    found: dict[TopicPartition, Span] = {}
     begins = {place[1]: spans.get(place, (start, start))[0] for place, start in starts.items()}
     below = (
         F.col("offset") < F.try_element_at(F.create_map(*_flat(begins)), F.col("partition")) if begins else F.lit(False)

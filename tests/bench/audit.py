@@ -21,7 +21,7 @@ from deploy.stack import Kafka
 from service.contract import SharedSettings, wire
 from spark import job
 from spark.reading import decode, source
-from spark.reading.kafka_admin import Broker, Place
+from spark.reading.kafka_admin import Broker, TopicPartition
 from spark.session import open_session
 from spark.settings import Options, Settings
 from spark.tables import deliveries, lake
@@ -103,7 +103,7 @@ def _bare_s(spark: SparkSession, shared: SharedSettings, records: Records, *, de
 
     def read(topic: str, *, headers: bool = False) -> DataFrame:
         ends = broker.ends([(topic, partition) for partition in range(records.partitions)])
-        spans: dict[Place, source.Span] = {place: (0, one.last_stable) for place, one in ends.items()}
+        spans: dict[TopicPartition, source.Span] = {place: (0, one.last_stable) for place, one in ends.items()}
         return source.read(spark, shared, spans, headers=headers)
 
     stamp = F.filter("headers", lambda header: header["key"] == wire.STAMP_HEADER)[0]["value"]

@@ -21,7 +21,7 @@ from pyspark.sql import SparkSession
 
 from deploy.stack import Kafka
 from spark.errors import CannotRun
-from spark.reading.kafka_admin import Broker, Place
+from spark.reading.kafka_admin import Broker, TopicPartition
 from spark.tables import view
 from tests.spark import checks
 from tests.spark.mutants import MUTANTS, Mutant, alive
@@ -106,11 +106,11 @@ class Trial:
 
 
 @contextmanager
-def _diverging(where: Mapping[Place, int]) -> Iterator[None]:
+def _diverging(where: Mapping[TopicPartition, int]) -> Iterator[None]:
     """Have the broker say that these logs are others from there on, besides what it says itself."""
     whole = Broker.diverged
 
-    def diverged(self: Broker, positions: Mapping[Place, tuple[int, int]]) -> dict[Place, int]:
+    def diverged(self: Broker, positions: Mapping[TopicPartition, tuple[int, int]]) -> dict[TopicPartition, int]:
         return {**whole(self, positions), **where}
 
     setattr(Broker, "diverged", diverged)  # noqa: B010

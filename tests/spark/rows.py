@@ -5,6 +5,7 @@ from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.types import StructType
 
 from spark.reading import decode
 from spark.tables import deliveries
@@ -64,9 +65,17 @@ def ids(named: Mapping[str, Sequence[Any]]) -> list[Any]:
     return [{**one, "id": name.encode().ljust(16)[:16]} for name, evidence in named.items() for one in evidence]
 
 
+def _names(ddl: str) -> list[str]:
+    schema = StructType.fromDDL(ddl)
+    assert isinstance(schema, StructType)
+    return schema.names
+
+
 def reduced(spark: SparkSession, rows: Sequence[Any], run: int = 1, **more: Any) -> DataFrame:
     """Evidence → state.ROW."""
     copies = [row for row in rows if "kind" in row]
+    unknown = {name for row in rows for name in row} - {*_names(decode.COPIES), *_names(decode.CLAIMS)}
+    assert unknown == set(), "Spark would leave these out"
     claims = [row for row in rows if "kind" not in row]
     # The job carries a number for a topic's id.
     named = spark.createDataFrame(claims, decode.CLAIMS.replace("topic_id bigint", "topic_id string"))

@@ -69,11 +69,11 @@ def _retried() -> list[Sequenced]:
         new().write(0).write(1000),
         new().write(0).write(TTL_MS - 1),
         new().write(0, scope="a").write(1000, scope="a"),
-        new().write(0, ts=NOW_MS - 9).write(1000, ts=NOW_MS - 9),
+        new().write(0, timestamp_ms=NOW_MS - 9).write(1000, timestamp_ms=NOW_MS - 9),
         new().write(0, batch=1).write(1000, batch=2),
-        new().write(0, fp=OTHER).write(1).write(1000),
+        new().write(0, fingerprint=OTHER).write(1).write(1000),
         # Two times in a row: one finding, named by what they have in common.
-        twice.write(0).write(10).write(20, fp=OTHER).write(30).write(40),
+        twice.write(0).write(10).write(20, fingerprint=OTHER).write(30).write(40),
     ]
 
 
@@ -85,13 +85,13 @@ def _not_retried() -> list[Sequenced]:
 
     return [
         new().write(0).write(TTL_MS),
-        new().write(0).write(10, fp=OTHER).write(20),
+        new().write(0).write(10, fingerprint=OTHER).write(20),
         new().write(0).write(10, entered=False, life=None).write(20),
         new().write(0, scope="a").write(10, scope="b"),
         new().write(0, scope="gone").write(10, scope="gone"),
-        new().write(0, ts=NOW_MS - 9).write(1000, ts=NOW_MS - 8),
-        new().write(0, ts=NOW_MS + 20_001).write(1000, ts=NOW_MS + 20_002),
-        new().write(0, ts=NOW_MS - 9).write(1000),
+        new().write(0, timestamp_ms=NOW_MS - 9).write(1000, timestamp_ms=NOW_MS - 8),
+        new().write(0, timestamp_ms=NOW_MS + 20_001).write(1000, timestamp_ms=NOW_MS + 20_002),
+        new().write(0, timestamp_ms=NOW_MS - 9).write(1000),
         new().write(0, batch=7).write(1, batch=7),
         new().write(0, key="same").write(1, key="same"),
         new().write(0, topic="u").write(10, topic="u"),

@@ -106,7 +106,7 @@ def test_ledger_records_and_what_is_none(spark: SparkSession) -> None:
     assert found == Counter(
         (
             *(one["id"], one["topic"], one["partition"], one["offset"]),
-            *(one["accepted_ms"], decode.ENTERED, numbers.get(vector["fields"]["topic_ids"].get(one["topic"]))),
+            *(one["at"], decode.ENTERED, numbers.get(vector["fields"]["topic_ids"].get(one["topic"]))),
         )
         for part in parts[:2]
         for vector in vectors("records", part)

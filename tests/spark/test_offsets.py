@@ -9,7 +9,7 @@ import pytest
 from service.contract import Rules, SharedSettings
 from spark.errors import CannotRun
 from spark.reading import planning
-from spark.reading.kafka_admin import BlockingTransaction, Ends, Place, Topic
+from spark.reading.kafka_admin import BlockingTransaction, Ends, Topic, TopicPartition
 from spark.reading.planning import DATA, LEDGER, Log, Plan
 from spark.settings import OFFSETS_MOST, Options, Settings
 
@@ -24,8 +24,8 @@ class MadeUp:
     topics: dict[str, Ends] = field(default_factory=dict)
     lives: dict[str, str] = field(default_factory=dict)
     partitions: dict[str, int] = field(default_factory=dict)
-    other_ends: dict[Place, Ends] = field(default_factory=dict)
-    firsts: dict[Place, int] = field(default_factory=dict)
+    other_ends: dict[TopicPartition, Ends] = field(default_factory=dict)
+    firsts: dict[TopicPartition, int] = field(default_factory=dict)
     epochs: dict[str, list[int]] = field(default_factory=dict)
     asked: list[list[str]] = field(default_factory=list)
     made_meanwhile: dict[str, Ends] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class MadeUp:
             raise CannotRun("not allowed")
         return {name for name in names if name.startswith("compacted")}
 
-    def ends(self, places: Sequence[Place], *, strict: bool = True) -> dict[Place, Ends]:
+    def ends(self, places: Sequence[TopicPartition], *, strict: bool = True) -> dict[TopicPartition, Ends]:
         if strict and self.fails & {name for name, _ in places}:
             raise CannotRun("no leader")
         places = [place for place in places if place[0] not in self.fails]
@@ -56,15 +56,15 @@ class MadeUp:
         self.topics |= self.made_meanwhile
         return {place: self.other_ends.get(place, self.topics[place[0]]) for place in places}
 
-    def timestamps_at(self, places: dict[Place, int]) -> dict[Place, int]:
+    def timestamps_at(self, places: dict[TopicPartition, int]) -> dict[TopicPartition, int]:
         return {place: self.firsts[place] for place in places if place in self.firsts}
 
-    def diverged(self, positions: Mapping[Place, tuple[int, int]]) -> dict[Place, int]:
+    def diverged(self, positions: Mapping[TopicPartition, tuple[int, int]]) -> dict[TopicPartition, int]:
         """By where each leader epoch of a topic ends."""
         found = {place: self.epochs[place[0]][epoch] for place, (_, epoch) in positions.items()}
         return {place: end for place, end in found.items() if end < positions[place][0]}
 
-    def blocking_transactions(self, places: Sequence[Place]) -> dict[Place, BlockingTransaction]:
+    def blocking_transactions(self, places: Sequence[TopicPartition]) -> dict[TopicPartition, BlockingTransaction]:
         return {place: BlockingTransaction(7, 1, self.topics[place[0]].last_stable, "slot", 6) for place in places}
 
 
@@ -126,7 +126,7 @@ def test_where_the_data_ends_is_listed_again_after_the_ledger(
     """What is written while a run is planned may be in the ledger's part of the plan, and not in the data's."""
     listed = cluster.ends
 
-    def ends_of(places: Sequence[Place], *, strict: bool = True) -> dict[Place, Ends]:
+    def ends_of(places: Sequence[TopicPartition], *, strict: bool = True) -> dict[TopicPartition, Ends]:
         found = listed(places, strict=strict)
         if (REQUESTS_TOPIC, 0) in found:
             cluster.topics |= {"orders": ends(13), LEDGER_TOPIC: ends(9), REQUESTS_TOPIC: ends(9)}
@@ -307,7 +307,7 @@ def test_the_time_of_a_logs_first_record_is_known_as_long_as_it_is_the_same_log(
 
 
 @pytest.mark.parametrize(
-    ("now", "topic_id", "readable"),
+    ("now", "life", "readable"),
     [
         (ends(25), "one", True),
         (ends(25, start=10), "one", True),

@@ -43,7 +43,7 @@ def _merged(old: DataFrame, new: DataFrame) -> DataFrame:
     one = deliveries.merged()
     there, fresh = old.alias("there"), new.alias("new")
     same = F.lit(True)
-    for name in deliveries.PLACE:
+    for name in deliveries.ROW_KEY:
         same = same & F.col(f"there.{name}").eqNullSafe(F.col(f"new.{name}"))
     both = there.join(fresh, same).select(
         *(
@@ -102,13 +102,13 @@ def test_a_row_counts_what_it_no_longer_keeps(spark: SparkSession) -> None:
     ]
     (row,) = states(spark, {"x": rows}).collect()
     assert row["count"] == 1001
-    assert [one["offset"] for one in row["coordinates"]] == list(range(deliveries.PLACES_MAX))
+    assert [one["offset"] for one in row["coordinates"]] == list(range(deliveries.COORDINATES_MAX))
     assert {bytes(one["fingerprint"]) for one in row["fingerprints"]} == {b"a" * 8, b"b" * 8}
 
 
 def test_beyond_the_cap_what_the_ledger_names_is_kept_and_then_what_has_our_header(spark: SparkSession) -> None:
     """The first copy is one in the ledger, and whether a phantom is one shows in a copy with our header."""
-    cap = deliveries.PLACES_MAX
+    cap = deliveries.COORDINATES_MAX
     foreign = [copy(n, at=NOW_MS + n, life=None) for n in range(cap + 2)]
     ours = [copy(1000 + n, at=NOW_MS + 1000 + n) for n in range(2)]
     entered = [copy(2000, at=NOW_MS + 2000), entry(2000, at=NOW_MS + 2000)]
@@ -166,7 +166,7 @@ def test_parts_of_a_record_that_are_not_decoded_have_a_place_each(spark: SparkSe
     assert sorted((row["topic"], row["count"]) for row in rows.collect()) == (
         [("journal", 1), ("journal", 1), ("journal", 2), ("ledger", 1), ("ledger", 1), ("ledger", 1)]
     )
-    assert rows.count() == rows.select(*deliveries.PLACE).distinct().count()
+    assert rows.count() == rows.select(*deliveries.ROW_KEY).distinct().count()
 
 
 def test_the_last_evidence_of_an_old_timestamp_is_when_it_came(spark: SparkSession) -> None:

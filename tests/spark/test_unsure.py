@@ -8,7 +8,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import wire
-from spark.reading.kafka_admin import Broker, Ends, Place
+from spark.reading.kafka_admin import Broker, Ends, TopicPartition
 from spark.rules import cross_hour
 from spark.tables import hours, lake
 from tests.spark.conftest import Audit
@@ -113,7 +113,7 @@ def test_a_driver_whose_clock_is_ahead_calls_nothing_lost_that_is_written_while_
     whole = Broker.ends
     written: list[Any] = []
 
-    def ends(self: Broker, places: Sequence[Place], *, strict: bool = True) -> dict[Place, Ends]:
+    def ends(self: Broker, places: Sequence[TopicPartition], *, strict: bool = True) -> dict[TopicPartition, Ends]:
         if not written and any(name == wire.ledger_topic(history.namespace) for name, _ in places):
             written.append(history.deliver(producer, ONE, topic, ["meanwhile"]))
         return whole(self, places, strict=strict)

@@ -64,8 +64,8 @@ def plan(*logs: Log) -> Plan:
         log(LEDGER, "fencepost.ledger", 1, complete_since_ms=NOW_MS + 60_000),
         log(REQUESTS, "fencepost.requests", 0),
     ]
-    here = {one.place for one in logs}
-    return Plan(1, FROZEN_MS, "", (*logs, *(one for one in usual if one.place not in here)))
+    here = {one.topic_partition for one in logs}
+    return Plan(1, FROZEN_MS, "", (*logs, *(one for one in usual if one.topic_partition not in here)))
 
 
 def settings(**options: Any) -> Settings:
@@ -335,7 +335,7 @@ def found_of(rows: DataFrame, seen: Evidence) -> dict[str, set[tuple[str, str | 
         told[name_of(row["id"])].add((row["kind"], row["cause"], row["count"]))
     for name in ("in-gap", "below-start", "phantom-unheard", "anew-id"):
         one = suspects.where(F.col("id").isin([bytearray(name.ljust(16).encode())]))
-        places = findings.of_places(one, findings.HOUR).collect()
+        places = findings.of_partitions(one, findings.HOUR).collect()
         told[name] |= {(row["kind"], row["cause"], row["count"]) for row in places}
     return told
 
