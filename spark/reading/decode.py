@@ -27,7 +27,7 @@ REJECTED: Final = "struct<reason: string, content: binary>"
 COPIES: Final = (
     "kind string, id binary, topic string, partition int, offset bigint, accepted_ms bigint, timestamp_ms bigint, "
     "fingerprint binary, alternative_fingerprints binary, slot int, pid bigint, epoch int, instance string, "
-    "has_fencepost_header boolean, has_record_key boolean, record_key bigint, key string, "
+    "has_fencepost_header boolean, has_record_key boolean, record_key_hash bigint, key string, "
     f"reject {REJECTED}, observed_ms bigint"
 )
 """`timestamp_ms` is the record's timestamp, clamped to PLAUSIBLE_MS: copies are ordered by it, alike in every run.
@@ -37,15 +37,15 @@ Where the timestamp is not plausible, `observed_ms` is the freeze of the run tha
 
 CLAIMS: Final = (
     "id binary, topic string, partition int, offset bigint, accepted_ms bigint, timestamp_ms bigint, status int, "
-    f"replayed boolean, position int, batch bigint, topic_id bigint, reject {REJECTED}"
+    f"replayed boolean, position int, batch_hash bigint, topic_id_hash bigint, reject {REJECTED}"
 )
 
 ENTERED: Final = 0
 """The `status` of a ledger entry; an answer has its HTTP status, a reject has none.
 
-`position` is an answer's index in its record of the journal: the answers of one record have one timestamp. `batch`
-stands for the atomic batch that an entry is a member of (`number_of` its id), `topic_id` for the id that the topic had
-when the entry was written, where that is known (`number_of` it).
+`position` is an answer's index in its record of the journal: the answers of one record have one timestamp.
+`batch_hash` (`hash_of`) stands for the id of the atomic batch that an entry is a member of, `topic_id_hash` for the id
+that the topic had when the entry was written.
 """
 
 WRITTEN: Final = f"status IN ({ENTERED}, 201, 202, 504)"
@@ -127,7 +127,7 @@ def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str]
         *(F.when(has_header, F.col(name)).alias(name) for name in ("slot", "pid", "epoch", "instance")),
         "has_fencepost_header",
         F.col("key").isNotNull().alias("has_record_key"),
-        F.when(F.col("key").isNotNull(), F.xxhash64("key")).alias("record_key"),
+        F.when(F.col("key").isNotNull(), F.xxhash64("key")).alias("record_key_hash"),
         F.col("key_bytes").cast("string").alias("key"),
         F.when(kind == REJECT, unparsed).alias("reject"),
         F.when(recorded_ms != F.col("timestamp_ms"), recorded_ms).alias("observed_ms"),
@@ -259,13 +259,13 @@ def ledger(records: DataFrame, frozen_ms: int) -> DataFrame:
         F.when(good, F.lit(ENTERED)).alias("status"),
         F.lit(False).alias("replayed"),
         F.col("position"),
-        number_of(_unhexed(entry["batch"], wire.ID_BYTES)).alias("batch"),
-        number_of(F.try_element_at("beside", entry["topic"])).alias("topic_id"),
+        hash_of(_unhexed(entry["batch"], wire.ID_BYTES)).alias("batch_hash"),
+        hash_of(F.try_element_at("beside", entry["topic"])).alias("topic_id_hash"),
         F.when(~good, undecoded).alias("reject"),
     )
 
 
-def number_of(id: Column) -> Column:
+def hash_of(id: Column) -> Column:
     """A number that stands for an id of a batch or a topic, as numbers are cheap to carry; null for null."""
     return F.when(id.isNotNull(), F.xxhash64(id))
 
@@ -295,8 +295,8 @@ def answers(records: DataFrame, frozen_ms: int) -> DataFrame:
         F.when(good, answer["status"]).alias("status"),
         (good & F.coalesce(answer["replayed"], F.lit(False))).alias("replayed"),
         F.col("position"),
-        F.lit(None).cast("bigint").alias("batch"),
-        F.lit(None).cast("bigint").alias("topic_id"),
+        F.lit(None).cast("bigint").alias("batch_hash"),
+        F.lit(None).cast("bigint").alias("topic_id_hash"),
         F.when(~good, undecoded).alias("reject"),
     )
 

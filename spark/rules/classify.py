@@ -10,7 +10,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import Guarantee
 from spark import rule_table
-from spark.reading.decode import EVENT, REJECT, number_of
+from spark.reading.decode import EVENT, REJECT, hash_of
 from spark.reading.planning import DATA, LEDGER, REQUESTS, Plan
 from spark.rule_table import LOST, PENDING, THERE
 from spark.settings import OFFSETS_MOST, Settings, glob_regex
@@ -72,7 +72,7 @@ def gather_evidence(plan: Plan, settings: Settings) -> Evidence:
                 "gaps": [
                     {"first": gap.first, "last": gap.last, "cause": gap.cause}
                     for gap in log.gaps
-                    # What an earlier topic_id of the topic lost says nothing of this one.
+                    # A gap of the topic's earlier log says nothing of this one.
                     if gap.last > gap.first and gap.seen_ms > log.recreated_at_ms
                 ],
             }
@@ -217,8 +217,8 @@ def _fate(claim: Column, evidence: Evidence) -> Column:
         there=held | capped | ~evidence.audited(claim["topic"]),
         no_log=F.when(bound.isNull(), rule_table.of_no_log(ripe)),
         anew=rule_table.is_of_another_life(
-            claim["topic_id"],
-            number_of(bound["topic_id"]),
+            claim["topic_id_hash"],
+            hash_of(bound["topic_id"]),
             claim["seen_ms"],
             bound["recreated_at_ms"],
             bound["first_record_ms"],

@@ -9,7 +9,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from service.contract import wire
 from spark import rule_table
 from spark.reading import wire_expressions
-from spark.reading.decode import EVENT, number_of
+from spark.reading.decode import EVENT, hash_of
 from spark.rules import findings
 from spark.rules.classify import Evidence
 from spark.tables import deliveries, hours, lake
@@ -186,7 +186,7 @@ def _accepted(evidence: Evidence) -> Column:
     Values without a record key (a reading, a counter) repeat without being retries.
     """
     claimed = F.col("entries_count") + F.col("answered_201") > 0
-    event = (F.col("kind") == EVENT) & F.col("has_fencepost_header") & F.col("record_key").isNotNull() & claimed
+    event = (F.col("kind") == EVENT) & F.col("has_fencepost_header") & F.col("record_key_hash").isNotNull() & claimed
     return (
         F.coalesce(event, F.lit(False))
         & evidence.audited(F.col("topic"))
@@ -207,14 +207,14 @@ def client_duplicates(
 
     `retried_fingerprints` is what `retried` gives of the rows, `spans` their hours: no other hour is read.
     """
-    there = rows.where(_within(spans) & (F.col("count") > 0) & F.col("record_key").isNotNull())
+    there = rows.where(_within(spans) & (F.col("count") > 0) & F.col("record_key_hash").isNotNull())
     marked = there.withColumn("fingerprint", F.when(_accepted(evidence), F.col("fingerprint")))
     keys = (
         marked.join(retried_fingerprints.select("fingerprint"), "fingerprint", "left_semi")
-        .select("topic", "record_key")
+        .select("topic", "record_key_hash")
         .distinct()
     )
-    retries = _retries(marked.join(keys, ["topic", "record_key"], "left_semi"), evidence)
+    retries = _retries(marked.join(keys, ["topic", "record_key_hash"], "left_semi"), evidence)
     first = F.struct("accepted_ms", "topic", "partition", "offset", "timestamp_ms", *_WRITER, "key", "accepted_hour")
     ids = retries.groupBy("fingerprint", "id").agg(F.min(first).alias("first"), F.max("last_ms").alias("last_ms"))
     order = Window.partitionBy("fingerprint").orderBy("accepted_ms", "id")
@@ -272,7 +272,7 @@ def _retries(sequence: DataFrame, evidence: Evidence) -> DataFrame:
             ),
         }
     )
-    order = Window.partitionBy("topic", "record_key").orderBy(
+    order = Window.partitionBy("topic", "record_key_hash").orderBy(
         "record_accepted_ms", "timestamp_ms", "partition", "offset"
     )
 
@@ -287,7 +287,7 @@ def _retries(sequence: DataFrame, evidence: Evidence) -> DataFrame:
             same_id=same("id"),
             near=rule_table.is_near(distance, evidence.key_ttl_ms),
             same_time=F.col("asked_ms").eqNullSafe(step("asked_ms").over(order)) | same("timestamp_ms"),
-            same_batch=same("batch"),
+            same_batch=same("batch_hash"),
         )
 
     return known_callers.withColumn("near", near(F.lag) | near(F.lead)).where("near")
@@ -303,4 +303,4 @@ def _is_of(caller: Column) -> Column:
         ),
         wire.ID_BYTES,
     )
-    return (id == F.col("id")) | F.coalesce(number_of(id) == F.col("batch"), F.lit(False))
+    return (id == F.col("id")) | F.coalesce(hash_of(id) == F.col("batch_hash"), F.lit(False))

@@ -53,10 +53,10 @@ ROW: Final = {
     "instance": "string",
     "has_fencepost_header": "boolean",
     "has_record_key": "boolean",
-    "record_key": "bigint",
+    "record_key_hash": "bigint",
     "key": "string",
-    "batch": "bigint",
-    "topic_id": "bigint",
+    "batch_hash": "bigint",
+    "topic_id_hash": "bigint",
     "reject": REJECTED,
     "was_past_end": "boolean",
     "elsewhere": "boolean",
@@ -71,8 +71,8 @@ and of these only counts are read again. Partition and offset are null for what 
 `count` is 1 where there is a record (0: it is only said to be there; more: rejected entries of one record);
 `entry_seen_ms` and `answer_seen_ms` are when ledger and journal first named the place, `in_doubt_ms` when the last
 202 or 504 was journaled, `freed_ms` when the last 503 was, null if a 202 or 504 follows it. `timestamp_ms`,
-`record_accepted_ms` and the columns after them are the record's own; `record_key` is a hash of its record key;
-`batch` stands for the atomic batch of its ledger entry, `topic_id` for the id of its topic by the last entry.
+`record_accepted_ms` and the columns after them are the record's own; `record_key_hash` is a hash of its record key;
+`batch_hash` stands for the atomic batch of its ledger entry, `topic_id_hash` for the id of its topic by the last entry.
 `was_past_end`: the log had not come as far as the place when all was read that named it, so that it never had the
 record; `elsewhere`: of a 202 or 504 without a place, whether another hour's rows tell what became of it.
 """
@@ -96,7 +96,7 @@ SUMS: Final = (
     "answered_other",
     "replayed",
 )
-LEAST: Final = ("accepted_ms", "entry_seen_ms", "answer_seen_ms", "batch")
+LEAST: Final = ("accepted_ms", "entry_seen_ms", "answer_seen_ms", "batch_hash")
 GREATEST: Final = ("run", "last_ms", "in_doubt_ms", "count", "was_past_end", "elsewhere")
 RECORD: Final = (
     "timestamp_ms",
@@ -109,7 +109,7 @@ RECORD: Final = (
     "instance",
     "has_fencepost_header",
     "has_record_key",
-    "record_key",
+    "record_key_hash",
     "key",
     "reject",
 )
@@ -120,7 +120,7 @@ COPY_FIELDS: Final = (
     "has_fencepost_header: boolean, derived: boolean"
 )
 CLAIM_FIELDS: Final = (
-    "seen_ms: bigint, accepted_ms: bigint, topic: string, partition: int, offset: bigint, topic_id: bigint, "
+    "seen_ms: bigint, accepted_ms: bigint, topic: string, partition: int, offset: bigint, topic_id_hash: bigint, "
     "was_past_end: boolean"
 )
 FINGERPRINT_FIELDS: Final = "fingerprint: binary, alternative_fingerprints: binary"
@@ -281,8 +281,8 @@ def summarize(claims: DataFrame, parts: int | None = None) -> DataFrame:
         count(F.col("replayed")).alias("replayed"),
         F.min(F.when(status == ENTERED, F.greatest("timestamp_ms", "accepted_ms"))).alias("entry_seen_ms"),
         F.min(F.when(answered & placed, F.col("timestamp_ms"))).alias("answer_seen_ms"),
-        F.min("batch").alias("batch"),
-        F.max_by("topic_id", F.when(status == ENTERED, F.col("timestamp_ms"))).alias("topic_id"),
+        F.min("batch_hash").alias("batch_hash"),
+        F.max_by("topic_id_hash", F.when(status == ENTERED, F.col("timestamp_ms"))).alias("topic_id_hash"),
         F.shiftright(in_doubt, _POSITION_BITS).alias("in_doubt_ms"),
         F.when(in_doubt.isNull() | (freed > in_doubt), F.shiftright(freed, _POSITION_BITS)).alias("freed_ms"),
     )
@@ -322,7 +322,7 @@ def merged(*, vanished: bool = False) -> dict[str, Column]:
     one |= {name: F.when(later, pair(name)[1]).otherwise(F.coalesce(*pair(name))) for name in RECORD}
     if vanished:
         one |= {name: F.col(f"new.{name}") for name in ("count", *RECORD)}
-    one["topic_id"] = F.coalesce(F.col("new.topic_id"), F.col("there.topic_id"))
+    one["topic_id_hash"] = F.coalesce(F.col("new.topic_id_hash"), F.col("there.topic_id_hash"))
     freed, in_doubt = F.greatest(*pair("freed_ms")), one["in_doubt_ms"]
     one["freed_ms"] = F.when(in_doubt.isNull() | (freed >= in_doubt), freed)
     one["is_clean"] = _is_clean(one, one["has_fencepost_header"], "there.").cast("tinyint")
@@ -469,7 +469,9 @@ def _derived() -> Column:
 def _claim(seen_ms: str) -> Column:
     """The place of a row as the ledger or the journal named it, null where it did not."""
     past = F.coalesce("was_past_end", F.lit(False)).alias("was_past_end")
-    place = F.struct(F.col(seen_ms).alias("seen_ms"), "accepted_ms", "topic", "partition", "offset", "topic_id", past)
+    place = F.struct(
+        F.col(seen_ms).alias("seen_ms"), "accepted_ms", "topic", "partition", "offset", "topic_id_hash", past
+    )
     return F.when(F.col(seen_ms).isNotNull(), place)
 
 

@@ -135,6 +135,9 @@ RENAMED: Final[Mapping[str, Mapping[str, str]]] = {
         "alt": "alternative_fingerprints",
         "stamped": "has_fencepost_header",
         "keyed": "has_record_key",
+        "record_key": "record_key_hash",
+        "batch": "batch_hash",
+        "topic_id": "topic_id_hash",
     },
     "progress": {
         "life": "topic_id",

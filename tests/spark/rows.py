@@ -74,12 +74,12 @@ def _names(ddl: str) -> list[str]:
 def reduced(spark: SparkSession, rows: Sequence[Any], run: int = 1, **more: Any) -> DataFrame:
     """Evidence → state.ROW."""
     copies = [row for row in rows if "kind" in row]
-    unknown = {name for row in rows for name in row} - {*_names(decode.COPIES), *_names(decode.CLAIMS)}
+    unknown = {name for row in rows for name in row} - {*_names(decode.COPIES), *_names(decode.CLAIMS), "topic_id"}
     assert unknown == set(), "Spark would leave these out"
     claims = [row for row in rows if "kind" not in row]
-    # The job carries a number for a topic's id.
-    named = spark.createDataFrame(claims, decode.CLAIMS.replace("topic_id bigint", "topic_id string"))
-    told = deliveries.summarize(named.withColumn("topic_id", decode.number_of(F.col("topic_id"))))
+    # The job carries a hash of a topic's id.
+    named = spark.createDataFrame(claims, decode.CLAIMS.replace("topic_id_hash bigint", "topic_id string"))
+    told = deliveries.summarize(named.withColumn("topic_id_hash", decode.hash_of(F.col("topic_id"))))
     return deliveries.reduce(spark.createDataFrame(copies, decode.COPIES), told, run, **more)
 
 

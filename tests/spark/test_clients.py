@@ -50,10 +50,10 @@ class Sequenced:
             "at": NOW_MS + after_ms,
             "topic": more.get("topic", "t"),
         }
-        values: dict[str, Any] = {"key": key, "record_key": self.nth, "fingerprint": self.fp} | named | more
+        values: dict[str, Any] = {"key": key, "record_key_hash": self.nth, "fingerprint": self.fp} | named | more
         self.rows.append(copy(offset, **values))
         if entered:
-            self.rows.append(entry(offset, **named, **({} if batch is None else {"batch": batch})))
+            self.rows.append(entry(offset, **named, **({} if batch is None else {"batch_hash": batch})))
         return self
 
 
@@ -95,7 +95,7 @@ def _not_retried() -> list[Sequenced]:
         new().write(0, batch=7).write(1, batch=7),
         new().write(0, key="same").write(1, key="same"),
         new().write(0, topic="u").write(10, topic="u"),
-        new().write(0, record_key=None).write(10, record_key=None),
+        new().write(0, record_key_hash=None).write(10, record_key_hash=None),
         new().write(0, entered=False).write(10, entered=False),
     ]
 

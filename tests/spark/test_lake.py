@@ -1,5 +1,6 @@
 """What a run costs in the lake: writes that count once, and reads that do not grow with the history."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +159,18 @@ def test_a_run_reads_the_same_files_and_bytes_however_long_the_history(
     assert reads[0]["size of files read"] == pytest.approx(reads[1]["size of files read"], rel=0.02)
 
 
+def test_the_readme_has_every_column_of_every_table_and_no_other() -> None:
+    text = (Path(__file__).parents[2] / "spark" / "README.md").read_text(encoding="utf-8")
+    section = text.partition("## The tables of the lake")[2].partition("\n## ")[0]
+    for name, columns in lake.SCHEMAS.items():
+        _, _, part = section.partition(f"`{name}`:")
+        table = part.partition("\n\n`")[0] if name in ("deliveries", "findings", "progress") else part
+        listed = re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)) or table)
+        assert set(columns) <= set(listed), (name, set(columns) - set(listed))
+        if table != part:
+            assert set(listed) == set(columns), name
+
+
 def test_columns_of_the_first_version_get_their_present_names(spark: SparkSession, tmp_path: Path) -> None:
     """In commits that keep what each run has written: a run that comes again writes nothing a second time."""
     tables, of_now = lake.Lake(spark, str(tmp_path)), plan()
@@ -210,7 +223,7 @@ def test_a_lake_of_an_earlier_version_goes_on(spark: SparkSession, tmp_path: Pat
     assert read(1) == known
     assert read(2) == {replace(log, **marks) for log in old.logs}
     deliveries = reduced(spark, [copy(1), entry(1)])
-    more = ("freed_ms", "record_key", "batch", "topic_id", "was_past_end", "elsewhere")
+    more = ("freed_ms", "record_key_hash", "batch_hash", "topic_id_hash", "was_past_end", "elsewhere")
     tables.append("deliveries", deliveries.drop(*more), 1)
     finding = spark.createDataFrame([{"scope": "hour", "kind": "lost"}], lake.schema("findings"))
     tables.append("findings", finding.drop("run"), 1)
@@ -275,12 +288,12 @@ def test_the_pass_over_ids_reads_narrow_columns_only(small: lake.Lake) -> None:
     rows, seen = small.read("deliveries"), gather_evidence(plan(), settings())
     folders = set(lake.PARTITIONS["deliveries"])
     assert _columns(cross_hour.repeated(rows)) == {"kind", "id"} | folders
-    narrow = {"kind", "has_fencepost_header", "record_key", "entries_count", "answered_201", "fingerprint"}
+    narrow = {"kind", "has_fencepost_header", "record_key_hash", "entries_count", "answered_201", "fingerprint"}
     assert _columns(cross_hour.retried(rows, seen)) == narrow | folders
 
 
 @pytest.mark.parametrize("last", ["first", "first + INTERVAL 1 HOUR"])
-def test_the_pass_over_ids_stands_any_number_of_hours(small: lake.Lake, last: str) -> None:
+def test_the_pass_over_ids_stands_any_hash_of_hours(small: lake.Lake, last: str) -> None:
     """One id that comes twice in every other hour, or in every hour and the next, for some months."""
     first = F.timestamp_millis(F.lit(NOW_MS // HOUR_MS * HOUR_MS) - F.col("id") * 3 * HOUR_MS)
     hour = small.spark.range(1000).select(first.alias("first")).withColumn("last", F.expr(last))

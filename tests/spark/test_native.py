@@ -89,7 +89,7 @@ def test_ledger_records_and_what_is_none(spark: SparkSession) -> None:
     found = Counter(
         (
             *(bytes(row["id"]).hex(), row["topic"], row["partition"], row["offset"]),
-            *(row["accepted_ms"], row["status"], row["topic_id"]),
+            *(row["accepted_ms"], row["status"], row["topic_id_hash"]),
         )
         for row in rows
         if row["reject"] is None
@@ -100,7 +100,7 @@ def test_ledger_records_and_what_is_none(spark: SparkSession) -> None:
     numbers = {
         row["id"]: row["number"]
         for row in spark.createDataFrame([(id,) for id in known], "id string")
-        .withColumn("number", decode.number_of(F.col("id")))
+        .withColumn("number", decode.hash_of(F.col("id")))
         .collect()
     }
     assert found == Counter(
