@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Final
@@ -287,26 +287,26 @@ class _Run:
 
     def _rename(self, plan: Plan) -> None:
         """Put copies that have only a key under the id whose event they are copies of."""
+        self._update(cross_hour.misnamed(self._recent(plan), plan.run), self.lake.rename, plan.run)
+
+    def _settle(self, plan: Plan) -> None:
+        """Note of each 202 or 504 what other hours know of its id, also where the pass over all ids is left out."""
+        self._update(cross_hour.known_elsewhere(self._recent(plan), plan.run), self.lake.settle, plan.run)
+
+    def _recent(self, plan: Plan) -> DataFrame:
+        """The rows (deliveries.ROW) of the report's window, and of the keys' retention before it."""
         since_ms = planning.window_from(plan, self.settings) - self.settings.key_ttl_ms
-        recent = self.lake.read("deliveries").where(hours.since(hours.text_of(since_ms)))
-        found = cross_hour.misnamed(recent, plan.run)
+        return self.lake.read("deliveries").where(hours.since(hours.text_of(since_ms)))
+
+    @staticmethod
+    def _update(found: DataFrame | None, write: Callable[[DataFrame, list[str], int], None], run: int) -> None:
+        """Write what was found of rows, into the hours in which these lie."""
         if found is None:
             return
         # A checkpoint, as in `_merge`: what is read must not be what is written.
         found = found.localCheckpoint()
         if touched := hours.of(found):
-            self.lake.rename(found, touched, plan.run)
-
-    def _settle(self, plan: Plan) -> None:
-        """Note of each 202 or 504 what other hours know of its id, also where the pass over all ids is left out."""
-        since_ms = planning.window_from(plan, self.settings) - self.settings.key_ttl_ms
-        recent = self.lake.read("deliveries").where(hours.since(hours.text_of(since_ms)))
-        found = cross_hour.known_elsewhere(recent, plan.run)
-        if found is None:
-            return
-        found = found.localCheckpoint()
-        if touched := hours.of(found):
-            self.lake.settle(found, touched, plan.run)
+            write(found, touched, run)
 
     # ------------------------------------------------------------------------------------------------------ done
 
