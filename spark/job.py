@@ -238,7 +238,7 @@ class _Run:
         return source.read(self.spark, self.settings.shared, spans, headers=headers)
 
     def _read_claims(self, spans: tuple[Spans, Spans], frozen_ms: int) -> DataFrame:
-        """What ledger and journal say within their spans (decode.TESTIMONY)."""
+        """What ledger and journal say within their spans (decode.CLAIMS)."""
         ledger, answers = (self._records(one, headers=False) for one in spans)
         return decode.ledger(ledger, frozen_ms).unionByName(decode.answers(answers, frozen_ms))
 
