@@ -1,4 +1,4 @@
-"""`POST /events/batch`: many events in one request, each for itself, or all of them or none."""
+"""`POST /events/batch`: many events in one request, written independently, or atomically: all or none."""
 
 import asyncio
 import time
@@ -34,20 +34,20 @@ from service.pipeline.request import BatchChunk, WriteResult
 
 LINES: Final = "application/x-ndjson"
 """The media type of a batch with each event on a line of its own (newline-delimited JSON)."""
-# Blank lines among them.
+# Blank lines count.
 LINES_MAX: Final = 2 * BATCH_EVENTS_MAX
-# The entry of the shortest topic's name.
+# The events whose ledger entries fit into one transaction, if the name of their topic has one character.
 ATOMIC_EVENTS_MAX: Final = GROUP_LEDGER_BYTES_MAX // (ENTRY_BYTES + 1)
-# For so long events are made in one go; then whatever else waits for the loop has its turn.
+# The longest time to parse events in one go, before other tasks of the loop run.
 SLICE_S: Final = 0.005
-# Of a larger batch only so many events are made as one transaction holds: all of them would be its body once more.
+# The events of a larger body are parsed chunk by chunk: all of them at once would take the memory of the body again.
 READ_AT_ONCE_BYTES: Final = 1024 * 1024
-# And they are made of so many bytes in one go, which takes a millisecond or two.
+# The bytes to parse in one go, which takes one or two milliseconds.
 STEP_BYTES: Final = 64 * 1024
 
 
 class BatchBody(msgspec.Struct, forbid_unknown_fields=True):
-    """The JSON of a batch. Its events are decoded one by one: a bad one fails alone."""
+    """The JSON of a batch. Its events are decoded one by one, so that a malformed event fails alone."""
 
     events: list[msgspec.Raw]
     atomic: bool = False
@@ -65,7 +65,7 @@ T = TypeVar("T")
 
 
 def parse_batch(body: bytes) -> BatchBody:
-    """A batch with at least one event, which is not long. Raises Problem (400, 413)."""
+    """Parse a batch of at least one event, from a body of at most LONG_BYTES. Raises Problem (400, 413)."""
     return strictly(body, _batch_of)
 
 
@@ -76,7 +76,7 @@ def _batch_of(body: bytes) -> BatchBody:
 
 
 async def parse_long_batch(body: bytes) -> BatchBody:
-    """As `parse_batch`, for a body of any length: it is checked in a thread."""
+    """Parse a batch from a body of any length, which a thread checks. Raises Problem (400, 413)."""
     frame, texts = await in_thread(cut_batch, body, "events")
     batch = decode(_decode_batch, frame)
     batch.events = texts or batch.events
@@ -85,8 +85,8 @@ async def parse_long_batch(body: bytes) -> BatchBody:
 
 
 def parse_lines(body: bytes) -> list[bytes]:
-    """The lines of newline-delimited JSON, but for blank ones. Raises Problem (400, 413)."""
-    read = list(islice(BytesIO(body), LINES_MAX + 1))  # which copies nothing of what comes behind them
+    """Return the lines of newline-delimited JSON that are not blank. Raises Problem (400, 413)."""
+    read = list(islice(BytesIO(body), LINES_MAX + 1))  # bytes after these lines are not copied
     if len(read) > LINES_MAX:
         raise Problem(TOO_LARGE, f"body: at most {LINES_MAX} lines are taken, blank ones too")
     lines = [line.removesuffix(b"\n") for line in read if not line.isspace()]
@@ -94,11 +94,11 @@ def parse_lines(body: bytes) -> list[bytes]:
     return lines
 
 
-# ------------------------------------------------------------------------------------------------ each for itself
+# ------------------------------------------------------------------------------------------------ independent events
 
 
 async def read_batch(body: bytes, scope: str, traceparent: bytes | None) -> list[Event] | None:
-    """The events of a batch that is not atomic, in steps; None where there is anything to look into."""
+    """Parse the events of a plain batch that is not atomic, in steps; None if the body needs the full parser."""
     if READER is None or len(body) > READ_AT_ONCE_BYTES:
         return None
     batch = READER.batch(body, scope, traceparent)
@@ -110,7 +110,7 @@ async def read_batch(body: bytes, scope: str, traceparent: bytes | None) -> list
 
 
 def member_of(raw: bytes | msgspec.Raw, traceparent: bytes | None = None, scope: str = "") -> Event:
-    """One event of a batch. Raises Problem (400, 413)."""
+    """Parse one event of a batch. Raises Problem (400, 413)."""
     fields = decode(_decode_member, raw)
     if not fields.idempotency_key:
         raise Problem(MISSING_KEY, "idempotency_key: give each event of a batch a key of its own")
@@ -119,13 +119,13 @@ def member_of(raw: bytes | msgspec.Raw, traceparent: bytes | None = None, scope:
 
 
 async def long_member_of(raw: bytes | msgspec.Raw, traceparent: bytes | None = None, scope: str = "") -> Event:
-    """As `member_of`, for one of any length, which need not be known to be JSON: it is checked in a thread."""
+    """Parse one event of any length, which a thread checks to be JSON. Raises Problem (400, 413)."""
     await check_text(raw, b"headers", HEADERS_MAX)
     return member_of(raw, traceparent, scope)
 
 
 def line_of(line: bytes, traceparent: bytes | None = None, scope: str = "") -> Event:
-    """One event on a line of its own, which is not long. Raises Problem (400, 413)."""
+    """Parse one event from a line of at most LONG_BYTES. Raises Problem (400, 413)."""
     if READER is not None and (event := READER.member(line, scope, traceparent)) is not None:
         return event
     return strictly(line, partial(member_of, traceparent=traceparent, scope=scope))
@@ -138,60 +138,64 @@ async def write_each(
     arrived: float,
     caller: Caller = ANYBODY,
 ) -> AsyncIterator[list[WriteResult]]:
-    """Write the events of a batch, each under a key of its own; their answers in their order, as they come to be known.
+    """Write the events of a batch, each under its own key; yield results in the order of the events, as they are known.
 
-    They go to Kafka in chunks, one after the other: what one transaction holds goes together, which keeps the order of
-    the batch. A key that comes again begins a new chunk, and so finds what became of the first. An event is checked
-    when its chunk is made up: the first answers need not wait for the last one.
+    Events go to Kafka in chunks, one chunk after the other: a transaction holds a whole chunk, which keeps the order of
+    the batch. A repeated key begins a new chunk, and so finds the result of its first event. Events are checked when
+    their chunk is filled, so that the first results need not wait for the last event.
     """
-    answers: list[WriteResult | None] = [None] * len(parts)
-    told = 0
-    chunk, places = BatchChunk(admission.events_max, admission.ledger_bytes_max), list[int]()
-
-    async def write() -> None:
-        for place, answer in zip(places, await admission.submit_chunk(chunk), strict=True):
-            answers[place] = answer
-
+    results = _Results(len(parts))
+    chunk, indexes = BatchChunk(admission.events_max, admission.ledger_bytes_max), list[int]()
     until = time.monotonic() + SLICE_S
-    for place, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if time.monotonic() > until:
-            if known := _known(answers, told):
-                told += len(known)
+            if known := results.take_known():
                 yield known
             await asyncio.sleep(0)
             until = time.monotonic() + SLICE_S
         try:
             event = parse(part)
-            if not isinstance(event, Event):  # it is long
+            if not isinstance(event, Event):  # longer than LONG_BYTES
                 event = await event
             caller.check(event.topic)
             if not admission.check_now(event):
-                # Each chunk has the time of a request; those before it may have had theirs.
+                # Each chunk has a request's timeout of its own, because earlier chunks may have used up theirs.
                 await admission.check(event, arrived, time.monotonic())
         except Problem as problem:
-            answers[place] = problem.as_result()
+            results.add([index], [problem.as_result()])
             continue
         if not chunk.takes(event):
-            await write()
-            known = _known(answers, told)
-            told += len(known)
-            yield known
-            chunk, places = BatchChunk(admission.events_max, admission.ledger_bytes_max), []
+            results.add(indexes, await admission.submit_chunk(chunk))
+            yield results.take_known()
+            chunk, indexes = BatchChunk(admission.events_max, admission.ledger_bytes_max), []
         chunk.add(event)
-        places.append(place)
-    if places:
-        await write()
-    yield _known(answers, told)
+        indexes.append(index)
+    if indexes:
+        results.add(indexes, await admission.submit_chunk(chunk))
+    yield results.take_known()
 
 
-def _known(answers: Sequence[WriteResult | None], start: int) -> list[WriteResult]:
-    """The answers from `start` on, up to the first that is still to come."""
-    known: list[WriteResult] = []
-    for answer in answers[start:]:
-        if answer is None:
-            break
-        known.append(answer)
-    return known
+class _Results:
+    """The results of a batch's events, which become known in any order and are taken in the order of the events."""
+
+    def __init__(self, count: int) -> None:
+        self._results: list[WriteResult | None] = [None] * count
+        self._taken = 0
+
+    def add(self, indexes: Sequence[int], results: Sequence[WriteResult]) -> None:
+        """Add the results of the events at these indexes."""
+        for index, result in zip(indexes, results, strict=True):
+            self._results[index] = result
+
+    def take_known(self) -> list[WriteResult]:
+        """Return the results after those that were taken, up to the first that is not known."""
+        known: list[WriteResult] = []
+        for result in self._results[self._taken :]:
+            if result is None:
+                break
+            known.append(result)
+        self._taken += len(known)
+        return known
 
 
 # -------------------------------------------------------------------------------------------------- all or none
@@ -205,22 +209,38 @@ async def write_atomic(
     traceparent: bytes | None = None,
     caller: Caller = ANYBODY,
 ) -> tuple[bytes, WriteResult]:
-    """Write a batch in one transaction or not at all; the id of the whole, and its answer.
+    """Write a batch in one transaction or not at all; return the id of the batch and its result.
 
-    Raises Problem for what is refused before the key is touched, also where no transaction could hold it.
+    Raises Problem for a batch that is refused before its key is claimed, also if no transaction could hold it.
     """
-    there = len(batch.events)
-    if there > ATOMIC_EVENTS_MAX:
-        raise Problem(TOO_LARGE, f"events: one transaction holds at most {ATOMIC_EVENTS_MAX}; there are {there}")
+    count = len(batch.events)
+    if count > ATOMIC_EVENTS_MAX:
+        raise Problem(TOO_LARGE, f"events: one transaction holds at most {ATOMIC_EVENTS_MAX}; there are {count}")
+    events = await _parse_members(key, batch.events, traceparent, caller)
+    _check_size(events, admission)
+    await _check_topics(events, admission, arrived)
+    id = event_id(key, caller.scope)
+    return id, await admission.submit_atomic(events, (id, batch_fingerprint(event.fp for event in events)), arrived)
+
+
+async def _parse_members(
+    key: str, parts: Sequence[msgspec.Raw], traceparent: bytes | None, caller: Caller
+) -> list[Event]:
+    """Parse the events of an atomic batch. Raises Problem (400, 403, 413) for the first that is refused."""
     events: list[Event] = []
     until = time.monotonic() + SLICE_S
-    for index, raw in enumerate(batch.events):
+    for index, raw in enumerate(parts):
         if time.monotonic() > until:
             await asyncio.sleep(0)
             until = time.monotonic() + SLICE_S
         if len(raw) > LONG_BYTES:
             await _check_long(index, raw)
         events.append(_member(key, index, raw, traceparent, caller))
+    return events
+
+
+def _check_size(events: Sequence[Event], admission: Admission) -> None:
+    """Raise Problem (413) if no transaction could hold the events, or the queue could never take them."""
     ledger_bytes = sum(event.entry_bytes for event in events)
     event_bytes = sum(event.size for event in events)
     if ledger_bytes > admission.ledger_bytes_max:
@@ -232,6 +252,10 @@ async def write_atomic(
         )
     if len(events) > admission.events_max:
         raise Problem(TOO_LARGE, f"events: at most {admission.events_max} may wait here; there are {len(events)}")
+
+
+async def _check_topics(events: Sequence[Event], admission: Admission, arrived: float) -> None:
+    """Raise Problem for the first event that its topic, or the topic's schema, does not take."""
     for index, event in enumerate(events):
         if index % 1_000 == 999:
             await asyncio.sleep(0)
@@ -239,8 +263,6 @@ async def write_atomic(
             await admission.check(event, arrived)
         except Problem as problem:
             raise _of_member(index, problem) from None
-    id = event_id(key, caller.scope)
-    return id, await admission.submit_atomic(events, (id, batch_fingerprint(event.fp for event in events)), arrived)
 
 
 async def _check_long(index: int, raw: msgspec.Raw) -> None:

@@ -47,7 +47,7 @@ class MetricsText(Response):
 
 
 class Parts(Protocol):
-    """What the routes need of a running service."""
+    """The parts of a running service that the routes use."""
 
     keys: RedisKeys
     store: Store
@@ -59,23 +59,32 @@ class Parts(Protocol):
 
 
 def routes(app: FastAPI, service: Callable[[], Parts], callers: Callers, posts: EventsEndpoint) -> None:
-    """Add the routes to the app; `callers` see their own keys only."""
-    app.router.redirect_slashes = False  # `/events` and `/events/` are two things
+    """Add the routes to the app. Each of `callers` sees its own keys only."""
+    app.router.redirect_slashes = False  # `/events` and `/events/` are different resources
     app.add_middleware(HeadAsGet)
-    app.add_middleware(Checked)
+    app.add_middleware(CheckedHeads)
     for path, handler in posts.routes.items():
         endpoint = AsgiEndpoint(handler, posts.body_bytes_max, posts.bodies)
         app.router.routes.append(Route(path.decode(), endpoint, methods=["POST"]))
+    _add_keys(app, service, callers)
+    _add_probes(app, service)
+    app.add_api_route("/problems/{code}", get_problem)
+    app.add_exception_handler(Problem, _on_problem)
+    app.add_exception_handler(HTTPException, _on_status)
+    app.add_exception_handler(Exception, _on_bug)
+    app.openapi = openapi_document  # type: ignore[method-assign]
 
+
+def _add_keys(app: FastAPI, service: Callable[[], Parts], callers: Callers) -> None:
     @app.get("/events/{key:path}")
     async def get_event(
         key: str,
-        # No path can have the keys `.` and `..`: /events/?key=.
-        asked: Annotated[str, Query(alias="key")] = "",
+        # A path cannot hold the keys `.` and `..`: /events/?key=.
+        query_key: Annotated[str, Query(alias="key")] = "",
         authorization: Annotated[list[str] | None, Header()] = None,
     ) -> dict[str, Any]:
         caller = callers.of(None if authorization is None else ", ".join(authorization))
-        id = event_id(check_key(key or asked, "key"), caller.scope)
+        id = event_id(check_key(key or query_key, "key"), caller.scope)
         parts = service()
         if parts.store.generation is None:
             raise Problem(INCOMPLETE, f"the key store is not complete: {parts.store.status}")
@@ -85,6 +94,8 @@ def routes(app: FastAPI, service: Callable[[], Parts], callers: Callers, posts: 
             raise Problem(INCOMPLETE, f"the key store does not answer: {error}") from error
         return describe(id, found, parts.pool.doubts)
 
+
+def _add_probes(app: FastAPI, service: Callable[[], Parts]) -> None:
     @app.get("/livez")
     async def livez() -> dict[str, bool]:
         return {"live": True}
@@ -106,40 +117,41 @@ def routes(app: FastAPI, service: Callable[[], Parts], callers: Callers, posts: 
     async def metrics() -> Response:
         return MetricsText(service().telemetry.render())
 
-    @app.get("/problems/{code}")
-    async def problem(code: str) -> dict[str, Any]:
-        if code not in KINDS:
-            raise HTTPException(404, f"no problem has the code {code}")
-        return msgspec.to_builtins(KINDS[code])  # type: ignore[no-any-return]
 
-    @app.exception_handler(Problem)
-    async def on_problem(_: Request, problem: Problem) -> Response:
-        return _response(problem)
+async def get_problem(code: str) -> dict[str, Any]:
+    """Describe a kind of problem. Raises HTTPException (404) for an unknown code."""
+    if code not in KINDS:
+        raise HTTPException(404, f"no problem has the code {code}")
+    return msgspec.to_builtins(KINDS[code])  # type: ignore[no-any-return]
 
-    @app.exception_handler(HTTPException)
-    async def on_status(request: Request, error: HTTPException) -> Response:
-        if error.status_code != METHOD_NOT_ALLOWED.status:
-            return _response(problem_of_status(error.status_code, str(error.detail)))
-        allowed = _allowed(request)
-        response = _response(Problem(METHOD_NOT_ALLOWED, f"{request.method}: use {allowed}"))
-        response.headers["allow"] = allowed
-        return response
 
-    @app.exception_handler(Exception)
-    async def on_bug(_: Request, error: Exception) -> Response:
-        return _response(Problem(INTERNAL, type(error).__name__))
+async def _on_problem(_: Request, problem: Exception) -> Response:
+    assert isinstance(problem, Problem)
+    return _response(problem)
 
-    app.openapi = openapi_document  # type: ignore[method-assign]
+
+async def _on_status(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code != METHOD_NOT_ALLOWED.status:
+        return _response(problem_of_status(error.status_code, str(error.detail)))
+    allowed = _allowed(request)
+    response = _response(Problem(METHOD_NOT_ALLOWED, f"{request.method}: use {allowed}"))
+    response.headers["allow"] = allowed
+    return response
+
+
+async def _on_bug(_: Request, error: Exception) -> Response:
+    return _response(Problem(INTERNAL, type(error).__name__))
 
 
 def openapi_document() -> dict[str, Any]:
-    """The document that is served: `openapi.json` beside this module, which a test compares with the routes."""
+    """Return the OpenAPI document, `openapi.json` beside this module, which a test compares with the routes."""
     document: dict[str, Any] = json.loads((files("service.http") / "openapi.json").read_text(encoding="utf-8"))
     return document
 
 
 class HeadAsGet:
-    """HEAD is answered as GET is (RFC 9110, section 9.3.2); uvicorn, which has read the method, leaves the body out."""
+    """Answer HEAD as GET (RFC 9110, section 9.3.2); uvicorn, which knows the method, leaves the body out."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -150,8 +162,8 @@ class HeadAsGet:
         await self._app(scope, receive, send)
 
 
-class Checked:
-    """Refuses heads as the endpoint of the POSTs does, which counts and answers its own."""
+class CheckedHeads:
+    """Refuse malformed heads, but for the POSTs of events, whose endpoint refuses and counts them itself."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -168,7 +180,7 @@ class Checked:
 
 
 def _allowed(request: Request) -> str:
-    """What `Allow` says of a path (RFC 9110, section 10.2.1): the methods of all its routes, not of the first alone."""
+    """Return the value of `Allow` (RFC 9110, section 10.2.1): the methods of all routes of the path."""
     methods: set[str] = set()
     for route in request.app.routes:
         if route.matches(request.scope)[0] is not Match.NONE:
@@ -179,9 +191,9 @@ def _allowed(request: Request) -> str:
 
 
 def describe(id: bytes, found: Found, doubts: Callable[[int, int], bool]) -> dict[str, Any]:
-    """What is known of a key; `doubts` tells of a slot and a term whether this process does not know their outcome.
+    """Describe the state of a key; `doubts(slot, term)` tells whether this process does not know their outcome.
 
-    Raises Problem (404) for nothing, and for a claim that was never written.
+    Raises Problem (404) for an unknown key, and for a claim whose event was never written.
     """
     match found.state:
         case Delivered(_, _, topic, partition, offset, timestamp):
