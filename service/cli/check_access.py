@@ -1,4 +1,4 @@
-"""What the service's user must be allowed, as functions of what was seen. Operations are Kafka's own."""
+"""Checks the permissions of the service's user: pure functions of a snapshot. Operations are Kafka's own."""
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -10,10 +10,10 @@ from service.contract.wire import transactional_id
 from service.kafka.acl_inspector import ClusterSnapshot, Operation, VisibleTopic
 from service.kafka.topics import InternalTopics
 
-# What the service does with its own topics, and with those of others.
+# The operations of the service on its own topics, and on topics for events.
 OWN: Final = (Operation.DESCRIBE, Operation.DESCRIBE_CONFIGS, Operation.READ, Operation.WRITE)
 THEIRS: Final = (Operation.DESCRIBE, Operation.WRITE)
-# What the service needs less, and what is without it.
+# Operations that the service can do without, and what is missing then.
 UNREAD: Final = {
     Operation.READ: "a transaction that hangs there is not ended, and the slot's next one ends it by its own verdict",
     Operation.DESCRIBE_CONFIGS: "what is too large is sent and refused, one transaction each",
@@ -21,14 +21,14 @@ UNREAD: Final = {
 
 
 def missing(needed: Sequence[Operation], may: frozenset[Operation]) -> str:
-    """The operations that are needed and not allowed, as Kafka's tools write them."""
+    """Format the operations that are needed and not allowed, as Kafka's tools write them."""
     return ", ".join(operation.name.title().replace("_", "") for operation in needed if operation not in may)
 
 
 def own_topics_allowed(
     snapshot: ClusterSnapshot, names: Sequence[str], creatable: Mapping[str, bool], grows: bool
 ) -> list[Finding]:
-    """Whether Fencepost's own topics may be used as it does; those that are not there yet, made."""
+    """Check the permissions on Fencepost's own topics; for absent topics, the permission to create them."""
     rows: list[tuple[str, Finding]] = []
     check = "access.own-topics"
     for name in names:
@@ -46,7 +46,7 @@ def own_topics_allowed(
 
 
 def slots_allowed(may: Mapping[int, frozenset[Operation]], namespace: str) -> list[Finding]:
-    """Whether the service may produce under the transactional ids of its slots."""
+    """Check the permission to produce with the transactional ids of the slots."""
     remedy = _allow("Describe and Write", f"transactional ids that begin with {namespace}.slot.")
     rows: list[tuple[str, Finding]] = []
     for slot, operations in may.items():
@@ -61,12 +61,12 @@ def _allow(what: str, on: str = "this topic") -> str:
 
 
 def names_of_rules(rules: Rules) -> list[str]:
-    """The topics that the rules name in full."""
+    """List the topics that the rules name without a glob."""
     return [rule.pattern for rule in rules.topics if not set(rule.pattern) & set("*?[")]
 
 
 def data_topics(snapshot: ClusterSnapshot, rules: Rules, internal: InternalTopics) -> dict[str, VisibleTopic]:
-    """The topics that the rules speak of; without rules, all that the service may write to."""
+    """Find the topics that the rules match; without rules, all that the service may write to."""
     others = {name: seen for name, seen in snapshot.topics.items() if not internal.reserved(name)}
     if not rules.topics:
         return {name: seen for name, seen in others.items() if Operation.WRITE in seen.may}
@@ -74,7 +74,7 @@ def data_topics(snapshot: ClusterSnapshot, rules: Rules, internal: InternalTopic
 
 
 def data_topics_allowed(snapshot: ClusterSnapshot, found: Mapping[str, VisibleTopic], rules: Rules) -> list[Finding]:
-    """Whether events may be written to the topics that the rules name, and whether those are there."""
+    """Check that the topics of the rules exist, and that events may be written to them."""
     check = "access.data-topics"
     rows: list[tuple[str, Finding]] = []
     for name in names_of_rules(rules):

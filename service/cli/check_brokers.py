@@ -1,4 +1,4 @@
-"""What must be so of brokers, as functions of what was seen. Names are Kafka's own."""
+"""Checks the brokers: pure functions of a snapshot. Names of settings are Kafka's own."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple
@@ -7,24 +7,24 @@ from service.cli.finding import Finding, Level, grouped, judged
 from service.core.settings import Settings
 from service.kafka.acl_inspector import ClusterSnapshot
 
-# What Kafka needs to keep what it acknowledged, though one broker is lost.
+# With these, Kafka keeps all acknowledged records although one broker is lost.
 REPLICAS: Final = 3
 MIN_ISR: Final = 2
 TRANSACTION_LOG: Final = "__transaction_state"
 VERIFICATION: Final = "transaction.partition.verification.enable"
-# A slot that nobody has used for so long is recovered at its next use: not worth doing every hour.
+# The shortest acceptable expiry of transactional ids: a slot whose id has expired must be recovered at its next use.
 ID_EXPIRATION_LEAST_MS: Final = 24 * 3_600_000
 
-# WriteTxnMarkers has version 2 since Kafka 4.2 (KIP-1228), as brokers skip markers.
+# WriteTxnMarkers has version 2 since Kafka 4.2 (KIP-1228), the first release that skips markers.
 WRITE_TXN_MARKERS: Final = 27
 MARKERS_SKIPPED_SINCE: Final = 2
 
 BrokerSettings = Mapping[int, Mapping[str, str]]
-"""By the broker's number: its effective settings."""
+"""The effective settings of each broker, by its number."""
 
 
 def brokers(snapshot: ClusterSnapshot) -> Iterator[Finding]:
-    """How many there are, and whether each is reached by the address that it gives."""
+    """Check the number of brokers, and that each is reached at its advertised address."""
     number = len(snapshot.nodes)
     yield judged(
         "kafka.brokers",
@@ -47,7 +47,7 @@ def brokers(snapshot: ClusterSnapshot) -> Iterator[Finding]:
 
 
 def skips_markers(versions: Mapping[int, int]) -> bool:
-    """Whether a broker is of a version that completes transactions without the markers of leaderless partitions.
+    """Whether a broker's version completes transactions without the markers of leaderless partitions.
 
     `versions` as `AclInspector.versions_of` has them. No release up to 4.3.1 mends it (KAFKA-20734).
     """
@@ -55,7 +55,7 @@ def skips_markers(versions: Mapping[int, int]) -> bool:
 
 
 def transaction_markers(versions: Mapping[int, Mapping[int, int]]) -> Iterator[Finding]:
-    """Whether brokers write every marker of a transaction; `versions` by the broker's number."""
+    """Check that brokers write all markers of a transaction; `versions` of requests, by the broker's number."""
     yield from grouped(
         (
             f"broker {node}",
@@ -75,7 +75,7 @@ def transaction_markers(versions: Mapping[int, Mapping[int, int]]) -> Iterator[F
 
 
 class Rule(NamedTuple):
-    """A broker's setting: its check's name, when it is well, how much it matters where not, and what to change."""
+    """A check of a broker's setting: its name, when it passes, and otherwise its level and what to change."""
 
     check: str
     setting: str
@@ -89,7 +89,7 @@ def at_least(least: int) -> Callable[[str], bool]:
 
 
 def broker_rules(settings: Settings, topics_there: bool) -> Iterator[Rule]:
-    """`topics_there`: Fencepost's own topics are made already, so the defaults are for the topics of others alone."""
+    """List the checks of brokers. `topics_there`: Fencepost's own topics exist, so defaults do not concern them."""
     default = Level.WARNING if topics_there else Level.ERROR
     yield Rule(
         "kafka.default-replication",
@@ -154,7 +154,7 @@ def broker_rules(settings: Settings, topics_there: bool) -> Iterator[Rule]:
 
 
 def broker_settings(found: BrokerSettings, settings: Settings, topics_there: bool) -> Iterator[Finding]:
-    """The brokers' settings, each broker's for itself."""
+    """Check the settings of each broker."""
     if not found:
         yield Finding(
             "kafka.settings",
@@ -193,7 +193,7 @@ def broker_settings(found: BrokerSettings, settings: Settings, topics_there: boo
 
 
 def transaction_log(snapshot: ClusterSnapshot, found: BrokerSettings) -> Iterator[Finding]:
-    """Replication of the coordinators' log: as it is, or as it would be made."""
+    """Check the replication of the transaction log: as it is, or as it would be created."""
     name = "transaction.state.log.replication.factor"
     seen = snapshot.topics.get(TRANSACTION_LOG)
     if seen is not None:

@@ -1,26 +1,26 @@
-"""Clocks: how far each may be from this machine's."""
+"""Checks how far the clocks of Kafka and Redis are from this machine's."""
 
 from dataclasses import dataclass
 from typing import Final
 
 from service.cli.finding import Finding, Level, judged
 
-# Answers carry times, and people compare logs.
+# From here on, times in answers and logs are misleading.
 APART_WARNING_MS: Final = 1_000
-# The audit's grace (--grace-s): beyond it, it may call lost what is only late.
+# The audit's grace (--grace-s): beyond it, the audit may report a late event as lost.
 APART_ERROR_MS: Final = 60_000
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """How far a clock is ahead of this machine's, and how well that is known: ms."""
+    """How many ms a clock is ahead of this machine's, and the uncertainty."""
 
     ahead_ms: float
     give_or_take_ms: float
 
 
 def clock(check: str, whose: str, seen: Clock) -> Finding:
-    """A finding about one clock, against this machine's."""
+    """Check one clock against this machine's."""
     apart_ms = max(0.0, abs(seen.ahead_ms) - seen.give_or_take_ms)
     side = "ahead of" if seen.ahead_ms > 0 else "behind"
     text = f"{abs(seen.ahead_ms):.0f} ms {side} this machine's, give or take {max(1.0, seen.give_or_take_ms):.0f} ms"

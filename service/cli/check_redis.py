@@ -1,4 +1,4 @@
-"""What must be so of Redis, as functions of what was seen. Names are those of INFO."""
+"""Checks the Redis server: pure functions of its INFO, with its field names."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -8,17 +8,16 @@ from service.claims.redis_requirements import demands
 from service.cli.finding import Finding, Level, judged
 from service.core.settings import Settings
 
-# A key and its state, with what Redis spends around them: in the middle 180 on Redis 7.0 and 126 on Valkey 9.1, and an
-# eighth more or less as their tables are filled (tests/bench sizes).
+# Memory of a key and its state, with Redis's overhead (measured by tests/bench sizes).
 KEY_BYTES: Final = 200
-# From so many keys on, the server's own numbers are better than ours.
+# From so many keys on, the server's own numbers are used instead.
 KEYS_TO_MEASURE: Final = 10_000
-# Of the memory, what the keys may take: copies of pages while saving, buffers of replicas and clients.
+# The share of the memory for keys; the rest is for page copies while saving, and buffers of replicas and clients.
 MEMORY_SHARE: Final = 0.7
 
 
 def server(info: Mapping[str, str]) -> Iterator[Finding]:
-    """What the service demands at its start, and saving."""
+    """Check the demands of the service at its start, and persistence."""
     for demand in demands(info):
         yield judged(f"redis.{demand.name}", demand.met, demand.found, demand.change)
     failing = [name for name in ("rdb_last_bgsave_status", "aof_last_write_status") if info.get(name, "ok") != "ok"]
@@ -32,7 +31,7 @@ def server(info: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def allocator(info: Mapping[str, str]) -> Iterator[Finding]:
-    """How its memory is managed (mem_allocator): a matter of how it was built."""
+    """Check the memory allocator (mem_allocator), which depends on how Redis was built."""
     name = info.get("mem_allocator", "")
     yield judged(
         "redis.allocator",
@@ -46,14 +45,14 @@ def allocator(info: Mapping[str, str]) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Events a second, and where the number is from."""
+    """A rate in events a second, and its origin."""
 
     events_s: float
     source: str
 
 
 def memory(info: Mapping[str, str], settings: Settings, rate: Rate | None) -> Iterator[Finding]:
-    """The limit, and what the keys of one retention need of it."""
+    """Check the memory limit against the need of the keys of one retention."""
     limit = int(info.get("maxmemory", 0))
     yield judged(
         "redis.maxmemory",
@@ -81,7 +80,7 @@ def memory(info: Mapping[str, str], settings: Settings, rate: Rate | None) -> It
 
 
 def bytes_a_key(info: Mapping[str, str]) -> float:
-    """Bytes of memory that one key takes."""
+    """Estimate the bytes of memory of one key."""
     keys = sum(int(text.partition("keys=")[2].partition(",")[0]) for name, text in info.items() if _database(name))
     if keys < KEYS_TO_MEASURE:
         return KEY_BYTES
@@ -93,7 +92,7 @@ def _database(name: str) -> bool:
 
 
 def size(number: float) -> str:
-    """Bytes for a person, in powers of 1024."""
+    """Format a number of bytes, in powers of 1024."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if number < 1024:
             return f"{number:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""What must be so of topics, Fencepost's own and those for events, as functions of what was seen."""
+"""Checks Fencepost's own topics and those for events: pure functions of a snapshot."""
 
 from collections.abc import Iterator, Mapping
 from typing import Final
@@ -10,9 +10,9 @@ from service.kafka.acl_inspector import ClusterSnapshot, VisibleTopic
 from service.kafka.admin import Topic
 from service.kafka.topics import OWN_MESSAGE_BYTES, InternalTopics
 
-# The audit comes by the hour, and a run that failed is noticed and made up for within a day.
+# The audit runs hourly, and a failed run is noticed and repeated within a day.
 RETENTION_LEAST_MS: Final = 24 * 3_600_000
-# Around an event: the record's own overhead, our headers and the batch's.
+# Bytes around an event: of the record, of our headers, and of the batch.
 ENVELOPE_BYTES: Final = 2_048
 _MAKE_ANEW: Final = "restart a process: its start makes it anew. What was in it is lost, to recoveries and to the audit"
 
@@ -20,7 +20,7 @@ _MAKE_ANEW: Final = "restart a process: its start makes it anew. What was in it 
 def own_topics(
     topics: Mapping[str, Topic], internal: InternalTopics, snapshot: ClusterSnapshot, slots_max: int
 ) -> list[Finding]:
-    """Settings, partitions and replicas of Fencepost's own topics; before the first start none is there."""
+    """Check the settings, partitions and replicas of Fencepost's own topics, which the first start creates."""
     rows: list[tuple[str, Finding]] = []
     for name, topic in topics.items():
         faults = internal.faults(topic)
@@ -43,7 +43,7 @@ def own_topics(
 
 
 def _takes_our_records(topic: Topic, internal: InternalTopics) -> Iterator[Finding]:
-    """How large a record of ours one of our own topics takes, and of which time; as far as that may be read."""
+    """Check that one of the own topics takes records of the needed size and time, if its settings may be read."""
     if "max.message.bytes" in topic.settings:
         yield judged(
             "topics.own-message-bytes",
@@ -66,7 +66,7 @@ def _takes_our_records(topic: Topic, internal: InternalTopics) -> Iterator[Findi
 
 
 def replicas(check: str, topic: Topic, seen: VisibleTopic) -> Finding:
-    """Replication and min ISR of one topic; the latter as far as it may be read."""
+    """Check the replication and the min ISR of a topic, the latter if it may be read."""
     least = topic.settings.get("min.insync.replicas")
     return judged(
         check,
@@ -77,7 +77,7 @@ def replicas(check: str, topic: Topic, seen: VisibleTopic) -> Finding:
 
 
 def data_topic_settings(topics: Mapping[str, Topic], found: Mapping[str, VisibleTopic]) -> list[Finding]:
-    """Settings of the topics for events, as far as they may be read."""
+    """Check the settings of the topics for events that may be read."""
     rows: list[tuple[str, Finding]] = []
     for name, topic in topics.items():
         rows.append((name, replicas("topics.data-replicas", topic, found[name])))

@@ -1,4 +1,4 @@
-"""The commands: what each takes, what it prints, how it ends."""
+"""The commands: their arguments, their output, and their exit codes."""
 
 import asyncio
 import importlib.util
@@ -80,14 +80,14 @@ def key(
     scope: Annotated[str, typer.Option(help="The caller's name, where callers have one.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show what Redis and the ledger know of a key. Ends with 1 where neither knows it: no proof that it is nowhere."""
+    """Show what Redis and the ledger know of a key. Exit code 1 if neither knows it, which proves nothing."""
     settings = settings_or_exit()
     try:
         bare = parse_key(text)
     except Problem as problem:
         give_up(problem.detail)
-    with show.progress("reading the ledger") as tell:
-        found = run(look.key(settings, bare, scope, doctors.now_ms(), tell))
+    with show.progress("reading the ledger") as on_progress:
+        found = run(look.key(settings, bare, scope, doctors.now_ms(), on_progress))
     if as_json:
         show.document({"key": bare, "scope": scope, **found.document()})
     else:
@@ -111,7 +111,7 @@ def doctor(
     settings = settings_or_exit()
     try:
         rules = Rules.read(settings.rules)
-        Schemas(rules)  # which says what is wrong with them
+        Schemas(rules)  # raises for wrong schemas
     except SettingsError as error:
         give_up(str(error))
     findings = run(doctors.examine(settings, rules, rate))
@@ -132,7 +132,7 @@ def settings_or_exit() -> Settings:
 
 
 def run(looking: Coroutine[Any, Any, T]) -> T:
-    """Run what looks on, without a log; where Kafka or Redis do not answer, one line says so."""
+    """Run a command's coroutine without logging; if Kafka or Redis does not answer, one line says so."""
     structlog.configure(logger_factory=structlog.stdlib.LoggerFactory())
     logging.disable()
     try:

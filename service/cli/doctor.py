@@ -1,4 +1,4 @@
-"""`fencepost doctor`: looks at brokers, ACLs, topics, Redis and clocks, and says what to change.
+"""`fencepost doctor`: checks brokers, ACLs, topics, Redis and clocks, and says what to change.
 
 It writes nothing but one record of the journal without answers, whose timestamp is the broker's clock.
 """
@@ -25,14 +25,14 @@ from service.kafka.reader import ends, offsets_since, read_between
 from service.kafka.session import Record, RecordMetadata
 from service.kafka.topics import InternalTopics
 
-# How far back the ledger's growth is measured, and how many of its last records a partition tell of all.
+# The period over which the ledger's growth is measured, and the records of each partition that are sampled for it.
 GROWTH_S: Final = 600
 SAMPLE_RECORDS: Final = 200
-# Of several looks at a clock, the quickest knows best.
+# Measurements of a clock, of which the quickest is the most exact.
 LOOKS: Final = 3
 
 Now = Callable[[], float]
-"""This machine's clock, epoch ms."""
+"""Returns this machine's time, ms since the Unix epoch."""
 
 
 def now_ms() -> float:
@@ -40,7 +40,7 @@ def now_ms() -> float:
 
 
 async def examine(settings: Settings, rules: Rules, rate: float | None = None, now: Now = now_ms) -> list[Finding]:
-    """Everything that there is to find, well or not. `rate` is in events/s; measured from the ledger if not given."""
+    """Run all checks; one finding for each. `rate` is in events/s, measured from the ledger if not given."""
     async with acl_inspector(settings) as kafka, keys_view(settings) as keys:
         findings, measured = await _kafka(kafka, settings, rules, now)
         known = Rate(rate, "as told") if rate is not None else measured
@@ -120,13 +120,13 @@ def _may(snapshot: ClusterSnapshot, topic: str, operation: Operation) -> bool:
 
 
 async def ledger_rate(kafka: AclInspector, ledger: str, partitions: int, now: float) -> Rate | None:
-    """Events a second over the last minutes: how far the ledger grew, times the events in its last records.
+    """Estimate events a second: the ledger's growth over GROWTH_S, times the events in a sample of its last records.
 
-    None where it did not grow. Raises KafkaAway.
+    None if the ledger did not grow. Raises KafkaAway.
     """
-    places = range(partitions)
-    until = await ends(kafka, ledger, places)
-    since = await offsets_since(kafka, ledger, places, int(now) - GROWTH_S * 1000)
+    numbers = range(partitions)
+    until = await ends(kafka, ledger, numbers)
+    since = await offsets_since(kafka, ledger, numbers, int(now) - GROWTH_S * 1000)
     grown = {n: until[n] - start for n, start in since.items() if start is not None and start < until[n]}
     if not grown:
         return None
@@ -145,7 +145,7 @@ async def ledger_rate(kafka: AclInspector, ledger: str, partitions: int, now: fl
 
 
 async def _brokers_clock(kafka: AclInspector, settings: Settings, requests: str, now: Now) -> Finding:
-    """By the timestamp (LogAppendTime) of a journal record that has no answers."""
+    """Check a broker's clock by the timestamp (LogAppendTime) of a journal record without answers."""
     producer = IdempotentProducer(kafka, "doctor")
     record = Record(requests, 0, None, encode_answers(settings.name, []), [], int(now()))
     try:
@@ -182,7 +182,7 @@ async def _redis(keys: KeysView, settings: Settings, rate: Rate | None, now: Now
 
 
 async def _look_at(clock: Callable[[], Awaitable[float]], now: Now) -> Clock:
-    """Look at a clock a few times; the quickest look knows best."""
+    """Measure a clock a few times; returns the quickest measurement, which is the most exact."""
     looks: list[Clock] = []
     for _ in range(LOOKS):
         before = now()

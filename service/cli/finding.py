@@ -1,4 +1,4 @@
-"""What the doctor says: one finding for each thing that it looked at, well or not."""
+"""Findings of the doctor: one for each check, passed or not."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ SUBJECTS_SHOWN: Final = 5
 
 
 class Level(StrEnum):
-    """How much a finding matters."""
+    """The level of a finding."""
 
-    OK = "ok"  # as it should be
-    WARNING = "warning"  # the promise holds; something will be slower, hidden or late
-    ERROR = "error"  # the promise does not hold, or the service cannot work
+    OK = "ok"  # the check passed
+    WARNING = "warning"  # the guarantee holds, but something will be slower, hidden or late
+    ERROR = "error"  # the guarantee does not hold, or the service cannot work
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`found` is how it is, and `change` what to do about it (empty where all is well).
+    """The result of a check: `found` describes the state, `change` what to do (empty if the check passed).
 
-    `check` is its name, an area and what was looked at, and stays the same from one version to the next.
+    `check` is the check's name, "<area>.<subject>", and stays the same in later versions.
     """
 
     check: str
@@ -35,7 +35,7 @@ class Finding:
 
     @property
     def where(self) -> str:
-        """Its subjects as text; of many, the first few."""
+        """Format the subjects, at most SUBJECTS_SHOWN of them."""
         more = len(self.subjects) - SUBJECTS_SHOWN
         shown = ", ".join(self.subjects[:SUBJECTS_SHOWN])
         return f"{shown} and {more} more" if more > 0 else shown
@@ -51,12 +51,12 @@ class Finding:
 
 
 def judged(check: str, well: bool, found: str, change: str, otherwise: Level = Level.ERROR) -> Finding:
-    """A finding that is well, or of the other level with what to change."""
+    """Make a finding of level OK if `well`, else of the other level with what to change."""
     return Finding(check, Level.OK, found) if well else Finding(check, otherwise, found, change)
 
 
 def grouped(rows: Iterable[tuple[str, Finding]]) -> list[Finding]:
-    """Findings about one subject each, those that say the same joined."""
+    """Join equal findings about single subjects into findings about all of these subjects."""
     subjects: dict[Finding, list[str]] = {}
     for subject, finding in rows:
         subjects.setdefault(finding, []).append(subject)
@@ -66,6 +66,6 @@ def grouped(rows: Iterable[tuple[str, Finding]]) -> list[Finding]:
 
 
 def worst(findings: Iterable[Finding]) -> Level:
-    """The level of the whole."""
+    """Return the most severe level."""
     levels = {finding.level for finding in findings}
     return next((level for level in (Level.ERROR, Level.WARNING) if level in levels), Level.OK)

@@ -1,4 +1,4 @@
-"""`fencepost slots` and `fencepost key`: what Redis and the ledger hold at this moment."""
+"""`fencepost slots` and `fencepost key`: show what Redis and the ledger hold now."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -14,15 +14,15 @@ from service.core.settings import Settings
 from service.kafka.acl_inspector import AclInspector
 from service.kafka.reader import ends, offsets_since, read_between
 
-# From a term's begin record on, so far: it is the first record of its term.
+# Offsets to search from `freed` on: the begin record is the first record of its term.
 BEGIN_WITHIN: Final = 50
-# How far the broker's clock may be behind Redis's when the part of the ledger that can name a key is chosen.
+# The most by which the brokers' clocks may be behind Redis's, to choose the part of the ledger that may name a key.
 CLOCKS_APART_MS: Final = 3_600_000
 
 
 @dataclass(frozen=True, slots=True)
 class SlotRow:
-    """One slot: Redis's view, the begin record of its newest term, and where its ledger partition ends."""
+    """One slot: its state in Redis, its newest begin record with its offset, and the end of its ledger partition."""
 
     view: SlotView
     begun: tuple[Begin, int] | None
@@ -55,7 +55,7 @@ class SlotRow:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """All slots, the store that answers, and the generation that it holds (None: it has none, or lost it)."""
+    """All slots, the store that answers, and its generation's number (None: it has none, or lost it)."""
 
     store: str
     generation: int | None
@@ -63,7 +63,7 @@ class Slots:
 
 
 async def slots(settings: Settings) -> Slots:
-    """Raises KafkaAway, StoreAway and StoreUnanswered."""
+    """Read the state of all slots. Raises KafkaAway, StoreAway and StoreUnanswered."""
     ledger = ledger_topic(settings.namespace)
     async with acl_inspector(settings) as kafka, keys_view(settings) as keys:
         count = (await kafka.partitions([ledger])).get(ledger, 0)
@@ -81,7 +81,7 @@ async def slots(settings: Settings) -> Slots:
 async def _begins(
     kafka: AclInspector, ledger: str, freed: Mapping[int, int], until: Mapping[int, int]
 ) -> dict[int, tuple[Begin, int]]:
-    """The newest begin record at or soon after `freed` of each slot, and its offset, which is the term."""
+    """Find the newest begin record at or soon after `freed` of each slot, and its offset, the term."""
     spans = {slot: (offset, min(until[slot], offset + BEGIN_WITHIN)) for slot, offset in freed.items()}
     found: dict[int, tuple[Begin, int]] = {}
     async for items in read_between(kafka, ledger, spans, kafka.timeout_s):
@@ -95,7 +95,7 @@ async def _begins(
 
 @dataclass(frozen=True, slots=True)
 class CommittedAt:
-    """An entry of the ledger that names an id, or the batch of that id, and where it stands."""
+    """A ledger entry of an id, or of a batch with that id, and its record's coordinates and producer."""
 
     slot: int
     offset: int
@@ -107,7 +107,7 @@ class CommittedAt:
 
 @dataclass(frozen=True, slots=True)
 class KeyView:
-    """What is known of a key. `store` says why Redis tells nothing, where it has no settled generation."""
+    """What Redis and the ledger hold of a key. `store` says why Redis was not read; empty if it was."""
 
     id: bytes
     found: Found
@@ -143,7 +143,7 @@ class KeyView:
 
 
 def state_document(found: Found) -> dict[str, Any] | None:
-    """The state of a key in Redis, for programs; None where there is none."""
+    """Make the JSON document of a key's state in Redis; None if it has none."""
     match found.state:
         case Claimed(slot, term, at, _):
             return {
@@ -155,17 +155,20 @@ def state_document(found: Found) -> dict[str, Any] | None:
                 "leased": found.leased,
             }
         case Delivered(at, _, topic, partition, offset, ts):
-            place = {"topic": topic, "partition": partition, "offset": offset, "timestamp": ts}
-            return {"state": "delivered", "accepted_at": at, **place}
+            coordinates = {"topic": topic, "partition": partition, "offset": offset, "timestamp": ts}
+            return {"state": "delivered", "accepted_at": at, **coordinates}
         case DeliveredBatch(at, _, count):
             return {"state": "delivered", "accepted_at": at, "members": count}
     return None
 
 
-async def key(settings: Settings, text: str, scope: str, now_ms: float, tell: Callable[[int, int], None]) -> KeyView:
-    """Look for a key in Redis, and in as much of the ledger as can name one that is remembered.
+async def key(
+    settings: Settings, text: str, scope: str, now_ms: float, on_progress: Callable[[int, int], None]
+) -> KeyView:
+    """Look for a key in Redis, and in the part of the ledger that may name a key that has not expired.
 
-    `tell` hears how many records of how many were read. Raises KafkaAway, StoreAway and StoreUnanswered.
+    `on_progress` is called with the numbers of records read and to be read. Raises KafkaAway, StoreAway and
+    StoreUnanswered.
     """
     id = event_id(text, scope)
     async with acl_inspector(settings) as kafka, keys_view(settings) as keys:
@@ -174,12 +177,13 @@ async def key(settings: Settings, text: str, scope: str, now_ms: float, tell: Ca
             found, store = Found(None), "Redis holds no generation: the keys are not all known at this time"
         else:
             found, store = await keys.find(identity.generation, id), ""
-        return KeyView(id, found, store, await _written(kafka, settings, id, now_ms, tell))
+        return KeyView(id, found, store, await _written(kafka, settings, id, now_ms, on_progress))
 
 
 async def _written(
-    kafka: AclInspector, settings: Settings, id: bytes, now_ms: float, tell: Callable[[int, int], None]
+    kafka: AclInspector, settings: Settings, id: bytes, now_ms: float, on_progress: Callable[[int, int], None]
 ) -> list[CommittedAt]:
+    """Find the ledger entries of an id."""
     ledger = ledger_topic(settings.namespace)
     count = (await kafka.partitions([ledger])).get(ledger, 0)
     if not count:
@@ -197,7 +201,7 @@ async def _written(
             if item.value is not None and needle in item.value:
                 found += _entries_of(item.partition, item.offset, item.value, id)
             done[item.partition] = item.offset + 1
-        tell(sum(done.values()) - sum(start for start, _ in spans.values()), total)
+        on_progress(sum(done.values()) - sum(start for start, _ in spans.values()), total)
     return found
 
 

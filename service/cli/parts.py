@@ -1,4 +1,4 @@
-"""The clients that look on, made from the settings."""
+"""Read-only clients of Kafka and Redis, made from the settings."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,7 +12,7 @@ from service.kafka.security import security_of
 
 @asynccontextmanager
 async def acl_inspector(settings: Settings) -> AsyncIterator[AclInspector]:
-    """A client of Kafka, closed afterwards."""
+    """Make a client of Kafka, and close it at the end."""
     client = AclInspector(
         settings.kafka,
         client_id=f"fencepost-look-{settings.name}",
@@ -28,7 +28,7 @@ async def acl_inspector(settings: Settings) -> AsyncIterator[AclInspector]:
 
 @asynccontextmanager
 async def keys_view(settings: Settings) -> AsyncIterator[KeysView]:
-    """A client of Redis, closed afterwards."""
+    """Make a client of Redis, and close it at the end."""
     keys = KeysView(
         settings.redis,
         settings.namespace,

@@ -1,4 +1,4 @@
-"""What Redis holds and how it is set up, for a person's eyes: nothing is claimed, and nothing changed."""
+"""A read-only view of the keys in Redis and of the server, for the command line."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from service.claims.redis_store import RedisKeys
 
 @dataclass(frozen=True, slots=True)
 class SlotView:
-    """A slot as Redis knows it. `holder` has leased it for `lease_ms` more; taken and not held, it is dead."""
+    """A slot's state in Redis: `holder` has its lease for another `lease_ms`. A slot taken and not held is dead."""
 
     slot: int
     holder: str | None
@@ -26,14 +26,14 @@ class SlotView:
 
 
 class KeysView(RedisKeys):
-    """RedisKeys and a look at what is around the keys. Raises StoreAway and StoreUnanswered."""
+    """RedisKeys, and reads of INFO and of the slots. Raises StoreAway and StoreUnanswered."""
 
     async def info(self) -> Mapping[str, str]:
-        """What INFO tells, by its own names."""
+        """Read the fields of INFO, by their names."""
         return await self._info(*SECTIONS, "persistence", "keyspace")
 
     async def slots(self, count: int) -> list[SlotView]:
-        """All slots, each number read for itself: they may be moving."""
+        """Read the state of all slots, not atomically."""
         numbers = [str(slot) for slot in range(count)]
         freed = await self._send("HMGET", f"{self._prefix}f", *numbers)
         applied = await self._send("HMGET", f"{self._prefix}a", *numbers)
@@ -42,7 +42,7 @@ class KeysView(RedisKeys):
         views: list[SlotView] = []
         for slot, holder in enumerate(holders):
             lease_ms = 0 if holder is None else max(0, int(await self._send("PTTL", f"{self._prefix}l{slot}")))
-            # A token is the instance's name and, after the last slash, what tells its lives apart.
+            # A token is the instance's name and, after the last slash, a random part for each start.
             name = None if holder is None else holder.decode().rpartition("/")[0]
             views.append(
                 SlotView(slot, name, lease_ms, bool(taken[slot]), _number(freed[slot]), _number(applied[slot]))

@@ -1,4 +1,4 @@
-"""Text for a person: tables and findings, with colour on a terminal."""
+"""Prints tables and findings, in colour on a terminal."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -18,14 +18,14 @@ from service.cli.look import KeyView, Slots
 from service.core.settings import Settings
 from service.http.responses import LAST_SECOND
 
-# Where nobody looks on (a pipe, a log), lines are as long as they need for one finding to be one line or two.
+# The width without a terminal, with which a finding takes one or two lines.
 PLAIN_WIDTH: Final = 140
 STYLES: Final = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "bold red"}
 AREAS: Final = {"kafka": "Brokers", "access": "ACLs", "topics": "Topics", "redis": "Redis", "clocks": "Clocks"}
 
 
 class _Console(Console):
-    """Who reads may stop early (`| head`): what follows is written to nobody, and the exit status is the command's."""
+    """A console whose reader may stop early (`| head`), which does not change the exit code."""
 
     def on_broken_pipe(self) -> None:
         with suppress(SystemExit):
@@ -33,7 +33,7 @@ class _Console(Console):
 
 
 def _console(*, stderr: bool = False) -> Console:
-    # Keys and names are shown as they are: `:a:` in one of them is no picture.
+    # No emoji: `:a:` in a key or a name is printed as it is.
     console = _Console(stderr=stderr, highlight=False, emoji=False)
     return console if console.is_terminal else _Console(stderr=stderr, highlight=False, emoji=False, width=PLAIN_WIDTH)
 
@@ -44,19 +44,19 @@ errors: Final = _console(stderr=True)
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show how far something is, on a terminal; the function takes what is done, and of how much."""
+    """Show a progress bar on a terminal; yields a function of the work done and the total."""
     with Progress(transient=True, console=errors, disable=not errors.is_terminal) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def document(body: dict[str, Any]) -> None:
-    """One JSON document."""
+    """Print a JSON document."""
     out.print(json.dumps(body, indent=2), markup=False, soft_wrap=True)
 
 
 def findings(found: list[Finding]) -> None:
-    """Area by area; what is wrong says what to change."""
+    """Print findings by area, with what to change for those that did not pass."""
     order = list(AREAS)
     widest = max((len(one.check.partition(".")[2]) for one in found), default=0)
     for area, members in groupby(sorted(found, key=lambda one: order.index(one.area)), lambda one: one.area):
@@ -78,7 +78,7 @@ def findings(found: list[Finding]) -> None:
 
 
 def slots(found: Slots) -> None:
-    """One line for each slot that is held or dead; how many are free."""
+    """Print a line for each slot that is held or dead, and the number of free slots."""
     generation = (
         "none: Redis has forgotten, or nobody has started yet" if found.generation is None else found.generation
     )
@@ -103,7 +103,7 @@ def slots(found: Slots) -> None:
 
 
 def key(found: KeyView, settings: Settings) -> None:
-    """What Redis says, what the ledger says, and what neither proves."""
+    """Print what Redis and the ledger hold of a key."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_row("event id", found.id.hex())
     table.add_row("Redis", Text(found.store or _state(found, settings)))
@@ -127,8 +127,8 @@ def key(found: KeyView, settings: Settings) -> None:
 def _state(found: KeyView, settings: Settings) -> str:
     match found.found.state:
         case Claimed(slot, term, at, _):
-            fate = "which wrote it never: the next POST does" if found.found.dead else "which may be writing it"
-            return f"claimed by slot {slot} in term {term}, {fate}; accepted {when(at)}"
+            outcome = "which wrote it never: the next POST does" if found.found.dead else "which may be writing it"
+            return f"claimed by slot {slot} in term {term}, {outcome}; accepted {when(at)}"
         case Delivered(at, _, topic, partition, offset, _):
             return f"delivered: {topic}[{partition}] offset {offset}; accepted {when(at)}, {_expiry(at, settings)}"
         case DeliveredBatch(at, _, count):
@@ -141,6 +141,6 @@ def _expiry(at: int, settings: Settings) -> str:
 
 
 def when(ms: int) -> str:
-    if not 0 <= ms // 1000 <= LAST_SECOND:  # a writer that counts in microseconds
+    if not 0 <= ms // 1000 <= LAST_SECOND:  # out of range, such as microseconds
         return f"{ms} ms"
     return datetime.fromtimestamp(ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,8 +1,9 @@
-"""CloudEvents 1.0 → events: in over its HTTP binding, on to Kafka as its Kafka binding says.
+"""Converts CloudEvents 1.0 from the HTTP binding to events, in the format of the Kafka binding.
 
-Binary: the attributes are headers, the body is the data. Structured: the body is the event's JSON, and the record's
-value. The topic is the extension attribute `topic`, else the event's `type`; the record key is `partitionkey` (the
-partitioning extension); the idempotency key is `source` and `id`, which together name an event, unless a header does.
+Binary mode: the attributes are headers, the body is the data. Structured mode: the body is the event's JSON, and
+becomes the record's value. The topic is the extension attribute `topic`, else the event's `type`. The record key is
+`partitionkey` (the partitioning extension). The idempotency key is `source` and `id`, which together identify an event,
+unless a header names a key.
 """
 
 import binascii
@@ -33,20 +34,20 @@ from service.events.strict_json import in_thread, strictly
 
 STRUCTURED: Final = "application/cloudevents+json"
 BATCHED: Final = "application/cloudevents-batch+json"
-# A body of these types holds all attributes. That decides, also where the headers of the binary mode come with it, as
-# they may (HTTP binding, sections 3 and 3.2.3).
+# A body of these types holds all attributes, also if headers of the binary mode come with it (HTTP binding, sections 3
+# and 3.2.3).
 WHOLE: Final = frozenset({STRUCTURED, BATCHED})
 VERSION: Final = "1.0"
 
-# Of the JSON of an event: as many attributes as in the binary mode, and its data.
+# Members of an event's JSON: as many attributes as in the binary mode, and the data.
 MEMBERS_MAX: Final = HEADERS_MAX
 _PREFIX: Final = b"ce-"
-# RFC 3339, section 5.6; that the day is there is looked at apart.
+# RFC 3339, section 5.6; whether the day exists is checked separately.
 _TIME: Final = re.compile(
     r"(\d{4}-\d\d-\d\d)[Tt]([01]\d|2[0-3]):[0-5]\d:([0-5]\d|60)(\.\d+)?([Zz]|[+-]([01]\d|2[0-3]):[0-5]\d)", re.ASCII
 )
 _ATTRIBUTE: Final = re.compile(r"[a-z0-9]{1,64}")
-# What the binary mode says elsewhere: two places could say two things.
+# Attributes that the binary mode has elsewhere: a header could contradict it.
 _NO_HEADERS: Final = {
     "data": "send the data as the body",
     "datacontenttype": "send Content-Type instead: it is this attribute",
@@ -57,7 +58,7 @@ _ESCAPED: Final = re.compile(r"\\(.)")
 
 
 class CloudEvent(msgspec.Struct):
-    """The attributes that say what an event is and where it goes. Its data, and any others, go on as they came."""
+    """The attributes that the service reads. The data and all other attributes are passed on unchanged."""
 
     specversion: str
     id: str
@@ -83,7 +84,7 @@ def from_binary(
     traceparent: bytes | None = None,
     scope: str = "",
 ) -> Event:
-    """An event whose attributes are in `ce-` headers (names in lower case). Raises Problem (400, 413)."""
+    """Make an event from `ce-` headers (names in lower case) and a body. Raises Problem (400, 413)."""
     attributes: dict[str, str] = {}
     content_type = None
     for name, content in headers:
@@ -121,9 +122,9 @@ def from_binary(
 
 
 def _text_of(content: str) -> str:
-    """What a header says of an attribute (HTTP binding, section 3.1.3.2). Raises ValueError where it is not UTF-8.
+    """Decode an attribute's value in a header (HTTP binding, section 3.1.3.2). Raises ValueError if it is not UTF-8.
 
-    Older senders quote what they would percent-encode by now. Blanks around it are the header's, not its own.
+    Older senders quote values that are percent-encoded now. Surrounding blanks are not part of the value.
     """
     content = content.strip(" \t")
     if _QUOTED.fullmatch(content):
@@ -134,7 +135,7 @@ def _text_of(content: str) -> str:
 def from_structured(
     body: bytes | msgspec.Raw, key: str | None, traceparent: bytes | None = None, scope: str = ""
 ) -> Event:
-    """An event whose JSON, which is known to be JSON, is `body`. Raises Problem (400, 413)."""
+    """Make an event from a body that has been checked to be JSON. Raises Problem (400, 413)."""
     carried = [("content-type", STRUCTURED.encode())]
     fields = decode(_decode, body)
     event = _event(fields, "", carried, bytes(body), key, traceparent, scope)
@@ -149,7 +150,7 @@ def from_structured(
 async def from_long_structured(
     body: bytes | msgspec.Raw, key: str | None, traceparent: bytes | None = None, scope: str = ""
 ) -> Event:
-    """As `from_structured`, for JSON of any length, which need not be known to be JSON: it is checked in a thread."""
+    """Make an event from an unchecked body of any length, which is checked in a thread. Raises Problem (400, 413)."""
     await check_text(body, b"", MEMBERS_MAX)
     return from_structured(body, key, traceparent, scope)
 
@@ -157,12 +158,12 @@ async def from_long_structured(
 def _check_base64(text: str) -> None:
     try:
         binascii.a2b_base64(text, strict_mode=True)
-    except ValueError:  # of which binascii.Error is one
+    except ValueError:  # binascii.Error is a ValueError
         raise invalid("data_base64", "it is no base64 (RFC 4648, section 4): encode the data so, padded") from None
 
 
 def _check_members(body: bytes | msgspec.Raw) -> None:
-    """Raises Problem (400) for what is no attribute, by its name or by its type (JSON format, section 2.2)."""
+    """Check the names and types of the attributes (JSON format, section 2.2). Raises Problem (400)."""
     members = decode(_decode_members, body)
     if len(members) > MEMBERS_MAX:
         raise too_many("", MEMBERS_MAX)
@@ -180,7 +181,7 @@ def _check_name(name: str, prefix: str = "") -> None:
 
 
 def parse_batch(body: bytes) -> list[msgspec.Raw]:
-    """The JSON of each event of a batch, which is not long. Raises Problem (400, 413)."""
+    """Cut a short batch into the JSON of its events. Raises Problem (400, 413)."""
     return strictly(body, _batch_of)
 
 
@@ -192,7 +193,7 @@ def _batch_of(body: bytes) -> list[msgspec.Raw]:
 
 
 async def parse_long_batch(body: bytes) -> list[msgspec.Raw]:
-    """As `parse_batch`, for a body of any length: it is checked in a thread."""
+    """Cut a batch of any length, which is checked in a thread, as `parse_batch` does."""
     frame, texts = await in_thread(cut_batch, body, "")
     events = _batch_of(frame)
     return texts or events
@@ -234,7 +235,7 @@ def _is_time(text: str) -> bool:
 
 
 def key_of(event: CloudEvent, prefix: str = "") -> str:
-    """`source` and `id` with a space between: a source is a URI reference, which has none. Raises Problem (400)."""
+    """Make the key from `source` and `id` with a space, which no source (a URI reference) has. Raises Problem (400)."""
     try:
         return check_key(f"{event.source} {event.id}")
     except Problem:

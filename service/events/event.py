@@ -1,4 +1,4 @@
-"""One event as it is asked for: strict JSON in, checked fields out. Everything here needs no state but its topic's."""
+"""Parses and checks one event: strict JSON in, checked fields out. Pure functions of the body and the topic."""
 
 import base64
 import binascii
@@ -25,30 +25,30 @@ from service.kafka.admin import Topic
 from service.kafka.partitioner import partition_of_key
 
 HEADERS_MAX: Final = 100
-# The JSON of one event: its value in base64 and its names find room, and nobody reads 8 MiB to find it too large.
+# The JSON of one event: enough for the largest value in base64 and its names.
 EVENT_TEXT_BYTES_MAX: Final = 2 * EVENT_BYTES_MAX
 BATCH_EVENTS_MAX: Final = 10_000
 TIMESTAMP_MOST: Final = 2**53 - 1
 PARTITION_MOST: Final = 2**31 - 1
 TRACE_BYTES: Final = 55  # of a trace context
-# Most that a batch of one record needs beside its key, its value, the client's headers and its idempotency key: the
-# batch's head (61), the record's own fields (21), our headers with their names, a trace context, which tracing adds.
+# The most bytes of a batch of one record beside its key, value, client's headers and idempotency key: the batch's
+# header (61), the record's fields (21), our headers with their names, and a trace context, which tracing adds.
 OVERHEAD_BYTES: Final = 61 + 21 + 18 + 16 + 180 + 16 + TRACE_BYTES
-# The lengths of a header's name and content, as a record has them.
+# Bytes for the lengths of a header's name and content in a record.
 HEADER_BYTES: Final = 8
-# A ledger entry without its topic's name: hex id and fingerprint, five numbers and their names.
+# Bytes of a ledger entry without its topic: hex id and fingerprint, five numbers, and the names of the fields.
 ENTRY_BYTES: Final = 180
 
 _KEY: Final = re.compile(r"[\x20-\x7e]{1,255}")
 _QUOTED: Final = re.compile(r'"((?:[\x20-\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')
-# Of its versions 00 ends with the flags, and ff is none; an id of zeros is none either.
+# W3C Trace Context: version 00 ends with the flags, version ff is invalid, and so are ids of zeros.
 _TRACEPARENT: Final = re.compile(
     r"(?!ff|00-.{52}-|...0{32}|.{36}0{16})[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{1,200})?"
 )
 
 
 class EventBody(msgspec.Struct, forbid_unknown_fields=True):
-    """The JSON of one event. `value` keeps the bytes as they were sent."""
+    """The JSON of one event. `value` holds the bytes as they were sent."""
 
     topic: str
     key: str | None = None
@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 
 class Event(msgspec.Struct, eq=False, gc=False):
-    """What is to be written, with the identity that the caller gave it. `event_of` makes one."""
+    """An event to write, with its key, id and fingerprint. Made by `event_of`. `timestamp` is in ms."""
 
     key: str
     id: bytes
@@ -74,13 +74,13 @@ class Event(msgspec.Struct, eq=False, gc=False):
     headers: list[Header]
     partition: int | None
     timestamp: int | None
-    traceparent: bytes | None  # of the HTTP request: not part of what was asked for
+    traceparent: bytes | None  # of the HTTP request; not part of the fingerprint
     fp: bytes
     size: int  # in bytes
-    entry_bytes: int  # of its entry in the ledger, but for what a member of an atomic batch has more
+    entry_bytes: int  # of its ledger entry, without the fields of an atomic batch's member
 
 
-# Takes what is plain in one go; what it leaves is for all the rest here.
+# Parses the common forms of an event in C; the functions below parse all others.
 READER: Final = (
     native.bodies.EventReader(
         Event, fingerprint, RESERVED_HEADERS, TRACE_HEADER, EVENT_BYTES_MAX, ENTRY_BYTES, BATCH_EVENTS_MAX
@@ -101,7 +101,7 @@ def event_of(
     timestamp: int | None = None,
     traceparent: bytes | None = None,
 ) -> Event:
-    """An event that keeps the rules that hold for every one, however it came. Raises Problem (400, 413)."""
+    """Make an event, and check the rules for all events, also CloudEvents. Raises Problem (400, 413)."""
     if not _is_topic(topic):
         raise invalid("topic", "use 1 to 249 of letters, digits, '.', '_' and '-'")
     if value is None and record_key is None:
@@ -110,7 +110,7 @@ def event_of(
     if headers:
         size += sum([len(name.encode()) + len(content) for name, content in headers])
         if traceparent is not None and any(name == TRACE_HEADER for name, _ in headers):
-            traceparent = None  # the client's own goes with the event, once
+            traceparent = None  # the client's own header is written instead
     if size > EVENT_BYTES_MAX:
         raise too_large(size)
     fp = fingerprint(topic, partition, record_key, headers, value)
@@ -119,8 +119,8 @@ def event_of(
 
 
 def parse_key(raw: str | None) -> str:
-    """The key that a header names; quoted (a Structured Fields string, RFC 8941) and bare are the same key."""
-    raw = "" if raw is None else raw.strip(" \t")  # of other blanks HTTP knows nothing (RFC 9110, section 5.6.3)
+    """Parse the Idempotency-Key header; quoted (RFC 8941) and bare are the same key. Raises Problem (400)."""
+    raw = "" if raw is None else raw.strip(" \t")  # the whitespace of HTTP (RFC 9110, section 5.6.3)
     if not raw:
         raise Problem(MISSING_KEY, "Idempotency-Key: send this header with a key of your own, the same for each retry")
     if raw.startswith('"'):
@@ -132,19 +132,19 @@ def parse_key(raw: str | None) -> str:
 
 
 def check_key(key: str, field: str = "Idempotency-Key") -> str:
-    """A key as it stands: in JSON or a path, quotes and spaces are part of it. Raises Problem (400)."""
+    """Check a key from JSON or a path, where quotes and spaces are part of it. Raises Problem (400)."""
     if _KEY.fullmatch(key) is None:
         raise Problem(INVALID_KEY, f"{field}: use 1 to 255 printable ASCII characters")
     return key
 
 
 def parse_traceparent(raw: str | None) -> bytes | None:
-    """The trace context to pass on (W3C Trace Context); one that is malformed is dropped, as the standard says."""
+    """Parse a trace context (W3C Trace Context); None for a malformed one, as the standard demands."""
     return None if raw is None or _TRACEPARENT.fullmatch(raw) is None else raw.encode()
 
 
 def parse_event(key: str, body: bytes, traceparent: bytes | None = None, scope: str = "") -> Event:
-    """An event from its JSON, which is not long. Raises Problem (400, 413) that names the field."""
+    """Parse an event from short JSON. Raises Problem (400, 413) that names the field."""
     if READER is not None and (event := READER.event(body, key, scope, traceparent)) is not None:
         return event
 
@@ -155,15 +155,16 @@ def parse_event(key: str, body: bytes, traceparent: bytes | None = None, scope: 
 
 
 async def parse_long_event(key: str, body: bytes, traceparent: bytes | None = None, scope: str = "") -> Event:
-    """As `parse_event`, for a body of any length: it is checked in a thread."""
+    """Parse an event from JSON of any length, which is checked in a thread. Raises as `parse_event`."""
     await check_text(body, b"headers", HEADERS_MAX)
     return make_event(key, event_id(key, scope), decode(_decode_event, body), traceparent)
 
 
 async def check_text(text: bytes | msgspec.Raw, counted: bytes, most: int) -> None:
-    """The JSON of one event, however long, may be decoded on the event loop. Raises Problem (400, 413).
+    """Check in a thread the JSON of one event, of any length, so that it may be decoded on the event loop.
 
-    `counted` is its field with members by the name, at `most` so many; or it is all of it, where that is empty.
+    `counted` is the field whose members are counted, at most `most`; if it is empty, the event's own members are.
+    Raises Problem (400, 413).
     """
     if len(text) > EVENT_TEXT_BYTES_MAX:
         raise Problem(
@@ -179,26 +180,26 @@ def _check_text(text: bytes, counted: bytes, most: int) -> None:
 
 
 def too_many(field: str, most: int) -> Problem:
-    """400: a field, or the event, has too many members."""
+    """Make the problem (400) of a field, or an event, with too many members."""
     return invalid(field or "body", f"at most {most} {'' if field else 'members '}are taken")
 
 
 def decode(decoder: Callable[[bytes], T], body: bytes | msgspec.Raw) -> T:
-    """Typed fields from JSON. Raises Problem (400) that names the field."""
+    """Decode typed fields from JSON. Raises Problem (400) that names the field."""
     try:
         return decoder(body)
     except msgspec.ValidationError as error:
         raise Problem(INVALID_EVENT, _explain(error)) from None
     except msgspec.DecodeError as error:
         raise not_json(str(error)) from None
-    except UnicodeDecodeError:  # which msgspec does not take for an error of its own
+    except UnicodeDecodeError:  # not a DecodeError of msgspec
         raise not_json("is not UTF-8") from None
-    except RecursionError:  # deeper by far than is taken
+    except RecursionError:  # far deeper than DEPTH_MAX
         raise not_json(TOO_DEEP) from None
 
 
 def make_event(key: str, id: bytes, fields: EventBody, traceparent: bytes | None = None) -> Event:
-    """An event from decoded fields; the rules that no type can say."""
+    """Make an event from decoded fields, and check the rules that types cannot express."""
     record_key = None if fields.key is None else fields.key.encode()
     value = _value(fields)
     if fields.partition is not None and not 0 <= fields.partition <= PARTITION_MOST:
@@ -213,7 +214,7 @@ def _is_topic(name: str) -> bool:
     return len(name) <= TOPIC_CHARS_MAX and _is_topic_name(name)
 
 
-@lru_cache(maxsize=1024)  # of names of 249 characters at most: 1.5 MB
+@lru_cache(maxsize=1024)  # at most 1.5 MB of names
 def _is_topic_name(name: str) -> bool:
     return TOPIC.fullmatch(name) is not None and name not in (".", "..")
 
@@ -225,7 +226,7 @@ def _value(fields: EventBody) -> bytes | None:
         raw = bytes(fields.value)
         return None if raw == b"null" else raw
     text = fields.value_base64 or ""
-    if len(text) // 4 * 3 > EVENT_BYTES_MAX + 2:  # with the two bytes that padding may stand for
+    if len(text) // 4 * 3 > EVENT_BYTES_MAX + 2:  # + 2 bytes of padding
         raise too_large(len(text) // 4 * 3)
     try:
         return base64.b64decode(text, validate=True)
@@ -246,7 +247,7 @@ def _headers(fields: EventBody) -> list[Header]:
 
 
 def check_topic(event: Event, topic: Topic, now_ms: int) -> None:
-    """What the topic's own settings refuse, before the key is touched. Raises Problem (400, 413, 422)."""
+    """Check an event against its topic's settings, before its claim. Raises Problem (400, 413, 422)."""
     if event.partition is not None and event.partition >= topic.partitions:
         raise invalid("partition", f"{topic.name} has {topic.partitions}: use 0 to {topic.partitions - 1}, or none")
     settings = topic.settings
@@ -261,7 +262,7 @@ def check_topic(event: Event, topic: Topic, now_ms: int) -> None:
 
 
 def check_timestamp(timestamp: int, topic: Topic, now_ms: int) -> None:
-    """Kafka's bounds on a client's timestamps (KIP-937); no bounds hold where the broker sets the time."""
+    """Check a client's timestamp (ms) against the topic's bounds (KIP-937), unless the broker sets timestamps."""
     settings = topic.settings
     if settings.get("message.timestamp.type") == "LogAppendTime":
         return
@@ -274,7 +275,7 @@ def check_timestamp(timestamp: int, topic: Topic, now_ms: int) -> None:
 
 
 def partition_of(event: Event, partitions: int) -> int | None:
-    """The partition that was asked for, else the key's by murmur2, as Java clients do; None leaves the choice open."""
+    """Return the event's partition, else the key's by murmur2, as Java clients do; None for an event without both."""
     if event.partition is not None:
         return event.partition
     if event.record_key is None:
@@ -283,23 +284,23 @@ def partition_of(event: Event, partitions: int) -> int | None:
 
 
 def cut_batch(body: bytes, field: str) -> tuple[bytes, list[msgspec.Raw]]:
-    """The JSON of each event of a long batch, and before them the batch with a number in their place. For a thread.
+    """Cut the events out of a long batch: the batch with 0 in place of its events, and each event's JSON.
 
-    They are counted before the rest is looked at. Raises Problem (400, 413).
+    Runs in a thread. Counts the events before it checks them. Raises Problem (400, 413).
     """
-    places = native.bodies.elements(body, field.encode(), BATCH_EVENTS_MAX) if native.COMPILED else []
-    if len(places) > BATCH_EVENTS_MAX:
+    spans = native.bodies.elements(body, field.encode(), BATCH_EVENTS_MAX) if native.COMPILED else []
+    if len(spans) > BATCH_EVENTS_MAX:
         raise Problem(TOO_LARGE, f"{field or 'body'}: at most {BATCH_EVENTS_MAX} events are taken")
     check_json(body)
-    if not places:  # it has none, or whoever decodes it finds them
+    if not spans:  # none, or not compiled: decoding the batch finds them
         return body, []
     view = memoryview(body)
-    texts = [msgspec.Raw(view[start:end]) for start, end in places]
-    return body[: places[0][0]] + b"0" + body[places[-1][1] :], texts
+    texts = [msgspec.Raw(view[start:end]) for start, end in spans]
+    return body[: spans[0][0]] + b"0" + body[spans[-1][1] :], texts
 
 
 def check_count(events: int, field: str) -> None:
-    """A batch, whose events are in `field`, has at least one and not too many. Raises Problem (400, 413)."""
+    """Check the number of events of a batch, in its `field`. Raises Problem (400, 413)."""
     if not events:
         raise invalid(field, "send at least one event")
     if events > BATCH_EVENTS_MAX:
@@ -307,17 +308,17 @@ def check_count(events: int, field: str) -> None:
 
 
 def too_large(size: int) -> Problem:
-    """413: an event of so many bytes."""
+    """Make the problem (413) of an event of `size` bytes."""
     return Problem(TOO_LARGE, f"value: the event has {size} bytes; at most {EVENT_BYTES_MAX} are taken")
 
 
 def invalid(field: str, remedy: str) -> Problem:
-    """400: a field of the event is malformed."""
+    """Make the problem (400) of a malformed field."""
     return Problem(INVALID_EVENT, f"{field}: {remedy}")
 
 
 def _explain(error: msgspec.ValidationError) -> str:
-    """msgspec's "Expected `int`, got `str` - at `$.partition`" with the field first."""
+    """Reformat msgspec's "Expected `int`, got `str` - at `$.partition`" with the field first."""
     what, _, where = str(error).partition(" - at `$")
     field = where.rstrip("`").lstrip(".") or "body"
     return f"{field}: {what}"

@@ -1,4 +1,4 @@
-"""What the values of a topic have to look like: the JSON Schemas that the rules name (2020-12, or as they say)."""
+"""Checks values against the JSON Schemas that the rules name (2020-12, or the version that a schema names)."""
 
 import json
 from decimal import Decimal, InvalidOperation
@@ -14,42 +14,42 @@ from service.core.settings import TOPICS_MAX
 from service.events.event import Event
 from service.events.strict_json import check_json, in_thread
 
-# Digits that a double keeps: of no more, it is the number that was written.
+# Characters of a number that a double represents exactly.
 EXACT_CHARS: Final = 15
-# Of a number that is written out, zeros of its exponent too. To compare it takes the square of them: 10 ms of so many.
+# Digits of one number, zeros of its exponent included. A comparison takes time by their square, 10 ms for so many.
 DIGITS_MAX: Final = 4_000
-# What all the long numbers of a value may take together: as much as one of the longest.
+# The sum of the squared digits of a value's long numbers: that of one number of the greatest length.
 SQUARES_MAX: Final = DIGITS_MAX**2
-# Shorter ones are as quick as any: a value may have as many as find room in it.
+# Numbers of fewer digits are not counted.
 SHORT_DIGITS: Final = 40
-# A longer value is read and compared in a thread: of a shorter one that takes 5 ms at most.
+# A longer value is checked in a thread; a shorter one takes 5 ms at most.
 LONG_BYTES: Final = 16 * 1024
-# Of a longer value is only told that it is not allowed, where the schema has one of these: jsonschema_rs then explains
-# each alternative with everything that it refuses, and a value may have as much of that as it has bytes.
+# A violation by a longer value is not explained if the schema has alternatives: jsonschema_rs would list all violations
+# of each alternative, which may be as many as the value has bytes.
 EXPLAINED_BYTES: Final = 2_000
 _ALTERNATIVES: Final = ('"anyOf"', '"oneOf"')
 
 
 class Numbers:
-    """Reads the numbers of one value as what they are: JSON has no bounds, and a double is no 1e400 and no 1e-400."""
+    """Reads the numbers of one value exactly: numbers in JSON have no bounds, while a double has no 1e400."""
 
     def __init__(self) -> None:
         self._squares = 0
 
     def fraction(self, text: str) -> float | Decimal:
-        """A number with a point or an exponent."""
+        """Read a number with a point or an exponent."""
         if len(text) <= EXACT_CHARS and "e" not in text and "E" not in text:
             return float(text)
         try:
             number = Decimal(text)
-        except InvalidOperation:  # not even that reaches so far
+        except InvalidOperation:  # beyond the exponents of Decimal
             raise TooLong from None
         digits = len(number.as_tuple().digits)
         self._count(digits + abs(number.adjusted()) if number else 0)
         return number
 
     def integer(self, text: str) -> int:
-        """A number without."""
+        """Read an integer."""
         self._count(len(text))
         return int(text)
 
@@ -65,7 +65,7 @@ class TooLong(ValueError):
 
 
 class _Schema:
-    """One schema, and up to which length of a value it tells what is wrong with it."""
+    """One schema, and the length of a value up to which a violation is explained."""
 
     def __init__(self, text: str) -> None:
         schema = json.loads(text, parse_float=Decimal)
@@ -73,7 +73,7 @@ class _Schema:
         self._explained_bytes = EXPLAINED_BYTES if any(word in text for word in _ALTERNATIVES) else LONG_BYTES
 
     def check(self, event: Event) -> None:
-        """Raises Problem (422) for a value that it does not allow."""
+        """Check an event's value. Raises Problem (422)."""
         value = _parsed(event)
         if self._validator.is_valid(value):
             return
@@ -92,10 +92,10 @@ def _refused(event: Event, where: str, why: str) -> Problem:
 
 
 class Schemas:
-    """The schemas of the rules, read once. A reference to another document is not followed: nothing is fetched."""
+    """The schemas of the rules, read once. References to other documents are not followed."""
 
     def __init__(self, rules: Rules) -> None:
-        """Raises SettingsError, with a line for each schema that is none."""
+        """Read the schemas. Raises SettingsError with a line for each that cannot be used."""
         self._schemas: dict[str, _Schema] = {}
         wrong = []
         for path in dict.fromkeys(rule.schema for rule in rules.topics if rule.schema):
@@ -109,9 +109,9 @@ class Schemas:
         self._rule = lru_cache(maxsize=TOPICS_MAX)(rules.rule)  # by topic
 
     def check_now(self, event: Event) -> bool:
-        """Raises Problem (422) for a value that its topic's schema does not allow. False: it is long, ask `check`.
+        """Check an event's value against its topic's schema. Raises Problem (422).
 
-        A tombstone has none to look at.
+        False for a long value, which only `check` checks. A tombstone passes.
         """
         schema = self._schema_of(event)
         if schema is None:
@@ -122,7 +122,7 @@ class Schemas:
         return True
 
     async def check(self, event: Event) -> None:
-        """As `check_now`, for a value of any length."""
+        """Check a value of any length, in a thread. Raises Problem (422)."""
         schema = self._schema_of(event)
         if schema is not None:
             await in_thread(schema.check, event)
@@ -134,7 +134,7 @@ class Schemas:
 
 
 def _parsed(event: Event) -> Any:
-    """The value as JSON, as strictly as any: in base64 or in a CloudEvent it may be anything."""
+    """Parse the value as strict JSON. It may be anything if it came in base64 or in a CloudEvent."""
     try:
         check_json(event.value or b"")
         numbers = Numbers()

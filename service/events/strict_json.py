@@ -1,7 +1,7 @@
-"""RFC 8259, strictly: what a body must be before anything of it is believed.
+"""Checks that a body is strict JSON (RFC 8259).
 
-A value is passed on byte for byte, so whoever reads it must be able to trust it. And one body must not hold up
-everybody else: what is long is checked in a thread, by service.native without Python's lock.
+Values are written to Kafka byte for byte, so their readers rely on this check. A long body is checked in a thread, by
+service.native without the GIL, so that it does not delay other requests.
 """
 
 import asyncio
@@ -18,17 +18,16 @@ from service import native
 from service.core.problems import DETAIL_CHARS_MAX, INVALID_JSON, TOO_LARGE, Problem
 
 DEPTH_MAX: Final = 64
-# What is made of a longer body may be millions of objects. The collector would look through them again and again while
-# they come to be, for five times as long, and find nothing.
+# Garbage collection is off while a longer body is parsed: it would traverse up to millions of new objects repeatedly,
+# and find nothing.
 COLLECTED_BYTES: Final = 64 * 1024
 
-# A longer body is checked in a thread: the event loop waits for a shorter one, a millisecond or two at most.
+# A longer body is checked in a thread; a shorter one takes two milliseconds at most.
 LONG_BYTES: Final = 64 * 1024
-# What is wrong with a longer body is told by its kind and its place: jiter, which has more words for it, takes 20 ns a
-# byte and holds Python's lock.
+# A fault of a longer body is described by its kind and offset only: jiter, which explains more, holds the GIL.
 EXPLAINED_BYTES: Final = 16 * 1024
 
-# One thread: many long bodies at once take one core, and wait for each other.
+# One thread, so that many long bodies use one core.
 _THREAD: Final = ThreadPoolExecutor(1, "long-json")
 
 T = TypeVar("T")
@@ -36,10 +35,7 @@ P = ParamSpec("P")
 
 
 def strictly(body: bytes, parse: Callable[[bytes], T]) -> T:
-    """What `parse` makes of a body that is yet to be checked. Raises Problem: that it is no JSON comes first.
-
-    But for what is too large (413).
-    """
+    """Parse an unchecked body by `parse`, then check it. Raises Problem; that of invalid JSON wins, except over 413."""
     try:
         parsed = parse(body)
     except Problem as problem:
@@ -51,12 +47,12 @@ def strictly(body: bytes, parse: Callable[[bytes], T]) -> T:
 
 
 async def in_thread(check: Callable[P, T], *arguments: P.args, **more: P.kwargs) -> T:
-    """What a check of a long body tells, while the event loop goes on."""
+    """Run a check of a long body in the thread for long bodies."""
     return await asyncio.get_running_loop().run_in_executor(_THREAD, partial(check, *arguments, **more))
 
 
 def check_json(body: bytes) -> None:
-    """UTF-8 without a BOM, no NaN, no duplicate names, no lone surrogates, at most 64 levels. Raises Problem (400)."""
+    """Check for UTF-8 without BOM, NaN, duplicate names, lone surrogates and over 64 levels. Raises Problem (400)."""
     fault = native.bodies.fault(body) if native.COMPILED else None
     if native.COMPILED and fault is None:
         return
@@ -67,33 +63,33 @@ def check_json(body: bytes) -> None:
 
 
 def not_json(why: str) -> Problem:
-    """400: the body is no JSON, or not the one that is taken."""
+    """Make the problem (400) of a body that is not JSON, or not as strict as demanded."""
     return Problem(INVALID_JSON, f"body: {why}")
 
 
-def _problem_of(body: bytes, fault: int, place: int, name: bytes) -> Problem:
-    """What service.native has found, in words."""
+def _problem_of(body: bytes, fault: int, offset: int, name: bytes) -> Problem:
+    """Describe a fault that service.native has found."""
     match fault:
         case 0 if body.startswith(_BOM):
             return not_json(BOM)
         case 1:
-            return not_json(f"is not UTF-8 (byte {place})")
+            return not_json(f"is not UTF-8 (byte {offset})")
         case 2:
             return not_json(TOO_DEEP)
         case 3:
-            return _twice(name.decode(errors="replace"))
+            return _duplicate_name(name.decode(errors="replace"))
         case 4:
             return not_json(LONE_SURROGATE)
-    return not_json(f"is not JSON (byte {place})")
+    return not_json(f"is not JSON (byte {offset})")
 
 
 def _parse(body: bytes) -> None:
-    """The same in Python, by jiter: raises Problem (400). It takes no integer of more than 4,300 digits."""
+    """Check a body by jiter, which refuses integers of more than 4,300 digits. Raises Problem (400)."""
     pausing = len(body) > COLLECTED_BYTES and gc.isenabled()
     if pausing:
         gc.disable()
     try:
-        # A fraction stays the text that it is: to read 1e-320 as a number takes 7 µs, and a body may have many.
+        # Fractions stay text: converting one like 1e-320 is slow.
         jiter.from_json(
             body, allow_inf_nan=False, cache_mode="none", catch_duplicate_keys=True, float_mode="lossless-float"
         )
@@ -107,7 +103,7 @@ def _parse(body: bytes) -> None:
 
 
 def _explained(body: bytes, why: str) -> Problem:
-    """What jiter has found, in our words where clients know those."""
+    """Describe an error of jiter, by the same texts as `_problem_of` where it has one."""
     if body.startswith(_BOM):
         return not_json(BOM)
     if why.startswith("recursion limit exceeded"):
@@ -116,23 +112,23 @@ def _explained(body: bytes, why: str) -> Problem:
         return not_json(f"is not UTF-8: {why}")
     if why.startswith(("lone leading surrogate", "unexpected end of hex escape")):
         return not_json(LONE_SURROGATE)
-    if twice := _DUPLICATE.match(why):
-        return _twice(twice[1])
+    if duplicate := _DUPLICATE.match(why):
+        return _duplicate_name(duplicate[1])
     return not_json(f"is not JSON: {why}")
 
 
-def _twice(name: str) -> Problem:
+def _duplicate_name(name: str) -> Problem:
     return not_json(f"has the name {name[:DETAIL_CHARS_MAX]!r} twice in one object")
 
 
 def _is_deep(body: bytes) -> bool:
-    """Is it, which is JSON, nested deeper than `DEPTH_MAX`?"""
+    """Whether a body that is JSON is nested deeper than DEPTH_MAX."""
     if body.count(b"{") + body.count(b"[") <= DEPTH_MAX:
         return False
-    if b"\\" in body:  # of a run of backslashes each pair is a character, and one that is left over escapes the next
+    if b"\\" in body:  # drop escaped backslashes, then escaped quotes
         body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     marks = body.translate(_ONE_KIND, _NO_MARKS)
-    brackets = b"".join(marks.replace(b'""', b"").split(b'"')[::2])  # those outside of strings
+    brackets = b"".join(marks.replace(b'""', b"").split(b'"')[::2])  # outside of strings
     for _ in range(DEPTH_MAX):
         brackets = brackets.replace(b"[]", b"")  # the innermost level
         if not brackets:

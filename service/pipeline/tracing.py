@@ -30,7 +30,7 @@ from service.pipeline.request import Committed, WriteRequest, WriteResult
 
 log = structlog.get_logger(__name__)
 
-# OpenTelemetry keeps 128 links of a span by default; a group has at most as many events as its ledger record holds.
+# Links of a group's span, one for each event that its ledger record may hold; OpenTelemetry's default is 128.
 LINKS_MAX: Final = GROUP_LEDGER_BYTES_MAX // 100
 LINKS_VARIABLE: Final = "OTEL_SPAN_LINK_COUNT_LIMIT"
 FLUSH_MS: Final = 2_000
@@ -40,7 +40,7 @@ _w3c: Final = TraceContextTextMapPropagator()
 
 
 class Tracing:
-    """The spans of one process. Where they go, and which are sampled, is said by the standard OTEL_* variables."""
+    """The spans of one process. The standard OTEL_* variables set the exporter and the sampling."""
 
     def __init__(self, instance: str, processor: SpanProcessor | None = None) -> None:
         resource = Resource.create(
@@ -53,7 +53,7 @@ class Tracing:
         self._instance = instance
 
     def begin(self, request: WriteRequest, now: float) -> None:
-        """Begin the spans of a request that was let in; they end with its result. `now` is the loop's time."""
+        """Begin the spans of an admitted request; they end with its result. `now` is time.monotonic."""
         arrived_ns = time.time_ns() - int((now - request.arrived) * 1e9)
         request.spans = [self._create(event, arrived_ns) for event in request.events]
 
@@ -76,7 +76,7 @@ class Tracing:
             },
             start_time=arrived_ns,
         )
-        if own is None:  # else the client's own goes with the event, as it was fingerprinted
+        if own is None:  # else the client's own header is written, as it was fingerprinted
             span_context = span.get_span_context()
             event.traceparent = (
                 f"00-{span_context.trace_id:032x}-{span_context.span_id:016x}-{span_context.trace_flags:02x}".encode()
@@ -100,7 +100,7 @@ class Tracing:
 
     @contextmanager
     def sending(self, slot: int, requests: Sequence[WriteRequest]) -> Iterator[None]:
-        """The span of a group on its way into Kafka."""
+        """Make a context in which the write of a group is a span."""
         topics = {event.topic for request in requests for event in request.events}
         (topic,) = topics if len(topics) == 1 else ("",)
         spans = [span for request in requests for span in request.spans if span.is_recording()]
@@ -130,26 +130,26 @@ class Tracing:
             sent.end()
 
     def close(self) -> None:
-        """Send what waits, for a little while, and end. Blocks."""
+        """Send the remaining spans for at most FLUSH_MS, and shut down. Blocks."""
         self._provider.force_flush(FLUSH_MS)
         self._provider.shutdown()
 
 
 class NotTaken(Exception):
-    """A collector did not take spans; they are dropped."""
+    """The collector did not accept spans, which are dropped."""
 
 
 class Exporter(OTLPSpanExporter):
-    """Tells once of a collector that is away, and when it is back, where OpenTelemetry tells of each try."""
+    """An exporter that logs once when the collector is away and when it is back, instead of each try."""
 
     def __init__(self) -> None:
         super().__init__()
         self._trouble = Incident(log, "traces are not taken")
         self._why = ""
-        logging.getLogger(OTLPSpanExporter.__module__).addFilter(self._hear)
+        logging.getLogger(OTLPSpanExporter.__module__).addFilter(self._keep_cause)
 
-    def _hear(self, line: logging.LogRecord) -> bool:
-        """Keep what is said first of a failure, and let nothing through."""
+    def _keep_cause(self, line: logging.LogRecord) -> bool:
+        """Keep the first log line of a failure as its cause, and suppress all lines."""
         self._why = self._why or line.getMessage()
         return False
 
