@@ -1,6 +1,6 @@
-"""POSTs as ASGI endpoints: any server, TestClient, middleware and instrumentation see them.
+"""The POSTs of events as ASGI endpoints, which any server, TestClient, middleware and instrumentation see.
 
-Thinner than FastAPI's own handling: no dependencies, no request object, no response object.
+FastAPI's own handling (dependencies, request and response objects) is left out, because it costs more than the rest.
 """
 
 import asyncio
@@ -14,12 +14,12 @@ from starlette.types import Receive, Scope, Send
 from service.http.request import Bodies, Handler, PostRequest
 from service.http.responses import headers_of
 
-# Work goes on where a server cancels the task of a client that has gone. The loop itself keeps no task alive.
-_AT_WORK: Final[set[asyncio.Task[None]]] = set()
+# A server may cancel the task of a client that has disconnected; these go on. The loop keeps no reference to a task.
+_TASKS: Final[set[asyncio.Task[None]]] = set()
 
 
 class AsgiEndpoint:
-    """Hands the POSTs of one route to its handler."""
+    """Hand the POSTs of one route to their handler."""
 
     def __init__(self, handler: Handler, body_bytes_max: int, bodies: Bodies) -> None:
         self._handler = handler
@@ -34,7 +34,7 @@ class AsgiEndpoint:
 
 
 class AsgiRequest(PostRequest):
-    """One POST of an ASGI server, from its scope to its answer."""
+    """A POST that an ASGI server has read: scope and messages in, response out."""
 
     __slots__ = ("_outcome", "_version")
 
@@ -48,14 +48,14 @@ class AsgiRequest(PostRequest):
             keep_alive=True,
             chunked=self._version != "1.0",
         )
-        # Its one answer; None where it gets none.
+        # The response; None if the connection ends without one.
         self._outcome: asyncio.Future[_Whole | _Pieces | None] = asyncio.get_running_loop().create_future()
 
     async def read(self, receive: Receive, most: int) -> bool:
-        """Read the body, up to the bounds; False where the client has gone before it was whole.
+        """Read the body within its bounds; return False if the client disconnected before the body was complete.
 
-        A body that is longer than `most` by its own head is not waited for. Who asks whether to send it may leave it
-        out then, so that the connection ends (RFC 9110, section 10.1.1).
+        A body whose Content-Length exceeds `most` bytes is not awaited. A client that sent `Expect` may leave that
+        body out, so the connection ends (RFC 9110, section 10.1.1).
         """
         if self.told_size > most:
             self.size = self.told_size
@@ -68,39 +68,39 @@ class AsgiRequest(PostRequest):
                     self.finish()
                     return False
                 more = self.keep(message.get("body", b""), most) and message.get("more_body", False)
-        self.arrived = time.monotonic()  # it is not late for having been sent slowly
+        self.arrived = time.monotonic()  # a deadline does not count the time of sending
         return True
 
     def apart(self, work: Coroutine[Any, Any, None]) -> None:
-        """Go on in a task. A stop of the server waits for it, as the answer's own task does."""
+        """Run work in a task. A stop of the server waits for it, because the response's own task does."""
         task = asyncio.get_running_loop().create_task(work)
-        _AT_WORK.add(task)
-        task.add_done_callback(_AT_WORK.discard)
+        _TASKS.add(task)
+        task.add_done_callback(_TASKS.discard)
 
     def answer(self, status: int, head: bytes, body: bytes) -> None:
-        """Give the answer, once; `head` is the lines of its own headers, each with its CRLF."""
+        """Set the response; only the first call counts. `head` has header lines, each with its CRLF."""
         if not self.response_complete:
             self.finish()
             self._give(_Whole(status, head, body))
 
     def stream(self, status: int, head: bytes) -> "_Pieces":
-        """Begin an answer whose body comes in pieces."""
+        """Begin a response whose body comes in pieces."""
         pieces = _Pieces(self, status, head)
         if self.chunked:
             self._give(pieces)
         return pieces
 
     def cut(self) -> None:
-        """No answer will ever be given: the server ends the connection of an application that gives none."""
+        """End the connection without a response, which the server does if the application sends none."""
         self.finish()
         self._give(None)
 
     def _give(self, outcome: "_Whole | _Pieces | None") -> None:
-        if not self._outcome.done():  # who waited may have been cancelled
+        if not self._outcome.done():  # the server may have cancelled it
             self._outcome.set_result(outcome)
 
     async def respond(self, send: Send) -> None:
-        """Send the answer, as it comes to be known."""
+        """Await the response and send it."""
         outcome = await self._outcome
         if isinstance(outcome, _Whole):
             headers = self._headers(outcome.head)
@@ -121,7 +121,7 @@ class AsgiRequest(PostRequest):
 
 
 class _Whole:
-    """An answer in one piece."""
+    """A response whose body is complete."""
 
     __slots__ = ("body", "head", "status")
 
@@ -130,23 +130,23 @@ class _Whole:
 
 
 class _Pieces:
-    """An answer in pieces, each sent as soon as it is there; to a client of HTTP/1.0 in one piece, at its end."""
+    """A response whose pieces are sent as they are written; an HTTP/1.0 client gets them together, at the end."""
 
     def __init__(self, request: AsgiRequest, status: int, head: bytes) -> None:
         self._request = request
         self.status, self.head = status, head
         self._unsent: deque[bytes] = deque()
-        self._there = asyncio.Event()  # something is to be sent, or nothing more will be
+        self._there = asyncio.Event()  # a piece was written, or the response has ended
         self._whole = self._cut = False
 
     def write(self, piece: bytes) -> None:
-        """The next piece of the body."""
+        """Write the next piece of the body."""
         if piece:
             self._unsent.append(piece)
             self._there.set()
 
     def end(self) -> None:
-        """The body is whole."""
+        """End the body."""
         if not self._request.chunked:
             self._request.answer(self.status, self.head, b"".join(self._unsent))
             return
@@ -155,13 +155,13 @@ class _Pieces:
         self._there.set()
 
     def cut(self) -> None:
-        """The body will never be whole, which the end of the connection tells."""
+        """Abort the body: the end of the connection tells the client that the body is incomplete."""
         self._cut = True
         self._there.set()
         self._request.cut()
 
     async def send(self, send: Send) -> None:
-        """Send the pieces, up to the last one."""
+        """Send the pieces until the body ends or is aborted."""
         while not self._cut:
             await self._there.wait()
             self._there.clear()

@@ -1,4 +1,4 @@
-"""Who calls, by its bearer token (RFC 6750); what it may write, and how fast."""
+"""Callers by their bearer tokens (RFC 6750): the topics that they may write to, and their rates."""
 
 import hashlib
 import math
@@ -15,30 +15,30 @@ _SCHEME: Final = "bearer "
 
 
 class Caller:
-    """One caller; `scope` is its name, within which its keys are its own. The empty scope is everybody's."""
+    """One caller. `scope` is its name and the namespace of its keys; the empty scope is shared by all callers."""
 
     def __init__(self, rule: CallerRule | None = None) -> None:
         self.scope = "" if rule is None else rule.name
         self._rate = None if rule is None else rule.rate
-        self._most = max(self._rate or 0.0, 1.0)  # events at once
-        self._left = self._most  # events that may come now; below 0 after a batch that was larger
-        self._at = 0.0  # when it was so, by the loop's time
+        self._most = max(self._rate or 0.0, 1.0)  # the largest burst, in events
+        self._left = self._most  # tokens of the bucket: events; negative after a batch that was larger
+        self._at = 0.0  # when `_left` was computed, in seconds of the loop's time
         globs = ("*",) if rule is None else rule.topics
         self._may = lru_cache(maxsize=TOPICS_MAX)(lambda topic: any(fnmatchcase(topic, glob) for glob in globs))
 
     def check(self, topic: str) -> None:
-        """Raises Problem (403) for a topic that is none of its business."""
+        """Raise Problem (403) if the rules do not let the caller write to the topic."""
         if not self._may(topic):
             raise Problem(FORBIDDEN_TOPIC, f"topic: {self.scope} may not write to {topic}: the rules say where it may")
 
     def spend(self, events: int, now: float) -> None:
-        """Count events against the rate. Raises Problem (429), and counts nothing, where it is used up.
+        """Take events from the token bucket at `now`, in seconds. Raise Problem (429) if the bucket is empty.
 
-        A batch may be larger than what is left: what comes after it waits for longer.
+        A batch may take more than the bucket has: the caller's later requests wait for longer.
         """
         if self._rate is None:
             return
-        now = max(now, self._at)  # one that was pipelined may have waited while others passed
+        now = max(now, self._at)  # a pipelined request is counted later than it arrived
         left = min(self._most, self._left + (now - self._at) * self._rate)
         if left < 1:
             wait_s = math.ceil((1 - left) / self._rate)
@@ -50,7 +50,7 @@ ANYBODY: Final = Caller()
 
 
 class Callers:
-    """The callers of the rules; anybody, where the rules name none."""
+    """The callers that the rules name; ANYBODY if the rules name none."""
 
     def __init__(self, rules: Iterable[CallerRule]) -> None:
         self._by_digest: dict[bytes, Caller] = {}
@@ -58,13 +58,13 @@ class Callers:
             self._by_digest.update(dict.fromkeys(map(bytes.fromhex, rule.token_sha256), Caller(rule)))
 
     def of(self, authorization: str | None) -> Caller:
-        """Who sends this header. Raises Problem (401)."""
+        """Return the caller that sends this Authorization header. Raises Problem (401)."""
         if not self._by_digest:
             return ANYBODY
         if authorization is None:
             raise Problem(UNAUTHORIZED, "Authorization: send Bearer and your token")
         token = authorization.strip()
-        # Looked up by digest: how long that takes tells nothing of a token.
+        # The look-up is by digest, so that its duration reveals nothing about a token.
         digest = hashlib.sha256(token[len(_SCHEME) :].strip().encode("latin-1")).digest()
         caller = self._by_digest.get(digest) if token[: len(_SCHEME)].lower() == _SCHEME else None
         if caller is None:

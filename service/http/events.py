@@ -1,4 +1,4 @@
-"""`POST /events` and its batch: headers read once, a request handed to the path, its answer written from bytes."""
+"""The handlers of `POST /events` and `POST /events/batch`: from a request to an event, from a result to a response."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -57,13 +57,13 @@ from service.pipeline.request import WriteResult
 
 log = structlog.get_logger(__name__)
 
-# It tells this 415 from the one of a media type (RFC 9110, section 12.5.3).
+# Distinguishes the 415 of a content coding from that of a media type (RFC 9110, section 12.5.3).
 _ONLY_UNCODED: Final = b"accept-encoding: identity\r\n"
-# Answers that are rendered in one go, which takes some milliseconds where each is another problem.
+# Results to render in one go, which takes some milliseconds if each is a different problem.
 RENDERED_AT_ONCE: Final = 250
 
 T = TypeVar("T")
-# Of an event, where it is long in a while.
+# A parser of events; it is asynchronous for texts longer than LONG_BYTES.
 Parse = Callable[[T], Event | Awaitable[Event]]
 
 
@@ -77,7 +77,7 @@ class EventsEndpoint:
         self._callers = callers
         self._telemetry = telemetry
         self.body_bytes_max = settings.body_bytes_max
-        self.bodies = Bodies(settings.bodies_bytes_max)  # whichever transport reads them
+        self.bodies = Bodies(settings.bodies_bytes_max)  # of all transports
         self._retention_s = settings.key_ttl_s
         self._loopback_only = not settings.rules
         self.routes: dict[bytes, Handler] = {
@@ -100,13 +100,13 @@ class EventsEndpoint:
                 problem = Problem(UNSUPPORTED_TYPE, "Content-Encoding: send the body as it is, without this header")
                 self._fail(post, problem, _ONLY_UNCODED)
                 return
-            caller.spend(0, post.arrived)  # who has used up its rate costs nobody the reading of its body
+            caller.spend(0, post.arrived)  # before the body is parsed: a caller over its rate costs little
             step(post, found, caller)
         except Exception as error:
             self._fail(post, error)
 
     def _check_address(self, client: str | None) -> None:
-        """Without rules nobody has said who may write: only this machine may."""
+        """Raise Problem (403) for an address other than loopback, if there are no rules."""
         if self._loopback_only and client is not None and not _is_loopback(client):
             raise Problem(
                 FORBIDDEN_CALLER, f"{PREFIX}RULES is not set, so only callers on this machine may write: set it"
@@ -114,7 +114,7 @@ class EventsEndpoint:
 
     def _post_event(self, post: PostRequest, found: Found, caller: Caller) -> None:
         if overload := self._admission().overload:
-            post.drop_body()  # it waits without its body
+            post.drop_body()  # the delayed refusal needs no body
             self._admission().load_shedder.refuse(post.arrived, partial(self._fail, post, overload))
             return
         traceparent = parse_traceparent(found.get(b"traceparent"))
@@ -154,9 +154,9 @@ class EventsEndpoint:
         accepted: asyncio.Future[None] | None = None
         if preference.respond_async:
             accepted = asyncio.get_running_loop().create_future()
-            accepted.add_done_callback(partial(self._tell_accepted, post, event))
+            accepted.add_done_callback(partial(self._answer_accepted, post, event))
         result = self._admission().submit(event, post.arrived, preference.wait_s, accepted)
-        result.add_done_callback(partial(self._tell_event, post, event.key, preference.applied))
+        result.add_done_callback(partial(self._answer_event, post, event.key, preference.applied))
 
     def _post_batch(self, post: PostRequest, found: Found, caller: Caller) -> None:
         kind = media_type(found.get(b"content-type"))
@@ -201,40 +201,39 @@ class EventsEndpoint:
         await self._write_each(post, parts, parse, caller)
 
     async def _write_each(self, post: PostRequest, parts: Sequence[T], parse: Parse[T], caller: Caller) -> None:
-        told = self._told_of_each(post, parts, parse, caller)
-        results = [result async for some in told for result in some]
-        self._answer(post, 207, JSON_LINE, join_results(results))
+        groups = self._results_of_each(post, parts, parse, caller)
+        self._answer(post, 207, JSON_LINE, join_results([result async for group in groups for result in group]))
 
     async def _write_lines(self, post: PostRequest, traceparent: bytes | None, caller: Caller) -> None:
-        """Answers go out as they come to be known, a line each, in the order of the events."""
+        """Write the events of a batch of lines, and each result as soon as it is known, in the order of the events."""
         parse = _by_length(line_of, long_member_of, traceparent=traceparent, scope=caller.scope)
-        told = self._told_of_each(post, parse_lines(post.body), parse, caller)
+        groups = self._results_of_each(post, parse_lines(post.body), parse, caller)
         self._telemetry.requested(207, "")
         stream = post.stream(207, b"content-type: %b\r\n" % LINES.encode())
         try:
-            async for some in told:
-                stream.write(b"".join(b"%b\n" % result.encode() for result in some))
-        except Exception:  # the status is sent: what can be told is that the answer is not whole
+            async for group in groups:
+                stream.write(b"".join(b"%b\n" % result.encode() for result in group))
+        except Exception:  # the status is sent: all that is left is to abort the body
             log.exception("request failed")
             stream.cut()
             return
         stream.end()
 
-    def _told_of_each(
+    def _results_of_each(
         self, post: PostRequest, parts: Sequence[T], parse: Parse[T], caller: Caller
     ) -> AsyncIterator[list[str]]:
-        """Write events of one caller, each for itself; what is told of them, in their order. Raises Problem (429)."""
+        """Write a caller's events independently; yield rendered results in their order. Raises Problem (429)."""
         caller.spend(len(parts), post.arrived)
         return _rendered(write_each(self._admission(), parts, parse, post.arrived, caller))
 
-    def _tell_accepted(self, post: PostRequest, event: Event, _: asyncio.Future[None]) -> None:
-        """The claim stands: a client that prefers so is answered now, and asks for the outcome by the key."""
+    def _answer_accepted(self, post: PostRequest, event: Event, _: asyncio.Future[None]) -> None:
+        """Answer 202 once the key is claimed (`respond-async`); the client asks for the outcome by the key."""
         lines = b"%blocation: %b\r\nidempotency-key: %b\r\npreference-applied: respond-async\r\n"
         lines %= JSON_LINE, location_of(event.key), echo_of(event.key)
         self._answer(post, 202, lines, b'{"id":"%b","state":"in_progress"}' % event.id.hex().encode())
 
-    def _tell_event(self, post: PostRequest, key: str, applied: bytes, result: asyncio.Future[WriteResult]) -> None:
-        if post.response_complete:  # 202 was said of it
+    def _answer_event(self, post: PostRequest, key: str, applied: bytes, result: asyncio.Future[WriteResult]) -> None:
+        if post.response_complete:  # it was answered with 202
             return
         try:
             answer = result.result()
@@ -247,17 +246,17 @@ class EventsEndpoint:
             self._fail(post, error)
 
     async def _or_fail(self, post: PostRequest, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work of a request; what it raises is its answer."""
+        """Await the work of a request, and answer with the problem that it raises."""
         try:
             await work
         except Exception as error:
             self._fail(post, error)
 
     def _fail(self, post: PostRequest, error: Exception, more: bytes = b"") -> None:
-        """Answer with a problem, and `more` lines of headers.
+        """Answer with a problem, and `more` header lines.
 
-        Anything else than a Problem is a bug, and nobody knows what became of the event. It ends the connection, also
-        where the bug is in the answering itself: a client must not wait for an answer that will never come.
+        An error other than a Problem is a bug, after which the outcome of the event is unknown. The connection ends
+        then, also if the bug is in the answering: a client must not wait for a response that never comes.
         """
         if not isinstance(error, Problem):
             log.error("request failed", **self._named(post), exc_info=error)
@@ -270,11 +269,11 @@ class EventsEndpoint:
         self._answer(post, status, lines_of(headers) + more, body, error.kind.code)
 
     def _named(self, post: PostRequest) -> dict[str, str]:
-        """How a line of the log names a request: by its key, and the id of that among its caller's."""
+        """Return the log fields of a request: its key, and the id of the key in the caller's scope."""
         try:
             found = post.found or pick(post.headers)
             key, scope = parse_key(found.get(b"idempotency-key")), self._callers.of(found.get(b"authorization")).scope
-        except Problem:  # it has none, or several with a key each
+        except Problem:  # no key that is valid, or no caller that is known
             return {}
         return {"key": key, "id": event_id(key, scope).hex()}
 
@@ -287,7 +286,7 @@ class EventsEndpoint:
 def _is_loopback(address: str) -> bool:
     try:
         return ip_address(address).is_loopback
-    except ValueError:  # a server may have it from a header (X-Forwarded-For), whoever wrote that
+    except ValueError:  # a server may take the address from X-Forwarded-For, which a client can forge
         return False
 
 
@@ -296,7 +295,7 @@ def _as_it_is(event: Event) -> Event:
 
 
 def _parse(kind: str, body: bytes, key: str | None, traceparent: bytes | None, scope: str) -> Event | Awaitable[Event]:
-    """An event from JSON of this media type."""
+    """Parse an event from JSON of this media type; the result is awaitable for a body longer than LONG_BYTES."""
     long = len(body) > LONG_BYTES
     if kind == JSON:
         return (parse_long_event if long else parse_event)(parse_key(key), body, traceparent, scope)
@@ -308,15 +307,15 @@ def _parse(kind: str, body: bytes, key: str | None, traceparent: bytes | None, s
 
 
 def _by_length(of: Callable[..., Event], of_long: Callable[..., Awaitable[Event]], **arguments: Any) -> Parse[Any]:
-    """The one for short texts, and the other for long ones."""
+    """Return a parser that uses `of_long` for texts longer than LONG_BYTES, and `of` for others."""
     of, of_long = partial(of, **arguments), partial(of_long, **arguments)
     return lambda text: of_long(text) if len(text) > LONG_BYTES else of(text)
 
 
-async def _rendered(told: AsyncIterator[list[WriteResult]]) -> AsyncIterator[list[str]]:
-    """Answers as the text of results, so many at once that others have their turn in between."""
-    async for some in told:
-        for start in range(0, len(some), RENDERED_AT_ONCE):
-            if len(some) > RENDERED_AT_ONCE:
+async def _rendered(groups: AsyncIterator[list[WriteResult]]) -> AsyncIterator[list[str]]:
+    """Render results, at most RENDERED_AT_ONCE before other tasks of the loop run."""
+    async for group in groups:
+        for start in range(0, len(group), RENDERED_AT_ONCE):
+            if len(group) > RENDERED_AT_ONCE:
                 await asyncio.sleep(0)
-            yield [render_result(answer) for answer in some[start : start + RENDERED_AT_ONCE]]
+            yield [render_result(answer) for answer in group[start : start + RENDERED_AT_ONCE]]

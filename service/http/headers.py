@@ -1,4 +1,4 @@
-"""What the headers of a request say: those that matter, by their names, and what its body is."""
+"""Headers of a request: those that the service uses, by name, and the media type of the body."""
 
 import re
 from collections.abc import Iterable
@@ -7,13 +7,13 @@ from typing import Final
 from service.core.problems import INVALID_HTTP, INVALID_KEY, UNSUPPORTED_CODING, UNSUPPORTED_TYPE, Problem
 
 JSON: Final = "application/json"
-Found = dict[bytes, str]  # the headers that matter, by lower-case name
+Found = dict[bytes, str]  # the headers that the service uses, by lower-case name
 
-# A parameter of a media type, its value a token or a quoted string (RFC 9110, section 5.6.6). The semicolon before it
-# anchors it: a header of one long word is looked through once, not from each of its letters.
+# A parameter of a media type, its value a token or a quoted string (RFC 9110, section 5.6.6). The leading semicolon is
+# an anchor: a search in a header of one long word is linear.
 _PARAMETER: Final = re.compile(r';\s*([^\s;=]+)\s*=\s*("(?:[^"\\]|\\.)*"|[^;]*)')
 _UTF8: Final = frozenset({"utf-8", "utf8"})
-# Those that say how a request is to be read, whatever it is about.
+# Headers about the message, which are checked for every request.
 OF_THE_MESSAGE: Final = frozenset({b"host", b"transfer-encoding"})
 _WANTED: Final = OF_THE_MESSAGE | frozenset(
     {
@@ -26,14 +26,14 @@ _WANTED: Final = OF_THE_MESSAGE | frozenset(
         b"authorization",
     }
 )
-# A list of these could be taken for one that was sent.
+# Headers that may come once: several lines joined to a list could pass for a valid value.
 _ONCE: Final = {b"idempotency-key": (INVALID_KEY, "Idempotency-Key"), b"host": (INVALID_HTTP, "Host")}
 
 
 def pick(headers: Iterable[tuple[bytes, bytes]]) -> Found:
-    """The headers that matter, by lower-case name; several lines are one list (RFC 9110, section 5.2).
+    """Return the headers that the service uses; lines of one name are joined to a list (RFC 9110, section 5.2).
 
-    What is no list then says nothing that is known. Raises Problem where there are two keys, or two hosts.
+    A header that takes no list then has an unknown value. Raises Problem (400) for two keys or two hosts.
     """
     found: Found = {}
     for name, content in headers:
@@ -49,10 +49,10 @@ def pick(headers: Iterable[tuple[bytes, bytes]]) -> Found:
 
 
 def check_message(found: Found, host_needed: bool) -> None:
-    """Refuse what somebody between the client and us may read otherwise. HTTP/1.0 does without a host. Raises Problem.
+    """Refuse a message that an intermediary may read otherwise. Raises Problem (400, 501).
 
-    RFC 9112, sections 3.2 and 6.1: of several codings the parser looks at the last one, which tells where the body ends
-    and not what it is.
+    RFC 9112, sections 3.2 and 6.1: HTTP/1.0 needs no Host. If there are several transfer codings, the parser looks at
+    the last one, which delimits the body; the others would be left undecoded.
     """
     if host_needed and b"host" not in found:
         raise Problem(INVALID_HTTP, "Host: send this header")
@@ -61,15 +61,12 @@ def check_message(found: Found, host_needed: bool) -> None:
 
 
 def is_coded(content_encoding: str) -> bool:
-    """Is the body something else than what it is said to be, packed? Nothing is unpacked: 1 KB may hold 1 GB."""
+    """Tell whether the body is compressed. The service decompresses nothing: 1 KB may become 1 GB."""
     return content_encoding.strip().lower() not in ("", "identity")
 
 
 def media_type(content_type: str | None) -> str:
-    """What a body is said to be, in lower case, in UTF-8 if it says; other parameters are as good as none.
-
-    Raises Problem (415).
-    """
+    """Return the media type in lower case, without parameters. Raises Problem (415) for a charset other than UTF-8."""
     if content_type is None or content_type == JSON:
         return content_type or ""
     for name, text in _PARAMETER.findall(content_type):
@@ -79,10 +76,10 @@ def media_type(content_type: str | None) -> str:
 
 
 def essence(content_type: str | None) -> str:
-    """A media type in lower case and without its parameters, whatever they say."""
+    """Return the media type in lower case, without parameters; the charset is not checked."""
     return (content_type or "").partition(";")[0].strip().lower()
 
 
 def unsupported(*kinds: str) -> Problem:
-    """415: what a body may be here."""
+    """Return the Problem (415) that names the supported media types."""
     return Problem(UNSUPPORTED_TYPE, f"Content-Type: send {' or '.join(kinds)} (in UTF-8)")

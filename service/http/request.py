@@ -1,4 +1,4 @@
-"""A POST as its endpoint sees it, whichever transport has read it."""
+"""The interface between an endpoint and the transport that reads a POST and writes its response."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
@@ -6,12 +6,12 @@ from typing import Any, Final, Protocol
 
 from service.http.headers import Found
 
-# Of a body, what each request may have for itself: so that who sends little never waits for who sends much.
+# Bytes of a body that do not count against the bound of all bodies, so that large bodies never block small ones.
 OWN_BYTES: Final = 64 * 1024
 
 
 class Bodies:
-    """How many bytes the bodies of all requests have in memory, beside what each may have for itself."""
+    """The bytes in memory of all bodies, beyond the first OWN_BYTES of each; `most` is their bound."""
 
     __slots__ = ("bytes", "most")
 
@@ -21,20 +21,20 @@ class Bodies:
 
 
 class Stream(Protocol):
-    """An answer in pieces; to a client of HTTP/1.0 in one piece, at its end."""
+    """A response whose body is written in pieces; an HTTP/1.0 client gets them together, at the end."""
 
     def write(self, piece: bytes) -> None:
-        """The next piece of the body."""
+        """Write the next piece of the body."""
 
     def end(self) -> None:
-        """The body is whole."""
+        """End the body."""
 
     def cut(self) -> None:
-        """The body will never be whole, which the end of the connection tells."""
+        """Abort the body: the end of the connection tells the client that the body is incomplete."""
 
 
 class PostRequest(ABC):
-    """One POST: its head, its body within the bounds of memory, and the one answer that it gets."""
+    """One POST: its head, its body within the bounds of memory, and its response."""
 
     __slots__ = (
         "_bodies",
@@ -61,16 +61,16 @@ class PostRequest(ABC):
         chunked: bool,
     ) -> None:
         self._bodies = bodies
-        self._content: bytes | bytearray = b""  # of pieces one array: an object for each would be many times their size
-        self._taken = 0  # of the bytes that all bodies share
+        self._content: bytes | bytearray = b""  # one array for all pieces, each of which would be an object
+        self._taken = 0  # bytes counted in `bodies`
         self.headers = headers  # names in lower case
-        self.client = client  # the caller's address; None for a connection that has none
-        self.found: Found | None = None  # those that matter, where nobody has to look for them any more
+        self.client = client  # the address of the caller; None for a Unix socket
+        self.found: Found | None = None  # the headers that the service uses, if the transport has picked them
         self.keep_alive = keep_alive
-        self.chunked = chunked  # the client understands an answer in pieces
-        self.arrived = 0.0  # when it was whole, by time.monotonic
+        self.chunked = chunked  # the client understands a chunked response
+        self.arrived = 0.0  # when the request was complete, in seconds of time.monotonic
         self.size = 0  # of the body so far, in bytes
-        self.at_capacity = False  # there was no room for its body
+        self.at_capacity = False  # the body was dropped, because `bodies` was full
         self.response_complete = False
 
     @property
@@ -80,9 +80,9 @@ class PostRequest(ABC):
         return self._content
 
     def keep(self, part: bytes, most: int) -> bool:
-        """Keep more of the body; False where nothing of it is kept any more.
+        """Keep a part of the body; drop the body and return False past `most` bytes, or if `bodies` is full.
 
-        That is so past `most` bytes, which `size` tells, and where there is no room, which `at_capacity` tells.
+        `size` tells the first, and `at_capacity` the second.
         """
         self.size += len(part)
         if self.size > most or not self._has_room(len(part)):
@@ -106,36 +106,36 @@ class PostRequest(ABC):
 
     @property
     def told_size(self) -> int:
-        """The size of the body as the head tells it; 0 where it does not."""
+        """Return the Content-Length in bytes; 0 without one."""
         return next((int(content) for name, content in self.headers if name == b"content-length"), 0)
 
     def drop_body(self) -> None:
-        """Its body is needed no more."""
+        """Release the body's memory."""
         self._content = b""
         if self._taken:
             self._bodies.bytes -= self._taken
             self._taken = 0
 
     def finish(self) -> None:
-        """All of its answer is given, or will never be."""
+        """Note that the response is complete, or never will be."""
         self.response_complete = True
         self.drop_body()
 
     @abstractmethod
     def apart(self, work: Coroutine[Any, Any, None]) -> None:
-        """Go on in a task, which a stop of the server waits for."""
+        """Run work in a task, which a stop of the server awaits."""
 
     @abstractmethod
     def answer(self, status: int, head: bytes, body: bytes) -> None:
-        """Write the answer, once; `head` is the lines of its own headers, each with its CRLF."""
+        """Write the response; only the first call counts. `head` has header lines, each with its CRLF."""
 
     @abstractmethod
     def stream(self, status: int, head: bytes) -> Stream:
-        """Begin an answer whose body comes in pieces."""
+        """Begin a response whose body comes in pieces."""
 
     @abstractmethod
     def cut(self) -> None:
-        """No answer, or no more of it, will ever be given: the end of the connection tells so."""
+        """Abort the response: the end of the connection tells the client."""
 
 
 Handler = Callable[[PostRequest], None]

@@ -1,4 +1,4 @@
-"""Answers as bytes: header lines, each with its CRLF, and bodies."""
+"""Responses as bytes: header lines, each with its CRLF, and bodies."""
 
 import json
 import re
@@ -18,16 +18,16 @@ Headers = list[tuple[bytes, bytes]]
 PROBLEM_TYPE: Final = b"application/problem+json"
 JSON_LINE: Final = b"content-type: application/json\r\n"
 
-# What a path may have as it is (RFC 3986, section 2.3): most keys are of nothing else.
+# Unreserved characters (RFC 3986, section 2.3). Most keys have no others, and need no percent-encoding.
 _UNRESERVED: Final = re.compile(r"[A-Za-z0-9_.~-]+")
-# The last that a date can name: an entry of the ledger may have been accepted, by its own word, at any time.
+# The last second of the year 9999. A ledger entry, which may hold any time, can be later.
 LAST_SECOND: Final = 253_402_300_799
 
 
 def committed_lines(key: str, answer: Committed, retention_s: int) -> bytes:
-    """The header lines of a 201: the same each time, but for the one that tells of a replay.
+    """Render the header lines of a 201. A replay has the same lines, and `idempotent-replayed`.
 
-    A key is printable ASCII and an expiry is made here, so neither can end its line early.
+    A key is printable ASCII, so it cannot end its line early.
     """
     return b"%blocation: %b\r\nidempotency-key: %b\r\nidempotency-key-expires: %b\r\n%b" % (
         JSON_LINE,
@@ -39,9 +39,10 @@ def committed_lines(key: str, answer: Committed, retention_s: int) -> bytes:
 
 
 def location_of(key: str) -> bytes:
-    """Where the state of a key is told. As part of a path, a client takes dots away (RFC 3986, section 5.2.4).
+    """Return the target of a key's state.
 
-    Percent-encoded ones too, by the URL standard.
+    The keys `.` and `..` go into the query, because clients remove dot segments from a path (RFC 3986, section 5.2.4),
+    percent-encoded ones too (URL standard).
     """
     if key in (".", ".."):
         return b"/events/?key=" + key.encode()
@@ -51,14 +52,14 @@ def location_of(key: str) -> bytes:
 
 
 def echo_of(key: str) -> bytes:
-    """A key as a header that means it: quoted (RFC 8941, section 3.3.3) where its bare form would be read otherwise."""
+    """Render a key as the value of Idempotency-Key: quoted (RFC 8941, section 3.3.3) if it would be read otherwise."""
     if key[0] in ' "' or key[-1] == " ":
         key = '"' + key.replace("\\", "\\\\").replace('"', '\\"') + '"'
     return key.encode()
 
 
 class _Metadata(msgspec.Struct, gc=False):
-    """The body of a 201: where an event is."""
+    """The body of a 201: the metadata of the record."""
 
     id: str
     topic: str
@@ -79,7 +80,7 @@ class _Member(msgspec.Struct, gc=False):
 
 
 class _Result(_Member, gc=False):
-    """One event of several, each of which is written for itself."""
+    """One event of a batch that is not atomic."""
 
     replayed: bool
 
@@ -101,17 +102,17 @@ def render_place(place: Delivery) -> bytes:
 
 
 def render_results(answers: Iterable[WriteResult]) -> bytes:
-    """The body of a 207: one result an event, in order."""
+    """Render the body of a 207: the result of each event, in order."""
     return join_results(map(render_result, answers))
 
 
 def join_results(results: Iterable[str]) -> bytes:
-    """The body of a 207 whose results have been rendered."""
+    """Join rendered results to the body of a 207."""
     return f'{{"results":[{",".join(results)}]}}'.encode()
 
 
 def render_result(answer: WriteResult) -> str:
-    """What is told of one event of several."""
+    """Render the result of one event of a batch."""
     if isinstance(answer, Problem):
         return f'{{"status":{answer.kind.status},"problem":{json.dumps(answer.body())}}}'
     id, there = answer.deliveries[0]
@@ -120,7 +121,7 @@ def render_result(answer: WriteResult) -> str:
 
 
 def render_whole(id: bytes, answer: Committed) -> bytes:
-    """The body of an atomic batch's 201, the same bytes each time."""
+    """Render the body of an atomic batch's 201; a replay has the same bytes."""
     results = [
         _Member(201, member.hex(), there.topic, there.partition, there.offset, there.ts)
         for member, there in answer.deliveries
@@ -129,12 +130,12 @@ def render_whole(id: bytes, answer: Committed) -> bytes:
 
 
 def lines_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Headers as they are sent, each with its CRLF."""
+    """Render headers as lines, each with its CRLF."""
     return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 
 def headers_of(lines: bytes) -> Headers:
-    """Header lines, each with its CRLF, as names and contents."""
+    """Split header lines, each with its CRLF, into names and values."""
     headers: Headers = []
     for line in lines.split(b"\r\n")[:-1]:
         name, _, content = line.partition(b": ")
@@ -143,12 +144,12 @@ def headers_of(lines: bytes) -> Headers:
 
 
 def render_problem(problem: Problem) -> tuple[int, Headers, bytes]:
-    """`application/problem+json` (RFC 9457), with Retry-After where another try may help."""
+    """Render status, headers and body of a problem (RFC 9457); Retry-After is sent if a retry may help."""
     headers, body = _rendered(problem.kind, problem.detail, problem.retry_after_s)
     return problem.kind.status, list(headers), body
 
 
-@lru_cache(maxsize=256)  # what thousands are told at once is made once
+@lru_cache(maxsize=256)  # a fault gives thousands of requests the same problem
 def _rendered(kind: Kind, detail: str, retry_after_s: int | None) -> tuple[tuple[tuple[bytes, bytes], ...], bytes]:
     headers: Headers = [(b"content-type", PROBLEM_TYPE)]
     if retry_after_s is not None:
