@@ -59,8 +59,8 @@ def demands(info: Mapping[str, str]) -> Iterator[Demand]:
     yield Demand(
         "identity",
         not lacking,
-        f"no {lacking} in INFO" if lacking else "tells its run_id and master_replid",
-        "use a server that tells them: without them a restart that forgot everything looks like none",
+        f"no {lacking} in INFO" if lacking else "reports its run_id and master_replid",
+        "use a server that reports them: without them a restart that lost all keys goes unnoticed",
     )
     clustered = info.get("cluster_enabled", "0") == "1"
     yield Demand(

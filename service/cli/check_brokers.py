@@ -124,7 +124,7 @@ def broker_rules(settings: Settings, topics_there: bool) -> Iterator[Rule]:
         "transaction.state.log.min.isr",
         at_least(MIN_ISR),
         Level.ERROR,
-        f"set {MIN_ISR} on the brokers: the fate of transactions must not be one disk's alone",
+        f"set {MIN_ISR} on the brokers: one disk alone must not decide the outcome of transactions",
     )
     yield Rule(
         "kafka.transaction-timeout",
@@ -148,7 +148,7 @@ def broker_rules(settings: Settings, topics_there: bool) -> Iterator[Rule]:
             "connections.max.reauth.ms",
             lambda value: value == "0",
             Level.WARNING,
-            "set 0 for the listener: the service does not authenticate anew (KIP-368), so that each connection ends "
+            "set 0 for the listener: the service does not reauthenticate (KIP-368), so that each connection ends "
             "at that age, and a slot is recovered",
         )
 

@@ -36,7 +36,7 @@ def allocator(info: Mapping[str, str]) -> Iterator[Finding]:
     yield judged(
         "redis.allocator",
         name != "libc",
-        f"mem_allocator {name or 'not told'}",
+        f"mem_allocator {name or 'unknown'}",
         "run one that is built with jemalloc, as packages and images for Linux are: with millions of keys the C "
         "library's own halves the speed of a store recovery",
         Level.WARNING,

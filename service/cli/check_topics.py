@@ -14,7 +14,7 @@ from service.kafka.topics import OWN_MESSAGE_BYTES, InternalTopics
 RETENTION_LEAST_MS: Final = 24 * 3_600_000
 # Bytes around an event: of the record, of our headers, and of the batch.
 ENVELOPE_BYTES: Final = 2_048
-_MAKE_ANEW: Final = "restart a process: its start makes it anew. What was in it is lost, to recoveries and to the audit"
+_CREATE_AGAIN: Final = "restart a process, which creates it again. Its records are lost, to recoveries and to the audit"
 
 
 def own_topics(
@@ -33,7 +33,7 @@ def own_topics(
         rows.append((name, replicas("topics.own-replicas", topic, snapshot.topics[name])))
     if topics:
         gone = {internal.ledger, internal.requests, internal.control} - snapshot.topics.keys() - snapshot.hidden
-        missing = Finding("topics.own-there", Level.ERROR, "not there, and others are", _MAKE_ANEW)
+        missing = Finding("topics.own-there", Level.ERROR, "not there, and others are", _CREATE_AGAIN)
         rows += [(name, missing) for name in sorted(gone)]
     ledger = topics.get(internal.ledger)
     if ledger is not None and ledger.partitions < slots_max:
@@ -53,12 +53,12 @@ def _takes_our_records(topic: Topic, internal: InternalTopics) -> Iterator[Findi
             "batches that the ledger has no room for",
             Level.WARNING,
         )
-    stamped = topic.settings.get("message.timestamp.type")
-    if topic.name == internal.control and stamped is not None:
+    timestamp_type = topic.settings.get("message.timestamp.type")
+    if topic.name == internal.control and timestamp_type is not None:
         yield judged(
             "topics.own-timestamps",
-            stamped == "LogAppendTime",
-            f"message.timestamp.type={stamped}",
+            timestamp_type == "LogAppendTime",
+            f"message.timestamp.type={timestamp_type}",
             "set LogAppendTime on it, as it is made now: else a clock that is wrong, or bounds on timestamps, keep "
             "records out without which nothing starts",
             Level.WARNING,

@@ -138,7 +138,7 @@ def run(looking: Coroutine[Any, Any, T]) -> T:
     try:
         return asyncio.run(looking)
     except (KafkaAway, StoreAway, StoreUnanswered, StoreLost) as error:
-        give_up(f"{error}; `fencepost doctor` tells more")
+        give_up(f"{error}; run `fencepost doctor` for details")
 
 
 def give_up(why: str) -> NoReturn:

@@ -29,7 +29,7 @@ from service.kafka.topics import InternalTopics
 GROWTH_S: Final = 600
 SAMPLE_RECORDS: Final = 200
 # Measurements of a clock, of which the quickest is the most exact.
-LOOKS: Final = 3
+MEASUREMENTS: Final = 3
 
 Now = Callable[[], float]
 """Returns this machine's time, ms since the Unix epoch."""
@@ -43,7 +43,7 @@ async def examine(settings: Settings, rules: Rules, rate: float | None = None, n
     """Run all checks; one finding for each. `rate` is in events/s, measured from the ledger if not given."""
     async with acl_inspector(settings) as kafka, keys_view(settings) as keys:
         findings, measured = await _kafka(kafka, settings, rules, now)
-        known = Rate(rate, "as told") if rate is not None else measured
+        known = Rate(rate, "as given") if rate is not None else measured
         return findings + await _redis(keys, settings, known, now)
 
 
@@ -151,13 +151,13 @@ async def _brokers_clock(kafka: AclInspector, settings: Settings, requests: str,
     try:
         await producer.identity()
 
-        async def stamped() -> float:
+        async def broker_time() -> float:
             (result,) = await producer.write([record])
             if not isinstance(result, RecordMetadata):
                 raise KafkaAway(f"{requests}: {result.why if result else 'no clean answer'}")
             return result.timestamp
 
-        return check_clocks.clock("clocks.kafka", "the brokers'", await _look_at(stamped, now))
+        return check_clocks.clock("clocks.kafka", "the brokers'", await _measure(broker_time, now))
     finally:
         await producer.close()
 
@@ -168,7 +168,7 @@ async def _brokers_clock(kafka: AclInspector, settings: Settings, requests: str,
 async def _redis(keys: KeysView, settings: Settings, rate: Rate | None, now: Now) -> list[Finding]:
     try:
         info = await keys.info()
-        clock = await _look_at(keys.clock_ms, now)
+        clock = await _measure(keys.clock_ms, now)
     except (StoreAway, StoreUnanswered) as error:
         change = "check FENCEPOST_REDIS (and its password), the network, and FENCEPOST_REDIS_CAFILE"
         return [Finding("redis.reachable", Level.ERROR, str(error), change)]
@@ -181,12 +181,12 @@ async def _redis(keys: KeysView, settings: Settings, rate: Rate | None, now: Now
     ]
 
 
-async def _look_at(clock: Callable[[], Awaitable[float]], now: Now) -> Clock:
+async def _measure(clock: Callable[[], Awaitable[float]], now: Now) -> Clock:
     """Measure a clock a few times; returns the quickest measurement, which is the most exact."""
-    looks: list[Clock] = []
-    for _ in range(LOOKS):
+    measured: list[Clock] = []
+    for _ in range(MEASUREMENTS):
         before = now()
         seen = await clock()
         after = now()
-        looks.append(Clock(seen - statistics.mean((before, after)), (after - before) / 2))
-    return min(looks, key=lambda look: look.give_or_take_ms)
+        measured.append(Clock(seen - statistics.mean((before, after)), (after - before) / 2))
+    return min(measured, key=lambda each: each.give_or_take_ms)

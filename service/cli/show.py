@@ -73,8 +73,8 @@ def findings(found: list[Finding]) -> None:
                 table.add_row("", "", Text(f"→ {one.change}", style="italic"))
         out.print(table)
     counts = {level: sum(one.level is level for one in found) for level in Level}
-    told = f"errors {counts[Level.ERROR]}, warnings {counts[Level.WARNING]}, ok {counts[Level.OK]}"
-    out.print(Text(told, style=STYLES[worst(found)]))
+    summary = f"errors {counts[Level.ERROR]}, warnings {counts[Level.WARNING]}, ok {counts[Level.OK]}"
+    out.print(Text(summary, style=STYLES[worst(found)]))
 
 
 def slots(found: Slots) -> None:

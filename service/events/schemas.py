@@ -79,7 +79,7 @@ class _Schema:
             return
         if len(event.value or b"") > self._explained_bytes:
             most = self._explained_bytes
-            raise _refused(event, "", f"it is not allowed (what of it is told for values of up to {most} bytes)")
+            raise _refused(event, "", f"it is not allowed (details only for values of up to {most} bytes)")
         try:
             self._validator.validate(value)
         except jsonschema_rs.ValidationError as error:

@@ -40,7 +40,7 @@ class Transaction(NamedTuple):
     offsets: Mapping[Partition, int]
 
 
-class OpenTransactionAt(NamedTuple):
+class RecordCoordinates(NamedTuple):
     """A record's offset in a partition; the marker of the record's transaction comes after it."""
 
     partition: Partition
@@ -62,13 +62,13 @@ def hanging(
     }
 
 
-def markers_to_read(open_from: Mapping[Partition, int], transactions: Iterable[Transaction]) -> set[OpenTransactionAt]:
+def markers_to_read(open_from: Mapping[Partition, int], transactions: Iterable[Transaction]) -> set[RecordCoordinates]:
     """Find the records after which to look for markers of hanging transactions: those in their other partitions."""
     return {
-        place
+        record
         for transaction in transactions
         if _open_in(transaction, open_from)
-        for place in _ended_in(transaction, open_from)
+        for record in _ended_in(transaction, open_from)
     }
 
 
@@ -88,7 +88,7 @@ def verdict(has_record: bool, markers: Collection[Marker | None]) -> Verdict:
 def verdicts(
     open_from: Mapping[Partition, int],
     transactions: Sequence[Transaction],
-    markers: Mapping[OpenTransactionAt, Marker],
+    markers: Mapping[RecordCoordinates, Marker],
 ) -> dict[Partition, Verdict]:
     """Decide how each partition's hanging transaction ends; `markers` are those found for `markers_to_read`.
 
@@ -97,7 +97,7 @@ def verdicts(
     found: dict[Partition, set[Verdict]] = {partition: set() for partition in open_from}
     for transaction in transactions:
         if affected := _open_in(transaction, open_from):
-            ends = verdict(True, [markers.get(place) for place in _ended_in(transaction, open_from)])
+            ends = verdict(True, [markers.get(record) for record in _ended_in(transaction, open_from)])
             for partition in affected:
                 found[partition].add(ends)
     return {partition: _strongest(of) for partition, of in found.items()}
@@ -116,10 +116,10 @@ def _open_in(transaction: Transaction, open_from: Mapping[Partition, int]) -> li
     ]
 
 
-def _ended_in(transaction: Transaction, open_from: Mapping[Partition, int]) -> list[OpenTransactionAt]:
+def _ended_in(transaction: Transaction, open_from: Mapping[Partition, int]) -> list[RecordCoordinates]:
     still_open = _open_in(transaction, open_from)
     return [
-        OpenTransactionAt(partition, offset)
+        RecordCoordinates(partition, offset)
         for partition, offset in transaction.offsets.items()
         if partition not in still_open
     ]

@@ -107,7 +107,7 @@ def _topics(frame: bytes, at: int, row: Struct) -> tuple[list[tuple[str, list[An
         (rows,) = _INT32.unpack_from(frame, at + length)
         start = at + length + _INT32.size
         at = start + rows * row.size
-        topics.append((name, [row.unpack_from(frame, place) for place in range(start, at, row.size)]))
+        topics.append((name, [row.unpack_from(frame, offset) for offset in range(start, at, row.size)]))
     return topics, at
 
 

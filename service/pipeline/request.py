@@ -47,7 +47,7 @@ class ResultCollector:
         self.done: asyncio.Future[list[WriteRequest]] = asyncio.get_running_loop().create_future()
 
     def put(self, indexes: Sequence[int], result: WriteResult) -> None:
-        """Note the result of the events at these places of the chunk: where each is, or why none of them is."""
+        """Note the result of the events with these indexes of the chunk: their deliveries, or one problem for all."""
         if isinstance(result, Committed):
             replayed = result.replayed
             for index, delivery in zip(indexes, result.deliveries, strict=True):
@@ -80,7 +80,7 @@ def fit(ledger_bytes: int, event_bytes: int, ledger_bytes_max: int = GROUP_LEDGE
 class BatchChunk:
     """Events of one batch for one transaction, which keeps their order.
 
-    Their keys differ: one claim call cannot tell two claims of the same key apart.
+    Their keys differ, because the second claim of a key in a call would find the first.
     """
 
     def __init__(self, events_max: int = BATCH_EVENTS_MAX, ledger_bytes_max: int = GROUP_LEDGER_BYTES_MAX) -> None:

@@ -143,7 +143,7 @@ class SlotRecovery:
         if start is not None and start > slot.term:
             raise KafkaAway(
                 f"{self._topics.ledger}, partition {slot.n}: Redis has applied it up to {start}, and it ends at "
-                f"{slot.term}: it was made anew, or has lost records. Stop all processes and delete the keys that "
+                f"{slot.term}: it was created again, or has lost records. Stop all processes and delete the keys that "
                 f"begin with {{{self._settings.namespace}:0}} (FLUSHDB, where there are no others)"
             )
         rows: list[Row] = []

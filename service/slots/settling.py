@@ -15,7 +15,7 @@ from prometheus_client import Counter
 
 from service.contract.wire import STAMP_HEADER, Stamp, WireError
 from service.kafka.admin import KafkaAdmin
-from service.kafka.hanging import Marker, OpenTransactionAt, Partition, Transaction, Verdict, markers_to_read, verdicts
+from service.kafka.hanging import Marker, Partition, RecordCoordinates, Transaction, Verdict, markers_to_read, verdicts
 from service.kafka.inspection import Entry, fetch
 from service.kafka.producer import TransactionalProducer
 from service.kafka.reader import ends, offsets_since
@@ -92,7 +92,8 @@ class Settlement:
             async with asyncio.timeout(self._timeout_s):
                 return await self._run(applied, maybe_hanging)
         except (errors.KafkaError, OSError, TimeoutError) as error:
-            raise self._cluster.failed("settle", f"{self._ledger}: what hangs cannot be told: {error!r}") from error
+            why = f"{self._ledger}: hanging transactions cannot be determined: {error!r}"
+            raise self._cluster.failed("settle", why) from error
 
     async def _run(self, applied: int | None, maybe_hanging: Collection[Partition]) -> set[Partition]:
         if applied is None:
@@ -199,11 +200,11 @@ class Settlement:
                 return None
         return None
 
-    async def _markers(self, records: Iterable[OpenTransactionAt], tail: LedgerTail) -> dict[OpenTransactionAt, Marker]:
+    async def _markers(self, records: Iterable[RecordCoordinates], tail: LedgerTail) -> dict[RecordCoordinates, Marker]:
         found = {record: await self._marker(record, tail) for record in records}
         return {record: marker for record, marker in found.items() if marker is not None}
 
-    async def _marker(self, record: OpenTransactionAt, tail: LedgerTail) -> Marker | None:
+    async def _marker(self, record: RecordCoordinates, tail: LedgerTail) -> Marker | None:
         """Read the marker that ended the transaction of a record; None if it cannot be read any more."""
         if record.partition == self._ledger:
             return tail.marker_after(record.offset)

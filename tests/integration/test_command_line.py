@@ -139,7 +139,7 @@ def test_nobody_there_is_one_line() -> None:
     done = fencepost(away, "slots")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
-    assert "`fencepost doctor` tells more" in done.stderr
+    assert "run `fencepost doctor` for details" in done.stderr
 
 
 def test_the_command_reconcile_runs_the_job() -> None:

@@ -263,7 +263,7 @@ async def test_memory_is_held_against_retention_and_rate(servers: dict[str, Redi
     found = await told(settings_of(NOWHERE, servers["evicting"].url, "any", request_timeout_ms=1_000), rate=rate)
     (memory,) = found["redis.memory"]
     assert memory.level is level
-    assert f"{rate:g} events/s (as told) for 24 h: {rate * 86_400:,.0f} keys" in memory.found
+    assert f"{rate:g} events/s (as given) for 24 h: {rate * 86_400:,.0f} keys" in memory.found
 
 
 async def test_the_rate_is_measured_from_the_ledgers_growth(

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from service.kafka.hanging import (
     ActiveProducer,
     Marker,
-    OpenTransactionAt,
     Partition,
+    RecordCoordinates,
     Transaction,
     Verdict,
     markers_to_read,
@@ -48,7 +48,7 @@ def settlements(world: World, s: int, applied: int, rules: Rules) -> Iterator[tu
 
 def _verdicts(part: Part, s: int, found: list[Hung], applied: int, rules: Rules) -> dict[Verdict, set[Partition]]:
     transactions = []
-    markers: dict[OpenTransactionAt, Marker] = {}
+    markers: dict[RecordCoordinates, Marker] = {}
     producers: dict[Partition, list[ActiveProducer]] = {}
     for hung in found:
         start = part.hung.index(hung)
@@ -63,7 +63,7 @@ def _verdicts(part: Part, s: int, found: list[Hung], applied: int, rules: Rules)
         if hung.record == NONE or (hung.record < applied and not rules.ledger_read_back):
             continue
         offsets["ledger", s] = hung.record
-        ended = [OpenTransactionAt(*place) for place in offsets.items() if not _is_open(hung, place[0])]
+        ended = [RecordCoordinates(*place) for place in offsets.items() if not _is_open(hung, place[0])]
         if not rules.evidence_read:
             offsets = {partition: offset for partition, offset in offsets.items() if _is_open(hung, partition)}
         elif hung.marker != NONE:

@@ -5,7 +5,7 @@ import pytest
 from service.kafka.hanging import (
     ActiveProducer,
     Marker,
-    OpenTransactionAt,
+    RecordCoordinates,
     Transaction,
     Verdict,
     hanging,
@@ -47,15 +47,15 @@ def test_the_evidence_tells_how_it_ends(has_record: bool, markers: list[Marker |
 def test_what_hangs_in_a_data_partition_ends_as_in_the_ledger(marker: Marker) -> None:
     open_from = {ORDERS: 691}
     transactions = [Transaction({LEDGER: 4, ORDERS: 690}), Transaction({LEDGER: 6, ORDERS: 693, BILLS: 9})]
-    assert markers_to_read(open_from, transactions) == {OpenTransactionAt(LEDGER, 6), OpenTransactionAt(BILLS, 9)}
-    assert verdicts(open_from, transactions, {OpenTransactionAt(LEDGER, 6): marker}) == {ORDERS: Verdict(marker.value)}
+    assert markers_to_read(open_from, transactions) == {RecordCoordinates(LEDGER, 6), RecordCoordinates(BILLS, 9)}
+    assert verdicts(open_from, transactions, {RecordCoordinates(LEDGER, 6): marker}) == {ORDERS: Verdict(marker.value)}
 
 
 @pytest.mark.parametrize("marker", Marker)
 def test_what_hangs_in_the_ledger_ends_as_in_a_data_partition(marker: Marker) -> None:
     open_from = {LEDGER: 6}
     transactions = [Transaction({LEDGER: 4, ORDERS: 690}), Transaction({LEDGER: 6, ORDERS: 693, BILLS: 9})]
-    assert verdicts(open_from, transactions, {OpenTransactionAt(BILLS, 9): marker}) == {LEDGER: Verdict(marker.value)}
+    assert verdicts(open_from, transactions, {RecordCoordinates(BILLS, 9): marker}) == {LEDGER: Verdict(marker.value)}
     assert verdicts(open_from, transactions, {}) == {LEDGER: Verdict.UNKNOWN}
 
 
@@ -67,7 +67,7 @@ def test_what_hangs_everywhere_is_committed_if_its_ledger_record_is_there() -> N
 
 def test_each_partition_ends_by_its_own_transaction() -> None:
     transactions = [Transaction({LEDGER: 4, ORDERS: 691}), Transaction({LEDGER: 6, BILLS: 9})]
-    markers = {OpenTransactionAt(LEDGER, 4): Marker.COMMIT, OpenTransactionAt(LEDGER, 6): Marker.ABORT}
+    markers = {RecordCoordinates(LEDGER, 4): Marker.COMMIT, RecordCoordinates(LEDGER, 6): Marker.ABORT}
     assert verdicts({ORDERS: 691, BILLS: 9}, transactions, markers) == {
         ORDERS: Verdict.COMMIT,
         BILLS: Verdict.ABORT,
@@ -76,5 +76,5 @@ def test_each_partition_ends_by_its_own_transaction() -> None:
 
 def test_a_commit_decides_where_several_transactions_share_an_open_range() -> None:
     transactions = [Transaction({LEDGER: 4, ORDERS: 691}), Transaction({LEDGER: 6, ORDERS: 693})]
-    markers = {OpenTransactionAt(LEDGER, 4): Marker.COMMIT, OpenTransactionAt(LEDGER, 6): Marker.ABORT}
+    markers = {RecordCoordinates(LEDGER, 4): Marker.COMMIT, RecordCoordinates(LEDGER, 6): Marker.ABORT}
     assert verdicts({ORDERS: 691}, transactions, markers) == {ORDERS: Verdict.COMMIT}
