@@ -165,6 +165,7 @@ def test_a_second_process_says_so_and_leaves_with_2(spark: SparkSession, tmp_pat
     assert not (tmp_path / "report").exists()
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_holds_the_lake_until_then_and_is_taken_up(
     history: History, audit: Audit, tmp_path: Path
 ) -> None:

@@ -74,6 +74,7 @@ def test_a_forged_acceptance_is_a_phantom_now_and_not_in_2096(history: History, 
     assert ran.document["balance"]["pending"] == 0
 
 
+@pytest.mark.long
 def test_a_view_is_the_same_however_many_runs_read_times_that_cannot_be_meant(
     spark: SparkSession, history: History, audit: Audit
 ) -> None:

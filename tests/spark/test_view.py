@@ -192,6 +192,7 @@ def test_a_view_takes_only_what_a_run_has_audited(
     assert set(views.rows(topic)) == kept | {_id("other")}
 
 
+@pytest.mark.long
 def test_what_a_run_of_other_topics_reads_of_the_ledger_reaches_the_view_with_the_next_one(
     spark: SparkSession, history: History, audit: Audit
 ) -> None:
