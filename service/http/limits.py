@@ -1,5 +1,6 @@
-"""What uvicorn lacks: connections have a bound, none may stay silent, a head may not grow, no read may hold up the
-others for long, a client that has shut its sending side is answered, and a stop cuts nobody off.
+"""Bounds that uvicorn lacks: on the number of connections, their silence, the size of a head, and the time of parsing.
+
+A client that has shut its sending side is answered, and a stop of the server cuts nobody off.
 """
 
 import asyncio
@@ -16,48 +17,48 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from service.core.problems import HEAD_TOO_LARGE, INVALID_HTTP, NOT_WRITTEN, REQUEST_TIMEOUT, Problem
 from service.http.responses import lines_of, render_problem
 
-# Of a head, and of what comes beside a body: trailers (RFC 9112, section 7.1.2), extensions of chunks.
+# Bytes of a head, or of trailers and chunk extensions (RFC 9112, section 7.1) between two pieces of a body.
 HEAD_BYTES_MAX: Final = 64 * 1024
-# Each line of a head costs some 200 bytes of memory, however short it is. CloudEvents may have 100 attributes.
+# Lines of a head: each takes some 200 bytes of memory, however short. CloudEvents may have 100 attributes.
 HEADERS_MAX: Final = 256
-# A request that is not whole may be silent for so long. All of it may take so much longer than its bytes take at the
-# least rate: a body of 8 MiB 14 minutes, a small one 20 s. Between requests uvicorn's keep-alive bound holds.
+# The longest silence within a request, and the time that a request has beside that of its bytes at the least rate: a
+# body of 8 MiB has 14 minutes, a small one 20 s. Between requests uvicorn's keep-alive timeout holds.
 SILENCE_MAX_S: Final = 20.0
 LEAST_BYTES_S: Final = 10_000
-# What was read is parsed in slices, and after so long the rest waits for the loop's next turn: 256 KiB may be 40,000
-# chunks of a body, or 6,000 requests.
+# Received bytes are parsed in slices for this time, before other tasks of the loop run: 256 KiB may be 40,000 chunks of
+# a body, or 6,000 requests.
 SLICE_BYTES: Final = 16 * 1024
 PARSE_MAX_S: Final = 0.005
-# For so long the kernel keeps what a client does not read, or its network does not carry, and then ends the connection
-# (RFC 5482); a close would wait for it for ever. Who reads on, if only some kilobytes a second, has all the time.
+# The longest time for which sent bytes may stay unread before the kernel ends the connection (RFC 5482): a close would
+# wait for ever. A client that reads, if only some kilobytes a second, has no bound.
 UNREAD_MAX_S: Final = 60.0
 
 # Headers that ask for another protocol.
 _UPGRADE: Final = (b"upgrade", b"http2-settings")
 
-# For so long a refusal that ends its connection waits for the client, which may still be sending, to see it.
+# The time that a client, which may still be sending, has to read the refusal that ends its connection.
 LINGERING_CLOSE_S: Final = 2.0
-# Of the connections that are refused because there are too many, so many wait for that; the others are ended at once.
+# The most connections refused for their number that have that time; others are closed at once.
 LINGERING_MAX: Final = 64
-# Of the files that this process may open, a quarter is left to Kafka, Redis and the log, and of few rather more: Redis
-# alone may take CONNECTIONS_MAX, 128.
+# Files left to Kafka, Redis (CONNECTIONS_MAX, 128) and the log: a quarter of those that the process may open, or this
+# number if a quarter is less, but then no more than half.
 FILES_KEPT: Final = 256
-# Where the system says that there is no limit.
+# Files to count with if the system sets no limit.
 FILES_MOST: Final = 1 << 20
-# After a SIGTERM: clients that use their connections more often than this leave them by an answer.
+# The time after a SIGTERM in which each response ends its connection, before idle connections are closed.
 LINGER_S: Final = 1.0
 
 
 def connections_max(files: int) -> int:
-    """How many clients may be connected at a time, by how many files the process may open (RLIMIT_NOFILE)."""
+    """Return the bound on connections for a process that may open so many files (RLIMIT_NOFILE)."""
     files = FILES_MOST if files == resource.RLIM_INFINITY else files
     return files - max(files // 4, min(FILES_KEPT, files // 2))
 
 
 class BothWays(FlowControl):
-    """Who does not read its answers is not read either: both would pile up. Nor is more read before it is parsed."""
+    """Pause reading while the client does not read its responses, and while received bytes are not parsed."""
 
-    parsing = False  # some of what was read is still to be parsed
+    parsing = False  # received bytes are still to be parsed
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -80,7 +81,7 @@ class BothWays(FlowControl):
                 self._transport.resume_reading()
 
     def set_parsing(self, parsing: bool) -> None:
-        """Is some of what was read still to be parsed?"""
+        """Note whether received bytes are still to be parsed."""
         if parsing is not self.parsing:
             self.parsing = parsing
             if not self.read_paused:
@@ -88,7 +89,7 @@ class BothWays(FlowControl):
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """Costs nothing for a request that comes in one piece: the timer runs only while one is incomplete."""
+    """A connection with bounds. Its timer runs only while a request is incomplete."""
 
     lingering = False  # of all connections: each answer is its connection's last one
     connections_max = connections_max(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
@@ -105,7 +106,7 @@ class GuardedProtocol(HttpToolsProtocol):
     _half_closed = False  # the client sends no more
     _rest = memoryview(b"")  # was read, and is still to be parsed
     _timer: asyncio.TimerHandle | None = None  # while a request is incomplete
-    _running: Any = None  # the cycle that the ASGI app had last
+    _running: Any = None  # the last cycle that was given to the ASGI app
     _idle_since = 0.0  # by the loop's time
     _begun_at = _heard_at = 0.0  # by the loop's time: the first byte of that, and the last one
     _received = 0  # bytes of it
@@ -121,7 +122,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse_connection()
 
     def _refuse_connection(self) -> None:
-        """One more than are taken: it is no longer counted, and what comes on it is not read."""
+        """Refuse a connection past the bound; the connection is no longer counted, and not read."""
         self.connections.discard(self)
         self._refuse(Problem(NOT_WRITTEN, f"connection: at most {self.connections_max} are taken at a time"))
         if len(self._surplus) < LINGERING_MAX:
@@ -133,7 +134,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._surplus.discard(self)
         self._disarm()
-        if self._running is not None:  # uvicorn tells only the request that came last
+        if self._running is not None:  # uvicorn notifies only the last of pipelined requests
             self._running.disconnected = True
             self._running.message_event.set()
         super()._unset_keepalive_if_required()
@@ -146,7 +147,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._parse_rest()
 
     def _parse_rest(self) -> None:
-        """Parse what was read, for a while; nothing behind a request that waits for those before it."""
+        """Parse received bytes for PARSE_MAX_S, but no bytes behind a request that waits for earlier ones."""
         until = self.loop.time() + PARSE_MAX_S
         while self._rest and not self.pipeline and not self._over:
             piece, self._rest = self._rest[:SLICE_BYTES], self._rest[SLICE_BYTES:]
@@ -183,9 +184,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse_head()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more. What it has sent is answered before the connection ends (RFC 9112, section 9.6).
+        """Answer the whole requests of a client that has shut its sending side (RFC 9112, section 9.6).
 
-        A request that will never be whole is refused, or dropped where it would have waited for those before it.
+        An incomplete request is refused, or dropped if earlier ones are unanswered.
         """
         if self._half_closed or self._refused:
             return not self._refused
@@ -217,7 +218,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._after_answer(another)
 
     def _after_answer(self, another: bool) -> None:
-        """Go on with what was read behind the request that was just answered; end a connection that has no more."""
+        """Parse the bytes behind the request that was answered; close a connection that has no more requests."""
         if self.pipeline:
             return
         self._restart()
@@ -227,9 +228,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _parse(self, data: memoryview) -> None:
-        """Feed the parser, which would leave the body of a request with `Upgrade` to the protocol that it asks for.
+        """Feed the parser, which stops behind a head with `Upgrade` and leaves the rest to the other protocol.
 
-        Here it is none but HTTP/1.1 (RFC 9110, section 7.8). Java's own client asks for HTTP/2 at each request.
+        The service ignores the header (RFC 9110, section 7.8), which Java's own client sends with each request.
         """
         rest = data
         while rest:
@@ -237,7 +238,7 @@ class GuardedProtocol(HttpToolsProtocol):
                 self.parser.feed_data(rest)
                 return
             except httptools.HttpParserUpgrade as upgrade:
-                if not self._anew:  # of CONNECT, which has its answer
+                if not self._anew:  # CONNECT was refused
                     return
                 rest, head, self._anew = rest[upgrade.args[0] :], self._anew, b""
                 self.parser = httptools.HttpRequestParser(self)
@@ -245,7 +246,7 @@ class GuardedProtocol(HttpToolsProtocol):
                 self.parser.feed_data(head)
 
     def _skips(self) -> bool:
-        """Is the request whose head is whole not to be carried out? That is refused, or is read anew."""
+        """Tell whether to skip the request whose head is complete: it is refused, or its head is parsed again."""
         lines = len(self.headers)
         if (
             self._head_bytes <= HEAD_BYTES_MAX
@@ -254,7 +255,7 @@ class GuardedProtocol(HttpToolsProtocol):
             and not self.parser.should_upgrade()
         ):
             return False
-        # Much of those bytes may be its body.
+        # Some of the bytes may belong to the body.
         size = len(self.url) + sum([len(name) + len(content) for name, content in self.headers])
         if size > HEAD_BYTES_MAX or lines > HEADERS_MAX:
             self._refuse_head()
@@ -267,7 +268,7 @@ class GuardedProtocol(HttpToolsProtocol):
         return self._unread
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's word on what its parser does not take, as a problem."""
+        """Refuse a request that is not HTTP, with a problem in place of uvicorn's text."""
         self._refuse(Problem(INVALID_HTTP, f"request: {msg}"))
 
     def _refuse_head(self) -> None:
@@ -275,7 +276,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refuse(Problem(HEAD_TOO_LARGE, f"headers: at most {most} are taken"))
 
     def _refuse(self, problem: Problem) -> None:
-        """End the connection with this answer; without one where it would be taken for that of another request."""
+        """End the connection with a problem, or without one if the client would take it for another request's."""
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
@@ -289,10 +290,10 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _linger(self) -> None:
-        """Close, once the client has seen it: what it still sends would reset the connection, and lose the answer."""
+        """Close after LINGERING_CLOSE_S: a close with unread bytes would reset the connection and lose the response."""
         self._disarm()
         if self.cycle is not None:
-            self.cycle.disconnected = True  # it has its answer
+            self.cycle.disconnected = True  # nothing more may be written
         if self._half_closed or not self.transport.can_write_eof():
             self.transport.close()
             return
@@ -304,7 +305,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     @property
     def _would_mislead(self) -> bool:
-        """Does an earlier request wait for its answer, or has the one that is being read got its own already?"""
+        """Tell whether an earlier request is unanswered, or the one that is being read is answered already."""
         if self.pipeline or self.cycle is None:
             return bool(self.pipeline)
         between = self._whole or self._in_head  # else `cycle` is the one which is being read
@@ -312,16 +313,16 @@ class GuardedProtocol(HttpToolsProtocol):
 
     @property
     def _over(self) -> bool:
-        """Is nothing to be read any more?"""
+        """Tell whether nothing more is to be read."""
         return self._refused or self.transport.is_closing()
 
     @property
     def at_message_boundary(self) -> bool:
-        """Is what comes now the beginning of a request?"""
+        """Tell whether the next byte begins a request."""
         return (self._whole or not self._begun) and not self._refused
 
     def read_whole(self) -> None:
-        """A request has come that the parser has not seen, and need not."""
+        """Note that a whole request was read without the parser."""
         self._begun, self._whole, self._in_head, self._head_bytes = True, True, False, 0
         self._disarm()
 
@@ -330,7 +331,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.prepare()
 
     def prepare(self) -> None:
-        """Make room for what the head of a request will say."""
+        """Prepare for the head of a request."""
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -343,7 +344,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def begin(self) -> None:
-        """The head of a request is whole: let it begin, or wait for those before it."""
+        """Begin the request whose head is complete, or queue it behind earlier ones."""
         if self.parser.get_http_version() == "1.0":
             self.expect_100_continue = False  # to HTTP/1.0 it means nothing (RFC 9110, section 10.1.1)
         super().on_headers_complete()
@@ -358,10 +359,10 @@ class GuardedProtocol(HttpToolsProtocol):
             self.take(body)
 
     def wait(self) -> None:
-        """Something of the request is still to come."""
+        """Note that the request is incomplete after a slice."""
 
     def take(self, body: bytes) -> None:
-        """A piece of the request's body."""
+        """Take a piece of the body."""
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -370,7 +371,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.end()
 
     def end(self) -> None:
-        """The request is whole."""
+        """Note that the request is complete."""
         super().on_message_complete()
 
     def _arm(self) -> None:
@@ -384,7 +385,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _restart(self) -> None:
-        """It was we who did not read on: the time of the request that is incomplete begins anew."""
+        """Restart the time of the incomplete request, because the service has not read on."""
         if self._timer is not None:
             self._begun_at = self._heard_at = self.loop.time()
             self._received = 0
@@ -394,7 +395,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._idle_since = self.loop.time()
         self._restart()
 
-    # ---------------------------------------------------------------------- keep-alive, without a timer a request
+    # ---------------------------------------------------------------------- keep-alive
 
     def _look_again_in(self, seconds: float) -> None:
         self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
@@ -402,7 +403,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def timeout_keep_alive_handler(self) -> None:
         self.timeout_keep_alive_task = None
         if not self._whole or not self.cycle.response_complete:
-            return  # a request is under way; its answer begins the idle time anew
+            return  # the response of the current request restarts the idle time
         left = self._idle_since + self.timeout_keep_alive - self.loop.time()
         if self.flow.write_paused:  # it is read, however slowly: what came after it waits unread, and would be lost
             self._look_again_in(self.timeout_keep_alive)
@@ -412,12 +413,12 @@ class GuardedProtocol(HttpToolsProtocol):
             super().timeout_keep_alive_handler()
 
     def _unset_keepalive_if_required(self) -> None:
-        """uvicorn ends its timer at each request; this one looks at the time when it is due."""
+        """Keep the timer, which uvicorn would replace for each request; its handler checks the idle time."""
 
-    # --------------------------------------------------------------------------- the time of an incomplete request
+    # --------------------------------------------------------------------------- deadline
 
     def _look(self) -> None:
-        """Has the request that is incomplete run out of time?"""
+        """Refuse the incomplete request if its deadline has passed."""
         self._timer = None
         left = self._deadline - self.loop.time()
         if self.transport.is_closing():
@@ -431,7 +432,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     @property
     def _deadline(self) -> float:
-        """When the request that is incomplete has had its time: none for a body whose request has been answered."""
+        """The deadline of the incomplete request; the rest of an answered request's body gets no time for its bytes."""
         answered = not self._in_head and self.cycle is not None and self.cycle.response_complete
         needed = 0.0 if answered else self._received / LEAST_BYTES_S
         return min(self._heard_at, self._begun_at + needed) + SILENCE_MAX_S
@@ -446,9 +447,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 class LingeringServer(uvicorn.Server):
-    """After the first SIGTERM each answer ends its connection, for LINGER_S, before uvicorn closes the idle ones.
+    """After the first SIGTERM, end each connection with its next response for LINGER_S, then stop as uvicorn does.
 
-    Else a client that is just sending its next request is cut off, and cannot know whether that was read.
+    uvicorn closes idle connections at once, and a client that is sending a request cannot know whether it was read.
     """
 
     _loop: asyncio.AbstractEventLoop | None = None

@@ -1,7 +1,6 @@
-"""POSTs that are answered below ASGI: no scope, no task and no messages for the requests that come by the thousand.
+"""A transport below ASGI for the POSTs of events, without a scope, a task and messages for each request.
 
-An empty ASGI application costs uvicorn some 25 µs a request on one core, FastAPI 100 more; this is about 10, and about
-half of that where service.native reads the head.
+Its cost beside that of ASGI is in tests/bench/results/simplifications.md.
 """
 
 import asyncio
@@ -20,11 +19,11 @@ from service.http.responses import lines_of
 
 
 class HttpRequest(PostRequest):
-    """One POST on its connection, from its head to its answer. uvicorn's pipeline takes it for a cycle of its own."""
+    """One POST on its connection. It stands in for a cycle of uvicorn's in the pipeline."""
 
     __slots__ = ("_connection", "_handler", "disconnected", "started", "whole")
 
-    message_event: Final = asyncio.Event()  # uvicorn sets it when the client goes away; nobody waits for it here
+    message_event: Final = asyncio.Event()  # uvicorn sets it at a disconnect; nothing awaits it
 
     def __init__(
         self,
@@ -38,19 +37,19 @@ class HttpRequest(PostRequest):
         super().__init__(headers, client, connection.bodies, keep_alive=keep_alive, chunked=chunked)
         self._connection = connection
         self._handler = handler
-        self.started = False  # no earlier request of this connection waits for its answer
-        self.whole = False  # all of it is here, or more than is taken
+        self.started = False  # all earlier requests of the connection are answered
+        self.whole = False  # the body is complete, or was dropped
         self.disconnected = False
 
     def add(self, part: bytes, most: int) -> None:
-        """More of the body; where it is not kept, the handler has the request now and refuses it."""
+        """Add a part of the body. If the part is not kept, the handler gets the request at once, and refuses it."""
         if self.whole:
             self.size += len(part)
         elif not self.keep(part, most):
             self.end()
 
     def receive_complete(self, found: Found, body: bytes) -> None:
-        """All of it at once, its turn having come."""
+        """Handle a request that came whole, behind no other."""
         self.found = found
         self._content = body
         self.size = len(body)
@@ -59,9 +58,9 @@ class HttpRequest(PostRequest):
         self._handler(self)
 
     def reject_if_too_long(self, most: int, asks: bool) -> None:
-        """Nobody waits for a body that is longer than `most` by its own head: `size` tells that at once.
+        """Reject a body early whose Content-Length exceeds `most`.
 
-        One that `asks` whether to send it may not send it then, so that nothing can follow (RFC 9110, section 10.1.1).
+        A client that `asks` whether to send it may leave it out, so that nothing can follow (RFC 9110, section 10.1.1).
         """
         if not self.whole and self.told_size > most:
             self.size = self.told_size
@@ -70,17 +69,17 @@ class HttpRequest(PostRequest):
             self.end()
 
     def start(self) -> None:
-        """Its turn has come. From the loop: an earlier answer is just being given."""
+        """Start after the earlier requests; the loop calls the handler, because a response is being written now."""
         self.started = True
         self._connection.send_continue()
         if self.whole:
             self._connection.loop.call_soon(self._handler, self)
 
     def end(self) -> None:
-        """The body has ended, or is longer than any that is taken."""
+        """Hand the request to the handler: the body is complete, or was dropped."""
         if not self.whole:
             self.whole = True
-            self.arrived = time.monotonic()  # it is not late for having been sent slowly
+            self.arrived = time.monotonic()  # a deadline does not count the time of sending
             if self.started:
                 self._handler(self)
 
@@ -105,7 +104,7 @@ class HttpRequest(PostRequest):
 
 
 class Chunks:
-    """An answer in pieces (chunked, RFC 9112 section 7.1); to a client of HTTP/1.0 in one piece, at its end."""
+    """A chunked response (RFC 9112, section 7.1); an HTTP/1.0 client gets the pieces together, at the end."""
 
     def __init__(self, post: HttpRequest, connection: "PostsProtocol", status: int, head: bytes) -> None:
         self._post = post
@@ -118,14 +117,14 @@ class Chunks:
             self._whole = []
 
     def write(self, piece: bytes) -> None:
-        """The next piece of the body."""
+        """Write the next piece of the body."""
         if self._whole is not None:
             self._whole.append(piece)
         elif piece:  # an empty chunk would be the end
             self._connection.write(self._post, b"%x\r\n%b\r\n" % (len(piece), piece))
 
     def end(self) -> None:
-        """The body is whole."""
+        """End the body."""
         if self._whole is not None:
             self._post.answer(self._status, self._head, b"".join(self._whole))
             return
@@ -133,12 +132,12 @@ class Chunks:
         self._connection.finish(self._post, b"0\r\n\r\n")
 
     def cut(self) -> None:
-        """The body will never be whole, which the end of the connection tells."""
+        """Abort the body: the end of the connection tells the client that the body is incomplete."""
         self._post.cut()
 
 
 class PostsProtocol(GuardedProtocol):
-    """Hands POSTs to its routes' handlers, and everything else to the ASGI app."""
+    """Hand POSTs to the handlers of their routes, and all other requests to the ASGI app."""
 
     # By exact path; set by `protocol_of`.
     routes: ClassVar[Mapping[bytes, Handler]] = {}
@@ -151,7 +150,7 @@ class PostsProtocol(GuardedProtocol):
             super().data_received(data)
 
     def _take_whole(self, data: bytes) -> bool:
-        """Read a POST that came in one piece, and is plain; False for all else, which the parser is to read."""
+        """Read a plain POST that came in one piece; return False for all else, which the parser reads."""
         existing: Any = self.cycle
         if existing is not None and not existing.response_complete:
             return False
@@ -176,7 +175,7 @@ class PostsProtocol(GuardedProtocol):
     def begin(self) -> None:
         handler = self._handler()
         if handler is None:
-            # Not ours: what uvicorn does at the beginning of a message is made up for.
+            # The ASGI app's: uvicorn's own preparation, which `prepare` left out, is made up for.
             url, headers, expect = self.url, self.headers, self.expect_100_continue
             super().prepare()
             self.url, self.expect_100_continue = url, expect
@@ -229,33 +228,33 @@ class PostsProtocol(GuardedProtocol):
             super()._start_asgi_task(cycle, app)
 
     def send_continue(self) -> None:
-        """A client that asked whether to send its body is told so (RFC 9110, section 10.1.1)."""
+        """Send 100 to a client that waits for it (RFC 9110, section 10.1.1)."""
         if self.expect_100_continue and not self._whole:
             self.expect_100_continue = False
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def head(self, post: HttpRequest, status: int, head: bytes, framing: bytes) -> bytes:
-        """The head of an answer: `head` and `framing` are lines with their CRLF."""
+        """Render the head of a response; `head` and `framing` are header lines, each with its CRLF."""
         post.keep_alive = post.keep_alive and not self.lingering
         end = b"\r\n" if post.keep_alive else b"connection: close\r\n\r\n"
         return b"%b%b%b%b%b" % (STATUS_LINE[status], self._dated(), head, framing, end)
 
     def write(self, post: HttpRequest, content: bytes) -> bool:
-        """Write a part of an answer, unless nobody is there to read it."""
+        """Write a part of a response; return False if the client has gone."""
         there = not post.disconnected and not self.transport.is_closing()
         if there:
             self.transport.write(content)
         return there
 
     def finish(self, post: HttpRequest, content: bytes) -> None:
-        """Write all, or the last part, of an answer; then comes what is next on this connection."""
+        """Write the last part of a response, then go on with the next request of the connection."""
         if self.write(post, content):
             if not post.keep_alive:
                 self.transport.close()
             self.on_response_complete()
 
     def _dated(self) -> bytes:
-        """uvicorn's own headers (Date), which it makes anew each second."""
+        """Return the lines of uvicorn's default headers (Date), which uvicorn replaces each second."""
         headers = self.server_state.default_headers
         made_of, lines = PostsProtocol._date
         if made_of is not headers:
@@ -266,16 +265,16 @@ class PostsProtocol(GuardedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         cycles: list[object] = [self.cycle, *(cycle for cycle, _ in self.pipeline)]
         for cycle in cycles:
-            # Whose turn has come is forgotten with its answer, though nobody hears it.
+            # A request that is being handled keeps its body until its response is produced.
             if isinstance(cycle, HttpRequest) and not (cycle.started and cycle.whole):
                 cycle.drop_body()
         super().connection_lost(exc)
 
 
 def protocol_of(routes: Mapping[bytes, Handler], body_bytes_max: int, bodies: Bodies) -> type[PostsProtocol]:
-    """A protocol that hands POSTs of these paths to these handlers.
+    """Return a protocol class that hands POSTs of these paths to their handlers.
 
-    No body is kept past `body_bytes_max`, nor all of them together past what `bodies` may have.
+    A body is kept up to `body_bytes_max` bytes, and within the bound that `bodies` holds over all of them.
     """
     own = {"routes": routes, "body_bytes_max": body_bytes_max, "bodies": bodies}
     return type("Protocol", (PostsProtocol,), own)
