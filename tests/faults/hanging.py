@@ -35,6 +35,8 @@ Partition = tuple[str, int]
 SKIPPED: Final = "likely deleted already and hence can be skipped"
 # What the service logs for each partition in which recovery has ended a hanging transaction.
 ENDED: Final = "hanging transaction ended"
+# Where the notes of the results begin.
+NOTES: Final = "\n## "
 DOWN_S: Final = 0.5
 LOAD_S: Final = (0.5, 2.0)
 POLL_S: Final = 0.5
@@ -208,7 +210,7 @@ def _line(number: int, outcome: Kill) -> str:
 
 
 def write(project: Path, brokers: int, done: Sequence[Kill], path: Path = RESULTS / "hanging.md") -> None:
-    """The results, with the line of this tree and number of brokers made anew."""
+    """The results, with the line of this tree and number of brokers made anew; notes below the table stay."""
     cells = [
         f"{len(done)}",
         f"{sum(bool(each.skipped) for each in done)}",
@@ -222,9 +224,10 @@ def write(project: Path, brokers: int, done: Sequence[Kill], path: Path = RESULT
         machine(),
     ]
     lines = update(path, HEADS, {f"{revision(project)}, {brokers} broker(s)": cells})
+    _, heading, notes = path.read_text().partition(NOTES) if path.exists() else ("", "", "")
     path.parent.mkdir(exist_ok=True)
     path.write_text(
         "# Brokers and services killed amid commits\n\n`python -m tests.faults hanging --kills N [--brokers 3] "
         "[--service TREE]` makes its line anew: the service of that tree, started again after each kill without "
-        "traffic.\n\n" + table(HEADS, lines)
+        "traffic.\n\n" + table(HEADS, lines) + heading + notes
     )

@@ -36,8 +36,12 @@ def test_each_tree_and_number_of_brokers_has_a_line(tmp_path: Path) -> None:
     one, three = [line.split(" | ")[1:10] for line in path.read_text().splitlines()[-2:]]
     assert one == ["2", "1", "2", "4", "1", "2", "2,000", "7", "0"]
     assert three == ["1", "0", "0", "0", "0", "0", "100", "0", "1"]
+    notes = "\n## Notes\n\nThe second kill.\n"
+    path.write_text(path.read_text() + notes)
     write(places.ROOT, 1, [Kill(0, 0, {}, 1.0, 9, 0, [])], path)
-    assert [line.split(" | ")[7] for line in path.read_text().splitlines()[-2:]] == ["9", "100"]
+    assert path.read_text().endswith(notes)
+    lines = [line for line in path.read_text().splitlines() if line.startswith("| ")]
+    assert [line.split(" | ")[7] for line in lines[-2:]] == ["9", "100"]
 
 
 def test_the_service_of_another_tree_runs_with_its_own_interpreter(tmp_path: Path) -> None:
