@@ -70,8 +70,8 @@ class Bed:
 
     def calls(self, command: str) -> int:
         """How often the server has carried this command out."""
-        told: dict[str, dict[str, int]] = self.client.info("commandstats")
-        return told.get(f"cmdstat_{command}", {}).get("calls", 0)
+        stats: dict[str, dict[str, int]] = self.client.info("commandstats")
+        return stats.get(f"cmdstat_{command}", {}).get("calls", 0)
 
     def put(self, id: bytes, state: KeyState) -> None:
         key = self.prefix + b"k" + id

@@ -124,8 +124,8 @@ def _fence(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[S
         for label, fenced in kafka.fences(world, s):
             owner = fenced.parts[s].owner
             # The coordinator named the partitions of what was open, before.
-            told = hanging.name(fenced, s) if label else fenced
-            yield f"p{p}: fence s{s}{label}", with_view(told, p, s, entered._replace(owner=owner))
+            settled_world = hanging.name(fenced, s) if label else fenced
+            yield f"p{p}: fence s{s}{label}", with_view(settled_world, p, s, entered._replace(owner=owner))
 
 
 def _watch(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
@@ -368,5 +368,5 @@ def _unblock(world: World, p: int, s: int, recovery: Recovery, rules: Rules) -> 
     """A store recovery meets a ledger partition that nobody can read through: it ends what hangs there."""
     label = f"p{p}: ledger {s} cannot be read"
     if rules.store_settles and not kafka.waits_for_markers(world, s):
-        for told, ended in hanging.settlements(kafka.init_producer(world, s), s, recovery.starts[s], rules):
-            yield f"{label}: {told}", ended
+        for how, ended in hanging.settlements(kafka.init_producer(world, s), s, recovery.starts[s], rules):
+            yield f"{label}: {how}", ended

@@ -195,8 +195,8 @@ def _send(world: World, p: int, view: View, request: Request, rules: Rules) -> I
         partly = spend(with_request(partly, p, sent), FAULT.lose_send)
         yield from _failed(f"{label}, the last is lost", partly, p, s, view, rules)
         if not request.answered:
-            for told, refused in _failed(f"{label}, the last is refused, 4xx", partly, p, s, view, rules):
-                yield told, _answer(refused, p, REFUSED)
+            for step, refused in _failed(f"{label}, the last is refused, 4xx", partly, p, s, view, rules):
+                yield step, _answer(refused, p, REFUSED)
         unsaid = spend(with_request(after, p, sent), FAULT.lose_send)
         yield from _failed(f"{label}, reply lost", unsaid, p, s, view, rules)
 

@@ -105,10 +105,10 @@ class Server:
 
 @pytest.fixture
 async def server() -> AsyncIterator[Server]:
-    told = Server()
-    server = await asyncio.start_server(told.talk, "127.0.0.1", 0)
-    told.port = server.sockets[0].getsockname()[1]
-    yield told
+    fake = Server()
+    server = await asyncio.start_server(fake.talk, "127.0.0.1", 0)
+    fake.port = server.sockets[0].getsockname()[1]
+    yield fake
     server.close()
 
 

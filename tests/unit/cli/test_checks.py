@@ -82,11 +82,11 @@ def test_a_key_weighs_what_the_server_says_once_it_has_many() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "level"),
+    ("fields", "level"),
     [({"mem_allocator": "jemalloc-5.3.0"}, Level.OK), ({"mem_allocator": "libc"}, Level.WARNING), ({}, Level.OK)],
 )
-def test_an_allocator_that_is_the_c_librarys_own_is_told(told: dict[str, str], level: Level) -> None:
-    (found,) = check_redis.allocator({**INFO, **told})
+def test_an_allocator_that_is_the_c_librarys_own_is_told(fields: dict[str, str], level: Level) -> None:
+    (found,) = check_redis.allocator({**INFO, **fields})
     assert (found.check, found.level) == ("redis.allocator", level)
 
 

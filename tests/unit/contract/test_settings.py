@@ -256,21 +256,21 @@ def test_files_for_tls_are_what_they_should_be(
     cert, key, old = str(mine.certfile), str(mine.keyfile), str(tmp_path / "old.key")
     subprocess.run(["openssl", "ec", "-in", key, "-out", old], check=True, capture_output=True)
 
-    def told(cafile: str = "", certfile: str = "", keyfile: str = "") -> str:
+    def faults(cafile: str = "", certfile: str = "", keyfile: str = "") -> str:
         (line,) = lines(
             **tls, **{f"{prefix}_cafile": cafile, f"{prefix}_certfile": certfile, f"{prefix}_keyfile": keyfile}
         )
         return line.replace(f"FENCEPOST_{prefix.upper()}", "")
 
     read(**tls, **{f"{prefix}_cafile": str(authority.cafile), f"{prefix}_certfile": cert, f"{prefix}_keyfile": key})
-    assert told(cafile="/none") == (
+    assert faults(cafile="/none") == (
         "_CAFILE='/none' cannot be used (No such file or directory): set a PEM file of certificates"
     )
-    assert told(cafile=key).startswith("_CAFILE=")
-    assert told(certfile=cert) == "_CERTFILE needs _KEYFILE: set both, or neither"
-    assert told(keyfile=key) == "_KEYFILE needs _CERTFILE: set both, or neither"
-    assert "key values mismatch" in told(certfile=cert, keyfile=str(other.keyfile))
-    assert "is not PKCS #8: set what `openssl pkcs8 -topk8 -nocrypt` makes of it" in told(certfile=cert, keyfile=old)
+    assert faults(cafile=key).startswith("_CAFILE=")
+    assert faults(certfile=cert) == "_CERTFILE needs _KEYFILE: set both, or neither"
+    assert faults(keyfile=key) == "_KEYFILE needs _CERTFILE: set both, or neither"
+    assert "key values mismatch" in faults(certfile=cert, keyfile=str(other.keyfile))
+    assert "is not PKCS #8: set what `openssl pkcs8 -topk8 -nocrypt` makes of it" in faults(certfile=cert, keyfile=old)
 
 
 def test_all_mistakes_are_told_at_once() -> None:

@@ -19,12 +19,12 @@ def vectors(name: str, *path: str) -> Any:
     return body
 
 
-def content(told: Any) -> bytes | None:
+def content(encoded: Any) -> bytes | None:
     """Bytes as a vector tells them: hexadecimal, a repetition, or null."""
-    if isinstance(told, dict):
-        repeated: bytes = bytes.fromhex(told["repeat"]) * told["times"]
+    if isinstance(encoded, dict):
+        repeated: bytes = bytes.fromhex(encoded["repeat"]) * encoded["times"]
         return repeated
-    return None if told is None else bytes.fromhex(told)
+    return None if encoded is None else bytes.fromhex(encoded)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,8 @@ def test_a_fingerprint_is_that_of_its_vector_in_any_order_of_headers(vector: dic
 
 
 def test_different_events_have_different_fingerprints() -> None:
-    told = [vector["fingerprint"] for vector in vectors("fingerprints", "event")]
-    assert len(set(told)) == len(told)
+    fingerprints = [vector["fingerprint"] for vector in vectors("fingerprints", "event")]
+    assert len(set(fingerprints)) == len(fingerprints)
 
 
 @pytest.mark.parametrize("vector", vectors("fingerprints", "batch"))

@@ -77,15 +77,15 @@ def test_an_incident_is_a_line_however_often_it_is_met() -> None:
             incident.add(KafkaAway("no broker"), slot=3)
         incident.add(StoreAway("no Redis"))
         incident.add(KafkaAway("no broker"))
-        told = incident.end()
+        summary = incident.end()
         incident.add(StoreAway("again"))
     assert [(line["event"], line["why"], line.get("slot")) for line in lines] == [
         ("not up yet", "no broker", 3),
         ("not up yet", "no Redis", None),
         ("not up yet", "again", None),
     ]
-    assert told["failures"] == 7
-    assert told["failing_s"] >= 0
+    assert summary["failures"] == 7
+    assert summary["failing_s"] >= 0
 
 
 def test_another_cause_of_the_same_kind_is_told_too_and_one_that_changes_with_each_try_now_and_then() -> None:

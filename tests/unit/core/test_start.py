@@ -48,8 +48,8 @@ def test_an_address_that_cannot_be_had_is_told_by_its_settings() -> None:
             timeout=30,
         )
     assert ended.returncode == 3
-    told = f"FENCEPOST_HOST='127.0.0.1', FENCEPOST_PORT={port}: it cannot listen there; set"
-    assert [line for line in ended.stderr.splitlines() if line.startswith(told)], ended.stderr
+    message = f"FENCEPOST_HOST='127.0.0.1', FENCEPOST_PORT={port}: it cannot listen there; set"
+    assert [line for line in ended.stderr.splitlines() if line.startswith(message)], ended.stderr
 
 
 def test_the_mistakes_of_the_rules_are_told_with_those_of_the_settings(

@@ -24,10 +24,10 @@ async def test_the_calls_of_a_task_that_waits() -> None:
     await lock.acquire()
     task = asyncio.create_task(_outermost(lock), name="stuck")
     await asyncio.sleep(0)
-    told = list(calls(task.get_coro()))
-    assert [call.split()[1] for call in told][:2] == ["_outermost", "_innermost"]
-    assert told[-1].endswith(" Lock.acquire")
-    assert told[0].startswith("test_task_dump.py:")
+    waits_for = list(calls(task.get_coro()))
+    assert [call.split()[1] for call in waits_for][:2] == ["_outermost", "_innermost"]
+    assert waits_for[-1].endswith(" Lock.acquire")
+    assert waits_for[0].startswith("test_task_dump.py:")
 
     dump_on_signal(asyncio.get_running_loop())
     with structlog.testing.capture_logs() as lines:
@@ -35,6 +35,6 @@ async def test_the_calls_of_a_task_that_waits() -> None:
         await until(lambda: any(line.get("name") == "stuck" for line in lines))
     asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR1)
     (line,) = [line for line in lines if line.get("name") == "stuck"]
-    assert line["waits"] == " > ".join(told)
+    assert line["waits"] == " > ".join(waits_for)
     lock.release()
     await task

@@ -21,14 +21,14 @@ ATTRIBUTES = {
 
 
 def binary(key: str | None = None, body: bytes = b"data", **attributes: str | None) -> Event:
-    told = {**ATTRIBUTES, **attributes}
-    headers = [(f"ce-{name}".encode(), text.encode("latin-1")) for name, text in told.items() if text is not None]
+    merged = {**ATTRIBUTES, **attributes}
+    headers = [(f"ce-{name}".encode(), text.encode("latin-1")) for name, text in merged.items() if text is not None]
     return cloudevents.from_binary([(b"host", b"x"), *headers, (b"content-type", b"text/plain")], body, key)
 
 
 def structured(key: str | None = None, **attributes: Any) -> Event:
-    told = {name: content for name, content in {**ATTRIBUTES, **attributes}.items() if content is not None}
-    return cloudevents.from_structured(json.dumps(told).encode(), key)
+    merged = {name: content for name, content in {**ATTRIBUTES, **attributes}.items() if content is not None}
+    return cloudevents.from_structured(json.dumps(merged).encode(), key)
 
 
 def test_binary_as_the_kafka_binding_says() -> None:
@@ -181,8 +181,8 @@ def test_bad_headers_are_refused_by_name(headers: list[tuple[bytes, bytes]], nam
     ids=str,
 )
 def test_what_is_no_cloudevent_in_json_is_refused_by_name(members: dict[str, Any], detail: str) -> None:
-    told = {**ATTRIBUTES, **members}
-    for body in (json.dumps(told), json.dumps(told, indent=2, separators=(" , ", " : "))):
+    merged = {**ATTRIBUTES, **members}
+    for body in (json.dumps(merged), json.dumps(merged, indent=2, separators=(" , ", " : "))):
         with pytest.raises(Problem, match=re.escape(detail)) as caught:
             cloudevents.from_structured(body.encode(), None)
         assert caught.value.kind is INVALID_EVENT
@@ -208,7 +208,7 @@ def test_data_is_anything_and_other_attributes_are_simple(members: dict[str, Any
     assert cloudevents.from_structured(body, None).value == body
 
 
-def test_the_members_of_what_is_too_large_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_merged_what_is_too_large_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cloudevents, "_check_members", None)
     with pytest.raises(Problem) as caught:
         structured(data="x" * 1_000_000)
@@ -216,7 +216,7 @@ def test_the_members_of_what_is_too_large_are_not_looked_at(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("long", [False, True])
-async def test_the_members_of_an_event_have_a_bound(long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_merged_an_event_have_a_bound(long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """99 attributes, as in the binary mode, and the data; of a long one they are counted before they are made."""
 
     async def made(attributes: int) -> Event:

@@ -147,7 +147,7 @@ MANY = b"[" + b",".join([b"1"] * 20_000) + b"]"
 
 
 @pytest.mark.parametrize(
-    ("rule", "value", "told"),
+    ("rule", "value", "why"),
     [
         ({"items": {"type": "string"}}, MANY, "value: it is not allowed .* up to 16384 bytes"),
         ({"items": {"type": "string"}}, MANY[:10_000] + b"]", r"value\[0\]: 1 is not of type"),
@@ -156,11 +156,11 @@ MANY = b"[" + b",".join([b"1"] * 20_000) + b"]"
     ],
 )
 async def test_a_value_is_explained_where_that_does_not_take_long(
-    tmp_path: Path, rule: object, value: bytes, told: str
+    tmp_path: Path, rule: object, value: bytes, why: str
 ) -> None:
     """To tell all that was wrong with a value of 1 MB took 9 s, and the first of it was told."""
     schemas = schemas_of(tmp_path, json.dumps(rule))
-    with pytest.raises(Problem, match=told) as caught:
+    with pytest.raises(Problem, match=why) as caught:
         await schemas.check(event(b'"value": ' + value))
     assert caught.value.kind is SCHEMA_MISMATCH
 
@@ -187,9 +187,9 @@ async def test_a_long_value_is_looked_at_in_a_thread(schemas: Schemas, monkeypat
     ids=["no JSON", "no type", "of another document", "no schema"],
 )
 def test_a_schema_that_is_none_stops_the_start(tmp_path: Path, schema: str) -> None:
-    with pytest.raises(SettingsError) as told:
+    with pytest.raises(SettingsError) as raised:
         schemas_of(tmp_path, schema)
-    (line,) = str(told.value).splitlines()
+    (line,) = str(raised.value).splitlines()
     assert re.search(r"^FENCEPOST_RULES: schema .*order.json cannot be used: .*; name a file", line)
 
 

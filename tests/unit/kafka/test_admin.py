@@ -240,15 +240,15 @@ async def test_a_fence_tells_which_ids_it_waits_for() -> None:
     client = FakeClient()
     cluster = cluster_with(client)
     client.busy = {"b", "d"}
-    told: list[list[str]] = []
-    fencing = asyncio.create_task(cluster.fence(["a", "b", "c", "d"], 500, lambda left: told.append(list(left))))
-    await until(lambda: len(told) == 3)
-    assert (told[0], told[-1]) == (["a", "b", "c", "d"], ["b", "d"])
+    progress: list[list[str]] = []
+    fencing = asyncio.create_task(cluster.fence(["a", "b", "c", "d"], 500, lambda left: progress.append(list(left))))
+    await until(lambda: len(progress) == 3)
+    assert (progress[0], progress[-1]) == (["a", "b", "c", "d"], ["b", "d"])
     client.busy = {"d"}
-    await until(lambda: told[-1] == ["d"])
+    await until(lambda: progress[-1] == ["d"])
     with pytest.raises(KafkaAway, match="could be fenced"):
         await fencing
-    assert told[-1] == ["d"]
+    assert progress[-1] == ["d"]
 
 
 @pytest.mark.parametrize(

@@ -380,13 +380,13 @@ async def test_a_connection_that_nobody_knows_any_more_is_closed(connect: Connec
     client, connection, _ = await connect()
     transport = connection._writer.transport
     client._conns.clear()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         del connection
         gc.collect()
     assert transport.is_closing()
-    assert any("Unclosed AIOKafkaConnection" in str(each.message) for each in told)
+    assert any("Unclosed AIOKafkaConnection" in str(each.message) for each in warned)
 
 
 async def test_without_a_connection_nothing_is_sent_at_once_and_a_node_that_is_not_there_is_told_of() -> None:

@@ -81,7 +81,7 @@ def test_a_failure_says_what_it_was() -> None:
 
 def test_the_codes_by_which_a_broker_refuses_for_good() -> None:
     """By their numbers in Kafka's protocol; any other goes round again until its deadline."""
-    told = {code: refusal.kind.code for code, refusal in REFUSALS.items()}
+    kinds = {code: refusal.kind.code for code, refusal in REFUSALS.items()}
     too_large, unknown, refused = "too-large", "unknown-topic", "record-refused"
     wanted = {3: unknown, 17: unknown, 29: "forbidden-topic", 10: too_large, 18: too_large}
-    assert told == wanted | dict.fromkeys((2, 21, 32, 43, 44, 87), refused)
+    assert kinds == wanted | dict.fromkeys((2, 21, 32, 43, 44, 87), refused)

@@ -253,14 +253,14 @@ async def test_a_commit_that_is_silent_is_unknown() -> None:
     assert (await failure(producer, record("orders"))).outcome is TransactionOutcome.UNKNOWN
 
 
-@pytest.mark.parametrize(("throttle_ms", "told"), [(60_000, True), (1, False), (0, False)])
-async def test_silence_under_a_quota_is_told_as_such(throttle_ms: int, told: bool) -> None:
+@pytest.mark.parametrize(("throttle_ms", "names_quota"), [(60_000, True), (1, False), (0, False)])
+async def test_silence_under_a_quota_is_told_as_such(throttle_ms: int, names_quota: bool) -> None:
     """Kafka answers at once, and then reads no more for so long (KIP-219): what is told of it was a TimeoutError()."""
     producer, kafka = transactional(150)
     kafka.throttle_ms, kafka.ended = throttle_ms, None
     failed = await failure(producer, record("orders"))
     by_quota = "TimeoutError(), Kafka throttles this client by 60000 ms: raise the quota of its user or client id"
-    assert str(failed) == f"unknown: {by_quota if told else 'TimeoutError()'}"
+    assert str(failed) == f"unknown: {by_quota if names_quota else 'TimeoutError()'}"
 
     plain, kafka = idempotent(150)
     kafka.throttle_ms = throttle_ms
@@ -269,7 +269,7 @@ async def test_silence_under_a_quota_is_told_as_such(throttle_ms: int, told: boo
     with capture_logs() as lines:
         for _ in range(2):
             await plain.write([record("a")])
-    assert [(line["event"], "quota" in line) for line in lines] == [("not every record was written", told)]
+    assert [(line["event"], "quota" in line) for line in lines] == [("not every record was written", names_quota)]
 
 
 @pytest.mark.parametrize("code", FENCED)

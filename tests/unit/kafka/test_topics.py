@@ -264,15 +264,15 @@ async def test_own_topics_of_another_shape_stop_the_start(name: str, partitions:
         await InternalTopics(cluster, settings).ensure()
 
 
-@pytest.mark.parametrize(("told", "slots"), [({"fencepost.ledger": 2}, 4), ({}, 4), ({"fencepost.ledger": 8}, 8)])
+@pytest.mark.parametrize(("reported", "slots"), [({"fencepost.ledger": 2}, 4), ({}, 4), ({"fencepost.ledger": 8}, 8)])
 async def test_no_broker_that_lags_behind_makes_slots_fewer(
-    told: dict[str, int], slots: int, monkeypatch: pytest.MonkeyPatch
+    reported: dict[str, int], slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The start made as many, or has seen them: a store recovery that fenced fewer would leave a writer alive."""
     cluster = FakeCluster()
 
     async def partitions(topics: Sequence[str]) -> dict[str, int]:
-        return told
+        return reported
 
     monkeypatch.setattr(cluster, "partitions", partitions)
     assert await InternalTopics(cluster, Settings(slots_max=4)).slots() == slots

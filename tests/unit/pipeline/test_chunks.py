@@ -100,11 +100,11 @@ async def live(world: World, n: int = 0) -> None:
 
 async def test_it_is_one_request_from_the_queue_to_its_results() -> None:
     world = World()
-    told = await on_its_way(world, "a", "b", make_event("c", "other"))
+    submitted = await on_its_way(world, "a", "b", make_event("c", "other"))
     assert world.queue.events == 3
     assert [len(request.events) for request in world.queue._waiting[Guarantee.EXACTLY_ONCE]] == [3]
     serving = world.serve(await world.slot())
-    answers = await told
+    answers = await submitted
     assert world.keys_written() == [["a", "b", "c"]]
     assert world.journal.answers == [("a", 201), ("b", 201), ("c", 201)]
     assert [answer.deliveries[0][0] for answer in answers if isinstance(answer, Committed)] == [*map(event_id, "abc")]
@@ -168,8 +168,8 @@ async def test_one_that_was_answered_while_it_was_claimed_is_given_up_whole(know
     if known == "delivered":
         await (await on_its_way(world, "b"))
     gate = world.keys.trouble.hold("claim")
-    told = await on_its_way(world, "a", "b", "c")
-    assert problems(await told) == [NOT_WRITTEN.code] * 3
+    submitted = await on_its_way(world, "a", "b", "c")
+    assert problems(await submitted) == [NOT_WRITTEN.code] * 3
     gate.set()
     await world.keys.trouble.reached["release"].wait()
     await until(lambda: not any(world.keys.is_claimed(key) for key in "abc"))
@@ -207,11 +207,11 @@ async def test_a_full_store_holds_up_the_whole_chunk_and_gives_nothing_away() ->
     world.keys.server.freed[5] = 51
     world.keys.server.full = True
     serving = world.serve(await world.slot())
-    told = await on_its_way(world, "a", "b")
+    submitted = await on_its_way(world, "a", "b")
     await asyncio.sleep(0.05)
     assert world.keys_written() == []
     world.keys.server.full = False
-    assert problems(await told) == [None, None]
+    assert problems(await submitted) == [None, None]
     assert world.keys_written() == [["a", "b"]]
     await ended(serving)
 
@@ -221,11 +221,11 @@ async def test_a_claim_without_an_answer_waits_for_the_recovery_whole() -> None:
     world = World()
     slot = await world.slot()
     world.keys.trouble.after["claim"].append(StoreUnanswered("no answer"))
-    told = await on_its_way(world, "a", "b")
+    submitted = await on_its_way(world, "a", "b")
     await end_of_term(world.serve(slot))
     assert [request.claimants for request in world.writer._parked] == [((0, slot.term),)]
     serving = await world.serve_again(slot)
-    assert problems(await told) == [None, None]
+    assert problems(await submitted) == [None, None]
     assert world.keys_written() == [["a", "b"]]
     await ended(serving)
 
@@ -235,15 +235,15 @@ async def test_its_own_claims_of_a_term_that_is_still_to_be_recovered_are_nobody
     world = World()
     first, second = await world.slot(0), await world.slot(1)
     world.keys.trouble.after["claim"].append(StoreUnanswered("no answer"))
-    told = await on_its_way(world, "a", "b")
+    submitted = await on_its_way(world, "a", "b")
     await end_of_term(world.serve(first))
     serving = world.serve(second)
     world.writer.recovered()  # something else was
     await asyncio.sleep(0.05)
-    assert not told.done()
+    assert not submitted.done()
     await world.recover(first)
     world.writer.recovered()
-    assert problems(await told) == [None, None]
+    assert problems(await submitted) == [None, None]
     await ended(serving)
 
 
@@ -255,7 +255,7 @@ async def test_an_event_in_doubt_holds_up_those_of_its_chunk_that_could_go() -> 
     world.keys.server.keys[event_id("b")] = Claimed(5, 50, NOW_MS, events[1].fp)
     world.keys.server.freed[5] = 50
     world.keys.trouble.after["claim"].append(StoreUnanswered("no answer"))
-    told = await on_its_way(world, *events)
+    submitted = await on_its_way(world, *events)
     await end_of_term(world.serve(first))
     world.keys.server.freed[5] = 51  # whoever held b is dead
     serving = world.serve(second)
@@ -265,7 +265,7 @@ async def test_an_event_in_doubt_holds_up_those_of_its_chunk_that_could_go() -> 
     assert not world.keys.is_claimed("b")
     await world.recover(first)
     world.writer.recovered()
-    answers = await told
+    answers = await submitted
     assert len(offsets(answers)) == 3
     assert offsets(answers) == sorted(offsets(answers))
     await ended(serving)
@@ -282,7 +282,7 @@ async def test_what_is_held_up_is_not_forgotten_where_the_term_ends_meanwhile(
     world.producers[0].trouble.before[step].append(TransactionFailed(TransactionOutcome.UNKNOWN, "gone"))
     if error is not None:
         world.keys.trouble.before["release"].append(error)
-    told = await on_its_way(world, "a", "b")
+    submitted = await on_its_way(world, "a", "b")
     (chunk,) = world.queue._waiting[Guarantee.EXACTLY_ONCE]
     # The own claim of the first, of an ended term, which is still to be recovered.
     chunk.claimants = ((5, 50),)
@@ -295,7 +295,7 @@ async def test_what_is_held_up_is_not_forgotten_where_the_term_ends_meanwhile(
     assert world.keys.is_claimed("b") is (error is not None)
     world.keys.server.freed[5] = 51
     serving = await world.serve_again(slot)
-    assert problems(await told) == [None, None]
+    assert problems(await submitted) == [None, None]
     if other is not None:
         assert problems(await other) == [None]
     await ended(serving)
@@ -340,9 +340,9 @@ async def test_what_is_in_doubt_is_found_or_written_again(committed: bool) -> No
     world = World()
     slot = await world.slot()
     world.producers[0].trouble.before["write"].append(TransactionFailed(TransactionOutcome.UNKNOWN, "gone"))
-    told = await on_its_way(world, "a", "b")
+    submitted = await on_its_way(world, "a", "b")
     await end_of_term(world.serve(slot))
-    assert not told.done()
+    assert not submitted.done()
     await world.recover(slot)
     if committed:  # as the ledger tells a recovery
         for offset, key in enumerate("ab"):
@@ -350,7 +350,7 @@ async def test_what_is_in_doubt_is_found_or_written_again(committed: bool) -> No
             world.keys.server.keys[event_id(key)] = found
     world.writer.recovered()
     serving = world.serve(slot)
-    answers = await told
+    answers = await submitted
     assert problems(answers) == [None, None]
     assert [answer.replayed for answer in answers if isinstance(answer, Committed)] == [False, False]
     assert world.keys_written() == ([] if committed else [["a", "b"]])
@@ -364,7 +364,7 @@ async def test_a_batch_keeps_its_order_while_a_part_of_it_is_in_doubt() -> None:
     for n, verdict in enumerate([TransactionOutcome.ABORTED, TransactionOutcome.UNKNOWN]):
         stuck = TransactionFailed(verdict, "TimeoutError()", stuck={"orders"})
         world.producers[n].trouble.before["write"].append(stuck)
-    told = await on_its_way(world, "a", "b")
+    submitted = await on_its_way(world, "a", "b")
     await end_of_term(world.serve(first))
     await world.recover(first)
     world.writer.recovered()
@@ -374,7 +374,7 @@ async def test_a_batch_keeps_its_order_while_a_part_of_it_is_in_doubt() -> None:
     assert world.keys_written(0) == []
     await world.recover(second)
     world.writer.recovered()
-    one, two = offsets(await told)
+    one, two = offsets(await submitted)
     assert one < two
     await ended(serving)
 
@@ -386,8 +386,8 @@ async def test_its_deadline_is_that_of_each() -> None:
     slot = await world.slot()
     gate = world.producers[0].trouble.hold("write")
     serving = world.serve(slot)
-    told = await on_its_way(world, "c", "d")
-    assert problems(await told) == [OUTCOME_UNKNOWN.code] * 2
+    submitted = await on_its_way(world, "c", "d")
+    assert problems(await submitted) == [OUTCOME_UNKNOWN.code] * 2
     assert world.journal.answers == [("a", 503), ("b", 503), ("c", 504), ("d", 504)]
     gate.set()
     await until(lambda: world.keys.is_delivered("d"))
@@ -423,12 +423,12 @@ async def test_a_topic_that_fails_does_not_hold_up_the_others_of_its_chunk(monke
     stuck = TransactionFailed(TransactionOutcome.ABORTED, "TimeoutError()", stuck={"other"})
     tried = fails(monkeypatch, lambda records: stuck if any(each.topic == "other" for each in records) else None)
     serving = asyncio.create_task(live(world))
-    told = await on_its_way(world, "a", make_event("x", "other"), "c", make_event("y", "other"))
+    submitted = await on_its_way(world, "a", make_event("x", "other"), "c", make_event("y", "other"))
     await until(lambda: world.keys.is_delivered("c"))
-    assert not told.done()
+    assert not submitted.done()
     assert tried[:2] == [["a", "x", "c", "y"], ["a", "c"]]
     monkeypatch.undo()
-    answers = await told
+    answers = await submitted
     assert problems(answers) == [None] * 4
     await ended(serving)
 
@@ -441,9 +441,9 @@ async def test_a_chunk_that_was_in_a_failed_group_of_others_goes_alone_before_it
     tried = fails(monkeypatch, lambda records: failed if "poison" in map(key_of, records) else None)
     poison = world.submit("poison")
     await steps()
-    told = await on_its_way(world, "a", "b")
+    submitted = await on_its_way(world, "a", "b")
     serving = asyncio.create_task(live(world))
-    assert problems([await poison, *await told]) == [RECORD_REFUSED.code, None, None]
+    assert problems([await poison, *await submitted]) == [RECORD_REFUSED.code, None, None]
     assert tried[0] == ["poison", "a", "b"]
     assert ["a", "b"] in tried[1:]
     await ended(serving)
@@ -455,9 +455,9 @@ async def test_what_would_hold_up_the_others_goes_after_them(why: str) -> None:
     topic = {"a quarantined topic": "other", "another guarantee": "plain.a"}[why]
     if why == "a quarantined topic":
         world.queue.quarantine("other")
-    told = await on_its_way(world, make_event("b", topic), make_event("a"), make_event("c", topic))
+    submitted = await on_its_way(world, make_event("b", topic), make_event("a"), make_event("c", topic))
     serving = world.serve(await world.slot())
-    answers = await told
+    answers = await submitted
     assert problems(answers) == [None] * 3
     assert [answer.deliveries[0][1].topic for answer in answers if isinstance(answer, Committed)] == [
         topic,
@@ -506,9 +506,9 @@ async def test_of_events_without_a_transaction_each_has_its_own_result() -> None
     world.idempotents[0].results.extend(
         [[RecordMetadata(3, NOW_MS), None, NOT_SENT, NO], [RecordMetadata(4, NOW_MS)], [NO]]
     )
-    told = await on_its_way(world, *(make_event(key, f"plain.{key}") for key in "ab"), *PLAIN)
+    submitted = await on_its_way(world, *(make_event(key, f"plain.{key}") for key in "ab"), *PLAIN)
     serving = world.serve(slot)
-    answers = await told
+    answers = await submitted
     assert problems(answers) == [None, OUTCOME_UNKNOWN.code, None, RECORD_REFUSED.code]
     assert offsets(answers) == [3, 4]
     assert world.keys_written() == [["a", "b", "c", "d"], ["c"], ["d"]]
@@ -539,13 +539,13 @@ async def test_a_batch_that_is_given_up_leaves_nothing_behind(then: str, monkeyp
     failed = TransactionFailed(TransactionOutcome.ABORTED, "no", {"orders": NO})
     tried = fails(monkeypatch, lambda records: failed if len(records) == 4 or then == "fails again" else None)
     slot = await world.slot()
-    told = await on_its_way(world, *"abcd")
+    submitted = await on_its_way(world, *"abcd")
     await end_of_term(world.serve(slot))
     gate = world.keys.trouble.hold("claim")
     world.keys.trouble.reached["claim"].clear()
     serving = await world.serve_again(slot)
     await world.keys.trouble.reached["claim"].wait()
-    assert isinstance(await ended_list(told), asyncio.CancelledError)
+    assert isinstance(await ended_list(submitted), asyncio.CancelledError)
     assert sorted(world.journal.answers) == [("c", 503), ("d", 503)]
     gate.set()
     await until(lambda: not world.queue.events)

@@ -320,13 +320,13 @@ async def test_what_is_let_go_goes_round_once_whoever_is_recovered_while_its_cla
     slot, other = await world.slot(), await world.slot(1)
     answers = [world.submit("hangs", "orders"), world.submit("fine", "other")]
     await steps()
-    released, told = asyncio.Event(), asyncio.Event()
+    released, proceed = asyncio.Event(), asyncio.Event()
     release = world.keys.release
 
     async def late(generation: StoreGeneration, slot: int, term: int, ids: Sequence[bytes]) -> None:
         await release(generation, slot, term, ids)
         released.set()
-        await told.wait()
+        await proceed.wait()
 
     monkeypatch.setattr(world.keys, "release", late)
     stuck = TransactionFailed(TransactionOutcome.ABORTED, "NotEnoughReplicas", stuck={"orders"})
@@ -337,7 +337,7 @@ async def test_what_is_let_go_goes_round_once_whoever_is_recovered_while_its_cla
     hung = world.producers[1].trouble.hold("write")
     serving = world.serve(other)
     await asyncio.sleep(0.05)
-    told.set()
+    proceed.set()
     await end_of_term(failing)
     monkeypatch.undo()
     await world.recover(slot)

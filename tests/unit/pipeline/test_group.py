@@ -44,12 +44,12 @@ def test_events_without_a_key_share_one_partition_of_their_topic() -> None:
 
 def test_a_partition_is_chosen_among_those_with_enough_replicas() -> None:
     alone, free, whole = request("a", "down"), request("b", "ill"), request("c", "orders", "down")
-    told = request("d", "ill", partition=8)
-    chosen, left_out = route([alone, free, whole, told], topic_of)
+    fixed = request("d", "ill", partition=8)
+    chosen, left_out = route([alone, free, whole, fixed], topic_of)
     assert free.partitions == [7]
     assert ("ill", 7) in chosen
     assert not {("down", 0), ("ill", 8)} & set(chosen)
-    assert left_out == {alone: {0: ("down", 0)}, whole: {1: ("down", 0)}, told: {0: ("ill", 8)}}
+    assert left_out == {alone: {0: ("down", 0)}, whole: {1: ("down", 0)}, fixed: {0: ("ill", 8)}}
 
 
 @pytest.mark.parametrize("delivered", [True, False])

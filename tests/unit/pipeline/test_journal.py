@@ -107,19 +107,19 @@ async def test_a_stop_waits_no_longer_than_it_may_and_counts_what_is_left(kept: 
     kept.sender.hangs = True
     kept.record("a", "b")
     await until(lambda: kept.sender.tries > 0)
-    with capture_logs() as told:
+    with capture_logs() as logs:
         async with asyncio.timeout(0.5):
             await kept.journal.close(0.05)
     assert kept.dropped == 2
     # Nobody scrapes a process that has stopped.
-    assert [(line["event"], line["answers"]) for line in told] == [("answers dropped from the journal", 2)]
+    assert [(line["event"], line["answers"]) for line in logs] == [("answers dropped from the journal", 2)]
 
 
 async def test_a_stop_writes_what_waits(kept: Kept) -> None:
     kept.record("a", "b")
-    with capture_logs() as told:
+    with capture_logs() as logs:
         await kept.journal.close(0.5)
-    assert (kept.written, kept.dropped, told) == (2, 0, [])
+    assert (kept.written, kept.dropped, logs) == (2, 0, [])
 
 
 class Narrow(FakeSender):

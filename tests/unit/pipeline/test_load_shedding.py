@@ -10,20 +10,20 @@ class Refused:
 
     def __init__(self) -> None:
         self.load_shedder = LoadShedder()
-        self.told: list[int] = []
+        self.sent: list[int] = []
         self.asked = 0
 
     def refuse(self, times: int, arrived: float = 100.0) -> None:
         for n in range(self.asked, self.asked + times):
-            self.load_shedder.refuse(arrived, lambda n=n: self.told.append(n))  # type: ignore[misc]
+            self.load_shedder.refuse(arrived, lambda n=n: self.sent.append(n))  # type: ignore[misc]
         self.asked += times
 
     def answered(self, times: int) -> None:
         """So many answers, and then a look, when none has waited for long yet."""
         for _ in range(times):
-            told = len(self.told)
+            sent = len(self.sent)
             self.load_shedder.answered()
-            assert len(self.told) == told  # not in between: see service.pipeline.load_shedding
+            assert len(self.sent) == sent  # not in between: see service.pipeline.load_shedding
         self.load_shedder.look(100.0)
 
 
@@ -36,26 +36,26 @@ def refused() -> Refused:
 def spent(refused: Refused) -> Refused:
     """What was saved up is spent."""
     refused.refuse(SAVED_MOST // ANSWERS_EACH)
-    assert len(refused.told) == refused.asked
-    refused.told.clear()
+    assert len(refused.sent) == refused.asked
+    refused.sent.clear()
     refused.asked = 0
     return refused
 
 
 def test_a_short_peak_is_told_at_once(refused: Refused) -> None:
     refused.refuse(SAVED_MOST // ANSWERS_EACH)
-    assert refused.told == list(range(SAVED_MOST // ANSWERS_EACH))
+    assert refused.sent == list(range(SAVED_MOST // ANSWERS_EACH))
 
 
 def test_one_goes_for_every_few_answers_first_come_first_served(spent: Refused) -> None:
     spent.refuse(3)
-    assert not spent.told
+    assert not spent.sent
     spent.answered(ANSWERS_EACH - 1)
-    assert not spent.told
+    assert not spent.sent
     spent.answered(1)
-    assert spent.told == [0]
+    assert spent.sent == [0]
     spent.answered(2 * ANSWERS_EACH)
-    assert spent.told == [0, 1, 2]
+    assert spent.sent == [0, 1, 2]
 
 
 def test_who_comes_when_enough_have_been_answered_is_told_at_once(spent: Refused) -> None:
@@ -63,22 +63,22 @@ def test_who_comes_when_enough_have_been_answered_is_told_at_once(spent: Refused
     spent.refuse(1)
     for _ in range(2 * ANSWERS_EACH):
         spent.load_shedder.answered()
-    assert not spent.told
+    assert not spent.sent
     spent.refuse(1)
-    assert spent.told == [0, 1]
+    assert spent.sent == [0, 1]
 
 
 def test_answers_of_several_events_count_as_many(spent: Refused) -> None:
     spent.refuse(3)
     spent.load_shedder.answered(2 * ANSWERS_EACH)
     spent.load_shedder.look(100.0)
-    assert spent.told == [0, 1]
+    assert spent.sent == [0, 1]
 
 
 def test_answers_are_saved_up_and_not_for_ever(spent: Refused) -> None:
     spent.answered(3 * SAVED_MOST)
     spent.refuse(SAVED_MOST)
-    assert len(spent.told) == SAVED_MOST // ANSWERS_EACH
+    assert len(spent.sent) == SAVED_MOST // ANSWERS_EACH
 
 
 def test_none_waits_for_long(spent: Refused) -> None:
@@ -86,11 +86,11 @@ def test_none_waits_for_long(spent: Refused) -> None:
     spent.refuse(2, arrived=100.0)
     spent.refuse(1, arrived=100.2)
     spent.load_shedder.look(100.1 + WAIT_MOST_S / 2)
-    assert not spent.told
+    assert not spent.sent
     spent.load_shedder.look(100.1 + WAIT_MOST_S)
-    assert spent.told == [0, 1]
+    assert spent.sent == [0, 1]
     spent.load_shedder.look(100.3 + WAIT_MOST_S)
-    assert spent.told == [0, 1, 2]
+    assert spent.sent == [0, 1, 2]
 
 
 def test_who_was_told_for_its_time_costs_no_answers(spent: Refused) -> None:
@@ -100,4 +100,4 @@ def test_who_was_told_for_its_time_costs_no_answers(spent: Refused) -> None:
     spent.load_shedder.look(101.0 + WAIT_MOST_S)
     spent.answered(1)
     spent.refuse(2)
-    assert spent.told == [0, 1]
+    assert spent.sent == [0, 1]

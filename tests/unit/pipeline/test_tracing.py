@@ -201,7 +201,7 @@ def test_a_collector_that_is_away_is_one_line_and_its_return_another(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1.5")  # of which it waits 1 s, and tries again
     exporter = Exporter()
-    with capture_logs() as told:
+    with capture_logs() as logs:
         assert [exporter.export([]) for _ in range(2)] == [SpanExportResult.FAILURE] * 2
         with HTTPServer(("127.0.0.1", port), Collector) as server:
             serving = threading.Thread(target=server.serve_forever)
@@ -210,7 +210,7 @@ def test_a_collector_that_is_away_is_one_line_and_its_return_another(
             server.shutdown()
             serving.join()
     exporter.shutdown()  # type: ignore[no-untyped-call]
-    away, again = told
+    away, again = logs
     assert (away["event"], again["event"], again["failures"]) == ("traces are not taken", "traces are taken again", 2)
     assert "Connection refused" in away["why"]
     assert caplog.records == []

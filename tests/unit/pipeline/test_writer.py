@@ -148,19 +148,19 @@ async def test_while_the_queue_is_full_nothing_more_is_looked_at() -> None:
 
 async def test_the_others_answers_tell_those_that_it_does_not_take() -> None:
     world = World()
-    told: list[str] = []
+    sent: list[str] = []
     for _ in range(SAVED_MOST):  # far more than what is saved up is enough for
-        world.admission.load_shedder.refuse(time.monotonic(), lambda: told.append("503"))
-    assert len(told) == SAVED_MOST // ANSWERS_EACH
-    told.clear()
+        world.admission.load_shedder.refuse(time.monotonic(), lambda: sent.append("503"))
+    assert len(sent) == SAVED_MOST // ANSWERS_EACH
+    sent.clear()
     serving = world.serve(await world.slot())
     for n in range(ANSWERS_EACH):
-        assert not told
+        assert not sent
         assert isinstance(await world.submit(f"a{n}"), Committed)
-    assert not told  # a group's answers are given first
+    assert not sent  # a group's answers are given first
     sweeping = asyncio.create_task(world.admission.sweep())
-    await until(lambda: told == ["503"])
-    await until(lambda: len(told) == SAVED_MOST - SAVED_MOST // ANSWERS_EACH)
+    await until(lambda: sent == ["503"])
+    await until(lambda: len(sent) == SAVED_MOST - SAVED_MOST // ANSWERS_EACH)
     await ended(sweeping)
     await ended(serving)
 
@@ -321,15 +321,15 @@ async def test_who_waits_for_another_s_write_is_told_in_time_though_no_slot_is_l
     loop = asyncio.get_running_loop()
     serving = world.serve(await world.slot())
     began = loop.time()
-    told = world.admission.submit(event, began, wait_s=0.5)
+    waiting = world.admission.submit(event, began, wait_s=0.5)
     await until(lambda: world.admission._open[0].waits)
     await ended(serving)
     if won:
         world.admission._open[0].accepted_at = NOW_MS
         await asyncio.sleep(0.7)
-        assert not told.done()
+        assert not waiting.done()
         return
-    assert kind_of(await told) is IN_PROGRESS
+    assert kind_of(await waiting) is IN_PROGRESS
     assert 0.4 < loop.time() - began < 2.0
     await until(lambda: not world.queue.events)
 

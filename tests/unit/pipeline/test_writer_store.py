@@ -233,11 +233,11 @@ async def test_who_is_to_blame_for_what_was_not_sent_travels_apart(
     suspected: list[str] = []
     suspect = world.queue.quarantine
 
-    def told(topic: str) -> None:
+    def note(topic: str) -> None:
         suspected.append(topic)
         suspect(topic)
 
-    monkeypatch.setattr(world.queue, "quarantine", told)
+    monkeypatch.setattr(world.queue, "quarantine", note)
     serving = world.serve(slot)
     for answer in answers:
         assert isinstance(await asyncio.wait_for(answer, 3.0), Committed)

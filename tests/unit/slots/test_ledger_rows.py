@@ -20,11 +20,11 @@ ENTRY = Entry(b"\x01" * 16, b"\x02" * 8, 3, "orders", 4, 5, 6)
 
 def read(*texts: str | bytes | None) -> tuple[list[Row], int]:
     """The rows of records with these values, and how many were called foreign."""
-    with capture_logs() as told:
+    with capture_logs() as logs:
         rows = rows_of(
             [Item(0, n, None, text.encode() if isinstance(text, str) else text) for n, text in enumerate(texts)]
         )
-    return rows, len(told)
+    return rows, len(logs)
 
 
 def changed(**fields: Any) -> str:

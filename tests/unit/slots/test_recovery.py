@@ -52,7 +52,7 @@ class Kafka(FakeCluster):
         self.ledger: dict[int, list[Item]] = {}
         self.steps = steps
         self.spans: dict[int, Span] = {}
-        self.newest_told = StoreGeneration(GENERATION.number, GENERATION.store)
+        self.newest = StoreGeneration(GENERATION.number, GENERATION.store)
         self.slots = 0  # that control knows of
         self.closed: list[FakeProducer] = []
         self.fencing = asyncio.Event()  # may it end?
@@ -75,12 +75,12 @@ class Kafka(FakeCluster):
 
     async def newest_generation(self, slot: int = 0) -> StoreGeneration | None:
         self.steps.append(f"check {slot}")
-        return self.newest_told
+        return self.newest
 
     async def append(self, store: str) -> int:
         self.steps.append(f"name {store}")
-        self.newest_told = StoreGeneration(self.newest_told.number + 1, store)
-        return self.newest_told.number
+        self.newest = StoreGeneration(self.newest.number + 1, store)
+        return self.newest.number
 
     async def fence(
         self, transactional_ids: Sequence[str], transaction_timeout_ms: int, tell: Callable[[Collection[str]], None]
@@ -97,9 +97,9 @@ class Kafka(FakeCluster):
         self.steps.append("read through")
         assert [partition for partition, *_ in contents] == list(range(len(contents)))
         for partition, _, value in contents:
-            told = decode_ledger(value)
-            assert isinstance(told, LedgerRecord)
-            assert (told.slot, told.entries) == (partition, [])
+            record = decode_ledger(value)
+            assert isinstance(record, LedgerRecord)
+            assert (record.slot, record.entries) == (partition, [])
             self.ledger.setdefault(partition, []).append(Item(partition, 1_000 + partition, None, value))
         return [RecordMetadata(1_000 + partition, self.now_ms + partition) for partition, *_ in contents]
 
@@ -262,13 +262,13 @@ async def test_a_slot_is_fenced_begun_checked_replayed_and_freed(bed: Bed, monke
 
 
 @pytest.mark.parametrize(
-    "told",
+    "newest",
     [None, StoreGeneration(GENERATION.number + 1, GENERATION.store), StoreGeneration(GENERATION.number, "other/1")],
 )
-async def test_where_control_names_another_store_a_slot_is_not_freed(bed: Bed, told: StoreGeneration | None) -> None:
+async def test_where_control_names_another_store_a_slot_is_not_freed(bed: Bed, newest: StoreGeneration | None) -> None:
     slot = bed.slot()
     monkey: Any = bed.kafka
-    monkey.newest_told = told
+    monkey.newest = newest
     with pytest.raises(StoreLost):
         await bed.recover(slot)
     assert slot.state is SlotState.DOUBT
@@ -365,7 +365,7 @@ async def test_the_ledger_is_read_as_far_back_as_the_slowest_clock_of_others_say
 
 async def test_where_redis_kept_its_data_each_partition_is_read_from_what_was_applied(bed: Bed) -> None:
     bed.keys.server.applied = {0: 0, 1: 44}
-    bed.kafka.newest_told = StoreGeneration(2, GENERATION.store)  # of the same server: its recovery did not end
+    bed.kafka.newest = StoreGeneration(2, GENERATION.store)  # of the same server: its recovery did not end
     await asyncio.wait_for(bed.store.settled(), 3.0)
     assert bed.kafka.spans == {0: Span(0, 1_000), 1: Span(44, 1_001), 2: Span(None, 1_002)}
 
@@ -465,7 +465,7 @@ def another_answers(bed: Bed) -> None:
 
 
 def control_names_a_third(bed: Bed) -> None:
-    bed.kafka.newest_told = StoreGeneration(9, "run/third")
+    bed.kafka.newest = StoreGeneration(9, "run/third")
 
 
 def somebody_writes(bed: Bed) -> None:
@@ -477,7 +477,7 @@ async def test_another_store_is_recovered_only_after_a_quiet_lease_time(
     bed: Bed, monkeypatch: pytest.MonkeyPatch, happens: Callable[[Bed], None] | None
 ) -> None:
     """Where control names another: it may live on, with whom else."""
-    bed.kafka.newest_told = StoreGeneration(GENERATION.number, "run/named")
+    bed.kafka.newest = StoreGeneration(GENERATION.number, "run/named")
     bed.keys.server.held = StoreGeneration(GENERATION.number, "run/named")
     paused: list[float] = []
 

@@ -138,21 +138,21 @@ def another_was_later(_: _Keys, control: _Control) -> None:
 
 
 @pytest.mark.parametrize(
-    ("happens", "told"),
+    ("happens", "status"),
     [
         (another_recovers, "recovering: another process recovers the store, or has done so"),
         (another_was_later, "recovering: a later generation supersedes this recovery"),
     ],
 )
 async def test_a_store_that_others_recover_is_not_said_to_be_stale(
-    happens: Callable[[_Keys, _Control], None], told: str
+    happens: Callable[[_Keys, _Control], None], status: str
 ) -> None:
     """Stale is for another store that may live on, which asks for a person; this passes by itself."""
     keys, control = _Keys(FLUSHED), _Control()
     happens(keys, control)
     async with settling(keys, control) as (store, settled):
         await until(lambda: store.status != "starting")
-        assert store.status == told
+        assert store.status == status
         assert not settled.done()
 
 
@@ -174,19 +174,19 @@ class _Cluster(FakeCluster):
 
 
 @pytest.mark.parametrize(
-    ("hanging", "told"),
+    ("hanging", "status"),
     [
         ((), "64 of 64 slots fenced"),
         ((3, 9), "62 of 64 slots fenced, waiting for slots [3, 9]"),
         (tuple(range(1, 40, 2)), "44 of 64 slots fenced, waiting for slots [1, 3, 5, 7, 9, 11, 13, 15]"),
     ],
 )
-async def test_a_recovery_tells_which_slots_it_waits_for(hanging: tuple[int, ...], told: str) -> None:
+async def test_a_recovery_tells_which_slots_it_waits_for(hanging: tuple[int, ...], status: str) -> None:
     async with settling(_Keys(FLUSHED), _Control(), 64, _Cluster(*hanging)) as (store, settled):
         await until(lambda: store.status.startswith("recovering: 0 of 64"))
         assert store.status.endswith("waiting for slots [0, 1, 2, 3, 4, 5, 6, 7]")
         await until(lambda: not store.status.startswith("recovering: 0 of 64"))
-        assert store.status == f"recovering: {told}"
+        assert store.status == f"recovering: {status}"
         assert not settled.done()
 
 
@@ -202,7 +202,7 @@ SETTLED = Identity(NAMED.store, NAMED)
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "status"),
     [
         (StoreAway("OOM"), "store-away: OOM"),
         (StoreUnanswered("no answer"), "store-away: no answer"),
@@ -212,12 +212,12 @@ SETTLED = Identity(NAMED.store, NAMED)
     ],
     ids=repr,
 )
-async def test_no_error_ends_the_search_for_the_store(error: Exception, told: str) -> None:
+async def test_no_error_ends_the_search_for_the_store(error: Exception, status: str) -> None:
     keys = _Keys(SETTLED)
     keys.errors.append(error)
     async with settling(keys, _Control()) as (store, settled):
         await until(lambda: keys.asked >= 2)
-        assert store.status == told
+        assert store.status == status
         assert keys.resolved >= 1, "the address may lead to another by now"
         keys.errors.clear()
         assert await asyncio.wait_for(settled, 3.0) == NAMED
