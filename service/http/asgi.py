@@ -57,8 +57,8 @@ class AsgiRequest(PostRequest):
         A body whose Content-Length exceeds `most` bytes is not awaited. A client that sent `Expect` may leave that
         body out, so the connection ends (RFC 9110, section 10.1.1).
         """
-        if self.told_size > most:
-            self.size = self.told_size
+        if self.content_length > most:
+            self.size = self.content_length
             self.keep_alive = not any(name == b"expect" for name, _ in self.headers)
         else:
             more = True

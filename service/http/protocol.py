@@ -8,20 +8,19 @@ import time
 from collections.abc import Coroutine, Mapping
 from typing import Any, ClassVar, Final
 
-import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from service import native
 from service.http.headers import Found
 from service.http.limits import GuardedProtocol
 from service.http.request import OWN_BYTES, Bodies, Handler, PostRequest
+from service.http.request_reader import Head, PlainPost, RequestReader
 from service.http.responses import lines_of
 
 
 class HttpRequest(PostRequest):
     """One POST on its connection. It stands in for a cycle of uvicorn's in the pipeline."""
 
-    __slots__ = ("_connection", "_handler", "disconnected", "started", "whole")
+    __slots__ = ("_connection", "_handler", "disconnected", "expects_continue", "started", "whole")
 
     message_event: Final = asyncio.Event()  # uvicorn sets it at a disconnect; nothing awaits it
 
@@ -30,8 +29,9 @@ class HttpRequest(PostRequest):
         connection: "PostsProtocol",
         handler: Handler,
         headers: list[tuple[bytes, bytes]],
-        keep_alive: bool,
-        chunked: bool,
+        keep_alive: bool = True,
+        chunked: bool = True,
+        expects_continue: bool = False,
     ) -> None:
         client = connection.client[0] if connection.client else None
         super().__init__(headers, client, connection.bodies, keep_alive=keep_alive, chunked=chunked)
@@ -39,6 +39,7 @@ class HttpRequest(PostRequest):
         self._handler = handler
         self.started = False  # all earlier requests of the connection are answered
         self.whole = False  # the body is complete, or was dropped
+        self.expects_continue = expects_continue
         self.disconnected = False
 
     def add(self, part: bytes, most: int) -> None:
@@ -57,23 +58,28 @@ class HttpRequest(PostRequest):
         self.started = self.whole = True
         self._handler(self)
 
-    def reject_if_too_long(self, most: int, asks: bool) -> None:
-        """Reject a body early whose Content-Length exceeds `most`.
+    def reject_if_too_long(self, most: int) -> None:
+        """Reject a body early whose Content-Length exceeds `most`; it is read and dropped.
 
-        A client that `asks` whether to send it may leave it out, so that nothing can follow (RFC 9110, section 10.1.1).
+        A client that asked whether to send it may leave it out, so that nothing can follow (RFC 9110, section 10.1.1).
         """
-        if not self.whole and self.told_size > most:
-            self.size = self.told_size
-            self.keep_alive = self.keep_alive and not asks
+        if self.content_length > most:
+            self.size = self.content_length
+            self.keep_alive = self.keep_alive and not self.expects_continue
             self.drop_body()
             self.end()
 
     def start(self) -> None:
         """Start after the earlier requests; the loop calls the handler, because a response is being written now."""
         self.started = True
-        self._connection.send_continue()
+        self.send_continue()
         if self.whole:
             self._connection.loop.call_soon(self._handler, self)
+
+    def send_continue(self) -> None:
+        """Send 100 if the client waits for it (RFC 9110, section 10.1.1)."""
+        if self.expects_continue and not self.whole:
+            self._connection.write(self, b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def end(self) -> None:
         """Hand the request to the handler: the body is complete, or was dropped."""
@@ -145,93 +151,57 @@ class PostsProtocol(GuardedProtocol):
     bodies: ClassVar[Bodies] = Bodies(0)
     _date: ClassVar[tuple[object, bytes]] = (None, b"")
 
-    def data_received(self, data: bytes) -> None:
-        if not (self.at_message_boundary and len(data) <= OWN_BYTES and native.COMPILED and self._take_whole(data)):
-            super().data_received(data)
+    def new_reader(self) -> RequestReader:
+        return RequestReader(self.loop.time(), self.routes, min(OWN_BYTES, self.body_bytes_max))
 
-    def _take_whole(self, data: bytes) -> bool:
-        """Read a plain POST that came in one piece; return False for all else, which the parser reads."""
-        existing: Any = self.cycle
-        if existing is not None and not existing.response_complete:
-            return False
-        read = native.heads.read_post(data)
-        if read is None:
-            return False
-        target, found, body = read
-        handler = self.routes.get(target)
-        if handler is None or len(body) > self.body_bytes_max:
-            return False
-        self.read_whole()
-        post = HttpRequest(self, handler, [], keep_alive=True, chunked=True)
-        self.cycle = post  # type: ignore[assignment]
-        post.receive_complete(found, body)
-        return True
+    def take_post(self, post: PlainPost) -> None:
+        request = HttpRequest(self, self.routes[post.target], [])
+        self.cycle = request  # type: ignore[assignment]
+        request.receive_complete(post.found, post.body)
 
-    def prepare(self) -> None:
-        self.url = b""
-        self.expect_100_continue = False
-        self.headers = []
-
-    def begin(self) -> None:
-        handler = self._handler()
+    def begin(self, head: Head) -> None:
+        handler = self.routes.get(head.path) if head.method == b"POST" else None
         if handler is None:
-            # The ASGI app's: uvicorn's own preparation, which `prepare` left out, is made up for.
-            url, headers, expect = self.url, self.headers, self.expect_100_continue
-            super().prepare()
-            self.url, self.expect_100_continue = url, expect
-            self.headers += headers
-            super().begin()
+            super().begin(head)
             return
-        existing, parser = self.cycle, self.parser
-        chunked = parser.get_http_version() != "1.0"
-        post = HttpRequest(self, handler, self.headers, chunked and parser.should_keep_alive(), chunked)
+        existing = self.cycle
+        post = HttpRequest(
+            self,
+            handler,
+            head.headers,
+            keep_alive=head.keep_alive,
+            chunked=head.version != "1.0",
+            expects_continue=head.expects_continue,
+        )
         self.cycle = post  # type: ignore[assignment]
         if existing is None or existing.response_complete:
             post.started = True
         else:
             self.flow.pause_reading()
             self.pipeline.appendleft((post, self.app))  # type: ignore[arg-type]
-        if self.expect_100_continue:
-            post.reject_if_too_long(self.body_bytes_max, asks=True)
-            self.expect_100_continue = chunked and not post.whole  # to HTTP/1.0 it means nothing (section 10.1.1)
-            if post.started:
-                self.send_continue()
+        post.reject_if_too_long(self.body_bytes_max)
+        if post.started:
+            post.send_continue()
 
-    def wait(self) -> None:
-        cycle: object = self.cycle
-        if isinstance(cycle, HttpRequest):
-            cycle.reject_if_too_long(self.body_bytes_max, asks=False)
-
-    def _handler(self) -> Handler | None:
-        if self.parser.get_method() != b"POST":
-            return None
-        return self.routes.get(self.url) or self.routes.get(httptools.parse_url(self.url).path)
-
-    def take(self, body: bytes) -> None:
+    def on_body(self, body: bytes) -> None:
         cycle: object = self.cycle
         if not isinstance(cycle, HttpRequest):
-            super().take(body)
+            super().on_body(body)
         elif not cycle.response_complete:
             cycle.add(body, self.body_bytes_max)
 
-    def end(self) -> None:
+    def on_message_complete(self) -> None:
         cycle: object = self.cycle
         if isinstance(cycle, HttpRequest):
             cycle.end()
         else:
-            super().end()
+            super().on_message_complete()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         if isinstance(cycle, HttpRequest):
             cycle.start()
         else:
             super()._start_asgi_task(cycle, app)
-
-    def send_continue(self) -> None:
-        """Send 100 to a client that waits for it (RFC 9110, section 10.1.1)."""
-        if self.expect_100_continue and not self._whole:
-            self.expect_100_continue = False
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def head(self, post: HttpRequest, status: int, head: bytes, framing: bytes) -> bytes:
         """Render the head of a response; `head` and `framing` are header lines, each with its CRLF."""

@@ -105,9 +105,12 @@ class PostRequest(ABC):
         return not self.at_capacity
 
     @property
-    def told_size(self) -> int:
+    def content_length(self) -> int:
         """Return the Content-Length in bytes; 0 without one."""
-        return next((int(content) for name, content in self.headers if name == b"content-length"), 0)
+        for name, content in self.headers:
+            if name == b"content-length":
+                return int(content)
+        return 0
 
     def drop_body(self) -> None:
         """Release the body's memory."""

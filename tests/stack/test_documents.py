@@ -17,7 +17,7 @@ from service.core.settings import EVENT_BYTES_MAX, GROUP_EVENT_BYTES_MAX, Settin
 from service.events import event
 from service.events.cloudevents import MEMBERS_MAX
 from service.events.strict_json import DEPTH_MAX
-from service.http import batch, limits
+from service.http import batch, limits, request_reader
 from service.http.request import OWN_BYTES
 
 DOCUMENTS = sorted(
@@ -91,9 +91,9 @@ def test_what_the_readme_says_is_taken_is_what_the_code_takes() -> None:
     for said in (
         f"| {IDLE_S} s |",
         f"| {limits.UNREAD_MAX_S:.0f} s |",
-        f"| {limits.HEAD_BYTES_MAX // 1024} KiB, {limits.HEADERS_MAX} lines |",
-        f"| {limits.SILENCE_MAX_S:.0f} s of silence; {limits.SILENCE_MAX_S:.0f} s more than it takes at "
-        f"{limits.LEAST_BYTES_S:,} bytes a second |",
+        f"| {request_reader.HEAD_BYTES_MAX // 1024} KiB, {request_reader.HEADERS_MAX} lines |",
+        f"| {request_reader.SILENCE_MAX_S:.0f} s of silence; "
+        f"{request_reader.SILENCE_MAX_S:.0f} s more than it takes at {request_reader.LEAST_BYTES_S:,} bytes a second |",
         f"of fewer than {4 * limits.FILES_KEPT:,} all but {limits.FILES_KEPT}",
         f"| {Settings().body_bytes_max // 2**20} MiB (`FENCEPOST_BODY_BYTES_MAX`) |",
         f"beside {OWN_BYTES // 1024} KiB for each connection",

@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 
 from deploy.stack import free_port
-from service.http import limits
+from service.http import limits, request_reader
 from service.http.limits import GuardedProtocol, LingeringServer, connections_max
 
 REQUEST = b"POST /events HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nbody"
@@ -29,7 +29,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.fixture
 async def port(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
-    monkeypatch.setattr(limits, "SILENCE_MAX_S", 0.3)
+    monkeypatch.setattr(request_reader, "SILENCE_MAX_S", 0.3)
     monkeypatch.setattr(limits, "LINGERING_CLOSE_S", 1.0)
     port = free_port()
     config = uvicorn.Config(app, port=port, http=GuardedProtocol, lifespan="off", log_config=None, access_log=False)
@@ -77,7 +77,7 @@ def slow(pieces: int, size: int) -> list[bytes]:
 
 async def test_a_slow_request_has_as_much_time_as_the_least_rate_gives_it(port: int) -> None:
     """Twice the time of one that is silent, at twice the least rate."""
-    answer = await ask(port, *slow(12, 2 * limits.LEAST_BYTES_S // 20), pause_s=0.05)
+    answer = await ask(port, *slow(12, 2 * request_reader.LEAST_BYTES_S // 20), pause_s=0.05)
     assert answer.startswith(b"HTTP/1.1 200 ")
 
 

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 from deploy.stack import free_port
-from service.http import limits, protocol
+from service.http import limits, protocol, request_reader
 from service.http import request as request_module
 from service.http.asgi import AsgiEndpoint
 from service.http.limits import GuardedProtocol
@@ -113,7 +113,7 @@ def by_asgi(routes: dict[bytes, Handler], bodies: Bodies) -> Any:
 async def server(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> AsyncIterator[uvicorn.Server]:
-    monkeypatch.setattr(limits, "SILENCE_MAX_S", 1.0)
+    monkeypatch.setattr(request_reader, "SILENCE_MAX_S", 1.0)
     monkeypatch.setattr(limits, "UNREAD_MAX_S", 1.0)
     monkeypatch.setattr(limits, "LINGERING_CLOSE_S", 0.1)
     for module in (request_module, protocol):
@@ -323,7 +323,7 @@ async def test_blank_lines_between_requests_never_become_a_head_that_is_too_long
     caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client may send one behind each request (RFC 9112, section 2.2), for as long as its connection lives."""
-    monkeypatch.setattr(limits, "HEAD_BYTES_MAX", 100)
+    monkeypatch.setattr(request_reader, "HEAD_BYTES_MAX", 100)
     for _ in range(60):
         caller.writer.write(b"POST /now HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\n\r\nx")
         assert (await caller.hear())[0] == 201
@@ -522,6 +522,18 @@ async def test_an_idle_connection_is_closed_and_a_busy_one_is_not(server: uvicor
     writer.close()
 
 
+@only_direct
+async def test_a_connection_is_looked_at_again_that_was_not_idle_when_its_time_was_over(caller: Caller) -> None:
+    """Else one whose request is answered before its body is whole would never be closed."""
+    whole = post(b"/now", b"x" * 5000)
+    await caller.say(whole[:-1])
+    assert (await caller.hear())[0] == 201
+    connection = next(iter(caller.server.server_state.connections))
+    assert isinstance(connection, PostsProtocol)
+    connection.timeout_keep_alive_handler()
+    assert connection.timeout_keep_alive_task is not None
+
+
 @contextlib.asynccontextmanager
 async def narrow(server: uvicorn.Server) -> AsyncIterator[socket.socket]:
     """A connection whose client takes little at a time, and only when it is told to."""
@@ -621,8 +633,23 @@ async def test_what_is_read_at_once_is_parsed_in_slices(
     protocol = next(iter(caller.server.server_state.connections))
     assert isinstance(protocol, PostsProtocol)
     protocol.data_received(sent)
-    assert len(protocol._rest) == len(sent) - limits.SLICE_BYTES
+    assert len(protocol.reader.unread) == len(sent) - request_reader.SLICE_BYTES
     async with asyncio.timeout(5.0):
-        while protocol._rest:
+        while protocol.reader.unread:
             assert len(protocol.pipeline) < 1_000
             await asyncio.sleep(0)
+
+
+@only_direct
+async def test_requests_that_are_answered_at_once_hold_up_nobody(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each turn of the loop reads one slice, however many requests of the last one have their answers."""
+    monkeypatch.setattr(limits, "PARSE_MAX_S", 0.0)
+    protocol = next(iter(caller.server.server_state.connections))
+    assert isinstance(protocol, PostsProtocol)
+    protocol.data_received(3_000 * post(b"/now", b"x", b"via: x"))
+    unread = len(protocol.reader.unread)
+    for _ in range(3):
+        await asyncio.sleep(0)
+        assert len(protocol.reader.unread) == (unread := unread - request_reader.SLICE_BYTES)

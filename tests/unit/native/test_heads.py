@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from service import native
 from service.http.headers import pick
-from service.http.limits import HEADERS_MAX
+from service.http.request_reader import HEADERS_MAX
 
 pytestmark = pytest.mark.skipif(not native.COMPILED, reason="installed without a compiler")
 

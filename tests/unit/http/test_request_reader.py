@@ -1,0 +1,377 @@
+"""The reader alone: lists of bytes in, events out, whatever the pieces are that the network makes of them."""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.core.problems import HEAD_TOO_LARGE, INVALID_HTTP, REQUEST_TIMEOUT
+from service.http.headers import pick
+from service.http.request_reader import (
+    HEAD_BYTES_MAX,
+    HEADERS_MAX,
+    LEAST_BYTES_S,
+    SILENCE_MAX_S,
+    SLICE_BYTES,
+    TRANSITIONS,
+    Body,
+    Event,
+    Head,
+    PlainPost,
+    Refusal,
+    RequestReader,
+    State,
+)
+
+TARGETS = {b"/events"}
+CHUNKED = b"POST /events HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+
+
+def post(body: bytes, *lines: bytes, target: bytes = b"/events", version: bytes = b"1.1") -> bytes:
+    head = [b"POST %b HTTP/%b" % (target, version), b"Host: x", *lines, b"Content-Length: %d" % len(body)]
+    return b"\r\n".join(head) + b"\r\n\r\n" + body
+
+
+class Connection:
+    """A reader with its events, each request of which is answered as soon as it is complete, or never."""
+
+    def __init__(self, answers: bool = True) -> None:
+        self.reader = RequestReader(0.0, TARGETS, plain_bytes_max=1_000)
+        self.answers = answers
+        self.events: list[Event] = []
+
+    def feed(self, *pieces: bytes, now: float = 0.0) -> list[Event]:
+        """The events of these pieces, up to a request that waits."""
+        first = len(self.events)
+        for piece in pieces:
+            self.take(self.reader.feed(piece, now))
+            while self.reader.ready:
+                self.take(self.reader.feed(b"", now))
+        return self.events[first:]
+
+    def take(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self.events.append(event)
+            if self.answers and (event == "complete" or isinstance(event, PlainPost)):
+                self.reader.answered(0.0)
+
+
+def meant(events: Iterable[Event]) -> list[Any]:
+    """What events say, however many pieces they came in: whole requests, refusals, and what is done at the end."""
+    said: list[Any] = []
+    head: Head | None = None
+    body = b""
+    for event in events:
+        match event:
+            case Head():
+                head, body = event, b""
+            case Body(pieces):
+                body += b"".join(pieces)
+            case "complete":
+                assert head is not None
+                said.append((head.target, pick(head.headers), body))
+            case PlainPost():
+                said.append((event.target, event.found, event.body))
+            case Refusal(problem):
+                said.append((problem.kind, problem.detail))
+            case _:
+                said.append(event)
+    return said
+
+
+REQUESTS = {
+    "plain": post(b"body", b"Idempotency-Key: k"),
+    "no body": post(b""),
+    "elsewhere": post(b"body", target=b"http://x/events?a=b"),
+    "HTTP/1.0": post(b"body", version=b"1.0"),
+    "GET": b"GET /events/k HTTP/1.1\r\nHost: x\r\n\r\n",
+    "asks first": post(b"body", b"Expect: 100-continue"),
+    "chunks": CHUNKED + b"\r\n3;a=b\r\nabc\r\n2\r\nde\r\n0\r\nauthorization: trailer\r\n\r\n",
+    "another protocol": post(post(b"inner"), b"Connection: Upgrade", b"Upgrade: h2c"),
+    "another protocol, no body": post(b"", b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c"),
+}
+BODIES = {"no body": b"", "GET": b"", "chunks": b"abcde", "another protocol": post(b"inner")}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_says_the_same_in_any_two_pieces_and_byte_by_byte(name: str) -> None:
+    whole = REQUESTS[name]
+    ((_, found, body),) = meant(Connection().feed(whole))
+    assert found[b"host"] == "x"
+    assert b"authorization" not in found, "a trailer is no header"
+    assert body == BODIES.get(name, b"" if name.endswith("no body") else b"body")
+    for at in range(1, len(whole)):
+        assert meant(Connection().feed(whole[:at], whole[at:])) == meant(Connection().feed(whole)), at
+    assert meant(Connection().feed(*(bytes([byte]) for byte in whole))) == meant(Connection().feed(whole))
+
+
+MALFORMED = [
+    b"\0",
+    b"NONSENSE / HTTP/1.1\r\n\r\n",
+    b"POST /events HTTP/1.1\r\nno colon\r\n\r\n",
+    b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET http://x HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"POST /events HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+    b"POST /events HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+    CHUNKED + b"\r\nz\r\n",
+]
+
+
+# Of HTTP/1.0, as the last of its connection: whatever comes behind it is skipped.
+KEPT_ALIVE = [whole for name, whole in REQUESTS.items() if name != "HTTP/1.0"]
+
+
+@given(
+    requests=st.lists(st.sampled_from([*KEPT_ALIVE, b"\r\n"]), max_size=6),
+    end=st.sampled_from([b"", *MALFORMED]),
+    answers=st.booleans(),
+    data=st.data(),
+)
+def test_pipelined_requests_say_the_same_however_they_are_cut(
+    requests: Sequence[bytes], end: bytes, answers: bool, data: st.DataObject
+) -> None:
+    """One slice has them all, so that none of them waits unread."""
+    sent = b"".join(requests) + end
+    cuts = sorted({0, len(sent), *data.draw(st.lists(st.integers(0, len(sent)), max_size=8))})
+    expected = [said for request in requests for said in meant(Connection().feed(request))]
+    if end:
+        expected.append((INVALID_HTTP, "request: it is not HTTP/1.1"))
+    whole = Connection(answers)
+    assert meant(whole.feed(sent)) == expected
+    cut = Connection(answers)
+    cut.feed(*(sent[start:stop] for start, stop in pairwise(cuts)))
+    while cut.reader.unread and not cut.answers:  # behind a request that waits for an earlier one
+        cut.reader.answered(0.0)
+        cut.feed(b"")
+    assert meant(cut.events) == expected
+    assert (cut.reader.state == "refused") is bool(end)
+    if end:
+        assert cut.feed(post(b"behind")) == []
+    else:
+        assert cut.reader.state == ("boundary" if expected else "fresh")
+
+
+@given(st.lists(st.binary(max_size=40), max_size=8))
+def test_no_bytes_harm_the_reader_and_nothing_follows_a_refusal(pieces: list[bytes]) -> None:
+    connection = Connection()
+    connection.feed(*pieces)
+    connection.take(connection.reader.end())
+    refusals = [at for at, event in enumerate(connection.events) if isinstance(event, Refusal)]
+    assert refusals == [] or set(connection.events[refusals[0] + 1 :]) <= {"close"}
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_refusal_knows_whose_answer_it_would_be_taken_for(answered: bool) -> None:
+    """It has none where an earlier request waits, or where the one that is being read was answered already."""
+    between = Connection(answers=answered)
+    (*_, refusal) = between.feed(post(b"1"), b"\0")
+    assert isinstance(refusal, Refusal)
+    assert (refusal.unanswered == between.reader.unanswered) is answered
+
+    inside = Connection()
+    head, _, refusal = inside.feed(CHUNKED + b"\r\n1\r\na\r\n", b"z")
+    assert isinstance(head, Head)
+    assert isinstance(refusal, Refusal)
+    if answered:
+        inside.reader.answered(0.0)
+    assert (refusal.unanswered == inside.reader.unanswered) is not answered
+
+
+def growing(start: bytes, line: bytes) -> tuple[Event, int]:
+    """The event that ends a connection that sends such lines, and how many bytes came until then."""
+    connection, sent = Connection(), len(start)
+    connection.feed(start)
+    while not (events := connection.feed(line)) or isinstance(events[0], Body):
+        sent += len(line)
+    return events[0], sent
+
+
+@pytest.mark.parametrize(
+    "start",
+    [b"GET / HTTP/1.1\r\n", CHUNKED + b"\r\n1\r\na\r\n0\r\n"],
+    ids=["a head", "trailers"],
+)
+def test_heads_and_trailers_have_bounds_in_bytes_and_in_lines(start: bytes) -> None:
+    for line, bytes_max in ((b"x: " + b"y" * 7_995 + b"\r\n", HEAD_BYTES_MAX), (b"a:b\r\n", 5 * HEADERS_MAX)):
+        event, sent = growing(start, line)
+        assert isinstance(event, Refusal)
+        assert event.problem.kind is HEAD_TOO_LARGE
+        assert abs(sent - bytes_max) <= len(start) + len(line)
+
+
+def test_what_has_no_end_is_bounded_wherever_it_comes() -> None:
+    for start, line in (
+        (b"GET /", b"x" * 1000),
+        (b"GET / HTTP/1.1\r\nx: ", b"y" * 1000),
+        (CHUNKED + b"\r\n1;", b"x" * 1000),
+        (b"", b"\r\n" * 1000),
+    ):
+        event, sent = growing(start, line)
+        assert isinstance(event, Refusal)
+        assert sent <= HEAD_BYTES_MAX + SLICE_BYTES
+
+
+def test_a_body_has_no_bound_and_begins_the_head_s_anew() -> None:
+    connection = Connection()
+    connection.feed(CHUNKED + b"\r\n", *[b"3e8\r\n" + b"x" * 1000 + b"\r\n"] * 200, b"0\r\n\r\n")
+    connection.feed(post(b"x" * 200_000), post(b"next"))
+    assert [len(body) for _, _, body in meant(connection.events)] == [200_000, 200_000, 4]
+
+
+def test_a_head_that_is_just_not_too_large_is_read_with_its_body() -> None:
+    lines = [b"x: " + b"y" * 8_000] * 8
+    assert len(post(b"", *lines)) < HEAD_BYTES_MAX
+    ((_, _, body),) = meant(Connection().feed(post(b"b" * 100_000, *lines)))
+    assert len(body) == 100_000
+    ((kind, _),) = meant(Connection().feed(post(b"", *lines, b"x: " + b"y" * 8_000)))
+    assert kind is HEAD_TOO_LARGE
+
+
+def test_nothing_is_read_behind_a_request_that_waits() -> None:
+    waiting = Connection(answers=False)
+    many = post(b"x", b"via: x") * 1_000
+    waiting.feed(many)
+    told = waiting.reader.unanswered
+    assert SLICE_BYTES // len(post(b"x", b"via: x")) <= told < 1_000
+    assert waiting.feed(post(b"")) == [], "one more was read"
+    for _ in range(told - 1):
+        assert not waiting.reader.ready
+        waiting.reader.answered(0.0)
+    assert waiting.reader.ready
+
+
+def test_one_call_reads_one_slice() -> None:
+    reader = RequestReader(0.0)
+    ((head, body), sent) = reader.feed(post(bytes(100_000)), 0.0), len(post(bytes(100_000)))
+    assert isinstance(head, Head)
+    assert isinstance(body, Body)
+    assert len(reader.unread) == sent - SLICE_BYTES
+
+
+def test_the_continue_of_http_1_1_is_asked_for() -> None:
+    for version, expected in ((b"1.1", True), (b"1.0", False)):
+        (head,) = Connection().feed(post(b"body", b"Expect: 100-Continue", version=version)[:-4])
+        assert isinstance(head, Head)
+        assert (head.expects_continue, head.keep_alive) == (expected, expected)
+
+
+# ------------------------------------------------------------------------------------------------------------- time
+
+
+def test_a_connection_that_says_nothing_is_closed_without_an_answer() -> None:
+    reader = RequestReader(100.0)
+    assert reader.deadline == 100.0 + SILENCE_MAX_S
+    assert reader.expire(100.0 + SILENCE_MAX_S - 0.1) == []
+    assert reader.expire(100.0 + SILENCE_MAX_S) == ["close"]
+
+
+def test_the_time_of_a_connection_that_was_opened_in_advance_begins_with_its_first_request() -> None:
+    connection = Connection()
+    connection.feed(b"\r\n", now=10.0)
+    connection.feed(b"GET / HT", now=15.0)
+    assert connection.reader.deadline == 15.0 + SILENCE_MAX_S
+
+
+def test_a_request_has_the_time_of_its_bytes_at_the_least_rate() -> None:
+    connection = Connection()
+    connection.feed(post(bytes(2_000_000))[:100], now=0.0)
+    for second in range(1, 60):
+        connection.feed(bytes(2 * LEAST_BYTES_S), now=float(second))
+        assert connection.reader.deadline == second + SILENCE_MAX_S, "only silence ends one that is fast enough"
+    (refusal,) = connection.reader.expire(59.0 + SILENCE_MAX_S)
+    assert isinstance(refusal, Refusal)
+    assert refusal.problem.kind is REQUEST_TIMEOUT
+    assert "nothing came for 20 s" in refusal.problem.detail
+
+
+def test_a_request_below_the_least_rate_ends_though_it_is_never_silent() -> None:
+    connection = Connection()
+    connection.feed(post(bytes(2_000_000))[:100], now=0.0)
+    for second in range(1, 60):
+        connection.feed(bytes(LEAST_BYTES_S // 2), now=float(second))
+        if events := connection.reader.expire(float(second)):
+            break
+    (refusal,) = events
+    assert isinstance(refusal, Refusal)
+    assert "less than 10000 bytes a second came" in refusal.problem.detail
+    assert second == 2 * SILENCE_MAX_S + 1, "its 100 bytes of head came at once"
+
+
+def test_no_time_runs_between_requests_nor_while_the_service_does_not_read_on() -> None:
+    connection = Connection(answers=False)
+    connection.feed(post(b"1"))
+    assert connection.reader.deadline is None
+    connection.feed(post(b"22")[:-1], now=1.0)
+    assert connection.reader.deadline == 1.0 + SILENCE_MAX_S
+    connection.reader.answered(30.0)
+    assert connection.reader.deadline == 30.0 + SILENCE_MAX_S
+    connection.reader.restart(40.0)
+    assert connection.reader.deadline == 40.0 + SILENCE_MAX_S
+
+
+def test_the_rest_of_a_body_whose_request_is_answered_has_no_more_time_than_silence() -> None:
+    connection = Connection()
+    connection.feed(post(bytes(2_000_000))[:100])
+    connection.reader.answered(0.0)
+    connection.feed(bytes(1_000_000), now=10.0)
+    assert connection.reader.deadline == SILENCE_MAX_S
+
+
+# ------------------------------------------------------------------------------------- the end of what a client sends
+
+
+@pytest.mark.parametrize(
+    ("sent", "answers", "expected"),
+    [
+        (b"", True, ["close"]),
+        (post(b"1"), True, ["close"]),
+        (post(b"1"), False, ["last"]),
+        (post(b"1") + post(b"22")[:30], True, [(INVALID_HTTP, "request: it ends before it is whole")]),
+        (post(b"1") + post(b"22")[:30], False, []),
+        (post(b"22")[:-1], True, [(INVALID_HTTP, "request: it ends before it is whole")]),
+        (post(b"1") + post(b"22")[:-1], False, ["withdraw"]),
+        (b"\0", True, ["close"]),
+    ],
+)
+def test_the_end_comes(sent: bytes, answers: bool, expected: list[Any]) -> None:
+    connection = Connection(answers)
+    connection.feed(sent)
+    assert meant(connection.reader.end()) == expected
+    assert connection.reader.deadline is None
+    if expected == ["withdraw"]:
+        assert connection.reader.unanswered == 1, "what was dropped has no answer to wait for"
+
+
+def test_the_end_comes_behind_what_is_unread() -> None:
+    connection = Connection(answers=False)
+    many = 2 * SLICE_BYTES // len(post(b"x"))
+    connection.feed(post(b"x") * many)
+    assert connection.reader.end() == []
+    while connection.reader.unread:
+        connection.reader.answered(0.0)
+        connection.feed(b"")
+    assert [event == "last" for event in connection.events].index(True) == len(connection.events) - 1
+    assert len(meant(connection.events)) == many + 1
+
+
+# ------------------------------------------------------------------------------------------------------------- table
+
+
+def test_every_state_can_be_come_to_and_has_a_row() -> None:
+    assert set(TRANSITIONS) == set(get_args(State))
+    reached = {"fresh", *(state for row in TRANSITIONS.values() for _, state in row.values())}
+    assert reached == set(get_args(State))
+
+
+def test_whatever_the_state_a_connection_can_be_refused_and_what_is_over_stays_so() -> None:
+    for state, row in TRANSITIONS.items():
+        over = state in ("ended", "refused")
+        for what in ("malformed", "too large", "silence", "end"):
+            action, after = row[what]
+            assert (action in ("refuse", "close")) is (not over or action == "close")
+            assert after is (state if over else "refused")
+        if over:
+            assert {after for _, after in row.values()} == {state}
