@@ -1,8 +1,7 @@
-"""The rules by which the audit judges: a table of small functions, each one decision and nothing else.
+"""The rules of the audit: small functions, each with one decision.
 
-The rest of the job gathers what a rule asks for and calls it through this module, as in `rules.is_beyond(…)`: a test
-that puts another function in its place has a job with that one rule broken (tests/spark/mutants.py). Times are ms since
-the epoch, offsets those of Kafka.
+The other modules of spark/ call these functions as attributes of this module (`rule_table.is_beyond(…)`), so that a
+test can replace a single rule (tests/spark/mutants.py). Times are ms since the epoch, offsets are offsets of Kafka.
 """
 
 from collections.abc import Iterable
@@ -15,10 +14,10 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from spark.settings import HOUR_MS
 
-THERE: Final = "there"
+PRESENT: Final = "present"
 LOST: Final = "lost"
 PENDING: Final = "pending"
-"""What becomes of a claimed place; any other word is why it cannot be proven."""
+"""Outcomes of a claim (an offset that a ledger entry or a 201 names). Any other word is the cause of a gap."""
 
 FOREIGN_WRITER: Final = "foreign_writer"
 REWRITE: Final = "rewrite"
@@ -29,196 +28,216 @@ DUAL_PRODUCER: Final = "dual_producer"
 # --------------------------------------------------------------------------------------------------------- times
 
 
-def over_ms(accepted_ms: Column, seen_ms: Column, settle: int, grace: int) -> Column:
-    """When the fate of what was accepted then, and last named at `seen_ms`, is final.
+def settled_at_ms(accepted_ms: Column, seen_ms: Column, max_settle: int, grace: int) -> Column:
+    """Return the time after which the outcome of a request is final.
 
-    A retry carries the `accepted_at` of its first claim, however long ago: so what tells of it gets the grace as well.
+    `seen_ms` is the time of the last evidence. A retry carries the `accepted_at` of its first claim, which may be long
+    ago, so the grace also starts at the evidence.
     """
-    return F.greatest(accepted_ms + settle, seen_ms + grace)
+    return F.greatest(accepted_ms + max_settle, seen_ms + grace)
 
 
-def held_over_ms(accepted_ms: Column, seen_ms: Column, settle: int) -> Column:
-    """The same by a log that is decided only up to some time: what is missing may follow within the timeouts."""
-    return F.greatest(accepted_ms, seen_ms) + settle
+def blocked_settled_at_ms(accepted_ms: Column, seen_ms: Column, max_settle: int) -> Column:
+    """Return `settled_at_ms` by a log that is decided only up to some time.
+
+    A missing record may follow within the timeouts, so the whole `max_settle` starts at the last evidence.
+    """
+    return F.greatest(accepted_ms, seen_ms) + max_settle
 
 
-# Clocks that are kept differ by less; a retry's acceptance is never ahead.
+# Synchronised clocks differ by less than a day, and a retry's acceptance is never in the future.
 AHEAD_MS: Final = 86_400_000
 
 
 def is_ahead(ms: Column, now_ms: Column | int) -> Column:
-    """Whether a time is a day or more ahead of that of Kafka, or of the run: nobody's who keeps a clock."""
+    """Check whether a time is more than a day ahead of `now_ms` (of Kafka, or of the run): its clock is wrong."""
     return ms > now_ms + AHEAD_MS
 
 
-def is_ripe(over: Column, frozen_ms: int) -> Column:
-    return over < frozen_ms
+def is_settled(settled_at_ms: Column, frozen_ms: int) -> Column:
+    """Check whether the run froze the ends of the logs after a request was settled."""
+    return settled_at_ms < frozen_ms
 
 
-def is_undecided(over: Column, decided_until_ms: Column | int) -> Column:
-    """Whether a log may still tell of it: it is not decided as far."""
-    return over > decided_until_ms
+def is_undecided(settled_at_ms: Column, decided_until_ms: Column | int) -> Column:
+    """Check whether a log may still get a record about a request: the log is not decided up to `settled_at_ms`."""
+    return settled_at_ms > decided_until_ms
 
 
-# ------------------------------------------------------------------------------------------------ claimed places
+# -------------------------------------------------------------------------------------------------------- claims
 
 
-def is_said_twice(entered: Column) -> Column:
-    """Whether a place that a 201 names is one that the ledger names as well: one promise."""
+def is_duplicate_claim(entered: Column) -> Column:
+    """Check whether a 201 names an offset that the ledger names too: both are one claim."""
     return entered
 
 
-def promises(entered: Column, answered: Column) -> Column:
+def all_claims(entered: Column, answered: Column) -> Column:
+    """Concatenate the claims of the ledger and of the answers."""
     return F.concat(entered, answered)
 
 
 def is_beyond(offset: Column, end: Column) -> Column:
+    """Check whether an offset is at or past the end of what was read."""
     return offset >= end
 
 
 def is_past_end(offset: Column, later_end: Column) -> Column:
-    """Whether a place lies past a log's high watermark, which was listed after the ends of ledger and journal.
+    """Check whether an offset is at or past a log's high watermark, listed after the ends of ledger and journal.
 
-    What these name was acknowledged before they named it, and so lay below that high watermark: no clock has a part in
-    this.
+    The write of a record is acknowledged before ledger or journal name the record, so a real record lies below that
+    high watermark. The rule needs no clock.
     """
     return offset >= later_end
 
 
-def is_waiting(beyond: Column, was_past_end: Column, past_end: Column) -> Column:
-    """Whether a place is in the part of a log that is there and not read yet: an open transaction holds it up, or it
-    was written while the run was planned.
+def is_not_yet_read(beyond: Column, was_past_end: Column, past_end: Column) -> Column:
+    """Check whether an offset lies in the part of a log that exists but is not read yet.
 
-    Below the end every record is decided. A place that was past the end once never had the record.
+    Either an open transaction blocks that part, or the part was written while the run was planned. Below the end every
+    record is decided. An offset that was past the high watermark once never had the record.
     """
     return beyond & ~was_past_end & ~past_end
 
 
-def is_of_another_life(
-    named: Column, topic_id: Column, seen_ms: Column, recreated_at_ms: Column, first_record_ms: Column, ripe: Column
+def is_of_earlier_topic(
+    named: Column, topic_id: Column, seen_ms: Column, recreated_at_ms: Column, first_record_ms: Column, settled: Column
 ) -> Column:
-    """Whether a place was promised in a topic that has been deleted and made anew since.
+    """Check whether a claim is about a topic that has been deleted and recreated since.
 
-    Told by the topic's id where the ledger names one. Else by time: before the topic was first seen as it is now, or
-    before the log's first record. What is not ripe may still come: its record may be the first one, or the service may
-    not have heard of the topic's new id.
+    `named` is the topic's id by the ledger entry. Without that id, times decide: the claim is older than the first
+    run that saw the present topic, or older than the first record of the log. A claim that is not settled may still
+    get its record: as the first record, or because the service does not know the new topic id yet.
     """
-    by_time = (seen_ms < recreated_at_ms) | (ripe & (seen_ms < first_record_ms))
-    return F.when(named.isNotNull(), ripe & (named != topic_id)).otherwise(by_time)
+    by_time = (seen_ms < recreated_at_ms) | (settled & (seen_ms < first_record_ms))
+    return F.when(named.isNotNull(), settled & (named != topic_id)).otherwise(by_time)
 
 
 def is_below(offset: Column, first: Column) -> Column:
+    """Check whether an offset is below the first offset that was ever read."""
     return offset < first
 
 
 def is_in_gap(offset: Column, first: Column, last: Column) -> Column:
+    """Check whether an offset is in a gap (`last` is exclusive)."""
     return (offset >= first) & (offset < last)
 
 
 def is_compacted(compacted: Column, was_past_end: Column) -> Column:
-    """Whether compaction may have taken the record: none that was never there."""
+    """Check whether compaction may have deleted the record; a record that was never written cannot be deleted."""
     return compacted & ~was_past_end
 
 
-def of_no_log(ripe: Column) -> Column:
-    """What becomes of a place in a partition that is not there."""
-    return F.when(ripe, "topic_gone").otherwise(PENDING)
+def outcome_without_log(settled: Column) -> Column:
+    """Return the outcome of a claim whose partition does not exist."""
+    return F.when(settled, "topic_gone").otherwise(PENDING)
 
 
-def fate(
-    there: Column,
+def outcome(
+    present: Column,
     no_log: Column,
-    anew: Column,
+    recreated: Column,
     below: Column,
     gap: Column,
-    waiting: Column,
-    ripe: Column,
-    taken: Column,
+    not_yet_read: Column,
+    settled: Column,
+    compacted: Column,
 ) -> Column:
-    """What becomes of a claimed place: the first that holds. `no_log` and `gap` are words, or null."""
+    """Return the outcome of a claim: the first that holds. `no_log` and `gap` are outcomes or null, others boolean."""
     return (
-        F.when(there, THERE)
+        F.when(present, PRESENT)
         .when(no_log.isNotNull(), no_log)
-        .when(anew, "recreated")
+        .when(recreated, "recreated")
         .when(below, "below_start")
         .when(gap.isNotNull(), gap)
-        .when(waiting | ~ripe, PENDING)
-        .when(taken, "compacted")
+        .when(not_yet_read | ~settled, PENDING)
+        .when(compacted, "compacted")
         .otherwise(LOST)
     )
 
 
 def gap_count(counted_with_log: Column) -> Column:
-    """How many records a gap in one id's evidence stands for: none where the log's own gap counts them."""
+    """Return how many records an id's evidence gap counts: 0 where the log's own gap already counts the record."""
     return F.when(counted_with_log, 0).otherwise(1).cast("bigint")
 
 
 # ------------------------------------------------------------------------------------------------------ phantoms
 
-HEARD: Final = ("answered_201", "answered_202", "answered_503", "answered_504", "answered_other")
+ANSWER_COUNTS: Final = ("answered_201", "answered_202", "answered_503", "answered_504", "answered_other")
 
 
-def is_unheard(entries: Column, named: Column, idempotent: Column, answered: Column) -> Column:
-    """Whether nothing tells of a copy with our header: no ledger entry, no 201 that names its place; for what is
-    `idempotent`, which has no ledger: no answer at all."""
+def is_unclaimed(entries: Column, named: Column, idempotent: Column, answered: Column) -> Column:
+    """Check whether no claim covers a copy with Fencepost's header.
+
+    There is no ledger entry and no 201 that names the copy. A copy with the guarantee `idempotent` has no ledger
+    entry by design: there any answer is enough.
+    """
     return (entries == 0) & ~named & ~(idempotent & answered)
 
 
-def is_unread(read_run: Column, caught_up_run: Column) -> Column:
-    """Whether the ledger of a copy's slot is not read as far as it went when the copy was read.
+def is_ledger_behind(read_run: Column, caught_up_run: Column) -> Column:
+    """Check whether the ledger of a copy's slot is not read up to the end that it had when the copy was read.
 
-    A copy that can be read is committed, and its entry with it: the entry lies in that part of the ledger, or nowhere.
+    A copy that can be read is committed together with its entry, so the entry lies below that end or does not exist.
     """
     return read_run > caught_up_run
 
 
-def waits_longer(decided_until_ms: int, frozen_ms: int) -> bool:
-    """Whether what would settle a 202 or 504 may come long after it: ledger or journal is held up."""
+def is_blocked(decided_until_ms: int, frozen_ms: int) -> bool:
+    """Check whether ledger or journal is blocked, so that the record that settles a 202 or 504 may come much later."""
     return decided_until_ms < frozen_ms
 
 
 def is_before_evidence(complete_since_ms: Column, accepted_at: Column, timestamp: Column) -> Column:
-    """Whether the ledger is not known as far back as a copy's acceptance; its timestamp may be the client's own.
+    """Check whether a copy was accepted before the time from which on its ledger is complete.
 
-    Without a ledger for its slot it is another namespace's, or gone.
+    `complete_since_ms` is null without a ledger for the slot: the header is of another namespace, or the ledger is
+    gone. `timestamp` does not count, since a client may set it.
     """
     return complete_since_ms.isNull() | (complete_since_ms > accepted_at)
 
 
-def known_since(oldest_ms: int, of_topic_ms: Iterable[int], *, whole: bool) -> int:
-    """Since when all records of a log are known: of its oldest one, and if it has all that it ever had (`whole`), of
-    the oldest in any log of its topic, as it was made then at the latest. What is older was another topic's."""
+def complete_since(oldest_ms: int, of_topic_ms: Iterable[int], *, whole: bool) -> int:
+    """Return the time from which on all records of a log are known.
+
+    That is the time of the log's oldest record. If the log still has its first record (`whole`), it is the time of the
+    oldest record in any log of the topic, since the topic existed then; older records were of an earlier topic.
+    """
     return min(of_topic_ms) if whole else oldest_ms
 
 
 def is_within(offset: Column, first: Column, end: Column) -> Column:
-    """Whether a guarantee that holds from `first` to before `end` is an offset's."""
+    """Check whether an offset is covered by a guarantee (`end` is exclusive)."""
     return (offset >= first) & (offset < end)
 
 
 # ---------------------------------------------------------------------------------------- acceptance and balance
 
 
-def takes_back(freed_ms: Column, in_doubt_ms: Column) -> Column:
-    """Whether the last 503 came after the last 202 or 504: one before it was the answer to an earlier try."""
+def is_freed(freed_ms: Column, in_doubt_ms: Column) -> Column:
+    """Check whether the last 503 came after the last 202 or 504; an earlier 503 answered an earlier attempt."""
     return F.coalesce(freed_ms >= in_doubt_ms, F.lit(False))
 
 
 def is_accepted(
-    promised: Column, answered_202: Column, answered_504: Column, taken_back: Column, elsewhere: Column, ours: Column
+    promised: Column, answered_202: Column, answered_504: Column, freed: Column, elsewhere: Column, with_header: Column
 ) -> Column:
-    """In the ledger or answered 201; or 202 or 504, unless that was taken back, or the id is accepted `elsewhere`, in
-    another hour, and no record of ours came of it here."""
-    return (promised > 0) | ((answered_202 + answered_504 > 0) & ~((taken_back | elsewhere) & (ours == 0)))
+    """Check whether an id counts as accepted.
+
+    The id is in the ledger or answered 201 (`promised`), or answered 202 or 504. A 202 or 504 does not count if its
+    claim was freed, or if the id is accepted in another hour (`elsewhere`), and no record with the header is here.
+    """
+    in_doubt = answered_202 + answered_504 > 0
+    return (promised > 0) | (in_doubt & ~((freed | elsewhere) & (with_header == 0)))
 
 
-def tells(has_header: Column, entries: Column, answered_201: Column) -> Column:
-    """Whether a row tells what became of a 202 or 504 of its id: a stranger's record does not."""
+def settles_doubt(has_header: Column, entries: Column, answered_201: Column) -> Column:
+    """Check whether a row settles a 202 or 504 of its id; a foreign record does not."""
     return F.coalesce(has_header, F.lit(False)) | (entries + answered_201 > 0)
 
 
-def decided_by(ledger_ms: int, answers_ms: int) -> int:
-    """How far both are decided that could settle a 202 or 504."""
+def both_decided_until(ledger_ms: int, answers_ms: int) -> int:
+    """Return the time up to which both ledger and journal are decided: either may settle a 202 or 504."""
     return min(ledger_ms, answers_ms)
 
 
@@ -228,19 +247,22 @@ def category(
     copies: Column,
     pending: Column,
     unproven: Column,
-    ours: Column,
+    settling: Column,
     answered_201: Column,
     undecided: Column,
 ) -> Column:
-    """Where an accepted id stands: what is proven comes first, and the worse before the better; pending before
-    unprovable, since it may still prove lost. A 202 or 504 is settled by a record of ours, not by a stranger's."""
+    """Return the category of an accepted id in the balance.
+
+    What is proven comes first, faults before delivery. Pending comes before unprovable, since a pending claim may
+    still prove lost. `settling` counts the rows of the id that settle a 202 or 504; a foreign record is none.
+    """
     return (
         F.when(lost, LOST)
         .when(conflicting, "conflicted")
         .when(copies > 1, "duplicated")
         .when(pending, PENDING)
         .when(unproven, "unprovable")
-        .when((copies == 1) & (ours > 0), "delivered_once")
+        .when((copies == 1) & (settling > 0), "delivered_once")
         .when(answered_201 > 0, "unprovable")
         .when(undecided, PENDING)
         .otherwise("stuck")
@@ -248,12 +270,16 @@ def category(
 
 
 def in_doubt_cause(answered_202: Column, answered_504: Column) -> Column:
+    """Return the cause of a finding `stuck`: the answer that was never settled."""
     return F.when(answered_504 > 0, "504").otherwise("202")
 
 
 def is_its_record(has_header: Column, same_id: Column, bare: Column, same_content: Column, same_key: Column) -> Column:
-    """Whether the record at a place is the one that was read there: in a log that was made anew, or cut off, it may be
-    another. With our header its id tells; without, its content and its key, of which the row has its id."""
+    """Check whether the record at an offset is the record that was read there.
+
+    A log that was recreated or truncated may have another record at that offset. With Fencepost's header the ids are
+    compared; without, content and idempotency key, from which the id of the row was computed.
+    """
     return F.when(has_header, same_id).otherwise(bare & same_content & same_key)
 
 
@@ -261,40 +287,46 @@ def is_its_record(has_header: Column, same_id: Column, bare: Column, same_conten
 
 
 def rank(entered: Column) -> Column:
-    """Copies in the ledger come before the others."""
+    """Return the rank of a copy: copies in the ledger come before the others."""
     return F.when(entered, 0).otherwise(1)
 
 
 def order() -> tuple[str, ...]:
-    """By what copies of one rank are ordered."""
+    """Return the fields by which copies of one rank are ordered."""
     return ("timestamp", "topic", "partition", "offset")
 
 
 def producer() -> tuple[str, ...]:
-    """What tells one producer from another."""
+    """Return the fields that identify a producer."""
     return ("slot", "pid", "epoch", "instance")
 
 
-def is_foreign(has_header: Column, same_producer: Column, late: Column) -> Column:
-    """Written past the service: without our header, or with one that was copied."""
-    return ~has_header | (same_producer & (late == 1))
+def is_foreign(has_header: Column, same_producer: Column, ledger_rank: Column) -> Column:
+    """Check whether a copy was written by another program: without Fencepost's header, or with a copied one."""
+    return ~has_header | (same_producer & (ledger_rank == 1))
 
 
-def is_apart(accepted_at: Column, earlier_at: Column, key_ttl_ms: int) -> Column:
+def is_past_retention(accepted_at: Column, earlier_at: Column, key_ttl_ms: int) -> Column:
+    """Check whether two acceptances are at least the key retention apart."""
     return F.abs(accepted_at - earlier_at) >= key_ttl_ms
 
 
-def is_expired(earlier: Column, all_apart: Column) -> Column:
-    """By the nearest of the earlier acceptances: what follows a second delivery by seconds is not the first one's."""
-    return (F.size(earlier) > 0) & all_apart
+def is_expired(earlier: Column, all_past_retention: Column) -> Column:
+    """Check whether the key of a copy had expired.
+
+    The copy must be past the retention of every earlier copy: a third delivery seconds after the second is not caused
+    by the expiry of the first one's key.
+    """
+    return (F.size(earlier) > 0) & all_past_retention
 
 
 def is_restart(same_slot: Column, same_instance: Column, same_number: Column) -> Column:
+    """Check whether a copy was written by a restarted producer; `same_number`: with the same producer id and epoch."""
     return (same_slot | same_instance) & ~same_number
 
 
 def cause(foreign: Column, same_producer: Column, expired: Column, restart: Column) -> Column:
-    """The cause of a copy after the first: the first that holds."""
+    """Return the cause of a copy after the first: the first that holds."""
     return (
         F.when(foreign, FOREIGN_WRITER)
         .when(same_producer, REWRITE)
@@ -305,26 +337,31 @@ def cause(foreign: Column, same_producer: Column, expired: Column, restart: Colu
 
 
 def has_cause(nth: Column) -> Column:
+    """Check whether the copy with this index (from 0) has a cause: every copy after the first."""
     return nth > 0
 
 
-def is_same_request(known: Column, other: Column) -> Column:
-    """Whether a fingerprint that a bare copy may have is one that a copy with our header has."""
-    return F.array_contains(known, other)
+def is_same_request(fingerprints: Column, other: Column) -> Column:
+    """Check whether a possible fingerprint of a copy without header (`other`) is among those of copies with header."""
+    return F.array_contains(fingerprints, other)
 
 
-def is_believed(claimed: Column) -> Column:
-    """Whether the header's fingerprint counts, not the record's own: the ledger or a 201 knows this very record."""
+def trusts_header(claimed: Column) -> Column:
+    """Check whether the header's fingerprint counts, not the record's own: ledger or a 201 names this very record."""
     return claimed
 
 
 def is_derived(has_header: Column, claimed: Column, elsewhere: Column) -> Column:
-    """Whether a record is another topic's, forwarded with its header: known to nobody, and of an id that was written to
-    other topics only. What its own content bears out was written to its topic: a fingerprint covers that."""
+    """Check whether a record was forwarded from another topic with its header.
+
+    No claim names the record, and its id was written to other topics only. A record whose own content matches the
+    fingerprint in its header was written to its topic, since a fingerprint covers the topic.
+    """
     return has_header & ~claimed & elsewhere
 
 
 def copies_kind(conflicting: Column) -> Column:
+    """Return the kind of the finding for an id with several copies."""
     return F.when(conflicting, "conflict").otherwise("duplicate")
 
 
@@ -332,18 +369,19 @@ def copies_kind(conflicting: Column) -> Column:
 
 
 def is_own_time(timestamp: Column, accepted_at: Column, timeouts_ms: int) -> Column:
-    """Whether a record's timestamp is the client's own: the service makes one after the claim, within its timeouts."""
+    """Check whether the client set a record's timestamp: the service sets one within its timeouts after the claim."""
     return ~timestamp.between(accepted_at, accepted_at + timeouts_ms)
 
 
 def is_near(distance_ms: Column, key_ttl_ms: int) -> Column:
+    """Check whether two acceptances are less than the key retention apart."""
     return distance_ms < key_ttl_ms
 
 
 def is_retry(
     same_content: Column, same_caller: Column, same_id: Column, near: Column, same_time: Column, same_batch: Column
 ) -> Column:
-    """Whether two records of a record key, with none between them, are one request under two keys. Null is no."""
+    """Check whether two consecutive records of a record key are one request under two idempotency keys. Null is no."""
     both = [same_content, same_caller, ~same_id, near, same_time, ~F.coalesce(same_batch, F.lit(False))]
     return F.coalesce(reduce(and_, both), F.lit(False))
 
@@ -351,39 +389,43 @@ def is_retry(
 # ---------------------------------------------------------------------------------------------- logs and reports
 
 
-def is_made_anew(topic_id: str, now: str) -> bool:
+def is_recreated(topic_id: str, now: str) -> bool:
+    """Check whether a topic was recreated: its topic id is another one now."""
     return topic_id != now
 
 
-def is_eaten(log_start: int, read_to: int) -> bool:
-    """Whether records went away before they were read."""
-    return log_start > read_to
+def is_deleted_unread(log_start: int, read_until: int) -> bool:
+    """Check whether records were deleted before they were read."""
+    return log_start > read_until
 
 
-def is_cut_off(agrees_to: int, read_to: int) -> bool:
-    """Whether a log is not any more what was read of it, from some offset on: a leader without these records."""
-    return agrees_to < read_to
+def is_truncated(intact_until: int, read_until: int) -> bool:
+    """Check whether a log was truncated below the offset up to which it was read: a leader without these records."""
+    return intact_until < read_until
 
 
-def agrees_to(end: int, diverged: int | None, read_to: int) -> int:
-    """Up to where a log is what was read of it: its leader's word on that epoch, or else its end; it may have grown
-    again beyond what was read."""
-    return min(end, read_to if diverged is None else diverged)
+def intact_until(end: int, diverged: int | None, read_until: int) -> int:
+    """Return the offset up to which a log still has the records that were read.
+
+    `diverged` is the leader's answer for the leader epoch of the read (KIP-320), None where nothing diverged. The log
+    may have grown past `read_until` again after a truncation.
+    """
+    return min(end, read_until if diverged is None else diverged)
 
 
 def window_from(frozen_ms: int, window_ms: int) -> int:
-    """From when on a report looks: the beginning of an hour, since the balance is counted in whole hours."""
+    """Return the start of a report's window: the beginning of an hour, since the balance counts whole hours."""
     return (frozen_ms - window_ms) // HOUR_MS * HOUR_MS
 
 
 def is_in_window(seen: Column, accepted: Column) -> Column:
-    """Whether a finding stands in the window: its last evidence came in it, or the balance counts its hour.
+    """Check whether a finding is in the window: its last evidence is, or the balance counts its hour.
 
-    A clock that is behind may give evidence an earlier time than the acceptance.
+    Both are checked, since a slow clock may date the evidence before the acceptance.
     """
     return seen | F.coalesce(accepted, F.lit(False))
 
 
 def is_revoked(found_run: Column, passed_run: Column) -> Column:
-    """Whether the pass over all ids has a newer word on an id than what was found of it in one hour."""
+    """Check whether the pass over all ids replaced what an earlier or the same run found of an id in one hour."""
     return found_run <= passed_run

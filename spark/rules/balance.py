@@ -1,4 +1,4 @@
-"""The sums of every hour, carried from run to run, and the line that has to close."""
+"""The balance over ids: sums by hour, carried over from run to run, and the line that must close."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,45 +22,43 @@ HOUR_FORMAT = "%Y-%m-%d %H:%M:%S"
 class Balance:
     """Counts (findings.SUMS) by hour (`yyyy-MM-dd HH:mm:ss`, UTC) and topic; zeros are left out.
 
-    `adjustment` is what changes when ids with several hours count once: it is added to the hours. It fits them only as
-    they were when it was made: where one is counted anew, all of it goes, and such ids count in each of their hours
-    until the next pass over all ids. `record_counts`: records by hour, topic and partition. `shifted`: the logs prove
-    other things than when the hours were counted, and no pass over all ids has been made since.
+    `adjustment` is added to the hours, so that an id with rows in several hours counts once. The adjustment is valid
+    only for the hours as they were when it was made: if one of its hours is counted again, the whole adjustment is
+    dropped, and such ids count in each of their hours until the next pass over all ids.
+    `record_counts`: records by hour, topic and partition. `evidence_changed`: since the hours were counted, the logs
+    prove something else (planning.evidence_changed), and no pass over all ids has been made.
     """
 
     hours: ByHour = field(default_factory=dict)
     adjustment: ByHour = field(default_factory=dict)
     record_counts: RecordCounts = field(default_factory=dict)
-    shifted: bool = False
+    evidence_changed: bool = False
 
     @classmethod
     def of(cls, summary: Mapping[str, Any] | None) -> "Balance":
-        """What the last finished run left."""
+        """Read the balance from the summary of the last finished run."""
         if summary is None:
             return cls()
-        # Runs of before wrote `cells`.
+        # Runs of an earlier version wrote `cells`.
         counts = summary.get("record_counts", summary.get("cells", {}))
         hours, adjustment = (dict(summary.get(name, {})) for name in ("hours", "adjustment"))
         return cls(hours, adjustment, dict(counts), summary.get("shifted", False))
 
     def document(self) -> dict[str, Any]:
-        """The balance as the next run takes it up."""
+        """Return the balance for the summary of this run."""
         return {
             "hours": self.hours,
             "adjustment": self.adjustment,
             "record_counts": self.record_counts,
-            "shifted": self.shifted,
+            "shifted": self.evidence_changed,
         }
 
     def open_hours(self) -> set[str]:
-        """Hours in which time alone may change a verdict."""
+        """Return the hours with verdicts that may change by time alone."""
         return {hour for hour, topics in self.hours.items() if any(counts.get("open") for counts in topics.values())}
 
     def replace(self, hours: Iterable[str], rows: Iterable[Any], double_counted: Iterable[Any] = ()) -> None:
-        """Put freshly counted hours (rows of findings.sums) in the place of what was counted for them.
-
-        `double_counted` is what these rows count a second time.
-        """
+        """Replace the counts of these hours by new ones (rows of findings.sums), less the `double_counted` ones."""
         for hour in hours:
             self.hours.pop(hour, None)
             if hour in self.adjustment:
@@ -69,7 +67,7 @@ class Balance:
         _add(self.hours, double_counted, -1)
 
     def replace_record_counts(self, hours: Iterable[str], rows: Iterable[Any]) -> None:
-        """Put freshly counted records (rows of record_counts) in the place of what was counted for these hours."""
+        """Replace the record counts of these hours by new ones (rows of record_counts)."""
         for hour in hours:
             self.record_counts.pop(hour, None)
         for row in rows:
@@ -77,13 +75,13 @@ class Balance:
             topics.setdefault(row["topic"], {})[str(row["partition"])] = int(row["records"])
 
     def adjust(self, judged_per_hour: Iterable[Any], judged_per_id: Iterable[Any]) -> None:
-        """Have the ids of these rows (findings.sums) count once."""
+        """Make the ids of these rows (findings.sums) count once, not once for each of their hours."""
         self.adjustment = {}
         _add(self.adjustment, judged_per_hour, -1)
         _add(self.adjustment, judged_per_id, 1)
 
     def since(self, first: str) -> ByHour:
-        """Hours from this one on, with the adjustment."""
+        """Return the counts of the hours from this one on, with the adjustment."""
         found: ByHour = {}
         for part in (self.hours, self.adjustment):
             for hour, topics in part.items():
@@ -93,13 +91,13 @@ class Balance:
         return found
 
     def delete_before(self, first: str) -> None:
-        """Drop hours before this one, whatever is open in them."""
+        """Drop the hours before this one, also those with open verdicts."""
         for part in (self.hours, self.adjustment):
             for hour in [hour for hour in part if hour < first]:
                 del part[hour]
 
     def drop_closed_before(self, first: str) -> None:
-        """Drop hours that no report shows any more, but for those with open verdicts."""
+        """Drop the hours before this one, except those with open verdicts."""
         kept = self.open_hours()
         self.hours = {hour: topics for hour, topics in self.hours.items() if hour >= first or hour in kept}
         self.adjustment = {hour: topics for hour, topics in self.adjustment.items() if hour >= first}
@@ -107,7 +105,7 @@ class Balance:
 
 
 def by_topic(hours: ByHour) -> ByTopic:
-    """Sums over hours, by topic in order of name."""
+    """Sum up the hours by topic, in alphabetical order."""
     found: ByTopic = {}
     for topics in hours.values():
         for topic, counts in topics.items():
@@ -116,7 +114,7 @@ def by_topic(hours: ByHour) -> ByTopic:
 
 
 def closed(topics: ByTopic) -> Counts:
-    """The balance over all topics: the names of its line, `phantom` and `records`; CannotRun unless it closes."""
+    """Return the balance over all topics (its line, `phantom` and `records`); CannotRun if the line does not close."""
     total: Counts = {}
     for counts in topics.values():
         _sum(total, counts)
@@ -126,7 +124,7 @@ def closed(topics: ByTopic) -> Counts:
         parts_text = ", ".join(f"{name} {count}" for name, count in line.items())
         raise CannotRun(
             f"the balance does not close: {parts_text}; this is a fault of the audit: keep the lake as it is, open an "
-            "issue, and go on with --lake at a new folder"
+            "issue, and continue with --lake at a new folder"
         )
     return {**line, "phantom": total.get("phantom", 0), "records": total.get("records", 0)}
 
@@ -134,7 +132,7 @@ def closed(topics: ByTopic) -> Counts:
 def _add(hours: ByHour, rows: Iterable[Any], sign: int) -> None:
     for row in rows:
         counts = {name: sign * int(row[name]) for name in SUMS if row[name]}
-        # Spark hands out a timestamp without zone, in the machine's own.
+        # Spark collects a timestamp without zone, in the machine's time zone.
         hour = row["accepted_hour"].astimezone(UTC).strftime(HOUR_FORMAT)
         _sum(hours.setdefault(hour, {}).setdefault(row["topic"], {}), counts)
 

@@ -1,4 +1,4 @@
-"""Why an id was delivered more than once: the cause of each copy after the first."""
+"""The cause of each copy of an id after the first."""
 
 from typing import Final
 
@@ -15,9 +15,11 @@ _WRITER: Final = ("slot", "pid", "epoch", "instance")
 
 
 def ordered() -> Column:
-    """The copies of a row (state.GATHERED) in the order in which they count: those in the ledger first, then by
-    timestamp, topic, partition and offset. Each has `late` (0 in the ledger, 1 not) besides what it had. Derived copies
-    are none of these."""
+    """Return the copies of a row (deliveries.GATHERED) in order, without derived copies.
+
+    Copies in the ledger come first, then by timestamp, topic, partition and offset. Each copy gets `ledger_rank` (0 in
+    the ledger, else 1).
+    """
     entered = F.transform(
         F.filter("coordinates", lambda copy: ~copy["derived"]),
         lambda copy: F.struct(
@@ -29,7 +31,7 @@ def ordered() -> Column:
         F.transform(
             entered,
             lambda pair: F.struct(
-                rule_table.rank(pair["entered"]).alias("late"),
+                rule_table.rank(pair["entered"]).alias("ledger_rank"),
                 *(
                     pair["copy"][name].alias(name)
                     for name in (*rule_table.order(), *_WRITER, "accepted_at", "has_fencepost_header")
@@ -40,7 +42,7 @@ def ordered() -> Column:
 
 
 def explained(copies: Column, key_ttl_ms: int) -> Column:
-    """Copies as `ordered` gives them → the coordinates of a finding, each after the first with its cause."""
+    """Convert copies (from `ordered`) into the coordinates of a finding; each after the first has its cause."""
     return F.transform(
         copies,
         lambda copy, nth: F.struct(
@@ -52,20 +54,22 @@ def explained(copies: Column, key_ttl_ms: int) -> Column:
 
 
 def _cause(copy: Column, earlier: Column, key_ttl_ms: int) -> Column:
-    """The first rule that fits a copy that comes after these."""
-    ours = F.filter(earlier, lambda other: other["has_fencepost_header"])
+    """Return the cause of a copy, by comparison with the `earlier` copies that have Fencepost's header."""
+    with_header = F.filter(earlier, lambda other: other["has_fencepost_header"])
 
     def same(other: Column, *names: str) -> Column:
-        alike = F.lit(True)
+        equal = F.lit(True)
         for name in names:
-            alike = alike & (other[name] == copy[name])
-        return alike
+            equal = equal & (other[name] == copy[name])
+        return equal
 
-    same_producer = F.exists(ours, lambda other: same(other, *rule_table.producer()))
-    apart = F.forall(ours, lambda other: rule_table.is_apart(copy["accepted_at"], other["accepted_at"], key_ttl_ms))
+    same_producer = F.exists(with_header, lambda other: same(other, *rule_table.producer()))
+    past_retention = F.forall(
+        with_header, lambda other: rule_table.is_past_retention(copy["accepted_at"], other["accepted_at"], key_ttl_ms)
+    )
     restart = F.exists(
-        ours,
+        with_header,
         lambda other: rule_table.is_restart(same(other, "slot"), same(other, "instance"), same(other, "pid", "epoch")),
     )
-    foreign = rule_table.is_foreign(copy["has_fencepost_header"], same_producer, copy["late"])
-    return rule_table.cause(foreign, same_producer, rule_table.is_expired(ours, apart), restart)
+    foreign = rule_table.is_foreign(copy["has_fencepost_header"], same_producer, copy["ledger_rank"])
+    return rule_table.cause(foreign, same_producer, rule_table.is_expired(with_header, past_retention), restart)

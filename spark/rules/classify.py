@@ -1,4 +1,4 @@
-"""Rows of the state → what is to be said of each id: its place in the balance, and what is missing or unproven."""
+"""Classify ids: the category of each in the balance, and its claims that are lost, pending or unprovable."""
 
 import json
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from service.contract import Guarantee
 from spark import rule_table
 from spark.reading.decode import EVENT, REJECT, hash_of
 from spark.reading.planning import DATA, LEDGER, REQUESTS, Plan
-from spark.rule_table import LOST, PENDING, THERE
+from spark.rule_table import LOST, PENDING, PRESENT
 from spark.settings import OFFSETS_MOST, Settings, glob_regex
 from spark.tables import deliveries
 
 CATEGORIES: Final = ("delivered_once", "duplicated", "conflicted", "lost", "pending", "stuck", "unprovable")
-"""Where an accepted id can stand in the balance."""
+"""Categories of accepted ids in the balance."""
 
 _BOUND: Final = (
     "struct<first: bigint, end: bigint, later_end: bigint, recreated_at_ms: bigint, compacted: boolean, "
@@ -29,10 +29,13 @@ _SLOT: Final = "struct<complete_since_ms: bigint, caught_up_run: bigint>"
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a run knows besides the rows, as Spark constants: how far each log was read, and the times to wait."""
+    """What a run knows besides the rows, as Spark constants: how far each log was read, and the timeouts.
+
+    `timeouts_ms` is `max_settle_ms` without the grace.
+    """
 
     frozen_ms: int
-    settle_ms: int
+    max_settle_ms: int
     grace_ms: int
     key_ttl_ms: int
     timeouts_ms: int
@@ -47,17 +50,17 @@ class Evidence:
     without_client_duplicates: Callable[[Column], Column]
     callers: tuple[str, ...]
 
-    def over_ms(self, accepted_ms: Column, seen_ms: Column) -> Column:
-        """`rules.over_ms` with this run's times."""
-        return rule_table.over_ms(accepted_ms, seen_ms, self.settle_ms, self.grace_ms)
+    def settled_at_ms(self, accepted_ms: Column, seen_ms: Column) -> Column:
+        """Return `rule_table.settled_at_ms` with the timeouts of this run."""
+        return rule_table.settled_at_ms(accepted_ms, seen_ms, self.max_settle_ms, self.grace_ms)
 
-    def held_over_ms(self, accepted_ms: Column, seen_ms: Column) -> Column:
-        """`rules.held_over_ms` with this run's times."""
-        return rule_table.held_over_ms(accepted_ms, seen_ms, self.settle_ms)
+    def blocked_settled_at_ms(self, accepted_ms: Column, seen_ms: Column) -> Column:
+        """Return `rule_table.blocked_settled_at_ms` with the timeouts of this run."""
+        return rule_table.blocked_settled_at_ms(accepted_ms, seen_ms, self.max_settle_ms)
 
 
 def gather_evidence(plan: Plan, settings: Settings) -> Evidence:
-    """The constants of a plan, small enough to travel with every task: they grow with the number of partitions."""
+    """Build the constants of a plan; their size grows with the number of partitions, and each task carries them."""
     bounds: dict[str, list[dict[str, Any] | None]] = {}
     for log in plan.of(DATA):
         bounds.setdefault(log.topic, []).append(
@@ -72,7 +75,7 @@ def gather_evidence(plan: Plan, settings: Settings) -> Evidence:
                 "gaps": [
                     {"first": gap.first, "last": gap.last, "cause": gap.cause}
                     for gap in log.gaps
-                    # A gap of the topic's earlier log says nothing of this one.
+                    # Gaps of an earlier topic of that name do not concern the present log.
                     if gap.last > gap.first and gap.seen_ms > log.recreated_at_ms
                 ],
             }
@@ -80,19 +83,19 @@ def gather_evidence(plan: Plan, settings: Settings) -> Evidence:
     ledger, answers = plan.of(LEDGER), plan.of(REQUESTS)
     slots = [{"complete_since_ms": log.complete_since_ms, "caught_up_run": log.caught_up_run} for log in ledger]
     globs, unwanted = settings.options.topics, plan.unwanted
-    wanted = f"^(?:{glob_regex(globs)})$"
+    pattern = f"^(?:{glob_regex(globs)})$"
 
     def audited(topic: Column) -> Column:
         if globs:
-            return topic.rlike(wanted)
+            return topic.rlike(pattern)
         return ~topic.isin(unwanted) if unwanted else F.lit(True)
 
     return Evidence(
         frozen_ms=plan.frozen_ms,
-        settle_ms=settings.settle_ms,
+        max_settle_ms=settings.max_settle_ms,
         grace_ms=settings.grace_ms,
         key_ttl_ms=settings.key_ttl_ms,
-        timeouts_ms=settings.settle_ms - settings.grace_ms,
+        timeouts_ms=settings.max_settle_ms - settings.grace_ms,
         bounds=F.from_json(F.lit(json.dumps(bounds)), f"map<string, array<{_BOUND}>>"),
         slots=F.from_json(F.lit(json.dumps(slots)), f"array<{_SLOT}>"),
         ledger_decided_until_ms=min((log.decided_until_ms for log in ledger), default=plan.frozen_ms),
@@ -100,66 +103,68 @@ def gather_evidence(plan: Plan, settings: Settings) -> Evidence:
         answers_decided_until_ms=min((log.decided_until_ms for log in answers), default=plan.frozen_ms),
         audited=audited,
         idempotent=_idempotent(plan),
-        derived=_ruled(plan, lambda name: settings.rules.rule(name).derived),
-        without_client_duplicates=_ruled(plan, lambda name: not settings.rules.rule(name).client_duplicates),
+        derived=_has_property(plan, lambda name: settings.rules.rule(name).derived),
+        without_client_duplicates=_has_property(plan, lambda name: not settings.rules.rule(name).client_duplicates),
         callers=("", *(caller.name for caller in settings.rules.callers)),
     )
 
 
 def _idempotent(plan: Plan) -> Column:
-    """Which offsets of each topic's partitions have that guarantee, also of those that are gone: what was written to
-    them is still classified."""
+    """Return the offsets with the guarantee `idempotent`, by topic and partition.
+
+    Deleted topics are included, since what was written to them is still classified.
+    """
     topics: dict[str, list[list[dict[str, int]]]] = {}
     for log in sorted((log for log in plan.logs if log.role == DATA), key=lambda log: log.topic_partition):
-        starts = [*(one.first for one in log.guarantees), OFFSETS_MOST]
+        starts = [*(guarantee.first for guarantee in log.guarantees), OFFSETS_MOST]
         spans = [
-            {"first": one.first, "end": end}
-            for one, end in zip(log.guarantees, starts[1:], strict=True)
-            if one.guarantee == Guarantee.IDEMPOTENT.value
+            {"first": guarantee.first, "end": end}
+            for guarantee, end in zip(log.guarantees, starts[1:], strict=True)
+            if guarantee.guarantee == Guarantee.IDEMPOTENT.value
         ]
         partitions = topics.setdefault(log.topic, [])
         partitions += [[] for _ in range(log.partition - len(partitions))] + [spans]
-    some = {topic: partitions for topic, partitions in topics.items() if any(partitions)}
-    return F.from_json(F.lit(json.dumps(some)), "map<string, array<array<struct<first: bigint, end: bigint>>>>")
+    with_spans = {topic: partitions for topic, partitions in topics.items() if any(partitions)}
+    return F.from_json(F.lit(json.dumps(with_spans)), "map<string, array<array<struct<first: bigint, end: bigint>>>>")
 
 
-def _ruled(plan: Plan, rule: Callable[[str], bool]) -> Callable[[Column], Column]:
-    """Whether a topic of the plan is one of which the rules say so."""
+def _has_property(plan: Plan, rule: Callable[[str], bool]) -> Callable[[Column], Column]:
+    """Return a condition on a topic of the plan: the rules have the property `rule` for the topic's name."""
     names = [name for name in sorted({log.topic for log in plan.logs}) if rule(name)]
     return lambda topic: topic.isin(names) if names else F.lit(False)
 
 
 def classify(rows: DataFrame, evidence: Evidence) -> DataFrame:
-    """deliveries.GATHERED → the same rows of audited topics, with
+    """Classify rows (deliveries.GATHERED) of audited topics. Adds the columns
 
-    `copies_count bigint` (of the id's records those that are no derived copies),
-    `accepted boolean`, `category string` (of CATEGORIES; null where not accepted),
-    `missing array<struct<fate, topic, partition, offset, source>>` (claimed places that are not simply there),
+    `copies_count bigint` (the id's records without derived copies),
+    `accepted boolean`, `category string` (of CATEGORIES; null if not accepted),
+    `missing array<struct<outcome, topic, partition, offset, source>>` (claims whose record is not present),
     `phantom string` (`phantom`, `evidence_gap`, `pending` or null),
-    `open boolean` (time alone may change the verdict).
+    `open boolean` (the verdict may change by time alone).
     """
     classified = (
-        rows.where(_concerned(evidence))
+        rows.where(_names_audited_topic(evidence))
         .withColumn("missing", F.when(F.col("is_clean") == 0, _missing(evidence)))
         .withColumn("phantom", _phantom(evidence))
         .withColumn("copies_count", F.col("count") - F.col("derived"))
-        .withColumn("conflicting", (F.col("copies_count") > 1) & (F.size("fingerprints") > 1) & _differ())
+        .withColumn("conflicting", (F.col("copies_count") > 1) & (F.size("fingerprints") > 1) & _fingerprints_differ())
         .withColumn("accepted", _accepted())
     )
-    fate = classified.withColumn("category", F.when(F.col("accepted"), _category(evidence)))
-    waits = F.coalesce(F.exists("missing", lambda claim: claim["fate"] == PENDING), F.lit(False))
-    return fate.withColumn(
+    with_category = classified.withColumn("category", F.when(F.col("accepted"), _category(evidence)))
+    has_pending_claim = F.coalesce(F.exists("missing", lambda claim: claim["outcome"] == PENDING), F.lit(False))
+    return with_category.withColumn(
         "open",
         F.coalesce(F.col("category") == PENDING, F.lit(False))
         | F.coalesce(F.col("phantom") == PENDING, F.lit(False))
-        | waits,
+        | has_pending_claim,
     )
 
 
 def classify_clean(rows: DataFrame, evidence: Evidence) -> DataFrame:
-    """deliveries.ROW of clean rows, and of records without id → the columns that findings.sums counts.
+    """Classify clean rows, and rows of records without id: deliveries.ROW → the columns that findings.sums counts.
 
-    For a clean row these are what `classify` gives, unless the id has another row.
+    For a clean row the result is that of `classify`, unless the id has another row.
     """
     claimed = (F.col("kind") == EVENT) & ((F.col("entries_count") > 0) | (F.col("answered_201") > 0))
     return rows.where(evidence.audited(F.col("topic")) | (F.col("kind") == REJECT)).select(
@@ -173,89 +178,98 @@ def classify_clean(rows: DataFrame, evidence: Evidence) -> DataFrame:
     )
 
 
-def _concerned(evidence: Evidence) -> Column:
-    """Whether a row names a topic that is audited: its first one, or any."""
+def _names_audited_topic(evidence: Evidence) -> Column:
+    """Check whether any topic of a row is audited: the first one, or one in its lists."""
     return evidence.audited(F.col("topic")) | F.exists(
         F.concat(*(F.col(name)["topic"] for name in ("coordinates", "entries", "answered"))), evidence.audited
     )
 
 
 def _missing(evidence: Evidence) -> Column:
-    """The places that entries and 201s claim, each once, without those that hold a copy of the id."""
+    """Return the distinct claims of ledger entries and 201s, without those whose record is present."""
 
-    def claims(places: Column | str, source: str) -> Column:
+    def claims(listed: Column | str, source: str) -> Column:
         return F.transform(
-            places,
+            listed,
             lambda claim: F.struct(
-                _fate(claim, evidence).alias("fate"),
+                _outcome(claim, evidence).alias("outcome"),
                 *(claim[name].alias(name) for name in ("topic", "partition", "offset")),
                 F.lit(source).alias("source"),
             ),
         )
 
-    def is_said_twice(answer: Column) -> Column:
-        return rule_table.is_said_twice(F.exists("entries", lambda entry: deliveries.same_coordinates(answer, entry)))
+    def is_duplicate_claim(answer: Column) -> Column:
+        return rule_table.is_duplicate_claim(
+            F.exists("entries", lambda entry: deliveries.same_coordinates(answer, entry))
+        )
 
-    unentered = F.filter("answered", lambda answer: ~is_said_twice(answer))
-    every = rule_table.promises(claims("entries", "ledger"), claims(unentered, "answer"))
-    return F.filter(F.array_distinct(every), lambda claim: claim["fate"] != THERE)
+    unentered = F.filter("answered", lambda answer: ~is_duplicate_claim(answer))
+    claimed = rule_table.all_claims(claims("entries", "ledger"), claims(unentered, "answer"))
+    return F.filter(F.array_distinct(claimed), lambda claim: claim["outcome"] != PRESENT)
 
 
-def _fate(claim: Column, evidence: Evidence) -> Column:
-    """THERE, LOST, PENDING, or why it cannot be proven: `topic_gone`, `below_start`, `retention`, `truncated`,
-    `recreated`, `compacted`."""
+def _outcome(claim: Column, evidence: Evidence) -> Column:
+    """Return the outcome of a claim: PRESENT, LOST, PENDING, or the cause of a gap (`topic_gone`, `below_start`,
+    `retention`, `truncated`, `recreated`, `compacted`)."""
     bound = F.get(F.try_element_at(evidence.bounds, claim["topic"]), claim["partition"])
     offset = claim["offset"]
-    over_ms = evidence.over_ms(claim["accepted_ms"], claim["seen_ms"])
-    ripe = rule_table.is_ripe(over_ms, evidence.frozen_ms)
+    settled_at_ms = evidence.settled_at_ms(claim["accepted_ms"], claim["seen_ms"])
+    settled = rule_table.is_settled(settled_at_ms, evidence.frozen_ms)
     beyond = rule_table.is_beyond(offset, bound["end"])
-    held = F.exists("coordinates", lambda copy: deliveries.same_coordinates(copy, claim))
-    # Copies beyond the cap have left no coordinates: the place may be among them.
+    has_copy = F.exists("coordinates", lambda copy: deliveries.same_coordinates(copy, claim))
+    # Copies beyond the cap have no coordinates, and the claimed record may be one of them.
     capped = F.col("count") > F.size("coordinates")
     gaps = F.filter(bound["gaps"], lambda gap: rule_table.is_in_gap(offset, gap["first"], gap["last"]))
-    return rule_table.fate(
-        there=held | capped | ~evidence.audited(claim["topic"]),
-        no_log=F.when(bound.isNull(), rule_table.of_no_log(ripe)),
-        anew=rule_table.is_of_another_life(
+    return rule_table.outcome(
+        present=has_copy | capped | ~evidence.audited(claim["topic"]),
+        no_log=F.when(bound.isNull(), rule_table.outcome_without_log(settled)),
+        recreated=rule_table.is_of_earlier_topic(
             claim["topic_id_hash"],
             hash_of(bound["topic_id"]),
             claim["seen_ms"],
             bound["recreated_at_ms"],
             bound["first_record_ms"],
-            ripe,
+            settled,
         ),
         below=rule_table.is_below(offset, bound["first"]),
         gap=F.get(gaps, F.lit(0))["cause"],
-        waiting=rule_table.is_waiting(
+        not_yet_read=rule_table.is_not_yet_read(
             beyond, claim["was_past_end"], rule_table.is_past_end(offset, bound["later_end"])
         ),
-        ripe=ripe,
-        taken=rule_table.is_compacted(bound["compacted"], claim["was_past_end"]),
+        settled=settled,
+        compacted=rule_table.is_compacted(bound["compacted"], claim["was_past_end"]),
     )
 
 
 def _phantom(evidence: Evidence) -> Column:
-    """`phantom` where nothing tells of a copy with our header; `pending` until what would tell is read to a record that
-    is younger than the copy may be; `evidence_gap` where that is not known as far back, or not at all."""
-    ours = F.filter("coordinates", lambda copy: copy["has_fencepost_header"] & ~copy["derived"])
-    first = F.get(ours, F.lit(0))
+    """Classify an id by its first copy with Fencepost's header, if no claim covers that copy; else null.
+
+    `pending` until ledger (or journal, for `idempotent` topics) is read past the time at which the copy was settled;
+    `evidence_gap` if ledger or journal is not complete back to the copy's acceptance, or missing; else `phantom`.
+    """
+    with_header = F.filter("coordinates", lambda copy: copy["has_fencepost_header"] & ~copy["derived"])
+    first = F.get(with_header, F.lit(0))
     slot = F.get(evidence.slots, first["slot"])
     spans = F.get(F.try_element_at(evidence.idempotent, first["topic"]), first["partition"])
     inside = F.exists(spans, lambda span: rule_table.is_within(first["offset"], span["first"], span["end"]))
     idempotent = F.coalesce(inside, F.lit(False))
-    named = F.exists("answered", lambda answer: F.exists(ours, lambda copy: deliveries.same_coordinates(copy, answer)))
-    unheard = rule_table.is_unheard(F.col("entries_count"), named, idempotent, _sum(*rule_table.HEARD) > 0)
+    named = F.exists(
+        "answered", lambda answer: F.exists(with_header, lambda copy: deliveries.same_coordinates(copy, answer))
+    )
+    unclaimed = rule_table.is_unclaimed(F.col("entries_count"), named, idempotent, _sum(*rule_table.ANSWER_COUNTS) > 0)
     complete_since_ms = F.when(idempotent, evidence.answers_complete_since_ms).otherwise(slot["complete_since_ms"])
-    # The journal may come long after a copy; a ledger entry comes with it.
+    # An answer may be journaled long after its copy was written; a ledger entry is committed with its copy.
     decided_until_ms = F.when(idempotent, evidence.answers_decided_until_ms).otherwise(evidence.frozen_ms)
-    # A timestamp that cannot be meant says nothing: then it is the last evidence, that of the run that read it.
-    unmeant = rule_table.is_ahead(first["timestamp"], evidence.frozen_ms)
-    times = first["accepted_at"], F.when(unmeant, F.col("last_ms")).otherwise(first["timestamp"])
-    over_ms = F.when(idempotent, evidence.held_over_ms(*times)).otherwise(evidence.over_ms(*times))
-    unread = ~idempotent & F.coalesce(rule_table.is_unread(F.col("run"), slot["caught_up_run"]), F.lit(False))
+    # An implausible timestamp is replaced by the time of the last evidence: that of the run that read the copy.
+    implausible = rule_table.is_ahead(first["timestamp"], evidence.frozen_ms)
+    times = first["accepted_at"], F.when(implausible, F.col("last_ms")).otherwise(first["timestamp"])
+    settled_at_ms = F.when(idempotent, evidence.blocked_settled_at_ms(*times)).otherwise(evidence.settled_at_ms(*times))
+    ledger_behind = ~idempotent & F.coalesce(
+        rule_table.is_ledger_behind(F.col("run"), slot["caught_up_run"]), F.lit(False)
+    )
     return F.when(
-        (F.col("with_header") > 0) & unheard,
-        F.when(unread | rule_table.is_undecided(over_ms, decided_until_ms), PENDING)
+        (F.col("with_header") > 0) & unclaimed,
+        F.when(ledger_behind | rule_table.is_undecided(settled_at_ms, decided_until_ms), PENDING)
         .when(
             rule_table.is_before_evidence(complete_since_ms, first["accepted_at"], first["timestamp"]), "evidence_gap"
         )
@@ -263,64 +277,68 @@ def _phantom(evidence: Evidence) -> Column:
     )
 
 
-def _differ() -> Column:
-    """Whether the copies have more than one fingerprint.
+def _fingerprints_differ() -> Column:
+    """Check whether the copies have more than one fingerprint.
 
-    A copy without our header has several: as if it had been asked for without a partition (`fingerprint`), and those in
-    `alternative_fingerprints`. Where one of them is that of a copy with our header, it is the same request.
+    A copy without Fencepost's header has several possible ones: that of a request without a partition (`fingerprint`),
+    and those in `alternative_fingerprints`. If a copy with the header has one of them, both are the same request.
     """
-    known = F.transform(
-        F.filter("fingerprints", lambda one: one["alternative_fingerprints"].isNull()), lambda one: one["fingerprint"]
+    of_headers = F.transform(
+        F.filter("fingerprints", lambda copy: copy["alternative_fingerprints"].isNull()),
+        lambda copy: copy["fingerprint"],
     )
 
-    def meant_by(one: Column) -> Column:
+    def request_fingerprint(copy: Column) -> Column:
         same = F.filter(
-            deliveries.each_fingerprint(one["alternative_fingerprints"]),
-            lambda other: rule_table.is_same_request(known, other),
+            deliveries.each_fingerprint(copy["alternative_fingerprints"]),
+            lambda other: rule_table.is_same_request(of_headers, other),
         )
-        return F.coalesce(F.get(same, F.lit(0)), one["fingerprint"])
+        return F.coalesce(F.get(same, F.lit(0)), copy["fingerprint"])
 
-    meant = F.transform("fingerprints", meant_by)
-    return F.size(F.array_distinct(meant)) > 1
+    requests = F.transform("fingerprints", request_fingerprint)
+    return F.size(F.array_distinct(requests)) > 1
 
 
 def _accepted() -> Column:
+    """Return `rule_table.is_accepted` of a row."""
     return rule_table.is_accepted(
         promised=_sum("entries_count", "answered_201"),
         answered_202=F.col("answered_202"),
         answered_504=F.col("answered_504"),
-        taken_back=rule_table.takes_back(F.col("freed_ms"), F.col("in_doubt_ms")),
+        freed=rule_table.is_freed(F.col("freed_ms"), F.col("in_doubt_ms")),
         elsewhere=F.col("elsewhere"),
-        ours=F.col("with_header"),
+        with_header=F.col("with_header"),
     )
 
 
 def _category(evidence: Evidence) -> Column:
-    """Where an accepted id stands: the first place that fits, as the balance has one for each, whatever is found of
-    it."""
+    """Return the category of an accepted id. The balance counts an id in one category, whatever findings it has."""
 
-    def some(*fates: str) -> Column:
-        return F.coalesce(F.exists("missing", lambda claim: claim["fate"].isin(*fates)), F.lit(False))
+    def has_outcome(*outcomes: str) -> Column:
+        return F.coalesce(F.exists("missing", lambda claim: claim["outcome"].isin(*outcomes)), F.lit(False))
 
-    # Where nobody named a place: what is known is a 202 or a 504, and that it is not in the data.
+    # These times decide for an id without claims: it was answered 202 or 504, and is not in the data.
     times = F.col("accepted_ms"), F.coalesce(F.col("in_doubt_ms"), F.col("last_ms"))
-    decided_until_ms = rule_table.decided_by(evidence.ledger_decided_until_ms, evidence.answers_decided_until_ms)
-    longer = rule_table.waits_longer(decided_until_ms, evidence.frozen_ms)
-    over_ms = evidence.held_over_ms(*times) if longer else evidence.over_ms(*times)
+    decided_until_ms = rule_table.both_decided_until(
+        evidence.ledger_decided_until_ms, evidence.answers_decided_until_ms
+    )
+    blocked = rule_table.is_blocked(decided_until_ms, evidence.frozen_ms)
+    settled_at_ms = evidence.blocked_settled_at_ms(*times) if blocked else evidence.settled_at_ms(*times)
     classified = rule_table.category(
-        lost=some(LOST),
+        lost=has_outcome(LOST),
         conflicting=F.col("conflicting"),
         copies=F.col("copies_count"),
-        pending=some(PENDING),
-        unproven=F.coalesce(F.exists("missing", lambda claim: ~claim["fate"].isin(LOST, PENDING)), F.lit(False)),
-        ours=_sum("with_header", "entries_count", "answered_201"),
+        pending=has_outcome(PENDING),
+        unproven=F.coalesce(F.exists("missing", lambda claim: ~claim["outcome"].isin(LOST, PENDING)), F.lit(False)),
+        settling=_sum("with_header", "entries_count", "answered_201"),
         answered_201=F.col("answered_201"),
-        undecided=rule_table.is_undecided(over_ms, decided_until_ms),
+        undecided=rule_table.is_undecided(settled_at_ms, decided_until_ms),
     )
     return F.when(F.col("is_clean") == 1, "delivered_once").otherwise(classified)
 
 
 def _sum(*names: str) -> Column:
+    """Add up columns."""
     total = F.lit(0)
     for name in names:
         total = total + F.col(name)

@@ -1,4 +1,4 @@
-"""The pass over all ids: what no single hour shows. It reads narrow columns only, however long the history."""
+"""The pass over all ids, for findings over several hours. Reads narrow columns only, over the whole history."""
 
 from collections.abc import Callable, Iterable
 from typing import Final
@@ -14,28 +14,28 @@ from spark.rules import findings
 from spark.rules.classify import Evidence
 from spark.tables import deliveries, hours, lake
 
-# Pairs of hours that are asked for to prune by; with more of them nearly every hour is one of them.
+# Spans of hours by which files are pruned; with more spans nearly every hour is in one of them.
 SPANS_MAX: Final = 10_000
-# Spans over several hours are a condition each, of which Spark compiles some hundred and no more.
+# Each span of several hours is one condition, and Spark cannot compile many more than this in one expression.
 WIDE_MAX: Final = 100
 
 _WRITER: Final = ("slot", "pid", "epoch", "instance")
 
 
 def repeated(rows: DataFrame) -> DataFrame:
-    """deliveries.ROW → `id, first timestamp, last timestamp` of events with several rows, and their hours."""
+    """Find the ids of events with several rows: deliveries.ROW → `id, first timestamp, last timestamp` (hours)."""
     return _multi_row(rows.where(F.col("kind") == EVENT), "id")
 
 
 def _multi_row(rows: DataFrame, name: str) -> DataFrame:
-    """What several rows have in the column `name`, with the first and the last hour of these rows."""
+    """Find the values of the column `name` that several rows share, with the first and last hour of these rows."""
     hour = F.col("accepted_hour")
     counted = rows.groupBy(name).agg(F.count("*").alias("rows"), F.min(hour).alias("first"), F.max(hour).alias("last"))
     return counted.where("rows > 1").select(name, "first", "last")
 
 
 def spans_of(multi_row_ids: DataFrame) -> list[tuple[str, str]]:
-    """What `repeated` or `retried` gives → between which hours (`yyyy-MM-dd HH:mm:ss`) any of these lie."""
+    """Collect the spans of hours (`yyyy-MM-dd HH:mm:ss`) of rows of `repeated` or `retried`, overlaps joined."""
     named = [F.date_format(end, hours.FORMAT).alias(end) for end in ("first", "last")]
     found = multi_row_ids.select(*named).distinct().limit(SPANS_MAX).collect()
     if len(found) == SPANS_MAX:
@@ -45,15 +45,15 @@ def spans_of(multi_row_ids: DataFrame) -> list[tuple[str, str]]:
 
 
 def rows_of(rows: DataFrame, multi_row_ids: DataFrame, spans: Iterable[tuple[str, str]]) -> DataFrame:
-    """The deliveries.ROWs of these ids (as `repeated` names them), which lie in these hours only."""
+    """Return the deliveries.ROWs of these ids (from `repeated`), whose rows all lie in these spans."""
     events = rows.where((F.col("kind") == EVENT) & _within(spans))
     return events.join(multi_row_ids.select("id"), "id", "left_semi").select(*deliveries.ROW)
 
 
 def _within(spans: Iterable[tuple[str, str]]) -> Column:
-    """The condition that a row lies in one of these spans, with literals: Delta reads no other hour for it.
+    """Return the condition that a row is in one of these spans, with literals, by which Delta prunes its files.
 
-    Most spans are of one hour, and there may be thousands: these are one list, as a chain is too deep for Spark.
+    Most spans are single hours, possibly thousands, and go into one IN list: a chain of ORs is too deep for Spark.
     """
     single: list[str] = []
     wide: list[str] = []
@@ -66,7 +66,7 @@ def _within(spans: Iterable[tuple[str, str]]) -> Column:
 
 
 def _joined(spans: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Spans of hours, those that overlap made one; where too many are wide, one from the first to the last of these."""
+    """Join overlapping spans of hours; with more than WIDE_MAX wide spans, all wide ones become a single span."""
     found: list[tuple[str, str]] = []
     for first, last in sorted(spans):
         if found and first <= found[-1][1]:
@@ -78,7 +78,7 @@ def _joined(spans: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def superseded(judged_per_id: DataFrame) -> DataFrame:
-    """Judged rows, one an id → lake.FINDING without kind: what the hours found about these ids holds no more."""
+    """Revoke the findings of single hours about these ids: classified rows, one an id → lake.FINDING without kind."""
     return judged_per_id.select(
         *(
             {
@@ -96,11 +96,12 @@ def superseded(judged_per_id: DataFrame) -> DataFrame:
 
 
 def misnamed(rows: DataFrame, run: int) -> DataFrame | None:
-    """deliveries.ROW → `accepted_hour, id, topic, partition, offset, named`: records with a bare key that are copies of
-    another id's record; None where there are none that this run did not know before.
+    """Find records with only a key that are copies of an event with another id.
 
-    A bare key says neither whose it is nor, if an atomic batch's, which member's. The event with the same key and
-    fingerprint in the same topic does. Where its own id (the key's in the empty scope) has such an event, it keeps it.
+    deliveries.ROW → `accepted_hour, id, topic, partition, offset, named`; None if this run read no candidate.
+    A key alone identifies neither the caller nor the member of an atomic batch; the event with the same key and
+    fingerprint in the same topic does. If an event with the record's present id (the key in the empty scope) matches,
+    the record keeps that id.
     """
     events = rows.where((F.col("kind") == EVENT) & (F.col("count") > 0) & F.col("key").isNotNull())
     bare = (
@@ -111,13 +112,15 @@ def misnamed(rows: DataFrame, run: int) -> DataFrame | None:
     new = F.col("run") == run
     flags = {
         "bare": bare,
-        "ours": F.col("has_fencepost_header"),
+        "with_header": F.col("has_fencepost_header"),
         "new_bare": bare & new,
-        "new_ours": F.col("has_fencepost_header") & new,
+        "new_with_header": F.col("has_fencepost_header") & new,
     }
     by_topic = events.groupBy("topic").agg(*(F.max(flag).alias(name) for name, flag in flags.items())).collect()
     topics = [
-        one["topic"] for one in by_topic if (one["new_bare"] and one["ours"]) or (one["new_ours"] and one["bare"])
+        row["topic"]
+        for row in by_topic
+        if (row["new_bare"] and row["with_header"]) or (row["new_with_header"] and row["bare"])
     ]
     if not topics:
         return None
@@ -125,39 +128,39 @@ def misnamed(rows: DataFrame, run: int) -> DataFrame | None:
     may_be = F.concat(
         F.array("fingerprint"), F.coalesce(deliveries.each_fingerprint(F.col("alternative_fingerprints")), F.array())
     )
-    place = ("accepted_hour", "id", "topic", "partition", "offset")
-    copies = concerned.where(bare).select(*place, "key", F.explode(may_be).alias("fingerprint"))
+    row_key = ("accepted_hour", "id", "topic", "partition", "offset")
+    copies = concerned.where(bare).select(*row_key, "key", F.explode(may_be).alias("fingerprint"))
     named = concerned.where("has_fencepost_header").select(
         "topic", "key", "fingerprint", "accepted_ms", F.col("id").alias("named")
     )
     first = F.min(F.struct((F.col("named") != F.col("id")).alias("other"), "accepted_ms", "named")).alias("first")
     return (
         copies.join(named, ["topic", "key", "fingerprint"])
-        .groupBy(*place)
+        .groupBy(*row_key)
         .agg(first)
         .where("first.other")
-        .select(*place, "first.named")
+        .select(*row_key, "first.named")
     )
 
 
 def known_elsewhere(rows: DataFrame, run: int) -> DataFrame | None:
-    """deliveries.ROW → `accepted_hour, id, elsewhere, freed_ms` of ids answered 202 or 504 without a place, where rows
-    of other hours know more than these rows; None where there is nothing that this run did not know before.
+    """Find ids answered 202 or 504 without an offset that rows of other hours settle or free.
 
-    Such an answer may lie in another hour than the acceptance that it is about: its request came later.
+    deliveries.ROW → `accepted_hour, id, elsewhere, freed_ms`; None if this run read no such answer or row. Such an
+    answer may count in another hour than the acceptance of its event, since a retry's request is received later.
     """
     events = rows.where(F.col("kind") == EVENT)
     in_doubt = events.where(f"is_clean = 0 AND offset IS NULL AND {deliveries.IN_DOUBT}")
     newest = in_doubt.agg(F.max("run")).collect()[0][0]
     if newest is None:
         return None
-    telling = events if newest == run else events.where(F.col("run") == run)
-    tells = rule_table.tells(F.col("has_fencepost_header"), F.col("entries_count"), F.col("answered_201"))
-    others = telling.select(
-        "id", F.col("accepted_hour").alias("hour"), tells.alias("tells"), F.col("freed_ms").alias("freed")
-    ).where("tells OR freed IS NOT NULL")
-    hour = ("accepted_hour", "id")
-    here = in_doubt.groupBy(*hour).agg(
+    candidates = events if newest == run else events.where(F.col("run") == run)
+    settles = rule_table.settles_doubt(F.col("has_fencepost_header"), F.col("entries_count"), F.col("answered_201"))
+    others = candidates.select(
+        "id", F.col("accepted_hour").alias("hour"), settles.alias("settles"), F.col("freed_ms").alias("freed")
+    ).where("settles OR freed IS NOT NULL")
+    by_hour = ("accepted_hour", "id")
+    here = in_doubt.groupBy(*by_hour).agg(
         F.coalesce(F.max("elsewhere"), F.lit(False)).alias("was_elsewhere"),
         F.max("freed_ms").alias("was_freed"),
         F.max("in_doubt_ms").alias("in_doubt_ms"),
@@ -165,25 +168,25 @@ def known_elsewhere(rows: DataFrame, run: int) -> DataFrame | None:
     found = (
         others.join(F.broadcast(here), "id")
         .where("hour != accepted_hour")
-        .groupBy(*hour, "was_elsewhere", "was_freed", "in_doubt_ms")
-        .agg(F.max("tells").alias("tells"), F.max("freed").alias("freed"))
+        .groupBy(*by_hour, "was_elsewhere", "was_freed", "in_doubt_ms")
+        .agg(F.max("settles").alias("settles"), F.max("freed").alias("freed"))
     )
-    freed = F.greatest("was_freed", F.when(rule_table.takes_back(F.col("freed"), F.col("in_doubt_ms")), F.col("freed")))
+    freed = F.greatest("was_freed", F.when(rule_table.is_freed(F.col("freed"), F.col("in_doubt_ms")), F.col("freed")))
     updated = found.select(
-        *hour,
-        (F.col("was_elsewhere") | F.col("tells")).alias("elsewhere"),
+        *by_hour,
+        (F.col("was_elsewhere") | F.col("settles")).alias("elsewhere"),
         freed.alias("freed_ms"),
         "was_elsewhere",
         "was_freed",
     )
-    more = (F.col("elsewhere") != F.col("was_elsewhere")) | ~F.col("freed_ms").eqNullSafe(F.col("was_freed"))
-    return updated.where(more).select(*hour, "elsewhere", "freed_ms")
+    changed = (F.col("elsewhere") != F.col("was_elsewhere")) | ~F.col("freed_ms").eqNullSafe(F.col("was_freed"))
+    return updated.where(changed).select(*by_hour, "elsewhere", "freed_ms")
 
 
-def _accepted(evidence: Evidence) -> Column:
-    """Whether a deliveries.ROW may be a client's retry: an event with a record key that the ledger or a 201 names.
+def _may_be_retry(evidence: Evidence) -> Column:
+    """Check whether a deliveries.ROW may be a client's retry: an event with a record key, named by the ledger or a 201.
 
-    Values without a record key (a reading, a counter) repeat without being retries.
+    Values without a record key (a sensor reading, a counter) often repeat without being retries.
     """
     claimed = F.col("entries_count") + F.col("answered_201") > 0
     event = (F.col("kind") == EVENT) & F.col("has_fencepost_header") & F.col("record_key_hash").isNotNull() & claimed
@@ -195,20 +198,21 @@ def _accepted(evidence: Evidence) -> Column:
 
 
 def retried(rows: DataFrame, evidence: Evidence) -> DataFrame:
-    """deliveries.ROW → `fingerprint, first timestamp, last timestamp` that several rows have, and their hours."""
-    return _multi_row(rows.where(_accepted(evidence)), "fingerprint")
+    """Find fingerprints of several rows: deliveries.ROW → `fingerprint, first timestamp, last timestamp` (hours)."""
+    return _multi_row(rows.where(_may_be_retry(evidence)), "fingerprint")
 
 
 def client_duplicates(
     rows: DataFrame, retried_fingerprints: DataFrame, spans: Iterable[tuple[str, str]], evidence: Evidence
 ) -> DataFrame:
-    """deliveries.ROW → lake.FINDING: other ids of one caller with the same fingerprint, accepted one after the other
-    within the retention, with nothing else written for their record key in between.
+    """Find requests that a client sent under several keys: deliveries.ROW → lake.FINDING.
 
-    `retried_fingerprints` is what `retried` gives of the rows, `spans` their hours: no other hour is read.
+    These are different ids of one caller with the same fingerprint, accepted within the key retention of each other,
+    with no other record of their record key in between. `retried_fingerprints` are from `retried`, `spans` their hours;
+    no other hour is read.
     """
-    there = rows.where(_within(spans) & (F.col("count") > 0) & F.col("record_key_hash").isNotNull())
-    marked = there.withColumn("fingerprint", F.when(_accepted(evidence), F.col("fingerprint")))
+    candidates = rows.where(_within(spans) & (F.col("count") > 0) & F.col("record_key_hash").isNotNull())
+    marked = candidates.withColumn("fingerprint", F.when(_may_be_retry(evidence), F.col("fingerprint")))
     keys = (
         marked.join(retried_fingerprints.select("fingerprint"), "fingerprint", "left_semi")
         .select("topic", "record_key_hash")
@@ -219,7 +223,7 @@ def client_duplicates(
     ids = retries.groupBy("fingerprint", "id").agg(F.min(first).alias("first"), F.max("last_ms").alias("last_ms"))
     order = Window.partitionBy("fingerprint").orderBy("accepted_ms", "id")
     numbered = ids.select("fingerprint", "id", "last_ms", "first.*").withColumn("nth", F.row_number().over(order))
-    place = F.struct(
+    copy = F.struct(
         "nth",
         "topic",
         "partition",
@@ -235,7 +239,7 @@ def client_duplicates(
         F.min("topic").alias("topic"),
         F.count("id").alias("count"),
         F.max("last_ms").alias("last_ms"),
-        F.collect_list(F.when(F.col("nth") <= deliveries.COORDINATES_MAX, place)).alias("places"),
+        F.collect_list(F.when(F.col("nth") <= deliveries.COORDINATES_MAX, copy)).alias("copies"),
     )
     return grouped.select(
         F.lit(findings.IDS).alias("scope"),
@@ -250,7 +254,7 @@ def client_duplicates(
         F.lit(None).cast("bigint").alias("first_offset"),
         F.lit(None).cast("bigint").alias("last_offset"),
         "last_ms",
-        F.transform(F.array_sort("places"), lambda one: one.dropFields("nth"))
+        F.transform(F.array_sort("copies"), lambda numbered_copy: numbered_copy.dropFields("nth"))
         .cast(lake.COORDINATES)
         .alias("coordinates"),
         "fingerprint",
@@ -258,14 +262,14 @@ def client_duplicates(
 
 
 def _retries(sequence: DataFrame, evidence: Evidence) -> DataFrame:
-    """All that was written for some record keys → those of it that are one request with the record before or after.
+    """Filter all records of some record keys to those that are one request with the record before or after.
 
-    `fingerprint` is null for what cannot be a retry, and stands between two that can.
+    `fingerprint` is null for a record that cannot be a retry; such a record still separates two others.
     """
-    known = F.filter(F.array(*map(F.lit, evidence.callers)), _is_of)
-    known_callers = sequence.withColumns(
+    callers = F.filter(F.array(*map(F.lit, evidence.callers)), _is_of_caller)
+    with_caller = sequence.withColumns(
         {
-            "caller": F.when(F.col("fingerprint").isNotNull(), F.get(known, F.lit(0))),
+            "caller": F.when(F.col("fingerprint").isNotNull(), F.get(callers, F.lit(0))),
             "asked_ms": F.when(
                 rule_table.is_own_time(F.col("timestamp_ms"), F.col("record_accepted_ms"), evidence.timeouts_ms),
                 F.col("timestamp_ms"),
@@ -276,7 +280,7 @@ def _retries(sequence: DataFrame, evidence: Evidence) -> DataFrame:
         "record_accepted_ms", "timestamp_ms", "partition", "offset"
     )
 
-    def near(step: Callable[[str], Column]) -> Column:
+    def is_retry_of(step: Callable[[str], Column]) -> Column:
         def same(name: str) -> Column:
             return F.col(name) == step(name).over(order)
 
@@ -290,11 +294,11 @@ def _retries(sequence: DataFrame, evidence: Evidence) -> DataFrame:
             same_batch=same("batch_hash"),
         )
 
-    return known_callers.withColumn("near", near(F.lag) | near(F.lead)).where("near")
+    return with_caller.withColumn("retry", is_retry_of(F.lag) | is_retry_of(F.lead)).where("retry")
 
 
-def _is_of(caller: Column) -> Column:
-    """Whether a row's id, or that of its atomic batch, is the one of its key in a caller's scope."""
+def _is_of_caller(caller: Column) -> Column:
+    """Check whether a row's id, or the id of its atomic batch, is that of its key in a caller's scope."""
     id = wire_expressions.sha256_head(
         F.concat(
             wire_expressions.as_binary(caller),

@@ -1,4 +1,4 @@
-"""The findings that stand: those of the lake that hold and lie in the window, each under a name of its own."""
+"""The current findings: findings of the lake that are not revoked and lie in the window, each with a stable id."""
 
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ from spark.rules.findings import CLIENT_DUPLICATE, CONFLICT, DUPLICATE, EVIDENCE
 from spark.tables import hours
 from spark.tables.deliveries import hour_of
 
-# A foreign writer may put anything into the header; a caller's keys end here.
+# The service accepts keys up to this length; a foreign writer may put longer ones into the header.
 KEY_CHARS: Final = 255
 
 FIELDS: Final = (
@@ -32,23 +32,23 @@ FIELDS: Final = (
 """The fields of a finding, in this order. `id` and `fingerprint` are in hexadecimal digits."""
 
 COPIES: Final = (DUPLICATE, CONFLICT)
-"""Kinds whose records are the copies too many."""
+"""Kinds whose records are surplus copies (copies after the first)."""
 
-_PLACES: Final = (UNKEYED, EVIDENCE_GAP)
-_PLACE: Final = ("kind", "cause", "topic", "partition")
+_OF_PARTITIONS: Final = (UNKEYED, EVIDENCE_GAP)
+_PARTITION_KEY: Final = ("kind", "cause", "topic", "partition")
 
 
 def by_hour(findings: DataFrame, since_ms: int) -> DataFrame:
-    """lake.FINDING → those of it that stand; what is found of a partition still hour by hour.
+    """Filter lake.FINDING to current findings; those about partitions are still separate for each hour.
 
-    `since_ms` is where the window begins, and the first hour that the balance counts.
+    `since_ms` is the start of the window, and of the first hour that the balance counts.
     """
     seen = F.col("last_ms") >= since_ms
     counted = F.col("accepted_hour") >= F.timestamp_millis(F.lit(since_ms))
     recent = findings.where(rule_table.is_in_window(seen, counted) & F.col("kind").isNotNull())
-    united = findings.where((F.col("scope") == IDS) & F.col("kind").isNull())
-    passes = united.select("id", F.coalesce("run", F.lit(0)).alias("passed"))
-    over_hours = (F.col("scope") == IDS) | F.col("kind").isin(*_PLACES)
+    revoking = findings.where((F.col("scope") == IDS) & F.col("kind").isNull())
+    passes = revoking.select("id", F.coalesce("run", F.lit(0)).alias("passed"))
+    over_hours = (F.col("scope") == IDS) | F.col("kind").isin(*_OF_PARTITIONS)
     revoked = rule_table.is_revoked(F.coalesce("run", F.lit(0)), F.col("passed"))
     of_hours = recent.where(~over_hours).join(passes, "id", "left")
     of_hours = of_hours.where(F.col("passed").isNull() | ~revoked).select(*recent.columns)
@@ -56,22 +56,22 @@ def by_hour(findings: DataFrame, since_ms: int) -> DataFrame:
 
 
 def by_finding(current: DataFrame) -> DataFrame:
-    """What `by_hour` gives → FIELDS, one row a finding: those of a partition summed over its hours.
+    """Convert current findings (`by_hour`) to FIELDS, one row a finding: those about partitions are summed over hours.
 
-    `finding_id` is the same in every run: `duplicate:<id>`, `client_duplicate:<fingerprint>`, as an id may be among
-    several of these, or `unkeyed::orders:3` for what is found of a partition.
-    An id of which two hours tell apart (only where the pass over ids is left out) keeps what the later one says.
+    `finding_id` is the same in every run: `duplicate:<id>`; `client_duplicate:<fingerprint>`, since an id may be in
+    several of these; `unkeyed::orders:3` for a finding about a partition. If two hours have a finding of one kind about
+    an id (only without the pass over all ids), the later one is kept.
     """
-    of_partitions = F.col("kind").isin(*_PLACES)
+    of_partitions = F.col("kind").isin(*_OF_PARTITIONS)
     single = (
         current.where(~of_partitions)
         .groupBy("kind", F.coalesce("fingerprint", "id").alias("named"))
         .agg(F.max_by(F.struct(*current.columns), F.struct("accepted_hour", "last_ms")).alias("last"))
         .select("last.*")
     )
-    places = (
+    summed = (
         current.where(of_partitions)
-        .groupBy(*_PLACE)
+        .groupBy(*_PARTITION_KEY)
         .agg(
             F.sum("count").alias("count"),
             F.min("first_offset").alias("first_offset"),
@@ -79,15 +79,15 @@ def by_finding(current: DataFrame) -> DataFrame:
         )
     )
     kept = [name for name in current.columns if name in FIELDS]
-    rows = single.select(*kept).unionByName(places, allowMissingColumns=True)
+    rows = single.select(*kept).unionByName(summed, allowMissingColumns=True)
     shown_id, fingerprint = F.lower(F.hex("id")), F.lower(F.hex("fingerprint"))
     severity = F.create_map(*(F.lit(word) for pair in SEVERITIES.items() for word in pair))
-    place = F.concat_ws(":", *(F.coalesce(F.col(name).cast("string"), F.lit("")) for name in _PLACE))
+    partition_key = F.concat_ws(":", *(F.coalesce(F.col(name).cast("string"), F.lit("")) for name in _PARTITION_KEY))
     return rows.select(
-        F.when(F.col("id").isNull(), place)
+        F.when(F.col("id").isNull(), partition_key)
         .otherwise(F.concat_ws(":", "kind", F.coalesce(fingerprint, shown_id)))
         .alias("finding_id"),
-        *_PLACE[:2],
+        *_PARTITION_KEY[:2],
         severity[F.col("kind")].alias("severity"),
         shown_id.alias("id"),
         fingerprint.alias("fingerprint"),
@@ -102,35 +102,37 @@ def by_finding(current: DataFrame) -> DataFrame:
 
 
 def as_json() -> Column:
-    """A row of FIELDS as JSON, nulls included."""
+    """Encode a row of FIELDS as JSON, nulls included."""
     return F.to_json(F.struct(*FIELDS), {"ignoreNullFields": "false"})
 
 
 def in_order(found: DataFrame) -> DataFrame:
-    """FIELDS in an order that does not depend on the run: kinds as in KINDS, then by topic, place, cause, id."""
+    """Sort rows of FIELDS, in the same order in every run: by kind as in KINDS, topic, partition, cause, id."""
     rank = F.array_position(F.array(*(F.lit(name) for name in KINDS)), F.col("kind"))
     return found.orderBy(rank, "topic", "partition", "cause", "id")
 
 
 def causes(found: DataFrame) -> list[dict[str, Any]]:
-    """FIELDS → how many findings there are by kind, topic and cause, and how many copies too many: a bounded number.
+    """Count findings (FIELDS) and their records by kind, topic and cause; the number of rows is bounded.
 
-    A copy too many counts for the topic in which it lies and for its own cause; those of which no coordinates were
-    kept count with their finding.
+    For COPIES the records are the surplus copies. Each counts for its own topic and cause; copies without kept
+    coordinates count with their finding.
     """
     uncounted = F.col("count") - F.size("coordinates")
-    many = F.col("kind").isin(*COPIES)
+    has_copies = F.col("kind").isin(*COPIES)
     each = found.select(
         "kind",
         "topic",
         "cause",
         F.lit(1).alias("findings"),
-        F.when(many, uncounted).otherwise(F.col("count")).alias("records"),
+        F.when(has_copies, uncounted).otherwise(F.col("count")).alias("records"),
     )
-    copies = found.where(many).select("kind", F.explode("coordinates").alias("copy")).where("copy.cause is not null")
-    extra = copies.select("kind", "copy.topic", "copy.cause", F.lit(0).alias("findings"), F.lit(1).alias("records"))
+    copies = (
+        found.where(has_copies).select("kind", F.explode("coordinates").alias("copy")).where("copy.cause is not null")
+    )
+    surplus = copies.select("kind", "copy.topic", "copy.cause", F.lit(0).alias("findings"), F.lit(1).alias("records"))
     summed = (
-        each.unionByName(extra)
+        each.unionByName(surplus)
         .groupBy("kind", "topic", "cause")
         .agg(F.sum("findings").alias("findings"), F.sum("records").alias("records"))
     )
@@ -139,18 +141,19 @@ def causes(found: DataFrame) -> list[dict[str, Any]]:
 
 
 def finding_counts(current: DataFrame, *, partitions: bool) -> DataFrame:
-    """What `by_hour` gives → `hour string, topic, partition, kind, cause, records`: where and when the trouble is.
+    """Count the records of current findings (`by_hour`): → `hour string, topic, partition, kind, cause, records`.
 
-    A copy counts where it lies, in the hour of its timestamp; a missing record where it was promised, and whatever
-    has no place of its own with partition null, in the hour of the acceptance. Without `partitions` every one is null.
+    A copy counts at its own partition, in the hour of its timestamp; a missing record at the claimed partition, and a
+    finding without coordinates with partition null, both in the hour of acceptance. Without `partitions` every
+    partition is null.
     """
     copy = F.col("copy")
-    too_many = F.when(F.col("kind").isin(*COPIES), copy["cause"].isNotNull()).when(
+    counts = F.when(F.col("kind").isin(*COPIES), copy["cause"].isNotNull()).when(
         F.col("kind") == CLIENT_DUPLICATE, F.col("nth") > 0
     )
-    placed = (
+    with_coordinates = (
         current.select("accepted_hour", "kind", "cause", F.posexplode("coordinates").alias("nth", "copy"))
-        .where(F.coalesce(too_many, F.lit(True)))
+        .where(F.coalesce(counts, F.lit(True)))
         .select(
             F.coalesce(hour_of(copy["timestamp"]), F.col("accepted_hour")).alias("hour"),
             copy["topic"].alias("topic"),
@@ -160,7 +163,7 @@ def finding_counts(current: DataFrame, *, partitions: bool) -> DataFrame:
             F.lit(1).cast("bigint").alias("records"),
         )
     )
-    # Those of which no coordinates were kept count where the last kept one lies.
+    # Records without kept coordinates count at the last kept ones.
     last = F.try_element_at("coordinates", F.lit(-1))
     rest = current.select(
         F.coalesce(hour_of(last["timestamp"]), F.col("accepted_hour"), hour_of(F.col("last_ms"))).alias("hour"),
@@ -170,10 +173,10 @@ def finding_counts(current: DataFrame, *, partitions: bool) -> DataFrame:
         "cause",
         (F.col("count") - F.coalesce(F.size("coordinates"), F.lit(0))).alias("records"),
     ).where("records > 0")
-    found = placed.unionByName(rest)
-    where = F.col("partition") if partitions else F.lit(None).cast("int")
+    found = with_coordinates.unionByName(rest)
+    partition = F.col("partition") if partitions else F.lit(None).cast("int")
     return (
-        found.withColumn("partition", where)
+        found.withColumn("partition", partition)
         .groupBy("hour", "topic", "partition", "kind", "cause")
         .agg(F.sum("records").alias("records"))
         .withColumn("hour", hours.as_text(F.col("hour")))

@@ -1,4 +1,4 @@
-"""Judged rows → findings, and their sums by hour and topic."""
+"""Findings from classified rows (classify.classify), and sums by hour and topic for the balance."""
 
 from typing import Final
 
@@ -17,7 +17,7 @@ from spark.tables import lake
 HOUR: Final = "hour"
 IDS: Final = "ids"
 LOG: Final = "log"
-"""Scopes of findings: what they were derived from, and so what replaces them."""
+"""Scopes of findings: the data from which findings were derived, and with which they are replaced."""
 
 DUPLICATE: Final = "duplicate"
 CONFLICT: Final = "conflict"
@@ -36,7 +36,7 @@ SEVERITIES: Final = {
     **dict.fromkeys((DERIVED_COPY, UNKEYED, STUCK, EVIDENCE_GAP), WARNING),
     CLIENT_DUPLICATE: INFORMATION,
 }
-"""How bad a kind is: a promise that did not hold; what somebody has to look at; what only the client can know."""
+"""Severity of each kind: a broken guarantee; a problem for an operator to check; a question for the client."""
 
 SUMS: Final = (
     "ids",
@@ -57,13 +57,13 @@ SUMS: Final = (
     "answered_other",
     "replayed",
 )
-"""Counts by hour and topic. `phantom`: ids that nobody accepted; `unrequested`: delivered ids of which neither the
-ledger nor the answers know, those of topics that others write."""
+"""Counts by hour and topic. `phantom`: phantom ids that were not accepted; `unrequested`: delivered ids without
+Fencepost's header that neither ledger nor answers name, as in topics with other writers."""
 
 
-def suspicious(judged: DataFrame) -> DataFrame:
-    """The judged rows of which something is to be said: few, in a healthy system."""
-    return judged.where(
+def suspicious(classified: DataFrame) -> DataFrame:
+    """Filter classified rows to those with a finding or a pending verdict; few, in a healthy system."""
+    return classified.where(
         (F.col("count") > 1)
         | (F.size("missing") > 0)
         | F.col("phantom").isNotNull()
@@ -72,9 +72,12 @@ def suspicious(judged: DataFrame) -> DataFrame:
 
 
 def of_ids(rows: DataFrame, evidence: Evidence, scope: str) -> DataFrame:
-    """Suspicious rows → lake.FINDING, those of single ids: duplicate, conflict, derived copy, lost, phantom, stuck."""
+    """Return the findings about ids: suspicious rows → lake.FINDING.
+
+    The kinds are duplicate, conflict, derived copy, lost, phantom and stuck.
+    """
     ordered = rows.withColumn("copies", causes.ordered())
-    lost = F.filter("missing", lambda claim: claim["fate"] == LOST)
+    lost = F.filter("missing", lambda claim: claim["outcome"] == LOST)
     derived = F.filter("coordinates", lambda copy: copy["derived"])
     expected = F.filter(derived, lambda copy: evidence.derived(copy["topic"]))
     described = ordered.withColumns(
@@ -82,7 +85,7 @@ def of_ids(rows: DataFrame, evidence: Evidence, scope: str) -> DataFrame:
             "explained": causes.explained(F.col("copies"), evidence.key_ttl_ms),
             "gone": lost,
             "forwarded": F.filter(derived, lambda copy: ~evidence.derived(copy["topic"])),
-            # Copies beyond the cap have left no coordinates.
+            # Copies beyond the cap have no coordinates.
             "forwarded_count": F.col("derived") - F.size(expected),
         }
     )
@@ -96,13 +99,13 @@ def of_ids(rows: DataFrame, evidence: Evidence, scope: str) -> DataFrame:
         F.when(
             F.size("forwarded") > 0,
             _found(
-                F.lit(DERIVED_COPY), F.lit(None).cast("string"), _uncaused(F.col("forwarded")), "forwarded_count"
+                F.lit(DERIVED_COPY), F.lit(None).cast("string"), _without_cause(F.col("forwarded")), "forwarded_count"
             ).withField("topic", F.get("forwarded", F.lit(0))["topic"]),
         ),
-        F.when(F.size("gone") > 0, _found(F.lit(LOST), F.get("gone", F.lit(0))["source"], _places("gone"))),
+        F.when(F.size("gone") > 0, _found(F.lit(LOST), F.get("gone", F.lit(0))["source"], _claimed("gone"))),
         F.when(
             F.col("phantom") == PHANTOM,
-            _found(F.lit(PHANTOM), F.lit(None).cast("string"), _unexplained(F.col("copies"))),
+            _found(F.lit(PHANTOM), F.lit(None).cast("string"), _with_header(F.col("copies"))),
         ),
         F.when(F.col("category") == STUCK, _found(F.lit(STUCK), in_doubt, F.array().cast(lake.COORDINATES))),
     )
@@ -126,22 +129,22 @@ def of_ids(rows: DataFrame, evidence: Evidence, scope: str) -> DataFrame:
 
 
 def of_partitions(rows: DataFrame, scope: str) -> DataFrame:
-    """Suspicious rows → lake.FINDING, those of partitions: evidence that is gone."""
-    gaps = F.filter("missing", lambda claim: ~claim["fate"].isin(LOST, PENDING))
+    """Return the findings about partitions (evidence gaps): suspicious rows → lake.FINDING."""
+    gaps = F.filter("missing", lambda claim: ~claim["outcome"].isin(LOST, PENDING))
     gone = F.transform(
         gaps,
         lambda claim: F.struct(
             F.lit(EVIDENCE_GAP).alias("kind"),
-            claim["fate"].alias("cause"),
+            claim["outcome"].alias("cause"),
             claim["topic"].alias("topic"),
             claim["partition"].alias("partition"),
             claim["offset"].alias("first"),
             claim["offset"].alias("last"),
-            # What went away before it was read is counted by `of_logs`, whether or not it was promised.
-            rule_table.gap_count(claim["fate"].isin(RETENTION, TRUNCATED)).alias("count"),
+            # Records that were deleted unread are counted by `of_logs`, whether or not they were claimed.
+            rule_table.gap_count(claim["outcome"].isin(RETENTION, TRUNCATED)).alias("count"),
         ),
     )
-    unheard = F.transform(
+    unclaimed = F.transform(
         F.filter("coordinates", lambda copy: copy["has_fencepost_header"] & ~copy["derived"]),
         lambda copy: F.struct(
             F.lit(EVIDENCE_GAP).alias("kind"),
@@ -154,21 +157,21 @@ def of_partitions(rows: DataFrame, scope: str) -> DataFrame:
         ),
     )
     found = F.when(
-        F.col("phantom") == EVIDENCE_GAP, F.concat(F.coalesce(gone, F.array().cast(gone_type())), unheard)
+        F.col("phantom") == EVIDENCE_GAP, F.concat(F.coalesce(gone, F.array().cast(gaps_type())), unclaimed)
     ).otherwise(gone)
     each = rows.select("accepted_hour", "last_ms", F.explode(found).alias("found"))
     return _by_partition(each.select("accepted_hour", "last_ms", "found.*"), scope)
 
 
 def unkeyed(rows: DataFrame, evidence: Evidence) -> DataFrame:
-    """deliveries.ROW → lake.FINDING: records without either header, by partition."""
-    nameless = rows.where((F.col("kind") == UNKEYED) & (F.col("count") > 0) & evidence.audited(F.col("topic")))
-    named = {"first": F.col("offset"), "last": F.col("offset"), "cause": F.lit(None).cast("string")}
-    return _by_partition(nameless.withColumns(named), HOUR)
+    """Return the findings about records without either header, by partition: deliveries.ROW → lake.FINDING."""
+    without_id = rows.where((F.col("kind") == UNKEYED) & (F.col("count") > 0) & evidence.audited(F.col("topic")))
+    columns = {"first": F.col("offset"), "last": F.col("offset"), "cause": F.lit(None).cast("string")}
+    return _by_partition(without_id.withColumns(columns), HOUR)
 
 
 def _by_partition(each: DataFrame, scope: str) -> DataFrame:
-    """`accepted_hour, kind, cause, topic, partition, first, last, count, last_ms` → lake.FINDING, summed up."""
+    """Sum up rows of `accepted_hour, kind, cause, topic, partition, first, last, count, last_ms` → FINDING."""
     grouped = each.groupBy("accepted_hour", "kind", "cause", "topic", "partition").agg(
         F.sum("count").alias("count"),
         F.min("first").alias("first_offset"),
@@ -193,8 +196,8 @@ def _by_partition(each: DataFrame, scope: str) -> DataFrame:
     )
 
 
-def gone_type() -> str:
-    """Type of the array in which a row's gaps are listed."""
+def gaps_type() -> str:
+    """Return the type of the array of a row's gaps in `of_partitions`."""
     return (
         "array<struct<kind: string, cause: string, topic: string, partition: int, first: bigint, last: bigint, "
         "count: bigint>>"
@@ -202,7 +205,7 @@ def gone_type() -> str:
 
 
 def of_logs(spark: SparkSession, plan: Plan) -> DataFrame:
-    """lake.FINDING of the wanted logs themselves: what went away before it was read."""
+    """Return the findings (lake.FINDING) about the logs of audited topics: records that were deleted unread."""
     rows = [
         {
             "scope": LOG,
@@ -223,8 +226,8 @@ def of_logs(spark: SparkSession, plan: Plan) -> DataFrame:
     return wire_expressions.rows_of(spark, lake.schema("findings"), rows)
 
 
-def sums(judged: DataFrame) -> DataFrame:
-    """Judged rows → `accepted_hour, topic` and SUMS: as many rows as there are hours and topics in them."""
+def sums(classified: DataFrame) -> DataFrame:
+    """Sum up classified rows by hour and topic: → `accepted_hour, topic` and SUMS."""
     event = F.col("kind") == EVENT
     delivered = event & (F.col("count") > 0)
     unrequested = delivered & ~F.col("accepted") & F.col("phantom").isNull() & (F.col("with_header") == 0)
@@ -249,11 +252,11 @@ def sums(judged: DataFrame) -> DataFrame:
         "rejects": total(F.col("count"), F.col("kind") == REJECT),
         **{name: total(F.col(name), event) for name in SUMS if name.startswith("answered_") or name == "replayed"},
     }
-    return judged.groupBy("accepted_hour", "topic").agg(*(columns[name].alias(name) for name in SUMS))
+    return classified.groupBy("accepted_hour", "topic").agg(*(columns[name].alias(name) for name in SUMS))
 
 
 def _found(kind: Column, cause: Column, coordinates: Column, count: str | None = None) -> Column:
-    """One finding of a row; `count` is how many records it is about, more than coordinates where these are capped."""
+    """Build a finding of a row; the column `count` has its number of records (default: the number of coordinates)."""
     return F.struct(
         kind.alias("kind"),
         cause.alias("cause"),
@@ -263,8 +266,8 @@ def _found(kind: Column, cause: Column, coordinates: Column, count: str | None =
     )
 
 
-def _places(claims: str) -> Column:
-    """Claimed places as coordinates; the cause of each is who claimed it."""
+def _claimed(claims: str) -> Column:
+    """Convert claims to coordinates; the cause of each is the source of its claim (`ledger` or `answer`)."""
     return F.transform(
         claims,
         lambda claim: F.struct(
@@ -279,12 +282,13 @@ def _places(claims: str) -> Column:
     )
 
 
-def _unexplained(copies: Column) -> Column:
-    """The copies with our header, as coordinates without cause."""
-    return _uncaused(F.filter(copies, lambda copy: copy["has_fencepost_header"]))
+def _with_header(copies: Column) -> Column:
+    """Convert the copies with Fencepost's header to coordinates without cause."""
+    return _without_cause(F.filter(copies, lambda copy: copy["has_fencepost_header"]))
 
 
-def _uncaused(copies: Column) -> Column:
+def _without_cause(copies: Column) -> Column:
+    """Convert copies to coordinates without cause."""
     return F.transform(
         copies,
         lambda copy: F.struct(

@@ -1,7 +1,7 @@
-"""Judge what a run has merged: classify ids, write findings, rejects and verdicts, and close the balance.
+"""Classify what a run has merged, write findings, rejects and verdicts, and update the balance.
 
-Of nearly every id there is one clean row, and of clean rows only counts are summed. Whatever else is read, joined or
-cached is about the few other rows.
+Nearly every id has one clean row, and clean rows are only counted. Only the few other rows are read in full, joined or
+cached.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,19 +29,19 @@ from spark.tables.lake import Lake
 
 
 class MultiRow(NamedTuple):
-    """The ids with several rows: `ids` as cross_hour.repeated gives them, `rows` their rows (deliveries.ROW)."""
+    """The ids with several rows: `ids` from cross_hour.repeated, `rows` their rows (deliveries.ROW)."""
 
     ids: DataFrame
     rows: DataFrame
 
     def over_hours(self) -> DataFrame:
-        """The rows of ids whose rows lie in several hours."""
+        """Return the rows of ids with rows in several hours."""
         return self.rows.join(self.ids.where("first < last"), "id", "left_semi")
 
 
 class Classified(NamedTuple):
-    """What was made of some hours: `rows` that are judged one by one, `sums` for the balance (findings.SUMS), and in
-    `double_counted` what `sums` counts a second time."""
+    """The result of classifying some hours: `rows` that are not clean (classify.classify), `sums` for the balance
+    (findings.SUMS), and `double_counted`, which `sums` counts twice."""
 
     rows: DataFrame
     sums: Sequence[Any]
@@ -50,11 +50,12 @@ class Classified(NamedTuple):
 
 @dataclass
 class Cache:
-    """Rows that are kept in memory and on disk for as long as a judgement needs them."""
+    """Frames that stay persisted, in memory and on disk, until `release`."""
 
     _kept: list[DataFrame] = field(default_factory=list)
 
     def keep(self, rows: DataFrame) -> DataFrame:
+        """Persist rows, and return them."""
         self._kept.append(rows.persist(StorageLevel.MEMORY_AND_DISK))
         return rows
 
@@ -80,10 +81,10 @@ def reconcile(
     before: dict[str, Any] | None,
     kept_from: str,
 ) -> Balance:
-    """Classify the hours that a run touched, and the ids of several hours; write what is found; return the balance.
+    """Classify the hours that a run touched, and the ids of several hours; write the findings; return the balance.
 
-    `previous` is the last finished run's plan, `before` what that run left (its summary), `kept_from` the first hour
-    that the lake keeps, or "". Writes the tables `rejects`, `findings` and `verdicts`, each once for the run's number.
+    `previous` is the last finished run's plan, `before` the summary of that run, `kept_from` the first hour that the
+    lake keeps, or "". Writes the tables `rejects`, `findings` and `verdicts`, each idempotently for the run's number.
     """
     evidence = classify.gather_evidence(plan, settings)
     balance = Balance.of(before)
@@ -97,11 +98,12 @@ def reconcile(
             touched = hours_to_judge(rows, before, plan, balance)
         with timer.step("ids"):
             multi_row = _multi_row(rows if over_hours else rows.where(hours.within(touched)), cache)
-            balance.shifted |= planning.shifted(plan, previous)
-            if over_hours and balance.shifted:
-                # Their rows leave the sums of hours as they are judged now, so these hours must be judged now too.
+            balance.evidence_changed |= planning.evidence_changed(plan, previous)
+            if over_hours and balance.evidence_changed:
+                # `adjust` subtracts these rows from the sums of their hours by present verdicts, so these hours must be
+                # judged again too.
                 touched |= set(hours.of(multi_row.over_hours().where("is_clean = 0")))
-                balance.shifted = False
+                balance.evidence_changed = False
         in_hours = rows.where(hours.within(touched))
         with timer.step("judge"):
             classified = _classify_hours(in_hours, multi_row, touched, evidence, cache)
@@ -117,12 +119,12 @@ def reconcile(
             replaced.append(f"(scope = '{findings.HOUR}' AND {hours.sql(touched)})")
         if over_hours:
             with timer.step("ids"):
-                # What is further back is in no report's window, nor near enough to what is.
+                # Older rows are outside the window of the report, and past the key retention of rows in the window.
                 first = hours.text_of(planning.window_from(plan, settings) - evidence.key_ttl_ms)
                 found += _findings_over_hours(rows.where(hours.since(first)), multi_row, balance, evidence, cache)
                 replaced.append(f"scope = '{findings.IDS}'")
         with timer.step("findings"):
-            united = reduce(lambda one, more: one.unionByName(more, allowMissingColumns=True), found)
+            united = reduce(lambda left, right: left.unionByName(right, allowMissingColumns=True), found)
             united = united.withColumn("run", F.lit(plan.run).cast("bigint"))
             tables.replace("findings", united, " OR ".join(replaced), plan.run)
         with timer.step("verdicts"):
@@ -131,15 +133,15 @@ def reconcile(
 
 
 def hours_to_judge(rows: DataFrame, before: dict[str, Any] | None, plan: Plan, balance: Balance) -> set[str]:
-    """The hours that this run wrote to, and those whose verdict time alone may change; every hour where options or
-    topics have changed."""
+    """Return the hours that this run wrote to, and those with verdicts that may change by time alone; all hours if the
+    options or the topics have changed."""
     if before is None or before["options"] != plan.options or before["topics"] != plan.topics:
         return set(hours.of(rows))
     return set(hours.of(rows.where(F.col("run") == plan.run))) | balance.open_hours()
 
 
 def _multi_row(rows: DataFrame, cache: Cache) -> MultiRow:
-    """The ids that have several of these rows."""
+    """Find the ids with several of these rows."""
     ids = cache.keep(cross_hour.repeated(rows))
     if spans := cross_hour.spans_of(ids):
         return MultiRow(ids, cache.keep(cross_hour.rows_of(rows, ids, spans)))
@@ -150,27 +152,30 @@ def _multi_row(rows: DataFrame, cache: Cache) -> MultiRow:
 def _classify_hours(
     rows: DataFrame, multi_row: MultiRow, touched: set[str], evidence: Evidence, cache: Cache
 ) -> Classified:
-    """Classify all rows of these hours: by counts where they are clean, one by one where they are not, or where their
-    id has other rows. A clean row of an id with other rows is counted both ways: `double_counted`."""
+    """Classify all rows of these hours (`touched`).
+
+    Clean rows are only counted; other rows, and all rows of ids with several rows, are classified. A clean row of an id
+    with several rows is counted both ways: `double_counted`.
+    """
     events = rows.where((F.col("is_clean") == 0) & (F.col("kind") == EVENT))
-    single = deliveries_table.alone(events.join(multi_row.ids, "id", "left_anti"))
-    several = multi_row.rows.where(hours.within(touched))
-    classified = cache.keep(classify.classify(single.unionByName(deliveries_table.gathered(several)), evidence))
+    single = deliveries_table.gathered_single(events.join(multi_row.ids, "id", "left_anti"))
+    multiple = multi_row.rows.where(hours.within(touched))
+    classified = cache.keep(classify.classify(single.unionByName(deliveries_table.gathered(multiple)), evidence))
     counted = rows.where((F.col("is_clean") == 1) | (F.col("kind") != EVENT))
     sums = findings.sums(classified).unionByName(findings.sums(classify.classify_clean(counted, evidence))).collect()
-    double_counted = findings.sums(classify.classify_clean(several.where("is_clean = 1"), evidence)).collect()
+    double_counted = findings.sums(classify.classify_clean(multiple.where("is_clean = 1"), evidence)).collect()
     return Classified(classified, sums, double_counted)
 
 
 def _write_rejects(tables: Lake, rows: DataFrame, run: int) -> None:
-    """Write down the records of this run, and parts of records, that could not be decoded."""
+    """Append this run's undecoded records, and parts of records, to `rejects`."""
     rejected = rows.where((F.col("run") == run) & (F.col("kind") == REJECT) & (F.col("is_clean") == 0))
     columns = rejected.withColumn("seen_ms", F.col("last_ms")).select("*", "reject.*").select(*lake.REJECT)
     tables.append("rejects", columns.coalesce(1), run)
 
 
 def _findings_of_hours(classified: DataFrame, rows: DataFrame, evidence: Evidence) -> list[DataFrame]:
-    """Findings (lake.FINDING) that single hours show."""
+    """Return the findings (lake.FINDING) of single hours."""
     suspicious = findings.suspicious(classified)
     return [
         findings.of_ids(suspicious, evidence, findings.HOUR),
@@ -182,9 +187,9 @@ def _findings_of_hours(classified: DataFrame, rows: DataFrame, evidence: Evidenc
 def _findings_over_hours(
     recent: DataFrame, multi_row: MultiRow, balance: Balance, evidence: Evidence, cache: Cache
 ) -> list[DataFrame]:
-    """Findings (lake.FINDING) that no single hour shows; ids of several hours count once in the balance from now on.
+    """Return the findings (lake.FINDING) of the pass over all ids; makes ids of several hours count once in `balance`.
 
-    `recent` are the rows among which a client may have sent one request under several keys.
+    `recent` are the rows that are searched for client duplicates.
     """
     rows = multi_row.over_hours()
     judged_per_hour = classify.classify(deliveries_table.gathered(rows), evidence)
@@ -203,11 +208,11 @@ def _findings_over_hours(
 def _write_verdicts(
     tables: Lake, plan: Plan, classified: DataFrame, clean: DataFrame, multi_row_ids: DataFrame, touched: set[str]
 ) -> None:
-    """Write down the ids whose verdict is another one than before."""
+    """Append the ids whose verdict has changed to `verdicts`."""
     last = verdict_history.last(tables.read("verdicts"), plan.run)
-    waiting = verdict_history.may_change(last)
-    theirs = clean.where(hours.within(touched & set(hours.of(waiting))))
-    settled = theirs.join(waiting, ["accepted_hour", "id"], "left_semi").join(multi_row_ids, "id", "left_anti")
+    revisable = verdict_history.may_change(last)
+    in_hours = clean.where(hours.within(touched & set(hours.of(revisable))))
+    settled = in_hours.join(revisable, ["accepted_hour", "id"], "left_semi").join(multi_row_ids, "id", "left_anti")
     changes = verdict_history.changed(classified, settled, last, plan.run, plan.frozen_ms)
     if not changes.isEmpty():
         tables.append("verdicts", changes.coalesce(1), plan.run)

@@ -1,4 +1,4 @@
-"""How many records lie in each hour and partition."""
+"""Counts of records by hour and partition."""
 
 from typing import Final
 
@@ -7,15 +7,15 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from spark.tables import hours
 
-# With more partitions the counts are by topic: what the driver holds must not grow with a cluster.
+# With more partitions the counts are by topic, so that the driver's memory does not grow with the cluster.
 PARTITIONS_MAX: Final = 500
 
 NO_PARTITION: Final = -1
-"""The partition of counts by topic."""
+"""Stands for the partition in counts by topic."""
 
 
 def record_counts(rows: DataFrame, *, partitions: bool) -> DataFrame:
-    """deliveries.ROW → `hour string, topic string, partition int, records bigint`, by the hour of acceptance.
+    """Count records by hour of acceptance: deliveries.ROW → `hour string, topic string, partition int, records bigint`.
 
     Without `partitions` every row counts for NO_PARTITION.
     """

@@ -71,7 +71,7 @@ def _always(*given: Any, **named: Any) -> Column:
 
 
 def _settings(**left_out: int) -> property:
-    def settle_ms(self: Settings) -> int:
+    def max_settle_ms(self: Settings) -> int:
         parts = {
             "request": self.shared.request_timeout_ms,
             "transaction": self.shared.transaction_timeout_ms,
@@ -79,7 +79,7 @@ def _settings(**left_out: int) -> property:
         }
         return sum((parts | left_out).values())
 
-    return property(settle_ms)
+    return property(max_settle_ms)
 
 
 def _with(chain: Callable[..., Column], name: str, other: Callable[[Column], Column]) -> Callable[..., Column]:
@@ -137,51 +137,62 @@ MUTANTS: Final = (
     Mutant(rule_table.producer, "without number", lambda: ("slot", "instance"), CAUSES),
     Mutant(rule_table.cause, "rewrite is a restart", _cause_as(rewrite="producer_restart"), CAUSES),
     Mutant(rule_table.cause, "dual is a restart", _cause_as(dual_producer="producer_restart"), CAUSES),
-    Mutant(rule_table.is_apart, "more than", lambda at, other, ttl: F.abs(at - other) > ttl, CAUSES),
-    Mutant(rule_table.is_apart, "a ms less", lambda at, other, ttl: F.abs(at - other) >= ttl - 1, CAUSES),
+    Mutant(rule_table.is_past_retention, "more than", lambda at, other, ttl: F.abs(at - other) > ttl, CAUSES),
+    Mutant(rule_table.is_past_retention, "a ms less", lambda at, other, ttl: F.abs(at - other) >= ttl - 1, CAUSES),
     Mutant(rule_table.is_expired, "without earlier ones", lambda earlier, apart: apart, CAUSES),
     Mutant(rule_table.is_restart, "slot alone", lambda slot, instance, number: slot & ~number, CAUSES),
     Mutant(rule_table.is_restart, "instance alone", lambda slot, instance, number: instance & ~number, CAUSES),
     Mutant(rule_table.is_restart, "same number", lambda slot, instance, number: slot | instance, CAUSES),
     Mutant(rule_table.has_cause, "the first too", lambda nth: nth >= 0, CAUSES),
     # ----------------------------------------------------------------------------------------------------- times
-    Mutant(rule_table.over_ms, "2 ms more", lambda at, seen, s, g: F.greatest(at + s + 2, seen + g), VERDICTS),
-    Mutant(rule_table.over_ms, "grace 2 ms more", lambda at, seen, s, g: F.greatest(at + s, seen + g + 2), VERDICTS),
-    Mutant(rule_table.over_ms, "no grace", lambda at, seen, s, g: F.greatest(at + s, seen), VERDICTS),
-    Mutant(rule_table.held_over_ms, "no timeouts", lambda at, seen, s: F.greatest(at, seen), VERDICTS),
-    Mutant(Settings.settle_ms, "no request timeout", _settings(request=0), VERDICTS, Settings),
-    Mutant(Settings.settle_ms, "no transaction timeout", _settings(transaction=0), VERDICTS, Settings),
-    Mutant(Settings.settle_ms, "no grace", _settings(grace=0), VERDICTS, Settings),
-    Mutant(rule_table.is_ripe, "at once", lambda over, frozen: over <= frozen, VERDICTS),
+    Mutant(rule_table.settled_at_ms, "2 ms more", lambda at, seen, s, g: F.greatest(at + s + 2, seen + g), VERDICTS),
+    Mutant(
+        rule_table.settled_at_ms, "grace 2 ms more", lambda at, seen, s, g: F.greatest(at + s, seen + g + 2), VERDICTS
+    ),
+    Mutant(rule_table.settled_at_ms, "no grace", lambda at, seen, s, g: F.greatest(at + s, seen), VERDICTS),
+    Mutant(rule_table.blocked_settled_at_ms, "no timeouts", lambda at, seen, s: F.greatest(at, seen), VERDICTS),
+    Mutant(Settings.max_settle_ms, "no request timeout", _settings(request=0), VERDICTS, Settings),
+    Mutant(Settings.max_settle_ms, "no transaction timeout", _settings(transaction=0), VERDICTS, Settings),
+    Mutant(Settings.max_settle_ms, "no grace", _settings(grace=0), VERDICTS, Settings),
+    Mutant(rule_table.is_settled, "at once", lambda over, frozen: over <= frozen, VERDICTS),
     Mutant(rule_table.is_undecided, "at once", lambda over, decided: over >= decided, VERDICTS),
     Mutant(rule_table.is_undecided, _NO, _never, VERDICTS),
-    Mutant(rule_table.waits_longer, _NO, lambda decided, frozen: False, VERDICTS),
-    Mutant(rule_table.is_unread, _NO, _never, VERDICTS),
-    Mutant(rule_table.is_unread, "in the same run", lambda read, heard: read >= heard, VERDICTS),
+    Mutant(rule_table.is_blocked, _NO, lambda decided, frozen: False, VERDICTS),
+    Mutant(rule_table.is_ledger_behind, _NO, _never, VERDICTS),
+    Mutant(rule_table.is_ledger_behind, "in the same run", lambda read, heard: read >= heard, VERDICTS),
     Mutant(rule_table.is_ahead, _NO, _never, VERDICTS),
     Mutant(rule_table.is_ahead, _NO, _never, TIMES),
     Mutant(rule_table.is_ahead, "at a day", lambda ms, now: ms >= now + rule_table.AHEAD_MS, TIMES),
     Mutant(rule_table.is_ahead, "an hour", lambda ms, now: ms > now + 3_600_000, TIMES),
-    Mutant(decode.drawn_in, "to the latest", lambda ms: F.least(ms, F.lit(decode.PLAUSIBLE_MS[1])), TIMES, decode),
+    Mutant(decode.clamped, "to the latest", lambda ms: F.least(ms, F.lit(decode.PLAUSIBLE_MS[1])), TIMES, decode),
     # ------------------------------------------------------------------------------------------------------ lost
-    Mutant(rule_table.is_waiting, _NO, _never, VERDICTS),
+    Mutant(rule_table.is_not_yet_read, _NO, _never, VERDICTS),
     Mutant(rule_table.is_beyond, "behind", lambda offset, end: offset > end, VERDICTS),
     Mutant(
-        rule_table.is_waiting, "whatever it was", lambda beyond, was_past_end, past_end: beyond & ~past_end, VERDICTS
+        rule_table.is_not_yet_read,
+        "whatever it was",
+        lambda beyond, was_past_end, past_end: beyond & ~past_end,
+        VERDICTS,
     ),
     Mutant(
-        rule_table.is_waiting, "past the end", lambda beyond, was_past_end, past_end: beyond & ~was_past_end, VERDICTS
+        rule_table.is_not_yet_read,
+        "past the end",
+        lambda beyond, was_past_end, past_end: beyond & ~was_past_end,
+        VERDICTS,
     ),
     Mutant(
-        rule_table.is_waiting, "anywhere", lambda beyond, was_past_end, past_end: ~was_past_end & ~past_end, VERDICTS
+        rule_table.is_not_yet_read,
+        "anywhere",
+        lambda beyond, was_past_end, past_end: ~was_past_end & ~past_end,
+        VERDICTS,
     ),
     Mutant(rule_table.is_past_end, "behind", lambda offset, end: offset > end, VERDICTS),
-    Mutant(planning._ended_later, "as listed before", _as_listed, PLANS, planning),
-    Mutant(planning._caught_up, "at once", lambda log, run: replace(log, caught_up_run=run), PLANS, planning),
-    Mutant(planning._caught_up, "when it stands still", _heard_when_still, PLANS, planning),
-    Mutant(rule_table.is_said_twice, _NO, _never, VERDICTS),
-    Mutant(rule_table.promises, "the ledger's", lambda entered, answered: entered, VERDICTS),
-    Mutant(rule_table.promises, "the journal's", lambda entered, answered: answered, VERDICTS),
+    Mutant(planning._with_later_end, "as listed before", _as_listed, PLANS, planning),
+    Mutant(planning._with_caught_up_run, "at once", lambda log, run: replace(log, caught_up_run=run), PLANS, planning),
+    Mutant(planning._with_caught_up_run, "when it stands still", _heard_when_still, PLANS, planning),
+    Mutant(rule_table.is_duplicate_claim, _NO, _never, VERDICTS),
+    Mutant(rule_table.all_claims, "the ledger's", lambda entered, answered: entered, VERDICTS),
+    Mutant(rule_table.all_claims, "the journal's", lambda entered, answered: answered, VERDICTS),
     # ------------------------------------------------------------------------------------------------------ gaps
     Mutant(rule_table.is_below, "at the start", lambda offset, first: offset <= first, VERDICTS),
     Mutant(rule_table.is_below, _NO, _never, VERDICTS),
@@ -191,9 +202,9 @@ MUTANTS: Final = (
     Mutant(
         rule_table.is_in_gap, "one more", lambda offset, first, last: (offset >= first) & (offset <= last), VERDICTS
     ),
-    Mutant(rule_table.is_of_another_life, _NO, _never, VERDICTS),
+    Mutant(rule_table.is_of_earlier_topic, _NO, _never, VERDICTS),
     *(
-        Mutant(rule_table.is_of_another_life, what, _given(rule_table.is_of_another_life, nth, other), VERDICTS)
+        Mutant(rule_table.is_of_earlier_topic, what, _given(rule_table.is_of_earlier_topic, nth, other), VERDICTS)
         for what, nth, other in (
             ("by time alone", 0, lambda named: F.lit(None).cast("bigint")),
             ("whatever the id", 1, lambda topic_id: F.lit(0)),
@@ -204,23 +215,25 @@ MUTANTS: Final = (
     ),
     Mutant(rule_table.is_compacted, _NO, _never, VERDICTS),
     Mutant(rule_table.is_compacted, "what was never there", lambda compacted, was_past_end: compacted, VERDICTS),
-    Mutant(rule_table.of_no_log, "not waited for", lambda ripe: F.lit("topic_gone"), VERDICTS),
+    Mutant(rule_table.outcome_without_log, "not waited for", lambda ripe: F.lit("topic_gone"), VERDICTS),
     Mutant(rule_table.gap_count, "twice", lambda counted: F.lit(1).cast("bigint"), VERDICTS),
     Mutant(planning.settings_of, "the command line's", lambda options, now: now, PLANS, planning),
-    Mutant(rule_table.is_made_anew, _NO, lambda life, now: False, PLANS),
-    Mutant(rule_table.is_eaten, _NO, lambda start, read_to: False, PLANS),
-    Mutant(rule_table.is_cut_off, _NO, lambda agrees_to, read_to: False, PLANS),
-    Mutant(rule_table.agrees_to, "the end alone", lambda end, diverged, read_to: end, PLANS),
+    Mutant(rule_table.is_recreated, _NO, lambda life, now: False, PLANS),
+    Mutant(rule_table.is_deleted_unread, _NO, lambda start, read_to: False, PLANS),
+    Mutant(rule_table.is_truncated, _NO, lambda agrees_to, read_to: False, PLANS),
+    Mutant(rule_table.intact_until, "the end alone", lambda end, diverged, read_to: end, PLANS),
     Mutant(
-        rule_table.agrees_to,
+        rule_table.intact_until,
         "the epoch alone",
         lambda end, diverged, read_to: read_to if diverged is None else diverged,
         PLANS,
     ),
-    Mutant(rule_table.known_since, "ever", lambda oldest_ms, of_topic_ms, *, whole: 0 if whole else oldest_ms, PLANS),
-    Mutant(rule_table.known_since, "each by itself", lambda oldest_ms, of_topic_ms, *, whole: oldest_ms, PLANS),
     Mutant(
-        rule_table.known_since,
+        rule_table.complete_since, "ever", lambda oldest_ms, of_topic_ms, *, whole: 0 if whole else oldest_ms, PLANS
+    ),
+    Mutant(rule_table.complete_since, "each by itself", lambda oldest_ms, of_topic_ms, *, whole: oldest_ms, PLANS),
+    Mutant(
+        rule_table.complete_since,
         "whatever it lost",
         lambda oldest_ms, of_topic_ms, *, whole: min(of_topic_ms, default=oldest_ms),
         PLANS,
@@ -238,19 +251,19 @@ MUTANTS: Final = (
         VERDICTS,
     ),
     Mutant(
-        rule_table.is_unheard,
+        rule_table.is_unclaimed,
         "idempotent never",
         lambda entries, named, idempotent, answered: (entries == 0) & ~named & ~idempotent,
         VERDICTS,
     ),
     Mutant(
-        rule_table.is_unheard,
+        rule_table.is_unclaimed,
         "by the ledger and 201s",
         lambda entries, named, idempotent, answered: (entries == 0) & ~named,
         VERDICTS,
     ),
     Mutant(
-        rule_table.is_unheard,
+        rule_table.is_unclaimed,
         "by the ledger alone",
         lambda entries, named, idempotent, answered: (entries == 0) & ~(idempotent & answered),
         VERDICTS,
@@ -263,10 +276,10 @@ MUTANTS: Final = (
     ),
     Mutant(rule_table.is_within, "always", _always, VERDICTS),
     # --------------------------------------------------------------------------------------- stuck and the balance
-    Mutant(rule_table.takes_back, "any 503", lambda freed, unsure: freed.isNotNull(), VERDICTS),
-    Mutant(rule_table.takes_back, _NO, _never, VERDICTS),
-    Mutant(rule_table.takes_back, "not in the same ms", lambda freed, unsure: freed > unsure, VERDICTS),
-    Mutant(rule_table.decided_by, "the journal alone", lambda ledger, answers: answers, VERDICTS),
+    Mutant(rule_table.is_freed, "any 503", lambda freed, unsure: freed.isNotNull(), VERDICTS),
+    Mutant(rule_table.is_freed, _NO, _never, VERDICTS),
+    Mutant(rule_table.is_freed, "not in the same ms", lambda freed, unsure: freed > unsure, VERDICTS),
+    Mutant(rule_table.both_decided_until, "the journal alone", lambda ledger, answers: answers, VERDICTS),
     Mutant(
         rule_table.in_doubt_cause, "202 first", lambda a202, a504: F.when(a202 > 0, "202").otherwise("504"), VERDICTS
     ),
@@ -285,15 +298,15 @@ MUTANTS: Final = (
     Mutant(
         rule_table.is_accepted,
         "taken back though it came",
-        _with(rule_table.is_accepted, "ours", lambda n: F.lit(0)),
+        _with(rule_table.is_accepted, "with_header", lambda n: F.lit(0)),
         VERDICTS,
     ),
     Mutant(rule_table.is_accepted, f"elsewhere {_NO}", _with(rule_table.is_accepted, "elsewhere", _never), VERDICTS),
-    Mutant(rule_table.tells, "not a phantom", lambda stamped, entries, a201: entries + a201 > 0, HOURS),
-    Mutant(rule_table.tells, "not the ledger", lambda stamped, entries, a201: stamped | (a201 > 0), HOURS),
-    Mutant(rule_table.tells, "not a 201", lambda stamped, entries, a201: stamped | (entries > 0), HOURS),
-    Mutant(rule_table.tells, "a stranger", _always, HOURS),
-    Mutant(rule_table.takes_back, "any 503", lambda freed, unsure: freed.isNotNull(), HOURS),
+    Mutant(rule_table.settles_doubt, "not a phantom", lambda stamped, entries, a201: entries + a201 > 0, HOURS),
+    Mutant(rule_table.settles_doubt, "not the ledger", lambda stamped, entries, a201: stamped | (a201 > 0), HOURS),
+    Mutant(rule_table.settles_doubt, "not a 201", lambda stamped, entries, a201: stamped | (entries > 0), HOURS),
+    Mutant(rule_table.settles_doubt, "a stranger", _always, HOURS),
+    Mutant(rule_table.is_freed, "any 503", lambda freed, unsure: freed.isNotNull(), HOURS),
     *(
         Mutant(rule_table.category, f"{name} {_NO}", _with(rule_table.category, name, _never), VERDICTS)
         for name in ("lost", "conflicting", "pending", "unproven")
@@ -305,15 +318,15 @@ MUTANTS: Final = (
         VERDICTS,
     ),
     Mutant(
-        rule_table.category, "strangers settle", _with(rule_table.category, "ours", lambda ours: F.lit(1)), VERDICTS
+        rule_table.category, "strangers settle", _with(rule_table.category, "settling", lambda n: F.lit(1)), VERDICTS
     ),
-    Mutant(rule_table.fate, "at once", _with(rule_table.fate, "ripe", _always), VERDICTS),
+    Mutant(rule_table.outcome, "at once", _with(rule_table.outcome, "settled", _always), VERDICTS),
     # -------------------------------------------------------------------------------------- conflicts and copies
     Mutant(rule_table.is_same_request, _NO, _never, VERDICTS),
     Mutant(rule_table.is_same_request, "any", _always, VERDICTS),
     Mutant(rule_table.copies_kind, "all the same", lambda conflicting: F.lit("duplicate"), VERDICTS),
-    Mutant(rule_table.is_believed, "whatever it says", _always, VERDICTS),
-    Mutant(rule_table.is_believed, "not even of the ledger", _never, VERDICTS),
+    Mutant(rule_table.trusts_header, "whatever it says", _always, VERDICTS),
+    Mutant(rule_table.trusts_header, "not even of the ledger", _never, VERDICTS),
     Mutant(rule_table.is_derived, _NO, _never, VERDICTS),
     Mutant(rule_table.is_derived, "in its own topic", lambda stamped, claimed, elsewhere: stamped & ~claimed, VERDICTS),
     # ----------------------------------------------------------------------------------------- client duplicates

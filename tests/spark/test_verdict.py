@@ -9,7 +9,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import Rules, SharedSettings
-from spark.reading.planning import DATA, LEDGER, REQUESTS, UNWANTED, Gap, Log, Plan, Promise
+from spark.reading.planning import DATA, LEDGER, REQUESTS, UNWANTED, Gap, Log, OffsetGuarantee, Plan
 from spark.rules import causes, findings
 from spark.rules.classify import Evidence, classify, classify_clean, gather_evidence
 from spark.settings import OFFSETS_MOST, Options, Settings
@@ -53,9 +53,9 @@ def plan(*logs: Log) -> Plan:
         log(DATA, "anew", 0, recreated_at_ms=NOW_MS + 60_000, gaps=(Gap(6, 8, "retention", NOW_MS),)),
         log(DATA, "began", 0, first_record_ms=NOW_MS + 60_000),
         log(DATA, "begins", 0, first_record_ms=FROZEN_MS),
-        log(DATA, "telemetry", 0, guarantees=(Promise(0, "idempotent"),)),
-        log(DATA, "changed", 0, guarantees=(Promise(0, "idempotent"), Promise(5, "exactly_once"))),
-        log(DATA, "relaxed", 0, guarantees=(Promise(0, "exactly_once"), Promise(5, "idempotent"))),
+        log(DATA, "telemetry", 0, guarantees=(OffsetGuarantee(0, "idempotent"),)),
+        log(DATA, "changed", 0, guarantees=(OffsetGuarantee(0, "idempotent"), OffsetGuarantee(5, "exactly_once"))),
+        log(DATA, "relaxed", 0, guarantees=(OffsetGuarantee(0, "exactly_once"), OffsetGuarantee(5, "idempotent"))),
         log(DATA, "u", 0),
         log(DATA, "proven", 0, last_stable=100, high_watermark=103),
         log(DATA, "meanwhile", 0, later_end=103),
@@ -277,7 +277,7 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
 def known(spark: SparkSession) -> DataFrame:
     """All cases as the lake has them; made once a session, as no rule has a part in it."""
     if not spark.catalog.tableExists("known"):
-        rows = reduced(spark, ids({name: case[0] for name, case in CASES.items()}), ended=ENDED)
+        rows = reduced(spark, ids({name: case[0] for name, case in CASES.items()}), later_ends=ENDED)
         elsewhere = F.col("id").cast("string").startswith("elsewhere") & F.col("offset").isNull()
         rows = rows.withColumn("elsewhere", F.when(elsewhere, F.lit(True)))
         rows.localCheckpoint().createOrReplaceTempView("known")
@@ -295,7 +295,7 @@ def test_a_row_is_judged(judged: dict[str, Any], name: str) -> None:
     _, category, fates, phantom = CASES[name]
     row = judged[name[:16]]
     assert row["category"] == category
-    assert {claim["fate"] for claim in row["missing"] or []} == fates
+    assert {claim["outcome"] for claim in row["missing"] or []} == fates
     assert row["phantom"] == phantom
     assert row["accepted"] == (category is not None)
     assert row["open"] == ("pending" in {category, phantom, *fates})
@@ -480,6 +480,6 @@ def test_plain_rows_are_judged_alike_by_their_numbers_alone(spark: SparkSession)
     assert set(names) == {"once", "no-answer", "foreign", "idempotent", "phantom-answered", "anew-id-there"}
     seen = gather_evidence(plan(), settings())
     alone = rows.where(F.col("id").isin([bytearray(name.ljust(16).encode()) for name in names]))
-    whole = findings.sums(classify(deliveries.alone(alone), seen)).collect()
+    whole = findings.sums(classify(deliveries.gathered_single(alone), seen)).collect()
     assert whole == findings.sums(classify(gathered.where("is_clean = 1"), seen)).collect()
     assert whole == findings.sums(classify_clean(alone, seen)).collect()
