@@ -1,7 +1,7 @@
-"""Records → evidence: one narrow row for each delivered record, ledger entry and answer, whatever wrote it.
+"""Decode Kafka records into evidence: one narrow row for each delivered record, ledger entry and answer.
 
-COPIES are the records that were delivered, CLAIMS is what the ledger and the journal say about them. A copy is an
-`event`, or a record that cannot be told apart (`unkeyed`: neither of our headers; `reject`: not decodable).
+COPIES is the schema of delivered records, CLAIMS the schema of ledger entries and journaled answers. A copy is an
+`event`, or a record without id: `unkeyed` (neither of Fencepost's headers) or `reject` (not decodable).
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ UNKEYED: Final = "unkeyed"
 REJECT: Final = "reject"
 
 REJECTED: Final = "struct<reason: string, content: binary>"
-"""Why a record could not be decoded, and the bytes in question, up to CONTENT_MAX of them."""
+"""Why a record could not be decoded, and the first CONTENT_MAX bytes of the undecoded part."""
 
 COPIES: Final = (
     "kind string, id binary, topic string, partition int, offset bigint, accepted_ms bigint, timestamp_ms bigint, "
@@ -30,8 +30,8 @@ COPIES: Final = (
     "has_fencepost_header boolean, has_record_key boolean, record_key_hash bigint, key string, "
     f"reject {REJECTED}, observed_ms bigint"
 )
-"""`timestamp_ms` is the record's timestamp, clamped to PLAUSIBLE_MS: copies are ordered by it, alike in every run.
-Where the timestamp is not plausible, `observed_ms` is the freeze of the run that read the record, else null.
+"""`timestamp_ms` is the record's timestamp, clamped to PLAUSIBLE_MS, so that the order of copies is the same in every
+run. If the timestamp is not plausible, `observed_ms` is when the run that read the record froze the ends, else null.
 `accepted_ms` is the acceptance, always a plausible time.
 """
 
@@ -41,26 +41,27 @@ CLAIMS: Final = (
 )
 
 ENTERED: Final = 0
-"""The `status` of a ledger entry; an answer has its HTTP status, a reject has none.
+"""The `status` of a ledger entry in CLAIMS; an answer has its HTTP status, a reject has null.
 
-`position` is an answer's index in its record of the journal: the answers of one record have one timestamp.
-`batch_hash` (`hash_of`) stands for the id of the atomic batch that an entry is a member of, `topic_id_hash` for the id
-that the topic had when the entry was written.
+`position` is an answer's index in its journal record: the answers of one record share one timestamp.
+`batch_hash` is the hash (`hash_of`) of the id of the atomic batch that contains an entry, `topic_id_hash` the hash of
+the id that the topic had when the entry was written.
 """
 
 WRITTEN: Final = f"status IN ({ENTERED}, 201, 202, 504)"
-"""The condition that CLAIMS tells of a record that is there or may be: a refused request may name any topic."""
+"""The condition that a row of CLAIMS is about a record that was or may have been written: a refused request may name
+any topic."""
 
 CONTENT_MAX: Final = 1024
-"""Bytes of what could not be decoded that are kept."""
+"""How many bytes of an undecoded record, or part of a record, are kept."""
 
-# Times outside are a writer's mistake: they would make an hour of their own each, and never meet the window.
+# Times outside this range are a writer's mistake: each would add an hour (a partition of the lake) outside any window.
 PLAUSIBLE_MS: Final = (946_684_800_000, 4_102_444_800_000)  # 2000-01-01 to 2100-01-01
 
-# Records without id share one for a block of offsets: close together in the lake, and no key that all of them share.
+# Records without id share an id for each block of offsets: close together in the lake, and no single hot key.
 BLOCK_OFFSETS: Final = 1 << 20
 
-_PLACE: Final = ("topic", "partition", "offset", "timestamp_ms")
+_COORDINATES: Final = ("topic", "partition", "offset", "timestamp_ms")
 
 LEDGER_SCHEMA: Final = (
     "v int, begin boolean, slot int, pid bigint, epoch int, instance string, topic_ids map<string, string>, "
@@ -76,16 +77,17 @@ REQUESTS_SCHEMA: Final = (
 
 
 def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str] | None = None) -> DataFrame:
-    """Data records (source.SCHEMA) → COPIES, a row each.
+    """Decode data records (source.SCHEMA) into COPIES, a row for each record.
 
-    With a fencepost header: id and fingerprint are the header's. Where the record itself has another fingerprint (a
+    With a fencepost header, id and fingerprint are the header's. If the record itself has another fingerprint (a
     program may forward headers and change the value), `alternative_fingerprints` is the record's.
-    With only an idempotency key: the id of the key in the empty scope, and the fingerprint of the record as if no
-    partition had been asked for; `alternative_fingerprints` has those of the other requests that give this record (with
-    its partition, with a traceparent header of the client's own), 8 bytes each. A copy whose header has any of them is
-    the same request.
-    With neither, the key is what the topic's expression (`identities`) gives; without one, or where it gives null:
-    `unkeyed`. With a fencepost header that cannot be parsed and no key: `reject`.
+    With only an idempotency key, the id is that of the key in the empty scope, and the fingerprint that of a request
+    without a partition; `alternative_fingerprints` are those of the other requests that produce the same record (with
+    its partition, with a traceparent header of the client), 8 bytes each. A copy whose header has any of them is the
+    same request.
+    With neither header, the topic's expression in `identities` computes the key; without an expression, or where the
+    expression is null, the record is `unkeyed`. With a fencepost header that cannot be parsed and no key, the record is
+    a `reject`.
     """
     header, key = _header(wire.STAMP_HEADER), _header(wire.KEY_HEADER)
     key_bytes = F.when(F.octet_length(key) > 0, key)
@@ -104,7 +106,7 @@ def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str]
     )
     recorded_ms = plausible(F.col("timestamp_ms"), frozen_ms, frozen_ms)
     computed, others = _fingerprints()
-    borne_out = (F.col("header_fingerprint") == computed) | F.array_contains(others, F.col("header_fingerprint"))
+    matches_record = (F.col("header_fingerprint") == computed) | F.array_contains(others, F.col("header_fingerprint"))
     foreign = ~has_header & (kind == EVENT)
     unparsed = _rejected(f"a {wire.STAMP_HEADER} header that cannot be parsed", F.col("fencepost_header"))
     return read.select(
@@ -119,10 +121,10 @@ def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str]
         F.when(has_header, plausible(F.col("header_accepted_ms"), recorded_ms, frozen_ms))
         .otherwise(recorded_ms)
         .alias("accepted_ms"),
-        drawn_in(F.col("timestamp_ms")).alias("timestamp_ms"),
+        clamped(F.col("timestamp_ms")).alias("timestamp_ms"),
         F.when(has_header, F.col("header_fingerprint")).when(foreign, computed).alias("fingerprint"),
         F.when(foreign, wire_expressions.joined(others))
-        .when(has_header & ~borne_out, computed)
+        .when(has_header & ~matches_record, computed)
         .alias("alternative_fingerprints"),
         *(F.when(has_header, F.col(name)).alias(name) for name in ("slot", "pid", "epoch", "instance")),
         "has_fencepost_header",
@@ -134,9 +136,12 @@ def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str]
     )
 
 
-def own(records: DataFrame) -> DataFrame:
-    """Records (source.SCHEMA) → the same with what they say of themselves: `own_id` by our header, null without it, the
-    `own_key` of their header, and `own_fingerprint`, their fingerprint as if no partition had been asked for."""
+def with_own_identity(records: DataFrame) -> DataFrame:
+    """Add each record's own identity to records (source.SCHEMA).
+
+    `own_id` is the id in Fencepost's header, null without that header; `own_key` the idempotency key in the record's
+    header; `own_fingerprint` the fingerprint of a request for this record without a partition.
+    """
     named = records.select(
         *records.columns,
         _header(wire.STAMP_HEADER).cast("string").alias("fencepost_header"),
@@ -147,9 +152,11 @@ def own(records: DataFrame) -> DataFrame:
     return _parse_headers(named).select(*records.columns, own_id, "own_key", computed.alias("own_fingerprint"))
 
 
-def is_of(id: Column, has_header: Column, fingerprint: Column, key: Column) -> Column:
-    """Whether a record (`own`) is the one that a row of the lake tells of, which had these then: another one may stand
-    at its place."""
+def is_record_of(id: Column, has_header: Column, fingerprint: Column, key: Column) -> Column:
+    """Check whether a record (`with_own_identity`) is the record of a row of `deliveries` with these columns.
+
+    A log that was recreated or truncated may have another record at the row's offset.
+    """
     return F.coalesce(
         rule_table.is_its_record(
             has_header=has_header,
@@ -163,16 +170,17 @@ def is_of(id: Column, has_header: Column, fingerprint: Column, key: Column) -> C
 
 
 def _fingerprints() -> tuple[Column, Column]:
-    """The fingerprint of a record (source.SCHEMA) as if no partition had been asked for, and the others it may have.
+    """Compute a record's (source.SCHEMA) fingerprint without a partition, and the array of its other possible ones.
 
-    A traceparent header is the service's, a tracer's, or the client's own, which is part of what was asked for.
+    A traceparent header was added by the service or a tracer, or sent by the client; only the client's is part of the
+    request.
     """
     client = F.filter("headers", lambda header: ~header["key"].isin(*wire.RESERVED_HEADERS, wire.TRACE_HEADER))
     traces = F.filter("headers", lambda header: header["key"] == wire.TRACE_HEADER)
-    # The service's own comes before the client's.
-    own = F.slice(traces, 2, F.size(traces))
+    # The service's traceparent header comes before the client's.
+    sent = F.slice(traces, 2, F.size(traces))
     traced = (
-        F.when(F.size(traces) > 1, F.array(F.concat(client, own), F.concat(client, traces)))
+        F.when(F.size(traces) > 1, F.array(F.concat(client, sent), F.concat(client, traces)))
         .when(F.size(traces) == 1, F.array(F.concat(client, traces)))
         .otherwise(F.array().cast("array<array<struct<key: string, value: binary>>>"))
     )
@@ -180,15 +188,18 @@ def _fingerprints() -> tuple[Column, Column]:
     def of(partition: Column | None, headers: Column) -> Column:
         return wire_expressions.fingerprint(F.col("topic"), partition, F.col("key"), headers, F.col("value"))
 
-    placed = F.array(of(F.col("partition"), client))
-    others = F.flatten(F.transform(traced, lambda some: F.array(of(None, some), of(F.col("partition"), some))))
-    return of(None, client), F.concat(placed, others)
+    with_partition = F.array(of(F.col("partition"), client))
+    with_traces = F.flatten(
+        F.transform(traced, lambda headers: F.array(of(None, headers), of(F.col("partition"), headers)))
+    )
+    return of(None, client), F.concat(with_partition, with_traces)
 
 
 def _parse_headers(read: DataFrame) -> DataFrame:
-    """Rows with a `fencepost_header` → the same with its parts, and `has_fencepost_header`: whether it is a valid one.
+    """Add the fields of `fencepost_header`, and `has_fencepost_header`: whether that header is valid.
 
-    Each part is checked by itself: a regular expression over the whole takes as long as the rest of the decoding.
+    Each field is checked by itself: a regular expression over the whole header takes as long as the rest of the
+    decoding.
     """
     parts = read.withColumn(
         "parts", F.when(F.col("fencepost_header").startswith(f"{wire.VERSION};"), F.split("fencepost_header", ";", 9))
@@ -214,32 +225,36 @@ def _parse_headers(read: DataFrame) -> DataFrame:
 
 
 def identity_of(expression: str) -> Column:
-    """The string that a topic's expression makes of a record of source.SCHEMA with its `timestamp`."""
+    """Compute a topic's `--identity` expression over records of source.SCHEMA with a `timestamp`, as a string."""
     return F.expr(expression).cast("string")
 
 
 def check_identities(spark: SparkSession, identities: Mapping[str, str]) -> None:
-    """CannotRun, with Spark's own words, unless each expression makes one thing of a record, the same each time."""
+    """Check that each expression is valid and deterministic; CannotRun, with Spark's message, otherwise."""
     records = wire_expressions.rows_of(spark, f"{source.SCHEMA}, timestamp timestamp", [])
     for topic, expression in identities.items():
         try:
-            made = records.select("topic", F.when(F.col("topic") == topic, identity_of(expression)).alias("identity"))
-            certain = is_deterministic(made)
+            computed = records.select(
+                "topic", F.when(F.col("topic") == topic, identity_of(expression)).alias("identity")
+            )
+            deterministic = is_deterministic(computed)
         except PySparkException as error:
             message = " ".join((error.getMessage() or str(error)).split("\n", 1)[0].split())
             raise CannotRun(
                 f"--identity {topic}={expression!r} is no expression over key, value, topic, partition, offset, "
                 f"timestamp and headers: {message}"
             ) from error
-        if not certain:
-            raise CannotRun(f"--identity {topic}={expression!r} gives another id each time; name what the record has")
+        if not deterministic:
+            raise CannotRun(
+                f"--identity {topic}={expression!r} gives another id each time; use the record's own columns"
+            )
 
 
 def ledger(records: DataFrame, frozen_ms: int) -> DataFrame:
-    """Ledger records (source.SCHEMA) → CLAIMS, a row for each entry; begin records and empty ones give none."""
+    """Decode ledger records (source.SCHEMA) into CLAIMS, a row for each entry; begin and empty records have none."""
     read = _bodies(records, LEDGER_SCHEMA, frozen_ms)
     body = F.col("body")
-    whole = body["v"].isin(*sorted(wire.LEDGER_VERSIONS)) & _all_there(body, "slot", "pid", "epoch", "instance")
+    whole = body["v"].isin(*sorted(wire.LEDGER_VERSIONS)) & _has_all(body, "slot", "pid", "epoch", "instance")
     entries = (
         F.when(whole & F.coalesce(body["begin"], F.lit(False)), F.array().cast(_array_type(LEDGER_SCHEMA)))
         .when(whole & body["entries"].isNotNull(), body["entries"])
@@ -247,33 +262,33 @@ def ledger(records: DataFrame, frozen_ms: int) -> DataFrame:
     )
     rows = _each(read, entries, "entry", body["topic_ids"])
     entry = F.col("entry")
-    good = _identified(entry) & _all_there(entry, "at", "topic", "ts") & _placed(entry)
+    valid = _identified(entry) & _has_all(entry, "at", "topic", "ts") & _has_coordinates(entry)
     undecoded = _undecoded("ledger record", "entry")
     return rows.select(
-        F.when(good, F.unhex(entry["id"])).otherwise(_part_id(undecoded)).alias("id"),
-        *(F.when(good, entry[name]).otherwise(F.col(name)).alias(name) for name in ("topic", "partition", "offset")),
-        F.when(good, plausible(entry["at"], F.col("timestamp_ms"), F.col("timestamp_ms")))
+        F.when(valid, F.unhex(entry["id"])).otherwise(_part_id(undecoded)).alias("id"),
+        *(F.when(valid, entry[name]).otherwise(F.col(name)).alias(name) for name in ("topic", "partition", "offset")),
+        F.when(valid, plausible(entry["at"], F.col("timestamp_ms"), F.col("timestamp_ms")))
         .otherwise(F.col("timestamp_ms"))
         .alias("accepted_ms"),
         "timestamp_ms",
-        F.when(good, F.lit(ENTERED)).alias("status"),
+        F.when(valid, F.lit(ENTERED)).alias("status"),
         F.lit(False).alias("replayed"),
         F.col("position"),
         hash_of(_unhexed(entry["batch"], wire.ID_BYTES)).alias("batch_hash"),
         hash_of(F.try_element_at("beside", entry["topic"])).alias("topic_id_hash"),
-        F.when(~good, undecoded).alias("reject"),
+        F.when(~valid, undecoded).alias("reject"),
     )
 
 
 def hash_of(id: Column) -> Column:
-    """A number that stands for an id of a batch or a topic, as numbers are cheap to carry; null for null."""
+    """Hash the id of a batch or a topic to a number, which is cheap to exchange; null for null."""
     return F.when(id.isNotNull(), F.xxhash64(id))
 
 
 def answers(records: DataFrame, frozen_ms: int) -> DataFrame:
-    """Records of the journal (source.SCHEMA) → CLAIMS, a row for each answer; `timestamp_ms` is its record's.
+    """Decode journal records (source.SCHEMA) into CLAIMS, a row for each answer; `timestamp_ms` is the record's.
 
-    Only a 201 names a partition and an offset.
+    Only a 201 has a partition and an offset.
     """
     read = _bodies(records, REQUESTS_SCHEMA, frozen_ms)
     body = F.col("body")
@@ -281,27 +296,28 @@ def answers(records: DataFrame, frozen_ms: int) -> DataFrame:
     listed = F.when(whole, body["answers"]).otherwise(F.array(F.lit(None)).cast(_array_type(REQUESTS_SCHEMA)))
     rows = _each(read, listed, "answer")
     answer = F.col("answer")
-    good = _identified(answer) & _all_there(answer, "at", "status", "topic")
-    placed = good & (answer["status"] == 201) & _placed(answer)
+    valid = _identified(answer) & _has_all(answer, "at", "status", "topic")
+    has_offset = valid & (answer["status"] == 201) & _has_coordinates(answer)
     undecoded = _undecoded("record of the journal", "answer")
     return rows.select(
-        F.when(good, F.unhex(answer["id"])).otherwise(_part_id(undecoded)).alias("id"),
-        F.when(good, answer["topic"]).otherwise(F.col("topic")).alias("topic"),
-        *(F.when(placed, answer[name]).when(~good, F.col(name)).alias(name) for name in ("partition", "offset")),
-        F.when(good, plausible(answer["at"], F.col("timestamp_ms"), F.col("timestamp_ms")))
+        F.when(valid, F.unhex(answer["id"])).otherwise(_part_id(undecoded)).alias("id"),
+        F.when(valid, answer["topic"]).otherwise(F.col("topic")).alias("topic"),
+        *(F.when(has_offset, answer[name]).when(~valid, F.col(name)).alias(name) for name in ("partition", "offset")),
+        F.when(valid, plausible(answer["at"], F.col("timestamp_ms"), F.col("timestamp_ms")))
         .otherwise(F.col("timestamp_ms"))
         .alias("accepted_ms"),
         "timestamp_ms",
-        F.when(good, answer["status"]).alias("status"),
-        (good & F.coalesce(answer["replayed"], F.lit(False))).alias("replayed"),
+        F.when(valid, answer["status"]).alias("status"),
+        (valid & F.coalesce(answer["replayed"], F.lit(False))).alias("replayed"),
         F.col("position"),
         F.lit(None).cast("bigint").alias("batch_hash"),
         F.lit(None).cast("bigint").alias("topic_id_hash"),
-        F.when(~good, undecoded).alias("reject"),
+        F.when(~valid, undecoded).alias("reject"),
     )
 
 
 def _bodies(records: DataFrame, schema: str, frozen_ms: int) -> DataFrame:
+    """Parse the JSON values of records (source.SCHEMA) into `body`, null where the JSON is invalid."""
     return records.select(
         "topic",
         "partition",
@@ -313,55 +329,57 @@ def _bodies(records: DataFrame, schema: str, frozen_ms: int) -> DataFrame:
 
 
 def _each(read: DataFrame, items: Column, name: str, beside: Column | None = None) -> DataFrame:
-    """A row for each item of a record, with its position and the record's place, what is to go `beside` it, and the
-    record's first bytes where it has no items.
+    """Explode the items of each record into rows with `position`, the record's coordinates, `beside`, and `value`.
 
-    In two steps, so that no more than that goes with each item: the record beside each would be quadratic.
+    `value` has the record's first bytes if the record has no items. The explode is a second step, so that an item's
+    row carries these columns only: the whole record in each row would be quadratic.
     """
     broken = F.when(F.get(items, F.lit(0)).isNull(), F.substring("value", 1, CONTENT_MAX))
     other = F.lit(None) if beside is None else beside
-    whole = read.select(*_PLACE, broken.alias("value"), items.alias("items"), other.alias("beside"))
-    return whole.select(*_PLACE, "value", "beside", F.posexplode("items").alias("position", name))
+    narrow = read.select(*_COORDINATES, broken.alias("value"), items.alias("items"), other.alias("beside"))
+    return narrow.select(*_COORDINATES, "value", "beside", F.posexplode("items").alias("position", name))
 
 
 def _undecoded(record: str, part: str) -> Column:
-    """Why a record, or one of its parts, was not decoded."""
+    """Describe (REJECTED) why a record, or one of its parts, was not decoded."""
     return F.when(F.col(part).isNull(), _rejected(f"no {record} of version {wire.VERSION}", F.col("value"))).otherwise(
         _rejected(f"a {record} whose {part} lacks a field or has one of another form", F.to_json(part))
     )
 
 
 def _rejected(reason: str, content: Column) -> Column:
+    """Build a struct of REJECTED."""
     capped = F.substring(content.cast("binary"), 1, CONTENT_MAX)
     return F.struct(F.lit(reason).alias("reason"), capped.alias("content"))
 
 
 def plausible(ms: Column, otherwise: Column | int, now_ms: Column | int) -> Column:
-    """A time in ms that can be meant at `now_ms`, else the other one."""
+    """Return a time in ms if it lies in PLAUSIBLE_MS and is not ahead of `now_ms`, else `otherwise`."""
     return F.when(ms.between(*PLAUSIBLE_MS) & ~rule_table.is_ahead(ms, now_ms), ms).otherwise(otherwise)
 
 
-def drawn_in(ms: Column) -> Column:
-    """A time in ms, or the nearest that can be written down: times that cannot be meant keep their order so far."""
+def clamped(ms: Column) -> Column:
+    """Clamp a time in ms to PLAUSIBLE_MS; within that range implausible times keep their order."""
     first, last = PLAUSIBLE_MS
     return F.least(F.greatest(ms, F.lit(first)), F.lit(last))
 
 
 def block_id(*more: Column) -> Column:
-    """What stands for the id of records that have none: their place, to a block of offsets, and `more`."""
+    """Build an id for records without one, from topic, partition, the block of their offsets, and `more`."""
     block = F.floor(F.col("offset") / BLOCK_OFFSETS).cast("string")
     return wire_expressions.as_binary(F.concat_ws("/", "topic", F.col("partition").cast("string"), block, *more))
 
 
 def _part_id(reject: Column) -> Column:
-    """The same for a part of a record that was not decoded: other bytes at the same place are another part."""
+    """Build the `block_id` of an undecoded part of a record; parts with other bytes at the same offset differ."""
     return block_id(F.sha2(F.to_json(reject), 256))
 
 
 def _header(name: str) -> Column:
-    """The value of a record's first header of this name: what others add behind it cannot displace ours.
+    """Return the value of a record's first header of this name, so that headers added later do not override it.
 
-    The service writes its own two first, in this order: looking there before searching is a quarter of the decoding.
+    The service writes its two headers first, in this order: checking these positions before searching saves a large
+    part of the decoding.
     """
     at = [F.get("headers", F.lit(nth)) for nth in (0, 1)]
     found = F.try_element_at(F.filter("headers", lambda header: header["key"] == name), F.lit(1))
@@ -372,28 +390,29 @@ def _header(name: str) -> Column:
     )
 
 
-def _all_there(body: Column, *names: str) -> Column:
-    there = F.lit(True)
+def _has_all(body: Column, *names: str) -> Column:
+    """Check that none of these fields is null."""
+    complete = F.lit(True)
     for name in names:
-        there = there & body[name].isNotNull()
-    return there
+        complete = complete & body[name].isNotNull()
+    return complete
 
 
-def _placed(body: Column) -> Column:
-    """Whether an entry or answer names a place that a log can have: a producer that got none says -1."""
+def _has_coordinates(body: Column) -> Column:
+    """Check whether an entry or answer has a valid partition and offset; without an offset a producer writes -1."""
     return F.coalesce((body["partition"] >= 0) & (body["offset"] >= 0), F.lit(False))
 
 
 def _identified(body: Column) -> Column:
-    """Whether an entry or answer has an id and a fingerprint of the right form; false, never null."""
+    """Check whether an entry or answer has an id and a fingerprint of the right form; false, never null."""
     return _unhexed(body["id"], wire.ID_BYTES).isNotNull() & _unhexed(body["fp"], wire.FINGERPRINT_BYTES).isNotNull()
 
 
 def _unhexed(digits: Column, size: int) -> Column:
-    """The bytes that hexadecimal digits stand for, null where they are not just so many."""
+    """Decode hexadecimal digits of exactly `size` bytes; null for any other text."""
     return F.when(F.octet_length(digits) == 2 * size, F.unhex(digits))
 
 
 def _array_type(schema: str) -> str:
-    """The array<struct<…>> in one of the schemas above."""
+    """Return the array<struct<…>> in one of the schemas above."""
     return schema[schema.index("array<") :]

@@ -1,4 +1,4 @@
-"""The door to the JVM that Spark runs in: untyped, and narrow for that."""
+"""Access to the JVM that Spark runs in. The calls are untyped, so no other module makes them directly."""
 
 from typing import Any
 
@@ -9,22 +9,22 @@ __all__ = ["Py4JError", "Py4JJavaError", "gateway", "is_deterministic", "jvm", "
 
 
 def jvm(spark: SparkSession) -> Any:
-    """The JVM's packages by name."""
+    """Return the JVM's packages, as attributes by name."""
     return spark._jvm
 
 
 def gateway(spark: SparkSession) -> Any:
-    """py4j's gateway, which makes arrays."""
+    """Return py4j's gateway, which creates Java arrays."""
     return spark.sparkContext._gateway
 
 
 def nested(spark: SparkSession, outer: str, name: str) -> Any:
-    """A nested Java class: py4j finds it only by its binary name."""
+    """Return a nested Java class; py4j finds such a class only by its binary name."""
     return getattr(jvm(spark), f"{outer}${name}")
 
 
 def reason(error: Py4JJavaError) -> str:
-    """The innermost cause's own words, on one line."""
+    """Return the message of the innermost cause, on one line."""
     cause = error.java_exception
     while cause.getCause() is not None:
         cause = cause.getCause()
@@ -32,5 +32,5 @@ def reason(error: Py4JJavaError) -> str:
 
 
 def is_deterministic(rows: DataFrame) -> bool:
-    """Whether rows are the same each time that they are made."""
+    """Check whether every expression of a frame is deterministic."""
     return bool(rows._jdf.queryExecution().analyzed().deterministic())

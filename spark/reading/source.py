@@ -1,4 +1,4 @@
-"""Kafka's records, read by Spark between frozen offsets, committed ones only."""
+"""Read committed Kafka records between frozen offsets with Spark."""
 
 import json
 from collections.abc import Mapping
@@ -16,23 +16,23 @@ SCHEMA: Final = (
     "headers array<struct<key: string, value: binary>>"
 )
 
-# What is read is there already. With the last of a partition the client asks for more of it, which the broker answers
-# when this time is up, and only then Spark's next question on that connection, which is for the partition's ends.
+# All records of a span exist already. After the last record of a partition the client sends one more fetch, and the
+# broker holds it for this time, before it answers Spark's next request on that connection (for the partition's ends).
 FETCH_WAIT_MS: Final = 10
 
 Span = tuple[int, int]
-"""First offset and the one after the last."""
+"""First offset, and the offset after the last."""
 
 
 def read(
     spark: SparkSession, shared: SharedSettings, spans: Mapping[TopicPartition, Span], *, headers: bool = True
 ) -> DataFrame:
-    """The committed records of these spans, in SCHEMA; none for no spans.
+    """Read the committed records of these spans, in SCHEMA; no rows for no spans. `headers` false: without headers.
 
-    Every partition is named with both its ends, and no end lies above the last stable offset: beyond it Spark would
-    report lost data that is merely undecided. A span whose records went away in the meantime fails the query.
+    Both offsets of each partition are given, and no end may lie above the last stable offset: Spark would report
+    undecided records past that offset as lost data. The query fails if records of a span were deleted.
     """
-    spans = {place: span for place, span in spans.items() if span[1] > span[0]}
+    spans = {partition: span for partition, span in spans.items() if span[1] > span[0]}
     if not spans:
         return wire_expressions.rows_of(spark, SCHEMA, [])
     records = (
@@ -41,8 +41,8 @@ def read(
         .option("kafka.isolation.level", "read_committed")
         .option("kafka.fetch.max.wait.ms", str(FETCH_WAIT_MS))
         .option("assign", _by_topic(dict.fromkeys(spans)))
-        .option("startingOffsets", _by_topic({place: span[0] for place, span in spans.items()}))
-        .option("endingOffsets", _by_topic({place: span[1] for place, span in spans.items()}))
+        .option("startingOffsets", _by_topic({partition: span[0] for partition, span in spans.items()}))
+        .option("endingOffsets", _by_topic({partition: span[1] for partition, span in spans.items()}))
         .option("failOnDataLoss", "true")
         .option("includeHeaders", str(headers).lower())
         .load()
@@ -59,7 +59,7 @@ def read(
 
 
 def _by_topic(offsets: Mapping[TopicPartition, int | None]) -> str:
-    """JSON as Spark's Kafka source reads it: {"topic": {"0": 17}}, or {"topic": [0]} for places without offsets."""
+    """Encode offsets for Spark's Kafka source: {"topic": {"0": 17}}, or {"topic": [0]} without offsets."""
     topics: dict[str, dict[str, int]] = {}
     names: dict[str, list[int]] = {}
     for (topic, partition), offset in sorted(offsets.items()):

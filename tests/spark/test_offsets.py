@@ -137,7 +137,7 @@ def test_where_the_data_ends_is_listed_again_after_the_ledger(
     log = one(plan, "orders")
     assert (log.end, log.high_watermark, log.later_end) == (10, 10, 13)
     assert [one(plan, name).later_end for name in (LEDGER_TOPIC, REQUESTS_TOPIC)] == [4, 2]
-    assert planning.ended(plan) == {("orders", 0): 13}
+    assert planning.later_ends(plan) == {("orders", 0): 13}
 
 
 def test_a_busy_ledger_is_known_as_far_as_it_went_at_an_earlier_run(cluster: MadeUp) -> None:
@@ -199,7 +199,7 @@ def test_a_plan_tells_the_settings_that_it_is_judged_by(cluster: MadeUp) -> None
     ours = settings(skip_ids=True)
     found = planning.settings_of(planning.options_of(theirs), ours)
     assert planning.options_of(found) == planning.options_of(theirs) != planning.options_of(ours)
-    assert (found.settle_ms, found.rules.rule("abc").client_duplicates) == (theirs.settle_ms, False)
+    assert (found.max_settle_ms, found.rules.rule("abc").client_duplicates) == (theirs.max_settle_ms, False)
     assert found.options.skip_ids
     # Another caller of the rules is another scope of keys.
     assert planning.options_of(settings(rules)) != planning.options_of(settings(rules.replace('"c"', '"d"')))
