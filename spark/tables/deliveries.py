@@ -1,8 +1,8 @@
-"""What the lake knows of each id: a row for each place where its event is, or is said to be.
+"""The rows of the table `deliveries`: one row for each offset that has a record of an id, or that a claim names.
 
-ROW is the schema of the table `deliveries`. An event that was delivered once has one row, on which the record, its
-ledger entry and its answers meet; nothing in it is a list, so that making, merging and judging it costs little. Only
-where an id has several rows, or one that does not explain itself, they are `gathered` to one with lists (GATHERED).
+ROW is the schema of the table. An event that was delivered once has one row, which joins the record, its ledger entry
+and its answers; the row has no lists, so that reducing, merging and classifying are cheap. Only if an id has several
+rows, or one that is not clean, these are `gathered` into one row with lists (GATHERED).
 """
 
 import json
@@ -16,7 +16,7 @@ from service.contract import wire
 from spark import rule_table
 from spark.reading.decode import ENTERED, EVENT, REJECT, REJECTED
 
-# Enough to see what happened; an id beyond it is one that a broken writer put on everything.
+# Enough to analyse a finding; an id with more copies was put on every record by a broken writer.
 COORDINATES_MAX: Final = 128
 FINGERPRINTS_MAX: Final = 16
 
@@ -63,28 +63,28 @@ ROW: Final = {
 }
 """Name and type of each column of `deliveries`, in order.
 
-`is_clean` is 1 where a row explains itself, unless the id has another row: the record and one ledger entry, or the
-record and a 201 that names it, or a record without a fencepost header that nothing names. Nearly all rows are clean,
-and of these only counts are read again. Partition and offset are null for what is known of an id without a place
+`is_clean` is 1 if the row needs no analysis (unless the id has another row): it has the record and one ledger entry,
+or the record and a 201 that names the record, or a record without fencepost header and without claims. Nearly all rows
+are clean, and of clean rows only counts are read again. Partition and offset are null for answers without an offset
 (a 504).
-`accepted_ms` is the earliest acceptance, `last_ms` when the last evidence came, as far as that is known;
-`count` is 1 where there is a record (0: it is only said to be there; more: rejected entries of one record);
-`entry_seen_ms` and `answer_seen_ms` are when ledger and journal first named the place, `in_doubt_ms` when the last
-202 or 504 was journaled, `freed_ms` when the last 503 was, null if a 202 or 504 follows it. `timestamp_ms`,
-`record_accepted_ms` and the columns after them are the record's own; `record_key_hash` is a hash of its record key;
-`batch_hash` stands for the atomic batch of its ledger entry, `topic_id_hash` for the id of its topic by the last entry.
-`was_past_end`: the log had not come as far as the place when all was read that named it, so that it never had the
-record; `elsewhere`: of a 202 or 504 without a place, whether another hour's rows tell what became of it.
+`accepted_ms` is the earliest acceptance, `last_ms` the time of the last known evidence.
+`count` is 1 if the offset has a record, 0 if the offset is only claimed, more for rejected parts of one record.
+`entry_seen_ms` and `answer_seen_ms` are when ledger and journal first named the offset, `in_doubt_ms` when the last
+202 or 504 was journaled, `freed_ms` when the last 503 was, null if a 202 or 504 follows that 503.
+`timestamp_ms`, `record_accepted_ms` and the columns after them are those of the record; `record_key_hash` is a hash of
+its record key, `batch_hash` of the id of its atomic batch, `topic_id_hash` of its topic's id, both by the ledger entry.
+`was_past_end`: the log's high watermark was not past the offset when all claims on it were read, so that the log never
+had the record. `elsewhere`: another hour's rows settle this 202 or 504 without offset.
 """
 
 WRITTEN: Final = "entries_count + answered_201 + answered_202 + answered_504 > 0"
-"""decode.WRITTEN of a ROW, or of what `summarize` gives."""
+"""The condition decode.WRITTEN for a ROW, and for rows of `summarize`."""
 
 IN_DOUBT: Final = "answered_202 + answered_504 > 0"
-"""The condition that a ROW was answered 202 or 504."""
+"""The condition that a ROW has an answer 202 or 504."""
 
 ROW_KEY: Final = ("accepted_hour", "kind", "id", "topic", "partition", "offset")
-"""What tells a row from another."""
+"""The columns that identify a row."""
 
 SUMS: Final = (
     "count",
@@ -147,25 +147,24 @@ GATHERED: Final = {
     "entries": f"array<struct<{CLAIM_FIELDS}>>",
     "answered": f"array<struct<{CLAIM_FIELDS}>>",
 }
-"""One row an id. `run` last wrote one of its rows, `rows` is of how many it was made, `topic` the first in the alphabet
-that they name, `with_header` counts
-copies with our header, `derived` those of them that lie in another topic than the id was written to. Lists are kept up
-to a cap, copies first; counts, and whether fingerprints differ, stay exact.
+"""One row for each id. `rows` is the number of its ROWs, `run` the last run that wrote one of these, `topic` the first
+topic in alphabetical order. `with_header` counts the copies with Fencepost's header, `derived` those of them in topics
+to which the id was not written. Lists are capped, copies first; counts, and whether fingerprints differ, stay exact.
 """
 
 HOUR_S: Final = 3600
 
-# A time in ms and a position in a record as one number; a record of a megabyte has fewer than 16,000 answers.
+# A time in ms and a position in a record are packed into one number; a record of 1 MB has fewer than 16,000 answers.
 _POSITION_BITS: Final = 16
 
 
 def hour_of(ms: Column) -> Column:
-    """The hour in which a time (ms) lies, as a timestamp."""
+    """Return the hour of a time (ms), as a timestamp."""
     return F.timestamp_seconds(F.floor(ms / (HOUR_S * 1000)) * HOUR_S)
 
 
 def same_coordinates(one: Column, other: Column) -> Column:
-    """Whether two structs (copies, claims) name the same topic, partition and offset."""
+    """Check whether two structs (copies, claims) have the same topic, partition and offset."""
     return (
         (one["offset"] == other["offset"]) & (one["partition"] == other["partition"]) & (one["topic"] == other["topic"])
     )
@@ -177,17 +176,17 @@ def reduce(
     run: int,
     arrived: Mapping[tuple[str, int], int] | None = None,
     exact: tuple[int, int] | None = None,
-    ended: Mapping[tuple[str, int], int] | None = None,
+    later_ends: Mapping[tuple[str, int], int] | None = None,
 ) -> DataFrame:
-    """decode.COPIES and `summarize` → ROW, a row for each place of an id and hour.
+    """Join copies (decode.COPIES) and claims (`summarize`) into ROW, a row for each ROW_KEY.
 
-    `arrived`: the earliest time (ms) at which the copies of a partition can have come, where it is known; `exact` as
-    for `_hour`; `ended`: each log's end after all `claims` were written.
+    `arrived`: the earliest time (ms) at which the copies of a partition can have been written, where known; `exact` as
+    for `_hour`; `later_ends`: the end of each log, listed after all `claims` were written.
 
-    The aggregation has only numbers to carry, so that Spark hashes instead of sorting; a record is one of its kind
-    and needs none: it is joined. Both are spread by id and place alike, in one exchange each.
+    Claims are aggregated as numbers only, so that Spark uses a hash aggregation. A record needs no aggregation and is
+    joined. Both sides are partitioned by ROW_KEY, with one exchange each.
     """
-    there = copies.select(
+    keyed = copies.select(
         _hour(exact).alias("accepted_hour"),
         *ROW_KEY[1:],
         "timestamp_ms",
@@ -196,14 +195,14 @@ def reduce(
         F.col("reject").alias("copy_reject"),
         "observed_ms",
     )
-    joined = there.join(claims.hint("shuffle_hash"), list(ROW_KEY), "full_outer")
+    joined = keyed.join(claims.hint("shuffle_hash"), list(ROW_KEY), "full_outer")
     sums = {name: F.coalesce(name, F.lit(0)) for name in SUMS[1:]}
     count = F.when(F.col("timestamp_ms").isNotNull(), 1).otherwise(0) + F.coalesce("rejected", F.lit(0))
     columns: dict[str, Column] = {
         "is_clean": _is_clean({**sums, "count": count}, F.col("has_fencepost_header")),
         "run": F.lit(run),
         "accepted_ms": F.least("record_accepted_ms", "first_accepted_ms"),
-        # A record's timestamp may be an old one that a client, or a replay, has given it.
+        # A client, or a program that copies records, may set an old timestamp.
         "last_ms": F.greatest(
             F.coalesce("observed_ms", "timestamp_ms"),
             "record_accepted_ms",
@@ -215,7 +214,7 @@ def reduce(
         "reject": F.coalesce("copy_reject", "reject"),
         "was_past_end": F.when(
             sums["entries_count"] + sums["answered_201"] > 0,
-            rule_table.is_past_end(F.col("offset"), _of_place(ended or {})),
+            rule_table.is_past_end(F.col("offset"), _by_partition(later_ends or {})),
         ),
         "elsewhere": F.lit(None),
     }
@@ -223,28 +222,29 @@ def reduce(
 
 
 def _hour(exact: tuple[int, int] | None) -> Column:
-    """The hour in which a copy counts: that of its acceptance.
+    """Return the hour in which a copy counts: the hour of its acceptance.
 
-    Without our header that is its timestamp, and so whatever its writer likes: before the time span `exact` (ms) it
-    counts in the first hour of its month, after it in the last hour. Each hour is a partition of the lake.
+    Without Fencepost's header the acceptance is the timestamp, which its writer may set to any time. To limit the
+    number of hours (partitions of the lake), a timestamp before the time span `exact` (ms) counts in the first hour of
+    its month, a timestamp after that span in the last hour.
     """
     at = F.col("accepted_ms")
     if exact is None:
         return hour_of(at)
     first, last = exact
-    wild = F.when(at < first, F.date_trunc("month", F.timestamp_millis(at))).when(at > last, hour_of(F.lit(last)))
-    return F.coalesce(F.when(~F.col("has_fencepost_header"), wild), hour_of(at))
+    clamped = F.when(at < first, F.date_trunc("month", F.timestamp_millis(at))).when(at > last, hour_of(F.lit(last)))
+    return F.coalesce(F.when(~F.col("has_fencepost_header"), clamped), hour_of(at))
 
 
 def _arrived_ms(arrived: Mapping[tuple[str, int], int]) -> Column:
-    """Since when the record of a row has been there at the earliest, null where that is not known, or no record."""
-    return F.when(F.col("timestamp_ms").isNotNull(), _of_place(arrived))
+    """Return the earliest time at which a row's record can have been written; null if unknown, or without a record."""
+    return F.when(F.col("timestamp_ms").isNotNull(), _by_partition(arrived))
 
 
-def _of_place(known: Mapping[tuple[str, int], int]) -> Column:
-    """What is known of a row's topic and partition, else null."""
+def _by_partition(values: Mapping[tuple[str, int], int]) -> Column:
+    """Look up the value of a row's topic and partition; null if there is none."""
     topics: dict[str, list[int | None]] = {}
-    for (topic, partition), number in sorted(known.items()):
+    for (topic, partition), number in sorted(values.items()):
         numbers = topics.setdefault(topic, [])
         numbers += [None] * (partition - len(numbers)) + [number]
     constant = F.from_json(F.lit(json.dumps(topics)), "map<string, array<bigint>>")
@@ -252,26 +252,26 @@ def _of_place(known: Mapping[tuple[str, int], int]) -> Column:
 
 
 def summarize(claims: DataFrame, parts: int | None = None) -> DataFrame:
-    """decode.CLAIMS → what is said of each place, with numbers only besides the place; in so many `parts`."""
+    """Aggregate decode.CLAIMS by ROW_KEY, as numbers only, in `parts` partitions (default: the session's number)."""
     status = F.col("status")
 
     def count(condition: Column) -> Column:
         return F.count(F.when(condition, F.lit(1)))
 
     def last(condition: Column) -> Column:
-        """The last answer of these: its time, and among those of one record its position."""
+        """Return the last of these answers, as its time and its position in the journal record."""
         moment = F.shiftleft("timestamp_ms", _POSITION_BITS) + F.least("position", F.lit((1 << _POSITION_BITS) - 1))
         return F.max(F.when(condition, moment))
 
     answered = status != ENTERED
-    placed = F.col("offset").isNotNull()
+    has_offset = F.col("offset").isNotNull()
     rows = claims.withColumn("accepted_hour", hour_of(F.col("accepted_ms"))).withColumn(
         "kind", F.when(F.col("reject").isNull(), EVENT).otherwise(REJECT)
     )
-    # As the join needs it: what is said of an id comes once or twice, too rarely to be summed up before.
-    spread = rows.repartition(*ROW_KEY) if parts is None else rows.repartition(parts, *ROW_KEY)
+    # Partitioned as the join needs the rows. A key has one or two claims, too few for a partial aggregation.
+    partitioned = rows.repartition(*ROW_KEY) if parts is None else rows.repartition(parts, *ROW_KEY)
     in_doubt, freed = last(status.isin(202, 504)), last(status == 503)
-    return spread.groupBy(*ROW_KEY, "reject").agg(
+    return partitioned.groupBy(*ROW_KEY, "reject").agg(
         F.min("accepted_ms").alias("first_accepted_ms"),
         F.max("timestamp_ms").alias("last_timestamp_ms"),
         count(status.isNull()).alias("rejected"),
@@ -280,7 +280,7 @@ def summarize(claims: DataFrame, parts: int | None = None) -> DataFrame:
         count(answered & ~status.isin(201, 202, 503, 504)).alias("answered_other"),
         count(F.col("replayed")).alias("replayed"),
         F.min(F.when(status == ENTERED, F.greatest("timestamp_ms", "accepted_ms"))).alias("entry_seen_ms"),
-        F.min(F.when(answered & placed, F.col("timestamp_ms"))).alias("answer_seen_ms"),
+        F.min(F.when(answered & has_offset, F.col("timestamp_ms"))).alias("answer_seen_ms"),
         F.min("batch_hash").alias("batch_hash"),
         F.max_by("topic_id_hash", F.when(status == ENTERED, F.col("timestamp_ms"))).alias("topic_id_hash"),
         F.shiftright(in_doubt, _POSITION_BITS).alias("in_doubt_ms"),
@@ -288,16 +288,18 @@ def summarize(claims: DataFrame, parts: int | None = None) -> DataFrame:
     )
 
 
-def without(rows: DataFrame, there: DataFrame, spans: Mapping[tuple[str, int], tuple[int, int]], run: int) -> DataFrame:
-    """ROWs to be merged → the same, and rows for the records that are `there` between these offsets, with `vanished`.
+def with_vanished(
+    rows: DataFrame, merged_rows: DataFrame, spans: Mapping[tuple[str, int], tuple[int, int]], run: int
+) -> DataFrame:
+    """Add to ROWs that are to be merged the merged rows with records in these spans, marked as `vanished`.
 
-    Such a record stands in its log no more: a leader without it was elected. What is said of its place stays.
+    Such a record is no longer in its log, since a leader without the record was elected. Claims on its offset stay.
     """
     within = F.lit(False)
     for (topic, partition), (first, end) in spans.items():
-        place = (F.col("topic") == topic) & (F.col("partition") == partition)
-        within = within | (place & (F.col("offset") >= first) & (F.col("offset") < end))
-    gone = there.where(within & (F.col("count") > 0)).select(*ROW_KEY, F.lit(True).alias("gone"))
+        in_partition = (F.col("topic") == topic) & (F.col("partition") == partition)
+        within = within | (in_partition & (F.col("offset") >= first) & (F.col("offset") < end))
+    gone = merged_rows.where(within & (F.col("count") > 0)).select(*ROW_KEY, F.lit(True).alias("gone"))
     joined = rows.join(gone, list(ROW_KEY), "full_outer")
     columns = {"run": F.lit(run), **{name: F.coalesce(name, F.lit(0)) for name in ("is_clean", *SUMS)}}
     return joined.select(
@@ -307,35 +309,37 @@ def without(rows: DataFrame, there: DataFrame, spans: Mapping[tuple[str, int], t
 
 
 def merged(*, vanished: bool = False) -> dict[str, Column]:
-    """ROW columns of a row that is `there` and a `new` one of the same place, as one row; without the record of the
-    former where that has `vanished`."""
+    """Merge the columns of an `old` ROW and a `new` one with the same key; without the old record if it has `vanished`.
+
+    Returns the expressions by column, over frames with the aliases `old` and `new`.
+    """
 
     def pair(name: str) -> tuple[Column, Column]:
-        return F.col(f"there.{name}"), F.col(f"new.{name}")
+        return F.col(f"old.{name}"), F.col(f"new.{name}")
 
-    # But for the count: a record that is written back to its place, in a topic made anew, is one record still.
-    one = {name: pair(name)[0] + pair(name)[1] for name in SUMS}
-    one |= {name: F.least(*pair(name)) for name in LEAST}
-    one |= {name: F.greatest(*pair(name)) for name in GREATEST}
-    # Where both have a record the topic was made anew, or cut off: the later one stands in it.
+    # `count` is no sum: a record that is written again at the same offset of a recreated topic counts once.
+    columns = {name: pair(name)[0] + pair(name)[1] for name in SUMS}
+    columns |= {name: F.least(*pair(name)) for name in LEAST}
+    columns |= {name: F.greatest(*pair(name)) for name in GREATEST}
+    # If both rows have a record, the topic was recreated or truncated, and the log now has the later record.
     later = F.col("new.timestamp_ms").isNotNull()
-    one |= {name: F.when(later, pair(name)[1]).otherwise(F.coalesce(*pair(name))) for name in RECORD}
+    columns |= {name: F.when(later, pair(name)[1]).otherwise(F.coalesce(*pair(name))) for name in RECORD}
     if vanished:
-        one |= {name: F.col(f"new.{name}") for name in ("count", *RECORD)}
-    one["topic_id_hash"] = F.coalesce(F.col("new.topic_id_hash"), F.col("there.topic_id_hash"))
-    freed, in_doubt = F.greatest(*pair("freed_ms")), one["in_doubt_ms"]
-    one["freed_ms"] = F.when(in_doubt.isNull() | (freed >= in_doubt), freed)
-    one["is_clean"] = _is_clean(one, one["has_fencepost_header"], "there.").cast("tinyint")
-    return one
+        columns |= {name: F.col(f"new.{name}") for name in ("count", *RECORD)}
+    columns["topic_id_hash"] = F.coalesce(F.col("new.topic_id_hash"), F.col("old.topic_id_hash"))
+    freed, in_doubt = F.greatest(*pair("freed_ms")), columns["in_doubt_ms"]
+    columns["freed_ms"] = F.when(in_doubt.isNull() | (freed >= in_doubt), freed)
+    columns["is_clean"] = _is_clean(columns, columns["has_fencepost_header"], "old.").cast("tinyint")
+    return columns
 
 
 def gathered(rows: DataFrame, *, by_hour: bool = True) -> DataFrame:
-    """ROWs of events → GATHERED: one row for each id, and each of its hours or (`by_hour` false) the last of them."""
-    whole = ["accepted_hour", "id"] if by_hour else ["id"]
+    """Gather ROWs of events into GATHERED: a row for each id and hour, or (not `by_hour`) for each id's last hour."""
+    by = ["accepted_hour", "id"] if by_hour else ["id"]
     first = F.coalesce("timestamp_ms", "entry_seen_ms", "answer_seen_ms")
-    # Records come before mere claims, and of records first those by which the others are judged.
+    # Records come before claims without a record, and first the records to which the others are compared.
     weight = (F.desc("count"), F.col("entry_seen_ms").isNull(), F.desc_nulls_last("has_fencepost_header"))
-    order = Window.partitionBy(*whole).orderBy(*weight, first, "topic", "partition", "offset")
+    order = Window.partitionBy(*by).orderBy(*weight, first, "topic", "partition", "offset")
     homes = F.collect_set(
         F.when(
             _claimed() | (F.col("has_fencepost_header") & F.col("alternative_fingerprints").isNull()), F.col("topic")
@@ -343,7 +347,7 @@ def gathered(rows: DataFrame, *, by_hour: bool = True) -> DataFrame:
     )
     numbered = (
         rows.withColumn("nth", F.row_number().over(order))
-        .withColumn("homes", homes.over(Window.partitionBy(*whole)))
+        .withColumn("homes", homes.over(Window.partitionBy(*by)))
         .withColumn("derived", _derived())
     )
     kept = F.col("nth") <= COORDINATES_MAX
@@ -364,8 +368,8 @@ def gathered(rows: DataFrame, *, by_hour: bool = True) -> DataFrame:
     }
     fingerprints = F.when(F.col("fingerprint").isNotNull() & ~F.col("derived"), F.struct(*_fingerprint()))
     ends = [F.min(fingerprints).alias("least_fingerprint"), F.max(fingerprints).alias("greatest_fingerprint")]
-    keys = {"accepted_hour"} & set(whole)
-    grouped = numbered.groupBy(*whole).agg(
+    keys = {"accepted_hour"} & set(by)
+    grouped = numbered.groupBy(*by).agg(
         *(column.alias(name) for name, column in columns.items() if name not in keys), *ends
     )
     kept_fingerprints = F.transform(
@@ -380,17 +384,17 @@ def gathered(rows: DataFrame, *, by_hour: bool = True) -> DataFrame:
     return _cast(grouped.withColumn("fingerprints", F.slice(every, 1, FINGERPRINTS_MAX)))
 
 
-def alone(rows: DataFrame) -> DataFrame:
-    """ROWs of events that have no other row in their hour → GATHERED, without an exchange."""
+def gathered_single(rows: DataFrame) -> DataFrame:
+    """Convert ROWs of events without another row in their hour into GATHERED; needs no exchange."""
 
-    def one(item: Column) -> Column:
+    def as_list(item: Column) -> Column:
         return F.array_compact(F.array(item))
 
     lists = {
-        "coordinates": one(_copy()),
-        "entries": one(_claim("entry_seen_ms")),
-        "answered": one(_claim("answer_seen_ms")),
-        "fingerprints": one(F.when(F.col("fingerprint").isNotNull(), F.struct(*_fingerprint()))),
+        "coordinates": as_list(_copy()),
+        "entries": as_list(_claim("entry_seen_ms")),
+        "answered": as_list(_claim("answer_seen_ms")),
+        "fingerprints": as_list(F.when(F.col("fingerprint").isNotNull(), F.struct(*_fingerprint()))),
     }
     rows = rows.withColumn("derived", F.lit(False))
     columns = {
@@ -404,11 +408,12 @@ def alone(rows: DataFrame) -> DataFrame:
 
 
 def _cast(rows: DataFrame) -> DataFrame:
+    """Select the columns of GATHERED."""
     return rows.select(*(F.col(name).cast(kind) for name, kind in GATHERED.items()))
 
 
 def _copy() -> Column:
-    """The record of a row, null where it has none."""
+    """Return the record of a row as a struct of COPY_FIELDS, null without a record."""
     return F.when(
         F.col("count") > 0,
         F.struct(
@@ -429,7 +434,7 @@ def _copy() -> Column:
 
 
 def each_fingerprint(joined: Column) -> Column:
-    """The fingerprints that lie in a binary column one after the other, as an array; null for null."""
+    """Split a binary column of concatenated fingerprints into an array; null for null."""
     size = wire.FINGERPRINT_BYTES
     starts = F.sequence(F.lit(1), F.octet_length(joined) - size + 1, F.lit(size))
     return F.when(
@@ -438,21 +443,21 @@ def each_fingerprint(joined: Column) -> Column:
 
 
 def _claimed() -> Column:
-    """Whether the ledger or a 201 names the place of a row."""
+    """Check whether the ledger or a 201 names the offset of a row."""
     return F.col("entries_count") + F.col("answered_201") > 0
 
 
 def _fingerprint() -> list[Column]:
-    """`fingerprint` and `alternative_fingerprints` of a row's record.
+    """Return `fingerprint` and `alternative_fingerprints` of a row's record.
 
-    Of a copy that neither the ledger nor a 201 names, the record's own fingerprint counts, not its header's.
+    For a copy that neither the ledger nor a 201 names, the record's own fingerprint counts, not that of its header.
     """
-    alone = (
+    distrusted = (
         F.col("has_fencepost_header")
         & F.col("alternative_fingerprints").isNotNull()
-        & ~rule_table.is_believed(_claimed())
+        & ~rule_table.trusts_header(_claimed())
     )
-    own = F.when(alone, F.col("alternative_fingerprints")).otherwise(F.col("fingerprint"))
+    own = F.when(distrusted, F.col("alternative_fingerprints")).otherwise(F.col("fingerprint"))
     return [
         own.alias("fingerprint"),
         F.when(~F.col("has_fencepost_header"), F.col("alternative_fingerprints")).alias("alternative_fingerprints"),
@@ -460,23 +465,23 @@ def _fingerprint() -> list[Column]:
 
 
 def _derived() -> Column:
-    """`rules.is_derived` of a row; `homes` are the topics to which its id was written."""
+    """Return `rule_table.is_derived` of a row; `homes` are the topics to which its id was written."""
     elsewhere = (F.size("homes") > 0) & ~F.array_contains("homes", F.col("topic"))
     derived = rule_table.is_derived(F.col("has_fencepost_header"), _claimed(), elsewhere)
     return F.coalesce(derived, F.lit(False))
 
 
 def _claim(seen_ms: str) -> Column:
-    """The place of a row as the ledger or the journal named it, null where it did not."""
+    """Return the claim of the ledger or the journal (by the column `seen_ms`) as a struct of CLAIM_FIELDS, or null."""
     past = F.coalesce("was_past_end", F.lit(False)).alias("was_past_end")
-    place = F.struct(
+    claim = F.struct(
         F.col(seen_ms).alias("seen_ms"), "accepted_ms", "topic", "partition", "offset", "topic_id_hash", past
     )
-    return F.when(F.col(seen_ms).isNotNull(), place)
+    return F.when(F.col(seen_ms).isNotNull(), claim)
 
 
 def _is_clean(sums: Mapping[str, Column], has_header: Column, row: str = "") -> Column:
-    """Whether a row leaves nothing to be said, 1 or 0."""
+    """Return 1 if a row is clean (see ROW), else 0; `row` is the prefix of its alias."""
     entries, answered = sums["entries_count"], sums["answered_201"]
     only_answered = (entries == 0) & (answered > 0)
     clean = (entries == 1) | only_answered | ((entries == 0) & ~F.coalesce(has_header, F.lit(False)))

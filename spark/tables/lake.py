@@ -1,4 +1,4 @@
-"""The Delta tables of a lake, and writing to them once for each run."""
+"""The Delta tables of a lake, with writes that are idempotent for each run."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from spark.tables import deliveries
 from spark.tables.hours import sql
 
 WRITER: Final = "fencepost"
-"""Delta's `txnAppId`: with the run's number as `txnVersion`, a write that is there already is left out."""
+"""Delta's `txnAppId`: with the run's number as `txnVersion`, Delta skips a write that the run has committed before."""
 
 COORDINATES: Final = (
     "array<struct<topic: string, partition: int, offset: bigint, timestamp: bigint, slot: int, pid: bigint, "
@@ -40,10 +40,10 @@ FINDING: Final = {
     "fingerprint": "binary",
     "run": "bigint",
 }
-"""A finding. `scope`: `hour` (of the ids of one hour), `ids` (over all hours), `log` (of the logs themselves).
-`run` found it, null in lakes of before.
+"""The columns of a finding. `scope`: `hour` (from one hour), `ids` (from all hours), `log` (from the logs themselves).
+`run` is the run that made the finding, null in lakes of an earlier version.
 
-In the scope `ids` a row without kind says that the findings of the hours about this id do not hold.
+In the scope `ids` a row without kind revokes the findings about this id in the scope `hour`.
 """
 
 PROGRESS: Final = {
@@ -78,7 +78,7 @@ PROGRESS: Final = {
 }
 
 PUBLISHED: Final = {"finding_id": "string", "value": "string", "sent": "boolean"}
-"""A finding as the topic of findings has it, or, where it is not `sent`, as it is to get it; null for a tombstone."""
+"""The value of a finding in the topic of findings, or, if not `sent`, the value to be sent; null for a tombstone."""
 
 RUN: Final = {"run": "bigint", "frozen_ms": "bigint", "verdict": "string", "summary": "string", "report": "string"}
 
@@ -93,10 +93,10 @@ VERDICT: Final = {
     "before": "string",
     "last_ms": "bigint",
 }
-"""What a run came to say of an id of which it, or a run before it, said anything but that it was delivered once.
+"""The columns of a changed verdict. An id that was always `delivered_once` has no row.
 
-`verdict` is a name of the balance, `phantom`, or null where nothing is left to say; `before` is what was said until
-then, null where it is the first. Only changes have a row.
+`verdict` is a category of the balance, `phantom`, or null if the id has no verdict any more; `before` is the verdict
+until then, null for the first verdict.
 """
 
 REJECT: Final = {
@@ -109,7 +109,7 @@ REJECT: Final = {
     "reason": "string",
     "content": "binary",
 }
-"""Records, or (`count`) parts of one, that could not be decoded: why, and their bytes, up to decode.CONTENT_MAX."""
+"""The columns of an undecoded record, or of `count` undecoded parts of one; `content` has decode.CONTENT_MAX bytes."""
 
 SCHEMAS: Final[Mapping[str, Mapping[str, str]]] = {
     "deliveries": deliveries.ROW,
@@ -121,7 +121,7 @@ SCHEMAS: Final[Mapping[str, Mapping[str, str]]] = {
     "verdicts": VERDICT,
 }
 PARTITIONS: Final = {"deliveries": ("accepted_hour", "is_clean")}
-"""The rows of an hour of which more than numbers is read lie apart: they are few."""
+"""The few rows of an hour that are not clean lie in a partition of their own, since only they are read in full."""
 
 RENAMED: Final[Mapping[str, Mapping[str, str]]] = {
     "deliveries": {
@@ -150,66 +150,67 @@ RENAMED: Final[Mapping[str, Mapping[str, str]]] = {
         "mark_end": "behind_end",
     },
 }
-"""Columns as lakes of the first version name them, and as they are named now."""
+"""Names of columns in lakes of the first version, and their present names."""
 
-# A lake of an earlier version lacks columns that these have now. No other table takes a column that it does not know.
-_GROWN: Final = frozenset({"deliveries", "findings", "progress"})
+# Tables that have got columns since the first version: only their schema is extended by a write.
+_EXTENDED: Final = frozenset({"deliveries", "findings", "progress"})
 
-# Statistics of files, which let a query skip them, are made of these columns only.
-_SKIPPED_BY: Final = {"deliveries": "run"}
+# Delta collects file statistics (for data skipping) of these columns only.
+_STATISTICS_OF: Final = {"deliveries": "run"}
 
 
 def schema(name: str) -> StructType:
-    """The schema of one of the tables."""
-    made = StructType.fromDDL(", ".join(f"`{column}` {kind}" for column, kind in SCHEMAS[name].items()))
-    assert isinstance(made, StructType)
-    return made
+    """Return the schema of a table."""
+    struct = StructType.fromDDL(", ".join(f"`{column}` {kind}" for column, kind in SCHEMAS[name].items()))
+    assert isinstance(struct, StructType)
+    return struct
 
 
 class Lake:
-    """Delta tables below one root, each made by the first write to it."""
+    """Delta tables below one root. The first write to a table creates the table."""
 
     def __init__(self, spark: SparkSession, root: str) -> None:
         self.spark = spark
         self.root = root
 
     def path(self, name: str) -> str:
+        """Return the path of a table."""
         return f"{self.root}/{name}"
 
     def exists(self, name: str) -> bool:
-        """Whether a table was written to."""
+        """Check whether a table exists."""
         return DeltaTable.isDeltaTable(self.spark, self.path(name))
 
     def read(self, name: str) -> DataFrame:
-        """All rows of a table as it is now; none where it was never written to."""
+        """Read the current rows of a table; no rows if the table does not exist."""
         if name in SCHEMAS and not self.exists(name):
             return wire_expressions.rows_of(self.spark, schema(name), [])
         return self.spark.read.format("delta").load(self.path(name))
 
     def upgrade(self) -> None:
-        """Bring the tables of an earlier version to this one: columns by their present names, and those they lack.
+        """Upgrade the tables of an earlier version: rename columns, and add missing ones.
 
-        Each table in a commit of its own, and none twice: a run that is killed amid this goes on where it stopped.
+        Each table is upgraded in one commit, and an upgraded table is skipped, so that an interrupted upgrade resumes.
         """
         for name, renamed in RENAMED.items():
             if self.exists(name) and renamed.keys() & set(self.read(name).columns):
                 self._rename(name, renamed)
-        for name in sorted(_GROWN):
+        for name in sorted(_EXTENDED):
             if self.exists(name) and set(SCHEMAS[name]) - set(self.read(name).columns):
-                nothing = wire_expressions.rows_of(self.spark, schema(name), [])
-                nothing.write.format("delta").mode("append").option("mergeSchema", True).save(self.path(name))
+                empty = wire_expressions.rows_of(self.spark, schema(name), [])
+                empty.write.format("delta").mode("append").option("mergeSchema", True).save(self.path(name))
 
     def check_version(self) -> None:
-        """CannotRun where the tables are of an earlier version."""
+        """Check the version of the tables; CannotRun if the lake is of an earlier version."""
         for name, renamed in RENAMED.items():
             if self.exists(name) and (old := renamed.keys() & set(self.read(name).columns)):
                 raise CannotRun(
                     f"--lake {self.root} is of an earlier version ({name} has {', '.join(sorted(old))}): "
-                    "run python -m spark on it once, which brings it to this one"
+                    "run python -m spark on it once, which upgrades the lake"
                 )
 
     def _rename(self, name: str, renamed: Mapping[str, str]) -> None:
-        """Write a table anew with other names of columns; Delta cannot rename one by which a table is partitioned."""
+        """Rewrite a table with renamed columns; Delta cannot rename a partition column."""
         rows = self.read(name)
         columns = [F.col(old).alias(renamed.get(old, old)) for old in rows.columns]
         writer = rows.select(*columns).write.format("delta").mode("overwrite").option("overwriteSchema", True)
@@ -218,67 +219,67 @@ class Lake:
         writer.save(self.path(name))
 
     def append(self, name: str, rows: DataFrame, run: int) -> None:
-        """Add rows, unless this run did."""
+        """Append rows; skipped if this run has appended to the table before."""
         self._writer(name, rows, "append", run).save(self.path(name))
 
     def add(self, name: str, rows: DataFrame) -> None:
-        """Add rows, however often the run does it."""
+        """Append rows, at every call."""
         rows.write.format("delta").mode("append").save(self.path(name))
 
     def replace(self, name: str, rows: DataFrame, where: str, run: int) -> None:
-        """Put rows, which all meet the condition, in the place of those that meet it now, unless this run did."""
+        """Replace the rows that meet `where`, by rows that meet it too; skipped if this run has done so before."""
         if self.exists(name):
             self._writer(name, rows, "overwrite", run).option("replaceWhere", where).save(self.path(name))
         else:
             self.append(name, rows, run)
 
     def overwrite(self, name: str, rows: DataFrame, where: str) -> None:
-        """As `replace`, however often the run does it."""
-        writer = rows.write.format("delta").mode("overwrite").option("mergeSchema", name in _GROWN)
+        """Replace the rows that meet the condition, at every call."""
+        writer = rows.write.format("delta").mode("overwrite").option("mergeSchema", name in _EXTENDED)
         writer.option("replaceWhere", where).save(self.path(name))
 
     def merge(self, rows: DataFrame, hours: list[str], run: int) -> None:
-        """Merge ROWs, one a place of an id and hour, into the `deliveries` that are there, unless this run did.
+        """Merge ROWs, one for each deliveries.ROW_KEY, into `deliveries`; skipped if this run has done so before.
 
-        `hours` (`yyyy-MM-dd HH:mm:ss`, UTC) are all hours of the rows: as literals in the condition they keep Delta
-        from reading any other. Rows may have what `deliveries.without` adds to them.
+        `hours` (`yyyy-MM-dd HH:mm:ss`, UTC) are all hours of the rows: literals in the condition let Delta prune all
+        other hours. Rows may have the column `vanished` (deliveries.with_vanished).
         """
-        there = sql(hours).replace("accepted_hour", "there.accepted_hour", 1)
-        place = " AND ".join([there, *(f"there.{name} <=> new.{name}" for name in deliveries.ROW_KEY)])
-        table = DeltaTable.forPath(self.spark, self.path("deliveries")).alias("there")
+        in_hours = sql(hours).replace("accepted_hour", "old.accepted_hour", 1)
+        same_key = " AND ".join([in_hours, *(f"old.{name} <=> new.{name}" for name in deliveries.ROW_KEY)])
+        table = DeltaTable.forPath(self.spark, self.path("deliveries")).alias("old")
         with self.once(run):
-            merge = table.merge(rows.alias("new"), place)
+            merge = table.merge(rows.alias("new"), same_key)
             if "vanished" in rows.columns:
                 merge = merge.whenMatchedUpdate("new.vanished", set=dict(deliveries.merged(vanished=True)))
             merge.whenMatchedUpdate(set=dict(deliveries.merged())).whenNotMatchedInsertAll().execute()
 
-    def rename(self, rows: DataFrame, hours: list[str], run: int) -> None:
-        """Give rows of `deliveries` another id (`named`), as if this run had read them so. Doing it again does nothing.
+    def change_ids(self, rows: DataFrame, hours: list[str], run: int) -> None:
+        """Change the ids of rows of `deliveries` to `named`, and their `run` to this run; idempotent.
 
-        `rows` are `accepted_hour, id, topic, partition, offset, named`, `hours` all of theirs.
+        `rows` are `accepted_hour, id, topic, partition, offset, named`, `hours` all hours of these rows.
         """
-        there = sql(hours).replace("accepted_hour", "there.accepted_hour", 1)
-        place = [f"there.{name} = new.{name}" for name in ("accepted_hour", "id", "topic", "partition", "offset")]
+        in_hours = sql(hours).replace("accepted_hour", "old.accepted_hour", 1)
+        same = [f"old.{name} = new.{name}" for name in ("accepted_hour", "id", "topic", "partition", "offset")]
         (
             DeltaTable.forPath(self.spark, self.path("deliveries"))
-            .alias("there")
-            .merge(rows.alias("new"), " AND ".join([there, f"there.kind = '{EVENT}'", *place]))
+            .alias("old")
+            .merge(rows.alias("new"), " AND ".join([in_hours, f"old.kind = '{EVENT}'", *same]))
             .whenMatchedUpdate(set={"id": "new.named", "run": f"{run}L"})
             .execute()
         )
 
-    def settle(self, rows: DataFrame, hours: list[str], run: int) -> None:
-        """Note of what was answered 202 or 504 what other hours tell of it. Doing it again does nothing.
+    def note_elsewhere(self, rows: DataFrame, hours: list[str], run: int) -> None:
+        """Set `elsewhere` and `freed_ms` of rows that were answered 202 or 504, by the rows of other hours; idempotent.
 
-        `rows` are `accepted_hour, id, elsewhere, freed_ms` (cross_hour.known_elsewhere), `hours` all of theirs.
+        `rows` are `accepted_hour, id, elsewhere, freed_ms` (cross_hour.known_elsewhere), `hours` all hours of them.
         """
-        there = sql(hours).replace("accepted_hour", "there.accepted_hour", 1)
-        same = ["there.accepted_hour = new.accepted_hour", "there.id = new.id", f"there.kind = '{EVENT}'"]
-        in_doubt = f"there.offset IS NULL AND there.{deliveries.IN_DOUBT.replace(' + ', ' + there.')}"
+        in_hours = sql(hours).replace("accepted_hour", "old.accepted_hour", 1)
+        same = ["old.accepted_hour = new.accepted_hour", "old.id = new.id", f"old.kind = '{EVENT}'"]
+        in_doubt = f"old.offset IS NULL AND old.{deliveries.IN_DOUBT.replace(' + ', ' + old.')}"
         (
             DeltaTable.forPath(self.spark, self.path("deliveries"))
-            .alias("there")
-            .merge(rows.alias("new"), " AND ".join([there, *same, in_doubt]))
+            .alias("old")
+            .merge(rows.alias("new"), " AND ".join([in_hours, *same, in_doubt]))
             .whenMatchedUpdate(
                 set={"elsewhere": "new.elsewhere", "freed_ms": "new.freed_ms", "run": f"{run}L"},
             )
@@ -286,56 +287,57 @@ class Lake:
         )
 
     def delete_before(self, first: str, run: int) -> None:
-        """Drop what was accepted before the hour `first` (`yyyy-MM-dd HH:mm:ss`, UTC), and the plans of older runs."""
+        """Delete rows accepted before the hour `first` (`yyyy-MM-dd HH:mm:ss`, UTC), and plans of runs before that."""
         before_ms = f"unix_millis(TIMESTAMP '{first}')"
-        old = {
+        conditions = {
             **dict.fromkeys(("deliveries", "findings", "verdicts"), f"accepted_hour < TIMESTAMP '{first}'"),
             "rejects": f"seen_ms < {before_ms}",
             **dict.fromkeys(("progress", "runs"), f"frozen_ms < {before_ms} AND run < {run}"),
         }
-        for name, condition in old.items():
+        for name, condition in conditions.items():
             if self.exists(name):
                 DeltaTable.forPath(self.spark, self.path(name)).delete(condition)
 
     def optimize(self, hours: list[str]) -> None:
-        """Make few files of the many small ones that runs left in these hours."""
+        """Compact the small files of `deliveries` in these hours."""
         if hours and self.exists("deliveries"):
             table = DeltaTable.forPath(self.spark, self.path("deliveries"))
             table.optimize().where(sql(hours)).executeCompaction()
 
     def vacuum(self, hours: int, names: Iterable[str] = SCHEMAS) -> None:
-        """Delete the files of these tables that no version of the last so many hours needs."""
+        """Delete the files of these tables that no version of the last `hours` hours needs."""
         settings = {
             "spark.databricks.delta.retentionDurationCheck.enabled": "false",
-            # Delta lists a table's files in so many tasks, however few they are; Spark's default is 10,000.
+            # Delta lists a table's files in this many tasks, however few the files are; Spark's default is 10,000.
             "spark.sql.sources.parallelPartitionDiscovery.parallelism": str(
                 2 * self.spark.sparkContext.defaultParallelism
             ),
         }
-        with _set(self.spark, settings):
+        with _session_settings(self.spark, settings):
             for name in names:
                 if self.exists(name):
                     DeltaTable.forPath(self.spark, self.path(name)).vacuum(hours)
 
     def _writer(self, name: str, rows: DataFrame, mode: str, run: int) -> DataFrameWriter:
-        writer = rows.write.format("delta").mode(mode).option("mergeSchema", name in _GROWN)
+        """Configure a write that Delta skips if this run has written to the table before."""
+        writer = rows.write.format("delta").mode(mode).option("mergeSchema", name in _EXTENDED)
         if name in PARTITIONS:
             writer = writer.partitionBy(*PARTITIONS[name])
-        if name in _SKIPPED_BY and not self.exists(name):
-            writer = writer.option("delta.dataSkippingStatsColumns", _SKIPPED_BY[name])
+        if name in _STATISTICS_OF and not self.exists(name):
+            writer = writer.option("delta.dataSkippingStatsColumns", _STATISTICS_OF[name])
         return writer.option("txnAppId", WRITER).option("txnVersion", str(run))
 
     @contextmanager
     def once(self, run: int) -> Iterator[None]:
-        """A MERGE within counts once for the run: Delta takes its transaction from the session's settings."""
+        """Make a MERGE in the context idempotent for the run: Delta reads `txnVersion` from the session's settings."""
         prefix = "spark.databricks.delta.write"
-        with _set(self.spark, {f"{prefix}.txnAppId": WRITER, f"{prefix}.txnVersion": str(run)}):
+        with _session_settings(self.spark, {f"{prefix}.txnAppId": WRITER, f"{prefix}.txnVersion": str(run)}):
             yield
 
 
 @contextmanager
-def _set(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None]:
-    """Have settings of the session for a while."""
+def _session_settings(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None]:
+    """Set settings of the session, and unset them at the end."""
     for name, value in settings.items():
         spark.conf.set(name, value)
     try:

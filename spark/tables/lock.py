@@ -1,4 +1,4 @@
-"""One run at a time on a lake."""
+"""The lock that lets one run at a time work on a lake."""
 
 import os
 import socket
@@ -20,25 +20,25 @@ from spark.reading import wire_expressions
 from spark.reading.jvm import Py4JJavaError, jvm
 from spark.tables import files
 
-# A run that was killed holds a lake on an object store for this long. Clocks of drivers may be apart by half of it.
+# A killed run keeps a lake on an object store locked for this long. The drivers' clocks may differ by half of that.
 LEASE_S: Final = 120.0
 RENEWALS: Final = 4
-"""How often a lease is renewed in its time: three in a row may fail."""
+"""How often a lease is renewed in its time: three renewals in a row may fail."""
 
 TABLE: Final = "lease"
-"""The table that has it, in the lake."""
+"""The table of the lease in the lake."""
 
 _LEASE: Final = "name string, token string, holder string, until_ms bigint"
 
 
 @contextmanager
 def held(spark: SparkSession, root: str) -> Iterator[None]:
-    """Hold the lake at `root`, AnotherRun where somebody does.
+    """Hold the lock of the lake at `root`; AnotherRun if another process holds that lock.
 
-    On a local disk the JVM locks a file: the system takes the lock back when the JVM dies, however it dies, and not
-    before the last thread that may still write is gone. Elsewhere there is a lease, a row in a Delta table: only one
-    of two commits at once goes through. Should a run outlive its lease, it meets the other in Delta's log: the numbers
-    of their transactions are the same, and one of them is left out.
+    On a local disk the JVM locks a file: the operating system releases that lock when the JVM dies, and not before its
+    last writing thread has ended. Elsewhere the lock is a lease, a row in a Delta table, of which only one of two
+    concurrent commits succeeds. If a run outlives its lease, both runs write with the same transaction number
+    (`txnVersion`), and Delta skips the second write.
     """
     path = files.local(spark, root)
     with _locked(spark, root, path) if path is not None else _leased(spark, root):
@@ -47,6 +47,7 @@ def held(spark: SparkSession, root: str) -> Iterator[None]:
 
 @contextmanager
 def _locked(spark: SparkSession, root: str, path: str) -> Iterator[None]:
+    """Hold a lock on the file `_lock` in a local folder."""
     java = jvm(spark).java
     folder = java.io.File(path)
     folder.mkdirs()
@@ -67,21 +68,22 @@ def _locked(spark: SparkSession, root: str, path: str) -> Iterator[None]:
 
 @contextmanager
 def _leased(spark: SparkSession, root: str) -> Iterator[None]:
+    """Hold the lease, renewed by a thread; a lost lease cancels Spark's jobs and raises CannotRun."""
     lease = Lease(spark, root)
-    lease.take()
+    lease.acquire()
     ended = threading.Event()
     lost = threading.Event()
 
     def renew() -> None:
         while not ended.wait(LEASE_S / RENEWALS):
             try:
-                lease.take()
+                lease.acquire()
             except AnotherRun:
                 lost.set()
                 spark.sparkContext.cancelAllJobs()
                 return
             except (PySparkException, Py4JJavaError):
-                continue  # the next one may go through
+                continue  # the next renewal may succeed
 
     keeper = threading.Thread(target=renew, name="lease", daemon=True)
     keeper.start()
@@ -89,20 +91,20 @@ def _leased(spark: SparkSession, root: str) -> Iterator[None]:
         yield
     except (PySparkException, Py4JJavaError) as error:
         if lost.is_set():
-            raise CannotRun(f"another run took --lake {root} over: this one was not heard of for too long") from error
+            raise CannotRun(f"another run took over --lake {root}: this run did not renew its lease in time") from error
         raise
     finally:
         ended.set()
         keeper.join()
         if not lost.is_set():
-            lease.give_back()
+            lease.release()
 
 
 class Lease:
-    """The row that says who holds a lake, and until when. Each of its commits is a compare-and-set."""
+    """The row that names the run that holds a lake, and until when. Each commit to the row is a compare-and-set."""
 
     def __init__(self, spark: SparkSession, root: str, seconds: float = LEASE_S) -> None:
-        # A session of its own: what a run sets for its own commits must not reach these.
+        # A session of its own: the settings of a run's commits must not apply to the commits of the lease.
         self._spark = spark.newSession()
         self._root = root
         self._path = f"{root}/{TABLE}"
@@ -110,8 +112,8 @@ class Lease:
         self._holder = f"{socket.gethostname()}, process {os.getpid()}"
         self._ms = int(seconds * 1000)
 
-    def take(self) -> None:
-        """Have the lease, or have it for longer; AnotherRun where somebody else does."""
+    def acquire(self) -> None:
+        """Acquire or renew the lease; AnotherRun if another process holds the lease."""
         self._commit(int(time.time() * 1000) + self._ms)
         row = self._spark.read.format("delta").load(self._path).collect()[0]
         if row["token"] != self._token:
@@ -121,33 +123,34 @@ class Lease:
                 f"was killed, until {until}"
             )
 
-    def give_back(self) -> None:
-        """Let the next run begin at once."""
+    def release(self) -> None:
+        """Expire the lease, so that the next run can begin at once."""
         self._commit(0)
 
     def _commit(self, until_ms: int) -> None:
         row = {"name": "run", "token": self._token, "holder": self._holder, "until_ms": until_ms}
-        mine = wire_expressions.rows_of(self._spark, _LEASE, [row])
+        rows = wire_expressions.rows_of(self._spark, _LEASE, [row])
         try:
             if not DeltaTable.isDeltaTable(self._spark, self._path):
-                mine.write.format("delta").save(self._path)
+                rows.write.format("delta").save(self._path)
                 return
-            free = f"there.token = '{self._token}' OR there.until_ms < {int(time.time() * 1000)}"
+            free = f"old.token = '{self._token}' OR old.until_ms < {int(time.time() * 1000)}"
             (
                 DeltaTable.forPath(self._spark, self._path)
-                .alias("there")
-                .merge(mine.alias("new"), F.expr("there.name = new.name"))
+                .alias("old")
+                .merge(rows.alias("new"), F.expr("old.name = new.name"))
                 .whenMatchedUpdateAll(F.expr(free))
                 .whenNotMatchedInsertAll()
                 .execute()
             )
         except (PySparkException, Py4JJavaError) as error:
-            # Somebody else's commit came first: whose it is, the row tells.
-            if not _beaten(error):
+            # After a conflict another commit came first; the caller reads from the row which process holds the lease.
+            if not _is_conflict(error):
                 raise
 
 
-def _beaten(error: Exception) -> bool:
+def _is_conflict(error: Exception) -> bool:
+    """Check whether a Delta commit failed because a concurrent commit came first."""
     message = str(error)
     return any(
         name in message for name in ("Concurrent", "DELTA_CONCURRENT", "DELTA_PATH_EXISTS", "PATH_ALREADY_EXISTS")

@@ -1,13 +1,12 @@
-"""A topic as a Delta table with each id once: what to read instead of the topic.
+"""Views: a topic as a Delta table with each id once, to be read instead of the topic.
 
-Of an id's copies the first one in this order stands: those in the ledger first, then by timestamp (drawn in to what can
-be meant), partition and offset. The table is what that order makes of everything that was read so far, as if it had
-been made anew: where a copy is found later that comes before the one that stands (a ledger entry that came after its
-record, a partition that an open transaction held up), it takes its place. Records without id are left out: the audit
-counts them.
+The view has the first copy of each id in this order: copies in the ledger first, then by timestamp (clamped to
+plausible times), partition and offset. The content depends only on what was read so far, not on the number of runs: if
+a copy is read later that comes before the present one (its ledger entry followed, or an open transaction blocked its
+partition), the row is replaced. Records without id are left out; the audit counts them.
 
-A run brings each view from the run before to its own plan, in one Delta commit that counts once. It reads the topic's
-new records, the rows of `deliveries` that were touched since, and of the view itself the narrow columns.
+A run updates each view in one idempotent Delta commit. The update reads the topic's new records, the rows of
+`deliveries` that changed since the last update, and the narrow columns of the view.
 """
 
 from collections.abc import Iterable
@@ -22,7 +21,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from service.contract import SharedSettings
 from spark.errors import CannotRun
 from spark.reading import decode, source, wire_expressions
-from spark.reading.decode import EVENT, drawn_in
+from spark.reading.decode import EVENT, clamped
 from spark.reading.kafka_admin import Broker, TopicPartition
 from spark.reading.planning import DATA, Log, Plan
 from spark.reading.source import Span
@@ -30,9 +29,10 @@ from spark.tables import lock
 from spark.tables.lake import Lake
 
 TABLE: Final = "views"
-"""The table that says which topics have a view; those lie beside it, in a folder of their own."""
+"""The table of the topics that have a view."""
 
 FOLDER: Final = "view"
+"""The folder of the views in the lake."""
 
 COLUMNS: Final = {
     "topic": "string",
@@ -46,16 +46,16 @@ COLUMNS: Final = {
     "accepted_at": "timestamp",
     "in_ledger": "boolean",
 }
-"""Name and type of a view's columns. `accepted_at` is that of Fencepost's header, without it the timestamp;
-`in_ledger`: whether the ledger names this very record."""
+"""Name and type of a view's columns. `accepted_at` is from Fencepost's header, without that header the timestamp;
+`in_ledger`: the ledger names this very record."""
 
-_ORDER: Final = ("late", "timestamp", "partition", "offset")
+_ORDER: Final = ("ledger_rank", "timestamp", "partition", "offset")
 _NEW, _BETTER, _ENTERED = "new", "better", "entered"
 
 
 @dataclass(frozen=True)
 class View:
-    """One registered view: a table below the lake."""
+    """A registered view: a table in the lake."""
 
     lake: Lake
     shared: SharedSettings
@@ -67,7 +67,7 @@ class View:
         return _table(self.topic)
 
     def rows(self) -> DataFrame:
-        """COLUMNS as they are now; none where it was never written to."""
+        """Read the current rows (COLUMNS); no rows if the table does not exist."""
         if self.lake.exists(self.name):
             return self.lake.spark.read.format("delta").load(self.lake.path(self.name))
         return wire_expressions.rows_of(
@@ -77,17 +77,17 @@ class View:
     def advance(
         self, touched: DataFrame, spans: dict[TopicPartition, Span], starts: dict[TopicPartition, int], run: int
     ) -> None:
-        """Bring it to a run: `touched` rows of `deliveries`, records in `spans`, of logs that begin at `starts`."""
+        """Update by `touched` rows of `deliveries` and the records in `spans`; `starts` are the logs' first offsets."""
         changes = _changes(_candidates(touched, self.topic), self.rows()).persist()
         kinds = {row["change"] for row in changes.select("change").distinct().collect()}
         if not kinds:
             changes.unpersist()
             return
         wanted = changes.where(F.col("change") != _ENTERED)
-        again = _earlier(wanted, spans, starts)
+        earlier = _earlier_spans(wanted, spans, starts)
         spark = self.lake.spark
-        records = source.read(spark, self.shared, spans).unionByName(source.read(spark, self.shared, again))
-        filled = _filled(changes, records)
+        records = source.read(spark, self.shared, spans).unionByName(source.read(spark, self.shared, earlier))
+        filled = _with_records(changes, records)
         if kinds == {_NEW}:
             fresh = filled.select(*COLUMNS).hint("rebalance")
             self.lake.append(self.name, fresh, run)
@@ -96,13 +96,14 @@ class View:
         changes.unpersist()
 
     def _merge(self, filled: DataFrame, run: int) -> None:
+        """Merge changes with their records into the table, once for the run."""
         columns = {name: f"new.{name}" for name in COLUMNS}
         rows = filled.localCheckpoint()
         with self.lake.once(run):
             (
                 DeltaTable.forPath(self.lake.spark, self.lake.path(self.name))
-                .alias("there")
-                .merge(rows.alias("new"), "there.id = new.id")
+                .alias("old")
+                .merge(rows.alias("new"), "old.id = new.id")
                 .whenMatchedUpdate(f"new.change = '{_ENTERED}'", {"in_ledger": "new.in_ledger"})
                 .whenMatchedUpdate(f"new.change = '{_BETTER}'", dict(columns))
                 .whenNotMatchedInsert(f"new.change = '{_NEW}'", dict(columns))
@@ -111,9 +112,9 @@ class View:
 
 
 def register(spark: SparkSession, shared: SharedSettings, root: str, topic: str) -> int:
-    """Make a topic's view from all that the last run knows; each run from now on keeps it current. Its number of rows.
+    """Create a topic's view from all that the last run has read, and return its number of rows.
 
-    CannotRun where no finished run has audited the topic.
+    Every later run updates the view. CannotRun if no finished run has audited the topic.
     """
     with lock.held(spark, root):
         lake = Lake(spark, root)
@@ -144,14 +145,14 @@ def register(spark: SparkSession, shared: SharedSettings, root: str, topic: str)
 
 
 def registered(lake: Lake) -> list[str]:
-    """The topics that have a view."""
+    """List the topics that have a view."""
     if not lake.exists(TABLE):
         return []
     return sorted(row["topic"] for row in lake.read(TABLE).select("topic").distinct().collect())
 
 
 def tables(lake: Lake) -> list[str]:
-    """The tables of all views, and the one that names them."""
+    """List the tables of all views, and the table of their topics."""
     return [TABLE, *map(_table, registered(lake))]
 
 
@@ -160,56 +161,59 @@ def _table(topic: str) -> str:
 
 
 def update(lake: Lake, shared: SharedSettings, plan: Plan, last: Plan | None) -> None:
-    """Bring every view to the plan of a run whose `deliveries` are merged, from that of the `last` one."""
+    """Update every view to the plan of a run whose `deliveries` are merged; `last` is the last finished run's plan."""
     topics = set(registered(lake)) & set(plan.topics)
     if not topics:
         return
     deliveries = lake.read("deliveries")
-    brought = _brought(lake, topics, plan, last)
+    last_runs = _last_runs(lake, topics, plan, last)
     with closing(Broker(lake.spark, shared)) as broker:
         starts = _starts(broker, [log for log in plan.of(DATA) if log.topic in topics])
     for topic in sorted(topics):
-        # What went away since the plan was made is gone for the view; the audit has read it.
+        # Records that were deleted since the plan was made are missing in the view only; the audit has read them.
         spans = {
-            place: (max(start, starts[place]), end)
-            for place, (start, end) in plan.spans(DATA).items()
-            if place[0] == topic and place in starts
+            partition: (max(start, starts[partition]), end)
+            for partition, (start, end) in plan.spans(DATA).items()
+            if partition[0] == topic and partition in starts
         }
-        ours = {place: start for place, start in starts.items() if place[0] == topic}
-        touched = deliveries.where(F.col("run") > brought.get(topic, 0))
-        View(lake, shared, topic).advance(touched, spans, ours, plan.run)
+        topic_starts = {partition: start for partition, start in starts.items() if partition[0] == topic}
+        touched = deliveries.where(F.col("run") > last_runs.get(topic, 0))
+        View(lake, shared, topic).advance(touched, spans, topic_starts, plan.run)
 
 
-def _brought(lake: Lake, topics: set[str], plan: Plan, last: Plan | None) -> dict[str, int]:
-    """Up to which run the views of these topics were brought: the last one that audited them.
+def _last_runs(lake: Lake, topics: set[str], plan: Plan, last: Plan | None) -> dict[str, int]:
+    """Return the run that last updated the view of each topic: the last run that audited the topic.
 
-    Runs of other topics read the whole ledger all the same. None for those of which the lake has forgotten it.
+    Later runs of other topics may have merged ledger entries of this one. A topic is left out if the lake has deleted
+    the plan of that run.
     """
     found = dict.fromkeys(topics & set(last.topics), last.run) if last is not None else {}
-    if left := sorted(topics - found.keys()):
-        theirs = F.col("audited") & (F.col("role") == DATA) & F.col("topic").isin(left)
-        runs = lake.read("progress").where((F.col("run") < plan.run) & theirs).groupBy("topic").agg(F.max("run"))
+    if missing := sorted(topics - found.keys()):
+        audited = F.col("audited") & (F.col("role") == DATA) & F.col("topic").isin(missing)
+        runs = lake.read("progress").where((F.col("run") < plan.run) & audited).groupBy("topic").agg(F.max("run"))
         found |= {row[0]: row[1] for row in runs.collect()}
     return found
 
 
 def _starts(broker: Broker, logs: Iterable[Log]) -> dict[TopicPartition, int]:
-    """Where these logs begin now; without those of topics that are gone, or made anew since."""
+    """List the first offsets of these logs, without logs of topics that were deleted or recreated since."""
     logs = list(logs)
     topic_ids = {name: topic.topic_id for name, topic in broker.describe(sorted({log.topic for log in logs})).items()}
-    places = [log.topic_partition for log in logs if topic_ids.get(log.topic) == log.topic_id]
-    return {place: ends.log_start for place, ends in broker.ends(places).items()} if places else {}
+    same = [log.topic_partition for log in logs if topic_ids.get(log.topic) == log.topic_id]
+    return {partition: ends.log_start for partition, ends in broker.ends(same).items()} if same else {}
 
 
 def _candidates(rows: DataFrame, topic: str) -> DataFrame:
-    """state.ROW → `id, late, timestamp, partition, offset, accepted_at, has_fencepost_header, fingerprint,
-    named_key`: the first copy in the
-    topic of each id."""
+    """Select the first copy of each id in the topic.
+
+    deliveries.ROW → `id, ledger_rank, timestamp, partition, offset, accepted_at, has_fencepost_header, fingerprint,
+    named_key`.
+    """
     copies = rows.where((F.col("kind") == EVENT) & (F.col("topic") == topic) & (F.col("count") > 0))
     columns = {
-        "late": F.when(F.col("entries_count") > 0, 0).otherwise(1),
+        "ledger_rank": F.when(F.col("entries_count") > 0, 0).otherwise(1),
         "timestamp": F.col("timestamp_ms"),
-        # Without a header of ours it is the timestamp: the record's own, whatever the run made of it.
+        # Without Fencepost's header, `_with_records` takes the record's timestamp, not the clamped one.
         "accepted_at": F.when(F.col("has_fencepost_header"), F.col("record_accepted_ms")),
         "named_key": F.col("key"),
     }
@@ -219,60 +223,66 @@ def _candidates(rows: DataFrame, topic: str) -> DataFrame:
 
 
 def _changes(candidates: DataFrame, view: DataFrame) -> DataFrame:
-    """Candidates that the view does not have like that, with `change`."""
-    there = view.select(
-        F.col("id").alias("there_id"),
+    """Select the candidates that differ from the view, with their `change`."""
+    present = view.select(
+        F.col("id").alias("present_id"),
         F.struct(
-            F.when(F.col("in_ledger"), 0).otherwise(1).alias("late"),
-            drawn_in(F.unix_millis("timestamp")).alias("timestamp"),
+            F.when(F.col("in_ledger"), 0).otherwise(1).alias("ledger_rank"),
+            clamped(F.unix_millis("timestamp")).alias("timestamp"),
             "partition",
             "offset",
-        ).alias("there"),
+        ).alias("present"),
     )
-    same = (F.col("there.partition") == F.col("partition")) & (F.col("there.offset") == F.col("offset"))
+    same = (F.col("present.partition") == F.col("partition")) & (F.col("present.offset") == F.col("offset"))
     change = (
-        F.when(F.col("there_id").isNull(), _NEW)
-        .when(same, F.when(F.col("there.late") != F.col("late"), _ENTERED))
-        .when(F.struct(*_ORDER) < F.col("there"), _BETTER)
+        F.when(F.col("present_id").isNull(), _NEW)
+        .when(same, F.when(F.col("present.ledger_rank") != F.col("ledger_rank"), _ENTERED))
+        .when(F.struct(*_ORDER) < F.col("present"), _BETTER)
     )
-    joined = candidates.join(there, F.col("id") == F.col("there_id"), "left").withColumn("change", change)
-    return joined.where("change is not null").drop("there", "there_id")
+    joined = candidates.join(present, F.col("id") == F.col("present_id"), "left").withColumn("change", change)
+    return joined.where("change is not null").drop("present", "present_id")
 
 
-def _earlier(
+def _earlier_spans(
     wanted: DataFrame, spans: dict[TopicPartition, Span], starts: dict[TopicPartition, int]
 ) -> dict[TopicPartition, Span]:
-    """Where wanted records lie that were read by an earlier run: few, and close to one another."""
+    """Return the spans of wanted records that an earlier run read; these are few, and close to one another."""
     found: dict[TopicPartition, Span] = {}
-    begins = {place[1]: spans.get(place, (start, start))[0] for place, start in starts.items()}
+    begins = {partition[1]: spans.get(partition, (start, start))[0] for partition, start in starts.items()}
     below = (
         F.col("offset") < F.try_element_at(F.create_map(*_flat(begins)), F.col("partition")) if begins else F.lit(False)
     )
     rows = wanted.where(below).groupBy("partition").agg(F.min("offset").alias("first"), F.max("offset").alias("last"))
     for row in rows.collect():
-        (place,) = [place for place in starts if place[1] == row["partition"]]
-        if row["last"] >= starts[place]:
-            found[place] = (max(row["first"], starts[place]), row["last"] + 1)
+        (partition,) = [partition for partition in starts if partition[1] == row["partition"]]
+        if row["last"] >= starts[partition]:
+            found[partition] = (max(row["first"], starts[partition]), row["last"] + 1)
     return found
 
 
 def _flat(begins: dict[int, int]) -> list[Column]:
-    return [F.lit(one).cast(kind) for pair in begins.items() for one, kind in zip(pair, ("int", "bigint"), strict=True)]
+    """Return keys and values of a map<int, bigint>, for `F.create_map`."""
+    kinds = ("int", "bigint")
+    return [F.lit(number).cast(kind) for pair in begins.items() for number, kind in zip(pair, kinds, strict=True)]
 
 
-def _filled(changes: DataFrame, records: DataFrame) -> DataFrame:
-    """Changes with their records, in COLUMNS and `change`; one whose record is gone, or another by now, is left out."""
-    where = ["partition", "offset"]
+def _with_records(changes: DataFrame, records: DataFrame) -> DataFrame:
+    """Join changes with their records, in COLUMNS and `change`, without changes whose record no longer exists."""
+    coordinates = ["partition", "offset"]
     wanted = changes.select(
-        *where, "id", "late", "accepted_at", "change", "has_fencepost_header", "fingerprint", "named_key"
+        *coordinates, "id", "ledger_rank", "accepted_at", "change", "has_fencepost_header", "fingerprint", "named_key"
     )
-    its = decode.is_of(F.col("id"), F.col("has_fencepost_header"), F.col("fingerprint"), F.col("named_key"))
-    joined = wanted.join(decode.own(records), where, "left").where((F.col("change") == _ENTERED) | its)
-    made = joined.withColumns(
+    is_its_record = decode.is_record_of(
+        F.col("id"), F.col("has_fencepost_header"), F.col("fingerprint"), F.col("named_key")
+    )
+    joined = wanted.join(decode.with_own_identity(records), coordinates, "left").where(
+        (F.col("change") == _ENTERED) | is_its_record
+    )
+    filled = joined.withColumns(
         {
             "timestamp": F.timestamp_millis("timestamp_ms"),
             "accepted_at": F.timestamp_millis(F.coalesce("accepted_at", "timestamp_ms")),
-            "in_ledger": F.col("late") == 0,
+            "in_ledger": F.col("ledger_rank") == 0,
         }
     )
-    return made.select(*(F.col(name).cast(kind) for name, kind in COLUMNS.items()), "change")
+    return filled.select(*(F.col(name).cast(kind) for name, kind in COLUMNS.items()), "change")

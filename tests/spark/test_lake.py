@@ -231,7 +231,7 @@ def test_a_lake_of_an_earlier_version_goes_on(spark: SparkSession, tmp_path: Pat
     tables.upgrade()
     assert set(tables.read("deliveries").columns) == set(deliveries_table.ROW)
     assert [row["run"] for row in tables.read("findings").collect()] == [None]
-    later = reduced(spark, [copy(1), answer(503), answer(201, 7)], 2, ended={("t", 0): 5})
+    later = reduced(spark, [copy(1), answer(503), answer(201, 7)], 2, later_ends={("t", 0): 5})
     tables.merge(later, hours.of(deliveries), 2)
     merged = {row["offset"]: row.asDict() for row in tables.read("deliveries").collect()}
     assert (merged[1]["entries_count"], merged[1]["freed_ms"]) == (1, None)
@@ -250,7 +250,7 @@ def test_what_vanished_from_a_log_leaves_no_record_in_the_lake(spark: SparkSessi
     tables.append("deliveries", reduced(spark, known), 1)
     # At the place of the second the same again, with another content; at that of the third another id.
     now = [copy(2, fingerprint=b"n" * 8), copy(3, **other)]
-    rows = deliveries_table.without(reduced(spark, now, 2), tables.read("deliveries"), {("t", 0): (2, 5)}, 2)
+    rows = deliveries_table.with_vanished(reduced(spark, now, 2), tables.read("deliveries"), {("t", 0): (2, 5)}, 2)
     rows = rows.localCheckpoint()
     for _ in range(2):
         tables.merge(rows, hours.of(rows), 2)

@@ -167,14 +167,14 @@ def test_a_lake_elsewhere_is_leased_to_one_run_at_a_time(spark: SparkSession, el
         pass
     # Killed: nobody gives it back, until its time is over.
     killed = lock.Lease(spark, elsewhere, seconds=0)
-    killed.take()
+    killed.acquire()
     heir = lock.Lease(spark, elsewhere)
-    heir.take()
-    heir.take()
+    heir.acquire()
+    heir.acquire()
     with pytest.raises(AnotherRun):
-        killed.take()
-    heir.give_back()
-    killed.take()
+        killed.acquire()
+    heir.release()
+    killed.acquire()
 
 
 def test_the_same_program_runs_under_spark_submit_on_a_cluster_with_its_lake_elsewhere(

@@ -41,13 +41,13 @@ def _history(seed: int) -> list[Any]:
 def _merged(old: DataFrame, new: DataFrame) -> DataFrame:
     """What the MERGE makes of two sets of rows."""
     one = deliveries.merged()
-    there, fresh = old.alias("there"), new.alias("new")
+    there, fresh = old.alias("old"), new.alias("new")
     same = F.lit(True)
     for name in deliveries.ROW_KEY:
-        same = same & F.col(f"there.{name}").eqNullSafe(F.col(f"new.{name}"))
+        same = same & F.col(f"old.{name}").eqNullSafe(F.col(f"new.{name}"))
     both = there.join(fresh, same).select(
         *(
-            (one[name] if name in one else F.col(f"there.{name}")).cast(kind).alias(name)
+            (one[name] if name in one else F.col(f"old.{name}")).cast(kind).alias(name)
             for name, kind in deliveries.ROW.items()
         )
     )
@@ -81,7 +81,7 @@ def test_a_row_that_is_alone_is_gathered_alike(spark: SparkSession) -> None:
         "unsure": [answer(504), answer(503)],
     }
     rows = reduced(spark, ids(named))
-    assert _told(deliveries.alone(rows)) == _told(deliveries.gathered(rows))
+    assert _told(deliveries.gathered_single(rows)) == _told(deliveries.gathered(rows))
 
 
 def test_rows_of_an_id_in_several_hours_are_gathered_from_all_its_evidence(spark: SparkSession) -> None:

@@ -56,7 +56,7 @@ def test_what_other_hours_tell_is_noted_once_and_taken_back_by_a_later_answer(
     found = cross_hour.known_elsewhere(tables.read("deliveries"), 1)
     assert found is not None
     found = found.localCheckpoint()
-    tables.settle(found, hours.of(found), 1)
+    tables.note_elsewhere(found, hours.of(found), 1)
     assert _told(tables.read("deliveries")) == {}
     # Nothing new: nobody looks further than the few that are unsure.
     assert cross_hour.known_elsewhere(tables.read("deliveries").where("run > 1"), 2) is None

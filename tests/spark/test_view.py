@@ -298,8 +298,8 @@ def test_a_record_is_of_a_row_by_what_it_says_itself(spark: SparkSession) -> Non
     told = spark.createDataFrame(
         rows, f"name string, id binary, has_fencepost_header boolean, fp binary, named_key string, {source.SCHEMA}"
     )
-    read = decode.own(told.withColumnRenamed("has_fencepost_header", "was_ours"))
-    its = decode.is_of(F.col("id"), F.col("was_ours"), F.col("fingerprint"), F.col("named_key"))
+    read = decode.with_own_identity(told.withColumnRenamed("has_fencepost_header", "was_ours"))
+    its = decode.is_record_of(F.col("id"), F.col("was_ours"), F.col("fingerprint"), F.col("named_key"))
     assert {row["name"]: row["its"] for row in read.withColumn("its", its).collect()} == {
         name: case[1][3] for name, case in RECORDS.items()
     }
