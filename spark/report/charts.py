@@ -1,4 +1,4 @@
-"""The report's drawings, as inline SVG; their colours are the page's own, so that they follow light and dark."""
+"""The charts of the report page as inline SVG. Colours come from the page's style, for a light and a dark scheme."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,13 +9,13 @@ from typing import Any, Final
 WIDTH: Final = 960.0
 ROW: Final = 18.0
 COLUMN_MAX: Final = 44.0
-CHAR: Final = 6.4  # how wide a character of a label is, at most
+CHAR: Final = 6.4  # maximum width of a character of a label
 SHADES: Final = 5
 LABEL_CHARS: Final = 26
 
 
 def heat_map(chart: Mapping[str, Any]) -> str:
-    """Hours and partitions: the more records the stronger; a cell with trouble is red and has a dot."""
+    """Draw the heat map of hours and partitions: shades by records; a cell with findings is red and has a dot."""
     columns, rows = chart["columns"], chart["rows"]
     if not columns:
         return ""
@@ -24,7 +24,7 @@ def heat_map(chart: Mapping[str, Any]) -> str:
     shapes = []
     for nth, row in enumerate(rows):
         y = nth * ROW
-        name = place_name(row, chart["partitions_folded"])
+        name = row_name(row, chart["partitions_folded"])
         title = f"{name}: {sum(row['records']):,} records, {sum(row['troubled']):,} in trouble"
         shapes.append(
             f'<text x="{left - 8:g}" y="{y + 13:g}" text-anchor="end">{escape(_shortened(name))}'
@@ -37,13 +37,14 @@ def heat_map(chart: Mapping[str, Any]) -> str:
 
 
 def _columns(chart: Mapping[str, Any]) -> tuple[float, float]:
-    """Where the columns begin, after the names of the rows, and how wide each is."""
-    names = (place_name(row, chart["partitions_folded"]) for row in chart["rows"])
+    """Return the x coordinate of the first column, after the row names, and the width of a column."""
+    names = (row_name(row, chart["partitions_folded"]) for row in chart["rows"])
     left = 16 + CHAR * max((len(_shortened(name)) for name in names), default=0)
     return left, min((WIDTH - left) / chart["columns"], COLUMN_MAX)
 
 
 def _cells(chart: Mapping[str, Any], row: Mapping[str, Any], name: str, y: float, most: int) -> Iterator[str]:
+    """Draw the cells of a row; `most` is the number of records in the strongest shade."""
     left, step = _columns(chart)
     wide, tall = max(step - 1.5, step * 0.75), ROW - 2.5
     for nth, (count, troubled) in enumerate(zip(row["records"], row["troubled"], strict=True)):
@@ -62,14 +63,14 @@ def _cells(chart: Mapping[str, Any], row: Mapping[str, Any], name: str, y: float
 
 
 def shade(count: int, most: int) -> int:
-    """1 (few) to SHADES (most), in equal steps of the logarithm."""
+    """Return the shade of a count: 1 (few) to SHADES (most), in equal steps of the logarithm."""
     if count <= 0 or most <= 1:
         return SHADES
     return 1 + min(SHADES - 1, int(SHADES * math.log(count + 1) / math.log(most + 1)))
 
 
 def stacked(chart: Mapping[str, Any], series: Sequence[tuple[str, str, Sequence[int]]]) -> str:
-    """Bars over the same hours as the map's: for each series its class, its name, and a number a column."""
+    """Draw stacked bars over the columns of the map; a series is a style class, a name, and a number a column."""
     columns = chart["columns"]
     height = 130.0
     left, step = _columns(chart)
@@ -83,7 +84,7 @@ def stacked(chart: Mapping[str, Any], series: Sequence[tuple[str, str, Sequence[
         y = height
         for rule, name, values in series:
             if count := values[nth]:
-                # One among thousands has to be seen.
+                # A single record among thousands must be visible.
                 tall = max(2.5, (height - 6) * count / most)
                 y -= tall
                 shapes.append(
@@ -91,25 +92,25 @@ def stacked(chart: Mapping[str, Any], series: Sequence[tuple[str, str, Sequence[
                     f'width="{max(step - 1.5, step * 0.75):.1f}" height="{tall:.1f}" rx="1.5">'
                     f"<title>{escape(column_name(chart, nth))}: {count:,} {escape(name)}</title></rect>"
                 )
-    return _svg(height + 20, "Copies too many by hour and cause", "".join(shapes) + _axis(chart, height + 14))
+    return _svg(height + 20, "Surplus copies by hour and cause", "".join(shapes) + _axis(chart, height + 14))
 
 
-def place_name(row: Mapping[str, Any], folded: int) -> str:
-    """What a row of the map stands for."""
+def row_name(row: Mapping[str, Any], folded: int) -> str:
+    """Return the label of a row of the map."""
     if row["topic"] is None:
         return f"{folded:,} other partitions"
     return f"{row['topic']}[{row['partition']}]" if row["partition"] is not None else f"{row['topic']}"
 
 
 def column_name(chart: Mapping[str, Any], nth: int) -> str:
-    """The hours that a column stands for, UTC."""
+    """Return the label of a column: its hours, UTC."""
     hours = chart["hours_a_column"]
     start = datetime.fromisoformat(chart["from"]) + timedelta(hours=nth * hours)
     return f"{start:%d %b %H:%M}" + (f" and {hours - 1} h more" if hours > 1 else "")
 
 
 def _axis(chart: Mapping[str, Any], y: float) -> str:
-    """Some columns' times: the first one, and then as many as there is room for."""
+    """Draw the labels of the first column, and of as many others as fit."""
     left, step = _columns(chart)
     marks = range(0, chart["columns"], max(1, math.ceil(110 / step)))
     return "".join(
@@ -120,11 +121,12 @@ def _axis(chart: Mapping[str, Any], y: float) -> str:
 
 
 def _shortened(name: str) -> str:
-    """A name that fits its room: its end tells partitions apart."""
+    """Shorten a name at its start, since the partition is at its end."""
     return name if len(name) <= LABEL_CHARS else "…" + name[-LABEL_CHARS + 1 :]
 
 
 def _svg(height: float, label: str, shapes: str) -> str:
+    """Wrap shapes into an SVG in a scrollable region."""
     return (
         f'<div class="scroll chart" role="region" aria-label="{escape(label)}" tabindex="0">'
         f'<svg viewBox="0 0 {WIDTH:g} {height:g}" role="img" aria-label="{escape(label)}">{shapes}</svg></div>'

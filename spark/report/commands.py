@@ -1,4 +1,4 @@
-"""What to type to see the records that a finding is about."""
+"""Commands that print the records of a finding."""
 
 from collections.abc import Mapping, Sequence
 from shlex import quote
@@ -8,12 +8,12 @@ RECORDS_MAX: Final = 5
 
 
 def show(run: Mapping[str, Any], id: str) -> str:
-    """The job's own command: all that the lake knows of an id, and its records."""
+    """Return the command of the job that prints all data about an id, and its records."""
     return f"python -m spark show {id} --lake {quote(run['lake'])}"
 
 
 def kcat(run: Mapping[str, Any], finding: Mapping[str, Any]) -> list[str]:
-    """A kcat (1.7) command for each of a finding's first records: prints it as JSON, with its headers."""
+    """Return a kcat (1.7) command for each of a finding's first records, which prints the record as JSON."""
     return [
         f"kcat -C -q -J -e -b {quote(run['kafka'])} -t {quote(topic)} -p {partition} -o {offset} -c {count}"
         for topic, partition, offset, count in _spans(finding)
@@ -21,7 +21,7 @@ def kcat(run: Mapping[str, Any], finding: Mapping[str, Any]) -> list[str]:
 
 
 def console_consumer(run: Mapping[str, Any], finding: Mapping[str, Any]) -> str | None:
-    """The same for a finding's first record with the tool of Kafka's own distribution (4.2 or newer)."""
+    """Return the command of Kafka's console consumer (4.2 or newer) for a finding's first record, None without one."""
     for topic, partition, offset, count in _spans(finding):
         shown = " ".join(
             f"--formatter-property print.{name}=true" for name in ("key", "headers", "timestamp", "partition", "offset")
@@ -34,10 +34,10 @@ def console_consumer(run: Mapping[str, Any], finding: Mapping[str, Any]) -> str 
 
 
 def _spans(finding: Mapping[str, Any]) -> Sequence[tuple[str, int, int, int]]:
-    """Topic, partition, first offset and number of records: a finding's copies, or the first of a partition's."""
+    """Return topic, partition, first offset and number of records: of each copy, or of a partition's first records."""
     copies = finding["coordinates"] or []
     if copies:
-        return [(one["topic"], one["partition"], one["offset"], 1) for one in copies[:RECORDS_MAX]]
+        return [(copy["topic"], copy["partition"], copy["offset"], 1) for copy in copies[:RECORDS_MAX]]
     if finding["kind"] == "unkeyed" and finding["first_offset"] is not None:
         return [(finding["topic"], finding["partition"], finding["first_offset"], min(finding["count"], RECORDS_MAX))]
     return []

@@ -1,4 +1,4 @@
-"""What a run tells: one document, as JSON, as a page and as metrics."""
+"""The report of a run: one document, written as JSON, as a page and as metrics."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from spark.rules.record_counts import PARTITIONS_MAX
 from spark.settings import Settings
 from spark.tables import files, hours
 
-# More are counted and stay in the lake: a report is read, and held in the driver's memory.
+# Further findings are counted, and stay in the lake: the report must fit into the driver's memory.
 FINDINGS_MAX: Final = 100_000
 
 CLEAN: Final = "clean"
@@ -30,12 +30,13 @@ EXIT_FINDINGS: Final = 3
 
 @dataclass(frozen=True)
 class Report:
-    """The document of report.json, and the exit status that goes with it."""
+    """The document of report.json, and the exit status of the process."""
 
     document: model.Document
 
     @property
     def status(self) -> int:
+        """Exit status: 0 for a clean run, 3 for findings."""
         return EXIT_CLEAN if self.document["run"]["verdict"] == CLEAN else EXIT_FINDINGS
 
 
@@ -51,17 +52,17 @@ def build(
     revised: Mapping[str, Any],
     finished: int | None = None,
 ) -> Report:
-    """The document of a run; CannotRun where its balance does not close.
+    """Build the document of a run; CannotRun if the balance does not close.
 
     `by_hour` are the current findings (current_findings.by_hour), `found` the same by finding (FIELDS), `before` the
-    documents of earlier runs (as `runs` keeps them), the last one first, `revised` the verdicts that changed
-    (verdict_history.counted), `finished` the number of a run with other options that was finished first.
+    documents of earlier runs (from the table `runs`), newest first, `revised` the changed verdicts
+    (verdict_history.counted), `finished` the number of an interrupted run with other options that was finished first.
     """
     since_ms = planning.window_from(plan, settings)
     first_hour, last_hour = hours.text_of(since_ms), hours.text_of(plan.frozen_ms)
     balance.drop_closed_before(first_hour)
     topics = by_topic(balance.since(first_hour))
-    line = closed(topics)
+    balance_line = closed(topics)
     causes = current_findings.causes(found)
     counted = {kind: sum(row["findings"] for row in causes if row["kind"] == kind) for kind in KINDS}
     number = sum(counted.values())
@@ -70,8 +71,8 @@ def build(
     if number:
         shown = current_findings.in_order(found).limit(FINDINGS_MAX).select(current_findings.as_json().alias("finding"))
         listed = [json.loads(row["finding"]) for row in shown.collect()]
-        places = current_findings.finding_counts(by_hour, partitions=plan.partitions <= PARTITIONS_MAX)
-        finding_counts = [row.asDict() for row in places.collect()]
+        counts = current_findings.finding_counts(by_hour, partitions=plan.partitions <= PARTITIONS_MAX)
+        finding_counts = [row.asDict() for row in counts.collect()]
     run: model.Run = {
         "number": plan.run,
         "verdict": FINDINGS if number else CLEAN,
@@ -97,7 +98,7 @@ def build(
     return Report(
         {
             "run": run,
-            "balance": cast(model.Balance, line),
+            "balance": cast(model.Balance, balance_line),
             "topics": [cast(model.TopicCounts, {"topic": topic, **counts}) for topic, counts in topics.items()],
             "kinds": cast(model.Kinds, counted),
             "causes": cast(list[model.CauseCounts], causes),
@@ -111,13 +112,13 @@ def build(
             "verdicts": cast(model.Revisions, revised),
             "requests": _requests(topics),
             "cost": cost,
-            "history": [_summary({"run": run, "balance": line, "cost": cost}), *map(_summary, before)],
+            "history": [_summary({"run": run, "balance": balance_line, "cost": cost}), *map(_summary, before)],
         }
     )
 
 
 def _summary(document: Mapping[str, Any]) -> model.PastRun:
-    """A run in a line, from its document or from what `runs` kept of it."""
+    """Summarise a run in one line, from its document or from its row in `runs`."""
     run, balance, cost = document["run"], document["balance"], document["cost"]
     return {
         "number": run["number"],
@@ -133,18 +134,18 @@ def _summary(document: Mapping[str, Any]) -> model.PastRun:
     }
 
 
-def write(spark: SparkSession, folder: str, made: Report) -> None:
-    """report.json, report.html and metrics.prom into a folder, each whole or not at all."""
-    files.write(spark, folder, "metrics.prom", [metrics.text(made.document)])
-    files.write(spark, folder, "report.html", page.render(made.document))
+def write(spark: SparkSession, folder: str, report: Report) -> None:
+    """Write report.json, report.html and metrics.prom into a folder, each atomically."""
+    files.write(spark, folder, "metrics.prom", [metrics.text(report.document)])
+    files.write(spark, folder, "report.html", page.render(report.document))
     encoder = json.JSONEncoder(ensure_ascii=False, indent=1)
-    files.write(spark, folder, "report.json", encoder.iterencode(made.document))
+    files.write(spark, folder, "report.json", encoder.iterencode(report.document))
 
 
 def _evidence(plan: Plan, topics: ByTopic) -> model.Evidence:
-    """How far each log was read, what holds it up, and what could not be read."""
+    """Describe how far each log was read, what blocks a log, and what could not be read."""
     audited = [log for role in (DATA, LEDGER, REQUESTS) for log in plan.of(role)]
-    held = [
+    blocked = [
         {
             "role": log.role,
             "topic": log.topic,
@@ -162,7 +163,7 @@ def _evidence(plan: Plan, topics: ByTopic) -> model.Evidence:
         if log.end == log.last_stable < log.high_watermark
     ]
     evidence = {
-        "held_up": held,
+        "held_up": blocked,
         "rejects": sum(counts["rejects"] for counts in topics.values()),
         "gaps": [
             {"topic": log.topic, "partition": log.partition, "first": gap.first, "last": gap.last, "cause": gap.cause}
@@ -186,9 +187,9 @@ def _evidence(plan: Plan, topics: ByTopic) -> model.Evidence:
 
 
 def _since_ms(log: Log) -> int | None:
-    """Since when a log is held up: by the broker's word, else by the first record's time, if that one can be meant.
+    """Return since when a log is blocked: by the broker, else the first undecided record's timestamp, if plausible.
 
-    The transaction is a little older than its first record.
+    The transaction is slightly older than its first record.
     """
     if log.blocking_transaction is not None and log.blocking_transaction.since_ms:
         return log.blocking_transaction.since_ms
@@ -197,10 +198,10 @@ def _since_ms(log: Log) -> int | None:
 
 
 def _requests(topics: ByTopic) -> model.Requests:
-    """The answers of the window, by status."""
+    """Count the answers of the window by status."""
     names = {"201": "answered_201", "202": "answered_202", "503": "answered_503", "504": "answered_504"}
     names |= {"other": "answered_other", "replayed": "replayed"}
-    counted = {shown: sum(counts[name] for counts in topics.values()) for shown, name in names.items()}
+    counted = {status: sum(counts[name] for counts in topics.values()) for status, name in names.items()}
     return cast(model.Requests, counted)
 
 

@@ -1,4 +1,4 @@
-"""The heat map: records and findings by hour and partition, reduced to what a page can show."""
+"""The data of the heat map: records and findings by hour and partition, reduced to the size of a page."""
 
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
@@ -11,19 +11,19 @@ COLUMNS_MAX: Final = 96
 ROWS_MAX: Final = 32
 
 MapRow = tuple[str, int]
-"""A topic and a partition (NO_PARTITION: the whole topic)."""
+"""Topic and partition (NO_PARTITION: the whole topic)."""
 ByHour = dict[str, int]
-"""Records by hour, as text."""
+"""Records by hour (as text)."""
 
 
 def drawn(
     records: RecordCounts, finding_counts: Iterable[Mapping[str, Any]], topics: Iterable[str], first: str, last: str
 ) -> dict[str, Any]:
-    """The map of report.json: from the first hour of the window (from `first` on) with anything in it to the last.
+    """Build the map of report.json, from the first to the last hour with records or findings in the window.
 
-    `records` as the balance has them, `finding_counts` rows of current_findings.finding_counts. Records dated later
-    than the hour `last`, in which the run froze the ends, count in that hour: one wrong clock would stretch the map
-    over years.
+    `records` are Balance.record_counts, `finding_counts` rows of current_findings.finding_counts. The window begins at
+    the hour `first`. Records with a later time than the hour `last`, in which the run froze the ends, count in that
+    hour: a single wrong clock would stretch the map over years.
     """
     audited = set(topics)
     delivered = _delivered(records, audited, first, last)
@@ -46,10 +46,10 @@ def drawn(
         {
             "topic": topic,
             "partition": partition,
-            "records": _summed((delivered.get(place, {}) for place in places), columns, column_of),
-            "troubled": _summed((troubled.get(place, {}) for place in places), columns, column_of),
+            "records": _summed((delivered.get(row, {}) for row in rows_of), columns, column_of),
+            "troubled": _summed((troubled.get(row, {}) for row in rows_of), columns, column_of),
         }
-        for topic, partition, places in groups
+        for topic, partition, rows_of in groups
     ]
     return {
         "from": start.isoformat().replace("+00:00", "Z"),
@@ -61,7 +61,7 @@ def drawn(
 
 
 def _delivered(records: RecordCounts, audited: set[str], first: str, last: str) -> dict[MapRow, ByHour]:
-    """The records of the window by place and hour."""
+    """Sum up the records of the window by row and hour."""
     found: dict[MapRow, ByHour] = {}
     for hour, by_topic in records.items():
         if hour < first:
@@ -75,26 +75,26 @@ def _delivered(records: RecordCounts, audited: set[str], first: str, last: str) 
 def _troubled(
     finding_counts: Iterable[Mapping[str, Any]], audited: set[str], first: str, last: str
 ) -> dict[MapRow, ByHour]:
-    """The records in trouble of the window by place and hour."""
+    """Sum up the records with findings of the window by row and hour."""
     found: dict[MapRow, ByHour] = {}
     for row in finding_counts:
         if row["hour"] >= first and row["topic"] in audited:
-            place = (row["topic"], NO_PARTITION if row["partition"] is None else row["partition"])
-            _add(found.setdefault(place, {}), min(row["hour"], last), row["records"])
+            map_row = (row["topic"], NO_PARTITION if row["partition"] is None else row["partition"])
+            _add(found.setdefault(map_row, {}), min(row["hour"], last), row["records"])
     return found
 
 
 def _shown(delivered: Mapping[MapRow, ByHour], troubled: Mapping[MapRow, ByHour]) -> tuple[list[MapRow], list[MapRow]]:
-    """The places that get a row each, and those that share one: with trouble and busy ones come first."""
-    places = sorted({*delivered, *troubled})
-    if len(places) <= ROWS_MAX:
-        return places, []
-    ranked = sorted(places, key=lambda place: (-_total(troubled, place), -_total(delivered, place), place))
+    """Split rows into those that are shown, and those folded into one row: most findings and records first."""
+    rows = sorted({*delivered, *troubled})
+    if len(rows) <= ROWS_MAX:
+        return rows, []
+    ranked = sorted(rows, key=lambda row: (-_total(troubled, row), -_total(delivered, row), row))
     return sorted(ranked[: ROWS_MAX - 1]), ranked[ROWS_MAX - 1 :]
 
 
 def _summed(counts: Iterable[ByHour], columns: int, column_of: Mapping[str, int]) -> list[int]:
-    """The sums of several places by column."""
+    """Sum up several rows by column."""
     sums = [0] * columns
     for by_hour in counts:
         for hour, count in by_hour.items():
@@ -109,7 +109,7 @@ def _add(counts: ByHour, hour: str, count: int) -> None:
 def timeline(
     finding_counts: Iterable[Mapping[str, Any]], kinds: Iterable[str], first: str, last: str
 ) -> list[dict[str, Any]]:
-    """Rows of current_findings.finding_counts → records by hour, kind and cause; hours as on the map (`drawn`)."""
+    """Sum up rows of current_findings.finding_counts by hour, kind and cause; hours as in `drawn`."""
     wanted = set(kinds)
     summed: dict[tuple[str, str, str], int] = {}
     for row in finding_counts:
@@ -122,8 +122,8 @@ def timeline(
     ]
 
 
-def _total(counts: Mapping[MapRow, ByHour], place: MapRow) -> int:
-    return sum(counts.get(place, {}).values())
+def _total(counts: Mapping[MapRow, ByHour], row: MapRow) -> int:
+    return sum(counts.get(row, {}).values())
 
 
 def _hours_between(start: datetime, hour: str) -> int:

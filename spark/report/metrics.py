@@ -1,4 +1,4 @@
-"""metrics.prom: the numbers of a report in the text format of Prometheus."""
+"""metrics.prom: the counts of a report in the text format of Prometheus."""
 
 from collections.abc import Iterable
 from datetime import datetime
@@ -15,7 +15,7 @@ PREFIX: Final = "fencepost_audit_"
 
 
 def text(document: Document) -> str:
-    """The metrics of a document: gauges, each with the labels and values of this run alone."""
+    """Encode the metrics of a document: gauges, with labels and values of this run only."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_OfDocument(document))
     return generate_latest(registry).decode()
@@ -31,10 +31,10 @@ class _OfDocument(Collector):
         yield _gauge("run", "Number of the last run.", run["number"])
         frozen_s = datetime.fromisoformat(run["frozen_at"]).timestamp()
         yield _gauge("frozen_timestamp_seconds", "When the ends of the last run were frozen.", frozen_s)
-        yield _gauge("clean", "Whether the last run found nothing (1) or something (0).", run["verdict"] == "clean")
+        yield _gauge("clean", "1 if the last run has no findings, else 0.", run["verdict"] == "clean")
         yield _gauges(
             "ids",
-            "Ids (records: records) of the window by their place in the balance.",
+            "Ids of the window by state in the balance; state=records counts records.",
             ("state",),
             (((state,), cast(int, count)) for state, count in document["balance"].items()),
         )
@@ -46,19 +46,19 @@ class _OfDocument(Collector):
         )
         yield _gauges(
             "finding_records",
-            "Records that findings are about (copies too many) by kind, topic and cause.",
+            "Records of findings (surplus copies of duplicates and conflicts) by kind, topic and cause.",
             ("kind", "topic", "cause"),
             (((row["kind"], row["topic"] or "", row["cause"] or ""), row["records"]) for row in document["causes"]),
         )
         yield _gauge("rejects", "Records that could not be decoded.", evidence["rejects"])
-        yield _gauge("held_up_partitions", "Partitions held up by an open transaction.", len(evidence["held_up"]))
+        yield _gauge("held_up_partitions", "Partitions blocked by an open transaction.", len(evidence["held_up"]))
         oldest_s = max((log["age_s"] or 0 for log in evidence["held_up"]), default=0)
         yield _gauge(
-            "held_up_oldest_seconds", "For how long the oldest of them had been held up at the freeze.", oldest_s
+            "held_up_oldest_seconds", "Age of the oldest of these transactions when the ends were frozen.", oldest_s
         )
         yield _gauges(
             "step_seconds",
-            "Where the time of the last run went.",
+            "Time of the last run by step.",
             ("step",),
             (((step,), taken_s) for step, taken_s in document["cost"]["seconds"].items()),
         )

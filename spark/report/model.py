@@ -1,6 +1,6 @@
-"""report.json as types; `schema()` is the JSON Schema that follows from them.
+"""The types of report.json; `schema()` generates the JSON Schema from these types.
 
-Each count names its unit. Times are RFC 3339 in UTC, to the millisecond.
+Each count has a unit in its description. Times are RFC 3339 in UTC, to the millisecond.
 """
 
 from typing import Annotated, Any, Final, Literal, TypedDict
@@ -64,19 +64,21 @@ class Run(TypedDict):
 
     number: Annotated[int, _about("Number of the run on this lake, from 1.", ge=1)]
     verdict: Annotated[Verdict, _about("clean: no finding.")]
-    findings: Annotated[int, _about("All findings that stand in the window. Unit: findings.", ge=0)]
+    findings: Annotated[int, _about("All current findings in the window. Unit: findings.", ge=0)]
     frozen_at: FrozenAt
-    window_from: Annotated[Time, _about("How far back the report looks.")]
+    window_from: Annotated[Time, _about("Start of the report's window.")]
     namespace: Annotated[str, _about("FENCEPOST_NAMESPACE.")]
     kafka: Annotated[str, _about("FENCEPOST_KAFKA: bootstrap servers.")]
     lake: Annotated[str, _about("--lake.")]
     topics: Annotated[list[Topic], _about("The audited topics.")]
-    caught_up: Annotated[bool, _about("Whether everything committed has been read (false: --max-records).")]
-    ids_pass: Annotated[bool, _about("Whether copies in other hours were looked for (false: --skip-ids).")]
-    resumed: Annotated[bool, _about("Whether the run continued one that was cut off.")]
+    caught_up: Annotated[bool, _about("Whether all committed records were read (false: --max-records).")]
+    ids_pass: Annotated[
+        bool, _about("Whether the pass over all ids was made, which finds copies in other hours (false: --skip-ids).")
+    ]
+    resumed: Annotated[bool, _about("Whether the run resumed an interrupted run.")]
     finished_first: Annotated[
         int | None,
-        _about("Number of a run that had been cut off with other options, and was finished by them before this one."),
+        _about("Number of an interrupted run with other options that was finished first, with its own options."),
     ]
 
 
@@ -87,11 +89,11 @@ class Balance(TypedDict):
     delivered_once: DeliveredOnce
     duplicated: Annotated[int, _ids("Accepted ids with several records of one fingerprint")]
     conflicted: Annotated[int, _ids("Accepted ids with records of several fingerprints")]
-    lost: Annotated[int, _ids("Accepted ids of which a promised record is proven not to be there")]
+    lost: Annotated[int, _ids("Accepted ids with a claimed record that is proven to be missing")]
     pending: Pending
     stuck: Annotated[int, _ids("Ids answered 202 or 504 that never settled")]
-    unprovable: Annotated[int, _ids("Accepted ids of which the evidence is gone")]
-    phantom: Annotated[int, _ids("Ids with our header that nobody accepted")]
+    unprovable: Annotated[int, _ids("Accepted ids without evidence any more")]
+    phantom: Annotated[int, _ids("Ids with Fencepost's header that were never accepted")]
     records: Delivered
 
 
@@ -101,10 +103,10 @@ class TopicCounts(Balance):
     topic: Topic
     ids: Annotated[int, _ids("Ids that were delivered at least once")]
     copies_extra: Annotated[int, _records("Records beyond the first of their id")]
-    open: Annotated[int, _ids("Ids whose verdict time alone may change")]
-    unrequested: Annotated[int, _ids("Delivered ids of which neither ledger nor answers know")]
+    open: Annotated[int, _ids("Ids whose verdict may change by time alone")]
+    unrequested: Annotated[int, _ids("Delivered ids that neither ledger nor answers name")]
     unrequested_multiple: Annotated[int, _ids("Of those, ids with several records")]
-    unkeyed: Annotated[int, _records("Records without any header of ours")]
+    unkeyed: Annotated[int, _records("Records without either header of Fencepost")]
     rejects: Undecoded
     answered_201: Annotated[int, _answers("Answers 201")]
     answered_202: Annotated[int, _answers("Answers 202")]
@@ -134,23 +136,26 @@ class CauseCounts(TypedDict):
     kind: Annotated[Kind, _about("Kind of finding.")]
     topic: Annotated[str | None, _about("Kafka topic.")]
     cause: Annotated[str | None, _about("Cause.")]
-    findings: Annotated[int, _about("Findings whose own cause it is. Unit: findings.", ge=0)]
-    records: Annotated[int, _records("Records concerned; of duplicates and conflicts the copies too many")]
+    findings: Annotated[int, _about("Findings with this cause. Unit: findings.", ge=0)]
+    records: Annotated[int, _records("Records of these findings; for duplicates and conflicts the surplus copies")]
 
 
 class MapRow(TypedDict):
-    """A row of the map: a partition, a topic, or what is folded."""
+    """A row of the map: a partition, a topic, or all folded partitions."""
 
-    topic: Annotated[str | None, _about("Kafka topic; null in the row that all other partitions share.")]
+    topic: Annotated[str | None, _about("Kafka topic; null in the row of all folded partitions.")]
     partition: Annotated[
-        PartitionOrNone, _about("Kafka partition; null where the row is a whole topic or has no place.")
+        PartitionOrNone,
+        _about("Kafka partition; null for a whole topic, for findings without a partition, and for folded partitions."),
     ]
     records: Annotated[
         list[Annotated[int, Meta(ge=0)]], _about("Delivered records by column, by hour of acceptance. Unit: records.")
     ]
     troubled: Annotated[
         list[Annotated[int, Meta(ge=0)]],
-        _about("Records in trouble by column: copies too many, missing ones, unkeyed ones and so on. Unit: records."),
+        _about(
+            "Records of findings by column: surplus copies, missing records, unkeyed records and so on. Unit: records."
+        ),
     ]
 
 
@@ -158,49 +163,51 @@ Map = TypedDict(
     "Map",
     {
         "from": Annotated[
-            Annotated[str, _TIME] | None, _about("The first column's hour, RFC 3339, UTC; null for an empty map.")
+            Annotated[str, _TIME] | None,
+            _about("The first hour of the first column, RFC 3339, UTC; null for an empty map."),
         ],
-        "hours_a_column": Annotated[int, _about("How many hours a column stands for. Unit: hours.", ge=1)],
+        "hours_a_column": Annotated[int, _about("Hours in a column. Unit: hours.", ge=1)],
         "columns": Annotated[int, _about("Number of columns.", ge=0)],
         "rows": Annotated[
-            list[MapRow], _about("A partition each; where there are many, those with trouble and the busiest.")
+            list[MapRow],
+            _about("One row for each partition; of many partitions, those with the most findings and records."),
         ],
-        "partitions_folded": Annotated[int, _about("How many partitions share the last row. Unit: partitions.", ge=0)],
+        "partitions_folded": Annotated[int, _about("Partitions folded into the last row. Unit: partitions.", ge=0)],
     },
 )
-"""Records and trouble by hour and partition, cut down to what can be shown."""
+"""Records and findings by hour and partition, reduced to the size of a page."""
 
 
 class TimelinePoint(TypedDict):
-    """Copies too many of one hour, kind and cause."""
+    """Surplus copies of one hour, kind and cause."""
 
     hour: Annotated[Time, _about("The hour in which the copies were written, RFC 3339, UTC.")]
     kind: Annotated[CopyKind, _about("Kind of finding.")]
     cause: Annotated[str | None, _about("Cause of the copies.")]
-    records: Annotated[int, _records("Copies too many")]
+    records: Annotated[int, _records("Surplus copies")]
 
 
 class Coordinate(TypedDict):
-    """A record, or a place that was promised."""
+    """The coordinates of a record, or of a claim without a record."""
 
     topic: Topic
     partition: Partition
     offset: Offset
     timestamp: Annotated[
         Annotated[int, Meta(ge=0)] | None,
-        _about("The record's Kafka timestamp; null for a place without a record. Unit: milliseconds since the epoch."),
+        _about("The record's Kafka timestamp; null for a claim without a record. Unit: milliseconds since the epoch."),
     ]
     slot: Annotated[
-        Annotated[int, Meta(ge=0)] | None, _about("Slot of the producer that wrote it; null without our header.")
+        Annotated[int, Meta(ge=0)] | None, _about("Slot of the record's producer; null without Fencepost's header.")
     ]
-    pid: Annotated[int | None, _about("Its producer id.")]
-    epoch: Annotated[int | None, _about("Its producer epoch.")]
-    instance: Annotated[str | None, _about("The process that wrote it.")]
+    pid: Annotated[int | None, _about("Producer id of the record's producer.")]
+    epoch: Annotated[int | None, _about("Producer epoch of the record's producer.")]
+    instance: Annotated[str | None, _about("Process of the record's producer.")]
     cause: Annotated[
         str | None,
         _about(
-            "Why this copy is there: one of foreign_writer, rewrite, expired_key, producer_restart, dual_producer; "
-            "for a lost place who promised it (ledger, answer); null for the first copy."
+            "Cause of this copy: one of foreign_writer, rewrite, expired_key, producer_restart, dual_producer; "
+            "for a lost record the source of the claim (ledger, answer); null for the first copy."
         ),
     ]
 
@@ -211,79 +218,77 @@ class Finding(TypedDict):
     finding_id: Annotated[
         str,
         _about(
-            "Its name, the same in every run: kind:id, client_duplicate:fingerprint, or kind:cause:topic:partition for "
-            "what is found of a partition. The key in the topic of findings."
+            "Id of the finding, the same in every run: kind:id, client_duplicate:fingerprint, or "
+            "kind:cause:topic:partition for a finding about a partition. The key in the topic of findings."
         ),
     ]
-    kind: Annotated[Kind, _about("What was found.")]
+    kind: Annotated[Kind, _about("Kind of finding.")]
     cause: Annotated[
         str | None,
-        _about(
-            "Why; that of its first copy after the first. For lost and stuck: who promised it, or how it was answered."
-        ),
+        _about("Cause of the second copy. For lost: the source of the claim; for stuck: the status of the answer."),
     ]
     severity: Annotated[
         Severity,
         _about(
-            "How bad its kind is: error (a promise that did not hold), warning (somebody has to look), information "
-            "(only the client knows whether it is a fault)."
+            "Severity of the kind: error (a broken guarantee), warning (an operator must check), information (only the "
+            "client knows whether the finding is a fault)."
         ),
     ]
     id: Annotated[
         Annotated[str, Meta(pattern="^[0-9a-f]{32}$")] | None,
-        _about("The event id, hexadecimal; null where the finding is about a partition."),
+        _about("The event id, hexadecimal; null for a finding about a partition."),
     ]
     fingerprint: Annotated[
         Annotated[str, Meta(pattern="^[0-9a-f]{16}$")] | None,
-        _about("For client_duplicate: the fingerprint that the ids share, hexadecimal; else null."),
+        _about("For client_duplicate: the common fingerprint of the ids, hexadecimal; else null."),
     ]
-    key: Annotated[str | None, _about("The idempotency key, where a record has it; its first 255 characters.")]
-    topic: Annotated[str | None, _about("Kafka topic, the first in the alphabet where there are several.")]
-    partition: Annotated[PartitionOrNone, _about("Kafka partition, where the finding is about one.")]
-    count: Annotated[int, _records("How many records it is about (offsets, for an evidence_gap of a log)")]
-    first_offset: Annotated[OffsetOrNone, _about("The lowest offset, where the finding is about a partition.")]
-    last_offset: Annotated[OffsetOrNone, _about("The highest offset, where the finding is about a partition.")]
+    key: Annotated[str | None, _about("The idempotency key, if a record has one; at most 255 characters.")]
+    topic: Annotated[str | None, _about("Kafka topic; of several the first in alphabetical order.")]
+    partition: Annotated[PartitionOrNone, _about("Kafka partition, for a finding about a partition.")]
+    count: Annotated[int, _records("Records of the finding (for an evidence_gap of a log: offsets)")]
+    first_offset: Annotated[OffsetOrNone, _about("The lowest offset, for a finding about a partition.")]
+    last_offset: Annotated[OffsetOrNone, _about("The highest offset, for a finding about a partition.")]
     coordinates: Annotated[
         list[Coordinate],
-        _about("Its copies in the order in which they count (at most 128 of them), or the promised places."),
+        _about("The copies in their order (at most 128), or the claims without a record."),
     ]
 
 
 class HeldUp(TypedDict):
-    """A partition that an open transaction holds up."""
+    """A partition that is blocked by an open transaction."""
 
-    role: Annotated[Role, _about("What the topic is.")]
+    role: Annotated[Role, _about("Role of the topic.")]
     topic: Topic
     partition: Partition
-    offset: Annotated[int, _about("The last stable offset: all below is decided.", ge=0)]
-    high_watermark: Annotated[int, _about("Where the log ends. Unit: offset.", ge=0)]
-    transactional_id: Annotated[str | None, _about("Whose transaction it is, where the broker tells.")]
-    producer_id: Annotated[int | None, _about("Its producer id, where the broker tells.")]
+    offset: Annotated[int, _about("The last stable offset: all offsets below are decided.", ge=0)]
+    high_watermark: Annotated[int, _about("High watermark of the log. Unit: offset.", ge=0)]
+    transactional_id: Annotated[str | None, _about("Transactional id of the transaction, if the broker reports one.")]
+    producer_id: Annotated[int | None, _about("Producer id of the transaction, if the broker reports one.")]
     epoch: Annotated[int | None, _about("The producer's epoch.")]
     open_since: Annotated[
         Annotated[str, _TIME] | None,
-        _about("When the transaction began, or else the timestamp of the first record that is not decided."),
+        _about("Start of the transaction, or else the timestamp of the first undecided record."),
     ]
     age_s: Annotated[
         Annotated[float, Meta(ge=0)] | None,
-        _about("How long it had been open when the ends were frozen. Unit: seconds."),
+        _about("Age of the transaction when the ends were frozen. Unit: seconds."),
     ]
 
 
 class Gap(TypedDict):
-    """Offsets that went away before they were read."""
+    """Offsets that were deleted before they were read."""
 
     topic: Topic
     partition: Partition
     first: Annotated[int, _about("First offset.", ge=0)]
     last: Annotated[int, _about("The offset after the last one.", ge=0)]
-    cause: Annotated[GapCause, _about("Why.")]
+    cause: Annotated[GapCause, _about("Cause of the gap.")]
 
 
 LogRead = TypedDict(
     "LogRead",
     {
-        "role": Annotated[Role, _about("What the topic is.")],
+        "role": Annotated[Role, _about("Role of the topic.")],
         "topic": Topic,
         "partition": Partition,
         "from": Annotated[int, _about("First offset that this run read.", ge=0)],
@@ -296,27 +301,27 @@ LogRead = TypedDict(
 
 
 class Evidence(TypedDict):
-    """What the verdict rests on."""
+    """The evidence for the verdict."""
 
-    held_up: Annotated[list[HeldUp], _about("Partitions held up by an open transaction.")]
+    held_up: Annotated[list[HeldUp], _about("Partitions blocked by an open transaction.")]
     rejects: Undecoded
-    gaps: Annotated[list[Gap], _about("What went away before it was read.")]
+    gaps: Annotated[list[Gap], _about("Offsets that were deleted before they were read.")]
     logs: Annotated[list[LogRead], _about("How far each log was read.")]
 
 
 class Change(TypedDict):
     """Verdicts that changed in one way."""
 
-    before: Annotated[Category, _about("What was said.")]
-    after: Annotated[Category | None, _about("What was said then; null for nothing any more.")]
-    ids: Annotated[int, _ids("How many of them there were")]
+    before: Annotated[Category, _about("Verdict before.")]
+    after: Annotated[Category | None, _about("Verdict now; null if the id has no verdict any more.")]
+    ids: Annotated[int, _ids("Ids with this change")]
 
 
 class Revisions(TypedDict):
-    """What was said of ids before, and is not said any more. All runs are in the lake's table `verdicts`."""
+    """Verdicts that differ from those of earlier runs. All changes are in the lake's table `verdicts`."""
 
-    revised: Annotated[int, _ids("Verdicts that had been said for good, not as pending")]
-    changes: Annotated[list[Change], _about("The changes by kind.")]
+    revised: Annotated[int, _ids("Changed verdicts that were not pending before")]
+    changes: Annotated[list[Change], _about("Changes by verdict before and now.")]
 
 
 Requests = TypedDict(
@@ -334,7 +339,7 @@ Requests = TypedDict(
 
 
 class Cost(TypedDict):
-    """What the run took."""
+    """The cost of the run."""
 
     seconds: Annotated[
         dict[str, Annotated[float, Meta(ge=0)]], _about("Time by step, up to the report. Unit: seconds.")
@@ -347,46 +352,48 @@ class PastRun(TypedDict):
 
     number: Annotated[int, _about("Number of the run.", ge=1)]
     frozen_at: FrozenAt
-    verdict: Annotated[Verdict, _about("Its verdict.")]
-    findings: Annotated[int, _about("Findings that stood. Unit: findings.", ge=0)]
+    verdict: Annotated[Verdict, _about("Verdict of the run.")]
+    findings: Annotated[int, _about("Current findings of that run. Unit: findings.", ge=0)]
     accepted: Accepted
     delivered_once: DeliveredOnce
     pending: Pending
     records: Delivered
     offsets: OffsetsRead
-    seconds: Annotated[float, _about("Time up to its report. Unit: seconds.", ge=0)]
+    seconds: Annotated[float, _about("Time up to the report. Unit: seconds.", ge=0)]
 
 
 class Document(TypedDict):
-    """What one run of the audit found."""
+    """The report of one run of the audit."""
 
     run: Annotated[Run, _about("The run and its verdict.")]
     balance: Annotated[Balance, _about("The closed balance of the window.")]
     topics: Annotated[list[TopicCounts], _about("Counts of the window by topic.")]
     kinds: Annotated[Kinds, _about("Findings by kind.")]
     causes: Annotated[list[CauseCounts], _about("Findings by kind, topic and cause.")]
-    map: Annotated[Map, _about("Records and trouble by hour and partition, cut down to what can be shown.")]
-    timeline: Annotated[list[TimelinePoint], _about("Copies too many over time.")]
+    map: Annotated[Map, _about("Records and findings by hour and partition, reduced to the size of a page.")]
+    timeline: Annotated[list[TimelinePoint], _about("Surplus copies over time.")]
     findings: Annotated[
         list[Finding], _about("The findings, in an order that does not depend on the run; at most 100,000.")
     ]
-    findings_left_out: Annotated[int, _about("Findings that are only in the lake. Unit: findings.", ge=0)]
-    evidence: Annotated[Evidence, _about("What the verdict rests on.")]
-    verdicts: Annotated[Revisions, _about("What was said of ids before, and is not said any more.")]
+    findings_left_out: Annotated[
+        int, _about("Findings that are only in the lake, not in this report. Unit: findings.", ge=0)
+    ]
+    evidence: Annotated[Evidence, _about("The evidence for the verdict.")]
+    verdicts: Annotated[Revisions, _about("Verdicts that differ from those of earlier runs.")]
     requests: Annotated[Requests, _about("Answers of the window by status.")]
-    cost: Annotated[Cost, _about("What the run took.")]
-    history: Annotated[list[PastRun], _about("This run and those before it, the last one first; at most 20.")]
+    cost: Annotated[Cost, _about("The cost of the run.")]
+    history: Annotated[list[PastRun], _about("This run and earlier runs, newest first; at most 20.")]
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema (2020-12) of report.json. Objects take no other fields than those named."""
-    made = msgspec.json.schema(Document)
-    for definition in made["$defs"].values():
+    """Generate the JSON Schema (2020-12) of report.json. Objects have no additional fields."""
+    generated = msgspec.json.schema(Document)
+    for definition in generated["$defs"].values():
         if "properties" in definition:
             definition["additionalProperties"] = False
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": SCHEMA_ID,
         "title": "Fencepost audit report",
-        **made,
+        **generated,
     }

@@ -1,4 +1,4 @@
-"""report.html: the document of report.json as one self-contained page, verdict first. Its template is report.html."""
+"""report.html: renders the document of report.json as one self-contained page, from the template report.html."""
 
 from base64 import b64encode
 from collections import Counter
@@ -18,9 +18,9 @@ from spark.rules.classify import CATEGORIES
 from spark.rules.findings import KINDS
 
 LIMITS: Final = SimpleNamespace(findings=100, copies=5, open=10, causes=60, topics=60, logs=200)
-"""How many rows of a kind the page shows (`open`: up to how many findings of a kind are unfolded).
+"""Maximum number of rows of each part of the page (`open`: kinds with at most so many findings are unfolded).
 
-A page is read by a person: the rest is in report.json and in the lake.
+All rows are in report.json or in the lake.
 """
 HEADLINE_KINDS: Final = 3
 NAME_CHARS: Final = 120
@@ -36,38 +36,38 @@ TITLES: Final = {
     "stuck": ("stuck request", "stuck requests"),
     "evidence_gap": ("gap in the evidence", "gaps in the evidence"),
 }
-"""What one finding of a kind is called, and several."""
+"""Singular and plural of each kind of finding."""
 
 MEANINGS: Final = {
     "duplicate": "One id, delivered more than once with the same content.",
     "conflict": "One id, delivered with different contents.",
     "client_duplicate": "Different ids with the same content and record key: a client made a new key for its retry.",
-    "derived_copy": "A record of another topic, forwarded with its header. Where that is meant, the rules may say so.",
-    "lost": "The ledger or a 201 names a place in the log that holds another record, or none.",
+    "derived_copy": "A record of another topic, forwarded with its header. If intended, set derived in the rules.",
+    "lost": "The ledger or a 201 names an offset that has another record, or none.",
     "phantom": "A record with Fencepost's header whose id is not in the ledger.",
-    "unkeyed": "Records without an id: nothing can tell whether they repeat.",
+    "unkeyed": "Records without an id: duplicates among them cannot be found.",
     "stuck": "Answered 202 or 504, and never settled.",
-    "evidence_gap": "What would prove the delivery is gone. Nothing here is called lost.",
+    "evidence_gap": "The records that would prove the delivery no longer exist. These events are not counted as lost.",
 }
 
 CAUSES: Final = {
-    "foreign_writer": "written past Fencepost",
+    "foreign_writer": "written by another program",
     "rewrite": "the same producer wrote it again",
     "expired_key": "its key had expired",
     "producer_restart": "written again after a restart",
     "dual_producer": "two producers wrote it",
     "new_key": "the client made a new key",
 }
-"""Causes of copies in the order of their colours, and what they mean."""
+"""Causes of copies in the order of their colours, with their meanings."""
 
 _CATEGORY_RULES: Final = {"delivered_once": "good", "pending": "wait", "unprovable": "wait"}
-"""The style class of a category of the balance; `bad` for all others."""
+"""The style class of a category of the balance; `bad` for all other categories."""
 _TOPIC_COUNTS: Final = ("records", "ids", "copies_extra", "accepted", "unrequested", "unkeyed", "rejects")
 _PAST_COUNTS: Final = ("findings", "accepted", "delivered_once", "pending", "records", "offsets")
 
 
 def render(document: Document) -> Iterator[str]:
-    """The page of a report document, in pieces."""
+    """Render the page of a document, in chunks."""
     seconds = document["cost"]["seconds"]
     longest = max(seconds.values(), default=0) or 1
     style, script = (_asset(name) for name in ("report.css", "report.js"))
@@ -85,11 +85,11 @@ def render(document: Document) -> Iterator[str]:
             "headline": _headline(document),
             "subline": _subline(document),
             "categories": [(name, _CATEGORY_RULES.get(name, "bad")) for name in CATEGORIES],
-            "heat_map": Markup(charts.heat_map(chart)) if chart["rows"] else "",  # noqa: S704 - it escapes its texts
+            "heat_map": Markup(charts.heat_map(chart)) if chart["rows"] else "",  # noqa: S704 - heat_map escapes its texts
             "heat_keys": [
                 ("h1", "few records"),
                 (f"h{charts.SHADES}", "many, in equal steps of the logarithm"),
-                ("c1", "trouble (a dot)"),
+                ("c1", "with findings (a dot)"),
             ],
             "bars": bars,
             "bar_keys": bar_keys,
@@ -124,17 +124,18 @@ def _template() -> Any:
 
 
 def _asset(name: str) -> Markup:
-    """A file of this package, to be put into the page as it is."""
+    """Read a file of this package, for the page, without escaping."""
     source, _, _ = PackageLoader("spark.report", "").get_source(Environment(autoescape=True), name)
     return Markup(source)  # noqa: S704 - our own file
 
 
 def _hash(content: str) -> str:
-    """The source expression by which a Content-Security-Policy allows exactly this style or script (CSP 3)."""
+    """Return the source expression that allows exactly this style or script in a Content-Security-Policy (CSP 3)."""
     return f"sha256-{b64encode(sha256(content.encode()).digest()).decode()}"
 
 
 def _headline(document: Document) -> str:
+    """Return the verdict in one line."""
     run, balance = document["run"], document["balance"]
     if run["verdict"] == "clean":
         if not balance["accepted"] and not balance["records"]:
@@ -149,6 +150,7 @@ def _headline(document: Document) -> str:
 
 
 def _subline(document: Document) -> str:
+    """Return what restricts the verdict: pending events, revisions, options that leave records or ids out."""
     run, balance = document["run"], document["balance"]
     parts = []
     if balance["pending"]:
@@ -156,16 +158,18 @@ def _subline(document: Document) -> str:
     if revised := document["verdicts"]["revised"]:
         parts.append(f"Of {counted(revised, 'event', 'events')} an earlier run had said something else.")
     if run["finished_first"] is not None:
-        parts.append(f"Run {run['finished_first']}, cut off with other options, was finished by them before this one.")
+        parts.append(
+            f"Run {run['finished_first']}, interrupted with other options, was finished with its own options first."
+        )
     if not run["caught_up"]:
-        parts.append("This run was capped: records are left to read.")
+        parts.append("This run was limited by --max-records: some records are not read yet.")
     if not run["ids_pass"]:
-        parts.append("The pass over all ids was left out: copies in other hours are not in this report.")
+        parts.append("The pass over all ids was skipped: copies in other hours are not in this report.")
     return " ".join(parts) or "Every accepted event is accounted for."
 
 
 def _timeline(document: Document) -> tuple[Markup | str, list[tuple[str, str]]]:
-    """The bars of copies too many over time, and their legend; both empty where there are none."""
+    """Draw the bars of surplus copies over time, and their legend; both empty without such copies."""
     chart: Mapping[str, Any] = document["map"]
     points = document["timeline"]
     if not points or not chart["columns"]:
@@ -183,11 +187,11 @@ def _timeline(document: Document) -> tuple[Markup | str, list[tuple[str, str]]]:
     present = [(f"c{nth}", cause) for nth, cause in enumerate(CAUSES, 1) if cause in columns]
     drawn = charts.stacked(chart, [(rule, cause, columns[cause]) for rule, cause in present])
     keys = [(rule, f"{cause}, {CAUSES[cause]}: {_count(totals[cause])}") for rule, cause in present]
-    return Markup(drawn), keys  # noqa: S704 - it escapes its texts
+    return Markup(drawn), keys  # noqa: S704 - stacked escapes its texts
 
 
 def _groups(document: Document) -> list[dict[str, Any]]:
-    """The findings to show, by kind."""
+    """Return the findings that the page shows, by kind."""
     kinds: Mapping[str, int] = document["kinds"]  # type: ignore[assignment]
     return [
         {
@@ -202,12 +206,13 @@ def _groups(document: Document) -> list[dict[str, Any]]:
 
 
 def _commands(run: Mapping[str, Any], finding: Finding) -> Sequence[str]:
-    """What to type to see a finding."""
+    """Return the commands that print the records of a finding."""
     show = [commands.show(run, finding["id"])] if finding["id"] else []
     return show + commands.kcat(run, finding)
 
 
 def _console_consumer(document: Document) -> str | None:
+    """Return one example of Kafka's console consumer, for the first finding with records."""
     lines = (commands.console_consumer(document["run"], finding) for finding in document["findings"])
     return next((line for line in lines if line), None)
 
@@ -218,7 +223,7 @@ def _has_counts(row: TopicCounts) -> bool:
 
 
 def counted(number: int, one: str, many: str) -> str:
-    """A number with its noun: "1 record", "1,200 records"."""
+    """Format a number with its noun: "1 record", "1,200 records"."""
     return f"{_count(number)} {one if number == 1 else many}"
 
 
@@ -235,7 +240,7 @@ def _clipped(text: str) -> str:
 
 
 def _time(iso: str) -> str:
-    """A time of report.json for people: UTC, to the second."""
+    """Format a time of report.json: UTC, to the second."""
     return f"{datetime.fromisoformat(iso):%Y-%m-%d %H:%M:%S} UTC"
 
 

@@ -84,7 +84,7 @@ def test_the_topic_has_what_stands_and_nothing_is_sent_twice(
     changed = {**found, "lost:3": 2, "lost:new": 1}
     del changed["lost:7"]
     with monkeypatch.context() as patch:
-        patch.setattr(publish, "_mark", _cut)
+        patch.setattr(publish, "_mark_sent", _cut)
         with pytest.raises(Cut):
             outbox.publish(changed)
     assert outbox.counts() == changed
