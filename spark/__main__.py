@@ -1,6 +1,7 @@
 """`python -m spark`: one reconciliation run.
 
-`view` makes a topic with each id once, `show` tells all of one id, `schema` prints the JSON Schema of report.json.
+`view` creates a table of a topic with each id once, `show` prints all data about an id, `schema` prints the JSON Schema
+of report.json.
 """
 
 import json
@@ -26,9 +27,9 @@ EXIT_CANNOT_RUN: Final = 2
 
 
 def main() -> int:
-    """Carry out what the command line says; exit status 0, for a run 3 with findings, 2 where it was not possible."""
+    """Carry out the command line. Returns the exit status: 0; 3 for a run with findings; 2 if it was not possible."""
     command, *arguments = sys.argv[1:] or [""]
-    # Where pandas is installed for something else, PySpark remarks on its version; the job does not use it.
+    # PySpark warns about the version of an installed pandas, which the job does not use.
     warnings.filterwarnings("ignore", message="PySpark does not yet fully support pandas", category=FutureWarning)
     try:
         if command == "view":
@@ -43,28 +44,26 @@ def main() -> int:
         sys.stderr.write(f"cannot run: {error}\n")
         return EXIT_CANNOT_RUN
     except (PySparkException, Py4JError):
-        # Spark, Delta or a disk refused, or the JVM is gone: the status says that there is no outcome.
+        # Spark, Delta or a disk failed, or the JVM has died: there is no outcome.
         traceback.print_exc()
-        sys.stderr.write(
-            "cannot run: Spark failed, see above; what was done is kept, the next run goes on from there\n"
-        )
+        sys.stderr.write("cannot run: Spark failed, see above; the next run resumes this one\n")
         return EXIT_CANNOT_RUN
 
 
 def _run(arguments: Sequence[str]) -> int:
     options = parse(arguments)
-    tell = Console(sys.stderr)
+    console = Console(sys.stderr)
     shared = SharedSettings.from_env()
     settings = Settings(shared=shared, options=options, rules=Rules.read(shared.rules))
     session = open_session()
-    with tell.watching(session):
-        outcome = job.run(session, settings, tell)
+    with console.watching(session):
+        outcome = job.run(session, settings, console)
     sys.stdout.write(job.summary(outcome, options.report))
     return outcome.status
 
 
 def _view(arguments: Sequence[str]) -> int:
-    described = "Make a topic's view: a Delta table with each id once. Each run from now on keeps it current."
+    described = "Create a topic's view: a Delta table with each id once. Each later run updates the view."
     topic, root = parse_about("view", "topic", "a topic that the last run has audited", described, arguments)
     shared = SharedSettings.from_env()
     rows = view.register(open_session(), shared, root, topic)
@@ -73,7 +72,7 @@ def _view(arguments: Sequence[str]) -> int:
 
 
 def _show(arguments: Sequence[str]) -> int:
-    described = "Show all that is known of an id: its rows in the lake, its findings, its records in Kafka."
+    described = "Show all data about an id: its rows in the lake, its findings, its records in Kafka."
     text, root = parse_about("show", "id", "an id (hexadecimal), or an idempotency key", described, arguments)
     shared = SharedSettings.from_env()
     for line in show.show(open_session(), shared, root, text):

@@ -1,4 +1,4 @@
-"""How far a run is: on a terminal a line that moves, elsewhere lines of a log."""
+"""The progress of a run: a line that is updated on a terminal, elsewhere log lines."""
 
 import threading
 import time
@@ -14,17 +14,17 @@ _CLEAR: Final = "\r\x1b[K"
 
 
 class Console:
-    """Told what a run does, a line at a time (`job.Tell`)."""
+    """Prints each line of progress (`step_timer.OnProgress`)."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._terminal = stream.isatty()
         self._started = time.monotonic()
         self._writing = threading.Lock()
-        self._doing = ""
+        self._step = ""
 
     def __call__(self, line: str) -> None:
-        self._doing = line
+        self._step = line
         if self._terminal:
             self._write(f"{_CLEAR}{self._elapsed()}  {line}\n")
         else:
@@ -33,7 +33,7 @@ class Console:
 
     @contextmanager
     def watching(self, spark: SparkSession) -> Iterator[None]:
-        """Show on a terminal how many of Spark's tasks are done; of no use to a log."""
+        """Show the number of finished Spark tasks in the context, on a terminal only."""
         if not self._terminal:
             yield
             return
@@ -54,7 +54,7 @@ class Console:
             done = sum(stage.numCompletedTasks for stage in stages if stage)
             tasks = sum(stage.numTasks for stage in stages if stage)
             if tasks:
-                self._write(f"{_CLEAR}{self._elapsed()}  {self._doing}: {done} of {tasks} tasks")
+                self._write(f"{_CLEAR}{self._elapsed()}  {self._step}: {done} of {tasks} tasks")
 
     def _elapsed(self) -> str:
         return f"{time.monotonic() - self._started:6.1f}s"

@@ -1,9 +1,9 @@
-"""What keeps a run from being carried out. Every text is one line that names the thing and the remedy."""
+"""The errors that end a run. Each message is one line that names the problem and the remedy."""
 
 
 class CannotRun(Exception):
-    """The run did not happen, or its result cannot be trusted; exit status 2. The lake is as it was or can go on."""
+    """The run was not possible, or its result is not valid; exit status 2. The next run can continue on the lake."""
 
 
 class AnotherRun(CannotRun):
-    """Another run is at work on the same lake."""
+    """Another run holds the lock of the lake."""

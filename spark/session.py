@@ -1,4 +1,4 @@
-"""The Spark session of a run: Delta and Kafka on its class path, and sized for where it runs."""
+"""The Spark session of a run: with Delta and Kafka on its class path, and sized for one machine or a cluster."""
 
 import os
 import tempfile
@@ -11,23 +11,23 @@ from pyspark.sql import SparkSession
 from spark import jars
 
 APP: Final = "fencepost-audit"
-# About 100 MB of what is exchanged for the state, and of the hash tables that it is put into.
+# About 100 MB of exchanged rows for the reduction, and of the hash tables that the join builds from these rows.
 RECORDS_A_PARTITION: Final = 400_000
 LOGGING: Final = Path(__file__).with_name("log4j2.properties")
 
 _ALWAYS: Final = {
     "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
     "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
-    # Hours are cut and printed in UTC wherever the job runs.
+    # Hours are computed and formatted in UTC on every machine.
     "spark.sql.session.timeZone": "UTC",
-    # What an expression of the user's cannot make anything of is nothing, not the end of the run.
+    # An `--identity` expression that fails on a record gives null, and does not fail the run.
     "spark.sql.ansi.enabled": "false",
     "spark.serializer": "org.apache.spark.serializer.KryoSerializer",
-    # Each call that makes a column would first tell Spark its line in Python, which is four calls more.
+    # With this on, each call that builds a column also sends its Python line to the JVM, in four more calls.
     "spark.python.sql.dataFrameDebugging.enabled": "false",
-    # It asks of each record, before it is taken apart, whether that gives any rows, and so parses its JSON five times.
+    # This rule adds a filter before each explode, which parses the JSON of each record five times.
     "spark.sql.optimizer.excludedRules": "org.apache.spark.sql.catalyst.optimizer.InferFiltersFromGenerate",
-    # What is merged is deterministic (frozen offsets, total order) and kept on disk already.
+    # The source of a MERGE is deterministic (frozen offsets, total order) and checkpointed already.
     "spark.databricks.delta.merge.materializeSource": "none",
 }
 
@@ -41,12 +41,12 @@ _LOCAL: Final = {
     "spark.driver.memory": "3g",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
-    # Spark makes this folder although every table has a path of its own: not where the job was started.
+    # Spark creates this folder even if no table uses it; by default in the working directory.
     "spark.sql.warehouse.dir": str(Path(tempfile.gettempdir()) / "fencepost-spark-warehouse"),
 }
 
-# A short run is mostly compiling: the optimising compiler waits for what is hot ten times as long as by default,
-# which saves a third of a small run's processor time and costs a large one nothing. Two cores need no G1.
+# A short run spends most of its time in the JIT compiler: with ten times the default thresholds, C2 compiles only hot
+# methods, which saves processor time in short runs and costs none in long ones. Two cores need no G1.
 _JAVA: Final = (
     "-XX:+UseParallelGC -XX:Tier4InvocationThreshold=50000 -XX:Tier4MinInvocationThreshold=6000 "
     "-XX:Tier4CompileThreshold=150000 -XX:Tier4BackEdgeThreshold=400000"
@@ -54,10 +54,10 @@ _JAVA: Final = (
 
 
 def open_session(environ: Mapping[str, str] | None = None, java_options: str = _JAVA) -> SparkSession:
-    """The session of this process.
+    """Create the session of this process.
 
-    Under spark-submit, master, sizes and jars are what was submitted. Started by hand it is `local[*]` with the
-    jars of the lock (CannotRun where one is missing), in a JVM with these options.
+    Under spark-submit, master, sizes and jars are those of the submission. Otherwise the master is `local[*]`, with the
+    jars of the lock (CannotRun if one is missing), in a JVM with `java_options`.
     """
     environ = os.environ if environ is None else environ
     builder = SparkSession.builder.appName(APP)
@@ -74,9 +74,9 @@ def open_session(environ: Mapping[str, str] | None = None, java_options: str = _
 
 
 def size_for(spark: SparkSession, records: int) -> int:
-    """Cut what is exchanged into parts that fit into a task's memory, never into fewer than the session has.
+    """Set the number of shuffle partitions so that one fits into a task's memory, and return that number.
 
-    Answers into how many.
+    `records` are the records to exchange. The number is never lowered.
     """
     name = "spark.sql.shuffle.partitions"
     parts = max(int(spark.conf.get(name) or 0), -(-records // RECORDS_A_PARTITION))

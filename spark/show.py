@@ -1,4 +1,4 @@
-"""All that is known of one id: its rows in the lake, what was found, and the records themselves."""
+"""The command `show`: prints the rows of an id in the lake, its findings, and its records in Kafka."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,31 +13,31 @@ from service.contract import SharedSettings, wire
 from spark.errors import CannotRun
 from spark.reading import decode, source
 from spark.reading.decode import EVENT
-from spark.reading.kafka_admin import Broker, TopicPartition
+from spark.reading.kafka_admin import Broker, Topic, TopicPartition
 from spark.reading.source import Span
 from spark.rules import causes
 from spark.tables import deliveries
 from spark.tables.lake import Lake
 
+Coordinates = tuple[str, int, int]
+"""Topic, partition and offset of a record."""
+
 RECORDS_MAX: Final = 20
 VALUE_CHARS: Final = 500
-# The years 1 to 9999, all that Python writes down.
+# The years 1 to 9999, which datetime supports.
 CALENDAR_MS: Final = (-62_135_596_800_000, 253_402_300_800_000)
 
 _ID: Final = re.compile(rf"[0-9a-f]{{{2 * wire.ID_BYTES}}}")
 
 
 def ids_of(text: str) -> list[bytes]:
-    """What a text may mean: an id in hexadecimal digits, and the id of an idempotency key in the empty scope."""
+    """Return the ids that a text may name: an id in hexadecimal digits, and the id of a key in the empty scope."""
     written = [bytes.fromhex(text)] if _ID.fullmatch(text) else []
     return [*written, wire.event_id(text)]
 
 
 def show(spark: SparkSession, shared: SharedSettings, root: str, text: str) -> Iterator[str]:
-    """What there is to say of an id or key, line by line; of both, where a key looks like another's id.
-
-    CannotRun where the lake knows neither.
-    """
+    """Describe an id or a key, line by line; both, if a key looks like an id. CannotRun if the lake has neither."""
     lake = Lake(spark, root)
     lake.check_version()
     ids = ids_of(text)
@@ -48,47 +48,47 @@ def show(spark: SparkSession, shared: SharedSettings, root: str, text: str) -> I
             f"--lake {root} does not know {text!r}: give an id (32 hexadecimal digits), or a key as it was sent"
         )
     for id in ids:
-        if its := [row for row in found_rows if row["id"] == id]:
-            yield from _id(spark, shared, lake, id, its)
+        if id_rows := [row for row in found_rows if row["id"] == id]:
+            yield from _id(spark, shared, lake, id, id_rows)
 
 
 def _id(spark: SparkSession, shared: SharedSettings, lake: Lake, id: bytes, found_rows: Sequence[Row]) -> Iterator[str]:
-    """What there is to say of one id, of which the lake has these rows."""
+    """Describe one id by its rows (deliveries.GATHERED with `ordered`)."""
     yield f"id         {id.hex()}"
-    places: dict[tuple[str, int, int], str] = {}
-    bare: dict[tuple[str, int, int], tuple[str, bytes]] = {}
+    writers: dict[Coordinates, str] = {}
+    bare: dict[Coordinates, tuple[str, bytes]] = {}
     for row in found_rows:
         yield from _row(row)
-        places.update({_place(one): _writer(one) for one in row["ordered"]})
+        writers.update({_coordinates(copy): _writer(copy) for copy in row["ordered"]})
         bare.update(
             {
-                _place(one): (row["key"], one["fingerprint"])
-                for one in row["coordinates"]
-                if not one["has_fencepost_header"]
+                _coordinates(copy): (row["key"], copy["fingerprint"])
+                for copy in row["coordinates"]
+                if not copy["has_fencepost_header"]
             }
         )
     for row in _of(lake.read("findings").where("kind is not null"), [id]).select("kind", "cause", "count").collect():
         yield f"finding    {row['kind']}{'/' + row['cause'] if row['cause'] else ''}, {row['count']} records"
-    shown = list(places)[:RECORDS_MAX]
-    there = {_place(row.asDict()): row for row in _records(spark, shared, shown)}
-    for place in shown:
-        yield f"record     {place[0]}[{place[1]}]@{place[2]}  {places[place]}"
-        if place not in there:
+    shown = list(writers)[:RECORDS_MAX]
+    records = {_coordinates(row.asDict()): row for row in _records(spark, shared, shown)}
+    for at in shown:
+        yield f"record     {at[0]}[{at[1]}]@{at[2]}  {writers[at]}"
+        if at not in records:
             yield "           is not in Kafka any more"
-        elif _is_of(there[place], id, bare.get(place)):
-            yield from _record(there[place])
+        elif _is_record_of(records[at], id, bare.get(at)):
+            yield from _record(records[at])
         else:
             yield "           is not in Kafka any more: another record stands there now"
-    if len(places) > len(shown):
-        yield f"           and {len(places) - len(shown)} more"
+    if len(writers) > len(shown):
+        yield f"           and {len(writers) - len(shown)} more"
 
 
-def _place(one: Mapping[str, Any]) -> tuple[str, int, int]:
-    return one["topic"], one["partition"], one["offset"]
+def _coordinates(record: Mapping[str, Any]) -> Coordinates:
+    return record["topic"], record["partition"], record["offset"]
 
 
-def _is_of(record: Row, id: bytes, bare: tuple[str, bytes] | None) -> bool:
-    """decode.is_of for one record; `bare` are key and fingerprint of one that was read without our header."""
+def _is_record_of(record: Row, id: bytes, bare: tuple[str, bytes] | None) -> bool:
+    """Apply decode.is_record_of to one record; `bare`: key and fingerprint of a copy without Fencepost's header."""
     if bare is None:
         return bool(record["own_id"] == id)
     key, fingerprint = bare
@@ -106,12 +106,13 @@ def _row(row: Row) -> Iterator[str]:
     if counted := ", ".join(f"{count} x {name}" for name, count in answers if count):
         yield f"answered   {counted}, {row['replayed']} of them replays"
     for source_, claims in (("ledger", row["entries"]), ("answer", row["answered"])):
-        for one in claims:
-            yield f"{source_:10} {one['topic']}[{one['partition']}]@{one['offset']}  seen {_time(one['seen_ms'])}"
+        for claim in claims:
+            topic, partition, offset = _coordinates(claim)
+            yield f"{source_:10} {topic}[{partition}]@{offset}  seen {_time(claim['seen_ms'])}"
 
 
 def _writer(copy: Mapping[str, Any]) -> str:
-    named = "in the ledger" if copy["late"] == 0 else "not in the ledger"
+    named = "in the ledger" if copy["ledger_rank"] == 0 else "not in the ledger"
     if copy["slot"] is None:
         return f"{named}, without Fencepost's header"
     return f"{named}, slot {copy['slot']}, producer {copy['pid']} epoch {copy['epoch']}, {copy['instance']}"
@@ -125,9 +126,9 @@ def _record(row: Row) -> Iterator[str]:
     yield f"  value    {_shown(row['value'])}"
 
 
-def _records(spark: SparkSession, shared: SharedSettings, places: Sequence[tuple[str, int, int]]) -> Iterator[Row]:
-    """The records at these places that are there still: one look at Kafka for each place in a partition."""
-    left = list(places)
+def _records(spark: SparkSession, shared: SharedSettings, wanted: Sequence[Coordinates]) -> Iterator[Row]:
+    """Read the records at these coordinates that still exist, one record of each partition in a query."""
+    left = list(wanted)
     while left:
         spans: dict[TopicPartition, Span] = {}
         later = []
@@ -136,23 +137,28 @@ def _records(spark: SparkSession, shared: SharedSettings, places: Sequence[tuple
                 later.append((topic, partition, offset))
             else:
                 spans[topic, partition] = (offset, offset + 1)
-        yield from decode.own(source.read(spark, shared, _there(spark, shared, spans))).collect()
+        yield from decode.with_own_identity(source.read(spark, shared, _readable(spark, shared, spans))).collect()
         left = later
 
 
-def _there(
+def _readable(
     spark: SparkSession, shared: SharedSettings, spans: Mapping[TopicPartition, Span]
 ) -> dict[TopicPartition, Span]:
-    """Those of the spans that lie in a log as it is now."""
+    """Return those of the spans that the logs still have."""
     with closing(Broker(spark, shared)) as broker:
         topics = broker.describe([topic for topic, _ in spans])
-        known = [place for place in spans if place[0] in topics and place[1] < topics[place[0]].partitions]
-        ends = broker.ends(known) if known else {}
+        existing = [partition for partition in spans if _exists(partition, topics)]
+        ends = broker.ends(existing) if existing else {}
     return {
-        place: spans[place]
-        for place, bounds in ends.items()
-        if bounds.log_start <= spans[place][0] and spans[place][1] <= bounds.last_stable
+        partition: spans[partition]
+        for partition, bounds in ends.items()
+        if bounds.log_start <= spans[partition][0] and spans[partition][1] <= bounds.last_stable
     }
+
+
+def _exists(partition: TopicPartition, topics: Mapping[str, Topic]) -> bool:
+    topic, number = partition
+    return topic in topics and number < topics[topic].partitions
 
 
 def _shown(content: bytes | None) -> str:
@@ -163,7 +169,7 @@ def _shown(content: bytes | None) -> str:
 
 
 def _time(ms: int) -> str:
-    """A time, UTC; as the number that it is where no calendar has it: a writer may count in other units."""
+    """Format a time, UTC; as a number outside CALENDAR_MS, as of a writer that counts in another unit."""
     if not CALENDAR_MS[0] <= ms < CALENDAR_MS[1]:
         return f"{ms} ms"
     return f"{datetime.fromtimestamp(ms / 1000, UTC):%Y-%m-%d %H:%M:%S.%f}"[:-3] + " UTC"

@@ -1,4 +1,4 @@
-"""What a run costs, and how it tells what it does."""
+"""The time that each step of a run takes, and reports of its progress."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -6,18 +6,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 OnProgress = Callable[[str], None]
-"""Takes progress, a line at a time."""
+"""Called with each line of progress."""
 
 
 @dataclass
 class StepTimer:
-    """Where the time of a run went: seconds a step, in order; each is announced when it begins."""
+    """Measures the seconds of each step of a run, in order, and reports each step when it first begins."""
 
     on_progress: OnProgress
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
+        """Add the time of the context to the step `name`."""
         started = time.monotonic()
         if name not in self.seconds:
             self.on_progress(name)
