@@ -199,8 +199,8 @@ class _Run:
         read = {log.topic for log in self.last.logs if log.role != LEDGER and log.end > log.first}
         if names := sorted(name for name in read if before.get(name) != now.get(name)):
             self.on_progress(
-                f"--identity of {', '.join(names)} differs from that of the last run: it applies to records that are "
-                "read from now on, and earlier records keep their ids; a --lake at a new folder applies it to all"
+                f"--identity of {', '.join(names)} is another one than in the last run: it applies to what is read "
+                "from now on, and what was read before keeps its ids; a --lake at a new folder applies it to all"
             )
 
     def _check_namespace(self, plan: Plan | None) -> None:
