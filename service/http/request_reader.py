@@ -166,7 +166,7 @@ class RequestReader:
         if self.state == "refused":
             return []
         if not self.unread:
-            if len(data) <= self._plain_bytes_max and not self.unanswered and (post := self._plain_post(data)):
+            if 0 < len(data) <= self._plain_bytes_max and not self.unanswered and (post := self._plain_post(data)):
                 return [post]
             self.unread = memoryview(data)
         elif data:

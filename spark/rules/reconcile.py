@@ -67,8 +67,10 @@ class Cache:
 @contextmanager
 def _cache() -> Iterator[Cache]:
     cache = Cache()
-    yield cache
-    cache.release()
+    try:
+        yield cache
+    finally:
+        cache.release()
 
 
 def reconcile(
@@ -193,7 +195,7 @@ def _findings_over_hours(
     """
     rows = multi_row.over_hours()
     judged_per_hour = classify.classify(deliveries_table.gathered(rows), evidence)
-    judged_per_id = classify.classify(deliveries_table.gathered(rows, by_hour=False), evidence)
+    judged_per_id = cache.keep(classify.classify(deliveries_table.gathered(rows, by_hour=False), evidence))
     balance.adjust(findings.sums(judged_per_hour).collect(), findings.sums(judged_per_id).collect())
     retried = cache.keep(cross_hour.retried(recent, evidence))
     spans = cross_hour.spans_of(retried)

@@ -148,6 +148,7 @@ RENAMED: Final[Mapping[str, Mapping[str, str]]] = {
         "heard_run": "caught_up_run",
         "mark_run": "behind_run",
         "mark_end": "behind_end",
+        "first_ms": "first_record_ms",
     },
 }
 """Names of columns in lakes of the first version, and their present names."""

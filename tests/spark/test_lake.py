@@ -171,6 +171,22 @@ def test_the_readme_has_every_column_of_every_table_and_no_other() -> None:
             assert set(listed) == set(columns), name
 
 
+# The columns of the last version before the present names, as that version wrote them.
+FIRST_VERSION = {
+    "deliveries": (
+        "accepted_hour plain kind id topic partition offset run accepted_ms last_ms count entries_count answered_201 "
+        "answered_202 answered_503 answered_504 answered_other replayed entered_ms answered_ms unsure_ms freed_ms "
+        "copied_ms copied_at fp alt slot pid epoch instance stamped keyed record_key key batch topic_id reject "
+        "was_past_end elsewhere"
+    ),
+    "progress": (
+        "run frozen_ms role topic partition life audited compacted since_ms first start end last_stable "
+        "high_watermark complete_ms decided_ms gaps holder options guarantees later_end heard_run mark_run mark_end "
+        "first_ms leader_epoch"
+    ),
+}
+
+
 def test_columns_of_the_first_version_get_their_present_names(spark: SparkSession, tmp_path: Path) -> None:
     """In commits that keep what each run has written: a run that comes again writes nothing a second time."""
     tables, of_now = lake.Lake(spark, str(tmp_path)), plan()
@@ -180,7 +196,9 @@ def test_columns_of_the_first_version_get_their_present_names(spark: SparkSessio
     }
     for name, rows in written.items():
         old = {present: first for first, present in lake.RENAMED[name].items()}
-        writer = rows.withColumnsRenamed(old).write.format("delta").option("txnAppId", lake.WRITER)
+        first = rows.withColumnsRenamed(old)
+        assert sorted(first.columns) == sorted(FIRST_VERSION[name].split())
+        writer = first.write.format("delta").option("txnAppId", lake.WRITER)
         parts = [old.get(column, column) for column in lake.PARTITIONS.get(name, ())]
         writer.option("txnVersion", "1").partitionBy(*parts).save(tables.path(name))
     with pytest.raises(CannotRun, match=r"deliveries has alt, .* run python -m spark on it once"):
