@@ -19,7 +19,7 @@ from spark.reading.planning import DATA, LEDGER, REQUESTS, Log, Plan
 from spark.report import document, publish
 from spark.report.model import Document
 from spark.rules import cross_hour, current_findings
-from spark.rules.balance import Balance
+from spark.rules.balance import Balance, by_topic, closed
 from spark.rules.classify import CATEGORIES
 from spark.rules.reconcile import reconcile
 from spark.settings import HOUR_MS, Settings
@@ -97,7 +97,7 @@ class _Run:
     def carry_out(self) -> Outcome:
         """Carry out the steps that are not yet done."""
         with self.timer.step("plan"):
-            self.lake.upgrade()
+            self._upgrade()
             before = before_now(self.lake)
             plan, resumed = self._plan(before)
             self.kept_from = _kept_from(plan, self.settings.options.keep_days, before)
@@ -122,6 +122,8 @@ class _Run:
         window_from = planning.window_from(plan, self.settings)
         by_hour = current_findings.by_hour(self.lake.read("findings"), window_from).persist()
         found = current_findings.by_finding(by_hour).persist()
+        # CannotRun before anything is published, if the balance does not close.
+        closed(by_topic(balance.since(hours.text_of(window_from))))
         if self.settings.options.publish:
             with self.timer.step("publish"):
                 publish.publish(self.lake, self.settings.shared, found)
@@ -138,6 +140,15 @@ class _Run:
         with self.timer.step("tidy"):
             self._tidy(plan, before)
         return Outcome(outcome.document, outcome.status)
+
+    def _upgrade(self) -> None:
+        """Upgrade a lake of an earlier version; CannotRun, with the lake as it was, if it is another namespace's."""
+        if not self.lake.is_outdated():
+            return
+        newest = self.lake.read("progress").orderBy(F.desc("run")).select("options").first()
+        if newest is not None:
+            self._check_namespace_of(newest["options"])
+        self.lake.upgrade()
 
     # ------------------------------------------------------------------------------------------------------ plan
 
@@ -206,9 +217,14 @@ class _Run:
     def _check_namespace(self, plan: Plan | None) -> None:
         """Check the namespace of the lake; CannotRun if it is another one, since by this namespace's ledger all records
         in that lake would be phantoms."""
-        of_lake = None if plan is None else json.loads(plan.options)["namespace"]
+        if plan is not None:
+            self._check_namespace_of(plan.options)
+
+    def _check_namespace_of(self, options: str) -> None:
+        """The same, from a plan's `options`."""
+        of_lake = json.loads(options)["namespace"]
         namespace = self.settings.shared.namespace
-        if of_lake not in (None, namespace):
+        if of_lake != namespace:
             raise CannotRun(
                 f"--lake {self.settings.options.lake} is of namespace {of_lake!r}, not {namespace!r}: "
                 "set FENCEPOST_NAMESPACE to the namespace of the lake, or use another --lake"

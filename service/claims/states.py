@@ -238,7 +238,7 @@ class RequestEvent(_Name):
     SEND = "send"
     FIND = "find"  # the claim found it written
     QUEUE = "queue"  # back to the queue: its claim is dead, or was not made
-    REFUSE = "refuse"  # refused, or no commit was requested, and its claim was released: surely not written
+    RETURN = "return"  # its claim was released after a refusal or an abort: surely not written
     DOUBT = "doubt"  # its transaction did not end with a clean commit
     ANSWER = "answer"
 
@@ -252,7 +252,7 @@ REQUEST: Final = Machine[RequestState, RequestEvent](
         (RequestState.CLAIMED, RequestEvent.SEND): RequestState.SENT,
         (RequestState.CLAIMED, RequestEvent.QUEUE): RequestState.QUEUED,
         (RequestState.SENT, RequestEvent.DOUBT): RequestState.IN_DOUBT,
-        (RequestState.SENT, RequestEvent.REFUSE): RequestState.QUEUED,
+        (RequestState.SENT, RequestEvent.RETURN): RequestState.QUEUED,
         (RequestState.IN_DOUBT, RequestEvent.CLAIM): RequestState.CHECKING,
         (RequestState.CHECKING, RequestEvent.WIN): RequestState.CLAIMED,
         (RequestState.CHECKING, RequestEvent.FIND): RequestState.FOUND,

@@ -37,7 +37,7 @@ from service.http.batch import (
     write_each,
 )
 from service.http.callers import Caller, Callers
-from service.http.headers import JSON, Found, check_message, essence, is_coded, media_type, pick, unsupported
+from service.http.headers import JSON, UsedHeaders, check_message, essence, is_coded, media_type, pick, unsupported
 from service.http.prefer import Preference, parse_prefer
 from service.http.request import Bodies, Handler, PostRequest
 from service.http.responses import (
@@ -85,7 +85,7 @@ class EventsEndpoint:
             b"/events/batch": partial(self._take, self._post_batch),
         }
 
-    def _take(self, step: Callable[[PostRequest, Found, Caller], None], post: PostRequest) -> None:
+    def _take(self, step: Callable[[PostRequest, UsedHeaders, Caller], None], post: PostRequest) -> None:
         try:
             self._check_address(post.client)
             found = post.found or pick(post.headers)
@@ -112,7 +112,7 @@ class EventsEndpoint:
                 FORBIDDEN_CALLER, f"{PREFIX}RULES is not set, so only callers on this machine may write: set it"
             )
 
-    def _post_event(self, post: PostRequest, found: Found, caller: Caller) -> None:
+    def _post_event(self, post: PostRequest, found: UsedHeaders, caller: Caller) -> None:
         if overload := self._admission().overload:
             post.drop_body()  # the delayed refusal needs no body
             self._admission().load_shedder.refuse(post.arrived, partial(self._fail, post, overload))
@@ -134,10 +134,10 @@ class EventsEndpoint:
         else:
             post.apart(self._or_fail(post, self._write_long(post, found, caller, event)))
 
-    async def _write_long(self, post: PostRequest, found: Found, caller: Caller, event: Awaitable[Event]) -> None:
+    async def _write_long(self, post: PostRequest, found: UsedHeaders, caller: Caller, event: Awaitable[Event]) -> None:
         self._write_event(post, found, caller, await event)
 
-    def _write_event(self, post: PostRequest, found: Found, caller: Caller, event: Event) -> None:
+    def _write_event(self, post: PostRequest, found: UsedHeaders, caller: Caller, event: Event) -> None:
         caller.check(event.topic)
         caller.spend(1, post.arrived)
         preference = parse_prefer(found.get(b"prefer"))
@@ -158,7 +158,7 @@ class EventsEndpoint:
         result = self._admission().submit(event, post.arrived, preference.wait_s, accepted)
         result.add_done_callback(partial(self._answer_event, post, event.key, preference.applied))
 
-    def _post_batch(self, post: PostRequest, found: Found, caller: Caller) -> None:
+    def _post_batch(self, post: PostRequest, found: UsedHeaders, caller: Caller) -> None:
         kind = media_type(found.get(b"content-type"))
         traceparent = parse_traceparent(found.get(b"traceparent"))
         if kind == JSON:

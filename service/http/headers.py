@@ -7,7 +7,7 @@ from typing import Final
 from service.core.problems import INVALID_HTTP, INVALID_KEY, UNSUPPORTED_CODING, UNSUPPORTED_TYPE, Problem
 
 JSON: Final = "application/json"
-Found = dict[bytes, str]  # the headers that the service uses, by lower-case name
+UsedHeaders = dict[bytes, str]  # the headers that the service uses, by lower-case name
 
 # A parameter of a media type, its value a token or a quoted string (RFC 9110, section 5.6.6). The leading semicolon is
 # an anchor: a search in a header of one long word is linear.
@@ -30,12 +30,12 @@ _WANTED: Final = OF_THE_MESSAGE | frozenset(
 _ONCE: Final = {b"idempotency-key": (INVALID_KEY, "Idempotency-Key"), b"host": (INVALID_HTTP, "Host")}
 
 
-def pick(headers: Iterable[tuple[bytes, bytes]]) -> Found:
+def pick(headers: Iterable[tuple[bytes, bytes]]) -> UsedHeaders:
     """Return the headers that the service uses; lines of one name are joined to a list (RFC 9110, section 5.2).
 
     A header that takes no list then has an unknown value. Raises Problem (400) for two keys or two hosts.
     """
-    found: Found = {}
+    found: UsedHeaders = {}
     for name, content in headers:
         if name in _WANTED:
             text = content.decode("latin-1")
@@ -48,7 +48,7 @@ def pick(headers: Iterable[tuple[bytes, bytes]]) -> Found:
     return found
 
 
-def check_message(found: Found, host_needed: bool) -> None:
+def check_message(found: UsedHeaders, host_needed: bool) -> None:
     """Refuse a message that an intermediary may read otherwise. Raises Problem (400, 501).
 
     RFC 9112, sections 3.2 and 6.1: HTTP/1.0 needs no Host. If there are several transfer codings, the parser looks at

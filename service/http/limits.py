@@ -15,7 +15,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.core.problems import NOT_WRITTEN, Problem
-from service.http.request_reader import Action, Body, Event, Head, PlainPost, Refusal, RequestReader
+from service.http.request_reader import Action, Body, Head, PlainPost, ReaderEvent, Refusal, RequestReader
 from service.http.responses import lines_of, render_problem
 
 # The longest time to parse the bytes of one connection, slice by slice, before other tasks of the loop run.
@@ -175,7 +175,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._set_timer()
         return not self.transport.is_closing()
 
-    def _take_events(self, events: Iterable[Event]) -> None:
+    def _take_events(self, events: Iterable[ReaderEvent]) -> None:
         for event in events:
             if self.transport.is_closing():
                 return

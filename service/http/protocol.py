@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from service.http.headers import Found
+from service.http.headers import UsedHeaders
 from service.http.limits import GuardedProtocol
 from service.http.request import OWN_BYTES, Bodies, Handler, PostRequest
 from service.http.request_reader import Head, PlainPost, RequestReader
@@ -49,7 +49,7 @@ class HttpRequest(PostRequest):
         elif not self.keep(part, most):
             self.end()
 
-    def receive_complete(self, found: Found, body: bytes) -> None:
+    def receive_complete(self, found: UsedHeaders, body: bytes) -> None:
         """Handle a request that came whole, behind no other."""
         self.found = found
         self._content = body

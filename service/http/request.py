@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Protocol
 
-from service.http.headers import Found
+from service.http.headers import UsedHeaders
 
 # Bytes of a body that do not count against the bound of all bodies, so that large bodies never block small ones.
 OWN_BYTES: Final = 64 * 1024
@@ -65,7 +65,7 @@ class PostRequest(ABC):
         self._taken = 0  # bytes counted in `bodies`
         self.headers = headers  # names in lower case
         self.client = client  # the address of the caller; None for a Unix socket
-        self.found: Found | None = None  # the headers that the service uses, if the transport has picked them
+        self.found: UsedHeaders | None = None  # the headers that the service uses, if the transport has picked them
         self.keep_alive = keep_alive
         self.chunked = chunked  # the client understands a chunked response
         self.arrived = 0.0  # when the request was complete, in seconds of time.monotonic

@@ -14,7 +14,7 @@ import msgspec
 
 from service import native
 from service.core.problems import HEAD_TOO_LARGE, INVALID_HTTP, REQUEST_TIMEOUT, Kind, Problem
-from service.http.headers import Found
+from service.http.headers import UsedHeaders
 from service.http.responses import lines_of
 
 # Bytes of a head, or of trailers and chunk extensions (RFC 9112, section 7.1) between two pieces of a body.
@@ -48,7 +48,7 @@ class PlainPost(msgspec.Struct, gc=False):
     """A whole POST; `found` has the headers that the service uses."""
 
     target: bytes
-    found: Found
+    found: UsedHeaders
     body: bytes
 
 
@@ -78,7 +78,7 @@ Came = Literal[
 # "complete", of the last request; "withdraw", the last request, which was not begun and will never be complete; "last",
 # the last request is the last of the connection; "close", the connection, without a response.
 Action = Literal["skip", "tell", "refuse", "complete", "withdraw", "last", "close"]
-Event = Head | PlainPost | Body | Refusal | Action
+ReaderEvent = Head | PlainPost | Body | Refusal | Action
 Row = Mapping[Came, tuple[Action, State]]
 
 _REFUSALS: Final[Row] = {
@@ -120,7 +120,7 @@ class RequestReader:
         self._targets = targets
         self._plain_bytes_max = plain_bytes_max if native.COMPILED else 0
         self._parser: Any = self._new_parser()
-        self._events: list[Event] = []
+        self._events: list[ReaderEvent] = []
         self.state: State = "fresh"
         self.unread = memoryview(b"")  # bytes for the next call of `feed`
         self.unanswered = 0  # requests whose heads were emitted
@@ -161,7 +161,7 @@ class RequestReader:
         needed = 0.0 if answered else self._received / LEAST_BYTES_S
         return min(self._heard_at, self._begun_at + needed) + SILENCE_MAX_S
 
-    def feed(self, data: bytes, now: float) -> list[Event]:
+    def feed(self, data: bytes, now: float) -> list[ReaderEvent]:
         """Take bytes, and parse one slice of the unread ones."""
         if self.state == "refused":
             return []
@@ -184,7 +184,7 @@ class RequestReader:
             self._refuse_head()
         return self.end() if self.ended and not self.unread else self._take_events()
 
-    def end(self) -> list[Event]:
+    def end(self) -> list[ReaderEvent]:
         """Note that the client has shut its sending side; its whole requests are answered (RFC 9112, section 9.6)."""
         self.ended = True
         if not self.unread:
@@ -203,7 +203,7 @@ class RequestReader:
         self._begun_at = self._heard_at = now
         self._received = 0
 
-    def expire(self, now: float) -> list[Event]:
+    def expire(self, now: float) -> list[ReaderEvent]:
         """Refuse the incomplete request if its deadline has passed."""
         deadline = self.deadline
         if deadline is not None and now >= deadline:
@@ -221,7 +221,7 @@ class RequestReader:
         self.unread = memoryview(b"")
         self._parser = None  # a reference cycle
 
-    def _take_events(self) -> list[Event]:
+    def _take_events(self) -> list[ReaderEvent]:
         events, self._events = self._events, []
         return events
 
@@ -235,7 +235,7 @@ class RequestReader:
         self.unanswered += 1
         return PlainPost(*read)
 
-    def _came(self, what: Came, event: Event | None = None) -> None:
+    def _came(self, what: Came, event: ReaderEvent | None = None) -> None:
         """Make a transition of the table; `event` describes what came."""
         action, self.state = TRANSITIONS[self.state][what]
         if action == "skip":

@@ -1,7 +1,7 @@
-"""The path's inner loops in C (Cython), where a compiler was at hand when this was installed; else Python does it all.
+"""Inner loops in C (Cython), built if a C compiler is there when the package is installed; else Python does all.
 
-Each takes what is plain and common, and leaves the rest to the Python code that it stands beside: that one has the
-rules and the words for what is refused, and tests hold the two to each other. Nothing else depends on which one runs.
+Each handles the common case, and leaves every other case to its Python twin, which has the rules and the error texts.
+Fuzz tests hold each pair to the same results; no behaviour depends on which of the two runs.
 """
 
 from collections.abc import Iterable
@@ -10,9 +10,9 @@ from types import ModuleType
 
 
 def is_current(modules: Iterable[ModuleType]) -> bool:
-    """Is none older than its sources? Those are beside it where it is worked on, and say what is meant.
+    """Whether no compiled module is older than its sources, which lie beside it in a working copy.
 
-    A wheel has none of them: pip and uv give each file the time of its installation, which tells nothing.
+    An installed wheel has no sources: pip and uv give each file its time of installation, so times say nothing there.
     """
     for module in modules:
         made = Path(str(module.__file__))
@@ -22,14 +22,14 @@ def is_current(modules: Iterable[ModuleType]) -> bool:
     return True
 
 
-_ANEW = "install fencepost anew (uv sync --reinstall-package fencepost)"
-# What makes them be used; empty where they are.
+_REINSTALL = "install fencepost again (uv sync --reinstall-package fencepost)"
+# How to have the compiled modules used; empty if they are.
 REMEDY = ""
 try:
     from service.native import bodies, heads, records
-except ImportError:  # installed without a compiler: half as much CPU again, and otherwise the same
-    REMEDY = f"install a C compiler and Python's headers, then {_ANEW}"
+except ImportError:  # installed without a compiler
+    REMEDY = f"install a C compiler and Python's headers, then {_REINSTALL}"
 else:
     if not is_current((bodies, heads, records)):
-        REMEDY = f"they are older than their sources: {_ANEW}"
+        REMEDY = f"they are older than their sources: {_REINSTALL}"
 COMPILED = not REMEDY

@@ -10,7 +10,7 @@ from cpython.unicode cimport PyUnicode_DecodeASCII
 from libc.string cimport memchr, memcmp
 
 cdef enum:
-    LINES_MAX = 256  # http_guard has it
+    LINES_MAX = 256  # as request_reader's bound on head lines
     NAME_MAX = 32  # a longer one is none that matters
     LENGTH_DIGITS_MAX = 7
 

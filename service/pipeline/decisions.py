@@ -1,4 +1,7 @@
-"""Decides what happens to the requests of a group, before anything is done. Pure functions of what was found."""
+"""Decides what happens to the requests of a group, from what was found, without I/O.
+
+A decision takes events that need no write out of their chunk (`WriteRequest.take_out`), and changes nothing else.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum

@@ -1,4 +1,4 @@
-"""A group of requests, and pure functions that make its partitions, records, ledger entries and marks."""
+"""A group of requests, and functions without I/O that make its partitions, records, ledger entries and marks."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -341,7 +341,7 @@ class Writer:
             results = await slot.idempotent.write(records)
         except KafkaAway:  # nothing was sent
             for request, _ in group:
-                request.move(RequestEvent.REFUSE)
+                request.move(RequestEvent.RETURN)
             self._park(slot, [request for request, _ in group])
             raise
         decision = IdempotentDecision(group, records, results)
@@ -349,7 +349,7 @@ class Writer:
         for request, result in decision.results:
             self._admission.answer(request, result)
         for request in decision.requeued:
-            request.move(RequestEvent.REFUSE)
+            request.move(RequestEvent.RETURN)
         return Written(decision.delivered, slot.without_ledger_record(), [*late, *decision.to_release])
 
     def _records(self, slot: Slot, group: Sequence[ClaimedRequest], producer_id: int, epoch: int) -> list[Record]:
@@ -417,7 +417,7 @@ class Writer:
             is_released = decision.is_aborted and await self._release_aborted(slot, requests)
         finally:
             for request in requests:
-                request.move(RequestEvent.REFUSE if is_released else RequestEvent.DOUBT)
+                request.move(RequestEvent.RETURN if is_released else RequestEvent.DOUBT)
             if not is_released:
                 self._parked += requests
         if is_released:

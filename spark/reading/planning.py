@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from service.contract import CallerRule, Guarantee, Rules, TopicRule, wire
 from spark import rule_table
@@ -380,6 +380,18 @@ def _audited_before(settings: Settings, before: Plan | None, named: Named) -> se
 def _has_rule(settings: Settings, name: str) -> bool:
     """Check whether a rule's pattern matches the topic."""
     return any(fnmatchcase(name, rule.pattern) for rule in settings.rules.topics)
+
+
+Value = TypeVar("Value")
+
+
+def by_partition(values: Mapping[TopicPartition, Value]) -> dict[str, list[Value | None]]:
+    """Arrange values in a list for each topic, with the partition as the index; None for partitions without a value."""
+    topics: dict[str, list[Value | None]] = {}
+    for (topic, partition), value in sorted(values.items(), key=lambda item: item[0]):
+        column = topics.setdefault(topic, [])
+        column += [None] * (partition - len(column)) + [value]
+    return topics
 
 
 def window_from(plan: Plan, settings: Settings) -> int:

@@ -11,7 +11,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from service.contract import Guarantee
 from spark import rule_table
 from spark.reading.decode import EVENT, REJECT, hash_of
-from spark.reading.planning import DATA, LEDGER, REQUESTS, Plan
+from spark.reading.planning import DATA, LEDGER, REQUESTS, Log, Plan, by_partition
 from spark.rule_table import LOST, PENDING, PRESENT
 from spark.settings import OFFSETS_MOST, Settings, glob_regex
 from spark.tables import deliveries
@@ -61,27 +61,10 @@ class Evidence:
 
 def gather_evidence(plan: Plan, settings: Settings) -> Evidence:
     """Build the constants of a plan; their size grows with the number of partitions, and each task carries them."""
-    bounds: dict[str, list[dict[str, Any] | None]] = {}
-    for log in plan.of(DATA):
-        bounds.setdefault(log.topic, []).append(
-            {
-                "first": log.first,
-                "end": log.end,
-                "later_end": log.later_end,
-                "recreated_at_ms": log.recreated_at_ms,
-                "compacted": log.compacted,
-                "topic_id": log.topic_id,
-                "first_record_ms": log.first_record_ms,
-                "gaps": [
-                    {"first": gap.first, "last": gap.last, "cause": gap.cause}
-                    for gap in log.gaps
-                    # Gaps of an earlier topic of that name do not concern the present log.
-                    if gap.last > gap.first and gap.seen_ms > log.recreated_at_ms
-                ],
-            }
-        )
+    bounds = by_partition({log.topic_partition: _bounds_of(log) for log in plan.of(DATA)})
     ledger, answers = plan.of(LEDGER), plan.of(REQUESTS)
-    slots = [{"complete_since_ms": log.complete_since_ms, "caught_up_run": log.caught_up_run} for log in ledger]
+    of_slots = {log.topic_partition: _slot_of(log) for log in ledger}
+    slots = by_partition(of_slots).get(ledger[0].topic, []) if ledger else []
     globs, unwanted = settings.options.topics, plan.unwanted
     pattern = f"^(?:{glob_regex(globs)})$"
 
@@ -109,22 +92,47 @@ def gather_evidence(plan: Plan, settings: Settings) -> Evidence:
     )
 
 
+def _bounds_of(log: Log) -> dict[str, Any]:
+    """Return what the rules need of a data log (_BOUND)."""
+    return {
+        "first": log.first,
+        "end": log.end,
+        "later_end": log.later_end,
+        "recreated_at_ms": log.recreated_at_ms,
+        "compacted": log.compacted,
+        "topic_id": log.topic_id,
+        "first_record_ms": log.first_record_ms,
+        "gaps": [
+            {"first": gap.first, "last": gap.last, "cause": gap.cause}
+            for gap in log.gaps
+            # Gaps of an earlier topic of that name do not concern the present log.
+            if gap.last > gap.first and gap.seen_ms > log.recreated_at_ms
+        ],
+    }
+
+
+def _slot_of(log: Log) -> dict[str, int]:
+    """Return what the rules need of a slot's ledger (_SLOT)."""
+    return {"complete_since_ms": log.complete_since_ms, "caught_up_run": log.caught_up_run}
+
+
+def _idempotent_spans(log: Log) -> list[dict[str, int]]:
+    """Return the offsets of a log with the guarantee `idempotent`."""
+    ends = [*(guarantee.first for guarantee in log.guarantees[1:]), OFFSETS_MOST]
+    return [
+        {"first": guarantee.first, "end": end}
+        for guarantee, end in zip(log.guarantees, ends, strict=bool(log.guarantees))
+        if guarantee.guarantee == Guarantee.IDEMPOTENT.value
+    ]
+
+
 def _idempotent(plan: Plan) -> Column:
     """Return the offsets with the guarantee `idempotent`, by topic and partition.
 
     Deleted topics are included, since what was written to them is still classified.
     """
-    topics: dict[str, list[list[dict[str, int]]]] = {}
-    for log in sorted((log for log in plan.logs if log.role == DATA), key=lambda log: log.topic_partition):
-        starts = [*(guarantee.first for guarantee in log.guarantees), OFFSETS_MOST]
-        spans = [
-            {"first": guarantee.first, "end": end}
-            for guarantee, end in zip(log.guarantees, starts[1:], strict=True)
-            if guarantee.guarantee == Guarantee.IDEMPOTENT.value
-        ]
-        partitions = topics.setdefault(log.topic, [])
-        partitions += [[] for _ in range(log.partition - len(partitions))] + [spans]
-    with_spans = {topic: partitions for topic, partitions in topics.items() if any(partitions)}
+    spans = {log.topic_partition: _idempotent_spans(log) for log in plan.logs if log.role == DATA}
+    with_spans = {topic: partitions for topic, partitions in by_partition(spans).items() if any(partitions)}
     return F.from_json(F.lit(json.dumps(with_spans)), "map<string, array<array<struct<first: bigint, end: bigint>>>>")
 
 

@@ -15,6 +15,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from service.contract import wire
 from spark import rule_table
 from spark.reading.decode import ENTERED, EVENT, REJECT, REJECTED
+from spark.reading.planning import by_partition
 
 # Enough to analyse a finding; an id with more copies was put on every record by a broken writer.
 COORDINATES_MAX: Final = 128
@@ -243,11 +244,7 @@ def _arrived_ms(arrived: Mapping[tuple[str, int], int]) -> Column:
 
 def _by_partition(values: Mapping[tuple[str, int], int]) -> Column:
     """Look up the value of a row's topic and partition; null if there is none."""
-    topics: dict[str, list[int | None]] = {}
-    for (topic, partition), number in sorted(values.items()):
-        numbers = topics.setdefault(topic, [])
-        numbers += [None] * (partition - len(numbers)) + [number]
-    constant = F.from_json(F.lit(json.dumps(topics)), "map<string, array<bigint>>")
+    constant = F.from_json(F.lit(json.dumps(by_partition(values))), "map<string, array<bigint>>")
     return F.get(F.try_element_at(constant, F.col("topic")), F.col("partition"))
 
 

@@ -188,36 +188,43 @@ class Lake:
             return wire_expressions.rows_of(self.spark, schema(name), [])
         return self.spark.read.format("delta").load(self.path(name))
 
-    def upgrade(self) -> None:
-        """Upgrade the tables of an earlier version: rename columns, and add missing ones.
+    def is_outdated(self) -> bool:
+        """Check whether any table is of an earlier version: a column has another name, or is missing."""
+        return any(self._outdated(name) for name in _EXTENDED)
 
-        Each table is upgraded in one commit, and an upgraded table is skipped, so that an interrupted upgrade resumes.
+    def upgrade(self) -> None:
+        """Upgrade the tables of an earlier version: rename columns, then add missing ones, each in a commit.
+
+        Doing either again does nothing, so that an interrupted upgrade resumes.
         """
-        for name, renamed in RENAMED.items():
+        for name in sorted(_EXTENDED):
+            renamed = RENAMED.get(name, {})
             if self.exists(name) and renamed.keys() & set(self.read(name).columns):
                 self._rename(name, renamed)
-        for name in sorted(_EXTENDED):
-            if self.exists(name) and set(SCHEMAS[name]) - set(self.read(name).columns):
+            if self._outdated(name):
                 empty = wire_expressions.rows_of(self.spark, schema(name), [])
                 empty.write.format("delta").mode("append").option("mergeSchema", True).save(self.path(name))
 
     def check_version(self) -> None:
         """Check the version of the tables; CannotRun if the lake is of an earlier version."""
-        for name, renamed in RENAMED.items():
-            if self.exists(name) and (old := renamed.keys() & set(self.read(name).columns)):
-                raise CannotRun(
-                    f"--lake {self.root} is of an earlier version ({name} has {', '.join(sorted(old))}): "
-                    "run python -m spark on it once, which upgrades the lake"
-                )
+        if outdated := [name for name in sorted(_EXTENDED) if self._outdated(name)]:
+            raise CannotRun(
+                f"--lake {self.root} is of an earlier version (tables: {', '.join(outdated)}): "
+                "run python -m spark on it once, which upgrades the lake"
+            )
+
+    def _outdated(self, name: str) -> bool:
+        return self.exists(name) and not set(SCHEMAS[name]) <= set(self.read(name).columns)
 
     def _rename(self, name: str, renamed: Mapping[str, str]) -> None:
         """Rewrite a table with renamed columns; Delta cannot rename a partition column."""
         rows = self.read(name)
         columns = [F.col(old).alias(renamed.get(old, old)) for old in rows.columns]
-        writer = rows.select(*columns).write.format("delta").mode("overwrite").option("overwriteSchema", True)
+        renamed_rows = rows.select(*columns)
         if name in PARTITIONS:
-            writer = writer.partitionBy(*PARTITIONS[name])
-        writer.save(self.path(name))
+            renamed_rows = renamed_rows.hint("rebalance", *PARTITIONS[name])
+        writer = renamed_rows.write.format("delta").mode("overwrite").option("overwriteSchema", True)
+        writer.partitionBy(*PARTITIONS.get(name, ())).save(self.path(name))
 
     def append(self, name: str, rows: DataFrame, run: int) -> None:
         """Append rows; skipped if this run has appended to the table before."""

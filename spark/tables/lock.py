@@ -93,6 +93,9 @@ def _leased(spark: SparkSession, root: str) -> Iterator[None]:
         if lost.is_set():
             raise CannotRun(f"another run took over --lake {root}: this run did not renew its lease in time") from error
         raise
+    else:
+        if lost.is_set():  # while no job was running that the loss would have cancelled
+            raise CannotRun(f"another run took over --lake {root}: this run did not renew its lease in time")
     finally:
         ended.set()
         keeper.join()

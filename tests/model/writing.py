@@ -223,7 +223,7 @@ def _failed(label: str, world: World, p: int, s: int, view: View, rules: Rules) 
     if scripts.settled(world.stores[address], address, view.generation, view.store, rules, claims_seen):
         released = with_store(ended, address, scripts.release(world.stores[address], s, view.term, rules))
         if request is not None:
-            again = Request(request_move(SENT, RequestEvent.REFUSE), wrote=request.wrote)
+            again = Request(request_move(SENT, RequestEvent.RETURN), wrote=request.wrote)
             released = with_request(released, p, again)
         yield f"{label}, released", released
 

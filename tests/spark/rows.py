@@ -72,7 +72,7 @@ def _names(ddl: str) -> list[str]:
 
 
 def reduced(spark: SparkSession, rows: Sequence[Any], run: int = 1, **more: Any) -> DataFrame:
-    """Evidence → state.ROW."""
+    """Evidence → deliveries.ROW."""
     copies = [row for row in rows if "kind" in row]
     unknown = {name for row in rows for name in row} - {*_names(decode.COPIES), *_names(decode.CLAIMS), "topic_id"}
     assert unknown == set(), "Spark would leave these out"
@@ -84,7 +84,7 @@ def reduced(spark: SparkSession, rows: Sequence[Any], run: int = 1, **more: Any)
 
 
 def states(spark: SparkSession, named: Mapping[str, Sequence[Any]]) -> DataFrame:
-    """Rows of the state of several ids, gathered."""
+    """deliveries.GATHERED of several ids."""
     return deliveries.gathered(reduced(spark, ids(named)))
 
 

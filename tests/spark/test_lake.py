@@ -201,7 +201,7 @@ def test_columns_of_the_first_version_get_their_present_names(spark: SparkSessio
         writer = first.write.format("delta").option("txnAppId", lake.WRITER)
         parts = [old.get(column, column) for column in lake.PARTITIONS.get(name, ())]
         writer.option("txnVersion", "1").partitionBy(*parts).save(tables.path(name))
-    with pytest.raises(CannotRun, match=r"deliveries has alt, .* run python -m spark on it once"):
+    with pytest.raises(CannotRun, match=r"tables: deliveries, progress.* run python -m spark on it once"):
         tables.check_version()
     tables.upgrade()
     tables.check_version()

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import unittest.mock
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from service.contract import SharedSettings, wire
 from spark import job
 from spark.errors import AnotherRun, CannotRun
 from spark.reading.kafka_admin import Broker
-from spark.report import document
+from spark.report import document, publish
 from spark.tables import lake, lock
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Life
@@ -489,6 +490,9 @@ def test_a_balance_that_does_not_close_is_no_report(
     history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _two_stages(history)
-    monkeypatch.setattr(document, "by_topic", lambda hours: {"t": {"accepted": 2, "delivered_once": 1}})
+    monkeypatch.setattr(job, "by_topic", lambda hours: {"t": {"accepted": 2, "delivered_once": 1}})
+    published = unittest.mock.Mock()
+    monkeypatch.setattr(publish, "publish", published)
     with pytest.raises(CannotRun, match="the balance does not close: accepted 2, delivered_once 1"):
         audit(history, later_s=LATER_S)
+    published.assert_not_called()

@@ -18,9 +18,9 @@ from service.http.request_reader import (
     SLICE_BYTES,
     TRANSITIONS,
     Body,
-    Event,
     Head,
     PlainPost,
+    ReaderEvent,
     Refusal,
     RequestReader,
     State,
@@ -41,9 +41,9 @@ class Connection:
     def __init__(self, answers: bool = True) -> None:
         self.reader = RequestReader(0.0, TARGETS, plain_bytes_max=1_000)
         self.answers = answers
-        self.events: list[Event] = []
+        self.events: list[ReaderEvent] = []
 
-    def feed(self, *pieces: bytes, now: float = 0.0) -> list[Event]:
+    def feed(self, *pieces: bytes, now: float = 0.0) -> list[ReaderEvent]:
         """The events of these pieces, up to a request that waits."""
         first = len(self.events)
         for piece in pieces:
@@ -52,14 +52,14 @@ class Connection:
                 self.take(self.reader.feed(b"", now))
         return self.events[first:]
 
-    def take(self, events: Iterable[Event]) -> None:
+    def take(self, events: Iterable[ReaderEvent]) -> None:
         for event in events:
             self.events.append(event)
             if self.answers and (event == "complete" or isinstance(event, PlainPost)):
                 self.reader.answered(0.0)
 
 
-def meant(events: Iterable[Event]) -> list[Any]:
+def meant(events: Iterable[ReaderEvent]) -> list[Any]:
     """What events say, however many pieces they came in: whole requests, refusals, and what is done at the end."""
     said: list[Any] = []
     head: Head | None = None
@@ -180,7 +180,7 @@ def test_a_refusal_knows_whose_answer_it_would_be_taken_for(answered: bool) -> N
     assert (refusal.unanswered == inside.reader.unanswered) is not answered
 
 
-def growing(start: bytes, line: bytes) -> tuple[Event, int]:
+def growing(start: bytes, line: bytes) -> tuple[ReaderEvent, int]:
     """The event that ends a connection that sends such lines, and how many bytes came until then."""
     connection, sent = Connection(), len(start)
     connection.feed(start)
