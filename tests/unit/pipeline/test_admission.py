@@ -36,7 +36,7 @@ async def refused(world: World, topic: str) -> tuple[Kind, str]:
     "topic",
     ["fencepost.ledger", "fencepost.requests", "fencepost.control", "fencepost.findings", "__consumer_offsets"],
 )
-async def test_nobody_writes_to_an_internal_topic(topic: str) -> None:
+async def test_an_event_for_an_internal_topic_is_refused_without_a_look_up(topic: str) -> None:
     """Though it is there."""
     world = World()
     world.cluster.topics[topic] = Topic(topic, 3, {})
@@ -68,7 +68,9 @@ def missing(world: World) -> None:
     ("happens", "kind"),
     [(away, NOT_WRITTEN), (hangs, NOT_WRITTEN), (forbids, FORBIDDEN_TOPIC), (missing, UNKNOWN_TOPIC)],
 )
-async def test_what_a_look_up_in_vain_is_told_as(happens: Callable[[World], None], kind: Kind) -> None:
+async def test_a_failed_topic_look_up_is_refused_with_the_kind_of_its_cause(
+    happens: Callable[[World], None], kind: Kind
+) -> None:
     world = World(request_timeout_ms=100)
     happens(world)
     assert (await asyncio.wait_for(refused(world, "orders"), 1.0))[0] is kind
@@ -86,7 +88,7 @@ async def test_an_atomic_batch_holds_no_event_that_is_idempotent() -> None:
 # ---------------------------------------------------------------------------------------------------- the process
 
 
-async def test_without_a_store_or_in_a_stop_nothing_is_let_in_and_the_journal_is_told() -> None:
+async def test_without_a_store_or_during_a_stop_events_are_refused_and_their_503_is_journaled() -> None:
     world = World()
     world.store.generation, world.store.status = None, "recovering: 3 keys replayed"
     answers = [await asyncio.gather(world.submit("a"), return_exceptions=True)]
@@ -102,7 +104,7 @@ async def test_without_a_store_or_in_a_stop_nothing_is_let_in_and_the_journal_is
     assert (world.queue.events, list(world.admission._open)) == (0, [])
 
 
-async def test_a_stop_lets_nobody_in_and_waits_for_the_last_answer() -> None:
+async def test_drain_refuses_new_requests_and_waits_for_the_last_answer() -> None:
     world = World()
     answer = world.submit("a")
     await until(lambda: world.queue.events == 1)
@@ -119,7 +121,7 @@ async def test_a_stop_lets_nobody_in_and_waits_for_the_last_answer() -> None:
 # -------------------------------------------------------------------------------------------------------- answers
 
 
-async def test_who_prefers_so_is_told_once_that_its_claim_stands() -> None:
+async def test_accepting_a_request_twice_journals_one_202_before_its_201() -> None:
     world = World()
     slot = await world.slot()
     await world.topic_metadata.get("orders", time.monotonic())
@@ -138,7 +140,7 @@ async def test_who_prefers_so_is_told_once_that_its_claim_stands() -> None:
     await ended(serving)
 
 
-async def test_who_went_away_keeps_nobody_else_from_an_answer() -> None:
+async def test_a_request_whose_client_went_away_does_not_keep_others_from_their_answers() -> None:
     world = World()
     await world.topic_metadata.get("orders", time.monotonic())
     accepted = asyncio.get_running_loop().create_future()
@@ -154,7 +156,7 @@ async def test_who_went_away_keeps_nobody_else_from_an_answer() -> None:
     await ended(serving)
 
 
-async def test_an_answer_counts_once_and_is_told_once() -> None:
+async def test_a_request_that_is_answered_twice_keeps_and_journals_its_first_answer() -> None:
     world = World()
     await world.topic_metadata.get("orders", time.monotonic())
     result = world.admission.submit(make_event("a"), time.monotonic())
@@ -179,7 +181,9 @@ async def test_a_replay_is_counted_as_one() -> None:
 @pytest.mark.parametrize(
     ("wait_s", "patient_s"), [(0.0, None), (1.0, 1.0), (9.0, 5.0 - module.ANSWERED_BEFORE_DEADLINE_S)]
 )
-async def test_nobody_is_patient_past_its_deadline(wait_s: float, patient_s: float | None) -> None:
+async def test_a_wait_that_would_pass_the_deadline_ends_before_the_deadline(
+    wait_s: float, patient_s: float | None
+) -> None:
     """It hears a 409 before, and no 503."""
     world = World(request_timeout_ms=5_000)
     world.admission.submit(make_event("a"), 100.0, wait_s)
@@ -188,7 +192,7 @@ async def test_nobody_is_patient_past_its_deadline(wait_s: float, patient_s: flo
     assert request.wait_deadline == (0.0 if patient_s is None else 100.0 + patient_s)
 
 
-async def test_each_is_swept_at_its_deadline_and_not_before() -> None:
+async def test_the_sweep_answers_a_request_at_its_deadline_and_not_before() -> None:
     world = World(request_timeout_ms=60_000)
     for key in "abc":
         world.admission.submit(make_event(key), time.monotonic())
@@ -204,7 +208,7 @@ async def test_each_is_swept_at_its_deadline_and_not_before() -> None:
     await ended(sweeping)
 
 
-async def test_those_that_wait_are_in_the_order_of_their_deadlines() -> None:
+async def test_open_requests_are_kept_in_the_order_of_their_deadlines() -> None:
     """Who is swept is who comes first: one behind another that has more time would be answered late."""
     world = World()
     for key, arrived in (("b", 2.0), ("e", 5.0), ("a", 1.0), ("d", 4.0), ("c", 3.0), ("f", 5.0)):

@@ -98,7 +98,7 @@ async def live(world: World, n: int = 0) -> None:
             world.writer.recovered()
 
 
-async def test_it_is_one_request_from_the_queue_to_its_results() -> None:
+async def test_a_chunk_is_one_request_in_the_queue_and_has_a_result_for_each_event() -> None:
     world = World()
     submitted = await on_its_way(world, "a", "b", make_event("c", "other"))
     assert world.queue.events == 3
@@ -120,7 +120,7 @@ async def test_it_is_one_request_from_the_queue_to_its_results() -> None:
 # ---------------------------------------------------------------------------------------------------------- claims
 
 
-async def test_what_is_known_of_an_event_is_its_result_and_the_others_are_written_together() -> None:
+async def test_events_with_a_known_key_get_that_result_and_the_other_events_are_written_together() -> None:
     """Delivered, another event under its key, in progress elsewhere."""
     world = World()
     serving = world.serve(await world.slot())
@@ -137,7 +137,7 @@ async def test_what_is_known_of_an_event_is_its_result_and_the_others_are_writte
     await ended(serving)
 
 
-async def test_a_chunk_that_is_written_already_is_told_so_and_nothing_is_written() -> None:
+async def test_a_chunk_that_was_written_already_is_answered_as_replayed_and_not_written_again() -> None:
     world = World()
     serving = world.serve(await world.slot())
     first = await (await on_its_way(world, "a", "b"))
@@ -161,7 +161,7 @@ async def test_claims_that_are_taken_over_keep_their_times() -> None:
 
 
 @pytest.mark.parametrize("known", ["delivered", "nothing"])
-async def test_one_that_was_answered_while_it_was_claimed_is_given_up_whole(known: str) -> None:
+async def test_a_chunk_that_is_answered_during_its_claim_releases_all_its_claims(known: str) -> None:
     world = World(request_timeout_ms=50)
     slot = await world.slot()
     serving = world.serve(slot)
@@ -190,7 +190,7 @@ async def test_a_partition_with_too_few_replicas_refuses_its_own_events_only() -
     await ended(serving)
 
 
-async def test_a_store_that_is_away_leaves_it_whole() -> None:
+async def test_a_chunk_stays_whole_when_the_store_is_away() -> None:
     world = World()
     world.keys.trouble.before["claim"].append(StoreAway("OOM"))
     serving = world.serve(await world.slot())
@@ -230,7 +230,7 @@ async def test_a_claim_without_an_answer_waits_for_the_recovery_whole() -> None:
     await ended(serving)
 
 
-async def test_its_own_claims_of_a_term_that_is_still_to_be_recovered_are_nobody_else_s() -> None:
+async def test_a_chunk_that_meets_its_own_unanswered_claims_waits_for_the_recovery() -> None:
     """Another slot meets them: they wait for the recovery, and are no 409."""
     world = World()
     first, second = await world.slot(0), await world.slot(1)
@@ -247,7 +247,7 @@ async def test_its_own_claims_of_a_term_that_is_still_to_be_recovered_are_nobody
     await ended(serving)
 
 
-async def test_an_event_in_doubt_holds_up_those_of_its_chunk_that_could_go() -> None:
+async def test_an_event_in_doubt_holds_up_the_later_events_of_its_chunk() -> None:
     """A claim without an answer; then the one of the middle can be had, and those beside it not yet."""
     world = World()
     first, second = await world.slot(0), await world.slot(1)
@@ -273,7 +273,7 @@ async def test_an_event_in_doubt_holds_up_those_of_its_chunk_that_could_go() -> 
 
 @pytest.mark.parametrize("error", [StoreUnanswered("no answer"), StoreAway("OOM"), StoreLost("another"), None])
 @pytest.mark.parametrize("step", ["write", "abandon"])
-async def test_what_is_held_up_is_not_forgotten_where_the_term_ends_meanwhile(
+async def test_a_chunk_that_is_held_up_when_the_term_ends_waits_for_the_recovery(
     step: str, error: Exception | None
 ) -> None:
     """It waits for a recovery; and where its claim cannot be given up, the claim is its own."""
@@ -336,7 +336,7 @@ async def test_a_claim_of_another_request_in_the_same_term_is_not_given_up(mark:
 
 
 @pytest.mark.parametrize("committed", [False, True])
-async def test_what_is_in_doubt_is_found_or_written_again(committed: bool) -> None:
+async def test_a_chunk_in_doubt_is_found_or_written_after_the_recovery(committed: bool) -> None:
     world = World()
     slot = await world.slot()
     world.producers[0].trouble.before["write"].append(TransactionFailed(TransactionOutcome.UNKNOWN, "gone"))
@@ -357,7 +357,7 @@ async def test_what_is_in_doubt_is_found_or_written_again(committed: bool) -> No
     await ended(serving)
 
 
-async def test_a_batch_keeps_its_order_while_a_part_of_it_is_in_doubt() -> None:
+async def test_a_chunk_keeps_its_order_while_its_first_half_is_in_doubt() -> None:
     """The whole fails, and then the commit of its first half is in doubt: the second half must not overtake."""
     world = World()
     first, second = await world.slot(0), await world.slot(1)
@@ -379,7 +379,7 @@ async def test_a_batch_keeps_its_order_while_a_part_of_it_is_in_doubt() -> None:
     await ended(serving)
 
 
-async def test_its_deadline_is_that_of_each() -> None:
+async def test_at_its_deadline_a_waiting_chunk_is_503_and_a_chunk_in_a_transaction_504_for_each_event() -> None:
     """Waiting it is surely not written; in a transaction nobody knows."""
     world = World(request_timeout_ms=50)
     assert problems(await (await on_its_way(world, "a", "b"))) == [NOT_WRITTEN.code] * 2
@@ -399,7 +399,7 @@ async def test_its_deadline_is_that_of_each() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 21, 63])
-async def test_a_poisoned_event_is_found_in_few_transactions_and_the_others_are_written_in_order(
+async def test_a_poisoned_event_is_found_by_bisection_and_the_other_events_are_written_in_order(
     place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World()
@@ -418,7 +418,7 @@ async def test_a_poisoned_event_is_found_in_few_transactions_and_the_others_are_
     await ended(serving)
 
 
-async def test_a_topic_that_fails_does_not_hold_up_the_others_of_its_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failing_topic_does_not_hold_up_the_other_topics_of_its_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     stuck = TransactionFailed(TransactionOutcome.ABORTED, "TimeoutError()", stuck={"other"})
     tried = fails(monkeypatch, lambda records: stuck if any(each.topic == "other" for each in records) else None)
@@ -433,7 +433,7 @@ async def test_a_topic_that_fails_does_not_hold_up_the_others_of_its_chunk(monke
     await ended(serving)
 
 
-async def test_a_chunk_that_was_in_a_failed_group_of_others_goes_alone_before_it_is_split(
+async def test_a_chunk_from_a_failed_group_is_tried_alone_before_it_is_split(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World()
@@ -450,7 +450,7 @@ async def test_a_chunk_that_was_in_a_failed_group_of_others_goes_alone_before_it
 
 
 @pytest.mark.parametrize("why", ["a quarantined topic", "another guarantee"])
-async def test_what_would_hold_up_the_others_goes_after_them(why: str) -> None:
+async def test_events_of_a_quarantined_topic_or_another_guarantee_are_split_from_their_chunk(why: str) -> None:
     world = World()
     topic = {"a quarantined topic": "other", "another guarantee": "plain.a"}[why]
     if why == "a quarantined topic":
@@ -468,7 +468,7 @@ async def test_what_would_hold_up_the_others_goes_after_them(why: str) -> None:
     await ended(serving)
 
 
-async def test_a_chunk_that_the_ledger_does_not_take_is_split_and_all_of_it_is_written(
+async def test_a_chunk_that_is_too_large_for_the_ledger_is_split_and_all_its_events_are_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its max.message.bytes was lowered."""
@@ -483,7 +483,7 @@ async def test_a_chunk_that_the_ledger_does_not_take_is_split_and_all_of_it_is_w
     await ended(serving)
 
 
-async def test_that_a_topic_is_not_there_is_believed_the_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_chunk_is_retried_before_a_missing_topic_is_answered_404(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was just made is not known to every broker yet, and 404 is final to a client."""
     world = World()
     absent = RecordError(UNKNOWN_TOPIC, "it is not there")
@@ -500,7 +500,7 @@ async def test_that_a_topic_is_not_there_is_believed_the_second_time(monkeypatch
     await ended(serving)
 
 
-async def test_of_events_without_a_transaction_each_has_its_own_result() -> None:
+async def test_each_event_of_an_idempotent_chunk_has_its_own_result() -> None:
     world = World()
     slot = await world.slot()
     world.idempotents[0].results.extend(
@@ -520,7 +520,7 @@ async def test_of_events_without_a_transaction_each_has_its_own_result() -> None
 PLAIN = [make_event("c", "plain.a"), make_event("d", "plain.b")]
 
 
-async def test_at_the_deadline_also_what_was_not_sent_yet_has_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_at_the_deadline_each_event_of_a_split_chunk_is_answered_503(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(request_timeout_ms=400)
     stuck = TransactionFailed(TransactionOutcome.ABORTED, "TimeoutError()", stuck={"orders"})
     fails(monkeypatch, lambda _: stuck)
@@ -533,7 +533,9 @@ async def test_at_the_deadline_also_what_was_not_sent_yet_has_its_result(monkeyp
 
 
 @pytest.mark.parametrize("then", ["writes", "fails again"])
-async def test_a_batch_that_is_given_up_leaves_nothing_behind(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_batch_finishes_the_events_under_way_and_writes_no_others(
+    then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is under way goes on; what waits behind it is not written."""
     world = World()
     failed = TransactionFailed(TransactionOutcome.ABORTED, "no", {"orders": NO})
@@ -564,7 +566,7 @@ async def ended_list(task: "asyncio.Task[list[WriteResult]]") -> BaseException |
 # ------------------------------------------------------------------------------------------------------- the request
 
 
-async def test_a_part_is_as_far_as_the_chunk_is() -> None:
+async def test_a_split_chunk_hands_its_progress_and_its_results_to_its_parts() -> None:
     events = [make_event(key) for key in "abc"]
     results: list[WriteResult | None] = [None] * 3
     chunk = WriteRequest.of(events, 5.0, 10.0, Guarantee.EXACTLY_ONCE)
@@ -588,7 +590,7 @@ async def test_a_part_is_as_far_as_the_chunk_is() -> None:
     assert chunk.collector.done.result() == []
 
 
-async def test_a_group_is_as_large_as_its_events_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_size_of_a_group_is_counted_in_events_and_not_in_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue_module, "GROUP_QUICK_S", 60.0)
 
     def waiting(*keys: str) -> WriteRequest:

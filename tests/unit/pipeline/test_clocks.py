@@ -38,7 +38,7 @@ def its(monkeypatch: pytest.MonkeyPatch) -> Time:
     return Time(monkeypatch)
 
 
-def test_of_a_clock_that_has_told_nothing_nothing_is_known(its: Time) -> None:
+def test_a_clock_without_a_measurement_is_taken_for_this_machine_s(its: Time) -> None:
     clock = Clock()
     its.step(HOUR_MS)
     assert (clock.behind_ms, clock.now_ms()) == (0, NOW_MS + HOUR_MS)
@@ -53,7 +53,7 @@ def test_a_clock_that_is_close_is_this_machine_s(its: Time, apart_ms: int) -> No
 
 
 @pytest.mark.parametrize("apart_ms", [2 * HOUR_MS, -2 * HOUR_MS])
-def test_a_step_of_this_machine_s_clock_moves_the_other_by_nothing(its: Time, apart_ms: int) -> None:
+def test_a_step_of_this_machine_s_clock_does_not_move_the_measured_clock(its: Time, apart_ms: int) -> None:
     clock = Clock()
     clock.update(its.own_ms, its.monotonic_ms)
     its.pass_ms(700)
@@ -63,7 +63,7 @@ def test_a_step_of_this_machine_s_clock_moves_the_other_by_nothing(its: Time, ap
     assert abs(clock.behind_ms - apart_ms) <= 1
 
 
-def test_what_an_answer_took_is_no_distance(its: Time) -> None:
+def test_the_round_trip_of_a_measurement_is_not_counted_as_clock_distance(its: Time) -> None:
     clock = Clock()
     asked_ms = its.monotonic_ms
     its.pass_ms(9_000)
@@ -73,7 +73,7 @@ def test_what_an_answer_took_is_no_distance(its: Time) -> None:
     assert abs(clock.now_ms() - (NOW_MS + 13_000)) <= 1
 
 
-async def test_both_are_asked(its: Time) -> None:
+async def test_a_measurement_asks_redis_and_kafka_for_their_time(its: Time) -> None:
     keys: Any = FakeKeys()
     keys.server.clock.now_ms = NOW_MS - HOUR_MS
     clocks = Clocks(FakeCluster(), keys, requests_topic("t"), "me")

@@ -47,7 +47,7 @@ async def test_a_refusal_is_no_answer_where_a_commit_was_asked_for(verdict: Tran
     await ended(serving)
 
 
-async def test_a_refused_event_is_answered_if_it_was_alone() -> None:
+async def test_a_refused_event_that_was_alone_in_its_group_is_answered() -> None:
     world = World()
     slot = await world.slot()
     world.producers[0].trouble.before["write"].append(
@@ -58,7 +58,7 @@ async def test_a_refused_event_is_answered_if_it_was_alone() -> None:
     assert kind_of(await answer) is TOO_LARGE
 
 
-async def test_of_an_atomic_batch_the_topic_that_was_refused_is_named() -> None:
+async def test_the_refusal_of_an_atomic_batch_names_the_refused_topic() -> None:
     world = World()
     slot = await world.slot()
     world.producers[0].trouble.before["write"].append(
@@ -74,7 +74,7 @@ async def test_of_an_atomic_batch_the_topic_that_was_refused_is_named() -> None:
     await end_of_term(serving)
 
 
-async def test_a_poisoned_event_is_answered_alone_and_the_others_are_written() -> None:
+async def test_a_poisoned_event_is_answered_after_a_try_alone_and_the_other_event_is_written() -> None:
     world = World()
     slot = await world.slot()
     poison, good = world.submit("poison", "orders"), world.submit("good", "other")
@@ -97,7 +97,7 @@ async def test_a_poisoned_event_is_answered_alone_and_the_others_are_written() -
     await ended(serving)
 
 
-async def test_that_a_topic_is_not_there_is_believed_the_second_time() -> None:
+async def test_an_event_is_retried_before_a_missing_topic_is_answered_404() -> None:
     """One that was just made is not known to every broker yet."""
     world = World()
     slot = await world.slot()
@@ -116,7 +116,7 @@ async def test_that_a_topic_is_not_there_is_believed_the_second_time() -> None:
     assert kind_of(await answer) is UNKNOWN_TOPIC
 
 
-async def test_a_topic_that_was_just_made_has_time_before_it_is_believed_not_to_be_there() -> None:
+async def test_the_retry_for_a_missing_topic_leaves_time_for_a_new_topic_to_reach_every_broker() -> None:
     """Another slot would ask within some milliseconds, and 404 is final to a client."""
     world = World(request_timeout_ms=2_000)
     slot, other = await world.slot(), await world.slot(1)
@@ -136,7 +136,7 @@ async def test_a_topic_that_was_just_made_has_time_before_it_is_believed_not_to_
 
 
 @pytest.mark.parametrize("kind", [BIG, GONE])
-async def test_the_key_of_a_refused_event_is_free_though_its_slot_waits_for_its_recovery(kind: RecordError) -> None:
+async def test_the_key_of_a_refused_event_is_released_before_its_slot_is_recovered(kind: RecordError) -> None:
     world = World()
     slot, other = await world.slot(), await world.slot(1)
     failed = TransactionFailed(TransactionOutcome.ABORTED, "no", {"orders": kind})
@@ -157,7 +157,7 @@ async def test_the_key_of_a_refused_event_is_free_though_its_slot_waits_for_its_
     await ended(serving)
 
 
-async def test_what_goes_on_failing_ends_not_one_term_after_the_other_and_its_topic_goes_on() -> None:
+async def test_an_event_that_keeps_failing_is_tried_a_few_times_and_the_others_of_its_topic_are_written() -> None:
     """An error of one record, or a partition without a leader: no broker says that it is that event's."""
     world = World(request_timeout_ms=1_500)
     sweeping = asyncio.create_task(world.admission.sweep())
@@ -201,7 +201,7 @@ async def test_what_goes_on_failing_ends_not_one_term_after_the_other_and_its_to
 
 
 @pytest.mark.parametrize("given_up", [True, False])
-async def test_what_fails_again_and_nobody_knows_why_goes_round_again_after_a_pause(given_up: bool) -> None:
+async def test_a_request_that_fails_repeatedly_is_requeued_after_a_pause_or_with_the_recovery(given_up: bool) -> None:
     """Or with the recovery, where its claim may stand: once, in either case."""
     world = World()
     answer = world.submit("a")
@@ -231,7 +231,7 @@ async def test_what_fails_again_and_nobody_knows_why_goes_round_again_after_a_pa
     await ended(serving)
 
 
-async def test_who_was_with_others_that_failed_does_not_pause() -> None:
+async def test_a_request_from_groups_that_failed_for_another_topic_is_retried_without_a_pause() -> None:
     world = World()
     slots = [await world.slot(n) for n in range(3)]
     fine = world.submit("fine", "other")
@@ -248,7 +248,7 @@ async def test_who_was_with_others_that_failed_does_not_pause() -> None:
     await ended(serving)
 
 
-async def test_what_was_stuck_travels_apart_and_the_others_go_on() -> None:
+async def test_a_stuck_topic_is_quarantined_and_the_other_topics_are_written_by_another_slot() -> None:
     world = World()
     slot = await world.slot()
     hangs, fine = world.submit("hangs", "orders"), world.submit("fine", "other")
@@ -272,7 +272,9 @@ async def test_what_was_stuck_travels_apart_and_the_others_go_on() -> None:
 
 
 @pytest.mark.parametrize("stuck", [{"orders"}, {"orders", "other"}, set[str]()])
-async def test_where_no_commit_was_asked_for_nobody_waits_for_the_recovery(stuck: set[str]) -> None:
+async def test_requests_of_a_transaction_that_was_aborted_before_its_commit_are_retried_without_the_recovery(
+    stuck: set[str],
+) -> None:
     """It may take hours: the abort markers of a partition wait for its replicas, and whose it is need not be known."""
     world = World()
     slot, other = await world.slot(), await world.slot(1)
@@ -301,7 +303,7 @@ async def test_where_no_commit_was_asked_for_nobody_waits_for_the_recovery(stuck
     await ended(serving)
 
 
-async def test_what_was_in_a_transaction_without_a_commit_is_surely_not_written_at_its_deadline() -> None:
+async def test_a_request_whose_transaction_was_aborted_is_answered_503_at_its_deadline() -> None:
     world = World(request_timeout_ms=200)
     sweeping = asyncio.create_task(world.admission.sweep())
     slot = await world.slot()
@@ -313,7 +315,7 @@ async def test_what_was_in_a_transaction_without_a_commit_is_surely_not_written_
     await ended(sweeping)
 
 
-async def test_what_is_let_go_goes_round_once_whoever_is_recovered_while_its_claim_is_given_up(
+async def test_a_released_request_is_requeued_once_even_if_another_slot_recovers_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World()
@@ -357,7 +359,9 @@ async def test_what_is_let_go_goes_round_once_whoever_is_recovered_while_its_cla
         (TransactionOutcome.UNKNOWN, set[str]()),
     ],
 )
-async def test_where_a_commit_may_have_been_asked_for_all_wait(verdict: TransactionOutcome, stuck: set[str]) -> None:
+async def test_requests_of_a_transaction_whose_commit_may_have_run_wait_for_the_recovery(
+    verdict: TransactionOutcome, stuck: set[str]
+) -> None:
     world = World()
     slot, other = await world.slot(), await world.slot(1)
     answers = [world.submit("a", "orders"), world.submit("b", "other")]
@@ -373,7 +377,7 @@ async def test_where_a_commit_may_have_been_asked_for_all_wait(verdict: Transact
 
 
 @pytest.mark.parametrize("error", [StoreLost("another"), StoreAway("OOM"), StoreUnanswered("no answer")], ids=repr)
-async def test_where_their_claims_cannot_be_given_up_all_wait(error: Exception) -> None:
+async def test_requests_whose_claims_cannot_be_released_wait_for_the_recovery(error: Exception) -> None:
     world = World()
     slot, other = await world.slot(), await world.slot(1)
     answers = [world.submit("a", "orders"), world.submit("b", "other")]
@@ -398,7 +402,7 @@ async def test_where_their_claims_cannot_be_given_up_all_wait(error: Exception) 
     await ended(serving)
 
 
-async def test_a_partition_that_lacks_replicas_is_in_no_transaction() -> None:
+async def test_a_partition_with_too_few_replicas_is_in_no_transaction() -> None:
     """Its markers could not be written, and the slot could begin no other."""
     world = World()
     slot = await world.slot()
@@ -427,7 +431,7 @@ async def test_a_partition_that_lacks_replicas_is_in_no_transaction() -> None:
 
 
 @pytest.mark.parametrize("verdict", [TransactionOutcome.ABORTED, TransactionOutcome.UNKNOWN])
-async def test_the_key_of_what_was_left_out_is_free_though_the_slot_waits_for_its_recovery(
+async def test_the_key_of_an_event_that_was_left_out_is_released_before_the_slot_is_recovered(
     verdict: TransactionOutcome,
 ) -> None:
     """It was answered 503, and was in no transaction: sent again it is no 409 for as long as that takes."""
@@ -445,7 +449,7 @@ async def test_the_key_of_what_was_left_out_is_free_though_the_slot_waits_for_it
     answers[1].cancel()
 
 
-async def test_a_topic_that_failed_is_looked_at_before_it_is_written_again() -> None:
+async def test_a_topic_that_failed_is_looked_up_before_it_is_written_again() -> None:
     world = World()
     slot = await world.slot()
     await world.topic_metadata.get("orders", time.monotonic())
@@ -494,7 +498,7 @@ class Narrow(FakeProducer):
         return await super().commit(ledger_record)
 
 
-async def test_a_group_that_the_ledger_does_not_take_is_split_and_all_of_it_is_written() -> None:
+async def test_a_group_that_is_too_large_for_the_ledger_is_split_and_all_its_events_are_written() -> None:
     """Its max.message.bytes was lowered: 503 for ever, and for whoever was in the same group."""
     world = World()
     slot = await world.slot()
@@ -529,7 +533,7 @@ async def test_an_atomic_batch_that_the_ledger_does_not_take_is_refused() -> Non
     assert not world.keys.is_claimed("w/0")
 
 
-async def test_one_event_that_the_ledger_does_not_take_waits_for_its_setting() -> None:
+async def test_a_single_event_that_the_ledger_does_not_take_is_retried_until_the_ledger_takes_it() -> None:
     """And costs a term now and then, not one after the other."""
     world = World()
     slot = await world.slot()

@@ -54,7 +54,7 @@ def test_a_partition_is_chosen_among_those_with_enough_replicas() -> None:
 
 @pytest.mark.parametrize("delivered", [True, False])
 @pytest.mark.parametrize(("answered", "goes_round"), [((), False), ((True,), False), ((True, False), True)])
-def test_who_wrote_nothing_and_has_somebody_to_try_again_waits(
+def test_a_slot_that_wrote_nothing_and_has_a_request_to_requeue_reports_nothing_written(
     delivered: bool, answered: tuple[bool, ...], goes_round: bool
 ) -> None:
     """Each try may cost a producer id."""
@@ -70,7 +70,7 @@ def test_who_wrote_nothing_and_has_somebody_to_try_again_waits(
 TRACE = b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"
 
 
-def test_a_record_is_what_was_asked_for_and_says_who_wrote_it() -> None:
+def test_a_record_has_the_content_of_its_event_and_the_stamp_of_its_writer() -> None:
     event = event_of("k 1", event_id("k 1"), "orders", b"key", b"value", [("b", b"2"), ("a", b"1")], 3, 77, TRACE)
     bare = event_of("k 2", event_id("k 2"), "orders", None, b"", [])
     tombstone = event_of("k 3", event_id("k 3"), "orders", b"key", None, [])
@@ -89,7 +89,7 @@ def test_a_record_is_what_was_asked_for_and_says_who_wrote_it() -> None:
     assert (third.partition, third.key, third.value) == (5, b"key", None)
 
 
-def test_the_ledger_and_the_store_are_told_of_each_event_and_of_batches_as_a_whole() -> None:
+def test_ledger_entries_and_store_rows_name_each_event_and_each_atomic_batch() -> None:
     single, whole = request("a", "orders"), request("b", "orders", "other")
     single.partitions, whole.partitions = [1], [2, 3]
     group = [(single, [100]), (whole, [200, 200])]

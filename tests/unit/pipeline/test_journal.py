@@ -84,7 +84,9 @@ async def test_answers_are_written_soon(kept: Kept) -> None:
     assert kept.dropped == 0
 
 
-async def test_while_kafka_is_away_answers_wait_within_a_bound_and_the_rest_is_counted(kept: Kept) -> None:
+async def test_while_kafka_is_away_the_journal_keeps_a_bounded_number_of_answers_and_counts_the_rest(
+    kept: Kept,
+) -> None:
     kept.sender.error = KafkaAway("it is away")
     kept.record("a", "b", "c", "d", "e")
     assert kept.dropped == 2
@@ -95,7 +97,7 @@ async def test_while_kafka_is_away_answers_wait_within_a_bound_and_the_rest_is_c
     assert kept.dropped == 2
 
 
-async def test_a_bug_ends_neither_the_journal_nor_the_stop(kept: Kept) -> None:
+async def test_an_unforeseen_error_ends_neither_the_journal_nor_its_stop(kept: Kept) -> None:
     kept.sender.error = RuntimeError("a bug")
     kept.record("a")
     await until(lambda: kept.sender.tries > 1)
@@ -103,7 +105,7 @@ async def test_a_bug_ends_neither_the_journal_nor_the_stop(kept: Kept) -> None:
     assert kept.dropped == 1
 
 
-async def test_a_stop_waits_no_longer_than_it_may_and_counts_what_is_left(kept: Kept) -> None:
+async def test_a_stop_ends_at_its_timeout_and_counts_the_unwritten_answers_as_dropped(kept: Kept) -> None:
     kept.sender.hangs = True
     kept.record("a", "b")
     await until(lambda: kept.sender.tries > 0)
@@ -115,7 +117,7 @@ async def test_a_stop_waits_no_longer_than_it_may_and_counts_what_is_left(kept: 
     assert [(line["event"], line["answers"]) for line in logs] == [("answers dropped from the journal", 2)]
 
 
-async def test_a_stop_writes_what_waits(kept: Kept) -> None:
+async def test_a_stop_writes_the_waiting_answers(kept: Kept) -> None:
     kept.record("a", "b")
     with capture_logs() as logs:
         await kept.journal.close(0.5)
@@ -136,7 +138,7 @@ class Narrow(FakeSender):
         return await super().send(topic, partition, key, value)
 
 
-async def test_what_its_topic_does_not_take_in_one_record_goes_in_several(
+async def test_answers_that_are_too_large_for_one_record_are_written_in_several(
     kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its max.message.bytes was lowered: nothing was ever journaled again, and nothing counted."""
@@ -157,7 +159,9 @@ async def test_what_its_topic_does_not_take_in_one_record_goes_in_several(
     assert kept.journal.waiting == 0
 
 
-async def test_an_answer_that_its_topic_never_takes_is_counted_and_the_others_are_written(kept: Kept) -> None:
+async def test_an_answer_that_the_topic_never_takes_is_counted_as_dropped_and_the_others_are_written(
+    kept: Kept,
+) -> None:
     class Picky(Narrow):
         async def send(self, topic: str, partition: int, key: bytes | None, value: bytes) -> int:
             self.most = 0 if event_id("b").hex() in value.decode() else 100

@@ -42,12 +42,12 @@ def spent(refused: Refused) -> Refused:
     return refused
 
 
-def test_a_short_peak_is_told_at_once(refused: Refused) -> None:
+def test_refusals_of_a_short_peak_are_sent_at_once(refused: Refused) -> None:
     refused.refuse(SAVED_MOST // ANSWERS_EACH)
     assert refused.sent == list(range(SAVED_MOST // ANSWERS_EACH))
 
 
-def test_one_goes_for_every_few_answers_first_come_first_served(spent: Refused) -> None:
+def test_a_refusal_is_sent_for_every_few_answers_in_order_of_arrival(spent: Refused) -> None:
     spent.refuse(3)
     assert not spent.sent
     spent.answered(ANSWERS_EACH - 1)
@@ -58,7 +58,7 @@ def test_one_goes_for_every_few_answers_first_come_first_served(spent: Refused) 
     assert spent.sent == [0, 1, 2]
 
 
-def test_who_comes_when_enough_have_been_answered_is_told_at_once(spent: Refused) -> None:
+def test_a_refusal_that_follows_enough_answers_is_sent_at_once(spent: Refused) -> None:
     """With whoever has waited for it."""
     spent.refuse(1)
     for _ in range(2 * ANSWERS_EACH):
@@ -81,7 +81,7 @@ def test_answers_are_saved_up_and_not_for_ever(spent: Refused) -> None:
     assert len(spent.sent) == SAVED_MOST // ANSWERS_EACH
 
 
-def test_none_waits_for_long(spent: Refused) -> None:
+def test_a_refusal_is_sent_after_its_longest_wait_without_any_answers(spent: Refused) -> None:
     """Kafka is away, say, or clients ask that are more than the answers: who is told late turns late to another."""
     spent.refuse(2, arrived=100.0)
     spent.refuse(1, arrived=100.2)
@@ -93,7 +93,7 @@ def test_none_waits_for_long(spent: Refused) -> None:
     assert spent.sent == [0, 1, 2]
 
 
-def test_who_was_told_for_its_time_costs_no_answers(spent: Refused) -> None:
+def test_a_refusal_that_was_sent_for_its_wait_uses_up_no_answers(spent: Refused) -> None:
     spent.refuse(1, arrived=100.0)
     for _ in range(ANSWERS_EACH - 1):
         spent.load_shedder.answered()

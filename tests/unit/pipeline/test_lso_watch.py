@@ -75,7 +75,7 @@ def shown(telemetry: Telemetry, owner: str) -> tuple[float, float]:
     return (values[0] or 0.0, values[1] or 0.0)
 
 
-async def test_a_slot_whose_transaction_stands_open_is_recovered(
+async def test_a_slot_whose_transaction_stays_open_past_the_bound_is_recovered(
     watch: LsoWatch, kafka: Kafka, telemetry: Telemetry
 ) -> None:
     kafka.ends = {ORDERS: Ends(691, 974), LEDGER: Ends(5, 5)}
@@ -93,7 +93,7 @@ async def test_a_slot_whose_transaction_stands_open_is_recovered(
     assert shown(telemetry, SLOT) == (0, 0)
 
 
-async def test_a_last_stable_offset_that_moves_is_none_that_stands(watch: LsoWatch, kafka: Kafka) -> None:
+async def test_a_last_stable_offset_that_moves_is_not_reported(watch: LsoWatch, kafka: Kafka) -> None:
     """A busy partition is below its high watermark at every look."""
     for second in range(0, 200, 5):
         kafka.ends = {ORDERS: Ends(second, second + 3)}
@@ -114,7 +114,7 @@ async def test_the_ledger_is_watched_too(watch: LsoWatch, kafka: Kafka) -> None:
     assert kafka.asked == [["ns.ledger", "orders"]] * 2
 
 
-async def test_others_transactions_are_told_of_and_left_alone(
+async def test_transactions_of_other_producers_are_reported_and_left_alone(
     watch: LsoWatch, kafka: Kafka, telemetry: Telemetry
 ) -> None:
     """What OURS has open began later: it does not hold the LSO. Of the other partition its leader does not tell."""
@@ -142,7 +142,9 @@ async def test_a_slot_that_recovery_does_not_help_is_recovered_ever_more_rarely(
     assert len(kafka.described) == len(kafka.recovered)
 
 
-async def test_what_was_seen_before_kafka_went_away_counts(watch: LsoWatch, kafka: Kafka) -> None:
+async def test_the_age_of_an_open_transaction_counts_from_before_an_outage_of_kafka(
+    watch: LsoWatch, kafka: Kafka
+) -> None:
     """So does a partition that has no leader for a while."""
     kafka.ends = {ORDERS: Ends(10, 20)}
     kafka.open = {ORDERS: [ActiveProducer(OURS, 0, 10)]}

@@ -107,7 +107,7 @@ async def test_a_process_takes_its_slots_and_gives_them_back(hold: Hold) -> None
     assert not held.world.keys.server.members
 
 
-async def test_without_a_slot_it_looks_more_often(hold: Hold) -> None:
+async def test_a_pool_without_a_slot_sends_heartbeats_more_often(hold: Hold) -> None:
     """Those of a process that was killed become free between two heartbeats, and until then nothing can be written."""
     held = hold(lease_ttl_ms=3_000)
     held.world.keys.marks_of_slots = "tt"
@@ -127,7 +127,7 @@ async def test_an_unforeseen_error_does_not_end_the_heartbeat(hold: Hold) -> Non
     assert not held.keeping.done()
 
 
-async def test_who_hurries_during_a_beat_has_another_one_at_once(hold: Hold) -> None:
+async def test_a_wakeup_during_a_heartbeat_starts_another_heartbeat_at_once(hold: Hold) -> None:
     held = hold(for_ever, lease_ttl_ms=30_000, request_timeout_ms=5_000)
     trouble = held.world.keys.trouble
     await held.ready()
@@ -155,7 +155,7 @@ async def test_a_cancellation_from_within_ends_a_term_and_not_the_slot(hold: Hol
     assert list(held.pool.slots.values()) == [slot]
 
 
-async def test_a_slot_whose_task_fails_is_told_of(hold: Hold, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slot_task_that_fails_is_counted(hold: Hold, monkeypatch: pytest.MonkeyPatch) -> None:
     held = hold(slots_max=1)
     slot = await held.ready()
     monkeypatch.setattr(held.pool, "_give_back", AsyncMock(side_effect=KeyError("a bug")))
@@ -163,7 +163,7 @@ async def test_a_slot_whose_task_fails_is_told_of(hold: Hold, monkeypatch: pytes
     await until(lambda: sample(held.world.telemetry, "fencepost_task_failures_total", task="slot") >= 1)
 
 
-async def test_a_slot_that_ends_during_a_beat_does_not_end_the_heartbeat(hold: Hold) -> None:
+async def test_a_slot_that_ends_during_a_heartbeat_does_not_end_the_heartbeat_task(hold: Hold) -> None:
     ends = asyncio.Event()
 
     async def serve(slot: Slot) -> None:
@@ -196,7 +196,7 @@ async def test_a_store_that_is_lost_while_slots_are_taken_does_not_end_the_heart
     await until(lambda: held.pool.ready == 2)
 
 
-async def test_a_beat_in_another_store_tells_which_generation_was_lost(hold: Hold) -> None:
+async def test_a_heartbeat_in_another_store_reports_the_generation_that_was_lost(hold: Hold) -> None:
     """Not the one that is present by then."""
     held = hold(for_ever)
     await held.ready()
@@ -212,7 +212,7 @@ async def test_a_beat_in_another_store_tells_which_generation_was_lost(hold: Hol
 # ---------------------------------------------------------------------------------------- debts and generations
 
 
-async def test_a_slot_that_owes_a_mark_is_not_given_back_as_clean(hold: Hold) -> None:
+async def test_a_slot_with_a_pending_mark_is_not_given_back_as_clean(hold: Hold) -> None:
     held = hold()
     slot = await held.ready()
     held.world.keys.trouble.before["mark"].extend(StoreUnanswered("no answer") for _ in range(1_000))
@@ -236,7 +236,7 @@ async def test_a_slot_that_is_cut_off_in_a_claim_is_not_given_back_as_clean(hold
     waiting.cancel()
 
 
-async def test_a_beat_pays_the_debts_of_its_slots(hold: Hold) -> None:
+async def test_a_heartbeat_flushes_the_pending_marks_of_its_slots(hold: Hold) -> None:
     held = hold()
     slot = await held.ready()
     held.world.keys.trouble.before["mark"].append(StoreUnanswered("no answer"))
@@ -246,7 +246,7 @@ async def test_a_beat_pays_the_debts_of_its_slots(hold: Hold) -> None:
     assert ROWS[0][0] in held.world.keys.server.keys
 
 
-async def test_a_debt_of_a_generation_that_passed_does_not_lose_the_present_store(hold: Hold) -> None:
+async def test_a_pending_mark_of_an_earlier_generation_does_not_lose_the_present_store(hold: Hold) -> None:
     held = hold(for_ever)
     slot = await held.ready()
     held.world.keys.trouble.before["mark"].append(StoreUnanswered("no answer"))
@@ -258,7 +258,7 @@ async def test_a_debt_of_a_generation_that_passed_does_not_lose_the_present_stor
     assert LATER not in held.world.store.losses
 
 
-async def test_an_idle_slot_of_a_generation_that_passed_is_recovered_at_the_next_beat(hold: Hold) -> None:
+async def test_an_idle_slot_of_an_earlier_generation_is_recovered_at_the_next_heartbeat(hold: Hold) -> None:
     """And not at the cost of its next group, which would meet the fence."""
     held = hold()
     slot = await held.ready()
@@ -269,7 +269,7 @@ async def test_an_idle_slot_of_a_generation_that_passed_is_recovered_at_the_next
     assert not slot.superseded
 
 
-async def test_an_idle_slot_that_lost_a_connection_is_recovered_at_the_next_beat(hold: Hold) -> None:
+async def test_an_idle_slot_that_lost_a_connection_is_recovered_at_the_next_heartbeat(hold: Hold) -> None:
     """A transaction of it may hang, which every reader waits for, and no write would ever meet it."""
     held = hold()
     slot = await held.ready()
@@ -278,7 +278,7 @@ async def test_an_idle_slot_that_lost_a_connection_is_recovered_at_the_next_beat
     assert not slot.cut_off
 
 
-async def test_an_idle_slot_whose_term_has_passed_is_recovered_at_the_next_beat(hold: Hold) -> None:
+async def test_an_idle_slot_whose_term_has_passed_is_recovered_at_the_next_heartbeat(hold: Hold) -> None:
     """Another had the slot meanwhile, and left something in its ledger that somebody waits for."""
     held = hold()
     slot = await held.ready()
@@ -288,7 +288,7 @@ async def test_an_idle_slot_whose_term_has_passed_is_recovered_at_the_next_beat(
     assert GENERATION not in held.world.store.losses
 
 
-async def test_a_recovery_drops_the_debts_that_the_ledger_replays_and_keeps_the_others() -> None:
+async def test_a_recovery_drops_the_pending_marks_that_the_ledger_replays_and_keeps_the_others() -> None:
     world = World()
     slot = await world.slot()
     with_record = LedgerPosition(GENERATION, slot.term, slot.term, slot.term + 3)
@@ -303,7 +303,7 @@ async def test_a_recovery_drops_the_debts_that_the_ledger_replays_and_keeps_the_
     assert [(position.term, position.offset) for position, _ in world.keys.marks] == [(term, -2)]
 
 
-async def test_no_debt_outlives_its_generation() -> None:
+async def test_a_pending_mark_is_dropped_with_its_generation() -> None:
     world = World()
     slot = await world.slot()
     world.keys.trouble.before["mark"].append(StoreUnanswered("no answer"))
@@ -314,7 +314,7 @@ async def test_no_debt_outlives_its_generation() -> None:
     assert not slot.has_pending_marks
 
 
-async def test_a_mark_that_waited_for_another_is_no_debt_of_the_next_generation() -> None:
+async def test_a_mark_that_waited_for_another_is_not_pending_in_the_next_generation() -> None:
     """It would be refused for ever, and tell each time that the present store was lost."""
     world = World()
     slot = await world.slot()
@@ -363,7 +363,9 @@ async def test_a_dead_slot_of_a_process_with_more_slots_is_rescued(hold: Hold) -
     assert isinstance(await held.world.submit("a"), Committed)
 
 
-async def test_another_slot_is_taken_beside_one_that_is_stuck(hold: Hold, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stuck_slot_is_replaced_by_another_slot_until_it_recovers(
+    hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Kafka ends no transaction with a partition that takes no markers: the slot begins none until it does."""
     held = hold(slots=1, slots_max=8)
     stuck = await held.ready()
@@ -387,7 +389,7 @@ async def test_another_slot_is_taken_beside_one_that_is_stuck(hold: Hold, monkey
     waiting.cancel()
 
 
-async def test_a_newcomer_gets_a_slot_although_others_have_stuck_ones(
+async def test_a_new_process_gets_a_slot_although_other_processes_have_replaced_stuck_slots(
     hold: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And nobody gives the last one away that can write."""
@@ -425,7 +427,7 @@ async def test_a_newcomer_gets_a_slot_although_others_have_stuck_ones(
 
 
 @pytest.mark.parametrize("flushed", [False, True])
-async def test_who_comes_back_to_the_store_first_leaves_the_others_their_slots(
+async def test_the_first_process_to_return_to_the_store_leaves_the_others_their_slots(
     hold: Hold, monkeypatch: pytest.MonkeyPatch, flushed: bool
 ) -> None:
     """All leases have run out, or are forgotten with the store, and each comes back to its own."""
@@ -566,7 +568,7 @@ async def test_a_held_slot_is_recovered_when_that_is_asked_for(hold: Hold) -> No
     assert not slot.superseded
 
 
-async def test_a_slot_that_nobody_holds_is_taken_to_be_recovered(hold: Hold) -> None:
+async def test_an_unheld_slot_is_taken_when_its_recovery_is_asked_for(hold: Hold) -> None:
     """Although this process has as many as it wants. One that another process holds is not taken."""
     held = hold(slots=1, slots_max=4, lease_ttl_ms=600)  # between two heartbeats a busy machine takes less
     slot = await held.ready()

@@ -70,7 +70,7 @@ async def test_the_end_of_a_term_is_counted_by_its_cause(error: Exception, name:
 
 
 @pytest.mark.parametrize("lost", [True, False])
-async def test_a_slot_goes_on_after_its_term_only_where_nobody_has_taken_it(lost: bool) -> None:
+async def test_a_slot_starts_another_term_unless_another_process_has_its_lease(lost: bool) -> None:
     """Its lease ran out meanwhile; where Redis does not say, it goes on: the fence tells."""
     ends = asyncio.Event()
 
@@ -95,7 +95,7 @@ async def test_a_slot_goes_on_after_its_term_only_where_nobody_has_taken_it(lost
             assert slot.state is SlotState.READY
 
 
-async def test_a_term_that_ends_at_once_each_time_is_begun_less_and_less_often() -> None:
+async def test_recoveries_that_keep_failing_are_tried_less_and_less_often() -> None:
     """Each costs an epoch, and a begin record."""
 
     async def serve(_: Slot) -> None:
@@ -118,7 +118,7 @@ async def test_a_term_that_ends_at_once_each_time_is_begun_less_and_less_often()
         assert 3 <= tries <= 6
 
 
-async def test_who_meets_a_dead_slot_has_the_next_beat_at_once_and_no_more_of_them() -> None:
+async def test_a_wakeup_starts_one_heartbeat_at_once_and_no_more() -> None:
     async with holding(for_ever, lease_ttl_ms=60_000) as held:
         await held.ready()
         await asyncio.sleep(0.02)
@@ -142,7 +142,7 @@ async def test_a_stop_ends_though_redis_takes_nothing_back() -> None:
         assert held.pool.slots == {}
 
 
-async def test_the_longest_doubt_and_the_longest_down_time_are_told() -> None:
+async def test_the_pool_reports_its_longest_doubt_and_its_longest_down_time() -> None:
     async with holding(for_ever, slots=2, slots_max=2) as held:
         await until(lambda: held.pool.ready == 2)
         assert (held.pool.in_doubt, held.pool.in_doubt_s, held.pool.down_s) == (0, 0.0, 0.0)

@@ -74,7 +74,7 @@ def answered(queue: Queue, *requests: WriteRequest) -> None:
 # --------------------------------------------------------------------------------------------------------- bounds
 
 
-async def test_a_request_is_let_in_with_all_its_events_or_with_none() -> None:
+async def test_a_request_is_admitted_with_all_its_events_or_with_none() -> None:
     queue = Queue(replace(SETTINGS, queue_events_max=3), MANY)
     admit(queue, request("a"), request("b"))
     with pytest.raises(Problem) as raised:
@@ -101,7 +101,7 @@ async def test_bytes_are_bounded_too() -> None:
     assert queue.bytes == 2 * WAITING_BYTES + 100
 
 
-async def test_the_bounds_count_until_the_answer_and_not_until_the_taking() -> None:
+async def test_a_request_counts_against_the_bounds_until_it_is_answered() -> None:
     queue = Queue(replace(SETTINGS, queue_events_max=1), MANY)
     admit(queue, first := request("a"))
     assert take(queue) == [first]
@@ -114,7 +114,7 @@ async def test_the_bounds_count_until_the_answer_and_not_until_the_taking() -> N
 # --------------------------------------------------------------------------------------------------------- memory
 
 
-async def test_answered_requests_are_let_go_of_without_a_slot() -> None:
+async def test_answered_requests_are_forgotten_without_a_slot() -> None:
     queue = Queue(SETTINGS, MANY)
     queue.quarantine("bad")
     requests = [request("a"), request("b", "bad"), request("c", guarantee=Guarantee.IDEMPOTENT)]
@@ -125,7 +125,7 @@ async def test_answered_requests_are_let_go_of_without_a_slot() -> None:
     assert not queue._quarantine
 
 
-async def test_one_that_waits_long_does_not_keep_those_behind_it() -> None:
+async def test_a_request_that_waits_long_does_not_keep_answered_requests_behind_it_in_the_queue() -> None:
     queue = Queue(SETTINGS, MANY)
     patient, others = request("patient"), [request(str(n)) for n in range(1_200)]
     admit(queue, patient, *others)
@@ -137,7 +137,7 @@ async def test_one_that_waits_long_does_not_keep_those_behind_it() -> None:
 # --------------------------------------------------------------------------------------------------------- groups
 
 
-async def test_a_group_closes_at_what_one_transaction_holds() -> None:
+async def test_a_group_closes_at_the_event_bytes_of_one_transaction() -> None:
     third = GROUP_EVENT_BYTES_MAX // 3
     waiting = deque(large(key, third) for key in "abcd")
     assert keys_of(take_requests(waiting)) == ["a", "b", "c"]
@@ -160,7 +160,7 @@ async def test_an_atomic_batch_goes_alone() -> None:
     assert [keys_of(take_requests(waiting)) for _ in range(4)] == [["a"], ["b", "c"], ["d"], ["e"]]
 
 
-async def test_a_chunk_and_what_is_with_it_fit_one_transaction() -> None:
+async def test_a_chunk_joins_a_group_only_if_both_fit_one_transaction() -> None:
     third = GROUP_EVENT_BYTES_MAX // 3
     waiting = deque([large("a", third + 3), chunk("b", "c", size=third), chunk("d", "e", size=third), request("f")])
     assert keys_of(take_requests(waiting)) == ["a"]
@@ -182,7 +182,7 @@ async def test_a_group_has_one_guarantee_and_the_oldest_goes_first() -> None:
     assert keys_of(take(queue)) == ["b", "c"]
 
 
-async def test_what_goes_round_again_goes_first_and_in_its_order() -> None:
+async def test_requeued_requests_are_taken_first_and_in_their_order() -> None:
     queue = Queue(SETTINGS, MANY)
     admit(queue, request("a"), request("b"), request("c"))
     group = group_of(queue)
@@ -195,7 +195,7 @@ async def test_what_goes_round_again_goes_first_and_in_its_order() -> None:
 # ---------------------------------------------------------------------------------------------------------- apart
 
 
-async def test_a_suspect_topic_travels_apart_one_group_at_a_time() -> None:
+async def test_a_quarantined_topic_is_taken_in_one_separate_group_at_a_time() -> None:
     queue = Queue(SETTINGS, MANY)
     queue.quarantine("bad")
     admit(queue, request("a", "bad"), request("b"), request("c", "bad"))
@@ -208,7 +208,7 @@ async def test_a_suspect_topic_travels_apart_one_group_at_a_time() -> None:
     assert keys_of(take(queue)) == ["d"]
 
 
-async def test_a_request_that_was_in_a_failed_group_travels_alone() -> None:
+async def test_a_quarantined_request_from_a_failed_group_is_taken_alone() -> None:
     queue = Queue(SETTINGS, MANY)
     queue.quarantine("bad")
     first, second = request("a", "bad"), request("b", "bad")
@@ -217,7 +217,7 @@ async def test_a_request_that_was_in_a_failed_group_travels_alone() -> None:
     assert take(queue) == [first]
 
 
-async def test_a_topic_that_commits_travels_with_the_others_again() -> None:
+async def test_a_released_topic_shares_a_group_with_other_topics_again() -> None:
     queue = Queue(SETTINGS, MANY)
     queue.quarantine("bad")
     admit(queue, request("a", "bad"), request("b"))
@@ -239,7 +239,7 @@ async def test_quarantined_topics_of_several_topics_do_not_share_a_group() -> No
 # --------------------------------------------------------------------------------------------------------- takers
 
 
-async def test_a_taker_wakes_for_what_is_let_in_and_when_all_are_nudged() -> None:
+async def test_an_admitted_request_wakes_one_waiter_and_notify_all_wakes_the_others() -> None:
     queue = Queue(SETTINGS, MANY)
     takers = [asyncio.create_task(queue._wait()) for _ in range(3)]
     await asyncio.sleep(0)
@@ -251,7 +251,7 @@ async def test_a_taker_wakes_for_what_is_let_in_and_when_all_are_nudged() -> Non
         await asyncio.gather(*takers)
 
 
-async def test_who_waited_longest_is_woken_first() -> None:
+async def test_the_waiter_that_waited_longest_is_woken_first() -> None:
     queue = Queue(SETTINGS, MANY)
     woken: list[str] = []
 
@@ -273,7 +273,7 @@ async def test_who_waited_longest_is_woken_first() -> None:
     assert woken == ["first", "second", "third"]
 
 
-async def test_a_taker_that_was_cancelled_takes_no_nudge() -> None:
+async def test_a_cancelled_waiter_does_not_consume_a_wakeup() -> None:
     queue = Queue(SETTINGS, MANY)
     gone, here = asyncio.create_task(queue._wait()), asyncio.create_task(queue._wait())
     await asyncio.sleep(0)
@@ -287,7 +287,7 @@ async def test_a_taker_that_was_cancelled_takes_no_nudge() -> None:
 # ------------------------------------------------------------------------------------------------- groups at once
 
 
-async def test_no_more_groups_are_under_way_than_are_good(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_third_small_group_waits_until_one_of_two_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """The third waits for one of the two to be done, and is the larger for it."""
     monkeypatch.setattr(module, "GROUP_QUICK_S", 3_600.0)
     queue = Queue(SETTINGS)
@@ -306,7 +306,7 @@ async def test_no_more_groups_are_under_way_than_are_good(monkeypatch: pytest.Mo
     assert keys_of(take(queue)) == ["c", "d"]
 
 
-async def test_a_group_goes_beside_another_once_it_is_as_large(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_second_group_starts_once_it_is_as_large_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GROUP_QUICK_S", 3_600.0)
     queue = Queue(SETTINGS)
     admit(queue, request("a"), request("b"))
@@ -326,7 +326,7 @@ async def test_a_group_goes_beside_another_once_it_is_as_large(monkeypatch: pyte
     assert keys_of(take(queue)) == ["e"], "beside nothing a group of any size goes"
 
 
-async def test_a_small_group_waits_no_longer_than_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_small_group_starts_beside_a_group_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GROUP_QUICK_S", 0.03)
     queue = Queue(SETTINGS)
     admit(queue, request("a"), request("b"))
@@ -348,7 +348,7 @@ async def test_groups_that_hang_make_room_for_others(monkeypatch: pytest.MonkeyP
     assert keys_of(take(queue)) == ["c"]
 
 
-async def test_who_is_to_stop_is_woken_in_a_crowd() -> None:
+async def test_notify_all_wakes_waiters_while_the_queue_is_at_capacity() -> None:
     queue = Queue(SETTINGS)
     for key in ("a", "b"):
         admit(queue, request(key))
@@ -394,7 +394,9 @@ class Clock:
         return keys_of(group.requests)
 
 
-async def test_a_topic_that_hangs_gets_half_of_the_only_slot_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_quarantined_topic_that_hangs_gets_half_of_the_only_slot_s_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As it gets all of it, nothing else was ever written where one slot serves."""
     clock, queue = Clock(monkeypatch), Queue(SETTINGS)
     queue.quarantine("bad")
@@ -416,7 +418,7 @@ async def test_a_topic_that_hangs_gets_half_of_the_only_slot_s_time(monkeypatch:
     assert [clock.serve(empty, 3.0) for _ in range(3)] == [["b"]] * 3
 
 
-async def test_topics_that_travel_apart_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_quarantined_topics_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, queue = Clock(monkeypatch), Queue(SETTINGS)
     for topic in ("bad", "bad-too", "well-again"):
         queue.quarantine(topic)
@@ -425,7 +427,9 @@ async def test_topics_that_travel_apart_take_turns(monkeypatch: pytest.MonkeyPat
     assert turns == [["1", "2"], ["3"], ["4"], ["1"], ["3"], ["2"]]
 
 
-async def test_of_a_topic_who_has_failed_alone_comes_after_who_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_that_failed_alone_are_taken_after_those_of_the_topic_that_did_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A partition of it has no leader: its events would be taken first, again and again, until their deadline."""
     clock, queue = Clock(monkeypatch), Queue(SETTINGS)
     queue.quarantine("bad")
@@ -436,7 +440,7 @@ async def test_of_a_topic_who_has_failed_alone_comes_after_who_has_not(monkeypat
     assert turns == [["1"], ["2"], ["3"], ["4", "5"], ["4"], ["5"], ["5"], ["4"]]
 
 
-async def test_the_group_that_took_a_request_last_has_it() -> None:
+async def test_a_request_that_is_taken_again_has_the_number_of_its_latest_group() -> None:
     queue = Queue(SETTINGS, MANY)
     one = request("a")
     admit(queue, one)
@@ -448,7 +452,9 @@ async def test_the_group_that_took_a_request_last_has_it() -> None:
     assert one.group_number > group_number
 
 
-async def test_who_takes_what_can_go_now_wakes_another_for_what_travels_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_waiter_that_takes_a_group_wakes_another_for_the_quarantined_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock, queue = Clock(monkeypatch), Queue(SETTINGS, 2)
     queue.quarantine("bad")
     admit(queue, request("b", "bad"))

@@ -34,7 +34,7 @@ async def asleep(taker: "asyncio.Task[None]") -> bool:
 # ---------------------------------------------------------------------------------------------------------- lanes
 
 
-async def test_a_batch_with_one_suspect_topic_travels_apart() -> None:
+async def test_an_atomic_batch_with_one_quarantined_topic_is_taken_in_a_quarantined_group() -> None:
     queue = Queue(SETTINGS, MANY)
     queue.quarantine("bad")
     admit(queue, atomic(("a", "orders"), ("b", "bad")), request("c"))
@@ -44,7 +44,7 @@ async def test_a_batch_with_one_suspect_topic_travels_apart() -> None:
     assert keys_of(take(queue)) == ["c"]
 
 
-async def test_a_commit_of_one_topic_says_nothing_of_another() -> None:
+async def test_releasing_one_topic_leaves_another_quarantined() -> None:
     queue = Queue(SETTINGS, MANY)
     for topic in ("bad", "worse"):
         queue.quarantine(topic)
@@ -57,7 +57,7 @@ async def test_a_commit_of_one_topic_says_nothing_of_another() -> None:
     assert not queue._quarantine_order
 
 
-async def test_who_was_answered_apart_does_not_hide_who_was_not() -> None:
+async def test_an_answered_quarantined_request_does_not_hide_the_one_behind_it() -> None:
     queue = Queue(SETTINGS, MANY)
     queue.quarantine("bad")
     first, second = request("a", "bad"), request("b", "bad")
@@ -68,7 +68,7 @@ async def test_who_was_answered_apart_does_not_hide_who_was_not() -> None:
 
 
 @pytest.mark.parametrize("topic", ["orders", "bad"])
-async def test_who_waits_behind_the_answered_is_not_let_go_of_with_them(topic: str) -> None:
+async def test_forgetting_answered_requests_keeps_the_waiting_requests_behind_them(topic: str) -> None:
     queue = Queue(SETTINGS, MANY)
     queue.quarantine("bad")
     first, second, third = (request(key, topic) for key in "abc")
@@ -78,7 +78,7 @@ async def test_who_waits_behind_the_answered_is_not_let_go_of_with_them(topic: s
     assert take(queue) == [second, third]
 
 
-async def test_a_chunk_with_one_quarantined_topic_waits_with_what_is_quarantined() -> None:
+async def test_a_chunk_with_one_quarantined_topic_is_taken_in_a_quarantined_group() -> None:
     queue = Queue(SETTINGS, MANY)
     queue.quarantine("bad")
     events = [make_event("a", "orders"), make_event("b", "bad")]
@@ -91,7 +91,7 @@ async def test_a_chunk_with_one_quarantined_topic_waits_with_what_is_quarantined
 # --------------------------------------------------------------------------------------------------------- takers
 
 
-async def test_nobody_asks_in_circles_for_what_waits_for_its_own_kind() -> None:
+async def test_a_waiter_sleeps_while_the_quarantined_topic_has_a_group_under_way() -> None:
     """One group apart at a time: who may not take the next sleeps, until the first is back or its topic trusted."""
     queue = Queue(SETTINGS, MANY)
     queue.quarantine("bad")
@@ -114,7 +114,7 @@ def bad(key: str) -> WriteRequest:
 
 
 @pytest.mark.parametrize("make", [request, plain, bad])
-async def test_who_brings_a_group_back_wakes_another_for_what_waits(
+async def test_a_finished_group_wakes_a_waiter_for_the_waiting_request(
     make: Callable[[str], WriteRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "GROUP_QUICK_S", 60.0)
@@ -130,7 +130,7 @@ async def test_who_brings_a_group_back_wakes_another_for_what_waits(
 
 
 @pytest.mark.parametrize("make", [request, plain])
-async def test_who_leaves_something_behind_wakes_another_for_it(make: Callable[[str], WriteRequest]) -> None:
+async def test_a_waiter_that_leaves_requests_behind_wakes_another_for_them(make: Callable[[str], WriteRequest]) -> None:
     queue = Queue(SETTINGS, MANY)
     most = GROUP_LEDGER_BYTES_MAX // (ENTRY_BYTES + len("orders"))
     taker = asyncio.create_task(queue._wait())
@@ -143,7 +143,7 @@ async def test_who_leaves_something_behind_wakes_another_for_it(make: Callable[[
     assert not await asleep(other)
 
 
-async def test_a_taker_that_was_cancelled_keeps_no_other_from_being_woken() -> None:
+async def test_a_cancelled_waiter_does_not_keep_another_from_being_woken() -> None:
     queue = Queue(SETTINGS, MANY)
     gone, here = asyncio.create_task(queue._wait()), asyncio.create_task(queue._wait())
     await asyncio.sleep(0)
@@ -156,7 +156,7 @@ async def test_a_taker_that_was_cancelled_keeps_no_other_from_being_woken() -> N
 # ------------------------------------------------------------------------------------------------- groups at once
 
 
-async def test_who_finds_nothing_to_take_is_no_group_under_way() -> None:
+async def test_a_take_from_an_empty_queue_counts_no_group_under_way() -> None:
     queue = Queue(SETTINGS)
     nothing = [queue.take() for _ in range(3)]
     admit(queue, request("a"))
@@ -164,7 +164,7 @@ async def test_who_finds_nothing_to_take_is_no_group_under_way() -> None:
     assert not any(nothing)
 
 
-async def test_a_crowd_is_looked_at_again_when_the_oldest_group_is_slow_and_each_time(
+async def test_a_queue_at_capacity_is_looked_at_again_each_time_its_oldest_group_is_slow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, delays = [100.0], list[float]()
@@ -196,7 +196,7 @@ async def test_a_crowd_is_looked_at_again_when_the_oldest_group_is_slow_and_each
         assert keys_of(take(queue)) == [key]
 
 
-async def test_what_was_answered_on_its_way_is_no_request_of_a_group() -> None:
+async def test_a_request_that_was_answered_in_its_group_is_not_put_back() -> None:
     queue = Queue(SETTINGS, MANY)
     one = request("a")
     admit(queue, one)

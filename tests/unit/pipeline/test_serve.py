@@ -16,7 +16,7 @@ from service.pipeline.request import Committed
 from tests.unit.fakes import NOW_MS, World, end_of_term, ended, kind_of, make_event, steps, until
 
 
-async def test_who_is_woken_and_may_not_take_wakes_another() -> None:
+async def test_a_superseded_slot_hands_its_wakeup_to_another_slot() -> None:
     world = World()
     stale, other = await world.slot(0), await world.slot(1)
     failing = world.serve(stale)
@@ -31,7 +31,7 @@ async def test_who_is_woken_and_may_not_take_wakes_another() -> None:
     await ended(serving)
 
 
-async def test_a_store_that_marks_slowly_slows_its_slot() -> None:
+async def test_a_slot_waits_for_a_slow_mark_before_it_takes_a_third_group() -> None:
     """One mark under way at most: what is not marked is what the slot's next recovery has to read."""
     world = World()
     marking = world.keys.trouble.hold("mark")
@@ -81,7 +81,7 @@ async def test_a_stop_waits_for_the_marks_that_are_in_flight() -> None:
 
 
 @pytest.mark.parametrize("topic", ["orders", "plain.a"])
-async def test_a_commit_ends_the_suspicion_of_its_topics(topic: str) -> None:
+async def test_a_commit_releases_its_topics_from_quarantine(topic: str) -> None:
     world = World()
     for each in (topic, "other"):
         world.queue.quarantine(each)
@@ -91,7 +91,7 @@ async def test_a_commit_ends_the_suspicion_of_its_topics(topic: str) -> None:
     await ended(serving)
 
 
-async def test_a_group_that_is_through_is_in_flight_no_more() -> None:
+async def test_a_finished_group_is_no_longer_in_flight() -> None:
     world = World()
     serving = world.serve(await world.slot())
     for key in ("a", "b", "a"):
@@ -100,7 +100,7 @@ async def test_a_group_that_is_through_is_in_flight_no_more() -> None:
     await ended(serving)
 
 
-async def test_for_what_needs_no_transaction_none_is_begun() -> None:
+async def test_an_idempotent_event_begins_no_transaction() -> None:
     world = World()
     serving = world.serve(await world.slot())
     assert isinstance(await world.submit("a", "plain.a"), Committed)
@@ -110,7 +110,7 @@ async def test_for_what_needs_no_transaction_none_is_begun() -> None:
 
 
 @pytest.mark.parametrize("full", [False, True])
-async def test_a_store_that_takes_no_claim_is_not_asked_without_a_pause(
+async def test_a_store_that_takes_no_claim_is_asked_again_after_a_pause(
     full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it refuses the call, or answers it and has no room."""
@@ -172,7 +172,7 @@ async def test_a_topic_without_answer_is_quarantined_if_others_in_its_group_were
     await ended(serving)
 
 
-async def test_what_waits_for_a_recovery_is_504_at_its_deadline() -> None:
+async def test_a_request_in_doubt_is_answered_504_at_its_deadline() -> None:
     """It may be written: a 503 would say that it is not."""
     world = World(request_timeout_ms=200)
     slot = await world.slot()
@@ -186,7 +186,7 @@ async def test_what_waits_for_a_recovery_is_504_at_its_deadline() -> None:
     await ended(sweeping)
 
 
-async def test_what_was_claimed_and_not_sent_goes_round_again_with_the_recovery() -> None:
+async def test_a_claimed_request_that_was_not_sent_is_requeued_with_the_recovery() -> None:
     """No producer id was to be had."""
     world = World()
     slot = await world.slot()

@@ -138,7 +138,7 @@ async def test_a_header_of_the_clients_own_stays_as_it_was_and_is_the_parent(wor
     assert f"{span.parent.trace_id:032x}" == TRACE_ID
 
 
-async def test_a_replay_and_a_refusal_are_told_apart(world: Traced) -> None:
+async def test_spans_tell_a_replay_from_a_refusal(world: Traced) -> None:
     serving = world.serve(await world.slot())
     await world.submit("a")
     await world.submit("a")
@@ -168,7 +168,7 @@ async def test_a_failed_transaction_is_an_error_with_its_verdict(world: Traced) 
     assert attributes(span)["error.type"] == "outcome-unknown"
 
 
-async def test_what_is_not_sampled_passes_its_context_on_and_is_not_linked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unsampled_event_passes_its_context_on_and_exports_no_span(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
     world = Traced()
     serving = world.serve(await world.slot())
@@ -193,7 +193,7 @@ class Collector(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-def test_a_collector_that_is_away_is_one_line_and_its_return_another(
+def test_an_unreachable_collector_logs_one_line_and_its_return_another(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """OpenTelemetry has one for each try: for an hour of a collector's, more than a thousand."""
@@ -216,7 +216,7 @@ def test_a_collector_that_is_away_is_one_line_and_its_return_another(
     assert caplog.records == []
 
 
-def test_off_it_is_not_even_imported() -> None:
+def test_opentelemetry_is_not_imported_without_tracing() -> None:
     # redis-py imports what OpenTelemetry has for metrics, where that is installed; traces nobody does.
     code = (
         "import sys, service.__main__; "

@@ -47,7 +47,7 @@ async def test_a_group_is_claimed_written_marked_and_answered() -> None:
     await ended(serving)
 
 
-async def test_what_no_claim_finds_is_no_final_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_inconsistent_claim_is_answered_504_and_logged_as_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a store of another version may tell it: the event may be written, and its key is still of use."""
     world = World()
     serving = world.serve(await world.slot())
@@ -62,7 +62,7 @@ async def test_what_no_claim_finds_is_no_final_answer(monkeypatch: pytest.Monkey
     await ended(serving)
 
 
-async def test_a_key_whose_state_cannot_be_read_has_no_final_answer_and_others_of_its_group_have_theirs(
+async def test_an_unreadable_key_is_answered_504_and_the_other_events_of_its_group_are_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World()
@@ -118,7 +118,7 @@ async def test_a_transaction_is_open_when_its_claims_are_made() -> None:
     await ended(serving)
 
 
-async def test_where_nothing_is_to_be_written_it_is_ended_and_the_next_is_not_opened() -> None:
+async def test_a_replay_abandons_the_open_transaction_and_opens_no_other() -> None:
     world = World()
     slot = await world.slot()
     producer = world.producers[0]
@@ -133,7 +133,7 @@ async def test_where_nothing_is_to_be_written_it_is_ended_and_the_next_is_not_op
     await ended(serving)
 
 
-async def test_while_the_queue_is_full_nothing_more_is_looked_at() -> None:
+async def test_a_full_queue_reports_an_overload_until_its_requests_are_answered() -> None:
     world = World(queue_events_max=2)
     assert world.admission.overload is None
     asked = [world.submit("a"), world.submit("b")]
@@ -146,7 +146,7 @@ async def test_while_the_queue_is_full_nothing_more_is_looked_at() -> None:
     await ended(serving)
 
 
-async def test_the_others_answers_tell_those_that_it_does_not_take() -> None:
+async def test_the_answers_of_a_group_send_the_refusals_that_wait_in_the_load_shedder() -> None:
     world = World()
     sent: list[str] = []
     for _ in range(SAVED_MOST):  # far more than what is saved up is enough for
@@ -202,7 +202,9 @@ async def test_a_slot_that_is_cut_off_still_has_its_committed_groups_marked_and_
         assert isinstance(await second, Committed)
 
 
-async def test_a_slot_that_owes_too_many_marks_takes_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slot_with_too_many_pending_marks_ends_its_term_and_takes_no_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its term ends instead: the recovery reads from the ledger what could not be marked."""
     monkeypatch.setattr(slot_module, "PENDING_MARKS_MAX", 3)
     world = World()
@@ -222,7 +224,7 @@ async def test_a_slot_that_owes_too_many_marks_takes_no_group(monkeypatch: pytes
     await ended(serving)
 
 
-async def test_a_lost_store_is_told_with_the_generation_of_the_mark() -> None:
+async def test_a_mark_that_meets_another_store_reports_its_generation_as_lost() -> None:
     world = World()
     serving = world.serve(await world.slot())
     world.keys.trouble.before["mark"].append(StoreLost("another store"))
@@ -234,7 +236,7 @@ async def test_a_lost_store_is_told_with_the_generation_of_the_mark() -> None:
 # ------------------------------------------------------------------------------------------------------- deadlines
 
 
-async def test_what_was_answered_503_while_others_are_released_is_not_written() -> None:
+async def test_a_request_that_is_answered_503_during_the_release_of_others_is_not_written() -> None:
     """Between the look at the deadline and the sending nothing is awaited."""
     world = World(request_timeout_ms=200)
     slot = await world.slot()
@@ -253,7 +255,7 @@ async def test_what_was_answered_503_while_others_are_released_is_not_written() 
     await ended(sweeping)
 
 
-async def test_what_was_answered_503_while_its_producer_began_is_not_written() -> None:
+async def test_a_request_that_is_answered_503_while_its_producer_starts_is_not_written() -> None:
     """An idempotent producer's first life takes a while."""
     world = World(request_timeout_ms=80)
     await world.topic_metadata.get("plain.a", time.monotonic())
@@ -283,7 +285,7 @@ async def test_each_request_is_answered_at_its_own_deadline() -> None:
     await ended(sweeping)
 
 
-async def test_what_may_be_written_is_504_at_the_deadline_and_the_rest_503() -> None:
+async def test_at_the_deadline_a_sent_request_is_answered_504_and_a_waiting_one_503() -> None:
     world = World(request_timeout_ms=200)
     await world.topic_metadata.get("orders", time.monotonic())
     slot = await world.slot()
@@ -311,7 +313,7 @@ async def test_requests_that_were_answered_do_not_stay_in_the_queue() -> None:
 
 
 @pytest.mark.parametrize("won", [False, True])
-async def test_who_waits_for_another_s_write_is_told_in_time_though_no_slot_is_left(won: bool) -> None:
+async def test_a_wait_for_another_s_write_ends_with_409_in_time_without_a_slot(won: bool) -> None:
     """Nobody claims it again then, and so nobody would tell; not who has had a claim of its own since."""
     world = World()
     await world.topic_metadata.get("orders", time.monotonic())
@@ -334,7 +336,7 @@ async def test_who_waits_for_another_s_write_is_told_in_time_though_no_slot_is_l
     await until(lambda: not world.queue.events)
 
 
-async def test_requests_that_were_answered_do_not_stay_in_memory_behind_one_that_waits(
+async def test_requests_that_were_answered_do_not_stay_in_memory_behind_a_waiting_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(admission, "ANSWERED_BYTES_KEPT", 100_000)  # less than one: the last does not stay either

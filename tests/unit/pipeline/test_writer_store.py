@@ -60,7 +60,9 @@ async def test_a_full_store_s_replays_are_answered_and_new_events_wait(monkeypat
     await ended(serving)
 
 
-async def test_what_another_slot_has_taken_since_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_another_slot_has_taken_is_not_put_back_when_the_term_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A slot's term ends while requests that it gave back are being claimed by another."""
     monkeypatch.setattr(module, "AWAY_PAUSE_S", 0.01)
     world = World()
@@ -107,7 +109,7 @@ async def test_a_slot_that_is_to_be_recovered_waits_for_no_group() -> None:
     await ended(serving)
 
 
-async def test_a_request_is_not_refused_because_of_its_own_ghost() -> None:
+async def test_a_request_waits_for_the_recovery_of_its_own_unanswered_claim() -> None:
     """A claim without an answer may have run: the request waits for the slot's recovery, and is no stranger to it."""
     world = World()
     slot = await world.slot(0)
@@ -126,7 +128,7 @@ async def test_a_request_is_not_refused_because_of_its_own_ghost() -> None:
     await ended(other)
 
 
-async def test_two_ghosts_of_one_request_are_both_its_own() -> None:
+async def test_a_request_with_two_unanswered_claims_waits_for_the_recovery_of_the_one_that_ran() -> None:
     """The second claim had no answer either, and it is the first one that ran."""
     world = World()
     slots = [await world.slot(0), await world.slot(1), await world.slot(2)]
@@ -175,7 +177,7 @@ async def test_an_unforeseen_error_lets_the_group_wait_again() -> None:
     await ended(serving)
 
 
-async def test_a_topic_that_vanished_does_not_fail_what_was_let_in() -> None:
+async def test_a_topic_that_vanished_from_the_cache_does_not_fail_an_admitted_event() -> None:
     """Somebody asked for it again meanwhile, and there was none: the broker is to say so, for this event alone."""
     world = World()
     answer = world.submit("a")
@@ -191,7 +193,7 @@ async def test_a_topic_that_vanished_does_not_fail_what_was_let_in() -> None:
 # ------------------------------------------------------------------------------------------------------ idempotent
 
 
-async def test_what_was_written_is_answered_although_the_release_fails() -> None:
+async def test_a_written_event_is_answered_although_the_release_of_another_fails() -> None:
     world = World()
     slot = await world.slot()
     written, lost = world.submit("written", "plain.a"), world.submit("lost", "plain.b")
@@ -206,7 +208,7 @@ async def test_what_was_written_is_answered_although_the_release_fails() -> None
     assert kind_of(await lost) is OUTCOME_UNKNOWN
 
 
-async def test_an_idempotent_event_that_was_not_sent_goes_round_again_and_is_in_no_doubt() -> None:
+async def test_an_idempotent_event_that_was_not_sent_is_requeued_and_not_in_doubt() -> None:
     """Its partition had no leader: 504 would have the client wait for an outcome that there is not."""
     world = World()
     slot = await world.slot()
@@ -221,7 +223,7 @@ async def test_an_idempotent_event_that_was_not_sent_goes_round_again_and_is_in_
 
 
 @pytest.mark.parametrize(("itself", "blamed"), [(True, ["plain.a"]), (False, ["plain.a", "plain.b"])])
-async def test_who_is_to_blame_for_what_was_not_sent_travels_apart(
+async def test_a_topic_that_was_not_sent_for_its_own_fault_is_quarantined(
     itself: bool, blamed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the time ran out nobody is: all are, or they would hold each other up until their deadlines."""
@@ -245,7 +247,7 @@ async def test_who_is_to_blame_for_what_was_not_sent_travels_apart(
     await ended(serving)
 
 
-async def test_who_ends_in_the_pause_after_a_vain_try_leaves_it_in_the_queue_once() -> None:
+async def test_a_slot_that_ends_in_the_pause_after_a_failed_try_leaves_the_request_in_the_queue_once() -> None:
     """Its claim was given up, and it waits for another slot: it must not wait for a recovery as well."""
     world = World()
     slot = await world.slot()
