@@ -101,7 +101,7 @@ async def test_refusals_are_problems(
         assert (response.json()["code"], response.headers["content-type"]) == (code, "application/problem+json")
 
 
-async def test_a_path_is_the_same_however_it_is_encoded(http: httpx.AsyncClient) -> None:
+async def test_a_percent_encoded_path_is_decoded_before_it_is_matched(http: httpx.AsyncClient) -> None:
     assert (await http.post("/%65vents", content=EVENT, headers=HEAD)).status_code == 201
 
 
@@ -132,7 +132,7 @@ def test_the_whole_app_answers_a_test_client() -> None:
         assert 'fencepost_requests_total{code="not-written",status="503"} 1.0' in client.get("/metrics").text
 
 
-def test_whose_address_is_none_is_not_taken_for_this_machine() -> None:
+def test_a_client_without_a_loopback_address_is_refused() -> None:
     """A server may have it from a header."""
     app = app_of(Commits())
     for address, status in (("testclient", 403), ("10.0.0.1", 403), ("127.0.0.1", 201), ("::1", 201)):
@@ -204,7 +204,7 @@ async def test_a_body_comes_in_parts() -> None:
     assert server.head == {b"x-size": b"3", b"content-length": b"3"}
 
 
-async def test_a_body_that_is_too_long_by_its_head_is_not_read() -> None:
+async def test_a_body_whose_content_length_is_too_large_is_not_read() -> None:
     told = {b"content-length": b"%d" % (4 * OWN_BYTES + 1)}
     server = Server(headers=told)
     await server.serve(endpoint_of(echo))
@@ -222,7 +222,7 @@ async def test_a_body_is_read_up_to_the_bound() -> None:
     assert len(server.messages) == 4
 
 
-async def test_bodies_have_a_bound_together_and_give_it_back() -> None:
+async def test_bodies_share_a_bound_and_free_their_bytes_when_they_are_answered() -> None:
     bodies = Bodies(3 * OWN_BYTES)
     held = list[PostRequest]()
     first = Server(*[part(bytes(OWN_BYTES))] * 3, part(b"", more=False))
@@ -237,14 +237,14 @@ async def test_bodies_have_a_bound_together_and_give_it_back() -> None:
     assert bodies.bytes == 0
 
 
-async def test_who_goes_away_amid_its_body_is_handed_to_nobody() -> None:
+async def test_a_request_that_is_disconnected_amid_its_body_is_not_handled() -> None:
     bodies, handled = Bodies(4 * OWN_BYTES), list[PostRequest]()
     server = Server(part(bytes(2 * OWN_BYTES)), {"type": "http.disconnect"})
     await server.serve(endpoint_of(handled.append, bodies))
     assert (handled, server.sent, bodies.bytes) == ([], [], 0)
 
 
-async def test_work_goes_on_though_the_server_cancels_the_request() -> None:
+async def test_work_continues_although_the_server_cancels_the_request() -> None:
     """Some do so when the client goes away. What was begun, such as a batch, is finished."""
     done, started = asyncio.Event(), asyncio.Event()
 
@@ -302,7 +302,7 @@ async def test_an_answer_that_is_cut_is_not_completed() -> None:
     assert not any(message.get("more_body") is False for message in server.sent[1:])
 
 
-async def test_http_2_hears_nothing_of_connections() -> None:
+async def test_a_connection_header_is_sent_for_http_1_1_and_not_for_http_2() -> None:
     def handler(request: PostRequest) -> None:
         request.keep_alive = False
         echo(request)
@@ -313,7 +313,7 @@ async def test_http_2_hears_nothing_of_connections() -> None:
         assert (b"connection" in server.head) is there
 
 
-async def test_a_caller_is_known_by_its_token() -> None:
+async def test_a_request_with_an_unknown_token_is_answered_401() -> None:
     rule = CallerRule(name="a", token_sha256=("0" * 64,), topics=("*",), rate=None)
     endpoint = EventsEndpoint(lambda: cast(Admission, Commits()), Settings(), Callers([rule]), Telemetry())
     server = Server(part(EVENT, more=False), headers={b"authorization": b"Bearer x"})

@@ -85,7 +85,7 @@ async def written(world: World, batch: BatchBody) -> list[WriteResult]:
 # ----------------------------------------------------------------------------------------------------------- chunks
 
 
-def test_different_keys_travel_together_in_their_order() -> None:
+def test_events_with_different_keys_share_a_chunk_in_their_order() -> None:
     assert cut(*(make_event(key) for key in "cab")) == [["c", "a", "b"]]
 
 
@@ -95,7 +95,7 @@ def test_a_key_that_repeats_begins_a_new_chunk() -> None:
     assert cut(*(make_event("a") for _ in range(3))) == [["a"], ["a"], ["a"]]
 
 
-def test_a_chunk_is_what_one_transaction_holds() -> None:
+def test_a_chunk_closes_at_the_bytes_of_one_transaction() -> None:
     third = GROUP_EVENT_BYTES_MAX // 3
     events = [make_event(key, value=b"x" * third) for key in "abcdefg"]
     assert cut(*events) == [["a", "b", "c"], ["d", "e", "f"], ["g"]]
@@ -109,11 +109,11 @@ def test_the_ledger_bounds_a_chunk_too() -> None:
 
 
 @pytest.mark.parametrize(("ledger", "events", "holds"), [(0, 0, True), (1, 0, False), (0, 1, False)])
-def test_what_one_transaction_holds(ledger: int, events: int, holds: bool) -> None:
+def test_a_transaction_fits_up_to_its_ledger_and_event_bytes(ledger: int, events: int, holds: bool) -> None:
     assert fit(GROUP_LEDGER_BYTES_MAX + ledger, GROUP_EVENT_BYTES_MAX + events) is holds
 
 
-def test_an_event_that_fills_a_transaction_travels_by_itself() -> None:
+def test_an_event_that_fills_a_transaction_is_a_chunk_of_its_own() -> None:
     large = make_event("b", value=b"x" * GROUP_EVENT_BYTES_MAX)
     assert cut(make_event("a"), large, make_event("c")) == [["a"], ["b"], ["c"]]
 
@@ -130,7 +130,7 @@ async def test_the_answers_are_in_the_order_of_the_events() -> None:
     assert (first.deliveries[0][0], third.deliveries[0][0]) == (make_event("a").id, make_event("c").id)
 
 
-async def test_where_no_event_is_good_nothing_is_submitted() -> None:
+async def test_a_batch_without_a_valid_event_submits_nothing() -> None:
     world = World()
     answers = await asyncio.wait_for(written(world, batch_of(one(None), one("é"))), 3.0)
     assert [kind_of(answer) for answer in answers] == [MISSING_KEY, INVALID_KEY]
@@ -170,7 +170,7 @@ async def test_a_batch_larger_than_the_queue_comes_in_by_parts() -> None:
     assert raised.value.kind is TOO_LARGE
 
 
-async def test_one_bad_event_fails_alone_and_bad_json_fails_all() -> None:
+async def test_a_bad_event_fails_alone_and_bad_json_fails_the_whole_batch() -> None:
     answers = await written(World(), batch_of({"topic": "orders", "nonsense": 1, "idempotency_key": "a"}, one("b")))
     assert [kind_of(answer) for answer in answers] == [INVALID_EVENT, None]
     with pytest.raises(Problem):
@@ -182,7 +182,7 @@ async def test_one_bad_event_fails_alone_and_bad_json_fails_all() -> None:
     assert raised.value.kind is TOO_LARGE
 
 
-async def test_answers_are_told_chunk_by_chunk_as_soon_as_those_before_are_known() -> None:
+async def test_answers_are_given_chunk_by_chunk_in_the_order_of_the_lines() -> None:
     world = World()
     serving = world.serve(await world.slot())
     lines = [json.dumps(event).encode() for event in (one("a"), one(None), one("b"), one("a"), one(None))]
@@ -194,7 +194,7 @@ async def test_answers_are_told_chunk_by_chunk_as_soon_as_those_before_are_known
     await ended(serving)
 
 
-async def test_an_event_is_looked_at_when_its_chunk_is_made_up() -> None:
+async def test_an_event_is_parsed_when_its_chunk_is_made_up() -> None:
     world = World()
     serving = world.serve(await world.slot())
     looked_at: list[bytes] = []
@@ -286,7 +286,7 @@ async def test_an_atomic_batch_is_written_in_one_group_and_replayed_as_one() -> 
     await ended(serving)
 
 
-async def test_a_batch_that_is_written_is_never_said_not_to_be() -> None:
+async def test_a_written_batch_is_answered_504_when_its_members_cannot_be_looked_up_in_time() -> None:
     """Also where its members cannot be looked up before the deadline."""
     world = World(request_timeout_ms=200)
     serving = world.serve(await world.slot())
@@ -309,7 +309,7 @@ async def test_a_member_with_a_key_of_its_own_is_refused_by_its_number() -> None
     assert raised.value.detail.startswith("events[1].")
 
 
-async def test_what_no_transaction_holds_is_refused_before_the_key_is_touched() -> None:
+async def test_an_atomic_batch_too_large_for_a_transaction_is_refused_before_its_key_is_claimed() -> None:
     world = World()
     with pytest.raises(Problem) as raised:
         await atomically(world, batch_of(*(one(None, "x" * 900_000) for _ in range(10)), atomic=True))
@@ -320,7 +320,7 @@ async def test_what_no_transaction_holds_is_refused_before_the_key_is_touched() 
 @pytest.mark.parametrize(
     "error", [StoreLost("flushed"), StoreAway("OOM"), StoreUnanswered("no answer"), None], ids=repr
 )
-async def test_a_batch_that_is_written_is_in_doubt_while_nobody_knows_where_its_members_are(
+async def test_a_written_batch_is_in_doubt_while_the_store_does_not_have_its_members(
     error: Exception | None,
 ) -> None:
     """Redis tells it not, or not of every one (None): 504, and 201 to who asks again when it does."""
@@ -361,7 +361,7 @@ async def test_a_batch_that_is_written_is_not_waited_for_where_no_store_is_settl
     await ended(serving)
 
 
-async def test_an_atomic_batch_is_its_caller_s_and_goes_where_that_may_write() -> None:
+async def test_an_atomic_batch_has_its_caller_s_scope_and_is_refused_for_a_forbidden_topic() -> None:
     world = World()
     shop = Caller(CallerRule("shop", ("00" * 32,), ("orders",)))
     serving = world.serve(await world.slot())
@@ -380,7 +380,7 @@ async def test_an_atomic_batch_is_its_caller_s_and_goes_where_that_may_write() -
     await ended(serving)
 
 
-async def test_of_an_atomic_batch_the_member_is_named_that_its_topic_refuses() -> None:
+async def test_the_refusal_of_an_atomic_batch_names_the_member_with_the_unknown_topic() -> None:
     world = World()
     batch = batch_of(one(None, 1), one(None, 2, "nowhere"), atomic=True)
     with pytest.raises(Problem) as raised:
@@ -431,7 +431,7 @@ def test_line_feeds_have_a_bound_too() -> None:
     assert len(parse_lines(b"1\n\n" * 9_000)) == 9_000
 
 
-async def test_the_making_of_many_events_gives_way_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_parsing_many_events_yields_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where all of them are refused, and nothing is ever written in between."""
     monkeypatch.setattr(module, "SLICE_S", 0.0)
     turns = 0
@@ -495,7 +495,7 @@ async def test_problems_of_a_batch_leave_no_cycles() -> None:
         b"",
     ],
 )
-async def test_a_long_batch_is_the_same_batch(body: bytes) -> None:
+async def test_a_long_batch_is_parsed_as_a_short_one_is(body: bytes) -> None:
     short: BatchBody | str
     long: BatchBody | str
     try:
@@ -515,7 +515,7 @@ async def test_a_long_batch_is_the_same_batch(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("body", [b'[{"id": 1} , 2]', b"[]", b"[1", b'{"a": 1}', b"[1,[{}]]", b'[{"a": 1, "a": 2}]'])
-async def test_a_long_batch_of_cloudevents_is_the_same_batch(body: bytes) -> None:
+async def test_a_long_batch_of_cloudevents_is_parsed_as_a_short_one_is(body: bytes) -> None:
     short: list[bytes] | str
     long: list[bytes] | str
     try:
@@ -529,7 +529,7 @@ async def test_a_long_batch_of_cloudevents_is_the_same_batch(body: bytes) -> Non
     assert long == short
 
 
-async def test_of_a_long_batch_only_what_is_around_its_events_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_splitting_a_long_batch_decodes_only_the_text_around_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """To find where they are took msgspec 30 ms for 8 MiB, and others waited."""
     sizes: list[int] = []
 

@@ -17,14 +17,14 @@ def callers() -> Callers:
 
 
 @pytest.mark.parametrize("header", ["Bearer s3cret", "bearer s3cret", " Bearer  s3cret "])
-def test_a_token_tells_the_caller(callers: Callers, header: str) -> None:
+def test_a_token_identifies_its_caller(callers: Callers, header: str) -> None:
     assert callers.of(header).scope == "shop"
 
 
 @pytest.mark.parametrize(
     "header", [None, "", "Bearer", "Bearer ", "Bearer s3cre", "Basic s3cret", "Digest s3cret", "s3cret", "Bearer é"]
 )
-def test_without_a_known_token_nobody_is_let_in(callers: Callers, header: str | None) -> None:
+def test_a_request_without_a_known_token_is_unauthorized(callers: Callers, header: str | None) -> None:
     with pytest.raises(Problem, match="Authorization") as caught:
         callers.of(header)
     assert caught.value.kind is UNAUTHORIZED
@@ -38,7 +38,7 @@ def test_all_tokens_of_a_caller_have_its_scope_and_share_its_rate() -> None:
     assert callers.of("Bearer n3w") is old
 
 
-def test_without_rules_everybody_is_the_same() -> None:
+def test_without_rules_every_request_has_the_same_unlimited_caller() -> None:
     assert Callers([]).of(None) is Callers([]).of("Bearer any") is ANYBODY
     ANYBODY.check("anything")
     ANYBODY.spend(10**9, 0.0)
@@ -69,7 +69,7 @@ def test_a_rate_lets_a_second_of_events_through_at_once_and_then_as_many_a_secon
     assert [spent(caller, 1, 500.0) for _ in range(11)] == [0] * 10 + [1]
 
 
-def test_a_batch_may_be_larger_and_what_follows_waits_for_longer() -> None:
+def test_a_batch_above_the_rate_passes_and_the_next_event_waits_for_it() -> None:
     caller = Caller(CallerRule("shop", (DIGEST,), rate=10))
     assert spent(caller, 40, 100.0) == 0
     assert spent(caller, 1, 100.0) == 4  # 31 events' time
@@ -82,7 +82,7 @@ def test_a_rate_of_less_than_one_a_second() -> None:
     assert [spent(caller, 1, now) for now in (10.0, 10.0, 11.0, 12.0)] == [0, 2, 1, 0]
 
 
-def test_one_that_waited_while_others_passed_is_counted_as_they_are() -> None:
+def test_an_event_that_arrived_earlier_is_counted_at_the_time_of_the_latest() -> None:
     """It may have been pipelined behind a slow answer."""
     caller = Caller(CallerRule("shop", (DIGEST,), rate=10))
     assert spent(caller, 1, 104.5) == 0

@@ -65,7 +65,7 @@ def test_media_types(content_type: str) -> None:
 
 
 @pytest.mark.parametrize("content_type", [None, "", "text/plain", "application/jsonx", "json"])
-def test_other_media_types(content_type: str | None) -> None:
+def test_a_media_type_other_than_json_is_not_taken_for_json(content_type: str | None) -> None:
     assert media_type(content_type) != JSON
 
 
@@ -91,7 +91,7 @@ def test_a_media_type_of_any_length_is_read_at_once(piece: str) -> None:
     assert grows_in_proportion(lambda chars: media_type(f"application/json;{piece * (chars // len(piece))}"))
 
 
-def test_what_is_taken_is_named() -> None:
+def test_an_unsupported_media_type_is_answered_with_the_supported_ones() -> None:
     problem = unsupported(JSON, LINES)
     assert (problem.kind.status, problem.detail) == (
         415,
@@ -135,7 +135,7 @@ def test_the_echo_of_a_key_is_that_key(key: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.code)
-def test_every_problem_can_be_told(kind: Any) -> None:
+def test_every_problem_is_rendered_with_its_status_code_and_type(kind: Any) -> None:
     status, headers, body = render_problem(Problem(kind, "field: remedy"))
     told = json.loads(body)
     assert (status, told["status"], told["code"]) == (kind.status, kind.status, kind.code)
@@ -146,7 +146,7 @@ def test_every_problem_can_be_told(kind: Any) -> None:
     assert (b"retry-after" in dict(headers)) is (kind.status in (409, 429, 503, 504)), kind.code
 
 
-def test_a_time_as_http_writes_it() -> None:
+def test_a_time_is_written_as_an_http_date() -> None:
     assert imf_fixdate(784111777) == b"Sun, 06 Nov 1994 08:49:37 GMT"
     # An entry of the ledger may count in microseconds: its key is answered all the same.
     assert imf_fixdate(1_795_453_978_160_000 // 1000) == imf_fixdate(2**53) == b"Fri, 31 Dec 9999 23:59:59 GMT"
@@ -238,7 +238,7 @@ def posted(path: str, body: bytes, **headers: str) -> tuple[Told, list[Event]]:
     return told, admission.events
 
 
-def test_who_finds_the_queue_full_waits_for_its_turn_without_its_body() -> None:
+def test_a_request_that_finds_the_queue_full_waits_for_its_refusal_without_its_body() -> None:
     admission = Commits()
     admission.overload = Problem(NOT_WRITTEN, "the queue is full")
     endpoint = EventsEndpoint(lambda: cast(Admission, admission), Settings(), Callers([]), Telemetry())
@@ -271,7 +271,7 @@ def test_a_structured_cloudevent_may_have_its_attributes_in_headers_too(content_
     assert (event.value, event.headers) == (body, [("content-type", STRUCTURED.encode())])
 
 
-def test_a_batch_of_cloudevents_is_one_whatever_its_headers_say() -> None:
+def test_a_batch_of_cloudevents_is_parsed_as_a_batch_in_spite_of_its_headers() -> None:
     told, events = posted("/events", b"{}", content_type=BATCHED, **CE_HEADERS)
     assert (told.status, events) == (400, [])
     assert "array" in told.detail
@@ -295,7 +295,9 @@ def test_the_data_of_a_binary_cloudevent_is_of_any_type_and_charset(content_type
 
 
 @pytest.mark.parametrize("path", ["/events", "/events/batch"])
-def test_a_body_for_which_there_is_no_room_may_come_again(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_arrives_at_capacity_is_answered_503_with_retry_after(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Told, "at_capacity", True)
     told, events = posted(path, b"", content_type=JSON, idempotency_key="k")
     assert (told.status, json.loads(told.said)["code"], events) == (503, "not-written", [])
@@ -323,12 +325,12 @@ def test_a_packed_body_is_refused(path: str, headers: dict[str, str], coding: st
 
 
 @pytest.mark.parametrize("coding", ["identity", "Identity", " identity ", ""])
-def test_a_body_that_is_said_to_be_as_it_is_is_taken(coding: str) -> None:
+def test_a_body_with_the_identity_coding_is_accepted(coding: str) -> None:
     told, (event,) = posted("/events", b"1", content_encoding=coding, **CE_HEADERS)
     assert (told.status, event.value) == (201, b"1")
 
 
-def test_another_media_type_is_no_matter_of_its_coding() -> None:
+def test_a_415_for_the_media_type_has_no_accept_encoding() -> None:
     """RFC 9110, section 12.5.3: where that is not the reason, Accept-Encoding must not be told."""
     told, _ = posted("/events", b"1", content_type="text/plain")
     assert told.status == 415
@@ -387,7 +389,7 @@ LONG_MEMBER = {**LONG_EVENT, "idempotency_key": "k"}
     ],
     ids=["event", "structured", "batched", "refused", "batch", "atomic", "line"],
 )
-def test_what_is_long_is_checked_in_a_thread(path: str, kind: str, body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_body_is_checked_in_a_thread(path: str, kind: str, body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """8 MiB held the loop for up to 1.4 s."""
     where: list[str] = []
 
@@ -439,7 +441,7 @@ async def test_the_results_of_a_batch_are_rendered_in_slices(monkeypatch: pytest
     ("path", "kind"),
     [("/events", JSON), ("/events", BATCHED), ("/events/batch", JSON), ("/events/batch", LINES)],
 )
-def test_who_is_past_its_rate_is_refused_before_its_body_is_read(path: str, kind: str) -> None:
+def test_a_caller_past_its_rate_is_refused_before_its_body_is_read(path: str, kind: str) -> None:
     rules = [CallerRule("shop", (hashlib.sha256(b"s3cret").hexdigest(),), rate=1)]
     callers = Callers(rules)
     callers.of("Bearer s3cret").spend(5, 0.0)

@@ -63,7 +63,7 @@ async def test_a_silent_connection_is_ended(port: int) -> None:
 
 
 @pytest.mark.parametrize("sent", [REQUEST[:30], REQUEST[:-2]], ids=["head", "body"])
-async def test_a_request_that_falls_silent_is_told_so(port: int, sent: bytes) -> None:
+async def test_a_request_that_falls_silent_is_answered_408(port: int, sent: bytes) -> None:
     answer = await ask(port, sent)
     assert problem_of(answer) == (408, "request-timeout")
     assert b"nothing came for 0.3 s" in answer
@@ -81,7 +81,7 @@ async def test_a_slow_request_has_as_much_time_as_the_least_rate_gives_it(port: 
     assert answer.startswith(b"HTTP/1.1 200 ")
 
 
-async def test_a_request_below_the_least_rate_is_told_so(port: int) -> None:
+async def test_a_request_below_the_least_rate_is_answered_408(port: int) -> None:
     answer = await ask(port, *slow(16, 20), pause_s=0.05)
     assert problem_of(answer) == (408, "request-timeout")
     assert b"less than 10000 bytes a second" in answer
@@ -117,7 +117,7 @@ async def test_a_client_that_sends_no_more_is_answered(port: int) -> None:
 
 
 @pytest.mark.parametrize("sent", [REQUEST[:30], REQUEST[:-2]], ids=["head", "body"])
-async def test_a_client_that_stops_amid_a_request_is_told_so(port: int, sent: bytes) -> None:
+async def test_a_client_that_closes_amid_a_request_is_answered_400(port: int, sent: bytes) -> None:
     assert problem_of(await half_closed(port, sent)) == (400, "invalid-http")
     both = await half_closed(port, REQUEST + sent)
     assert both.startswith(b"HTTP/1.1 200 ")
@@ -129,7 +129,7 @@ async def test_a_head_that_grows_is_refused(port: int) -> None:
     assert problem_of(await ask(port, head, *lines, pause_s=0.01)) == (431, "head-too-large")
 
 
-async def test_what_is_not_http_is_refused(port: int) -> None:
+async def test_a_request_that_is_not_http_is_answered_400(port: int) -> None:
     assert problem_of(await ask(port, b"POST /events HTTP/1.1\r\nhost: x\r\nno colon\r\n\r\n")) == (400, "invalid-http")
     assert problem_of(await ask(port, b"NONSENSE /events HTTP/1.1\r\nhost: x\r\n\r\n")) == (400, "invalid-http")
 
@@ -174,7 +174,7 @@ async def many_open(port: int, count: int) -> AsyncIterator[list[tuple[asyncio.S
         writer.close()
 
 
-async def test_a_connection_past_the_bound_is_told_so_and_the_others_go_on(
+async def test_a_connection_past_the_bound_is_answered_503_and_the_open_ones_continue(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(GuardedProtocol, "connections_max", 3)

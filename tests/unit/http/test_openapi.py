@@ -74,7 +74,7 @@ def check(schema: str, body: bytes | str) -> None:
     assert told.keys() in [alternative["properties"].keys() for alternative in alternatives]
 
 
-def test_it_has_the_routes_of_the_app_and_no_others(app: FastAPI) -> None:
+def test_the_document_has_the_routes_of_the_app_and_no_others(app: FastAPI) -> None:
     routes: dict[str, set[str]] = {}
     for route in app.routes:
         if (path := getattr(route, "path_format", "")) not in OWN_PATHS:
@@ -82,7 +82,7 @@ def test_it_has_the_routes_of_the_app_and_no_others(app: FastAPI) -> None:
     assert {path: {method.upper() for method in operations} for path, operations in PATHS.items()} == routes
 
 
-def test_it_has_the_parameters_of_each_get(app: FastAPI) -> None:
+def test_the_document_has_the_parameters_of_each_get(app: FastAPI) -> None:
     """But Authorization, which OpenAPI has as a security scheme and ignores as a parameter."""
     for path, operations in FastAPI.openapi(FastAPI(routes=app.routes))["paths"].items():
         for method, made in operations.items():
@@ -95,7 +95,7 @@ def test_it_has_the_parameters_of_each_get(app: FastAPI) -> None:
             )
 
 
-def test_each_reference_leads_somewhere_and_each_component_is_used() -> None:
+def test_each_reference_has_a_component_and_each_component_is_used() -> None:
     used = set(references(DOCUMENT))
     there = {
         f"#/components/{kind}/{name}"
@@ -108,7 +108,7 @@ def test_each_reference_leads_somewhere_and_each_component_is_used() -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_the_bodies_are_those_that_are_decoded() -> None:
+def test_the_documented_bodies_are_the_structs_that_are_decoded() -> None:
     _, components = msgspec.json.schema_components([EventBody, MemberBody, CloudEvent], ref_template=REF)
     assert {name: SCHEMAS[name] for name in components} == components
     event, batch = (operation["requestBody"]["content"] for operation in POSTS)
@@ -124,7 +124,7 @@ def test_the_bodies_are_those_that_are_decoded() -> None:
     assert resolved(batch[LINES]["schema"]) == resolved(events["items"]) == SCHEMAS["MemberBody"]
 
 
-def test_each_attribute_of_a_cloudevent_that_is_looked_at_is_a_header_too() -> None:
+def test_each_attribute_of_a_cloudevent_that_is_read_is_documented_as_a_header() -> None:
     parameters = {given["name"]: given for given in POSTS[0]["parameters"]}
     looked_at = set(CloudEvent.__struct_fields__) - {"data", "data_base64", "time"}
     assert {name.removeprefix("ce-") for name in parameters if name.startswith("ce-")} == looked_at
@@ -144,7 +144,7 @@ def test_each_problem_is_an_answer_to_a_post() -> None:
         assert all(answers_to(operation)[status]["headers"].keys() == {"Retry-After"} for status in again)
 
 
-def test_every_problem_is_told_in_the_same_form() -> None:
+def test_every_problem_is_documented_with_the_same_schema() -> None:
     for operations in PATHS.values():
         for operation in operations.values():
             for status, answer in answers_to(operation).items():
@@ -155,7 +155,7 @@ def test_every_problem_is_told_in_the_same_form() -> None:
     check("Problem", render_problem(Problem(NOT_WRITTEN, "why"))[2])
 
 
-def test_what_is_answered_is_what_it_says() -> None:
+def test_each_answer_validates_against_its_documented_schema() -> None:
     results: list[WriteResult] = [COMMITTED, Problem(NOT_WRITTEN, "why")]
     check("Metadata", render_place(COMMITTED.deliveries[0]))
     check("AtomicBatch", render_whole(b"w" * 32, COMMITTED))
@@ -177,7 +177,7 @@ def test_the_headers_of_answers_are_documented() -> None:
     assert accepted.keys() == {"Location", "Idempotency-Key", "Preference-Applied"}
 
 
-def test_it_can_name_a_caller_wherever_one_is_asked_for() -> None:
+def test_each_operation_that_needs_a_caller_has_the_bearer_security_scheme() -> None:
     """As a security scheme: OpenAPI has parameters that are named Authorization ignored."""
     scheme = DOCUMENT["components"]["securitySchemes"]["bearer"]
     assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")

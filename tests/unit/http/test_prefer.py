@@ -51,7 +51,7 @@ def test_preferences_of_any_length_are_read_at_once(piece: str) -> None:
     assert grows_in_proportion(lambda chars: parse_prefer(f",{piece * (chars // len(piece))},"))
 
 
-async def test_who_is_patient_hears_how_another_s_write_ended() -> None:
+async def test_a_request_that_waits_gets_the_result_of_another_s_write() -> None:
     world = World()
     first, second = await world.slot(0), await world.slot(1)
     gate = world.producers[0].trouble.hold("write")
@@ -88,7 +88,7 @@ async def test_patience_has_an_end() -> None:
         await ended(task)
 
 
-async def test_who_waits_for_one_key_shares_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_that_wait_for_the_same_key_share_one_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     """All hear of it soon after it is written, also who asked for another event."""
     world = World()
     serving = world.serve(await world.slot())
@@ -120,7 +120,9 @@ async def test_who_waits_for_one_key_shares_one_question(monkeypatch: pytest.Mon
     await ended(serving)
 
 
-async def test_who_waits_for_a_write_of_this_process_hears_of_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_wait_for_a_write_of_this_process_ends_as_soon_as_it_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(waiters, "PAUSE_LEAST_S", 60.0)
     world = World()
     first, second = await world.slot(0), await world.slot(1)
@@ -140,7 +142,7 @@ async def test_who_waits_for_a_write_of_this_process_hears_of_it_at_once(monkeyp
         await ended(task)
 
 
-async def test_where_the_one_that_asks_has_gone_another_asks() -> None:
+async def test_a_waiting_request_claims_the_key_when_the_one_that_claimed_has_gone() -> None:
     """The first one's patience ends while its claim is under way, and no slot is there to take it."""
     world = World()
     first, second = await world.slot(0), await world.slot(1)
@@ -165,7 +167,7 @@ async def test_where_the_one_that_asks_has_gone_another_asks() -> None:
         await ended(task)
 
 
-async def test_who_would_rather_not_wait_is_told_once_its_claim_stands() -> None:
+async def test_a_request_that_prefers_not_to_wait_is_accepted_once_its_key_is_claimed() -> None:
     world = World()
     slot = await world.slot()
     accepted = asyncio.get_running_loop().create_future()

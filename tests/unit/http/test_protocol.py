@@ -191,7 +191,7 @@ def post(path: bytes, body: bytes, *headers: bytes, version: bytes = b"1.1") -> 
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 
-async def test_an_answer_in_pieces_comes_in_chunks_and_the_connection_goes_on(caller: Caller) -> None:
+async def test_an_answer_in_pieces_is_sent_in_chunks_and_the_connection_stays_open(caller: Caller) -> None:
     await caller.say(post(b"/pieces", b""), post(b"/now", b"next"))
     status, headers, _ = await caller.hear()
     assert (status, headers["x-kind"], headers["transfer-encoding"]) == (207, "pieces", "chunked")
@@ -264,7 +264,7 @@ async def test_trailers_behind_an_answer_end_the_connection_without_another(call
     assert await caller.reader.read() == b""
 
 
-async def test_other_ways_to_name_the_path(caller: Caller) -> None:
+async def test_a_target_with_a_query_or_in_absolute_form_is_served_by_its_path(caller: Caller) -> None:
     for target in (b"/now?a=b", b"http://host:1/now"):
         await caller.say(post(target, b"1"))
         assert (await caller.hear())[0] == 201
@@ -274,7 +274,7 @@ UPGRADE = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Sett
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
-async def test_who_asks_for_another_protocol_is_served_in_this_one(caller: Caller, size: int) -> None:
+async def test_a_request_to_upgrade_is_served_in_http_1_1(caller: Caller, size: int) -> None:
     """Java's own client asks for HTTP/2 at each request. Its body is no request, whatever it says."""
     inner = post(b"/now", b"smuggled")
     chunked = b"POST /now HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\nconnection: upgrade\r\nupgrade: x\r\n"
@@ -298,13 +298,13 @@ async def _hear_all(caller: Caller, count: int) -> list[bytes]:
     return [(await caller.hear())[2] for _ in range(count)]
 
 
-async def test_an_upgrade_says_nothing_about_the_version(caller: Caller) -> None:
+async def test_an_upgrade_header_leaves_an_http_1_0_request_at_its_version(caller: Caller) -> None:
     await caller.say(post(b"/now", b"x", *UPGRADE, version=b"1.0"))
     status, headers, body = await caller.hear()
     assert (status, headers["connection"], body) == (201, "close", b"x")
 
 
-async def test_a_head_is_as_long_as_it_is_however_it_comes(caller: Caller, desk: Desk) -> None:
+async def test_the_length_of_a_head_is_bounded_however_it_is_cut(caller: Caller, desk: Desk) -> None:
     lines = [b"x-%d: %b" % (n, b"y" * 8000) for n in range(9)]
     await caller.say(post(b"/later", b"x" * 500, *lines[:8]), post(b"/later", b"x", *lines) + post(b"/later", b"x"))
     (first,) = await desk.waiting(1)
@@ -313,7 +313,7 @@ async def test_a_head_is_as_long_as_it_is_however_it_comes(caller: Caller, desk:
     assert first.body == b"x" * 500
 
 
-async def test_a_head_that_is_too_long_is_refused_though_all_of_it_is_here(caller: Caller) -> None:
+async def test_a_head_that_is_too_long_is_refused_although_it_came_at_once(caller: Caller) -> None:
     await caller.say(post(b"/now", b"x", b"x: " + b"y" * 70_000))
     status, headers, _ = await caller.hear()
     assert (status, headers["connection"]) == (431, "close")
@@ -331,7 +331,7 @@ async def test_blank_lines_between_requests_never_become_a_head_that_is_too_long
         await asyncio.sleep(0.002)
 
 
-async def test_a_request_arrives_when_it_is_whole(caller: Caller, desk: Desk) -> None:
+async def test_the_arrival_of_a_request_is_the_time_of_its_last_byte(caller: Caller, desk: Desk) -> None:
     """However slowly it was sent, its time begins then."""
     whole = post(b"/later", b"12")
     await caller.say(whole[:-1])
@@ -342,7 +342,7 @@ async def test_a_request_arrives_when_it_is_whole(caller: Caller, desk: Desk) ->
     assert one.arrived >= before
 
 
-async def test_everything_else_goes_to_the_app(caller: Caller) -> None:
+async def test_requests_for_other_routes_or_methods_go_to_the_app(caller: Caller) -> None:
     await caller.say(post(b"/other", b"body"), b"GET /now HTTP/1.1\r\nhost: x\r\n\r\n", post(b"/now", b"mine"))
     assert (await caller.hear())[2] == b"POST /other body"
     assert (await caller.hear())[2] == b"GET /now "
@@ -374,7 +374,7 @@ async def test_a_body_is_not_kept_past_its_limit(caller: Caller) -> None:
     assert (await caller.hear())[2] == b"next"
 
 
-async def test_a_body_that_is_too_long_by_its_head_is_not_waited_for(caller: Caller) -> None:
+async def test_a_body_whose_content_length_is_too_large_is_not_waited_for(caller: Caller) -> None:
     whole = post(b"/now", b"x" * 5000)
     await caller.say(whole[:-5000])
     status, headers, body = await caller.hear()
@@ -383,7 +383,9 @@ async def test_a_body_that_is_too_long_by_its_head_is_not_waited_for(caller: Cal
     assert (await caller.hear())[2] == b"next"
 
 
-async def test_who_asks_whether_to_send_what_is_too_long_is_not_told_to(caller: Caller, desk: Desk) -> None:
+async def test_a_client_that_expects_100_continue_for_a_too_long_body_gets_no_100_and_is_closed(
+    caller: Caller, desk: Desk
+) -> None:
     """It may leave the body out: what came next would be taken for that, so nothing may."""
     whole = post(b"/now", b"x" * 5000, b"expect: 100-continue")
     await caller.say(post(b"/later", b"1") + whole[:-5000])
@@ -416,7 +418,7 @@ async def test_bodies_that_come_slowly_have_a_bound_together(server: uvicorn.Ser
 
 
 @only_direct  # of a request that waits for another, uvicorn itself reads at most 64 KiB
-async def test_a_body_behind_another_counts_as_long_as_it_is_there(
+async def test_an_unread_body_behind_a_waiting_request_counts_against_the_bound(
     server: uvicorn.Server, caller: Caller, desk: Desk
 ) -> None:
     large = b"x" * BODY_BYTES_MAX
@@ -434,7 +436,7 @@ async def test_a_body_behind_another_counts_as_long_as_it_is_there(
     writer.close()
 
 
-async def test_who_asks_first_is_told_to_go_ahead(caller: Caller) -> None:
+async def test_a_client_that_expects_100_continue_gets_it(caller: Caller) -> None:
     whole = post(b"/now", b"body", b"expect: 100-continue")
     await caller.say(whole[:-4])
     assert (await caller.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
@@ -467,9 +469,7 @@ async def test_the_last_request_of_a_connection(server: uvicorn.Server, caller: 
 @pytest.mark.parametrize(
     "garbage", [b"\0", b"GET /other HTTP/1.1\r\nno colon\r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"y" * 160_000]
 )
-async def test_garbage_behind_a_request_is_not_answered_in_its_place(
-    caller: Caller, desk: Desk, garbage: bytes
-) -> None:
+async def test_garbage_behind_a_waiting_request_gets_no_answer(caller: Caller, desk: Desk, garbage: bytes) -> None:
     """A refusal would tell that its key is untouched, and it may be written."""
     await caller.say(post(b"/later", b"1"), garbage[:80_000], garbage[80_000:])
     await desk.waiting(1)
@@ -478,7 +478,7 @@ async def test_garbage_behind_a_request_is_not_answered_in_its_place(
             assert await caller.reader.read() == b""
 
 
-async def test_the_app_hears_that_a_client_goes_away_with_requests_behind_its_own(caller: Caller) -> None:
+async def test_the_app_gets_a_disconnect_when_a_client_goes_away_with_pipelined_requests(caller: Caller) -> None:
     """uvicorn tells the last one only. What the app then had to say to nobody was an exception in the log."""
     LEFT.clear()
     await caller.say(b"GET /waits HTTP/1.1\r\nhost: x\r\n\r\n" + post(b"/later", b"1"))
@@ -488,7 +488,7 @@ async def test_the_app_hears_that_a_client_goes_away_with_requests_behind_its_ow
             await asyncio.sleep(0.01)
 
 
-async def test_who_goes_away_gets_no_answer_and_harms_nobody(caller: Caller, desk: Desk) -> None:
+async def test_a_request_whose_client_went_away_is_answered_without_an_error(caller: Caller, desk: Desk) -> None:
     await caller.say(post(b"/later", b"1"))
     (gone,) = await desk.waiting(1)
     caller.reset()
@@ -523,7 +523,7 @@ async def test_an_idle_connection_is_closed_and_a_busy_one_is_not(server: uvicor
 
 
 @only_direct
-async def test_a_connection_is_looked_at_again_that_was_not_idle_when_its_time_was_over(caller: Caller) -> None:
+async def test_the_keep_alive_timer_is_set_again_for_a_connection_that_was_not_idle(caller: Caller) -> None:
     """Else one whose request is answered before its body is whole would never be closed."""
     whole = post(b"/now", b"x" * 5000)
     await caller.say(whole[:-1])
@@ -545,7 +545,7 @@ async def narrow(server: uvicorn.Server) -> AsyncIterator[socket.socket]:
 
 
 @pytest.mark.parametrize("rest", [b"", b"POST /no"])
-async def test_who_does_not_read_its_answers_is_read_no_more_and_does_not_stay(
+async def test_a_client_that_does_not_read_its_answers_is_no_longer_read_and_is_closed(
     server: uvicorn.Server, rest: bytes
 ) -> None:
     """Neither its answers nor its connection may pile up in the service."""
@@ -568,7 +568,9 @@ async def test_who_does_not_read_its_answers_is_read_no_more_and_does_not_stay(
                 await asyncio.sleep(0.05)
 
 
-async def test_who_reads_slowly_gets_the_whole_answer(server: uvicorn.Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_reads_slowly_gets_the_whole_answer(
+    server: uvicorn.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For longer than an idle connection is kept."""
     monkeypatch.setattr(limits, "UNREAD_MAX_S", 60.0)  # a busy machine lets the client read nothing for a second
     server.config.timeout_keep_alive = 1
@@ -590,7 +592,7 @@ async def test_who_reads_slowly_gets_the_whole_answer(server: uvicorn.Server, mo
             assert piece, "the next request was lost"
 
 
-async def test_a_stop_waits_for_what_is_under_way(server: uvicorn.Server, caller: Caller, desk: Desk) -> None:
+async def test_a_stop_waits_for_the_requests_under_way(server: uvicorn.Server, caller: Caller, desk: Desk) -> None:
     await caller.say(post(b"/apart", b"work"))
     server.should_exit = True
     status, headers, body = await caller.hear()
@@ -623,9 +625,7 @@ async def test_a_body_in_tiny_pieces_has_its_own_size_in_memory(caller: Caller, 
 
 @only_direct
 @pytest.mark.parametrize("kind", ["chunks", "requests"])
-async def test_what_is_read_at_once_is_parsed_in_slices(
-    caller: Caller, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_large_read_is_parsed_in_slices(caller: Caller, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """256 KiB may be 40,000 chunks of a body, or 3,000 requests: between slices others have their turn."""
     monkeypatch.setattr(limits, "PARSE_MAX_S", 0.0)
     head = b"POST /now HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -641,7 +641,7 @@ async def test_what_is_read_at_once_is_parsed_in_slices(
 
 
 @only_direct
-async def test_requests_that_are_answered_at_once_hold_up_nobody(
+async def test_pipelined_requests_that_are_answered_at_once_are_read_one_slice_a_turn(
     caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each turn of the loop reads one slice, however many requests of the last one have their answers."""

@@ -97,7 +97,7 @@ BODIES = {"no body": b"", "GET": b"", "chunks": b"abcde", "another protocol": po
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_request_says_the_same_in_any_two_pieces_and_byte_by_byte(name: str) -> None:
+def test_a_request_is_read_alike_in_any_two_pieces_and_byte_by_byte(name: str) -> None:
     whole = REQUESTS[name]
     ((_, found, body),) = meant(Connection().feed(whole))
     assert found[b"host"] == "x"
@@ -130,7 +130,7 @@ KEPT_ALIVE = [whole for name, whole in REQUESTS.items() if name != "HTTP/1.0"]
     answers=st.booleans(),
     data=st.data(),
 )
-def test_pipelined_requests_say_the_same_however_they_are_cut(
+def test_pipelined_requests_are_read_alike_however_they_are_cut(
     requests: Sequence[bytes], end: bytes, answers: bool, data: st.DataObject
 ) -> None:
     """One slice has them all, so that none of them waits unread."""
@@ -164,7 +164,7 @@ def test_no_bytes_harm_the_reader_and_nothing_follows_a_refusal(pieces: list[byt
 
 
 @pytest.mark.parametrize("answered", [False, True])
-def test_a_refusal_knows_whose_answer_it_would_be_taken_for(answered: bool) -> None:
+def test_a_refusal_tells_whether_it_would_be_taken_for_an_earlier_request_s_answer(answered: bool) -> None:
     """It has none where an earlier request waits, or where the one that is being read was answered already."""
     between = Connection(answers=answered)
     (*_, refusal) = between.feed(post(b"1"), b"\0")
@@ -202,7 +202,7 @@ def test_heads_and_trailers_have_bounds_in_bytes_and_in_lines(start: bytes) -> N
         assert abs(sent - bytes_max) <= len(start) + len(line)
 
 
-def test_what_has_no_end_is_bounded_wherever_it_comes() -> None:
+def test_a_target_header_chunk_extension_or_blank_line_without_end_is_refused() -> None:
     for start, line in (
         (b"GET /", b"x" * 1000),
         (b"GET / HTTP/1.1\r\nx: ", b"y" * 1000),
@@ -214,14 +214,14 @@ def test_what_has_no_end_is_bounded_wherever_it_comes() -> None:
         assert sent <= HEAD_BYTES_MAX + SLICE_BYTES
 
 
-def test_a_body_has_no_bound_and_begins_the_head_s_anew() -> None:
+def test_the_bound_of_a_head_does_not_count_the_bytes_of_a_body() -> None:
     connection = Connection()
     connection.feed(CHUNKED + b"\r\n", *[b"3e8\r\n" + b"x" * 1000 + b"\r\n"] * 200, b"0\r\n\r\n")
     connection.feed(post(b"x" * 200_000), post(b"next"))
     assert [len(body) for _, _, body in meant(connection.events)] == [200_000, 200_000, 4]
 
 
-def test_a_head_that_is_just_not_too_large_is_read_with_its_body() -> None:
+def test_a_head_just_below_its_bound_is_read_with_its_body() -> None:
     lines = [b"x: " + b"y" * 8_000] * 8
     assert len(post(b"", *lines)) < HEAD_BYTES_MAX
     ((_, _, body),) = meant(Connection().feed(post(b"b" * 100_000, *lines)))
@@ -230,7 +230,7 @@ def test_a_head_that_is_just_not_too_large_is_read_with_its_body() -> None:
     assert kind is HEAD_TOO_LARGE
 
 
-def test_nothing_is_read_behind_a_request_that_waits() -> None:
+def test_the_reader_stops_after_the_slice_of_a_request_that_waits() -> None:
     waiting = Connection(answers=False)
     many = post(b"x", b"via: x") * 1_000
     waiting.feed(many)
@@ -243,7 +243,7 @@ def test_nothing_is_read_behind_a_request_that_waits() -> None:
     assert waiting.reader.ready
 
 
-def test_one_call_reads_one_slice() -> None:
+def test_a_call_reads_one_slice() -> None:
     reader = RequestReader(0.0)
     ((head, body), sent) = reader.feed(post(bytes(100_000)), 0.0), len(post(bytes(100_000)))
     assert isinstance(head, Head)
@@ -261,7 +261,7 @@ def test_the_continue_of_http_1_1_is_asked_for() -> None:
 # ------------------------------------------------------------------------------------------------------------- time
 
 
-def test_a_connection_that_says_nothing_is_closed_without_an_answer() -> None:
+def test_a_silent_connection_is_closed_without_an_answer() -> None:
     reader = RequestReader(100.0)
     assert reader.deadline == 100.0 + SILENCE_MAX_S
     assert reader.expire(100.0 + SILENCE_MAX_S - 0.1) == []
@@ -300,7 +300,7 @@ def test_a_request_below_the_least_rate_ends_though_it_is_never_silent() -> None
     assert second == 2 * SILENCE_MAX_S + 1, "its 100 bytes of head came at once"
 
 
-def test_no_time_runs_between_requests_nor_while_the_service_does_not_read_on() -> None:
+def test_a_connection_has_no_deadline_between_requests_or_while_the_reader_is_paused() -> None:
     connection = Connection(answers=False)
     connection.feed(post(b"1"))
     assert connection.reader.deadline is None
@@ -345,7 +345,7 @@ def test_the_end_comes(sent: bytes, answers: bool, expected: list[Any]) -> None:
         assert connection.reader.unanswered == 1, "what was dropped has no answer to wait for"
 
 
-def test_the_end_comes_behind_what_is_unread() -> None:
+def test_the_end_of_a_connection_is_reported_after_its_unread_requests() -> None:
     connection = Connection(answers=False)
     many = 2 * SLICE_BYTES // len(post(b"x"))
     connection.feed(post(b"x") * many)
@@ -366,7 +366,7 @@ def test_every_state_can_be_come_to_and_has_a_row() -> None:
     assert reached == set(get_args(State))
 
 
-def test_whatever_the_state_a_connection_can_be_refused_and_what_is_over_stays_so() -> None:
+def test_every_open_state_can_be_refused_and_an_ended_state_stays_ended() -> None:
     for state, row in TRANSITIONS.items():
         over = state in ("ended", "refused")
         for what in ("malformed", "too large", "silence", "end"):

@@ -46,7 +46,7 @@ def text(body: dict[str, Any]) -> str:
 
 
 @given(PLACES, st.booleans())
-def test_what_clients_are_told(places: list[Delivery], replayed: bool) -> None:
+def test_results_are_rendered_with_their_id_place_and_replayed(places: list[Delivery], replayed: bool) -> None:
     results = [{"status": 201, **members_of(place), "replayed": replayed} for place in places]
     answers = [Committed(1, (place,), replayed) for place in places]
     assert render_place(places[0]).decode() == text(members_of(places[0]))

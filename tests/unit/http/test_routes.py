@@ -62,7 +62,7 @@ def assert_problem(response: httpx.Response, status: int, code: str) -> None:
         ("POST", "/docs", "GET, HEAD"),
     ],
 )
-async def test_another_method_is_told_which_ones_there_are(
+async def test_an_unsupported_method_is_answered_405_with_the_allowed_ones(
     http: httpx.AsyncClient, method: str, path: str, allowed: str
 ) -> None:
     response = await http.request(method, path)
@@ -140,13 +140,13 @@ async def test_head_is_get_without_a_body(http: httpx.AsyncClient) -> None:
         assert get.content
 
 
-async def test_what_is_not_there(http: httpx.AsyncClient) -> None:
+async def test_an_unknown_path_is_answered_404(http: httpx.AsyncClient) -> None:
     for path in ("/nowhere", "/", "/livez/", "/problems/none"):
         assert_problem(await http.get(path), 404, "not-found")
     assert_problem(await http.post("/nowhere"), 404, "not-found")
 
 
-async def test_a_path_is_the_same_however_it_is_encoded(http: httpx.AsyncClient) -> None:
+async def test_a_percent_encoded_path_is_decoded_before_it_is_matched(http: httpx.AsyncClient) -> None:
     """RFC 3986, section 6.2.2.2."""
     for path in ("/events", "/event%73"):
         assert_problem(await http.post(path), 415, "unsupported-media-type")
@@ -154,7 +154,7 @@ async def test_a_path_is_the_same_however_it_is_encoded(http: httpx.AsyncClient)
 
 
 @pytest.mark.parametrize("key", [".", ".."])
-async def test_a_key_that_no_path_can_have_is_asked_for_beside_it(http: httpx.AsyncClient, key: str) -> None:
+async def test_a_key_that_a_path_cannot_carry_is_located_by_a_query(http: httpx.AsyncClient, key: str) -> None:
     """Any client takes these segments out of a path (RFC 3986, section 5.2.4)."""
     location = location_of(key).decode()
     assert urljoin("http://host/events", location) == f"http://host{location}"
@@ -166,7 +166,7 @@ async def test_the_document_is_served(http: httpx.AsyncClient) -> None:
     assert "/openapi.json" in (await http.get("/docs")).text
 
 
-async def test_what_the_probes_answer_is_documented(http: httpx.AsyncClient) -> None:
+async def test_the_media_types_of_the_probes_answers_are_documented(http: httpx.AsyncClient) -> None:
     paths = openapi_document()["paths"]
     for path in PROBES:
         answer = await http.get(path)

@@ -32,7 +32,7 @@ async def protocol() -> HttpToolsProtocol:
     return HttpToolsProtocol(uvicorn.Config(app=lambda: None, lifespan="off"), ServerState(), {})
 
 
-async def test_what_a_connection_has(protocol: HttpToolsProtocol) -> None:
+async def test_a_connection_of_uvicorn_has_the_attributes_that_the_service_uses(protocol: HttpToolsProtocol) -> None:
     """Also what is assigned here: under another name uvicorn would go on with a value of its own."""
     assert protocol.pipeline == deque()
     for name in ("cycle", "transport", "flow", "timeout_keep_alive_task"):
@@ -69,7 +69,7 @@ def of_self(module: ModuleType) -> tuple[set[str], set[str]]:
     return read, own
 
 
-async def test_all_that_is_read_of_a_connection_is_uvicorns_or_our_own(protocol: HttpToolsProtocol) -> None:
+async def test_each_attribute_that_the_service_reads_of_a_connection_exists(protocol: HttpToolsProtocol) -> None:
     protocol.on_message_begin()
     ours = {name for kind in (GuardedProtocol, http_protocol.PostsProtocol) for name in vars(kind)}
     for module in (limits, http_protocol):
@@ -102,7 +102,7 @@ def test_methods_that_are_overridden_or_called(name: str) -> None:
     assert len(inspect.signature(theirs).parameters) == len(inspect.signature(ours).parameters)
 
 
-def test_what_uvicorn_calls_of_a_pipelined_cycle() -> None:
+def test_an_http_request_has_what_uvicorn_uses_of_a_pipelined_cycle() -> None:
     """A Post stands in its place: all that uvicorn reads or sets of one, it has."""
     source = inspect.getsource(HttpToolsProtocol)
     used = {name for name in vars(RequestResponseCycle)["__init__"].__code__.co_names if f"cycle.{name}" in source}
