@@ -110,7 +110,7 @@ async def test_another_broker_is_asked_where_one_does_not_answer(monkeypatch: py
     assert not client.closed
 
 
-async def test_where_no_broker_answers_the_client_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_to_which_no_broker_answers_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """The brokers may all have moved: only bootstrapping again finds them."""
     monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.001)
     client = FakeClient(1, 2)
@@ -122,7 +122,7 @@ async def test_where_no_broker_answers_the_client_is_made_anew(monkeypatch: pyte
     assert cluster._client is None
 
 
-async def test_a_broker_that_hangs_does_not_hang_its_caller() -> None:
+async def test_a_call_to_a_broker_that_hangs_fails_at_its_timeout() -> None:
     client = FakeClient()
     client.hangs = True
     cluster = cluster_with(client, timeout_ms=50)
@@ -144,7 +144,7 @@ async def test_a_broker_that_is_silent_gets_a_share_of_the_time_only(
     assert client.asked == [silent, 3 - silent]
 
 
-async def test_a_broker_that_is_slow_and_alone_gets_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_single_slow_broker_gets_the_whole_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SHARE_LEAST_S", 0.01)
     client = FakeClient()
     client.turn = deque([1])
@@ -153,7 +153,7 @@ async def test_a_broker_that_is_slow_and_alone_gets_all_the_time(monkeypatch: py
     assert client.asked == [1]
 
 
-async def test_brokers_that_are_slow_all_of_them_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_two_slow_brokers_are_both_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SHARE_LEAST_S", 0.01)
     client = FakeClient()
     client.takes_s = 0.4
@@ -161,7 +161,7 @@ async def test_brokers_that_are_slow_all_of_them_are_waited_for(monkeypatch: pyt
     assert sorted(client.asked) == [1, 2]
 
 
-async def test_who_asks_whether_kafka_answers_is_told_soon_and_the_question_goes_on() -> None:
+async def test_a_probe_fails_at_its_own_timeout_and_its_request_continues() -> None:
     """A probe has little time; where no broker answers, the question's own end begins anew with other addresses."""
     client = FakeClient()
     client.hangs = True
@@ -183,14 +183,14 @@ async def test_a_topic_that_may_not_be_described_is_forbidden_and_not_away() -> 
         await cluster_with(client).describe(["orders"])
 
 
-async def test_a_topic_whose_settings_another_broker_does_not_know_is_not_said_to_be_missing() -> None:
+async def test_a_topic_whose_settings_a_broker_does_not_know_is_kafka_away_and_not_missing() -> None:
     client = FakeClient()
     client.of_settings = UnknownTopicOrPartitionError.errno
     with pytest.raises(KafkaAway, match="UnknownTopicOrPartition"):
         await cluster_with(client).describe(["orders"])
 
 
-async def test_a_topic_is_looked_up_elsewhere_than_at_the_broker_that_answered_last() -> None:
+async def test_a_second_look_up_asks_another_broker_than_the_one_that_answered_last() -> None:
     client = FakeClient()
     cluster = cluster_with(client)
     for _ in range(4):  # whoever's turn it is
@@ -226,7 +226,7 @@ async def test_a_bug_in_asking_the_controller_is_no_word_of_kafkas(monkeypatch: 
         await cluster_with(client).create("orders", 1, {})
 
 
-async def test_where_no_controller_is_known_it_is_waited_for() -> None:
+async def test_create_waits_until_a_controller_is_known() -> None:
     client = FakeClient()
     client.controllers = [None, None]
     created = asyncio.create_task(cluster_with(client, 2_000).create("orders", 1, {}))
@@ -236,7 +236,7 @@ async def test_where_no_controller_is_known_it_is_waited_for() -> None:
     assert client.asked == [1]
 
 
-async def test_a_fence_tells_which_ids_it_waits_for() -> None:
+async def test_a_fence_reports_the_transactional_ids_that_it_waits_for() -> None:
     client = FakeClient()
     cluster = cluster_with(client)
     client.busy = {"b", "d"}
@@ -262,7 +262,7 @@ async def test_a_fence_tells_which_ids_it_waits_for() -> None:
         ("2", 1, 1, False),  # more than there are need not be in sync (KIP-966)
     ],
 )
-async def test_a_partition_with_too_few_replicas_in_sync_is_told(
+async def test_a_partition_with_too_few_replicas_in_sync_is_reported(
     least: str, replicas: int, in_sync: int, short: bool
 ) -> None:
     client = FakeClient()
@@ -273,13 +273,13 @@ async def test_a_partition_with_too_few_replicas_in_sync_is_told(
     assert (topic.partitions, topic.under_min_isr) == (3, frozenset({1} if short else ()))
 
 
-async def test_a_topic_is_known_by_its_id() -> None:
+async def test_a_topic_has_its_id_in_kafka_s_base64() -> None:
     """As Kafka's own tools and the audit's client print it."""
     cluster = cluster_with(FakeClient())
     assert (await cluster.describe(["orders"]))["orders"].topic_id == "AAECAwQFBgcICQoLDA0ODw"
 
 
-def test_metadata_goes_over_the_wire_as_the_protocol_has_it() -> None:
+def test_a_metadata_request_is_encoded_as_the_protocol_defines_it() -> None:
     request = Metadata(["orders"]).prepare({3: (0, 13)})
     assert request.FLEXIBLE_VERSION
     assert request.encode() == b"\x02" + bytes(16) + b"\x07orders\x00" + b"\x00\x00\x00" + b"\x00"
@@ -313,7 +313,7 @@ async def test_the_ends_of_partitions_are_asked_of_their_leaders() -> None:
     assert len(client.offsets) == 4
 
 
-async def test_the_ends_are_told_without_those_of_a_leader_that_is_away() -> None:
+async def test_last_offsets_leaves_out_the_partitions_whose_leader_is_away() -> None:
     client = Leaders(2)
     client.get_random_node = lambda: 1  # type: ignore[method-assign]
     cluster = cluster_with(client)

@@ -67,7 +67,7 @@ async def test_a_connection_has_the_private_names_that_are_used() -> None:
     connection.close()
 
 
-def test_nothing_of_aiokafka_is_replaced() -> None:
+def test_importing_the_service_replaces_nothing_of_aiokafka() -> None:
     """An application that uses the reader has clients of its own, to which the service is nothing."""
     code = """
 import inspect, sys
@@ -118,7 +118,7 @@ async def test_metadata_is_asked_for_by_the_method_that_is_overridden(
     await client.close()
 
 
-async def test_a_consumer_goes_by_its_client() -> None:
+async def test_a_consumer_uses_our_client() -> None:
     options = {"bootstrap_servers": "127.0.0.1:1", "client_id": "c"}
     consumer = Consumer(options, enable_auto_commit=False)
     assert isinstance(consumer._client, BaseClient)
@@ -128,7 +128,7 @@ async def test_a_consumer_goes_by_its_client() -> None:
     await consumer.stop()
 
 
-def test_what_requests_are_made_of() -> None:
+def test_aiokafka_s_requests_have_the_parameters_that_the_service_passes() -> None:
     assert CoordinationType.TRANSACTION in CoordinationType
     for request, parameters in {
         InitProducerIdRequest: ["transactional_id", "transaction_timeout_ms"],
@@ -139,7 +139,7 @@ def test_what_requests_are_made_of() -> None:
         assert list(inspect.signature(request.__init__).parameters)[1:] == parameters
 
 
-def test_a_batch_says_when_it_is_full_and_carries_its_producer() -> None:
+def test_a_full_batch_takes_no_record_and_a_batch_carries_its_producer() -> None:
     batch = DefaultRecordBatchBuilder(
         2, 0, is_transactional=True, producer_id=7, producer_epoch=3, base_sequence=11, batch_size=400
     )
@@ -149,7 +149,7 @@ def test_a_batch_says_when_it_is_full_and_carries_its_producer() -> None:
     assert (made.producer_id, made.producer_epoch, made.base_sequence, made.is_transactional) == (7, 3, 11, True)
 
 
-async def test_a_consumer_that_stops_may_cancel_who_waits_for_it() -> None:
+async def test_a_fetcher_that_closes_may_cancel_its_caller() -> None:
     """Why `within` tells a cancellation from within: a fetch that is cancelled before it began is waited for."""
     fetcher = Fetcher.__new__(Fetcher)
     fetcher._fetch_task = asyncio.create_task(asyncio.sleep(0))

@@ -76,7 +76,7 @@ KINDS: dict[type, Any] = {
 
 
 @given(request=requests, correlation_id=st.integers(0, 2**31 - 1), client_id=st.text(max_size=20))
-def test_a_request_is_what_aiokafka_sends(request: Any, correlation_id: int, client_id: str) -> None:
+def test_a_request_is_encoded_as_aiokafka_encodes_it(request: Any, correlation_id: int, client_id: str) -> None:
     prepared = request.prepare(VERSIONS)
     message = prepared.build_request_header(correlation_id, client_id).encode() + prepared.encode()
     form = CODECS[type(request)]
@@ -86,7 +86,7 @@ def test_a_request_is_what_aiokafka_sends(request: Any, correlation_id: int, cli
 
 
 @given(answer=answers, cut=st.integers(1, 1000))
-def test_an_answer_is_what_aiokafka_reads(answer: Any, cut: int) -> None:
+def test_a_response_is_decoded_as_aiokafka_decodes_it(answer: Any, cut: int) -> None:
     encoded = b"\0\0\0\5" + answer.encode()
     form = CODECS[KINDS[type(answer)]]
     read = form.decode(encoded)
@@ -168,7 +168,7 @@ async def connect() -> AsyncIterator[Connect]:
 
 
 @pytest.mark.parametrize("part", [1, 3, 7, 1000])
-async def test_answers_are_cut_apart_however_they_come(connect: Connect, part: int) -> None:
+async def test_responses_are_split_however_their_bytes_arrive(connect: Connect, part: int) -> None:
     client, _, broker = await connect()
     asked = [asyncio.create_task(client.send(NODE, END)) for _ in range(3)]
     messages = [await broker.next() for _ in asked]
@@ -179,7 +179,7 @@ async def test_answers_are_cut_apart_however_they_come(connect: Connect, part: i
     assert [answer.error_code for answer in await asyncio.gather(*asked)] == [0, 1, 2]
 
 
-async def test_a_large_payload_goes_in_its_place(connect: Connect) -> None:
+async def test_a_large_payload_is_sent_in_its_place_in_the_request(connect: Connect) -> None:
     client, _, broker = await connect()
     topics = [("a", [(0, b"x" * 200_000), (1, b"y" * 3)])]
     asked = asyncio.create_task(client.send(NODE, ProduceRequest(None, -1, 100, topics)))
@@ -211,7 +211,7 @@ async def test_aiokafka_s_own_requests_go_between(connect: Connect) -> None:
     assert (await last).error_code == 2
 
 
-async def test_an_answer_that_nobody_waits_for_is_not_taken_for_the_next(connect: Connect) -> None:
+async def test_a_response_to_a_cancelled_request_is_not_taken_for_the_next(connect: Connect) -> None:
     client, _, broker = await connect()
     given_up = client.send_now(NODE, END)
     kept = client.send_now(NODE, END)
@@ -230,7 +230,7 @@ async def test_an_answer_that_nobody_waits_for_is_not_taken_for_the_next(connect
         struct.pack(">ih", 2, 0),  # too short for a correlation id
     ],
 )
-async def test_what_is_no_answer_ends_the_connection_and_every_wait(connect: Connect, wrong: bytes) -> None:
+async def test_an_invalid_response_ends_the_connection_and_fails_every_request(connect: Connect, wrong: bytes) -> None:
     client, connection, broker = await connect()
     asked = [client.send_now(NODE, END) for _ in range(2)]
     await broker.next()
@@ -376,7 +376,7 @@ async def test_a_connection_that_ends_with_its_login_is_a_failure_that_is_tried_
         await client.send(NODE, END)
 
 
-async def test_a_connection_that_nobody_knows_any_more_is_closed(connect: Connect) -> None:
+async def test_an_unreferenced_connection_is_closed_with_a_warning(connect: Connect) -> None:
     client, connection, _ = await connect()
     transport = connection._writer.transport
     client._conns.clear()
@@ -389,7 +389,7 @@ async def test_a_connection_that_nobody_knows_any_more_is_closed(connect: Connec
     assert any("Unclosed AIOKafkaConnection" in str(each.message) for each in warned)
 
 
-async def test_without_a_connection_nothing_is_sent_at_once_and_a_node_that_is_not_there_is_told_of() -> None:
+async def test_try_send_without_a_connection_sends_nothing_and_an_unknown_node_is_not_ready() -> None:
     client = Client(bootstrap_servers="127.0.0.1:1")
     assert client.send_now(NODE, END) is None
     with pytest.raises(errors.NodeNotReadyError):

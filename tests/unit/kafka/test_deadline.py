@@ -50,7 +50,7 @@ async def cancelled_from_within() -> None:
     await fetch
 
 
-async def test_a_cancellation_that_nobody_asked_for_is_a_failure_like_any_other() -> None:
+async def test_a_cancellation_from_within_raises_abandoned() -> None:
     with pytest.raises(Abandoned):
         await within(1, cancelled_from_within())
     task = asyncio.create_task(cancelled_from_within())
@@ -59,7 +59,7 @@ async def test_a_cancellation_that_nobody_asked_for_is_a_failure_like_any_other(
             await shared(task)
 
 
-async def test_who_is_cancelled_leaves_to_the_others_what_they_share() -> None:
+async def test_a_cancelled_caller_of_a_shared_task_leaves_it_to_the_others() -> None:
     go_on = asyncio.Event()
 
     async def work() -> int:

@@ -39,12 +39,14 @@ def test_a_partition_hangs_where_the_producer_id_has_a_transaction_open() -> Non
         (True, [None], Verdict.UNKNOWN),
     ],
 )
-def test_the_evidence_tells_how_it_ends(has_record: bool, markers: list[Marker | None], expected: Verdict) -> None:
+def test_a_hanging_transaction_ends_by_its_record_and_its_markers(
+    has_record: bool, markers: list[Marker | None], expected: Verdict
+) -> None:
     assert verdict(has_record, markers) is expected
 
 
 @pytest.mark.parametrize("marker", Marker)
-def test_what_hangs_in_a_data_partition_ends_as_in_the_ledger(marker: Marker) -> None:
+def test_a_transaction_that_hangs_in_a_data_partition_ends_as_in_the_ledger(marker: Marker) -> None:
     open_from = {ORDERS: 691}
     transactions = [Transaction({LEDGER: 4, ORDERS: 690}), Transaction({LEDGER: 6, ORDERS: 693, BILLS: 9})]
     assert markers_to_read(open_from, transactions) == {RecordCoordinates(LEDGER, 6), RecordCoordinates(BILLS, 9)}
@@ -52,14 +54,14 @@ def test_what_hangs_in_a_data_partition_ends_as_in_the_ledger(marker: Marker) ->
 
 
 @pytest.mark.parametrize("marker", Marker)
-def test_what_hangs_in_the_ledger_ends_as_in_a_data_partition(marker: Marker) -> None:
+def test_a_transaction_that_hangs_in_the_ledger_ends_as_in_a_data_partition(marker: Marker) -> None:
     open_from = {LEDGER: 6}
     transactions = [Transaction({LEDGER: 4, ORDERS: 690}), Transaction({LEDGER: 6, ORDERS: 693, BILLS: 9})]
     assert verdicts(open_from, transactions, {RecordCoordinates(BILLS, 9): marker}) == {LEDGER: Verdict(marker.value)}
     assert verdicts(open_from, transactions, {}) == {LEDGER: Verdict.UNKNOWN}
 
 
-def test_what_hangs_everywhere_is_committed_if_its_ledger_record_is_there() -> None:
+def test_a_transaction_that_hangs_everywhere_is_committed_if_it_has_a_ledger_record() -> None:
     transactions = [Transaction({LEDGER: 6, ORDERS: 693})]
     assert verdicts({LEDGER: 6, ORDERS: 691}, transactions, {}) == {LEDGER: Verdict.COMMIT, ORDERS: Verdict.COMMIT}
     assert verdicts({ORDERS: 691, BILLS: 9}, [], {}) == {ORDERS: Verdict.ABORT, BILLS: Verdict.ABORT}

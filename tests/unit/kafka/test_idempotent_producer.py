@@ -39,14 +39,14 @@ async def test_the_refusal_of_one_partition_is_not_another_ones() -> None:
 
 
 @pytest.mark.parametrize("met", [RecordMetadata(-1, -1), DuplicateSequenceNumber.errno, OutOfOrderSequenceNumber.errno])
-async def test_without_a_place_it_is_in_doubt(met: Met) -> None:
+async def test_a_record_without_an_offset_is_in_doubt_and_its_session_ends(met: Met) -> None:
     producer, kafka = idempotent()
     kafka.produced = lambda topic, partition: met
     assert await producer.write([record("plain.a")]) == [None]
     assert producer._session is None
 
 
-async def test_what_hangs_leaves_the_others_their_places() -> None:
+async def test_a_topic_that_hangs_leaves_the_other_records_their_results() -> None:
     producer, kafka = idempotent(150)
     kafka.leaders = {("hangs", 0): 2}
     kafka.produced = lambda topic, partition: None if topic == "hangs" else RecordMetadata(1, -1)
@@ -57,7 +57,9 @@ async def test_what_hangs_leaves_the_others_their_places() -> None:
     ]
 
 
-async def test_what_has_no_leader_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_record_without_a_leader_is_not_sent_and_the_others_are_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "METADATA_TIMEOUT_S", 0.03)
     producer, kafka = idempotent()
     kafka.leaderless, kafka.unknown = {"ill"}, {"gone"}
@@ -69,7 +71,7 @@ async def test_what_has_no_leader_is_left_out(monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
-async def test_what_too_few_replicas_would_have_is_not_there_and_what_they_have_is_in_doubt() -> None:
+async def test_too_few_replicas_before_the_append_is_not_sent_and_after_it_in_doubt() -> None:
     """Both are errors of acks=all: the first before the leader appends, the second after it has."""
     producer, kafka = idempotent()
     codes = {"before": NotEnoughReplicasError.errno, "after": NotEnoughReplicasAfterAppendError.errno}
@@ -80,9 +82,7 @@ async def test_what_too_few_replicas_would_have_is_not_there_and_what_they_have_
 
 
 @pytest.mark.parametrize("second", [NotEnoughReplicasError.errno, TopicAuthorizationFailedError.errno, TOO_BIG])
-async def test_what_was_sent_to_two_leaders_may_have_been_appended_by_the_first(
-    second: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_record_that_was_sent_to_two_leaders_is_in_doubt(second: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "NOT_LEADER_PAUSE_S", 0.001)
     producer, kafka = idempotent()
     codes = [NotLeaderForPartitionError.errno, second]
@@ -91,7 +91,7 @@ async def test_what_was_sent_to_two_leaders_may_have_been_appended_by_the_first(
     assert codes == []
 
 
-async def test_what_the_time_did_not_suffice_for_was_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_records_whose_metadata_is_missing_at_the_timeout_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "METADATA_TIMEOUT_S", 10.0)
     producer, kafka = idempotent(150)
     kafka.leaderless = {"ill"}
@@ -113,7 +113,7 @@ async def test_places_are_in_the_order_of_the_records() -> None:
     assert producer._session is not None
 
 
-async def test_of_several_all_are_written_or_it_fails() -> None:
+async def test_send_all_writes_every_record_or_fails() -> None:
     """Whoever reads through these records must have each of them."""
     producer, kafka = idempotent()
     kafka.produced = lambda topic, partition: RecordMetadata(10 * partition, -1)
@@ -124,7 +124,7 @@ async def test_of_several_all_are_written_or_it_fails() -> None:
         await producer.send_all("a", [(2, None, b"x"), (1, b"k", b"y")])
 
 
-async def test_a_bug_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unforeseen_error_is_logged_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not as a word of Kafka's, of which nobody would expect a traceback."""
     producer, _ = idempotent()
     monkeypatch.setattr(producer._session, "batches", lambda *_: dict[str, int]()["of ours"])
@@ -134,7 +134,7 @@ async def test_a_bug_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(line["exc_info"], KeyError)
 
 
-async def test_a_topic_that_is_gone_is_told_of_once_until_it_is_back() -> None:
+async def test_a_topic_that_is_gone_is_logged_once_until_records_are_written_again() -> None:
     """The journal's was deleted, or may not be written any more: not a word, until 100,000 answers waited."""
     producer, kafka = idempotent()
     session = producer._session

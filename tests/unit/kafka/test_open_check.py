@@ -14,7 +14,7 @@ from tests.unit.fake_brokers import GONE, LEDGER, failure, record, transactional
 from tests.unit.fakes import World
 
 
-async def test_a_partition_is_asked_for_once_and_all_new_ones_of_a_group_at_once() -> None:
+async def test_a_partition_is_described_once_and_the_new_ones_of_a_group_in_one_request() -> None:
     producer, kafka = transactional(clear=False)
     for _ in range(3):
         await write(producer, record("a", 0), record("b", 1))
@@ -36,7 +36,7 @@ async def test_after_another_connection_the_leader_is_asked_again() -> None:
     assert len(kafka.sent(DescribeProducers)) == 2
 
 
-async def test_where_something_hangs_nothing_is_added_to_a_transaction() -> None:
+async def test_a_group_with_a_hanging_partition_adds_no_partition_to_its_transaction() -> None:
     producer, kafka = transactional(clear=False)
     kafka.open_in = {("a", 1): 691}
     producer.open([("a", 1), LEDGER])
@@ -45,7 +45,9 @@ async def test_where_something_hangs_nothing_is_added_to_a_transaction() -> None
     assert not kafka.sent(AddPartitionsToTxnRequest)
 
 
-async def test_without_leave_to_ask_it_is_said_once_and_written_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_permission_to_describe_is_logged_once_and_events_are_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "_logged", set())
     producer, kafka = transactional(clear=False)
     kafka.refused = {("a", n): TopicAuthorizationFailedError.errno for n in range(2)}
@@ -59,7 +61,7 @@ async def test_without_leave_to_ask_it_is_said_once_and_written_as_before(monkey
     ("answer", "verdict"),
     [(GONE, TransactionOutcome.UNKNOWN), (RecordListTooLargeError.errno, TransactionOutcome.ABORTED)],
 )
-async def test_once_its_ledger_record_may_be_there_a_transaction_is_in_doubt(
+async def test_a_transaction_whose_ledger_record_may_be_written_is_in_doubt(
     answer: Exception | int, verdict: TransactionOutcome
 ) -> None:
     """Where it hangs it is committed, so nobody may be told before the recovery that it is not written."""

@@ -28,7 +28,7 @@ def test_the_rest_is_in_doubt_only_once_a_commit_was_asked_for(error: Exception)
     assert outcomes.of(error, may_commit=True) is TransactionOutcome.UNKNOWN
 
 
-def test_nothing_but_a_clean_commit_is_committed() -> None:
+def test_no_broker_error_is_taken_for_a_commit() -> None:
     every = [
         kind
         for kind in vars(errors).values()
@@ -40,7 +40,7 @@ def test_nothing_but_a_clean_commit_is_committed() -> None:
             assert outcomes.of(kind(), may_commit) is not TransactionOutcome.COMMITTED
 
 
-def test_refusals_are_for_good_and_tell_the_caller_so() -> None:
+def test_every_refusal_has_a_4xx_status_and_a_reason() -> None:
     for code, refusal in REFUSALS.items():
         assert isinstance(refusal, RecordError)
         assert 400 <= refusal.kind.status < 500, code
@@ -62,7 +62,7 @@ def test_refusals_are_for_good_and_tell_the_caller_so() -> None:
         errors.InvalidProducerEpoch,
     ],
 )
-def test_what_passes_is_no_refusal(passing: type[errors.BrokerResponseError]) -> None:
+def test_a_transient_error_is_no_refusal(passing: type[errors.BrokerResponseError]) -> None:
     assert passing.errno not in REFUSALS
 
 
@@ -72,14 +72,14 @@ def test_the_codes_that_aiokafka_does_not_know_are_still_unknown_to_it() -> None
         assert errors.for_code(code) is errors.UnknownError
 
 
-def test_a_failure_says_what_it_was() -> None:
+def test_a_transaction_failure_names_its_outcome_and_its_refusals() -> None:
     failed = TransactionFailed(TransactionOutcome.ABORTED, "the cause", {"orders": REFUSALS[3]})
     assert str(failed) == "aborted: the cause"
     assert failed.refusals["orders"].kind.code == "unknown-topic"
     assert failed.stuck == ()
 
 
-def test_the_codes_by_which_a_broker_refuses_for_good() -> None:
+def test_each_refusing_error_code_has_its_problem() -> None:
     """By their numbers in Kafka's protocol; any other goes round again until its deadline."""
     kinds = {code: refusal.kind.code for code, refusal in REFUSALS.items()}
     too_large, unknown, refused = "too-large", "unknown-topic", "record-refused"

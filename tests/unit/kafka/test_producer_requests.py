@@ -44,7 +44,7 @@ def batches_of(request: Any) -> list[DefaultRecordBatch]:
     return [DefaultRecordBatch(bytes(raw)) for _, batches in topics_of(request) for _, raw in batches]
 
 
-async def test_every_send_waits_for_all_replicas_and_is_the_transaction_s_own() -> None:
+async def test_every_send_waits_for_all_replicas_and_belongs_to_the_transaction() -> None:
     """With acks=1, or outside of the transaction, one broker would take it all the same."""
     producer, kafka = transactional(TIMEOUT_MS)
     await write(producer, record("a", 0), record("a", 1))
@@ -58,7 +58,7 @@ async def test_every_send_waits_for_all_replicas_and_is_the_transaction_s_own() 
         assert (request._transactional_id, request._producer_id, request._producer_epoch) == ("ns.slot.0", 7, 0)
 
 
-async def test_a_plain_producer_waits_for_all_replicas_too_and_is_in_no_transaction() -> None:
+async def test_an_idempotent_producer_waits_for_all_replicas_and_is_in_no_transaction() -> None:
     producer, kafka = idempotent(TIMEOUT_MS)
     await producer.write([record("a", 0)])
     (request,) = kafka.sent(ProduceRequest)
@@ -93,7 +93,7 @@ async def test_an_offset_counts_only_in_a_clean_answer(answer: Any, result: obje
 # ----------------------------------------------------------------------------------------------------- deadlines
 
 
-async def test_a_partition_that_is_silent_leaves_time_to_go_round_again() -> None:
+async def test_a_silent_partition_fails_its_transaction_after_a_third_of_the_timeout() -> None:
     producer, kafka = transactional(TIMEOUT_MS)
     kafka.produced = lambda topic, partition: None
     started = time.monotonic()
@@ -119,7 +119,7 @@ async def test_silence_and_no_such_partition_is_no_refusal(hang_s: float, monkey
     assert (failed.outcome, failed.refusals, set(failed.stuck)) == (TransactionOutcome.ABORTED, {}, {"gone"})
 
 
-async def test_a_life_that_is_closed_while_it_opens_leaves_nothing_behind() -> None:
+async def test_a_producer_that_is_closed_while_it_opens_cancels_the_open_request() -> None:
     producer, kafka = transactional(60_000)
     held = asyncio.Event()
 
@@ -139,7 +139,7 @@ async def test_a_life_that_is_closed_while_it_opens_leaves_nothing_behind() -> N
     assert kafka.closed
 
 
-async def test_a_life_that_cannot_be_closed_is_over_all_the_same() -> None:
+async def test_a_producer_closes_although_its_client_fails_to_close() -> None:
     for producer, kafka in (transactional(), idempotent()):
 
         async def broken() -> None:
@@ -164,7 +164,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("transactional_id", "node"), [("ns.slot.0", 5), (None, 6)])
-async def test_a_life_asks_its_own_coordinator_for_its_id(
+async def test_a_session_asks_its_own_coordinator_for_its_producer_id(
     transactional_id: str | None, node: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one broker it is every id's; of several each has its own."""
@@ -212,7 +212,7 @@ async def test_a_life_that_cannot_begin_is_closed(bootstrap: Callable[[], Any]) 
     assert kafka.closed
 
 
-async def test_a_life_that_is_cut_off_as_it_begins_is_closed() -> None:
+async def test_a_session_that_is_cancelled_while_it_starts_closes_its_client() -> None:
     producer, fake = transactional()
     kafka: Any = fake
     kafka.bootstrap = silent
@@ -224,7 +224,7 @@ async def test_a_life_that_is_cut_off_as_it_begins_is_closed() -> None:
     assert kafka.closed
 
 
-async def test_all_who_want_a_plain_producer_share_one_life_and_after_its_close_another(
+async def test_concurrent_users_of_an_idempotent_producer_share_one_session_and_start_another_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two at once would be two producer ids, each with sequence numbers of its own."""
@@ -251,7 +251,9 @@ async def test_all_who_want_a_plain_producer_share_one_life_and_after_its_close_
     assert await producer.identity() == (2, 0)
 
 
-async def test_the_start_of_a_slot_s_producer_waits_for_what_it_fences(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_start_of_a_transactional_producer_waits_for_the_transaction_that_it_fences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its transaction may just have begun to commit: that takes as long as a transaction may."""
     waited: list[float] = []
 

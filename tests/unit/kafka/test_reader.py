@@ -87,19 +87,19 @@ async def test_a_consumer_that_hangs_is_given_up(deaf: Deaf) -> None:
 
 
 @pytest.mark.parametrize("deaf", ["stop"], indirect=True)
-async def test_what_was_read_is_answered_though_the_consumer_does_not_stop(deaf: Deaf) -> None:
+async def test_a_read_returns_its_records_although_the_consumer_does_not_stop(deaf: Deaf) -> None:
     assert [item.offset for item in await ended(read())] == [7]
     assert await ended(ends(cluster(), "t", [0])) == {0: 8}
 
 
 @pytest.mark.parametrize("deaf", ["end_offsets"], indirect=True)
-async def test_a_look_up_that_hangs_is_given_up(deaf: Deaf) -> None:
+async def test_a_look_up_of_ends_that_hangs_is_kafka_away(deaf: Deaf) -> None:
     assert isinstance(await ended(ends(cluster(), "t", [0])), KafkaAway)
 
 
 @pytest.mark.parametrize("deaf", ["nowhere"], indirect=True)
 @pytest.mark.parametrize("error", [asyncio.CancelledError, KafkaError("unexpected")])
-async def test_what_comes_of_stopping_says_nothing_of_what_was_read(
+async def test_an_error_of_the_consumer_s_stop_does_not_fail_a_read(
     deaf: Deaf, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def stop() -> None:

@@ -82,7 +82,7 @@ async def test_a_transaction_that_is_open_is_not_begun_again() -> None:
     assert [request._transaction_result for request in kafka.sent(EndTxnRequest)] == [True, True]
 
 
-async def test_without_a_connection_the_write_begins_the_transaction() -> None:
+async def test_open_without_a_connection_leaves_the_begin_to_the_write() -> None:
     producer, kafka = transactional()
     kafka.connected = False
     producer.open([("a", 0), LEDGER])
@@ -95,7 +95,7 @@ async def test_without_a_connection_the_write_begins_the_transaction() -> None:
     assert len(kafka.sent(AddPartitionsToTxnRequest)) == 1
 
 
-async def test_what_could_not_be_opened_yet_is_begun_by_the_write_and_need_not_be_ended() -> None:
+async def test_open_during_concurrent_transactions_is_left_to_the_write_and_needs_no_abort() -> None:
     """The markers of the transaction before are still being written, maybe for long: nothing was done."""
     producer, kafka = transactional()
     concurrent = [ConcurrentTransactions.errno] * 2
@@ -112,7 +112,7 @@ async def test_what_could_not_be_opened_yet_is_begun_by_the_write_and_need_not_b
     ] * 2
 
 
-async def test_what_was_opened_for_nothing_is_aborted() -> None:
+async def test_an_opened_transaction_that_is_abandoned_is_aborted() -> None:
     producer, kafka = transactional()
     await producer.abandon()
     assert not kafka.requests
@@ -121,7 +121,7 @@ async def test_what_was_opened_for_nothing_is_aborted() -> None:
     assert [request._transaction_result for request in kafka.sent(EndTxnRequest)] == [False]
 
 
-async def test_what_could_not_be_opened_is_left_to_the_write_and_need_not_be_ended() -> None:
+async def test_a_refused_open_is_left_to_the_write_and_needs_no_abort() -> None:
     producer, kafka = transactional()
     denied = TopicAuthorizationFailedError.errno
     kafka.added = lambda topic, partition: denied if topic == "secret" else 0
@@ -135,7 +135,7 @@ async def test_what_could_not_be_opened_is_left_to_the_write_and_need_not_be_end
     assert {topic: refusal.kind for topic, refusal in failed.refusals.items()} == {"secret": FORBIDDEN_TOPIC}
 
 
-async def test_nobody_waits_for_a_leader_that_may_not_be_needed() -> None:
+async def test_open_does_not_wait_for_a_partition_without_a_leader() -> None:
     producer, kafka = transactional()
     kafka.leaderless = {"moves"}
     producer.open([("a", 0), ("moves", 0), LEDGER])
@@ -182,7 +182,7 @@ async def test_sequence_numbers_go_on_over_batches_and_writes_and_begin_again_at
     assert [sequence for _, sequence, _ in kafka.batches("a")][-2:] == [2**31 - 1, 1]
 
 
-async def test_while_markers_are_written_the_next_transaction_asks_again() -> None:
+async def test_a_transaction_retries_while_the_markers_of_the_last_one_are_written() -> None:
     producer, kafka = transactional()
     answers = iter([ConcurrentTransactions.errno] * 6)
     kafka.added = lambda topic, partition: next(answers, 0)
@@ -193,7 +193,7 @@ async def test_while_markers_are_written_the_next_transaction_asks_again() -> No
 # ------------------------------------------------------------------------------------------------------ refusals
 
 
-async def test_a_refusal_that_ends_a_transaction_is_told_by_its_topic() -> None:
+async def test_a_refused_record_aborts_the_transaction_and_names_its_topic() -> None:
     producer, kafka = transactional()
     kafka.produced = lambda topic, partition: TOO_BIG if topic == "small" else RecordMetadata(1, -1)
     failed = await failure(producer, record("orders"), record("small"))
@@ -203,7 +203,7 @@ async def test_a_refusal_that_ends_a_transaction_is_told_by_its_topic() -> None:
     assert not kafka.sent(EndTxnRequest)
 
 
-async def test_where_a_partition_may_not_be_added_only_its_topic_is_to_blame() -> None:
+async def test_a_partition_that_may_not_be_added_blames_only_its_topic() -> None:
     """The broker then adds none of them; the others were "not attempted"."""
     producer, kafka = transactional()
     denied = TopicAuthorizationFailedError.errno
@@ -254,7 +254,7 @@ async def test_a_commit_that_is_silent_is_unknown() -> None:
 
 
 @pytest.mark.parametrize(("throttle_ms", "names_quota"), [(60_000, True), (1, False), (0, False)])
-async def test_silence_under_a_quota_is_told_as_such(throttle_ms: int, names_quota: bool) -> None:
+async def test_a_timeout_under_a_quota_names_the_quota(throttle_ms: int, names_quota: bool) -> None:
     """Kafka answers at once, and then reads no more for so long (KIP-219): what is told of it was a TimeoutError()."""
     producer, kafka = transactional(150)
     kafka.throttle_ms, kafka.ended = throttle_ms, None
@@ -273,7 +273,7 @@ async def test_silence_under_a_quota_is_told_as_such(throttle_ms: int, names_quo
 
 
 @pytest.mark.parametrize("code", FENCED)
-async def test_a_fence_is_told_wherever_it_is_met(code: int) -> None:
+async def test_a_fencing_error_in_any_step_is_the_outcome_fenced(code: int) -> None:
     for step in ("added", "produced", "ended"):
         producer, kafka = transactional()
         if step == "ended":
@@ -292,7 +292,7 @@ async def test_a_false_offset_is_no_place() -> None:
         assert not kafka.sent(EndTxnRequest)
 
 
-async def test_a_producer_refuses_what_is_not_its_turn() -> None:
+async def test_a_producer_refuses_a_step_out_of_order() -> None:
     producer, kafka = transactional()
     with pytest.raises(RuntimeError, match="ready cannot be committing"):
         await producer.commit(b"entries")
@@ -329,7 +329,7 @@ async def test_a_topic_without_an_answer_is_named_stuck() -> None:
     assert failed.outcome is TransactionOutcome.ABORTED
 
 
-async def test_what_its_broker_does_not_lead_is_sent_to_who_does() -> None:
+async def test_a_batch_that_is_refused_by_a_former_leader_is_sent_to_the_new_one() -> None:
     """With the same sequence numbers: nothing of it was written."""
     producer, kafka = transactional()
     answers = iter([NotLeaderForPartitionError.errno, LeaderNotAvailableError.errno])
@@ -346,7 +346,7 @@ async def test_what_its_broker_does_not_lead_is_sent_to_who_does() -> None:
     assert nodes == [1, 2, 2, 1]
 
 
-async def test_where_one_batch_was_taken_the_other_is_not_sent_again() -> None:
+async def test_a_batch_is_not_sent_again_behind_a_later_one_that_was_taken() -> None:
     """Its leader came back between the two: the first would follow the second."""
     producer, kafka = transactional()
     answers = iter([NotLeaderForPartitionError.errno])

@@ -22,7 +22,7 @@ def known(*topics: str) -> tuple[TopicMetadataCache, FakeCluster]:
     return TopicMetadataCache(cluster), cluster
 
 
-async def test_a_topic_is_asked_for_once_by_all_who_want_it() -> None:
+async def test_concurrent_look_ups_of_a_topic_share_one_request() -> None:
     topic_metadata, cluster = known("orders")
     assert topic_metadata.cached("orders") is None
     found = await asyncio.gather(*(topic_metadata.get("orders", time.monotonic()) for _ in range(5)))
@@ -32,14 +32,14 @@ async def test_a_topic_is_asked_for_once_by_all_who_want_it() -> None:
     assert cluster.asked == [["orders"]]
 
 
-async def test_a_new_topic_is_found_by_the_first_who_asks() -> None:
+async def test_the_first_look_up_finds_a_new_topic() -> None:
     topic_metadata, cluster = known()
     assert await topic_metadata.get("orders", time.monotonic()) is None
     cluster.topics |= FakeCluster(["orders"]).topics
     assert await topic_metadata.get("orders", time.monotonic()) is cluster.topics["orders"]
 
 
-async def test_a_look_up_that_began_before_the_topic_was_made_is_not_believed() -> None:
+async def test_a_later_look_up_does_not_take_the_answer_of_one_from_before_the_topic_was_made() -> None:
     topic_metadata, cluster = known()
     early = asyncio.create_task(topic_metadata.get("orders", time.monotonic()))
     for _ in range(3):
@@ -52,7 +52,7 @@ async def test_a_look_up_that_began_before_the_topic_was_made_is_not_believed() 
     assert len(cluster.asked) == 3, "each of the late asked for itself"
 
 
-async def test_a_topic_that_vanished_is_known_to_those_who_were_let_in() -> None:
+async def test_a_topic_that_vanished_stays_in_last_known() -> None:
     topic_metadata, cluster = known("orders")
     was = await topic_metadata.get("orders", time.monotonic())
     cluster.topics.clear()
@@ -62,7 +62,7 @@ async def test_a_topic_that_vanished_is_known_to_those_who_were_let_in() -> None
     assert topic_metadata.last_known("orders") is was
 
 
-async def test_what_was_known_will_do_while_kafka_is_away() -> None:
+async def test_an_invalidated_topic_is_served_from_the_cache_while_kafka_is_away() -> None:
     topic_metadata, cluster = known("orders")
     was = await topic_metadata.get("orders", time.monotonic())
     cluster.away = True
@@ -74,7 +74,9 @@ async def test_what_was_known_will_do_while_kafka_is_away() -> None:
     assert await topic_metadata.get("other", time.monotonic()) is None, "a failed look-up was taken for an answer"
 
 
-async def test_what_was_known_will_not_do_where_kafka_forbids_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_topic_that_kafka_forbids_to_describe_is_not_served_from_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An ACL was taken away: what was known let events in, each of which ended a term and came back as a 404."""
     topic_metadata, cluster = known("orders")
     await topic_metadata.get("orders", time.monotonic())
@@ -115,7 +117,7 @@ async def test_a_caller_that_goes_away_does_not_end_the_look_up_of_others() -> N
     assert await here is cluster.topics["orders"]
 
 
-async def test_names_that_nobody_made_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_absent_topics_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ABSENT_MAX", 3)
     topic_metadata, _ = known("orders")
     for n in range(10):
@@ -126,7 +128,7 @@ async def test_names_that_nobody_made_are_remembered_within_a_bound(monkeypatch:
     assert not topic_metadata._asking
 
 
-async def test_who_came_before_a_topic_was_asked_for_in_vain_believes_that() -> None:
+async def test_an_event_that_arrived_before_a_failed_look_up_takes_its_answer() -> None:
     """The events of a batch came together: they do not ask one after the other."""
     topic_metadata, cluster = known()
     arrived = time.monotonic()
@@ -137,7 +139,7 @@ async def test_who_came_before_a_topic_was_asked_for_in_vain_believes_that() -> 
     assert await topic_metadata.get("orders", time.monotonic()) is cluster.topics["orders"]
 
 
-async def test_that_replicas_lack_is_believed_for_a_shorter_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_topic_with_too_few_replicas_is_cached_for_a_shorter_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
     topic_metadata, cluster = known("orders", "other")
@@ -151,7 +153,7 @@ async def test_that_replicas_lack_is_believed_for_a_shorter_time(monkeypatch: py
     assert topic_metadata.cached("other") is not None
 
 
-async def test_what_failed_is_looked_at_again_and_what_was_known_will_do() -> None:
+async def test_refresh_looks_up_invalidated_topics_and_keeps_the_known_ones_while_kafka_is_away() -> None:
     topic_metadata, cluster = known("orders", "other")
     for name in ("orders", "other"):
         await topic_metadata.get(name, time.monotonic())
@@ -167,7 +169,9 @@ async def test_what_failed_is_looked_at_again_and_what_was_known_will_do() -> No
     assert topic_metadata.last_known("orders") is short
 
 
-async def test_what_was_known_a_moment_ago_will_do_while_it_is_asked_for_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_expired_topic_is_served_from_the_cache_while_it_is_looked_up_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One broker that is silent must not hold up every request for a topic."""
     monkeypatch.setattr(module, "KNOWN_S", 0.0)
     topic_metadata, cluster = known("orders")
@@ -183,7 +187,7 @@ async def test_what_was_known_a_moment_ago_will_do_while_it_is_asked_for_anew(mo
     assert topic_metadata.cached("orders") is cluster.topics["orders"]
 
 
-async def test_nothing_is_refused_for_what_a_topic_was() -> None:
+async def test_an_event_is_not_refused_for_an_outdated_number_of_partitions() -> None:
     """It has been given more partitions since it was asked for, a moment ago: a 400 would be final."""
     world = World()
     world.cluster.topics["orders"] = Topic("orders", 3, {})
@@ -199,7 +203,7 @@ async def test_nothing_is_refused_for_what_a_topic_was() -> None:
     assert world.admission.check_now(event)
 
 
-async def test_while_kafka_is_away_a_topic_is_what_it_was() -> None:
+async def test_an_event_is_checked_against_the_cached_topic_while_kafka_is_away() -> None:
     world = World()
     await world.topic_metadata.get("orders", time.monotonic())
     world.cluster.away = True
@@ -207,7 +211,7 @@ async def test_while_kafka_is_away_a_topic_is_what_it_was() -> None:
         await world.admission.check(make_event("a", partition=5), time.monotonic())
 
 
-async def test_what_was_known_long_ago_is_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stale_topic_is_looked_up_before_it_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KNOWN_S", 0.0)
     monkeypatch.setattr(module, "STALE_S", 0.0)
     topic_metadata, cluster = known("orders")
@@ -217,7 +221,7 @@ async def test_what_was_known_long_ago_is_asked_for_first(monkeypatch: pytest.Mo
     assert await topic_metadata.get("orders", time.monotonic()) is cluster.topics["orders"]
 
 
-async def test_while_kafka_is_away_a_known_topic_is_asked_for_in_the_background_only(
+async def test_while_kafka_is_away_a_known_topic_is_looked_up_in_the_background_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "KNOWN_S", 0.0)
@@ -231,7 +235,9 @@ async def test_while_kafka_is_away_a_known_topic_is_asked_for_in_the_background_
     assert len(cluster.asked) == 2, "each request asked again"
 
 
-async def test_what_failed_a_group_is_looked_up_though_it_would_do_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refresh_looks_up_an_expired_topic_that_the_cache_would_still_serve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "KNOWN_S", 0.0)
     topic_metadata, cluster = known("orders")
     await topic_metadata.get("orders", time.monotonic())
@@ -241,7 +247,7 @@ async def test_what_failed_a_group_is_looked_up_though_it_would_do_for_others(mo
 
 
 @pytest.mark.parametrize("known_before", [True, False])
-async def test_one_broker_that_knows_no_such_topic_is_not_believed(known_before: bool) -> None:
+async def test_a_topic_that_one_broker_does_not_know_is_asked_of_another(known_before: bool) -> None:
     """404 is final to a client, which may have made the topic just now, and a broker may lag behind the others."""
     topic_metadata, cluster = known("orders")
     if known_before:
@@ -252,7 +258,7 @@ async def test_one_broker_that_knows_no_such_topic_is_not_believed(known_before:
 
 
 @pytest.mark.parametrize(("name", "partitions"), [("fp.requests", 3), ("fp.control", 2)])
-async def test_own_topics_of_another_shape_stop_the_start(name: str, partitions: int) -> None:
+async def test_internal_topics_with_another_number_of_partitions_stop_the_start(name: str, partitions: int) -> None:
     """Made by hand before: the journal would miss its partitions, and a barrier would not be read through."""
     settings = Settings(instance="test", namespace="fp")
     cluster = FakeCluster(["fp.ledger", "fp.requests", "fp.control"])
@@ -265,7 +271,7 @@ async def test_own_topics_of_another_shape_stop_the_start(name: str, partitions:
 
 
 @pytest.mark.parametrize(("reported", "slots"), [({"fencepost.ledger": 2}, 4), ({}, 4), ({"fencepost.ledger": 8}, 8)])
-async def test_no_broker_that_lags_behind_makes_slots_fewer(
+async def test_a_broker_that_lags_behind_does_not_reduce_the_number_of_slots(
     reported: dict[str, int], slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The start made as many, or has seen them: a store recovery that fenced fewer would leave a writer alive."""
@@ -295,7 +301,7 @@ async def test_groups_are_as_large_as_the_ledger_takes() -> None:
     assert (unseen.limits, unseen.ledger_bytes_max) == ({}, GROUP_LEDGER_BYTES_MAX)
 
 
-async def test_a_topic_of_our_own_that_takes_no_record_stops_the_start() -> None:
+async def test_an_internal_topic_that_takes_no_record_stops_the_start() -> None:
     cluster = Made()
     await InternalTopics(cluster, Settings(namespace="fp")).ensure()
     settings = {**cluster.topics["fp.ledger"].settings, "max.message.bytes": "500"}
@@ -328,7 +334,9 @@ class Made(FakeCluster):
     ("key_ttl_s", "retention_ms"),
     [(60, WEEK_AND_TWO_DAYS_MS), (30 * 86_400, 32 * 86_400_000)],
 )
-async def test_own_topics_are_made_once_with_what_the_audit_needs(key_ttl_s: int, retention_ms: int) -> None:
+async def test_internal_topics_are_made_once_with_the_settings_that_the_audit_needs(
+    key_ttl_s: int, retention_ms: int
+) -> None:
     cluster = Made()
     await InternalTopics(cluster, Settings(namespace="fp", slots_max=3, key_ttl_s=key_ttl_s)).ensure()
     ours = {"message.timestamp.type": "LogAppendTime", "max.message.bytes": "1048588"}
@@ -354,7 +362,9 @@ async def test_own_topics_are_made_once_with_what_the_audit_needs(key_ttl_s: int
         ("fp.control", "retention.ms", "1", False),
     ],
 )
-async def test_own_topics_with_other_settings_stop_the_start(topic: str, name: str, value: str, wrong: bool) -> None:
+async def test_internal_topics_with_unsafe_settings_stop_the_start(
+    topic: str, name: str, value: str, wrong: bool
+) -> None:
     """A ledger that forgets before its keys expire is a duplicate, one day."""
     cluster = Made()
     topics = InternalTopics(cluster, Settings(namespace="fp"))
