@@ -67,15 +67,15 @@ def plans(spark: SparkSession) -> None:
 
 CHECKS: Final[Mapping[str, Callable[[SparkSession], None]]] = {
     VERDICTS: verdicts,
-    CAUSES: test_verdict.test_each_copy_after_the_first_has_the_cause_of_the_first_rule_that_fits,
-    CLIENTS: test_clients.test_only_a_retry_is_one,
+    CAUSES: test_verdict.test_each_copy_after_the_first_has_the_cause_of_the_first_matching_rule,
+    CLIENTS: test_clients.test_only_a_client_s_retry_is_reported_as_a_retry,
     STATES: test_verdict.test_copies_are_ordered_by_ledger_then_time_then_place,
     PLANS: plans,
-    TIMES: test_times.test_a_time_that_cannot_be_meant_is_none,
-    HOURS: test_unsure.test_what_other_hours_tell_of_an_unsure_answer,
-    WINDOWS: test_window.test_which_findings_stand,
-    VIEWS: test_view.test_a_record_is_of_a_row_by_what_it_says_itself,
-    BALANCES: lambda spark: test_balance.test_an_hour_with_open_verdicts_is_looked_at_again(),
+    TIMES: test_times.test_an_implausible_time_is_none,
+    HOURS: test_unsure.test_an_unsure_answer_is_settled_by_the_evidence_of_other_hours,
+    WINDOWS: test_window.test_a_finding_stands_by_the_time_of_its_evidence_or_by_the_pass_that_found_it,
+    VIEWS: test_view.test_a_record_is_matched_to_a_row_by_its_own_headers_and_content,
+    BALANCES: lambda spark: test_balance.test_an_hour_with_open_verdicts_stays_in_the_balance(),
 }
 
 

@@ -241,7 +241,7 @@ def ran(spark: SparkSession, audit: Audit, faults: Faults, rules: str) -> Ran:
         return audit(faults.history, later_s=3600, key_ttl_s=TTL_S, rules=rules, publish=True)
 
 
-def test_every_fault_is_found_with_its_cause_and_nothing_else(ran: Ran, faults: Faults) -> None:
+def test_each_planted_fault_is_found_with_its_cause_and_nothing_else(ran: Ran, faults: Faults) -> None:
     either = {"first-key": "either-key", "second-key": "either-key"}
     found = {(kind, cause, either.get(key or "", key)) for kind, cause, key in ran.findings()}
     assert found == faults.expected
@@ -273,7 +273,7 @@ def test_many_copies_are_counted_beyond_the_coordinates_that_are_kept(ran: Ran) 
     assert (records["duplicate", FOREIGN], records["conflict", FOREIGN]) == (1 + 299, 299)
 
 
-def test_a_lost_event_is_named_by_the_place_that_was_promised(ran: Ran) -> None:
+def test_a_lost_event_is_reported_with_its_promised_coordinates(ran: Ran) -> None:
     lost = [one for one in ran.document["findings"] if one["kind"] == "lost"]
     places = {(one["id"], copy["offset"]) for one in lost for copy in one["coordinates"]}
     assert (wire.event_id("lost-beyond").hex(), 1_000_000) in places
@@ -281,13 +281,13 @@ def test_a_lost_event_is_named_by_the_place_that_was_promised(ran: Ran) -> None:
     assert len(places) == 3
 
 
-def test_the_open_transaction_that_holds_a_verdict_up_is_named(ran: Ran) -> None:
+def test_the_open_transaction_that_blocks_a_verdict_is_named(ran: Ran) -> None:
     (held,) = ran.document["evidence"]["held_up"]
     assert (held["topic"], held["partition"], held["offset"]) == (ORDERS, 3, 0)
     assert held["age_s"] > 3500
 
 
-def test_what_cannot_be_decoded_is_counted(ran: Ran, faults: Faults) -> None:
+def test_undecodable_records_are_counted(ran: Ran, faults: Faults) -> None:
     assert ran.document["evidence"]["rejects"] == faults.rejects
 
 
@@ -296,7 +296,7 @@ def test_unkeyed_records_are_one_finding_a_partition(ran: Ran) -> None:
     assert counts == {0: 2, 1: 1}
 
 
-def test_a_second_run_with_nothing_new_finds_the_same(ran: Ran, audit: Audit, faults: Faults, rules: str) -> None:
+def test_a_second_run_without_new_records_finds_the_same(ran: Ran, audit: Audit, faults: Faults, rules: str) -> None:
     before = ran.written()
     published = records(faults.history)
     assert dict(published) == {one["finding_id"]: {"v": 1, **one} for one in ran.document["findings"]}
@@ -307,7 +307,7 @@ def test_a_second_run_with_nothing_new_finds_the_same(ran: Ran, audit: Audit, fa
     assert again.written() == before
 
 
-def test_without_the_pass_over_ids_only_the_copies_of_other_hours_are_missed(
+def test_a_run_without_the_pass_over_ids_misses_only_the_copies_of_other_hours(
     audit: Audit, faults: Faults, rules: str
 ) -> None:
     narrow = audit(faults.history, later_s=3600, key_ttl_s=TTL_S, rules=rules, lake="narrow", skip_ids=True)
@@ -316,7 +316,7 @@ def test_without_the_pass_over_ids_only_the_copies_of_other_hours_are_missed(
     assert narrow.findings() == {told for told in faults.expected if told[2] not in missed}
 
 
-def test_the_page_and_the_metrics_tell_the_same(ran: Ran) -> None:
+def test_the_page_and_the_metrics_have_the_numbers_of_the_report(ran: Ran) -> None:
     page = (ran.report / "report.html").read_text()
     assert f"{ran.document['run']['findings']:,} findings: 11 duplicates, 3 conflicts" in page
     assert "and 295 more" in page
@@ -328,7 +328,7 @@ def test_the_page_and_the_metrics_tell_the_same(ran: Ran) -> None:
     jsonschema.Draft202012Validator(schema()).validate(ran.document)
 
 
-def test_the_map_has_every_record_where_it_lies(ran: Ran) -> None:
+def test_the_heat_map_counts_every_record_in_its_partition(ran: Ran) -> None:
     rows = {(row["topic"], row["partition"]): row for row in ran.document["map"]["rows"]}
     by_topic = {row["topic"]: row["records"] + row["unkeyed"] + row["rejects"] for row in ran.document["topics"]}
     for topic in (ORDERS, FOREIGN, ARCHIVE):
@@ -342,7 +342,9 @@ def test_the_map_has_every_record_where_it_lies(ran: Ran) -> None:
     assert copies["client_duplicate", "new_key"] == 1
 
 
-def test_what_was_promised_long_ago_waits_for_the_grace_alone(kafka: Kafka, namespace: str, audit: Audit) -> None:
+def test_a_missing_record_of_an_old_event_is_lost_once_its_grace_is_over(
+    kafka: Kafka, namespace: str, audit: Audit
+) -> None:
     """A broker gives ledger and journal its own time: their records are new, whatever they tell of."""
     history = History(kafka.bootstrap, namespace, begun_ms=int(time.time() * 1000) - 3 * DAY_MS)
     topic, life, at = (

@@ -15,7 +15,7 @@ def _row(hour: str, **counts: int) -> dict[str, Any]:
     return {**dict.fromkeys(SUMS, 0), **counts, "accepted_hour": at, "topic": "t"}
 
 
-def test_an_adjustment_goes_with_any_of_its_hours() -> None:
+def test_an_adjustment_is_dropped_when_any_of_its_hours_is_counted_again() -> None:
     balance = Balance()
     once = {"accepted": 1, "delivered_once": 1}
     apart = [_row(FIRST, **once), _row(SECOND, **once)]
@@ -32,7 +32,7 @@ def test_an_adjustment_goes_with_any_of_its_hours() -> None:
     assert (line["accepted"], line["delivered_once"], line["duplicated"]) == (4, 3, 1)
 
 
-def test_an_hour_with_open_verdicts_is_looked_at_again() -> None:
+def test_an_hour_with_open_verdicts_stays_in_the_balance() -> None:
     balance = Balance()
     balance.replace([FIRST, SECOND], [_row(FIRST, accepted=1, pending=1, open=1), _row(SECOND, accepted=1, lost=1)])
     assert balance.open_hours() == {FIRST}

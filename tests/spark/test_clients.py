@@ -120,11 +120,11 @@ def expected(some: Sequence[Sequenced]) -> dict[bytes, list[int]]:
     }
 
 
-def test_only_a_retry_is_one(spark: SparkSession) -> None:
+def test_only_a_client_s_retry_is_reported_as_a_retry(spark: SparkSession) -> None:
     assert found(spark, [*_retried(), *_not_retried()]) == expected(_retried())
 
 
-def test_a_bare_copy_belongs_to_the_event_that_it_is_a_copy_of(spark: SparkSession) -> None:
+def test_a_copy_without_our_header_gets_the_id_of_the_event_with_its_fingerprint(spark: SparkSession) -> None:
     """Whoever's key it is, and whichever member of a batch; the key's own event comes first."""
     key = "whole"
     members = [wire.member_id(key, nth, "a") for nth in range(2)]
@@ -152,7 +152,9 @@ def test_a_bare_copy_belongs_to_the_event_that_it_is_a_copy_of(spark: SparkSessi
 
 
 @pytest.mark.parametrize(("ms", "hour"), [(0, "exact"), (-1, "month"), (1_000_001, "last")])
-def test_a_strangers_time_makes_no_hour_of_its_own(spark: SparkSession, ms: int, hour: str) -> None:
+def test_the_time_of_a_foreign_record_makes_no_hour_outside_the_known_ones(
+    spark: SparkSession, ms: int, hour: str
+) -> None:
     first, last = NOW_MS - 1_000_000_000, NOW_MS
     at = first + ms if ms <= 0 else NOW_MS + ms * 10_000
     rows = [copy(1, at=at, life=None), copy(2, at=at)]

@@ -38,7 +38,7 @@ def test_a_broken_rule_is_noticed(begun: tuple[Trial, Score]) -> None:
     assert trial.noticed(next(mutant for mutant in MUTANTS if mutant.rule is rule_table.rank))
 
 
-def test_what_was_planted_is_what_is_found(begun: tuple[Trial, Score]) -> None:
+def test_an_audit_of_a_generated_history_finds_what_was_planted(begun: tuple[Trial, Score]) -> None:
     trial, total = begun
     for _ in range(STAGES - 1):
         total.add(trial.next())
@@ -77,7 +77,7 @@ def _cause(copy: Record, earlier: Sequence[Record]) -> str:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_what_is_planted_is_what_the_contract_calls_it(seed: int) -> None:
+def test_the_generator_plants_each_copy_under_the_cause_of_the_contract(seed: int) -> None:
     """At each stage, with what of an id can be seen by then: a generator that errs would blame the job."""
     script = Script(seed, "w", "w", 0)
     _place_all(script)

@@ -25,7 +25,7 @@ def _trouble(hour: int, partition: int | None, records: int, **more: str) -> dic
     return {"hour": _hour(hour), "topic": "t", "partition": partition, "records": records, **more}
 
 
-def test_nothing_makes_an_empty_map() -> None:
+def test_a_heat_map_without_records_is_empty() -> None:
     chart = heatmap.drawn({}, [], ["t"], FIRST, LAST)
     assert (chart["rows"], chart["columns"]) == ([], 0)
     assert charts.heat_map(chart) == ""
@@ -45,7 +45,7 @@ def test_many_hours_share_columns_and_no_record_is_left_out() -> None:
     assert "09 Nov 06:00 and 2 h more: 397 records, 3 in trouble" in drawing
 
 
-def test_what_is_dated_later_than_the_run_counts_in_its_hour() -> None:
+def test_records_dated_later_than_the_run_count_in_the_hour_of_the_run() -> None:
     cells: RecordCounts = {_hour(n): {"t": {"0": 1}} for n in (0, 4, 5, 700_000)}
     finding_counts = [_trouble(n, 0, 1, kind="duplicate", cause="rewrite") for n in (5, 600_000)]
     chart = heatmap.drawn(cells, finding_counts, ["t"], FIRST, _hour(5))
@@ -54,7 +54,7 @@ def test_what_is_dated_later_than_the_run_counts_in_its_hour() -> None:
     assert [(point["hour"], point["records"]) for point in points] == [("2026-11-01T05:00:00Z", 2)]
 
 
-def test_many_partitions_share_a_row_and_those_with_trouble_have_their_own() -> None:
+def test_many_partitions_share_a_row_and_each_one_with_findings_has_its_own() -> None:
     cells: RecordCounts = {_hour(0): {"t": {str(n): 100 - n for n in range(100)}}}
     chart = heatmap.drawn(cells, [_trouble(0, 99, 1), _trouble(0, None, 2)], ["t"], FIRST, LAST)
     assert len(chart["rows"]) == heatmap.ROWS_MAX
@@ -71,7 +71,7 @@ def test_more_records_are_never_lighter() -> None:
     assert charts.shade(1, 1) == charts.SHADES
 
 
-def test_copies_over_time_are_those_of_the_wanted_kinds_in_the_window() -> None:
+def test_the_timeline_counts_the_wanted_kinds_within_the_window() -> None:
     rows = [
         _trouble(1, 0, 2, kind="duplicate", cause="rewrite"),
         _trouble(1, 1, 3, kind="duplicate", cause="rewrite"),

@@ -68,7 +68,7 @@ def large(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> lake
     return _filled(spark, tmp_path_factory.mktemp("large"), 40)
 
 
-def test_a_merge_and_what_follows_read_the_same_however_long_the_history(small: lake.Lake, large: lake.Lake) -> None:
+def test_a_merge_touches_the_same_files_and_rows_however_long_the_history(small: lake.Lake, large: lake.Lake) -> None:
     costs = []
     for tables in (small, large):
         metrics = _merge(tables, 2)
@@ -216,7 +216,7 @@ def test_columns_of_the_first_version_get_their_present_names(spark: SparkSessio
     assert DeltaTable.forPath(spark, tables.path("deliveries")).history().count() == versions
 
 
-def test_a_lake_of_an_earlier_version_goes_on(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_lake_of_an_earlier_version_is_read_and_extended(spark: SparkSession, tmp_path: Path) -> None:
     """Its tables lack columns; a column that another table does not know is a mistake."""
     tables, old = lake.Lake(spark, str(tmp_path)), plan()
     assert old.logs
@@ -260,7 +260,7 @@ def test_a_lake_of_an_earlier_version_goes_on(spark: SparkSession, tmp_path: Pat
         tables.append("runs", spark.createDataFrame([], lake.schema("runs")).withColumn("more", F.lit(1)), 2)
 
 
-def test_what_vanished_from_a_log_leaves_no_record_in_the_lake(spark: SparkSession, tmp_path: Path) -> None:
+def test_records_that_vanished_from_a_log_are_removed_from_the_lake(spark: SparkSession, tmp_path: Path) -> None:
     """Whatever is said of its place stays; what the log has there now comes in with the same merge."""
     tables = lake.Lake(spark, str(tmp_path))
     other: dict[str, Any] = {"id": b"o" * 16}
@@ -287,7 +287,9 @@ def test_what_vanished_from_a_log_leaves_no_record_in_the_lake(spark: SparkSessi
     assert found[b"i", 3]["fingerprint"] is None
 
 
-def test_what_the_last_run_left_is_found_in_the_files_of_the_last_runs(spark: SparkSession, tmp_path: Path) -> None:
+def test_the_summary_of_the_last_run_is_read_from_the_files_of_the_last_runs(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     tables = lake.Lake(spark, str(tmp_path))
     assert job.before_now(tables) is None
     for first, length in ((1, 1), (3, 40)):
@@ -311,7 +313,7 @@ def test_the_pass_over_ids_reads_narrow_columns_only(small: lake.Lake) -> None:
 
 
 @pytest.mark.parametrize("last", ["first", "first + INTERVAL 1 HOUR"])
-def test_the_pass_over_ids_stands_any_hash_of_hours(small: lake.Lake, last: str) -> None:
+def test_the_pass_over_ids_finds_an_id_in_any_spread_of_hours(small: lake.Lake, last: str) -> None:
     """One id that comes twice in every other hour, or in every hour and the next, for some months."""
     first = F.timestamp_millis(F.lit(NOW_MS // HOUR_MS * HOUR_MS) - F.col("id") * 3 * HOUR_MS)
     hour = small.spark.range(1000).select(first.alias("first")).withColumn("last", F.expr(last))

@@ -29,7 +29,7 @@ def _table(spark: SparkSession, ran: Ran, name: str) -> list[dict[str, Any]]:
     return [row.asDict(recursive=True) for row in lake.Lake(spark, str(ran.lake)).read(name).collect()]
 
 
-def test_records_of_others_get_ids_and_what_cannot_be_decoded_is_kept(
+def test_foreign_records_get_ids_and_undecodable_records_are_kept(
     spark: SparkSession, history: History, audit: Audit
 ) -> None:
     topic = history.topic(f"{history.namespace}-t")
@@ -119,7 +119,7 @@ def test_a_verdict_that_is_revised_keeps_its_history_until_its_hour_is_dropped(
     assert fifth.written() == fourth.written()
 
 
-def test_what_runs_left_in_an_hour_becomes_one_file_when_it_is_over(
+def test_the_files_of_an_hour_are_compacted_into_one_when_the_hour_is_over(
     spark: SparkSession, history: History, audit: Audit
 ) -> None:
     topic = history.topic(f"{history.namespace}-t")
@@ -132,7 +132,7 @@ def test_what_runs_left_in_an_hour_becomes_one_file_when_it_is_over(
     assert ran.outcome.status == 0
 
 
-def test_the_transaction_that_holds_an_answer_up_is_named_with_its_age(history: History, audit: Audit) -> None:
+def test_the_transaction_that_blocks_a_partition_is_named_with_its_age(history: History, audit: Audit) -> None:
     topic = history.topic(f"{history.namespace}-t")
     producer = history.transactional(ONE)
     history.deliver(producer, ONE, topic, ["there"])
@@ -177,7 +177,7 @@ def test_a_lake_elsewhere_is_leased_to_one_run_at_a_time(spark: SparkSession, el
     killed.acquire()
 
 
-def test_the_same_program_runs_under_spark_submit_on_a_cluster_with_its_lake_elsewhere(
+def test_the_job_runs_under_spark_submit_on_a_cluster_with_a_remote_lake(
     history: History, audit: Audit, tmp_path: Path
 ) -> None:
     topic = history.topic(f"{history.namespace}-t", 2)

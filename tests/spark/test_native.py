@@ -50,7 +50,7 @@ def test_the_fingerprints(spark: SparkSession) -> None:
         assert (without == vector["fingerprint"]) == (vector["partition"] is None)
 
 
-def test_the_record_header_and_what_is_none(spark: SparkSession) -> None:
+def test_record_headers_are_decoded_and_invalid_ones_are_none(spark: SparkSession) -> None:
     good, bad = vectors("records", "stamp"), vectors("records", "stamp_refused")
     texts = [vector["text"] for vector in good] + bad
     records = [
@@ -77,7 +77,7 @@ def test_the_record_header_and_what_is_none(spark: SparkSession) -> None:
     assert [row["kind"] for row in rows[len(good) :]] == [decode.REJECT] * len(bad)
 
 
-def test_ledger_records_and_what_is_none(spark: SparkSession) -> None:
+def test_ledger_records_are_decoded_and_invalid_ones_are_rejected(spark: SparkSession) -> None:
     parts = ("ledger", "ledger_of_version_2", "begin")
     texts = [vector["text"] for part in parts for vector in vectors("records", part)]
     bad = list(vectors("records", "ledger_refused"))
@@ -137,7 +137,7 @@ def test_answers(spark: SparkSession) -> None:
     }
 
 
-def test_a_place_that_no_log_has_is_none(spark: SparkSession) -> None:
+def test_coordinates_that_no_log_can_have_are_none(spark: SparkSession) -> None:
     """A producer that had no clean answer knows the offset -1: in a finding, report.json would break its schema."""
     named = {"id": "01" * 16, "fp": "02" * 8, "at": NOW_MS, "topic": "t", "ts": NOW_MS, "status": 201}
     places = [{"partition": 0, "offset": -1}, {"partition": -1, "offset": 0}, {"partition": 0, "offset": 0}]

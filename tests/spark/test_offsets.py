@@ -120,7 +120,7 @@ def test_data_is_frozen_first_then_the_ledger_then_the_answers(cluster: MadeUp) 
     assert cluster.asked == [["orders", "others"], [LEDGER_TOPIC], [REQUESTS_TOPIC], ["orders"]]
 
 
-def test_where_the_data_ends_is_listed_again_after_the_ledger(
+def test_the_ends_of_the_data_are_listed_again_after_those_of_the_ledger(
     cluster: MadeUp,
 ) -> None:
     """What is written while a run is planned may be in the ledger's part of the plan, and not in the data's."""
@@ -140,7 +140,7 @@ def test_where_the_data_ends_is_listed_again_after_the_ledger(
     assert planning.later_ends(plan) == {("orders", 0): 13}
 
 
-def test_a_busy_ledger_is_known_as_far_as_it_went_at_an_earlier_run(cluster: MadeUp) -> None:
+def test_a_ledger_with_an_open_transaction_is_caught_up_to_an_earlier_run(cluster: MadeUp) -> None:
     told, plan = [], None
     for last, open in ((4, 0), (6, 2), (7, 3), (9, 1), (12, 0)):
         cluster.topics[LEDGER_TOPIC] = ends(last, open=open)
@@ -159,7 +159,7 @@ def test_a_topic_is_audited_when_the_ledger_the_rules_or_an_option_name_it(clust
     assert freeze(cluster, freeze(cluster, named={"orders"}), named=set()).topics == ["orders"]
 
 
-def test_without_a_ledger_somebody_has_to_name_topics(cluster: MadeUp) -> None:
+def test_a_run_without_a_ledger_needs_named_topics(cluster: MadeUp) -> None:
     del cluster.topics[LEDGER_TOPIC]
     with pytest.raises(CannotRun, match=r"fencepost\.ledger.*FENCEPOST_NAMESPACE.*--topics"):
         freeze(cluster)
@@ -181,11 +181,11 @@ def test_globs_have_to_match_a_topic_that_is_there_or_was(cluster: MadeUp) -> No
     assert freeze(cluster, freeze(cluster, second, in_lake=set()), topics=("ord*",)).topics == []
 
 
-def test_another_window_has_everything_judged_anew() -> None:
+def test_another_window_changes_the_options_of_the_plan() -> None:
     assert planning.options_of(settings(window_h=336)) != planning.options_of(settings())
 
 
-def test_a_plan_tells_the_settings_that_it_is_judged_by(cluster: MadeUp) -> None:
+def test_the_settings_of_a_run_are_restored_from_its_plan(cluster: MadeUp) -> None:
     rules = "\n".join(
         [
             '[[topics]]\npattern = "a*"\nguarantee = "idempotent"\nderived = true\nclient_duplicates = false',
@@ -205,7 +205,7 @@ def test_a_plan_tells_the_settings_that_it_is_judged_by(cluster: MadeUp) -> None
     assert planning.options_of(settings(rules)) != planning.options_of(settings(rules.replace('"c"', '"d"')))
 
 
-def test_the_next_run_goes_on_where_the_last_one_ended(cluster: MadeUp) -> None:
+def test_the_next_run_starts_at_the_end_of_the_last_one(cluster: MadeUp) -> None:
     first = freeze(cluster, named={"orders"})
     cluster.topics["orders"] = ends(25)
     second = freeze(cluster, first)
@@ -222,7 +222,7 @@ def test_a_plan_survives_its_rows(cluster: MadeUp) -> None:
     assert Plan.from_rows(plan.rows()) == plan
 
 
-def test_a_cap_is_shared_in_proportion_and_ends_where_it_should(cluster: MadeUp) -> None:
+def test_capped_runs_share_the_cap_and_read_every_record_in_the_end(cluster: MadeUp) -> None:
     cluster.topics["orders"] = ends(1000)
     plan, read = None, 0
     for _ in range(40):
@@ -237,7 +237,7 @@ def test_a_cap_is_shared_in_proportion_and_ends_where_it_should(cluster: MadeUp)
     assert all(log.end == log.last_stable >= log.high_watermark for log in plan.logs if log.audited)
 
 
-def test_an_open_transaction_keeps_a_log_from_being_read_and_tells_since_when(cluster: MadeUp) -> None:
+def test_an_open_transaction_bounds_what_is_read_and_what_is_decided(cluster: MadeUp) -> None:
     cluster.topics["orders"] = ends(10, open=3)
     cluster.topics[LEDGER_TOPIC] = ends(4, open=1)
     cluster.firsts[(LEDGER_TOPIC, 0)] = NOW_MS - 1234
@@ -249,7 +249,7 @@ def test_an_open_transaction_keeps_a_log_from_being_read_and_tells_since_when(cl
     assert one(plan, REQUESTS_TOPIC).decided_until_ms == NOW_MS
 
 
-def test_what_lies_above_the_last_end_came_after_it_was_frozen(cluster: MadeUp) -> None:
+def test_records_above_the_last_end_arrived_after_the_last_freeze(cluster: MadeUp) -> None:
     cluster.topics |= {"capped": ends(10), "truncated": ends(10), "anew": ends(10), "same": ends(10)}
     first = freeze(cluster, topics=("*",))
     assert planning.arrived(first, None) == {}
@@ -262,7 +262,7 @@ def test_what_lies_above_the_last_end_came_after_it_was_frozen(cluster: MadeUp) 
     assert planning.arrived(second, first) == {(name, 0): NOW_MS for name in ("anew", "orders", "others")}
 
 
-def test_what_retention_took_unread_is_a_gap_and_not_read(cluster: MadeUp) -> None:
+def test_records_that_retention_took_unread_are_a_gap(cluster: MadeUp) -> None:
     first = freeze(cluster, named={"orders"})
     cluster.topics["orders"] = ends(50, start=30)
     log = one(freeze(cluster, first), "orders")
@@ -273,13 +273,13 @@ def test_what_retention_took_unread_is_a_gap_and_not_read(cluster: MadeUp) -> No
     assert len(again.gaps) == 1
 
 
-def test_retention_of_what_was_read_is_no_gap(cluster: MadeUp) -> None:
+def test_retention_of_records_that_were_read_is_no_gap(cluster: MadeUp) -> None:
     first = freeze(cluster, named={"orders"})
     cluster.topics["orders"] = ends(12, start=10)
     assert one(freeze(cluster, first), "orders").gaps == ()
 
 
-def test_a_topic_made_anew_is_read_from_its_beginning(cluster: MadeUp) -> None:
+def test_a_recreated_topic_is_read_from_its_beginning(cluster: MadeUp) -> None:
     first = freeze(cluster, named={"orders"})
     cluster.topics["orders"], cluster.lives["orders"] = ends(3), "two"
     log = one(freeze(cluster, first, now_ms=NOW_MS + 5), "orders")
@@ -287,7 +287,7 @@ def test_a_topic_made_anew_is_read_from_its_beginning(cluster: MadeUp) -> None:
     assert [gap.cause for gap in log.gaps] == ["recreated"]
 
 
-def test_the_time_of_a_logs_first_record_is_known_as_long_as_it_is_the_same_log(cluster: MadeUp) -> None:
+def test_the_time_of_a_log_s_first_record_is_kept_over_runs(cluster: MadeUp) -> None:
     cluster.topics |= {"begun": ends(10, start=3), "empty": ends(0), "wild": ends(5)}
     cluster.firsts |= {("orders", 0): NOW_MS - 9, ("begun", 0): NOW_MS - 5, ("wild", 0): NOW_MS + 1}
 
@@ -318,7 +318,7 @@ def test_the_time_of_a_logs_first_record_is_known_as_long_as_it_is_the_same_log(
     ],
     ids=["more", "from there on", "retention", "truncated", "made anew", "gone"],
 )
-def test_a_plan_is_taken_up_only_while_all_that_it_would_read_is_there(
+def test_a_plan_is_resumed_only_while_all_its_records_are_readable(
     cluster: MadeUp, now: Ends | None, life: str, readable: bool
 ) -> None:
     first = freeze(cluster, named={"orders", "others"})
@@ -332,7 +332,7 @@ def test_a_plan_is_taken_up_only_while_all_that_it_would_read_is_there(
     assert planning.readable(cluster, plan) is readable
 
 
-def test_a_log_that_lost_its_end_is_told(cluster: MadeUp) -> None:
+def test_a_log_that_lost_its_end_has_a_truncation_gap(cluster: MadeUp) -> None:
     first = freeze(cluster, named={"orders"})
     cluster.topics["orders"] = ends(6)
     log = one(freeze(cluster, first), "orders")
@@ -374,7 +374,7 @@ def test_a_log_that_lost_its_end_and_grew_again_is_read_again_from_where_it_dive
     assert one(freeze(cluster, old), "orders").start == 15
 
 
-def test_what_was_read_once_is_remembered_while_it_is_not_audited(cluster: MadeUp) -> None:
+def test_the_offsets_of_a_topic_are_kept_while_it_is_not_audited(cluster: MadeUp) -> None:
     first = freeze(cluster, topics=("*",))
     cluster.topics["orders"] = ends(25)
     second = freeze(cluster, first, topics=("others",))
@@ -383,7 +383,7 @@ def test_what_was_read_once_is_remembered_while_it_is_not_audited(cluster: MadeU
     assert (one(third, "orders").start, one(third, "orders").end) == (10, 25)
 
 
-def test_what_other_options_left_out_is_found_by_what_the_lake_has_of_the_ledger(cluster: MadeUp) -> None:
+def test_a_topic_that_other_options_left_out_is_audited_if_the_lake_names_it(cluster: MadeUp) -> None:
     cluster.topics["payments"] = ends(5)
     first = freeze(cluster, topics=("orders",))
     second = freeze(cluster, first, in_lake={"orders", "payments", "not-there"})
@@ -392,7 +392,7 @@ def test_what_other_options_left_out_is_found_by_what_the_lake_has_of_the_ledger
     assert freeze(cluster, second).topics == ["orders", "payments"]
 
 
-def test_what_other_options_asked_for_is_not_audited_without_them(cluster: MadeUp) -> None:
+def test_a_topic_that_only_other_options_named_is_not_audited(cluster: MadeUp) -> None:
     first = freeze(cluster, topics=("*",))
     second = freeze(cluster, first, in_lake={"orders"})
     assert (second.topics, second.unwanted) == (["orders"], ["others"])
@@ -402,7 +402,7 @@ def test_what_other_options_asked_for_is_not_audited_without_them(cluster: MadeU
     assert freeze(cluster, third, named={"others"}).topics == ["orders", "others"]
 
 
-def test_a_topic_that_is_gone_stays_wanted_and_one_that_is_left_out_is_wanted_once_it_is_named(
+def test_a_deleted_topic_stays_wanted_and_an_unwanted_one_is_wanted_once_it_is_named(
     cluster: MadeUp,
 ) -> None:
     first = freeze(cluster, topics=("*",))
@@ -416,7 +416,7 @@ def test_a_topic_that_is_gone_stays_wanted_and_one_that_is_left_out_is_wanted_on
     assert freeze(cluster, third).topics == ["orders"]
 
 
-def test_a_topic_that_is_made_while_the_ends_are_asked_for_is_in_the_same_run(cluster: MadeUp) -> None:
+def test_a_topic_that_is_created_during_the_freeze_is_in_the_same_run(cluster: MadeUp) -> None:
     cluster.made_meanwhile["late"] = ends(2)
     plan = freeze(cluster, named={"orders", "late"})
     assert plan.topics == ["late", "orders"]
@@ -424,7 +424,7 @@ def test_a_topic_that_is_made_while_the_ends_are_asked_for_is_in_the_same_run(cl
     assert cluster.asked[3:] == [["others"], ["late", "orders"], [LEDGER_TOPIC], [REQUESTS_TOPIC], ["late", "orders"]]
 
 
-def test_a_topic_that_does_not_answer_is_no_matter_until_something_names_it(cluster: MadeUp) -> None:
+def test_an_unreachable_topic_fails_a_run_only_if_it_is_named(cluster: MadeUp) -> None:
     cluster.fails = {"others"}
     first = freeze(cluster, named={"orders"})
     assert [log.topic for log in first.logs] == ["orders", LEDGER_TOPIC, REQUESTS_TOPIC]
@@ -433,7 +433,7 @@ def test_a_topic_that_does_not_answer_is_no_matter_until_something_names_it(clus
             freeze(cluster, first, **asked)
 
 
-def test_only_of_audited_topics_it_is_asked_whether_they_are_compacted(cluster: MadeUp) -> None:
+def test_only_audited_topics_are_checked_for_compaction(cluster: MadeUp) -> None:
     cluster.topics["compacted"] = ends(5)
     cluster.forbidden = {"others"}
     plan = freeze(cluster, named={"orders", "compacted"})
@@ -442,7 +442,7 @@ def test_only_of_audited_topics_it_is_asked_whether_they_are_compacted(cluster: 
         freeze(cluster, named={"others"})
 
 
-def test_what_was_compacted_once_stays_so_until_it_is_made_anew(
+def test_a_compacted_topic_counts_as_compacted_until_it_is_recreated(
     cluster: MadeUp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.topics["compacted"] = ends(5)
@@ -469,7 +469,7 @@ def test_a_log_is_known_from_its_oldest_record_on(cluster: MadeUp) -> None:
     assert [log.topic for log in plan.of(LEDGER)] == [LEDGER_TOPIC]
 
 
-def test_a_log_that_lacks_nothing_is_known_since_its_topic_was_made(cluster: MadeUp) -> None:
+def test_a_complete_log_is_known_from_the_oldest_record_of_its_topic_on(cluster: MadeUp) -> None:
     """It may have been made long after the data; an empty log of it, or one that lost records, does not say when."""
     cluster.partitions[LEDGER_TOPIC] = 4
     cluster.other_ends |= {(LEDGER_TOPIC, 2): ends(0), (LEDGER_TOPIC, 3): ends(4, start=2)}
@@ -492,7 +492,7 @@ def guarantees(plan: Plan) -> list[tuple[int, str]]:
     return [(promise.first, promise.guarantee) for promise in one(plan, "orders").guarantees]
 
 
-def test_a_topic_keeps_its_guarantee_for_what_was_written_under_it(cluster: MadeUp) -> None:
+def test_a_topic_keeps_its_guarantee_for_the_records_that_were_written_under_it(cluster: MadeUp) -> None:
     rule = '[[topics]]\npattern = "orders"\nguarantee = "{}"'
     idempotent, once = rule.format("idempotent"), rule.format("exactly_once")
     first = freeze(cluster, rules=idempotent)

@@ -68,7 +68,7 @@ class Outbox:
         return {key: value["count"] for key, value in dict(records(self.history)).items() if value is not None}
 
 
-def test_the_topic_has_what_stands_and_nothing_is_sent_twice(
+def test_the_findings_topic_has_the_current_findings_and_each_change_is_sent_once(
     spark: SparkSession, history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outbox = Outbox(spark, history, tmp_path)
@@ -110,7 +110,7 @@ def _cut(*_: Any) -> None:
     raise Cut
 
 
-def test_a_topic_of_findings_that_would_forget_is_refused(
+def test_a_findings_topic_that_is_not_compacted_is_refused(
     spark: SparkSession, history: History, tmp_path: Path
 ) -> None:
     name = history.topic(wire.findings_topic(history.namespace))

@@ -54,7 +54,7 @@ def test_topics_of_every_width_and_records_of_every_size(history: History, audit
     assert (balance["duplicated"], balance["conflicted"]) == (3, 1)
 
 
-def test_what_compaction_took_before_it_was_read_is_a_gap_and_never_lost(history: History, audit: Audit) -> None:
+def test_records_that_compaction_took_unread_are_a_gap_and_never_lost(history: History, audit: Audit) -> None:
     config = {"cleanup.policy": "compact", "segment.ms": "1000", "min.cleanable.dirty.ratio": "0.001"}
     topic = history.topic(f"{history.namespace}-table", 1, config | {"delete.retention.ms": "0"})
     producer = history.transactional(ONE)

@@ -116,7 +116,7 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Page]:
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1280])
-def test_the_page_stands_in_a_real_browser(
+def test_the_page_is_laid_out_and_complete_in_a_real_browser(
     large: tuple[dict[str, Any], Path], tab: browser.Page, width: int, dark: bool
 ) -> None:
     document, folder = large
@@ -140,7 +140,9 @@ def test_the_page_stands_in_a_real_browser(
     assert tab.problems == []
 
 
-def test_text_can_be_read_in_both_schemes(large: tuple[dict[str, Any], Path], tab: browser.Page) -> None:
+def test_text_has_enough_contrast_in_the_light_and_the_dark_scheme(
+    large: tuple[dict[str, Any], Path], tab: browser.Page
+) -> None:
     for dark in (False, True):
         tab.open(large[1] / "report.html", width=1280, dark=dark)
         assert tab.value(_LOWEST_CONTRAST) >= 4.5  # WCAG 2.2, 1.4.3
@@ -183,7 +185,7 @@ def test_a_button_takes_a_finding_s_commands_along(large: tuple[dict[str, Any], 
     )
 
 
-def test_it_prints_with_every_shown_finding_opened(
+def test_the_page_prints_with_every_shown_finding_opened(
     large: tuple[dict[str, Any], Path], tab: browser.Page, tmp_path: Path
 ) -> None:
     tab.open(large[1] / "report.html", width=1280)
@@ -194,7 +196,7 @@ def test_it_prints_with_every_shown_finding_opened(
     assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
 
 
-def test_what_holds_answers_up_and_what_was_revised_is_told(large: tuple[dict[str, Any], Path]) -> None:
+def test_the_page_names_blocking_transactions_and_revised_verdicts(large: tuple[dict[str, Any], Path]) -> None:
     whole = {"caught_up": True, "ids_pass": True}
     document = {**large[0], "run": large[0]["run"] | whole, "verdicts": {"revised": 0, "changes": []}}
     assert [(one["partition"], one["open_since"]) for one in document["evidence"]["held_up"]] == [(39, None)]
@@ -213,7 +215,7 @@ def test_what_holds_answers_up_and_what_was_revised_is_told(large: tuple[dict[st
     assert "2 records could not be decoded." in told
 
 
-def test_every_field_of_the_schema_says_what_it_is() -> None:
+def test_every_field_of_the_schema_has_a_description() -> None:
     jsonschema.Draft202012Validator.check_schema(schema())
     objects = schema()["$defs"]
     fields = {

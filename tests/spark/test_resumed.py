@@ -31,7 +31,7 @@ def _before(ran: Ran) -> dict[str, Any]:
     return run
 
 
-def test_other_topics_are_audited_by_a_plan_of_their_own(
+def test_a_run_of_other_topics_finishes_the_interrupted_run_first(
     spark: SparkSession, history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = _topics(history)

@@ -83,7 +83,7 @@ CUTS: tuple[tuple[Any, str, bool, str | None], ...] = (
 )
 
 
-def test_a_run_that_was_cut_off_anywhere_ends_with_the_report_it_would_have_had(
+def test_a_run_that_is_resumed_after_any_step_ends_with_the_same_report(
     spark: SparkSession, history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _two_stages(history)
@@ -119,7 +119,7 @@ def test_a_run_that_was_cut_off_anywhere_ends_with_the_report_it_would_have_had(
         assert rows[0].count() == rows[1].count() > 0, name
 
 
-def test_what_is_planned_anew_is_written_whatever_the_run_that_was_cut_off_had_written(
+def test_a_run_that_replaces_interrupted_runs_writes_its_own_rows(
     spark: SparkSession, history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topic = history.topic(f"{history.namespace}-t", 1)
@@ -140,7 +140,7 @@ def test_what_is_planned_anew_is_written_whatever_the_run_that_was_cut_off_had_w
     assert tables.read("verdicts").where("verdict = 'lost'").count() == 1
 
 
-def test_what_a_run_that_was_cut_off_did_not_tidy_up_the_next_hour_does(
+def test_the_run_after_an_interrupted_one_drops_the_expired_hours(
     spark: SparkSession, history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _two_stages(history)
@@ -153,7 +153,7 @@ def test_what_a_run_that_was_cut_off_did_not_tidy_up_the_next_hour_does(
     assert lake.Lake(spark, str(last.lake)).read("deliveries").isEmpty()
 
 
-def test_a_second_process_says_so_and_leaves_with_2(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_second_process_on_the_same_lake_exits_with_2(spark: SparkSession, tmp_path: Path) -> None:
     root = str(tmp_path / "lake")
     environment = {**os.environ, "FENCEPOST_KAFKA": "127.0.0.1:1", "FENCEPOST_JARS": str(places.jars("spark"))}
     command = [sys.executable, "-m", "spark", "--lake", root, "--report", str(tmp_path / "report")]
@@ -225,7 +225,7 @@ def test_a_lake_is_held_by_one_run_at_a_time(spark: SparkSession, tmp_path: Path
         pass
 
 
-def test_capped_runs_come_to_the_same_end_and_call_nothing_lost_on_the_way(history: History, audit: Audit) -> None:
+def test_capped_runs_end_with_the_same_findings_and_report_nothing_lost_before(history: History, audit: Audit) -> None:
     _two_stages(history)
     _second_stage(history)
     whole = audit(history, later_s=LATER_S)
@@ -305,7 +305,7 @@ def test_logs_that_change_between_runs(history: History, audit: Audit, monkeypat
     assert fresh in second.document["run"]["topics"]
 
 
-def test_what_a_topic_was_promised_before_it_was_made_anew_nobody_can_know(history: History, audit: Audit) -> None:
+def test_events_of_a_topic_from_before_it_was_recreated_are_an_evidence_gap(history: History, audit: Audit) -> None:
     """Made anew before the first run, and absent in one run and back in the next; with topic ids in the ledger or not.
 
     Where the ledger names none the time of the new log's first record tells.
@@ -344,7 +344,7 @@ def test_what_a_topic_was_promised_before_it_was_made_anew_nobody_can_know(histo
     assert {one["count"] for one in second.document["findings"] if one["kind"] == gap} == {10}
 
 
-def test_a_ledger_that_is_younger_than_the_data_accuses_nobody(history: History, audit: Audit) -> None:
+def test_records_older_than_the_ledger_are_no_phantoms(history: History, audit: Audit) -> None:
     """Made anew, or that of a cluster into which data was mirrored with its headers; what came later is a phantom."""
 
     def later(to: History, topic: str) -> None:
@@ -368,7 +368,7 @@ def test_a_ledger_that_is_younger_than_the_data_accuses_nobody(history: History,
         assert {one["kind"]: one["count"] for one in ran.document["findings"]} == {"evidence_gap": 5, "phantom": 1}
 
 
-def test_what_was_proven_stays_so_and_the_balance_closes_whatever_becomes_of_the_logs(
+def test_proven_verdicts_stay_and_the_balance_closes_whatever_happens_to_the_logs(
     history: History, audit: Audit, tmp_path: Path
 ) -> None:
     """An open transaction, a topic that is gone, one made anew; an id lost in one hour and there twice in another."""
@@ -414,7 +414,7 @@ def test_what_was_proven_stays_so_and_the_balance_closes_whatever_becomes_of_the
     assert balance(last)["accepted"] == 5
 
 
-def test_what_is_audited_by_default_does_not_depend_on_what_the_last_run_was_told(
+def test_the_topics_of_a_default_run_do_not_depend_on_the_options_of_the_last_run(
     history: History, audit: Audit
 ) -> None:
     orders, payments, others, refused = (
@@ -434,7 +434,7 @@ def test_what_is_audited_by_default_does_not_depend_on_what_the_last_run_was_tol
     assert (again.document["run"]["topics"], again.outcome.status) == ([orders, payments], 0)
 
 
-def test_what_makes_a_run_impossible_is_said_in_a_line(
+def test_a_missing_ledger_or_an_unreachable_kafka_is_reported_in_a_line(
     history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     away = History.__new__(History)
@@ -471,7 +471,7 @@ def test_a_lake_is_of_one_namespace(
         run(spark, history, tmp_path, now_ms, lake="merged")
 
 
-def test_what_fails_for_one_topic_is_told_of_the_others(
+def test_a_topic_that_fails_does_not_hide_the_other_topics_of_a_call(
     spark: SparkSession, history: History, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topic = history.topic(f"{history.namespace}-t", 2)
@@ -486,7 +486,7 @@ def test_what_fails_for_one_topic_is_told_of_the_others(
             broker.describe([topic, "not-there"])
 
 
-def test_a_balance_that_does_not_close_is_no_report(
+def test_a_balance_that_does_not_close_fails_the_report(
     history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _two_stages(history)

@@ -51,7 +51,7 @@ def service(tmp_path: Path, environment: dict[str, str]) -> Iterator[Service]:
     assert "Traceback" not in service.log.read_text(), service.tail(60)
 
 
-async def test_an_event_goes_from_its_post_to_a_clean_report(
+async def test_a_posted_event_has_a_clean_report_in_a_secured_cluster(
     service: Service,
     environment: dict[str, str],
     spark: SparkSession,
@@ -105,7 +105,7 @@ def command_lines() -> list[bytes]:
         ({"kafka_ssl_cafile": ""}, "unable to find valid certification path"),
     ],
 )
-def test_a_job_that_is_not_let_in_says_why(
+def test_a_job_without_access_to_kafka_says_why_without_the_password(
     spark: SparkSession, environment: dict[str, str], change: dict[str, str], why: str
 ) -> None:
     shared: Any = replace(SharedSettings.from_env(environment), **change)  # type: ignore[arg-type]

@@ -35,7 +35,9 @@ def test_an_identity_is_a_topic_and_an_expression() -> None:
         (["--vacuum-h", "876001"], "argument --vacuum-h: '876001' is not an integer from 1 to 876000"),
     ],
 )
-def test_what_is_wrong_is_named(capsys: pytest.CaptureFixture[str], arguments: list[str], why: str) -> None:
+def test_a_wrong_argument_exits_with_2_and_is_named(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], why: str
+) -> None:
     with pytest.raises(SystemExit) as left:
         parse([*GIVEN, *arguments])
     assert left.value.code == 2
@@ -79,7 +81,9 @@ def test_a_wrong_setting_is_a_line_before_spark_is_started(
     assert line.endswith(why)
 
 
-def test_a_jvm_that_died_is_no_verdict(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_jvm_that_died_exits_with_2_and_no_verdict(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     gone = Py4JNetworkError("Answer from Java side is empty")
     monkeypatch.setattr(spark.__main__, "open_session", Mock(side_effect=gone))
     monkeypatch.setattr("sys.argv", ["spark", *GIVEN])

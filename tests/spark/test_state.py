@@ -61,7 +61,7 @@ def _told(rows: DataFrame) -> set[str]:
     }
 
 
-def test_evidence_in_two_runs_makes_the_rows_that_it_makes_in_one(spark: SparkSession) -> None:
+def test_evidence_that_is_read_in_two_runs_makes_the_same_rows_as_in_one(spark: SparkSession) -> None:
     rows = _history(7)
     random.Random(8).shuffle(rows)
     half = len(rows) // 2
@@ -71,7 +71,7 @@ def test_evidence_in_two_runs_makes_the_rows_that_it_makes_in_one(spark: SparkSe
     assert _told(deliveries.gathered(parts).drop("run")) == _told(deliveries.gathered(whole).drop("run"))
 
 
-def test_a_row_that_is_alone_is_gathered_alike(spark: SparkSession) -> None:
+def test_a_single_row_of_an_id_is_gathered_as_several_are(spark: SparkSession) -> None:
     named = {
         "both": [copy(1), entry(1), answer(201, 1)],
         "copy": [copy(1)],
@@ -96,7 +96,7 @@ def test_rows_of_an_id_in_several_hours_are_gathered_from_all_its_evidence(spark
     assert row["accepted_hour"].hour == (NOW_MS // HOUR_MS + 2) % 24
 
 
-def test_a_row_counts_what_it_no_longer_keeps(spark: SparkSession) -> None:
+def test_a_row_counts_the_copies_beyond_the_cap_of_its_coordinates(spark: SparkSession) -> None:
     rows = [copy(n, at=NOW_MS + n, fingerprint=b"a" * 8) for n in range(1000)] + [
         copy(1000, at=NOW_MS + 1000, fingerprint=b"b" * 8)
     ]
@@ -106,7 +106,7 @@ def test_a_row_counts_what_it_no_longer_keeps(spark: SparkSession) -> None:
     assert {bytes(one["fingerprint"]) for one in row["fingerprints"]} == {b"a" * 8, b"b" * 8}
 
 
-def test_beyond_the_cap_what_the_ledger_names_is_kept_and_then_what_has_our_header(spark: SparkSession) -> None:
+def test_copies_beyond_the_cap_are_kept_if_the_ledger_names_them_or_they_have_our_header(spark: SparkSession) -> None:
     """The first copy is one in the ledger, and whether a phantom is one shows in a copy with our header."""
     cap = deliveries.COORDINATES_MAX
     foreign = [copy(n, at=NOW_MS + n, life=None) for n in range(cap + 2)]
@@ -117,7 +117,7 @@ def test_beyond_the_cap_what_the_ledger_names_is_kept_and_then_what_has_our_head
     assert ([one["offset"] for one in row["entries"]], row["count"]) == ([2000], cap + 5)
 
 
-def test_what_is_written_back_to_the_place_where_it_was_is_there_once(spark: SparkSession) -> None:
+def test_a_record_that_is_written_back_to_its_offset_counts_once(spark: SparkSession) -> None:
     """A topic that was made anew from a copy of it; within an hour, so that the rows of two runs meet."""
     unkeyed = copy(3, kind=decode.UNKEYED, life=None)
     evidence = {"restored": [copy(1), entry(1), answer(201, 1)], "foreign": [copy(2, life=None)]}
@@ -147,7 +147,7 @@ def test_records_without_id_have_a_row_each(spark: SparkSession) -> None:
     assert {row["kind"] for row in rows} == {decode.UNKEYED}
 
 
-def test_parts_of_a_record_that_are_not_decoded_have_a_place_each(spark: SparkSession) -> None:
+def test_undecodable_parts_of_a_record_have_a_row_each(spark: SparkSession) -> None:
     """A MERGE takes no two rows for one place: a journal made anew would meet them there."""
     twelve, thirteen = ({"id": id, "fingerprint": "", "at": 1, "status": 201} for id in ("12", "13"))
     bodies = [
@@ -169,7 +169,7 @@ def test_parts_of_a_record_that_are_not_decoded_have_a_place_each(spark: SparkSe
     assert rows.count() == rows.select(*deliveries.ROW_KEY).distinct().count()
 
 
-def test_the_last_evidence_of_an_old_timestamp_is_when_it_came(spark: SparkSession) -> None:
+def test_the_last_evidence_of_a_record_with_an_old_timestamp_is_its_arrival(spark: SparkSession) -> None:
     old = NOW_MS - 1000 * HOUR_MS
     named = {
         "retried": [copy(1, timestamp_ms=old)],
@@ -189,7 +189,7 @@ def test_the_last_evidence_of_an_old_timestamp_is_when_it_came(spark: SparkSessi
     }
 
 
-def test_a_topic_is_written_to_where_the_ledger_or_an_answer_that_refuses_nothing_names_it(
+def test_a_topic_is_written_if_the_ledger_or_an_answer_without_a_refusal_names_it(
     spark: SparkSession,
 ) -> None:
     told = [answer(status, topic=f"t-{status}") for status in (decode.ENTERED, 201, 202, 409, 422, 503, 504)]
@@ -216,5 +216,5 @@ def test_a_writer_with_a_wild_clock_is_put_where_the_run_is(spark: SparkSession)
     assert [row["accepted_ms"] for row in rows] == [NOW_MS, NOW_MS, NOW_MS, NOW_MS - HOUR_MS]
 
 
-def test_ids_makes_what_it_says() -> None:
+def test_the_helper_ids_gives_each_row_its_named_id() -> None:
     assert [name_of(one["id"]) for one in ids({"a": [copy(1)], "b": [copy(2), copy(3)]})] == ["a", "b", "b"]

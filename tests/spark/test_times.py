@@ -48,7 +48,7 @@ def _record(nth: int, name: str) -> dict[str, Any]:
     return {"topic": "t", "partition": 0, "offset": nth, "timestamp_ms": timestamp_ms, "headers": headers}
 
 
-def test_a_time_that_cannot_be_meant_is_none(spark: SparkSession) -> None:
+def test_an_implausible_time_is_none(spark: SparkSession) -> None:
     records = spark.createDataFrame([_record(nth, name) for nth, name in enumerate(TIMES)], source.SCHEMA)
     rows = decode.deliveries(records, NOW_MS).orderBy("offset").collect()
     found = {
@@ -75,7 +75,7 @@ def test_a_forged_acceptance_is_a_phantom_now_and_not_in_2096(history: History, 
 
 
 @pytest.mark.long
-def test_a_view_is_the_same_however_many_runs_read_times_that_cannot_be_meant(
+def test_a_view_of_implausible_times_is_the_same_in_one_run_and_in_many(
     spark: SparkSession, history: History, audit: Audit
 ) -> None:
     topic = history.topic(f"{history.namespace}-t", 1, {"message.timestamp.after.max.ms": str(2**62)})
@@ -102,7 +102,7 @@ def test_a_view_is_the_same_however_many_runs_read_times_that_cannot_be_meant(
     assert told[0] == told[1]
 
 
-def test_another_identity_than_before_is_told(
+def test_a_changed_identity_is_reported_once(
     spark: SparkSession, history: History, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It holds for what is read from now on; what was read keeps the ids that it has."""

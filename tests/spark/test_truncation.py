@@ -43,7 +43,7 @@ def _wait_for_end(history: History, topic: str, end: int) -> None:
         consumer.close()
 
 
-def test_what_a_new_leader_does_not_have_is_no_evidence_and_what_it_has_instead_is_read(
+def test_records_that_a_new_leader_lacks_are_dropped_and_its_own_are_read(
     broker: Kafka, namespace: str, audit: Audit
 ) -> None:
     history = History(broker.bootstrap, namespace)

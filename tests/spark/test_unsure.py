@@ -43,12 +43,12 @@ def _told(rows: Any) -> dict[str, tuple[bool, int | None]]:
     return {name_of(row["id"]): (row["elsewhere"], row["freed_ms"]) for row in found.collect()}
 
 
-def test_what_other_hours_tell_of_an_unsure_answer(spark: SparkSession) -> None:
+def test_an_unsure_answer_is_settled_by_the_evidence_of_other_hours(spark: SparkSession) -> None:
     rows = reduced(spark, ids({name: case[0] for name, case in CASES.items()}))
     assert _told(rows) == {name: told for name, (_, told) in CASES.items() if told is not None}
 
 
-def test_what_other_hours_tell_is_noted_once_and_taken_back_by_a_later_answer(
+def test_evidence_of_other_hours_is_noted_once_and_revoked_by_a_later_answer(
     spark: SparkSession, tmp_path: Any
 ) -> None:
     tables = lake.Lake(spark, str(tmp_path))
@@ -66,7 +66,9 @@ def test_what_other_hours_tell_is_noted_once_and_taken_back_by_a_later_answer(
     assert [(name_of(row["id"]), row["freed_ms"]) for row in rows] == [("freed", None)]
 
 
-def test_without_the_pass_over_ids_nothing_is_stuck_that_another_hour_tells_of(history: History, audit: Audit) -> None:
+def test_a_run_without_the_pass_over_ids_calls_no_id_stuck_that_another_hour_settles(
+    history: History, audit: Audit
+) -> None:
     topic, now_ms = history.topic(f"{history.namespace}-t"), history.now_ms
     producer = history.transactional(ONE)
     (there,) = history.deliver(producer, ONE, topic, ["slow"], at=now_ms - 5 * HOUR_MS, answer=False)
@@ -88,7 +90,7 @@ def test_without_the_pass_over_ids_nothing_is_stuck_that_another_hour_tells_of(h
         assert (balance["accepted"], balance["delivered_once"], balance["stuck"]) == (3, 2, 1)
 
 
-def test_a_record_of_another_hour_tells_the_key_of_what_is_stuck_by_the_pass_over_ids_alone(
+def test_the_key_of_a_stuck_id_comes_from_another_hour_only_with_the_pass_over_ids(
     history: History, audit: Audit
 ) -> None:
     topic, hour_ms = history.topic(f"{history.namespace}-t"), history.now_ms // HOUR_MS * HOUR_MS - 3 * HOUR_MS
@@ -104,7 +106,7 @@ def test_a_record_of_another_hour_tells_the_key_of_what_is_stuck_by_the_pass_ove
         assert {one["key"] for one in found} == keys
 
 
-def test_a_driver_whose_clock_is_ahead_calls_nothing_lost_that_is_written_while_it_plans(
+def test_a_driver_whose_clock_is_ahead_calls_no_record_lost_that_is_written_during_the_plan(
     history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topic = history.topic(f"{history.namespace}-t")
@@ -127,7 +129,7 @@ def test_a_driver_whose_clock_is_ahead_calls_nothing_lost_that_is_written_while_
     assert (second.findings(), second.document["balance"]["delivered_once"]) == (set(), 2)
 
 
-def test_nothing_is_a_phantom_while_its_ledger_is_held_up_however_old_it_looks(history: History, audit: Audit) -> None:
+def test_no_record_is_a_phantom_while_an_open_transaction_blocks_its_ledger(history: History, audit: Audit) -> None:
     topic, old_ms = history.topic(f"{history.namespace}-t"), history.now_ms - 30 * HOUR_MS
     slow = history.transactional(TWO)
     slow.begin_transaction()
@@ -142,7 +144,7 @@ def test_nothing_is_a_phantom_while_its_ledger_is_held_up_however_old_it_looks(h
     assert (second.findings(), second.document["balance"]["delivered_once"]) == (set(), 1)
 
 
-def test_a_loss_that_is_proven_stays_when_a_compacted_log_goes_on(history: History, audit: Audit) -> None:
+def test_a_proven_loss_stays_when_a_compacted_log_grows(history: History, audit: Audit) -> None:
     topic = history.topic(f"{history.namespace}-t", 1, {"cleanup.policy": "compact"})
     producer = history.transactional(ONE)
     (there,) = history.deliver(producer, ONE, topic, ["there"], record_key=b"k", value=b'"$key"')

@@ -340,7 +340,7 @@ def found_of(rows: DataFrame, seen: Evidence) -> dict[str, set[tuple[str, str | 
     return told
 
 
-def test_what_is_found_of_a_row(spark: SparkSession) -> None:
+def test_each_classified_row_has_its_findings(spark: SparkSession) -> None:
     seen = gather_evidence(plan(), settings())
     assert found_of(classify(deliveries.gathered(known(spark)), seen), seen) == FOUND
 
@@ -379,7 +379,7 @@ def test_only_audited_topics_are_judged(spark: SparkSession) -> None:
     assert [claim["offset"] for claim in found["both"]["missing"]] == [2]
 
 
-def test_topics_that_only_other_options_asked_for_are_judged_and_reported_no_more(spark: SparkSession) -> None:
+def test_topics_that_only_other_options_named_are_not_judged_or_reported(spark: SparkSession) -> None:
     gone = log(DATA, "gone", 0, audited=False, gaps=(Gap(2, 4, "retention", NOW_MS),))
     left_out = log(UNWANTED, "out", 0, audited=False, gaps=(Gap(1, 3, "retention", NOW_MS),))
     known = plan(gone, left_out)
@@ -389,7 +389,7 @@ def test_topics_that_only_other_options_asked_for_are_judged_and_reported_no_mor
     assert {row["topic"] for row in findings.of_logs(spark, known).collect()} == {"t", "anew", "gone"}
 
 
-def test_without_a_ledger_nothing_is_a_phantom_but_where_the_answers_tell(spark: SparkSession) -> None:
+def test_without_a_ledger_a_record_is_a_phantom_only_where_the_journal_shows_it(spark: SparkSession) -> None:
     logs = [one for one in plan().logs if one.role != LEDGER]
     seen = gather_evidence(Plan(1, FROZEN_MS, "", tuple(logs)), settings())
     rows = states(spark, {"unknown": [copy(1)], "told": [copy(1, topic="telemetry")], "fresh": [copy(1, at=FRESH)]})
@@ -433,7 +433,7 @@ COPIES: dict[str, tuple[Sequence[Any], list[str | None]]] = {
 }
 
 
-def test_each_copy_after_the_first_has_the_cause_of_the_first_rule_that_fits(spark: SparkSession) -> None:
+def test_each_copy_after_the_first_has_the_cause_of_the_first_matching_rule(spark: SparkSession) -> None:
     rows = reduced(spark, ids({name: case[0] for name, case in COPIES.items()}))
     # Some have copies in two hours: here as the pass over all ids sees them.
     told = deliveries.gathered(rows, by_hour=False).withColumn("copies", causes.ordered())
@@ -456,7 +456,7 @@ def test_copies_are_ordered_by_ledger_then_time_then_place(spark: SparkSession) 
     assert [one["offset"] for one in row["copies"]] == [4, 9, 5, 6, 3, 8]
 
 
-def test_every_finding_says_what_it_is_about(spark: SparkSession) -> None:
+def test_every_finding_has_its_kind_cause_and_count(spark: SparkSession) -> None:
     seen = gather_evidence(plan(), settings())
     named = {
         "lost": [entry(3), answer(201, 4)],

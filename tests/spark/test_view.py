@@ -62,7 +62,7 @@ def _id(key: str) -> str:
     return wire.event_id(key).hex()
 
 
-def test_a_view_has_each_id_once_and_grows_to_what_one_made_anew_has(
+def test_a_view_has_each_id_once_and_equals_a_view_that_is_rebuilt(
     spark: SparkSession, history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topic = history.topic(f"{history.namespace}-t", 2, {"message.timestamp.after.max.ms": str(2**62)})
@@ -157,7 +157,7 @@ def _shown(spark: SparkSession, shared: SharedSettings, root: str, topic: str) -
         list(show.show(spark, shared, root, "nobody"))
 
 
-def test_a_view_takes_only_what_a_run_has_audited(
+def test_a_view_has_only_records_that_a_run_has_audited(
     spark: SparkSession, history: History, audit: Audit, tmp_path: Path
 ) -> None:
     topic = history.topic(f"{history.namespace}-t", 2)
@@ -193,7 +193,7 @@ def test_a_view_takes_only_what_a_run_has_audited(
 
 
 @pytest.mark.long
-def test_what_a_run_of_other_topics_reads_of_the_ledger_reaches_the_view_with_the_next_one(
+def test_ledger_entries_read_by_a_run_of_other_topics_reach_the_view_with_the_next_run(
     spark: SparkSession, history: History, audit: Audit
 ) -> None:
     topic, other = (history.topic(f"{history.namespace}-{name}", 1) for name in ("t", "o"))
@@ -217,7 +217,7 @@ def test_what_a_run_of_other_topics_reads_of_the_ledger_reaches_the_view_with_th
     assert rows[_id("once")][2:] == (b"before", False)
 
 
-def test_a_topic_that_was_made_anew_gives_no_old_id_the_value_of_a_new_event(
+def test_a_recreated_topic_gives_no_old_id_the_value_of_a_new_event(
     spark: SparkSession, history: History, audit: Audit, tmp_path: Path
 ) -> None:
     """Registered before or after: another event stands at the place of each old one, with and without our header."""
@@ -283,7 +283,7 @@ RECORDS: dict[str, tuple[tuple[bool, str, bytes, str | None], tuple[str | None, 
 }
 
 
-def test_a_record_is_of_a_row_by_what_it_says_itself(spark: SparkSession) -> None:
+def test_a_record_is_matched_to_a_row_by_its_own_headers_and_content(spark: SparkSession) -> None:
     rows = []
     for name, ((stamped, id, value, key), (its_key, ours, its_value, _)) in RECORDS.items():
         headers = []

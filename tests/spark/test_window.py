@@ -33,7 +33,7 @@ def test_the_window_begins_with_a_whole_hour() -> None:
         assert rule_table.window_from(frozen_ms, WINDOW_H * HOUR_MS) == (500_000 - WINDOW_H) * HOUR_MS
 
 
-def test_which_findings_stand(spark: SparkSession) -> None:
+def test_a_finding_stands_by_the_time_of_its_evidence_or_by_the_pass_that_found_it(spark: SparkSession) -> None:
     """By the time of their evidence or their hour; and by which run the pass over all ids came, and what it said."""
     since_ms = 500_000 * HOUR_MS
 
@@ -72,7 +72,7 @@ PROMISES = {"at the edge": (0, 0, True), "within": (300_000, 300_000, True), "cl
 PROMISES |= {"before": (-1, -1, False)}
 
 
-def test_what_the_balance_counts_is_told_and_nothing_else(past: History, audit: Audit) -> None:
+def test_findings_are_reported_only_for_ids_that_the_balance_counts(past: History, audit: Audit) -> None:
     topic = past.topic(f"{past.namespace}-t")
     now_ms = past.now_ms // HOUR_MS * HOUR_MS + 20 * 60_000
     window_from_ms = now_ms // HOUR_MS * HOUR_MS - WINDOW_H * HOUR_MS
@@ -101,7 +101,7 @@ def test_what_the_balance_counts_is_told_and_nothing_else(past: History, audit: 
     assert ran.outcome.status == 3
 
 
-def test_without_the_pass_over_ids_a_verdict_that_is_newer_than_the_pass_stands(past: History, audit: Audit) -> None:
+def test_a_verdict_that_is_newer_than_the_last_pass_over_ids_stands(past: History, audit: Audit) -> None:
     """The pass found an id of two hours whole; then one of these hours, judged anew, finds it lost."""
     topic = past.topic(f"{past.namespace}-t")
     now_ms = past.now_ms
