@@ -31,7 +31,9 @@ def _collector() -> Iterator[None]:
     gc.unfreeze()
 
 
-async def test_what_nobody_foresaw_does_not_end_the_start_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unforeseen_error_of_the_start_is_logged_and_the_start_continues(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(service.app, "BRING_UP_PAUSE_S", 0.001)
     given_up: list[SettingsError] = []
     rules = Rules()
@@ -51,9 +53,7 @@ async def test_what_nobody_foresaw_does_not_end_the_start_in_silence(monkeypatch
 
 
 @pytest.mark.parametrize("task", BACKGROUND)
-async def test_a_task_that_fails_in_the_background_is_told_of_and_started_again(
-    monkeypatch: pytest.MonkeyPatch, task: str
-) -> None:
+async def test_a_background_task_that_fails_is_logged_and_restarted(monkeypatch: pytest.MonkeyPatch, task: str) -> None:
     """Without the sweep no deadline is answered, without the watch the metrics stand still."""
     rules = Rules()
     whole = Service(Settings(), rules, Schemas(rules), Telemetry(), lambda _: None)

@@ -41,7 +41,7 @@ def found(attempts: list[Attempt], *records: Delivered) -> str:
         (["info", "fail"], False),
     ],
 )
-def test_what_fits_its_answers_is_right(kinds: list[Kind], there: bool) -> None:
+def test_a_record_that_fits_its_answers_is_right(kinds: list[Kind], there: bool) -> None:
     assert found([attempt(kind) for kind in kinds], *([record()] if there else [])) == ""
 
 
@@ -54,21 +54,21 @@ def test_a_loss_is_found() -> None:
     assert "is lost" in found([attempt("info"), attempt("ok")])
 
 
-def test_another_place_than_was_told() -> None:
+def test_a_record_at_another_place_than_its_answer_is_a_violation() -> None:
     assert "was told to be at" in found([attempt("ok", 8)], record(7))
 
 
-def test_two_places_that_were_told() -> None:
+def test_answers_with_two_places_are_a_violation() -> None:
     assert "was told different places" in found([attempt("ok", 7), attempt("ok", 8)], record(7))
 
 
 @pytest.mark.parametrize("kinds", [["fail"], ["busy"], ["fail", "busy"]])
-def test_what_was_surely_not_written_is_there(kinds: list[Kind]) -> None:
+def test_a_record_whose_answers_say_not_written_is_a_violation(kinds: list[Kind]) -> None:
     assert "nobody was left in doubt" in found([attempt(kind) for kind in kinds], record())
 
 
 @pytest.mark.parametrize("wrong", [record(value=b'{"a":1}'), record(value=None), record(key=None), record(key=b"l")])
-def test_other_bytes_are_found(wrong: Delivered) -> None:
+def test_a_record_with_other_bytes_is_a_violation(wrong: Delivered) -> None:
     assert "has other bytes" in found([attempt("ok")], wrong)
     assert "has other bytes" in found([attempt("info")], wrong)
 

@@ -25,7 +25,7 @@ def test_an_id_is_fresh_once_within_the_bounds() -> None:
     assert position.fresh(_id(4), AGE, 10_001)
 
 
-def test_a_position_comes_back_as_it_was_and_no_older() -> None:
+def test_a_decoded_position_is_equal_and_keeps_the_ages_of_its_ids() -> None:
     chance = random.Random(3)
     position = ReaderPosition({n: chance.randrange(1 << 62) for n in range(5)})
     for n in range(100):
@@ -39,7 +39,7 @@ def test_a_position_comes_back_as_it_was_and_no_older() -> None:
 
 
 @pytest.mark.parametrize("raw", [b"", b"\x02" + bytes(16), bytes(3), ReaderPosition({1: 1}).encode(0)[:-1]])
-def test_other_bytes_are_refused(raw: bytes) -> None:
+def test_bytes_that_are_no_position_are_refused(raw: bytes) -> None:
     with pytest.raises(ValueError, match=r"no position of version 1 .*give load\(\) the bytes that commit\(\) got"):
         ReaderPosition.decode(raw, 0)
 

@@ -56,7 +56,7 @@ def test_a_pool_makes_connections_that_repeat_nothing() -> None:
     assert connection.retry.get_retries() == 0
 
 
-def test_what_a_connection_with_tls_believes_can_be_set() -> None:
+def test_the_ssl_context_of_a_tls_connection_can_be_set() -> None:
     connection = ConnectionPool.from_url("rediss://127.0.0.1:1/0").make_connection()  # type: ignore[no-untyped-call]
     assert isinstance(connection, SSLConnection)
     context = ssl.create_default_context()
@@ -64,6 +64,6 @@ def test_what_a_connection_with_tls_believes_can_be_set() -> None:
     assert connection.ssl_context.get() is context
 
 
-def test_errors_have_the_classes_that_are_told_apart() -> None:
+def test_redis_errors_have_the_classes_that_the_service_distinguishes() -> None:
     assert all(issubclass(kind, RedisError) for kind in (BusyLoadingError, MasterDownError, AuthenticationError))
     assert all(issubclass(kind, ResponseError) for kind in (NoScriptError, ReadOnlyError))

@@ -56,14 +56,14 @@ def keys_at(port: int, timeout_s: float = PATIENT_S, telemetry: Telemetry | None
     )
 
 
-async def test_a_server_that_takes_connections_and_is_silent_is_told_of() -> None:
+async def test_a_server_that_accepts_and_is_silent_is_store_away() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts; nobody reads
         keys = keys_at(server.getsockname()[1], BRIEF_S)
         with pytest.raises(StoreAway, match=r"^Redis does not answer: \w+"):
             await keys.who()
 
 
-async def test_a_server_that_falls_silent_is_told_of() -> None:
+async def test_a_server_that_falls_silent_during_a_call_is_store_unanswered() -> None:
     keys: Any = keys_at(1, BRIEF_S)
     await keys._connections.give_back(Mute(), usable=True)
     with pytest.raises(StoreUnanswered, match=r"^Redis did not answer: \w+"):
@@ -158,7 +158,7 @@ def counted(telemetry: Telemetry) -> dict[str, float]:
     ],
     ids=repr,
 )
-async def test_what_may_still_run_is_told_from_what_was_refused(
+async def test_each_answer_tells_a_call_that_may_have_run_from_a_refused_one(
     server: Server, answer: bytes | None, kind: type[Exception], kept: bool
 ) -> None:
     """And a connection whose answer has not come is never asked again: it would be taken for another call's."""
@@ -183,9 +183,7 @@ UNREADABLE = b"Z" + bytes(60)
 
 
 @pytest.mark.parametrize("state", [UNREADABLE, b"D", b"Claimed", pack(STATE) + b"\xff", b"B" + bytes(90)], ids=repr)
-async def test_a_state_that_no_script_writes_is_told_of_as_a_bug_and_never_as_an_answer(
-    server: Server, state: bytes
-) -> None:
+async def test_a_state_that_no_script_writes_is_a_store_bug(server: Server, state: bytes) -> None:
     telemetry = Telemetry()
     keys = keys_at(server.port, telemetry=telemetry)
     server.answers.extend([b"*2\r\n" + bulk(b"OK") + bulk(state)] * 2)
@@ -227,7 +225,7 @@ async def test_a_script_that_is_not_there_is_sent_whole(server: Server) -> None:
     await keys.close()
 
 
-async def test_a_call_that_is_cut_off_takes_its_connection_with_it(server: Server) -> None:
+async def test_a_cancelled_call_closes_its_connection(server: Server) -> None:
     keys = keys_at(server.port)
     server.answers.extend([None, APPLIED])
     call = asyncio.create_task(keys.applied(GENERATION, 0))
@@ -276,7 +274,7 @@ async def test_a_burst_of_look_ups_opens_few_connections_and_leaves_none_open(
     await keys.close()
 
 
-async def test_look_ups_that_wait_keep_nobody_else_from_the_store(server: Server) -> None:
+async def test_waiting_look_ups_do_not_keep_other_calls_from_the_store(server: Server) -> None:
     keys = keys_at(server.port)
     server.answers.extend([None] * module.FINDS_AT_ONCE)
     finds = [asyncio.create_task(keys.find(GENERATION, b"i" * 16)) for _ in range(300)]
@@ -290,9 +288,7 @@ async def test_look_ups_that_wait_keep_nobody_else_from_the_store(server: Server
     await keys.close()
 
 
-async def test_where_all_connections_are_in_use_nothing_is_sent(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_call_without_a_free_connection_is_store_away(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_connections, "CONNECTIONS_MAX", 1)
     keys = keys_at(server.port)
     connection = await keys._connections.take()

@@ -32,7 +32,7 @@ DAY_MS = 86_400_000
 
 
 @pytest.mark.parametrize(("machine", "state_kind", "event_kind", "first"), MACHINES)
-def test_each_move_is_the_table_s_or_illegal(
+def test_each_transition_is_in_the_table_or_illegal(
     machine: Machine[Any, Any], state_kind: type[Enum], event_kind: type[Enum], first: Enum
 ) -> None:
     illegal = 0
@@ -59,7 +59,7 @@ def test_every_state_can_be_reached_and_every_event_happens(
     assert {event for _, event in machine} == set(event_kind)
 
 
-def test_no_way_leads_from_doubt_to_ready_but_through_the_fence() -> None:
+def test_a_slot_in_doubt_becomes_ready_only_through_the_fence() -> None:
     ways = {SlotState.DOUBT}
     for _ in SlotState:
         ways |= {to for (state, event), to in SLOT.items() if state in ways and event is not SlotEvent.FENCE}
@@ -71,7 +71,7 @@ def test_an_answer_is_given_once() -> None:
     assert all((state, RequestEvent.ANSWER) in REQUEST for state in RequestState if state.name != "ANSWERED")
 
 
-def test_what_may_be_written_has_been_sent() -> None:
+def test_a_request_that_may_be_written_was_sent_or_found() -> None:
     """Or was found so. A 503 says that it is surely not written: such a state can be reached without either."""
     unsent = {RequestState.QUEUED}
     for _ in RequestState:

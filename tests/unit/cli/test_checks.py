@@ -51,7 +51,7 @@ def test_redis_is_6_2_or_newer(version: str, well: bool) -> None:
     assert found == ({} if well else {"redis.version": "Redis 6.0.20"})
 
 
-def test_redis_tells_who_it_is() -> None:
+def test_a_redis_without_a_run_id_is_a_wrong_identity() -> None:
     found = wrong(list(check_redis.server({name: text for name, text in INFO.items() if name != "run_id"})))
     assert found == {"redis.identity": "no run_id in INFO"}
 
@@ -66,7 +66,7 @@ def test_redis_tells_who_it_is() -> None:
         ({"run_id": "", "redis_version": "5.0.7"}, ["Redis 5.0.7", "no run_id in INFO"]),
     ],
 )
-def test_the_start_is_refused_for_what_the_doctor_calls_an_error(change: dict[str, str], lines: list[str]) -> None:
+def test_the_start_is_refused_for_each_error_of_the_doctor(change: dict[str, str], lines: list[str]) -> None:
     info = {**INFO, **change}
     assert [line.partition("(")[2].partition(")")[0] for line in refusals(info)] == lines
     errors = [one for one in check_redis.server(info) if one.level is Level.ERROR]
@@ -75,7 +75,7 @@ def test_the_start_is_refused_for_what_the_doctor_calls_an_error(change: dict[st
     ]
 
 
-def test_a_key_weighs_what_the_server_says_once_it_has_many() -> None:
+def test_the_bytes_of_a_key_are_measured_once_the_server_has_many_keys() -> None:
     used = {"used_memory": "13500000", "used_memory_startup": "1000000"}
     assert check_redis.bytes_a_key({**used, "db0": "keys=9999,expires=1"}) == check_redis.KEY_BYTES
     assert check_redis.bytes_a_key({**used, "db0": "keys=90000,expires=1", "db3": "keys=10000,expires=0"}) == 125
@@ -85,12 +85,12 @@ def test_a_key_weighs_what_the_server_says_once_it_has_many() -> None:
     ("fields", "level"),
     [({"mem_allocator": "jemalloc-5.3.0"}, Level.OK), ({"mem_allocator": "libc"}, Level.WARNING), ({}, Level.OK)],
 )
-def test_an_allocator_that_is_the_c_librarys_own_is_told(fields: dict[str, str], level: Level) -> None:
+def test_the_level_of_the_allocator_check_follows_the_allocator(fields: dict[str, str], level: Level) -> None:
     (found,) = check_redis.allocator({**INFO, **fields})
     assert (found.check, found.level) == ("redis.allocator", level)
 
 
-def test_findings_that_say_the_same_are_one() -> None:
+def test_findings_with_the_same_content_are_grouped() -> None:
     names = [f"topic-{n}" for n in range(8)]
     rows = [(name, judged("topics.x", name != "topic-3", "so", "change it")) for name in names]
     well, broken = sorted(grouped(rows), key=lambda one: one.level)[::-1]

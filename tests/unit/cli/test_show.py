@@ -13,7 +13,7 @@ from service.cli.look import SlotRow, Slots
 from service.cli.redis_view import SlotView
 
 
-def test_a_key_stands_in_the_document_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_is_printed_unchanged_in_the_document(capsys: pytest.CaptureFixture[str]) -> None:
     show.document({"key": "a:smile:[b]"})
     assert json.loads(capsys.readouterr().out) == {"key": "a:smile:[b]"}
 
@@ -24,7 +24,7 @@ def test_an_owner_is_shown_by_its_name(capsys: pytest.CaptureFixture[str]) -> No
     assert "zone:a:8000" in capsys.readouterr().out
 
 
-def test_a_time_that_no_calendar_has_is_told_as_it_is() -> None:
+def test_a_time_beyond_the_calendar_is_shown_in_milliseconds() -> None:
     """The ledger entry of a writer that counts in microseconds is shown too."""
     assert show.when(1_700_000_000_123) == "2023-11-14T22:13:20.123Z"
     assert show.when(253_402_300_799_000) == "9999-12-31T23:59:59.000Z"
@@ -32,7 +32,7 @@ def test_a_time_that_no_calendar_has_is_told_as_it_is() -> None:
     assert show.when(-1) == "-1 ms"
 
 
-def test_who_stops_reading_does_not_change_the_exit_status() -> None:
+def test_a_closed_output_pipe_does_not_change_the_exit_status() -> None:
     """`fencepost doctor | grep -q …` under pipefail: 1 would say that it has found an error."""
     reads, writes = os.pipe()
     os.close(reads)

@@ -94,7 +94,7 @@ def test_rules_must_be_a_file(tmp_path: Path) -> None:
         (2 * f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\n', 5),
     ],
 )
-def test_a_wrong_rule_is_told_by_its_line(text: str, line: int) -> None:
+def test_a_wrong_rule_is_reported_with_its_line(text: str, line: int) -> None:
     with pytest.raises(SettingsError) as caught:
         Rules.parse(text, "rules.toml")
     assert str(caught.value).startswith(f"rules.toml:{line}: ")

@@ -51,7 +51,7 @@ def test_servers_are_names_or_addresses(text: str) -> None:
     assert read(kafka=text).kafka == text
 
 
-def test_what_is_set_is_read_and_what_is_empty_is_not() -> None:
+def test_a_set_variable_is_read_and_an_empty_one_is_ignored() -> None:
     settings = read(port="9000", slots="2", namespace="a.b_c-d", instance="host-1:2", kafka="a:1,b:2", redis="")
     assert (settings.port, settings.slots, settings.namespace, settings.name) == (9000, 2, "a.b_c-d", "host-1:2")
     assert settings.kafka == "a:1,b:2"
@@ -158,7 +158,7 @@ def test_redis_urls_that_redis_py_takes(text: str) -> None:
 @pytest.mark.parametrize(
     "more", ["db=abc", "socket_timeout=soon", "nonsense=1", "protocol=9", "retry=3", "ssl_keyfile=x"]
 )
-def test_what_redis_py_does_not_take_is_told(more: str) -> None:
+def test_a_redis_url_option_that_redis_py_does_not_take_is_reported(more: str) -> None:
     text = read(redis=f"redis://:hush@h/0?{more}").redis
     with pytest.raises(SettingsError) as caught:
         check_url(text)
@@ -173,7 +173,7 @@ def test_a_namespace_makes_names_that_kafka_takes(namespace: str) -> None:
     assert all(map(TOPIC.fullmatch, internal_topics(read(namespace=namespace).namespace)))
 
 
-def test_a_namespace_is_told_how_long_it_may_be() -> None:
+def test_a_too_long_namespace_is_reported_with_its_bound() -> None:
     (line,) = lines(namespace="x" * 241)
     assert line.endswith(" is wrong: set 1 to 240 of letters, digits, '.', '_' and '-'")
 
@@ -214,12 +214,12 @@ def test_sasl_needs_a_mechanism_a_name_and_a_password(name: str) -> None:
         ("kafka_ssl_check_hostname", "no"),
     ],
 )
-def test_what_there_is_to_choose_from_is_told(name: str, text: str) -> None:
+def test_a_wrong_choice_is_reported_with_the_choices(name: str, text: str) -> None:
     (line,) = lines(**{name: text})
     assert line.startswith(f"FENCEPOST_{name.upper()}={text!r} is wrong: set ")
 
 
-def test_a_secret_may_stand_in_a_file(tmp_path: Path) -> None:
+def test_a_secret_is_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text("hush \n")
     given = without("kafka_sasl_password")
@@ -249,7 +249,7 @@ def test_files_for_tls_need_tls() -> None:
 @pytest.mark.parametrize(
     ("prefix", "tls"), [("kafka_ssl", {"kafka_security_protocol": "SSL"}), ("redis", {"redis": "rediss://localhost"})]
 )
-def test_files_for_tls_are_what_they_should_be(
+def test_tls_files_that_do_not_match_are_reported(
     tmp_path: Path, authority: Authority, prefix: str, tls: dict[str, str]
 ) -> None:
     mine, other = authority.issue(f"{prefix}-mine"), authority.issue(f"{prefix}-other")
@@ -273,7 +273,7 @@ def test_files_for_tls_are_what_they_should_be(
     assert "is not PKCS #8: set what `openssl pkcs8 -topk8 -nocrypt` makes of it" in faults(certfile=cert, keyfile=old)
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_wrong_settings_are_reported_at_once() -> None:
     assert len(lines(port="x", slots="x", kafka="x")) == 3
     port, slots = lines(port="x", slots="9", slots_max="4")
     assert port.startswith("FENCEPOST_PORT=")
@@ -312,7 +312,7 @@ def test_a_key_must_outlive_its_write() -> None:
     assert read(key_ttl_s="61", request_timeout_ms="5000", transaction_timeout_ms="1000").key_ttl_s == 61
 
 
-def test_nobody_can_want_more_slots_than_there_are() -> None:
+def test_slots_above_slots_max_is_reported() -> None:
     (line,) = lines(slots="5", slots_max="4")
     assert line == "FENCEPOST_SLOTS=5 is more than FENCEPOST_SLOTS_MAX=4: set FENCEPOST_SLOTS to 4 or less"
 

@@ -67,7 +67,7 @@ def test_the_fencepost_header_is_written_and_read_as_its_vector(vector: dict[str
 
 
 @pytest.mark.parametrize("text", vectors("records", "stamp_refused"))
-def test_a_record_header_that_is_none(text: str) -> None:
+def test_an_invalid_record_header_raises_a_wire_error(text: str) -> None:
     with pytest.raises(wire.WireError, match="no fencepost header of version 1"):
         wire.Stamp.decode(text.encode())
 
@@ -106,7 +106,7 @@ def test_a_begin_record_is_written_and_read_as_its_vector(vector: dict[str, Any]
 
 
 @pytest.mark.parametrize("text", vectors("records", "ledger_refused"))
-def test_a_ledger_record_that_is_none(text: str) -> None:
+def test_an_invalid_ledger_record_raises_a_wire_error(text: str) -> None:
     with pytest.raises(wire.WireError):
         wire.decode_ledger(text.encode())
 

@@ -39,7 +39,7 @@ def said(form: str, keys: str) -> str:
     return done.stderr
 
 
-def test_json_is_one_object_a_line_and_what_auto_means_without_a_terminal() -> None:
+def test_json_logs_are_one_object_a_line_and_the_default_without_a_terminal() -> None:
     for form in ("json", "auto"):
         first, second, third = (json.loads(line) for line in said(form, "hashed").splitlines())
         assert first["event"] == "request failed"
@@ -69,7 +69,7 @@ def test_keys_are_hashed_to_the_events_id_unless_the_setting_says_plain() -> Non
     assert hash_key(None, "", {"key": "order-7"}) == {"key": "id:None"}
 
 
-def test_an_incident_is_a_line_however_often_it_is_met() -> None:
+def test_an_incident_logs_one_line_for_each_cause() -> None:
     with structlog.testing.capture_logs() as lines:
         incident = Incident(structlog.get_logger(), "not up yet")
         assert incident.end() == {}
@@ -88,7 +88,7 @@ def test_an_incident_is_a_line_however_often_it_is_met() -> None:
     assert summary["failing_s"] >= 0
 
 
-def test_another_cause_of_the_same_kind_is_told_too_and_one_that_changes_with_each_try_now_and_then() -> None:
+def test_a_new_cause_of_an_incident_is_logged_and_a_changing_one_only_now_and_then() -> None:
     """The first was "no leave", and then the password was wrong: the second stayed unheard until the first was over."""
     now = 100.0
     with structlog.testing.capture_logs() as lines:
@@ -104,14 +104,14 @@ def test_another_cause_of_the_same_kind_is_told_too_and_one_that_changes_with_ea
         assert incident.end()["failures"] == 104
 
 
-def test_a_bug_has_its_traceback() -> None:
+def test_an_unforeseen_error_is_logged_with_its_traceback() -> None:
     with structlog.testing.capture_logs() as lines:
         Incident(structlog.get_logger(), "no heartbeat").add(KeyError("x"), bug=True)
     (line,) = lines
     assert isinstance(line["exc_info"], KeyError)
 
 
-def test_nobody_else_names_a_key_in_the_log() -> None:
+def test_no_module_logs_a_key_itself() -> None:
     """A key is logged under `key` alone, which is what is hashed, and its id with it."""
     for path in (ROOT / "service").rglob("*.py"):
         for line in path.read_text().splitlines():

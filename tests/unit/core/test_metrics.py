@@ -80,7 +80,7 @@ def test_a_name_that_breaks_them_is_found(text: str, fault: str) -> None:
     assert fault in list(faults(text))
 
 
-def test_a_series_more_for_each_answer_and_status_and_no_other() -> None:
+def test_answers_and_requests_are_counted_by_status_and_code() -> None:
     telemetry = Telemetry()
     for latency_s in (0.001, 0.2):
         telemetry.answered("", 201, latency_s)

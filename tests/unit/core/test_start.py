@@ -23,7 +23,7 @@ from deploy import places
         ("RULES", "x" * 300),
     ],
 )
-def test_the_service_does_not_start_and_says_why_in_a_line(
+def test_a_wrong_setting_ends_the_start_with_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, text: str
 ) -> None:
     (tmp_path / "rules.toml").write_text("topics = [1]\n")
@@ -35,7 +35,7 @@ def test_the_service_does_not_start_and_says_why_in_a_line(
     assert line.startswith("rules.toml:1: topics: write [[topics]]" if text == "rules.toml" else f"FENCEPOST_{name}")
 
 
-def test_an_address_that_cannot_be_had_is_told_by_its_settings() -> None:
+def test_an_address_in_use_is_reported_with_its_settings() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         nobody = {"FENCEPOST_KAFKA": "127.0.0.1:1", "FENCEPOST_REDIS": "redis://127.0.0.1:1/0"}
@@ -52,7 +52,7 @@ def test_an_address_that_cannot_be_had_is_told_by_its_settings() -> None:
     assert [line for line in ended.stderr.splitlines() if line.startswith(message)], ended.stderr
 
 
-def test_the_mistakes_of_the_rules_are_told_with_those_of_the_settings(
+def test_mistakes_of_the_rules_are_reported_with_those_of_the_settings(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     rules = tmp_path / "rules.toml"

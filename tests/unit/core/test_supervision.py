@@ -34,7 +34,7 @@ def telemetry() -> Telemetry:
     return Telemetry()
 
 
-async def test_what_fails_is_started_again_counted_and_told_once_a_kind(
+async def test_a_task_that_fails_is_restarted_counted_and_logged_once_a_kind(
     telemetry: Telemetry, lines: list[structlog.typing.EventDict]
 ) -> None:
     troubles: list[BaseException] = [KeyError("a"), ValueError("b"), KeyError("c"), asyncio.CancelledError()]
@@ -56,7 +56,7 @@ async def test_what_fails_is_started_again_counted_and_told_once_a_kind(
     assert task.cancelled(), "its own cancellation ends it"
 
 
-async def test_what_returns_is_not_started_again(telemetry: Telemetry) -> None:
+async def test_a_task_that_returns_is_not_restarted(telemetry: Telemetry) -> None:
     runs = 0
 
     async def work() -> None:
@@ -67,7 +67,7 @@ async def test_what_returns_is_not_started_again(telemetry: Telemetry) -> None:
     assert (runs, failures_of(telemetry, "bring-up")) == (1, 0)
 
 
-async def test_a_failure_that_nobody_waits_for_is_heard_of(
+async def test_a_failed_task_without_a_waiter_is_counted_and_logged(
     telemetry: Telemetry, lines: list[structlog.typing.EventDict]
 ) -> None:
     async def fail() -> None:

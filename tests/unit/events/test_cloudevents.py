@@ -31,7 +31,7 @@ def structured(key: str | None = None, **attributes: Any) -> Event:
     return cloudevents.from_structured(json.dumps(merged).encode(), key)
 
 
-def test_binary_as_the_kafka_binding_says() -> None:
+def test_a_binary_cloudevent_follows_the_kafka_binding() -> None:
     event = binary(partitionkey="c7", subject="caf%C3%A9%20%25", time="2026-11-22T03:00:00Z")
     assert (event.key, event.topic, event.record_key, event.value) == (
         "/shop/7 42",
@@ -82,14 +82,14 @@ def test_a_quoted_header_is_unquoted_and_then_percent_decoded_once(header: str, 
     assert dict(binary(subject=header).headers)["ce_subject"] == text.encode()
 
 
-def test_quoted_and_bare_are_the_same_event() -> None:
+def test_quoted_and_bare_attributes_make_the_same_event() -> None:
     attributes: dict[str, Any] = {name: f'"{text}"' for name, text in ATTRIBUTES.items()}
     quoted = binary(**attributes)
     assert (quoted.id, quoted.fp) == (binary().id, binary().fp)
 
 
 @pytest.mark.parametrize("make", [binary, structured])
-def test_where_it_goes_and_under_which_key(make: Any) -> None:
+def test_a_cloudevent_takes_its_topic_and_key_from_the_headers_or_its_attributes(make: Any) -> None:
     assert make(topic="orders").topic == "orders"
     assert make("mine").key == "mine"
     assert make('"my \\"own\\" key"').key == 'my "own" key'
@@ -122,7 +122,9 @@ def test_binary_without_data_is_an_empty_record_and_no_tombstone() -> None:
     ],
     ids=str,
 )
-def test_what_is_no_cloudevent_is_refused_by_name(make: Any, attributes: dict[str, str | None], named: str) -> None:
+def test_an_invalid_binary_cloudevent_is_refused_and_names_the_attribute(
+    make: Any, attributes: dict[str, str | None], named: str
+) -> None:
     with pytest.raises(Problem, match=named) as caught:
         make(**attributes)
     assert caught.value.kind is INVALID_EVENT
@@ -180,7 +182,7 @@ def test_bad_headers_are_refused_by_name(headers: list[tuple[bytes, bytes]], nam
     ],
     ids=str,
 )
-def test_what_is_no_cloudevent_in_json_is_refused_by_name(members: dict[str, Any], detail: str) -> None:
+def test_an_invalid_structured_cloudevent_is_refused_and_names_the_member(members: dict[str, Any], detail: str) -> None:
     merged = {**ATTRIBUTES, **members}
     for body in (json.dumps(merged), json.dumps(merged, indent=2, separators=(" , ", " : "))):
         with pytest.raises(Problem, match=re.escape(detail)) as caught:
@@ -203,12 +205,12 @@ def test_what_is_no_cloudevent_in_json_is_refused_by_name(members: dict[str, Any
     ],
     ids=str,
 )
-def test_data_is_anything_and_other_attributes_are_simple(members: dict[str, Any]) -> None:
+def test_data_may_be_any_json_and_an_extension_a_simple_value(members: dict[str, Any]) -> None:
     body = json.dumps({**ATTRIBUTES, **members}).encode()
     assert cloudevents.from_structured(body, None).value == body
 
 
-def test_the_merged_what_is_too_large_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_members_of_a_too_large_cloudevent_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cloudevents, "_check_members", None)
     with pytest.raises(Problem) as caught:
         structured(data="x" * 1_000_000)
@@ -216,7 +218,7 @@ def test_the_merged_what_is_too_large_are_not_looked_at(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("long", [False, True])
-async def test_the_merged_an_event_have_a_bound(long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_members_of_a_cloudevent_have_a_bound(long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """99 attributes, as in the binary mode, and the data; of a long one they are counted before they are made."""
 
     async def made(attributes: int) -> Event:
@@ -237,7 +239,7 @@ def test_a_batch_may_be_empty() -> None:
     assert cloudevents.parse_batch(b" [ ]") == []
 
 
-def test_a_batch_is_cut_into_the_bytes_of_each() -> None:
+def test_a_batch_is_split_into_the_bytes_of_its_events() -> None:
     one, two = b'{"id": 1}', b'{ "id":2}'
     assert [bytes(part) for part in cloudevents.parse_batch(b"[" + one + b", " + two + b"]")] == [one, two]
 
@@ -251,7 +253,7 @@ def test_a_batch_is_cut_into_the_bytes_of_each() -> None:
     ],
     ids=["no list", "no JSON", "many"],
 )
-def test_what_is_no_batch_is_refused(body: bytes, kind: Any) -> None:
+def test_an_invalid_batch_is_refused(body: bytes, kind: Any) -> None:
     with pytest.raises(Problem) as caught:
         cloudevents.parse_batch(body)
     assert caught.value.kind is kind

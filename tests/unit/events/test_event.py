@@ -104,19 +104,19 @@ def test_a_missing_or_malformed_key_is_refused(raw: str | None, code: str) -> No
 
 
 @pytest.mark.parametrize("key", [" a", '"a"', "   ", '"', "~" * 255])
-def test_outside_a_header_a_key_is_taken_as_it_stands(key: str) -> None:
+def test_a_key_outside_a_header_is_taken_as_it_is(key: str) -> None:
     assert check_key(key) == key
 
 
 @pytest.mark.parametrize("key", ["", "x" * 256, "ä", "a\tb"])
-def test_no_keys_outside_a_header(key: str) -> None:
+def test_an_invalid_key_outside_a_header_is_refused(key: str) -> None:
     with pytest.raises(Problem) as caught:
         check_key(key)
     assert caught.value.kind.code == "invalid-key"
 
 
 @given(st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), min_size=1, max_size=255))
-def test_quoted_and_bare_are_the_same_key(key: str) -> None:
+def test_a_quoted_key_and_a_bare_key_are_the_same(key: str) -> None:
     quoted = '"' + key.replace("\\", "\\\\").replace('"', '\\"') + '"'
     assert parse_key(quoted) == key
     if key.strip() == key and not key.startswith('"'):
@@ -238,7 +238,7 @@ def test_a_trace_is_passed_on(raw: str) -> None:
         f"{TRACE}, {TRACE}",
     ],
 )
-def test_a_trace_that_is_none_is_dropped(raw: str) -> None:
+def test_an_invalid_traceparent_is_dropped(raw: str) -> None:
     assert parse_traceparent(raw) is None
 
 
@@ -328,7 +328,7 @@ def test_every_field_of_an_event_is_read() -> None:
     assert event.size == 1 + 1 + 2 + 3
 
 
-def test_a_client_s_own_traceparent_goes_once() -> None:
+def test_a_traceparent_header_of_the_event_replaces_that_of_the_request() -> None:
     assert parse({"topic": "t", "value": 1, "headers": {"traceparent": "x"}}, b"00-trace").traceparent is None
 
 
@@ -345,7 +345,7 @@ def test_an_event_has_at_most_a_megabyte() -> None:
     assert refused({"topic": "t", "value": "x" * 999_998, "headers": {"a": ""}})[0] == "too-large"
 
 
-async def test_what_is_too_large_is_refused_before_a_close_look(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_too_large_body_is_refused_before_its_json_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which takes a hundred times as long."""
     monkeypatch.setattr(strict_json, "check_json", None)
     assert refused({"topic": "t", "value": [0] * 500_000})[0] == "too-large"
@@ -382,7 +382,7 @@ async def test_headers_are_counted_before_they_are_made(name: str, monkeypatch: 
             await parse_long_event("key", long(headers))
 
 
-async def test_a_long_event_is_the_same_event() -> None:
+async def test_a_long_event_is_parsed_as_a_short_one_is() -> None:
     for body in (b'{"topic":"t","value":[1, {"a":null}],"headers":{"a":"b"}}', b'{"topic":"t","value_base64":"AA=="}'):
         long, short = await parse_long_event("key", body, scope="s"), parse_event("key", body, scope="s")
         assert msgspec.structs.astuple(long) == msgspec.structs.astuple(short)
@@ -407,7 +407,7 @@ def checked(event: Event, partitions: int = 3, **settings: str) -> str:
     return ""
 
 
-def test_what_a_topic_would_refuse_is_refused_beforehand() -> None:
+def test_an_event_that_its_topic_would_refuse_is_refused_by_the_check() -> None:
     plain, keyed = parse({"topic": "t", "value": 1}), parse({"topic": "t", "key": "k", "value": 1})
     assert checked(plain) == ""
     assert checked(plain, cleanup_policy="compact,delete") == "record-refused"

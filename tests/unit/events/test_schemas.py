@@ -56,7 +56,7 @@ def event(value: bytes, topic: bytes = b"orders.eu") -> Event:
     ],
     ids=["value", "base64", "tombstone", "the first rule counts", "no rule"],
 )
-def test_what_a_schema_allows_is_taken(schemas: Schemas, value: bytes, topic: bytes) -> None:
+def test_a_value_that_its_schema_allows_is_accepted(schemas: Schemas, value: bytes, topic: bytes) -> None:
     schemas.check_now(event(value, topic))
 
 
@@ -95,7 +95,9 @@ def test_what_a_schema_allows_is_taken(schemas: Schemas, value: bytes, topic: by
         "negative",
     ],
 )
-def test_what_it_does_not_is_told_with_its_place(schemas: Schemas, value: bytes, named: str) -> None:
+def test_a_value_that_its_schema_does_not_allow_is_refused_with_its_place(
+    schemas: Schemas, value: bytes, named: str
+) -> None:
     with pytest.raises(Problem, match=named) as caught:
         schemas.check_now(event(value))
     assert caught.value.kind is SCHEMA_MISMATCH
@@ -165,7 +167,7 @@ async def test_a_value_is_explained_where_that_does_not_take_long(
     assert caught.value.kind is SCHEMA_MISMATCH
 
 
-async def test_a_long_value_is_looked_at_in_a_thread(schemas: Schemas, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_value_is_checked_in_a_thread(schemas: Schemas, monkeypatch: pytest.MonkeyPatch) -> None:
     """A value of 1 MB held the event loop for 0.3 s to read its numbers as what they are."""
     where: list[str] = []
 
@@ -186,7 +188,7 @@ async def test_a_long_value_is_looked_at_in_a_thread(schemas: Schemas, monkeypat
     ["{", '{"type": "nonsense"}', '{"$ref": "http://127.0.0.1:1/other.json"}', "[]"],
     ids=["no JSON", "no type", "of another document", "no schema"],
 )
-def test_a_schema_that_is_none_stops_the_start(tmp_path: Path, schema: str) -> None:
+def test_an_invalid_schema_stops_the_start(tmp_path: Path, schema: str) -> None:
     with pytest.raises(SettingsError) as raised:
         schemas_of(tmp_path, schema)
     (line,) = str(raised.value).splitlines()

@@ -27,7 +27,7 @@ def _each(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("opens", "closes"), [("[", "]"), ('{"a":', "}")])
-def test_levels_are_counted_whatever_stands_between_them(opens: str, closes: str) -> None:
+def test_json_deeper_than_64_levels_is_refused_whatever_its_content(opens: str, closes: str) -> None:
     """64 of them, the body's own object among them; brackets in strings are none."""
     for levels in (63, 64, 300, 100_000):
         value = opens * levels + '"[[[{{{"' + closes * levels
@@ -72,7 +72,7 @@ def test_brackets_in_strings_are_no_levels(name: bytes) -> None:
         (b'{"a": 1, "a": 1}', "has the name 'a' twice"),
     ],
 )
-def test_each_rule_is_kept_by_the_check_itself(body: bytes, why: str) -> None:
+def test_the_check_itself_refuses_each_violation_of_strict_json(body: bytes, why: str) -> None:
     """Whatever the decoder that reads the body besides refuses."""
     with pytest.raises(Problem, match=why):
         check_json(body)
@@ -123,7 +123,7 @@ def both_say(body: bytes) -> bool:
 
 @COMPILED
 @given(st.lists(st.sampled_from(NAMES), max_size=8), st.integers(0, 100), st.randoms(use_true_random=False))
-def test_both_find_the_name_that_is_there_twice(names: list[str], others: int, chance: random.Random) -> None:
+def test_c_and_python_find_the_same_duplicate_names(names: list[str], others: int, chance: random.Random) -> None:
     """However each is written, and however many there are: none is left to Python, which took 1.4 s for 8 MiB."""
     names += [f"n{n}" for n in range(others)]
     chance.shuffle(names)
@@ -134,7 +134,9 @@ def test_both_find_the_name_that_is_there_twice(names: list[str], others: int, c
 
 @COMPILED
 @given(JSONS, st.sampled_from(STYLES), st.integers(0), st.binary(max_size=4), st.integers(0, 6))
-def test_both_say_the_same_of_any_body(value: Any, style: dict[str, Any], place: int, put: bytes, instead: int) -> None:
+def test_c_and_python_give_the_same_result_for_any_body(
+    value: Any, style: dict[str, Any], place: int, put: bytes, instead: int
+) -> None:
     text = json.dumps(value, **style).encode(errors="replace")
     place %= len(text) + 1
     both_say(text)
@@ -143,7 +145,7 @@ def test_both_say_the_same_of_any_body(value: Any, style: dict[str, Any], place:
 
 @COMPILED
 @pytest.mark.parametrize("first", range(0x80, 0x100))
-def test_both_read_the_same_utf_8(first: int) -> None:
+def test_c_and_python_accept_the_same_utf_8(first: int) -> None:
     """Each beginning of a character, with what is just right behind it, and what is just wrong."""
     edges = [0x00, 0x22, 0x7F, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, 0xC0]
     for second in edges:
@@ -167,7 +169,7 @@ MANY = 40_000
     ],
     ids=["objects of 40 names", "one object of all names", "all escaped", "escaped names", "surrogates"],
 )
-def test_nothing_of_a_long_body_is_left_to_python(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_body_is_checked_by_c_alone(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "COMPILED", True)
     monkeypatch.setattr(module, "_parse", None)
     check_json(body)
@@ -189,7 +191,7 @@ def test_nothing_of_a_long_body_is_left_to_python(body: bytes, monkeypatch: pyte
         (b"," + b"[" * 64 + b"]" * 65, "deeper than 64 levels"),
     ],
 )
-def test_what_is_wrong_with_a_long_body_is_told_by_c(end: bytes, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_c_reports_the_fault_of_a_long_body(end: bytes, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "COMPILED", True)
     monkeypatch.setattr(module, "_parse", None)
     with pytest.raises(Problem, match=why):
@@ -199,7 +201,7 @@ def test_what_is_wrong_with_a_long_body_is_told_by_c(end: bytes, why: str, monke
 
 
 @COMPILED
-def test_others_run_while_c_checks_a_long_body() -> None:
+def test_other_threads_run_while_c_checks_a_long_body() -> None:
     body = b"{%b}" % b",".join(b'"%d":0' % n for n in range(400_000))
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.append(native.bodies.fault(body)))
@@ -251,7 +253,7 @@ PIECES = [
 
 
 @COMPILED
-def test_both_say_the_same_of_whatever_becomes_of_a_body() -> None:
+def test_c_and_python_give_the_same_result_for_mutated_bodies() -> None:
     """Bytes put in, taken out, replaced or repeated, at one to three places."""
     chance, strict = random.Random(20), 0
     for _ in range(MUTATIONS):
@@ -266,7 +268,7 @@ def test_both_say_the_same_of_whatever_becomes_of_a_body() -> None:
     assert MUTATIONS / 20 < strict < MUTATIONS / 2  # both verdicts are there
 
 
-def test_what_an_answer_quotes_of_a_body_is_short() -> None:
+def test_a_problem_quotes_only_a_short_part_of_a_body() -> None:
     name = "n" * 1_000_000
     with pytest.raises(Problem) as caught:
         check_json(f'{{"{name}": 1, "{name}": 2}}'.encode())
@@ -275,7 +277,7 @@ def test_what_an_answer_quotes_of_a_body_is_short() -> None:
 
 
 @pytest.mark.parametrize("opens", [60, 1])
-def test_millions_of_arrays_are_looked_at_without_the_collector(opens: int) -> None:
+def test_millions_of_arrays_are_checked_without_the_garbage_collector(opens: int) -> None:
     """It took four fifths of the time, and that was longer than a lease lives."""
     collected: list[str] = []
 

@@ -72,7 +72,7 @@ def agree(body: bytes) -> None:
         b'{"topic":"' + b"t" * 249 + b'","value":' + b"9" * 500 + b"}",
     ],
 )
-def test_what_is_plain_is_taken(body: bytes) -> None:
+def test_a_plain_event_is_read_by_c_as_by_python(body: bytes) -> None:
     for scope, traceparent in (("", None), ("caller", TRACE)):
         taken, expected = (read(body, "the key", scope, traceparent) for read in (in_c, in_python))
         assert taken is not None
@@ -142,7 +142,7 @@ def test_what_is_plain_is_taken(body: bytes) -> None:
         b'{"topic":"a","value":"' + b"x" * 1_000_001 + b'"}',
     ],
 )
-def test_what_there_is_anything_to_say_of_is_left_to_python(body: bytes) -> None:
+def test_an_event_that_needs_more_checks_is_left_to_python(body: bytes) -> None:
     assert in_c(body) is None
 
 
@@ -205,7 +205,9 @@ EVENTS = st.fixed_dictionaries(
 
 @given(EVENTS, st.booleans(), st.booleans(), st.randoms(use_true_random=False))
 @example({"topic": "orders", "value": "\ud800"}, True, False, random.Random(0))
-def test_both_read_the_same_event(event: dict[str, Any], ascii: bool, spaced: bool, chance: random.Random) -> None:
+def test_c_and_python_read_the_same_event(
+    event: dict[str, Any], ascii: bool, spaced: bool, chance: random.Random
+) -> None:
     """A document as some encoder writes it, and then with a piece of it exchanged, left out or put in."""
     text = json.dumps(event, ensure_ascii=ascii, separators=None if spaced else (",", ":"))
     body = text.encode("utf-8", "surrogatepass")
@@ -217,14 +219,14 @@ def test_both_read_the_same_event(event: dict[str, Any], ascii: bool, spaced: bo
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=40).map(b"".join))
-def test_both_read_the_same_of_what_is_nearly_json(inner: bytes) -> None:
+def test_c_and_python_read_nearly_valid_json_alike(inner: bytes) -> None:
     agree(inner)
     agree(b'{"topic":"orders","value":' + inner + b"}")
     agree(b'{"topic":"orders","value":1,' + inner + b"}")
 
 
 @pytest.mark.parametrize("odd", [None, "text", bytearray(b"{}")])
-def test_what_is_no_bytes_is_refused(odd: Any) -> None:
+def test_a_body_that_is_not_bytes_raises_a_type_error(odd: Any) -> None:
     assert READER is not None
     for read in (
         lambda: READER.event(odd, "k", "", None),
@@ -235,7 +237,7 @@ def test_what_is_no_bytes_is_refused(odd: Any) -> None:
             read()
 
 
-def test_an_event_on_a_line_of_its_own() -> None:
+def test_an_event_on_its_own_line_is_read_by_c_as_by_python() -> None:
     assert READER is not None
     for line in (member("a"), b" %b " % member("é", key="é"), member("a", key="c", headers={"a": "b"}, partition=1)):
         taken = READER.member(line, "caller", TRACE)
@@ -325,7 +327,7 @@ def test_a_plain_batch_is_taken() -> None:
         b'{"events":[' + b",".join([member("a")] * (BATCH_EVENTS_MAX + 1)) + b"]}",
     ],
 )
-def test_a_batch_of_which_there_is_anything_to_say_is_left(body: bytes) -> None:
+def test_a_batch_that_needs_more_checks_is_left_to_python(body: bytes) -> None:
     assert not agree_on_batch(body)
 
 
@@ -336,7 +338,7 @@ def test_a_batch_may_be_as_deep_and_as_long_as_any() -> None:
 
 
 @given(st.lists(EVENTS, min_size=1, max_size=4), st.randoms(use_true_random=False))
-def test_both_read_the_same_batch(events: list[dict[str, Any]], chance: random.Random) -> None:
+def test_c_and_python_read_the_same_batch(events: list[dict[str, Any]], chance: random.Random) -> None:
     made = [event | {"idempotency_key": f"k{n}"} for n, event in enumerate(events)]
     body = json.dumps({"events": made}).encode()
     agree_on_batch(body)

@@ -80,7 +80,7 @@ def with_lines(*lines: bytes) -> bytes:
         with_lines(b"x-" + b"y" * 5_000 + b": " + b"z" * 5_000, b"Accept: 1", b"Accept: 2"),
     ],
 )
-def test_what_is_plain_is_taken(data: bytes) -> None:
+def test_a_plain_head_is_read_by_c_as_by_the_parser(data: bytes) -> None:
     assert agree(data)
 
 
@@ -129,7 +129,7 @@ def test_what_is_plain_is_taken(data: bytes) -> None:
         PLAIN.replace(b"\r\n", b"\n"),
     ],
 )
-def test_what_there_is_anything_to_is_left_to_the_parser(data: bytes) -> None:
+def test_a_head_that_needs_more_checks_is_left_to_the_parser(data: bytes) -> None:
     assert native.heads.read_post(data) is None
 
 
@@ -169,7 +169,7 @@ PIECES = [
 
 
 @given(st.randoms(use_true_random=False))
-def test_both_read_the_same_request(chance: random.Random) -> None:
+def test_c_and_the_parser_read_the_same_request(chance: random.Random) -> None:
     """A request with pieces of it exchanged, left out or put in."""
     data = chance.choice((PLAIN, with_lines(b"Connection: keep-alive"), with_lines(b"Accept: */*", b"Prefer: wait=1")))
     for _ in range(chance.randrange(1, 4)):

@@ -18,7 +18,7 @@ def test_they_are_compiled_where_they_can_be() -> None:
     assert native.COMPILED or compiler is None or not headers.exists()
 
 
-def test_what_is_older_than_its_source_is_not_used(tmp_path: Path) -> None:
+def test_a_compiled_module_older_than_its_source_is_not_used(tmp_path: Path) -> None:
     """As after a pull, or where the new source could not be compiled: the old code would go on in silence."""
     module = ModuleType("fast")
     module.__file__ = str(tmp_path / "fast.cpython-311-x86_64-linux-gnu.so")

@@ -39,7 +39,7 @@ def filled(builder: BatchBuilder, contents: list[Content]) -> tuple[int, bytes]:
 
 
 @given(CONTENTS, st.booleans(), st.integers(-1, 2**62), st.integers(-1, 2**15 - 1), st.integers(0, 2**31 - 1))
-def test_each_byte_is_as_aiokafka_has_it(
+def test_a_batch_has_the_same_bytes_as_aiokafka_s(
     contents: list[Content], transactional: bool, producer_id: int, epoch: int, sequence: int
 ) -> None:
     head = (0, transactional, producer_id, epoch, sequence)
@@ -53,7 +53,7 @@ def test_each_byte_is_as_aiokafka_has_it(
 
 
 @pytest.mark.parametrize("codec", [codec for codec in CODECS if codec != "none"])
-def test_what_is_compressed_is_read_by_aiokafka(codec: str) -> None:
+def test_a_compressed_batch_is_read_by_aiokafka(codec: str) -> None:
     contents: list[Content] = [(n, b"k", b"value " * 20, [("h", b"%d" % n)]) for n in range(200)]
     short: list[Content] = [(1, None, b"\x8f", [])]
     for some in (contents, short):  # the one gets smaller by it, the other does not
@@ -78,7 +78,7 @@ def test_a_batch_grows_as_far_as_its_bound_and_takes_one_record_of_any_size() ->
     assert DefaultRecordBatch(large.build()).validate_crc()
 
 
-def test_what_cannot_be_written_leaves_the_batch_as_it_was() -> None:
+def test_a_record_that_cannot_be_encoded_leaves_the_batch_unchanged() -> None:
     builder = native.records.BatchBuilder(0, False, 1, 0, 0, 1_000, None, calc_crc32c)
     assert builder.append(5, None, b"one", [])
     for odd in (("\ud800", b"lone"), ("name", None), ("name", "text"), (b"bytes", b""), ("name",), 7):

@@ -51,7 +51,7 @@ def control(topic: _Topic) -> Control:
     return control
 
 
-async def test_what_was_read_is_not_read_again(topic: _Topic, control: Control) -> None:
+async def test_control_records_are_read_once(topic: _Topic, control: Control) -> None:
     assert await control.newest_generation() is None
     generation = await control.append("run/repl")
     for _ in range(2):
@@ -59,7 +59,7 @@ async def test_what_was_read_is_not_read_again(topic: _Topic, control: Control) 
     assert topic.spans == [Span(0, 0), Span(1, 2), Span(3, 3)]
 
 
-async def test_each_slot_that_was_recovered_is_known_by_a_barrier(topic: _Topic, control: Control) -> None:
+async def test_each_recovered_slot_is_covered_by_a_barrier(topic: _Topic, control: Control) -> None:
     """Also those that shared one, and to a process that never heard of so many."""
     await asyncio.gather(control.newest_generation(70), control.newest_generation(99), control.newest_generation(3))
     await control.newest_generation()
@@ -76,7 +76,7 @@ async def test_each_slot_that_was_recovered_is_known_by_a_barrier(topic: _Topic,
     assert other.slots == 3
 
 
-async def test_of_a_topic_that_was_made_anew_nothing_is_known(topic: _Topic, control: Control) -> None:
+async def test_a_recreated_control_topic_is_read_from_its_beginning(topic: _Topic, control: Control) -> None:
     """A process that goes on must not believe the generation of the one before."""
     for _ in range(5):
         await control.append("run/old")

@@ -36,7 +36,7 @@ def changed(**fields: Any) -> str:
 
 
 @pytest.mark.parametrize("vector", [*vectors("records", "ledger"), *vectors("records", "ledger_of_version_2")])
-def test_it_reads_what_the_contract_reads(vector: dict[str, Any]) -> None:
+def test_a_ledger_record_makes_the_rows_of_its_contract_vector(vector: dict[str, Any]) -> None:
     record = decode_ledger(vector["text"].encode())
     assert isinstance(record, LedgerRecord)
     rows, foreign = read(vector["text"])
@@ -46,7 +46,7 @@ def test_it_reads_what_the_contract_reads(vector: dict[str, Any]) -> None:
     assert not foreign
 
 
-def test_an_atomic_batch_is_a_row_more() -> None:
+def test_an_atomic_batch_adds_a_row_of_its_own_to_those_of_its_members() -> None:
     members = [ENTRY._replace(id=bytes([n]) * 16, fp=bytes([n]) * 8, batch=b"\x09" * 16, i=n) for n in range(3)]
     rows, _ = read(LedgerRecord(0, 7, 0, "me", [*members, ENTRY]).encode())
     assert [id for id, _ in rows] == [*(member.id for member in members), ENTRY.id, b"\x09" * 16]
@@ -68,7 +68,7 @@ def test_a_begin_record_delivers_nothing(vector: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("text", vectors("records", "ledger_refused"))
-def test_what_is_no_ledger_record_is_told_and_skipped(text: str) -> None:
+def test_an_invalid_ledger_record_is_counted_as_foreign_and_skipped(text: str) -> None:
     rows, foreign = read(changed(), text, changed())
     assert (len(rows), foreign) == (2, 1)
 
@@ -123,7 +123,7 @@ ENTRIES = st.builds(
 
 
 @given(ENTRIES, st.binary(min_size=16, max_size=16), st.integers(0, 10_000))
-def test_an_entry_is_written_as_the_contract_has_it(entry: Entry, batch: bytes, i: int) -> None:
+def test_an_entry_is_encoded_as_the_contract_encodes_it(entry: Entry, batch: bytes, i: int) -> None:
     there = Delivered(entry.at, entry.fp, entry.topic, entry.partition, entry.offset, entry.ts)
     assert encode_entry(entry.id, there) == entry.encode()
     assert encode_entry(entry.id, there, batch, i) == entry._replace(batch=batch, i=i).encode()

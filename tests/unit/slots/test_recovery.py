@@ -265,7 +265,7 @@ async def test_a_slot_is_fenced_begun_checked_replayed_and_freed(bed: Bed, monke
     "newest",
     [None, StoreGeneration(GENERATION.number + 1, GENERATION.store), StoreGeneration(GENERATION.number, "other/1")],
 )
-async def test_where_control_names_another_store_a_slot_is_not_freed(bed: Bed, newest: StoreGeneration | None) -> None:
+async def test_a_slot_is_not_freed_while_control_names_another_store(bed: Bed, newest: StoreGeneration | None) -> None:
     slot = bed.slot()
     monkey: Any = bed.kafka
     monkey.newest = newest
@@ -279,7 +279,7 @@ async def test_where_control_names_another_store_a_slot_is_not_freed(bed: Bed, n
 
 
 @pytest.mark.parametrize(("applied", "begins"), [(None, True), (11, True), (12, True), (13, False)])
-async def test_a_ledger_that_ends_before_what_was_applied_of_it_frees_nothing(
+async def test_a_ledger_that_ends_before_its_applied_offset_frees_no_slot(
     bed: Bed, applied: int | None, begins: bool
 ) -> None:
     """What was written since would not be read."""
@@ -350,7 +350,7 @@ async def test_a_store_is_named_fenced_replayed_and_freed_in_this_order(bed: Bed
 
 
 @pytest.mark.parametrize(("store_h", "brokers_h"), [(0, 0), (8, 0), (0, 8), (-8, 0), (0, -8)])
-async def test_the_ledger_is_read_as_far_back_as_the_slowest_clock_of_others_says(
+async def test_the_ledger_is_read_back_by_the_slower_clock_of_redis_and_kafka(
     bed: Bed, monkeypatch: pytest.MonkeyPatch, store_h: int, brokers_h: int
 ) -> None:
     """Never this process's own: one that takes local time for UTC would leave keys out that others know to live."""
@@ -363,14 +363,16 @@ async def test_the_ledger_is_read_as_far_back_as_the_slowest_clock_of_others_say
     assert slowest_ms - bed.kafka.since_ms == bed.world.settings.key_ttl_s * 1000 + CLOCKS_APART_MS
 
 
-async def test_where_redis_kept_its_data_each_partition_is_read_from_what_was_applied(bed: Bed) -> None:
+async def test_a_redis_that_kept_its_data_has_each_partition_read_from_its_applied_offset(bed: Bed) -> None:
     bed.keys.server.applied = {0: 0, 1: 44}
     bed.kafka.newest = StoreGeneration(2, GENERATION.store)  # of the same server: its recovery did not end
     await asyncio.wait_for(bed.store.settled(), 3.0)
     assert bed.kafka.spans == {0: Span(0, 1_000), 1: Span(44, 1_001), 2: Span(None, 1_002)}
 
 
-async def test_a_store_is_complete_only_when_all_of_it_is_written(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_store_is_complete_only_when_every_replayed_row_is_written(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However slow Redis is; and no more is read than may wait for it."""
     monkeypatch.setattr(module, "REPLAYS_AHEAD", 4)
     bed.keys.server.flush()
@@ -388,7 +390,7 @@ async def test_a_store_is_complete_only_when_all_of_it_is_written(bed: Bed, monk
     assert [step for step in bed.steps if step.startswith("write")][1:3] == [f"write {REPLAY_RECORDS}"] * 2
 
 
-async def test_what_waits_to_be_written_is_counted_in_keys(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_bound_of_waiting_replays_is_counted_in_keys(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ledger record has as many entries as its transaction had events, thousands where they come in batches."""
     monkeypatch.setattr(module, "REPLAYS_AHEAD", 4)
     bed.keys.server.flush()
@@ -407,7 +409,7 @@ async def test_what_waits_to_be_written_is_counted_in_keys(bed: Bed, monkeypatch
 
 
 @pytest.mark.parametrize("place", [0, 3])
-async def test_a_recovery_that_could_not_write_all_is_given_up(bed: Bed, place: int) -> None:
+async def test_a_recovery_whose_write_fails_is_given_up(bed: Bed, place: int) -> None:
     """Whichever write it was: the first is waited for while it reads, the last after all is read."""
     bed.keys.server.flush()
     bed.kafka.ledger[1] = [item(1, number, number) for number in range(1, 3 * REPLAY_RECORDS)]
@@ -431,7 +433,7 @@ async def test_a_recovery_that_could_not_write_all_is_given_up(bed: Bed, place: 
     await bed.store.close()
 
 
-async def test_the_nonce_of_a_recovery_lives_as_long_as_it_waits_for_a_fence(bed: Bed) -> None:
+async def test_a_recovery_renews_its_nonce_while_it_waits_for_a_fence(bed: Bed) -> None:
     bed.keys.server.flush()
     bed.kafka.fencing.clear()
     settling = asyncio.create_task(bed.store.settled())

@@ -113,7 +113,7 @@ async def test_a_store_that_answers_again_is_adopted_in_the_midst_of_a_long_paus
 
 
 @pytest.mark.parametrize("generation", [-1, NAMED.number - 1])
-async def test_a_redis_that_served_another_kafka_is_said_to_be_so(generation: int) -> None:
+async def test_a_redis_that_served_another_kafka_is_reported_as_stale(generation: int) -> None:
     """Kafka was made anew, and Redis was kept. What it tells of is gone, and no new generation is above its own."""
     keys, control = _Keys(Identity(NAMED.store, NAMED)), _Control()
     control.generation = generation
@@ -144,7 +144,7 @@ def another_was_later(_: _Keys, control: _Control) -> None:
         (another_was_later, "recovering: a later generation supersedes this recovery"),
     ],
 )
-async def test_a_store_that_others_recover_is_not_said_to_be_stale(
+async def test_a_store_that_others_recover_is_not_reported_as_stale(
     happens: Callable[[_Keys, _Control], None], status: str
 ) -> None:
     """Stale is for another store that may live on, which asks for a person; this passes by itself."""
@@ -181,7 +181,9 @@ class _Cluster(FakeCluster):
         (tuple(range(1, 40, 2)), "44 of 64 slots fenced, waiting for slots [1, 3, 5, 7, 9, 11, 13, 15]"),
     ],
 )
-async def test_a_recovery_tells_which_slots_it_waits_for(hanging: tuple[int, ...], status: str) -> None:
+async def test_the_status_of_a_recovery_names_the_slots_that_it_waits_for(
+    hanging: tuple[int, ...], status: str
+) -> None:
     async with settling(_Keys(FLUSHED), _Control(), 64, _Cluster(*hanging)) as (store, settled):
         await until(lambda: store.status.startswith("recovering: 0 of 64"))
         assert store.status.endswith("waiting for slots [0, 1, 2, 3, 4, 5, 6, 7]")
@@ -190,7 +192,7 @@ async def test_a_recovery_tells_which_slots_it_waits_for(hanging: tuple[int, ...
         assert not settled.done()
 
 
-async def test_slots_that_only_control_tells_of_are_fenced_too() -> None:
+async def test_slots_that_only_control_knows_are_fenced_too() -> None:
     """The broker that was asked is cut off since before SLOTS_MAX was raised, and so was this process started."""
     control = _Control()
     control.slots = 100
@@ -212,7 +214,7 @@ SETTLED = Identity(NAMED.store, NAMED)
     ],
     ids=repr,
 )
-async def test_no_error_ends_the_search_for_the_store(error: Exception, status: str) -> None:
+async def test_an_error_does_not_end_the_search_for_the_store(error: Exception, status: str) -> None:
     keys = _Keys(SETTLED)
     keys.errors.append(error)
     async with settling(keys, _Control()) as (store, settled):
@@ -232,7 +234,7 @@ async def test_a_replica_is_neither_adopted_nor_recovered() -> None:
         assert (control.generation, settled.done()) == (NAMED.number, False)
 
 
-async def test_a_store_that_is_lost_is_settled_anew_and_one_that_has_passed_is_no_loss() -> None:
+async def test_a_lost_store_is_settled_again_and_an_earlier_generation_is_no_loss() -> None:
     keys = _Keys(SETTLED)
     async with settling(keys, _Control()) as (store, settled):
         assert await settled == NAMED
@@ -251,7 +253,7 @@ async def test_a_store_that_is_lost_is_settled_anew_and_one_that_has_passed_is_n
 
 
 @pytest.mark.parametrize("changes", [False, True])
-async def test_the_rest_between_two_attempts_is_as_long_as_told_unless_another_answers(changes: bool) -> None:
+async def test_a_rest_between_attempts_lasts_its_time_unless_the_store_changes(changes: bool) -> None:
     keys = _Keys()
     async with settling(keys, _Control()) as (store, settled):
         settled.cancel()
