@@ -14,7 +14,7 @@ from tests.integration.plan import Fault
 from tests.integration.test_idempotent import rules_for
 
 
-async def test_a_kill_in_mid_load_is_named_where_it_left_copies(
+async def test_the_audit_names_the_copies_that_a_kill_under_load_left(
     stage: Stage, make_topic: MakeTopic, tmp_path: Path
 ) -> None:
     """The process comes back under its name; its clients send again; both guarantees in one run of the audit."""

@@ -106,7 +106,7 @@ def by_place(record: Delivered) -> tuple[str, int, int]:
     return record.place
 
 
-async def test_what_is_no_batch_is_refused_with_the_bound_named(stage: Stage, topic: str) -> None:
+async def test_an_invalid_batch_is_refused_and_its_bound_is_named(stage: Stage, topic: str) -> None:
     service = await stage.started(body_bytes_max=2_000_000)
     refused = {
         400: [{"events": []}, {"events": 1}, {}, {"events": [1], "order": "any"}, {"atomic": "yes", "events": [{}]}],
@@ -122,7 +122,9 @@ async def test_what_is_no_batch_is_refused_with_the_bound_named(stage: Stage, to
 # -------------------------------------------------------------------------------------------------- all or none
 
 
-async def test_an_atomic_batch_is_answered_the_same_from_everywhere(own_stage: Stage, make_topic: MakeTopic) -> None:
+async def test_an_atomic_batch_has_the_same_answer_from_every_process_and_from_the_ledger(
+    own_stage: Stage, make_topic: MakeTopic
+) -> None:
     stage = own_stage
     topics = [make_topic(2), make_topic(3)]
     one, two = stage.service(), stage.service()
@@ -168,7 +170,7 @@ async def test_an_atomic_batch_survives_crashes_whole(stage: Stage, make_topic: 
     assert len(records) == 20
 
 
-async def test_while_it_is_written_a_part_of_it_can_be_claimed_by_nobody(stage: Stage, topic: str) -> None:
+async def test_a_part_of_an_atomic_batch_is_in_progress_while_the_batch_is_written(stage: Stage, topic: str) -> None:
     service = await stage.started(faults=(Fault("commit", "hold"),), slots=2)
     events = [{"topic": topic, "value": number} for number in range(3)]
     writing = asyncio.create_task(post_batch(stage, service.url, {"atomic": True, "events": events}, "whole"))
@@ -202,7 +204,7 @@ async def test_an_atomic_batch_that_is_refused_leaves_its_key_free(stage: Stage,
     assert "idempotent-replayed" not in answer.headers
 
 
-def test_the_whole_is_known_by_its_members_in_their_order() -> None:
+def test_the_fingerprint_of_a_batch_depends_on_its_members_and_their_order() -> None:
     prints = [fingerprint("t", None, None, [], value) for value in (b"1", b"2")]
     assert batch_fingerprint(prints) != batch_fingerprint(reversed(prints))
     assert batch_fingerprint(prints[:1]) != batch_fingerprint(prints)

@@ -70,7 +70,9 @@ async def test_each_caller_has_keys_of_its_own(stage: Stage, topic: str, make_to
     assert [state.status_code for state in states] == [200, 404, 401]
 
 
-async def test_who_sends_too_fast_is_told_when_to_come_again(stage: Stage, topic: str, tmp_path: Path) -> None:
+async def test_a_caller_past_its_rate_is_answered_429_with_retry_after(
+    stage: Stage, topic: str, tmp_path: Path
+) -> None:
     service = await stage.started(rules=rules_for(tmp_path, topic))
     url, event = f"{service.url}/events", {"topic": topic, "value": 1}
     batch = {"events": [{**event, "idempotency_key": f"b{n}"} for n in range(20)]}

@@ -15,7 +15,7 @@ BOUNDS = {"message.timestamp.before.max.ms": str(HOUR_MS), "message.timestamp.af
 @pytest.mark.skipif(bool(lacking()), reason=lacking())
 @pytest.mark.parametrize("shift_h", [2, -2])
 @pytest.mark.parametrize("running", [True, False], ids=["while it runs", "from its start"])
-async def test_what_our_clock_did_is_no_event_s_fault(
+async def test_a_shifted_clock_of_the_service_refuses_no_event(
     stage: Stage, make_topic: MakeTopic, shift_h: int, running: bool
 ) -> None:
     topic = make_topic(config=BOUNDS)

@@ -60,7 +60,7 @@ async def test_a_key_is_found_in_redis_and_in_the_ledger(served: Service, make_t
     assert f"delivered: {topic}[0] offset {entry['record_offset']}" in text.stdout
 
 
-async def test_a_key_that_nobody_knows_is_no_proof(served: Service) -> None:
+async def test_an_unknown_key_exits_with_1_and_proves_nothing(served: Service) -> None:
     done = fencepost(served.env, "key", "never sent")
     assert done.returncode == 1
     assert "Only a POST with this key proves" in done.stdout
@@ -90,7 +90,9 @@ async def test_slots_are_shown_with_their_owners(served: Service, redis: Redis) 
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])
-def test_without_a_ledger_there_are_no_slots(kafka: Kafka, redis: Redis, namespace: str, form: list[str]) -> None:
+def test_the_slots_command_without_a_ledger_exits_with_2(
+    kafka: Kafka, redis: Redis, namespace: str, form: list[str]
+) -> None:
     environment = {"FENCEPOST_KAFKA": kafka.bootstrap, "FENCEPOST_REDIS": redis.url, "FENCEPOST_NAMESPACE": namespace}
     done = fencepost(environment, "slots", *form)
     assert (done.returncode, done.stdout) == (2, "")
@@ -130,7 +132,7 @@ def test_a_rate_is_a_number_of_events(rate: str) -> None:
     assert "--rate" in done.stderr
 
 
-def test_nobody_there_is_one_line() -> None:
+def test_an_unreachable_kafka_and_redis_are_reported_in_one_line() -> None:
     away = {
         "FENCEPOST_KAFKA": "127.0.0.1:1",
         "FENCEPOST_REDIS": "redis://127.0.0.1:1",
@@ -158,7 +160,7 @@ def test_the_command_reconcile_runs_the_job() -> None:
         ("rich", ["slots"], "pip install 'fencepost[service]'"),
     ],
 )
-def test_what_is_not_installed_is_named(
+def test_a_missing_optional_dependency_is_named_with_its_remedy(
     missing: str, arguments: list[str], remedy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import importlib.util

@@ -77,7 +77,7 @@ async def test_kill_and_restart_under_load(stage: Stage, topic: str) -> None:
     await stage.assert_exactly_once(topic)
 
 
-async def test_a_broker_that_stands_still(stage: Stage, topic: str) -> None:
+async def test_a_paused_broker_leaves_unsent_events_503_and_sent_ones_504(stage: Stage, topic: str) -> None:
     """Nobody is told what is not known: 503 for what was not sent, 504 for what may be there; then each once."""
     faults = (Fault("commit", "hold", first=11),)
     service = await stage.started(faults=faults, request_timeout_ms=2_000, transaction_timeout_ms=2_000)

@@ -95,7 +95,9 @@ async def test_each_careless_setting_of_a_broker_is_reported(
     assert len(own.subjects) == 3
 
 
-async def test_a_broker_that_sends_its_clients_astray(secured_kafka: SecuredKafka, redis: Redis) -> None:
+async def test_a_broker_with_an_unreachable_advertised_listener_is_reported(
+    secured_kafka: SecuredKafka, redis: Redis
+) -> None:
     found = await told(settings_of(secured_kafka.astray, redis.url, "any"))
     assert found.wrong() == {("kafka.brokers", "error"), ("kafka.advertised", "error"), ("redis.maxmemory", "warning")}
     (astray,) = found["kafka.advertised"]
@@ -250,7 +252,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory, redis: Redis) -> Iterator[
         ("failing", {("redis.saving", "error"), ("redis.maxmemory", "warning")}),
     ],
 )
-async def test_a_redis_that_is_not_as_it_should_be(
+async def test_a_misconfigured_redis_is_reported(
     servers: dict[str, Redis], server: str, expected: set[tuple[str, str]]
 ) -> None:
     found = await told(settings_of(NOWHERE, servers[server].url, "any", request_timeout_ms=1_000))
@@ -280,7 +282,7 @@ async def test_the_rate_is_measured_from_the_ledgers_growth(
 
 
 @pytest.mark.parametrize(("wrong_s", "level"), [(0, Level.OK), (-5, Level.WARNING), (120, Level.ERROR)])
-async def test_a_machine_whose_clock_is_off(
+async def test_a_machine_whose_clock_is_off_is_reported(
     served: Service, kafka: Kafka, redis: Redis, wrong_s: int, level: Level
 ) -> None:
     """This machine's; Kafka's and Redis's are right."""

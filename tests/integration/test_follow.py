@@ -107,7 +107,7 @@ async def test_a_second_reader_of_the_same_place_stops_the_first(history: Histor
     assert Counter(id for id, _ in store.rows()) == expected()
 
 
-async def test_beyond_its_bounds_an_id_is_new_again(history: History, tmp_path: Path) -> None:
+async def test_an_id_beyond_the_reader_s_bounds_is_new_again(history: History, tmp_path: Path) -> None:
     topic = history.topic(f"{history.namespace}-t", 1)
     history.send(history.plain, topic, ["a", "b", "a", "c", "a"], None)
     store = Ledger(str(tmp_path / "results.db"))
@@ -132,7 +132,7 @@ async def test_partitions_that_come_later_are_read_from_their_beginning(
     assert sorted(place for _, place in store.rows()) == ["0@0", "0@2", "1@1"]
 
 
-async def test_what_retention_took_is_not_skipped_in_silence(history: History, tmp_path: Path) -> None:
+async def test_records_that_retention_took_raise_offset_out_of_range(history: History, tmp_path: Path) -> None:
     topic = history.topic(f"{history.namespace}-t", 1)
     history.send(history.plain, topic, ["a", "b", "c"], None)
     store = Ledger(str(tmp_path / "results.db"))

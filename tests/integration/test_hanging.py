@@ -92,7 +92,7 @@ async def bench(kafka: Kafka) -> AsyncIterator[Bench]:
 
 @pytest.mark.parametrize("commit", [True, False])
 @pytest.mark.parametrize("marked", [("ledger",), ("b",), ("a", "b"), ("b", "ledger")])
-async def test_it_ends_as_in_the_partitions_that_have_its_marker(
+async def test_a_hanging_transaction_ends_as_in_the_partitions_that_have_its_marker(
     bench: Bench, marked: tuple[str, ...], commit: bool
 ) -> None:
     with unverified(bench.kafka):
@@ -105,7 +105,7 @@ async def test_it_ends_as_in_the_partitions_that_have_its_marker(
 
 
 @pytest.mark.parametrize("with_record", [True, False])
-async def test_without_any_marker_it_is_committed_if_its_ledger_record_is_there(
+async def test_a_transaction_without_markers_is_committed_if_it_has_a_ledger_record(
     bench: Bench, with_record: bool
 ) -> None:
     with unverified(bench.kafka):
@@ -115,7 +115,7 @@ async def test_without_any_marker_it_is_committed_if_its_ledger_record_is_there(
     assert await bench.visible() == ({ONE, TWO} if with_record else set())
 
 
-async def test_a_term_writes_into_no_partition_in_which_something_hangs(bench: Bench) -> None:
+async def test_a_term_writes_to_no_partition_with_a_hanging_transaction(bench: Bench) -> None:
     """Here the recovery did not know of the partition: its transaction had no ledger record yet."""
     with unverified(bench.kafka):
         await bench.rig().write([(bench.a, ONE)], marked=[], commit=None, with_record=False)
@@ -136,7 +136,7 @@ THREE = ALL[2]
 
 
 @pytest.mark.parametrize("commit", [True, False])
-async def test_the_ledger_record_of_what_has_hung_for_long_is_searched_for(bench: Bench, commit: bool) -> None:
+async def test_the_ledger_record_of_a_long_hanging_transaction_is_searched_for(bench: Bench, commit: bool) -> None:
     """The slot has gone on since, with other partitions: what recovery reads of the ledger is far behind it."""
     with unverified(bench.kafka):
         await bench.rig().write([(bench.a, ONE)], marked=[bench.ledger], commit=commit, accepted_at=NOW_MS)
@@ -148,7 +148,7 @@ async def test_the_ledger_record_of_what_has_hung_for_long_is_searched_for(bench
     assert await bench.visible() == ({ONE} if commit else set())
 
 
-async def test_the_coordinator_names_what_is_open_at_the_fence(bench: Bench) -> None:
+async def test_the_coordinator_names_the_partitions_that_are_open_at_the_fence(bench: Bench) -> None:
     with unverified(bench.kafka):
         await bench.rig().write([(bench.a, ONE)], marked=[bench.a, bench.ledger], commit=None)
     producer = await bench.fenced()
@@ -156,7 +156,7 @@ async def test_the_coordinator_names_what_is_open_at_the_fence(bench: Bench) -> 
     await producer.close()
 
 
-async def test_where_nothing_hangs_recovery_writes_nothing_but_its_begin_record(bench: Bench) -> None:
+async def test_a_recovery_without_a_hanging_transaction_writes_only_its_begin_record(bench: Bench) -> None:
     await bench.rig().write([(bench.a, ONE)], marked=[bench.a, bench.ledger], commit=True)
     await (await bench.recovered()).close()
     assert await bench.visible() == {ONE}

@@ -14,7 +14,9 @@ HEALED_S = 5.0
 
 
 @pytest.mark.parametrize("commit", [True, False])
-async def test_store_recovery_ends_what_hangs_in_the_ledger(own_stage: Stage, topic: str, commit: bool) -> None:
+async def test_store_recovery_ends_a_transaction_that_hangs_in_the_ledger(
+    own_stage: Stage, topic: str, commit: bool
+) -> None:
     """In a slot that nobody holds, so that no slot's recovery does it; no replay gets past a transaction that is open.
 
     Committed, its key is known from the ledger and answered with its place; aborted, it is written now.
@@ -32,7 +34,7 @@ async def test_store_recovery_ends_what_hangs_in_the_ledger(own_stage: Stage, to
     assert sorted(str(key) for key in keys) == sorted(["None" if commit else "the key", "before"])
 
 
-async def test_the_next_write_of_a_slot_ends_what_hangs_in_its_data(own_stage: Stage, topic: str) -> None:
+async def test_the_next_write_of_a_slot_ends_a_transaction_that_hangs_in_its_data(own_stage: Stage, topic: str) -> None:
     """What another slot was told to be written is behind it, and to be seen after it."""
     stage = own_stage
     idle = stage.service(only_slots=(0,), slots=1)

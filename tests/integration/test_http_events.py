@@ -36,7 +36,9 @@ async def only_record(kafka: Kafka, topic: str) -> Delivered:
     return record
 
 
-async def test_a_201_and_its_replay(served: Service, topic: str, client: Client, kafka: Kafka) -> None:
+async def test_a_201_and_its_replay_have_the_same_body(
+    served: Service, topic: str, client: Client, kafka: Kafka
+) -> None:
     fields = {"topic": topic, "key": "customer-7", "value": {"a": 1}}
     before = time.time()
     first = await send(client, served, "replayed", fields)
@@ -182,7 +184,7 @@ async def test_a_location_leads_back_to_its_key(served: Service, client: Client,
     assert there.json()["id"] == made.json()["id"]
 
 
-async def test_what_a_client_would_rather_have(stage: Stage, topic: str) -> None:
+async def test_a_client_may_prefer_an_async_response_or_a_wait(stage: Stage, topic: str) -> None:
     writer = stage.service(faults=(Fault("commit", "hold"),), only_slots=(0,), slots=1)
     other = stage.service(only_slots=(1,), slots=1)
     await stage.start(writer, other)
@@ -213,7 +215,9 @@ async def test_what_a_client_would_rather_have(stage: Stage, topic: str) -> None
     assert record.place == (told["topic"], told["partition"], told["offset"])
 
 
-async def test_in_progress_at_another_process_and_in_doubt_when_that_one_dies(stage: Stage, topic: str) -> None:
+async def test_a_key_is_in_progress_at_another_process_and_in_doubt_when_that_process_dies(
+    stage: Stage, topic: str
+) -> None:
     writer = stage.service(faults=(Fault("commit", "hold"),), only_slots=(0,), slots=1)
     other = stage.service(only_slots=(1,), slots=1)  # it does not rescue the dead: the doubt stays to be seen
     await stage.start(writer, other)
@@ -240,7 +244,7 @@ async def test_in_progress_at_another_process_and_in_doubt_when_that_one_dies(st
     await stage.assert_exactly_once(topic)
 
 
-async def test_in_doubt_at_the_process_that_recovers_its_own_slot(stage: Stage, topic: str) -> None:
+async def test_a_key_is_in_doubt_at_the_process_that_recovers_its_slot(stage: Stage, topic: str) -> None:
     """It holds the slot's lease all the while, so another process can only say that it is in progress."""
     faults = (Fault("commit.done", "TimeoutError"), Fault("slot.fence", "hold", first=2))
     writer = stage.service(faults=faults, only_slots=(0,), slots=1)

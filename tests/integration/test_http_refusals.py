@@ -113,9 +113,7 @@ def wide_topic(kafka: Kafka, transport: str) -> str:
     return name
 
 
-async def test_each_refusal_and_the_key_stays_free(
-    served: Service, wide_topic: str, client: Client, kafka: Kafka
-) -> None:
+async def test_each_refusal_leaves_the_key_free(served: Service, wide_topic: str, client: Client, kafka: Kafka) -> None:
     """One topic for all: in the end it has just the events that came under the same keys and were in order."""
     for number, (name, refusal) in enumerate(REFUSALS.items()):
         headers = {"Idempotency-Key": f"key-{number}"}

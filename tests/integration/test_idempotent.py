@@ -19,7 +19,7 @@ def rules_for(folder: Path, topic: str) -> Path:
     return path
 
 
-async def test_both_guarantees_in_one_process(stage: Stage, make_topic: MakeTopic, tmp_path: Path) -> None:
+async def test_one_process_serves_both_guarantees(stage: Stage, make_topic: MakeTopic, tmp_path: Path) -> None:
     plain, exact = make_topic(2), make_topic(2)
     service = await stage.started(rules=rules_for(tmp_path, plain))
     asked = events(plain, 60, "p") + events(exact, 60, "e")
@@ -45,7 +45,7 @@ async def test_both_guarantees_in_one_process(stage: Stage, make_topic: MakeTopi
     assert first.items() >= {Stamp.decode(dict(r.headers)[STAMP_HEADER]).id.hex(): r.place for r in records}.items()
 
 
-async def test_a_kill_leaves_a_copy_there_and_none_on_exactly_once_topics(
+async def test_a_kill_leaves_a_copy_on_idempotent_topics_and_none_on_exactly_once_topics(
     stage: Stage, make_topic: MakeTopic, tmp_path: Path
 ) -> None:
     plain, exact = make_topic(1), make_topic(1)

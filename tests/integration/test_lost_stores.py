@@ -31,7 +31,7 @@ async def test_redis_flushed_under_load_loses_and_repeats_nothing(own_stage: Sta
     await stage.assert_exactly_once(topic)
 
 
-async def test_a_flush_is_mended_by_whoever_sees_it_first(own_stage: Stage, topic: str) -> None:
+async def test_a_flush_is_repaired_by_the_first_readiness_probe(own_stage: Stage, topic: str) -> None:
     """Here a probe of readiness: nobody writes, and the next heartbeat is 20 s away."""
     stage = own_stage
     service = await stage.started(lease_ttl_ms=60_000)
@@ -44,7 +44,7 @@ async def test_a_flush_is_mended_by_whoever_sees_it_first(own_stage: Stage, topi
     await stage.assert_exactly_once(topic)
 
 
-async def test_a_full_store_answers_what_it_knows(own_stage: Stage, topic: str) -> None:
+async def test_a_full_store_answers_known_keys_and_keeps_the_leases(own_stage: Stage, topic: str) -> None:
     """New events are refused; a heartbeat takes no more room, so that everybody keeps his slots."""
     stage = own_stage
     services = [
@@ -71,7 +71,7 @@ async def test_a_full_store_answers_what_it_knows(own_stage: Stage, topic: str) 
     await stage.assert_exactly_once(topic)
 
 
-async def test_flushed_again_during_the_recovery_from_it(own_stage: Stage, topic: str) -> None:
+async def test_a_flush_during_the_recovery_from_a_flush_is_recovered(own_stage: Stage, topic: str) -> None:
     """The ledger was replayed when the second flush comes: without the nonce, an empty store would be believed."""
     stage = own_stage
     service = await stage.started(faults=(Fault("store.end", "hold", first=2),))
@@ -105,7 +105,9 @@ async def test_killed_in_the_middle_of_a_store_recovery(own_stage: Stage, topic:
 
 
 @pytest.mark.parametrize("how", ["SWAPDB", "DEBUG RELOAD NOSAVE"])
-async def test_an_older_copy_of_the_store_in_the_same_life(own_stage: Stage, topic: str, how: str) -> None:
+async def test_an_older_copy_of_the_store_in_the_same_server_run_is_recovered(
+    own_stage: Stage, topic: str, how: str
+) -> None:
     """Same server, same generation. Each process knows more than the copy holds; what it lacks is in the ledger."""
     stage = own_stage
     with stage.redis.client() as store:
@@ -173,7 +175,7 @@ async def test_redis_restarted_empty_under_load_loses_and_repeats_nothing(own_st
     await stage.assert_exactly_once(topic)
 
 
-async def test_without_a_store_nothing_is_written_and_it_is_said_so(own_stage: Stage, topic: str) -> None:
+async def test_a_service_without_a_store_answers_503_and_writes_nothing(own_stage: Stage, topic: str) -> None:
     stage = own_stage
     service = await stage.started(request_timeout_ms=1500)
     stage.redis.kill()
@@ -216,7 +218,7 @@ async def test_a_mark_that_failed_is_made_up_for(stage: Stage, topic: str) -> No
     await stage.assert_exactly_once(topic)
 
 
-async def test_a_claim_whose_reply_is_lost(stage: Stage, topic: str) -> None:
+async def test_a_request_whose_claim_reply_is_lost_is_written_once(stage: Stage, topic: str) -> None:
     """It stands in Redis and nobody knows: the term ends, and the request goes round again."""
     service = await stage.started(faults=(Fault("claim.done", "StoreUnanswered"),), slots=1)
     answer = await stage.client.post(service.url, Asked("the key", topic, b"1"))
@@ -233,7 +235,7 @@ def restart(stage: Stage) -> None:
     stage.redis.start()
 
 
-async def test_a_redis_that_served_another_kafka_is_believed_by_nobody(own_stage: Stage, topic: str) -> None:
+async def test_a_redis_that_served_another_kafka_is_not_adopted(own_stage: Stage, topic: str) -> None:
     """Kafka was made anew, and Redis was kept. What it has is about records that are gone, until it is deleted."""
     stage = own_stage
     service = await stage.started()
@@ -273,7 +275,7 @@ async def test_a_redis_that_served_another_kafka_is_believed_by_nobody(own_stage
     await stage.assert_exactly_once(topic)
 
 
-async def test_a_ledger_that_was_made_anew_is_not_read_from_where_the_old_one_ended(stage: Stage, topic: str) -> None:
+async def test_a_recreated_ledger_is_not_read_from_where_the_old_one_ended(stage: Stage, topic: str) -> None:
     """Under a Redis that was kept: what is written before that place, and not marked, would never be found."""
     service = await stage.started(slots=1, slots_max=1)
     for event in events(topic, 60):  # a transaction each; a recovery that fails appends one too

@@ -18,7 +18,7 @@ WATCHED_S = 30.0
 IDS = [bytes([n]) * 16 for n in range(2)]
 
 
-async def test_what_hangs_is_ended_though_nobody_writes(stage: Stage, secured_kafka: SecuredKafka) -> None:
+async def test_a_hanging_transaction_is_ended_without_any_write(stage: Stage, secured_kafka: SecuredKafka) -> None:
     """Of a slot that the process holds, and of one that nobody holds. Both are committed, as the ledger shows.
 
     The broker does not verify transactions: it takes records for partitions of which their coordinator does not know.

@@ -122,13 +122,13 @@ FOUND = {"what_hangs_is_not_looked_for": f"{KEY} is lost"}
 
 
 @pytest.mark.parametrize("mutant", SCENARIOS)
-async def test_with_the_rule_all_is_well(own_stage: Stage, topic: str, mutant: str) -> None:
+async def test_each_scenario_is_exactly_once_with_its_rule(own_stage: Stage, topic: str, mutant: str) -> None:
     await SCENARIOS[mutant](own_stage, topic, ())
     await own_stage.assert_exactly_once(topic)
 
 
 @pytest.mark.parametrize("mutant", SCENARIOS)
-async def test_without_the_rule_the_judge_finds_it(own_stage: Stage, topic: str, mutant: str) -> None:
+async def test_the_judge_finds_a_violation_without_the_rule(own_stage: Stage, topic: str, mutant: str) -> None:
     await SCENARIOS[mutant](own_stage, topic, (mutant,))
     found = await asyncio.to_thread(own_stage.violations, topic)
     assert any(FOUND.get(mutant, f"{KEY} is there 2 times") in violation for violation in found), found

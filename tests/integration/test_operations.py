@@ -67,7 +67,7 @@ async def _first_line(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-async def test_a_graceful_stop_under_load_leaves_nobody_in_doubt(stage: Stage, topic: str) -> None:
+async def test_a_graceful_stop_under_load_leaves_no_request_in_doubt(stage: Stage, topic: str) -> None:
     """No 504, and no connection cut after its request was accepted; the leases are given back at once."""
     leaving, staying = stage.service(), stage.service()
     await stage.start(leaving, staying)
@@ -119,7 +119,7 @@ async def in_one_group(stage: Stage, service: Service, first: Asked, asked: list
     return [await post for post in posts]
 
 
-async def test_one_poisoned_event_is_answered_alone(stage: Stage, make_topic: MakeTopic) -> None:
+async def test_a_poisoned_event_is_answered_413_and_its_group_is_written(stage: Stage, make_topic: MakeTopic) -> None:
     """Its topic takes less than the service believes by now. The others are written, also those in its group."""
     good, poisoned = make_topic(2), make_topic(1)
     service = await stage.started(slots=1, faults=(Fault("write", "hold", first=2),))
@@ -135,7 +135,7 @@ async def test_one_poisoned_event_is_answered_alone(stage: Stage, make_topic: Ma
     await stage.assert_exactly_once(good, poisoned)
 
 
-async def test_a_full_queue_says_so_at_once(stage: Stage, topic: str) -> None:
+async def test_a_full_queue_answers_503_at_once(stage: Stage, topic: str) -> None:
     """Whatever the request is: to find out would take the time of those that are in the queue."""
     service = await stage.started(slots=1, queue_events_max=1, faults=(Fault("write", "hold"),))
     url, headers = f"{service.url}/events", {"Content-Type": "application/json"}
@@ -151,7 +151,7 @@ async def test_a_full_queue_says_so_at_once(stage: Stage, topic: str) -> None:
     assert again.status_code == 400
 
 
-async def test_more_than_it_can_take_is_refused_and_the_rest_written(stage: Stage, topic: str) -> None:
+async def test_requests_beyond_the_queue_s_bound_are_refused_and_the_others_written(stage: Stage, topic: str) -> None:
     """More than are told at once: the last of them hear of it in their turn, or when they have waited long enough."""
     # The first event is held until all refusals are told, however long a slow machine takes for that.
     service = await stage.started(
@@ -249,7 +249,7 @@ async def test_a_database_that_redis_does_not_have_is_refused(stage: Stage) -> N
     assert await refusal(stage, service) == ["FENCEPOST_REDIS names a database that this server does not have: set /0"]
 
 
-async def test_a_client_that_goes_away_changes_nothing(stage: Stage, topic: str) -> None:
+async def test_a_client_that_disconnects_leaves_its_key_usable(stage: Stage, topic: str) -> None:
     service = await stage.started()
     body = Asked("gone", topic, b"1").body()
     head = f"POST /events HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"

@@ -12,7 +12,7 @@ from tests.conftest import MakeTopic
 TIMEOUT_S = 20.0
 
 
-async def test_records_that_are_larger_than_a_fetch_of_all_partitions(kafka: Kafka, make_topic: MakeTopic) -> None:
+async def test_records_larger_than_a_fetch_are_read_from_every_partition(kafka: Kafka, make_topic: MakeTopic) -> None:
     """Kafka gives the first of them whole, and nothing of the others that do not fit, which must be no end."""
     topic = make_topic(3)
     cluster = KafkaAdmin(kafka.bootstrap, client_id="t", request_timeout_ms=10_000, telemetry=Telemetry())

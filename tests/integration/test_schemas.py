@@ -40,7 +40,7 @@ async def test_a_value_that_its_schema_does_not_allow_uses_up_no_key(stage: Stag
     assert (whole.status_code, whole.json()["detail"].partition(":")[0]) == (422, "events[1].value")
 
 
-async def test_a_schema_that_is_none_stops_the_start(stage: Stage, topic: str, tmp_path: Path) -> None:
+async def test_an_invalid_schema_stops_the_start(stage: Stage, topic: str, tmp_path: Path) -> None:
     rules = rules_for(tmp_path, topic)
     (tmp_path / "order.json").write_text("{")
     service = stage.service(rules=rules)

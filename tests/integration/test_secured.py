@@ -77,13 +77,15 @@ async def test_a_certificate_opens_the_door(secured_kafka: SecuredKafka) -> None
         ({"kafka_ssl_cafile": ""}, "certificate verify failed"),
     ],
 )
-async def test_who_is_not_let_in_is_told_why(with_password: Settings, change: dict[str, str], why: str) -> None:
+async def test_a_refused_login_is_reported_without_the_password(
+    with_password: Settings, change: dict[str, str], why: str
+) -> None:
     with pytest.raises(KafkaAway, match=why) as caught:
         await knock(dataclasses.replace(with_password, **change))  # type: ignore[arg-type]
     assert PASSWORD not in str(caught.value)
 
 
-async def test_a_certificate_must_be_for_the_name_unless_told_otherwise(
+async def test_a_certificate_must_match_the_host_name_unless_the_check_is_off(
     with_password: Settings, secured_kafka: SecuredKafka
 ) -> None:
     """The brokers' own names follow from the first answer, so only who asks may be fooled by an address."""
@@ -214,7 +216,7 @@ async def test_redis_is_reached_by_tls(secured_redis: SecuredRedis) -> None:
         ({"FENCEPOST_REDIS": "rediss://127.0.0.1:{port}/0?ssl_cert_reqs=none"}, "IP address mismatch"),
     ],
 )
-async def test_a_redis_that_cannot_show_who_it_is_is_not_believed(
+async def test_a_redis_without_a_trusted_certificate_is_store_away(
     secured_redis: SecuredRedis, change: dict[str, str], why: str
 ) -> None:
     change = {name: text.format(port=secured_redis.tls_port) for name, text in change.items()}
@@ -224,7 +226,7 @@ async def test_a_redis_that_cannot_show_who_it_is_is_not_believed(
     await keys.close()
 
 
-def test_who_may_do_what_the_readme_lists_is_denied_nothing(
+def test_a_user_with_the_acls_of_the_readme_is_denied_nothing(
     tmp_path: Path, secured_kafka: SecuredKafka, redis: Redis, namespace: str
 ) -> None:
     """A denial in the broker's log is an intruder, or an ACL that lacks; the service must not look like either."""
@@ -265,7 +267,7 @@ def ended(folder: Path, kafka: str, redis: str, environment: dict[str, str]) -> 
         ("MECHANISM", "SCRAM-SHA-256", "UnsupportedSaslMechanismError"),
     ],
 )
-def test_a_service_that_kafka_does_not_let_in_ends_and_says_why_without_the_password(
+def test_a_service_whose_kafka_login_fails_ends_and_says_why_without_the_password(
     tmp_path: Path, secured_kafka: SecuredKafka, secured_redis: SecuredRedis, name: str, wrong: str, why: str
 ) -> None:
     environment = {**secured_kafka.environment(), **secured_redis.environment()}
@@ -275,7 +277,7 @@ def test_a_service_that_kafka_does_not_let_in_ends_and_says_why_without_the_pass
 
 
 @pytest.mark.parametrize("login", [":hush-hush@", "nobody:hush-hush@", ""])
-def test_a_service_that_redis_does_not_let_in_ends_and_says_why_without_the_password(
+def test_a_service_whose_redis_login_fails_ends_and_says_why_without_the_password(
     tmp_path: Path, kafka: Kafka, namespace: str, login: str
 ) -> None:
     own = {"FENCEPOST_NAMESPACE": namespace, "FENCEPOST_SLOTS": "1", "FENCEPOST_SLOTS_MAX": "1"}

@@ -117,7 +117,7 @@ async def test_spans_reach_a_collector_and_records_carry_their_contexts(
     assert sorted(link.span_id for span in sent for link in span.links) == sorted(span.span_id for span in created)
 
 
-async def test_a_collector_that_is_away_costs_nobody_anything(
+async def test_an_unreachable_collector_delays_neither_answers_nor_the_stop(
     stage: Stage, client: Client, make_topic: MakeTopic
 ) -> None:
     topic = make_topic()

@@ -123,7 +123,9 @@ def requests(topic: str) -> list[tuple[bytes, ...]]:
     ]
 
 
-async def test_the_same_answers_and_the_same_records(both: list[Service], make_topic: MakeTopic, kafka: Kafka) -> None:
+async def test_the_service_gives_the_same_answers_and_records_with_and_without_c(
+    both: list[Service], make_topic: MakeTopic, kafka: Kafka
+) -> None:
     topics = [make_topic(3), make_topic(3)]
 
     def answers(service: Service, topic: str) -> list[bytes]:
