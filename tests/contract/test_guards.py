@@ -158,7 +158,7 @@ async def test_a_store_recovery_begins_once(held: Modelled) -> None:
 
 
 @pytest.mark.parametrize("operation", RECOVERING)
-async def test_what_a_store_recovery_demands_of_store_and_nonce(held: Modelled, operation: str) -> None:
+async def test_each_step_of_a_store_recovery_demands_its_store_and_nonce(held: Modelled, operation: str) -> None:
     for nonce, named in product((NONE, 7, 8), (THIS, OTHER)):
         before = STORE._replace(nonce=nonce)
         held.write(before)

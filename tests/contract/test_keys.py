@@ -56,7 +56,7 @@ async def test_an_id_that_is_asked_for_twice_in_one_call_is_new_once(bench: Benc
 
 
 @pytest.mark.parametrize(("slot", "term"), [(0, 9), (0, 11), (1, 10), (2, 0)])
-async def test_who_is_not_in_the_slot_s_term_claims_nothing(bench: Bench, slot: int, term: int) -> None:
+async def test_a_claim_outside_the_slot_s_term_is_fenced(bench: Bench, slot: int, term: int) -> None:
     generation = await bench.settled()
     with pytest.raises(Fenced):
         await bench.keys.claim(generation, slot, term, [(ID, FP)])
@@ -65,7 +65,7 @@ async def test_who_is_not_in_the_slot_s_term_claims_nothing(bench: Bench, slot: 
     assert (await bench.keys.find(generation, ID)).state is None
 
 
-async def test_a_full_store_tells_what_it_knows_and_claims_nothing(bench: Bench) -> None:
+async def test_a_full_store_answers_known_keys_and_claims_nothing(bench: Bench) -> None:
     """A client that had no answer asks again just then."""
     generation = await bench.settled()
     (claim,) = await bench.keys.claim(generation, 0, 10, [(ID, FP)])
@@ -234,7 +234,7 @@ async def test_a_silent_process_loses_its_slots(bench: Bench) -> None:
     assert (await bench.keys.heartbeat(generation, "silent", 1, {0: -1})).slots == "m"
 
 
-async def test_a_beat_renews_its_own_leases_and_nobody_else_s(bench: Bench) -> None:
+async def test_a_heartbeat_renews_only_its_own_leases(bench: Bench) -> None:
     """A slot whose holder was killed is dead after a lease's time, however often others send heartbeats meanwhile."""
     generation = await bench.settled()
     for slot, token in ((0, "here"), (1, "gone")):
@@ -257,7 +257,7 @@ async def test_a_slot_that_is_held_through_a_flush_is_dead_and_not_free_once_its
     assert (await bench.keys.heartbeat(generation, "here", 2, {})).slots == "df"
 
 
-async def test_what_is_found_is_told_of_its_own_slot(bench: Bench) -> None:
+async def test_a_found_claim_has_the_state_of_its_own_slot(bench: Bench) -> None:
     generation = await bench.settled(freed=(10, 20))
     (claim,) = await bench.keys.claim(generation, 1, 20, [(ID, FP)])
     assert await bench.keys.find(generation, ID) == Found(claim.state, dead=False, leased=False)
@@ -272,7 +272,7 @@ async def test_what_is_found_is_told_of_its_own_slot(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("lost", ["a later generation", "an older generation", "another store", "a flush"])
-async def test_no_call_does_anything_in_another_store_or_generation(bench: Bench, lost: str) -> None:
+async def test_every_call_in_another_store_or_generation_is_refused(bench: Bench, lost: str) -> None:
     generation = await bench.settled(generation=5)
     (claim,) = await bench.keys.claim(generation, 0, 10, [(ID, FP)])
     wrong = {

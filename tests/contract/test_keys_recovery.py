@@ -49,7 +49,7 @@ async def test_a_replay_of_more_rows_than_a_call_takes_writes_all_of_them(bench:
     assert found == [state for _, state in rows]
 
 
-async def test_what_a_replay_leaves_alone(bench: Bench) -> None:
+async def test_a_replay_leaves_newer_states_and_expired_entries_alone(bench: Bench) -> None:
     """The expired, and what was accepted later than the entry: a key may have come back after its retention."""
     generation = await bench.settled()
     now = bench.now_ms()
@@ -88,7 +88,7 @@ async def test_a_store_recovery_from_nothing(bench: Bench) -> None:
     assert claim.outcome is Outcome.NEW
 
 
-async def test_a_store_recovery_keeps_what_is_there_and_lowers_nothing(bench: Bench) -> None:
+async def test_a_store_recovery_keeps_the_keys_and_lowers_no_freed(bench: Bench) -> None:
     first = await bench.settled(generation=3, freed=(10, 20))
     (claim,) = await bench.keys.claim(first, 0, 10, [(ID, FP)])
     store = first.store
@@ -118,7 +118,7 @@ async def test_one_recovery_at_a_time_until_its_nonce_runs_out(bench: Bench) -> 
     assert await bench.keys.recover(await bench.keys.who(), "another")
 
 
-async def test_what_another_has_recovered_is_not_recovered_again(bench: Bench) -> None:
+async def test_a_store_that_another_process_has_recovered_is_not_recovered_again(bench: Bench) -> None:
     """Two processes see a flush; the second may come when the first is done."""
     seen = await bench.keys.who()
     generation = await bench.settled(generation=3)
@@ -257,7 +257,7 @@ async def test_an_older_copy_that_lacks_an_atomic_batch(bench: Bench) -> None:
         await bench.keys.find(generation, ID)
 
 
-async def test_who_hears_of_others_claims_knows_an_older_copy_of_them(bench: Bench) -> None:
+async def test_a_heartbeat_reveals_an_older_copy_of_the_store_by_its_claims(bench: Bench) -> None:
     """A heartbeat tells of claims, so that who has made none since is not taken in either."""
     generation = await bench.settled()
     put_back = bench.save()
@@ -268,7 +268,7 @@ async def test_who_hears_of_others_claims_knows_an_older_copy_of_them(bench: Ben
         await bench.hour.claim(generation, 1, 20, [(ID, FP)])
 
 
-async def test_an_older_copy_in_which_others_have_claimed_since(bench: Bench) -> None:
+async def test_an_older_copy_with_new_claims_is_revealed_by_applied(bench: Bench) -> None:
     """Who did not know has claimed as much as was lost; what a holder knows of its slot's `applied` still tells it."""
     generation = await bench.settled()
     put_back = bench.save()
@@ -282,7 +282,7 @@ async def test_an_older_copy_in_which_others_have_claimed_since(bench: Bench) ->
     assert (await bench.keys.who()).incomplete
 
 
-async def test_what_claims_nothing_is_not_counted(bench: Bench) -> None:
+async def test_a_call_that_claims_nothing_is_not_counted(bench: Bench) -> None:
     """Replays, and calls of a full store: no write more than before."""
     generation = await bench.settled()
     await bench.keys.claim(generation, 0, 10, [(ID, FP)])

@@ -107,7 +107,7 @@ async def writing(bench: Bench) -> TransactionalProducer:
     return producer
 
 
-async def test_a_transaction_tells_where_its_records_are(bench: Bench) -> None:
+async def test_a_transaction_returns_the_offsets_of_its_records(bench: Bench) -> None:
     producer = await bench.new_producer("slot")
     records = [bench.record(b"a", 1), bench.record(b"b", 0), bench.record(b"c", 1), bench.record(b"d", 0)]
     places, offset = await write(producer, records, (bench.ledger, 1), b"noted")
@@ -137,7 +137,7 @@ async def test_a_begin_record_is_a_transaction_without_events(bench: Bench) -> N
     assert await bench.read(bench.ledger) == [(0, 0, b"a line")]
 
 
-async def test_a_transaction_may_be_opened_before_it_is_known_what_goes_into_it(bench: Bench) -> None:
+async def test_a_transaction_may_be_opened_before_its_records_are_known(bench: Bench) -> None:
     """A partition that gets no record gets a marker all the same, and one that was not foreseen is added."""
     producer = await writing(bench)
     await asyncio.sleep(MARKERS_S)
@@ -151,7 +151,7 @@ async def test_a_transaction_may_be_opened_before_it_is_known_what_goes_into_it(
     assert await bench.read(bench.topic) == [(0, 0, b"0"), (0, 2, b"a"), (1, 0, b"1"), (1, 3, b"b")]
 
 
-async def test_what_was_opened_for_nothing_is_ended(bench: Bench) -> None:
+async def test_an_opened_transaction_that_is_abandoned_is_ended(bench: Bench) -> None:
     producer = await writing(bench)
     await producer.abandon()  # where nothing is open there is nothing to do
     await asyncio.sleep(MARKERS_S)
@@ -175,7 +175,7 @@ async def test_one_transaction_may_be_opened_right_behind_another(bench: Bench) 
     assert [value for *_, value in await bench.read(bench.topic)] == [b"0", *written, b"1"]
 
 
-async def test_a_topic_that_is_not_there_spoils_only_what_needs_it(bench: Bench) -> None:
+async def test_a_missing_topic_fails_only_the_records_for_it(bench: Bench) -> None:
     """Its event turned out to be there already: the others are written."""
     producer = await writing(bench)
     producer.open([(bench.topic, 0), ("not-there-" + bench.topic, 0), (bench.ledger, 0)])
@@ -183,7 +183,7 @@ async def test_a_topic_that_is_not_there_spoils_only_what_needs_it(bench: Bench)
     assert [value for *_, value in await bench.read(bench.topic)] == [b"0", b"a", b"1"]
 
 
-async def test_what_a_fenced_producer_opens_ends_its_life(bench: Bench) -> None:
+async def test_an_open_of_a_fenced_producer_fails_as_fenced(bench: Bench) -> None:
     old = await writing(bench)
     await bench.new_producer("slot")
     old.open([(bench.topic, 0), (bench.ledger, 0)])
@@ -215,14 +215,14 @@ async def test_the_next_life_fences_the_last(bench: Bench) -> None:
     assert [value for *_, value in await bench.read(bench.topic)] == [b"a", b"b"]
 
 
-async def test_other_ids_are_not_fenced(bench: Bench) -> None:
+async def test_a_producer_does_not_fence_other_transactional_ids(bench: Bench) -> None:
     one, other = await bench.new_producer("slot.0"), await bench.new_producer("slot.1")
     for producer, value in ((one, b"1"), (other, b"2"), (one, b"3")):
         await write(producer, [bench.record(value)], (bench.ledger, 0))
     assert [value for *_, value in await bench.read(bench.topic)] == [b"1", b"2", b"3"]
 
 
-async def test_what_was_sent_and_not_committed_is_never_seen(bench: Bench) -> None:
+async def test_records_that_were_sent_and_not_committed_are_never_visible(bench: Bench) -> None:
     old = await bench.new_producer("slot")
 
     await old.send([bench.record(b"lost")], (bench.ledger, 0))

@@ -148,7 +148,7 @@ async def test_many_claims_in_one_call_end_as_each_would_alone(bed: Bed, name: s
 
 
 @pytest.mark.parametrize("present_id", [None, 1])
-async def test_what_is_new_is_written_in_one_call_where_the_server_has_it(bed: Bed, present_id: int | None) -> None:
+async def test_new_claims_are_written_with_one_msetex_where_the_server_has_it(bed: Bed, present_id: int | None) -> None:
     """The answers are the same without it, so only the server's own count tells."""
     now = bed.now_ms()
     if present_id is not None:
@@ -262,7 +262,7 @@ def test_a_packed_state_unpacks_to_itself(name: str) -> None:
 
 
 @pytest.mark.parametrize("state", [b"Z" + bytes(60), b"D", b"Z" + bytes(8) + FP + bytes(20)], ids=repr)
-async def test_what_nobody_has_written_is_no_answer(bed: Bed, state: bytes) -> None:
+async def test_a_state_that_no_script_writes_is_unreadable(bed: Bed, state: bytes) -> None:
     """Such a key is neither delivered nor in conflict; nothing is claimed of it, and it stays as it is."""
     key = bed.prefix + b"k" + ids(1)[0]
     bed.client.set(key, state)
