@@ -192,7 +192,7 @@ async def test_an_open_of_a_fenced_producer_fails_as_fenced(bench: Bench) -> Non
     assert caught.value.outcome is TransactionOutcome.FENCED
 
 
-async def test_a_life_may_end_while_a_transaction_is_being_opened(bench: Bench) -> None:
+async def test_a_producer_may_close_while_a_transaction_is_being_opened(bench: Bench) -> None:
     old = await writing(bench)
     old.open([(bench.topic, 0), (bench.ledger, 0)])
     await old.close()
@@ -201,7 +201,7 @@ async def test_a_life_may_end_while_a_transaction_is_being_opened(bench: Bench) 
     assert [value for *_, value in await bench.read(bench.topic)] == [b"0", b"a", b"1"]
 
 
-async def test_the_next_life_fences_the_last(bench: Bench) -> None:
+async def test_the_next_producer_fences_the_last(bench: Bench) -> None:
     old = await bench.new_producer("slot")
     await write(old, [bench.record(b"a")], (bench.ledger, 0))
     new = await bench.new_producer("slot")

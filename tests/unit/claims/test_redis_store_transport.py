@@ -199,7 +199,7 @@ async def test_a_state_that_no_script_writes_is_a_store_bug(server: Server, stat
 
 
 @pytest.mark.parametrize("prefix", [b"", b"X", b"0", b"1", b"7"])
-async def test_a_claim_that_meets_such_a_state_is_unreadable_and_the_others_of_its_call_stand(
+async def test_a_claim_that_meets_an_unknown_state_is_unreadable_and_the_others_of_its_call_stand(
     server: Server, prefix: bytes
 ) -> None:
     keys = keys_at(server.port)

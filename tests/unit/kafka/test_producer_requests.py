@@ -203,7 +203,7 @@ async def refused() -> None:
 
 
 @pytest.mark.parametrize("bootstrap", [silent, unreachable, refused])
-async def test_a_life_that_cannot_begin_is_closed(bootstrap: Callable[[], Any]) -> None:
+async def test_a_session_that_cannot_start_closes_its_client(bootstrap: Callable[[], Any]) -> None:
     producer, fake = transactional()
     kafka: Any = fake
     kafka.bootstrap = bootstrap

@@ -144,7 +144,7 @@ async def test_open_does_not_wait_for_a_partition_without_a_leader() -> None:
 
 
 @pytest.mark.parametrize("last", ["write", "abandon"])
-async def test_an_opening_without_an_answer_ends_the_life(last: str) -> None:
+async def test_an_open_without_an_answer_aborts_the_transaction_and_sends_nothing_more(last: str) -> None:
     producer, kafka = transactional()
     kafka.added = lambda topic, partition: -1
     producer.open([("a", 0), LEDGER])
