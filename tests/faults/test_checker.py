@@ -57,7 +57,7 @@ WHOLE = Request("atomic", (asked("m0"), asked("m1")), "whole")
 BOTH = Request("batch", (asked("a"), asked("b")))
 
 
-def test_what_is_right_is_let_pass() -> None:
+def test_a_correct_history_has_no_violations() -> None:
     tries = [
         tried(single(asked("a")), ("info", 0), at=0),
         tried(single(asked("a")), ("ok", 3), at=2),

@@ -55,7 +55,7 @@ def answer_of(client: socket.socket) -> bytes | None:
     return None
 
 
-def test_it_leads_from_one_to_another_and_cuts_what_was_connected() -> None:
+def test_a_relay_led_to_another_server_cuts_its_open_connections() -> None:
     with server(b"a") as first, server(b"b") as second, Relay(first) as relay:
         with socket.create_connection(("127.0.0.1", relay.port), 5) as client:
             assert ask(client) == b"a"
@@ -65,7 +65,7 @@ def test_it_leads_from_one_to_another_and_cuts_what_was_connected() -> None:
             assert ask(client) == b"b"
 
 
-def test_what_is_held_comes_late_or_never() -> None:
+def test_bytes_that_a_relay_holds_arrive_late_or_never() -> None:
     with server(b"a") as there, Relay(there) as relay:
         for lost in (False, True):
             with socket.create_connection(("127.0.0.1", relay.port), 5) as client:
@@ -96,7 +96,7 @@ def relay_to_nowhere() -> Relay:
 
 
 @pytest.mark.parametrize("made", [relay_to_nowhere, Proxy])
-def test_it_leaves_no_connection_of_those_who_connect_while_it_ends(made: Callable[[], Relay | Proxy]) -> None:
+def test_a_relay_that_ends_leaves_no_connection_of_new_clients_open(made: Callable[[], Relay | Proxy]) -> None:
     """Else it is a later test that fails, when the collector finds what was left open."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", ResourceWarning)

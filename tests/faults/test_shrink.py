@@ -15,7 +15,7 @@ def test_the_fewest_faults_that_are_needed_are_found(needed: set[int]) -> None:
 
 
 @pytest.mark.parametrize("needed", [{3}, {0, 39}])
-def test_it_does_not_ask_much(needed: set[int]) -> None:
+def test_shrinking_forty_elements_asks_fewer_than_sixty_times(needed: set[int]) -> None:
     asked = []
 
     def fails(some: Sequence[int]) -> bool:

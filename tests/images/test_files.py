@@ -80,7 +80,7 @@ def test_the_port_is_the_settings() -> None:
     assert f"EXPOSE {Settings().port}" in stage("service")
 
 
-def test_what_is_copied_is_there_and_is_sent_to_the_builder() -> None:
+def test_each_copied_path_exists_and_is_in_the_build_context() -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     sent = [line[1:] for line in lines if line.startswith("!")]
     assert "*" in lines  # all else stays
@@ -145,7 +145,7 @@ def test_the_compose_file_keeps_to_its_specification() -> None:
         ("stop_grace_period: 90s", "stop_grace_period: soon"),
     ],
 )
-def test_what_breaks_it_is_found(right: str, wrong: str) -> None:
+def test_a_broken_compose_file_is_refused(right: str, wrong: str) -> None:
     assert right in COMPOSE
     with pytest.raises(ValueError, match=r"."):
         PyOptions(apply_merge=True).from_yaml(COMPOSE.replace(right, wrong))

@@ -59,7 +59,7 @@ def test_new_findings_page_once_and_stand_as_a_ticket(rules: Rules, kind: str) -
     )
 
 
-def test_what_the_very_first_run_finds_pages(rules: Rules) -> None:
+def test_findings_of_the_very_first_run_page(rules: Rules) -> None:
     found = shown(lost=1)
     rules.assert_course(
         [(found, MINUTE_S, paged("lost")), (found, 50 * MINUTE_S, paged("lost")), (found, TURN_S, standing("lost"))]
@@ -90,7 +90,7 @@ def test_findings_that_stand_do_not_page_when_their_metrics_were_away(rules: Rul
     )
 
 
-def test_what_was_found_while_the_metrics_were_away_pages_afterwards(rules: Rules) -> None:
+def test_findings_from_while_the_metrics_were_away_page_afterwards(rules: Rules) -> None:
     before, after = shown(lost=2), shown("report-1", lost=3)
     rules.assert_course(
         [

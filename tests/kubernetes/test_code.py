@@ -251,7 +251,7 @@ def test_the_spark_operator_takes_the_cron_jobs_place(operated: Rendered) -> Non
     assert [operated.one("ScheduledSparkApplication", "fencepost-audit")["spec"]["template"]["sparkVersion"]] == locked
 
 
-def test_what_the_job_sets_for_itself_on_one_machine_the_operator_is_told(operated: Rendered) -> None:
+def test_the_operator_s_spark_conf_has_the_settings_of_a_local_job(operated: Rendered) -> None:
     template = operated.one("ScheduledSparkApplication", "fencepost-audit")["spec"]["template"]
     told = template["sparkConf"]
     cores = template["executor"]["instances"] * template["executor"]["cores"]
@@ -266,7 +266,7 @@ def test_what_the_job_sets_for_itself_on_one_machine_the_operator_is_told(operat
     assert "COPY spark /app/spark" in (ROOT / "Dockerfile").read_text()
 
 
-def test_what_returns_each_day_or_week_does_not_leave_the_report_as_the_next_comes(rendered: Rendered) -> None:
+def test_the_window_of_the_audit_is_no_multiple_of_a_daily_or_weekly_period(rendered: Rendered) -> None:
     """The page for duplicates compares numbers: of a job that errs each night there would always be as many."""
     job = rendered.one("CronJob", "fencepost-audit")["spec"]["jobTemplate"]["spec"]
     window_h = parse(container_of(job["template"])["args"][3:]).window_h
@@ -276,7 +276,9 @@ def test_what_returns_each_day_or_week_does_not_leave_the_report_as_the_next_com
     assert window_h * 3600 < WEEK_S + EXTRA_S  # so long the service keeps ledger and journal at least
 
 
-def test_what_the_scheduled_audit_keeps_has_a_bound(rendered: Rendered, operated: Rendered, settings: Settings) -> None:
+def test_the_scheduled_audit_bounds_the_days_and_files_that_it_keeps(
+    rendered: Rendered, operated: Rendered, settings: Settings
+) -> None:
     """Its volume has a size, and its pass over all ids a deadline; a MERGE leaves behind the files that it replaces."""
     job = rendered.one("CronJob", "fencepost-audit")["spec"]["jobTemplate"]["spec"]
     application = operated.one("ScheduledSparkApplication", "fencepost-audit")["spec"]
@@ -386,7 +388,7 @@ def test_every_monitor_finds_a_port_of_a_service(prod: Rendered) -> None:
         assert {each["port"] for each in monitor["spec"]["endpoints"]} <= ports, name
 
 
-def test_what_pods_name_is_there(rendered: Rendered) -> None:
+def test_each_object_that_a_pod_names_exists(rendered: Rendered) -> None:
     elsewhere = {("Secret", "fencepost-redis")}  # the prod overlay says how to make it
     known = {(found["kind"], found["metadata"]["name"]) for found in rendered.objects} | elsewhere
     for where, template in rendered.pods():

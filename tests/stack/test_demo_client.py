@@ -68,7 +68,7 @@ async def _send(script: list[bytes]) -> tuple[Server, Client]:
     return server, client
 
 
-async def test_it_sends_again_with_the_same_key_until_it_knows() -> None:
+async def test_the_demo_client_retries_with_the_same_key_until_the_outcome_is_known() -> None:
     script = [b"", BROKEN_OFF, _answer(409, Retry_After="1"), _answer(503, Retry_After="1"), _answer(504), CREATED]
     server, client = await _send(script)
     assert server.keys == [EVENT.key] * len(script)
@@ -84,7 +84,7 @@ async def test_a_refusal_is_final_and_a_mistake() -> None:
     assert client.tally.mistakes == [f"{EVENT.key} was refused: 422 b'{{}}'"]
 
 
-async def test_it_gives_up_on_an_event_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_demo_client_gives_up_on_an_event_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subject, "_GIVE_UP_S", 0.0)
     _, client = await _send([_answer(503)])
     assert client.tally.mistakes == [f"{EVENT.key} had no answer after 0 s: 503"]
@@ -104,7 +104,7 @@ async def test_an_event_sent_again_must_get_the_same_answer(
     assert len(client.tally.mistakes) == mistakes
 
 
-async def test_it_says_when_a_share_is_settled() -> None:
+async def test_the_demo_client_reports_when_a_share_of_its_events_is_settled() -> None:
     server = Server([CREATED] * 10)
     async with server.listen() as url:
         client = Client([url], "flights")

@@ -86,7 +86,7 @@ def test_generated_text_is_put_between_its_markers() -> None:
     assert markers.current("a\n\nb\n", "x") is None
 
 
-def test_what_the_readme_says_is_taken_is_what_the_code_takes() -> None:
+def test_the_limits_in_the_readme_are_those_of_the_code() -> None:
     section = (ROOT / "service" / "README.md").read_text().split("\n## How much is taken\n")[1].split("\n## ")[0]
     for said in (
         f"| {IDLE_S} s |",

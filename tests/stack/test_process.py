@@ -48,7 +48,7 @@ def test_stop_is_sigterm_and_kill_is_sigkill(tmp_path: Path) -> None:
         assert script.exit_code == -signal.SIGKILL
 
 
-def test_what_ignores_sigterm_is_killed_in_the_end(tmp_path: Path) -> None:
+def test_a_process_that_ignores_sigterm_is_killed_in_the_end(tmp_path: Path) -> None:
     with Script(tmp_path, STUBBORN) as script:
         script.stop(timeout_s=0.2)
         assert script.exit_code == -signal.SIGKILL
@@ -87,7 +87,7 @@ TALKING = "import time\nfor _ in range(100): print('up', flush=True); time.sleep
 
 
 @pytest.mark.parametrize(("code", "ends"), [(SLEEP, False), (TALKING, True), (BUSY, True)])
-def test_who_works_is_waited_for_however_long_it_takes(tmp_path: Path, code: str, ends: bool) -> None:
+def test_a_working_process_is_waited_for_beyond_the_timeout(tmp_path: Path, code: str, ends: bool) -> None:
     with Script(tmp_path, code) as script:
         if ends:
             assert script.wait_while_working(1.0) == 0

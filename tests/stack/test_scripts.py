@@ -141,9 +141,7 @@ def project(tmp_path: Path) -> Project:
 
 
 @pytest.mark.parametrize("name", ["no_proxy", "NO_PROXY"])
-def test_what_is_asked_of_this_machine_goes_past_a_proxy_and_past_the_callers_exceptions(
-    name: str, project: Project
-) -> None:
+def test_requests_to_this_machine_bypass_a_proxy_beside_the_caller_s_exceptions(name: str, project: Project) -> None:
     given = {"http_proxy": "http://127.0.0.1:1", name: "intranet.example"}
     done = project.source("printenv no_proxy NO_PROXY", given)
     assert done.stdout.splitlines() == ["intranet.example,127.0.0.1,localhost,::1"] * 2
@@ -166,7 +164,7 @@ def test_a_python_that_is_here_and_will_do_is_taken_where_the_tested_one_is_not(
     assert done.stdout.strip() == taken
 
 
-def test_what_cannot_be_fetched_ends_with_one_line_that_says_what_to_do(project: Project) -> None:
+def test_a_failed_install_ends_with_one_line_that_says_what_to_do(project: Project) -> None:
     told = "fails: error sending request"
     done = project.source("echo on", {"LACKS": told, "https_proxy": "http://127.0.0.1:1"})
     assert (done.returncode, done.stdout) == (1, "")

@@ -48,7 +48,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_it_has_all_files_of_its_packages_but_the_sources_in_cython(wheel: Path) -> None:
+def test_the_wheel_has_all_files_of_its_packages_but_the_cython_sources(wheel: Path) -> None:
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     compiled = {f"service/native/{name}{suffix}" for name in ("bodies", "heads", "records")}
