@@ -312,7 +312,7 @@ def test_a_key_must_outlive_its_write() -> None:
     assert read(key_ttl_s="61", request_timeout_ms="5000", transaction_timeout_ms="1000").key_ttl_s == 61
 
 
-def test_slots_above_slots_max_is_reported() -> None:
+def test_more_slots_than_slots_max_are_reported() -> None:
     (line,) = lines(slots="5", slots_max="4")
     assert line == "FENCEPOST_SLOTS=5 is more than FENCEPOST_SLOTS_MAX=4: set FENCEPOST_SLOTS to 4 or less"
 

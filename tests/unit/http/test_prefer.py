@@ -88,7 +88,7 @@ async def test_patience_has_an_end() -> None:
         await ended(task)
 
 
-async def test_requests_that_wait_for_the_same_key_share_one_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_that_wait_for_the_same_key_share_its_repeated_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     """All hear of it soon after it is written, also who asked for another event."""
     world = World()
     serving = world.serve(await world.slot())

@@ -216,7 +216,7 @@ def test_an_unreachable_collector_logs_one_line_and_its_return_another(
     assert caplog.records == []
 
 
-def test_opentelemetry_is_not_imported_without_tracing() -> None:
+def test_the_opentelemetry_sdk_is_not_imported_without_tracing() -> None:
     # redis-py imports what OpenTelemetry has for metrics, where that is installed; traces nobody does.
     code = (
         "import sys, service.__main__; "
