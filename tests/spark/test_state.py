@@ -149,7 +149,7 @@ def test_records_without_id_have_a_row_each(spark: SparkSession) -> None:
 
 def test_undecodable_parts_of_a_record_have_a_row_each(spark: SparkSession) -> None:
     """A MERGE takes no two rows for one place: a journal made anew would meet them there."""
-    twelve, thirteen = ({"id": id, "fingerprint": "", "at": 1, "status": 201} for id in ("12", "13"))
+    twelve, thirteen = ({"id": id, "fp": "", "at": 1, "status": 201} for id in ("12", "13"))
     bodies = [
         {"v": 1, "instance": "a:1", "answers": [twelve, thirteen, thirteen, None]},
         {"v": 1, "slot": 0, "pid": 1, "epoch": 0, "instance": "a:1", "entries": [twelve, None, thirteen]},
