@@ -7,25 +7,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StructType
 
-from spark.reading import decode, jvm, source
-
-
-def test_a_function_is_looked_up_once(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    F.ltrim("a")
-    asked: list[str] = []
-    client = jvm.gateway(spark)._gateway_client
-    send = client.send_command
-
-    def counted(command: str, *given: object, **named: object) -> object:
-        asked.append(command)
-        return send(command, *given, **named)
-
-    monkeypatch.setattr(client, "send_command", counted)
-    F.ltrim("a")
-    calls = [command for command in asked if command.startswith("c\n")]
-    looked_up = [command for command in asked if command.startswith("r\n")]  # reflection: "is there such a name?"
-    assert calls
-    assert not looked_up
+from spark.reading import decode, source
 
 
 @pytest.mark.parametrize("decoded", [decode.ledger, decode.answers])

@@ -296,7 +296,8 @@ def test_a_record_is_matched_to_a_row_by_its_own_headers_and_content(spark: Spar
         row = (name, wire.event_id(id), stamped, fp, key, "t", 0, 0, 1, None, its_value, headers)
         rows.append(row)
     told = spark.createDataFrame(
-        rows, f"name string, id binary, has_fencepost_header boolean, fingerprint binary, named_key string, {source.SCHEMA}"
+        rows,
+        f"name string, id binary, has_fencepost_header boolean, fingerprint binary, named_key string, {source.SCHEMA}",
     )
     read = decode.with_own_identity(told.withColumnRenamed("has_fencepost_header", "was_ours"))
     its = decode.is_record_of(F.col("id"), F.col("was_ours"), F.col("fingerprint"), F.col("named_key"))
