@@ -49,7 +49,7 @@ def test_foreign_records_get_ids_and_undecodable_records_are_kept(
         (row["topic"], row["offset"]): (row["reason"], bytes(row["content"])) for row in _table(spark, ran, "rejects")
     }
     assert rejects == {
-        (topic, 7): ("a fencepost header that is none", b"1;nonsense"),
+        (topic, 7): ("a fencepost header that cannot be parsed", b"1;nonsense"),
         (wire.ledger_topic(history.namespace), 0): ("no ledger record of version 1", b"x" * decode.CONTENT_MAX),
         (wire.requests_topic(history.namespace), 0): (
             "a record of the journal whose answer lacks a field or has one of another form",
