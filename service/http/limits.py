@@ -145,7 +145,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         reader, now = self.reader, self.loop.time()
-        self._take_events(reader.feed(data, now))
+        self._handle_events(reader.feed(data, now))
         if reader.unread or self.flow.parsing:
             self._read_rest(now + PARSE_MAX_S)
         self._set_timer()
@@ -157,7 +157,7 @@ class GuardedProtocol(HttpToolsProtocol):
             if now >= until:
                 self._read_soon()
                 break
-            self._take_events(reader.feed(b"", now))
+            self._handle_events(reader.feed(b"", now))
         if not self.transport.is_closing():
             self.flow.set_parsing(bool(reader.unread))
 
@@ -171,11 +171,11 @@ class GuardedProtocol(HttpToolsProtocol):
         self.data_received(b"")
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        self._take_events(self.reader.end())
+        self._handle_events(self.reader.end())
         self._set_timer()
         return not self.transport.is_closing()
 
-    def _take_events(self, events: Iterable[ReaderEvent]) -> None:
+    def _handle_events(self, events: Iterable[ReaderEvent]) -> None:
         for event in events:
             if self.transport.is_closing():
                 return
@@ -301,7 +301,7 @@ class GuardedProtocol(HttpToolsProtocol):
         now = self.loop.time()
         if self.flow.read_paused or self.flow.parsing:  # the client cannot send
             self.reader.restart(now)
-        self._take_events(self.reader.expire(now))
+        self._handle_events(self.reader.expire(now))
         self._set_timer()
 
 

@@ -1,9 +1,10 @@
 """Read the requests of one HTTP/1.1 connection: bytes in, events out, without I/O and without a clock.
 
-httptools finds the parts of a message, and `service.native` reads a plain POST that comes whole. TRANSITIONS decides
-what each part means in each state. `service.http.limits` moves bytes, times and answers between a reader and its
-connection. The reader counts the unanswered requests, because responses keep the order of requests (RFC 9112, section
-9.3.2): while one waits nothing more is read, and a refusal would be taken for the answer of an earlier request.
+httptools finds the parts of a message, and `service.native` reads a plain POST that comes whole. TRANSITIONS has an
+action and a next state for each part in each state. `service.http.limits` moves bytes, times and answers between a
+reader and its connection. The reader counts the unanswered requests, because responses keep the order of requests (RFC
+9112, section 9.3.2): while one waits nothing more is read, and a refusal would be taken for the answer of an earlier
+request.
 """
 
 from collections.abc import Container, Mapping
@@ -65,21 +66,22 @@ class Refusal(msgspec.Struct, gc=False):
     unanswered: int
 
 
-# The part of a message that is read. "upgrade": a head asked for another protocol, and is parsed again without that.
-# "boundary": the last request is complete, and no other has begun. "ended" and "refused" read nothing more: the client
-# has shut its sending side, or the reader has ended the connection.
+# The part of a message that is being read. "upgrade": a head asked for another protocol, and is parsed again without
+# that. "boundary": the last request is complete, and no other has begun. "ended" and "refused" read nothing more: the
+# client has shut its sending side, or the reader has ended the connection.
 State = Literal["fresh", "head", "upgrade", "body", "boundary", "ended", "refused"]
-# What came: the first byte of a request, its head, a head that asks for another protocol, a piece of a body, the last
-# byte of a request; a fault; the deadline; the end of the client's sending side, "behind" a request that is unanswered.
-Came = Literal[
+# The inputs of the table: the first byte of a request, its head, a head that asks for another protocol, a piece of a
+# body, the last byte of a request; a fault; the deadline; the end of the client's sending side, "behind" a request that
+# is unanswered.
+Input = Literal[
     "begin", "head", "upgrade", "piece", "complete", "malformed", "too large", "silence", "end", "end behind"
 ]
-# What the reader does. "skip": nothing. "tell", "refuse": emit the event of what came. The others are events:
-# "complete", of the last request; "withdraw", the last request, which was not begun and will never be complete; "last",
-# the last request is the last of the connection; "close", the connection, without a response.
-Action = Literal["skip", "tell", "refuse", "complete", "withdraw", "last", "close"]
+# What the reader does. "skip": nothing. "emit", "refuse": emit the event that describes the input. The others are
+# events: "complete", of the last request; "withdraw", the last request, which was not begun and will never be complete;
+# "last", the last request is the last of the connection; "close", the connection, without a response.
+Action = Literal["skip", "emit", "refuse", "complete", "withdraw", "last", "close"]
 ReaderEvent = Head | PlainPost | Body | Refusal | Action
-Row = Mapping[Came, tuple[Action, State]]
+Row = Mapping[Input, tuple[Action, State]]
 
 _REFUSALS: Final[Row] = {
     "malformed": ("refuse", "refused"),
@@ -87,16 +89,16 @@ _REFUSALS: Final[Row] = {
     "silence": ("refuse", "refused"),
     "end": ("refuse", "refused"),
 }
-_EACH: Final[tuple[Came, ...]] = get_args(Came)
+_EACH: Final[tuple[Input, ...]] = get_args(Input)
 
 # A pair that is missing would be a fault of the parser, and is refused as malformed.
 TRANSITIONS: Final[Mapping[State, Row]] = {
     "fresh": {**_REFUSALS, "begin": ("skip", "head"), "silence": ("close", "refused"), "end": ("close", "refused")},
-    "head": {**_REFUSALS, "head": ("tell", "body"), "upgrade": ("skip", "upgrade"), "end behind": ("skip", "ended")},
+    "head": {**_REFUSALS, "head": ("emit", "body"), "upgrade": ("skip", "upgrade"), "end behind": ("skip", "ended")},
     "upgrade": {**_REFUSALS, "complete": ("skip", "upgrade"), "begin": ("skip", "head")},
     "body": {
         **_REFUSALS,
-        "piece": ("tell", "body"),
+        "piece": ("emit", "body"),
         "complete": ("complete", "boundary"),
         "end behind": ("withdraw", "ended"),
     },
@@ -141,12 +143,12 @@ class RequestReader:
 
     @property
     def ready(self) -> bool:
-        """Tell whether to call `feed` again: bytes are unread, and no request waits for an earlier one."""
+        """Whether to call `feed` again: bytes are unread, and no request waits for an earlier one."""
         return self.unanswered <= 1 and self.state != "refused" and bool(self.unread)
 
     @property
     def idle(self) -> bool:
-        """Tell whether all requests are answered, and no other has begun."""
+        """Whether all requests are answered, and no other has begun."""
         return self.state == "boundary" and not self.unanswered
 
     @property
@@ -235,17 +237,17 @@ class RequestReader:
         self.unanswered += 1
         return PlainPost(*read)
 
-    def _came(self, what: Came, event: ReaderEvent | None = None) -> None:
-        """Make a transition of the table; `event` describes what came."""
+    def _transition(self, what: Input, event: ReaderEvent | None = None) -> None:
+        """Make the table's transition for an input; `event` describes the input."""
         action, self.state = TRANSITIONS[self.state][what]
         if action == "skip":
             return
-        self._events.append(event if event is not None and action in ("tell", "refuse") else action)
+        self._events.append(event if event is not None and action in ("emit", "refuse") else action)
         if action == "withdraw":
             self.unanswered -= 1
 
-    def _refuse(self, what: Came, kind: Kind, detail: str) -> None:
-        self._came(what, Refusal(Problem(kind, detail), int(self.state == "body")))
+    def _refuse(self, what: Input, kind: Kind, detail: str) -> None:
+        self._transition(what, Refusal(Problem(kind, detail), int(self.state == "body")))
 
     def _refuse_head(self) -> None:
         most = f"{HEAD_BYTES_MAX} bytes and {HEADERS_MAX} lines"
@@ -276,7 +278,7 @@ class RequestReader:
     # ------------------------------------------------------------------------------------------ callbacks of the parser
 
     def on_message_begin(self) -> None:
-        self._came("begin")
+        self._transition("begin")
         self._target, self._lines, self._expects_continue = b"", [], False
         self._begun_at, self._received = self._heard_at, 0
 
@@ -301,13 +303,15 @@ class RequestReader:
             kept = lines_of((name, content) for name, content in self._lines if name not in _UPGRADE)
             method, version = self._parser.get_method(), self._parser.get_http_version().encode()
             self._replayed = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._target, version, kept)
-            self._came("upgrade")
+            self._transition("upgrade")
         else:
-            self._tell_head(path)
+            self._emit_head(path)
 
     def _head_is_too_large(self) -> bool:
-        if self._head_bytes <= HEAD_BYTES_MAX or len(self._lines) > HEADERS_MAX:
-            return len(self._lines) > HEADERS_MAX
+        if len(self._lines) > HEADERS_MAX:
+            return True
+        if self._head_bytes <= HEAD_BYTES_MAX:
+            return False
         # Some of the bytes may belong to the body.
         size = len(self._target) + sum([len(name) + len(content) for name, content in self._lines])
         return size > HEAD_BYTES_MAX
@@ -322,7 +326,7 @@ class RequestReader:
             return None
         return path
 
-    def _tell_head(self, path: bytes) -> None:
+    def _emit_head(self, path: bytes) -> None:
         version = self._parser.get_http_version()
         is_old = version == "1.0"  # to HTTP/1.0 `Expect` means nothing
         keep_alive = not is_old and self._parser.should_keep_alive()
@@ -330,7 +334,7 @@ class RequestReader:
         head = Head(self._parser.get_method(), self._target, path, version, self._lines, keep_alive, expects)
         self._head_bytes, self._lines = 0, []  # trailers are no headers (RFC 9110, section 6.5.1)
         self.unanswered += 1
-        self._came("head", head)
+        self._transition("head", head)
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
@@ -338,7 +342,7 @@ class RequestReader:
         if isinstance(last, Body):
             last.pieces.append(body)
         else:
-            self._came("piece", Body([body]))
+            self._transition("piece", Body([body]))
 
     def on_message_complete(self) -> None:
-        self._came("complete")
+        self._transition("complete")
