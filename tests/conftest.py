@@ -39,7 +39,7 @@ _ALONE = ("faults", "bench", "images")
 _KEPT = ("FENCEPOST_CACHE", "FENCEPOST_REDIS_SERVER")
 
 
-# Heavy and rare cases (`@pytest.mark.long`), of which a short slice runs always: `TEST_LONG=1 ./tests/run FOLDER`.
+# Heavy and rare cases (`@pytest.mark.long`) run with `TEST_LONG=1 ./tests/run FOLDER`; a slice of each always runs.
 LONG = bool(os.environ.get("TEST_LONG"))
 
 

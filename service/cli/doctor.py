@@ -28,7 +28,7 @@ from service.kafka.topics import InternalTopics
 # The period over which the ledger's growth is measured, and the records of each partition that are sampled for it.
 GROWTH_S: Final = 600
 SAMPLE_RECORDS: Final = 200
-# Measurements of a clock, of which the quickest is the most exact.
+# Measurements of a clock. The one with the shortest round trip counts, because its error is the smallest.
 MEASUREMENTS: Final = 3
 
 Now = Callable[[], float]

@@ -61,7 +61,9 @@ class PostRequest(ABC):
         chunked: bool,
     ) -> None:
         self._bodies = bodies
-        self._content: bytes | bytearray = b""  # one array for all pieces, each of which would be an object
+        self._content: bytes | bytearray = (
+            b""  # the pieces of the body in one array: an object for each takes more memory
+        )
         self._taken = 0  # bytes counted in `bodies`
         self.headers = headers  # names in lower case
         self.client = client  # the address of the caller; None for a Unix socket

@@ -265,8 +265,8 @@ class Store:
         newest = await self._control.newest_generation()
         if identity.generation is not None and (newest is None or newest.number < identity.generation.number):
             raise OtherKafka(
-                f"Redis has keys of generation {identity.generation.number}, of which Kafka's control topic knows "
-                f"nothing: stop all processes and delete the keys that begin with {{{self._settings.namespace}:0}} "
+                f"Redis has keys of generation {identity.generation.number}, which is not in Kafka's control topic: "
+                f"stop all processes and delete the keys that begin with {{{self._settings.namespace}:0}} "
                 f"(FLUSHDB, where there are no others), or set {PREFIX}NAMESPACE to another"
             )
         if newest is not None:

@@ -188,7 +188,9 @@ async def test_a_slot_is_leased_to_one_process_until_it_gives_it_back(bench: Ben
     assert (await bench.keys.heartbeat(generation, "a", 3, {0: -1})).slots == "mff"
     heartbeat = await bench.keys.heartbeat(generation, "b", 3, {})
     assert (heartbeat.members, heartbeat.slots) == (2, "tff")
-    assert (await bench.keys.heartbeat(generation, "b", 3, {0: -1})).slots == "tff"  # who has lost a slot is told so
+    assert (
+        await bench.keys.heartbeat(generation, "b", 3, {0: -1})
+    ).slots == "tff"  # the reply marks the slot that was lost
     await bench.keys.give_back(generation, 0, "b", True)  # not b's to give
     assert (await bench.keys.heartbeat(generation, "b", 1, {})).slots == "t"
     await bench.keys.give_back(generation, 0, "a", True)

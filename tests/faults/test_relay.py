@@ -98,7 +98,7 @@ def relay_to_nowhere() -> Relay:
 @pytest.mark.parametrize("made", [relay_to_nowhere, Proxy])
 def test_a_relay_that_ends_leaves_no_connection_of_new_clients_open(made: Callable[[], Relay | Proxy]) -> None:
     """Else it is a later test that fails, when the collector finds what was left open."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ResourceWarning)
         for _ in range(10):
             with ExitStack() as clients, made() as opened:
@@ -106,4 +106,4 @@ def test_a_relay_that_ends_leaves_no_connection_of_new_clients_open(made: Callab
                 for _ in range(4):
                     clients.enter_context(socket.create_connection(("127.0.0.1", port), 5))
         gc.collect()
-    assert [str(warning.message) for warning in told] == []
+    assert [str(warning.message) for warning in caught] == []
