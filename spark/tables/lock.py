@@ -36,8 +36,8 @@ def held(spark: SparkSession, root: str) -> Iterator[None]:
     """Hold the lock of the lake at `root`; AnotherRun if another process holds that lock.
 
     On a local disk the JVM locks a file: the operating system releases that lock when the JVM dies, and not before its
-    last writing thread has ended. Elsewhere the lock is a lease, a row in a Delta table, of which only one of two
-    concurrent commits succeeds. If a run outlives its lease, both runs write with the same transaction number
+    last writing thread has ended. Elsewhere the lock is a lease: a row in a Delta table, and Delta lets only one of two
+    concurrent commits succeed. If a run outlives its lease, both runs write with the same transaction number
     (`txnVersion`), and Delta skips the second write.
     """
     path = files.local(spark, root)
@@ -87,15 +87,15 @@ def _leased(spark: SparkSession, root: str) -> Iterator[None]:
 
     keeper = threading.Thread(target=renew, name="lease", daemon=True)
     keeper.start()
+    taken_over = CannotRun(f"another run took over --lake {root}: this run did not renew its lease in time")
     try:
         yield
+        if lost.is_set():  # when no job of Spark's was running, which the loss would have cancelled
+            raise taken_over
     except (PySparkException, Py4JJavaError) as error:
         if lost.is_set():
-            raise CannotRun(f"another run took over --lake {root}: this run did not renew its lease in time") from error
+            raise taken_over from error
         raise
-    else:
-        if lost.is_set():  # while no job was running that the loss would have cancelled
-            raise CannotRun(f"another run took over --lake {root}: this run did not renew its lease in time")
     finally:
         ended.set()
         keeper.join()

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,25 @@ def test_a_lake_elsewhere_is_leased_to_one_run_at_a_time(spark: SparkSession, el
         killed.acquire()
     heir.release()
     killed.acquire()
+
+
+def _lose_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the next renewal of the held lease fail, and await it."""
+
+    def taken_over(lease: lock.Lease) -> None:
+        raise AnotherRun("another run")
+
+    monkeypatch.setattr(lock.Lease, "acquire", taken_over)
+    (renewing,) = (thread for thread in threading.enumerate() if thread.name == "lease")
+    renewing.join(30)
+
+
+def test_a_run_whose_lease_was_taken_over_while_no_job_ran_does_not_end_well(
+    spark: SparkSession, elsewhere: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "LEASE_S", 0.3)
+    with pytest.raises(CannotRun, match="did not renew its lease in time"), lock.held(spark, elsewhere):
+        _lose_lease(monkeypatch)
 
 
 def test_the_job_runs_under_spark_submit_on_a_cluster_with_a_remote_lake(
