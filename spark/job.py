@@ -13,13 +13,13 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from spark import session
 from spark.errors import CannotRun
-from spark.reading import decode, planning, source, wire_expressions
+from spark.reading import decode, planning, run_plan, source, wire_expressions
 from spark.reading.kafka_admin import Broker, TopicPartition
-from spark.reading.planning import DATA, LEDGER, REQUESTS, Log, Plan
+from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan
 from spark.report import document, publish
 from spark.report.model import Document
 from spark.rules import cross_hour, current_findings
-from spark.rules.balance import Balance, by_topic, closed
+from spark.rules.balance import Balance
 from spark.rules.classify import CATEGORIES
 from spark.rules.reconcile import reconcile
 from spark.settings import HOUR_MS, Settings
@@ -119,11 +119,10 @@ class _Run:
         with self.timer.step("views"):
             view.update(self.lake, self.settings.shared, plan, self.last)
         balance = reconcile(self.spark, self.lake, plan, self.last, self.settings, self.timer, before, self.kept_from)
-        window_from = planning.window_from(plan, self.settings)
+        window_from = run_plan.window_from(plan, self.settings)
+        closed = balance.close(hours.text_of(window_from))  # before anything is published
         by_hour = current_findings.by_hour(self.lake.read("findings"), window_from).persist()
         found = current_findings.by_finding(by_hour).persist()
-        # CannotRun before anything is published, if the balance does not close.
-        closed(by_topic(balance.since(hours.text_of(window_from))))
         if self.settings.options.publish:
             with self.timer.step("publish"):
                 publish.publish(self.lake, self.settings.shared, found)
@@ -131,7 +130,7 @@ class _Run:
             past = before["reports"] if before else []
             revised = verdict_history.counted(self.lake.read("verdicts"), window_from)
             outcome = document.build(
-                by_hour, found, plan, self.settings, balance, self.timer.seconds, resumed, past, revised, self.finished
+                by_hour, found, plan, self.settings, closed, self.timer.seconds, resumed, past, revised, self.finished
             )
             document.write(self.spark, self.settings.options.report, outcome)
         for frame in (by_hour, found):
@@ -147,7 +146,7 @@ class _Run:
             return
         newest = self.lake.read("progress").orderBy(F.desc("run")).select("options").first()
         if newest is not None:
-            self._check_namespace_of(newest["options"])
+            self._check_namespace(newest["options"])
         self.lake.upgrade()
 
     # ------------------------------------------------------------------------------------------------------ plan
@@ -159,7 +158,8 @@ class _Run:
         newest = max((row["run"] for row in progress), default=done)
         self.last = Plan.from_rows(row.asDict(recursive=True) for row in progress if row["run"] == done)
         interrupted = Plan.from_rows(row.asDict(recursive=True) for row in progress if row["run"] == newest > done)
-        self._check_namespace(self.last)
+        if self.last is not None:
+            self._check_namespace(self.last.options)
         if interrupted is not None:
             if self._can_resume(interrupted):
                 self.on_progress(f"resuming run {interrupted.run}, which was interrupted")
@@ -183,18 +183,18 @@ class _Run:
         """Check whether an interrupted run is resumed: always after its merge; before, if its options are those of this
         command line, and the logs still have all that it planned to read."""
         if not self.lake.read("deliveries").where(F.col("run") == interrupted.run).isEmpty():
-            self._check_namespace(interrupted)
+            self._check_namespace(interrupted.options)
             return True
-        if interrupted.options != planning.options_of(self.settings):
+        if interrupted.options != run_plan.options_of(self.settings):
             return False
         with closing(Broker(self.spark, self.settings.shared)) as broker:
             return planning.readable(broker, interrupted)
 
     def _use_options_of(self, interrupted: Plan) -> None:
         """Use the options of an interrupted run's plan for the rest of that run."""
-        if interrupted.options == planning.options_of(self.settings):
+        if interrupted.options == run_plan.options_of(self.settings):
             return
-        self.settings = planning.settings_of(interrupted.options, self.settings)
+        self.settings = run_plan.settings_of(interrupted.options, self.settings)
         topics = ",".join(self.settings.options.topics) or "(none)"
         self.on_progress(
             f"run {interrupted.run} was planned with other options (--topics {topics}, --grace-s "
@@ -214,14 +214,9 @@ class _Run:
                 "from now on, and what was read before keeps its ids; a --lake at a new folder applies it to all"
             )
 
-    def _check_namespace(self, plan: Plan | None) -> None:
-        """Check the namespace of the lake; CannotRun if it is another one, since by this namespace's ledger all records
-        in that lake would be phantoms."""
-        if plan is not None:
-            self._check_namespace_of(plan.options)
-
-    def _check_namespace_of(self, options: str) -> None:
-        """The same, from a plan's `options`."""
+    def _check_namespace(self, options: str) -> None:
+        """Check the namespace of the lake by a plan's `options`; CannotRun if it is another one, since by this
+        namespace's ledger all records in that lake would be phantoms."""
         of_lake = json.loads(options)["namespace"]
         namespace = self.settings.shared.namespace
         if of_lake != namespace:
@@ -232,7 +227,7 @@ class _Run:
 
     def _discover(self, logs: Sequence[Log], names: Sequence[str]) -> set[str]:
         """Return those of the topics that ledger or journal name; the decoded claims are kept for the merge."""
-        spans = planning.spans_of(logs, LEDGER), planning.spans_of(logs, REQUESTS)
+        spans = run_plan.spans_of(logs, LEDGER), run_plan.spans_of(logs, REQUESTS)
         claims = self._read_claims(spans, self.now_ms)
         if self.settings.options.max_records is not None:  # the merge reads less
             return _topics(claims.where(decode.WRITTEN)) & set(names)
@@ -261,7 +256,7 @@ class _Run:
         """Read the records of the plan, reduce them to deliveries.ROWs, and merge these into their hours."""
         unread = sum(log.end - log.start for log in plan.logs if log.audited)
         self.on_progress(f"run {plan.run}: {unread} offsets to read in {len(plan.topics)} topics")
-        vanished = planning.vanished(plan, self.last)
+        vanished = run_plan.vanished(plan, self.last)
         if not unread and not vanished:
             return
         session.size_for(self.spark, unread)
@@ -272,7 +267,7 @@ class _Run:
             claims = deliveries.summarize(self._read_claims(spans, plan.frozen_ms))
         copies = decode.deliveries(self._records(plan.spans(DATA)), plan.frozen_ms, self.settings.options.identity)
         exact = self._exact_hours(plan)
-        arrived, later_ends = planning.arrived(plan, self.last), planning.later_ends(plan)
+        arrived, later_ends = run_plan.arrived(plan, self.last), run_plan.later_ends(plan)
         rows = deliveries.reduce(copies, claims, plan.run, arrived, exact, later_ends)
         if vanished:
             self.on_progress(
@@ -313,7 +308,7 @@ class _Run:
 
     def _recent(self, plan: Plan) -> DataFrame:
         """Return the rows (deliveries.ROW) of the report's window, and of the key retention before that window."""
-        since_ms = planning.window_from(plan, self.settings) - self.settings.key_ttl_ms
+        since_ms = run_plan.window_from(plan, self.settings) - self.settings.key_ttl_ms
         return self.lake.read("deliveries").where(hours.since(hours.text_of(since_ms)))
 
     @staticmethod

@@ -7,28 +7,29 @@ same as without the interruption.
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final, Protocol
 
-from service.contract import CallerRule, Guarantee, Rules, TopicRule, wire
+from service.contract import Guarantee, wire
 from spark import rule_table
 from spark.errors import CannotRun
 from spark.reading.kafka_admin import BlockingTransaction, Ends, Topic, TopicPartition
-from spark.reading.source import Span
-from spark.settings import HOUR_MS, OFFSETS_MOST, Settings, matches
-
-DATA: Final = "data"
-LEDGER: Final = "ledger"
-REQUESTS: Final = "requests"
-UNWANTED: Final = "unwanted"
-"""The role of a data topic's log that an earlier run audited and this run does not: keeps the offset to resume from."""
-
-RETENTION: Final = "retention"
-TRUNCATED: Final = "truncated"
-RECREATED: Final = "recreated"
-"""Causes of a gap: records were deleted before they were read, a log was truncated below what was read, the topic was
-recreated."""
+from spark.reading.run_plan import (
+    DATA,
+    LEDGER,
+    RECREATED,
+    REQUESTS,
+    RETENTION,
+    TRUNCATED,
+    UNWANTED,
+    Gap,
+    Log,
+    OffsetGuarantee,
+    Plan,
+    options_of,
+)
+from spark.settings import OFFSETS_MOST, Settings, matches
 
 
 class Cluster(Protocol):
@@ -45,142 +46,6 @@ class Cluster(Protocol):
     def diverged(self, positions: Mapping[TopicPartition, tuple[int, int]]) -> dict[TopicPartition, int]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """Offsets from `first` to before `last` that no longer existed when they were to be read, found at `seen_ms`."""
-
-    first: int
-    last: int
-    cause: str
-    seen_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class OffsetGuarantee:
-    """The guarantee of the records from the offset `first` on."""
-
-    first: int
-    guarantee: str
-
-
-@dataclass(frozen=True, slots=True)
-class Log:
-    """One partition in a run's plan: a row of `progress`. Times in ms since the epoch.
-
-    `first`: the first offset that any run read; `start`, `end`: the offsets that this run reads.
-    `recreated_at_ms`: when a run first saw the topic with another topic id, else 0.
-    `complete_since_ms`: every record appended from then on was read (ledger and journal; 0 for data).
-    `decided_until_ms`: every record appended before then lies below `end`.
-    `blocking_transaction`: the open transaction that keeps the last stable offset at `end`.
-    `guarantees`: the guarantees of a data topic, by offset. `leader_epoch`: of the leader that answered `end`, or -1.
-    `later_end`: the high watermark of a data log, listed after the ends of ledger and journal; the largest offset if
-    an open transaction blocks the log.
-    `caught_up_run`: the last run for which every record below its high watermark has been read by now (0: none).
-    `behind_run`, `behind_end`: a later run for which some records are still unread, and its high watermark.
-    `first_record_ms`: the timestamp of the record at offset 0, of the plan while the log is empty, or 0 (unknown).
-    """
-
-    role: str
-    topic: str
-    partition: int
-    topic_id: str
-    audited: bool
-    compacted: bool
-    recreated_at_ms: int
-    first: int
-    start: int
-    end: int
-    last_stable: int
-    high_watermark: int
-    complete_since_ms: int
-    decided_until_ms: int
-    gaps: tuple[Gap, ...] = ()
-    blocking_transaction: BlockingTransaction | None = None
-    guarantees: tuple[OffsetGuarantee, ...] = ()
-    later_end: int = 0
-    caught_up_run: int = 0
-    behind_run: int = 0
-    behind_end: int = 0
-    first_record_ms: int = 0
-    leader_epoch: int = -1
-
-    @property
-    def topic_partition(self) -> TopicPartition:
-        return self.topic, self.partition
-
-
-_CAUGHT_UP_FIELDS: Final = ("caught_up_run", "behind_run", "behind_end", "first_record_ms")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The logs that a run reads, and the options that its verdicts depend on (JSON, see `options_of`)."""
-
-    run: int
-    frozen_ms: int
-    options: str
-    logs: tuple[Log, ...] = field(repr=False)
-
-    def spans(self, role: str) -> dict[TopicPartition, Span]:
-        """Return the offsets that the run reads of the audited logs of a role."""
-        return spans_of(self.logs, role)
-
-    def of(self, role: str) -> list[Log]:
-        """Return the audited logs of a role, ordered by topic and partition."""
-        return sorted(
-            (log for log in self.logs if log.role == role and log.audited), key=lambda log: log.topic_partition
-        )
-
-    @property
-    def topics(self) -> list[str]:
-        """Names of the audited data topics."""
-        return sorted({log.topic for log in self.of(DATA)})
-
-    @property
-    def partitions(self) -> int:
-        """Number of audited partitions of data topics."""
-        return sum(1 for log in self.logs if log.role == DATA and log.audited)
-
-    @property
-    def unwanted(self) -> list[str]:
-        """Data topics that earlier runs audited and this run does not."""
-        return sorted({log.topic for log in self.logs if log.role == UNWANTED})
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return the plan as rows of `progress`."""
-        head = {"run": self.run, "frozen_ms": self.frozen_ms, "options": self.options}
-        return [{**head, **asdict(log)} for log in self.logs]
-
-    @classmethod
-    def from_rows(cls, rows: Iterable[Mapping[str, Any]]) -> "Plan | None":
-        """Build the plan of one run from its rows of `progress`; None for no rows."""
-        logs = []
-        head: Mapping[str, Any] | None = None
-        for row in rows:
-            head = row
-            converted = ("gaps", "blocking_transaction", "guarantees", "later_end", "leader_epoch", *_CAUGHT_UP_FIELDS)
-            values = {name: row[name] for name in Log.__dataclass_fields__ if name not in converted}
-            gaps = tuple(Gap(gap["first"], gap["last"], gap["cause"], gap["seen_ms"]) for gap in row["gaps"])
-            blocking_transaction = (
-                BlockingTransaction(**row["blocking_transaction"]) if row["blocking_transaction"] else None
-            )
-            # Lakes of an earlier version lack these columns.
-            guarantees = tuple(
-                OffsetGuarantee(span["first"], span["guarantee"]) for span in row.get("guarantees") or ()
-            )
-            later_end, epoch = row.get("later_end"), row.get("leader_epoch")
-            values["later_end"] = row["high_watermark"] if later_end is None else later_end
-            values["leader_epoch"] = -1 if epoch is None else epoch
-            values |= {name: row.get(name) or 0 for name in _CAUGHT_UP_FIELDS}
-            logs.append(Log(**values, gaps=gaps, blocking_transaction=blocking_transaction, guarantees=guarantees))
-        return None if head is None else cls(head["run"], head["frozen_ms"], head["options"], tuple(logs))
-
-
-def spans_of(logs: Iterable[Log], role: str) -> dict[TopicPartition, Span]:
-    """Return the offsets to read of the audited logs of a role, by partition."""
-    return {log.topic_partition: (log.start, log.end) for log in logs if log.role == role and log.audited}
-
-
 _UNKNOWN: Final = -1
 """A `complete_since_ms` or `first_record_ms` that has yet to be determined."""
 
@@ -192,53 +57,6 @@ Discover = Callable[[Sequence[Log], Sequence[str]], set[str]]
 
 Named = Callable[[], set[str]]
 """Returns the topics that ledger and journal name, by what earlier runs have merged into the lake."""
-
-
-def options_of(settings: Settings) -> str:
-    """Encode as JSON what a verdict depends on besides the records; if it changes, every hour is judged again.
-
-    The window is included, since a run keeps only the sums of the hours that its report shows.
-    """
-    options, shared = settings.options, settings.shared
-    return json.dumps(
-        {
-            "topics": options.topics,
-            "grace_s": options.grace_s,
-            "window_h": options.window_h,
-            "key_ttl_s": shared.key_ttl_s,
-            "namespace": shared.namespace,
-            "identity": dict(options.identity),
-            "timeouts_ms": shared.request_timeout_ms + shared.transaction_timeout_ms,
-            "rules": [
-                [rule.pattern, rule.guarantee.value, rule.derived, rule.client_duplicates]
-                for rule in settings.rules.topics
-            ],
-            "callers": [caller.name for caller in settings.rules.callers],
-        },
-        sort_keys=True,
-    )
-
-
-def settings_of(options: str, now: Settings) -> Settings:
-    """Restore the settings that a plan was made with from its `options` (options_of); the rest is taken from `now`."""
-    parsed = json.loads(options)
-    options_then = replace(
-        now.options,
-        topics=tuple(parsed["topics"]),
-        grace_s=parsed["grace_s"],
-        window_h=parsed["window_h"],
-        identity=parsed["identity"],
-    )
-    # The plan stores only the sum of the timeouts, and only the sum has an effect.
-    shared = replace(
-        now.shared, key_ttl_s=parsed["key_ttl_s"], request_timeout_ms=parsed["timeouts_ms"], transaction_timeout_ms=0
-    )
-    topics = tuple(
-        TopicRule(pattern, Guarantee(guarantee), "", *switches) for pattern, guarantee, *switches in parsed["rules"]
-    )
-    # Plans of an earlier version have no callers.
-    callers = tuple(CallerRule(name, ()) for name in parsed["callers"]) if "callers" in parsed else now.rules.callers
-    return replace(now, options=options_then, shared=shared, rules=Rules(topics, callers))
 
 
 def freeze(
@@ -285,7 +103,7 @@ def freeze(
         logs = _frozen(cluster, before, {DATA: required, LEDGER: {ledger}, REQUESTS: {requests}}, candidates, now_ms)
         if globs:
             break
-        # A topic that an earlier run read may be deleted by now: if it is named, its claims are audited all the same.
+        # A topic may be deleted since an earlier run read it. If ledger or journal name it, its claims are audited.
         later = set(cluster.names())
         others = {name for name in (existing | left_out | later) - own if not wanted(name)}
         found = discover(logs, sorted(others)) if others else set()
@@ -382,53 +200,6 @@ def _has_rule(settings: Settings, name: str) -> bool:
     return any(fnmatchcase(name, rule.pattern) for rule in settings.rules.topics)
 
 
-Value = TypeVar("Value")
-
-
-def by_partition(values: Mapping[TopicPartition, Value]) -> dict[str, list[Value | None]]:
-    """Arrange values in a list for each topic, with the partition as the index; None for partitions without a value."""
-    topics: dict[str, list[Value | None]] = {}
-    for (topic, partition), value in sorted(values.items(), key=lambda item: item[0]):
-        column = topics.setdefault(topic, [])
-        column += [None] * (partition - len(column)) + [value]
-    return topics
-
-
-def window_from(plan: Plan, settings: Settings) -> int:
-    """Return the start of the report's window in ms, a whole hour."""
-    return rule_table.window_from(plan.frozen_ms, settings.options.window_h * HOUR_MS)
-
-
-def arrived(plan: Plan, before: Plan | None) -> dict[TopicPartition, int]:
-    """Return the earliest time (ms) at which the records that a run reads can have been written, by partition.
-
-    The run before froze the log's end: records above that end were written or committed later, whatever their
-    timestamps. Partitions without such an end are left out.
-    """
-    if before is None:
-        return {}
-    read = {log.topic_partition: log for log in before.of(DATA) if log.end == log.last_stable}
-    return {
-        log.topic_partition: before.frozen_ms
-        for log in plan.of(DATA)
-        if log.start < log.end
-        and (last := read.get(log.topic_partition)) is not None
-        and (log.topic_id != last.topic_id or log.start >= last.end)
-    }
-
-
-def evidence_changed(plan: Plan, before: Plan | None) -> bool:
-    """Check whether the logs prove something else about the data than in the run before.
-
-    A topic was deleted, recreated or compacted since, or records were deleted unread.
-    """
-
-    def proofs(logs: Iterable[Log]) -> set[tuple[Any, ...]]:
-        return {(log.topic_partition, log.topic_id, log.compacted, log.recreated_at_ms, log.gaps) for log in logs}
-
-    return before is not None and proofs(before.of(DATA)) - proofs(plan.of(DATA)) != set()
-
-
 def readable(cluster: Cluster, plan: Plan) -> bool:
     """Check whether the logs still have all that an interrupted run planned to read."""
     logs = [log for log in plan.logs if log.audited and log.start < log.end]
@@ -441,17 +212,6 @@ def readable(cluster: Cluster, plan: Plan) -> bool:
         for log in logs
     )
     return present and not _diverged(cluster, logs, topics, ends)
-
-
-def vanished(plan: Plan, before: Plan | None) -> dict[TopicPartition, Span]:
-    """Return the offsets of data that were read, and truncated since the run before: their records are no evidence."""
-    earlier = {log.topic_partition: set(log.gaps) for log in before.logs} if before else {}
-    return {
-        log.topic_partition: (gap.first, gap.last)
-        for log in plan.of(DATA)
-        for gap in log.gaps
-        if gap.cause == TRUNCATED and gap not in earlier.get(log.topic_partition, ())
-    }
 
 
 def _next_log(
@@ -557,11 +317,6 @@ def _with_caught_up_run(log: Log, run: int) -> Log:
     return replace(
         log, caught_up_run=log.behind_run or log.caught_up_run, behind_run=run, behind_end=log.high_watermark
     )
-
-
-def later_ends(plan: Plan) -> dict[TopicPartition, int]:
-    """Return the `later_end` of each data log of a plan."""
-    return {log.topic_partition: log.later_end for log in plan.of(DATA)}
 
 
 def _with_complete_since(cluster: Cluster, logs: list[Log], now_ms: int) -> list[Log]:

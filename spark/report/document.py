@@ -8,12 +8,12 @@ from typing import Any, Final, cast
 
 from pyspark.sql import DataFrame, SparkSession
 
-from spark.reading import planning
+from spark.reading import run_plan
 from spark.reading.decode import PLAUSIBLE_MS
-from spark.reading.planning import DATA, LEDGER, REQUESTS, Log, Plan
+from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan
 from spark.report import heatmap, metrics, model, page
 from spark.rules import current_findings
-from spark.rules.balance import Balance, ByTopic, by_topic, closed
+from spark.rules.balance import ByTopic, Closed
 from spark.rules.findings import CLIENT_DUPLICATE, DERIVED_COPY, KINDS
 from spark.rules.record_counts import PARTITIONS_MAX
 from spark.settings import Settings
@@ -45,24 +45,22 @@ def build(
     found: DataFrame,
     plan: Plan,
     settings: Settings,
-    balance: Balance,
+    balance: Closed,
     seconds: Mapping[str, float],
     resumed: bool,
     before: Sequence[Mapping[str, Any]],
     revised: Mapping[str, Any],
     finished: int | None = None,
 ) -> Report:
-    """Build the document of a run; CannotRun if the balance does not close.
+    """Build the document of a run.
 
     `by_hour` are the current findings (current_findings.by_hour), `found` the same by finding (FIELDS), `before` the
     documents of earlier runs (from the table `runs`), newest first, `revised` the changed verdicts
     (verdict_history.counted), `finished` the number of an interrupted run with other options that was finished first.
     """
-    since_ms = planning.window_from(plan, settings)
+    since_ms = run_plan.window_from(plan, settings)
     first_hour, last_hour = hours.text_of(since_ms), hours.text_of(plan.frozen_ms)
-    balance.drop_closed_before(first_hour)
-    topics = by_topic(balance.since(first_hour))
-    balance_line = closed(topics)
+    topics, balance_line = balance.topics, balance.line
     causes = current_findings.causes(found)
     counted = {kind: sum(row["findings"] for row in causes if row["kind"] == kind) for kind in KINDS}
     number = sum(counted.values())

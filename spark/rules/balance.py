@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC
-from typing import Any
+from typing import Any, NamedTuple
 
 from spark.errors import CannotRun
 from spark.rules.classify import CATEGORIES
@@ -26,7 +26,7 @@ class Balance:
     only for the hours as they were when it was made: if one of its hours is counted again, the whole adjustment is
     dropped, and such ids count in each of their hours until the next pass over all ids.
     `record_counts`: records by hour, topic and partition. `evidence_changed`: since the hours were counted, the logs
-    prove something else (planning.evidence_changed), and no pass over all ids has been made.
+    prove something else (run_plan.evidence_changed), and no pass over all ids has been made.
     """
 
     hours: ByHour = field(default_factory=dict)
@@ -96,12 +96,25 @@ class Balance:
             for hour in [hour for hour in part if hour < first]:
                 del part[hour]
 
-    def drop_closed_before(self, first: str) -> None:
-        """Drop the hours before this one, except those with open verdicts."""
+    def close(self, first: str) -> "Closed":
+        """Drop the hours before `first`, except those with open verdicts, and sum up the hours since.
+
+        CannotRun if the balance does not close.
+        """
         kept = self.open_hours()
         self.hours = {hour: topics for hour, topics in self.hours.items() if hour >= first or hour in kept}
         self.adjustment = {hour: topics for hour, topics in self.adjustment.items() if hour >= first}
         self.record_counts = {hour: topics for hour, topics in self.record_counts.items() if hour >= first}
+        topics = by_topic(self.since(first))
+        return Closed(topics, _line(topics), self.record_counts)
+
+
+class Closed(NamedTuple):
+    """A balance that closes: sums (findings.SUMS) by topic, its line (with `phantom` and `records`), record counts."""
+
+    topics: ByTopic
+    line: Counts
+    record_counts: RecordCounts
 
 
 def by_topic(hours: ByHour) -> ByTopic:
@@ -113,7 +126,7 @@ def by_topic(hours: ByHour) -> ByTopic:
     return {topic: {name: found[topic].get(name, 0) for name in SUMS} for topic in sorted(found)}
 
 
-def closed(topics: ByTopic) -> Counts:
+def _line(topics: ByTopic) -> Counts:
     """Return the balance over all topics (its line, `phantom` and `records`); CannotRun if the line does not close."""
     total: Counts = {}
     for counts in topics.values():

@@ -11,7 +11,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from service.contract import Guarantee
 from spark import rule_table
 from spark.reading.decode import EVENT, REJECT, hash_of
-from spark.reading.planning import DATA, LEDGER, REQUESTS, Log, Plan, by_partition
+from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan, by_partition
 from spark.rule_table import LOST, PENDING, PRESENT
 from spark.settings import OFFSETS_MOST, Settings, glob_regex
 from spark.tables import deliveries

@@ -8,7 +8,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from spark import rule_table
 from spark.reading import wire_expressions
 from spark.reading.decode import EVENT, REJECT, UNKEYED
-from spark.reading.planning import RETENTION, TRUNCATED, UNWANTED, Plan
+from spark.reading.run_plan import RETENTION, TRUNCATED, UNWANTED, Plan
 from spark.rule_table import LOST, PENDING
 from spark.rules import causes
 from spark.rules.classify import CATEGORIES, Evidence

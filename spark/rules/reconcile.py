@@ -4,9 +4,8 @@ Nearly every id has one clean row, and clean rows are only counted. Only the few
 cached.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -14,9 +13,9 @@ from pyspark import StorageLevel
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark.reading import planning
+from spark.reading import run_plan
 from spark.reading.decode import EVENT, REJECT
-from spark.reading.planning import Plan
+from spark.reading.run_plan import Plan
 from spark.rules import classify, cross_hour, findings
 from spark.rules.balance import Balance
 from spark.rules.classify import Evidence
@@ -48,29 +47,11 @@ class Classified(NamedTuple):
     double_counted: Sequence[Any]
 
 
-@dataclass
-class Cache:
-    """Frames that stay persisted, in memory and on disk, until `release`."""
-
-    _kept: list[DataFrame] = field(default_factory=list)
-
-    def keep(self, rows: DataFrame) -> DataFrame:
-        """Persist rows, and return them."""
-        self._kept.append(rows.persist(StorageLevel.MEMORY_AND_DISK))
-        return rows
-
-    def release(self) -> None:
-        for rows in self._kept:
-            rows.unpersist()
-
-
-@contextmanager
-def _cache() -> Iterator[Cache]:
-    cache = Cache()
-    try:
-        yield cache
-    finally:
-        cache.release()
+def _keep(rows: DataFrame, until: ExitStack) -> DataFrame:
+    """Cache rows in memory and on disk until the stack is closed."""
+    rows.persist(StorageLevel.MEMORY_AND_DISK)
+    until.callback(rows.unpersist)
+    return rows
 
 
 def reconcile(
@@ -95,12 +76,12 @@ def reconcile(
     if kept_from:
         rows = rows.where(hours.since(kept_from))
     over_hours = not settings.options.skip_ids
-    with _cache() as cache:
+    with ExitStack() as cache:
         with timer.step("judge"):
             touched = hours_to_judge(rows, before, plan, balance)
         with timer.step("ids"):
             multi_row = _multi_row(rows if over_hours else rows.where(hours.within(touched)), cache)
-            balance.evidence_changed |= planning.evidence_changed(plan, previous)
+            balance.evidence_changed |= run_plan.evidence_changed(plan, previous)
             if over_hours and balance.evidence_changed:
                 # `adjust` subtracts these rows from the sums of their hours by present verdicts, so these hours must be
                 # judged again too.
@@ -122,7 +103,7 @@ def reconcile(
         if over_hours:
             with timer.step("ids"):
                 # Older rows are outside the window of the report, and past the key retention of rows in the window.
-                first = hours.text_of(planning.window_from(plan, settings) - evidence.key_ttl_ms)
+                first = hours.text_of(run_plan.window_from(plan, settings) - evidence.key_ttl_ms)
                 found += _findings_over_hours(rows.where(hours.since(first)), multi_row, balance, evidence, cache)
                 replaced.append(f"scope = '{findings.IDS}'")
         with timer.step("findings"):
@@ -142,17 +123,17 @@ def hours_to_judge(rows: DataFrame, before: dict[str, Any] | None, plan: Plan, b
     return set(hours.of(rows.where(F.col("run") == plan.run))) | balance.open_hours()
 
 
-def _multi_row(rows: DataFrame, cache: Cache) -> MultiRow:
+def _multi_row(rows: DataFrame, cache: ExitStack) -> MultiRow:
     """Find the ids with several of these rows."""
-    ids = cache.keep(cross_hour.repeated(rows))
+    ids = _keep(cross_hour.repeated(rows), cache)
     if spans := cross_hour.spans_of(ids):
-        return MultiRow(ids, cache.keep(cross_hour.rows_of(rows, ids, spans)))
+        return MultiRow(ids, _keep(cross_hour.rows_of(rows, ids, spans), cache))
     # Spark optimises away everything derived from an empty relation.
     return MultiRow(ids.where("false"), rows.where("false"))
 
 
 def _classify_hours(
-    rows: DataFrame, multi_row: MultiRow, touched: set[str], evidence: Evidence, cache: Cache
+    rows: DataFrame, multi_row: MultiRow, touched: set[str], evidence: Evidence, cache: ExitStack
 ) -> Classified:
     """Classify all rows of these hours (`touched`).
 
@@ -162,7 +143,7 @@ def _classify_hours(
     events = rows.where((F.col("is_clean") == 0) & (F.col("kind") == EVENT))
     single = deliveries_table.gathered_single(events.join(multi_row.ids, "id", "left_anti"))
     multiple = multi_row.rows.where(hours.within(touched))
-    classified = cache.keep(classify.classify(single.unionByName(deliveries_table.gathered(multiple)), evidence))
+    classified = _keep(classify.classify(single.unionByName(deliveries_table.gathered(multiple)), evidence), cache)
     counted = rows.where((F.col("is_clean") == 1) | (F.col("kind") != EVENT))
     sums = findings.sums(classified).unionByName(findings.sums(classify.classify_clean(counted, evidence))).collect()
     double_counted = findings.sums(classify.classify_clean(multiple.where("is_clean = 1"), evidence)).collect()
@@ -187,7 +168,7 @@ def _findings_of_hours(classified: DataFrame, rows: DataFrame, evidence: Evidenc
 
 
 def _findings_over_hours(
-    recent: DataFrame, multi_row: MultiRow, balance: Balance, evidence: Evidence, cache: Cache
+    recent: DataFrame, multi_row: MultiRow, balance: Balance, evidence: Evidence, cache: ExitStack
 ) -> list[DataFrame]:
     """Return the findings (lake.FINDING) of the pass over all ids; makes ids of several hours count once in `balance`.
 
@@ -195,9 +176,9 @@ def _findings_over_hours(
     """
     rows = multi_row.over_hours()
     judged_per_hour = classify.classify(deliveries_table.gathered(rows), evidence)
-    judged_per_id = cache.keep(classify.classify(deliveries_table.gathered(rows, by_hour=False), evidence))
+    judged_per_id = _keep(classify.classify(deliveries_table.gathered(rows, by_hour=False), evidence), cache)
     balance.adjust(findings.sums(judged_per_hour).collect(), findings.sums(judged_per_id).collect())
-    retried = cache.keep(cross_hour.retried(recent, evidence))
+    retried = _keep(cross_hour.retried(recent, evidence), cache)
     spans = cross_hour.spans_of(retried)
     clients = [cross_hour.client_duplicates(recent, retried, spans, evidence)] if spans else []
     return [

@@ -15,7 +15,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from service.contract import wire
 from spark import rule_table
 from spark.reading.decode import ENTERED, EVENT, REJECT, REJECTED
-from spark.reading.planning import by_partition
+from spark.reading.run_plan import by_partition
 
 # Enough to analyse a finding; an id with more copies was put on every record by a broken writer.
 COORDINATES_MAX: Final = 128

@@ -23,7 +23,7 @@ from spark.errors import CannotRun
 from spark.reading import decode, source, wire_expressions
 from spark.reading.decode import EVENT, clamped
 from spark.reading.kafka_admin import Broker, TopicPartition
-from spark.reading.planning import DATA, Log, Plan
+from spark.reading.run_plan import DATA, Log, Plan
 from spark.reading.source import Span
 from spark.tables import lock
 from spark.tables.lake import Lake

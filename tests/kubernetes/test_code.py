@@ -21,7 +21,7 @@ from service.http.routes import routes
 from service.kafka.topics import EXTRA_S, WEEK_S
 from spark.__main__ import EXIT_CANNOT_RUN
 from spark.errors import CannotRun
-from spark.rules.balance import closed
+from spark.rules.balance import Balance
 from spark.session import _ALWAYS, _LOCAL
 from spark.settings import parse
 from tests.kubernetes.rendering import HERE, Object, Rendered
@@ -324,8 +324,9 @@ def test_sparks_scratch_files_go_to_a_volume_with_a_bound(operated: Rendered, si
 
 
 def test_the_audit_and_the_runbook_say_the_same_of_a_balance_that_does_not_close() -> None:
+    hour = "2026-11-01 01:00:00"
     with pytest.raises(CannotRun) as raised:
-        closed({"orders": {"accepted": 2, "delivered_once": 1}})
+        Balance({hour: {"orders": {"accepted": 2, "delivered_once": 1}}}).close(hour)
     runbook = " ".join((HERE / "RUNBOOK.md").read_text().split())
     told = runbook.split("A balance that does not close is a fault of the audit: ")[1].split("## ")[0]
     for text in (str(raised.value), told):

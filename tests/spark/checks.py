@@ -11,7 +11,7 @@ from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from spark.reading import planning
+from spark.reading import run_plan
 from spark.rules.classify import classify, gather_evidence
 from spark.tables import deliveries
 from tests.spark import (
@@ -59,7 +59,7 @@ def verdicts(spark: SparkSession) -> None:
 def plans(spark: SparkSession) -> None:
     """Every test of the plan that needs no more than a cluster."""
     plan, settings = test_verdict.plan(), test_verdict.settings()
-    assert planning.window_from(plan, settings) == (plan.frozen_ms - WINDOW_MS) // HOUR_MS * HOUR_MS
+    assert run_plan.window_from(plan, settings) == (plan.frozen_ms - WINDOW_MS) // HOUR_MS * HOUR_MS
     for name, test in vars(test_offsets).items():
         if name.startswith("test_") and list(inspect.signature(test).parameters) == ["cluster"]:
             test(test_offsets.made_up())

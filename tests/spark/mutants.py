@@ -17,8 +17,8 @@ from pyspark.sql import Column
 from pyspark.sql import functions as F  # noqa: N812
 
 from spark import rule_table
-from spark.reading import decode, planning
-from spark.reading.planning import Log
+from spark.reading import decode, planning, run_plan
+from spark.reading.run_plan import Log
 from spark.rules.balance import Balance
 from spark.settings import Settings
 
@@ -217,7 +217,7 @@ MUTANTS: Final = (
     Mutant(rule_table.is_compacted, "what was never there", lambda compacted, was_past_end: compacted, VERDICTS),
     Mutant(rule_table.outcome_without_log, "not waited for", lambda ripe: F.lit("topic_gone"), VERDICTS),
     Mutant(rule_table.gap_count, "twice", lambda counted: F.lit(1).cast("bigint"), VERDICTS),
-    Mutant(planning.settings_of, "the command line's", lambda options, now: now, PLANS, planning),
+    Mutant(run_plan.settings_of, "the command line's", lambda options, now: now, PLANS, run_plan),
     Mutant(rule_table.is_recreated, _NO, lambda life, now: False, PLANS),
     Mutant(rule_table.is_deleted_unread, _NO, lambda start, read_to: False, PLANS),
     Mutant(rule_table.is_truncated, _NO, lambda agrees_to, read_to: False, PLANS),

@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 from typing import Any
 
-from spark.rules.balance import Balance, by_topic, closed
+from spark.rules.balance import Balance
 from spark.rules.findings import SUMS
 
 FIRST, SECOND, THIRD = (f"2026-11-01 0{hour}:00:00" for hour in (1, 2, 3))
@@ -21,14 +21,14 @@ def test_an_adjustment_is_dropped_when_any_of_its_hours_is_counted_again() -> No
     apart = [_row(FIRST, **once), _row(SECOND, **once)]
     balance.replace([], [*apart, _row(THIRD, **once)])
     balance.adjust(apart, [_row(SECOND, accepted=1, duplicated=1)])
-    line = closed(by_topic(balance.since(FIRST)))
+    line = balance.close(FIRST).line
     assert (line["accepted"], line["delivered_once"], line["duplicated"]) == (2, 1, 1)
     # A run without the pass over ids: it leaves the adjustment alone, until it counts one of its hours.
     later = Balance.of(balance.document())
     later.replace([THIRD], [_row(THIRD, accepted=2, delivered_once=2)])
     assert later.adjustment == balance.adjustment
     later.replace([SECOND], [_row(SECOND, accepted=1, duplicated=1)])
-    line = closed(by_topic(later.since(FIRST)))
+    line = later.close(FIRST).line
     assert (line["accepted"], line["delivered_once"], line["duplicated"]) == (4, 3, 1)
 
 
@@ -36,5 +36,5 @@ def test_an_hour_with_open_verdicts_stays_in_the_balance() -> None:
     balance = Balance()
     balance.replace([FIRST, SECOND], [_row(FIRST, accepted=1, pending=1, open=1), _row(SECOND, accepted=1, lost=1)])
     assert balance.open_hours() == {FIRST}
-    balance.drop_closed_before(THIRD)
+    balance.close(THIRD)
     assert balance.hours.keys() == {FIRST}

@@ -15,7 +15,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from deploy.stack import Kafka
 from spark import job
 from spark.errors import CannotRun
-from spark.reading.planning import Log, Plan
+from spark.reading.run_plan import Log, Plan
 from spark.rules import cross_hour
 from spark.rules.classify import gather_evidence
 from spark.tables import deliveries as deliveries_table

@@ -8,9 +8,9 @@ import pytest
 
 from service.contract import Rules, SharedSettings
 from spark.errors import CannotRun
-from spark.reading import planning
+from spark.reading import planning, run_plan
 from spark.reading.kafka_admin import BlockingTransaction, Ends, Topic, TopicPartition
-from spark.reading.planning import DATA, LEDGER, Log, Plan
+from spark.reading.run_plan import DATA, LEDGER, Log, Plan
 from spark.settings import OFFSETS_MOST, Options, Settings
 
 NOW_MS = 1_700_000_000_000
@@ -137,7 +137,7 @@ def test_the_ends_of_the_data_are_listed_again_after_those_of_the_ledger(
     log = one(plan, "orders")
     assert (log.end, log.high_watermark, log.later_end) == (10, 10, 13)
     assert [one(plan, name).later_end for name in (LEDGER_TOPIC, REQUESTS_TOPIC)] == [4, 2]
-    assert planning.later_ends(plan) == {("orders", 0): 13}
+    assert run_plan.later_ends(plan) == {("orders", 0): 13}
 
 
 def test_a_ledger_with_an_open_transaction_is_caught_up_to_an_earlier_run(cluster: MadeUp) -> None:
@@ -182,7 +182,7 @@ def test_globs_have_to_match_a_topic_that_is_there_or_was(cluster: MadeUp) -> No
 
 
 def test_another_window_changes_the_options_of_the_plan() -> None:
-    assert planning.options_of(settings(window_h=336)) != planning.options_of(settings())
+    assert run_plan.options_of(settings(window_h=336)) != run_plan.options_of(settings())
 
 
 def test_the_settings_of_a_run_are_restored_from_its_plan(cluster: MadeUp) -> None:
@@ -197,12 +197,12 @@ def test_the_settings_of_a_run_are_restored_from_its_plan(cluster: MadeUp) -> No
         shared=SharedSettings(key_ttl_s=7200, request_timeout_ms=3000, transaction_timeout_ms=4000),
     )
     ours = settings(skip_ids=True)
-    found = planning.settings_of(planning.options_of(theirs), ours)
-    assert planning.options_of(found) == planning.options_of(theirs) != planning.options_of(ours)
+    found = run_plan.settings_of(run_plan.options_of(theirs), ours)
+    assert run_plan.options_of(found) == run_plan.options_of(theirs) != run_plan.options_of(ours)
     assert (found.max_settle_ms, found.rules.rule("abc").client_duplicates) == (theirs.max_settle_ms, False)
     assert found.options.skip_ids
     # Another caller of the rules is another scope of keys.
-    assert planning.options_of(settings(rules)) != planning.options_of(settings(rules.replace('"c"', '"d"')))
+    assert run_plan.options_of(settings(rules)) != run_plan.options_of(settings(rules.replace('"c"', '"d"')))
 
 
 def test_the_next_run_starts_at_the_end_of_the_last_one(cluster: MadeUp) -> None:
@@ -252,14 +252,14 @@ def test_an_open_transaction_bounds_what_is_read_and_what_is_decided(cluster: Ma
 def test_records_above_the_last_end_arrived_after_the_last_freeze(cluster: MadeUp) -> None:
     cluster.topics |= {"capped": ends(10), "truncated": ends(10), "anew": ends(10), "same": ends(10)}
     first = freeze(cluster, topics=("*",))
-    assert planning.arrived(first, None) == {}
+    assert run_plan.arrived(first, None) == {}
     logs = [replace(log, end=9) if log.topic == "capped" else log for log in first.logs]
     first = replace(first, logs=tuple(logs))
     cluster.topics |= {"orders": ends(25), "capped": ends(12), "truncated": ends(6), "anew": ends(3), "new": ends(3)}
     cluster.topics["others"] = ends(20, start=15)
     cluster.lives["anew"] = "two"
     second = freeze(cluster, first, topics=("*",), now_ms=NOW_MS + 5)
-    assert planning.arrived(second, first) == {(name, 0): NOW_MS for name in ("anew", "orders", "others")}
+    assert run_plan.arrived(second, first) == {(name, 0): NOW_MS for name in ("anew", "orders", "others")}
 
 
 def test_records_that_retention_took_unread_are_a_gap(cluster: MadeUp) -> None:
@@ -346,19 +346,19 @@ def test_a_log_that_lost_its_end_and_grew_again_is_read_again_from_where_it_dive
     # Another leader with all of it; and one without the last four records, which has written as many and more.
     cluster.topics["orders"], cluster.epochs["orders"] = ends(12, epoch=1), [10]
     clean = freeze(cluster, first, now_ms=NOW_MS + 1)
-    assert (one(clean, "orders").start, one(clean, "orders").gaps, planning.vanished(clean, first)) == (10, (), {})
+    assert (one(clean, "orders").start, one(clean, "orders").gaps, run_plan.vanished(clean, first)) == (10, (), {})
     cluster.topics["orders"], cluster.epochs["orders"] = ends(15, epoch=2), [6, 6]
     plan = freeze(cluster, first, now_ms=NOW_MS + 2)
     log = one(plan, "orders")
     assert (log.start, log.end, log.leader_epoch) == (6, 15, 2)
     assert [(gap.first, gap.last, gap.cause) for gap in log.gaps] == [(6, 10, "truncated")]
-    assert planning.vanished(plan, first) == {("orders", 0): (6, 10)}
-    assert planning.arrived(plan, first) == {}
+    assert run_plan.vanished(plan, first) == {("orders", 0): (6, 10)}
+    assert run_plan.arrived(plan, first) == {}
     # Once: the same leader is not asked again.
     del cluster.epochs["orders"]
     last = freeze(cluster, plan, now_ms=NOW_MS + 3)
     assert (one(last, "orders").start, one(last, "orders").gaps) == (15, log.gaps)
-    assert planning.vanished(last, plan) == {}
+    assert run_plan.vanished(last, plan) == {}
     # A plan that was cut off would read other records.
     cluster.topics["orders"], cluster.epochs["orders"] = ends(16, epoch=3), [6, 6, 9]
     assert not planning.readable(cluster, plan)

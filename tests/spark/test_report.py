@@ -12,8 +12,8 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.console import StackError
 from service.contract import SharedSettings
-from spark.reading import planning
-from spark.reading.planning import DATA, Log, Plan
+from spark.reading import run_plan
+from spark.reading.run_plan import DATA, Log, Plan
 from spark.report import document, page
 from spark.report.model import Document, schema
 from spark.rule_table import LOST
@@ -22,7 +22,7 @@ from spark.rules.balance import Balance
 from spark.rules.classify import CATEGORIES
 from spark.rules.findings import CONFLICT, DUPLICATE, HOUR, KINDS, SUMS
 from spark.settings import Options, Settings
-from spark.tables import lake
+from spark.tables import hours, lake
 from tests.spark import browser
 from tests.spark.rows import HOUR_MS, NOW_MS
 
@@ -80,10 +80,12 @@ def large(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> tupl
     logs += (Log(DATA, TOPIC, 39, "topic_id", True, False, 0, 0, 0, 9, 9, 12, 0, NOW_MS * 1000),)
     plan = Plan(1, NOW_MS, "{}", logs)
     settings = Settings(shared=SharedSettings(), options=Options(lake=str(root / "lake"), report=str(root / "report")))
-    held = current_findings.by_hour(tables.read("findings"), planning.window_from(plan, settings))
+    since_ms = run_plan.window_from(plan, settings)
+    held = current_findings.by_hour(tables.read("findings"), since_ms)
+    closed = Balance().close(hours.text_of(since_ms))
     revised = {"revised": 1, "changes": [{"before": "lost", "after": None, "ids": 1}]}
     made = document.build(
-        held, current_findings.by_finding(held), plan, settings, Balance(), {"plan": 1.5}, False, [], revised
+        held, current_findings.by_finding(held), plan, settings, closed, {"plan": 1.5}, False, [], revised
     )
     document.write(spark, settings.options.report, made)
     return dict(made.document), root / "report"

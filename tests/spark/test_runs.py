@@ -21,6 +21,7 @@ from spark import job
 from spark.errors import AnotherRun, CannotRun
 from spark.reading.kafka_admin import Broker
 from spark.report import document, publish
+from spark.rules import balance
 from spark.tables import lake, lock
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Life
@@ -490,7 +491,7 @@ def test_a_balance_that_does_not_close_fails_the_report(
     history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _two_stages(history)
-    monkeypatch.setattr(job, "by_topic", lambda hours: {"t": {"accepted": 2, "delivered_once": 1}})
+    monkeypatch.setattr(balance, "by_topic", lambda hours: {"t": {"accepted": 2, "delivered_once": 1}})
     published = unittest.mock.Mock()
     monkeypatch.setattr(publish, "publish", published)
     with pytest.raises(CannotRun, match="the balance does not close: accepted 2, delivered_once 1"):

@@ -9,7 +9,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import Rules, SharedSettings
-from spark.reading.planning import DATA, LEDGER, REQUESTS, UNWANTED, Gap, Log, OffsetGuarantee, Plan
+from spark.reading.run_plan import DATA, LEDGER, REQUESTS, UNWANTED, Gap, Log, OffsetGuarantee, Plan
 from spark.rules import causes, findings
 from spark.rules.classify import Evidence, classify, classify_clean, gather_evidence
 from spark.settings import OFFSETS_MOST, Options, Settings

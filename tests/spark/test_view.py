@@ -14,7 +14,7 @@ from service.contract import SharedSettings, wire
 from spark import show
 from spark.errors import CannotRun
 from spark.reading import decode, source
-from spark.reading.planning import Plan
+from spark.reading.run_plan import Plan
 from spark.tables import lake, view
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Life

@@ -1,0 +1,270 @@
+"""The plan of a run: what each log is read for, up to where, and with which options; a row of `progress` for a log."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final, TypeVar
+
+from service.contract import CallerRule, Guarantee, Rules, TopicRule
+from spark import rule_table
+from spark.reading.kafka_admin import BlockingTransaction, TopicPartition
+from spark.reading.source import Span
+from spark.settings import HOUR_MS, Settings
+
+DATA: Final = "data"
+LEDGER: Final = "ledger"
+REQUESTS: Final = "requests"
+UNWANTED: Final = "unwanted"
+"""The role of a data topic's log that an earlier run audited and this run does not: keeps the offset to resume from."""
+
+RETENTION: Final = "retention"
+TRUNCATED: Final = "truncated"
+RECREATED: Final = "recreated"
+"""Causes of a gap: records were deleted before they were read, a log was truncated below what was read, the topic was
+recreated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Offsets from `first` to before `last` that no longer existed when they were to be read, found at `seen_ms`."""
+
+    first: int
+    last: int
+    cause: str
+    seen_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class OffsetGuarantee:
+    """The guarantee of the records from the offset `first` on."""
+
+    first: int
+    guarantee: str
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """One partition in a run's plan: a row of `progress`. Times in ms since the epoch.
+
+    `first`: the first offset that any run read; `start`, `end`: the offsets that this run reads.
+    `recreated_at_ms`: when a run first saw the topic with another topic id, else 0.
+    `complete_since_ms`: every record appended from then on was read (ledger and journal; 0 for data).
+    `decided_until_ms`: every record appended before then lies below `end`.
+    `blocking_transaction`: the open transaction that keeps the last stable offset at `end`.
+    `guarantees`: the guarantees of a data topic, by offset. `leader_epoch`: of the leader that answered `end`, or -1.
+    `later_end`: the high watermark of a data log, listed after the ends of ledger and journal; the largest offset if
+    an open transaction blocks the log.
+    `caught_up_run`: the last run for which every record below its high watermark has been read by now (0: none).
+    `behind_run`, `behind_end`: a later run for which some records are still unread, and its high watermark.
+    `first_record_ms`: the timestamp of the record at offset 0, of the plan while the log is empty, or 0 (unknown).
+    """
+
+    role: str
+    topic: str
+    partition: int
+    topic_id: str
+    audited: bool
+    compacted: bool
+    recreated_at_ms: int
+    first: int
+    start: int
+    end: int
+    last_stable: int
+    high_watermark: int
+    complete_since_ms: int
+    decided_until_ms: int
+    gaps: tuple[Gap, ...] = ()
+    blocking_transaction: BlockingTransaction | None = None
+    guarantees: tuple[OffsetGuarantee, ...] = ()
+    later_end: int = 0
+    caught_up_run: int = 0
+    behind_run: int = 0
+    behind_end: int = 0
+    first_record_ms: int = 0
+    leader_epoch: int = -1
+
+    @property
+    def topic_partition(self) -> TopicPartition:
+        return self.topic, self.partition
+
+
+_ZERO_IF_MISSING: Final = ("caught_up_run", "behind_run", "behind_end", "first_record_ms")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The logs that a run reads, and the options that its verdicts depend on (JSON, see `options_of`)."""
+
+    run: int
+    frozen_ms: int
+    options: str
+    logs: tuple[Log, ...] = field(repr=False)
+
+    def spans(self, role: str) -> dict[TopicPartition, Span]:
+        """Return the offsets that the run reads of the audited logs of a role."""
+        return spans_of(self.logs, role)
+
+    def of(self, role: str) -> list[Log]:
+        """Return the audited logs of a role, ordered by topic and partition."""
+        return sorted(
+            (log for log in self.logs if log.role == role and log.audited), key=lambda log: log.topic_partition
+        )
+
+    @property
+    def topics(self) -> list[str]:
+        """Names of the audited data topics."""
+        return sorted({log.topic for log in self.of(DATA)})
+
+    @property
+    def partitions(self) -> int:
+        """Number of audited partitions of data topics."""
+        return sum(1 for log in self.logs if log.role == DATA and log.audited)
+
+    @property
+    def unwanted(self) -> list[str]:
+        """Data topics that earlier runs audited and this run does not."""
+        return sorted({log.topic for log in self.logs if log.role == UNWANTED})
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the plan as rows of `progress`."""
+        head = {"run": self.run, "frozen_ms": self.frozen_ms, "options": self.options}
+        return [{**head, **asdict(log)} for log in self.logs]
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[Mapping[str, Any]]) -> "Plan | None":
+        """Build the plan of one run from its rows of `progress`; None for no rows."""
+        logs = []
+        head: Mapping[str, Any] | None = None
+        for row in rows:
+            head = row
+            converted = ("gaps", "blocking_transaction", "guarantees", "later_end", "leader_epoch", *_ZERO_IF_MISSING)
+            values = {name: row[name] for name in Log.__dataclass_fields__ if name not in converted}
+            gaps = tuple(Gap(gap["first"], gap["last"], gap["cause"], gap["seen_ms"]) for gap in row["gaps"])
+            blocking_transaction = (
+                BlockingTransaction(**row["blocking_transaction"]) if row["blocking_transaction"] else None
+            )
+            # Lakes of an earlier version lack these columns.
+            guarantees = tuple(
+                OffsetGuarantee(span["first"], span["guarantee"]) for span in row.get("guarantees") or ()
+            )
+            later_end, epoch = row.get("later_end"), row.get("leader_epoch")
+            values["later_end"] = row["high_watermark"] if later_end is None else later_end
+            values["leader_epoch"] = -1 if epoch is None else epoch
+            values |= {name: row.get(name) or 0 for name in _ZERO_IF_MISSING}
+            logs.append(Log(**values, gaps=gaps, blocking_transaction=blocking_transaction, guarantees=guarantees))
+        return None if head is None else cls(head["run"], head["frozen_ms"], head["options"], tuple(logs))
+
+
+def spans_of(logs: Iterable[Log], role: str) -> dict[TopicPartition, Span]:
+    """Return the offsets to read of the audited logs of a role, by partition."""
+    return {log.topic_partition: (log.start, log.end) for log in logs if log.role == role and log.audited}
+
+
+def options_of(settings: Settings) -> str:
+    """Encode as JSON what a verdict depends on besides the records; if it changes, every hour is judged again.
+
+    The window is included, since a run keeps only the sums of the hours that its report shows.
+    """
+    options, shared = settings.options, settings.shared
+    return json.dumps(
+        {
+            "topics": options.topics,
+            "grace_s": options.grace_s,
+            "window_h": options.window_h,
+            "key_ttl_s": shared.key_ttl_s,
+            "namespace": shared.namespace,
+            "identity": dict(options.identity),
+            "timeouts_ms": shared.request_timeout_ms + shared.transaction_timeout_ms,
+            "rules": [
+                [rule.pattern, rule.guarantee.value, rule.derived, rule.client_duplicates]
+                for rule in settings.rules.topics
+            ],
+            "callers": [caller.name for caller in settings.rules.callers],
+        },
+        sort_keys=True,
+    )
+
+
+def settings_of(options: str, now: Settings) -> Settings:
+    """Restore the settings that a plan was made with from its `options` (options_of); the rest is taken from `now`."""
+    parsed = json.loads(options)
+    options_then = replace(
+        now.options,
+        topics=tuple(parsed["topics"]),
+        grace_s=parsed["grace_s"],
+        window_h=parsed["window_h"],
+        identity=parsed["identity"],
+    )
+    # The plan stores only the sum of the timeouts, and only the sum has an effect.
+    shared = replace(
+        now.shared, key_ttl_s=parsed["key_ttl_s"], request_timeout_ms=parsed["timeouts_ms"], transaction_timeout_ms=0
+    )
+    topics = tuple(
+        TopicRule(pattern, Guarantee(guarantee), "", *switches) for pattern, guarantee, *switches in parsed["rules"]
+    )
+    # Plans of an earlier version have no callers.
+    callers = tuple(CallerRule(name, ()) for name in parsed["callers"]) if "callers" in parsed else now.rules.callers
+    return replace(now, options=options_then, shared=shared, rules=Rules(topics, callers))
+
+
+Value = TypeVar("Value")
+
+
+def by_partition(values: Mapping[TopicPartition, Value]) -> dict[str, list[Value | None]]:
+    """Arrange values in a list for each topic, with the partition as the index; None for partitions without a value."""
+    topics: dict[str, list[Value | None]] = {}
+    for (topic, partition), value in sorted(values.items(), key=lambda item: item[0]):
+        column = topics.setdefault(topic, [])
+        column += [None] * (partition - len(column)) + [value]
+    return topics
+
+
+def window_from(plan: Plan, settings: Settings) -> int:
+    """Return the start of the report's window in ms, a whole hour."""
+    return rule_table.window_from(plan.frozen_ms, settings.options.window_h * HOUR_MS)
+
+
+def arrived(plan: Plan, before: Plan | None) -> dict[TopicPartition, int]:
+    """Return the earliest time (ms) at which the records that a run reads can have been written, by partition.
+
+    The run before froze the log's end: records above that end were written or committed later, whatever their
+    timestamps. Partitions without such an end are left out.
+    """
+    if before is None:
+        return {}
+    read = {log.topic_partition: log for log in before.of(DATA) if log.end == log.last_stable}
+    return {
+        log.topic_partition: before.frozen_ms
+        for log in plan.of(DATA)
+        if log.start < log.end
+        and (last := read.get(log.topic_partition)) is not None
+        and (log.topic_id != last.topic_id or log.start >= last.end)
+    }
+
+
+def evidence_changed(plan: Plan, before: Plan | None) -> bool:
+    """Check whether the logs prove something else about the data than in the run before.
+
+    A topic was deleted, recreated or compacted since, or records were deleted unread.
+    """
+
+    def proofs(logs: Iterable[Log]) -> set[tuple[Any, ...]]:
+        return {(log.topic_partition, log.topic_id, log.compacted, log.recreated_at_ms, log.gaps) for log in logs}
+
+    return before is not None and proofs(before.of(DATA)) - proofs(plan.of(DATA)) != set()
+
+
+def vanished(plan: Plan, before: Plan | None) -> dict[TopicPartition, Span]:
+    """Return the offsets of data that were read, and truncated since the run before: their records are no evidence."""
+    earlier = {log.topic_partition: set(log.gaps) for log in before.logs} if before else {}
+    return {
+        log.topic_partition: (gap.first, gap.last)
+        for log in plan.of(DATA)
+        for gap in log.gaps
+        if gap.cause == TRUNCATED and gap not in earlier.get(log.topic_partition, ())
+    }
+
+
+def later_ends(plan: Plan) -> dict[TopicPartition, int]:
+    """Return the `later_end` of each data log of a plan."""
+    return {log.topic_partition: log.later_end for log in plan.of(DATA)}
