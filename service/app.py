@@ -246,7 +246,7 @@ class Service:
         """Finish what was accepted, give the leases back, write the journal, close everything."""
         await self.admission.drain()
         await self.pool.stop()
-        await self.writer.settle()
+        await self.writer.wait_for_marks()
         await self.journal.close(JOURNAL_TIMEOUT_S)
         if self.tracing is not None:
             with contextlib.suppress(TimeoutError):
@@ -270,7 +270,7 @@ class Service:
         generation = self.store.generation
         redis, kafka = await asyncio.gather(self._redis_answers(generation), self._kafka_answers())
         slots = self.pool.ready
-        ready = slots > 0 and generation is not None and redis == kafka == "ok" and self.admission.accepting
+        ready = slots > 0 and generation is not None and redis == kafka == "ok" and self.admission.is_open
         self.was_ready = self.was_ready or ready
         return {
             "ready": ready,

@@ -1,6 +1,5 @@
 """`POST /events/batch`: many events in one request, written independently, or atomically: all or none."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
@@ -13,6 +12,7 @@ import msgspec
 from service.contract.wire import batch_fingerprint, event_id, member_id
 from service.core.problems import INVALID_EVENT, MISSING_KEY, TOO_LARGE, Problem
 from service.core.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX
+from service.core.time_slice import TimeSlice
 from service.events.event import (
     BATCH_EVENTS_MAX,
     ENTRY_BYTES,
@@ -30,7 +30,7 @@ from service.events.event import (
 from service.events.strict_json import LONG_BYTES, in_thread, strictly
 from service.http.callers import ANYBODY, Caller
 from service.pipeline.admission import Admission
-from service.pipeline.request import BatchChunk, WriteResult
+from service.pipeline.request import WriteResult
 
 LINES: Final = "application/x-ndjson"
 """The media type of a batch with each event on a line of its own (newline-delimited JSON)."""
@@ -38,12 +38,10 @@ LINES: Final = "application/x-ndjson"
 LINES_MAX: Final = 2 * BATCH_EVENTS_MAX
 # The events whose ledger entries fit into one transaction, if the name of their topic has one character.
 ATOMIC_EVENTS_MAX: Final = GROUP_LEDGER_BYTES_MAX // (ENTRY_BYTES + 1)
-# The longest time to parse events in one go, before other tasks of the loop run.
-SLICE_S: Final = 0.005
 # The events of a larger body are parsed chunk by chunk: all of them at once would take the memory of the body again.
 READ_AT_ONCE_BYTES: Final = 1024 * 1024
-# The bytes to parse in one go, which takes one or two milliseconds.
-STEP_BYTES: Final = 64 * 1024
+# The bytes to parse in one step, which takes a fraction of a time slice.
+STEP_BYTES: Final = 8 * 1024
 
 
 class BatchBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -102,10 +100,12 @@ async def read_batch(body: bytes, scope: str, traceparent: bytes | None) -> list
     if READER is None or len(body) > READ_AT_ONCE_BYTES:
         return None
     batch = READER.batch(body, scope, traceparent)
+    time_slice = TimeSlice()
     while batch.read(STEP_BYTES):
         if batch.whole:
             return batch.events
-        await asyncio.sleep(0)
+        if time_slice.is_over:
+            await time_slice.next()
     return None
 
 
@@ -145,14 +145,13 @@ async def write_each(
     their chunk is filled, so that the first results need not wait for the last event.
     """
     results = _Results(len(parts))
-    chunk, indexes = BatchChunk(admission.events_max, admission.ledger_bytes_max), list[int]()
-    until = time.monotonic() + SLICE_S
+    chunk, indexes = admission.new_chunk(), list[int]()
+    time_slice = TimeSlice()
     for index, part in enumerate(parts):
-        if time.monotonic() > until:
+        if time_slice.is_over:
             if known := results.take_known():
                 yield known
-            await asyncio.sleep(0)
-            until = time.monotonic() + SLICE_S
+            await time_slice.next()
         try:
             event = parse(part)
             if not isinstance(event, Event):  # longer than LONG_BYTES
@@ -167,7 +166,7 @@ async def write_each(
         if not chunk.takes(event):
             results.add(indexes, await admission.submit_chunk(chunk))
             yield results.take_known()
-            chunk, indexes = BatchChunk(admission.events_max, admission.ledger_bytes_max), []
+            chunk, indexes = admission.new_chunk(), []
         chunk.add(event)
         indexes.append(index)
     if indexes:
@@ -228,11 +227,10 @@ async def _parse_members(
 ) -> list[Event]:
     """Parse the events of an atomic batch. Raises Problem (400, 403, 413) for the first that is refused."""
     events: list[Event] = []
-    until = time.monotonic() + SLICE_S
+    time_slice = TimeSlice()
     for index, raw in enumerate(parts):
-        if time.monotonic() > until:
-            await asyncio.sleep(0)
-            until = time.monotonic() + SLICE_S
+        if time_slice.is_over:
+            await time_slice.next()
         if len(raw) > LONG_BYTES:
             await _check_long(index, raw)
         events.append(_member(key, index, raw, traceparent, caller))
@@ -256,9 +254,10 @@ def _check_size(events: Sequence[Event], admission: Admission) -> None:
 
 async def _check_topics(events: Sequence[Event], admission: Admission, arrived: float) -> None:
     """Raise Problem for the first event that its topic, or the topic's schema, does not take."""
+    time_slice = TimeSlice()
     for index, event in enumerate(events):
-        if index % 1_000 == 999:
-            await asyncio.sleep(0)
+        if time_slice.is_over:
+            await time_slice.next()
         try:
             await admission.check(event, arrived)
         except Problem as problem:

@@ -21,6 +21,7 @@ from service.core.problems import (
     Problem,
 )
 from service.core.settings import Settings
+from service.core.time_slice import TimeSlice
 from service.events import cloudevents
 from service.events.event import Event, parse_event, parse_key, parse_long_event, parse_traceparent
 from service.events.strict_json import LONG_BYTES, strictly
@@ -59,8 +60,8 @@ log = structlog.get_logger(__name__)
 
 # Distinguishes the 415 of a content coding from that of a media type (RFC 9110, section 12.5.3).
 _ONLY_UNCODED: Final = b"accept-encoding: identity\r\n"
-# Results to render in one go, which takes some milliseconds if each is a different problem.
-RENDERED_AT_ONCE: Final = 250
+# Results to render in one step, which takes a fraction of a time slice, also if each is a different problem.
+RENDERED_AT_ONCE: Final = 20
 
 T = TypeVar("T")
 # A parser of events; it is asynchronous for texts longer than LONG_BYTES.
@@ -151,11 +152,11 @@ class EventsEndpoint:
         self._submit(post, event, preference)
 
     def _submit(self, post: PostRequest, event: Event, preference: Preference) -> None:
-        accepted: asyncio.Future[None] | None = None
+        on_claim: asyncio.Future[None] | None = None
         if preference.respond_async:
-            accepted = asyncio.get_running_loop().create_future()
-            accepted.add_done_callback(partial(self._answer_accepted, post, event))
-        result = self._admission().submit(event, post.arrived, preference.wait_s, accepted)
+            on_claim = asyncio.get_running_loop().create_future()
+            on_claim.add_done_callback(partial(self._answer_202, post, event))
+        result = self._admission().submit(event, post.arrived, preference.wait_s, on_claim)
         result.add_done_callback(partial(self._answer_event, post, event.key, preference.applied))
 
     def _post_batch(self, post: PostRequest, found: UsedHeaders, caller: Caller) -> None:
@@ -226,7 +227,7 @@ class EventsEndpoint:
         caller.spend(len(parts), post.arrived)
         return _rendered(write_each(self._admission(), parts, parse, post.arrived, caller))
 
-    def _answer_accepted(self, post: PostRequest, event: Event, _: asyncio.Future[None]) -> None:
+    def _answer_202(self, post: PostRequest, event: Event, _: asyncio.Future[None]) -> None:
         """Answer 202 once the key is claimed (`respond-async`); the client asks for the outcome by the key."""
         lines = b"%blocation: %b\r\nidempotency-key: %b\r\npreference-applied: respond-async\r\n"
         lines %= JSON_LINE, location_of(event.key), echo_of(event.key)
@@ -313,9 +314,10 @@ def _by_length(of: Callable[..., Event], of_long: Callable[..., Awaitable[Event]
 
 
 async def _rendered(groups: AsyncIterator[list[WriteResult]]) -> AsyncIterator[list[str]]:
-    """Render results, at most RENDERED_AT_ONCE before other tasks of the loop run."""
+    """Render results, in time slices."""
+    time_slice = TimeSlice()
     async for group in groups:
         for start in range(0, len(group), RENDERED_AT_ONCE):
-            if len(group) > RENDERED_AT_ONCE:
-                await asyncio.sleep(0)
+            if time_slice.is_over:
+                await time_slice.next()
             yield [render_result(answer) for answer in group[start : start + RENDERED_AT_ONCE]]

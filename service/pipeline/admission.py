@@ -88,24 +88,28 @@ class Admission:
         self._open: deque[WriteRequest] = deque()  # ordered by deadline
         self._open_bytes = 0
         self.load_shedder = LoadShedder()
-        self.accepting = True
+        self.is_open = True  # False while the process stops
 
     def submit(
-        self, event: Event, arrived: float, wait_s: float = 0.0, accepted: asyncio.Future[None] | None = None
+        self, event: Event, arrived: float, wait_s: float = 0.0, on_claim: asyncio.Future[None] | None = None
     ) -> asyncio.Future[WriteResult]:
         """Write a checked event; the future gets its result within the request timeout.
 
         `arrived` is time.monotonic. If another request writes the same key, this one waits up to `wait_s` for it.
-        `accepted` is set when the claim stands. Raises Problem (503) where the request is not admitted.
+        `on_claim` is set when the claim stands. Raises Problem (503) where the request is not admitted.
         """
         request = WriteRequest.of((event,), arrived, self._timeout_s, self._guarantee(event.topic))
         future: asyncio.Future[WriteResult] = asyncio.get_running_loop().create_future()
         request.future = future
         if wait_s:
             request.wait_deadline = min(arrived + wait_s, request.deadline - ANSWERED_BEFORE_DEADLINE_S)
-        request.accepted = accepted
+        request.on_claim = on_claim
         self._admit(request)
         return future
+
+    def new_chunk(self) -> BatchChunk:
+        """Make an empty chunk, which takes what one transaction, and the queue, can hold."""
+        return BatchChunk(self.events_max, self.ledger_bytes_max)
 
     async def submit_chunk(self, chunk: BatchChunk) -> list[WriteResult]:
         """Write the checked events of a chunk, in their order; returns the result of each.
@@ -265,7 +269,7 @@ class Admission:
     def _check_in(self, request: WriteRequest) -> None:
         """Count a request into the queue's bounds; the caller keeps its deadline. Raises and records Problem (503)."""
         try:
-            if not self.accepting:
+            if not self.is_open:
                 raise Problem(NOT_WRITTEN, "this process is stopping: send it again, to another")
             if self._store.generation is None:
                 raise Problem(NOT_WRITTEN, f"the key store is not complete ({self._store.status}): send it again")
@@ -292,10 +296,10 @@ class Admission:
         except Exception:  # a bug here must not keep the group's other requests from their answers
             log.exception("an answer was not noted", **request.named)
 
-    def accept(self, request: WriteRequest) -> None:
+    def answer_202(self, request: WriteRequest) -> None:
         """Answer 202 to a request that prefers so, because its claim stands. Its outcome is kept under its key."""
-        if request.accepted is not None:
-            request.accept()
+        if request.on_claim is not None:
+            request.set_claimed()
             self._journal.record(request, 202, None, time.monotonic() - request.arrived)
 
     def _note(self, request: WriteRequest, answer: WriteResult) -> None:
@@ -333,6 +337,6 @@ class Admission:
 
     async def drain(self) -> None:
         """Stop accepting requests, and wait until all accepted ones are answered."""
-        self.accepting = False
+        self.is_open = False
         while self._queue.events:  # noqa: ASYNC110 - bounded by the last request's deadline
             await asyncio.sleep(SWEEP_S)

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from service.claims.states import CLAIMABLE, Claim, Claimed, Delivered, Outcome, RequestState
+from service.claims.states import CLAIMABLE, Claim, Claimed, Delivered, Outcome, RequestEvent, RequestState
 from service.core.problems import (
     FINGERPRINT_MISMATCH,
     IN_PROGRESS,
@@ -64,7 +64,7 @@ class ClaimDecision:
         self.results: list[tuple[WriteRequest, WriteResult]] = []
         self.to_release: list[ClaimToRelease] = []
         self.next: dict[Step, list[WriteRequest]] = {step: [] for step in Step}
-        self.settled_keys: list[bytes] = []  # requests that wait for the write of one of these can be answered
+        self.final_keys: list[bytes] = []  # requests that wait for the write of one of these can be answered
         self.dead_holder_met = False  # whether a claim of a slot without a lease stands
         self._now = now
         self._too_late = too_late
@@ -118,7 +118,7 @@ class ClaimDecision:
         elif claim.outcome is Outcome.IN_PROGRESS:
             self.dead_holder_met |= found is not Step.PARK and not claim.leased
         elif claim.outcome is not Outcome.REFUSED:
-            self.settled_keys.append(request.asked[0][0])
+            self.final_keys.append(request.asked[0][0])
         if isinstance(found, Step):
             self.next[found].append(request)
         else:
@@ -181,6 +181,19 @@ def after_claim(
         else:
             decision.add(request, claim, lacking)
     return decision
+
+
+def start_sending(group: Sequence[ClaimedRequest]) -> tuple[Sequence[ClaimedRequest], list[ClaimToRelease]]:
+    """Note that a claimed group is being sent: from now on the deadlines of its requests are answered 504, not 503.
+
+    Returns what is to be sent, and the claims to release: those of requests that were answered since the claim.
+    """
+    late = [ClaimToRelease(request, [id for id, _ in request.asked]) for request, _ in group if request.answered]
+    if late:
+        group = [claimed for claimed in group if not claimed[0].answered]
+    for request, _ in group:
+        request.move(RequestEvent.SEND)
+    return group, late
 
 
 # --------------------------------------------------------------------------------------------- a failed transaction
@@ -274,15 +287,15 @@ class IdempotentDecision:
         self._some_blamed = any(isinstance(each, NotSent) and each.itself for each in written)
         self._alone = len(records) == 1
         start = 0
-        for request, accepted in group:
+        for request, accepted_ats in group:
             end = start + len(request.events)
-            self._add(request, accepted, records[start:end], written[start:end])
+            self._add(request, accepted_ats, records[start:end], written[start:end])
             start = end
 
     def _add(
         self,
         request: WriteRequest,
-        accepted: Sequence[int],
+        accepted_ats: Sequence[int],
         records: Sequence[Record],
         written: Sequence[RecordResult],
     ) -> None:
@@ -290,12 +303,12 @@ class IdempotentDecision:
         settled = [n for n, each in enumerate(found) if not isinstance(each, Step)]
         metadata = [each for each in found if isinstance(each, RecordMetadata)]
         if len(metadata) == len(found):
-            self.delivered.extend(committed_of([(request, accepted)], records, metadata))
+            self.delivered.extend(committed_of([(request, accepted_ats)], records, metadata))
             return
         for n, part in zip(settled, request.take_out(settled) if settled else (), strict=True):
             result = found[n]
             if isinstance(result, RecordMetadata):
-                self.delivered.extend(committed_of([(part, [accepted[n]])], [records[n]], [result]))
+                self.delivered.extend(committed_of([(part, [accepted_ats[n]])], [records[n]], [result]))
             elif isinstance(result, Problem):
                 self.results.append((part, result))
                 self.to_release.append(ClaimToRelease(part, [id for id, _ in part.asked]))

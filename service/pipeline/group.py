@@ -83,8 +83,8 @@ def records_of(
     `now_ms` is the timestamp of events without one, ms since the Unix epoch.
     """
     records: list[Record] = []
-    for request, accepted in group:
-        for event, partition, at in zip(request.events, request.partitions, accepted, strict=True):
+    for request, accepted_ats in group:
+        for event, partition, at in zip(request.events, request.partitions, accepted_ats, strict=True):
             stamp = encode_stamp(event.id, event.fp, at, writer)
             headers = [(KEY_HEADER, event.key.encode()), (STAMP_HEADER, stamp)]
             if event.traceparent is not None:
@@ -101,13 +101,13 @@ def committed_of(
 ) -> Iterator[CommittedRequest]:
     """Make the result of each request of a group from its records and their metadata."""
     rest = iter(zip(records, metadata, strict=True))
-    for request, accepted in group:
+    for request, accepted_ats in group:
         deliveries = []
-        for event, at in zip(request.events, accepted, strict=True):
+        for event, at in zip(request.events, accepted_ats, strict=True):
             record, written = next(rest)
             delivered = Delivered(at, event.fp, record.topic, record.partition, written.offset, written.timestamp)
             deliveries.append((event.id, delivered))
-        yield request, Committed(accepted[0], tuple(deliveries), replayed=False)
+        yield request, Committed(accepted_ats[0], tuple(deliveries), replayed=False)
 
 
 def entries_of(written: Iterable[CommittedRequest]) -> Iterator[str]:

@@ -180,7 +180,7 @@ class Pool:
         while not self._stopping:
             self._heartbeat_now.clear()  # if it is set during the heartbeat, another one follows at once
             try:
-                generation = await self._store.settled()
+                generation = await self._store.wait_until_complete()
                 await self._heartbeat(generation)
                 if failures := trouble.end():
                     log.info("heartbeat again", **failures)
@@ -310,7 +310,7 @@ class Pool:
             await self._give_back(slot, idle)
 
     async def _recover(self, slot: Slot) -> None:
-        generation = await self._store.settled()
+        generation = await self._store.wait_until_complete()
         if slot.state is SlotState.DOUBT:
             slot.move(SlotEvent.RECOVER)
         started = time.monotonic()

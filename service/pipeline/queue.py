@@ -116,7 +116,7 @@ class Queue:
         """Quarantine a topic that failed a group: from now on its requests go into groups of their own."""
         self._quarantined_topics.add(topic)
 
-    def release(self, topics: Iterable[str]) -> None:
+    def end_quarantine(self, topics: Iterable[str]) -> None:
         """End the quarantine of topics with committed events."""
         if self._quarantined_topics and (released := self._quarantined_topics.intersection(topics)):
             self._quarantined_topics -= released

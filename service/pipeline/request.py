@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -10,7 +10,7 @@ from service.claims.states import REQUEST, Delivered, RequestEvent, RequestState
 from service.contract import Guarantee
 from service.core.problems import Problem
 from service.core.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX, WAITING_BYTES
-from service.events.event import BATCH_EVENTS_MAX, Event
+from service.events.event import Event
 
 if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
     from opentelemetry.trace import Span
@@ -55,7 +55,7 @@ class ResultCollector:
         else:
             for index in indexes:
                 self._results[index] = result
-        self._settle(len(indexes))
+        self._count_down(len(indexes))
 
     def send_again(self, request: "WriteRequest") -> bool:
         """Have the coroutine that awaits `done` send the request's events again; False if it awaits no more."""
@@ -63,10 +63,10 @@ class ResultCollector:
             return False
         request.move(RequestEvent.ANSWER)  # its events continue in other requests
         self._to_send_again.append(request)
-        self._settle(len(request.events))
+        self._count_down(len(request.events))
         return True
 
-    def _settle(self, events: int) -> None:
+    def _count_down(self, events: int) -> None:
         self._missing -= events
         if not self._missing and not self.done.done():  # done: the coroutine that awaited it was cancelled
             self.done.set_result(self._to_send_again)
@@ -77,15 +77,19 @@ def fit(ledger_bytes: int, event_bytes: int, ledger_bytes_max: int = GROUP_LEDGE
     return ledger_bytes <= ledger_bytes_max and event_bytes <= GROUP_EVENT_BYTES_MAX
 
 
+# Each step of a transaction handles all its events in one turn of the event loop, some 10 µs for each.
+CHUNK_EVENTS_MAX: Final = 500
+
+
 class BatchChunk:
-    """Events of one batch for one transaction, which keeps their order.
+    """Events of one batch for one transaction, which keeps their order: at most CHUNK_EVENTS_MAX.
 
     Their keys differ, because the second claim of a key in a call would find the first.
     """
 
-    def __init__(self, events_max: int = BATCH_EVENTS_MAX, ledger_bytes_max: int = GROUP_LEDGER_BYTES_MAX) -> None:
+    def __init__(self, events_max: int = CHUNK_EVENTS_MAX, ledger_bytes_max: int = GROUP_LEDGER_BYTES_MAX) -> None:
         self.events: list[Event] = []
-        self._events_max = events_max
+        self._events_max = min(events_max, CHUNK_EVENTS_MAX)
         self._ledger_bytes_max = ledger_bytes_max
         self.ledger_bytes = self.event_bytes = 0
         self._ids: set[bytes] = set()
@@ -130,7 +134,7 @@ class WriteRequest(msgspec.Struct, eq=False):
     state: RequestState = RequestState.QUEUED
     wait_deadline: float = 0.0  # until when the request waits for another request's write of its key
     waits: bool = False  # whether another request writes its key
-    accepted: asyncio.Future[None] | None = None  # set when the request's claim stands
+    on_claim: asyncio.Future[None] | None = None  # set when the request's claim stands
     accepted_at: int = 0
     claimants: tuple[tuple[int, int], ...] = ()  # (slot, ended term) pairs in which a claim of it may stand
     failures: int = 0  # groups with this request that one of its topics failed
@@ -209,11 +213,11 @@ class WriteRequest(msgspec.Struct, eq=False):
         elif future is not None and not future.done():  # done: the coroutine that awaited it was cancelled
             future.set_result(result)
 
-    def accept(self) -> None:
-        """Set `accepted`, once: the claim stands."""
-        accepted, self.accepted = self.accepted, None
-        if accepted is not None and not accepted.done():
-            accepted.set_result(None)
+    def set_claimed(self) -> None:
+        """Set `on_claim`, once: the claim stands."""
+        on_claim, self.on_claim = self.on_claim, None
+        if on_claim is not None and not on_claim.done():
+            on_claim.set_result(None)
 
     @property
     def topic(self) -> str:

@@ -33,7 +33,7 @@ class Waiters:
             waiting.prober = None
         waiting.requests[request] = None
 
-    def release(self, id: bytes) -> None:
+    def wake(self, id: bytes) -> None:
         """Claim a key for all requests that wait for it, because its write has ended."""
         waiting = self._waiting.pop(id, None)
         if waiting is not None:

@@ -37,6 +37,7 @@ from service.pipeline.decisions import (
     IdempotentDecision,
     Step,
     after_claim,
+    start_sending,
 )
 from service.pipeline.group import (
     ClaimedRequest,
@@ -180,7 +181,6 @@ class Writer:
         if group.atomic and claims[0].outcome is Outcome.DELIVERED:
             await self._answer_members(group.requests[0], claims[0])
             return ClaimedGroup()
-        # No await from here to the sending, so that no deadline can pass in between and be answered 503.
         decision = after_claim(group.requests, claims, left_out, time.monotonic(), self._admission.too_late)
         self._carry_out(decision)
         if decision.next[Step.REQUEUE] and not decision.claimed:
@@ -196,8 +196,8 @@ class Writer:
     def _carry_out(self, decision: ClaimDecision) -> None:
         """Carry out a decision, except for writing and releasing."""
         if self._waiters:
-            for id in decision.settled_keys:
-                self._waiters.release(id)
+            for id in decision.final_keys:
+                self._waiters.wake(id)
         for request, result in decision.results:
             self._admission.answer(request, result)
         for request in decision.next[Step.PARK]:
@@ -215,11 +215,11 @@ class Writer:
 
     def _note_claimed(self, claimed: Sequence[ClaimedRequest]) -> None:
         """Note that the claims of these requests stand."""
-        for request, accepted in claimed:
-            request.accepted_at = accepted[0]
+        for request, accepted_ats in claimed:
+            request.accepted_at = accepted_ats[0]
             request.move(RequestEvent.WIN)
-            if request.accepted is not None:
-                self._admission.accept(request)
+            if request.on_claim is not None:
+                self._admission.answer_202(request)
 
     def _requeue(self, requests: Sequence[WriteRequest]) -> None:
         """Put requests without a claim back into the queue; any slot may claim them."""
@@ -269,7 +269,9 @@ class Writer:
         request.move(RequestEvent.FIND)  # from here on its deadline answers 504
         again = Problem(OUTCOME_UNKNOWN, "Idempotency-Key: it is written; send it again to learn where")
         try:
-            generation = await asyncio.wait_for(self._store.settled(), self._settings.request_timeout_ms / 1000)
+            generation = await asyncio.wait_for(
+                self._store.wait_until_complete(), self._settings.request_timeout_ms / 1000
+            )
             states = await self._keys.find_all(generation, [event.id for event in request.events])
         except (StoreLost, StoreAway, StoreUnanswered, TimeoutError):
             self._admission.answer(request, again)
@@ -302,9 +304,11 @@ class Writer:
 
     async def _write_exactly_once(self, slot: Slot, group: Sequence[ClaimedRequest]) -> Written:
         """Write a group in one transaction. Raises TransactionFailed after `_fail` has dealt with the requests."""
+        group, late = start_sending(group)
+        if not group:
+            await slot.abandon()
+            return Written(to_release=late)
         records = self._records(slot, group, slot.producer.producer_id, slot.producer.epoch)
-        for request, _ in group:
-            request.move(RequestEvent.SEND)
         try:
             metadata = await slot.send(records)
             committed = list(committed_of(group, records, metadata))
@@ -316,7 +320,7 @@ class Writer:
             if failure is error:
                 raise
             raise failure from error
-        return Written(committed, position)
+        return Written(committed, position, late)
 
     @staticmethod
     def _bug(slot: Slot, error: Exception) -> TransactionFailed:
@@ -332,11 +336,8 @@ class Writer:
         event that was surely not appended is sent again.
         """
         identity = await slot.idempotent.identity()
-        late = [ClaimToRelease(request, [id for id, _ in request.asked]) for request, _ in group if request.answered]
-        group = [(request, accepted) for request, accepted in group if not request.answered]
+        group, late = start_sending(group)
         records = self._records(slot, group, *identity)
-        for request, _ in group:
-            request.move(RequestEvent.SEND)
         try:
             results = await slot.idempotent.write(records)
         except KafkaAway:  # nothing was sent
@@ -384,14 +385,14 @@ class Writer:
             await slot.mark(position, rows)
             if self._waiters:
                 for id, _ in rows:
-                    self._waiters.release(id)
+                    self._waiters.wake(id)
         except (StoreLost, StoreAway, StoreUnanswered) as error:
             # The events are committed and in the ledger, whatever Redis holds.
             self._telemetry.marks_failed.inc()
             if isinstance(error, StoreLost):
                 self._store.lost(position.generation)
         self._telemetry.stage_mark.observe(time.perf_counter() - started)
-        self._queue.release(there.topic for _, committed in delivered for _, there in committed.deliveries)
+        self._queue.end_quarantine(there.topic for _, committed in delivered for _, there in committed.deliveries)
         for request, committed in delivered:
             self._admission.answer(request, committed)
 
@@ -486,7 +487,7 @@ class Writer:
         parked, self._parked = self._parked, []
         self._queue.put_back(parked)
 
-    async def settle(self) -> None:
+    async def wait_for_marks(self) -> None:
         """Wait for the marks that are in flight, also those of slots that were cancelled."""
         if self._marking:
             await asyncio.wait(self._marking)

@@ -185,13 +185,13 @@ class Store:
         self._telemetry = telemetry
         self._barriers = IdempotentProducer(cluster, "store-recovery")
         self._timeout_s = (settings.request_timeout_ms + settings.transaction_timeout_ms) / 1000
-        self._settling: asyncio.Task[StoreGeneration] | None = None
+        self._completing: asyncio.Task[StoreGeneration] | None = None
         self._quiet_pause_s = PAUSE_LEAST_S
 
     async def close(self) -> None:
-        if self._settling is not None:
-            self._settling.cancel()
-            await asyncio.wait([self._settling])
+        if self._completing is not None:
+            self._completing.cancel()
+            await asyncio.wait([self._completing])
         await self._barriers.close()
 
     @property
@@ -205,26 +205,26 @@ class Store:
         return 0 if self.generation is None else self.generation.number
 
     def lost(self, generation: StoreGeneration) -> None:
-        """Settle the store again: a script for `generation` met another. Ignored unless `generation` is the current."""
+        """Make the store complete again: a script for `generation` met another. Ignored if `generation` has passed."""
         if self.generation == generation:
             log.warning("store lost", generation=generation.number)
             self._telemetry.store_losses.inc()
             self.generation = None
             self.status = "recovering: the store was lost"
-            self._start_settling()
+            self._start_completing()
 
-    async def settled(self) -> StoreGeneration:
-        """Return the generation in which claims may be made, waiting until the store is settled."""
+    async def wait_until_complete(self) -> StoreGeneration:
+        """Return the generation in which claims may be made, waiting until the store is complete."""
         if self.generation is not None:
             return self.generation
-        return await shared(self._start_settling())
+        return await shared(self._start_completing())
 
-    def _start_settling(self) -> asyncio.Task[StoreGeneration]:
-        if self._settling is None or self._settling.done():
-            self._settling = asyncio.create_task(self._settle())
-        return self._settling
+    def _start_completing(self) -> asyncio.Task[StoreGeneration]:
+        if self._completing is None or self._completing.done():
+            self._completing = asyncio.create_task(self._complete())
+        return self._completing
 
-    async def _settle(self) -> StoreGeneration:
+    async def _complete(self) -> StoreGeneration:
         trouble = Incident(log, "store not settled")
         while True:
             try:

@@ -143,7 +143,7 @@ class FakeStore(Store):
     def lost(self, generation: StoreGeneration) -> None:
         self.losses.append(generation)
 
-    async def settled(self) -> StoreGeneration:
+    async def wait_until_complete(self) -> StoreGeneration:
         self.waiting += 1
         try:
             while self.generation is None:  # noqa: ASYNC110 - for ever, where a test says so

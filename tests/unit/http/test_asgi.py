@@ -36,7 +36,7 @@ LINES = b"".join(b'{"topic":"orders","value":%d,"idempotency_key":"k%d"}\n' % (n
 class Slowly(Commits):
     """Commits a chunk of a batch when the test says so."""
 
-    events_max = 1
+    chunk_events = 1
 
     def __init__(self) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ from service.http.batch import (
 from service.http.callers import Caller
 from service.kafka import topics
 from service.kafka.admin import Topic
-from service.pipeline.request import BatchChunk, Committed, WriteResult, fit
+from service.pipeline.request import CHUNK_EVENTS_MAX, BatchChunk, Committed, WriteResult, fit
 from tests.unit.fakes import FakeProducer, World, ended, kind_of, make_event, until
 
 TRACE = b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"
@@ -103,9 +103,16 @@ def test_a_chunk_closes_at_the_bytes_of_one_transaction() -> None:
 
 
 def test_the_ledger_bounds_a_chunk_too() -> None:
-    most = GROUP_LEDGER_BYTES_MAX // (ENTRY_BYTES + len("orders"))
-    chunks = cut(*(make_event(str(n)) for n in range(most + 1)))
-    assert [len(chunk) for chunk in chunks] == [most, 1]
+    chunk = BatchChunk(ledger_bytes_max=3 * (ENTRY_BYTES + len("orders")))
+    for key in "abc":
+        assert chunk.takes(make_event(key))
+        chunk.add(make_event(key))
+    assert not chunk.takes(make_event("d"))
+
+
+def test_a_chunk_closes_at_the_events_that_one_turn_of_the_loop_can_handle() -> None:
+    chunks = cut(*(make_event(str(n)) for n in range(CHUNK_EVENTS_MAX + 1)))
+    assert [len(chunk) for chunk in chunks] == [CHUNK_EVENTS_MAX, 1]
 
 
 @pytest.mark.parametrize(("ledger", "events", "holds"), [(0, 0, True), (1, 0, False), (0, 1, False)])
@@ -433,7 +440,7 @@ def test_line_feeds_have_a_bound_too() -> None:
 
 async def test_parsing_many_events_yields_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where all of them are refused, and nothing is ever written in between."""
-    monkeypatch.setattr(module, "SLICE_S", 0.0)
+    monkeypatch.setattr("service.core.time_slice.SLICE_S", 0.0)
     turns = 0
 
     async def others() -> None:

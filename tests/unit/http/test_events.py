@@ -211,8 +211,11 @@ class Commits:
     """An admission that commits whatever it is given, at once."""
 
     overload: Problem | None = None
-    events_max = 1_000
     ledger_bytes_max = 512 * 1024
+    chunk_events = 1_000
+
+    def new_chunk(self) -> BatchChunk:
+        return BatchChunk(self.chunk_events, self.ledger_bytes_max)
 
     def __init__(self) -> None:
         self.load_shedder = LoadShedder()
@@ -430,11 +433,13 @@ async def test_the_results_of_a_batch_are_rendered_in_slices(monkeypatch: pytest
         yield [Problem(NOT_WRITTEN, "the last")]
 
     monkeypatch.setattr(module, "render_result", render)
+    monkeypatch.setattr("service.core.time_slice.SLICE_S", 0.0)
     other = asyncio.create_task(others())
     results = [len(some) async for some in module._rendered(told())]
     other.cancel()
-    assert results == [250] * 40 + [1]
-    assert max(after - before for before, after in itertools.pairwise([0, *between, rendered])) <= 251
+    assert results == [module.RENDERED_AT_ONCE] * 500 + [1]
+    steps = [after - before for before, after in itertools.pairwise([0, *between, rendered])]
+    assert max(steps) <= module.RENDERED_AT_ONCE + 1
 
 
 @pytest.mark.parametrize(

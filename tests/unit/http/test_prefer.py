@@ -173,7 +173,7 @@ async def test_a_request_that_prefers_not_to_wait_is_accepted_once_its_key_is_cl
     accepted = asyncio.get_running_loop().create_future()
     arrived = asyncio.get_running_loop().time()
     await world.admission.check(make_event("a"), arrived)
-    result = world.admission.submit(make_event("a"), arrived, accepted=accepted)
+    result = world.admission.submit(make_event("a"), arrived, on_claim=accepted)
     assert not accepted.done()
     gate = world.producers[0].trouble.hold("write")
     serving = world.serve(slot)
@@ -187,7 +187,7 @@ async def test_a_request_that_prefers_not_to_wait_is_accepted_once_its_key_is_cl
     # What is there already is told as it is.
     accepted = asyncio.get_running_loop().create_future()
     arrived = asyncio.get_running_loop().time()
-    again = await world.admission.submit(make_event("a"), arrived, accepted=accepted)
+    again = await world.admission.submit(make_event("a"), arrived, on_claim=accepted)
     assert again == replace(answer, replayed=True)
     assert not accepted.done()
     await ended(serving)

@@ -93,7 +93,7 @@ async def test_without_a_store_or_during_a_stop_events_are_refused_and_their_503
     world.store.generation, world.store.status = None, "recovering: 3 keys replayed"
     answers = [await asyncio.gather(world.submit("a"), return_exceptions=True)]
     world.store.generation = (await World().slot()).generation
-    world.admission.accepting = False
+    world.admission.is_open = False
     answers.append(await asyncio.gather(world.submit("b"), return_exceptions=True))
     details = [answer.detail for (answer,) in answers if isinstance(answer, Problem)]
     assert details == [
@@ -111,7 +111,7 @@ async def test_drain_refuses_new_requests_and_waits_for_the_last_answer() -> Non
     draining = asyncio.create_task(world.admission.drain())
     await asyncio.sleep(0.03)
     assert not draining.done()
-    assert not world.admission.accepting
+    assert not world.admission.is_open
     serving = world.serve(await world.slot())
     assert isinstance(await answer, Committed)
     await asyncio.wait_for(draining, 1.0)
@@ -127,13 +127,13 @@ async def test_accepting_a_request_twice_journals_one_202_before_its_201() -> No
     await world.topic_metadata.get("orders", time.monotonic())
     accepted = asyncio.get_running_loop().create_future()
     writing = world.producers[0].trouble.hold("write")
-    result = world.admission.submit(make_event("a"), time.monotonic(), accepted=accepted)
+    result = world.admission.submit(make_event("a"), time.monotonic(), on_claim=accepted)
     assert not accepted.done()
     serving = world.serve(slot)
     await world.producers[0].trouble.reached["write"].wait()
     assert (accepted.done(), result.done()) == (True, False)
     (request,) = world.admission._open
-    world.admission.accept(request)
+    world.admission.answer_202(request)
     writing.set()
     assert isinstance(await result, Committed)
     assert world.journal.answers == [("a", 202), ("a", 201)]
@@ -144,7 +144,7 @@ async def test_a_request_whose_client_went_away_does_not_keep_others_from_their_
     world = World()
     await world.topic_metadata.get("orders", time.monotonic())
     accepted = asyncio.get_running_loop().create_future()
-    gone = world.admission.submit(make_event("a"), time.monotonic(), accepted=accepted)
+    gone = world.admission.submit(make_event("a"), time.monotonic(), on_claim=accepted)
     here = world.admission.submit(make_event("b"), time.monotonic())
     gone.cancel()
     accepted.cancel()

@@ -221,7 +221,7 @@ async def test_a_released_topic_shares_a_group_with_other_topics_again() -> None
     queue = Queue(SETTINGS, MANY)
     queue.quarantine("bad")
     admit(queue, request("a", "bad"), request("b"))
-    queue.release({"bad"})
+    queue.end_quarantine({"bad"})
     assert sorted(keys_of(take(queue))) == ["a", "b"]
 
 

@@ -51,9 +51,9 @@ async def test_releasing_one_topic_leaves_another_quarantined() -> None:
     admit(queue, request("a", "bad"), request("b", "worse"), request("c"))
     queue.take()
     admit(queue, request("d", "bad"))
-    queue.release({"orders", "worse"})
+    queue.end_quarantine({"orders", "worse"})
     assert keys_of(take(queue)) == ["c", "b"], "in which the one that is trusted is, and not the other"
-    queue.release({"bad"})
+    queue.end_quarantine({"bad"})
     assert not queue._quarantine_order
 
 
@@ -100,7 +100,7 @@ async def test_a_waiter_sleeps_while_the_quarantined_topic_has_a_group_under_way
     admit(queue, request("b", "bad"))
     taker = asyncio.create_task(queue._wait())
     assert await asleep(taker)
-    queue.release({"bad"})
+    queue.end_quarantine({"bad"})
     assert not await asleep(taker)
     queue.done(apart)
 

@@ -66,12 +66,12 @@ async def test_a_slot_is_not_given_back_before_its_last_mark() -> None:
 
 async def test_a_stop_waits_for_the_marks_that_are_in_flight() -> None:
     world = World()
-    await world.writer.settle()
+    await world.writer.wait_for_marks()
     marking = world.keys.trouble.hold("mark")
     serving = world.serve(await world.slot())
     answer = world.submit("a")
     await world.keys.trouble.reached["mark"].wait()
-    settling = asyncio.create_task(world.writer.settle())
+    settling = asyncio.create_task(world.writer.wait_for_marks())
     await asyncio.sleep(0.02)
     assert not settling.done()
     marking.set()

@@ -194,7 +194,7 @@ async def test_a_slot_that_is_cut_off_still_has_its_committed_groups_marked_and_
     await asyncio.sleep(0.01)
     await ended(serving)
     marking.set()
-    await asyncio.wait_for(world.writer.settle(), 3)
+    await asyncio.wait_for(world.writer.wait_for_marks(), 3)
     assert world.keys.is_delivered("a")
     assert world.keys.is_delivered("b")
     async with asyncio.timeout(3):

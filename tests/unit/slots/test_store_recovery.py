@@ -87,7 +87,7 @@ async def settling(
     parts = cast(KeyStore, keys), cast(Control, control), cast(Any, _Topics(slots))
     store = Store(cluster or world.cluster, *parts, world.settings, Telemetry())
     try:
-        yield store, asyncio.create_task(store.settled())
+        yield store, asyncio.create_task(store.wait_until_complete())
     finally:
         await store.close()
 
@@ -242,12 +242,12 @@ async def test_a_lost_store_is_settled_again_and_an_earlier_generation_is_no_los
         store.lost(StoreGeneration(NAMED.number - 1, NAMED.store))
         store.lost(StoreGeneration(NAMED.number, "run/another"))
         assert (store.generation, store.generation_number) == (NAMED, NAMED.number)
-        assert await store.settled() == NAMED
+        assert await store.wait_until_complete() == NAMED
         assert keys.asked == asked
         store.lost(NAMED)
         store.lost(NAMED)
         assert (store.generation, store.generation_number, store.state) == (None, 0, "recovering")
-        first, second = await asyncio.gather(store.settled(), store.settled())
+        first, second = await asyncio.gather(store.wait_until_complete(), store.wait_until_complete())
         assert first == second == store.generation == NAMED
         assert keys.asked == asked + 1
 

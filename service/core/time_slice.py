@@ -1,0 +1,27 @@
+"""Bounds how long a task keeps the event loop from other tasks."""
+
+import asyncio
+import time
+from typing import Final
+
+# A POST takes some ten turns of the loop, so each long task beside it adds about ten times as long to its latency.
+SLICE_S: Final = 0.001
+
+
+class TimeSlice:
+    """The time for which a task may work before other tasks run: between two steps, `if it.is_over: await it.next()`.
+
+    A step of the task should take much less than SLICE_S.
+    """
+
+    def __init__(self) -> None:
+        self._until = time.monotonic() + SLICE_S
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self._until
+
+    async def next(self) -> None:
+        """Let the other tasks of the loop run, and begin another slice."""
+        await asyncio.sleep(0)
+        self._until = time.monotonic() + SLICE_S
