@@ -4,6 +4,7 @@ import dataclasses
 import json
 import uuid
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -91,12 +92,21 @@ class Ran:
     def document(self) -> dict[str, Any]:
         return dict(self.outcome.document)
 
-    def findings(self) -> set[tuple[str, str | None, str | None]]:
-        """Kind, cause and key (or partition) of each finding."""
+    def findings(self, *topics: str) -> set[tuple[str, str | None, str | None]]:
+        """Kind, cause and key (or partition) of each finding; of these topics alone, if any are given."""
         return {
             (one["kind"], one["cause"], one["key"] if one["id"] else f"{one['topic']}[{one['partition']}]")
             for one in self.document["findings"]
+            if not topics or one["topic"] in topics
         }
+
+    def balance(self, *topics: str) -> Counter[str]:
+        """The sums of these topics in the report."""
+        total: Counter[str] = Counter()
+        for counts in self.document["topics"]:
+            if counts["topic"] in topics:
+                total.update({name: count for name, count in counts.items() if name != "topic"})
+        return total
 
     def written(self) -> str:
         """The findings and the balance of report.json, as text."""

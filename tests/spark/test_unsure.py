@@ -1,12 +1,16 @@
 """Answers 202 and 504, and places that nobody has read yet: what is said before it is known."""
 
-from collections.abc import Sequence
+import uuid
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
+from deploy.stack import Kafka
 from service.contract import wire
 from spark.reading.kafka_admin import Broker, Ends, TopicPartition
 from spark.rules import cross_hour
@@ -14,9 +18,10 @@ from spark.tables import hours, lake
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Life
 from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, ids, name_of, reduced
+from tests.spark.stories import Stories, Story
 
 LATER_S = 3600.0
-ONE, TWO = Life(0, 100, 0, "a:1"), Life(1, 200, 0, "b:1")
+TWO = Life(1, 200, 0, "b:1")
 EARLY, LATE = NOW_MS - 3 * HOUR_MS, NOW_MS - HOUR_MS
 
 # evidence → what other hours tell of the 202 or 504: that it came to something, and when it was taken back.
@@ -66,67 +71,137 @@ def test_evidence_of_other_hours_is_noted_once_and_revoked_by_a_later_answer(
     assert [(name_of(row["id"]), row["freed_ms"]) for row in rows] == [("freed", None)]
 
 
-def test_a_run_without_the_pass_over_ids_calls_no_id_stuck_that_another_hour_settles(
-    history: History, audit: Audit
-) -> None:
-    topic, now_ms = history.topic(f"{history.namespace}-t"), history.now_ms
-    producer = history.transactional(ONE)
-    (there,) = history.deliver(producer, ONE, topic, ["slow"], at=now_ms - 5 * HOUR_MS, answer=False)
+# Without the pass over ids, with it, and once again, when a clock that is ahead has made everything old.
+RUNS: tuple[Mapping[str, Any], ...] = (
+    {"later_s": LATER_S, "skip_ids": True},
+    {"later_s": LATER_S, "skip_ids": True},
+    {"later_s": LATER_S},
+    {"later_s": 10 * LATER_S},
+    {"later_s": 10 * LATER_S, "skip_ids": True},
+    {"later_s": 10 * LATER_S},
+)
+
+
+def a_run_without_the_pass_over_ids_calls_no_id_stuck_that_another_hour_settles(history: History) -> Story:
+    life = Life(0, 100, 0, "a:1")
+    topic, now_ms = history.topic(f"{history.namespace}-elsewhere"), history.now_ms
+    producer = history.transactional(life)
+    (there,) = history.deliver(producer, life, topic, ["slow"], at=now_ms - 5 * HOUR_MS, answer=False)
 
     def told(status: int, key: str, hours_ago: int) -> str:
         return there.answer(status, id=wire.event_id(key), at=now_ms - hours_ago * HOUR_MS)
 
     history.answers([told(504, "slow", 2), told(504, "freed", 5), told(504, "late", 2), told(504, "stuck", 3)])
     history.answers([told(503, "freed", 2)])
-    first = audit(history, later_s=LATER_S, skip_ids=True)
-    assert {one["id"] for one in first.document["findings"]} == {wire.event_id(key).hex() for key in ("late", "stuck")}
-    assert (first.document["balance"]["stuck"], first.document["balance"]["accepted"]) == (2, 3)
+    first = yield
+    assert {one["id"] for one in first.document["findings"] if one["topic"] == topic} == {
+        wire.event_id(key).hex() for key in ("late", "stuck")
+    }
+    assert (first.balance(topic)["stuck"], first.balance(topic)["accepted"]) == (2, 3)
     # What a later run reads of an earlier hour settles it as well.
-    history.deliver(producer, ONE, topic, ["late"], at=now_ms - 5 * HOUR_MS)
-    for skip_ids in (True, False, True):
-        ran = audit(history, later_s=LATER_S, skip_ids=skip_ids)
-        assert ran.findings() == {("stuck", "504", None)}
-        balance = ran.document["balance"]
+    history.deliver(producer, life, topic, ["late"], at=now_ms - 5 * HOUR_MS)
+    for _ in RUNS[1:]:
+        ran = yield
+        assert ran.findings(topic) == {("stuck", "504", None)}
+        balance = ran.balance(topic)
         assert (balance["accepted"], balance["delivered_once"], balance["stuck"]) == (3, 2, 1)
 
 
-def test_the_key_of_a_stuck_id_comes_from_another_hour_only_with_the_pass_over_ids(
-    history: History, audit: Audit
-) -> None:
-    topic, hour_ms = history.topic(f"{history.namespace}-t"), history.now_ms // HOUR_MS * HOUR_MS - 3 * HOUR_MS
+def the_key_of_a_stuck_id_comes_from_another_hour_only_with_the_pass_over_ids(history: History) -> Story:
+    topic, hour_ms = history.topic(f"{history.namespace}-keys"), history.now_ms // HOUR_MS * HOUR_MS - 3 * HOUR_MS
     strange = {}
     for key, before_ms in (("same", 1000), ("other", HOUR_MS)):
         (strange[key],) = history.send(history.plain, topic, [key], None, ts=hour_ms + 2000 - before_ms)
     history.answers([one.answer(504, at=hour_ms + 2000) for one in strange.values()])
     told = {wire.event_id(key).hex(): key for key in strange}
-    for skip_ids, keys in ((True, {"same", None}), (False, {"same", "other"})):
-        ran = audit(history, later_s=LATER_S, skip_ids=skip_ids, lake=f"skip-{skip_ids}")
-        found = ran.document["findings"]
+    for keys in ({"same", None}, {"same", None}, {"same", "other"}):
+        ran = yield
+        found = [one for one in ran.document["findings"] if one["topic"] == topic]
         assert {(one["kind"], told[one["id"]]) for one in found} == {("stuck", "same"), ("stuck", "other")}
         assert {one["key"] for one in found} == keys
 
 
-def test_a_driver_whose_clock_is_ahead_calls_no_record_lost_that_is_written_during_the_plan(
-    history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    topic = history.topic(f"{history.namespace}-t")
-    producer = history.transactional(ONE)
-    history.deliver(producer, ONE, topic, ["before"])
+def a_driver_whose_clock_is_ahead_calls_no_record_lost_that_is_written_during_the_plan(history: History) -> Story:
+    for _ in RUNS[:3]:
+        yield
+    life = Life(1, 200, 0, "b:1")
+    topic = history.topic(f"{history.namespace}-meanwhile")
+    producer = history.transactional(life)
+    history.deliver(producer, life, topic, ["before"])
     whole = Broker.ends
     written: list[Any] = []
 
     def ends(self: Broker, places: Sequence[TopicPartition], *, strict: bool = True) -> dict[TopicPartition, Ends]:
         if not written and any(name == wire.ledger_topic(history.namespace) for name, _ in places):
-            written.append(history.deliver(producer, ONE, topic, ["meanwhile"]))
+            written.append(history.deliver(producer, life, topic, ["meanwhile"]))
         return whole(self, places, strict=strict)
 
-    monkeypatch.setattr(Broker, "ends", ends)
-    first = audit(history, later_s=10 * LATER_S)
+    with patch.object(Broker, "ends", ends):
+        first = yield
     assert written
-    assert first.findings() == set()
-    assert (first.document["balance"]["pending"], first.document["balance"]["delivered_once"]) == (1, 1)
-    second = audit(history, later_s=10 * LATER_S)
-    assert (second.findings(), second.document["balance"]["delivered_once"]) == (set(), 2)
+    assert first.findings(topic) == set()
+    assert (first.balance(topic)["pending"], first.balance(topic)["delivered_once"]) == (1, 1)
+    second = yield
+    assert (second.findings(topic), second.balance(topic)["delivered_once"]) == (set(), 2)
+
+
+def a_proven_loss_stays_when_a_compacted_log_grows(history: History) -> Story:
+    for _ in RUNS[:2]:
+        yield
+    life = Life(2, 300, 0, "c:1")
+    topic = history.topic(f"{history.namespace}-compacted", 1, {"cleanup.policy": "compact"})
+    producer = history.transactional(life)
+    (there,) = history.deliver(producer, life, topic, ["there"], record_key=b"k", value=b'"$key"')
+    history.answers([there.answer(id=wire.event_id("lost"), offset=7)])
+    # In two hours, so that it counts once by the pass over ids.
+    history.answers([there.answer(504, id=wire.event_id("lost"), at=history.now_ms - 3 * HOUR_MS)])
+    first = yield
+    assert first.findings(topic) == {("lost", "answer", None)}
+    history.deliver(producer, life, topic, [f"more-{n}" for n in range(20)], record_key=b"k", value=b'"$key"')
+    for _ in RUNS[3:]:
+        ran = yield
+        assert ran.findings(topic) == {("lost", "answer", None)}
+        balance = ran.balance(topic)
+        assert (balance["lost"], balance["delivered_once"], balance["unprovable"]) == (1, 21, 0)
+
+
+def a_verdict_that_is_newer_than_the_last_pass_over_ids_stands(history: History) -> Story:
+    """The pass found an id of two hours whole; then one of these hours, judged anew, finds it lost."""
+    life = Life(3, 400, 0, "d:1")
+    topic, now_ms = history.topic(f"{history.namespace}-newer"), history.now_ms
+    producer = history.transactional(life)
+    (there,) = history.deliver(producer, life, topic, ["wide"], at=now_ms - 5 * HOUR_MS)
+    history.answers([there.answer(504, at=now_ms - 2 * HOUR_MS)])
+    for _ in RUNS[:4]:
+        assert (yield).findings(topic) == set()
+    producer.begin_transaction()
+    history.ledger(producer, life, [there.entry(at=now_ms - 2 * HOUR_MS, offset=1000)])
+    producer.commit_transaction(30)
+    ran = yield
+    assert ran.balance(topic)["lost"] == 1
+    assert ran.findings(topic) == {("lost", "ledger", None)}
+
+
+STORIES = (
+    a_run_without_the_pass_over_ids_calls_no_id_stuck_that_another_hour_settles,
+    the_key_of_a_stuck_id_comes_from_another_hour_only_with_the_pass_over_ids,
+    a_driver_whose_clock_is_ahead_calls_no_record_lost_that_is_written_during_the_plan,
+    a_proven_loss_stays_when_a_compacted_log_grows,
+    a_verdict_that_is_newer_than_the_last_pass_over_ids_stands,
+)
+
+
+@pytest.fixture(scope="module")
+def told(kafka: Kafka, audit: Audit) -> Stories:
+    history = History(kafka.bootstrap, f"t-{uuid.uuid4().hex[:12]}")
+    stories = Stories({story.__name__: story(history) for story in STORIES})
+    stories.tell(partial(audit, history), RUNS)
+    return stories
+
+
+@pytest.mark.parametrize("story", [story.__name__ for story in STORIES])
+def test_that(told: Stories, story: str) -> None:
+    told.check(story)
 
 
 def test_no_record_is_a_phantom_while_an_open_transaction_blocks_its_ledger(history: History, audit: Audit) -> None:
@@ -142,20 +217,3 @@ def test_no_record_is_a_phantom_while_an_open_transaction_blocks_its_ledger(hist
     slow.commit_transaction(30)
     second = audit(history, later_s=LATER_S, topics=(topic,))
     assert (second.findings(), second.document["balance"]["delivered_once"]) == (set(), 1)
-
-
-def test_a_proven_loss_stays_when_a_compacted_log_grows(history: History, audit: Audit) -> None:
-    topic = history.topic(f"{history.namespace}-t", 1, {"cleanup.policy": "compact"})
-    producer = history.transactional(ONE)
-    (there,) = history.deliver(producer, ONE, topic, ["there"], record_key=b"k", value=b'"$key"')
-    history.answers([there.answer(id=wire.event_id("lost"), offset=7)])
-    # In two hours, so that it counts once by the pass over ids.
-    history.answers([there.answer(504, id=wire.event_id("lost"), at=history.now_ms - 3 * HOUR_MS)])
-    first = audit(history, later_s=LATER_S)
-    assert first.findings() == {("lost", "answer", None)}
-    history.deliver(producer, ONE, topic, [f"more-{n}" for n in range(20)], record_key=b"k", value=b'"$key"')
-    for skip_ids in (False, True, False):
-        ran = audit(history, later_s=2 * LATER_S, skip_ids=skip_ids)
-        assert ran.findings() == {("lost", "answer", None)}
-        balance = ran.document["balance"]
-        assert (balance["lost"], balance["delivered_once"], balance["unprovable"]) == (1, 21, 0)

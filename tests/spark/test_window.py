@@ -99,19 +99,3 @@ def test_findings_are_reported_only_for_ids_that_the_balance_counts(past: Histor
         ("lost", "ledger", id) for id in lost
     }
     assert ran.outcome.status == 3
-
-
-def test_a_verdict_that_is_newer_than_the_last_pass_over_ids_stands(past: History, audit: Audit) -> None:
-    """The pass found an id of two hours whole; then one of these hours, judged anew, finds it lost."""
-    topic = past.topic(f"{past.namespace}-t")
-    now_ms = past.now_ms
-    producer = past.transactional(ONE)
-    (there,) = past.deliver(producer, ONE, topic, ["wide"], at=now_ms - 5 * HOUR_MS)
-    past.answers([there.answer(504, at=now_ms - 2 * HOUR_MS)])
-    assert audit(past, later_s=3600).outcome.status == 0
-    producer.begin_transaction()
-    past.ledger(producer, ONE, [there.entry(at=now_ms - 2 * HOUR_MS, offset=1000)])
-    producer.commit_transaction(30)
-    ran = audit(past, later_s=2 * 3600, skip_ids=True)
-    assert ran.document["balance"]["lost"] == 1
-    assert ran.findings() == {("lost", "ledger", None)}

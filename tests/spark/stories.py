@@ -1,0 +1,48 @@
+"""Stories that share the runs of one lake: a run costs mostly what it costs with nothing to read.
+
+A story is a generator. It writes to topics of its own, under slots of its own, and each `yield` gives it the next run,
+of which it checks what the report has about its topics.
+"""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+from tests.spark.runs import Ran
+
+Story = Generator[None, Ran, None]
+
+
+class Stories:
+    """Stories that are told together; `check` raises what a story has failed with."""
+
+    def __init__(self, stories: Mapping[str, Story]) -> None:
+        self._going = dict(stories)
+        self._failed: dict[str, Exception] = {}
+
+    def tell(self, audit: Callable[..., Ran], runs: Sequence[Mapping[str, Any]]) -> None:
+        """Run the job once with each of these options, between the parts of the stories."""
+        for name in list(self._going):
+            self._go_on(name, None)
+        for options in runs:
+            ran = audit(**options)
+            for name in list(self._going):
+                self._go_on(name, ran)
+
+    def check(self, name: str) -> None:
+        """Raise the exception that ended a story; a story that waits for one more run has failed too."""
+        if name in self._failed:
+            raise self._failed[name]
+        assert name not in self._going, "there were too few runs"
+
+    def _go_on(self, name: str, ran: Ran | None) -> None:
+        story = self._going[name]
+        try:
+            if ran is None:
+                next(story)
+            else:
+                story.send(ran)
+        except StopIteration:
+            del self._going[name]
+        except Exception as error:
+            self._failed[name] = error
+            del self._going[name]
