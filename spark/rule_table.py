@@ -220,15 +220,21 @@ def is_freed(freed_ms: Column, in_doubt_ms: Column) -> Column:
 
 
 def is_accepted(
-    promised: Column, answered_202: Column, answered_504: Column, freed: Column, elsewhere: Column, with_header: Column
+    promised: Column,
+    answered_202: Column,
+    answered_504: Column,
+    freed: Column,
+    settled_elsewhere: Column,
+    with_header: Column,
 ) -> Column:
     """Check whether an id counts as accepted.
 
     The id is in the ledger or answered 201 (`promised`), or answered 202 or 504. A 202 or 504 does not count if its
-    claim was freed, or if the id is accepted in another hour (`elsewhere`), and no record with the header is here.
+    claim was freed, or if rows of another hour settle the answer (`settled_elsewhere`), and this hour has no record
+    with Fencepost's header.
     """
     in_doubt = answered_202 + answered_504 > 0
-    return (promised > 0) | (in_doubt & ~((freed | elsewhere) & (with_header == 0)))
+    return (promised > 0) | (in_doubt & ~((freed | settled_elsewhere) & (with_header == 0)))
 
 
 def settles_doubt(has_header: Column, entries: Column, answered_201: Column) -> Column:
@@ -351,13 +357,13 @@ def trusts_header(claimed: Column) -> Column:
     return claimed
 
 
-def is_derived(has_header: Column, claimed: Column, elsewhere: Column) -> Column:
+def is_derived_copy(has_header: Column, claimed: Column, written_elsewhere: Column) -> Column:
     """Check whether a record was forwarded from another topic with its header.
 
     No claim names the record, and its id was written to other topics only. A record whose own content matches the
     fingerprint in its header was written to its topic, since a fingerprint covers the topic.
     """
-    return has_header & ~claimed & elsewhere
+    return has_header & ~claimed & written_elsewhere
 
 
 def copies_kind(conflicting: Column) -> Column:

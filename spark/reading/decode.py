@@ -80,11 +80,12 @@ def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str]
     """Decode data records (source.SCHEMA) into COPIES, a row for each record.
 
     With a fencepost header, id and fingerprint are the header's. If the record itself has another fingerprint (a
-    program may forward headers and change the value), `alternative_fingerprints` is the record's.
+    program may forward headers and change the value), `alternative_fingerprints` has the record's (its computed
+    fingerprint).
     With only an idempotency key, the id is that of the key in the empty scope, and the fingerprint that of a request
-    without a partition; `alternative_fingerprints` are those of the other requests that produce the same record (with
-    its partition, with a traceparent header of the client), 8 bytes each. A copy whose header has any of them is the
-    same request.
+    without a partition; `alternative_fingerprints` has the possible fingerprints: those of the other requests that
+    produce the same record (with its partition, with a traceparent header of the client), 8 bytes each. If the header
+    of a copy has a possible fingerprint of another copy, both copies are the same request.
     With neither header, the topic's expression in `identities` computes the key; without an expression, or where the
     expression is null, the record is `unkeyed`. With a fencepost header that cannot be parsed and no key, the record is
     a `reject`.
@@ -105,8 +106,8 @@ def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str]
         .otherwise(UNKEYED)
     )
     recorded_ms = plausible(F.col("timestamp_ms"), frozen_ms, frozen_ms)
-    computed, others = _fingerprints()
-    matches_record = (F.col("header_fingerprint") == computed) | F.array_contains(others, F.col("header_fingerprint"))
+    computed, possible = _fingerprints()
+    matches_record = (F.col("header_fingerprint") == computed) | F.array_contains(possible, F.col("header_fingerprint"))
     foreign = ~has_header & (kind == EVENT)
     unparsed = _rejected(f"a {wire.STAMP_HEADER} header that cannot be parsed", F.col("fencepost_header"))
     return read.select(
@@ -123,7 +124,7 @@ def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str]
         .alias("accepted_ms"),
         clamped(F.col("timestamp_ms")).alias("timestamp_ms"),
         F.when(has_header, F.col("header_fingerprint")).when(foreign, computed).alias("fingerprint"),
-        F.when(foreign, wire_expressions.joined(others))
+        F.when(foreign, wire_expressions.joined(possible))
         .when(has_header & ~matches_record, computed)
         .alias("alternative_fingerprints"),
         *(F.when(has_header, F.col(name)).alias(name) for name in ("slot", "pid", "epoch", "instance")),
@@ -170,7 +171,8 @@ def is_record_of(id: Column, has_header: Column, fingerprint: Column, key: Colum
 
 
 def _fingerprints() -> tuple[Column, Column]:
-    """Compute a record's (source.SCHEMA) fingerprint without a partition, and the array of its other possible ones.
+    """Compute a record's (source.SCHEMA) fingerprint without a partition, and the array of its other possible
+    fingerprints.
 
     A traceparent header was added by the service or a tracer, or sent by the client; only the client's is part of the
     request.

@@ -21,7 +21,7 @@ def ordered() -> Column:
     the ledger, else 1).
     """
     entered = F.transform(
-        F.filter("coordinates", lambda copy: ~copy["derived"]),
+        F.filter("coordinates", lambda copy: ~copy["is_derived_copy"]),
         lambda copy: F.struct(
             F.exists("entries", lambda entry: deliveries.same_coordinates(entry, copy)).alias("entered"),
             copy.alias("copy"),

@@ -46,7 +46,7 @@ class Evidence:
     answers_decided_until_ms: int
     audited: Callable[[Column], Column]
     idempotent: Column
-    derived: Callable[[Column], Column]
+    expects_derived_copies: Callable[[Column], Column]
     without_client_duplicates: Callable[[Column], Column]
     callers: tuple[str, ...]
 
@@ -86,7 +86,7 @@ def gather_evidence(plan: Plan, settings: Settings) -> Evidence:
         answers_decided_until_ms=min((log.decided_until_ms for log in answers), default=plan.frozen_ms),
         audited=audited,
         idempotent=_idempotent(plan),
-        derived=_has_property(plan, lambda name: settings.rules.rule(name).derived),
+        expects_derived_copies=_has_property(plan, lambda name: settings.rules.rule(name).derived),
         without_client_duplicates=_has_property(plan, lambda name: not settings.rules.rule(name).client_duplicates),
         callers=("", *(caller.name for caller in settings.rules.callers)),
     )
@@ -155,7 +155,7 @@ def classify(rows: DataFrame, evidence: Evidence) -> DataFrame:
         rows.where(_names_audited_topic(evidence))
         .withColumn("missing", F.when(F.col("is_clean") == 0, _missing(evidence)))
         .withColumn("phantom", _phantom(evidence))
-        .withColumn("copies_count", F.col("count") - F.col("derived"))
+        .withColumn("copies_count", F.col("count") - F.col("derived_copies_count"))
         .withColumn("conflicting", (F.col("copies_count") > 1) & (F.size("fingerprints") > 1) & _fingerprints_differ())
         .withColumn("accepted", _accepted())
     )
@@ -255,7 +255,7 @@ def _phantom(evidence: Evidence) -> Column:
     `pending` until ledger (or journal, for `idempotent` topics) is read past the time at which the copy was settled;
     `evidence_gap` if ledger or journal is not complete back to the copy's acceptance, or missing; else `phantom`.
     """
-    with_header = F.filter("coordinates", lambda copy: copy["has_fencepost_header"] & ~copy["derived"])
+    with_header = F.filter("coordinates", lambda copy: copy["has_fencepost_header"] & ~copy["is_derived_copy"])
     first = F.get(with_header, F.lit(0))
     slot = F.get(evidence.slots, first["slot"])
     spans = F.get(F.try_element_at(evidence.idempotent, first["topic"]), first["partition"])
@@ -288,17 +288,17 @@ def _phantom(evidence: Evidence) -> Column:
 def _fingerprints_differ() -> Column:
     """Check whether the copies have more than one fingerprint.
 
-    A copy without Fencepost's header has several possible ones: that of a request without a partition (`fingerprint`),
-    and those in `alternative_fingerprints`. If a copy with the header has one of them, both are the same request.
+    A copy without Fencepost's header has several fingerprints: that of a request without a partition (`fingerprint`),
+    and its `possible_fingerprints`. If a copy with the header has any of these, both copies are the same request.
     """
     of_headers = F.transform(
-        F.filter("fingerprints", lambda copy: copy["alternative_fingerprints"].isNull()),
+        F.filter("fingerprints", lambda copy: copy["possible_fingerprints"].isNull()),
         lambda copy: copy["fingerprint"],
     )
 
     def request_fingerprint(copy: Column) -> Column:
         same = F.filter(
-            deliveries.each_fingerprint(copy["alternative_fingerprints"]),
+            deliveries.each_fingerprint(copy["possible_fingerprints"]),
             lambda other: rule_table.is_same_request(of_headers, other),
         )
         return F.coalesce(F.get(same, F.lit(0)), copy["fingerprint"])
@@ -314,7 +314,7 @@ def _accepted() -> Column:
         answered_202=F.col("answered_202"),
         answered_504=F.col("answered_504"),
         freed=rule_table.is_freed(F.col("freed_ms"), F.col("in_doubt_ms")),
-        elsewhere=F.col("elsewhere"),
+        settled_elsewhere=F.col("settled_elsewhere"),
         with_header=F.col("with_header"),
     )
 

@@ -125,11 +125,11 @@ def misnamed(rows: DataFrame, run: int) -> DataFrame | None:
     if not topics:
         return None
     concerned = events.where(F.col("topic").isin(topics))
-    may_be = F.concat(
-        F.array("fingerprint"), F.coalesce(deliveries.each_fingerprint(F.col("alternative_fingerprints")), F.array())
+    fingerprints = F.concat(
+        F.array("fingerprint"), F.coalesce(deliveries.each_fingerprint(deliveries.possible_fingerprints()), F.array())
     )
     row_key = ("accepted_hour", "id", "topic", "partition", "offset")
-    copies = concerned.where(bare).select(*row_key, "key", F.explode(may_be).alias("fingerprint"))
+    copies = concerned.where(bare).select(*row_key, "key", F.explode(fingerprints).alias("fingerprint"))
     named = concerned.where("has_fencepost_header").select(
         "topic", "key", "fingerprint", "accepted_ms", F.col("id").alias("named")
     )

@@ -77,24 +77,23 @@ def of_ids(rows: DataFrame, evidence: Evidence, scope: str) -> DataFrame:
     The kinds are duplicate, conflict, derived copy, lost, phantom and stuck.
     """
     ordered = rows.withColumn("copies", causes.ordered())
-    lost = F.filter("missing", lambda claim: claim["outcome"] == LOST)
-    derived = F.filter("coordinates", lambda copy: copy["derived"])
-    expected = F.filter(derived, lambda copy: evidence.derived(copy["topic"]))
+    derived_copies = F.filter("coordinates", lambda copy: copy["is_derived_copy"])
+    expected_copies = F.filter(derived_copies, lambda copy: evidence.expects_derived_copies(copy["topic"]))
     described = ordered.withColumns(
         {
             "explained": causes.explained(F.col("copies"), evidence.key_ttl_ms),
-            "gone": lost,
-            "forwarded": F.filter(derived, lambda copy: ~evidence.derived(copy["topic"])),
+            "lost_claims": F.filter("missing", lambda claim: claim["outcome"] == LOST),
+            "forwarded": F.filter(derived_copies, lambda copy: ~evidence.expects_derived_copies(copy["topic"])),
             # Copies beyond the cap have no coordinates.
-            "forwarded_count": F.col("derived") - F.size(expected),
+            "forwarded_count": F.col("derived_copies_count") - F.size(expected_copies),
         }
     )
-    many = rule_table.copies_kind(F.col("conflicting"))
+    copies_kind = rule_table.copies_kind(F.col("conflicting"))
     in_doubt = rule_table.in_doubt_cause(F.col("answered_202"), F.col("answered_504"))
     found = F.array(
         F.when(
             F.col("copies_count") > 1,
-            _found(many, F.get("explained", F.lit(1))["cause"], F.col("explained"), "copies_count"),
+            _found(copies_kind, F.get("explained", F.lit(1))["cause"], F.col("explained"), "copies_count"),
         ),
         F.when(
             F.size("forwarded") > 0,
@@ -102,7 +101,10 @@ def of_ids(rows: DataFrame, evidence: Evidence, scope: str) -> DataFrame:
                 F.lit(DERIVED_COPY), F.lit(None).cast("string"), _without_cause(F.col("forwarded")), "forwarded_count"
             ).withField("topic", F.get("forwarded", F.lit(0))["topic"]),
         ),
-        F.when(F.size("gone") > 0, _found(F.lit(LOST), F.get("gone", F.lit(0))["source"], _claimed("gone"))),
+        F.when(
+            F.size("lost_claims") > 0,
+            _found(F.lit(LOST), F.get("lost_claims", F.lit(0))["source"], _claimed("lost_claims")),
+        ),
         F.when(
             F.col("phantom") == PHANTOM,
             _found(F.lit(PHANTOM), F.lit(None).cast("string"), _with_header(F.col("copies"))),
@@ -131,7 +133,7 @@ def of_ids(rows: DataFrame, evidence: Evidence, scope: str) -> DataFrame:
 def of_partitions(rows: DataFrame, scope: str) -> DataFrame:
     """Return the findings about partitions (evidence gaps): suspicious rows → lake.FINDING."""
     gaps = F.filter("missing", lambda claim: ~claim["outcome"].isin(LOST, PENDING))
-    gone = F.transform(
+    of_claims = F.transform(
         gaps,
         lambda claim: F.struct(
             F.lit(EVIDENCE_GAP).alias("kind"),
@@ -144,8 +146,8 @@ def of_partitions(rows: DataFrame, scope: str) -> DataFrame:
             rule_table.gap_count(claim["outcome"].isin(RETENTION, TRUNCATED)).alias("count"),
         ),
     )
-    unclaimed = F.transform(
-        F.filter("coordinates", lambda copy: copy["has_fencepost_header"] & ~copy["derived"]),
+    of_copies = F.transform(
+        F.filter("coordinates", lambda copy: copy["has_fencepost_header"] & ~copy["is_derived_copy"]),
         lambda copy: F.struct(
             F.lit(EVIDENCE_GAP).alias("kind"),
             F.lit("ledger_gone").alias("cause"),
@@ -157,8 +159,8 @@ def of_partitions(rows: DataFrame, scope: str) -> DataFrame:
         ),
     )
     found = F.when(
-        F.col("phantom") == EVIDENCE_GAP, F.concat(F.coalesce(gone, F.array().cast(gaps_type())), unclaimed)
-    ).otherwise(gone)
+        F.col("phantom") == EVIDENCE_GAP, F.concat(F.coalesce(of_claims, F.array().cast(gaps_type())), of_copies)
+    ).otherwise(of_claims)
     each = rows.select("accepted_hour", "last_ms", F.explode(found).alias("found"))
     return _by_partition(each.select("accepted_hour", "last_ms", "found.*"), scope)
 

@@ -74,6 +74,8 @@ are clean, and of clean rows only counts are read again. Partition and offset ar
 202 or 504 was journaled, `freed_ms` when the last 503 was, null if a 202 or 504 follows that 503.
 `timestamp_ms`, `record_accepted_ms` and the columns after them are those of the record; `record_key_hash` is a hash of
 its record key, `batch_hash` of the id of its atomic batch, `topic_id_hash` of its topic's id, both by the ledger entry.
+`alternative_fingerprints`: with Fencepost's header the record's computed fingerprint, if the header has another one;
+without the header the other possible fingerprints of the record, 8 bytes each (`decode.deliveries`).
 `was_past_end`: the log's high watermark was not past the offset when all claims on it were read, so that the log never
 had the record. `elsewhere`: another hour's rows settle this 202 or 504 without offset.
 """
@@ -117,14 +119,14 @@ RECORD: Final = (
 
 COPY_FIELDS: Final = (
     "timestamp: bigint, topic: string, partition: int, offset: bigint, fingerprint: binary, "
-    "alternative_fingerprints: binary, accepted_at: bigint, slot: int, pid: bigint, epoch: int, instance: string, "
-    "has_fencepost_header: boolean, derived: boolean"
+    "possible_fingerprints: binary, accepted_at: bigint, slot: int, pid: bigint, epoch: int, instance: string, "
+    "has_fencepost_header: boolean, is_derived_copy: boolean"
 )
 CLAIM_FIELDS: Final = (
     "seen_ms: bigint, accepted_ms: bigint, topic: string, partition: int, offset: bigint, topic_id_hash: bigint, "
     "was_past_end: boolean"
 )
-FINGERPRINT_FIELDS: Final = "fingerprint: binary, alternative_fingerprints: binary"
+FINGERPRINT_FIELDS: Final = "fingerprint: binary, possible_fingerprints: binary"
 
 GATHERED: Final = {
     "accepted_hour": "timestamp",
@@ -138,19 +140,21 @@ GATHERED: Final = {
     "rows": "bigint",
     **dict.fromkeys(SUMS, "bigint"),
     "with_header": "bigint",
-    "derived": "bigint",
+    "derived_copies_count": "bigint",
     "is_clean": "tinyint",
     "in_doubt_ms": "bigint",
     "freed_ms": "bigint",
-    "elsewhere": "boolean",
+    "settled_elsewhere": "boolean",
     "fingerprints": f"array<struct<{FINGERPRINT_FIELDS}>>",
     "coordinates": f"array<struct<{COPY_FIELDS}>>",
     "entries": f"array<struct<{CLAIM_FIELDS}>>",
     "answered": f"array<struct<{CLAIM_FIELDS}>>",
 }
 """One row for each id. `rows` is the number of its ROWs, `run` the last run that wrote one of these, `topic` the first
-topic in alphabetical order. `with_header` counts the copies with Fencepost's header, `derived` those of them in topics
-to which the id was not written. Lists are capped, copies first; counts, and whether fingerprints differ, stay exact.
+topic in alphabetical order. `with_header` counts the copies with Fencepost's header, `derived_copies_count` those of
+them in topics to which the id was not written. `settled_elsewhere` is the column `elsewhere` of ROW.
+`possible_fingerprints` is null for a copy with Fencepost's header. Lists are capped, copies first; counts, and whether
+fingerprints differ, stay exact.
 """
 
 HOUR_S: Final = 3600
@@ -337,15 +341,12 @@ def gathered(rows: DataFrame, *, by_hour: bool = True) -> DataFrame:
     # Records come before claims without a record, and first the records to which the others are compared.
     weight = (F.desc("count"), F.col("entry_seen_ms").isNull(), F.desc_nulls_last("has_fencepost_header"))
     order = Window.partitionBy(*by).orderBy(*weight, first, "topic", "partition", "offset")
-    homes = F.collect_set(
-        F.when(
-            _claimed() | (F.col("has_fencepost_header") & F.col("alternative_fingerprints").isNull()), F.col("topic")
-        )
-    )
+    is_written_to_topic = _claimed() | (F.col("has_fencepost_header") & _computed_fingerprint().isNull())
+    written_topics = F.collect_set(F.when(is_written_to_topic, F.col("topic")))
     numbered = (
         rows.withColumn("nth", F.row_number().over(order))
-        .withColumn("homes", homes.over(Window.partitionBy(*by)))
-        .withColumn("derived", _derived())
+        .withColumn("written_topics", written_topics.over(Window.partitionBy(*by)))
+        .withColumn("is_derived_copy", _is_derived_copy())
     )
     kept = F.col("nth") <= COORDINATES_MAX
     columns = {
@@ -353,26 +354,26 @@ def gathered(rows: DataFrame, *, by_hour: bool = True) -> DataFrame:
         "kind": F.lit(EVENT),
         **{name: F.min(name) for name in ("accepted_ms", "key", "topic")},
         **{name: F.max(name) for name in ("last_ms", "in_doubt_ms", "freed_ms", "run")},
-        "elsewhere": F.coalesce(F.max("elsewhere"), F.lit(False)),
+        "settled_elsewhere": F.coalesce(F.max("elsewhere"), F.lit(False)),
         **{name: F.sum(name) for name in SUMS},
         "rows": F.count("*"),
         "is_clean": F.when(F.count("*") == 1, F.max("is_clean")).otherwise(0),
         "with_header": F.count(F.when(F.col("has_fencepost_header"), 1)),
-        "derived": F.count(F.when(F.col("derived"), 1)),
+        "derived_copies_count": F.count(F.when(F.col("is_derived_copy"), 1)),
         "coordinates": F.array_sort(F.collect_list(F.when(kept, _copy()))),
         "entries": F.array_sort(F.collect_list(F.when(kept, _claim("entry_seen_ms")))),
         "answered": F.array_sort(F.collect_list(F.when(kept, _claim("answer_seen_ms")))),
     }
-    fingerprints = F.when(F.col("fingerprint").isNotNull() & ~F.col("derived"), F.struct(*_fingerprint()))
+    fingerprints = F.when(F.col("fingerprint").isNotNull() & ~F.col("is_derived_copy"), F.struct(*_fingerprint()))
     ends = [F.min(fingerprints).alias("least_fingerprint"), F.max(fingerprints).alias("greatest_fingerprint")]
     keys = {"accepted_hour"} & set(by)
     grouped = numbered.groupBy(*by).agg(
         *(column.alias(name) for name, column in columns.items() if name not in keys), *ends
     )
     kept_fingerprints = F.transform(
-        F.filter("coordinates", lambda copy: ~copy["derived"]),
+        F.filter("coordinates", lambda copy: ~copy["is_derived_copy"]),
         lambda copy: F.struct(
-            copy["fingerprint"].alias("fingerprint"), copy["alternative_fingerprints"].alias("alternative_fingerprints")
+            copy["fingerprint"].alias("fingerprint"), copy["possible_fingerprints"].alias("possible_fingerprints")
         ),
     )
     every = F.array_distinct(
@@ -393,13 +394,13 @@ def gathered_single(rows: DataFrame) -> DataFrame:
         "answered": as_list(_claim("answer_seen_ms")),
         "fingerprints": as_list(F.when(F.col("fingerprint").isNotNull(), F.struct(*_fingerprint()))),
     }
-    rows = rows.withColumn("derived", F.lit(False))
+    rows = rows.withColumn("is_derived_copy", F.lit(False))
     columns = {
         **lists,
         "rows": F.lit(1),
-        "derived": F.lit(0),
+        "derived_copies_count": F.lit(0),
         "with_header": F.coalesce(F.col("has_fencepost_header").cast("bigint"), F.lit(0)),
-        "elsewhere": F.coalesce("elsewhere", F.lit(False)),
+        "settled_elsewhere": F.coalesce("elsewhere", F.lit(False)),
     }
     return _cast(rows.withColumns(columns))
 
@@ -425,7 +426,7 @@ def _copy() -> Column:
             "epoch",
             "instance",
             "has_fencepost_header",
-            "derived",
+            "is_derived_copy",
         ),
     )
 
@@ -444,28 +445,31 @@ def _claimed() -> Column:
     return F.col("entries_count") + F.col("answered_201") > 0
 
 
+def _computed_fingerprint() -> Column:
+    """Return the computed fingerprint of a record whose header has another one; null for any other record."""
+    return F.when(F.col("has_fencepost_header"), F.col("alternative_fingerprints"))
+
+
+def possible_fingerprints() -> Column:
+    """Return the other possible fingerprints of a record without Fencepost's header, joined; else null."""
+    return F.when(~F.col("has_fencepost_header"), F.col("alternative_fingerprints"))
+
+
 def _fingerprint() -> list[Column]:
-    """Return `fingerprint` and `alternative_fingerprints` of a row's record.
+    """Return the FINGERPRINT_FIELDS of a row's record.
 
-    For a copy that neither the ledger nor a 201 names, the record's own fingerprint counts, not that of its header.
+    For a copy that neither the ledger nor a 201 names, the record's computed fingerprint counts, not the header's.
     """
-    distrusted = (
-        F.col("has_fencepost_header")
-        & F.col("alternative_fingerprints").isNotNull()
-        & ~rule_table.trusts_header(_claimed())
-    )
-    own = F.when(distrusted, F.col("alternative_fingerprints")).otherwise(F.col("fingerprint"))
-    return [
-        own.alias("fingerprint"),
-        F.when(~F.col("has_fencepost_header"), F.col("alternative_fingerprints")).alias("alternative_fingerprints"),
-    ]
+    distrusted = _computed_fingerprint().isNotNull() & ~rule_table.trusts_header(_claimed())
+    counting = F.when(distrusted, _computed_fingerprint()).otherwise(F.col("fingerprint"))
+    return [counting.alias("fingerprint"), possible_fingerprints().alias("possible_fingerprints")]
 
 
-def _derived() -> Column:
-    """Return `rule_table.is_derived` of a row; `homes` are the topics to which its id was written."""
-    elsewhere = (F.size("homes") > 0) & ~F.array_contains("homes", F.col("topic"))
-    derived = rule_table.is_derived(F.col("has_fencepost_header"), _claimed(), elsewhere)
-    return F.coalesce(derived, F.lit(False))
+def _is_derived_copy() -> Column:
+    """Return `rule_table.is_derived_copy` of a row; `written_topics` are the topics to which its id was written."""
+    written_elsewhere = (F.size("written_topics") > 0) & ~F.array_contains("written_topics", F.col("topic"))
+    is_derived_copy = rule_table.is_derived_copy(F.col("has_fencepost_header"), _claimed(), written_elsewhere)
+    return F.coalesce(is_derived_copy, F.lit(False))
 
 
 def _claim(seen_ms: str) -> Column:

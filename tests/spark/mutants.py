@@ -301,7 +301,9 @@ MUTANTS: Final = (
         _with(rule_table.is_accepted, "with_header", lambda n: F.lit(0)),
         VERDICTS,
     ),
-    Mutant(rule_table.is_accepted, f"elsewhere {_NO}", _with(rule_table.is_accepted, "elsewhere", _never), VERDICTS),
+    Mutant(
+        rule_table.is_accepted, f"elsewhere {_NO}", _with(rule_table.is_accepted, "settled_elsewhere", _never), VERDICTS
+    ),
     Mutant(rule_table.settles_doubt, "not a phantom", lambda stamped, entries, a201: entries + a201 > 0, HOURS),
     Mutant(rule_table.settles_doubt, "not the ledger", lambda stamped, entries, a201: stamped | (a201 > 0), HOURS),
     Mutant(rule_table.settles_doubt, "not a 201", lambda stamped, entries, a201: stamped | (entries > 0), HOURS),
@@ -327,8 +329,10 @@ MUTANTS: Final = (
     Mutant(rule_table.copies_kind, "all the same", lambda conflicting: F.lit("duplicate"), VERDICTS),
     Mutant(rule_table.trusts_header, "whatever it says", _always, VERDICTS),
     Mutant(rule_table.trusts_header, "not even of the ledger", _never, VERDICTS),
-    Mutant(rule_table.is_derived, _NO, _never, VERDICTS),
-    Mutant(rule_table.is_derived, "in its own topic", lambda stamped, claimed, elsewhere: stamped & ~claimed, VERDICTS),
+    Mutant(rule_table.is_derived_copy, _NO, _never, VERDICTS),
+    Mutant(
+        rule_table.is_derived_copy, "in its own topic", lambda stamped, claimed, elsewhere: stamped & ~claimed, VERDICTS
+    ),
     # ----------------------------------------------------------------------------------------- client duplicates
     Mutant(rule_table.is_near, "at the retention", lambda distance, ttl: distance <= ttl, CLIENTS),
     Mutant(rule_table.is_near, "a ms less", lambda distance, ttl: distance < ttl - 1, CLIENTS),
