@@ -53,15 +53,15 @@ def run(spark: SparkSession, settings: Settings, on_progress: OnProgress, now_ms
     decode.check_identities(spark, settings.options.identity)
     with lock.held(spark, settings.options.lake):
         now_ms = int(time.time() * 1000) if now_ms is None else now_ms
-        first = _Run(spark, settings, on_progress, now_ms)
-        outcome = first.carry_out()
-        if first.settings == settings:
+        first_run = _Run(spark, settings, on_progress, now_ms)
+        outcome = first_run.carry_out()
+        if first_run.settings == settings:
             return outcome
         # The interrupted run is finished with the options of its plan; now a run with those of this command line.
         return _Run(spark, settings, on_progress, now_ms, finished=outcome.document["run"]["number"]).carry_out()
 
 
-def before_now(tables: lake.Lake) -> dict[str, Any] | None:
+def last_finished_run(tables: lake.Lake) -> dict[str, Any] | None:
     """Read the last finished run: its number, its summary (options, sums by hour), and the newest reports.
 
     The newest number is read first, from Delta's statistics; by that number Delta prunes the files of older runs.
@@ -70,14 +70,17 @@ def before_now(tables: lake.Lake) -> dict[str, Any] | None:
     newest = runs.agg(F.max("run")).collect()[0][0]
     if newest is None:
         return None
-    last = runs.where(F.col("run") > newest - HISTORY_RUNS).orderBy(F.desc("run"))
-    reports = [json.loads(row["report"]) for row in last.select("report").collect()]
+    newest_runs = runs.where(F.col("run") > newest - HISTORY_RUNS).orderBy(F.desc("run"))
+    reports = [json.loads(row["report"]) for row in newest_runs.select("report").collect()]
     (summary,) = runs.where(F.col("run") == newest).select("summary").collect()
     return {"run": newest, "reports": reports, **json.loads(summary["summary"])}
 
 
 class _Run:
-    """The state of a run. `finished` is the number of an interrupted run that this process has finished first."""
+    """The state of a run. `finished` is the number of an interrupted run that this process has finished first.
+
+    `last_plan` is the plan of the last finished run, `kept_from` the first hour that the lake keeps ("" for all).
+    """
 
     def __init__(
         self, spark: SparkSession, settings: Settings, on_progress: OnProgress, now_ms: int, finished: int | None = None
@@ -90,17 +93,17 @@ class _Run:
         self.lake = lake.Lake(spark, settings.options.lake)
         self.timer = StepTimer(on_progress)
         self.kept_from = ""
-        self.last: Plan | None = None
+        self.last_plan: Plan | None = None
         # The claims of ledger and journal (deliveries.summarize) that were read for the plan, with their spans.
         self.claims: tuple[tuple[Spans, Spans], DataFrame] | None = None
 
     def carry_out(self) -> Outcome:
         """Carry out the steps that are not yet done."""
-        with self.timer.step("plan"):
+        with self.timer.step("plan the run"):
             self._upgrade()
-            before = before_now(self.lake)
-            plan, resumed = self._plan(before)
-            self.kept_from = _kept_from(plan, self.settings.options.keep_days, before)
+            last_run = last_finished_run(self.lake)
+            plan, resumed = self._plan(last_run)
+            self.kept_from = _kept_from(plan, self.settings.options.keep_days, last_run)
             if self.settings.options.publish:
                 with closing(Broker(self.spark, self.settings.shared)) as broker:
                     publish.prepare(broker, self.settings.shared.namespace)
@@ -112,32 +115,43 @@ class _Run:
         if self.claims is not None:
             self.claims[1].unpersist()
         if not self.settings.options.skip_ids:
-            with self.timer.step("ids"):
+            with self.timer.step("compare ids"):
                 self._change_ids(plan)
-        with self.timer.step("unsure"):
-            self._note_elsewhere(plan)
-        with self.timer.step("views"):
-            view.update(self.lake, self.settings.shared, plan, self.last)
-        balance = reconcile(self.spark, self.lake, plan, self.last, self.settings, self.timer, before, self.kept_from)
+        with self.timer.step("settle doubts"):
+            self._settle_by_other_hours(plan)
+        with self.timer.step("update views"):
+            view.update(self.lake, self.settings.shared, plan, self.last_plan)
+        balance = reconcile(
+            self.spark, self.lake, plan, self.last_plan, self.settings, self.timer, last_run, self.kept_from
+        )
         window_from = run_plan.window_from(plan, self.settings)
         closed = balance.close(hours.text_of(window_from))  # before anything is published
         by_hour = current_findings.by_hour(self.lake.read("findings"), window_from).persist()
         found = current_findings.by_finding(by_hour).persist()
         if self.settings.options.publish:
-            with self.timer.step("publish"):
+            with self.timer.step("publish findings"):
                 publish.publish(self.lake, self.settings.shared, found)
-        with self.timer.step("report"):
-            past = before["reports"] if before else []
+        with self.timer.step("write the report"):
+            earlier_documents = last_run["reports"] if last_run else []
             revised = verdict_history.counted(self.lake.read("verdicts"), window_from)
             outcome = document.build(
-                by_hour, found, plan, self.settings, closed, self.timer.seconds, resumed, past, revised, self.finished
+                by_hour,
+                found,
+                plan,
+                self.settings,
+                closed,
+                self.timer.seconds,
+                resumed,
+                earlier_documents,
+                revised,
+                self.finished,
             )
             document.write(self.spark, self.settings.options.report, outcome)
         for frame in (by_hour, found):
             frame.unpersist()
         self._finish(plan, balance, outcome)
-        with self.timer.step("tidy"):
-            self._tidy(plan, before)
+        with self.timer.step("clean up the lake"):
+            self._tidy(plan, last_run)
         return Outcome(outcome.document, outcome.status)
 
     def _upgrade(self) -> None:
@@ -151,15 +165,17 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------------ plan
 
-    def _plan(self, before: dict[str, Any] | None) -> tuple[Plan, bool]:
+    def _plan(self, last_run: dict[str, Any] | None) -> tuple[Plan, bool]:
         """Return this run's plan, and whether the plan is that of an interrupted run."""
-        done = before["run"] if before else 0
-        progress = self.lake.read("progress").where(F.col("run") >= done).collect()
-        newest = max((row["run"] for row in progress), default=done)
-        self.last = Plan.from_rows(row.asDict(recursive=True) for row in progress if row["run"] == done)
-        interrupted = Plan.from_rows(row.asDict(recursive=True) for row in progress if row["run"] == newest > done)
-        if self.last is not None:
-            self._check_namespace(self.last.options)
+        last_number = last_run["run"] if last_run else 0
+        progress = self.lake.read("progress").where(F.col("run") >= last_number).collect()
+        newest = max((row["run"] for row in progress), default=last_number)
+        self.last_plan = Plan.from_rows(row.asDict(recursive=True) for row in progress if row["run"] == last_number)
+        interrupted = Plan.from_rows(
+            row.asDict(recursive=True) for row in progress if row["run"] == newest > last_number
+        )
+        if self.last_plan is not None:
+            self._check_namespace(self.last_plan.options)
         if interrupted is not None:
             if self._can_resume(interrupted):
                 self.on_progress(f"resuming run {interrupted.run}, which was interrupted")
@@ -170,13 +186,13 @@ class _Run:
         with closing(Broker(self.spark, self.settings.shared)) as broker:
             # Not the number of the interrupted run: its writes would count as writes of this run.
             plan = planning.freeze(
-                broker, self.settings, self.last, self.now_ms, self._discover, self._named, newest + 1
+                broker, self.settings, self.last_plan, self.now_ms, self._discover, self._named, newest + 1
             )
         rows = wire_expressions.rows_of(self.spark, lake.schema("progress"), plan.rows())
         if interrupted is None:
             self.lake.append("progress", rows, plan.run)
         else:
-            self.lake.overwrite("progress", rows, f"run > {done}")
+            self.lake.overwrite("progress", rows, f"run > {last_number}")
         return plan, False
 
     def _can_resume(self, interrupted: Plan) -> bool:
@@ -204,11 +220,12 @@ class _Run:
 
     def _report_identities(self) -> None:
         """Report topics whose --identity has changed: rows in the lake keep their ids."""
-        if self.last is None:
+        if self.last_plan is None:
             return
-        before, now = json.loads(self.last.options).get("identity", {}), dict(self.settings.options.identity)
-        read = {log.topic for log in self.last.logs if log.role != LEDGER and log.end > log.first}
-        if names := sorted(name for name in read if before.get(name) != now.get(name)):
+        last_identities = json.loads(self.last_plan.options).get("identity", {})
+        identities = dict(self.settings.options.identity)
+        read = {log.topic for log in self.last_plan.logs if log.role != LEDGER and log.end > log.first}
+        if names := sorted(name for name in read if last_identities.get(name) != identities.get(name)):
             self.on_progress(
                 f"--identity of {', '.join(names)} is another one than in the last run: it applies to what is read "
                 "from now on, and what was read before keeps its ids; a --lake at a new folder applies it to all"
@@ -256,7 +273,7 @@ class _Run:
         """Read the records of the plan, reduce them to deliveries.ROWs, and merge these into their hours."""
         unread = sum(log.end - log.start for log in plan.logs if log.audited)
         self.on_progress(f"run {plan.run}: {unread} offsets to read in {len(plan.topics)} topics")
-        vanished = run_plan.vanished(plan, self.last)
+        vanished = run_plan.vanished(plan, self.last_plan)
         if not unread and not vanished:
             return
         session.size_for(self.spark, unread)
@@ -267,7 +284,7 @@ class _Run:
             claims = deliveries.summarize(self._read_claims(spans, plan.frozen_ms))
         copies = decode.deliveries(self._records(plan.spans(DATA)), plan.frozen_ms, self.settings.options.identity)
         exact = self._exact_hours(plan)
-        arrived, later_ends = run_plan.arrived(plan, self.last), run_plan.later_ends(plan)
+        arrived, later_ends = run_plan.arrived(plan, self.last_plan), run_plan.later_ends(plan)
         rows = deliveries.reduce(copies, claims, plan.run, arrived, exact, later_ends)
         if vanished:
             self.on_progress(
@@ -278,14 +295,14 @@ class _Run:
             rows = rows.where(hours.since(self.kept_from))
         if not self.lake.exists("deliveries"):
             # There is no table to merge into. Rebalanced by hour, so that a run over a long history writes few files.
-            with self.timer.step("read and write"):
+            with self.timer.step("read and write records"):
                 self.lake.append("deliveries", rows.hint("rebalance", *lake.PARTITIONS["deliveries"]), plan.run)
             return
-        with self.timer.step("read"):
+        with self.timer.step("read records"):
             # The rows are used twice. A checkpoint, not a cache, since Delta refuses to merge from a cached plan.
             rows = rows.localCheckpoint()
             touched = hours.of(rows)
-        with self.timer.step("merge"):
+        with self.timer.step("merge records"):
             if touched:
                 self.lake.merge(rows, touched, plan.run)
 
@@ -302,9 +319,9 @@ class _Run:
         """Give copies with only a key the id of the event that they are copies of."""
         self._update(cross_hour.misnamed(self._recent(plan), plan.run), self.lake.change_ids, plan.run)
 
-    def _note_elsewhere(self, plan: Plan) -> None:
+    def _settle_by_other_hours(self, plan: Plan) -> None:
         """Settle each 202 or 504 by rows of its id in other hours, also without the pass over all ids."""
-        self._update(cross_hour.known_elsewhere(self._recent(plan), plan.run), self.lake.note_elsewhere, plan.run)
+        self._update(cross_hour.settled_elsewhere(self._recent(plan), plan.run), self.lake.settle_elsewhere, plan.run)
 
     def _recent(self, plan: Plan) -> DataFrame:
         """Return the rows (deliveries.ROW) of the report's window, and of the key retention before that window."""
@@ -339,20 +356,20 @@ class _Run:
             "summary": json.dumps(summary),
             "report": json.dumps({name: outcome.document[name] for name in ("run", "balance", "cost")}),
         }
-        with self.timer.step("done"):
+        with self.timer.step("finish the run"):
             rows = wire_expressions.rows_of(self.spark, lake.schema("runs"), [row])
             self.lake.append("runs", rows, plan.run)
 
-    def _tidy(self, plan: Plan, before: dict[str, Any] | None) -> None:
+    def _tidy(self, plan: Plan, last_run: dict[str, Any] | None) -> None:
         """Delete old rows, compact and vacuum the lake, as the options say."""
         options = self.settings.options
-        if options.keep_days is not None and self.kept_from != (before or {}).get("kept_from"):
+        if options.keep_days is not None and self.kept_from != (last_run or {}).get("kept_from"):
             self.lake.delete_before(self.kept_from, plan.run)
         if options.optimize:
             # An hour is compacted when it is over, and again after late rows.
             now = hours.text_of(plan.frozen_ms)
             late = hours.of(self.lake.read("deliveries").where(F.col("run") == plan.run))
-            self.lake.optimize(sorted({hour for hour in late if hour < now} | _ended(before, plan)))
+            self.lake.optimize(sorted({hour for hour in late if hour < now} | _ended(last_run, plan)))
         if options.vacuum_h is not None:
             self.lake.vacuum(options.vacuum_h, [*lake.SCHEMAS, publish.TABLE, lock.TABLE, *view.tables(self.lake)])
 
@@ -362,18 +379,18 @@ def _topics(rows: DataFrame) -> set[str]:
     return {row["topic"] for row in rows.select("topic").distinct().collect()}
 
 
-def _kept_from(plan: Plan, keep_days: int | None, before: dict[str, Any] | None) -> str:
+def _kept_from(plan: Plan, keep_days: int | None, last_run: dict[str, Any] | None) -> str:
     """Return the first hour that the lake keeps, "" for all. It never moves back, since older rows are deleted."""
-    kept: str = (before or {}).get("kept_from", "")
+    kept: str = (last_run or {}).get("kept_from", "")
     return kept if keep_days is None else max(kept, hours.text_of(plan.frozen_ms - keep_days * 24 * HOUR_MS))
 
 
-def _ended(before: dict[str, Any] | None, plan: Plan) -> set[str]:
+def _ended(last_run: dict[str, Any] | None, plan: Plan) -> set[str]:
     """Return the hours that have ended since the last run."""
-    if before is None:
+    if last_run is None:
         return set()
-    first, last = before["frozen_ms"] // HOUR_MS, plan.frozen_ms // HOUR_MS
-    return {hours.text_of(hour * HOUR_MS) for hour in range(max(first, last - 24), last)}
+    last_run_hour, current_hour = last_run["frozen_ms"] // HOUR_MS, plan.frozen_ms // HOUR_MS
+    return {hours.text_of(hour * HOUR_MS) for hour in range(max(last_run_hour, current_hour - 24), current_hour)}
 
 
 def summary(outcome: Outcome, folder: str) -> str:

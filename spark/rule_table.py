@@ -118,9 +118,9 @@ def is_below(offset: Column, first: Column) -> Column:
     return offset < first
 
 
-def is_in_gap(offset: Column, first: Column, last: Column) -> Column:
-    """Check whether an offset is in a gap (`last` is exclusive)."""
-    return (offset >= first) & (offset < last)
+def is_in_gap(offset: Column, first: Column, end: Column) -> Column:
+    """Check whether an offset is in a gap (`end` is exclusive)."""
+    return (offset >= first) & (offset < end)
 
 
 def is_compacted(compacted: Column, was_past_end: Column) -> Column:

@@ -362,8 +362,8 @@ def plausible(ms: Column, otherwise: Column | int, now_ms: Column | int) -> Colu
 
 def clamped(ms: Column) -> Column:
     """Clamp a time in ms to PLAUSIBLE_MS; within that range implausible times keep their order."""
-    first, last = PLAUSIBLE_MS
-    return F.least(F.greatest(ms, F.lit(first)), F.lit(last))
+    earliest, latest = PLAUSIBLE_MS
+    return F.least(F.greatest(ms, F.lit(earliest)), F.lit(latest))
 
 
 def block_id(*more: Column) -> Column:

@@ -224,26 +224,26 @@ def window_from(plan: Plan, settings: Settings) -> int:
     return rule_table.window_from(plan.frozen_ms, settings.options.window_h * HOUR_MS)
 
 
-def arrived(plan: Plan, before: Plan | None) -> dict[TopicPartition, int]:
+def arrived(plan: Plan, last_plan: Plan | None) -> dict[TopicPartition, int]:
     """Return the earliest time (ms) at which the records that a run reads can have been written, by partition.
 
-    The run before froze the log's end: records above that end were written or committed later, whatever their
+    The last run froze the log's end: records above that end were written or committed later, whatever their
     timestamps. Partitions without such an end are left out.
     """
-    if before is None:
+    if last_plan is None:
         return {}
-    read = {log.topic_partition: log for log in before.of(DATA) if log.end == log.last_stable}
+    read = {log.topic_partition: log for log in last_plan.of(DATA) if log.end == log.last_stable}
     return {
-        log.topic_partition: before.frozen_ms
+        log.topic_partition: last_plan.frozen_ms
         for log in plan.of(DATA)
         if log.start < log.end
-        and (last := read.get(log.topic_partition)) is not None
-        and (log.topic_id != last.topic_id or log.start >= last.end)
+        and (last_log := read.get(log.topic_partition)) is not None
+        and (log.topic_id != last_log.topic_id or log.start >= last_log.end)
     }
 
 
-def evidence_changed(plan: Plan, before: Plan | None) -> bool:
-    """Check whether the logs prove something else about the data than in the run before.
+def evidence_changed(plan: Plan, last_plan: Plan | None) -> bool:
+    """Check whether the logs prove something else about the data than in the last run.
 
     A topic was deleted, recreated or compacted since, or records were deleted unread.
     """
@@ -251,17 +251,17 @@ def evidence_changed(plan: Plan, before: Plan | None) -> bool:
     def proofs(logs: Iterable[Log]) -> set[tuple[Any, ...]]:
         return {(log.topic_partition, log.topic_id, log.compacted, log.recreated_at_ms, log.gaps) for log in logs}
 
-    return before is not None and proofs(before.of(DATA)) - proofs(plan.of(DATA)) != set()
+    return last_plan is not None and proofs(last_plan.of(DATA)) - proofs(plan.of(DATA)) != set()
 
 
-def vanished(plan: Plan, before: Plan | None) -> dict[TopicPartition, Span]:
-    """Return the offsets of data that were read, and truncated since the run before: their records are no evidence."""
-    earlier = {log.topic_partition: set(log.gaps) for log in before.logs} if before else {}
+def vanished(plan: Plan, last_plan: Plan | None) -> dict[TopicPartition, Span]:
+    """Return the offsets of data that were read, and truncated since the last run: their records are no evidence."""
+    known_gaps = {log.topic_partition: set(log.gaps) for log in last_plan.logs} if last_plan else {}
     return {
         log.topic_partition: (gap.first, gap.last)
         for log in plan.of(DATA)
         for gap in log.gaps
-        if gap.cause == TRUNCATED and gap not in earlier.get(log.topic_partition, ())
+        if gap.cause == TRUNCATED and gap not in known_gaps.get(log.topic_partition, ())
     }
 
 

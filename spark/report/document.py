@@ -48,14 +48,14 @@ def build(
     balance: Closed,
     seconds: Mapping[str, float],
     resumed: bool,
-    before: Sequence[Mapping[str, Any]],
+    earlier_documents: Sequence[Mapping[str, Any]],
     revised: Mapping[str, Any],
     finished: int | None = None,
 ) -> Report:
     """Build the document of a run.
 
-    `by_hour` are the current findings (current_findings.by_hour), `found` the same by finding (FIELDS), `before` the
-    documents of earlier runs (from the table `runs`), newest first, `revised` the changed verdicts
+    `by_hour` are the current findings (current_findings.by_hour), `found` the same by finding (FIELDS),
+    `earlier_documents` those of earlier runs (from the table `runs`), newest first, `revised` the changed verdicts
     (verdict_history.counted), `finished` the number of an interrupted run with other options that was finished first.
     """
     since_ms = run_plan.window_from(plan, settings)
@@ -110,7 +110,10 @@ def build(
             "verdicts": cast(model.Revisions, revised),
             "requests": _requests(topics),
             "cost": cost,
-            "history": [_summary({"run": run, "balance": balance_line, "cost": cost}), *map(_summary, before)],
+            "history": [
+                _summary({"run": run, "balance": balance_line, "cost": cost}),
+                *map(_summary, earlier_documents),
+            ],
         }
     )
 

@@ -17,17 +17,21 @@ ByHour = dict[str, int]
 
 
 def drawn(
-    records: RecordCounts, finding_counts: Iterable[Mapping[str, Any]], topics: Iterable[str], first: str, last: str
+    records: RecordCounts,
+    finding_counts: Iterable[Mapping[str, Any]],
+    topics: Iterable[str],
+    first_hour: str,
+    last_hour: str,
 ) -> dict[str, Any]:
     """Build the map of report.json, from the first to the last hour with records or findings in the window.
 
     `records` are Balance.record_counts, `finding_counts` rows of current_findings.finding_counts. The window begins at
-    the hour `first`. Records with a later time than the hour `last`, in which the run froze the ends, count in that
+    `first_hour`. Records with a later time than `last_hour`, in which the run froze the ends, count in that
     hour: a single wrong clock would stretch the map over years.
     """
     audited = set(topics)
-    delivered = _delivered(records, audited, first, last)
-    troubled = _troubled(finding_counts, audited, first, last)
+    delivered = _delivered(records, audited, first_hour, last_hour)
+    troubled = _troubled(finding_counts, audited, first_hour, last_hour)
     hours = sorted({hour for counts in (*delivered.values(), *troubled.values()) for hour in counts})
     if not hours:
         return {"from": None, "hours_a_column": 1, "columns": 0, "rows": [], "partitions_folded": 0}
@@ -60,27 +64,27 @@ def drawn(
     }
 
 
-def _delivered(records: RecordCounts, audited: set[str], first: str, last: str) -> dict[MapRow, ByHour]:
+def _delivered(records: RecordCounts, audited: set[str], first_hour: str, last_hour: str) -> dict[MapRow, ByHour]:
     """Sum up the records of the window by row and hour."""
     found: dict[MapRow, ByHour] = {}
     for hour, by_topic in records.items():
-        if hour < first:
+        if hour < first_hour:
             continue
         for topic in audited & by_topic.keys():
             for partition, count in by_topic[topic].items():
-                _add(found.setdefault((topic, int(partition)), {}), min(hour, last), count)
+                _add(found.setdefault((topic, int(partition)), {}), min(hour, last_hour), count)
     return found
 
 
 def _troubled(
-    finding_counts: Iterable[Mapping[str, Any]], audited: set[str], first: str, last: str
+    finding_counts: Iterable[Mapping[str, Any]], audited: set[str], first_hour: str, last_hour: str
 ) -> dict[MapRow, ByHour]:
     """Sum up the records with findings of the window by row and hour."""
     found: dict[MapRow, ByHour] = {}
     for row in finding_counts:
-        if row["hour"] >= first and row["topic"] in audited:
+        if row["hour"] >= first_hour and row["topic"] in audited:
             map_row = (row["topic"], NO_PARTITION if row["partition"] is None else row["partition"])
-            _add(found.setdefault(map_row, {}), min(row["hour"], last), row["records"])
+            _add(found.setdefault(map_row, {}), min(row["hour"], last_hour), row["records"])
     return found
 
 
@@ -107,14 +111,14 @@ def _add(counts: ByHour, hour: str, count: int) -> None:
 
 
 def timeline(
-    finding_counts: Iterable[Mapping[str, Any]], kinds: Iterable[str], first: str, last: str
+    finding_counts: Iterable[Mapping[str, Any]], kinds: Iterable[str], first_hour: str, last_hour: str
 ) -> list[dict[str, Any]]:
     """Sum up rows of current_findings.finding_counts by hour, kind and cause; hours as in `drawn`."""
     wanted = set(kinds)
     summed: dict[tuple[str, str, str], int] = {}
     for row in finding_counts:
-        if row["kind"] in wanted and row["hour"] >= first:
-            name = (min(row["hour"], last), row["kind"], row["cause"] or "")
+        if row["kind"] in wanted and row["hour"] >= first_hour:
+            name = (min(row["hour"], last_hour), row["kind"], row["cause"] or "")
             summed[name] = summed.get(name, 0) + row["records"]
     return [
         {"hour": _iso(hour), "kind": kind, "cause": cause or None, "records": count}

@@ -41,10 +41,10 @@ def _store_changes(lake: Lake, found: DataFrame) -> None:
     """Store the values that differ from the outbox, null for findings that are no longer current."""
     value = F.to_json(F.struct(F.lit(VERSION).alias("v"), *current_findings.FIELDS), {"ignoreNullFields": "false"})
     now = found.select("finding_id", value.alias("value"))
-    stored = lake.read(TABLE).select("finding_id", F.col("value").alias("was"))
+    stored = lake.read(TABLE).select("finding_id", F.col("value").alias("stored_value"))
     changed = (
         now.join(stored, "finding_id", "full_outer")
-        .where(~F.col("value").eqNullSafe(F.col("was")))
+        .where(~F.col("value").eqNullSafe(F.col("stored_value")))
         .select("finding_id", "value", F.lit(False).alias("sent"))
         .localCheckpoint()
     )

@@ -39,10 +39,11 @@ class Balance:
         """Read the balance from the summary of the last finished run."""
         if summary is None:
             return cls()
-        # Runs of an earlier version wrote `cells`.
+        # Runs of earlier versions wrote `cells` and `shifted`.
         counts = summary.get("record_counts", summary.get("cells", {}))
+        evidence_changed = summary.get("evidence_changed", summary.get("shifted", False))
         hours, adjustment = (dict(summary.get(name, {})) for name in ("hours", "adjustment"))
-        return cls(hours, adjustment, dict(counts), summary.get("shifted", False))
+        return cls(hours, adjustment, dict(counts), evidence_changed)
 
     def document(self) -> dict[str, Any]:
         """Return the balance for the summary of this run."""
@@ -50,7 +51,7 @@ class Balance:
             "hours": self.hours,
             "adjustment": self.adjustment,
             "record_counts": self.record_counts,
-            "shifted": self.evidence_changed,
+            "evidence_changed": self.evidence_changed,
         }
 
     def open_hours(self) -> set[str]:
@@ -80,32 +81,32 @@ class Balance:
         _add(self.adjustment, judged_per_hour, -1)
         _add(self.adjustment, judged_per_id, 1)
 
-    def since(self, first: str) -> ByHour:
-        """Return the counts of the hours from this one on, with the adjustment."""
+    def since(self, first_hour: str) -> ByHour:
+        """Return the counts of `first_hour` and all later hours, with the adjustment."""
         found: ByHour = {}
         for part in (self.hours, self.adjustment):
             for hour, topics in part.items():
-                if hour >= first:
+                if hour >= first_hour:
                     for topic, counts in topics.items():
                         _sum(found.setdefault(hour, {}).setdefault(topic, {}), counts)
         return found
 
-    def delete_before(self, first: str) -> None:
-        """Drop the hours before this one, also those with open verdicts."""
+    def delete_before(self, first_hour: str) -> None:
+        """Drop the hours before `first_hour`, also those with open verdicts."""
         for part in (self.hours, self.adjustment):
-            for hour in [hour for hour in part if hour < first]:
+            for hour in [hour for hour in part if hour < first_hour]:
                 del part[hour]
 
-    def close(self, first: str) -> "Closed":
-        """Drop the hours before `first`, except those with open verdicts, and sum up the hours since.
+    def close(self, first_hour: str) -> "Closed":
+        """Drop the hours before `first_hour`, except those with open verdicts, and sum up the hours since.
 
         CannotRun if the balance does not close.
         """
         kept = self.open_hours()
-        self.hours = {hour: topics for hour, topics in self.hours.items() if hour >= first or hour in kept}
-        self.adjustment = {hour: topics for hour, topics in self.adjustment.items() if hour >= first}
-        self.record_counts = {hour: topics for hour, topics in self.record_counts.items() if hour >= first}
-        topics = by_topic(self.since(first))
+        self.hours = {hour: topics for hour, topics in self.hours.items() if hour >= first_hour or hour in kept}
+        self.adjustment = {hour: topics for hour, topics in self.adjustment.items() if hour >= first_hour}
+        self.record_counts = {hour: topics for hour, topics in self.record_counts.items() if hour >= first_hour}
+        topics = by_topic(self.since(first_hour))
         return Closed(topics, _line(topics), self.record_counts)
 
 

@@ -256,10 +256,10 @@ def _phantom(evidence: Evidence) -> Column:
     `evidence_gap` if ledger or journal is not complete back to the copy's acceptance, or missing; else `phantom`.
     """
     with_header = F.filter("coordinates", lambda copy: copy["has_fencepost_header"] & ~copy["is_derived_copy"])
-    first = F.get(with_header, F.lit(0))
-    slot = F.get(evidence.slots, first["slot"])
-    spans = F.get(F.try_element_at(evidence.idempotent, first["topic"]), first["partition"])
-    inside = F.exists(spans, lambda span: rule_table.is_within(first["offset"], span["first"], span["end"]))
+    first_copy = F.get(with_header, F.lit(0))
+    slot = F.get(evidence.slots, first_copy["slot"])
+    spans = F.get(F.try_element_at(evidence.idempotent, first_copy["topic"]), first_copy["partition"])
+    inside = F.exists(spans, lambda span: rule_table.is_within(first_copy["offset"], span["first"], span["end"]))
     idempotent = F.coalesce(inside, F.lit(False))
     named = F.exists(
         "answered", lambda answer: F.exists(with_header, lambda copy: deliveries.same_coordinates(copy, answer))
@@ -269,8 +269,8 @@ def _phantom(evidence: Evidence) -> Column:
     # An answer may be journaled long after its copy was written; a ledger entry is committed with its copy.
     decided_until_ms = F.when(idempotent, evidence.answers_decided_until_ms).otherwise(evidence.frozen_ms)
     # An implausible timestamp is replaced by the time of the last evidence: that of the run that read the copy.
-    implausible = rule_table.is_ahead(first["timestamp"], evidence.frozen_ms)
-    times = first["accepted_at"], F.when(implausible, F.col("last_ms")).otherwise(first["timestamp"])
+    implausible = rule_table.is_ahead(first_copy["timestamp"], evidence.frozen_ms)
+    times = first_copy["accepted_at"], F.when(implausible, F.col("last_ms")).otherwise(first_copy["timestamp"])
     settled_at_ms = F.when(idempotent, evidence.blocked_settled_at_ms(*times)).otherwise(evidence.settled_at_ms(*times))
     ledger_behind = ~idempotent & F.coalesce(
         rule_table.is_ledger_behind(F.col("run"), slot["caught_up_run"]), F.lit(False)
@@ -279,7 +279,8 @@ def _phantom(evidence: Evidence) -> Column:
         (F.col("with_header") > 0) & unclaimed,
         F.when(ledger_behind | rule_table.is_undecided(settled_at_ms, decided_until_ms), PENDING)
         .when(
-            rule_table.is_before_evidence(complete_since_ms, first["accepted_at"], first["timestamp"]), "evidence_gap"
+            rule_table.is_before_evidence(complete_since_ms, first_copy["accepted_at"], first_copy["timestamp"]),
+            "evidence_gap",
         )
         .otherwise("phantom"),
     )

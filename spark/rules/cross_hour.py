@@ -23,25 +23,29 @@ _WRITER: Final = ("slot", "pid", "epoch", "instance")
 
 
 def repeated(rows: DataFrame) -> DataFrame:
-    """Find the ids of events with several rows: deliveries.ROW → `id, first timestamp, last timestamp` (hours)."""
+    """Find the ids of events with several rows: deliveries.ROW → `id, first_hour timestamp, last_hour timestamp`."""
     return _multi_row(rows.where(F.col("kind") == EVENT), "id")
 
 
 def _multi_row(rows: DataFrame, name: str) -> DataFrame:
     """Find the values of the column `name` that several rows share, with the first and last hour of these rows."""
     hour = F.col("accepted_hour")
-    counted = rows.groupBy(name).agg(F.count("*").alias("rows"), F.min(hour).alias("first"), F.max(hour).alias("last"))
-    return counted.where("rows > 1").select(name, "first", "last")
+    counted = rows.groupBy(name).agg(
+        F.count("*").alias("rows"), F.min(hour).alias("first_hour"), F.max(hour).alias("last_hour")
+    )
+    return counted.where("rows > 1").select(name, "first_hour", "last_hour")
 
 
 def spans_of(multi_row_ids: DataFrame) -> list[tuple[str, str]]:
     """Collect the spans of hours (`yyyy-MM-dd HH:mm:ss`) of rows of `repeated` or `retried`, overlaps joined."""
-    named = [F.date_format(end, hours.FORMAT).alias(end) for end in ("first", "last")]
+    named = [F.date_format(end, hours.FORMAT).alias(end) for end in ("first_hour", "last_hour")]
     found = multi_row_ids.select(*named).distinct().limit(SPANS_MAX).collect()
     if len(found) == SPANS_MAX:
-        ends = multi_row_ids.agg(F.min("first").alias("first"), F.max("last").alias("last")).select(*named)
+        ends = multi_row_ids.agg(F.min("first_hour").alias("first_hour"), F.max("last_hour").alias("last_hour")).select(
+            *named
+        )
         found = ends.collect()
-    return _joined((row["first"], row["last"]) for row in found)
+    return _joined((row["first_hour"], row["last_hour"]) for row in found)
 
 
 def rows_of(rows: DataFrame, multi_row_ids: DataFrame, spans: Iterable[tuple[str, str]]) -> DataFrame:
@@ -57,22 +61,22 @@ def _within(spans: Iterable[tuple[str, str]]) -> Column:
     """
     single: list[str] = []
     wide: list[str] = []
-    for first, last in spans:
-        if first == last:
-            single.append(first)
+    for first_hour, last_hour in spans:
+        if first_hour == last_hour:
+            single.append(first_hour)
         else:
-            wide.append(f"accepted_hour BETWEEN TIMESTAMP '{first}' AND TIMESTAMP '{last}'")
+            wide.append(f"accepted_hour BETWEEN TIMESTAMP '{first_hour}' AND TIMESTAMP '{last_hour}'")
     return F.expr(" OR ".join([hours.sql(single), *wide]))
 
 
 def _joined(spans: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     """Join overlapping spans of hours; with more than WIDE_MAX wide spans, all wide ones become a single span."""
     found: list[tuple[str, str]] = []
-    for first, last in sorted(spans):
-        if found and first <= found[-1][1]:
-            found[-1] = (found[-1][0], max(last, found[-1][1]))
+    for first_hour, last_hour in sorted(spans):
+        if found and first_hour <= found[-1][1]:
+            found[-1] = (found[-1][0], max(last_hour, found[-1][1]))
         else:
-            found.append((first, last))
+            found.append((first_hour, last_hour))
     wide = [span for span in found if span[0] < span[1]]
     return found if len(wide) <= WIDE_MAX else _joined([*found, (wide[0][0], wide[-1][1])])
 
@@ -98,7 +102,7 @@ def superseded(judged_per_id: DataFrame) -> DataFrame:
 def misnamed(rows: DataFrame, run: int) -> DataFrame | None:
     """Find records with only a key that are copies of an event with another id.
 
-    deliveries.ROW → `accepted_hour, id, topic, partition, offset, named`; None if this run read no candidate.
+    deliveries.ROW → `accepted_hour, id, topic, partition, offset, named_id`; None if this run read no candidate.
     A key alone identifies neither the caller nor the member of an atomic batch; the event with the same key and
     fingerprint in the same topic does. If an event with the record's present id (the key in the empty scope) matches,
     the record keeps that id.
@@ -130,20 +134,21 @@ def misnamed(rows: DataFrame, run: int) -> DataFrame | None:
     )
     row_key = ("accepted_hour", "id", "topic", "partition", "offset")
     copies = concerned.where(bare).select(*row_key, "key", F.explode(fingerprints).alias("fingerprint"))
-    named = concerned.where("has_fencepost_header").select(
-        "topic", "key", "fingerprint", "accepted_ms", F.col("id").alias("named")
+    with_header = concerned.where("has_fencepost_header").select(
+        "topic", "key", "fingerprint", "accepted_ms", F.col("id").alias("named_id")
     )
-    first = F.min(F.struct((F.col("named") != F.col("id")).alias("other"), "accepted_ms", "named")).alias("first")
+    has_other_id = (F.col("named_id") != F.col("id")).alias("has_other_id")
+    first_event = F.min(F.struct(has_other_id, "accepted_ms", "named_id")).alias("first_event")
     return (
-        copies.join(named, ["topic", "key", "fingerprint"])
+        copies.join(with_header, ["topic", "key", "fingerprint"])
         .groupBy(*row_key)
-        .agg(first)
-        .where("first.other")
-        .select(*row_key, "first.named")
+        .agg(first_event)
+        .where("first_event.has_other_id")
+        .select(*row_key, "first_event.named_id")
     )
 
 
-def known_elsewhere(rows: DataFrame, run: int) -> DataFrame | None:
+def settled_elsewhere(rows: DataFrame, run: int) -> DataFrame | None:
     """Find ids answered 202 or 504 without an offset that rows of other hours settle or free.
 
     deliveries.ROW → `accepted_hour, id, elsewhere, freed_ms`; None if this run read no such answer or row. Such an
@@ -156,31 +161,31 @@ def known_elsewhere(rows: DataFrame, run: int) -> DataFrame | None:
         return None
     candidates = events if newest == run else events.where(F.col("run") == run)
     settles = rule_table.settles_doubt(F.col("has_fencepost_header"), F.col("entries_count"), F.col("answered_201"))
-    others = candidates.select(
-        "id", F.col("accepted_hour").alias("hour"), settles.alias("settles"), F.col("freed_ms").alias("freed")
-    ).where("settles OR freed IS NOT NULL")
+    of_other_hours = candidates.select(
+        "id", F.col("accepted_hour").alias("other_hour"), settles.alias("settles"), F.col("freed_ms").alias("other_ms")
+    ).where("settles OR other_ms IS NOT NULL")
     by_hour = ("accepted_hour", "id")
-    here = in_doubt.groupBy(*by_hour).agg(
-        F.coalesce(F.max("elsewhere"), F.lit(False)).alias("was_elsewhere"),
-        F.max("freed_ms").alias("was_freed"),
+    known = ("was_settled", "was_freed_ms")
+    in_doubt_ids = in_doubt.groupBy(*by_hour).agg(
+        F.coalesce(F.max("elsewhere"), F.lit(False)).alias("was_settled"),
+        F.max("freed_ms").alias("was_freed_ms"),
         F.max("in_doubt_ms").alias("in_doubt_ms"),
     )
     found = (
-        others.join(F.broadcast(here), "id")
-        .where("hour != accepted_hour")
-        .groupBy(*by_hour, "was_elsewhere", "was_freed", "in_doubt_ms")
-        .agg(F.max("settles").alias("settles"), F.max("freed").alias("freed"))
+        of_other_hours.join(F.broadcast(in_doubt_ids), "id")
+        .where("other_hour != accepted_hour")
+        .groupBy(*by_hour, *known, "in_doubt_ms")
+        .agg(F.max("settles").alias("settles"), F.max("other_ms").alias("other_ms"))
     )
-    freed = F.greatest("was_freed", F.when(rule_table.is_freed(F.col("freed"), F.col("in_doubt_ms")), F.col("freed")))
+    is_freed = rule_table.is_freed(F.col("other_ms"), F.col("in_doubt_ms"))
     updated = found.select(
         *by_hour,
-        (F.col("was_elsewhere") | F.col("settles")).alias("elsewhere"),
-        freed.alias("freed_ms"),
-        "was_elsewhere",
-        "was_freed",
+        *known,
+        (F.col("was_settled") | F.col("settles")).alias("elsewhere"),
+        F.greatest("was_freed_ms", F.when(is_freed, F.col("other_ms"))).alias("freed_ms"),
     )
-    changed = (F.col("elsewhere") != F.col("was_elsewhere")) | ~F.col("freed_ms").eqNullSafe(F.col("was_freed"))
-    return updated.where(changed).select(*by_hour, "elsewhere", "freed_ms")
+    is_changed = (F.col("elsewhere") != F.col("was_settled")) | ~F.col("freed_ms").eqNullSafe(F.col("was_freed_ms"))
+    return updated.where(is_changed).select(*by_hour, "elsewhere", "freed_ms")
 
 
 def _may_be_retry(evidence: Evidence) -> Column:
@@ -198,7 +203,7 @@ def _may_be_retry(evidence: Evidence) -> Column:
 
 
 def retried(rows: DataFrame, evidence: Evidence) -> DataFrame:
-    """Find fingerprints of several rows: deliveries.ROW → `fingerprint, first timestamp, last timestamp` (hours)."""
+    """Find fingerprints of several rows: deliveries.ROW → `fingerprint, first_hour timestamp, last_hour timestamp`."""
     return _multi_row(rows.where(_may_be_retry(evidence)), "fingerprint")
 
 
@@ -219,10 +224,14 @@ def client_duplicates(
         .distinct()
     )
     retries = _retries(marked.join(keys, ["topic", "record_key_hash"], "left_semi"), evidence)
-    first = F.struct("accepted_ms", "topic", "partition", "offset", "timestamp_ms", *_WRITER, "key", "accepted_hour")
-    ids = retries.groupBy("fingerprint", "id").agg(F.min(first).alias("first"), F.max("last_ms").alias("last_ms"))
+    record = F.struct("accepted_ms", "topic", "partition", "offset", "timestamp_ms", *_WRITER, "key", "accepted_hour")
+    ids = retries.groupBy("fingerprint", "id").agg(
+        F.min(record).alias("first_record"), F.max("last_ms").alias("last_ms")
+    )
     order = Window.partitionBy("fingerprint").orderBy("accepted_ms", "id")
-    numbered = ids.select("fingerprint", "id", "last_ms", "first.*").withColumn("nth", F.row_number().over(order))
+    numbered = ids.select("fingerprint", "id", "last_ms", "first_record.*").withColumn(
+        "nth", F.row_number().over(order)
+    )
     copy = F.struct(
         "nth",
         "topic",

@@ -66,8 +66,8 @@ def by_finding(current: DataFrame) -> DataFrame:
     single = (
         current.where(~of_partitions)
         .groupBy("kind", F.coalesce("fingerprint", "id").alias("named"))
-        .agg(F.max_by(F.struct(*current.columns), F.struct("accepted_hour", "last_ms")).alias("last"))
-        .select("last.*")
+        .agg(F.max_by(F.struct(*current.columns), F.struct("accepted_hour", "last_ms")).alias("newest"))
+        .select("newest.*")
     )
     summed = (
         current.where(of_partitions)
@@ -164,11 +164,11 @@ def finding_counts(current: DataFrame, *, partitions: bool) -> DataFrame:
         )
     )
     # Records without kept coordinates count at the last kept ones.
-    last = F.try_element_at("coordinates", F.lit(-1))
+    last_copy = F.try_element_at("coordinates", F.lit(-1))
     rest = current.select(
-        F.coalesce(hour_of(last["timestamp"]), F.col("accepted_hour"), hour_of(F.col("last_ms"))).alias("hour"),
-        F.coalesce(last["topic"], F.col("topic")).alias("topic"),
-        F.coalesce(last["partition"], F.col("partition")).alias("partition"),
+        F.coalesce(hour_of(last_copy["timestamp"]), F.col("accepted_hour"), hour_of(F.col("last_ms"))).alias("hour"),
+        F.coalesce(last_copy["topic"], F.col("topic")).alias("topic"),
+        F.coalesce(last_copy["partition"], F.col("partition")).alias("partition"),
         "kind",
         "cause",
         (F.col("count") - F.coalesce(F.size("coordinates"), F.lit(0))).alias("records"),

@@ -35,7 +35,7 @@ class MultiRow(NamedTuple):
 
     def over_hours(self) -> DataFrame:
         """Return the rows of ids with rows in several hours."""
-        return self.rows.join(self.ids.where("first < last"), "id", "left_semi")
+        return self.rows.join(self.ids.where("first_hour < last_hour"), "id", "left_semi")
 
 
 class Classified(NamedTuple):
@@ -58,42 +58,42 @@ def reconcile(
     spark: SparkSession,
     tables: Lake,
     plan: Plan,
-    previous: Plan | None,
+    last_plan: Plan | None,
     settings: Settings,
     timer: StepTimer,
-    before: dict[str, Any] | None,
+    last_run: dict[str, Any] | None,
     kept_from: str,
 ) -> Balance:
     """Classify the hours that a run touched, and the ids of several hours; write the findings; return the balance.
 
-    `previous` is the last finished run's plan, `before` the summary of that run, `kept_from` the first hour that the
+    `last_plan` is the last finished run's plan, `last_run` the summary of that run, `kept_from` the first hour that the
     lake keeps, or "". Writes the tables `rejects`, `findings` and `verdicts`, each idempotently for the run's number.
     """
     evidence = classify.gather_evidence(plan, settings)
-    balance = Balance.of(before)
+    balance = Balance.of(last_run)
     balance.delete_before(kept_from)
     rows = tables.read("deliveries")
     if kept_from:
         rows = rows.where(hours.since(kept_from))
     over_hours = not settings.options.skip_ids
     with ExitStack() as cache:
-        with timer.step("judge"):
-            touched = hours_to_judge(rows, before, plan, balance)
-        with timer.step("ids"):
+        with timer.step("classify ids"):
+            touched = hours_to_classify(rows, last_run, plan, balance)
+        with timer.step("compare ids"):
             multi_row = _multi_row(rows if over_hours else rows.where(hours.within(touched)), cache)
-            balance.evidence_changed |= run_plan.evidence_changed(plan, previous)
+            balance.evidence_changed |= run_plan.evidence_changed(plan, last_plan)
             if over_hours and balance.evidence_changed:
                 # `adjust` subtracts these rows from the sums of their hours by present verdicts, so these hours must be
-                # judged again too.
+                # classified again too.
                 touched |= set(hours.of(multi_row.over_hours().where("is_clean = 0")))
                 balance.evidence_changed = False
         in_hours = rows.where(hours.within(touched))
-        with timer.step("judge"):
+        with timer.step("classify ids"):
             classified = _classify_hours(in_hours, multi_row, touched, evidence, cache)
             balance.replace(touched, classified.sums, classified.double_counted)
             if any(row["rejects"] for row in classified.sums):
                 _write_rejects(tables, in_hours, plan.run)
-        with timer.step("map"):
+        with timer.step("count records"):
             counts = record_counts(in_hours, partitions=plan.partitions <= PARTITIONS_MAX)
             balance.replace_record_counts(touched, counts.collect() if touched else [])
         found = [findings.of_logs(spark, plan), *_findings_of_hours(classified.rows, in_hours, evidence)]
@@ -101,24 +101,24 @@ def reconcile(
         if touched:
             replaced.append(f"(scope = '{findings.HOUR}' AND {hours.sql(touched)})")
         if over_hours:
-            with timer.step("ids"):
+            with timer.step("compare ids"):
                 # Older rows are outside the window of the report, and past the key retention of rows in the window.
-                first = hours.text_of(run_plan.window_from(plan, settings) - evidence.key_ttl_ms)
-                found += _findings_over_hours(rows.where(hours.since(first)), multi_row, balance, evidence, cache)
+                first_hour = hours.text_of(run_plan.window_from(plan, settings) - evidence.key_ttl_ms)
+                found += _findings_over_hours(rows.where(hours.since(first_hour)), multi_row, balance, evidence, cache)
                 replaced.append(f"scope = '{findings.IDS}'")
-        with timer.step("findings"):
+        with timer.step("write findings"):
             united = reduce(lambda left, right: left.unionByName(right, allowMissingColumns=True), found)
             united = united.withColumn("run", F.lit(plan.run).cast("bigint"))
             tables.replace("findings", united, " OR ".join(replaced), plan.run)
-        with timer.step("verdicts"):
+        with timer.step("write verdicts"):
             _write_verdicts(tables, plan, classified.rows, in_hours.where("is_clean = 1"), multi_row.ids, touched)
     return balance
 
 
-def hours_to_judge(rows: DataFrame, before: dict[str, Any] | None, plan: Plan, balance: Balance) -> set[str]:
+def hours_to_classify(rows: DataFrame, last_run: dict[str, Any] | None, plan: Plan, balance: Balance) -> set[str]:
     """Return the hours that this run wrote to, and those with verdicts that may change by time alone; all hours if the
     options or the topics have changed."""
-    if before is None or before["options"] != plan.options or before["topics"] != plan.topics:
+    if last_run is None or last_run["options"] != plan.options or last_run["topics"] != plan.topics:
         return set(hours.of(rows))
     return set(hours.of(rows.where(F.col("run") == plan.run))) | balance.open_hours()
 
@@ -192,10 +192,10 @@ def _write_verdicts(
     tables: Lake, plan: Plan, classified: DataFrame, clean: DataFrame, multi_row_ids: DataFrame, touched: set[str]
 ) -> None:
     """Append the ids whose verdict has changed to `verdicts`."""
-    last = verdict_history.last(tables.read("verdicts"), plan.run)
-    revisable = verdict_history.may_change(last)
+    last_verdicts = verdict_history.last_verdicts(tables.read("verdicts"), plan.run)
+    revisable = verdict_history.may_change(last_verdicts)
     in_hours = clean.where(hours.within(touched & set(hours.of(revisable))))
     settled = in_hours.join(revisable, ["accepted_hour", "id"], "left_semi").join(multi_row_ids, "id", "left_anti")
-    changes = verdict_history.changed(classified, settled, last, plan.run, plan.frozen_ms)
+    changes = verdict_history.changed(classified, settled, last_verdicts, plan.run, plan.frozen_ms)
     if not changes.isEmpty():
         tables.append("verdicts", changes.coalesce(1), plan.run)

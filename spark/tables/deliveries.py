@@ -236,8 +236,9 @@ def _hour(exact: tuple[int, int] | None) -> Column:
     at = F.col("accepted_ms")
     if exact is None:
         return hour_of(at)
-    first, last = exact
-    clamped = F.when(at < first, F.date_trunc("month", F.timestamp_millis(at))).when(at > last, hour_of(F.lit(last)))
+    first_ms, last_ms = exact
+    first_hour = F.date_trunc("month", F.timestamp_millis(at))
+    clamped = F.when(at < first_ms, first_hour).when(at > last_ms, hour_of(F.lit(last_ms)))
     return F.coalesce(F.when(~F.col("has_fencepost_header"), clamped), hour_of(at))
 
 
@@ -259,7 +260,7 @@ def summarize(claims: DataFrame, parts: int | None = None) -> DataFrame:
     def count(condition: Column) -> Column:
         return F.count(F.when(condition, F.lit(1)))
 
-    def last(condition: Column) -> Column:
+    def last_answer(condition: Column) -> Column:
         """Return the last of these answers, as its time and its position in the journal record."""
         moment = F.shiftleft("timestamp_ms", _POSITION_BITS) + F.least("position", F.lit((1 << _POSITION_BITS) - 1))
         return F.max(F.when(condition, moment))
@@ -271,7 +272,7 @@ def summarize(claims: DataFrame, parts: int | None = None) -> DataFrame:
     )
     # Partitioned as the join needs the rows. A key has one or two claims, too few for a partial aggregation.
     partitioned = rows.repartition(*ROW_KEY) if parts is None else rows.repartition(parts, *ROW_KEY)
-    in_doubt, freed = last(status.isin(202, 504)), last(status == 503)
+    in_doubt, freed = last_answer(status.isin(202, 504)), last_answer(status == 503)
     return partitioned.groupBy(*ROW_KEY, "reject").agg(
         F.min("accepted_ms").alias("first_accepted_ms"),
         F.max("timestamp_ms").alias("last_timestamp_ms"),

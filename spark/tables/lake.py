@@ -262,9 +262,9 @@ class Lake:
             merge.whenMatchedUpdate(set=dict(deliveries.merged())).whenNotMatchedInsertAll().execute()
 
     def change_ids(self, rows: DataFrame, hours: list[str], run: int) -> None:
-        """Change the ids of rows of `deliveries` to `named`, and their `run` to this run; idempotent.
+        """Change the ids of rows of `deliveries` to `named_id`, and their `run` to this run; idempotent.
 
-        `rows` are `accepted_hour, id, topic, partition, offset, named`, `hours` all hours of these rows.
+        `rows` are `accepted_hour, id, topic, partition, offset, named_id`, `hours` all hours of these rows.
         """
         in_hours = sql(hours).replace("accepted_hour", "old.accepted_hour", 1)
         same = [f"old.{name} = new.{name}" for name in ("accepted_hour", "id", "topic", "partition", "offset")]
@@ -272,14 +272,14 @@ class Lake:
             DeltaTable.forPath(self.spark, self.path("deliveries"))
             .alias("old")
             .merge(rows.alias("new"), " AND ".join([in_hours, f"old.kind = '{EVENT}'", *same]))
-            .whenMatchedUpdate(set={"id": "new.named", "run": f"{run}L"})
+            .whenMatchedUpdate(set={"id": "new.named_id", "run": f"{run}L"})
             .execute()
         )
 
-    def note_elsewhere(self, rows: DataFrame, hours: list[str], run: int) -> None:
+    def settle_elsewhere(self, rows: DataFrame, hours: list[str], run: int) -> None:
         """Set `elsewhere` and `freed_ms` of rows that were answered 202 or 504, by the rows of other hours; idempotent.
 
-        `rows` are `accepted_hour, id, elsewhere, freed_ms` (cross_hour.known_elsewhere), `hours` all hours of them.
+        `rows` are `accepted_hour, id, elsewhere, freed_ms` (cross_hour.settled_elsewhere), `hours` all hours of them.
         """
         in_hours = sql(hours).replace("accepted_hour", "old.accepted_hour", 1)
         same = ["old.accepted_hour = new.accepted_hour", "old.id = new.id", f"old.kind = '{EVENT}'"]
@@ -294,11 +294,11 @@ class Lake:
             .execute()
         )
 
-    def delete_before(self, first: str, run: int) -> None:
-        """Delete rows accepted before the hour `first` (`yyyy-MM-dd HH:mm:ss`, UTC), and plans of runs before that."""
-        before_ms = f"unix_millis(TIMESTAMP '{first}')"
+    def delete_before(self, first_hour: str, run: int) -> None:
+        """Delete rows accepted before `first_hour` (`yyyy-MM-dd HH:mm:ss`, UTC), and the plans of runs before that."""
+        before_ms = f"unix_millis(TIMESTAMP '{first_hour}')"
         conditions = {
-            **dict.fromkeys(("deliveries", "findings", "verdicts"), f"accepted_hour < TIMESTAMP '{first}'"),
+            **dict.fromkeys(("deliveries", "findings", "verdicts"), f"accepted_hour < TIMESTAMP '{first_hour}'"),
             "rejects": f"seen_ms < {before_ms}",
             **dict.fromkeys(("progress", "runs"), f"frozen_ms < {before_ms} AND run < {run}"),
         }

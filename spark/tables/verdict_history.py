@@ -12,36 +12,40 @@ DELIVERED_ONCE: Final = "delivered_once"
 _ID: Final = ["accepted_hour", "id"]
 
 
-def last(verdicts: DataFrame, run: int) -> DataFrame:
-    """Return the last verdict of each id before this run: lake.VERDICT → `accepted_hour, id, before`."""
-    return verdicts.where(F.col("run") < run).groupBy(*_ID).agg(F.max_by("verdict", "run").alias("before"))
+def last_verdicts(verdicts: DataFrame, run: int) -> DataFrame:
+    """Return the last verdict of each id before this run: lake.VERDICT → `accepted_hour, id, last_verdict`."""
+    return verdicts.where(F.col("run") < run).groupBy(*_ID).agg(F.max_by("verdict", "run").alias("last_verdict"))
 
 
-def may_change(last_verdicts: DataFrame) -> DataFrame:
-    """Filter the last verdicts (`last`) to those that a later run may revise: all but `delivered_once`."""
-    return last_verdicts.where(F.col("before").isNotNull() & (F.col("before") != DELIVERED_ONCE))
+def may_change(latest: DataFrame) -> DataFrame:
+    """Filter last verdicts (from `last_verdicts`) to those that a later run may revise: all but `delivered_once`."""
+    return latest.where(F.col("last_verdict").isNotNull() & (F.col("last_verdict") != DELIVERED_ONCE))
 
 
-def changed(classified: DataFrame, clean: DataFrame, last_verdicts: DataFrame, run: int, frozen_ms: int) -> DataFrame:
+def changed(classified: DataFrame, clean: DataFrame, latest: DataFrame, run: int, frozen_ms: int) -> DataFrame:
     """Return lake.VERDICT of the ids whose verdict differs from their last verdict.
 
-    `classified` are rows of classify.classify, `clean` the clean rows (deliveries.ROW) of ids with a last verdict.
+    `classified` are rows of classify.classify, `clean` the clean rows (deliveries.ROW) of ids with a last verdict,
+    `latest` the last verdicts (from `last_verdicts`).
     """
     with_verdict = classified.withColumn("verdict", F.coalesce("category", "phantom"))
     claimed = (F.col("entries_count") > 0) | (F.col("answered_201") > 0)
     clean_verdicts = clean.withColumn("verdict", F.when(claimed, DELIVERED_ONCE))
     columns = [*_ID, "key", "topic", "last_ms", "verdict"]
-    now = with_verdict.select(*columns).unionByName(clean_verdicts.select(*columns)).join(last_verdicts, _ID, "left")
-    first = F.col("before").isNull() & (F.coalesce(F.col("verdict"), F.lit(DELIVERED_ONCE)) == DELIVERED_ONCE)
-    different = now.where(~F.col("verdict").eqNullSafe(F.col("before")) & ~first)
-    fixed = {"run": F.lit(run), "frozen_ms": F.lit(frozen_ms)}
+    now = with_verdict.select(*columns).unionByName(clean_verdicts.select(*columns)).join(latest, _ID, "left")
+    is_first_delivery = F.col("last_verdict").isNull() & (
+        F.coalesce(F.col("verdict"), F.lit(DELIVERED_ONCE)) == DELIVERED_ONCE
+    )
+    different = now.where(~F.col("verdict").eqNullSafe(F.col("last_verdict")) & ~is_first_delivery)
+    columns_of_run = {"run": F.lit(run), "frozen_ms": F.lit(frozen_ms), "before": F.col("last_verdict")}
     return different.select(
-        *(fixed.get(name, F.col(name)).cast(kind).alias(name) for name, kind in lake.VERDICT.items())
+        *(columns_of_run.get(name, F.col(name)).cast(kind).alias(name) for name, kind in lake.VERDICT.items())
     )
 
 
 def counted(verdicts: DataFrame, since_ms: int) -> dict[str, Any]:
-    """Count the changes with evidence in the window, by kind; `revised` counts those that were not `pending` before."""
+    """Count the changes with evidence in the window, by old and new verdict; `revised` counts those that were not
+    `pending` before."""
     changes = verdicts.where((F.col("last_ms") >= since_ms) & F.col("before").isNotNull())
     rows = changes.groupBy("before", "verdict").count().collect()
     found = sorted((row["before"], row["verdict"] or "", row["count"]) for row in rows)

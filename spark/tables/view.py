@@ -120,8 +120,8 @@ def register(spark: SparkSession, shared: SharedSettings, root: str, topic: str)
         lake = Lake(spark, root)
         lake.check_version()
         view = View(lake, shared, topic)
-        last = lake.read("runs").agg(F.max("run").alias("run")).collect()[0]["run"]
-        rows = lake.read("progress").where(F.col("run") == last).collect() if last is not None else []
+        last_run = lake.read("runs").agg(F.max("run").alias("run")).collect()[0]["run"]
+        rows = lake.read("progress").where(F.col("run") == last_run).collect() if last_run is not None else []
         plan = Plan.from_rows(row.asDict(recursive=True) for row in rows)
         if plan is None or topic not in plan.topics:
             raise CannotRun(
@@ -160,13 +160,14 @@ def _table(topic: str) -> str:
     return f"{FOLDER}/{topic}"
 
 
-def update(lake: Lake, shared: SharedSettings, plan: Plan, last: Plan | None) -> None:
-    """Update every view to the plan of a run whose `deliveries` are merged; `last` is the last finished run's plan."""
+def update(lake: Lake, shared: SharedSettings, plan: Plan, last_plan: Plan | None) -> None:
+    """Update every view to the plan of a run whose `deliveries` are merged; `last_plan` is the last
+    finished run's plan."""
     topics = set(registered(lake)) & set(plan.topics)
     if not topics:
         return
     deliveries = lake.read("deliveries")
-    last_runs = _last_runs(lake, topics, plan, last)
+    last_runs = _last_runs(lake, topics, plan, last_plan)
     with closing(Broker(lake.spark, shared)) as broker:
         starts = _starts(broker, [log for log in plan.of(DATA) if log.topic in topics])
     for topic in sorted(topics):
@@ -181,13 +182,13 @@ def update(lake: Lake, shared: SharedSettings, plan: Plan, last: Plan | None) ->
         View(lake, shared, topic).advance(touched, spans, topic_starts, plan.run)
 
 
-def _last_runs(lake: Lake, topics: set[str], plan: Plan, last: Plan | None) -> dict[str, int]:
+def _last_runs(lake: Lake, topics: set[str], plan: Plan, last_plan: Plan | None) -> dict[str, int]:
     """Return the run that last updated the view of each topic: the last run that audited the topic.
 
     Later runs of other topics may have merged ledger entries of this one. A topic is left out if the lake has deleted
     the plan of that run.
     """
-    found = dict.fromkeys(topics & set(last.topics), last.run) if last is not None else {}
+    found = dict.fromkeys(topics & set(last_plan.topics), last_plan.run) if last_plan is not None else {}
     if missing := sorted(topics - found.keys()):
         audited = F.col("audited") & (F.col("role") == DATA) & F.col("topic").isin(missing)
         runs = lake.read("progress").where((F.col("run") < plan.run) & audited).groupBy("topic").agg(F.max("run"))
@@ -219,7 +220,7 @@ def _candidates(rows: DataFrame, topic: str) -> DataFrame:
     }
     names = (*_ORDER, "accepted_at", "has_fencepost_header", "fingerprint", "named_key")
     order = F.struct(*(columns.get(name, F.col(name)).alias(name) for name in names))
-    return copies.groupBy("id").agg(F.min(order).alias("first")).select("id", "first.*")
+    return copies.groupBy("id").agg(F.min(order).alias("first_copy")).select("id", "first_copy.*")
 
 
 def _changes(candidates: DataFrame, view: DataFrame) -> DataFrame:
@@ -252,11 +253,15 @@ def _earlier_spans(
     below = (
         F.col("offset") < F.try_element_at(F.create_map(*_flat(begins)), F.col("partition")) if begins else F.lit(False)
     )
-    rows = wanted.where(below).groupBy("partition").agg(F.min("offset").alias("first"), F.max("offset").alias("last"))
+    rows = (
+        wanted.where(below)
+        .groupBy("partition")
+        .agg(F.min("offset").alias("first_offset"), F.max("offset").alias("last_offset"))
+    )
     for row in rows.collect():
         (partition,) = [partition for partition in starts if partition[1] == row["partition"]]
-        if row["last"] >= starts[partition]:
-            found[partition] = (max(row["first"], starts[partition]), row["last"] + 1)
+        if row["last_offset"] >= starts[partition]:
+            found[partition] = (max(row["first_offset"], starts[partition]), row["last_offset"] + 1)
     return found
 
 

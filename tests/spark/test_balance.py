@@ -38,3 +38,9 @@ def test_an_hour_with_open_verdicts_stays_in_the_balance() -> None:
     assert balance.open_hours() == {FIRST}
     balance.close(THIRD)
     assert balance.hours.keys() == {FIRST}
+
+
+def test_the_summary_of_an_earlier_version_is_read_by_its_names() -> None:
+    balance = Balance.of({"hours": {}, "adjustment": {}, "cells": {FIRST: {"t": {"0": 5}}}, "shifted": True})
+    assert (balance.record_counts, balance.evidence_changed) == ({FIRST: {"t": {"0": 5}}}, True)
+    assert Balance.of(balance.document()) == balance

@@ -24,12 +24,12 @@ def test_a_terminal_sees_how_many_tasks_are_done(spark: SparkSession) -> None:
     stream = Terminal()
     console = Console(stream)
     with console.watching(spark):
-        console("judge")
+        console("classify ids")
         deadline = time.monotonic() + 60
         while "tasks" not in stream.getvalue():
             assert time.monotonic() < deadline
             # Tasks that sleep for longer than the line takes to move.
             spark.range(2).selectExpr(f"reflect('java.lang.Thread', 'sleep', {int(EVERY_S * 2000)}L)").collect()
-    assert re.search(r"\d+\.\ds  judge\n", stream.getvalue())
-    assert re.search(r"judge: \d+ of \d+ tasks", stream.getvalue())
+    assert re.search(r"\d+\.\ds  classify ids\n", stream.getvalue())
+    assert re.search(r"classify ids: \d+ of \d+ tasks", stream.getvalue())
     assert stream.getvalue().endswith("\r\x1b[K")

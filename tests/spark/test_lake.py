@@ -291,7 +291,7 @@ def test_the_summary_of_the_last_run_is_read_from_the_files_of_the_last_runs(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     tables = lake.Lake(spark, str(tmp_path))
-    assert job.before_now(tables) is None
+    assert job.last_finished_run(tables) is None
     for first, length in ((1, 1), (3, 40)):
         runs = [
             {"run": run, "frozen_ms": NOW_MS, "verdict": "clean", "summary": f'{{"n": {run}}}', "report": f"{run}"}
@@ -299,7 +299,7 @@ def test_the_summary_of_the_last_run_is_read_from_the_files_of_the_last_runs(
         ]
         tables.append("runs", spark.createDataFrame(runs, lake.schema("runs")).repartitionByRange(length, "run"), first)
     with having(spark, {"spark.sql.maxMetadataStringLength": "1000"}):
-        assert job.before_now(tables) == {"run": 42, "n": 42, "reports": list(range(42, 23, -1))}
+        assert job.last_finished_run(tables) == {"run": 42, "n": 42, "reports": list(range(42, 23, -1))}
     assert _reads(spark, tmp_path, "runs")["number of files read"] == job.HISTORY_RUNS + 1
     assert len(tables.read("runs").inputFiles()) >= 2 * job.HISTORY_RUNS
 
@@ -312,11 +312,11 @@ def test_the_pass_over_ids_reads_narrow_columns_only(small: lake.Lake) -> None:
     assert _columns(cross_hour.retried(rows, seen)) == narrow | folders
 
 
-@pytest.mark.parametrize("last", ["first", "first + INTERVAL 1 HOUR"])
+@pytest.mark.parametrize("last", ["first_hour", "first_hour + INTERVAL 1 HOUR"])
 def test_the_pass_over_ids_finds_an_id_in_any_spread_of_hours(small: lake.Lake, last: str) -> None:
     """One id that comes twice in every other hour, or in every hour and the next, for some months."""
     first = F.timestamp_millis(F.lit(NOW_MS // HOUR_MS * HOUR_MS) - F.col("id") * 3 * HOUR_MS)
-    hour = small.spark.range(1000).select(first.alias("first")).withColumn("last", F.expr(last))
+    hour = small.spark.range(1000).select(first.alias("first_hour")).withColumn("last_hour", F.expr(last))
     several = hour.withColumn("id", F.lit("id-3-7".ljust(16)).cast("binary"))
     found = cross_hour.rows_of(small.read("deliveries"), several, cross_hour.spans_of(several))
     assert [bytes(row["id"]) for row in found.collect()] == [b"id-3-7".ljust(16)]

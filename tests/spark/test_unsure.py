@@ -43,7 +43,7 @@ CASES: dict[str, tuple[Sequence[Any], tuple[bool, int | None] | None]] = {
 
 
 def _told(rows: Any) -> dict[str, tuple[bool, int | None]]:
-    found = cross_hour.known_elsewhere(rows, 1)
+    found = cross_hour.settled_elsewhere(rows, 1)
     assert found is not None
     return {name_of(row["id"]): (row["elsewhere"], row["freed_ms"]) for row in found.collect()}
 
@@ -58,13 +58,13 @@ def test_evidence_of_other_hours_is_noted_once_and_revoked_by_a_later_answer(
 ) -> None:
     tables = lake.Lake(spark, str(tmp_path))
     tables.append("deliveries", reduced(spark, ids({name: case[0] for name, case in CASES.items()})), 1)
-    found = cross_hour.known_elsewhere(tables.read("deliveries"), 1)
+    found = cross_hour.settled_elsewhere(tables.read("deliveries"), 1)
     assert found is not None
     found = found.localCheckpoint()
-    tables.note_elsewhere(found, hours.of(found), 1)
+    tables.settle_elsewhere(found, hours.of(found), 1)
     assert _told(tables.read("deliveries")) == {}
     # Nothing new: nobody looks further than the few that are unsure.
-    assert cross_hour.known_elsewhere(tables.read("deliveries").where("run > 1"), 2) is None
+    assert cross_hour.settled_elsewhere(tables.read("deliveries").where("run > 1"), 2) is None
     again = reduced(spark, ids({"freed": [answer(504, at=EARLY, timestamp_ms=NOW_MS)]}), 2)
     tables.merge(again, hours.of(again), 2)
     rows = tables.read("deliveries").where((F.col("answered_504") > 0) & (F.col("run") == 2)).collect()
