@@ -22,6 +22,9 @@ CALL_MS: Final = 30_000
 # Topics in one request: keeps a request small enough for a quick answer.
 TOPICS_A_CALL: Final = 500
 
+NO_LEADER_EPOCH: Final = -1
+"""The leader epoch of an offset, if the leader sent none (as in Kafka's protocol)."""
+
 TopicPartition = tuple[str, int]
 """Topic and partition."""
 
@@ -42,13 +45,13 @@ class Ends:
     """The first offset and the ends of a partition's log.
 
     `high_watermark` was listed before `last_stable`: if `last_stable >= high_watermark`, every record below the high
-    watermark is decided. `leader_epoch` is the epoch of the leader that answered `last_stable`, -1 if it sent none.
+    watermark is decided. `leader_epoch` is the epoch of the leader that answered `last_stable`, or NO_LEADER_EPOCH.
     """
 
     log_start: int
     high_watermark: int
     last_stable: int
-    leader_epoch: int = -1
+    leader_epoch: int = NO_LEADER_EPOCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +336,7 @@ class Broker:
     def _offsets(
         self, partitions: Sequence[TopicPartition], spec: Any, isolation: str, *, strict: bool
     ) -> dict[TopicPartition, tuple[int, int]]:
-        """Request the offset (ListOffsets) and the leader epoch (-1 if none) of each partition."""
+        """Request the offset (ListOffsets) and the leader epoch (or NO_LEADER_EPOCH) of each partition."""
         level = getattr(self._kafka.common.IsolationLevel, isolation)
         handles = {partition: self._java_partition(partition) for partition in partitions}
         wanted = self._jvm.java.util.HashMap()
@@ -348,7 +351,7 @@ class Broker:
             strict=strict,
         )
         return {
-            partition: (int(answer.offset()), int(answer.leaderEpoch().orElse(-1)))
+            partition: (int(answer.offset()), int(answer.leaderEpoch().orElse(NO_LEADER_EPOCH)))
             for partition, answer in answers.items()
         }
 

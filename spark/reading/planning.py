@@ -1,4 +1,4 @@
-"""Plan a run: freeze the ends of every log on the driver, and continue from what the run before has read.
+"""Plan a run: freeze the ends of every log on the driver, and continue from what the last run has read.
 
 The plan is stored before anything is read. An interrupted run is resumed from its own plan, so that its report is the
 same as without the interruption.
@@ -7,14 +7,15 @@ same as without the interruption.
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum
 from fnmatch import fnmatchcase
-from typing import Final, Protocol
+from typing import Protocol
 
 from service.contract import Guarantee, wire
 from spark import rule_table
 from spark.errors import CannotRun
-from spark.reading.kafka_admin import BlockingTransaction, Ends, Topic, TopicPartition
+from spark.reading.kafka_admin import NO_LEADER_EPOCH, BlockingTransaction, Ends, Topic, TopicPartition
 from spark.reading.run_plan import (
     DATA,
     LEDGER,
@@ -46,11 +47,25 @@ class Cluster(Protocol):
     def diverged(self, positions: Mapping[TopicPartition, tuple[int, int]]) -> dict[TopicPartition, int]: ...
 
 
-_UNKNOWN: Final = -1
-"""A `complete_since_ms` or `first_record_ms` that has yet to be determined."""
+class _OldestRecord(Enum):
+    """The record whose time becomes the `complete_since_ms` of a ledger's or journal's log."""
 
-_UNKNOWN_OF_TOPIC: Final = -2
-"""The same for the `complete_since_ms` of a log that has all records since its topic was created."""
+    OF_LOG = "the oldest record of the log"
+    OF_TOPIC = "the oldest record in any log of the topic, for a log that still has its first record"
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A log of the plan, of which two times may still have to be read from Kafka.
+
+    `complete_since`: the record whose time becomes `complete_since_ms`, None if that time is known.
+    `needs_first_record`: whether `first_record_ms` is unknown.
+    """
+
+    log: Log
+    complete_since: _OldestRecord | None = None
+    needs_first_record: bool = False
+
 
 Discover = Callable[[Sequence[Log], Sequence[str]], set[str]]
 """Selects the topics that the unread part of ledger and journal names."""
@@ -62,79 +77,132 @@ Named = Callable[[], set[str]]
 def freeze(
     cluster: Cluster,
     settings: Settings,
-    before: Plan | None,
+    last_plan: Plan | None,
     now_ms: int,
     discover: Discover,
     named: Named,
     run: int | None = None,
 ) -> Plan:
-    """Make the plan of the run after `before`, with the number `run`, or the next one.
+    """Make the plan of the run after `last_plan`, with the number `run`, or the next number.
 
     Lists the ends of the data topics, then of the ledger, then of the journal, and then the data topics' high
     watermarks once more. By this order a record below a data end has its ledger record below the ledger's end, or
     undecided; and an offset that the ledger names lies below the later high watermark, or was never written.
-    If the ledger names a topic without listed ends, all is listed again: the topic was created in the meantime, or is
-    one of the `candidates` whose requests may fail. CannotRun if the ledger does not exist or --topics matches nothing.
+    CannotRun if the ledger does not exist, if --topics matches nothing, or if a request to Kafka fails.
     """
-    shared, globs = settings.shared, settings.options.topics
-    ledger, requests = wire.ledger_topic(shared.namespace), wire.requests_topic(shared.namespace)
-    own = {ledger, requests, wire.control_topic(shared.namespace), wire.findings_topic(shared.namespace)}
-    audited_before = set() if globs else _audited_before(settings, before, named)
-    last_data = [log for log in before.logs if log.role in (DATA, UNWANTED)] if before else []
-    left_out = {log.topic for log in last_data if log.role == UNWANTED}
-
-    def wanted(name: str) -> bool:
-        return matches(globs, name) if globs else name in audited_before or _has_rule(settings, name)
-
-    while True:
-        existing = set(cluster.names())
-        if ledger not in existing and not globs:
-            raise CannotRun(
-                f"topic {ledger!r} does not exist; "
-                "set FENCEPOST_NAMESPACE to the service's, or name topics with --topics"
-            )
-        required = {name for name in existing - own if wanted(name)}
-        if globs and not required and not any(wanted(log.topic) for log in last_data):
-            raise CannotRun(
-                f"--topics {','.join(globs)!r} matches no topic of Kafka at FENCEPOST_KAFKA={shared.kafka!r}, and none "
-                "of the last run on this --lake; name topics that exist, or leave --topics out"
-            )
-        candidates = set() if globs else existing - own - required
-        logs = _frozen(cluster, before, {DATA: required, LEDGER: {ledger}, REQUESTS: {requests}}, candidates, now_ms)
-        if globs:
-            break
-        # A topic may be deleted since an earlier run read it. If ledger or journal name it, its claims are audited.
-        later = set(cluster.names())
-        others = {name for name in (existing | left_out | later) - own if not wanted(name)}
-        found = discover(logs, sorted(others)) if others else set()
-        audited_before |= found
-        if not (found & later) - {log.topic for log in logs}:
-            break
-    logs = [log for log in logs if log.role != DATA or wanted(log.topic)]
-    compacted = cluster.compacted(sorted({log.topic for log in logs if log.role == DATA}))
-    logs = [replace(log, compacted=log.compacted or log.topic in compacted) for log in logs]
-    logs = _with_complete_since(cluster, logs, now_ms)
-    logs = _with_first_record(cluster, logs, now_ms)
+    selection = _Selection(settings, last_plan, named)
+    drafts = _list_selected(cluster, selection, last_plan, now_ms, discover)
+    drafts = _with_compacted(cluster, drafts)
+    drafts = _with_complete_since(cluster, drafts, now_ms)
+    logs = _with_first_record(cluster, drafts, now_ms)
     logs = _capped(logs, settings.options.max_records)
     logs = _with_decided_until(cluster, logs, now_ms)
-    logs = [_with_guarantees(settings, before, log) for log in logs]
-    run = run or (before.run + 1 if before else 1)
+    logs = [_with_guarantees(settings, last_plan, log) for log in logs]
+    run = run or (last_plan.run + 1 if last_plan else 1)
     logs = [_with_caught_up_run(log, run) for log in _with_later_end(cluster, logs)]
+    return Plan(run, now_ms, options_of(settings), (*logs, *_carried(last_plan, logs, selection)))
+
+
+class _Selection:
+    """The data topics that a run audits: those of --topics; without --topics those that the rules, the ledger or the
+    journal name."""
+
+    def __init__(self, settings: Settings, last_plan: Plan | None, named: Named) -> None:
+        namespace = settings.shared.namespace
+        self.globs = settings.options.topics
+        self._settings = settings
+        self._ledger, self._requests = wire.ledger_topic(namespace), wire.requests_topic(namespace)
+        self._own = {self._ledger, self._requests, wire.control_topic(namespace), wire.findings_topic(namespace)}
+        # Topics that the ledger or the journal names.
+        self._named = set() if self.globs else _audited_before(settings, last_plan, named)
+        self._last_data = [log for log in last_plan.logs if log.role in (DATA, UNWANTED)] if last_plan else []
+
+    def has(self, name: str) -> bool:
+        """Check whether a data topic is selected."""
+        return matches(self.globs, name) if self.globs else name in self._named or _has_rule(self._settings, name)
+
+    def required(self, existing: set[str]) -> dict[str, set[str]]:
+        """Return the topics whose ends must be listed, by role; CannotRun if there is nothing to audit."""
+        if self._ledger not in existing and not self.globs:
+            raise CannotRun(
+                f"topic {self._ledger!r} does not exist; "
+                "set FENCEPOST_NAMESPACE to the service's, or name topics with --topics"
+            )
+        data = {name for name in existing - self._own if self.has(name)}
+        if self.globs and not data and not any(self.has(log.topic) for log in self._last_data):
+            kafka = self._settings.shared.kafka
+            raise CannotRun(
+                f"--topics {','.join(self.globs)!r} matches no topic of Kafka at FENCEPOST_KAFKA={kafka!r}, and none "
+                "of the last run on this --lake; name topics that exist, or leave --topics out"
+            )
+        return {DATA: data, LEDGER: {self._ledger}, REQUESTS: {self._requests}}
+
+    def candidates(self, existing: set[str]) -> set[str]:
+        """Return existing topics that are not selected, but may be named by the unread part of ledger and journal."""
+        return set() if self.globs else {name for name in existing - self._own if not self.has(name)}
+
+    def all_candidates(self, existing: set[str]) -> set[str]:
+        """Return the candidates, and topics that an earlier run audited and the last run did not.
+
+        Such a topic may no longer exist. If ledger or journal name it again, its claims are audited.
+        """
+        return self.candidates(existing | {log.topic for log in self._last_data if log.role == UNWANTED})
+
+    def add(self, names: set[str]) -> None:
+        """Select topics that the ledger or the journal names."""
+        self._named |= names
+
+
+def _list_selected(
+    cluster: Cluster, selection: _Selection, last_plan: Plan | None, now_ms: int, discover: Discover
+) -> list[_Draft]:
+    """List the logs of the selected topics, of the ledger and of the journal, with their present ends.
+
+    The ends of the candidates are listed too, before those of the ledger, since the ledger may name any of them. If the
+    ledger names a topic without listed ends, everything is listed again: the topic was created in the meantime, or a
+    request for this candidate failed.
+    """
+    while True:
+        existing = set(cluster.names())
+        drafts = _frozen(cluster, last_plan, selection.required(existing), selection.candidates(existing), now_ms)
+        if selection.globs:
+            break
+        present = set(cluster.names())
+        candidates = selection.all_candidates(existing | present)
+        found = discover([draft.log for draft in drafts], sorted(candidates)) if candidates else set()
+        selection.add(found)
+        if not (found & present) - {draft.log.topic for draft in drafts}:
+            break
+    return [draft for draft in drafts if draft.log.role != DATA or selection.has(draft.log.topic)]
+
+
+def _carried(last_plan: Plan | None, logs: Sequence[Log], selection: _Selection) -> list[Log]:
+    """Carry over the logs of the last plan that this run does not read, for the offset to resume from."""
+
+    def role(log: Log) -> str:
+        if log.role in (LEDGER, REQUESTS):
+            return log.role
+        return DATA if selection.has(log.topic) else UNWANTED
+
     planned = {log.topic_partition for log in logs}
-    carried = [
-        replace(log, role=_carried_as(log, wanted), audited=False, start=log.end)
-        for log in (before.logs if before else ())
+    return [
+        replace(log, role=role(log), audited=False, start=log.end)
+        for log in (last_plan.logs if last_plan else ())
         if log.topic_partition not in planned
     ]
-    return Plan(run, now_ms, options_of(settings), tuple(logs + carried))
 
 
 def _frozen(
-    cluster: Cluster, before: Plan | None, required: Mapping[str, Iterable[str]], candidates: Iterable[str], now_ms: int
-) -> list[Log]:
+    cluster: Cluster,
+    last_plan: Plan | None,
+    required: Mapping[str, Iterable[str]],
+    candidates: Iterable[str],
+    now_ms: int,
+) -> list[_Draft]:
     """List the logs of existing topics with their present ends: `required` topics by role, and candidates as data.
 
-    `compacted` is filled in later. CannotRun if the request for a required topic fails; a candidate is left out then.
+    `compacted` is filled in later. CannotRun if the request for a required topic fails; a candidate whose request fails
+    is left out.
     """
     described = cluster.describe([name for names in required.values() for name in names])
     optional = cluster.describe(list(candidates), strict=False)
@@ -142,18 +210,17 @@ def _frozen(
     def partitions_of(topics: Iterable[Topic]) -> list[TopicPartition]:
         return sorted((topic.name, n) for topic in topics for n in range(topic.partitions))
 
-    answered = cluster.ends(partitions_of(optional.values()), strict=False)
-    complete = {name for name, topic in optional.items() if all((name, n) in answered for n in range(topic.partitions))}
-    found = {DATA: {partition: ends for partition, ends in answered.items() if partition[0] in complete}}
+    listed = cluster.ends(partitions_of(optional.values()), strict=False)
+    complete = {name for name, topic in optional.items() if all((name, n) in listed for n in range(topic.partitions))}
+    found = {DATA: {partition: ends for partition, ends in listed.items() if partition[0] in complete}}
     for role, names in required.items():
         existing = [described[name] for name in names if name in described]
         found[role] = found.get(role, {}) | cluster.ends(partitions_of(existing))
     topics = described | optional
-    diverged = _diverged(
-        cluster, before.logs if before else (), topics, {**found[DATA], **found[LEDGER], **found[REQUESTS]}
-    )
+    last_logs = last_plan.logs if last_plan else ()
+    diverged = _diverged(cluster, last_logs, topics, {**found[DATA], **found[LEDGER], **found[REQUESTS]})
     return [
-        _next_log(before, role, topics[partition[0]], partition, ends, diverged.get(partition), now_ms)
+        _next_log(last_plan, role, topics[partition[0]], partition, ends, diverged.get(partition), now_ms)
         for role, partitions in found.items()
         for partition, ends in partitions.items()
     ]
@@ -170,29 +237,23 @@ def _diverged(
             if log.topic_partition in now
             and log.topic_id == topics[log.topic].topic_id
             and log.end > 0
-            and -1 not in (log.leader_epoch, now[log.topic_partition].leader_epoch)
+            and NO_LEADER_EPOCH not in (log.leader_epoch, now[log.topic_partition].leader_epoch)
             and log.leader_epoch != now[log.topic_partition].leader_epoch
         }
     )
 
 
-def _carried_as(log: Log, wanted: Callable[[str], bool]) -> str:
-    """Return the role of a log that is carried over from the run before, and not read by this run."""
-    if log.role in (LEDGER, REQUESTS):
-        return log.role
-    return DATA if wanted(log.topic) else UNWANTED
-
-
-def _audited_before(settings: Settings, before: Plan | None, named: Named) -> set[str]:
+def _audited_before(settings: Settings, last_plan: Plan | None, named: Named) -> set[str]:
     """Return the topics that a run without --topics audits because of what earlier runs have read.
 
-    If the last run had other --topics, its plan does not list them all: it merged the whole ledger, but audited less.
+    If the last run had other --topics, its plan does not list all of these: it merged the whole ledger, but audited
+    fewer topics.
     """
-    if before is None:
+    if last_plan is None:
         return set()
-    if json.loads(before.options)["topics"] != list(settings.options.topics):
+    if json.loads(last_plan.options)["topics"] != list(settings.options.topics):
         return named()
-    return {log.topic for log in before.logs if log.role == DATA}
+    return {log.topic for log in last_plan.logs if log.role == DATA}
 
 
 def _has_rule(settings: Settings, name: str) -> bool:
@@ -215,18 +276,37 @@ def readable(cluster: Cluster, plan: Plan) -> bool:
 
 
 def _next_log(
-    before: Plan | None,
+    last_plan: Plan | None,
     role: str,
     topic: Topic,
     partition: TopicPartition,
     ends: Ends,
     diverged: int | None,
     now_ms: int,
-) -> Log:
-    """Build a partition's log for this run: it continues where the last run ended, or starts over in a new topic."""
-    last = next((log for log in before.logs if log.topic_partition == partition), None) if before else None
-    # A log that is read for the first time is complete from its oldest record on: a ledger may be younger than data.
-    complete_since_ms = 0 if role == DATA else _UNKNOWN if ends.log_start else _UNKNOWN_OF_TOPIC
+) -> _Draft:
+    """Draft a partition's log for this run: it continues where the last run ended, or starts over in a new topic."""
+    last_log = _log_of(last_plan, partition)
+    draft = _new_log(role, topic, partition, ends, now_ms)
+    if last_plan is None or last_log is None:
+        return draft
+    if rule_table.is_recreated(last_log.topic_id, topic.topic_id):
+        gap = Gap(last_log.end, last_log.end, RECREATED, now_ms)
+        log = replace(draft.log, recreated_at_ms=now_ms, complete_since_ms=now_ms, gaps=(*last_log.gaps, gap))
+        return replace(draft, log=log, complete_since=None)
+    return _with_gaps(_continued(draft, last_log, last_plan.frozen_ms, ends), last_log, ends, diverged, now_ms)
+
+
+def _log_of(plan: Plan | None, partition: TopicPartition) -> Log | None:
+    """Return the log of a partition in a plan."""
+    return next((log for log in plan.logs if log.topic_partition == partition), None) if plan else None
+
+
+def _new_log(role: str, topic: Topic, partition: TopicPartition, ends: Ends, now_ms: int) -> _Draft:
+    """Draft the log of a partition that no run has read.
+
+    A ledger or journal is complete from its oldest record on, since a ledger may be younger than the data.
+    """
+    has_first_record = ends.log_start == 0
     log = Log(
         role=role,
         topic=partition[0],
@@ -240,49 +320,54 @@ def _next_log(
         end=ends.last_stable,
         last_stable=ends.last_stable,
         high_watermark=ends.high_watermark,
-        complete_since_ms=complete_since_ms,
+        complete_since_ms=0,
         decided_until_ms=now_ms,
-        first_record_ms=0 if ends.log_start else _UNKNOWN,
+        first_record_ms=0,
         leader_epoch=ends.leader_epoch,
     )
-    if before is None or last is None:
-        return log
-    if rule_table.is_recreated(last.topic_id, topic.topic_id):
-        gap = Gap(last.end, last.end, RECREATED, now_ms)
-        return replace(log, recreated_at_ms=now_ms, complete_since_ms=now_ms, gaps=(*last.gaps, gap))
-    return _with_gaps(_continued(log, last, before.frozen_ms, ends), last, ends, diverged, now_ms)
+    oldest = _OldestRecord.OF_TOPIC if has_first_record else _OldestRecord.OF_LOG
+    return _Draft(log, None if role == DATA else oldest, needs_first_record=has_first_record)
 
 
-def _continued(log: Log, last: Log, before_ms: int, ends: Ends) -> Log:
-    """Continue a log of this run from the same log in the last run (`before_ms`: when that run froze the ends)."""
-    return replace(
-        log,
+def _continued(draft: _Draft, last_log: Log, last_frozen_ms: int, ends: Ends) -> _Draft:
+    """Continue a log of this run from the same log in the last run, which froze the ends at `last_frozen_ms`."""
+    # Lakes of an earlier version have 0 for every log that began at offset 0.
+    is_complete_since_known = last_log.complete_since_ms != 0 or ends.log_start > 0
+    is_first_record_known = last_log.first_record_ms != 0 and last_log.high_watermark > 0
+    log = replace(
+        draft.log,
         # Compaction deleted records for good, also in a topic that is not compacted any more.
-        compacted=last.compacted,
-        recreated_at_ms=last.recreated_at_ms,
-        first=last.first,
-        start=last.end,
-        # Lakes of an earlier version have 0 for every log that began at offset 0.
-        complete_since_ms=last.complete_since_ms or (0 if ends.log_start else log.complete_since_ms),
-        gaps=last.gaps,
-        caught_up_run=last.caught_up_run,
-        behind_run=last.behind_run,
-        behind_end=last.behind_end,
-        first_record_ms=last.first_record_ms if last.first_record_ms and last.high_watermark else log.first_record_ms,
+        compacted=last_log.compacted,
+        recreated_at_ms=last_log.recreated_at_ms,
+        first=last_log.first,
+        start=last_log.end,
+        complete_since_ms=last_log.complete_since_ms,
+        gaps=last_log.gaps,
+        caught_up_run=last_log.caught_up_run,
+        behind_run=last_log.behind_run,
+        behind_end=last_log.behind_end,
+        first_record_ms=last_log.first_record_ms if is_first_record_known else 0,
+    )
+    return _Draft(
+        log,
+        None if is_complete_since_known else draft.complete_since,
+        needs_first_record=draft.needs_first_record and not is_first_record_known,
     )
 
 
-def _with_gaps(log: Log, last: Log, ends: Ends, diverged: int | None, now_ms: int) -> Log:
+def _with_gaps(draft: _Draft, last_log: Log, ends: Ends, diverged: int | None, now_ms: int) -> _Draft:
     """Add gaps to a continued log: records that a new leader does not have, and records deleted unread."""
-    intact = rule_table.intact_until(ends.last_stable, diverged, last.end)
-    if rule_table.is_truncated(intact, last.end):
-        gaps = (*log.gaps, Gap(intact, last.end, TRUNCATED, now_ms))
-        complete_since_ms = 0 if log.role == DATA else now_ms
-        log = replace(log, start=max(intact, ends.log_start), complete_since_ms=complete_since_ms, gaps=gaps)
-    if rule_table.is_deleted_unread(ends.log_start, last.end):
-        gaps = (*log.gaps, Gap(last.end, ends.log_start, RETENTION, now_ms))
-        log = replace(log, start=ends.log_start, complete_since_ms=0 if log.role == DATA else _UNKNOWN, gaps=gaps)
-    return log
+    intact = rule_table.intact_until(ends.last_stable, diverged, last_log.end)
+    if rule_table.is_truncated(intact, last_log.end):
+        gaps = (*draft.log.gaps, Gap(intact, last_log.end, TRUNCATED, now_ms))
+        complete_since_ms = 0 if draft.log.role == DATA else now_ms
+        log = replace(draft.log, start=max(intact, ends.log_start), complete_since_ms=complete_since_ms, gaps=gaps)
+        draft = replace(draft, log=log, complete_since=None)
+    if rule_table.is_deleted_unread(ends.log_start, last_log.end):
+        gaps = (*draft.log.gaps, Gap(last_log.end, ends.log_start, RETENTION, now_ms))
+        log = replace(draft.log, start=ends.log_start, complete_since_ms=0, gaps=gaps)
+        draft = replace(draft, log=log, complete_since=None if log.role == DATA else _OldestRecord.OF_LOG)
+    return draft
 
 
 def _with_later_end(cluster: Cluster, logs: list[Log]) -> list[Log]:
@@ -319,40 +404,58 @@ def _with_caught_up_run(log: Log, run: int) -> Log:
     )
 
 
-def _with_complete_since(cluster: Cluster, logs: list[Log], now_ms: int) -> list[Log]:
-    """Set `complete_since_ms` where it is yet unknown, from the log's oldest record.
-
-    The record itself is read, since after DeleteRecords a broker may find no offset for any timestamp.
-    """
-    unknown = [log for log in logs if log.complete_since_ms in (_UNKNOWN, _UNKNOWN_OF_TOPIC)]
-    begins = {log.topic_partition: log.start if log.complete_since_ms == _UNKNOWN else 0 for log in unknown}
-    offsets = {
-        log.topic_partition: begins[log.topic_partition]
-        for log in unknown
-        if begins[log.topic_partition] < log.high_watermark
-    }
-    timestamps_at = cluster.timestamps_at(offsets) if offsets else {}
-    oldest = {partition: timestamps_at.get(partition, now_ms) for partition in begins}
-    of_topics: dict[str, list[int]] = {}
-    for log in logs:
-        if log.role != DATA and log.first == 0:
-            of_topics.setdefault(log.topic, []).append(oldest.get(log.topic_partition, log.complete_since_ms))
-
-    def complete_since(log: Log) -> int:
-        whole = log.complete_since_ms == _UNKNOWN_OF_TOPIC
-        return rule_table.complete_since(oldest[log.topic_partition], of_topics.get(log.topic, []), whole=whole)
-
+def _with_compacted(cluster: Cluster, drafts: list[_Draft]) -> list[_Draft]:
+    """Set `compacted` of the data logs whose topic is compacted now."""
+    compacted = cluster.compacted(sorted({draft.log.topic for draft in drafts if draft.log.role == DATA}))
     return [
-        replace(log, complete_since_ms=complete_since(log)) if log.topic_partition in oldest else log for log in logs
+        replace(draft, log=replace(draft.log, compacted=draft.log.compacted or draft.log.topic in compacted))
+        for draft in drafts
     ]
 
 
-def _with_first_record(cluster: Cluster, logs: list[Log], now_ms: int) -> list[Log]:
-    """Set `first_record_ms` where it is yet unknown; the record is read for data logs only.
+def _with_complete_since(cluster: Cluster, drafts: list[_Draft], now_ms: int) -> list[_Draft]:
+    """Set `complete_since_ms` where it is unknown, from the log's oldest record, or `now_ms` for an empty log.
+
+    The record itself is read, since after DeleteRecords a broker may find no offset for any timestamp.
+    """
+    oldest_ms = _oldest_records(cluster, [draft for draft in drafts if draft.complete_since is not None], now_ms)
+    of_topics: dict[str, list[int]] = {}
+    for log in (draft.log for draft in drafts):
+        if log.role != DATA and log.first == 0:
+            of_topics.setdefault(log.topic, []).append(oldest_ms.get(log.topic_partition, log.complete_since_ms))
+
+    def completed(draft: _Draft) -> _Draft:
+        log = draft.log
+        if draft.complete_since is None:
+            return draft
+        complete_since_ms = rule_table.complete_since(
+            oldest_ms[log.topic_partition],
+            of_topics.get(log.topic, []),
+            whole=draft.complete_since is _OldestRecord.OF_TOPIC,
+        )
+        return replace(draft, log=replace(log, complete_since_ms=complete_since_ms), complete_since=None)
+
+    return [completed(draft) for draft in drafts]
+
+
+def _oldest_records(cluster: Cluster, drafts: list[_Draft], now_ms: int) -> dict[TopicPartition, int]:
+    """Read the timestamp (ms) of the oldest record of each log; `now_ms` for a log without a record."""
+    starts = {
+        draft.log.topic_partition: 0 if draft.complete_since is _OldestRecord.OF_TOPIC else draft.log.start
+        for draft in drafts
+    }
+    ends = {draft.log.topic_partition: draft.log.high_watermark for draft in drafts}
+    offsets = {partition: start for partition, start in starts.items() if start < ends[partition]}
+    timestamps_at = cluster.timestamps_at(offsets) if offsets else {}
+    return {partition: timestamps_at.get(partition, now_ms) for partition in starts}
+
+
+def _with_first_record(cluster: Cluster, drafts: list[_Draft], now_ms: int) -> list[Log]:
+    """Set `first_record_ms` where it is unknown; the record is read for data logs only.
 
     A timestamp in the future is a mistake of the writer, and is not used.
     """
-    unknown = [log for log in logs if log.first_record_ms == _UNKNOWN]
+    unknown = [draft.log for draft in drafts if draft.needs_first_record]
     empty = {log.topic_partition: now_ms for log in unknown if not log.high_watermark}
     offsets = {log.topic_partition: 0 for log in unknown if log.role == DATA and log.high_watermark}
     timestamps_at: dict[TopicPartition, int] = {}
@@ -361,14 +464,14 @@ def _with_first_record(cluster: Cluster, logs: list[Log], now_ms: int) -> list[L
             timestamps_at = {partition: ms for partition, ms in cluster.timestamps_at(offsets).items() if ms <= now_ms}
     first_records = empty | timestamps_at
     return [
-        replace(log, first_record_ms=first_records.get(log.topic_partition, 0))
-        if log.first_record_ms == _UNKNOWN
-        else log
-        for log in logs
+        replace(draft.log, first_record_ms=first_records.get(draft.log.topic_partition, 0))
+        if draft.needs_first_record
+        else draft.log
+        for draft in drafts
     ]
 
 
-def _with_guarantees(settings: Settings, before: Plan | None, log: Log) -> Log:
+def _with_guarantees(settings: Settings, last_plan: Plan | None, log: Log) -> Log:
     """Set the guarantees of a data log by offset, from the rules of this run and of earlier runs.
 
     The offset at which the service began to follow a changed rule is unknown: records between two runs count as
@@ -376,25 +479,15 @@ def _with_guarantees(settings: Settings, before: Plan | None, log: Log) -> Log:
     """
     if log.role != DATA:
         return log
-    last = (
-        next(
-            (
-                earlier
-                for earlier in before.logs
-                if earlier.topic_partition == log.topic_partition and earlier.topic_id == log.topic_id
-            ),
-            None,
-        )
-        if before
-        else None
-    )
-    earlier_guarantees = last.guarantees if last else ()
-    now = settings.rules.guarantee(log.topic)
-    if earlier_guarantees and earlier_guarantees[-1].guarantee == now.value:
-        return replace(log, guarantees=earlier_guarantees)
-    first = log.high_watermark if now is Guarantee.EXACTLY_ONCE else log.start
-    guarantee = OffsetGuarantee(first if earlier_guarantees else 0, now.value)
-    return replace(log, guarantees=(*earlier_guarantees, guarantee))
+    last_log = _log_of(last_plan, log.topic_partition)
+    earlier = last_log.guarantees if last_log is not None and last_log.topic_id == log.topic_id else ()
+    guarantee = settings.rules.guarantee(log.topic)
+    if not earlier:
+        return replace(log, guarantees=(OffsetGuarantee(0, guarantee.value),))
+    if earlier[-1].guarantee == guarantee.value:
+        return replace(log, guarantees=earlier)
+    first = log.high_watermark if guarantee is Guarantee.EXACTLY_ONCE else log.start
+    return replace(log, guarantees=(*earlier, OffsetGuarantee(first, guarantee.value)))
 
 
 def _capped(logs: list[Log], most: int | None) -> list[Log]:

@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 
 from service.contract import CallerRule, Guarantee, Rules, TopicRule
 from spark import rule_table
-from spark.reading.kafka_admin import BlockingTransaction, TopicPartition
+from spark.reading.kafka_admin import NO_LEADER_EPOCH, BlockingTransaction, TopicPartition
 from spark.reading.source import Span
 from spark.settings import HOUR_MS, Settings
 
@@ -51,7 +51,8 @@ class Log:
     `complete_since_ms`: every record appended from then on was read (ledger and journal; 0 for data).
     `decided_until_ms`: every record appended before then lies below `end`.
     `blocking_transaction`: the open transaction that keeps the last stable offset at `end`.
-    `guarantees`: the guarantees of a data topic, by offset. `leader_epoch`: of the leader that answered `end`, or -1.
+    `guarantees`: the guarantees of a data topic, by offset. `leader_epoch`: of the leader that answered `end`, or
+    NO_LEADER_EPOCH.
     `later_end`: the high watermark of a data log, listed after the ends of ledger and journal; the largest offset if
     an open transaction blocks the log.
     `caught_up_run`: the last run for which every record below its high watermark has been read by now (0: none).
@@ -81,7 +82,7 @@ class Log:
     behind_run: int = 0
     behind_end: int = 0
     first_record_ms: int = 0
-    leader_epoch: int = -1
+    leader_epoch: int = NO_LEADER_EPOCH
 
     @property
     def topic_partition(self) -> TopicPartition:
@@ -149,7 +150,7 @@ class Plan:
             )
             later_end, epoch = row.get("later_end"), row.get("leader_epoch")
             values["later_end"] = row["high_watermark"] if later_end is None else later_end
-            values["leader_epoch"] = -1 if epoch is None else epoch
+            values["leader_epoch"] = NO_LEADER_EPOCH if epoch is None else epoch
             values |= {name: row.get(name) or 0 for name in _ZERO_IF_MISSING}
             logs.append(Log(**values, gaps=gaps, blocking_transaction=blocking_transaction, guarantees=guarantees))
         return None if head is None else cls(head["run"], head["frozen_ms"], head["options"], tuple(logs))

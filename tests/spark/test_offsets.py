@@ -454,6 +454,14 @@ def test_a_compacted_topic_counts_as_compacted_until_it_is_recreated(
     assert not one(freeze(cluster, second, named={"orders", "compacted"}), "compacted").compacted
 
 
+def test_the_time_of_an_empty_log_is_dropped_when_its_first_record_was_deleted_unread(cluster: MadeUp) -> None:
+    cluster.topics["orders"] = ends(0)
+    first = freeze(cluster, named={"orders"})
+    assert one(first, "orders").first_record_ms == NOW_MS
+    cluster.topics["orders"] = ends(9, start=5)
+    assert one(freeze(cluster, first), "orders").first_record_ms == 0
+
+
 def known_since(plan: Plan, topic: str = LEDGER_TOPIC) -> list[int]:
     return [log.complete_since_ms for log in plan.logs if log.topic == topic]
 
