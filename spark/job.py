@@ -300,7 +300,7 @@ class _Run:
             return
         with self.timer.step("read records"):
             # The rows are used twice. A checkpoint, not a cache, since Delta refuses to merge from a cached plan.
-            rows = rows.localCheckpoint()
+            rows = lake.checkpointed(rows)
             touched = hours.of(rows)
         with self.timer.step("merge records"):
             if touched:
@@ -334,7 +334,7 @@ class _Run:
         if found is None:
             return
         # A checkpoint, so that the MERGE does not read the table that it writes.
-        found = found.localCheckpoint()
+        found = lake.checkpointed(found)
         if touched := hours.of(found):
             write(found, touched, run)
 

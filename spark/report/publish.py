@@ -14,7 +14,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from service.contract import SharedSettings, wire
 from spark.reading.kafka_admin import Broker, connection
 from spark.rules import current_findings
-from spark.tables.lake import Lake
+from spark.tables.lake import Lake, checkpointed
 
 VERSION: Final = 1
 TABLE: Final = "published"
@@ -42,11 +42,10 @@ def _store_changes(lake: Lake, found: DataFrame) -> None:
     value = F.to_json(F.struct(F.lit(VERSION).alias("v"), *current_findings.FIELDS), {"ignoreNullFields": "false"})
     now = found.select("finding_id", value.alias("value"))
     stored = lake.read(TABLE).select("finding_id", F.col("value").alias("stored_value"))
-    changed = (
+    changed = checkpointed(
         now.join(stored, "finding_id", "full_outer")
         .where(~F.col("value").eqNullSafe(F.col("stored_value")))
         .select("finding_id", "value", F.lit(False).alias("sent"))
-        .localCheckpoint()
     )
     if not lake.exists(TABLE):
         lake.add(TABLE, changed)

@@ -167,6 +167,17 @@ def schema(name: str) -> StructType:
     return struct
 
 
+def checkpointed(rows: DataFrame) -> DataFrame:
+    """Compute rows once, and keep them on the executors: the result reads no table and no topic any more.
+
+    If an executor with such rows is lost, Spark cannot compute them again: the run fails, and the next run resumes it.
+    Dynamic allocation keeps such executors, unless `spark.dynamicAllocation.cachedExecutorIdleTimeout` is set. A
+    reliable checkpoint would write the rows to the lake's file system once more in every run, and save only the
+    repetition of a rare failure.
+    """
+    return rows.localCheckpoint()
+
+
 class Lake:
     """Delta tables below one root. The first write to a table creates the table."""
 

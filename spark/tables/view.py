@@ -26,7 +26,7 @@ from spark.reading.kafka_admin import Broker, TopicPartition
 from spark.reading.run_plan import DATA, Log, Plan
 from spark.reading.source import Span
 from spark.tables import lock
-from spark.tables.lake import Lake
+from spark.tables.lake import Lake, checkpointed
 
 TABLE: Final = "views"
 """The table of the topics that have a view."""
@@ -98,7 +98,7 @@ class View:
     def _merge(self, filled: DataFrame, run: int) -> None:
         """Merge changes with their records into the table, once for the run."""
         columns = {name: f"new.{name}" for name in COLUMNS}
-        rows = filled.localCheckpoint()
+        rows = checkpointed(filled)
         with self.lake.once(run):
             (
                 DeltaTable.forPath(self.lake.spark, self.lake.path(self.name))
