@@ -14,7 +14,7 @@ from service.core.logs import configure_logging
 from service.core.settings import Settings
 from service.http.events import EventsEndpoint
 from service.http.limits import GuardedProtocol, LingeringServer
-from service.http.protocol import protocol_of
+from service.http.protocol import Posts, protocol_of
 
 # After the deadline of the last accepted request: for its answer and its mark, the leases, and the journal.
 DRAIN_EXTRA_S = 5
@@ -81,7 +81,7 @@ def _protocol(settings: Settings, endpoint: EventsEndpoint) -> type[GuardedProto
     """What reads the connections: the app has all of the requests, or all but the POSTs of events."""
     if settings.transport == "asgi":
         return GuardedProtocol
-    return protocol_of(endpoint.routes, endpoint.body_bytes_max, endpoint.bodies)
+    return protocol_of(Posts(endpoint.routes, endpoint.body_bytes_max, endpoint.bodies))
 
 
 if __name__ == "__main__":

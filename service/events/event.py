@@ -246,8 +246,11 @@ def _headers(fields: EventBody) -> list[Header]:
     return [(name, content.encode()) for name, content in headers.items()]
 
 
-def check_topic(event: Event, topic: Topic, now_ms: int) -> None:
-    """Check an event against its topic's settings, before its claim. Raises Problem (400, 413, 422)."""
+def check_topic(event: Event, topic: Topic, now_ms: Callable[[], int]) -> None:
+    """Check an event against its topic's settings, before its claim; `now_ms` reads the brokers' clock.
+
+    Raises Problem (400, 413, 422).
+    """
     if event.partition is not None and event.partition >= topic.partitions:
         raise invalid("partition", f"{topic.name} has {topic.partitions}: use 0 to {topic.partitions - 1}, or none")
     settings = topic.settings
@@ -258,7 +261,7 @@ def check_topic(event: Event, topic: Topic, now_ms: int) -> None:
     if event.record_key is None and "compact" in settings.get("cleanup.policy", ""):
         raise Problem(RECORD_REFUSED, f"key: {topic.name} is compacted, so each event needs a key: send one")
     if event.timestamp is not None:
-        check_timestamp(event.timestamp, topic, now_ms)
+        check_timestamp(event.timestamp, topic, now_ms())
 
 
 def check_timestamp(timestamp: int, topic: Topic, now_ms: int) -> None:

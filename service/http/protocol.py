@@ -6,8 +6,11 @@ Its cost beside that of ASGI is in tests/bench/results/simplifications.md.
 import asyncio
 import time
 from collections.abc import Coroutine, Mapping
-from typing import Any, ClassVar, Final
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, Final, cast
 
+import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from service.http.headers import UsedHeaders
@@ -15,6 +18,47 @@ from service.http.limits import GuardedProtocol
 from service.http.request import OWN_BYTES, Bodies, Handler, PostRequest
 from service.http.request_reader import Head, PlainPost, RequestReader
 from service.http.responses import lines_of
+
+log = structlog.get_logger(__name__)
+
+
+class ResponseBuffer:
+    """Responses of any connections, written together in the loop's next turn.
+
+    The results of a group come one after the other. Each write wakes its client, which takes the CPU from the next
+    result if it runs on the same machine.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[HttpRequest, bytes]] = []
+
+    def add(self, post: "HttpRequest", content: bytes) -> None:
+        """Write a whole response, or the last part of one, in the next turn."""
+        if not self._waiting:
+            post.loop.call_soon(self._write)
+        self._waiting.append((post, content))
+
+    def _write(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for post, content in waiting:
+            try:
+                post.complete(content)
+            except Exception:  # a bug must not keep the other responses
+                log.exception("a response was not written")
+                post.cut()
+
+
+@dataclass(frozen=True)
+class Posts:
+    """The POSTs that the transport hands to their handlers, by exact path.
+
+    A body is kept up to `body_bytes_max` bytes, and within the bound that `bodies` holds over all of them.
+    """
+
+    routes: Mapping[bytes, Handler]
+    body_bytes_max: int
+    bodies: Bodies
+    responses: ResponseBuffer = field(default_factory=ResponseBuffer)
 
 
 class HttpRequest(PostRequest):
@@ -34,7 +78,7 @@ class HttpRequest(PostRequest):
         expects_continue: bool = False,
     ) -> None:
         client = connection.client[0] if connection.client else None
-        super().__init__(headers, client, connection.bodies, keep_alive=keep_alive, chunked=chunked)
+        super().__init__(headers, client, connection.posts.bodies, keep_alive=keep_alive, chunked=chunked)
         self._connection = connection
         self._handler = handler
         self.started = False  # all earlier requests of the connection are answered
@@ -99,7 +143,15 @@ class HttpRequest(PostRequest):
         if not self.response_complete:
             lines = self._connection.head(self, status, head, b"content-length: %d\r\n" % len(body))
             self.finish()
-            self._connection.finish(self, lines + body)
+            self._connection.posts.responses.add(self, lines + body)
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self._connection.loop
+
+    def complete(self, content: bytes) -> None:
+        """Write the end of the response, and go on with the connection's next request."""
+        self._connection.finish(self, content)
 
     def cut(self) -> None:
         self.finish()
@@ -145,22 +197,32 @@ class Chunks:
 class PostsProtocol(GuardedProtocol):
     """Hand POSTs to the handlers of their routes, and all other requests to the ASGI app."""
 
-    # By exact path; set by `protocol_of`.
-    routes: ClassVar[Mapping[bytes, Handler]] = {}
-    body_bytes_max: ClassVar[int] = 0
-    bodies: ClassVar[Bodies] = Bodies(0)
+    posts: Posts
     _date: ClassVar[tuple[object, bytes]] = (None, b"")
 
+    def __init__(self, posts: Posts, *arguments: Any, **named: Any) -> None:
+        self.posts = posts
+        super().__init__(*arguments, **named)
+
     def new_reader(self) -> RequestReader:
-        return RequestReader(self.loop.time(), self.routes, min(OWN_BYTES, self.body_bytes_max))
+        return RequestReader(self.loop.time(), self.posts.routes, min(OWN_BYTES, self.posts.body_bytes_max))
+
+    def data_received(self, data: bytes) -> None:
+        post = self.reader.whole_post(data)
+        if post is None or self.transport.is_closing():
+            super().data_received(data)
+            return
+        self.take_post(post)  # the usual case, without an event
+        if self._timer is not None:
+            self._set_timer()
 
     def take_post(self, post: PlainPost) -> None:
-        request = HttpRequest(self, self.routes[post.target], [])
+        request = HttpRequest(self, self.posts.routes[post.target], [])
         self.cycle = request  # type: ignore[assignment]
         request.receive_complete(post.found, post.body)
 
     def begin(self, head: Head) -> None:
-        handler = self.routes.get(head.path) if head.method == b"POST" else None
+        handler = self.posts.routes.get(head.path) if head.method == b"POST" else None
         if handler is None:
             super().begin(head)
             return
@@ -179,7 +241,7 @@ class PostsProtocol(GuardedProtocol):
         else:
             self.flow.pause_reading()
             self.pipeline.appendleft((post, self.app))  # type: ignore[arg-type]
-        post.reject_if_too_long(self.body_bytes_max)
+        post.reject_if_too_long(self.posts.body_bytes_max)
         if post.started:
             post.send_continue()
 
@@ -188,7 +250,7 @@ class PostsProtocol(GuardedProtocol):
         if not isinstance(cycle, HttpRequest):
             super().on_body(body)
         elif not cycle.response_complete:
-            cycle.add(body, self.body_bytes_max)
+            cycle.add(body, self.posts.body_bytes_max)
 
     def on_message_complete(self) -> None:
         cycle: object = self.cycle
@@ -241,10 +303,6 @@ class PostsProtocol(GuardedProtocol):
         super().connection_lost(exc)
 
 
-def protocol_of(routes: Mapping[bytes, Handler], body_bytes_max: int, bodies: Bodies) -> type[PostsProtocol]:
-    """Return a protocol class that hands POSTs of these paths to their handlers.
-
-    A body is kept up to `body_bytes_max` bytes, and within the bound that `bodies` holds over all of them.
-    """
-    own = {"routes": routes, "body_bytes_max": body_bytes_max, "bodies": bodies}
-    return type("Protocol", (PostsProtocol,), own)
+def protocol_of(posts: Posts) -> type[PostsProtocol]:
+    """Return what makes the protocol of each connection, for uvicorn, whose type for it is a class."""
+    return cast("type[PostsProtocol]", partial(PostsProtocol, posts))

@@ -168,7 +168,7 @@ class RequestReader:
         if self.state == "refused":
             return []
         if not self.unread:
-            if 0 < len(data) <= self._plain_bytes_max and not self.unanswered and (post := self._plain_post(data)):
+            if (post := self.whole_post(data)) is not None:
                 return [post]
             self.unread = memoryview(data)
         elif data:
@@ -227,7 +227,10 @@ class RequestReader:
         events, self._events = self._events, []
         return events
 
-    def _plain_post(self, data: bytes) -> PlainPost | None:
+    def whole_post(self, data: bytes) -> PlainPost | None:
+        """Read a plain POST that is whole and alone; None for all else, which `feed` reads."""
+        if self.unanswered or self.unread or not 0 < len(data) <= self._plain_bytes_max:
+            return None
         if self.state != "boundary" and self.state != "fresh":
             return None
         read = native.heads.read_post(data)

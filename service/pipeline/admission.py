@@ -216,7 +216,7 @@ class Admission:
         if topic is None:
             return False
         try:
-            check_topic(event, topic, self.now_ms())
+            check_topic(event, topic, self.now_ms)
         except Problem:
             return False
         return True
@@ -236,9 +236,9 @@ class Admission:
             deadline = (arrived if begun is None else begun) + self._timeout_s
             topic = await self._topic(event.topic, arrived, deadline)
             try:
-                check_topic(event, topic, self.now_ms())
+                check_topic(event, topic, self.now_ms)
             except Problem:
-                check_topic(event, await self._topic(event.topic, arrived, deadline, after_arrival=True), self.now_ms())
+                check_topic(event, await self._topic(event.topic, arrived, deadline, after_arrival=True), self.now_ms)
         if not self._schemas.check_now(event):
             await self._schemas.check(event)
 

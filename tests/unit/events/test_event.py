@@ -401,7 +401,7 @@ def checked(event: Event, partitions: int = 3, **settings: str) -> str:
     """The code with which the topic refuses it, empty where it does not."""
     try:
         named = {name.replace("_", "."): text for name, text in settings.items()}
-        check_topic(event, Topic("t", partitions, named), NOW_MS)
+        check_topic(event, Topic("t", partitions, named), lambda: NOW_MS)
     except Problem as problem:
         return problem.kind.code
     return ""

@@ -15,7 +15,7 @@ from service.contract import Rules
 from service.core.settings import Settings
 from service.events.schemas import Schemas
 from service.http.limits import GuardedProtocol
-from service.http.protocol import protocol_of
+from service.http.protocol import Posts, protocol_of
 from service.http.responses import location_of
 from service.http.routes import openapi_document
 
@@ -27,7 +27,7 @@ async def http(request: pytest.FixtureRequest) -> AsyncIterator[httpx.AsyncClien
     """A client of a whole service, which finds neither Kafka nor Redis; its POSTs below ASGI, and by it."""
     settings = Settings(kafka="127.0.0.1:1", redis="redis://127.0.0.1:1/0", instance="test", request_timeout_ms=1_000)
     app, posts = build_app(settings, Rules(), Schemas(Rules()), lambda _: None)
-    direct = protocol_of(posts.routes, posts.body_bytes_max, posts.bodies)
+    direct = protocol_of(Posts(posts.routes, posts.body_bytes_max, posts.bodies))
     port, protocol = free_port(), direct if request.param == "direct" else GuardedProtocol
     server = uvicorn.Server(
         uvicorn.Config(app, port=port, http=protocol, lifespan="on", log_config=None, access_log=False, loop="uvloop")

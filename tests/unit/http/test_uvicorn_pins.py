@@ -71,7 +71,8 @@ def of_self(module: ModuleType) -> tuple[set[str], set[str]]:
 
 async def test_each_attribute_that_the_service_reads_of_a_connection_exists(protocol: HttpToolsProtocol) -> None:
     protocol.on_message_begin()
-    ours = {name for kind in (GuardedProtocol, http_protocol.PostsProtocol) for name in vars(kind)}
+    kinds = (GuardedProtocol, http_protocol.PostsProtocol)
+    ours = {name for kind in kinds for name in (*vars(kind), *kind.__annotations__)}
     for module in (limits, http_protocol):
         read, own = of_self(module)
         assert len(read) > 15
