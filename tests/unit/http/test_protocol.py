@@ -650,7 +650,7 @@ async def test_pipelined_requests_that_are_answered_at_once_are_read_one_slice_a
     assert isinstance(protocol, PostsProtocol)
     protocol.data_received(3_000 * post(b"/now", b"x", b"via: x"))
     unread = len(protocol.reader.unread)
-    read = []
+    read: list[int] = []
     while len(read) < 12:
         await asyncio.sleep(0)
         before, unread = unread, len(protocol.reader.unread)
