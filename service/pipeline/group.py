@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from service.claims.redis_store import Row
 from service.claims.states import Delivered, DeliveredBatch
@@ -13,6 +14,9 @@ from service.kafka.admin import Topic
 from service.kafka.session import Partition, Record, RecordMetadata
 from service.pipeline.request import Committed, WriteRequest
 from service.slots.ledger_rows import encode_entry
+
+# Each step of a group takes one or two microseconds an event.
+LARGE_EVENTS: Final = 1_000
 
 # A request whose claims stand, and the accepted_at (ms since the Unix epoch) of each of its events.
 ClaimedRequest = tuple[WriteRequest, Sequence[int]]
@@ -34,6 +38,11 @@ class Group:
     @property
     def guarantee(self) -> Guarantee:
         return self.requests[0].guarantee
+
+    @property
+    def is_large(self) -> bool:
+        """Whether each step with its events takes milliseconds of the event loop."""
+        return sum([len(request.events) for request in self.requests]) >= LARGE_EVENTS
 
     @property
     def atomic(self) -> bool:

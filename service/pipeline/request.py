@@ -77,8 +77,8 @@ def fit(ledger_bytes: int, event_bytes: int, ledger_bytes_max: int = GROUP_LEDGE
     return ledger_bytes <= ledger_bytes_max and event_bytes <= GROUP_EVENT_BYTES_MAX
 
 
-# Each step of a transaction handles all its events in one turn of the event loop, some 10 µs for each.
-CHUNK_EVENTS_MAX: Final = 500
+# A batch's next chunk waits until this one is written, and so do other requests behind it.
+CHUNK_EVENTS_MAX: Final = 1_000
 
 
 class BatchChunk:

@@ -128,6 +128,8 @@ class Writer:
             claimed, written = ClaimedGroup(), Written()
             try:
                 claimed = await self._claim(slot, group)
+                if group.is_large:
+                    await asyncio.sleep(0)  # other tasks of the loop run between two steps
                 written = await self._write(slot, claimed.requests)
                 marking = await self._start_mark(slot, written, marking)
                 await self._release(slot, [*claimed.to_release, *written.to_release])

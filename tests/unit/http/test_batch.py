@@ -110,7 +110,7 @@ def test_the_ledger_bounds_a_chunk_too() -> None:
     assert not chunk.takes(make_event("d"))
 
 
-def test_a_chunk_closes_at_the_events_that_one_turn_of_the_loop_can_handle() -> None:
+def test_a_chunk_closes_at_a_number_of_events() -> None:
     chunks = cut(*(make_event(str(n)) for n in range(CHUNK_EVENTS_MAX + 1)))
     assert [len(chunk) for chunk in chunks] == [CHUNK_EVENTS_MAX, 1]
 

@@ -1,0 +1,46 @@
+"""Decisions on a group, without I/O."""
+
+import asyncio
+
+import pytest
+
+from service.claims.states import RequestEvent, RequestState
+from service.contract import Guarantee
+from service.core.problems import NOT_WRITTEN, Problem
+from service.pipeline.decisions import ClaimToRelease, start_sending
+from service.pipeline.request import Committed, WriteRequest
+from tests.unit.fakes import World, ended, make_event, steps
+
+
+def claimed(key: str) -> WriteRequest:
+    request = WriteRequest.of((make_event(key),), 0.0, 10.0, Guarantee.EXACTLY_ONCE)
+    request.move(RequestEvent.CLAIM)
+    request.move(RequestEvent.WIN)
+    return request
+
+
+def test_what_was_answered_since_its_claim_is_not_sent_and_its_claim_is_released() -> None:
+    late, open = claimed("late"), claimed("open")
+    late.resolve(Problem(NOT_WRITTEN, "its deadline has passed"))
+    sent, to_release = start_sending([(late, [1]), (open, [2])])
+    assert sent == [(open, [2])]
+    assert to_release == [ClaimToRelease(late, [make_event("late").id])]
+    assert open.state is RequestState.SENT
+
+
+async def test_other_tasks_run_between_the_claim_and_the_writing_of_a_large_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("service.pipeline.group.LARGE_EVENTS", 1)
+    world = World()
+    serving = world.serve(await world.slot())
+    on_claim = asyncio.get_running_loop().create_future()
+    is_sent: list[bool] = []
+    on_claim.add_done_callback(lambda _: is_sent.append(world.producers[0].opened is None))
+    arrived = asyncio.get_running_loop().time()
+    await world.admission.check(make_event("a"), arrived)
+    result = world.admission.submit(make_event("a"), arrived, on_claim=on_claim)
+    await steps()
+    assert isinstance(await result, Committed)
+    assert is_sent == [False]
+    await ended(serving)
