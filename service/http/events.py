@@ -61,7 +61,7 @@ log = structlog.get_logger(__name__)
 # Distinguishes the 415 of a content coding from that of a media type (RFC 9110, section 12.5.3).
 _ONLY_UNCODED: Final = b"accept-encoding: identity\r\n"
 # Results to render in one step, which takes a fraction of a time slice, also if each is a different problem.
-RENDERED_AT_ONCE: Final = 20
+RENDERED_AT_ONCE: Final = 50
 
 T = TypeVar("T")
 # A parser of events; it is asynchronous for texts longer than LONG_BYTES.

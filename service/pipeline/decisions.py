@@ -86,7 +86,12 @@ class ClaimDecision:
             self.add(request, claims[start], lacking)
             return start + 1
         end = start + len(request.events)
-        self.add_chunk(request, claims[start:end], lacking)
+        own = claims[start:end]
+        is_open = request.deadline > self._now and not request.answered
+        if is_open and not lacking and CLAIMABLE.issuperset([claim.outcome for claim in own]):
+            self.claimed.append((request, [claim.state.at for claim in own]))  # the usual case
+        else:
+            self.add_chunk(request, own, lacking)
         return end
 
     def add_chunk(self, request: WriteRequest, claims: Sequence[Claim], lacking: Mapping[int, Partition]) -> None:

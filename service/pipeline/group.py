@@ -13,7 +13,7 @@ from service.events.event import partition_of
 from service.kafka.admin import Topic
 from service.kafka.session import Partition, Record, RecordMetadata
 from service.pipeline.request import Committed, WriteRequest
-from service.slots.ledger_rows import encode_entry
+from service.slots.ledger_rows import LedgerEntry, entry_of
 
 # Each step of a group takes one or two microseconds an event.
 LARGE_EVENTS: Final = 1_000
@@ -119,12 +119,12 @@ def committed_of(
         yield request, Committed(accepted_ats[0], tuple(deliveries), replayed=False)
 
 
-def entries_of(written: Iterable[CommittedRequest]) -> Iterator[str]:
-    """Make the ledger entries of a group, as JSON texts."""
+def entries_of(written: Iterable[CommittedRequest]) -> Iterator[LedgerEntry]:
+    """Make the ledger entries of a group."""
     for request, committed in written:
         batch = request.asked[0][0] if request.atomic else None
         for i, (id, delivered) in enumerate(committed.deliveries):
-            yield encode_entry(id, delivered) if batch is None else encode_entry(id, delivered, batch, i)
+            yield entry_of(id, delivered) if batch is None else entry_of(id, delivered, batch, i)
 
 
 def topic_ids_of(records: Iterable[Record], topic_of: Callable[[str], Topic]) -> dict[str, str]:

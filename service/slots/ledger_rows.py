@@ -28,7 +28,7 @@ _Topic = Annotated[str, msgspec.Meta(max_length=TOPIC_CHARS_MAX)]
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-class _Entry(msgspec.Struct, omit_defaults=True):
+class LedgerEntry(msgspec.Struct, omit_defaults=True, gc=False):
     """wire.Entry in JSON."""
 
     id: _Id
@@ -47,7 +47,7 @@ class _Record(msgspec.Struct):
 
     v: int
     begin: bool = False
-    entries: list[_Entry] | None = None
+    entries: list[LedgerEntry] | None = None
 
 
 # Faster than wire.decode_ledger: a store recovery decodes millions of entries.
@@ -56,9 +56,9 @@ _encode = msgspec.json.Encoder().encode
 _bytes = bytes.fromhex
 
 
-def encode_entry(id: bytes, delivered: Delivered, batch: bytes | None = None, i: int | None = None) -> str:
-    """Encode a ledger entry as JSON text; for a member of an atomic batch, with the batch's id and its index."""
-    entry = _Entry(
+def entry_of(id: bytes, delivered: Delivered, batch: bytes | None = None, i: int | None = None) -> LedgerEntry:
+    """Make a ledger entry; for a member of an atomic batch, with the batch's id and its index."""
+    return LedgerEntry(
         id.hex(),
         delivered.fp.hex(),
         delivered.at,
@@ -69,7 +69,11 @@ def encode_entry(id: bytes, delivered: Delivered, batch: bytes | None = None, i:
         None if batch is None else batch.hex(),
         i,
     )
-    return _encode(entry).decode()
+
+
+def encode_entries(entries: Sequence[LedgerEntry]) -> str:
+    """Encode ledger entries as JSON texts with commas between them."""
+    return _encode(entries)[1:-1].decode()
 
 
 def rows_of(items: Sequence[Item]) -> list[Row]:
@@ -114,9 +118,9 @@ def _rows_of(record: _Record) -> list[Row]:
     return rows + _wholes(record.entries)
 
 
-def _wholes(entries: Sequence[_Entry]) -> list[Row]:
+def _wholes(entries: Sequence[LedgerEntry]) -> list[Row]:
     """Make the rows of whole atomic batches from their members' entries, which are all in one record."""
-    members: dict[str, list[_Entry]] = {}
+    members: dict[str, list[LedgerEntry]] = {}
     for entry in entries:
         if entry.batch is not None:
             members.setdefault(entry.batch, []).append(entry)

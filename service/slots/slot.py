@@ -13,6 +13,7 @@ from service.core.problems import StoreLost
 from service.kafka.outcomes import TransactionFailed
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.session import Partition, Record, RecordMetadata
+from service.slots.ledger_rows import LedgerEntry, encode_entries
 
 # The offset of events without a ledger record. `applied` is never at it, so that their mark does not move `applied`.
 NO_RECORD: Final = -2
@@ -155,14 +156,14 @@ class Slot:
             self.fail(failed)
             raise
 
-    async def commit(self, entries: Iterable[str], topic_ids: Mapping[str, str]) -> LedgerPosition:
+    async def commit(self, entries: Sequence[LedgerEntry], topic_ids: Mapping[str, str]) -> LedgerPosition:
         """Write the ledger record with these entries and commit; the position is for `mark`. Raises TransactionFailed.
 
-        `entries` are JSON texts; `topic_ids` has the known ids of the records' topics, by name.
+        `topic_ids` has the known ids of the records' topics, by name.
         """
         try:
             head = self.n, self.producer.producer_id, self.producer.epoch, self._instance
-            offset = await self.producer.commit(encode_ledger(*head, entries, topic_ids))
+            offset = await self.producer.commit(encode_ledger(*head, [encode_entries(entries)], topic_ids))
         except TransactionFailed as failed:
             self.fail(failed)
             raise

@@ -437,7 +437,7 @@ async def test_the_results_of_a_batch_are_rendered_in_slices(monkeypatch: pytest
     other = asyncio.create_task(others())
     results = [len(some) async for some in module._rendered(told())]
     other.cancel()
-    assert results == [module.RENDERED_AT_ONCE] * 500 + [1]
+    assert results == [module.RENDERED_AT_ONCE] * 200 + [1]
     steps = [after - before for before, after in itertools.pairwise([0, *between, rendered])]
     assert max(steps) <= module.RENDERED_AT_ONCE + 1
 
