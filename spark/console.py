@@ -9,7 +9,7 @@ from typing import Final, TextIO
 
 from pyspark.sql import SparkSession
 
-EVERY_S: Final = 0.5
+REFRESH_S: Final = 0.5
 _CLEAR: Final = "\r\x1b[K"
 
 
@@ -24,6 +24,7 @@ class Console:
         self._step = ""
 
     def __call__(self, line: str) -> None:
+        """Print a line of progress; on a terminal the next lines of task counts name it as the current step."""
         self._step = line
         if self._terminal:
             self._write(f"{_CLEAR}{self._elapsed()}  {line}\n")
@@ -49,7 +50,7 @@ class Console:
 
     def _watch(self, spark: SparkSession, ended: threading.Event) -> None:
         tracker = spark.sparkContext.statusTracker()
-        while not ended.wait(EVERY_S):
+        while not ended.wait(REFRESH_S):
             stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
             done = sum(stage.numCompletedTasks for stage in stages if stage)
             tasks = sum(stage.numTasks for stage in stages if stage)

@@ -114,7 +114,7 @@ def parse(arguments: Sequence[str]) -> Options:
         default=[],
         metavar="TOPIC=EXPRESSION",
         help="an idempotency key for records of a topic without Fencepost's headers: a Spark SQL expression over key, "
-        "value, topic, partition, offset, timestamp and headers; may be parsed once for each topic",
+        "value, topic, partition, offset, timestamp and headers; may be given once for each topic",
     )
     parser.add_argument(
         "--keep-days",
@@ -152,7 +152,10 @@ def parse(arguments: Sequence[str]) -> Options:
 
 
 def parse_about(command: str, name: str, help: str, description: str, arguments: Sequence[str]) -> tuple[str, str]:
-    """Parse the command line of `view` and `show`: return their positional argument and the lake."""
+    """Parse the command line of `view` and `show`: return the positional argument and the lake.
+
+    On errors argparse prints a message and exits with status 2.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m spark {command}", description=description)
     parser.add_argument(name, help=help)
     parser.add_argument("--lake", required=True, help="folder or URL of the Delta tables that the runs fill")
@@ -161,7 +164,7 @@ def parse_about(command: str, name: str, help: str, description: str, arguments:
 
 
 def _identity(text: str) -> tuple[str, str]:
-    """Parse TOPIC=EXPRESSION."""
+    """Parse TOPIC=EXPRESSION; ArgumentTypeError, which argparse prints, for any other text."""
     topic, equals, expression = text.partition("=")
     if not (equals and wire.TOPIC.fullmatch(topic.strip()) and expression.strip()):
         raise argparse.ArgumentTypeError(f"{text!r} is not TOPIC=EXPRESSION")

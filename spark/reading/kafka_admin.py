@@ -121,7 +121,10 @@ class Broker:
         return sorted(name for name in found if not name.startswith("__"))
 
     def describe(self, names: Sequence[str], *, strict: bool = True) -> dict[str, Topic]:
-        """Describe these topics, by name, without missing ones; if not `strict`, without those whose request fails."""
+        """Describe these topics, by name; topics that do not exist are left out.
+
+        If not `strict`, topics whose request fails are left out too.
+        """
         topics: dict[str, Topic] = {}
         for chunk in _chunks(sorted(set(names) & set(self.names())), TOPICS_A_CALL):
             answers = self._request_each(
@@ -172,7 +175,7 @@ class Broker:
             raise CannotRun(f"topic {name!r} is not compacted: set its cleanup.policy to compact, or {otherwise}")
 
     def _await_topic(self, name: str) -> Topic | None:
-        """Wait until the brokers' metadata has a topic that was just created; None after CALL_MS."""
+        """Wait until the brokers' metadata has a topic that was just created; None if it is missing after CALL_MS."""
         deadline = time.monotonic() + CALL_MS / 1000
         while (found := self.describe([name]).get(name)) is None and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -272,6 +275,7 @@ class Broker:
             return {}
 
     def _blocking_transactions(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, BlockingTransaction]:
+        """Do the same as `blocking_transactions`; CannotRun if the broker refuses DescribeProducers."""
         handles = {partition: self._java_partition(partition) for partition in partitions}
         answers = self._request(partial(self._admin.describeProducers, self._list(handles.values())), "all")
         found: dict[TopicPartition, BlockingTransaction] = {}
@@ -378,14 +382,15 @@ class Broker:
         self,
         request: Callable[[], Any],
         answer: str,
-        one: Callable[[Any, Any], Any],
+        future_of: Callable[[Any, Any], Any],
         handles: Mapping[_Key, Any],
         *,
         strict: bool,
     ) -> dict[_Key, Any]:
         """Send an Admin request about several keys, and return the answer of each.
 
-        `answer` is the getter of the future of all keys (a map by handle), `one` returns the future of a single handle.
+        `answer` is the getter of the future of all keys (a map by handle); `future_of(result, handle)` returns the
+        future of a single handle.
         If not `strict`, keys whose future fails are left out.
         """
         result = self._call(request)
@@ -399,13 +404,15 @@ class Broker:
         found: dict[_Key, Any] = {}
         for key, handle in handles.items():
             with suppress(CannotRun):
-                found[key] = self._call(partial(self._wait, one(result, handle)))
+                found[key] = self._call(partial(self._wait, future_of(result, handle)))
         return found
 
     def _wait(self, future: Any) -> Any:
+        """Wait for a Java future, at most CALL_MS; Py4JJavaError if the future fails or the time is over."""
         return future.get(CALL_MS, self._jvm.java.util.concurrent.TimeUnit.MILLISECONDS)
 
     def _call(self, request: Callable[[], Any]) -> Any:
+        """Call into kafka-clients; CannotRun, with the message of the innermost cause, if the call fails."""
         try:
             return request()
         except Py4JJavaError as error:

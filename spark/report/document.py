@@ -160,7 +160,7 @@ def _evidence(plan: Plan, topics: ByTopic) -> model.Evidence:
             "age_s": round((plan.frozen_ms - since_ms) / 1000, 3) if since_ms else None,
         }
         for log in audited
-        for since_ms in [_since_ms(log)]
+        for since_ms in [_blocked_since_ms(log)]
         if log.end == log.last_stable < log.high_watermark
     ]
     evidence = {
@@ -187,8 +187,9 @@ def _evidence(plan: Plan, topics: ByTopic) -> model.Evidence:
     return cast(model.Evidence, evidence)
 
 
-def _since_ms(log: Log) -> int | None:
-    """Return since when a log is blocked: by the broker, else the first undecided record's timestamp, if plausible.
+def _blocked_since_ms(log: Log) -> int | None:
+    """Return the time (ms) since which a log is blocked: by the broker, else the first undecided record's timestamp,
+    if plausible; None if both are unknown.
 
     The transaction is slightly older than its first record.
     """

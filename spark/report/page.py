@@ -222,9 +222,9 @@ def _has_counts(row: TopicCounts) -> bool:
     return any(counts[name] for name in _TOPIC_COUNTS)
 
 
-def counted(number: int, one: str, many: str) -> str:
+def counted(number: int, singular: str, plural: str) -> str:
     """Format a number with its noun: "1 record", "1,200 records"."""
-    return f"{_count(number)} {one if number == 1 else many}"
+    return f"{_count(number)} {singular if number == 1 else plural}"
 
 
 def _count(number: int) -> str:

@@ -23,7 +23,7 @@ class Balance:
     """Counts (findings.SUMS) by hour (`yyyy-MM-dd HH:mm:ss`, UTC) and topic; zeros are left out.
 
     `adjustment` is added to the hours, so that an id with rows in several hours counts once. The adjustment is valid
-    only for the hours as they were when it was made: if one of its hours is counted again, the whole adjustment is
+    only for the hours as they were when it was computed: if one of its hours is counted again, the whole adjustment is
     dropped, and such ids count in each of their hours until the next pass over all ids.
     `record_counts`: records by hour, topic and partition. `evidence_changed`: since the hours were counted, the logs
     prove something else (run_plan.evidence_changed), and no pass over all ids has been made.
@@ -144,6 +144,7 @@ def _line(topics: ByTopic) -> Counts:
 
 
 def _add(hours: ByHour, rows: Iterable[Any], sign: int) -> None:
+    """Add rows of findings.sums to `hours`, each count times `sign`."""
     for row in rows:
         counts = {name: sign * int(row[name]) for name in SUMS if row[name]}
         # Spark collects a timestamp without zone, in the machine's time zone.
@@ -152,5 +153,6 @@ def _add(hours: ByHour, rows: Iterable[Any], sign: int) -> None:
 
 
 def _sum(into: Counts, counts: Mapping[str, int]) -> None:
+    """Add `counts` to `into`."""
     for name, count in counts.items():
         into[name] = into.get(name, 0) + count

@@ -151,8 +151,9 @@ def misnamed(rows: DataFrame, run: int) -> DataFrame | None:
 def settled_elsewhere(rows: DataFrame, run: int) -> DataFrame | None:
     """Find ids answered 202 or 504 without an offset that rows of other hours settle or free.
 
-    deliveries.ROW → `accepted_hour, id, elsewhere, freed_ms`; None if this run read no such answer or row. Such an
-    answer may count in another hour than the acceptance of its event, since a retry's request is received later.
+    deliveries.ROW → `accepted_hour, id, elsewhere, freed_ms`; None if this run read neither such an answer nor a row
+    that may settle one. Such an answer may count in another hour than the acceptance of its event, since a retry's
+    request is received later.
     """
     events = rows.where(F.col("kind") == EVENT)
     in_doubt = events.where(f"is_clean = 0 AND offset IS NULL AND {deliveries.IN_DOUBT}")

@@ -62,7 +62,7 @@ Fencepost's header that neither ledger nor answers name, as in topics with other
 
 
 def suspicious(classified: DataFrame) -> DataFrame:
-    """Filter classified rows to those with a finding or a pending verdict; few, in a healthy system."""
+    """Filter classified rows to those with a finding or a pending verdict: few rows in a healthy system."""
     return classified.where(
         (F.col("count") > 1)
         | (F.size("missing") > 0)
@@ -173,7 +173,10 @@ def unkeyed(rows: DataFrame, evidence: Evidence) -> DataFrame:
 
 
 def _by_partition(each: DataFrame, scope: str) -> DataFrame:
-    """Sum up rows of `accepted_hour, kind, cause, topic, partition, first, last, count, last_ms` → FINDING."""
+    """Sum up rows by hour and partition:
+
+    `accepted_hour, kind, cause, topic, partition, first, last (offsets), count, last_ms` → lake.FINDING.
+    """
     grouped = each.groupBy("accepted_hour", "kind", "cause", "topic", "partition").agg(
         F.sum("count").alias("count"),
         F.min("first").alias("first_offset"),

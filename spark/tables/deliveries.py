@@ -168,10 +168,12 @@ def hour_of(ms: Column) -> Column:
     return F.timestamp_seconds(F.floor(ms / (HOUR_S * 1000)) * HOUR_S)
 
 
-def same_coordinates(one: Column, other: Column) -> Column:
+def same_coordinates(left: Column, right: Column) -> Column:
     """Check whether two structs (copies, claims) have the same topic, partition and offset."""
     return (
-        (one["offset"] == other["offset"]) & (one["partition"] == other["partition"]) & (one["topic"] == other["topic"])
+        (left["offset"] == right["offset"])
+        & (left["partition"] == right["partition"])
+        & (left["topic"] == right["topic"])
     )
 
 
@@ -185,11 +187,12 @@ def reduce(
 ) -> DataFrame:
     """Join copies (decode.COPIES) and claims (`summarize`) into ROW, a row for each ROW_KEY.
 
-    `arrived`: the earliest time (ms) at which the copies of a partition can have been written, where known; `exact` as
-    for `_hour`; `later_ends`: the end of each log, listed after all `claims` were written.
+    `arrived`: the earliest time (ms) at which the copies of a partition can have been written, where known; `exact`:
+    the time span (ms) in which a copy without Fencepost's header counts in the hour of its timestamp, see `_hour`;
+    `later_ends`: the end of each log, listed after all `claims` were written.
 
-    Claims are aggregated as numbers only, so that Spark uses a hash aggregation. A record needs no aggregation and is
-    joined. Both sides are partitioned by ROW_KEY, with one exchange each.
+    Claims are aggregated as numbers only, so that Spark uses a hash aggregation. Records need no aggregation: they
+    are joined. Both sides are partitioned by ROW_KEY, with one exchange each.
     """
     keyed = copies.select(
         _hour(exact).alias("accepted_hour"),

@@ -16,7 +16,7 @@ from spark.tables import deliveries
 from spark.tables.hours import sql
 
 WRITER: Final = "fencepost"
-"""Delta's `txnAppId`: with the run's number as `txnVersion`, Delta skips a write that the run has committed before."""
+"""Delta's `txnAppId`. With the run's number as `txnVersion`, Delta skips a write that the run has committed before."""
 
 COORDINATES: Final = (
     "array<struct<topic: string, partition: int, offset: bigint, timestamp: bigint, slot: int, pid: bigint, "
@@ -109,7 +109,10 @@ REJECT: Final = {
     "reason": "string",
     "content": "binary",
 }
-"""The columns of an undecoded record, or of `count` undecoded parts of one; `content` has decode.CONTENT_MAX bytes."""
+"""The columns of an undecoded record, or of `count` undecoded parts of a record.
+
+`content` has the first decode.CONTENT_MAX bytes.
+"""
 
 SCHEMAS: Final[Mapping[str, Mapping[str, str]]] = {
     "deliveries": deliveries.ROW,
@@ -206,7 +209,7 @@ class Lake:
     def upgrade(self) -> None:
         """Upgrade the tables of an earlier version: rename columns, then add missing ones, each in a commit.
 
-        Doing either again does nothing, so that an interrupted upgrade resumes.
+        Both steps do nothing if they were done before, so that an interrupted upgrade resumes.
         """
         for name in sorted(_EXTENDED):
             renamed = RENAMED.get(name, {})
@@ -225,6 +228,7 @@ class Lake:
             )
 
     def _outdated(self, name: str) -> bool:
+        """Check whether a table lacks a column of its schema."""
         return self.exists(name) and not set(SCHEMAS[name]) <= set(self.read(name).columns)
 
     def _rename(self, name: str, renamed: Mapping[str, str]) -> None:
@@ -246,19 +250,22 @@ class Lake:
         rows.write.format("delta").mode("append").save(self.path(name))
 
     def replace(self, name: str, rows: DataFrame, where: str, run: int) -> None:
-        """Replace the rows that meet `where`, by rows that meet it too; skipped if this run has done so before."""
+        """Replace the rows that meet the condition `where` by `rows`, which must meet it too.
+
+        Skipped if this run has replaced rows of the table before.
+        """
         if self.exists(name):
             self._writer(name, rows, "overwrite", run).option("replaceWhere", where).save(self.path(name))
         else:
             self.append(name, rows, run)
 
     def overwrite(self, name: str, rows: DataFrame, where: str) -> None:
-        """Replace the rows that meet the condition, at every call."""
+        """Replace the rows that meet the condition `where` by `rows`, at every call."""
         writer = rows.write.format("delta").mode("overwrite").option("mergeSchema", name in _EXTENDED)
         writer.option("replaceWhere", where).save(self.path(name))
 
     def merge(self, rows: DataFrame, hours: list[str], run: int) -> None:
-        """Merge ROWs, one for each deliveries.ROW_KEY, into `deliveries`; skipped if this run has done so before.
+        """Merge ROWs, one for each deliveries.ROW_KEY, into `deliveries`; skipped if this run has merged before.
 
         `hours` (`yyyy-MM-dd HH:mm:ss`, UTC) are all hours of the rows: literals in the condition let Delta prune all
         other hours. Rows may have the column `vanished` (deliveries.with_vanished).

@@ -51,6 +51,8 @@ COLUMNS: Final = {
 
 _ORDER: Final = ("ledger_rank", "timestamp", "partition", "offset")
 _NEW, _BETTER, _ENTERED = "new", "better", "entered"
+"""Changes of an id in a view: its first copy; a copy that comes before the present copy; a ledger entry for the present
+copy."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ def _candidates(rows: DataFrame, topic: str) -> DataFrame:
 
 
 def _changes(candidates: DataFrame, view: DataFrame) -> DataFrame:
-    """Select the candidates that differ from the view, with their `change`."""
+    """Select the candidates that differ from the view, with their `change`: _NEW, _BETTER or _ENTERED."""
     present = view.select(
         F.col("id").alias("present_id"),
         F.struct(
@@ -266,7 +268,7 @@ def _earlier_spans(
 
 
 def _flat(begins: dict[int, int]) -> list[Column]:
-    """Return keys and values of a map<int, bigint>, for `F.create_map`."""
+    """Return the keys and values of a map<int, bigint> in turn, as `F.create_map` takes them."""
     kinds = ("int", "bigint")
     return [F.lit(number).cast(kind) for pair in begins.items() for number, kind in zip(pair, kinds, strict=True)]
 

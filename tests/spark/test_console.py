@@ -6,7 +6,7 @@ import time
 
 from pyspark.sql import SparkSession
 
-from spark.console import EVERY_S, Console
+from spark.console import REFRESH_S, Console
 
 
 class Terminal(io.StringIO):
@@ -29,7 +29,7 @@ def test_a_terminal_sees_how_many_tasks_are_done(spark: SparkSession) -> None:
         while "tasks" not in stream.getvalue():
             assert time.monotonic() < deadline
             # Tasks that sleep for longer than the line takes to move.
-            spark.range(2).selectExpr(f"reflect('java.lang.Thread', 'sleep', {int(EVERY_S * 2000)}L)").collect()
+            spark.range(2).selectExpr(f"reflect('java.lang.Thread', 'sleep', {int(REFRESH_S * 2000)}L)").collect()
     assert re.search(r"\d+\.\ds  classify ids\n", stream.getvalue())
     assert re.search(r"classify ids: \d+ of \d+ tasks", stream.getvalue())
     assert stream.getvalue().endswith("\r\x1b[K")
