@@ -36,7 +36,7 @@ from tests.spark.mutants import (
     VIEWS,
     WINDOWS,
     Mutant,
-    alive,
+    active,
 )
 from tests.spark.rows import HOUR_MS, name_of
 
@@ -79,11 +79,11 @@ CHECKS: Final[Mapping[str, Callable[[SparkSession], None]]] = {
 }
 
 
-def notices(spark: SparkSession, mutant: Mutant) -> bool:
+def detects(spark: SparkSession, mutant: Mutant) -> bool:
     """Whether the mutant's check says that something is wrong."""
-    with alive(mutant):
+    with active(mutant):
         try:
-            CHECKS[mutant.by](spark)
+            CHECKS[mutant.check](spark)
         except (AssertionError, LookupError, PySparkException, Py4JJavaError):
             return True
     return False

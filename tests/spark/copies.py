@@ -1,11 +1,11 @@
-"""Stories of events that are there: once, several times, changed, under several keys."""
+"""Scenarios of delivered events: once, several times, changed, under several keys."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from service.contract import wire
 from tests.spark.history import Life
-from tests.spark.oracle import Planted, Record, Retried, Said
+from tests.spark.oracle import ByStage, Planted, Record, Retried
 from tests.spark.script import (
     CAUSES,
     DUAL,
@@ -16,12 +16,12 @@ from tests.spark.script import (
     RESTART,
     REWRITE,
     TTL_MS,
-    Words,
+    Builder,
 )
 
 
-class Copies(Words):
-    """What healthy and unhealthy writers left in the topics."""
+class Copies(Builder):
+    """Records of healthy and faulty writers."""
 
     def healthy(self) -> None:
         answers = [(201,), (201, 201), (409, 201), (504, 201), (202, 201), (201, 422), (503, 201), (504, 503, 201), ()]
@@ -29,7 +29,7 @@ class Copies(Words):
             planted = self.plant("once", scope=self.chance.choice(("", "", "caller")))
             self.delivered(planted, self.past(), **self.shape())
             self.answer(planted, *statuses)
-        # A tombstone, and headers that others put behind ours.
+        # A tombstone, and headers that another program has added after Fencepost's.
         planted = self.plant("tombstone")
         self.delivered(planted, self.past(), value=None, record_key=self.content())
         behind = wire.Stamp(bytes(16), bytes(8), self.past(), 1, 1, 1, "other:1").encode()
@@ -38,49 +38,49 @@ class Copies(Words):
         self.delivered(planted, self.past(), headers=headers)
 
     def batches(self) -> None:
-        key, at, life = self.key("batch"), self.past(), self.life()
+        key, at, writer = self.key("batch"), self.past(), self.new_writer()
         members = []
         for member in range(self.chance.randrange(2, 5)):
             planted = Planted(wire.member_id(key, member), key)
             self.plants.ids.append(planted)
             topic = self.chance.choice((self.orders, self.spare))
             batch = (wire.event_id(key), member)
-            members.append(self.record(planted, life, at, topic=topic, value=self.content(), batch=batch))
+            members.append(self.record(planted, writer, at, topic=topic, value=self.content(), batch=batch))
             self.answer(planted, 201)
         self.commit(*members)
 
     def aborted(self) -> None:
-        """Transactions that the broker aborted: nothing of them was ever delivered."""
+        """Aborted transactions, whose records were never delivered."""
 
-        def cut_off(planted: Planted, **more: Any) -> Record:
-            copy = self.record(planted, self.life(), self.past(), visible=None, **more)
-            self.commit(copy, fate="aborted")
+        def truncated_topic(planted: Planted, **more: Any) -> Record:
+            copy = self.record(planted, self.new_writer(), self.past(), visible=None, **more)
+            self.commit(copy, outcome="aborted")
             return copy
 
         again = self.plant("aborted-again")
-        first = cut_off(again, **self.shape())
+        first = truncated_topic(again, **self.shape())
         self.delivered(again, first.at, ts=first.ts + 9, value=first.value)
-        self.answer(again, 503, 201, place=lambda: again.copies[1].place)
-        unsure = self.plant("aborted-unsure", otherwise=("stuck", "stuck", "stuck"))
-        cut_off(unsure)
-        self.answer(unsure, 504, 409)
+        self.answer(again, 503, 201, coordinates=lambda: again.copies[1].coordinates)
+        in_doubt = self.plant("aborted-in-doubt", default_category=("stuck", "stuck", "stuck"))
+        truncated_topic(in_doubt)
+        self.answer(in_doubt, 504, 409)
         freed = self.plant("aborted-freed", accepted=False)
-        cut_off(freed)
+        truncated_topic(freed)
         self.answer(freed, 504, 503)
         silent = self.plant("aborted-silent", accepted=False)
-        self.hole = cut_off(silent, partition=3)
+        self.aborted_record = truncated_topic(silent, partition=3)
 
     def fenced(self) -> None:
-        """A zombie whose transaction the next owner's epoch aborts; the next owner delivers."""
+        """A zombie whose transaction is aborted by the epoch of the next owner, which delivers the events."""
         at, slot = self.past(), self.slot
         planted = [self.plant("zombie") for _ in range(3)]
-        zombie, owner = self.life(slot, "zombie:1"), self.life(slot, "owner:1")
+        zombie, owner = self.new_writer(slot, "zombie:1"), self.new_writer(slot, "owner:1")
         records = [self.record(one, zombie, at, visible=None, value=self.content()) for one in planted]
-        self.commit(*records, fate="fenced")
+        self.commit(*records, outcome="fenced")
         for one, record in zip(planted, records, strict=True):
             copy = self.record(one, owner, at, ts=record.ts + 5, value=record.value)
             self.commit(copy)
-            self.answer(one, 201, place=lambda copy=copy: copy.place)  # type: ignore[misc]
+            self.answer(one, 201, coordinates=lambda copy=copy: copy.coordinates)  # type: ignore[misc]
 
     def repeat(
         self,
@@ -92,7 +92,7 @@ class Copies(Words):
         late: float = 0.3,
         base: Life | None = None,
     ) -> Planted:
-        """An id with a copy for each cause after its first one; `others` says which have another fingerprint.
+        """Plant an id with a further copy for each cause; `others` says which of these have another fingerprint.
 
         Copies that the ledger knows come first, whatever their offsets; the others are sent in between.
         """
@@ -100,7 +100,7 @@ class Copies(Words):
         planted = self.plant(story)
         shape = self.shape() if shape is None else shape
         at = FROZEN_MS[0] - 56 * HOUR_MS + self.chance.randrange(20 * 60_000) if EXPIRED in causes else self.past()
-        first = self.record(planted, base or self.life(), at, **shape)
+        first = self.record(planted, base or self.new_writer(), at, **shape)
         self.commit(first)
         self.answer(planted, 201)
         earlier = [first]
@@ -119,11 +119,11 @@ class Copies(Words):
                 more |= changes["value" if cause == FOREIGN else change]
             elif shape["asked"] is None:
                 more["partition"] = self.chance.randrange(3)
-            # Whatever comes before an expiry leaves time for it.
+            # Copies before an expiry leave time for the expiry.
             latest = FROZEN_MS[0] - (30 * HOUR_MS if EXPIRED in causes[nth:] else HOUR_MS // 2)
             copy = self._another(planted, cause, earlier, more, latest)
             copy.other, copy.cause = other, cause
-            # A copy's cause may be any earlier one: none comes before what it follows.
+            # The cause of a copy refers to earlier copies, so the copy is in the same stage or a later one.
             stage = 2 if earlier[-1].stage == 2 or self.chance.random() < late else 1
             (self.commit if copy.entered else self.send)(copy, stage=stage)
             earlier.append(copy)
@@ -132,51 +132,51 @@ class Copies(Words):
     def _another(
         self, planted: Planted, cause: str, earlier: Sequence[Record], more: dict[str, Any], latest: int
     ) -> Record:
-        ours = [copy for copy in earlier if copy.life is not None and copy.entered]
+        ours = [copy for copy in earlier if copy.writer is not None and copy.entered]
         model = self.chance.choice(ours)
-        assert model.life is not None
+        assert model.writer is not None
         last_at, last_ts = max(copy.at for copy in ours), max(copy.ts for copy in ours)
         # A retry carries the acceptance of the first claim, unless the store was lost in between.
         at = last_at + self.chance.choice([0, *(ms for ms in (1, 50 * 60_000) if last_at + ms < latest)])
-        life: Life | None
+        writer: Life | None
         if cause == RESTART:
-            slot, instance, number = model.life.slot, model.life.instance, model.life.producer_id
-            self._lives += 1
-            new = self.slot * 1000 + self._lives
-            life = self.chance.choice(
+            slot, instance, number = model.writer.slot, model.writer.instance, model.writer.producer_id
+            self._writers += 1
+            new = self.slot * 1000 + self._writers
+            writer = self.chance.choice(
                 [
-                    Life(slot, number, model.life.epoch + 1 + self._lives, instance),
+                    Life(slot, number, model.writer.epoch + 1 + self._writers, instance),
                     Life(slot, new, 0, instance),
                     Life(slot, new, 0, f"moved-{new}:1"),
                     Life(self.slot + (slot - self.slot + 1) % 4, new, 0, instance),
                 ]
             )
         elif cause == DUAL:
-            taken = {copy.life.slot for copy in ours if copy.life}
+            taken = {copy.writer.slot for copy in ours if copy.writer}
             free = [n for n in range(self.slot, self.slot + 4) if n not in taken]
-            life = self.life(self.chance.choice(free))
+            writer = self.new_writer(self.chance.choice(free))
         elif cause == REWRITE:
-            life = model.life
+            writer = model.writer
             at += self.chance.choice((0, TTL_MS)) if at + TTL_MS < latest else 0
         elif cause == EXPIRED:
-            life = self.life(self.chance.choice([None, model.life.slot]))
+            writer = self.new_writer(self.chance.choice([None, model.writer.slot]))
             at = last_at + TTL_MS + self.chance.choice((0, 1, 60_000))
         else:
-            life = self.chance.choice([None, model.life])
+            writer = self.chance.choice([None, model.writer])
             at = model.at
         if cause == FOREIGN:
             ts = min(at + self.chance.randrange(-2000, HOUR_MS), FROZEN_MS[0] - 1)
-            if life is None:
+            if writer is None:
                 at = ts
                 noise = (("traceparent", b"00-1"),) if self.chance.random() < 0.5 else ()
-                # Headers that are ours or the tracer's are none of the client's.
+                # Fencepost's and the tracer's headers are not part of the request.
                 copy = self.record(planted, None, at, **more | {"ts": ts})
                 copy.headers = copy.headers + noise
                 copy.entered = False
                 return copy
         else:
             ts = max(last_ts, at) + self.chance.randrange(1, 5000)
-        copy = self.record(planted, life, at, **more | {"ts": ts})
+        copy = self.record(planted, writer, at, **more | {"ts": ts})
         copy.entered = cause != FOREIGN
         return copy
 
@@ -184,46 +184,53 @@ class Copies(Words):
         for cause in CAUSES:
             for _ in range(2):
                 self.repeat(f"again-{cause}", [cause])
-        # Asked for with a partition: a bare copy in it is the same request.
+        # Requested with a partition: a copy without header in that partition is the same request.
         placed = {"partition": 2, "asked": 2, "value": self.content()}
         planted = self.repeat("placed", [], shape=placed)
         bare = self.record(planted, None, self.past(), **placed | {"asked": None})
         bare.cause = FOREIGN
-        bare.headers += (("traceparent", b"00-1"),)  # in every seed: it is none of what was asked for
+        bare.headers += (("traceparent", b"00-1"),)  # not part of the request
         self.send(bare)
-        # Two producers of one number: that slot or instance is the same, but neither number nor epoch is another.
-        planted, life, at = self.plant("namesake"), self.life(), self.past()
-        self.delivered(planted, at, life=life)
-        twin = Life(life.slot, life.producer_id, life.epoch, "elsewhere:1")
-        self.delivered(planted, at, life=twin, ts=at + 5000, cause=DUAL)
-        # The same place in time: partitions and offsets decide which copy is the first.
-        planted, life, at, value = self.plant("ties"), self.life(), self.past(), self.content()
+        # Two producers with one slot, producer id and epoch, but another instance.
+        planted, writer, at = self.plant("namesake"), self.new_writer(), self.past()
+        self.delivered(planted, at, writer=writer)
+        twin = Life(writer.slot, writer.producer_id, writer.epoch, "elsewhere:1")
+        self.delivered(planted, at, writer=twin, ts=at + 5000, cause=DUAL)
+        # Equal timestamps: partition and offset decide which copy is the first.
+        planted, writer, at, value = self.plant("ties"), self.new_writer(), self.past(), self.content()
         for partition in self.chance.sample((0, 1, 2, 2, 1, 0), 6):
-            self.delivered(planted, at, life=life, ts=at + 7, partition=partition, value=value, cause=REWRITE)
-        # Almost as long as the retention, and exactly as long.
+            self.delivered(planted, at, writer=writer, ts=at + 7, partition=partition, value=value, cause=REWRITE)
+        # One millisecond less than the key retention apart, and exactly the key retention.
         for apart, cause in ((TTL_MS - 1, DUAL), (TTL_MS, EXPIRED)):
             planted, at, value = self.plant("apart"), FROZEN_MS[0] - 30 * HOUR_MS, self.content()
-            first = self.delivered(planted, at, life=self.life(self.slot), value=value)
+            first = self.delivered(planted, at, writer=self.new_writer(self.slot), value=value)
             self.delivered(
-                planted, at + apart, life=self.life(self.slot + 1), ts=first.ts + apart, value=value, cause=cause
+                planted,
+                at + apart,
+                writer=self.new_writer(self.slot + 1),
+                ts=first.ts + apart,
+                value=value,
+                cause=cause,
             )
-        # Not in the ledger, but of another producer: what a crash left, under the causes of any other copy.
+        # Not in the ledger, but of another producer, as after a crash: the causes are those of any other copy.
         planted, at, value = self.plant("unentered"), self.past(), self.content()
-        first = self.delivered(planted, at, life=self.life(self.slot), value=value)
-        for nth, (life, cause) in enumerate(((self.life(self.slot), RESTART), (self.life(self.slot + 1), DUAL))):
-            self.send(self.record(planted, life, at, ts=first.ts - 500 + nth, value=value, cause=cause))
-        # Bare and then stamped, neither in the ledger: the first has no acceptance to be far from.
+        first = self.delivered(planted, at, writer=self.new_writer(self.slot), value=value)
+        for nth, (writer, cause) in enumerate(
+            ((self.new_writer(self.slot), RESTART), (self.new_writer(self.slot + 1), DUAL))
+        ):
+            self.send(self.record(planted, writer, at, ts=first.ts - 500 + nth, value=value, cause=cause))
+        # First without header, then with header, both not in the ledger: the first copy has no acceptance to compare.
         planted, at, value = self.plant("bare-first", accepted=False), self.past(), self.content()
         planted.phantom = ("phantom", "phantom", "phantom")
         self.send(self.record(planted, None, at, ts=at, value=value))
-        self.send(self.record(planted, self.life(), at, ts=at + 10, value=value, cause=DUAL))
+        self.send(self.record(planted, self.new_writer(), at, ts=at + 10, value=value, cause=DUAL))
 
     def several_causes(self) -> None:
         for _ in range(4):
             causes = self.chance.choices((RESTART, REWRITE, FOREIGN), k=self.chance.randrange(2, 5))
             causes += self.chance.choice(([], [DUAL], [EXPIRED], [DUAL, DUAL], [EXPIRED, DUAL]))
             self.chance.shuffle(causes)
-            base = self.life(self.slot)
+            base = self.new_writer(self.slot)
             self.repeat("several", causes, base=base)
 
     def conflicts(self) -> None:
@@ -234,7 +241,7 @@ class Copies(Words):
         others = [self.chance.random() < 0.5 for _ in causes]
         others[self.chance.randrange(4)] = True
         self.repeat("conflict-several", causes, others=others)
-        # A bare copy in another partition than the one that was asked for is another request.
+        # A copy without header in another partition than the requested one is another request.
         placed = {"partition": 1, "asked": 1, "value": self.content()}
         planted = self.repeat("misplaced", [], shape=placed)
         bare = self.record(planted, None, self.past(), **placed | {"asked": None, "partition": 2})
@@ -242,7 +249,7 @@ class Copies(Words):
         self.send(bare)
 
     def others_topics(self) -> None:
-        """Topics that others write: ids without any request of ours."""
+        """Topics of other programs: ids without any request to Fencepost."""
 
         def bare(planted: Planted, n: int, **more: Any) -> None:
             for nth in range(n):
@@ -283,14 +290,14 @@ class Copies(Words):
         early = FROZEN_MS[0] - 30 * HOUR_MS
         self.plants.retried.append(Retried(group(early, early + TTL_MS - 1)))
         self.plants.retried.append(Retried(group(at, at + 1000, scope="caller")))
-        # With a timestamp of the client's own, the same in both.
+        # With a timestamp that the client set, the same in both.
         self.plants.retried.append(Retried(group(at, at + 1000, ts=at - 5000)))
-        # What happens to another record key is no matter.
+        # Records of another record key in between do not count.
         key, value = self.content(), self.content()
         first = group(at, record_key=key, value=value)
         group(at + 500)
         self.plants.retried.append(Retried(first + group(at + 1000, record_key=key, value=value)))
-        # As far apart as the retention, without a record key, with another one: no retry of anybody's.
+        # No retries: the key retention apart, without a record key, with another record key.
         group(early, early + TTL_MS)
         group(at, at + 1, record_key=None)
         one, two = group(at), group(at)
@@ -298,7 +305,7 @@ class Copies(Words):
         two[0].copies[0].record_key = b"another"
 
     def no_client_duplicates(self) -> None:
-        """What repeats without being anybody's retry."""
+        """Contents that repeat without being retries."""
         start = FROZEN_MS[0] - 90 * 60_000
 
         def written(planted: Planted, nth: int, key: bytes, value: bytes | None, **more: Any) -> Record:
@@ -313,7 +320,7 @@ class Copies(Words):
         opened, closed = self.content(), self.content()
         repeated("toggle", opened, closed, opened)
         repeated("tombstones", None, self.content(), None)
-        # A stranger's record in between changes the state as well.
+        # A record of another program in between changes the state too.
         key, value = self.content(), self.content()
         written(self.plant("passed"), 0, key, value)
         at = start + 500
@@ -321,7 +328,7 @@ class Copies(Words):
         self.send(between)
         self.plants.unkeyed.append(between)
         written(self.plant("passed"), 1, key, value)
-        # Readings of one value, each with its own time.
+        # Readings of one value, each with a timestamp of its own.
         key, value = self.content(), self.content()
         for nth in range(3):
             written(self.plant("reading"), nth, key, value, ts=start - 3_600_000 + nth * 10_000)
@@ -329,7 +336,7 @@ class Copies(Words):
         key = self.content()
         for nth, ts in enumerate(late):
             written(self.plant("forecast"), nth, key, value, ts=ts)
-        # Two callers who write the same; one whom the rules do not know any more.
+        # Callers that write the same content; a caller that is no longer in the rules.
         key, value = self.content(), self.content()
         for nth, scope in enumerate(("caller", "other", "")):
             written(self.plant("same", scope=scope), nth, key, value)
@@ -337,41 +344,41 @@ class Copies(Words):
         for nth in range(2):
             written(self.plant("unknown", scope="gone"), nth, key, value)
         # Equal members of one atomic batch.
-        name, at, life = self.key("equal"), start, self.life()
+        name, at, writer = self.key("equal"), start, self.new_writer()
         key, members = self.content(), []
         for member in range(3):
             planted = Planted(wire.member_id(name, member), name)
             self.plants.ids.append(planted)
             batch = (wire.event_id(name), member)
-            members.append(self.record(planted, life, at, ts=at + 5, record_key=key, value=b"equal", batch=batch))
+            members.append(self.record(planted, writer, at, ts=at + 5, record_key=key, value=b"equal", batch=batch))
         self.commit(*members)
-        # A topic whose rule says that contents repeat.
+        # A topic with client_duplicates = false.
         repeated("rule", value, value, topic=self.toggles)
 
     def forwarded(self) -> None:
-        """Records that a program sends with the headers of those that it read."""
+        """Records that a program sends with the headers of the records that it has read."""
 
         def forward(planted: Planted, of: Record, **more: Any) -> Record:
             values: dict[str, Any] = {"topic": of.topic, "partition": 0, "ts": of.ts + 10}
             record = Record(**values | more, at=of.at)
-            record.key, record.id, record.life, record.forwarded = planted.key, planted.id, of.life, of
+            record.key, record.id, record.writer, record.forwarded = planted.key, planted.id, of.writer, of
             return record
 
         for stage in (1, 2):
             for topic in (self.sink, self.mirror):
-                planted = self.plant("forwarded", meant={self.mirror})
+                planted = self.plant("forwarded", expected_in={self.mirror})
                 first = self.delivered(planted, self.past(), **self.shape())
                 for _ in range(self.chance.randrange(1, 3)):
                     value = self.chance.choice((first.value, self.content()))
                     made = forward(planted, first, topic=topic, value=value, record_key=first.record_key)
                     planted.derived.append(made)
                     self.send(made, stage=stage)
-        # A duplicate in its own topic is one still.
+        # A duplicate in its own topic, with a forwarded copy besides.
         both = self.repeat("forwarded-too", [RESTART], late=0)
         made = forward(both, both.copies[0], topic=self.sink, value=b"made of it")
         both.derived.append(made)
         self.send(made)
-        # Back into the topic, with another content under the header of the first one.
+        # Sent back into the topic with the header of the first copy and another content.
         for more in ({"value": b"changed"}, {"headers": (("by", b"me"),)}):
             planted = self.plant("sent-back")
             first = self.delivered(planted, self.past(), value=self.content())
@@ -381,7 +388,7 @@ class Copies(Words):
             self.send(again)
 
     def bare_keys(self) -> None:
-        """Copies that have only the key: whose key it is shows in what they are copies of."""
+        """Copies with only the key: the event with the same content in the topic identifies the id."""
 
         def copied(planted: Planted, first: Record, *, stage: int = 1, **more: Any) -> None:
             for later in (9, 2 * HOUR_MS)[: self.chance.randrange(1, 3)]:
@@ -396,31 +403,33 @@ class Copies(Words):
                 planted = self.plant("bare", scope=scope)
                 first = self.delivered(planted, self.past(), **self.shape() | more)
                 copied(planted, first, stage=stage)
-        name, at, life = self.key("whole"), self.past(), self.life()
+        name, at, writer = self.key("whole"), self.past(), self.new_writer()
         members = []
         for member in range(3):
             planted = Planted(wire.member_id(name, member, "caller"), name)
             self.plants.ids.append(planted)
             batch = (wire.event_id(name, "caller"), member)
-            members.append(self.record(planted, life, at, value=self.content(), batch=batch))
+            members.append(self.record(planted, writer, at, value=self.content(), batch=batch))
         self.commit(*members)
         for planted, first in zip(self.plants.ids[-3:], members, strict=True):
             copied(planted, first)
 
     def changed_rules(self) -> None:
-        """Topics whose guarantee is another one from the second run on: what was written before keeps its own."""
+        """Topics with another guarantee from the second run on; earlier records keep their guarantee."""
 
         def sent(topic: str, stage: int, *statuses: int, **more: Any) -> None:
             at = self.past() if stage == 1 else FROZEN_MS[stage - 1] - HOUR_MS // 2
             planted = self.plant("ruled", **more)
-            self.send(self.record(planted, self.life(), at, topic=topic, ts=at, value=self.content()), stage=stage)
+            self.send(
+                self.record(planted, self.new_writer(), at, topic=topic, ts=at, value=self.content()), stage=stage
+            )
             self.answer(planted, *statuses, stage=stage)
 
         for stage in (1, 2, 3):
             sent(self.stricter, stage, 201)
             sent(self.looser, stage, 504, 201)
-            # Between two runs nobody knows when the service began to follow the new rule.
-            late: Said = (None, None, "phantom") if stage == 3 else (None, None, None)
+            # The time at which the service began to follow the new rule is unknown between two runs.
+            late: ByStage = (None, None, "phantom") if stage == 3 else (None, None, None)
             sent(self.stricter, stage, 504, phantom=late)
-            early: Said = ("phantom",) * 3 if stage == 1 else (None, None, None)
+            early: ByStage = ("phantom",) * 3 if stage == 1 else (None, None, None)
             sent(self.looser, stage, 504, phantom=early)

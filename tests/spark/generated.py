@@ -1,7 +1,7 @@
-"""`python -m tests.spark.generated`: the job against histories whose faults are known, and broken jobs against one.
+"""`python -m tests.spark.generated`: runs the job on histories with known faults, and checks jobs with broken rules.
 
 --seeds N     the histories of the seeds 0 to N-1, three runs of each: recall and precision by kind and cause
---mutants     each mutant of tests/spark/mutants.py against tables of cases: every one has to be noticed
+--mutants     each mutant of tests/spark/mutants.py against a table of cases, which must detect it
 """
 
 import argparse
@@ -24,29 +24,32 @@ from spark.errors import CannotRun
 from spark.reading.kafka_admin import Broker, TopicPartition
 from spark.tables import view
 from tests.spark import checks
-from tests.spark.mutants import MUTANTS, Mutant, alive
+from tests.spark.mutants import MUTANTS, Mutant, active
 from tests.spark.oracle import STAGES, Score, compare, compare_stuck
 from tests.spark.runs import Ran, interpreted, run, session_for_tests
 from tests.spark.script import FROZEN_MS
 from tests.spark.world import World
 
-# Seeds that share a namespace, and so the runs: a run costs mostly what it costs with nothing to read.
+# Seeds that share a namespace, and so the runs: most of a run's time does not depend on its records.
 TOGETHER: Final = 10
 
 # A transaction of a history stays open over its first run.
 OPEN_MS: Final = 4 * 3_600_000
 
 
-# The stage before whose run another one, with other options, is cut off.
+# The stage before which a run with other options is interrupted.
 CUT_STAGE: Final = 2
 
 
 class _Cut(Exception):
-    """A run ends here, as if it had been killed."""
+    """Ends a run as if the process had been killed."""
 
 
 class Trial:
-    """The histories of some seeds, and the job's runs over them, in order. `timeout_ms`: of what stays open."""
+    """The histories of some seeds, and the runs of the job on these, in order.
+
+    `timeout_ms`: the transaction timeout of the open transactions.
+    """
 
     def __init__(self, spark: SparkSession, bootstrap: str, root: Path, seeds: Sequence[int], timeout_ms: int) -> None:
         self._spark = spark
@@ -57,35 +60,35 @@ class Trial:
         self._stage = 0
 
     def next(self) -> Score:
-        """Write the next stage, run the job, and say what its report has right and wrong."""
+        """Write the next stage, run the job, and compare its report with what was planted."""
         self._stage += 1
         self._world.write(self._stage)
         self._rules.write_text(self._world.rules(self._stage))
         if self._lake("whole").exists():
             shutil.copytree(self._lake("whole"), self._lake(f"before-{self._stage}"))
         if self._stage == CUT_STAGE:
-            # A run with other options is cut off after its merge: it makes no difference to what is found.
+            # A run with other options is interrupted after its merge: the findings must be the same.
             with patch.object(view, "update", side_effect=_Cut), suppress(_Cut):
                 self._run("whole", topics=(f"{self._world.history.namespace}-*.orders",), grace_s=1, window_h=24)
         score = self._run("whole")
         if self._stage == STAGES:
-            score.add(self._hour_by_hour())
+            score.add(self._without_ids_pass())
         return score
 
-    def _hour_by_hour(self) -> Score:
-        """A run over all of it without the pass over ids."""
+    def _without_ids_pass(self) -> Score:
+        """Run the job on all records without the pass over ids."""
         ran = self._ran("narrow", skip_ids=True)
         return compare_stuck(self._world.plants(), self._stage, ran.document)
 
-    def noticed(self, mutant: Mutant) -> bool:
-        """Whether this stage's run, with this mutant in the job, is not what was planted."""
+    def detects(self, mutant: Mutant) -> bool:
+        """Check whether the run of this stage, with the mutant in the job, differs from what was planted."""
         lake = f"mutant-{uuid.uuid4().hex[:8]}"
         if self._lake(f"before-{self._stage}").exists():
             shutil.copytree(self._lake(f"before-{self._stage}"), self._lake(lake))
         try:
-            with alive(mutant):
+            with active(mutant):
                 return not self._run(lake).perfect
-        except (CannotRun, Py4JJavaError):  # it says so itself, or Spark does: reading what is gone fails the run
+        except (CannotRun, Py4JJavaError):  # reading deleted records fails the run
             return True
         finally:
             shutil.rmtree(self._lake(lake), ignore_errors=True)
@@ -107,7 +110,7 @@ class Trial:
 
 @contextmanager
 def _diverging(where: Mapping[TopicPartition, int]) -> Iterator[None]:
-    """Have the broker say that these logs are others from there on, besides what it says itself."""
+    """Patch `Broker.diverged`: these logs diverge from these offsets on, besides the broker's own answer."""
     whole = Broker.diverged
 
     def diverged(self: Broker, positions: Mapping[TopicPartition, tuple[int, int]]) -> dict[TopicPartition, int]:
@@ -141,15 +144,15 @@ def _mutants(spark: SparkSession, mutants: Sequence[Mutant]) -> bool:
     for name in checks.CHECKS:
         checks.CHECKS[name](spark)
     for mutant in mutants:
-        noticed = checks.notices(spark, mutant)
-        print(f"{'noticed ' if noticed else 'SURVIVED'}  {mutant.by}  {mutant}", flush=True)
-        survived += [] if noticed else [mutant]
+        detected = checks.detects(spark, mutant)
+        print(f"{'detected' if detected else 'SURVIVED'}  {mutant.check}  {mutant}", flush=True)
+        survived += [] if detected else [mutant]
     print(f"{len(mutants)} mutants, {len(survived)} survived")
     return not survived
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status 0 where everything is as it was planted, and every mutant noticed."""
+    """Return the exit status: 0 if every report has what was planted, or every mutant is detected."""
     parser = argparse.ArgumentParser(prog="python -m tests.spark.generated")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--seeds", type=int, metavar="N", help="the histories of the seeds 0 to N-1")

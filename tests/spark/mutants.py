@@ -1,7 +1,7 @@
-"""The job's rules, each broken on purpose: tables of cases with known verdicts have to notice.
+"""The rules of the job, each broken on purpose: tables of cases with known verdicts must detect each mutant.
 
-A mutant names a rule by the function itself (most are in spark/rule_table.py) and has another function that stands in
-its place for as long as the mutant lives. `by` says which check of tests/spark/checks.py notices.
+A mutant replaces one rule, most of which are in spark/rule_table.py, by another function while it is `active`. `check`
+names the check of tests/spark/checks.py that must detect the mutant.
 """
 
 import random
@@ -29,36 +29,36 @@ VIEWS = "views"
 
 @dataclass(frozen=True)
 class Mutant:
-    """`owner` is the module or class in which the rule is."""
+    """A `rule` of the module or class `owner`, its `replacement`, and the `change` in words."""
 
     rule: Any
-    what: str
-    instead: Any
-    by: str
+    change: str
+    replacement: Any
+    check: str
     owner: ModuleType | type = rule_table
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.what}"
+        return f"{self.name}: {self.change}"
 
     @property
     def name(self) -> str:
-        """The rule's name in its owner; a property is a function with a wrapping."""
+        """The rule's name in its owner; for a property the name of its function."""
         return str(getattr(self.rule, "fget", self.rule).__name__)
 
 
 @contextmanager
-def alive(mutant: Mutant) -> Iterator[None]:
-    """The job with this mutant in it."""
+def active(mutant: Mutant) -> Iterator[None]:
+    """Replace the rule in the context."""
     whole = vars(mutant.owner)[mutant.name]
-    setattr(mutant.owner, mutant.name, mutant.instead)
+    setattr(mutant.owner, mutant.name, mutant.replacement)
     try:
         yield
     finally:
         setattr(mutant.owner, mutant.name, whole)
 
 
-def drawn(count: int, seed: int) -> list[Mutant]:
-    """So many of them, the same for a seed."""
+def sample(count: int, seed: int) -> list[Mutant]:
+    """Return a sample of the mutants, the same for a seed."""
     return random.Random(seed).sample(MUTANTS, count)
 
 
@@ -83,12 +83,12 @@ def _settings(**left_out: int) -> property:
 
 
 def _with(chain: Callable[..., Column], name: str, other: Callable[[Column], Column]) -> Callable[..., Column]:
-    """A chain of rules in which one of the named columns is another one."""
+    """Return a rule with one of its named columns replaced."""
     return lambda **named: chain(**named | {name: other(named[name])})
 
 
 def _given(whole: Callable[..., Column], nth: int, other: Callable[[Column], Column]) -> Callable[..., Column]:
-    """A rule of which one of the arguments is another one."""
+    """Return a rule with one of its arguments replaced."""
     return lambda *given: whole(*given[:nth], other(given[nth]), *given[nth + 1 :])
 
 
@@ -103,13 +103,13 @@ def _retry_but(*left_out: str) -> Callable[..., Column]:
 
 
 def _cause_as(**other: str) -> Callable[..., Column]:
-    """Causes of which some are called otherwise."""
+    """Return the rule `cause` with some causes replaced by others."""
     whole = rule_table.cause
 
     def cause(*given: Column) -> Column:
         made = whole(*given)
-        for name, instead in other.items():
-            made = F.when(made == name, instead).otherwise(made)
+        for name, replacement in other.items():
+            made = F.when(made == name, replacement).otherwise(made)
         return made
 
     return cause
@@ -119,7 +119,7 @@ def _as_listed(cluster: Any, logs: list[Log]) -> list[Log]:
     return [replace(log, later_end=log.high_watermark) for log in logs]
 
 
-def _heard_when_still(log: Log, run: int) -> Log:
+def _caught_up_only_at_the_end(log: Log, run: int) -> Log:
     return replace(log, caught_up_run=run) if log.end >= log.high_watermark else log
 
 
@@ -130,16 +130,16 @@ MUTANTS: Final = (
     Mutant(rule_table.rank, "entered last", lambda entered: F.when(entered, 1).otherwise(0), CAUSES),
     Mutant(rule_table.order, "topic before time", lambda: ("topic", "timestamp", "partition", "offset"), STATES),
     Mutant(rule_table.order, "offset before partition", lambda: ("timestamp", "topic", "offset", "partition"), STATES),
-    Mutant(rule_table.is_foreign, "only bare", lambda stamped, same, late: ~stamped, CAUSES),
-    Mutant(rule_table.is_foreign, "not the bare", lambda stamped, same, late: same & (late == 1), CAUSES),
-    Mutant(rule_table.is_foreign, "also in the ledger", lambda stamped, same, late: ~stamped | same, CAUSES),
+    Mutant(rule_table.is_foreign, "only bare", lambda has_header, same, late: ~has_header, CAUSES),
+    Mutant(rule_table.is_foreign, "not the bare", lambda has_header, same, late: same & (late == 1), CAUSES),
+    Mutant(rule_table.is_foreign, "also in the ledger", lambda has_header, same, late: ~has_header | same, CAUSES),
     Mutant(rule_table.producer, "without instance", lambda: ("slot", "pid", "epoch"), CAUSES),
     Mutant(rule_table.producer, "without number", lambda: ("slot", "instance"), CAUSES),
     Mutant(rule_table.cause, "rewrite is a restart", _cause_as(rewrite="producer_restart"), CAUSES),
     Mutant(rule_table.cause, "dual is a restart", _cause_as(dual_producer="producer_restart"), CAUSES),
     Mutant(rule_table.is_past_retention, "more than", lambda at, other, ttl: F.abs(at - other) > ttl, CAUSES),
     Mutant(rule_table.is_past_retention, "a ms less", lambda at, other, ttl: F.abs(at - other) >= ttl - 1, CAUSES),
-    Mutant(rule_table.is_expired, "without earlier ones", lambda earlier, apart: apart, CAUSES),
+    Mutant(rule_table.is_expired, "without earlier ones", lambda earlier, past_retention: past_retention, CAUSES),
     Mutant(rule_table.is_restart, "slot alone", lambda slot, instance, number: slot & ~number, CAUSES),
     Mutant(rule_table.is_restart, "instance alone", lambda slot, instance, number: instance & ~number, CAUSES),
     Mutant(rule_table.is_restart, "same number", lambda slot, instance, number: slot | instance, CAUSES),
@@ -159,7 +159,7 @@ MUTANTS: Final = (
     Mutant(rule_table.is_undecided, _NO, _never, VERDICTS),
     Mutant(rule_table.is_blocked, _NO, lambda decided, frozen: False, VERDICTS),
     Mutant(rule_table.is_ledger_behind, _NO, _never, VERDICTS),
-    Mutant(rule_table.is_ledger_behind, "in the same run", lambda read, heard: read >= heard, VERDICTS),
+    Mutant(rule_table.is_ledger_behind, "in the same run", lambda read, caught_up: read >= caught_up, VERDICTS),
     Mutant(rule_table.is_ahead, _NO, _never, VERDICTS),
     Mutant(rule_table.is_ahead, _NO, _never, TIMES),
     Mutant(rule_table.is_ahead, "at a day", lambda ms, now: ms >= now + rule_table.AHEAD_MS, TIMES),
@@ -189,7 +189,7 @@ MUTANTS: Final = (
     Mutant(rule_table.is_past_end, "behind", lambda offset, end: offset > end, VERDICTS),
     Mutant(planning._with_later_end, "as listed before", _as_listed, PLANS, planning),
     Mutant(planning._with_caught_up_run, "at once", lambda log, run: replace(log, caught_up_run=run), PLANS, planning),
-    Mutant(planning._with_caught_up_run, "when it stands still", _heard_when_still, PLANS, planning),
+    Mutant(planning._with_caught_up_run, "when it stands still", _caught_up_only_at_the_end, PLANS, planning),
     Mutant(rule_table.is_duplicate_claim, _NO, _never, VERDICTS),
     Mutant(rule_table.all_claims, "the ledger's", lambda entered, answered: entered, VERDICTS),
     Mutant(rule_table.all_claims, "the journal's", lambda entered, answered: answered, VERDICTS),
@@ -204,8 +204,8 @@ MUTANTS: Final = (
     ),
     Mutant(rule_table.is_of_earlier_topic, _NO, _never, VERDICTS),
     *(
-        Mutant(rule_table.is_of_earlier_topic, what, _given(rule_table.is_of_earlier_topic, nth, other), VERDICTS)
-        for what, nth, other in (
+        Mutant(rule_table.is_of_earlier_topic, change, _given(rule_table.is_of_earlier_topic, nth, other), VERDICTS)
+        for change, nth, other in (
             ("by time alone", 0, lambda named: F.lit(None).cast("bigint")),
             ("whatever the id", 1, lambda topic_id: F.lit(0)),
             ("not since it was seen", 3, lambda recreated_at_ms: F.lit(0)),
@@ -215,10 +215,10 @@ MUTANTS: Final = (
     ),
     Mutant(rule_table.is_compacted, _NO, _never, VERDICTS),
     Mutant(rule_table.is_compacted, "what was never there", lambda compacted, was_past_end: compacted, VERDICTS),
-    Mutant(rule_table.outcome_without_log, "not waited for", lambda ripe: F.lit("topic_gone"), VERDICTS),
+    Mutant(rule_table.outcome_without_log, "not waited for", lambda settled: F.lit("topic_gone"), VERDICTS),
     Mutant(rule_table.gap_count, "twice", lambda counted: F.lit(1).cast("bigint"), VERDICTS),
     Mutant(run_plan.settings_of, "the command line's", lambda options, now: now, PLANS, run_plan),
-    Mutant(rule_table.is_recreated, _NO, lambda life, now: False, PLANS),
+    Mutant(rule_table.is_recreated, _NO, lambda topic_id, now: False, PLANS),
     Mutant(rule_table.is_deleted_unread, _NO, lambda start, read_to: False, PLANS),
     Mutant(rule_table.is_truncated, _NO, lambda agrees_to, read_to: False, PLANS),
     Mutant(rule_table.intact_until, "the end alone", lambda end, diverged, read_to: end, PLANS),
@@ -276,9 +276,9 @@ MUTANTS: Final = (
     ),
     Mutant(rule_table.is_within, "always", _always, VERDICTS),
     # --------------------------------------------------------------------------------------- stuck and the balance
-    Mutant(rule_table.is_freed, "any 503", lambda freed, unsure: freed.isNotNull(), VERDICTS),
+    Mutant(rule_table.is_freed, "any 503", lambda freed, in_doubt: freed.isNotNull(), VERDICTS),
     Mutant(rule_table.is_freed, _NO, _never, VERDICTS),
-    Mutant(rule_table.is_freed, "not in the same ms", lambda freed, unsure: freed > unsure, VERDICTS),
+    Mutant(rule_table.is_freed, "not in the same ms", lambda freed, in_doubt: freed > in_doubt, VERDICTS),
     Mutant(rule_table.both_decided_until, "the journal alone", lambda ledger, answers: answers, VERDICTS),
     Mutant(
         rule_table.in_doubt_cause, "202 first", lambda a202, a504: F.when(a202 > 0, "202").otherwise("504"), VERDICTS
@@ -304,11 +304,13 @@ MUTANTS: Final = (
     Mutant(
         rule_table.is_accepted, f"elsewhere {_NO}", _with(rule_table.is_accepted, "settled_elsewhere", _never), VERDICTS
     ),
-    Mutant(rule_table.settles_doubt, "not a phantom", lambda stamped, entries, a201: entries + a201 > 0, HOURS),
-    Mutant(rule_table.settles_doubt, "not the ledger", lambda stamped, entries, a201: stamped | (a201 > 0), HOURS),
-    Mutant(rule_table.settles_doubt, "not a 201", lambda stamped, entries, a201: stamped | (entries > 0), HOURS),
+    Mutant(rule_table.settles_doubt, "not a phantom", lambda has_header, entries, a201: entries + a201 > 0, HOURS),
+    Mutant(
+        rule_table.settles_doubt, "not the ledger", lambda has_header, entries, a201: has_header | (a201 > 0), HOURS
+    ),
+    Mutant(rule_table.settles_doubt, "not a 201", lambda has_header, entries, a201: has_header | (entries > 0), HOURS),
     Mutant(rule_table.settles_doubt, "a stranger", _always, HOURS),
-    Mutant(rule_table.is_freed, "any 503", lambda freed, unsure: freed.isNotNull(), HOURS),
+    Mutant(rule_table.is_freed, "any 503", lambda freed, in_doubt: freed.isNotNull(), HOURS),
     *(
         Mutant(rule_table.category, f"{name} {_NO}", _with(rule_table.category, name, _never), VERDICTS)
         for name in ("lost", "conflicting", "pending", "unproven")
@@ -331,7 +333,10 @@ MUTANTS: Final = (
     Mutant(rule_table.trusts_header, "not even of the ledger", _never, VERDICTS),
     Mutant(rule_table.is_derived_copy, _NO, _never, VERDICTS),
     Mutant(
-        rule_table.is_derived_copy, "in its own topic", lambda stamped, claimed, elsewhere: stamped & ~claimed, VERDICTS
+        rule_table.is_derived_copy,
+        "in its own topic",
+        lambda has_header, claimed, elsewhere: has_header & ~claimed,
+        VERDICTS,
     ),
     # ----------------------------------------------------------------------------------------- client duplicates
     Mutant(rule_table.is_near, "at the retention", lambda distance, ttl: distance <= ttl, CLIENTS),
@@ -350,11 +355,11 @@ MUTANTS: Final = (
     # --------------------------------------------------------------------------------------- balance, window, time
     Mutant(rule_table.window_from, "twice as long", lambda frozen, window: frozen - 2 * window, PLANS),
     Mutant(rule_table.window_from, "to the ms", lambda frozen, window: frozen - window, PLANS),
-    Mutant(rule_table.is_in_window, "by the evidence alone", lambda told, accepted: told, WINDOWS),
+    Mutant(rule_table.is_in_window, "by the evidence alone", lambda seen, accepted: seen, WINDOWS),
     Mutant(
         rule_table.is_in_window,
         "by the acceptance alone",
-        lambda told, accepted: F.coalesce(accepted, F.lit(False)),
+        lambda seen, accepted: F.coalesce(accepted, F.lit(False)),
         WINDOWS,
     ),
     Mutant(rule_table.is_revoked, "whenever it was", _always, WINDOWS),

@@ -1,10 +1,10 @@
-"""What was planted in a history, and what an audit must say of it: plain Python that knows the faults by name.
+"""The faults that were planted in a history, and the report that an audit must give: plain Python, without the job.
 
-Nothing here is derived from records or shared with the job. A story (tests/spark/generator.py) says of each id which
-copies it has and why, which claimed places are empty and what can be proven of them; this module adds that up to the
-findings and the balance of each stage, and compares them with a report.
+Nothing here is computed from Kafka's records or shared with the job. A scenario (tests/spark/generator.py) states the
+copies of each id with their causes, and the outcome of each claim; this module adds these up to the findings and the
+balance of each stage, and compares them with a report.
 
-A history has STAGES runs. What is said by stage is a tuple of that length.
+A history has STAGES runs. A value for each stage is a tuple of that length.
 """
 
 from collections import Counter
@@ -17,12 +17,12 @@ from tests.spark.history import Life
 
 STAGES: Final = 3
 
-Said = tuple[str | None, str | None, str | None]
-"""One word for each stage; None: nothing."""
+ByStage = tuple[str | None, str | None, str | None]
+"""An outcome, category or finding for each stage; None: none."""
 
-Place = tuple[str, int, int]
+Coordinates = tuple[str, int, int]
 
-# Copies beyond this number are counted, but not all named.
+# A finding lists at most this number of copies, and counts all.
 NAMED_MAX: Final = 128
 
 _HOUR_MS: Final = 3_600_000
@@ -34,12 +34,12 @@ PENDING: Final = "pending"
 
 @dataclass(eq=False)
 class Record:
-    """A record of a data topic. `cause` is why it was planted beside earlier ones of its id.
+    """A record of a data topic. `cause`: the cause of this copy, null for the first copy of its id.
 
-    `visible` is the stage from which a run can read it (None: never), `other` says that its fingerprint is not the
-    one of the id's first record, `entered` that its transaction has a ledger entry for it, `forwarded` that a program
-    sent it with that record's headers, whatever it made of the rest, `named` that its ledger record names topic ids.
-    From the stage `vanished` on its log has it no more, as a leader without it was elected.
+    `visible`: the stage from which a run can read the record (None: never). `other`: the record has another fingerprint
+    than the first record of its id. `entered`: its transaction has a ledger entry for it. `forwarded`: the record whose
+    headers a program sent with this record. `named`: its ledger record names topic ids. `vanished`: the stage from
+    which the log no longer has the record, since a leader without it was elected.
     """
 
     topic: str
@@ -48,7 +48,7 @@ class Record:
     at: int
     key: str | None = None
     id: bytes = b""
-    life: Life | None = None
+    writer: Life | None = None
     value: bytes | None = b"1"
     record_key: bytes | None = None
     headers: tuple[wire.Header, ...] = ()
@@ -69,33 +69,37 @@ class Record:
         return wire.fingerprint(self.topic, self.asked, self.record_key, self.headers, self.value)
 
     @property
-    def place(self) -> Place:
+    def coordinates(self) -> Coordinates:
         assert self.offset >= 0, f"{self.key} was not written"
         return self.topic, self.partition, self.offset
 
     def entry(self) -> wire.Entry:
         batch, member = self.batch or (None, None)
-        return wire.Entry(self.id, self.fp, self.at, *self.place, self.ts, batch, member)
+        return wire.Entry(self.id, self.fp, self.at, *self.coordinates, self.ts, batch, member)
 
 
 @dataclass(eq=False)
 class Claim:
-    """A place that a ledger entry or a 201 names, and what becomes of it: `there`, `lost`, `pending`, or why nobody
-    can know; None: not claimed yet. `place` is asked for when all records are written."""
+    """Coordinates that a ledger entry or a 201 names, and their outcome at each stage.
+
+    An outcome is `there`, `lost`, `pending`, or the cause of an evidence gap; None before the claim is written.
+    `coordinates` is called when all records are written.
+    """
 
     source: str
-    place: Callable[[], Place]
-    fates: Said
+    coordinates: Callable[[], Coordinates]
+    outcomes: ByStage
 
 
 @dataclass(eq=False)
 class Planted:
-    """One id. `otherwise` is where it stands as long as it has neither a copy of ours nor an outstanding claim.
+    """One id. `default_category`: its category while it has neither a copy with Fencepost's header nor a claim without
+    a record.
 
-    `derived` are records of other topics, made of one of the copies by a program that forwards headers; `meant` says of
-    which topics that is known. `until` is the last stage whose window still shows it; from the stage `again` on, when
-    another copy comes into the log, its findings are shown all the same. `stuck` names the answer that left it unsure,
-    `unsure` has when the requests were accepted that were left so.
+    `derived`: records in other topics that a program forwarded with the headers of a copy; `expected_in`: the topics
+    whose rule expects derived copies. `shown_until`: the last stage whose window shows the id; `shown_from`: the
+    stage from which its findings are shown again, when another copy comes into the log. `stuck`: the status of the
+    answer that left the id in doubt; `in_doubt`: when these requests were accepted.
     """
 
     id: bytes
@@ -103,59 +107,60 @@ class Planted:
     copies: list[Record] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)
     accepted: bool = True
-    phantom: Said = (None, None, None)
-    otherwise: Said = (None, None, None)
+    phantom: ByStage = (None, None, None)
+    default_category: ByStage = (None, None, None)
     stuck: str = "504"
-    unsure: list[int] = field(default_factory=list)
-    until: int = STAGES
-    again: int = STAGES + 1
+    in_doubt: list[int] = field(default_factory=list)
+    shown_until: int = STAGES
+    shown_from: int = STAGES + 1
     derived: list[Record] = field(default_factory=list)
-    meant: set[str] = field(default_factory=set)
+    expected_in: set[str] = field(default_factory=set)
 
     def shown(self, stage: int) -> bool:
-        """Whether a stage's report has its findings."""
-        return stage <= self.until or stage >= self.again
+        """Check whether the report of a stage has the findings of this id."""
+        return stage <= self.shown_until or stage >= self.shown_from
 
     def visible(self, stage: int) -> list[Record]:
-        """The copies in the order in which they count."""
+        """Return the copies that a stage can read, in the order of the audit."""
         copies = [copy for copy in self.copies if copy.visible is not None and copy.visible <= stage < copy.vanished]
-        return sorted(copies, key=lambda copy: (not copy.entered, copy.ts, copy.place))
+        return sorted(copies, key=lambda copy: (not copy.entered, copy.ts, copy.coordinates))
 
     def forwarded_by(self, stage: int) -> list[Record]:
-        """The derived records that a stage can see."""
-        return sorted((one for one in self.derived if one.stage <= stage), key=lambda one: (one.ts, one.place))
+        """Return the derived copies that a stage can read."""
+        return sorted((one for one in self.derived if one.stage <= stage), key=lambda one: (one.ts, one.coordinates))
 
-    def fates(self, stage: int) -> set[str]:
-        return {claim.fates[stage - 1] or THERE for claim in self.claims} - {THERE}
+    def outcomes(self, stage: int) -> set[str]:
+        """Return the outcomes of the claims whose record is not there."""
+        return {claim.outcomes[stage - 1] or THERE for claim in self.claims} - {THERE}
 
     def category(self, stage: int) -> str | None:
-        """Its place in the balance of a stage; None: nobody accepted it."""
+        """Return the category in the balance of a stage; None if the id was not accepted."""
         if not self.accepted:
             return None
-        copies, fates = self.visible(stage), self.fates(stage)
-        if LOST in fates:
+        copies, outcomes = self.visible(stage), self.outcomes(stage)
+        if LOST in outcomes:
             return LOST
         if len(copies) > 1:
             return "conflicted" if any(copy.other for copy in copies) else "duplicated"
-        if PENDING in fates:
+        if PENDING in outcomes:
             return PENDING
-        if fates:
+        if outcomes:
             return "unprovable"
-        # A stranger's record under the same key settles nothing.
-        ours = any(copy.life is not None for copy in copies)
-        return "delivered_once" if ours else self.otherwise[stage - 1]
+        # A record of another program under the same key settles no 202 or 504.
+        ours = any(copy.writer is not None for copy in copies)
+        return "delivered_once" if ours else self.default_category[stage - 1]
 
 
 @dataclass(eq=False)
 class Retried:
-    """Ids that are one request under several keys: one finding, named by what they have in common."""
+    """Ids that are one request under several keys: one finding, by their common fingerprint."""
 
     ids: list[Planted]
 
 
 @dataclass(eq=False)
-class Gone:
-    """Offsets `first` to before `last` of a log that went away unread, found at `stage`."""
+class UnreadGap:
+    """Offsets from `first` to before `last` of a log that were deleted unread, found at `stage`."""
 
     topic: str
     partition: int
@@ -173,18 +178,18 @@ _Where = tuple[str, str | None, str, int]
 
 @dataclass
 class Plants:
-    """All that was planted."""
+    """Everything that was planted."""
 
     ids: list[Planted] = field(default_factory=list)
     retried: list[Retried] = field(default_factory=list)
     unkeyed: list[Record] = field(default_factory=list)
-    gone: list[Gone] = field(default_factory=list)
+    unread_gaps: list[UnreadGap] = field(default_factory=list)
     rejects: Counter[int] = field(default_factory=Counter)
     answers: Counter[tuple[int, str]] = field(default_factory=Counter)
-    held: dict[int, set[tuple[str, int]]] = field(default_factory=dict)
+    blocked: dict[int, set[tuple[str, int]]] = field(default_factory=dict)
 
     def findings(self, stage: int) -> Counter[Finding]:
-        """Every finding of a stage's report."""
+        """Return the findings of the report of a stage."""
         found: Counter[Finding] = Counter()
         for one in self.ids:
             if one.shown(stage):
@@ -193,46 +198,47 @@ class Plants:
             there = [one for one in retried.ids if one.visible(stage)]
             if len(there) > 1:
                 there.sort(key=lambda one: (one.copies[0].at, one.id))
-                places = tuple(_coordinate(one.visible(stage)[0], None) for one in there)
-                found["client_duplicate", "new_key", there[0].id.hex(), there[0].key, len(there), places] += 1
-        found.update(self._of_places(stage))
+                listed = tuple(_coordinate(one.visible(stage)[0], None) for one in there)
+                found["client_duplicate", "new_key", there[0].id.hex(), there[0].key, len(there), listed] += 1
+        found.update(self._of_partitions(stage))
         return found
 
-    def _of_places(self, stage: int) -> Iterable[Finding]:
-        places: dict[_Where, list[tuple[int, int]]] = {}
+    def _of_partitions(self, stage: int) -> Iterable[Finding]:
+        """Return the findings about partitions: evidence gaps and unkeyed records."""
+        offsets_of: dict[_Where, list[tuple[int, int]]] = {}
         for one in self.ids:
             if not one.shown(stage):
                 continue
             for claim in one.claims:
-                fate = claim.fates[stage - 1]
-                if fate not in (None, THERE, LOST, PENDING):
-                    topic, partition, offset = claim.place()
-                    places.setdefault(("evidence_gap", fate, topic, partition), []).append((offset, 1))
+                outcome = claim.outcomes[stage - 1]
+                if outcome not in (None, THERE, LOST, PENDING):
+                    topic, partition, offset = claim.coordinates()
+                    offsets_of.setdefault(("evidence_gap", outcome, topic, partition), []).append((offset, 1))
             if one.phantom[stage - 1] == "evidence_gap":
                 for copy in one.visible(stage):
-                    if copy.life is not None:
-                        unheard = ("evidence_gap", "ledger_gone", copy.topic, copy.partition)
-                        places.setdefault(unheard, []).append((copy.offset, 1))
+                    if copy.writer is not None:
+                        unclaimed = ("evidence_gap", "ledger_gone", copy.topic, copy.partition)
+                        offsets_of.setdefault(unclaimed, []).append((copy.offset, 1))
         for record in self.unkeyed:
             if record.stage <= stage < record.vanished:
-                places.setdefault(("unkeyed", None, record.topic, record.partition), []).append((record.offset, 1))
-        for gone in self.gone:
-            if gone.stage <= stage:
-                where: _Where = ("evidence_gap", gone.cause, gone.topic, gone.partition)
-                ends = [(gone.first, 0), (max(gone.last - 1, gone.first), gone.last - gone.first)]
-                # What was promised within them went away with them: it is counted once.
-                claimed = [(offset, 0) for offset, _ in places.get(where, ()) if gone.first <= offset < gone.last]
-                rest = [(offset, n) for offset, n in places.get(where, ()) if not gone.first <= offset < gone.last]
-                places[where] = [*ends, *claimed, *rest]
-        for (kind, cause, topic, partition), marks in places.items():
+                offsets_of.setdefault(("unkeyed", None, record.topic, record.partition), []).append((record.offset, 1))
+        for gap in self.unread_gaps:
+            if gap.stage <= stage:
+                where: _Where = ("evidence_gap", gap.cause, gap.topic, gap.partition)
+                ends = [(gap.first, 0), (max(gap.last - 1, gap.first), gap.last - gap.first)]
+                # Claims on these offsets do not count again.
+                claimed = [(offset, 0) for offset, _ in offsets_of.get(where, ()) if gap.first <= offset < gap.last]
+                rest = [(offset, n) for offset, n in offsets_of.get(where, ()) if not gap.first <= offset < gap.last]
+                offsets_of[where] = [*ends, *claimed, *rest]
+        for (kind, cause, topic, partition), marks in offsets_of.items():
             offsets = [offset for offset, _ in marks]
             yield (kind, cause, topic, partition, sum(count for _, count in marks), min(offsets), max(offsets))
 
     def balance(self, stage: int) -> dict[str, int]:
-        """The numbers of the balance's line, with zeros left out."""
+        """Return the numbers of the balance of a stage, without zeros."""
         sums: Counter[str] = Counter()
         for one in self.ids:
-            if stage <= one.until:
+            if stage <= one.shown_until:
                 category = one.category(stage)
                 if category is not None:
                     sums.update((category, "accepted"))
@@ -242,7 +248,7 @@ class Plants:
         return {name: count for name, count in sums.items() if count}
 
     def requests(self, stage: int) -> dict[str, int]:
-        """How many answers were journaled, by status; zeros left out."""
+        """Return the number of journaled answers by status, without zeros."""
         sums: Counter[str] = Counter()
         for (since, status), count in self.answers.items():
             if since <= stage:
@@ -256,17 +262,17 @@ def _of_id(one: Planted, stage: int) -> Iterable[Finding]:
     head = (one.id.hex(), key)
     if len(copies) > 1:
         kind = "conflict" if any(copy.other for copy in copies) else "duplicate"
-        places = tuple(_coordinate(copy, copy.cause if nth else None) for nth, copy in enumerate(copies))
-        yield (kind, copies[1].cause, *head, len(copies), places if len(places) <= NAMED_MAX else NAMED_MAX)
-    lost = [claim for claim in one.claims if claim.fates[stage - 1] == LOST]
+        listed = tuple(_coordinate(copy, copy.cause if nth else None) for nth, copy in enumerate(copies))
+        yield (kind, copies[1].cause, *head, len(copies), listed if len(listed) <= NAMED_MAX else NAMED_MAX)
+    lost = [claim for claim in one.claims if claim.outcomes[stage - 1] == LOST]
     if lost:
         cause = "ledger" if any(claim.source == "ledger" for claim in lost) else "answer"
-        claimed = sorted((*claim.place(), None, None, None, None, None, claim.source) for claim in lost)
+        claimed = sorted((*claim.coordinates(), None, None, None, None, None, claim.source) for claim in lost)
         yield (LOST, cause, *head, len(lost), tuple(claimed))
     if one.phantom[stage - 1] == "phantom":
-        ours = tuple(_coordinate(copy, None) for copy in copies if copy.life is not None)
+        ours = tuple(_coordinate(copy, None) for copy in copies if copy.writer is not None)
         yield ("phantom", None, *head, len(ours), ours)
-    derived = [copy for copy in one.forwarded_by(stage) if copy.topic not in one.meant]
+    derived = [copy for copy in one.forwarded_by(stage) if copy.topic not in one.expected_in]
     if derived:
         yield ("derived_copy", None, *head, len(derived), tuple(_coordinate(copy, None) for copy in derived))
     if _is_stuck(one, stage):
@@ -278,16 +284,18 @@ def _is_stuck(one: Planted, stage: int) -> bool:
 
 
 def _coordinate(copy: Record, cause: str | None) -> tuple[Any, ...]:
-    life = copy.life
-    writer = (None,) * 4 if life is None else (life.slot, life.producer_id, life.epoch, life.instance)
-    return (*copy.place, copy.ts, *writer, cause)
+    return (*copy.coordinates, copy.ts, *_producer(copy.writer), cause)
+
+
+def _producer(writer: Life | None) -> tuple[Any, ...]:
+    return (None,) * 4 if writer is None else (writer.slot, writer.producer_id, writer.epoch, writer.instance)
 
 
 _COORDINATE: Final = ("topic", "partition", "offset", "timestamp", "slot", "pid", "epoch", "instance", "cause")
 
 
-def told(document: Mapping[str, Any]) -> Counter[Finding]:
-    """The findings of a report.json, in the form of `Plants.findings`."""
+def findings_of(document: Mapping[str, Any]) -> Counter[Finding]:
+    """Return the findings of a report.json, in the form of `Plants.findings`."""
     found: Counter[Finding] = Counter()
     for one in document["findings"]:
         head = (one["kind"], one["cause"])
@@ -295,19 +303,19 @@ def told(document: Mapping[str, Any]) -> Counter[Finding]:
             bounds = (one["topic"], one["partition"], one["count"], one["first_offset"], one["last_offset"])
             found[(*head, *bounds)] += 1
             continue
-        places = [tuple(place[name] for name in _COORDINATE) for place in one["coordinates"]]
+        listed = [tuple(coordinates[name] for name in _COORDINATE) for coordinates in one["coordinates"]]
         if one["kind"] == LOST:
-            places.sort()
+            listed.sort()
         name = one["fingerprint"] if one["kind"] == "client_duplicate" else one["id"]
         assert one["finding_id"] == f"{one['kind']}:{name}", one
-        named: Any = tuple(places) if one["count"] <= NAMED_MAX else len(places)
+        named: Any = tuple(listed) if one["count"] <= NAMED_MAX else len(listed)
         found[(*head, one["id"], one["key"], one["count"], named)] += 1
     return found
 
 
 @dataclass
 class Score:
-    """A report against what was planted: for each kind and cause how many are right, missing and too many."""
+    """The comparison of a report with what was planted: right, missing and surplus findings by kind and cause."""
 
     right: Counter[tuple[str, str]] = field(default_factory=Counter)
     missing: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -333,7 +341,7 @@ class Score:
         self.faults += other.faults
 
     def table(self) -> str:
-        """One line for each kind and cause."""
+        """Format one line for each kind and cause."""
         lines = [f"{'kind':<18}{'cause':<18}{'planted':>8}{'found':>8}{'recall':>8}{'precision':>11}"]
         for name in sorted({*self.right, *self.missing, *self.extra}):
             right, missing, extra = self.right[name], self.missing[name], self.extra[name]
@@ -349,27 +357,26 @@ def _ratio(right: int, wrong: int) -> float:
 
 
 def compare_stuck(plants: Plants, stage: int, document: Mapping[str, Any]) -> Score:
-    """What a stage's report without the pass over ids has right and wrong of those that are stuck: no more are, and no
-    fewer, than with the pass."""
+    """Compare the findings `stuck` of a report without the pass over ids: as many as with the pass."""
     score = Score()
     wanted = Counter(_stuck_by_hour(one, stage) for one in plants.ids if one.shown(stage) and _is_stuck(one, stage))
-    found = Counter(finding for finding in told(document) if finding[0] == "stuck")
-    score.faults += [f"stage {stage}, hour by hour: missing {one}" for one in wanted - found]
-    score.faults += [f"stage {stage}, hour by hour: too many {one}" for one in found - wanted]
+    found = Counter(finding for finding in findings_of(document) if finding[0] == "stuck")
+    score.faults += [f"stage {stage}, without the pass: missing {one}" for one in wanted - found]
+    score.faults += [f"stage {stage}, without the pass: too many {one}" for one in found - wanted]
     return score
 
 
 def _stuck_by_hour(one: Planted, stage: int) -> Finding:
-    """The finding of an id that is stuck, as its hour alone tells it: no record of another hour tells the id's key."""
-    hours = {at // _HOUR_MS for at in one.unsure}
+    """Return the finding of a stuck id from its hour alone: no key if only a record of another hour has the key."""
+    hours = {at // _HOUR_MS for at in one.in_doubt}
     key = one.key if any(copy.at // _HOUR_MS in hours for copy in one.visible(stage)) else None
     return ("stuck", one.stuck, one.id.hex(), key, 0, ())
 
 
 def compare(plants: Plants, stage: int, document: Mapping[str, Any], status: int) -> Score:
-    """What a stage's report has right and wrong."""
+    """Compare the report of a stage with what was planted."""
     score = Score()
-    wanted, found = plants.findings(stage), told(document)
+    wanted, found = plants.findings(stage), findings_of(document)
     for counter, part in (
         (score.right, wanted & found),
         (score.missing, wanted - found),
@@ -379,18 +386,20 @@ def compare(plants: Plants, stage: int, document: Mapping[str, Any], status: int
             counter[one[0], one[1] or ""] += count
     score.faults += [f"stage {stage}: missing {one}" for one in wanted - found]
     score.faults += [f"stage {stage}: too many {one}" for one in found - wanted]
-    said: list[tuple[str, Any, Any]] = [
+    compared: list[tuple[str, Any, Any]] = [
         ("balance", plants.balance(stage), {name: n for name, n in document["balance"].items() if n}),
         ("requests", plants.requests(stage), {name: n for name, n in document["requests"].items() if n}),
         ("rejects", sum(n for since, n in plants.rejects.items() if since <= stage), document["evidence"]["rejects"]),
         (
             "held up",
-            plants.held.get(stage, set()),
+            plants.blocked.get(stage, set()),
             {(log["topic"], log["partition"]) for log in document["evidence"]["held_up"]},
         ),
         ("exit status", 3 if wanted else 0, status),
         ("named twice", 0, len(document["findings"]) - len({one["finding_id"] for one in document["findings"]})),
         ("number of findings", wanted.total(), document["run"]["findings"]),
     ]
-    score.faults += [f"stage {stage}: {what}: {told}, not {want}" for what, want, told in said if told != want]
+    score.faults += [
+        f"stage {stage}: {name}: {found}, not {expected}" for name, expected, found in compared if found != expected
+    ]
     return score
