@@ -1,4 +1,4 @@
-"""A real Chromium without a window, driven through its pipe (Chrome DevTools Protocol, NUL-separated JSON)."""
+"""A headless Chromium, driven through its pipe (Chrome DevTools Protocol, NUL-separated JSON)."""
 
 import base64
 import fcntl
@@ -20,7 +20,7 @@ ANSWER_S: Final = 60.0
 
 
 def find() -> str | None:
-    """The browser's path, None where there is none."""
+    """Return the path of the browser, None without a browser."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
@@ -40,7 +40,7 @@ def ensure() -> str:
 
 
 class Page:
-    """One tab. `problems` are its errors: console errors, exceptions, what its security policy refused."""
+    """One tab. `problems`: console errors, exceptions, and requests that the security policy refused."""
 
     def __init__(self, pipe: "_Pipe") -> None:
         self._pipe = pipe
@@ -52,7 +52,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command to the tab; its result."""
+        """Send one command to the tab, and return its result."""
         answer = self._pipe.call(method, self._session, **parameters)
         self._take_events()
         return answer
@@ -71,33 +71,33 @@ class Page:
             time.sleep(0.02)
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression is in the page."""
+        """Evaluate a JavaScript expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def picture(self, path: Path) -> None:
-        """The whole page as PNG."""
+        """Return the whole page as PNG."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], 6000), "scale": 1}
         shot = self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def printed(self, path: Path) -> None:
-        """The page as it prints, as PDF."""
+        """Return the printed page as PDF."""
         path.write_bytes(base64.b64decode(self.call("Page.printToPDF", printBackground=True)["data"]))
 
     def _take_events(self) -> None:
         for event in self._pipe.events:
-            told = event["params"]
+            params = event["params"]
             if event["method"] == "Runtime.exceptionThrown":
-                self.problems.append(str(told["exceptionDetails"]))
-            elif event["method"] == "Runtime.consoleAPICalled" and told["type"] in ("error", "warning", "assert"):
-                self.problems.append(str(told["args"]))
-            elif event["method"] == "Log.entryAdded" and told["entry"]["level"] in ("error", "warning"):
-                self.problems.append(told["entry"]["text"])
+                self.problems.append(str(params["exceptionDetails"]))
+            elif event["method"] == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+                self.problems.append(str(params["args"]))
+            elif event["method"] == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+                self.problems.append(params["entry"]["text"])
             elif event["method"] == "Network.requestWillBeSent":
-                self.requested.append(told["request"]["url"])
+                self.requested.append(params["request"]["url"])
         self._pipe.events.clear()
 
 
@@ -137,13 +137,13 @@ class _Pipe:
 
 @contextmanager
 def opened(profile: Path) -> Iterator[Page]:
-    """A tab of a Chromium of one's own, with its files in `profile` and without network."""
+    """Open a tab of a new Chromium, with its files in `profile` and without network."""
     ours_read, theirs_write = os.pipe()
     theirs_read, ours_write = os.pipe()
     # Chromium reads commands at 3 and answers at 4.
     high_read, high_write = (fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in (theirs_read, theirs_write))
 
-    def place() -> None:
+    def move_pipes() -> None:
         os.dup2(high_read, 3)
         os.dup2(high_write, 4)
 
@@ -152,7 +152,7 @@ def opened(profile: Path) -> Iterator[Page]:
     command += ["--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"]
     with (profile.parent / "chromium.log").open("wb") as log:
         process = subprocess.Popen(
-            command, preexec_fn=place, pass_fds=(3, 4), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            command, preexec_fn=move_pipes, pass_fds=(3, 4), stdin=subprocess.DEVNULL, stdout=log, stderr=log
         )
     for fd in (theirs_read, theirs_write, high_read, high_write):
         os.close(fd)

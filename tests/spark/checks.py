@@ -1,6 +1,6 @@
-"""What the tables of cases say of the job as it is now, rule by rule: an AssertionError where a verdict is another one.
+"""The checks that must detect a mutant (tests/spark/mutants.py): the tests of the tables of cases, without whole runs.
 
-Tests of single steps check the same; here a mutant is looked for (tests/spark/mutants.py), at no cost of whole runs.
+A check raises an AssertionError if a verdict differs.
 """
 
 import inspect
@@ -45,33 +45,33 @@ WINDOW_MS: Final = 168 * 3_600_000
 
 def verdicts(spark: SparkSession) -> None:
     seen = gather_evidence(test_verdict.plan(), test_verdict.settings())
-    judged = classify(deliveries.gathered(test_verdict.known(spark)), seen).persist()
+    classified = classify(deliveries.gathered(test_verdict.cases(spark)), seen).persist()
     try:
-        rows = {name_of(row["id"]): row for row in judged.collect()}
+        rows = {name_of(row["id"]): row for row in classified.collect()}
         for name in test_verdict.CASES:
-            test_verdict.test_a_row_is_judged(rows, name)
-        assert test_verdict.found_of(judged, seen) == test_verdict.FOUND
+            test_verdict.test_a_row_is_classified(rows, name)
+        assert test_verdict.found_of(classified, seen) == test_verdict.FOUND
     finally:
-        judged.unpersist()
-    test_verdict.test_an_undecided_ledger_keeps_the_unsure_waiting(spark)
+        classified.unpersist()
+    test_verdict.test_an_id_in_doubt_is_pending_while_the_ledger_is_undecided(spark)
 
 
 def plans(spark: SparkSession) -> None:
-    """Every test of the plan that needs no more than a cluster."""
+    """Every test of the plan that needs no other fixture than a cluster."""
     plan, settings = test_verdict.plan(), test_verdict.settings()
     assert run_plan.window_from(plan, settings) == (plan.frozen_ms - WINDOW_MS) // HOUR_MS * HOUR_MS
     for name, test in vars(test_offsets).items():
         if name.startswith("test_") and list(inspect.signature(test).parameters) == ["cluster"]:
-            test(test_offsets.made_up())
+            test(test_offsets.fake_cluster())
 
 
 CHECKS: Final[Mapping[str, Callable[[SparkSession], None]]] = {
     VERDICTS: verdicts,
     CAUSES: test_verdict.test_each_copy_after_the_first_has_the_cause_of_the_first_matching_rule,
     CLIENTS: test_clients.test_only_a_client_s_retry_is_reported_as_a_retry,
-    STATES: test_verdict.test_copies_are_ordered_by_ledger_then_time_then_place,
+    STATES: test_verdict.test_copies_are_ordered_by_ledger_then_time_then_coordinates,
     PLANS: plans,
-    TIMES: test_times.test_an_implausible_time_is_none,
+    TIMES: test_times.test_an_implausible_time_is_replaced,
     HOURS: test_unsure.test_an_unsure_answer_is_settled_by_the_evidence_of_other_hours,
     WINDOWS: test_window.test_a_finding_stands_by_the_time_of_its_evidence_or_by_the_pass_that_found_it,
     VIEWS: test_view.test_a_record_is_matched_to_a_row_by_its_own_headers_and_content,
@@ -80,7 +80,7 @@ CHECKS: Final[Mapping[str, Callable[[SparkSession], None]]] = {
 
 
 def detects(spark: SparkSession, mutant: Mutant) -> bool:
-    """Whether the mutant's check says that something is wrong."""
+    """Check whether the check of a mutant fails with this mutant."""
     with active(mutant):
         try:
             CHECKS[mutant.check](spark)

@@ -1,4 +1,4 @@
-"""One Spark session for all tests of the job, and runs of it within."""
+"""One Spark session for all tests of the job, and fixtures that run the job in it."""
 
 import time
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from tests.spark.runs import interpreted, run, session_for_tests
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
-    """The session that the job itself would open, but that it interprets: `compiled` takes that back."""
+    """The session that the job opens, with Spark's interpreter; `compiled` restores the job's settings."""
     session = session_for_tests()
     with interpreted(session):
         yield session
@@ -23,7 +23,7 @@ def spark() -> Iterator[SparkSession]:
 
 
 class Audit(Protocol):
-    """Runs the job on a history; each of its histories has a lake of its own."""
+    """Runs the job on a history; each history has a lake of its own."""
 
     def __call__(
         self, history: History, *, later_s: float = 0, now_ms: int | None = None, lake: str = "lake", **options: Any
@@ -32,7 +32,8 @@ class Audit(Protocol):
 
 @pytest.fixture(scope="session")
 def audit(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Audit:
-    """`later_s` sets the job's clock ahead, so that a grace passes without waiting for it; `now_ms` sets it."""
+    """Return the function that runs the job. `later_s` sets its clock ahead, so that a grace needs no waiting; `now_ms`
+    sets the clock."""
     folder = tmp_path_factory.mktemp("audit")
 
     def carry_out(

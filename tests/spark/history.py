@@ -1,4 +1,4 @@
-"""Histories as Fencepost would leave them in Kafka, and as nobody should: written with confluent-kafka, for the job."""
+"""Writes histories to Kafka as Fencepost does, and faulty ones, with confluent-kafka."""
 
 import json
 import time
@@ -18,12 +18,12 @@ from service.contract import wire
 
 TIMEOUT_S = 30.0
 MESSAGE_BYTES = 2_000_000
-_STAMPED = "message.timestamp.type"
+_TIMESTAMP_TYPE = "message.timestamp.type"
 
 
 @dataclass(frozen=True)
 class Written:
-    """A record that is in a log, and the event it carries."""
+    """A written record, and its event."""
 
     key: str
     id: bytes
@@ -56,7 +56,7 @@ class Written:
 
 @dataclass
 class Life:
-    """One producer's life on a slot, as the headers and the ledger name it."""
+    """A producer of a slot, by the fields of the fencepost header and the ledger record."""
 
     slot: int
     producer_id: int
@@ -66,16 +66,16 @@ class Life:
 
 @dataclass
 class History:
-    """A namespace on a broker, with its internal topics (`internal`: their settings), and hands to write into it.
+    """A namespace on a broker with its internal topics (`internal`: their settings), and methods that write to it.
 
-    From `begun_ms` on, if given, its ledger and its journal are there: no slot has written before. Else since now.
+    Ledger and journal begin at `begun_ms` (default: now).
     """
 
     bootstrap: str
     namespace: str
     slots: int = 4
     now_ms: int = field(default_factory=lambda: int(time.time() * 1000))
-    internal: dict[str, str] = field(default_factory=lambda: {_STAMPED: "LogAppendTime"})
+    internal: dict[str, str] = field(default_factory=lambda: {_TIMESTAMP_TYPE: "LogAppendTime"})
     begun_ms: int | None = None
     _plain: Producer | None = None
     _journal: list[str] = field(default_factory=list)
@@ -84,12 +84,14 @@ class History:
     def __post_init__(self) -> None:
         self.admin = AdminClient({"bootstrap.servers": self.bootstrap})
         topics = {wire.ledger_topic(self.namespace): self.slots, wire.requests_topic(self.namespace): 2}
-        stamped = {} if self.begun_ms is None else {_STAMPED: "CreateTime"}
+        timestamps = {} if self.begun_ms is None else {_TIMESTAMP_TYPE: "CreateTime"}
         for name, partitions in topics.items():
-            self.topic(name, partitions, self.internal | stamped)
+            self.topic(name, partitions, self.internal | timestamps)
         if self.begun_ms is not None:
             self._begin(self.begun_ms)
-            by = ConfigEntry(_STAMPED, self.internal[_STAMPED], incremental_operation=AlterConfigOpType.SET)
+            by = ConfigEntry(
+                _TIMESTAMP_TYPE, self.internal[_TIMESTAMP_TYPE], incremental_operation=AlterConfigOpType.SET
+            )
             for name in topics:
                 wanted = ConfigResource(ConfigResource.Type.TOPIC, name, incremental_configs=[by])
                 self.admin.incremental_alter_configs([wanted])[wanted].result(TIMEOUT_S)
@@ -107,20 +109,20 @@ class History:
         self.admin.create_partitions([NewPartitions(name, partitions)])[name].result(TIMEOUT_S)
 
     def topic_ids(self, names: Iterable[str]) -> dict[str, str]:
-        """The ids of these topics, those that are there, as the service names them in the ledger."""
+        """Return the ids of these topics as the service writes them to the ledger, without missing topics."""
         names = sorted(set(names))
         for name in names:
             if name not in self._topic_ids:
-                with suppress(KafkaException):  # it is not there
+                with suppress(KafkaException):  # the topic does not exist
                     asked = self.admin.describe_topics(TopicCollection([name]))
                     id = asked[name].result(TIMEOUT_S).topic_id
-                    # Kafka's own text of an id is safe in a URL, librdkafka's is not.
+                    # Kafka formats a topic id in URL-safe base64, librdkafka does not.
                     halves = id.get_most_significant_bits(), id.get_least_significant_bits()
                     self._topic_ids[name] = urlsafe_b64encode(pack(">qq", *halves)).rstrip(b"=").decode()
         return {name: self._topic_ids[name] for name in names if name in self._topic_ids}
 
     def remove(self, name: str) -> None:
-        """Delete a topic, and wait until it is gone."""
+        """Delete a topic, and wait until it no longer exists."""
         self._topic_ids.pop(name, None)
         self.admin.delete_topics([name])[name].result(TIMEOUT_S)
         deadline = time.monotonic() + TIMEOUT_S
@@ -130,7 +132,7 @@ class History:
 
     @property
     def plain(self) -> Producer:
-        """A plain idempotent producer."""
+        """The idempotent producer without transactions."""
         if self._plain is None:
             self._plain = Producer(
                 {
@@ -144,16 +146,16 @@ class History:
         return self._plain
 
     def forget_producer(self) -> None:
-        """Have another `plain` producer from now on: the broker has lost what it knew of this one."""
+        """Replace the `plain` producer: the broker has lost its state."""
         self.plain.purge()
         self._plain = None
 
-    def transactional(self, life: Life, *, timeout_ms: int = 600_000) -> Producer:
-        """A transactional producer for this life; the newest of a slot fences the others, as in the service."""
+    def transactional(self, writer: Life, *, timeout_ms: int = 600_000) -> Producer:
+        """Open a transactional producer for this writer; the newest of a slot fences the others, as in the service."""
         producer = Producer(
             {
                 "bootstrap.servers": self.bootstrap,
-                "transactional.id": wire.transactional_id(self.namespace, life.slot),
+                "transactional.id": wire.transactional_id(self.namespace, writer.slot),
                 "transaction.timeout.ms": timeout_ms,
                 "linger.ms": 5,
                 "message.max.bytes": MESSAGE_BYTES,
@@ -167,7 +169,7 @@ class History:
         producer: Producer,
         topic: str,
         keys: Sequence[str],
-        life: Life | None,
+        writer: Life | None,
         *,
         at: int | None = None,
         ts: int | None = None,
@@ -178,7 +180,7 @@ class History:
         headers: Sequence[wire.Header] = (),
         keyed: bool = True,
     ) -> list[Written]:
-        """Send one event for each key and wait for all: stamped by `life`, or with only the key where there is none."""
+        """Send one event for each key, with the header of `writer` (None: only the key), and wait for all."""
         at = self.now_ms if at is None else at
         done: list[Written] = []
 
@@ -186,8 +188,8 @@ class History:
             def callback(error: Any, message: Message) -> None:
                 if error is not None:
                     raise AssertionError(f"{topic}: {error}")
-                place = (message.topic(), message.partition(), message.offset(), message.timestamp()[1])
-                done.append(Written(key, id, fp, at, *place))  # type: ignore[arg-type]
+                coordinates = (message.topic(), message.partition(), message.offset(), message.timestamp()[1])
+                done.append(Written(key, id, fp, at, *coordinates))  # type: ignore[arg-type]
 
             return callback
 
@@ -198,9 +200,9 @@ class History:
             all_headers: list[wire.Header] = []
             if keyed:
                 all_headers.append((wire.KEY_HEADER, key.encode()))
-            if life is not None:
-                stamp = wire.Stamp(id, fp, at, life.slot, life.producer_id, life.epoch, life.instance)
-                all_headers.append((wire.STAMP_HEADER, stamp.encode()))
+            if writer is not None:
+                header = wire.Stamp(id, fp, at, writer.slot, writer.producer_id, writer.epoch, writer.instance)
+                all_headers.append((wire.STAMP_HEADER, header.encode()))
             all_headers += headers
             producer.produce(
                 topic,
@@ -217,14 +219,16 @@ class History:
         order = {wire.event_id(key): nth for nth, key in enumerate(keys)}
         return sorted(done, key=lambda written: (order[written.id], written.offset))
 
-    def ledger(self, producer: Producer, life: Life, entries: Sequence[wire.Entry], *, topic_ids: bool = True) -> None:
-        """Send a ledger record into the slot's partition, within the producer's transaction if it has one.
+    def ledger(
+        self, producer: Producer, writer: Life, entries: Sequence[wire.Entry], *, topic_ids: bool = True
+    ) -> None:
+        """Send a ledger record to the slot's partition, in the open transaction of the producer if there is one.
 
-        Releases before this one named no `topic_ids`.
+        Earlier releases wrote no `topic_ids`.
         """
         ids = self.topic_ids([one.topic for one in entries]) if topic_ids else {}
-        record = wire.LedgerRecord(life.slot, life.producer_id, life.epoch, life.instance, entries, ids)
-        self.raw(producer, wire.ledger_topic(self.namespace), record.encode(), life.slot)
+        record = wire.LedgerRecord(writer.slot, writer.producer_id, writer.epoch, writer.instance, entries, ids)
+        self.raw(producer, wire.ledger_topic(self.namespace), record.encode(), writer.slot)
 
     def _begin(self, at: int) -> None:
         for slot in range(self.slots):
@@ -232,11 +236,11 @@ class History:
             self.raw(self.plain, wire.ledger_topic(self.namespace), record.encode(), slot, timestamp=at)
         self.raw(self.plain, wire.requests_topic(self.namespace), wire.encode_answers("first:1", []), timestamp=at)
 
-    def begin(self, producer: Producer, life: Life) -> None:
-        """A begin record in a transaction of its own, as an owner of a slot commits it."""
+    def begin(self, producer: Producer, writer: Life) -> None:
+        """Commit a begin record in its own transaction, as a new owner of a slot does."""
         producer.begin_transaction()
-        record = wire.Begin(life.slot, life.producer_id, life.epoch, life.instance, 0, self.now_ms)
-        self.raw(producer, wire.ledger_topic(self.namespace), record.encode(), life.slot)
+        record = wire.Begin(writer.slot, writer.producer_id, writer.epoch, writer.instance, 0, self.now_ms)
+        self.raw(producer, wire.ledger_topic(self.namespace), record.encode(), writer.slot)
         producer.commit_transaction(TIMEOUT_S)
 
     def raw(self, producer: Producer, topic: str, value: bytes | None, partition: int = 0, **more: Any) -> None:
@@ -246,7 +250,7 @@ class History:
     def deliver(
         self,
         producer: Producer,
-        life: Life,
+        writer: Life,
         topic: str,
         keys: Sequence[str],
         *,
@@ -254,27 +258,27 @@ class History:
         topic_ids: bool = True,
         **more: Any,
     ) -> list[Written]:
-        """A whole, healthy transaction: events, their ledger record, commit, and the answers' journal."""
+        """Write a complete transaction: events, their ledger record, commit, and the answers in the journal."""
         producer.begin_transaction()
-        written = self.send(producer, topic, keys, life, **more)
-        self.ledger(producer, life, [one.entry() for one in written], topic_ids=topic_ids)
+        written = self.send(producer, topic, keys, writer, **more)
+        self.ledger(producer, writer, [one.entry() for one in written], topic_ids=topic_ids)
         producer.commit_transaction(TIMEOUT_S)
         if answer:
             self.answers([one.answer() for one in written])
         return written
 
     def answers(self, answers: Sequence[str], partition: int = 0) -> None:
-        """One record of the journal."""
+        """Write one journal record."""
         record = wire.encode_answers("127.0.0.1:8000", answers)
         self.raw(self.plain, wire.requests_topic(self.namespace), record, partition)
 
     def delete_before(self, topic: str, partition: int, offset: int) -> None:
-        """Raise the log's start, as retention does."""
+        """Delete the records before an offset, as retention does."""
         where = TopicPartition(topic, partition, offset)
         self.admin.delete_records([where])[where].result(TIMEOUT_S)
 
 
 def report(folder: Any) -> dict[str, Any]:
-    """The report.json in a folder."""
+    """Read report.json in a folder."""
     loaded: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return loaded

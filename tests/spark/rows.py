@@ -1,4 +1,4 @@
-"""Evidence and rows of the state for tests of single steps, with what does not matter left at a default."""
+"""Evidence and rows of `deliveries` for tests of single steps, with defaults for all fields."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ TTL_MS = 86_400_000
 def copy(
     offset: int, *, at: int = NOW_MS, life: tuple[int, int, int, str] | None = (0, 10, 0, "a:1"), **more: Any
 ) -> Any:
-    """A delivered record as evidence; `life` is slot, producer id, epoch and instance, None for no header of ours."""
+    """A delivered record (decode.COPIES); `life`: slot, producer id, epoch, instance, None without header."""
     slot, pid, epoch, instance = life or (None, None, None, None)
     return {
         "kind": decode.EVENT,
@@ -41,13 +41,13 @@ def copy(
 
 
 def entry(offset: int, *, at: int = NOW_MS, **more: Any) -> Any:
-    """A ledger entry as evidence; `topic_id` as Kafka writes it."""
+    """A ledger entry (decode.CLAIMS); `topic_id` in Kafka's text form."""
     return answer(decode.ENTERED, offset, at=at, **({"timestamp_ms": at + 5} | more))
 
 
 def answer(status: int, offset: int | None = None, *, at: int = NOW_MS, **more: Any) -> Any:
-    """An answer as evidence; a 201 names its place."""
-    told = {
+    """An answer (decode.CLAIMS); a 201 names partition and offset."""
+    common = {
         "id": b"i" * 16,
         "accepted_ms": at,
         "timestamp_ms": at + 20,
@@ -56,12 +56,12 @@ def answer(status: int, offset: int | None = None, *, at: int = NOW_MS, **more: 
         "replayed": False,
         "position": 0,
     }
-    place = {} if offset is None else {"partition": 0, "offset": offset}
-    return {**told, **place, **more}
+    coordinates = {} if offset is None else {"partition": 0, "offset": offset}
+    return {**common, **coordinates, **more}
 
 
 def ids(named: Mapping[str, Sequence[Any]]) -> list[Any]:
-    """Evidence of several ids: each list under the id that its name makes."""
+    """Evidence of several ids: each list gets an id that is made from its name."""
     return [{**one, "id": name.encode().ljust(16)[:16]} for name, evidence in named.items() for one in evidence]
 
 
@@ -72,19 +72,19 @@ def _names(ddl: str) -> list[str]:
 
 
 def reduced(spark: SparkSession, rows: Sequence[Any], run: int = 1, **more: Any) -> DataFrame:
-    """Evidence → deliveries.ROW."""
+    """Reduce evidence to deliveries.ROW."""
     copies = [row for row in rows if "kind" in row]
     unknown = {name for row in rows for name in row} - {*_names(decode.COPIES), *_names(decode.CLAIMS), "topic_id"}
     assert unknown == set(), "Spark would leave these out"
     claims = [row for row in rows if "kind" not in row]
     # The job carries a hash of a topic's id.
     named = spark.createDataFrame(claims, decode.CLAIMS.replace("topic_id_hash bigint", "topic_id string"))
-    told = deliveries.summarize(named.withColumn("topic_id_hash", decode.hash_of(F.col("topic_id"))))
-    return deliveries.reduce(spark.createDataFrame(copies, decode.COPIES), told, run, **more)
+    summarized = deliveries.summarize(named.withColumn("topic_id_hash", decode.hash_of(F.col("topic_id"))))
+    return deliveries.reduce(spark.createDataFrame(copies, decode.COPIES), summarized, run, **more)
 
 
 def states(spark: SparkSession, named: Mapping[str, Sequence[Any]]) -> DataFrame:
-    """deliveries.GATHERED of several ids."""
+    """Reduce and gather evidence of several ids to deliveries.GATHERED."""
     return deliveries.gathered(reduced(spark, ids(named)))
 
 

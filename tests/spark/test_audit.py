@@ -1,4 +1,4 @@
-"""One history with every kind of fault and every cause, on a real broker: each is found, named rightly, and no more."""
+"""One history with every kind of finding and every cause, on a real broker: all are found, and nothing else."""
 
 import dataclasses
 import json
@@ -24,15 +24,15 @@ TTL_S = 86_400
 NAMESPACE = "every-fault"
 ORDERS, FOREIGN, ARCHIVE = "every-orders", "every-foreign", "every-archive"
 
-Told = tuple[str, str | None, str | None]
+Expected = tuple[str, str | None, str | None]
 
 
 class Faults:
-    """Writes the history, and says what is to be found in it."""
+    """Writes the history, and notes the expected findings and balance."""
 
     def __init__(self, history: History) -> None:
         self.history = history
-        self.expected: set[Told] = set()
+        self.expected: set[Expected] = set()
         self.once: set[str] = set()
         self.balance: Counter[str] = Counter()
         self.restarts = 0
@@ -41,99 +41,101 @@ class Faults:
         history.topic(ARCHIVE, 1)
         self.at = history.now_ms - 2 * HOUR_MS
 
-    def life(self, slot: int, instance: str = "host:8000") -> Life:
-        """A new producer on a slot: another id each time, as after any restart."""
+    def new_writer(self, slot: int, instance: str = "host:8000") -> Life:
+        """Return a writer of a slot with a new producer id, as after a restart."""
         self.restarts += 1
         return Life(slot, 1000 + self.restarts, 0, instance)
 
-    def delivered(self, key: str, *lives: Life, at: tuple[int, ...] = (), **more: object) -> None:
-        """The same event, written and committed by each of these producers."""
-        for nth, life in enumerate(lives):
+    def delivered(self, key: str, *writers: Life, at: tuple[int, ...] = (), **more: object) -> None:
+        """Write and commit the same event by each of these writers."""
+        for nth, writer in enumerate(writers):
             accepted = at[nth] if at else self.at
-            producer = self.history.transactional(life)
-            self.history.deliver(producer, life, ORDERS, [key], at=accepted, value=b'"$key"', **more)  # type: ignore[arg-type]
+            producer = self.history.transactional(writer)
+            self.history.deliver(producer, writer, ORDERS, [key], at=accepted, value=b'"$key"', **more)  # type: ignore[arg-type]
 
     def write(self) -> None:
         self.healthy()
         self.repeated()
         self.foreign()
         self.missing()
-        self.unsure()
+        self.in_doubt()
         self.unreadable()
 
     def healthy(self) -> None:
-        history, life = self.history, self.life(0)
-        producer = history.transactional(life)
-        history.begin(producer, life)
+        history, writer = self.history, self.new_writer(0)
+        producer = history.transactional(writer)
+        history.begin(producer, writer)
         keys = [f"once-{n}" for n in range(40)]
-        written = history.deliver(producer, life, ORDERS, keys, at=self.at, value=b'{"of":"$key"}', record_key=b"k")
+        written = history.deliver(producer, writer, ORDERS, keys, at=self.at, value=b'{"of":"$key"}', record_key=b"k")
         history.answers([written[0].answer(replayed=True), written[1].answer(422), written[2].answer(504)], 1)
-        history.deliver(producer, life, ORDERS, ["tombstone"], at=self.at, value=None, record_key=b"gone")
-        # Answered only by the ledger: the journal may lose what it likes.
-        history.deliver(producer, life, ORDERS, ["unanswered"], at=self.at, value=b"1", answer=False)
-        # Aborted, then written again by the next life: one delivery.
+        history.deliver(producer, writer, ORDERS, ["tombstone"], at=self.at, value=None, record_key=b"gone")
+        # Only in the ledger: the journal may lack answers.
+        history.deliver(producer, writer, ORDERS, ["unanswered"], at=self.at, value=b"1", answer=False)
+        # Aborted, then written again by the next producer: one delivery.
         producer.begin_transaction()
-        aborted = history.send(producer, ORDERS, ["aborted"], life, at=self.at)
-        history.ledger(producer, life, [one.entry() for one in aborted])
+        aborted = history.send(producer, ORDERS, ["aborted"], writer, at=self.at)
+        history.ledger(producer, writer, [one.entry() for one in aborted])
         producer.abort_transaction(30)
-        self.delivered("aborted", self.life(0))
-        # A store recovery reads a ledger partition through with a record of its own.
-        history.ledger(history.plain, life, [])
+        self.delivered("aborted", self.new_writer(0))
+        # Store recovery appends a ledger record without entries.
+        history.ledger(history.plain, writer, [])
         self.balance["delivered_once"] += 43
 
     def repeated(self) -> None:
-        self.delivered("restart", self.life(1), self.life(1))
+        self.delivered("restart", self.new_writer(1), self.new_writer(1))
         self.expected.add(("duplicate", "producer_restart", "restart"))
-        self.delivered("same-host", self.life(1, "a:1"), self.life(2, "a:1"))
+        self.delivered("same-host", self.new_writer(1, "a:1"), self.new_writer(2, "a:1"))
         self.expected.add(("duplicate", "producer_restart", "same-host"))
-        self.delivered("dual", self.life(1, "a:1"), self.life(2, "b:2"))
+        self.delivered("dual", self.new_writer(1, "a:1"), self.new_writer(2, "b:2"))
         self.expected.add(("duplicate", "dual_producer", "dual"))
-        life = self.life(3)
-        self.delivered("rewrite", life, life)
+        writer = self.new_writer(3)
+        self.delivered("rewrite", writer, writer)
         self.expected.add(("duplicate", "rewrite", "rewrite"))
-        # In other hours, so that only the pass over all ids sees them.
-        life = self.life(0)
-        self.delivered("expired", life, self.life(0), at=(self.at - TTL_S * 1000 - 1, self.at))
+        # In other hours, so that only the pass over all ids finds them.
+        writer = self.new_writer(0)
+        self.delivered("expired", writer, self.new_writer(0), at=(self.at - TTL_S * 1000 - 1, self.at))
         self.expected.add(("duplicate", "expired_key", "expired"))
-        self.delivered("forgotten", self.life(2, "c:1"), self.life(3, "d:1"), at=(self.at - 5 * HOUR_MS, self.at))
+        self.delivered(
+            "forgotten", self.new_writer(2, "c:1"), self.new_writer(3, "d:1"), at=(self.at - 5 * HOUR_MS, self.at)
+        )
         self.expected.add(("duplicate", "dual_producer", "forgotten"))
         self.balance["duplicated"] += 6
         history = self.history
         for value in (b"1", b"2"):
-            life = self.life(1)
-            producer = history.transactional(life)
-            history.deliver(producer, life, ORDERS, ["conflict"], at=self.at, value=value)
+            writer = self.new_writer(1)
+            producer = history.transactional(writer)
+            history.deliver(producer, writer, ORDERS, ["conflict"], at=self.at, value=value)
         self.expected.add(("conflict", "producer_restart", "conflict"))
         self.balance["conflicted"] += 1
-        life = self.life(2)
-        producer = history.transactional(life)
+        writer = self.new_writer(2)
+        producer = history.transactional(writer)
         same = {"value": b"same", "record_key": b"customer", "at": self.at}
-        history.deliver(producer, life, ORDERS, ["first-key", "second-key"], **same)  # type: ignore[arg-type]
+        history.deliver(producer, writer, ORDERS, ["first-key", "second-key"], **same)  # type: ignore[arg-type]
         self.expected.add(("client_duplicate", "new_key", "either-key"))
-        # Without a record key, and again a day later: not the client's retry.
-        history.deliver(producer, life, ORDERS, ["tick-1", "tick-2"], value=b"tick", at=self.at)
-        history.deliver(producer, life, ORDERS, ["daily-1"], value=b"daily", record_key=b"d", at=self.at)
+        # Without a record key, and again a day later: no retry of the client.
+        history.deliver(producer, writer, ORDERS, ["tick-1", "tick-2"], value=b"tick", at=self.at)
+        history.deliver(producer, writer, ORDERS, ["daily-1"], value=b"daily", record_key=b"d", at=self.at)
         before = self.at - TTL_S * 1000
-        history.deliver(producer, life, ORDERS, ["daily-2"], value=b"daily", record_key=b"d", at=before)
+        history.deliver(producer, writer, ORDERS, ["daily-2"], value=b"daily", record_key=b"d", at=before)
         self.balance["delivered_once"] += 6
 
     def foreign(self) -> None:
         history = self.history
-        life = self.life(1)
-        self.delivered("copied", life, record_key=b"copied")
-        history.send(history.plain, ORDERS, ["copied"], life, at=self.at, value=b'"$key"', record_key=b"copied")
+        writer = self.new_writer(1)
+        self.delivered("copied", writer, record_key=b"copied")
+        history.send(history.plain, ORDERS, ["copied"], writer, at=self.at, value=b'"$key"', record_key=b"copied")
         self.expected.add(("duplicate", "foreign_writer", "copied"))
-        self.delivered("bare", self.life(1), headers=[("h", b"1")])
+        self.delivered("bare", self.new_writer(1), headers=[("h", b"1")])
         history.send(
             history.plain, ORDERS, ["bare"], None, value=b'"$key"', headers=[("traceparent", b"t"), ("h", b"1")]
         )
         self.expected.add(("duplicate", "foreign_writer", "bare"))
-        # Asked for with a partition of its own: the copy has the fingerprint that goes with it.
-        self.delivered("placed", self.life(1), partition=2, asked_partition=2)
+        # Requested with a partition: the copy has the fingerprint with that partition.
+        self.delivered("placed", self.new_writer(1), partition=2, asked_partition=2)
         history.send(history.plain, ORDERS, ["placed"], None, value=b'"$key"', partition=2)
         self.expected.add(("duplicate", "foreign_writer", "placed"))
         self.balance["duplicated"] += 3
-        self.delivered("altered", self.life(1))
+        self.delivered("altered", self.new_writer(1))
         history.send(history.plain, ORDERS, ["altered"], None, value=b"other")
         self.expected.add(("conflict", "foreign_writer", "altered"))
         self.balance["conflicted"] += 1
@@ -148,46 +150,48 @@ class Faults:
         for partition in (0, 0, 1):
             history.raw(history.plain, FOREIGN, b"x", partition)
         self.expected |= {("unkeyed", None, f"{FOREIGN}[0]"), ("unkeyed", None, f"{FOREIGN}[1]")}
-        # Our own header twice: the first is ours.
+        # Two fencepost headers: the first counts.
         twice = wire.Stamp(wire.event_id("z"), bytes(8), self.at, 9, 9, 9, "other:1")
-        self.delivered("twice", self.life(0), headers=[(wire.STAMP_HEADER, twice.encode())])
+        self.delivered("twice", self.new_writer(0), headers=[(wire.STAMP_HEADER, twice.encode())])
         self.balance["delivered_once"] += 1
-        phantom = self.life(3)
+        phantom = self.new_writer(3)
         history.send(history.plain, ORDERS, ["phantom"], phantom, at=self.at)
         self.expected.add(("phantom", None, "phantom"))
         self.balance["phantom"] += 1
 
     def missing(self) -> None:
-        history, life = self.history, self.life(0)
-        producer = history.transactional(life)
-        one = history.deliver(producer, life, ORDERS, ["there"], at=self.at)[0]
+        history, writer = self.history, self.new_writer(0)
+        producer = history.transactional(writer)
+        one = history.deliver(producer, writer, ORDERS, ["there"], at=self.at)[0]
         self.balance["delivered_once"] += 1
         lost = {"id": wire.event_id("lost-other"), "fp": bytes(8)}
         beyond = {"id": wire.event_id("lost-beyond"), "fp": bytes(8), "offset": 1_000_000}
         producer.begin_transaction()
-        history.ledger(producer, life, [one.entry(**lost), one.entry(**beyond)])
+        history.ledger(producer, writer, [one.entry(**lost), one.entry(**beyond)])
         producer.commit_transaction(30)
         history.answers([one.answer(id=wire.event_id("lost-answer"), offset=2_000_000)])
         self.expected |= {("lost", "ledger", None), ("lost", "answer", None)}
         self.balance["lost"] += 3
-        # The archive's first records went away before the job saw them.
-        written = history.deliver(producer, life, ARCHIVE, [f"old-{n}" for n in range(5)], at=self.at, value=b'"$key"')
+        # The first records of the archive are deleted before a run reads them.
+        written = history.deliver(
+            producer, writer, ARCHIVE, [f"old-{n}" for n in range(5)], at=self.at, value=b'"$key"'
+        )
         history.delete_before(ARCHIVE, 0, written[2].offset)
         self.expected.add(("evidence_gap", "below_start", f"{ARCHIVE}[0]"))
         self.balance["unprovable"] += 2
         self.balance["delivered_once"] += 3
-        # An open transaction in partition 3, and an entry that names a place behind it.
-        opened = self.life(3)
-        self.open = history.transactional(opened)
+        # An open transaction in partition 3, and an entry for an offset after it.
+        open_writer = self.new_writer(3)
+        self.open = history.transactional(open_writer)
         self.open.begin_transaction()
-        history.send(self.open, ORDERS, ["open"], opened, at=self.at, partition=3)
-        hidden = {"id": wire.event_id("hidden"), "partition": 3, "offset": 5}
+        history.send(self.open, ORDERS, ["open"], open_writer, at=self.at, partition=3)
+        blocked_entry = {"id": wire.event_id("blocked-entry"), "partition": 3, "offset": 5}
         producer.begin_transaction()
-        history.ledger(producer, life, [one.entry(**hidden)])
+        history.ledger(producer, writer, [one.entry(**blocked_entry)])
         producer.commit_transaction(30)
         self.balance["pending"] += 1
 
-    def unsure(self) -> None:
+    def in_doubt(self) -> None:
         history = self.history
         model = history.send(history.plain, FOREIGN, ["f-model"], None)[0]
 
@@ -200,10 +204,10 @@ class Faults:
         answered("stuck-202", 202)
         self.expected |= {("stuck", "504", None), ("stuck", "202", None)}
         self.balance["stuck"] += 2
-        # Taken back, or never accepted.
+        # Freed by a 503, or never accepted.
         answered("free", 504, 503)
         answered("refused", 422)
-        self.delivered("late", self.life(0))
+        self.delivered("late", self.new_writer(0))
         answered("late", 504)
         self.balance["delivered_once"] += 1
 
@@ -242,8 +246,8 @@ def ran(spark: SparkSession, audit: Audit, faults: Faults, rules: str) -> Ran:
 
 
 def test_each_planted_fault_is_found_with_its_cause_and_nothing_else(ran: Ran, faults: Faults) -> None:
-    either = {"first-key": "either-key", "second-key": "either-key"}
-    found = {(kind, cause, either.get(key or "", key)) for kind, cause, key in ran.findings()}
+    names = {"first-key": "either-key", "second-key": "either-key"}
+    found = {(kind, cause, names.get(key or "", key)) for kind, cause, key in ran.findings()}
     assert found == faults.expected
     assert ran.outcome.status == 3
 
@@ -273,12 +277,12 @@ def test_many_copies_are_counted_beyond_the_coordinates_that_are_kept(ran: Ran) 
     assert (records["duplicate", FOREIGN], records["conflict", FOREIGN]) == (1 + 299, 299)
 
 
-def test_a_lost_event_is_reported_with_its_promised_coordinates(ran: Ran) -> None:
+def test_a_lost_event_is_reported_with_its_claimed_coordinates(ran: Ran) -> None:
     lost = [one for one in ran.document["findings"] if one["kind"] == "lost"]
-    places = {(one["id"], copy["offset"]) for one in lost for copy in one["coordinates"]}
-    assert (wire.event_id("lost-beyond").hex(), 1_000_000) in places
-    assert (wire.event_id("lost-answer").hex(), 2_000_000) in places
-    assert len(places) == 3
+    claimed = {(one["id"], copy["offset"]) for one in lost for copy in one["coordinates"]}
+    assert (wire.event_id("lost-beyond").hex(), 1_000_000) in claimed
+    assert (wire.event_id("lost-answer").hex(), 2_000_000) in claimed
+    assert len(claimed) == 3
 
 
 def test_the_open_transaction_that_blocks_a_verdict_is_named(ran: Ran) -> None:
@@ -311,9 +315,9 @@ def test_a_run_without_the_pass_over_ids_misses_only_the_copies_of_other_hours(
     audit: Audit, faults: Faults, rules: str
 ) -> None:
     narrow = audit(faults.history, later_s=3600, key_ttl_s=TTL_S, rules=rules, lake="narrow", skip_ids=True)
-    # Copies without our header have no acceptance of their own: they lie in the hour of their timestamp.
+    # Copies without header have no acceptance: they are in the hour of their timestamp.
     missed = {"expired", "forgotten", "either-key", "bare", "placed", "altered"}
-    assert narrow.findings() == {told for told in faults.expected if told[2] not in missed}
+    assert narrow.findings() == {finding for finding in faults.expected if finding[2] not in missed}
 
 
 def test_the_page_and_the_metrics_have_the_numbers_of_the_report(ran: Ran) -> None:
@@ -334,7 +338,7 @@ def test_the_heat_map_counts_every_record_in_its_partition(ran: Ran) -> None:
     for topic in (ORDERS, FOREIGN, ARCHIVE):
         assert sum(sum(row["records"]) for (name, _), row in rows.items() if name == topic) == by_topic[topic]
     assert sum(rows[FOREIGN, 1]["records"]) == 2
-    assert sum(rows[FOREIGN, 1]["troubled"]) == 2  # a copy too many, and a record without id
+    assert sum(rows[FOREIGN, 1]["troubled"]) == 2  # a surplus copy, and a record without id
     copies = {(one["kind"], one["cause"]): 0 for one in ran.document["timeline"]}
     for one in ran.document["timeline"]:
         copies[one["kind"], one["cause"]] += one["records"]
@@ -345,34 +349,34 @@ def test_the_heat_map_counts_every_record_in_its_partition(ran: Ran) -> None:
 def test_a_missing_record_of_an_old_event_is_lost_once_its_grace_is_over(
     kafka: Kafka, namespace: str, audit: Audit
 ) -> None:
-    """A broker gives ledger and journal its own time: their records are new, whatever they tell of."""
+    """The broker sets the timestamps of ledger and journal: their records are new, also for an old event."""
     history = History(kafka.bootstrap, namespace, begun_ms=int(time.time() * 1000) - 3 * DAY_MS)
-    topic, life, at = (
+    topic, writer, at = (
         history.topic(f"{history.namespace}-orders"),
         Life(0, 1001, 0, "host:8000"),
         history.now_ms - HOUR_MS,
     )
-    producer = history.transactional(life)
-    (there,) = history.deliver(producer, life, topic, ["there"], at=at)
+    producer = history.transactional(writer)
+    (there,) = history.deliver(producer, writer, topic, ["there"], at=at)
 
-    def elsewhere(key: str) -> Written:
+    def claimed_record(key: str) -> Written:
         return dataclasses.replace(there, key=key, id=wire.event_id(key), offset=1000)
 
     producer.begin_transaction()
-    history.ledger(producer, life, [elsewhere("entered").entry()])
+    history.ledger(producer, writer, [claimed_record("entered").entry()])
     producer.commit_transaction(30)
-    history.answers([elsewhere("answered").answer(), elsewhere("unsure").answer(504)])
-    history.send(history.plain, topic, ["unheard"], life, at=at)
+    history.answers([claimed_record("answered").answer(), claimed_record("in-doubt").answer(504)])
+    history.send(history.plain, topic, ["unheard"], writer, at=at)
 
     waiting = audit(history)
     assert (waiting.findings(), waiting.document["balance"]["pending"]) == (set(), 3)
-    told = audit(history, grace_s=0, later_s=1)
-    assert {(kind, key) for kind, _, key in told.findings()} == {
+    later = audit(history, grace_s=0, later_s=1)
+    assert {(kind, key) for kind, _, key in later.findings()} == {
         ("lost", None),
         ("stuck", None),
         ("phantom", "unheard"),
     }
-    assert {name: told.document["balance"][name] for name in ("lost", "stuck", "pending")} == {
+    assert {name: later.document["balance"][name] for name in ("lost", "stuck", "pending")} == {
         "lost": 2,
         "stuck": 1,
         "pending": 0,

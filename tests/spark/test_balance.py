@@ -1,4 +1,4 @@
-"""The sums that runs hand on."""
+"""The sums by hour that a run carries over from the last run."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -18,12 +18,12 @@ def _row(hour: str, **counts: int) -> dict[str, Any]:
 def test_an_adjustment_is_dropped_when_any_of_its_hours_is_counted_again() -> None:
     balance = Balance()
     once = {"accepted": 1, "delivered_once": 1}
-    apart = [_row(FIRST, **once), _row(SECOND, **once)]
-    balance.replace([], [*apart, _row(THIRD, **once)])
-    balance.adjust(apart, [_row(SECOND, accepted=1, duplicated=1)])
+    by_hour = [_row(FIRST, **once), _row(SECOND, **once)]
+    balance.replace([], [*by_hour, _row(THIRD, **once)])
+    balance.adjust(by_hour, [_row(SECOND, accepted=1, duplicated=1)])
     line = balance.close(FIRST).line
     assert (line["accepted"], line["delivered_once"], line["duplicated"]) == (2, 1, 1)
-    # A run without the pass over ids: it leaves the adjustment alone, until it counts one of its hours.
+    # A run without the pass over ids keeps the adjustment until it counts one of the adjusted hours again.
     later = Balance.of(balance.document())
     later.replace([THIRD], [_row(THIRD, accepted=2, delivered_once=2)])
     assert later.adjustment == balance.adjustment

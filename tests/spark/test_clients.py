@@ -1,4 +1,4 @@
-"""Rows of record keys → which of them are a client's retry under another key."""
+"""Which records of a record key are a client's retry under another idempotency key."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ RULES = "\n".join(
 
 
 class Sequenced:
-    """The records of one record key, one after the other; `nth` numbers the record keys."""
+    """The records of one record key, in order; `nth` numbers the record keys."""
 
     def __init__(self, nth: int) -> None:
         self.nth = nth
@@ -58,7 +58,7 @@ class Sequenced:
 
 
 def _retried() -> list[Sequenced]:
-    """Sequences of which each has one finding."""
+    """Sequences with one finding each."""
     made = iter(range(1, 100))
 
     def new() -> Sequenced:
@@ -72,7 +72,7 @@ def _retried() -> list[Sequenced]:
         new().write(0, timestamp_ms=NOW_MS - 9).write(1000, timestamp_ms=NOW_MS - 9),
         new().write(0, batch=1).write(1000, batch=2),
         new().write(0, fingerprint=OTHER).write(1).write(1000),
-        # Two times in a row: one finding, named by what they have in common.
+        # Several retries in a row: one finding, by the common fingerprint.
         twice.write(0).write(10).write(20, fingerprint=OTHER).write(30).write(40),
     ]
 
@@ -105,9 +105,9 @@ def found(spark: SparkSession, some: Sequence[Sequenced]) -> dict[bytes, list[in
     seen = gather_evidence(plan(), settings_with_rules())
     rows = reduced(spark, [row for one in some for row in one.rows])
     retried = cross_hour.retried(rows, seen)
-    told = cross_hour.client_duplicates(rows, retried, cross_hour.spans_of(retried), seen).collect()
-    assert all(row["count"] == len(row["coordinates"]) for row in told)
-    return {bytes(row["fingerprint"]): [place["offset"] for place in row["coordinates"]] for row in told}
+    found = cross_hour.client_duplicates(rows, retried, cross_hour.spans_of(retried), seen).collect()
+    assert all(row["count"] == len(row["coordinates"]) for row in found)
+    return {bytes(row["fingerprint"]): [copy["offset"] for copy in row["coordinates"]] for row in found}
 
 
 def settings_with_rules() -> Any:
@@ -125,7 +125,7 @@ def test_only_a_client_s_retry_is_reported_as_a_retry(spark: SparkSession) -> No
 
 
 def test_a_copy_without_our_header_gets_the_id_of_the_event_with_its_fingerprint(spark: SparkSession) -> None:
-    """Whoever's key it is, and whichever member of a batch; the key's own event comes first."""
+    """With the key of any caller, and any member of a batch; the event of the key in the empty scope comes first."""
     key = "whole"
     members = [wire.member_id(key, nth, "a") for nth in range(2)]
     bare: dict[str, Any] = {"life": None, "key": key, "id": wire.event_id(key)}
@@ -152,7 +152,7 @@ def test_a_copy_without_our_header_gets_the_id_of_the_event_with_its_fingerprint
 
 
 @pytest.mark.parametrize(("ms", "hour"), [(0, "exact"), (-1, "month"), (1_000_001, "last")])
-def test_the_time_of_a_foreign_record_makes_no_hour_outside_the_known_ones(
+def test_the_timestamp_of_a_foreign_record_adds_few_hours_outside_the_known_time_span(
     spark: SparkSession, ms: int, hour: str
 ) -> None:
     first, last = NOW_MS - 1_000_000_000, NOW_MS

@@ -1,4 +1,4 @@
-"""Progress: a line that moves where somebody looks on, lines of a log elsewhere."""
+"""Progress: a line that is updated on a terminal, log lines elsewhere."""
 
 import io
 import re
@@ -20,7 +20,7 @@ def test_a_log_gets_lines_with_their_time() -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO run 1: 5 offsets to read\n", stream.getvalue())
 
 
-def test_a_terminal_sees_how_many_tasks_are_done(spark: SparkSession) -> None:
+def test_a_terminal_shows_the_number_of_finished_tasks(spark: SparkSession) -> None:
     stream = Terminal()
     console = Console(stream)
     with console.watching(spark):
@@ -28,7 +28,7 @@ def test_a_terminal_sees_how_many_tasks_are_done(spark: SparkSession) -> None:
         deadline = time.monotonic() + 60
         while "tasks" not in stream.getvalue():
             assert time.monotonic() < deadline
-            # Tasks that sleep for longer than the line takes to move.
+            # The tasks sleep for longer than the interval of the updates.
             spark.range(2).selectExpr(f"reflect('java.lang.Thread', 'sleep', {int(REFRESH_S * 2000)}L)").collect()
     assert re.search(r"\d+\.\ds  classify ids\n", stream.getvalue())
     assert re.search(r"classify ids: \d+ of \d+ tasks", stream.getvalue())

@@ -1,4 +1,4 @@
-"""The map of hours and partitions, cut down to what a page can show without losing a record."""
+"""The heat map: hours and partitions are reduced to the size of a page, and every record still counts."""
 
 import time
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def _hour(nth: int) -> str:
 LAST = _hour(1000)
 
 
-def _trouble(hour: int, partition: int | None, records: int, **more: str) -> dict[str, object]:
+def _finding_count(hour: int, partition: int | None, records: int, **more: str) -> dict[str, object]:
     return {"hour": _hour(hour), "topic": "t", "partition": partition, "records": records, **more}
 
 
@@ -32,9 +32,9 @@ def test_a_heat_map_without_records_is_empty() -> None:
 
 
 def test_many_hours_share_columns_and_no_record_is_left_out() -> None:
-    cells: RecordCounts = {_hour(n): {"t": {"0": n}} for n in range(200)} | {_hour(-1): {"t": {"0": 9}}}
-    cells[_hour(7)]["other"] = {"0": 1}
-    chart = heatmap.drawn(cells, [_trouble(199, 0, 3)], ["t"], FIRST, LAST)
+    record_counts: RecordCounts = {_hour(n): {"t": {"0": n}} for n in range(200)} | {_hour(-1): {"t": {"0": 9}}}
+    record_counts[_hour(7)]["other"] = {"0": 1}
+    chart = heatmap.drawn(record_counts, [_finding_count(199, 0, 3)], ["t"], FIRST, LAST)
     (row,) = chart["rows"]
     assert (chart["hours_a_column"], chart["columns"]) == (3, 67)
     assert sum(row["records"]) == sum(range(200))
@@ -46,17 +46,17 @@ def test_many_hours_share_columns_and_no_record_is_left_out() -> None:
 
 
 def test_records_dated_later_than_the_run_count_in_the_hour_of_the_run() -> None:
-    cells: RecordCounts = {_hour(n): {"t": {"0": 1}} for n in (0, 4, 5, 700_000)}
-    finding_counts = [_trouble(n, 0, 1, kind="duplicate", cause="rewrite") for n in (5, 600_000)]
-    chart = heatmap.drawn(cells, finding_counts, ["t"], FIRST, _hour(5))
+    record_counts: RecordCounts = {_hour(n): {"t": {"0": 1}} for n in (0, 4, 5, 700_000)}
+    finding_counts = [_finding_count(n, 0, 1, kind="duplicate", cause="rewrite") for n in (5, 600_000)]
+    chart = heatmap.drawn(record_counts, finding_counts, ["t"], FIRST, _hour(5))
     assert [(row["records"], row["troubled"]) for row in chart["rows"]] == [([1, 0, 0, 0, 1, 2], [0, 0, 0, 0, 0, 2])]
     points = heatmap.timeline(finding_counts, ["duplicate"], FIRST, _hour(5))
     assert [(point["hour"], point["records"]) for point in points] == [("2026-11-01T05:00:00Z", 2)]
 
 
-def test_many_partitions_share_a_row_and_each_one_with_findings_has_its_own() -> None:
-    cells: RecordCounts = {_hour(0): {"t": {str(n): 100 - n for n in range(100)}}}
-    chart = heatmap.drawn(cells, [_trouble(0, 99, 1), _trouble(0, None, 2)], ["t"], FIRST, LAST)
+def test_partitions_beyond_the_limit_share_a_row_and_those_with_findings_have_their_own() -> None:
+    record_counts: RecordCounts = {_hour(0): {"t": {str(n): 100 - n for n in range(100)}}}
+    chart = heatmap.drawn(record_counts, [_finding_count(0, 99, 1), _finding_count(0, None, 2)], ["t"], FIRST, LAST)
     assert len(chart["rows"]) == heatmap.ROWS_MAX
     assert {row["partition"] for row in chart["rows"] if row["troubled"][0]} == {99, None}
     assert chart["rows"][-1]["topic"] is None
@@ -64,7 +64,7 @@ def test_many_partitions_share_a_row_and_each_one_with_findings_has_its_own() ->
     assert sum(sum(row["records"]) for row in chart["rows"]) == sum(range(1, 101))
 
 
-def test_more_records_are_never_lighter() -> None:
+def test_a_cell_with_more_records_is_never_lighter() -> None:
     shades = [charts.shade(count, 1_000_000) for count in (1, 10, 100, 10_000, 1_000_000)]
     assert shades == sorted(shades)
     assert (shades[0], shades[-1]) == (1, charts.SHADES)
@@ -73,10 +73,10 @@ def test_more_records_are_never_lighter() -> None:
 
 def test_the_timeline_counts_the_wanted_kinds_within_the_window() -> None:
     rows = [
-        _trouble(1, 0, 2, kind="duplicate", cause="rewrite"),
-        _trouble(1, 1, 3, kind="duplicate", cause="rewrite"),
-        _trouble(1, 1, 3, kind="lost", cause="ledger"),
-        _trouble(-1, 0, 2, kind="duplicate", cause="rewrite"),
+        _finding_count(1, 0, 2, kind="duplicate", cause="rewrite"),
+        _finding_count(1, 1, 3, kind="duplicate", cause="rewrite"),
+        _finding_count(1, 1, 3, kind="lost", cause="ledger"),
+        _finding_count(-1, 0, 2, kind="duplicate", cause="rewrite"),
     ]
     assert heatmap.timeline(rows, ["duplicate"], FIRST, LAST) == [
         {"hour": "2026-11-01T01:00:00Z", "kind": "duplicate", "cause": "rewrite", "records": 5}
@@ -95,7 +95,7 @@ def in_new_york(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("in_new_york")
 def test_hours_are_counted_in_utc_wherever_the_job_runs() -> None:
     balance = Balance({_hour(0): {"t": {"accepted": 5}}})
-    # As Spark hands a timestamp out: without zone, in the machine's own.
+    # Spark collects a timestamp without zone, in the time zone of the machine.
     local = datetime.fromtimestamp(START.timestamp())
     row = dict.fromkeys(SUMS, 0) | {"accepted": 7, "accepted_hour": local, "topic": "t"}
     balance.replace([_hour(0)], [row])

@@ -1,4 +1,4 @@
-"""What a run costs in the lake: writes that count once, and reads that do not grow with the history."""
+"""The tables of the lake: idempotent writes, upgrades, and reads that do not grow with the history."""
 
 import re
 from collections import Counter
@@ -29,13 +29,13 @@ from tests.spark.test_verdict import plan, settings
 
 
 def _rows(spark: SparkSession, run: int, span: range, *, prefix: str = "id") -> DataFrame:
-    """Ten ids in each of these hours, counted back from now."""
-    told = {
+    """Reduce ten ids in each of these hours, counted back from now."""
+    evidence = {
         f"{prefix}-{hour}-{n}": [copy(n, at=NOW_MS - hour * HOUR_MS), entry(n, at=NOW_MS - hour * HOUR_MS)]
         for hour in span
         for n in range(10)
     }
-    return reduced(spark, named(told), run)
+    return reduced(spark, named(evidence), run)
 
 
 def _filled(spark: SparkSession, root: Path, length: int) -> lake.Lake:
@@ -45,7 +45,7 @@ def _filled(spark: SparkSession, root: Path, length: int) -> lake.Lake:
 
 
 def _merge(tables: lake.Lake, run: int) -> dict[str, Any]:
-    """Merge copies of two hours' ids, as a run does; what Delta says of it."""
+    """Merge copies of the ids of two hours, as a run does, and return Delta's metrics."""
     new = _rows(tables.spark, run, range(2)).unionByName(_rows(tables.spark, run, range(2), prefix="new"))
     new = new.localCheckpoint()
     tables.merge(new, hours.of(new), run)
@@ -73,20 +73,20 @@ def test_a_merge_touches_the_same_files_and_rows_however_long_the_history(small:
     for tables in (small, large):
         metrics = _merge(tables, 2)
         rows = tables.read("deliveries").where(F.col("run") == 2)
-        judged = tables.read("deliveries").where(hours.within(hours.of(rows)))
+        read_rows = tables.read("deliveries").where(hours.within(hours.of(rows)))
         touched = {name: metrics[name] for name in ("numTargetFilesRemoved", "numTargetRowsUpdated")}
-        costs.append((touched, metrics["numTargetRowsCopied"], judged.count(), len(_scanned(judged))))
+        costs.append((touched, metrics["numTargetRowsCopied"], read_rows.count(), len(_scanned(read_rows))))
     assert costs[0] == costs[1]
     assert costs[0][0]["numTargetRowsUpdated"] == "20"
     assert len(_scanned(large.read("deliveries"))) > 10 * costs[0][3]
 
 
 def _scanned(rows: DataFrame) -> set[str]:
-    """The files that rows come from, asked of the rows themselves."""
+    """Return the files that the rows are read from."""
     return {row["file"] for row in rows.select(F.input_file_name().alias("file")).distinct().collect()}
 
 
-def test_a_write_that_a_run_did_is_not_done_again(small: lake.Lake) -> None:
+def test_a_write_is_idempotent_for_its_run(small: lake.Lake) -> None:
     before = small.read("deliveries").agg(F.sum("entries_count")).collect()[0][0]
     assert _merge(small, 7)["version"] == _version(small)
     merged = small.read("deliveries").agg(F.sum("entries_count")).collect()[0][0]
@@ -105,7 +105,7 @@ def test_a_write_that_a_run_did_is_not_done_again(small: lake.Lake) -> None:
 
 
 def _reads(spark: SparkSession, lake: Path, table: str = "deliveries") -> Counter[str]:
-    """Spark's own metrics of every scan of a table in a lake so far: files, and bytes of them."""
+    """Sum up Spark's metrics of every scan of a table in a lake so far: files, and their bytes."""
     context: Any = spark.sparkContext._jsc.sc()
     context.listenerBus().waitUntilEmpty()
     store: Any = spark._jsparkSession.sharedState().statusStore()
@@ -122,13 +122,13 @@ def _reads(spark: SparkSession, lake: Path, table: str = "deliveries") -> Counte
                     metric = node.metrics().apply(k)
                     value = values.get(metric.accumulatorId())
                     if metric.name() in ("number of files read", "size of files read") and value.isDefined():
-                        found[metric.name()] += _number(value.get())
+                        found[metric.name()] += _metric_value(value.get())
     return found
 
 
-def _number(told: str) -> int:
-    """What Spark tells of a metric, without its thousands and with its unit."""
-    number, _, unit = told.replace(",", "").partition(" ")
+def _metric_value(text: str) -> int:
+    """Parse a metric of Spark, with its thousands separators and unit."""
+    number, _, unit = text.replace(",", "").partition(" ")
     return round(float(number) * {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20}[unit])
 
 
@@ -136,7 +136,7 @@ def test_a_run_reads_the_same_files_and_bytes_however_long_the_history(
     spark: SparkSession, kafka: Kafka, audit: Audit
 ) -> None:
     reads = []
-    # Spark tells a scan's folder, by which `_reads` knows it; by default it cuts off what is longer than a short one.
+    # `_reads` finds a scan by its folder, which Spark truncates to a short text by default.
     with having(spark, {"spark.sql.maxMetadataStringLength": "1000"}):
         for length in (3, 30):
             history = History(kafka.bootstrap, f"long-{length}")
@@ -171,7 +171,7 @@ def test_the_readme_has_every_column_of_every_table_and_no_other() -> None:
             assert set(listed) == set(columns), name
 
 
-# The columns of the last version before the present names, as that version wrote them.
+# The columns of the last version without the present names.
 FIRST_VERSION = {
     "deliveries": (
         "accepted_hour plain kind id topic partition offset run accepted_ms last_ms count entries_count answered_201 "
@@ -188,7 +188,7 @@ FIRST_VERSION = {
 
 
 def test_columns_of_the_first_version_get_their_present_names(spark: SparkSession, tmp_path: Path) -> None:
-    """In commits that keep what each run has written: a run that comes again writes nothing a second time."""
+    """The upgrade keeps the transaction numbers of the runs: a repeated write of a run is still skipped."""
     tables, of_now = lake.Lake(spark, str(tmp_path)), plan()
     written = {
         "deliveries": reduced(spark, [copy(1), entry(1), copy(2)]),
@@ -217,12 +217,12 @@ def test_columns_of_the_first_version_get_their_present_names(spark: SparkSessio
 
 
 def test_a_lake_of_an_earlier_version_is_read_and_extended(spark: SparkSession, tmp_path: Path) -> None:
-    """Its tables lack columns; a column that another table does not know is a mistake."""
+    """Its tables lack columns; an unknown column in a table that is not extended is an error."""
     tables, old = lake.Lake(spark, str(tmp_path)), plan()
     assert old.logs
     rows = spark.createDataFrame(old.rows(), lake.schema("progress"))
     new = ("guarantees", "later_end", "caught_up_run", "behind_run", "behind_end", "first_record_ms", "leader_epoch")
-    # One that they have is asked for no more.
+    # A column that the present version does not read.
     tables.append("progress", rows.drop(*new).withColumn("proven_ms", F.lit(7).cast("bigint")), 1)
 
     def read(run: int) -> set[Log]:
@@ -261,20 +261,20 @@ def test_a_lake_of_an_earlier_version_is_read_and_extended(spark: SparkSession, 
 
 
 def test_records_that_vanished_from_a_log_are_removed_from_the_lake(spark: SparkSession, tmp_path: Path) -> None:
-    """Whatever is said of its place stays; what the log has there now comes in with the same merge."""
+    """Claims on its offset stay; the present record at that offset is in the same merge."""
     tables = lake.Lake(spark, str(tmp_path))
     other: dict[str, Any] = {"id": b"o" * 16}
     known = [copy(1), entry(1), copy(2), entry(2), copy(3), entry(3), copy(4, life=None, **other), copy(5), entry(5)]
     tables.append("deliveries", reduced(spark, known), 1)
-    # At the place of the second the same again, with another content; at that of the third another id.
+    # At the second offset the same id with another content; at the third another id.
     now = [copy(2, fingerprint=b"n" * 8), copy(3, **other)]
     rows = deliveries_table.with_vanished(reduced(spark, now, 2), tables.read("deliveries"), {("t", 0): (2, 5)}, 2)
     rows = rows.localCheckpoint()
     for _ in range(2):
         tables.merge(rows, hours.of(rows), 2)
     found = {(bytes(row["id"])[:1], row["offset"]): row for row in tables.read("deliveries").collect()}
-    told = {place: (row["count"], row["entries_count"], row["is_clean"], row["run"]) for place, row in found.items()}
-    assert told == {
+    counts = {at: (row["count"], row["entries_count"], row["is_clean"], row["run"]) for at, row in found.items()}
+    assert counts == {
         (b"i", 1): (1, 1, 1, 1),
         (b"i", 2): (1, 1, 1, 2),
         (b"i", 3): (0, 1, 0, 2),
@@ -314,7 +314,7 @@ def test_the_pass_over_ids_reads_narrow_columns_only(small: lake.Lake) -> None:
 
 @pytest.mark.parametrize("last", ["first_hour", "first_hour + INTERVAL 1 HOUR"])
 def test_the_pass_over_ids_finds_an_id_in_any_spread_of_hours(small: lake.Lake, last: str) -> None:
-    """One id that comes twice in every other hour, or in every hour and the next, for some months."""
+    """An id with two rows in every other hour, or in every hour and the next, for some months."""
     first = F.timestamp_millis(F.lit(NOW_MS // HOUR_MS * HOUR_MS) - F.col("id") * 3 * HOUR_MS)
     hour = small.spark.range(1000).select(first.alias("first_hour")).withColumn("last_hour", F.expr(last))
     several = hour.withColumn("id", F.lit("id-3-7".ljust(16)).cast("binary"))
@@ -322,7 +322,7 @@ def test_the_pass_over_ids_finds_an_id_in_any_spread_of_hours(small: lake.Lake, 
     assert [bytes(row["id"]) for row in found.collect()] == [b"id-3-7".ljust(16)]
 
 
-def test_vacuum_takes_no_more_tasks_than_the_machine_is_for(spark: SparkSession, tmp_path: Path) -> None:
+def test_vacuum_uses_few_tasks(spark: SparkSession, tmp_path: Path) -> None:
     tables = _filled(spark, tmp_path, 2)
     context = spark.sparkContext
     context.setJobGroup("vacuum", "vacuum of a small table")
@@ -330,15 +330,15 @@ def test_vacuum_takes_no_more_tasks_than_the_machine_is_for(spark: SparkSession,
         tables.vacuum(1)
     finally:
         context.setJobGroup("", "none")
-    told = context.statusTracker()
-    jobs = [info for job in told.getJobIdsForGroup("vacuum") if (info := told.getJobInfo(job))]
-    tasks = [stage.numTasks for info in jobs for number in info.stageIds if (stage := told.getStageInfo(number))]
+    tracker = context.statusTracker()
+    jobs = [info for job in tracker.getJobIdsForGroup("vacuum") if (info := tracker.getJobInfo(job))]
+    tasks = [stage.numTasks for info in jobs for number in info.stageIds if (stage := tracker.getStageInfo(number))]
     assert tasks, "no job was seen"
     assert max(tasks) <= 100, tasks
 
 
 def _columns(rows: DataFrame) -> set[str]:
-    """The columns of the one scan that rows are made by."""
-    told = rows._jdf.queryExecution().executedPlan().toString()
-    (scan,) = [line for line in told.splitlines() if "FileScan" in line]
+    """Return the columns of the single scan in the plan of rows."""
+    physical_plan = rows._jdf.queryExecution().executedPlan().toString()
+    (scan,) = [line for line in physical_plan.splitlines() if "FileScan" in line]
     return {column.split("#")[0] for column in scan[scan.index("[") + 1 : scan.index("]")].split(",")}

@@ -1,4 +1,4 @@
-"""Spark's own ids, fingerprints and timestamps_at are byte for byte those of the wire contract's vectors."""
+"""Ids, fingerprints and decoded headers in Spark are those of the wire contract's vectors, byte for byte."""
 
 import json
 from collections import Counter
@@ -13,10 +13,10 @@ from tests.unit.contract.test_wire import content, vectors
 NOW_MS = 1_700_000_000_000
 
 
-def test_the_ids_of_keys(spark: SparkSession) -> None:
-    told = vectors("ids", "event")
-    for scope in {vector["scope"] for vector in told}:
-        keys = {vector["key"]: vector["id"] for vector in told if vector["scope"] == scope}
+def test_the_ids_of_keys_are_those_of_the_vectors(spark: SparkSession) -> None:
+    listed = vectors("ids", "event")
+    for scope in {vector["scope"] for vector in listed}:
+        keys = {vector["key"]: vector["id"] for vector in listed if vector["scope"] == scope}
         rows = spark.createDataFrame([(key,) for key in keys], "key string")
         made = rows.select(
             "key", wire_expressions.event_id(wire_expressions.as_binary(F.col("key")), scope).alias("id")
@@ -24,8 +24,8 @@ def test_the_ids_of_keys(spark: SparkSession) -> None:
         assert {row["key"]: bytes(row["id"]).hex() for row in made} == keys
 
 
-def test_the_fingerprints(spark: SparkSession) -> None:
-    told = vectors("fingerprints", "event")
+def test_fingerprints_are_those_of_the_vectors(spark: SparkSession) -> None:
+    listed = vectors("fingerprints", "event")
     records = [
         {
             "what": vector["what"],
@@ -35,22 +35,24 @@ def test_the_fingerprints(spark: SparkSession) -> None:
             "headers": [{"key": name, "value": bytes.fromhex(value)} for name, value in vector["headers"]] or None,
             "value": content(vector["value"]),
         }
-        for vector in told
+        for vector in listed
     ]
     schema = f"what string, {source.SCHEMA}"
     rows = spark.createDataFrame(records, schema)
     fields = (F.col("key"), F.col("headers"), F.col("value"))
-    placed = wire_expressions.fingerprint(F.col("topic"), F.col("partition"), *fields)
-    unplaced = wire_expressions.fingerprint(F.col("topic"), None, *fields)
-    made = rows.select("what", "partition", placed.alias("placed"), unplaced.alias("unplaced")).collect()
-    found = {row["what"]: (bytes(row["placed"]).hex(), bytes(row["unplaced"]).hex()) for row in made}
-    for vector in told:
-        with_partition, without = found[vector["what"]]
-        assert with_partition == vector["fingerprint"]
-        assert (without == vector["fingerprint"]) == (vector["partition"] is None)
+    with_partition = wire_expressions.fingerprint(F.col("topic"), F.col("partition"), *fields)
+    without_partition = wire_expressions.fingerprint(F.col("topic"), None, *fields)
+    made = rows.select(
+        "what", "partition", with_partition.alias("with_partition"), without_partition.alias("without_partition")
+    ).collect()
+    found = {row["what"]: (bytes(row["with_partition"]).hex(), bytes(row["without_partition"]).hex()) for row in made}
+    for vector in listed:
+        computed, computed_without = found[vector["what"]]
+        assert computed == vector["fingerprint"]
+        assert (computed_without == vector["fingerprint"]) == (vector["partition"] is None)
 
 
-def test_record_headers_are_decoded_and_invalid_ones_are_none(spark: SparkSession) -> None:
+def test_record_headers_are_decoded_and_invalid_ones_count_as_missing(spark: SparkSession) -> None:
     good, bad = vectors("records", "stamp"), vectors("records", "stamp_refused")
     texts = [vector["text"] for vector in good] + bad
     records = [
@@ -115,15 +117,15 @@ def test_ledger_records_are_decoded_and_invalid_ones_are_rejected(spark: SparkSe
     assert sum(row["reject"] is not None for row in rows) == len(bad)
 
 
-def test_answers(spark: SparkSession) -> None:
-    (told,) = vectors("records", "answers")
-    record = {"topic": "r", "partition": 0, "offset": 0, "timestamp_ms": NOW_MS, "value": told["text"].encode()}
-    nowhere = told["text"].replace('"topic":"orders"', '"topic":null').encode()
-    records = [record, {**record, "offset": 1, "value": nowhere}]
+def test_the_answers_of_the_vectors_are_decoded(spark: SparkSession) -> None:
+    (listed,) = vectors("records", "answers")
+    record = {"topic": "r", "partition": 0, "offset": 0, "timestamp_ms": NOW_MS, "value": listed["text"].encode()}
+    without_topic = listed["text"].replace('"topic":"orders"', '"topic":null').encode()
+    records = [record, {**record, "offset": 1, "value": without_topic}]
     rows = decode.answers(spark.createDataFrame(records, source.SCHEMA), NOW_MS).collect()
     refused = [row for row in rows if row["reject"] is not None]
     assert {row["offset"] for row in refused} == {1}
-    assert len(refused) == sum(answer["topic"] == "orders" for answer in told["answers"])
+    assert len(refused) == sum(answer["topic"] == "orders" for answer in listed["answers"])
     rows = [row for row in rows if row["reject"] is None]
     found = {(bytes(row["id"]).hex(), row["status"], row["replayed"], row["offset"]) for row in rows}
     assert found == {
@@ -133,15 +135,15 @@ def test_answers(spark: SparkSession) -> None:
             answer["replayed"],
             answer["offset"],
         )
-        for answer in told["answers"]
+        for answer in listed["answers"]
     }
 
 
-def test_coordinates_that_no_log_can_have_are_none(spark: SparkSession) -> None:
-    """A producer that had no clean answer knows the offset -1: in a finding, report.json would break its schema."""
+def test_negative_coordinates_count_as_missing(spark: SparkSession) -> None:
+    """A producer without an answer has the offset -1, which in a finding would break the schema of report.json."""
     named = {"id": "01" * 16, "fp": "02" * 8, "at": NOW_MS, "topic": "t", "ts": NOW_MS, "status": 201}
-    places = [{"partition": 0, "offset": -1}, {"partition": -1, "offset": 0}, {"partition": 0, "offset": 0}]
-    parts = [{**named, **place} for place in places]
+    coordinate_cases = [{"partition": 0, "offset": -1}, {"partition": -1, "offset": 0}, {"partition": 0, "offset": 0}]
+    parts = [{**named, **coordinates} for coordinates in coordinate_cases]
     bodies = {
         "l": {"v": 1, "slot": 0, "pid": 1, "epoch": 0, "instance": "h", "entries": parts},
         "r": {"v": 1, "instance": "h", "answers": parts},
@@ -159,7 +161,7 @@ def test_coordinates_that_no_log_can_have_are_none(spark: SparkSession) -> None:
     assert answered == [(None, None, None), (None, None, None), (None, 0, 0)]
 
 
-def test_a_row_of_the_driver_s_may_be_long(spark: SparkSession) -> None:
+def test_a_row_from_the_driver_may_be_longer_than_jackson_s_limit(spark: SparkSession) -> None:
     summary = "x" * 20_000_001
     (row,) = wire_expressions.rows_of(spark, "run bigint, summary string", [{"run": 1, "summary": summary}]).collect()
     assert row["summary"] == summary

@@ -1,4 +1,4 @@
-"""What a run plans to read, against a broker that is made up: no Spark, no Kafka."""
+"""The plan of a run, against a fake cluster: no Spark, no Kafka."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,18 +18,18 @@ LEDGER_TOPIC, REQUESTS_TOPIC = "fencepost.ledger", "fencepost.requests"
 
 
 @dataclass
-class MadeUp:
-    """A cluster of one partition a topic, unless said otherwise; remembers in what order ends were asked for."""
+class FakeCluster:
+    """A cluster with one partition a topic (default); records the order in which ends are listed."""
 
     topics: dict[str, Ends] = field(default_factory=dict)
-    lives: dict[str, str] = field(default_factory=dict)
+    topic_ids: dict[str, str] = field(default_factory=dict)
     partitions: dict[str, int] = field(default_factory=dict)
     other_ends: dict[TopicPartition, Ends] = field(default_factory=dict)
-    firsts: dict[TopicPartition, int] = field(default_factory=dict)
+    first_timestamps: dict[TopicPartition, int] = field(default_factory=dict)
     epochs: dict[str, list[int]] = field(default_factory=dict)
-    asked: list[list[str]] = field(default_factory=list)
-    made_meanwhile: dict[str, Ends] = field(default_factory=dict)
-    fails: set[str] = field(default_factory=set)
+    listed_topics: list[list[str]] = field(default_factory=list)
+    created_meanwhile: dict[str, Ends] = field(default_factory=dict)
+    unreachable: set[str] = field(default_factory=set)
     forbidden: set[str] = field(default_factory=set)
 
     def names(self) -> list[str]:
@@ -37,7 +37,7 @@ class MadeUp:
 
     def describe(self, names: Sequence[str], *, strict: bool = True) -> dict[str, Topic]:
         return {
-            name: Topic(name, self.lives.get(name, "one"), self.partitions.get(name, 1))
+            name: Topic(name, self.topic_ids.get(name, "one"), self.partitions.get(name, 1))
             for name in names
             if name in self.topics
         }
@@ -47,25 +47,32 @@ class MadeUp:
             raise CannotRun("not allowed")
         return {name for name in names if name.startswith("compacted")}
 
-    def ends(self, places: Sequence[TopicPartition], *, strict: bool = True) -> dict[TopicPartition, Ends]:
-        if strict and self.fails & {name for name, _ in places}:
+    def ends(self, partitions: Sequence[TopicPartition], *, strict: bool = True) -> dict[TopicPartition, Ends]:
+        if strict and self.unreachable & {name for name, _ in partitions}:
             raise CannotRun("no leader")
-        places = [place for place in places if place[0] not in self.fails]
-        if places:
-            self.asked.append([name for name, _ in places])
-        self.topics |= self.made_meanwhile
-        return {place: self.other_ends.get(place, self.topics[place[0]]) for place in places}
+        partitions = [partition for partition in partitions if partition[0] not in self.unreachable]
+        if partitions:
+            self.listed_topics.append([name for name, _ in partitions])
+        self.topics |= self.created_meanwhile
+        return {partition: self.other_ends.get(partition, self.topics[partition[0]]) for partition in partitions}
 
-    def timestamps_at(self, places: dict[TopicPartition, int]) -> dict[TopicPartition, int]:
-        return {place: self.firsts[place] for place in places if place in self.firsts}
+    def timestamps_at(self, partitions: dict[TopicPartition, int]) -> dict[TopicPartition, int]:
+        return {
+            partition: self.first_timestamps[partition]
+            for partition in partitions
+            if partition in self.first_timestamps
+        }
 
     def diverged(self, positions: Mapping[TopicPartition, tuple[int, int]]) -> dict[TopicPartition, int]:
-        """By where each leader epoch of a topic ends."""
-        found = {place: self.epochs[place[0]][epoch] for place, (_, epoch) in positions.items()}
-        return {place: end for place, end in found.items() if end < positions[place][0]}
+        """Compute from `epochs`, the end of each leader epoch of a topic."""
+        found = {partition: self.epochs[partition[0]][epoch] for partition, (_, epoch) in positions.items()}
+        return {partition: end for partition, end in found.items() if end < positions[partition][0]}
 
-    def blocking_transactions(self, places: Sequence[TopicPartition]) -> dict[TopicPartition, BlockingTransaction]:
-        return {place: BlockingTransaction(7, 1, self.topics[place[0]].last_stable, "slot", 6) for place in places}
+    def blocking_transactions(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, BlockingTransaction]:
+        return {
+            partition: BlockingTransaction(7, 1, self.topics[partition[0]].last_stable, "slot", 6)
+            for partition in partitions
+        }
 
 
 def ends(last: int, *, start: int = 0, open: int = 0, epoch: int = 0) -> Ends:
@@ -78,14 +85,15 @@ def settings(rules: str = "", **options: Any) -> Settings:
 
 
 def freeze(
-    cluster: MadeUp,
-    before: Plan | None = None,
+    cluster: FakeCluster,
+    last_plan: Plan | None = None,
     named: set[str] | None = None,
     now_ms: int = NOW_MS,
     in_lake: set[str] | None = None,
     **options: Any,
 ) -> Plan:
-    """`named` by what is new of the ledger, and `in_lake` by what was merged of it, which may not be asked if None."""
+    """Make a plan. `named`: the topics that the unread part of the ledger names; `in_lake`: those that its merged part
+    names, None if the plan must not ask."""
 
     def merged() -> set[str]:
         assert in_lake is not None
@@ -94,7 +102,7 @@ def freeze(
     return planning.freeze(
         cluster,
         settings(**options),
-        before,
+        last_plan,
         now_ms,
         lambda logs, names: (named or set()) & set(names),
         merged,
@@ -102,32 +110,32 @@ def freeze(
 
 
 @pytest.fixture
-def cluster() -> MadeUp:
-    return made_up()
+def cluster() -> FakeCluster:
+    return fake_cluster()
 
 
-def made_up() -> MadeUp:
+def fake_cluster() -> FakeCluster:
     topics = {"orders": ends(10), "others": ends(7), "fencepost.control": ends(3)}
-    return MadeUp(topics | {LEDGER_TOPIC: ends(4), REQUESTS_TOPIC: ends(2)})
+    return FakeCluster(topics | {LEDGER_TOPIC: ends(4), REQUESTS_TOPIC: ends(2)})
 
 
 def one(plan: Plan, topic: str) -> Log:
     return next(log for log in plan.logs if log.topic == topic)
 
 
-def test_data_is_frozen_first_then_the_ledger_then_the_answers(cluster: MadeUp) -> None:
+def test_data_is_frozen_first_then_the_ledger_then_the_answers(cluster: FakeCluster) -> None:
     freeze(cluster, named={"orders"})
-    assert cluster.asked == [["orders", "others"], [LEDGER_TOPIC], [REQUESTS_TOPIC], ["orders"]]
+    assert cluster.listed_topics == [["orders", "others"], [LEDGER_TOPIC], [REQUESTS_TOPIC], ["orders"]]
 
 
 def test_the_ends_of_the_data_are_listed_again_after_those_of_the_ledger(
-    cluster: MadeUp,
+    cluster: FakeCluster,
 ) -> None:
-    """What is written while a run is planned may be in the ledger's part of the plan, and not in the data's."""
+    """A record that is written while a run is planned may be in the plan with its ledger entry only."""
     listed = cluster.ends
 
-    def ends_of(places: Sequence[TopicPartition], *, strict: bool = True) -> dict[TopicPartition, Ends]:
-        found = listed(places, strict=strict)
+    def ends_of(partitions: Sequence[TopicPartition], *, strict: bool = True) -> dict[TopicPartition, Ends]:
+        found = listed(partitions, strict=strict)
         if (REQUESTS_TOPIC, 0) in found:
             cluster.topics |= {"orders": ends(13), LEDGER_TOPIC: ends(9), REQUESTS_TOPIC: ends(9)}
         return found
@@ -140,33 +148,33 @@ def test_the_ends_of_the_data_are_listed_again_after_those_of_the_ledger(
     assert run_plan.later_ends(plan) == {("orders", 0): 13}
 
 
-def test_a_ledger_with_an_open_transaction_is_caught_up_to_an_earlier_run(cluster: MadeUp) -> None:
-    told, plan = [], None
+def test_a_ledger_with_an_open_transaction_is_caught_up_to_an_earlier_run(cluster: FakeCluster) -> None:
+    caught_up, plan = [], None
     for last, open in ((4, 0), (6, 2), (7, 3), (9, 1), (12, 0)):
         cluster.topics[LEDGER_TOPIC] = ends(last, open=open)
         plan = freeze(cluster, plan, named={"orders"})
-        told.append((plan.run, one(plan, LEDGER_TOPIC).caught_up_run))
-    # At run 3 what stood at run 2 (up to 8) is not read; at run 4 it is.
-    assert told == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 5)]
-    cluster.lives[LEDGER_TOPIC], cluster.topics[LEDGER_TOPIC] = "two", ends(1, open=1)
+        caught_up.append((plan.run, one(plan, LEDGER_TOPIC).caught_up_run))
+    # At run 3 the records of run 2 (up to offset 8) are not all read; at run 4 they are.
+    assert caught_up == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 5)]
+    cluster.topic_ids[LEDGER_TOPIC], cluster.topics[LEDGER_TOPIC] = "two", ends(1, open=1)
     assert one(freeze(cluster, plan, named={"orders"}), LEDGER_TOPIC).caught_up_run == 0
 
 
-def test_a_topic_is_audited_when_the_ledger_the_rules_or_an_option_name_it(cluster: MadeUp) -> None:
+def test_a_topic_is_audited_when_the_ledger_the_rules_or_an_option_name_it(cluster: FakeCluster) -> None:
     assert freeze(cluster, named={"orders", "not-there"}).topics == ["orders"]
     assert freeze(cluster, rules='[[topics]]\npattern = "oth*"').topics == ["others"]
     assert freeze(cluster, topics=("*",)).topics == ["orders", "others"]
     assert freeze(cluster, freeze(cluster, named={"orders"}), named=set()).topics == ["orders"]
 
 
-def test_a_run_without_a_ledger_needs_named_topics(cluster: MadeUp) -> None:
+def test_a_run_without_a_ledger_needs_named_topics(cluster: FakeCluster) -> None:
     del cluster.topics[LEDGER_TOPIC]
     with pytest.raises(CannotRun, match=r"fencepost\.ledger.*FENCEPOST_NAMESPACE.*--topics"):
         freeze(cluster)
     assert freeze(cluster, topics=("orders",)).topics == ["orders"]
 
 
-def test_globs_have_to_match_a_topic_that_is_there_or_was(cluster: MadeUp) -> None:
+def test_globs_must_match_a_present_topic_or_one_of_the_last_run(cluster: FakeCluster) -> None:
     with pytest.raises(
         CannotRun, match=r"--topics 'ordres,no\.\*' matches no topic .*FENCEPOST_KAFKA=.*leave --topics"
     ):
@@ -177,7 +185,7 @@ def test_globs_have_to_match_a_topic_that_is_there_or_was(cluster: MadeUp) -> No
     del cluster.topics["orders"]
     second = freeze(cluster, first, topics=("orders",))
     assert (second.topics, one(second, "orders").audited) == ([], False)
-    # Also where it was left out in between.
+    # Also if a run in between left the topic out.
     assert freeze(cluster, freeze(cluster, second, in_lake=set()), topics=("ord*",)).topics == []
 
 
@@ -185,7 +193,7 @@ def test_another_window_changes_the_options_of_the_plan() -> None:
     assert run_plan.options_of(settings(window_h=336)) != run_plan.options_of(settings())
 
 
-def test_the_settings_of_a_run_are_restored_from_its_plan(cluster: MadeUp) -> None:
+def test_the_settings_of_a_run_are_restored_from_its_plan(cluster: FakeCluster) -> None:
     rules = "\n".join(
         [
             '[[topics]]\npattern = "a*"\nguarantee = "idempotent"\nderived = true\nclient_duplicates = false',
@@ -201,11 +209,11 @@ def test_the_settings_of_a_run_are_restored_from_its_plan(cluster: MadeUp) -> No
     assert run_plan.options_of(found) == run_plan.options_of(theirs) != run_plan.options_of(ours)
     assert (found.max_settle_ms, found.rules.rule("abc").client_duplicates) == (theirs.max_settle_ms, False)
     assert found.options.skip_ids
-    # Another caller of the rules is another scope of keys.
+    # Another caller in the rules is another scope of keys.
     assert run_plan.options_of(settings(rules)) != run_plan.options_of(settings(rules.replace('"c"', '"d"')))
 
 
-def test_the_next_run_starts_at_the_end_of_the_last_one(cluster: MadeUp) -> None:
+def test_the_next_run_starts_at_the_end_of_the_last_one(cluster: FakeCluster) -> None:
     first = freeze(cluster, named={"orders"})
     cluster.topics["orders"] = ends(25)
     second = freeze(cluster, first)
@@ -213,7 +221,7 @@ def test_the_next_run_starts_at_the_end_of_the_last_one(cluster: MadeUp) -> None
     assert one(second, LEDGER_TOPIC).start == one(second, LEDGER_TOPIC).end
 
 
-def test_a_plan_survives_its_rows(cluster: MadeUp) -> None:
+def test_a_plan_is_restored_from_its_rows(cluster: FakeCluster) -> None:
     cluster.topics["orders"] = ends(25, start=20)
     plan = freeze(cluster, named={"orders"})
     cluster.topics["orders"] = ends(40, start=30)
@@ -222,7 +230,7 @@ def test_a_plan_survives_its_rows(cluster: MadeUp) -> None:
     assert Plan.from_rows(plan.rows()) == plan
 
 
-def test_capped_runs_share_the_cap_and_read_every_record_in_the_end(cluster: MadeUp) -> None:
+def test_capped_runs_share_the_cap_and_read_every_record_in_the_end(cluster: FakeCluster) -> None:
     cluster.topics["orders"] = ends(1000)
     plan, read = None, 0
     for _ in range(40):
@@ -237,10 +245,10 @@ def test_capped_runs_share_the_cap_and_read_every_record_in_the_end(cluster: Mad
     assert all(log.end == log.last_stable >= log.high_watermark for log in plan.logs if log.audited)
 
 
-def test_an_open_transaction_bounds_what_is_read_and_what_is_decided(cluster: MadeUp) -> None:
+def test_an_open_transaction_bounds_what_is_read_and_what_is_decided(cluster: FakeCluster) -> None:
     cluster.topics["orders"] = ends(10, open=3)
     cluster.topics[LEDGER_TOPIC] = ends(4, open=1)
-    cluster.firsts[(LEDGER_TOPIC, 0)] = NOW_MS - 1234
+    cluster.first_timestamps[(LEDGER_TOPIC, 0)] = NOW_MS - 1234
     plan = freeze(cluster, named={"orders"})
     assert (one(plan, "orders").end, one(plan, "orders").later_end) == (10, OFFSETS_MOST)
     assert (one(plan, LEDGER_TOPIC).caught_up_run, one(plan, REQUESTS_TOPIC).caught_up_run) == (0, 1)
@@ -249,20 +257,26 @@ def test_an_open_transaction_bounds_what_is_read_and_what_is_decided(cluster: Ma
     assert one(plan, REQUESTS_TOPIC).decided_until_ms == NOW_MS
 
 
-def test_records_above_the_last_end_arrived_after_the_last_freeze(cluster: MadeUp) -> None:
-    cluster.topics |= {"capped": ends(10), "truncated": ends(10), "anew": ends(10), "same": ends(10)}
+def test_records_above_the_last_end_arrived_after_the_last_freeze(cluster: FakeCluster) -> None:
+    cluster.topics |= {"capped": ends(10), "truncated": ends(10), "recreated": ends(10), "same": ends(10)}
     first = freeze(cluster, topics=("*",))
     assert run_plan.arrived(first, None) == {}
     logs = [replace(log, end=9) if log.topic == "capped" else log for log in first.logs]
     first = replace(first, logs=tuple(logs))
-    cluster.topics |= {"orders": ends(25), "capped": ends(12), "truncated": ends(6), "anew": ends(3), "new": ends(3)}
+    cluster.topics |= {
+        "orders": ends(25),
+        "capped": ends(12),
+        "truncated": ends(6),
+        "recreated": ends(3),
+        "new": ends(3),
+    }
     cluster.topics["others"] = ends(20, start=15)
-    cluster.lives["anew"] = "two"
+    cluster.topic_ids["recreated"] = "two"
     second = freeze(cluster, first, topics=("*",), now_ms=NOW_MS + 5)
-    assert run_plan.arrived(second, first) == {(name, 0): NOW_MS for name in ("anew", "orders", "others")}
+    assert run_plan.arrived(second, first) == {(name, 0): NOW_MS for name in ("recreated", "orders", "others")}
 
 
-def test_records_that_retention_took_unread_are_a_gap(cluster: MadeUp) -> None:
+def test_records_that_retention_deleted_unread_are_a_gap(cluster: FakeCluster) -> None:
     first = freeze(cluster, named={"orders"})
     cluster.topics["orders"] = ends(50, start=30)
     log = one(freeze(cluster, first), "orders")
@@ -273,41 +287,41 @@ def test_records_that_retention_took_unread_are_a_gap(cluster: MadeUp) -> None:
     assert len(again.gaps) == 1
 
 
-def test_retention_of_records_that_were_read_is_no_gap(cluster: MadeUp) -> None:
+def test_retention_of_records_that_were_read_is_no_gap(cluster: FakeCluster) -> None:
     first = freeze(cluster, named={"orders"})
     cluster.topics["orders"] = ends(12, start=10)
     assert one(freeze(cluster, first), "orders").gaps == ()
 
 
-def test_a_recreated_topic_is_read_from_its_beginning(cluster: MadeUp) -> None:
+def test_a_recreated_topic_is_read_from_its_beginning(cluster: FakeCluster) -> None:
     first = freeze(cluster, named={"orders"})
-    cluster.topics["orders"], cluster.lives["orders"] = ends(3), "two"
+    cluster.topics["orders"], cluster.topic_ids["orders"] = ends(3), "two"
     log = one(freeze(cluster, first, now_ms=NOW_MS + 5), "orders")
     assert (log.start, log.end, log.recreated_at_ms) == (0, 3, NOW_MS + 5)
     assert [gap.cause for gap in log.gaps] == ["recreated"]
 
 
-def test_the_time_of_a_log_s_first_record_is_kept_over_runs(cluster: MadeUp) -> None:
-    cluster.topics |= {"begun": ends(10, start=3), "empty": ends(0), "wild": ends(5)}
-    cluster.firsts |= {("orders", 0): NOW_MS - 9, ("begun", 0): NOW_MS - 5, ("wild", 0): NOW_MS + 1}
+def test_the_time_of_a_log_s_first_record_is_kept_over_runs(cluster: FakeCluster) -> None:
+    cluster.topics |= {"begun": ends(10, start=3), "empty": ends(0), "future": ends(5)}
+    cluster.first_timestamps |= {("orders", 0): NOW_MS - 9, ("begun", 0): NOW_MS - 5, ("future", 0): NOW_MS + 1}
 
-    def firsts(plan: Plan) -> dict[str, int]:
-        return {name: one(plan, name).first_record_ms for name in ("orders", "begun", "empty", "wild", LEDGER_TOPIC)}
+    def first_timestamps(plan: Plan) -> dict[str, int]:
+        return {name: one(plan, name).first_record_ms for name in ("orders", "begun", "empty", "future", LEDGER_TOPIC)}
 
     first = freeze(cluster, topics=("*",))
-    # Of a log that begins later nobody knows, and nothing is later than now.
-    told = {"orders": NOW_MS - 9, "begun": 0, "empty": NOW_MS, "wild": 0, LEDGER_TOPIC: 0}
-    assert firsts(first) == told
+    # Unknown for a log that begins later, and for a timestamp in the future.
+    expected = {"orders": NOW_MS - 9, "begun": 0, "empty": NOW_MS, "future": 0, LEDGER_TOPIC: 0}
+    assert first_timestamps(first) == expected
     cluster.topics |= {"orders": ends(12, start=10), "empty": ends(2)}
-    cluster.firsts |= {("orders", 0): NOW_MS - 3, ("empty", 0): NOW_MS + 7}
+    cluster.first_timestamps |= {("orders", 0): NOW_MS - 3, ("empty", 0): NOW_MS + 7}
     second = freeze(cluster, first, now_ms=NOW_MS + 8, topics=("*",))
-    assert firsts(second) == told | {"empty": NOW_MS + 7, "wild": NOW_MS + 1}
-    cluster.topics["orders"], cluster.lives["orders"] = ends(3), "two"
-    assert firsts(freeze(cluster, second, now_ms=NOW_MS + 9, topics=("*",)))["orders"] == NOW_MS - 3
+    assert first_timestamps(second) == expected | {"empty": NOW_MS + 7, "future": NOW_MS + 1}
+    cluster.topics["orders"], cluster.topic_ids["orders"] = ends(3), "two"
+    assert first_timestamps(freeze(cluster, second, now_ms=NOW_MS + 9, topics=("*",)))["orders"] == NOW_MS - 3
 
 
 @pytest.mark.parametrize(
-    ("now", "life", "readable"),
+    ("now", "topic_id", "readable"),
     [
         (ends(25), "one", True),
         (ends(25, start=10), "one", True),
@@ -316,23 +330,23 @@ def test_the_time_of_a_log_s_first_record_is_kept_over_runs(cluster: MadeUp) -> 
         (ends(25), "two", False),
         (None, "one", False),
     ],
-    ids=["more", "from there on", "retention", "truncated", "made anew", "gone"],
+    ids=["more", "kept from there on", "retention", "truncated", "recreated", "gone"],
 )
 def test_a_plan_is_resumed_only_while_all_its_records_are_readable(
-    cluster: MadeUp, now: Ends | None, life: str, readable: bool
+    cluster: FakeCluster, now: Ends | None, topic_id: str, readable: bool
 ) -> None:
     first = freeze(cluster, named={"orders", "others"})
     cluster.topics["orders"] = ends(20)
     plan = freeze(cluster, first)
-    # What is not read is not missed.
+    # A log that the plan does not read does not matter.
     cluster.topics["others"] = ends(9, start=8)
     del cluster.topics["orders"]
     if now is not None:
-        cluster.topics["orders"], cluster.lives["orders"] = now, life
+        cluster.topics["orders"], cluster.topic_ids["orders"] = now, topic_id
     assert planning.readable(cluster, plan) is readable
 
 
-def test_a_log_that_lost_its_end_has_a_truncation_gap(cluster: MadeUp) -> None:
+def test_a_truncated_log_has_a_truncation_gap(cluster: FakeCluster) -> None:
     first = freeze(cluster, named={"orders"})
     cluster.topics["orders"] = ends(6)
     log = one(freeze(cluster, first), "orders")
@@ -340,10 +354,10 @@ def test_a_log_that_lost_its_end_has_a_truncation_gap(cluster: MadeUp) -> None:
     assert [(gap.first, gap.last, gap.cause) for gap in log.gaps] == [(6, 10, "truncated")]
 
 
-def test_a_log_that_lost_its_end_and_grew_again_is_read_again_from_where_it_diverged(cluster: MadeUp) -> None:
-    """Its leader of a later epoch tells where the records of the epoch that was read end."""
+def test_a_truncated_log_that_grew_again_is_read_from_where_it_diverged(cluster: FakeCluster) -> None:
+    """The leader of a later epoch answers where the records of the earlier epoch end."""
     first = freeze(cluster, named={"orders"})
-    # Another leader with all of it; and one without the last four records, which has written as many and more.
+    # A leader with all records; and a leader without the last four, which has written more than four.
     cluster.topics["orders"], cluster.epochs["orders"] = ends(12, epoch=1), [10]
     clean = freeze(cluster, first, now_ms=NOW_MS + 1)
     assert (one(clean, "orders").start, one(clean, "orders").gaps, run_plan.vanished(clean, first)) == (10, (), {})
@@ -354,15 +368,15 @@ def test_a_log_that_lost_its_end_and_grew_again_is_read_again_from_where_it_dive
     assert [(gap.first, gap.last, gap.cause) for gap in log.gaps] == [(6, 10, "truncated")]
     assert run_plan.vanished(plan, first) == {("orders", 0): (6, 10)}
     assert run_plan.arrived(plan, first) == {}
-    # Once: the same leader is not asked again.
+    # The same leader epoch is not requested again.
     del cluster.epochs["orders"]
     last = freeze(cluster, plan, now_ms=NOW_MS + 3)
     assert (one(last, "orders").start, one(last, "orders").gaps) == (15, log.gaps)
     assert run_plan.vanished(last, plan) == {}
-    # A plan that was cut off would read other records.
+    # An interrupted plan would read other records.
     cluster.topics["orders"], cluster.epochs["orders"] = ends(16, epoch=3), [6, 6, 9]
     assert not planning.readable(cluster, plan)
-    # What retention took of the new records went away unread as well; a log of a lake of before says nothing.
+    # Retention may delete the new records unread too; a plan of an earlier version has no leader epoch.
     cluster.topics["orders"], cluster.epochs["orders"] = ends(25, start=20, epoch=3), [6, 6, 12]
     log = one(freeze(cluster, plan), "orders")
     assert (log.start, [(gap.first, gap.last, gap.cause) for gap in log.gaps[1:]]) == (
@@ -374,7 +388,7 @@ def test_a_log_that_lost_its_end_and_grew_again_is_read_again_from_where_it_dive
     assert one(freeze(cluster, old), "orders").start == 15
 
 
-def test_the_offsets_of_a_topic_are_kept_while_it_is_not_audited(cluster: MadeUp) -> None:
+def test_the_offsets_of_a_topic_are_kept_while_it_is_not_audited(cluster: FakeCluster) -> None:
     first = freeze(cluster, topics=("*",))
     cluster.topics["orders"] = ends(25)
     second = freeze(cluster, first, topics=("others",))
@@ -383,16 +397,16 @@ def test_the_offsets_of_a_topic_are_kept_while_it_is_not_audited(cluster: MadeUp
     assert (one(third, "orders").start, one(third, "orders").end) == (10, 25)
 
 
-def test_a_topic_that_other_options_left_out_is_audited_if_the_lake_names_it(cluster: MadeUp) -> None:
+def test_a_topic_that_other_options_left_out_is_audited_if_the_lake_names_it(cluster: FakeCluster) -> None:
     cluster.topics["payments"] = ends(5)
     first = freeze(cluster, topics=("orders",))
     second = freeze(cluster, first, in_lake={"orders", "payments", "not-there"})
     assert second.topics == ["orders", "payments"]
-    # From now on the plan tells.
+    # From now on the last plan lists the topic.
     assert freeze(cluster, second).topics == ["orders", "payments"]
 
 
-def test_a_topic_that_only_other_options_named_is_not_audited(cluster: MadeUp) -> None:
+def test_a_topic_that_only_other_options_named_is_not_audited(cluster: FakeCluster) -> None:
     first = freeze(cluster, topics=("*",))
     second = freeze(cluster, first, in_lake={"orders"})
     assert (second.topics, second.unwanted) == (["orders"], ["others"])
@@ -402,8 +416,8 @@ def test_a_topic_that_only_other_options_named_is_not_audited(cluster: MadeUp) -
     assert freeze(cluster, third, named={"others"}).topics == ["orders", "others"]
 
 
-def test_a_deleted_topic_stays_wanted_and_an_unwanted_one_is_wanted_once_it_is_named(
-    cluster: MadeUp,
+def test_a_deleted_topic_stays_selected_and_a_left_out_topic_is_selected_once_it_is_named(
+    cluster: FakeCluster,
 ) -> None:
     first = freeze(cluster, topics=("*",))
     del cluster.topics["orders"], cluster.topics["others"]
@@ -416,24 +430,30 @@ def test_a_deleted_topic_stays_wanted_and_an_unwanted_one_is_wanted_once_it_is_n
     assert freeze(cluster, third).topics == ["orders"]
 
 
-def test_a_topic_that_is_created_during_the_freeze_is_in_the_same_run(cluster: MadeUp) -> None:
-    cluster.made_meanwhile["late"] = ends(2)
+def test_a_topic_that_is_created_during_the_freeze_is_in_the_same_run(cluster: FakeCluster) -> None:
+    cluster.created_meanwhile["late"] = ends(2)
     plan = freeze(cluster, named={"orders", "late"})
     assert plan.topics == ["late", "orders"]
-    # All of it anew: the data's ends before the ledger's.
-    assert cluster.asked[3:] == [["others"], ["late", "orders"], [LEDGER_TOPIC], [REQUESTS_TOPIC], ["late", "orders"]]
+    # All ends are listed again, those of the data before the ledger's.
+    assert cluster.listed_topics[3:] == [
+        ["others"],
+        ["late", "orders"],
+        [LEDGER_TOPIC],
+        [REQUESTS_TOPIC],
+        ["late", "orders"],
+    ]
 
 
-def test_an_unreachable_topic_fails_a_run_only_if_it_is_named(cluster: MadeUp) -> None:
-    cluster.fails = {"others"}
+def test_an_unreachable_topic_fails_a_run_only_if_it_is_named(cluster: FakeCluster) -> None:
+    cluster.unreachable = {"others"}
     first = freeze(cluster, named={"orders"})
     assert [log.topic for log in first.logs] == ["orders", LEDGER_TOPIC, REQUESTS_TOPIC]
-    for asked in ({"named": {"others"}}, {"rules": '[[topics]]\npattern = "oth*"'}, {"topics": ("others",)}):
+    for options in ({"named": {"others"}}, {"rules": '[[topics]]\npattern = "oth*"'}, {"topics": ("others",)}):
         with pytest.raises(CannotRun, match="no leader"):
-            freeze(cluster, first, **asked)
+            freeze(cluster, first, **options)
 
 
-def test_only_audited_topics_are_checked_for_compaction(cluster: MadeUp) -> None:
+def test_only_audited_topics_are_checked_for_compaction(cluster: FakeCluster) -> None:
     cluster.topics["compacted"] = ends(5)
     cluster.forbidden = {"others"}
     plan = freeze(cluster, named={"orders", "compacted"})
@@ -443,18 +463,18 @@ def test_only_audited_topics_are_checked_for_compaction(cluster: MadeUp) -> None
 
 
 def test_a_compacted_topic_counts_as_compacted_until_it_is_recreated(
-    cluster: MadeUp, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.topics["compacted"] = ends(5)
     first = freeze(cluster, named={"orders", "compacted"})
     monkeypatch.setattr(cluster, "compacted", lambda names: set())
     second = freeze(cluster, first, named={"orders", "compacted"})
     assert {log.topic for log in second.logs if log.compacted} == {"compacted"}
-    cluster.lives["compacted"] = "another"
+    cluster.topic_ids["compacted"] = "another"
     assert not one(freeze(cluster, second, named={"orders", "compacted"}), "compacted").compacted
 
 
-def test_the_time_of_an_empty_log_is_dropped_when_its_first_record_was_deleted_unread(cluster: MadeUp) -> None:
+def test_the_time_of_an_empty_log_is_dropped_when_its_first_record_was_deleted_unread(cluster: FakeCluster) -> None:
     cluster.topics["orders"] = ends(0)
     first = freeze(cluster, named={"orders"})
     assert one(first, "orders").first_record_ms == NOW_MS
@@ -462,50 +482,56 @@ def test_the_time_of_an_empty_log_is_dropped_when_its_first_record_was_deleted_u
     assert one(freeze(cluster, first), "orders").first_record_ms == 0
 
 
-def known_since(plan: Plan, topic: str = LEDGER_TOPIC) -> list[int]:
+def complete_since(plan: Plan, topic: str = LEDGER_TOPIC) -> list[int]:
     return [log.complete_since_ms for log in plan.logs if log.topic == topic]
 
 
-def test_a_log_is_known_from_its_oldest_record_on(cluster: MadeUp) -> None:
+def test_a_log_is_complete_from_its_oldest_record_on(cluster: FakeCluster) -> None:
     cluster.topics[LEDGER_TOPIC] = ends(4, start=2)
-    cluster.firsts[(LEDGER_TOPIC, 0)] = NOW_MS - 9
+    cluster.first_timestamps[(LEDGER_TOPIC, 0)] = NOW_MS - 9
     cluster.topics[REQUESTS_TOPIC] = ends(2, start=2)
     plan = freeze(cluster, named={"orders"})
-    assert known_since(plan, "orders") == [0]
-    assert known_since(plan) == [NOW_MS - 9]
-    assert known_since(plan, REQUESTS_TOPIC) == [NOW_MS]
+    assert complete_since(plan, "orders") == [0]
+    assert complete_since(plan) == [NOW_MS - 9]
+    assert complete_since(plan, REQUESTS_TOPIC) == [NOW_MS]
     assert [log.topic for log in plan.of(LEDGER)] == [LEDGER_TOPIC]
 
 
-def test_a_complete_log_is_known_from_the_oldest_record_of_its_topic_on(cluster: MadeUp) -> None:
-    """It may have been made long after the data; an empty log of it, or one that lost records, does not say when."""
+def test_a_log_with_its_first_record_is_complete_from_the_oldest_record_of_its_topic_on(cluster: FakeCluster) -> None:
+    """A ledger may be younger than the data; an empty log, or one with deleted records, does not show its beginning."""
     cluster.partitions[LEDGER_TOPIC] = 4
     cluster.other_ends |= {(LEDGER_TOPIC, 2): ends(0), (LEDGER_TOPIC, 3): ends(4, start=2)}
-    cluster.firsts |= {(LEDGER_TOPIC, nth): NOW_MS - ms for nth, ms in ((0, 9), (1, 20), (3, 30))}
+    cluster.first_timestamps |= {(LEDGER_TOPIC, nth): NOW_MS - ms for nth, ms in ((0, 9), (1, 20), (3, 30))}
     first = freeze(cluster, named={"orders"}, now_ms=NOW_MS + 1)
-    assert known_since(first) == [NOW_MS - 20, NOW_MS - 20, NOW_MS - 20, NOW_MS - 30]
-    # It stays so, also for a partition that is new, until records go away unread.
+    assert complete_since(first) == [NOW_MS - 20, NOW_MS - 20, NOW_MS - 20, NOW_MS - 30]
+    # The time is kept, also for a new partition, until records are deleted unread.
     cluster.partitions[LEDGER_TOPIC] = 5
     cluster.other_ends |= {(LEDGER_TOPIC, 1): ends(9, start=7), (LEDGER_TOPIC, 4): ends(1)}
-    cluster.firsts |= {(LEDGER_TOPIC, nth): NOW_MS - 3 for nth in range(5)}
+    cluster.first_timestamps |= {(LEDGER_TOPIC, nth): NOW_MS - 3 for nth in range(5)}
     second = freeze(cluster, first, now_ms=NOW_MS + 2)
-    assert known_since(second) == [NOW_MS - 20, NOW_MS - 3, NOW_MS - 20, NOW_MS - 30, NOW_MS - 20]
-    # A lake of before took it that such a log had all there ever was.
+    assert complete_since(second) == [NOW_MS - 20, NOW_MS - 3, NOW_MS - 20, NOW_MS - 30, NOW_MS - 20]
+    # An earlier version stored 0 for such a log.
     logs = [replace(log, complete_since_ms=0) if log.role == LEDGER else log for log in first.logs]
     old = replace(first, logs=tuple(logs))
-    assert known_since(freeze(cluster, old, now_ms=NOW_MS + 2)) == [NOW_MS - 3, NOW_MS - 3, NOW_MS - 3, 0, NOW_MS - 3]
+    assert complete_since(freeze(cluster, old, now_ms=NOW_MS + 2)) == [
+        NOW_MS - 3,
+        NOW_MS - 3,
+        NOW_MS - 3,
+        0,
+        NOW_MS - 3,
+    ]
 
 
 def guarantees(plan: Plan) -> list[tuple[int, str]]:
     return [(promise.first, promise.guarantee) for promise in one(plan, "orders").guarantees]
 
 
-def test_a_topic_keeps_its_guarantee_for_the_records_that_were_written_under_it(cluster: MadeUp) -> None:
+def test_a_topic_keeps_its_guarantee_for_the_records_that_were_written_under_it(cluster: FakeCluster) -> None:
     rule = '[[topics]]\npattern = "orders"\nguarantee = "{}"'
     idempotent, once = rule.format("idempotent"), rule.format("exactly_once")
     first = freeze(cluster, rules=idempotent)
     assert guarantees(first) == [(0, "idempotent")]
-    # Between two runs nobody knows when the service began to follow the new rule: less is demanded.
+    # The time at which the service began to follow the new rule is unknown: the weaker guarantee applies.
     cluster.topics["orders"] = ends(25, open=3)
     second = freeze(cluster, first, rules=once)
     assert guarantees(second) == [(0, "idempotent"), (28, "exactly_once")]
@@ -513,5 +539,5 @@ def test_a_topic_keeps_its_guarantee_for_the_records_that_were_written_under_it(
     assert guarantees(freeze(cluster, second, rules=once)) == guarantees(second)
     third = freeze(cluster, second, rules=idempotent)
     assert guarantees(third) == [*guarantees(second), (25, "idempotent")]
-    cluster.lives["orders"] = "two"
+    cluster.topic_ids["orders"] = "two"
     assert guarantees(freeze(cluster, third, rules=once)) == [(0, "exactly_once")]

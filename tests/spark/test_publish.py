@@ -1,4 +1,4 @@
-"""The topic of findings: what stands, a record each, whatever happens on the way."""
+"""The topic of findings has one record for each current finding, also after interrupted runs."""
 
 import json
 from contextlib import closing
@@ -19,14 +19,14 @@ from tests.spark.history import History
 
 
 class Cut(Exception):
-    """A run ends here, as if it had been killed."""
+    """Ends a run as if the process had been killed."""
 
 
 def records(history: History) -> list[tuple[str, dict[str, Any] | None]]:
-    """All records of the topic of findings, in order: key, and value (None: a tombstone)."""
-    place = TopicPartition(wire.findings_topic(history.namespace), 0, 0)
+    """Read all records of the topic of findings, in order: key and value (None: a tombstone)."""
+    start = TopicPartition(wire.findings_topic(history.namespace), 0, 0)
     consumer = Consumer({"bootstrap.servers": history.bootstrap, "group.id": "none", "enable.partition.eof": True})
-    consumer.assign([place])
+    consumer.assign([start])
     found: list[tuple[str, dict[str, Any] | None]] = []
     while True:
         message = consumer.poll(30)
@@ -41,7 +41,7 @@ def records(history: History) -> list[tuple[str, dict[str, Any] | None]]:
 
 
 Found = dict[str, int]
-"""Findings by name, and how many records each is about."""
+"""Findings by id, with their number of records."""
 
 
 class Outbox:
@@ -64,7 +64,7 @@ class Outbox:
         publish.publish(self.lake, self.shared, self.spark.createDataFrame(rows, schema))
 
     def counts(self) -> Found:
-        """What a reader of the compacted topic knows."""
+        """The current values of a reader of the compacted topic."""
         return {key: value["count"] for key, value in dict(records(self.history)).items() if value is not None}
 
 
@@ -80,7 +80,7 @@ def test_the_findings_topic_has_the_current_findings_and_each_change_is_sent_onc
     outbox.publish(found)
     assert len(records(history)) == 20
 
-    # Killed between the sending and the mark, with one finding more, one that is another now, and one that is gone.
+    # Killed between sending and marking; one finding is new, one has changed, and one is no longer current.
     changed = {**found, "lost:3": 2, "lost:new": 1}
     del changed["lost:7"]
     with monkeypatch.context() as patch:
@@ -93,7 +93,7 @@ def test_the_findings_topic_has_the_current_findings_and_each_change_is_sent_onc
     assert sorted(sent[20:]) == sorted(2 * ["lost:3", "lost:7", "lost:new"])
     assert outbox.counts() == changed
 
-    # Killed before the sending, and before it is taken up another one has gone and one is back.
+    # Killed before sending; before the next run another finding is no longer current, and one is current again.
     with monkeypatch.context() as patch:
         patch.setattr(publish, "_send", _cut)
         with pytest.raises(Cut):

@@ -1,4 +1,4 @@
-"""The report of very many findings: small enough for a browser, whole in the lake, and read in a real one."""
+"""The report of 100,000 findings: small enough for a browser, complete in the lake, and shown in a real browser."""
 
 import json
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ HOSTILE = '<img src=x onerror="document.title=1">'
 
 
 def _findings(tables: lake.Lake) -> None:
-    """Very many findings of three kinds over 150 hours and 40 partitions, each with two copies."""
+    """100,000 findings of three kinds over 150 hours and 40 partitions, each with two copies."""
     n = F.col("id")
     hour = F.timestamp_seconds((F.lit(NOW_MS // HOUR_MS) - n % 150) * 3600)
     kinds = F.array(*(F.lit(kind) for kind in (DUPLICATE, CONFLICT, LOST)))
@@ -76,7 +76,7 @@ def large(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> tupl
     tables = lake.Lake(spark, str(root / "lake"))
     _findings(tables)
     logs = tuple(Log(DATA, TOPIC, n, "topic_id", True, False, 0, 0, 0, 9, 9, 9, 0, NOW_MS) for n in range(39))
-    # Held up by nobody whom the broker names, from a record on whose writer counts in microseconds.
+    # Blocked by a transaction that the broker does not name; its first record has a timestamp in microseconds.
     logs += (Log(DATA, TOPIC, 39, "topic_id", True, False, 0, 0, 0, 9, 9, 12, 0, NOW_MS * 1000),)
     plan = Plan(1, NOW_MS, "{}", logs)
     settings = Settings(shared=SharedSettings(), options=Options(lake=str(root / "lake"), report=str(root / "report")))
@@ -128,12 +128,12 @@ def test_the_page_is_laid_out_and_complete_in_a_real_browser(
     assert tab.value("document.documentElement.scrollWidth") <= width
     assert tab.value("document.querySelector('h1').textContent").startswith("100,000 findings: 33,334 duplicates")
     assert tab.value("document.title") == "Fencepost audit, run 1: findings"
-    told = tab.value("document.body.textContent")
-    assert "The first 100 of 33,334; all of them are in report.json." in told
+    text = tab.value("document.body.textContent")
+    assert "The first 100 of 33,334; all of them are in report.json." in text
     assert tab.value("document.querySelectorAll('article').length") == 300
     cells = sum(1 for row in document["map"]["rows"] for count in row["troubled"] if count)
     assert tab.value("document.querySelectorAll('g.bad').length") == cells
-    # What a client chose is text, wherever it stands.
+    # Values from a client are escaped everywhere.
     assert tab.value("document.querySelectorAll('img').length") == 0
     assert HOSTILE in tab.value("document.querySelector('article b').textContent")
     ground = tab.value("getComputedStyle(document.body).backgroundColor")
@@ -173,17 +173,17 @@ _LOWEST_CONTRAST = """
 """
 
 
-def test_a_button_takes_a_finding_s_commands_along(large: tuple[dict[str, Any], Path], tab: browser.Page) -> None:
+def test_a_button_copies_the_commands_of_a_finding(large: tuple[dict[str, Any], Path], tab: browser.Page) -> None:
     tab.open(large[1] / "report.html", width=1280)
     tab.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
     tab.value("document.querySelector('.kind').open = true")
     assert tab.value("document.querySelector('article .copy button').innerText") == "copy"
     commands = tab.value("document.querySelector('article pre').textContent").splitlines()
     first = large[0]["findings"][0]
-    place = first["coordinates"][0]
+    first_copy = first["coordinates"][0]
     assert commands[0].startswith(f"python -m spark show {first['id']} --lake ")
     assert commands[1] == (
-        f"kcat -C -q -J -e -b 127.0.0.1:9092 -t {TOPIC} -p {place['partition']} -o {place['offset']} -c 1"
+        f"kcat -C -q -J -e -b 127.0.0.1:9092 -t {TOPIC} -p {first_copy['partition']} -o {first_copy['offset']} -c 1"
     )
 
 
@@ -209,12 +209,12 @@ def test_the_page_names_blocking_transactions_and_revised_verdicts(large: tuple[
     document["evidence"] = {**document["evidence"], "held_up": [held | by | since], "rejects": 2}
     document["verdicts"] = {"revised": 3, "changes": [{"before": "lost", "after": "delivered_once", "ids": 3}]}
     jsonschema.Draft202012Validator(schema()).validate({**document, "findings": []})
-    told = "".join(page.render(cast(Document, document)))
-    assert "Of 3 events an earlier run had said something else." in told
-    assert "<td>orders[3]</td>" in told
-    assert "<td>billing-7, producer 4000 epoch 2</td>" in told
-    assert "<td>lost</td><td>delivered once</td>" in told
-    assert "2 records could not be decoded." in told
+    text = "".join(page.render(cast(Document, document)))
+    assert "Of 3 events an earlier run had said something else." in text
+    assert "<td>orders[3]</td>" in text
+    assert "<td>billing-7, producer 4000 epoch 2</td>" in text
+    assert "<td>lost</td><td>delivered once</td>" in text
+    assert "2 records could not be decoded." in text
 
 
 def test_every_field_of_the_schema_has_a_description() -> None:
@@ -243,7 +243,7 @@ def test_every_field_of_the_schema_has_a_description() -> None:
     assert {path for path, field in numbers.items() if "Unit: " not in field["description"]} == set()
 
 
-def test_a_field_too_many_breaks_the_schema(large: tuple[dict[str, Any], Path]) -> None:
+def test_an_additional_field_violates_the_schema(large: tuple[dict[str, Any], Path]) -> None:
     few = {**large[0], "findings": []}
     validator = jsonschema.Draft202012Validator(schema())
     assert validator.is_valid(few)

@@ -1,4 +1,4 @@
-"""TLS everywhere: an event from its POST, through the service, to the audit's clean report."""
+"""TLS and SASL: an event from its POST to the clean report of the audit."""
 
 import json
 import uuid
@@ -27,7 +27,7 @@ EVENTS: Final = 40
 
 @pytest.fixture(scope="module")
 def environment(secured_kafka: SecuredKafka, secured_redis: SecuredRedis) -> dict[str, str]:
-    """The same settings for both; the service may do what the README lists for it, and so may the job."""
+    """The same settings for both; service and job have the ACLs that the README lists."""
     namespace = f"tls-{uuid.uuid4().hex[:8]}"
     secured_kafka.add_user("audit", PASSWORD)
     secured_kafka.allow(USER, *acls_of_service(namespace, namespace + "-events"))
@@ -64,27 +64,27 @@ async def test_a_posted_event_has_a_clean_report_in_a_secured_cluster(
         await client.load([service.url], asked)
         assert all(attempt.replayed for attempt in await client.load([service.url], asked))
     looked_at = {finding.check: finding for finding in await examine(ServiceSettings.from_env(environment), Rules())}
-    assert looked_at["clocks.kafka"].level is Level.OK  # by a journal record without answers, which is no reject
+    assert looked_at["clocks.kafka"].level is Level.OK  # by a journal record without answers
     service.stop()
 
     shared = SharedSettings.from_env({**environment, "FENCEPOST_KAFKA_SASL_USERNAME": "audit"})
     options = Options(lake=str(tmp_path / "lake"), report=str(tmp_path / "report"))
-    told: list[str] = []
-    outcome = job.run(spark, Settings(shared=shared, options=options), told.append)
+    lines: list[str] = []
+    outcome = job.run(spark, Settings(shared=shared, options=options), lines.append)
     assert outcome.status == 0
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert (report["run"]["verdict"], report["findings"], report["evidence"]["rejects"]) == ("clean", [], 0)
     assert (report["balance"]["accepted"], report["balance"]["delivered_once"]) == (EVENTS, EVENTS)
 
-    # The password is in nothing that was written or told, nor on the command line of any process.
+    # The password is in no file, in no output, and on no command line of a process.
     written = contents(tmp_path)
     assert len(written) > 10
-    said = "".join(told) + "".join(capfd.readouterr())
-    assert not [place for place in (*written, said.encode(), *command_lines()) if leaks(place)]
+    output = "".join(lines) + "".join(capfd.readouterr())
+    assert not [content for content in (*written, output.encode(), *command_lines()) if leaks(content)]
 
 
-def leaks(place: bytes) -> bool:
-    return any(form.encode() in place for form in (PASSWORD, json.dumps(PASSWORD)[1:-1], "wo,r=d"))
+def leaks(content: bytes) -> bool:
+    return any(form.encode() in content for form in (PASSWORD, json.dumps(PASSWORD)[1:-1], "wo,r=d"))
 
 
 def contents(folder: Path) -> list[bytes]:
@@ -92,7 +92,7 @@ def contents(folder: Path) -> list[bytes]:
 
 
 def command_lines() -> list[bytes]:
-    """Those of the processes that there are now, Spark's JVM among them."""
+    """The command lines of all processes, with Spark's JVM."""
     found = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
     assert any(b"org.apache.spark" in line for line in found)
     return found
@@ -116,7 +116,7 @@ def test_a_job_without_access_to_kafka_says_why_without_the_password(
     assert PASSWORD not in str(caught.value)
 
 
-def test_the_job_gets_in_with_a_certificate_or_with_plain(
+def test_the_job_connects_with_a_certificate_or_with_plain(
     spark: SparkSession, environment: dict[str, str], secured_kafka: SecuredKafka
 ) -> None:
     secured_kafka.allow("CN=job", *acls_of_job(environment["FENCEPOST_NAMESPACE"], "none"))

@@ -1,4 +1,4 @@
-"""The session that the job opens."""
+"""The settings of the session that the job opens."""
 
 from collections.abc import Callable
 

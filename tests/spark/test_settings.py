@@ -1,4 +1,4 @@
-"""The command line: what is wrong is said in a line that names it."""
+"""The command line: each mistake is one line that names the argument."""
 
 from pathlib import Path
 from unittest.mock import Mock
@@ -27,7 +27,7 @@ def test_an_identity_is_a_topic_and_an_expression() -> None:
         (["--keep-days", "0"], "argument --keep-days: '0' is not an integer from 1 to 36500"),
         (["--keep-days", "6"], "a report of 168 hours needs 7 days"),
         (["--vacuum-h", "x"], "argument --vacuum-h: 'x' is not an integer from 1 to 876000"),
-        # A time so far back that it cannot be written down was found only when it was.
+        # A time before the year 1 cannot be formatted.
         (["--window-h", "100000000"], "argument --window-h: '100000000' is not an integer from 1 to 876000"),
         (["--window-h", "1" * 5000], "1' is not an integer from 1 to 876000"),
         (["--keep-days", "36501"], "argument --keep-days: '36501' is not an integer from 1 to 36500"),
@@ -60,7 +60,7 @@ NAMESPACE = ("NAMESPACE", "x" * 249, "set 1 to 240 of letters, digits, '.', '_' 
         (GIVEN, "RULES", "no.toml", "'no.toml'; set the path of a TOML file, or leave it empty"),
     ],
 )
-def test_a_wrong_setting_is_a_line_before_spark_is_started(
+def test_a_wrong_setting_is_reported_in_a_line_before_spark_starts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -69,7 +69,7 @@ def test_a_wrong_setting_is_a_line_before_spark_is_started(
     text: str,
     why: str,
 ) -> None:
-    """The same environment as the service's. Only a run reads the rules."""
+    """The environment is that of the service. Only a run reads the rules."""
     (tmp_path / "rules.toml").write_text("topics = [1]\n")
     monkeypatch.setattr(spark.__main__, "open_session", Mock(side_effect=AssertionError("Spark was started")))
     monkeypatch.setattr("sys.argv", ["spark", *command])

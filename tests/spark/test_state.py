@@ -1,4 +1,4 @@
-"""Evidence → one row an id, and two rows → one."""
+"""The rows of `deliveries`: reduced from evidence, merged, and gathered by id."""
 
 import json
 import random
@@ -13,7 +13,7 @@ from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, ids, name_of,
 
 
 def _history(seed: int) -> list[Any]:
-    """Evidence of many ids in one hour, some far beyond every cap."""
+    """Evidence of many ids in one hour, some with far more copies than every cap."""
     chance = random.Random(seed)
     rows: list[Any] = []
     for nth in range(40):
@@ -39,7 +39,7 @@ def _history(seed: int) -> list[Any]:
 
 
 def _merged(old: DataFrame, new: DataFrame) -> DataFrame:
-    """What the MERGE makes of two sets of rows."""
+    """Merge two sets of rows as the MERGE does."""
     one = deliveries.merged()
     there, fresh = old.alias("old"), new.alias("new")
     same = F.lit(True)
@@ -54,8 +54,8 @@ def _merged(old: DataFrame, new: DataFrame) -> DataFrame:
     return both.unionByName(there.join(fresh, same, "left_anti")).unionByName(fresh.join(there, same, "left_anti"))
 
 
-def _told(rows: DataFrame) -> set[str]:
-    """Rows as text, without the run."""
+def _as_text(rows: DataFrame) -> set[str]:
+    """Format rows as text, without the run."""
     return {
         json.dumps(row.asDict(recursive=True) | {"run": None}, default=str, sort_keys=True) for row in rows.collect()
     }
@@ -67,8 +67,8 @@ def test_evidence_that_is_read_in_two_runs_makes_the_same_rows_as_in_one(spark: 
     half = len(rows) // 2
     first, second = (reduced(spark, part, run) for run, part in enumerate((rows[:half], rows[half:])))
     whole, parts = reduced(spark, rows, 1), _merged(first, second)
-    assert _told(parts) == _told(whole)
-    assert _told(deliveries.gathered(parts).drop("run")) == _told(deliveries.gathered(whole).drop("run"))
+    assert _as_text(parts) == _as_text(whole)
+    assert _as_text(deliveries.gathered(parts).drop("run")) == _as_text(deliveries.gathered(whole).drop("run"))
 
 
 def test_a_single_row_of_an_id_is_gathered_as_several_are(spark: SparkSession) -> None:
@@ -77,11 +77,11 @@ def test_a_single_row_of_an_id_is_gathered_as_several_are(spark: SparkSession) -
         "copy": [copy(1)],
         "bare": [copy(1, life=None, alternative_fingerprints=b"x" * 8)],
         "entry": [entry(1)],
-        "told": [answer(201, 1), answer(201, 1, replayed=True)],
-        "unsure": [answer(504), answer(503)],
+        "answered": [answer(201, 1), answer(201, 1, replayed=True)],
+        "in-doubt": [answer(504), answer(503)],
     }
     rows = reduced(spark, ids(named))
-    assert _told(deliveries.gathered_single(rows)) == _told(deliveries.gathered(rows))
+    assert _as_text(deliveries.gathered_single(rows)) == _as_text(deliveries.gathered(rows))
 
 
 def test_rows_of_an_id_in_several_hours_are_gathered_from_all_its_evidence(spark: SparkSession) -> None:
@@ -106,8 +106,8 @@ def test_a_row_counts_the_copies_beyond_the_cap_of_its_coordinates(spark: SparkS
     assert {bytes(one["fingerprint"]) for one in row["fingerprints"]} == {b"a" * 8, b"b" * 8}
 
 
-def test_copies_beyond_the_cap_are_kept_if_the_ledger_names_them_or_they_have_our_header(spark: SparkSession) -> None:
-    """The first copy is one in the ledger, and whether a phantom is one shows in a copy with our header."""
+def test_copies_in_the_ledger_or_with_the_header_are_kept_within_the_cap(spark: SparkSession) -> None:
+    """The first copy is one in the ledger, and a phantom shows in a copy with Fencepost's header."""
     cap = deliveries.COORDINATES_MAX
     foreign = [copy(n, at=NOW_MS + n, life=None) for n in range(cap + 2)]
     ours = [copy(1000 + n, at=NOW_MS + 1000 + n) for n in range(2)]
@@ -118,7 +118,7 @@ def test_copies_beyond_the_cap_are_kept_if_the_ledger_names_them_or_they_have_ou
 
 
 def test_a_record_that_is_written_back_to_its_offset_counts_once(spark: SparkSession) -> None:
-    """A topic that was made anew from a copy of it; within an hour, so that the rows of two runs meet."""
+    """The topic was recreated from a copy of it within an hour, so that the rows of two runs are merged."""
     unkeyed = copy(3, kind=decode.UNKEYED, life=None)
     evidence = {"restored": [copy(1), entry(1), answer(201, 1)], "foreign": [copy(2, life=None)]}
     again = {"restored": [copy(1)], "foreign": [copy(2, life=None)]}
@@ -148,7 +148,7 @@ def test_records_without_id_have_a_row_each(spark: SparkSession) -> None:
 
 
 def test_undecodable_parts_of_a_record_have_a_row_each(spark: SparkSession) -> None:
-    """A MERGE takes no two rows for one place: a journal made anew would meet them there."""
+    """A MERGE accepts one row for each key; a recreated journal may have the same offsets."""
     twelve, thirteen = ({"id": id, "fp": "", "at": 1, "status": 201} for id in ("12", "13"))
     bodies = [
         {"v": 1, "instance": "a:1", "answers": [twelve, thirteen, thirteen, None]},
@@ -161,8 +161,8 @@ def test_undecodable_parts_of_a_record_have_a_row_each(spark: SparkSession) -> N
         )
         for name, body in zip(("journal", "ledger"), bodies, strict=True)
     )
-    told = deliveries.summarize(decode.answers(journal, NOW_MS).unionByName(decode.ledger(ledger, NOW_MS)))
-    rows = deliveries.reduce(spark.createDataFrame([], decode.COPIES), told, 1)
+    claims = deliveries.summarize(decode.answers(journal, NOW_MS).unionByName(decode.ledger(ledger, NOW_MS)))
+    rows = deliveries.reduce(spark.createDataFrame([], decode.COPIES), claims, 1)
     assert sorted((row["topic"], row["count"]) for row in rows.collect()) == (
         [("journal", 1), ("journal", 1), ("journal", 2), ("ledger", 1), ("ledger", 1), ("ledger", 1)]
     )
@@ -176,7 +176,7 @@ def test_the_last_evidence_of_a_record_with_an_old_timestamp_is_its_arrival(spar
         "replayed": [copy(2, at=old, life=None, partition=2)],
         "unknown": [copy(3, at=old, life=None, partition=1)],
         "beyond": [copy(4, at=old, life=None, partition=3)],
-        "elsewhere": [copy(5, at=old, life=None, topic="u")],
+        "other-topic": [copy(5, at=old, life=None, topic="u")],
         "claimed": [entry(6, at=old, partition=2)],
         "new": [copy(7, partition=2)],
     }
@@ -184,24 +184,24 @@ def test_the_last_evidence_of_a_record_with_an_old_timestamp_is_its_arrival(spar
     assert {name_of(row["id"]): row["last_ms"] for row in rows} == {
         "retried": NOW_MS,
         "replayed": NOW_MS - 7,
-        **dict.fromkeys(("unknown", "beyond", "elsewhere", "claimed"), old + 5),
+        **dict.fromkeys(("unknown", "beyond", "other-topic", "claimed"), old + 5),
         "new": NOW_MS + 5,
     }
 
 
-def test_a_topic_is_written_if_the_ledger_or_an_answer_without_a_refusal_names_it(
+def test_a_topic_counts_as_written_if_the_ledger_or_an_answer_without_a_refusal_names_it(
     spark: SparkSession,
 ) -> None:
-    told = [answer(status, topic=f"t-{status}") for status in (decode.ENTERED, 201, 202, 409, 422, 503, 504)]
+    evidence = [answer(status, topic=f"t-{status}") for status in (decode.ENTERED, 201, 202, 409, 422, 503, 504)]
     written = {"t-0", "t-201", "t-202", "t-504"}
-    claims = spark.createDataFrame(told, decode.CLAIMS)
+    claims = spark.createDataFrame(evidence, decode.CLAIMS)
     assert {row["topic"] for row in claims.where(decode.WRITTEN).collect()} == written
     assert {row["topic"] for row in deliveries.summarize(claims).where(deliveries.WRITTEN).collect()} == written
-    rows = reduced(spark, [*ids({"told": told}), copy(1, topic="foreign", life=None)])
+    rows = reduced(spark, [*ids({"answered": evidence}), copy(1, topic="foreign", life=None)])
     assert {row["topic"] for row in rows.where(deliveries.WRITTEN).collect()} == written
 
 
-def test_a_writer_with_a_wild_clock_is_put_where_the_run_is(spark: SparkSession) -> None:
+def test_an_implausible_timestamp_counts_as_the_time_of_the_run(spark: SparkSession) -> None:
     records = [
         {
             "topic": "t",

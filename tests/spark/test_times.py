@@ -1,4 +1,4 @@
-"""Times that cannot be meant: of clocks that count otherwise, and of headers that are forged."""
+"""Implausible times: of clocks with another unit, and in forged headers."""
 
 import json
 import time
@@ -18,19 +18,19 @@ from tests.spark.rows import HOUR_MS, NOW_MS
 from tests.spark.runs import run
 
 DAY_MS = 86_400_000
-WILD_MS = 4_000_000_000_000  # 2096
+FAR_FUTURE_MS = 4_000_000_000_000  # 2096
 ONE = Life(0, 100, 0, "a:1")
 
-# timestamp, acceptance of the header (None: there is only a key) → acceptance, time to order by, when it came
+# timestamp, acceptance in the header (None: only a key) → acceptance, time to order by, time of the run that read it
 TIMES: dict[str, tuple[int, int | None, tuple[int, int, int | None]]] = {
     "usual": (NOW_MS - 9, NOW_MS - 10, (NOW_MS - 10, NOW_MS - 9, None)),
     "client's own": (NOW_MS - 1000 * HOUR_MS, NOW_MS, (NOW_MS, NOW_MS - 1000 * HOUR_MS, None)),
     "ahead": (NOW_MS, NOW_MS + DAY_MS, (NOW_MS + DAY_MS, NOW_MS, None)),
     "forged": (NOW_MS - 9, NOW_MS + DAY_MS + 1, (NOW_MS - 9, NOW_MS - 9, None)),
-    "2096": (NOW_MS - 9, WILD_MS, (NOW_MS - 9, NOW_MS - 9, None)),
+    "2096": (NOW_MS - 9, FAR_FUTURE_MS, (NOW_MS - 9, NOW_MS - 9, None)),
     "1970": (NOW_MS - 9, 5, (NOW_MS - 9, NOW_MS - 9, None)),
-    "wild": (WILD_MS, NOW_MS - 10, (NOW_MS - 10, WILD_MS, NOW_MS)),
-    "both": (WILD_MS, WILD_MS, (NOW_MS, WILD_MS, NOW_MS)),
+    "wild": (FAR_FUTURE_MS, NOW_MS - 10, (NOW_MS - 10, FAR_FUTURE_MS, NOW_MS)),
+    "both": (FAR_FUTURE_MS, FAR_FUTURE_MS, (NOW_MS, FAR_FUTURE_MS, NOW_MS)),
     "bare": (NOW_MS + DAY_MS, None, (NOW_MS + DAY_MS, NOW_MS + DAY_MS, None)),
     "bare wild": (NOW_MS + DAY_MS + 1, None, (NOW_MS, NOW_MS + DAY_MS + 1, NOW_MS)),
     "microseconds": (NOW_MS * 1000, None, (NOW_MS, decode.PLAUSIBLE_MS[1], NOW_MS)),
@@ -48,14 +48,14 @@ def _record(nth: int, name: str) -> dict[str, Any]:
     return {"topic": "t", "partition": 0, "offset": nth, "timestamp_ms": timestamp_ms, "headers": headers}
 
 
-def test_an_implausible_time_is_none(spark: SparkSession) -> None:
+def test_an_implausible_time_is_replaced(spark: SparkSession) -> None:
     records = spark.createDataFrame([_record(nth, name) for nth, name in enumerate(TIMES)], source.SCHEMA)
     rows = decode.deliveries(records, NOW_MS).orderBy("offset").collect()
     found = {
         name: (row["accepted_ms"], row["timestamp_ms"], row["observed_ms"])
         for name, row in zip(TIMES, rows, strict=True)
     }
-    assert found == {name: told for name, (_, _, told) in TIMES.items()}
+    assert found == {name: expected for name, (_, _, expected) in TIMES.items()}
     # An entry's acceptance is bounded by the time of its ledger record.
     for ahead_ms, at in ((DAY_MS, NOW_MS - 7 + DAY_MS), (DAY_MS + 1, NOW_MS - 7)):
         entry = wire.Entry(bytes(16), bytes(8), NOW_MS - 7 + ahead_ms, "t", 0, 1, NOW_MS)
@@ -68,7 +68,7 @@ def test_an_implausible_time_is_none(spark: SparkSession) -> None:
 def test_a_forged_acceptance_is_a_phantom_now_and_not_in_2096(history: History, audit: Audit) -> None:
     topic = history.topic(f"{history.namespace}-t")
     history.deliver(history.transactional(ONE), ONE, topic, ["there"])
-    history.send(history.plain, topic, ["forged"], ONE, at=WILD_MS, ts=int(time.time() * 1000))
+    history.send(history.plain, topic, ["forged"], ONE, at=FAR_FUTURE_MS, ts=int(time.time() * 1000))
     ran = audit(history, later_s=3600)
     assert ran.findings() == {("phantom", None, "forged")}
     assert ran.document["balance"]["pending"] == 0
@@ -79,11 +79,18 @@ def test_a_view_of_implausible_times_is_the_same_in_one_run_and_in_many(
     spark: SparkSession, history: History, audit: Audit
 ) -> None:
     topic = history.topic(f"{history.namespace}-t", 1, {"message.timestamp.after.max.ms": str(2**62)})
-    times = [history.now_ms * 1000, WILD_MS, history.now_ms, history.now_ms // 1000, WILD_MS + 1, history.now_ms + 5]
+    times = [
+        history.now_ms * 1000,
+        FAR_FUTURE_MS,
+        history.now_ms,
+        history.now_ms // 1000,
+        FAR_FUTURE_MS + 1,
+        history.now_ms + 5,
+    ]
     shared = SharedSettings(kafka=history.bootstrap, namespace=history.namespace)
     later_s = 3600.0
     for nth, ts in enumerate(times):
-        # The same id again, another one, and one that every later copy comes before.
+        # The same id again, another id, and a copy that is after every later one.
         back = times[-1 - nth]
         history.send(history.plain, topic, ["again", f"single-{nth}"], None, ts=ts, value=b"%d" % nth)
         history.send(history.plain, topic, ["back"], ONE, ts=back, value=b"%d" % nth)
@@ -93,19 +100,19 @@ def test_a_view_of_implausible_times_is_the_same_in_one_run_and_in_many(
         later_s += 7200
     once = audit(history, later_s=later_s, topics=(topic,), lake="once")
     view.register(spark, shared, str(once.lake), topic)
-    told = []
+    expected = []
     for lake in (ran.lake, once.lake):
         rows = spark.read.format("delta").load(str(lake / view.FOLDER / topic))
         columns = ["id", "offset", "value", "unix_millis(timestamp) AS ts", "unix_millis(accepted_at) AS at"]
-        told.append(sorted(map(str, rows.selectExpr(*columns).collect())))
-    assert len(told[0]) == len(times) + 2
-    assert told[0] == told[1]
+        expected.append(sorted(map(str, rows.selectExpr(*columns).collect())))
+    assert len(expected[0]) == len(times) + 2
+    assert expected[0] == expected[1]
 
 
 def test_a_changed_identity_is_reported_once(
     spark: SparkSession, history: History, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It holds for what is read from now on; what was read keeps the ids that it has."""
+    """The change applies to records that are read from now on; earlier records keep their ids."""
     topic = history.topic(f"{history.namespace}-t")
     history.raw(history.plain, topic, b'{"id":"a"}')
     now_ms = history.now_ms + HOUR_MS
@@ -114,14 +121,14 @@ def test_a_changed_identity_is_reported_once(
     assert first.findings() == {("unkeyed", None, f"{topic}[0]")}
     for value in (b'{"id":"a"}', b'{"id":"a"}'):
         history.raw(history.plain, topic, value)
-    for given, said in ((identity, 1), (identity, 0)):
+    for given, count in ((identity, 1), (identity, 0)):
         lines: list[str] = []
         options = Options(
             lake=str(first.lake), report=str(tmp_path / "r"), topics=(topic,), identity=given, publish=False
         )
         shared = SharedSettings(kafka=history.bootstrap, namespace=history.namespace)
         outcome = job.run(spark, Settings(shared=shared, options=options), lines.append, now_ms)
-        told = [line for line in lines if line.startswith(f"--identity of {topic} is another one")]
-        assert (len(told), all("keeps its ids" in line for line in told)) == (said, True)
+        expected = [line for line in lines if line.startswith(f"--identity of {topic} is another one")]
+        assert (len(expected), all("keeps its ids" in line for line in expected)) == (count, True)
     kinds = sorted((one["kind"], one["count"]) for one in outcome.document["findings"])
     assert kinds == [("duplicate", 2), ("unkeyed", 1)], json.dumps(outcome.document["findings"])

@@ -1,4 +1,4 @@
-"""A log that lost its end and grew again: what stood there is no evidence, and what stands there now is read.
+"""A log that was truncated and grew again: the truncated records are no evidence, and the new records are read.
 
 On a broker of its own, which is killed; then its log is cut off, as an unclean election cuts off that of a leader.
 """
@@ -32,7 +32,7 @@ def broker(tmp_path: Path) -> Iterator[Kafka]:
 
 
 def _wait_for_end(history: History, topic: str, end: int) -> None:
-    """Wait until a partition ends there: the marker of a transaction comes after the answer to its commit."""
+    """Wait until a partition has this end: the marker of a transaction is written after the answer to its commit."""
     consumer = Consumer({"bootstrap.servers": history.bootstrap, "group.id": "ends"})
     try:
         deadline = time.monotonic() + TIMEOUT_S

@@ -1,4 +1,4 @@
-"""Rows → what is said of them: one table of cases for the balance and the claims, one for the causes of copies."""
+"""Classification of rows: a table of cases for the balance and the claims, and one for the causes of copies."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from spark.tables import deliveries
 from tests.spark.rows import HOUR_MS, NOW_MS, TTL_MS, answer, copy, entry, ids, name_of, reduced, states
 
 FROZEN_MS = NOW_MS + HOUR_MS
-RIPE, FRESH = NOW_MS, FROZEN_MS - 1000
-# Longer ago than the grace (60 s), and not than the timeouts and the grace (80 s).
+SETTLED, FRESH = NOW_MS, FROZEN_MS - 1000
+# Before the grace (60 s), but not before timeouts and grace (80 s).
 LATE = FROZEN_MS - 61_000
 
 
 def log(role: str, topic: str, partition: int, *, end: int = 100, **more: Any) -> Log:
-    """A log that was read from its beginning to its end, with nothing open, but for what is said otherwise."""
+    """A log that was read from its beginning to its end, without an open transaction; `more` changes fields."""
     values: dict[str, Any] = {
         "topic_id": "one",
         "audited": True,
@@ -45,12 +45,12 @@ def log(role: str, topic: str, partition: int, *, end: int = 100, **more: Any) -
 
 
 def plan(*logs: Log) -> Plan:
-    usual = [
+    default_logs = [
         log(DATA, "t", 0),
         log(DATA, "t", 1, last_stable=100, high_watermark=103),
         log(DATA, "t", 2, first=50, gaps=(Gap(60, 70, "retention", NOW_MS),)),
         log(DATA, "compact", 0, compacted=True),
-        log(DATA, "anew", 0, recreated_at_ms=NOW_MS + 60_000, gaps=(Gap(6, 8, "retention", NOW_MS),)),
+        log(DATA, "recreated", 0, recreated_at_ms=NOW_MS + 60_000, gaps=(Gap(6, 8, "retention", NOW_MS),)),
         log(DATA, "began", 0, first_record_ms=NOW_MS + 60_000),
         log(DATA, "begins", 0, first_record_ms=FROZEN_MS),
         log(DATA, "telemetry", 0, guarantees=(OffsetGuarantee(0, "idempotent"),)),
@@ -65,7 +65,7 @@ def plan(*logs: Log) -> Plan:
         log(REQUESTS, "fencepost.requests", 0),
     ]
     here = {one.topic_partition for one in logs}
-    return Plan(1, FROZEN_MS, "", (*logs, *(one for one in usual if one.topic_partition not in here)))
+    return Plan(1, FROZEN_MS, "", (*logs, *(one for one in default_logs if one.topic_partition not in here)))
 
 
 def settings(**options: Any) -> Settings:
@@ -75,14 +75,14 @@ def settings(**options: Any) -> Settings:
 
 OTHER = (1, 20, 0, "b:1")
 
-# Where logs ended when all was read that is told of their records.
+# The end of a log when all claims on it were read.
 ENDED = {("proven", 0): 100, ("compact", 0): 100, ("passed", 0): 50}
 
-# A time that no clock gives; when a run read it is told beside it.
-WILD_MS = 4_000_000_000_000
+# A time in 2096; `observed_ms` is the time of the run that read the record.
+FAR_FUTURE_MS = 4_000_000_000_000
 
 CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
-    # name: evidence, category, fates of claimed places that are not there, phantom
+    # name: evidence, category, outcomes of claims without a record, phantom
     "once": ([copy(1), entry(1), answer(201, 1)], "delivered_once", set(), None),
     "replayed": ([copy(1), entry(1), answer(201, 1), answer(201, 1), answer(504)], "delivered_once", set(), None),
     "no-answer": ([copy(1), entry(1)], "delivered_once", set(), None),
@@ -104,7 +104,7 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "lost-beyond": ([entry(1000)], "lost", {"lost"}, None),
     "lost-answer": ([answer(201, 7)], "lost", {"lost"}, None),
     "lost-beside": ([copy(2), entry(1), entry(2)], "lost", {"lost"}, None),
-    # Accepted long ago, told of lately: a retry carries its first claim's accepted_at.
+    # Accepted long ago, with recent evidence: a retry carries the accepted_at of its first claim.
     "lost-late": ([entry(1, timestamp_ms=LATE)], "lost", {"lost"}, None),
     "lost-late-answer": ([answer(201, 1, timestamp_ms=LATE)], "lost", {"lost"}, None),
     "lost-just-now": ([entry(1, timestamp_ms=FRESH)], "pending", {"pending"}, None),
@@ -112,19 +112,19 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "stuck-just-now": ([answer(504, timestamp_ms=FRESH)], "pending", set(), None),
     "phantom-late": ([copy(1, timestamp_ms=LATE)], None, set(), "phantom"),
     "phantom-just-now": ([copy(1, timestamp_ms=FRESH)], None, set(), "pending"),
-    "told-late": ([copy(1, topic="telemetry", timestamp_ms=LATE)], None, set(), "pending"),
+    "answered-late": ([copy(1, topic="telemetry", timestamp_ms=LATE)], None, set(), "pending"),
     "late": ([entry(1, at=LATE)], "pending", {"pending"}, None),
-    # To the millisecond: by its acceptance, and by when it was told.
+    # To the millisecond: by the acceptance, and by the time of the evidence.
     "almost-ripe": ([entry(1, at=FROZEN_MS - 80_000)], "pending", {"pending"}, None),
     "just-ripe": ([entry(1, at=FROZEN_MS - 80_001)], "lost", {"lost"}, None),
     "almost-late": ([entry(1, timestamp_ms=FROZEN_MS - 60_000)], "pending", {"pending"}, None),
     "just-late": ([entry(1, timestamp_ms=FROZEN_MS - 60_001)], "lost", {"lost"}, None),
     "just-stuck": ([answer(504, at=FROZEN_MS - 80_000)], "stuck", set(), None),
     "almost-stuck": ([answer(504, at=FROZEN_MS - 79_999)], "pending", set(), None),
-    # Past the end of its log when it was read: never there, whatever is open or was written since.
+    # Past the end of the log when the claim was read: never written, whatever is open or was written since.
     "proven-empty": ([entry(100, topic="proven")], "lost", {"lost"}, None),
     "proven-answer": ([answer(201, 102, topic="proven")], "lost", {"lost"}, None),
-    # Written while the run was planned, or held up: it is there, and not read.
+    # Written while the run was planned, or after an open transaction: exists, and is not read.
     "meanwhile": ([entry(102, topic="meanwhile")], "pending", {"pending"}, None),
     "meanwhile-past": ([entry(103, topic="meanwhile")], "lost", {"lost"}, None),
     "past-end": ([entry(103, partition=1)], "pending", {"pending"}, None),
@@ -137,25 +137,25 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "in-gap": ([entry(60, partition=2)], "unprovable", {"retention"}, None),
     "after-gap": ([entry(70, partition=2)], "lost", {"lost"}, None),
     "compacted": ([entry(5, topic="compact")], "unprovable", {"compacted"}, None),
-    # Compaction moves no end: what lies beyond it never was there.
+    # Compaction does not move the end: a record past the end was never written.
     "compact-beyond": ([entry(100, topic="compact")], "lost", {"lost"}, None),
-    # The log went on past the place, where compaction may take records: not this one.
+    # The log grew past the offset, where compaction may delete records, but not one that was never written.
     "passed": ([entry(50, topic="passed")], "lost", {"lost"}, None),
     "passed-below": ([entry(49, topic="passed")], "unprovable", {"compacted"}, None),
-    "anew": ([entry(5, topic="anew")], "unprovable", {"recreated"}, None),
-    "anew-later": ([entry(5, topic="anew", at=NOW_MS + 120_000)], "lost", {"lost"}, None),
-    # By the topic's id, whatever the times say; without one by the time of the log's first record.
-    "anew-id": ([entry(5, topic_id="other")], "unprovable", {"recreated"}, None),
-    "anew-id-later": (
-        [entry(5, topic="anew", at=NOW_MS + 120_000, topic_id="other")],
+    "recreated": ([entry(5, topic="recreated")], "unprovable", {"recreated"}, None),
+    "recreated-later": ([entry(5, topic="recreated", at=NOW_MS + 120_000)], "lost", {"lost"}, None),
+    # The topic id decides, whatever the times are; without the id the time of the log's first record.
+    "other-id": ([entry(5, topic_id="other")], "unprovable", {"recreated"}, None),
+    "other-id-later": (
+        [entry(5, topic="recreated", at=NOW_MS + 120_000, topic_id="other")],
         "unprovable",
         {"recreated"},
         None,
     ),
-    "same-id": ([entry(5, topic="anew", topic_id="one")], "lost", {"lost"}, None),
+    "same-id": ([entry(5, topic="recreated", topic_id="one")], "lost", {"lost"}, None),
     "same-id-began": ([entry(5, topic="began", topic_id="one")], "lost", {"lost"}, None),
-    "anew-id-fresh": ([entry(5, topic_id="other", timestamp_ms=FRESH)], "pending", {"pending"}, None),
-    "anew-id-there": ([copy(5), entry(5, topic_id="other")], "delivered_once", set(), None),
+    "other-id-fresh": ([entry(5, topic_id="other", timestamp_ms=FRESH)], "pending", {"pending"}, None),
+    "other-id-there": ([copy(5), entry(5, topic_id="other")], "delivered_once", set(), None),
     "began": ([entry(5, topic="began")], "unprovable", {"recreated"}, None),
     "began-answer": ([answer(201, 5, topic="began")], "unprovable", {"recreated"}, None),
     "began-later": (
@@ -165,12 +165,12 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
         None,
     ),
     "begins-fresh": ([entry(5, topic="begins", at=FRESH)], "pending", {"pending"}, None),
-    "anew-gap": ([entry(7, topic="anew", at=NOW_MS + 120_000)], "lost", {"lost"}, None),
+    "recreated-gap": ([entry(7, topic="recreated", at=NOW_MS + 120_000)], "lost", {"lost"}, None),
     "gone": ([entry(5, topic="gone")], "unprovable", {"topic_gone"}, None),
     "gone-fresh": ([entry(5, topic="gone", at=FRESH)], "pending", {"pending"}, None),
     "stuck": ([answer(504)], "stuck", set(), None),
     "stuck-202": ([answer(202), answer(409)], "stuck", set(), None),
-    "unsure": ([answer(504, at=FRESH)], "pending", set(), None),
+    "in-doubt": ([answer(504, at=FRESH)], "pending", set(), None),
     "elsewhere": ([answer(504)], None, set(), None),
     "elsewhere-fresh": ([answer(202, at=FRESH)], None, set(), None),
     "elsewhere-here": ([answer(504), copy(1)], "delivered_once", set(), "phantom"),
@@ -191,20 +191,20 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "refused": ([answer(422)], None, set(), None),
     "foreign": ([copy(1, life=None)], None, set(), None),
     "phantom": ([copy(1)], None, set(), "phantom"),
-    # The journal names its very place: written while the topic was idempotent, or the ledger's entry is gone.
+    # The journal names the copy: written while the topic was idempotent, or the ledger entry was deleted.
     "phantom-answered": ([copy(1), answer(201, 1)], "delivered_once", set(), None),
     "answered-beside": ([copy(1), answer(201, 2)], "lost", {"lost"}, "phantom"),
     "answered-one": ([copy(1), copy(2), answer(201, 2)], "duplicated", set(), None),
     "phantom-fresh": ([copy(1, at=FRESH)], None, set(), "pending"),
     "phantom-unheard": ([copy(1, life=OTHER)], None, set(), "evidence_gap"),
     "phantom-no-slot": ([copy(1, life=(99, 1, 0, "x"))], None, set(), "evidence_gap"),
-    # By its acceptance: its timestamp may be one that the client gave it.
+    # The acceptance decides, not the timestamp, which a client may set.
     "phantom-ts-old": ([copy(1, life=OTHER, at=NOW_MS + 120_000, timestamp_ms=NOW_MS)], None, set(), "phantom"),
-    "unheard-ts-new": ([copy(1, life=OTHER, timestamp_ms=NOW_MS + 120_000)], None, set(), "evidence_gap"),
+    "no-ledger-ts-new": ([copy(1, life=OTHER, timestamp_ms=NOW_MS + 120_000)], None, set(), "evidence_gap"),
     # A timestamp of 2096, read some time ago and just now.
-    "phantom-wild": ([copy(1, timestamp_ms=WILD_MS, observed_ms=LATE)], None, set(), "phantom"),
-    "phantom-wild-now": ([copy(1, timestamp_ms=WILD_MS, observed_ms=FRESH)], None, set(), "pending"),
-    # Several at once: each is found, the balance has one place for the id.
+    "phantom-wild": ([copy(1, timestamp_ms=FAR_FUTURE_MS, observed_ms=LATE)], None, set(), "phantom"),
+    "phantom-wild-now": ([copy(1, timestamp_ms=FAR_FUTURE_MS, observed_ms=FRESH)], None, set(), "pending"),
+    # Several faults of one id: a finding for each, and one category in the balance.
     "twice-lost": ([copy(1), copy(2), entry(1), entry(2), entry(3)], "lost", {"lost"}, None),
     "conflict-lost": ([copy(1), copy(2, fingerprint=b"x" * 8), entry(1), entry(3)], "lost", {"lost"}, None),
     "gap-lost": ([entry(3), entry(49, partition=2)], "lost", {"lost", "below_start"}, None),
@@ -214,7 +214,7 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "fresh-gap": ([entry(49, partition=2), entry(9, timestamp_ms=FRESH)], "pending", {"below_start", "pending"}, None),
     "once-gap": ([copy(1), entry(1), entry(49, partition=2)], "unprovable", {"below_start"}, None),
     "stuck-strange": ([answer(504), copy(1, life=None)], "stuck", set(), None),
-    "unsure-strange": ([answer(504, at=FRESH), copy(1, life=None, at=FRESH)], "pending", set(), None),
+    "in-doubt-strange": ([answer(504, at=FRESH), copy(1, life=None, at=FRESH)], "pending", set(), None),
     "stuck-strangers": ([answer(504), copy(1, life=None), copy(2, life=None)], "duplicated", set(), None),
     "freed-strange": ([answer(504), answer(503, position=1), copy(1, life=None)], None, set(), None),
     "stuck-phantom": ([answer(504), copy(1)], "delivered_once", set(), "phantom"),
@@ -222,12 +222,12 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "idempotent-phantom": ([copy(1, topic="telemetry")], None, set(), "phantom"),
     "idempotent-lost": ([answer(201, 7, topic="telemetry")], "lost", {"lost"}, None),
     "idempotent-504": ([copy(1, topic="telemetry"), answer(504, topic="telemetry")], "delivered_once", set(), None),
-    # A rule that was changed holds for what came after.
+    # A changed rule applies to later records.
     "changed-before": ([copy(4, topic="changed"), answer(504, topic="changed")], "delivered_once", set(), None),
     "changed-after": ([copy(5, topic="changed"), answer(504, topic="changed")], "delivered_once", set(), "phantom"),
     "relaxed-before": ([copy(4, topic="relaxed"), answer(504, topic="relaxed")], "delivered_once", set(), "phantom"),
     "relaxed-after": ([copy(5, topic="relaxed"), answer(504, topic="relaxed")], "delivered_once", set(), None),
-    # A header that was forwarded: what the record says counts, in its own topic and in another.
+    # A forwarded header: the content of the record counts, in its own topic and in another.
     "fwd": ([copy(1), entry(1), copy(2, alternative_fingerprints=b"x" * 8)], "conflicted", set(), None),
     "fwd-entered": (
         [copy(1), entry(1), copy(2, alternative_fingerprints=b"x" * 8), entry(2)],
@@ -235,7 +235,7 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
         set(),
         None,
     ),
-    "fwd-told": (
+    "fwd-answered": (
         [copy(1), entry(1), copy(2, alternative_fingerprints=b"x" * 8), answer(201, 2)],
         "duplicated",
         set(),
@@ -261,10 +261,10 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     ),
     "derived-only": ([entry(1), copy(2, topic="u", alternative_fingerprints=b"x" * 8)], "lost", {"lost"}, None),
     "derived-phantom": ([copy(1), copy(2, topic="u", alternative_fingerprints=b"x" * 8)], None, set(), "phantom"),
-    # Of its own topic's content: no copy of the other, but another write under the same key.
+    # With the fingerprint of its own topic: no derived copy, but another write under the same key.
     "not-derived": ([copy(1), entry(1), copy(2, topic="u")], "duplicated", set(), None),
     "no-home": ([copy(2, topic="u", alternative_fingerprints=b"x" * 8)], None, set(), "phantom"),
-    # A bare copy of a request with a partition, or with a traceparent of its own.
+    # A copy without header of a request with a partition, or with the client's traceparent.
     "bare-alt-second": (
         [copy(1, fingerprint=b"x" * 8), entry(1), copy(2, life=None, alternative_fingerprints=b"y" * 8 + b"x" * 8)],
         "duplicated",
@@ -274,31 +274,31 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
 }
 
 
-def known(spark: SparkSession) -> DataFrame:
-    """All cases as the lake has them; made once a session, as no rule has a part in it."""
-    if not spark.catalog.tableExists("known"):
+def cases(spark: SparkSession) -> DataFrame:
+    """All cases as ROWs; computed once a session, since no rule takes part."""
+    if not spark.catalog.tableExists("cases"):
         rows = reduced(spark, ids({name: case[0] for name, case in CASES.items()}), later_ends=ENDED)
         elsewhere = F.col("id").cast("string").startswith("elsewhere") & F.col("offset").isNull()
         rows = rows.withColumn("elsewhere", F.when(elsewhere, F.lit(True)))
-        rows.localCheckpoint().createOrReplaceTempView("known")
-    return spark.table("known")
+        rows.localCheckpoint().createOrReplaceTempView("cases")
+    return spark.table("cases")
 
 
 @pytest.fixture(scope="module")
-def judged(spark: SparkSession) -> dict[str, Any]:
-    rows = deliveries.gathered(known(spark))
+def classified(spark: SparkSession) -> dict[str, Any]:
+    rows = deliveries.gathered(cases(spark))
     return {name_of(row["id"]): row for row in classify(rows, gather_evidence(plan(), settings())).collect()}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_row_is_judged(judged: dict[str, Any], name: str) -> None:
-    _, category, fates, phantom = CASES[name]
-    row = judged[name[:16]]
+def test_a_row_is_classified(classified: dict[str, Any], name: str) -> None:
+    _, category, outcomes, phantom = CASES[name]
+    row = classified[name[:16]]
     assert row["category"] == category
-    assert {claim["outcome"] for claim in row["missing"] or []} == fates
+    assert {claim["outcome"] for claim in row["missing"] or []} == outcomes
     assert row["phantom"] == phantom
     assert row["accepted"] == (category is not None)
-    assert row["open"] == ("pending" in {category, phantom, *fates})
+    assert row["open"] == ("pending" in {category, phantom, *outcomes})
 
 
 def test_the_names_of_the_cases_differ() -> None:
@@ -313,7 +313,7 @@ FOUND: dict[str, set[tuple[str, str | None, int]]] = {
     "lost": {("lost", "ledger", 1)},
     "lost-answer": {("lost", "answer", 1)},
     "in-gap": {("evidence_gap", "retention", 0)},
-    "anew-id": {("evidence_gap", "recreated", 1)},
+    "other-id": {("evidence_gap", "recreated", 1)},
     "below-start": {("evidence_gap", "below_start", 1)},
     "phantom": {("phantom", None, 1)},
     "phantom-unheard": {("evidence_gap", "ledger_gone", 1)},
@@ -327,51 +327,51 @@ FOUND: dict[str, set[tuple[str, str | None, int]]] = {
 
 
 def found_of(rows: DataFrame, seen: Evidence) -> dict[str, set[tuple[str, str | None, int]]]:
-    """The findings of judged rows, for the cases of FOUND."""
-    told: dict[str, set[tuple[str, str | None, int]]] = {name: set() for name in FOUND}
+    """The findings of classified rows, for the cases of FOUND."""
+    found: dict[str, set[tuple[str, str | None, int]]] = {name: set() for name in FOUND}
     some = rows.where(F.col("id").isin([bytearray(name.ljust(16).encode()) for name in FOUND]))
     suspects = findings.suspicious(some)
     for row in findings.of_ids(suspects, seen, findings.HOUR).collect():
-        told[name_of(row["id"])].add((row["kind"], row["cause"], row["count"]))
-    for name in ("in-gap", "below-start", "phantom-unheard", "anew-id"):
+        found[name_of(row["id"])].add((row["kind"], row["cause"], row["count"]))
+    for name in ("in-gap", "below-start", "phantom-unheard", "other-id"):
         one = suspects.where(F.col("id").isin([bytearray(name.ljust(16).encode())]))
-        places = findings.of_partitions(one, findings.HOUR).collect()
-        told[name] |= {(row["kind"], row["cause"], row["count"]) for row in places}
-    return told
+        gap_findings = findings.of_partitions(one, findings.HOUR).collect()
+        found[name] |= {(row["kind"], row["cause"], row["count"]) for row in gap_findings}
+    return found
 
 
 def test_each_classified_row_has_its_findings(spark: SparkSession) -> None:
     seen = gather_evidence(plan(), settings())
-    assert found_of(classify(deliveries.gathered(known(spark)), seen), seen) == FOUND
+    assert found_of(classify(deliveries.gathered(cases(spark)), seen), seen) == FOUND
 
 
-def test_a_topic_that_a_rule_calls_derived_has_no_derived_copies(spark: SparkSession) -> None:
+def test_a_topic_with_derived_in_its_rule_has_no_finding_derived_copy(spark: SparkSession) -> None:
     rules = Rules.parse('[[topics]]\npattern = "u"\nderived = true')
     seen = gather_evidence(plan(), dataclasses.replace(settings(), rules=rules))
-    found = found_of(classify(deliveries.gathered(known(spark)), seen), seen)
+    found = found_of(classify(deliveries.gathered(cases(spark)), seen), seen)
     assert (found["derived"], found["derived-again"]) == (set(), {("duplicate", "rewrite", 2)})
 
 
-def test_an_undecided_ledger_keeps_the_unsure_waiting(spark: SparkSession) -> None:
+def test_an_id_in_doubt_is_pending_while_the_ledger_is_undecided(spark: SparkSession) -> None:
     held = plan(log(LEDGER, "fencepost.ledger", 0, decided_until_ms=NOW_MS, caught_up_run=0))
     rows = states(
         spark,
         {
-            "unsure": [answer(504)],
-            # Told of before the log was held up, by less than the timeouts.
-            "unsure-late": [answer(504, at=NOW_MS - HOUR_MS, timestamp_ms=NOW_MS - 70_000)],
+            "in-doubt": [answer(504)],
+            # With evidence from before the log was blocked, by less than the timeouts.
+            "in-doubt-late": [answer(504, at=NOW_MS - HOUR_MS, timestamp_ms=NOW_MS - 70_000)],
             "phantom": [copy(1)],
             "old": [copy(3, at=NOW_MS - 30 * HOUR_MS)],
             "other": [copy(2, life=(1, 1, 1, "x"), at=FRESH - HOUR_MS // 2)],
         },
     )
     found = {name_of(row["id"]): row for row in classify(rows, gather_evidence(held, settings())).collect()}
-    assert found["unsure"]["category"] == found["unsure-late"]["category"] == "pending"
+    assert found["in-doubt"]["category"] == found["in-doubt-late"]["category"] == "pending"
     assert found["phantom"]["phantom"] == found["old"]["phantom"] == "pending"
     assert found["other"]["phantom"] == "phantom"
 
 
-def test_only_audited_topics_are_judged(spark: SparkSession) -> None:
+def test_only_audited_topics_are_classified(spark: SparkSession) -> None:
     rows = states(spark, {"in": [entry(1)], "out": [entry(1, topic="other")], "both": [entry(1, topic="a"), entry(2)]})
     seen = gather_evidence(plan(), settings(topics=("t",)))
     found = {name_of(row["id"]): row for row in classify(rows, seen).collect()}
@@ -379,22 +379,22 @@ def test_only_audited_topics_are_judged(spark: SparkSession) -> None:
     assert [claim["offset"] for claim in found["both"]["missing"]] == [2]
 
 
-def test_topics_that_only_other_options_named_are_not_judged_or_reported(spark: SparkSession) -> None:
+def test_topics_that_only_other_options_named_are_neither_classified_nor_reported(spark: SparkSession) -> None:
     gone = log(DATA, "gone", 0, audited=False, gaps=(Gap(2, 4, "retention", NOW_MS),))
     left_out = log(UNWANTED, "out", 0, audited=False, gaps=(Gap(1, 3, "retention", NOW_MS),))
-    known = plan(gone, left_out)
+    cases = plan(gone, left_out)
     rows = states(spark, {"in": [entry(1)], "out": [copy(1, topic="out")], "gone": [entry(1, topic="gone")]})
-    found = {name_of(row["id"]) for row in classify(rows, gather_evidence(known, settings())).collect()}
+    found = {name_of(row["id"]) for row in classify(rows, gather_evidence(cases, settings())).collect()}
     assert found == {"in", "gone"}
-    assert {row["topic"] for row in findings.of_logs(spark, known).collect()} == {"t", "anew", "gone"}
+    assert {row["topic"] for row in findings.of_logs(spark, cases).collect()} == {"t", "recreated", "gone"}
 
 
 def test_without_a_ledger_a_record_is_a_phantom_only_where_the_journal_shows_it(spark: SparkSession) -> None:
     logs = [one for one in plan().logs if one.role != LEDGER]
     seen = gather_evidence(Plan(1, FROZEN_MS, "", tuple(logs)), settings())
-    rows = states(spark, {"unknown": [copy(1)], "told": [copy(1, topic="telemetry")], "fresh": [copy(1, at=FRESH)]})
+    rows = states(spark, {"unknown": [copy(1)], "answered": [copy(1, topic="telemetry")], "fresh": [copy(1, at=FRESH)]})
     found = {name_of(row["id"]): row["phantom"] for row in classify(rows, seen).collect()}
-    assert found == {"unknown": "evidence_gap", "told": "phantom", "fresh": "pending"}
+    assert found == {"unknown": "evidence_gap", "answered": "phantom", "fresh": "pending"}
 
 
 RESTARTED = (0, 11, 0, "a:1")
@@ -435,14 +435,14 @@ COPIES: dict[str, tuple[Sequence[Any], list[str | None]]] = {
 
 def test_each_copy_after_the_first_has_the_cause_of_the_first_matching_rule(spark: SparkSession) -> None:
     rows = reduced(spark, ids({name: case[0] for name, case in COPIES.items()}))
-    # Some have copies in two hours: here as the pass over all ids sees them.
-    told = deliveries.gathered(rows, by_hour=False).withColumn("copies", causes.ordered())
-    explained = told.select("id", causes.explained(F.col("copies"), TTL_MS).alias("copies")).collect()
+    # Some ids have copies in two hours, as in the pass over all ids.
+    gathered = deliveries.gathered(rows, by_hour=False).withColumn("copies", causes.ordered())
+    explained = gathered.select("id", causes.explained(F.col("copies"), TTL_MS).alias("copies")).collect()
     found = {name_of(row["id"]): [one["cause"] for one in row["copies"]] for row in explained}
     assert found == {name[:16].strip(): causes for name, (_, causes) in COPIES.items()}
 
 
-def test_copies_are_ordered_by_ledger_then_time_then_place(spark: SparkSession) -> None:
+def test_copies_are_ordered_by_ledger_then_time_then_coordinates(spark: SparkSession) -> None:
     evidence_of = [
         copy(9, timestamp_ms=NOW_MS),
         copy(8, timestamp_ms=NOW_MS + 2, topic="b"),
@@ -464,20 +464,20 @@ def test_every_finding_has_its_kind_cause_and_count(spark: SparkSession) -> None
         "fine": [copy(5), entry(5)],
     }
     rows = findings.suspicious(classify(states(spark, named), seen))
-    found = findings.of_ids(rows, seen, findings.HOUR).collect()
-    told = {(name_of(row["id"]), row["kind"], row["cause"], row["count"]) for row in found}
-    assert told == {
+    finding_rows = findings.of_ids(rows, seen, findings.HOUR).collect()
+    found = {(name_of(row["id"]), row["kind"], row["cause"], row["count"]) for row in finding_rows}
+    assert found == {
         ("lost", "lost", "ledger", 2),
         ("both", "conflict", "foreign_writer", 2),
         ("both", "phantom", None, 2),
     }
 
 
-def test_plain_rows_are_judged_alike_by_their_numbers_alone(spark: SparkSession) -> None:
+def test_clean_rows_are_classified_by_their_counts_as_by_their_lists(spark: SparkSession) -> None:
     rows = reduced(spark, ids({name: case[0] for name, case in CASES.items()})).where("is_clean = 1")
     gathered = states(spark, {name: case[0] for name, case in CASES.items()})
     names = [name_of(row["id"]) for row in gathered.where("is_clean = 1").collect()]
-    assert set(names) == {"once", "no-answer", "foreign", "idempotent", "phantom-answered", "anew-id-there"}
+    assert set(names) == {"once", "no-answer", "foreign", "idempotent", "phantom-answered", "other-id-there"}
     seen = gather_evidence(plan(), settings())
     alone = rows.where(F.col("id").isin([bytearray(name.ljust(16).encode()) for name in names]))
     whole = findings.sums(classify(deliveries.gathered_single(alone), seen)).collect()
