@@ -16,11 +16,11 @@ from spark.rules.classify import classify, gather_evidence
 from spark.tables import deliveries
 from tests.spark import (
     test_balance,
-    test_clients,
-    test_offsets,
-    test_times,
+    test_classify,
+    test_client_duplicates,
+    test_planning,
+    test_plausible_times,
     test_unsure,
-    test_verdict,
     test_view,
     test_window,
 )
@@ -44,34 +44,34 @@ WINDOW_MS: Final = 168 * 3_600_000
 
 
 def verdicts(spark: SparkSession) -> None:
-    seen = gather_evidence(test_verdict.plan(), test_verdict.settings())
-    classified = classify(deliveries.gathered(test_verdict.cases(spark)), seen).persist()
+    seen = gather_evidence(test_classify.plan(), test_classify.settings())
+    classified = classify(deliveries.gathered(test_classify.cases(spark)), seen).persist()
     try:
         rows = {name_of(row["id"]): row for row in classified.collect()}
-        for name in test_verdict.CASES:
-            test_verdict.test_a_row_is_classified(rows, name)
-        assert test_verdict.found_of(classified, seen) == test_verdict.FOUND
+        for name in test_classify.CASES:
+            test_classify.test_a_row_is_classified(rows, name)
+        assert test_classify.found_of(classified, seen) == test_classify.FOUND
     finally:
         classified.unpersist()
-    test_verdict.test_an_id_in_doubt_is_pending_while_the_ledger_is_undecided(spark)
+    test_classify.test_an_id_in_doubt_is_pending_while_the_ledger_is_undecided(spark)
 
 
 def plans(spark: SparkSession) -> None:
     """Every test of the plan that needs no other fixture than a cluster."""
-    plan, settings = test_verdict.plan(), test_verdict.settings()
+    plan, settings = test_classify.plan(), test_classify.settings()
     assert run_plan.window_from(plan, settings) == (plan.frozen_ms - WINDOW_MS) // HOUR_MS * HOUR_MS
-    for name, test in vars(test_offsets).items():
+    for name, test in vars(test_planning).items():
         if name.startswith("test_") and list(inspect.signature(test).parameters) == ["cluster"]:
-            test(test_offsets.fake_cluster())
+            test(test_planning.fake_cluster())
 
 
 CHECKS: Final[Mapping[str, Callable[[SparkSession], None]]] = {
     VERDICTS: verdicts,
-    CAUSES: test_verdict.test_each_copy_after_the_first_has_the_cause_of_the_first_matching_rule,
-    CLIENTS: test_clients.test_only_a_client_s_retry_is_reported_as_a_retry,
-    STATES: test_verdict.test_copies_are_ordered_by_ledger_then_time_then_coordinates,
+    CAUSES: test_classify.test_each_copy_after_the_first_has_the_cause_of_the_first_matching_rule,
+    CLIENTS: test_client_duplicates.test_only_a_client_s_retry_is_reported_as_a_retry,
+    STATES: test_classify.test_copies_are_ordered_by_ledger_then_time_then_coordinates,
     PLANS: plans,
-    TIMES: test_times.test_an_implausible_time_is_replaced,
+    TIMES: test_plausible_times.test_an_implausible_time_is_replaced,
     HOURS: test_unsure.test_an_unsure_answer_is_settled_by_the_evidence_of_other_hours,
     WINDOWS: test_window.test_a_finding_stands_by_the_time_of_its_evidence_or_by_the_pass_that_found_it,
     VIEWS: test_view.test_a_record_is_matched_to_a_row_by_its_own_headers_and_content,

@@ -25,7 +25,7 @@ from tests.spark.history import History, Life
 from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, reduced
 from tests.spark.rows import ids as named
 from tests.spark.runs import having
-from tests.spark.test_verdict import plan, settings
+from tests.spark.test_classify import plan, settings
 
 
 def _rows(spark: SparkSession, run: int, span: range, *, prefix: str = "id") -> DataFrame:

@@ -13,7 +13,7 @@ from spark.rules import cross_hour
 from spark.rules.classify import gather_evidence
 from spark.tables import deliveries
 from tests.spark.rows import NOW_MS, TTL_MS, copy, entry, reduced
-from tests.spark.test_verdict import plan, settings
+from tests.spark.test_classify import plan, settings
 
 OTHER = b"o" * 8
 RULES = "\n".join(
