@@ -145,7 +145,7 @@ def test_a_copy_without_our_header_gets_the_id_of_the_event_with_its_fingerprint
     ]
     misnamed = cross_hour.misnamed(reduced(spark, rows, 5), 5)
     assert misnamed is not None
-    assert {row["offset"]: bytes(row["named"]) for row in misnamed.collect()} == {10: members[0], 11: members[1]}
+    assert {row["offset"]: bytes(row["named_id"]) for row in misnamed.collect()} == {10: members[0], 11: members[1]}
     assert cross_hour.misnamed(reduced(spark, rows, 5), 6) is None
     strangers = [row for row in rows if not row["has_fencepost_header"]]
     assert cross_hour.misnamed(reduced(spark, strangers, 5), 5) is None
