@@ -1,12 +1,13 @@
 """A run that was cut off after its merge, and taken up by a command line with other options."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
 
 from spark.tables import lake, view
-from tests.spark.conftest import Audit, Ran
+from tests.spark.conftest import Audit
 from tests.spark.history import History, Life
 from tests.spark.test_runs import cut
 
@@ -25,24 +26,23 @@ def _topics(history: History) -> tuple[str, str]:
     return first, second
 
 
-def _before(ran: Ran) -> dict[str, Any]:
-    """What the report says of the run before."""
-    run: dict[str, Any] = ran.document["history"][1]
-    return run
-
-
-def test_a_run_of_other_topics_finishes_the_interrupted_run_first(
-    spark: SparkSession, history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
+def test_a_run_is_finished_by_the_options_that_it_was_planned_with(
+    spark: SparkSession, history: History, audit: Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By all of them, as the plan keeps each (`run_plan.settings_of`). Then the options of the command line count."""
     first, second = _topics(history)
+    rules = tmp_path / "rules.toml"
+    rules.write_text(f'[[topics]]\npattern = "{first}"\nguarantee = "idempotent"\n')
+    planned: dict[str, Any] = {"grace_s": 7200, "window_h": 24, "key_ttl_s": 7200, "rules": str(rules)}
     with cut(monkeypatch, view, "update", after=False):
-        audit(history, later_s=LATER_S, topics=(first,))
+        audit(history, later_s=LATER_S, topics=(first,), **planned)
     ran = audit(history, later_s=LATER_S, topics=(second,))
     # Nothing is called gone that the plan of the other topics does not name.
     assert ran.findings() == set()
     assert ran.document["run"]["topics"] == [second]
     assert (ran.document["run"]["number"], ran.document["run"]["finished_first"]) == (2, 1)
-    assert (_before(ran)["number"], _before(ran)["findings"], _before(ran)["accepted"]) == (1, 2, 3)
+    before = ran.document["history"][1]
+    assert (before["number"], before["findings"], before["pending"], before["accepted"]) == (1, 1, 1, 3)
     again = audit(history, later_s=LATER_S, topics=(first,))
     assert again.findings() == {("duplicate", "rewrite", "twice"), ("lost", "answer", None)}
     assert again.document["run"]["finished_first"] is None
@@ -51,29 +51,3 @@ def test_a_run_of_other_topics_finishes_the_interrupted_run_first(
         "clean",
         "findings",
     ]
-
-
-@pytest.mark.parametrize(
-    ("planned", "pending"),
-    [({"grace_s": 7200}, 1), ({"window_h": 24}, 0), ({"key_ttl_s": 7200}, 0), ({"rules": "rules.toml"}, 0)],
-    ids=["grace", "window", "retention", "rules"],
-)
-def test_a_run_is_finished_by_the_options_that_it_was_planned_with(
-    history: History,
-    audit: Audit,
-    tmp_path: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    planned: dict[str, Any],
-    pending: int,
-) -> None:
-    first, _ = _topics(history)
-    if "rules" in planned:
-        path = tmp_path / planned["rules"]
-        path.write_text(f'[[topics]]\npattern = "{first}"\nguarantee = "idempotent"\n')
-        planned = {"rules": str(path)}
-    with cut(monkeypatch, view, "update", after=False):
-        audit(history, later_s=LATER_S, **planned)
-    ran = audit(history, later_s=LATER_S)
-    assert ran.findings() == {("duplicate", "rewrite", "twice"), ("lost", "answer", None)}
-    assert (ran.document["run"]["number"], ran.document["run"]["finished_first"]) == (2, 1)
-    assert (_before(ran)["number"], _before(ran)["pending"]) == (1, pending)
