@@ -1,6 +1,6 @@
 """Stories that share the runs of one lake: a run costs mostly what it costs with nothing to read.
 
-A story is a generator. It writes to topics of its own, under slots of its own, and each `yield` gives it the next run,
+A story is a generator. Its keys, topics and slots are its own. Each `yield` gives it the next run,
 of which it checks what the report has about its topics.
 """
 
@@ -13,13 +13,13 @@ Story = Generator[None, Ran, None]
 
 
 class Stories:
-    """Stories that are told together; `check` raises what a story has failed with."""
+    """Stories that share runs; `check` raises the error of a story."""
 
     def __init__(self, stories: Mapping[str, Story]) -> None:
         self._going = dict(stories)
         self._failed: dict[str, Exception] = {}
 
-    def tell(self, audit: Callable[..., Ran], runs: Sequence[Mapping[str, Any]]) -> None:
+    def run(self, audit: Callable[..., Ran], runs: Sequence[Mapping[str, Any]]) -> None:
         """Run the job once with each of these options, between the parts of the stories."""
         for name in list(self._going):
             self._go_on(name, None)

@@ -21,10 +21,10 @@ def _of_two_runs() -> Story:
     yield
 
 
-def test_a_story_that_fails_or_waits_for_another_run_is_told_of_alone() -> None:
-    told = {"one": _of_one_run(), "failing": _that_fails_after_it(), "two": _of_two_runs()}
-    stories, audit = Stories(told), Mock()
-    stories.tell(audit, [{"later_s": 1.0}])
+def test_a_story_that_fails_or_lacks_a_run_fails_alone() -> None:
+    all_stories = {"one": _of_one_run(), "failing": _that_fails_after_it(), "two": _of_two_runs()}
+    stories, audit = Stories(all_stories), Mock()
+    stories.run(audit, [{"later_s": 1.0}])
     audit.assert_called_once_with(later_s=1.0)
     stories.check("one")
     with pytest.raises(ValueError, match="second run"):

@@ -21,7 +21,6 @@ from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, ids, name_of,
 from tests.spark.stories import Stories, Story
 
 LATER_S = 3600.0
-TWO = Life(1, 200, 0, "b:1")
 EARLY, LATE = NOW_MS - 3 * HOUR_MS, NOW_MS - HOUR_MS
 
 # evidence → what other hours tell of the 202 or 504: that it came to something, and when it was taken back.
@@ -192,28 +191,13 @@ STORIES = (
 
 
 @pytest.fixture(scope="module")
-def told(kafka: Kafka, audit: Audit) -> Stories:
+def stories(kafka: Kafka, audit: Audit) -> Stories:
     history = History(kafka.bootstrap, f"t-{uuid.uuid4().hex[:12]}")
-    stories = Stories({story.__name__: story(history) for story in STORIES})
-    stories.tell(partial(audit, history), RUNS)
-    return stories
+    shared = Stories({story.__name__: story(history) for story in STORIES})
+    shared.run(partial(audit, history), RUNS)
+    return shared
 
 
 @pytest.mark.parametrize("story", [story.__name__ for story in STORIES])
-def test_that(told: Stories, story: str) -> None:
-    told.check(story)
-
-
-def test_no_record_is_a_phantom_while_an_open_transaction_blocks_its_ledger(history: History, audit: Audit) -> None:
-    topic, old_ms = history.topic(f"{history.namespace}-t"), history.now_ms - 30 * HOUR_MS
-    slow = history.transactional(TWO)
-    slow.begin_transaction()
-    history.ledger(slow, TWO, [])
-    # Its ledger entry is committed, behind what is open in that partition.
-    (there,) = history.send(history.plain, topic, ["held"], TWO, at=old_ms, ts=old_ms)
-    history.ledger(history.plain, TWO, [there.entry()])
-    first = audit(history, later_s=LATER_S, topics=(topic,))
-    assert first.findings() == set()
-    slow.commit_transaction(30)
-    second = audit(history, later_s=LATER_S, topics=(topic,))
-    assert (second.findings(), second.document["balance"]["delivered_once"]) == (set(), 1)
+def test_that(stories: Stories, story: str) -> None:
+    stories.check(story)

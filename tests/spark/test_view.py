@@ -58,7 +58,7 @@ class Views:
         return version
 
 
-def _id(key: str) -> str:
+def id_of(key: str) -> str:
     return wire.event_id(key).hex()
 
 
@@ -87,11 +87,11 @@ def test_a_view_has_each_id_once_and_equals_a_view_that_is_rebuilt(
 
     assert views.register(topic) == 33
     rows = views.rows(topic)
-    assert rows.keys() == {_id(key) for key in (*(f"k-{n}" for n in range(30)), "gone", "named", "late")}
-    assert rows[_id("k-1")][2:] == (b'"k-1"', True)
-    assert rows[_id("gone")][2] is None
-    assert rows[_id("named")] == (1, named.offset, b"named", True)
-    assert rows[_id("late")][2:] == (b"before", False)
+    assert rows.keys() == {id_of(key) for key in (*(f"k-{n}" for n in range(30)), "gone", "named", "late")}
+    assert rows[id_of("k-1")][2:] == (b'"k-1"', True)
+    assert rows[id_of("gone")][2] is None
+    assert rows[id_of("named")] == (1, named.offset, b"named", True)
+    assert rows[id_of("late")][2:] == (b"before", False)
     assert views.register(topic) == 33
     whole = spark.read.format("delta").load(views.path(topic))
     assert {field.name: field.dataType.simpleString() for field in whole.schema} == {
@@ -102,7 +102,7 @@ def test_a_view_has_each_id_once_and_equals_a_view_that_is_rebuilt(
 
     # Copies in the same hour and in another, a ledger record for what was there, and new ids.
     history.deliver(producer, ONE, topic, [f"k-{n}" for n in range(25, 40)], value=b"again")
-    history.deliver(producer, ONE, topic, ["k-2", "new", _id("k-3")], value=b"again", at=history.now_ms - 3 * HOUR_MS)
+    history.deliver(producer, ONE, topic, ["k-2", "new", id_of("k-3")], value=b"again", at=history.now_ms - 3 * HOUR_MS)
     producer.begin_transaction()
     history.ledger(producer, ONE, [late.entry()])
     producer.commit_transaction(30)
@@ -112,9 +112,11 @@ def test_a_view_has_each_id_once_and_equals_a_view_that_is_rebuilt(
     again = audit(history, **options)
     assert again.document["run"]["resumed"]
     grown = views.rows(topic)
-    assert grown.keys() - rows.keys() == {_id(key) for key in (*(f"k-{n}" for n in range(30, 40)), "new", _id("k-3"))}
-    assert {id for id in rows if grown[id] != rows[id]} == {_id("late")}
-    assert grown[_id("late")] == (0, late.offset, b"late", True)
+    assert grown.keys() - rows.keys() == {
+        id_of(key) for key in (*(f"k-{n}" for n in range(30, 40)), "new", id_of("k-3"))
+    }
+    assert {id for id in rows if grown[id] != rows[id]} == {id_of("late")}
+    assert grown[id_of("late")] == (0, late.offset, b"late", True)
 
     # Cut off after its commit: the next time it finds nothing to do.
     version = views.version(topic)
@@ -137,18 +139,18 @@ def test_a_view_has_each_id_once_and_equals_a_view_that_is_rebuilt(
 def _shown(spark: SparkSession, shared: SharedSettings, root: str, topic: str) -> None:
     """What `show` says of ids of the history above, by key or by id."""
     told = list(show.show(spark, shared, root, "k-1"))
-    assert told == list(show.show(spark, shared, root, _id("k-1")))
+    assert told == list(show.show(spark, shared, root, id_of("k-1")))
     text = "\n".join(told)
-    assert text.startswith(f"id         {_id('k-1')}\n")
+    assert text.startswith(f"id         {id_of('k-1')}\n")
     assert f"record     {topic}[0]@1  in the ledger, slot 0, producer 100 epoch 0, a:1" in text
     assert "  header   h: 1" in text
     assert '  value    "k-1"' in text
     assert "  value    foreign" in text
     assert "finding    conflict/foreign_writer, 2 records" in text
     # A key of 32 hexadecimal digits, here another's id: of both.
-    both = list(show.show(spark, shared, root, _id("k-3")))
+    both = list(show.show(spark, shared, root, id_of("k-3")))
     assert [line for line in both if line.startswith("id ")] == [
-        f"id         {id}" for id in (_id("k-3"), _id(_id("k-3")))
+        f"id         {id}" for id in (id_of("k-3"), id_of(id_of("k-3")))
     ]
     gone = list(show.show(spark, shared, root, "gone"))
     assert "  value    null" in gone
@@ -178,7 +180,7 @@ def test_a_view_has_only_records_that_a_run_has_audited(
     audit(history, later_s=LATER_S, topics=(other,))
     assert len(views.rows(topic)) == 3
     audit(history, later_s=LATER_S)
-    kept = {_id(key) for key in ("k-2", "k-3", "k-4", "more")}
+    kept = {id_of(key) for key in ("k-2", "k-3", "k-4", "more")}
     assert set(views.rows(topic)) == kept
     history.remove(topic)
     history.topic(topic, 2)
@@ -189,7 +191,7 @@ def test_a_view_has_only_records_that_a_run_has_audited(
     last = audit(history, later_s=LATER_S, publish=True, vacuum_h=1)
     assert not left.exists()
     assert dict(records(history)) == {one["finding_id"]: {"v": 1, **one} for one in last.document["findings"]}
-    assert set(views.rows(topic)) == kept | {_id("other")}
+    assert set(views.rows(topic)) == kept | {id_of("other")}
 
 
 @pytest.mark.long
@@ -205,65 +207,16 @@ def test_ledger_entries_read_by_a_run_of_other_topics_reach_the_view_with_the_ne
     ran = audit(history, later_s=LATER_S, topics=(topic, other))
     views = Views(spark, history, ran.lake)
     views.register(topic)
-    assert views.rows(topic)[_id("twice")][2:] == (b"before", False)
+    assert views.rows(topic)[id_of("twice")][2:] == (b"before", False)
     producer.begin_transaction()
     history.ledger(producer, ONE, [one.entry() for one in named])
     producer.commit_transaction(30)
     for topics in ((other,), (topic, other)):
         audit(history, later_s=LATER_S, topics=topics)
     rows = views.rows(topic)
-    assert rows[_id("twice")] == (0, named[0].offset, b"named", True)
-    assert rows[_id("alone")] == (0, named[1].offset, b"named", True)
-    assert rows[_id("once")][2:] == (b"before", False)
-
-
-def test_a_recreated_topic_gives_no_old_id_the_value_of_a_new_event(
-    spark: SparkSession, history: History, audit: Audit, tmp_path: Path
-) -> None:
-    """Registered before or after: another event stands at the place of each old one, with and without our header."""
-    topic, late = (history.topic(f"{history.namespace}-{name}") for name in ("t", "late"))
-
-    def write(name: str) -> None:
-        producer = history.transactional(ONE)
-        for one in (topic, late):
-            value = f"{one} {name}".encode()
-            history.send(history.plain, one, [f"{one}-{name}-bare"], None, value=value)
-            history.send(history.plain, one, [f"{one}-bare"], None, value=value)
-            # Its place is that of a record with our header, and the other way round.
-            life, other = (ONE, None) if name == "old" else (None, ONE)
-            history.send(history.plain, one, [f"{one}-{name}-x"], life, value=value)
-            history.send(history.plain, one, [f"{one}-{name}-y"], other, value=value)
-            # Last, as nobody knows when the marker comes that ends it.
-            history.deliver(producer, ONE, one, [f"{one}-{name}-{n}" for n in range(3)], value=value)
-
-    def ids(one: str, name: str) -> set[str]:
-        keys = [*(f"{one}-{name}-{n}" for n in range(3)), *(f"{one}-{name}-{word}" for word in ("bare", "x", "y"))]
-        return {_id(key) for key in keys}
-
-    write("old")
-    ran = audit(history, later_s=LATER_S)
-    views = Views(spark, history, ran.lake)
-    assert views.register(topic) == 7
-    for one in (topic, late):
-        history.remove(one)
-        history.topic(one)
-    write("new")
-    audit(history, later_s=LATER_S)
-    views.register(late)
-    rows = views.rows(late)
-    assert rows.keys() == ids(late, "new") | {_id(f"{late}-bare")}
-    assert {value for _, _, value, _ in rows.values()} == {f"{late} new".encode()}
-    rows = views.rows(topic)
-    assert rows.keys() >= ids(topic, "new") | ids(topic, "old")
-    for name in ("old", "new"):
-        assert {rows[id][2] for id in ids(topic, name)} == {f"{topic} {name}".encode()}
-    for key in ("old-0", "old-bare", "old-x", "old-y"):
-        told = list(show.show(spark, views.shared, str(ran.lake), f"{topic}-{key}"))
-        assert "           is not in Kafka any more: another record stands there now" in told
-        assert not [line for line in told if line.startswith("  value")]
-    for key in ("new-0", "new-bare", "new-x", "new-y"):
-        told = list(show.show(spark, views.shared, str(ran.lake), f"{topic}-{key}"))
-        assert f"  value    {topic} new" in told
+    assert rows[id_of("twice")] == (0, named[0].offset, b"named", True)
+    assert rows[id_of("alone")] == (0, named[1].offset, b"named", True)
+    assert rows[id_of("once")][2:] == (b"before", False)
 
 
 # Of a row: our header, id, fingerprint and key; of the record at its place: the key whose header it has, whether that

@@ -1,0 +1,311 @@
+"""Logs that change between runs: open transactions, topics that grow, are emptied, go, and come back."""
+
+import time
+import uuid
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+from deploy.stack import Kafka
+from service.contract import wire
+from spark import show
+from spark.tables import lake
+from tests.spark.conftest import Audit
+from tests.spark.history import History, Life
+from tests.spark.rows import HOUR_MS
+from tests.spark.runs import Ran
+from tests.spark.stories import Stories, Story
+from tests.spark.test_runs import cut
+from tests.spark.test_view import Views, id_of
+
+LATER_S = 3600.0
+SLOTS = 9
+GAP = "evidence_gap"
+
+
+class Stage:
+    """What the stories share: the history and the job. Each has slots of its own."""
+
+    def __init__(self, spark: SparkSession, history: History, audit: Audit, rules: Path) -> None:
+        self.spark = spark
+        self.history = history
+        self.audit = audit
+        self.rules = rules
+        self._slots = iter(range(SLOTS))
+
+    @property
+    def idempotent(self) -> str:
+        """The name of the one topic that has this guarantee."""
+        return f"{self.history.namespace}-idempotent"
+
+    def life(self) -> Life:
+        """A life on a slot that no other story has."""
+        slot = next(self._slots)
+        return Life(slot, 100 * (slot + 1), 0, f"host-{slot}:1")
+
+    def topics(self, *names: str) -> list[str]:
+        return [self.history.topic(f"{self.history.namespace}-{name}") for name in names]
+
+    @classmethod
+    def runs(cls, rules: Path) -> list[dict[str, Any]]:
+        """The clock goes on, or the pass over ids is left out."""
+        shared = {"rules": str(rules)}
+        return [
+            {"later_s": 0.0, **shared},
+            {"later_s": LATER_S, **shared},
+            {"later_s": LATER_S, **shared},
+            {"later_s": 3 * LATER_S, "skip_ids": True, **shared},
+            {"later_s": 3 * LATER_S, **shared},
+        ]
+
+
+def time_and_the_end_of_a_transaction_revise_a_verdict(stage: Stage) -> Story:
+    history, one, two = stage.history, stage.life(), stage.life()
+    topic = history.topic(f"{history.namespace}-revised", 2)
+    producer = history.transactional(one)
+    there = history.deliver(producer, one, topic, ["there"])[0]
+    producer.begin_transaction()
+    history.ledger(producer, one, [there.entry(id=b"l" * 16, offset=1000)])
+    producer.commit_transaction(30)
+    slow = history.transactional(two)
+    slow.begin_transaction()
+    (late,) = history.send(slow, topic, ["late"], two, partition=1)
+    history.ledger(slow, two, [late.entry()])
+    history.answers([late.answer(504)])
+    first = yield
+    assert first.findings(topic) == set()
+    assert (first.balance(topic)["pending"], first.balance(topic)["delivered_once"]) == (2, 1)
+    held = {(log["topic"], log["partition"]) for log in first.document["evidence"]["held_up"]}
+    assert held == {(topic, 1), (f"{history.namespace}.ledger", two.slot)}
+    # Long after, with the transaction still open: the 504 may still come true, the place beyond the end may not.
+    second = yield
+    assert second.findings(topic) == {("lost", "ledger", None)}
+    assert second.balance(topic)["pending"] == 1
+    slow.commit_transaction(30)
+    third = yield
+    assert third.findings(topic) == {("lost", "ledger", None)}
+    assert (third.balance(topic)["pending"], third.balance(topic)["delivered_once"]) == (0, 2)
+
+
+def no_record_is_a_phantom_while_an_open_transaction_blocks_its_ledger(stage: Stage) -> Story:
+    yield
+    history, one, two = stage.history, stage.life(), stage.life()
+    (topic,) = stage.topics("held")
+    old_ms = history.now_ms - 30 * HOUR_MS
+    slow = history.transactional(two)
+    slow.begin_transaction()
+    history.ledger(slow, two, [])
+    # Its ledger entry is committed, behind what is open in that partition.
+    (there,) = history.send(history.plain, topic, ["held"], two, at=old_ms, ts=old_ms)
+    history.ledger(history.plain, two, [there.entry()])
+    # Another slot's ledger names the topic, so that it is audited.
+    history.deliver(history.transactional(one), one, topic, ["named"])
+    first = yield
+    assert (first.findings(topic), first.balance(topic)["delivered_once"]) == (set(), 1)
+    slow.commit_transaction(30)
+    second = yield
+    assert (second.findings(topic), second.balance(topic)["delivered_once"]) == (set(), 2)
+
+
+def events_of_a_topic_from_before_it_was_recreated_are_an_evidence_gap(stage: Stage) -> Story:
+    """Made anew before a run, and absent in one run and back in the next; with topic ids in the ledger or not.
+
+    Where the ledger names none the time of the new log's first record tells.
+    """
+    yield
+    history, life = stage.history, stage.life()
+    before, back = stage.topics("before", "back")
+
+    def promise() -> None:
+        producer = history.transactional(life)
+        for topic in (before, back):
+            history.deliver(producer, life, topic, [f"{topic}-{n}" for n in range(5)], answer=False)
+            history.deliver(producer, life, topic, [f"{topic}-old-{n}" for n in range(5)], topic_ids=False)
+
+    def make_anew(topic: str) -> None:
+        history.topic(topic)
+        now_ms = int(time.time() * 1000)
+        producer = history.transactional(life)
+        (first,) = history.deliver(producer, life, topic, [f"{topic}-new"], at=now_ms, ts=now_ms)
+        # In the log as it is now there is nothing at this place.
+        producer.begin_transaction()
+        history.ledger(producer, life, [first.entry(id=wire.event_id(f"{topic}-lost"), offset=100)])
+        producer.commit_transaction(30)
+
+    promise()
+    history.remove(before)
+    history.remove(back)
+    make_anew(before)
+    first = yield
+    lost = ("lost", "ledger", None)
+    assert first.findings(before) == {(GAP, "recreated", f"{before}[0]"), lost}
+    assert first.findings(back) == {(GAP, "topic_gone", f"{back}[0]")}
+    make_anew(back)
+    second = yield
+    for topic in (before, back):
+        assert second.findings(topic) == {(GAP, "recreated", f"{topic}[0]"), lost}
+    balance = second.balance(before, back)
+    assert (balance["unprovable"], balance["lost"], balance["delivered_once"], balance["phantom"]) == (20, 2, 2, 0)
+    gaps = [one for one in second.document["findings"] if one["kind"] == GAP and one["topic"] in (before, back)]
+    assert [one["count"] for one in gaps] == [10, 10]
+
+
+def proven_verdicts_stay_and_the_balance_closes_whatever_happens_to_the_logs(stage: Stage) -> Story:
+    """An open transaction, a topic that is gone, one made anew; an id lost in one hour and there twice in another."""
+    yield
+    history, one, two = stage.history, stage.life(), stage.life()
+    topic, plain = stage.topics("proven", "idempotent")
+    assert plain == stage.idempotent
+    first, second = history.transactional(one), history.transactional(two)
+    hours_ago = [history.now_ms - n * HOUR_MS for n in (30, 3)]
+    there = history.deliver(first, one, topic, ["wide"], at=hours_ago[1])[0]
+    history.deliver(second, two, topic, ["wide"], at=hours_ago[1])
+    gone = there.entry(id=wire.event_id("gone"), offset=2000)
+    first.begin_transaction()
+    history.ledger(first, one, [there.entry(offset=1000, at=hours_ago[0]), gone])
+    first.commit_transaction(30)
+    sent = history.send(history.plain, plain, ["told", "unsure"], one)
+    history.answers([sent[0].answer(), sent[1].answer(504)])
+
+    def balance(ran: Ran) -> dict[str, int]:
+        counts = ran.balance(topic, plain)
+        return {name: counts[name] for name in ran.document["balance"] if counts[name] and name != "records"}
+
+    begun = yield
+    assert balance(begun) == {"accepted": 4, "delivered_once": 2, "lost": 2}
+    lost = {finding for finding in begun.findings(topic, plain) if finding[0] == "lost"}
+    assert len(lost) == 2
+
+    # What is under way now cannot be what was promised then. The other topic's events were answered, if no ledger has
+    # them.
+    history.deliver(first, one, topic, ["meanwhile"], at=hours_ago[1])
+    second.begin_transaction()
+    history.send(second, topic, ["under way"], two)
+    history.remove(plain)
+    later = yield
+    second.abort_transaction(30)
+    assert balance(later) == {"accepted": 5, "delivered_once": 3, "lost": 2}
+    assert lost <= later.findings(topic, plain)
+    assert not {finding for finding in later.findings(topic, plain) if finding[0] == "phantom"}
+
+    history.remove(topic)
+    history.topic(topic)
+    yield
+    last = yield
+    assert balance(last)["accepted"] == 5
+
+
+def a_recreated_topic_gives_no_old_id_the_value_of_a_new_event(stage: Stage) -> Story:
+    """Registered before or after: another event stands at the place of each old one, with and without our header."""
+    yield
+    history, life = stage.history, stage.life()
+    topic, late = stage.topics("viewed", "viewed-late")
+
+    def write(name: str) -> None:
+        producer = history.transactional(life)
+        for one in (topic, late):
+            value = f"{one} {name}".encode()
+            history.send(history.plain, one, [f"{one}-{name}-bare"], None, value=value)
+            history.send(history.plain, one, [f"{one}-bare"], None, value=value)
+            # Its place is that of a record with our header, and the other way round.
+            its, other = (life, None) if name == "old" else (None, life)
+            history.send(history.plain, one, [f"{one}-{name}-x"], its, value=value)
+            history.send(history.plain, one, [f"{one}-{name}-y"], other, value=value)
+            # Last, as nobody knows when the marker comes that ends it.
+            history.deliver(producer, life, one, [f"{one}-{name}-{n}" for n in range(3)], value=value)
+
+    def ids(one: str, name: str) -> set[str]:
+        keys = [*(f"{one}-{name}-{n}" for n in range(3)), *(f"{one}-{name}-{word}" for word in ("bare", "x", "y"))]
+        return {id_of(key) for key in keys}
+
+    write("old")
+    ran = yield
+    views = Views(stage.spark, history, ran.lake)
+    assert views.register(topic) == 7
+    for one in (topic, late):
+        history.remove(one)
+        history.topic(one)
+    write("new")
+    yield
+    views.register(late)
+    rows = views.rows(late)
+    assert rows.keys() == ids(late, "new") | {id_of(f"{late}-bare")}
+    assert {value for _, _, value, _ in rows.values()} == {f"{late} new".encode()}
+    rows = views.rows(topic)
+    assert rows.keys() >= ids(topic, "new") | ids(topic, "old")
+    for name in ("old", "new"):
+        assert {rows[id][2] for id in ids(topic, name)} == {f"{topic} {name}".encode()}
+    for key in ("old-0", "old-bare", "old-x", "old-y"):
+        told = list(show.show(stage.spark, views.shared, str(ran.lake), f"{topic}-{key}"))
+        assert "           is not in Kafka any more: another record stands there now" in told
+        assert not [line for line in told if line.startswith("  value")]
+    for key in ("new-0", "new-bare", "new-x", "new-y"):
+        told = list(show.show(stage.spark, views.shared, str(ran.lake), f"{topic}-{key}"))
+        assert f"  value    {topic} new" in told
+
+
+def logs_that_change_between_runs(stage: Stage) -> Story:
+    """The last story, as its run that is cut off has to be planned anew by what it changes alone."""
+    yield
+    history, life = stage.history, stage.life()
+    topic, eaten, anew = stage.topics("grown", "eaten", "anew")
+    producer = history.transactional(life)
+    for name in (topic, eaten, anew):
+        history.deliver(producer, life, name, [f"{name}-{n}" for n in range(3)])
+    first = yield
+    assert first.findings(topic, eaten, anew) == set()
+    history.grow(topic, 3)
+    (fresh,) = stage.topics("fresh")
+    producer = history.transactional(life)
+    history.deliver(producer, life, topic, ["grown"], partition=2)
+    history.deliver(producer, life, fresh, ["fresh"])
+    written = history.deliver(producer, life, eaten, [f"eaten-{n}" for n in range(4)])
+    # A run that was cut off before any of this: what it had planned to read is gone when it is taken up.
+    with pytest.MonkeyPatch.context() as patch, cut(patch, lake.Lake, "append", after=True, only="progress"):
+        stage.audit(history, later_s=LATER_S, rules=str(stage.rules))
+    history.delete_before(eaten, 0, written[2].offset)
+    history.deliver(producer, life, anew, ["old"])
+    history.remove(anew)
+    history.topic(anew, 1)
+    producer = history.transactional(life)
+    history.deliver(producer, life, anew, ["new"])
+    second = yield
+    before = first.document["run"]["number"]
+    assert (second.document["run"]["number"], second.document["run"]["resumed"]) == (before + 2, False)
+    assert second.findings(topic, eaten, anew, fresh) == {
+        (GAP, "retention", f"{eaten}[0]"),
+        (GAP, "recreated", f"{anew}[0]"),
+    }
+    balance = second.balance(topic, eaten, anew, fresh)
+    # The place of "old" holds another record now, of a topic that is not the one that was promised.
+    assert (balance["accepted"], balance["unprovable"], balance["lost"]) == (9 + 1 + 1 + 4 + 2, 3, 0)
+    assert fresh in second.document["run"]["topics"]
+
+
+STORIES = (
+    time_and_the_end_of_a_transaction_revise_a_verdict,
+    no_record_is_a_phantom_while_an_open_transaction_blocks_its_ledger,
+    events_of_a_topic_from_before_it_was_recreated_are_an_evidence_gap,
+    proven_verdicts_stay_and_the_balance_closes_whatever_happens_to_the_logs,
+    a_recreated_topic_gives_no_old_id_the_value_of_a_new_event,
+    logs_that_change_between_runs,
+)
+
+
+@pytest.fixture(scope="module")
+def stories(spark: SparkSession, kafka: Kafka, audit: Audit, tmp_path_factory: pytest.TempPathFactory) -> Stories:
+    history = History(kafka.bootstrap, f"t-{uuid.uuid4().hex[:12]}", slots=SLOTS)
+    rules = tmp_path_factory.mktemp("rules") / "rules.toml"
+    stage = Stage(spark, history, audit, rules)
+    rules.write_text(f'[[topics]]\npattern = "{stage.idempotent}"\nguarantee = "idempotent"\n')
+    shared = Stories({story.__name__: story(stage) for story in STORIES})
+    shared.run(partial(audit, history), stage.runs(rules))
+    return shared
+
+
+@pytest.mark.parametrize("story", [story.__name__ for story in STORIES])
+def test_that(stories: Stories, story: str) -> None:
+    stories.check(story)
