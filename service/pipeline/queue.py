@@ -48,8 +48,7 @@ class Queue:
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._in_flight: dict[Group, None] = {}
         self._groups_taken = 0
-        self._last_size = 0  # events of the last group
-        self._extra_events = 0  # how many more events wait than requests
+        self._last_size = 0  # requests of the last group
         self._making_room: asyncio.TimerHandle | None = None
         self.events = 0
         self.bytes = 0
@@ -68,8 +67,6 @@ class Queue:
     def put(self, request: WriteRequest) -> None:
         """Append a counted request."""
         self._line_of(request).append(request)
-        if len(request.events) > 1:
-            self._extra_events += _extra_events(request)
         self.notify()
 
     @property
@@ -102,7 +99,6 @@ class Queue:
         for request in reversed(requests):
             if not request.answered:
                 self._line_of(request).appendleft(request)
-                self._extra_events += _extra_events(request)
         self.notify()
 
     def _line_of(self, request: WriteRequest) -> deque[WriteRequest]:
@@ -155,10 +151,6 @@ class Queue:
             if quarantined:
                 self._quarantined_group = group
             self._last_size = len(requests)
-            if self._extra_events:
-                self._last_size += sum(map(_extra_events, requests))
-                lines = (*self._waiting.values(), self._quarantine)
-                self._extra_events = sum([_extra_events(request) for line in lines for request in line])
             for request in requests:
                 request.group_number = group.number
         self._notify_if_any_waits()
@@ -203,11 +195,13 @@ class Queue:
     def _at_capacity(self) -> bool:
         """Whether no further group may be started. Groups that take longer than GROUP_QUICK_S do not count.
 
-        A second group is started only if it is as large as the last: small groups raise the cost of each event.
+        A second group is started only if it has as many requests as the last: small groups raise the cost of each. A
+        chunk of a batch is one request, so that others need not wait until a chunk of 1,000 events is written.
         """
         if not self._in_flight:
             return False
-        most = self._groups_at_once if self._waiting_events() >= self._last_size else 1
+        waiting = sum(map(len, self._waiting.values())) + len(self._quarantine)
+        most = self._groups_at_once if waiting >= self._last_size else 1
         if len(self._in_flight) < most:
             return False
         now = time.monotonic()
@@ -218,9 +212,6 @@ class Queue:
             delay_s = min(quick) + GROUP_QUICK_S + 0.001 - now
             self._making_room = asyncio.get_running_loop().call_later(delay_s, self._make_room)
         return True
-
-    def _waiting_events(self) -> int:
-        return sum(map(len, self._waiting.values())) + len(self._quarantine) + self._extra_events
 
     def _make_room(self) -> None:
         self._making_room = None
@@ -276,11 +267,6 @@ def take_requests(waiting: deque[WriteRequest], ledger_bytes_max: int = GROUP_LE
             break
         requests.append(waiting.popleft())
     return requests
-
-
-def _extra_events(request: WriteRequest) -> int:
-    """How many more events than one a chunk has; 0 for other requests."""
-    return len(request.events) - 1 if request.is_chunk else 0
 
 
 def _head_arrived(waiting: deque[WriteRequest]) -> float:

@@ -590,28 +590,16 @@ async def test_a_split_chunk_hands_its_progress_and_its_results_to_its_parts() -
     assert chunk.collector.done.result() == []
 
 
-async def test_the_size_of_a_group_is_counted_in_events_and_not_in_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_event_need_not_wait_until_the_large_chunk_of_another_request_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Groups are compared by their requests: a chunk of a thousand events is one."""
     monkeypatch.setattr(queue_module, "GROUP_QUICK_S", 60.0)
-
-    def waiting(*keys: str) -> WriteRequest:
+    queue = Queue(Settings(instance="test"))
+    for keys in ([str(n) for n in range(1_000)], ["a"]):
         request = WriteRequest.of([*map(make_event, keys)], time.monotonic(), 10.0, Guarantee.EXACTLY_ONCE)
         queue.admit(request)
         queue.put(request)
-        return request
-
-    queue = Queue(Settings(instance="test"))
-    waiting(*map(str, range(1_000)))
-    assert queue.take() is not None
-    waiting("a")
-    assert queue.take() is None  # one event does not go beside a thousand
-    queue = Queue(Settings(instance="test"))
-    for n in range(10):
-        waiting(str(n))
-    assert queue.take() is not None
-    large = waiting(*map(str, range(300)))
-    group = queue.take()  # but three hundred beside ten
-    assert group is not None
-    assert group.requests == [large]
-    queue.put_back([large])
-    assert queue._waiting_events() == 300
-    assert queue.take() is None  # two are under way
+        group = queue.take()
+        assert group is not None
+        assert group.requests == [request]
