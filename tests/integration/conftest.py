@@ -1,6 +1,7 @@
 """Processes of the service for a test, on the run's broker and store, and the judge's last word on it."""
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -133,23 +134,9 @@ def bytecode(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("bytecode"))}
 
 
-@pytest.fixture
-def stage(
-    tmp_path: Path, kafka: Kafka, redis: Redis, namespace: str, client: Client, bytecode: dict[str, str]
-) -> Iterator[Stage]:
-    """Processes on the run's own store. They are ended with the test, and none may have met a bug."""
-    yield from _staged(Stage(tmp_path, kafka, redis, namespace, client, bytecode))
-
-
-@pytest.fixture
-def own_stage(
-    tmp_path: Path, kafka: Kafka, own_redis: Redis, namespace: str, client: Client, bytecode: dict[str, str]
-) -> Iterator[Stage]:
-    """Processes on a Redis that the test may flush, pause and restart."""
-    yield from _staged(Stage(tmp_path, kafka, own_redis, namespace, client, bytecode))
-
-
-def _staged(stage: Stage) -> Iterator[Stage]:
+@contextlib.contextmanager
+def staged(stage: Stage) -> Iterator[Stage]:
+    """Processes of a stage, which end with the block; none may have met a bug."""
     try:
         yield stage
     finally:
@@ -158,6 +145,24 @@ def _staged(stage: Stage) -> Iterator[Stage]:
     for service in stage.services:
         log = service.log.read_text() if service.log.exists() else ""
         assert not any(sign in log for sign in ("Traceback", '"bug"')), f"a bug in {service.name}\n{service.tail(60)}"
+
+
+@pytest.fixture
+def stage(
+    tmp_path: Path, kafka: Kafka, redis: Redis, namespace: str, client: Client, bytecode: dict[str, str]
+) -> Iterator[Stage]:
+    """Processes on the run's own store."""
+    with staged(Stage(tmp_path, kafka, redis, namespace, client, bytecode)) as stage:
+        yield stage
+
+
+@pytest.fixture
+def own_stage(
+    tmp_path: Path, kafka: Kafka, own_redis: Redis, namespace: str, client: Client, bytecode: dict[str, str]
+) -> Iterator[Stage]:
+    """Processes on a Redis that the test may flush, pause and restart."""
+    with staged(Stage(tmp_path, kafka, own_redis, namespace, client, bytecode)) as stage:
+        yield stage
 
 
 @pytest.fixture
