@@ -79,7 +79,7 @@ class AsgiRequest(PostRequest):
 
     def answer(self, status: int, head: bytes, body: bytes) -> None:
         """Set the response; only the first call counts. `head` has header lines, each with its CRLF."""
-        if not self.response_complete:
+        if not self.answered:
             self.finish()
             self._give(_Whole(status, head, body))
 

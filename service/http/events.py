@@ -234,7 +234,7 @@ class EventsEndpoint:
         self._answer(post, 202, lines, b'{"id":"%b","state":"in_progress"}' % event.id.hex().encode())
 
     def _answer_event(self, post: PostRequest, key: str, applied: bytes, result: asyncio.Future[WriteResult]) -> None:
-        if post.response_complete:  # it was answered with 202
+        if post.answered:  # it was answered with 202
             return
         try:
             answer = result.result()
@@ -263,7 +263,7 @@ class EventsEndpoint:
             log.error("request failed", **self._named(post), exc_info=error)
             error = Problem(INTERNAL, "send it again, with the same key")
             post.keep_alive = False
-            if post.response_complete:
+            if post.answered:
                 post.cut()
                 return
         status, headers, body = render_problem(error)

@@ -16,14 +16,14 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from service.http.headers import UsedHeaders
 from service.http.limits import GuardedProtocol
 from service.http.request import OWN_BYTES, Bodies, Handler, PostRequest
-from service.http.request_reader import Head, PlainPost, RequestReader
+from service.http.request_reader import Head, PlainPost, Refusal, RequestReader
 from service.http.responses import lines_of
 
 log = structlog.get_logger(__name__)
 
 
 class ResponseBuffer:
-    """Responses of any connections, written together in the loop's next turn.
+    """Whole responses of any connections, written together in the loop's next turn.
 
     The results of a group come one after the other. Each write wakes its client, which takes the CPU from the next
     result if it runs on the same machine.
@@ -33,12 +33,13 @@ class ResponseBuffer:
         self._waiting: list[tuple[HttpRequest, bytes]] = []
 
     def add(self, post: "HttpRequest", content: bytes) -> None:
-        """Write a whole response, or the last part of one, in the next turn."""
+        """Write a whole response in the next turn."""
         if not self._waiting:
-            post.loop.call_soon(self._write)
+            post.loop.call_soon(self.write)
         self._waiting.append((post, content))
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Write the responses now."""
         waiting, self._waiting = self._waiting, []
         for post, content in waiting:
             try:
@@ -64,7 +65,7 @@ class Posts:
 class HttpRequest(PostRequest):
     """One POST on its connection. It stands in for a cycle of uvicorn's in the pipeline."""
 
-    __slots__ = ("_connection", "_handler", "disconnected", "expects_continue", "started", "whole")
+    __slots__ = ("_connection", "_handler", "disconnected", "expects_continue", "response_complete", "started", "whole")
 
     message_event: Final = asyncio.Event()  # uvicorn sets it at a disconnect; nothing awaits it
 
@@ -85,6 +86,7 @@ class HttpRequest(PostRequest):
         self.whole = False  # the body is complete, or was dropped
         self.expects_continue = expects_continue
         self.disconnected = False
+        self.response_complete = False  # written, as uvicorn means it: the connection's next request may begin
 
     def add(self, part: bytes, most: int) -> None:
         """Add a part of the body. If the part is not kept, the handler gets the request at once, and refuses it."""
@@ -140,7 +142,7 @@ class HttpRequest(PostRequest):
         task.add_done_callback(tasks.discard)
 
     def answer(self, status: int, head: bytes, body: bytes) -> None:
-        if not self.response_complete:
+        if not self.answered:
             lines = self._connection.head(self, status, head, b"content-length: %d\r\n" % len(body))
             self.finish()
             self._connection.posts.responses.add(self, lines + body)
@@ -151,10 +153,12 @@ class HttpRequest(PostRequest):
 
     def complete(self, content: bytes) -> None:
         """Write the end of the response, and go on with the connection's next request."""
+        self.response_complete = True
         self._connection.finish(self, content)
 
     def cut(self) -> None:
         self.finish()
+        self.response_complete = True
         self._connection.transport.close()
 
     def stream(self, status: int, head: bytes) -> "Chunks":
@@ -187,7 +191,7 @@ class Chunks:
             self._post.answer(self._status, self._head, b"".join(self._whole))
             return
         self._post.finish()
-        self._connection.finish(self._post, b"0\r\n\r\n")
+        self._post.complete(b"0\r\n\r\n")
 
     def cut(self) -> None:
         """Abort the body: the end of the connection tells the client that the body is incomplete."""
@@ -215,6 +219,10 @@ class PostsProtocol(GuardedProtocol):
         self.take_post(post)  # the usual case, without an event
         if self._timer is not None:
             self._set_timer()
+
+    def _refuse(self, refusal: Refusal) -> None:
+        self.posts.responses.write()  # a refusal ends the connection, and comes after the answers
+        super()._refuse(refusal)
 
     def take_post(self, post: PlainPost) -> None:
         request = HttpRequest(self, self.posts.routes[post.target], [])
@@ -249,7 +257,7 @@ class PostsProtocol(GuardedProtocol):
         cycle: object = self.cycle
         if not isinstance(cycle, HttpRequest):
             super().on_body(body)
-        elif not cycle.response_complete:
+        elif not cycle.answered:
             cycle.add(body, self.posts.body_bytes_max)
 
     def on_message_complete(self) -> None:

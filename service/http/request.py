@@ -40,6 +40,7 @@ class PostRequest(ABC):
         "_bodies",
         "_content",
         "_taken",
+        "answered",
         "arrived",
         "at_capacity",
         "chunked",
@@ -47,7 +48,6 @@ class PostRequest(ABC):
         "found",
         "headers",
         "keep_alive",
-        "response_complete",
         "size",
     )
 
@@ -73,7 +73,7 @@ class PostRequest(ABC):
         self.arrived = 0.0  # when the request was complete, in seconds of time.monotonic
         self.size = 0  # of the body so far, in bytes
         self.at_capacity = False  # the body was dropped, because `bodies` was full
-        self.response_complete = False
+        self.answered = False  # only the first answer counts
 
     @property
     def body(self) -> bytes:
@@ -122,8 +122,8 @@ class PostRequest(ABC):
             self._taken = 0
 
     def finish(self) -> None:
-        """Note that the response is complete, or never will be."""
-        self.response_complete = True
+        """Note that the request is answered, or never will be."""
+        self.answered = True
         self.drop_body()
 
     @abstractmethod

@@ -164,7 +164,7 @@ class Told:
     def __init__(self, body: bytes, headers: dict[str, str]) -> None:
         self.headers = [(name.lower().encode(), text.encode("latin-1")) for name, text in headers.items()]
         self.found = None
-        self.body, self.size, self.client, self.arrived, self.response_complete = body, len(body), None, 0.0, False
+        self.body, self.size, self.client, self.arrived, self.answered = body, len(body), None, 0.0, False
         self.status, self.lines, self.said = 0, b"", b""
 
     def apart(self, work: Coroutine[Any, Any, None]) -> None:
@@ -187,7 +187,7 @@ class Told:
         self.said += piece
 
     def end(self) -> None:
-        self.response_complete = True
+        self.answered = True
 
     @property
     def detail(self) -> str:
@@ -359,7 +359,7 @@ def test_a_reply_that_raises_is_answered_500_and_ends_its_connection(
 
 def test_an_answer_that_cannot_be_written_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(told: Told, *_: object) -> None:
-        told.response_complete = True
+        told.answered = True
         raise RuntimeError("the transport")
 
     monkeypatch.setattr(Told, "answer", breaks)

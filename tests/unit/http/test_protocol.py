@@ -363,6 +363,26 @@ async def test_pipelined_requests_are_answered_in_their_order(caller: Caller, de
     assert (await caller.hear())[2] == b"4"
 
 
+async def test_a_pipelined_request_waits_for_the_one_before_it_though_the_first_was_answered_at_once(
+    caller: Caller, desk: Desk
+) -> None:
+    """The first is answered before the second is read, and its response is written after that."""
+    await caller.say(post(b"/now", b"1") + post(b"/later", b"2") + post(b"/now", b"3"))
+    assert (await caller.hear())[2] == b"1"
+    (second,) = await desk.waiting(1)
+    await asyncio.sleep(0.05)
+    second.answer(201, b"", b"two")
+    assert (await caller.hear())[2] == b"two"
+    assert (await caller.hear())[2] == b"3"
+
+
+@only_direct  # by ASGI the answer comes later, and the connection ends without it
+async def test_a_request_is_answered_though_what_follows_it_is_no_http(caller: Caller) -> None:
+    await caller.say(post(b"/now", b"1") + b"no request\r\n\r\n")
+    assert (await caller.hear())[2] == b"1"
+    assert (await caller.hear())[0] == 400
+
+
 async def test_a_body_is_not_kept_past_its_limit(caller: Caller) -> None:
     """It is handed over as soon as it is too long, and its size tells."""
     head = post(b"/now", b"x" * 5000)
@@ -651,7 +671,7 @@ async def test_pipelined_requests_that_are_answered_at_once_are_read_one_slice_a
     protocol.data_received(3_000 * post(b"/now", b"x", b"via: x"))
     unread = len(protocol.reader.unread)
     read: list[int] = []
-    while len(read) < 12:
+    while sum(read) < 2 * request_reader.SLICE_BYTES:
         await asyncio.sleep(0)
         before, unread = unread, len(protocol.reader.unread)
         read.append(before - unread)
