@@ -116,11 +116,23 @@ def reconcile(
 
 
 def hours_to_classify(rows: DataFrame, last_run: dict[str, Any] | None, plan: Plan, balance: Balance) -> set[str]:
-    """Return the hours that this run wrote to, and those with verdicts that may change by time alone; all hours if the
-    options or the topics have changed."""
-    if last_run is None or last_run["options"] != plan.options or last_run["topics"] != plan.topics:
+    """Return the hours that this run wrote to, and those with verdicts that may change by time alone; all hours if
+    `classifies_all`."""
+    if classifies_all(last_run, plan):
         return set(hours.of(rows))
     return set(hours.of(rows.where(F.col("run") == plan.run))) | balance.open_hours()
+
+
+def classifies_all(last_run: dict[str, Any] | None, plan: Plan) -> bool:
+    """Check whether a run classifies all hours: the options or the topics have changed, or an interrupted run was
+    planned again.
+
+    Only such a run leaves a gap between the runs' numbers. It may have replaced the findings of any hour by those under
+    other options.
+    """
+    if last_run is None or plan.run != last_run["run"] + 1:
+        return True
+    return bool(last_run["options"] != plan.options or last_run["topics"] != plan.topics)
 
 
 def _multi_row(rows: DataFrame, cache: ExitStack) -> MultiRow:
