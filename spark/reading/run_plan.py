@@ -187,14 +187,17 @@ def options_of(settings: Settings) -> str:
 
 
 def settings_of(options: str, now: Settings) -> Settings:
-    """Restore the settings that a plan was made with from its `options` (options_of); the rest is taken from `now`."""
+    """Restore the settings that a plan was made with from its `options` (options_of); the rest is taken from `now`.
+
+    Plans of an earlier version lack the window, the callers, or the identities (which that version did not have).
+    """
     parsed = json.loads(options)
     options_then = replace(
         now.options,
         topics=tuple(parsed["topics"]),
         grace_s=parsed["grace_s"],
-        window_h=parsed["window_h"],
-        identity=parsed["identity"],
+        window_h=parsed.get("window_h", now.options.window_h),
+        identity=parsed.get("identity", {}),
     )
     # The plan stores only the sum of the timeouts, and only the sum has an effect.
     shared = replace(
@@ -203,7 +206,6 @@ def settings_of(options: str, now: Settings) -> Settings:
     topics = tuple(
         TopicRule(pattern, Guarantee(guarantee), "", *switches) for pattern, guarantee, *switches in parsed["rules"]
     )
-    # Plans of an earlier version have no callers.
     callers = tuple(CallerRule(name, ()) for name in parsed["callers"]) if "callers" in parsed else now.rules.callers
     return replace(now, options=options_then, shared=shared, rules=Rules(topics, callers))
 

@@ -1,5 +1,6 @@
 """The plan of a run, against a fake cluster: no Spark, no Kafka."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -211,6 +212,18 @@ def test_the_settings_of_a_run_are_restored_from_its_plan(cluster: FakeCluster) 
     assert found.options.skip_ids
     # Another caller in the rules is another scope of keys.
     assert run_plan.options_of(settings(rules)) != run_plan.options_of(settings(rules.replace('"c"', '"d"')))
+
+
+def test_what_a_plan_of_an_earlier_version_lacks_is_taken_from_the_command_line() -> None:
+    rules = f'[[callers]]\nname = "c"\ntoken_sha256 = "{"0" * 64}"'
+    parsed = json.loads(run_plan.options_of(settings(rules, topics=("a*",), grace_s=7, window_h=24)))
+    old = json.dumps({name: parsed[name] for name in parsed.keys() - {"window_h", "callers", "identity"}})
+    ours = settings(rules.replace('"c"', '"d"'), window_h=336, identity={"a": "key"})
+    found = run_plan.settings_of(old, ours)
+    assert (found.options.topics, found.options.grace_s, found.options.window_h) == (("a*",), 7, 336)
+    assert found.rules.callers[0].name == "d"
+    # Such a version read every record without --identity.
+    assert found.options.identity == {}
 
 
 def test_the_next_run_starts_at_the_end_of_the_last_one(cluster: FakeCluster) -> None:
