@@ -28,9 +28,14 @@ class AsgiEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = AsgiRequest(scope, self._bodies)
-        if await request.read(receive, self._body_bytes_max):
-            self._handler(request)
-            await request.respond(send)
+        try:
+            if not await request.read(receive, self._body_bytes_max):
+                return
+        except BaseException:  # a server or a middleware has cancelled the upload
+            request.finish()
+            raise
+        self._handler(request)
+        await request.respond(send)
 
 
 class AsgiRequest(PostRequest):

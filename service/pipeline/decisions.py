@@ -1,6 +1,7 @@
 """Decides what happens to the requests of a group, from what was found, without I/O.
 
-A decision takes events that need no write out of their chunk (`WriteRequest.take_out`), and changes nothing else.
+A decision takes events that need no write out of their chunk (`WriteRequest.take_out`); `start_sending` moves the
+states of requests. Nothing else is changed.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -15,7 +15,7 @@ from service.kafka.session import Partition, Record, RecordMetadata
 from service.pipeline.request import Committed, WriteRequest
 from service.slots.ledger_rows import LedgerEntry, entry_of
 
-# Each step of a group takes one or two microseconds an event.
+# Events of a group from which on each of its steps takes the event loop for milliseconds.
 LARGE_EVENTS: Final = 1_000
 
 # A request whose claims stand, and the accepted_at (ms since the Unix epoch) of each of its events.

@@ -249,10 +249,11 @@ class Pool:
         random.shuffle(dead)
         random.shuffle(free)
         wanted = share - len(held)
-        maybe_hanging, self._to_recover = self._to_recover, {}
+        self._to_recover = {n: partitions for n, partitions in self._to_recover.items() if marks.get(n) in ("d", "f")}
         for n in dead + free[: max(0, wanted - len(dead))]:
             if not self._stopping and time.monotonic() >= self._take_not_before:
-                await self._take(n, generation, maybe_hanging.get(n, ()))
+                await self._take(n, generation, self._to_recover.get(n, ()))
+                self._to_recover.pop(n, None)
         # A process may hold more than it wants after taking dead slots, and gives up more than its share only if no
         # slot is free or dead.
         excess = len(held) - (most if free or dead else share)

@@ -48,7 +48,7 @@ class Queue:
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._in_flight: dict[Group, None] = {}
         self._groups_taken = 0
-        self._last_size = 0  # requests of the last group
+        self._last_size = 0  # requests of the last group that was not quarantined
         self._making_room: asyncio.TimerHandle | None = None
         self.events = 0
         self.bytes = 0
@@ -150,7 +150,8 @@ class Queue:
             self._in_flight[group] = None
             if quarantined:
                 self._quarantined_group = group
-            self._last_size = len(requests)
+            else:
+                self._last_size = len(requests)
             for request in requests:
                 request.group_number = group.number
         self._notify_if_any_waits()
@@ -200,7 +201,9 @@ class Queue:
         """
         if not self._in_flight:
             return False
-        waiting = sum(map(len, self._waiting.values())) + len(self._quarantine)
+        waiting = sum(map(len, self._waiting.values()))
+        if self._quarantined_group is None:
+            waiting += len(self._quarantine)
         most = self._groups_at_once if waiting >= self._last_size else 1
         if len(self._in_flight) < most:
             return False

@@ -77,7 +77,7 @@ def fit(ledger_bytes: int, event_bytes: int, ledger_bytes_max: int = GROUP_LEDGE
     return ledger_bytes <= ledger_bytes_max and event_bytes <= GROUP_EVENT_BYTES_MAX
 
 
-# A batch's next chunk waits until this one is written, and so do other requests behind it.
+# Each step with a chunk takes one or two microseconds an event of the event loop.
 CHUNK_EVENTS_MAX: Final = 1_000
 
 

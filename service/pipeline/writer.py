@@ -66,6 +66,8 @@ AWAY_PAUSE_S: Final = 0.1
 # does a broker until it knows a new topic.
 ABORTED_PAUSE_S: Final = 0.1
 ABORTED_PAUSE_MOST_S: Final = 1.0
+# A producer id and its epoch.
+ProducerIdentity = tuple[int, int]
 UNTRACED: Final = contextlib.nullcontext()
 
 
@@ -130,7 +132,10 @@ class Writer:
                 claimed = await self._claim(slot, group)
                 if group.is_large:
                     await asyncio.sleep(0)  # other tasks of the loop run between two steps
-                written = await self._write(slot, claimed.requests)
+                identity = await self._identity(slot, claimed.requests)
+                requests, late = start_sending(claimed.requests)  # no other task runs from here to the sending
+                claimed = ClaimedGroup(requests, [*claimed.to_release, *late])
+                written = await self._write(slot, requests, identity)
                 marking = await self._start_mark(slot, written, marking)
                 await self._release(slot, [*claimed.to_release, *written.to_release])
             except BaseException as error:
@@ -285,18 +290,26 @@ class Writer:
 
     # ------------------------------------------------------------------------------------------------------ writing
 
-    async def _write(self, slot: Slot, group: Sequence[ClaimedRequest]) -> Written:
-        """Write a claimed group under its guarantee; if it is empty, abandon the transaction that was begun for it."""
+    @staticmethod
+    async def _identity(slot: Slot, group: Sequence[ClaimedRequest]) -> ProducerIdentity:
+        """Return the producer id and epoch under which a group is written. Raises KafkaAway."""
+        if group and group[0][0].guarantee is Guarantee.IDEMPOTENT:
+            return await slot.idempotent.identity()
+        return slot.producer.producer_id, slot.producer.epoch
+
+    async def _write(self, slot: Slot, group: Sequence[ClaimedRequest], identity: ProducerIdentity) -> Written:
+        """Write a group under its guarantee; if it is empty, abandon the transaction that was begun for it."""
         if not group:
             await slot.abandon()
             return Written()
         started = time.perf_counter()
+        events = sum(len(request.events) for request, _ in group)
         exactly_once = group[0][0].guarantee is Guarantee.EXACTLY_ONCE
         write = self._write_exactly_once if exactly_once else self._write_idempotent
         with self._traced(slot, group):
-            written = await write(slot, group)
+            written = await write(slot, group, self._records(slot, group, *identity))
         self._telemetry.stage_kafka.observe(time.perf_counter() - started)
-        self._telemetry.groups.observe(sum(len(request.events) for request, _ in group))
+        self._telemetry.groups.observe(events)
         return written
 
     def _traced(self, slot: Slot, group: Sequence[ClaimedRequest]) -> contextlib.AbstractContextManager[None]:
@@ -304,13 +317,10 @@ class Writer:
             return UNTRACED
         return self._tracing.sending(slot.n, [request for request, _ in group])
 
-    async def _write_exactly_once(self, slot: Slot, group: Sequence[ClaimedRequest]) -> Written:
+    async def _write_exactly_once(
+        self, slot: Slot, group: Sequence[ClaimedRequest], records: Sequence[Record]
+    ) -> Written:
         """Write a group in one transaction. Raises TransactionFailed after `_fail` has dealt with the requests."""
-        group, late = start_sending(group)
-        if not group:
-            await slot.abandon()
-            return Written(to_release=late)
-        records = self._records(slot, group, slot.producer.producer_id, slot.producer.epoch)
         try:
             metadata = await slot.send(records)
             committed = list(committed_of(group, records, metadata))
@@ -322,7 +332,7 @@ class Writer:
             if failure is error:
                 raise
             raise failure from error
-        return Written(committed, position, late)
+        return Written(committed, position)
 
     @staticmethod
     def _bug(slot: Slot, error: Exception) -> TransactionFailed:
@@ -331,15 +341,14 @@ class Writer:
         slot.fail(failure)
         return failure
 
-    async def _write_idempotent(self, slot: Slot, group: Sequence[ClaimedRequest]) -> Written:
+    async def _write_idempotent(
+        self, slot: Slot, group: Sequence[ClaimedRequest], records: Sequence[Record]
+    ) -> Written:
         """Write events whose guarantee is `idempotent`, without a transaction and without a ledger record.
 
         An event without a clean result is answered 504 at once and its claim is released: a retry writes it again. An
         event that was surely not appended is sent again.
         """
-        identity = await slot.idempotent.identity()
-        group, late = start_sending(group)
-        records = self._records(slot, group, *identity)
         try:
             results = await slot.idempotent.write(records)
         except KafkaAway:  # nothing was sent
@@ -353,7 +362,7 @@ class Writer:
             self._admission.answer(request, result)
         for request in decision.requeued:
             request.move(RequestEvent.RETURN)
-        return Written(decision.delivered, slot.without_ledger_record(), [*late, *decision.to_release])
+        return Written(decision.delivered, slot.without_ledger_record(), decision.to_release)
 
     def _records(self, slot: Slot, group: Sequence[ClaimedRequest], producer_id: int, epoch: int) -> list[Record]:
         writer = stamp_writer(slot.n, producer_id, epoch, self._settings.name)

@@ -244,6 +244,14 @@ async def test_a_request_that_is_disconnected_amid_its_body_is_not_handled() -> 
     assert (handled, server.sent, bodies.bytes) == ([], [], 0)
 
 
+async def test_a_body_whose_upload_breaks_off_counts_no_more() -> None:
+    """As where a server or a middleware cancels it."""
+    bodies, handled = Bodies(4 * OWN_BYTES), list[PostRequest]()
+    with pytest.raises(IndexError):
+        await Server(part(bytes(2 * OWN_BYTES))).serve(endpoint_of(handled.append, bodies))
+    assert (handled, bodies.bytes) == ([], 0)
+
+
 async def test_work_continues_although_the_server_cancels_the_request() -> None:
     """Some do so when the client goes away. What was begun, such as a batch, is finished."""
     done, started = asyncio.Event(), asyncio.Event()

@@ -7,9 +7,10 @@ import pytest
 from service.claims.states import RequestEvent, RequestState
 from service.contract import Guarantee
 from service.core.problems import NOT_WRITTEN, Problem
+from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.pipeline.decisions import ClaimToRelease, start_sending
 from service.pipeline.request import Committed, WriteRequest
-from tests.unit.fakes import World, ended, make_event, steps
+from tests.unit.fakes import World, ended, kind_of, make_event, steps
 
 
 def claimed(key: str) -> WriteRequest:
@@ -44,3 +45,28 @@ async def test_other_tasks_run_between_the_claim_and_the_writing_of_a_large_grou
     assert isinstance(await result, Committed)
     assert is_sent == [False]
     await ended(serving)
+
+
+async def test_a_claim_of_a_request_answered_before_the_sending_is_released_though_the_transaction_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else its retry would be refused until the slot has been recovered, which may take long."""
+    world = World()
+    slot = await world.slot()
+    world.producers[0].trouble.before["write"].append(TransactionFailed(TransactionOutcome.ABORTED, "no broker"))
+
+    def late(request: WriteRequest) -> None:
+        world.admission.answer(request, Problem(NOT_WRITTEN, "its deadline has passed"))
+
+    monkeypatch.setattr(world.admission, "answer_202", late)
+    arrived = asyncio.get_running_loop().time()
+    await world.admission.check(make_event("late"), arrived)
+    on_claim = asyncio.get_running_loop().create_future()
+    refused = world.admission.submit(make_event("late"), arrived, on_claim=on_claim)
+    world.submit("other")
+    await steps()
+    serving = world.serve(slot)
+    with pytest.raises(TransactionFailed):
+        await serving
+    assert kind_of(await refused) is NOT_WRITTEN
+    assert not world.keys.is_claimed("late")
