@@ -48,7 +48,7 @@ def main() -> int:
             access_log=False,
             log_config=None,
             server_header=False,
-            proxy_headers=False,  # nothing here depends on the client's address
+            proxy_headers=False,  # without rules only loopback addresses may write, and a header could forge one
             backlog=4096,
             timeout_keep_alive=IDLE_S,
             timeout_graceful_shutdown=settings.request_timeout_ms // 1000 + DRAIN_EXTRA_S,

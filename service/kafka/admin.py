@@ -122,6 +122,13 @@ class Ends(NamedTuple):
     high_watermark: int
 
 
+class LastOffsets(NamedTuple):
+    """The ends of partitions whose leaders answered, and the topics that do not exist."""
+
+    ends: Mapping[Partition, Ends]
+    absent: Collection[str] = ()
+
+
 class KafkaAdmin:
     """An admin client. Every call has a deadline and raises KafkaAway where Kafka does not answer."""
 
@@ -214,7 +221,7 @@ class KafkaAdmin:
                 raise self.failed("metadata", f"topic {name}: {kind.__name__}")
         return found
 
-    async def last_offsets(self, topics: Sequence[str]) -> dict[Partition, Ends]:
+    async def last_offsets(self, topics: Sequence[str]) -> LastOffsets:
         """Ask the leaders for the end offsets of the topics' partitions. Raises KafkaAway.
 
         Costs one Metadata request and two ListOffsets to each leader. The high watermark is requested before the LSO,
@@ -222,12 +229,15 @@ class KafkaAdmin:
         """
         answer = await self._ask(Metadata(topics))
         led: dict[int, dict[str, list[tuple[int, int]]]] = {}
-        for _code, name, _id, _internal, partitions, *_ in (tuple(topic) for topic in answer.topics):
+        absent: list[str] = []
+        for topic_code, name, _id, _internal, partitions, *_ in (tuple(topic) for topic in answer.topics):
+            if topic_code == errors.UnknownTopicOrPartitionError.errno:
+                absent.append(name)
             for code, number, leader, *_ in (tuple(row) for row in partitions):
                 if code == errors.NoError.errno and leader >= 0:
                     led.setdefault(leader, {}).setdefault(name, []).append((number, LATEST))
         ends = await asyncio.gather(*(self._ends_at(node, list(by_topic.items())) for node, by_topic in led.items()))
-        return {partition: end for found in ends for partition, end in found.items()}
+        return LastOffsets({partition: end for found in ends for partition, end in found.items()}, absent)
 
     async def _ends_at(
         self, node: int, asked: Sequence[tuple[str, Sequence[tuple[int, int]]]]

@@ -16,7 +16,7 @@ from service.core.logs import Incident
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway
 from service.core.settings import Settings
-from service.kafka.admin import Ends
+from service.kafka.admin import Ends, LastOffsets
 from service.kafka.hanging import ActiveProducer, Partition
 
 log = structlog.get_logger(__name__)
@@ -37,7 +37,7 @@ OWNERS: Final = (SLOT, OTHER, UNKNOWN)
 class Offsets(Protocol):
     """The requests of the watch to Kafka; each raises KafkaAway."""
 
-    async def last_offsets(self, topics: Sequence[str]) -> Mapping[Partition, Ends]:
+    async def last_offsets(self, topics: Sequence[str]) -> LastOffsets:
         """Find the last stable offset and the high watermark of the topics' partitions."""
         ...
 
@@ -70,12 +70,18 @@ class Stalled(NamedTuple):
     pause_s: float = PAUSE_LEAST_S
 
 
-def observe(known: Mapping[Partition, Stalled], ends: Mapping[Partition, Ends], now: float) -> dict[Partition, Stalled]:
+def observe(
+    known: Mapping[Partition, Stalled], ends: Mapping[Partition, Ends], now: float, absent: Collection[str] = ()
+) -> dict[Partition, Stalled]:
     """Update the known partitions whose LSO is below the high watermark by the `ends` of another look.
 
-    A partition without new ends keeps its state.
+    A partition without new ends keeps its state, unless its topic is `absent`: it was deleted.
     """
-    seen = {partition: stalled for partition, stalled in known.items() if partition not in ends}
+    seen = {
+        partition: stalled
+        for partition, stalled in known.items()
+        if partition not in ends and partition[0] not in absent
+    }
     for partition, (last_stable, high_watermark) in ends.items():
         if last_stable < high_watermark:
             before = known.get(partition)
@@ -127,7 +133,8 @@ class LsoWatch:
 
     async def look(self, now: float) -> None:
         """Look once, and recover the slots whose transactions are open for longer than the bound."""
-        self._known = observe(self._known, await self._offsets.last_offsets([self._ledger, *self._topics]), now)
+        ends, absent = await self._offsets.last_offsets([self._ledger, *self._topics])
+        self._known = observe(self._known, ends, now, absent)
         try:
             await self._recover(now)
         finally:

@@ -8,7 +8,7 @@ import pytest
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway
 from service.core.settings import Settings
-from service.kafka.admin import Ends
+from service.kafka.admin import Ends, LastOffsets
 from service.kafka.hanging import ActiveProducer, Partition
 from service.pipeline.lso_watch import ABORT_SCAN_S, OTHER, PAUSE_LEAST_S, PAUSE_MOST_S, SLOT, UNKNOWN, LsoWatch
 
@@ -29,12 +29,13 @@ class Kafka:
         self.recovered: list[int] = []
         self.hinted: set[Partition] = set()  # where the slots' transactions are open
         self.away = False
+        self.absent: set[str] = set()
 
-    async def last_offsets(self, topics: Sequence[str]) -> Mapping[Partition, Ends]:
+    async def last_offsets(self, topics: Sequence[str]) -> LastOffsets:
         self.asked.append(topics)
         if self.away:
             raise KafkaAway("away")
-        return self.ends
+        return LastOffsets(self.ends, self.absent)
 
     async def open_transactions(
         self, partitions: Collection[Partition]
@@ -91,6 +92,19 @@ async def test_a_slot_whose_transaction_stays_open_past_the_bound_is_recovered(
     kafka.ends = {ORDERS: Ends(974, 974), LEDGER: Ends(5, 5)}
     await watch.look(BOUND_S + 5)
     assert shown(telemetry, SLOT) == (0, 0)
+
+
+async def test_a_partition_of_a_topic_that_was_deleted_is_no_longer_reported(
+    watch: LsoWatch, kafka: Kafka, telemetry: Telemetry
+) -> None:
+    kafka.ends = {ORDERS: Ends(691, 974)}
+    await watch.look(0.0)
+    kafka.ends = {}  # its leader does not answer: the transaction may still be open
+    await watch.look(BOUND_S)
+    assert shown(telemetry, UNKNOWN) == (1, BOUND_S)
+    kafka.absent = {"orders"}
+    await watch.look(BOUND_S + 5)
+    assert shown(telemetry, UNKNOWN) == (0, 0)
 
 
 async def test_a_last_stable_offset_that_moves_is_not_reported(watch: LsoWatch, kafka: Kafka) -> None:
