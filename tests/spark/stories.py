@@ -7,24 +7,34 @@ of which it checks what the report has about its topics.
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
+import pytest
+
 from tests.spark.runs import Ran
 
 Story = Generator[None, Ran, None]
 
+# The exception of pytest.fail is no Exception.
+_ERRORS = (Exception, pytest.fail.Exception)
+
 
 class Stories:
-    """Stories that share runs; `check` raises the error of a story."""
+    """Stories that share runs; `check` raises the error of a story, or of a run that the story waited for."""
 
     def __init__(self, stories: Mapping[str, Story]) -> None:
         self._going = dict(stories)
-        self._failed: dict[str, Exception] = {}
+        self._failed: dict[str, BaseException] = {}
 
     def run(self, audit: Callable[..., Ran], runs: Sequence[Mapping[str, Any]]) -> None:
         """Run the job once with each of these options, between the parts of the stories."""
         for name in list(self._going):
             self._go_on(name, None)
         for options in runs:
-            ran = audit(**options)
+            try:
+                ran = audit(**options)
+            except _ERRORS as error:
+                self._failed |= dict.fromkeys(self._going, error)
+                self._going.clear()
+                return
             for name in list(self._going):
                 self._go_on(name, ran)
 
@@ -43,6 +53,6 @@ class Stories:
                 story.send(ran)
         except StopIteration:
             del self._going[name]
-        except Exception as error:
+        except _ERRORS as error:
             self._failed[name] = error
             del self._going[name]
