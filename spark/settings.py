@@ -90,7 +90,7 @@ def parse(arguments: Sequence[str]) -> Options:
         "or 504, or the rules name",
     )
     parser.add_argument(
-        "--max-records", type=_integer(1, OFFSETS_MOST), help="read at most about this many offsets; default: all"
+        "--max-records", type=_integer(1, OFFSETS_MOST), help="merge at most about this many offsets; default: all"
     )
     parser.add_argument(
         "--grace-s",

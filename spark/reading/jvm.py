@@ -1,11 +1,20 @@
-"""Access to the JVM that Spark runs in. The calls are untyped, so no other module makes them directly."""
+"""Access to the JVM that Spark runs in. Only this module uses the private attributes of PySpark that lead there."""
 
 from typing import Any
 
 from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["Py4JError", "Py4JJavaError", "gateway", "is_deterministic", "jvm", "nested", "reason"]
+__all__ = [
+    "Py4JError",
+    "Py4JJavaError",
+    "gateway",
+    "hadoop_configuration",
+    "is_deterministic",
+    "jvm",
+    "nested",
+    "reason",
+]
 
 
 def jvm(spark: SparkSession) -> Any:
@@ -16,6 +25,11 @@ def jvm(spark: SparkSession) -> Any:
 def gateway(spark: SparkSession) -> Any:
     """Return py4j's gateway, which creates Java arrays."""
     return spark.sparkContext._gateway
+
+
+def hadoop_configuration(spark: SparkSession) -> Any:
+    """Return Hadoop's configuration, by which Spark opens file systems."""
+    return spark.sparkContext._jsc.hadoopConfiguration()
 
 
 def nested(spark: SparkSession, outer: str, name: str) -> Any:

@@ -48,7 +48,7 @@ class Log:
 
     `first`: the first offset that any run read; `start`, `end`: the offsets that this run reads.
     `recreated_at_ms`: when a run first saw the topic with another topic id, else 0.
-    `complete_since_ms`: every record appended from then on was read (ledger and journal; 0 for data).
+    `complete_since_ms`: every record appended from then on was read (ledger and journal; no rule uses that of data).
     `decided_until_ms`: every record appended before then lies below `end`.
     `blocking_transaction`: the open transaction that keeps the last stable offset at `end`.
     `guarantees`: the guarantees of a data topic, by offset. `leader_epoch`: of the leader that answered `end`, or

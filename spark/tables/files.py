@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from pyspark.sql import SparkSession
 
-from spark.reading.jvm import gateway, jvm, nested
+from spark.reading.jvm import gateway, hadoop_configuration, jvm, nested
 
 CHUNK_CHARS: Final = 1 << 20
 
@@ -38,7 +38,7 @@ def write(spark: SparkSession, folder: str, name: str, parts: Iterable[str]) -> 
         stream.write("".join(chunk).encode())
     finally:
         stream.close()
-    context = hadoop.FileContext.getFileContext(system.getUri(), spark.sparkContext._jsc.hadoopConfiguration())
+    context = hadoop.FileContext.getFileContext(system.getUri(), hadoop_configuration(spark))
     option = nested(spark, "org.apache.hadoop.fs.Options", "Rename")
     overwrite = gateway(spark).new_array(option, 1)
     overwrite[0] = option.OVERWRITE
@@ -48,4 +48,4 @@ def write(spark: SparkSession, folder: str, name: str, parts: Iterable[str]) -> 
 def _open(spark: SparkSession, where: str) -> tuple[Any, Any]:
     """Return Hadoop's path and file system of a folder or URL."""
     path = jvm(spark).org.apache.hadoop.fs.Path(where)
-    return path, path.getFileSystem(spark.sparkContext._jsc.hadoopConfiguration())
+    return path, path.getFileSystem(hadoop_configuration(spark))
