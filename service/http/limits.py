@@ -15,7 +15,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.core.problems import NOT_WRITTEN, Problem
-from service.http.request_reader import Action, Body, Head, PlainPost, ReaderEvent, Refusal, RequestReader
+from service.http.request_reader import Action, Body, Head, ReaderEvent, Refusal, RequestReader
 from service.http.responses import lines_of, render_problem
 
 # The longest time to parse the bytes of one connection, slice by slice, before other tasks of the loop run.
@@ -180,8 +180,6 @@ class GuardedProtocol(HttpToolsProtocol):
             if self.transport.is_closing():
                 return
             match event:
-                case PlainPost():
-                    self.take_post(event)
                 case Head():
                     self.begin(event)
                 case Body(pieces):
@@ -192,10 +190,6 @@ class GuardedProtocol(HttpToolsProtocol):
                     self._refuse(event)
                 case _:
                     self._end(event)
-
-    def take_post(self, post: PlainPost) -> None:
-        """Take a whole request; a reader without targets reads none."""
-        raise NotImplementedError
 
     def begin(self, head: Head) -> None:
         """Give a request to the ASGI app, or queue the request behind earlier ones."""

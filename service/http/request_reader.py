@@ -80,7 +80,7 @@ Input = Literal[
 # events: "complete", of the last request; "withdraw", the last request, which was not begun and will never be complete;
 # "last", the last request is the last of the connection; "close", the connection, without a response.
 Action = Literal["skip", "emit", "refuse", "complete", "withdraw", "last", "close"]
-ReaderEvent = Head | PlainPost | Body | Refusal | Action
+ReaderEvent = Head | Body | Refusal | Action
 Row = Mapping[Input, tuple[Action, State]]
 
 _REFUSALS: Final[Row] = {
@@ -115,7 +115,8 @@ TRANSITIONS: Final[Mapping[State, Row]] = {
 class RequestReader:
     """Read the requests of one connection. Times are in seconds of the caller's clock.
 
-    A plain POST to one of `targets` that comes whole, in at most `plain_bytes_max` bytes, is one event.
+    `whole_post` reads a plain POST to one of `targets` that comes whole, in at most `plain_bytes_max` bytes, and `feed`
+    reads all else.
     """
 
     def __init__(self, now: float, targets: Container[bytes] = (), plain_bytes_max: int = 0) -> None:
@@ -168,8 +169,6 @@ class RequestReader:
         if self.state == "refused":
             return []
         if not self.unread:
-            if (post := self.whole_post(data)) is not None:
-                return [post]
             self.unread = memoryview(data)
         elif data:
             self.unread = memoryview(b"".join([self.unread, data]))
@@ -228,7 +227,7 @@ class RequestReader:
         return events
 
     def whole_post(self, data: bytes) -> PlainPost | None:
-        """Read a plain POST that is whole and alone; None for all else, which `feed` reads."""
+        """Read a plain POST that is whole and alone; None for all else."""
         if self.unanswered or self.unread or not 0 < len(data) <= self._plain_bytes_max:
             return None
         if self.state != "boundary" and self.state != "fresh":

@@ -41,25 +41,26 @@ class Connection:
     def __init__(self, answers: bool = True) -> None:
         self.reader = RequestReader(0.0, TARGETS, plain_bytes_max=1_000)
         self.answers = answers
-        self.events: list[ReaderEvent] = []
+        self.events: list[ReaderEvent | PlainPost] = []
 
-    def feed(self, *pieces: bytes, now: float = 0.0) -> list[ReaderEvent]:
+    def feed(self, *pieces: bytes, now: float = 0.0) -> list[ReaderEvent | PlainPost]:
         """The events of these pieces, up to a request that waits."""
         first = len(self.events)
         for piece in pieces:
-            self.take(self.reader.feed(piece, now))
+            whole = self.reader.whole_post(piece)
+            self.take([whole] if whole is not None else self.reader.feed(piece, now))
             while self.reader.ready:
                 self.take(self.reader.feed(b"", now))
         return self.events[first:]
 
-    def take(self, events: Iterable[ReaderEvent]) -> None:
+    def take(self, events: Iterable[ReaderEvent | PlainPost]) -> None:
         for event in events:
             self.events.append(event)
             if self.answers and (event == "complete" or isinstance(event, PlainPost)):
                 self.reader.answered(0.0)
 
 
-def meant(events: Iterable[ReaderEvent]) -> list[Any]:
+def meant(events: Iterable[ReaderEvent | PlainPost]) -> list[Any]:
     """What events say, however many pieces they came in: whole requests, refusals, and what is done at the end."""
     said: list[Any] = []
     head: Head | None = None
@@ -180,7 +181,7 @@ def test_a_refusal_tells_whether_it_would_be_taken_for_an_earlier_request_s_answ
     assert (refusal.unanswered == inside.reader.unanswered) is not answered
 
 
-def growing(start: bytes, line: bytes) -> tuple[ReaderEvent, int]:
+def growing(start: bytes, line: bytes) -> tuple[ReaderEvent | PlainPost, int]:
     """The event that ends a connection that sends such lines, and how many bytes came until then."""
     connection, sent = Connection(), len(start)
     connection.feed(start)
