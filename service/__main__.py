@@ -58,7 +58,7 @@ def main() -> int:
     def stop(*_: object) -> None:
         server.should_exit = True
 
-    # uvicorn takes these over while it runs, and sends itself what it has met once more when it is done: to us then.
+    # uvicorn replaces these handlers while it runs. When it ends it raises the signals again that it has received.
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     try:
@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def _protocol(settings: Settings, endpoint: EventsEndpoint) -> type[GuardedProtocol]:
-    """What reads the connections: the app has all of the requests, or all but the POSTs of events."""
+    """Return the protocol of the connections: it hands all requests to the app, or all but the POSTs of events."""
     if settings.transport == "asgi":
         return GuardedProtocol
     return protocol_of(Posts(endpoint.routes, endpoint.body_bytes_max, endpoint.bodies))

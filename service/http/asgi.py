@@ -76,7 +76,7 @@ class AsgiRequest(PostRequest):
         self.arrived = time.monotonic()  # a deadline does not count the time of sending
         return True
 
-    def apart(self, work: Coroutine[Any, Any, None]) -> None:
+    def run_in_task(self, work: Coroutine[Any, Any, None]) -> None:
         """Run work in a task. A stop of the server waits for it, because the response's own task does."""
         task = asyncio.get_running_loop().create_task(work)
         _TASKS.add(task)

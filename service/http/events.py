@@ -48,7 +48,7 @@ from service.http.responses import (
     join_results,
     lines_of,
     location_of,
-    render_place,
+    render_metadata,
     render_problem,
     render_result,
     render_whole,
@@ -127,13 +127,13 @@ class EventsEndpoint:
         else:
             kind = media_type(content_type)
             if kind == cloudevents.BATCHED:
-                post.apart(self._or_fail(post, self._write_cloudevents(post, key, traceparent, caller)))
+                post.run_in_task(self._or_fail(post, self._write_cloudevents(post, key, traceparent, caller)))
                 return
             event = _parse(kind, post.body, key, traceparent, scope)
         if isinstance(event, Event):
             self._write_event(post, found, caller, event)
         else:
-            post.apart(self._or_fail(post, self._write_long(post, found, caller, event)))
+            post.run_in_task(self._or_fail(post, self._write_long(post, found, caller, event)))
 
     async def _write_long(self, post: PostRequest, found: UsedHeaders, caller: Caller, event: Awaitable[Event]) -> None:
         self._write_event(post, found, caller, await event)
@@ -145,7 +145,7 @@ class EventsEndpoint:
         if self._admission().check_now(event):
             self._submit(post, event, preference)
         else:
-            post.apart(self._or_fail(post, self._look_up_first(post, event, preference)))
+            post.run_in_task(self._or_fail(post, self._look_up_first(post, event, preference)))
 
     async def _look_up_first(self, post: PostRequest, event: Event, preference: Preference) -> None:
         await self._admission().check(event, post.arrived)
@@ -164,9 +164,9 @@ class EventsEndpoint:
         traceparent = parse_traceparent(found.get(b"traceparent"))
         if kind == JSON:
             key = found.get(b"idempotency-key")
-            post.apart(self._or_fail(post, self._write_batch(post, key, traceparent, caller)))
+            post.run_in_task(self._or_fail(post, self._write_batch(post, key, traceparent, caller)))
         elif kind == LINES:
-            post.apart(self._or_fail(post, self._write_lines(post, traceparent, caller)))
+            post.run_in_task(self._or_fail(post, self._write_lines(post, traceparent, caller)))
         else:
             raise unsupported(JSON, LINES)
 
@@ -242,7 +242,7 @@ class EventsEndpoint:
                 self._fail(post, answer, applied)
             else:
                 lines = committed_lines(key, answer, self._retention_s) + applied
-                self._answer(post, 201, lines, render_place(answer.deliveries[0]))
+                self._answer(post, 201, lines, render_metadata(answer.deliveries[0]))
         except Exception as error:
             self._fail(post, error)
 

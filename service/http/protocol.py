@@ -135,7 +135,7 @@ class HttpRequest(PostRequest):
             if self.started:
                 self._handler(self)
 
-    def apart(self, work: Coroutine[Any, Any, None]) -> None:
+    def run_in_task(self, work: Coroutine[Any, Any, None]) -> None:
         tasks = self._connection.tasks
         task = self._connection.loop.create_task(work)
         tasks.add(task)

@@ -127,7 +127,7 @@ class PostRequest(ABC):
         self.drop_body()
 
     @abstractmethod
-    def apart(self, work: Coroutine[Any, Any, None]) -> None:
+    def run_in_task(self, work: Coroutine[Any, Any, None]) -> None:
         """Run work in a task, which a stop of the server awaits."""
 
     @abstractmethod

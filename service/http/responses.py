@@ -95,7 +95,7 @@ class _Whole(msgspec.Struct, gc=False):
 _encode: Final = msgspec.json.Encoder().encode
 
 
-def render_place(place: Delivery) -> bytes:
+def render_metadata(place: Delivery) -> bytes:
     """`{"id","topic","partition","offset","timestamp"}`."""
     id, there = place
     return _encode(_Metadata(id.hex(), there.topic, there.partition, there.offset, there.ts))

@@ -1,8 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
-"""Bodies of requests, read in one go: strict JSON in, events out, or None where there is anything to say of one.
+"""Reads the bodies of requests: strict JSON in, events out, or None for a body that is unusual or has a fault.
 
-What it takes is what most clients send; `service.events.event` and `service.events.strict_json` take, refuse and explain all the
-rest, and what both take is the same event (tests/unit/native/test_bodies.py holds them to it).
+`service.events.event` and `service.events.strict_json` read, refuse and explain those. tests/unit/native/test_bodies.py
+holds both readers to the same events.
 """
 
 import hashlib
@@ -210,7 +210,7 @@ cdef inline char* _put(char* to, const unsigned char* content, Py_ssize_t size) 
 
 
 def fault(bytes raw not None):
-    """What keeps a body from being strict JSON: (kind, place, the name that is there twice); or None.
+    """Find what keeps a body from being strict JSON: (kind, offset, the duplicate name); None for strict JSON.
 
     Python's lock is not held meanwhile.
     """

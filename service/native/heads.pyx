@@ -1,8 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
-"""A POST that comes in one piece, read in one go; or None where its head has anything to it that is not plain.
+"""Reads a POST that comes in one piece; returns None for a head with anything unusual, which httptools reads.
 
-That is then httptools' business, which knows all of HTTP. What is taken here is a narrow part of it (RFC 9112), which
-nobody on the way can have read otherwise: tests/unit/native/test_heads.py holds the two to each other.
+The accepted heads are a narrow part of RFC 9112 that every proxy reads in the same way; tests/unit/native/test_heads.py
+compares both readers.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
@@ -11,7 +11,7 @@ from libc.string cimport memchr, memcmp
 
 cdef enum:
     LINES_MAX = 256  # as request_reader's bound on head lines
-    NAME_MAX = 32  # a longer one is none that matters
+    NAME_MAX = 32  # no header that the service uses has a longer name
     LENGTH_DIGITS_MAX = 7
 
 cdef unsigned char LOWER[256]  # of what a header's name may have (a token, RFC 9110 section 5.6.2); 0 for the rest
@@ -36,7 +36,7 @@ _set_lower()
 cdef tuple WANTED = (
     b"host", b"content-type", b"content-encoding", b"idempotency-key", b"traceparent", b"prefer", b"authorization"
 )
-# What these ask for is for those who know all of it. Of CloudEvents' headers each may matter.
+# A head with one of these, or with a header of CloudEvents, is read by httptools.
 cdef tuple OTHERS = (
     b"transfer-encoding", b"expect", b"upgrade", b"http2-settings", b"proxy-connection", b"trailer", b"te",
     b"keep-alive",

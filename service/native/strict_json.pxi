@@ -1,5 +1,5 @@
-# RFC 8259, as strict as service/events/strict_json.py, over the bytes of one body, and without Python's lock. What is
-# refused has the kind of its fault and its place; the Python code has the words.
+# Checks the bytes of one body by RFC 8259, as strictly as service/events/strict_json.py, without Python's lock. A fault
+# is returned as its kind and offset; the Python code describes it.
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from libc.stdint cimport uint64_t

@@ -18,7 +18,7 @@ GROUPS_AT_ONCE: Final = 2
 GROUP_QUICK_S: Final = 0.05
 
 
-class Taker(Protocol):
+class GroupConsumer(Protocol):
     """Takes groups: a slot."""
 
     @property
@@ -66,7 +66,7 @@ class Queue:
 
     def put(self, request: WriteRequest) -> None:
         """Append a counted request."""
-        self._line_of(request).append(request)
+        self._queue_of(request).append(request)
         self.notify()
 
     @property
@@ -98,10 +98,10 @@ class Queue:
         """Put requests back at the front, in their order."""
         for request in reversed(requests):
             if not request.answered:
-                self._line_of(request).appendleft(request)
+                self._queue_of(request).appendleft(request)
         self.notify()
 
-    def _line_of(self, request: WriteRequest) -> deque[WriteRequest]:
+    def _queue_of(self, request: WriteRequest) -> deque[WriteRequest]:
         if self._quarantined_topics and self.is_quarantined(event.topic for event in request.events):
             return self._quarantine
         return self._waiting[request.guarantee]
@@ -120,7 +120,7 @@ class Queue:
                 self._quarantine_order.pop(topic, None)
             requests, self._quarantine = self._quarantine, deque()
             for request in requests:
-                self._line_of(request).append(request)
+                self._queue_of(request).append(request)
             self.notify()
 
     def is_quarantined(self, topics: Iterable[str]) -> bool:
@@ -129,10 +129,10 @@ class Queue:
 
     # ------------------------------------------------------------------------------------------------- for slots
 
-    async def next_group(self, taker: Taker) -> Group | None:
+    async def next_group(self, consumer: GroupConsumer) -> Group | None:
         """Await the next group; None if the taker may take none any more, or another taker was faster."""
         await self._wait()
-        if taker.takes_groups:
+        if consumer.takes_groups:
             return self.take()
         self.notify()  # another taker may take the requests
         return None

@@ -263,7 +263,7 @@ async def test_work_continues_although_the_server_cancels_the_request() -> None:
             request.answer(201, b"", b"")
             done.set()
 
-        request.apart(work())
+        request.run_in_task(work())
 
     serving = asyncio.create_task(Server(part(b"", more=False)).serve(endpoint_of(handler)))
     await started.wait()

@@ -31,7 +31,7 @@ from service.http.responses import (
     committed_lines,
     echo_of,
     imf_fixdate,
-    render_place,
+    render_metadata,
     render_problem,
     render_results,
     render_whole,
@@ -112,7 +112,7 @@ def test_headers_that_matter() -> None:
 
 def test_answers_are_json() -> None:
     place = {"id": "01" * 16, "topic": "orders", "partition": 2, "offset": 12, "timestamp": 1_700_000_000_000}
-    assert json.loads(render_place(PLACE)) == place
+    assert json.loads(render_metadata(PLACE)) == place
     answers: list[WriteResult] = [Committed(1, (PLACE,), True), Problem(KINDS["in-progress"], "wait")]
     done, busy = json.loads(render_results(answers))["results"]
     assert done == {"status": 201, **place, "replayed": True}
@@ -167,7 +167,7 @@ class Told:
         self.body, self.size, self.client, self.arrived, self.answered = body, len(body), None, 0.0, False
         self.status, self.lines, self.said = 0, b"", b""
 
-    def apart(self, work: Coroutine[Any, Any, None]) -> None:
+    def run_in_task(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run(work)
 
     def drop_body(self) -> None:
@@ -346,7 +346,7 @@ def test_several_lines_are_one_list(name: bytes) -> None:
     assert pick([(name, b"one"), (name, b"another")]) == {name: "one, another"}
 
 
-@pytest.mark.parametrize("where", ["committed_lines", "render_place"])
+@pytest.mark.parametrize("where", ["committed_lines", "render_metadata"])
 def test_a_reply_that_raises_is_answered_500_and_ends_its_connection(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

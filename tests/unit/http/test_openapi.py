@@ -22,7 +22,7 @@ from service.http.batch import LINES, BatchBody, MemberBody
 from service.http.responses import (
     PROBLEM_TYPE,
     committed_lines,
-    render_place,
+    render_metadata,
     render_problem,
     render_result,
     render_results,
@@ -157,7 +157,7 @@ def test_every_problem_is_documented_with_the_same_schema() -> None:
 
 def test_each_answer_validates_against_its_documented_schema() -> None:
     results: list[WriteResult] = [COMMITTED, Problem(NOT_WRITTEN, "why")]
-    check("Metadata", render_place(COMMITTED.deliveries[0]))
+    check("Metadata", render_metadata(COMMITTED.deliveries[0]))
     check("AtomicBatch", render_whole(b"w" * 32, COMMITTED))
     check("Results", render_results(results))
     for result in results:

@@ -59,7 +59,7 @@ class Desk:
             else:
                 stream.end()
 
-        post.apart(work())
+        post.run_in_task(work())
 
     def apart(self, post: PostRequest) -> None:
         async def work() -> None:
@@ -67,7 +67,7 @@ class Desk:
             self.finished.append(post.body.decode())
             post.answer(201, b"", b"late")
 
-        post.apart(work())
+        post.run_in_task(work())
 
     async def waiting(self, count: int) -> list[PostRequest]:
         async with asyncio.timeout(2.0):

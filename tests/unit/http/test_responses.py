@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from service.claims.states import Delivered
 from service.core.problems import NOT_WRITTEN, Problem
-from service.http.responses import render_place, render_result, render_results, render_whole
+from service.http.responses import render_metadata, render_result, render_results, render_whole
 from service.pipeline.request import Committed, Delivery
 
 NUMBERS = st.integers(-(2**63), 2**63 - 1) | st.integers(0, 2**53)
@@ -49,7 +49,7 @@ def text(body: dict[str, Any]) -> str:
 def test_results_are_rendered_with_their_id_place_and_replayed(places: list[Delivery], replayed: bool) -> None:
     results = [{"status": 201, **members_of(place), "replayed": replayed} for place in places]
     answers = [Committed(1, (place,), replayed) for place in places]
-    assert render_place(places[0]).decode() == text(members_of(places[0]))
+    assert render_metadata(places[0]).decode() == text(members_of(places[0]))
     assert [render_result(answer) for answer in answers] == [text(result) for result in results]
     assert render_results(answers).decode() == text({"results": results})
     whole = {"id": "02" * 16, "results": [{"status": 201, **members_of(place)} for place in places]}
@@ -63,4 +63,4 @@ def test_a_problem_among_results_is_its_own_body() -> None:
 
 def test_a_name_of_a_topic_from_a_foreign_record_is_escaped() -> None:
     there = Delivered(0, b"f" * 8, 'a"\n\\b', 0, 1, 2)
-    assert json.loads(render_place((b"i" * 16, there)))["topic"] == there.topic
+    assert json.loads(render_metadata((b"i" * 16, there)))["topic"] == there.topic
