@@ -19,6 +19,8 @@ from spark.reading.jvm import Py4JJavaError, jvm, nested, reason
 
 # Longer than an election of leaders takes, and short enough for a user who waits for the error.
 CALL_MS: Final = 30_000
+# How long a consumer's poll waits for records.
+POLL_MS: Final = 250
 # Topics in one request: keeps a request small enough for a quick answer.
 TOPICS_A_CALL: Final = 500
 
@@ -238,29 +240,51 @@ class Broker:
             return {**unknown, **known}
         return None
 
-    def timestamps_at(self, partitions: dict[TopicPartition, int], wait_ms: int = 5_000) -> dict[TopicPartition, int]:
+    def timestamps_at(self, partitions: dict[TopicPartition, int]) -> dict[TopicPartition, int]:
         """Read the timestamp (ms) of the first record at or after each of these offsets, committed or not.
 
-        A partition without a record within `wait_ms` is left out.
+        A partition is left out if its log has no such record: it ends before, or has only transaction markers there.
+        CannotRun if no partition is answered for CALL_MS.
         """
         if not partitions:
             return {}
-        found: dict[TopicPartition, int] = {}
-        with self._consumer() as consumer:
+        timeout = self._jvm.java.time.Duration.ofMillis(CALL_MS)
+        # Only the first record of each partition is needed.
+        with self._consumer({"max.poll.records": "1"}) as consumer:
             handles = {partition: self._java_partition(partition) for partition in partitions}
-            consumer.assign(self._list(handles.values()))
+            assigned = self._list(handles.values())
+            consumer.assign(assigned)
+            high_watermarks = self._call(lambda: consumer.endOffsets(assigned, timeout))
             for partition, handle in handles.items():
                 consumer.seek(handle, partitions[partition])
-            waited = 0
-            while waited < wait_ms and len(found) < len(partitions):
-                batch = self._call(lambda: consumer.poll(self._jvm.java.time.Duration.ofMillis(250)))
-                waited += 250
-                for partition, handle in handles.items():
-                    if partition not in found:
-                        records = batch.records(handle)
-                        if not records.isEmpty():
-                            found[partition] = int(records.get(0).timestamp())
-                            consumer.pause(self._list([handle]))
+            ends = {partition: int(high_watermarks[handle]) for partition, handle in handles.items()}
+            return self._first_timestamps(consumer, handles, ends)
+
+    def _first_timestamps(
+        self, consumer: Any, handles: Mapping[TopicPartition, Any], ends: Mapping[TopicPartition, int]
+    ) -> dict[TopicPartition, int]:
+        """Poll a consumer until each partition has returned a record, or its position has reached its end."""
+        found: dict[TopicPartition, int] = {}
+        waiting = dict(handles)
+        timeout = self._jvm.java.time.Duration.ofMillis(CALL_MS)
+        poll = partial(consumer.poll, self._jvm.java.time.Duration.ofMillis(POLL_MS))
+        deadline = time.monotonic() + CALL_MS / 1000
+        while waiting:
+            batch = self._call(poll)
+            polled = {(handle.topic(), handle.partition()): batch.records(handle) for handle in batch.partitions()}
+            found |= {partition: int(records.get(0).timestamp()) for partition, records in polled.items()}
+            # The consumer skips transaction markers. Positions are compared only when nothing was returned.
+            done = set(polled) or {
+                partition
+                for partition, handle in waiting.items()
+                if self._call(partial(consumer.position, handle, timeout)) >= ends[partition]
+            }
+            if done:
+                consumer.pause(self._list(waiting.pop(partition) for partition in done))
+                deadline = time.monotonic() + CALL_MS / 1000
+            elif time.monotonic() >= deadline:
+                names = ", ".join(f"{topic}[{partition}]" for topic, partition in sorted(waiting))
+                raise self._no_answer(f"no record of {names} within {CALL_MS // 1000} s")
         return found
 
     def blocking_transactions(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, BlockingTransaction]:
@@ -321,13 +345,15 @@ class Broker:
         }
 
     @contextmanager
-    def _consumer(self) -> Iterator[Any]:
+    def _consumer(self, more: Mapping[str, str] | None = None) -> Iterator[Any]:
+        """Open a consumer, with `more` settings, until the context ends."""
         config = self._config(
             {
                 "isolation.level": "read_uncommitted",
                 "enable.auto.commit": "false",
                 "auto.offset.reset": "none",
                 "max.partition.fetch.bytes": "65536",
+                **(more or {}),
             }
         )
         bytes_of = self._kafka.common.serialization.ByteArrayDeserializer
@@ -419,8 +445,11 @@ class Broker:
             raise self._cannot_run(error) from error
 
     def _cannot_run(self, error: Py4JJavaError) -> CannotRun:
+        return self._no_answer(reason(error))
+
+    def _no_answer(self, why: str) -> CannotRun:
         return CannotRun(
-            f"Kafka at FENCEPOST_KAFKA={self._bootstrap!r} did not answer: {reason(error)}; "
+            f"Kafka at FENCEPOST_KAFKA={self._bootstrap!r} did not answer: {why}; "
             "check that the brokers are up, and that the address, the protocol and the credentials are right"
         )
 

@@ -248,11 +248,17 @@ def arrived(plan: Plan, last_plan: Plan | None) -> dict[TopicPartition, int]:
 def evidence_changed(plan: Plan, last_plan: Plan | None) -> bool:
     """Check whether the logs prove something else about the data than in the last run.
 
-    A topic was deleted, recreated or compacted since, or records were deleted unread.
+    A topic was deleted, recreated or compacted since, records were deleted unread, or the time of a log's first record
+    has become known.
     """
 
+    def proof(log: Log) -> tuple[Any, ...]:
+        # The plan's time, while the log is empty: later than any claim that the run knows, in every run.
+        first_record_ms = log.first_record_ms if log.high_watermark else None
+        return log.topic_partition, log.topic_id, log.compacted, log.recreated_at_ms, log.gaps, first_record_ms
+
     def proofs(logs: Iterable[Log]) -> set[tuple[Any, ...]]:
-        return {(log.topic_partition, log.topic_id, log.compacted, log.recreated_at_ms, log.gaps) for log in logs}
+        return set(map(proof, logs))
 
     return last_plan is not None and proofs(last_plan.of(DATA)) - proofs(plan.of(DATA)) != set()
 

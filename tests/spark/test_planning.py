@@ -333,6 +333,17 @@ def test_the_time_of_a_log_s_first_record_is_kept_over_runs(cluster: FakeCluster
     assert first_timestamps(freeze(cluster, second, now_ms=NOW_MS + 9, topics=("*",)))["orders"] == NOW_MS - 3
 
 
+def test_a_first_record_whose_time_becomes_known_is_other_evidence(cluster: FakeCluster) -> None:
+    cluster.topics |= {"future": ends(5), "empty": ends(0)}
+    cluster.first_timestamps |= {("orders", 0): NOW_MS, ("others", 0): NOW_MS, ("future", 0): NOW_MS + 7}
+    first = freeze(cluster, topics=("*",))
+    second = freeze(cluster, first, now_ms=NOW_MS + 6, topics=("*",))
+    assert not run_plan.evidence_changed(second, first)
+    third = freeze(cluster, second, now_ms=NOW_MS + 8, topics=("*",))
+    assert (one(second, "future").first_record_ms, one(third, "future").first_record_ms) == (0, NOW_MS + 7)
+    assert run_plan.evidence_changed(third, second)
+
+
 @pytest.mark.parametrize(
     ("now", "topic_id", "readable"),
     [
