@@ -338,6 +338,22 @@ def test_a_topic_that_fails_does_not_hide_the_other_topics_of_a_call(
             broker.describe([topic, "not-there"])
 
 
+def test_the_first_records_of_logs_are_read_also_past_transaction_markers(
+    spark: SparkSession, history: History
+) -> None:
+    topic = history.topic(f"{history.namespace}-t", 2)
+    producer = history.transactional(ONE)
+    (one,) = history.deliver(producer, ONE, topic, ["one"])
+    with closing(Broker(spark, SharedSettings(kafka=history.bootstrap))) as broker:
+        # The other partition is empty.
+        assert broker.timestamps_at({(topic, 0): 0, (topic, 1): 0}) == {(topic, 0): one.ts}
+        # The offset of the transaction's marker, and the end of the log.
+        assert broker.timestamps_at({(topic, 0): one.offset + 1}) == {}
+        assert broker.timestamps_at({(topic, 0): one.offset + 2}) == {}
+        (two,) = history.deliver(producer, ONE, topic, ["two"], ts=one.ts + 1)
+        assert broker.timestamps_at({(topic, 0): one.offset + 1}) == {(topic, 0): two.ts}
+
+
 def test_a_balance_that_does_not_close_fails_the_report(
     history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
