@@ -236,7 +236,7 @@ class Service:
 
     def _keep_to_limits(self) -> None:
         """Apply the limits of the own topics to groups and to the journal, and show them."""
-        self.queue.ledger_bytes_max = self.topics.ledger_bytes_max
+        self.queue.limit_ledger_bytes(self.topics.ledger_bytes_max)
         if (record_bytes_max := self.topics.limits.get(self.topics.requests)) is not None:
             self.journal.resize(record_bytes_max)
         for name, most in self.topics.limits.items():

@@ -52,7 +52,7 @@ class Queue:
         self._making_room: asyncio.TimerHandle | None = None
         self.events = 0
         self.bytes = 0
-        self.ledger_bytes_max = GROUP_LEDGER_BYTES_MAX  # of a group; lower if the ledger's topic takes less
+        self.ledger_bytes_max = GROUP_LEDGER_BYTES_MAX  # of a group
 
     def admit(self, request: WriteRequest) -> None:
         """Count a new request. Raises Problem (503) if a bound would be exceeded."""
@@ -68,6 +68,14 @@ class Queue:
         """Append a counted request."""
         self._queue_of(request).append(request)
         self.notify()
+
+    def limit_ledger_bytes(self, most: int) -> None:
+        """Bound the ledger bytes of a group by what the ledger's topic takes."""
+        self.ledger_bytes_max = most
+
+    def ledger_was_full(self, requests: Sequence[WriteRequest]) -> None:
+        """Halve the bound: the ledger's topic has just refused the ledger record of these requests."""
+        self.ledger_bytes_max = max(1, sum(request.ledger_bytes for request in requests) // 2)
 
     @property
     def full(self) -> bool:

@@ -418,7 +418,7 @@ class Writer:
         """
         decision = FailureDecision(requests, failure, self._ledger)
         if decision.ledger_is_full:  # its topic takes smaller records than before
-            self._queue.ledger_bytes_max = max(1, sum(request.ledger_bytes for request in requests) // 2)
+            self._queue.ledger_was_full(requests)
         self._note_failures(decision.failed, decision.blamed_topics)
         for request in decision.blamed:
             request.aborts += 1
