@@ -100,7 +100,8 @@ def freeze(
     logs = [_with_guarantees(settings, last_plan, log) for log in logs]
     run = run or (last_plan.run + 1 if last_plan else 1)
     logs = [_with_caught_up_run(log, run) for log in _with_later_end(cluster, logs)]
-    return Plan(run, now_ms, options_of(settings), (*logs, *_carried(last_plan, logs, selection)))
+    all_logs = (*logs, *_carried(last_plan, logs, selection))
+    return Plan(run, now_ms, options_of(settings), all_logs, settings.options.skip_ids)
 
 
 class _Selection:

@@ -94,12 +94,17 @@ _ZERO_IF_MISSING: Final = ("caught_up_run", "behind_run", "behind_end", "first_r
 
 @dataclass(frozen=True)
 class Plan:
-    """The logs that a run reads, and the options that its verdicts depend on (JSON, see `options_of`)."""
+    """The logs that a run reads, and the options that its verdicts depend on (JSON, see `options_of`).
+
+    `skip_ids`: whether the run skips the pass over all ids; None in plans of an earlier version. It is not one of the
+    options: another value does not change the verdict of an hour.
+    """
 
     run: int
     frozen_ms: int
     options: str
     logs: tuple[Log, ...] = field(repr=False)
+    skip_ids: bool | None = None
 
     def spans(self, role: str) -> dict[TopicPartition, Span]:
         """Return the offsets that the run reads of the audited logs of a role."""
@@ -128,7 +133,7 @@ class Plan:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the plan as rows of `progress`."""
-        head = {"run": self.run, "frozen_ms": self.frozen_ms, "options": self.options}
+        head = {"run": self.run, "frozen_ms": self.frozen_ms, "options": self.options, "skip_ids": self.skip_ids}
         return [{**head, **asdict(log)} for log in self.logs]
 
     @classmethod
@@ -153,7 +158,9 @@ class Plan:
             values["leader_epoch"] = NO_LEADER_EPOCH if epoch is None else epoch
             values |= {name: row.get(name) or 0 for name in _ZERO_IF_MISSING}
             logs.append(Log(**values, gaps=gaps, blocking_transaction=blocking_transaction, guarantees=guarantees))
-        return None if head is None else cls(head["run"], head["frozen_ms"], head["options"], tuple(logs))
+        if head is None:
+            return None
+        return cls(head["run"], head["frozen_ms"], head["options"], tuple(logs), head.get("skip_ids"))
 
 
 def spans_of(logs: Iterable[Log], role: str) -> dict[TopicPartition, Span]:
@@ -208,6 +215,17 @@ def settings_of(options: str, now: Settings) -> Settings:
     )
     callers = tuple(CallerRule(name, ()) for name in parsed["callers"]) if "callers" in parsed else now.rules.callers
     return replace(now, options=options_then, shared=shared, rules=Rules(topics, callers))
+
+
+def resumed_settings(plan: Plan, now: Settings) -> Settings:
+    """Return the settings by which an interrupted run is finished: `now` with all that its plan was made with.
+
+    The result equals `now` if the plan was made with the same options.
+    """
+    settings = now if plan.options == options_of(now) else settings_of(plan.options, now)
+    if plan.skip_ids is None:
+        return settings
+    return replace(settings, options=replace(settings.options, skip_ids=plan.skip_ids))
 
 
 Value = TypeVar("Value")

@@ -75,6 +75,7 @@ PROGRESS: Final = {
     "behind_end": "bigint",
     "first_record_ms": "bigint",
     "leader_epoch": "int",
+    "skip_ids": "boolean",
 }
 
 PUBLISHED: Final = {"finding_id": "string", "value": "string", "sent": "boolean"}

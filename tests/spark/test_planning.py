@@ -226,6 +226,29 @@ def test_what_a_plan_of_an_earlier_version_lacks_is_taken_from_the_command_line(
     assert found.options.identity == {}
 
 
+@pytest.mark.parametrize(("planned", "ours"), [(True, False), (False, True)])
+def test_a_run_is_resumed_with_or_without_the_pass_over_all_ids_as_it_was_planned(
+    cluster: FakeCluster, planned: bool, ours: bool
+) -> None:
+    plan = Plan.from_rows(freeze(cluster, named={"orders"}, skip_ids=planned).rows())
+    assert plan is not None
+    found = run_plan.resumed_settings(plan, settings(skip_ids=ours))
+    assert found == settings(skip_ids=planned) != settings(skip_ids=ours)
+    assert run_plan.resumed_settings(plan, settings(skip_ids=planned)) == settings(skip_ids=planned)
+    # The verdicts of an hour do not depend on the pass.
+    assert plan.options == run_plan.options_of(settings(skip_ids=ours))
+    # Other options of the plan are restored with it.
+    other = run_plan.resumed_settings(plan, settings(skip_ids=ours, grace_s=7))
+    assert (other.options.skip_ids, other.options.grace_s) == (planned, 60)
+
+
+def test_a_plan_of_an_earlier_version_takes_the_pass_over_all_ids_from_the_command_line(cluster: FakeCluster) -> None:
+    rows = freeze(cluster, named={"orders"}).rows()
+    plan = Plan.from_rows([{name: row[name] for name in row.keys() - {"skip_ids"}} for row in rows])
+    assert plan is not None
+    assert run_plan.resumed_settings(plan, settings(skip_ids=True)) == settings(skip_ids=True)
+
+
 def test_the_next_run_starts_at_the_end_of_the_last_one(cluster: FakeCluster) -> None:
     first = freeze(cluster, named={"orders"})
     cluster.topics["orders"] = ends(25)
