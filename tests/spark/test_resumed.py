@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
+from spark.settings import HOUR_MS
 from spark.tables import lake, view
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Life
@@ -51,3 +52,20 @@ def test_a_run_is_finished_by_the_options_that_it_was_planned_with(
         "clean",
         "findings",
     ]
+
+
+def test_a_run_without_the_pass_over_ids_is_finished_without_it(
+    history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run has committed its findings, so that a resumed run cannot add those of the pass."""
+    topic = history.topic(f"{history.namespace}-t")
+    producer = history.transactional(ONE)
+    for hours_ago in (5, 2):
+        history.deliver(producer, ONE, topic, ["twice"], at=history.now_ms - hours_ago * HOUR_MS)
+    with cut(monkeypatch, lake.Lake, "replace", after=True, only="findings"):
+        audit(history, later_s=LATER_S, skip_ids=True)
+    ran = audit(history, later_s=LATER_S)
+    assert ran.findings() == {("duplicate", "rewrite", "twice")}
+    run = ran.document["run"]
+    assert (run["number"], run["finished_first"], run["ids_pass"]) == (2, 1, True)
+    assert [row["findings"] for row in ran.document["history"]] == [1, 0]
