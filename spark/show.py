@@ -78,7 +78,7 @@ def _id(spark: SparkSession, shared: SharedSettings, lake: Lake, id: bytes, foun
         elif _is_record_of(records[at], id, bare.get(at)):
             yield from _record(records[at])
         else:
-            yield "           is not in Kafka any more: another record stands there now"
+            yield "           is not in Kafka any more: another record has this offset now"
     if len(writers) > len(shown):
         yield f"           and {len(writers) - len(shown)} more"
 

@@ -1,7 +1,7 @@
 """The wire contract, version 1: the format of all records and headers that Fencepost writes, and of ids.
 
-Standard library only: the job and the tests read with these functions. The service writes with them too, but for ledger
-entries and answers, whose faster encoders a test holds to the same bytes. Test vectors with
+Standard library only: the job and the tests read with these functions. The service writes with them too, except for
+ledger entries and answers: tests compare the bytes of its faster encoders with those of this module. Test vectors with
 the exact bytes are in `tests/vectors/v1`. A change here is a new version of the contract.
 """
 

@@ -84,7 +84,7 @@ class Telemetry:
         self.groups = self._histogram("group_events", "Events in one transaction", GROUP_EVENTS)
         self.queued = self._gauge("queue_events", "Events that wait or are being written")
         self.queued_bytes = self._gauge("queue_bytes", "Bytes of events that wait or are being written")
-        self.in_doubt = self._gauge("in_doubt_events", "Events whose fate the recovery of their slot has yet to tell")
+        self.in_doubt = self._gauge("in_doubt_events", "Events whose outcome a slot's recovery has yet to find")
         self.in_doubt_oldest = self._gauge("in_doubt_oldest_seconds", "For how long the oldest of them is in doubt")
 
         # Slots, and the store.

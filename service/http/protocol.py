@@ -212,8 +212,8 @@ class PostsProtocol(GuardedProtocol):
         return RequestReader(self.loop.time(), self.posts.routes, min(OWN_BYTES, self.posts.body_bytes_max))
 
     def data_received(self, data: bytes) -> None:
-        post = self.reader.whole_post(data)
-        if post is None or self.transport.is_closing():
+        post = None if self.transport.is_closing() else self.reader.whole_post(data)
+        if post is None:
             super().data_received(data)
             return
         self.take_post(post)  # the usual case, without an event

@@ -61,9 +61,8 @@ class PostRequest(ABC):
         chunked: bool,
     ) -> None:
         self._bodies = bodies
-        self._content: bytes | bytearray = (
-            b""  # the pieces of the body in one array: an object for each takes more memory
-        )
+        # The pieces of the body are in one array: an object for each would take more memory.
+        self._content: bytes | bytearray = b""
         self._taken = 0  # bytes counted in `bodies`
         self.headers = headers  # names in lower case
         self.client = client  # the address of the caller; None for a Unix socket

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -48,13 +47,8 @@ class _Answer(msgspec.Struct, gc=False):
 _encode: Final = msgspec.json.Encoder().encode
 
 
-def encode_each(answers: Sequence[_Answer]) -> str:
-    """Encode answers as JSON texts with commas between them."""
-    return _encode(answers)[1:-1].decode()
-
-
-def _answer(id: bytes, fp: bytes, *more: Any) -> _Answer:
-    return _Answer(id.hex(), fp.hex(), *more)
+def _encoded(id: bytes, fp: bytes, *more: Any) -> bytes:
+    return _encode(_Answer(id.hex(), fp.hex(), *more))
 
 
 class Journal:
@@ -65,7 +59,7 @@ class Journal:
         self._instance = instance
         self._telemetry = telemetry
         self._producer = IdempotentProducer(cluster, "journal")
-        self._waiting: list[_Answer] = []
+        self._waiting: list[bytes] = []
         self._most = FLUSH_ANSWERS  # answers in one record, fewer if the topic refused a larger record
         self._record_bytes_max = 0
         self._stopping = False
@@ -89,14 +83,14 @@ class Journal:
         latency_ms = msgspec.Raw(b"%.3f" % (1000 * latency_s))
         if isinstance(answer, Committed):
             self._waiting += [
-                _answer(id, it.fp, it.at, status, None, answer.replayed, latency_ms, it.topic, it.partition, it.offset)
+                _encoded(id, it.fp, it.at, status, None, answer.replayed, latency_ms, it.topic, it.partition, it.offset)
                 for id, it in answer.deliveries
             ]
             return
         at = request.accepted_at or _now_ms()
         code = None if answer is None else answer.kind.code
         self._waiting += [
-            _answer(event.id, event.fp, at, status, code, False, latency_ms, event.topic, None, None)
+            _encoded(event.id, event.fp, at, status, code, False, latency_ms, event.topic, None, None)
             for event in request.events
         ]
 
@@ -115,7 +109,7 @@ class Journal:
         while self._waiting:
             answers = self._waiting[: self._most]
             try:
-                record = encode_answers(self._instance, [encode_each(answers)])
+                record = encode_answers(self._instance, [b",".join(answers).decode()])
                 await self._producer.send(self._topic, random.randrange(REQUESTS_PARTITIONS), None, record)  # noqa: S311
             except RecordRefused as refused:
                 if refused.refusal.kind is not TOO_LARGE:

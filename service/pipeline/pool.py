@@ -252,8 +252,7 @@ class Pool:
         self._to_recover = {n: partitions for n, partitions in self._to_recover.items() if marks.get(n) in ("d", "f")}
         for n in dead + free[: max(0, wanted - len(dead))]:
             if not self._stopping and time.monotonic() >= self._take_not_before:
-                await self._take(n, generation, self._to_recover.get(n, ()))
-                self._to_recover.pop(n, None)
+                await self._take(n, generation)
         # A process may hold more than it wants after taking dead slots, and gives up more than its share only if no
         # slot is free or dead.
         excess = len(held) - (most if free or dead else share)
@@ -265,8 +264,10 @@ class Pool:
     def _is_stuck(self, slot: Slot) -> bool:
         return time.monotonic() - slot.down_since > STUCK_SHARE * self._settings.request_timeout_ms / 1000
 
-    async def _take(self, n: int, generation: StoreGeneration, maybe_hanging: Collection[Partition]) -> None:
-        if not await self._keys.take(generation, n, self.token) or n in self.slots:
+    async def _take(self, n: int, generation: StoreGeneration) -> None:
+        is_taken = await self._keys.take(generation, n, self.token)
+        maybe_hanging = self._to_recover.pop(n, ())  # kept until here: the store may not answer
+        if not is_taken or n in self.slots:
             return
         if self._stopping:  # `stop` was called during `take`, and does not know of this slot
             await self._keys.give_back(generation, n, self.token, clean=False)

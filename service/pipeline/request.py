@@ -77,7 +77,7 @@ def fit(ledger_bytes: int, event_bytes: int, ledger_bytes_max: int = GROUP_LEDGE
     return ledger_bytes <= ledger_bytes_max and event_bytes <= GROUP_EVENT_BYTES_MAX
 
 
-# Each step with a chunk takes one or two microseconds an event of the event loop.
+# A larger batch is written in several chunks: each step with a chunk takes the event loop for milliseconds only.
 CHUNK_EVENTS_MAX: Final = 1_000
 
 

@@ -56,7 +56,7 @@ class _OldestRecord(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A log of the plan, of which two times may still have to be read from Kafka.
+    """A log of the plan. Two of its times may be unknown until they are read from Kafka.
 
     `complete_since`: the record whose time becomes `complete_since_ms`, None if that time is known.
     `needs_first_record`: whether `first_record_ms` is unknown.

@@ -466,7 +466,7 @@ class Script(Copies):
         self.recreated_late_first = began(self.recreated_late, FROZEN_MS[1] - HOUR_MS // 2, 2)
 
     def truncated(self, filled: Callable[[str, int, int], list[Record]]) -> None:
-        """A log of which a new leader has only the beginning: later records that were read are no evidence."""
+        """A log whose new leader has only its beginning: the later records, which were read, are no evidence."""
         records = filled(self.truncated_topic, self.chance.randrange(3, 6), 1)
         self.truncated_from = records[self.chance.randrange(1, len(records))]
         outcomes: ByStage = (THERE, "truncated", "truncated")

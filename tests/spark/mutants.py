@@ -1,6 +1,6 @@
 """The rules of the job, each broken on purpose: tables of cases with known verdicts must detect each mutant.
 
-A mutant replaces one rule, most of which are in spark/rule_table.py, by another function while it is `active`. `check`
+A mutant replaces one rule by another function while it is `active`; most rules are in spark/rule_table.py. `check`
 names the check of tests/spark/checks.py that must detect the mutant.
 """
 

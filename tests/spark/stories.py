@@ -1,7 +1,7 @@
 """Stories that share the runs of one lake: a run costs mostly what it costs with nothing to read.
 
-A story is a generator. Its keys, topics and slots are its own. Each `yield` gives it the next run,
-of which it checks what the report has about its topics.
+A story is a generator with keys, topics and slots of its own. Each `yield` gives it the next run, and it checks what
+that run reports about its topics.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence

@@ -17,7 +17,7 @@ from service.core.problems import NOT_WRITTEN, TOO_LARGE, KafkaAway, Problem
 from service.kafka.outcomes import RecordError, RecordRefused
 from service.kafka.producer import IdempotentProducer
 from service.pipeline import journal as module
-from service.pipeline.journal import Journal, encode_each
+from service.pipeline.journal import Journal
 from service.pipeline.request import Committed, WriteRequest
 from tests.unit.fakes import FakeCluster, count_of, make_event, until
 
@@ -221,11 +221,11 @@ async def test_an_answer_is_written_as_the_contract_has_it(
     kept.journal.record(request, 202, None, latency_s)
     ms = 1000 * latency_s
     *committed, refused, accepted = kept.journal._waiting
-    assert encode_each(committed) == ",".join(
+    assert b",".join(committed).decode() == ",".join(
         encode_answer(id, it.fp, it.at, 201, None, replayed, ms, it.topic, it.partition, it.offset) for id, it in places
     )
     for answer, status, code in ((refused, 503, "not-written"), (accepted, 202, None)):
-        text = encode_each([answer])
+        text = answer.decode()
         now, event = json.loads(text)["at"], request.events[0]
         assert text == encode_answer(event.id, event.fp, now, status, code, False, ms, event.topic, None, None)
     kept.journal._task.cancel()

@@ -9,7 +9,7 @@ import pytest
 from service.claims.redis_store import Row, StoreGeneration
 from service.claims.states import Claimed, Delivered, SlotEvent, SlotState
 from service.contract.wire import event_id
-from service.core.problems import IN_PROGRESS, StoreLost, StoreUnanswered
+from service.core.problems import IN_PROGRESS, StoreAway, StoreLost, StoreUnanswered
 from service.http.routes import describe
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.pipeline import pool as module
@@ -566,6 +566,17 @@ async def test_a_held_slot_is_recovered_when_that_is_asked_for(hold: Hold) -> No
     await until(lambda: len(held.recovery.runs) == 2 and held.pool.ready == 1)
     assert held.pool.slots[slot.n] is slot
     assert not slot.superseded
+
+
+async def test_partitions_to_recover_are_kept_while_the_store_does_not_let_the_slot_be_taken(hold: Hold) -> None:
+    held = hold(slots=1, slots_max=4, lease_ttl_ms=600)
+    slot = await held.ready()
+    idle = next(n for n in range(4) if n != slot.n)
+    held.world.keys.trouble.before["take"].append(StoreAway("no answer"))
+    held.pool.recover(idle, [("orders", 1)])
+    await until(lambda: idle in {n for n, _ in held.recovery.runs})
+    assert not held.world.keys.trouble.before["take"]
+    assert held.pool.slots[idle].maybe_hanging == {("orders", 1)}
 
 
 async def test_an_unheld_slot_is_taken_when_its_recovery_is_asked_for(hold: Hold) -> None:
