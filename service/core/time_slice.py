@@ -5,7 +5,10 @@ import time
 from typing import Final
 
 # A POST takes some ten turns of the loop, so each long task beside it adds about ten times as long to its latency.
-SLICE_S: Final = 0.001
+SLICE_S: Final = 0.0005
+
+# Events of a group from which on a step with each of them takes the event loop for milliseconds.
+STEP_EVENTS: Final = 500
 
 
 class TimeSlice:
@@ -25,3 +28,9 @@ class TimeSlice:
         """Let the other tasks of the loop run, and begin another slice."""
         await asyncio.sleep(0)
         self._until = time.monotonic() + SLICE_S
+
+
+async def after_step(events: int) -> None:
+    """Let the other tasks of the loop run, if the step before, with so many events of a group, has taken long."""
+    if events >= STEP_EVENTS:
+        await asyncio.sleep(0)

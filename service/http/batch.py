@@ -187,13 +187,12 @@ class _Results:
             self._results[index] = result
 
     def take_known(self) -> list[WriteResult]:
-        """Return the results after those that were taken, up to the first that is not known."""
+        """Return the results after those that were taken, up to the first that is not known; they are not kept."""
         known: list[WriteResult] = []
-        for result in self._results[self._taken :]:
-            if result is None:
-                break
+        while self._taken < len(self._results) and (result := self._results[self._taken]) is not None:
             known.append(result)
-        self._taken += len(known)
+            self._results[self._taken] = None  # to free all at once, at the end, would take milliseconds
+            self._taken += 1
         return known
 
 

@@ -20,6 +20,9 @@ from service.http.responses import lines_of, render_problem
 
 # The longest time to parse the bytes of one connection, slice by slice, before other tasks of the loop run.
 PARSE_MAX_S: Final = 0.005
+# Bytes of one read after which other tasks of the loop run before the next: libuv else reads up to 32 times on end from
+# a connection that sends faster than it is read.
+READ_BYTES: Final = 1 << 16
 # The longest time for which sent bytes may stay unread before the kernel ends the connection (RFC 5482): a close
 # would wait for ever. A client that reads, if only some kilobytes a second, has no bound.
 UNREAD_MAX_S: Final = 60.0
@@ -146,7 +149,10 @@ class GuardedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         reader, now = self.reader, self.loop.time()
         self._handle_events(reader.feed(data, now))
-        if reader.unread or self.flow.parsing:
+        if len(data) >= READ_BYTES and not self.transport.is_closing():
+            self.flow.set_parsing(True)
+            self._read_soon()
+        elif reader.unread or self.flow.parsing:
             self._read_rest(now + PARSE_MAX_S)
         self._set_timer()
 

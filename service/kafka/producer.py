@@ -13,6 +13,7 @@ from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnReque
 
 from service.core.logs import Incident
 from service.core.problems import KafkaAway
+from service.core.time_slice import after_step
 from service.kafka import outcomes
 from service.kafka.admin import CODECS, KafkaAdmin
 from service.kafka.deadline import unwaited
@@ -336,6 +337,7 @@ class TransactionalProducer:
         """Send a group and await all of its batches; the records' metadata in their order."""
         session = self._session
         group.batches = session.batches(group.records, leaders)
+        await after_step(len(group.records))
         await session.send(group.batches, leaders, int(1000 * REPLICAS_SHARE * self._sends_timeout_s))
         metadata = [RecordMetadata(-1, -1)] * len(group.records)
         failed = None

@@ -32,6 +32,8 @@ from service.pipeline.journal import Journal
 from service.pipeline.load_shedding import LoadShedder
 from service.pipeline.queue import Queue
 from service.pipeline.request import (
+    CHUNK_EVENTS_BESIDE_SINGLE,
+    CHUNK_EVENTS_MAX,
     BatchChunk,
     Committed,
     ResultCollector,
@@ -109,7 +111,8 @@ class Admission:
 
     def new_chunk(self) -> BatchChunk:
         """Make an empty chunk, which takes what one transaction, and the queue, can hold."""
-        return BatchChunk(self.events_max, self.ledger_bytes_max)
+        most = CHUNK_EVENTS_BESIDE_SINGLE if self._queue.single_events else CHUNK_EVENTS_MAX
+        return BatchChunk(min(most, self.events_max), self.ledger_bytes_max)
 
     async def submit_chunk(self, chunk: BatchChunk) -> list[WriteResult]:
         """Write the checked events of a chunk, in their order; returns the result of each.

@@ -3,7 +3,6 @@
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from service.claims.redis_store import Row
 from service.claims.states import Delivered, DeliveredBatch
@@ -14,9 +13,6 @@ from service.kafka.admin import Topic
 from service.kafka.session import Partition, Record, RecordMetadata
 from service.pipeline.request import Committed, WriteRequest
 from service.slots.ledger_rows import LedgerEntry, entry_of
-
-# Events of a group from which on each of its steps takes the event loop for milliseconds.
-LARGE_EVENTS: Final = 1_000
 
 # A request whose claims stand, and the accepted_at (ms since the Unix epoch) of each of its events.
 ClaimedRequest = tuple[WriteRequest, Sequence[int]]
@@ -40,9 +36,9 @@ class Group:
         return self.requests[0].guarantee
 
     @property
-    def is_large(self) -> bool:
-        """Whether each step with its events takes milliseconds of the event loop."""
-        return sum([len(request.events) for request in self.requests]) >= LARGE_EVENTS
+    def size(self) -> int:
+        """The number of its events."""
+        return sum([len(request.events) for request in self.requests])
 
     @property
     def atomic(self) -> bool:

@@ -26,6 +26,7 @@ from service.core.problems import (
 )
 from service.core.settings import Settings
 from service.core.supervision import log_failure
+from service.core.time_slice import after_step
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.kafka.session import Record
 from service.kafka.topics import TopicMetadataCache
@@ -130,10 +131,9 @@ class Writer:
             claimed, written = ClaimedGroup(), Written()
             try:
                 claimed = await self._claim(slot, group)
-                if group.is_large:
-                    await asyncio.sleep(0)  # other tasks of the loop run between two steps
+                await after_step(group.size)
                 identity = await self._identity(slot, claimed.requests)
-                requests, late = start_sending(claimed.requests)  # no other task runs from here to the sending
+                requests, late = start_sending(claimed.requests)
                 claimed = ClaimedGroup(requests, [*claimed.to_release, *late])
                 written = await self._write(slot, requests, identity)
                 marking = await self._start_mark(slot, written, marking)
@@ -185,6 +185,7 @@ class Writer:
             await asyncio.sleep(AWAY_PAUSE_S)
             return ClaimedGroup()
         self._telemetry.stage_claim.observe(time.perf_counter() - started)
+        await after_step(group.size)
         if group.atomic and claims[0].outcome is Outcome.DELIVERED:
             await self._answer_members(group.requests[0], claims[0])
             return ClaimedGroup()
@@ -322,8 +323,10 @@ class Writer:
     ) -> Written:
         """Write a group in one transaction. Raises TransactionFailed after `_fail` has dealt with the requests."""
         try:
+            await after_step(len(records))
             metadata = await slot.send(records)
             committed = list(committed_of(group, records, metadata))
+            await after_step(len(records))
             topic_ids = topic_ids_of(records, self._topic_metadata.last_known)
             position = await slot.commit(list(entries_of(committed)), topic_ids)
         except Exception as error:

@@ -10,6 +10,7 @@ from service.claims.redis_store import KeyStore, Row, StoreGeneration
 from service.claims.states import SLOT, Claim, SlotEvent, SlotState
 from service.contract.wire import Begin, encode_ledger
 from service.core.problems import StoreLost
+from service.core.time_slice import after_step
 from service.kafka.outcomes import TransactionFailed
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.session import Partition, Record, RecordMetadata
@@ -163,7 +164,9 @@ class Slot:
         """
         try:
             head = self.n, self.producer.producer_id, self.producer.epoch, self._instance
-            offset = await self.producer.commit(encode_ledger(*head, [encode_entries(entries)], topic_ids))
+            value = encode_ledger(*head, [encode_entries(entries)], topic_ids)
+            await after_step(len(entries))
+            offset = await self.producer.commit(value)
         except TransactionFailed as failed:
             self.fail(failed)
             raise

@@ -29,7 +29,15 @@ from service.kafka.outcomes import RecordError, TransactionFailed, TransactionOu
 from service.kafka.session import NOT_SENT, Partition, Record, RecordMetadata
 from service.pipeline import queue as queue_module
 from service.pipeline.queue import Queue
-from service.pipeline.request import BatchChunk, Committed, ResultCollector, WriteRequest, WriteResult
+from service.pipeline.request import (
+    CHUNK_EVENTS_BESIDE_SINGLE,
+    CHUNK_EVENTS_MAX,
+    BatchChunk,
+    Committed,
+    ResultCollector,
+    WriteRequest,
+    WriteResult,
+)
 from tests.unit.fakes import (
     GENERATION,
     NOW_MS,
@@ -55,6 +63,27 @@ async def on_its_way(world: World, *events: Event | str) -> "asyncio.Task[list[W
     task = asyncio.create_task(world.admission.submit_chunk(chunk))
     await asyncio.sleep(0)
     return task
+
+
+def room(chunk: BatchChunk) -> int:
+    """The number of events that a chunk takes."""
+    while chunk.takes(event := make_event(str(len(chunk.events)))):
+        chunk.add(event)
+    return len(chunk.events)
+
+
+async def test_a_chunk_is_smaller_while_a_single_event_is_written() -> None:
+    """A POST beside it waits for the steps of the chunk; those of other batches do not count."""
+    world = World()
+    await on_its_way(world, "a", "b")
+    assert room(world.admission.new_chunk()) == CHUNK_EVENTS_MAX
+    await world.admission.check(make_event("c"), time.monotonic())
+    result = world.admission.submit(make_event("c"), time.monotonic())
+    assert room(world.admission.new_chunk()) == CHUNK_EVENTS_BESIDE_SINGLE
+    serving = world.serve(await world.slot())
+    assert isinstance(await result, Committed)
+    assert room(world.admission.new_chunk()) == CHUNK_EVENTS_MAX
+    await ended(serving)
 
 
 def problems(answers: Sequence[WriteResult]) -> list[str | None]:

@@ -32,7 +32,7 @@ def test_what_was_answered_since_its_claim_is_not_sent_and_its_claim_is_released
 async def test_other_tasks_run_between_the_claim_and_the_writing_of_a_large_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("service.pipeline.group.LARGE_EVENTS", 1)
+    monkeypatch.setattr("service.core.time_slice.STEP_EVENTS", 1)
     world = World()
     serving = world.serve(await world.slot())
     on_claim = asyncio.get_running_loop().create_future()
