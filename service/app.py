@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 BRING_UP_PAUSE_S: Final = 1.0
-GC_THRESHOLDS: Final = (10_000, 100, 50)
+GC_THRESHOLDS: Final = (25_000, 40, 50)
 JOURNAL_TIMEOUT_S: Final = 3.0
 TRACES_TIMEOUT_S: Final = 3.0
 # Between two measurements of Redis and Kafka for the metrics.

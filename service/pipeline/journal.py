@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import random
 import time
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import structlog
@@ -47,10 +47,6 @@ class _Answer(msgspec.Struct, gc=False):
 _encode: Final = msgspec.json.Encoder().encode
 
 
-def _encoded(id: bytes, fp: bytes, *more: Any) -> bytes:
-    return _encode(_Answer(id.hex(), fp.hex(), *more))
-
-
 class Journal:
     """Writes answers to the journal's topic by an idempotent producer, without delaying an answer."""
 
@@ -82,15 +78,18 @@ class Journal:
             return
         latency_ms = msgspec.Raw(b"%.3f" % (1000 * latency_s))
         if isinstance(answer, Committed):
+            more = status, None, answer.replayed, latency_ms
             self._waiting += [
-                _encoded(id, it.fp, it.at, status, None, answer.replayed, latency_ms, it.topic, it.partition, it.offset)
+                _encode(_Answer(id.hex(), it.fp.hex(), it.at, *more, it.topic, it.partition, it.offset))
                 for id, it in answer.deliveries
             ]
             return
         at = request.accepted_at or _now_ms()
         code = None if answer is None else answer.kind.code
         self._waiting += [
-            _encoded(event.id, event.fp, at, status, code, False, latency_ms, event.topic, None, None)
+            _encode(
+                _Answer(event.id.hex(), event.fp.hex(), at, status, code, False, latency_ms, event.topic, None, None)
+            )
             for event in request.events
         ]
 
