@@ -248,11 +248,12 @@ def _audited_before(settings: Settings, last_plan: Plan | None, named: Named) ->
     """Return the topics that a run without --topics audits because of what earlier runs have read.
 
     If the last run had other --topics, its plan does not list all of these: it merged the whole ledger, but audited
-    fewer topics.
+    fewer topics. If it had other rules, its plan may list topics that only a rule named that is gone.
     """
     if last_plan is None:
         return set()
-    if json.loads(last_plan.options)["topics"] != list(settings.options.topics):
+    last, now = json.loads(last_plan.options), json.loads(options_of(settings))
+    if (last["topics"], last["rules"]) != (now["topics"], now["rules"]):
         return named()
     return {log.topic for log in last_plan.logs if log.role == DATA}
 
@@ -299,7 +300,7 @@ def _next_log(
 
 def _log_of(plan: Plan | None, partition: TopicPartition) -> Log | None:
     """Return the log of a partition in a plan."""
-    return next((log for log in plan.logs if log.topic_partition == partition), None) if plan else None
+    return plan.logs_by_partition.get(partition) if plan else None
 
 
 def _new_log(role: str, topic: Topic, partition: TopicPartition, ends: Ends, now_ms: int) -> _Draft:

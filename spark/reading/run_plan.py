@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any, Final, TypeVar
 
 from service.contract import CallerRule, Guarantee, Rules, TopicRule
@@ -115,6 +116,11 @@ class Plan:
         return sorted(
             (log for log in self.logs if log.role == role and log.audited), key=lambda log: log.topic_partition
         )
+
+    @cached_property
+    def logs_by_partition(self) -> dict[TopicPartition, Log]:
+        """The logs by topic and partition."""
+        return {log.topic_partition: log for log in self.logs}
 
     @property
     def topics(self) -> list[str]:

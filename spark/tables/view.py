@@ -9,7 +9,7 @@ A run updates each view in one idempotent Delta commit. The update reads the top
 `deliveries` that changed since the last update, and the narrow columns of the view.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Final
@@ -77,16 +77,16 @@ class View:
         )
 
     def advance(
-        self, touched: DataFrame, spans: dict[TopicPartition, Span], starts: dict[TopicPartition, int], run: int
+        self, touched: DataFrame, spans: dict[TopicPartition, Span], present: dict[TopicPartition, Span], run: int
     ) -> None:
-        """Update by `touched` rows of `deliveries` and the records in `spans`; `starts` are the logs' first offsets."""
+        """Update by `touched` rows of `deliveries` and the records in `spans`; `present` is what the logs have now."""
         changes = _changes(_candidates(touched, self.topic), self.rows()).persist()
         kinds = {row["change"] for row in changes.select("change").distinct().collect()}
         if not kinds:
             changes.unpersist()
             return
         wanted = changes.where(F.col("change") != _ENTERED)
-        earlier = _earlier_spans(wanted, spans, starts)
+        earlier = _earlier_spans(wanted, spans, present)
         spark = self.lake.spark
         records = source.read(spark, self.shared, spans).unionByName(source.read(spark, self.shared, earlier))
         filled = _with_records(changes, records)
@@ -133,13 +133,9 @@ def register(spark: SparkSession, shared: SharedSettings, root: str, topic: str)
         if topic not in registered(lake):
             logs = [log for log in plan.of(DATA) if log.topic == topic]
             with closing(Broker(spark, shared)) as broker:
-                starts = _starts(broker, logs)
-            spans = {
-                log.topic_partition: (starts[log.topic_partition], log.end)
-                for log in logs
-                if log.topic_partition in starts
-            }
-            view.advance(lake.read("deliveries"), spans, starts, plan.run)
+                present = _present(broker, logs)
+            planned = {log.topic_partition: (0, log.end) for log in logs}
+            view.advance(lake.read("deliveries"), _within(planned, present), present, plan.run)
             lake.add(
                 TABLE, wire_expressions.rows_of(spark, "topic string, run bigint", [{"topic": topic, "run": plan.run}])
             )
@@ -171,17 +167,11 @@ def update(lake: Lake, shared: SharedSettings, plan: Plan, last_plan: Plan | Non
     deliveries = lake.read("deliveries")
     last_runs = _last_runs(lake, topics, plan, last_plan)
     with closing(Broker(lake.spark, shared)) as broker:
-        starts = _starts(broker, [log for log in plan.of(DATA) if log.topic in topics])
+        present = _present(broker, [log for log in plan.of(DATA) if log.topic in topics])
     for topic in sorted(topics):
-        # Records that were deleted since the plan was made are missing in the view only; the audit has read them.
-        spans = {
-            partition: (max(start, starts[partition]), end)
-            for partition, (start, end) in plan.spans(DATA).items()
-            if partition[0] == topic and partition in starts
-        }
-        topic_starts = {partition: start for partition, start in starts.items() if partition[0] == topic}
+        of_topic = {partition: span for partition, span in present.items() if partition[0] == topic}
         touched = deliveries.where(F.col("run") > last_runs.get(topic, 0))
-        View(lake, shared, topic).advance(touched, spans, topic_starts, plan.run)
+        View(lake, shared, topic).advance(touched, _within(plan.spans(DATA), of_topic), of_topic, plan.run)
 
 
 def _last_runs(lake: Lake, topics: set[str], plan: Plan, last_plan: Plan | None) -> dict[str, int]:
@@ -198,12 +188,26 @@ def _last_runs(lake: Lake, topics: set[str], plan: Plan, last_plan: Plan | None)
     return found
 
 
-def _starts(broker: Broker, logs: Iterable[Log]) -> dict[TopicPartition, int]:
-    """List the first offsets of these logs, without logs of topics that were deleted or recreated since."""
+def _present(broker: Broker, logs: Iterable[Log]) -> dict[TopicPartition, Span]:
+    """List what these logs have now, up to the last stable offset, without topics deleted or recreated since."""
     logs = list(logs)
     topic_ids = {name: topic.topic_id for name, topic in broker.describe(sorted({log.topic for log in logs})).items()}
     same = [log.topic_partition for log in logs if topic_ids.get(log.topic) == log.topic_id]
-    return {partition: ends.log_start for partition, ends in broker.ends(same).items()} if same else {}
+    found = broker.ends(same) if same else {}
+    return {partition: (ends.log_start, ends.last_stable) for partition, ends in found.items()}
+
+
+def _within(spans: Mapping[TopicPartition, Span], present: Mapping[TopicPartition, Span]) -> dict[TopicPartition, Span]:
+    """Return the parts of spans that are present.
+
+    Records that were deleted or truncated since the plan was made are missing in the view only; the audit has read
+    them.
+    """
+    return {
+        partition: (max(first, present[partition][0]), min(end, present[partition][1]))
+        for partition, (first, end) in spans.items()
+        if partition in present
+    }
 
 
 def _candidates(rows: DataFrame, topic: str) -> DataFrame:
@@ -247,11 +251,11 @@ def _changes(candidates: DataFrame, view: DataFrame) -> DataFrame:
 
 
 def _earlier_spans(
-    wanted: DataFrame, spans: dict[TopicPartition, Span], starts: dict[TopicPartition, int]
+    wanted: DataFrame, spans: dict[TopicPartition, Span], present: dict[TopicPartition, Span]
 ) -> dict[TopicPartition, Span]:
     """Return the spans of wanted records that an earlier run read; these are few, and close to one another."""
     found: dict[TopicPartition, Span] = {}
-    begins = {partition[1]: spans.get(partition, (start, start))[0] for partition, start in starts.items()}
+    begins = {partition[1]: spans.get(partition, there)[0] for partition, there in present.items()}
     below = (
         F.col("offset") < F.try_element_at(F.create_map(*_flat(begins)), F.col("partition")) if begins else F.lit(False)
     )
@@ -261,10 +265,9 @@ def _earlier_spans(
         .agg(F.min("offset").alias("first_offset"), F.max("offset").alias("last_offset"))
     )
     for row in rows.collect():
-        (partition,) = [partition for partition in starts if partition[1] == row["partition"]]
-        if row["last_offset"] >= starts[partition]:
-            found[partition] = (max(row["first_offset"], starts[partition]), row["last_offset"] + 1)
-    return found
+        (partition,) = [partition for partition in present if partition[1] == row["partition"]]
+        found[partition] = (row["first_offset"], row["last_offset"] + 1)
+    return _within(found, present)
 
 
 def _flat(begins: dict[int, int]) -> list[Column]:

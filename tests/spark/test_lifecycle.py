@@ -9,7 +9,8 @@ from typing import Any
 
 import pyspark
 import pytest
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
 
 from deploy import places
 from deploy.install import java
@@ -23,7 +24,7 @@ from tests.spark.runs import BRIEF_JAVA_OPTIONS, INTERPRETED
 
 LATER_S = 3600.0
 DAY_S = 86_400.0
-ONE = Life(0, 100, 0, "a:1")
+ONE, TWO = Life(0, 100, 0, "a:1"), Life(1, 200, 0, "b:1")
 
 
 def _table(spark: SparkSession, ran: Ran, name: str) -> list[dict[str, Any]]:
@@ -79,25 +80,44 @@ def test_a_wrong_expression_stops_the_start(spark: SparkSession, expression: str
 def test_a_verdict_that_is_revised_keeps_its_history_until_its_hour_is_dropped(
     spark: SparkSession, history: History, audit: Audit
 ) -> None:
-    topic = history.topic(f"{history.namespace}-t", 2)
+    """Meanwhile each run adds to an hour that is over, which becomes one file; the first meets an open transaction."""
+    topic, past = history.topic(f"{history.namespace}-t", 2), history.topic(f"{history.namespace}-past")
     producer = history.transactional(ONE)
+
+    def deliver_to_the_past(nth: int) -> None:
+        history.deliver(producer, ONE, past, [f"k-{nth}-{n}" for n in range(5)], at=history.now_ms - 5 * 3_600_000)
+
+    deliver_to_the_past(1)
     there = history.deliver(producer, ONE, topic, ["there"])[0]
     late = there.entry(id=wire.event_id("late"), partition=1, offset=0)
     producer.begin_transaction()
     history.ledger(producer, ONE, [late])
     producer.commit_transaction(30)
+    began_s = time.time()
+    slow = history.transactional(TWO)
+    slow.begin_transaction()
+    history.send(slow, past, ["open"], TWO)
     first = audit(history)
+    slow.abort_transaction(30)
     assert (first.document["balance"]["pending"], first.document["verdicts"]["changes"]) == (1, [])
+    (held,) = first.document["evidence"]["held_up"]
+    assert (held["topic"], held["partition"]) == (past, 0)
+    assert held["transactional_id"] == wire.transactional_id(history.namespace, 1)
+    assert held["producer_id"] >= 0
+    assert 0 <= held["age_s"] <= time.time() - began_s
+
+    deliver_to_the_past(2)
     second = audit(history, later_s=LATER_S)
     assert second.findings() == {("lost", "ledger", None)}
     assert second.document["verdicts"] == {
         "revised": 0,
         "changes": [{"before": "pending", "after": "lost", "ids": 1}],
     }
+    deliver_to_the_past(3)
     history.send(history.plain, topic, ["late"], ONE, partition=1)
-    third = audit(history, later_s=LATER_S)
+    third = audit(history, later_s=LATER_S, optimize=True, vacuum_h=1)
     assert third.findings() == set()
-    assert third.document["balance"]["delivered_once"] == 2
+    assert third.document["balance"]["delivered_once"] == 2 + 15
     assert third.document["verdicts"] == {
         "revised": 1,
         "changes": [
@@ -107,6 +127,9 @@ def test_a_verdict_that_is_revised_keeps_its_history_until_its_hour_is_dropped(
     }
     told = sorted((row["run"], row["before"], row["verdict"]) for row in _table(spark, third, "verdicts"))
     assert told == [(1, None, "pending"), (2, "pending", "lost"), (3, "lost", "delivered_once")]
+    rows = lake.Lake(spark, str(third.lake)).read("deliveries").where(F.col("topic") == past)
+    assert (rows.count(), rows.select("accepted_hour").distinct().count(), _files(rows)) == (15, 1, 1)
+
     # Nine days on: what was accepted then is dropped, and what still comes about it says nothing.
     tidy: dict[str, Any] = {"keep_days": 7, "optimize": True, "vacuum_h": 1}
     history.answers([there.answer(replayed=True)])
@@ -120,33 +143,9 @@ def test_a_verdict_that_is_revised_keeps_its_history_until_its_hour_is_dropped(
     assert fifth.written() == fourth.written()
 
 
-def test_the_files_of_an_hour_are_compacted_into_one_when_the_hour_is_over(
-    spark: SparkSession, history: History, audit: Audit
-) -> None:
-    topic = history.topic(f"{history.namespace}-t")
-    producer = history.transactional(ONE)
-    for nth in range(3):
-        history.deliver(producer, ONE, topic, [f"k-{nth}-{n}" for n in range(5)], at=history.now_ms - 5 * 3_600_000)
-        ran = audit(history, later_s=LATER_S, optimize=nth == 2, vacuum_h=1 if nth == 2 else None)
-    rows = lake.Lake(spark, str(ran.lake)).read("deliveries")
-    assert (rows.count(), len(rows.inputFiles())) == (15, 1)
-    assert ran.outcome.status == 0
-
-
-def test_the_transaction_that_blocks_a_partition_is_named_with_its_age(history: History, audit: Audit) -> None:
-    topic = history.topic(f"{history.namespace}-t")
-    producer = history.transactional(ONE)
-    history.deliver(producer, ONE, topic, ["there"])
-    began_s = time.time()
-    slow = history.transactional(Life(1, 200, 0, "b:1"))
-    slow.begin_transaction()
-    history.send(slow, topic, ["open"], ONE)
-    (held,) = audit(history).document["evidence"]["held_up"]
-    slow.abort_transaction(30)
-    assert (held["topic"], held["partition"]) == (topic, 0)
-    assert held["transactional_id"] == wire.transactional_id(history.namespace, 1)
-    assert held["producer_id"] >= 0
-    assert 0 <= held["age_s"] <= time.time() - began_s
+def _files(rows: DataFrame) -> int:
+    """How many files the rows are in."""
+    return rows.select(F.input_file_name()).distinct().count()
 
 
 @pytest.fixture

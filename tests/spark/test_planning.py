@@ -168,6 +168,14 @@ def test_a_topic_is_audited_when_the_ledger_the_rules_or_an_option_name_it(clust
     assert freeze(cluster, freeze(cluster, named={"orders"}), named=set()).topics == ["orders"]
 
 
+def test_a_topic_is_not_audited_any_more_when_the_rule_that_named_it_is_gone(cluster: FakeCluster) -> None:
+    first = freeze(cluster, named={"orders"}, rules='[[topics]]\npattern = "oth*"')
+    assert first.topics == ["orders", "others"]
+    second = freeze(cluster, first, in_lake={"orders"})
+    assert second.topics == ["orders"]
+    assert freeze(cluster, second).topics == ["orders"]
+
+
 def test_a_run_without_a_ledger_needs_named_topics(cluster: FakeCluster) -> None:
     del cluster.topics[LEDGER_TOPIC]
     with pytest.raises(CannotRun, match=r"fencepost\.ledger.*FENCEPOST_NAMESPACE.*--topics"):
@@ -497,7 +505,7 @@ def test_an_unreachable_topic_fails_a_run_only_if_it_is_named(cluster: FakeClust
     assert [log.topic for log in first.logs] == ["orders", LEDGER_TOPIC, REQUESTS_TOPIC]
     for options in ({"named": {"others"}}, {"rules": '[[topics]]\npattern = "oth*"'}, {"topics": ("others",)}):
         with pytest.raises(CannotRun, match="no leader"):
-            freeze(cluster, first, **options)
+            freeze(cluster, first, in_lake=set(), **options)
 
 
 def test_only_audited_topics_are_checked_for_compaction(cluster: FakeCluster) -> None:
@@ -580,11 +588,11 @@ def test_a_topic_keeps_its_guarantee_for_the_records_that_were_written_under_it(
     assert guarantees(first) == [(0, "idempotent")]
     # The time at which the service began to follow the new rule is unknown: the weaker guarantee applies.
     cluster.topics["orders"] = ends(25, open=3)
-    second = freeze(cluster, first, rules=once)
+    second = freeze(cluster, first, rules=once, in_lake=set())
     assert guarantees(second) == [(0, "idempotent"), (28, "exactly_once")]
     cluster.topics["orders"] = ends(40)
     assert guarantees(freeze(cluster, second, rules=once)) == guarantees(second)
-    third = freeze(cluster, second, rules=idempotent)
+    third = freeze(cluster, second, rules=idempotent, in_lake=set())
     assert guarantees(third) == [*guarantees(second), (25, "idempotent")]
     cluster.topic_ids["orders"] = "two"
-    assert guarantees(freeze(cluster, third, rules=once)) == [(0, "exactly_once")]
+    assert guarantees(freeze(cluster, third, rules=once, in_lake=set())) == [(0, "exactly_once")]

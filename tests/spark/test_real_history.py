@@ -16,8 +16,38 @@ ONE, TWO = Life(0, 100, 0, "a:1"), Life(1, 200, 0, "b:1")
 MEGABYTE: Final = 1_000_000
 
 
-def test_topics_of_every_width_and_records_of_every_size(history: History, audit: Audit) -> None:
-    """One partition and 64, of which some are empty; a byte and a megabyte; and in between, more of both."""
+def test_topics_of_every_width_records_of_every_size_and_clocks_that_jump(history: History, audit: Audit) -> None:
+    wide = _widths_and_sizes(history)
+    _clocks(history)
+    ran = audit(history, later_s=LATER_S)
+    assert ran.findings() == {
+        ("duplicate", "dual_producer", "p-0"),
+        ("duplicate", "foreign_writer", "p-3"),
+        ("duplicate", "foreign_writer", "megabyte"),
+        ("conflict", "foreign_writer", "other-megabyte"),
+        ("duplicate", "dual_producer", "behind"),
+        ("duplicate", "expired_key", "ahead"),
+        ("duplicate", "foreign_writer", "bare"),
+    }
+    found = {one["key"]: one for one in ran.document["findings"]}
+    assert (found["p-3"]["count"], len(found["p-3"]["coordinates"])) == (100, 100)
+    # In the order of their timestamps, whoever wrote first.
+    order = [[copy["partition"] for copy in found[key]["coordinates"]] for key in ("behind", "ahead")]
+    assert order == [[1, 0], [0, 1]]
+    balance = ran.document["balance"]
+    assert balance["accepted"] == wide + 4 + 9
+    assert (balance["delivered_once"], balance["duplicated"], balance["conflicted"], balance["pending"]) == (
+        wide + 6,
+        3 + 2,
+        1,
+        1,
+    )
+    later = audit(history, later_s=3 * LATER_S)
+    assert later.document["balance"]["lost"] == 1
+
+
+def _widths_and_sizes(history: History) -> int:
+    """One partition and 64, of which some are empty; a byte and a megabyte. How many events are in the wide topic."""
     wide = history.topic(f"{history.namespace}-wide", 64)
     large = history.topic(f"{history.namespace}-large", 1, {"max.message.bytes": str(2 * MEGABYTE)})
     producer = history.transactional(ONE)
@@ -40,18 +70,31 @@ def test_topics_of_every_width_and_records_of_every_size(history: History, audit
     history.send(history.plain, large, ["megabyte"], None, value=block, record_key=b"k")
     history.send(history.plain, large, ["other-megabyte"], None, value=block[:-1] + b"?", record_key=b"k")
     history.send(history.plain, wide, ["p-3"] * 99, ONE, partition=3, value=b"x")
-    ran = audit(history, later_s=LATER_S, skip_ids=True)
-    assert ran.findings() == {
-        ("duplicate", "dual_producer", "p-0"),
-        ("duplicate", "foreign_writer", "p-3"),
-        ("duplicate", "foreign_writer", "megabyte"),
-        ("conflict", "foreign_writer", "other-megabyte"),
-    }
-    hundred = next(one for one in ran.document["findings"] if one["key"] == "p-3")
-    assert (hundred["count"], len(hundred["coordinates"])) == (100, 100)
-    balance = ran.document["balance"]
-    assert (balance["accepted"], balance["delivered_once"]) == (22 + 4, 22 + 4 - 4)
-    assert (balance["duplicated"], balance["conflicted"]) == (3, 1)
+    return len(written)
+
+
+def _clocks(history: History) -> None:
+    """Times are only told by others: of writers that live in the past, in the future, and at the beginning of time."""
+    settings = {"message.timestamp.after.max.ms": str(2**62), "retention.ms": "-1"}
+    topic = history.topic(f"{history.namespace}-t", 2, settings)
+    now = history.now_ms
+    slow, fast = history.transactional(ONE), history.transactional(TWO)
+    far = 4_102_444_800_000 + DAY_MS  # past the year 2100
+    for nth, (at, ts) in enumerate([(0, 1), (now, 1), (now, far), (far, now), (now + 2 * HOUR_MS, now - 9 * DAY_MS)]):
+        history.deliver(slow, ONE, topic, [f"once-{nth}"], at=at, ts=ts, value=b'"$key"')
+    # The same event from two clocks: an hour behind, and more than a retention ahead.
+    history.deliver(slow, ONE, topic, ["behind", "ahead"], value=b'"$key"')
+    history.deliver(fast, TWO, topic, ["behind"], at=now - HOUR_MS, ts=now - HOUR_MS, partition=1, value=b'"$key"')
+    history.deliver(fast, TWO, topic, ["ahead"], at=now + DAY_MS, ts=now + DAY_MS, partition=1, value=b'"$key"')
+    # Bare records from the beginning and from the end of time.
+    history.send(history.plain, topic, ["bare", "bare"], None, ts=1)
+    history.send(history.plain, topic, ["bare"], None, ts=far)
+    # A promise of tomorrow is not lost today.
+    slow.begin_transaction()
+    one = history.send(slow, topic, ["there"], ONE)[0]
+    promised = one.entry(id=wire.event_id("tomorrow"), offset=1_000_000, at=now + 2 * HOUR_MS)
+    history.ledger(slow, ONE, [one.entry(), promised])
+    slow.commit_transaction(TIMEOUT_S)
 
 
 def test_records_that_compaction_took_unread_are_a_gap_and_never_lost(history: History, audit: Audit) -> None:
@@ -103,39 +146,3 @@ def _offsets(history: History, topic: str) -> set[int]:
     finally:
         consumer.close()
     return found
-
-
-def test_clocks_that_jump_change_no_count(history: History, audit: Audit) -> None:
-    """Times are only told by others: of writers that live in the past, in the future, and at the beginning of time."""
-    topic = history.topic(f"{history.namespace}-t", 2, {"message.timestamp.after.max.ms": str(2**62)})
-    now = history.now_ms
-    slow, fast = history.transactional(ONE), history.transactional(TWO)
-    far = 4_102_444_800_000 + DAY_MS  # past the year 2100
-    for nth, (at, ts) in enumerate([(0, 1), (now, 1), (now, far), (far, now), (now + 2 * HOUR_MS, now - 9 * DAY_MS)]):
-        history.deliver(slow, ONE, topic, [f"once-{nth}"], at=at, ts=ts, value=b'"$key"')
-    # The same event from two clocks: an hour behind, and more than a retention ahead.
-    history.deliver(slow, ONE, topic, ["behind", "ahead"], value=b'"$key"')
-    history.deliver(fast, TWO, topic, ["behind"], at=now - HOUR_MS, ts=now - HOUR_MS, partition=1, value=b'"$key"')
-    history.deliver(fast, TWO, topic, ["ahead"], at=now + DAY_MS, ts=now + DAY_MS, partition=1, value=b'"$key"')
-    # Bare records from the beginning and from the end of time.
-    history.send(history.plain, topic, ["bare", "bare"], None, ts=1)
-    history.send(history.plain, topic, ["bare"], None, ts=far)
-    # A promise of tomorrow is not lost today.
-    slow.begin_transaction()
-    one = history.send(slow, topic, ["there"], ONE)[0]
-    promised = one.entry(id=wire.event_id("tomorrow"), offset=1_000_000, at=now + 2 * HOUR_MS)
-    history.ledger(slow, ONE, [one.entry(), promised])
-    slow.commit_transaction(TIMEOUT_S)
-    ran = audit(history, later_s=LATER_S)
-    assert ran.findings() == {
-        ("duplicate", "dual_producer", "behind"),
-        ("duplicate", "expired_key", "ahead"),
-        ("duplicate", "foreign_writer", "bare"),
-    }
-    found = {one["key"]: [copy["partition"] for copy in one["coordinates"]] for one in ran.document["findings"]}
-    # In the order of their timestamps, whoever wrote first.
-    assert (found["behind"], found["ahead"]) == ([1, 0], [0, 1])
-    balance = ran.document["balance"]
-    assert (balance["delivered_once"], balance["duplicated"], balance["pending"]) == (6, 2, 1)
-    later = audit(history, later_s=3 * LATER_S)
-    assert later.document["balance"]["lost"] == 1

@@ -7,20 +7,22 @@ import subprocess
 import sys
 import time
 import unittest.mock
+import uuid
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from pyspark.sql import SparkSession
 
 from deploy import places
+from deploy.stack import Kafka
 from service.contract import SharedSettings, wire
 from spark import job
 from spark.errors import AnotherRun, CannotRun
 from spark.reading.kafka_admin import Broker
-from spark.report import document, publish
+from spark.report import publish
 from spark.rules import balance
 from spark.tables import lake, lock
 from tests.spark.conftest import Audit
@@ -72,27 +74,46 @@ def _second_stage(history: History) -> None:
     history.raw(history.plain, wire.ledger_topic(history.namespace), b"no entry")
 
 
-# In their order: one lake meets all of them, run after run.
+class Stages(NamedTuple):
+    """The history of both stages, a run over both, and where the lake is kept as the run between them left it."""
+
+    history: History
+    whole: Ran
+    clean: Path
+
+    def lake(self, name: str) -> str:
+        """A lake that has the first stage."""
+        shutil.copytree(self.clean, self.clean.with_name(name))
+        return name
+
+
+@pytest.fixture(scope="module")
+def stages(kafka: Kafka, audit: Audit) -> Stages:
+    history = History(kafka.bootstrap, f"t-{uuid.uuid4().hex[:12]}")
+    _two_stages(history)
+    first = audit(history, later_s=LATER_S)
+    assert first.outcome.status == 0
+    clean = first.lake.with_name("clean")
+    shutil.copytree(first.lake, clean)
+    _second_stage(history)
+    return Stages(history, audit(history, later_s=LATER_S), clean)
+
+
+# In their order: one lake meets all of them, run after run. Between verdicts and runs a run writes only its report.
 CUTS: tuple[tuple[Any, str, bool, str | None], ...] = (
     (lake.Lake, "append", True, "progress"),
     (lake.Lake, "merge", True, None),
     (lake.Lake, "append", True, "rejects"),
     (lake.Lake, "replace", True, "findings"),
     (lake.Lake, "append", True, "verdicts"),
-    (document, "write", True, None),
     (lake.Lake, "append", False, "runs"),
 )
 
 
 def test_a_run_that_is_resumed_after_any_step_ends_with_the_same_report(
-    spark: SparkSession, history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
+    spark: SparkSession, stages: Stages, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _two_stages(history)
-    first = audit(history, later_s=LATER_S)
-    assert first.outcome.status == 0
-    shutil.copytree(first.lake, first.lake.with_name("cut"))
-    _second_stage(history)
-    whole = audit(history, later_s=LATER_S)
+    history, whole = stages.history, stages.whole
     assert whole.document["balance"] == {
         "accepted": 60,
         "delivered_once": 50 - 2 - 7 - 5 + 10,
@@ -109,6 +130,7 @@ def test_a_run_that_is_resumed_after_any_step_ends_with_the_same_report(
     assert "accepted 60 = delivered_once 46  duplicated 9  conflicted 5" in text
     assert "duplicate/foreign_writer" in text
     assert "somewhere/report.html" in text
+    stages.lake("cut")
     for owner, step, after, only in CUTS:
         with cut(monkeypatch, owner, step, after=after, only=only):
             audit(history, later_s=LATER_S, lake="cut")
@@ -142,13 +164,12 @@ def test_a_run_that_replaces_interrupted_runs_writes_its_own_rows(
 
 
 def test_the_run_after_an_interrupted_one_drops_the_expired_hours(
-    spark: SparkSession, history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
+    spark: SparkSession, stages: Stages, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _two_stages(history)
-    audit(history, later_s=LATER_S)
+    name = stages.lake("expired")
     with cut(monkeypatch, job._Run, "_tidy", after=False):
-        audit(history, later_s=3 * DAY_S, keep_days=1)
-    last = audit(history, later_s=3 * DAY_S + LATER_S, keep_days=1)
+        audit(stages.history, later_s=3 * DAY_S, lake=name, keep_days=1)
+    last = audit(stages.history, later_s=3 * DAY_S + LATER_S, lake=name, keep_days=1)
     assert (last.document["run"]["number"], last.document["run"]["resumed"]) == (3, False)
     assert (last.findings(), last.document["balance"]["accepted"]) == (set(), 0)
     assert lake.Lake(spark, str(last.lake)).read("deliveries").isEmpty()
@@ -169,11 +190,9 @@ def test_a_second_process_on_the_same_lake_exits_with_2(spark: SparkSession, tmp
 
 @pytest.mark.long
 def test_a_run_that_is_killed_holds_the_lake_until_then_and_is_taken_up(
-    history: History, audit: Audit, tmp_path: Path
+    stages: Stages, audit: Audit, tmp_path: Path
 ) -> None:
-    _two_stages(history)
-    _second_stage(history)
-    whole = audit(history, later_s=LATER_S)
+    history, whole = stages.history, stages.whole
     killed = whole.lake.with_name("killed")
     environment = {
         **os.environ,
@@ -226,10 +245,8 @@ def test_a_lake_is_held_by_one_run_at_a_time(spark: SparkSession, tmp_path: Path
         pass
 
 
-def test_capped_runs_end_with_the_same_findings_and_report_nothing_lost_before(history: History, audit: Audit) -> None:
-    _two_stages(history)
-    _second_stage(history)
-    whole = audit(history, later_s=LATER_S)
+def test_capped_runs_end_with_the_same_findings_and_report_nothing_lost_before(stages: Stages, audit: Audit) -> None:
+    history, whole = stages.history, stages.whole
     for number in range(1, 6):
         part = audit(history, later_s=LATER_S, lake="capped", max_records=45)
         assert {kind for kind, _, _ in part.findings()} <= {"duplicate", "conflict"}
@@ -267,7 +284,7 @@ def test_records_older_than_the_ledger_are_no_phantoms(history: History, audit: 
 
 
 def test_the_topics_of_a_default_run_do_not_depend_on_the_options_of_the_last_run(
-    history: History, audit: Audit
+    history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     orders, payments, others, refused = (
         history.topic(f"{history.namespace}-{name}", 1) for name in ("orders", "payments", "others", "refused")
@@ -279,7 +296,12 @@ def test_the_topics_of_a_default_run_do_not_depend_on_the_options_of_the_last_ru
     history.raw(history.plain, refused, b"nobody's")
     history.answers([paid.answer(422, topic=refused)])
     assert audit(history, later_s=LATER_S, topics=(orders,)).outcome.status == 0
-    assert audit(history, later_s=LATER_S).document["run"]["topics"] == [orders, payments]
+    planned = unittest.mock.Mock(side_effect=Cut)
+    with monkeypatch.context() as patch:
+        patch.setattr(job._Run, "_merge", planned)
+        with pytest.raises(Cut):
+            audit(history, later_s=LATER_S)
+    assert planned.call_args.args[0].topics == [orders, payments]
     everything = audit(history, later_s=LATER_S, topics=(f"{history.namespace}-*",))
     assert {kind for kind, _, _ in everything.findings()} == {"unkeyed"}
     again = audit(history, later_s=LATER_S)
@@ -315,7 +337,8 @@ def test_a_lake_is_of_one_namespace(
     assert run(spark, history, tmp_path, now_ms).outcome.status == 0
     with pytest.raises(CannotRun, match=rf"of namespace '{history.namespace}', not '{other.namespace}'"):
         run(spark, other, tmp_path, now_ms)
-    assert run(spark, history, tmp_path, now_ms).outcome.status == 0
+    with cut(monkeypatch, job._Run, "_merge", after=False):
+        run(spark, history, tmp_path, now_ms)
 
     with cut(monkeypatch, job._Run, "_merge", after=True):
         run(spark, other, tmp_path, now_ms, lake="merged", topics=(topic,))
@@ -355,12 +378,12 @@ def test_the_first_records_of_logs_are_read_also_past_transaction_markers(
 
 
 def test_a_balance_that_does_not_close_fails_the_report(
-    history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
+    stages: Stages, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _two_stages(history)
+    name = stages.lake("balance")
     monkeypatch.setattr(balance, "by_topic", lambda hours: {"t": {"accepted": 2, "delivered_once": 1}})
     published = unittest.mock.Mock()
     monkeypatch.setattr(publish, "publish", published)
     with pytest.raises(CannotRun, match="the balance does not close: accepted 2, delivered_once 1"):
-        audit(history, later_s=LATER_S)
+        audit(stages.history, later_s=LATER_S, lake=name)
     published.assert_not_called()

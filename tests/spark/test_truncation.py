@@ -10,11 +10,15 @@ from pathlib import Path
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
+from pyspark.sql import SparkSession
 
 from deploy.stack import Kafka
 from service.contract import wire
+from spark.tables import view
 from tests.spark.conftest import Audit
 from tests.spark.history import TIMEOUT_S, History, Life
+from tests.spark.test_runs import cut
+from tests.spark.test_view import Views
 
 LATER_S = 3600.0
 ONE = Life(0, 100, 0, "a:1")
@@ -44,8 +48,9 @@ def _wait_for_end(history: History, topic: str, end: int) -> None:
 
 
 def test_records_that_a_new_leader_lacks_are_dropped_and_its_own_are_read(
-    broker: Kafka, namespace: str, audit: Audit
+    spark: SparkSession, broker: Kafka, namespace: str, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where a run was cut off before it updated a view by records that are gone when it is resumed."""
     history = History(broker.bootstrap, namespace)
     topic = history.topic(f"{namespace}-t")
     producer = history.transactional(ONE)
@@ -59,6 +64,12 @@ def test_records_that_a_new_leader_lacks_are_dropped_and_its_own_are_read(
     first = audit(history, later_s=LATER_S)
     assert first.findings() == {("unkeyed", None, f"{topic}[0]")}
     assert first.document["balance"]["delivered_once"] == 6
+    views = Views(spark, history, first.lake)
+    assert views.register(topic) == 6
+    history.deliver(producer, ONE, topic, ["gone-3"])
+    _wait_for_end(history, topic, 11)
+    with cut(monkeypatch, view, "update", after=False):
+        audit(history, later_s=LATER_S)
 
     broker.kill()
     os.truncate(log, size)
@@ -72,10 +83,12 @@ def test_records_that_a_new_leader_lacks_are_dropped_and_its_own_are_read(
     history.ledger(producer, ONE, [new[0].entry(id=wire.event_id("lost"), offset=1000)])
     producer.commit_transaction(30)
     _wait_for_end(history, topic, 12)
+    resumed = audit(history, later_s=LATER_S)
+    assert (resumed.document["run"]["resumed"], resumed.document["balance"]["delivered_once"]) == (True, 7)
     for _ in range(2):
         ran = audit(history, later_s=LATER_S)
         balance = ran.document["balance"]
-        assert (balance["delivered_once"], balance["unprovable"], balance["records"]) == (10, 3, 10)
+        assert (balance["delivered_once"], balance["unprovable"], balance["records"]) == (10, 4, 10)
         assert ran.findings() == {(GAP, "truncated", f"{topic}[0]"), ("lost", "ledger", None)}
         (gap,) = [one for one in ran.document["findings"] if one["kind"] == GAP]
-        assert (gap["count"], gap["first_offset"], gap["last_offset"]) == (5, 4, 8)
+        assert (gap["count"], gap["first_offset"], gap["last_offset"]) == (7, 4, 10)
