@@ -21,7 +21,9 @@ from deploy.stack import Kafka
 from service.contract import SharedSettings, wire
 from spark import job
 from spark.errors import AnotherRun, CannotRun
+from spark.reading import planning
 from spark.reading.kafka_admin import Broker
+from spark.reading.run_plan import Plan
 from spark.report import publish
 from spark.rules import balance
 from spark.tables import lake, lock
@@ -296,12 +298,17 @@ def test_the_topics_of_a_default_run_do_not_depend_on_the_options_of_the_last_ru
     history.raw(history.plain, refused, b"nobody's")
     history.answers([paid.answer(422, topic=refused)])
     assert audit(history, later_s=LATER_S, topics=(orders,)).outcome.status == 0
-    planned = unittest.mock.Mock(side_effect=Cut)
+    freeze, plans = planning.freeze, list[Plan]()
+
+    def planned(*arguments: Any) -> Plan:
+        plans.append(freeze(*arguments))
+        raise Cut
+
     with monkeypatch.context() as patch:
-        patch.setattr(job._Run, "_merge", planned)
+        patch.setattr(planning, "freeze", planned)
         with pytest.raises(Cut):
             audit(history, later_s=LATER_S)
-    assert planned.call_args.args[0].topics == [orders, payments]
+    assert plans[0].topics == [orders, payments]
     everything = audit(history, later_s=LATER_S, topics=(f"{history.namespace}-*",))
     assert {kind for kind, _, _ in everything.findings()} == {"unkeyed"}
     again = audit(history, later_s=LATER_S)
