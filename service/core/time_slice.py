@@ -31,6 +31,6 @@ class TimeSlice:
 
 
 async def after_step(events: int) -> None:
-    """Let the other tasks of the loop run, if the step before, with so many events of a group, has taken long."""
+    """Let the other tasks of the loop run after a step with this many events of a group, if such steps take long."""
     if events >= STEP_EVENTS:
         await asyncio.sleep(0)

@@ -20,8 +20,8 @@ from service.http.responses import lines_of, render_problem
 
 # The longest time to parse the bytes of one connection, slice by slice, before other tasks of the loop run.
 PARSE_MAX_S: Final = 0.005
-# Bytes of one read after which other tasks of the loop run before the next: libuv else reads up to 32 times on end from
-# a connection that sends faster than it is read.
+# After a read of this many bytes, other tasks of the loop run before the connection is read again. Without that, libuv
+# reads up to 32 times in a row from a client that sends fast enough: 8 MB.
 READ_BYTES: Final = 1 << 16
 # The longest time for which sent bytes may stay unread before the kernel ends the connection (RFC 5482): a close
 # would wait for ever. A client that reads, if only some kilobytes a second, has no bound.

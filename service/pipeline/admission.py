@@ -87,7 +87,7 @@ class Admission:
         self._tracing = tracing
         self._timeout_s = settings.request_timeout_ms / 1000
         self.events_max = settings.queue_events_max  # a larger request could never be admitted
-        self._open: deque[WriteRequest] = deque()  # ordered by deadline
+        self._open: deque[WriteRequest] = deque()  # without chunks; ordered by deadline
         self._open_bytes = 0
         self.load_shedder = LoadShedder()
         self.is_open = True  # False while the process stops
@@ -110,8 +110,11 @@ class Admission:
         return future
 
     def new_chunk(self) -> BatchChunk:
-        """Make an empty chunk, which takes what one transaction, and the queue, can hold."""
-        most = CHUNK_EVENTS_BESIDE_SINGLE if self._queue.single_events else CHUNK_EVENTS_MAX
+        """Make an empty chunk, which takes what one transaction, and the queue, can hold.
+
+        It is smaller while there is a request other than chunks, open or answered since the last sweep.
+        """
+        most = CHUNK_EVENTS_BESIDE_SINGLE if self._open else CHUNK_EVENTS_MAX
         return BatchChunk(min(most, self.events_max), self.ledger_bytes_max)
 
     async def submit_chunk(self, chunk: BatchChunk) -> list[WriteResult]:

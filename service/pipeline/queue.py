@@ -51,7 +51,6 @@ class Queue:
         self._last_size = 0  # requests of the last group that was not quarantined
         self._making_room: asyncio.TimerHandle | None = None
         self.events = 0
-        self.single_events = 0  # those that are a request of their own
         self.bytes = 0
         self.ledger_bytes_max = GROUP_LEDGER_BYTES_MAX  # of a group
 
@@ -63,7 +62,6 @@ class Queue:
         if self.bytes + request.size > self._bytes_max:
             raise Problem(NOT_WRITTEN, f"the queue is full ({self._bytes_max} bytes): send it again a little later")
         self.events += events
-        self.single_events += events == 1
         self.bytes += request.size
 
     def put(self, request: WriteRequest) -> None:
@@ -92,7 +90,6 @@ class Queue:
     def leave(self, request: WriteRequest) -> None:
         """Remove an answered request from the counts."""
         self.events -= len(request.events)
-        self.single_events -= len(request.events) == 1
         self.bytes -= request.size
 
     def forget_answered(self) -> None:

@@ -185,7 +185,6 @@ class Writer:
             await asyncio.sleep(AWAY_PAUSE_S)
             return ClaimedGroup()
         self._telemetry.stage_claim.observe(time.perf_counter() - started)
-        await after_step(group.size)
         if group.atomic and claims[0].outcome is Outcome.DELIVERED:
             await self._answer_members(group.requests[0], claims[0])
             return ClaimedGroup()

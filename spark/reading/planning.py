@@ -248,7 +248,7 @@ def _audited_before(settings: Settings, last_plan: Plan | None, named: Named) ->
     """Return the topics that a run without --topics audits because of what earlier runs have read.
 
     If the last run had other --topics, its plan does not list all of these: it merged the whole ledger, but audited
-    fewer topics. If it had other rules, its plan may list topics that only a rule named that is gone.
+    fewer topics. If it had other rules, its plan may list a topic that only a removed rule named.
     """
     if last_plan is None:
         return set()

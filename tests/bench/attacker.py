@@ -106,7 +106,7 @@ class _Attacker:
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
-        # The CPU is the service's and the good clients' first: a real attacker has its own.
+        # A real attacker has a CPU of its own: this thread gives way to the service and the good clients.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         while not self._stop.is_set() and not self.wrong:
             body = self._body.replace(NUMBER, b"%08d" % (self._number + self.requests))

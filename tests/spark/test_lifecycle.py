@@ -80,7 +80,8 @@ def test_a_wrong_expression_stops_the_start(spark: SparkSession, expression: str
 def test_a_verdict_that_is_revised_keeps_its_history_until_its_hour_is_dropped(
     spark: SparkSession, history: History, audit: Audit
 ) -> None:
-    """Meanwhile each run adds to an hour that is over, which becomes one file; the first meets an open transaction."""
+    """The runs show two more things: an hour that is over is compacted into one file, and the transaction that blocks a
+    partition is named with its age."""
     topic, past = history.topic(f"{history.namespace}-t", 2), history.topic(f"{history.namespace}-past")
     producer = history.transactional(ONE)
 
@@ -144,7 +145,7 @@ def test_a_verdict_that_is_revised_keeps_its_history_until_its_hour_is_dropped(
 
 
 def _files(rows: DataFrame) -> int:
-    """How many files the rows are in."""
+    """Return the number of files that hold the rows."""
     return rows.select(F.input_file_name()).distinct().count()
 
 

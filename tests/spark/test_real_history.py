@@ -31,7 +31,7 @@ def test_topics_of_every_width_records_of_every_size_and_clocks_that_jump(histor
     }
     found = {one["key"]: one for one in ran.document["findings"]}
     assert (found["p-3"]["count"], len(found["p-3"]["coordinates"])) == (100, 100)
-    # In the order of their timestamps, whoever wrote first.
+    # The copies of an event are in the order of their timestamps, not of their writing.
     order = [[copy["partition"] for copy in found[key]["coordinates"]] for key in ("behind", "ahead")]
     assert order == [[1, 0], [0, 1]]
     balance = ran.document["balance"]
@@ -47,7 +47,10 @@ def test_topics_of_every_width_records_of_every_size_and_clocks_that_jump(histor
 
 
 def _widths_and_sizes(history: History) -> int:
-    """One partition and 64, of which some are empty; a byte and a megabyte. How many events are in the wide topic."""
+    """Write a topic with 64 partitions, some of them empty, and one with records of a byte and of a megabyte.
+
+    Returns the number of events in the first.
+    """
     wide = history.topic(f"{history.namespace}-wide", 64)
     large = history.topic(f"{history.namespace}-large", 1, {"max.message.bytes": str(2 * MEGABYTE)})
     producer = history.transactional(ONE)
@@ -74,7 +77,7 @@ def _widths_and_sizes(history: History) -> int:
 
 
 def _clocks(history: History) -> None:
-    """Times are only told by others: of writers that live in the past, in the future, and at the beginning of time."""
+    """Write records whose writers set timestamps in the past, in the future, and at the start of the epoch."""
     settings = {"message.timestamp.after.max.ms": str(2**62), "retention.ms": "-1"}
     topic = history.topic(f"{history.namespace}-t", 2, settings)
     now = history.now_ms

@@ -662,7 +662,7 @@ async def test_a_large_read_is_parsed_in_slices(caller: Caller, kind: str, monke
 
 @only_direct
 async def test_after_a_large_read_other_tasks_run_before_the_next_read(caller: Caller) -> None:
-    """The body of a refused request too: libuv reads up to 32 times on end, 8 MB, from a client that is fast enough."""
+    """Also while the body of a refused request is dropped."""
     protocol = next(iter(caller.server.server_state.connections))
     assert isinstance(protocol, PostsProtocol)
     protocol.data_received(b"POST /now HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n")

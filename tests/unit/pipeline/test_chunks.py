@@ -72,18 +72,22 @@ def room(chunk: BatchChunk) -> int:
     return len(chunk.events)
 
 
-async def test_a_chunk_is_smaller_while_a_single_event_is_written() -> None:
-    """A POST beside it waits for the steps of the chunk; those of other batches do not count."""
+async def test_a_chunk_is_smaller_beside_a_single_event() -> None:
+    """A POST beside it waits for the steps of the chunk. Other chunks do not count, nor events split off from them."""
     world = World()
-    await on_its_way(world, "a", "b")
-    assert room(world.admission.new_chunk()) == CHUNK_EVENTS_MAX
-    await world.admission.check(make_event("c"), time.monotonic())
-    result = world.admission.submit(make_event("c"), time.monotonic())
-    assert room(world.admission.new_chunk()) == CHUNK_EVENTS_BESIDE_SINGLE
     serving = world.serve(await world.slot())
-    assert isinstance(await result, Committed)
+    sweeping = asyncio.create_task(world.admission.sweep())
+    await (await on_its_way(world, "a", "b"))
+    await (await on_its_way(world, "b", "c"))  # the repeated one is answered by itself
+    on_their_way = await on_its_way(world, "d", "e")
     assert room(world.admission.new_chunk()) == CHUNK_EVENTS_MAX
+    result = world.admission.submit(make_event("f"), time.monotonic())
+    assert room(world.admission.new_chunk()) == CHUNK_EVENTS_BESIDE_SINGLE
+    await on_their_way
+    assert isinstance(await result, Committed)
+    await until(lambda: room(world.admission.new_chunk()) == CHUNK_EVENTS_MAX)
     await ended(serving)
+    await ended(sweeping)
 
 
 def problems(answers: Sequence[WriteResult]) -> list[str | None]:
