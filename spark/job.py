@@ -72,9 +72,9 @@ def last_finished_run(tables: lake.Lake) -> dict[str, Any] | None:
     if newest is None:
         return None
     newest_runs = runs.where(F.col("run") > newest - HISTORY_RUNS).orderBy(F.desc("run"))
-    reports = [json.loads(row["report"]) for row in newest_runs.select("report").collect()]
-    (summary,) = runs.where(F.col("run") == newest).select("summary").collect()
-    return {"run": newest, "reports": reports, **json.loads(summary["summary"])}
+    summary = F.when(F.col("run") == newest, F.col("summary")).alias("summary")
+    rows = newest_runs.select("report", summary).collect()
+    return {"run": newest, "reports": [json.loads(row["report"]) for row in rows], **json.loads(rows[0]["summary"])}
 
 
 class _Run:

@@ -233,31 +233,31 @@ def of_logs(spark: SparkSession, plan: Plan) -> DataFrame:
 
 def sums(classified: DataFrame) -> DataFrame:
     """Sum up classified rows by hour and topic: → `accepted_hour, topic` and SUMS."""
-    event = F.col("kind") == EVENT
-    delivered = event & (F.col("count") > 0)
-    unrequested = delivered & ~F.col("accepted") & F.col("phantom").isNull() & (F.col("with_header") == 0)
+    return classified.groupBy("accepted_hour", "topic").agg(*(F.expr(_SUMS[name]).alias(name) for name in SUMS))
 
-    def count(condition: Column) -> Column:
-        return F.count(F.when(condition, F.lit(1)))
 
-    def total(column: Column | str, condition: Column) -> Column:
-        return F.coalesce(F.sum(F.when(condition, column)), F.lit(0))
+def _total(column: str, condition: str) -> str:
+    """Return the SQL sum of a column of the rows that meet a condition, 0 for no rows."""
+    return f"coalesce(sum(CASE WHEN {condition} THEN {column} END), 0)"
 
-    columns = {
-        "ids": count(delivered),
-        "records": total(F.col("count"), event),
-        "copies_extra": total(F.col("copies_count") - 1, event & (F.col("copies_count") > 1)),
-        "accepted": count(F.col("accepted")),
-        **{name: count(F.col("category") == name) for name in CATEGORIES},
-        PHANTOM: count((F.col("phantom") == PHANTOM) & ~F.col("accepted")),
-        "open": count(F.col("open")),
-        "unrequested": count(unrequested),
-        "unrequested_multiple": count(unrequested & (F.col("copies_count") > 1)),
-        "unkeyed": total(F.col("count"), F.col("kind") == UNKEYED),
-        "rejects": total(F.col("count"), F.col("kind") == REJECT),
-        **{name: total(F.col(name), event) for name in SUMS if name.startswith("answered_") or name == "replayed"},
-    }
-    return classified.groupBy("accepted_hour", "topic").agg(*(columns[name].alias(name) for name in SUMS))
+
+_EVENT: Final = f"kind = '{EVENT}'"
+_DELIVERED: Final = f"{_EVENT} AND `count` > 0"
+_UNREQUESTED: Final = f"{_DELIVERED} AND NOT accepted AND phantom IS NULL AND with_header = 0"
+_SUMS: Final = {
+    "ids": f"count_if({_DELIVERED})",
+    "records": _total("`count`", _EVENT),
+    "copies_extra": _total("copies_count - 1", f"{_EVENT} AND copies_count > 1"),
+    "accepted": "count_if(accepted)",
+    **{name: f"count_if(category = '{name}')" for name in CATEGORIES},
+    PHANTOM: f"count_if(phantom = '{PHANTOM}' AND NOT accepted)",
+    "open": "count_if(open)",
+    "unrequested": f"count_if({_UNREQUESTED})",
+    "unrequested_multiple": f"count_if({_UNREQUESTED} AND copies_count > 1)",
+    "unkeyed": _total("`count`", f"kind = '{UNKEYED}'"),
+    "rejects": _total("`count`", f"kind = '{REJECT}'"),
+    **{name: _total(name, _EVENT) for name in SUMS if name.startswith("answered_") or name == "replayed"},
+}
 
 
 def _found(kind: Column, cause: Column, coordinates: Column, count: str | None = None) -> Column:

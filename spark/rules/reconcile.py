@@ -10,7 +10,7 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 from pyspark import StorageLevel
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from spark.reading import run_plan
@@ -28,12 +28,14 @@ from spark.tables.lake import Lake
 
 
 class MultiRow(NamedTuple):
-    """The ids with several rows: `ids` from cross_hour.repeated, `rows` their rows (deliveries.ROW)."""
+    """The ids with several rows: `ids` from cross_hour.repeated, `rows` their rows (deliveries.ROW), and whether any of
+    these ids has rows in several hours (`has_several_hours`)."""
 
     ids: DataFrame
     rows: DataFrame
+    has_several_hours: bool
 
-    def over_hours(self) -> DataFrame:
+    def of_several_hours(self) -> DataFrame:
         """Return the rows of ids with rows in several hours."""
         return self.rows.join(self.ids.where("first_hour < last_hour"), "id", "left_semi")
 
@@ -83,9 +85,10 @@ def reconcile(
             multi_row = _multi_row(rows if over_hours else rows.where(hours.within(touched)), cache)
             balance.evidence_changed |= run_plan.evidence_changed(plan, last_plan)
             if over_hours and balance.evidence_changed:
-                # `adjust` subtracts these rows from the sums of their hours by present verdicts, so these hours must be
-                # classified again too.
-                touched |= set(hours.of(multi_row.over_hours().where("is_clean = 0")))
+                if multi_row is not None and multi_row.has_several_hours:
+                    # `adjust` subtracts these rows from the sums of their hours by present verdicts, so these hours
+                    # must be classified again too.
+                    touched |= set(hours.of(multi_row.of_several_hours().where("is_clean = 0")))
                 balance.evidence_changed = False
         in_hours = rows.where(hours.within(touched))
         with timer.step("classify ids"):
@@ -111,7 +114,10 @@ def reconcile(
             united = united.withColumn("run", F.lit(plan.run).cast("bigint"))
             tables.replace("findings", united, " OR ".join(replaced), plan.run)
         with timer.step("write verdicts"):
-            _write_verdicts(tables, plan, classified.rows, in_hours.where("is_clean = 1"), multi_row.ids, touched)
+            clean = in_hours.where("is_clean = 1")
+            if multi_row is not None:
+                clean = clean.join(multi_row.ids, "id", "left_anti")
+            _write_verdicts(tables, plan, classified.rows, clean, touched)
     return balance
 
 
@@ -135,17 +141,18 @@ def classifies_all(last_run: dict[str, Any] | None, plan: Plan) -> bool:
     return bool(last_run["options"] != plan.options or last_run["topics"] != plan.topics)
 
 
-def _multi_row(rows: DataFrame, cache: ExitStack) -> MultiRow:
-    """Find the ids with several of these rows."""
+def _multi_row(rows: DataFrame, cache: ExitStack) -> MultiRow | None:
+    """Find the ids with several of these rows; None, which keeps the plans of most runs small, if there are none."""
     ids = _keep(cross_hour.repeated(rows), cache)
-    if spans := cross_hour.spans_of(ids):
-        return MultiRow(ids, _keep(cross_hour.rows_of(rows, ids, spans), cache))
-    # Spark optimises away everything derived from an empty relation.
-    return MultiRow(ids.where("false"), rows.where("false"))
+    spans = cross_hour.spans_of(ids)
+    if not spans:
+        return None
+    several_hours = any(first_hour < last_hour for first_hour, last_hour in spans)
+    return MultiRow(ids, _keep(cross_hour.rows_of(rows, ids, spans), cache), several_hours)
 
 
 def _classify_hours(
-    rows: DataFrame, multi_row: MultiRow, touched: set[str], evidence: Evidence, cache: ExitStack
+    rows: DataFrame, multi_row: MultiRow | None, touched: set[str], evidence: Evidence, cache: ExitStack
 ) -> Classified:
     """Classify all rows of these hours (`touched`).
 
@@ -153,13 +160,25 @@ def _classify_hours(
     with several rows is counted both ways: `double_counted`.
     """
     events = rows.where((F.col("is_clean") == 0) & (F.col("kind") == EVENT))
+    counted = classify.classify_clean(rows.where((F.col("is_clean") == 1) | (F.col("kind") != EVENT)), evidence)
+    if multi_row is None:
+        classified = _keep(classify.classify(deliveries_table.gathered_single(events), evidence), cache)
+        sums, _ = _collect_sums([classified, counted], [])
+        return Classified(classified, sums, [])
     single = deliveries_table.gathered_single(events.join(multi_row.ids, "id", "left_anti"))
     multiple = multi_row.rows.where(hours.within(touched))
-    classified = _keep(classify.classify(single.unionByName(deliveries_table.gathered(multiple)), evidence), cache)
-    counted = rows.where((F.col("is_clean") == 1) | (F.col("kind") != EVENT))
-    sums = findings.sums(classified).unionByName(findings.sums(classify.classify_clean(counted, evidence))).collect()
-    double_counted = findings.sums(classify.classify_clean(multiple.where("is_clean = 1"), evidence)).collect()
-    return Classified(classified, sums, double_counted)
+    gathered = single.unionByName(deliveries_table.gathered(multiple))
+    classified = _keep(classify.classify(gathered, evidence), cache)
+    double_counted = classify.classify_clean(multiple.where("is_clean = 1"), evidence)
+    return Classified(classified, *_collect_sums([classified, counted], [double_counted]))
+
+
+def _collect_sums(added: Sequence[DataFrame], subtracted: Sequence[DataFrame]) -> tuple[list[Row], list[Row]]:
+    """Collect the findings.sums of classified rows, to be added to the balance and to be subtracted, in one query."""
+    signed = [(rows, True) for rows in added] + [(rows, False) for rows in subtracted]
+    each = [findings.sums(rows).withColumn("is_added", F.lit(is_added)) for rows, is_added in signed]
+    sums = reduce(DataFrame.unionByName, each).collect()
+    return [row for row in sums if row["is_added"]], [row for row in sums if not row["is_added"]]
 
 
 def _write_rejects(tables: Lake, rows: DataFrame, run: int) -> None:
@@ -180,19 +199,23 @@ def _findings_of_hours(classified: DataFrame, rows: DataFrame, evidence: Evidenc
 
 
 def _findings_over_hours(
-    recent: DataFrame, multi_row: MultiRow, balance: Balance, evidence: Evidence, cache: ExitStack
+    recent: DataFrame, multi_row: MultiRow | None, balance: Balance, evidence: Evidence, cache: ExitStack
 ) -> list[DataFrame]:
     """Return the findings (lake.FINDING) of the pass over all ids; makes ids of several hours count once in `balance`.
 
     `recent` are the rows that are searched for client duplicates.
     """
-    rows = multi_row.over_hours()
-    judged_per_hour = classify.classify(deliveries_table.gathered(rows), evidence)
-    judged_per_id = _keep(classify.classify(deliveries_table.gathered(rows, by_hour=False), evidence), cache)
-    balance.adjust(findings.sums(judged_per_hour).collect(), findings.sums(judged_per_id).collect())
     retried = _keep(cross_hour.retried(recent, evidence), cache)
     spans = cross_hour.spans_of(retried)
     clients = [cross_hour.client_duplicates(recent, retried, spans, evidence)] if spans else []
+    if multi_row is None or not multi_row.has_several_hours:
+        balance.adjust([], [])
+        return clients
+    rows = multi_row.of_several_hours()
+    judged_per_hour = classify.classify(deliveries_table.gathered(rows), evidence)
+    judged_per_id = _keep(classify.classify(deliveries_table.gathered(rows, by_hour=False), evidence), cache)
+    added, subtracted = _collect_sums([judged_per_id], [judged_per_hour])
+    balance.adjust(subtracted, added)
     return [
         *clients,
         findings.of_ids(findings.suspicious(judged_per_id), evidence, findings.IDS),
@@ -200,14 +223,15 @@ def _findings_over_hours(
     ]
 
 
-def _write_verdicts(
-    tables: Lake, plan: Plan, classified: DataFrame, clean: DataFrame, multi_row_ids: DataFrame, touched: set[str]
-) -> None:
-    """Append the ids whose verdict has changed to `verdicts`."""
+def _write_verdicts(tables: Lake, plan: Plan, classified: DataFrame, clean: DataFrame, touched: set[str]) -> None:
+    """Append the ids whose verdict has changed to `verdicts`; `clean` are the clean rows of ids with a single row."""
     last_verdicts = verdict_history.last_verdicts(tables.read("verdicts"), plan.run)
     revisable = verdict_history.may_change(last_verdicts)
-    in_hours = clean.where(hours.within(touched & set(hours.of(revisable))))
-    settled = in_hours.join(revisable, ["accepted_hour", "id"], "left_semi").join(multi_row_ids, "id", "left_anti")
+    revised_hours = touched & set(hours.of(revisable))
+    settled = None
+    if revised_hours:
+        in_hours = clean.where(hours.within(revised_hours))
+        settled = in_hours.join(revisable, ["accepted_hour", "id"], "left_semi")
     changes = verdict_history.changed(classified, settled, last_verdicts, plan.run, plan.frozen_ms)
     if not changes.isEmpty():
         tables.append("verdicts", changes.coalesce(1), plan.run)

@@ -22,17 +22,20 @@ def may_change(latest: DataFrame) -> DataFrame:
     return latest.where(F.col("last_verdict").isNotNull() & (F.col("last_verdict") != DELIVERED_ONCE))
 
 
-def changed(classified: DataFrame, clean: DataFrame, latest: DataFrame, run: int, frozen_ms: int) -> DataFrame:
+def changed(classified: DataFrame, clean: DataFrame | None, latest: DataFrame, run: int, frozen_ms: int) -> DataFrame:
     """Return lake.VERDICT of the ids whose verdict differs from their last verdict.
 
-    `classified` are rows of classify.classify, `clean` the clean rows (deliveries.ROW) of ids with a last verdict,
-    `latest` the last verdicts (from `last_verdicts`).
+    `classified` are rows of classify.classify, `clean` the clean rows (deliveries.ROW) of ids with a last verdict
+    (None for no rows), `latest` the last verdicts (from `last_verdicts`).
     """
     with_verdict = classified.withColumn("verdict", F.coalesce("category", "phantom"))
-    claimed = (F.col("entries_count") > 0) | (F.col("answered_201") > 0)
-    clean_verdicts = clean.withColumn("verdict", F.when(claimed, DELIVERED_ONCE))
     columns = [*_ID, "key", "topic", "last_ms", "verdict"]
-    now = with_verdict.select(*columns).unionByName(clean_verdicts.select(*columns)).join(latest, _ID, "left")
+    verdicts = with_verdict.select(*columns)
+    if clean is not None:
+        claimed = (F.col("entries_count") > 0) | (F.col("answered_201") > 0)
+        clean_verdicts = clean.withColumn("verdict", F.when(claimed, DELIVERED_ONCE))
+        verdicts = verdicts.unionByName(clean_verdicts.select(*columns))
+    now = verdicts.join(latest, _ID, "left")
     is_first_delivery = F.col("last_verdict").isNull() & (
         F.coalesce(F.col("verdict"), F.lit(DELIVERED_ONCE)) == DELIVERED_ONCE
     )
