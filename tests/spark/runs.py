@@ -36,9 +36,17 @@ def session_for_tests() -> SparkSession:
         # pandas is here for other tests' sake; the job does not use it.
         warnings.filterwarnings("ignore", message="PySpark does not yet fully support pandas", category=FutureWarning)
         session = open_session({"FENCEPOST_JARS": str(places.jars("spark"))}, JAVA_OPTIONS)
+        _look_up_once(session)
         session.range(1).toDF("n").count()
         session.createDataFrame([(1,)], "n int").count()
     return session
+
+
+def _look_up_once(session: SparkSession) -> None:
+    """Keep the JVM's classes that PySpark looks up for each column: a sixth of the time of a run over few records."""
+    jvm = session._jvm
+    for name in ("functions", "org.apache.spark.sql.functions", "PythonUtils", "PythonSQLUtils"):
+        setattr(jvm, name, getattr(jvm, name))
 
 
 # Runs over few records: Spark compiles no expressions and plans once, as that is most of their time.

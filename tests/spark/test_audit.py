@@ -311,6 +311,7 @@ def test_a_second_run_without_new_records_finds_the_same(ran: Ran, audit: Audit,
     assert again.written() == before
 
 
+@pytest.mark.long
 def test_a_run_without_the_pass_over_ids_misses_only_the_copies_of_other_hours(
     audit: Audit, faults: Faults, rules: str
 ) -> None:
@@ -346,6 +347,7 @@ def test_the_heat_map_counts_every_record_in_its_partition(ran: Ran) -> None:
     assert copies["client_duplicate", "new_key"] == 1
 
 
+@pytest.mark.long
 def test_a_missing_record_of_an_old_event_is_lost_once_its_grace_is_over(
     kafka: Kafka, namespace: str, audit: Audit
 ) -> None:

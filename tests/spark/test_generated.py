@@ -31,6 +31,7 @@ def first_stage(spark: SparkSession, kafka: Kafka, tmp_path_factory: pytest.Temp
     return trial, trial.next()
 
 
+@pytest.mark.long
 def test_a_run_with_a_broken_rule_differs_from_what_was_planted(first_stage: tuple[Trial, Score]) -> None:
     """At the first stage; the next test continues with the others."""
     trial, score = first_stage

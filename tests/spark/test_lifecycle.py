@@ -197,6 +197,7 @@ def test_a_run_whose_lease_was_taken_over_while_no_job_ran_does_not_end_well(
         _lose_lease(monkeypatch)
 
 
+@pytest.mark.long
 def test_the_job_runs_under_spark_submit_on_a_cluster_with_a_remote_lake(
     history: History, audit: Audit, tmp_path: Path
 ) -> None:

@@ -109,6 +109,7 @@ def test_a_view_of_implausible_times_is_the_same_in_one_run_and_in_many(
     assert expected[0] == expected[1]
 
 
+@pytest.mark.long
 def test_a_changed_identity_is_reported_once(
     spark: SparkSession, history: History, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

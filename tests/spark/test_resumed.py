@@ -54,6 +54,7 @@ def test_a_run_is_finished_by_the_options_that_it_was_planned_with(
     ]
 
 
+@pytest.mark.long
 def test_a_run_without_the_pass_over_ids_is_finished_without_it(
     history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,6 +143,7 @@ def test_a_run_that_is_resumed_after_any_step_ends_with_the_same_report(
         assert rows[0].count() == rows[1].count() > 0, name
 
 
+@pytest.mark.long
 def test_a_run_that_replaces_interrupted_runs_writes_its_own_rows(
     spark: SparkSession, history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +165,7 @@ def test_a_run_that_replaces_interrupted_runs_writes_its_own_rows(
     assert tables.read("verdicts").where("verdict = 'lost'").count() == 1
 
 
+@pytest.mark.long
 def test_the_run_after_an_interrupted_one_drops_the_expired_hours(
     spark: SparkSession, stages: Stages, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,6 +248,7 @@ def test_a_lake_is_held_by_one_run_at_a_time(spark: SparkSession, tmp_path: Path
         pass
 
 
+@pytest.mark.long
 def test_capped_runs_end_with_the_same_findings_and_report_nothing_lost_before(stages: Stages, audit: Audit) -> None:
     history, whole = stages.history, stages.whole
     for number in range(1, 6):
@@ -261,27 +264,27 @@ def test_capped_runs_end_with_the_same_findings_and_report_nothing_lost_before(s
 
 
 def test_records_older_than_the_ledger_are_no_phantoms(history: History, audit: Audit) -> None:
-    """Made anew, or that of a cluster into which data was mirrored with its headers; what came later is a phantom."""
-
-    def later(to: History, topic: str) -> None:
-        to.deliver(to.transactional(ONE), ONE, topic, ["fine"])
-        # The broker, on the same machine, has given the ledger's first record a time by now.
-        now_ms = int(time.time() * 1000)
-        to.send(to.plain, topic, ["unheard"], TWO, at=now_ms, ts=now_ms)
-
+    """The ledger was recreated, or the data mirrored with its headers; a later record without an entry is a phantom."""
     topic, mirror = (history.topic(f"{history.namespace}-{name}") for name in ("t", "mirror"))
-    keys = [f"k-{n}" for n in range(5)]
-    history.deliver(history.transactional(ONE), ONE, topic, keys, answer=False)
-    history.send(history.plain, mirror, keys, ONE)
-    other = History(history.bootstrap, f"{history.namespace}-other")
+    history.deliver(history.transactional(ONE), ONE, topic, [f"k-{n}" for n in range(5)], answer=False)
+    history.send(history.plain, mirror, [f"m-{n}" for n in range(5)], ONE)
     ledger = wire.ledger_topic(history.namespace)
     history.remove(ledger)
     history.topic(ledger, history.slots, history.internal)
-    for of, name in ((history, topic), (other, mirror)):
-        later(of, name)
-        ran = audit(of, later_s=LATER_S)
-        assert ran.findings() == {("evidence_gap", "ledger_gone", f"{name}[0]"), ("phantom", None, "unheard")}
-        assert {one["kind"]: one["count"] for one in ran.document["findings"]} == {"evidence_gap": 5, "phantom": 1}
+    producer = history.transactional(ONE)
+    for name in (topic, mirror):
+        history.deliver(producer, ONE, name, [f"{name}-fine"])
+        # The broker, on the same machine, has given the ledger's first record a time by now.
+        now_ms = int(time.time() * 1000)
+        history.send(history.plain, name, [f"{name}-unheard"], TWO, at=now_ms, ts=now_ms)
+    ran = audit(history, later_s=LATER_S)
+    for name in (topic, mirror):
+        assert ran.findings(name) == {
+            ("evidence_gap", "ledger_gone", f"{name}[0]"),
+            ("phantom", None, f"{name}-unheard"),
+        }
+        found = [one for one in ran.document["findings"] if one["topic"] == name]
+        assert {one["kind"]: one["count"] for one in found} == {"evidence_gap": 5, "phantom": 1}
 
 
 def test_the_topics_of_a_default_run_do_not_depend_on_the_options_of_the_last_run(
@@ -333,7 +336,6 @@ def test_a_lake_is_of_one_namespace(
     assert run(spark, history, tmp_path, now_ms).outcome.status == 0
     with pytest.raises(CannotRun, match=rf"of namespace '{history.namespace}', not '{other.namespace}'"):
         run(spark, other, tmp_path, now_ms)
-    assert run(spark, history, tmp_path, now_ms).outcome.status == 0
 
     with cut(monkeypatch, job._Run, "_merge", after=True):
         run(spark, other, tmp_path, now_ms, lake="merged", topics=(topic,))
@@ -372,6 +374,7 @@ def test_the_first_records_of_logs_are_read_also_past_transaction_markers(
         assert broker.timestamps_at({(topic, 0): one.offset + 1}) == {(topic, 0): two.ts}
 
 
+@pytest.mark.long
 def test_a_balance_that_does_not_close_fails_the_report(
     stages: Stages, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -159,6 +159,7 @@ def _shown(spark: SparkSession, shared: SharedSettings, root: str, topic: str) -
         list(show.show(spark, shared, root, "nobody"))
 
 
+@pytest.mark.long
 def test_a_view_has_only_records_that_a_run_has_audited(
     spark: SparkSession, history: History, audit: Audit, tmp_path: Path
 ) -> None:
