@@ -23,7 +23,7 @@ SQUARES_MAX: Final = DIGITS_MAX**2
 # Numbers of fewer digits are not counted.
 SHORT_DIGITS: Final = 40
 # A longer value is checked in a thread; a shorter one takes 5 ms at most.
-LONG_BYTES: Final = 16 * 1024
+LONG_VALUE_BYTES: Final = 16 * 1024
 # A violation by a longer value is not explained if the schema has alternatives: jsonschema_rs would list all violations
 # of each alternative, which may be as many as the value has bytes.
 EXPLAINED_BYTES: Final = 2_000
@@ -70,7 +70,7 @@ class _Schema:
     def __init__(self, text: str) -> None:
         schema = json.loads(text, parse_float=Decimal)
         self._validator = jsonschema_rs.validator_for(schema, offline=True)
-        self._explained_bytes = EXPLAINED_BYTES if any(word in text for word in _ALTERNATIVES) else LONG_BYTES
+        self._explained_bytes = EXPLAINED_BYTES if any(word in text for word in _ALTERNATIVES) else LONG_VALUE_BYTES
 
     def check(self, event: Event) -> None:
         """Check an event's value. Raises Problem (422)."""
@@ -116,7 +116,7 @@ class Schemas:
         schema = self._schema_of(event)
         if schema is None:
             return True
-        if len(event.value or b"") > LONG_BYTES:
+        if len(event.value or b"") > LONG_VALUE_BYTES:
             return False
         schema.check(event)
         return True

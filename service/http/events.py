@@ -93,7 +93,7 @@ class EventsEndpoint:
             if b"host" not in found or b"transfer-encoding" in found:
                 check_message(found, host_needed=post.chunked)  # HTTP/1.0 has neither
             caller = self._callers.of(found.get(b"authorization"))
-            if post.at_capacity:
+            if post.body_was_dropped:
                 raise Problem(NOT_WRITTEN, "body: too many large ones are under way: send it again a little later")
             if post.size > self.body_bytes_max:
                 raise Problem(TOO_LARGE, f"body: at most {self.body_bytes_max} bytes are taken")

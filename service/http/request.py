@@ -42,7 +42,7 @@ class PostRequest(ABC):
         "_taken",
         "answered",
         "arrived",
-        "at_capacity",
+        "body_was_dropped",
         "chunked",
         "client",
         "found",
@@ -71,7 +71,7 @@ class PostRequest(ABC):
         self.chunked = chunked  # the client understands a chunked response
         self.arrived = 0.0  # when the request was complete, in seconds of time.monotonic
         self.size = 0  # of the body so far, in bytes
-        self.at_capacity = False  # the body was dropped, because `bodies` was full
+        self.body_was_dropped = False  # the body was dropped, because `bodies` was full
         self.answered = False  # only the first answer counts
 
     @property
@@ -83,7 +83,7 @@ class PostRequest(ABC):
     def keep(self, part: bytes, most: int) -> bool:
         """Keep a part of the body; drop the body and return False past `most` bytes, or if `bodies` is full.
 
-        `size` tells the first, and `at_capacity` the second.
+        `size` tells the first, and `body_was_dropped` the second.
         """
         self.size += len(part)
         if self.size > most or not self._has_room(len(part)):
@@ -99,11 +99,11 @@ class PostRequest(ABC):
 
     def _has_room(self, size: int) -> bool:
         if self.size > OWN_BYTES:
-            self.at_capacity = self._bodies.bytes + size > self._bodies.most
-            if not self.at_capacity:
+            self.body_was_dropped = self._bodies.bytes + size > self._bodies.most
+            if not self.body_was_dropped:
                 self._bodies.bytes += size
                 self._taken += size
-        return not self.at_capacity
+        return not self.body_was_dropped
 
     @property
     def content_length(self) -> int:

@@ -21,7 +21,7 @@ from service.http.responses import lines_of
 # Bytes of a head, or of trailers and chunk extensions (RFC 9112, section 7.1) between two pieces of a body.
 HEAD_BYTES_MAX: Final = 64 * 1024
 # Lines of a head: each takes some 200 bytes of memory, however short. CloudEvents may have 100 attributes.
-HEADERS_MAX: Final = 256
+HEAD_LINES_MAX: Final = 256
 # The longest silence within a request, and the time that a request has beside that of its bytes at the least rate: a
 # body of 8 MiB has 14 minutes, a small one 20 s. Between requests uvicorn's keep-alive timeout holds.
 SILENCE_MAX_S: Final = 20.0
@@ -181,7 +181,7 @@ class RequestReader:
         self._head_bytes += len(piece)
         self._parse(piece)
         self._received += len(piece)
-        if self._head_bytes > HEAD_BYTES_MAX or len(self._lines) > HEADERS_MAX:
+        if self._head_bytes > HEAD_BYTES_MAX or len(self._lines) > HEAD_LINES_MAX:
             self._refuse_head()
         return self.end() if self.ended and not self.unread else self._take_events()
 
@@ -252,7 +252,7 @@ class RequestReader:
         self._transition(what, Refusal(Problem(kind, detail), int(self.state == "body")))
 
     def _refuse_head(self) -> None:
-        most = f"{HEAD_BYTES_MAX} bytes and {HEADERS_MAX} lines"
+        most = f"{HEAD_BYTES_MAX} bytes and {HEAD_LINES_MAX} lines"
         self._refuse("too large", HEAD_TOO_LARGE, f"headers: at most {most} are taken")
 
     def _refuse_malformed(self) -> None:
@@ -310,7 +310,7 @@ class RequestReader:
             self._emit_head(path)
 
     def _head_is_too_large(self) -> bool:
-        if len(self._lines) > HEADERS_MAX:
+        if len(self._lines) > HEAD_LINES_MAX:
             return True
         if self._head_bytes <= HEAD_BYTES_MAX:
             return False

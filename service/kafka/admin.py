@@ -21,9 +21,9 @@ from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, KafkaForbids, KafkaRefuses
 from service.kafka.connection import Client
 from service.kafka.deadline import shared, within
-from service.kafka.hanging import ActiveProducer, Partition
+from service.kafka.hanging import ActiveProducer
 from service.kafka.inspection import FINAL, active_producers, producer_id_of
-from service.kafka.metadata import Metadata, Partitions, partitions_of
+from service.kafka.metadata import Metadata, Partition, Partitions, partitions_of
 
 TOPIC_RESOURCE: Final = 2
 # Kafka's names of compression codecs, and the codes in a record batch's attributes.

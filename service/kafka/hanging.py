@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-Partition = tuple[str, int]
+from service.kafka.metadata import Partition
 
 
 class Marker(Enum):

@@ -18,7 +18,8 @@ from aiokafka.record.control_record import ControlRecord
 from aiokafka.record.memory_records import MemoryRecords
 from aiokafka.structs import TopicPartition
 
-from service.kafka.hanging import ActiveProducer, Marker, Partition
+from service.kafka.hanging import ActiveProducer, Marker
+from service.kafka.metadata import Partition
 
 OK: Final = errors.NoError.errno
 UNSUPPORTED_VERSION: Final = errors.UnsupportedVersionError.errno
@@ -231,7 +232,7 @@ async def producer_id_of(client: AIOKafkaClient, node: int, transactional_id: st
     return int(producer_id) if code == OK else None
 
 
-class Entry(NamedTuple):
+class LogEntry(NamedTuple):
     """A record of a partition, or a transaction marker, which has no value."""
 
     offset: int
@@ -242,7 +243,7 @@ class Entry(NamedTuple):
     marker: Marker | None
 
 
-async def fetch(client: AIOKafkaClient, partition: Partition, offset: int) -> tuple[list[Entry], int, int]:
+async def fetch(client: AIOKafkaClient, partition: Partition, offset: int) -> tuple[list[LogEntry], int, int]:
     """Fetch records and markers from an offset on (read_uncommitted); with the next offset and the high watermark.
 
     Raises KafkaError: OffsetOutOfRangeError where the log starts after the offset.
@@ -257,7 +258,7 @@ async def fetch(client: AIOKafkaClient, partition: Partition, offset: int) -> tu
     code, end, raw = row[1], row[2], row[-1]
     if code != OK:
         raise errors.for_code(code)(f"{topic}/{number} from {offset}")
-    entries: list[Entry] = []
+    entries: list[LogEntry] = []
     records = MemoryRecords(raw)
     while records.has_next():
         batch = records.next_batch()
@@ -267,10 +268,10 @@ async def fetch(client: AIOKafkaClient, partition: Partition, offset: int) -> tu
     return entries, offset, end
 
 
-def _entries(batch: Any) -> Iterable[Entry]:
+def _entries(batch: Any) -> Iterable[LogEntry]:
     for record in batch:
         writer = record.offset, batch.producer_id, batch.producer_epoch
         if batch.is_control_batch:
-            yield Entry(*writer, None, (), MARKERS.get(ControlRecord.parse(record.key).type_))
+            yield LogEntry(*writer, None, (), MARKERS.get(ControlRecord.parse(record.key).type_))
         else:
-            yield Entry(*writer, record.value, record.headers, None)
+            yield LogEntry(*writer, record.value, record.headers, None)

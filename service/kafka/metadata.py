@@ -20,6 +20,9 @@ from aiokafka.protocol.types import (
     TaggedFields,
 )
 
+# A topic, and the number of a partition.
+Partition = tuple[str, int]
+
 UUID_BYTES: Final = 16
 NO_ID: Final = bytes(UUID_BYTES)
 

@@ -5,8 +5,9 @@ from typing import Final
 
 import structlog
 
-from service.kafka.hanging import Partition, hanging
+from service.kafka.hanging import hanging
 from service.kafka.inspection import FINAL, UNSUPPORTED_VERSION, active_producers
+from service.kafka.metadata import Partition
 from service.kafka.session import ProducerSession
 
 log = structlog.get_logger(__name__)

@@ -1,7 +1,6 @@
 """The transactional and the idempotent producer. A producer session ends with its first failure and is replaced."""
 
 import asyncio
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Final
@@ -13,10 +12,12 @@ from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnReque
 
 from service.core.logs import Incident
 from service.core.problems import KafkaAway
+from service.core.time_of_day import now_ms
 from service.core.time_slice import after_step
 from service.kafka import outcomes
 from service.kafka.admin import CODECS, KafkaAdmin
 from service.kafka.deadline import unwaited
+from service.kafka.metadata import Partition
 from service.kafka.open_check import OpenCheck
 from service.kafka.outcomes import (
     REFUSALS,
@@ -32,7 +33,6 @@ from service.kafka.session import (
     OK,
     Batch,
     NotSent,
-    Partition,
     ProducerSession,
     Record,
     RecordMetadata,
@@ -64,7 +64,7 @@ def own_record(topic: str, partition: int, key: bytes | None, value: bytes) -> R
     The timestamp is now, because a topic's timestamp bounds apply to these records too (KIP-937).
     """
     codec = OWN_CODEC if len(value) >= COMPRESSED_LEAST_BYTES else CODECS["none"]
-    return Record(topic, partition, key, value, [], time.time_ns() // 1_000_000, codec=codec)
+    return Record(topic, partition, key, value, [], now_ms(), codec=codec)
 
 
 class State(Enum):

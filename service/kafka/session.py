@@ -23,6 +23,7 @@ from service.kafka.admin import RETRIABLE, KafkaAdmin, any_node, coordinator, re
 from service.kafka.connection import Client
 from service.kafka.deadline import within
 from service.kafka.inspection import open_partitions
+from service.kafka.metadata import Partition
 from service.kafka.outcomes import REFUSALS, RecordError, Refused
 from service.kafka.record_batch import BatchBuilder, builder_of
 
@@ -77,7 +78,6 @@ NOT_SENT: Final = NotSent(itself=False)
 
 # The result of sending a record: written, permanently refused, surely not written, or None: unknown.
 RecordResult = RecordMetadata | RecordError | NotSent | None
-Partition = tuple[str, int]
 
 
 class Batch:

@@ -23,11 +23,11 @@ from service.core.problems import (
     Problem,
 )
 from service.core.settings import TOPICS_MAX, Settings
+from service.core.time_of_day import now_ms
 from service.events.event import Event, check_topic
 from service.events.schemas import Schemas
 from service.kafka.admin import Topic
 from service.kafka.topics import InternalTopics, TopicMetadataCache
-from service.pipeline.clocks import own_ms
 from service.pipeline.journal import Journal
 from service.pipeline.load_shedding import LoadShedder
 from service.pipeline.queue import Queue
@@ -72,7 +72,7 @@ class Admission:
         journal: Journal,
         telemetry: Telemetry,
         tracing: "Tracing | None" = None,
-        now_ms: Callable[[], int] = own_ms,
+        now_ms: Callable[[], int] = now_ms,
     ) -> None:
         self.now_ms = now_ms  # the brokers' time, ms since the Unix epoch
         self._settings = settings

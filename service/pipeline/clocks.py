@@ -14,6 +14,7 @@ from typing import Final
 
 from service.claims.redis_store import KeyStore
 from service.contract.wire import encode_answers
+from service.core import time_of_day
 from service.core.problems import KafkaAway, StoreAway, StoreUnanswered
 from service.kafka.admin import KafkaAdmin
 from service.kafka.producer import IdempotentProducer
@@ -22,11 +23,6 @@ from service.kafka.topics import REQUESTS_PARTITIONS
 MEASURED_S: Final = 10.0
 # A smaller difference is ignored: responses take time, and NTP corrects by as much.
 CLOSE_MS: Final = 1_000
-
-
-def own_ms() -> int:
-    """Return this machine's time, ms since the Unix epoch."""
-    return time.time_ns() // 1_000_000
 
 
 def _monotonic_ms() -> float:
@@ -46,12 +42,12 @@ class Clock:
     @property
     def behind_ms(self) -> float:
         """By how many ms it is surely behind this machine's clock; negative if ahead, 0 if nothing is known."""
-        monotonic_ms, own = _monotonic_ms(), own_ms()
+        monotonic_ms, own = _monotonic_ms(), time_of_day.now_ms()
         return own - min(max(own, monotonic_ms + self._least_ms), monotonic_ms + self._most_ms)
 
     def now_ms(self) -> int:
         """Return its time: this machine's, unless that is surely wrong."""
-        own, behind_ms = own_ms(), self.behind_ms
+        own, behind_ms = time_of_day.now_ms(), self.behind_ms
         return own if abs(behind_ms) <= CLOSE_MS else round(own - behind_ms)
 
 

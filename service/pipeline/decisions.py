@@ -20,8 +20,9 @@ from service.core.problems import (
     UNKNOWN_TOPIC,
     Problem,
 )
+from service.kafka.metadata import Partition
 from service.kafka.outcomes import OUTSIDE_BOUNDS, RecordError, TransactionFailed, TransactionOutcome
-from service.kafka.session import NotSent, Partition, Record, RecordMetadata, RecordResult
+from service.kafka.session import NotSent, Record, RecordMetadata, RecordResult
 from service.pipeline.group import ClaimedRequest, CommittedRequest, LeftOut, committed_of
 from service.pipeline.request import Committed, WriteRequest, WriteResult
 
@@ -99,8 +100,8 @@ class ClaimDecision:
         """Decide on a chunk, which has one claim for each event."""
         asked = zip(request.asked, claims, strict=True)
         found = [self._next(request, id, claim, lacking.get(n)) for n, ((id, _), claim) in enumerate(asked)]
-        if settled := [n for n, each in enumerate(found) if not isinstance(each, Step)]:
-            for n, part in zip(settled, request.take_out(settled), strict=True):
+        if with_result := [n for n, each in enumerate(found) if not isinstance(each, Step)]:
+            for n, part in zip(with_result, request.take_out(with_result), strict=True):
                 self._leave(part, claims[n], found[n])
             claims = [claim for claim, each in zip(claims, found, strict=True) if isinstance(each, Step)]
         steps = {each for each in found if isinstance(each, Step)}
@@ -306,12 +307,12 @@ class IdempotentDecision:
         written: Sequence[RecordResult],
     ) -> None:
         found = [self._next(request, *each) for each in zip(records, written, strict=True)]
-        settled = [n for n, each in enumerate(found) if not isinstance(each, Step)]
+        with_result = [n for n, each in enumerate(found) if not isinstance(each, Step)]
         metadata = [each for each in found if isinstance(each, RecordMetadata)]
         if len(metadata) == len(found):
             self.delivered.extend(committed_of([(request, accepted_ats)], records, metadata))
             return
-        for n, part in zip(settled, request.take_out(settled) if settled else (), strict=True):
+        for n, part in zip(with_result, request.take_out(with_result) if with_result else (), strict=True):
             result = found[n]
             if isinstance(result, RecordMetadata):
                 self.delivered.extend(committed_of([(part, [accepted_ats[n]])], [records[n]], [result]))

@@ -10,7 +10,8 @@ from service.contract import Guarantee
 from service.contract.wire import KEY_HEADER, STAMP_HEADER, TRACE_HEADER, encode_stamp
 from service.events.event import partition_of
 from service.kafka.admin import Topic
-from service.kafka.session import Partition, Record, RecordMetadata
+from service.kafka.metadata import Partition
+from service.kafka.session import Record, RecordMetadata
 from service.pipeline.request import Committed, WriteRequest
 from service.slots.ledger_rows import LedgerEntry, entry_of
 
@@ -129,7 +130,7 @@ def topic_ids_of(records: Iterable[Record], topic_of: Callable[[str], Topic]) ->
     return {topic.name: topic.topic_id for topic in topics if topic.topic_id}
 
 
-def rows_of(written: Iterable[CommittedRequest]) -> list[Row]:
+def rows_to_mark(written: Iterable[CommittedRequest]) -> list[Row]:
     """Make the (id, state) rows of a committed group: one for each event, and one for an atomic batch as a whole."""
     rows: list[Row] = []
     for request, committed in written:

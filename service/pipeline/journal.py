@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import random
-import time
 from typing import Final
 
 import msgspec
@@ -13,6 +12,7 @@ from service.contract.wire import encode_answers
 from service.core.metrics import Telemetry
 from service.core.problems import TOO_LARGE, KafkaAway
 from service.core.supervision import supervise
+from service.core.time_of_day import now_ms
 from service.kafka.admin import KafkaAdmin
 from service.kafka.outcomes import RecordRefused
 from service.kafka.producer import IdempotentProducer
@@ -84,7 +84,7 @@ class Journal:
                 for id, it in answer.deliveries
             ]
             return
-        at = request.accepted_at or _now_ms()
+        at = request.accepted_at or now_ms()
         code = None if answer is None else answer.kind.code
         self._waiting += [
             _encode(
@@ -141,7 +141,3 @@ class Journal:
         """Count and log answers that are not written."""
         self._telemetry.journal_dropped.inc(answers)
         log.warning("answers dropped from the journal", answers=answers, why=why)
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -17,7 +17,8 @@ from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway
 from service.core.settings import Settings
 from service.kafka.admin import Ends, LastOffsets
-from service.kafka.hanging import ActiveProducer, Partition
+from service.kafka.hanging import ActiveProducer
+from service.kafka.metadata import Partition
 
 log = structlog.get_logger(__name__)
 

@@ -20,7 +20,7 @@ from service.core.problems import Fenced, KafkaAway, StoreAway, StoreBug, StoreL
 from service.core.settings import Settings
 from service.core.supervision import failure_of, log_failure
 from service.kafka.admin import KafkaAdmin
-from service.kafka.hanging import Partition
+from service.kafka.metadata import Partition
 from service.kafka.outcomes import TransactionFailed
 from service.kafka.producer import IdempotentProducer
 from service.kafka.topics import InternalTopics
@@ -42,7 +42,7 @@ PAUSE_MOST_S: Final = 2.0
 STUCK_SHARE: Final = 0.5
 # Stuck slots that are replaced even if fewer are wanted: several get stuck before Kafka reports missing replicas.
 REPLACED_LEAST: Final = 3
-SETTLED: Final = frozenset({SlotState.READY, SlotState.WRITING})
+CAN_WRITE: Final = frozenset({SlotState.READY, SlotState.WRITING})
 
 Serve = Callable[[Slot], Awaitable[None]]
 
@@ -109,7 +109,7 @@ class Pool:
     @property
     def ready(self) -> int:
         """How many slots can write now."""
-        return sum(slot.state in SETTLED for slot in self.slots.values())
+        return sum(slot.state in CAN_WRITE for slot in self.slots.values())
 
     def count(self, state: SlotState) -> int:
         """How many slots are in this state."""
@@ -167,7 +167,7 @@ class Pool:
         if slot is None:
             self._to_recover.setdefault(n, set()).update(partitions)
             self._heartbeat_now.set()
-        elif slot.state in SETTLED:
+        elif slot.state in CAN_WRITE:
             slot.maybe_hanging.update(partitions)
             slot.superseded = True
             self._queue.notify_all()
@@ -206,7 +206,7 @@ class Pool:
             if heartbeat.slots[n] != "m":
                 log.warning("lease lost", slot=n)
                 self._let_go(slot)
-            elif slot.state in SETTLED and (
+            elif slot.state in CAN_WRITE and (
                 slot.generation != generation or heartbeat.freed[n] > slot.term or slot.cut_off
             ):
                 # The slot was fenced by a store recovery or by another holder. It is recovered now, and not when its
@@ -256,8 +256,8 @@ class Pool:
         # A process may hold more than it wants after taking dead slots, and gives up more than its share only if no
         # slot is free or dead.
         excess = len(held) - (most if free or dead else share)
-        settled = [slot for slot in held if slot.state in SETTLED]
-        for slot in settled[: max(0, min(excess, len(settled) - 1))]:  # it keeps one that can write
+        writable = [slot for slot in held if slot.state in CAN_WRITE]
+        for slot in writable[: max(0, min(excess, len(writable) - 1))]:  # it keeps one that can write
             log.info("slot given up", slot=slot.n)
             self._let_go(slot)
 

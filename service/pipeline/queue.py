@@ -45,7 +45,7 @@ class Queue:
         self._quarantined_group: Group | None = None  # in flight
         self._quarantine_order: dict[str, int] = {}  # by quarantined topic: the number of its last group
         self._quarantine_rests_until = 0.0
-        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._idle_slots: deque[asyncio.Future[None]] = deque()
         self._in_flight: dict[Group, None] = {}
         self._groups_taken = 0
         self._last_size = 0  # requests of the last group that was not quarantined
@@ -176,15 +176,15 @@ class Queue:
 
     def notify(self) -> None:
         """Wake one waiter, if any waits and another group may be taken."""
-        while self._waiters and not self._at_capacity():
-            waiter = self._waiters.popleft()
+        while self._idle_slots and not self._at_capacity():
+            waiter = self._idle_slots.popleft()
             if not waiter.done():
                 waiter.set_result(None)
                 return
 
     def notify_all(self) -> None:
         """Wake all waiters, because one of them may not take groups any more."""
-        waiters, self._waiters = self._waiters, deque()
+        waiters, self._idle_slots = self._idle_slots, deque()
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -198,7 +198,7 @@ class Queue:
         can_take = any(self._waiting.values()) or (self._quarantine and self._quarantined_group is None)
         if not can_take or self._at_capacity():
             waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
+            self._idle_slots.append(waiter)
             await waiter
 
     def _at_capacity(self) -> bool:

@@ -48,7 +48,7 @@ from service.pipeline.group import (
     entries_of,
     records_of,
     route,
-    rows_of,
+    rows_to_mark,
     topic_ids_of,
 )
 from service.pipeline.queue import Queue
@@ -393,7 +393,7 @@ class Writer:
     async def _mark(self, slot: Slot, position: LedgerPosition, delivered: Sequence[CommittedRequest]) -> None:
         """Mark written requests as delivered, then answer them, also if the mark fails."""
         started = time.perf_counter()
-        rows = rows_of(delivered)
+        rows = rows_to_mark(delivered)
         try:
             await slot.mark(position, rows)
             if self._waiters:

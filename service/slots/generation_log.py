@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import secrets
-import time
 
 from service.claims.redis_store import StoreGeneration
 from service.contract.wire import GENERATION_KEY, Generation, barrier_key, encode_barrier, slot_of_barrier
+from service.core.time_of_day import now_ms
 from service.kafka.admin import KafkaAdmin
 from service.kafka.deadline import shared
 from service.kafka.producer import IdempotentProducer
@@ -33,7 +33,7 @@ class Control:
 
     async def append(self, store: str) -> int:
         """Append a generation record that names `store`; returns its offset, the new generation's number."""
-        record = Generation(store, self._instance, _now_ms())
+        record = Generation(store, self._instance, now_ms())
         return await self._producer.send(self._topic, 0, GENERATION_KEY, record.encode())
 
     async def newest_generation(self, slot: int = 0) -> StoreGeneration | None:
@@ -53,7 +53,7 @@ class Control:
         async with self._reading:
             self._next = None  # later calls need a later barrier
             slot = self._next_slot
-            barrier = encode_barrier(self._instance, secrets.token_hex(8), _now_ms())
+            barrier = encode_barrier(self._instance, secrets.token_hex(8), now_ms())
             through = await self._producer.send(self._topic, 0, barrier_key(slot), barrier)
             if through < self._position:  # the topic was created again, without the records read before
                 self._position, self._newest, self.slots = 0, None, 0
@@ -68,7 +68,3 @@ class Control:
                             self.slots = max(self.slots, of + 1)
                     self._position = items[-1].offset + 1
             return self._newest
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

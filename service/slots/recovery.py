@@ -21,6 +21,7 @@ from service.claims.redis_store import REPLAY_CHUNK, Identity, KeyStore, Row, St
 from service.claims.states import SlotEvent
 from service.contract import PREFIX
 from service.contract.wire import LedgerRecord, transactional_id
+from service.core import time_of_day
 from service.core.logs import Incident
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, StoreAway, StoreLost, StoreUnanswered
@@ -104,7 +105,7 @@ class SlotRecovery:
         try:
             await self._fence(slot, generation)
             await self._settle(slot)
-            await slot.begin(_now_ms())
+            await slot.begin(time_of_day.now_ms())
             await self._check(slot)
             await self._replay_and_free(slot)
         except BaseException:
@@ -463,7 +464,3 @@ class _Writes:
         for task in self._in_flight:
             task.cancel()
         await asyncio.gather(*self._in_flight, return_exceptions=True)
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -15,8 +15,9 @@ from prometheus_client import Counter
 
 from service.contract.wire import STAMP_HEADER, Stamp, WireError
 from service.kafka.admin import KafkaAdmin
-from service.kafka.hanging import Marker, Partition, RecordCoordinates, Transaction, Verdict, markers_to_read, verdicts
-from service.kafka.inspection import Entry, fetch
+from service.kafka.hanging import Marker, RecordCoordinates, Transaction, Verdict, markers_to_read, verdicts
+from service.kafka.inspection import LogEntry, fetch
+from service.kafka.metadata import Partition
 from service.kafka.producer import TransactionalProducer
 from service.kafka.reader import ends, offsets_since
 from service.slots.ledger_rows import partitions_of
@@ -46,7 +47,7 @@ class LedgerTail:
     begun: set[int] = field(default_factory=set)  # producer epochs with a begin record in the tail
     markers: list[tuple[int, Marker]] = field(default_factory=list)
 
-    def add(self, ledger: Partition, entry: Entry) -> None:
+    def add(self, ledger: Partition, entry: LogEntry) -> None:
         """Add a record or a marker of the ledger's partition."""
         if entry.marker is not None:
             self.markers.append((entry.offset, entry.marker))
@@ -219,7 +220,7 @@ class Settlement:
                     return entry.marker
         return None
 
-    async def _fetch(self, partition: Partition, offset: int) -> tuple[list[Entry], int, int]:
+    async def _fetch(self, partition: Partition, offset: int) -> tuple[list[LogEntry], int, int]:
         """Fetch entries, the next offset and the partition's end, again after retriable errors. Raises UNREADABLE."""
         client = self._producer.client
         while True:

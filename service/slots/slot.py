@@ -11,9 +11,10 @@ from service.claims.states import SLOT, Claim, SlotEvent, SlotState
 from service.contract.wire import Begin, encode_ledger
 from service.core.problems import StoreLost
 from service.core.time_slice import after_step
+from service.kafka.metadata import Partition
 from service.kafka.outcomes import TransactionFailed
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
-from service.kafka.session import Partition, Record, RecordMetadata
+from service.kafka.session import Record, RecordMetadata
 from service.slots.ledger_rows import LedgerEntry, encode_entries
 
 # The offset of events without a ledger record. `applied` is never at it, so that their mark does not move `applied`.

@@ -32,9 +32,10 @@ from service.contract.wire import (
 )
 from service.core.metrics import Telemetry
 from service.kafka.admin import KafkaAdmin
+from service.kafka.metadata import Partition
 from service.kafka.outcomes import TransactionFailed
 from service.kafka.producer import TransactionalProducer, own_record
-from service.kafka.session import Partition, ProducerSession, Record, RecordMetadata
+from service.kafka.session import ProducerSession, Record, RecordMetadata
 from tests.integration.client import Asked
 
 VERIFICATION = "transaction.partition.verification.enable"

@@ -12,9 +12,10 @@ from deploy.stack import Kafka
 from service.contract.wire import Begin
 from service.core.metrics import Telemetry
 from service.kafka.admin import KafkaAdmin
+from service.kafka.metadata import Partition
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.kafka.producer import TransactionalProducer
-from service.kafka.session import Partition, Record
+from service.kafka.session import Record
 from service.slots.settling import Settlement
 from tests.integration.hanging import Rig, unverified
 from tests.integration.judge import read_committed, wait_until_stable

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from service.kafka.hanging import (
     ActiveProducer,
     Marker,
-    Partition,
     RecordCoordinates,
     Transaction,
     Verdict,
@@ -16,6 +15,7 @@ from service.kafka.hanging import (
     verdicts,
 )
 from service.kafka.hanging import hanging as open_from
+from service.kafka.metadata import Partition
 from tests.model import kafka
 from tests.model.rules import Rules
 from tests.model.world import ABORT, COMMIT, NONE, Hung, Part, World, with_part

@@ -91,7 +91,7 @@ def test_the_limits_in_the_readme_are_those_of_the_code() -> None:
     for said in (
         f"| {IDLE_S} s |",
         f"| {limits.UNREAD_MAX_S:.0f} s |",
-        f"| {request_reader.HEAD_BYTES_MAX // 1024} KiB, {request_reader.HEADERS_MAX} lines |",
+        f"| {request_reader.HEAD_BYTES_MAX // 1024} KiB, {request_reader.HEAD_LINES_MAX} lines |",
         f"| {request_reader.SILENCE_MAX_S:.0f} s of silence; "
         f"{request_reader.SILENCE_MAX_S:.0f} s more than it takes at {request_reader.LEAST_BYTES_S:,} bytes a second |",
         f"of fewer than {4 * limits.FILES_KEPT:,} all but {limits.FILES_KEPT}",

@@ -23,9 +23,10 @@ from aiokafka.structs import TopicPartition
 from service.core.metrics import Telemetry
 from service.kafka.admin import KafkaAdmin
 from service.kafka.inspection import DescribeProducers
+from service.kafka.metadata import Partition
 from service.kafka.outcomes import PRODUCER_FENCED, TransactionFailed
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
-from service.kafka.session import Partition, ProducerSession, Record, RecordMetadata
+from service.kafka.session import ProducerSession, Record, RecordMetadata
 
 LEDGER = ("ns.ledger", 0)
 USUAL = ("a", "b", "orders", "small")

@@ -18,8 +18,9 @@ from service.core.settings import Settings
 from service.events.event import Event, event_of
 from service.events.schemas import Schemas
 from service.kafka.admin import KafkaAdmin, Topic
+from service.kafka.metadata import Partition
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
-from service.kafka.session import Partition, Record, RecordMetadata, RecordResult
+from service.kafka.session import Record, RecordMetadata, RecordResult
 from service.kafka.topics import InternalTopics, TopicMetadataCache
 from service.pipeline.admission import Admission
 from service.pipeline.journal import Journal

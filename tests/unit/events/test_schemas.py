@@ -12,7 +12,7 @@ from service.contract import Rules, SettingsError
 from service.core.problems import SCHEMA_MISMATCH, Problem
 from service.events import schemas as module
 from service.events.event import Event, parse_event
-from service.events.schemas import LONG_BYTES, Schemas
+from service.events.schemas import LONG_VALUE_BYTES, Schemas
 
 ORDER = {
     "type": "object",
@@ -175,7 +175,7 @@ async def test_a_long_value_is_checked_in_a_thread(schemas: Schemas, monkeypatch
         where.append(threading.current_thread().name)
 
     monkeypatch.setattr(module, "check_json", noted)
-    short, long = (event(b'"value": {"total": 1, "more": "%b"}' % (b"x" * size)) for size in (100, LONG_BYTES))
+    short, long = (event(b'"value": {"total": 1, "more": "%b"}' % (b"x" * size)) for size in (100, LONG_VALUE_BYTES))
     assert schemas.check_now(short)
     assert not schemas.check_now(long)
     assert where == [threading.current_thread().name]

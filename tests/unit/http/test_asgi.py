@@ -190,7 +190,7 @@ def part(body: bytes, more: bool = True) -> dict[str, Any]:
 
 
 def echo(request: PostRequest) -> None:
-    request.answer(503 if request.at_capacity else 201, b"x-size: %d\r\n" % request.size, request.body)
+    request.answer(503 if request.body_was_dropped else 201, b"x-size: %d\r\n" % request.size, request.body)
 
 
 def endpoint_of(handler: Callable[[PostRequest], None], bodies: Bodies | None = None) -> AsgiEndpoint:

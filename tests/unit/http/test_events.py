@@ -158,7 +158,7 @@ def test_a_time_is_written_as_an_http_date() -> None:
 class Told:
     """A POST with its answer, in the place of one on a connection."""
 
-    at_capacity = was_cut = False
+    body_was_dropped = was_cut = False
     chunked = keep_alive = True
 
     def __init__(self, body: bytes, headers: dict[str, str]) -> None:
@@ -301,7 +301,7 @@ def test_the_data_of_a_binary_cloudevent_is_of_any_type_and_charset(content_type
 def test_a_body_that_arrives_at_capacity_is_answered_503_with_retry_after(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Told, "at_capacity", True)
+    monkeypatch.setattr(Told, "body_was_dropped", True)
     told, events = posted(path, b"", content_type=JSON, idempotency_key="k")
     assert (told.status, json.loads(told.said)["code"], events) == (503, "not-written", [])
     assert b"retry-after: 1\r\n" in told.lines

@@ -40,7 +40,7 @@ class Desk:
         self.posts.append(post)
 
     def now(self, post: PostRequest) -> None:
-        post.answer(503 if post.at_capacity else 201, b"x-size: %d\r\n" % post.size, post.body)
+        post.answer(503 if post.body_was_dropped else 201, b"x-size: %d\r\n" % post.size, post.body)
 
     def long(self, post: PostRequest) -> None:
         post.answer(201, b"", bytes(LONG_BYTES))

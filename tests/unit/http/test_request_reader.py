@@ -12,7 +12,7 @@ from service.core.problems import HEAD_TOO_LARGE, INVALID_HTTP, REQUEST_TIMEOUT
 from service.http.headers import pick
 from service.http.request_reader import (
     HEAD_BYTES_MAX,
-    HEADERS_MAX,
+    HEAD_LINES_MAX,
     LEAST_BYTES_S,
     SILENCE_MAX_S,
     SLICE_BYTES,
@@ -196,7 +196,7 @@ def growing(start: bytes, line: bytes) -> tuple[ReaderEvent | PlainPost, int]:
     ids=["a head", "trailers"],
 )
 def test_heads_and_trailers_have_bounds_in_bytes_and_in_lines(start: bytes) -> None:
-    for line, bytes_max in ((b"x: " + b"y" * 7_995 + b"\r\n", HEAD_BYTES_MAX), (b"a:b\r\n", 5 * HEADERS_MAX)):
+    for line, bytes_max in ((b"x: " + b"y" * 7_995 + b"\r\n", HEAD_BYTES_MAX), (b"a:b\r\n", 5 * HEAD_LINES_MAX)):
         event, sent = growing(start, line)
         assert isinstance(event, Refusal)
         assert event.problem.kind is HEAD_TOO_LARGE

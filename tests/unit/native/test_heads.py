@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from service import native
 from service.http.headers import pick
-from service.http.request_reader import HEADERS_MAX
+from service.http.request_reader import HEAD_LINES_MAX
 
 pytestmark = pytest.mark.skipif(not native.COMPILED, reason="installed without a compiler")
 
@@ -181,5 +181,5 @@ def test_c_and_the_parser_read_the_same_request(chance: random.Random) -> None:
 def test_a_head_of_more_lines_than_are_taken_is_left_to_the_parser() -> None:
     """Which refuses it (service.http.limits)."""
     line, end = b"POST /events HTTP/1.1\r\n", b"content-length: 4\r\n\r\nbody"
-    assert native.heads.read_post(line + (HEADERS_MAX - 1) * b"a: b\r\n" + end) is not None
-    assert native.heads.read_post(line + HEADERS_MAX * b"a: b\r\n" + end) is None
+    assert native.heads.read_post(line + (HEAD_LINES_MAX - 1) * b"a: b\r\n" + end) is not None
+    assert native.heads.read_post(line + HEAD_LINES_MAX * b"a: b\r\n" + end) is None

@@ -25,8 +25,9 @@ from service.core.problems import (
 from service.core.settings import Settings
 from service.events.event import Event
 from service.kafka.admin import Topic
+from service.kafka.metadata import Partition
 from service.kafka.outcomes import RecordError, TransactionFailed, TransactionOutcome
-from service.kafka.session import NOT_SENT, Partition, Record, RecordMetadata
+from service.kafka.session import NOT_SENT, Record, RecordMetadata
 from service.pipeline import queue as queue_module
 from service.pipeline.queue import Queue
 from service.pipeline.request import (

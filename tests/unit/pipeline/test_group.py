@@ -10,7 +10,7 @@ from service.events.event import event_of
 from service.kafka.admin import Topic
 from service.kafka.session import Record, RecordMetadata
 from service.pipeline.decisions import ClaimToRelease
-from service.pipeline.group import committed_of, entries_of, records_of, route, rows_of, topic_ids_of
+from service.pipeline.group import committed_of, entries_of, records_of, route, rows_to_mark, topic_ids_of
 from service.pipeline.request import Committed, WriteRequest
 from service.pipeline.writer import Written
 from service.slots.ledger_rows import encode_entries
@@ -106,7 +106,7 @@ def test_ledger_entries_and_store_rows_name_each_event_and_each_atomic_batch() -
         (single, Committed(100, (rows[0],), replayed=False)),
         (whole, Committed(200, tuple(rows[1:]), replayed=False)),
     ]
-    assert rows_of(delivered) == [*rows, (id, DeliveredBatch(200, b"f" * 8, 2))]
+    assert rows_to_mark(delivered) == [*rows, (id, DeliveredBatch(200, b"f" * 8, 2))]
     assert encode_entries(list(entries_of(delivered))) == ",".join(
         entry.encode()
         for entry in (

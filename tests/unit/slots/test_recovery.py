@@ -13,8 +13,9 @@ from service.claims.states import Delivered, SlotEvent, SlotState
 from service.contract.wire import Entry, LedgerRecord, decode_ledger
 from service.core.metrics import Telemetry
 from service.core.problems import Fenced, KafkaAway, StoreAway, StoreLost, StoreUnanswered
+from service.kafka.metadata import Partition
 from service.kafka.reader import Item, Span
-from service.kafka.session import Partition, RecordMetadata
+from service.kafka.session import RecordMetadata
 from service.slots import recovery as module
 from service.slots.recovery import REPLAY_RECORDS, SlotRecovery, Store
 from service.slots.settling import CLOCKS_APART_MS
