@@ -14,7 +14,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from spark import session
 from spark.errors import CannotRun
 from spark.reading import decode, planning, run_plan, source, wire_expressions
-from spark.reading.kafka_admin import Broker, TopicPartition
+from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
 from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan
 from spark.report import document, publish
 from spark.report.model import Document
@@ -106,8 +106,8 @@ class _Run:
             plan, resumed = self._plan(last_run)
             self.kept_from = _kept_from(plan, self.settings.options.keep_days, last_run)
             if self.settings.options.publish:
-                with closing(Broker(self.spark, self.settings.shared)) as broker:
-                    publish.prepare(broker, self.settings.shared.namespace)
+                with closing(KafkaAdmin(self.spark, self.settings.shared)) as admin:
+                    publish.prepare(admin, self.settings.shared.namespace)
         merged = resumed and not self.lake.read("deliveries").where(F.col("run") == plan.run).isEmpty()
         if merged:
             self.on_progress(f"run {plan.run} was interrupted after its merge; resuming there")
@@ -184,10 +184,10 @@ class _Run:
                 return interrupted, True
             self.on_progress(f"run {interrupted.run} was interrupted before its merge; planning it again")
         self._report_identities()
-        with closing(Broker(self.spark, self.settings.shared)) as broker:
+        with closing(KafkaAdmin(self.spark, self.settings.shared)) as admin:
             # Not the number of the interrupted run: its writes would count as writes of this run.
             plan = planning.freeze(
-                broker, self.settings, self.last_plan, self.now_ms, self._discover, self._named, newest + 1
+                admin, self.settings, self.last_plan, self.now_ms, self._discover, self._named, newest + 1
             )
         rows = wire_expressions.rows_of(self.spark, lake.schema("progress"), plan.rows())
         if interrupted is None:
@@ -204,8 +204,8 @@ class _Run:
             return True
         if interrupted.options != run_plan.options_of(self.settings):
             return False
-        with closing(Broker(self.spark, self.settings.shared)) as broker:
-            return planning.readable(broker, interrupted)
+        with closing(KafkaAdmin(self.spark, self.settings.shared)) as admin:
+            return planning.readable(admin, interrupted)
 
     def _use_options_of(self, interrupted: Plan) -> None:
         """Use the options of an interrupted run's plan for the rest of that run."""

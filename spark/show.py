@@ -13,7 +13,7 @@ from service.contract import SharedSettings, wire
 from spark.errors import CannotRun
 from spark.reading import decode, source
 from spark.reading.decode import EVENT
-from spark.reading.kafka_admin import Broker, Topic, TopicPartition
+from spark.reading.kafka_admin import KafkaAdmin, Topic, TopicPartition
 from spark.reading.source import Span
 from spark.rules import causes
 from spark.tables import deliveries
@@ -145,10 +145,10 @@ def _readable(
     spark: SparkSession, shared: SharedSettings, spans: Mapping[TopicPartition, Span]
 ) -> dict[TopicPartition, Span]:
     """Return those of the spans that the logs still have."""
-    with closing(Broker(spark, shared)) as broker:
-        topics = broker.describe([topic for topic, _ in spans])
+    with closing(KafkaAdmin(spark, shared)) as admin:
+        topics = admin.describe([topic for topic, _ in spans])
         existing = [partition for partition in spans if _exists(partition, topics)]
-        ends = broker.ends(existing) if existing else {}
+        ends = admin.ends(existing) if existing else {}
     return {
         partition: spans[partition]
         for partition, bounds in ends.items()

@@ -98,7 +98,7 @@ def _quoted(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-class Broker:
+class KafkaAdmin:
     """Requests of the driver to the cluster. Every method raises CannotRun with the broker's message when it fails."""
 
     def __init__(self, spark: SparkSession, shared: SharedSettings) -> None:

@@ -24,8 +24,8 @@ from spark.reading.run_plan import (
     RETENTION,
     TRUNCATED,
     UNWANTED,
-    Gap,
     Log,
+    LogGap,
     OffsetGuarantee,
     Plan,
     options_of,
@@ -33,8 +33,8 @@ from spark.reading.run_plan import (
 from spark.settings import OFFSETS_MOST, Settings, matches
 
 
-class Cluster(Protocol):
-    """The requests that a plan needs: implemented by `kafka_admin.Broker`, and by fakes in tests."""
+class Admin(Protocol):
+    """The requests that a plan needs: implemented by `kafka_admin.KafkaAdmin`, and by fakes in tests."""
 
     def names(self) -> list[str]: ...
     def describe(self, names: Sequence[str], *, strict: bool = True) -> dict[str, Topic]: ...
@@ -75,7 +75,7 @@ Named = Callable[[], set[str]]
 
 
 def freeze(
-    cluster: Cluster,
+    admin: Admin,
     settings: Settings,
     last_plan: Plan | None,
     now_ms: int,
@@ -91,15 +91,15 @@ def freeze(
     CannotRun if the ledger does not exist, if --topics matches nothing, or if a request to Kafka fails.
     """
     selection = _Selection(settings, last_plan, named)
-    drafts = _list_selected(cluster, selection, last_plan, now_ms, discover)
-    drafts = _with_compacted(cluster, drafts)
-    drafts = _with_complete_since(cluster, drafts, now_ms)
-    logs = _with_first_record(cluster, drafts, now_ms)
+    drafts = _list_selected(admin, selection, last_plan, now_ms, discover)
+    drafts = _with_compacted(admin, drafts)
+    drafts = _with_complete_since(admin, drafts, now_ms)
+    logs = _with_first_record(admin, drafts, now_ms)
     logs = _capped(logs, settings.options.max_records)
-    logs = _with_decided_until(cluster, logs, now_ms)
+    logs = _with_decided_until(admin, logs, now_ms)
     logs = [_with_guarantees(settings, last_plan, log) for log in logs]
     run = run or (last_plan.run + 1 if last_plan else 1)
-    logs = [_with_caught_up_run(log, run) for log in _with_later_end(cluster, logs)]
+    logs = [_with_caught_up_run(log, run) for log in _with_later_end(admin, logs)]
     all_logs = (*logs, *_carried(last_plan, logs, selection))
     return Plan(run, now_ms, options_of(settings), all_logs, settings.options.skip_ids)
 
@@ -155,7 +155,7 @@ class _Selection:
 
 
 def _list_selected(
-    cluster: Cluster, selection: _Selection, last_plan: Plan | None, now_ms: int, discover: Discover
+    admin: Admin, selection: _Selection, last_plan: Plan | None, now_ms: int, discover: Discover
 ) -> list[_Draft]:
     """List the logs of the selected topics, of the ledger and of the journal, with their present ends.
 
@@ -164,11 +164,11 @@ def _list_selected(
     request for this candidate failed.
     """
     while True:
-        existing = set(cluster.names())
-        drafts = _frozen(cluster, last_plan, selection.required(existing), selection.candidates(existing), now_ms)
+        existing = set(admin.names())
+        drafts = _frozen(admin, last_plan, selection.required(existing), selection.candidates(existing), now_ms)
         if selection.globs:
             break
-        present = set(cluster.names())
+        present = set(admin.names())
         candidates = selection.all_candidates(existing | present)
         found = discover([draft.log for draft in drafts], sorted(candidates)) if candidates else set()
         selection.add(found)
@@ -194,7 +194,7 @@ def _carried(last_plan: Plan | None, logs: Sequence[Log], selection: _Selection)
 
 
 def _frozen(
-    cluster: Cluster,
+    admin: Admin,
     last_plan: Plan | None,
     required: Mapping[str, Iterable[str]],
     candidates: Iterable[str],
@@ -205,21 +205,21 @@ def _frozen(
     `compacted` is filled in later. CannotRun if the request for a required topic fails; a candidate whose request fails
     is left out.
     """
-    described = cluster.describe([name for names in required.values() for name in names])
-    optional = cluster.describe(list(candidates), strict=False)
+    described = admin.describe([name for names in required.values() for name in names])
+    optional = admin.describe(list(candidates), strict=False)
 
     def partitions_of(topics: Iterable[Topic]) -> list[TopicPartition]:
         return sorted((topic.name, n) for topic in topics for n in range(topic.partitions))
 
-    listed = cluster.ends(partitions_of(optional.values()), strict=False)
+    listed = admin.ends(partitions_of(optional.values()), strict=False)
     complete = {name for name, topic in optional.items() if all((name, n) in listed for n in range(topic.partitions))}
     found = {DATA: {partition: ends for partition, ends in listed.items() if partition[0] in complete}}
     for role, names in required.items():
         existing = [described[name] for name in names if name in described]
-        found[role] = found.get(role, {}) | cluster.ends(partitions_of(existing))
+        found[role] = found.get(role, {}) | admin.ends(partitions_of(existing))
     topics = described | optional
     last_logs = last_plan.logs if last_plan else ()
-    diverged = _diverged(cluster, last_logs, topics, {**found[DATA], **found[LEDGER], **found[REQUESTS]})
+    diverged = _diverged(admin, last_logs, topics, {**found[DATA], **found[LEDGER], **found[REQUESTS]})
     return [
         _next_log(last_plan, role, topics[partition[0]], partition, ends, diverged.get(partition), now_ms)
         for role, partitions in found.items()
@@ -228,10 +228,10 @@ def _frozen(
 
 
 def _diverged(
-    cluster: Cluster, logs: Iterable[Log], topics: Mapping[str, Topic], now: Mapping[TopicPartition, Ends]
+    admin: Admin, logs: Iterable[Log], topics: Mapping[str, Topic], now: Mapping[TopicPartition, Ends]
 ) -> dict[TopicPartition, int]:
     """Find the offsets at which truncated logs diverged; only a log with a new leader epoch can be truncated."""
-    return cluster.diverged(
+    return admin.diverged(
         {
             log.topic_partition: (log.end, log.leader_epoch)
             for log in logs
@@ -263,18 +263,18 @@ def _has_rule(settings: Settings, name: str) -> bool:
     return any(fnmatchcase(name, rule.pattern) for rule in settings.rules.topics)
 
 
-def readable(cluster: Cluster, plan: Plan) -> bool:
+def readable(admin: Admin, plan: Plan) -> bool:
     """Check whether the logs still have all that an interrupted run planned to read."""
     logs = [log for log in plan.logs if log.audited and log.start < log.end]
-    topics = cluster.describe(sorted({log.topic for log in logs}))
+    topics = admin.describe(sorted({log.topic for log in logs}))
     if any(log.topic not in topics or topics[log.topic].topic_id != log.topic_id for log in logs):
         return False
-    ends = cluster.ends([log.topic_partition for log in logs]) if logs else {}
+    ends = admin.ends([log.topic_partition for log in logs]) if logs else {}
     present = all(
         ends[log.topic_partition].log_start <= log.start and log.end <= ends[log.topic_partition].last_stable
         for log in logs
     )
-    return present and not _diverged(cluster, logs, topics, ends)
+    return present and not _diverged(admin, logs, topics, ends)
 
 
 def _next_log(
@@ -292,7 +292,7 @@ def _next_log(
     if last_plan is None or last_log is None:
         return draft
     if rule_table.is_recreated(last_log.topic_id, topic.topic_id):
-        gap = Gap(last_log.end, last_log.end, RECREATED, now_ms)
+        gap = LogGap(last_log.end, last_log.end, RECREATED, now_ms)
         log = replace(draft.log, recreated_at_ms=now_ms, complete_since_ms=now_ms, gaps=(*last_log.gaps, gap))
         return replace(draft, log=log, complete_since=None)
     return _with_gaps(_continued(draft, last_log, last_plan.frozen_ms, ends), last_log, ends, diverged, now_ms)
@@ -361,25 +361,25 @@ def _with_gaps(draft: _Draft, last_log: Log, ends: Ends, diverged: int | None, n
     """Add gaps to a continued log: records that a new leader does not have, and records deleted unread."""
     intact = rule_table.intact_until(ends.last_stable, diverged, last_log.end)
     if rule_table.is_truncated(intact, last_log.end):
-        gaps = (*draft.log.gaps, Gap(intact, last_log.end, TRUNCATED, now_ms))
+        gaps = (*draft.log.gaps, LogGap(intact, last_log.end, TRUNCATED, now_ms))
         complete_since_ms = 0 if draft.log.role == DATA else now_ms
         log = replace(draft.log, start=max(intact, ends.log_start), complete_since_ms=complete_since_ms, gaps=gaps)
         draft = replace(draft, log=log, complete_since=None)
     if rule_table.is_deleted_unread(ends.log_start, last_log.end):
-        gaps = (*draft.log.gaps, Gap(last_log.end, ends.log_start, RETENTION, now_ms))
+        gaps = (*draft.log.gaps, LogGap(last_log.end, ends.log_start, RETENTION, now_ms))
         log = replace(draft.log, start=ends.log_start, complete_since_ms=0, gaps=gaps)
         draft = replace(draft, log=log, complete_since=None if log.role == DATA else _OldestRecord.OF_LOG)
     return draft
 
 
-def _with_later_end(cluster: Cluster, logs: list[Log]) -> list[Log]:
+def _with_later_end(admin: Admin, logs: list[Log]) -> list[Log]:
     """Set `later_end`: the high watermarks of the data logs, listed after those of ledger and journal.
 
     If an open transaction blocks a log, nothing past the last stable offset is proven, and `later_end` is the largest
     offset.
     """
     partitions = [log.topic_partition for log in logs if log.role == DATA]
-    ends = cluster.ends(partitions) if partitions else {}
+    ends = admin.ends(partitions) if partitions else {}
 
     def later_end(log: Log) -> int:
         found = ends.get(log.topic_partition)
@@ -406,21 +406,21 @@ def _with_caught_up_run(log: Log, run: int) -> Log:
     )
 
 
-def _with_compacted(cluster: Cluster, drafts: list[_Draft]) -> list[_Draft]:
+def _with_compacted(admin: Admin, drafts: list[_Draft]) -> list[_Draft]:
     """Set `compacted` of the data logs whose topic is compacted now."""
-    compacted = cluster.compacted(sorted({draft.log.topic for draft in drafts if draft.log.role == DATA}))
+    compacted = admin.compacted(sorted({draft.log.topic for draft in drafts if draft.log.role == DATA}))
     return [
         replace(draft, log=replace(draft.log, compacted=draft.log.compacted or draft.log.topic in compacted))
         for draft in drafts
     ]
 
 
-def _with_complete_since(cluster: Cluster, drafts: list[_Draft], now_ms: int) -> list[_Draft]:
+def _with_complete_since(admin: Admin, drafts: list[_Draft], now_ms: int) -> list[_Draft]:
     """Set `complete_since_ms` where it is unknown, from the log's oldest record, or `now_ms` for an empty log.
 
     The record itself is read, since after DeleteRecords a broker may find no offset for any timestamp.
     """
-    oldest_ms = _oldest_records(cluster, [draft for draft in drafts if draft.complete_since is not None], now_ms)
+    oldest_ms = _oldest_records(admin, [draft for draft in drafts if draft.complete_since is not None], now_ms)
     of_topics: dict[str, list[int]] = {}
     for log in (draft.log for draft in drafts):
         if log.role != DATA and log.first == 0:
@@ -440,7 +440,7 @@ def _with_complete_since(cluster: Cluster, drafts: list[_Draft], now_ms: int) ->
     return [completed(draft) for draft in drafts]
 
 
-def _oldest_records(cluster: Cluster, drafts: list[_Draft], now_ms: int) -> dict[TopicPartition, int]:
+def _oldest_records(admin: Admin, drafts: list[_Draft], now_ms: int) -> dict[TopicPartition, int]:
     """Read the timestamp (ms) of the oldest record of each log; `now_ms` for a log without a record."""
     starts = {
         draft.log.topic_partition: 0 if draft.complete_since is _OldestRecord.OF_TOPIC else draft.log.start
@@ -448,11 +448,11 @@ def _oldest_records(cluster: Cluster, drafts: list[_Draft], now_ms: int) -> dict
     }
     ends = {draft.log.topic_partition: draft.log.high_watermark for draft in drafts}
     offsets = {partition: start for partition, start in starts.items() if start < ends[partition]}
-    timestamps_at = cluster.timestamps_at(offsets) if offsets else {}
+    timestamps_at = admin.timestamps_at(offsets) if offsets else {}
     return {partition: timestamps_at.get(partition, now_ms) for partition in starts}
 
 
-def _with_first_record(cluster: Cluster, drafts: list[_Draft], now_ms: int) -> list[Log]:
+def _with_first_record(admin: Admin, drafts: list[_Draft], now_ms: int) -> list[Log]:
     """Set `first_record_ms` where it is unknown; the record is read for data logs only.
 
     A timestamp in the future is a mistake of the writer, and is not used.
@@ -463,7 +463,7 @@ def _with_first_record(cluster: Cluster, drafts: list[_Draft], now_ms: int) -> l
     timestamps_at: dict[TopicPartition, int] = {}
     if offsets:
         with suppress(CannotRun):  # retention may have deleted the record in the meantime
-            timestamps_at = {partition: ms for partition, ms in cluster.timestamps_at(offsets).items() if ms <= now_ms}
+            timestamps_at = {partition: ms for partition, ms in admin.timestamps_at(offsets).items() if ms <= now_ms}
     first_records = empty | timestamps_at
     return [
         replace(draft.log, first_record_ms=first_records.get(draft.log.topic_partition, 0))
@@ -500,15 +500,15 @@ def _capped(logs: list[Log], most: int | None) -> list[Log]:
     return [replace(log, end=log.start + -(-(log.end - log.start) * most // total)) for log in logs]
 
 
-def _with_decided_until(cluster: Cluster, logs: list[Log], now_ms: int) -> list[Log]:
+def _with_decided_until(admin: Admin, logs: list[Log], now_ms: int) -> list[Log]:
     """Set `decided_until_ms` and `blocking_transaction`.
 
     If a log has records past its end, `decided_until_ms` is the timestamp of the first of these.
     """
     unread = {log.topic_partition: log.end for log in logs if log.end < log.high_watermark}
-    timestamps_at = cluster.timestamps_at(unread) if unread else {}
+    timestamps_at = admin.timestamps_at(unread) if unread else {}
     blocked = [log.topic_partition for log in logs if log.end == log.last_stable < log.high_watermark]
-    blocking_transactions = cluster.blocking_transactions(blocked) if blocked else {}
+    blocking_transactions = admin.blocking_transactions(blocked) if blocked else {}
     return [
         replace(
             log,

@@ -26,7 +26,7 @@ recreated."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class LogGap:
     """Offsets from `first` to before `last` that no longer existed when they were to be read, found at `seen_ms`."""
 
     first: int
@@ -75,7 +75,7 @@ class Log:
     high_watermark: int
     complete_since_ms: int
     decided_until_ms: int
-    gaps: tuple[Gap, ...] = ()
+    gaps: tuple[LogGap, ...] = ()
     blocking_transaction: BlockingTransaction | None = None
     guarantees: tuple[OffsetGuarantee, ...] = ()
     later_end: int = 0
@@ -151,7 +151,7 @@ class Plan:
             head = row
             converted = ("gaps", "blocking_transaction", "guarantees", "later_end", "leader_epoch", *_ZERO_IF_MISSING)
             values = {name: row[name] for name in Log.__dataclass_fields__ if name not in converted}
-            gaps = tuple(Gap(gap["first"], gap["last"], gap["cause"], gap["seen_ms"]) for gap in row["gaps"])
+            gaps = tuple(LogGap(gap["first"], gap["last"], gap["cause"], gap["seen_ms"]) for gap in row["gaps"])
             blocking_transaction = (
                 BlockingTransaction(**row["blocking_transaction"]) if row["blocking_transaction"] else None
             )

@@ -10,9 +10,9 @@ from spark.rules.record_counts import NO_PARTITION
 COLUMNS_MAX: Final = 96
 ROWS_MAX: Final = 32
 
-MapRow = tuple[str, int]
+MapLine = tuple[str, int]
 """Topic and partition (NO_PARTITION: the whole topic)."""
-ByHour = dict[str, int]
+HourCounts = dict[str, int]
 """Records by hour (as text)."""
 
 
@@ -41,7 +41,7 @@ def drawn(
     columns = -(-span // step)
     column_of = {hour: _hours_between(start, hour) // step for hour in hours}
     shown, folded = _shown(delivered, troubled)
-    groups: list[tuple[str | None, int | None, list[MapRow]]] = [
+    groups: list[tuple[str | None, int | None, list[MapLine]]] = [
         (topic, None if partition == NO_PARTITION else partition, [(topic, partition)]) for topic, partition in shown
     ]
     if folded:
@@ -64,9 +64,9 @@ def drawn(
     }
 
 
-def _delivered(records: RecordCounts, audited: set[str], first_hour: str, last_hour: str) -> dict[MapRow, ByHour]:
+def _delivered(records: RecordCounts, audited: set[str], first_hour: str, last_hour: str) -> dict[MapLine, HourCounts]:
     """Sum up the records of the window by row and hour."""
-    found: dict[MapRow, ByHour] = {}
+    found: dict[MapLine, HourCounts] = {}
     for hour, by_topic in records.items():
         if hour < first_hour:
             continue
@@ -78,9 +78,9 @@ def _delivered(records: RecordCounts, audited: set[str], first_hour: str, last_h
 
 def _troubled(
     finding_counts: Iterable[Mapping[str, Any]], audited: set[str], first_hour: str, last_hour: str
-) -> dict[MapRow, ByHour]:
+) -> dict[MapLine, HourCounts]:
     """Sum up the records with findings of the window by row and hour."""
-    found: dict[MapRow, ByHour] = {}
+    found: dict[MapLine, HourCounts] = {}
     for row in finding_counts:
         if row["hour"] >= first_hour and row["topic"] in audited:
             map_row = (row["topic"], NO_PARTITION if row["partition"] is None else row["partition"])
@@ -88,7 +88,9 @@ def _troubled(
     return found
 
 
-def _shown(delivered: Mapping[MapRow, ByHour], troubled: Mapping[MapRow, ByHour]) -> tuple[list[MapRow], list[MapRow]]:
+def _shown(
+    delivered: Mapping[MapLine, HourCounts], troubled: Mapping[MapLine, HourCounts]
+) -> tuple[list[MapLine], list[MapLine]]:
     """Split rows into those that are shown, and those folded into one row: most findings and records first."""
     rows = sorted({*delivered, *troubled})
     if len(rows) <= ROWS_MAX:
@@ -97,7 +99,7 @@ def _shown(delivered: Mapping[MapRow, ByHour], troubled: Mapping[MapRow, ByHour]
     return sorted(ranked[: ROWS_MAX - 1]), ranked[ROWS_MAX - 1 :]
 
 
-def _summed(counts: Iterable[ByHour], columns: int, column_of: Mapping[str, int]) -> list[int]:
+def _summed(counts: Iterable[HourCounts], columns: int, column_of: Mapping[str, int]) -> list[int]:
     """Sum up several rows by column."""
     sums = [0] * columns
     for by_hour in counts:
@@ -106,7 +108,7 @@ def _summed(counts: Iterable[ByHour], columns: int, column_of: Mapping[str, int]
     return sums
 
 
-def _add(counts: ByHour, hour: str, count: int) -> None:
+def _add(counts: HourCounts, hour: str, count: int) -> None:
     counts[hour] = counts.get(hour, 0) + count
 
 
@@ -126,7 +128,7 @@ def timeline(
     ]
 
 
-def _total(counts: Mapping[MapRow, ByHour], row: MapRow) -> int:
+def _total(counts: Mapping[MapLine, HourCounts], row: MapLine) -> int:
     return sum(counts.get(row, {}).values())
 
 

@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings, wire
-from spark.reading.kafka_admin import Broker, connection
+from spark.reading.kafka_admin import KafkaAdmin, connection
 from spark.rules import current_findings
 from spark.tables.lake import Lake, checkpointed
 
@@ -20,9 +20,9 @@ VERSION: Final = 1
 TABLE: Final = "published"
 
 
-def prepare(broker: Broker, namespace: str) -> None:
+def prepare(admin: KafkaAdmin, namespace: str) -> None:
     """Create the topic if needed; CannotRun if the topic exists and is not compacted."""
-    broker.ensure_compacted(wire.findings_topic(namespace), "pass --no-publish")
+    admin.ensure_compacted(wire.findings_topic(namespace), "pass --no-publish")
 
 
 def publish(lake: Lake, shared: SharedSettings, found: DataFrame) -> None:

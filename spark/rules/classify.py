@@ -28,7 +28,7 @@ _SLOT: Final = "struct<complete_since_ms: bigint, caught_up_run: bigint>"
 
 
 @dataclass(frozen=True)
-class Evidence:
+class LogEvidence:
     """What a run knows besides the rows, as Spark constants: how far each log was read, and the timeouts.
 
     `timeouts_ms` is `max_settle_ms` without the grace.
@@ -59,7 +59,7 @@ class Evidence:
         return rule_table.blocked_settled_at_ms(accepted_ms, seen_ms, self.max_settle_ms)
 
 
-def gather_evidence(plan: Plan, settings: Settings) -> Evidence:
+def gather_evidence(plan: Plan, settings: Settings) -> LogEvidence:
     """Build the constants of a plan; their size grows with the number of partitions, and each task carries them."""
     bounds = by_partition({log.topic_partition: _bounds_of(log) for log in plan.of(DATA)})
     ledger, answers = plan.of(LEDGER), plan.of(REQUESTS)
@@ -73,7 +73,7 @@ def gather_evidence(plan: Plan, settings: Settings) -> Evidence:
             return topic.rlike(pattern)
         return ~topic.isin(unwanted) if unwanted else F.lit(True)
 
-    return Evidence(
+    return LogEvidence(
         frozen_ms=plan.frozen_ms,
         max_settle_ms=settings.max_settle_ms,
         grace_ms=settings.grace_ms,
@@ -142,7 +142,7 @@ def _has_property(plan: Plan, rule: Callable[[str], bool]) -> Callable[[Column],
     return lambda topic: topic.isin(names) if names else F.lit(False)
 
 
-def classify(rows: DataFrame, evidence: Evidence) -> DataFrame:
+def classify(rows: DataFrame, evidence: LogEvidence) -> DataFrame:
     """Classify rows (deliveries.GATHERED) of audited topics. Adds the columns
 
     `copies_count bigint` (the id's records without derived copies),
@@ -169,7 +169,7 @@ def classify(rows: DataFrame, evidence: Evidence) -> DataFrame:
     )
 
 
-def classify_clean(rows: DataFrame, evidence: Evidence) -> DataFrame:
+def classify_clean(rows: DataFrame, evidence: LogEvidence) -> DataFrame:
     """Classify clean rows, and rows of records without id: deliveries.ROW → the columns that findings.sums counts.
 
     For a clean row the result is that of `classify`, unless the id has another row.
@@ -186,14 +186,14 @@ def classify_clean(rows: DataFrame, evidence: Evidence) -> DataFrame:
     )
 
 
-def _names_audited_topic(evidence: Evidence) -> Column:
+def _names_audited_topic(evidence: LogEvidence) -> Column:
     """Check whether any topic of a row is audited: the first one, or one in its lists."""
     return evidence.audited(F.col("topic")) | F.exists(
         F.concat(*(F.col(name)["topic"] for name in ("coordinates", "entries", "answered"))), evidence.audited
     )
 
 
-def _missing(evidence: Evidence) -> Column:
+def _missing(evidence: LogEvidence) -> Column:
     """Return the distinct claims of ledger entries and 201s, without those whose record is present."""
 
     def claims(listed: Column | str, source: str) -> Column:
@@ -216,7 +216,7 @@ def _missing(evidence: Evidence) -> Column:
     return F.filter(F.array_distinct(claimed), lambda claim: claim["outcome"] != PRESENT)
 
 
-def _outcome(claim: Column, evidence: Evidence) -> Column:
+def _outcome(claim: Column, evidence: LogEvidence) -> Column:
     """Return the outcome of a claim: PRESENT, LOST, PENDING, or the cause of a gap (`topic_gone`, `below_start`,
     `retention`, `truncated`, `recreated`, `compacted`)."""
     bound = F.get(F.try_element_at(evidence.bounds, claim["topic"]), claim["partition"])
@@ -249,7 +249,7 @@ def _outcome(claim: Column, evidence: Evidence) -> Column:
     )
 
 
-def _phantom(evidence: Evidence) -> Column:
+def _phantom(evidence: LogEvidence) -> Column:
     """Classify an id by its first copy with Fencepost's header, if no claim covers that copy; else null.
 
     `pending` until ledger (or journal, for `idempotent` topics) is read past the time at which the copy was settled;
@@ -320,7 +320,7 @@ def _accepted() -> Column:
     )
 
 
-def _category(evidence: Evidence) -> Column:
+def _category(evidence: LogEvidence) -> Column:
     """Return the category of an accepted id. The balance counts an id in one category, whatever findings it has."""
 
     def has_outcome(*outcomes: str) -> Column:

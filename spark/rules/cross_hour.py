@@ -11,13 +11,13 @@ from spark import rule_table
 from spark.reading import wire_expressions
 from spark.reading.decode import EVENT, hash_of
 from spark.rules import findings
-from spark.rules.classify import Evidence
+from spark.rules.classify import LogEvidence
 from spark.tables import deliveries, hours, lake
 
 # Spans of hours by which files are pruned; with more spans nearly every hour is in one of them.
 SPANS_MAX: Final = 10_000
 # Each span of several hours is one condition, and Spark cannot compile many more than this in one expression.
-WIDE_MAX: Final = 100
+LONGER_MAX: Final = 100
 
 _WRITER: Final = ("slot", "pid", "epoch", "instance")
 
@@ -60,25 +60,25 @@ def _within(spans: Iterable[tuple[str, str]]) -> Column:
     Most spans are single hours, possibly thousands, and go into one IN list: a chain of ORs is too deep for Spark.
     """
     single: list[str] = []
-    wide: list[str] = []
+    longer: list[str] = []
     for first_hour, last_hour in spans:
         if first_hour == last_hour:
             single.append(first_hour)
         else:
-            wide.append(f"accepted_hour BETWEEN TIMESTAMP '{first_hour}' AND TIMESTAMP '{last_hour}'")
-    return F.expr(" OR ".join([hours.sql(single), *wide]))
+            longer.append(f"accepted_hour BETWEEN TIMESTAMP '{first_hour}' AND TIMESTAMP '{last_hour}'")
+    return F.expr(" OR ".join([hours.sql(single), *longer]))
 
 
 def _joined(spans: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Join overlapping spans of hours; with more than WIDE_MAX wide spans, all wide ones become a single span."""
+    """Join overlapping spans of hours; more than LONGER_MAX spans of several hours become one."""
     found: list[tuple[str, str]] = []
     for first_hour, last_hour in sorted(spans):
         if found and first_hour <= found[-1][1]:
             found[-1] = (found[-1][0], max(last_hour, found[-1][1]))
         else:
             found.append((first_hour, last_hour))
-    wide = [span for span in found if span[0] < span[1]]
-    return found if len(wide) <= WIDE_MAX else _joined([*found, (wide[0][0], wide[-1][1])])
+    longer = [span for span in found if span[0] < span[1]]
+    return found if len(longer) <= LONGER_MAX else _joined([*found, (longer[0][0], longer[-1][1])])
 
 
 def superseded(judged_per_id: DataFrame) -> DataFrame:
@@ -189,7 +189,7 @@ def settled_elsewhere(rows: DataFrame, run: int) -> DataFrame | None:
     return updated.where(is_changed).select(*by_hour, "elsewhere", "freed_ms")
 
 
-def _may_be_retry(evidence: Evidence) -> Column:
+def _may_be_retry(evidence: LogEvidence) -> Column:
     """Check whether a deliveries.ROW may be a client's retry: an event with a record key, named by the ledger or a 201.
 
     Values without a record key (a sensor reading, a counter) often repeat without being retries.
@@ -203,13 +203,13 @@ def _may_be_retry(evidence: Evidence) -> Column:
     )
 
 
-def retried(rows: DataFrame, evidence: Evidence) -> DataFrame:
+def retried(rows: DataFrame, evidence: LogEvidence) -> DataFrame:
     """Find fingerprints of several rows: deliveries.ROW → `fingerprint, first_hour timestamp, last_hour timestamp`."""
     return _multi_row(rows.where(_may_be_retry(evidence)), "fingerprint")
 
 
 def client_duplicates(
-    rows: DataFrame, retried_fingerprints: DataFrame, spans: Iterable[tuple[str, str]], evidence: Evidence
+    rows: DataFrame, retried_fingerprints: DataFrame, spans: Iterable[tuple[str, str]], evidence: LogEvidence
 ) -> DataFrame:
     """Find requests that a client sent under several keys: deliveries.ROW → lake.FINDING.
 
@@ -271,7 +271,7 @@ def client_duplicates(
     )
 
 
-def _retries(sequence: DataFrame, evidence: Evidence) -> DataFrame:
+def _retries(sequence: DataFrame, evidence: LogEvidence) -> DataFrame:
     """Filter all records of some record keys to those that are one request with the record before or after.
 
     `fingerprint` is null for a record that cannot be a retry; such a record still separates two others.

@@ -11,7 +11,7 @@ from spark.reading.decode import EVENT, REJECT, UNKEYED
 from spark.reading.run_plan import RETENTION, TRUNCATED, UNWANTED, Plan
 from spark.rule_table import LOST, PENDING
 from spark.rules import causes
-from spark.rules.classify import CATEGORIES, Evidence
+from spark.rules.classify import CATEGORIES, LogEvidence
 from spark.tables import lake
 
 HOUR: Final = "hour"
@@ -71,7 +71,7 @@ def suspicious(classified: DataFrame) -> DataFrame:
     )
 
 
-def of_ids(rows: DataFrame, evidence: Evidence, scope: str) -> DataFrame:
+def of_ids(rows: DataFrame, evidence: LogEvidence, scope: str) -> DataFrame:
     """Return the findings about ids: suspicious rows → lake.FINDING.
 
     The kinds are duplicate, conflict, derived copy, lost, phantom and stuck.
@@ -165,7 +165,7 @@ def of_partitions(rows: DataFrame, scope: str) -> DataFrame:
     return _by_partition(each.select("accepted_hour", "last_ms", "found.*"), scope)
 
 
-def unkeyed(rows: DataFrame, evidence: Evidence) -> DataFrame:
+def unkeyed(rows: DataFrame, evidence: LogEvidence) -> DataFrame:
     """Return the findings about records without either header, by partition: deliveries.ROW → lake.FINDING."""
     without_id = rows.where((F.col("kind") == UNKEYED) & (F.col("count") > 0) & evidence.audited(F.col("topic")))
     columns = {"first": F.col("offset"), "last": F.col("offset"), "cause": F.lit(None).cast("string")}

@@ -18,7 +18,7 @@ from spark.reading.decode import EVENT, REJECT
 from spark.reading.run_plan import Plan
 from spark.rules import classify, cross_hour, findings
 from spark.rules.balance import Balance
-from spark.rules.classify import Evidence
+from spark.rules.classify import LogEvidence
 from spark.rules.record_counts import PARTITIONS_MAX, record_counts
 from spark.settings import Settings
 from spark.step_timer import StepTimer
@@ -152,7 +152,7 @@ def _multi_row(rows: DataFrame, cache: ExitStack) -> MultiRow | None:
 
 
 def _classify_hours(
-    rows: DataFrame, multi_row: MultiRow | None, touched: set[str], evidence: Evidence, cache: ExitStack
+    rows: DataFrame, multi_row: MultiRow | None, touched: set[str], evidence: LogEvidence, cache: ExitStack
 ) -> Classified:
     """Classify all rows of these hours (`touched`).
 
@@ -188,7 +188,7 @@ def _write_rejects(tables: Lake, rows: DataFrame, run: int) -> None:
     tables.append("rejects", columns.coalesce(1), run)
 
 
-def _findings_of_hours(classified: DataFrame, rows: DataFrame, evidence: Evidence) -> list[DataFrame]:
+def _findings_of_hours(classified: DataFrame, rows: DataFrame, evidence: LogEvidence) -> list[DataFrame]:
     """Return the findings (lake.FINDING) of single hours."""
     suspicious = findings.suspicious(classified)
     return [
@@ -199,7 +199,7 @@ def _findings_of_hours(classified: DataFrame, rows: DataFrame, evidence: Evidenc
 
 
 def _findings_over_hours(
-    recent: DataFrame, multi_row: MultiRow | None, balance: Balance, evidence: Evidence, cache: ExitStack
+    recent: DataFrame, multi_row: MultiRow | None, balance: Balance, evidence: LogEvidence, cache: ExitStack
 ) -> list[DataFrame]:
     """Return the findings (lake.FINDING) of the pass over all ids; makes ids of several hours count once in `balance`.
 

@@ -22,7 +22,7 @@ from service.contract import SharedSettings
 from spark.errors import CannotRun
 from spark.reading import decode, source, wire_expressions
 from spark.reading.decode import EVENT, clamped
-from spark.reading.kafka_admin import Broker, TopicPartition
+from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
 from spark.reading.run_plan import DATA, Log, Plan
 from spark.reading.source import Span
 from spark.tables import lock
@@ -132,8 +132,8 @@ def register(spark: SparkSession, shared: SharedSettings, root: str, topic: str)
             )
         if topic not in registered(lake):
             logs = [log for log in plan.of(DATA) if log.topic == topic]
-            with closing(Broker(spark, shared)) as broker:
-                present = _present(broker, logs)
+            with closing(KafkaAdmin(spark, shared)) as admin:
+                present = _present(admin, logs)
             planned = {log.topic_partition: (0, log.end) for log in logs}
             view.advance(lake.read("deliveries"), _within(planned, present), present, plan.run)
             lake.add(
@@ -166,8 +166,8 @@ def update(lake: Lake, shared: SharedSettings, plan: Plan, last_plan: Plan | Non
         return
     deliveries = lake.read("deliveries")
     last_runs = _last_runs(lake, topics, plan, last_plan)
-    with closing(Broker(lake.spark, shared)) as broker:
-        present = _present(broker, [log for log in plan.of(DATA) if log.topic in topics])
+    with closing(KafkaAdmin(lake.spark, shared)) as admin:
+        present = _present(admin, [log for log in plan.of(DATA) if log.topic in topics])
     for topic in sorted(topics):
         of_topic = {partition: span for partition, span in present.items() if partition[0] == topic}
         touched = deliveries.where(F.col("run") > last_runs.get(topic, 0))
@@ -188,12 +188,12 @@ def _last_runs(lake: Lake, topics: set[str], plan: Plan, last_plan: Plan | None)
     return found
 
 
-def _present(broker: Broker, logs: Iterable[Log]) -> dict[TopicPartition, Span]:
+def _present(admin: KafkaAdmin, logs: Iterable[Log]) -> dict[TopicPartition, Span]:
     """List what these logs have now, up to the last stable offset, without topics deleted or recreated since."""
     logs = list(logs)
-    topic_ids = {name: topic.topic_id for name, topic in broker.describe(sorted({log.topic for log in logs})).items()}
+    topic_ids = {name: topic.topic_id for name, topic in admin.describe(sorted({log.topic for log in logs})).items()}
     same = [log.topic_partition for log in logs if topic_ids.get(log.topic) == log.topic_id]
-    found = broker.ends(same) if same else {}
+    found = admin.ends(same) if same else {}
     return {partition: (ends.log_start, ends.last_stable) for partition, ends in found.items()}
 
 

@@ -21,7 +21,7 @@ from deploy.stack import Kafka
 from service.contract import SharedSettings, wire
 from spark import job
 from spark.reading import decode, source
-from spark.reading.kafka_admin import Broker, TopicPartition
+from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
 from spark.session import open_session
 from spark.settings import Options, Settings
 from spark.tables import deliveries, lake
@@ -98,7 +98,7 @@ def _first(spark: SparkSession, stage: Stage, records: Records) -> list[Row]:
 
 
 def _bare_s(spark: SparkSession, shared: SharedSettings, records: Records, *, decoded: bool = True) -> float:
-    broker = Broker(spark, shared)
+    broker = KafkaAdmin(spark, shared)
     started = time.monotonic()
 
     def read(topic: str, *, headers: bool = False) -> DataFrame:

@@ -16,9 +16,9 @@ from deploy.stack import Kafka
 from service.contract import wire
 from service.reader import BOUNDS, Bounds, Overtaken, ReaderPosition, Saved, follow
 from tests.integration.follower import END, Ledger, results
-from tests.spark.history import History, Life
+from tests.spark.history import History, Writer
 
-ONE, TWO = Life(0, 100, 0, "a:1"), Life(1, 200, 0, "b:1")
+ONE, TWO = Writer(0, 100, 0, "a:1"), Writer(1, 200, 0, "b:1")
 KEYS = [f"k-{n}" for n in range(100)]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from service.contract import wire
-from tests.spark.history import Life
+from tests.spark.history import Writer
 from tests.spark.oracle import ByStage, Planted, Record, Retried
 from tests.spark.script import (
     CAUSES,
@@ -90,7 +90,7 @@ class Copies(Builder):
         others: Sequence[bool] = (),
         shape: dict[str, Any] | None = None,
         late: float = 0.3,
-        base: Life | None = None,
+        base: Writer | None = None,
     ) -> Planted:
         """Plant an id with a further copy for each cause; `others` says which of these have another fingerprint.
 
@@ -138,17 +138,17 @@ class Copies(Builder):
         last_at, last_ts = max(copy.at for copy in ours), max(copy.ts for copy in ours)
         # A retry carries the acceptance of the first claim, unless the store was lost in between.
         at = last_at + self.chance.choice([0, *(ms for ms in (1, 50 * 60_000) if last_at + ms < latest)])
-        writer: Life | None
+        writer: Writer | None
         if cause == RESTART:
             slot, instance, number = model.writer.slot, model.writer.instance, model.writer.producer_id
             self._writers += 1
             new = self.slot * 1000 + self._writers
             writer = self.chance.choice(
                 [
-                    Life(slot, number, model.writer.epoch + 1 + self._writers, instance),
-                    Life(slot, new, 0, instance),
-                    Life(slot, new, 0, f"moved-{new}:1"),
-                    Life(self.slot + (slot - self.slot + 1) % 4, new, 0, instance),
+                    Writer(slot, number, model.writer.epoch + 1 + self._writers, instance),
+                    Writer(slot, new, 0, instance),
+                    Writer(slot, new, 0, f"moved-{new}:1"),
+                    Writer(self.slot + (slot - self.slot + 1) % 4, new, 0, instance),
                 ]
             )
         elif cause == DUAL:
@@ -194,7 +194,7 @@ class Copies(Builder):
         # Two producers with one slot, producer id and epoch, but another instance.
         planted, writer, at = self.plant("namesake"), self.new_writer(), self.past()
         self.delivered(planted, at, writer=writer)
-        twin = Life(writer.slot, writer.producer_id, writer.epoch, "elsewhere:1")
+        twin = Writer(writer.slot, writer.producer_id, writer.epoch, "elsewhere:1")
         self.delivered(planted, at, writer=twin, ts=at + 5000, cause=DUAL)
         # Equal timestamps: partition and offset decide which copy is the first.
         planted, writer, at, value = self.plant("ties"), self.new_writer(), self.past(), self.content()

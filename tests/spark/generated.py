@@ -21,7 +21,7 @@ from pyspark.sql import SparkSession
 
 from deploy.stack import Kafka
 from spark.errors import CannotRun
-from spark.reading.kafka_admin import Broker, TopicPartition
+from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
 from spark.tables import view
 from tests.spark import checks
 from tests.spark.mutants import MUTANTS, Mutant, active
@@ -110,17 +110,17 @@ class Trial:
 
 @contextmanager
 def _diverging(where: Mapping[TopicPartition, int]) -> Iterator[None]:
-    """Patch `Broker.diverged`: these logs diverge from these offsets on, besides the broker's own answer."""
-    whole = Broker.diverged
+    """Patch `KafkaAdmin.diverged`: these logs diverge from these offsets on, besides the broker's own answer."""
+    whole = KafkaAdmin.diverged
 
-    def diverged(self: Broker, positions: Mapping[TopicPartition, tuple[int, int]]) -> dict[TopicPartition, int]:
+    def diverged(self: KafkaAdmin, positions: Mapping[TopicPartition, tuple[int, int]]) -> dict[TopicPartition, int]:
         return {**whole(self, positions), **where}
 
-    setattr(Broker, "diverged", diverged)  # noqa: B010
+    setattr(KafkaAdmin, "diverged", diverged)  # noqa: B010
     try:
         yield
     finally:
-        setattr(Broker, "diverged", whole)  # noqa: B010
+        setattr(KafkaAdmin, "diverged", whole)  # noqa: B010
 
 
 def _seeds(spark: SparkSession, bootstrap: str, root: Path, count: int) -> bool:

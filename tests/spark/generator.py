@@ -5,7 +5,7 @@ from typing import Any
 
 from service.contract import wire
 from tests.spark.copies import Copies
-from tests.spark.history import Life
+from tests.spark.history import Writer
 from tests.spark.oracle import LOST, PENDING, THERE, ByStage, Claim, Coordinates, Planted, Record
 from tests.spark.script import (
     ALWAYS_LOST,
@@ -232,7 +232,7 @@ class Script(Copies):
     def phantoms(self) -> None:
         always: ByStage = ("phantom", "phantom", "phantom")
 
-        def sent(planted: Planted, at: int, writer: Life | None = None, **more: Any) -> Record:
+        def sent(planted: Planted, at: int, writer: Writer | None = None, **more: Any) -> Record:
             record = self.record(planted, writer or self.new_writer(), at, **{"ts": at, "value": self.content()} | more)
             self.send(record)
             return record
@@ -339,7 +339,7 @@ class Script(Copies):
             first, second, third = (cause if stage >= since else None for stage in (1, 2, 3))
             return first, second, third
 
-        def filled(topic: str, n: int, stage: int, writer: Life | None = None) -> list[Record]:
+        def filled(topic: str, n: int, stage: int, writer: Writer | None = None) -> list[Record]:
             records = []
             for _ in range(n):
                 at = self.past() if stage == 1 else FROZEN_MS[1] - HOUR_MS // 2

@@ -55,7 +55,7 @@ class Written:
 
 
 @dataclass
-class Life:
+class Writer:
     """A producer of a slot, by the fields of the fencepost header and the ledger record."""
 
     slot: int
@@ -150,7 +150,7 @@ class History:
         self.plain.purge()
         self._plain = None
 
-    def transactional(self, writer: Life, *, timeout_ms: int = 600_000) -> Producer:
+    def transactional(self, writer: Writer, *, timeout_ms: int = 600_000) -> Producer:
         """Open a transactional producer for this writer; the newest of a slot fences the others, as in the service."""
         producer = Producer(
             {
@@ -169,7 +169,7 @@ class History:
         producer: Producer,
         topic: str,
         keys: Sequence[str],
-        writer: Life | None,
+        writer: Writer | None,
         *,
         at: int | None = None,
         ts: int | None = None,
@@ -220,7 +220,7 @@ class History:
         return sorted(done, key=lambda written: (order[written.id], written.offset))
 
     def ledger(
-        self, producer: Producer, writer: Life, entries: Sequence[wire.Entry], *, topic_ids: bool = True
+        self, producer: Producer, writer: Writer, entries: Sequence[wire.Entry], *, topic_ids: bool = True
     ) -> None:
         """Send a ledger record to the slot's partition, in the open transaction of the producer if there is one.
 
@@ -236,7 +236,7 @@ class History:
             self.raw(self.plain, wire.ledger_topic(self.namespace), record.encode(), slot, timestamp=at)
         self.raw(self.plain, wire.requests_topic(self.namespace), wire.encode_answers("first:1", []), timestamp=at)
 
-    def begin(self, producer: Producer, writer: Life) -> None:
+    def begin(self, producer: Producer, writer: Writer) -> None:
         """Commit a begin record in its own transaction, as a new owner of a slot does."""
         producer.begin_transaction()
         record = wire.Begin(writer.slot, writer.producer_id, writer.epoch, writer.instance, 0, self.now_ms)
@@ -250,7 +250,7 @@ class History:
     def deliver(
         self,
         producer: Producer,
-        writer: Life,
+        writer: Writer,
         topic: str,
         keys: Sequence[str],
         *,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from service.contract import wire
-from tests.spark.history import Life
+from tests.spark.history import Writer
 
 STAGES: Final = 3
 
@@ -48,7 +48,7 @@ class Record:
     at: int
     key: str | None = None
     id: bytes = b""
-    writer: Life | None = None
+    writer: Writer | None = None
     value: bytes | None = b"1"
     record_key: bytes | None = None
     headers: tuple[wire.Header, ...] = ()
@@ -287,7 +287,7 @@ def _coordinate(copy: Record, cause: str | None) -> tuple[Any, ...]:
     return (*copy.coordinates, copy.ts, *_producer(copy.writer), cause)
 
 
-def _producer(writer: Life | None) -> tuple[Any, ...]:
+def _producer(writer: Writer | None) -> tuple[Any, ...]:
     return (None,) * 4 if writer is None else (writer.slot, writer.producer_id, writer.epoch, writer.instance)
 
 

@@ -16,10 +16,10 @@ TTL_MS = 86_400_000
 
 
 def copy(
-    offset: int, *, at: int = NOW_MS, life: tuple[int, int, int, str] | None = (0, 10, 0, "a:1"), **more: Any
+    offset: int, *, at: int = NOW_MS, writer: tuple[int, int, int, str] | None = (0, 10, 0, "a:1"), **more: Any
 ) -> Any:
-    """A delivered record (decode.COPIES); `life`: slot, producer id, epoch, instance, None without header."""
-    slot, pid, epoch, instance = life or (None, None, None, None)
+    """A delivered record (decode.COPIES); `writer`: slot, producer id, epoch, instance, None without header."""
+    slot, pid, epoch, instance = writer or (None, None, None, None)
     return {
         "kind": decode.EVENT,
         "id": b"i" * 16,
@@ -33,7 +33,7 @@ def copy(
         "pid": pid,
         "epoch": epoch,
         "instance": instance,
-        "has_fencepost_header": life is not None,
+        "has_fencepost_header": writer is not None,
         "has_record_key": True,
         "key": "k",
         **more,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from service.contract import wire
-from tests.spark.history import Life
+from tests.spark.history import Writer
 from tests.spark.oracle import LOST, ByStage, Claim, Coordinates, Planted, Plants, Record, UnreadGap
 
 HOUR_MS: Final = 3_600_000
@@ -147,12 +147,12 @@ class Builder:
         self._keys += 1
         return f"s{self.seed}-{story}-{self._keys}"
 
-    def new_writer(self, slot: int | None = None, instance: str | None = None) -> Life:
+    def new_writer(self, slot: int | None = None, instance: str | None = None) -> Writer:
         """Return a writer with a new producer id, and a new instance unless one is given."""
         self._writers += 1
         number = self.slot * 1000 + self._writers
         where = self.slot + self.chance.randrange(4) if slot is None else slot
-        return Life(where, number, 0, instance or f"host-{number}:8000")
+        return Writer(where, number, 0, instance or f"host-{number}:8000")
 
     def past(self) -> int:
         """Return a time before the first run that is settled, in one of two hours: each hour adds files to a run."""
@@ -183,7 +183,7 @@ class Builder:
         self.plants.ids.append(planted)
         return planted
 
-    def record(self, planted: Planted, writer: Life | None, at: int, **more: Any) -> Record:
+    def record(self, planted: Planted, writer: Writer | None, at: int, **more: Any) -> Record:
         """Add a copy of an id, which is not sent yet."""
         values: dict[str, Any] = {"topic": self.orders, "partition": 0, "ts": at + self.chance.randrange(1, 2000)}
         copy = Record(**values | more, at=at, key=planted.key, id=planted.id, writer=writer)
@@ -210,7 +210,7 @@ class Builder:
         self.stages[stage - 1].bare += records
 
     def delivered(
-        self, planted: Planted, at: int, *, stage: int = 1, writer: Life | None = None, **more: Any
+        self, planted: Planted, at: int, *, stage: int = 1, writer: Writer | None = None, **more: Any
     ) -> Record:
         """Add a copy that is committed with its ledger entry."""
         copy = self.record(planted, writer or self.new_writer(), at, **more)

@@ -8,11 +8,11 @@ from confluent_kafka import Producer
 from tests.kubernetes.alerting import NOTHING, Rules, Scrape, check_metrics, parse
 from tests.kubernetes.rendering import HERE, Rendered, render
 from tests.spark.conftest import Audit, Ran
-from tests.spark.history import History, Life
+from tests.spark.history import History, Writer
 
 MINUTE_S: Final = 60
 HOUR_S: Final = 3600
-LIFE: Final = Life(0, 1000)
+WRITER: Final = Writer(0, 1000)
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +30,8 @@ def metrics_of(ran: Ran) -> Scrape:
 
 def test_the_audits_alerts(history: History, audit: Audit, rules: Rules) -> None:
     topic = history.topic(f"{history.namespace}-t", 2)
-    producer = history.transactional(LIFE)
-    history.deliver(producer, LIFE, topic, ["a", "b"])
+    producer = history.transactional(WRITER)
+    history.deliver(producer, WRITER, topic, ["a", "b"])
     clean = audit(history)
     assert clean.outcome.status == 0
     healthy = metrics_of(clean)

@@ -14,7 +14,7 @@ from deploy.stack import Kafka
 from service.contract import wire
 from spark.report.model import schema
 from tests.spark.conftest import Audit, Ran
-from tests.spark.history import History, Life, Written
+from tests.spark.history import History, Writer, Written
 from tests.spark.runs import compiled
 from tests.spark.test_publish import records
 
@@ -41,12 +41,12 @@ class Faults:
         history.topic(ARCHIVE, 1)
         self.at = history.now_ms - 2 * HOUR_MS
 
-    def new_writer(self, slot: int, instance: str = "host:8000") -> Life:
+    def new_writer(self, slot: int, instance: str = "host:8000") -> Writer:
         """Return a writer of a slot with a new producer id, as after a restart."""
         self.restarts += 1
-        return Life(slot, 1000 + self.restarts, 0, instance)
+        return Writer(slot, 1000 + self.restarts, 0, instance)
 
-    def delivered(self, key: str, *writers: Life, at: tuple[int, ...] = (), **more: object) -> None:
+    def delivered(self, key: str, *writers: Writer, at: tuple[int, ...] = (), **more: object) -> None:
         """Write and commit the same event by each of these writers."""
         for nth, writer in enumerate(writers):
             accepted = at[nth] if at else self.at
@@ -355,7 +355,7 @@ def test_a_missing_record_of_an_old_event_is_lost_once_its_grace_is_over(
     history = History(kafka.bootstrap, namespace, begun_ms=int(time.time() * 1000) - 3 * DAY_MS)
     topic, writer, at = (
         history.topic(f"{history.namespace}-orders"),
-        Life(0, 1001, 0, "host:8000"),
+        Writer(0, 1001, 0, "host:8000"),
         history.now_ms - HOUR_MS,
     )
     producer = history.transactional(writer)

@@ -14,7 +14,7 @@ from service.contract import wire
 from spark import show
 from spark.tables import lake
 from tests.spark.conftest import Audit
-from tests.spark.history import History, Life
+from tests.spark.history import History, Writer
 from tests.spark.rows import HOUR_MS
 from tests.spark.runs import Ran
 from tests.spark.stories import Stories, Story
@@ -41,10 +41,10 @@ class Stage:
         """The name of the one topic that has this guarantee."""
         return f"{self.history.namespace}-idempotent"
 
-    def life(self) -> Life:
-        """A life on a slot that no other story has."""
+    def writer(self) -> Writer:
+        """A writer on a slot that no other story has."""
         slot = next(self._slots)
-        return Life(slot, 100 * (slot + 1), 0, f"host-{slot}:1")
+        return Writer(slot, 100 * (slot + 1), 0, f"host-{slot}:1")
 
     def topics(self, *names: str) -> list[str]:
         return [self.history.topic(f"{self.history.namespace}-{name}") for name in names]
@@ -63,7 +63,7 @@ class Stage:
 
 
 def time_and_the_end_of_a_transaction_revise_a_verdict(stage: Stage) -> Story:
-    history, one, two = stage.history, stage.life(), stage.life()
+    history, one, two = stage.history, stage.writer(), stage.writer()
     topic = history.topic(f"{history.namespace}-revised", 2)
     producer = history.transactional(one)
     there = history.deliver(producer, one, topic, ["there"])[0]
@@ -92,7 +92,7 @@ def time_and_the_end_of_a_transaction_revise_a_verdict(stage: Stage) -> Story:
 
 def no_record_is_a_phantom_while_an_open_transaction_blocks_its_ledger(stage: Stage) -> Story:
     yield
-    history, one, two = stage.history, stage.life(), stage.life()
+    history, one, two = stage.history, stage.writer(), stage.writer()
     (topic,) = stage.topics("held")
     old_ms = history.now_ms - 30 * HOUR_MS
     slow = history.transactional(two)
@@ -116,23 +116,23 @@ def events_of_a_topic_from_before_it_was_recreated_are_an_evidence_gap(stage: St
     Where the ledger names none the time of the new log's first record tells.
     """
     yield
-    history, life = stage.history, stage.life()
+    history, writer = stage.history, stage.writer()
     before, back = stage.topics("before", "back")
 
     def promise() -> None:
-        producer = history.transactional(life)
+        producer = history.transactional(writer)
         for topic in (before, back):
-            history.deliver(producer, life, topic, [f"{topic}-{n}" for n in range(5)], answer=False)
-            history.deliver(producer, life, topic, [f"{topic}-old-{n}" for n in range(5)], topic_ids=False)
+            history.deliver(producer, writer, topic, [f"{topic}-{n}" for n in range(5)], answer=False)
+            history.deliver(producer, writer, topic, [f"{topic}-old-{n}" for n in range(5)], topic_ids=False)
 
     def make_anew(topic: str) -> None:
         history.topic(topic)
         now_ms = int(time.time() * 1000)
-        producer = history.transactional(life)
-        (first,) = history.deliver(producer, life, topic, [f"{topic}-new"], at=now_ms, ts=now_ms)
+        producer = history.transactional(writer)
+        (first,) = history.deliver(producer, writer, topic, [f"{topic}-new"], at=now_ms, ts=now_ms)
         # In the log as it is now there is nothing at this place.
         producer.begin_transaction()
-        history.ledger(producer, life, [first.entry(id=wire.event_id(f"{topic}-lost"), offset=100)])
+        history.ledger(producer, writer, [first.entry(id=wire.event_id(f"{topic}-lost"), offset=100)])
         producer.commit_transaction(30)
 
     promise()
@@ -156,7 +156,7 @@ def events_of_a_topic_from_before_it_was_recreated_are_an_evidence_gap(stage: St
 def proven_verdicts_stay_and_the_balance_closes_whatever_happens_to_the_logs(stage: Stage) -> Story:
     """An open transaction, a topic that is gone, one made anew; an id lost in one hour and there twice in another."""
     yield
-    history, one, two = stage.history, stage.life(), stage.life()
+    history, one, two = stage.history, stage.writer(), stage.writer()
     topic, plain = stage.topics("proven", "idempotent")
     assert plain == stage.idempotent
     first, second = history.transactional(one), history.transactional(two)
@@ -201,21 +201,21 @@ def proven_verdicts_stay_and_the_balance_closes_whatever_happens_to_the_logs(sta
 def a_recreated_topic_gives_no_old_id_the_value_of_a_new_event(stage: Stage) -> Story:
     """Registered before or after: another event stands at the place of each old one, with and without our header."""
     yield
-    history, life = stage.history, stage.life()
+    history, writer = stage.history, stage.writer()
     topic, late = stage.topics("viewed", "viewed-late")
 
     def write(name: str) -> None:
-        producer = history.transactional(life)
+        producer = history.transactional(writer)
         for one in (topic, late):
             value = f"{one} {name}".encode()
             history.send(history.plain, one, [f"{one}-{name}-bare"], None, value=value)
             history.send(history.plain, one, [f"{one}-bare"], None, value=value)
             # Its place is that of a record with our header, and the other way round.
-            its, other = (life, None) if name == "old" else (None, life)
+            its, other = (writer, None) if name == "old" else (None, writer)
             history.send(history.plain, one, [f"{one}-{name}-x"], its, value=value)
             history.send(history.plain, one, [f"{one}-{name}-y"], other, value=value)
             # Last, as nobody knows when the marker comes that ends it.
-            history.deliver(producer, life, one, [f"{one}-{name}-{n}" for n in range(3)], value=value)
+            history.deliver(producer, writer, one, [f"{one}-{name}-{n}" for n in range(3)], value=value)
 
     def ids(one: str, name: str) -> set[str]:
         keys = [*(f"{one}-{name}-{n}" for n in range(3)), *(f"{one}-{name}-{word}" for word in ("bare", "x", "y"))]
@@ -250,28 +250,28 @@ def a_recreated_topic_gives_no_old_id_the_value_of_a_new_event(stage: Stage) -> 
 def logs_that_change_between_runs(stage: Stage) -> Story:
     """The last story, as its run that is cut off has to be planned anew by what it changes alone."""
     yield
-    history, life = stage.history, stage.life()
+    history, writer = stage.history, stage.writer()
     topic, eaten, anew = stage.topics("grown", "eaten", "anew")
-    producer = history.transactional(life)
+    producer = history.transactional(writer)
     for name in (topic, eaten, anew):
-        history.deliver(producer, life, name, [f"{name}-{n}" for n in range(3)])
+        history.deliver(producer, writer, name, [f"{name}-{n}" for n in range(3)])
     first = yield
     assert first.findings(topic, eaten, anew) == set()
     history.grow(topic, 3)
     (fresh,) = stage.topics("fresh")
-    producer = history.transactional(life)
-    history.deliver(producer, life, topic, ["grown"], partition=2)
-    history.deliver(producer, life, fresh, ["fresh"])
-    written = history.deliver(producer, life, eaten, [f"eaten-{n}" for n in range(4)])
+    producer = history.transactional(writer)
+    history.deliver(producer, writer, topic, ["grown"], partition=2)
+    history.deliver(producer, writer, fresh, ["fresh"])
+    written = history.deliver(producer, writer, eaten, [f"eaten-{n}" for n in range(4)])
     # A run that was cut off before any of this: what it had planned to read is gone when it is taken up.
     with pytest.MonkeyPatch.context() as patch, cut(patch, lake.Lake, "append", after=True, only="progress"):
         stage.audit(history, later_s=LATER_S, rules=str(stage.rules))
     history.delete_before(eaten, 0, written[2].offset)
-    history.deliver(producer, life, anew, ["old"])
+    history.deliver(producer, writer, anew, ["old"])
     history.remove(anew)
     history.topic(anew, 1)
-    producer = history.transactional(life)
-    history.deliver(producer, life, anew, ["new"])
+    producer = history.transactional(writer)
+    history.deliver(producer, writer, anew, ["new"])
     second = yield
     before = first.document["run"]["number"]
     assert (second.document["run"]["number"], second.document["run"]["resumed"]) == (before + 2, False)

@@ -9,9 +9,9 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import Rules, SharedSettings
-from spark.reading.run_plan import DATA, LEDGER, REQUESTS, UNWANTED, Gap, Log, OffsetGuarantee, Plan
+from spark.reading.run_plan import DATA, LEDGER, REQUESTS, UNWANTED, Log, LogGap, OffsetGuarantee, Plan
 from spark.rules import causes, findings
-from spark.rules.classify import Evidence, classify, classify_clean, gather_evidence
+from spark.rules.classify import LogEvidence, classify, classify_clean, gather_evidence
 from spark.settings import OFFSETS_MOST, Options, Settings
 from spark.tables import deliveries
 from tests.spark.rows import HOUR_MS, NOW_MS, TTL_MS, answer, copy, entry, ids, name_of, reduced, states
@@ -48,9 +48,9 @@ def plan(*logs: Log) -> Plan:
     default_logs = [
         log(DATA, "t", 0),
         log(DATA, "t", 1, last_stable=100, high_watermark=103),
-        log(DATA, "t", 2, first=50, gaps=(Gap(60, 70, "retention", NOW_MS),)),
+        log(DATA, "t", 2, first=50, gaps=(LogGap(60, 70, "retention", NOW_MS),)),
         log(DATA, "compact", 0, compacted=True),
-        log(DATA, "recreated", 0, recreated_at_ms=NOW_MS + 60_000, gaps=(Gap(6, 8, "retention", NOW_MS),)),
+        log(DATA, "recreated", 0, recreated_at_ms=NOW_MS + 60_000, gaps=(LogGap(6, 8, "retention", NOW_MS),)),
         log(DATA, "began", 0, first_record_ms=NOW_MS + 60_000),
         log(DATA, "begins", 0, first_record_ms=FROZEN_MS),
         log(DATA, "telemetry", 0, guarantees=(OffsetGuarantee(0, "idempotent"),)),
@@ -86,16 +86,16 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "once": ([copy(1), entry(1), answer(201, 1)], "delivered_once", set(), None),
     "replayed": ([copy(1), entry(1), answer(201, 1), answer(201, 1), answer(504)], "delivered_once", set(), None),
     "no-answer": ([copy(1), entry(1)], "delivered_once", set(), None),
-    "twice": ([copy(1), copy(2, life=OTHER), entry(1), entry(2)], "duplicated", set(), None),
+    "twice": ([copy(1), copy(2, writer=OTHER), entry(1), entry(2)], "duplicated", set(), None),
     "conflict": ([copy(1), copy(2, fingerprint=b"x" * 8), entry(1), entry(2)], "conflicted", set(), None),
     "same-by-alt": (
-        [copy(1, fingerprint=b"x" * 8), entry(1), copy(2, life=None, alternative_fingerprints=b"x" * 8)],
+        [copy(1, fingerprint=b"x" * 8), entry(1), copy(2, writer=None, alternative_fingerprints=b"x" * 8)],
         "duplicated",
         set(),
         None,
     ),
     "other-by-alt": (
-        [copy(1), entry(1), copy(2, life=None, fingerprint=b"y" * 8, alternative_fingerprints=b"x" * 8)],
+        [copy(1), entry(1), copy(2, writer=None, fingerprint=b"y" * 8, alternative_fingerprints=b"x" * 8)],
         "conflicted",
         set(),
         None,
@@ -189,18 +189,18 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "not-at-once": ([answer(503), answer(202, position=1)], "stuck", set(), None),
     "came-after-all": ([answer(504), answer(503, position=1), copy(1), entry(1)], "delivered_once", set(), None),
     "refused": ([answer(422)], None, set(), None),
-    "foreign": ([copy(1, life=None)], None, set(), None),
+    "foreign": ([copy(1, writer=None)], None, set(), None),
     "phantom": ([copy(1)], None, set(), "phantom"),
     # The journal names the copy: written while the topic was idempotent, or the ledger entry was deleted.
     "phantom-answered": ([copy(1), answer(201, 1)], "delivered_once", set(), None),
     "answered-beside": ([copy(1), answer(201, 2)], "lost", {"lost"}, "phantom"),
     "answered-one": ([copy(1), copy(2), answer(201, 2)], "duplicated", set(), None),
     "phantom-fresh": ([copy(1, at=FRESH)], None, set(), "pending"),
-    "phantom-unheard": ([copy(1, life=OTHER)], None, set(), "evidence_gap"),
-    "phantom-no-slot": ([copy(1, life=(99, 1, 0, "x"))], None, set(), "evidence_gap"),
+    "phantom-unheard": ([copy(1, writer=OTHER)], None, set(), "evidence_gap"),
+    "phantom-no-slot": ([copy(1, writer=(99, 1, 0, "x"))], None, set(), "evidence_gap"),
     # The acceptance decides, not the timestamp, which a client may set.
-    "phantom-ts-old": ([copy(1, life=OTHER, at=NOW_MS + 120_000, timestamp_ms=NOW_MS)], None, set(), "phantom"),
-    "no-ledger-ts-new": ([copy(1, life=OTHER, timestamp_ms=NOW_MS + 120_000)], None, set(), "evidence_gap"),
+    "phantom-ts-old": ([copy(1, writer=OTHER, at=NOW_MS + 120_000, timestamp_ms=NOW_MS)], None, set(), "phantom"),
+    "no-ledger-ts-new": ([copy(1, writer=OTHER, timestamp_ms=NOW_MS + 120_000)], None, set(), "evidence_gap"),
     # A timestamp of 2096, read some time ago and just now.
     "phantom-wild": ([copy(1, timestamp_ms=FAR_FUTURE_MS, observed_ms=LATE)], None, set(), "phantom"),
     "phantom-wild-now": ([copy(1, timestamp_ms=FAR_FUTURE_MS, observed_ms=FRESH)], None, set(), "pending"),
@@ -213,10 +213,10 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "twice-gap": ([copy(1), copy(2), entry(1), entry(49, partition=2)], "duplicated", {"below_start"}, None),
     "fresh-gap": ([entry(49, partition=2), entry(9, timestamp_ms=FRESH)], "pending", {"below_start", "pending"}, None),
     "once-gap": ([copy(1), entry(1), entry(49, partition=2)], "unprovable", {"below_start"}, None),
-    "stuck-strange": ([answer(504), copy(1, life=None)], "stuck", set(), None),
-    "in-doubt-strange": ([answer(504, at=FRESH), copy(1, life=None, at=FRESH)], "pending", set(), None),
-    "stuck-strangers": ([answer(504), copy(1, life=None), copy(2, life=None)], "duplicated", set(), None),
-    "freed-strange": ([answer(504), answer(503, position=1), copy(1, life=None)], None, set(), None),
+    "stuck-strange": ([answer(504), copy(1, writer=None)], "stuck", set(), None),
+    "in-doubt-strange": ([answer(504, at=FRESH), copy(1, writer=None, at=FRESH)], "pending", set(), None),
+    "stuck-strangers": ([answer(504), copy(1, writer=None), copy(2, writer=None)], "duplicated", set(), None),
+    "freed-strange": ([answer(504), answer(503, position=1), copy(1, writer=None)], None, set(), None),
     "stuck-phantom": ([answer(504), copy(1)], "delivered_once", set(), "phantom"),
     "idempotent": ([copy(1, topic="telemetry"), answer(201, 1, topic="telemetry")], "delivered_once", set(), None),
     "idempotent-phantom": ([copy(1, topic="telemetry")], None, set(), "phantom"),
@@ -266,7 +266,7 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "no-home": ([copy(2, topic="u", alternative_fingerprints=b"x" * 8)], None, set(), "phantom"),
     # A copy without header of a request with a partition, or with the client's traceparent.
     "bare-alt-second": (
-        [copy(1, fingerprint=b"x" * 8), entry(1), copy(2, life=None, alternative_fingerprints=b"y" * 8 + b"x" * 8)],
+        [copy(1, fingerprint=b"x" * 8), entry(1), copy(2, writer=None, alternative_fingerprints=b"y" * 8 + b"x" * 8)],
         "duplicated",
         set(),
         None,
@@ -326,7 +326,7 @@ FOUND: dict[str, set[tuple[str, str | None, int]]] = {
 }
 
 
-def found_of(rows: DataFrame, seen: Evidence) -> dict[str, set[tuple[str, str | None, int]]]:
+def found_of(rows: DataFrame, seen: LogEvidence) -> dict[str, set[tuple[str, str | None, int]]]:
     """The findings of classified rows, for the cases of FOUND."""
     found: dict[str, set[tuple[str, str | None, int]]] = {name: set() for name in FOUND}
     some = rows.where(F.col("id").isin([bytearray(name.ljust(16).encode()) for name in FOUND]))
@@ -362,7 +362,7 @@ def test_an_id_in_doubt_is_pending_while_the_ledger_is_undecided(spark: SparkSes
             "in-doubt-late": [answer(504, at=NOW_MS - HOUR_MS, timestamp_ms=NOW_MS - 70_000)],
             "phantom": [copy(1)],
             "old": [copy(3, at=NOW_MS - 30 * HOUR_MS)],
-            "other": [copy(2, life=(1, 1, 1, "x"), at=FRESH - HOUR_MS // 2)],
+            "other": [copy(2, writer=(1, 1, 1, "x"), at=FRESH - HOUR_MS // 2)],
         },
     )
     found = {name_of(row["id"]): row for row in classify(rows, gather_evidence(held, settings())).collect()}
@@ -380,8 +380,8 @@ def test_only_audited_topics_are_classified(spark: SparkSession) -> None:
 
 
 def test_topics_that_only_other_options_named_are_neither_classified_nor_reported(spark: SparkSession) -> None:
-    gone = log(DATA, "gone", 0, audited=False, gaps=(Gap(2, 4, "retention", NOW_MS),))
-    left_out = log(UNWANTED, "out", 0, audited=False, gaps=(Gap(1, 3, "retention", NOW_MS),))
+    gone = log(DATA, "gone", 0, audited=False, gaps=(LogGap(2, 4, "retention", NOW_MS),))
+    left_out = log(UNWANTED, "out", 0, audited=False, gaps=(LogGap(1, 3, "retention", NOW_MS),))
     cases = plan(gone, left_out)
     rows = states(spark, {"in": [entry(1)], "out": [copy(1, topic="out")], "gone": [entry(1, topic="gone")]})
     found = {name_of(row["id"]) for row in classify(rows, gather_evidence(cases, settings())).collect()}
@@ -401,35 +401,35 @@ RESTARTED = (0, 11, 0, "a:1")
 ELSEWHERE = (5, 50, 0, "z:9")
 
 COPIES: dict[str, tuple[Sequence[Any], list[str | None]]] = {
-    "bare": ([copy(1), entry(1), copy(2, life=None)], [None, "foreign_writer"]),
+    "bare": ([copy(1), entry(1), copy(2, writer=None)], [None, "foreign_writer"]),
     "not in the ledger": ([copy(1), entry(1), copy(2)], [None, "foreign_writer"]),
     "in the ledger": ([copy(1), entry(1), copy(2), entry(2)], [None, "rewrite"]),
     "expired": ([copy(1), copy(2, at=NOW_MS + TTL_MS), entry(1), entry(2)], [None, "rewrite"]),
     "expired, other": (
-        [copy(1), copy(2, at=NOW_MS + TTL_MS, life=ELSEWHERE), entry(1), entry(2)],
+        [copy(1), copy(2, at=NOW_MS + TTL_MS, writer=ELSEWHERE), entry(1), entry(2)],
         [None, "expired_key"],
     ),
     "almost": (
-        [copy(1), copy(2, at=NOW_MS + TTL_MS - 1, life=ELSEWHERE), entry(1), entry(2)],
+        [copy(1), copy(2, at=NOW_MS + TTL_MS - 1, writer=ELSEWHERE), entry(1), entry(2)],
         [None, "dual_producer"],
     ),
     "near the second": (
         [
             copy(1),
-            copy(2, at=NOW_MS + TTL_MS, life=ELSEWHERE),
-            copy(3, at=NOW_MS + TTL_MS + 5, life=(5, 51, 0, "y:1")),
+            copy(2, at=NOW_MS + TTL_MS, writer=ELSEWHERE),
+            copy(3, at=NOW_MS + TTL_MS + 5, writer=(5, 51, 0, "y:1")),
             *(entry(n) for n in (1, 2, 3)),
         ],
         [None, "expired_key", "producer_restart"],
     ),
-    "same slot": ([copy(1), copy(2, life=(0, 99, 0, "q:1")), entry(1), entry(2)], [None, "producer_restart"]),
-    "same epoch": ([copy(1), copy(2, life=(0, 10, 1, "a:1")), entry(1), entry(2)], [None, "producer_restart"]),
-    "same host": ([copy(1), copy(2, life=(7, 99, 0, "a:1")), entry(1), entry(2)], [None, "producer_restart"]),
-    "nothing": ([copy(1), copy(2, life=ELSEWHERE), entry(1), entry(2)], [None, "dual_producer"]),
-    "namesake": ([copy(1), copy(2, life=(0, 10, 0, "q:1")), entry(1), entry(2)], [None, "dual_producer"]),
-    "bare, unheard": ([copy(1, life=None, timestamp_ms=NOW_MS - 9), copy(2)], [None, "dual_producer"]),
-    "ledger first": ([copy(1, life=ELSEWHERE), copy(2), entry(2)], [None, "dual_producer"]),
-    "bare first": ([copy(1, life=None, timestamp_ms=NOW_MS - 9), copy(2), entry(2)], [None, "foreign_writer"]),
+    "same slot": ([copy(1), copy(2, writer=(0, 99, 0, "q:1")), entry(1), entry(2)], [None, "producer_restart"]),
+    "same epoch": ([copy(1), copy(2, writer=(0, 10, 1, "a:1")), entry(1), entry(2)], [None, "producer_restart"]),
+    "same host": ([copy(1), copy(2, writer=(7, 99, 0, "a:1")), entry(1), entry(2)], [None, "producer_restart"]),
+    "nothing": ([copy(1), copy(2, writer=ELSEWHERE), entry(1), entry(2)], [None, "dual_producer"]),
+    "namesake": ([copy(1), copy(2, writer=(0, 10, 0, "q:1")), entry(1), entry(2)], [None, "dual_producer"]),
+    "bare, unheard": ([copy(1, writer=None, timestamp_ms=NOW_MS - 9), copy(2)], [None, "dual_producer"]),
+    "ledger first": ([copy(1, writer=ELSEWHERE), copy(2), entry(2)], [None, "dual_producer"]),
+    "bare first": ([copy(1, writer=None, timestamp_ms=NOW_MS - 9), copy(2), entry(2)], [None, "foreign_writer"]),
 }
 
 

@@ -86,7 +86,7 @@ def _not_retried() -> list[Sequenced]:
     return [
         new().write(0).write(TTL_MS),
         new().write(0).write(10, fingerprint=OTHER).write(20),
-        new().write(0).write(10, entered=False, life=None).write(20),
+        new().write(0).write(10, entered=False, writer=None).write(20),
         new().write(0, scope="a").write(10, scope="b"),
         new().write(0, scope="gone").write(10, scope="gone"),
         new().write(0, timestamp_ms=NOW_MS - 9).write(1000, timestamp_ms=NOW_MS - 8),
@@ -128,8 +128,8 @@ def test_a_copy_without_our_header_gets_the_id_of_the_event_with_its_fingerprint
     """With the key of any caller, and any member of a batch; the event of the key in the empty scope comes first."""
     key = "whole"
     members = [wire.member_id(key, nth, "a") for nth in range(2)]
-    bare: dict[str, Any] = {"life": None, "key": key, "id": wire.event_id(key)}
-    own: dict[str, Any] = {"life": None, "key": "own", "id": wire.event_id("own")}
+    bare: dict[str, Any] = {"writer": None, "key": key, "id": wire.event_id(key)}
+    own: dict[str, Any] = {"writer": None, "key": "own", "id": wire.event_id("own")}
     rows = [
         *(copy(nth, id=id, key=key, fingerprint=b"%d" % nth * 8) for nth, id in enumerate(members)),
         copy(10, **bare, fingerprint=b"0" * 8, alternative_fingerprints=b"x" * 8),
@@ -157,7 +157,7 @@ def test_the_timestamp_of_a_foreign_record_adds_few_hours_outside_the_known_time
 ) -> None:
     first, last = NOW_MS - 1_000_000_000, NOW_MS
     at = first + ms if ms <= 0 else NOW_MS + ms * 10_000
-    rows = [copy(1, at=at, life=None), copy(2, at=at)]
+    rows = [copy(1, at=at, writer=None), copy(2, at=at)]
     found = deliveries.reduce(
         spark.createDataFrame(rows, decode.COPIES),
         deliveries.summarize(spark.createDataFrame([], decode.CLAIMS)),

@@ -27,7 +27,7 @@ def _history(seed: int) -> list[Any]:
                     offset, at=at, fingerprint=bytes([chance.randrange(3)]) * 8, has_record_key=chance.random() < 0.5
                 )
             elif kind == "bare":
-                one = copy(offset, at=at, life=None, alternative_fingerprints=bytes([chance.randrange(3)]) * 8)
+                one = copy(offset, at=at, writer=None, alternative_fingerprints=bytes([chance.randrange(3)]) * 8)
             elif kind == "entry":
                 one = entry(offset, at=at)
             elif kind == "201":
@@ -75,7 +75,7 @@ def test_a_single_row_of_an_id_is_gathered_as_several_are(spark: SparkSession) -
     named = {
         "both": [copy(1), entry(1), answer(201, 1)],
         "copy": [copy(1)],
-        "bare": [copy(1, life=None, alternative_fingerprints=b"x" * 8)],
+        "bare": [copy(1, writer=None, alternative_fingerprints=b"x" * 8)],
         "entry": [entry(1)],
         "answered": [answer(201, 1), answer(201, 1, replayed=True)],
         "in-doubt": [answer(504), answer(503)],
@@ -109,7 +109,7 @@ def test_a_row_counts_the_copies_beyond_the_cap_of_its_coordinates(spark: SparkS
 def test_copies_in_the_ledger_or_with_the_header_are_kept_within_the_cap(spark: SparkSession) -> None:
     """The first copy is one in the ledger, and a phantom shows in a copy with Fencepost's header."""
     cap = deliveries.COORDINATES_MAX
-    foreign = [copy(n, at=NOW_MS + n, life=None) for n in range(cap + 2)]
+    foreign = [copy(n, at=NOW_MS + n, writer=None) for n in range(cap + 2)]
     ours = [copy(1000 + n, at=NOW_MS + 1000 + n) for n in range(2)]
     entered = [copy(2000, at=NOW_MS + 2000), entry(2000, at=NOW_MS + 2000)]
     (row,) = states(spark, {"x": [*foreign, *ours, *entered, entry(3000)]}).collect()
@@ -119,9 +119,9 @@ def test_copies_in_the_ledger_or_with_the_header_are_kept_within_the_cap(spark: 
 
 def test_a_record_that_is_written_back_to_its_offset_counts_once(spark: SparkSession) -> None:
     """The topic was recreated from a copy of it within an hour, so that the rows of two runs are merged."""
-    unkeyed = copy(3, kind=decode.UNKEYED, life=None)
-    evidence = {"restored": [copy(1), entry(1), answer(201, 1)], "foreign": [copy(2, life=None)]}
-    again = {"restored": [copy(1)], "foreign": [copy(2, life=None)]}
+    unkeyed = copy(3, kind=decode.UNKEYED, writer=None)
+    evidence = {"restored": [copy(1), entry(1), answer(201, 1)], "foreign": [copy(2, writer=None)]}
+    again = {"restored": [copy(1)], "foreign": [copy(2, writer=None)]}
     first, second = (
         reduced(spark, [*ids(named), unkeyed], run) for run, named in enumerate((evidence, again), start=1)
     )
@@ -173,10 +173,10 @@ def test_the_last_evidence_of_a_record_with_an_old_timestamp_is_its_arrival(spar
     old = NOW_MS - 1000 * HOUR_MS
     named = {
         "retried": [copy(1, timestamp_ms=old)],
-        "replayed": [copy(2, at=old, life=None, partition=2)],
-        "unknown": [copy(3, at=old, life=None, partition=1)],
-        "beyond": [copy(4, at=old, life=None, partition=3)],
-        "other-topic": [copy(5, at=old, life=None, topic="u")],
+        "replayed": [copy(2, at=old, writer=None, partition=2)],
+        "unknown": [copy(3, at=old, writer=None, partition=1)],
+        "beyond": [copy(4, at=old, writer=None, partition=3)],
+        "other-topic": [copy(5, at=old, writer=None, topic="u")],
         "claimed": [entry(6, at=old, partition=2)],
         "new": [copy(7, partition=2)],
     }
@@ -197,7 +197,7 @@ def test_a_topic_counts_as_written_if_the_ledger_or_an_answer_without_a_refusal_
     claims = spark.createDataFrame(evidence, decode.CLAIMS)
     assert {row["topic"] for row in claims.where(decode.WRITTEN).collect()} == written
     assert {row["topic"] for row in deliveries.summarize(claims).where(deliveries.WRITTEN).collect()} == written
-    rows = reduced(spark, [*ids({"answered": evidence}), copy(1, topic="foreign", life=None)])
+    rows = reduced(spark, [*ids({"answered": evidence}), copy(1, topic="foreign", writer=None)])
     assert {row["topic"] for row in rows.where(deliveries.WRITTEN).collect()} == written
 
 

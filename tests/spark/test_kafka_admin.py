@@ -10,7 +10,7 @@ import pytest
 from service.contract import SharedSettings
 from spark.errors import CannotRun
 from spark.reading import kafka_admin
-from spark.reading.kafka_admin import CALL_MS, POLL_MS, Broker
+from spark.reading.kafka_admin import CALL_MS, POLL_MS, KafkaAdmin
 
 
 class JavaPartition(NamedTuple):
@@ -92,7 +92,7 @@ def _timestamps(monkeypatch: pytest.MonkeyPatch, consumer: FakeConsumer) -> dict
     packages.org.apache.kafka.clients.consumer.KafkaConsumer.return_value = consumer
     monkeypatch.setattr(kafka_admin, "jvm", lambda spark: packages)
     monkeypatch.setattr("time.monotonic", lambda: consumer.clock_s)
-    return Broker(Mock(), SharedSettings()).timestamps_at({(name, 0): 5 for name in consumer.ends})
+    return KafkaAdmin(Mock(), SharedSettings()).timestamps_at({(name, 0): 5 for name in consumer.ends})
 
 
 def test_a_first_record_is_waited_for_as_long_as_kafka_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from spark.rules.classify import gather_evidence
 from spark.tables import deliveries as deliveries_table
 from spark.tables import hours, lake
 from tests.spark.conftest import Audit
-from tests.spark.history import History, Life
+from tests.spark.history import History, Writer
 from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, reduced
 from tests.spark.rows import ids as named
 from tests.spark.runs import having
@@ -141,7 +141,7 @@ def test_a_run_reads_the_same_files_and_bytes_however_long_the_history(
     with having(spark, {"spark.sql.maxMetadataStringLength": "1000"}):
         for length in (3, 30):
             history = History(kafka.bootstrap, f"long-{length}")
-            life = Life(0, 100)
+            life = Writer(0, 100)
             topic = history.topic(f"{history.namespace}-t")
             producer = history.transactional(life)
             for hour in range(length):

@@ -19,12 +19,12 @@ from spark.errors import AnotherRun, CannotRun
 from spark.reading import decode
 from spark.tables import lake, lock
 from tests.spark.conftest import Audit, Ran
-from tests.spark.history import History, Life
+from tests.spark.history import History, Writer
 from tests.spark.runs import BRIEF_JAVA_OPTIONS, INTERPRETED
 
 LATER_S = 3600.0
 DAY_S = 86_400.0
-ONE, TWO = Life(0, 100, 0, "a:1"), Life(1, 200, 0, "b:1")
+ONE, TWO = Writer(0, 100, 0, "a:1"), Writer(1, 200, 0, "b:1")
 
 
 def _table(spark: SparkSession, ran: Ran, name: str) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ LEDGER_TOPIC, REQUESTS_TOPIC = "fencepost.ledger", "fencepost.requests"
 
 
 @dataclass
-class FakeCluster:
+class FakeAdmin:
     """A cluster with one partition a topic (default); records the order in which ends are listed."""
 
     topics: dict[str, Ends] = field(default_factory=dict)
@@ -86,7 +86,7 @@ def settings(rules: str = "", **options: Any) -> Settings:
 
 
 def freeze(
-    cluster: FakeCluster,
+    cluster: FakeAdmin,
     last_plan: Plan | None = None,
     named: set[str] | None = None,
     now_ms: int = NOW_MS,
@@ -111,26 +111,26 @@ def freeze(
 
 
 @pytest.fixture
-def cluster() -> FakeCluster:
+def cluster() -> FakeAdmin:
     return fake_cluster()
 
 
-def fake_cluster() -> FakeCluster:
+def fake_cluster() -> FakeAdmin:
     topics = {"orders": ends(10), "others": ends(7), "fencepost.control": ends(3)}
-    return FakeCluster(topics | {LEDGER_TOPIC: ends(4), REQUESTS_TOPIC: ends(2)})
+    return FakeAdmin(topics | {LEDGER_TOPIC: ends(4), REQUESTS_TOPIC: ends(2)})
 
 
 def one(plan: Plan, topic: str) -> Log:
     return next(log for log in plan.logs if log.topic == topic)
 
 
-def test_data_is_frozen_first_then_the_ledger_then_the_answers(cluster: FakeCluster) -> None:
+def test_data_is_frozen_first_then_the_ledger_then_the_answers(cluster: FakeAdmin) -> None:
     freeze(cluster, named={"orders"})
     assert cluster.listed_topics == [["orders", "others"], [LEDGER_TOPIC], [REQUESTS_TOPIC], ["orders"]]
 
 
 def test_the_ends_of_the_data_are_listed_again_after_those_of_the_ledger(
-    cluster: FakeCluster,
+    cluster: FakeAdmin,
 ) -> None:
     """A record that is written while a run is planned may be in the plan with its ledger entry only."""
     listed = cluster.ends
@@ -149,7 +149,7 @@ def test_the_ends_of_the_data_are_listed_again_after_those_of_the_ledger(
     assert run_plan.later_ends(plan) == {("orders", 0): 13}
 
 
-def test_a_ledger_with_an_open_transaction_is_caught_up_to_an_earlier_run(cluster: FakeCluster) -> None:
+def test_a_ledger_with_an_open_transaction_is_caught_up_to_an_earlier_run(cluster: FakeAdmin) -> None:
     caught_up, plan = [], None
     for last, open in ((4, 0), (6, 2), (7, 3), (9, 1), (12, 0)):
         cluster.topics[LEDGER_TOPIC] = ends(last, open=open)
@@ -161,14 +161,14 @@ def test_a_ledger_with_an_open_transaction_is_caught_up_to_an_earlier_run(cluste
     assert one(freeze(cluster, plan, named={"orders"}), LEDGER_TOPIC).caught_up_run == 0
 
 
-def test_a_topic_is_audited_when_the_ledger_the_rules_or_an_option_name_it(cluster: FakeCluster) -> None:
+def test_a_topic_is_audited_when_the_ledger_the_rules_or_an_option_name_it(cluster: FakeAdmin) -> None:
     assert freeze(cluster, named={"orders", "not-there"}).topics == ["orders"]
     assert freeze(cluster, rules='[[topics]]\npattern = "oth*"').topics == ["others"]
     assert freeze(cluster, topics=("*",)).topics == ["orders", "others"]
     assert freeze(cluster, freeze(cluster, named={"orders"}), named=set()).topics == ["orders"]
 
 
-def test_a_topic_is_not_audited_any_more_when_the_rule_that_named_it_is_gone(cluster: FakeCluster) -> None:
+def test_a_topic_is_not_audited_any_more_when_the_rule_that_named_it_is_gone(cluster: FakeAdmin) -> None:
     first = freeze(cluster, named={"orders"}, rules='[[topics]]\npattern = "oth*"')
     assert first.topics == ["orders", "others"]
     second = freeze(cluster, first, in_lake={"orders"})
@@ -176,14 +176,14 @@ def test_a_topic_is_not_audited_any_more_when_the_rule_that_named_it_is_gone(clu
     assert freeze(cluster, second).topics == ["orders"]
 
 
-def test_a_run_without_a_ledger_needs_named_topics(cluster: FakeCluster) -> None:
+def test_a_run_without_a_ledger_needs_named_topics(cluster: FakeAdmin) -> None:
     del cluster.topics[LEDGER_TOPIC]
     with pytest.raises(CannotRun, match=r"fencepost\.ledger.*FENCEPOST_NAMESPACE.*--topics"):
         freeze(cluster)
     assert freeze(cluster, topics=("orders",)).topics == ["orders"]
 
 
-def test_globs_must_match_a_present_topic_or_one_of_the_last_run(cluster: FakeCluster) -> None:
+def test_globs_must_match_a_present_topic_or_one_of_the_last_run(cluster: FakeAdmin) -> None:
     with pytest.raises(
         CannotRun, match=r"--topics 'ordres,no\.\*' matches no topic .*FENCEPOST_KAFKA=.*leave --topics"
     ):
@@ -202,7 +202,7 @@ def test_another_window_changes_the_options_of_the_plan() -> None:
     assert run_plan.options_of(settings(window_h=336)) != run_plan.options_of(settings())
 
 
-def test_the_settings_of_a_run_are_restored_from_its_plan(cluster: FakeCluster) -> None:
+def test_the_settings_of_a_run_are_restored_from_its_plan(cluster: FakeAdmin) -> None:
     rules = "\n".join(
         [
             '[[topics]]\npattern = "a*"\nguarantee = "idempotent"\nderived = true\nclient_duplicates = false',
@@ -236,7 +236,7 @@ def test_what_a_plan_of_an_earlier_version_lacks_is_taken_from_the_command_line(
 
 @pytest.mark.parametrize(("planned", "ours"), [(True, False), (False, True)])
 def test_a_run_is_resumed_with_or_without_the_pass_over_all_ids_as_it_was_planned(
-    cluster: FakeCluster, planned: bool, ours: bool
+    cluster: FakeAdmin, planned: bool, ours: bool
 ) -> None:
     plan = Plan.from_rows(freeze(cluster, named={"orders"}, skip_ids=planned).rows())
     assert plan is not None
@@ -250,14 +250,14 @@ def test_a_run_is_resumed_with_or_without_the_pass_over_all_ids_as_it_was_planne
     assert (other.options.skip_ids, other.options.grace_s) == (planned, 60)
 
 
-def test_a_plan_of_an_earlier_version_takes_the_pass_over_all_ids_from_the_command_line(cluster: FakeCluster) -> None:
+def test_a_plan_of_an_earlier_version_takes_the_pass_over_all_ids_from_the_command_line(cluster: FakeAdmin) -> None:
     rows = freeze(cluster, named={"orders"}).rows()
     plan = Plan.from_rows([{name: row[name] for name in row.keys() - {"skip_ids"}} for row in rows])
     assert plan is not None
     assert run_plan.resumed_settings(plan, settings(skip_ids=True)) == settings(skip_ids=True)
 
 
-def test_the_next_run_starts_at_the_end_of_the_last_one(cluster: FakeCluster) -> None:
+def test_the_next_run_starts_at_the_end_of_the_last_one(cluster: FakeAdmin) -> None:
     first = freeze(cluster, named={"orders"})
     cluster.topics["orders"] = ends(25)
     second = freeze(cluster, first)
@@ -265,7 +265,7 @@ def test_the_next_run_starts_at_the_end_of_the_last_one(cluster: FakeCluster) ->
     assert one(second, LEDGER_TOPIC).start == one(second, LEDGER_TOPIC).end
 
 
-def test_a_plan_is_restored_from_its_rows(cluster: FakeCluster) -> None:
+def test_a_plan_is_restored_from_its_rows(cluster: FakeAdmin) -> None:
     cluster.topics["orders"] = ends(25, start=20)
     plan = freeze(cluster, named={"orders"})
     cluster.topics["orders"] = ends(40, start=30)
@@ -274,7 +274,7 @@ def test_a_plan_is_restored_from_its_rows(cluster: FakeCluster) -> None:
     assert Plan.from_rows(plan.rows()) == plan
 
 
-def test_capped_runs_share_the_cap_and_read_every_record_in_the_end(cluster: FakeCluster) -> None:
+def test_capped_runs_share_the_cap_and_read_every_record_in_the_end(cluster: FakeAdmin) -> None:
     cluster.topics["orders"] = ends(1000)
     plan, read = None, 0
     for _ in range(40):
@@ -289,7 +289,7 @@ def test_capped_runs_share_the_cap_and_read_every_record_in_the_end(cluster: Fak
     assert all(log.end == log.last_stable >= log.high_watermark for log in plan.logs if log.audited)
 
 
-def test_an_open_transaction_bounds_what_is_read_and_what_is_decided(cluster: FakeCluster) -> None:
+def test_an_open_transaction_bounds_what_is_read_and_what_is_decided(cluster: FakeAdmin) -> None:
     cluster.topics["orders"] = ends(10, open=3)
     cluster.topics[LEDGER_TOPIC] = ends(4, open=1)
     cluster.first_timestamps[(LEDGER_TOPIC, 0)] = NOW_MS - 1234
@@ -301,7 +301,7 @@ def test_an_open_transaction_bounds_what_is_read_and_what_is_decided(cluster: Fa
     assert one(plan, REQUESTS_TOPIC).decided_until_ms == NOW_MS
 
 
-def test_records_above_the_last_end_arrived_after_the_last_freeze(cluster: FakeCluster) -> None:
+def test_records_above_the_last_end_arrived_after_the_last_freeze(cluster: FakeAdmin) -> None:
     cluster.topics |= {"capped": ends(10), "truncated": ends(10), "recreated": ends(10), "same": ends(10)}
     first = freeze(cluster, topics=("*",))
     assert run_plan.arrived(first, None) == {}
@@ -320,7 +320,7 @@ def test_records_above_the_last_end_arrived_after_the_last_freeze(cluster: FakeC
     assert run_plan.arrived(second, first) == {(name, 0): NOW_MS for name in ("recreated", "orders", "others")}
 
 
-def test_records_that_retention_deleted_unread_are_a_gap(cluster: FakeCluster) -> None:
+def test_records_that_retention_deleted_unread_are_a_gap(cluster: FakeAdmin) -> None:
     first = freeze(cluster, named={"orders"})
     cluster.topics["orders"] = ends(50, start=30)
     log = one(freeze(cluster, first), "orders")
@@ -331,13 +331,13 @@ def test_records_that_retention_deleted_unread_are_a_gap(cluster: FakeCluster) -
     assert len(again.gaps) == 1
 
 
-def test_retention_of_records_that_were_read_is_no_gap(cluster: FakeCluster) -> None:
+def test_retention_of_records_that_were_read_is_no_gap(cluster: FakeAdmin) -> None:
     first = freeze(cluster, named={"orders"})
     cluster.topics["orders"] = ends(12, start=10)
     assert one(freeze(cluster, first), "orders").gaps == ()
 
 
-def test_a_recreated_topic_is_read_from_its_beginning(cluster: FakeCluster) -> None:
+def test_a_recreated_topic_is_read_from_its_beginning(cluster: FakeAdmin) -> None:
     first = freeze(cluster, named={"orders"})
     cluster.topics["orders"], cluster.topic_ids["orders"] = ends(3), "two"
     log = one(freeze(cluster, first, now_ms=NOW_MS + 5), "orders")
@@ -345,7 +345,7 @@ def test_a_recreated_topic_is_read_from_its_beginning(cluster: FakeCluster) -> N
     assert [gap.cause for gap in log.gaps] == ["recreated"]
 
 
-def test_the_time_of_a_log_s_first_record_is_kept_over_runs(cluster: FakeCluster) -> None:
+def test_the_time_of_a_log_s_first_record_is_kept_over_runs(cluster: FakeAdmin) -> None:
     cluster.topics |= {"begun": ends(10, start=3), "empty": ends(0), "future": ends(5)}
     cluster.first_timestamps |= {("orders", 0): NOW_MS - 9, ("begun", 0): NOW_MS - 5, ("future", 0): NOW_MS + 1}
 
@@ -364,7 +364,7 @@ def test_the_time_of_a_log_s_first_record_is_kept_over_runs(cluster: FakeCluster
     assert first_timestamps(freeze(cluster, second, now_ms=NOW_MS + 9, topics=("*",)))["orders"] == NOW_MS - 3
 
 
-def test_a_first_record_whose_time_becomes_known_is_other_evidence(cluster: FakeCluster) -> None:
+def test_a_first_record_whose_time_becomes_known_is_other_evidence(cluster: FakeAdmin) -> None:
     cluster.topics |= {"future": ends(5), "empty": ends(0)}
     cluster.first_timestamps |= {("orders", 0): NOW_MS, ("others", 0): NOW_MS, ("future", 0): NOW_MS + 7}
     first = freeze(cluster, topics=("*",))
@@ -388,7 +388,7 @@ def test_a_first_record_whose_time_becomes_known_is_other_evidence(cluster: Fake
     ids=["more", "kept from there on", "retention", "truncated", "recreated", "gone"],
 )
 def test_a_plan_is_resumed_only_while_all_its_records_are_readable(
-    cluster: FakeCluster, now: Ends | None, topic_id: str, readable: bool
+    cluster: FakeAdmin, now: Ends | None, topic_id: str, readable: bool
 ) -> None:
     first = freeze(cluster, named={"orders", "others"})
     cluster.topics["orders"] = ends(20)
@@ -401,7 +401,7 @@ def test_a_plan_is_resumed_only_while_all_its_records_are_readable(
     assert planning.readable(cluster, plan) is readable
 
 
-def test_a_truncated_log_has_a_truncation_gap(cluster: FakeCluster) -> None:
+def test_a_truncated_log_has_a_truncation_gap(cluster: FakeAdmin) -> None:
     first = freeze(cluster, named={"orders"})
     cluster.topics["orders"] = ends(6)
     log = one(freeze(cluster, first), "orders")
@@ -409,7 +409,7 @@ def test_a_truncated_log_has_a_truncation_gap(cluster: FakeCluster) -> None:
     assert [(gap.first, gap.last, gap.cause) for gap in log.gaps] == [(6, 10, "truncated")]
 
 
-def test_a_truncated_log_that_grew_again_is_read_from_where_it_diverged(cluster: FakeCluster) -> None:
+def test_a_truncated_log_that_grew_again_is_read_from_where_it_diverged(cluster: FakeAdmin) -> None:
     """The leader of a later epoch answers where the records of the earlier epoch end."""
     first = freeze(cluster, named={"orders"})
     # A leader with all records; and a leader without the last four, which has written more than four.
@@ -443,7 +443,7 @@ def test_a_truncated_log_that_grew_again_is_read_from_where_it_diverged(cluster:
     assert one(freeze(cluster, old), "orders").start == 15
 
 
-def test_the_offsets_of_a_topic_are_kept_while_it_is_not_audited(cluster: FakeCluster) -> None:
+def test_the_offsets_of_a_topic_are_kept_while_it_is_not_audited(cluster: FakeAdmin) -> None:
     first = freeze(cluster, topics=("*",))
     cluster.topics["orders"] = ends(25)
     second = freeze(cluster, first, topics=("others",))
@@ -452,7 +452,7 @@ def test_the_offsets_of_a_topic_are_kept_while_it_is_not_audited(cluster: FakeCl
     assert (one(third, "orders").start, one(third, "orders").end) == (10, 25)
 
 
-def test_a_topic_that_other_options_left_out_is_audited_if_the_lake_names_it(cluster: FakeCluster) -> None:
+def test_a_topic_that_other_options_left_out_is_audited_if_the_lake_names_it(cluster: FakeAdmin) -> None:
     cluster.topics["payments"] = ends(5)
     first = freeze(cluster, topics=("orders",))
     second = freeze(cluster, first, in_lake={"orders", "payments", "not-there"})
@@ -461,7 +461,7 @@ def test_a_topic_that_other_options_left_out_is_audited_if_the_lake_names_it(clu
     assert freeze(cluster, second).topics == ["orders", "payments"]
 
 
-def test_a_topic_that_only_other_options_named_is_not_audited(cluster: FakeCluster) -> None:
+def test_a_topic_that_only_other_options_named_is_not_audited(cluster: FakeAdmin) -> None:
     first = freeze(cluster, topics=("*",))
     second = freeze(cluster, first, in_lake={"orders"})
     assert (second.topics, second.unwanted) == (["orders"], ["others"])
@@ -472,7 +472,7 @@ def test_a_topic_that_only_other_options_named_is_not_audited(cluster: FakeClust
 
 
 def test_a_deleted_topic_stays_selected_and_a_left_out_topic_is_selected_once_it_is_named(
-    cluster: FakeCluster,
+    cluster: FakeAdmin,
 ) -> None:
     first = freeze(cluster, topics=("*",))
     del cluster.topics["orders"], cluster.topics["others"]
@@ -485,7 +485,7 @@ def test_a_deleted_topic_stays_selected_and_a_left_out_topic_is_selected_once_it
     assert freeze(cluster, third).topics == ["orders"]
 
 
-def test_a_topic_that_is_created_during_the_freeze_is_in_the_same_run(cluster: FakeCluster) -> None:
+def test_a_topic_that_is_created_during_the_freeze_is_in_the_same_run(cluster: FakeAdmin) -> None:
     cluster.created_meanwhile["late"] = ends(2)
     plan = freeze(cluster, named={"orders", "late"})
     assert plan.topics == ["late", "orders"]
@@ -499,7 +499,7 @@ def test_a_topic_that_is_created_during_the_freeze_is_in_the_same_run(cluster: F
     ]
 
 
-def test_an_unreachable_topic_fails_a_run_only_if_it_is_named(cluster: FakeCluster) -> None:
+def test_an_unreachable_topic_fails_a_run_only_if_it_is_named(cluster: FakeAdmin) -> None:
     cluster.unreachable = {"others"}
     first = freeze(cluster, named={"orders"})
     assert [log.topic for log in first.logs] == ["orders", LEDGER_TOPIC, REQUESTS_TOPIC]
@@ -508,7 +508,7 @@ def test_an_unreachable_topic_fails_a_run_only_if_it_is_named(cluster: FakeClust
             freeze(cluster, first, in_lake=set(), **options)
 
 
-def test_only_audited_topics_are_checked_for_compaction(cluster: FakeCluster) -> None:
+def test_only_audited_topics_are_checked_for_compaction(cluster: FakeAdmin) -> None:
     cluster.topics["compacted"] = ends(5)
     cluster.forbidden = {"others"}
     plan = freeze(cluster, named={"orders", "compacted"})
@@ -518,7 +518,7 @@ def test_only_audited_topics_are_checked_for_compaction(cluster: FakeCluster) ->
 
 
 def test_a_compacted_topic_counts_as_compacted_until_it_is_recreated(
-    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeAdmin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.topics["compacted"] = ends(5)
     first = freeze(cluster, named={"orders", "compacted"})
@@ -529,7 +529,7 @@ def test_a_compacted_topic_counts_as_compacted_until_it_is_recreated(
     assert not one(freeze(cluster, second, named={"orders", "compacted"}), "compacted").compacted
 
 
-def test_the_time_of_an_empty_log_is_dropped_when_its_first_record_was_deleted_unread(cluster: FakeCluster) -> None:
+def test_the_time_of_an_empty_log_is_dropped_when_its_first_record_was_deleted_unread(cluster: FakeAdmin) -> None:
     cluster.topics["orders"] = ends(0)
     first = freeze(cluster, named={"orders"})
     assert one(first, "orders").first_record_ms == NOW_MS
@@ -541,7 +541,7 @@ def complete_since(plan: Plan, topic: str = LEDGER_TOPIC) -> list[int]:
     return [log.complete_since_ms for log in plan.logs if log.topic == topic]
 
 
-def test_a_log_is_complete_from_its_oldest_record_on(cluster: FakeCluster) -> None:
+def test_a_log_is_complete_from_its_oldest_record_on(cluster: FakeAdmin) -> None:
     cluster.topics[LEDGER_TOPIC] = ends(4, start=2)
     cluster.first_timestamps[(LEDGER_TOPIC, 0)] = NOW_MS - 9
     cluster.topics[REQUESTS_TOPIC] = ends(2, start=2)
@@ -552,7 +552,7 @@ def test_a_log_is_complete_from_its_oldest_record_on(cluster: FakeCluster) -> No
     assert [log.topic for log in plan.of(LEDGER)] == [LEDGER_TOPIC]
 
 
-def test_a_log_with_its_first_record_is_complete_from_the_oldest_record_of_its_topic_on(cluster: FakeCluster) -> None:
+def test_a_log_with_its_first_record_is_complete_from_the_oldest_record_of_its_topic_on(cluster: FakeAdmin) -> None:
     """A ledger may be younger than the data; an empty log, or one with deleted records, does not show its beginning."""
     cluster.partitions[LEDGER_TOPIC] = 4
     cluster.other_ends |= {(LEDGER_TOPIC, 2): ends(0), (LEDGER_TOPIC, 3): ends(4, start=2)}
@@ -581,7 +581,7 @@ def guarantees(plan: Plan) -> list[tuple[int, str]]:
     return [(promise.first, promise.guarantee) for promise in one(plan, "orders").guarantees]
 
 
-def test_a_topic_keeps_its_guarantee_for_the_records_that_were_written_under_it(cluster: FakeCluster) -> None:
+def test_a_topic_keeps_its_guarantee_for_the_records_that_were_written_under_it(cluster: FakeAdmin) -> None:
     rule = '[[topics]]\npattern = "orders"\nguarantee = "{}"'
     idempotent, once = rule.format("idempotent"), rule.format("exactly_once")
     first = freeze(cluster, rules=idempotent)

@@ -13,13 +13,13 @@ from spark.reading import decode, source
 from spark.settings import Options, Settings
 from spark.tables import view
 from tests.spark.conftest import Audit
-from tests.spark.history import History, Life
+from tests.spark.history import History, Writer
 from tests.spark.rows import HOUR_MS, NOW_MS
 from tests.spark.runs import run
 
 DAY_MS = 86_400_000
 FAR_FUTURE_MS = 4_000_000_000_000  # 2096
-ONE = Life(0, 100, 0, "a:1")
+ONE = Writer(0, 100, 0, "a:1")
 
 # timestamp, acceptance in the header (None: only a key) → acceptance, time to order by, time of the run that read it
 TIMES: dict[str, tuple[int, int | None, tuple[int, int, int | None]]] = {

@@ -11,7 +11,7 @@ from pyspark.sql import SparkSession
 
 from service.contract import SharedSettings, wire
 from spark.errors import CannotRun
-from spark.reading.kafka_admin import Broker
+from spark.reading.kafka_admin import KafkaAdmin
 from spark.report import publish
 from spark.rules import current_findings
 from spark.tables import lake
@@ -51,7 +51,7 @@ class Outbox:
         self.spark, self.history = spark, history
         self.lake = lake.Lake(spark, str(root / "lake"))
         self.shared = SharedSettings(kafka=history.bootstrap, namespace=history.namespace)
-        with closing(Broker(spark, self.shared)) as broker:
+        with closing(KafkaAdmin(spark, self.shared)) as broker:
             for _ in range(2):
                 publish.prepare(broker, history.namespace)
 

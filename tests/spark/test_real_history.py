@@ -7,12 +7,12 @@ from confluent_kafka import Consumer, TopicPartition
 
 from service.contract import wire
 from tests.spark.conftest import Audit
-from tests.spark.history import TIMEOUT_S, History, Life
+from tests.spark.history import TIMEOUT_S, History, Writer
 
 LATER_S: Final = 3600.0
 HOUR_MS: Final = 3_600_000
 DAY_MS: Final = 24 * HOUR_MS
-ONE, TWO = Life(0, 100, 0, "a:1"), Life(1, 200, 0, "b:1")
+ONE, TWO = Writer(0, 100, 0, "a:1"), Writer(1, 200, 0, "b:1")
 MEGABYTE: Final = 1_000_000
 
 

@@ -9,11 +9,11 @@ from pyspark.sql import SparkSession
 from spark.settings import HOUR_MS
 from spark.tables import lake, view
 from tests.spark.conftest import Audit
-from tests.spark.history import History, Life
+from tests.spark.history import History, Writer
 from tests.spark.test_runs import cut
 
 LATER_S = 3600.0
-ONE = Life(0, 100, 0, "a:1")
+ONE = Writer(0, 100, 0, "a:1")
 
 
 def _topics(history: History) -> tuple[str, str]:

@@ -21,17 +21,17 @@ from deploy.stack import Kafka
 from service.contract import SharedSettings, wire
 from spark import job
 from spark.errors import AnotherRun, CannotRun
-from spark.reading.kafka_admin import Broker
+from spark.reading.kafka_admin import KafkaAdmin
 from spark.report import document, publish
 from spark.rules import balance
 from spark.tables import lake, lock
 from tests.spark.conftest import Audit
-from tests.spark.history import History, Life
+from tests.spark.history import History, Writer
 from tests.spark.runs import Ran, run
 
 LATER_S = 3600.0
 DAY_S = 86_400.0
-ONE, TWO = Life(0, 100, 0, "a:1"), Life(1, 200, 0, "b:1")
+ONE, TWO = Writer(0, 100, 0, "a:1"), Writer(1, 200, 0, "b:1")
 
 
 class Cut(Exception):
@@ -347,7 +347,7 @@ def test_a_topic_that_fails_does_not_hide_the_other_topics_of_a_call(
     spark: SparkSession, history: History, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topic = history.topic(f"{history.namespace}-t", 2)
-    with closing(Broker(spark, SharedSettings(kafka=history.bootstrap))) as broker:
+    with closing(KafkaAdmin(spark, SharedSettings(kafka=history.bootstrap))) as broker:
         places = [(topic, 0), ("not-there", 0), (topic, 1)]
         assert broker.ends(places, strict=False).keys() == {(topic, 0), (topic, 1)}
         with pytest.raises(CannotRun, match="did not answer"):
@@ -364,7 +364,7 @@ def test_the_first_records_of_logs_are_read_also_past_transaction_markers(
     topic = history.topic(f"{history.namespace}-t", 2)
     producer = history.transactional(ONE)
     (one,) = history.deliver(producer, ONE, topic, ["one"])
-    with closing(Broker(spark, SharedSettings(kafka=history.bootstrap))) as broker:
+    with closing(KafkaAdmin(spark, SharedSettings(kafka=history.bootstrap))) as broker:
         # The other partition is empty.
         assert broker.timestamps_at({(topic, 0): 0, (topic, 1): 0}) == {(topic, 0): one.ts}
         # The offset of the transaction's marker, and the end of the log.

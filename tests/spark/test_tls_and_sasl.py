@@ -17,7 +17,7 @@ from service.contract import Rules, SharedSettings
 from service.core.settings import Settings as ServiceSettings
 from spark import job
 from spark.errors import CannotRun
-from spark.reading.kafka_admin import Broker
+from spark.reading.kafka_admin import KafkaAdmin
 from spark.settings import Options, Settings
 from tests.integration.client import Client, events
 from tests.secured import PASSWORD, USER, SecuredKafka, SecuredRedis, acls_of_job, acls_of_service
@@ -109,7 +109,7 @@ def test_a_job_without_access_to_kafka_says_why_without_the_password(
     spark: SparkSession, environment: dict[str, str], change: dict[str, str], why: str
 ) -> None:
     shared: Any = replace(SharedSettings.from_env(environment), **change)  # type: ignore[arg-type]
-    broker = Broker(spark, shared)
+    broker = KafkaAdmin(spark, shared)
     with pytest.raises(CannotRun, match=why) as caught:
         broker.names()
     broker.close()
@@ -122,7 +122,7 @@ def test_the_job_connects_with_a_certificate_or_with_plain(
     secured_kafka.allow("CN=job", *acls_of_job(environment["FENCEPOST_NAMESPACE"], "none"))
     plain = replace(SharedSettings.from_env(environment), kafka_sasl_mechanism="PLAIN")
     for shared in (plain, secured_kafka.with_certificate("job")):
-        broker = Broker(spark, shared)
+        broker = KafkaAdmin(spark, shared)
         assert f"{environment['FENCEPOST_NAMESPACE']}.ledger" in broker.names()
         broker.close()
 

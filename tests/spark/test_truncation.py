@@ -16,12 +16,12 @@ from deploy.stack import Kafka
 from service.contract import wire
 from spark.tables import view
 from tests.spark.conftest import Audit
-from tests.spark.history import TIMEOUT_S, History, Life
+from tests.spark.history import TIMEOUT_S, History, Writer
 from tests.spark.test_runs import cut
 from tests.spark.test_view import Views
 
 LATER_S = 3600.0
-ONE = Life(0, 100, 0, "a:1")
+ONE = Writer(0, 100, 0, "a:1")
 GAP = "evidence_gap"
 
 

@@ -12,11 +12,11 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.stack import Kafka
 from service.contract import wire
-from spark.reading.kafka_admin import Broker, Ends, TopicPartition
+from spark.reading.kafka_admin import Ends, KafkaAdmin, TopicPartition
 from spark.rules import cross_hour
 from spark.tables import hours, lake
 from tests.spark.conftest import Audit
-from tests.spark.history import History, Life
+from tests.spark.history import History, Writer
 from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, ids, name_of, reduced
 from tests.spark.stories import Stories, Story
 
@@ -29,7 +29,7 @@ CASES: dict[str, tuple[Sequence[Any], tuple[bool, int | None] | None]] = {
     "lost": ([entry(2, at=EARLY), answer(202)], (True, None)),
     "answered": ([answer(201, 3, at=EARLY), answer(504)], (True, None)),
     "phantom": ([copy(4, at=EARLY), answer(504)], (True, None)),
-    "strange": ([copy(5, at=EARLY, life=None), answer(504)], None),
+    "strange": ([copy(5, at=EARLY, writer=None), answer(504)], None),
     "later": ([answer(504, at=EARLY), entry(6, at=LATE), copy(6, at=LATE)], (True, None)),
     "freed": ([answer(504, at=EARLY), answer(503, at=LATE)], (False, LATE + 20)),
     "freed-before": ([answer(503, at=EARLY), answer(504, at=LATE)], None),
@@ -82,10 +82,10 @@ RUNS: tuple[Mapping[str, Any], ...] = (
 
 
 def a_run_without_the_pass_over_ids_calls_no_id_stuck_that_another_hour_settles(history: History) -> Story:
-    life = Life(0, 100, 0, "a:1")
+    writer = Writer(0, 100, 0, "a:1")
     topic, now_ms = history.topic(f"{history.namespace}-elsewhere"), history.now_ms
-    producer = history.transactional(life)
-    (there,) = history.deliver(producer, life, topic, ["slow"], at=now_ms - 5 * HOUR_MS, answer=False)
+    producer = history.transactional(writer)
+    (there,) = history.deliver(producer, writer, topic, ["slow"], at=now_ms - 5 * HOUR_MS, answer=False)
 
     def told(status: int, key: str, hours_ago: int) -> str:
         return there.answer(status, id=wire.event_id(key), at=now_ms - hours_ago * HOUR_MS)
@@ -98,7 +98,7 @@ def a_run_without_the_pass_over_ids_calls_no_id_stuck_that_another_hour_settles(
     }
     assert (first.balance(topic)["stuck"], first.balance(topic)["accepted"]) == (2, 3)
     # What a later run reads of an earlier hour settles it as well.
-    history.deliver(producer, life, topic, ["late"], at=now_ms - 5 * HOUR_MS)
+    history.deliver(producer, writer, topic, ["late"], at=now_ms - 5 * HOUR_MS)
     for _ in RUNS[1:]:
         ran = yield
         assert ran.findings(topic) == {("stuck", "504", None)}
@@ -123,19 +123,19 @@ def the_key_of_a_stuck_id_comes_from_another_hour_only_with_the_pass_over_ids(hi
 def a_driver_whose_clock_is_ahead_calls_no_record_lost_that_is_written_during_the_plan(history: History) -> Story:
     for _ in RUNS[:3]:
         yield
-    life = Life(1, 200, 0, "b:1")
+    writer = Writer(1, 200, 0, "b:1")
     topic = history.topic(f"{history.namespace}-meanwhile")
-    producer = history.transactional(life)
-    history.deliver(producer, life, topic, ["before"])
-    whole = Broker.ends
+    producer = history.transactional(writer)
+    history.deliver(producer, writer, topic, ["before"])
+    whole = KafkaAdmin.ends
     written: list[Any] = []
 
-    def ends(self: Broker, places: Sequence[TopicPartition], *, strict: bool = True) -> dict[TopicPartition, Ends]:
+    def ends(self: KafkaAdmin, places: Sequence[TopicPartition], *, strict: bool = True) -> dict[TopicPartition, Ends]:
         if not written and any(name == wire.ledger_topic(history.namespace) for name, _ in places):
-            written.append(history.deliver(producer, life, topic, ["meanwhile"]))
+            written.append(history.deliver(producer, writer, topic, ["meanwhile"]))
         return whole(self, places, strict=strict)
 
-    with patch.object(Broker, "ends", ends):
+    with patch.object(KafkaAdmin, "ends", ends):
         first = yield
     assert written
     assert first.findings(topic) == set()
@@ -147,16 +147,16 @@ def a_driver_whose_clock_is_ahead_calls_no_record_lost_that_is_written_during_th
 def a_proven_loss_stays_when_a_compacted_log_grows(history: History) -> Story:
     for _ in RUNS[:2]:
         yield
-    life = Life(2, 300, 0, "c:1")
+    writer = Writer(2, 300, 0, "c:1")
     topic = history.topic(f"{history.namespace}-compacted", 1, {"cleanup.policy": "compact"})
-    producer = history.transactional(life)
-    (there,) = history.deliver(producer, life, topic, ["there"], record_key=b"k", value=b'"$key"')
+    producer = history.transactional(writer)
+    (there,) = history.deliver(producer, writer, topic, ["there"], record_key=b"k", value=b'"$key"')
     history.answers([there.answer(id=wire.event_id("lost"), offset=7)])
     # In two hours, so that it counts once by the pass over ids.
     history.answers([there.answer(504, id=wire.event_id("lost"), at=history.now_ms - 3 * HOUR_MS)])
     first = yield
     assert first.findings(topic) == {("lost", "answer", None)}
-    history.deliver(producer, life, topic, [f"more-{n}" for n in range(20)], record_key=b"k", value=b'"$key"')
+    history.deliver(producer, writer, topic, [f"more-{n}" for n in range(20)], record_key=b"k", value=b'"$key"')
     for _ in RUNS[3:]:
         ran = yield
         assert ran.findings(topic) == {("lost", "answer", None)}
@@ -166,15 +166,15 @@ def a_proven_loss_stays_when_a_compacted_log_grows(history: History) -> Story:
 
 def a_verdict_that_is_newer_than_the_last_pass_over_ids_stands(history: History) -> Story:
     """The pass found an id of two hours whole; then one of these hours, judged anew, finds it lost."""
-    life = Life(3, 400, 0, "d:1")
+    writer = Writer(3, 400, 0, "d:1")
     topic, now_ms = history.topic(f"{history.namespace}-newer"), history.now_ms
-    producer = history.transactional(life)
-    (there,) = history.deliver(producer, life, topic, ["wide"], at=now_ms - 5 * HOUR_MS)
+    producer = history.transactional(writer)
+    (there,) = history.deliver(producer, writer, topic, ["wide"], at=now_ms - 5 * HOUR_MS)
     history.answers([there.answer(504, at=now_ms - 2 * HOUR_MS)])
     for _ in RUNS[:4]:
         assert (yield).findings(topic) == set()
     producer.begin_transaction()
-    history.ledger(producer, life, [there.entry(at=now_ms - 2 * HOUR_MS, offset=1000)])
+    history.ledger(producer, writer, [there.entry(at=now_ms - 2 * HOUR_MS, offset=1000)])
     producer.commit_transaction(30)
     ran = yield
     assert ran.balance(topic)["lost"] == 1

@@ -17,13 +17,13 @@ from spark.reading import decode, source
 from spark.reading.run_plan import Plan
 from spark.tables import lake, view
 from tests.spark.conftest import Audit
-from tests.spark.history import History, Life
+from tests.spark.history import History, Writer
 from tests.spark.test_publish import records
 from tests.spark.test_runs import cut
 
 LATER_S = 3600.0
 HOUR_MS = 3_600_000
-ONE, TWO = Life(0, 100, 0, "a:1"), Life(1, 200, 0, "b:1")
+ONE, TWO = Writer(0, 100, 0, "a:1"), Writer(1, 200, 0, "b:1")
 
 Rows = dict[str, tuple[int, int, bytes | None, bool]]
 

@@ -13,12 +13,12 @@ from spark.rules import current_findings
 from spark.rules.findings import HOUR, IDS, LOG
 from spark.tables import lake
 from tests.spark.conftest import Audit
-from tests.spark.history import History, Life
+from tests.spark.history import History, Writer
 from tests.spark.rows import HOUR_MS
 from tests.spark.world import FOREVER
 
 WINDOW_H = 168
-ONE = Life(0, 100, 0, "a:1")
+ONE = Writer(0, 100, 0, "a:1")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from confluent_kafka import Consumer, KafkaException, Message, Producer, TopicPa
 
 from service.contract import wire
 from tests.spark.generator import Script
-from tests.spark.history import TIMEOUT_S, History, Life
+from tests.spark.history import TIMEOUT_S, History, Writer
 from tests.spark.oracle import Plants, Record
 from tests.spark.script import CALLERS, FROZEN_MS, LEDGER_BEGINS_MS, SLOTS, Answer, Stage, Transaction
 
@@ -180,7 +180,7 @@ class World:
                 ids = self.history.topic_ids([made.topic])
                 if entry.topic_id is not None:
                     ids = {made.topic: entry.topic_id} if entry.topic_id else {}
-                self._ledger(producer, Life(entry.slot, 1), [made], entry.ts, ids)
+                self._ledger(producer, Writer(entry.slot, 1), [made], entry.ts, ids)
             producer.commit_transaction(TIMEOUT_S)
         self._journal(plain, stage.answers)
         for topic, partition, value, headers in stage.raw:
@@ -189,10 +189,10 @@ class World:
 
     def _transaction(self, script: Script, transaction: Transaction) -> None:
         if transaction.outcome == "open":
-            producer = self.history.transactional(Life(script.blocked_slot, 0), timeout_ms=self._timeout_ms)
+            producer = self.history.transactional(Writer(script.blocked_slot, 0), timeout_ms=self._timeout_ms)
             self._open.append((script, producer))
         elif transaction.outcome == "fenced":
-            producer = self.history.transactional(Life(script.slot + 1, 0))
+            producer = self.history.transactional(Writer(script.slot + 1, 0))
         else:
             producer = self._producer(script)
         producer.begin_transaction()
@@ -205,14 +205,14 @@ class World:
         for head, records in writers.items():
             ids = self.history.topic_ids([one.topic for one in records if one.named])
             entries = [one.entry() for one in records]
-            self._ledger(producer, Life(*head), entries, max(one.ts for one in records), ids)
+            self._ledger(producer, Writer(*head), entries, max(one.ts for one in records), ids)
         producer.flush(TIMEOUT_S)
         if transaction.outcome == "committed":
             producer.commit_transaction(TIMEOUT_S)
         elif transaction.outcome == "aborted":
             producer.abort_transaction(TIMEOUT_S)
         elif transaction.outcome == "fenced":
-            self.history.transactional(Life(script.slot + 1, 0))
+            self.history.transactional(Writer(script.slot + 1, 0))
             try:
                 producer.commit_transaction(TIMEOUT_S)
             except KafkaException:
@@ -221,7 +221,7 @@ class World:
 
     def _producer(self, script: Script) -> Producer:
         if script.slot not in self._main:
-            self._main[script.slot] = self.history.transactional(Life(script.slot, 0))
+            self._main[script.slot] = self.history.transactional(Writer(script.slot, 0))
         return self._main[script.slot]
 
     def _send(self, producer: Producer, records: Iterable[Record]) -> None:
@@ -259,7 +259,7 @@ class World:
         producer.flush(TIMEOUT_S)
 
     def _ledger(
-        self, producer: Producer, writer: Life, entries: Sequence[wire.Entry], ts: int, topic_ids: dict[str, str]
+        self, producer: Producer, writer: Writer, entries: Sequence[wire.Entry], ts: int, topic_ids: dict[str, str]
     ) -> None:
         record = wire.LedgerRecord(writer.slot, writer.producer_id, writer.epoch, writer.instance, entries, topic_ids)
         ledger = wire.ledger_topic(self.history.namespace)
