@@ -87,7 +87,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 
 class _FromBothEnds(LoadScopeScheduling):  # type: ignore[misc]
-    """One process begins with the last file, until they meet: Spark keeps a core busy, most others wait for brokers."""
+    """One process begins with the last file, until they meet, and runs Spark alone.
+
+    Each JVM with Spark takes minutes of processor time to warm up.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         return "alone" if folder(nodeid) in _ALONE else nodeid.partition("::")[0]
@@ -96,6 +99,16 @@ class _FromBothEnds(LoadScopeScheduling):  # type: ignore[misc]
         if node is self.nodes[0]:
             self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
         super()._assign_work_unit(node)
+
+    def _reschedule(self, node: WorkerController) -> None:
+        if node is not self.nodes[0] and self.workqueue and all(map(_is_spark, self.workqueue)):
+            node.shutdown()
+        else:
+            super()._reschedule(node)
+
+
+def _is_spark(scope: str) -> bool:
+    return folder(scope) == "spark"
 
 
 def top_level(root: Path) -> set[str]:

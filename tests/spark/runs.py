@@ -15,6 +15,7 @@ from pyspark.sql import SparkSession
 from deploy import places
 from service.contract import Rules, SharedSettings
 from spark import job
+from spark.reading.jvm import jvm
 from spark.session import open_session
 from spark.settings import Options, Settings
 from tests.spark.history import History
@@ -44,9 +45,9 @@ def session_for_tests() -> SparkSession:
 
 def _look_up_once(session: SparkSession) -> None:
     """Keep the JVM's classes that PySpark looks up for each column: a sixth of the time of a run over few records."""
-    jvm = session._jvm
+    packages = jvm(session)
     for name in ("functions", "org.apache.spark.sql.functions", "PythonUtils", "PythonSQLUtils"):
-        setattr(jvm, name, getattr(jvm, name))
+        setattr(packages, name, getattr(packages, name))
 
 
 # Runs over few records: Spark compiles no expressions and plans once, as that is most of their time.
