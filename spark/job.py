@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Final
@@ -77,6 +77,11 @@ def last_finished_run(tables: lake.Lake) -> dict[str, Any] | None:
     return {"run": newest, "reports": [json.loads(row["report"]) for row in rows], **json.loads(rows[0]["summary"])}
 
 
+def last_pass(last_run: Mapping[str, Any] | None) -> int:
+    """Return the number of the last run that compared ids, by the summary of the last run; 0 if that is not known."""
+    return int((last_run or {}).get("last_pass", 0))
+
+
 class _Run:
     """The state of a run. `finished` is the number of an interrupted run that this process has finished first.
 
@@ -117,7 +122,7 @@ class _Run:
             self.claims[1].unpersist()
         if not self.settings.options.skip_ids:
             with self.timer.step("compare ids"):
-                self._change_ids(plan)
+                self._change_ids(plan, last_pass(last_run))
         with self.timer.step("settle doubts"):
             self._settle_by_other_hours(plan)
         with self.timer.step("update views"):
@@ -150,7 +155,7 @@ class _Run:
             document.write(self.spark, self.settings.options.report, outcome)
         for frame in (by_hour, found):
             frame.unpersist()
-        self._finish(plan, balance, outcome)
+        self._finish(plan, balance, outcome, last_run)
         with self.timer.step("clean up the lake"):
             self._tidy(plan, last_run)
         return Outcome(outcome.document, outcome.status)
@@ -318,9 +323,9 @@ class _Run:
         back_ms = max(options.window_h, 24 * (options.keep_days or 0)) * HOUR_MS + self.settings.key_ttl_ms
         return plan.frozen_ms - back_ms, plan.frozen_ms
 
-    def _change_ids(self, plan: Plan) -> None:
-        """Give copies with only a key the id of the event that they are copies of."""
-        self._update(cross_hour.misnamed(self._recent(plan), plan.run), self.lake.change_ids, plan.run)
+    def _change_ids(self, plan: Plan, last_pass: int) -> None:
+        """Give copies with only a key, read since the run `last_pass`, the id of the event that they are copies of."""
+        self._update(cross_hour.misnamed(self._recent(plan), last_pass), self.lake.change_ids, plan.run)
 
     def _settle_by_other_hours(self, plan: Plan) -> None:
         """Settle each 202 or 504 by rows of its id in other hours, also without the pass over all ids."""
@@ -343,13 +348,16 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------------ done
 
-    def _finish(self, plan: Plan, balance: Balance, outcome: document.Report) -> None:
+    def _finish(
+        self, plan: Plan, balance: Balance, outcome: document.Report, last_run: Mapping[str, Any] | None
+    ) -> None:
         """Append the run to `runs`. With this row the run is finished, and the next start begins a new run."""
         summary = {
             "options": plan.options,
             "topics": plan.topics,
             "frozen_ms": plan.frozen_ms,
             "kept_from": self.kept_from,
+            "last_pass": last_pass(last_run) if self.settings.options.skip_ids else plan.run,
             **balance.document(),
         }
         row = {

@@ -503,7 +503,8 @@ def _capped(logs: list[Log], most: int | None) -> list[Log]:
 def _with_decided_until(admin: Admin, logs: list[Log], now_ms: int) -> list[Log]:
     """Set `decided_until_ms` and `blocking_transaction`.
 
-    If a log has records past its end, `decided_until_ms` is the timestamp of the first of these.
+    If a log has records past its end, `decided_until_ms` is the timestamp of the first of these. If only transaction
+    markers follow, as after a capped span of a ledger, the log has no further record yet.
     """
     unread = {log.topic_partition: log.end for log in logs if log.end < log.high_watermark}
     timestamps_at = admin.timestamps_at(unread) if unread else {}
@@ -512,7 +513,9 @@ def _with_decided_until(admin: Admin, logs: list[Log], now_ms: int) -> list[Log]
     return [
         replace(
             log,
-            decided_until_ms=timestamps_at.get(log.topic_partition, 0) if log.topic_partition in unread else now_ms,
+            decided_until_ms=timestamps_at.get(log.topic_partition, now_ms if log.end < log.last_stable else 0)
+            if log.topic_partition in unread
+            else now_ms,
             blocking_transaction=blocking_transactions.get(log.topic_partition),
         )
         for log in logs

@@ -224,6 +224,7 @@ def _outcome(claim: Column, evidence: LogEvidence) -> Column:
     settled_at_ms = evidence.settled_at_ms(claim["accepted_ms"], claim["seen_ms"])
     settled = rule_table.is_settled(settled_at_ms, evidence.frozen_ms)
     beyond = rule_table.is_beyond(offset, bound["end"])
+    past_end = rule_table.is_past_end(offset, bound["later_end"])
     has_copy = F.exists("coordinates", lambda copy: deliveries.same_coordinates(copy, claim))
     # Copies beyond the cap have no coordinates, and the claimed record may be one of them.
     capped = F.col("count") > F.size("coordinates")
@@ -241,11 +242,9 @@ def _outcome(claim: Column, evidence: LogEvidence) -> Column:
         ),
         below=rule_table.is_below(offset, bound["first"]),
         gap=F.get(gaps, F.lit(0))["cause"],
-        not_yet_read=rule_table.is_not_yet_read(
-            beyond, claim["was_past_end"], rule_table.is_past_end(offset, bound["later_end"])
-        ),
+        not_yet_read=rule_table.is_not_yet_read(beyond, claim["was_past_end"], past_end),
         settled=settled,
-        compacted=rule_table.is_compacted(bound["compacted"], claim["was_past_end"]),
+        compacted=rule_table.is_compacted(bound["compacted"], claim["was_past_end"] | past_end),
     )
 
 

@@ -99,10 +99,11 @@ def superseded(judged_per_id: DataFrame) -> DataFrame:
     )
 
 
-def misnamed(rows: DataFrame, run: int) -> DataFrame | None:
+def misnamed(rows: DataFrame, last_pass: int) -> DataFrame | None:
     """Find records with only a key that are copies of an event with another id.
 
-    deliveries.ROW → `accepted_hour, id, topic, partition, offset, named_id`; None if this run read no candidate.
+    deliveries.ROW → `accepted_hour, id, topic, partition, offset, named_id`; None if no candidate was read since the
+    run `last_pass`, the last one that compared ids (0: none has).
     A key alone identifies neither the caller nor the member of an atomic batch; the event with the same key and
     fingerprint in the same topic does. If an event with the record's present id (the key in the empty scope) matches,
     the record keeps that id.
@@ -113,7 +114,7 @@ def misnamed(rows: DataFrame, run: int) -> DataFrame | None:
         & F.col("fingerprint").isNotNull()
         & (F.col("entries_count") + F.col("answered_201") == 0)
     )
-    new = F.col("run") == run
+    new = F.col("run") > last_pass
     flags = {
         "bare": bare,
         "with_header": F.col("has_fencepost_header"),

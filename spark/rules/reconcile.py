@@ -16,6 +16,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from spark.reading import run_plan
 from spark.reading.decode import EVENT, REJECT
 from spark.reading.run_plan import Plan
+from spark.rule_table import LOST, PENDING
 from spark.rules import classify, cross_hour, findings
 from spark.rules.balance import Balance
 from spark.rules.classify import LogEvidence
@@ -29,7 +30,7 @@ from spark.tables.lake import Lake
 
 class MultiRow(NamedTuple):
     """The ids with several rows: `ids` from cross_hour.repeated, `rows` their rows (deliveries.ROW), and whether any of
-    these ids has rows in several hours (`has_several_hours`)."""
+    these ids may have rows in several hours (`has_several_hours`)."""
 
     ids: DataFrame
     rows: DataFrame
@@ -84,12 +85,12 @@ def reconcile(
         with timer.step("compare ids"):
             multi_row = _multi_row(rows if over_hours else rows.where(hours.within(touched)), cache)
             balance.evidence_changed |= run_plan.evidence_changed(plan, last_plan)
-            if over_hours and balance.evidence_changed:
-                if multi_row is not None and multi_row.has_several_hours:
-                    # `adjust` subtracts these rows from the sums of their hours by present verdicts, so these hours
-                    # must be classified again too.
-                    touched |= set(hours.of(multi_row.of_several_hours().where("is_clean = 0")))
-                balance.evidence_changed = False
+            several_hours = None
+            if over_hours and multi_row is not None and multi_row.has_several_hours:
+                several_hours = multi_row.of_several_hours()
+                judged_per_hour = _keep(classify.classify(deliveries_table.gathered(several_hours), evidence), cache)
+                touched |= set(hours.of(_may_differ(judged_per_hour, balance.evidence_changed)))
+            balance.evidence_changed &= not over_hours
         in_hours = rows.where(hours.within(touched))
         with timer.step("classify ids"):
             classified = _classify_hours(in_hours, multi_row, touched, evidence, cache)
@@ -107,7 +108,16 @@ def reconcile(
             with timer.step("compare ids"):
                 # Older rows are outside the window of the report, and past the key retention of rows in the window.
                 first_hour = hours.text_of(run_plan.window_from(plan, settings) - evidence.key_ttl_ms)
-                found += _findings_over_hours(rows.where(hours.since(first_hour)), multi_row, balance, evidence, cache)
+                found += _client_duplicates(rows.where(hours.since(first_hour)), evidence, cache)
+                if several_hours is None:
+                    balance.adjust([], [])
+                else:
+                    gathered = deliveries_table.gathered(several_hours, by_hour=False)
+                    judged_per_id = _keep(classify.classify(gathered, evidence), cache)
+                    added, subtracted = _collect_sums([judged_per_id], [judged_per_hour])
+                    balance.adjust(subtracted, added)
+                    found.append(findings.of_ids(findings.suspicious(judged_per_id), evidence, findings.IDS))
+                    found.append(cross_hour.superseded(judged_per_id))
                 replaced.append(f"scope = '{findings.IDS}'")
         with timer.step("write findings"):
             united = reduce(lambda left, right: left.unionByName(right, allowMissingColumns=True), found)
@@ -198,29 +208,25 @@ def _findings_of_hours(classified: DataFrame, rows: DataFrame, evidence: LogEvid
     ]
 
 
-def _findings_over_hours(
-    recent: DataFrame, multi_row: MultiRow | None, balance: Balance, evidence: LogEvidence, cache: ExitStack
-) -> list[DataFrame]:
-    """Return the findings (lake.FINDING) of the pass over all ids; makes ids of several hours count once in `balance`.
+def _may_differ(judged: DataFrame, evidence_changed: bool) -> DataFrame:
+    """Filter rows of ids with rows in several hours to those whose hour may have been counted by another verdict.
 
-    `recent` are the rows that are searched for client duplicates.
+    `Balance.adjust` subtracts present verdicts from the sums of the hours, so these hours must be classified again. A
+    delivered id stays delivered, unless the logs prove something else; another may be pending again, because a log is
+    blocked again.
     """
+    not_clean = judged.where("is_clean = 0")
+    if evidence_changed:
+        return not_clean
+    unsettled = F.col("category").isin(LOST, PENDING, findings.STUCK, "unprovable")
+    return not_clean.where(F.coalesce(unsettled, F.lit(False)) | F.col("phantom").isNotNull())
+
+
+def _client_duplicates(recent: DataFrame, evidence: LogEvidence, cache: ExitStack) -> list[DataFrame]:
+    """Return the findings (lake.FINDING) about requests that clients sent under several keys, in these rows."""
     retried = _keep(cross_hour.retried(recent, evidence), cache)
     spans = cross_hour.spans_of(retried)
-    clients = [cross_hour.client_duplicates(recent, retried, spans, evidence)] if spans else []
-    if multi_row is None or not multi_row.has_several_hours:
-        balance.adjust([], [])
-        return clients
-    rows = multi_row.of_several_hours()
-    judged_per_hour = classify.classify(deliveries_table.gathered(rows), evidence)
-    judged_per_id = _keep(classify.classify(deliveries_table.gathered(rows, by_hour=False), evidence), cache)
-    added, subtracted = _collect_sums([judged_per_id], [judged_per_hour])
-    balance.adjust(subtracted, added)
-    return [
-        *clients,
-        findings.of_ids(findings.suspicious(judged_per_id), evidence, findings.IDS),
-        cross_hour.superseded(judged_per_id),
-    ]
+    return [cross_hour.client_duplicates(recent, retried, spans, evidence)] if spans else []
 
 
 def _write_verdicts(tables: Lake, plan: Plan, classified: DataFrame, clean: DataFrame, touched: set[str]) -> None:

@@ -22,7 +22,7 @@ from tests.spark.test_runs import cut
 from tests.spark.test_view import Views, id_of
 
 LATER_S = 3600.0
-SLOTS = 9
+SLOTS = 11
 GAP = "evidence_gap"
 
 
@@ -198,6 +198,61 @@ def proven_verdicts_stay_and_the_balance_closes_whatever_happens_to_the_logs(sta
     assert balance(last)["accepted"] == 5
 
 
+def a_stuck_id_of_two_hours_is_pending_again_while_a_ledger_is_blocked(stage: Stage) -> Story:
+    """The hours were counted by an earlier run, which knew more than the run that counts the id: the balance closes."""
+    yield
+    yield
+    history, writer = stage.history, stage.writer()
+    (topic,) = stage.topics("stuck")
+    (there,) = history.deliver(history.transactional(writer), writer, topic, ["there"])
+    for hours_ago in (5, 3):
+        at = history.now_ms - hours_ago * HOUR_MS
+        history.answers([there.answer(504, id=wire.event_id("stuck-in-two-hours"), at=at)])
+
+    def counted(ran: Ran) -> dict[str, int]:
+        return {name: ran.balance(topic)[name] for name in ("accepted", "delivered_once", "stuck", "pending")}
+
+    first = yield
+    assert counted(first) == {"accepted": 2, "delivered_once": 1, "stuck": 1, "pending": 0}
+    slow = history.transactional(writer)
+    slow.begin_transaction()
+    history.ledger(slow, writer, [])
+    yield
+    second = yield
+    slow.abort_transaction(30)
+    assert counted(second) == {"accepted": 2, "delivered_once": 1, "stuck": 0, "pending": 1}
+
+
+def a_copy_that_a_run_without_the_pass_over_ids_read_gets_its_id_in_the_next_pass(stage: Stage) -> Story:
+    """The key alone does not name the caller, in whose scope the event has its id."""
+    yield
+    yield
+    yield
+    history, writer = stage.history, stage.writer()
+    (topic,) = stage.topics("scoped")
+    producer = history.transactional(writer)
+    stamp = wire.Stamp(
+        wire.event_id("scoped", "caller"),
+        wire.fingerprint(topic, None, None, (), b"1"),
+        history.now_ms,
+        writer.slot,
+        writer.producer_id,
+        writer.epoch,
+        writer.instance,
+    )
+    headers = [(wire.KEY_HEADER, b"scoped"), (wire.STAMP_HEADER, stamp.encode())]
+    producer.begin_transaction()
+    history.raw(producer, topic, b"1", headers=headers, timestamp=history.now_ms)
+    entry = wire.Entry(stamp.id, stamp.fingerprint, stamp.accepted_at, topic, 0, 0, history.now_ms)
+    history.ledger(producer, writer, [entry])
+    producer.commit_transaction(30)
+    history.send(history.plain, topic, ["scoped"], None, value=b"1")
+    without_pass = yield
+    assert without_pass.findings(topic) == set()
+    with_pass = yield
+    assert with_pass.findings(topic) == {("duplicate", "foreign_writer", "scoped")}
+
+
 def a_recreated_topic_gives_no_old_id_the_value_of_a_new_event(stage: Stage) -> Story:
     """Registered before or after: another event stands at the place of each old one, with and without our header."""
     yield
@@ -290,6 +345,8 @@ STORIES = (
     no_record_is_a_phantom_while_an_open_transaction_blocks_its_ledger,
     events_of_a_topic_from_before_it_was_recreated_are_an_evidence_gap,
     proven_verdicts_stay_and_the_balance_closes_whatever_happens_to_the_logs,
+    a_stuck_id_of_two_hours_is_pending_again_while_a_ledger_is_blocked,
+    a_copy_that_a_run_without_the_pass_over_ids_read_gets_its_id_in_the_next_pass,
     a_recreated_topic_gives_no_old_id_the_value_of_a_new_event,
     logs_that_change_between_runs,
 )

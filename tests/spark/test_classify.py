@@ -60,6 +60,7 @@ def plan(*logs: Log) -> Plan:
         log(DATA, "proven", 0, last_stable=100, high_watermark=103),
         log(DATA, "meanwhile", 0, later_end=103),
         log(DATA, "passed", 0, compacted=True),
+        log(DATA, "unblocked", 0, compacted=True),
         log(LEDGER, "fencepost.ledger", 0),
         log(LEDGER, "fencepost.ledger", 1, complete_since_ms=NOW_MS + 60_000),
         log(REQUESTS, "fencepost.requests", 0),
@@ -141,6 +142,8 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "compact-beyond": ([entry(100, topic="compact")], "lost", {"lost"}, None),
     # The log grew past the offset, where compaction may delete records, but not one that was never written.
     "passed": ([entry(50, topic="passed")], "lost", {"lost"}, None),
+    # An open transaction hid the end of the log when the claim was read.
+    "unblocked-beyond": ([entry(100, topic="unblocked")], "lost", {"lost"}, None),
     "passed-below": ([entry(49, topic="passed")], "unprovable", {"compacted"}, None),
     "recreated": ([entry(5, topic="recreated")], "unprovable", {"recreated"}, None),
     "recreated-later": ([entry(5, topic="recreated", at=NOW_MS + 120_000)], "lost", {"lost"}, None),

@@ -289,6 +289,13 @@ def test_capped_runs_share_the_cap_and_read_every_record_in_the_end(cluster: Fak
     assert all(log.end == log.last_stable >= log.high_watermark for log in plan.logs if log.audited)
 
 
+def test_a_capped_log_is_decided_if_only_transaction_markers_follow(cluster: FakeAdmin) -> None:
+    cluster.topics[LEDGER_TOPIC] = ends(1000)
+    assert one(freeze(cluster, max_records=100), LEDGER_TOPIC).decided_until_ms == NOW_MS
+    cluster.first_timestamps[(LEDGER_TOPIC, 0)] = NOW_MS - 1234
+    assert one(freeze(cluster, max_records=100), LEDGER_TOPIC).decided_until_ms == NOW_MS - 1234
+
+
 def test_an_open_transaction_bounds_what_is_read_and_what_is_decided(cluster: FakeAdmin) -> None:
     cluster.topics["orders"] = ends(10, open=3)
     cluster.topics[LEDGER_TOPIC] = ends(4, open=1)
