@@ -48,6 +48,8 @@ if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
 log = structlog.get_logger(__name__)
 
 SWEEP_S: Final = 0.02
+# So long after the last deadline a stop waits for requests that should have been answered at that deadline.
+DRAIN_MARGIN_S: Final = 1.0
 # A request that waits for another's write is answered (201 or 409) so long before its deadline.
 ANSWERED_BEFORE_DEADLINE_S: Final = 0.5
 # Between two sweeps while no request is open; the deadline of one that arrives meanwhile is further off.
@@ -342,7 +344,10 @@ class Admission:
         return Problem(NOT_WRITTEN, f"not written within {self._settings.request_timeout_ms} ms: send it again")
 
     async def drain(self) -> None:
-        """Stop accepting requests, and wait until all accepted ones are answered."""
+        """Stop accepting requests, and wait until all accepted ones are answered: until their deadlines, at most."""
         self.is_open = False
-        while self._queue.events:  # noqa: ASYNC110 - bounded by the last request's deadline
+        ends_at = time.monotonic() + self._settings.request_timeout_ms / 1000 + DRAIN_MARGIN_S
+        while self._queue.events > 0 and time.monotonic() < ends_at:  # noqa: ASYNC110 - no event tells of it
             await asyncio.sleep(SWEEP_S)
+        if self._queue.events:
+            log.error("requests were left without an answer", events=self._queue.events)

@@ -116,9 +116,14 @@ class Queue:
 
     # ------------------------------------------------------------------------------------------------- quarantine
 
-    def quarantine(self, topic: str) -> None:
-        """Quarantine a topic that failed a group: from now on its requests go into groups of their own."""
-        self._quarantined_topics.add(topic)
+    def quarantine(self, topics: Iterable[str]) -> None:
+        """Quarantine topics that failed a group: their requests, also those that wait, go into groups of their own."""
+        if new := set(topics) - self._quarantined_topics:
+            self._quarantined_topics |= new
+            for guarantee, requests in list(self._waiting.items()):
+                self._waiting[guarantee] = deque()
+                for request in requests:
+                    self._queue_of(request).append(request)
 
     def end_quarantine(self, topics: Iterable[str]) -> None:
         """End the quarantine of topics with committed events."""

@@ -135,7 +135,7 @@ class Writer:
                 identity = await self._identity(slot, claimed.requests)
                 requests, late = start_sending(claimed.requests)
                 claimed = ClaimedGroup(requests, [*claimed.to_release, *late])
-                written = await self._write(slot, requests, identity)
+                written = await self._write(slot, group.guarantee, requests, identity)
                 marking = await self._start_mark(slot, written, marking)
                 await self._release(slot, [*claimed.to_release, *written.to_release])
             except BaseException as error:
@@ -297,14 +297,17 @@ class Writer:
             return await slot.idempotent.identity()
         return slot.producer.producer_id, slot.producer.epoch
 
-    async def _write(self, slot: Slot, group: Sequence[ClaimedRequest], identity: ProducerIdentity) -> Written:
+    async def _write(
+        self, slot: Slot, guarantee: Guarantee, group: Sequence[ClaimedRequest], identity: ProducerIdentity
+    ) -> Written:
         """Write a group under its guarantee; if it is empty, abandon the transaction that was begun for it."""
+        exactly_once = guarantee is Guarantee.EXACTLY_ONCE
         if not group:
-            await slot.abandon()
+            if exactly_once:
+                await slot.abandon()
             return Written()
         started = time.perf_counter()
         events = sum(len(request.events) for request, _ in group)
-        exactly_once = group[0][0].guarantee is Guarantee.EXACTLY_ONCE
         write = self._write_exactly_once if exactly_once else self._write_idempotent
         with self._traced(slot, group):
             written = await write(slot, group, self._records(slot, group, *identity))
@@ -462,8 +465,9 @@ class Writer:
         """Quarantine topics that failed a group, and count the failure of the requests that had one of them."""
         for request in requests:
             request.failures += 1
+        topics = set(topics)
+        self._queue.quarantine(topics)
         for topic in topics:
-            self._queue.quarantine(topic)
             self._topic_metadata.invalidate(topic)
 
     async def _end_term(

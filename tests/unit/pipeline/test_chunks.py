@@ -488,7 +488,7 @@ async def test_events_of_a_quarantined_topic_or_another_guarantee_are_split_from
     world = World()
     topic = {"a quarantined topic": "other", "another guarantee": "plain.a"}[why]
     if why == "a quarantined topic":
-        world.queue.quarantine("other")
+        world.queue.quarantine({"other"})
     submitted = await on_its_way(world, make_event("b", topic), make_event("a"), make_event("c", topic))
     serving = world.serve(await world.slot())
     answers = await submitted

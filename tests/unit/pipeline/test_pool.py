@@ -141,6 +141,18 @@ async def test_a_wakeup_during_a_heartbeat_starts_another_heartbeat_at_once(hold
     await until(lambda: held.heartbeats == seen + 2)
 
 
+async def test_a_heartbeat_without_an_answer_is_given_up_and_repeated_within_the_lease(hold: Hold) -> None:
+    held = hold(for_ever, lease_ttl_ms=1_000)
+    await held.ready()
+    trouble = held.world.keys.trouble
+    gate = trouble.hold("heartbeat")
+    for _ in range(3):
+        trouble.reached["heartbeat"].clear()
+        await asyncio.wait_for(trouble.reached["heartbeat"].wait(), 10)
+    gate.set()
+    await held.more_beats()
+
+
 async def test_a_cancellation_from_within_ends_a_term_and_not_the_slot(hold: Hold) -> None:
     ends: list[BaseException] = [asyncio.CancelledError()]
 

@@ -116,7 +116,7 @@ async def test_a_request_counts_against_the_bounds_until_it_is_answered() -> Non
 
 async def test_answered_requests_are_forgotten_without_a_slot() -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.quarantine("bad")
+    queue.quarantine({"bad"})
     requests = [request("a"), request("b", "bad"), request("c", guarantee=Guarantee.IDEMPOTENT)]
     admit(queue, *requests)
     answered(queue, *requests)
@@ -197,7 +197,7 @@ async def test_requeued_requests_are_taken_first_and_in_their_order() -> None:
 
 async def test_a_quarantined_topic_is_taken_in_one_separate_group_at_a_time() -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.quarantine("bad")
+    queue.quarantine({"bad"})
     admit(queue, request("a", "bad"), request("b"), request("c", "bad"))
     apart = group_of(queue)
     assert keys_of(apart.requests) == ["a", "c"]
@@ -210,7 +210,7 @@ async def test_a_quarantined_topic_is_taken_in_one_separate_group_at_a_time() ->
 
 async def test_a_quarantined_request_from_a_failed_group_is_taken_alone() -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.quarantine("bad")
+    queue.quarantine({"bad"})
     first, second = request("a", "bad"), request("b", "bad")
     first.failures = second.failures = 1
     queue.put_back([first, second])
@@ -219,7 +219,7 @@ async def test_a_quarantined_request_from_a_failed_group_is_taken_alone() -> Non
 
 async def test_a_released_topic_shares_a_group_with_other_topics_again() -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.quarantine("bad")
+    queue.quarantine({"bad"})
     admit(queue, request("a", "bad"), request("b"))
     queue.end_quarantine({"bad"})
     assert sorted(keys_of(take(queue))) == ["a", "b"]
@@ -227,8 +227,8 @@ async def test_a_released_topic_shares_a_group_with_other_topics_again() -> None
 
 async def test_quarantined_topics_of_several_topics_do_not_share_a_group() -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.quarantine("bad")
-    queue.quarantine("worse")
+    queue.quarantine({"bad"})
+    queue.quarantine({"worse"})
     admit(queue, request("a", "bad"), request("b", "worse"), request("c", "bad"))
     apart = group_of(queue)
     assert keys_of(apart.requests) == ["a", "c"]
@@ -399,7 +399,7 @@ async def test_a_quarantined_topic_that_hangs_gets_half_of_the_only_slot_s_time(
 ) -> None:
     """As it gets all of it, nothing else was ever written where one slot serves."""
     clock, queue = Clock(monkeypatch), Queue(SETTINGS)
-    queue.quarantine("bad")
+    queue.quarantine({"bad"})
     admit(queue, request("b", "bad"))
     good = [request(str(n)) for n in range(1_000)]
     served: list[list[str]] = []
@@ -413,7 +413,7 @@ async def test_a_quarantined_topic_that_hangs_gets_half_of_the_only_slot_s_time(
     while queue.take():
         pass
     empty = Queue(SETTINGS)
-    empty.quarantine("bad")
+    empty.quarantine({"bad"})
     admit(empty, request("b", "bad"))
     assert [clock.serve(empty, 3.0) for _ in range(3)] == [["b"]] * 3
 
@@ -421,7 +421,7 @@ async def test_a_quarantined_topic_that_hangs_gets_half_of_the_only_slot_s_time(
 async def test_quarantined_topics_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, queue = Clock(monkeypatch), Queue(SETTINGS)
     for topic in ("bad", "bad-too", "well-again"):
-        queue.quarantine(topic)
+        queue.quarantine({topic})
     admit(queue, request("1", "bad"), request("2", "bad"), request("3", "bad-too"), request("4", "well-again"))
     turns = [clock.serve(queue, 3.0) for _ in range(6)]
     assert turns == [["1", "2"], ["3"], ["4"], ["1"], ["3"], ["2"]]
@@ -432,7 +432,7 @@ async def test_requests_that_failed_alone_are_taken_after_those_of_the_topic_tha
 ) -> None:
     """A partition of it has no leader: its events would be taken first, again and again, until their deadline."""
     clock, queue = Clock(monkeypatch), Queue(SETTINGS)
-    queue.quarantine("bad")
+    queue.quarantine({"bad"})
     admit(queue, *(request(key, "bad") for key in "123"))
     assert clock.serve(queue, 30.0) == ["1", "2", "3"]
     admit(queue, *(request(key, "bad") for key in "45"))
@@ -456,7 +456,7 @@ async def test_a_waiter_that_takes_a_group_wakes_another_for_the_quarantined_req
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, queue = Clock(monkeypatch), Queue(SETTINGS, 2)
-    queue.quarantine("bad")
+    queue.quarantine({"bad"})
     admit(queue, request("b", "bad"))
     assert clock.serve(queue, 3.0) == ["b"]  # it rests for as long
     for key in ("a", "c"):

@@ -36,7 +36,7 @@ async def asleep(taker: "asyncio.Task[None]") -> bool:
 
 async def test_an_atomic_batch_with_one_quarantined_topic_is_taken_in_a_quarantined_group() -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.quarantine("bad")
+    queue.quarantine({"bad"})
     admit(queue, atomic(("a", "orders"), ("b", "bad")), request("c"))
     group = group_of(queue)
     assert keys_of(group.requests) == ["a", "b"]
@@ -44,10 +44,19 @@ async def test_an_atomic_batch_with_one_quarantined_topic_is_taken_in_a_quaranti
     assert keys_of(take(queue)) == ["c"]
 
 
+async def test_requests_that_wait_already_are_quarantined_with_their_topic() -> None:
+    queue = Queue(SETTINGS, MANY)
+    admit(queue, request("a", "bad"), request("b"), request("c", "bad"))
+    queue.quarantine({"bad"})
+    group = group_of(queue)
+    assert (keys_of(group.requests), group.quarantined) == (["a", "c"], True)
+    assert keys_of(take(queue)) == ["b"]
+
+
 async def test_releasing_one_topic_leaves_another_quarantined() -> None:
     queue = Queue(SETTINGS, MANY)
     for topic in ("bad", "worse"):
-        queue.quarantine(topic)
+        queue.quarantine({topic})
     admit(queue, request("a", "bad"), request("b", "worse"), request("c"))
     queue.take()
     admit(queue, request("d", "bad"))
@@ -59,7 +68,7 @@ async def test_releasing_one_topic_leaves_another_quarantined() -> None:
 
 async def test_an_answered_quarantined_request_does_not_hide_the_one_behind_it() -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.quarantine("bad")
+    queue.quarantine({"bad"})
     first, second = request("a", "bad"), request("b", "bad")
     first.failures = second.failures = 1
     admit(queue, first, second)
@@ -70,7 +79,7 @@ async def test_an_answered_quarantined_request_does_not_hide_the_one_behind_it()
 @pytest.mark.parametrize("topic", ["orders", "bad"])
 async def test_forgetting_answered_requests_keeps_the_waiting_requests_behind_them(topic: str) -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.quarantine("bad")
+    queue.quarantine({"bad"})
     first, second, third = (request(key, topic) for key in "abc")
     admit(queue, first, second, third)
     answered(queue, first)
@@ -80,7 +89,7 @@ async def test_forgetting_answered_requests_keeps_the_waiting_requests_behind_th
 
 async def test_a_chunk_with_one_quarantined_topic_is_taken_in_a_quarantined_group() -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.quarantine("bad")
+    queue.quarantine({"bad"})
     events = [make_event("a", "orders"), make_event("b", "bad")]
     admit(queue, WriteRequest.of(events, 0.0, 10.0, Guarantee.EXACTLY_ONCE), request("c"), request("d"))
     group = group_of(queue)
@@ -94,7 +103,7 @@ async def test_a_chunk_with_one_quarantined_topic_is_taken_in_a_quarantined_grou
 async def test_a_waiter_sleeps_while_the_quarantined_topic_has_a_group_under_way() -> None:
     """One group apart at a time: who may not take the next sleeps, until the first is back or its topic trusted."""
     queue = Queue(SETTINGS, MANY)
-    queue.quarantine("bad")
+    queue.quarantine({"bad"})
     admit(queue, request("a", "bad"))
     apart = group_of(queue)
     admit(queue, request("b", "bad"))
@@ -119,7 +128,7 @@ async def test_a_finished_group_wakes_a_waiter_for_the_waiting_request(
 ) -> None:
     monkeypatch.setattr(module, "GROUP_QUICK_S", 60.0)
     queue = Queue(SETTINGS, 1)
-    queue.quarantine("bad")
+    queue.quarantine({"bad"})
     admit(queue, request("a"))
     group = group_of(queue)
     admit(queue, make("b"))

@@ -84,7 +84,7 @@ async def test_a_stop_waits_for_the_marks_that_are_in_flight() -> None:
 async def test_a_commit_releases_its_topics_from_quarantine(topic: str) -> None:
     world = World()
     for each in (topic, "other"):
-        world.queue.quarantine(each)
+        world.queue.quarantine({each})
     serving = world.serve(await world.slot())
     assert isinstance(await world.submit("a", topic), Committed)
     assert world.queue._quarantined_topics == {"other"}

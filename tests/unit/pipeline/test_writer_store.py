@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Iterable
 
 import pytest
 from msgspec.structs import replace
@@ -232,18 +233,18 @@ async def test_a_topic_that_was_not_sent_for_its_own_fault_is_quarantined(
     answers = [world.submit("ill", "plain.a"), world.submit("well", "plain.b")]
     await steps()
     world.idempotents[0].results.append([NotSent(itself), NOT_SENT])
-    suspected: list[str] = []
-    suspect = world.queue.quarantine
+    quarantined: list[str] = []
+    quarantine = world.queue.quarantine
 
-    def note(topic: str) -> None:
-        suspected.append(topic)
-        suspect(topic)
+    def note(topics: Iterable[str]) -> None:
+        quarantined.extend(sorted(topics))
+        quarantine(topics)
 
     monkeypatch.setattr(world.queue, "quarantine", note)
     serving = world.serve(slot)
     for answer in answers:
         assert isinstance(await asyncio.wait_for(answer, 3.0), Committed)
-    assert suspected == blamed
+    assert quarantined == blamed
     await ended(serving)
 
 
