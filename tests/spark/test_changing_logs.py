@@ -204,7 +204,7 @@ def a_stuck_id_of_two_hours_is_pending_again_while_a_ledger_is_blocked(stage: St
     yield
     history, writer = stage.history, stage.writer()
     (topic,) = stage.topics("stuck")
-    (there,) = history.deliver(history.transactional(writer), writer, topic, ["there"])
+    (there,) = history.deliver(history.transactional(writer), writer, topic, ["beside-stuck"])
     for hours_ago in (5, 3):
         at = history.now_ms - hours_ago * HOUR_MS
         history.answers([there.answer(504, id=wire.event_id("stuck-in-two-hours"), at=at)])
