@@ -141,15 +141,15 @@ def test_a_run_reads_the_same_files_and_bytes_however_long_the_history(
     with having(spark, {"spark.sql.maxMetadataStringLength": "1000"}):
         for length in (3, 30):
             history = History(kafka.bootstrap, f"long-{length}")
-            life = Writer(0, 100)
+            writer = Writer(0, 100)
             topic = history.topic(f"{history.namespace}-t")
-            producer = history.transactional(life)
+            producer = history.transactional(writer)
             for hour in range(length):
                 at = history.now_ms - (hour + 5) * HOUR_MS
-                history.deliver(producer, life, topic, [f"old-{hour}-{n}" for n in range(4)], at=at)
+                history.deliver(producer, writer, topic, [f"old-{hour}-{n}" for n in range(4)], at=at)
             first = audit(history, later_s=3600)
             at = history.now_ms - 6 * HOUR_MS
-            history.deliver(producer, life, topic, ["new-1", "new-2", "old-1-1"], at=at)
+            history.deliver(producer, writer, topic, ["new-1", "new-2", "old-1-1"], at=at)
             before = _reads(spark, first.lake)
             second = audit(history, later_s=3600, skip_ids=True)
             assert second.document["balance"]["accepted"] == 4 * length + 2
@@ -266,7 +266,7 @@ def test_records_that_vanished_from_a_log_are_removed_from_the_lake(spark: Spark
     """Claims on its offset stay; the present record at that offset is in the same merge."""
     tables = lake.Lake(spark, str(tmp_path))
     other: dict[str, Any] = {"id": b"o" * 16}
-    known = [copy(1), entry(1), copy(2), entry(2), copy(3), entry(3), copy(4, life=None, **other), copy(5), entry(5)]
+    known = [copy(1), entry(1), copy(2), entry(2), copy(3), entry(3), copy(4, writer=None, **other), copy(5), entry(5)]
     tables.append("deliveries", reduced(spark, known), 1)
     # At the second offset the same id with another content; at the third another id.
     now = [copy(2, fingerprint=b"n" * 8), copy(3, **other)]
