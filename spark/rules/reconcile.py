@@ -89,7 +89,7 @@ def reconcile(
             if over_hours and multi_row is not None and multi_row.has_several_hours:
                 several_hours = multi_row.of_several_hours()
                 judged_per_hour = _keep(classify.classify(deliveries_table.gathered(several_hours), evidence), cache)
-                touched |= set(hours.of(_may_differ(judged_per_hour, balance.evidence_changed)))
+                touched |= set(hours.of(may_differ(judged_per_hour, balance.evidence_changed)))
             balance.evidence_changed &= not over_hours
         in_hours = rows.where(hours.within(touched))
         with timer.step("classify ids"):
@@ -208,7 +208,7 @@ def _findings_of_hours(classified: DataFrame, rows: DataFrame, evidence: LogEvid
     ]
 
 
-def _may_differ(judged: DataFrame, evidence_changed: bool) -> DataFrame:
+def may_differ(judged: DataFrame, evidence_changed: bool) -> DataFrame:
     """Filter rows of ids with rows in several hours to those whose hour may have been counted by another verdict.
 
     `Balance.adjust` subtracts present verdicts from the sums of the hours, so these hours must be classified again. A
