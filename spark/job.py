@@ -77,7 +77,7 @@ def last_finished_run(tables: lake.Lake) -> dict[str, Any] | None:
     return {"run": newest, "reports": [json.loads(row["report"]) for row in rows], **json.loads(rows[0]["summary"])}
 
 
-def last_pass(last_run: Mapping[str, Any] | None) -> int:
+def last_pass_of(last_run: Mapping[str, Any] | None) -> int:
     """Return the number of the last run that compared ids, by the summary of the last run; 0 if that is not known."""
     return int((last_run or {}).get("last_pass", 0))
 
@@ -122,7 +122,7 @@ class _Run:
             self.claims[1].unpersist()
         if not self.settings.options.skip_ids:
             with self.timer.step("compare ids"):
-                self._change_ids(plan, last_pass(last_run))
+                self._change_ids(plan, last_pass_of(last_run))
         with self.timer.step("settle doubts"):
             self._settle_by_other_hours(plan)
         with self.timer.step("update views"):
@@ -357,7 +357,7 @@ class _Run:
             "topics": plan.topics,
             "frozen_ms": plan.frozen_ms,
             "kept_from": self.kept_from,
-            "last_pass": last_pass(last_run) if self.settings.options.skip_ids else plan.run,
+            "last_pass": last_pass_of(last_run) if self.settings.options.skip_ids else plan.run,
             **balance.document(),
         }
         row = {

@@ -87,9 +87,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 
 class _FromBothEnds(LoadScopeScheduling):  # type: ignore[misc]
-    """One process begins with the last file, until they meet, and runs Spark alone.
+    """The first process takes files from the end of the list, where those of Spark are; the others from the start.
 
-    Each JVM with Spark takes minutes of processor time to warm up.
+    Only the first process runs Spark, because each JVM with Spark takes minutes of processor time to warm up.
     """
 
     def _split_scope(self, nodeid: str) -> str:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
 log = structlog.get_logger(__name__)
 
 SWEEP_S: Final = 0.02
-# So long after the last deadline a stop waits for requests that should have been answered at that deadline.
+# A stop waits this long for answers after the last request's deadline.
 DRAIN_MARGIN_S: Final = 1.0
 # A request that waits for another's write is answered (201 or 409) so long before its deadline.
 ANSWERED_BEFORE_DEADLINE_S: Final = 0.5
@@ -347,7 +347,7 @@ class Admission:
         """Stop accepting requests, and wait until all accepted ones are answered: until their deadlines, at most."""
         self.is_open = False
         ends_at = time.monotonic() + self._settings.request_timeout_ms / 1000 + DRAIN_MARGIN_S
-        while self._queue.events > 0 and time.monotonic() < ends_at:  # noqa: ASYNC110 - no event tells of it
+        while self._queue.events > 0 and time.monotonic() < ends_at:  # noqa: ASYNC110 - no event reports it
             await asyncio.sleep(SWEEP_S)
         if self._queue.events:
             log.error("requests were left without an answer", events=self._queue.events)

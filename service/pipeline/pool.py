@@ -30,9 +30,10 @@ from service.slots.slot import Slot
 
 log = structlog.get_logger(__name__)
 
-# Heartbeats in the time of a lease: a process keeps its slots although two of them were lost. One without an answer is
-# given up after half of the time between two, as on a connection that a firewall has forgotten, and sent again.
+# Heartbeats in the time of a lease: a process keeps its slots although two of them were lost.
 HEARTBEATS_PER_LEASE: Final = 3
+# A heartbeat without an answer in this share of a lease is sent again at once, over another connection.
+HEARTBEAT_TIMEOUT_SHARE: Final = 1 / 6
 # A process without a slot cannot write, so it looks more often for one that became free, such as its own after a crash.
 HEARTBEATS_PER_LEASE_WITHOUT_A_SLOT: Final = 15
 # The shortest pause between two heartbeats: each runs a script over all slots.
@@ -202,11 +203,11 @@ class Pool:
         held = {n: slot for n, slot in self.slots.items() if not slot.draining}
         applied = {n: slot.applied for n, slot in held.items()}
         try:
-            async with asyncio.timeout(self._settings.lease_ttl_ms / 1000 / HEARTBEATS_PER_LEASE / 2):
+            async with asyncio.timeout(self._settings.lease_ttl_ms / 1000 * HEARTBEAT_TIMEOUT_SHARE):
                 heartbeat = await self._keys.heartbeat(generation, self.token, self._settings.slots_max, applied)
         except TimeoutError as error:
             self._heartbeat_now.set()
-            raise StoreUnanswered("a heartbeat had no answer in a sixth of the lease") from error
+            raise StoreUnanswered("Redis did not answer a heartbeat in time") from error
         self._note_heartbeat(generation)
         for n, slot in held.items():
             if heartbeat.slots[n] != "m":

@@ -513,9 +513,7 @@ def _with_decided_until(admin: Admin, logs: list[Log], now_ms: int) -> list[Log]
     return [
         replace(
             log,
-            decided_until_ms=timestamps_at.get(log.topic_partition, now_ms if log.end < log.last_stable else 0)
-            if log.topic_partition in unread
-            else now_ms,
+            decided_until_ms=timestamps_at.get(log.topic_partition, 0 if log.topic_partition in blocked else now_ms),
             blocking_transaction=blocking_transactions.get(log.topic_partition),
         )
         for log in logs

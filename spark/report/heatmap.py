@@ -10,7 +10,7 @@ from spark.rules.record_counts import NO_PARTITION
 COLUMNS_MAX: Final = 96
 ROWS_MAX: Final = 32
 
-MapLine = tuple[str, int]
+RowKey = tuple[str, int]
 """Topic and partition (NO_PARTITION: the whole topic)."""
 HourCounts = dict[str, int]
 """Records by hour (as text)."""
@@ -41,7 +41,7 @@ def drawn(
     columns = -(-span // step)
     column_of = {hour: _hours_between(start, hour) // step for hour in hours}
     shown, folded = _shown(delivered, troubled)
-    groups: list[tuple[str | None, int | None, list[MapLine]]] = [
+    groups: list[tuple[str | None, int | None, list[RowKey]]] = [
         (topic, None if partition == NO_PARTITION else partition, [(topic, partition)]) for topic, partition in shown
     ]
     if folded:
@@ -64,9 +64,9 @@ def drawn(
     }
 
 
-def _delivered(records: RecordCounts, audited: set[str], first_hour: str, last_hour: str) -> dict[MapLine, HourCounts]:
+def _delivered(records: RecordCounts, audited: set[str], first_hour: str, last_hour: str) -> dict[RowKey, HourCounts]:
     """Sum up the records of the window by row and hour."""
-    found: dict[MapLine, HourCounts] = {}
+    found: dict[RowKey, HourCounts] = {}
     for hour, by_topic in records.items():
         if hour < first_hour:
             continue
@@ -78,9 +78,9 @@ def _delivered(records: RecordCounts, audited: set[str], first_hour: str, last_h
 
 def _troubled(
     finding_counts: Iterable[Mapping[str, Any]], audited: set[str], first_hour: str, last_hour: str
-) -> dict[MapLine, HourCounts]:
+) -> dict[RowKey, HourCounts]:
     """Sum up the records with findings of the window by row and hour."""
-    found: dict[MapLine, HourCounts] = {}
+    found: dict[RowKey, HourCounts] = {}
     for row in finding_counts:
         if row["hour"] >= first_hour and row["topic"] in audited:
             map_row = (row["topic"], NO_PARTITION if row["partition"] is None else row["partition"])
@@ -89,8 +89,8 @@ def _troubled(
 
 
 def _shown(
-    delivered: Mapping[MapLine, HourCounts], troubled: Mapping[MapLine, HourCounts]
-) -> tuple[list[MapLine], list[MapLine]]:
+    delivered: Mapping[RowKey, HourCounts], troubled: Mapping[RowKey, HourCounts]
+) -> tuple[list[RowKey], list[RowKey]]:
     """Split rows into those that are shown, and those folded into one row: most findings and records first."""
     rows = sorted({*delivered, *troubled})
     if len(rows) <= ROWS_MAX:
@@ -128,7 +128,7 @@ def timeline(
     ]
 
 
-def _total(counts: Mapping[MapLine, HourCounts], row: MapLine) -> int:
+def _total(counts: Mapping[RowKey, HourCounts], row: RowKey) -> int:
     return sum(counts.get(row, {}).values())
 
 

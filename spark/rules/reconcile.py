@@ -89,7 +89,7 @@ def reconcile(
             if over_hours and multi_row is not None and multi_row.has_several_hours:
                 several_hours = multi_row.of_several_hours()
                 judged_per_hour = _keep(classify.classify(deliveries_table.gathered(several_hours), evidence), cache)
-                touched |= set(hours.of(may_differ(judged_per_hour, balance.evidence_changed)))
+                touched |= _hours_to_classify_again(judged_per_hour, balance)
             balance.evidence_changed &= not over_hours
         in_hours = rows.where(hours.within(touched))
         with timer.step("classify ids"):
@@ -114,10 +114,9 @@ def reconcile(
                 else:
                     gathered = deliveries_table.gathered(several_hours, by_hour=False)
                     judged_per_id = _keep(classify.classify(gathered, evidence), cache)
-                    added, subtracted = _collect_sums([judged_per_id], [judged_per_hour])
-                    balance.adjust(subtracted, added)
-                    found.append(findings.of_ids(findings.suspicious(judged_per_id), evidence, findings.IDS))
-                    found.append(cross_hour.superseded(judged_per_id))
+                    per_id, per_hour = _collect_sums([judged_per_id], [judged_per_hour])
+                    balance.adjust(per_hour, per_id)
+                    found += _findings_over_hours(judged_per_id, evidence)
                 replaced.append(f"scope = '{findings.IDS}'")
         with timer.step("write findings"):
             united = reduce(lambda left, right: left.unionByName(right, allowMissingColumns=True), found)
@@ -206,6 +205,20 @@ def _findings_of_hours(classified: DataFrame, rows: DataFrame, evidence: LogEvid
         findings.of_partitions(suspicious, findings.HOUR),
         findings.unkeyed(rows.where("is_clean = 0"), evidence),
     ]
+
+
+def _findings_over_hours(judged_per_id: DataFrame, evidence: LogEvidence) -> list[DataFrame]:
+    """Return the findings (lake.FINDING) about ids of several hours, and the revocations of those of single hours."""
+    return [
+        findings.of_ids(findings.suspicious(judged_per_id), evidence, findings.IDS),
+        cross_hour.superseded(judged_per_id),
+    ]
+
+
+def _hours_to_classify_again(judged_per_hour: DataFrame, balance: Balance) -> set[str]:
+    """Return the hours of rows that `may_differ`; if no evidence has changed, only hours that the balance counts."""
+    found = set(hours.of(may_differ(judged_per_hour, balance.evidence_changed)))
+    return found if balance.evidence_changed else found & balance.hours.keys()
 
 
 def may_differ(judged: DataFrame, evidence_changed: bool) -> DataFrame:

@@ -159,7 +159,7 @@ class Script(Copies):
             FROZEN_MS[0] - 40 * HOUR_MS,
         ):
             for at in (ts, ts - HOUR_MS // 6):
-                unclaimed = self.plant("unheard", accepted=False, phantom=(PENDING, "phantom", "phantom"))
+                unclaimed = self.plant("unclaimed", accepted=False, phantom=(PENDING, "phantom", "phantom"))
                 self.send(self.record(unclaimed, self.new_writer(self.blocked_slot), at, ts=ts, value=self.content()))
 
     def in_doubt(self) -> None:
@@ -323,7 +323,7 @@ class Script(Copies):
         )
         self.answer(crossed, 201)
         # A crash between send and journal: there is no answer.
-        sent(self.plant("t-unheard", accepted=False, phantom=("phantom",) * 3))
+        sent(self.plant("t-unclaimed", accepted=False, phantom=("phantom",) * 3))
         in_doubt = self.plant("t-in-doubt")
         sent(in_doubt)
         self.answer(in_doubt, 504)

@@ -368,7 +368,7 @@ def test_a_missing_record_of_an_old_event_is_lost_once_its_grace_is_over(
     history.ledger(producer, writer, [claimed_record("entered").entry()])
     producer.commit_transaction(30)
     history.answers([claimed_record("answered").answer(), claimed_record("in-doubt").answer(504)])
-    history.send(history.plain, topic, ["unheard"], writer, at=at)
+    history.send(history.plain, topic, ["unclaimed"], writer, at=at)
 
     waiting = audit(history)
     assert (waiting.findings(), waiting.document["balance"]["pending"]) == (set(), 3)
@@ -376,7 +376,7 @@ def test_a_missing_record_of_an_old_event_is_lost_once_its_grace_is_over(
     assert {(kind, key) for kind, _, key in later.findings()} == {
         ("lost", None),
         ("stuck", None),
-        ("phantom", "unheard"),
+        ("phantom", "unclaimed"),
     }
     assert {name: later.document["balance"][name] for name in ("lost", "stuck", "pending")} == {
         "lost": 2,

@@ -22,7 +22,7 @@ from tests.spark.test_runs import cut
 from tests.spark.test_view import Views, id_of
 
 LATER_S = 3600.0
-SLOTS = 11
+SLOTS = 10
 GAP = "evidence_gap"
 
 
@@ -198,31 +198,6 @@ def proven_verdicts_stay_and_the_balance_closes_whatever_happens_to_the_logs(sta
     assert balance(last)["accepted"] == 5
 
 
-def a_stuck_id_of_two_hours_is_pending_again_while_a_ledger_is_blocked(stage: Stage) -> Story:
-    """The hours were counted by an earlier run, which knew more than the run that counts the id: the balance closes."""
-    yield
-    yield
-    history, writer = stage.history, stage.writer()
-    (topic,) = stage.topics("stuck")
-    (there,) = history.deliver(history.transactional(writer), writer, topic, ["beside-stuck"])
-    for hours_ago in (5, 3):
-        at = history.now_ms - hours_ago * HOUR_MS
-        history.answers([there.answer(504, id=wire.event_id("stuck-in-two-hours"), at=at)])
-
-    def counted(ran: Ran) -> dict[str, int]:
-        return {name: ran.balance(topic)[name] for name in ("accepted", "delivered_once", "stuck", "pending")}
-
-    first = yield
-    assert counted(first) == {"accepted": 2, "delivered_once": 1, "stuck": 1, "pending": 0}
-    slow = history.transactional(writer)
-    slow.begin_transaction()
-    history.ledger(slow, writer, [])
-    yield
-    second = yield
-    slow.abort_transaction(30)
-    assert counted(second) == {"accepted": 2, "delivered_once": 1, "stuck": 0, "pending": 1}
-
-
 def a_copy_that_a_run_without_the_pass_over_ids_read_gets_its_id_in_the_next_pass(stage: Stage) -> Story:
     """The key alone does not name the caller, in whose scope the event has its id."""
     yield
@@ -345,7 +320,6 @@ STORIES = (
     no_record_is_a_phantom_while_an_open_transaction_blocks_its_ledger,
     events_of_a_topic_from_before_it_was_recreated_are_an_evidence_gap,
     proven_verdicts_stay_and_the_balance_closes_whatever_happens_to_the_logs,
-    a_stuck_id_of_two_hours_is_pending_again_while_a_ledger_is_blocked,
     a_copy_that_a_run_without_the_pass_over_ids_read_gets_its_id_in_the_next_pass,
     a_recreated_topic_gives_no_old_id_the_value_of_a_new_event,
     logs_that_change_between_runs,

@@ -199,7 +199,7 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "answered-beside": ([copy(1), answer(201, 2)], "lost", {"lost"}, "phantom"),
     "answered-one": ([copy(1), copy(2), answer(201, 2)], "duplicated", set(), None),
     "phantom-fresh": ([copy(1, at=FRESH)], None, set(), "pending"),
-    "phantom-unheard": ([copy(1, writer=OTHER)], None, set(), "evidence_gap"),
+    "phantom-unclaimed": ([copy(1, writer=OTHER)], None, set(), "evidence_gap"),
     "phantom-no-slot": ([copy(1, writer=(99, 1, 0, "x"))], None, set(), "evidence_gap"),
     # The acceptance decides, not the timestamp, which a client may set.
     "phantom-ts-old": ([copy(1, writer=OTHER, at=NOW_MS + 120_000, timestamp_ms=NOW_MS)], None, set(), "phantom"),
@@ -319,7 +319,7 @@ FOUND: dict[str, set[tuple[str, str | None, int]]] = {
     "other-id": {("evidence_gap", "recreated", 1)},
     "below-start": {("evidence_gap", "below_start", 1)},
     "phantom": {("phantom", None, 1)},
-    "phantom-unheard": {("evidence_gap", "ledger_gone", 1)},
+    "phantom-unclaimed": {("evidence_gap", "ledger_gone", 1)},
     "stuck": {("stuck", "504", 0)},
     "stuck-202": {("stuck", "202", 0)},
     "stuck-both": {("stuck", "504", 0)},
@@ -336,7 +336,7 @@ def found_of(rows: DataFrame, seen: LogEvidence) -> dict[str, set[tuple[str, str
     suspects = findings.suspicious(some)
     for row in findings.of_ids(suspects, seen, findings.HOUR).collect():
         found[name_of(row["id"])].add((row["kind"], row["cause"], row["count"]))
-    for name in ("in-gap", "below-start", "phantom-unheard", "other-id"):
+    for name in ("in-gap", "below-start", "phantom-unclaimed", "other-id"):
         one = suspects.where(F.col("id").isin([bytearray(name.ljust(16).encode())]))
         gap_findings = findings.of_partitions(one, findings.HOUR).collect()
         found[name] |= {(row["kind"], row["cause"], row["count"]) for row in gap_findings}
@@ -430,7 +430,7 @@ COPIES: dict[str, tuple[Sequence[Any], list[str | None]]] = {
     "same host": ([copy(1), copy(2, writer=(7, 99, 0, "a:1")), entry(1), entry(2)], [None, "producer_restart"]),
     "nothing": ([copy(1), copy(2, writer=ELSEWHERE), entry(1), entry(2)], [None, "dual_producer"]),
     "namesake": ([copy(1), copy(2, writer=(0, 10, 0, "q:1")), entry(1), entry(2)], [None, "dual_producer"]),
-    "bare, unheard": ([copy(1, writer=None, timestamp_ms=NOW_MS - 9), copy(2)], [None, "dual_producer"]),
+    "bare, unclaimed": ([copy(1, writer=None, timestamp_ms=NOW_MS - 9), copy(2)], [None, "dual_producer"]),
     "ledger first": ([copy(1, writer=ELSEWHERE), copy(2), entry(2)], [None, "dual_producer"]),
     "bare first": ([copy(1, writer=None, timestamp_ms=NOW_MS - 9), copy(2), entry(2)], [None, "foreign_writer"]),
 }

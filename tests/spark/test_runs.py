@@ -276,12 +276,12 @@ def test_records_older_than_the_ledger_are_no_phantoms(history: History, audit: 
         history.deliver(producer, ONE, name, [f"{name}-fine"])
         # The broker, on the same machine, has given the ledger's first record a time by now.
         now_ms = int(time.time() * 1000)
-        history.send(history.plain, name, [f"{name}-unheard"], TWO, at=now_ms, ts=now_ms)
+        history.send(history.plain, name, [f"{name}-unclaimed"], TWO, at=now_ms, ts=now_ms)
     ran = audit(history, later_s=LATER_S)
     for name in (topic, mirror):
         assert ran.findings(name) == {
             ("evidence_gap", "ledger_gone", f"{name}[0]"),
-            ("phantom", None, f"{name}-unheard"),
+            ("phantom", None, f"{name}-unclaimed"),
         }
         found = [one for one in ran.document["findings"] if one["topic"] == name]
         assert {one["kind"]: one["count"] for one in found} == {"evidence_gap": 5, "phantom": 1}

@@ -201,3 +201,21 @@ def stories(kafka: Kafka, audit: Audit) -> Stories:
 @pytest.mark.parametrize("story", [story.__name__ for story in STORIES])
 def test_that(stories: Stories, story: str) -> None:
     stories.check(story)
+
+
+def test_a_stuck_id_of_two_hours_is_pending_again_while_a_ledger_is_blocked(history: History, audit: Audit) -> None:
+    """The first run counted its hours, and the second one, which knows less, counts the id: the balance closes."""
+    writer = Writer(0, 100, 0, "a:1")
+    topic = history.topic(f"{history.namespace}-t")
+    (there,) = history.deliver(history.transactional(writer), writer, topic, ["there"])
+    for hours_ago in (5, 3):
+        at = history.now_ms - hours_ago * HOUR_MS
+        history.answers([there.answer(504, id=wire.event_id("stuck"), at=at)])
+    first = audit(history, later_s=LATER_S)
+    assert (first.document["balance"]["stuck"], first.document["balance"]["pending"]) == (1, 0)
+    slow = history.transactional(writer)
+    slow.begin_transaction()
+    history.ledger(slow, writer, [])
+    second = audit(history, later_s=LATER_S)
+    slow.abort_transaction(30)
+    assert (second.document["balance"]["stuck"], second.document["balance"]["pending"]) == (0, 1)

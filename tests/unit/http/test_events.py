@@ -155,7 +155,7 @@ def test_a_time_is_written_as_an_http_date() -> None:
 # ------------------------------------------------------------------------------------------ what a request is taken for
 
 
-class Told:
+class FakePost:
     """A POST with its answer, in the place of one on a connection."""
 
     body_was_dropped = was_cut = False
@@ -179,7 +179,7 @@ class Told:
     def answer(self, status: int, lines: bytes, body: bytes) -> None:
         self.status, self.lines, self.said = status, lines, body
 
-    def stream(self, status: int, lines: bytes) -> "Told":
+    def stream(self, status: int, lines: bytes) -> "FakePost":
         self.status, self.lines = status, lines
         return self
 
@@ -232,10 +232,10 @@ class Commits:
         return Done(Committed(1, (PLACE,), False))
 
 
-def posted(path: str, body: bytes, **headers: str) -> tuple[Told, list[Event]]:
+def posted(path: str, body: bytes, **headers: str) -> tuple[FakePost, list[Event]]:
     """The answer to a POST, and the events that it wrote; `_` in a header's name is `-`."""
     admission = Commits()
-    told = Told(body, {"host": "x", **{name.replace("_", "-"): text for name, text in headers.items()}})
+    told = FakePost(body, {"host": "x", **{name.replace("_", "-"): text for name, text in headers.items()}})
     endpoint = EventsEndpoint(lambda: cast(Admission, admission), Settings(), Callers([]), Telemetry())
     endpoint.routes[path.encode()](cast(PostRequest, told))
     return told, admission.events
@@ -246,8 +246,8 @@ def test_a_request_that_finds_the_queue_full_waits_for_its_refusal_without_its_b
     admission.overload = Problem(NOT_WRITTEN, "the queue is full")
     endpoint = EventsEndpoint(lambda: cast(Admission, admission), Settings(), Callers([]), Telemetry())
 
-    def post() -> Told:
-        told = Told(b"{}", {"host": "x", "content-type": "application/json"})
+    def post() -> FakePost:
+        told = FakePost(b"{}", {"host": "x", "content-type": "application/json"})
         endpoint.routes[b"/events"](cast(PostRequest, told))
         return told
 
@@ -301,7 +301,7 @@ def test_the_data_of_a_binary_cloudevent_is_of_any_type_and_charset(content_type
 def test_a_body_that_arrives_at_capacity_is_answered_503_with_retry_after(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Told, "body_was_dropped", True)
+    monkeypatch.setattr(FakePost, "body_was_dropped", True)
     told, events = posted(path, b"", content_type=JSON, idempotency_key="k")
     assert (told.status, json.loads(told.said)["code"], events) == (503, "not-written", [])
     assert b"retry-after: 1\r\n" in told.lines
@@ -358,11 +358,11 @@ def test_a_reply_that_raises_is_answered_500_and_ends_its_connection(
 
 
 def test_an_answer_that_cannot_be_written_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks(told: Told, *_: object) -> None:
+    def breaks(told: FakePost, *_: object) -> None:
         told.answered = True
         raise RuntimeError("the transport")
 
-    monkeypatch.setattr(Told, "answer", breaks)
+    monkeypatch.setattr(FakePost, "answer", breaks)
     told, _ = posted("/events", b'{"topic":"t","value":1}', content_type=JSON, idempotency_key="k")
     assert told.was_cut
 
@@ -450,7 +450,7 @@ def test_a_caller_past_its_rate_is_refused_before_its_body_is_read(path: str, ki
     rules = [CallerRule("shop", (hashlib.sha256(b"s3cret").hexdigest(),), rate=1)]
     callers = Callers(rules)
     callers.of("Bearer s3cret").spend(5, 0.0)
-    told = Told(b"", {"host": "x", "authorization": "Bearer s3cret", "content-type": kind, "idempotency-key": "k"})
+    told = FakePost(b"", {"host": "x", "authorization": "Bearer s3cret", "content-type": kind, "idempotency-key": "k"})
     del told.body  # who looks at it fails
     endpoint = EventsEndpoint(lambda: cast(Admission, Commits()), Settings(), callers, Telemetry())
     endpoint.routes[path.encode()](cast(PostRequest, told))

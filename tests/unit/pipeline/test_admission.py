@@ -104,6 +104,15 @@ async def test_without_a_store_or_during_a_stop_events_are_refused_and_their_503
     assert (world.queue.events, list(world.admission._open)) == (0, [])
 
 
+async def test_drain_ends_after_the_last_deadline_though_a_request_is_not_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("service.pipeline.admission.DRAIN_MARGIN_S", 0.05)
+    world = World(request_timeout_ms=50)
+    world.queue.events = 1
+    await asyncio.wait_for(world.admission.drain(), 10)
+
+
 async def test_drain_refuses_new_requests_and_waits_for_the_last_answer() -> None:
     world = World()
     answer = world.submit("a")

@@ -100,10 +100,12 @@ async def test_a_finished_group_is_no_longer_in_flight() -> None:
     await ended(serving)
 
 
-async def test_an_idempotent_event_begins_no_transaction() -> None:
+async def test_an_idempotent_event_begins_and_abandons_no_transaction_also_when_replayed() -> None:
     world = World()
     serving = world.serve(await world.slot())
-    assert isinstance(await world.submit("a", "plain.a"), Committed)
+    for _ in range(2):
+        assert isinstance(await world.submit("a", "plain.a"), Committed)
+    await until(lambda: not world.queue._in_flight)
     assert world.producers[0].opened is None
     assert world.producers[0].abandoned == 0
     await ended(serving)
