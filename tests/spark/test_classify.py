@@ -199,7 +199,7 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "answered-beside": ([copy(1), answer(201, 2)], "lost", {"lost"}, "phantom"),
     "answered-one": ([copy(1), copy(2), answer(201, 2)], "duplicated", set(), None),
     "phantom-fresh": ([copy(1, at=FRESH)], None, set(), "pending"),
-    "phantom-unclaimed": ([copy(1, writer=OTHER)], None, set(), "evidence_gap"),
+    "phantom-no-claim": ([copy(1, writer=OTHER)], None, set(), "evidence_gap"),
     "phantom-no-slot": ([copy(1, writer=(99, 1, 0, "x"))], None, set(), "evidence_gap"),
     # The acceptance decides, not the timestamp, which a client may set.
     "phantom-ts-old": ([copy(1, writer=OTHER, at=NOW_MS + 120_000, timestamp_ms=NOW_MS)], None, set(), "phantom"),
@@ -304,8 +304,9 @@ def test_a_row_is_classified(classified: dict[str, Any], name: str) -> None:
     assert row["open"] == ("pending" in {category, phantom, *outcomes})
 
 
-def test_the_names_of_the_cases_differ() -> None:
+def test_the_names_of_the_cases_differ_in_the_bytes_of_an_id() -> None:
     assert len({name[:16] for name in CASES}) == len(CASES)
+    assert all(len(name) <= 16 for name in FOUND)
 
 
 FOUND: dict[str, set[tuple[str, str | None, int]]] = {
@@ -319,7 +320,7 @@ FOUND: dict[str, set[tuple[str, str | None, int]]] = {
     "other-id": {("evidence_gap", "recreated", 1)},
     "below-start": {("evidence_gap", "below_start", 1)},
     "phantom": {("phantom", None, 1)},
-    "phantom-unclaimed": {("evidence_gap", "ledger_gone", 1)},
+    "phantom-no-claim": {("evidence_gap", "ledger_gone", 1)},
     "stuck": {("stuck", "504", 0)},
     "stuck-202": {("stuck", "202", 0)},
     "stuck-both": {("stuck", "504", 0)},
@@ -336,7 +337,7 @@ def found_of(rows: DataFrame, seen: LogEvidence) -> dict[str, set[tuple[str, str
     suspects = findings.suspicious(some)
     for row in findings.of_ids(suspects, seen, findings.HOUR).collect():
         found[name_of(row["id"])].add((row["kind"], row["cause"], row["count"]))
-    for name in ("in-gap", "below-start", "phantom-unclaimed", "other-id"):
+    for name in ("in-gap", "below-start", "phantom-no-claim", "other-id"):
         one = suspects.where(F.col("id").isin([bytearray(name.ljust(16).encode())]))
         gap_findings = findings.of_partitions(one, findings.HOUR).collect()
         found[name] |= {(row["kind"], row["cause"], row["count"]) for row in gap_findings}
