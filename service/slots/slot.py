@@ -54,6 +54,7 @@ class Slot:
         self._instance = instance
         self._producer: TransactionalProducer | None = None
         self._last_record = -1
+        self._ended_term = -1  # recovery marks the ledger records of this term and of older ones
         self._sent = 0  # events of the last transaction
         self._expects_records = True  # whether the last group had something to write
         self._pending_marks: deque[tuple[LedgerPosition, Sequence[Row]]] = deque()
@@ -91,6 +92,7 @@ class Slot:
         self.generation = generation
         self.superseded = False
         self._producer = producer
+        self._ended_term = self.term
         self._pending_marks = deque(
             (position, rows)
             for position, rows in self._pending_marks
@@ -189,12 +191,16 @@ class Slot:
         """Mark the rows of a committed ledger record as delivered, after all marks that are pending.
 
         Where this raises, the mark stays pending: the next `mark` or `flush_marks` tries again, in order. Until then
-        `applied` does not move, so that a recovery would find the record. Raises StoreLost at once if the slot has
-        entered another generation meanwhile, whose recovery has read the record.
+        `applied` does not move, so that a recovery would find the record. If the term of the record has ended, whose
+        recovery reads the record too, the rows are marked once, and nothing of the slot changes. Raises StoreLost at
+        once if the slot has entered another generation meanwhile.
         """
         async with self._marking:
             if position.generation != self.generation:
                 raise StoreLost(f"generation {position.generation.number} has passed")
+            if position.offset != NO_RECORD and position.term <= self._ended_term:
+                await self._mark(position, rows)
+                return
             self._pending_marks.append((position, rows))
             await self._flush()
 
@@ -218,9 +224,13 @@ class Slot:
         return len(self._pending_marks) >= PENDING_MARKS_MAX
 
     async def _flush(self) -> None:
-        pending = self._pending_marks  # a new term gets another deque
+        pending = self._pending_marks
         while pending:
             position, rows = pending[0]
-            await self._keys.mark(position.generation, self.n, position.term, position.previous, position.offset, rows)
+            await self._mark(position, rows)
             pending.popleft()
-            self.applied = max(self.applied, position.offset)
+            if pending is self._pending_marks:  # else another term has begun meanwhile
+                self.applied = max(self.applied, position.offset)
+
+    async def _mark(self, position: LedgerPosition, rows: Sequence[Row]) -> None:
+        await self._keys.mark(position.generation, self.n, position.term, position.previous, position.offset, rows)

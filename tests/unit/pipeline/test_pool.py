@@ -344,6 +344,41 @@ async def test_a_mark_that_waited_for_another_is_not_pending_in_the_next_generat
     assert not slot.has_pending_marks
 
 
+async def test_a_mark_of_an_ended_term_does_not_move_applied_in_the_next_term() -> None:
+    """Redis moves `applied` from one record to the next only: with a gap, the heartbeat would find an older copy."""
+    world = World()
+    slot = await world.slot()
+    gate = world.keys.trouble.hold("mark")
+    world.keys.trouble.before["mark"].append(StoreUnanswered("no answer"))
+    records = [LedgerPosition(GENERATION, slot.term, slot.term + n, slot.term + n + 3) for n in (0, 3)]
+    first, second = [asyncio.create_task(slot.mark(position, ROWS)) for position in records]
+    await world.keys.trouble.reached["mark"].wait()
+    for event in (SlotEvent.FAIL, SlotEvent.RECOVER):
+        slot.move(event)
+    slot.enter(GENERATION, FakeProducer())
+    gate.set()
+    with pytest.raises(StoreUnanswered):
+        await first
+    await second
+    assert not slot.has_pending_marks
+    assert ROWS[0][0] in world.keys.server.keys
+    await world.keys.heartbeat(GENERATION, "token", 2, {slot.n: slot.applied})
+
+
+async def test_a_mark_in_flight_at_the_end_of_its_term_does_not_move_applied_in_the_next_term() -> None:
+    """The ledger's partition may have been created again: then the old offset is past all new ones."""
+    world = World()
+    slot = await world.slot()
+    gate = world.keys.trouble.hold("mark")
+    marking = asyncio.create_task(slot.mark(LedgerPosition(GENERATION, slot.term, slot.term, slot.term + 999), ROWS))
+    await world.keys.trouble.reached["mark"].wait()
+    await world.recover(slot)
+    before = slot.applied
+    gate.set()
+    await marking
+    assert slot.applied == before
+
+
 # ---------------------------------------------------------------------------------------------------- ends of terms
 
 
