@@ -87,7 +87,7 @@ def test_generated_text_is_put_between_its_markers() -> None:
 
 
 def test_the_limits_in_the_readme_are_those_of_the_code() -> None:
-    section = (ROOT / "service" / "README.md").read_text().split("\n## How much is taken\n")[1].split("\n## ")[0]
+    section = (ROOT / "service" / "README.md").read_text().split("\n## Limits\n")[1].split("\n## ")[0]
     for said in (
         f"| {IDLE_S} s |",
         f"| {limits.UNREAD_MAX_S:.0f} s |",
