@@ -6,7 +6,7 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Final
 
 import structlog
@@ -103,6 +103,8 @@ class Pool:
         self._heartbeat_now = heartbeat_now  # set to send the next heartbeat at once
         # Slots to take although they may be free, and the partitions in which they have open transactions.
         self._to_recover: dict[int, set[Partition]] = {}
+        self._flushing: asyncio.Task[None] | None = None  # tries pending marks again
+        self._marks_trouble = Incident(log, "marks pending")
         self._stopping = False
 
     def __repr__(self) -> str:
@@ -223,8 +225,25 @@ class Pool:
                 self._queue.notify_all()
         await self._balance(heartbeat, generation)
         self._recovered()  # requests in doubt because of other processes' slots are claimed again
-        for slot in [slot for slot in held.values() if slot.has_pending_marks and slot.generation == generation]:
-            await slot.flush_marks()
+        self._start_flush(generation)
+
+    def _start_flush(self, generation: StoreGeneration) -> None:
+        """Try the pending marks again, in a task of their own: slow marks must not delay the next heartbeat."""
+        slots = [slot for slot in self.slots.values() if slot.has_pending_marks and slot.generation == generation]
+        if slots and not self._stopping and (self._flushing is None or self._flushing.done()):
+            self._flushing = asyncio.create_task(self._flush_marks(slots, generation), name="flush-marks")
+            log_failure(self._flushing, "flush-marks", self._telemetry)  # the next heartbeat starts another
+
+    async def _flush_marks(self, slots: Sequence[Slot], generation: StoreGeneration) -> None:
+        try:
+            for slot in slots:
+                await slot.flush_marks()
+        except StoreLost:
+            self._store.lost(generation)
+        except (StoreAway, StoreUnanswered) as error:
+            self._marks_trouble.add(error)
+        else:
+            self._marks_trouble.end()
 
     def _note_heartbeat(self, generation: StoreGeneration) -> None:
         """Take no slot for a lease's time after a pause in which the leases expired, or after a new generation.
@@ -257,9 +276,7 @@ class Pool:
         random.shuffle(free)
         wanted = share - len(held)
         self._to_recover = {n: partitions for n, partitions in self._to_recover.items() if marks.get(n) in ("d", "f")}
-        for n in dead + free[: max(0, wanted - len(dead))]:
-            if not self._stopping and time.monotonic() >= self._take_not_before:
-                await self._take(n, generation)
+        await self._take_each(dead + free[: max(0, wanted - len(dead))], generation)
         # A process may hold more than it wants after taking dead slots, and gives up more than its share only if no
         # slot is free or dead.
         excess = len(held) - (most if free or dead else share)
@@ -270,6 +287,18 @@ class Pool:
 
     def _is_stuck(self, slot: Slot) -> bool:
         return time.monotonic() - slot.down_since > STUCK_SHARE * self._settings.request_timeout_ms / 1000
+
+    async def _take_each(self, numbers: Sequence[int], generation: StoreGeneration) -> None:
+        """Take slots until the next heartbeat is due, which follows at once: slow takes must not delay the leases."""
+        due = time.monotonic() + self._settings.lease_ttl_ms / 1000 / HEARTBEATS_PER_LEASE
+        for n in numbers:
+            now = time.monotonic()
+            if self._stopping or now < self._take_not_before:
+                return
+            if now >= due:
+                self._heartbeat_now.set()
+                return
+            await self._take(n, generation)
 
     async def _take(self, n: int, generation: StoreGeneration) -> None:
         is_taken = await self._keys.take(generation, n, self.token)
@@ -380,6 +409,8 @@ class Pool:
                 task.cancel()
             if hanging:
                 await asyncio.wait(hanging, timeout=timeout_s)
+        if self._flushing is not None:
+            self._flushing.cancel()
         if self._store.generation is not None:
             with contextlib.suppress(StoreAway, StoreUnanswered, StoreLost):
                 await self._keys.leave(self._store.generation, self.token)

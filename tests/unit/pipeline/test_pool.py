@@ -1,12 +1,16 @@
 """The slots of a process: a heartbeat that nothing ends, debts, generations that pass, and a stop that ends."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
 
-from service.claims.redis_store import Row, StoreGeneration
+from service.claims.redis_store import Heartbeat, Row, StoreGeneration
 from service.claims.states import Claimed, Delivered, SlotEvent, SlotState
 from service.contract.wire import event_id
 from service.core.problems import IN_PROGRESS, StoreAway, StoreLost, StoreUnanswered
@@ -256,6 +260,55 @@ async def test_a_heartbeat_flushes_the_pending_marks_of_its_slots(hold: Hold) ->
         await slot.mark(slot.without_ledger_record(), ROWS)
     await until(lambda: not slot.has_pending_marks)
     assert ROWS[0][0] in held.world.keys.server.keys
+
+
+async def test_pending_marks_do_not_delay_the_next_heartbeat(hold: Hold) -> None:
+    held = hold()
+    slot = await held.ready()
+    held.world.keys.trouble.before["mark"].append(StoreUnanswered("no answer"))
+    with pytest.raises(StoreUnanswered):
+        await slot.mark(slot.without_ledger_record(), ROWS)
+    held.world.keys.trouble.reached["mark"].clear()
+    gate = held.world.keys.trouble.hold("mark")
+    await held.world.keys.trouble.reached["mark"].wait()  # the heartbeat's try, which Redis does not answer
+    await held.more_beats()
+    gate.set()
+    await until(lambda: not slot.has_pending_marks)
+
+
+async def test_slow_takes_do_not_delay_the_next_heartbeat(hold: Hold, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    passed_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s)
+    monkeypatch.setattr(module, "time", clock)
+    held = hold(for_ever, slots=1, slots_max=4)
+    await held.ready()
+    take, heartbeat = held.world.keys.take, held.world.keys.heartbeat
+
+    async def slow_take(generation: StoreGeneration, slot: int, token: str) -> bool:
+        nonlocal passed_s
+        calls.append("take")
+        passed_s += held.world.settings.lease_ttl_ms / 1000 / 2
+        return await take(generation, slot, token)
+
+    async def seen_heartbeat(*of: Any) -> Heartbeat:
+        calls.append("heartbeat")
+        return await heartbeat(*of)
+
+    monkeypatch.setattr(held.world.keys, "take", slow_take)
+    monkeypatch.setattr(held.world.keys, "heartbeat", seen_heartbeat)
+    held.world.keys.server.taken |= {0, 1, 2, 3}  # all but one are dead
+    await until(lambda: calls.count("take") == 3)
+    assert ("take", "take") not in pairwise(calls)
+
+
+async def test_a_flush_that_finds_another_store_has_the_store_made_complete(hold: Hold) -> None:
+    held = hold()
+    slot = await held.ready()
+    held.world.keys.trouble.before["mark"] += [StoreUnanswered("no answer"), StoreLost("another store answers")]
+    with pytest.raises(StoreUnanswered):
+        await slot.mark(slot.without_ledger_record(), ROWS)
+    await until(lambda: held.world.store.losses == [GENERATION])
 
 
 async def test_a_pending_mark_of_an_earlier_generation_does_not_lose_the_present_store(hold: Hold) -> None:
