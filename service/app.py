@@ -141,7 +141,7 @@ class Service:
             recovered=self.writer.recovered,
         )
         self.lso_watch = LsoWatch(
-            settings, self.cluster, self.pool, self.topics.ledger, self.topic_metadata.names, self.telemetry
+            settings, self.cluster, self.pool, self.topics.ledger, self.topic_metadata, self.telemetry
         )
         self._show_states()
         self.was_ready = False

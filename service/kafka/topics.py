@@ -32,6 +32,9 @@ UNDER_MIN_ISR_S: Final = 0.5
 STALE_S: Final = 60.0
 # The time limit for refreshing topics that failed a group; afterwards the cached metadata is used.
 REFRESH_S: Final = 1.0
+# How long a topic is absent before it is forgotten: requests are admitted by its metadata for at most STALE_S more, and
+# use the metadata until their group ends: by the settings at most 30 minutes, of two timeouts.
+ABSENT_KEPT_S: Final = 3600.0
 # The number of names without a topic that are remembered, so that a batch asks for such a name once.
 ABSENT_MAX: Final = 1_000
 
@@ -144,7 +147,8 @@ class TopicMetadataCache:
     def __init__(self, cluster: KafkaAdmin) -> None:
         self._cluster = cluster
         self._known: dict[str, tuple[float, Topic]] = {}
-        self._last: dict[str, Topic] = {}
+        self._last: dict[str, Topic] = {}  # without a topic that `forget_absent` has forgotten
+        self._absent_since: dict[str, float] = {}  # of topics in `_last`, by time.monotonic
         self._asked_at: dict[str, float] = {}  # when the cached metadata was requested, by time.monotonic
         self._absent: dict[str, float] = {}  # when the last look-up that found no topic began
         self._asking: dict[str, asyncio.Task[Topic | None]] = {}
@@ -186,8 +190,21 @@ class TopicMetadataCache:
         return self._last.keys()
 
     def last_known(self, name: str) -> Topic:
-        """Return the topic as last found; KeyError where no look-up ever found it, so that no event was admitted."""
+        """Return the topic as last found; KeyError if no look-up found it, so that no open request has an event of it."""
         return self._last[name]
+
+    def forget_absent(self, absent: Collection[str]) -> None:
+        """Forget the topics that have been absent for ABSENT_KEPT_S; `absent`: those that Kafka does not have now.
+
+        Otherwise the names of deleted topics would be kept for ever. Called regularly.
+        """
+        now = time.monotonic()
+        self._absent_since = {name: self._absent_since.get(name, now) for name in absent if name in self._last}
+        for name, since in list(self._absent_since.items()):
+            until, _ = self._known.get(name, (0.0, None))
+            if max(since, until) + ABSENT_KEPT_S <= now:
+                for names in (self._absent_since, self._known, self._last, self._asked_at):
+                    names.pop(name, None)
 
     def close(self) -> None:
         """Cancel look-ups that are under way."""

@@ -49,6 +49,17 @@ class Offsets(Protocol):
         ...
 
 
+class Topics(Protocol):
+    """The topics that this process was asked to write to."""
+
+    @property
+    def names(self) -> Collection[str]: ...
+
+    def forget_absent(self, absent: Collection[str]) -> None:
+        """Forget topics that have long been absent; `absent`: those that Kafka does not have now."""
+        ...
+
+
 class Slots(Protocol):
     """The watch's view of the pool."""
 
@@ -105,7 +116,7 @@ class LsoWatch:
         offsets: Offsets,
         slots: Slots,
         ledger: str,
-        topics: Iterable[str],
+        topics: Topics,
         telemetry: Telemetry,
     ) -> None:
         timeout_s = settings.transaction_timeout_ms / 1000
@@ -134,7 +145,8 @@ class LsoWatch:
 
     async def look(self, now: float) -> None:
         """Look once, and recover the slots whose transactions are open for longer than the bound."""
-        ends, absent = await self._offsets.last_offsets([self._ledger, *self._topics])
+        ends, absent = await self._offsets.last_offsets([self._ledger, *self._topics.names])
+        self._topics.forget_absent(absent)
         self._known = observe(self._known, ends, now, absent)
         try:
             await self._recover(now)

@@ -17,6 +17,9 @@ GROUPS_AT_ONCE: Final = 2
 # A group that takes longer is stuck on something, and does not count as in flight.
 GROUP_QUICK_S: Final = 0.05
 
+# Topics in quarantine without a waiting request that are remembered. One that was deleted never commits again.
+QUARANTINED_TOPICS_MAX: Final = 1_000
+
 
 class GroupConsumer(Protocol):
     """Takes groups: a slot."""
@@ -41,7 +44,7 @@ class Queue:
         self._bytes_max = settings.queue_bytes_max
         self._waiting: dict[Guarantee, deque[WriteRequest]] = {guarantee: deque() for guarantee in Guarantee}
         self._quarantine: deque[WriteRequest] = deque()
-        self._quarantined_topics: set[str] = set()
+        self._quarantined_topics: dict[str, None] = {}  # in the order of their first failure
         self._quarantined_group: Group | None = None  # in flight
         self._quarantine_order: dict[str, int] = {}  # by quarantined topic: the number of its last group
         self._quarantine_rests_until = 0.0
@@ -118,8 +121,9 @@ class Queue:
 
     def quarantine(self, topics: Iterable[str]) -> None:
         """Quarantine topics that failed a group: their requests, also those that wait, go into groups of their own."""
-        if new := set(topics) - self._quarantined_topics:
-            self._quarantined_topics |= new
+        if new := [topic for topic in topics if topic not in self._quarantined_topics]:
+            self._quarantined_topics |= dict.fromkeys(new)
+            self._bound_quarantined_topics()
             for guarantee, requests in list(self._waiting.items()):
                 self._waiting[guarantee] = deque()
                 for request in requests:
@@ -127,10 +131,9 @@ class Queue:
 
     def end_quarantine(self, topics: Iterable[str]) -> None:
         """End the quarantine of topics with committed events."""
-        if self._quarantined_topics and (released := self._quarantined_topics.intersection(topics)):
-            self._quarantined_topics -= released
+        if self._quarantined_topics and (released := self._quarantined_topics.keys() & set(topics)):
             for topic in released:
-                self._quarantine_order.pop(topic, None)
+                self._release_topic(topic)
             requests, self._quarantine = self._quarantine, deque()
             for request in requests:
                 self._queue_of(request).append(request)
@@ -138,7 +141,19 @@ class Queue:
 
     def is_quarantined(self, topics: Iterable[str]) -> bool:
         """Whether one of these topics is quarantined."""
-        return not self._quarantined_topics.isdisjoint(topics)
+        return any(topic in self._quarantined_topics for topic in topics)
+
+    def _bound_quarantined_topics(self) -> None:
+        """End the quarantine of the first topics beyond QUARANTINED_TOPICS_MAX that no quarantined request has."""
+        if len(self._quarantined_topics) > QUARANTINED_TOPICS_MAX:
+            waiting = {topic for request in self._quarantine for topic in request.topics}
+            idle = [topic for topic in self._quarantined_topics if topic not in waiting]
+            for topic in idle[: len(self._quarantined_topics) - QUARANTINED_TOPICS_MAX]:
+                self._release_topic(topic)
+
+    def _release_topic(self, topic: str) -> None:
+        del self._quarantined_topics[topic]
+        self._quarantine_order.pop(topic, None)
 
     # ------------------------------------------------------------------------------------------------- for slots
 

@@ -128,6 +128,45 @@ async def test_absent_topics_are_remembered_within_a_bound(monkeypatch: pytest.M
     assert not topic_metadata._asking
 
 
+async def test_a_topic_that_stays_absent_is_forgotten_when_no_request_can_need_it_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    topic_metadata, cluster = known("orders", "other", "third")
+    for name in ("orders", "other", "third"):
+        await topic_metadata.get(name, time.monotonic())
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s)
+    monkeypatch.setattr(module, "time", clock)
+    passed_s = 0.0
+    topic_metadata.forget_absent(["orders", "other", "unknown"])
+    assert set(topic_metadata.names) == {"orders", "other", "third"}
+    passed_s = module.ABSENT_KEPT_S - 1
+    topic_metadata.forget_absent(["orders"])  # the other was made again meanwhile
+    passed_s = module.ABSENT_KEPT_S + module.KNOWN_S + 1
+    topic_metadata.forget_absent(["orders", "other"])
+    assert set(topic_metadata.names) == {"other", "third"}
+    with pytest.raises(KeyError):
+        topic_metadata.last_known("orders")
+    cluster.away = True
+    with pytest.raises(KafkaAway):
+        await topic_metadata.get("orders", clock.monotonic())
+
+
+async def test_an_absent_topic_is_kept_while_events_are_admitted_by_its_last_metadata(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    topic_metadata, cluster = known("orders")
+    await topic_metadata.get("orders", time.monotonic())
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s)
+    monkeypatch.setattr(module, "time", clock)
+    passed_s = 0.0
+    topic_metadata.forget_absent(["orders"])
+    passed_s = module.ABSENT_KEPT_S + module.KNOWN_S + 1
+    cluster.away = True
+    admitted_by = await topic_metadata.get("orders", clock.monotonic())
+    topic_metadata.forget_absent(["orders"])
+    assert topic_metadata.last_known("orders") is admitted_by
+
+
 async def test_an_event_that_arrived_before_a_failed_look_up_takes_its_answer() -> None:
     """The events of a batch came together: they do not ask one after the other."""
     topic_metadata, cluster = known()

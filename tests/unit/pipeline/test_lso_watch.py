@@ -31,6 +31,11 @@ class Kafka:
         self.hinted: set[Partition] = set()  # where the slots' transactions are open
         self.away = False
         self.absent: set[str] = set()
+        self.names: set[str] = {"orders"}  # the topics that the service was asked to write to
+        self.told_absent: list[Collection[str]] = []
+
+    def forget_absent(self, absent: Collection[str]) -> None:
+        self.told_absent.append(absent)
 
     async def last_offsets(self, topics: Sequence[str]) -> LastOffsets:
         self.asked.append(topics)
@@ -65,7 +70,7 @@ def telemetry() -> Telemetry:
 @pytest.fixture
 def watch(kafka: Kafka, telemetry: Telemetry) -> LsoWatch:
     settings = Settings(transaction_timeout_ms=10_000)
-    return LsoWatch(settings, kafka, kafka, "ns.ledger", ["orders"], telemetry)
+    return LsoWatch(settings, kafka, kafka, "ns.ledger", kafka, telemetry)
 
 
 def shown(telemetry: Telemetry, owner: str) -> tuple[float, float]:
@@ -106,6 +111,7 @@ async def test_a_partition_of_a_topic_that_was_deleted_is_no_longer_reported(
     kafka.absent = {"orders"}
     await watch.look(BOUND_S + 5)
     assert shown(telemetry, UNKNOWN) == (0, 0)
+    assert kafka.told_absent[-1] == {"orders"}
 
 
 async def test_a_last_stable_offset_that_moves_is_not_reported(watch: LsoWatch, kafka: Kafka) -> None:

@@ -214,3 +214,15 @@ async def test_a_request_that_was_answered_in_its_group_is_not_put_back() -> Non
     queue.leave(one)
     queue.put_back(group.requests)
     assert not any(queue._waiting.values())
+
+
+async def test_topics_in_quarantine_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A topic that is deleted never commits again, which would end its quarantine."""
+    monkeypatch.setattr(module, "QUARANTINED_TOPICS_MAX", 3)
+    queue = Queue(SETTINGS, MANY)
+    admit(queue, request("a", "first"))
+    for topic in ("first", "second", "third", "fourth", "fifth"):
+        queue.quarantine({topic})
+    quarantined = [topic for topic in ("first", "second", "third", "fourth", "fifth") if queue.is_quarantined((topic,))]
+    assert quarantined == ["first", "fourth", "fifth"], "the first has a request that waits"
+    assert keys_of(take(queue)) == ["a"]
