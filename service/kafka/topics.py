@@ -190,7 +190,7 @@ class TopicMetadataCache:
         return self._last.keys()
 
     def last_known(self, name: str) -> Topic:
-        """Return the topic as last found; KeyError if no look-up found it, so that no open request has an event of it."""
+        """Return the topic as last found; KeyError if none was, so that no open request has it."""
         return self._last[name]
 
     def forget_absent(self, absent: Collection[str]) -> None:

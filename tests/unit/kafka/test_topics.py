@@ -134,9 +134,9 @@ async def test_a_topic_that_stays_absent_is_forgotten_when_no_request_can_need_i
     topic_metadata, cluster = known("orders", "other", "third")
     for name in ("orders", "other", "third"):
         await topic_metadata.get(name, time.monotonic())
+    passed_s = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s)
     monkeypatch.setattr(module, "time", clock)
-    passed_s = 0.0
     topic_metadata.forget_absent(["orders", "other", "unknown"])
     assert set(topic_metadata.names) == {"orders", "other", "third"}
     passed_s = module.ABSENT_KEPT_S - 1
@@ -156,9 +156,9 @@ async def test_an_absent_topic_is_kept_while_events_are_admitted_by_its_last_met
 ) -> None:
     topic_metadata, cluster = known("orders")
     await topic_metadata.get("orders", time.monotonic())
+    passed_s = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s)
     monkeypatch.setattr(module, "time", clock)
-    passed_s = 0.0
     topic_metadata.forget_absent(["orders"])
     passed_s = module.ABSENT_KEPT_S + module.KNOWN_S + 1
     cluster.away = True
