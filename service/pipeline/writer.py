@@ -259,6 +259,7 @@ class Writer:
     def _wait_for_another(self, request: WriteRequest) -> None:
         """Claim a request again later, because another request writes its key now."""
         request.move(RequestEvent.QUEUE)
+        request.accepted_at = 0  # a claim of its own that stood before was released
         self._waiters.wait(request)
         if not request.waits:
             request.waits = True
@@ -266,7 +267,7 @@ class Writer:
 
     def _end_wait(self, request: WriteRequest) -> None:
         """Answer 409 at the wait deadline, also when no slot is there to claim the request again."""
-        is_claimed = request.accepted_at != 0  # its own claim stood meanwhile, so it waits for no other request
+        is_claimed = request.accepted_at != 0  # since the last wait its own claim stood: it waits for no other request
         if request.state is RequestState.QUEUED and not is_claimed:
             self._admission.answer(request, Problem(IN_PROGRESS, "Idempotency-Key: send it again, with the same key"))
 

@@ -10,9 +10,10 @@ import pytest
 from msgspec.structs import replace
 
 from service.claims.redis_store import StoreGeneration
-from service.claims.states import Delivered
+from service.claims.states import Claimed, Delivered
 from service.contract.wire import KEY_HEADER
 from service.core.problems import (
+    IN_PROGRESS,
     NOT_WRITTEN,
     OUTCOME_UNKNOWN,
     TOO_LARGE,
@@ -313,6 +314,24 @@ async def test_a_request_whose_transaction_was_aborted_is_answered_503_at_its_de
     assert not answer.done()
     assert kind_of(await answer) is NOT_WRITTEN
     await ended(sweeping)
+
+
+async def test_a_wait_for_another_s_write_ends_with_409_in_time_also_after_an_abort() -> None:
+    """The claim of its own that stood before was released with the abort."""
+    world = World()
+    await world.topic_metadata.get("orders", time.monotonic())
+    slot, other = await world.slot(), await world.slot(1)
+    event = make_event("patient")
+    began = asyncio.get_running_loop().time()
+    answer = world.admission.submit(event, began, wait_s=1.0)
+    world.producers[0].trouble.before["write"].append(TransactionFailed(TransactionOutcome.ABORTED, "TimeoutError()"))
+    await end_of_term(world.serve(slot))
+    world.keys.server.freed[5] = 1
+    world.keys.server.keys[event.id] = Claimed(5, 1, NOW_MS, event.fp)  # another process has claimed it since
+    serving = world.serve(other)
+    await until(lambda: world.admission._open[0].waits)
+    await ended(serving)
+    assert kind_of(await asyncio.wait_for(answer, 3.0)) is IN_PROGRESS
 
 
 async def test_a_released_request_is_requeued_once_even_if_another_slot_recovers_meanwhile(
