@@ -55,7 +55,7 @@ class Queue:
         self._making_room: asyncio.TimerHandle | None = None
         self.events = 0
         self.bytes = 0
-        self.ledger_bytes_max = GROUP_LEDGER_BYTES_MAX  # of a group
+        self.ledger_bytes_max = self._topic_bytes_max = GROUP_LEDGER_BYTES_MAX  # of a group, and by the topic's limit
 
     def admit(self, request: WriteRequest) -> None:
         """Count a new request. Raises Problem (503) if a bound would be exceeded."""
@@ -73,8 +73,12 @@ class Queue:
         self.notify()
 
     def limit_ledger_bytes(self, most: int) -> None:
-        """Bound the ledger bytes of a group by what the ledger's topic takes."""
-        self.ledger_bytes_max = most
+        """Bound the ledger bytes of a group by what the ledger's topic takes, by its settings.
+
+        A smaller bound after a refusal stays until these change: they may be hidden from the service.
+        """
+        if most != self._topic_bytes_max:
+            self.ledger_bytes_max = self._topic_bytes_max = most
 
     def ledger_was_full(self, requests: Sequence[WriteRequest]) -> None:
         """Halve the bound: the ledger's topic has just refused the ledger record of these requests."""

@@ -401,7 +401,7 @@ async def test_an_atomic_batch_whose_ledger_record_is_too_large_is_refused() -> 
     world = World()
     serving = world.serve(await world.slot())
     for holds in (3, 2):
-        world.queue.ledger_bytes_max = holds * entry
+        world.queue.limit_ledger_bytes(holds * entry)
         batch = batch_of(*(one(None, n) for n in range(3)), atomic=True)
         if holds == 3:
             assert isinstance(await atomically(world, batch, "three"), Committed)

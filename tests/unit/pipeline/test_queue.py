@@ -473,3 +473,17 @@ async def test_a_waiter_that_takes_a_group_wakes_another_for_the_quarantined_req
     await asyncio.sleep(0)
     assert takers[1].done()
     assert keys_of(take(queue)) == ["b"]
+
+
+async def test_the_bound_of_a_refused_ledger_record_stays_until_the_topic_takes_another_size() -> None:
+    """The topic's settings may be hidden from the service: then each look at them finds the same default again."""
+    queue = Queue(SETTINGS)
+    queue.limit_ledger_bytes(100_000)
+    queue.ledger_was_full([request("a")])
+    halved = queue.ledger_bytes_max
+    assert 0 < halved < 1_000
+    queue.limit_ledger_bytes(100_000)
+    assert queue.ledger_bytes_max == halved
+    for changed in (50_000, 200_000):
+        queue.limit_ledger_bytes(changed)
+        assert queue.ledger_bytes_max == changed
