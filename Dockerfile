@@ -1,12 +1,12 @@
 # Two images: `--target service` (the default) and `--target spark`, the audit.
 #
 # BASE is any Debian with Python 3.11 or 3.12, its venv and CA certificates. Packages come from the indexes that the
-# builder is set up with; what may come is fixed by checksum: wheels by uv.lock, jars by spark/jars.lock.
+# builder is configured with. Their checksums are locked: wheels by uv.lock, jars by spark/jars.lock.
 ARG BASE=python:3.11-slim-bookworm
 
 # ------------------------------------------------------------------------------------------ how packages come in
 FROM ${BASE} AS tools
-# pip and uv trust what the base trusts, a company's own authority too.
+# pip and uv trust the CAs that the base image trusts, also a company's own.
 ENV PIP_CERT=/etc/ssl/certs/ca-certificates.crt \
     SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt
 # uv, and setuptools to build the one package (pyspark) that has no wheel; each by the checksums of its wheels.
@@ -47,7 +47,7 @@ COPY --from=native /build/service/native /app/service/native
 RUN python3 -m compileall -q --invalidation-mode unchecked-hash /app
 
 FROM tools AS spark-packages
-# The second sync takes setuptools out again. PySpark's examples are of no use here.
+# The second sync removes setuptools again. PySpark's examples are not needed.
 RUN uv venv --quiet /opt/fencepost \
  && VIRTUAL_ENV=/opt/fencepost uv pip install --quiet --require-hashes -r /tmp/setuptools.txt \
  && uv sync --frozen --inexact --no-dev --no-install-project --no-build-isolation-package pyspark --extra spark \
@@ -70,19 +70,19 @@ COPY --from=spark-packages /opt/fencepost /opt/fencepost
 WORKDIR /build
 COPY deploy deploy
 COPY spark/jars.lock spark/jars.lock
-# Fetched by the Ivy that PySpark brings, each checked against its line in the lock.
+# Fetched by the Ivy in PySpark, each checked against its line in the lock.
 RUN FENCEPOST_CACHE=/build/cache /opt/fencepost/bin/python -c \
       'from deploy.install import jars; jars.ensure(jars.read_lock("spark", jars.LOCKS["spark"]))'
 
 FROM java AS spark
-# /data: a volume that is mounted there begins with its owner.
+# A new volume mounted at /data takes the owner of this folder.
 RUN echo 'fencepost:x:10001:' >> /etc/group \
  && echo 'fencepost:x:10001:10001:Fencepost:/tmp:/usr/sbin/nologin' >> /etc/passwd \
  && install --directory --owner=10001 --group=10001 /data
 COPY --from=spark-packages /opt/fencepost /opt/fencepost
 COPY --from=spark-packages /app /app
 COPY --from=jars /build/cache/jars/spark /opt/jars
-# Where the Spark Operator, like spark-submit, starts drivers and executors; anything else is run as it is.
+# The Spark Operator and spark-submit start drivers and executors by this entry point; it runs other commands as they are.
 COPY --chmod=755 deploy/kubernetes/spark-entrypoint /opt/entrypoint.sh
 COPY deploy/kubernetes/spark-main.py /opt/audit.py
 ENV PATH=/opt/fencepost/bin:$PATH \

@@ -1,1 +1,1 @@
-"""How Fencepost is run."""
+"""Runs Fencepost: the local stack, the demo, images and Kubernetes."""

@@ -1,4 +1,4 @@
-"""What the local scripts say to a person: progress, colour on a terminal, one line for an error."""
+"""Prints the output of the local scripts: progress, colour on a terminal, one line for an error."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn, TextIO, TypeVar, cast
 
-# Nobody wants to read about what is over at once; beyond this, silence looks like a hang.
+# Work that takes longer shows its progress; without it the script would look like it hangs.
 _QUIET_S = 2.0
 _TICK_S = 0.5
 T = TypeVar("T")
@@ -20,23 +20,23 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StackError(RuntimeError):
-    """A part of the local stack did not do what it should; the text says what, and where its log is."""
+    """A part of the local stack failed; the text says how, and where its log is."""
 
 
 def say(text: str = "", stream: TextIO | None = None) -> None:
-    """Write one line, at once."""
+    """Print one line and flush it."""
     out = stream or sys.stdout
     out.write(text + "\n")
     out.flush()
 
 
 def colours(stream: TextIO | None = None) -> bool:
-    """Whether colour is welcome: a terminal, and NO_COLOR not set."""
+    """Check whether to print in colour: on a terminal, without NO_COLOR."""
     return (stream or sys.stdout).isatty() and "NO_COLOR" not in os.environ
 
 
 def paint(text: str, code: str, stream: TextIO | None = None) -> str:
-    """`text` in an ANSI colour (`code` as in "32" or "1;31") where colour is welcome."""
+    """Format a text in an ANSI colour (`code` as in "32" or "1;31"), if the output is in colour."""
     return f"\x1b[{code}m{text}\x1b[0m" if colours(stream) else text
 
 
@@ -58,7 +58,7 @@ def dim(text: str) -> str:
 
 @contextmanager
 def progress(what: str) -> Iterator[None]:
-    """Tell that `what` is going on if it takes longer than two seconds, and how long it took.
+    """Show that `what` goes on if the context takes longer than two seconds, and then how long it took.
 
     On a terminal a clock runs in the line; elsewhere (a log) there is one line at the start and one at the end.
     """
@@ -85,7 +85,7 @@ def _tick(what: str, begun: float, done: threading.Event) -> None:
 
 
 def _line(text: str, *, last: bool) -> None:
-    """One line on stderr; on a terminal it replaces the one before."""
+    """Print one line to stderr; on a terminal it replaces the previous line."""
     start = "\r\x1b[K" if colours(sys.stderr) else ""
     sys.stderr.write(f"{start}{text}" + ("\n" if last else ""))
     sys.stderr.flush()
@@ -94,8 +94,8 @@ def _line(text: str, *, last: bool) -> None:
 def run(main: Callable[[], int]) -> NoReturn:
     """Run a script's `main` and exit with what it returns.
 
-    An error of the stack becomes its text on stderr and exit code 1. SIGINT, SIGTERM and SIGHUP unwind `main`, so that
-    it stops what it started, and end in 130, 143 and 129 as shells know it. A second signal changes nothing.
+    For a StackError, prints its text to stderr and exits with 1. SIGINT, SIGTERM and SIGHUP raise in `main`, so that it
+    stops the processes that it started, and exit with 130, 143 and 129, as shells expect. A second signal is ignored.
     """
     _listen()
     try:
@@ -110,8 +110,8 @@ def run(main: Callable[[], int]) -> NoReturn:
 def run_loop(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine within `run`; a signal cancels it.
 
-    An exception raised out of a signal handler can hit the event loop between two of its own steps, and then a task
-    that it was about to run never runs again: the clean-up waits for it for ever.
+    An exception that a signal handler raises could interrupt the event loop itself: a task that the loop was about to
+    run would never run again, and the clean-up would wait for it for ever.
     """
     signals: list[signal.Signals] = []
 
@@ -135,7 +135,7 @@ def run_loop(main: Coroutine[Any, Any, T]) -> T:
     result = asyncio.run(listening())
     if signals:
         raise SystemExit(128 + signals[0])
-    _listen()  # the loop took its handlers away
+    _listen()  # the loop has removed the signal handlers
     return cast("T", result)
 
 

@@ -1,4 +1,4 @@
-"""Where things are: the project, and the cache outside of it."""
+"""Paths of the project, of the user's cache, and of a stack's data."""
 
 import contextlib
 import fcntl
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def cache() -> Path:
-    """The folder for what is fetched once: FENCEPOST_CACHE, else the user's own cache."""
+    """Return the folder of fetched files: FENCEPOST_CACHE, else one in the user's cache."""
     if chosen := os.environ.get("FENCEPOST_CACHE"):
         return Path(chosen).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -21,34 +21,34 @@ def cache() -> Path:
 
 
 def jars(kind: str) -> Path:
-    """The folder of the broker's jars ("kafka") or of Spark's ("spark")."""
+    """Return the folder of the broker's jars ("kafka") or of Spark's ("spark")."""
     return cache() / "jars" / kind
 
 
 def hermetic_environment() -> dict[str, str]:
-    """The caller's environment without any setting of Fencepost's.
+    """Return the caller's environment without any setting of Fencepost.
 
-    What a stack starts gets its settings from the stack alone: a FENCEPOST_KAFKA that points at another Kafka must
-    never be touched by a test or a demo.
+    Processes of a stack get their settings from the stack alone: a test or a demo must never connect to the Kafka of
+    the caller's FENCEPOST_KAFKA.
     """
     return {name: value for name, value in os.environ.items() if not name.startswith("FENCEPOST_")}
 
 
 @contextlib.contextmanager
 def local_folder(name: str = "", *, empty: bool = False) -> Iterator[Path]:
-    """A folder for one stack's data and logs: FENCEPOST_LOCAL_DIR, else `.local` in the project, or `name` in there.
+    """Return and lock a folder for one stack's data and logs: FENCEPOST_LOCAL_DIR, else `.local` in the project.
 
     Args:
-        name: a folder within it; itself if not given.
-        empty: whether what an earlier stack left in the named folder goes.
+        name: a folder within that folder; default: the folder itself.
+        empty: whether to delete what an earlier stack left in the named folder.
 
     Raises:
-        StackError: another stack runs in it.
+        StackError: another stack runs in the folder.
     """
     base = Path(os.environ.get("FENCEPOST_LOCAL_DIR") or ROOT / ".local").expanduser().absolute()
     folder = base / name
     base.mkdir(parents=True, exist_ok=True)
-    # The lock is beside the folder, or emptying it would take the lock away.
+    # The lock file is beside the folder, because emptying the folder would delete it.
     with (base / f"{name or 'up'}.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

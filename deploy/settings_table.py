@@ -1,6 +1,7 @@
-"""Every setting as a Markdown table, made from the settings class.
+"""Makes a Markdown table of all settings from the settings class.
 
-`python -m deploy.settings_table` prints it; with a file's name it puts it between the file's markers.
+`python -m deploy.settings_table` prints the table; with the name of a file, the table replaces that between its
+markers.
 """
 
 import sys
@@ -13,13 +14,13 @@ from service.contract import PREFIX, SharedSettings
 from service.core.settings import Settings
 
 NAME: Final = "settings"
-"""Of the markers."""
+"""The name in the markers."""
 
 HEAD: Final = ("variable", "default", "what it is", "read by")
 
 
 def table() -> str:
-    """The table, those that both halves read first."""
+    """Make the table; settings that the service and the job share come first."""
     shared = SharedSettings.variables()
     rows = [_row(name, text, "both" if name in shared else "service") for name, text in Settings.variables().items()]
     return "\n".join(_line(row) for row in (HEAD, ("---",) * len(HEAD), *rows)) + "\n"

@@ -1,6 +1,6 @@
-"""The state machines of a slot and of a request as Mermaid diagrams, made from the tables that the service runs.
+"""Makes Mermaid diagrams of the states of a slot and of a request from the tables that the service runs.
 
-`python -m deploy.state_diagrams FILE` puts them between the file's markers.
+`python -m deploy.state_diagrams FILE` replaces the diagrams between the file's markers.
 """
 
 import sys

@@ -1,1 +1,1 @@
-"""The demo: real records through crashes, with Fencepost and without, and the audit of both."""
+"""The demo: writes real records during crashes, with Fencepost and without, and audits both."""

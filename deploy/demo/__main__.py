@@ -1,4 +1,4 @@
-"""The demo: `./deploy/local/demo [--events N]`. Exit 0 only if it shows what it claims."""
+"""The demo: `./deploy/local/demo [--events N]`. Exits with 0 only if all its claims hold."""
 
 import argparse
 import asyncio
@@ -26,7 +26,7 @@ _PROGRESS_S = 0.1
 
 @dataclass(frozen=True)
 class Outcome:
-    """What there is to judge and to show."""
+    """The results of the demo: what was sent, what is in Kafka, and what the audit found."""
 
     sent: list[str]
     tally: Tally
@@ -36,7 +36,7 @@ class Outcome:
     report: Report
 
     def mistakes(self) -> list[str]:
-        """Where the demo does not show what it claims, a line each."""
+        """List the claims that do not hold, a line each."""
         return [
             *verdict.with_fencepost(self.sent, self.tally, self.first),
             *verdict.without_fencepost(self.plain, self.second),
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def _play(stack: contextlib.ExitStack, folder: Path, count: int) -> Outcome:
-    """The whole story; what it starts, `stack` stops."""
+    """Run the whole demo; `stack` stops all processes that it starts."""
     screen = Screen()
     screen.step("Starting real Kafka, real Redis and two service processes")
     kafka, redis, services = _start(stack, folder, screen)
@@ -105,7 +105,7 @@ def _start(stack: contextlib.ExitStack, folder: Path, screen: Screen) -> tuple[K
 
 
 async def _load(screen: Screen, events: list[Flight], services: list[Service], redis: Redis) -> Tally:
-    """Send all events while things go wrong."""
+    """Send all events while a process is killed and Redis is flushed."""
     client = Client([service.url for service in services], WITH)
     total = len(events)
 

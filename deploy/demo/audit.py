@@ -1,4 +1,4 @@
-"""The reconciliation job, run as an operator runs it, and its report."""
+"""Runs the reconciliation job as an operator does, and reads its report."""
 
 import json
 import re
@@ -15,15 +15,15 @@ from deploy.demo.client import Place
 from deploy.install import java
 from deploy.stack.process import Process
 
-_RUN_S = 600.0  # half a minute on an idle machine; this only ends what hangs
+_RUN_S = 600.0  # a run takes half a minute on an idle machine: this bound ends a run that hangs
 _POLL_S = 0.1
 _CLEAN, _FINDINGS = 0, 3
-_PROGRESS = re.compile(r"^ *[\d.]+s  (.+)\n", re.MULTILINE)  # the job's lines of progress: its clock, and what it does
+_PROGRESS = re.compile(r"^ *[\d.]+s  (.+)\n", re.MULTILINE)  # a line of the job's progress: seconds, and the step
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What the demo needs of a finding."""
+    """The fields of a finding that the demo uses."""
 
     kind: str
     cause: str | None
@@ -34,7 +34,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """A run's report: its findings, its balance, and where a person can read it."""
+    """The report of a run: findings, balance, and the path of the page."""
 
     findings: list[Finding]
     balance: dict[str, int]
@@ -42,7 +42,7 @@ class Report:
 
 
 class Job(Process):
-    """`python -m spark`, once."""
+    """One run of `python -m spark`."""
 
     def __init__(self, folder: Path, kafka: str, topics: Sequence[str]) -> None:
         super().__init__("job", folder)
@@ -51,7 +51,7 @@ class Job(Process):
         self._report = folder / "report"
 
     def start(self) -> None:
-        """Start one run."""
+        """Start the run."""
         arguments: list[str | Path] = ["--lake", self.folder / "lake", "--report", self._report]
         arguments += ["--topics", ",".join(self._topics)]
         environment = {
@@ -63,10 +63,10 @@ class Job(Process):
         self.spawn([sys.executable, "-m", "spark", *arguments], env=environment, cwd=places.ROOT)
 
     def report(self, tell: Callable[[str], None]) -> Report:
-        """Wait for the run's end, and read what it found; `tell` gets what it says about its progress.
+        """Wait for the run's end and read its report; `tell` is called with each line of progress.
 
         Raises:
-            StackError: it could not run, or takes too long.
+            StackError: the run was not possible, or takes too long.
         """
         told = 0
         deadline = time.monotonic() + _RUN_S

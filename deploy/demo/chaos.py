@@ -1,4 +1,4 @@
-"""What goes wrong during the load: one process dies, and Redis forgets everything."""
+"""Faults during the load: one process is killed, and Redis is flushed."""
 
 import asyncio
 import time
@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 
 from deploy.stack import Redis, Service, StackError
 
-_DOWN_S = 1.0  # for how long the killed process stays away
-_RECOVERY_S = 60.0  # a flush costs a replay of the ledger, a second or two here
+_DOWN_S = 1.0  # until the killed process is started again
+_RECOVERY_S = 60.0  # store recovery replays the ledger, which takes a second or two here
 _POLL_S = 0.02
 
 Say = Callable[[str], None]
@@ -19,14 +19,14 @@ async def chaos(
     """Kill `service` at a third of the load and flush Redis at two thirds.
 
     Args:
-        reached: waits until that share of the load is done, 0 to 1.
+        reached: waits until this share of the load is done, 0 to 1.
         service: the process to kill, and to start again.
         redis: the store to flush.
         services: all processes.
-        say: tells a person.
+        say: prints a line.
 
     Raises:
-        StackError: a process did not come back.
+        StackError: a process did not become ready again.
     """
     await reached(1 / 3)
     await asyncio.to_thread(service.kill)
@@ -45,7 +45,7 @@ async def chaos(
 
 
 async def _until_whole(services: list[Service]) -> None:
-    """Until every process has noticed the loss, and is ready again."""
+    """Wait until every process has noticed the flush, and is ready again."""
     deadline = time.monotonic() + _RECOVERY_S
     waiting = list(services)
     while waiting:

@@ -1,4 +1,4 @@
-"""A client as it should be: it sends again, with the same key, until it knows."""
+"""A correct client: sends each event again, with the same key, until its outcome is known."""
 
 import asyncio
 import itertools
@@ -14,18 +14,18 @@ from deploy.demo.flights import Flight
 from deploy.demo.http import Answer, Connection, NoAnswer
 
 CONCURRENCY = 64  # requests under way at a time
-AGAIN = 0.1  # of the events are sent once more, long after they were answered, as clients with bad memories do
-_REQUEST_S = 15.0  # longer than the service's own deadline of 10 s: its word is better than our guess
-_GIVE_UP_S = 120.0  # for one event; a crash costs seconds, so by then something is broken
+AGAIN = 0.1  # share of the events that are sent again long after their answer, as a client does that lost the answer
+_REQUEST_S = 15.0  # longer than the service's deadline of 10 s, so that the service's answer decides
+_GIVE_UP_S = 120.0  # for one event; a crash delays an event by seconds only
 _BACKOFF_S = (0.05, 1.0)  # the first pause after an error, and the longest
 
-# The server has understood, and will say the same again.
+# A retry would get the same answer.
 _FINAL = frozenset({400, 401, 403, 404, 413, 415, 422})
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a record is."""
+    """The coordinates of a record."""
 
     partition: int
     offset: int
@@ -33,7 +33,7 @@ class Place:
 
 @dataclass
 class Tally:
-    """What the client saw. Times in seconds."""
+    """The answers and errors that the client got. Times in seconds."""
 
     requests: int = 0
     replays: int = 0
@@ -44,25 +44,25 @@ class Tally:
 
 
 class Client:
-    """Sends events to any of several service processes, a bounded number at a time."""
+    """Sends events to several service processes, CONCURRENCY at a time."""
 
     def __init__(self, urls: Sequence[str], topic: str) -> None:
         self.tally = Tally()
         self._urls = urls
         self._topic = topic
-        self._known: list[tuple[Flight, bytes]] = []  # events that were answered, and how
+        self._known: list[tuple[Flight, bytes]] = []  # answered events, with their answers
         self._settled = 0
         self._milestones: list[tuple[int, asyncio.Event]] = []
 
     async def send(self, events: Iterable[Flight]) -> None:
-        """Send each event until it is answered for good; some are sent once more later."""
+        """Send each event until its answer is final; send some of them again later."""
         queue = iter(events)
         async with asyncio.TaskGroup() as workers:
             for _ in range(CONCURRENCY):
                 workers.create_task(self._work(queue))
 
     async def settled(self, count: int) -> None:
-        """Wait until so many events have their answer, or none to hope for."""
+        """Wait until this many events have a final answer or were given up."""
         done = asyncio.Event()
         self._milestones.append((count, done))
         self._look_at_milestones()
@@ -102,7 +102,7 @@ class Client:
             self.tally.mistakes.append(f"{event.key} was answered {before!r}, and then {answer.body!r}")
 
     async def _until_known(self, connections: Sequence[Connection], event: Flight) -> Answer | None:
-        """Send until 201, or until there is no hope (None, and a mistake is noted)."""
+        """Send an event until 201; None, and a mistake is noted, if it is refused or given up."""
         begun = time.monotonic()
         for attempt in itertools.count():
             answer = await self._once(random.choice(connections), event)
@@ -136,7 +136,7 @@ def _is_replay(answer: Answer) -> bool:
 
 
 def _pause_s(answer: Answer | NoAnswer, attempt: int) -> float:
-    """How long to wait before the next try: as told, else longer each time; never all clients at once."""
+    """Compute the pause before the next try: Retry-After if present, else growing; with jitter."""
     first, longest = _BACKOFF_S
     told = answer.headers.get("retry-after", "") if isinstance(answer, Answer) else ""
     wait = float(told) if told.isdecimal() else first * 2 ** min(attempt, 10)

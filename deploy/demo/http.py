@@ -1,6 +1,6 @@
-"""As much of an HTTP/1.1 client as a load needs: POST over connections that stay open.
+"""A minimal HTTP/1.1 client for a load: POST over connections that stay open.
 
-httpx would do, but costs 5 ms of processor time a request with many connections: the demo would measure the client.
+httpx takes 5 ms of CPU for each request with many connections, so that the demo would measure the client.
 """
 
 import asyncio
@@ -11,12 +11,12 @@ from urllib.parse import urlsplit
 
 
 class NoAnswer(Exception):
-    """The request may have done its work or not: no answer came, or not the whole of it."""
+    """No complete response came: the request may have been carried out or not."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A response; header names are in lower case."""
+    """A response. Header names are in lower case."""
 
     status: int
     headers: dict[str, str]
@@ -25,17 +25,17 @@ class Answer:
 
 @dataclass
 class Connection:
-    """One connection to one server, opened when needed; not for use by two tasks at once."""
+    """One connection to one server, opened when needed. Only one task at a time may use it."""
 
     url: str
     timeout_s: float
     _streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = field(default=None, init=False)
 
     async def post(self, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
-        """Send one request and read its answer.
+        """Send one request and read its response.
 
         Raises:
-            NoAnswer: refused, broken off, timed out, or not HTTP; the connection is closed.
+            NoAnswer: the connection was refused, ended or timed out, or the response is not HTTP; it is closed now.
         """
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -71,7 +71,7 @@ class Connection:
 
 
 async def _read_answer(reader: asyncio.StreamReader) -> Answer:
-    """Read status, headers, and a body of the length that they tell.
+    """Read the status, the headers, and a body of the length that the headers give.
 
     Raises:
         EOFError: the server closed the connection before the end.

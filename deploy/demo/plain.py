@@ -1,9 +1,9 @@
-"""Today's practice, as a program: Kafka's idempotent producer, and a journal of what was answered.
+"""The usual practice without Fencepost: Kafka's idempotent producer, and a journal of the acknowledged events.
 
 `python -m deploy.demo.plain --kafka SERVERS --topic TOPIC --start ROW --count N --journal FILE`
 
-It does what careful programs do: idempotence on, acks=all, progress saved a few times a second, and after a crash it
-sends again what it has no answer for. Kafka cannot know the new producer's records for the old ones.
+It is a careful program: idempotence, acks=all, progress saved a few times a second. After a crash it sends again all
+events without an acknowledgement in the journal. Kafka cannot recognise them, because the producer id is new.
 """
 
 import argparse
@@ -15,13 +15,13 @@ from confluent_kafka import KafkaError, Message, Producer
 from deploy.demo.flights import Flight, flights
 
 _SAVE_S = 0.2
-_RATE_PER_S = 4_000  # a source as fast as the load over HTTP; at full speed nobody could see it die
+_RATE_PER_S = 4_000  # as fast as the load over HTTP; at full speed it would end before it can be killed
 _POLL_S = 0.001
 _FLUSH_S = 60.0
 
 
 class PlainProducer:
-    """Sends events, and remembers over restarts which of them were answered."""
+    """Sends events, and keeps in a journal, over restarts, which of them were acknowledged."""
 
     def __init__(self, kafka: str, topic: str, journal: Path) -> None:
         self._producer = Producer({"bootstrap.servers": kafka, "enable.idempotence": True, "acks": "all"})
@@ -31,7 +31,7 @@ class PlainProducer:
         self._saved_at = time.monotonic()
 
     def send(self, events: list[Flight]) -> None:
-        """Send all that the journal does not have, at a steady rate, and return when all is answered and saved."""
+        """Send the events that the journal does not have, at a steady rate, until all are acknowledged and saved."""
         known = set(self._journal.read_text().splitlines()) if self._journal.exists() else set()
         begun = time.monotonic()
         for number, event in enumerate(event for event in events if event.key not in known):

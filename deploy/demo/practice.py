@@ -1,4 +1,4 @@
-"""Today's practice, driven: the plain producer is killed mid-way and started again."""
+"""Runs the usual practice without Fencepost: the plain producer is killed half-way and started again."""
 
 import random
 import sys
@@ -11,7 +11,7 @@ from deploy.stack.process import Process
 
 _POLL_S = 0.02
 _RUN_S = 120.0
-# A crash does not choose its moment: some time between two savings of the progress.
+# The crash comes at a random time between two savings of the progress.
 _MOMENT_S = (0.05, 0.15)
 
 Say = Callable[[str], None]
@@ -27,20 +27,20 @@ class Practice(Process):
         self._count = count
 
     def start(self) -> None:
-        """Start; the program goes on where its journal ends."""
+        """Start the program, which continues where its journal ends."""
         arguments = [*self._arguments, "--journal", str(self._journal)]
         command = [sys.executable, "-m", "deploy.demo.plain", *arguments]
         self.spawn(command, env=places.hermetic_environment(), cwd=places.ROOT)
 
     def answered(self) -> int:
-        """How many events the journal has."""
+        """Count the events in the journal."""
         return self._journal.read_bytes().count(b"\n") if self._journal.exists() else 0
 
     def crash_and_go_on(self, say: Say, update: Callable[[int], None]) -> None:
-        """Run it, kill it about half-way, run it again to its end.
+        """Run the program, kill it about half-way, and run it again to its end.
 
         Raises:
-            StackError: it failed, or takes too long.
+            StackError: the program failed, or takes too long.
         """
         with self:
             self.wait_until(lambda: self._reached(self._count // 2, update), _RUN_S)

@@ -1,4 +1,4 @@
-"""How the demo looks: steps with a clock, one live line for progress, and the table at the end."""
+"""Prints the demo: steps with a clock, one live line for progress, and the table at the end."""
 
 import contextlib
 import sys
@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from deploy.console import bold, colours, dim, paint, say
 
 _LIVE_S = 0.2  # how often the live line changes on a terminal
-_LOG_S = 5.0  # and how often a line is written elsewhere
-_QUIET_S = 2.0  # what is over sooner needs no progress
+_LOG_S = 5.0  # how often a line is printed elsewhere
+_QUIET_S = 2.0  # shorter work shows no progress
 _BAR = 24  # characters
 
 
 class Screen:
-    """Lines with the time since the start of their step."""
+    """Prints lines with the time since the start of their step."""
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
@@ -23,22 +23,22 @@ class Screen:
         self._live = colours()
 
     def step(self, title: str) -> None:
-        """A new part of the demo; its clock starts."""
+        """Begin a step of the demo, and start its clock."""
         self._begun = self._shown = time.monotonic()
         say(f"\n{bold(title)}")
 
     def note(self, text: str) -> None:
-        """Something happened."""
+        """Print an event of the step."""
         if self._live:
             sys.stdout.write("\r\x1b[K")
         say(self._clocked(text))
 
     def blow(self, text: str) -> None:
-        """Something bad happened."""
+        """Print a fault."""
         self.note(paint(text, "33"))
 
     def update(self, done: int, total: int, what: str) -> None:
-        """How far it is: one live line on a terminal, a line now and then elsewhere."""
+        """Show the progress: one live line on a terminal, a line every _LOG_S elsewhere."""
         if time.monotonic() < self._shown + (_LIVE_S if self._live else _LOG_S):
             return
         self._shown = time.monotonic()
@@ -50,7 +50,7 @@ class Screen:
 
     @contextlib.contextmanager
     def busy(self, what: str) -> Iterator[None]:
-        """Something whose end nobody can tell: the clock runs, or at least a line says that it is going on."""
+        """Show that work of unknown length goes on: by a clock on a terminal, else by a line."""
         done = threading.Event()
         ticker = threading.Thread(target=self._tick, args=(what, done), daemon=True)
         ticker.start()
@@ -78,7 +78,7 @@ class Screen:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they must be: the first to the left, the others to the right."""
+    """Format rows as a table, the first column aligned left, the others right."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
 
     def line(row: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""What is truly in a topic, read by another client than the service's and the job's."""
+"""Reads what is in a topic, with another client library than the service's and the job's."""
 
 import time
 import uuid
@@ -19,24 +19,24 @@ from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-d
 from deploy.console import StackError
 from deploy.demo.client import Place
 
-_SETTLE_S = 30.0  # markers are written within milliseconds of a commit; a transaction nobody ends takes 10 s
+_SETTLE_S = 30.0  # markers come milliseconds after a commit; the broker aborts an open transaction after 10 s
 _READ_S = 60.0
 _POLL_S = 0.1
 _CALL_S = 10.0
-# Of librdkafka: warnings and worse. That a finished client drops its last events is of no use to a reader of the demo.
+# Log level of librdkafka: warnings and worse. Lines about a closed client's last events would only confuse.
 _LOG_LEVEL = 4
 
 
 @dataclass
 class Topic:
-    """Where each key's records are, and how many records have no key."""
+    """The coordinates of each key's records, and the number of records without a key."""
 
     places: dict[str, list[Place]] = field(default_factory=lambda: defaultdict(list))
     unkeyed: int = 0
 
     @property
     def repeated(self) -> dict[str, list[Place]]:
-        """The keys that are there more than once."""
+        """The keys with more than one record."""
         return {key: places for key, places in self.places.items() if len(places) > 1}
 
     @property
@@ -102,10 +102,10 @@ def _at(message: Message) -> tuple[int, int]:
 
 
 def _settled_ends(kafka: str, topic: str) -> dict[int, int]:
-    """The end of each partition, once no transaction is open below it.
+    """Look up the end of each partition, once no transaction is open below it.
 
     Raises:
-        StackError: one stays open.
+        StackError: a transaction stays open.
     """
     admin = AdminClient({"bootstrap.servers": kafka, "log_level": _LOG_LEVEL})
     deadline = time.monotonic() + _SETTLE_S

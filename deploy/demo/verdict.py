@@ -1,4 +1,4 @@
-"""Whether the demo shows what it claims; every mistake is a line."""
+"""Checks the claims of the demo; returns a line for each that does not hold."""
 
 from collections.abc import Collection, Mapping
 
@@ -7,11 +7,11 @@ from deploy.demo.client import Place, Tally
 from deploy.demo.truth import Topic
 from service.contract.wire import event_id
 
-_SHOWN = 5  # examples of a mistake; one is enough to look into
+_SHOWN = 5  # examples of one kind of mistake
 
 
 def with_fencepost(sent: Collection[str], tally: Tally, topic: Topic) -> list[str]:
-    """Every event exactly once, at the place that was answered, and nothing else."""
+    """Check that the topic has every event exactly once, at the offset of its answer, and nothing else."""
     wrong = [*tally.mistakes]
     wrong += _each("was acknowledged but is not there", [key for key in tally.answers if key not in topic.places])
     wrong += _each("has no answer", [key for key in sent if key not in tally.answers])
@@ -25,19 +25,19 @@ def with_fencepost(sent: Collection[str], tally: Tally, topic: Topic) -> list[st
 
 
 def without_fencepost(sent: Collection[str], topic: Topic) -> list[str]:
-    """Today's practice loses nothing: that is what it pays with duplicates for."""
+    """Check that the plain producer lost no event; it may have written duplicates."""
     wrong = _each("is not there", [key for key in sent if key not in topic.places])
     wrong += _each("is there, but nobody sent it", [key for key in topic.places if key not in set(sent)])
     return wrong
 
 
 def of_the_job(report: Report, repeated: Mapping[str, list[Place]], topic: str) -> list[str]:
-    """The job found the duplicates that are in `topic`, all of them, and nothing else anywhere.
+    """Check that the job found exactly the duplicates that are in `topic`, and nothing in other topics.
 
     Args:
-        report: what it found.
-        repeated: the keys with more than one record in the topic, and where these are.
-        topic: the only topic in which there is something to find.
+        report: the report of the job.
+        repeated: the keys with more than one record in the topic, with their coordinates.
+        topic: the only topic with duplicates.
     """
     truth = {event_id(key).hex(): frozenset(places) for key, places in repeated.items()}
     found = {each.id or "": each.places for each in report.findings if each.kind == "duplicate" and each.topic == topic}
@@ -52,14 +52,14 @@ def of_the_job(report: Report, repeated: Mapping[str, list[Place]], topic: str) 
 
 
 def of_the_balance(report: Report, sent: int) -> list[str]:
-    """The job's own count: all that was accepted was delivered once."""
+    """Check the job's balance: every accepted event was delivered once."""
     expected = {name: 0 for name in report.balance if name != "records"} | {"accepted": sent, "delivered_once": sent}
     names = [name for name, count in expected.items() if report.balance.get(name) != count]
     return [f"the job counts {report.balance.get(name)} {name}, not {expected[name]}" for name in names]
 
 
 def _each(what: str, keys: Collection[str]) -> list[str]:
-    """A line for the first few, and one that counts the rest."""
+    """Return the first lines, and one that counts the rest."""
     lines = [f"{key} {what}" for key in list(keys)[:_SHOWN]]
     if len(keys) > _SHOWN:
         lines.append(f"... and {len(keys) - _SHOWN:,} more: {what}")

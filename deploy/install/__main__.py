@@ -1,4 +1,4 @@
-"""Sees to Java and the jars: `python -m deploy.install`."""
+"""`python -m deploy.install`: installs Java and the jars, if they are missing."""
 
 from deploy.console import run
 from deploy.install import jars, java

@@ -1,4 +1,4 @@
-"""Debian's packages, where this user may install them."""
+"""Installs packages of Debian, if this user may."""
 
 import os
 import shutil
@@ -8,15 +8,15 @@ from deploy.console import StackError, progress
 
 
 def installable() -> bool:
-    """Whether packages can be installed here: root, on Debian or a system made from it."""
+    """Check whether packages can be installed: as root, on Debian or a system derived from it."""
     return os.geteuid() == 0 and shutil.which("apt-get") is not None
 
 
 def install(package: str, what: str) -> None:
-    """Install a package, without what it merely recommends.
+    """Install a package without its recommended packages.
 
     Raises:
-        StackError: apt-get failed; the text has its words.
+        StackError: apt-get failed; the text has its message.
     """
     with progress(f"installing {what} ({package})"):
         _apt("update")

@@ -1,7 +1,7 @@
-"""Two ways to fetch jars by exact name from the user's Maven repository: Maven itself, and the Ivy in PySpark.
+"""Two fetchers of jars from the user's Maven repository: Maven itself, and the Ivy in PySpark.
 
-Both are told each artifact by its coordinates and no transitive ones, and put `artifact-version.jar` into
-`folder/kind/`. Where they fetch from is their own configuration, as ever.
+Both fetch each artifact by its exact coordinates, without transitive dependencies, and put `artifact-version.jar` into
+`folder/kind/`. The repository is that of their own configuration.
 """
 
 import importlib.util
@@ -15,12 +15,12 @@ from xml.sax.saxutils import quoteattr
 
 from deploy.install import java
 
-_TIMEOUT_S = 900.0  # a slow line and 60 MB
+_TIMEOUT_S = 900.0  # for 60 MB over a slow network
 _MAVEN_PLUGIN = "org.apache.maven.plugins:maven-dependency-plugin:3.8.1"
 
 
 class Artifact(Protocol):
-    """What to fetch, and the folder it belongs to."""
+    """A jar to fetch: its coordinates, and the folder (kind) it belongs to."""
 
     @property
     def kind(self) -> str: ...
@@ -36,11 +36,11 @@ Fetcher = Callable[[Sequence[Artifact], Path], None]
 
 
 class FetchError(RuntimeError):
-    """A fetcher failed; the text has the end of what it said."""
+    """A fetcher failed; the text has the end of its output."""
 
 
 def fetchers() -> list[Fetcher]:
-    """Those that are here, in order of choice: Maven takes seconds, Ivy most of a minute."""
+    """List the fetchers that are installed, in order of choice: Maven takes seconds, Ivy most of a minute."""
     found: list[Fetcher] = []
     if shutil.which("mvn"):
         found.append(with_maven)
@@ -50,7 +50,7 @@ def fetchers() -> list[Fetcher]:
 
 
 def with_maven(artifacts: Sequence[Artifact], folder: Path) -> None:
-    """Copy the artifacts by Maven's dependency plugin, all in one run.
+    """Copy all artifacts in one run of Maven's dependency plugin.
 
     Raises:
         FetchError: Maven failed.
@@ -61,10 +61,10 @@ def with_maven(artifacts: Sequence[Artifact], folder: Path) -> None:
 
 
 def with_ivy(artifacts: Sequence[Artifact], folder: Path) -> None:
-    """Retrieve the artifacts by the Ivy that PySpark brings, with its built-in settings.
+    """Retrieve the artifacts with the Ivy in PySpark, with its built-in settings.
 
     Raises:
-        FetchError: PySpark is not here, or Ivy failed.
+        FetchError: PySpark is not installed, or Ivy failed.
     """
     ivy = ivy_jar()
     if ivy is None:
@@ -74,12 +74,12 @@ def with_ivy(artifacts: Sequence[Artifact], folder: Path) -> None:
     target = folder / "[conf]" / "[artifact]-[revision].[ext]"
     command: list[str | Path] = [java.home() / "bin" / "java", "-jar", ivy, "-ivy", module]
     command += ["-cache", folder / "ivy-cache", "-retrieve", target]
-    command += ["-types", "jar", "bundle"]  # some jars are OSGi bundles to Ivy
+    command += ["-types", "jar", "bundle"]  # Ivy calls some jars OSGi bundles
     _run(command, folder)
 
 
 def ivy_jar() -> Path | None:
-    """The Ivy jar inside PySpark, None where PySpark is not installed."""
+    """Find the Ivy jar in PySpark; None if PySpark is not installed."""
     found = importlib.util.find_spec("pyspark")
     folders = found.submodule_search_locations if found else None
     return next((jar for folder in folders or () for jar in Path(folder).glob("jars/ivy-*.jar")), None)
@@ -106,7 +106,7 @@ def _run(command: Sequence[str | Path], folder: Path) -> None:
 
 
 def _pom(artifacts: Sequence[Artifact], folder: Path) -> str:
-    """A Maven project that does nothing but copy the artifacts."""
+    """Make a Maven project that only copies the artifacts."""
     items = "\n".join(
         f"<artifactItem><groupId>{a.group}</groupId><artifactId>{a.artifact}</artifactId>"
         f"<version>{a.version}</version><outputDirectory>{folder / a.kind}</outputDirectory></artifactItem>"
@@ -127,7 +127,7 @@ def _pom(artifacts: Sequence[Artifact], folder: Path) -> str:
 
 
 def _ivy_module(artifacts: Sequence[Artifact]) -> str:
-    """An Ivy module with one configuration for each kind; `all` lets two versions of a jar stand side by side."""
+    """Make an Ivy module with one configuration for each kind; `all` keeps several versions of a jar."""
     confs = "\n".join(f"<conf name={quoteattr(kind)}/>" for kind in sorted({a.kind for a in artifacts}))
     dependencies = "\n".join(
         f"<dependency org={quoteattr(a.group)} name={quoteattr(a.artifact)} rev={quoteattr(a.version)} "

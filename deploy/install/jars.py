@@ -1,4 +1,4 @@
-"""The jars of the broker and of Spark: locked by checksum, fetched once, kept in the cache outside the tree."""
+"""Installs the jars of the broker and of Spark: locked by checksum, fetched once, kept in the user's cache."""
 
 import contextlib
 import fcntl
@@ -17,7 +17,7 @@ LOCKS = {"kafka": Path(__file__).with_name("kafka.lock"), "spark": places.ROOT /
 
 @dataclass(frozen=True)
 class Jar:
-    """One line of a lock file, and the folder that its jar belongs to."""
+    """One line of a lock file, and the folder (kind) that its jar belongs to."""
 
     kind: str
     group: str
@@ -34,15 +34,15 @@ class Jar:
         return places.jars(self.kind) / self.file
 
     def is_right(self, path: Path) -> bool:
-        """Whether this very jar is at `path`."""
+        """Check whether the file at `path` is this jar, by its checksum."""
         return path.is_file() and _sha256(path) == self.sha256
 
 
 def read_lock(kind: str, path: Path) -> list[Jar]:
-    """The jars of a lock file: lines of `sha256  group:artifact:version`, and comments.
+    """Read the jars of a lock file: lines of `sha256  group:artifact:version`, and comments.
 
     Raises:
-        StackError: a line that is neither.
+        StackError: a line is neither.
     """
     jars = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -58,25 +58,25 @@ def read_lock(kind: str, path: Path) -> list[Jar]:
 
 
 def locked(locks: Mapping[str, Path] = LOCKS) -> list[Jar]:
-    """Every jar of every lock file."""
+    """List every jar of every lock file."""
     return [jar for kind, path in locks.items() for jar in read_lock(kind, path)]
 
 
 def ensure(jars: Sequence[Jar] | None = None, ways: Sequence[Fetcher] | None = None) -> None:
-    """See to it that each jar is in the cache, checked: the missing ones are fetched in one go.
+    """Fetch the jars that the cache lacks, all at once, and check their checksums.
 
     Args:
-        jars: those to have; every locked one if not given.
-        ways: how to fetch, tried in this order; Maven and Ivy, as far as they are here, if not given.
+        jars: the wanted jars; default: all locked jars.
+        ways: the fetchers, tried in this order; default: Maven and Ivy, if they are installed.
 
     Raises:
-        StackError: no way worked, or a jar came with another checksum (then none is kept).
+        StackError: all fetchers failed, or a jar has another checksum (then none is kept).
     """
     wanted = locked() if jars is None else jars
     if not _missing(wanted):
         return
     with _lock(places.cache()):
-        missing = _missing(wanted)  # another process may have fetched them while this one waited
+        missing = _missing(wanted)  # another process may have fetched them while this one waited for the lock
         if not missing:
             return
         with (
@@ -88,7 +88,7 @@ def ensure(jars: Sequence[Jar] | None = None, ways: Sequence[Fetcher] | None = N
 
 
 def classpath(kind: str) -> str:
-    """The class path of a kind, by the lock file: what else may lie in the folder is not taken."""
+    """Make the class path of a kind from the lock file; other files in the folder are ignored."""
     return ":".join(str(jar.path) for jar in read_lock(kind, LOCKS[kind]))
 
 
@@ -97,7 +97,7 @@ def _missing(jars: Sequence[Jar]) -> list[Jar]:
 
 
 def _fetch(jars: Sequence[Jar], folder: Path, ways: Sequence[Fetcher]) -> None:
-    """Fetch into `folder`/kind by the first way that works."""
+    """Fetch into `folder`/kind by the first fetcher that succeeds."""
     errors = []
     for way in ways:
         try:
@@ -110,7 +110,7 @@ def _fetch(jars: Sequence[Jar], folder: Path, ways: Sequence[Fetcher]) -> None:
 
 
 def _place(jars: Sequence[Jar], folder: Path) -> None:
-    """Check all, and only then put each in its place, whole or not at all."""
+    """Check all jars, then move each atomically into the cache."""
     wrong = [jar for jar in jars if not jar.is_right(folder / jar.kind / jar.file)]
     if wrong:
         raise StackError("\n".join(_complaint(jar, folder / jar.kind / jar.file) for jar in wrong))
@@ -131,7 +131,7 @@ def _sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """One process at a time fetches into a cache."""
+    """Hold the lock of a cache: one process at a time fetches into it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""A Java runtime that Kafka 4.3 and Spark 4.2 both run on, installed where it is missing and can be."""
+"""Finds or installs a Java runtime for both Kafka 4.3 and Spark 4.2."""
 
 import functools
 import os
@@ -13,18 +13,18 @@ from deploy.console import StackError, say
 from deploy.install import debian
 
 OLDEST = 17
-TESTED = (17, 21)  # taken first: newer ones should do, but nobody has promised that
+TESTED = (17, 21)  # preferred: neither program is tested with newer versions
 _PACKAGE = "openjdk-17-jre-headless"
-# Where Linux distributions, macOS and Homebrew put them.
+# The folders of Linux distributions, macOS and Homebrew.
 _USUAL = ("usr/lib/jvm/*", "Library/Java/JavaVirtualMachines/*/Contents/Home", "opt/homebrew/opt/openjdk*")
 
 
 @functools.cache
 def home() -> Path:
-    """The home folder of the Java to use, installed now if need be.
+    """Return the home folder of a Java, which is installed now if none is found.
 
     Raises:
-        StackError: there is none and it cannot be installed here; the text says what to install.
+        StackError: there is none and it cannot be installed; the text says what to install.
     """
     if found := find():
         return found
@@ -44,10 +44,10 @@ def home() -> Path:
 
 
 def find() -> Path | None:
-    """The best Java on this machine, or None.
+    """Find the best Java on this machine, or None.
 
-    JAVA_HOME comes first, then PATH, then the usual folders. One that is broken or too old is passed over, wherever
-    it comes from; a version that both programs are tested with is preferred to a newer one.
+    JAVA_HOME comes first, then PATH, then the usual folders. A broken or too old Java is skipped; a version that both
+    programs are tested with is preferred to a newer one.
     """
     newer: Path | None = None
     for candidate in _candidates():
@@ -60,12 +60,12 @@ def find() -> Path | None:
 
 
 def environment() -> dict[str, str]:
-    """What a program needs in its environment to run on the same Java (PySpark reads JAVA_HOME)."""
+    """Return the environment variables by which a program runs on this Java (PySpark reads JAVA_HOME)."""
     return {"JAVA_HOME": str(home())}
 
 
 def version_of(candidate: Path) -> int | None:
-    """The major version of the Java in this home folder, None if there is none that runs."""
+    """Read the major version of the Java in a home folder; None if there is none that runs."""
     program = candidate / "bin" / "java"
     if not program.is_file():
         return None
@@ -76,12 +76,12 @@ def version_of(candidate: Path) -> int | None:
     found = re.search(r'version "(\d+)(?:\.(\d+))?', shown.stderr)
     if found is None:
         return None
-    # Java 8 and older call themselves 1.8.
+    # Java 8 and older report 1.8.
     return int(found[2] or 0) if found[1] == "1" else int(found[1])
 
 
 def _candidates() -> Iterator[Path]:
-    """Home folders in order of choice, each once (/usr/lib/jvm is full of links)."""
+    """List home folders in order of choice, each once (/usr/lib/jvm has several links to one folder)."""
     seen: set[Path] = set()
     for place in _places():
         resolved = place.resolve()

@@ -1,4 +1,4 @@
-"""Where spark-submit begins: `python -m spark`, from a file, because spark-submit takes no module."""
+"""Runs `python -m spark` from a file, because spark-submit takes no module."""
 
 import sys
 

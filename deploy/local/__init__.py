@@ -1,1 +1,1 @@
-"""The scripts for one machine: `demo` and `up`."""
+"""The scripts for one machine, `demo` and `up`."""

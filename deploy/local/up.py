@@ -1,4 +1,4 @@
-"""The stack in the foreground, for a person to try: `./deploy/local/up`."""
+"""`./deploy/local/up`: runs the stack in the foreground."""
 
 import contextlib
 import os
@@ -13,14 +13,15 @@ from deploy.stack import Kafka, Process, Redis, Service, StackError, port_or_fre
 
 TOPIC = "demo"
 _TOPIC_PARTITIONS = 4
-_LOOK_S = 0.25  # how soon it is noticed that a part has died
+_LOOK_S = 0.25  # between two checks that all parts run
 
-# What begins so is the stack's to set: it never touches another Kafka or Redis, nor does it with their passwords.
+# Variables with these prefixes are set by the stack alone: it never connects to another Kafka or Redis, nor uses their
+# passwords.
 _OURS = ("FENCEPOST_KAFKA", "FENCEPOST_REDIS", "FENCEPOST_HOST", "FENCEPOST_PORT")
 
 
 def main() -> NoReturn:
-    """Start all, tell where it is, and stay until somebody says stop."""
+    """Start all parts, print their addresses, and run until a signal."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(local_folder())
         stack.callback(say, "stopped")
@@ -54,10 +55,10 @@ def _start(stack: contextlib.ExitStack, what: str, process: Process, where: str)
 
 
 def _stay(*processes: Process) -> NoReturn:
-    """Until a signal ends it from outside.
+    """Watch the parts until a signal ends the process.
 
     Raises:
-        StackError: a part has died.
+        StackError: a part has ended.
     """
     while True:
         for process in processes:
@@ -67,7 +68,7 @@ def _stay(*processes: Process) -> NoReturn:
 
 
 def callers_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The caller's settings for the service, except where the stack has the say."""
+    """Return the caller's settings for the service, except those that the stack sets."""
     return {
         name: value
         for name, value in environment.items()
@@ -77,7 +78,7 @@ def callers_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _addresses(file: Path, kafka: Kafka, redis: Redis, service: Service) -> Iterator[None]:
-    """The addresses for a shell to source, as long as they hold."""
+    """Write the addresses to a file for a shell to source; remove it at the end."""
     lines = {"KAFKA": kafka.bootstrap, "REDIS": redis.url, "URL": service.url}
     file.write_text("".join(f"FENCEPOST_{name}={value}\n" for name, value in lines.items()))
     try:

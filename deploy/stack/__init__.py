@@ -1,4 +1,4 @@
-"""The local stack as a library: every part a real process, for the demo, `up` and the tests.
+"""The local stack as a library for the demo, `up` and the tests. Every part is a real process.
 
 with Kafka(folder / "kafka") as kafka, Redis(folder / "redis") as redis:
     with Service(folder, kafka=kafka.bootstrap, redis=redis.url) as service:

@@ -1,4 +1,4 @@
-"""A real Apache Kafka broker (KRaft: broker and controller in one process), run from its own jars."""
+"""Runs a real Apache Kafka broker (KRaft: broker and controller in one process) from its own jars."""
 
 import base64
 import uuid
@@ -17,28 +17,28 @@ from deploy.stack.ports import free_port
 from deploy.stack.process import Process
 
 _HEAP = ("-Xms256m", "-Xmx512m", "-Djava.awt.headless=true")
-# The heap is small, the just-in-time compiler is not limited: benchmarks run against such a broker.
+# A small heap. The just-in-time compiler is not limited, because benchmarks use this broker.
 LASTING = (*_HEAP, "-XX:+UseG1GC", "-XX:MaxGCPauseMillis=20")
-# A broker that lives for seconds or minutes would spend half of its CPU on compiling what it runs a few times.
+# For a broker that runs for minutes at most: it would spend half of its CPU on compiling rarely used code.
 BRIEF = (*_HEAP, "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 
 _START_S = 120.0  # 3 s on an idle machine, 20 s on a very busy one
 _ANSWER_S = 10.0
 _LOGGING = Path(__file__).with_name("kafka-log4j2.properties")
 
-# What differs from Kafka's defaults, for one node on one machine.
+# Settings that differ from Kafka's defaults, for one node on one machine.
 _SETTINGS = {
-    "auto.create.topics.enable": "false",  # as in any production cluster; a typo must be a 404
+    "auto.create.topics.enable": "false",  # as in production: a misspelt topic must be a 404
     "offsets.topic.replication.factor": "1",
     "offsets.topic.num.partitions": "4",
     "transaction.state.log.replication.factor": "1",
     "transaction.state.log.min.isr": "1",
-    "transaction.state.log.num.partitions": "8",  # 50 would be made at the first transaction, at 10 ms each
+    "transaction.state.log.num.partitions": "8",  # the default, 50, delays the first transaction by 10 ms each
     "share.coordinator.state.topic.replication.factor": "1",
     "share.coordinator.state.topic.min.isr": "1",
-    "log.cleaner.dedupe.buffer.size": "8388608",  # 128 MiB would be a quarter of the heap, and 0.4 s of the start
+    "log.cleaner.dedupe.buffer.size": "8388608",  # the default, 128 MiB, takes a quarter of the heap and 0.4 s at start
     "group.initial.rebalance.delay.ms": "0",  # a test's consumer is alone in its group
-    # A killed broker may come back only when its old session has ended: 9 s by default.
+    # A killed broker can register again only after its old session has expired: 9 s by default.
     "broker.session.timeout.ms": "4000",
     "broker.heartbeat.interval.ms": "500",
     "default.replication.factor": "1",
@@ -47,18 +47,18 @@ _SETTINGS = {
 
 
 class Listener(NamedTuple):
-    """One more way into a broker: where it listens, and where it tells clients to connect; both are host:port."""
+    """A further listener of a broker: the address it listens on, and the advertised address; both are host:port."""
 
-    name: str  # upper case, and no other listener's
+    name: str  # upper case, unique in the broker
     listens: str
     advertised: str
 
 
 class Kafka(Process):
-    """One broker with its data in `folder`; it keeps folder and port over stops, kills and new starts."""
+    """One broker with its data in `folder`. Folder and port stay the same over stops, kills and starts."""
 
     java_options: Sequence[str] = LASTING
-    archive_options: Sequence[str] = ()  # where the tests have recorded the classes that a broker loads
+    archive_options: Sequence[str] = ()  # options for the class data archive (CDS) that the tests have recorded
 
     def __init__(
         self,
@@ -75,14 +75,14 @@ class Kafka(Process):
         """Prepare a broker.
 
         Args:
-            folder: where data, configuration and log go.
-            port: where it listens; a free one if not given.
-            settings: broker settings that come over the defaults for one node.
-            node_id: its number in a cluster of several.
-            controller_port: where its controller listens; a free one if not given.
-            cluster_id: the same for all nodes of a cluster; a new one if not given.
-            listeners: more of them, beside the one at `port`.
-            name: the name of its log.
+            folder: for data, configuration and log.
+            port: the port to listen on; default: a free one.
+            settings: broker settings, which override the defaults for one node.
+            node_id: the number of the node in a cluster.
+            controller_port: the port of its controller; default: a free one.
+            cluster_id: the same for all nodes of a cluster; default: a new one.
+            listeners: further listeners, beside the one at `port`.
+            name: the name of the log.
         """
         super().__init__(name, folder.absolute())
         self.port = port or free_port()
@@ -94,23 +94,23 @@ class Kafka(Process):
 
     @property
     def bootstrap(self) -> str:
-        """Where clients connect."""
+        """The bootstrap servers."""
         return f"127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start, and return when the broker answers; its storage is formatted the first time.
+        """Start the broker and wait until it answers; the first start formats its storage.
 
         Raises:
-            StackError: it did not come up; the text has the end of its log.
+            StackError: the broker did not start; the text has the end of its log.
         """
         self.begin()
         self.wait_ready()
 
     def begin(self) -> None:
-        """Start without waiting (the nodes of a cluster wait for each other).
+        """Start the broker without waiting (the nodes of a cluster wait for each other).
 
         Raises:
-            StackError: its storage could not be formatted.
+            StackError: the storage could not be formatted.
         """
         jars.ensure()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -120,21 +120,21 @@ class Kafka(Process):
         self._run(self.java_options, "kafka.Kafka", self._properties)
 
     def wait_ready(self) -> None:
-        """Return when the broker answers.
+        """Wait until the broker answers.
 
         Raises:
-            StackError: it ended, or took too long.
+            StackError: the broker ended, or took too long.
         """
         admin = self.admin()
         self.wait_until(lambda: self._answers(admin), _START_S)
 
     def admin(self) -> AdminClient:
-        """A client for what has no method here."""
-        # Errors come as exceptions; the library would also print each refused connection while the broker starts.
+        """Make an admin client, for requests that have no method here."""
+        # The library would print each refused connection while the broker starts; errors are raised anyway.
         return AdminClient({"bootstrap.servers": self.bootstrap, "log_level": 0, "reconnect.backoff.max.ms": 100})
 
     def create_topic(self, name: str, partitions: int = 1, config: Mapping[str, str] | None = None) -> None:
-        """Make a topic, and return when it can be written.
+        """Create a topic and wait until it can be written to.
 
         Raises:
             StackError: the broker refused (it may exist already).
@@ -149,7 +149,7 @@ class Kafka(Process):
         self.wait_until(lambda: _has_leaders(admin, name, partitions), _ANSWER_S)
 
     def topics(self) -> set[str]:
-        """The names of all topics.
+        """List the names of all topics.
 
         Raises:
             confluent_kafka.KafkaException: the broker did not answer.
@@ -183,12 +183,12 @@ class Kafka(Process):
         }
 
     def _formatted_id(self) -> str | None:
-        """The cluster id that the storage was formatted with (an earlier run's, if the folder has one)."""
+        """Return the cluster id of the storage, which an earlier run may have formatted."""
         lines = (self._data / "meta.properties").read_text().splitlines()
         return next((line.partition("=")[2] for line in lines if line.startswith("cluster.id=")), None)
 
     def _format(self) -> None:
-        # "=": an id that begins with "-" would be taken for an option.
+        # With "=", because an id may begin with "-" and would be taken for an option.
         tool = ("kafka.tools.StorageTool", "format", f"--cluster-id={self.cluster_id}", "-c", self._properties)
         self._run(BRIEF, *tool)
         if self.wait_while_working(_START_S) != 0:
@@ -201,7 +201,7 @@ class Kafka(Process):
         self.spawn([*program, main_class, *arguments], env={**places.hermetic_environment(), **java.environment()})
 
     def _answers(self, admin: AdminClient) -> bool:
-        """Whether this very broker answers: were the port another's after all, its cluster id would tell."""
+        """Check whether this broker answers, and no other at its port, by the cluster id."""
         try:
             found = admin.list_topics(timeout=0.5)
             return found.cluster_id == self._formatted_id() and self.node_id in found.brokers
@@ -212,6 +212,6 @@ class Kafka(Process):
 
 
 def _has_leaders(admin: AdminClient, topic: str, partitions: int) -> bool:
-    """Whether every partition of the topic has a leader (creation answers before that)."""
+    """Check whether every partition of the topic has a leader; CreateTopics returns before that."""
     found = admin.list_topics(topic, timeout=_ANSWER_S).topics[topic]
     return len(found.partitions) == partitions and all(each.leader >= 0 for each in found.partitions.values())

@@ -1,8 +1,8 @@
-"""Start a program that dies with its parent: `python leash.py PARENT_PID PROGRAM [ARGUMENT]...`.
+"""Runs a program that is killed when its parent ends: `python leash.py PARENT_PID PROGRAM [ARGUMENT]...`.
 
-A test run or a demo that is killed with -9 cannot clean up, so the kernel does it: this process asks to be killed when
-its parent goes, and then becomes the program (same process id). Linux only; elsewhere it just becomes the program.
-It imports nothing of the project, so that it costs some 20 ms.
+A test run or a demo that is killed with -9 cannot clean up. This process asks the kernel to be killed when its parent
+ends (PR_SET_PDEATHSIG, Linux only), and then executes the program under the same process id. It imports nothing of the
+project, so that it starts in some 20 ms.
 """
 
 import ctypes
@@ -17,10 +17,10 @@ def main() -> None:
     parent, program = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        # The parent may have gone before the request was made: then the signal never comes.
+        # If the parent had ended before that request, the signal would never come.
         if os.getppid() != parent:
             sys.exit("the parent of this process is gone")
-    os.execvp(program[0], program)  # replacing this process is the point
+    os.execvp(program[0], program)  # replaces this process
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Free TCP ports on the loopback interface, each promised to one stack at a time."""
+"""Reserves free TCP ports on the loopback interface, each for one stack at a time."""
 
 import fcntl
 import os
@@ -7,37 +7,36 @@ import socket
 import tempfile
 from pathlib import Path
 
-# Below the range from which Linux takes the ports of outgoing connections (32768 and up): a port found here is not
-# taken by somebody's client between the look and the use.
+# Below Linux's range for outgoing connections (32768 and up), so that no client takes a port between check and use.
 _FIRST, _LAST = 15_000, 31_999
 _TRIES = 200
 
-# A port is looked for seconds before a broker listens on it. Until this process ends, a locked file says that it is
-# spoken for, or two stacks that start together would find the same one free, and one would use the other's broker.
-# Port to file descriptor: the kernel closes them, and so ends the promises, when the process ends.
+# A port is reserved by a locked file, seconds before a broker listens on it: otherwise two stacks that start together
+# could choose the same port, and one would use the other's broker. Maps ports to file descriptors, which the kernel
+# closes, and so unlocks, when the process ends.
 _promised: dict[int, int] = {}
 
 
 def free_port() -> int:
-    """A port nobody listens on or was promised; it stays promised to this process.
+    """Reserve a free port for this process, until it ends.
 
     Raises:
         RuntimeError: nearly every port is taken.
     """
     for _ in range(_TRIES):
-        port = random.randint(_FIRST, _LAST)  # two stacks seldom try the same ones
+        port = random.randint(_FIRST, _LAST)  # so that two stacks rarely try the same port
         if port not in _promised and _take(port):
             return port
     raise RuntimeError(f"no free port found between {_FIRST} and {_LAST}")
 
 
 def port_or_free(wanted: int) -> int:
-    """`wanted` where it is free, else another one."""
+    """Reserve the port `wanted` if it is free, else another one."""
     return wanted if _take(wanted) else free_port()
 
 
 def _take(port: int) -> bool:
-    """Have the port promised to this process, if it can be."""
+    """Reserve a port for this process; False if the port is in use or reserved."""
     if not _is_free(port):
         return False
     folder = Path(tempfile.gettempdir()) / f"fencepost-ports-{os.getuid()}"
@@ -53,7 +52,7 @@ def _take(port: int) -> bool:
 
 
 def _is_free(port: int) -> bool:
-    """Whether a server could listen on the port now."""
+    """Check whether a server can listen on the port now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

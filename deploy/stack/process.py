@@ -1,4 +1,4 @@
-"""One real process of the local stack: started, watched, paused, killed, stopped, always with a log to read."""
+"""Starts, watches, pauses, kills and stops one process of the local stack, and keeps its log."""
 
 import contextlib
 import os
@@ -17,12 +17,12 @@ from typing import Self
 from deploy.console import StackError
 
 _LEASH = Path(__file__).with_name("leash.py")
-_STOP_S = 15.0  # a broker closes its logs in one or two seconds; a service may finish a request of 10 s
-_KILL_S = 10.0  # the kernel's own time to take a killed process down
+_STOP_S = 15.0  # a broker closes its logs in one or two seconds; a service may finish requests for 10 s
+_KILL_S = 10.0  # for the kernel to end a killed process
 _POLL_S = 0.02
 # Fields of /proc/PID/stat (proc(5)), counted from the state on: the session's leader; user and system time.
 _SESSION, _CPU_TICKS = 3, (11, 12)
-# Who works uses more of a CPU than this share, also on a machine that others keep busy; an idle JVM uses less.
+# The share of a CPU that separates a working process, even on a busy machine, from an idle JVM.
 _WORKING_SHARE = 0.01
 
 # Linux sends the parent-death signal when the *thread* that started a child ends, not the process. All children are
@@ -31,13 +31,13 @@ _starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stack-starter")
 
 
 class Process(ABC):
-    """A process in a session of its own that cannot outlive us; `start` and what it runs is the subclass's."""
+    """A process in a session of its own, which ends with this process at the latest. Subclasses define `start`."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
         self.folder = folder
         self.log = folder / f"{name}.log"
-        self.extra_env: dict[str, str] = {}  # over what it is started with; for the next start
+        self.extra_env: dict[str, str] = {}  # overrides the environment of the next start
         self._child: subprocess.Popen[bytes] | None = None
 
     def __repr__(self) -> str:
@@ -46,7 +46,7 @@ class Process(ABC):
     def __enter__(self) -> Self:
         try:
             self.start()
-        except BaseException:  # a signal in the middle of a start: nobody will call __exit__
+        except BaseException:  # such as a signal during the start: __exit__ will not be called
             self.kill()
             raise
         return self
@@ -56,7 +56,7 @@ class Process(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Start, and return when it answers."""
+        """Start the process and wait until it answers."""
 
     @property
     def running(self) -> bool:
@@ -67,7 +67,7 @@ class Process(ABC):
         """The process id.
 
         Raises:
-            StackError: it was never started.
+            StackError: the process was never started.
         """
         if self._child is None:
             raise StackError(f"{self.name} was not started")
@@ -75,14 +75,14 @@ class Process(ABC):
 
     @property
     def exit_code(self) -> int | None:
-        """How it ended (negative: the signal), None while it runs or before its start."""
+        """The exit code (negative: the signal); None while the process runs, or before its start."""
         return None if self._child is None else self._child.poll()
 
     def spawn(self, argv: Sequence[str | Path], *, env: Mapping[str, str], cwd: Path | None = None) -> None:
-        """Start `argv` with exactly `env` and `extra_env`, its output appended to the log.
+        """Start `argv` with only `env` and `extra_env`; its output is appended to the log.
 
         Raises:
-            StackError: it is running already.
+            StackError: the process is running already.
         """
         if self.running:
             raise StackError(f"{self.name} is running already (pid {self.pid})")
@@ -119,7 +119,7 @@ class Process(ABC):
             time.sleep(_POLL_S)
 
     def wait(self, timeout_s: float) -> int:
-        """Wait for its own end, and return its exit code.
+        """Wait until the process ends by itself, and return its exit code.
 
         Raises:
             StackError: it still runs after `timeout_s`.
@@ -130,10 +130,10 @@ class Process(ABC):
             raise StackError(f"{self.name} still runs after {timeout_s:.0f} s\n{self.tail()}") from None
 
     def wait_while_working(self, idle_s: float) -> int:
-        """Wait for its own end, however slow the machine is, and return its exit code.
+        """Wait until the process ends by itself, however slow the machine is, and return its exit code.
 
         Raises:
-            StackError: for `idle_s` it has neither written to its log nor used any CPU time to speak of.
+            StackError: for `idle_s` it has neither written to its log nor used noticeable CPU time.
         """
         while True:
             logged, used_s = self._log_bytes(), self._cpu_s()
@@ -147,7 +147,7 @@ class Process(ABC):
         return self.log.stat().st_size if self.log.exists() else 0
 
     def _cpu_s(self) -> float:
-        """CPU time of the program and what it has started, in seconds; 0 where the system does not tell (no /proc)."""
+        """Read the CPU time of the program and its children, in seconds; 0 without /proc."""
         ticks = 0
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):  # it has just ended
@@ -157,7 +157,7 @@ class Process(ABC):
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def tail(self, lines: int = 25) -> str:
-        """The last lines of the log, and where the whole of it is."""
+        """Return the last lines of the log, and its path."""
         if not self.log.exists():
             return f"no log at {self.log}"
         with self.log.open(errors="replace") as log:
@@ -165,34 +165,34 @@ class Process(ABC):
         return "".join(f"  {line.rstrip()}\n" for line in last) + f"the whole log: {self.log}"
 
     def stop(self, timeout_s: float = _STOP_S) -> None:
-        """End it in peace: SIGTERM, then SIGKILL after `timeout_s`. No error if it is not running."""
+        """Stop the process: SIGTERM, then SIGKILL after `timeout_s`. No error if it is not running."""
         if not self.running:
             return
         self._signal(signal.SIGTERM)
-        self._signal(signal.SIGCONT)  # a paused process sees the former only now
+        self._signal(signal.SIGCONT)  # a paused process gets SIGTERM only now
         try:
             self._wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.kill()
 
     def kill(self) -> None:
-        """End it at once (SIGKILL), and return when it is gone. No error if it is not running."""
+        """Kill the process (SIGKILL), and wait until it has ended. No error if it is not running."""
         if self.running:
             self._signal(signal.SIGKILL)
             self._wait(_KILL_S)
 
     def pause(self) -> None:
-        """Freeze it (SIGSTOP), and return when it stands still."""
+        """Pause the process (SIGSTOP), and wait until it has stopped."""
         self._signal(signal.SIGSTOP)
         with contextlib.suppress(ChildProcessError):  # it is gone
             os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
-        """Let a frozen process go on (SIGCONT)."""
+        """Continue a paused process (SIGCONT)."""
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:
-        # The group, so that a helper which the program started is meant too.
+        # To the process group, so that helpers of the program get the signal too.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 

